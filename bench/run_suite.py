@@ -1,0 +1,51 @@
+"""Measure a suite and store it as bench/results/CHIP-THREADSt-f32.json.
+
+    python bench/run_suite.py [--suite full] [--threads N] [--target avx2] [--budget SECONDS] [--plot]
+
+The README's tables are made from these files by `python -m portmm.compare.report`.
+"""
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from portmm.compare import compare
+from portmm.compare.plot import plot
+from portmm.compare.report import terminal
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--suite", default="full")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--target", help="an ISA or chip to hold everybody to")
+    parser.add_argument("--budget", type=float, default=1800.0, help="seconds")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--output", type=Path, help="instead of the name in bench/results")
+    parser.add_argument("--plot", action="store_true", help="a PNG beside the JSON")
+    options = parser.parse_args()
+    console = Console(stderr=True)
+    with console.status("starting") as status:
+        report = compare(
+            options.suite,
+            threads=options.threads,
+            target=options.target,
+            rounds=options.rounds,
+            budget_s=options.budget,
+            progress=lambda done, total, text: status.update(f"{done}/{total} {text}"),
+        )
+    forced = f"-{report.isa}" if report.isa else ""
+    path = options.output or RESULTS / f"{report.machine}{forced}-{report.threads}t-f32.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(report.to_json())
+    if options.plot:
+        plot(report, path.with_suffix(".png"))
+    Console().print(terminal(report))
+    console.print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Write the tables of the README and docs/results.md from bench/results/*.json.
+
+    python bench/tables.py            after measuring
+    python bench/tables.py --check    status 1 if a table is not what the results say
+
+Three kinds of files are understood: reports of `bench/run_suite.py`, searches
+of `bench/exhaustive.py --json`, and what `--overhead` keeps of a run of
+`pytest test_overhead.py --benchmark-json RAW.json`:
+
+    python bench/tables.py --overhead RAW.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from portmm.compare.report import from_json, geomean, markdown, summaries
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+BEGIN, END = "<!-- results: made by bench/tables.py -->", "<!-- end of results -->"
+NOTHING = "Nothing has been measured for this version yet; `python bench/run_suite.py` measures."
+HEAD = "# Results\n\nMade by `bench/tables.py` from `bench/results/`; how is told in [measuring](measuring.md).\n"
+
+
+def table(head, rows):
+    """A Markdown table, its first column to the left."""
+    rule = ["---", *["--:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in (head, rule, *rows))
+
+
+def load(folder):
+    """(stem, contents) of every result, by kind."""
+    found = {"reports": [], "searches": [], "overheads": []}
+    for path in sorted(folder.glob("*.json")):
+        text = path.read_text()
+        data = json.loads(text)
+        if isinstance(data, list):
+            found["searches"].append((path.stem, data))
+        elif "overhead" in data:
+            found["overheads"].append((path.stem, data))
+        else:
+            found["reports"].append((path.stem, from_json(text)))
+    return found
+
+
+def setting(report):
+    """What distinguishes reports of one chip."""
+    threads = "1 thread" if report.threads == 1 else f"{report.threads} threads"
+    return f"{threads}, {report.isa} for all" if report.isa else threads
+
+
+def ratios(reports):
+    """One table per chip: a row per group, a column per setting."""
+    chips = {}
+    for _, report in reports:
+        chips.setdefault(report.chip, []).append(report)
+    for chip, mine in chips.items():
+        groups = {}
+        for i, report in enumerate(mine):
+            for s in summaries(report):
+                groups.setdefault(s.group, [""] * len(mine))[i] = f"{s.mean:.2f} ({s.lowest:.2f}) of {s.count}"
+        rows = [[name, *cells] for name, cells in groups.items() if name != "all"]
+        rows += [["**all**", *groups["all"]]] if "all" in groups else []
+        peers = dict.fromkeys(e.version for report in mine for e in report.entrants if e.peer and e.state == "ok")
+        dates = dict.fromkeys(report.date for report in mine)
+        yield (
+            f"**{chip}**, float32: rate of portmm over that of the best peer of each case, geometric mean of each "
+            f"group, and in brackets its lowest.\n\n"
+            f"{table(['group', *map(setting, mine)], rows)}\n\n"
+            f"Peers: {'; '.join(peers)}. Measured on {', '.join(dates)}."
+        )
+
+
+def search(rows):
+    """How near the analytical choice comes to the best candidate, in words."""
+    cases = {}
+    for row in rows:
+        cases.setdefault(row["case"], []).append(row)
+    shares = []
+    for tried in cases.values():
+        chosen = [row["seconds"] for row in tried if row["chosen"]]
+        shares += [min(row["seconds"] for row in tried) / chosen[0]] if chosen else []
+    mean = geomean(shares)
+    return (
+        f"The analytical choice runs at {mean:.2f} of the rate of the best of an exhaustive search "
+        f"({len(rows)} kernels over {len(shares)} cases, geometric mean; lowest {min(shares):.2f})."
+        if mean
+        else ""
+    )
+
+
+def overhead(data):
+    """A table of what calls, imports and first calls cost."""
+    rows = [[name, what, f"{value:.3g}"] for name, kept in data["overhead"].items() for what, value in kept.items()]
+    return f"**{data['chip']}**\n\n{table(['overhead', 'measured', 'value'], rows)}"
+
+
+def summary(found):
+    """What stands in the README."""
+    parts = [*ratios(found["reports"]), *(search(rows) for _, rows in found["searches"])]
+    parts += [overhead(data) for _, data in found["overheads"]]
+    return "\n\n".join(filter(None, parts)) or NOTHING
+
+
+def details(found):
+    """What stands in docs/results.md: every case."""
+    parts = [markdown(report).rstrip() for _, report in found["reports"]]
+    parts += [f"**{stem}**: {search(rows)}" for stem, rows in found["searches"]]
+    return HEAD + "\n" + ("\n\n".join(parts) or NOTHING) + "\n"
+
+
+def pages(root, folder):
+    """Path and due contents of each generated page."""
+    found = load(folder)
+    readme = root / "README.md"
+    text = readme.read_text()
+    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+    return {readme: f"{before}\n{summary(found)}\n{after}", root / "docs" / "results.md": details(found)}
+
+
+def keep_overhead(raw):
+    """Store the figures of a pytest-benchmark file, and nothing of the machine but its chip."""
+    from portmm.compare.limit import chip
+    from portmm.detect import host
+
+    kept = {}
+    for row in json.loads(raw.read_text())["benchmarks"]:
+        figures = {k: v for k, v in row["extra_info"].items() if isinstance(v, int | float)}
+        if figures:
+            kept[row["name"].removeprefix("test_").replace("_", " ")] = figures
+    path = RESULTS / f"overhead-{host().name}.json"
+    path.write_text(json.dumps({"chip": chip(), "overhead": kept}, indent=1) + "\n")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; status 1 if anything would change")
+    parser.add_argument("--overhead", type=Path, metavar="RAW.json", help="keep the figures of pytest-benchmark")
+    options = parser.parse_args()
+    if options.overhead:
+        keep_overhead(options.overhead)
+    stale = {p: text for p, text in pages(ROOT, RESULTS).items() if not p.exists() or p.read_text() != text}
+    if options.check:
+        for path in stale:
+            print(f"{path.relative_to(ROOT)} is not what bench/results/ says: run `python bench/tables.py`")
+        return 1 if stale else 0
+    for path, text in stale.items():
+        path.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""What a call, an import, a first call and a download cost.
+
+Each is measured beside what it is compared with, in turns, in one process or
+in fresh ones; figures are kept in the benchmark's `extra_info`.
+"""
+
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import portmm as pm
+from portmm.compare.environment import Setup, environment
+
+ROOT = Path(__file__).parent.parent
+WHEEL_BYTES = 1_000_000
+CALLS = 2000
+FIRST = "import time, numpy as np, portmm as pm; a = np.ones((64, 64), np.float32); t = time.perf_counter(); pm.matmul(a, a); print(time.perf_counter() - t)"  # noqa: E501
+IMPORT = "import time; t = time.perf_counter(); import {}; print(time.perf_counter() - t)"
+
+
+def _fresh(code, **variables):
+    env = environment(os.environ, Setup(), uses_openblas=False) | variables
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    return float(done.stdout)
+
+
+def _seconds(call, calls):
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls
+
+
+def _ratio(ours, theirs, rounds, calls):
+    """The median over rounds of our time over theirs."""
+    ours(), theirs()
+    return statistics.median(_seconds(ours, calls) / _seconds(theirs, calls) for _ in range(rounds))
+
+
+@pytest.mark.parametrize(("kind", "bar"), [("plan", 0.5), ("matmul", 1.3)])
+def test_a_call_on_4x4(benchmark, smoke, kind, bar):
+    a, b, c = (np.ones((4, 4), np.float32) for _ in range(3))
+    plan = pm.plan(a, b)
+    ours = {"plan": lambda: plan(a, b, c), "matmul": lambda: pm.matmul(a, b, out=c)}[kind]
+    benchmark(ours)
+    ratio = _ratio(ours, lambda: np.matmul(a, b, out=c), *((1, 10) if smoke else (31, CALLS)))
+    benchmark.extra_info["ratio to np.matmul"] = ratio
+    assert smoke or ratio <= bar
+
+
+def test_import(benchmark, smoke):
+    rounds = 1 if smoke else 11
+    numpy = statistics.median(_fresh(IMPORT.format("numpy")) for _ in range(rounds))
+    both = statistics.median(_fresh(IMPORT.format("numpy, portmm")) for _ in range(rounds))
+    benchmark.pedantic(_fresh, args=(IMPORT.format("numpy, portmm"),), rounds=1)
+    benchmark.extra_info["seconds over NumPy's"] = both - numpy
+    assert smoke or both - numpy <= 0.040
+
+
+def test_first_calls(benchmark, smoke):
+    cold, warm = [], []
+    for _ in range(1 if smoke else 7):
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder).chmod(0o700)
+            cold.append(_fresh(FIRST, PORTMM_CACHE=folder))
+            warm.append(_fresh(FIRST, PORTMM_CACHE=folder))
+    benchmark.pedantic(_fresh, args=(FIRST,), rounds=1)
+    benchmark.extra_info["seconds, cold cache"] = statistics.median(cold)
+    benchmark.extra_info["seconds, warm cache"] = statistics.median(warm)
+    assert smoke or statistics.median(cold) <= 0.300
+    assert smoke or statistics.median(warm) <= 0.005
+
+
+def test_wheel(benchmark, tmp_path):
+    # A copy, because a build leaves its own directory in the source tree.
+    tree = shutil.copytree(ROOT, tmp_path / "tree", ignore=shutil.ignore_patterns(".*", "build", "*.egg-info"))
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    benchmark.pedantic(lambda: subprocess.run([*pip, str(tree)], check=True), rounds=1)
+    (wheel,) = tmp_path.glob("*.whl")
+    benchmark.extra_info["bytes"] = wheel.stat().st_size
+    assert wheel.stat().st_size <= WHEEL_BYTES

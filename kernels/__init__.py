@@ -1,0 +1,1 @@
+"""Block programs: what is written once for all targets, in portmm's loop language."""

@@ -1,0 +1,304 @@
+"""The blocked product: loops around a micro-kernel.
+
+    for each MC rows by NC columns   (C block, L3)   <- threads
+      for each KC of k               (A block, L2; packed or in place)
+        for each few panels          (B, L2; packed just before use, or in place)
+          for each NR columns        (B panel, L1)
+            for each MR rows
+              micro-kernel
+
+(Goto & van de Geijn 2008; Van Zee & van de Geijn, ACM TOMS 41(3), 2015.) B is
+packed by the thread that uses it, right before it does, a few panels at a time:
+it is read from memory once per MC rows, in long runs, and no packed copy of it
+goes out to L3 and back. Where many blocks of rows would pack it again, all of it
+is packed once instead; full panels then stream well at any depth. A thread keeps
+a block of C until it is done, so that the passes over C stay in L3 and threads
+never wait for each other. While one tile is worked on, the next is asked for.
+
+A tile extent of ALL leaves its loop out, and either operand may be read in
+place, so that small, thin and tall products are the same program with fewer
+loops. Slices of A within a block have nearly equal heights: no sliver of one
+row is left over. Threads share out blocks of C, or whole items of a batch; no
+two of them write the same element and none splits a chain along k, so that the
+result does not depend on how many there are. Only `over="k"`, for a C too small
+to share, gives each thread a run of k and a C of its own, summed in the end.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portmm.kernels import packing
+from portmm.kernels.blocks import TASKS_PER_WORKER, WORKERS, Blocks, K, M, N
+from portmm.kernels.lookahead import next_item, next_panel
+from portmm.kernels.microkernel import Shape, micro_kernel
+
+from portmm.ir import (
+    Add,
+    Call,
+    For,
+    Function,
+    If,
+    Index,
+    Kernel,
+    Let,
+    LetPtr,
+    Move,
+    Parallel,
+    Param,
+    Ptr,
+    Switch,
+    ceil_div,
+    const,
+    maximum,
+    minimum,
+    var,
+)
+
+if TYPE_CHECKING:
+    from portmm.ir import Stmt
+    from portmm.schedule import Schedule
+    from portmm.target import Atom, Isa
+
+
+MOST_UNROLLED = 128
+"""Multiply-adds of a fully unrolled micro-kernel: past that, compiling costs more than the loop."""
+
+ROWS_AHEAD = 8
+"""Rows of B that packing asks for ahead: a miss takes as long as copying some rows."""
+
+
+
+def build(s: Schedule, isa: Isa, atom: Atom) -> Kernel:
+    """The kernel that computes C = A . B by schedule `s`."""
+    g = _Gemm(s, isa, atom)
+    entry = Function("entry", "entry", (), g.entry(), "All products of the batch")
+    constants: tuple[tuple[str, int], ...] = ()
+    if s.static:
+        m, n, k = s.static
+        constants = (("m", m), ("n", n), ("k", k), ("c_m", n), ("c_n", 1))
+        constants += (("a_m", k), ("a_k", 1)) if s.a == "row" else (("a_m", 1), ("a_k", m))
+        constants += (("b_k", n), ("b_n", 1)) if s.b == "row" else (("b_k", 1), ("b_n", k))
+    return Kernel(str(s.name(atom)), isa, atom, entry, g.workspace(), swap=s.swap, constants=constants)
+
+
+class _Gemm(Blocks):
+    """The loops of one kernel, as statements."""
+
+    __slots__ = ()
+
+    # -- loops over blocks ---------------------------------------------------
+
+    def entry(self) -> tuple[Stmt, ...]:
+        """Every item of the batch."""
+        if self.s.over == "batch":
+            items = Function("items", "task", (), self.items(), "A share of the batch, one item after the other")
+            return (Parallel(items, self.chunks),)
+        body = self.summed() if self.s.over == "k" else self.product()
+        return (For("item", const(0), var("batch"), const(1), body),)
+
+    def summed(self) -> tuple[Stmt, ...]:
+        """One item: a C per run of k, then their sum, in the order of k."""
+        j, run, item = var("j"), var("run"), var("item")
+        steps = ceil_div(K, self.kb)
+        partial = Ptr("work", (self.b_size + self.a_size) * WORKERS)
+        blocks = For("block", const(0), self.blocks * self.shares, const(1), self.block(var("block")))
+        part = (
+            Let("kb", self.kb),
+            Let("k_first", steps * var("task") // self.runs * var("kb")),
+            Let("k_last", minimum(K, steps * (var("task") + 1) // self.runs * var("kb"))),
+            LetPtr("cp", partial + var("task") * (M * N), self.atom.acc),
+            blocks,
+        )
+        c = self.operand("c", var("task") * var("c_m") + j)
+        row = partial + var("task") * N + j
+        add = For("run", const(1), self.runs, const(1), (Add(c, row + run * (M * N)),))
+        total = (For("j", const(0), N, const(1), (Move(c, row), add)),)
+        one = Function("run_of_k", "task", (Param("item"),), part, "All of C over a run of k")
+        rows = Function("sum_row", "task", (Param("item"),), total, "A row of C: the sum over runs")
+        return (Parallel(one, self.runs, (item,)), Parallel(rows, M, (item,)))
+
+    @property
+    def chunks(self) -> Index:
+        """Shares of the batch."""
+        return minimum(var("batch"), WORKERS * TASKS_PER_WORKER)
+
+    def items(self) -> tuple[Stmt, ...]:
+        """A share of the batch."""
+        task, batch = var("task"), var("batch")
+        first, last = batch * task // self.chunks, batch * (task + 1) // self.chunks
+        return (For("item", first, last, const(1), self.product()),)
+
+    def product(self) -> tuple[Stmt, ...]:
+        """One item: every block of C, shared out, or in order when threads share the batch."""
+        if self.s.over == "batch":
+            return (For("block", const(0), self.blocks * self.shares, const(1), self.block(var("block"))),)
+        pack: tuple[Stmt, ...] = ()
+        if self.s.once:
+            groups = ceil_div(ceil_div(N, self.s.nr), self.near)
+            body = (Let("jg", var("task") * self.near), *self.pack_b(ceil_div(N, self.s.nr)))
+            packer = Function("pack_share", "task", (Param("item"),), body, "A few panels of B, all of k")
+            # Items that share one B share its panels.
+            anew = const(0).lt(var("item").eq(0) + (1 - var("b_batch").eq(0)))
+            pack = (If(anew, (Parallel(packer, groups, (var("item"),)),)),)
+        comment = "A block of rows by a share of the columns of C"
+        task = Function("block", "task", (Param("item"),), self.block(var("task")), comment)
+        return (*pack, Parallel(task, self.blocks * self.shares, (var("item"),)))
+
+    # -- one block of C ------------------------------------------------------
+
+    def block(self, number: Index) -> tuple[Stmt, ...]:
+        """Rows by columns of C; `number` counts shares of columns within blocks of rows."""
+        s = self.s
+        single = self.shares == const(1)
+        index, share = (number, const(0)) if single else (number // var("shares"), number % var("shares"))
+        blocks, shares = self.blocks, const(1) if single else var("shares")
+        panels = ceil_div(N, s.nr)
+        rows = M * (index + 1) // blocks - var("row") if s.mc else M
+        inside: tuple[Stmt, ...] = (Let("kd", self.depth), *self.pack_a(), *self.macro())
+        if s.over == "k":
+            inside = (For("pc", var("k_first"), var("k_last"), var("kb"), inside),)
+        elif s.kc:
+            inside = (Let("kb", self.kb), For("pc", const(0), K, var("kb"), inside))
+        return (
+            *(() if single else (Let("shares", self.shares),)),
+            Let("row", M * index // blocks if s.mc else const(0)),
+            Let("rows", rows),
+            Let("first", self.groups * share // shares * s.panels),
+            Let("last", minimum(panels, self.groups * (share + 1) // shares * s.panels)),
+            Let("slices", ceil_div(var("rows"), s.mr)),
+            Let("height", var("rows") // var("slices")),
+            Let("taller", var("rows") % var("slices")),
+            *inside,
+        )
+
+    def slice_(self) -> tuple[Stmt, ...]:
+        """The i-th of nearly equal slices of the block's rows."""
+        i, taller = var("i"), var("taller")
+        return (
+            Let("h", var("height") + i.lt(taller)),
+            Let("r", i * var("height") + minimum(i, taller)),
+        )
+
+    def pack_a(self) -> tuple[Stmt, ...]:
+        """Pack the block of A, slice by slice."""
+        s = self.s
+        if not s.pack_a:
+            return ()
+        pack = packing.pack_a(self.isa, self.atom, s.mr, s.a)
+        source = self.operand("a", (var("row") + var("r")) * var("a_m") + self.pc * var("a_k"))
+        args = (var("kd"), var("h"), source, var("a_m"), var("a_k"), Ptr("ap", var("r") * var("kd")))
+        loop = For("i", const(0), var("slices"), const(1), (*self.slice_(), Call(pack, args)))
+        return (LetPtr("ap", self.private() + self.b_size, self.atom.a), loop)
+
+    def macro(self) -> tuple[Stmt, ...]:
+        """Every register tile of the block; a panel of B stays in L1 meanwhile."""
+        s = self.s
+        if s.panels == 1:
+            return (self.visits(1, var("first"), var("last")),)
+        # The last panel may be ragged, which only single visits handle.
+        whole = (N // s.nr - var("first")) // s.panels * s.panels
+        safe = maximum(0, minimum((var("last") - var("first")) // s.panels * s.panels, whole))
+        return (
+            Let("wide", var("first") + safe),
+            self.visits(s.panels, var("first"), var("wide")),
+            self.visits(1, var("wide"), var("last")),
+        )
+
+    def visits(self, panels: int, begin: Index, end: Index) -> Stmt:
+        """A loop over panels, or groups of them; within it one over slices of A."""
+        s = self.s
+        if s.pack_b and not s.once:
+            near = self.near
+            inner = self.tiles(1, var("jg"), minimum(end, var("jg") + near))
+            return For("jg", begin, end, const(near), (*self.pack_b(end), inner))
+        return self.tiles(panels, begin, end)
+
+    def tiles(self, panels: int, begin: Index, end: Index) -> Stmt:
+        """Register tiles of a run of panels."""
+        s = self.s
+        cases = tuple((h, (self.call(h, panels),)) for h in s.heights)
+        which: tuple[Stmt, ...] = cases[0][1] if len(cases) == 1 else (Switch(var("h"), cases),)
+        body = (
+            Let("column", var("j") * s.nr),
+            Let("columns", minimum(N - var("column"), panels * s.nr)),
+            LetPtr("bp", self.panel(), self.atom.b, readonly=True),
+            For("i", const(0), var("slices"), const(1), (*self.slice_(), *which)),
+        )
+        return For("j", begin, end, const(panels), body)
+
+    def panel(self) -> Ptr:
+        """The current panel of B."""
+        s = self.s
+        if s.once:
+            return Ptr("work", var("j") * (K * s.nr) + self.pc * s.nr)
+        if s.pack_b:
+            return self.private() + (var("j") - var("jg")) * (var("kd") * s.nr)
+        if s.b == "packed":
+            return self.operand("b", var("j") * var("b_n") + self.pc * s.nr)
+        return self.source(var("column"), self.pc)
+
+    def pack_b(self, end: Index) -> tuple[Stmt, ...]:
+        """Pack a few panels from `jg` on: all at once, or one by one where the last is short."""
+        s, near = self.s, self.near
+        depth, row = (K, const(0)) if s.once else (var("kd"), self.pc)
+        to = Ptr("work") if s.once else self.private()
+        first = var("jg") if s.once else const(0)
+        one = packing.pack_b(self.isa, self.atom, s.nr, s.b)
+        column = var("q") * s.nr
+        place = to + (var("q") - var("jg") + first) * (depth * s.nr)
+        args = (depth, minimum(N - column, s.nr), self.source(column, row), var("b_k"), var("b_n"), place)
+        singly = (For("q", var("jg"), minimum(end, var("jg") + near), const(1), (Call(one, args),)),)
+        if near == 1 or s.b != "row":
+            return singly
+        rows = packing.pack_b_rows(self.atom, s.nr, near, ROWS_AHEAD)
+        where = to + first * (depth * s.nr)
+        together = (Call(rows, (depth, self.source(var("jg") * s.nr, row), var("b_k"), where)),)
+        whole = minimum(end * s.nr, N)
+        return (If(whole.lt((var("jg") + near) * s.nr), singly, together),)
+
+    def call(self, height: int, panels: int) -> Stmt:
+        """One visit of the micro-kernel of that height."""
+        s = self.s
+        shape = Shape(
+            rows=height,
+            nr=s.nr,
+            panels=panels,
+            a_packed=s.pack_a,
+            b_packed=s.pack_b or s.b == "packed",
+            prefetch=s.prefetch,
+            ahead=self.streams if s.ahead and panels == 1 else None,
+            unroll=_unroll(height * panels * s.nr // self.atom.n, s.static[2] if s.static else 0),
+            inline=s.static is not None,
+            ragged=s.static is None or s.static[1] % s.nr != 0,
+        )
+        row = var("row") + var("r")
+        args: list[Index | Ptr] = [var("kd")]
+        if s.pack_a:
+            args.append(Ptr("ap", var("r") * var("kd")))
+        else:
+            # One stride is 1 by layout: as a constant it becomes part of an address.
+            a_m = const(1) if s.a == "col" else var("a_m")
+            a_k = const(1) if s.a == "row" else var("a_k")
+            args += [self.operand("a", row * a_m + self.pc * a_k), a_m, a_k]
+        args.append(Ptr("bp"))
+        if not shape.b_packed:
+            args.append(var("b_k"))
+        if panels > 1:
+            args.append(self.panel_step or const(0))
+        args += [
+            self.result(row, var("column")),
+            N if s.over == "k" else var("c_m"),
+            var("columns"),
+            (var("k_first") if s.over == "k" else const(0)).lt(self.pc) if s.kc else const(0),
+        ]
+        if shape.ahead is not None:
+            args += next_item(self, row) if s.over == "batch" else next_panel(self, height)
+        return Call(micro_kernel(self.atom, shape), tuple(args))
+
+
+def _unroll(macs: int, depth: int) -> int:
+    """Steps of k to write out: all of a short one, else until loop control is a tenth of the work."""
+    if 1 < depth <= MOST_UNROLLED // macs:
+        return depth
+    return 4 if macs < 8 else 2 if macs < 16 else 1

@@ -1,0 +1,167 @@
+"""The micro-kernel: a register tile of C, updated over a run of k.
+
+MR rows by NV vectors by P panels of accumulators stay in named registers. Per
+step of k it loads one row of each B panel and, row by row, broadcasts one
+element of A and multiplies: outer products, so that each element of C is one
+chain of multiply-adds in the order of k. Loading C before the loop, rather than
+adding to it after, keeps that chain whole across blocks of k: the result does
+not depend on any blocking. (Goto & van de Geijn, ACM TOMS 34(3), 2008.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from portmm.kernels.packing import keep, line_of
+
+from portmm.ir import For, Function, If, Index, Move, Param, Prefetch, Ptr, Scratch, Verb, const, var
+
+if TYPE_CHECKING:
+    from portmm.ir import Stmt
+    from portmm.target import Atom
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Geometry and operand access of a micro-kernel.
+
+    Attributes:
+        rows: register rows.
+        nr: columns of one panel, a multiple of the atom's n.
+        panels: panels side by side, `b_panel` elements apart.
+        a_packed: A is a panel a[k][rows]; else a[row * a_m + k * a_k].
+        b_packed: B is a panel b[k][nr]; else b[k * b_k + column].
+        prefetch: rows of a B in place to ask for ahead, 0 for none.
+        ahead: ask for the next tile of C, and for these streams: at step p, stream s
+            asks for s_next + (p % line) * s_step + (p / line) * s_hop.
+        unroll: steps of k written out.
+        inline: merge into the caller.
+        ragged: the last panel may be short.
+    """
+
+    rows: int
+    nr: int
+    panels: int = 1
+    a_packed: bool = True
+    b_packed: bool = True
+    prefetch: int = 0
+    ahead: tuple[str, ...] | None = None
+    unroll: int = 1
+    inline: bool = False
+    ragged: bool = True
+
+
+def micro_kernel(atom: Atom, s: Shape) -> Function:
+    """C[rows][columns] (+)= A . B over k steps; `columns` may stop short of a panel."""
+    wide = s.panels * s.nr
+    body: tuple[Stmt, ...]
+    if s.panels > 1 or wide == 1 or not s.ragged:
+        body = (*_begin(atom, s, edge=False), *_loop(atom, s, masked=False), *_end(atom, s, edge=False))
+    else:
+        short = var("columns").lt(wide)
+        loop = _loop(atom, s, masked=False)
+        if not s.b_packed and atom.mask:
+            # An unpacked B must not be read past its last column.
+            loop = (If(short, _loop(atom, s, masked=True), loop),)
+        begin, end = _begin(atom, s, edge=True), _end(atom, s, edge=True)
+        if not atom.mask_free:
+            begin = (If(short, begin, _begin(atom, s, edge=False)),)
+            end = (If(short, end, _end(atom, s, edge=False)),)
+        body = (*_kept(atom, s), *begin, *loop, *end)
+    params = [Param("k"), Param("a", atom.a, readonly=True)]
+    params += [] if s.a_packed else [Param("a_m"), Param("a_k")]
+    params += [Param("b", atom.b, readonly=True)]
+    params += [] if s.b_packed else [Param("b_k")]
+    params += [Param("b_panel")] if s.panels > 1 else []
+    params += [Param("c", atom.acc), Param("c_m"), Param("columns"), Param("accumulate")]
+    if s.ahead is not None:
+        params.append(Param("c_next", atom.acc))
+        for x in s.ahead:
+            params += [Param(f"{x}_next", atom.b, readonly=True), Param(f"{x}_step"), Param(f"{x}_hop")]
+        cells = [(i, j) for i in range(s.rows) for j in range(0, s.nr, line_of(atom))]
+        asks = (Prefetch(Ptr("c_next", const(i) * var("c_m") + j), write=True) for i, j in cells)
+        body = (*asks, *body)
+    name = f"ukr_{s.rows}x{wide}"
+    comment = f"C[{s.rows}][columns] (+)= A[{s.rows}][k] . B[k][{wide}]"
+    return Function(name, "inner", tuple(params), body, comment, s.inline)
+
+
+def _vectors(atom: Atom, s: Shape) -> range:
+    return range(s.panels * s.nr // atom.n)
+
+
+def _acc(i: int, v: int) -> str:
+    return f"c{i}_{v}"
+
+
+def _c(atom: Atom, i: int, v: int) -> Ptr:
+    return Ptr("c", const(i) * var("c_m") + v * atom.n)
+
+
+def _kept(atom: Atom, s: Shape) -> tuple[Stmt, ...]:
+    """What a short panel needs: masks of the valid columns, or a spare tile."""
+    if not atom.mask:
+        return (Scratch("tile", s.rows * s.nr, atom.acc),)
+    return tuple(keep(atom, f"m{v}", var("columns") - v * atom.n) for v in _vectors(atom, s))
+
+
+def _begin(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
+    """Set the accumulators from C or to zero."""
+    cells = [(i, v) for i in range(s.rows) for v in _vectors(atom, s)]
+    zero = tuple(Verb("zero", _acc(i, v)) for i, v in cells)
+    load: tuple[Stmt, ...]
+    if not edge:
+        load = tuple(Verb("load_c", _acc(i, v), p=_c(atom, i, v)) for i, v in cells)
+        return (If(var("accumulate"), load, zero),)
+    if atom.mask:
+        load = tuple(Verb("load_mask", _acc(i, v), p=_c(atom, i, v), mask=f"m{v}") for i, v in cells)
+        return (If(var("accumulate"), load, zero),)
+    tile = Ptr("tile")
+    load = (
+        *_copy(s, tile, Ptr("c"), const(s.nr), var("c_m")),
+        *(Verb("load_c", _acc(i, v), p=tile + (i * s.nr + v * atom.n)) for i, v in cells),
+    )
+    return (If(var("accumulate"), load, zero),)
+
+
+def _end(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
+    """Write the accumulators to C."""
+    cells = [(i, v) for i in range(s.rows) for v in _vectors(atom, s)]
+    if not edge:
+        return tuple(Verb("store", _acc(i, v), p=_c(atom, i, v)) for i, v in cells)
+    if atom.mask:
+        return tuple(Verb("store_mask", _acc(i, v), p=_c(atom, i, v), mask=f"m{v}") for i, v in cells)
+    tile = Ptr("tile")
+    stores = (Verb("store", _acc(i, v), p=tile + (i * s.nr + v * atom.n)) for i, v in cells)
+    return (*stores, *_copy(s, Ptr("c"), tile, var("c_m"), const(s.nr)))
+
+
+def _copy(s: Shape, to: Ptr, src: Ptr, to_m: Index, src_m: Index) -> tuple[Stmt, ...]:
+    """Copy the valid columns, one element at a time, for ISAs without masks."""
+    row, col = var("row"), var("col")
+    move = Move(to + (row * to_m + col), src + (row * src_m + col))
+    inner = For("col", const(0), var("columns"), const(1), (move,))
+    return (For("row", const(0), const(s.rows), const(1), (inner,)),)
+
+
+def _loop(atom: Atom, s: Shape, *, masked: bool) -> tuple[Stmt, ...]:
+    """The loop over k: one outer product per step."""
+    p = var("p")
+    row = p * s.nr if s.b_packed else p * var("b_k")
+    per_panel = s.nr // atom.n
+    body: list[Stmt] = []
+    for v in _vectors(atom, s):
+        panel = var("b_panel") * (v // per_panel) if s.panels > 1 else const(0)
+        at = Ptr("b", panel + row + (v % per_panel) * atom.n)
+        if s.prefetch and not s.b_packed:
+            body.append(Prefetch(at + var("b_k") * s.prefetch))
+        body.append(Verb("load_mask", f"b{v}", p=at, mask=f"m{v}") if masked else Verb("load_b", f"b{v}", p=at))
+    line = line_of(atom)
+    asks = [(f"{x}_next", p % line * var(f"{x}_step") + p // line * var(f"{x}_hop")) for x in s.ahead or ()]
+    body += [Prefetch(Ptr(name, offset), near=False) for name, offset in asks]
+    for i in range(s.rows):
+        at = Ptr("a", p * s.rows + i) if s.a_packed else Ptr("a", const(i) * var("a_m") + p * var("a_k"))
+        body.append(Verb("load_a", f"a{i % 2}", p=at))
+        body += [Verb("mac", _acc(i, v), f"a{i % 2}", f"b{v}") for v in _vectors(atom, s)]
+    return (For("p", const(0), var("k"), const(1), tuple(body), s.unroll),)

@@ -1,0 +1,26 @@
+"""The C interface between an emitted kernel and the run time.
+
+Owns the one struct that both sides see. Imports nothing of portmm. The text is
+pasted into every emitted kernel and into the run time's own source, so that
+neither needs a header file and both always agree; `VERSION` enters the cache
+key of every artifact.
+"""
+
+VERSION = 1
+
+ARGS = """\
+typedef struct portmm_args {
+  long m, n, k, batch;               /* C[batch][m][n] = A[batch][m][k] . B[batch][k][n] */
+  const void *a; long a_m, a_k, a_batch;  /* strides in elements */
+  const void *b; long b_k, b_n, b_batch;  /* a packed B: panels, see kernels/packing.py */
+  void *c; long c_m, c_n, c_batch;
+  char *work;                        /* scratch, 64-byte aligned, Kernel.workspace() bytes */
+  long workers;                      /* at most this many threads run tasks at once */
+  void *pool;
+  void (*parallel)(void *pool, void (*body)(const long *ctx, long task, long worker),
+                   const long *ctx, long tasks, long workers);
+} portmm_args;
+"""
+"""The argument block. `parallel` runs body(ctx, t, w) for every t in [0, tasks),
+each exactly once, with 0 <= w < workers and no two tasks at a time on the same
+w; it returns when all are done. With workers == 1 it is a plain loop."""

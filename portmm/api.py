@@ -1,0 +1,326 @@
+"""What a user calls.
+
+Owns `matmul` and `plan`: arrays in, problem out, kernel run. Imports everything
+below. Ordinary 2-D arrays never come here: the run time's C goes from arrays to
+kernel by itself and calls `_resolve` once per shape. Batches, vectors and other
+strides come once, to `_planner`, for each set of shapes and strides; what no
+kernel can take where it lies goes to `_general` every time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm import arrays, settings
+from portmm.call import Call, problem, reduce_call
+from portmm.errors import BuildError, PortmmError, ScheduleError
+from portmm.packed import packed_class, unpack
+from portmm.run import recall
+from portmm.run.host import runtime
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.problem import Problem
+
+MOST_OFFSETS = 512
+"""Repetitions past which a call is not planned: plans are remembered, 24 bytes
+each, and so many kernel calls outweigh the general way's 35 microseconds."""
+HEAD_START = 0.015
+"""Seconds in which the run time's compiler gets going, undisturbed by the imports and choices of this thread."""
+
+_lock = threading.Lock()
+_state: dict[str, Any] = {}
+
+
+def matmul(a: Any, b: Any, out: Any = None) -> Any:
+    """The matrix product of two arrays, as `numpy.matmul`.
+
+    Args:
+        a: float32 or float64, (..., m, k) or (k,); any strides, byte order and alignment.
+        b: as `a`, (..., k, n) or (k,); or a weight from `pack`.
+        out: where to put the result; may overlap an input.
+
+    Returns:
+        The product, (..., m, n), with leading dimensions broadcast; `out` if given.
+
+    Raises:
+        TypeError: a dtype is not supported.
+        ValueError: shapes do not fit.
+    """
+    return _fast(a, b, out)
+
+
+def _start(a: Any, b: Any, out: Any) -> Any:
+    """The first call of a process: build the run time, then go its way."""
+    global _fast  # noqa: PLW0603 - replaced once, so that later calls cost nothing
+    with _lock:
+        if _fast is _start:
+            _fast = _begin(a, b, out)
+    return _fast(a, b, out)
+
+
+_fast: Callable[[Any, Any, Any], Any] = _start
+
+
+def _begin(a: Any, b: Any, out: Any) -> Callable[[Any, Any, Any], Any]:
+    kept = recall.book(_target_name())
+    try:
+        if kept is None or not kept.lines:
+            _build_ahead(a, b, out)
+        rt = recall.runtime(kept)
+    except BuildError as error:
+        _fall_back(error)
+        return _without_compiler
+    rt.set_slow(_general)
+    rt.set_resolver(_resolve, True)
+    rt.set_planner(_planner)
+    settings.on_change(_settings)
+    _state["runtime"] = rt
+    _settings()
+    return rt.matmul
+
+
+def _build_ahead(a: Any, b: Any, out: Any) -> None:
+    """Build the run time and the first product's kernel at once; each waits for a compiler.
+
+    What fails here fails again, and is reported, where the result is needed.
+    """
+
+    def start() -> None:
+        with suppress(Exception):
+            runtime()
+
+    builder = threading.Thread(target=start, name="portmm-build")
+    builder.start()
+    builder.join(HEAD_START)
+    if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
+        return
+    with suppress(PortmmError, TypeError, ValueError):
+        from portmm import dispatch
+
+        call = _reduce(a, b, out)[0]
+        if call is not None:
+            choice = dispatch.choose(call.problem, settings.target(), settings.get_num_threads())
+            isa = dispatch.isa_of(choice.schedule, choice.target)
+            dispatch.build_kernel(dispatch.kernel_of(choice.schedule, isa))
+
+
+def _settings() -> None:
+    rt = _state.get("runtime")
+    if rt is not None:
+        rt.set_override(settings.overridden())
+        if not settings.overridden():
+            kept = None if settings.limit() else recall.book(_target_name())
+            rt.set_num_threads(kept.cores if kept and kept.cores else settings.get_num_threads())
+
+
+def _target_name() -> str:
+    return settings.current().target or os.environ.get("PORTMM_TARGET", "")
+
+
+def _route(p: Problem) -> Any:
+    """A launchable kernel for a problem: remembered from earlier processes, or chosen and built now.
+
+    Raises:
+        ScheduleError: nothing is legal.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    kept = recall.book(_target_name())
+    question = f"{p!r} {settings.limit()}"
+    found = None if kept is None else recall.route(kept, question, runtime(), p.dtype)
+    if found is None:
+        from portmm import dispatch
+
+        found = dispatch.route_for(p, settings.target(), settings.get_num_threads())
+        if kept is not None:
+            recall.keep(kept, question, found, settings.target())
+    return found
+
+
+def _fall_back(error: Exception) -> None:
+    """Say once that NumPy does the work, and why."""
+    if not _state.get("warned"):
+        _state["warned"] = True
+        warnings.warn(f"portmm computes with NumPy: {error}", RuntimeWarning, stacklevel=4)
+
+
+def _without_compiler(a: Any, b: Any, out: Any) -> Any:
+    return np.matmul(arrays.as_operand(a, "a"), arrays.as_operand(b, "b"), out=out)
+
+
+def _resolve(  # noqa: PLR0917 - the run time passes positions only
+    dtype: str, m: int, n: int, k: int, a: str, b: str, c: str, family: str, dense: bool
+) -> Any:
+    """Called by the run time for a shape it has not seen: a route, or None for the general way."""
+    p = problem(dtype, (m, n, k), (a, b, c), family, dense=dense)
+    try:
+        return _route(p)
+    except ScheduleError:
+        return None  # a packed weight for another machine, or with C by columns
+    except BuildError as error:
+        _fall_back(error)
+        return None
+
+
+def _planner(a: Any, b: Any, out: Any) -> Any:
+    """Called by the run time for operands it has not seen: a plan, or None for the general way."""
+    try:
+        made = _make_plan(a, b, out, bind=False)
+    except ScheduleError:
+        return None  # a packed weight for another machine
+    except BuildError as error:
+        _fall_back(error)
+        return None
+    return made
+
+
+def _is_packed(b: Any) -> bool:
+    return isinstance(b, packed_class())
+
+
+def _general(a: Any, b: Any, out: Any) -> Any:
+    """Any product that NumPy accepts."""
+    left = arrays.as_operand(a, "a")
+    is_packed = _is_packed(b)
+    right: Any = b if is_packed else arrays.as_operand(b, "b")
+    dtype = np.result_type(left.dtype, right.owner.dtype if is_packed else right.dtype).newbyteorder("=")
+    if is_packed and dtype != right.owner.dtype:
+        right, is_packed = unpack(b), False
+    vector_a, vector_b = left.ndim == 1, not is_packed and right.ndim == 1
+    left = left[np.newaxis, :] if vector_a else left
+    right = right[:, np.newaxis] if vector_b else right
+    batch, (m, n) = arrays.result_shape(left, right.shape)
+    shape = (*batch, *(() if vector_a else (m,)), *(() if vector_b else (n,)))
+    if out is not None:
+        out = arrays.check_out(out, shape, dtype)
+    vectors = {"vector_a": vector_a, "vector_b": vector_b}
+    direct = out is not None and _usable(_matrices(out, **vectors), dtype, left, right)
+    result = out if direct else np.empty(shape, dtype)
+    _compute(left, right, _matrices(result, **vectors), dtype)
+    if out is None:
+        return result[()] if result.ndim == 0 else result
+    if not direct:
+        np.copyto(out, result, casting="same_kind")
+    return out
+
+
+def _matrices(x: np.ndarray[Any, Any], *, vector_a: bool, vector_b: bool) -> np.ndarray[Any, Any]:
+    """A result with the dimensions that vector operands left out."""
+    view = x[..., np.newaxis] if vector_b else x
+    return view[..., np.newaxis, :] if vector_a else view
+
+
+def _usable(out: np.ndarray[Any, Any], dtype: np.dtype[Any], left: Any, right: Any) -> bool:
+    """Kernels may write straight to `out`."""
+    if out.dtype != dtype or not out.flags.aligned or any(s % dtype.itemsize for s in out.strides):
+        return False
+    if any(n > 1 and s == 0 for n, s in zip(out.shape, out.strides, strict=True)):
+        return False
+    sources = [left, right if isinstance(right, np.ndarray) else right.owner]
+    if any(np.may_share_memory(out, x) for x in sources):
+        return False
+    # A packed B fixes which operand is on the right, and with it C by rows.
+    allowed = ("row", "col") if isinstance(right, np.ndarray) else ("row",)
+    return arrays.canonical(out, dtype).layout in allowed
+
+
+def _compute(left: Any, right: Any, view: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> None:
+    if view.size == 0:
+        return
+    if left.shape[-1] == 0:
+        view[...] = 0
+        return
+    try:
+        call = reduce_call(left, right, view, dtype)
+        route = _route(call.problem)
+    except ScheduleError:
+        if isinstance(right, np.ndarray):
+            raise
+        _compute(left, unpack(right), view, dtype)
+        return
+    except BuildError as error:
+        _fall_back(error)
+        np.matmul(left, right if isinstance(right, np.ndarray) else unpack(right), out=view)
+        return
+    _state["runtime"].execute(route, *call.numbers(), call.walk.outer)
+
+
+def plan(a: Any, b: Any, out: Any = None) -> Any:
+    """A callable for one shape, resolved now: for hot loops.
+
+    Args:
+        a: an example; its shape, strides and dtype are what the plan takes.
+        b: as `a`, or a weight from `pack`, which is then part of the plan.
+        out: an example of the output; without one, C-contiguous outputs.
+
+    Returns:
+        A callable plan(a, b, out=None), or plan(a, out=None) with a packed
+        weight, that checks its arguments and runs one kernel. `out` must not
+        overlap an input.
+
+    Raises:
+        TypeError: a dtype is not supported, or the two differ.
+        ValueError: shapes do not fit, or a stride is not a whole number of elements.
+        ScheduleError: the packed weight was made for another machine.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    left = arrays.as_operand(a, "a")
+    right = b if _is_packed(b) else arrays.as_operand(b, "b")
+    made = _make_plan(left, right, out, bind=True, static=True)
+    if made is None:
+        raise ValueError(
+            "a plan takes aligned arrays that are not empty, with strides of whole elements, and out by rows or columns"
+        )
+    return made
+
+
+def _make_plan(a: np.ndarray[Any, Any], b: Any, out: Any, *, bind: bool, static: bool = False) -> Any:
+    """The plan for operands like these, or None where a kernel cannot take them as they lie.
+
+    With `bind` a packed b is part of the plan, else its panels are an argument.
+    """
+    is_packed = _is_packed(b)
+    dtype, other = a.dtype, b.owner.dtype if is_packed else b.dtype
+    if dtype != other or dtype not in arrays.SUPPORTED:
+        raise TypeError(f"a plan takes two native arrays of one dtype; got {dtype} and {other}")
+    call, result = _reduce(a, b, out, static=static)
+    if call is None or (call.walk.outer is not None and len(call.walk.outer) > MOST_OFFSETS):
+        return None
+    route = _route(call.problem)
+    numbers = call.numbers()
+    bare = (*numbers[:4], *numbers[5:8], *numbers[9:12], *numbers[13:])
+    panels = b.owner if is_packed else b
+    b_form = b if is_packed and bind else (panels.shape, panels.strides)
+    return runtime().make_plan(
+        route, (a.shape, a.strides), b_form, (result.shape, result.strides), bare, call.walk.outer
+    )
+
+
+def _reduce(a: np.ndarray[Any, Any], b: Any, out: Any, *, static: bool = False) -> tuple[Call | None, Any]:
+    """The call for native operands of one type, and an array like the result.
+
+    None in place of the call where a kernel cannot take the operands as they lie.
+    """
+    dtype, is_packed = a.dtype, not isinstance(b, np.ndarray)
+    vector_a, vector_b = a.ndim == 1, not is_packed and b.ndim == 1
+    left, right = a[np.newaxis, :] if vector_a else a, b[:, np.newaxis] if vector_b else b
+    batch, (m, n) = arrays.result_shape(left, right.shape)
+    shape = (*batch, *(() if vector_a else (m,)), *(() if vector_b else (n,)))
+    result = np.empty(shape, dtype) if out is None else arrays.check_out(out, shape, dtype)
+    if 0 in shape or 0 in left.shape or any(n > 1 and s == 0 for n, s in zip(shape, result.strides, strict=True)):
+        return None, result
+    view = _matrices(result, vector_a=vector_a, vector_b=vector_b)
+    if arrays.canonical(view, dtype).layout == "any":
+        return None, result
+    call = reduce_call(left, right, view, dtype, static=static)
+    as_they_lie = call.a.array is left and call.c.array is view and (is_packed or call.b.array is right)
+    return (call if as_they_lie else None), result

@@ -1,0 +1,159 @@
+"""NumPy's matmul semantics, reduced to strided batches.
+
+Owns the rules for dtypes, shapes, broadcasting, strides and `out=`; imports
+NumPy only. What it returns is plain: canonical operands, a batch with one
+stride per operand, and a table of offsets for batch shapes that one stride
+cannot express.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+SUPPORTED = (np.dtype(np.float32), np.dtype(np.float64))
+NAMES = {np.dtype(np.float32): "f32", np.dtype(np.float64): "f64"}
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A canonical operand: native, aligned, strides in whole elements.
+
+    Attributes:
+        array: at least 2-D; kept so that its memory stays alive.
+        layout: "row", "col" or "any".
+        row: stride between rows, in elements.
+        col: stride between columns, in elements.
+    """
+
+    array: Array
+    layout: str
+    row: int
+    col: int
+
+    @property
+    def address(self) -> int:
+        """Address of element zero."""
+        return int(self.array.__array_interface__["data"][0])
+
+
+def as_operand(x: Any, name: str) -> Array:
+    """`x` as an array of a supported type.
+
+    Raises:
+        TypeError: its type is not supported.
+        ValueError: it is a scalar.
+    """
+    array = np.asarray(x)
+    if array.dtype.newbyteorder("=") not in SUPPORTED:
+        supported = " and ".join(t.name for t in SUPPORTED)
+        raise TypeError(f"{name} has dtype {array.dtype}; portmm multiplies {supported}: convert it with astype")
+    if array.ndim == 0:
+        raise ValueError(f"{name} is a scalar; matmul needs at least one dimension, use * to scale")
+    return array
+
+
+def canonical(array: Array, dtype: np.dtype[Any]) -> Operand:
+    """An operand the kernels can read, copied only if it must be."""
+    size = dtype.itemsize
+    if array.dtype != dtype or not array.flags.aligned or any(s % size for s in array.strides):
+        array = np.ascontiguousarray(array, dtype=dtype)
+    rows, cols = array.shape[-2:]
+    row, col = (s // size for s in array.strides[-2:])
+    # The stride of a dimension of extent 1 is never used; take what suits.
+    row, col = (cols if rows == 1 else row), (1 if cols == 1 else col)
+    if col == 1 and (rows == 1 or row >= cols):
+        return Operand(array, "row", row, 1)
+    if rows == 1:
+        return Operand(array, "any", row, col)
+    if row == 1 and (cols == 1 or col >= rows):
+        return Operand(array, "col", 1, col)
+    return Operand(array, "any", row, col)
+
+
+def result_shape(a: Array, b_shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Batch shape and (m, n) of a product of operands with at least two dimensions.
+
+    Raises:
+        ValueError: an operand is a scalar, inner dimensions differ, or batch shapes do not broadcast.
+    """
+    if a.ndim < 2 or len(b_shape) < 2:
+        raise ValueError("an operand is a scalar; matmul needs at least one dimension, use * to scale")
+    if a.shape[-1] != b_shape[-2]:
+        raise ValueError(
+            f"cannot multiply {a.shape} by {b_shape}: "
+            f"a has {a.shape[-1]} columns and b has {b_shape[-2]} rows; these must be equal"
+        )
+    try:
+        batch = np.broadcast_shapes(a.shape[:-2], b_shape[:-2])
+    except ValueError as error:
+        raise ValueError(f"batch dimensions {a.shape[:-2]} and {b_shape[:-2]} do not broadcast") from error
+    return batch, (a.shape[-2], b_shape[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """How a batch is walked.
+
+    Attributes:
+        count: items along the stride.
+        strides: element strides of a, b and c from one item to the next.
+        outer: offsets (a, b, c) at which the walk is repeated, int64 triples,
+            or None for once.
+    """
+
+    count: int
+    strides: tuple[int, int, int]
+    outer: Array | None
+
+
+def strides_over(array: Array, batch: tuple[int, ...]) -> tuple[int, ...]:
+    """Element strides of an operand's batch dimensions, 0 where it is broadcast."""
+    own = array.shape[:-2]
+    size = array.dtype.itemsize
+    steps = [0 if n == 1 else s // size for n, s in zip(own, array.strides[:-2], strict=True)]
+    return (0,) * (len(batch) - len(own)) + tuple(steps)
+
+
+def collapse(shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -> Batch:
+    """Merge batch dimensions that lie evenly, and walk the largest that is left."""
+    dims: list[tuple[int, tuple[int, ...]]] = []
+    for i, n in enumerate(shape):
+        if n == 1:
+            continue
+        step = tuple(s[i] for s in strides)
+        if dims and all(x == n * y for x, y in zip(dims[-1][1], step, strict=True)):
+            dims[-1] = (dims[-1][0] * n, step)
+        else:
+            dims.append((n, step))
+    if not dims:
+        return Batch(1, (0, 0, 0), None)
+    inner = max(range(len(dims)), key=lambda i: dims[i][0])
+    count, (a, b, c) = dims.pop(inner)
+    if not dims:
+        return Batch(count, (a, b, c), None)
+    grid = np.indices([n for n, _ in dims]).reshape(len(dims), -1).T
+    outer = grid.astype(np.int64) @ np.array([step for _, step in dims], dtype=np.int64)
+    return Batch(count, (a, b, c), np.ascontiguousarray(outer))
+
+
+def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """`out` as an array that can take the result.
+
+    Raises:
+        TypeError: it is no array, or cannot hold the result's type.
+        ValueError: its shape differs, or it is read-only.
+    """
+    if not isinstance(out, np.ndarray):
+        raise TypeError(f"out is {type(out).__name__}; give a numpy array")
+    if out.shape != shape:
+        raise ValueError(f"out has shape {out.shape}; the product has shape {shape}")
+    if not out.flags.writeable:
+        raise ValueError("out is read-only; give a writeable array")
+    if not np.can_cast(dtype, out.dtype, casting="same_kind"):
+        raise TypeError(f"out has dtype {out.dtype}, which cannot hold {dtype} results")
+    return out

@@ -1,0 +1,242 @@
+"""The schedules worth considering for a problem on a target.
+
+Owns the enumeration: which block programs, register tiles, blockings and
+packings are tried. Imports `schedule`, `problem`, `target`. Everything yielded
+is legal. Block sizes depend on the target only, never on the problem, so that a
+handful of kernels serves every shape.
+
+Register tiles: with V vectors of B per row, MR = (registers - V - 1) / V rows of
+accumulators leave room for V of B and one broadcast. KC, MC and NC follow from the
+capacities of L1, L2 and L3 (Low et al. 2016).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from portmm.dtype import BY_NAME
+from portmm.errors import ScheduleError
+from portmm.schedule import ALL, Schedule, Tile, illegal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from portmm.problem import Problem
+    from portmm.target import Atom, Isa, Target
+
+SHALLOW, DEEP = 1.5, 3.0
+"""KC over what fits L1. A panel of B somewhat larger than L1 streams well from L2
+and saves passes over C; panels of full depth, one after the other in memory,
+stream well at any KC. Measured on Zen 5: 0.91, 0.96 and 0.98 of the peak for
+prepacked panels at 1, 1.5 and 4.5."""
+MOST_PACKED = 1 << 29
+"""Bytes of B up to which a packed copy of all of it is affordable."""
+A_SHARE = 0.4
+"""Part of L2 given to the block of A."""
+B_SHARE = 0.25
+"""Part of L2 given to the panels of B that are packed together; the rest passes through."""
+C_SHARE = 0.25
+"""Part of L3 given to the block of C: other threads have theirs."""
+RUN_BYTES = 1024
+"""Bytes of a row of B that are packed at once: long enough for a hardware prefetcher."""
+STREAM_DEPTHS = (8, 32)
+"""KC when B streams past in place: few rows, so that each is read along its length,
+while the rows below are asked for: no hardware prefetcher sees them coming."""
+IN_PLACE_ROWS = 8
+"""Rows of A that can be addressed without running out of integer registers."""
+THIN_ROWS = 16
+"""M up to which all of A stays in registers or L1 and B streams past once."""
+PACKED_VECTORS = 2
+"""Width of a prepacked panel: with two vectors, 14 rows fit 32 registers, so that
+a weight streams past once for M up to 14, and a large M still runs at full rate."""
+TALLEST = 14
+"""Rows of a register tile past which nothing is gained: B is then loaded once per 14 uses."""
+DOT_TILES = ((4, 4), (2, 4), (1, 4), (1, 8), (4, 1), (1, 1))
+"""MR x NR of the dot program."""
+FEW_ROWS = 64
+"""M up to which a B in place may be better streamed than packed."""
+FEW_BYTES = 2048
+"""An item of a batch that the hardware prefetcher finds soon enough."""
+SPLIT_DEPTH = 16
+"""K per M or N from which threads may share out k: C is then small beside what is read."""
+STATIC_LIMIT = 64
+"""Largest dimension for which sizes are compiled in."""
+
+
+def candidates(p: Problem, target: Target) -> list[Schedule]:
+    """Legal schedules for a problem, in a fixed order.
+
+    Raises:
+        ScheduleError: the target has no atom for the problem's type.
+    """
+    isa = next((x for x in target.isas if x.atom(p.dtype)), None)
+    if isa is None:
+        have = ", ".join(x.name for x in target.isas) or "none"
+        raise ScheduleError(f"no atom for {p.dtype} on {target.name}; its instruction sets are {have}")
+    atom = isa.atom(p.dtype)
+    assert atom is not None  # noqa: S101 - chosen so above
+    swap = p.c == "col"
+    q = p.transposed() if swap else p
+    found: dict[Schedule, None] = {}
+    narrow = isa.narrower(p.dtype, q.n)
+    few = (replace(s, lanes=narrow.n) for s in _programs(q, isa, narrow, target)) if narrow else ()
+    for s in (*few, *_programs(q, isa, atom, target)):
+        one = replace(s, swap=swap, static=(q.m, q.n, q.k) if p.static else None)
+        if not illegal(one, p, isa, isa.atom(p.dtype, s.lanes) or atom, target):
+            found.setdefault(one)
+    if not found:
+        raise ScheduleError(f"no legal schedule for {p} on {target.name} with {isa.name}")
+    return list(found)
+
+
+def _programs(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
+    if p.static or (p.batch > 1 and _small(p, target)):
+        yield from _whole(p, isa, atom, target)
+    if not p.static:
+        yield from _thin(p, isa, atom)
+        yield from _dots(p, isa, atom)
+        yield from _blocked(p, isa, atom, target)
+
+
+def _small(p: Problem, target: Target) -> bool:
+    """One item of a batch fits L2, so a thread can keep it to itself."""
+    level = target.level("L2") or target.level("L1")
+    return level is None or p.bytes // max(1, p.batch) <= level.bytes
+
+
+def vectors(isa: Isa, atom: Atom, p: Problem) -> list[int]:
+    """Widths of a register tile, in vectors, that suit the problem."""
+    if p.b == "packed":
+        v, rest = divmod(panel_width(p.family), atom.n)
+        return [v] if v and not rest and tallest(isa, v) else []
+    needed = -(-p.n // atom.n)
+    most = 4 if isa.registers >= 32 else 3
+    return [v for v in range(1, most + 1) if v <= max(1, needed) and tallest(isa, v)]
+
+
+def panel_width(family: str) -> int:
+    """NR of a packed family, "f32x32" -> 32."""
+    return int(family.rpartition("x")[2])
+
+
+def tallest(isa: Isa, v: int) -> int:
+    """Rows of accumulators that fit beside V vectors of B and a broadcast."""
+    return min(TALLEST, (isa.registers - v - 1) // v)
+
+
+def _tiles(mr: int, nr: int, kc: int, mc: int, nc: int) -> tuple[Tile, ...]:
+    return (Tile("registers", mr, nr, 1), Tile("L1", mr, nr, kc), Tile("L2", mc, nr, kc), Tile("L3", mc, nc, kc))
+
+
+def _capacity(target: Target, name: str) -> int:
+    level = target.level(name)
+    return level.bytes if level else 0
+
+
+def blocking(p: Problem, target: Target, mr: int, nr: int, depth: float) -> tuple[Tile, ...]:
+    """Tiles that fill the caches, KC being `depth` times what fits L1 beside a slice of A."""
+    itemsize = BY_NAME[p.dtype].bytes
+    l1, l2, l3 = (_capacity(target, x) for x in ("L1", "L2", "L3"))
+    fits = max(1, l1 // ((mr + nr) * itemsize))
+    kc = int(fits * depth) if l2 else fits
+    room = (l2 or 8 * l1) // (kc * itemsize)
+    mc = max(mr, int(room * A_SHARE) // mr * mr)
+    near = max(1, min(RUN_BYTES // (nr * itemsize), int(room * B_SHARE) // nr)) * nr
+    nc = max(near, int((l3 or 8 * l2) * C_SHARE) // itemsize // mc // near * near)
+    return (
+        Tile("registers", mr, nr, 1),
+        Tile("L1", mr, nr, min(fits, kc)),
+        Tile("L2", mc, near, kc),
+        Tile("L3", mc, nc, kc),
+    )
+
+
+def _heights(mr: int) -> tuple[int, ...]:
+    """Slices of more than MR rows, cut evenly, have heights from about MR/2 to MR."""
+    return tuple(range((mr + 1) // 2, mr + 1))
+
+
+def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
+    """Large products: A and B packed, or either read in place."""
+    split = not p.deterministic and p.k > SPLIT_DEPTH * max(p.m, p.n)
+    for v in vectors(isa, atom, p):
+        nr = v * atom.n
+        top = tallest(isa, v)
+        for mr in dict.fromkeys((top, top - 2, min(top, IN_PLACE_ROWS))):
+            if mr < 1 or p.m <= mr:
+                continue
+            tiles = blocking(p, target, mr, nr, DEEP if p.b == "packed" else SHALLOW)
+            base = Schedule("gemm", isa.name, p.dtype, tiles, _heights(mr), a=p.a, b=p.b, ahead=True)
+            if p.b != "packed" and p.k * p.n * p.element.bytes <= MOST_PACKED:
+                deep = replace(base, tiles=blocking(p, target, mr, nr, DEEP), once=True)
+                yield from (s for s in _packings(deep, p, atom) if s.once)
+            for s in _packings(base, p, atom):
+                yield s
+                if split and p.k > 2 * s.kc:
+                    yield replace(s, over="k")
+            if _in_place(p, atom, nr) and p.a != "any" and mr <= IN_PLACE_ROWS and p.m <= FEW_ROWS:
+                stream = tuple(replace(t, k=min(t.k, 2 * STREAM_DEPTHS[-1])) for t in base.tiles[1:])
+                yield replace(base, tiles=(base.tiles[0], *stream), pack_a=False, pack_b=False)
+
+
+def _packings(s: Schedule, p: Problem, atom: Atom) -> Iterator[Schedule]:
+    """The same schedule with both operands packed, and with what can be read in place left there."""
+    s = replace(s, pack_a=True, pack_b=p.b != "packed")
+    yield s
+    # A static kernel has the strides of A as constants, and so no rows to address.
+    if p.a == "col" or (p.a == "row" and (s.mr <= IN_PLACE_ROWS or p.static)):
+        yield replace(s, pack_a=False)
+        if _in_place(p, atom, s.nr):
+            yield replace(s, pack_a=False, pack_b=False, once=False)
+
+
+def _in_place(p: Problem, atom: Atom, nr: int) -> bool:
+    """B may be read where it lies: rows along n, and no read past the last column."""
+    return p.b == "row" and bool(atom.mask or p.n % nr == 0)
+
+
+def _thin(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
+    """M of a few rows: every row in registers, B streams past once."""
+    if p.m > THIN_ROWS:
+        return
+    for v in vectors(isa, atom, p):
+        nr = v * atom.n
+        if p.m > tallest(isa, v):
+            continue
+        most = max(1, tallest(isa, v) // p.m) if p.b == "packed" else 1
+        for panels in dict.fromkeys((1, min(2, most), min(4, most), min(8, most))):
+            tiles = _tiles(p.m, nr, ALL, ALL, ALL)
+            base = Schedule("gemm", isa.name, p.dtype, tiles, (p.m,), panels, p.a, p.b)
+            yield from _packings(base, p, atom)
+            if _in_place(p, atom, nr):
+                yield replace(base, pack_b=False)
+                if p.a != "any":
+                    stream = replace(base, pack_a=False, pack_b=False, prefetch=STREAM_DEPTHS[0])
+                    yield from (replace(stream, tiles=_tiles(p.m, nr, kc, ALL, ALL)) for kc in STREAM_DEPTHS)
+
+
+def _dots(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
+    """Both operands along k, and k long enough to sum over lanes."""
+    if p.deterministic or p.a != "row" or p.b != "col" or (atom.n > 1 and not (isa.shuffles or atom.reduce)):
+        return
+    for mr, nr in DOT_TILES:
+        if (mr <= p.m and nr <= p.n) or mr == nr == 1:
+            tiles = (Tile("registers", mr, nr, atom.n), *(Tile(x, ALL, nr, ALL) for x in ("L1", "L2", "L3")))
+            yield Schedule("dot", isa.name, p.dtype, tiles, (mr,), a="row", b="col", pack_a=False, pack_b=False)
+
+
+def _whole(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
+    """Products that fit a private cache: no loop over blocks, one item after the other."""
+    # A batch that does not stay in L2 is asked for an item ahead.
+    ahead = p.bytes > _capacity(target, "L2") and p.bytes > FEW_BYTES * p.batch
+    for v in vectors(isa, atom, p):
+        nr, top = v * atom.n, tallest(isa, v)
+        for limit in dict.fromkeys((top, min(top, IN_PLACE_ROWS))):
+            slices = -(-p.m // limit)
+            # The tallest of equal slices; a kernel for any M keeps the limit itself.
+            mr = -(-p.m // slices) if p.static or slices == 1 else limit
+            heights = tuple(sorted({p.m // slices, mr})) if p.static or slices == 1 else _heights(mr)
+            tiles = _tiles(mr, nr, ALL, ALL, ALL)
+            base = Schedule("gemm", isa.name, p.dtype, tiles, heights, a=p.a, b=p.b, over="batch", ahead=ahead)
+            yield from _packings(base, p, atom)

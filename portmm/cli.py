@@ -1,0 +1,378 @@
+"""The command line.
+
+Owns the commands of `portmm` and what they take. On the top floor: imports
+anything; whatever is slow to import, when its command runs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path  # noqa: TC003 - typer reads it from the annotations
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from portmm.errors import PortmmError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rich.console import Console
+
+    from portmm.explanation import Explanation
+
+PIPE_WIDTH = 140
+"""Columns of a table that no terminal is there to show."""
+
+app = typer.Typer(
+    name="portmm",
+    help="Matmul kernels generated for the machine you are on.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Size = Annotated[int, typer.Argument(min=1, show_default=False)]
+Element = Annotated[str, typer.Option(help="Element type: f32 or f64.")]
+LayoutA = Annotated[str, typer.Option("--a", help="Layout of A: row, col or any.")]
+LayoutB = Annotated[str, typer.Option("--b", help="Layout of B: row, col, any or packed.")]
+LayoutC = Annotated[str, typer.Option("--c", help="Layout of C: row or col.")]
+Batch = Annotated[int, typer.Option(min=1, help="Products in one call.")]
+Threads = Annotated[int | None, typer.Option(min=0, help="Threads; 0 for every core.", show_default=False)]
+Where = Annotated[str | None, typer.Option(help="A chip, an ISA or a .toml file.", show_default="this machine")]
+Deterministic = Annotated[bool, typer.Option("--deterministic", help="One order of summation, whatever the rest.")]
+Static = Annotated[bool, typer.Option("--static", help="For this size alone, as a plan is.")]
+
+
+def _console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    console = Console(stderr=stderr, highlight=False)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=PIPE_WIDTH)
+
+
+def _print_json(data: Any) -> None:
+    typer.echo(json.dumps(data, indent=1))
+
+
+@contextmanager
+def _progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on standard error, fed with (done, all, what happens now)."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = _console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    quiet = not console.is_terminal
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=quiet) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total, text: bar.update(task, completed=done, total=total, description=f"{title}: {text}")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from portmm.version import VERSION
+
+        typer.echo(f"portmm {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def target(
+    name: Annotated[
+        str | None, typer.Argument(help="A chip, an ISA or a .toml file.", show_default="this machine")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show this machine as detected: instruction sets, memory levels, measured rates."""
+    from portmm.explanation import target_called
+    from portmm.show import target_data, target_view
+
+    found = target_called(name)
+    if as_json:
+        _print_json(target_data(found))
+        return
+    _console().print(target_view(found))
+    if name is None and not found.measured:
+        _console(stderr=True).print("[dim]Nothing is measured yet: run `portmm probe`.[/dim]")
+
+
+@app.command()
+def targets(as_json: Json = False) -> None:
+    """List the chips that are described, and the cloud instances that may run on each."""
+    from portmm.show import chips, chips_view
+    from portmm.target import clouds
+
+    rows = chips(clouds())
+    if as_json:
+        _print_json(rows)
+    else:
+        _console().print(chips_view(rows))
+
+
+@app.command()
+def probe(
+    seconds: Annotated[float, typer.Option(min=0.001, help="Of each measurement.")] = 0.12,
+    as_json: Json = False,
+) -> None:
+    """Measure every atom and memory level of this machine, and remember the rates."""
+    from portmm import settings
+    from portmm.cache import cache_dir
+    from portmm.calibrate import probe as measure
+    from portmm.calibrate import remember
+    from portmm.show import rates_view
+
+    here = settings.target()
+    with _progress("probing") as tell:
+        rates = measure(here, tell, seconds=seconds)
+    kept = remember(here, rates)
+    if as_json:
+        _print_json({"target": here.name, "rates": rates})
+        return
+    _console().print(rates_view(rates, here))
+    said = f"kept in {cache_dir()}; choices rest on them from now on" if kept else "not kept: this is another's chip"
+    _console(stderr=True).print(f"[dim]{said}[/dim]")
+
+
+def _explained(
+    size: tuple[int, int, int],
+    layouts: tuple[str, str, str],
+    *,
+    dtype: str,
+    batch: int,
+    where: str | None,
+    threads: int | None,
+    deterministic: bool,
+    static: bool,
+) -> Explanation:
+    from portmm import call, dispatch
+    from portmm.explanation import explain, target_called
+
+    machine = target_called(where)
+    if threads is None and where is not None:
+        threads = machine.cores
+    try:
+        plain = call.problem(dtype, size, ("row", "row", "row"))
+        family = dispatch.family(dtype, machine) if layouts[1] == "packed" else ""
+        posed = call.problem(dtype, size, layouts, family, batch, dense="any" not in layouts, static=static)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    posed = replace(posed, deterministic=deterministic or plain.deterministic)
+    return explain(posed, target=machine if where else None, threads=threads)
+
+
+@app.command(name="explain")
+def explain_command(
+    m: Size,
+    n: Size,
+    k: Size,
+    *,
+    dtype: Element = "f32",
+    a: LayoutA = "row",
+    b: LayoutB = "row",
+    c: LayoutC = "row",
+    batch: Batch = 1,
+    threads: Threads = None,
+    target: Where = None,
+    deterministic: Deterministic = False,
+    static: Static = False,
+    source: Annotated[bool, typer.Option("--source", help="Print the emitted C as well.")] = False,
+    build: Annotated[bool, typer.Option("--build", help="Compile it too, and say where it lies.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Say how C[M, N] = A[M, K] . B[K, N] would be computed, and why that way."""
+    found = _explained(
+        (m, n, k),
+        (a, b, c),
+        dtype=dtype,
+        batch=batch,
+        where=target,
+        threads=threads,
+        deterministic=deterministic,
+        static=static,
+    )
+    artifact = found.artifact if build else None
+    if as_json:
+        built = {"artifact": str(artifact.path), "command": list(artifact.command)} if artifact else {}
+        _print_json(found.as_dict() | built)
+        return
+    typer.echo(found.summary())
+    if artifact:
+        typer.echo(f"{'built':<12}{artifact.path}\n{'':<12}{' '.join(artifact.command)}")
+    if source:
+        typer.echo(f"\n{found.source}", nl=False)
+
+
+@app.command()
+def emit(
+    m: Annotated[int | None, typer.Argument(min=1, show_default=False)] = None,
+    n: Annotated[int | None, typer.Argument(min=1, show_default=False)] = None,
+    k: Annotated[int | None, typer.Argument(min=1, show_default=False)] = None,
+    *,
+    dtype: Element = "f32",
+    a: LayoutA = "row",
+    b: LayoutB = "row",
+    c: LayoutC = "row",
+    batch: Batch = 1,
+    threads: Threads = None,
+    target: Where = None,
+    deterministic: Deterministic = False,
+    static: Static = False,
+    schedule: Annotated[
+        str, typer.Option(help="A schedule, as the head of an emitted kernel spells it.", show_default=False)
+    ] = "",
+) -> None:
+    """Print the C of a kernel, also for a machine that is not here."""
+    if schedule:
+        typer.echo(_scheduled(schedule), nl=False)
+        return
+    if m is None or n is None or k is None:
+        raise typer.BadParameter("give M, N and K, or --schedule")
+    found = _explained(
+        (m, n, k),
+        (a, b, c),
+        dtype=dtype,
+        batch=batch,
+        where=target,
+        threads=threads,
+        deterministic=deterministic,
+        static=static,
+    )
+    typer.echo(found.source, nl=False)
+
+
+def _scheduled(text: str) -> str:
+    from portmm.dispatch import kernel_of
+    from portmm.emit.c import source
+    from portmm.schedule import parse
+    from portmm.target import load_isa
+
+    try:
+        schedule = parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    return source(kernel_of(schedule, load_isa(schedule.isa)))
+
+
+@app.command()
+def compare(
+    suite: Annotated[str, typer.Argument(help="smoke, quick, full, or groups and cases joined with commas.")] = "quick",
+    *,
+    threads: Annotated[int, typer.Option(min=0, help="Threads of each library; 0 for every core.")] = 1,
+    target: Annotated[str | None, typer.Option(help="Hold every library to what this ISA or chip has.")] = None,
+    peers: Annotated[str, typer.Option(help="Libraries, joined with commas.", show_default="all that are found")] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each library on each case.")] = 7,
+    budget: Annotated[float, typer.Option(min=1.0, help="Seconds for all of it.")] = 100.0,
+    as_json: Json = False,
+    save: Annotated[Path | None, typer.Option(help="Write the report to this JSON file.", show_default=False)] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the report to this PNG file.", show_default=False)] = None,
+) -> None:
+    """Time portmm beside every library that is found, checked and in turns."""
+    from portmm import settings
+    from portmm.compare import compare as contest
+    from portmm.compare.report import terminal
+
+    ours = ("portmm", *filter(None, (x.strip() for x in peers.split(",")))) if peers else None
+    try:
+        with _progress("comparing") as tell:
+            report = contest(
+                suite,
+                threads=threads or settings.target().cores,
+                contenders=ours and dict.fromkeys(ours),
+                rounds=rounds,
+                budget_s=budget,
+                target=target,
+                progress=tell,
+            )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if save:
+        save.write_text(report.to_json())
+    if as_json:
+        typer.echo(report.to_json(), nl=False)
+    else:
+        _console().print(terminal(report))
+    if plot:
+        from portmm.compare.plot import plot as draw
+
+        draw(report, plot)
+
+
+@app.command(name="cache")
+def cache_command(
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all kernels and notes.")] = False,
+    where: Annotated[bool, typer.Option("--where", help="Print only where it is.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List the compiled kernels that are kept."""
+    from portmm import cache
+    from portmm.show import cache_view, entry_data
+
+    place = cache.cache_dir()
+    if where:
+        typer.echo(str(place))
+        return
+    if clear:
+        typer.echo(f"{cache.cache_clear()} files removed from {place}")
+        return
+    entries, total = cache.cache_entries(), cache.cache_size()
+    if as_json:
+        _print_json({"path": str(place), "bytes": total, "kernels": [entry_data(e) for e in entries]})
+    else:
+        _console().print(cache_view(entries, str(place), total))
+
+
+@app.command()
+def doctor(
+    libraries: Annotated[bool, typer.Option(help="Open every library that compare knows.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Say what is missing on this machine, and what to do about it; status 0 if portmm works."""
+    from portmm import doctor as ward
+    from portmm.show import check_view
+
+    steps = ward.steps(libraries=libraries)
+    console = _console()
+    checks: list[ward.Check] = []
+    with _progress("examining") as tell:
+        for i, step in enumerate(steps):
+            tell(i, len(steps), step[0])
+            checks += ward.run(step)
+    fit = ward.usable(checks)
+    if as_json:
+        _print_json({"usable": fit, "checks": [asdict(check) for check in checks]})
+    else:
+        for check in checks:
+            console.print(check_view(check))
+        console.print(
+            "portmm works on this machine." if fit else "[bold red]portmm cannot make kernels here.[/bold red]"
+        )
+    if not fit:
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Run the command line; an error that portmm foresees is one line, and status 1."""
+    try:
+        app()
+    except (PortmmError, ImportError, OSError) as error:
+        from rich.text import Text
+
+        _console(stderr=True).print(Text(f"portmm: {error}", style="red"), soft_wrap=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

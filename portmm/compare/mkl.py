@@ -1,0 +1,130 @@
+"""Intel MKL, through its C interface.
+
+Owns two contenders: MKL's calls, and its just-in-time small kernels, which
+run in a process of their own. Imports `compare.peers` and `compare.native`.
+
+`libmkl_rt` picks its other libraries when it is first called, and they find
+each other only if it was loaded with global symbols. On processors that are
+not Intel's, MKL chooses an AVX2 path by itself and no variable changes that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import c_int, c_long, c_void_p
+from typing import TYPE_CHECKING, Any
+
+from portmm.compare import native
+from portmm.compare.peers import Library, MissingError, Run
+
+if TYPE_CHECKING:
+    from portmm.compare.data import Arrays
+    from portmm.compare.environment import Setup
+    from portmm.compare.suite import Case
+
+PACKED = 151
+IDENTIFIER_B = 162
+NO_JIT = 1
+# Above this size MKL's just-in-time call falls back to its ordinary one.
+JIT_LARGEST = 128
+
+
+def _load(setup: Setup) -> tuple[Any, str]:
+    path = native.shared_library(["libmkl_rt.so*"], packages=["mkl"], system=["mkl_rt"])
+    os.environ["MKL_THREADING_LAYER"] = _threading(setup.threads)
+    try:
+        library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise MissingError(str(error)) from error
+    text = ctypes.create_string_buffer(200)
+    library.MKL_Get_Version_String(text, 200)
+    version = text.value.decode().partition("Version ")[2].partition("-")[0]
+    return library, f"mkl {version}"
+
+
+def _threading(threads: int) -> str:
+    if threads == 1:
+        return "SEQUENTIAL"
+    try:
+        native.shared_library(["libiomp5.so"], packages=["intel-openmp"], system=["iomp5"])
+    except MissingError:
+        return "GNU"
+    return "INTEL"
+
+
+def open_mkl(setup: Setup) -> Library:
+    """Open MKL: its gemm, gemv, packed and strided-batch calls."""
+    library, version = _load(setup)
+    native.driver()
+
+    def prepare(case: Case, data: Arrays) -> dict[str, Run]:
+        methods = {"gemm": native.gemm(library, case, data)}
+        if native.is_vector(case):
+            methods["gemv"] = native.gemv(library, case, data)
+        if case.batch > 1:
+            methods["batch_strided"] = _batch(library, case, data)
+        if case.packed:
+            methods["pack/compute"] = _packed(library, case, data)
+        return methods
+
+    return Library(version, prepare)
+
+
+def _batch(library: Any, case: Case, data: Arrays) -> Run:
+    order, ta, tb, lda, ldb, ldc = native.flags(case)
+    letter = native.LETTER[case.dtype]
+    m, n, k = case.m, case.n, case.k
+    after: list[Any] = [*map(c_int, (order, ta, tb, m, n, k))]
+    for array, lead, stride in ((data.a, lda, m * k), (data.b, ldb, k * n), (data.c, ldc, m * n)):
+        after += [native.pointer(array), c_int(lead), c_int(stride)]
+    loop = getattr(native.driver(), f"loop_batch_{letter}")
+    function = native.address(getattr(library, f"cblas_{letter}gemm_batch_strided"))
+    return native.counted(loop, [function], [*after, c_int(case.batch)], data)
+
+
+def _packed(library: Any, case: Case, data: Arrays) -> Run:
+    order, ta, tb, lda, ldb, ldc = native.flags(case)
+    letter = native.LETTER[case.dtype]
+    m, n, k = map(c_int, (case.m, case.n, case.k))
+    size = getattr(library, f"cblas_{letter}gemm_pack_get_size")
+    size.restype = ctypes.c_size_t
+    store = (ctypes.c_char * (size(c_int(IDENTIFIER_B), m, n, k) + 64))()
+    start = c_void_p(-(-ctypes.addressof(store) // 64) * 64)
+    one = native.SCALAR[case.dtype](1)
+    pack = getattr(library, f"cblas_{letter}gemm_pack")
+    pack(c_int(order), c_int(IDENTIFIER_B), c_int(tb), m, n, k, one, native.pointer(data.b), c_int(ldb), start)
+    after: list[Any] = [c_int(order), c_int(ta), c_int(PACKED), m, n, k]
+    after += [native.pointer(data.a), c_int(lda), start, c_int(ldb), native.pointer(data.c), c_int(ldc)]
+    loop = getattr(native.driver(), f"loop_compute_{letter}")
+    function = native.address(getattr(library, f"cblas_{letter}gemm_compute"))
+    return native.counted(loop, [function], after, (store, data))
+
+
+def open_jit(setup: Setup) -> Library:
+    """Open MKL's just-in-time kernels, called for each matrix of a batch from C."""
+    library, version = _load(setup)
+    native.driver(setup.threads)
+
+    def prepare(case: Case, data: Arrays) -> dict[str, Run]:
+        native.only(max(case.m, case.n, case.k) <= JIT_LARGEST, f"only up to {JIT_LARGEST}")
+        return {"jit": _jit(library, setup, case, data)}
+
+    return Library(f"{version} (JIT)", prepare)
+
+
+def _jit(library: Any, setup: Setup, case: Case, data: Arrays) -> Run:
+    order, ta, tb, lda, ldb, ldc = native.flags(case)
+    letter = native.LETTER[case.dtype]
+    scalar = native.SCALAR[case.dtype]
+    jit = c_void_p()
+    create = getattr(library, f"mkl_cblas_jit_create_{letter}gemm")
+    sizes = map(c_int, (order, ta, tb, case.m, case.n, case.k))
+    status = create(ctypes.byref(jit), *sizes, scalar(1), c_int(lda), c_int(ldb), scalar(0), c_int(ldc))
+    native.only(status != NO_JIT, "MKL has no JIT kernel for this shape on this processor")
+    native.only(status == 0, f"mkl_jit_create_{letter}gemm returned {status}")
+    get = getattr(library, f"mkl_jit_get_{letter}gemm_ptr")
+    get.restype = c_void_p
+    loop = getattr(native.driver(setup.threads), f"loop_jit_{letter}")
+    after = [c_long(case.batch), *native.strided(case, data)]
+    return native.counted(loop, [c_void_p(get(jit)), jit], after, data)

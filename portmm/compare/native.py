@@ -1,0 +1,236 @@
+"""Calling C libraries without paying for Python.
+
+Owns the search for shared libraries and the small C driver that repeats a
+call. Imports `compare.peers`. A foreign call from Python costs about a
+microsecond, a tenth of a 64 x 64 product, which a user who calls the library
+from C would not pay; so the loop over repetitions and over a batch is in C.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+import tempfile
+from ctypes import c_int, c_long, c_void_p
+from ctypes.util import find_library
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from portmm.compare.peers import MissingError, Run, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from portmm.compare.data import Arrays
+    from portmm.compare.suite import Case
+
+ROW, COLUMN = 101, 102
+NORMAL, TRANSPOSED = 111, 112
+LETTER = {"f32": "s", "f64": "d"}
+SCALAR: dict[str, Any] = {"f32": ctypes.c_float, "f64": ctypes.c_double}
+
+_TEMPLATE = """\
+void loop_gemm_@X(void (*f)(int, int, int, int, int, int, @T, const @T *, int, const @T *, int, @T, @T *, int),
+    long count, long batch, int order, int ta, int tb, int m, int n, int k,
+    const @T *a, int lda, long sa, const @T *b, int ldb, long sb, @T *c, int ldc, long sc) {
+  while (count-- > 0)
+    for (long i = 0; i < batch; i++)
+      f(order, ta, tb, m, n, k, 1, a + i * sa, lda, b + i * sb, ldb, 0, c + i * sc, ldc);
+}
+void loop_gemv_@X(void (*f)(int, int, int, int, @T, const @T *, int, const @T *, int, @T, @T *, int),
+    long count, int order, int trans, int m, int n, const @T *a, int lda, const @T *x, @T *y) {
+  while (count-- > 0) f(order, trans, m, n, 1, a, lda, x, 1, 0, y, 1);
+}
+void loop_batch_@X(void (*f)(int, int, int, int, int, int, @T, const @T *, int, int, const @T *, int, int, @T, @T *, int, int, int),
+    long count, int order, int ta, int tb, int m, int n, int k,
+    const @T *a, int lda, int sa, const @T *b, int ldb, int sb, @T *c, int ldc, int sc, int batch) {
+  while (count-- > 0) f(order, ta, tb, m, n, k, 1, a, lda, sa, b, ldb, sb, 0, c, ldc, sc, batch);
+}
+void loop_compute_@X(void (*f)(int, int, int, int, int, int, const @T *, int, const @T *, int, @T, @T *, int),
+    long count, int order, int ta, int tb, int m, int n, int k, const @T *a, int lda, const @T *b, int ldb, @T *c, int ldc) {
+  while (count-- > 0) f(order, ta, tb, m, n, k, a, lda, b, ldb, 0, c, ldc);
+}
+void loop_kernel_@X(void (*f)(const @T *, const @T *, @T *), long count, long batch,
+    const @T *a, long sa, const @T *b, long sb, @T *c, long sc) {
+  while (count-- > 0) {
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static)
+#endif
+    for (long i = 0; i < batch; i++) f(a + i * sa, b + i * sb, c + i * sc);
+  }
+}
+void loop_jit_@X(void (*f)(void *, const @T *, const @T *, @T *), void *jit, long count, long batch,
+    const @T *a, long sa, const @T *b, long sb, @T *c, long sc) {
+  while (count-- > 0) {
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static)
+#endif
+    for (long i = 0; i < batch; i++) f(jit, a + i * sa, b + i * sb, c + i * sc);
+  }
+}
+"""  # noqa: E501
+
+_ONEDNN = """\
+void loop_dnnl_sgemm(int (*f)(char, char, long, long, long, float, const float *, long, const float *, long, float, float *, long),
+    long count, char ta, char tb, long m, long n, long k, const float *a, long lda, const float *b, long ldb, float *c, long ldc) {
+  while (count-- > 0) f(ta, tb, m, n, k, 1, a, lda, b, ldb, 0, c, ldc);
+}
+void loop_dnnl_execute(int (*f)(void *, void *, int, const void *), int (*wait)(void *),
+    long count, void *primitive, void *stream, int args, const void *arg) {
+  while (count-- > 0) { f(primitive, stream, args, arg); wait(stream); }
+}
+"""  # noqa: E501
+
+SOURCE = _ONEDNN + "".join(_TEMPLATE.replace("@T", t).replace("@X", x) for t, x in (("float", "s"), ("double", "d")))
+
+
+def shared_library(patterns: Sequence[str], *, packages: Sequence[str] = (), system: Sequence[str] = ()) -> Path | str:
+    """Find a shared library.
+
+    Args:
+        patterns: globs of file names.
+        packages: installed distributions whose files are searched first.
+        system: names as the dynamic linker knows them, without "lib" and ".so".
+
+    Raises:
+        MissingError: it is nowhere.
+    """
+    for package in packages:
+        for path in _files(package):
+            if any(path.match(pattern) for pattern in patterns) and path.exists():
+                return path.resolve()
+    for pattern in patterns:
+        found = sorted((Path(sys.prefix) / "lib").glob(pattern))
+        if found:
+            return found[0]
+    for name in system:
+        library = find_library(name)
+        if library:
+            return library
+    raise MissingError(f"no {patterns[0]}")
+
+
+def _files(package: str) -> list[Path]:
+    try:
+        listed = metadata.files(package) or []
+    except metadata.PackageNotFoundError:
+        return []
+    return [Path(str(entry.locate())) for entry in listed]
+
+
+def compile_driver(extra: Sequence[str] = ()) -> ctypes.CDLL:
+    """Compile and load the C driver, with `extra` linker arguments.
+
+    Raises:
+        MissingError: there is no C compiler, or it failed.
+    """
+    from portmm.compiler import find_compiler
+    from portmm.errors import NoCompilerError
+
+    try:
+        compiler = find_compiler()
+    except NoCompilerError as error:
+        raise MissingError(f"no C compiler for the driver that repeats calls: {error}") from error
+    with tempfile.TemporaryDirectory(prefix="portmm-compare-") as folder:
+        source, library = Path(folder) / "driver.c", Path(folder) / "driver.so"
+        source.write_text(SOURCE)
+        command = [*compiler.argv, "-O2", "-shared", "-fPIC", str(source), "-o", str(library), *extra]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        if done.returncode:
+            raise MissingError(f"{compiler.argv[0]} could not build the driver: {done.stderr.strip()[-300:]}")
+        return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+@cache
+def driver(threads: int = 1) -> ctypes.CDLL:
+    """The C driver without further libraries.
+
+    With more than one thread, its loops over kernels that know of no threads
+    share a batch out, as a user of such kernels would.
+    """
+    return compile_driver(["-fopenmp"] if threads > 1 else [])
+
+
+def pointer(array: Any) -> c_void_p:
+    """The address of an array's first element."""
+    return c_void_p(array.ctypes.data)
+
+
+def address(function: Any) -> c_void_p:
+    """The address of a function of a loaded library."""
+    return ctypes.cast(function, c_void_p)
+
+
+def flags(case: Case) -> tuple[int, ...]:
+    """CBLAS's order, transa, transb, lda, ldb, ldc for the layouts of a case."""
+    return (
+        ROW if case.c == "row" else COLUMN,
+        NORMAL if case.a == case.c else TRANSPOSED,
+        NORMAL if case.b == case.c else TRANSPOSED,
+        case.k if case.a == "row" else case.m,
+        case.n if case.b == "row" else case.k,
+        case.n if case.c == "row" else case.m,
+    )
+
+
+def counted(function: Any, before: Sequence[Any], after: Sequence[Any], keep: object = None) -> Run:
+    """A `Run` that passes the count between two lists of C arguments; `keep` stays alive with it."""
+
+    def run(count: int, _keep: object = keep) -> None:
+        function(*before, c_long(count), *after)
+
+    return run
+
+
+def gemm(library: Any, case: Case, data: Arrays) -> Run:
+    """Loop over cblas_?gemm of `library`."""
+    order, ta, tb, lda, ldb, ldc = flags(case)
+    letter = LETTER[case.dtype]
+    m, n, k = case.m, case.n, case.k
+    after: list[Any] = [c_long(case.batch), *map(c_int, (order, ta, tb, m, n, k))]
+    for array, lead, stride in ((data.a, lda, m * k), (data.b, ldb, k * n), (data.c, ldc, m * n)):
+        after += [pointer(array), c_int(lead), c_long(stride)]
+    loop = getattr(driver(), f"loop_gemm_{letter}")
+    return counted(loop, [address(getattr(library, f"cblas_{letter}gemm"))], after, data)
+
+
+def gemv(library: Any, case: Case, data: Arrays) -> Run:
+    """Loop over cblas_?gemv of `library`, for M = 1 or N = 1."""
+    matrix, layout, x = (data.b, case.b, data.a) if case.m == 1 else (data.a, case.a, data.b)
+    rows, columns = matrix.shape
+    order, lead = (ROW, columns) if layout == "row" else (COLUMN, rows)
+    transposed = TRANSPOSED if case.m == 1 else NORMAL
+    letter = LETTER[case.dtype]
+    after: list[Any] = [
+        *map(c_int, (order, transposed, rows, columns)),
+        pointer(matrix),
+        c_int(lead),
+        pointer(x),
+        pointer(data.c),
+    ]
+    loop = getattr(driver(), f"loop_gemv_{letter}")
+    return counted(loop, [address(getattr(library, f"cblas_{letter}gemv"))], after, data)
+
+
+def is_vector(case: Case) -> bool:
+    """Whether ?gemv computes this case."""
+    return case.batch == 1 and 1 in (case.m, case.n)
+
+
+def strided(case: Case, data: Arrays, number: Callable[[int], Any] = c_long) -> list[Any]:
+    """Pointer and batch stride of A, B and C, in C's argument order."""
+    sizes = (case.m * case.k, case.k * case.n, case.m * case.n)
+    return [x for array, s in zip((data.a, data.b, data.c), sizes, strict=True) for x in (pointer(array), number(s))]
+
+
+def only(condition: bool, reason: str) -> None:
+    """Refuse a case unless `condition` holds.
+
+    Raises:
+        UnsupportedError: it does not.
+    """
+    if not condition:
+        raise UnsupportedError(reason)

@@ -1,0 +1,144 @@
+"""oneDNN, through its C interface.
+
+Owns one contender: the sgemm call, and the matmul primitive with plain and
+with self-chosen ("any") weight formats. Imports `compare.peers` and
+`compare.native`. The numbers are those of oneDNN's C headers, version 3.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_char, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from portmm.compare import native
+from portmm.compare.peers import Library, MissingError, Run, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portmm.compare.data import Arrays
+    from portmm.compare.environment import Setup
+    from portmm.compare.suite import Case
+
+CPU = 1
+IN_ORDER = 1
+TYPES = {"f32": 3, "f64": 7}
+TAG_ANY = 1
+QUERY_IMPLEMENTATION, QUERY_WEIGHTS = 8, 131
+SOURCE, WEIGHTS, DESTINATION = 1, 33, 17
+
+
+class _Version(ctypes.Structure):
+    _fields_ = (("major", c_int), ("minor", c_int), ("patch", c_int))
+
+
+class _Argument(ctypes.Structure):
+    _fields_ = (("index", c_int), ("memory", c_void_p))
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    library: Any
+    engine: c_void_p
+    stream: c_void_p
+
+
+def open_onednn(_setup: Setup) -> Library:
+    """Open oneDNN: its sgemm and matmul primitive."""
+    path = native.shared_library(
+        ["libdnnl.so*"], packages=["onednn-cpu-gomp", "onednn-cpu-iomp", "onednn"], system=["dnnl"]
+    )
+    try:
+        library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise MissingError(str(error)) from error
+    native.driver()
+    library.dnnl_version.restype = ctypes.POINTER(_Version)
+    version = library.dnnl_version().contents
+    if version.major != 3:
+        raise MissingError(f"oneDNN {version.major}.{version.minor} has another C interface than 3")
+    engine = _made(library.dnnl_engine_create, c_int(CPU), ctypes.c_size_t(0))
+    opened = _Opened(library, engine, _made(library.dnnl_stream_create, engine, c_int(IN_ORDER)))
+
+    def prepare(case: Case, data: Arrays) -> dict[str, Run]:
+        methods = {}
+        if case.dtype == "f32" and case.batch == 1:
+            methods["sgemm"] = _sgemm(library, case, data)
+        for name, any_weights in (("matmul", False), ("matmul, any weights", True)):
+            if any_weights and not case.packed:
+                continue
+            try:
+                methods[name] = _matmul(opened, case, data, any_weights)
+            except UnsupportedError:
+                if not methods:
+                    raise
+        return methods
+
+    return Library(f"oneDNN {version.major}.{version.minor}.{version.patch}", prepare)
+
+
+def _made(function: Any, *arguments: Any) -> c_void_p:
+    """Call one of oneDNN's constructors, whose first argument receives the object."""
+    made = c_void_p()
+    status = function(byref(made), *arguments)
+    if status:
+        raise UnsupportedError(f"{function.__name__} returned {status}")
+    return made
+
+
+def _sgemm(library: Any, case: Case, data: Arrays) -> Run:
+    order, ta, tb, lda, ldb, ldc = native.flags(case)
+    marks = {native.NORMAL: b"N", native.TRANSPOSED: b"T"}
+    left = (marks[ta], case.m, data.a, lda)
+    right = (marks[tb], case.n, data.b, ldb)
+    if order == native.COLUMN:
+        # sgemm is row-major: C^T = B^T . A^T.
+        left, right = right, left
+    after: list[Any] = [c_char(left[0]), c_char(right[0]), *map(c_int64, (left[1], right[1], case.k))]
+    for array, lead in ((left[2], left[3]), (right[2], right[3]), (data.c, ldc)):
+        after += [native.pointer(array), c_int64(lead)]
+    return native.counted(native.driver().loop_dnnl_sgemm, [native.address(library.dnnl_sgemm)], after, data)
+
+
+def _described(library: Any, array: Any, dtype: int, any_format: bool = False) -> c_void_p:
+    dims = (c_int64 * array.ndim)(*array.shape)
+    if any_format:
+        return _made(library.dnnl_memory_desc_create_with_tag, c_int(array.ndim), dims, c_int(dtype), c_int(TAG_ANY))
+    strides = (c_int64 * array.ndim)(*(s // array.itemsize for s in array.strides))
+    return _made(library.dnnl_memory_desc_create_with_strides, c_int(array.ndim), dims, c_int(dtype), strides)
+
+
+def _matmul(opened: _Opened, case: Case, data: Arrays, any_weights: bool) -> Run:
+    library, engine = opened.library, opened.engine
+    dtype = TYPES[case.dtype]
+    a, b, c = (_described(library, x, dtype) for x in (data.a, data.b, data.c))
+    wanted = _described(library, data.b, dtype, any_format=True) if any_weights else b
+    chosen = _made(library.dnnl_matmul_primitive_desc_create, engine, a, wanted, None, c, None)
+    primitive = _made(library.dnnl_primitive_create, chosen)
+    memories = [_made(library.dnnl_memory_create, d, engine, native.pointer(x)) for d, x in ((a, data.a), (c, data.c))]
+    plain = _made(library.dnnl_memory_create, b, engine, native.pointer(data.b))
+    weights = _reordered(opened, chosen, plain, b) if any_weights else plain
+    arguments = _arguments(((SOURCE, memories[0]), (WEIGHTS, weights), (DESTINATION, memories[1])))
+    before = [native.address(library.dnnl_primitive_execute), native.address(library.dnnl_stream_wait)]
+    after = [primitive, opened.stream, c_int(3), byref(arguments)]
+    return native.counted(native.driver().loop_dnnl_execute, before, after, (data, arguments))
+
+
+def _reordered(opened: _Opened, chosen: c_void_p, plain: c_void_p, described: c_void_p) -> c_void_p:
+    library, engine, stream = opened.library, opened.engine, opened.stream
+    query = library.dnnl_primitive_desc_query_md
+    query.restype = c_void_p
+    wanted = c_void_p(query(chosen, c_int(QUERY_WEIGHTS), c_int(0)))
+    weights = _made(library.dnnl_memory_create, wanted, engine, c_void_p(-1))
+    reorder = _made(library.dnnl_reorder_primitive_desc_create, described, engine, wanted, engine, None)
+    primitive = _made(library.dnnl_primitive_create, reorder)
+    arguments = _arguments(((SOURCE, plain), (DESTINATION, weights)))
+    library.dnnl_primitive_execute(primitive, stream, c_int(2), byref(arguments))
+    library.dnnl_stream_wait(stream)
+    return weights
+
+
+def _arguments(pairs: Sequence[tuple[int, c_void_p]]) -> Any:
+    return (_Argument * len(pairs))(*(_Argument(index, memory) for index, memory in pairs))

@@ -1,0 +1,241 @@
+"""The shapes that are compared.
+
+Owns `Case` and the suites. Imports nothing of portmm but `problem`. A shape is
+here because somebody runs it: layers of published networks, sizes at which
+libraries change strategy, and sizes that divide by nothing.
+
+Sources of the layers: BERT-base (hidden 768, feed-forward 3072), ViT-B/16 at
+224 pixels (197 tokens), ResNet-50 (each convolution as the product of its
+im2col matrix, one image), Llama-3-8B (hidden 4096, 8 key-value heads of 128,
+feed-forward 14336), DLRM (the MLPs of its MLPerf configuration).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from portmm.problem import Problem
+
+SUITES = ("smoke", "quick", "full")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One product to time: C[batch, m, n] = A[batch, m, k] . B[batch, k, n].
+
+    Attributes:
+        name: unique name, for people and for files.
+        group: the family it belongs to; geometric means are per group.
+        m: rows of A and C.
+        n: columns of B and C.
+        k: the summed dimension.
+        batch: number of independent products in one call.
+        a: "row" (k contiguous) or "col" (m contiguous).
+        b: "row" (n contiguous) or "col" (k contiguous).
+        c: "row" (n contiguous) or "col" (m contiguous).
+        packed: B is a weight that may be prepared beforehand, untimed.
+        dtype: portmm's name of the element type.
+    """
+
+    name: str
+    group: str
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    a: str = "row"
+    b: str = "row"
+    c: str = "row"
+    packed: bool = False
+    dtype: str = "f32"
+
+    @property
+    def problem(self) -> Problem:
+        """The same as a `Problem`; a packed B counts as row-major."""
+        return Problem(self.m, self.n, self.k, self.dtype, self.batch, a=self.a, b=self.b, c=self.c)
+
+    @property
+    def flops(self) -> int:
+        """Multiplications plus additions."""
+        return self.problem.flops
+
+    @property
+    def shape(self) -> str:
+        """`MxNxK` with batch and layouts, for people."""
+        batch = f"{self.batch} x " if self.batch > 1 else ""
+        marks = "".join("t" if x == "col" else "n" for x in (self.a, self.b, self.c))
+        layout = "" if marks == "nnn" else f" {marks[:2]}{'' if self.c == 'row' else ', C col'}"
+        return f"{batch}{self.m}x{self.n}x{self.k}{layout}{' packed' if self.packed else ''}"
+
+
+def _cubes() -> list[Case]:
+    sizes = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+    return [Case(f"cube-{s}", "cube", s, s, s) for s in sizes]
+
+
+def _layers() -> list[Case]:
+    bert = [
+        Case(f"bert-{seq}-{n}x{k}", "bert", seq, n, k)
+        for seq in (128, 384)
+        for n, k in ((768, 768), (3072, 768), (768, 3072))
+    ]
+    vit = [Case(f"vit-{n}x{k}", "vit", 197, n, k) for n, k in ((768, 768), (2304, 768), (3072, 768), (768, 3072))]
+    llama = [
+        Case(f"llama-m{m}-{name}", "llama", m, n, k)
+        for m in (1, 4, 16, 64, 512)
+        for name, n, k in (("q", 4096, 4096), ("kv", 1024, 4096), ("up", 14336, 4096), ("down", 4096, 14336))
+    ]
+    return bert + vit + llama
+
+
+def _resnet() -> list[Case]:
+    # (pixels, output channels, input channels x window) of the stem and of
+    # each stage's 1x1, 3x3 and expanding 1x1 convolution.
+    shapes = (
+        (12544, 64, 147),
+        (3136, 64, 64),
+        (3136, 64, 576),
+        (3136, 256, 64),
+        (784, 128, 512),
+        (784, 128, 1152),
+        (784, 512, 128),
+        (196, 256, 1024),
+        (196, 256, 2304),
+        (196, 1024, 256),
+        (49, 512, 2048),
+        (49, 512, 4608),
+        (49, 2048, 512),
+    )
+    return [Case(f"resnet-{m}x{n}x{k}", "resnet", m, n, k) for m, n, k in shapes]
+
+
+def _dlrm() -> list[Case]:
+    widths = ((512, 13), (256, 512), (128, 256), (1024, 479), (1024, 1024), (512, 1024), (256, 512), (1, 256))
+    unique = dict.fromkeys(widths)
+    return [Case(f"dlrm-{n}x{k}", "dlrm", 2048, n, k) for n, k in unique]
+
+
+def _skinny() -> list[Case]:
+    shapes = (
+        (65536, 32, 32),
+        (32768, 64, 64),
+        (16384, 8, 512),
+        (16384, 128, 16),
+        (32, 65536, 32),
+        (64, 32768, 64),
+        (8, 16384, 512),
+        (128, 16384, 16),
+        (16, 16, 131072),
+        (64, 64, 65536),
+        (100, 100, 20000),
+        (4096, 1, 4096),
+    )
+    return [Case(f"skinny-{m}x{n}x{k}", "skinny", m, n, k) for m, n, k in shapes]
+
+
+def _odd() -> list[Case]:
+    shapes = (
+        (65, 65, 65),
+        (97, 89, 83),
+        (127, 131, 137),
+        (251, 257, 263),
+        (255, 255, 255),
+        (509, 521, 523),
+        (1000, 1000, 1000),
+        (1009, 1013, 1019),
+        (17, 1021, 333),
+        (333, 17, 1021),
+        (2039, 61, 509),
+    )
+    return [Case(f"odd-{m}x{n}x{k}", "odd", m, n, k) for m, n, k in shapes]
+
+
+def _transposes() -> list[Case]:
+    name = {"row": "n", "col": "t"}
+    both = [(a, b) for a in ("row", "col") for b in ("row", "col")]
+    wide = [Case(f"trans-{name[a]}{name[b]}", "transpose", 384, 640, 896, a=a, b=b) for a, b in both]
+    cube = [Case(f"trans-1024-{name[a]}{name[b]}", "transpose", 1024, 1024, 1024, a=a, b=b) for a, b in both]
+    return [*wide, *cube, Case("trans-nn-ccol", "transpose", 384, 640, 896, c="col")]
+
+
+def _tiny() -> list[Case]:
+    return [Case(f"tiny-{s}", "tiny", s, s, s, batch=1000) for s in (4, 5, 6, 8, 11, 12, 16, 20, 24, 32, 48, 64)]
+
+
+def _packed() -> list[Case]:
+    square = [Case(f"packed-m{m}", "packed", m, 4096, 4096, packed=True) for m in range(1, 17)]
+    kv = [Case(f"packed-m{m}-kv", "packed", m, 1024, 4096, packed=True) for m in (1, 4, 16)]
+    small = [Case(f"packed-m{m}-768", "packed", m, 768, 768, packed=True) for m in (1, 4, 16)]
+    return square + kv + small
+
+
+QUICK = (
+    "cube-64",
+    "cube-128",
+    "cube-256",
+    "cube-512",
+    "cube-1024",
+    "cube-2048",
+    "bert-128-768x768",
+    "bert-384-3072x768",
+    "vit-768x3072",
+    "resnet-3136x64x576",
+    "resnet-784x128x1152",
+    "resnet-196x1024x256",
+    "llama-m1-q",
+    "llama-m4-kv",
+    "llama-m16-q",
+    "llama-m64-kv",
+    "dlrm-1024x479",
+    "dlrm-256x512",
+    "skinny-65536x32x32",
+    "skinny-8x16384x512",
+    "skinny-64x64x65536",
+    "odd-127x131x137",
+    "odd-1009x1013x1019",
+    "trans-nt",
+    "trans-tn",
+    "tiny-4",
+    "tiny-8",
+    "tiny-16",
+    "tiny-32",
+    "packed-m1",
+    "packed-m4",
+    "packed-m16",
+)
+
+SMOKE = (
+    "cube-64",
+    "odd-65x65x65",
+    "trans-tt",
+    "tiny-8",
+    "packed-m4-768",
+)
+
+
+def _full() -> list[Case]:
+    makers = (_cubes, _layers, _resnet, _dlrm, _skinny, _odd, _transposes, _tiny, _packed)
+    return [case for maker in makers for case in maker()]
+
+
+def cases(suite: str = "quick") -> tuple[Case, ...]:
+    """The cases of a suite: "smoke", "quick", "full", or the name of a group or case.
+
+    Several names may be joined with commas.
+
+    Raises:
+        ValueError: nothing is called that.
+    """
+    full = _full()
+    named = {case.name: case for case in full}
+    picked: dict[str, Case] = {}
+    for word in suite.split(","):
+        found = {"full": tuple(named), "quick": QUICK, "smoke": SMOKE}.get(word)
+        found = found or tuple(case.name for case in full if word in (case.group, case.name))
+        if not found:
+            groups = ", ".join(dict.fromkeys(case.group for case in full))
+            raise ValueError(
+                f"no suite, group or case called {word!r}; suites are {', '.join(SUITES)}; groups: {groups}"
+            )
+        picked.update((name, named[name]) for name in found)
+    return tuple(picked.values())

@@ -1,0 +1,172 @@
+"""The process that one contender runs in.
+
+Owns the child's side of the protocol and the clock. Started by
+`compare.contest` as `python -m portmm.compare.worker ADAPTER READ WRITE SETUP`
+with two inherited pipe descriptors; one JSON object per line each way, so that
+whatever a library prints on its standard output harms nobody.
+
+Requests: {"do": "prepare", "case": {...}, "seed": int}, {"do": "time",
+"seconds": float}, {"do": "drop"}. Replies carry "state": "ok", "unsupported"
+or "wrong" and, when not ok, "reason". The first message is sent unasked: the
+library's version, or "state": "missing".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from portmm.compare.data import Arrays, arrays, judge
+from portmm.compare.environment import Setup
+from portmm.compare.peers import Library, MissingError, Run, UnsupportedError, open_adapter
+from portmm.compare.suite import Case
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SAMPLES = 3
+# Seconds for each method when the fastest is picked.
+TRIAL = 0.01
+# A call this long needs no second one to warm up.
+LONG = 0.25
+# Libraries' threads spin after a call, OpenBLAS's for tens of milliseconds and
+# Intel's OpenMP for 200; the next contender must not start before they sleep.
+QUIET_STEP, QUIET_SHARE, QUIET_LIMIT = 0.005, 0.2, 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A case that is ready to be timed."""
+
+    case: Case
+    data: Arrays
+    run: Run
+
+
+def seconds_per_call(run: Run, seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:
+    """The median of a few samples that together take about `seconds`.
+
+    The first calls, which find cold caches and sleeping threads, are not counted.
+    """
+    piece = seconds / SAMPLES
+    count, taken = 1, _clocked(run, 1, clock)
+    if taken >= LONG:
+        return taken
+    taken = _clocked(run, 1, clock)
+    while taken < piece / 2 and count < 1 << 30:
+        wanted = count * piece / max(taken, 1e-9)
+        count = int(min(max(wanted, 2 * count), 16 * count))
+        taken = _clocked(run, count, clock)
+    samples = SAMPLES if taken < seconds else 1
+    return statistics.median(_clocked(run, count, clock) for _ in range(samples)) / count
+
+
+def _clocked(run: Run, count: int, clock: Callable[[], float]) -> float:
+    start = clock()
+    run(count)
+    return clock() - start
+
+
+def settle() -> None:
+    """Wait until this process's threads have stopped spinning."""
+    deadline = time.monotonic() + QUIET_LIMIT
+    while time.monotonic() < deadline:
+        before = time.process_time()
+        time.sleep(QUIET_STEP)
+        if time.process_time() - before < QUIET_STEP * QUIET_SHARE:
+            return
+
+
+def prepare(library: Library, case: Case, seed: int) -> tuple[Prepared | None, dict[str, Any]]:
+    """Make the arrays, check every method once, and keep the fastest right one.
+
+    Returns:
+        What to time, None if no method is right, and the reply.
+    """
+    data = arrays(case, seed)
+    try:
+        methods = library.prepare(case, data)
+    except UnsupportedError as unsupported:
+        return None, {"state": "unsupported", "reason": str(unsupported)}
+    right: dict[str, float] = {}
+    wrong: list[str] = []
+    worst = bound = 0.0
+    for name, run in methods.items():
+        data.c.fill(math.nan)
+        run(1)
+        error, bound = judge(case, data)
+        if error > bound:
+            wrong.append(f"{name}: error {error:.3g} exceeds {bound:.3g}")
+            continue
+        worst = max(worst, error)
+        right[name] = seconds_per_call(run, TRIAL) if len(methods) > 1 else 0.0
+    if not right:
+        return None, {"state": "wrong", "reason": "; ".join(wrong) or "no method"}
+    best = min(right, key=lambda name: right[name])
+    reply = {"state": "ok", "method": best, "methods": right, "wrong": wrong, "error": worst, "bound": bound}
+    return Prepared(case, data, methods[best]), reply
+
+
+def _time(prepared: Prepared, seconds: float) -> dict[str, Any]:
+    return {"state": "ok", "seconds": seconds_per_call(prepared.run, seconds)}
+
+
+def _drop(prepared: Prepared) -> dict[str, Any]:
+    """Check once more: a race may show only after many calls."""
+    prepared.data.c.fill(math.nan)
+    prepared.run(1)
+    error, bound = judge(prepared.case, prepared.data)
+    if error > bound:
+        return {"state": "wrong", "reason": f"after timing, error {error:.3g} exceeds {bound:.3g}"}
+    return {"state": "ok", "error": error}
+
+
+def replies(library: Library, requests: Iterator[dict[str, Any]], threads: int) -> Iterator[dict[str, Any]]:
+    """Answer each request in turn."""
+    prepared: Prepared | None = None
+    for request in requests:
+        if request["do"] == "prepare":
+            prepared = None
+            prepared, reply = prepare(library, Case(**request["case"]), request["seed"])
+        elif prepared is None:
+            reply = {"state": "unsupported", "reason": "nothing is prepared"}
+        elif request["do"] == "time":
+            reply = _time(prepared, request["seconds"])
+        else:
+            reply = _drop(prepared)
+            prepared = None
+        if threads > 1:
+            settle()
+        yield reply
+
+
+def main(arguments: list[str]) -> int:
+    """Serve one contender until the pipe closes."""
+    adapter, read, write, setup_text = arguments
+    setup = Setup(**json.loads(setup_text))
+    with os.fdopen(int(read)) as source, os.fdopen(int(write), "w") as sink:
+
+        def send(message: dict[str, Any]) -> None:
+            sink.write(json.dumps(message) + "\n")
+            sink.flush()
+
+        try:
+            library = open_adapter(adapter, setup)
+        except MissingError as error:
+            send({"state": "missing", "reason": str(error)})
+            return 0
+        send({"state": "ok", "version": library.version})
+        requests = (json.loads(line) for line in source)
+        for reply in replies(library, requests, setup.threads):
+            send(reply)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

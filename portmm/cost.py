@@ -1,0 +1,336 @@
+"""How long a schedule will take, and why.
+
+Owns the cost model. Imports `schedule`, `problem`, `target`. Predicted time is
+the largest of the terms that overlap (multiply-adds, loads, traffic of each
+level), a share of the others, since overlap is never perfect, and those that do
+not overlap (packing, tile set-up, forking). All terms are kept, so that
+`explain` can show what a choice rests on. Rates are measured ones where the
+target has them, described ones otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import TYPE_CHECKING
+
+from portmm.candidates import RUN_BYTES
+
+if TYPE_CHECKING:
+    from portmm.problem import Problem
+    from portmm.schedule import Schedule
+    from portmm.target import Atom, Target
+
+DEFAULT_GHZ = 3.0
+DEFAULT_BYTES_PER_CYCLE = {"L1": 64.0, "L2": 32.0, "L3": 10.0, "memory": 5.0}
+"""Per core, where neither a description nor a measurement says more."""
+LOADS_PER_CYCLE = 2.0
+"""Load ports of every out-of-order core described so far."""
+LOOP_CYCLES = 0.25
+"""Counting, comparing and branching: one fused micro-operation of the few a core starts per cycle."""
+CONFLICTS = 0.2
+"""Share of the loads that a multiply-add has to wait for: banks, lines split in two, full queues."""
+APART, SPLIT = 1.05, 1.15
+"""Slowdown of a B in place whose rows lie apart, and of one whose vectors also
+straddle two lines; measured at 192, 255 and 256 cubed."""
+LINE = 64
+CROWDED = 1.2
+"""Slowdown when rows of A evict each other, measured at M = 8 and 16, K = 4096."""
+PASSING = 4
+"""Lines of a set that B and C pass through."""
+TILE_CYCLES = 12.0
+"""Calling a micro-kernel, computing its addresses, leaving its loop."""
+EXPOSED = 0.1
+"""Share of a shorter overlapped term that still shows."""
+SHORT_RUNS = 3.0
+"""Times that reading a strided B takes longer than reading a panel, row by row; measured 2 to 4."""
+STREAMS = 16
+"""Rows that a hardware prefetcher follows at once; past that, each row of a
+strided operand starts with a miss."""
+FORK_SECONDS = 1.0e-6
+"""One hand-over of tasks to awake threads."""
+TASK_SECONDS = 1.0e-7
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Predicted seconds, by term.
+
+    Attributes:
+        seconds: the prediction.
+        overlapped: terms of which the largest counts.
+        added: terms that add up.
+    """
+
+    seconds: float
+    overlapped: dict[str, float]
+    added: dict[str, float]
+
+    @property
+    def bound(self) -> str:
+        """The overlapped term that decides."""
+        return max(self.overlapped, key=self.overlapped.__getitem__)
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A schedule's product with C by rows, and the machine in cycles."""
+
+    p: Problem
+    s: Schedule
+    atom: Atom
+    target: Target
+
+    @property
+    def hertz(self) -> float:
+        return (self.target.frequency_ghz or DEFAULT_GHZ) * 1e9
+
+    @property
+    def macs_per_cycle(self) -> float:
+        """Mac instructions started per cycle."""
+        measured = self.target.measured.get(self.atom.name, 0.0)
+        if measured:
+            return measured * 1e9 / (2 * self.atom.m * self.atom.n * self.atom.k) / self.hertz
+        # Narrow atoms of an ISA start as often as its widest, which is what a description gives.
+        isa = self.target.isa(self.s.isa)
+        widest = isa.atom(self.s.dtype) if isa else None
+        known = self.target.rates.get(self.atom.name) or (self.target.rates.get(widest.name) if widest else None)
+        return known or (2.0 if self.atom.n > 1 else 1.0)
+
+    def bytes_per_cycle(self, name: str) -> float:
+        measured = self.target.measured.get(name, 0.0)
+        if measured:
+            return measured * 1e9 / self.hertz
+        level = self.target.level(name)
+        described = level.load_bytes_per_cycle if level else 0.0
+        return described or DEFAULT_BYTES_PER_CYCLE[name]
+
+    def home(self, size: float) -> str:
+        """The nearest level that can hold `size` bytes."""
+        for level in self.target.levels:
+            if size <= level.bytes * 0.8:
+                return level.name
+        return "memory"
+
+
+def cost(p: Problem, s: Schedule, atom: Atom, target: Target, workers: int = 1) -> Cost:
+    """Predict the time of schedule `s` for problem `p` on `target`.
+
+    Args:
+        p: the problem, as the caller states it.
+        s: a legal schedule for it.
+        atom: the schedule's atom.
+        target: the machine.
+        workers: threads that share the work.
+
+    Returns:
+        Seconds, with terms.
+    """
+    q = p.transposed() if s.swap else p
+    v = _View(q, s, atom, target)
+    threads = min(workers, _tasks(v, workers))
+    share = _share(v, threads)
+    overlapped = {"compute": _compute(v) * share} | {k: x * share for k, x in _traffic(v).items()}
+    added = {"tiles": _tile_setup(v) * share, "packing": _packing(v, workers) / min(threads, _pack_tasks(v))}
+    scale = q.batch / v.hertz
+    overlapped = {k: x * scale for k, x in overlapped.items()}
+    added = {k: x * scale for k, x in added.items()}
+    if s.over == "k":
+        added["sums"] = 2.0 * q.m * q.n * _tasks(v, workers) * scale / threads
+    if workers > 1:
+        added["threads"] = _phases(v) * FORK_SECONDS + _tasks(v, workers) * TASK_SECONDS
+    longest = max(overlapped.values())
+    hidden = longest + EXPOSED * (sum(overlapped.values()) - longest)
+    return Cost(hidden + sum(added.values()), overlapped, added)
+
+
+def _slices(v: _View) -> tuple[tuple[int, int], ...]:
+    """(height, how many) of the slices that M is cut into: at most two heights."""
+    m, mr = v.p.m, v.s.mr
+    count = -(-m // mr)
+    low, taller = divmod(m, count)
+    return ((low + 1, taller), (low, count - taller))
+
+
+def _blocks_k(v: _View) -> int:
+    return -(-v.p.k // v.s.kc) if v.s.kc else 1
+
+
+def _tasks(v: _View, workers: int) -> int:
+    if v.s.over == "batch":
+        return min(v.p.batch, workers * 4)
+    if v.s.over == "k":
+        return min(workers, _blocks_k(v))
+    blocks = -(-v.p.m // v.s.mc) if v.s.mc else 1
+    return blocks * _shares(v, workers)
+
+
+def _pack_tasks(v: _View) -> int:
+    """Pieces of the packing that threads share out."""
+    if not v.s.once:
+        return 1 << 30
+    return -(-v.p.n * v.p.element.bytes // RUN_BYTES)
+
+
+def _share(v: _View, threads: int) -> float:
+    """Part of the work that the busiest thread does."""
+    tasks = _tasks(v, threads)
+    return -(-tasks // threads) / tasks
+
+
+def _phases(v: _View) -> int:
+    """Times that work is handed to the threads."""
+    return {"batch": 1, "tiles": v.p.batch, "k": 2 * v.p.batch}[v.s.over] + v.s.once * v.p.batch
+
+
+def _tile(v: _View) -> tuple[int, int]:
+    """Vectors that a register tile loads of B per step, and elements of k that a step covers."""
+    if v.s.program == "dot":
+        return v.s.nr, v.atom.n
+    return v.s.nr // v.atom.n * v.s.panels, 1
+
+
+def _compute(v: _View) -> float:
+    """Cycles of one item: per step of k, the slowest of mac ports, load ports and latency."""
+    s, atom = v.s, v.atom
+    wide, depth = _tile(v)
+    visits = -(-v.p.n // (s.nr * s.panels))
+    cycles = 0.0
+    for h, count in _slices(v):
+        macs = h * wide
+        loads = (h + wide) / LOADS_PER_CYCLE
+        # A chain advances one step per latency; unrolling cannot help it.
+        cycles += count * (max(macs / v.macs_per_cycle, loads, float(atom.latency)) + LOOP_CYCLES + CONFLICTS * loads)
+    return cycles * visits * -(-v.p.k // depth) * (CROWDED if _crowded(v) else 1.0) * _in_place(v)
+
+
+def _in_place(v: _View) -> float:
+    """Slowdown of a micro-kernel that reads a strided B in place."""
+    s, p = v.s, v.p
+    if s.pack_b or s.b != "row" or p.n <= s.nr * s.panels:
+        return 1.0
+    return SPLIT if p.n * p.element.bytes % LINE else APART
+
+
+def _crowded(v: _View) -> bool:
+    """Rows of an A in place start in one set of L1 and, with B and C passing, need all its ways."""
+    s, level = v.s, v.target.level("L1")
+    if level is None or s.pack_a or s.a != "row" or v.p.m == 1:
+        return False
+    period = level.bytes // level.ways
+    return v.p.k * v.p.element.bytes % period == 0 and s.mr + PASSING >= level.ways
+
+
+def _tile_setup(v: _View) -> float:
+    """Cycles to start and finish register tiles: one access to C per vector and block of k."""
+    s, atom = v.s, v.atom
+    wide, depth = _tile(v)
+    visits = -(-v.p.n // (s.nr * s.panels))
+    passes = _blocks_k(v)
+    # A sum over lanes folds them in half, a shuffle and an addition each time.
+    each = 1.0 + (atom.n.bit_length() if depth > 1 else 0)
+    one = sum(count * (TILE_CYCLES + h * wide * each + atom.latency) for h, count in _slices(v))
+    return one * visits * passes + (0.0 if s.static else 40.0)
+
+
+def _shares(v: _View, workers: int) -> int:
+    """Pieces that the columns are cut into."""
+    s, p = v.s, v.p
+    blocks = -(-p.m // s.mc) if s.mc else 1
+    fewest = -(-p.n // s.nc) if s.nc else 1
+    groups = -(-p.n // (s.nr * s.panels))
+    return max(fewest, min(groups, -(-(workers - 1) * 4 // blocks)))
+
+
+def _packing(v: _View, workers: int) -> float:
+    """Cycles to pack: a panel of B once per block of rows, a block of A once per share of columns.
+
+    Reading the operand is part of the traffic; this is the copying itself, a
+    few cycles a vector as measured, and the shuffles of an operand that turns.
+    """
+    s, p, atom = v.s, v.p, v.atom
+    blocks = -(-p.m // s.mc) if s.mc else 1
+    cycles = 0.0
+    for packed, layout, straight, extent, again in (
+        (s.pack_a, s.a, "col", p.m * p.k, _shares(v, workers) if s.over == "tiles" else 1),
+        (s.pack_b, s.b, "row", p.k * -(-p.n // s.nr) * s.nr, 1 if s.once else blocks),
+    ):
+        if not packed:
+            continue
+        if layout == "any" or (layout != straight and atom.n == 1):
+            each = 1.5
+        else:
+            # A turned block of L x L elements takes L log2(L) shuffles.
+            # Panels packed in passing are read from shorter runs, at more starts.
+            copy = 2.0 if s.once else 6.0
+            each = (copy if layout == straight else copy + atom.n.bit_length()) / atom.n
+        cycles += extent * again * each + 50.0
+    if s.once:
+        # The copy is written to, and comes back from, where it fits; half of that overlaps.
+        size = p.k * p.n * p.element.bytes
+        cycles += size / v.bytes_per_cycle(v.home(size))
+    return cycles
+
+
+def _b_stays(v: _View, name: str) -> bool:
+    """A panel of B keeps its place in a level while the slices of A pass.
+
+    Rows of a B in place lie a stride apart; only so many of them fit as sets
+    that the stride reaches have ways.
+    """
+    s, p, size = v.s, v.p, v.p.element.bytes
+    level = v.target.level(name)
+    if level is None:
+        return True
+    depth = min(s.kc or p.k, p.k)
+    wide = s.nr * s.panels
+    if (wide + s.mr) * depth * size > level.bytes:
+        return False
+    if s.pack_b or s.b != "row":
+        return True
+    sets = level.bytes // (level.line * level.ways)
+    step = max(1, p.n * size // level.line)
+    lines = max(1, wide * size // level.line)
+    return depth <= level.ways * min(sets // gcd(step, sets), sets // lines)
+
+
+def _traffic(v: _View) -> dict[str, float]:
+    """Cycles that each level's loads take, for one item."""
+    s, p, size = v.s, v.p, v.p.element.bytes
+    capacity = {x.name: x.bytes for x in v.target.levels}
+    passes = _blocks_k(v)
+    slices = -(-p.m // s.mr)
+    wide = s.nr * s.panels
+    visits = -(-p.n // wide)
+    blocks_m = -(-p.m // s.mc) if s.mc else 1
+    depth, rows = min(s.kc or p.k, p.k), min(s.mc or p.m, p.m)
+    stays = _b_stays(v, "L1")
+    # Registers <- L1: every step of k reads MR of A and NR of B per tile.
+    l1 = (visits * p.m + slices * visits * wide) * p.k
+    # L1 <- L2: a block of A passes once per visit, B once if it stays.
+    b_l2 = (blocks_m if stays else slices) * p.k * visits * wide
+    a_l2 = p.m * p.k * (1 if rows * depth * size <= capacity.get("L1", 0) // 2 else visits)
+    c_once, c_again = p.m * p.n, p.m * p.n * (2 * passes - 2)
+    # Between passes over k, the block of C waits in the nearest level that holds it.
+    c_home = v.home(min(c_once, rows * min(s.nc or p.n, p.n)) * size)
+    # Rows of a strided B are short runs: a prefetcher has to find each anew.
+    short = s.b == "row" and not s.pack_b and p.n > wide
+    streamed = b_l2 * (SHORT_RUNS if short and not stays else 1.0)
+    l2 = a_l2 + streamed + c_once + c_again * (c_home != "L1")
+    terms = {"L1": l1 * size / v.bytes_per_cycle("L1"), "L2": l2 * size / v.bytes_per_cycle("L2")}
+    # L2 <- further out: B once per block of rows, C once per pass, A again if its block does not fit.
+    a_fits = rows * depth * size <= capacity.get("L2", 0)
+    b_again = blocks_m if a_fits and _b_stays(v, "L2") else slices
+    c_far = c_once + c_again * (c_home not in ("L1", "L2"))
+    outer = (p.k * p.n * b_again + c_far + p.m * p.k * (1 if a_fits else visits)) * size
+    home = v.home((p.m * p.k + p.k * p.n + p.m * p.n) * size * p.batch)
+    if home in ("L1", "L2"):
+        return terms
+    slow = SHORT_RUNS if short and depth > STREAMS else 1.0
+    name = "L3" if "L3" in capacity else "memory"
+    terms[name] = outer * slow / v.bytes_per_cycle(name)
+    if home == "memory":
+        far = p.k * p.n * (b_again if p.k * p.n * size > capacity.get("L3", 0) else 1)
+        c_last = c_once + c_again * (c_home == "memory")
+        terms["memory"] = (far * slow + c_last + p.m * p.k) * size / v.bytes_per_cycle("memory")
+    return terms

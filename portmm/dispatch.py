@@ -1,0 +1,208 @@
+"""From a problem to something that runs.
+
+Owns the choice of a schedule, and the memos of kernels and routes that this
+process has made. Imports everything below. Nothing under this floor looks at
+which problem, target or thread count is current; it is all passed down from
+here.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from portmm.candidates import PACKED_VECTORS, candidates, panel_width
+from portmm.cost import Cost, cost
+from portmm.errors import ScheduleError, TargetError
+from portmm.lower import atom_of, lower, lower_pack
+
+if TYPE_CHECKING:
+    from portmm.build import Artifact
+    from portmm.ir import Kernel
+    from portmm.problem import Problem
+    from portmm.schedule import Schedule
+    from portmm.target import Isa, Target
+
+MOST_ROUTES = 4096
+"""Routes remembered before starting afresh: endless new shapes must not fill memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen for a problem, and what was not.
+
+    Attributes:
+        problem: the problem.
+        target: the machine.
+        workers: threads that will share the work.
+        schedule: the winner.
+        cost: its predicted time, with terms.
+        runners_up: the other candidates, best first.
+        origin: "analytical", or which measurement replaced the model.
+    """
+
+    problem: Problem
+    target: Target
+    workers: int
+    schedule: Schedule
+    cost: Cost
+    runners_up: tuple[tuple[Schedule, Cost], ...]
+    origin: str = "analytical"
+
+
+def choose(p: Problem, target: Target, threads: int = 1) -> Choice:
+    """The schedule with the least predicted time; the first of equals.
+
+    Args:
+        p: what to compute.
+        target: the machine to compute it on.
+        threads: the most threads to use; one is used if that is predicted faster.
+
+    Raises:
+        ScheduleError: nothing is legal.
+    """
+    _check_panels(p, target)
+    ranked: list[tuple[float, int, Schedule, Cost, int]] = []
+    for i, s in enumerate(candidates(p, target)):
+        atom = atom_of(isa_of(s, target), s.dtype, s.lanes)
+        for workers in dict.fromkeys((1, max(1, threads))):
+            c = cost(p, s, atom, target, workers)
+            ranked.append((c.seconds, i, s, c, workers))
+    ranked.sort(key=lambda x: x[:2])
+    _, _, best, terms, workers = ranked[0]
+    rest = tuple((s, c) for _, _, s, c, w in ranked[1:] if w == workers and s != best)
+    return Choice(p, target, workers, best, terms, rest)
+
+
+def _check_panels(p: Problem, target: Target) -> None:
+    """A weight packed on another machine may have panels that no vectors of this one make up."""
+    atom = next((x.atom(p.dtype) for x in target.isas if x.atom(p.dtype)), None)
+    if p.b == "packed" and atom and panel_width(p.family) % atom.n:
+        raise ScheduleError(f"B is packed as {p.family}; {target.name} takes multiples of {atom.n}: pack it again here")
+
+
+def isa_of(s: Schedule, target: Target) -> Isa:
+    """The ISA record that a schedule names.
+
+    Raises:
+        TargetError: the target lacks it.
+    """
+    isa = target.isa(s.isa)
+    if isa is None:
+        raise TargetError(f"schedule needs {s.isa}, which {target.name} does not have")
+    return isa
+
+
+def family(dtype: str, target: Target) -> str:
+    """The packed layout that suits a target: see `candidates.PACKED_VECTORS`.
+
+    Raises:
+        ScheduleError: no atom of the target multiplies `dtype`.
+    """
+    isa = next((x for x in target.isas if x.atom(dtype)), None)
+    if isa is None:
+        raise ScheduleError(f"no atom for {dtype} on {target.name}")
+    return f"{dtype}x{atom_of(isa, dtype).n * PACKED_VECTORS}"
+
+
+@lru_cache(maxsize=1024)
+def kernel_of(s: Schedule, isa: Isa) -> Kernel:
+    """The loops of a schedule, made once."""
+    return lower(s, isa)
+
+
+def build_kernel(kernel: Kernel) -> Artifact:
+    """Emit and compile a kernel, or find it in the cache.
+
+    Raises:
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    from portmm.build import build
+    from portmm.emit.c import source
+
+    arch = None if kernel.isa.arch == "any" else kernel.isa.arch
+    return build(source(kernel), flags=kernel.isa.flags, arch=arch, name=kernel.name)
+
+
+_loaded: dict[str, Any] = {}
+_lock = threading.Lock()
+
+
+def _load(kernel: Kernel) -> Any:
+    """The kernel's code in this process, built and loaded once per source."""
+    from portmm.run.host import runtime
+
+    artifact = build_kernel(kernel)
+    with _lock:
+        found = _loaded.get(artifact.key)
+        if found is None:
+            found = _loaded[artifact.key] = runtime().load(str(artifact.path), kernel.name)
+    return found
+
+
+def workspace_bytes(kernel: Kernel, p: Problem, workers: int) -> int:
+    """Scratch that a kernel needs for a problem, in bytes."""
+    from portmm.interp import evaluate
+
+    m, n = (p.n, p.m) if kernel.swap else (p.m, p.n)
+    sizes = {"m": m, "n": n, "k": p.k, "batch": p.batch, "workers": workers}
+    return evaluate(kernel.workspace, sizes) * p.element.bytes
+
+
+def _route(s: Schedule, isa: Isa, p: Problem, workers: int) -> Any:
+    from portmm.run.host import runtime
+
+    kernel = kernel_of(s, isa)
+    return runtime().make_route(_load(kernel), workspace_bytes(kernel, p, workers), workers, p.dtype)
+
+
+_routes: dict[tuple[Problem, int, int], tuple[Target, Any]] = {}
+
+
+def route_for(p: Problem, target: Target, threads: int) -> Any:
+    """A launchable kernel for a problem, chosen once per problem, target and thread bound.
+
+    Raises:
+        ScheduleError: nothing is legal.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    # A target holds dicts, so its identity stands for it; the entry keeps it alive.
+    key = (p, id(target), threads)
+    found = _routes.get(key)
+    if found is None:
+        choice = choose(p, target, threads)
+        route = _route(choice.schedule, isa_of(choice.schedule, target), p, choice.workers)
+        if len(_routes) >= MOST_ROUTES:
+            _routes.clear()
+        found = _routes[key] = (target, route)
+    return found[1]
+
+
+@lru_cache(maxsize=256)
+def _packer(isa: Isa, dtype: str, nr: int, layout: str) -> Any:
+    return _load(lower_pack(isa, dtype, nr, layout))
+
+
+def pack_route(isa: Isa, dtype: str, nr: int, layout: str, threads: int) -> Any:
+    """A launchable kernel that packs a B.
+
+    Raises:
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    from portmm.run.host import runtime
+
+    return runtime().make_route(_packer(isa, dtype, nr, layout), 1024, threads, dtype)
+
+
+def forget() -> None:
+    """Drop every memo of this process; the cache on disk stays."""
+    for memo in (kernel_of, _packer):
+        memo.cache_clear()
+    _routes.clear()
+    with _lock:
+        _loaded.clear()

@@ -1,0 +1,1 @@
+"""The loop language as text, a module per language."""

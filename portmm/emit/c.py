@@ -1,0 +1,326 @@
+"""C from the loop language.
+
+Owns the spelling of every node in header-free GNU C: vector types come from the
+ISA's preamble, so no <immintrin.h> is parsed (a seventh of the compile time).
+Imports `ir`, `abi`, `dtype`. One pass over an immutable tree; the text of an
+atom's verbs is the only part that depends on an ISA.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from portmm import abi
+from portmm.dtype import BY_NAME
+from portmm.ir import (
+    FIELDS,
+    OPERANDS,
+    SWAPPED,
+    Add,
+    Call,
+    For,
+    Function,
+    If,
+    Index,
+    Kernel,
+    Let,
+    LetPtr,
+    MacScalar,
+    Move,
+    Parallel,
+    Prefetch,
+    Ptr,
+    Reduce,
+    Scratch,
+    Shuffle,
+    Stmt,
+    Switch,
+    Verb,
+    functions,
+    walk,
+)
+
+if TYPE_CHECKING:
+    from portmm.target import Atom
+
+_PRECEDENCE = {"==": 0, "<": 1, "+": 2, "-": 2, "*": 3, "/": 3, "%": 3}
+
+_PRELUDE = """\
+#if defined(__clang__)
+#define SHUFFLE(x, y, ints, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define SHUFFLE(x, y, ints, ...) __builtin_shuffle(x, y, (ints){__VA_ARGS__})
+#endif
+"""
+_HELPERS = {
+    "min_": "static inline long min_(long x, long y) { return x < y ? x : y; }",
+    "max_": "static inline long max_(long x, long y) { return x > y ? x : y; }",
+}
+
+
+def source(kernel: Kernel) -> str:
+    """The C source of a kernel: self-contained, no headers, one exported symbol."""
+    element = BY_NAME[kernel.atom.acc]
+    lanes = "int" if element.bytes == 4 else "long"
+    code = [_print(kernel, f) for f in functions(kernel)]
+    parts = [
+        "\n".join(f"/* {line} */" for line in kernel.header),
+        kernel.isa.preamble.strip(),
+        abi.ARGS.strip(),
+        _PRELUDE.strip(),
+        *(text for name, text in _HELPERS.items() if any(f"{name}(" in c for c in code)),
+    ]
+    if kernel.isa.shuffles and kernel.atom.n > 1:
+        parts.append(f"typedef {lanes} lanes_t __attribute__((vector_size({kernel.atom.n * element.bytes})));")
+    return "\n\n".join(p for p in (*parts, *code) if p) + "\n"
+
+
+def index(x: Index, outer: int = -1) -> str:
+    """The C spelling of an integer expression."""
+    if x.op in ("const", "var"):
+        return str(x.args[0])
+    if x.op in ("min", "max"):
+        left, right = (index(y) for y in x.args)  # type: ignore[arg-type]
+        return f"{x.op}_({left}, {right})"
+    level = _PRECEDENCE[x.op]
+    # Only + may drop the brackets of a right operand: integer division does not associate.
+    text = f"{index(x.args[0], level)} {x.op} {index(x.args[1], level + (x.op != '+'))}"  # type: ignore[arg-type]
+    return f"({text})" if level < outer else text
+
+
+def address(p: Ptr) -> str:
+    """The C spelling of an address."""
+    if p.offset == Index("const", (0,)):
+        return p.name
+    return f"{p.name} + {index(p.offset, 2)}"
+
+
+def _names(x: Index) -> set[str]:
+    if x.op == "var":
+        return {str(x.args[0])}
+    return set().union(*(_names(y) for y in x.args if isinstance(y, Index)))
+
+
+def _mentions(s: Stmt) -> set[str]:
+    """Every variable and pointer that a statement itself reads."""
+    found: set[str] = set()
+    for slot in s.__slots__:
+        values = getattr(s, slot)
+        for value in values if isinstance(values, tuple) else (values,):
+            if isinstance(value, Ptr):
+                found |= {value.name} | _names(value.offset)
+            elif isinstance(value, Index):
+                found |= _names(value)
+    return found | {"workers"} if isinstance(s, Parallel) else found
+
+
+def _pruned(body: tuple[Stmt, ...]) -> tuple[tuple[Stmt, ...], set[str]]:
+    """A block without the names that nothing after them reads, and all names that the rest of it reads."""
+    kept: list[Stmt] = []
+    used: set[str] = set()
+    for s in reversed(body):
+        if isinstance(s, Let | LetPtr) and s.name not in used:
+            continue
+        now, inside = _pruned_inside(s)
+        kept.append(now)
+        used |= inside | _mentions(s)
+    return tuple(reversed(kept)), used
+
+
+def _pruned_inside(s: Stmt) -> tuple[Stmt, set[str]]:
+    if isinstance(s, For):
+        body, used = _pruned(s.body)
+        return replace(s, body=body), used
+    if isinstance(s, If):
+        (then, used), (orelse, more) = _pruned(s.then), _pruned(s.orelse)
+        return replace(s, then=then, orelse=orelse), used | more
+    if isinstance(s, Switch):
+        cases = [(number, _pruned(body)) for number, body in s.cases]
+        return replace(s, cases=tuple((n, body) for n, (body, _) in cases)), set().union(*(u for _, (_, u) in cases))
+    return s, set()
+
+
+def _print(kernel: Kernel, f: Function) -> str:
+    body, used = _pruned(f.body)
+    return _Printer(kernel, replace(f, body=body), used).text()
+
+
+@dataclass(slots=True)
+class _Printer:
+    kernel: Kernel
+    function: Function
+    used: set[str]
+    lines: list[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        f = self.function
+        if f.comment:
+            self.lines.append(f"/* {f.comment} */")
+        self.lines.append(f"{self.signature()} {{")
+        self.prologue()
+        for ctype, names in self.registers().items():
+            self.put(1, f"{ctype} {', '.join(names)};")
+        self.body(f.body, 1)
+        self.lines.append("}")
+        return "\n".join(self.lines)
+
+    def put(self, depth: int, line: str) -> None:
+        self.lines.append("  " * depth + line)
+
+    def signature(self) -> str:
+        f = self.function
+        if f.kind == "entry":
+            return f"void {self.kernel.name}(const portmm_args *g)"
+        if f.kind == "task":
+            return f"static void {f.name}(const long *ctx, long task, long worker)"
+        params = ", ".join(
+            f"{'const ' if p.readonly else ''}{BY_NAME[p.dtype].c} *{p.name}" if p.dtype else f"long {p.name}"
+            for p in f.params
+        )
+        how = "inline __attribute__((always_inline))" if f.inline else "__attribute__((noinline))"
+        return f"static {how} void {f.name}({params})"
+
+    def prologue(self) -> None:
+        """Bind the fields of the argument block that the body mentions."""
+        f, used = self.function, self.used
+        if f.kind == "inner":
+            return
+        if f.kind == "task":
+            self.put(1, "const portmm_args *g = (const portmm_args *)ctx[0];")
+            for i, p in enumerate(f.params, 1):
+                self.put(1, f"const long {p.name} = ctx[{i}];")
+            self.put(1, "(void)g; (void)task; (void)worker;")
+        source = SWAPPED if self.kernel.swap else {}
+        constants = dict(self.kernel.constants)
+        types = {"a": self.kernel.atom.a, "b": self.kernel.atom.b, "c": self.kernel.atom.acc}
+        for name in FIELDS:
+            if name in used and name not in {p.name for p in f.params}:
+                value = constants.get(name, f"g->{source.get(name, name)}")
+                self.put(1, f"const long {name} = {value};")
+        for name, readonly in OPERANDS.items():
+            if name in used:
+                ctype = BY_NAME[types.get(name, self.kernel.atom.acc)].c
+                qualifier = "const " if readonly else ""
+                value = f"({qualifier}{ctype} *)g->{source.get(name, name)}"
+                self.put(1, f"{qualifier}{ctype} *{name} = {value};")
+
+    def registers(self) -> dict[str, list[str]]:
+        """C type -> names of the registers that the function's verbs write."""
+        atom = self.kernel.atom
+        written = {"zero": atom.acc_type, "load_c": atom.acc_type, "load_a": atom.a_type}
+        written |= {"load_b": atom.b_type, "load_mask": atom.b_type, "mask": atom.mask_type}
+        found: dict[str, str] = {}
+        for s in walk(self.function.body):
+            if isinstance(s, Verb) and s.name in written:
+                found.setdefault(s.d, written[s.name])
+            elif isinstance(s, Shuffle):
+                found.setdefault(s.d, atom.b_type)
+        types: dict[str, list[str]] = {}
+        for name, ctype in found.items():
+            types.setdefault(ctype, []).append(name)
+        return types
+
+    def body(self, body: tuple[Stmt, ...], depth: int) -> None:
+        for s in body:
+            getattr(self, f"do_{type(s).__name__.lower()}")(s, depth)
+
+    def do_let(self, s: Let, depth: int) -> None:
+        self.put(depth, f"const long {s.name} = {index(s.value)};")
+
+    def do_letptr(self, s: LetPtr, depth: int) -> None:
+        self.put(depth, f"{'const ' if s.readonly else ''}{BY_NAME[s.dtype].c} *{s.name} = {address(s.value)};")
+
+    def do_scratch(self, s: Scratch, depth: int) -> None:
+        self.put(depth, f"{BY_NAME[s.dtype].c} {s.name}[{s.elements}] __attribute__((aligned(64)));")
+
+    def do_for(self, s: For, depth: int) -> None:
+        if s.unroll > 1:
+            self.put(depth, f"#pragma GCC unroll {s.unroll}")
+        step = f"++{s.var}" if s.step == Index("const", (1,)) else f"{s.var} += {index(s.step)}"
+        self.put(depth, f"for (long {s.var} = {index(s.begin)}; {s.var} < {index(s.end, 2)}; {step}) {{")
+        self.body(s.body, depth + 1)
+        self.put(depth, "}")
+
+    def do_if(self, s: If, depth: int) -> None:
+        self.put(depth, f"if ({index(s.cond)}) {{")
+        self.body(s.then, depth + 1)
+        if s.orelse:
+            self.put(depth, "} else {")
+            self.body(s.orelse, depth + 1)
+        self.put(depth, "}")
+
+    def do_switch(self, s: Switch, depth: int) -> None:
+        self.put(depth, f"switch ({index(s.value)}) {{")
+        for number, body in s.cases:
+            self.put(depth + 1, f"case {number}:")
+            self.body(body, depth + 2)
+            self.put(depth + 2, "break;")
+        self.put(depth + 1, "default:")
+        self.put(depth + 2, "__builtin_trap();")
+        self.put(depth, "}")
+
+    def do_verb(self, s: Verb, depth: int) -> None:
+        text: str = getattr(self.kernel.atom, s.name)
+        self.put(
+            depth,
+            text.format(
+                d=s.d,
+                a=s.a,
+                b=s.b,
+                mask=s.mask,
+                p=address(s.p) if s.p else "",
+                count=index(s.count) if s.count else "",
+            ),
+        )
+
+    def do_shuffle(self, s: Shuffle, depth: int) -> None:
+        self.put(depth, f"{s.d} = SHUFFLE({s.a}, {s.b}, lanes_t, {', '.join(map(str, s.pick))});")
+
+    def do_reduce(self, s: Reduce, depth: int) -> None:
+        old = f"({index(s.accumulate)} ? *({address(s.p)}) : 0)"
+        self.put(depth, "{")
+        self.put(depth + 1, f"{BY_NAME[self.kernel.atom.acc].c} sum;")
+        for line in _reduction(self.kernel.atom, s.d):
+            self.put(depth + 1, line)
+        self.put(depth + 1, f"*({address(s.p)}) = {old} + sum;")
+        self.put(depth, "}")
+
+    def do_macscalar(self, s: MacScalar, depth: int) -> None:
+        self.put(depth, f"*({address(s.p)}) += *({address(s.a)}) * *({address(s.b)});")
+
+    def do_move(self, s: Move, depth: int) -> None:
+        value = f"*({address(s.src)})" if s.src else "0"
+        self.put(depth, f"*({address(s.to)}) = {value};")
+
+    def do_add(self, s: Add, depth: int) -> None:
+        self.put(depth, f"*({address(s.to)}) += *({address(s.src)});")
+
+    def do_prefetch(self, s: Prefetch, depth: int) -> None:
+        how = f", {int(s.write)}, {3 if s.near else 2}" if s.write or not s.near else ""
+        self.put(depth, f"__builtin_prefetch({address(s.p)}{how});")
+
+    def do_call(self, s: Call, depth: int) -> None:
+        args = ", ".join(address(x) if isinstance(x, Ptr) else index(x) for x in s.args)
+        self.put(depth, f"{s.function.name}({args});")
+
+    def do_parallel(self, s: Parallel, depth: int) -> None:
+        values = ", ".join(["(long)g", *(index(x) for x in s.args)])
+        self.put(depth, "{")
+        self.put(depth + 1, f"const long task_ctx[] = {{{values}}};")
+        self.put(depth + 1, f"g->parallel(g->pool, {s.function.name}, task_ctx, {index(s.tasks)}, workers);")
+        self.put(depth, "}")
+
+
+def _reduction(atom: Atom, d: str) -> list[str]:
+    """Lines that leave the sum of the lanes in `sum`: fold the upper half onto the lower until one is left."""
+    if atom.reduce:
+        return [atom.reduce.format(s="sum", d=d)]
+    if atom.n == 1:
+        return [f"sum = {d};"]
+    lines, width = [], atom.n // 2
+    while width:
+        pick = ", ".join(str((i + width) % atom.n) for i in range(atom.n))
+        lines.append(f"{d} += SHUFFLE({d}, {d}, lanes_t, {pick});")
+        width //= 2
+    return [*lines, f"sum = {d}[0];"]

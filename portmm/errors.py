@@ -1,0 +1,29 @@
+"""The exceptions portmm raises.
+
+Owns every exception class. Imports nothing. Each message says what was wrong,
+with which value, and what to do about it.
+"""
+
+
+class PortmmError(Exception):
+    """Base of every error that portmm raises on purpose."""
+
+
+class TargetError(PortmmError):
+    """A target or ISA description is unknown, malformed, or cannot run on this host."""
+
+
+class ScheduleError(PortmmError):
+    """No legal schedule exists for a problem on a target."""
+
+
+class BuildError(PortmmError):
+    """A compiler failed, or produced something that cannot be loaded."""
+
+
+class NoCompilerError(BuildError):
+    """No usable C compiler was found."""
+
+
+class PackError(PortmmError):
+    """A packed weight does not fit the call it is used in."""

@@ -1,0 +1,336 @@
+"""What was chosen, and why.
+
+Owns `explain` and the record it returns. Imports everything below the command
+line. Explaining never compiles: it poses the problem that `matmul` would pose,
+asks `dispatch` for the choice, and lowers and emits it. So a machine that is
+not here can be explained as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from portmm import detect, dispatch, settings
+from portmm.calibrate import measured
+from portmm.cost import DEFAULT_BYTES_PER_CYCLE
+from portmm.emit.c import source
+from portmm.errors import ScheduleError, TargetError
+from portmm.pose import pose
+from portmm.problem import Problem
+from portmm.schedule import ALL, Schedule, footprint, registers, spell
+from portmm.target import Target
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from portmm.build import Artifact
+    from portmm.cost import Cost
+    from portmm.ir import Kernel
+
+SHOWN = 5
+"""Runners-up in the printed form; all are in the record."""
+_INDENT = " " * 12
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The way from a problem to a kernel. `print` it.
+
+    Attributes:
+        choice: the problem, the target, what was chosen for them and what was not.
+        kernel: the loops of the chosen schedule.
+        source: the C that is emitted for them.
+        notes: what else a reader should know.
+    """
+
+    choice: dispatch.Choice
+    kernel: Kernel
+    source: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def problem(self) -> Problem:
+        """What is computed."""
+        return self.choice.problem
+
+    @property
+    def target(self) -> Target:
+        """The machine that it is computed for."""
+        return self.choice.target
+
+    @property
+    def schedule(self) -> Schedule:
+        """How it is computed."""
+        return self.choice.schedule
+
+    @property
+    def cost(self) -> Cost:
+        """The predicted time, with its terms."""
+        return self.choice.cost
+
+    @property
+    def seconds(self) -> float:
+        """The predicted time."""
+        return self.choice.cost.seconds
+
+    @property
+    def gflops(self) -> float:
+        """The predicted rate, in GFLOP/s."""
+        return self.problem.flops / self.seconds / 1e9
+
+    @property
+    def workers(self) -> int:
+        """Threads that share the work."""
+        return self.choice.workers
+
+    @property
+    def runners_up(self) -> tuple[tuple[Schedule, Cost], ...]:
+        """The other candidates with their predictions, best first."""
+        return self.choice.runners_up
+
+    @property
+    def origin(self) -> str:
+        """Whose choice it is: "analytical" for the cost model's."""
+        return self.choice.origin
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What the instruction set asks of the compiler."""
+        return self.kernel.isa.flags
+
+    @property
+    def rates(self) -> dict[str, tuple[float, str]]:
+        """Rates that the prediction rests on -> value, and "measured", "described" or "assumed".
+
+        Multiply-adds in GFLOP/s or, unless measured, instructions per cycle;
+        memory levels in GB/s or, unless measured, bytes per cycle.
+        """
+        target, atom = self.target, self.kernel.atom.name
+        found = {atom: (target.rates[atom], "described")} if atom in target.rates else {}
+        for name, assumed in DEFAULT_BYTES_PER_CYCLE.items():
+            level = target.level(name)
+            if level is None and name != "memory":
+                continue
+            told = level.load_bytes_per_cycle if level else 0.0
+            found[name] = (told, "described") if told else (assumed, "assumed")
+        return found | {x: (target.measured[x], "measured") for x in (atom, *found) if x in target.measured}
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether this machine can run the kernel."""
+        return not detect.missing(self.kernel.isa) and self.target.arch in ("any", detect.host().arch)
+
+    @property
+    def artifact(self) -> Artifact:
+        """The compiled kernel: built now, or found in the cache.
+
+        For another architecture it is cross-compiled.
+
+        Raises:
+            NoCompilerError: there is no compiler for the target.
+            BuildError: the compiler failed.
+        """
+        from portmm.build import build
+
+        arch = None if self.target.arch == "any" else self.target.arch
+        return build(self.source, flags=self.flags, arch=arch, name=self.kernel.name)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the artifact, in types that JSON knows."""
+        return {
+            "problem": {**asdict(self.problem), "flops": self.problem.flops, "bytes": self.problem.bytes},
+            "target": self.target.name,
+            "rates": {name: {"value": value, "origin": origin} for name, (value, origin) in self.rates.items()},
+            "threads": self.workers,
+            "origin": self.origin,
+            "schedule": spell(self.schedule),
+            "description": str(self.schedule),
+            "cost": asdict(self.cost),
+            "gflops": self.gflops,
+            "runners_up": [
+                {"schedule": spell(s), "description": str(s), "cost": asdict(cost)} for s, cost in self.runners_up
+            ],
+            "kernel": self.kernel.name,
+            "flags": list(self.flags),
+            "runs_here": self.runs_here,
+            "notes": list(self.notes),
+            "source": self.source,
+        }
+
+    def summary(self) -> str:
+        """The printed form without the source."""
+        return "\n".join(line.rstrip() for line in _lines(self))
+
+    def __str__(self) -> str:
+        return f"{self.summary()}\n\n{self.source}"
+
+
+def _time(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
+def _flop(count: float) -> str:
+    for unit, scale in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
+        if count >= scale:
+            return f"{count / scale:.4g} {unit}"
+    return f"{count:.0f} FLOP"
+
+
+def size(count: float) -> str:
+    """A number of bytes, for people."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= scale:
+            return f"{count / scale:.4g} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def _field(name: str, text: str) -> str:
+    return f"{name:<{len(_INDENT)}}{text}"
+
+
+def _lines(x: Explanation) -> Iterator[str]:
+    p, target, s = x.problem, x.target, x.schedule
+    yield _field("problem", f"{p}; {_flop(p.flops)}, at least {size(p.bytes)} moved")
+    yield _field("target", f"{target.name}: {target.title}{'' if x.runs_here else ' (cannot run here)'}")
+    yield _field("", ", ".join(isa.name for isa in target.isas))
+    yield from _rates(x)
+    yield _field("chosen", f"{x.origin}, from {len(x.runners_up) + 1} candidates, for {_threads(x.workers)}")
+    yield _field("schedule", str(s))
+    yield from _tiles(x)
+    yield _field("predicted", f"{_time(x.seconds)}, {x.gflops:.4g} GFLOP/s; {x.cost.bound} decides")
+    yield _field("", f"the largest of {_terms(x.cost.overlapped)}")
+    yield _field("", f"plus {_terms(x.cost.added)}")
+    yield from _others(x)
+    yield _field("kernel", f"{x.kernel.name}, workspace {size(dispatch.workspace_bytes(x.kernel, p, x.workers))}")
+    yield _field("", f"portmm emit --schedule {spell(s)}")
+    yield _field("flags", " ".join(x.flags) or "none beyond those of every kernel")
+    yield _field("artifact", "built when asked for, unless the cache has it")
+    for note in x.notes:
+        yield _field("note", note)
+
+
+def _threads(count: int) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"
+
+
+def _terms(terms: dict[str, float]) -> str:
+    return ", ".join(f"{name} {_time(value)}" for name, value in terms.items())
+
+
+def _rates(x: Explanation) -> Iterator[str]:
+    for name, (value, origin) in x.rates.items():
+        level = x.target.level(name)
+        extent = f"{name}, {size(level.bytes)}" if level else name
+        of_memory = level or name == "memory"
+        unit = ("GB/s" if of_memory else "GFLOP/s") if origin == "measured" else ("bytes" if of_memory else "macs")
+        per_cycle = "" if origin == "measured" else " a cycle"
+        yield _field("", f"{extent}: {value:.4g} {unit}{per_cycle}, {origin}")
+
+
+def _tiles(x: Explanation) -> Iterator[str]:
+    """What each tile fills of its level."""
+    s, target = x.schedule, x.target
+    yield _field("", f"registers: {registers(s, x.kernel.atom)} of {x.kernel.isa.registers}")
+    for tile in s.tiles[1:]:
+        level = target.level(tile.level)
+        if level and ALL not in (tile.m, tile.n, tile.k):
+            yield _field("", f"{tile.level}: {size(footprint(tile, s, x.problem))} of {size(level.bytes)}")
+
+
+def _others(x: Explanation) -> Iterator[str]:
+    if not x.runners_up:
+        yield _field("runners-up", "none")
+    for i, (s, cost) in enumerate(x.runners_up[:SHOWN]):
+        slower = f"{cost.seconds / x.seconds:.3g}x" if x.seconds else ""
+        yield _field("runners-up" if i == 0 else "", f"{_time(cost.seconds)} ({slower}) {s}")
+        yield _field("", f"  {_terms(cost.overlapped)}; plus {_terms(cost.added)}")
+    if len(x.runners_up) > SHOWN:
+        yield _field("", f"and {len(x.runners_up) - SHOWN} more in .runners_up")
+
+
+def target_called(name: str | Target | None) -> Target:
+    """The machine that a name stands for, whether or not it could run here.
+
+    Args:
+        name: None for the target in force; a chip, an ISA or a .toml file, which
+            mean what they mean to `config` if this machine can run them.
+
+    Raises:
+        TargetError: nothing is called that.
+    """
+    if isinstance(name, Target):
+        return name
+    if name is None:
+        return settings.target()
+    try:
+        return measured(detect.resolve(name))
+    except TargetError:
+        return detect.described(name)
+
+
+def explain(
+    a: Any,
+    b: Any = None,
+    *,
+    out: Any = None,
+    dtype: str = "f32",
+    target: str | Target | None = None,
+    threads: int | None = None,
+    deterministic: bool | None = None,
+    static: bool = False,
+) -> Explanation:
+    """Say how a product would be computed, and why that way. Nothing is compiled.
+
+    Args:
+        a: an example array or a shape (..., m, k); or a `Problem`, without `b` and `out`.
+        b: an example array, a shape (..., k, n), or a weight from `pack`.
+        out: an example of the output; without one, C-contiguous.
+        dtype: "f32" or "f64", of operands that are shapes, where no array says more.
+        target: a chip, an ISA or a .toml file, here or not; None for the target in force.
+        threads: the most to use; 0 for every core; None for what is set, or,
+            with a `target`, for its cores.
+        deterministic: as in `config`; None for what is set, or for the `Problem`'s.
+        static: for this size alone, as `plan` computes.
+
+    Returns:
+        A record that prints, and has all that it prints as attributes.
+
+    Raises:
+        TypeError: a dtype is not supported.
+        ValueError: shapes do not fit, or there is nothing to multiply.
+        TargetError: no target is called that.
+        ScheduleError: the target has no schedule for the problem.
+    """
+    machine = target_called(target)
+    if threads is None:
+        threads = settings.get_num_threads() if target is None else machine.cores
+    threads = threads or max(1, machine.cores)
+    if isinstance(a, Problem):
+        if b is not None or out is not None:
+            raise ValueError("a Problem already holds both operands; give no b and no out")
+        return _explained(_with(a, deterministic), machine, threads)
+    problem = _with(pose(a, b, out, dtype=dtype, static=static), deterministic)
+    try:
+        return _explained(problem, machine, threads)
+    except ScheduleError:
+        if problem.b != "packed":
+            raise
+    problem = _with(pose(a, tuple(b.shape), out, dtype=b.dtype), deterministic)
+    note = f"the weight is packed as {b.family}, which does not suit this call: matmul unpacks it"
+    return _explained(problem, machine, threads, (note,))
+
+
+def _with(p: Problem, deterministic: bool | None) -> Problem:
+    return p if deterministic is None else replace(p, deterministic=deterministic)
+
+
+def _explained(p: Problem, target: Target, threads: int, notes: tuple[str, ...] = ()) -> Explanation:
+    if not p.flops:
+        raise ValueError(f"{p} has nothing to multiply, so no kernel is needed")
+    choice = dispatch.choose(p, target, threads)
+    kernel = dispatch.kernel_of(choice.schedule, dispatch.isa_of(choice.schedule, target))
+    return Explanation(choice, kernel, source(kernel), notes)

@@ -1,0 +1,415 @@
+"""The loop language that every kernel is written in.
+
+Owns the nodes: integer index expressions, pointers, statements, functions, and
+`Kernel`, a set of functions with one entry. Imports `target` for the atom whose
+verbs the statements name. Nodes are immutable; `interp` gives them their
+meaning on NumPy arrays, `emit` spells them in C. Vector registers are named
+and typed by the verb that writes them, so a printer can declare them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from portmm.target import Atom, Isa
+
+FIELDS = (
+    "m n k batch a_m a_k a_batch b_k b_n b_batch c_m c_n c_batch workers".split()  # noqa: SIM905 - reads as the struct
+)
+"""Integer fields of the argument block that an entry or task function may name."""
+
+OPERANDS = {"a": True, "b": True, "c": False, "work": False}
+"""Pointer fields of the argument block -> whether they are read-only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """An integer expression. `op` is "const", "var" or a C operator or "min"/"max"."""
+
+    op: str
+    args: tuple[Index | int | str, ...]
+
+    def __add__(self, other: Index | int) -> Index:
+        return _binary("+", self, other)
+
+    def __radd__(self, other: int) -> Index:
+        return _binary("+", const(other), self)
+
+    def __sub__(self, other: Index | int) -> Index:
+        return _binary("-", self, other)
+
+    def __rsub__(self, other: int) -> Index:
+        return _binary("-", const(other), self)
+
+    def __mul__(self, other: Index | int) -> Index:
+        return _binary("*", self, other)
+
+    def __rmul__(self, other: int) -> Index:
+        return _binary("*", const(other), self)
+
+    def __floordiv__(self, other: Index | int) -> Index:
+        return _binary("/", self, other)
+
+    def __mod__(self, other: Index | int) -> Index:
+        return _binary("%", self, other)
+
+    def lt(self, other: Index | int) -> Index:
+        """1 if self < other else 0."""
+        return _binary("<", self, other)
+
+    def eq(self, other: Index | int) -> Index:
+        """1 if self == other else 0."""
+        return _binary("==", self, other)
+
+
+FOLD: dict[str, Callable[[int, int], int]] = {
+    "+": lambda x, y: x + y,
+    "-": lambda x, y: x - y,
+    "*": lambda x, y: x * y,
+    "/": lambda x, y: x // y,
+    "%": lambda x, y: x % y,
+    "<": lambda x, y: int(x < y),
+    "==": lambda x, y: int(x == y),
+    "min": min,
+    "max": max,
+}
+"""Operator -> meaning. Operands of / and % are never negative, so C agrees."""
+
+_NEUTRAL = {("+", 0), ("-", 0), ("*", 1), ("/", 1)}
+
+
+def const(value: int) -> Index:
+    """The constant `value`."""
+    return Index("const", (value,))
+
+
+def var(name: str) -> Index:
+    """The variable, parameter or argument field called `name`."""
+    return Index("var", (name,))
+
+
+def _lift(x: Index | int) -> Index:
+    return x if isinstance(x, Index) else const(x)
+
+
+def _binary(op: str, x: Index | int, y: Index | int) -> Index:
+    x, y = _lift(x), _lift(y)
+    if x.op == y.op == "const":
+        return const(FOLD[op](int(x.args[0]), int(y.args[0])))  # type: ignore[arg-type]
+    if y.op == "const" and (op, y.args[0]) in _NEUTRAL:
+        return x
+    if x.op == "const" and (op, x.args[0]) in {("+", 0), ("*", 1)}:
+        return y
+    if op == "*" and const(0) in (x, y):
+        return const(0)
+    if x == y and op in ("min", "max"):
+        return x
+    return Index(op, (x, y))
+
+
+def minimum(x: Index | int, y: Index | int) -> Index:
+    """The smaller of two expressions."""
+    return _binary("min", x, y)
+
+
+def maximum(x: Index | int, y: Index | int) -> Index:
+    """The larger of two expressions."""
+    return _binary("max", x, y)
+
+
+def ceil_div(x: Index | int, y: Index | int) -> Index:
+    """X / y rounded up, for x >= 0 and y > 0."""
+    return (_lift(x) + (_lift(y) - 1)) // y
+
+
+def round_up(x: Index | int, y: int) -> Index:
+    """X rounded up to a multiple of y."""
+    return ceil_div(x, y) * y
+
+
+@dataclass(frozen=True, slots=True)
+class Ptr:
+    """An address: `offset` elements past the pointer called `name`."""
+
+    name: str
+    offset: Index = Index("const", (0,))
+
+    def __add__(self, other: Index | int) -> Ptr:
+        return Ptr(self.name, self.offset + other)
+
+
+@dataclass(frozen=True, slots=True)
+class Let:
+    """Name the value of an integer expression."""
+
+    name: str
+    value: Index
+
+
+@dataclass(frozen=True, slots=True)
+class LetPtr:
+    """Name an address of elements of type `dtype`."""
+
+    name: str
+    value: Ptr
+    dtype: str
+    readonly: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """A small array on the stack, 64-byte aligned, not initialised."""
+
+    name: str
+    elements: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class For:
+    """Run `body` for var = begin, begin + step, ... < end; `unroll` is a hint."""
+
+    var: str
+    begin: Index
+    end: Index
+    step: Index
+    body: tuple[Stmt, ...]
+    unroll: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class If:
+    """Run `then` if `cond` is not 0, else `orelse`."""
+
+    cond: Index
+    then: tuple[Stmt, ...]
+    orelse: tuple[Stmt, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """Run the body whose number equals `value`; there always is one."""
+
+    value: Index
+    cases: tuple[tuple[int, tuple[Stmt, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """One word of the atom's vocabulary.
+
+    Attributes:
+        name: "zero", "load_a", "load_b", "mac", "load_c", "store", "mask",
+            "load_mask", "store_mask".
+        d: register written (or stored from).
+        a: left operand of a mac.
+        b: right operand of a mac.
+        p: address of a load or store.
+        mask: mask register of a masked load or store.
+        count: lanes kept by "mask".
+    """
+
+    name: str
+    d: str
+    a: str = ""
+    b: str = ""
+    p: Ptr | None = None
+    mask: str = ""
+    count: Index | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shuffle:
+    """D[i] = concat(a, b)[pick[i]] on vectors of type b_type."""
+
+    d: str
+    a: str
+    b: str
+    pick: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Store the sum of the lanes of `d`, added to *p if `accumulate`, at p."""
+
+    d: str
+    p: Ptr
+    accumulate: Index
+
+
+@dataclass(frozen=True, slots=True)
+class MacScalar:
+    """*p += *a * *b, one element: the tail of a sum along vector lanes."""
+
+    p: Ptr
+    a: Ptr
+    b: Ptr
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copy one element; from None: store zero."""
+
+    to: Ptr
+    src: Ptr | None
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """*to += *src, one element."""
+
+    to: Ptr
+    src: Ptr
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """Ask for the line at an address, which need not be valid.
+
+    Attributes:
+        p: the address.
+        write: to write it, not only to read it.
+        near: into L1; else into L2, where it does not displace what L1 works on.
+    """
+
+    p: Ptr
+    write: bool = False
+    near: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Call an inner function; arguments match its parameters in order."""
+
+    function: Function
+    args: tuple[Index | Ptr, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """Run `function` for task = 0 ... tasks-1 in any order, on at most `workers` threads."""
+
+    function: Function
+    tasks: Index
+    args: tuple[Index, ...] = ()
+
+
+Stmt = (
+    Let
+    | LetPtr
+    | Scratch
+    | For
+    | If
+    | Switch
+    | Verb
+    | Shuffle
+    | Reduce
+    | MacScalar
+    | Move
+    | Add
+    | Prefetch
+    | Call
+    | Parallel
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A parameter: an integer, or a pointer to `dtype` if that is given."""
+
+    name: str
+    dtype: str = ""
+    readonly: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function.
+
+    Attributes:
+        name: unique in its kernel.
+        kind: "inner" sees only its parameters; "task" sees the argument block,
+            its integer parameters, `task` and `worker`; "entry" sees the block.
+        params: parameters of an inner or task function.
+        body: statements.
+        comment: what it computes, printed above it.
+        inline: merge it into its caller, so that constants reach it.
+    """
+
+    name: str
+    kind: str
+    params: tuple[Param, ...]
+    body: tuple[Stmt, ...]
+    comment: str = ""
+    inline: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A complete kernel.
+
+    Attributes:
+        name: C name of the entry.
+        isa: what the atom's text needs around it.
+        atom: the vocabulary.
+        entry: where it starts.
+        workspace: elements of scratch it needs, over the integer fields.
+        header: lines for the top of the source: target, schedule, how to regenerate.
+        swap: the entry reads the block as C^T = B^T . A^T.
+        constants: fields fixed when the kernel was made.
+    """
+
+    name: str
+    isa: Isa
+    atom: Atom
+    entry: Function
+    workspace: Index
+    header: tuple[str, ...] = ()
+    swap: bool = False
+    constants: tuple[tuple[str, int], ...] = ()
+
+
+SWAPPED = {
+    "m": "n", "n": "m", "k": "k", "batch": "batch", "workers": "workers",
+    "a_m": "b_n", "a_k": "b_k", "a_batch": "b_batch",
+    "b_k": "a_k", "b_n": "a_m", "b_batch": "a_batch",
+    "c_m": "c_n", "c_n": "c_m", "c_batch": "c_batch",
+    "a": "b", "b": "a", "c": "c", "work": "work",
+}  # fmt: skip
+"""Field of the kernel -> field of the caller, when the product is transposed."""
+
+
+def children(s: Stmt) -> tuple[Stmt, ...]:
+    """The statements directly inside `s`."""
+    if isinstance(s, For):
+        return s.body
+    if isinstance(s, If):
+        return s.then + s.orelse
+    if isinstance(s, Switch):
+        return tuple(x for _, body in s.cases for x in body)
+    return ()
+
+
+def walk(body: tuple[Stmt, ...]) -> Iterator[Stmt]:
+    """All statements of a body, outermost first."""
+    for s in body:
+        yield s
+        yield from walk(children(s))
+
+
+def functions(kernel: Kernel) -> list[Function]:
+    """Every function reachable from the entry, callees first."""
+    seen: dict[str, Function] = {}
+
+    def visit(f: Function) -> None:
+        for s in walk(f.body):
+            if isinstance(s, Call | Parallel) and s.function.name not in seen:
+                visit(s.function)
+        seen[f.name] = f
+
+    visit(kernel.entry)
+    return list(seen.values())

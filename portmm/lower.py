@@ -1,0 +1,62 @@
+"""A schedule becomes loops.
+
+Owns the step from `Schedule` to `Kernel`: it finds the block program and puts
+the header on. Imports `ir`, `schedule`, `target` and the block programs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from portmm.errors import ScheduleError
+from portmm.kernels import dot, gemm, packing
+from portmm.schedule import inconsistent, spell
+from portmm.version import VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.ir import Kernel
+    from portmm.schedule import Schedule
+    from portmm.target import Atom, Isa
+
+PROGRAMS: dict[str, Callable[[Schedule, Isa, Atom], Kernel]] = {"gemm": gemm.build, "dot": dot.build}
+"""Block programs by name. A new one is a module of `kernels/` and a row here."""
+
+
+def atom_of(isa: Isa, dtype: str, lanes: int = 0) -> Atom:
+    """The atom of an ISA for an element type, the widest unless `lanes` says which.
+
+    Raises:
+        ScheduleError: there is none.
+    """
+    atom = isa.atom(dtype, lanes)
+    if atom is None:
+        raise ScheduleError(f"{isa.name} has no atom for {dtype}")
+    return atom
+
+
+def lower(s: Schedule, isa: Isa) -> Kernel:
+    """The loops of a schedule.
+
+    Raises:
+        ScheduleError: the program is unknown or the ISA lacks the type.
+    """
+    if s.program not in PROGRAMS:
+        raise ScheduleError(f"no block program called {s.program!r}; known are {', '.join(PROGRAMS)}")
+    if inconsistent(s):
+        raise ScheduleError(f"schedule {inconsistent(s)}: {spell(s)}")
+    kernel = PROGRAMS[s.program](s, isa, atom_of(isa, s.dtype, s.lanes))
+    return replace(kernel, header=_header(kernel.name, isa, str(s), f"portmm emit --schedule {spell(s)}"))
+
+
+def lower_pack(isa: Isa, dtype: str, nr: int, layout: str) -> Kernel:
+    """The kernel that packs a whole B into panels of width `nr`."""
+    kernel = packing.build(isa, atom_of(isa, dtype), nr, layout)
+    how = f"packs a {layout}-major B into panels of {nr} columns"
+    return replace(kernel, header=_header(kernel.name, isa, how, f"portmm.pack on {isa.title}"))
+
+
+def _header(name: str, isa: Isa, what: str, again: str) -> tuple[str, ...]:
+    return (f"{name}, made by portmm {VERSION} for {isa.title}", what, f"made again by: {again}")

@@ -1,0 +1,90 @@
+"""The problem that a call poses.
+
+Owns the way from operands, or only their shapes, to the `Problem` that
+`matmul` would solve for them. Imports `api`, `arrays`, `dtype`, `problem`.
+Nothing is computed, and no operand is read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from portmm import arrays, call
+from portmm.dtype import BY_NAME
+from portmm.problem import Problem
+
+
+def pose(a: Any, b: Any, out: Any = None, *, dtype: str = "f32", static: bool = False) -> Problem:
+    """The problem that `matmul` poses for two operands: arrays, shapes or a packed weight.
+
+    Raises:
+        TypeError: a dtype is not supported.
+        ValueError: shapes do not fit.
+    """
+    if b is None:
+        raise ValueError("b is missing; give two operands, or one Problem")
+    element = _element(a, b, dtype)
+    is_packed = hasattr(b, "family") and b.owner.dtype == element
+    if hasattr(b, "family") and not is_packed:
+        b = tuple(b.shape)  # matmul unpacks a weight of another type
+    left, right = _example(a, "a", element), b if is_packed else _example(b, "b", element)
+    left = left[np.newaxis, :] if left.ndim == 1 else left
+    right = right[:, np.newaxis] if not is_packed and right.ndim == 1 else right
+    batch, (m, n) = arrays.result_shape(left, right.shape)
+    shape = (*batch, m, n)
+    if 0 in shape or 0 in left.shape:
+        return Problem(m, n, left.shape[-1], arrays.NAMES[element], int(np.prod(batch)))
+    return call.reduce_call(left, right, _result(out, shape, element, is_packed), element, static=static).problem
+
+
+def _element(a: Any, b: Any, dtype: str) -> np.dtype[Any]:
+    """The type that is computed in: that of the arrays, or the one named."""
+    types = [
+        x.owner.dtype if hasattr(x, "family") else arrays.as_operand(x, "an operand").dtype
+        for x in (a, b)
+        if not _is_shape(x)
+    ]
+    if types:
+        return np.result_type(*types).newbyteorder("=")
+    name = BY_NAME[dtype].numpy if dtype in BY_NAME else dtype
+    try:
+        found = np.dtype(name)
+    except TypeError:
+        found = np.dtype(object)
+    if found not in arrays.SUPPORTED:
+        raise TypeError(f"dtype {dtype!r} is not supported; use one of {', '.join(BY_NAME)}")
+    return found
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, tuple) and all(isinstance(n, int) for n in x)
+
+
+def _example(x: Any, name: str, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """An operand; for a shape, one that takes no memory and must not be read."""
+    if not _is_shape(x):
+        return arrays.as_operand(x, name)
+    if not x or min(x) < 0:
+        raise ValueError(f"{name} has shape {x}; give at least one dimension, none negative")
+    return _unwritten(x, dtype)
+
+
+def _unwritten(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """A dense array of one element's memory: only its shape and strides may be used."""
+    strides = [dtype.itemsize]
+    for n in reversed(shape[1:]):
+        strides.append(strides[-1] * max(n, 1))
+    return np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, strides[::-1], writeable=False)
+
+
+def _result(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], is_packed: bool) -> np.ndarray[Any, Any]:
+    """What kernels write to: `out`, or a dense array where they cannot write there."""
+    dense = _unwritten(shape, dtype)
+    if out is None:
+        return dense
+    out = arrays.check_out(out, shape, dtype)
+    if out.dtype != dtype or not out.flags.aligned or any(s % dtype.itemsize for s in out.strides):
+        return dense
+    return out if arrays.canonical(out, dtype).layout in (("row",) if is_packed else ("row", "col")) else dense

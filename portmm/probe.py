@@ -1,0 +1,113 @@
+"""The loops that measure a machine.
+
+Owns two kernels made from an atom's own rows: `peak` multiplies as fast as the
+atom can, `stream` reads as fast as it can. Imports `candidates`, `dtype`, `ir`,
+`naming`, `target`; `calibrate` builds and times them.
+
+Both take the argument block of every kernel: m is the number of repetitions,
+k the steps of one. They are loops that no compiler may shorten: every
+accumulator has operands of its own, loaded again in every step, because a
+product that is the same each time would be computed once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from portmm.candidates import tallest
+from portmm.ir import For, Function, Index, Kernel, Ptr, Verb, const, var
+from portmm.naming import KernelName
+
+if TYPE_CHECKING:
+    from portmm.ir import Stmt
+    from portmm.target import Atom, Isa
+
+STREAM_LOADS = 12
+"""Loads of one step of a stream, each summed on its own: at two multiply-adds a
+cycle with a latency of four, eight chains are busy; twelve leave registers to spare
+in a file of sixteen."""
+
+_ONE = const(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A kernel that measures, and what one step of it does.
+
+    Attributes:
+        kernel: the loops.
+        a: elements of A that a step reads; none past the first for a stream.
+        b: elements of B that a step reads.
+        c: elements of C, once.
+        flops: multiplications plus additions of a step.
+    """
+
+    kernel: Kernel
+    a: int
+    b: int
+    c: int
+    flops: int
+
+
+def peak(isa: Isa, atom: Atom) -> Probe:
+    """Outer products in registers, the largest square-ish tile that fits.
+
+    With 6 x 2 accumulators or more a step loads fewer fragments than it
+    multiplies, so that two load ports keep up with two multipliers.
+    """
+    cols = 2 if tallest(isa, 2) >= 2 else 1
+    rows = max(1, tallest(isa, cols))
+    a_size, b_size, c_size = atom.m * atom.k, atom.k * atom.n, atom.m * atom.n
+    step = var("i")
+    body: list[Stmt] = [_load("load_b", f"b{j}", "b", step * (cols * b_size) + j * b_size) for j in range(cols)]
+    for r in range(rows):
+        body.append(_load("load_a", f"a{r}", "a", step * (rows * a_size) + r * a_size))
+        body += [Verb("mac", f"c{r}_{j}", f"a{r}", f"b{j}") for j in range(cols)]
+    sums = [f"c{r}_{j}" for r in range(rows) for j in range(cols)]
+    entry = _repeat((), tuple(body), sums, c_size, "Outer products of panels that stay in L1")
+    return Probe(
+        _kernel("peak", isa, atom, (rows, cols * atom.n), entry),
+        rows * a_size,
+        cols * b_size,
+        rows * cols * c_size,
+        2 * rows * cols * atom.m * atom.n * atom.k,
+    )
+
+
+def stream(isa: Isa, atom: Atom) -> Probe:
+    """Load all of B in order, and multiply it into sums, so that every load is needed."""
+    size, c_size = atom.k * atom.n, atom.m * atom.n
+    names = [f"c{j}" for j in range(STREAM_LOADS)]
+    body: list[Stmt] = []
+    for j, name in enumerate(names):
+        body.append(_load("load_b", f"b{j}", "b", var("i") * (STREAM_LOADS * size) + j * size))
+        body.append(Verb("mac", name, "a0", f"b{j}"))
+    first = (_load("load_a", "a0", "a", const(0)),)
+    entry = _repeat(first, tuple(body), names, c_size, "Reads of B from end to end")
+    return Probe(
+        _kernel("stream", isa, atom, (1, STREAM_LOADS * atom.n), entry),
+        atom.m * atom.k,
+        STREAM_LOADS * size,
+        STREAM_LOADS * c_size,
+        2 * STREAM_LOADS * atom.m * atom.n * atom.k,
+    )
+
+
+def _load(verb: str, register: str, operand: str, offset: Index) -> Verb:
+    return Verb(verb, register, p=Ptr(operand, offset))
+
+
+def _repeat(first: tuple[Stmt, ...], body: tuple[Stmt, ...], sums: list[str], size: int, comment: str) -> Function:
+    """K steps, m times over, between loading and storing the sums."""
+    loop = For("i", const(0), var("k"), _ONE, body)
+    before = tuple(_load("load_c", name, "c", const(i * size)) for i, name in enumerate(sums))
+    after = tuple(_load("store", name, "c", const(i * size)) for i, name in enumerate(sums))
+    again = For("again", const(0), var("m"), _ONE, (loop,))
+    return Function("entry", "entry", (), (*first, *before, again, *after), comment)
+
+
+def _kernel(op: str, isa: Isa, atom: Atom, tile: tuple[int, int], entry: Function) -> Kernel:
+    name = KernelName(op, atom.acc, atom.a, atom.b, *tile, atom.k_pack, isa.name)
+    header = (f"{name}, measures {isa.title}", "made again by: portmm probe")
+    return Kernel(str(name), isa, atom, entry, const(0), header)

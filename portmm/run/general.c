@@ -1,0 +1,103 @@
+/* Products of more than two ordinary matrices: batches, vectors, any strides.
+ * Follows plan.c in one translation unit.
+ *
+ * The planner, a Python function, is asked once for each signature: element
+ * type, shapes and strides of all operands. What it made is run for every later
+ * call of that signature without running any Python. */
+
+enum { SIGNATURE_MOST = 1 + 3 * (1 + 2 * MAX_ND) }; /* an array takes most, a packed weight 7 + MAX_ND */
+typedef struct {
+  long words[SIGNATURE_MOST];
+  size_t count;
+  PyObject *family;
+  int element;
+} signature;
+
+/* Extents and strides of an array that kernels can read; 0 if it is not one. */
+static inline int sign_array(signature *s, PyObject *object) {
+  if (Py_TYPE(object) != array_type) return 0;
+  const array_object *a = (const array_object *)object;
+  if (a->nd > MAX_ND || !(a->flags & NUMPY_ALIGNED) || element_of(a) != s->element) return 0;
+  long *w = s->words + s->count;
+  *w++ = a->nd;
+  for (int i = 0; i < a->nd; i++) {
+    const long extent = a->shape[i];
+    if (extent <= 0) return 0;
+    *w++ = extent;
+    *w++ = extent == 1 ? 0 : a->strides[i]; /* which means nothing */
+  }
+  s->count = (size_t)(w - s->words);
+  return 1;
+}
+
+/* All that a plan depends on, but not which weight it is. */
+static inline int sign_packed(signature *s, const packed_object *p) {
+  const Py_ssize_t nd = PyTuple_GET_SIZE(p->shape);
+  if (p->element != s->element || nd > MAX_ND) return 0;
+  long *w = s->words + s->count;
+  *w++ = -1 - nd;
+  *w++ = (long)p->family;
+  *w++ = p->owner->shape[0];
+  *w++ = p->b_k;
+  *w++ = p->b_n;
+  *w++ = p->b_batch;
+  for (Py_ssize_t i = 0; i < nd; i++)
+    if ((*w++ = PyLong_AsLong(PyTuple_GET_ITEM(p->shape, i))) <= 0) return PyErr_Clear(), 0;
+  s->count = (size_t)(w - s->words);
+  s->family = p->family;
+  return 1;
+}
+
+static inline int sign(signature *s, PyObject *a, PyObject *b, PyObject *out) {
+  if (Py_TYPE(a) != array_type || (s->element = element_of((array_object *)a)) < 0) return 0;
+  s->family = no_family;
+  s->words[0] = s->element;
+  s->count = 1;
+  if (!sign_array(s, a)) return 0;
+  if (Py_TYPE(b) != array_type && PyObject_TypeCheck(b, &packed_type)) {
+    if (!sign_packed(s, (packed_object *)b)) return 0;
+  } else if (!sign_array(s, b)) {
+    return 0;
+  }
+  return out == Py_None || ((((array_object *)out)->flags & NUMPY_WRITEABLE) && sign_array(s, out));
+}
+
+/* A plan for just these operands, or an exception: a wrong one would write anywhere. */
+static int plan_fits(const plan_object *p, const signature *s, PyObject *a, PyObject *b, PyObject *out) {
+  if (Py_TYPE(p) != &plan_type || p->packed || p->route->element != s->element || (out == Py_None && !p->c_order))
+    return PyErr_Format(PyExc_TypeError, "the planner returned %R; need a Plan for these operands, or None", p), 0;
+  return check_operand(a, &p->a, s->element, "a") && check_operand(b, &p->b, s->element, "b") &&
+         (out == Py_None || check_operand(out, &p->c, s->element, "out"));
+}
+
+/* A new reference to the plan for a signature, or to None for the slow path,
+ * which is remembered as well: it would be the answer every time. */
+static PyObject *ask_planner(const signature *s, PyObject *a, PyObject *b, PyObject *b_data, PyObject *out) {
+  unsigned long epoch = memo_epoch;
+  PyObject *plan = PyObject_CallFunctionObjArgs(planner, a, b, out, NULL);
+  if (plan && plan != Py_None && !plan_fits((plan_object *)plan, s, a, b_data, out)) Py_CLEAR(plan);
+  if (plan && memo_epoch == epoch) memo_insert(&plans, s->words, s->count, plan, s->family);
+  return plan;
+}
+
+/* As `multiply`. */
+static PyObject *multiply_as_planned(PyObject *a, PyObject *b, PyObject *out) {
+  signature s;
+  if (override || !planner || (out != Py_None && Py_TYPE(out) != array_type) || !sign(&s, a, b, out))
+    return Py_NotImplemented;
+  PyObject *b_data = Py_TYPE(b) == array_type ? b : (PyObject *)((packed_object *)b)->owner;
+  PyObject *plan = memo_get(&plans, s.words, s.count);
+  plan = plan ? Py_NewRef(plan) : ask_planner(&s, a, b, b_data, out);
+  if (!plan) return NULL;
+  const plan_object *p = (plan_object *)plan;
+  PyObject *result = Py_NotImplemented;
+  if (plan != Py_None) {
+    const char *from_a = ((array_object *)a)->data, *from_b = ((array_object *)b_data)->data;
+    const char *to = out == Py_None ? NULL : ((array_object *)out)->data;
+    if (!to || !(overlap(to + p->c.low, to + p->c.high, from_a + p->a.low, from_a + p->a.high) ||
+                 overlap(to + p->c.low, to + p->c.high, from_b + p->b.low, from_b + p->b.high)))
+      result = run_plan(p, from_a, from_b, to ? Py_NewRef(out) : empty_array(s.element, p->c.nd, p->c.shape), !to);
+  }
+  Py_DECREF(plan);
+  return result;
+}

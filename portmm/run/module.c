@@ -1,0 +1,125 @@
+/* `matmul`, the settings, and the module.
+ * Follows general.c in one translation unit. */
+
+static PyObject *py_matmul(PyObject *module, PyObject *const *args, Py_ssize_t n, PyObject *kwnames) {
+  static const char *const names[] = {"a", "b", "out"};
+  PyObject *v[3];
+  (void)module;
+  if (!bind_arguments("matmul", names, 3, 2, args, n, kwnames, v)) return NULL;
+  if (!v[2]) v[2] = Py_None;
+  PyObject *result = multiply(v[0], v[1], v[2]);
+  if (result == Py_NotImplemented) result = multiply_as_planned(v[0], v[1], v[2]);
+  if (result != Py_NotImplemented) return result;
+  if (!slow_path) return PyErr_Format(PyExc_RuntimeError, "no slow path is registered; call set_slow first");
+  return PyObject_CallFunctionObjArgs(slow_path, v[0], v[1], v[2], NULL);
+}
+
+#pragma GCC push_options
+#pragma GCC optimize("O0")
+static PyObject *set_callable(PyObject **place, PyObject *value) {
+  if (!PyCallable_Check(value)) return PyErr_Format(PyExc_TypeError, "%R is not callable", value);
+  PyObject *old = *place;
+  *place = Py_NewRef(value);
+  Py_XDECREF(old);
+  return Py_NewRef(Py_None);
+}
+
+static PyObject *py_set_slow(PyObject *module, PyObject *function) {
+  (void)module;
+  return set_callable(&slow_path, function);
+}
+
+static PyObject *py_set_resolver(PyObject *module, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"function", "density", NULL};
+  PyObject *function;
+  int density = 0;
+  (void)module;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|p:set_resolver", names, &function, &density)) return NULL;
+  PyObject *done = set_callable(&resolver, function);
+  if (done) {
+    resolver_wants_density = density;
+    memo_clear();
+  }
+  return done;
+}
+
+static PyObject *py_set_planner(PyObject *module, PyObject *function) {
+  (void)module;
+  PyObject *done = set_callable(&planner, function);
+  if (done) memo_clear();
+  return done;
+}
+
+static PyObject *py_set_override(PyObject *module, PyObject *value) {
+  (void)module;
+  int flag = PyObject_IsTrue(value);
+  if (flag < 0) return NULL;
+  override = flag;
+  return Py_NewRef(Py_None);
+}
+
+static PyObject *py_clear_memo(PyObject *module, PyObject *unused) {
+  (void)module, (void)unused;
+  memo_clear();
+  return Py_NewRef(Py_None);
+}
+
+static PyObject *py_memo_size(PyObject *module, PyObject *unused) {
+  (void)module, (void)unused;
+  return PyLong_FromSize_t(routes.used + plans.used);
+}
+
+static PyObject *py_set_num_threads(PyObject *module, PyObject *value) {
+  (void)module;
+  long threads = PyLong_AsLong(value);
+  if (threads == -1 && PyErr_Occurred()) return NULL;
+  if (threads < 1) return PyErr_Format(PyExc_ValueError, "the number of threads is %ld; it must be at least 1", threads);
+  if (atomic_exchange(&pool.limit, threads) != threads) memo_clear();
+  return Py_NewRef(Py_None);
+}
+
+static PyObject *py_get_num_threads(PyObject *module, PyObject *unused) {
+  (void)module, (void)unused;
+  return PyLong_FromLong(atomic_load(&pool.limit));
+}
+
+static PyObject *py_pool_threads(PyObject *module, PyObject *unused) {
+  (void)module, (void)unused;
+  return PyLong_FromLong(atomic_load(&pool.spawned));
+}
+
+#define KEYWORDS METH_VARARGS | METH_KEYWORDS
+#define FUNCTION(f) (PyCFunction)(void (*)(void))f
+static PyMethodDef functions[] = {
+    {"load", py_load, METH_VARARGS, "load(path, symbol) -> Kernel"},
+    {"make_route", py_make_route, METH_VARARGS, "make_route(kernel, work_bytes, workers, dtype) -> Route"},
+    {"execute", FUNCTION(py_execute), METH_FASTCALL, "execute(route, m, n, k, batch, a, ..., c_batch, outer=None)"},
+    {"matmul", FUNCTION(py_matmul), METH_FASTCALL | METH_KEYWORDS,
+     "matmul($module, /, a, b, out=None)\n--\n\nMatrix product of two arrays."},
+    {"make_plan", FUNCTION(py_make_plan), KEYWORDS, "make_plan(route, a, b, c, numbers, outer=None, *, detail=None) -> Plan"},
+    {"set_slow", py_set_slow, METH_O, "set_slow(function): called as function(a, b, out)"},
+    {"set_resolver", FUNCTION(py_set_resolver), KEYWORDS, "set_resolver(function, density=False)"},
+    {"set_planner", py_set_planner, METH_O, "set_planner(function): called as function(a, b, out)"},
+    {"set_override", py_set_override, METH_O, "set_override(flag): every matmul takes the slow path"},
+    {"clear_memo", py_clear_memo, METH_NOARGS, "clear_memo(): forget every route and plan"},
+    {"memo_size", py_memo_size, METH_NOARGS, "memo_size() -> routes and plans remembered"},
+    {"set_num_threads", py_set_num_threads, METH_O, "set_num_threads(n)"},
+    {"get_num_threads", py_get_num_threads, METH_NOARGS, "get_num_threads() -> n"},
+    {"pool_threads", py_pool_threads, METH_NOARGS, "pool_threads() -> threads started, without the callers"},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_portmm_run", .m_size = -1,
+                                        .m_methods = functions};
+
+PyMODINIT_FUNC PyInit__portmm_run(void) {
+  PyTypeObject *types[] = {&kernel_type, &route_type, &packed_type, &plan_type};
+  if (host_start()) return PyErr_Format(PyExc_RuntimeError, "the thread pool cannot be started");
+  if (start_numpy() || !(no_family = PyUnicode_InternFromString(""))) return NULL;
+  PyObject *module = PyModule_Create(&definition);
+  for (size_t i = 0; module && i < sizeof types / sizeof *types; i++)
+    if (PyModule_AddType(module, types[i])) Py_CLEAR(module);
+  return module;
+}
+#pragma GCC pop_options
+#endif

@@ -1,0 +1,258 @@
+/* The thread pool: runs tasks 0..tasks-1 of one job at a time.
+ *
+ * The calling thread is worker 0 and does not depend on the others: a worker
+ * joins an open job if it is awake in time, and the caller closes the job when
+ * the tasks have run out. So a sleeping, late or missing worker costs speed,
+ * never progress. All coordination is one 64-bit word, the gate:
+ *     job number (32 bits) | workers allowed (16) | closed (1) | inside (15)
+ * There is no lock: a fork can find the pool in any state and the child only
+ * has to zero it.
+ *
+ * Idle workers spin for about the cost of waking a sleeper (30-50 us measured
+ * on virtual machines; spinning that long at most doubles the best possible
+ * cost), then sleep on a futex each. Sleepers are woken along a binary tree,
+ * so that the caller pays for two wake-ups, whatever the number of workers. */
+#ifdef PORTMM_PYTHON
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+#endif
+#include <dlfcn.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { POOL_MAX = 1024, LINE = 64, SPIN_NS = 40000, SPIN_BATCH = 32 };
+#define GATE_INSIDE 0x7fffu
+#define GATE_CLOSED 0x8000u
+#define GATE_JOB(g) ((uint32_t)((g) >> 32))
+#define GATE_WORKERS(g) ((long)(((g) >> 16) & 0xffff))
+
+typedef void (*task_body)(const long *ctx, long task, long worker);
+
+static struct {
+  _Alignas(LINE) _Atomic uint64_t gate;
+  _Alignas(LINE) _Atomic long next;       /* first task not yet handed out */
+  _Alignas(LINE) _Atomic uint32_t waiting; /* the caller sleeps until nobody is inside */
+  _Atomic uint32_t busy;                  /* some thread owns the pool */
+  _Atomic long limit;                     /* threads per job, set_num_threads */
+  /* written by the owner of the pool while the gate is closed: */
+  task_body body;
+  const long *ctx;
+  long tasks;
+  _Atomic long spawned; /* workers 1..spawned exist */
+  _Atomic long spin_ns; /* 0 when there are more threads than processors */
+} pool;
+
+static struct { _Alignas(LINE) _Atomic uint32_t asleep; } sleepers[POOL_MAX];
+
+/* What one operating-system thread owns. */
+typedef struct {
+  char *work;
+  size_t bytes;
+  int inside; /* runs tasks of a job: a nested job is serial */
+} thread_state;
+static pthread_key_t state_key;
+
+static thread_state *own_state(void) {
+  thread_state *s = pthread_getspecific(state_key);
+  if (s) return s;
+  s = calloc(1, sizeof *s);
+  if (s && pthread_setspecific(state_key, s)) { free(s); s = NULL; }
+  return s;
+}
+
+static void drop_state(void *p) {
+  thread_state *s = p;
+  free(s->work);
+  free(s);
+}
+
+static void futex_wait(_Atomic uint32_t *word, uint32_t value) {
+  syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
+}
+
+static void futex_wake(_Atomic uint32_t *word) {
+  syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
+}
+
+static inline void relax(void) {
+#if defined(__x86_64__)
+  __asm__ volatile("pause");
+#elif defined(__aarch64__)
+  __asm__ volatile("isb"); /* `yield` retires at once on most cores */
+#endif
+}
+
+static int64_t now_ns(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* Spin, for a bounded time, until ((gate & mask) == value) is `equal`. */
+static void spin_until(uint64_t mask, uint64_t value, int equal) {
+  long budget = atomic_load_explicit(&pool.spin_ns, memory_order_relaxed);
+  int64_t start = 0;
+  while (budget) {
+    for (int i = 0; i < SPIN_BATCH; i++) {
+      uint64_t gate = atomic_load_explicit(&pool.gate, memory_order_acquire);
+      if (((gate & mask) == value) == equal) return;
+      relax();
+    }
+    int64_t now = now_ns();
+    if (!start) start = now;
+    if (now - start > budget) return;
+  }
+}
+
+static void wake_children(long me, long workers) {
+  for (long child = 2 * me + 1; child <= 2 * me + 2 && child < workers; child++)
+    if (atomic_load(&sleepers[child].asleep) && atomic_exchange(&sleepers[child].asleep, 0))
+      futex_wake(&sleepers[child].asleep);
+}
+
+static void run_tasks(long me) {
+  task_body body = pool.body;
+  const long *ctx = pool.ctx;
+  long tasks = pool.tasks, task;
+  while ((task = atomic_fetch_add_explicit(&pool.next, 1, memory_order_relaxed)) < tasks) body(ctx, task, me);
+}
+
+/* The gate of a job other than `seen`. The flag is raised before the gate is
+ * read again, and a waker publishes the gate before it reads the flag, so one
+ * of the two sees the other. */
+static uint64_t await_job(long me, uint32_t seen, int spin) {
+  const uint64_t job_bits = 0xffffffffull << 32;
+  if (spin) spin_until(job_bits, (uint64_t)seen << 32, 0);
+  uint64_t gate = atomic_load(&pool.gate);
+  while (GATE_JOB(gate) == seen) {
+    atomic_store(&sleepers[me].asleep, 1);
+    gate = atomic_load(&pool.gate);
+    if (GATE_JOB(gate) != seen) break;
+    futex_wait(&sleepers[me].asleep, 1);
+    gate = atomic_load(&pool.gate);
+  }
+  atomic_store(&sleepers[me].asleep, 0);
+  return gate;
+}
+
+static void leave_job(void) {
+  uint64_t gate = atomic_fetch_sub(&pool.gate, 1) - 1;
+  if ((gate & GATE_CLOSED) && !(gate & GATE_INSIDE) && atomic_load(&pool.waiting) && atomic_exchange(&pool.waiting, 0))
+    futex_wake(&pool.waiting);
+}
+
+static void *worker_main(void *arg) {
+  long me = (long)(intptr_t)arg;
+  uint32_t seen = 0;
+  int wanted = 1;
+  thread_state *own = own_state();
+  if (own) own->inside = 1;
+  for (;;) {
+    uint64_t gate = await_job(me, seen, wanted);
+    int joined = 0;
+    for (;;) {
+      seen = GATE_JOB(gate);
+      wanted = me < GATE_WORKERS(gate);
+      if (!wanted || (gate & GATE_CLOSED)) break;
+      if (atomic_compare_exchange_weak(&pool.gate, &gate, gate + 1)) { joined = 1; break; }
+    }
+    if (!joined) continue;
+    wake_children(me, GATE_WORKERS(gate));
+    run_tasks(me);
+    leave_job();
+  }
+  return NULL;
+}
+
+static long processors(void) {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+  return sysconf(_SC_NPROCESSORS_ONLN);
+}
+
+/* Make workers 1..workers-1 exist; with fewer, the job still gets done. */
+static void spawn(long workers) {
+  long have = atomic_load_explicit(&pool.spawned, memory_order_relaxed);
+  if (have >= workers - 1) return;
+  pthread_attr_t attr;
+  sigset_t all, old;
+  if (pthread_attr_init(&attr)) return;
+  pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
+  sigfillset(&all); /* signals are the interpreter's business */
+  pthread_sigmask(SIG_SETMASK, &all, &old);
+  for (; have < workers - 1; have++) {
+    pthread_t thread;
+    if (pthread_create(&thread, &attr, worker_main, (void *)(intptr_t)(have + 1))) break;
+  }
+  pthread_sigmask(SIG_SETMASK, &old, NULL);
+  pthread_attr_destroy(&attr);
+  atomic_store(&pool.spawned, have);
+  atomic_store(&pool.spin_ns, have + 1 <= processors() ? SPIN_NS : 0);
+}
+
+static void await_empty(void) {
+  spin_until(GATE_INSIDE, 0, 1);
+  while (atomic_load(&pool.gate) & GATE_INSIDE) {
+    atomic_store(&pool.waiting, 1);
+    if (!(atomic_load(&pool.gate) & GATE_INSIDE)) break;
+    futex_wait(&pool.waiting, 1);
+  }
+  atomic_store(&pool.waiting, 0);
+}
+
+/* portmm_args.parallel */
+static void pool_parallel(void *unused, task_body body, const long *ctx, long tasks, long workers) {
+  (void)unused;
+  thread_state *s = NULL;
+  if (workers > tasks) workers = tasks;
+  if (workers > POOL_MAX) workers = POOL_MAX;
+  if (workers < 2 || !(s = own_state()) || s->inside || atomic_exchange(&pool.busy, 1)) {
+    for (long task = 0; task < tasks; task++) body(ctx, task, 0);
+    return;
+  }
+  s->inside = 1;
+  spawn(workers);
+  pool.body = body;
+  pool.ctx = ctx;
+  pool.tasks = tasks;
+  atomic_store_explicit(&pool.next, 0, memory_order_relaxed);
+  uint64_t job = (uint64_t)(GATE_JOB(atomic_load_explicit(&pool.gate, memory_order_relaxed)) + 1u);
+  atomic_store(&pool.gate, job << 32 | (uint64_t)workers << 16);
+  wake_children(0, workers);
+  run_tasks(0);
+  if (atomic_fetch_or(&pool.gate, GATE_CLOSED) & GATE_INSIDE) await_empty();
+  s->inside = 0;
+  atomic_store_explicit(&pool.busy, 0, memory_order_release);
+}
+
+/* The child has one thread and none of the workers. */
+static void after_fork(void) {
+  for (long i = atomic_load(&pool.spawned); i > 0; i--) atomic_store(&sleepers[i].asleep, 0);
+  atomic_store(&pool.gate, 0);
+  atomic_store(&pool.waiting, 0);
+  atomic_store(&pool.spawned, 0);
+  atomic_store(&pool.busy, 0);
+}
+
+/* pthread_atfork refers to it; crtbegin.o defines it, but -nostdlib leaves that out. */
+__attribute__((visibility("hidden"))) void *__dso_handle = &__dso_handle;
+
+/* Once per process, before anything else here; non-zero on failure. */
+static int host_start(void) {
+  if (atomic_load(&pool.limit)) return 0;
+  if (pthread_key_create(&state_key, drop_state) || pthread_atfork(NULL, NULL, after_fork)) return -1;
+  atomic_store(&pool.limit, processors());
+  return 0;
+}

@@ -1,0 +1,238 @@
+"""How a product is computed.
+
+Owns `Schedule` and `Tile`. Imports `problem`, `target`. A schedule has one tile
+per memory level; it is legal if every tile's footprint fits its level, on every
+kind of machine alike. Nothing here chooses: see `candidates` and `cost`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from portmm.naming import KernelName
+
+if TYPE_CHECKING:
+    from portmm.problem import Problem
+    from portmm.target import Atom, Isa, Target
+
+
+ALL = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The part of the product that is worked on while in one memory level.
+
+    An extent of `ALL` means the whole of that dimension, whatever it is, so that
+    one kernel serves many problems.
+
+    Attributes:
+        level: "registers", "L1", "L2" or "L3".
+        m: rows.
+        n: columns.
+        k: depth.
+    """
+
+    level: str
+    m: int
+    n: int
+    k: int
+
+    def __str__(self) -> str:
+        return f"{self.level} {'x'.join(str(x or 'all') for x in (self.m, self.n, self.k))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A way to compute a product.
+
+    Attributes:
+        program: the block program, a module of `kernels/`: "gemm" or "dot".
+        isa: name of the instruction set.
+        dtype: element type.
+        tiles: one per memory level, nearest first: registers, L1, L2, L3.
+        heights: register-tile heights that the kernel contains; a dynamic M is
+            cut into panels of nearly equal height, all in this tuple.
+        panels: B panels that one visit of the micro-kernel covers.
+        a: how A is read: "row", "col" or "any".
+        b: how B is read: "row", "col", "any" or "packed".
+        pack_a: A is copied to panels first.
+        pack_b: B is copied to panels first.
+        once: all of B is packed before any work, by all threads for all of them;
+            else each thread packs what it needs just before.
+        swap: the kernel computes C^T = B^T . A^T.
+        over: what threads share out: "tiles" of C, "batch" items, or "k".
+        lanes: lanes of the atom, 0 for the ISA's widest.
+        prefetch: rows of a B in place that are asked for ahead, 0 for none.
+        ahead: the micro-kernel asks for the next tile of C and the next B panel.
+        static: m, n, k if they are compiled in.
+    """
+
+    program: str
+    isa: str
+    dtype: str
+    tiles: tuple[Tile, ...]
+    heights: tuple[int, ...]
+    panels: int = 1
+    a: str = "row"
+    b: str = "row"
+    pack_a: bool = True
+    pack_b: bool = True
+    once: bool = False
+    swap: bool = False
+    over: str = "tiles"
+    lanes: int = 0
+    prefetch: int = 0
+    ahead: bool = False
+    static: tuple[int, int, int] | None = None
+
+    @property
+    def mr(self) -> int:
+        """Rows of the register tile."""
+        return self.tiles[0].m
+
+    @property
+    def nr(self) -> int:
+        """Columns of the register tile."""
+        return self.tiles[0].n
+
+    @property
+    def kc(self) -> int:
+        """Depth of a block of k: what L2 holds of A and B."""
+        return self.tiles[2].k
+
+    @property
+    def mc(self) -> int:
+        """Rows of A kept in L2."""
+        return self.tiles[2].m
+
+    @property
+    def nc(self) -> int:
+        """Columns of the block of C kept in L3."""
+        return self.tiles[3].n
+
+    @property
+    def family(self) -> str:
+        """What a packed B depends on: element type and panel width."""
+        return f"{self.dtype}x{self.nr}"
+
+    def _b(self) -> str:
+        if self.pack_b:
+            return "B packed once" if self.once else "B packed"
+        return "B prepacked" if self.b == "packed" else f"B {self.b} in place"
+
+    def name(self, atom: Atom) -> KernelName:
+        """The kernel's name."""
+        return KernelName(self.program, atom.acc, atom.a, atom.b, self.mr, self.nr, atom.k_pack, self.isa)
+
+    def __str__(self) -> str:
+        how = [
+            "A packed" if self.pack_a else f"A {self.a} in place",
+            self._b(),
+        ]
+        how += ["transposed"] if self.swap else []
+        how += [f"{self.panels} panels a visit"] if self.panels > 1 else []
+        how += [f"threads over {self.over}"]
+        how += [f"static {'x'.join(map(str, self.static))}"] if self.static else []
+        return f"{self.program} {self.isa}: {', '.join(map(str, self.tiles))}; {', '.join(how)}"
+
+
+def registers(s: Schedule, atom: Atom) -> int:
+    """Vector registers that the widest micro-kernel of a schedule keeps alive."""
+    if s.program == "dot":
+        return s.mr * s.nr + s.mr + 2
+    columns = s.nr // atom.n * s.panels
+    return max(s.heights) * columns + columns + 1
+
+
+def footprint(tile: Tile, s: Schedule, p: Problem) -> int:
+    """Bytes that must stay resident in a tile's level while it is worked on.
+
+    L1 holds a panel of B and the slice of A that passes, or, of a panel that
+    streams from L2, as much of its depth as fits; L2
+    the block of A (MC x KC) beside the panels of B that are packed together: Low et al., "Analytical Modeling
+    Is Enough for High-Performance BLIS", ACM TOMS 43(2), 2016, section 4. L3
+    holds the block of C (MC x NC) between passes over k.
+    """
+    m, n = (p.n, p.m) if s.swap else (p.m, p.n)
+    tm, tn, tk = min(tile.m or m, m), min(tile.n or n, n), min(tile.k or p.k, p.k)
+    if tile.level == "L1":
+        elements = (s.mr + s.nr * s.panels) * tk
+    elif tile.level == "L2":
+        elements = (tm + max(tn if tile.n else 0, s.nr * s.panels)) * tk
+    else:
+        elements = tm * tn
+    return elements * p.element.bytes
+
+
+def inconsistent(s: Schedule) -> str:
+    """What contradicts itself in a schedule, whatever the problem, or an empty string."""
+    if s.once and not (s.pack_b and s.over == "tiles"):
+        return "packs B once for all threads, but does not pack B or does not share out tiles"
+    return ""
+
+
+def illegal(s: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) -> str:
+    """Why a schedule cannot be used for a problem on a target, or an empty string.
+
+    A level is a limit only for what the schedule means to keep there: a tile
+    whose extents are ALL streams through it.
+    """
+    if inconsistent(s):
+        return inconsistent(s)
+    if p.b == "packed" and s.family != p.family:
+        return f"reads panels of {s.family}, but B is packed as {p.family}"
+    if registers(s, atom) > isa.registers:
+        return f"needs {registers(s, atom)} registers of {isa.registers}"
+    for tile in s.tiles[1:]:
+        level = target.level(tile.level)
+        if level is not None and ALL not in (tile.m, tile.n, tile.k) and footprint(tile, s, p) > level.bytes:
+            return f"{tile} takes {footprint(tile, s, p)} bytes of {level.bytes} in {level.name}"
+    return ""
+
+
+def spell(s: Schedule) -> str:
+    """A schedule as one word, for a kernel's header and the command line."""
+    tiles = "/".join(f"{t.m}x{t.n}x{t.k}" for t in s.tiles)
+    heights = f"{s.heights[0]}-{s.heights[-1]}"
+    marks = [f"{name}={getattr(s, name)}" for name in _NAMED]
+    marks += [name for name in _MARKS if getattr(s, name)]
+    marks += [f"static={'x'.join(map(str, s.static))}"] if s.static else []
+    return ":".join([s.program, s.isa, s.dtype, tiles, heights, ",".join(marks)])
+
+
+def parse(text: str) -> Schedule:
+    """The schedule that `spell` wrote.
+
+    Raises:
+        ValueError: `text` is not such a word.
+    """
+    try:
+        program, isa, dtype, tiles, heights, marks = text.split(":")
+        sizes = [[int(x) for x in t.split("x")] for t in tiles.split("/")]
+        low, high = (int(x) for x in heights.split("-"))
+        named = dict(x.partition("=")[::2] for x in marks.split(","))
+        static = named.get("static")
+        return Schedule(
+            program,
+            isa,
+            dtype,
+            tuple(Tile(level, *size) for level, size in zip(_LEVELS, sizes, strict=True)),
+            tuple(range(low, high + 1)),
+            int(named["panels"]),
+            named["a"],
+            named["b"],
+            over=named["over"],
+            lanes=int(named["lanes"]),
+            prefetch=int(named["prefetch"]),
+            static=tuple(int(x) for x in static.split("x")) if static else None,  # type: ignore[arg-type]
+            **{name: name in named for name in _MARKS},
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{text!r} is not a schedule; an emitted kernel's header has one ({error})") from error
+
+
+_NAMED = ("a", "b", "panels", "over", "lanes", "prefetch")
+_MARKS = ("pack_a", "pack_b", "once", "swap", "ahead")
+_LEVELS = ("registers", "L1", "L2", "L3")

@@ -1,0 +1,84 @@
+"""Reading TOML tables into records, with checks.
+
+Owns the checks that do not depend on what a record means: names and types of
+fields, and the placeholders of a row of text. May import `errors`.
+"""
+
+from __future__ import annotations
+
+import string
+import tomllib
+from dataclasses import fields
+from typing import Any
+
+from portmm.errors import TargetError
+
+
+def parse(text: str, where: str) -> tuple[dict[str, Any], str]:
+    """The table that `text` holds, and `where` for the errors of those who read it.
+
+    Raises:
+        TargetError: it is not TOML.
+    """
+    try:
+        return tomllib.loads(text), where
+    except tomllib.TOMLDecodeError as error:
+        raise TargetError(f"{where}: {error}") from error
+
+
+def _fits(value: Any, annotation: str) -> bool:
+    if annotation == "float":
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if annotation.startswith("tuple[") and annotation.endswith(", ...]"):
+        item = annotation.removeprefix("tuple[").removesuffix(", ...]")
+        return isinstance(value, tuple) and all(_fits(x, item) for x in value)
+    if annotation == "tuple[int, int]":
+        return isinstance(value, tuple) and len(value) == 2 and all(type(x) is int for x in value)
+    if annotation == "dict[str, float]":
+        return isinstance(value, dict) and all(_fits(x, "float") for x in value.values())
+    # What is left are records, made and checked before, and the plain types.
+    return type(value).__name__ == annotation
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(x) for x in value) if isinstance(value, list) else value
+
+
+def record(cls: type, table: Any, where: str) -> Any:
+    """An instance of the dataclass `cls` made of a parsed TOML table.
+
+    Raises:
+        TargetError: a field is missing, unknown, or of the wrong type; `where`
+            says in which file.
+    """
+    if not isinstance(table, dict):
+        raise TargetError(f"{where}: expected a table, got {table!r}")
+    known = {f.name: str(f.type) for f in fields(cls)}
+    values = {k: _frozen(v) for k, v in table.items()}
+    for name, value in values.items():
+        if name not in known:
+            raise TargetError(f"{where}: unknown field {name!r}; known are {', '.join(sorted(known))}")
+        if not _fits(value, known[name]):
+            raise TargetError(f"{where}: field {name!r} must be {known[name]}, got {value!r}")
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise TargetError(f"{where}: {error}") from error
+
+
+def require(holds: bool, where: str, what: str) -> None:
+    """Raise `TargetError` with `where` and `what` unless `holds`."""
+    if not holds:
+        raise TargetError(f"{where}: {what}")
+
+
+def placeholders(text: str, where: str) -> set[str]:
+    """Names in braces that a row of the vocabulary mentions.
+
+    Raises:
+        TargetError: the braces do not pair.
+    """
+    try:
+        return {name for _, name, _, _ in string.Formatter().parse(text) if name is not None}
+    except ValueError as error:
+        raise TargetError(f"{where}: {error}; write {{{{ and }}}} for braces of C") from error

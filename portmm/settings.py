@@ -1,0 +1,153 @@
+"""What a user may set: target, threads, determinism.
+
+Owns the current configuration: a context variable, with a process-wide default.
+Imports `calibrate` and `detect` only when a target is first asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from portmm.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The settings of a call.
+
+    Attributes:
+        target: name of a chip, an ISA or a .toml file; empty for PORTMM_TARGET,
+            or this machine.
+        threads: the most threads that one call may use; 0 for all cores.
+        deterministic: results do not depend on threads or on the other rows.
+    """
+
+    target: str = ""
+    threads: int = 0
+    deterministic: bool = False
+
+
+_default = Config()
+_current: ContextVar[Config | None] = ContextVar("portmm_config", default=None)
+_depth = 0
+_targets: dict[str, Target] = {}
+
+
+def current() -> Config:
+    """The settings in force here."""
+    return _current.get() or _default
+
+
+def overridden() -> bool:
+    """Some thread is inside a `config` block, so that defaults may not hold."""
+    return _depth > 0
+
+
+def set_num_threads(threads: int) -> None:
+    """Set how many threads one call may use, for the whole process.
+
+    Args:
+        threads: at least 1; 0 means every core this process may use.
+
+    Raises:
+        ValueError: `threads` is negative.
+    """
+    global _default  # noqa: PLW0603 - the one process-wide setting
+    if threads < 0:
+        raise ValueError(f"{threads} threads; give 1 or more, or 0 for every core")
+    _default = replace(_default, threads=int(threads))
+    _changed()
+
+
+def get_num_threads() -> int:
+    """How many threads one call may use now."""
+    return limit() or max(1, target().cores)
+
+
+def limit() -> int:
+    """The most threads that were asked for, 0 for every core."""
+    return current().threads or _environment_threads()
+
+
+def _environment_threads() -> int:
+    text = os.environ.get("PORTMM_NUM_THREADS", "")
+    return int(text) if text.isdigit() else 0
+
+
+@contextmanager
+def config(
+    *, target: str | None = None, threads: int | None = None, deterministic: bool | None = None
+) -> Iterator[Config]:
+    """Change settings for a block of code; blocks nest, and each thread has its own.
+
+    Args:
+        target: name of a chip, an ISA or a .toml file.
+        threads: the most threads that one call may use; 0 for all cores.
+        deterministic: one chain of multiply-adds per element of C, in the order of k.
+
+    Yields:
+        The settings in force.
+
+    Raises:
+        TargetError: there is no such target, or this machine cannot run it.
+        ValueError: `threads` is negative.
+    """
+    global _depth  # noqa: PLW0603 - counts the blocks that are open in any thread
+    if threads is not None and threads < 0:
+        raise ValueError(f"{threads} threads; give 1 or more, or 0 for every core")
+    old = current()
+    mine = Config(
+        old.target if target is None else target,
+        old.threads if threads is None else threads,
+        old.deterministic if deterministic is None else deterministic,
+    )
+    if target is not None:
+        _resolve(target)
+    token = _current.set(mine)
+    _depth += 1
+    _changed()
+    try:
+        yield mine
+    finally:
+        _depth -= 1
+        _current.reset(token)
+        _changed()
+
+
+def target() -> Target:
+    """The machine that calls are made for.
+
+    Raises:
+        TargetError: PORTMM_TARGET or the configured name is unknown or cannot run here.
+    """
+    return _resolve(current().target or os.environ.get("PORTMM_TARGET", ""))
+
+
+def _resolve(name: str) -> Target:
+    found = _targets.get(name)
+    if found is None:
+        from portmm.calibrate import measured
+        from portmm.detect import resolve
+
+        found = _targets[name] = measured(resolve(name))
+    return found
+
+
+_listeners: list[object] = []
+
+
+def on_change(function: object) -> None:
+    """Have `function()` called whenever a setting changes."""
+    _listeners.append(function)
+
+
+def _changed() -> None:
+    for function in _listeners:
+        function()  # type: ignore[operator]

@@ -1,0 +1,427 @@
+"""What a machine is: atoms, ISAs, memory levels.
+
+Owns the records that describe a machine, what makes one well-formed, and the
+loader that reads them from TOML. May import `dtype`, `errors`, `schema`. Pure: it never looks at the host;
+that is `detect`'s work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from portmm.dtype import BY_NAME
+from portmm.errors import TargetError
+from portmm.schema import parse, placeholders, record, require
+
+ARCHS = ("x86_64", "aarch64", "any")
+# What each row of the vocabulary may mention.
+PLACEHOLDERS = {
+    "zero": {"d"},
+    "load_a": {"d", "p"},
+    "load_b": {"d", "p"},
+    "mac": {"d", "a", "b"},
+    "load_c": {"d", "p"},
+    "store": {"d", "p"},
+    "mask": {"d", "count"},
+    "load_mask": {"d", "p", "mask"},
+    "store_mask": {"d", "p", "mask"},
+    "reduce": {"d", "s"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """One multiply-accumulate instruction: its shape and its spelling.
+
+    The *vocabulary* fields are C statements with placeholders: {d} the
+    destination, {a} {b} operands, {p} an element pointer, {mask} a mask
+    register, {count} a number of lanes. An empty string means that the ISA has
+    no such instruction and the generator does without.
+
+    Attributes:
+        name: unique name, ISA then types.
+        a: element type of the left operand.
+        b: element type of the right operand.
+        acc: element type of the accumulator.
+        m: rows of the accumulator tile.
+        n: columns of the accumulator tile.
+        k: depth of one step.
+        k_pack: elements of k that sit side by side in a fragment (KR).
+        latency: cycles from one mac to the next that depends on it.
+        a_type: C type of a left fragment.
+        b_type: C type of a right fragment.
+        acc_type: C type of an accumulator.
+        mask_type: C type of a lane mask, empty without masks.
+        zero: clear an accumulator.
+        load_a: load a left fragment (a broadcast for vector units).
+        load_b: load a right fragment.
+        mac: {d} += {a} . {b}.
+        load_c: load an accumulator.
+        store: store an accumulator.
+        mask: make a mask that keeps the first {count} lanes.
+        load_mask: load the kept lanes, zero the others, touch no other byte.
+        store_mask: store the kept lanes, touch no other byte.
+        mask_free: a masked access costs no more than a whole one.
+        reduce: {s} = sum of the lanes of {d}; empty: through memory.
+    """
+
+    name: str
+    a: str
+    b: str
+    acc: str
+    m: int
+    n: int
+    k: int
+    a_type: str
+    b_type: str
+    acc_type: str
+    zero: str
+    load_a: str
+    load_b: str
+    mac: str
+    load_c: str
+    store: str
+    k_pack: int = 1
+    latency: int = 4
+    mask_type: str = ""
+    mask: str = ""
+    load_mask: str = ""
+    store_mask: str = ""
+    mask_free: bool = False
+    reduce: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Isa:
+    """An instruction set: what it needs, how to ask a compiler for it, its atoms.
+
+    Attributes:
+        name: unique name, the file's stem.
+        title: for people.
+        arch: "x86_64", "aarch64", or "any".
+        features: names, as the host's detector spells them, that must all be present.
+        flags: compiler flags, one per feature, never a CPU model.
+        registers: vector registers for a micro-kernel's operands and sums (scalar FP registers for scalar C).
+        vector_bytes: width of a register.
+        shuffles: vectors are GNU C vectors, so `__builtin_shuffle` applies.
+        preamble: C declarations that the vocabulary uses.
+        source: manual the facts come from.
+        atoms: its multiply-accumulate instructions.
+    """
+
+    name: str
+    title: str
+    arch: str
+    features: tuple[str, ...]
+    flags: tuple[str, ...]
+    registers: int
+    vector_bytes: int
+    shuffles: bool
+    preamble: str
+    source: str
+    atoms: tuple[Atom, ...]
+
+    def atom(self, dtype: str, lanes: int = 0) -> Atom | None:
+        """The atom that multiplies `dtype` by `dtype`: the first, or the one with that many lanes."""
+        return next((t for t in self.atoms if t.a == t.b == dtype and lanes in (0, t.n)), None)
+
+    def narrower(self, dtype: str, n: int) -> Atom | None:
+        """The narrowest atom that covers `n` columns at once, if it is not the first."""
+        first = self.atom(dtype)
+        fits = [t for t in self.atoms if t.a == t.b == dtype and n <= t.n]
+        best = min(fits, key=lambda t: t.n, default=None)
+        return None if best is first else best
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLevel:
+    """A cache or memory.
+
+    Attributes:
+        name: "L1", "L2", "L3"; main memory is not listed.
+        bytes: capacity seen by one core (whole cache if `shared`).
+        line: bytes of a line.
+        ways: associativity; 8 is assumed where it is not known.
+        shared: more than one core uses it.
+        load_bytes_per_cycle: what one core can read from it per cycle, 0 if unknown.
+        source: where the numbers come from.
+    """
+
+    name: str
+    bytes: int
+    line: int = 64
+    ways: int = 8
+    shared: bool = False
+    load_bytes_per_cycle: float = 0.0
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How a host shows that it is this chip: all fields that are given agree.
+
+    Attributes:
+        vendor: x86 vendor string of cpuid leaf 0.
+        family: x86 display family.
+        models: inclusive ranges of x86 display models.
+        steppings: inclusive ranges of x86 steppings.
+        implementer: Arm MIDR implementer.
+        parts: Arm MIDR part numbers; of a mixed chip, the fast cores only.
+        features: for a generic level, what the host must have, as Linux spells it.
+    """
+
+    vendor: str = ""
+    family: int = 0
+    models: tuple[tuple[int, int], ...] = ()
+    steppings: tuple[tuple[int, int], ...] = ()
+    implementer: int = 0
+    parts: tuple[int, ...] = ()
+    features: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A machine.
+
+    Attributes:
+        name: the chip file's stem.
+        title: for people.
+        arch: "x86_64", "aarch64", or "any" for an invented machine.
+        vendor: maker of the chip.
+        isas: what it can run, best first.
+        levels: memory levels, nearest first.
+        rates: atom name -> mac instructions that one core starts per cycle.
+        cores: cores that may be used, 0 if unknown.
+        frequency_ghz: sustained clock, 0 if unknown.
+        source: manual the facts come from.
+        measured: measured rates that replace derived ones: "<atom>" in GFLOP/s
+            and "<level>" or "memory" in GB/s, one core each.
+        match: how to recognise it, any one of them.
+    """
+
+    name: str
+    title: str
+    arch: str
+    vendor: str
+    isas: tuple[Isa, ...]
+    levels: tuple[MemoryLevel, ...]
+    rates: dict[str, float] = field(default_factory=dict)
+    cores: int = 0
+    frequency_ghz: float = 0.0
+    source: str = ""
+    measured: dict[str, float] = field(default_factory=dict)
+    match: tuple[Match, ...] = ()
+
+    def level(self, name: str) -> MemoryLevel | None:
+        """The memory level called `name`, or None."""
+        return next((x for x in self.levels if x.name == name), None)
+
+    def isa(self, name: str) -> Isa | None:
+        """The ISA called `name` if this machine has it."""
+        return next((x for x in self.isas if x.name == name), None)
+
+    def limited_to(self, isa: str) -> Target:
+        """This machine with `isa` as its best instruction set.
+
+        Raises:
+            TargetError: the machine does not have that ISA.
+        """
+        names = [x.name for x in self.isas]
+        if isa not in names:
+            raise TargetError(f"target {self.name} has no ISA {isa!r}; it has {', '.join(names)}")
+        return replace(self, isas=self.isas[names.index(isa) :])
+
+
+@dataclass(frozen=True, slots=True)
+class CloudFamily:
+    """A family of cloud instances.
+
+    Attributes:
+        cloud: "AWS", "Google" or "Azure".
+        name: the family, as in an instance's name.
+        chips: names of the chips that an instance may be given.
+        source: title of the page that says so.
+    """
+
+    cloud: str
+    name: str
+    chips: tuple[str, ...]
+    source: str
+
+
+def _check_atom(atom: Atom, where: str) -> Atom:
+    where = f"{where} {atom.name}"
+    for name in (atom.a, atom.b, atom.acc):
+        require(name in BY_NAME, where, f"element type {name!r} is unknown; use one of {', '.join(BY_NAME)}")
+    for name in ("m", "n", "k", "k_pack", "latency"):
+        require(getattr(atom, name) > 0, where, f"{name} must be positive, got {getattr(atom, name)}")
+    for row, allowed in PLACEHOLDERS.items():
+        strange = sorted(placeholders(getattr(atom, row), f"{where}: {row}") - allowed)
+        require(not strange, where, f"row {row!r} mentions {strange}; it may mention {sorted(allowed)}")
+    masks = {bool(x) for x in (atom.mask_type, atom.mask, atom.load_mask, atom.store_mask)}
+    require(len(masks) == 1, where, "mask_type, mask, load_mask and store_mask come together or not at all")
+    return atom
+
+
+def _check_level(level: MemoryLevel, where: str) -> MemoryLevel:
+    where = f"{where} {level.name}"
+    require(level.bytes > 0, where, f"bytes must be positive, got {level.bytes}")
+    require(level.line > 0 and level.line & (level.line - 1) == 0, where, f"line {level.line} is no power of two")
+    require(level.ways > 0, where, f"ways must be positive, got {level.ways}")
+    require(level.load_bytes_per_cycle >= 0, where, "load_bytes_per_cycle must not be negative")
+    return level
+
+
+def _check_target(target: Target, where: str) -> Target:
+    require(target.arch in ARCHS, where, f"arch {target.arch!r} is unknown; use one of {', '.join(ARCHS)}")
+    require(bool(target.isas), where, 'isas is empty; plain C is "scalar"')
+    for isa in target.isas:
+        require(isa.arch in ("any", target.arch), where, f"ISA {isa.name} is for {isa.arch}, the chip is {target.arch}")
+    sizes = [level.bytes for level in target.levels]
+    require(sizes == sorted(set(sizes)), where, f"levels must grow from the nearest to the farthest, got {sizes} bytes")
+    atoms = {atom.name for isa in target.isas for atom in isa.atoms}
+    for name, rate in target.rates.items():
+        require(name in atoms, where, f"rates names atom {name!r}, which none of its ISAs has")
+        require(rate > 0, where, f"the rate of {name} must be positive, got {rate}")
+    return target
+
+
+def _root() -> Path:
+    # Not importlib.resources: it costs 4 ms to import, and the wheel is never run from a zip.
+    return Path(import_module("portmm.targets").__path__[0])
+
+
+def _read(folder: str, name: str) -> tuple[dict[str, Any], str]:
+    if name not in names(folder):
+        raise TargetError(f"no {folder} called {name!r}; known are {', '.join(names(folder))}")
+    return parse((_root() / folder / f"{name}.toml").read_text(), f"{folder}/{name}.toml")
+
+
+@cache
+def names(folder: str) -> tuple[str, ...]:
+    """Names of all shipped descriptions in `folder`, "isa" or "chip"."""
+    return tuple(sorted(path.stem for path in (_root() / folder).glob("*.toml")))
+
+
+def parse_isa(table: dict[str, Any], where: str) -> Isa:
+    """Build an `Isa` from a parsed TOML file; `where` names it in errors."""
+    if "isa" not in table or "atom" not in table:
+        raise TargetError(f"{where}: needs an [isa] table and at least one [[atom]]")
+    atoms = tuple(_check_atom(record(Atom, row, f"{where}: atom"), f"{where}: atom") for row in table["atom"])
+    isa: Isa = record(Isa, {**table["isa"], "atoms": atoms}, where)
+    require(isa.arch in ARCHS, where, f"arch {isa.arch!r} is unknown; use one of {', '.join(ARCHS)}")
+    require(isa.registers > 0 and isa.vector_bytes > 0, where, "registers and vector_bytes must be positive")
+    return isa
+
+
+@cache
+def load_isa(name: str) -> Isa:
+    """The shipped ISA called `name`.
+
+    Raises:
+        TargetError: there is none, or its file is malformed.
+    """
+    return parse_isa(*_read("isa", name))
+
+
+def parse_target(table: dict[str, Any], where: str) -> Target:
+    """Build a `Target` from a parsed TOML file; `where` names it in errors.
+
+    Raises:
+        TargetError: a field is missing, unknown, of the wrong type, or out of range.
+    """
+    if not isinstance(table.get("chip"), dict):
+        raise TargetError(f"{where}: needs a [chip] table")
+    chip = dict(table["chip"])
+    levels = tuple(
+        _check_level(record(MemoryLevel, row, f"{where}: level"), f"{where}: level") for row in chip.pop("level", [])
+    )
+    matches = tuple(_match(row, f"{where}: match") for row in chip.pop("match", []))
+    own = {isa.name: isa for isa in (parse_isa(t, f"{where}: [[define]]") for t in table.get("define", []))}
+    isas = tuple(own.get(name) or load_isa(name) for name in chip.pop("isas", []))
+    return _check_target(record(Target, {**chip, "isas": isas, "levels": levels, "match": matches}, where), where)
+
+
+def _match(row: dict[str, Any], where: str) -> Match:
+    # A single model or stepping is a range of one.
+    ranges = {k: [x if isinstance(x, list) else [x, x] for x in row[k]] for k in ("models", "steppings") if k in row}
+    return record(Match, {**row, **ranges}, where)  # type: ignore[no-any-return]
+
+
+@cache
+def _shipped(name: str) -> Target:
+    return parse_target(*_read("chip", name))
+
+
+def load_target(name: str) -> Target:
+    """The shipped chip called `name` ("-" reads as "_"), or the description in a file `*.toml`.
+
+    Raises:
+        TargetError: there is none, or its file is malformed.
+    """
+    if not name.endswith(".toml"):
+        return _shipped(name.lower().replace("-", "_"))
+    try:
+        text = Path(name).read_text()
+    except OSError as error:
+        raise TargetError(f"cannot read {name}: {error}; give a chip's name or a .toml file") from error
+    return parse_target(*parse(text, name))
+
+
+def chips_mentioning(text: str) -> list[Target]:
+    """The shipped chips whose file holds `text`: parsing all of them takes milliseconds."""
+    return [_shipped(path.stem) for path in sorted((_root() / "chip").glob("*.toml")) if text in path.read_text()]
+
+
+def described(name: str) -> Target:
+    """A target that need not be able to run here: a chip, a `*.toml` file, or an ISA.
+
+    An ISA's name gives the most modest shipped machine that has it.
+
+    Raises:
+        TargetError: `name` is none of these, or its file is malformed.
+    """
+    if name in names("isa"):
+        return _modest(load_isa(name))
+    if name.endswith(".toml") or name.lower().replace("-", "_") in names("chip"):
+        return load_target(name)
+    known = f"chips {', '.join(names('chip'))}; ISAs {', '.join(names('isa'))}; or a .toml file"
+    raise TargetError(f"no target called {name!r}; known are: {known}")
+
+
+def _modest(isa: Isa) -> Target:
+    chips = [_shipped(name) for name in names("chip")]
+    generic = [chip for chip in chips if any(m.features for m in chip.match) and isa.arch in ("any", chip.arch)]
+    generic.sort(key=lambda chip: (chip.arch == "aarch64", sum(len(m.features) for m in chip.match)))
+    having = next((chip for chip in generic if chip.isa(isa.name)), None)
+    if having:
+        return having.limited_to(isa.name)
+    # No generic level has it (SVE has none): the level, with this ISA on top.
+    return replace(generic[-1], isas=(isa, *generic[-1].isas))
+
+
+def clouds() -> tuple[CloudFamily, ...]:
+    """All cloud families, in the order of `clouds.toml`.
+
+    Raises:
+        TargetError: the table is malformed, or names a chip that does not exist.
+    """
+    where = "clouds.toml"
+    table, _ = parse((_root() / where).read_text(), where)
+    found: list[CloudFamily] = []
+    for row in table["family"]:
+        shared = {k: v for k, v in row.items() if k != "names"}
+        found += [record(CloudFamily, {**shared, "name": name}, where) for name in row["names"]]
+    for family in found:
+        strange = sorted(set(family.chips) - set(names("chip")))
+        require(not strange, where, f"{family.cloud} {family.name} names unknown chips {strange}")
+    return tuple(found)
+
+
+def families_of(chip: str) -> tuple[CloudFamily, ...]:
+    """The cloud families whose instances may run on `chip`."""
+    return tuple(family for family in clouds() if chip.replace("-", "_") in family.chips)

@@ -1,0 +1,1 @@
+"""Facts about machines: isa/*.toml, chip/*.toml, clouds.toml."""

@@ -1,0 +1,1 @@
+"""Facts: one TOML file per isa."""

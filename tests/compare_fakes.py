@@ -1,0 +1,110 @@
+"""Contenders that misbehave, for test_compare."""
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+from portmm.compare.peers import Library, MissingError, UnsupportedError, repeat
+
+
+def _matmul(data):
+    return repeat(lambda: np.matmul(data.a, data.b, out=data.c))
+
+
+def right(_setup):
+    return Library("right 1", lambda _case, data: {"matmul": _matmul(data)})
+
+
+def slow(_setup):
+    def prepare(_case, data):
+        def call():
+            time.sleep(0.005)
+            np.matmul(data.a, data.b, out=data.c)
+
+        return {"matmul": repeat(call)}
+
+    return Library("slow 1", prepare)
+
+
+def wrong(_setup):
+    def prepare(_case, data):
+        def call():
+            np.matmul(data.a, data.b, out=data.c)
+            data.c[..., -1, -1] += 0.01
+
+        return {"matmul": repeat(call)}
+
+    return Library("wrong 1", prepare)
+
+
+def unfinished(_setup):
+    return Library("unfinished 1", lambda _case, data: {"matmul": repeat(lambda: np.copyto(data.c[:-1], 0))})
+
+
+def half_wrong(_setup):
+    return Library("half 1", lambda _case, data: {"bad": repeat(lambda: None), "good": _matmul(data)})
+
+
+def racy(_setup):
+    """Right at first, wrong once it was called often."""
+
+    def prepare(_case, data):
+        calls = [0]
+
+        def call():
+            calls[0] += 1
+            np.matmul(data.a, data.b, out=data.c)
+            if calls[0] > 10:
+                data.c[0] = 0
+
+        return {"matmul": repeat(call)}
+
+    return Library("racy 1", prepare)
+
+
+def crashing(_setup):
+    def prepare(case, data):
+        if case.m == 8:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return {"matmul": _matmul(data)}
+
+    return Library("crashing 1", prepare)
+
+
+def raising(_setup):
+    raise RuntimeError("no licence file")
+
+
+def hanging(_setup):
+    return Library("hanging 1", lambda _case, _data: {"matmul": lambda _count: time.sleep(1000)})
+
+
+def picky(_setup):
+    def prepare(_case, _data):
+        raise UnsupportedError("only on Sundays")
+
+    return Library("picky 1", prepare)
+
+
+def absent(_setup):
+    raise MissingError("no libabsent.so")
+
+
+def noisy(_setup):
+    """Prints where a library should not."""
+
+    def prepare(_case, data):
+        os.write(1, b"a library says hello\n")
+        sys.stderr.write("and grumbles\n")
+        return {"matmul": _matmul(data)}
+
+    return Library("noisy 1", prepare)
+
+
+def seen(_setup):
+    """Tells its environment."""
+    names = ("OPENBLAS_CORETYPE", "MKL_ENABLE_INSTRUCTIONS", "OMP_NUM_THREADS", "PORTMM_TARGET", "OPENBLAS_NUM_THREADS")
+    return Library(" ".join(f"{n}={os.environ.get(n)}" for n in names), lambda _case, data: {"matmul": _matmul(data)})

@@ -1,0 +1,76 @@
+"""Kernels outside of this process: built by the real pipeline, run by driver.c, natively or emulated."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from portmm.abi import ARGS
+from portmm.build import build
+from portmm.dispatch import workspace_bytes
+from portmm.emit.c import source
+
+if TYPE_CHECKING:
+    from support import Case
+
+    from portmm.ir import Kernel
+
+JOB = struct.Struct("1l5l6l6l6l1l")
+
+
+def compile_driver(folder: Path, command: list[str], *flags: str) -> str:
+    """The driver's program, made by `command`."""
+    text, program = folder / "driver.c", folder / "driver"
+    text.write_text(ARGS + '#line 1 "driver.c"\n' + Path(__file__).with_name("driver.c").read_text())
+    subprocess.run([*command, "-O1", "-Wall", "-Werror", *flags, str(text), "-o", str(program), "-ldl"], check=True)
+    return str(program)
+
+
+def objects(kernels: list[Kernel], *flags: str) -> list[str]:
+    """Path and symbol of each kernel's shared object, in turn."""
+
+    def one(kernel: Kernel) -> str:
+        arch = None if kernel.isa.arch == "any" else kernel.isa.arch
+        return str(build(source(kernel), flags=(*kernel.isa.flags, *flags), arch=arch, name=kernel.name).path)
+
+    with ThreadPoolExecutor(2) as compilers:
+        paths = list(compilers.map(one, kernels))
+    return [word for path, kernel in zip(paths, kernels, strict=True) for word in (path, kernel.name)]
+
+
+def job(number: int, kernel: Kernel, k: Case, workers: int) -> bytes:
+    """What the driver reads for one run."""
+    f, size = k.fields, k.a.itemsize
+    c = k.fresh()
+    longs = [number, *(f[x] for x in ("m", "n", "k", "batch")), workers]
+    for flat, offset, name, steps in (
+        (k.a, k.a_offset, "a", "mk"),
+        (k.b, k.b_offset, "b", "kn"),
+        (c, k.c.offset, "c", "mn"),
+    ):
+        strides = (*(f[f"{name}_{s}"] for s in steps), f[f"{name}_batch"])
+        longs += [flat.nbytes, offset * size, *strides, size]
+    longs.append(workspace_bytes(kernel, k.problem, workers))
+    return b"".join([JOB.pack(*longs), k.a.tobytes(), k.b.tobytes(), c.tobytes()])
+
+
+def run(
+    command: list[str], jobs: list[tuple[int, Kernel, Case, int]], env: dict[str, str] | None = None
+) -> list[np.ndarray]:
+    """C of each job (number of the kernel, kernel, operands, workers), all in one process."""
+    done = subprocess.run(
+        command, input=b"".join(job(*j) for j in jobs), capture_output=True, check=False, env=env, timeout=300
+    )
+    assert done.returncode == 0, f"{command[:4]} ended with {done.returncode}: {done.stderr.decode()[-2000:]}"
+    results, at = [], 0
+    for _, _, k, _ in jobs:
+        c = k.c.flat
+        results.append(np.frombuffer(done.stdout, c.dtype, c.size, at))
+        at += c.nbytes
+    assert at == len(done.stdout)
+    return results

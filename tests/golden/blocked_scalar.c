@@ -1,0 +1,247 @@
+/* portmm_gemm_f32_f32_f32_2x2x1_scalar, made by portmm 0.1.0 for Scalar C */
+/* gemm scalar: registers 2x2x1, L1 2x2x64, L2 8x2x64, L3 8x8x64; A packed, B packed, threads over tiles */
+/* made again by: portmm emit --schedule gemm:scalar:f32:2x2x1/2x2x64/8x2x64/8x8x64:1-2:a=row,b=row,panels=1,over=tiles,lanes=0,prefetch=0,pack_a,pack_b,ahead */
+
+typedef struct portmm_args {
+  long m, n, k, batch;               /* C[batch][m][n] = A[batch][m][k] . B[batch][k][n] */
+  const void *a; long a_m, a_k, a_batch;  /* strides in elements */
+  const void *b; long b_k, b_n, b_batch;  /* a packed B: panels, see kernels/packing.py */
+  void *c; long c_m, c_n, c_batch;
+  char *work;                        /* scratch, 64-byte aligned, Kernel.workspace() bytes */
+  long workers;                      /* at most this many threads run tasks at once */
+  void *pool;
+  void (*parallel)(void *pool, void (*body)(const long *ctx, long task, long worker),
+                   const long *ctx, long tasks, long workers);
+} portmm_args;
+
+#if defined(__clang__)
+#define SHUFFLE(x, y, ints, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define SHUFFLE(x, y, ints, ...) __builtin_shuffle(x, y, (ints){__VA_ARGS__})
+#endif
+
+static inline long min_(long x, long y) { return x < y ? x : y; }
+
+static inline long max_(long x, long y) { return x > y ? x : y; }
+
+/* to[k][rows] = A[rows][k], row layout */
+static __attribute__((noinline)) void pack_a(long k, long rows, const float *a, long a_m, long a_k, float *to) {
+  for (long p = 0; p < k; ++p) {
+    for (long j = 0; j < rows; ++j) {
+      *(to + p * rows + j) = *(a + min_(j, rows - 1) * a_m + p * a_k);
+    }
+  }
+}
+
+/* to[k][2] = B[k][columns], row layout, padded */
+static __attribute__((noinline)) void pack_b(long k, long columns, const float *b, long b_k, long b_n, float *to) {
+  float v0, v1;
+  if (columns < 2) {
+    for (long p = 0; p < k; ++p) {
+      for (long j = 0; j < 2; ++j) {
+        *(to + p * 2 + j) = *(b + min_(j, columns - 1) * b_n + p * b_k);
+      }
+    }
+  } else {
+    #pragma GCC unroll 4
+    for (long p = 0; p < k; ++p) {
+      v0 = *(b + p * b_k);
+      *(to + p * 2) = v0;
+      v1 = *(b + p * b_k + 1);
+      *(to + p * 2 + 1) = v1;
+    }
+  }
+}
+
+/* C[1][columns] (+)= A[1][k] . B[k][2] */
+static __attribute__((noinline)) void ukr_1x2(long k, const float *a, const float *b, float *c, long c_m, long columns, long accumulate, float *c_next) {
+  float c0_0, c0_1, b0, b1, a0;
+  __builtin_prefetch(c_next, 1, 3);
+  float tile[2] __attribute__((aligned(64)));
+  if (columns < 2) {
+    if (accumulate) {
+      for (long row = 0; row < 1; ++row) {
+        for (long col = 0; col < columns; ++col) {
+          *(tile + row * 2 + col) = *(c + row * c_m + col);
+        }
+      }
+      c0_0 = *(tile);
+      c0_1 = *(tile + 1);
+    } else {
+      c0_0 = 0;
+      c0_1 = 0;
+    }
+  } else {
+    if (accumulate) {
+      c0_0 = *(c);
+      c0_1 = *(c + 1);
+    } else {
+      c0_0 = 0;
+      c0_1 = 0;
+    }
+  }
+  #pragma GCC unroll 4
+  for (long p = 0; p < k; ++p) {
+    b0 = *(b + p * 2);
+    b1 = *(b + p * 2 + 1);
+    a0 = *(a + p);
+    c0_0 += a0 * b0;
+    c0_1 += a0 * b1;
+  }
+  if (columns < 2) {
+    *(tile) = c0_0;
+    *(tile + 1) = c0_1;
+    for (long row = 0; row < 1; ++row) {
+      for (long col = 0; col < columns; ++col) {
+        *(c + row * c_m + col) = *(tile + row * 2 + col);
+      }
+    }
+  } else {
+    *(c) = c0_0;
+    *(c + 1) = c0_1;
+  }
+}
+
+/* C[2][columns] (+)= A[2][k] . B[k][2] */
+static __attribute__((noinline)) void ukr_2x2(long k, const float *a, const float *b, float *c, long c_m, long columns, long accumulate, float *c_next) {
+  float c0_0, c0_1, c1_0, c1_1, b0, b1, a0, a1;
+  __builtin_prefetch(c_next, 1, 3);
+  __builtin_prefetch(c_next + c_m, 1, 3);
+  float tile[4] __attribute__((aligned(64)));
+  if (columns < 2) {
+    if (accumulate) {
+      for (long row = 0; row < 2; ++row) {
+        for (long col = 0; col < columns; ++col) {
+          *(tile + row * 2 + col) = *(c + row * c_m + col);
+        }
+      }
+      c0_0 = *(tile);
+      c0_1 = *(tile + 1);
+      c1_0 = *(tile + 2);
+      c1_1 = *(tile + 3);
+    } else {
+      c0_0 = 0;
+      c0_1 = 0;
+      c1_0 = 0;
+      c1_1 = 0;
+    }
+  } else {
+    if (accumulate) {
+      c0_0 = *(c);
+      c0_1 = *(c + 1);
+      c1_0 = *(c + c_m);
+      c1_1 = *(c + c_m + 1);
+    } else {
+      c0_0 = 0;
+      c0_1 = 0;
+      c1_0 = 0;
+      c1_1 = 0;
+    }
+  }
+  #pragma GCC unroll 4
+  for (long p = 0; p < k; ++p) {
+    b0 = *(b + p * 2);
+    b1 = *(b + p * 2 + 1);
+    a0 = *(a + p * 2);
+    c0_0 += a0 * b0;
+    c0_1 += a0 * b1;
+    a1 = *(a + p * 2 + 1);
+    c1_0 += a1 * b0;
+    c1_1 += a1 * b1;
+  }
+  if (columns < 2) {
+    *(tile) = c0_0;
+    *(tile + 1) = c0_1;
+    *(tile + 2) = c1_0;
+    *(tile + 3) = c1_1;
+    for (long row = 0; row < 2; ++row) {
+      for (long col = 0; col < columns; ++col) {
+        *(c + row * c_m + col) = *(tile + row * 2 + col);
+      }
+    }
+  } else {
+    *(c) = c0_0;
+    *(c + 1) = c0_1;
+    *(c + c_m) = c1_0;
+    *(c + c_m + 1) = c1_1;
+  }
+}
+
+/* A block of rows by a share of the columns of C */
+static void block(const long *ctx, long task, long worker) {
+  const portmm_args *g = (const portmm_args *)ctx[0];
+  const long item = ctx[1];
+  (void)g; (void)task; (void)worker;
+  const long m = g->m;
+  const long n = g->n;
+  const long k = g->k;
+  const long a_m = g->a_m;
+  const long a_k = g->a_k;
+  const long a_batch = g->a_batch;
+  const long b_k = g->b_k;
+  const long b_n = g->b_n;
+  const long b_batch = g->b_batch;
+  const long c_m = g->c_m;
+  const long c_batch = g->c_batch;
+  const long workers = g->workers;
+  const float *a = (const float *)g->a;
+  const float *b = (const float *)g->b;
+  float *c = (float *)g->c;
+  float *work = (float *)g->work;
+  const long shares = max_((n + 7) / 8, min_((n + 1) / 2, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8)));
+  const long row = m * (task / shares) / ((m + 7) / 8);
+  const long rows = m * (task / shares + 1) / ((m + 7) / 8) - row;
+  const long first = (n + 1) / 2 * (task % shares) / shares;
+  const long last = min_((n + 1) / 2, (n + 1) / 2 * (task % shares + 1) / shares);
+  const long slices = (rows + 1) / 2;
+  const long height = rows / slices;
+  const long taller = rows % slices;
+  const long kb = (k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64);
+  for (long pc = 0; pc < k; pc += kb) {
+    const long kd = min_(kb, k - pc);
+    float *ap = work + worker * (((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) * 2 + 63) / 64 * 64 + (min_(m, 8) * ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64)) + 1 + 63) / 64 * 64) + ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) * 2 + 63) / 64 * 64;
+    for (long i = 0; i < slices; ++i) {
+      const long h = height + (i < taller);
+      const long r = i * height + min_(i, taller);
+      pack_a(kd, h, a + item * a_batch + (row + r) * a_m + pc * a_k, a_m, a_k, ap + r * kd);
+    }
+    for (long jg = first; jg < last; ++jg) {
+      for (long q = jg; q < min_(last, jg + 1); ++q) {
+        pack_b(kd, min_(n - q * 2, 2), b + item * b_batch + pc * b_k + q * 2, b_k, b_n, work + worker * (((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) * 2 + 63) / 64 * 64 + (min_(m, 8) * ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64)) + 1 + 63) / 64 * 64) + (q - jg) * (kd * 2));
+      }
+      for (long j = jg; j < min_(last, jg + 1); ++j) {
+        const long column = j * 2;
+        const long columns = min_(n - column, 2);
+        const float *bp = work + worker * (((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) * 2 + 63) / 64 * 64 + (min_(m, 8) * ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64)) + 1 + 63) / 64 * 64) + (j - jg) * (kd * 2);
+        for (long i = 0; i < slices; ++i) {
+          const long h = height + (i < taller);
+          const long r = i * height + min_(i, taller);
+          switch (h) {
+            case 1:
+              ukr_1x2(kd, ap + r * kd, bp, c + item * c_batch + (row + r) * c_m + column, c_m, columns, 0 < pc, c + item * c_batch + (row + (i + 1 < slices) * (r + 1)) * c_m + column + (1 - (i + 1 < slices)) * 2);
+              break;
+            case 2:
+              ukr_2x2(kd, ap + r * kd, bp, c + item * c_batch + (row + r) * c_m + column, c_m, columns, 0 < pc, c + item * c_batch + (row + (i + 1 < slices) * (r + 2)) * c_m + column + (1 - (i + 1 < slices)) * 2);
+              break;
+            default:
+              __builtin_trap();
+          }
+        }
+      }
+    }
+  }
+}
+
+/* All products of the batch */
+void portmm_gemm_f32_f32_f32_2x2x1_scalar(const portmm_args *g) {
+  const long m = g->m;
+  const long n = g->n;
+  const long batch = g->batch;
+  const long workers = g->workers;
+  for (long item = 0; item < batch; ++item) {
+    {
+      const long task_ctx[] = {(long)g, item};
+      g->parallel(g->pool, block, task_ctx, (m + 7) / 8 * max_((n + 7) / 8, min_((n + 1) / 2, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))), workers);
+    }
+  }
+}

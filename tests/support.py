@@ -1,0 +1,270 @@
+"""What the tests of kernels share: machines, problems, operands with guards, and ways to run."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from portmm.candidates import candidates, panel_width
+from portmm.detect import host_features
+from portmm.problem import LAYOUTS_A, LAYOUTS_B, LAYOUTS_C, Problem
+from portmm.target import load_isa, load_target, names
+
+NUMPY = {"f32": np.float32, "f64": np.float64}
+TINY = load_target(str(Path(__file__).with_name("targets") / "tiny.toml"))
+SEVEN = replace(TINY, isas=tuple(replace(isa, registers=7) for isa in TINY.isas))
+"""Six registers hold no tile beside three columns of B, which batched products would try."""
+ISAS = names("isa")
+POISON = -77777.0
+
+
+def require(tool: str) -> str:
+    """The path of a tool; without it the test is skipped, or failed where CI promises it."""
+    found = shutil.which(tool)
+    if not found:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"{tool} is not installed")
+    return found
+
+
+def runs_here(isa_name: str) -> bool:
+    """The host has the instructions of an ISA."""
+    return set(load_isa(isa_name).features) <= host_features()
+
+
+HERE = [name for name in ISAS if runs_here(name)]
+
+
+@functools.cache
+def small(isa_name: str):
+    """A machine with an ISA and caches so small that little products need many blocks."""
+    isa = load_isa(isa_name)
+    scale = 4 * isa.vector_bytes
+    levels = tuple(replace(x, bytes=x.bytes * scale // 8) for x in TINY.levels)
+    return replace(TINY, name=f"small_{isa_name}", arch=isa.arch, isas=(isa,), levels=levels, rates={})
+
+
+# -- problems ---------------------------------------------------------------------
+
+LAYOUTS = [(a, b, c) for a in LAYOUTS_A for b in LAYOUTS_B for c in LAYOUTS_C if (b, c) != ("packed", "col")]
+"""A packed B is always on the right, so that C runs by rows."""
+
+
+def packed_families(target: Any, dtype: str) -> list[str]:
+    """The panel widths that a machine's own schedules would pack."""
+    return sorted({s.family for s in candidates(Problem(64, 64, 64, dtype), target)}, key=panel_width)
+
+
+def pose(size: tuple[int, int, int], layouts: tuple[str, str, str], target: Any, **more: Any) -> list[Problem]:
+    """The problem of a size and layouts, once for each packed family if B is packed."""
+    a, b, c = layouts
+    families = packed_families(target, more.get("dtype", "f32")) if b == "packed" else [""]
+    return [Problem(*size, a=a, b=b, c=c, family=f, **more) for f in families]
+
+
+def shape_of(s):
+    """What sets a schedule apart for the code it becomes, sizes aside."""
+    kind = (s.program, s.a, s.b, s.pack_a, s.pack_b, s.swap, s.over, s.lanes, s.panels > 1, s.static is not None)
+    return (*kind, s.nr) if s.b == "packed" else kind
+
+
+def selection(target, dtype, lanes):
+    """Problems of all layouts and kinds, each with the candidates whose like has not come yet."""
+    posed = []
+    for i, layouts in enumerate(LAYOUTS):
+        size = ((17, 2 * lanes + 1, 13), (3, 4 * lanes, 2 * lanes + 3))[i % 2]
+        posed += pose(size, layouts, target, dtype=dtype)
+        posed += pose((9, lanes + 3, 6), layouts, target, dtype=dtype, batch=7) if i % 4 == 0 else []
+    for layouts in LAYOUTS[::3]:
+        if {"any", "packed"}.isdisjoint(layouts):
+            posed += pose((7, lanes + 2, 5), layouts, target, dtype=dtype, batch=3, static=True)
+    seen = set()
+    for p in posed:
+        fresh = {shape_of(s): s for s in reversed(candidates(p, target))}
+        fresh = {x: s for x, s in fresh.items() if x not in seen}
+        seen |= fresh.keys()
+        yield p, list(fresh.values())
+
+
+# -- operands ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Laid:
+    """Values in a flat array that ends where they do: element (q, i, j) lies at
+    offset + q * item + i * row + j * col."""
+
+    flat: np.ndarray
+    offset: int
+    item: int
+    row: int
+    col: int
+    shape: tuple[int, int, int]
+
+    def places(self) -> np.ndarray:
+        """Where the elements lie, (batch, rows, columns)."""
+        q, i, j = np.ogrid[tuple(slice(n) for n in self.shape)]
+        return self.offset + q * self.item + i * self.row + j * self.col
+
+    def values(self) -> np.ndarray:
+        """The elements, (batch, rows, columns)."""
+        return self.flat[self.places()]
+
+
+def lay(x: np.ndarray, layout: str, gap: int) -> Laid:
+    """Values in a layout, with `gap` unused elements after each line and item."""
+    batch, rows, cols = x.shape
+    if layout == "any":  # backwards, and every third element
+        row, col, offset = -(3 * cols + gap), 3, (rows - 1) * (3 * cols + gap)
+    elif layout == "row":
+        row, col, offset = cols + gap, 1, 0
+    else:
+        row, col, offset = 1, rows + gap, 0
+    extent = 1 + (rows - 1) * abs(row) + (cols - 1) * col
+    flat = np.full((batch - 1) * (extent + gap) + extent, POISON, x.dtype)
+    laid = Laid(flat, offset, extent + gap, row, col, x.shape)
+    flat[laid.places()] = x
+    return laid
+
+
+def panels_of(b: np.ndarray, nr: int) -> np.ndarray:
+    """B in panels, panel[p][k][nr], with NaN for padding: whatever is computed with it must not be stored."""
+    batch, k, n = b.shape
+    count = -(-n // nr)
+    wide = np.full((batch, k, count * nr), np.nan, b.dtype)
+    wide[:, :, :n] = b
+    return np.ascontiguousarray(wide.reshape(batch, k, count, nr).swapaxes(1, 2))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem with operands, and the exact product."""
+
+    problem: Problem
+    fields: dict[str, int]
+    a: np.ndarray
+    a_offset: int
+    b: np.ndarray
+    b_offset: int
+    c: Laid
+    want: np.ndarray
+    bound: np.ndarray
+
+    def fresh(self) -> np.ndarray:
+        """Memory for C: unset elements are NaN, all others poison."""
+        return self.c.flat.copy()
+
+    def check(self, c: np.ndarray, what: object = "") -> None:
+        """C is the product, and nothing beside it was written."""
+        got = c[self.c.places()].astype(np.float64)
+        off = ~(np.abs(got - self.want) <= self.bound)
+        assert not off.any(), f"{what}: {off.sum()} of {off.size} wrong, first at {np.argwhere(off)[0]}"
+        rest = np.ones(c.size, bool)
+        rest[self.c.places()] = False
+        assert (c[rest] == POISON).all(), f"{what}: wrote between the rows or items of C"
+
+
+def case(p: Problem, seed: int = 0, *, floats: bool = False, shared: str = "") -> Case:
+    """Operands for a problem: small integers, exact in any order, or floats with an error bound.
+
+    `shared` names an operand whose one item serves the whole batch.
+    """
+    rng = np.random.default_rng(seed)
+    dtype = NUMPY[p.dtype]
+
+    def draw(name: str, rows: int, cols: int) -> np.ndarray:
+        shape = (1 if name == shared else p.batch, rows, cols)
+        return (rng.standard_normal(shape) if floats else rng.integers(-4, 5, shape)).astype(dtype)
+
+    x, y = draw("a", p.m, p.k), draw("b", p.k, p.n)
+    gap = 0 if p.static else 3
+    a, c = lay(x, p.a, gap), lay(np.full((p.batch, p.m, p.n), np.nan, dtype), p.c, gap)
+    fields = {"m": p.m, "n": p.n, "k": p.k, "batch": p.batch}
+    fields |= {"a_m": a.row, "a_k": a.col, "a_batch": 0 if shared == "a" else a.item}
+    if p.b == "packed":
+        nr = panel_width(p.family)
+        panels = panels_of(y, nr)
+        flat, offset, item = panels.ravel(), 0, panels[0].size
+        fields |= {"b_k": nr, "b_n": p.k * nr}
+    else:
+        b = lay(y, p.b, gap)
+        flat, offset, item = b.flat, b.offset, b.item
+        fields |= {"b_k": b.row, "b_n": b.col}
+    fields |= {"b_batch": 0 if shared == "b" else item}
+    fields |= {"c_m": c.row, "c_n": c.col, "c_batch": c.item}
+    wide_x, wide_y = x.astype(np.float64), y.astype(np.float64)
+    # Each of k multiply-adds rounds at most twice: Higham, Accuracy and Stability, section 3.1.
+    bound = 2 * (p.k + 1) * p.element.eps * (np.abs(wide_x) @ np.abs(wide_y)) if floats else np.zeros(1)
+    return Case(p, fields, a.flat, a.offset, flat, offset, c, wide_x @ wide_y, bound)
+
+
+# -- running ----------------------------------------------------------------------
+
+
+def interpret(kernel: Any, k: Case, workers: int = 1, shuffle: int = 0, c: np.ndarray | None = None) -> np.ndarray:
+    """C as the interpreter computes it."""
+    from portmm.interp import run
+
+    c = k.fresh() if c is None else c
+    arrays = {"a": (k.a, k.a_offset), "b": (k.b, k.b_offset), "c": (c, k.c.offset)}
+    run(kernel, k.fields | {"workers": workers}, arrays, shuffle=shuffle)
+    return c
+
+
+class Guarded:
+    """Memory between two pages that cannot be touched, flush with one of them."""
+
+    PAGE = mmap.PAGESIZE
+    _protect = ctypes.CDLL(None, use_errno=True).mprotect
+    _protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+    def __init__(self, nbytes: int, *, end: bool = True) -> None:
+        pages = max(1, -(-nbytes // self.PAGE))
+        self.map = mmap.mmap(-1, (pages + 2) * self.PAGE)
+        raw = np.frombuffer(self.map, np.uint8)
+        first = raw.ctypes.data
+        for at in (first, first + (pages + 1) * self.PAGE):
+            assert self._protect(at, self.PAGE, 0) == 0
+        begin = self.PAGE + (pages * self.PAGE - nbytes if end else 0)
+        self.bytes = raw[begin : begin + nbytes]
+
+
+def guarded(x: np.ndarray, *, end: bool = True) -> np.ndarray:
+    """A copy of a flat array that faults if it is overrun (`end`) or underrun."""
+    copy = Guarded(x.nbytes, end=end).bytes.view(x.dtype)
+    copy[...] = x
+    return copy
+
+
+def load(kernel: Any) -> Any:
+    """A kernel built and loaded through the real pipeline."""
+    from portmm import dispatch
+
+    return dispatch._load(kernel)
+
+
+def execute(kernel: Any, k: Case, workers: int = 1, *, code: Any = None, end: bool = True) -> np.ndarray:
+    """C as the built kernel computes it, every operand beside a guard page."""
+    from portmm import dispatch
+    from portmm.run.host import runtime
+
+    route = runtime().make_route(
+        code or load(kernel), dispatch.workspace_bytes(kernel, k.problem, workers), workers, k.problem.dtype
+    )
+    a, b, c = (guarded(x, end=end) for x in (k.a, k.b, k.fresh()))
+    at = {"a": a.ctypes.data + k.a_offset * a.itemsize, "b": b.ctypes.data + k.b_offset * b.itemsize}
+    at["c"] = c.ctypes.data + k.c.offset * c.itemsize
+    f = k.fields
+    numbers = [f[x] for x in ("m", "n", "k", "batch")]
+    for name, steps in (("a", "mk"), ("b", "kn"), ("c", "mn")):
+        numbers += [at[name], *(f[f"{name}_{s}"] for s in steps), f[f"{name}_batch"]]
+    runtime().execute(route, *numbers)
+    return c.copy()

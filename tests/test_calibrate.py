@@ -1,0 +1,185 @@
+"""Measured rates: the loops do what they claim, and what is remembered is this machine's."""
+
+from __future__ import annotations
+
+import math
+import platform
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support import require
+
+from portmm import build, calibrate, detect, probe, settings
+from portmm.dtype import BY_NAME
+from portmm.emit.c import source
+from portmm.errors import TargetError
+from portmm.target import load_isa, load_target, names
+
+HERE = detect.host()
+ISAS = [load_isa(name) for name in names("isa")]
+RATES = {HERE.isas[0].atoms[0].name: 123.5, "L1": 400.25, "memory": 12.0}
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PORTMM_CACHE", str(tmp_path))
+    monkeypatch.setattr(settings, "_targets", {})
+    return tmp_path
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(calibrate, "MEMORY_BYTES", 1 << 20)
+    monkeypatch.setattr(calibrate, "MEMORY_CACHES", 0)
+
+
+# --- the loops ---------------------------------------------------------------
+
+
+def atoms_here():
+    return [(isa, atom) for isa in HERE.isas for atom in isa.atoms]
+
+
+@pytest.mark.parametrize(("isa", "atom"), atoms_here(), ids=lambda x: x.name)
+def test_the_peak_loop_multiplies_every_step(isa, atom):
+    found = probe.peak(isa, atom)
+    repeats, steps = 3, 5
+    rng = np.random.default_rng(0)
+    a, b, c = (rng.random(count).astype(BY_NAME[atom.a].numpy) for count in (found.a * steps, found.b * steps, found.c))
+    cols = found.b // atom.n
+    panel_a, panel_b = a.reshape(steps, -1).astype(float), b.reshape(steps, cols, atom.n).astype(float)
+    expect = c.reshape(-1, cols, atom.n) + repeats * np.einsum("kr,kcn->rcn", panel_a, panel_b)
+    calibrate._open(found).start(repeats, steps, a, b, c)
+    np.testing.assert_allclose(c.reshape(expect.shape), expect, rtol=1e-5)
+    assert found.flops == 2 * found.c
+
+
+@pytest.mark.parametrize(("isa", "atom"), atoms_here(), ids=lambda x: x.name)
+def test_the_stream_loop_reads_every_element(isa, atom):
+    found = probe.stream(isa, atom)
+    steps = 4
+    b = np.random.default_rng(0).random(found.b * steps).astype(BY_NAME[atom.b].numpy)
+    a, c = np.full(found.a, 2, b.dtype), np.zeros(found.c, b.dtype)
+    calibrate._open(found).start(2, steps, a, b, c)
+    np.testing.assert_allclose(c, 2 * 2 * b.reshape(steps, -1).astype(float).sum(0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
+def test_the_loops_of_every_isa_fit_its_registers_and_compile(isa):
+    if isa.arch not in ("any", platform.machine()):
+        require(f"{isa.arch}-linux-gnu-gcc")
+    for atom in isa.atoms:
+        found = probe.peak(isa, atom)
+        sums, cols = found.c // (atom.m * atom.n), found.b // (atom.n * atom.k)
+        assert min(12, isa.registers - 4) <= sums <= isa.registers - cols - 1
+        for made in (found, probe.stream(isa, atom)):
+            arch = None if isa.arch == "any" else isa.arch
+            assert build.build(source(made.kernel), flags=isa.flags, arch=arch, name=made.kernel.name).path.is_file()
+
+
+# --- the measurement ---------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small")
+def test_every_atom_and_level_gets_a_rate():
+    told = []
+    rates = calibrate.probe(HERE, lambda *x: told.append(x), seconds=0.001)
+    expect = [atom.name for _, atom in atoms_here()] + [level.name for level in HERE.levels] + ["memory"]
+    expect += ["memory@all"] if HERE.cores > 1 else []
+    assert list(rates) == expect
+    assert all(math.isfinite(value) and value > 0 for value in rates.values())
+    assert [name for _, _, name in told] == [*expect, "done"]
+    assert told[-1][:2] == (len(expect), len(expect))
+
+
+@pytest.mark.usefixtures("small")
+def test_memory_is_left_out_where_little_is_free(monkeypatch):
+    monkeypatch.setattr(calibrate, "_free_memory", lambda: 2 << 20)
+    target = replace(HERE, isas=HERE.isas[-1:], levels=())
+    assert list(calibrate.probe(target, seconds=0.001)) == [atom.name for atom in target.isas[0].atoms]
+
+
+def test_the_buffer_for_memory_outgrows_the_caches(monkeypatch):
+    monkeypatch.setattr(calibrate, "_free_memory", lambda: 1 << 40)
+    last = replace(HERE.levels[-1], bytes=1 << 30)
+    assert calibrate.memory_buffer(replace(HERE, levels=(last,))) == 4 << 30
+    assert calibrate.memory_buffer(replace(HERE, levels=())) == calibrate.MEMORY_BYTES
+
+
+def test_another_architecture_cannot_be_measured():
+    other = load_target("haswell" if platform.machine() == "aarch64" else "neoverse_n1")
+    with pytest.raises(TargetError, match=r"cannot measure .* lacks"):
+        calibrate.probe(other)
+
+
+def test_an_interrupted_run_does_not_shorten_the_others(monkeypatch):
+    now = 0.0
+    runs = []
+
+    def run(repeats):
+        nonlocal now
+        # One repetition takes a microsecond, a call another five, and the first is interrupted.
+        now += repeats * 1e-6 + 5e-6 + (0.02 if not runs else 0)
+        runs.append(repeats)
+
+    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: now)
+    assert calibrate._median(run, 0.05) == pytest.approx(1e-6, rel=0.02)
+    assert runs[-1] * 1e-6 >= 0.9 * calibrate.SHORTEST
+
+
+# --- what is remembered ------------------------------------------------------
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_rates_come_back_to_the_machine_they_were_measured_on():
+    assert calibrate.measured(HERE) is HERE
+    assert calibrate.remember(HERE, RATES)
+    found = calibrate.measured(HERE)
+    assert found.measured == RATES
+    assert replace(found, measured={}, frequency_ghz=0) == replace(HERE, frequency_ghz=0)
+    assert settings.target() == found
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_new_measurement_replaces_the_old():
+    calibrate.remember(HERE, {**RATES, "L2": 7.0})
+    calibrate.remember(HERE, RATES)
+    assert calibrate.measured(HERE).measured == RATES
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_clock_follows_from_the_rate_of_the_best_atom():
+    atom = HERE.isas[0].atoms[0]
+    known = replace(HERE, rates={atom.name: 2.0}, frequency_ghz=0.0)
+    calibrate.remember(HERE, {atom.name: 2 * atom.m * atom.n * atom.k * 2.0 * 3.5})
+    assert calibrate.measured(known).frequency_ghz == pytest.approx(3.5)
+    assert calibrate.measured(replace(known, frequency_ghz=2.5)).frequency_ghz == 2.5
+    assert calibrate.measured(replace(known, rates={})).frequency_ghz == 0.0
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_rates_belong_to_one_machine(monkeypatch):
+    calibrate.remember(HERE, RATES)
+    for other in (
+        replace(HERE, name="nosuch"),
+        replace(HERE, cores=HERE.cores + 1),
+        replace(HERE, levels=HERE.levels[:-1]),
+    ):
+        assert calibrate.measured(other) is other
+        assert not calibrate.remember(other, RATES)
+    less = HERE.limited_to("scalar")
+    assert less is HERE or not calibrate.measured(less).measured
+    monkeypatch.setattr(calibrate, "_processor", lambda: "another model")
+    assert calibrate.measured(HERE) is HERE
+    calibrate.remember(HERE, {"L1": 1.0})
+    assert calibrate.measured(HERE).measured == {"L1": 1.0}
+
+
+@pytest.mark.parametrize("value", ["", "nan", "inf", "-1", "0", "fast"])
+def test_a_spoilt_note_is_ignored(own_cache, value):
+    calibrate.remember(HERE, RATES)
+    (note,) = own_cache.glob("rates-*.note")
+    machine = note.read_text().partition("\t")[0]
+    note.write_text(f"{machine}\tL1\t{value}\n{machine}\tnosuch\t5\n{machine}\n\n\x00\nother\tL1\t5\n")
+    assert calibrate.measured(HERE) is HERE

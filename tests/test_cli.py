@@ -1,0 +1,423 @@
+"""The command line, and the doctor behind one of its commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import TINY, require
+from typer.testing import CliRunner
+
+from portmm import cache, calibrate, cli, compiler, detect, doctor, settings
+from portmm.compare import Entrant, Report
+from portmm.compare.report import from_json
+from portmm.errors import NoCompilerError, PortmmError, TargetError
+from portmm.explanation import explain
+from portmm.problem import Problem
+from portmm.target import clouds, names
+
+SCRIPT = Path(sysconfig.get_path("scripts"), "portmm")
+HOST = detect.host()
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PORTMM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(settings, "_targets", {})
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Measurements that take no time."""
+    monkeypatch.setattr(calibrate, "MEMORY_BYTES", 1 << 20)
+    monkeypatch.setattr(calibrate, "MEMORY_CACHES", 0)
+    monkeypatch.setattr(settings, "_targets", {"": HOST.limited_to(HOST.isas[-1].name)})
+
+
+def run(*words, status=0):
+    done = CliRunner().invoke(cli.app, [str(w) for w in words], catch_exceptions=False)
+    assert done.exit_code == status, done.output
+    return done
+
+
+def data(*words, status=0):
+    return json.loads(run(*words, "--json", status=status).stdout)
+
+
+# --- as a program ------------------------------------------------------------
+
+
+def program(*words, **env):
+    return subprocess.run(
+        [SCRIPT, *words], capture_output=True, text=True, check=False, env={**os.environ, "NO_COLOR": "1", **env}
+    )
+
+
+def test_the_installed_program():
+    done = program("--help")
+    assert done.returncode == 0
+    for name in ("target", "targets", "probe", "explain", "emit", "compare", "cache", "doctor"):
+        assert f" {name} " in done.stdout
+    assert done.stderr == ""
+
+
+def test_an_error_is_one_line_without_a_traceback():
+    done = program("explain", "3", "4", "5", "--target", "nosuch")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("portmm: no target called 'nosuch'")
+
+
+def test_a_target_that_cannot_run_here_is_refused_by_name():
+    other = "haswell" if HOST.arch == "aarch64" else "neoverse-n1"
+    done = program("target", PORTMM_TARGET=other)
+    assert done.returncode == 1
+    assert other in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_loads_nothing_slow():
+    code = (
+        "import sys\nfrom portmm import cli\nfrom typer.testing import CliRunner\n"
+        "assert CliRunner().invoke(cli.app, ['--help']).exit_code == 0\n"
+        "slow = {'cffi', 'cpuinfo', 'torch', 'matplotlib', 'portmm.emit.c', 'portmm.compare'} & set(sys.modules)\n"
+        "assert not slow, slow"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_version():
+    from portmm.version import VERSION
+
+    assert run("--version").stdout == f"portmm {VERSION}\n"
+
+
+# --- targets -----------------------------------------------------------------
+
+
+def test_this_machine_is_shown():
+    shown = data("target")
+    assert shown["name"] == HOST.name
+    assert shown["isas"] == [isa.name for isa in HOST.isas]
+    assert [(x["name"], x["bytes"]) for x in shown["levels"]] == [(x.name, x.bytes) for x in HOST.levels]
+    text = run("target").output
+    assert HOST.title in text
+    assert all(atom.name in text for isa in HOST.isas for atom in isa.atoms)
+    assert "portmm probe" in text
+
+
+def test_another_machine_is_shown():
+    assert data("target", "neoverse-n1")["arch"] == "aarch64"
+    assert "Graviton2" in run("target", "neoverse-n1").stdout
+    assert data("target", Path(__file__).with_name("targets") / "tiny.toml")["name"] == TINY.name
+
+
+def test_all_chips_are_listed_with_their_clouds():
+    rows = {row["name"]: row for row in data("targets")}
+    assert set(rows) == set(names("chip"))
+    for family in clouds():
+        for chip in family.chips:
+            assert family.name in rows[chip]["clouds"][family.cloud]
+    text = run("targets").stdout
+    assert all(name in text for name in names("chip"))
+
+
+# --- probe -------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_probe_is_remembered():
+    found = data("probe", "--seconds", "0.001")
+    atoms = {atom.name for atom in HOST.isas[-1].atoms}
+    levels = {level.name for level in HOST.levels}
+    assert atoms | levels | {"memory"} <= set(found["rates"])
+    settings._targets.clear()
+    with_rates = calibrate.measured(HOST.limited_to(HOST.isas[-1].name))
+    assert with_rates.measured == found["rates"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_probe_is_shown():
+    text = run("probe", "--seconds", "0.001").output
+    assert all(atom.name in text for atom in HOST.isas[-1].atoms)
+    assert "GB/s" in text
+    assert "kept in" in text
+
+
+# --- explain and emit --------------------------------------------------------
+
+
+def test_explain():
+    found = explain(Problem(300, 200, 100, "f64", a="col", b="col"), target="zen3", threads=2)
+    words = ("explain", 300, 200, 100, "--dtype", "f64", "--a", "col", "--b", "col", "--target", "zen3", "--threads", 2)
+    assert run(*words).stdout == found.summary() + "\n"
+    assert run(*words, "--source").stdout == f"{found}"
+    assert data(*words) == json.loads(json.dumps(found.as_dict()))
+
+
+def test_explain_a_packed_weight_and_a_batch():
+    assert data("explain", 4, 768, 768, "--b", "packed", "--target", "zen4")["problem"]["family"].startswith("f32x")
+    found = data("explain", 8, 8, 8, "--batch", 1000, "--static", "--deterministic", "--c", "col")["problem"]
+    assert (found["batch"], found["static"], found["deterministic"], found["c"]) == (1000, True, True, "col")
+
+
+def test_explain_can_build():
+    found = data("explain", 30, 30, 30, "--build")
+    assert Path(found["artifact"]).is_file()
+    assert "gcc" in found["command"][0] or found["command"]
+    assert found["artifact"] in run("explain", 30, 30, 30, "--build").stdout
+
+
+def test_emit_is_the_source_of_the_choice():
+    source = run("emit", 100, 100, 100, "--target", "neoverse-n1").stdout
+    assert source == explain((100, 100), (100, 100), target="neoverse-n1").source
+    assert "neon" in source.splitlines()[0]
+
+
+def test_an_emitted_kernel_is_made_again_by_what_its_head_says():
+    source = run("emit", 20, 30, 40, "--target", "zen4", "--a", "col").stdout
+    command = next(line for line in source.splitlines() if "made again by: portmm emit" in line)
+    words = command.partition("portmm ")[2].removesuffix(" */").split()
+    assert run(*words).stdout == source
+
+
+def test_what_is_emitted_for_another_machine_compiles(tmp_path):
+    cc = require("aarch64-linux-gnu-gcc")
+    path = tmp_path / "kernel.c"
+    path.write_text(run("emit", 512, 512, 512, "--target", "neoverse-n1").stdout)
+    flags = ("-O2", "-ffp-contract=fast", "-Wall", "-Werror", "-Wno-unused-function", "-fPIC", "-shared", "-nostdlib")
+    subprocess.run([cc, *flags, path, "-o", tmp_path / "kernel.so"], check=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("emit",), "give M, N and K"),
+        (("emit", 3, 4), "give M, N and K"),
+        (("emit", "--schedule", "nonsense"), "is not a schedule"),
+        (("explain", 3, 4, 5, "--a", "diagonal"), "'diagonal'"),
+        (("explain", 3, 4, 5, "--dtype", "f16"), "'f16'"),
+        (("explain", 0, 4, 5), "equal to 1"),
+        (("compare", "nosuch"), "nosuch"),
+        (("compare", "smoke", "--peers", "nosuch"), "nosuch"),
+    ],
+)
+def test_a_slip_of_the_user_is_explained(words, said):
+    assert said in run(*words, status=2).output
+
+
+def test_errors_pass_through_to_main(monkeypatch, capsys):
+    with pytest.raises(TargetError):
+        run("emit", 3, 4, 5, "--target", "nosuch")
+    for error in (PortmmError("several\nlines [red]"), ImportError("a plot needs x"), OSError("no space")):
+        monkeypatch.setattr(cli, "app", lambda error=error: (_ for _ in ()).throw(error))
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 1
+        assert capsys.readouterr().err == f"portmm: {error}\n"
+
+
+# --- compare -----------------------------------------------------------------
+
+
+@pytest.fixture
+def contest(monkeypatch):
+    """A comparison that only writes down what it was asked."""
+    asked = {}
+
+    def fake(suite, **options):
+        asked.update(options, suite=suite)
+        options["progress"](0, 1, "starting")
+        return Report("a chip", "machine", options["threads"], "", suite, (Entrant("portmm", False, "ok", "1"),), ())
+
+    monkeypatch.setattr("portmm.compare.compare", fake)
+    return asked
+
+
+def test_compare_passes_on_what_was_asked(contest, tmp_path):
+    path, picture = tmp_path / "report.json", tmp_path / "report.png"
+    words = ["smoke", "--threads", 0, "--peers", "numpy, mkl", "--target", "avx2", "--budget", 5, "--rounds", 3]
+    shown = run("compare", *words, "--save", path, "--json").stdout
+    assert from_json(shown) == from_json(path.read_text())
+    assert contest["suite"] == "smoke"
+    assert contest["threads"] == HOST.cores
+    assert list(contest["contenders"]) == ["portmm", "numpy", "mkl"]
+    assert (contest["target"], contest["budget_s"], contest["rounds"]) == ("avx2", 5.0, 3)
+    pytest.importorskip("matplotlib")
+    run("compare", "--plot", picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert contest["contenders"] is None
+
+
+def test_compare_shows_a_table(contest):
+    assert "a chip" in run("compare").stdout
+    assert contest["suite"] == "quick"
+    assert contest["threads"] == 1
+
+
+# --- cache -------------------------------------------------------------------
+
+
+def test_the_cache_is_listed_and_cleared():
+    assert data("cache")["kernels"] == []
+    artifact = explain((9, 9), (9, 9)).artifact
+    found = data("cache")
+    assert [entry["key"] for entry in found["kernels"]] == [artifact.key]
+    assert found["bytes"] == cache.cache_size()
+    text = run("cache").stdout
+    assert artifact.key[:12] in text
+    assert run("cache", "--where").stdout == f"{cache.cache_dir()}\n"
+    assert "removed" in run("cache", "--clear").stdout
+    assert data("cache")["kernels"] == []
+    assert not artifact.path.exists()
+
+
+# --- doctor ------------------------------------------------------------------
+
+
+def states(checks):
+    return {check["name"]: check["state"] for check in checks}
+
+
+@pytest.fixture
+def no_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(compiler, "_ziglang", lambda: None)
+    compiler._find.cache_clear()
+    yield
+    compiler._find.cache_clear()
+
+
+def test_a_machine_that_runs_the_tests_is_fit():
+    found = data("doctor", "--no-libraries")
+    assert found["usable"]
+    assert {check["state"] for check in found["checks"]} <= {"ok", "note", "warn"}
+    assert states(found["checks"])["kernel"] == "ok"
+    assert states(found["checks"])["compiler"] == "ok"
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_without_a_compiler_the_doctor_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(doctor, "_TRIAL", "raise SystemExit('no compiler either')")
+    found = data("doctor", "--no-libraries", status=1)
+    assert not found["usable"]
+    checks = {check["name"]: check for check in found["checks"]}
+    assert checks["compiler"]["state"] == "fail"
+    assert "ziglang" in checks["compiler"]["text"]
+    assert checks["compiler"]["remedy"]
+    assert checks["kernel"] == {**checks["kernel"], "state": "fail", "text": "no compiler either"}
+    assert checks["emulators"]["state"] == "note"
+    text = run("doctor", "--no-libraries", status=1).output
+    assert "fail compiler" in text
+    assert "cannot make kernels" in text
+    with pytest.raises(NoCompilerError):
+        run("probe")
+
+
+def test_a_wrong_result_or_a_dead_process_is_a_failure(monkeypatch):
+    for code, words in (("assert False, 'it is wrong'", "it is wrong"), ("import os; os.abort()", "status -6")):
+        monkeypatch.setattr(doctor, "_TRIAL", code)
+        (check,) = doctor.run(("kernel", doctor._kernel))
+        assert check.state == "fail"
+        assert words in check.text
+
+
+def test_the_trial_notices_numpy_in_place_of_kernels():
+    env = {**os.environ, "CC": "/nonexistent/cc"}
+    done = subprocess.run([sys.executable, "-c", doctor._TRIAL], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "CC='/nonexistent/cc'" in done.stderr.splitlines()[-1]
+
+
+def test_an_unusable_cache_is_noticed(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("PORTMM_CACHE", str(tmp_path / "file" / "cache"))
+    (check,) = doctor.run(("cache", doctor._cache))
+    assert check.state == "warn"
+    assert "PORTMM_CACHE" in check.remedy
+
+
+def test_a_target_that_cannot_be_is_noticed(monkeypatch):
+    monkeypatch.setenv("PORTMM_TARGET", "nosuch")
+    (check,) = doctor.run(("target", doctor._target))
+    assert check.state == "fail"
+    assert "'nosuch'" in check.text
+    assert doctor.run(("measured rates", doctor._measured)) == []
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Pretend to be a recorded host."""
+
+    def pretend(name):
+        shot = json.loads((Path(__file__).parent / "hosts" / f"{name}.json").read_text())["snapshot"]
+        recorded = detect.Snapshot(**{**shot, "affinity": tuple(shot["affinity"])})
+        monkeypatch.setattr(detect, "snapshot", lambda: recorded)
+        detect.host.cache_clear()
+        detect.host_features.cache_clear()
+
+    yield pretend
+    detect.host.cache_clear()
+    detect.host_features.cache_clear()
+
+
+def test_masked_instructions_are_noticed(elsewhere):
+    elsewhere("avx512_masked")
+    found = [check for check in doctor.run(("instruction sets", doctor._isas)) if check.state == "warn"]
+    assert "AVX-512" in found[0].text
+    assert "avx512f" in found[0].text
+    assert "virtual machine" in found[0].remedy
+
+
+def test_a_chip_without_a_description_is_noticed(elsewhere):
+    elsewhere("masked_model")
+    (check,) = doctor.run(("machine", doctor._machine))
+    assert check.state == ("note" if any(m.features for m in detect.host().match) else "ok")
+    elsewhere("unknown_sve512")
+    (check,) = doctor.run(("machine", doctor._machine))
+    assert check.state == "note"
+    assert "portmm probe" in check.remedy
+
+
+def test_the_second_opinion_is_only_that(monkeypatch):
+    monkeypatch.setattr(detect, "cross_check", lambda: ["L2 differs"])
+    assert [c.state for c in doctor.run(("py-cpuinfo", doctor._cross_check))] == ["note"]
+    monkeypatch.setattr(detect, "cross_check", lambda: 1 / 0)
+    assert [c.state for c in doctor.run(("py-cpuinfo", doctor._cross_check))] == ["note"]
+
+
+def test_libraries_are_opened_in_processes_of_their_own():
+    steps = dict(doctor.steps())
+    (check,) = steps["numpy"]()
+    assert check.state == "ok"
+    assert np.__version__ in check.text
+
+
+def test_an_error_in_a_check_is_its_finding():
+    def broken():
+        raise OSError("unreadable")
+
+    assert doctor.run(("x", broken)) == [doctor.Check("x", "fail", "unreadable")]
+    assert not doctor.usable(doctor.run(("x", broken)))
+
+
+def test_developers_learn_what_to_install(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda _program: None)
+    checks = doctor.run(("emulators", doctor._emulators))
+    assert {check.state for check in checks} == {"note"}
+    assert all("apt install" in check.remedy for check in checks)
+
+
+def test_missing_headers_are_noticed(monkeypatch):
+    monkeypatch.setattr("portmm.run.host.python_headers", lambda: None)
+    (check,) = doctor.run(("Python headers", doctor._headers))
+    assert check.state == "warn"

@@ -1,0 +1,438 @@
+import ctypes
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from portmm.compare import CONTENDERS, Case, Contender, Entrant, Entry, Report, Result, cases, compare
+from portmm.compare import data as inputs
+from portmm.compare.contest import _Lane, _result
+from portmm.compare.environment import Setup, environment, removed
+from portmm.compare.limit import Limits, forced_isa
+from portmm.compare.native import flags
+from portmm.compare.peers import find, open_adapter
+from portmm.compare.plot import plot
+from portmm.compare.report import from_json, geomean, markdown, notes, summaries, terminal
+from portmm.compare.suite import QUICK, SMOKE
+from portmm.compare.worker import seconds_per_call
+from portmm.detect import host
+from portmm.errors import TargetError
+from portmm.target import MemoryLevel
+
+HERE = Path(__file__).parent
+SMALL = Case("small", "cube", 8, 12, 16)
+OTHER = Case("other", "cube", 9, 12, 16)
+
+
+def fake(name, *, peer=True):
+    return Contender(name, f"compare_fakes:{name}", f"pip install {name}", peer=peer)
+
+
+@pytest.fixture(autouse=True)
+def _fakes(monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+
+
+def contest(*names, suite=(SMALL,), ours="", **options):
+    field = [fake(name, peer=name != ours) for name in names]
+    options = {"rounds": 2, "turn_s": 0.001, "limits": False, **options}
+    return compare(list(suite), contenders=field, **options)
+
+
+# --- the suite ---------------------------------------------------------------
+
+
+def test_suites_are_named_once_and_nested():
+    full = cases("full")
+    names = [case.name for case in full]
+    assert len(set(names)) == len(names)
+    assert set(QUICK) <= set(names)
+    assert set(SMOKE) <= set(names)
+    assert [c.name for c in cases("smoke")] == list(SMOKE)
+    assert {c.name for c in cases("tiny,cube-64")} == {n for n in names if n.startswith("tiny")} | {"cube-64"}
+
+
+def test_the_full_suite_holds_what_is_promised():
+    full = cases("full")
+    assert {c.m for c in full if c.group == "cube"} >= {64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096}
+    assert {c.m for c in full if c.group == "llama"} == {1, 4, 16, 64, 512}
+    assert {c.m for c in full if c.packed} == set(range(1, 17))
+    assert {(c.a, c.b) for c in full if c.group == "transpose"} == {
+        (a, b) for a in ("row", "col") for b in ("row", "col")
+    }
+    assert all(c.batch == 1000 for c in full if c.group == "tiny")
+
+
+def test_an_unknown_suite_is_named_with_what_is_known():
+    with pytest.raises(ValueError, match=r"'nosuch'.*smoke"):
+        cases("nosuch")
+
+
+def test_an_unknown_contender_is_named_with_who_is_known():
+    with pytest.raises(ValueError, match=r"'nosuch'.*numpy"):
+        find(["nosuch"])
+
+
+# --- inputs and judgement ----------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("layout", ["row", "col"])
+def test_layouts_are_as_the_case_says(batch, layout):
+    case = Case("x", "x", 5, 6, 7, batch, a=layout, b=layout, c=layout)
+    data = inputs.arrays(case)
+    for array, shape in ((data.a, (5, 7)), (data.b, (7, 6)), (data.c, (5, 6))):
+        assert array.shape == (shape if batch == 1 else (batch, *shape))
+        inner = -1 if layout == "row" else -2
+        assert array.strides[inner] == 4
+        assert array.dtype == np.float32
+    assert np.isnan(data.c).all()
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f64"])
+@pytest.mark.parametrize(("m", "n", "k", "batch"), [(4, 5, 1, 1), (8, 8, 8, 50), (300, 310, 320, 1), (1, 1, 1, 1)])
+def test_a_right_product_is_accepted(m, n, k, batch, dtype):
+    case = Case("x", "x", m, n, k, batch, dtype=dtype)
+    data = inputs.arrays(case)
+    np.matmul(data.a, data.b, out=data.c)
+    error, bound = inputs.judge(case, data)
+    assert error <= bound
+
+
+def test_a_lost_term_is_noticed():
+    case = Case("x", "x", 300, 310, 4096)
+    data = inputs.arrays(case)
+    np.matmul(data.a[:, :-1], data.b[:-1], out=data.c)
+    error, bound = inputs.judge(case, data)
+    assert error > bound
+
+
+def test_rounding_to_half_the_bits_is_noticed():
+    case = Case("x", "x", 64, 64, 4096)
+    data = inputs.arrays(case)
+    short = data.a.view(np.uint32) & np.uint32(0xFFFF0000)
+    np.matmul(short.view(np.float32), data.b, out=data.c)
+    error, bound = inputs.judge(case, data)
+    assert error > bound
+
+
+@pytest.mark.parametrize("place", [(0, 0), (-1, -1), (150, 155)])
+def test_one_unwritten_element_is_noticed(place):
+    case = Case("x", "x", 300, 310, 320)
+    data = inputs.arrays(case)
+    np.matmul(data.a, data.b, out=data.c)
+    data.c[place] = np.nan
+    assert inputs.judge(case, data)[0] == float("inf")
+
+
+def test_the_timer_takes_the_median_of_counted_calls():
+    now = [0.0]
+
+    def run(count):
+        now[0] += count * 0.001
+
+    assert seconds_per_call(run, 0.02, clock=lambda: now[0]) == pytest.approx(0.001)
+
+
+# --- environments ------------------------------------------------------------
+
+
+def test_what_bends_a_library_is_taken_away():
+    base = {"OPENBLAS_CORETYPE": "Haswell", "MKL_CBWR": "AVX", "PATH": "/bin", "PORTMM_CACHE": "/x"}
+    assert removed(base) == ("MKL_CBWR", "OPENBLAS_CORETYPE")
+    env = environment(base, Setup(threads=3), uses_openblas=False)
+    assert "OPENBLAS_CORETYPE" not in env
+    assert env["OMP_NUM_THREADS"] == "3"
+    assert env["OPENBLAS_NUM_THREADS"] == "1"
+    assert env["PATH"] == "/bin"
+    assert env["PORTMM_CACHE"] == "/x"
+
+
+def test_all_are_held_to_a_forced_isa():
+    env = environment({}, Setup(threads=2, isa="avx2", target="x86-64-v3"), uses_openblas=True)
+    assert env["OPENBLAS_CORETYPE"] == "Haswell"
+    assert env["MKL_ENABLE_INSTRUCTIONS"] == env["ONEDNN_MAX_CPU_ISA"] == "AVX2"
+    assert env["PORTMM_TARGET"] == "x86-64-v3"
+    assert env["OPENBLAS_NUM_THREADS"] == "2"
+
+
+def test_workers_see_that_environment(monkeypatch):
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Prescott")
+    report = contest("seen", threads=2)
+    assert report.entrants[0].version.startswith(
+        "OPENBLAS_CORETYPE=None MKL_ENABLE_INSTRUCTIONS=None OMP_NUM_THREADS=2"
+    )
+    assert "OPENBLAS_CORETYPE" in report.removed
+
+
+@pytest.mark.skipif(host().isa("avx2") is None or host().isas[0].name == "avx2", reason="needs more than AVX2")
+def test_an_isa_forces_the_peers_too():
+    report = contest("seen", target="avx2")
+    assert report.isa == "avx2"
+    assert "OPENBLAS_CORETYPE=Haswell MKL_ENABLE_INSTRUCTIONS=AVX2" in report.entrants[0].version
+    assert "PORTMM_TARGET=avx2" in report.entrants[0].version
+
+
+def test_the_machine_as_it_is_forces_nothing():
+    assert forced_isa("") == ""
+    assert forced_isa(host().name) == ""
+    with pytest.raises(TargetError, match="nosuch"):
+        compare("smoke", target="nosuch")
+
+
+# --- the contest -------------------------------------------------------------
+
+
+def test_a_slow_one_takes_part():
+    report = contest("slow", "right", ours="right")
+    (result,) = report.results
+    assert result.best == "slow"
+    assert result.ratio > 0
+    assert all(len(entry.samples) == 2 for entry in result.entries.values())
+
+
+def test_the_ratio_is_taken_within_rounds_and_against_the_fastest_peer():
+    lanes = [_Lane(fake("mine", peer=False)), _Lane(fake("fast")), _Lane(fake("slow")), _Lane(fake("bad"))]
+    entries = {
+        "mine": Entry("ok", 2.0, (1.0, 2.0, 3.0)),
+        "fast": Entry("ok", 4.0, (3.0, 4.0, 4.5)),
+        "slow": Entry("ok", 5.0, (5.0, 5.0, 5.0)),
+        "bad": Entry("wrong"),
+    }
+    result = _result(SMALL, lanes, entries, None)
+    assert result.best == "fast"
+    assert result.ratio == 2.0  # of 3, 2 and 1.5
+    assert _result(SMALL, lanes[1:], entries, None).ratio is None
+    assert _result(SMALL, lanes[:1], entries, None).best == ""
+
+
+@pytest.mark.parametrize(("name", "reason"), [("wrong", "exceeds"), ("unfinished", "inf exceeds")])
+def test_wrong_results_are_never_timed(name, reason):
+    report = contest(name, "right")
+    entry = report.results[0].entries[name]
+    assert entry.state == "wrong"
+    assert reason in entry.reason
+    assert not entry.samples
+    assert report.results[0].best == "right"
+    assert any(line.startswith(f"{name} on small: wrong") for line in notes(report))
+
+
+def test_a_wrong_method_beside_a_right_one_is_told():
+    report = contest("half_wrong")
+    entry = report.results[0].entries["half_wrong"]
+    assert (entry.state, entry.method) == ("ok", "good")
+    assert "bad: error" in entry.reason
+    assert any("a method was wrong" in line for line in notes(report))
+
+
+def test_a_result_that_goes_wrong_later_is_noticed():
+    entry = contest("racy").results[0].entries["racy"]
+    assert entry.state == "wrong"
+    assert "after timing" in entry.reason
+
+
+def test_a_crash_is_reported_and_the_next_case_goes_on():
+    report = contest("crashing", "right", suite=(SMALL, OTHER))
+    first, second = report.results
+    assert first.entries["crashing"].state == "crashed"
+    assert "SIGSEGV" in first.entries["crashing"].reason
+    assert first.entries["right"].state == "ok"
+    assert second.entries["crashing"].state == "ok"
+
+
+def test_a_hang_is_ended():
+    report = contest("hanging", "right", patience_s=1.0)
+    entry = report.results[0].entries["hanging"]
+    assert (entry.state, entry.reason) == ("timeout", "no answer in 1 s")
+    assert report.results[0].best == "right"
+
+
+def test_one_that_cannot_be_opened_is_reported_with_its_last_words():
+    report = contest("raising", "absent", "right")
+    states = {e.name: (e.state, e.reason) for e in report.entrants}
+    assert states["raising"] == ("crashed", "ended with status 1: RuntimeError: no licence file")
+    assert states["absent"] == ("missing", "no libabsent.so")
+    assert "absent: not found (no libabsent.so): pip install absent" in notes(report)
+    assert set(report.results[0].entries) == {"right"}
+
+
+def test_one_that_cannot_do_a_case_says_why():
+    entry = contest("picky", "right").results[0].entries["picky"]
+    assert (entry.state, entry.reason) == ("unsupported", "only on Sundays")
+
+
+def test_printing_libraries_disturb_nobody():
+    assert contest("noisy").results[0].entries["noisy"].state == "ok"
+
+
+def test_cases_without_time_are_named():
+    report = contest("right", suite=(SMALL, OTHER), budget_s=0.0)
+    assert report.skipped == ("small", "other")
+    assert "no time was left for: small, other" in notes(report)
+
+
+def test_progress_is_told():
+    seen = []
+    contest("right", progress=lambda done, total, text: seen.append((done, total, text)))
+    assert seen[-1] == (1, 1, "done")
+    assert (0, 1, "small") in seen
+
+
+# --- adapters ----------------------------------------------------------------
+
+SHAPES = [
+    Case("plain", "x", 7, 9, 11),
+    Case("vector", "x", 1, 33, 65),
+    Case("thin", "x", 33, 1, 65),
+    Case("batch", "x", 5, 6, 7, batch=4),
+    Case("packed", "x", 4, 64, 48, packed=True),
+    Case("packed one", "x", 1, 64, 48, packed=True),
+    *(
+        Case(f"{a}-{b}-{c}", "x", 7, 9, 11, a=a, b=b, c=c)
+        for a in ("row", "col")
+        for b in ("row", "col")
+        for c in ("row", "col")
+    ),
+    Case("vector-t", "x", 1, 33, 65, b="col"),
+    Case("thin-t", "x", 33, 1, 65, a="col"),
+]
+
+
+@pytest.mark.parametrize("name", [c.name for c in CONTENDERS if c.peer])
+def test_every_adapter_is_right_in_all_its_methods(name):
+    report = compare(SHAPES, contenders=[name], rounds=1, turn_s=0.0005, limits=False)
+    if report.entrants[0].state == "missing":
+        pytest.skip(report.entrants[0].reason)
+    assert report.entrants[0].state == "ok", report.entrants[0].reason
+    for result in report.results:
+        entry = result.entries[name]
+        assert entry.state in ("ok", "unsupported"), (result.case, entry.reason)
+        assert entry.state != "ok" or not entry.reason, (result.case, entry.reason)
+
+
+def test_numpy_does_everything():
+    report = compare(SHAPES, contenders=["numpy"], rounds=1, turn_s=0.0005, limits=False)
+    assert {r.entries["numpy"].state for r in report.results} == {"ok"}
+
+
+def test_numpy_in_process():
+    library = open_adapter("portmm.compare.peers:open_numpy", Setup())
+    data = inputs.arrays(SMALL)
+    library.prepare(SMALL, data)["matmul"](1)
+    assert np.allclose(data.c, data.a.astype(float) @ data.b, atol=1e-4)
+
+
+def test_an_adapter_must_return_a_library():
+    with pytest.raises(TypeError, match="not a Library"):
+        open_adapter("builtins:type", Setup())
+
+
+def test_cblas_flags():
+    assert flags(SMALL) == (101, 111, 111, 16, 12, 12)
+    assert flags(replace(SMALL, a="col", b="col")) == (101, 112, 112, 8, 16, 12)
+    assert flags(replace(SMALL, c="col")) == (102, 112, 112, 16, 12, 8)
+
+
+# --- limits ------------------------------------------------------------------
+
+
+def test_the_limit_is_the_roofline():
+    limits = Limits({"atom": 100.0, "L1": 50.0, "memory": 2.0}, (MemoryLevel("L1", 4096),), {"f32": "atom"})
+    small = Case("x", "x", 16, 16, 16)
+    assert limits.of(small, 1) == 100.0
+    large = Case("x", "x", 1, 4096, 4096)
+    assert limits.of(large, 1) == pytest.approx(2.0 * large.flops / large.problem.bytes)
+    assert limits.of(large, 2) is None
+    assert limits.of(small, 2) == 200.0
+    assert Limits().of(small, 1) is None
+
+
+# --- the report --------------------------------------------------------------
+
+
+def sample():
+    def entry(seconds):
+        return Entry("ok", seconds, (seconds, seconds), "gemm", "", 1e-6, 1e-5)
+
+    one = Case("cube-64", "cube", 64, 64, 64)
+    two = Case("tiny-4", "tiny", 4, 4, 4, batch=1000)
+    no = Entry("unsupported", reason="no")
+    entrants = (
+        Entrant("portmm", False, "ok", "portmm 0.1.0"),
+        Entrant("numpy", True, "ok", "numpy 2"),
+        Entrant("mkl", True, "missing", "", "no libmkl_rt.so*", "pip install mkl"),
+        Entrant("picky", True, "ok", "picky 1"),
+    )
+    results = (
+        Result(one, {"portmm": entry(1e-6), "numpy": entry(2e-6), "picky": no}, "numpy", 2.0, 600.0),
+        Result(two, {"portmm": entry(4e-6), "numpy": entry(2e-6), "picky": no}, "numpy", 0.5, None),
+    )
+    left_out = ("cube-128",)
+    return Report(
+        "A chip [x]", "zen5", 1, "", "custom", entrants, results, "2026-01-01", left_out, ("OMP_X",), {"atom": 1.0}
+    )
+
+
+def test_json_goes_round():
+    report = sample()
+    assert from_json(report.to_json()) == report
+    other = json.loads(report.to_json())
+    with pytest.raises(ValueError, match="schema 99"):
+        from_json(json.dumps({**other, "schema": 99}))
+
+
+def test_summaries_show_losses():
+    by_group = {s.group: s for s in summaries(sample())}
+    assert by_group["cube"].mean == pytest.approx(2.0)
+    assert by_group["tiny"].wins == 0
+    assert by_group["all"].mean == pytest.approx(1.0)
+    assert by_group["all"].lowest_case == "1000 x 4x4x4"
+    assert geomean([]) is None
+
+
+def test_tables_say_everything():
+    report = sample()
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
+    with console.file:
+        console.print(terminal(report))
+    shown, written = console.export_text(), markdown(report)
+    for text in (shown, written):
+        for piece in ("A chip [x]", "64x64x64", "524", "2.00", "0.50", "mkl: not found", "pip install mkl", "87"):
+            assert piece in text
+        assert "no time was left for: cube-128" in text
+        assert "picky: picky 1" in text
+    assert "| picky |" not in written
+    assert "| cube-64 | 64x64x64 | 524 | 262 | numpy | 2.00 | 87 |" in written
+
+
+def test_a_report_without_portmm_has_no_ratio():
+    report = sample()
+    alone = replace(report, entrants=report.entrants[1:], results=tuple(replace(r, ratio=None) for r in report.results))
+    assert "ratio" not in markdown(alone).splitlines()[2]
+    assert summaries(alone) == []
+
+
+def test_markdown_from_the_command_line(tmp_path):
+    path = tmp_path / "r.json"
+    path.write_text(sample().to_json())
+    command = [sys.executable, "-m", "portmm.compare.report", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == markdown(sample())
+
+
+def test_plot_writes_a_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    plot(sample(), tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_importing_compare_loads_no_library():
+    code = "import portmm.compare, sys; print(sorted({'torch', 'matplotlib', 'rich'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+    assert ctypes.sizeof(ctypes.c_long) == 8  # the driver's strides are long

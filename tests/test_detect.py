@@ -1,0 +1,185 @@
+"""Hosts recorded elsewhere are recognised, and this one names only what it can run."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from portmm import detect, target
+from portmm.errors import TargetError
+from portmm.snapshot import cgroup_folders, parse_list
+
+HOSTS = sorted(Path(__file__).with_name("hosts").glob("*.json"))
+TINY = str(Path(__file__).with_name("targets") / "tiny.toml")
+X86 = platform.machine() == "x86_64"
+
+
+def recorded(path: Path) -> tuple[detect.Snapshot, dict]:
+    data = json.loads(path.read_text())
+    shot = {**data["snapshot"], "affinity": tuple(data["snapshot"]["affinity"])}
+    return detect.Snapshot(**shot), data["expect"]
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Pretend to be a recorded host."""
+
+    def pretend(name: str) -> None:
+        shot, _ = recorded(Path(__file__).parent / "hosts" / f"{name}.json")
+        monkeypatch.setattr(detect, "snapshot", lambda: shot)
+        detect.host.cache_clear()
+        detect.host_features.cache_clear()
+
+    yield pretend
+    detect.host.cache_clear()
+    detect.host_features.cache_clear()
+
+
+@pytest.mark.parametrize("path", HOSTS, ids=lambda path: path.stem)
+def test_recorded_host(path: Path) -> None:
+    shot, expect = recorded(path)
+    found = detect.identify(shot)
+    assert found.name == expect["name"]
+    assert [isa.name for isa in found.isas] == expect["isas"]
+    assert found.cores == expect["cores"]
+    assert {level.name: level.bytes for level in found.levels} == expect["levels"]
+    if "shared" in expect:
+        assert [level.name for level in found.levels if level.shared] == expect["shared"]
+    assert all(level.line and level.ways for level in found.levels)
+    assert set(found.rates) <= {atom.name for isa in found.isas for atom in isa.atoms}
+
+
+def test_this_host_is_what_it_says() -> None:
+    here = detect.host()
+    assert here is detect.host()
+    assert here.isas[-1].name == "scalar"
+    assert not [isa.name for isa in here.isas if detect.missing(isa)]
+    assert 1 <= here.cores <= len(os.sched_getaffinity(0))
+    assert here.level("L1") is not None
+
+
+@pytest.mark.skipif(not X86, reason="cpuid is an x86 instruction")
+def test_cpuid_and_the_kernel_agree() -> None:
+    shot = detect.snapshot()
+    if not (shot.cpuid and shot.cpuinfo):
+        pytest.skip("this host hides one of the two")
+    assert detect.features(replace(shot, cpuinfo="")) <= detect.features(replace(shot, cpuid={}))
+    assert detect._signature(shot) == detect._signature(replace(shot, cpuid={}))
+
+
+def test_ranges_of_processors() -> None:
+    assert parse_list("0-2,8") == {0, 1, 2, 8}
+    assert parse_list("") == set()
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("0::/a/b", "/sys/fs/cgroup/a/b"),
+        ("0::/", "/sys/fs/cgroup"),
+        ("0::/../outside", "/sys/fs/cgroup"),
+        ("3:cpuset:/x\n4:cpu,cpuacct:/y", "/sys/fs/cgroup/cpu/y"),
+    ],
+)
+def test_cgroup_folders(text: str, first: str) -> None:
+    assert next(cgroup_folders(text)) == first
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "0::", "5:cpu"])
+def test_cgroup_text_of_any_shape_is_survived(text: str) -> None:
+    assert all(folder.startswith("/sys/fs/cgroup") for folder in cgroup_folders(text))
+
+
+@pytest.mark.parametrize("quota", ["max 100000", "-1 100000", "100000 0", "junk", ""])
+def test_no_quota_means_all_cores(quota: str) -> None:
+    files = {"/proc/self/cgroup": "0::/", "/sys/fs/cgroup/cpu.max": quota}
+    assert detect.identify(detect.Snapshot("x86_64", "", files, (0, 1, 2))).cores == 3
+
+
+def test_an_unknown_architecture_gets_plain_c() -> None:
+    found = detect.identify(detect.Snapshot("riscv64", "", {}, (0,)))
+    assert (found.arch, [isa.name for isa in found.isas]) == ("riscv64", ["scalar"])
+
+
+def test_nothing_asked_for_is_this_host() -> None:
+    assert detect.resolve(None) is detect.host()
+    assert detect.resolve("") is detect.host()
+
+
+def test_an_isa_limits_this_host(elsewhere) -> None:
+    elsewhere("sapphire_rapids_quota")
+    limited = detect.resolve("avx2")
+    assert (limited.name, [isa.name for isa in limited.isas]) == ("sapphire_rapids", ["avx2", "sse2", "scalar"])
+    assert [isa.name for isa in detect.resolve("scalar").isas] == ["scalar"]
+
+
+def test_a_forced_chip_keeps_its_facts_and_the_cores_of_this_host(elsewhere) -> None:
+    elsewhere("sapphire_rapids_quota")
+    forced = detect.resolve("cascade-lake")
+    assert forced.levels == target.load_target("cascade_lake").levels
+    assert forced.rates == target.load_target("cascade_lake").rates
+    assert forced.cores == detect.host().cores
+
+
+def test_a_file_is_a_target(elsewhere) -> None:
+    elsewhere("hidden_everything")
+    forced = detect.resolve(TINY)
+    assert (forced.name, forced.cores) == ("tiny", 1)
+
+
+@pytest.mark.parametrize("name", ["avx512", "skylake-sp", "zen4"])
+def test_missing_features_are_named(elsewhere, name: str) -> None:
+    elsewhere("haswell_quota_v1")
+    with pytest.raises(TargetError, match=r"avx512f.*avx512dq.*it runs avx2, sse2, scalar"):
+        detect.resolve(name)
+
+
+def test_the_vector_length_is_a_feature(elsewhere) -> None:
+    elsewhere("graviton3_short_vectors")
+    with pytest.raises(TargetError, match="sve_vl256"):
+        detect.resolve("sve256")
+    assert [isa.name for isa in detect.resolve("sve128").isas] == ["sve128", "scalar"]
+
+
+def test_another_architecture_is_refused(elsewhere) -> None:
+    elsewhere("graviton2")
+    with pytest.raises(TargetError, match="x86_64"):
+        detect.resolve("zen4")
+    with pytest.raises(TargetError, match="x86_64"):
+        detect.resolve("avx2")
+
+
+def test_an_unknown_name_lists_the_known() -> None:
+    with pytest.raises(TargetError, match=r"pentium.*zen5.*avx2"):
+        detect.resolve("pentium")
+
+
+def test_the_second_opinion_is_optional_text(monkeypatch) -> None:
+    told = {"flags": ["sse2"], "l1_data_cache_size": 1}
+    module = type(sys)("cpuinfo")
+    module.get_cpu_info = lambda: told
+    monkeypatch.setitem(sys.modules, "cpuinfo", module)
+    assert all(isinstance(line, str) for line in detect.cross_check())
+
+
+@pytest.mark.emulated
+@pytest.mark.skipif(not X86, reason="emulates lesser machines of the host's own architecture")
+@pytest.mark.parametrize(("cpu", "best"), [("Nehalem", "sse2"), ("Haswell", "avx2")])
+def test_a_lesser_machine_is_seen_through_the_kernels_flags(cpu: str, best: str) -> None:
+    code = "from portmm import detect; print(detect.host().isas[0].name)"
+    emulator = shutil.which("qemu-x86_64")
+    if not emulator:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("qemu-x86_64 is not installed")
+    command = [emulator, "-cpu", cpu, sys.executable, "-c", code]
+    # NumPy's OpenBLAS asks the emulated cpuid itself and may pick what the model lacks.
+    environment = {**os.environ, "OPENBLAS_CORETYPE": cpu}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    assert done.stdout.split() == [best]

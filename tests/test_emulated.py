@@ -1,0 +1,105 @@
+"""Kernels for machines that are not here, under an emulator, through the real pipeline."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+
+import driver
+import numpy as np
+import pytest
+import support
+from support import case, interpret, require, selection, small
+
+from portmm.lower import lower
+from portmm.target import load_isa
+
+pytestmark = pytest.mark.emulated
+
+ARM = [name for name in support.ISAS if load_isa(name).arch == "aarch64"]
+
+
+def cpu(name):
+    """The emulator's CPU for an ISA: SVE has the width that its description says."""
+    isa = load_isa(name)
+    return f"max,sve-default-vector-length={isa.vector_bytes}" if name.startswith("sve") else "cortex-a72"
+
+
+@pytest.fixture(scope="module")
+def arm_driver(tmp_path_factory):
+    """The driver for aarch64, and the words that run it on a CPU."""
+    if platform.machine() == "aarch64":
+        pytest.skip("this machine runs these kernels itself")
+    cross, emulator = require("aarch64-linux-gnu-gcc"), require("qemu-aarch64")
+    program = driver.compile_driver(tmp_path_factory.mktemp("arm"), [cross])
+    return lambda name: [emulator, "-L", "/usr/aarch64-linux-gnu", "-cpu", cpu(name), program]
+
+
+@pytest.mark.parametrize("dtype", support.NUMPY)
+@pytest.mark.parametrize("name", ARM)
+def test_arm_kernels_agree_with_the_interpreter(name, dtype, arm_driver):
+    """Bit for bit on small integers, within the error bound on floats."""
+    target = small(name)
+    isa = target.isas[0]
+    chosen = [(p, s) for p, found in selection(target, dtype, isa.atom(dtype).n) for s in found]
+    chosen = chosen[:: 2 if dtype == "f32" and name in ("neon", "sve256") else 6]
+    kernels = [lower(s, isa) for _, s in chosen]
+    jobs = []
+    for i, ((p, _), kernel) in enumerate(zip(chosen, kernels, strict=True)):
+        jobs += [(i, kernel, case(p, seed=i), 1 + i % 3), (i, kernel, case(p, seed=i, floats=True), 1)]
+    results = driver.run([*arm_driver(name), *driver.objects(kernels)], jobs)
+    for (i, kernel, k, _), got in zip(jobs, results, strict=True):
+        k.check(got, chosen[i][1])
+        if not k.bound.any():
+            np.testing.assert_array_equal(got, interpret(kernel, k), err_msg=str(chosen[i][1]))
+
+
+# Runs in a whole Python under the emulator; prints what it found as JSON.
+PRODUCTS = """
+import json, sys
+import numpy as np
+import portmm
+from portmm import settings
+rng = np.random.default_rng(0)
+worst, said = 0.0, {}
+for m, n, k in [(1, 40, 33), (5, 17, 64), (64, 48, 32), (33, 1, 20)]:
+    for dtype in (np.float32, np.float64):
+        a, b = rng.standard_normal((m, k)).astype(dtype), rng.standard_normal((k, n)).astype(dtype)
+        want = a.astype(float) @ b.astype(float)
+        scale = (k + 1) * np.finfo(dtype).eps * (abs(a).astype(float) @ abs(b).astype(float))
+        for x, y in ((a, b), (np.asfortranarray(a), b.T.copy().T), (a, portmm.pack(b))):
+            got = portmm.matmul(x, y)
+            worst = max(worst, float((abs(got - want) / scale).max()))
+for name in sys.argv[1:]:
+    try:
+        with portmm.config(target=name):
+            portmm.matmul(a, b)
+        said[name] = "ran"
+    except portmm.TargetError as error:
+        said[name] = str(error)
+print(json.dumps({"isa": settings.target().isas[0].name, "worst": worst, "said": said}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="runs this machine's own Python")
+@pytest.mark.parametrize(("model", "isa", "beyond"), [("Haswell", "avx2", "avx512"), ("Nehalem", "sse2", "avx2")])
+def test_a_lesser_x86_gets_its_own_kernels(model, isa, beyond):
+    """The host's own Python on an older CPU; what that lacks is refused in words, never SIGILL."""
+    emulator = require("qemu-x86_64")
+    environment = {**os.environ, "OPENBLAS_CORETYPE": model, "OPENBLAS_NUM_THREADS": "1", "PORTMM_NUM_THREADS": "2"}
+    environment.pop("PORTMM_TARGET", None)
+    done = subprocess.run(
+        [emulator, "-cpu", model, sys.executable, "-W", "error", "-c", PRODUCTS, "scalar", "sse2", beyond],
+        capture_output=True, text=True, check=False, env=environment, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["isa"] == isa
+    assert found["worst"] < 2
+    assert found["said"]["scalar"] == found["said"]["sse2"] == "ran"
+    assert beyond in found["said"][beyond]
+    assert found["said"][beyond] != "ran"

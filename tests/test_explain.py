@@ -1,0 +1,262 @@
+"""Explaining: nothing about a choice is hidden, and it is the choice that would be made."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from support import require
+
+import portmm as pm
+from portmm import api, calibrate, detect, settings
+from portmm.explanation import SHOWN, target_called
+from portmm.problem import Problem
+from portmm.run.host import runtime
+from portmm.schedule import parse, spell
+from portmm.target import load_target, names
+
+SHAPES = (
+    (1024, 1024, 1024, "row", "row"),
+    (1, 4096, 4096, "row", "row"),
+    (5, 1, 3000, "row", "col"),
+    (200, 300, 17, "col", "any"),
+)
+
+
+def problems(dtype):
+    yield from (Problem(m, n, k, dtype, a=a, b=b) for m, n, k, a, b in SHAPES)
+    yield Problem(8, 8, 8, dtype, batch=1000, static=True)
+    yield Problem(96, 80, 64, dtype, c="col", deterministic=True)
+
+
+# --- any machine -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chip", names("chip"))
+@pytest.mark.parametrize("dtype", ["f32", "f64"])
+def test_every_chip_explains_and_emits(chip, dtype):
+    target = load_target(chip)
+    for problem in problems(dtype):
+        found = pm.explain(problem, target=chip, threads=3)
+        assert found.problem == problem
+        assert found.target.name == chip
+        assert found.kernel.isa in target.isas
+        assert found.workers in (1, 3)
+        assert found.origin == "analytical"
+        assert found.seconds > 0
+        assert all(cost.seconds >= found.seconds for _, cost in found.runners_up)
+        assert found.source.count(f"void {found.kernel.name}(") == 1
+        assert f"--schedule {spell(found.schedule)} " in found.source
+        assert parse(spell(found.schedule)) == found.schedule
+
+
+def test_what_is_printed_holds_everything():
+    found = pm.explain(Problem(300, 400, 500), target="haswell", threads=1)
+    text = str(found)
+    for part in (
+        str(found.problem),
+        found.target.title,
+        "analytical",
+        str(found.schedule),
+        found.cost.bound,
+        *found.cost.overlapped,
+        *found.cost.added,
+        *(str(s) for s, _ in found.runners_up[:SHOWN]),
+        found.kernel.name,
+        " ".join(found.flags),
+        found.source,
+    ):
+        assert part in text
+    assert found.source not in found.summary()
+
+
+def test_the_record_is_json():
+    found = pm.explain((3, 4), (4, 5), target="neoverse-v1")
+    data = json.loads(json.dumps(found.as_dict()))
+    assert data["target"] == "neoverse_v1"
+    assert data["schedule"] == spell(found.schedule)
+    assert data["problem"]["m"] == 3
+    assert len(data["runners_up"]) == len(found.runners_up)
+    assert data["runs_here"] is found.runs_here
+
+
+@pytest.mark.parametrize("chip", ["neoverse_n1", "haswell"])
+def test_a_kernel_for_another_machine_is_cross_compiled(chip):
+    arch = load_target(chip).arch
+    if arch != detect.host().arch:
+        require(f"{arch}-linux-gnu-gcc")
+    found = pm.explain((100, 100), (100, 100), target=chip)
+    assert found.artifact.path.read_bytes()[:4] == b"\x7fELF"
+    assert found.artifact.source == found.source
+    assert found.artifact.cached
+
+
+def test_explaining_compiles_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("PORTMM_CACHE", str(tmp_path / "none"))
+    str(pm.explain((64, 64), (64, 64), target="zen4"))
+    assert not (tmp_path / "none").exists() or not list((tmp_path / "none").glob("*.so"))
+
+
+def test_a_shape_takes_no_memory():
+    n = 10**7
+    assert pm.explain((50, n), (n, n)).problem == Problem(50, n, n)
+
+
+# --- the choice that would be made -------------------------------------------
+
+
+F32 = np.ones((60, 70), np.float32)
+CASES = {
+    "rows": lambda: (F32, np.ones((70, 80), np.float32), None),
+    "transposed": lambda: (F32.T, F32, None),
+    "both transposed": lambda: (F32.T, np.ones((80, 60), np.float32).T, None),
+    "sliced": lambda: (F32[::2, :50], np.ones((70, 80), np.float32)[:50, ::2], None),
+    "vector": lambda: (F32, np.ones(70, np.float32), None),
+    "two vectors": lambda: (F32[0], np.ones(70, np.float32), None),
+    "one row": lambda: (F32[:1], np.ones((70, 80), np.float32), None),
+    "one column": lambda: (F32, np.ones((70, 1), np.float32), None),
+    "wider": lambda: (F32, np.ones((70, 80)), None),
+    "double": lambda: (F32.astype(float), np.ones((70, 80)), None),
+    "batch": lambda: (np.ones((5, 6, 7), np.float32), np.ones((5, 7, 8), np.float32), None),
+    "long batch": lambda: (np.ones((50, 6, 7), np.float32), np.ones((50, 7, 8), np.float32), None),
+    "batch of one B": lambda: (np.ones((5, 6, 7), np.float32), np.ones((7, 8), np.float32), None),
+    "broadcast": lambda: (np.ones((5, 1, 6, 7), np.float32), np.ones((3, 7, 8), np.float32), None),
+    "out": lambda: (F32, F32.T, np.empty((60, 60), np.float32)),
+    "out by columns": lambda: (F32, F32.T, np.empty((60, 60), np.float32).T),
+    "out wider": lambda: (F32, F32.T, np.empty((60, 60)).T),
+    "out scattered": lambda: (F32, F32.T, np.empty((60, 120), np.float32)[:, ::2]),
+    "packed": lambda: (F32, pm.pack(np.ones((70, 80), np.float32)), None),
+    "packed, wider": lambda: (F32.astype(float), pm.pack(np.ones((70, 80), np.float32)), None),
+    "packed, out by columns": lambda: (
+        F32,
+        pm.pack(np.ones((70, 60), np.float32)),
+        np.empty((60, 60), np.float32).T,
+    ),
+}
+
+
+@pytest.fixture
+def posed(monkeypatch):
+    """The problems that matmul asks routes for."""
+    asked = []
+    real = api._route
+
+    def watch(p):
+        asked.append(p)
+        return real(p)
+
+    monkeypatch.setattr(api, "_route", watch)
+    return asked
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_problem_is_the_one_that_matmul_poses(case, posed):
+    a, b, out = CASES[case]()
+    # Inside a block of settings every call takes the general way, where nothing is remembered.
+    with pm.config(threads=1):
+        found = pm.explain(a, b, out=out)
+        pm.matmul(a, b, out)
+    assert [found.problem] == posed
+    assert found.workers == 1
+
+
+@pytest.mark.parametrize("case", ["rows", "transposed", "both transposed", "one row", "out", "packed"])
+def test_the_problem_is_the_one_that_the_fast_path_poses(case, posed):
+    a, b, out = CASES[case]()
+    pm.matmul(a, b, out)
+    runtime().clear_memo()
+    posed.clear()
+    pm.matmul(a, b, out)
+    assert [pm.explain(a, b, out=out).problem] == posed
+
+
+def test_a_plan_is_explained_as_static(posed):
+    a, b = np.ones((6, 7), np.float32), np.ones((7, 8), np.float32)
+    pm.plan(a, b)
+    assert [pm.explain(a, b, static=True).problem] == posed
+    assert posed[0].static
+
+
+def test_shapes_stand_for_dense_arrays():
+    a, b = np.ones((5, 6, 7)), np.ones((7, 8))
+    assert pm.explain((5, 6, 7), (7, 8), dtype="f64").problem == pm.explain(a, b).problem
+    assert pm.explain((5, 6, 7), b).problem == pm.explain(a, (7, 8)).problem == pm.explain(a, b).problem
+    assert pm.explain((5, 6, 7), (7, 8), dtype="float64").problem == pm.explain(a, b).problem
+
+
+def test_a_weight_that_does_not_suit_is_explained_as_it_is_used():
+    b = pm.pack(np.ones((70, 80), np.float32))
+    with pm.config(target="scalar"):
+        found = pm.explain(F32, b)
+    if found.problem.b != "packed":
+        assert found.problem == Problem(60, 80, 70)
+        assert "unpacks" in str(found)
+
+
+def test_settings_are_those_in_force():
+    with pm.config(deterministic=True, threads=1, target="scalar"):
+        found = pm.explain((500, 500), (500, 500))
+        assert found.problem.deterministic
+        assert found.kernel.isa.name == "scalar"
+        assert found.workers == 1
+        assert not pm.explain((5, 5), (5, 5), deterministic=False).problem.deterministic
+    assert pm.explain((5, 5), (5, 5), deterministic=True).problem.deterministic
+    assert pm.explain((4000, 4000), (4000, 4000), threads=7).workers in (1, 7)
+    assert pm.explain(Problem(5, 5, 5, deterministic=True)).problem.deterministic
+
+
+def test_a_name_means_what_it_means_to_config():
+    assert target_called(None) == settings.target()
+    best = detect.host().isas[-1].name
+    assert target_called(best) == calibrate.measured(detect.resolve(best))
+    assert target_called(load_target("zen2")).name == "zen2"
+
+
+def test_rates_say_where_they_come_from(monkeypatch, tmp_path):
+    monkeypatch.setenv("PORTMM_CACHE", str(tmp_path))
+    monkeypatch.setattr(settings, "_targets", {})
+    here = detect.host()
+    atom = here.isas[0].atom("f32").name
+    assert "measured" not in {origin for _, origin in pm.explain((9, 9), (9, 9)).rates.values()}
+    calibrate.remember(here, {atom: 77.0, "memory": 5.5})
+    monkeypatch.setattr(settings, "_targets", {})
+    found = pm.explain((9, 9), (9, 9))
+    assert found.rates[atom] == (77.0, "measured")
+    assert found.rates["memory"] == (5.5, "measured")
+    assert f"{atom}: 77 GFLOP/s, measured" in str(found)
+
+
+# --- what cannot be explained ------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "error", "words"),
+    [
+        (((3, 4),), {}, ValueError, "b is missing"),
+        ((Problem(3, 4, 5), (3, 4)), {}, ValueError, "no b"),
+        (((3, 4), (5, 6)), {}, ValueError, "cannot multiply"),
+        (((3, 0), (0, 6)), {}, ValueError, "nothing to multiply"),
+        (((3, 4), (4, -6)), {}, ValueError, "negative"),
+        (((), (4,)), {}, ValueError, "at least one dimension"),
+        (((3, 4), (4, 6)), {"dtype": "f16"}, TypeError, "'f16' is not supported; use one of f32, f64"),
+        (((3, 4), (4, 6)), {"dtype": "int8"}, TypeError, "not supported"),
+        ((np.ones((3, 4), int), (4, 6)), {}, TypeError, "int64"),
+        (((3, 4), (4, 6)), {"target": "nosuch"}, pm.TargetError, "no target called 'nosuch'"),
+        (((3, 4), (4, 6)), {"out": np.ones((3, 5), np.float32)}, ValueError, "out has shape"),
+    ],
+)
+def test_what_cannot_be_explained(args, options, error, words):
+    with pytest.raises(error, match=words):
+        pm.explain(*args, **options)
+
+
+def test_an_import_does_not_load_what_explaining_needs():
+    code = (
+        "import sys, portmm; assert 'portmm.explanation' not in sys.modules; "
+        "import portmm.explanation; assert callable(portmm.explain); portmm.Explanation; "
+        "assert not hasattr(portmm, 'nosuch')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

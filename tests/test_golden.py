@@ -1,0 +1,78 @@
+"""Emitted sources, as last looked at by a person; `pytest --update-golden` writes them anew.
+
+The schedules are written out here, so that no change of the choice touches
+these files: only a change of the emitted text does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support import ISAS
+
+from portmm.emit.c import source
+from portmm.lower import lower, lower_pack
+from portmm.schedule import ALL, Schedule, Tile
+from portmm.target import load_isa
+
+FOLDER = Path(__file__).with_name("golden")
+
+
+def tiles(mr, nr, kc, mc, nc):
+    return Tile("registers", mr, nr, 1), Tile("L1", mr, nr, kc), Tile("L2", mc, nr, kc), Tile("L3", mc, nc, kc)
+
+
+def blocked(name):
+    """Small heights keep the file short."""
+    nr = 2 * load_isa(name).atom("f32").n
+    return lower(Schedule("gemm", name, "f32", tiles(2, nr, 64, 8, 4 * nr), (1, 2), ahead=True), load_isa(name))
+
+
+def thin():
+    s = Schedule("gemm", "avx2", "f32", tiles(1, 16, ALL, ALL, ALL), (1,), 2, b="packed", pack_a=False, pack_b=False)
+    return lower(s, load_isa("avx2"))
+
+
+def dot():
+    levels = tuple(Tile(x, ALL, 2, ALL) for x in ("L1", "L2", "L3"))
+    s = Schedule("dot", "avx2", "f32", (Tile("registers", 1, 2, 8), *levels), (1,), b="col", pack_a=False, pack_b=False)
+    return lower(s, load_isa("avx2"))
+
+
+def static():
+    s = Schedule(
+        "gemm", "avx512", "f32", tiles(4, 16, ALL, ALL, ALL), (4,), pack_a=False, pack_b=False, over="batch",
+        static=(4, 16, 8),
+    )  # fmt: skip
+    return lower(s, load_isa("avx512"))
+
+
+KERNELS = {
+    **{f"blocked_{name}": lambda name=name: blocked(name) for name in ISAS},
+    "thin_avx2": thin,
+    "dot_avx2": dot,
+    "pack_sse2": lambda: lower_pack(load_isa("sse2"), "f32", 8, "col"),
+    "static_avx512": static,
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_text_is_the_one_looked_at(name, request):
+    text, path = source(KERNELS[name]()), FOLDER / f"{name}.c"
+    if request.config.getoption("--update-golden"):
+        path.write_text(text)
+    assert path.is_file(), "no such file; write it with --update-golden"
+    assert text == path.read_text()
+
+
+def test_every_file_is_of_a_kernel():
+    assert {path.stem for path in FOLDER.glob("*")} == set(KERNELS)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_text_is_meant_to_be_read(name):
+    lines = source(KERNELS[name]()).splitlines()
+    assert all(line.startswith("/* ") and line.endswith(" */") for line in lines[:3])
+    assert not any(line != line.rstrip() or "\t" in line for line in lines)
+    assert source(KERNELS[name]()) == "\n".join(lines) + "\n"

@@ -1,0 +1,143 @@
+"""What kernels compute: every candidate in the interpreter, then as built code against the interpreter."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import support
+from support import HERE, LAYOUTS, SEVEN, TINY, case, execute, interpret, pose, selection
+
+from portmm import settings
+from portmm.candidates import candidates
+from portmm.lower import lower
+from portmm.problem import Problem
+from portmm.run.host import runtime
+
+SIZES = [
+    (1, 1, 1), (1, 7, 5), (5, 1, 4), (2, 3, 9), (3, 5, 7), (4, 4, 8), (7, 9, 11), (13, 2, 10),
+    (2, 17, 3), (6, 6, 30), (9, 10, 6), (11, 3, 20), (1, 12, 16), (16, 1, 5), (8, 1, 1), (1, 1, 23),
+]  # fmt: skip
+
+
+def kernels(p, target):
+    """Each candidate for a problem with its loops."""
+    return [(s, lower(s, target.isa(s.isa))) for s in candidates(p, target)]
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+def test_every_candidate_is_the_product(layouts):
+    first = LAYOUTS.index(layouts)
+    for i in range(3):
+        size = SIZES[(first * 3 + i * 5) % len(SIZES)]
+        for p in pose(size, layouts, TINY):
+            k = case(p, seed=i)
+            for s, kernel in kernels(p, TINY):
+                k.check(interpret(kernel, k, 1 + i % 3, shuffle=i), s)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("more", [{}, {"batch": 5}, {"static": True}, {"deterministic": True}], ids=str)
+def test_workers_and_orders_do_not_matter(more, workers):
+    for i, layouts in enumerate([("row", "row", "row"), ("row", "col", "row"), ("col", "any", "row"), *LAYOUTS[1::5]]):
+        if "static" in more and not {"any", "packed"}.isdisjoint(layouts):
+            continue
+        for p in pose((9, 5, 4), layouts, SEVEN, **more):
+            k = case(p, seed=workers, shared=("", "a", "b")[(i + workers) % 3] if p.batch > 1 else "")
+            for s, kernel in kernels(p, SEVEN):
+                k.check(interpret(kernel, k, workers, shuffle=i + 1), s)
+
+
+@pytest.mark.parametrize("dtype", support.NUMPY)
+@pytest.mark.parametrize("name", support.ISAS)
+def test_every_isa_means_the_product(name, dtype):
+    """Vectors, masks, spare tiles and shuffles, which the scalar machine has not."""
+    target = support.small(name)
+    lanes = target.isas[0].atom(dtype).n
+    for i, layouts in enumerate(LAYOUTS):
+        size = [(5, lanes + 1, 3), (1, 3 * lanes, lanes + 2), (2 * lanes + 1, 3, 2)][i % 3]
+        p = pose(size, layouts, target, dtype=dtype)[-1]
+        k = case(p, seed=i)
+        for s, kernel in kernels(p, target)[i % 3 :: 3]:
+            k.check(interpret(kernel, k, 2, shuffle=i), s)
+
+
+class Counted(np.ndarray):
+    """A flat array that counts the stores to each element."""
+
+    def __setitem__(self, key, value):
+        self.counts[key] += 1
+        super().__setitem__(key, value)
+
+
+def counted(x):
+    array = x.view(Counted)
+    array.counts = np.zeros(x.size, int)
+    return array
+
+
+@pytest.mark.parametrize("size", [(7, 9, 11), (1, 13, 20), (4, 5, 23)])
+@pytest.mark.parametrize("name", ["tiny", "sse2", "avx512"])
+def test_each_element_of_c_is_covered_once_per_block_of_k(name, size):
+    target = SEVEN if name == "tiny" else support.small(name)
+    for layouts in [("row", "row", "row"), ("col", "col", "row"), ("row", "col", "row"), ("any", "row", "col")]:
+        for p in [*pose(size, layouts, target), *pose(size, layouts, target, batch=2)]:
+            k = case(p)
+            for s, kernel in kernels(p, target):
+                c = counted(k.fresh())
+                interpret(kernel, k, 2, c=c)
+                inside = c.counts[k.c.places()]
+                assert inside.min() == inside.max() > 0, s
+                assert c.counts.sum() == inside.sum(), s
+                if s.program == "gemm":
+                    blocks = -(-p.k // s.kc) if s.kc else 1
+                    assert inside.max() <= blocks, s
+
+
+def test_the_interpreter_guards_bounds():
+    p = Problem(4, 4, 4)
+    k = case(p)
+    kernel = lower(candidates(p, TINY)[0], TINY.isas[0])
+    for name in ("a", "b"):
+        short = replace(k, **{name: getattr(k, name)[:-1]})
+        with pytest.raises(IndexError):
+            interpret(kernel, short)
+    with pytest.raises(IndexError):
+        interpret(kernel, k, c=k.fresh()[:-1])
+    with pytest.raises(IndexError):
+        interpret(kernel, replace(k, a_offset=-1))
+
+
+# -- built code -------------------------------------------------------------------
+
+
+@pytest.fixture
+def _three_threads():
+    """As many as the tests ask of a kernel, however many cores there are."""
+    settings.set_num_threads(3)
+    runtime().set_num_threads(3)
+    yield
+    settings.set_num_threads(0)
+
+
+@pytest.mark.usefixtures("_three_threads")
+@pytest.mark.parametrize("dtype", support.NUMPY)
+@pytest.mark.parametrize("name", HERE)
+def test_built_kernels_agree_with_the_interpreter(name, dtype):
+    """Bit for bit on small integers, where every order and every rounding gives the same."""
+    target = support.small(name)
+    isa = target.isas[0]
+    chosen = [(p, s) for p, found in selection(target, dtype, isa.atom(dtype).n) for s in found]
+    chosen = chosen[:: 2 if dtype == "f32" else 5]
+    with ThreadPoolExecutor(2) as compilers:
+        built = list(compilers.map(lambda x: support.load(lower(x[1], isa)), chosen))
+    for i, ((p, s), code) in enumerate(zip(chosen, built, strict=True)):
+        kernel, exact, rough = lower(s, isa), case(p, seed=i), case(p, seed=i, floats=True)
+        meant = interpret(kernel, exact)
+        exact.check(meant, s)
+        for workers in (1, 2, 3):
+            got = execute(kernel, exact, workers, code=code, end=workers != 2)
+            np.testing.assert_array_equal(got, meant, err_msg=str(s))
+        rough.check(execute(kernel, rough, 1 + i % 3, code=code), s)

@@ -1,0 +1,173 @@
+"""What one process finds out, the next one remembers: and only where it still holds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import portmm as pm
+from portmm import api, cache, calibrate, settings
+from portmm.errors import NoCompilerError
+from portmm.run import host, recall
+
+CHILD = """
+import sys
+import numpy as np, portmm as pm
+a = np.arange(12.0).reshape(3, 4)
+assert (pm.matmul(a, a.T) == a @ a.T).all()
+v = np.ones((2, 3, 4), np.float32)
+assert (pm.matmul(v, v.swapaxes(1, 2)) == 4).all()
+print(*sorted(m for m in sys.modules if m in ("portmm.detect", "portmm.emit.c", "portmm.dispatch", "subprocess")))
+"""
+
+
+def child(folder, **variables):
+    """Modules of interest that a new process loads for two products."""
+    environment = {**os.environ, "PORTMM_CACHE": str(folder), **variables}
+    done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=True, env=environment)
+    return done.stdout.split()
+
+
+@pytest.fixture(autouse=True)
+def needs_a_compiler():
+    try:
+        host.runtime()
+    except NoCompilerError:
+        pytest.skip("no compiler")
+
+
+def test_a_second_process_neither_detects_nor_generates(tmp_path):
+    assert "portmm.dispatch" in child(tmp_path)
+    (book,) = tmp_path.glob("book-*.note")
+    if host.python_headers():
+        assert child(tmp_path) == []
+    else:
+        assert "portmm.dispatch" not in child(tmp_path)
+    whole = book.read_text()
+    for damaged in (whole[:-9], "", "x" + whole, whole.replace("\t1\n", "\t9\n") + "1"):
+        book.write_text(damaged)
+        assert "portmm.dispatch" in child(tmp_path)
+        assert book.read_text().count("\n") == whole.count("\n")
+    for lost in list(tmp_path.glob("*.so")):
+        lost.write_bytes(lost.read_bytes()[:100])
+    child(tmp_path)
+    assert "portmm.dispatch" not in child(tmp_path)
+    assert "portmm.dispatch" in child(tmp_path, PORTMM_TARGET="scalar")
+    assert "portmm.dispatch" in child(tmp_path, PORTMM_NUM_THREADS="1")
+    assert "portmm.dispatch" not in child(tmp_path, PORTMM_NUM_THREADS="1")
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """A fresh cache with a book of one answer, and a way to read it as a new process would."""
+    monkeypatch.setenv("PORTMM_CACHE", str(tmp_path))
+    monkeypatch.setattr(settings, "_targets", {})
+    monkeypatch.setattr(recall, "_books", {})
+    monkeypatch.setattr(recall, "_kernels", {})
+    from portmm import dispatch
+
+    dispatch.forget()
+    pm.matmul(np.ones((7, 9), np.float32), np.ones((9, 5), np.float32))
+    api._state["runtime"].clear_memo()
+    pm.matmul(np.ones((7, 9), np.float32), np.ones((9, 5), np.float32))
+
+    def again(target=""):
+        recall._books.clear()
+        return recall.book(target)
+
+    assert len(again().lines) == 1
+    yield again
+    dispatch.forget()
+
+
+def test_what_a_book_depends_on(kept, monkeypatch):
+    assert not kept("scalar").lines
+    assert kept("some.toml") is None
+    for name, value in (("CC", "cc"), ("PATH", "/bin")):
+        with monkeypatch.context() as m:
+            m.setenv(name, value)
+            assert not kept().lines
+    with monkeypatch.context() as m:
+        m.setattr(recall, "_generator", lambda: ["another.py 1 2"])
+        assert not kept().lines
+    assert kept().lines
+
+
+def test_another_host_has_another_book(kept, monkeypatch):
+    shot = recall.snapshot()
+    changes = {
+        "cpuinfo": shot.cpuinfo + "\nflags : more",
+        "files": {**shot.files, "/sys/x": "1"},
+        "affinity": (*shot.affinity, 999),
+        "cpuid": {**shot.cpuid, "7.0": (1, 2, 3, 4)},
+        "xcr0": shot.xcr0 ^ 64,
+        "hwcap": shot.hwcap ^ 1,
+        "sve_bytes": 16,
+    }
+    for field, value in changes.items():
+        other = replace(shot, **{field: value})
+        monkeypatch.setattr(recall, "snapshot", lambda other=other: other)
+        assert not kept().lines, field
+    answers = dict(shot.cpuid)
+    if "1.0" in answers:
+        a, b, c, d = answers["1.0"]
+        answers["1.0"] = (a, b ^ 1 << 24, c, d)
+    same = replace(shot, cpuid=answers, cpuinfo=shot.cpuinfo + "\ncpu MHz : 1")
+    monkeypatch.setattr(recall, "snapshot", lambda: same)
+    assert kept().lines
+
+
+def test_new_rates_make_a_book_stale(kept):
+    target = settings.target()
+    calibrate.remember(target, {target.isas[0].atoms[0].name: 50.0})
+    assert not kept().lines
+
+
+def test_a_kernel_that_is_gone_is_no_answer(kept):
+    (question, line) = next(iter(kept().lines.items()))
+    rt = host.runtime()
+    assert recall.route(kept(), question, rt, "f32") is not None
+    assert recall.route(kept(), "another question", rt, "f32") is None
+    recall._kernels.clear()
+    (cache.cache_dir() / f"{line.split()[0]}.so").unlink()
+    assert recall.route(kept(), question, rt, "f32") is None
+
+
+def test_a_book_is_bounded(kept, monkeypatch):
+    monkeypatch.setattr(recall, "MOST_LINES", 3)
+    book = kept()
+    answer = recall.route(book, next(iter(book.lines)), host.runtime(), "f32")
+    for i in range(5):
+        recall.keep(book, f"question {i}", answer, settings.target())
+    assert list(kept().lines) == ["question 2", "question 3", "question 4"]
+
+
+def test_a_read_only_cache_keeps_nothing(kept, monkeypatch):
+    book = kept()
+    answer = recall.route(book, next(iter(book.lines)), host.runtime(), "f32")
+    monkeypatch.setenv("PORTMM_CACHE", "/proc/nowhere")
+    recall.keep(book, "question", answer, settings.target())
+    assert "question" not in book.lines
+
+
+def test_a_failure_ahead_is_told_where_it_matters(monkeypatch):
+    """The first call builds two things at once; what fails there falls back to NumPy, with one warning."""
+
+    def fails(*_args):
+        raise NoCompilerError("no compiler here")
+
+    monkeypatch.setattr(host, "_loaded", [])
+    monkeypatch.setattr(host, "load_extension", fails)
+    monkeypatch.setattr(host, "load_twin", fails)
+    monkeypatch.setattr(recall, "book", lambda _: None)
+    monkeypatch.setattr(api, "_fast", api._start)
+    monkeypatch.setattr(api, "_state", {})
+    a = np.ones((3, 3), np.float32)
+    with pytest.warns(RuntimeWarning, match="no compiler here"):
+        assert (pm.matmul(a, a) == 3).all()
+    assert (pm.matmul(a, a) == 3).all()

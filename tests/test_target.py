@@ -1,0 +1,282 @@
+"""Descriptions: their schema, and that every row of every atom does what its field says."""
+
+from __future__ import annotations
+
+import copy
+import os
+import platform
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from portmm import detect, target
+from portmm.dtype import BY_NAME
+from portmm.errors import TargetError
+
+ATOMS = [(isa, atom.name) for isa in target.names("isa") for atom in target.load_isa(isa).atoms]
+TINY = Path(__file__).with_name("targets") / "tiny.toml"
+FLAGS = ["-O2", "-ffp-contract=fast", "-Wall", "-Werror"]
+
+# One page of data ends where an inaccessible page starts, so that a masked
+# load or store that touches a lane it should not is a fault, not luck.
+DRIVER = """
+#include <stddef.h>
+#include <sys/mman.h>
+#include <unistd.h>
+{preamble}
+typedef {t} T;
+#define APART __attribute__((noinline)) static
+APART void test_zero(T *c) {{ {acc} d; {zero} {store_d} }}
+APART void test_mac(const T *pa, const T *pb, T *c) {{
+  {a} a; {b} b; {acc} d;
+  {load_c} {load_a} {load_b} {mac} {store_d}
+}}
+{masked}
+{reduced}
+static char *page(void) {{
+  size_t size = (size_t)sysconf(_SC_PAGESIZE);
+  char *p = mmap(NULL, 2 * size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (p == MAP_FAILED || mprotect(p + size, size, PROT_NONE)) _exit(99);
+  return p + size;
+}}
+int main(void) {{
+  const int n = {n};
+  T *b = (T *)page() - n, *c = (T *)page() - n, a = 3;
+  for (int i = 0; i < n; i++) {{ b[i] = i + 1; c[i] = 100 * i; }}
+  test_mac(&a, b, c);
+  for (int i = 0; i < n; i++) if (c[i] != 100 * i + 3 * (i + 1)) return 1;
+  test_zero(c);
+  for (int i = 0; i < n; i++) if (c[i] != 0) return 2;
+  {main}
+  return 0;
+}}
+"""
+MASKED = """
+APART void test_mask(const T *pb, T *pc, int count) {{
+  {mask_type} m; {acc} d;
+  {mask} {load_mask} {store_mask}
+}}
+APART void test_load(const T *pb, T *c, int count) {{
+  {mask_type} m; {acc} d;
+  {mask} {load_mask} {store_d}
+}}
+"""
+MASKED_MAIN = """
+  for (int count = 0; count <= n; count++) {
+    T *e = (T *)page() - count, *f = (T *)page() - count;
+    for (int i = 0; i < count; i++) { e[i] = 7 + i; f[i] = -1; }
+    test_mask(e, f, count);
+    for (int i = 0; i < count; i++) if (f[i] != 7 + i) return 3;
+    for (int i = 0; i < n; i++) c[i] = -5;
+    test_mask(b, c, count);
+    for (int i = 0; i < n; i++) if (c[i] != (i < count ? b[i] : -5)) return 4;
+    test_load(b, c, count);
+    for (int i = 0; i < n; i++) if (c[i] != (i < count ? b[i] : 0)) return 5;
+  }
+"""
+REDUCED = "APART T test_reduce(const T *c) {{ {acc} d; T s; {load_c} {reduce} return s; }}"
+REDUCED_MAIN = "if (test_reduce(b) != n * (n + 1) / 2) return 6;"
+
+
+def driver(isa: target.Isa, atom: target.Atom) -> str:
+    """A C program made of the atom's rows only; exits with 0 if all of them are right."""
+    rows = {
+        "acc": atom.acc_type,
+        "zero": atom.zero.format(d="d"),
+        "load_c": atom.load_c.format(d="d", p="c"),
+        "store_d": atom.store.format(d="d", p="c"),
+        "load_a": atom.load_a.format(d="a", p="pa"),
+        "load_b": atom.load_b.format(d="b", p="pb"),
+        "mac": atom.mac.format(d="d", a="a", b="b"),
+        "mask_type": atom.mask_type,
+        "mask": atom.mask.format(d="m", count="count"),
+        "load_mask": atom.load_mask.format(d="d", p="pb", mask="m"),
+        "store_mask": atom.store_mask.format(d="d", p="pc", mask="m"),
+        "reduce": atom.reduce.format(s="s", d="d"),
+    }
+    return DRIVER.format(
+        **rows,
+        preamble=isa.preamble,
+        t=BY_NAME[atom.acc].c,
+        a=atom.a_type,
+        b=atom.b_type,
+        n=atom.n,
+        masked=MASKED.format(**rows) if atom.mask else "",
+        reduced=REDUCED.format(**rows) if atom.reduce else "",
+        main=(MASKED_MAIN if atom.mask else "") + (REDUCED_MAIN if atom.reduce else ""),
+    )
+
+
+def need(tool: str) -> str:
+    """The path of `tool`; without it the test is skipped, or failed where CI promises it."""
+    found = shutil.which(tool)
+    if not found:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"{tool} is not installed")
+    return found
+
+
+def compilers(arch: str, family: str) -> tuple[list[str], list[str]]:
+    """The command of the gcc or clang that makes programs for `arch`, and what runs them."""
+    if arch in ("any", platform.machine()):
+        return [need(family)], []
+    if arch != "aarch64":
+        pytest.skip(f"no cross compiler for {arch} on this machine")
+    cross, emulator = need("aarch64-linux-gnu-gcc"), need("qemu-aarch64")
+    command = [cross] if family == "gcc" else [need("clang"), "--target=aarch64-linux-gnu"]
+    return [*command, "-static"], [emulator, "-cpu", "max"]
+
+
+@pytest.mark.parametrize("family", ["gcc", "clang"])
+@pytest.mark.parametrize(("name", "row"), ATOMS)
+def test_rows_do_what_they_say(name: str, row: str, family: str, tmp_path: Path) -> None:
+    isa = target.load_isa(name)
+    atom = next(x for x in isa.atoms if x.name == row)
+    if family == "clang" and not shutil.which("clang"):
+        pytest.skip("clang is not installed")
+    command, emulator = compilers(isa.arch, family)
+    source, program = tmp_path / "atom.c", tmp_path / "atom"
+    source.write_text(driver(isa, atom))
+    subprocess.run([*command, *FLAGS, *isa.flags, str(source), "-o", str(program)], check=True)
+    if emulator and name.startswith("sve"):
+        emulator = [*emulator[:-1], f"max,sve-default-vector-length={isa.vector_bytes}"]
+    if emulator or set(isa.features) <= detect.host_features():
+        assert subprocess.run([*emulator, str(program)], check=False).returncode == 0
+
+
+def tiny() -> dict:
+    return tomllib.loads(TINY.read_text())
+
+
+@pytest.mark.parametrize("name", target.names("chip"))
+def test_chips_are_well_formed_and_sourced(name: str) -> None:
+    chip = target.load_target(name)
+    assert chip.name == name
+    assert chip.source
+    assert chip.match
+    assert chip.isas[-1].name == "scalar"
+    assert all(level.source for level in chip.levels)
+    widest = {isa.atom(dtype).name for isa in chip.isas for dtype in ("f32", "f64") if isa.atom(dtype)}
+    assert widest == set(chip.rates)
+
+
+@pytest.mark.parametrize("name", target.names("isa"))
+def test_isas_are_well_formed_and_sourced(name: str) -> None:
+    isa = target.load_isa(name)
+    assert isa.name == name
+    assert isa.source
+    for dtype, size in (("f32", 4), ("f64", 8)):
+        atom = isa.atom(dtype)
+        assert atom is not None
+        assert atom.name == f"{name}_{dtype}"
+        assert atom.n == (1 if name == "scalar" else isa.vector_bytes // size)
+    assert not any("-march=native" in flag or "-mcpu" in flag for flag in isa.flags)
+
+
+def test_no_two_chips_claim_one_host() -> None:
+    claims = [
+        (m.vendor, m.family, model, step)
+        for name in target.names("chip")
+        for m in target.load_target(name).match
+        if m.vendor
+        for first, last in m.models
+        for model in range(first, last + 1)
+        for low, high in m.steppings or ((0, 15),)
+        for step in range(low, high + 1)
+    ]
+    claims += [
+        (m.implementer, part)
+        for name in target.names("chip")
+        for m in target.load_target(name).match
+        for part in m.parts
+    ]
+    assert len(claims) == len(set(claims))
+
+
+def test_a_dash_reads_as_an_underscore() -> None:
+    assert target.load_target("Neoverse-N1") is target.load_target("neoverse_n1")
+
+
+@pytest.mark.parametrize("name", target.names("isa"))
+def test_every_isa_has_a_described_machine(name: str) -> None:
+    assert target.described(name).isas[0].name == name
+
+
+@pytest.mark.parametrize("name", ["zen6", "avx3", "missing.toml", ""])
+def test_unknown_descriptions_are_named(name: str) -> None:
+    with pytest.raises(TargetError, match=name or "no target"):
+        target.described(name)
+
+
+def test_tiny_is_tiny() -> None:
+    chip = target.load_target(str(TINY))
+    assert [level.bytes for level in chip.levels] == [512, 2048]
+    assert chip.isas[0].registers == 6
+
+
+WRONG = [
+    (("chip", "colour"), "red", "unknown field 'colour'"),
+    (("chip", "cores"), "two", "'cores' must be int"),
+    (("chip", "cores"), True, "'cores' must be int"),
+    (("chip", "arch"), "mips", "arch 'mips' is unknown"),
+    (("chip", "isas"), [], "isas is empty"),
+    (("chip", "isas"), ["avx3"], "no isa called 'avx3'"),
+    (("chip", "isas"), ["tiny_scalar", 3], "no isa called 3"),
+    (("chip", "rates"), {"avx3_f32": 1}, "none of its ISAs has"),
+    (("chip", "rates"), {"tiny_f32": 0}, "must be positive"),
+    (("chip", "rates"), {"tiny_f32": "fast"}, "'rates' must be"),
+    (("chip", "level", 0, "bytes"), 0, "bytes must be positive"),
+    (("chip", "level", 0, "bytes"), 512.5, "'bytes' must be int"),
+    (("chip", "level", 0, "bytes"), 4096, "levels must grow"),
+    (("chip", "level", 0, "line"), 48, "no power of two"),
+    (("chip", "level", 0, "ways"), 0, "ways must be positive"),
+    (("chip", "level", 0), "L1", "expected a table"),
+    (("define", 0, "isa", "registers"), 0, "must be positive"),
+    (("define", 0, "isa", "arch"), "aarch128", "is unknown"),
+    (("define", 0, "atom", 0, "m"), 0, "m must be positive"),
+    (("define", 0, "atom", 0, "a"), "f8", "element type 'f8'"),
+    (("define", 0, "atom", 0, "mac"), "{d} += {x};", "mentions"),
+    (("define", 0, "atom", 0, "zero"), "{d} = {0};", "mentions"),
+    (("define", 0, "atom", 0, "zero"), "{d} = {;", "braces"),
+    (("define", 0, "atom", 0, "mask_type"), "int", "come together"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "message"), WRONG)
+def test_a_wrong_description_is_refused(path: tuple, value: object, message: str) -> None:
+    table = copy.deepcopy(tiny())
+    *outer, last = path
+    place = table
+    for key in outer:
+        place = place[key]
+    place[last] = value
+    with pytest.raises(TargetError, match=message):
+        target.parse_target(table, "wrong.toml")
+
+
+@pytest.mark.parametrize("path", [("chip", "name"), ("define", 0, "atom", 0, "mac"), ("define", 0, "isa"), ("chip",)])
+def test_an_incomplete_description_is_refused(path: tuple) -> None:
+    table = copy.deepcopy(tiny())
+    *outer, last = path
+    place = table
+    for key in outer:
+        place = place[key]
+    del place[last]
+    with pytest.raises(TargetError, match=r"wrong\.toml"):
+        target.parse_target(table, "wrong.toml")
+
+
+def test_text_that_is_not_toml_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_text("[chip")
+    with pytest.raises(TargetError, match=r"broken\.toml"):
+        target.load_target(str(path))
+
+
+def test_cloud_families_are_sourced_and_unique() -> None:
+    families = target.clouds()
+    assert all(family.source and family.chips for family in families)
+    assert len({(family.cloud, family.name) for family in families}) == len(families)
+    assert {"c6g", "t2a", "Dpsv5"} <= {family.name for family in target.families_of("neoverse-n1")}

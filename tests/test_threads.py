@@ -1,0 +1,126 @@
+"""Many threads of Python, settings in each of them, and fork in the middle."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from arrays_of import close
+
+import portmm as pm
+
+
+def operands(seed):
+    rng = np.random.default_rng(seed)
+    m, n, k = rng.integers(1, 90, 3)
+    dtype = (np.float32, np.float64)[seed % 2]
+    return rng.standard_normal((m, k)).astype(dtype), rng.standard_normal((k, n)).astype(dtype)
+
+
+def test_many_threads_get_right_results():
+    def one(seed):
+        a, b = operands(seed % 40)
+        weight = pm.pack(b) if seed % 3 == 0 else b
+        with pm.config(threads=1 + seed % 3):
+            close(pm.matmul(a, weight), a, b, seed)
+        close(pm.matmul(a, weight), a, b, seed)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, range(200)))
+
+
+def test_threads_share_a_plan_and_a_weight():
+    a, b = operands(7)
+    packed = pm.pack(b)
+    plan, bound = pm.plan(a, b), pm.plan(a, packed)
+    want = pm.matmul(a, b)
+    with ThreadPoolExecutor(8) as pool:
+        for got in pool.map(lambda i: plan(a, b) if i % 2 else bound(a), range(200)):
+            close(got, a, b)
+    close(want, a, b)
+
+
+def test_config_belongs_to_its_thread():
+    inside, leave, seen = threading.Event(), threading.Event(), {}
+
+    def other():
+        with pm.config(threads=7, deterministic=True):
+            seen["within"] = pm.get_num_threads()
+            inside.set()
+            leave.wait(30)
+
+    before = pm.get_num_threads()
+    worker = threading.Thread(target=other)
+    worker.start()
+    assert inside.wait(30)
+    seen["beside"] = pm.get_num_threads()
+    a, b = operands(3)
+    close(pm.matmul(a, b), a, b)
+    leave.set()
+    worker.join()
+    assert seen == {"within": 7, "beside": before}
+
+
+def test_config_nests():
+    before = pm.get_num_threads()
+    with pm.config(threads=3):
+        with pm.config(deterministic=True):
+            assert pm.get_num_threads() == 3
+            with pm.config(threads=1):
+                assert pm.get_num_threads() == 1
+        assert pm.get_num_threads() == 3
+        with pytest.raises(pm.TargetError), pm.config(target="no such machine"):
+            pass
+        assert pm.get_num_threads() == 3
+    assert pm.get_num_threads() == before
+
+
+def test_the_number_of_threads_can_be_set():
+    before = pm.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            pm.set_num_threads(threads)
+            assert pm.get_num_threads() == threads
+            for seed in range(6):
+                a, b = operands(seed)
+                close(pm.matmul(a, b), a, b)
+        with pytest.raises(ValueError, match="-1"):
+            pm.set_num_threads(-1)
+    finally:
+        pm.set_num_threads(0)
+    assert pm.get_num_threads() == before
+
+
+# In a process of its own: the run of the tests has threads that a fork would lose.
+FORKS = """
+import os, sys
+import numpy as np
+import portmm as pm
+pm.set_num_threads(3)
+a = np.random.default_rng(0).standard_normal((400, 300)).astype(np.float32)
+want = pm.matmul(a, a.T)
+for _ in range(3):
+    child = os.fork()
+    if not child:
+        same = all(np.array_equal(pm.matmul(a, a.T), want) for _ in range(5))
+        other = pm.matmul(a[:33], a.T)
+        os._exit(0 if same and np.allclose(other, want[:33], atol=1e-3) else 1)
+    got = pm.matmul(a, a.T)
+    _, status = os.waitpid(child, 0)
+    if status or not np.array_equal(got, want):
+        sys.exit(f"child {status}")
+print("done")
+"""
+
+
+def test_fork_in_the_middle():
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS], capture_output=True, text=True, check=False, timeout=120, env=dict(os.environ)
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == "done"
