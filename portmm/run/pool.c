@@ -131,13 +131,15 @@ static void run_tasks(long me) {
 
 /* The gate of a job other than `seen`. The flag is raised before the gate is
  * read again, and a waker publishes the gate before it reads the flag, so one
- * of the two sees the other. */
+ * of the two sees the other. Wherever such a pair meets, the first step is an
+ * exchange: emulators of weakly ordered processors are seen to let a plain
+ * store, sequentially consistent or not, be passed by the load behind it. */
 static uint64_t await_job(long me, uint32_t seen, int spin) {
   const uint64_t job_bits = 0xffffffffull << 32;
   if (spin) spin_until(job_bits, (uint64_t)seen << 32, 0);
   uint64_t gate = atomic_load(&pool.gate);
   while (GATE_JOB(gate) == seen) {
-    atomic_store(&sleepers[me].asleep, 1);
+    atomic_exchange(&sleepers[me].asleep, 1);
     gate = atomic_load(&pool.gate);
     if (GATE_JOB(gate) != seen) break;
     futex_wait(&sleepers[me].asleep, 1);
@@ -205,7 +207,7 @@ static void spawn(long workers) {
 static void await_empty(void) {
   spin_until(GATE_INSIDE, 0, 1);
   while (atomic_load(&pool.gate) & GATE_INSIDE) {
-    atomic_store(&pool.waiting, 1);
+    atomic_exchange(&pool.waiting, 1);
     if (!(atomic_load(&pool.gate) & GATE_INSIDE)) break;
     futex_wait(&pool.waiting, 1);
   }
@@ -229,7 +231,7 @@ static void pool_parallel(void *unused, task_body body, const long *ctx, long ta
   pool.tasks = tasks;
   atomic_store_explicit(&pool.next, 0, memory_order_relaxed);
   uint64_t job = (uint64_t)(GATE_JOB(atomic_load_explicit(&pool.gate, memory_order_relaxed)) + 1u);
-  atomic_store(&pool.gate, job << 32 | (uint64_t)workers << 16);
+  atomic_exchange(&pool.gate, job << 32 | (uint64_t)workers << 16);
   wake_children(0, workers);
   run_tasks(0);
   if (atomic_fetch_or(&pool.gate, GATE_CLOSED) & GATE_INSIDE) await_empty();
