@@ -23,6 +23,7 @@ from portmm.compare.suite import cases
 from portmm.cost import cost
 from portmm.lower import atom_of
 from portmm.run.host import runtime
+from portmm.schedule import spell
 
 
 def operands(p, nr, rng):
@@ -130,7 +131,7 @@ def main():
         rows += [
             {
                 "case": case.name,
-                "schedule": str(s),
+                "schedule": spell(s),
                 "workers": w,
                 "seconds": t,
                 "chosen": (s, w) == (choice.schedule, choice.workers),

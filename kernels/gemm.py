@@ -33,6 +33,7 @@ from portmm.kernels.blocks import TASKS_PER_WORKER, WORKERS, Blocks, K, M, N
 from portmm.kernels.lookahead import next_item, next_panel
 from portmm.kernels.microkernel import Shape, micro_kernel
 
+from portmm.candidates import PACK_ROWS
 from portmm.ir import (
     Add,
     Call,
@@ -66,7 +67,6 @@ MOST_UNROLLED = 128
 
 ROWS_AHEAD = 8
 """Rows of B that packing asks for ahead: a miss takes as long as copying some rows."""
-
 
 
 def build(s: Schedule, isa: Isa, atom: Atom) -> Kernel:
@@ -135,12 +135,16 @@ class _Gemm(Blocks):
             return (For("block", const(0), self.blocks * self.shares, const(1), self.block(var("block"))),)
         pack: tuple[Stmt, ...] = ()
         if self.s.once:
-            groups = ceil_div(ceil_div(N, self.s.nr), self.near)
-            body = (Let("jg", var("task") * self.near), *self.pack_b(ceil_div(N, self.s.nr)))
-            packer = Function("pack_share", "task", (Param("item"),), body, "A few panels of B, all of k")
+            groups, cuts = ceil_div(ceil_div(N, self.s.nr), self.near), ceil_div(K, PACK_ROWS)
+            body = (
+                Let("jg", var("task") // cuts * self.near),
+                Let("p_first", var("task") % cuts * PACK_ROWS),
+                *self.pack_b(ceil_div(N, self.s.nr)),
+            )
+            packer = Function("pack_share", "task", (Param("item"),), body, "Some rows of a few panels of B")
             # Items that share one B share its panels.
             anew = const(0).lt(var("item").eq(0) + (1 - var("b_batch").eq(0)))
-            pack = (If(anew, (Parallel(packer, groups, (var("item"),)),)),)
+            pack = (If(anew, (Parallel(packer, groups * cuts, (var("item"),)),)),)
         comment = "A block of rows by a share of the columns of C"
         task = Function("block", "task", (Param("item"),), self.block(var("task")), comment)
         return (*pack, Parallel(task, self.blocks * self.shares, (var("item"),)))
@@ -241,19 +245,22 @@ class _Gemm(Blocks):
     def pack_b(self, end: Index) -> tuple[Stmt, ...]:
         """Pack a few panels from `jg` on: all at once, or one by one where the last is short."""
         s, near = self.s, self.near
-        depth, row = (K, const(0)) if s.once else (var("kd"), self.pc)
-        to = Ptr("work") if s.once else self.private()
-        first = var("jg") if s.once else const(0)
+        if s.once:
+            row, first, step = var("p_first"), var("jg"), K * s.nr
+            depth, to = minimum(K - row, PACK_ROWS), Ptr("work", row * s.nr)
+        else:
+            row, first, step = self.pc, const(0), var("kd") * s.nr
+            depth, to = var("kd"), self.private()
         one = packing.pack_b(self.isa, self.atom, s.nr, s.b)
         column = var("q") * s.nr
-        place = to + (var("q") - var("jg") + first) * (depth * s.nr)
+        place = to + (var("q") - var("jg") + first) * step
         args = (depth, minimum(N - column, s.nr), self.source(column, row), var("b_k"), var("b_n"), place)
         singly = (For("q", var("jg"), minimum(end, var("jg") + near), const(1), (Call(one, args),)),)
         if near == 1 or s.b != "row":
             return singly
         rows = packing.pack_b_rows(self.atom, s.nr, near, ROWS_AHEAD)
-        where = to + first * (depth * s.nr)
-        together = (Call(rows, (depth, self.source(var("jg") * s.nr, row), var("b_k"), where)),)
+        where = to + first * step
+        together = (Call(rows, (depth, self.source(var("jg") * s.nr, row), var("b_k"), where, step)),)
         whole = minimum(end * s.nr, N)
         return (If(whole.lt((var("jg") + near) * s.nr), singly, together),)
 

@@ -90,9 +90,9 @@ def pack_b_rows(atom: Atom, nr: int, panels: int, rows_ahead: int) -> Function:
     asks = tuple(Prefetch(row + (var("b_k") * rows_ahead + j)) for j in range(0, panels * nr, line))
     copy: list[Stmt] = []
     for v in range(0, panels * nr, lanes):
-        to = Ptr("to", var("k") * (v // nr * nr) + p * nr + v % nr)
+        to = Ptr("to", var("panel_step") * (v // nr) + p * nr + v % nr)
         copy += [Verb("load_b", f"v{v // lanes % 4}", p=row + v), Verb("store", f"v{v // lanes % 4}", p=to)]
-    params = (Param("k"), Param("b", atom.b, readonly=True), Param("b_k"), Param("to", atom.b))
+    params = (Param("k"), Param("b", atom.b, readonly=True), Param("b_k"), Param("to", atom.b), Param("panel_step"))
     loop = For("p", const(0), var("k"), const(1), (*asks, *copy))
     comment = f"to[{panels}][k][{nr}] = B[k][{panels * nr}], row layout"
     return Function("pack_b_rows", "inner", params, (loop,), comment)

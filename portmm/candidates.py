@@ -40,9 +40,11 @@ C_SHARE = 0.25
 """Part of L3 given to the block of C: other threads have theirs."""
 RUN_BYTES = 1024
 """Bytes of a row of B that are packed at once: long enough for a hardware prefetcher."""
+PACK_ROWS = 256
+"""Rows of k that one task packs where all of B is packed at once: enough tasks for
+every thread of a large machine, each long enough to be worth handing out."""
 STREAM_DEPTHS = (8, 32)
-"""KC when B streams past in place: few rows, so that each is read along its length,
-while the rows below are asked for: no hardware prefetcher sees them coming."""
+"""KC when B streams past in place: few rows, so that each is read along its length."""
 IN_PLACE_ROWS = 8
 """Rows of A that can be addressed without running out of integer registers."""
 THIN_ROWS = 16
@@ -94,7 +96,7 @@ def _programs(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sche
     if p.static or (p.batch > 1 and _small(p, target)):
         yield from _whole(p, isa, atom, target)
     if not p.static:
-        yield from _thin(p, isa, atom)
+        yield from _thin(p, isa, atom, target.rows_ahead)
         yield from _dots(p, isa, atom)
         yield from _blocked(p, isa, atom, target)
 
@@ -196,7 +198,7 @@ def _in_place(p: Problem, atom: Atom, nr: int) -> bool:
     return p.b == "row" and bool(atom.mask or p.n % nr == 0)
 
 
-def _thin(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
+def _thin(p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedule]:
     """M of a few rows: every row in registers, B streams past once."""
     if p.m > THIN_ROWS:
         return
@@ -212,7 +214,7 @@ def _thin(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
             if _in_place(p, atom, nr):
                 yield replace(base, pack_b=False)
                 if p.a != "any":
-                    stream = replace(base, pack_a=False, pack_b=False, prefetch=STREAM_DEPTHS[0])
+                    stream = replace(base, pack_a=False, pack_b=False, prefetch=rows_ahead)
                     yield from (replace(stream, tiles=_tiles(p.m, nr, kc, ALL, ALL)) for kc in STREAM_DEPTHS)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING
 
-from portmm.candidates import RUN_BYTES
+from portmm.candidates import PACK_ROWS, RUN_BYTES
 
 if TYPE_CHECKING:
     from portmm.problem import Problem
@@ -26,24 +26,28 @@ DEFAULT_BYTES_PER_CYCLE = {"L1": 64.0, "L2": 32.0, "L3": 10.0, "memory": 5.0}
 """Per core, where neither a description nor a measurement says more."""
 LOADS_PER_CYCLE = 2.0
 """Load ports of every out-of-order core described so far."""
-LOOP_CYCLES = 0.25
+LOOP_CYCLES = 0.5
 """Counting, comparing and branching: one fused micro-operation of the few a core starts per cycle."""
-CONFLICTS = 0.2
+CONFLICTS = 0.27
 """Share of the loads that a multiply-add has to wait for: banks, lines split in two, full queues."""
-APART, SPLIT = 1.05, 1.15
+APART, SPLIT = 1.015, 1.085
 """Slowdown of a B in place whose rows lie apart, and of one whose vectors also
 straddle two lines; measured at 192, 255 and 256 cubed."""
 LINE = 64
-CROWDED = 1.2
+CROWDED = 1.1
 """Slowdown when rows of A evict each other, measured at M = 8 and 16, K = 4096."""
 PASSING = 4
 """Lines of a set that B and C pass through."""
-TILE_CYCLES = 12.0
+TILE_CYCLES = 45.0
 """Calling a micro-kernel, computing its addresses, leaving its loop."""
-EXPOSED = 0.1
+EXPOSED = 0.05
 """Share of a shorter overlapped term that still shows."""
-SHORT_RUNS = 3.0
+SHORT_RUNS = 2.1
 """Times that reading a strided B takes longer than reading a panel, row by row; measured 2 to 4."""
+SHORT_AHEAD = 1.3
+"""The same where the micro-kernel asks for the next rows meanwhile."""
+COPY_ONCE, COPY_PASSING = 5.4, 7.2
+"""Cycles to copy a vector into a panel: from long runs, and from the shorter runs of panels packed in passing."""
 STREAMS = 16
 """Rows that a hardware prefetcher follows at once; past that, each row of a
 strided operand starts with a miss."""
@@ -169,7 +173,7 @@ def _pack_tasks(v: _View) -> int:
     """Pieces of the packing that threads share out."""
     if not v.s.once:
         return 1 << 30
-    return -(-v.p.n * v.p.element.bytes // RUN_BYTES)
+    return -(-v.p.n * v.p.element.bytes // RUN_BYTES) * -(-v.p.k // PACK_ROWS)
 
 
 def _share(v: _View, threads: int) -> float:
@@ -261,8 +265,7 @@ def _packing(v: _View, workers: int) -> float:
             each = 1.5
         else:
             # A turned block of L x L elements takes L log2(L) shuffles.
-            # Panels packed in passing are read from shorter runs, at more starts.
-            copy = 2.0 if s.once else 6.0
+            copy = COPY_ONCE if s.once else COPY_PASSING
             each = (copy if layout == straight else copy + atom.n.bit_length()) / atom.n
         cycles += extent * again * each + 50.0
     if s.once:
@@ -315,7 +318,8 @@ def _traffic(v: _View) -> dict[str, float]:
     c_home = v.home(min(c_once, rows * min(s.nc or p.n, p.n)) * size)
     # Rows of a strided B are short runs: a prefetcher has to find each anew.
     short = s.b == "row" and not s.pack_b and p.n > wide
-    streamed = b_l2 * (SHORT_RUNS if short and not stays else 1.0)
+    runs = SHORT_AHEAD if s.ahead else SHORT_RUNS
+    streamed = b_l2 * (runs if short and not stays else 1.0)
     l2 = a_l2 + streamed + c_once + c_again * (c_home != "L1")
     terms = {"L1": l1 * size / v.bytes_per_cycle("L1"), "L2": l2 * size / v.bytes_per_cycle("L2")}
     # L2 <- further out: B once per block of rows, C once per pass, A again if its block does not fit.
@@ -326,7 +330,7 @@ def _traffic(v: _View) -> dict[str, float]:
     home = v.home((p.m * p.k + p.k * p.n + p.m * p.n) * size * p.batch)
     if home in ("L1", "L2"):
         return terms
-    slow = SHORT_RUNS if short and depth > STREAMS else 1.0
+    slow = runs if short and depth > STREAMS else 1.0
     name = "L3" if "L3" in capacity else "memory"
     terms[name] = outer * slow / v.bytes_per_cycle(name)
     if home == "memory":

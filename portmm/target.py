@@ -197,6 +197,8 @@ class Target:
         rates: atom name -> mac instructions that one core starts per cycle.
         cores: cores that may be used, 0 if unknown.
         frequency_ghz: sustained clock, 0 if unknown.
+        rows_ahead: rows of a matrix streamed in place that are worth asking for
+            ahead, 0 where the hardware's own prefetching is better left alone.
         source: manual the facts come from.
         measured: measured rates that replace derived ones: "<atom>" in GFLOP/s
             and "<level>" or "memory" in GB/s, one core each.
@@ -212,6 +214,7 @@ class Target:
     rates: dict[str, float] = field(default_factory=dict)
     cores: int = 0
     frequency_ghz: float = 0.0
+    rows_ahead: int = 0
     source: str = ""
     measured: dict[str, float] = field(default_factory=dict)
     match: tuple[Match, ...] = ()
