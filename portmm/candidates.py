@@ -215,7 +215,11 @@ def _thin(p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedul
                 yield replace(base, pack_b=False)
                 if p.a != "any":
                     stream = replace(base, pack_a=False, pack_b=False, prefetch=rows_ahead)
-                    yield from (replace(stream, tiles=_tiles(p.m, nr, kc, ALL, ALL)) for kc in STREAM_DEPTHS)
+                    for kc in STREAM_DEPTHS:
+                        s = replace(stream, tiles=_tiles(p.m, nr, kc, ALL, ALL))
+                        yield s
+                        if not p.deterministic and p.k > SPLIT_DEPTH * kc:
+                            yield replace(s, over="k")
 
 
 def _dots(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:

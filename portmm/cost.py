@@ -5,7 +5,9 @@ the largest of the terms that overlap (multiply-adds, loads, traffic of each
 level), a share of the others, since overlap is never perfect, and those that do
 not overlap (packing, tile set-up, forking). All terms are kept, so that
 `explain` can show what a choice rests on. Rates are measured ones where the
-target has them, described ones otherwise.
+target has them, described ones otherwise. The constants below were fitted on
+Zen 4 to what every candidate of the full suite took (`bench/exhaustive.py`):
+the choice then reaches 0.97 of the best candidate, geometric mean.
 """
 
 from __future__ import annotations
@@ -26,28 +28,33 @@ DEFAULT_BYTES_PER_CYCLE = {"L1": 64.0, "L2": 32.0, "L3": 10.0, "memory": 5.0}
 """Per core, where neither a description nor a measurement says more."""
 LOADS_PER_CYCLE = 2.0
 """Load ports of every out-of-order core described so far."""
-LOOP_CYCLES = 0.5
+LOOP_CYCLES = 0.25
 """Counting, comparing and branching: one fused micro-operation of the few a core starts per cycle."""
-CONFLICTS = 0.27
+CONFLICTS = 0.32
 """Share of the loads that a multiply-add has to wait for: banks, lines split in two, full queues."""
-APART, SPLIT = 1.015, 1.085
-"""Slowdown of a B in place whose rows lie apart, and of one whose vectors also
-straddle two lines; measured at 192, 255 and 256 cubed."""
+APART = 1.015
+"""Slowdown of a micro-kernel that reads a strided B in place."""
 LINE = 64
-CROWDED = 1.1
+CROWDED = 1.05
 """Slowdown when rows of A evict each other, measured at M = 8 and 16, K = 4096."""
 PASSING = 4
 """Lines of a set that B and C pass through."""
-TILE_CYCLES = 45.0
+AHEAD_CYCLES = 0.25
+"""Asking for one stream ahead, each step: an address and a prefetch beside the multiply-adds."""
+FILLS, OVERFULL = 24, 1.3
+"""Lines that a core can wait for at once, and the slowdown of a stream that asks for more."""
+TILE_CYCLES = 50.0
 """Calling a micro-kernel, computing its addresses, leaving its loop."""
 EXPOSED = 0.05
 """Share of a shorter overlapped term that still shows."""
-SHORT_RUNS = 2.1
+SHORT_RUNS = 3.0
 """Times that reading a strided B takes longer than reading a panel, row by row; measured 2 to 4."""
-SHORT_AHEAD = 1.3
+SHORT_AHEAD = 1.35
 """The same where the micro-kernel asks for the next rows meanwhile."""
-COPY_ONCE, COPY_PASSING = 5.4, 7.2
+COPY_ONCE, COPY_PASSING = 4.7, 7.4
 """Cycles to copy a vector into a panel: from long runs, and from the shorter runs of panels packed in passing."""
+CUT_RUNS = 1.4
+"""The same for a stream whose rows threads cut: each piece starts with misses. Measured 1.2 to 1.7."""
 STREAMS = 16
 """Rows that a hardware prefetcher follows at once; past that, each row of a
 strided operand starts with a miss."""
@@ -134,7 +141,7 @@ def cost(p: Problem, s: Schedule, atom: Atom, target: Target, workers: int = 1) 
     v = _View(q, s, atom, target)
     threads = min(workers, _tasks(v, workers))
     share = _share(v, threads)
-    overlapped = {"compute": _compute(v) * share} | {k: x * share for k, x in _traffic(v).items()}
+    overlapped = {"compute": _compute(v) * share} | {k: x * share for k, x in _traffic(v, threads).items()}
     added = {"tiles": _tile_setup(v) * share, "packing": _packing(v, workers) / min(threads, _pack_tasks(v))}
     scale = q.batch / v.hertz
     overlapped = {k: x * scale for k, x in overlapped.items()}
@@ -204,16 +211,20 @@ def _compute(v: _View) -> float:
         macs = h * wide
         loads = (h + wide) / LOADS_PER_CYCLE
         # A chain advances one step per latency; unrolling cannot help it.
-        cycles += count * (max(macs / v.macs_per_cycle, loads, float(atom.latency)) + LOOP_CYCLES + CONFLICTS * loads)
-    return cycles * visits * -(-v.p.k // depth) * (CROWDED if _crowded(v) else 1.0) * _in_place(v)
+        step = max(macs / v.macs_per_cycle, loads, float(atom.latency)) + CONFLICTS * loads
+        cycles += count * (step + LOOP_CYCLES + AHEAD_CYCLES * _streams(v))
+    return cycles * visits * -(-v.p.k // depth) * (CROWDED if _crowded(v) else 1.0) * (APART if _apart(v) else 1.0)
 
 
-def _in_place(v: _View) -> float:
-    """Slowdown of a micro-kernel that reads a strided B in place."""
-    s, p = v.s, v.p
-    if s.pack_b or s.b != "row" or p.n <= s.nr * s.panels:
-        return 1.0
-    return SPLIT if p.n * p.element.bytes % LINE else APART
+def _streams(v: _View) -> int:
+    """Operands that the micro-kernel asks for ahead."""
+    s = v.s
+    return s.ahead * (1 + (not s.pack_a) + (s.once or not s.pack_b))
+
+
+def _apart(v: _View) -> bool:
+    """B is read in place, and its rows lie apart."""
+    return v.s.b == "row" and not v.s.pack_b and v.p.n > v.s.nr * v.s.panels
 
 
 def _crowded(v: _View) -> bool:
@@ -289,7 +300,7 @@ def _b_stays(v: _View, name: str) -> bool:
     wide = s.nr * s.panels
     if (wide + s.mr) * depth * size > level.bytes:
         return False
-    if s.pack_b or s.b != "row":
+    if s.pack_b or s.b != "row" or name != "L1":
         return True
     sets = level.bytes // (level.line * level.ways)
     step = max(1, p.n * size // level.line)
@@ -297,7 +308,7 @@ def _b_stays(v: _View, name: str) -> bool:
     return depth <= level.ways * min(sets // gcd(step, sets), sets // lines)
 
 
-def _traffic(v: _View) -> dict[str, float]:
+def _traffic(v: _View, threads: int) -> dict[str, float]:
     """Cycles that each level's loads take, for one item."""
     s, p, size = v.s, v.p, v.p.element.bytes
     capacity = {x.name: x.bytes for x in v.target.levels}
@@ -317,7 +328,7 @@ def _traffic(v: _View) -> dict[str, float]:
     # Between passes over k, the block of C waits in the nearest level that holds it.
     c_home = v.home(min(c_once, rows * min(s.nc or p.n, p.n)) * size)
     # Rows of a strided B are short runs: a prefetcher has to find each anew.
-    short = s.b == "row" and not s.pack_b and p.n > wide
+    short = _apart(v)
     runs = SHORT_AHEAD if s.ahead else SHORT_RUNS
     streamed = b_l2 * (runs if short and not stays else 1.0)
     l2 = a_l2 + streamed + c_once + c_again * (c_home != "L1")
@@ -331,6 +342,9 @@ def _traffic(v: _View) -> dict[str, float]:
     if home in ("L1", "L2"):
         return terms
     slow = runs if short and depth > STREAMS else 1.0
+    if short and not s.ahead:
+        slow *= OVERFULL if depth * wide * size > FILLS * LINE else 1.0
+        slow *= CUT_RUNS if threads > 1 and s.over == "tiles" else 1.0
     name = "L3" if "L3" in capacity else "memory"
     terms[name] = outer * slow / v.bytes_per_cycle(name)
     if home == "memory":
