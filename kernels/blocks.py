@@ -71,6 +71,10 @@ class Blocks:
         wanted = ceil_div((WORKERS - 1) * TASKS_PER_WORKER, self.blocks)
         return maximum(fewest, minimum(self.groups, wanted))
 
+    def share_start(self, share: Index, shares: Index) -> Index:
+        """First visit of a piece; the wider pieces come first, so that the last ones even out the threads."""
+        return self.groups // shares * share + minimum(share, self.groups % shares)
+
     @property
     def shared_size(self) -> Index:
         """Elements of all of B in panels."""

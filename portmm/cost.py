@@ -60,6 +60,8 @@ STREAMS = 16
 strided operand starts with a miss."""
 FORK_SECONDS = 1.0e-6
 """One hand-over of tasks to awake threads."""
+MOST_SIMULATED = 64
+"""Tasks up to which their uneven widths matter."""
 TASK_SECONDS = 1.0e-7
 
 
@@ -184,9 +186,16 @@ def _pack_tasks(v: _View) -> int:
 
 
 def _share(v: _View, threads: int) -> float:
-    """Part of the work that the busiest thread does."""
+    """Part of the work that the busiest thread does, each taking the next task when free."""
     tasks = _tasks(v, threads)
-    return -(-tasks // threads) / tasks
+    if v.s.over != "tiles" or tasks > MOST_SIMULATED:
+        return -(-tasks // threads) / tasks
+    groups, shares = -(-v.p.n // (v.s.nr * v.s.panels)), _shares(v, threads)
+    low, wider = divmod(groups, shares)
+    load = [0] * threads
+    for task in range(tasks):
+        load[load.index(min(load))] += low + (task % shares < wider)
+    return max(load) / (groups * (tasks // shares))
 
 
 def _phases(v: _View) -> int:

@@ -1,4 +1,4 @@
-"""Compilers and processes that misbehave on demand, for test_build.py."""
+"""Compilers and processes that misbehave on demand, for test_build.py and test_compiler.py."""
 
 from __future__ import annotations
 

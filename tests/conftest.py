@@ -7,8 +7,10 @@ import shutil
 import tempfile
 
 import pytest
+from build_compilers import fake_compiler
 
-from portmm import api, settings
+from portmm import api, cache, compiler, settings
+from portmm.build import find_compiler
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,3 +35,32 @@ def _anew():
     settings.set_num_threads(0)
     yield
     settings.set_num_threads(0)
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    """An empty cache, and nothing remembered from another test."""
+    monkeypatch.setenv("PORTMM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "_warned", set())
+    compiler._find.cache_clear()
+    yield
+    compiler._find.cache_clear()
+
+
+@pytest.fixture
+def real(monkeypatch, tmp_path):
+    """The command of the compiler that this machine has; the test's cache stays untouched."""
+    with monkeypatch.context() as aside:
+        aside.setenv("PORTMM_CACHE", str(tmp_path / "aside"))
+        found = find_compiler()
+    compiler._find.cache_clear()
+    # Behind a script zig cannot be told from clang, so it gets its own options here.
+    extra = ("-target", f"{found.arch}-linux-gnu", "-g0") if found.kind == "zig" else ()
+    return (*found.argv, *extra)
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch, real):
+    made = fake_compiler(tmp_path / "bin", real)
+    monkeypatch.setenv("CC", str(made.path))
+    return made

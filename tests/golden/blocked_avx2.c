@@ -243,8 +243,8 @@ static void block(const long *ctx, long task, long worker) {
   const long shares = max_((n + 63) / 64, min_((n + 15) / 16, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8)));
   const long row = m * (task / shares) / ((m + 7) / 8);
   const long rows = m * (task / shares + 1) / ((m + 7) / 8) - row;
-  const long first = (n + 15) / 16 * (task % shares) / shares;
-  const long last = min_((n + 15) / 16, (n + 15) / 16 * (task % shares + 1) / shares);
+  const long first = (n + 15) / 16 / shares * (task % shares) + min_(task % shares, (n + 15) / 16 % shares);
+  const long last = min_((n + 15) / 16, (n + 15) / 16 / shares * (task % shares + 1) + min_(task % shares + 1, (n + 15) / 16 % shares));
   const long slices = (rows + 1) / 2;
   const long height = rows / slices;
   const long taller = rows % slices;

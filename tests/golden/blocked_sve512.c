@@ -184,8 +184,8 @@ static void block(const long *ctx, long task, long worker) {
   const long shares = max_((n + 127) / 128, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8)));
   const long row = m * (task / shares) / ((m + 7) / 8);
   const long rows = m * (task / shares + 1) / ((m + 7) / 8) - row;
-  const long first = (n + 31) / 32 * (task % shares) / shares;
-  const long last = min_((n + 31) / 32, (n + 31) / 32 * (task % shares + 1) / shares);
+  const long first = (n + 31) / 32 / shares * (task % shares) + min_(task % shares, (n + 31) / 32 % shares);
+  const long last = min_((n + 31) / 32, (n + 31) / 32 / shares * (task % shares + 1) + min_(task % shares + 1, (n + 31) / 32 % shares));
   const long slices = (rows + 1) / 2;
   const long height = rows / slices;
   const long taller = rows % slices;

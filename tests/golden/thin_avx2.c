@@ -128,8 +128,8 @@ static void block(const long *ctx, long task, long worker) {
   const long shares = max_(1, min_((n + 31) / 32, (workers - 1) * 4));
   const long row = 0;
   const long rows = m;
-  const long first = (n + 31) / 32 * (task % shares) / shares * 2;
-  const long last = min_((n + 15) / 16, (n + 31) / 32 * (task % shares + 1) / shares * 2);
+  const long first = ((n + 31) / 32 / shares * (task % shares) + min_(task % shares, (n + 31) / 32 % shares)) * 2;
+  const long last = min_((n + 15) / 16, ((n + 31) / 32 / shares * (task % shares + 1) + min_(task % shares + 1, (n + 31) / 32 % shares)) * 2);
   const long slices = rows;
   const long height = rows / slices;
   const long taller = rows % slices;
