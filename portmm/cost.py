@@ -5,9 +5,10 @@ the largest of the terms that overlap (multiply-adds, loads, traffic of each
 level), a share of the others, since overlap is never perfect, and those that do
 not overlap (packing, tile set-up, forking). All terms are kept, so that
 `explain` can show what a choice rests on. Rates are measured ones where the
-target has them, described ones otherwise. The constants below were fitted on
-Zen 4 to what every candidate of the full suite took (`bench/exhaustive.py`):
-the choice then reaches 0.97 of the best candidate, geometric mean.
+target has them, described ones otherwise. The constants below were fitted to
+what every candidate took on Zen 4, with AVX-512 on the full suite and with AVX2
+on cubes, odd sizes and layers (`bench/exhaustive.py`): the choice reaches 0.96
+of the best candidate, geometric mean.
 """
 
 from __future__ import annotations
@@ -28,33 +29,33 @@ DEFAULT_BYTES_PER_CYCLE = {"L1": 64.0, "L2": 32.0, "L3": 10.0, "memory": 5.0}
 """Per core, where neither a description nor a measurement says more."""
 LOADS_PER_CYCLE = 2.0
 """Load ports of every out-of-order core described so far."""
-LOOP_CYCLES = 0.25
+LOOP_CYCLES = 0.12
 """Counting, comparing and branching: one fused micro-operation of the few a core starts per cycle."""
-CONFLICTS = 0.32
+CONFLICTS = 0.36
 """Share of the loads that a multiply-add has to wait for: banks, lines split in two, full queues."""
-APART = 1.015
-"""Slowdown of a micro-kernel that reads a strided B in place."""
+APART = 0.045
+"""Further share of the time of a micro-kernel that reads a strided B in place one
+line of a row at once; with more lines it is shared by them."""
 LINE = 64
 CROWDED = 1.05
 """Slowdown when rows of A evict each other, measured at M = 8 and 16, K = 4096."""
 PASSING = 4
 """Lines of a set that B and C pass through."""
-AHEAD_CYCLES = 0.25
+AHEAD_CYCLES = 0.45
 """Asking for one stream ahead, each step: an address and a prefetch beside the multiply-adds."""
-FILLS, OVERFULL = 24, 1.3
+FILLS, OVERFULL = 24, 1.35
 """Lines that a core can wait for at once, and the slowdown of a stream that asks for more."""
-TILE_CYCLES = 50.0
+TILE_CYCLES = 70.0
 """Calling a micro-kernel, computing its addresses, leaving its loop."""
 EXPOSED = 0.05
 """Share of a shorter overlapped term that still shows."""
-SHORT_RUNS = 3.0
-"""Times that reading a strided B takes longer than reading a panel, row by row; measured 2 to 4."""
-SHORT_AHEAD = 1.35
-"""The same where the micro-kernel asks for the next rows meanwhile."""
-COPY_ONCE, COPY_PASSING = 4.7, 7.4
+SHORT_RUNS, SHORT_AHEAD = 1.5, 1.6
+"""Further times that reading a strided B takes longer than reading a panel, row by
+row, for runs of one line; with the next rows asked for meanwhile, the second."""
+COPY_ONCE, COPY_PASSING = 3.5, 7.4
 """Cycles to copy a vector into a panel: from long runs, and from the shorter runs of panels packed in passing."""
 CUT_RUNS = 1.4
-"""The same for a stream whose rows threads cut: each piece starts with misses. Measured 1.2 to 1.7."""
+"""Slowdown of a stream whose rows threads cut: each piece starts with misses. Measured 1.2 to 1.7."""
 STREAMS = 16
 """Rows that a hardware prefetcher follows at once; past that, each row of a
 strided operand starts with a miss."""
@@ -222,7 +223,7 @@ def _compute(v: _View) -> float:
         # A chain advances one step per latency; unrolling cannot help it.
         step = max(macs / v.macs_per_cycle, loads, float(atom.latency)) + CONFLICTS * loads
         cycles += count * (step + LOOP_CYCLES + AHEAD_CYCLES * _streams(v))
-    return cycles * visits * -(-v.p.k // depth) * (CROWDED if _crowded(v) else 1.0) * (APART if _apart(v) else 1.0)
+    return cycles * visits * -(-v.p.k // depth) * (CROWDED if _crowded(v) else 1.0) * _apart(v, APART)
 
 
 def _streams(v: _View) -> int:
@@ -231,9 +232,15 @@ def _streams(v: _View) -> int:
     return s.ahead * (1 + (not s.pack_a) + (s.once or not s.pack_b))
 
 
-def _apart(v: _View) -> bool:
+def _short(v: _View) -> bool:
     """B is read in place, and its rows lie apart."""
     return v.s.b == "row" and not v.s.pack_b and v.p.n > v.s.nr * v.s.panels
+
+
+def _apart(v: _View, price: float) -> float:
+    """Slowdown by reading runs of a row, given what it is for a run of one line."""
+    run = v.s.nr * v.s.panels * v.p.element.bytes
+    return 1.0 + price / max(1.0, run / LINE) if _short(v) else 1.0
 
 
 def _crowded(v: _View) -> bool:
@@ -337,9 +344,8 @@ def _traffic(v: _View, threads: int) -> dict[str, float]:
     # Between passes over k, the block of C waits in the nearest level that holds it.
     c_home = v.home(min(c_once, rows * min(s.nc or p.n, p.n)) * size)
     # Rows of a strided B are short runs: a prefetcher has to find each anew.
-    short = _apart(v)
-    runs = SHORT_AHEAD if s.ahead else SHORT_RUNS
-    streamed = b_l2 * (runs if short and not stays else 1.0)
+    short, runs = _short(v), _apart(v, SHORT_AHEAD if s.ahead else SHORT_RUNS)
+    streamed = b_l2 * (1.0 if stays else runs)
     l2 = a_l2 + streamed + c_once + c_again * (c_home != "L1")
     terms = {"L1": l1 * size / v.bytes_per_cycle("L1"), "L2": l2 * size / v.bytes_per_cycle("L2")}
     # L2 <- further out: B once per block of rows, C once per pass, A again if its block does not fit.
