@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -109,7 +110,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.01, help="per sample")
     parser.add_argument("--top", type=int, default=1, help="fastest candidates to print")
-    parser.add_argument("--json")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     settings.set_num_threads(options.threads)
     runtime().set_num_threads(options.threads)
@@ -133,15 +134,14 @@ def main():
                 "case": case.name,
                 "schedule": spell(s),
                 "workers": w,
-                "seconds": t,
+                "seconds": float(f"{t:.4g}"),
                 "chosen": (s, w) == (choice.schedule, choice.workers),
             }
             for (s, w), t in ranked
         ]
     print(f"geometric mean of best / chosen over {len(ratios)} cases: {statistics.geometric_mean(ratios):.3f}")
     if options.json:
-        with open(options.json, "w") as f:  # noqa: PTH123 - a script
-            json.dump(rows, f, indent=1)
+        options.json.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
 
 
 if __name__ == "__main__":

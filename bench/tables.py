@@ -101,7 +101,7 @@ def overhead(data):
 
 def summary(found):
     """What stands in the README."""
-    parts = [*ratios(found["reports"]), *(search(rows) for _, rows in found["searches"])]
+    parts = [*ratios(found["reports"]), *(f"{stem}: {search(rows)}" for stem, rows in found["searches"])]
     parts += [overhead(data) for _, data in found["overheads"]]
     return "\n\n".join(filter(None, parts)) or NOTHING
 

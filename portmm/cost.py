@@ -7,7 +7,7 @@ not overlap (packing, tile set-up, forking). All terms are kept, so that
 `explain` can show what a choice rests on. Rates are measured ones where the
 target has them, described ones otherwise. The constants below were fitted to
 what every candidate took on Zen 4, with AVX-512 on the full suite and with AVX2
-on cubes, odd sizes and layers (`bench/exhaustive.py`): the choice reaches 0.96
+on cubes, odd sizes and layers (`bench/exhaustive.py`, `bench/fit_cost.py`): the choice reaches 0.96
 of the best candidate, geometric mean.
 """
 

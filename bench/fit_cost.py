@@ -1,0 +1,150 @@
+"""Fit the constants of the cost model to exhaustive searches.
+
+    python bench/fit_cost.py bench/results/zen4-search.json bench/results/zen4-avx2-search.json --steps 400
+
+Each file is what `bench/exhaustive.py --json` wrote on one machine. Without
+`--steps` it only tells how near the present choices come to the best candidates,
+and `--rechoose` marks these choices in the files. A fit prints constants; a
+person decides whether they mean anything, rounds them and writes them down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from exhaustive import problem_of
+
+from portmm import cost as model
+from portmm import dispatch, settings
+from portmm.compare.suite import cases
+from portmm.lower import atom_of
+from portmm.schedule import parse
+
+if TYPE_CHECKING:
+    from portmm.problem import Problem
+    from portmm.target import Target
+
+FREE = "AHEAD_CYCLES EXPOSED SHORT_RUNS SHORT_AHEAD COPY_ONCE COPY_PASSING CONFLICTS APART TILE_CYCLES LOOP_CYCLES"
+FACTORS = "CROWDED OVERFULL"
+NEAR = 1.6
+"""Times of the best up to which the shape of the prediction counts: what is slower need not be ranked."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """One case: what every candidate took.
+
+    Attributes:
+        name: the case.
+        problem: its problem.
+        target: the machine, limited to the instruction set that was searched.
+        tried: (row of the file, schedule, atom), one per candidate.
+    """
+
+    name: str
+    problem: Problem
+    target: Target
+    tried: tuple
+
+    def predicted(self):
+        """Predicted seconds of every candidate."""
+        return [
+            model.cost(self.problem, s, atom, self.target, row["workers"]).seconds for row, s, atom in self.tried
+        ]
+
+
+def searches(rows, target):
+    """The cases of a file; what the suite no longer has is left out."""
+    known = {case.name: case for case in cases("full")}
+    grouped = {}
+    for row in rows:
+        grouped.setdefault(row["case"], []).append(row)
+    for name, mine in grouped.items():
+        schedules = [parse(row["schedule"]) for row in mine]
+        held = target.limited_to(schedules[0].isa)
+        tried = tuple(
+            (row, s, atom_of(dispatch.isa_of(s, held), s.dtype, s.lanes))
+            for row, s in zip(mine, schedules, strict=True)
+        )
+        if name in known:
+            yield Search(name, problem_of(known[name]), held, tried)
+
+
+def share(search, predicted):
+    """Seconds of the best candidate over those of the one that is predicted to be best."""
+    took = [row["seconds"] for row, _, _ in search.tried]
+    return min(took) / took[predicted.index(min(predicted))]
+
+
+def quality(found):
+    """What a fit makes small, and the geometric mean of the shares.
+
+    The mean regret counts most; the spread of predicted over measured times
+    among good candidates and the worst regret keep it from chasing noise.
+    """
+    regrets, spreads = [], []
+    for x in found:
+        predicted = x.predicted()
+        regrets.append(-math.log(share(x, predicted)))
+        took = [row["seconds"] for row, _, _ in x.tried]
+        errors = [math.log(p / t) for p, t in zip(predicted, took, strict=True) if t < NEAR * min(took)]
+        mean = sum(errors) / len(errors)
+        spreads.append(sum((e - mean) ** 2 for e in errors) / len(errors))
+    regret = sum(regrets) / len(regrets)
+    return regret + 0.3 * math.sqrt(sum(spreads) / len(spreads)) + 0.02 * max(regrets), math.exp(-regret)
+
+
+def fit(found, steps, seed=1):
+    """Constants that serve better, by random steps from the present ones."""
+    rng = random.Random(seed)  # noqa: S311 - no secret
+    names = (*FREE.split(), *FACTORS.split())
+    best, kept = quality(found), {name: getattr(model, name) for name in names}
+    for step in range(steps):
+        tried = dict(kept)
+        for name in rng.sample(names, rng.choice((1, 1, 2, 3))):
+            above = 1.0 if name in FACTORS.split() else 0.0
+            tried[name] = above + (kept[name] - above) * math.exp(rng.gauss(0, 0.35))
+        for name, value in tried.items():
+            setattr(model, name, value)
+        now = quality(found)
+        if now[0] < best[0]:
+            best, kept = now, tried
+            print(f"step {step}: {best[1]:.4f} of the best, objective {best[0]:.4f}", flush=True)
+    for name, value in kept.items():
+        setattr(model, name, value)
+        print(f"{name} = {value:.3g}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--target", help="the machine that the files come from, if not this one")
+    parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--rechoose", action="store_true", help="mark the present choices in the files")
+    options = parser.parse_args()
+    with settings.config(**({"target": options.target} if options.target else {})):
+        target = settings.target()
+    files = {path: json.loads(path.read_text()) for path in options.files}
+    found = [x for rows in files.values() for x in searches(rows, target)]
+    if options.steps:
+        fit(found, options.steps)
+    for x in sorted(found, key=lambda x: share(x, x.predicted()))[:20]:
+        print(f"{share(x, x.predicted()):.2f} {x.name} {x.target.isas[0].name}")
+    print(f"{quality(found)[1]:.3f} of the best, geometric mean of {len(found)} cases")
+    if options.rechoose:
+        for x in found:
+            predicted = x.predicted()
+            for i, (row, _, _) in enumerate(x.tried):
+                row["chosen"] = i == predicted.index(min(predicted))
+        for path, rows in files.items():
+            path.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+
+
+if __name__ == "__main__":
+    main()
