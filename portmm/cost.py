@@ -37,10 +37,10 @@ APART = 0.045
 """Further share of the time of a micro-kernel that reads a strided B in place one
 line of a row at once; with more lines it is shared by them."""
 LINE = 64
-CROWDED = 1.05
-"""Slowdown when rows of A evict each other, measured at M = 8 and 16, K = 4096."""
+CROWDED, THRASHED = 1.05, 1.4
+"""Slowdown when rows of A, a multiple of a page apart, leave less than PASSING
+ways of L1 to B and C; and when they leave none and nothing is asked for ahead."""
 PASSING = 4
-"""Lines of a set that B and C pass through."""
 AHEAD_CYCLES = 0.45
 """Asking for one stream ahead, each step: an address and a prefetch beside the multiply-adds."""
 FILLS, OVERFULL = 24, 1.35
@@ -223,7 +223,7 @@ def _compute(v: _View) -> float:
         # A chain advances one step per latency; unrolling cannot help it.
         step = max(macs / v.macs_per_cycle, loads, float(atom.latency)) + CONFLICTS * loads
         cycles += count * (step + LOOP_CYCLES + AHEAD_CYCLES * _streams(v))
-    return cycles * visits * -(-v.p.k // depth) * (CROWDED if _crowded(v) else 1.0) * _apart(v, APART)
+    return cycles * visits * -(-v.p.k // depth) * _crowding(v) * _apart(v, APART)
 
 
 def _streams(v: _View) -> int:
@@ -243,13 +243,16 @@ def _apart(v: _View, price: float) -> float:
     return 1.0 + price / max(1.0, run / LINE) if _short(v) else 1.0
 
 
-def _crowded(v: _View) -> bool:
-    """Rows of an A in place start in one set of L1 and, with B and C passing, need all its ways."""
+def _crowding(v: _View) -> float:
+    """Slowdown by rows of an A in place that start in one set of L1, of which B and C need ways too."""
     s, level = v.s, v.target.level("L1")
     if level is None or s.pack_a or s.a != "row" or v.p.m == 1:
-        return False
-    period = level.bytes // level.ways
-    return v.p.k * v.p.element.bytes % period == 0 and s.mr + PASSING >= level.ways
+        return 1.0
+    if v.p.k * v.p.element.bytes % (level.bytes // level.ways):
+        return 1.0
+    if s.mr + 1 >= level.ways and not s.ahead:
+        return THRASHED
+    return CROWDED if s.mr + PASSING >= level.ways else 1.0
 
 
 def _tile_setup(v: _View) -> float:
