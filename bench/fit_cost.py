@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from portmm.target import Target
 
 FREE = "AHEAD_CYCLES EXPOSED SHORT_RUNS SHORT_AHEAD COPY_ONCE COPY_PASSING CONFLICTS APART TILE_CYCLES LOOP_CYCLES"
-FACTORS = "CROWDED OVERFULL"
+FACTORS = "CROWDED THRASHED OVERFULL"
+"""What one thread shows; CUT_RUNS and what threads cost are not in it."""
 NEAR = 1.6
 """Times of the best up to which the shape of the prediction counts: what is slower need not be ranked."""
 
@@ -54,9 +55,7 @@ class Search:
 
     def predicted(self):
         """Predicted seconds of every candidate."""
-        return [
-            model.cost(self.problem, s, atom, self.target, row["workers"]).seconds for row, s, atom in self.tried
-        ]
+        return [model.cost(self.problem, s, atom, self.target, row["workers"]).seconds for row, s, atom in self.tried]
 
 
 def searches(rows, target):
@@ -79,7 +78,8 @@ def searches(rows, target):
 def share(search, predicted):
     """Seconds of the best candidate over those of the one that is predicted to be best."""
     took = [row["seconds"] for row, _, _ in search.tried]
-    return min(took) / took[predicted.index(min(predicted))]
+    # Of equals the slowest: a file is sorted by time, and must not decide.
+    return min(took) / max(t for t, p in zip(took, predicted, strict=True) if p == min(predicted))
 
 
 def quality(found):
@@ -129,9 +129,8 @@ def main():
     parser.add_argument("--rechoose", action="store_true", help="mark the present choices in the files")
     options = parser.parse_args()
     with settings.config(**({"target": options.target} if options.target else {})):
-        target = settings.target()
-    files = {path: json.loads(path.read_text()) for path in options.files}
-    found = [x for rows in files.values() for x in searches(rows, target)]
+        files = {path: json.loads(path.read_text()) for path in options.files}
+        found = [x for rows in files.values() for x in searches(rows, settings.target())]
     if options.steps:
         fit(found, options.steps)
     for x in sorted(found, key=lambda x: share(x, x.predicted()))[:20]:
@@ -141,7 +140,7 @@ def main():
         for x in found:
             predicted = x.predicted()
             for i, (row, _, _) in enumerate(x.tried):
-                row["chosen"] = i == predicted.index(min(predicted))
+                row["chosen"] = i == len(predicted) - 1 - predicted[::-1].index(min(predicted))
         for path, rows in files.items():
             path.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
 

@@ -72,7 +72,7 @@ class Blocks:
         return maximum(fewest, minimum(self.groups, wanted))
 
     def share_start(self, share: Index, shares: Index) -> Index:
-        """First visit of a piece; the wider pieces come first, so that the last ones even out the threads."""
+        """First visit of a piece; a block's wider pieces come first, so that the last ones even out the threads."""
         return self.groups // shares * share + minimum(share, self.groups % shares)
 
     @property

@@ -99,9 +99,7 @@ def micro_kernel(atom: Atom, rows: int, columns: int) -> Function:
     lanes, p = atom.n, var("p")
 
     def step(load: str, mask: str) -> tuple[Stmt, ...]:
-        out: list[Stmt] = [
-            Verb(load, f"a{i}", p=Ptr("a", const(i) * var("a_m") + p), mask=mask) for i in range(rows)
-        ]
+        out: list[Stmt] = [Verb(load, f"a{i}", p=Ptr("a", const(i) * var("a_m") + p), mask=mask) for i in range(rows)]
         for j in range(columns):
             at = Ptr("b", const(j) * var("b_n") + p)
             out.append(Verb(load, f"b{j % 2}", p=at, mask=mask))
@@ -135,5 +133,3 @@ def micro_kernel(atom: Atom, rows: int, columns: int) -> Function:
     )
     comment = f"C[{rows}][{columns}] = A[{rows}][k] . B[{columns}][k]"
     return Function(f"dot_{rows}x{columns}", "inner", params, (*loop, *sums, *tail), comment)
-
-

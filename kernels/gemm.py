@@ -21,7 +21,8 @@ loops. Slices of A within a block have nearly equal heights: no sliver of one
 row is left over. Threads share out blocks of C, or whole items of a batch; no
 two of them write the same element and none splits a chain along k, so that the
 result does not depend on how many there are. Only `over="k"`, for a C too small
-to share, gives each thread a run of k and a C of its own, summed in the end.
+to share or a B whose rows are better not cut, gives each thread a run of k and a
+C of its own, summed in the end.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from portmm.kernels.blocks import TASKS_PER_WORKER, WORKERS, Blocks, K, M, N
 from portmm.kernels.lookahead import next_item, next_panel
 from portmm.kernels.microkernel import Shape, micro_kernel
 
-from portmm.candidates import PACK_ROWS
+from portmm.candidates import PACK_ROWS, SUM_COLUMNS
 from portmm.ir import (
     Add,
     Call,
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
 MOST_UNROLLED = 128
 """Multiply-adds of a fully unrolled micro-kernel: past that, compiling costs more than the loop."""
 
-ROWS_AHEAD = 8
+PACK_PREFETCH = 8
 """Rows of B that packing asks for ahead: a miss takes as long as copying some rows."""
 
 
@@ -100,23 +101,34 @@ class _Gemm(Blocks):
     def summed(self) -> tuple[Stmt, ...]:
         """One item: a C per run of k, then their sum, in the order of k."""
         j, run, item = var("j"), var("run"), var("item")
-        steps = ceil_div(K, self.kb)
+        steps, runs, pieces = var("steps"), var("runs"), ceil_div(N, SUM_COLUMNS)
         partial = Ptr("work", (self.b_size + self.a_size) * WORKERS)
         blocks = For("block", const(0), self.blocks * self.shares, const(1), self.block(var("block")))
         part = (
             Let("kb", self.kb),
-            Let("k_first", steps * var("task") // self.runs * var("kb")),
-            Let("k_last", minimum(K, steps * (var("task") + 1) // self.runs * var("kb"))),
+            Let("steps", ceil_div(K, var("kb"))),
+            Let("runs", minimum(WORKERS, steps)),
+            Let("k_first", steps * var("task") // runs * var("kb")),
+            Let("k_last", minimum(K, steps * (var("task") + 1) // runs * var("kb"))),
             LetPtr("cp", partial + var("task") * (M * N), self.atom.acc),
             blocks,
         )
-        c = self.operand("c", var("task") * var("c_m") + j)
-        row = partial + var("task") * N + j
-        add = For("run", const(1), self.runs, const(1), (Add(c, row + run * (M * N)),))
-        total = (For("j", const(0), N, const(1), (Move(c, row), add)),)
+        c = self.operand("c", var("i") * var("c_m") + j)
+        row = partial + var("i") * N + j
+        first, last = var("j_first"), var("j_last")
+        # Run by run, because the runs of one element lie a whole C apart: often in one set of L1.
+        total = (
+            Let("i", var("task") // pieces),
+            Let("j_first", var("task") % pieces * SUM_COLUMNS),
+            Let("j_last", minimum(N, first + SUM_COLUMNS)),
+            Let("kb", self.kb),
+            Let("runs", minimum(WORKERS, ceil_div(K, var("kb")))),
+            For("j", first, last, const(1), (Move(c, row),)),
+            For("run", const(1), runs, const(1), (For("j", first, last, const(1), (Add(c, row + run * (M * N)),)),)),
+        )
         one = Function("run_of_k", "task", (Param("item"),), part, "All of C over a run of k")
-        rows = Function("sum_row", "task", (Param("item"),), total, "A row of C: the sum over runs")
-        return (Parallel(one, self.runs, (item,)), Parallel(rows, M, (item,)))
+        sums = Function("sum_runs", "task", (Param("item"),), total, "A piece of a row of C: the sum over runs")
+        return (Parallel(one, self.runs, (item,)), Parallel(sums, M * pieces, (item,)))
 
     @property
     def chunks(self) -> Index:
@@ -168,8 +180,8 @@ class _Gemm(Blocks):
             *(() if single else (Let("shares", self.shares),)),
             Let("row", M * index // blocks if s.mc else const(0)),
             Let("rows", rows),
-            Let("first", self.share_start(share, shares) * s.panels),
-            Let("last", minimum(panels, self.share_start(share + 1, shares) * s.panels)),
+            Let("first", const(0) if single else self.share_start(share, shares) * s.panels),
+            Let("last", panels if single else minimum(panels, self.share_start(share + 1, shares) * s.panels)),
             Let("slices", ceil_div(var("rows"), s.mr)),
             Let("height", var("rows") // var("slices")),
             Let("taller", var("rows") % var("slices")),
@@ -258,7 +270,7 @@ class _Gemm(Blocks):
         singly = (For("q", var("jg"), minimum(end, var("jg") + near), const(1), (Call(one, args),)),)
         if near == 1 or s.b != "row":
             return singly
-        rows = packing.pack_b_rows(self.atom, s.nr, near, ROWS_AHEAD)
+        rows = packing.pack_b_rows(self.atom, s.nr, near, PACK_PREFETCH)
         where = to + first * step
         together = (Call(rows, (depth, self.source(var("jg") * s.nr, row), var("b_k"), where, step)),)
         whole = minimum(end * s.nr, N)

@@ -77,7 +77,7 @@ class _Lines:
         return Ptr(self.name, minimum(j, var(self.valid) - 1) * var(self.across))
 
 
-def pack_b_rows(atom: Atom, nr: int, panels: int, rows_ahead: int) -> Function:
+def pack_b_rows(atom: Atom, nr: int, panels: int, prefetch: int) -> Function:
     """to[q][p][j] = B[p][q * NR + j]: whole panels at once, from long runs of each row.
 
     A row at a stride of pages is a miss in cache and address translation each
@@ -87,7 +87,7 @@ def pack_b_rows(atom: Atom, nr: int, panels: int, rows_ahead: int) -> Function:
     p = var("p")
     lanes, line = atom.n, line_of(atom)
     row = Ptr("b", p * var("b_k"))
-    asks = tuple(Prefetch(row + (var("b_k") * rows_ahead + j)) for j in range(0, panels * nr, line))
+    asks = tuple(Prefetch(row + (var("b_k") * prefetch + j)) for j in range(0, panels * nr, line))
     copy: list[Stmt] = []
     for v in range(0, panels * nr, lanes):
         to = Ptr("to", var("panel_step") * (v // nr) + p * nr + v % nr)

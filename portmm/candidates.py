@@ -43,6 +43,8 @@ RUN_BYTES = 1024
 PACK_ROWS = 256
 """Rows of k that one task packs where all of B is packed at once: enough tasks for
 every thread of a large machine, each long enough to be worth handing out."""
+SUM_COLUMNS = 1024
+"""Columns of C that one task sums where threads share k: what stays in L1."""
 STREAM_DEPTHS = (8, 32)
 """KC when B streams past in place: few rows, so that each is read along its length."""
 IN_PLACE_ROWS = 8
@@ -62,6 +64,8 @@ FEW_BYTES = 2048
 """An item of a batch that the hardware prefetcher finds soon enough."""
 SPLIT_DEPTH = 16
 """K per M or N from which threads may share out k: C is then small beside what is read."""
+SPLIT_STEPS = 16
+"""Blocks of k from which threads may share out a stream along k."""
 STATIC_LIMIT = 64
 """Largest dimension for which sizes are compiled in."""
 
@@ -218,7 +222,7 @@ def _thin(p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedul
                     for kc in STREAM_DEPTHS:
                         s = replace(stream, tiles=_tiles(p.m, nr, kc, ALL, ALL))
                         yield s
-                        if not p.deterministic and p.k > SPLIT_DEPTH * kc:
+                        if not p.deterministic and p.k > SPLIT_STEPS * kc:
                             yield replace(s, over="k")
 
 

@@ -5,10 +5,10 @@ the largest of the terms that overlap (multiply-adds, loads, traffic of each
 level), a share of the others, since overlap is never perfect, and those that do
 not overlap (packing, tile set-up, forking). All terms are kept, so that
 `explain` can show what a choice rests on. Rates are measured ones where the
-target has them, described ones otherwise. The constants below were fitted to
-what every candidate took on Zen 4, with AVX-512 on the full suite and with AVX2
-on cubes, odd sizes and layers (`bench/exhaustive.py`, `bench/fit_cost.py`): the choice reaches 0.96
-of the best candidate, geometric mean.
+target has them, described ones otherwise. Most of the constants below
+were fitted to what every candidate took on one thread of a Zen 4, with AVX-512
+and with AVX2 (`bench/exhaustive.py`, `bench/fit_cost.py`); docs/results.md says
+how near to the best candidate the choices come.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING
 
-from portmm.candidates import PACK_ROWS, RUN_BYTES
+from portmm.candidates import PACK_ROWS, RUN_BYTES, SUM_COLUMNS
 
 if TYPE_CHECKING:
     from portmm.problem import Problem
@@ -37,10 +37,12 @@ APART = 0.045
 """Further share of the time of a micro-kernel that reads a strided B in place one
 line of a row at once; with more lines it is shared by them."""
 LINE = 64
-CROWDED, THRASHED = 1.05, 1.4
-"""Slowdown when rows of A, a multiple of a page apart, leave less than PASSING
-ways of L1 to B and C; and when they leave none and nothing is asked for ahead."""
 PASSING = 4
+"""Ways of a set of L1 that B and C pass through."""
+CROWDED, THRASHED = 1.05, 1.4
+"""Slowdown when rows of A that start in one set of L1 leave less than PASSING ways;
+and when they leave one at most and nothing is asked for ahead: measured at M = 7
+and 8, K = 4096 on Zen 4."""
 AHEAD_CYCLES = 0.45
 """Asking for one stream ahead, each step: an address and a prefetch beside the multiply-adds."""
 FILLS, OVERFULL = 24, 1.35
@@ -62,7 +64,7 @@ strided operand starts with a miss."""
 FORK_SECONDS = 1.0e-6
 """One hand-over of tasks to awake threads."""
 MOST_SIMULATED = 64
-"""Tasks up to which their uneven widths matter."""
+"""Tasks whose hand-over is played through; with more, it would take longer than it is worth."""
 TASK_SECONDS = 1.0e-7
 
 
@@ -150,7 +152,9 @@ def cost(p: Problem, s: Schedule, atom: Atom, target: Target, workers: int = 1) 
     overlapped = {k: x * scale for k, x in overlapped.items()}
     added = {k: x * scale for k, x in added.items()}
     if s.over == "k":
-        added["sums"] = 2.0 * q.m * q.n * _tasks(v, workers) * scale / threads
+        size = q.m * q.n * _tasks(v, workers) * q.element.bytes
+        sums = 2 * size / v.bytes_per_cycle(v.home(size))
+        added["sums"] = sums * scale / min(threads, q.m * -(-q.n // SUM_COLUMNS))
     if workers > 1:
         added["threads"] = _phases(v) * FORK_SECONDS + _tasks(v, workers) * TASK_SECONDS
     longest = max(overlapped.values())
@@ -232,6 +236,11 @@ def _streams(v: _View) -> int:
     return s.ahead * (1 + (not s.pack_a) + (s.once or not s.pack_b))
 
 
+def _asks(v: _View) -> bool:
+    """The next rows of a B in place are asked for while these are worked on."""
+    return v.s.ahead or v.s.prefetch > 0
+
+
 def _short(v: _View) -> bool:
     """B is read in place, and its rows lie apart."""
     return v.s.b == "row" and not v.s.pack_b and v.p.n > v.s.nr * v.s.panels
@@ -295,7 +304,7 @@ def _packing(v: _View, workers: int) -> float:
             each = 1.5
         else:
             # A turned block of L x L elements takes L log2(L) shuffles.
-            copy = COPY_ONCE if s.once else COPY_PASSING
+            copy = COPY_ONCE if s.once and straight == "row" else COPY_PASSING
             each = (copy if layout == straight else copy + atom.n.bit_length()) / atom.n
         cycles += extent * again * each + 50.0
     if s.once:
@@ -347,7 +356,7 @@ def _traffic(v: _View, threads: int) -> dict[str, float]:
     # Between passes over k, the block of C waits in the nearest level that holds it.
     c_home = v.home(min(c_once, rows * min(s.nc or p.n, p.n)) * size)
     # Rows of a strided B are short runs: a prefetcher has to find each anew.
-    short, runs = _short(v), _apart(v, SHORT_AHEAD if s.ahead else SHORT_RUNS)
+    short, runs = _short(v), _apart(v, SHORT_AHEAD if _asks(v) else SHORT_RUNS)
     streamed = b_l2 * (1.0 if stays else runs)
     l2 = a_l2 + streamed + c_once + c_again * (c_home != "L1")
     terms = {"L1": l1 * size / v.bytes_per_cycle("L1"), "L2": l2 * size / v.bytes_per_cycle("L2")}
@@ -360,7 +369,7 @@ def _traffic(v: _View, threads: int) -> dict[str, float]:
     if home in ("L1", "L2"):
         return terms
     slow = runs if short and depth > STREAMS else 1.0
-    if short and not s.ahead:
+    if short and not _asks(v):
         slow *= OVERFULL if depth * wide * size > FILLS * LINE else 1.0
         slow *= CUT_RUNS if threads > 1 and s.over == "tiles" else 1.0
     name = "L3" if "L3" in capacity else "memory"

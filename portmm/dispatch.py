@@ -63,6 +63,8 @@ def choose(p: Problem, target: Target, threads: int = 1) -> Choice:
     Raises:
         ScheduleError: nothing is legal.
     """
+    if 0 in (p.m, p.n, p.k, p.batch):
+        raise ScheduleError(f"{p} has no products: there is nothing to choose")
     _check_panels(p, target)
     ranked: list[tuple[float, int, Schedule, Cost, int]] = []
     for i, s in enumerate(candidates(p, target)):

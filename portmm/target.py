@@ -286,6 +286,7 @@ def _check_target(target: Target, where: str) -> Target:
         require(isa.arch in ("any", target.arch), where, f"ISA {isa.name} is for {isa.arch}, the chip is {target.arch}")
     sizes = [level.bytes for level in target.levels]
     require(sizes == sorted(set(sizes)), where, f"levels must grow from the nearest to the farthest, got {sizes} bytes")
+    require(target.rows_ahead >= 0, where, f"rows_ahead must not be negative, got {target.rows_ahead}")
     atoms = {atom.name for isa in target.isas for atom in isa.atoms}
     for name, rate in target.rates.items():
         require(name in atoms, where, f"rates names atom {name!r}, which none of its ISAs has")

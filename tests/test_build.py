@@ -23,6 +23,7 @@ SOURCE = "int answer(void) { return 42; }\n"
 NOBODY = 65534
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
+
 def answer(artifact):
     return ctypes.CDLL(str(artifact.path)).answer()
 

@@ -6,6 +6,7 @@ these files: only a change of the emitted text does.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,17 @@ def thin():
     return lower(s, load_isa("avx2"))
 
 
+def split():
+    """A stream of which threads share out k, and that asks for rows ahead."""
+    s = Schedule("gemm", "avx2", "f32", tiles(1, 16, 8, ALL, ALL), (1,), pack_a=False, pack_b=False, over="k")
+    return lower(replace(s, prefetch=4), load_isa("avx2"))
+
+
+def once():
+    """All of B packed first."""
+    return lower(Schedule("gemm", "avx2", "f32", tiles(2, 16, 64, 8, 64), (2,), once=True), load_isa("avx2"))
+
+
 def dot():
     levels = tuple(Tile(x, ALL, 2, ALL) for x in ("L1", "L2", "L3"))
     s = Schedule("dot", "avx2", "f32", (Tile("registers", 1, 2, 8), *levels), (1,), b="col", pack_a=False, pack_b=False)
@@ -51,6 +63,8 @@ def static():
 KERNELS = {
     **{f"blocked_{name}": lambda name=name: blocked(name) for name in ISAS},
     "thin_avx2": thin,
+    "split_avx2": split,
+    "once_avx2": once,
     "dot_avx2": dot,
     "pack_sse2": lambda: lower_pack(load_isa("sse2"), "f32", 8, "col"),
     "static_avx512": static,

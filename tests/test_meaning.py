@@ -64,6 +64,23 @@ def test_every_isa_means_the_product(name, dtype):
             k.check(interpret(kernel, k, 2, shuffle=i), s)
 
 
+@pytest.mark.parametrize("size", [(1, 9, 257), (3, 21, 300), (20, 9, 270)])
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_deep_products(size, workers):
+    """K that threads share out or pack in pieces, and streams that ask for rows ahead."""
+    target = replace(SEVEN, rows_ahead=2)
+    found = set()
+    for p in pose(size, ("row", "row", "row"), target):
+        k = case(p, seed=workers)
+        for s, kernel in kernels(p, target):
+            kind = (s.once, s.over, s.prefetch > 0)
+            if any((s.once, s.over == "k", s.prefetch)) and (kind, s.nr) not in found:
+                found.add((kind, s.nr))
+                k.check(interpret(kernel, k, workers, shuffle=workers), s)
+    kinds = {kind for kind, _ in found}
+    assert (True, "tiles", False) in kinds if size[0] > 3 else {(False, "k", True), (False, "tiles", True)} <= kinds
+
+
 class Counted(np.ndarray):
     """A flat array that counts the stores to each element."""
 

@@ -92,8 +92,8 @@ static void items(const long *ctx, long task, long worker) {
     for (long block = 0; block < 1; ++block) {
       const long row = 0;
       const long rows = m;
-      const long first = min_(0, (n + 15) / 16 % 1);
-      const long last = min_((n + 15) / 16, (n + 15) / 16 + min_(1, (n + 15) / 16 % 1));
+      const long first = 0;
+      const long last = (n + 15) / 16;
       const long slices = (rows + 3) / 4;
       const long height = rows / slices;
       const long taller = rows % slices;

@@ -1,0 +1,354 @@
+/* portmm_gemm_f32_f32_f32_2x16x1_avx2, made by portmm 0.1.0 for AVX2 and FMA */
+/* gemm avx2: registers 2x16x1, L1 2x16x64, L2 8x16x64, L3 8x64x64; A packed, B packed once, threads over tiles */
+/* made again by: portmm emit --schedule gemm:avx2:f32:2x16x1/2x16x64/8x16x64/8x64x64:2-2:a=row,b=row,panels=1,over=tiles,lanes=0,prefetch=0,pack_a,pack_b,once */
+
+typedef float v8f __attribute__((vector_size(32)));
+typedef float v8f_u __attribute__((vector_size(32), aligned(4), may_alias));
+typedef double v4d __attribute__((vector_size(32)));
+typedef double v4d_u __attribute__((vector_size(32), aligned(8), may_alias));
+typedef int v8i __attribute__((vector_size(32)));
+typedef long long v4l __attribute__((vector_size(32)));
+
+typedef struct portmm_args {
+  long m, n, k, batch;               /* C[batch][m][n] = A[batch][m][k] . B[batch][k][n] */
+  const void *a; long a_m, a_k, a_batch;  /* strides in elements */
+  const void *b; long b_k, b_n, b_batch;  /* a packed B: panels, see kernels/packing.py */
+  void *c; long c_m, c_n, c_batch;
+  char *work;                        /* scratch, 64-byte aligned, Kernel.workspace() bytes */
+  long workers;                      /* at most this many threads run tasks at once */
+  void *pool;
+  void (*parallel)(void *pool, void (*body)(const long *ctx, long task, long worker),
+                   const long *ctx, long tasks, long workers);
+} portmm_args;
+
+#if defined(__clang__)
+#define SHUFFLE(x, y, ints, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define SHUFFLE(x, y, ints, ...) __builtin_shuffle(x, y, (ints){__VA_ARGS__})
+#endif
+
+static inline long min_(long x, long y) { return x < y ? x : y; }
+
+static inline long max_(long x, long y) { return x > y ? x : y; }
+
+typedef int lanes_t __attribute__((vector_size(32)));
+
+/* to[k][16] = B[k][columns], row layout, padded */
+static __attribute__((noinline)) void pack_b(long k, long columns, const float *b, long b_k, long b_n, float *to) {
+  v8i m0, m1;
+  v8f v0, v1;
+  if (columns < 16) {
+    m0 = (v8i){0, 1, 2, 3, 4, 5, 6, 7} < (v8i){0} + (int)(max_(0, min_(columns, 8)));
+    m1 = (v8i){0, 1, 2, 3, 4, 5, 6, 7} < (v8i){0} + (int)(max_(0, min_(columns - 8, 8)));
+    for (long p = 0; p < k; ++p) {
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(v0) : "m"(*(const v8f_u *)(b + p * b_k)), "x"(m0));
+      *(v8f_u *)(to + p * 16) = v0;
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(v1) : "m"(*(const v8f_u *)(b + p * b_k + 8)), "x"(m1));
+      *(v8f_u *)(to + p * 16 + 8) = v1;
+    }
+  } else {
+    #pragma GCC unroll 4
+    for (long p = 0; p < k; ++p) {
+      v0 = *(const v8f_u *)(b + p * b_k);
+      *(v8f_u *)(to + p * 16) = v0;
+      v1 = *(const v8f_u *)(b + p * b_k + 8);
+      *(v8f_u *)(to + p * 16 + 8) = v1;
+    }
+  }
+}
+
+/* to[16][k][16] = B[k][256], row layout */
+static __attribute__((noinline)) void pack_b_rows(long k, const float *b, long b_k, float *to, long panel_step) {
+  v8f v0, v1, v2, v3;
+  for (long p = 0; p < k; ++p) {
+    __builtin_prefetch(b + p * b_k + b_k * 8);
+    __builtin_prefetch(b + p * b_k + b_k * 8 + 16);
+    __builtin_prefetch(b + p * b_k + b_k * 8 + 32);
+    __builtin_prefetch(b + p * b_k + b_k * 8 + 48);
+    __builtin_prefetch(b + p * b_k + b_k * 8 + 64);
+    __builtin_prefetch(b + p * b_k + b_k * 8 + 80);
+    __builtin_prefetch(b + p * b_k + b_k * 8 + 96);
+    __builtin_prefetch(b + p * b_k + b_k * 8 + 112);
+    __builtin_prefetch(b + p * b_k + b_k * 8 + 128);
+    __builtin_prefetch(b + p * b_k + b_k * 8 + 144);
+    __builtin_prefetch(b + p * b_k + b_k * 8 + 160);
+    __builtin_prefetch(b + p * b_k + b_k * 8 + 176);
+    __builtin_prefetch(b + p * b_k + b_k * 8 + 192);
+    __builtin_prefetch(b + p * b_k + b_k * 8 + 208);
+    __builtin_prefetch(b + p * b_k + b_k * 8 + 224);
+    __builtin_prefetch(b + p * b_k + b_k * 8 + 240);
+    v0 = *(const v8f_u *)(b + p * b_k);
+    *(v8f_u *)(to + p * 16) = v0;
+    v1 = *(const v8f_u *)(b + p * b_k + 8);
+    *(v8f_u *)(to + p * 16 + 8) = v1;
+    v2 = *(const v8f_u *)(b + p * b_k + 16);
+    *(v8f_u *)(to + panel_step + p * 16) = v2;
+    v3 = *(const v8f_u *)(b + p * b_k + 24);
+    *(v8f_u *)(to + panel_step + p * 16 + 8) = v3;
+    v0 = *(const v8f_u *)(b + p * b_k + 32);
+    *(v8f_u *)(to + panel_step * 2 + p * 16) = v0;
+    v1 = *(const v8f_u *)(b + p * b_k + 40);
+    *(v8f_u *)(to + panel_step * 2 + p * 16 + 8) = v1;
+    v2 = *(const v8f_u *)(b + p * b_k + 48);
+    *(v8f_u *)(to + panel_step * 3 + p * 16) = v2;
+    v3 = *(const v8f_u *)(b + p * b_k + 56);
+    *(v8f_u *)(to + panel_step * 3 + p * 16 + 8) = v3;
+    v0 = *(const v8f_u *)(b + p * b_k + 64);
+    *(v8f_u *)(to + panel_step * 4 + p * 16) = v0;
+    v1 = *(const v8f_u *)(b + p * b_k + 72);
+    *(v8f_u *)(to + panel_step * 4 + p * 16 + 8) = v1;
+    v2 = *(const v8f_u *)(b + p * b_k + 80);
+    *(v8f_u *)(to + panel_step * 5 + p * 16) = v2;
+    v3 = *(const v8f_u *)(b + p * b_k + 88);
+    *(v8f_u *)(to + panel_step * 5 + p * 16 + 8) = v3;
+    v0 = *(const v8f_u *)(b + p * b_k + 96);
+    *(v8f_u *)(to + panel_step * 6 + p * 16) = v0;
+    v1 = *(const v8f_u *)(b + p * b_k + 104);
+    *(v8f_u *)(to + panel_step * 6 + p * 16 + 8) = v1;
+    v2 = *(const v8f_u *)(b + p * b_k + 112);
+    *(v8f_u *)(to + panel_step * 7 + p * 16) = v2;
+    v3 = *(const v8f_u *)(b + p * b_k + 120);
+    *(v8f_u *)(to + panel_step * 7 + p * 16 + 8) = v3;
+    v0 = *(const v8f_u *)(b + p * b_k + 128);
+    *(v8f_u *)(to + panel_step * 8 + p * 16) = v0;
+    v1 = *(const v8f_u *)(b + p * b_k + 136);
+    *(v8f_u *)(to + panel_step * 8 + p * 16 + 8) = v1;
+    v2 = *(const v8f_u *)(b + p * b_k + 144);
+    *(v8f_u *)(to + panel_step * 9 + p * 16) = v2;
+    v3 = *(const v8f_u *)(b + p * b_k + 152);
+    *(v8f_u *)(to + panel_step * 9 + p * 16 + 8) = v3;
+    v0 = *(const v8f_u *)(b + p * b_k + 160);
+    *(v8f_u *)(to + panel_step * 10 + p * 16) = v0;
+    v1 = *(const v8f_u *)(b + p * b_k + 168);
+    *(v8f_u *)(to + panel_step * 10 + p * 16 + 8) = v1;
+    v2 = *(const v8f_u *)(b + p * b_k + 176);
+    *(v8f_u *)(to + panel_step * 11 + p * 16) = v2;
+    v3 = *(const v8f_u *)(b + p * b_k + 184);
+    *(v8f_u *)(to + panel_step * 11 + p * 16 + 8) = v3;
+    v0 = *(const v8f_u *)(b + p * b_k + 192);
+    *(v8f_u *)(to + panel_step * 12 + p * 16) = v0;
+    v1 = *(const v8f_u *)(b + p * b_k + 200);
+    *(v8f_u *)(to + panel_step * 12 + p * 16 + 8) = v1;
+    v2 = *(const v8f_u *)(b + p * b_k + 208);
+    *(v8f_u *)(to + panel_step * 13 + p * 16) = v2;
+    v3 = *(const v8f_u *)(b + p * b_k + 216);
+    *(v8f_u *)(to + panel_step * 13 + p * 16 + 8) = v3;
+    v0 = *(const v8f_u *)(b + p * b_k + 224);
+    *(v8f_u *)(to + panel_step * 14 + p * 16) = v0;
+    v1 = *(const v8f_u *)(b + p * b_k + 232);
+    *(v8f_u *)(to + panel_step * 14 + p * 16 + 8) = v1;
+    v2 = *(const v8f_u *)(b + p * b_k + 240);
+    *(v8f_u *)(to + panel_step * 15 + p * 16) = v2;
+    v3 = *(const v8f_u *)(b + p * b_k + 248);
+    *(v8f_u *)(to + panel_step * 15 + p * 16 + 8) = v3;
+  }
+}
+
+/* Some rows of a few panels of B */
+static void pack_share(const long *ctx, long task, long worker) {
+  const portmm_args *g = (const portmm_args *)ctx[0];
+  const long item = ctx[1];
+  (void)g; (void)task; (void)worker;
+  const long n = g->n;
+  const long k = g->k;
+  const long b_k = g->b_k;
+  const long b_n = g->b_n;
+  const long b_batch = g->b_batch;
+  const float *b = (const float *)g->b;
+  float *work = (float *)g->work;
+  const long jg = task / ((k + 255) / 256) * 16;
+  const long p_first = task % ((k + 255) / 256) * 256;
+  if (min_((n + 15) / 16 * 16, n) < (jg + 16) * 16) {
+    for (long q = jg; q < min_((n + 15) / 16, jg + 16); ++q) {
+      pack_b(min_(k - p_first, 256), min_(n - q * 16, 16), b + item * b_batch + p_first * b_k + q * 16, b_k, b_n, work + p_first * 16 + (q - jg + jg) * (k * 16));
+    }
+  } else {
+    pack_b_rows(min_(k - p_first, 256), b + item * b_batch + p_first * b_k + jg * 16, b_k, work + p_first * 16 + jg * (k * 16), k * 16);
+  }
+}
+
+/* to[k][rows] = A[rows][k], row layout */
+static __attribute__((noinline)) void pack_a(long k, long rows, const float *a, long a_m, long a_k, float *to) {
+  v8f t0_0, t0_1, t0_2, t0_3, t0_4, t0_5, t0_6, t0_7, t1_0, t1_1, t1_2, t1_3, t1_4, t1_5, t1_6, t1_7, t2_0, t2_1, t2_2, t2_3, t2_4, t2_5, t2_6, t2_7, t3_0, t3_1, t3_2, t3_3, t3_4, t3_5, t3_6, t3_7;
+  if (0 < rows) {
+    const float *a0 = a + min_(0, rows - 1) * a_m;
+    const float *a1 = a + min_(1, rows - 1) * a_m;
+    const float *a2 = a + min_(2, rows - 1) * a_m;
+    const float *a3 = a + min_(3, rows - 1) * a_m;
+    const float *a4 = a + min_(4, rows - 1) * a_m;
+    const float *a5 = a + min_(5, rows - 1) * a_m;
+    const float *a6 = a + min_(6, rows - 1) * a_m;
+    const float *a7 = a + min_(7, rows - 1) * a_m;
+    for (long p = 0; p < k - 7; p += 8) {
+      t0_0 = *(const v8f_u *)(a0 + p);
+      t0_1 = *(const v8f_u *)(a1 + p);
+      t0_2 = *(const v8f_u *)(a2 + p);
+      t0_3 = *(const v8f_u *)(a3 + p);
+      t0_4 = *(const v8f_u *)(a4 + p);
+      t0_5 = *(const v8f_u *)(a5 + p);
+      t0_6 = *(const v8f_u *)(a6 + p);
+      t0_7 = *(const v8f_u *)(a7 + p);
+      t1_0 = SHUFFLE(t0_0, t0_4, lanes_t, 0, 8, 1, 9, 2, 10, 3, 11);
+      t1_1 = SHUFFLE(t0_0, t0_4, lanes_t, 4, 12, 5, 13, 6, 14, 7, 15);
+      t1_2 = SHUFFLE(t0_1, t0_5, lanes_t, 0, 8, 1, 9, 2, 10, 3, 11);
+      t1_3 = SHUFFLE(t0_1, t0_5, lanes_t, 4, 12, 5, 13, 6, 14, 7, 15);
+      t1_4 = SHUFFLE(t0_2, t0_6, lanes_t, 0, 8, 1, 9, 2, 10, 3, 11);
+      t1_5 = SHUFFLE(t0_2, t0_6, lanes_t, 4, 12, 5, 13, 6, 14, 7, 15);
+      t1_6 = SHUFFLE(t0_3, t0_7, lanes_t, 0, 8, 1, 9, 2, 10, 3, 11);
+      t1_7 = SHUFFLE(t0_3, t0_7, lanes_t, 4, 12, 5, 13, 6, 14, 7, 15);
+      t2_0 = SHUFFLE(t1_0, t1_4, lanes_t, 0, 8, 1, 9, 2, 10, 3, 11);
+      t2_1 = SHUFFLE(t1_0, t1_4, lanes_t, 4, 12, 5, 13, 6, 14, 7, 15);
+      t2_2 = SHUFFLE(t1_1, t1_5, lanes_t, 0, 8, 1, 9, 2, 10, 3, 11);
+      t2_3 = SHUFFLE(t1_1, t1_5, lanes_t, 4, 12, 5, 13, 6, 14, 7, 15);
+      t2_4 = SHUFFLE(t1_2, t1_6, lanes_t, 0, 8, 1, 9, 2, 10, 3, 11);
+      t2_5 = SHUFFLE(t1_2, t1_6, lanes_t, 4, 12, 5, 13, 6, 14, 7, 15);
+      t2_6 = SHUFFLE(t1_3, t1_7, lanes_t, 0, 8, 1, 9, 2, 10, 3, 11);
+      t2_7 = SHUFFLE(t1_3, t1_7, lanes_t, 4, 12, 5, 13, 6, 14, 7, 15);
+      t3_0 = SHUFFLE(t2_0, t2_4, lanes_t, 0, 8, 1, 9, 2, 10, 3, 11);
+      t3_1 = SHUFFLE(t2_0, t2_4, lanes_t, 4, 12, 5, 13, 6, 14, 7, 15);
+      t3_2 = SHUFFLE(t2_1, t2_5, lanes_t, 0, 8, 1, 9, 2, 10, 3, 11);
+      t3_3 = SHUFFLE(t2_1, t2_5, lanes_t, 4, 12, 5, 13, 6, 14, 7, 15);
+      t3_4 = SHUFFLE(t2_2, t2_6, lanes_t, 0, 8, 1, 9, 2, 10, 3, 11);
+      t3_5 = SHUFFLE(t2_2, t2_6, lanes_t, 4, 12, 5, 13, 6, 14, 7, 15);
+      t3_6 = SHUFFLE(t2_3, t2_7, lanes_t, 0, 8, 1, 9, 2, 10, 3, 11);
+      t3_7 = SHUFFLE(t2_3, t2_7, lanes_t, 4, 12, 5, 13, 6, 14, 7, 15);
+      *(v8f_u *)(to + p * rows) = t3_0;
+      *(v8f_u *)(to + (p + 1) * rows) = t3_1;
+      *(v8f_u *)(to + (p + 2) * rows) = t3_2;
+      *(v8f_u *)(to + (p + 3) * rows) = t3_3;
+      *(v8f_u *)(to + (p + 4) * rows) = t3_4;
+      *(v8f_u *)(to + (p + 5) * rows) = t3_5;
+      *(v8f_u *)(to + (p + 6) * rows) = t3_6;
+      *(v8f_u *)(to + (p + 7) * rows) = t3_7;
+    }
+  }
+  for (long p = k - k % 8; p < k; ++p) {
+    for (long j = 0; j < rows; ++j) {
+      *(to + p * rows + j) = *(a + min_(j, rows - 1) * a_m + p * a_k);
+    }
+  }
+}
+
+/* C[2][columns] (+)= A[2][k] . B[k][16] */
+static __attribute__((noinline)) void ukr_2x16(long k, const float *a, const float *b, float *c, long c_m, long columns, long accumulate) {
+  v8i m0, m1;
+  v8f c0_0, c0_1, c1_0, c1_1, b0, b1;
+  float a0, a1;
+  m0 = (v8i){0, 1, 2, 3, 4, 5, 6, 7} < (v8i){0} + (int)(max_(0, min_(columns, 8)));
+  m1 = (v8i){0, 1, 2, 3, 4, 5, 6, 7} < (v8i){0} + (int)(max_(0, min_(columns - 8, 8)));
+  if (columns < 16) {
+    if (accumulate) {
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(c0_0) : "m"(*(const v8f_u *)(c)), "x"(m0));
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(c0_1) : "m"(*(const v8f_u *)(c + 8)), "x"(m1));
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(c1_0) : "m"(*(const v8f_u *)(c + c_m)), "x"(m0));
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(c1_1) : "m"(*(const v8f_u *)(c + c_m + 8)), "x"(m1));
+    } else {
+      c0_0 = (v8f){0};
+      c0_1 = (v8f){0};
+      c1_0 = (v8f){0};
+      c1_1 = (v8f){0};
+    }
+  } else {
+    if (accumulate) {
+      c0_0 = *(const v8f_u *)(c);
+      c0_1 = *(const v8f_u *)(c + 8);
+      c1_0 = *(const v8f_u *)(c + c_m);
+      c1_1 = *(const v8f_u *)(c + c_m + 8);
+    } else {
+      c0_0 = (v8f){0};
+      c0_1 = (v8f){0};
+      c1_0 = (v8f){0};
+      c1_1 = (v8f){0};
+    }
+  }
+  #pragma GCC unroll 4
+  for (long p = 0; p < k; ++p) {
+    b0 = *(const v8f_u *)(b + p * 16);
+    b1 = *(const v8f_u *)(b + p * 16 + 8);
+    a0 = *(a + p * 2);
+    c0_0 += a0 * b0;
+    c0_1 += a0 * b1;
+    a1 = *(a + p * 2 + 1);
+    c1_0 += a1 * b0;
+    c1_1 += a1 * b1;
+  }
+  if (columns < 16) {
+    __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(c)) : "x"(c0_0), "x"(m0));
+    __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(c + 8)) : "x"(c0_1), "x"(m1));
+    __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(c + c_m)) : "x"(c1_0), "x"(m0));
+    __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(c + c_m + 8)) : "x"(c1_1), "x"(m1));
+  } else {
+    *(v8f_u *)(c) = c0_0;
+    *(v8f_u *)(c + 8) = c0_1;
+    *(v8f_u *)(c + c_m) = c1_0;
+    *(v8f_u *)(c + c_m + 8) = c1_1;
+  }
+}
+
+/* A block of rows by a share of the columns of C */
+static void block(const long *ctx, long task, long worker) {
+  const portmm_args *g = (const portmm_args *)ctx[0];
+  const long item = ctx[1];
+  (void)g; (void)task; (void)worker;
+  const long m = g->m;
+  const long n = g->n;
+  const long k = g->k;
+  const long a_m = g->a_m;
+  const long a_k = g->a_k;
+  const long a_batch = g->a_batch;
+  const long c_m = g->c_m;
+  const long c_batch = g->c_batch;
+  const long workers = g->workers;
+  const float *a = (const float *)g->a;
+  float *c = (float *)g->c;
+  float *work = (float *)g->work;
+  const long shares = max_((n + 63) / 64, min_((n + 15) / 16, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8)));
+  const long row = m * (task / shares) / ((m + 7) / 8);
+  const long rows = m * (task / shares + 1) / ((m + 7) / 8) - row;
+  const long first = (n + 15) / 16 / shares * (task % shares) + min_(task % shares, (n + 15) / 16 % shares);
+  const long last = min_((n + 15) / 16, (n + 15) / 16 / shares * (task % shares + 1) + min_(task % shares + 1, (n + 15) / 16 % shares));
+  const long slices = (rows + 1) / 2;
+  const long height = rows / slices;
+  const long taller = rows % slices;
+  const long kb = (k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64);
+  for (long pc = 0; pc < k; pc += kb) {
+    const long kd = min_(kb, k - pc);
+    float *ap = work + ((n + 15) / 16 * (k * 16) + 63) / 64 * 64 + worker * ((min_(m, 8) * ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64)) + 8 + 63) / 64 * 64);
+    for (long i = 0; i < slices; ++i) {
+      const long h = height + (i < taller);
+      const long r = i * height + min_(i, taller);
+      pack_a(kd, h, a + item * a_batch + (row + r) * a_m + pc * a_k, a_m, a_k, ap + r * kd);
+    }
+    for (long j = first; j < last; ++j) {
+      const long column = j * 16;
+      const long columns = min_(n - column, 16);
+      const float *bp = work + j * (k * 16) + pc * 16;
+      for (long i = 0; i < slices; ++i) {
+        const long r = i * height + min_(i, taller);
+        ukr_2x16(kd, ap + r * kd, bp, c + item * c_batch + (row + r) * c_m + column, c_m, columns, 0 < pc);
+      }
+    }
+  }
+}
+
+/* All products of the batch */
+void portmm_gemm_f32_f32_f32_2x16x1_avx2(const portmm_args *g) {
+  const long m = g->m;
+  const long n = g->n;
+  const long k = g->k;
+  const long batch = g->batch;
+  const long b_batch = g->b_batch;
+  const long workers = g->workers;
+  for (long item = 0; item < batch; ++item) {
+    if (0 < (item == 0) + 1 - (b_batch == 0)) {
+      {
+        const long task_ctx[] = {(long)g, item};
+        g->parallel(g->pool, pack_share, task_ctx, ((n + 15) / 16 + 15) / 16 * ((k + 255) / 256), workers);
+      }
+    }
+    {
+      const long task_ctx[] = {(long)g, item};
+      g->parallel(g->pool, block, task_ctx, (m + 7) / 8 * max_((n + 63) / 64, min_((n + 15) / 16, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))), workers);
+    }
+  }
+}

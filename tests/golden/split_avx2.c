@@ -1,0 +1,182 @@
+/* portmm_gemm_f32_f32_f32_1x16x1_avx2, made by portmm 0.1.0 for AVX2 and FMA */
+/* gemm avx2: registers 1x16x1, L1 1x16x8, L2 allx16x8, L3 allxallx8; A row in place, B row in place, threads over k */
+/* made again by: portmm emit --schedule gemm:avx2:f32:1x16x1/1x16x8/0x16x8/0x0x8:1-1:a=row,b=row,panels=1,over=k,lanes=0,prefetch=4 */
+
+typedef float v8f __attribute__((vector_size(32)));
+typedef float v8f_u __attribute__((vector_size(32), aligned(4), may_alias));
+typedef double v4d __attribute__((vector_size(32)));
+typedef double v4d_u __attribute__((vector_size(32), aligned(8), may_alias));
+typedef int v8i __attribute__((vector_size(32)));
+typedef long long v4l __attribute__((vector_size(32)));
+
+typedef struct portmm_args {
+  long m, n, k, batch;               /* C[batch][m][n] = A[batch][m][k] . B[batch][k][n] */
+  const void *a; long a_m, a_k, a_batch;  /* strides in elements */
+  const void *b; long b_k, b_n, b_batch;  /* a packed B: panels, see kernels/packing.py */
+  void *c; long c_m, c_n, c_batch;
+  char *work;                        /* scratch, 64-byte aligned, Kernel.workspace() bytes */
+  long workers;                      /* at most this many threads run tasks at once */
+  void *pool;
+  void (*parallel)(void *pool, void (*body)(const long *ctx, long task, long worker),
+                   const long *ctx, long tasks, long workers);
+} portmm_args;
+
+#if defined(__clang__)
+#define SHUFFLE(x, y, ints, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define SHUFFLE(x, y, ints, ...) __builtin_shuffle(x, y, (ints){__VA_ARGS__})
+#endif
+
+static inline long min_(long x, long y) { return x < y ? x : y; }
+
+static inline long max_(long x, long y) { return x > y ? x : y; }
+
+typedef int lanes_t __attribute__((vector_size(32)));
+
+/* C[1][columns] (+)= A[1][k] . B[k][16] */
+static __attribute__((noinline)) void ukr_1x16(long k, const float *a, long a_m, long a_k, const float *b, long b_k, float *c, long c_m, long columns, long accumulate) {
+  v8i m0, m1;
+  v8f c0_0, c0_1, b0, b1;
+  float a0;
+  m0 = (v8i){0, 1, 2, 3, 4, 5, 6, 7} < (v8i){0} + (int)(max_(0, min_(columns, 8)));
+  m1 = (v8i){0, 1, 2, 3, 4, 5, 6, 7} < (v8i){0} + (int)(max_(0, min_(columns - 8, 8)));
+  if (columns < 16) {
+    if (accumulate) {
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(c0_0) : "m"(*(const v8f_u *)(c)), "x"(m0));
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(c0_1) : "m"(*(const v8f_u *)(c + 8)), "x"(m1));
+    } else {
+      c0_0 = (v8f){0};
+      c0_1 = (v8f){0};
+    }
+  } else {
+    if (accumulate) {
+      c0_0 = *(const v8f_u *)(c);
+      c0_1 = *(const v8f_u *)(c + 8);
+    } else {
+      c0_0 = (v8f){0};
+      c0_1 = (v8f){0};
+    }
+  }
+  if (columns < 16) {
+    #pragma GCC unroll 4
+    for (long p = 0; p < k; ++p) {
+      __builtin_prefetch(b + p * b_k + b_k * 4);
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(b0) : "m"(*(const v8f_u *)(b + p * b_k)), "x"(m0));
+      __builtin_prefetch(b + p * b_k + 8 + b_k * 4);
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(b1) : "m"(*(const v8f_u *)(b + p * b_k + 8)), "x"(m1));
+      a0 = *(a + p * a_k);
+      c0_0 += a0 * b0;
+      c0_1 += a0 * b1;
+    }
+  } else {
+    #pragma GCC unroll 4
+    for (long p = 0; p < k; ++p) {
+      __builtin_prefetch(b + p * b_k + b_k * 4);
+      b0 = *(const v8f_u *)(b + p * b_k);
+      __builtin_prefetch(b + p * b_k + 8 + b_k * 4);
+      b1 = *(const v8f_u *)(b + p * b_k + 8);
+      a0 = *(a + p * a_k);
+      c0_0 += a0 * b0;
+      c0_1 += a0 * b1;
+    }
+  }
+  if (columns < 16) {
+    __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(c)) : "x"(c0_0), "x"(m0));
+    __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(c + 8)) : "x"(c0_1), "x"(m1));
+  } else {
+    *(v8f_u *)(c) = c0_0;
+    *(v8f_u *)(c + 8) = c0_1;
+  }
+}
+
+/* All of C over a run of k */
+static void run_of_k(const long *ctx, long task, long worker) {
+  const portmm_args *g = (const portmm_args *)ctx[0];
+  const long item = ctx[1];
+  (void)g; (void)task; (void)worker;
+  const long m = g->m;
+  const long n = g->n;
+  const long k = g->k;
+  const long a_m = g->a_m;
+  const long a_batch = g->a_batch;
+  const long b_k = g->b_k;
+  const long b_batch = g->b_batch;
+  const long workers = g->workers;
+  const float *a = (const float *)g->a;
+  const float *b = (const float *)g->b;
+  float *work = (float *)g->work;
+  const long kb = (k + max_(1, (k + 7) / 8) - 1) / max_(1, (k + 7) / 8);
+  const long steps = (k + kb - 1) / kb;
+  const long runs = min_(workers, steps);
+  const long k_first = steps * task / runs * kb;
+  const long k_last = min_(k, steps * (task + 1) / runs * kb);
+  float *cp = work + task * (m * n);
+  for (long block = 0; block < 1; ++block) {
+    const long row = 0;
+    const long rows = m;
+    const long first = 0;
+    const long last = (n + 15) / 16;
+    const long slices = rows;
+    const long height = rows / slices;
+    const long taller = rows % slices;
+    for (long pc = k_first; pc < k_last; pc += kb) {
+      const long kd = min_(kb, k_last - pc);
+      for (long j = first; j < last; ++j) {
+        const long column = j * 16;
+        const long columns = min_(n - column, 16);
+        const float *bp = b + item * b_batch + pc * b_k + column;
+        for (long i = 0; i < slices; ++i) {
+          const long r = i * height + min_(i, taller);
+          ukr_1x16(kd, a + item * a_batch + (row + r) * a_m + pc, a_m, 1, bp, b_k, cp + (row + r) * n + column, n, columns, k_first < pc);
+        }
+      }
+    }
+  }
+}
+
+/* A piece of a row of C: the sum over runs */
+static void sum_runs(const long *ctx, long task, long worker) {
+  const portmm_args *g = (const portmm_args *)ctx[0];
+  const long item = ctx[1];
+  (void)g; (void)task; (void)worker;
+  const long m = g->m;
+  const long n = g->n;
+  const long k = g->k;
+  const long c_m = g->c_m;
+  const long c_batch = g->c_batch;
+  const long workers = g->workers;
+  float *c = (float *)g->c;
+  float *work = (float *)g->work;
+  const long i = task / ((n + 1023) / 1024);
+  const long j_first = task % ((n + 1023) / 1024) * 1024;
+  const long j_last = min_(n, j_first + 1024);
+  const long kb = (k + max_(1, (k + 7) / 8) - 1) / max_(1, (k + 7) / 8);
+  const long runs = min_(workers, (k + kb - 1) / kb);
+  for (long j = j_first; j < j_last; ++j) {
+    *(c + item * c_batch + i * c_m + j) = *(work + i * n + j);
+  }
+  for (long run = 1; run < runs; ++run) {
+    for (long j = j_first; j < j_last; ++j) {
+      *(c + item * c_batch + i * c_m + j) += *(work + i * n + j + run * (m * n));
+    }
+  }
+}
+
+/* All products of the batch */
+void portmm_gemm_f32_f32_f32_1x16x1_avx2(const portmm_args *g) {
+  const long m = g->m;
+  const long n = g->n;
+  const long k = g->k;
+  const long batch = g->batch;
+  const long workers = g->workers;
+  for (long item = 0; item < batch; ++item) {
+    {
+      const long task_ctx[] = {(long)g, item};
+      g->parallel(g->pool, run_of_k, task_ctx, min_(workers, (k + (k + max_(1, (k + 7) / 8) - 1) / max_(1, (k + 7) / 8) - 1) / ((k + max_(1, (k + 7) / 8) - 1) / max_(1, (k + 7) / 8))), workers);
+    }
+    {
+      const long task_ctx[] = {(long)g, item};
+      g->parallel(g->pool, sum_runs, task_ctx, m * ((n + 1023) / 1024), workers);
+    }
+  }
+}
