@@ -50,7 +50,8 @@ def load(folder):
 def setting(report):
     """What distinguishes reports of one chip."""
     threads = "1 thread" if report.threads == 1 else f"{report.threads} threads"
-    return f"{threads}, {report.isa} for all" if report.isa else threads
+    held = f", {report.isa} for all" if report.isa else ""
+    return threads + held + (f", {report.suite}" if report.suite not in ("full", "quick") else "")
 
 
 def ratios(reports):

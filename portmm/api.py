@@ -268,19 +268,32 @@ def plan(a: Any, b: Any, out: Any = None) -> Any:
 
     Raises:
         TypeError: a dtype is not supported, or the two differ.
-        ValueError: shapes do not fit, or a stride is not a whole number of elements.
-        ScheduleError: the packed weight was made for another machine.
+        ValueError: shapes do not fit, or an operand does not lie as a kernel needs it.
+        ScheduleError: the packed weight was made for another machine, or `out` is by columns beside one.
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
     left = arrays.as_operand(a, "a")
     right = b if _is_packed(b) else arrays.as_operand(b, "b")
+    for name, x in (("a", left), ("b", right), ("out", out)):
+        if isinstance(x, np.ndarray):
+            _check_planned(x, name)
     made = _make_plan(left, right, out, bind=True, static=True)
     if made is None:
         raise ValueError(
-            "a plan takes aligned arrays that are not empty, with strides of whole elements, and out by rows or columns"
+            "a plan takes an out by rows or columns, without repeated elements, and an evenly spaced batch"
         )
     return made
+
+
+def _check_planned(x: np.ndarray[Any, Any], name: str) -> None:
+    """A plan never copies: refuse what matmul would have to."""
+    if x.size == 0:
+        raise ValueError(f"{name} is empty; a plan takes arrays with elements")
+    if not x.flags.aligned:
+        raise ValueError(f"{name} is not aligned to its elements; copy it first")
+    if any(step % x.itemsize for step in x.strides):
+        raise ValueError(f"{name} has strides {x.strides} that are no whole elements; copy it first")
 
 
 def _make_plan(a: np.ndarray[Any, Any], b: Any, out: Any, *, bind: bool, static: bool = False) -> Any:

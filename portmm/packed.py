@@ -41,6 +41,11 @@ def packed_class() -> type[Any]:
             return unpack(self).astype(dtype or self.owner.dtype, copy=False)
 
         @property
+        def ndim(self) -> int:
+            """Dimensions of the weight."""
+            return len(self.shape)
+
+        @property
         def nbytes(self) -> int:
             """Bytes of the panels."""
             return int(self.owner.nbytes)

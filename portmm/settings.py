@@ -7,15 +7,22 @@ Imports `calibrate` and `detect` only when a target is first asked for.
 from __future__ import annotations
 
 import os
+import warnings
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import cache
+from operator import index
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from portmm.target import Target
+
+
+MOST_THREADS = 1024
+"""What the pool in run/pool.c has room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +64,23 @@ def set_num_threads(threads: int) -> None:
         threads: at least 1; 0 means every core this process may use.
 
     Raises:
-        ValueError: `threads` is negative.
+        TypeError: `threads` is no integer.
+        ValueError: `threads` is negative, or more than the pool has room for.
     """
     global _default  # noqa: PLW0603 - the one process-wide setting
-    if threads < 0:
-        raise ValueError(f"{threads} threads; give 1 or more, or 0 for every core")
-    _default = replace(_default, threads=int(threads))
+    _default = replace(_default, threads=_checked(threads))
     _changed()
+
+
+def _checked(threads: int) -> int:
+    """A number of threads that a user gave."""
+    try:
+        count = index(threads)
+    except TypeError:
+        raise TypeError(f"threads is {threads!r}; give an integer") from None
+    if not 0 <= count <= MOST_THREADS:
+        raise ValueError(f"{count} threads; give 1 to {MOST_THREADS}, or 0 for every core")
+    return count
 
 
 def get_num_threads() -> int:
@@ -73,12 +90,19 @@ def get_num_threads() -> int:
 
 def limit() -> int:
     """The most threads that were asked for, 0 for every core."""
-    return current().threads or _environment_threads()
+    return current().threads or _environment_threads(os.environ.get("PORTMM_NUM_THREADS", ""))
 
 
-def _environment_threads() -> int:
-    text = os.environ.get("PORTMM_NUM_THREADS", "")
-    return int(text) if text.isdigit() else 0
+@cache
+def _environment_threads(text: str) -> int:
+    if not text:
+        return 0
+    try:
+        return _checked(int(text))
+    except ValueError:
+        message = f"PORTMM_NUM_THREADS is {text!r}, not a number from 0 to {MOST_THREADS}: every core is used"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        return 0
 
 
 @contextmanager
@@ -97,15 +121,16 @@ def config(
 
     Raises:
         TargetError: there is no such target, or this machine cannot run it.
-        ValueError: `threads` is negative.
+        TypeError: `target` is no string, or `threads` no integer.
+        ValueError: `threads` is negative, or more than the pool has room for.
     """
     global _depth  # noqa: PLW0603 - counts the blocks that are open in any thread
-    if threads is not None and threads < 0:
-        raise ValueError(f"{threads} threads; give 1 or more, or 0 for every core")
+    if target is not None and not isinstance(target, str):
+        raise TypeError(f"target is {target!r}; give the name of a chip, an ISA or a .toml file")
     old = current()
     mine = Config(
         old.target if target is None else target,
-        old.threads if threads is None else threads,
+        old.threads if threads is None else _checked(threads),
         old.deterministic if deterministic is None else deterministic,
     )
     if target is not None:

@@ -148,7 +148,7 @@ def test_tables_are_the_stored_results():
 
 
 REPORT = {
-    "schema": 1, "chip": "A chip", "machine": "tiny", "threads": 1, "isa": "", "suite": "smoke", "date": "2026-01-02",
+    "schema": 1, "chip": "A chip", "machine": "tiny", "threads": 1, "isa": "", "suite": "full", "date": "2026-01-02",
     "entrants": [
         {"name": "portmm", "peer": False, "state": "ok", "version": "portmm 0"},
         {"name": "peer", "peer": True, "state": "ok", "version": "peer 1"},
@@ -176,14 +176,19 @@ def test_tables_say_what_results_say(tmp_path):
     empty = tmp_path / "none"
     empty.mkdir()
     assert found.NOTHING in found.pages(tmp_path, empty)[tmp_path / "README.md"]
-    for name, data in (("a", REPORT), ("b", {**REPORT, "threads": 2}), ("c", SEARCH), ("d", OVERHEAD)):
+    for name, data in (
+        ("a", REPORT),
+        ("b", {**REPORT, "threads": 2, "suite": "cube,odd"}),
+        ("c", SEARCH),
+        ("d", OVERHEAD),
+    ):
         (tmp_path / f"{name}.json").write_text(json.dumps(data))
     made = found.pages(tmp_path, tmp_path)
     readme, details = made[tmp_path / "README.md"], made[tmp_path / "docs" / "results.md"]
     assert readme.startswith("before\n")
     assert readme.endswith("after\n")
     assert "old" not in readme
-    assert "| group | 1 thread | 2 threads |" in readme
+    assert "| group | 1 thread | 2 threads, cube,odd |" in readme
     assert "| cube | 1.00 (0.50) of 2 | 1.00 (0.50) of 2 |" in readme
     assert "| **all** | 1.14 (0.50) of 3 |" in readme
     assert "at 0.50 of the rate of the best" in readme

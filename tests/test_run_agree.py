@@ -153,3 +153,6 @@ def test_plans_take_vectors():
     for bad in [(a[:0], b), (a[:, :0], b[:0])]:
         with pytest.raises(ValueError, match="a plan takes"):
             pm.plan(*bad)
+    crooked = np.zeros(49, np.uint8)[1:].view(np.float32).reshape(3, 4)
+    with pytest.raises(ValueError, match="not aligned"):
+        pm.plan(crooked, b)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from arrays_of import close
 
 import portmm as pm
+from portmm import settings
 
 
 def operands(seed):
@@ -124,3 +126,29 @@ def test_fork_in_the_middle():
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() == "done"
+
+
+@pytest.mark.parametrize(
+    ("threads", "error"), [(1.5, TypeError), ("2", TypeError), (-1, ValueError), (2**40, ValueError)]
+)
+def test_impossible_numbers_of_threads(threads, error):
+    with pytest.raises(error, match="thread"):
+        pm.set_num_threads(threads)
+    with pytest.raises(error, match="thread"), pm.config(threads=threads):
+        pass
+
+
+@pytest.mark.parametrize("text", ["abc", "-3", "1e3", "100000"])
+def test_a_wrong_variable_warns_and_takes_every_core(monkeypatch, text):
+    monkeypatch.setenv("PORTMM_NUM_THREADS", text)
+    settings._environment_threads.cache_clear()
+    with pytest.warns(RuntimeWarning, match="PORTMM_NUM_THREADS"):
+        assert settings.limit() == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert settings.limit() == 0
+
+
+def test_a_target_is_a_string():
+    with pytest.raises(TypeError, match="target"), pm.config(target=3):
+        pass
