@@ -220,7 +220,7 @@ def _matrices(x: np.ndarray[Any, Any], *, vector_a: bool, vector_b: bool) -> np.
 
 def _usable(out: np.ndarray[Any, Any], dtype: np.dtype[Any], left: Any, right: Any) -> bool:
     """Kernels may write straight to `out`."""
-    if out.dtype != dtype or not out.flags.aligned or any(s % dtype.itemsize for s in out.strides):
+    if not arrays.addressable(out, dtype):
         return False
     if any(n > 1 and s == 0 for n, s in zip(out.shape, out.strides, strict=True)):
         return False
@@ -276,24 +276,18 @@ def plan(a: Any, b: Any, out: Any = None) -> Any:
     left = arrays.as_operand(a, "a")
     right = b if _is_packed(b) else arrays.as_operand(b, "b")
     for name, x in (("a", left), ("b", right), ("out", out)):
-        if isinstance(x, np.ndarray):
-            _check_planned(x, name)
+        if not isinstance(x, np.ndarray):
+            continue
+        if x.size == 0:
+            raise ValueError(f"{name} is empty; a plan takes arrays with elements")
+        if not arrays.addressable(x, x.dtype):
+            raise ValueError(f"{name} is not aligned to its elements, or not strided by whole ones; copy it first")
     made = _make_plan(left, right, out, bind=True, static=True)
     if made is None:
         raise ValueError(
             "a plan takes an out by rows or columns, without repeated elements, and an evenly spaced batch"
         )
     return made
-
-
-def _check_planned(x: np.ndarray[Any, Any], name: str) -> None:
-    """A plan never copies: refuse what matmul would have to."""
-    if x.size == 0:
-        raise ValueError(f"{name} is empty; a plan takes arrays with elements")
-    if not x.flags.aligned:
-        raise ValueError(f"{name} is not aligned to its elements; copy it first")
-    if any(step % x.itemsize for step in x.strides):
-        raise ValueError(f"{name} has strides {x.strides} that are no whole elements; copy it first")
 
 
 def _make_plan(a: np.ndarray[Any, Any], b: Any, out: Any, *, bind: bool, static: bool = False) -> Any:

@@ -57,11 +57,16 @@ def as_operand(x: Any, name: str) -> Array:
     return array
 
 
+def addressable(array: Array, dtype: np.dtype[Any]) -> bool:
+    """Kernels can address the elements where they lie: native, aligned, strides in whole elements."""
+    return array.dtype == dtype and array.flags.aligned and not any(s % dtype.itemsize for s in array.strides)
+
+
 def canonical(array: Array, dtype: np.dtype[Any]) -> Operand:
     """An operand the kernels can read, copied only if it must be."""
     size = dtype.itemsize
-    if array.dtype != dtype or not array.flags.aligned or any(s % size for s in array.strides):
-        array = np.ascontiguousarray(array, dtype=dtype)
+    if not addressable(array, dtype):
+        array = np.require(array, dtype, ("C", "A"))
     rows, cols = array.shape[-2:]
     row, col = (s // size for s in array.strides[-2:])
     # The stride of a dimension of extent 1 is never used; take what suits.
