@@ -103,6 +103,11 @@ def problem_of(case):
     return problem(case.dtype, size, (case.a, b, case.c), family, case.batch, dense=True, static=static)
 
 
+def write(path, rows):
+    """Store what was searched, a line per candidate."""
+    path.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--suite", default="quick")
@@ -141,7 +146,7 @@ def main():
         ]
     print(f"geometric mean of best / chosen over {len(ratios)} cases: {statistics.geometric_mean(ratios):.3f}")
     if options.json:
-        options.json.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+        write(options.json, rows)
 
 
 if __name__ == "__main__":

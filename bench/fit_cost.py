@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exhaustive import problem_of
+from exhaustive import problem_of, write
 
 from portmm import cost as model
 from portmm import dispatch, settings
@@ -30,8 +30,11 @@ if TYPE_CHECKING:
     from portmm.problem import Problem
     from portmm.target import Target
 
-FREE = "AHEAD_CYCLES EXPOSED SHORT_RUNS SHORT_AHEAD COPY_ONCE COPY_PASSING CONFLICTS APART TILE_CYCLES LOOP_CYCLES"
-FACTORS = "CROWDED THRASHED OVERFULL"
+FACTORS = ("CROWDED", "THRASHED", "OVERFULL")
+FREE = (
+    *("AHEAD_CYCLES", "EXPOSED", "SHORT_RUNS", "SHORT_AHEAD", "COPY_ONCE", "COPY_PASSING"),
+    *("CONFLICTS", "APART", "TILE_CYCLES", "LOOP_CYCLES", *FACTORS),
+)
 """What one thread shows; CUT_RUNS and what threads cost are not in it."""
 NEAR = 1.6
 """Times of the best up to which the shape of the prediction counts: what is slower need not be ranked."""
@@ -63,7 +66,8 @@ def searches(rows, target):
     known = {case.name: case for case in cases("full")}
     grouped = {}
     for row in rows:
-        grouped.setdefault(row["case"], []).append(row)
+        if row["case"] in known:
+            grouped.setdefault(row["case"], []).append(row)
     for name, mine in grouped.items():
         schedules = [parse(row["schedule"]) for row in mine]
         held = target.limited_to(schedules[0].isa)
@@ -71,15 +75,20 @@ def searches(rows, target):
             (row, s, atom_of(dispatch.isa_of(s, held), s.dtype, s.lanes))
             for row, s in zip(mine, schedules, strict=True)
         )
-        if name in known:
-            yield Search(name, problem_of(known[name]), held, tried)
+        yield Search(name, problem_of(known[name]), held, tried)
+
+
+def choice(search, predicted):
+    """Which candidate the model chooses; of equals the slowest, so that no order decides."""
+    least = min(predicted)
+    equals = (i for i, p in enumerate(predicted) if p == least)
+    return max(equals, key=lambda i: search.tried[i][0]["seconds"])
 
 
 def share(search, predicted):
-    """Seconds of the best candidate over those of the one that is predicted to be best."""
+    """Seconds of the best candidate over those of the chosen one."""
     took = [row["seconds"] for row, _, _ in search.tried]
-    # Of equals the slowest: a file is sorted by time, and must not decide.
-    return min(took) / max(t for t, p in zip(took, predicted, strict=True) if p == min(predicted))
+    return min(took) / took[choice(search, predicted)]
 
 
 def quality(found):
@@ -103,12 +112,11 @@ def quality(found):
 def fit(found, steps, seed=1):
     """Constants that serve better, by random steps from the present ones."""
     rng = random.Random(seed)  # noqa: S311 - no secret
-    names = (*FREE.split(), *FACTORS.split())
-    best, kept = quality(found), {name: getattr(model, name) for name in names}
+    best, kept = quality(found), {name: getattr(model, name) for name in FREE}
     for step in range(steps):
         tried = dict(kept)
-        for name in rng.sample(names, rng.choice((1, 1, 2, 3))):
-            above = 1.0 if name in FACTORS.split() else 0.0
+        for name in rng.sample(FREE, rng.choice((1, 1, 2, 3))):
+            above = 1.0 if name in FACTORS else 0.0
             tried[name] = above + (kept[name] - above) * math.exp(rng.gauss(0, 0.35))
         for name, value in tried.items():
             setattr(model, name, value)
@@ -133,16 +141,17 @@ def main():
         found = [x for rows in files.values() for x in searches(rows, settings.target())]
     if options.steps:
         fit(found, options.steps)
-    for x in sorted(found, key=lambda x: share(x, x.predicted()))[:20]:
-        print(f"{share(x, x.predicted()):.2f} {x.name} {x.target.isas[0].name}")
+    shares = [(share(x, x.predicted()), x.name, x.target.isas[0].name) for x in found]
+    for value, name, isa in sorted(shares)[:20]:
+        print(f"{value:.2f} {name} {isa}")
     print(f"{quality(found)[1]:.3f} of the best, geometric mean of {len(found)} cases")
     if options.rechoose:
         for x in found:
-            predicted = x.predicted()
+            chosen = choice(x, x.predicted())
             for i, (row, _, _) in enumerate(x.tried):
-                row["chosen"] = i == len(predicted) - 1 - predicted[::-1].index(min(predicted))
+                row["chosen"] = i == chosen
         for path, rows in files.items():
-            path.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+            write(path, rows)
 
 
 if __name__ == "__main__":

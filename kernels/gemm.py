@@ -102,12 +102,15 @@ class _Gemm(Blocks):
         """One item: a C per run of k, then their sum, in the order of k."""
         j, run, item = var("j"), var("run"), var("item")
         steps, runs, pieces = var("steps"), var("runs"), ceil_div(N, SUM_COLUMNS)
-        partial = Ptr("work", (self.b_size + self.a_size) * WORKERS)
-        blocks = For("block", const(0), self.blocks * self.shares, const(1), self.block(var("block")))
-        part = (
+        counts = (
             Let("kb", self.kb),
             Let("steps", ceil_div(K, var("kb"))),
             Let("runs", minimum(WORKERS, steps)),
+        )
+        partial = Ptr("work", (self.b_size + self.a_size) * WORKERS)
+        blocks = For("block", const(0), self.blocks * self.shares, const(1), self.block(var("block")))
+        part = (
+            *counts,
             Let("k_first", steps * var("task") // runs * var("kb")),
             Let("k_last", minimum(K, steps * (var("task") + 1) // runs * var("kb"))),
             LetPtr("cp", partial + var("task") * (M * N), self.atom.acc),
@@ -121,8 +124,7 @@ class _Gemm(Blocks):
             Let("i", var("task") // pieces),
             Let("j_first", var("task") % pieces * SUM_COLUMNS),
             Let("j_last", minimum(N, first + SUM_COLUMNS)),
-            Let("kb", self.kb),
-            Let("runs", minimum(WORKERS, ceil_div(K, var("kb")))),
+            *counts,
             For("j", first, last, const(1), (Move(c, row),)),
             For("run", const(1), runs, const(1), (For("j", first, last, const(1), (Add(c, row + run * (M * N)),)),)),
         )
@@ -168,7 +170,7 @@ class _Gemm(Blocks):
         s = self.s
         single = self.shares == const(1)
         index, share = (number, const(0)) if single else (number // var("shares"), number % var("shares"))
-        blocks, shares = self.blocks, const(1) if single else var("shares")
+        blocks, shares = self.blocks, var("shares")
         panels = ceil_div(N, s.nr)
         rows = M * (index + 1) // blocks - var("row") if s.mc else M
         inside: tuple[Stmt, ...] = (Let("kd", self.depth), *self.pack_a(), *self.macro())
@@ -257,24 +259,25 @@ class _Gemm(Blocks):
     def pack_b(self, end: Index) -> tuple[Stmt, ...]:
         """Pack a few panels from `jg` on: all at once, or one by one where the last is short."""
         s, near = self.s, self.near
-        if s.once:
-            row, first, step = var("p_first"), var("jg"), K * s.nr
+        q, jg = var("q"), var("jg")
+        if s.once:  # at its place among all panels
+            row, step = var("p_first"), K * s.nr
             depth, to = minimum(K - row, PACK_ROWS), Ptr("work", row * s.nr)
-        else:
-            row, first, step = self.pc, const(0), var("kd") * s.nr
-            depth, to = var("kd"), self.private()
+            place, where = to + q * step, to + jg * step
+        else:  # first in this worker's scratch
+            row, step = self.pc, var("kd") * s.nr
+            depth, where = var("kd"), self.private()
+            place = where + (q - jg) * step
         one = packing.pack_b(self.isa, self.atom, s.nr, s.b)
-        column = var("q") * s.nr
-        place = to + (var("q") - var("jg") + first) * step
+        column = q * s.nr
         args = (depth, minimum(N - column, s.nr), self.source(column, row), var("b_k"), var("b_n"), place)
-        singly = (For("q", var("jg"), minimum(end, var("jg") + near), const(1), (Call(one, args),)),)
+        singly = (For("q", jg, minimum(end, jg + near), const(1), (Call(one, args),)),)
         if near == 1 or s.b != "row":
             return singly
         rows = packing.pack_b_rows(self.atom, s.nr, near, PACK_PREFETCH)
-        where = to + first * step
-        together = (Call(rows, (depth, self.source(var("jg") * s.nr, row), var("b_k"), where, step)),)
+        together = (Call(rows, (depth, self.source(jg * s.nr, row), var("b_k"), where, step)),)
         whole = minimum(end * s.nr, N)
-        return (If(whole.lt((var("jg") + near) * s.nr), singly, together),)
+        return (If(whole.lt((jg + near) * s.nr), singly, together),)
 
     def call(self, height: int, panels: int) -> Stmt:
         """One visit of the micro-kernel of that height."""

@@ -98,6 +98,21 @@ class _View:
     target: Target
 
     @property
+    def wide(self) -> int:
+        """Columns of one visit."""
+        return self.s.nr * self.s.panels
+
+    @property
+    def visits(self) -> int:
+        """Visits across C."""
+        return -(-self.p.n // self.wide)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of rows."""
+        return -(-self.p.m // self.s.mc) if self.s.mc else 1
+
+    @property
     def hertz(self) -> float:
         return (self.target.frequency_ghz or DEFAULT_GHZ) * 1e9
 
@@ -144,19 +159,20 @@ def cost(p: Problem, s: Schedule, atom: Atom, target: Target, workers: int = 1) 
     """
     q = p.transposed() if s.swap else p
     v = _View(q, s, atom, target)
-    threads = min(workers, _tasks(v, workers))
+    tasks = _tasks(v, workers)
+    threads = min(workers, tasks)
     share = _share(v, threads)
     overlapped = {"compute": _compute(v) * share} | {k: x * share for k, x in _traffic(v, threads).items()}
-    added = {"tiles": _tile_setup(v) * share, "packing": _packing(v, workers) / min(threads, _pack_tasks(v))}
+    added = {"tiles": _tile_setup(v) * share, "packing": _packing(v, workers) / _packers(v, threads)}
     scale = q.batch / v.hertz
     overlapped = {k: x * scale for k, x in overlapped.items()}
     added = {k: x * scale for k, x in added.items()}
     if s.over == "k":
-        size = q.m * q.n * _tasks(v, workers) * q.element.bytes
+        size = q.m * q.n * tasks * q.element.bytes
         sums = 2 * size / v.bytes_per_cycle(v.home(size))
         added["sums"] = sums * scale / min(threads, q.m * -(-q.n // SUM_COLUMNS))
     if workers > 1:
-        added["threads"] = _phases(v) * FORK_SECONDS + _tasks(v, workers) * TASK_SECONDS
+        added["threads"] = _phases(v) * FORK_SECONDS + tasks * TASK_SECONDS
     longest = max(overlapped.values())
     hidden = longest + EXPOSED * (sum(overlapped.values()) - longest)
     return Cost(hidden + sum(added.values()), overlapped, added)
@@ -179,28 +195,29 @@ def _tasks(v: _View, workers: int) -> int:
         return min(v.p.batch, workers * 4)
     if v.s.over == "k":
         return min(workers, _blocks_k(v))
-    blocks = -(-v.p.m // v.s.mc) if v.s.mc else 1
-    return blocks * _shares(v, workers)
+    return v.blocks * _shares(v, workers)
 
 
-def _pack_tasks(v: _View) -> int:
-    """Pieces of the packing that threads share out."""
+def _packers(v: _View, threads: int) -> int:
+    """Threads that pack at the same time: each what it needs, or a share of all."""
     if not v.s.once:
-        return 1 << 30
-    return -(-v.p.n * v.p.element.bytes // RUN_BYTES) * -(-v.p.k // PACK_ROWS)
+        return threads
+    return min(threads, -(-v.p.n * v.p.element.bytes // RUN_BYTES) * -(-v.p.k // PACK_ROWS))
 
 
 def _share(v: _View, threads: int) -> float:
     """Part of the work that the busiest thread does, each taking the next task when free."""
+    if threads == 1:
+        return 1.0
     tasks = _tasks(v, threads)
     if v.s.over != "tiles" or tasks > MOST_SIMULATED:
         return -(-tasks // threads) / tasks
-    groups, shares = -(-v.p.n // (v.s.nr * v.s.panels)), _shares(v, threads)
-    low, wider = divmod(groups, shares)
+    shares = _shares(v, threads)
+    low, wider = divmod(v.visits, shares)
     load = [0] * threads
     for task in range(tasks):
         load[load.index(min(load))] += low + (task % shares < wider)
-    return max(load) / (groups * (tasks // shares))
+    return max(load) / (v.visits * v.blocks)
 
 
 def _phases(v: _View) -> int:
@@ -217,9 +234,8 @@ def _tile(v: _View) -> tuple[int, int]:
 
 def _compute(v: _View) -> float:
     """Cycles of one item: per step of k, the slowest of mac ports, load ports and latency."""
-    s, atom = v.s, v.atom
+    atom = v.atom
     wide, depth = _tile(v)
-    visits = -(-v.p.n // (s.nr * s.panels))
     cycles = 0.0
     for h, count in _slices(v):
         macs = h * wide
@@ -227,7 +243,7 @@ def _compute(v: _View) -> float:
         # A chain advances one step per latency; unrolling cannot help it.
         step = max(macs / v.macs_per_cycle, loads, float(atom.latency)) + CONFLICTS * loads
         cycles += count * (step + LOOP_CYCLES + AHEAD_CYCLES * _streams(v))
-    return cycles * visits * -(-v.p.k // depth) * _crowding(v) * _apart(v, APART)
+    return cycles * v.visits * -(-v.p.k // depth) * _crowding(v) * _apart(v, APART)
 
 
 def _streams(v: _View) -> int:
@@ -243,12 +259,12 @@ def _asks(v: _View) -> bool:
 
 def _short(v: _View) -> bool:
     """B is read in place, and its rows lie apart."""
-    return v.s.b == "row" and not v.s.pack_b and v.p.n > v.s.nr * v.s.panels
+    return v.s.b == "row" and not v.s.pack_b and v.p.n > v.wide
 
 
 def _apart(v: _View, price: float) -> float:
     """Slowdown by reading runs of a row, given what it is for a run of one line."""
-    run = v.s.nr * v.s.panels * v.p.element.bytes
+    run = v.wide * v.p.element.bytes
     return 1.0 + price / max(1.0, run / LINE) if _short(v) else 1.0
 
 
@@ -268,21 +284,17 @@ def _tile_setup(v: _View) -> float:
     """Cycles to start and finish register tiles: one access to C per vector and block of k."""
     s, atom = v.s, v.atom
     wide, depth = _tile(v)
-    visits = -(-v.p.n // (s.nr * s.panels))
     passes = _blocks_k(v)
     # A sum over lanes folds them in half, a shuffle and an addition each time.
     each = 1.0 + (atom.n.bit_length() if depth > 1 else 0)
     one = sum(count * (TILE_CYCLES + h * wide * each + atom.latency) for h, count in _slices(v))
-    return one * visits * passes + (0.0 if s.static else 40.0)
+    return one * v.visits * passes + (0.0 if s.static else 40.0)
 
 
 def _shares(v: _View, workers: int) -> int:
     """Pieces that the columns are cut into."""
-    s, p = v.s, v.p
-    blocks = -(-p.m // s.mc) if s.mc else 1
-    fewest = -(-p.n // s.nc) if s.nc else 1
-    groups = -(-p.n // (s.nr * s.panels))
-    return max(fewest, min(groups, -(-(workers - 1) * 4 // blocks)))
+    fewest = -(-v.p.n // v.s.nc) if v.s.nc else 1
+    return max(fewest, min(v.visits, -(-(workers - 1) * 4 // v.blocks)))
 
 
 def _packing(v: _View, workers: int) -> float:
@@ -292,11 +304,10 @@ def _packing(v: _View, workers: int) -> float:
     few cycles a vector as measured, and the shuffles of an operand that turns.
     """
     s, p, atom = v.s, v.p, v.atom
-    blocks = -(-p.m // s.mc) if s.mc else 1
     cycles = 0.0
     for packed, layout, straight, extent, again in (
         (s.pack_a, s.a, "col", p.m * p.k, _shares(v, workers) if s.over == "tiles" else 1),
-        (s.pack_b, s.b, "row", p.k * -(-p.n // s.nr) * s.nr, 1 if s.once else blocks),
+        (s.pack_b, s.b, "row", p.k * -(-p.n // s.nr) * s.nr, 1 if s.once else v.blocks),
     ):
         if not packed:
             continue
@@ -314,26 +325,30 @@ def _packing(v: _View, workers: int) -> float:
     return cycles
 
 
-def _b_stays(v: _View, name: str) -> bool:
-    """A panel of B keeps its place in a level while the slices of A pass.
+def _b_fits(v: _View, name: str) -> bool:
+    """A panel of B and the slice of A that passes fit a level."""
+    level = v.target.level(name)
+    depth = min(v.s.kc or v.p.k, v.p.k)
+    return level is None or (v.wide + v.s.mr) * depth * v.p.element.bytes <= level.bytes
+
+
+def _b_stays(v: _View) -> bool:
+    """A panel of B keeps its place in L1 while the slices of A pass.
 
     Rows of a B in place lie a stride apart; only so many of them fit as sets
-    that the stride reaches have ways.
+    that the stride reaches have ways. So it is in L1, whose sets follow the
+    addresses that a program sees; further out, pages lie anywhere.
     """
     s, p, size = v.s, v.p, v.p.element.bytes
-    level = v.target.level(name)
-    if level is None:
-        return True
-    depth = min(s.kc or p.k, p.k)
-    wide = s.nr * s.panels
-    if (wide + s.mr) * depth * size > level.bytes:
+    level = v.target.level("L1")
+    if not _b_fits(v, "L1"):
         return False
-    if s.pack_b or s.b != "row" or name != "L1":
+    if level is None or s.pack_b or s.b != "row":
         return True
     sets = level.bytes // (level.line * level.ways)
     step = max(1, p.n * size // level.line)
-    lines = max(1, wide * size // level.line)
-    return depth <= level.ways * min(sets // gcd(step, sets), sets // lines)
+    lines = max(1, v.wide * size // level.line)
+    return min(s.kc or p.k, p.k) <= level.ways * min(sets // gcd(step, sets), sets // lines)
 
 
 def _traffic(v: _View, threads: int) -> dict[str, float]:
@@ -342,11 +357,9 @@ def _traffic(v: _View, threads: int) -> dict[str, float]:
     capacity = {x.name: x.bytes for x in v.target.levels}
     passes = _blocks_k(v)
     slices = -(-p.m // s.mr)
-    wide = s.nr * s.panels
-    visits = -(-p.n // wide)
-    blocks_m = -(-p.m // s.mc) if s.mc else 1
+    wide, visits, blocks_m = v.wide, v.visits, v.blocks
     depth, rows = min(s.kc or p.k, p.k), min(s.mc or p.m, p.m)
-    stays = _b_stays(v, "L1")
+    stays = _b_stays(v)
     # Registers <- L1: every step of k reads MR of A and NR of B per tile.
     l1 = (visits * p.m + slices * visits * wide) * p.k
     # L1 <- L2: a block of A passes once per visit, B once if it stays.
@@ -362,7 +375,7 @@ def _traffic(v: _View, threads: int) -> dict[str, float]:
     terms = {"L1": l1 * size / v.bytes_per_cycle("L1"), "L2": l2 * size / v.bytes_per_cycle("L2")}
     # L2 <- further out: B once per block of rows, C once per pass, A again if its block does not fit.
     a_fits = rows * depth * size <= capacity.get("L2", 0)
-    b_again = blocks_m if a_fits and _b_stays(v, "L2") else slices
+    b_again = blocks_m if a_fits and _b_fits(v, "L2") else slices
     c_far = c_once + c_again * (c_home not in ("L1", "L2"))
     outer = (p.k * p.n * b_again + c_far + p.m * p.k * (1 if a_fits else visits)) * size
     home = v.home((p.m * p.k + p.k * p.n + p.m * p.n) * size * p.batch)

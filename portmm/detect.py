@@ -324,11 +324,14 @@ def resolve(name: str | None) -> Target:
             machine's cores.
 
     Raises:
+        TypeError: `name` is no string.
         TargetError: nothing is called `name`, or this machine lacks features
             that its best instruction set needs, which the message names.
     """
     if not name:
         return host()
+    if not isinstance(name, str):
+        raise TypeError(f"target is {name!r}; give the name of a chip, an ISA or a .toml file")
     here = host()
     if name in names("isa"):
         isa = load_isa(name)

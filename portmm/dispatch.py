@@ -61,7 +61,7 @@ def choose(p: Problem, target: Target, threads: int = 1) -> Choice:
         threads: the most threads to use; one is used if that is predicted faster.
 
     Raises:
-        ScheduleError: nothing is legal.
+        ScheduleError: nothing is legal, or there is nothing to multiply.
     """
     if 0 in (p.m, p.n, p.k, p.batch):
         raise ScheduleError(f"{p} has no products: there is nothing to choose")

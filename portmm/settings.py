@@ -125,8 +125,6 @@ def config(
         ValueError: `threads` is negative, or more than the pool has room for.
     """
     global _depth  # noqa: PLW0603 - counts the blocks that are open in any thread
-    if target is not None and not isinstance(target, str):
-        raise TypeError(f"target is {target!r}; give the name of a chip, an ISA or a .toml file")
     old = current()
     mine = Config(
         old.target if target is None else target,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shlex
 import signal
@@ -15,6 +16,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PATIENCE = 60.0  # seconds; far above what any wait here takes
+
+SOURCE = "int answer(void) { return 42; }\n"
+
+
+def answer(artifact):
+    return ctypes.CDLL(str(artifact.path)).answer()
+
 
 WORKER = """
 import sys, time

@@ -12,20 +12,15 @@ from pathlib import Path
 
 import platformdirs
 import pytest
-from build_compilers import fake_compiler, start_worker, wait_until
+from build_compilers import SOURCE, answer, fake_compiler, start_worker, wait_until
 
 from portmm import build as build_module
 from portmm import cache, compiler
 from portmm.build import build, cache_clear, cache_dir, cache_entries, cache_size, find_compiler
 from portmm.errors import BuildError
 
-SOURCE = "int answer(void) { return 42; }\n"
 NOBODY = 65534
 pytestmark = pytest.mark.usefixtures("empty_cache")
-
-
-def answer(artifact):
-    return ctypes.CDLL(str(artifact.path)).answer()
 
 
 def test_cold_then_warm(fake):

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shlex
 import sys
 from pathlib import Path
 
 import pytest
-from build_compilers import fake_compiler
+from build_compilers import SOURCE, answer, fake_compiler
 
 from portmm import build as build_module
 from portmm import compiler
 from portmm.build import build, cache_entries, find_compiler
 from portmm.errors import BuildError, NoCompilerError
 
-SOURCE = "int answer(void) { return 42; }\n"
 pytestmark = pytest.mark.usefixtures("empty_cache")
-
-
-def answer(artifact):
-    return ctypes.CDLL(str(artifact.path)).answer()
 
 
 def test_bad_source(fake):

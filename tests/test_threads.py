@@ -15,6 +15,7 @@ from arrays_of import close
 
 import portmm as pm
 from portmm import settings
+from portmm.run import host
 
 
 def operands(seed):
@@ -152,3 +153,7 @@ def test_a_wrong_variable_warns_and_takes_every_core(monkeypatch, text):
 def test_a_target_is_a_string():
     with pytest.raises(TypeError, match="target"), pm.config(target=3):
         pass
+
+
+def test_the_most_threads_are_what_the_pool_has_room_for():
+    assert f"POOL_MAX = {settings.MOST_THREADS}," in host.source(python=False)

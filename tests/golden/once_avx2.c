@@ -160,7 +160,7 @@ static void pack_share(const long *ctx, long task, long worker) {
   const long p_first = task % ((k + 255) / 256) * 256;
   if (min_((n + 15) / 16 * 16, n) < (jg + 16) * 16) {
     for (long q = jg; q < min_((n + 15) / 16, jg + 16); ++q) {
-      pack_b(min_(k - p_first, 256), min_(n - q * 16, 16), b + item * b_batch + p_first * b_k + q * 16, b_k, b_n, work + p_first * 16 + (q - jg + jg) * (k * 16));
+      pack_b(min_(k - p_first, 256), min_(n - q * 16, 16), b + item * b_batch + p_first * b_k + q * 16, b_k, b_n, work + p_first * 16 + q * (k * 16));
     }
   } else {
     pack_b_rows(min_(k - p_first, 256), b + item * b_batch + p_first * b_k + jg * 16, b_k, work + p_first * 16 + jg * (k * 16), k * 16);

@@ -151,7 +151,8 @@ static void sum_runs(const long *ctx, long task, long worker) {
   const long j_first = task % ((n + 1023) / 1024) * 1024;
   const long j_last = min_(n, j_first + 1024);
   const long kb = (k + max_(1, (k + 7) / 8) - 1) / max_(1, (k + 7) / 8);
-  const long runs = min_(workers, (k + kb - 1) / kb);
+  const long steps = (k + kb - 1) / kb;
+  const long runs = min_(workers, steps);
   for (long j = j_first; j < j_last; ++j) {
     *(c + item * c_batch + i * c_m + j) = *(work + i * n + j);
   }
