@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.kernels.packing import line_of
+from portmm.kernels.packing import line_of, sum_units
 
-from portmm.candidates import RUN_BYTES
+from portmm.candidates import PACK_ROWS, RUN_BYTES
 from portmm.dtype import BY_NAME
 from portmm.ir import Index, Ptr, ceil_div, const, maximum, minimum, round_up, var
+from portmm.schedule import finishes
 
 if TYPE_CHECKING:
     from portmm.schedule import Schedule
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 TASKS_PER_WORKER = 4
 """Pieces per thread beyond the first: a late thread then costs at most a quarter of its share."""
 
-M, N, K = var("m"), var("n"), var("k")
+M, N = var("m"), var("n")
 WORKERS = var("workers")
 
 
@@ -41,15 +42,57 @@ class Blocks:
     atom: Atom
 
     @property
+    def k(self) -> Index:
+        """The summed dimension, in the units that fragments hold."""
+        return ceil_div(var("k"), self.s.kr)
+
+    @property
     def kb(self) -> Index:
         """Depth of a block of k: equal blocks, none longer than KC."""
-        return ceil_div(K, maximum(1, ceil_div(K, self.s.kc))) if self.s.kc else K
+        return ceil_div(self.k, maximum(1, ceil_div(self.k, self.s.kc))) if self.s.kc else self.k
 
     @property
     def depth(self) -> Index:
         """Depth of the current block of k."""
-        last = var("k_last") if self.s.over == "k" else K
-        return minimum(var("kb"), last - var("pc")) if self.s.kc else K
+        last = var("k_last") if self.s.over == "k" else self.k
+        return minimum(var("kb"), last - var("pc")) if self.s.kc else self.k
+
+    def filled(self, start: Index, units: Index) -> Index:
+        """Elements of k in a run of units, of which the last may not be full."""
+        return minimum(var("k") - start * self.s.kr, units * self.s.kr)
+
+    @property
+    def given(self) -> tuple[str, str]:
+        """What micro-kernels read of A and of B."""
+        return self.s.given(self.atom)
+
+    @property
+    def finishes(self) -> bool:
+        """Sums are kept in scratch until they are whole, and become elements of C then."""
+        return self.s.program == "gemm" and finishes(self.s, self.atom)
+
+    @property
+    def unshifts(self) -> bool:
+        """A is shifted as it is packed, from signed to unsigned or back."""
+        a = self.s.types[0]
+        return self.atom.acc == "s32" and {a, self.atom.a} == {"s8", "u8"}
+
+    @property
+    def tail(self) -> int:
+        """Units behind each panel of B, for the sums of its columns."""
+        held = self.given[1]
+        kept = self.unshifts if self.s.pack_b else self.s.b == "packed" and self.atom.acc == "s32"
+        return sum_units(self.atom, self.s.nr, held) if kept else 0
+
+    @property
+    def cuts(self) -> Index:
+        """Pieces of k that B is packed in, where all of it is packed first; sums take all of k."""
+        return const(1) if self.unshifts else ceil_div(self.k, PACK_ROWS)
+
+    def scaled(self, name: str) -> int:
+        """Elements of scratch in a unit that is packed there, of "a" or "b"."""
+        held = self.atom.left if name == "a" else self.atom.right
+        return max(1, BY_NAME[held].bytes // self.atom_bytes)
 
     @property
     def blocks(self) -> Index:
@@ -78,13 +121,15 @@ class Blocks:
     @property
     def shared_size(self) -> Index:
         """Elements of all of B in panels."""
-        return round_up(ceil_div(N, self.s.nr) * (K * self.s.nr), 64) if self.s.once else const(0)
+        if not self.s.once:
+            return const(0)
+        return round_up(ceil_div(N, self.s.nr) * (self.k * self.s.nr + self.tail) * self.scaled("b"), 64)
 
     @property
     def panel_step(self) -> Index | None:
         """Elements from one panel of B to the next, if B lies in panels of full depth."""
         if self.s.once:
-            return K * self.s.nr
+            return self.k * self.s.nr + self.tail
         return var("b_n") if self.s.b == "packed" else None
 
     @property
@@ -93,38 +138,71 @@ class Blocks:
         if not self.s.pack_a:
             return const(0)
         rows = minimum(M, self.s.mc) if self.s.mc else M
-        return round_up(rows * self.kb + self.atom.n, 64)
+        return round_up((rows * self.kb + self.atom.n) * self.scaled("a"), 64)
 
     @property
     def b_size(self) -> Index:
         """Elements of one worker's packed panels of B."""
         if not self.s.pack_b or self.s.once:
             return const(0)
-        return round_up(self.kb * (self.s.nr * self.near), 64)
+        return round_up((self.kb * self.s.nr + self.tail) * (self.near * self.scaled("b")), 64)
+
+    @property
+    def c_size(self) -> Index:
+        """Elements of one worker's sums: a tile, or where k is cut a block by a share of the columns."""
+        if not self.finishes:
+            return const(0)
+        tile = self.s.mr * self.s.nr * self.s.panels
+        if not self.s.kc:
+            return const(-(-tile // 64) * 64)
+        rows = minimum(M, self.s.mc) if self.s.mc else M
+        width = ceil_div(self.groups, self.shares) * (self.s.nr * self.s.panels)
+        return round_up(maximum(tile, self.kb.lt(self.k) * (rows * width)), 64)
+
+    @property
+    def own_size(self) -> Index:
+        """Elements of one worker's scratch."""
+        return self.b_size + self.a_size + self.c_size
 
     def workspace(self) -> Index:
         """Elements of scratch for all workers."""
-        own = self.shared_size + (self.b_size + self.a_size) * WORKERS + 64
+        own = self.shared_size + self.own_size * WORKERS + 64
         return own + self.runs * M * N if self.s.over == "k" else own
 
     @property
     def runs(self) -> Index:
         """Runs of k that threads share out: whole blocks."""
-        return minimum(WORKERS, ceil_div(K, self.kb))
+        return minimum(WORKERS, ceil_div(self.k, self.kb))
 
     def private(self) -> Ptr:
-        """This worker's scratch: a panel of B, then a block of A."""
-        return Ptr("work", self.shared_size + var("worker") * (self.b_size + self.a_size))
+        """This worker's scratch: a panel of B, then a block of A, then sums."""
+        return Ptr("work", self.shared_size + var("worker") * self.own_size)
 
     def operand(self, name: str, offset: Index) -> Ptr:
         """An element of A, B or C of the current item."""
         return Ptr(name, var("item") * var(f"{name}_batch") + offset)
 
     def result(self, row: Index, column: Index) -> Ptr:
-        """An element of C, or of this run's own C."""
+        """An element of C, or of this run's own C, or of the sums that will become it."""
         if self.s.over == "k":
             return Ptr("cp", row * N + column)
+        if self.finishes:
+            return self.sums(row, column)
         return self.operand("c", row * var("c_m") + column)
+
+    def sums(self, row: Index, column: Index) -> Ptr:
+        """A sum that is not yet an element of C: in one tile, or at its place in the block."""
+        if not self.s.kc:
+            return Ptr("cp")
+        place = (row - var("row")) * var("c_wide") + (column - var("first") * self.s.nr)
+        return Ptr("cp", var("deep") * place)
+
+    @property
+    def c_step(self) -> Index:
+        """Elements from one row of results to the next."""
+        if self.finishes:
+            return var("c_wide")
+        return N if self.s.over == "k" else var("c_m")
 
     @property
     def pc(self) -> Index:
@@ -140,7 +218,7 @@ class Blocks:
     def source(self, column: Index, row: Index) -> Ptr:
         """An element of B as it was given."""
         b_n = const(1) if self.s.b == "row" else var("b_n")
-        return self.operand("b", row * var("b_k") + column * b_n)
+        return self.operand("b", row * (var("b_k") * self.s.kr) + column * b_n)
 
     @property
     def streams(self) -> tuple[str, ...]:

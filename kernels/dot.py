@@ -60,7 +60,8 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> Kernel:
     )
     block = Function("columns_of_c", "task", (), body, "A share of the columns of C, all rows")
     entry = Function("entry", "entry", (), (Parallel(block, chunks * var("batch")),), "All products of the batch")
-    return Kernel(str(s.name(atom)), isa, atom, entry, const(64), swap=s.swap)
+    types = tuple(zip("abc", s.types, strict=True))
+    return Kernel(str(s.name(atom)), isa, atom, entry, const(64), swap=s.swap, types=types)
 
 
 def _tiles(s: Schedule, atom: Atom) -> tuple[Stmt, ...]:
@@ -75,11 +76,11 @@ def _tiles(s: Schedule, atom: Atom) -> tuple[Stmt, ...]:
 
 def _rows(s: Schedule, atom: Atom, columns: int) -> tuple[Stmt, ...]:
     whole = M // s.mr * s.mr
-    rows = (For("i", const(0), whole, const(s.mr), (_call(atom, s.mr, columns),)),)
-    return rows if s.mr == 1 else (*rows, For("i", whole, M, const(1), (_call(atom, 1, columns),)))
+    rows = (For("i", const(0), whole, const(s.mr), (_call(s, atom, s.mr, columns),)),)
+    return rows if s.mr == 1 else (*rows, For("i", whole, M, const(1), (_call(s, atom, 1, columns),)))
 
 
-def _call(atom: Atom, rows: int, columns: int) -> Stmt:
+def _call(s: Schedule, atom: Atom, rows: int, columns: int) -> Stmt:
     i, j, item = var("i"), var("j"), var("item")
     args: tuple[Index | Ptr, ...] = (
         K,
@@ -90,10 +91,10 @@ def _call(atom: Atom, rows: int, columns: int) -> Stmt:
         Ptr("c", item * var("c_batch") + i * var("c_m") + j),
         var("c_m"),
     )
-    return Call(micro_kernel(atom, rows, columns), args)
+    return Call(micro_kernel(atom, rows, columns, s.types), args)
 
 
-def micro_kernel(atom: Atom, rows: int, columns: int) -> Function:
+def micro_kernel(atom: Atom, rows: int, columns: int, types: tuple[str, str, str]) -> Function:
     """C[rows][columns] = A[rows][k] . B[columns][k], lanes along k."""
     cells = [(i, j) for i in range(rows) for j in range(columns)]
     lanes, p = atom.n, var("p")
@@ -124,11 +125,11 @@ def micro_kernel(atom: Atom, rows: int, columns: int) -> Function:
     sums = tuple(Reduce(f"c{i}_{j}", at[i, j], const(0)) for i, j in cells)
     params = (
         Param("k"),
-        Param("a", atom.a, readonly=True),
+        Param("a", types[0], readonly=True),
         Param("a_m"),
-        Param("b", atom.b, readonly=True),
+        Param("b", types[1], readonly=True),
         Param("b_n"),
-        Param("c", atom.acc),
+        Param("c", types[2]),
         Param("c_m"),
     )
     comment = f"C[{rows}][{columns}] = A[{rows}][k] . B[{columns}][k]"

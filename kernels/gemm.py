@@ -30,7 +30,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portmm.kernels import packing
-from portmm.kernels.blocks import TASKS_PER_WORKER, WORKERS, Blocks, K, M, N
+from portmm.kernels.blocks import TASKS_PER_WORKER, WORKERS, Blocks, M, N
+from portmm.kernels.finish import ROWS, finish, needed
 from portmm.kernels.lookahead import next_item, next_panel
 from portmm.kernels.microkernel import Shape, micro_kernel
 
@@ -80,7 +81,9 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> Kernel:
         constants = (("m", m), ("n", n), ("k", k), ("c_m", n), ("c_n", 1))
         constants += (("a_m", k), ("a_k", 1)) if s.a == "row" else (("a_m", 1), ("a_k", m))
         constants += (("b_k", n), ("b_n", 1)) if s.b == "row" else (("b_k", 1), ("b_n", k))
-    return Kernel(str(s.name(atom)), isa, atom, entry, g.workspace(), swap=s.swap, constants=constants)
+    a, b, c = s.types
+    types = (("a", a), ("b", g.given[1] if s.b == "packed" else b), ("c", c))
+    return Kernel(str(s.name(atom)), isa, atom, entry, g.workspace(), swap=s.swap, types=types, constants=constants)
 
 
 class _Gemm(Blocks):
@@ -104,15 +107,15 @@ class _Gemm(Blocks):
         steps, runs, pieces = var("steps"), var("runs"), ceil_div(N, SUM_COLUMNS)
         counts = (
             Let("kb", self.kb),
-            Let("steps", ceil_div(K, var("kb"))),
+            Let("steps", ceil_div(self.k, var("kb"))),
             Let("runs", minimum(WORKERS, steps)),
         )
-        partial = Ptr("work", (self.b_size + self.a_size) * WORKERS)
+        partial = Ptr("work", self.own_size * WORKERS)
         blocks = For("block", const(0), self.blocks * self.shares, const(1), self.block(var("block")))
         part = (
             *counts,
             Let("k_first", steps * var("task") // runs * var("kb")),
-            Let("k_last", minimum(K, steps * (var("task") + 1) // runs * var("kb"))),
+            Let("k_last", minimum(self.k, steps * (var("task") + 1) // runs * var("kb"))),
             LetPtr("cp", partial + var("task") * (M * N), self.atom.acc),
             blocks,
         )
@@ -149,7 +152,7 @@ class _Gemm(Blocks):
             return (For("block", const(0), self.blocks * self.shares, const(1), self.block(var("block"))),)
         pack: tuple[Stmt, ...] = ()
         if self.s.once:
-            groups, cuts = ceil_div(ceil_div(N, self.s.nr), self.near), ceil_div(K, PACK_ROWS)
+            groups, cuts = ceil_div(ceil_div(N, self.s.nr), self.near), self.cuts
             body = (
                 Let("jg", var("task") // cuts * self.near),
                 Let("p_first", var("task") % cuts * PACK_ROWS),
@@ -177,7 +180,9 @@ class _Gemm(Blocks):
         if s.over == "k":
             inside = (For("pc", var("k_first"), var("k_last"), var("kb"), inside),)
         elif s.kc:
-            inside = (Let("kb", self.kb), For("pc", const(0), K, var("kb"), inside))
+            inside = (Let("kb", self.kb), *self.scratch(), For("pc", const(0), self.k, var("kb"), inside))
+        else:
+            inside = (*self.scratch(), *inside)
         return (
             *(() if single else (Let("shares", self.shares),)),
             Let("row", M * index // blocks if s.mc else const(0)),
@@ -189,6 +194,18 @@ class _Gemm(Blocks):
             Let("taller", var("rows") % var("slices")),
             *inside,
         )
+
+    def scratch(self) -> tuple[Stmt, ...]:
+        """Where sums are kept until they are finished: in place of C."""
+        s = self.s
+        if not self.finishes:
+            return ()
+        place = LetPtr("cp", self.private() + (self.b_size + self.a_size), self.atom.acc)
+        if not s.kc:
+            return (place, Let("c_wide", const(s.nr * s.panels)))
+        share = (var("last") - var("first")) * s.nr
+        deep = Let("deep", var("kb").lt(self.k))
+        return (place, deep, Let("c_wide", var("deep") * share + (1 - var("deep")) * (s.nr * s.panels)))
 
     def slice_(self) -> tuple[Stmt, ...]:
         """The i-th of nearly equal slices of the block's rows."""
@@ -203,11 +220,12 @@ class _Gemm(Blocks):
         s = self.s
         if not s.pack_a:
             return ()
-        pack = packing.pack_a(self.isa, self.atom, s.mr, s.a)
-        source = self.operand("a", (var("row") + var("r")) * var("a_m") + self.pc * var("a_k"))
-        args = (var("kd"), var("h"), source, var("a_m"), var("a_k"), Ptr("ap", var("r") * var("kd")))
+        pack = packing.pack_a(self.isa, self.atom, s.mr, s.a, s.types[0])
+        source = self.operand("a", (var("row") + var("r")) * var("a_m") + self.pc * (var("a_k") * s.kr))
+        elements = (self.filled(self.pc, var("kd")),) if s.kr > 1 else ()
+        args = (var("kd"), *elements, var("h"), source, var("a_m"), var("a_k"), Ptr("ap", var("r") * var("kd")))
         loop = For("i", const(0), var("slices"), const(1), (*self.slice_(), Call(pack, args)))
-        return (LetPtr("ap", self.private() + self.b_size, self.atom.a), loop)
+        return (LetPtr("ap", self.private() + self.b_size, self.atom.left), loop)
 
     def macro(self) -> tuple[Stmt, ...]:
         """Every register tile of the block; a panel of B stays in L1 meanwhile."""
@@ -240,8 +258,8 @@ class _Gemm(Blocks):
         body = (
             Let("column", var("j") * s.nr),
             Let("columns", minimum(N - var("column"), panels * s.nr)),
-            LetPtr("bp", self.panel(), self.atom.b, readonly=True),
-            For("i", const(0), var("slices"), const(1), (*self.slice_(), *which)),
+            LetPtr("bp", self.panel(), self.given[1], readonly=True),
+            For("i", const(0), var("slices"), const(1), (*self.slice_(), *which, *self.finish())),
         )
         return For("j", begin, end, const(panels), body)
 
@@ -249,35 +267,49 @@ class _Gemm(Blocks):
         """The current panel of B."""
         s = self.s
         if s.once:
-            return Ptr("work", var("j") * (K * s.nr) + self.pc * s.nr)
+            return Ptr("work", (var("j") * (self.k * s.nr + self.tail) + self.pc * s.nr) * self.scaled("b"))
         if s.pack_b:
-            return self.private() + (var("j") - var("jg")) * (var("kd") * s.nr)
+            return self.private() + (var("j") - var("jg")) * ((var("kd") * s.nr + self.tail) * self.scaled("b"))
         if s.b == "packed":
             return self.operand("b", var("j") * var("b_n") + self.pc * s.nr)
         return self.source(var("column"), self.pc)
 
     def pack_b(self, end: Index) -> tuple[Stmt, ...]:
         """Pack a few panels from `jg` on: all at once, or one by one where the last is short."""
-        s, near = self.s, self.near
-        q, jg = var("q"), var("jg")
+        s, near, atom = self.s, self.near, self.atom
+        q, jg, held, to = var("q"), var("jg"), s.types[1], atom.right
         if s.once:  # at its place among all panels
-            row, step = var("p_first"), K * s.nr
-            depth, to = minimum(K - row, PACK_ROWS), Ptr("work", row * s.nr)
-            place, where = to + q * step, to + jg * step
+            row, step = var("p_first"), self.k * s.nr + self.tail
+            depth, base = minimum(self.k - row, self.k if self.unshifts else PACK_ROWS), Ptr("work")
+            first, place = row * s.nr, q * step
+            start = jg * step
         else:  # first in this worker's scratch
-            row, step = self.pc, var("kd") * s.nr
-            depth, where = var("kd"), self.private()
-            place = where + (q - jg) * step
-        one = packing.pack_b(self.isa, self.atom, s.nr, s.b)
+            row, step = self.pc, var("kd") * s.nr + self.tail
+            depth, base = var("kd"), self.private()
+            first, place, start = const(0), (q - jg) * step, const(0)
+        one = packing.pack_b(self.isa, atom, s.nr, s.b, held, to)
         column = q * s.nr
-        args = (depth, minimum(N - column, s.nr), self.source(column, row), var("b_k"), var("b_n"), place)
-        singly = (For("q", jg, minimum(end, jg + near), const(1), (Call(one, args),)),)
+        panels = LetPtr("panels", base, to)
+        elements = self.filled(row, depth)
+        units = (elements, const(0)) if s.kr > 1 else ()
+        source = (minimum(N - column, s.nr), self.source(column, row), var("b_k"), var("b_n"))
+        here, start = Ptr("panels", first + place), Ptr("panels", first + start)
+        sums: tuple[Stmt, ...] = ()
+        if self.unshifts:
+            sums = (Call(packing.sum_columns(atom, s.nr, to), (depth, here)),)
+        single = (Call(one, (depth, *units, *source, here)), *sums)
+        singly = (For("q", jg, minimum(end, jg + near), const(1), single),)
         if near == 1 or s.b != "row":
-            return singly
-        rows = packing.pack_b_rows(self.atom, s.nr, near, PACK_PREFETCH)
-        together = (Call(rows, (depth, self.source(jg * s.nr, row), var("b_k"), where, step)),)
+            return (panels, *singly)
+        rows = packing.pack_b_rows(atom, s.nr, near, PACK_PREFETCH, held, to)
+        full = elements // s.kr if s.kr > 1 else depth
+        together: tuple[Stmt, ...] = (Call(rows, (full, self.source(jg * s.nr, row), var("b_k"), start, step)),)
+        if s.kr > 1:  # what is left of k after whole units
+            rest = For("q", jg, jg + near, const(1), (Call(one, (depth, elements, full, *source, here)),))
+            together += (If(full.lt(depth), (rest,)),)
+        together += (For("q", jg, jg + near, const(1), sums),) if sums else ()
         whole = minimum(end * s.nr, N)
-        return (If(whole.lt((jg + near) * s.nr), singly, together),)
+        return (panels, If(whole.lt((jg + near) * s.nr), singly, together))
 
     def call(self, height: int, panels: int) -> Stmt:
         """One visit of the micro-kernel of that height."""
@@ -293,6 +325,9 @@ class _Gemm(Blocks):
             unroll=_unroll(height * panels * s.nr // self.atom.n, s.static[2] if s.static else 0),
             inline=s.static is not None,
             ragged=s.static is None or s.static[1] % s.nr != 0,
+            a=self.given[0],
+            b=self.given[1],
+            unshift=("" if not self.unshifts else "block" if s.pack_b and not s.once else "whole"),
         )
         row = var("row") + var("r")
         args: list[Index | Ptr] = [var("kd")]
@@ -308,15 +343,33 @@ class _Gemm(Blocks):
             args.append(var("b_k"))
         if panels > 1:
             args.append(self.panel_step or const(0))
+        if shape.unshift:
+            args.append((var("kd") if shape.unshift == "block" else self.k) * s.nr)
         args += [
             self.result(row, var("column")),
-            N if s.over == "k" else var("c_m"),
+            self.c_step,
             var("columns"),
             (var("k_first") if s.over == "k" else const(0)).lt(self.pc) if s.kc else const(0),
         ]
         if shape.ahead is not None:
             args += next_item(self, row) if s.over == "batch" else next_panel(self, height)
         return Call(micro_kernel(self.atom, shape), tuple(args))
+
+    def finish(self) -> tuple[Stmt, ...]:
+        """Turn the sums of the tile into C after the last block of k."""
+        if not self.finishes:
+            return ()
+        row = var("row") + var("r")
+        into = self.operand("c", row * var("c_m") + var("column"))
+        vectors = []
+        for name in needed(self.s.post):
+            if name == "b_sum":  # behind the panel, of which this is the last block of k
+                vectors.append(Ptr("bp", (self.k - self.pc) * self.s.nr))
+            else:
+                vectors.append(Ptr(name, row if name in ROWS else var("column")))
+        tile = (var("h"), var("columns"), self.sums(row, var("column")), var("c_wide"))
+        call = Call(finish(self.isa, self.atom, self.s.types[2], self.s.post), (*tile, *vectors, into, var("c_m")))
+        return (If((var("pc") + var("kd")).eq(self.k), (call,)),) if self.s.kc else (call,)
 
 
 def _unroll(macs: int, depth: int) -> int:

@@ -17,8 +17,6 @@ from portmm.ir import Index, Ptr, const, var
 if TYPE_CHECKING:
     from portmm.kernels.blocks import Blocks
 
-K = var("k")
-
 
 def next_item(g: Blocks, row: Index) -> list[Index | Ptr]:
     """The same tile of C in the next item, and the next line of its A and B at each step."""
@@ -41,7 +39,7 @@ def next_panel(g: Blocks, height: int) -> list[Index | Ptr]:
 
 def _deeper(g: Blocks) -> Index:
     """1 if another block of k follows this one."""
-    last = var("k_last") if g.s.over == "k" else K
+    last = var("k_last") if g.s.over == "k" else g.k
     return (g.pc + var("kd")).lt(last) if g.s.kc else const(0)
 
 

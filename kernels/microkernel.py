@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from portmm.kernels.packing import keep, line_of
 
-from portmm.ir import For, Function, If, Index, Move, Param, Prefetch, Ptr, Scratch, Verb, const, var
+from portmm.ir import For, Function, If, Index, LetPtr, Move, Param, Prefetch, Ptr, Scratch, Verb, const, var
 
 if TYPE_CHECKING:
     from portmm.ir import Stmt
@@ -38,6 +38,10 @@ class Shape:
         unroll: steps of k written out.
         inline: merge into the caller.
         ragged: the last panel may be short.
+        a: what A holds: left fragments' elements or units, or what converts to them.
+        b: what B holds.
+        unshift: A was shifted, and sums of B's columns lie `sums_at` units past b: "whole",
+            over all of k, or "block", over the k of this visit; "" for neither.
     """
 
     rows: int
@@ -50,6 +54,9 @@ class Shape:
     unroll: int = 1
     inline: bool = False
     ragged: bool = True
+    a: str = "f32"
+    b: str = "f32"
+    unshift: str = ""
 
 
 def micro_kernel(atom: Atom, s: Shape) -> Function:
@@ -69,16 +76,18 @@ def micro_kernel(atom: Atom, s: Shape) -> Function:
             begin = (If(short, begin, _begin(atom, s, edge=False)),)
             end = (If(short, end, _end(atom, s, edge=False)),)
         body = (*_kept(atom, s), *begin, *loop, *end)
-    params = [Param("k"), Param("a", atom.a, readonly=True)]
+    params = [Param("k"), Param("a", s.a, readonly=True)]
     params += [] if s.a_packed else [Param("a_m"), Param("a_k")]
-    params += [Param("b", atom.b, readonly=True)]
+    params += [Param("b", s.b, readonly=True)]
     params += [] if s.b_packed else [Param("b_k")]
     params += [Param("b_panel")] if s.panels > 1 else []
+    params += [Param("sums_at")] if s.unshift else []
     params += [Param("c", atom.acc), Param("c_m"), Param("columns"), Param("accumulate")]
     if s.ahead is not None:
         params.append(Param("c_next", atom.acc))
         for x in s.ahead:
-            params += [Param(f"{x}_next", atom.b, readonly=True), Param(f"{x}_step"), Param(f"{x}_hop")]
+            given = s.a if x == "a" else s.b
+            params += [Param(f"{x}_next", given, readonly=True), Param(f"{x}_step"), Param(f"{x}_hop")]
         cells = [(i, j) for i in range(s.rows) for j in range(0, s.nr, line_of(atom))]
         asks = (Prefetch(Ptr("c_next", const(i) * var("c_m") + j), write=True) for i, j in cells)
         body = (*asks, *body)
@@ -109,20 +118,39 @@ def _kept(atom: Atom, s: Shape) -> tuple[Stmt, ...]:
 def _begin(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
     """Set the accumulators from C or to zero."""
     cells = [(i, v) for i in range(s.rows) for v in _vectors(atom, s)]
-    zero = tuple(Verb("zero", _acc(i, v)) for i, v in cells)
+    zero: tuple[Stmt, ...] = tuple(Verb("zero", _acc(i, v)) for i, v in cells)
+    less = _unshift(atom, s)
+    if s.unshift == "whole":
+        zero, less = (*zero, *less), ()
     load: tuple[Stmt, ...]
     if not edge:
         load = tuple(Verb("load_c", _acc(i, v), p=_c(atom, i, v)) for i, v in cells)
-        return (If(var("accumulate"), load, zero),)
+        return (If(var("accumulate"), load, zero), *less)
     if atom.mask:
-        load = tuple(Verb("load_mask", _acc(i, v), p=_c(atom, i, v), mask=f"m{v}") for i, v in cells)
-        return (If(var("accumulate"), load, zero),)
+        load = tuple(Verb("load_mask", _acc(i, v), p=_c(atom, i, v), mask=f"m{v}", to=atom.acc) for i, v in cells)
+        return (If(var("accumulate"), load, zero), *less)
     tile = Ptr("tile")
     load = (
         *_copy(s, tile, Ptr("c"), const(s.nr), var("c_m")),
         *(Verb("load_c", _acc(i, v), p=tile + (i * s.nr + v * atom.n)) for i, v in cells),
     )
-    return (If(var("accumulate"), load, zero),)
+    return (If(var("accumulate"), load, zero), *less)
+
+
+def _unshift(atom: Atom, s: Shape) -> tuple[Stmt, ...]:
+    """Take what a shifted A adds off the accumulators: sums over columns, which lie after each panel."""
+    if not s.unshift:
+        return ()
+    per_panel = s.nr // atom.n
+    out: list[Stmt] = []
+    for v in _vectors(atom, s):
+        panel = var("b_panel") * (v // per_panel) if s.panels > 1 else const(0)
+        if v % per_panel == 0:
+            out.append(LetPtr(f"sums{v}", Ptr("b", panel + var("sums_at")), atom.acc, readonly=True))
+        at = Ptr(f"sums{v // per_panel * per_panel}", const(v % per_panel * atom.n))
+        out.append(Verb("load_c", f"s{v}", p=at))
+        out += [Verb("unshift", _acc(i, v), b=f"s{v}") for i in range(s.rows)]
+    return tuple(out)
 
 
 def _end(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:

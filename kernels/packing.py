@@ -1,13 +1,19 @@
 """Panels: the layouts that micro-kernels read, and how operands get into them.
 
 A panel of B is to[k][NR]: NR columns side by side for each k, padded at the
-right edge with copies of the last valid column (padding is computed with and
-never stored). A panel of A is to[k][rows] with the true number of rows. Both
-depend on the micro-kernel's width only, never on a blocking, so a packed B
-serves every M, and a block of k is a contiguous part of each panel.
+right edge (padding is computed with and never stored). A panel of A is
+to[k][rows] with the true number of rows. Both depend on the micro-kernel's width
+only, never on a blocking, so a packed B serves every M, and a block of k is a
+contiguous part of each panel. Where an atom multiplies units of KR elements of
+k, "k" counts units; a last unit that k does not fill is filled with zeros. What
+is copied is converted to what the panel holds.
 
 Operands that run along k are turned in registers: log2(L) rounds of perfect
-shuffles transpose an L x L block.
+shuffles transpose an L x L block, of elements or of units. Units of an operand
+that runs across k are woven from KR rows by the atom's own vocabulary.
+
+A panel of integers may be followed by the sum of each of its columns, which
+makes good for an A that was shifted from signed to unsigned, or has a zero point.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.dtype import BY_NAME
+from portmm.dtype import BY_NAME, base, unit
 from portmm.ir import (
     Call,
     For,
@@ -54,12 +60,20 @@ def keep(atom: Atom, register: str, count: Index) -> Verb:
     return Verb("mask", register, count=maximum(0, minimum(count, atom.n)))
 
 
+def sum_units(atom: Atom, nr: int, held: str) -> int:
+    """Units of a panel of `held` that the sums of its columns take."""
+    return nr * BY_NAME[atom.acc].bytes // BY_NAME[held].bytes
+
+
 @dataclass(frozen=True, slots=True)
 class _Lines:
     """An operand as lines to be laid side by side.
 
     Attributes:
         name: pointer to the operand.
+        held: the type that the operand holds.
+        to: the type of the panel: elements or units.
+        register: the type in between.
         along: stride within a line, the stride of k.
         across: stride from one line to the next.
         valid: how many lines there are; past that, the last one is repeated.
@@ -67,77 +81,124 @@ class _Lines:
     """
 
     name: str
+    held: str
+    to: str
+    register: str
     along: str
     across: str
     valid: str
     width: Index
+
+    @property
+    def kr(self) -> int:
+        """Elements of k in a unit of the panel."""
+        return BY_NAME[self.to].pack
+
+    @property
+    def whole(self) -> Index:
+        """Units that the operand fills."""
+        return var("elements") // self.kr if self.kr > 1 else var("k")
 
     def line(self, j: Index | int) -> Ptr:
         """Start of line j, or of the last one."""
         return Ptr(self.name, minimum(j, var(self.valid) - 1) * var(self.across))
 
 
-def pack_b_rows(atom: Atom, nr: int, panels: int, prefetch: int) -> Function:
+def pack_b_rows(atom: Atom, nr: int, panels: int, prefetch: int, held: str, to: str) -> Function:
     """to[q][p][j] = B[p][q * NR + j]: whole panels at once, from long runs of each row.
 
     A row at a stride of pages is a miss in cache and address translation each
     time; the longer the run that is read there, the less that shows, and rows
-    further down are asked for meanwhile.
+    further down are asked for meanwhile. Units that k does not fill are left out.
     """
-    p = var("p")
-    lanes, line = atom.n, line_of(atom)
-    row = Ptr("b", p * var("b_k"))
-    asks = tuple(Prefetch(row + (var("b_k") * prefetch + j)) for j in range(0, panels * nr, line))
+    p, kr = var("p"), BY_NAME[to].pack
+    lanes, line = atom.n, max(atom.n, 64 // BY_NAME[held].bytes)
+    row = Ptr("b", p * (var("b_k") * kr))
+    down = [var("b_k") * (kr * prefetch + e) for e in range(kr)]
+    asks = tuple(Prefetch(row + (d + j)) for d in down for j in range(0, panels * nr, line))
     copy: list[Stmt] = []
     for v in range(0, panels * nr, lanes):
-        to = Ptr("to", var("panel_step") * (v // nr) + p * nr + v % nr)
-        copy += [Verb("load_b", f"v{v // lanes % 4}", p=row + v), Verb("store", f"v{v // lanes % 4}", p=to)]
-    params = (Param("k"), Param("b", atom.b, readonly=True), Param("b_k"), Param("to", atom.b), Param("panel_step"))
+        register, at = f"v{v // lanes % 4}", Ptr("to", var("panel_step") * (v // nr) + p * nr + v % nr)
+        how = {"step": var("b_k")} if kr > 1 else {}
+        copy += [Verb("load_rows" if kr > 1 else "load_b", register, p=row + v, **how)]
+        copy.append(Verb("store", register, p=at, to=atom.right))
+    params = (Param("k"), Param("b", held, readonly=True), Param("b_k"), Param("to", to), Param("panel_step"))
     loop = For("p", const(0), var("k"), const(1), (*asks, *copy))
     comment = f"to[{panels}][k][{nr}] = B[k][{panels * nr}], row layout"
     return Function("pack_b_rows", "inner", params, (loop,), comment)
 
 
-def pack_b(isa: Isa, atom: Atom, nr: int, layout: str) -> Function:
-    """to[p][j] = B[p][j] for p < k, j < NR; columns past `columns` repeat the last."""
+def pack_b(isa: Isa, atom: Atom, nr: int, layout: str, held: str, to: str) -> Function:
+    """to[p][j] = B[p][j] for `first` <= p < k, j < NR; columns past `columns` hold something or other."""
+    units = BY_NAME[to].pack > 1
     params = (
         Param("k"),
+        *((Param("elements"), Param("first")) if units else ()),
         Param("columns"),
-        Param("b", atom.b, readonly=True),
+        Param("b", held, readonly=True),
         Param("b_k"),
         Param("b_n"),
-        Param("to", atom.b),
+        Param("to", to),
     )
-    lines = _Lines("b", "b_k", "b_n", "columns", const(nr))
-    if layout == "row":
+    lines = _Lines("b", held, to, atom.right, "b_k", "b_n", "columns", const(nr))
+    turns = layout == "col" and isa.shuffles and atom.n > 1
+    if units and turns:
+        start = var("first") + (lines.whole - var("first")) // atom.n * atom.n
+        body = tuple(x for g in range(0, nr, atom.n) for x in _turn(atom, lines, g, var("first")))
+        body += _gather(lines, maximum(var("first"), start))
+    elif units and layout == "row":
+        body = _weave(atom, lines, var("first"))
+    elif units:
+        body = _gather(lines, var("first"))
+    elif layout == "row":
         body = _rows(atom, nr, lines)
-    elif layout == "col" and isa.shuffles and atom.n > 1:
+    elif turns:
         body = tuple(x for g in range(0, nr, atom.n) for x in _turn(atom, lines, g))
-        body += _gather(lines, atom.n)
+        body += _gather(lines, var("k") - var("k") % atom.n)
     else:
         body = _gather(lines)
     return Function("pack_b", "inner", params, body, f"to[k][{nr}] = B[k][columns], {layout} layout, padded")
 
 
-def pack_a(isa: Isa, atom: Atom, mr: int, layout: str) -> Function:
+def sum_columns(atom: Atom, nr: int, held: str) -> Function:
+    """The sums of the columns of a panel, behind it: products with ones."""
+    p, vectors = var("p"), range(nr // atom.n)
+    zero = tuple(Verb("zero", f"s{v}") for v in vectors)
+    step = tuple(
+        x
+        for v in vectors
+        for x in (Verb("load_b", f"v{v}", p=Ptr("panel", p * nr + v * atom.n)), Verb("mac", f"s{v}", "one", f"v{v}"))
+    )
+    store = tuple(Verb("store", f"s{v}", p=Ptr("sums", const(v * atom.n))) for v in vectors)
+    loop = For("p", const(0), var("k"), const(1), step)
+    body = (LetPtr("sums", Ptr("panel", var("k") * nr), atom.acc), Verb("ones", "one"), *zero, loop, *store)
+    params = (Param("k"), Param("panel", held))
+    return Function("sum_columns", "inner", params, body, f"panel[k][j] = the sum of panel[0..k-1][j], j < {nr}")
+
+
+def pack_a(isa: Isa, atom: Atom, mr: int, layout: str, held: str) -> Function:
     """to[p][i] = A[i][p] for p < k, i < rows; up to a vector past the end is overwritten."""
+    units = atom.k_pack > 1
     params = (
         Param("k"),
+        *((Param("elements"),) if units else ()),
         Param("rows"),
-        Param("a", atom.a, readonly=True),
+        Param("a", held, readonly=True),
         Param("a_m"),
         Param("a_k"),
-        Param("to", atom.a),
+        Param("to", atom.left),
     )
     rows = var("rows")
-    lines = _Lines("a", "a_k", "a_m", "rows", rows)
+    lines = _Lines("a", held, atom.left, atom.left, "a_k", "a_m", "rows", rows)
     body: tuple[Stmt, ...] = ()
     if layout == "row" and isa.shuffles and atom.n > 1:
         # Stores are whole vectors, so each spills over onto what follows: later
         # groups of rows go first, and a smaller k goes before a larger one.
         for g in reversed(range(0, mr, atom.n)):
             body += (If(const(g).lt(rows), _turn(atom, lines, g)),)
-        body += _gather(lines, atom.n)
+        body += _gather(lines, lines.whole - lines.whole % atom.n)
+    elif layout == "col" and units:
+        body = _weave(atom, lines, const(0), range(0, mr, atom.n))
     elif layout == "col" and atom.mask:
         body = _columns(atom, mr)
     else:
@@ -145,13 +206,54 @@ def pack_a(isa: Isa, atom: Atom, mr: int, layout: str) -> Function:
     return Function("pack_a", "inner", params, body, f"to[k][rows] = A[rows][k], {layout} layout")
 
 
-def _gather(lines: _Lines, block: int = 0) -> tuple[Stmt, ...]:
-    """Element by element; from the first k that whole blocks of `block` leave over."""
-    p, j = var("p"), var("j")
-    begin = var("k") - var("k") % block if block else const(0)
-    move = Move(Ptr("to", p * lines.width + j), lines.line(j) + p * var(lines.along))
-    inner = For("j", const(0), lines.width, const(1), (move,))
-    return (For("p", begin, var("k"), const(1), (inner,)),)
+def _weave(atom: Atom, lines: _Lines, first: Index, groups: range | None = None) -> tuple[Stmt, ...]:
+    """Units from rows of the operand, as many lines at once as a vector has lanes.
+
+    Whole vectors are read, past the last valid line into the row that follows;
+    the last rows, which nothing may follow, are gathered. Whole vectors are
+    written as well, spilling onto what comes next: see `pack_a`.
+    """
+    p, along, kr = var("p"), var(lines.along), lines.kr
+    if groups is None:  # the panel has whole vectors: one loop
+        assert lines.width.op == "const"  # noqa: S101 - a panel of B
+        groups = range(0, int(lines.width.args[0]), atom.n)  # type: ignore[arg-type]
+
+    def loop(some: tuple[int, ...]) -> tuple[Stmt, ...]:
+        # A row that starts `lost` rows before the end may be read that far.
+        lost = ceil_div(maximum(0, some[-1] + atom.n - var(lines.valid)), maximum(1, along))
+        safe = maximum(first, (var("elements") - lost) // kr)
+        copy = tuple(
+            x
+            for g in some
+            for x in (
+                Verb("load_rows", f"v{g}", p=Ptr(lines.name, p * (along * kr) + g), step=along, to=lines.register),
+                Verb("store", f"v{g}", p=Ptr("to", p * lines.width + g), to=lines.register),
+            )
+        )
+        return (For("p", first, safe, const(1), copy, 2),)
+
+    last = groups[-1] + atom.n
+    lost = ceil_div(maximum(0, last - var(lines.valid)), maximum(1, along))
+    rest = _gather(lines, maximum(first, (var("elements") - lost) // kr))
+    if lines.width.op == "const":
+        return (*loop(tuple(groups)), *rest)
+    return (*(If(const(g).lt(lines.width), loop((g,))) for g in reversed(groups)), *rest)
+
+
+def _gather(lines: _Lines, begin: Index | None = None) -> tuple[Stmt, ...]:
+    """Element by element, from a k on."""
+    p, j, e, kr = var("p"), var("j"), var("e"), lines.kr
+    place = p * lines.width + j
+    if kr == 1:
+        inner: tuple[Stmt, ...] = (Move(Ptr("to", place), lines.line(j) + p * var(lines.along)),)
+        before: tuple[Stmt, ...] = ()
+    else:
+        to = Ptr("parts", place * kr + e)
+        fill = If((p * kr + e).lt(var("elements")), (Move(to, lines.line(j) + (p * kr + e) * var(lines.along)),), (Move(to, None),))
+        inner = (For("e", const(0), const(kr), const(1), (fill,)),)
+        before = (LetPtr("parts", Ptr("to"), base(lines.to)),)
+    across = For("j", const(0), lines.width, const(1), inner)
+    return (*before, For("p", begin or const(0), var("k"), const(1), (across,)))
 
 
 def _rows(atom: Atom, nr: int, lines: _Lines) -> tuple[Stmt, ...]:
@@ -162,7 +264,7 @@ def _rows(atom: Atom, nr: int, lines: _Lines) -> tuple[Stmt, ...]:
         for v in vectors
         for x in (
             Verb("load_b", f"v{v}", p=Ptr("b", p * var("b_k") + v * atom.n)),
-            Verb("store", f"v{v}", p=Ptr("to", p * nr + v * atom.n)),
+            Verb("store", f"v{v}", p=Ptr("to", p * nr + v * atom.n), to=atom.right),
         )
     )
     full = (For("p", const(0), var("k"), const(1), copy, 4),)
@@ -176,7 +278,7 @@ def _rows(atom: Atom, nr: int, lines: _Lines) -> tuple[Stmt, ...]:
             for v in vectors
             for x in (
                 Verb("load_mask", f"v{v}", p=Ptr("b", p * var("b_k") + v * atom.n), mask=f"m{v}"),
-                Verb("store", f"v{v}", p=Ptr("to", p * nr + v * atom.n)),
+                Verb("store", f"v{v}", p=Ptr("to", p * nr + v * atom.n), to=atom.right),
             )
         )
         edge = (*masks, For("p", const(0), var("k"), const(1), kept))
@@ -201,16 +303,18 @@ def _columns(atom: Atom, mr: int) -> tuple[Stmt, ...]:
     return (*masks, For("p", const(0), var("k"), const(1), copy, 2))
 
 
-def _turn(atom: Atom, lines: _Lines, group: int) -> tuple[Stmt, ...]:
+def _turn(atom: Atom, lines: _Lines, group: int, first: Index | None = None) -> tuple[Stmt, ...]:
     """Transpose whole L x L blocks of the L lines from `group` on, which run along k."""
     lanes, p = atom.n, var("p")
     names = [f"{lines.name}{group + j}" for j in range(lanes)]
-    starts = tuple(LetPtr(x, lines.line(group + j), atom.b, readonly=True) for j, x in enumerate(names))
-    load = tuple(Verb("load_b", f"t0_{j}", p=Ptr(x, p)) for j, x in enumerate(names))
+    held = unit(lines.held, lines.kr)
+    starts = tuple(LetPtr(x, lines.line(group + j), held, readonly=True) for j, x in enumerate(names))
+    load = tuple(Verb("load_b", f"t0_{j}", p=Ptr(x, p), to=lines.register) for j, x in enumerate(names))
     turn, last = transpose(lanes)
-    store = tuple(Verb("store", r, p=Ptr("to", (p + i) * lines.width + group)) for i, r in enumerate(last))
-    end = var("k") - (lanes - 1)
-    return (*starts, For("p", const(0), end, const(lanes), (*load, *turn, *store)))
+    place = [Ptr("to", (p + i) * lines.width + group) for i in range(lanes)]
+    store = tuple(Verb("store", r, p=to, to=lines.register) for r, to in zip(last, place, strict=True))
+    end = lines.whole - (lanes - 1)
+    return (*starts, For("p", first or const(0), end, const(lanes), (*load, *turn, *store)))
 
 
 def transpose(lanes: int) -> tuple[tuple[Stmt, ...], list[str]]:
@@ -233,27 +337,25 @@ def transpose(lanes: int) -> tuple[tuple[Stmt, ...], list[str]]:
     return tuple(body), now
 
 
-def build(isa: Isa, atom: Atom, nr: int, layout: str) -> Kernel:
-    """The kernel that packs each item of a batch of B: C[panel][k][NR] = B[k][n]."""
-    n, k, task = var("n"), var("k"), var("task")
-    panels = ceil_div(n, nr)
+def build(isa: Isa, atom: Atom, nr: int, layout: str, held: str) -> Kernel:
+    """The kernel that packs each item of a batch of B: C[panel][k][NR] = B[k][n], in units of what B holds."""
+    n, k, task, kr = var("n"), var("k"), var("task"), atom.k_pack
+    to, sums = unit(held, kr), atom.acc == "s32"
+    panels, depth = ceil_div(n, nr), ceil_div(k, kr)
     item, panel = task // panels, task % panels
-    body = (
+    step = depth * nr + (sum_units(atom, nr, to) if sums else 0)
+    place = Ptr("c", var("item") * var("c_batch") + var("panel") * step)
+    source = Ptr("b", var("item") * var("b_batch") + var("panel") * nr * var("b_n"))
+    columns = minimum(n - var("panel") * nr, nr)
+    units = (k, const(0)) if kr > 1 else ()
+    body: tuple[Stmt, ...] = (
         Let("item", item),
         Let("panel", panel),
-        Call(
-            pack_b(isa, atom, nr, layout),
-            (
-                k,
-                minimum(n - var("panel") * nr, nr),
-                Ptr("b", var("item") * var("b_batch") + var("panel") * nr * var("b_n")),
-                var("b_k"),
-                var("b_n"),
-                Ptr("c", var("item") * var("c_batch") + var("panel") * (k * nr)),
-            ),
-        ),
+        Call(pack_b(isa, atom, nr, layout, held, to), (depth, *units, columns, source, var("b_k"), var("b_n"), place)),
     )
+    if sums:
+        body += (Call(sum_columns(atom, nr, to), (depth, place)),)
     one = Function("panel_of_b", "task", (), body, "One panel of one item")
     entry = Function("entry", "entry", (), (Parallel(one, panels * var("batch")),), "Every panel of every item")
-    name = KernelName("pack", atom.acc, atom.a, atom.b, 1, nr, atom.k_pack, isa.name)
-    return Kernel(str(name), isa, atom, entry, const(64))
+    name = KernelName("pack", atom.acc, atom.a, held, 1, nr, kr, isa.name)
+    return Kernel(str(name), isa, atom, entry, const(64), types=(("b", held), ("c", to)))

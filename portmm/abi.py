@@ -6,7 +6,7 @@ neither needs a header file and both always agree; `VERSION` enters the cache
 key of every artifact.
 """
 
-VERSION = 1
+VERSION = 2
 
 ARGS = """\
 typedef struct portmm_args {
@@ -19,6 +19,8 @@ typedef struct portmm_args {
   void *pool;
   void (*parallel)(void *pool, void (*body)(const long *ctx, long task, long worker),
                    const long *ctx, long tasks, long workers);
+  const float *a_scale, *b_scale, *bias; /* of a quantised product: a value for each row, each column, */
+  const int *a_zero, *a_sum, *b_zero;    /* see kernels/finish.py; those by columns reach to a multiple of 64 */
 } portmm_args;
 """
 """The argument block. `parallel` runs body(ctx, t, w) for every t in [0, tasks),

@@ -19,8 +19,9 @@ import numpy as np
 
 from portmm import arrays, settings
 from portmm.call import Call, problem, reduce_call
+from portmm.dtype import accumulator
 from portmm.errors import BuildError, PortmmError, ScheduleError
-from portmm.packed import packed_class, unpack
+from portmm.packed import packed_class, register_dtype, unpack
 from portmm.run import recall
 from portmm.run.host import runtime
 
@@ -39,22 +40,47 @@ _lock = threading.Lock()
 _state: dict[str, Any] = {}
 
 
-def matmul(a: Any, b: Any, out: Any = None) -> Any:
+def matmul(a: Any, b: Any, out: Any = None, *, dtype: Any = None) -> Any:
     """The matrix product of two arrays, as `numpy.matmul`.
 
+    Floats are summed in float32, float64 in float64. Integers, int8 or uint8 by
+    int8, are summed exactly in int32, modulo 2**32 should k be so large. A narrow
+    float result is rounded once, to nearest even.
+
     Args:
-        a: float32 or float64, (..., m, k) or (k,); any strides, byte order and alignment.
-        b: as `a`, (..., k, n) or (k,); or a weight from `pack`.
-        out: where to put the result; may overlap an input.
+        a: float32, float64, float16, bfloat16 (of ml_dtypes), int8 or uint8,
+            (..., m, k) or (k,); any strides, byte order and alignment.
+        b: as `a`, (..., k, n) or (k,), but no uint8 beside integers; or a weight
+            from `pack`. Floats of two types, and floats by int8 or uint8, multiply
+            as they are, without copies.
+        out: where to put the result; may overlap an input. Kernels write float32,
+            float16 and bfloat16 results of narrow floats directly.
+        dtype: type of the result, if there is no `out`. By default that of both
+            operands if they have one float type, else float32, float64, or int32.
 
     Returns:
         The product, (..., m, n), with leading dimensions broadcast; `out` if given.
 
     Raises:
-        TypeError: a dtype is not supported.
+        TypeError: a dtype is not supported, or `dtype` cannot hold the result.
         ValueError: shapes do not fit.
     """
+    if dtype is not None and out is None:
+        return _typed(a, b, np.dtype(dtype))
     return _fast(a, b, out)
+
+
+def _typed(a: Any, b: Any, dtype: np.dtype[Any]) -> Any:
+    """A product of a type that was asked for."""
+    left = arrays.as_operand(a, "a")
+    right = b if _is_packed(b) else arrays.as_operand(b, "b")
+    vector_b = not _is_packed(b) and right.ndim == 1
+    batch, (m, n) = arrays.result_shape(
+        left[np.newaxis, :] if left.ndim == 1 else left, (*right.shape, 1) if vector_b else right.shape
+    )
+    shape = (*batch, *((m,) if left.ndim > 1 else ()), *(() if vector_b else (n,)))
+    out = _fast(a, b, np.empty(shape, dtype))
+    return out[()] if not shape else out
 
 
 def _start(a: Any, b: Any, out: Any) -> Any:
@@ -135,7 +161,7 @@ def _route(p: Problem) -> Any:
     """
     kept = recall.book(_target_name())
     question = f"{p!r} {settings.limit()}"
-    found = None if kept is None else recall.route(kept, question, runtime(), p.dtype)
+    found = None if kept is None else recall.route(kept, question, runtime(), p)
     if found is None:
         from portmm import dispatch
 
@@ -153,7 +179,19 @@ def _fall_back(error: Exception) -> None:
 
 
 def _without_compiler(a: Any, b: Any, out: Any) -> Any:
-    return np.matmul(arrays.as_operand(a, "a"), arrays.as_operand(b, "b"), out=out)
+    left, right = arrays.as_operand(a, "a"), arrays.as_operand(b, "b")
+    result = _by_numpy(left, right)
+    if out is None:
+        return result
+    np.copyto(out, result, casting="same_kind")
+    return out
+
+
+def _by_numpy(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> Any:
+    """The product in the type that kernels sum in, then in that of the result."""
+    types = arrays.types_of(left.dtype, right.dtype)
+    wide = arrays.numpy_of(accumulator(*map(arrays.name_of, types[:2])))
+    return np.matmul(left.astype(wide, copy=False), right.astype(wide, copy=False)).astype(types[2], copy=False)
 
 
 def _resolve(  # noqa: PLR0917 - the run time passes positions only
@@ -172,6 +210,10 @@ def _resolve(  # noqa: PLR0917 - the run time passes positions only
 
 def _planner(a: Any, b: Any, out: Any) -> Any:
     """Called by the run time for operands it has not seen: a plan, or None for the general way."""
+    right = b.owner.dtype if _is_packed(b) else b.dtype
+    types = arrays.types_of(a.dtype, right, None if out is None else out.dtype)
+    if (a.dtype, right) != types[:2] or (out is not None and out.dtype != types[2]):
+        return None  # something must be converted first
     try:
         made = _make_plan(a, b, out, bind=False)
     except ScheduleError:
@@ -191,9 +233,12 @@ def _general(a: Any, b: Any, out: Any) -> Any:
     left = arrays.as_operand(a, "a")
     is_packed = _is_packed(b)
     right: Any = b if is_packed else arrays.as_operand(b, "b")
-    dtype = np.result_type(left.dtype, right.owner.dtype if is_packed else right.dtype).newbyteorder("=")
-    if is_packed and dtype != right.owner.dtype:
+    held = right.owner.dtype if is_packed else right.dtype
+    types = arrays.types_of(left.dtype, held, getattr(out, "dtype", None))
+    _introduce(types)
+    if is_packed and types[1] != held:
         right, is_packed = unpack(b), False
+    dtype = types[2]
     vector_a, vector_b = left.ndim == 1, not is_packed and right.ndim == 1
     left = left[np.newaxis, :] if vector_a else left
     right = right[:, np.newaxis] if vector_b else right
@@ -202,9 +247,9 @@ def _general(a: Any, b: Any, out: Any) -> Any:
     if out is not None:
         out = arrays.check_out(out, shape, dtype)
     vectors = {"vector_a": vector_a, "vector_b": vector_b}
-    direct = out is not None and _usable(_matrices(out, **vectors), dtype, left, right)
+    direct = out is not None and _usable(_matrices(out, **vectors), types, left, right)
     result = out if direct else np.empty(shape, dtype)
-    _compute(left, right, _matrices(result, **vectors), dtype)
+    _compute(left, right, _matrices(result, **vectors), types)
     if out is None:
         return result[()] if result.ndim == 0 else result
     if not direct:
@@ -218,37 +263,47 @@ def _matrices(x: np.ndarray[Any, Any], *, vector_a: bool, vector_b: bool) -> np.
     return view[..., np.newaxis, :] if vector_a else view
 
 
-def _usable(out: np.ndarray[Any, Any], dtype: np.dtype[Any], left: Any, right: Any) -> bool:
+def _introduce(types: arrays.DTypes) -> None:
+    """Tell the run time of bfloat16, which is not NumPy's, when it is met first."""
+    for x in types:
+        if arrays.name_of(x) == "bf16":
+            register_dtype(x)
+
+
+def _usable(out: np.ndarray[Any, Any], types: arrays.DTypes, left: Any, right: Any) -> bool:
     """Kernels may write straight to `out`."""
-    if not arrays.addressable(out, dtype):
+    if not arrays.addressable(out, types[2]):
         return False
     if any(n > 1 and s == 0 for n, s in zip(out.shape, out.strides, strict=True)):
         return False
     sources = [left, right if isinstance(right, np.ndarray) else right.owner]
     if any(np.may_share_memory(out, x) for x in sources):
         return False
-    # A packed B fixes which operand is on the right, and with it C by rows.
-    allowed = ("row", "col") if isinstance(right, np.ndarray) else ("row",)
-    return arrays.canonical(out, dtype).layout in allowed
+    return arrays.canonical(out, types[2]).layout in _layouts(types, is_packed=not isinstance(right, np.ndarray))
 
 
-def _compute(left: Any, right: Any, view: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> None:
+def _layouts(types: arrays.DTypes, *, is_packed: bool) -> tuple[str, ...]:
+    """How C may lie: by columns if A and B can change sides, which neither panels nor types may forbid."""
+    return ("row",) if is_packed or arrays.name_of(types[0]) == "u8" else ("row", "col")
+
+
+def _compute(left: Any, right: Any, view: np.ndarray[Any, Any], types: arrays.DTypes) -> None:
     if view.size == 0:
         return
     if left.shape[-1] == 0:
         view[...] = 0
         return
     try:
-        call = reduce_call(left, right, view, dtype)
+        call = reduce_call(left, right, view, types)
         route = _route(call.problem)
     except ScheduleError:
         if isinstance(right, np.ndarray):
             raise
-        _compute(left, unpack(right), view, dtype)
+        _compute(left, unpack(right), view, types)
         return
     except BuildError as error:
         _fall_back(error)
-        np.matmul(left, right if isinstance(right, np.ndarray) else unpack(right), out=view)
+        view[...] = _by_numpy(left, right if isinstance(right, np.ndarray) else unpack(right))
         return
     _state["runtime"].execute(route, *call.numbers(), call.walk.outer)
 
@@ -296,9 +351,9 @@ def _make_plan(a: np.ndarray[Any, Any], b: Any, out: Any, *, bind: bool, static:
     With `bind` a packed b is part of the plan, else its panels are an argument.
     """
     is_packed = _is_packed(b)
-    dtype, other = a.dtype, b.owner.dtype if is_packed else b.dtype
-    if dtype != other or dtype not in arrays.SUPPORTED:
-        raise TypeError(f"a plan takes two native arrays of one dtype; got {dtype} and {other}")
+    left, right = a.dtype, b.owner.dtype if is_packed else b.dtype
+    if arrays.types_of(left, right)[:2] != (left, right):
+        raise TypeError(f"a plan takes native arrays that multiply as they are; got {left} and {right}")
     call, result = _reduce(a, b, out, static=static)
     if call is None or (call.walk.outer is not None and len(call.walk.outer) > MOST_OFFSETS):
         return None
@@ -317,7 +372,10 @@ def _reduce(a: np.ndarray[Any, Any], b: Any, out: Any, *, static: bool = False) 
 
     None in place of the call where a kernel cannot take the operands as they lie.
     """
-    dtype, is_packed = a.dtype, not isinstance(b, np.ndarray)
+    is_packed = not isinstance(b, np.ndarray)
+    types = arrays.types_of(a.dtype, b.owner.dtype if is_packed else b.dtype, None if out is None else out.dtype)
+    _introduce(types)
+    dtype = types[2]
     vector_a, vector_b = a.ndim == 1, not is_packed and b.ndim == 1
     left, right = a[np.newaxis, :] if vector_a else a, b[:, np.newaxis] if vector_b else b
     batch, (m, n) = arrays.result_shape(left, right.shape)
@@ -326,8 +384,8 @@ def _reduce(a: np.ndarray[Any, Any], b: Any, out: Any, *, static: bool = False) 
     if 0 in shape or 0 in left.shape or any(n > 1 and s == 0 for n, s in zip(shape, result.strides, strict=True)):
         return None, result
     view = _matrices(result, vector_a=vector_a, vector_b=vector_b)
-    if arrays.canonical(view, dtype).layout == "any":
+    if arrays.canonical(view, dtype).layout not in ("row", "col"):
         return None, result
-    call = reduce_call(left, right, view, dtype, static=static)
+    call = reduce_call(left, right, view, types, static=static)
     as_they_lie = call.a.array is left and call.c.array is view and (is_packed or call.b.array is right)
     return (call if as_they_lie else None), result

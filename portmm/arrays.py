@@ -1,7 +1,7 @@
 """NumPy's matmul semantics, reduced to strided batches.
 
 Owns the rules for dtypes, shapes, broadcasting, strides and `out=`; imports
-NumPy only. What it returns is plain: canonical operands, a batch with one
+`dtype`, and NumPy. What it returns is plain: canonical operands, a batch with one
 stride per operand, and a table of offsets for batch shapes that one stride
 cannot express.
 """
@@ -13,10 +13,62 @@ from typing import Any
 
 import numpy as np
 
-SUPPORTED = (np.dtype(np.float32), np.dtype(np.float64))
-NAMES = {np.dtype(np.float32): "f32", np.dtype(np.float64): "f64"}
+from portmm.dtype import BY_NAME, accumulator, natural, spell
+
+_FACTORS = ("f32", "f64", "bf16", "f16", "s8", "u8")
+_BY_NUMPY = {BY_NAME[x].numpy: x for x in (*_FACTORS, "s32")}
+_RESULTS = {"f32": ("f32", "bf16", "f16"), "f64": ("f64",), "s32": ("s32",)}
+"""Type that products are summed in -> types of results that kernels write."""
 
 Array = np.ndarray[Any, Any]
+DTypes = tuple[np.dtype[Any], np.dtype[Any], np.dtype[Any]]
+
+
+def name_of(dtype: np.dtype[Any]) -> str:
+    """portmm's name of a type in any byte order; empty for one that it does not know."""
+    return _BY_NUMPY.get(dtype.name, "")
+
+
+def numpy_of(name: str) -> np.dtype[Any]:
+    """NumPy's type of that name.
+
+    Raises:
+        TypeError: it is bfloat16, and there is no ml_dtypes.
+    """
+    if name != "bf16":
+        return np.dtype(BY_NAME[name].numpy)
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise TypeError("bfloat16 arrays need the package ml_dtypes: pip install ml_dtypes") from error
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def word(dtypes: DTypes) -> str:
+    """The types of A, B and C as a `Problem` has them."""
+    a, b, c = map(name_of, dtypes)
+    return spell(a, b, c)
+
+
+def types_of(a: np.dtype[Any], b: np.dtype[Any], out: np.dtype[Any] | None = None) -> DTypes:
+    """The types that A and B are multiplied in, and that of C: `out` if kernels can write it.
+
+    Types that no kernel multiplies are promoted as NumPy does.
+
+    Raises:
+        TypeError: the two do not multiply.
+    """
+    left, right = a.newbyteorder("="), b.newbyteorder("=")
+    try:
+        acc = accumulator(name_of(left), name_of(right))
+    except ValueError as refused:
+        left = right = np.result_type(left, right)
+        if name_of(left) not in ("f32", "f64"):
+            raise TypeError(f"cannot multiply {a} by {b}: {refused}") from refused
+        acc = name_of(left)
+    wanted = name_of(out) if out is not None else ""
+    result = wanted if wanted in _RESULTS[acc] else natural(name_of(left), name_of(right))
+    return left, right, left if name_of(left) == result else numpy_of(result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +101,8 @@ def as_operand(x: Any, name: str) -> Array:
         ValueError: it is a scalar.
     """
     array = np.asarray(x)
-    if array.dtype.newbyteorder("=") not in SUPPORTED:
-        supported = " and ".join(t.name for t in SUPPORTED)
+    if name_of(array.dtype) not in _FACTORS:
+        supported = ", ".join(BY_NAME[x].numpy for x in _FACTORS)
         raise TypeError(f"{name} has dtype {array.dtype}; portmm multiplies {supported}: convert it with astype")
     if array.ndim == 0:
         raise ValueError(f"{name} is a scalar; matmul needs at least one dimension, use * to scale")

@@ -67,7 +67,7 @@ class _Loop:
 
     @property
     def step_bytes(self) -> int:
-        return self.probe.b * BY_NAME[self.probe.kernel.atom.b].bytes
+        return self.probe.b * BY_NAME[self.probe.kernel.atom.right].bytes
 
 
 def _open(probe: Probe) -> _Loop:
@@ -113,7 +113,7 @@ def _median(run: Callable[[int], object], seconds: float) -> float:
 
 
 def _random(elements: int, dtype: str) -> Any:
-    """Numbers in [-0.5, 0.5): sums of their products stay small however many there are."""
+    """Elements or units: numbers in [-0.5, 0.5), whose products sum to something small, or any integers."""
     to = _aligned(elements, dtype)
     _fill(to)
     return to
@@ -126,13 +126,21 @@ def _aligned(elements: int, dtype: str) -> Any:
     bytes_ = elements * BY_NAME[dtype].bytes
     raw = np.empty(bytes_ + _LINE, np.uint8)
     first = -raw.__array_interface__["data"][0] % _LINE
-    return raw[first : first + bytes_].view(BY_NAME[dtype].numpy)
+    numpy = BY_NAME[dtype].numpy
+    # NumPy has no bfloat16 of its own: its bits.
+    return raw[first : first + bytes_].view("uint16" if numpy == "bfloat16" else numpy)
 
 
 def _fill(to: Any) -> None:
     import numpy as np
 
-    block = np.random.default_rng(0).random(min(to.size, _BLOCK // to.itemsize)).astype(to.dtype) - to.dtype.type(0.5)
+    count, rng = min(to.size, _BLOCK // to.itemsize), np.random.default_rng(0)
+    if to.dtype.kind == "f":
+        block = rng.random(count).astype(to.dtype) - to.dtype.type(0.5)
+    elif to.dtype == np.uint16:
+        block = ((rng.random(count, np.float32) - np.float32(0.5)).view(np.uint32) >> 16).astype(np.uint16)
+    else:
+        block = rng.integers(np.iinfo(to.dtype).min, np.iinfo(to.dtype).max, count, to.dtype, endpoint=True)
     for first in range(0, to.size, block.size):
         part = to[first : first + block.size]
         part[:] = block[: part.size]
@@ -144,7 +152,7 @@ def _peak(isa: Isa, index: int, seconds: float) -> float:
 
     loop = _open(peak(isa, isa.atoms[index]))
     p, atom = loop.probe, isa.atoms[index]
-    a, b = _random(p.a * PEAK_STEPS, atom.a), _random(p.b * PEAK_STEPS, atom.b)
+    a, b = _random(p.a * PEAK_STEPS, atom.left), _random(p.b * PEAK_STEPS, atom.right)
     c = _random(p.c, atom.acc)
     once = _median(lambda repeats: loop.start(repeats, PEAK_STEPS, a, b, c), seconds)
     return p.flops * PEAK_STEPS / once / 1e9
@@ -154,7 +162,7 @@ def _bandwidth(loop: _Loop, size: int, seconds: float) -> float:
     """GB/s of one core over a buffer of about `size` bytes."""
     atom = loop.probe.kernel.atom
     steps = max(1, size // loop.step_bytes)
-    a, b, c = _random(loop.probe.a, atom.a), _random(steps * loop.probe.b, atom.b), _random(loop.probe.c, atom.acc)
+    a, b, c = _random(loop.probe.a, atom.left), _random(steps * loop.probe.b, atom.right), _random(loop.probe.c, atom.acc)
     once = _median(lambda repeats: loop.start(repeats, steps, a, b, c), seconds)
     return steps * loop.step_bytes / once / 1e9
 
@@ -165,8 +173,8 @@ def _bandwidth_of_all(loop: _Loop, size: int, seconds: float, cores: int) -> flo
 
     atom = loop.probe.kernel.atom
     steps = max(1, size // loop.step_bytes // cores)
-    a = _random(loop.probe.a, atom.a)
-    parts = _aligned(cores * steps * loop.probe.b, atom.b).reshape(cores, -1)
+    a = _random(loop.probe.a, atom.left)
+    parts = _aligned(cores * steps * loop.probe.b, atom.right).reshape(cores, -1)
     sums = [_random(loop.probe.c, atom.acc) for _ in range(cores)]
 
     def share(repeats: int, core: int) -> None:
@@ -184,7 +192,12 @@ def _bandwidth_of_all(loop: _Loop, size: int, seconds: float, cores: int) -> flo
 
 def _widest(target: Target) -> Atom:
     """The atom that loads most at once, the first of equals."""
-    return max(target.isas[0].atoms, key=lambda atom: atom.k * atom.n * BY_NAME[atom.b].bytes)
+    return max(_basis(target).atoms, key=lambda atom: atom.n * BY_NAME[atom.right].bytes)
+
+
+def _basis(target: Target) -> Isa:
+    """The best instruction set that stands on its own: what loads are measured with."""
+    return next((isa for isa in target.isas if isa.base is None), target.isas[0])
 
 
 def _free_memory() -> int:
@@ -224,7 +237,7 @@ def probe(target: Target, progress: Progress | None = None, *, seconds: float = 
     for isa in target.isas:
         if lacking := missing(isa):
             raise TargetError(f"cannot measure {target.name}: this machine lacks {', '.join(lacking)} for {isa.name}")
-    loop = _open(stream(target.isas[0], _widest(target)))
+    loop = _open(stream(_basis(target), _widest(target)))
     far = memory_buffer(target)
     jobs: dict[str, Callable[[], float]] = {
         atom.name: partial(_peak, isa, i, seconds) for isa in target.isas for i, atom in enumerate(isa.atoms)

@@ -72,15 +72,16 @@ class Call:
         )
 
 
-def reduce_call(a: Any, b: Any, c: Any, dtype: np.dtype[Any], *, static: bool = False) -> Call:
+def reduce_call(a: Any, b: Any, c: Any, dtypes: arrays.DTypes, *, static: bool = False) -> Call:
     """Operands with at least two dimensions as one strided batch.
 
-    `b` may be a packed weight; `c` has the product's shape and `dtype`.
+    `b` may be a packed weight; `c` has the product's shape, and the last of the
+    types that A, B and C are to have.
     """
     batch = c.shape[:-2]
     is_packed = not isinstance(b, np.ndarray)
-    left, right = arrays.canonical(a, dtype), b if is_packed else arrays.canonical(b, dtype)
-    result = arrays.canonical(c, dtype)
+    left, right = arrays.canonical(a, dtypes[0]), b if is_packed else arrays.canonical(b, dtypes[1])
+    result = arrays.canonical(c, dtypes[2])
     m, n, k = c.shape[-2], c.shape[-1], a.shape[-1]
     b_steps = _packed_steps(b, batch) if is_packed else arrays.strides_over(right.array, batch)
     a_steps, c_steps = arrays.strides_over(left.array, batch), arrays.strides_over(result.array, batch)
@@ -99,9 +100,8 @@ def reduce_call(a: Any, b: Any, c: Any, dtype: np.dtype[Any], *, static: bool = 
     family = b.family if is_packed else ""
     static = (static or walk.count >= STATIC_BATCH) and not is_packed
     layouts = (left.layout, b_layout, result.layout)
-    name = arrays.NAMES[dtype]
     return Call(
-        problem(name, (m, n, k), layouts, family, walk.count, dense=dense, static=static), left, right, result, walk
+        problem(arrays.word(dtypes), (m, n, k), layouts, family, walk.count, dense=dense, static=static), left, right, result, walk
     )
 
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from portmm.dtype import BY_NAME
+from portmm.dtype import BY_NAME, unit
 from portmm.errors import ScheduleError
-from portmm.schedule import ALL, Schedule, Tile, illegal
+from portmm.problem import family
+from portmm.schedule import ALL, Schedule, Tile, finishes, illegal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,24 +77,51 @@ def candidates(p: Problem, target: Target) -> list[Schedule]:
     Raises:
         ScheduleError: the target has no atom for the problem's type.
     """
-    isa = next((x for x in target.isas if x.atom(p.dtype)), None)
-    if isa is None:
-        have = ", ".join(x.name for x in target.isas) or "none"
-        raise ScheduleError(f"no atom for {p.dtype} on {target.name}; its instruction sets are {have}")
-    atom = isa.atom(p.dtype)
-    assert atom is not None  # noqa: S101 - chosen so above
     swap = p.c == "col"
     q = p.transposed() if swap else p
     found: dict[Schedule, None] = {}
-    narrow = isa.narrower(p.dtype, q.n)
-    few = (replace(s, lanes=narrow.n) for s in _programs(q, isa, narrow, target)) if narrow else ()
-    for s in (*few, *_programs(q, isa, atom, target)):
-        one = replace(s, swap=swap, static=(q.m, q.n, q.k) if p.static else None)
-        if not illegal(one, p, isa, isa.atom(p.dtype, s.lanes) or atom, target):
-            found.setdefault(one)
+    for isa, atom in units(q.dtype, target):
+        if p.b == "packed" and not _reads(isa, atom, p):
+            continue
+        narrow = isa.narrower(q.dtype, q.n)
+        few = (replace(s, lanes=narrow.n) for s in _programs(q, isa, narrow, target)) if narrow else ()
+        for s in (*few, *_programs(q, isa, atom, target)):
+            one = replace(s, swap=swap, kr=atom.k_pack, post=p.post, static=(q.m, q.n, q.k) if p.static else None)
+            if not illegal(one, p, isa, isa.atom(q.dtype, s.lanes) or atom, target):
+                found.setdefault(one)
     if not found:
-        raise ScheduleError(f"no legal schedule for {p} on {target.name} with {isa.name}")
+        raise ScheduleError(f"no legal schedule for {p} on {target.name}")
     return list(found)
+
+
+def units(dtype: str, target: Target) -> list[tuple[Isa, Atom]]:
+    """The instruction sets worth trying for a product of these types, each with its widest atom.
+
+    These are the target's best, and all before the first that stands on its own:
+    an extension may multiply in larger units, which pays for some shapes only.
+
+    Raises:
+        ScheduleError: the target has no atom for these types.
+    """
+    found = []
+    for isa in target.isas:
+        atom = isa.atom(dtype)
+        if atom is not None:
+            found.append((isa, atom))
+            if isa.base is None:
+                break
+    if not found:
+        have = ", ".join(x.name for x in target.isas) or "none"
+        raise ScheduleError(f"no atom for {dtype} on {target.name}; its instruction sets are {have}")
+    return found
+
+
+def _reads(isa: Isa, atom: Atom, p: Problem) -> bool:
+    """The atom can read the panels of a packed B."""
+    kept = family(p.family)
+    if kept.kr != atom.k_pack or kept.sums != (atom.acc == "s32"):
+        return False
+    return bool(isa.spelling(atom, "load_b", unit(p.types[1], kept.kr)))
 
 
 def _programs(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
@@ -114,16 +142,11 @@ def _small(p: Problem, target: Target) -> bool:
 def vectors(isa: Isa, atom: Atom, p: Problem) -> list[int]:
     """Widths of a register tile, in vectors, that suit the problem."""
     if p.b == "packed":
-        v, rest = divmod(panel_width(p.family), atom.n)
+        v, rest = divmod(family(p.family).nr, atom.n)
         return [v] if v and not rest and tallest(isa, v) else []
     needed = -(-p.n // atom.n)
     most = 4 if isa.registers >= 32 else 3
     return [v for v in range(1, most + 1) if v <= max(1, needed) and tallest(isa, v)]
-
-
-def panel_width(family: str) -> int:
-    """NR of a packed family, "f32x32" -> 32."""
-    return int(family.rpartition("x")[2])
 
 
 def tallest(isa: Isa, v: int) -> int:
@@ -140,16 +163,20 @@ def _capacity(target: Target, name: str) -> int:
     return level.bytes if level else 0
 
 
-def blocking(p: Problem, target: Target, mr: int, nr: int, depth: float) -> tuple[Tile, ...]:
-    """Tiles that fill the caches, KC being `depth` times what fits L1 beside a slice of A."""
-    itemsize = BY_NAME[p.dtype].bytes
+def blocking(p: Problem, target: Target, atom: Atom, mr: int, nr: int, depth: float) -> tuple[Tile, ...]:
+    """Tiles that fill the caches, KC being `depth` times what fits L1 beside a slice of A.
+
+    KC counts fragments' units of k, and all sizes are those of fragments.
+    """
+    in_b = unit(p.types[1], atom.k_pack) if p.b == "packed" else atom.right
+    a, b, c = (BY_NAME[x].bytes for x in (atom.left, in_b, atom.acc))
     l1, l2, l3 = (_capacity(target, x) for x in ("L1", "L2", "L3"))
-    fits = max(1, l1 // ((mr + nr) * itemsize))
+    fits = max(1, l1 // (mr * a + nr * b))
     kc = int(fits * depth) if l2 else fits
-    room = (l2 or 8 * l1) // (kc * itemsize)
-    mc = max(mr, int(room * A_SHARE) // mr * mr)
-    near = max(1, min(RUN_BYTES // (nr * itemsize), int(room * B_SHARE) // nr)) * nr
-    nc = max(near, int((l3 or 8 * l2) * C_SHARE) // itemsize // mc // near * near)
+    room = l2 or 8 * l1
+    mc = max(mr, int(room // (kc * a) * A_SHARE) // mr * mr)
+    near = max(1, min(RUN_BYTES // (nr * b), int(room // (kc * b) * B_SHARE) // nr)) * nr
+    nc = max(near, int((l3 or 8 * l2) * C_SHARE) // c // mc // near * near)
     return (
         Tile("registers", mr, nr, 1),
         Tile("L1", mr, nr, min(fits, kc)),
@@ -165,6 +192,7 @@ def _heights(mr: int) -> tuple[int, ...]:
 
 def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
     """Large products: A and B packed, or either read in place."""
+    depth = -(-p.k // atom.k_pack)
     split = not p.deterministic and p.k > SPLIT_DEPTH * max(p.m, p.n)
     for v in vectors(isa, atom, p):
         nr = v * atom.n
@@ -172,34 +200,46 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
         for mr in dict.fromkeys((top, top - 2, min(top, IN_PLACE_ROWS))):
             if mr < 1 or p.m <= mr:
                 continue
-            tiles = blocking(p, target, mr, nr, DEEP if p.b == "packed" else SHALLOW)
+            tiles = blocking(p, target, atom, mr, nr, DEEP if p.b == "packed" else SHALLOW)
             base = Schedule("gemm", isa.name, p.dtype, tiles, _heights(mr), a=p.a, b=p.b, ahead=True)
-            if p.b != "packed" and p.k * p.n * p.element.bytes <= MOST_PACKED:
-                deep = replace(base, tiles=blocking(p, target, mr, nr, DEEP), once=True)
-                yield from (s for s in _packings(deep, p, atom) if s.once)
-            for s in _packings(base, p, atom):
+            if p.b != "packed" and depth * p.n * BY_NAME[atom.right].bytes <= MOST_PACKED:
+                deep = replace(base, tiles=blocking(p, target, atom, mr, nr, DEEP), once=True)
+                yield from (s for s in _packings(deep, p, isa, atom) if s.once)
+            for s in _packings(base, p, isa, atom):
                 yield s
-                if split and p.k > 2 * s.kc:
+                if split and depth > 2 * s.kc and not finishes(s, atom):
                     yield replace(s, over="k")
-            if _in_place(p, atom, nr) and p.a != "any" and mr <= IN_PLACE_ROWS and p.m <= FEW_ROWS:
+            if _both_in_place(p, isa, atom, nr) and mr <= IN_PLACE_ROWS and p.m <= FEW_ROWS:
                 stream = tuple(replace(t, k=min(t.k, 2 * STREAM_DEPTHS[-1])) for t in base.tiles[1:])
                 yield replace(base, tiles=(base.tiles[0], *stream), pack_a=False, pack_b=False)
 
 
-def _packings(s: Schedule, p: Problem, atom: Atom) -> Iterator[Schedule]:
+def _packings(s: Schedule, p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
     """The same schedule with both operands packed, and with what can be read in place left there."""
     s = replace(s, pack_a=True, pack_b=p.b != "packed")
     yield s
     # A static kernel has the strides of A as constants, and so no rows to address.
-    if p.a == "col" or (p.a == "row" and (s.mr <= IN_PLACE_ROWS or p.static)):
+    few = p.a == "col" or (p.a == "row" and (s.mr <= IN_PLACE_ROWS or p.static))
+    if few and _a_in_place(p, isa, atom):
         yield replace(s, pack_a=False)
-        if _in_place(p, atom, s.nr):
+        if _in_place(p, isa, atom, s.nr):
             yield replace(s, pack_a=False, pack_b=False, once=False)
 
 
-def _in_place(p: Problem, atom: Atom, nr: int) -> bool:
+def _a_in_place(p: Problem, isa: Isa, atom: Atom) -> bool:
+    """Left fragments may be read from A where it lies: no units, and a conversion if one is needed."""
+    return p.a != "any" and atom.k_pack == 1 and bool(isa.spelling(atom, "load_a", p.types[0]))
+
+
+def _in_place(p: Problem, isa: Isa, atom: Atom, nr: int) -> bool:
     """B may be read where it lies: rows along n, and no read past the last column."""
-    return p.b == "row" and bool(atom.mask or p.n % nr == 0)
+    if p.b != "row" or atom.k_pack > 1 or not isa.spelling(atom, "load_b", p.types[1]):
+        return False
+    return p.n % nr == 0 or bool(atom.mask and isa.spelling(atom, "load_mask", p.types[1]))
+
+
+def _both_in_place(p: Problem, isa: Isa, atom: Atom, nr: int) -> bool:
+    return _in_place(p, isa, atom, nr) and _a_in_place(p, isa, atom)
 
 
 def _thin(p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedule]:
@@ -211,24 +251,30 @@ def _thin(p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedul
         if p.m > tallest(isa, v):
             continue
         most = max(1, tallest(isa, v) // p.m) if p.b == "packed" else 1
+        if "azero" in p.post:
+            most = 1  # the sums of two panels' columns do not lie side by side
         for panels in dict.fromkeys((1, min(2, most), min(4, most), min(8, most))):
             tiles = _tiles(p.m, nr, ALL, ALL, ALL)
             base = Schedule("gemm", isa.name, p.dtype, tiles, (p.m,), panels, p.a, p.b)
-            yield from _packings(base, p, atom)
-            if _in_place(p, atom, nr):
+            yield from _packings(base, p, isa, atom)
+            if _in_place(p, isa, atom, nr):
                 yield replace(base, pack_b=False)
-                if p.a != "any":
+                if _a_in_place(p, isa, atom):
                     stream = replace(base, pack_a=False, pack_b=False, prefetch=rows_ahead)
                     for kc in STREAM_DEPTHS:
                         s = replace(stream, tiles=_tiles(p.m, nr, kc, ALL, ALL))
                         yield s
-                        if not p.deterministic and p.k > SPLIT_STEPS * kc:
+                        if not p.deterministic and p.k > SPLIT_STEPS * kc and not finishes(s, atom):
                             yield replace(s, over="k")
 
 
 def _dots(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
     """Both operands along k, and k long enough to sum over lanes."""
     if p.deterministic or p.a != "row" or p.b != "col" or (atom.n > 1 and not (isa.shuffles or atom.reduce)):
+        return
+    # Without masks, what k leaves over is added to C one by one, rounded each time.
+    rounds = p.types[2] != atom.acc and not atom.mask and atom.n > 1
+    if atom.k_pack > 1 or atom.acc == "s32" or rounds:
         return
     for mr, nr in DOT_TILES:
         if (mr <= p.m and nr <= p.n) or mr == nr == 1:
@@ -249,4 +295,4 @@ def _whole(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedul
             heights = tuple(sorted({p.m // slices, mr})) if p.static or slices == 1 else _heights(mr)
             tiles = _tiles(mr, nr, ALL, ALL, ALL)
             base = Schedule("gemm", isa.name, p.dtype, tiles, heights, a=p.a, b=p.b, over="batch", ahead=ahead)
-            yield from _packings(base, p, atom)
+            yield from _packings(base, p, isa, atom)

@@ -18,11 +18,13 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from portmm.candidates import PACK_ROWS, RUN_BYTES, SUM_COLUMNS
+from portmm.dtype import BY_NAME
+from portmm.schedule import finishes
 
 if TYPE_CHECKING:
     from portmm.problem import Problem
     from portmm.schedule import Schedule
-    from portmm.target import Atom, Target
+    from portmm.target import Atom, Isa, Target
 
 DEFAULT_GHZ = 3.0
 DEFAULT_BYTES_PER_CYCLE = {"L1": 64.0, "L2": 32.0, "L3": 10.0, "memory": 5.0}
@@ -58,6 +60,12 @@ COPY_ONCE, COPY_PASSING = 3.5, 7.4
 """Cycles to copy a vector into a panel: from long runs, and from the shorter runs of panels packed in passing."""
 CUT_RUNS = 1.4
 """Slowdown of a stream whose rows threads cut: each piece starts with misses. Measured 1.2 to 1.7."""
+CONVERT = 1.0
+"""Cycles to convert a fragment as it is loaded: two instructions beside the load, on ports that multiply."""
+WEAVE = 2.0
+"""Cycles per row of a unit to put a vector of units together."""
+FINISH = 4.0
+"""Cycles to turn a vector of sums into elements of C."""
 STREAMS = 16
 """Rows that a hardware prefetcher follows at once; past that, each row of a
 strided operand starts with a miss."""
@@ -119,14 +127,25 @@ class _View:
     @property
     def macs_per_cycle(self) -> float:
         """Mac instructions started per cycle."""
-        measured = self.target.measured.get(self.atom.name, 0.0)
-        if measured:
-            return measured * 1e9 / (2 * self.atom.m * self.atom.n * self.atom.k) / self.hertz
-        # Narrow atoms of an ISA start as often as its widest, which is what a description gives.
         isa = self.target.isa(self.s.isa)
-        widest = isa.atom(self.s.dtype) if isa else None
-        known = self.target.rates.get(self.atom.name) or (self.target.rates.get(widest.name) if widest else None)
-        return known or (2.0 if self.atom.n > 1 else 1.0)
+        return macs_per_cycle(self.target, isa, self.atom, self.s.dtype)
+
+    @property
+    def k(self) -> int:
+        """Steps of a full sum: units of k."""
+        return -(-self.p.k // self.atom.k_pack)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Bytes of what micro-kernels read of A and B, elements or units, and of a sum."""
+        a, b = self.s.given(self.atom)
+        return BY_NAME[a].bytes, BY_NAME[b].bytes, BY_NAME[self.atom.acc].bytes
+
+    @property
+    def stored(self) -> tuple[float, float, float]:
+        """Bytes in memory that belong to one unit of A, of B, and to an element of C."""
+        a, b, c = (float(x.bytes) for x in self.p.elements)
+        return a * self.atom.k_pack, b * self.atom.k_pack, c
 
     def bytes_per_cycle(self, name: str) -> float:
         measured = self.target.measured.get(name, 0.0)
@@ -142,6 +161,18 @@ class _View:
             if size <= level.bytes * 0.8:
                 return level.name
         return "memory"
+
+
+def macs_per_cycle(target: Target, isa: Isa | None, atom: Atom, dtype: str) -> float:
+    """Mac instructions of an atom that one core starts per cycle: measured, described, or assumed."""
+    measured = target.measured.get(atom.name, 0.0)
+    if measured:
+        hertz = (target.frequency_ghz or DEFAULT_GHZ) * 1e9
+        return measured * 1e9 / (2 * atom.m * atom.n * atom.k) / hertz
+    # Narrow atoms of an ISA start as often as its widest, which is what a description gives.
+    widest = isa.atom(dtype) if isa else None
+    known = target.rates.get(atom.name) or (target.rates.get(widest.name) if widest else None)
+    return known or (2.0 if atom.n > 1 else 1.0)
 
 
 def cost(p: Problem, s: Schedule, atom: Atom, target: Target, workers: int = 1) -> Cost:
@@ -168,7 +199,7 @@ def cost(p: Problem, s: Schedule, atom: Atom, target: Target, workers: int = 1) 
     overlapped = {k: x * scale for k, x in overlapped.items()}
     added = {k: x * scale for k, x in added.items()}
     if s.over == "k":
-        size = q.m * q.n * tasks * q.element.bytes
+        size = q.m * q.n * tasks * v.sizes[2]
         sums = 2 * size / v.bytes_per_cycle(v.home(size))
         added["sums"] = sums * scale / min(threads, q.m * -(-q.n // SUM_COLUMNS))
     if workers > 1:
@@ -187,7 +218,7 @@ def _slices(v: _View) -> tuple[tuple[int, int], ...]:
 
 
 def _blocks_k(v: _View) -> int:
-    return -(-v.p.k // v.s.kc) if v.s.kc else 1
+    return -(-v.k // v.s.kc) if v.s.kc else 1
 
 
 def _tasks(v: _View, workers: int) -> int:
@@ -202,7 +233,7 @@ def _packers(v: _View, threads: int) -> int:
     """Threads that pack at the same time: each what it needs, or a share of all."""
     if not v.s.once:
         return threads
-    return min(threads, -(-v.p.n * v.p.element.bytes // RUN_BYTES) * -(-v.p.k // PACK_ROWS))
+    return min(threads, -(-v.p.n * v.sizes[1] // RUN_BYTES) * -(-v.k // PACK_ROWS))
 
 
 def _share(v: _View, threads: int) -> float:
@@ -237,13 +268,20 @@ def _compute(v: _View) -> float:
     atom = v.atom
     wide, depth = _tile(v)
     cycles = 0.0
+    left, right = _converts(v)
     for h, count in _slices(v):
-        macs = h * wide
+        macs = h * wide + CONVERT * (h * left + wide * right) * v.macs_per_cycle
         loads = (h + wide) / LOADS_PER_CYCLE
         # A chain advances one step per latency; unrolling cannot help it.
         step = max(macs / v.macs_per_cycle, loads, float(atom.latency)) + CONFLICTS * loads
         cycles += count * (step + LOOP_CYCLES + AHEAD_CYCLES * _streams(v))
-    return cycles * v.visits * -(-v.p.k // depth) * _crowding(v) * _apart(v, APART)
+    return cycles * v.visits * -(-v.k // depth) * _crowding(v) * _apart(v, APART)
+
+
+def _converts(v: _View) -> tuple[bool, bool]:
+    """Whether fragments of A and of B are converted each time they are loaded."""
+    a, b = v.s.given(v.atom)
+    return a != v.atom.left, b != v.atom.right
 
 
 def _streams(v: _View) -> int:
@@ -264,7 +302,7 @@ def _short(v: _View) -> bool:
 
 def _apart(v: _View, price: float) -> float:
     """Slowdown by reading runs of a row, given what it is for a run of one line."""
-    run = v.wide * v.p.element.bytes
+    run = v.wide * v.sizes[1]
     return 1.0 + price / max(1.0, run / LINE) if _short(v) else 1.0
 
 
@@ -273,7 +311,7 @@ def _crowding(v: _View) -> float:
     s, level = v.s, v.target.level("L1")
     if level is None or s.pack_a or s.a != "row" or v.p.m == 1:
         return 1.0
-    if v.p.k * v.p.element.bytes % (level.bytes // level.ways):
+    if v.p.k * v.sizes[0] % (level.bytes // level.ways):
         return 1.0
     if s.mr + 1 >= level.ways and not s.ahead:
         return THRASHED
@@ -288,7 +326,8 @@ def _tile_setup(v: _View) -> float:
     # A sum over lanes folds them in half, a shuffle and an addition each time.
     each = 1.0 + (atom.n.bit_length() if depth > 1 else 0)
     one = sum(count * (TILE_CYCLES + h * wide * each + atom.latency) for h, count in _slices(v))
-    return one * v.visits * passes + (0.0 if s.static else 40.0)
+    ends = FINISH * v.p.m * -(-v.p.n // atom.n) if s.program == "gemm" and finishes(s, atom) else 0.0
+    return one * v.visits * passes + ends + (0.0 if s.static else 40.0)
 
 
 def _shares(v: _View, workers: int) -> int:
@@ -306,8 +345,8 @@ def _packing(v: _View, workers: int) -> float:
     s, p, atom = v.s, v.p, v.atom
     cycles = 0.0
     for packed, layout, straight, extent, again in (
-        (s.pack_a, s.a, "col", p.m * p.k, _shares(v, workers) if s.over == "tiles" else 1),
-        (s.pack_b, s.b, "row", p.k * -(-p.n // s.nr) * s.nr, 1 if s.once else v.blocks),
+        (s.pack_a, s.a, "col", p.m * v.k, _shares(v, workers) if s.over == "tiles" else 1),
+        (s.pack_b, s.b, "row", v.k * -(-p.n // s.nr) * s.nr, 1 if s.once else v.blocks),
     ):
         if not packed:
             continue
@@ -317,10 +356,12 @@ def _packing(v: _View, workers: int) -> float:
             # A turned block of L x L elements takes L log2(L) shuffles.
             copy = COPY_ONCE if s.once and straight == "row" else COPY_PASSING
             each = (copy if layout == straight else copy + atom.n.bit_length()) / atom.n
+        if atom.k_pack > 1 and layout == straight:
+            each += WEAVE * atom.k_pack / atom.n
         cycles += extent * again * each + 50.0
     if s.once:
         # The copy is written to, and comes back from, where it fits; half of that overlaps.
-        size = p.k * p.n * p.element.bytes
+        size = v.k * p.n * v.sizes[1]
         cycles += size / v.bytes_per_cycle(v.home(size))
     return cycles
 
@@ -328,8 +369,9 @@ def _packing(v: _View, workers: int) -> float:
 def _b_fits(v: _View, name: str) -> bool:
     """A panel of B and the slice of A that passes fit a level."""
     level = v.target.level(name)
-    depth = min(v.s.kc or v.p.k, v.p.k)
-    return level is None or (v.wide + v.s.mr) * depth * v.p.element.bytes <= level.bytes
+    depth = min(v.s.kc or v.k, v.k)
+    a, b, _ = v.sizes
+    return level is None or (v.wide * b + v.s.mr * a) * depth <= level.bytes
 
 
 def _b_stays(v: _View) -> bool:
@@ -339,7 +381,7 @@ def _b_stays(v: _View) -> bool:
     that the stride reaches have ways. So it is in L1, whose sets follow the
     addresses that a program sees; further out, pages lie anywhere.
     """
-    s, p, size = v.s, v.p, v.p.element.bytes
+    s, p, size = v.s, v.p, v.sizes[1]
     level = v.target.level("L1")
     if not _b_fits(v, "L1"):
         return False
@@ -353,42 +395,43 @@ def _b_stays(v: _View) -> bool:
 
 def _traffic(v: _View, threads: int) -> dict[str, float]:
     """Cycles that each level's loads take, for one item."""
-    s, p, size = v.s, v.p, v.p.element.bytes
+    s, p, k = v.s, v.p, v.k
+    (a_size, b_size, c_size), (a_far, b_far, c_stored) = v.sizes, v.stored
     capacity = {x.name: x.bytes for x in v.target.levels}
     passes = _blocks_k(v)
     slices = -(-p.m // s.mr)
     wide, visits, blocks_m = v.wide, v.visits, v.blocks
-    depth, rows = min(s.kc or p.k, p.k), min(s.mc or p.m, p.m)
+    depth, rows = min(s.kc or k, k), min(s.mc or p.m, p.m)
     stays = _b_stays(v)
     # Registers <- L1: every step of k reads MR of A and NR of B per tile.
-    l1 = (visits * p.m + slices * visits * wide) * p.k
+    l1 = (visits * p.m * a_size + slices * visits * wide * b_size) * k
     # L1 <- L2: a block of A passes once per visit, B once if it stays.
-    b_l2 = (blocks_m if stays else slices) * p.k * visits * wide
-    a_l2 = p.m * p.k * (1 if rows * depth * size <= capacity.get("L1", 0) // 2 else visits)
+    b_l2 = (blocks_m if stays else slices) * k * visits * wide
+    a_l2 = p.m * k * (1 if rows * depth * a_size <= capacity.get("L1", 0) // 2 else visits)
     c_once, c_again = p.m * p.n, p.m * p.n * (2 * passes - 2)
     # Between passes over k, the block of C waits in the nearest level that holds it.
-    c_home = v.home(min(c_once, rows * min(s.nc or p.n, p.n)) * size)
+    c_home = v.home(min(c_once, rows * min(s.nc or p.n, p.n)) * c_size)
     # Rows of a strided B are short runs: a prefetcher has to find each anew.
     short, runs = _short(v), _apart(v, SHORT_AHEAD if _asks(v) else SHORT_RUNS)
     streamed = b_l2 * (1.0 if stays else runs)
-    l2 = a_l2 + streamed + c_once + c_again * (c_home != "L1")
-    terms = {"L1": l1 * size / v.bytes_per_cycle("L1"), "L2": l2 * size / v.bytes_per_cycle("L2")}
+    l2 = a_l2 * a_size + streamed * b_size + (c_once + c_again * (c_home != "L1")) * c_size
+    terms = {"L1": l1 / v.bytes_per_cycle("L1"), "L2": l2 / v.bytes_per_cycle("L2")}
     # L2 <- further out: B once per block of rows, C once per pass, A again if its block does not fit.
-    a_fits = rows * depth * size <= capacity.get("L2", 0)
+    a_fits = rows * depth * a_size <= capacity.get("L2", 0)
     b_again = blocks_m if a_fits and _b_fits(v, "L2") else slices
-    c_far = c_once + c_again * (c_home not in ("L1", "L2"))
-    outer = (p.k * p.n * b_again + c_far + p.m * p.k * (1 if a_fits else visits)) * size
-    home = v.home((p.m * p.k + p.k * p.n + p.m * p.n) * size * p.batch)
+    c_far = c_once * c_stored + c_again * c_size * (c_home not in ("L1", "L2"))
+    outer = k * p.n * b_far * b_again + c_far + p.m * k * a_far * (1 if a_fits else visits)
+    home = v.home(p.bytes)
     if home in ("L1", "L2"):
         return terms
     slow = runs if short and depth > STREAMS else 1.0
     if short and not _asks(v):
-        slow *= OVERFULL if depth * wide * size > FILLS * LINE else 1.0
+        slow *= OVERFULL if depth * wide * b_size > FILLS * LINE else 1.0
         slow *= CUT_RUNS if threads > 1 and s.over == "tiles" else 1.0
     name = "L3" if "L3" in capacity else "memory"
     terms[name] = outer * slow / v.bytes_per_cycle(name)
     if home == "memory":
-        far = p.k * p.n * (b_again if p.k * p.n * size > capacity.get("L3", 0) else 1)
-        c_last = c_once + c_again * (c_home == "memory")
-        terms["memory"] = (far * slow + c_last + p.m * p.k) * size / v.bytes_per_cycle("memory")
+        far = k * p.n * b_far * (b_again if k * p.n * b_far > capacity.get("L3", 0) else 1)
+        c_last = c_once * c_stored + c_again * c_size * (c_home == "memory")
+        terms["memory"] = (far * slow + c_last + p.m * k * a_far) / v.bytes_per_cycle("memory")
     return terms

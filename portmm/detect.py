@@ -265,8 +265,9 @@ def _isas(chip: Target, machine: str, has: frozenset[str]) -> tuple[Isa, ...]:
     listed = {isa.name for isa in chip.isas}
     for isa in (load_isa(name) for name in names("isa") if name not in listed):
         if not _lacking(isa, machine, has):
-            place = next((i for i, x in enumerate(found) if x.vector_bytes < isa.vector_bytes), len(found) - 1)
-            found.insert(place, isa)
+            # Before what it adds to, or else behind all that are as wide.
+            after = [i for i, x in enumerate(found) if (x == isa.base if isa.base else x.vector_bytes < isa.vector_bytes)]
+            found.insert(after[0] if after else len(found) - 1, isa)
     return tuple(found)
 
 
@@ -338,7 +339,8 @@ def resolve(name: str | None) -> Target:
         _must_run(isa, f"ISA {name!r}")
         if here.isa(name):
             return here.limited_to(name)
-        return replace(here, isas=(isa, *(x for x in here.isas if x.vector_bytes < isa.vector_bytes)))
+        bases = (isa.base,) if isa.base else ()
+        return replace(here, isas=(isa, *bases, *(x for x in here.isas if x.vector_bytes < isa.vector_bytes)))
     wanted = described(name)
     if wanted.arch not in ("any", here.arch):
         raise TargetError(

@@ -13,17 +13,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from portmm.candidates import PACKED_VECTORS, candidates, panel_width
-from portmm.cost import Cost, cost
+from portmm.candidates import PACKED_VECTORS, candidates, units
+from portmm.cost import Cost, cost, macs_per_cycle
+from portmm.dtype import BY_NAME, spell, types
 from portmm.errors import ScheduleError, TargetError
 from portmm.lower import atom_of, lower, lower_pack
+from portmm.problem import Family
+from portmm.problem import family as family_of
 
 if TYPE_CHECKING:
     from portmm.build import Artifact
     from portmm.ir import Kernel
     from portmm.problem import Problem
     from portmm.schedule import Schedule
-    from portmm.target import Isa, Target
+    from portmm.target import Atom, Isa, Target
 
 MOST_ROUTES = 4096
 """Routes remembered before starting afresh: endless new shapes must not fill memory."""
@@ -80,9 +83,13 @@ def choose(p: Problem, target: Target, threads: int = 1) -> Choice:
 
 def _check_panels(p: Problem, target: Target) -> None:
     """A weight packed on another machine may have panels that no vectors of this one make up."""
-    atom = next((x.atom(p.dtype) for x in target.isas if x.atom(p.dtype)), None)
-    if p.b == "packed" and atom and panel_width(p.family) % atom.n:
-        raise ScheduleError(f"B is packed as {p.family}; {target.name} takes multiples of {atom.n}: pack it again here")
+    if p.b != "packed":
+        return
+    atoms = [atom for _, atom in units(p.dtype, target)]
+    kept = family_of(p.family)
+    if not any(kept.nr % x.n == 0 and kept.kr == x.k_pack for x in atoms):
+        takes = " or ".join(f"multiples of {x.n}{f' by {x.k_pack}' if x.k_pack > 1 else ''}" for x in atoms)
+        raise ScheduleError(f"B is packed as {p.family}; {target.name} takes {takes}: pack it again here")
 
 
 def isa_of(s: Schedule, target: Target) -> Isa:
@@ -97,16 +104,28 @@ def isa_of(s: Schedule, target: Target) -> Isa:
     return isa
 
 
+def packing_unit(dtype: str, target: Target) -> tuple[Isa, Atom]:
+    """The unit that a weight for products of these types is packed for: the one that multiplies fastest.
+
+    Raises:
+        ScheduleError: no atom of the target multiplies these types.
+    """
+
+    def rate(pair: tuple[Isa, Atom]) -> float:
+        isa, atom = pair
+        return macs_per_cycle(target, isa, atom, dtype) * atom.m * atom.n * atom.k
+
+    return max(units(dtype, target), key=rate)
+
+
 def family(dtype: str, target: Target) -> str:
     """The packed layout that suits a target: see `candidates.PACKED_VECTORS`.
 
     Raises:
-        ScheduleError: no atom of the target multiplies `dtype`.
+        ScheduleError: no atom of the target multiplies these types.
     """
-    isa = next((x for x in target.isas if x.atom(dtype)), None)
-    if isa is None:
-        raise ScheduleError(f"no atom for {dtype} on {target.name}")
-    return f"{dtype}x{atom_of(isa, dtype).n * PACKED_VECTORS}"
+    _, atom = packing_unit(dtype, target)
+    return str(Family(types(dtype)[1], atom.n * PACKED_VECTORS, atom.k_pack, atom.acc == "s32"))
 
 
 @lru_cache(maxsize=1024)
@@ -151,14 +170,16 @@ def workspace_bytes(kernel: Kernel, p: Problem, workers: int) -> int:
 
     m, n = (p.n, p.m) if kernel.swap else (p.m, p.n)
     sizes = {"m": m, "n": n, "k": p.k, "batch": p.batch, "workers": workers}
-    return evaluate(kernel.workspace, sizes) * p.element.bytes
+    return evaluate(kernel.workspace, sizes) * BY_NAME[kernel.atom.acc].bytes
 
 
 def _route(s: Schedule, isa: Isa, p: Problem, workers: int) -> Any:
     from portmm.run.host import runtime
 
     kernel = kernel_of(s, isa)
-    return runtime().make_route(_load(kernel), workspace_bytes(kernel, p, workers), workers, p.dtype)
+    return runtime().make_route(
+        _load(kernel), workspace_bytes(kernel, p, workers), workers, spell(*p.types), p.unit
+    )
 
 
 _routes: dict[tuple[Problem, int, int], tuple[Target, Any]] = {}
@@ -198,7 +219,8 @@ def pack_route(isa: Isa, dtype: str, nr: int, layout: str, threads: int) -> Any:
     """
     from portmm.run.host import runtime
 
-    return runtime().make_route(_packer(isa, dtype, nr, layout), 1024, threads, dtype)
+    held = types(dtype)[1]
+    return runtime().make_route(_packer(isa, dtype, nr, layout), 1024, threads, held)
 
 
 def forget() -> None:

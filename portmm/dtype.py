@@ -1,24 +1,29 @@
 """Element types.
 
-Owns the names, sizes and C spellings of element types. Imports nothing of
-portmm. A type that is not listed here does not exist for the generator.
+Owns the names, sizes and C spellings of element types, of the *units* in which
+some instructions read them, and of the triples (A, B, C) that a product has.
+Imports nothing of portmm. A type that is not listed here does not exist for the
+generator.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """An element type.
+    """An element type, or a unit of `pack` elements that lie side by side along k.
 
     Attributes:
         name: portmm's short name, as used in kernel names and target files.
-        numpy: the NumPy name.
-        bytes: size of one element.
-        c: the C spelling.
-        eps: unit round-off of the accumulator, for error bounds.
+        numpy: the NumPy name; of a unit, that of its elements.
+        bytes: size of one element, or of one unit.
+        c: the C spelling. Types that C lacks are integers of their size.
+        eps: unit round-off, for error bounds; 0 for integers.
+        pack: elements in a unit.
+        base: name of the type of a unit's elements.
     """
 
     name: str
@@ -26,11 +31,93 @@ class DType:
     bytes: int
     c: str
     eps: float
+    pack: int = 1
+    base: str = ""
 
 
 F32 = DType("f32", "float32", 4, "float", 2.0**-24)
 F64 = DType("f64", "float64", 8, "double", 2.0**-53)
+BF16 = DType("bf16", "bfloat16", 2, "unsigned short", 2.0**-8)
+F16 = DType("f16", "float16", 2, "unsigned short", 2.0**-11)
+S8 = DType("s8", "int8", 1, "signed char", 0.0)
+U8 = DType("u8", "uint8", 1, "unsigned char", 0.0)
+S16 = DType("s16", "int16", 2, "short", 0.0)
+S32 = DType("s32", "int32", 4, "int", 0.0)
 
-ALL: tuple[DType, ...] = (F32, F64)
-BY_NAME: dict[str, DType] = {t.name: t for t in ALL}
-BY_NUMPY: dict[str, DType] = {t.numpy: t for t in ALL}
+_PLAIN = (F32, F64, BF16, F16, S8, U8, S16, S32)
+_C_OF_BYTES = {2: "short", 4: "int", 8: "long"}
+
+
+def _unit(t: DType, pack: int) -> DType:
+    size = t.bytes * pack
+    return DType(f"{t.name}x{pack}", t.numpy, size, _C_OF_BYTES[size], t.eps, pack, t.name)
+
+
+_UNITS = tuple(_unit(t, pack) for t in _PLAIN for pack in (2, 4, 8) if 2 <= t.bytes * pack <= 8 and t.bytes < 4)
+
+BY_NAME: dict[str, DType] = {t.name: t for t in (*_PLAIN, *_UNITS)}
+BY_NUMPY: dict[str, DType] = {t.numpy: t for t in _PLAIN}
+
+_INTEGERS = frozenset(t.name for t in _PLAIN if not t.eps)
+_SIDES = frozenset(("f32", "bf16", "f16"))
+
+
+def unit(name: str, pack: int) -> str:
+    """The unit of `pack` elements of a type; the type itself for one."""
+    return f"{name}x{pack}" if pack > 1 else name
+
+
+def base(name: str) -> str:
+    """The type of a unit's elements; the type itself if it is none."""
+    return BY_NAME[name].base or name
+
+
+def spell(a: str, b: str, c: str) -> str:
+    """The types of A, B and C as one word: "f32" if all are, else "u8-s8-s32"."""
+    return a if a == b == c else f"{a}-{b}-{c}"
+
+
+@cache
+def types(word: str) -> tuple[str, str, str]:
+    """The types of A, B and C that `spell` wrote; "s8" alone gives products in s32.
+
+    Raises:
+        ValueError: a type is unknown, or the three cannot make a product.
+    """
+    parts = word.split("-")
+    strange = [x for x in parts if x not in BY_NAME]
+    if strange or len(parts) not in (1, 3):
+        known = ", ".join(t.name for t in _PLAIN)
+        raise ValueError(f"dtype {word!r} is unknown; use one of {known}, or three of them as in u8-s8-s32")
+    if len(parts) == 1:
+        parts *= 3
+        parts[2] = natural(parts[0], parts[1]) if parts[0] in _INTEGERS else parts[0]
+    a, b, c = parts
+    accumulator(a, b)
+    return a, b, c
+
+
+def accumulator(a: str, b: str) -> str:
+    """The type that products of `a` and `b` are summed in.
+
+    Integers sum exactly in s32, modulo 2**32; the narrow floats, and floats times
+    integers, in f32.
+
+    Raises:
+        ValueError: the two are not multiplied.
+    """
+    if a == b == "f64":
+        return "f64"
+    if a in ("s8", "u8") and b == "s8":
+        return "s32"
+    if a in _SIDES and (b in _SIDES or b in ("s8", "u8")):
+        return "f32"
+    if b in _SIDES and a in ("s8", "u8"):
+        return "f32"
+    raise ValueError(f"{a} times {b} is not supported; integers are s8 or u8 on the left and s8 on the right")
+
+
+def natural(a: str, b: str) -> str:
+    """The type of a product that is asked for without one: what NumPy's promotion says, s32 for integers."""
+    acc = accumulator(a, b)
+    return a if a == b and a in _SIDES else acc

@@ -2,8 +2,10 @@
 
 Owns the interpreter that tests hold every emitted kernel against. Imports `ir`.
 It is slow and strict: every access is checked against the bounds of the array
-it was derived from, reading scratch that was never written yields NaN, and a
-register must be written before it is read.
+it was derived from, reading scratch that was never written yields NaN or a
+telling number, and a register must be written before it is read. Pointers have
+types, as in C: memory is looked at as what the pointer says, and converted to
+what a register holds.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from portmm.dtype import BY_NAME, base
 from portmm.ir import (
     FIELDS,
     FOLD,
@@ -43,13 +46,19 @@ from portmm.ir import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from portmm.target import Atom
+
 Address = tuple[np.ndarray, int]
+Typed = tuple[np.ndarray, int, str]
+"""A flat array of the type's elements (those of a unit count singly), where the pointer is, and the type."""
+UNWRITTEN = 0xFF
+"""A byte of scratch that was never written: NaN as a float, -1 as an integer."""
 
 
 @dataclass(slots=True)
 class _Frame:
     ints: dict[str, int]
-    ptrs: dict[str, Address]
+    ptrs: dict[str, Typed]
     regs: dict[str, np.ndarray] = field(default_factory=dict)
 
 
@@ -69,7 +78,7 @@ def run(kernel: Kernel, ints: Mapping[str, int], arrays: Mapping[str, Address], 
     Args:
         kernel: what to run.
         ints: the caller's integer fields, in elements.
-        arrays: "a", "b", "c" -> (1-D array, offset of element zero).
+        arrays: "a", "b", "c", and what a quantised product needs -> (1-D array, offset of element zero).
         shuffle: seed for the order of tasks; 0 keeps it.
 
     Raises:
@@ -78,20 +87,55 @@ def run(kernel: Kernel, ints: Mapping[str, int], arrays: Mapping[str, Address], 
     """
     source = SWAPPED if kernel.swap else {name: name for name in SWAPPED}
     mine = {f: ints[source[f]] for f in FIELDS} | dict(kernel.constants)
-    dtype = arrays["c"][0].dtype
-    work = np.full(evaluate(kernel.workspace, mine), np.nan, dtype)
-    ptrs = {name: (work, 0) if name == "work" else arrays[source[name]] for name in OPERANDS}
-    _Machine(kernel, mine, ptrs, np.random.default_rng(shuffle) if shuffle else None).call(kernel.entry, {}, {})
+    work = np.full(evaluate(kernel.workspace, mine) * BY_NAME[kernel.atom.acc].bytes, UNWRITTEN, np.uint8)
+    given = arrays | {"work": (work, 0)}
+    ptrs = {name: given[source[name]] for name in OPERANDS if source[name] in given}
+    typed = {name: _view(*x, kernel.type_of(name)) for name, x in ptrs.items()}
+    _Machine(kernel, mine, typed, np.random.default_rng(shuffle) if shuffle else None).call(kernel.entry, {}, {})
+
+
+def numpy_type(name: str) -> np.dtype:
+    """The NumPy type of a type's elements, or of those of a unit."""
+    wanted = BY_NAME[name].numpy
+    if wanted == "bfloat16":
+        import ml_dtypes  # type: ignore[import-untyped]
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(wanted)
+
+
+def _view(array: np.ndarray, at: int, name: str) -> Typed:
+    """The same address, seen as another type."""
+    dtype = numpy_type(name)
+    if array.dtype == dtype:
+        return array, at, name
+    bytes_ = at * array.itemsize
+    whole = array.nbytes // dtype.itemsize * dtype.itemsize
+    # What is left of a line of units is read element by element.
+    return array.view(np.uint8)[:whole].view(dtype), bytes_ // dtype.itemsize, name
+
+
+def converted(x: np.ndarray, memory: str, register: str) -> np.ndarray:
+    """Elements of one type as those of another: see `target.Transfer`."""
+    m, r = (BY_NAME[n].base or n for n in (memory, register))
+    if m == r:
+        return x
+    if {m, r} == {"s8", "u8"}:
+        return (x.astype(np.int16) + (128 if m == "s8" else -128)).astype(numpy_type(r))
+    if BY_NAME[m].eps and not BY_NAME[r].eps:
+        info = np.iinfo(numpy_type(r))
+        return np.clip(np.rint(x), info.min, info.max).astype(numpy_type(r))
+    return x.astype(numpy_type(r))
 
 
 @dataclass(slots=True)
 class _Machine:
     kernel: Kernel
     block: dict[str, int]
-    pointers: dict[str, Address]
+    pointers: dict[str, Typed]
     order: np.random.Generator | None
 
-    def call(self, f: Function, ints: dict[str, int], ptrs: dict[str, Address]) -> None:
+    def call(self, f: Function, ints: dict[str, int], ptrs: dict[str, Typed]) -> None:
         seen = f.kind != "inner"
         frame = _Frame((self.block if seen else {}) | ints, (self.pointers if seen else {}) | ptrs)
         self.body(f.body, frame)
@@ -100,21 +144,25 @@ class _Machine:
         for s in body:
             getattr(self, f"do_{type(s).__name__.lower()}")(s, f)
 
-    def at(self, p: Ptr, f: _Frame, count: int) -> Address:
-        array, base = f.ptrs[p.name]
-        start = base + evaluate(p.offset, f.ints)
-        if count and (start < 0 or start + count > array.size):
-            raise IndexError(f"{p.name}[{start}:{start + count}] of {array.size} elements in {self.kernel.name}")
-        return array, start
+    def at(self, p: Ptr, f: _Frame, count: int) -> Typed:
+        """Where an address lies, after a look at whether `count` elements or units may be touched there."""
+        array, base, name = f.ptrs[p.name]
+        pack = BY_NAME[name].pack
+        start = base + evaluate(p.offset, f.ints) * pack
+        if count and (start < 0 or start + count * pack > array.size):
+            raise IndexError(f"{p.name}[{start}:{start + count * pack}] of {array.size} elements in {self.kernel.name}")
+        return array, start, name
 
     def do_let(self, s: Let, f: _Frame) -> None:
         f.ints[s.name] = evaluate(s.value, f.ints)
 
     def do_letptr(self, s: LetPtr, f: _Frame) -> None:
-        f.ptrs[s.name] = self.at(s.value, f, 0)
+        array, at, _ = self.at(s.value, f, 0)
+        f.ptrs[s.name] = _view(array, at, s.dtype)
 
     def do_scratch(self, s: Scratch, f: _Frame) -> None:
-        f.ptrs[s.name] = (np.full(s.elements, np.nan, f.ptrs[next(iter(f.ptrs))][0].dtype), 0)
+        raw = np.full(s.elements * BY_NAME[s.dtype].bytes, UNWRITTEN, np.uint8)
+        f.ptrs[s.name] = _view(raw, 0, s.dtype)
 
     def do_for(self, s: For, f: _Frame) -> None:
         begin, end, step = (evaluate(x, f.ints) for x in (s.begin, s.end, s.step))
@@ -132,50 +180,71 @@ class _Machine:
         self.body(body, _Frame(f.ints | ints, dict(f.ptrs), f.regs))
 
     def do_verb(self, s: Verb, f: _Frame) -> None:
-        atom = self.kernel.atom
+        atom = self.kernel.isa.word(s.of) if s.of else self.kernel.atom
         if s.name == "mac":
-            f.regs[s.d] = f.regs[s.d] + f.regs[s.a] * f.regs[s.b]
+            f.regs[s.d] = _multiplied(f.regs[s.d], f.regs[s.a], f.regs[s.b])
+        elif s.name == "unshift":
+            f.regs[s.d] = f.regs[s.d] - f.regs[s.b] * f.regs[s.d].dtype.type(128 if atom.a == "u8" else -128)
+        elif s.name == "ones":
+            f.regs[s.d] = np.ones(atom.k_pack, numpy_type(base(atom.a))) if atom.k_pack > 1 else np.int32(1)
         elif s.name == "zero":
-            f.regs[s.d] = np.zeros(atom.n, f.ptrs["c" if "c" in f.ptrs else next(iter(f.ptrs))][0].dtype)
+            f.regs[s.d] = np.zeros(atom.n, numpy_type(atom.acc))
         elif s.name == "mask":
             assert s.count is not None  # noqa: S101 - a malformed node is a bug of the lowering
             f.regs[s.d] = np.arange(atom.n) < evaluate(s.count, f.ints)
+        elif s.name == "load_rows":
+            self._rows(s, f, atom)
         else:
-            self._memory(s, f)
+            self._memory(s, f, atom)
 
-    def _memory(self, s: Verb, f: _Frame) -> None:
+    def _memory(self, s: Verb, f: _Frame, atom: Atom) -> None:
         assert s.p is not None  # noqa: S101 - as above
-        keep = int(f.regs[s.mask].sum()) if s.mask else (1 if s.name == "load_a" else self.kernel.atom.n)
-        array, at = self.at(s.p, f, keep)
+        keep = int(f.regs[s.mask].sum()) if s.mask else (1 if s.name == "load_a" else atom.n)
+        array, at, memory = self.at(s.p, f, keep)
+        pack = BY_NAME[memory].pack
         if s.name in ("store", "store_mask"):
-            array[at : at + keep] = f.regs[s.d][:keep]
-        elif s.name == "load_a":
-            f.regs[s.d] = array[at].copy()
-        else:
-            f.regs[s.d] = np.zeros(self.kernel.atom.n, array.dtype)
-            f.regs[s.d][:keep] = array[at : at + keep]
+            array[at : at + keep * pack] = converted(f.regs[s.d][:keep].ravel(), _of(f.regs[s.d]), memory)
+            return
+        usual = {"load_a": atom.left, "load_b": atom.right, "load_mask": atom.right}
+        register = s.to or usual.get(s.name, atom.acc)
+        x = converted(array[at : at + keep * pack], memory, register)
+        if s.name == "load_a":
+            f.regs[s.d] = x.copy() if pack > 1 else x[0]
+            return
+        whole = np.zeros(atom.n * pack, x.dtype)
+        whole[: keep * pack] = x
+        f.regs[s.d] = whole.reshape(atom.n, pack) if pack > 1 else whole
+
+    def _rows(self, s: Verb, f: _Frame, atom: Atom) -> None:
+        assert s.p is not None  # noqa: S101 - as above
+        assert s.step is not None  # noqa: S101 - as above
+        step, register = evaluate(s.step, f.ints), s.to or atom.right
+        rows = [self.at(s.p + step * e, f, atom.n) for e in range(atom.k_pack)]
+        f.regs[s.d] = np.stack([converted(x[i : i + atom.n], m, register) for x, i, m in rows], axis=1)
 
     def do_shuffle(self, s: Shuffle, f: _Frame) -> None:
         f.regs[s.d] = np.concatenate([f.regs[s.a], f.regs[s.b]])[list(s.pick)]
 
     def do_reduce(self, s: Reduce, f: _Frame) -> None:
-        array, at = self.at(s.p, f, 1)
-        array[at] = f.regs[s.d].sum() + (array[at] if evaluate(s.accumulate, f.ints) else 0)
+        array, at, memory = self.at(s.p, f, 1)
+        total = f.regs[s.d].sum() + (array[at] if evaluate(s.accumulate, f.ints) else 0)
+        array[at] = converted(np.asarray(total), self.kernel.atom.acc, memory)
 
     def do_macscalar(self, s: MacScalar, f: _Frame) -> None:
-        (to, i), (x, j), (y, k) = (self.at(p, f, 1) for p in (s.p, s.a, s.b))
-        to[i] += x[j] * y[k]
+        (to, i, _), (x, j, _), (y, k, _) = (self.at(p, f, 1) for p in (s.p, s.a, s.b))
+        acc = numpy_type(self.kernel.atom.acc)
+        to[i] = to[i].astype(acc) + x[j].astype(acc) * y[k].astype(acc)
 
     def do_move(self, s: Move, f: _Frame) -> None:
-        to, i = self.at(s.to, f, 1)
+        to, i, into = self.at(s.to, f, 1)
         if s.src is None:
             to[i] = 0
         else:
-            src, j = self.at(s.src, f, 1)
-            to[i] = src[j]
+            src, j, memory = self.at(s.src, f, 1)
+            to[i] = converted(src[j : j + 1], memory, into)[0]
 
     def do_add(self, s: Add, f: _Frame) -> None:
-        (to, i), (src, j) = self.at(s.to, f, 1), self.at(s.src, f, 1)
+        (to, i, _), (src, j, _) = self.at(s.to, f, 1), self.at(s.src, f, 1)
         to[i] += src[j]
 
     def do_prefetch(self, s: Prefetch, f: _Frame) -> None:
@@ -183,10 +252,11 @@ class _Machine:
 
     def do_call(self, s: Call, f: _Frame) -> None:
         ints: dict[str, int] = {}
-        ptrs: dict[str, Address] = {}
+        ptrs: dict[str, Typed] = {}
         for p, x in zip(s.function.params, s.args, strict=True):
             if isinstance(x, Ptr):
-                ptrs[p.name] = self.at(x, f, 0)
+                array, at, _ = self.at(x, f, 0)
+                ptrs[p.name] = _view(array, at, p.dtype)
             else:
                 ints[p.name] = evaluate(x, f.ints)
         self.call(s.function, ints, ptrs)
@@ -199,3 +269,17 @@ class _Machine:
         workers = self.block["workers"]
         for i, task in enumerate(tasks):
             self.call(s.function, args | {"task": int(task), "worker": i % workers}, {})
+
+
+def _multiplied(d: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """d + a . b on each lane; integers wrap around at the accumulator's width."""
+    if d.dtype.kind == "i":
+        product = a.astype(np.int64) * b.astype(np.int64)
+        return (d + (product.sum(-1) if b.ndim > 1 else product)).astype(d.dtype)
+    product = a.astype(d.dtype) * b.astype(d.dtype)
+    return d + (product.sum(-1) if b.ndim > 1 else product)
+
+
+def _of(register: np.ndarray) -> str:
+    """portmm's name of what a register holds."""
+    return next(name for name, t in BY_NAME.items() if t.numpy == register.dtype.name)

@@ -22,7 +22,10 @@ FIELDS = (
 )
 """Integer fields of the argument block that an entry or task function may name."""
 
-OPERANDS = {"a": True, "b": True, "c": False, "work": False}
+VECTORS = {"a_scale": "f32", "b_scale": "f32", "bias": "f32", "a_zero": "s32", "a_sum": "s32", "b_zero": "s32"}
+"""Pointer fields of the argument block that hold a value for each row or column -> its type."""
+
+OPERANDS = {"a": True, "b": True, "c": False, "work": False} | dict.fromkeys(VECTORS, True)
 """Pointer fields of the argument block -> whether they are read-only."""
 
 
@@ -152,7 +155,7 @@ class Let:
 
 @dataclass(frozen=True, slots=True)
 class LetPtr:
-    """Name an address of elements of type `dtype`."""
+    """Name an address of elements of type `dtype`, whatever the pointer it is derived from points at."""
 
     name: str
     value: Ptr
@@ -200,17 +203,24 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """One word of the atom's vocabulary.
+    """One word of an atom's vocabulary.
+
+    A load or store converts between the type that its address points at and the
+    register's; both are known where it is spelled.
 
     Attributes:
         name: "zero", "load_a", "load_b", "mac", "load_c", "store", "mask",
-            "load_mask", "store_mask".
+            "load_mask", "store_mask", or "load_rows", which puts rows side by
+            side in units.
         d: register written (or stored from).
         a: left operand of a mac.
         b: right operand of a mac.
         p: address of a load or store.
         mask: mask register of a masked load or store.
         count: lanes kept by "mask".
+        step: elements from one row to the next for "load_rows".
+        to: type of the register, where it is not what the verb is usually for.
+        of: name of the atom whose word it is, where it is not the kernel's.
     """
 
     name: str
@@ -220,6 +230,9 @@ class Verb:
     p: Ptr | None = None
     mask: str = ""
     count: Index | None = None
+    step: Index | None = None
+    to: str = ""
+    of: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +265,7 @@ class MacScalar:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Copy one element; from None: store zero."""
+    """Copy one element, converted if the types differ; from None: store zero."""
 
     to: Ptr
     src: Ptr | None
@@ -360,6 +373,7 @@ class Kernel:
         workspace: elements of scratch it needs, over the integer fields.
         header: lines for the top of the source: target, schedule, how to regenerate.
         swap: the entry reads the block as C^T = B^T . A^T.
+        types: what "a", "b" and "c" point at, where it is not what the atom multiplies.
         constants: fields fixed when the kernel was made.
     """
 
@@ -370,7 +384,13 @@ class Kernel:
     workspace: Index
     header: tuple[str, ...] = ()
     swap: bool = False
+    types: tuple[tuple[str, str], ...] = ()
     constants: tuple[tuple[str, int], ...] = ()
+
+    def type_of(self, operand: str) -> str:
+        """What "a", "b", "c" or "work" points at."""
+        usual = {"a": self.atom.left, "b": self.atom.right, **VECTORS}
+        return dict(self.types).get(operand, usual.get(operand, self.atom.acc))
 
 
 SWAPPED = {
@@ -379,7 +399,7 @@ SWAPPED = {
     "b_k": "a_k", "b_n": "a_m", "b_batch": "a_batch",
     "c_m": "c_n", "c_n": "c_m", "c_batch": "c_batch",
     "a": "b", "b": "a", "c": "c", "work": "work",
-}  # fmt: skip
+} | {name: name for name in VECTORS}  # fmt: skip
 """Field of the kernel -> field of the caller, when the product is transposed."""
 
 

@@ -2,7 +2,7 @@
 
 Owns `pack` and the class it returns. The layout, panels of NR columns, belongs
 to a micro-kernel family and not to one M, one blocking or one thread count:
-see kernels/packing.py. Imports `dispatch`, `settings`, `arrays`.
+see kernels/packing.py. Imports `dispatch`, `problem`, `settings`, `arrays`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import numpy as np
 
 from portmm import arrays, settings
 from portmm.errors import PackError
+from portmm.problem import Family
+from portmm.problem import family as family_of
 
 
 @cache
@@ -62,17 +64,40 @@ def restore(owner: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: str, fam
     """Make a packed weight from its panels, as unpickling does.
 
     Raises:
-        PackError: there are not as many elements as the shape asks for.
+        PackError: there are not as many elements as the shape asks for, or nothing is packed like this.
     """
-    from portmm.candidates import panel_width
-
-    nr = panel_width(family)
-    k, n = shape[-2:]
-    item = -(-n // nr) * nr * k
+    try:
+        layout = family_of(family)
+    except ValueError as error:
+        raise PackError(str(error)) from error
+    if layout.dtype != dtype or len(shape) < 2 or min(shape) < 0:
+        raise PackError(f"a packed weight of shape {shape} and type {dtype} cannot be of family {family}")
     count = int(np.prod(shape[:-2]))
-    if owner.size < item * count:
-        raise PackError(f"packed weight of shape {shape} needs {item * count} elements; it has {owner.size}")
-    return packed_class()(aligned_copy(owner), k, n, dtype, family, nr, k * nr, item, tuple(shape))
+    needed = _item(layout, *shape[-2:]) * layout.kr * count
+    if owner.size < needed:
+        raise PackError(f"packed weight of shape {shape} needs {needed} elements; it has {owner.size}")
+    return _made(aligned_copy(owner), tuple(shape), layout)
+
+
+def _item(layout: Family, k: int, n: int) -> int:
+    """Units of the panels of one item."""
+    return -(-n // layout.nr) * layout.panel(k)
+
+
+def _made(owner: np.ndarray[Any, Any], shape: tuple[int, ...], layout: Family) -> Any:
+    k, n = shape[-2:]
+    if layout.dtype == "bf16":
+        register_dtype(owner.dtype)
+    strides = (layout.nr, layout.panel(k), _item(layout, k, n))
+    return packed_class()(owner, k, n, layout.dtype, str(layout), *strides, shape)
+
+
+@cache
+def register_dtype(dtype: np.dtype[Any]) -> None:
+    """Tell the run time of bfloat16, which is not NumPy's."""
+    from portmm.run.host import runtime
+
+    runtime().register_dtype("bf16", dtype)
 
 
 def aligned_empty(elements: int, dtype: Any) -> np.ndarray[Any, Any]:
@@ -92,47 +117,52 @@ def aligned_copy(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return to
 
 
-def pack(b: Any) -> Any:
+def pack(b: Any, *, activations: Any = None) -> Any:
     """Lay a weight out for the kernels of the current target.
 
     Args:
-        b: float32 or float64, at least 2-D; (..., k, n).
+        b: float32, float64, float16, bfloat16, int8 or uint8, at least 2-D; (..., k, n).
+        activations: dtype of what it will be multiplied by, if not its own. An
+            int8 weight is packed for int8 or uint8, a uint8 weight for float32.
 
     Returns:
         A packed weight: pass it as `b`. It is immutable, may be pickled, and
-        serves every number of rows and threads.
+        serves every number of rows and threads. Activations of a type that the
+        layout does not suit are multiplied as well, by the unpacked weight.
 
     Raises:
-        TypeError: the dtype is not supported.
+        TypeError: a dtype is not supported, or the two do not multiply.
         ValueError: `b` has fewer than two dimensions.
         NoCompilerError: there is no compiler, so that no kernel could use it.
     """
     from portmm import dispatch
-    from portmm.candidates import panel_width
     from portmm.run.host import runtime
 
     array = arrays.as_operand(b, "b")
     if array.ndim < 2:
         raise ValueError(f"b has shape {array.shape}; a weight has at least two dimensions")
     dtype = array.dtype.newbyteorder("=")
-    name = arrays.NAMES[dtype]
-    target = settings.target()
-    family = dispatch.family(name, target)
-    nr = panel_width(family)
+    usual = np.float32 if dtype == np.uint8 else dtype
+    types = arrays.types_of(np.dtype(usual if activations is None else activations), dtype)
+    if types[1] != dtype:
+        raise TypeError(f"a weight of {dtype} is not multiplied by {np.dtype(activations)} as it is: convert it first")
+    word, target = arrays.word(types), settings.target()
+    layout = family_of(dispatch.family(word, target))
     k, n = array.shape[-2:]
-    count = int(np.prod(array.shape[:-2]))
-    item = -(-n // nr) * nr * k
-    owner = aligned_empty(item * count, dtype)
-    made = packed_class()(owner, k, n, name, family, nr, k * nr, item, array.shape)
-    if owner.size:
+    item = _item(layout, k, n) * layout.kr
+    owner = aligned_empty(item * int(np.prod(array.shape[:-2])), dtype)
+    made = _made(owner, array.shape, layout)
+    if owner.size and array.size:
         src = arrays.canonical(array, dtype)
         steps = (arrays.strides_over(src.array, array.shape[:-2]), (0,) * (array.ndim - 2), _dense(array, item))
         walk = arrays.collapse(array.shape[:-2], (steps[1], steps[0], steps[2]))
-        isa = next(x for x in target.isas if x.atom(name))
-        route = dispatch.pack_route(isa, name, nr, src.layout, settings.get_num_threads())
+        isa, _ = dispatch.packing_unit(word, target)
+        route = dispatch.pack_route(isa, word, layout.nr, src.layout, settings.get_num_threads())
         address = int(owner.__array_interface__["data"][0])
         numbers = (1, n, k, walk.count, src.address, 0, 0, 0, src.address, src.row, src.col, walk.strides[1])
-        runtime().execute(route, *numbers, address, 0, 0, walk.strides[2], walk.outer)
+        runtime().execute(route, *numbers, address, 0, 0, walk.strides[2] // layout.kr, walk.outer)
+    elif owner.size:
+        owner[...] = 0  # sums over nothing
     owner.flags.writeable = False
     return made
 
@@ -147,11 +177,10 @@ def _dense(array: np.ndarray[Any, Any], item: int) -> tuple[int, ...]:
 
 def unpack(p: Any) -> np.ndarray[Any, Any]:
     """The weight that was packed, as an ordinary array."""
-    from portmm.candidates import panel_width
-
-    nr = panel_width(p.family)
+    layout = family_of(p.family)
     *batch, k, n = p.shape
-    panels = -(-n // nr)
-    count = int(np.prod(batch))
-    whole = p.owner[: count * panels * k * nr].reshape(count, panels, k, nr).transpose(0, 2, 1, 3)
-    return np.ascontiguousarray(whole.reshape(count, k, panels * nr)[:, :, :n]).reshape(p.shape)
+    nr, kr = layout.nr, layout.kr
+    panels, depth, count = -(-n // nr), -(-k // kr), int(np.prod(batch))
+    whole = p.owner[: count * _item(layout, k, n) * kr].reshape(count, panels, layout.panel(k) * kr)
+    units = whole[:, :, : depth * nr * kr].reshape(count, panels, depth, nr, kr).transpose(0, 2, 4, 1, 3)
+    return np.ascontiguousarray(units.reshape(count, depth * kr, panels * nr)[:, :k, :n]).reshape(p.shape)

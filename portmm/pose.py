@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from portmm import arrays, call
-from portmm.dtype import BY_NAME
+from portmm.dtype import BY_NUMPY, types
 from portmm.problem import Problem
 
 
@@ -25,37 +25,43 @@ def pose(a: Any, b: Any, out: Any = None, *, dtype: str = "f32", static: bool = 
     """
     if b is None:
         raise ValueError("b is missing; give two operands, or one Problem")
-    element = _element(a, b, dtype)
-    is_packed = hasattr(b, "family") and b.owner.dtype == element
+    types = _types(a, b, out, dtype)
+    is_packed = hasattr(b, "family") and b.owner.dtype == types[1]
     if hasattr(b, "family") and not is_packed:
         b = tuple(b.shape)  # matmul unpacks a weight of another type
-    left, right = _example(a, "a", element), b if is_packed else _example(b, "b", element)
+    left, right = _example(a, "a", types[0]), b if is_packed else _example(b, "b", types[1])
     left = left[np.newaxis, :] if left.ndim == 1 else left
     right = right[:, np.newaxis] if not is_packed and right.ndim == 1 else right
     batch, (m, n) = arrays.result_shape(left, right.shape)
     shape = (*batch, m, n)
     if 0 in shape or 0 in left.shape:
-        return Problem(m, n, left.shape[-1], arrays.NAMES[element], int(np.prod(batch)))
-    return call.reduce_call(left, right, _result(out, shape, element, is_packed), element, static=static).problem
+        return Problem(m, n, left.shape[-1], arrays.word(types), int(np.prod(batch)))
+    return call.reduce_call(left, right, _result(out, shape, types[2], is_packed), types, static=static).problem
 
 
-def _element(a: Any, b: Any, dtype: str) -> np.dtype[Any]:
-    """The type that is computed in: that of the arrays, or the one named."""
-    types = [
-        x.owner.dtype if hasattr(x, "family") else arrays.as_operand(x, "an operand").dtype
-        for x in (a, b)
-        if not _is_shape(x)
-    ]
-    if types:
-        return np.result_type(*types).newbyteorder("=")
-    name = BY_NAME[dtype].numpy if dtype in BY_NAME else dtype
+def _types(a: Any, b: Any, out: Any, dtype: str) -> arrays.DTypes:
+    """The types that are computed in: those of the arrays, or the ones named.
+
+    A shape beside an array has the array's type, unless `dtype` names three.
+    """
+    named = _named(dtype)
+    held = [None if _is_shape(x) else x.owner.dtype if hasattr(x, "family") else np.asarray(x).dtype for x in (a, b)]
+    if named[0] == named[1] and any(held):
+        known = next(x for x in held if x is not None)
+        named = (known, known, None)
+    left, right = (x or y for x, y in zip(held, named, strict=False))
+    return arrays.types_of(left, right, named[2] if out is None else out.dtype)
+
+
+def _named(dtype: str) -> tuple[Any, Any, Any]:
+    """NumPy's types for a word of portmm's, or the name of one of NumPy's."""
+    short = BY_NUMPY[dtype].name if dtype in BY_NUMPY else dtype
     try:
-        found = np.dtype(name)
-    except TypeError:
-        found = np.dtype(object)
-    if found not in arrays.SUPPORTED:
-        raise TypeError(f"dtype {dtype!r} is not supported; use one of {', '.join(BY_NAME)}")
-    return found
+        a, b, c = map(arrays.numpy_of, types(short))
+    except ValueError as error:
+        known = "f32, f64, bf16, f16, s8, or three as in u8-s8-s32"
+        raise TypeError(f"dtype {dtype!r} is not supported; use one of {known}") from error
+    return a, b, c if "-" in short else None
 
 
 def _is_shape(x: Any) -> bool:

@@ -37,8 +37,8 @@ class Probe:
 
     Attributes:
         kernel: the loops.
-        a: elements of A that a step reads; none past the first for a stream.
-        b: elements of B that a step reads.
+        a: elements, or units, of A that a step reads; none past the first for a stream.
+        b: elements, or units, of B that a step reads.
         c: elements of C, once.
         flops: multiplications plus additions of a step.
     """
@@ -58,7 +58,8 @@ def peak(isa: Isa, atom: Atom) -> Probe:
     """
     cols = 2 if tallest(isa, 2) >= 2 else 1
     rows = max(1, tallest(isa, cols))
-    a_size, b_size, c_size = atom.m * atom.k, atom.k * atom.n, atom.m * atom.n
+    deep = atom.k // atom.k_pack
+    a_size, b_size, c_size = atom.m * deep, deep * atom.n, atom.m * atom.n
     step = var("i")
     body: list[Stmt] = [_load("load_b", f"b{j}", "b", step * (cols * b_size) + j * b_size) for j in range(cols)]
     for r in range(rows):
@@ -77,7 +78,8 @@ def peak(isa: Isa, atom: Atom) -> Probe:
 
 def stream(isa: Isa, atom: Atom) -> Probe:
     """Load all of B in order, and multiply it into sums, so that every load is needed."""
-    size, c_size = atom.k * atom.n, atom.m * atom.n
+    deep = atom.k // atom.k_pack
+    size, c_size = deep * atom.n, atom.m * atom.n
     names = [f"c{j}" for j in range(STREAM_LOADS)]
     body: list[Stmt] = []
     for j, name in enumerate(names):
@@ -87,7 +89,7 @@ def stream(isa: Isa, atom: Atom) -> Probe:
     entry = _repeat(first, tuple(body), names, c_size, "Reads of B from end to end")
     return Probe(
         _kernel("stream", isa, atom, (1, STREAM_LOADS * atom.n), entry),
-        atom.m * atom.k,
+        atom.m * deep,
         STREAM_LOADS * size,
         STREAM_LOADS * c_size,
         2 * STREAM_LOADS * atom.m * atom.n * atom.k,

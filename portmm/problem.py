@@ -7,13 +7,54 @@ Imports `dtype`, `errors`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
-from portmm.dtype import BY_NAME, DType
+from portmm.dtype import BY_NAME, DType, accumulator, spell, types
 from portmm.errors import ScheduleError
 
 LAYOUTS_A = ("row", "col", "any")
 LAYOUTS_B = ("row", "col", "any", "packed")
 LAYOUTS_C = ("row", "col")
+POST = ("scale", "azero", "bzero", "bias")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How a packed B lies, as its family's name says: "f32x32", "s8x32k4s".
+
+    Attributes:
+        dtype: what it holds.
+        nr: columns of a panel.
+        kr: elements of k side by side, a unit.
+        sums: each panel is followed by the sums of its columns, in s32.
+    """
+
+    dtype: str
+    nr: int
+    kr: int
+    sums: bool
+
+    def __str__(self) -> str:
+        return f"{self.dtype}x{self.nr}{f'k{self.kr}' if self.kr > 1 else ''}{'s' if self.sums else ''}"
+
+    def panel(self, k: int) -> int:
+        """Units of one panel of k rows, with its sums."""
+        size = BY_NAME[self.dtype].bytes * self.kr
+        return -(-k // self.kr) * self.nr + (self.nr * BY_NAME["s32"].bytes // size if self.sums else 0)
+
+
+@cache
+def family(name: str) -> Family:
+    """The family that a name stands for.
+
+    Raises:
+        ValueError: `name` is no family.
+    """
+    dtype, _, rest = name.partition("x")
+    width, _, depth = rest.removesuffix("s").partition("k")
+    if dtype not in BY_NAME or not width.isdecimal() or not (depth or "1").isdecimal() or int(width) < 1:
+        raise ValueError(f"{name!r} is no family of packed weights; one is called f32x32 or s8x32k4s")
+    return Family(dtype, int(width), int(depth or 1), rest.endswith("s"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +65,7 @@ class Problem:
         m: rows of A and C.
         n: columns of B and C.
         k: the summed dimension.
-        dtype: name of the element type of A, B and C.
+        dtype: the element types of A, B and C as `dtype.spell` writes them: "f32", "u8-s8-s32".
         batch: number of independent products that share one call.
         a: layout of A: "row" (k contiguous), "col" (m contiguous) or "any".
         b: layout of B: "row" (n contiguous), "col" (k contiguous), "any",
@@ -34,6 +75,9 @@ class Problem:
         deterministic: every element of C is one chain of multiply-adds in the
             order of k, whatever m, the thread count or the blocking.
         static: m, n and k (and dense strides) are compiled in as constants.
+        post: what becomes of integer sums on their way to a C of another type, words with
+            "+" between: "scale" by row and column always, "azero" and "bzero" for zero
+            points of A and B, "bias" added by column.
     """
 
     m: int
@@ -47,20 +91,44 @@ class Problem:
     family: str = ""
     deterministic: bool = False
     static: bool = False
+    post: str = ""
 
     def __post_init__(self) -> None:
-        if self.dtype not in BY_NAME:
-            raise ValueError(f"dtype {self.dtype!r} is unknown; use one of {', '.join(BY_NAME)}")
+        *_, c = types(self.dtype)
+        words = self.post.split("+") if self.post else []
+        if not set(words) <= {"scale", "azero", "bzero", "bias"} or words != sorted(set(words), key=POST.index):
+            raise ValueError(f"post is {self.post!r}; use some of {', '.join(POST)}, in this order, with + between")
+        if ("scale" in words) != (self.acc == "s32" and c != "s32"):
+            raise ValueError(f"{self.dtype} {'needs' if 'scale' not in words else 'takes no'} scales: post is {self.post!r}")
         for name, value, allowed in (("a", self.a, LAYOUTS_A), ("b", self.b, LAYOUTS_B), ("c", self.c, LAYOUTS_C)):
             if value not in allowed:
                 raise ValueError(f"layout of {name} is {value!r}; use one of {', '.join(allowed)}")
+        if "azero" in words and self.b != "packed":
+            raise ValueError("a zero point of A needs the sums of B's columns, which a packed B has: pack B")
         if min(self.m, self.n, self.k, self.batch) < 0:
             raise ValueError(f"negative dimension in {self.m}x{self.n}x{self.k}, batch {self.batch}")
 
     @property
-    def element(self) -> DType:
-        """The element type."""
-        return BY_NAME[self.dtype]
+    def types(self) -> tuple[str, str, str]:
+        """Names of the element types of A, B and C."""
+        return types(self.dtype)
+
+    @property
+    def elements(self) -> tuple[DType, DType, DType]:
+        """The element types of A, B and C."""
+        a, b, c = self.types
+        return BY_NAME[a], BY_NAME[b], BY_NAME[c]
+
+    @property
+    def acc(self) -> str:
+        """Name of the type that products are summed in."""
+        a, b, _ = self.types
+        return accumulator(a, b)
+
+    @property
+    def unit(self) -> int:
+        """Elements of B that its strides count as one: those of a unit, where B is packed in units."""
+        return family(self.family).kr if self.b == "packed" else 1
 
     @property
     def flops(self) -> int:
@@ -70,22 +138,31 @@ class Problem:
     @property
     def bytes(self) -> int:
         """Compulsory traffic: A, B and C once each, in bytes."""
-        return self.batch * (self.m * self.k + self.k * self.n + self.m * self.n) * self.element.bytes
+        a, b, c = self.elements
+        return self.batch * (self.m * self.k * a.bytes + self.k * self.n * b.bytes + self.m * self.n * c.bytes)
 
     def transposed(self) -> Problem:
         """The same product written as C^T = B^T . A^T.
 
         Raises:
-            ScheduleError: B is packed, and there is no packed A for it to become.
+            ScheduleError: B is packed, and there is no packed A for it to become; or
+                the types only multiply this way round.
         """
         if self.b == "packed":
             raise ScheduleError(f"{self}: a packed B cannot change sides; give C by rows, or unpack B")
         flip = {"row": "col", "col": "row", "any": "any"}
-        return replace(self, m=self.n, n=self.m, a=flip[self.b], b=flip[self.a], c=flip[self.c])
+        a, b, c = self.types
+        try:
+            accumulator(b, a)
+        except ValueError as error:
+            raise ScheduleError(f"{self} cannot change sides: {error}; give C by rows") from error
+        dtype = spell(b, a, c)
+        return replace(self, m=self.n, n=self.m, a=flip[self.b], b=flip[self.a], c=flip[self.c], dtype=dtype)
 
     def __str__(self) -> str:
         batch = f"{self.batch} x " if self.batch != 1 else ""
         marks = [f"A {self.a}", f"B {self.b}", f"C {self.c}"]
         marks += ["deterministic"] if self.deterministic else []
         marks += ["static"] if self.static else []
+        marks += [self.post] if self.post else []
         return f"{batch}{self.m} x {self.n} x {self.k} {self.dtype} ({', '.join(marks)})"

@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portmm.dtype import BY_NAME, accumulator, types, unit
 from portmm.naming import KernelName
+from portmm.problem import Family
 
 if TYPE_CHECKING:
     from portmm.problem import Problem
@@ -50,7 +52,7 @@ class Schedule:
     Attributes:
         program: the block program, a module of `kernels/`: "gemm" or "dot".
         isa: name of the instruction set.
-        dtype: element type.
+        dtype: element types of A, B and C, as a `Problem` has them.
         tiles: one per memory level, nearest first: registers, L1, L2, L3.
         heights: register-tile heights that the kernel contains; a dynamic M is
             cut into panels of nearly equal height, all in this tuple.
@@ -66,7 +68,9 @@ class Schedule:
         lanes: lanes of the atom, 0 for the ISA's widest.
         prefetch: rows of a B in place that are asked for ahead, 0 for none.
         ahead: the micro-kernel asks for the next tile of C and the next B panel.
+        kr: elements of k that sit side by side in a fragment; extents of k count such units.
         static: m, n, k if they are compiled in.
+        post: what becomes of integer sums, as a `Problem` has it.
     """
 
     program: str
@@ -85,7 +89,9 @@ class Schedule:
     lanes: int = 0
     prefetch: int = 0
     ahead: bool = False
+    kr: int = 1
     static: tuple[int, int, int] | None = None
+    post: str = ""
 
     @property
     def mr(self) -> int:
@@ -114,8 +120,20 @@ class Schedule:
 
     @property
     def family(self) -> str:
-        """What a packed B depends on: element type and panel width."""
-        return f"{self.dtype}x{self.nr}"
+        """What a packed B depends on: element type, panel width, and elements of k side by side."""
+        a, b, _ = self.types
+        return str(Family(b, self.nr, self.kr, accumulator(a, b) == "s32"))
+
+    @property
+    def types(self) -> tuple[str, str, str]:
+        """Names of the element types of A, B and C."""
+        return types(self.dtype)
+
+    def given(self, atom: Atom) -> tuple[str, str]:
+        """What micro-kernels read of A and B: fragments where it is packed here, else the operand's own type."""
+        a, b, _ = self.types
+        in_b = unit(b, self.kr) if self.b == "packed" else b
+        return (atom.left if self.pack_a else a), (atom.right if self.pack_b else in_b)
 
     def _b(self) -> str:
         if self.pack_b:
@@ -134,8 +152,15 @@ class Schedule:
         how += ["transposed"] if self.swap else []
         how += [f"{self.panels} panels a visit"] if self.panels > 1 else []
         how += [f"threads over {self.over}"]
+        how += [f"sums finished by {self.post}"] if self.post else []
         how += [f"static {'x'.join(map(str, self.static))}"] if self.static else []
         return f"{self.program} {self.isa}: {', '.join(map(str, self.tiles))}; {', '.join(how)}"
+
+
+def finishes(s: Schedule, atom: Atom) -> bool:
+    """Whether sums are not yet the elements of C: another type, or an A that was shifted into the atom's."""
+    a, _, c = s.types
+    return c != atom.acc or (atom.acc == "s32" and a in ("u8", "s8") and atom.a in ("u8", "s8") and a != atom.a)
 
 
 def registers(s: Schedule, atom: Atom) -> int:
@@ -146,7 +171,7 @@ def registers(s: Schedule, atom: Atom) -> int:
     return max(s.heights) * columns + columns + 1
 
 
-def footprint(tile: Tile, s: Schedule, p: Problem) -> int:
+def footprint(tile: Tile, s: Schedule, p: Problem, atom: Atom) -> int:
     """Bytes that must stay resident in a tile's level while it is worked on.
 
     L1 holds a panel of B and the slice of A that passes, or, of a panel that
@@ -156,14 +181,14 @@ def footprint(tile: Tile, s: Schedule, p: Problem) -> int:
     holds the block of C (MC x NC) between passes over k.
     """
     m, n = (p.n, p.m) if s.swap else (p.m, p.n)
-    tm, tn, tk = min(tile.m or m, m), min(tile.n or n, n), min(tile.k or p.k, p.k)
+    depth = -(-p.k // s.kr)
+    tm, tn, tk = min(tile.m or m, m), min(tile.n or n, n), min(tile.k or depth, depth)
+    a, b = (BY_NAME[x].bytes for x in s.given(atom))
     if tile.level == "L1":
-        elements = (s.mr + s.nr * s.panels) * tk
-    elif tile.level == "L2":
-        elements = (tm + max(tn if tile.n else 0, s.nr * s.panels)) * tk
-    else:
-        elements = tm * tn
-    return elements * p.element.bytes
+        return (s.mr * a + s.nr * s.panels * b) * tk
+    if tile.level == "L2":
+        return (tm * a + max(tn if tile.n else 0, s.nr * s.panels) * b) * tk
+    return tm * tn * BY_NAME[atom.acc].bytes
 
 
 def inconsistent(s: Schedule) -> str:
@@ -187,8 +212,8 @@ def illegal(s: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) -> st
         return f"needs {registers(s, atom)} registers of {isa.registers}"
     for tile in s.tiles[1:]:
         level = target.level(tile.level)
-        if level is not None and ALL not in (tile.m, tile.n, tile.k) and footprint(tile, s, p) > level.bytes:
-            return f"{tile} takes {footprint(tile, s, p)} bytes of {level.bytes} in {level.name}"
+        if level is not None and ALL not in (tile.m, tile.n, tile.k) and footprint(tile, s, p, atom) > level.bytes:
+            return f"{tile} takes {footprint(tile, s, p, atom)} bytes of {level.bytes} in {level.name}"
     return ""
 
 
@@ -197,6 +222,8 @@ def spell(s: Schedule) -> str:
     tiles = "/".join(f"{t.m}x{t.n}x{t.k}" for t in s.tiles)
     heights = f"{s.heights[0]}-{s.heights[-1]}"
     marks = [f"{name}={getattr(s, name)}" for name in _NAMED]
+    marks += [f"kr={s.kr}"] if s.kr > 1 else []
+    marks += [f"post={s.post}"] if s.post else []
     marks += [name for name in _MARKS if getattr(s, name)]
     marks += [f"static={'x'.join(map(str, s.static))}"] if s.static else []
     return ":".join([s.program, s.isa, s.dtype, tiles, heights, ",".join(marks)])
@@ -226,6 +253,8 @@ def parse(text: str) -> Schedule:
             over=named["over"],
             lanes=int(named["lanes"]),
             prefetch=int(named["prefetch"]),
+            kr=int(named.get("kr", 1)),
+            post=named.get("post", ""),
             static=tuple(int(x) for x in static.split("x")) if static else None,  # type: ignore[arg-type]
             **{name: name in named for name in _MARKS},
         )

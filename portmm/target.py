@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from portmm.dtype import BY_NAME
+from portmm.dtype import BY_NAME, accumulator, types, unit
 from portmm.errors import TargetError
 from portmm.schema import parse, placeholders, record, require
 
@@ -30,7 +30,22 @@ PLACEHOLDERS = {
     "load_mask": {"d", "p", "mask"},
     "store_mask": {"d", "p", "mask"},
     "reduce": {"d", "s"},
+    "ones": {"d"},
+    "unshift": {"d", "b"},
 }
+TRANSFERS = {
+    "load": {"d", "p"},
+    "broadcast": {"d", "p"},
+    "load_mask": {"d", "p", "mask"},
+    "store": {"d", "p"},
+    "store_mask": {"d", "p", "mask"},
+    "rows": {"d", "p", "step"},
+}
+# Verb -> the row of a transfer that spells it.
+_BY_TRANSFER = {
+    "load_a": "broadcast", "load_b": "load", "load_c": "load", "load_mask": "load_mask",
+    "store": "store", "store_mask": "store_mask", "load_rows": "rows",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +82,9 @@ class Atom:
         store_mask: store the kept lanes, touch no other byte.
         mask_free: a masked access costs no more than a whole one.
         reduce: {s} = sum of the lanes of {d}; empty: through memory.
+        ones: {d} = a left fragment of ones; for integers, whose B is summed by columns.
+        unshift: take the sums {b} of the columns of B from {d}, 128 times: what
+            an A of the other signedness, shifted to this atom's, has added.
     """
 
     name: str
@@ -93,6 +111,49 @@ class Atom:
     store_mask: str = ""
     mask_free: bool = False
     reduce: str = ""
+    ones: str = ""
+    unshift: str = ""
+
+    @property
+    def left(self) -> str:
+        """What a left fragment holds: elements, or units of `k_pack` of them."""
+        return unit(self.a, self.k_pack)
+
+    @property
+    def right(self) -> str:
+        """What a right fragment holds."""
+        return unit(self.b, self.k_pack)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """How elements of one type in memory come to be elements of another in a register, and back.
+
+    Rounding is to nearest even. Floats become integers saturated. An s8 becomes
+    a u8 by adding 128, which the program makes good for. Of the statements below
+    those that are absent cannot be done.
+
+    Attributes:
+        memory: the type, or unit, in memory.
+        register: the type, or unit, in a register.
+        n: lanes of the register.
+        load: {d} = n of them.
+        broadcast: {d} = a left fragment of one of them.
+        load_mask: load the kept lanes, zero the others, touch no other byte.
+        store: n of them from {d}.
+        store_mask: store the kept lanes, touch no other byte.
+        rows: {d} = n units, each of elements that lie {step} apart, one below the other.
+    """
+
+    memory: str
+    register: str
+    n: int
+    load: str = ""
+    broadcast: str = ""
+    load_mask: str = ""
+    store: str = ""
+    store_mask: str = ""
+    rows: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +172,8 @@ class Isa:
         preamble: C declarations that the vocabulary uses.
         source: manual the facts come from.
         atoms: its multiply-accumulate instructions.
+        transfers: its conversions between memory and registers.
+        base: the ISA that it adds to: flags, features and preamble are both their own.
     """
 
     name: str
@@ -124,17 +187,83 @@ class Isa:
     preamble: str
     source: str
     atoms: tuple[Atom, ...]
+    transfers: tuple[Transfer, ...] = ()
+    base: Isa | None = None
+
+    def word(self, name: str) -> Atom:
+        """The atom called `name`, of this ISA or of one that it adds to."""
+        own = next((t for t in self.atoms if t.name == name), None)
+        if own is None and self.base is None:
+            raise TargetError(f"{self.name} has no atom called {name!r}")
+        return own or self.base.word(name)  # type: ignore[union-attr]
+
+    def transfer(self, memory: str, register: str, n: int) -> Transfer | None:
+        """The conversion between a type in memory and one in registers of `n` lanes."""
+        own = next((t for t in self.transfers if (t.memory, t.register, t.n) == (memory, register, n)), None)
+        return own or (self.base.transfer(memory, register, n) if self.base else None)
+
+    def spelling(self, atom: Atom, verb: str, memory: str = "", register: str = "") -> str:
+        """The text of a verb for a type in memory; empty if this ISA cannot do it.
+
+        Args:
+            atom: whose vocabulary.
+            verb: its word.
+            memory: the type of what lies at the address; "" for what the verb expects.
+            register: the type of the register; "" for what the verb expects.
+        """
+        text: str = getattr(atom, verb, "")
+        row = _BY_TRANSFER.get(verb)
+        if row is None or not memory:
+            return text
+        expected = {"load_a": atom.left, "load_b": atom.right, "load_mask": atom.right, "load_rows": atom.right}
+        register = register or expected.get(verb, atom.acc)
+        if text and _raw(memory, register):
+            return text
+        found = self.transfer(memory, register, atom.n)
+        return str(getattr(found, row)) if found else ""
+
+    def _serves(self, atom: Atom, dtype: str) -> bool:
+        """The atom sums what products of these types are summed in, and can be given them."""
+        a, b, c = types(dtype)
+        if accumulator(a, b) != atom.acc:
+            return False
+        if a == b == c == atom.a == atom.b:
+            return True
+        kr = atom.k_pack
+        if not {unit(a, kr), unit(b, kr)} <= BY_NAME.keys():
+            return False
+        return (
+            bool(self.spelling(atom, "load_b", unit(b, kr)))
+            and bool(self.spelling(atom, "load_b", unit(a, kr), atom.left))
+            and (self._scales(atom.n, c) if atom.acc == "s32" != c else bool(self.spelling(atom, "store", c)))
+        )
+
+    def vector(self, dtype: str, n: int) -> Atom | None:
+        """The atom that multiplies `n` lanes of a type by lanes of that type."""
+        own = (t for t in self.atoms if t.a == t.b == t.acc == dtype and t.n == n and t.k_pack == 1)
+        return next(own, None) or (self.base.vector(dtype, n) if self.base else None)
+
+    def _scales(self, n: int, c: str) -> bool:
+        """Integer sums can be scaled in vectors of `n` lanes and stored as `c`."""
+        whole, real = self.vector("s32", n), self.vector("f32", n)
+        return bool(whole and real and self.spelling(real, "load_c", "s32") and self.spelling(real, "store", c))
 
     def atom(self, dtype: str, lanes: int = 0) -> Atom | None:
-        """The atom that multiplies `dtype` by `dtype`: the first, or the one with that many lanes."""
-        return next((t for t in self.atoms if t.a == t.b == dtype and lanes in (0, t.n)), None)
+        """The atom for a product of these types: the first, or the one with that many lanes."""
+        return next((t for t in self.atoms if lanes in (0, t.n) and self._serves(t, dtype)), None)
 
     def narrower(self, dtype: str, n: int) -> Atom | None:
         """The narrowest atom that covers `n` columns at once, if it is not the first."""
         first = self.atom(dtype)
-        fits = [t for t in self.atoms if t.a == t.b == dtype and n <= t.n]
+        fits = [t for t in self.atoms if n <= t.n and self._serves(t, dtype)]
         best = min(fits, key=lambda t: t.n, default=None)
         return None if best is first else best
+
+
+def _raw(memory: str, register: str) -> bool:
+    """Bits go to and fro as they are: one type, or a unit in a lane of the accumulator's."""
+    m, r = BY_NAME[memory], BY_NAME[register]
+    return memory == register or (m.bytes == r.bytes and (m.pack > 1) != (r.pack > 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +399,17 @@ def _check_atom(atom: Atom, where: str) -> Atom:
     return atom
 
 
+def _check_transfer(transfer: Transfer, where: str) -> Transfer:
+    where = f"{where} {transfer.memory} to {transfer.register}"
+    for name in (transfer.memory, transfer.register):
+        require(name in BY_NAME, where, f"element type {name!r} is unknown")
+    require(transfer.n > 0, where, f"n must be positive, got {transfer.n}")
+    for row, allowed in TRANSFERS.items():
+        strange = sorted(placeholders(getattr(transfer, row), f"{where}: {row}") - allowed)
+        require(not strange, where, f"row {row!r} mentions {strange}; it may mention {sorted(allowed)}")
+    return transfer
+
+
 def _check_level(level: MemoryLevel, where: str) -> MemoryLevel:
     where = f"{where} {level.name}"
     require(level.bytes > 0, where, f"bytes must be positive, got {level.bytes}")
@@ -316,10 +456,30 @@ def parse_isa(table: dict[str, Any], where: str) -> Isa:
     if "isa" not in table or "atom" not in table:
         raise TargetError(f"{where}: needs an [isa] table and at least one [[atom]]")
     atoms = tuple(_check_atom(record(Atom, row, f"{where}: atom"), f"{where}: atom") for row in table["atom"])
-    isa: Isa = record(Isa, {**table["isa"], "atoms": atoms}, where)
+    moves = tuple(
+        _check_transfer(record(Transfer, row, f"{where}: transfer"), f"{where}: transfer")
+        for row in table.get("transfer", [])
+    )
+    isa = _on_base(dict(table["isa"]), atoms, moves, where)
     require(isa.arch in ARCHS, where, f"arch {isa.arch!r} is unknown; use one of {', '.join(ARCHS)}")
     require(isa.registers > 0 and isa.vector_bytes > 0, where, "registers and vector_bytes must be positive")
     return isa
+
+
+def _on_base(
+    fields: dict[str, Any], atoms: tuple[Atom, ...], transfers: tuple[Transfer, ...], where: str
+) -> Isa:
+    """The ISA with what it takes over from the one it adds to."""
+    name = fields.pop("base", None)
+    base = load_isa(name) if name else None
+    if base is not None:
+        inherited = {x: getattr(base, x) for x in ("arch", "registers", "vector_bytes", "shuffles")}
+        fields = {"preamble": "", **inherited, **fields}
+        fields["flags"] = [*base.flags, *fields.get("flags", [])]
+        fields["features"] = [*base.features, *fields.get("features", [])]
+        fields["preamble"] = f"{base.preamble.strip()}\n{fields['preamble'].strip()}\n"
+    isa: Isa = record(Isa, {**fields, "atoms": atoms, "transfers": transfers}, where)
+    return replace(isa, base=base)
 
 
 @cache

@@ -14,17 +14,31 @@ from typing import Any
 import numpy as np
 import pytest
 
-from portmm.candidates import candidates, panel_width
+from portmm.candidates import candidates
 from portmm.detect import host_features
-from portmm.problem import LAYOUTS_A, LAYOUTS_B, LAYOUTS_C, Problem
+from portmm.dtype import BY_NAME, spell
+from portmm.interp import numpy_type
+from portmm.problem import LAYOUTS_A, LAYOUTS_B, LAYOUTS_C, Family, Problem, family
 from portmm.target import load_isa, load_target, names
 
 NUMPY = {"f32": np.float32, "f64": np.float64}
+NARROW = (
+    "bf16", "f16", "bf16-bf16-f32", "f16-f16-f32", "f32-bf16-f32", "f32-s8-f32", "bf16-s8-bf16", "s8-s8-s32", "u8-s8-s32",
+)  # fmt: skip
+"""Products of narrow types: floats summed in f32, integers in s32."""
 TINY = load_target(str(Path(__file__).with_name("targets") / "tiny.toml"))
 SEVEN = replace(TINY, isas=tuple(replace(isa, registers=7) for isa in TINY.isas))
 """Six registers hold no tile beside three columns of B, which batched products would try."""
-ISAS = names("isa")
-POISON = -77777.0
+ISAS = tuple(name for name in names("isa") if load_isa(name).base is None)
+"""Those that stand on their own: they multiply f32 and f64. The others add units for narrow types."""
+EVERY_ISA = names("isa")
+
+
+def poison(dtype: np.dtype) -> Any:
+    """What lies around operands: no result has this value."""
+    return np.asarray({1: 85, 2: -7777.0}.get(dtype.itemsize, -77777.0)).astype(dtype)
+
+
 
 
 def require(tool: str) -> str:
@@ -58,15 +72,16 @@ LAYOUTS = [(a, b, c) for a in LAYOUTS_A for b in LAYOUTS_B for c in LAYOUTS_C if
 """A packed B is always on the right, so that C runs by rows."""
 
 
-def packed_families(target: Any, dtype: str) -> list[str]:
+def packed_families(target: Any, dtype: str, post: str = "") -> list[str]:
     """The panel widths that a machine's own schedules would pack."""
-    return sorted({s.family for s in candidates(Problem(64, 64, 64, dtype), target)}, key=panel_width)
+    return sorted({s.family for s in candidates(Problem(64, 64, 64, dtype, post=post), target)}, key=lambda name: family(name).nr)
 
 
 def pose(size: tuple[int, int, int], layouts: tuple[str, str, str], target: Any, **more: Any) -> list[Problem]:
     """The problem of a size and layouts, once for each packed family if B is packed."""
     a, b, c = layouts
-    families = packed_families(target, more.get("dtype", "f32")) if b == "packed" else [""]
+    dtype, post = more.get("dtype", "f32"), more.get("post", "")
+    families = packed_families(target, dtype, post) if b == "packed" else [""]
     return [Problem(*size, a=a, b=b, c=c, family=f, **more) for f in families]
 
 
@@ -129,19 +144,29 @@ def lay(x: np.ndarray, layout: str, gap: int) -> Laid:
     else:
         row, col, offset = 1, rows + gap, 0
     extent = 1 + (rows - 1) * abs(row) + (cols - 1) * col
-    flat = np.full((batch - 1) * (extent + gap) + extent, POISON, x.dtype)
+    flat = np.full((batch - 1) * (extent + gap) + extent, poison(x.dtype), x.dtype)
     laid = Laid(flat, offset, extent + gap, row, col, x.shape)
     flat[laid.places()] = x
     return laid
 
 
-def panels_of(b: np.ndarray, nr: int) -> np.ndarray:
-    """B in panels, panel[p][k][nr], with NaN for padding: whatever is computed with it must not be stored."""
+def panels_of(b: np.ndarray, family: Family) -> np.ndarray:
+    """B in panels, flat: [p][k][nr], or [p][k][nr][kr] in units of k filled up with zeros, and, for integers,
+    the sum of each column as s32. Padded columns hold something: what is computed with it must not be stored.
+    """
+    nr, kr = family.nr, family.kr
     batch, k, n = b.shape
-    count = -(-n // nr)
-    wide = np.full((batch, k, count * nr), np.nan, b.dtype)
-    wide[:, :, :n] = b
-    return np.ascontiguousarray(wide.reshape(batch, k, count, nr).swapaxes(1, 2))
+    count, depth = -(-n // nr), -(-k // kr)
+    junk = 77 if b.dtype.kind in "iu" else np.nan
+    wide = np.full((batch, depth * kr, count * nr), junk, b.dtype)
+    wide[:, :, :n] = 0
+    wide[:, :k, :n] = b
+    units = wide.reshape(batch, depth, kr, count, nr).transpose(0, 3, 1, 4, 2)
+    panels = np.ascontiguousarray(units).reshape(batch, count, -1)
+    if not family.sums:
+        return panels
+    totals = units.astype(np.int32).sum(axis=(2, 4), dtype=np.int32)
+    return np.concatenate([panels, np.ascontiguousarray(totals).view(b.dtype)], axis=2)
 
 
 @dataclass(frozen=True)
@@ -157,6 +182,7 @@ class Case:
     c: Laid
     want: np.ndarray
     bound: np.ndarray
+    vectors: dict[str, np.ndarray]
 
     def fresh(self) -> np.ndarray:
         """Memory for C: unset elements are NaN, all others poison."""
@@ -169,7 +195,7 @@ class Case:
         assert not off.any(), f"{what}: {off.sum()} of {off.size} wrong, first at {np.argwhere(off)[0]}"
         rest = np.ones(c.size, bool)
         rest[self.c.places()] = False
-        assert (c[rest] == POISON).all(), f"{what}: wrote between the rows or items of C"
+        assert (c[rest] == poison(c.dtype)).all(), f"{what}: wrote between the rows or items of C"
 
 
 def case(p: Problem, seed: int = 0, *, floats: bool = False, shared: str = "") -> Case:
@@ -178,22 +204,27 @@ def case(p: Problem, seed: int = 0, *, floats: bool = False, shared: str = "") -
     `shared` names an operand whose one item serves the whole batch.
     """
     rng = np.random.default_rng(seed)
-    dtype = NUMPY[p.dtype]
+    types = [numpy_type(x) for x in p.types]
 
-    def draw(name: str, rows: int, cols: int) -> np.ndarray:
+    def draw(name: str, dtype: np.dtype, rows: int, cols: int) -> np.ndarray:
         shape = (1 if name == shared else p.batch, rows, cols)
-        return (rng.standard_normal(shape) if floats else rng.integers(-4, 5, shape)).astype(dtype)
+        if dtype.kind in "iu" and p.acc == "s32":
+            low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+            return rng.integers(low, high + 1, shape).astype(dtype)
+        return (rng.standard_normal(shape) * (50 if dtype.kind in "iu" else 1) if floats else rng.integers(-4, 5, shape)).astype(dtype)
 
-    x, y = draw("a", p.m, p.k), draw("b", p.k, p.n)
+    x, y = draw("a", types[0], p.m, p.k), draw("b", types[1], p.k, p.n)
     gap = 0 if p.static else 3
-    a, c = lay(x, p.a, gap), lay(np.full((p.batch, p.m, p.n), np.nan, dtype), p.c, gap)
+    unset = poison(types[2]) + 1 if types[2].kind in "iu" else np.nan
+    blank = np.full((p.batch, p.m, p.n), unset, types[2])
+    a, c = lay(x, p.a, gap), lay(blank, p.c, gap)
     fields = {"m": p.m, "n": p.n, "k": p.k, "batch": p.batch}
     fields |= {"a_m": a.row, "a_k": a.col, "a_batch": 0 if shared == "a" else a.item}
     if p.b == "packed":
-        nr = panel_width(p.family)
-        panels = panels_of(y, nr)
-        flat, offset, item = panels.ravel(), 0, panels[0].size
-        fields |= {"b_k": nr, "b_n": p.k * nr}
+        kept = family(p.family)
+        panels = panels_of(y, kept)
+        flat, offset, item = panels.ravel(), 0, panels[0].size // kept.kr
+        fields |= {"b_k": kept.nr, "b_n": panels.shape[2] // kept.kr}
     else:
         b = lay(y, p.b, gap)
         flat, offset, item = b.flat, b.offset, b.item
@@ -201,9 +232,38 @@ def case(p: Problem, seed: int = 0, *, floats: bool = False, shared: str = "") -
     fields |= {"b_batch": 0 if shared == "b" else item}
     fields |= {"c_m": c.row, "c_n": c.col, "c_batch": c.item}
     wide_x, wide_y = x.astype(np.float64), y.astype(np.float64)
-    # Each of k multiply-adds rounds at most twice: Higham, Accuracy and Stability, section 3.1.
-    bound = 2 * (p.k + 1) * p.element.eps * (np.abs(wide_x) @ np.abs(wide_y)) if floats else np.zeros(1)
-    return Case(p, fields, a.flat, a.offset, flat, offset, c, wide_x @ wide_y, bound)
+    want = wide_x @ wide_y
+    vectors, want = quantised(p, x, y, want, rng) if p.post else ({}, want)
+    eps, out = BY_NAME[p.acc].eps, BY_NAME[p.types[2]].eps
+    if p.types[2] != p.acc or not floats:
+        want = want.astype(types[2]).astype(np.float64) if not floats else want
+    # Each of k multiply-adds rounds at most twice, the result once: Higham, Accuracy and Stability, section 3.1.
+    bound = 2 * (p.k + 1) * eps * (np.abs(wide_x) @ np.abs(wide_y)) if floats else np.zeros(1)
+    bound = bound + (out * (np.abs(want) + bound) if floats and p.types[2] != p.acc else 0)
+    if p.post:  # three roundings in f32, one to the result
+        bound = 2.0**-21 * vectors.pop("size") + out * np.abs(want) + (0.5001 if not out else 0)
+        want = want if out else np.clip(want, np.iinfo(types[2]).min, np.iinfo(types[2]).max)
+    return Case(p, fields, a.flat, a.offset, flat, offset, c, want, bound, vectors)
+
+
+def quantised(p: Problem, x: np.ndarray, y: np.ndarray, sums: np.ndarray, rng: Any) -> tuple[dict[str, Any], np.ndarray]:
+    """What a quantised product needs beside its operands, and its exact result."""
+    rows, columns = (p.m,), (-(-p.n // 64) * 64,)
+    span = 1.0 if BY_NAME[p.types[2]].eps else 1e-2
+    a_scale, b_scale = rng.random(rows).astype(np.float32) * span, rng.random(columns).astype(np.float32)
+    bias = (rng.standard_normal(columns) * 10).astype(np.float32)
+    a_zero, b_zero = rng.integers(-9, 99, rows).astype(np.int32), rng.integers(-9, 99, columns).astype(np.int32)
+    wide_x, wide_y = x.astype(np.int64), y.astype(np.int64)
+    if "azero" not in p.post:
+        a_zero[:] = 0
+    if "bzero" not in p.post:
+        b_zero[:] = 0
+    exact = (wide_x - a_zero[:, None]) @ (wide_y - b_zero[: p.n])
+    scaled = exact * a_scale[:, None].astype(float) * b_scale[: p.n].astype(float)
+    want = scaled + (bias[: p.n] if "bias" in p.post else 0)
+    size = np.abs(scaled) + np.abs(bias[: p.n])
+    a_sum = -(wide_x.sum(-1)[0] - p.k * a_zero).astype(np.int32)
+    return {"a_scale": a_scale, "b_scale": b_scale, "bias": bias, "a_zero": -a_zero, "a_sum": a_sum, "b_zero": b_zero, "size": size}, want
 
 
 # -- running ----------------------------------------------------------------------
@@ -215,6 +275,7 @@ def interpret(kernel: Any, k: Case, workers: int = 1, shuffle: int = 0, c: np.nd
 
     c = k.fresh() if c is None else c
     arrays = {"a": (k.a, k.a_offset), "b": (k.b, k.b_offset), "c": (c, k.c.offset)}
+    arrays |= {name: (x, 0) for name, x in k.vectors.items()}
     run(kernel, k.fields | {"workers": workers}, arrays, shuffle=shuffle)
     return c
 
@@ -257,7 +318,7 @@ def execute(kernel: Any, k: Case, workers: int = 1, *, code: Any = None, end: bo
     from portmm.run.host import runtime
 
     route = runtime().make_route(
-        code or load(kernel), dispatch.workspace_bytes(kernel, k.problem, workers), workers, k.problem.dtype
+        code or load(kernel), dispatch.workspace_bytes(kernel, k.problem, workers), workers, spell(*k.problem.types), k.problem.unit
     )
     a, b, c = (guarded(x, end=end) for x in (k.a, k.b, k.fresh()))
     at = {"a": a.ctypes.data + k.a_offset * a.itemsize, "b": b.ctypes.data + k.b_offset * b.itemsize}

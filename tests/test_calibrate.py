@@ -12,6 +12,7 @@ from support import require
 
 from portmm import build, calibrate, detect, probe, settings
 from portmm.dtype import BY_NAME
+from portmm.interp import numpy_type
 from portmm.emit.c import source
 from portmm.errors import TargetError
 from portmm.target import load_isa, load_target, names
@@ -41,28 +42,33 @@ def atoms_here():
     return [(isa, atom) for isa in HERE.isas for atom in isa.atoms]
 
 
+def drawn(count, name, rng):
+    """Elements or units of a type: small numbers, exact in every type."""
+    return rng.integers(0, 9, count * BY_NAME[name].pack).astype(numpy_type(name))
+
+
 @pytest.mark.parametrize(("isa", "atom"), atoms_here(), ids=lambda x: x.name)
 def test_the_peak_loop_multiplies_every_step(isa, atom):
     found = probe.peak(isa, atom)
-    repeats, steps = 3, 5
+    repeats, steps, kr = 3, 5, atom.k_pack
     rng = np.random.default_rng(0)
-    a, b, c = (rng.random(count).astype(BY_NAME[atom.a].numpy) for count in (found.a * steps, found.b * steps, found.c))
+    a, b, c = drawn(found.a * steps, atom.left, rng), drawn(found.b * steps, atom.right, rng), drawn(found.c, atom.acc, rng)
     cols = found.b // atom.n
-    panel_a, panel_b = a.reshape(steps, -1).astype(float), b.reshape(steps, cols, atom.n).astype(float)
-    expect = c.reshape(-1, cols, atom.n) + repeats * np.einsum("kr,kcn->rcn", panel_a, panel_b)
+    panel_a, panel_b = a.reshape(steps, -1, kr).astype(float), b.reshape(steps, cols, atom.n, kr).astype(float)
+    expect = c.reshape(-1, cols, atom.n) + repeats * np.einsum("kre,kcne->rcn", panel_a, panel_b)
     calibrate._open(found).start(repeats, steps, a, b, c)
     np.testing.assert_allclose(c.reshape(expect.shape), expect, rtol=1e-5)
-    assert found.flops == 2 * found.c
+    assert found.flops == 2 * found.c * atom.k
 
 
 @pytest.mark.parametrize(("isa", "atom"), atoms_here(), ids=lambda x: x.name)
 def test_the_stream_loop_reads_every_element(isa, atom):
     found = probe.stream(isa, atom)
     steps = 4
-    b = np.random.default_rng(0).random(found.b * steps).astype(BY_NAME[atom.b].numpy)
-    a, c = np.full(found.a, 2, b.dtype), np.zeros(found.c, b.dtype)
+    b = drawn(found.b * steps, atom.right, np.random.default_rng(0))
+    a, c = np.full(found.a * atom.k_pack, 2, numpy_type(atom.left)), np.zeros(found.c, numpy_type(atom.acc))
     calibrate._open(found).start(2, steps, a, b, c)
-    np.testing.assert_allclose(c, 2 * 2 * b.reshape(steps, -1).astype(float).sum(0), rtol=1e-5)
+    np.testing.assert_allclose(c, 2 * 2 * b.reshape(steps, -1, atom.k_pack).astype(float).sum((0, 2)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
@@ -71,7 +77,7 @@ def test_the_loops_of_every_isa_fit_its_registers_and_compile(isa):
         require(f"{isa.arch}-linux-gnu-gcc")
     for atom in isa.atoms:
         found = probe.peak(isa, atom)
-        sums, cols = found.c // (atom.m * atom.n), found.b // (atom.n * atom.k)
+        sums, cols = found.c // (atom.m * atom.n), found.b // atom.n
         assert min(12, isa.registers - 4) <= sums <= isa.registers - cols - 1
         for made in (found, probe.stream(isa, atom)):
             arch = None if isa.arch == "any" else isa.arch
@@ -150,7 +156,7 @@ def test_a_new_measurement_replaces_the_old():
 
 @pytest.mark.usefixtures("own_cache")
 def test_a_clock_follows_from_the_rate_of_the_best_atom():
-    atom = HERE.isas[0].atoms[0]
+    atom = next(isa for isa in HERE.isas if isa.base is None).atoms[0]
     known = replace(HERE, rates={atom.name: 2.0}, frequency_ghz=0.0)
     calibrate.remember(HERE, {atom.name: 2 * atom.m * atom.n * atom.k * 2.0 * 3.5})
     assert calibrate.measured(known).frequency_ghz == pytest.approx(3.5)

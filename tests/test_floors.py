@@ -12,7 +12,7 @@ import pytest
 
 # By module, or by package for all in it; "." is portmm/__init__.py.
 FLOORS = {
-    0: "abi coords dtype errors expr naming problem targets version",  # what is computed; pure data
+    0: "abi coords dtype errors expr naming problem quantized targets tensorfile version",  # what is computed; pure data
     1: "schema target",  # what it runs on
     2: "candidates cost schedule",  # legal tiles and predicted time
     3: "interp ir kernels lower probe",  # loops and their meaning

@@ -12,7 +12,7 @@ from kernels_of import transposed
 from support import HERE, case, guarded, interpret, panels_of
 
 import portmm as pm
-from portmm.candidates import panel_width
+from portmm.problem import family
 from portmm.lower import lower_pack
 from portmm.packed import unpack
 from portmm.problem import Problem
@@ -34,7 +34,7 @@ def test_packing_is_a_bijection(target, dtype, how):
             packed = pm.pack(b)
             assert packed.shape == shape
             np.testing.assert_array_equal(unpack(packed), b)
-            nr = panel_width(packed.family)
+            nr = family(packed.family).nr
             want = panels_of(np.asarray(b, dtype).reshape(-1, *shape[-2:]), nr).ravel()
             kept = ~np.isnan(want)
             np.testing.assert_array_equal(packed.owner[kept], want[kept])
@@ -95,7 +95,7 @@ def test_panels_before_a_guard_page():
     for shape in [(5, 3), (64, 100), (17, 33)]:
         b = rng.standard_normal(shape).astype(np.float32)
         packed = pm.pack(b)
-        nr = panel_width(packed.family)
+        nr = family(packed.family).nr
         item = packed.owner.size
         other = type(packed)(guarded(packed.owner), *shape, "f32", packed.family, nr, shape[0] * nr, item, shape)
         for m in (1, 3, 16, 40):

@@ -3,7 +3,8 @@
 Owns the spelling of every node in header-free GNU C: vector types come from the
 ISA's preamble, so no <immintrin.h> is parsed (a seventh of the compile time).
 Imports `ir`, `abi`, `dtype`. One pass over an immutable tree; the text of an
-atom's verbs is the only part that depends on an ISA.
+atom's verbs is the only part that depends on an ISA. Which text of a load or a
+store that is follows from the type of the pointer.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from portmm import abi
-from portmm.dtype import BY_NAME
+from portmm.dtype import BY_NAME, base
+from portmm.emit.scalars import HELPERS, converted
+from portmm.errors import ScheduleError
 from portmm.ir import (
     FIELDS,
     OPERANDS,
@@ -29,6 +32,7 @@ from portmm.ir import (
     MacScalar,
     Move,
     Parallel,
+    Param,
     Prefetch,
     Ptr,
     Reduce,
@@ -43,6 +47,12 @@ from portmm.ir import (
 
 if TYPE_CHECKING:
     from portmm.target import Atom
+
+_WRITES = {
+    "zero": "acc_type", "load_c": "acc_type", "load_a": "a_type", "load_b": "b_type",
+    "load_mask": "b_type", "load_rows": "b_type", "mask": "mask_type", "ones": "a_type",
+}  # fmt: skip
+"""Verb -> the field of an atom that is the C type of the register it writes."""
 
 _PRECEDENCE = {"==": 0, "<": 1, "+": 2, "-": 2, "*": 3, "/": 3, "%": 3}
 
@@ -69,7 +79,7 @@ def source(kernel: Kernel) -> str:
         kernel.isa.preamble.strip(),
         abi.ARGS.strip(),
         _PRELUDE.strip(),
-        *(text for name, text in _HELPERS.items() if any(f"{name}(" in c for c in code)),
+        *(text for name, text in (_HELPERS | HELPERS).items() if any(f"{name}(" in c for c in code)),
     ]
     if kernel.isa.shuffles and kernel.atom.n > 1:
         parts.append(f"typedef {lanes} lanes_t __attribute__((vector_size({kernel.atom.n * element.bytes})));")
@@ -152,9 +162,22 @@ class _Printer:
     function: Function
     used: set[str]
     lines: list[str] = field(default_factory=list)
+    points: dict[str, str] = field(default_factory=dict)
+
+    def types(self) -> dict[str, str]:
+        """Pointer -> type of what it points at."""
+        f = self.function
+        found = {} if f.kind == "inner" else {name: self.kernel.type_of(name) for name in OPERANDS}
+        found |= {p.name: p.dtype for p in f.params if p.dtype}
+        return found | {s.name: s.dtype for s in walk(f.body) if isinstance(s, LetPtr | Scratch)}
+
+    def at(self, p: Ptr, to: str) -> str:
+        """The element at an address, as one of type `to`."""
+        return converted(f"*({address(p)})", self.points[p.name], to)
 
     def text(self) -> str:
         f = self.function
+        self.points = self.types()
         if f.comment:
             self.lines.append(f"/* {f.comment} */")
         self.lines.append(f"{self.signature()} {{")
@@ -193,29 +216,26 @@ class _Printer:
             self.put(1, "(void)g; (void)task; (void)worker;")
         source = SWAPPED if self.kernel.swap else {}
         constants = dict(self.kernel.constants)
-        types = {"a": self.kernel.atom.a, "b": self.kernel.atom.b, "c": self.kernel.atom.acc}
         for name in FIELDS:
             if name in used and name not in {p.name for p in f.params}:
                 value = constants.get(name, f"g->{source.get(name, name)}")
                 self.put(1, f"const long {name} = {value};")
         for name, readonly in OPERANDS.items():
             if name in used:
-                ctype = BY_NAME[types.get(name, self.kernel.atom.acc)].c
+                ctype = BY_NAME[self.points[name]].c
                 qualifier = "const " if readonly else ""
                 value = f"({qualifier}{ctype} *)g->{source.get(name, name)}"
                 self.put(1, f"{qualifier}{ctype} *{name} = {value};")
 
     def registers(self) -> dict[str, list[str]]:
         """C type -> names of the registers that the function's verbs write."""
-        atom = self.kernel.atom
-        written = {"zero": atom.acc_type, "load_c": atom.acc_type, "load_a": atom.a_type}
-        written |= {"load_b": atom.b_type, "load_mask": atom.b_type, "mask": atom.mask_type}
         found: dict[str, str] = {}
         for s in walk(self.function.body):
-            if isinstance(s, Verb) and s.name in written:
-                found.setdefault(s.d, written[s.name])
+            if isinstance(s, Verb) and s.name in _WRITES:
+                written = "acc_type" if s.to == self.atom(s).acc else _WRITES[s.name]
+                found.setdefault(s.d, getattr(self.atom(s), written))
             elif isinstance(s, Shuffle):
-                found.setdefault(s.d, atom.b_type)
+                found.setdefault(s.d, self.kernel.atom.b_type)
         types: dict[str, list[str]] = {}
         for name, ctype in found.items():
             types.setdefault(ctype, []).append(name)
@@ -229,7 +249,11 @@ class _Printer:
         self.put(depth, f"const long {s.name} = {index(s.value)};")
 
     def do_letptr(self, s: LetPtr, depth: int) -> None:
-        self.put(depth, f"{'const ' if s.readonly else ''}{BY_NAME[s.dtype].c} *{s.name} = {address(s.value)};")
+        ctype = f"{'const ' if s.readonly else ''}{BY_NAME[s.dtype].c} *"
+        value = address(s.value)
+        if self.points[s.value.name] != s.dtype:
+            value = f"({ctype})({value})"
+        self.put(depth, f"{ctype}{s.name} = {value};")
 
     def do_scratch(self, s: Scratch, depth: int) -> None:
         self.put(depth, f"{BY_NAME[s.dtype].c} {s.name}[{s.elements}] __attribute__((aligned(64)));")
@@ -260,8 +284,15 @@ class _Printer:
         self.put(depth + 2, "__builtin_trap();")
         self.put(depth, "}")
 
+    def atom(self, s: Verb) -> Atom:
+        """The atom whose word a statement is."""
+        return self.kernel.isa.word(s.of) if s.of else self.kernel.atom
+
     def do_verb(self, s: Verb, depth: int) -> None:
-        text: str = getattr(self.kernel.atom, s.name)
+        memory = self.points[s.p.name] if s.p else ""
+        text = self.kernel.isa.spelling(self.atom(s), s.name, memory, s.to)
+        if not text:
+            raise ScheduleError(f"{self.kernel.isa.name} has no {s.name} of {memory} for {self.atom(s).name} {s.to}")
         self.put(
             depth,
             text.format(
@@ -271,6 +302,7 @@ class _Printer:
                 mask=s.mask,
                 p=address(s.p) if s.p else "",
                 count=index(s.count) if s.count else "",
+                step=index(s.step) if s.step else "",
             ),
         )
 
@@ -278,19 +310,21 @@ class _Printer:
         self.put(depth, f"{s.d} = SHUFFLE({s.a}, {s.b}, lanes_t, {', '.join(map(str, s.pick))});")
 
     def do_reduce(self, s: Reduce, depth: int) -> None:
-        old = f"({index(s.accumulate)} ? *({address(s.p)}) : 0)"
+        acc = self.kernel.atom.acc
+        old = f"({index(s.accumulate)} ? {self.at(s.p, acc)} : 0)"
         self.put(depth, "{")
-        self.put(depth + 1, f"{BY_NAME[self.kernel.atom.acc].c} sum;")
+        self.put(depth + 1, f"{BY_NAME[acc].c} sum;")
         for line in _reduction(self.kernel.atom, s.d):
             self.put(depth + 1, line)
-        self.put(depth + 1, f"*({address(s.p)}) = {old} + sum;")
+        self.put(depth + 1, f"*({address(s.p)}) = {converted(f'{old} + sum', acc, self.points[s.p.name])};")
         self.put(depth, "}")
 
     def do_macscalar(self, s: MacScalar, depth: int) -> None:
-        self.put(depth, f"*({address(s.p)}) += *({address(s.a)}) * *({address(s.b)});")
+        acc = self.kernel.atom.acc
+        self.put(depth, f"*({address(s.p)}) += {self.at(s.a, acc)} * {self.at(s.b, acc)};")
 
     def do_move(self, s: Move, depth: int) -> None:
-        value = f"*({address(s.src)})" if s.src else "0"
+        value = self.at(s.src, base(self.points[s.to.name])) if s.src else "0"
         self.put(depth, f"*({address(s.to)}) = {value};")
 
     def do_add(self, s: Add, depth: int) -> None:
@@ -301,8 +335,16 @@ class _Printer:
         self.put(depth, f"__builtin_prefetch({address(s.p)}{how});")
 
     def do_call(self, s: Call, depth: int) -> None:
-        args = ", ".join(address(x) if isinstance(x, Ptr) else index(x) for x in s.args)
+        args = ", ".join(self.argument(p, x) for p, x in zip(s.function.params, s.args, strict=True))
         self.put(depth, f"{s.function.name}({args});")
+
+    def argument(self, p: Param, x: Index | Ptr) -> str:
+        """An argument; a pointer to another type is cast."""
+        if isinstance(x, Index):
+            return index(x)
+        if self.points[x.name] == p.dtype:
+            return address(x)
+        return f"({'const ' if p.readonly else ''}{BY_NAME[p.dtype].c} *)({address(x)})"
 
     def do_parallel(self, s: Parallel, depth: int) -> None:
         values = ", ".join(["(long)g", *(index(x) for x in s.args)])

@@ -7,7 +7,8 @@
  * waits for this file, and that saves a fifth of its compile time. */
 #ifdef PORTMM_PYTHON
 
-enum { NUMPY_FLOAT = 11, NUMPY_DOUBLE = 12, NUMPY_ALIGNED = 0x100, NUMPY_WRITEABLE = 0x400, MAX_ND = 8 };
+enum { NUMPY_BYTE = 1, NUMPY_UBYTE = 2, NUMPY_INT = 5, NUMPY_FLOAT = 11, NUMPY_DOUBLE = 12, NUMPY_HALF = 23 };
+enum { NUMPY_ALIGNED = 0x100, NUMPY_WRITEABLE = 0x400, MAX_ND = 8 };
 enum { API_ARRAY_TYPE = 2, API_DESCR_FROM_TYPE = 45, API_RETURN = 76, API_NEW_FROM_DESCR = 94 };
 #define RELEASE_GIL_FLOPS 1e5 /* about a microsecond of work; releasing costs 16 ns */
 
@@ -43,8 +44,14 @@ typedef struct {
 static element_type elements[] = {
     {"f32", "float32", NUMPY_FLOAT, 4, NULL, NULL},
     {"f64", "float64", NUMPY_DOUBLE, 8, NULL, NULL},
+    {"f16", "float16", NUMPY_HALF, 2, NULL, NULL},
+    {"bf16", "bfloat16", -1, 2, NULL, NULL}, /* another package's: see `register_dtype` */
+    {"s8", "int8", NUMPY_BYTE, 1, NULL, NULL},
+    {"u8", "uint8", NUMPY_UBYTE, 1, NULL, NULL},
+    {"s32", "int32", NUMPY_INT, 4, NULL, NULL},
 };
-enum { ELEMENTS = sizeof elements / sizeof *elements };
+/* Products of one of the first few with itself are of that type as well. */
+enum { ELEMENTS = sizeof elements / sizeof *elements, CLOSED = 4 };
 
 #pragma GCC push_options
 #pragma GCC optimize("O0")
@@ -63,9 +70,11 @@ static int start_numpy(void) {
   new_array = (new_from_descr)table[API_NEW_FROM_DESCR];
   scalar_of = (PyObject * (*)(PyObject *)) table[API_RETURN];
   for (int i = 0; i < ELEMENTS; i++) {
-    elements[i].descr = ((descr_object * (*)(int)) table[API_DESCR_FROM_TYPE])(elements[i].number);
     elements[i].text = PyUnicode_InternFromString(elements[i].name);
-    if (!elements[i].descr || !elements[i].text) return -1;
+    if (!elements[i].text) return -1;
+    if (elements[i].number < 0) continue;
+    elements[i].descr = ((descr_object * (*)(int)) table[API_DESCR_FROM_TYPE])(elements[i].number);
+    if (!elements[i].descr) return -1;
   }
   return 0;
 }
@@ -77,7 +86,7 @@ static int start_numpy(void) {
 static inline int element_of(const array_object *a) {
   for (int i = 0; i < ELEMENTS; i++) {
     if (a->descr == elements[i].descr) return i;
-    if (Py_TYPE(a->descr) == Py_TYPE(elements[i].descr) && a->descr->byteorder == elements[i].descr->byteorder) return i;
+    if (elements[i].descr && Py_TYPE(a->descr) == Py_TYPE(elements[i].descr) && a->descr->byteorder == elements[i].descr->byteorder) return i;
   }
   return -1;
 }
@@ -87,8 +96,33 @@ static inline int element_of(const array_object *a) {
 static int element_named(PyObject *name) {
   for (int i = 0; i < ELEMENTS; i++)
     if (PyUnicode_Check(name) && PyUnicode_CompareWithASCIIString(name, elements[i].name) == 0) return i;
-  PyErr_Format(PyExc_ValueError, "dtype %R is unknown; use 'f32' or 'f64'", name);
+  PyErr_Format(PyExc_ValueError, "dtype %R is unknown; use 'f32', 'f64', 'f16', 'bf16', 's8', 'u8' or 's32'", name);
   return -1;
+}
+
+/* The types of A, B and C from "f32" or "u8-s8-s32"; 0 with an exception. */
+static int elements_named(PyObject *word, int *found) {
+  if (!PyUnicode_Check(word)) return PyErr_Format(PyExc_TypeError, "dtype is %R; need a string", word), 0;
+  PyObject *parts = PyObject_CallMethod(word, "split", "s", "-");
+  if (!parts) return 0;
+  const Py_ssize_t count = PyList_GET_SIZE(parts);
+  int ok = count == 1 || count == 3;
+  if (!ok) PyErr_Format(PyExc_ValueError, "dtype %R is unknown; name one type, or three with - between", word);
+  for (int i = 0; ok && i < 3; i++) ok = (found[i] = element_named(PyList_GET_ITEM(parts, count == 1 ? 0 : i))) >= 0;
+  Py_DECREF(parts);
+  return ok;
+}
+
+/* Tell what arrays of a type look like that NumPy does not have itself. */
+static PyObject *py_register_dtype(PyObject *module, PyObject *args) {
+  PyObject *name, *descr;
+  (void)module;
+  if (!PyArg_ParseTuple(args, "OO:register_dtype", &name, &descr)) return NULL;
+  const int element = element_named(name);
+  if (element < 0) return NULL;
+  if (elements[element].number >= 0) return PyErr_Format(PyExc_ValueError, "NumPy has %R itself", name);
+  if (!elements[element].descr) elements[element].descr = (descr_object *)Py_NewRef(descr);
+  return Py_NewRef(Py_None);
 }
 
 #pragma GCC pop_options
@@ -161,27 +195,23 @@ typedef struct {
   PyObject_HEAD
   launch launch;
   kernel_object *kernel;
-  int element;
+  PyObject *dtype;
+  int elements[3]; /* of A, B and C */
 } route_object;
 
 static void route_dealloc(route_object *r) {
   Py_XDECREF(r->kernel);
+  Py_XDECREF(r->dtype);
   Py_TYPE(r)->tp_free((PyObject *)r);
-}
-
-static PyObject *route_dtype(route_object *r, void *unused) {
-  (void)unused;
-  return Py_NewRef(elements[r->element].text);
 }
 
 static PyMemberDef route_members[] = {
     {"kernel", T_OBJECT, offsetof(route_object, kernel), READONLY, "what is launched"},
     {"work_bytes", T_ULONG, offsetof(route_object, launch.work), READONLY, "bytes of workspace"},
     {"workers", T_LONG, offsetof(route_object, launch.workers), READONLY, "most threads"},
+    {"dtype", T_OBJECT, offsetof(route_object, dtype), READONLY, "element types of A, B and C"},
     {NULL, 0, 0, 0, NULL},
 };
-static PyGetSetDef route_getset[] = {{"dtype", (getter)route_dtype, NULL, "element type", NULL},
-                                     {NULL, NULL, NULL, NULL, NULL}};
 
 static PyTypeObject route_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "portmm.run.Route",
@@ -189,24 +219,25 @@ static PyTypeObject route_type = {
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_dealloc = (destructor)route_dealloc,
     .tp_members = route_members,
-    .tp_getset = route_getset,
 };
 
 static PyObject *py_make_route(PyObject *module, PyObject *args) {
   PyObject *kernel, *dtype;
   Py_ssize_t work;
-  long workers;
+  long workers, unit = 1;
+  int found[3];
   (void)module;
-  if (!PyArg_ParseTuple(args, "O!nlO:make_route", &kernel_type, &kernel, &work, &workers, &dtype)) return NULL;
-  int element = element_named(dtype);
-  if (element < 0) return NULL;
+  if (!PyArg_ParseTuple(args, "O!nlO|l:make_route", &kernel_type, &kernel, &work, &workers, &dtype, &unit)) return NULL;
+  if (!elements_named(dtype, found)) return NULL;
   if (work < 0 || workers < 1)
     return PyErr_Format(PyExc_ValueError, "work_bytes is %zd and workers %ld; need >= 0 and >= 1", work, workers);
   route_object *r = PyObject_New(route_object, &route_type);
   if (!r) return NULL;
   r->kernel = (kernel_object *)Py_NewRef(kernel);
-  r->element = element;
-  r->launch = (launch){r->kernel->function, (size_t)work, workers, elements[element].bytes};
+  r->dtype = Py_NewRef(dtype);
+  memcpy(r->elements, found, sizeof found);
+  r->launch = (launch){r->kernel->function, (size_t)work, workers,
+                       {elements[found[0]].bytes, elements[found[1]].bytes * unit, elements[found[2]].bytes}};
   return (PyObject *)r;
 }
 

@@ -5,20 +5,20 @@
  * type, shapes and strides of all operands. What it made is run for every later
  * call of that signature without running any Python. */
 
-enum { SIGNATURE_MOST = 1 + 3 * (1 + 2 * MAX_ND) }; /* an array takes most, a packed weight 7 + MAX_ND */
+enum { SIGNATURE_MOST = 3 * (2 + 2 * MAX_ND) }; /* an array takes most, a packed weight 7 + MAX_ND */
 typedef struct {
   long words[SIGNATURE_MOST];
   size_t count;
   PyObject *family;
-  int element;
 } signature;
 
 /* Extents and strides of an array that kernels can read; 0 if it is not one. */
 static inline int sign_array(signature *s, PyObject *object) {
   if (Py_TYPE(object) != array_type) return 0;
   const array_object *a = (const array_object *)object;
-  if (a->nd > MAX_ND || !(a->flags & NUMPY_ALIGNED) || element_of(a) != s->element) return 0;
+  if (a->nd > MAX_ND || !(a->flags & NUMPY_ALIGNED)) return 0;
   long *w = s->words + s->count;
+  if ((*w++ = element_of(a)) < 0) return 0;
   *w++ = a->nd;
   for (int i = 0; i < a->nd; i++) {
     const long extent = a->shape[i];
@@ -33,8 +33,9 @@ static inline int sign_array(signature *s, PyObject *object) {
 /* All that a plan depends on, but not which weight it is. */
 static inline int sign_packed(signature *s, const packed_object *p) {
   const Py_ssize_t nd = PyTuple_GET_SIZE(p->shape);
-  if (p->element != s->element || nd > MAX_ND) return 0;
+  if (nd > MAX_ND) return 0;
   long *w = s->words + s->count;
+  *w++ = p->element;
   *w++ = -1 - nd;
   *w++ = (long)p->family;
   *w++ = p->owner->shape[0];
@@ -49,10 +50,8 @@ static inline int sign_packed(signature *s, const packed_object *p) {
 }
 
 static inline int sign(signature *s, PyObject *a, PyObject *b, PyObject *out) {
-  if (Py_TYPE(a) != array_type || (s->element = element_of((array_object *)a)) < 0) return 0;
   s->family = no_family;
-  s->words[0] = s->element;
-  s->count = 1;
+  s->count = 0;
   if (!sign_array(s, a)) return 0;
   if (Py_TYPE(b) != array_type && PyObject_TypeCheck(b, &packed_type)) {
     if (!sign_packed(s, (packed_object *)b)) return 0;
@@ -63,11 +62,10 @@ static inline int sign(signature *s, PyObject *a, PyObject *b, PyObject *out) {
 }
 
 /* A plan for just these operands, or an exception: a wrong one would write anywhere. */
-static int plan_fits(const plan_object *p, const signature *s, PyObject *a, PyObject *b, PyObject *out) {
-  if (Py_TYPE(p) != &plan_type || p->packed || p->route->element != s->element || (out == Py_None && !p->c_order))
+static int plan_fits(const plan_object *p, PyObject *a, PyObject *b, PyObject *out) {
+  if (Py_TYPE(p) != &plan_type || p->packed || (out == Py_None && !p->c_order))
     return PyErr_Format(PyExc_TypeError, "the planner returned %R; need a Plan for these operands, or None", p), 0;
-  return check_operand(a, &p->a, s->element, "a") && check_operand(b, &p->b, s->element, "b") &&
-         (out == Py_None || check_operand(out, &p->c, s->element, "out"));
+  return check_operand(a, &p->a, "a") && check_operand(b, &p->b, "b") && (out == Py_None || check_operand(out, &p->c, "out"));
 }
 
 /* A new reference to the plan for a signature, or to None for the slow path,
@@ -75,7 +73,7 @@ static int plan_fits(const plan_object *p, const signature *s, PyObject *a, PyOb
 static PyObject *ask_planner(const signature *s, PyObject *a, PyObject *b, PyObject *b_data, PyObject *out) {
   unsigned long epoch = memo_epoch;
   PyObject *plan = PyObject_CallFunctionObjArgs(planner, a, b, out, NULL);
-  if (plan && plan != Py_None && !plan_fits((plan_object *)plan, s, a, b_data, out)) Py_CLEAR(plan);
+  if (plan && plan != Py_None && !plan_fits((plan_object *)plan, a, b_data, out)) Py_CLEAR(plan);
   if (plan && memo_epoch == epoch) memo_insert(&plans, s->words, s->count, plan, s->family);
   return plan;
 }
@@ -96,7 +94,7 @@ static PyObject *multiply_as_planned(PyObject *a, PyObject *b, PyObject *out) {
     const char *to = out == Py_None ? NULL : ((array_object *)out)->data;
     if (!to || !(overlap(to + p->c.low, to + p->c.high, from_a + p->a.low, from_a + p->a.high) ||
                  overlap(to + p->c.low, to + p->c.high, from_b + p->b.low, from_b + p->b.high)))
-      result = run_plan(p, from_a, from_b, to ? Py_NewRef(out) : empty_array(s.element, p->c.nd, p->c.shape), !to);
+      result = run_plan(p, from_a, from_b, to ? Py_NewRef(out) : empty_array(p->c.element, p->c.nd, p->c.shape), !to);
   }
   Py_DECREF(plan);
   return result;

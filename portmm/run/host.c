@@ -10,7 +10,7 @@ typedef struct {
   kernel_function function;
   size_t work;  /* bytes of workspace */
   long workers; /* most threads it was scheduled for */
-  long element; /* bytes */
+  long bytes[3]; /* of an element of A, of B, or of a unit of a packed B, and of C */
 } launch;
 
 /* This thread's workspace of at least `bytes`, or NULL. Panels that span many
@@ -48,11 +48,11 @@ static int run_launch(const launch *r, const portmm_args *given, const long *off
   p.parallel = pool_parallel;
   if (r->work && p.k > 0 && (!(s = own_state()) || !(p.work = workspace(s, r->work)))) return -1;
   for (long i = 0; i < count; i++, offsets += 3) {
-    p.a = (const char *)given->a + offsets[0] * r->element;
-    p.b = (const char *)given->b + offsets[1] * r->element;
-    p.c = (char *)given->c + offsets[2] * r->element;
+    p.a = (const char *)given->a + offsets[0] * r->bytes[0];
+    p.b = (const char *)given->b + offsets[1] * r->bytes[1];
+    p.c = (char *)given->c + offsets[2] * r->bytes[2];
     if (p.k > 0) r->function(&p);
-    else clear_result(&p, r->element);
+    else clear_result(&p, r->bytes[2]);
   }
   if (s && s->bytes > WORK_KEEP) {
     free(s->work);
@@ -78,9 +78,9 @@ EXPORT void *portmm_open(const char *path, const char *symbol, char *error, long
   return found;
 }
 
-EXPORT int portmm_run(void *function, long work, long workers, long element, const portmm_args *args,
+EXPORT int portmm_run(void *function, long work, long workers, const long *bytes, const portmm_args *args,
                       const long *offsets, long count) {
-  launch r = {(kernel_function)function, (size_t)work, workers, element};
+  launch r = {(kernel_function)function, (size_t)work, workers, {bytes[0], bytes[1], bytes[2]}};
   return run_launch(&r, args, offsets, count);
 }
 #endif

@@ -56,8 +56,15 @@ class Runtime(Protocol):
             BuildError: it cannot be loaded.
         """
 
-    def make_route(self, kernel: Any, work_bytes: int, workers: int, dtype: str) -> Any:
-        """A kernel with the workspace it needs and the most threads it may use."""
+    def make_route(self, kernel: Any, work_bytes: int, workers: int, dtype: str, unit: int = 1) -> Any:  # noqa: PLR0917
+        """A kernel with the workspace it needs and the most threads it may use.
+
+        `dtype` names the types of A, B and C, "f32" or "u8-s8-s32"; offsets of B
+        count `unit` elements.
+        """
+
+    def register_dtype(self, name: str, dtype: Any) -> None:
+        """Tell what arrays of "bf16" look like, which is not NumPy's own."""
 
     def execute(self, route: Any, *numbers: Any) -> None:
         """Run a kernel on raw memory.
@@ -74,10 +81,10 @@ class Runtime(Protocol):
     def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
         """The product of two arrays, or of an array and a `Packed`.
 
-        2-D arrays of one native element type with a unit stride go straight to
-        the kernel that the resolver names. Other aligned, native arrays of one
-        element type, not empty and of at most 8 dimensions, run the plan that
-        the planner made for their shapes and strides. All else, and an `out`
+        2-D arrays of one native float type with a unit stride go straight to
+        the kernel that the resolver names. Other aligned, native arrays, not
+        empty and of at most 8 dimensions, run the plan that the planner made
+        for their types, shapes and strides. All else, and an `out`
         that overlaps an operand, goes to the slow path.
         """
 

@@ -165,7 +165,8 @@ static PyObject *resolve(const route_key *key, int element, const matrix *a, con
       dense ? Py_True : Py_False);
   Py_XDECREF(packed);
   if (!route || route == Py_None) return route;
-  if (Py_TYPE(route) != &route_type || ((route_object *)route)->element != element) {
+  const int *types = ((route_object *)route)->elements;
+  if (Py_TYPE(route) != &route_type || types[0] != element || types[1] != element || types[2] != element) {
     PyErr_Format(PyExc_TypeError, "the resolver returned %R; need a Route for %s, or None", route, elements[element].name);
     Py_DECREF(route);
     return NULL;
@@ -182,7 +183,7 @@ static PyObject *multiply(PyObject *a_object, PyObject *b_object, PyObject *out)
   const packed_object *packed = NULL;
   const char *b_data, *b_end;
   portmm_args p;
-  if (override || !get_matrix(a_object, &a)) return Py_NotImplemented;
+  if (override || !get_matrix(a_object, &a) || a.element >= CLOSED) return Py_NotImplemented;
   if (Py_TYPE(b_object) != array_type && PyObject_TypeCheck(b_object, &packed_type)) {
     packed = (const packed_object *)b_object;
     if (packed->element != a.element || packed->k != a.cols || packed->n <= 0 || PyTuple_GET_SIZE(packed->shape) != 2) return Py_NotImplemented;

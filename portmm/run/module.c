@@ -92,7 +92,8 @@ static PyObject *py_pool_threads(PyObject *module, PyObject *unused) {
 #define FUNCTION(f) (PyCFunction)(void (*)(void))f
 static PyMethodDef functions[] = {
     {"load", py_load, METH_VARARGS, "load(path, symbol) -> Kernel"},
-    {"make_route", py_make_route, METH_VARARGS, "make_route(kernel, work_bytes, workers, dtype) -> Route"},
+    {"make_route", py_make_route, METH_VARARGS, "make_route(kernel, work_bytes, workers, dtype, unit=1) -> Route"},
+    {"register_dtype", py_register_dtype, METH_VARARGS, "register_dtype(name, dtype): arrays of a type from elsewhere"},
     {"execute", FUNCTION(py_execute), METH_FASTCALL, "execute(route, m, n, k, batch, a, ..., c_batch, outer=None)"},
     {"matmul", FUNCTION(py_matmul), METH_FASTCALL | METH_KEYWORDS,
      "matmul($module, /, a, b, out=None)\n--\n\nMatrix product of two arrays."},

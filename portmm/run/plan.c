@@ -3,7 +3,7 @@
 
 /* What an operand must look like, and the bytes it spans around its pointer. */
 typedef struct {
-  int nd;
+  int nd, element;
   Py_ssize_t shape[MAX_ND], strides[MAX_ND];
   Py_ssize_t low, high;
 } operand;
@@ -33,7 +33,7 @@ static int get_sizes(PyObject *tuple, Py_ssize_t *sizes, const char *what) {
 }
 
 /* From a tuple (shape, strides in bytes); 0 with an exception. */
-static int get_operand(PyObject *pair, long bytes, operand *o) {
+static int get_operand(PyObject *pair, int element, operand *o) {
   PyObject *shape, *strides;
   if (!PyTuple_Check(pair)) return PyErr_Format(PyExc_TypeError, "need (shape, strides); got %R", pair), 0;
   if (!PyArg_ParseTuple(pair, "OO;need (shape, strides)", &shape, &strides)) return 0;
@@ -41,8 +41,9 @@ static int get_operand(PyObject *pair, long bytes, operand *o) {
   int count = get_sizes(strides, o->strides, "strides");
   if (count < 0) return 0;
   if (count != o->nd) return PyErr_Format(PyExc_ValueError, "%R has no stride for each dimension", pair), 0;
+  o->element = element;
   o->low = 0;
-  o->high = bytes;
+  o->high = elements[element].bytes;
   int empty = 0;
   for (int i = 0; i < o->nd; i++) {
     if (o->shape[i] < 0) return PyErr_Format(PyExc_ValueError, "negative dimension in %R", shape), 0;
@@ -86,14 +87,14 @@ static array_object *refuse(const char *name, const char *what, int nd, const Py
 #pragma GCC pop_options
 
 /* The array in `object` if it is what the plan was made for, or an exception. */
-static array_object *check_operand(PyObject *object, const operand *want, int element, const char *name) {
+static array_object *check_operand(PyObject *object, const operand *want, const char *name) {
   if (Py_TYPE(object) != array_type && !PyObject_TypeCheck(object, array_type)) {
     PyErr_Format(PyExc_TypeError, "%s is %s; a plan takes numpy arrays", name, Py_TYPE(object)->tp_name);
     return NULL;
   }
   array_object *a = (array_object *)object;
-  if (element_of(a) != element) {
-    PyErr_Format(PyExc_TypeError, "%s has dtype %S; this plan is for %s", name, a->descr, elements[element].numpy);
+  if (element_of(a) != want->element) {
+    PyErr_Format(PyExc_TypeError, "%s has dtype %S; this plan is for %s", name, a->descr, elements[want->element].numpy);
     return NULL;
   }
   int same = a->nd == want->nd;
@@ -117,15 +118,14 @@ static int apart(const char *c, const operand *spans, const char *x, Py_ssize_t 
 
 /* A new reference to the checked `out`, or to a new array. */
 static PyObject *plan_result(const plan_object *p, PyObject *out, const char *a, const char *b) {
-  const int element = p->route->element;
   if (!out || out == Py_None) {
-    if (p->c_order) return empty_array(element, p->c.nd, p->c.shape);
+    if (p->c_order) return empty_array(p->c.element, p->c.nd, p->c.shape);
     return PyErr_Format(PyExc_ValueError, "this plan is for an out that is not C-contiguous; give out=");
   }
-  array_object *c = check_operand(out, &p->c, element, "out");
+  array_object *c = check_operand(out, &p->c, "out");
   if (!c) return NULL;
   if (!(c->flags & NUMPY_WRITEABLE)) return PyErr_Format(PyExc_ValueError, "out is read-only");
-  const Py_ssize_t packed = p->packed ? p->packed->owner->shape[0] * elements[element].bytes : 0;
+  const Py_ssize_t packed = p->packed ? p->packed->owner->shape[0] * elements[p->packed->element].bytes : 0;
   if (!apart(c->data, &p->c, a, p->a.low, p->a.high, "a") ||
       !apart(c->data, &p->c, b, p->packed ? 0 : p->b.low, p->packed ? packed : p->b.high, "b"))
     return NULL;
@@ -151,9 +151,9 @@ static PyObject *plan_call(PyObject *self, PyObject *const *args, size_t nargsf,
   PyObject *v[3];
   if (!bind_arguments("a plan", p->packed ? one : both, inputs + 1, inputs, args, PyVectorcall_NARGS(nargsf), kwnames, v))
     return NULL;
-  const array_object *a = check_operand(v[0], &p->a, p->route->element, "a");
+  const array_object *a = check_operand(v[0], &p->a, "a");
   if (!a) return NULL;
-  const array_object *b = p->packed ? p->packed->owner : check_operand(v[1], &p->b, p->route->element, "b");
+  const array_object *b = p->packed ? p->packed->owner : check_operand(v[1], &p->b, "b");
   if (!b) return NULL;
   PyObject *result = plan_result(p, v[inputs], a->data, b->data);
   return run_plan(p, a->data, b->data, result, !v[inputs] || v[inputs] == Py_None);
@@ -188,20 +188,20 @@ static PyTypeObject plan_type = {
 
 /* The operands, numbers and offsets into a fresh plan; 0 with an exception. */
 static int fill_plan(plan_object *p, PyObject *a, PyObject *b, PyObject *c, PyObject *numbers, PyObject *outer) {
-  const long bytes = p->route->launch.element;
+  const int *types = p->route->elements;
   long v[NUMBERS];
   Py_buffer view;
-  if (!get_operand(a, bytes, &p->a) || !get_operand(c, bytes, &p->c)) return 0;
+  if (!get_operand(a, types[0], &p->a) || !get_operand(c, types[2], &p->c)) return 0;
   if (PyObject_TypeCheck(b, &packed_type)) p->packed = (packed_object *)Py_NewRef(b);
-  else if (!get_operand(b, bytes, &p->b)) return 0;
-  if (p->packed && p->packed->element != p->route->element)
+  else if (!get_operand(b, types[1], &p->b)) return 0;
+  if (p->packed && p->packed->element != types[1])
     return PyErr_Format(PyExc_TypeError, "b is packed for another dtype than the route"), 0;
   if (!PyTuple_Check(numbers) || PyTuple_GET_SIZE(numbers) != NUMBERS)
     return PyErr_Format(PyExc_ValueError, "numbers must be a tuple of %d integers; got %R", NUMBERS, numbers), 0;
   for (int i = 0; i < NUMBERS; i++)
     if ((v[i] = PyLong_AsLong(PyTuple_GET_ITEM(numbers, i))) == -1 && PyErr_Occurred()) return 0;
   set_numbers(&p->args, v);
-  p->c_order = is_c_order(&p->c, bytes);
+  p->c_order = is_c_order(&p->c, elements[types[2]].bytes);
   if (!get_offsets(outer, &view)) return 0;
   p->count = view.len / (Py_ssize_t)(3 * sizeof(long));
   p->offsets = PyMem_Malloc((size_t)view.len + 1);

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from portmm import abi
 from portmm.cache import cache_dir, digest, find, read_note, write_note
+from portmm.dtype import spell
 from portmm.run import host
 from portmm.snapshot import snapshot
 from portmm.version import VERSION
@@ -32,6 +33,7 @@ from portmm.version import VERSION
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from portmm.problem import Problem
     from portmm.target import Target
 
 MOST_LINES = 1024
@@ -143,7 +145,7 @@ def runtime(kept: Book | None) -> host.Runtime:
     return host.runtime(None if entry is None else entry.path)
 
 
-def route(kept: Book, question: str, runtime: Any, dtype: str) -> Any:
+def route(kept: Book, question: str, runtime: Any, p: Problem) -> Any:
     """The route that answers a question, or None if nothing sound is remembered."""
     key, _, rest = kept.lines.get(question, "").partition("\t")
     if not key:
@@ -155,7 +157,7 @@ def route(kept: Book, question: str, runtime: Any, dtype: str) -> Any:
         if entry is None:
             return None
         kernel = _kernels[id(runtime), key] = runtime.load(str(entry.path), symbol)
-    return runtime.make_route(kernel, int(work), int(workers), dtype)
+    return runtime.make_route(kernel, int(work), int(workers), spell(*p.types), p.unit)
 
 
 def keep(kept: Book, question: str, answer: Any, target: Target) -> None:

@@ -14,17 +14,44 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_DTYPES: dict[str, np.dtype[Any]] = {"f32": np.dtype(np.float32), "f64": np.dtype(np.float64)}
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "f32": np.dtype(np.float32),
+    "f64": np.dtype(np.float64),
+    "f16": np.dtype(np.float16),
+    "s8": np.dtype(np.int8),
+    "u8": np.dtype(np.uint8),
+    "s32": np.dtype(np.int32),
+}
 NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+CLOSED = {"f32", "f64", "f16", "bf16"}
+"""Types whose products with themselves are of that type as well."""
 ORIGIN = bytes(24)
 _NUMBERS = 13
 _MAX_ND = 8
 
 
+def register_dtype(name: str, dtype: np.dtype[Any]) -> None:
+    """Tell what arrays of a type look like that NumPy does not have itself."""
+    if name != "bf16":
+        raise ValueError(f"{name!r} is not a type from elsewhere; NumPy has it itself, or nobody does")
+    _DTYPES[name] = dtype
+    NAMES[dtype] = name
+
+
 def _dtype(name: str) -> np.dtype[Any]:
     if name not in _DTYPES:
-        raise ValueError(f"dtype {name!r} is unknown; use 'f32' or 'f64'")
+        raise ValueError(f"dtype {name!r} is unknown; use {', '.join(map(repr, _DTYPES))}")
     return _DTYPES[name]
+
+
+def _dtypes(word: str) -> tuple[np.dtype[Any], ...]:
+    """The types of A, B and C from "f32" or "u8-s8-s32"."""
+    if not isinstance(word, str):
+        raise TypeError(f"dtype is {word!r}; need a string")
+    parts = word.split("-")
+    if len(parts) not in (1, 3):
+        raise ValueError(f"dtype {word!r} is unknown; name one type, or three with - between")
+    return tuple(map(_dtype, parts * (3 // len(parts))))
 
 
 class Kernel:
@@ -39,14 +66,15 @@ class Kernel:
 class Route:
     """A kernel that is ready to be launched."""
 
-    __slots__ = ("dtype", "element", "kernel", "work_bytes", "workers")
+    __slots__ = ("bytes", "dtype", "dtypes", "kernel", "work_bytes", "workers")
 
-    def __init__(self, kernel: Kernel, work_bytes: int, workers: int, dtype: str) -> None:
+    def __init__(self, kernel: Kernel, work_bytes: int, workers: int, dtype: str, unit: int = 1) -> None:
         if not isinstance(kernel, Kernel):
             raise TypeError(f"{kernel!r} is no Kernel")
         if work_bytes < 0 or workers < 1:
             raise ValueError(f"work_bytes is {work_bytes} and workers {workers}; need >= 0 and >= 1")
-        self.element = _dtype(dtype).itemsize
+        self.dtypes = a, b, c = _dtypes(dtype)
+        self.bytes = (a.itemsize, b.itemsize * unit, c.itemsize)
         self.kernel, self.work_bytes, self.workers, self.dtype = kernel, work_bytes, workers, dtype
 
 
@@ -128,27 +156,25 @@ def layout_of(x: Any) -> tuple[str, int, int, bool] | None:
     return None
 
 
-def _signed(x: Any, dtype: np.dtype[Any]) -> tuple[Any, ...] | None:
-    """Shape and strides of an array that a plan can take, or None."""
-    if type(x) is not np.ndarray or x.dtype != dtype or not x.flags.aligned or x.size == 0 or x.ndim > _MAX_ND:
+def _signed(x: Any) -> tuple[Any, ...] | None:
+    """Type, shape and strides of an array that a plan can take, or None."""
+    if type(x) is not np.ndarray or x.dtype not in NAMES or not x.flags.aligned or x.size == 0 or x.ndim > _MAX_ND:
         return None
-    return x.shape, tuple(0 if n == 1 else s for n, s in zip(x.shape, x.strides, strict=True))
+    return x.dtype, x.shape, tuple(0 if n == 1 else s for n, s in zip(x.shape, x.strides, strict=True))
 
 
 def signature(a: Any, b: Any, out: Any) -> tuple[Any, ...] | None:
     """All that a plan for these operands depends on, or None if there can be none."""
-    if type(a) is not np.ndarray or a.dtype not in NAMES:
-        return None
-    left = _signed(a, a.dtype)
+    left = _signed(a)
     right: tuple[Any, ...] | None = None
     into: tuple[Any, ...] | None = ()
     if not isinstance(b, Packed):
-        right = _signed(b, a.dtype)
-    elif b.dtype == NAMES[a.dtype] and len(b.shape) <= _MAX_ND and min(b.shape) > 0:
-        right = (b.family, b.owner.size, b.b_k, b.b_n, b.b_batch, b.shape)
+        right = _signed(b)
+    elif len(b.shape) <= _MAX_ND and min(b.shape) > 0:
+        right = (b.dtype, b.family, b.owner.size, b.b_k, b.b_n, b.b_batch, b.shape)
     if out is not None:
-        into = _signed(out, a.dtype) if type(out) is np.ndarray and out.flags.writeable else None
-    return None if left is None or right is None or into is None else (a.dtype, left, right, into)
+        into = _signed(out) if type(out) is np.ndarray and out.flags.writeable else None
+    return None if left is None or right is None or into is None else (left, right, into)
 
 
 class Operand:
@@ -197,12 +223,11 @@ class Plan:
     def __init__(
         self, launch: Callable[..., None], route: Route, operands: tuple[Any, Any, Any], numbers: Any, outer: Any
     ) -> None:
-        dtype = _dtype(route.dtype)
         a, b, c = operands
-        self._a, self._c = Operand(a, dtype), Operand(c, dtype)
+        self._a, self._c = Operand(a, route.dtypes[0]), Operand(c, route.dtypes[2])
         self.packed = b if isinstance(b, Packed) else None
-        self._b = None if isinstance(b, Packed) else Operand(b, dtype)
-        if self.packed is not None and self.packed.dtype != route.dtype:
+        self._b = None if isinstance(b, Packed) else Operand(b, route.dtypes[1])
+        if self.packed is not None and _dtype(self.packed.dtype) != route.dtypes[1]:
             raise TypeError("b is packed for another dtype than the route")
         if not isinstance(numbers, tuple) or len(numbers) != _NUMBERS:
             raise ValueError(f"numbers must be a tuple of {_NUMBERS} integers; got {numbers!r}")

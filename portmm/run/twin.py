@@ -16,6 +16,7 @@ from cffi import FFI  # type: ignore[import-untyped]
 from portmm.abi import ARGS
 from portmm.errors import BuildError
 from portmm.run.records import (
+    CLOSED,
     NAMES,
     ORIGIN,
     Kernel,
@@ -26,6 +27,7 @@ from portmm.run.records import (
     layout_of,
     offsets_of,
     overlap,
+    register_dtype,
     signature,
 )
 
@@ -41,7 +43,7 @@ long portmm_get_num_threads(void);
 long portmm_pool_threads(void);
 void portmm_set_num_threads(long threads);
 void *portmm_open(const char *path, const char *symbol, char *error, long size);
-int portmm_run(void *function, long work, long workers, long element, const portmm_args *args,
+int portmm_run(void *function, long work, long workers, const long *bytes, const portmm_args *args,
                const long *offsets, long count);
 """
 )
@@ -78,9 +80,14 @@ class Twin:
             raise BuildError(f"{path} cannot be loaded: {self._ffi.string(error).decode(errors='replace')}")
         return Kernel(path, symbol, function)
 
-    def make_route(self, kernel: Kernel, work_bytes: int, workers: int, dtype: str) -> Route:
+    @staticmethod
+    def register_dtype(name: str, dtype: np.dtype[Any]) -> None:
         """See `host.Runtime`."""
-        return Route(kernel, work_bytes, workers, dtype)
+        register_dtype(name, dtype)
+
+    def make_route(self, kernel: Kernel, work_bytes: int, workers: int, dtype: str, unit: int = 1) -> Route:  # noqa: PLR0917
+        """See `host.Runtime`."""
+        return Route(kernel, work_bytes, workers, dtype, unit)
 
     def launch(self, route: Route, v: tuple[int, ...], outer: bytes) -> None:
         """Run a kernel; `v` as for `execute`, `outer` as bytes."""
@@ -91,7 +98,7 @@ class Twin:
         args.a, args.b, args.c = cast("void *", a), cast("void *", b), cast("void *", c)
         offsets = self._ffi.from_buffer("long[]", outer)
         failed = self._lib.portmm_run(
-            route.kernel.function, route.work_bytes, route.workers, route.element, args, offsets, len(outer) // 24
+            route.kernel.function, route.work_bytes, route.workers, route.bytes, args, offsets, len(outer) // 24
         )
         if failed:
             raise MemoryError(f"no memory for a workspace of {route.work_bytes} bytes")
@@ -123,7 +130,7 @@ class Twin:
         plans = self._plans
         plan = self._planner(a, b, out) if self._planner else None
         if plan is not None:
-            if not isinstance(plan, Plan) or plan.packed is not None or plan.route.dtype != NAMES[a.dtype]:
+            if not isinstance(plan, Plan) or plan.packed is not None:
                 raise TypeError(f"the planner returned {plan!r}; need a Plan for these operands, or None")
             plan.check(a, data, out)
         if len(plans) >= _MOST_PLANS:
@@ -150,6 +157,8 @@ class Twin:
         if left is None:
             return NotImplemented
         dtype = NAMES[a.dtype]
+        if dtype not in CLOSED:
+            return NotImplemented
         packed = b if isinstance(b, Packed) else None
         right: tuple[str, int, int, bool] | None
         if packed is not None:

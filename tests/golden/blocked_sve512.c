@@ -199,8 +199,9 @@ static void block(const long *ctx, long task, long worker) {
       pack_a(kd, h, a + item * a_batch + (row + r) * a_m + pc * a_k, a_m, a_k, ap + r * kd);
     }
     for (long jg = first; jg < last; ++jg) {
+      float *panels = work + worker * (((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) * 32 + 63) / 64 * 64 + (min_(m, 8) * ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64)) + 16 + 63) / 64 * 64);
       for (long q = jg; q < min_(last, jg + 1); ++q) {
-        pack_b(kd, min_(n - q * 32, 32), b + item * b_batch + pc * b_k + q * 32, b_k, b_n, work + worker * (((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) * 32 + 63) / 64 * 64 + (min_(m, 8) * ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64)) + 16 + 63) / 64 * 64) + (q - jg) * (kd * 32));
+        pack_b(kd, min_(n - q * 32, 32), b + item * b_batch + pc * b_k + q * 32, b_k, b_n, panels + (q - jg) * (kd * 32));
       }
       for (long j = jg; j < min_(last, jg + 1); ++j) {
         const long column = j * 32;

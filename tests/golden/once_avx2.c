@@ -158,12 +158,13 @@ static void pack_share(const long *ctx, long task, long worker) {
   float *work = (float *)g->work;
   const long jg = task / ((k + 255) / 256) * 16;
   const long p_first = task % ((k + 255) / 256) * 256;
+  float *panels = work;
   if (min_((n + 15) / 16 * 16, n) < (jg + 16) * 16) {
     for (long q = jg; q < min_((n + 15) / 16, jg + 16); ++q) {
-      pack_b(min_(k - p_first, 256), min_(n - q * 16, 16), b + item * b_batch + p_first * b_k + q * 16, b_k, b_n, work + p_first * 16 + q * (k * 16));
+      pack_b(min_(k - p_first, 256), min_(n - q * 16, 16), b + item * b_batch + p_first * b_k + q * 16, b_k, b_n, panels + p_first * 16 + q * (k * 16));
     }
   } else {
-    pack_b_rows(min_(k - p_first, 256), b + item * b_batch + p_first * b_k + jg * 16, b_k, work + p_first * 16 + jg * (k * 16), k * 16);
+    pack_b_rows(min_(k - p_first, 256), b + item * b_batch + p_first * b_k + jg * 16, b_k, panels + p_first * 16 + jg * (k * 16), k * 16);
   }
 }
 
