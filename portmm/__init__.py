@@ -21,6 +21,18 @@ from portmm.version import VERSION
 
 if TYPE_CHECKING:
     from portmm.explanation import Explanation, explain
+    from portmm.quantized import (
+        Quantized,
+        dequantize,
+        from_awq,
+        from_gguf,
+        from_gptq,
+        from_int4,
+        load_quantized,
+        quantize,
+        save_quantized,
+    )
+    from portmm.scaled import linear
 
 __version__ = VERSION
 
@@ -30,23 +42,45 @@ __all__ = [
     "NoCompilerError",
     "PackError",
     "PortmmError",
+    "Quantized",
     "ScheduleError",
     "TargetError",
     "__version__",
     "config",
+    "dequantize",
     "explain",
+    "from_awq",
+    "from_gguf",
+    "from_gptq",
+    "from_int4",
     "get_num_threads",
+    "linear",
+    "load_quantized",
     "matmul",
     "pack",
     "plan",
+    "quantize",
+    "save_quantized",
     "set_num_threads",
 ]
 
+_LATER = {
+    **dict.fromkeys(("Explanation", "explain"), "explanation"),
+    **dict.fromkeys(
+        (
+            "Quantized", "dequantize", "from_awq", "from_gguf", "from_gptq", "from_int4", "load_quantized", "quantize",
+            "save_quantized",
+        ),
+        "quantized",
+    ),
+    "linear": "scaled",
+}  # fmt: skip
+"""Name -> module, of what a matmul from the cache does not need."""
+
 
 def __getattr__(name: str) -> object:
-    # Explaining needs the emitter and the detector, which a matmul from the cache does not.
-    if name not in ("Explanation", "explain"):
+    if name not in _LATER:
         raise AttributeError(f"module 'portmm' has no attribute {name!r}")
-    from portmm import explanation
+    from importlib import import_module
 
-    return globals().setdefault(name, getattr(explanation, name))
+    return globals().setdefault(name, getattr(import_module(f"portmm.{_LATER[name]}"), name))

@@ -95,6 +95,15 @@ def _start(a: Any, b: Any, out: Any) -> Any:
 _fast: Callable[[Any, Any, Any], Any] = _start
 
 
+def begin() -> None:
+    """Have the run time ready, with the settings in force, for what is not called through `matmul`."""
+    global _fast  # noqa: PLW0603 - as above
+    if _fast is _start:
+        with _lock:
+            if _fast is _start:
+                _fast = _begin(None, None, None)
+
+
 def _begin(a: Any, b: Any, out: Any) -> Callable[[Any, Any, Any], Any]:
     kept = recall.book(_target_name())
     try:
@@ -151,7 +160,7 @@ def _target_name() -> str:
     return settings.current().target or os.environ.get("PORTMM_TARGET", "")
 
 
-def _route(p: Problem) -> Any:
+def route(p: Problem) -> Any:
     """A launchable kernel for a problem: remembered from earlier processes, or chosen and built now.
 
     Raises:
@@ -200,7 +209,7 @@ def _resolve(  # noqa: PLR0917 - the run time passes positions only
     """Called by the run time for a shape it has not seen: a route, or None for the general way."""
     p = problem(dtype, (m, n, k), (a, b, c), family, dense=dense)
     try:
-        return _route(p)
+        return route(p)
     except ScheduleError:
         return None  # a packed weight for another machine, or with C by columns
     except BuildError as error:
@@ -295,7 +304,7 @@ def _compute(left: Any, right: Any, view: np.ndarray[Any, Any], types: arrays.DT
         return
     try:
         call = reduce_call(left, right, view, types)
-        route = _route(call.problem)
+        found = route(call.problem)
     except ScheduleError:
         if isinstance(right, np.ndarray):
             raise
@@ -305,7 +314,7 @@ def _compute(left: Any, right: Any, view: np.ndarray[Any, Any], types: arrays.DT
         _fall_back(error)
         view[...] = _by_numpy(left, right if isinstance(right, np.ndarray) else unpack(right))
         return
-    _state["runtime"].execute(route, *call.numbers(), call.walk.outer)
+    _state["runtime"].execute(found, *call.numbers(), call.walk.outer)
 
 
 def plan(a: Any, b: Any, out: Any = None) -> Any:
@@ -357,13 +366,13 @@ def _make_plan(a: np.ndarray[Any, Any], b: Any, out: Any, *, bind: bool, static:
     call, result = _reduce(a, b, out, static=static)
     if call is None or (call.walk.outer is not None and len(call.walk.outer) > MOST_OFFSETS):
         return None
-    route = _route(call.problem)
+    found = route(call.problem)
     numbers = call.numbers()
     bare = (*numbers[:4], *numbers[5:8], *numbers[9:12], *numbers[13:])
     panels = b.owner if is_packed else b
     b_form = b if is_packed and bind else (panels.shape, panels.strides)
     return runtime().make_plan(
-        route, (a.shape, a.strides), b_form, (result.shape, result.strides), bare, call.walk.outer
+        found, (a.shape, a.strides), b_form, (result.shape, result.strides), bare, call.walk.outer
     )
 
 

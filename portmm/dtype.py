@@ -73,8 +73,8 @@ def base(name: str) -> str:
 
 
 def spell(a: str, b: str, c: str) -> str:
-    """The types of A, B and C as one word: "f32" if all are, else "u8-s8-s32"."""
-    return a if a == b == c else f"{a}-{b}-{c}"
+    """The types of A, B and C as one word: "f32" if all are that float, else "u8-s8-s32"."""
+    return a if a == b == c and a not in _INTEGERS else f"{a}-{b}-{c}"
 
 
 @cache

@@ -98,8 +98,11 @@ class Problem:
         words = self.post.split("+") if self.post else []
         if not set(words) <= {"scale", "azero", "bzero", "bias"} or words != sorted(set(words), key=POST.index):
             raise ValueError(f"post is {self.post!r}; use some of {', '.join(POST)}, in this order, with + between")
-        if ("scale" in words) != (self.acc == "s32" and c != "s32"):
-            raise ValueError(f"{self.dtype} {'needs' if 'scale' not in words else 'takes no'} scales: post is {self.post!r}")
+        whole = self.acc == "s32"
+        if ("scale" not in words and (words or (whole and c != "s32"))) or (words and whole and c == "s32"):
+            raise ValueError(f"post is {self.post!r}: sums in {self.acc} become {c} {'with' if whole else 'by'} scales")
+        if not whole and {"azero", "bzero"} & set(words):
+            raise ValueError(f"post is {self.post!r}: {self.dtype} has no zero points")
         for name, value, allowed in (("a", self.a, LAYOUTS_A), ("b", self.b, LAYOUTS_B), ("c", self.c, LAYOUTS_C)):
             if value not in allowed:
                 raise ValueError(f"layout of {name} is {value!r}; use one of {', '.join(allowed)}")

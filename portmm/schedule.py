@@ -160,7 +160,7 @@ class Schedule:
 def finishes(s: Schedule, atom: Atom) -> bool:
     """Whether sums are not yet the elements of C: another type, or an A that was shifted into the atom's."""
     a, _, c = s.types
-    return c != atom.acc or (atom.acc == "s32" and a in ("u8", "s8") and atom.a in ("u8", "s8") and a != atom.a)
+    return bool(s.post) or c != atom.acc or (atom.acc == "s32" and a in ("u8", "s8") and atom.a in ("u8", "s8") and a != atom.a)
 
 
 def registers(s: Schedule, atom: Atom) -> int:

@@ -258,7 +258,7 @@ static int run_route(const route_object *r, const portmm_args *p, const long *of
   return failed;
 }
 
-enum { NUMBERS = 13 };
+enum { NUMBERS = 13, VECTORS = 6 };
 static const long origin[3] = {0, 0, 0}; /* the offsets of a call that has none */
 
 #pragma GCC push_options
@@ -288,21 +288,31 @@ static PyObject *py_execute(PyObject *module, PyObject *const *args, Py_ssize_t 
   static const int at[NUMBERS] = {1, 2, 3, 4, 6, 7, 8, 10, 11, 12, 14, 15, 16};
   static const int pointer_at[3] = {5, 9, 13};
   long v[NUMBERS];
-  void *pointers[3];
+  void *pointers[3], *vectors[VECTORS] = {NULL};
   portmm_args p;
   Py_buffer outer;
   (void)module;
-  if (n < 17 || n > 18 || Py_TYPE(args[0]) != &route_type)
-    return PyErr_Format(PyExc_TypeError, "execute takes a Route, 16 integers and optional offsets; got %zd arguments", n);
+  if ((n != 17 && n != 18 && n != 18 + VECTORS) || Py_TYPE(args[0]) != &route_type)
+    return PyErr_Format(PyExc_TypeError,
+                        "execute takes a Route, 16 integers, optional offsets, and after them %d or no pointers; "
+                        "got %zd arguments", VECTORS, n);
+  for (int i = 0; n > 18 && i < VECTORS; i++)
+    if (!(vectors[i] = PyLong_AsVoidPtr(args[18 + i])) && PyErr_Occurred()) return NULL;
   for (int i = 0; i < NUMBERS; i++)
     if ((v[i] = PyLong_AsLong(args[at[i]])) == -1 && PyErr_Occurred()) return NULL;
   for (int i = 0; i < 3; i++)
     if (!(pointers[i] = PyLong_AsVoidPtr(args[pointer_at[i]])) && PyErr_Occurred()) return NULL;
-  if (!get_offsets(n == 18 ? args[17] : NULL, &outer)) return NULL;
+  if (!get_offsets(n > 17 ? args[17] : NULL, &outer)) return NULL;
   set_numbers(&p, v);
   p.a = pointers[0];
   p.b = pointers[1];
   p.c = pointers[2];
+  p.a_scale = vectors[0];
+  p.b_scale = vectors[1];
+  p.bias = vectors[2];
+  p.a_zero = vectors[3];
+  p.a_sum = vectors[4];
+  p.b_zero = vectors[5];
   int failed = run_route((const route_object *)args[0], &p, outer.buf, outer.len / (Py_ssize_t)(3 * sizeof(long)));
   if (outer.obj) PyBuffer_Release(&outer);
   return failed ? NULL : Py_NewRef(Py_None);

@@ -73,6 +73,8 @@ class Runtime(Protocol):
         b_k, b_n, b_batch, c pointer, c_m, c_n, c_batch, with strides in
         elements, and optionally None or a bytes-like object of int64 triples:
         the kernel runs once for each triple of offsets (a, b, c), in elements.
+        After that, a quantised product takes the addresses of a_scale, b_scale,
+        bias, a_zero, a_sum and b_zero: see kernels/finish.py.
 
         Raises:
             MemoryError: no memory for the workspace.

@@ -47,6 +47,8 @@ int portmm_run(void *function, long work, long workers, const long *bytes, const
                const long *offsets, long count);
 """
 )
+VECTORS = ("a_scale", "b_scale", "bias", "a_zero", "a_sum", "b_zero")
+"""What may follow the offsets of `execute`, in this order."""
 _MOST_ROUTES, _MOST_PLANS = 1 << 16, 1 << 12  # as in memo.c
 
 
@@ -89,13 +91,15 @@ class Twin:
         """See `host.Runtime`."""
         return Route(kernel, work_bytes, workers, dtype, unit)
 
-    def launch(self, route: Route, v: tuple[int, ...], outer: bytes) -> None:
+    def launch(self, route: Route, v: tuple[int, ...], outer: bytes, vectors: tuple[int, ...] = ()) -> None:
         """Run a kernel; `v` as for `execute`, `outer` as bytes."""
         cast = self._ffi.cast
         args = self._ffi.new("portmm_args *")
         args.m, args.n, args.k, args.batch, a, args.a_m, args.a_k, args.a_batch = v[:8]
         b, args.b_k, args.b_n, args.b_batch, c, args.c_m, args.c_n, args.c_batch = v[8:]
         args.a, args.b, args.c = cast("void *", a), cast("void *", b), cast("void *", c)
+        for name, value in zip(VECTORS, vectors, strict=False):
+            setattr(args, name, cast(f"{'float' if name in VECTORS[:3] else 'int'} *", value))
         offsets = self._ffi.from_buffer("long[]", outer)
         failed = self._lib.portmm_run(
             route.kernel.function, route.work_bytes, route.workers, route.bytes, args, offsets, len(outer) // 24
@@ -105,12 +109,13 @@ class Twin:
 
     def execute(self, route: Route, *numbers: Any) -> None:
         """See `host.Runtime`."""
-        if not isinstance(route, Route) or len(numbers) not in (16, 17):
+        if not isinstance(route, Route) or len(numbers) not in (16, 17, 17 + len(VECTORS)):
             raise TypeError(
-                f"execute takes a Route, 16 integers and optional offsets; got {len(numbers) + 1} arguments"
+                f"execute takes a Route, 16 integers, optional offsets, and after them {len(VECTORS)} or no pointers; "
+                f"got {len(numbers) + 1} arguments"
             )
-        outer = offsets_of(numbers[16] if len(numbers) == 17 else None)
-        self.launch(route, tuple(map(operator.index, numbers[:16])), outer)
+        outer = offsets_of(numbers[16] if len(numbers) > 16 else None)
+        self.launch(route, tuple(map(operator.index, numbers[:16])), outer, tuple(map(operator.index, numbers[17:])))
 
     def _resolve(self, key: tuple[Any, ...], dtype: str) -> Route | None:
         if self._resolver is None:
