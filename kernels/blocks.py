@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from portmm.kernels.packing import line_of, sum_units
 
 from portmm.candidates import PACK_ROWS, RUN_BYTES
-from portmm.dtype import BY_NAME
+from portmm.dtype import BY_NAME, CODES_KR
 from portmm.ir import Index, Ptr, ceil_div, const, maximum, minimum, round_up, var
 from portmm.schedule import finishes
 
@@ -48,14 +48,23 @@ class Blocks:
 
     @property
     def kb(self) -> Index:
-        """Depth of a block of k: equal blocks, none longer than KC."""
-        return ceil_div(self.k, maximum(1, ceil_div(self.k, self.s.kc))) if self.s.kc else self.k
+        """Depth of a block of k: equal blocks, none longer than KC; of codes, whole units."""
+        if not self.s.kc:
+            return round_up(self.k, CODES_KR) if self.s.b == "codes" else self.k
+        equal = ceil_div(self.k, maximum(1, ceil_div(self.k, self.s.kc)))
+        return round_up(equal, CODES_KR) if self.s.b == "codes" else equal
 
     @property
     def depth(self) -> Index:
         """Depth of the current block of k."""
         last = var("k_last") if self.s.over == "k" else self.k
         return minimum(var("kb"), last - var("pc")) if self.s.kc else self.k
+
+    @property
+    def b_near(self) -> Index:
+        """Units from one panel of B to the next among those that a worker packs together."""
+        deep = round_up(var("kd"), CODES_KR) if self.s.b == "codes" else var("kd")
+        return deep * self.s.nr + self.tail
 
     def filled(self, start: Index, units: Index) -> Index:
         """Elements of k in a run of units, of which the last may not be full."""
@@ -123,13 +132,19 @@ class Blocks:
         """Elements of all of B in panels."""
         if not self.s.once:
             return const(0)
-        return round_up(ceil_div(N, self.s.nr) * (self.k * self.s.nr + self.tail) * self.scaled("b"), 64)
+        return round_up(ceil_div(N, self.s.nr) * self.b_step * self.scaled("b"), 64)
+
+    @property
+    def b_step(self) -> Index:
+        """Units from one panel of B to the next where all of B is packed first."""
+        deep = round_up(self.k, CODES_KR) if self.s.b == "codes" else self.k
+        return deep * self.s.nr + self.tail
 
     @property
     def panel_step(self) -> Index | None:
         """Elements from one panel of B to the next, if B lies in panels of full depth."""
         if self.s.once:
-            return self.k * self.s.nr + self.tail
+            return self.b_step
         return var("b_n") if self.s.b == "packed" else None
 
     @property

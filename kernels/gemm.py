@@ -31,11 +31,13 @@ from typing import TYPE_CHECKING
 
 from portmm.kernels import packing
 from portmm.kernels.blocks import TASKS_PER_WORKER, WORKERS, Blocks, M, N
+from portmm.kernels.codes import unfolding
 from portmm.kernels.finish import ROWS, finish, needed
 from portmm.kernels.lookahead import next_item, next_panel
 from portmm.kernels.microkernel import Shape, micro_kernel
 
 from portmm.candidates import PACK_ROWS, SUM_COLUMNS
+from portmm.dtype import CODES_KR
 from portmm.ir import (
     Add,
     Call,
@@ -57,6 +59,8 @@ from portmm.ir import (
     minimum,
     var,
 )
+
+from portmm.problem import family
 
 if TYPE_CHECKING:
     from portmm.ir import Stmt
@@ -82,7 +86,7 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> Kernel:
         constants += (("a_m", k), ("a_k", 1)) if s.a == "row" else (("a_m", 1), ("a_k", m))
         constants += (("b_k", n), ("b_n", 1)) if s.b == "row" else (("b_k", 1), ("b_n", k))
     a, b, c = s.types
-    types = (("a", a), ("b", g.given[1] if s.b == "packed" else b), ("c", c))
+    types = (("a", a), ("b", {"packed": g.given[1], "codes": "s32"}.get(s.b, b)), ("c", c))
     return Kernel(str(s.name(atom)), isa, atom, entry, g.workspace(), swap=s.swap, types=types, constants=constants)
 
 
@@ -267,9 +271,9 @@ class _Gemm(Blocks):
         """The current panel of B."""
         s = self.s
         if s.once:
-            return Ptr("work", (var("j") * (self.k * s.nr + self.tail) + self.pc * s.nr) * self.scaled("b"))
+            return Ptr("work", (var("j") * self.b_step + self.pc * s.nr) * self.scaled("b"))
         if s.pack_b:
-            return self.private() + (var("j") - var("jg")) * ((var("kd") * s.nr + self.tail) * self.scaled("b"))
+            return self.private() + (var("j") - var("jg")) * (self.b_near * self.scaled("b"))
         if s.b == "packed":
             return self.operand("b", var("j") * var("b_n") + self.pc * s.nr)
         return self.source(var("column"), self.pc)
@@ -279,14 +283,20 @@ class _Gemm(Blocks):
         s, near, atom = self.s, self.near, self.atom
         q, jg, held, to = var("q"), var("jg"), s.types[1], atom.right
         if s.once:  # at its place among all panels
-            row, step = var("p_first"), self.k * s.nr + self.tail
+            row, step = var("p_first"), self.b_step
             depth, base = minimum(self.k - row, self.k if self.unshifts else PACK_ROWS), Ptr("work")
             first, place = row * s.nr, q * step
             start = jg * step
         else:  # first in this worker's scratch
-            row, step = self.pc, var("kd") * s.nr + self.tail
+            row, step = self.pc, self.b_near
             depth, base = var("kd"), self.private()
             first, place, start = const(0), (q - jg) * step, const(0)
+        if s.b == "codes":
+            kept = family(s.family)
+            source = self.operand("b", q * var("b_n"))
+            args = (row // CODES_KR, ceil_div(row + depth, CODES_KR), source, Ptr("panels", first + place))
+            unfold = Call(unfolding(self.isa, atom, kept), args)
+            return (LetPtr("panels", base, to), For("q", jg, minimum(end, jg + near), const(1), (unfold,)))
         one = packing.pack_b(self.isa, atom, s.nr, s.b, held, to)
         column = q * s.nr
         panels = LetPtr("panels", base, to)

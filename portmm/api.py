@@ -73,8 +73,9 @@ def matmul(a: Any, b: Any, out: Any = None, *, dtype: Any = None) -> Any:
 def _typed(a: Any, b: Any, dtype: np.dtype[Any]) -> Any:
     """A product of a type that was asked for."""
     left = arrays.as_operand(a, "a")
-    right = b if _is_packed(b) else arrays.as_operand(b, "b")
-    vector_b = not _is_packed(b) and right.ndim == 1
+    is_weight = _is_packed(b) or type(b).__module__ in _OF_FOUR_BITS
+    right = b if is_weight else arrays.as_operand(b, "b")
+    vector_b = not is_weight and right.ndim == 1
     batch, (m, n) = arrays.result_shape(
         left[np.newaxis, :] if left.ndim == 1 else left, (*right.shape, 1) if vector_b else right.shape
     )
@@ -239,6 +240,8 @@ def _is_packed(b: Any) -> bool:
 
 def _general(a: Any, b: Any, out: Any) -> Any:
     """Any product that NumPy accepts."""
+    if type(b).__module__ in _OF_FOUR_BITS:
+        return _by_codes(a, b, out)
     left = arrays.as_operand(a, "a")
     is_packed = _is_packed(b)
     right: Any = b if is_packed else arrays.as_operand(b, "b")
@@ -264,6 +267,16 @@ def _general(a: Any, b: Any, out: Any) -> Any:
     if not direct:
         np.copyto(out, result, casting="same_kind")
     return out
+
+
+_OF_FOUR_BITS = ("portmm.folded", "portmm.quantized")
+
+
+def _by_codes(a: Any, b: Any, out: Any) -> Any:
+    """A product with a quantised weight, folded now if it is not yet."""
+    from portmm.folded import Folded, fold, product
+
+    return product(a, b if isinstance(b, Folded) else fold(b), out)
 
 
 def _matrices(x: np.ndarray[Any, Any], *, vector_a: bool, vector_b: bool) -> np.ndarray[Any, Any]:

@@ -48,6 +48,8 @@ SUM_COLUMNS = 1024
 """Columns of C that one task sums where threads share k: what stays in L1."""
 STREAM_DEPTHS = (8, 32)
 """KC when B streams past in place: few rows, so that each is read along its length."""
+CODES_DEPTHS = (64, 128, 256)
+"""KC when B is unfolded from codes for a few rows: what is unfolded should not leave L1."""
 IN_PLACE_ROWS = 8
 """Rows of A that can be addressed without running out of integer registers."""
 THIN_ROWS = 16
@@ -86,7 +88,9 @@ def candidates(p: Problem, target: Target) -> list[Schedule]:
         narrow = isa.narrower(q.dtype, q.n)
         few = (replace(s, lanes=narrow.n) for s in _programs(q, isa, narrow, target)) if narrow else ()
         for s in (*few, *_programs(q, isa, atom, target)):
-            one = replace(s, swap=swap, kr=atom.k_pack, post=p.post, static=(q.m, q.n, q.k) if p.static else None)
+            group = family(p.family).group if p.b == "codes" else 0
+            static = (q.m, q.n, q.k) if p.static else None
+            one = replace(s, swap=swap, kr=atom.k_pack, post=p.post, group=group, static=static)
             if not illegal(one, p, isa, isa.atom(q.dtype, s.lanes) or atom, target):
                 found.setdefault(one)
     if not found:
@@ -141,7 +145,7 @@ def _small(p: Problem, target: Target) -> bool:
 
 def vectors(isa: Isa, atom: Atom, p: Problem) -> list[int]:
     """Widths of a register tile, in vectors, that suit the problem."""
-    if p.b == "packed":
+    if p.b in ("packed", "codes"):
         v, rest = divmod(family(p.family).nr, atom.n)
         return [v] if v and not rest and tallest(isa, v) else []
     needed = -(-p.n // atom.n)
@@ -256,6 +260,10 @@ def _thin(p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedul
         for panels in dict.fromkeys((1, min(2, most), min(4, most), min(8, most))):
             tiles = _tiles(p.m, nr, ALL, ALL, ALL)
             base = Schedule("gemm", isa.name, p.dtype, tiles, (p.m,), panels, p.a, p.b)
+            if p.b == "codes":
+                for kc in CODES_DEPTHS:
+                    yield from _packings(replace(base, tiles=_tiles(p.m, nr, kc, ALL, ALL)), p, isa, atom)
+                continue
             yield from _packings(base, p, isa, atom)
             if _in_place(p, isa, atom, nr):
                 yield replace(base, pack_b=False)

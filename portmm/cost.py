@@ -18,7 +18,7 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from portmm.candidates import PACK_ROWS, RUN_BYTES, SUM_COLUMNS
-from portmm.dtype import BY_NAME
+from portmm.dtype import BY_NAME, size
 from portmm.schedule import finishes
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ CONVERT = 1.0
 """Cycles to convert a fragment as it is loaded: two instructions beside the load, on ports that multiply."""
 WEAVE = 2.0
 """Cycles per row of a unit to put a vector of units together."""
+UNFOLD = 4.0
+"""Cycles to make a vector of numbers of codes."""
 FINISH = 4.0
 """Cycles to turn a vector of sums into elements of C."""
 STREAMS = 16
@@ -144,7 +146,7 @@ class _View:
     @property
     def stored(self) -> tuple[float, float, float]:
         """Bytes in memory that belong to one unit of A, of B, and to an element of C."""
-        a, b, c = (float(x.bytes) for x in self.p.elements)
+        a, b, c = map(size, self.p.types)
         return a * self.atom.k_pack, b * self.atom.k_pack, c
 
     def bytes_per_cycle(self, name: str) -> float:
@@ -346,7 +348,7 @@ def _packing(v: _View, workers: int) -> float:
     cycles = 0.0
     for packed, layout, straight, extent, again in (
         (s.pack_a, s.a, "col", p.m * v.k, _shares(v, workers) if s.over == "tiles" else 1),
-        (s.pack_b, s.b, "row", v.k * -(-p.n // s.nr) * s.nr, 1 if s.once else v.blocks),
+        (s.pack_b, s.b, "codes" if s.b == "codes" else "row", v.k * -(-p.n // s.nr) * s.nr, 1 if s.once else v.blocks),
     ):
         if not packed:
             continue
@@ -356,6 +358,8 @@ def _packing(v: _View, workers: int) -> float:
             # A turned block of L x L elements takes L log2(L) shuffles.
             copy = COPY_ONCE if s.once and straight == "row" else COPY_PASSING
             each = (copy if layout == straight else copy + atom.n.bit_length()) / atom.n
+        if layout == "codes":
+            each = UNFOLD / atom.n
         if atom.k_pack > 1 and layout == straight:
             each += WEAVE * atom.k_pack / atom.n
         cycles += extent * again * each + 50.0

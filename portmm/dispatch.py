@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from portmm.candidates import PACKED_VECTORS, candidates, units
 from portmm.cost import Cost, cost, macs_per_cycle
-from portmm.dtype import BY_NAME, spell, types
+from portmm.dtype import BY_NAME, types
 from portmm.errors import ScheduleError, TargetError
 from portmm.lower import atom_of, lower, lower_pack
 from portmm.problem import Family
@@ -178,7 +178,7 @@ def _route(s: Schedule, isa: Isa, p: Problem, workers: int) -> Any:
 
     kernel = kernel_of(s, isa)
     return runtime().make_route(
-        _load(kernel), workspace_bytes(kernel, p, workers), workers, spell(*p.types), p.unit
+        _load(kernel), workspace_bytes(kernel, p, workers), workers, p.held, p.unit
     )
 
 

@@ -44,6 +44,9 @@ U8 = DType("u8", "uint8", 1, "unsigned char", 0.0)
 S16 = DType("s16", "int16", 2, "short", 0.0)
 S32 = DType("s32", "int32", 4, "int", 0.0)
 
+U4 = DType("u4", "uint8", 1, "unsigned char", 0.0)
+"""Codes of four bits: they lie in units only, of half a byte each."""
+
 _PLAIN = (F32, F64, BF16, F16, S8, U8, S16, S32)
 _C_OF_BYTES = {2: "short", 4: "int", 8: "long"}
 
@@ -55,10 +58,13 @@ def _unit(t: DType, pack: int) -> DType:
 
 _UNITS = tuple(_unit(t, pack) for t in _PLAIN for pack in (2, 4, 8) if 2 <= t.bytes * pack <= 8 and t.bytes < 4)
 
-BY_NAME: dict[str, DType] = {t.name: t for t in (*_PLAIN, *_UNITS)}
+CODES_KR = 8
+"""Codes of four bits of one column in a word of 32, an s32, the first in the lowest bits."""
+
+BY_NAME: dict[str, DType] = {t.name: t for t in (*_PLAIN, U4, *_UNITS)}
 BY_NUMPY: dict[str, DType] = {t.numpy: t for t in _PLAIN}
 
-_INTEGERS = frozenset(t.name for t in _PLAIN if not t.eps)
+_INTEGERS = frozenset(t.name for t in (*_PLAIN, U4) if not t.eps)
 _SIDES = frozenset(("f32", "bf16", "f16"))
 
 
@@ -70,6 +76,11 @@ def unit(name: str, pack: int) -> str:
 def base(name: str) -> str:
     """The type of a unit's elements; the type itself if it is none."""
     return BY_NAME[name].base or name
+
+
+def size(name: str) -> float:
+    """Bytes of an element in memory: half of one for a code of four bits."""
+    return 0.5 if name == "u4" else float(BY_NAME[name].bytes)
 
 
 def spell(a: str, b: str, c: str) -> str:
@@ -110,7 +121,7 @@ def accumulator(a: str, b: str) -> str:
         return "f64"
     if a in ("s8", "u8") and b == "s8":
         return "s32"
-    if a in _SIDES and (b in _SIDES or b in ("s8", "u8")):
+    if a in _SIDES and (b in _SIDES or b in ("s8", "u8", "u4")):
         return "f32"
     if b in _SIDES and a in ("s8", "u8"):
         return "f32"

@@ -185,6 +185,9 @@ class _Machine:
             f.regs[s.d] = _multiplied(f.regs[s.d], f.regs[s.a], f.regs[s.b])
         elif s.name == "unshift":
             f.regs[s.d] = f.regs[s.d] - f.regs[s.b] * f.regs[s.d].dtype.type(128 if atom.a == "u8" else -128)
+        elif s.name == "code":
+            bits = evaluate(s.count, f.ints) if s.count else 0
+            f.regs[s.d] = (f.regs[s.a].view(np.uint32) >> bits & 15).astype(numpy_type(atom.acc))
         elif s.name == "ones":
             f.regs[s.d] = np.ones(atom.k_pack, numpy_type(base(atom.a))) if atom.k_pack > 1 else np.int32(1)
         elif s.name == "zero":

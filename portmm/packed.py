@@ -121,7 +121,8 @@ def pack(b: Any, *, activations: Any = None) -> Any:
     """Lay a weight out for the kernels of the current target.
 
     Args:
-        b: float32, float64, float16, bfloat16, int8 or uint8, at least 2-D; (..., k, n).
+        b: float32, float64, float16, bfloat16, int8 or uint8, at least 2-D; (..., k, n);
+            or a `Quantized` weight of four bits.
         activations: dtype of what it will be multiplied by, if not its own. An
             int8 weight is packed for int8 or uint8, a uint8 weight for float32.
 
@@ -138,6 +139,10 @@ def pack(b: Any, *, activations: Any = None) -> Any:
     from portmm import dispatch
     from portmm.run.host import runtime
 
+    if type(b).__name__ == "Quantized":
+        from portmm.folded import fold
+
+        return fold(b)
     array = arrays.as_operand(b, "b")
     if array.ndim < 2:
         raise ValueError(f"b has shape {array.shape}; a weight has at least two dimensions")

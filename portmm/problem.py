@@ -6,6 +6,7 @@ Imports `dtype`, `errors`.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -13,7 +14,7 @@ from portmm.dtype import BY_NAME, DType, accumulator, spell, types
 from portmm.errors import ScheduleError
 
 LAYOUTS_A = ("row", "col", "any")
-LAYOUTS_B = ("row", "col", "any", "packed")
+LAYOUTS_B = ("row", "col", "any", "packed", "codes")
 LAYOUTS_C = ("row", "col")
 POST = ("scale", "azero", "bzero", "bias")
 
@@ -27,18 +28,28 @@ class Family:
         nr: columns of a panel.
         kr: elements of k side by side, a unit.
         sums: each panel is followed by the sums of its columns, in s32.
+        group: for codes, rows that share a scale, a multiple of KR; 0 for all. Each group
+            is a row of scales, a row of offsets, both f32, and its units.
     """
 
     dtype: str
     nr: int
     kr: int
-    sums: bool
+    sums: bool = False
+    group: int = 0
 
     def __str__(self) -> str:
-        return f"{self.dtype}x{self.nr}{f'k{self.kr}' if self.kr > 1 else ''}{'s' if self.sums else ''}"
+        kr, group = f"k{self.kr}" if self.kr > 1 else "", f"g{self.group}" if self.dtype == "u4" else ""
+        return f"{self.dtype}x{self.nr}{kr}{group}{'s' if self.sums else ''}"
+
+    def groups(self, k: int) -> int:
+        """Groups of k rows of codes."""
+        return -(-k // self.group) if self.group else 1
 
     def panel(self, k: int) -> int:
-        """Units of one panel of k rows, with its sums."""
+        """Units of one panel of k rows, with its sums, or its scales and offsets."""
+        if self.dtype == "u4":
+            return (2 * self.groups(k) + -(-k // self.kr)) * self.nr
         size = BY_NAME[self.dtype].bytes * self.kr
         return -(-k // self.kr) * self.nr + (self.nr * BY_NAME["s32"].bytes // size if self.sums else 0)
 
@@ -51,10 +62,11 @@ def family(name: str) -> Family:
         ValueError: `name` is no family.
     """
     dtype, _, rest = name.partition("x")
-    width, _, depth = rest.removesuffix("s").partition("k")
-    if dtype not in BY_NAME or not width.isdecimal() or not (depth or "1").isdecimal() or int(width) < 1:
+    found = re.fullmatch(r"(?P<nr>[1-9]\d*)(?:k(?P<kr>[1-9]\d*))?(?:g(?P<group>\d+))?(?P<sums>s?)", rest)
+    if dtype not in BY_NAME or found is None:
         raise ValueError(f"{name!r} is no family of packed weights; one is called f32x32 or s8x32k4s")
-    return Family(dtype, int(width), int(depth or 1), rest.endswith("s"))
+    nr, kr, group = (int(found[x] or y) for x, y in (("nr", 1), ("kr", 1), ("group", 0)))
+    return Family(dtype, nr, kr, bool(found["sums"]), group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +81,10 @@ class Problem:
         batch: number of independent products that share one call.
         a: layout of A: "row" (k contiguous), "col" (m contiguous) or "any".
         b: layout of B: "row" (n contiguous), "col" (k contiguous), "any",
-            or "packed" (panels made by `portmm.pack`).
+            "packed" (panels made by `portmm.pack`), or "codes" (panels of codes of
+            four bits with the scales of their groups, likewise).
         c: layout of C: "row" (n contiguous) or "col" (m contiguous).
-        family: for a packed B, the micro-kernel family that fixes its layout.
+        family: for a packed B or one of codes, the family that fixes its layout.
         deterministic: every element of C is one chain of multiply-adds in the
             order of k, whatever m, the thread count or the blocking.
         static: m, n and k (and dense strides) are compiled in as constants.
@@ -117,6 +130,12 @@ class Problem:
         return types(self.dtype)
 
     @property
+    def held(self) -> str:
+        """The types that the operands' arrays have, as one word: codes lie in words of 32 bits."""
+        a, b, c = self.types
+        return spell(a, "s32" if self.b == "codes" else b, c)
+
+    @property
     def elements(self) -> tuple[DType, DType, DType]:
         """The element types of A, B and C."""
         a, b, c = self.types
@@ -131,6 +150,7 @@ class Problem:
     @property
     def unit(self) -> int:
         """Elements of B that its strides count as one: those of a unit, where B is packed in units."""
+        # Codes lie in an array of units.
         return family(self.family).kr if self.b == "packed" else 1
 
     @property
@@ -151,7 +171,7 @@ class Problem:
             ScheduleError: B is packed, and there is no packed A for it to become; or
                 the types only multiply this way round.
         """
-        if self.b == "packed":
+        if self.b in ("packed", "codes"):
             raise ScheduleError(f"{self}: a packed B cannot change sides; give C by rows, or unpack B")
         flip = {"row": "col", "col": "row", "any": "any"}
         a, b, c = self.types

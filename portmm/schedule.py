@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.dtype import BY_NAME, accumulator, types, unit
+from portmm.dtype import BY_NAME, CODES_KR, accumulator, types, unit
 from portmm.naming import KernelName
 from portmm.problem import Family
 
@@ -71,6 +71,7 @@ class Schedule:
         kr: elements of k that sit side by side in a fragment; extents of k count such units.
         static: m, n, k if they are compiled in.
         post: what becomes of integer sums, as a `Problem` has it.
+        group: of a B of codes, rows that share a scale.
     """
 
     program: str
@@ -92,6 +93,7 @@ class Schedule:
     kr: int = 1
     static: tuple[int, int, int] | None = None
     post: str = ""
+    group: int = 0
 
     @property
     def mr(self) -> int:
@@ -122,6 +124,8 @@ class Schedule:
     def family(self) -> str:
         """What a packed B depends on: element type, panel width, and elements of k side by side."""
         a, b, _ = self.types
+        if self.b == "codes":
+            return str(Family(b, self.nr, CODES_KR, group=self.group))
         return str(Family(b, self.nr, self.kr, accumulator(a, b) == "s32"))
 
     @property
@@ -206,7 +210,7 @@ def illegal(s: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) -> st
     """
     if inconsistent(s):
         return inconsistent(s)
-    if p.b == "packed" and s.family != p.family:
+    if p.b in ("packed", "codes") and s.family != p.family:
         return f"reads panels of {s.family}, but B is packed as {p.family}"
     if registers(s, atom) > isa.registers:
         return f"needs {registers(s, atom)} registers of {isa.registers}"
@@ -224,6 +228,7 @@ def spell(s: Schedule) -> str:
     marks = [f"{name}={getattr(s, name)}" for name in _NAMED]
     marks += [f"kr={s.kr}"] if s.kr > 1 else []
     marks += [f"post={s.post}"] if s.post else []
+    marks += [f"group={s.group}"] if s.b == "codes" else []
     marks += [name for name in _MARKS if getattr(s, name)]
     marks += [f"static={'x'.join(map(str, s.static))}"] if s.static else []
     return ":".join([s.program, s.isa, s.dtype, tiles, heights, ",".join(marks)])
@@ -255,6 +260,7 @@ def parse(text: str) -> Schedule:
             prefetch=int(named["prefetch"]),
             kr=int(named.get("kr", 1)),
             post=named.get("post", ""),
+            group=int(named.get("group", 0)),
             static=tuple(int(x) for x in static.split("x")) if static else None,  # type: ignore[arg-type]
             **{name: name in named for name in _MARKS},
         )

@@ -32,6 +32,7 @@ PLACEHOLDERS = {
     "reduce": {"d", "s"},
     "ones": {"d"},
     "unshift": {"d", "b"},
+    "code": {"d", "a", "count"},
 }
 TRANSFERS = {
     "load": {"d", "p"},
@@ -85,6 +86,7 @@ class Atom:
         ones: {d} = a left fragment of ones; for integers, whose B is summed by columns.
         unshift: take the sums {b} of the columns of B from {d}, 128 times: what
             an A of the other signedness, shifted to this atom's, has added.
+        code: {d} = the four bits of each 32-bit lane of {a} from bit {count} on, as numbers.
     """
 
     name: str
@@ -113,6 +115,7 @@ class Atom:
     reduce: str = ""
     ones: str = ""
     unshift: str = ""
+    code: str = ""
 
     @property
     def left(self) -> str:
@@ -230,6 +233,10 @@ class Isa:
         if a == b == c == atom.a == atom.b:
             return True
         kr = atom.k_pack
+        if b == "u4":
+            whole = self.vector("s32", atom.n)
+            reads = atom.code and whole and self.spelling(atom, "load_b", a, atom.left)
+            return bool(reads) and bool(self.spelling(atom, "store", c))
         if not {unit(a, kr), unit(b, kr)} <= BY_NAME.keys():
             return False
         return (

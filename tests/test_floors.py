@@ -20,7 +20,7 @@ FLOORS = {
     5: "build cache calibrate compiler detect snapshot",  # the host: compile, look, measure
     6: "run",  # load, launch, threads
     7: "dispatch tune",  # a problem to a ready plan
-    8: ". api arrays call cli compare doctor explanation packed pose scaled settings show",  # what a user types
+    8: ". api arrays call cli compare doctor explanation folded packed pose scaled settings show",  # what a user types
 }
 FLOOR_OF = {name.strip("."): floor for floor, names in FLOORS.items() for name in names.split()}
 

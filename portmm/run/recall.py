@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 from portmm import abi
 from portmm.cache import cache_dir, digest, find, read_note, write_note
-from portmm.dtype import spell
 from portmm.run import host
 from portmm.snapshot import snapshot
 from portmm.version import VERSION
@@ -157,7 +156,7 @@ def route(kept: Book, question: str, runtime: Any, p: Problem) -> Any:
         if entry is None:
             return None
         kernel = _kernels[id(runtime), key] = runtime.load(str(entry.path), symbol)
-    return runtime.make_route(kernel, int(work), int(workers), spell(*p.types), p.unit)
+    return runtime.make_route(kernel, int(work), int(workers), p.held, p.unit)
 
 
 def keep(kept: Book, question: str, answer: Any, target: Target) -> None:

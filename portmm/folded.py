@@ -1,0 +1,207 @@
+"""Packed weights of four bits.
+
+Owns `Folded`, panels of codes with the scales of their groups (kernels/codes.py
+has the layout), how a `Quantized` weight becomes one and back, and the product
+with one. Imports `api`, `arrays`, `candidates`, `packed`, `quantized`, `settings`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm import api, arrays, settings
+from portmm.candidates import PACKED_VECTORS
+from portmm.dtype import CODES_KR
+from portmm.errors import PackError, ScheduleError
+from portmm.packed import aligned_copy, aligned_empty
+from portmm.problem import Family, Problem, family
+from portmm.quantized import Quantized, dequantize
+from portmm.run.host import runtime
+
+if TYPE_CHECKING:
+    from portmm.target import Target
+
+BITS = 4
+MOST_CALLS = 256
+"""Shapes of activations that a weight remembers the kernel for."""
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Folded:
+    """A weight of four bits in panels, usable wherever `b` is, beside float activations.
+
+    Attributes:
+        owner: the panels, 1-D int32, read-only.
+        shape: (k, n) of the weight.
+        family: how it lies, for example "u4x32k8g128".
+    """
+
+    owner: Array
+    shape: tuple[int, int]
+    family: str
+    _calls: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def ndim(self) -> int:
+        """Two."""
+        return 2
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the panels."""
+        return int(self.owner.nbytes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (restore, (np.asarray(self.owner), self.shape, self.family))
+
+    def __repr__(self) -> str:
+        return f"<portmm.Folded {self.shape} u4, family {self.family}>"
+
+
+def restore(owner: Array, shape: tuple[int, ...], family_name: str) -> Folded:
+    """Make a folded weight from its panels.
+
+    Raises:
+        PackError: nothing is folded like this, or there are too few panels.
+    """
+    try:
+        kept = family(family_name)
+    except ValueError as error:
+        raise PackError(str(error)) from error
+    if kept.dtype != "u4" or kept.kr != CODES_KR or kept.group % CODES_KR or len(shape) != 2 or min(shape) < 0:
+        raise PackError(f"a weight of four bits cannot have family {family_name} and shape {shape}")
+    k, n = shape
+    needed = -(-n // kept.nr) * kept.panel(k)
+    if owner.dtype != np.int32 or owner.ndim != 1 or owner.size < needed:
+        raise PackError(f"a folded weight of shape {shape} needs {needed} words of int32; got {owner.size} {owner.dtype}")
+    whole = aligned_copy(owner)
+    whole.flags.writeable = False
+    return Folded(whole, (k, n), family_name)
+
+
+def width(target: Target) -> int:
+    """Columns of a panel that suits a target."""
+    from portmm.candidates import units
+
+    _, atom = units("f32-u4-f32", target)[0]
+    return atom.n * PACKED_VECTORS
+
+
+def fold(q: Quantized) -> Folded:
+    """Lay a weight of four bits out for the kernels of the current target.
+
+    Raises:
+        PackError: it has another number of bits, or its groups are no multiple of 8 rows.
+    """
+    k, n = q.shape
+    if q.bits != BITS:
+        raise PackError(f"the weight has {q.bits} bits; kernels read codes of {BITS}: dequantize it, or quantize it anew")
+    group = 0 if q.group >= k else q.group
+    if group % CODES_KR:
+        raise PackError(f"the weight has groups of {q.group} rows; kernels read multiples of {CODES_KR}: dequantize it")
+    kept = Family("u4", width(settings.target()), CODES_KR, group=group)
+    nr, units = kept.nr, -(-k // CODES_KR)
+    panels, groups = -(-n // nr), kept.groups(k)
+    codes = np.zeros((units * CODES_KR, panels * nr), np.uint8)
+    codes[:k, :n] = q.codes
+    words = np.zeros((units, panels * nr), np.uint32)
+    for e in range(CODES_KR):
+        words |= codes[e::CODES_KR].astype(np.uint32) << np.uint32(BITS * e)
+    owner = aligned_empty(panels * kept.panel(k), np.int32)
+    rows = owner.reshape(panels, -1, nr)
+    long = group // CODES_KR or units
+    heads = np.arange(groups) * (2 + long)
+    for place, values in ((heads, q.scales), (heads + 1, q.offsets)):
+        wide = np.zeros((groups, panels * nr), np.float32)
+        wide[:, :n] = values
+        rows[:, place] = wide.view(np.int32).reshape(groups, panels, nr).transpose(1, 0, 2)
+    place = np.arange(units) + 2 * (np.arange(units) // max(long, 1) + 1)
+    rows[:, place] = words.view(np.int32).reshape(units, panels, nr).transpose(1, 0, 2)
+    owner.flags.writeable = False
+    return Folded(owner, (k, n), str(kept))
+
+
+def unfold(w: Folded) -> Quantized:
+    """The weight that was folded."""
+    kept, (k, n) = family(w.family), w.shape
+    nr, units, groups = kept.nr, -(-k // CODES_KR), kept.groups(k)
+    panels = -(-n // nr)
+    rows = w.owner[: panels * kept.panel(k)].reshape(panels, -1, nr)
+    long = kept.group // CODES_KR or units
+    heads = np.arange(groups) * (2 + long)
+
+    def flat(place: Array) -> Array:
+        return np.ascontiguousarray(rows[:, place].transpose(1, 0, 2)).reshape(len(place), panels * nr)[:, :n]
+
+    scales, offsets = (np.ascontiguousarray(flat(x)).view(np.float32) for x in (heads, heads + 1))
+    words = flat(np.arange(units) + 2 * (np.arange(units) // max(long, 1) + 1)).view(np.uint32)
+    codes = np.empty((units * CODES_KR, n), np.uint8)
+    for e in range(CODES_KR):
+        codes[e::CODES_KR] = words >> np.uint32(BITS * e) & np.uint32(15)
+    return Quantized(codes[:k], scales, offsets, BITS, kept.group or max(k, 1))
+
+
+def product(a: Any, w: Folded, out: Any = None) -> Any:
+    """The product of float activations and a folded weight: see `api.matmul`."""
+    left = arrays.as_operand(a, "a")
+    key = (left.shape, left.strides, left.dtype, settings.current(), settings.limit())
+    found = w._calls.get(key)  # noqa: SLF001 - its own
+    if found is None or out is not None or not left.flags.aligned:
+        return _product(left, w, out, key)
+    route, numbers, shape, dtype = found
+    result = np.empty(shape, dtype)
+    at, c = left.__array_interface__["data"][0], result.__array_interface__["data"][0]
+    runtime().execute(route, *numbers[:4], at, *numbers[5:12], c, *numbers[13:])
+    return result
+
+
+def _product(left: Array, w: Folded, out: Any, key: Any) -> Any:
+    k, n = w.shape
+    if left.shape[-1] != k:
+        raise ValueError(f"cannot multiply {left.shape} by {w.shape}: a has {left.shape[-1]} columns and b has {k} rows")
+    shape = (*left.shape[:-1], n)
+    dtype = left.dtype.newbyteorder("=")
+    if arrays.name_of(dtype) not in ("f32", "f16", "bf16"):
+        raise TypeError(f"a has dtype {left.dtype}; a weight of four bits is multiplied by float32, float16 or bfloat16")
+    wanted = arrays.check_out(out, shape, dtype).dtype if out is not None else dtype
+    types = (dtype, np.dtype(np.uint8), wanted if arrays.name_of(wanted) in ("f32", "f16", "bf16") else dtype)
+    rows = left if left.ndim == 2 else left.reshape(-1, k)
+    direct = out is not None and out.dtype == types[2] and out.flags.c_contiguous and not np.may_share_memory(out, left)
+    result = out if direct else np.empty(shape, types[2])
+    if result.size:
+        if k:
+            _run(rows, w, result, types, key if rows is left and out is None else None)
+        else:
+            result[...] = 0
+    if out is not None and not direct:
+        np.copyto(out, result, casting="same_kind")
+        return out
+    return result
+
+
+def _run(rows: Array, w: Folded, result: Array, types: arrays.DTypes, key: Any) -> None:
+    api.begin()
+    operand = arrays.canonical(rows, types[0])
+    (m, k), n = rows.shape, w.shape[1]
+    word = "-".join((arrays.name_of(types[0]), "u4", arrays.name_of(types[2])))
+    deterministic = settings.current().deterministic
+    p = Problem(m, n, k, word, a=operand.layout, b="codes", family=w.family, deterministic=deterministic)
+    try:
+        route = api.route(p)
+    except ScheduleError:  # folded on another machine
+        weight = dequantize(unfold(w), types[0])
+        np.copyto(result.reshape(m, n), api.matmul(rows, weight), casting="same_kind")
+        return
+    kept = family(w.family)
+    at, c = (int(x.__array_interface__["data"][0]) for x in (w.owner, result))
+    numbers = (m, n, k, 1, operand.address, operand.row, operand.col, 0, at, kept.nr, kept.panel(k), 0, c, n, 1, 0)
+    runtime().execute(route, *numbers)
+    if key is not None and operand.array is rows:
+        if len(w._calls) >= MOST_CALLS:  # noqa: SLF001 - its own
+            w._calls.clear()  # noqa: SLF001
+        w._calls[key] = (route, numbers, result.shape, types[2])  # noqa: SLF001
