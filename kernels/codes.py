@@ -6,17 +6,23 @@ column, the first in the lowest bits. A weight is scale * code + offset, one
 multiply-add in f32, rounded once more where the panel that it goes to holds a
 narrower type. A last unit that k does not fill has codes of zero, and what they
 unfold to is not multiplied.
+
+Few rows are multiplied by codes as they lie: the sum over a group is
+scale * sum_k a code + offset * sum_k a, so that only the codes become numbers
+for each element, and scales are applied once a group.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from portmm.kernels.microkernel import Shape, acc_of, spare, write_back
+
 from portmm.dtype import CODES_KR
-from portmm.ir import For, Function, Let, LetPtr, Param, Ptr, Verb, const, var
+from portmm.ir import For, Function, If, Let, LetPtr, Param, Ptr, Verb, ceil_div, const, minimum, var
 
 if TYPE_CHECKING:
-    from portmm.ir import Stmt
+    from portmm.ir import Index, Stmt
     from portmm.problem import Family
     from portmm.target import Atom, Isa
 
@@ -55,3 +61,56 @@ def unfolding(isa: Isa, atom: Atom, kept: Family) -> Function:
     params = (Param("first"), Param("last"), Param("b", "s32", readonly=True), Param("to", atom.right))
     loop = For("u", var("first"), var("last"), const(1), tuple(body))
     return Function("unfold", "inner", params, (loop,), f"to[8 units][{nr}] = scale * code + offset")
+
+
+def decoding(isa: Isa, atom: Atom, kept: Family, s: Shape) -> Function:
+    """C[rows][columns] = A[rows][k] . B, B a panel of codes."""
+    words = isa.vector("s32", atom.n)
+    assert words is not None  # noqa: S101 - or the atom would not serve codes
+    nr, u, k = s.nr, var("u"), var("k")
+    vectors, rows = range(nr // atom.n), range(s.rows)
+    cells = [(i, v) for i in rows for v in vectors]
+    units = ceil_div(k, CODES_KR)
+    long = const(kept.group // CODES_KR) if kept.group else units
+
+    def step(p: Index, bit: Index) -> list[Stmt]:
+        out: list[Stmt] = [Verb("code", f"q{v}", f"w{v}", count=bit) for v in vectors]
+        for i in rows:
+            at = Ptr("a", p * s.rows + i) if s.a_packed else Ptr("a", const(i) * var("a_m") + p * var("a_k"))
+            out += [Verb("load_a", f"a{i}", p=at), Verb("mac", f"total{i}", f"a{i}", "one")]
+            out += [Verb("mac", f"part{i}_{v}", f"a{i}", f"q{v}") for v in vectors]
+        return out
+
+    load = [
+        Verb("load_b", f"w{v}", p=Ptr("units", u * nr + v * atom.n), of=words.name, to="s32") for v in vectors
+    ]
+    whole = [x for e in range(CODES_KR) for x in step((var("start") + u) * CODES_KR + e, const(BITS * e))]
+    left = var("full").lt(var("here"))
+    rest = For("e", const(0), k % CODES_KR, const(1), tuple(step((var("start") + u) * CODES_KR + var("e"), var("e") * BITS)))
+    group: tuple[Stmt, ...] = (
+        Let("start", var("g") * long),
+        Let("here", minimum(long, units - var("start"))),
+        Let("full", minimum(var("here"), k // CODES_KR - var("start"))),
+        LetPtr("scales", Ptr("b", var("g") * ((long + 2) * nr)), "f32", readonly=True),
+        LetPtr("units", Ptr("b", (var("g") * (long + 2) + 2) * nr), "s32", readonly=True),
+        *(Verb("zero", f"part{i}_{v}") for i, v in cells),
+        *(Verb("zero", f"total{i}") for i in rows),
+        For("u", const(0), var("full"), const(1), (*load, *whole)),
+        If(left, (Let("u", var("full")), *load, rest)),
+    )
+    for v in vectors:
+        scale, offset = (Ptr("scales", const(x * nr + v * atom.n)) for x in (0, 1))
+        group += (Verb("load_b", f"s{v}", p=scale, to="f32"), Verb("load_b", f"o{v}", p=offset, to="f32"))
+        for i in rows:
+            group += (Verb("mac", acc_of(i, v), f"s{v}", f"part{i}_{v}"), Verb("mac", acc_of(i, v), f"o{v}", f"total{i}"))
+    loop = For("g", const(0), ceil_div(units, long) if kept.group else const(1), const(1), group)
+    one: tuple[Stmt, ...] = (Verb("ones", "one"),)
+    start = (*one, *(Verb("zero", acc_of(i, v)) for i, v in cells), loop)
+    end: tuple[Stmt, ...] = write_back(atom, s, edge=True)
+    if not atom.mask_free:
+        end = (If(var("columns").lt(nr), end, write_back(atom, s, edge=False)),)
+    params = [Param("k"), Param("a", s.a, readonly=True)]
+    params += [] if s.a_packed else [Param("a_m"), Param("a_k")]
+    params += [Param("b", "s32", readonly=True), Param("c", atom.acc), Param("c_m"), Param("columns")]
+    comment = f"C[{s.rows}][columns] = A[{s.rows}][k] . B[k][{nr}], codes of four bits"
+    return Function(f"decode_{s.rows}x{nr}", "inner", tuple(params), (*spare(atom, s), *start, *end), comment)

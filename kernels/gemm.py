@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 from portmm.kernels import packing
 from portmm.kernels.blocks import TASKS_PER_WORKER, WORKERS, Blocks, M, N
-from portmm.kernels.codes import unfolding
+from portmm.kernels.codes import decoding, unfolding
 from portmm.kernels.finish import ROWS, finish, needed
 from portmm.kernels.lookahead import next_item, next_panel
 from portmm.kernels.microkernel import Shape, micro_kernel
@@ -274,7 +274,7 @@ class _Gemm(Blocks):
             return Ptr("work", (var("j") * self.b_step + self.pc * s.nr) * self.scaled("b"))
         if s.pack_b:
             return self.private() + (var("j") - var("jg")) * (self.b_near * self.scaled("b"))
-        if s.b == "packed":
+        if s.b in ("packed", "codes"):
             return self.operand("b", var("j") * var("b_n") + self.pc * s.nr)
         return self.source(var("column"), self.pc)
 
@@ -339,6 +339,8 @@ class _Gemm(Blocks):
             b=self.given[1],
             unshift=("" if not self.unshifts else "block" if s.pack_b and not s.once else "whole"),
         )
+        if s.b == "codes" and not s.pack_b:
+            return self.decode(shape)
         row = var("row") + var("r")
         args: list[Index | Ptr] = [var("kd")]
         if s.pack_a:
@@ -364,6 +366,17 @@ class _Gemm(Blocks):
         if shape.ahead is not None:
             args += next_item(self, row) if s.over == "batch" else next_panel(self, height)
         return Call(micro_kernel(self.atom, shape), tuple(args))
+
+    def decode(self, shape: Shape) -> Stmt:
+        """One visit of the micro-kernel that reads codes."""
+        s, row = self.s, var("row") + var("r")
+        args: list[Index | Ptr] = [self.k]
+        if s.pack_a:
+            args.append(Ptr("ap", var("r") * var("kd")))
+        else:
+            args += [self.operand("a", row * var("a_m")), var("a_m"), const(1)]
+        args += [Ptr("bp"), self.result(row, var("column")), self.c_step, var("columns")]
+        return Call(decoding(self.isa, self.atom, family(s.family), shape), tuple(args))
 
     def finish(self) -> tuple[Stmt, ...]:
         """Turn the sums of the tile into C after the last block of k."""

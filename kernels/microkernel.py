@@ -64,18 +64,18 @@ def micro_kernel(atom: Atom, s: Shape) -> Function:
     wide = s.panels * s.nr
     body: tuple[Stmt, ...]
     if s.panels > 1 or wide == 1 or not s.ragged:
-        body = (*_begin(atom, s, edge=False), *_loop(atom, s, masked=False), *_end(atom, s, edge=False))
+        body = (*_begin(atom, s, edge=False), *_loop(atom, s, masked=False), *write_back(atom, s, edge=False))
     else:
         short = var("columns").lt(wide)
         loop = _loop(atom, s, masked=False)
         if not s.b_packed and atom.mask:
             # An unpacked B must not be read past its last column.
             loop = (If(short, _loop(atom, s, masked=True), loop),)
-        begin, end = _begin(atom, s, edge=True), _end(atom, s, edge=True)
+        begin, end = _begin(atom, s, edge=True), write_back(atom, s, edge=True)
         if not atom.mask_free:
             begin = (If(short, begin, _begin(atom, s, edge=False)),)
-            end = (If(short, end, _end(atom, s, edge=False)),)
-        body = (*_kept(atom, s), *begin, *loop, *end)
+            end = (If(short, end, write_back(atom, s, edge=False)),)
+        body = (*spare(atom, s), *begin, *loop, *end)
     params = [Param("k"), Param("a", s.a, readonly=True)]
     params += [] if s.a_packed else [Param("a_m"), Param("a_k")]
     params += [Param("b", s.b, readonly=True)]
@@ -96,11 +96,11 @@ def micro_kernel(atom: Atom, s: Shape) -> Function:
     return Function(name, "inner", tuple(params), body, comment, s.inline)
 
 
-def _vectors(atom: Atom, s: Shape) -> range:
+def vectors_of(atom: Atom, s: Shape) -> range:
     return range(s.panels * s.nr // atom.n)
 
 
-def _acc(i: int, v: int) -> str:
+def acc_of(i: int, v: int) -> str:
     return f"c{i}_{v}"
 
 
@@ -108,31 +108,31 @@ def _c(atom: Atom, i: int, v: int) -> Ptr:
     return Ptr("c", const(i) * var("c_m") + v * atom.n)
 
 
-def _kept(atom: Atom, s: Shape) -> tuple[Stmt, ...]:
+def spare(atom: Atom, s: Shape) -> tuple[Stmt, ...]:
     """What a short panel needs: masks of the valid columns, or a spare tile."""
     if not atom.mask:
         return (Scratch("tile", s.rows * s.nr, atom.acc),)
-    return tuple(keep(atom, f"m{v}", var("columns") - v * atom.n) for v in _vectors(atom, s))
+    return tuple(keep(atom, f"m{v}", var("columns") - v * atom.n) for v in vectors_of(atom, s))
 
 
 def _begin(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
     """Set the accumulators from C or to zero."""
-    cells = [(i, v) for i in range(s.rows) for v in _vectors(atom, s)]
-    zero: tuple[Stmt, ...] = tuple(Verb("zero", _acc(i, v)) for i, v in cells)
+    cells = [(i, v) for i in range(s.rows) for v in vectors_of(atom, s)]
+    zero: tuple[Stmt, ...] = tuple(Verb("zero", acc_of(i, v)) for i, v in cells)
     less = _unshift(atom, s)
     if s.unshift == "whole":
         zero, less = (*zero, *less), ()
     load: tuple[Stmt, ...]
     if not edge:
-        load = tuple(Verb("load_c", _acc(i, v), p=_c(atom, i, v)) for i, v in cells)
+        load = tuple(Verb("load_c", acc_of(i, v), p=_c(atom, i, v)) for i, v in cells)
         return (If(var("accumulate"), load, zero), *less)
     if atom.mask:
-        load = tuple(Verb("load_mask", _acc(i, v), p=_c(atom, i, v), mask=f"m{v}", to=atom.acc) for i, v in cells)
+        load = tuple(Verb("load_mask", acc_of(i, v), p=_c(atom, i, v), mask=f"m{v}", to=atom.acc) for i, v in cells)
         return (If(var("accumulate"), load, zero), *less)
     tile = Ptr("tile")
     load = (
         *_copy(s, tile, Ptr("c"), const(s.nr), var("c_m")),
-        *(Verb("load_c", _acc(i, v), p=tile + (i * s.nr + v * atom.n)) for i, v in cells),
+        *(Verb("load_c", acc_of(i, v), p=tile + (i * s.nr + v * atom.n)) for i, v in cells),
     )
     return (If(var("accumulate"), load, zero), *less)
 
@@ -143,25 +143,25 @@ def _unshift(atom: Atom, s: Shape) -> tuple[Stmt, ...]:
         return ()
     per_panel = s.nr // atom.n
     out: list[Stmt] = []
-    for v in _vectors(atom, s):
+    for v in vectors_of(atom, s):
         panel = var("b_panel") * (v // per_panel) if s.panels > 1 else const(0)
         if v % per_panel == 0:
             out.append(LetPtr(f"sums{v}", Ptr("b", panel + var("sums_at")), atom.acc, readonly=True))
         at = Ptr(f"sums{v // per_panel * per_panel}", const(v % per_panel * atom.n))
         out.append(Verb("load_c", f"s{v}", p=at))
-        out += [Verb("unshift", _acc(i, v), b=f"s{v}") for i in range(s.rows)]
+        out += [Verb("unshift", acc_of(i, v), b=f"s{v}") for i in range(s.rows)]
     return tuple(out)
 
 
-def _end(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
+def write_back(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
     """Write the accumulators to C."""
-    cells = [(i, v) for i in range(s.rows) for v in _vectors(atom, s)]
+    cells = [(i, v) for i in range(s.rows) for v in vectors_of(atom, s)]
     if not edge:
-        return tuple(Verb("store", _acc(i, v), p=_c(atom, i, v)) for i, v in cells)
+        return tuple(Verb("store", acc_of(i, v), p=_c(atom, i, v)) for i, v in cells)
     if atom.mask:
-        return tuple(Verb("store_mask", _acc(i, v), p=_c(atom, i, v), mask=f"m{v}") for i, v in cells)
+        return tuple(Verb("store_mask", acc_of(i, v), p=_c(atom, i, v), mask=f"m{v}") for i, v in cells)
     tile = Ptr("tile")
-    stores = (Verb("store", _acc(i, v), p=tile + (i * s.nr + v * atom.n)) for i, v in cells)
+    stores = (Verb("store", acc_of(i, v), p=tile + (i * s.nr + v * atom.n)) for i, v in cells)
     return (*stores, *_copy(s, Ptr("c"), tile, var("c_m"), const(s.nr)))
 
 
@@ -179,7 +179,7 @@ def _loop(atom: Atom, s: Shape, *, masked: bool) -> tuple[Stmt, ...]:
     row = p * s.nr if s.b_packed else p * var("b_k")
     per_panel = s.nr // atom.n
     body: list[Stmt] = []
-    for v in _vectors(atom, s):
+    for v in vectors_of(atom, s):
         panel = var("b_panel") * (v // per_panel) if s.panels > 1 else const(0)
         at = Ptr("b", panel + row + (v % per_panel) * atom.n)
         if s.prefetch and not s.b_packed:
@@ -191,5 +191,5 @@ def _loop(atom: Atom, s: Shape, *, masked: bool) -> tuple[Stmt, ...]:
     for i in range(s.rows):
         at = Ptr("a", p * s.rows + i) if s.a_packed else Ptr("a", const(i) * var("a_m") + p * var("a_k"))
         body.append(Verb("load_a", f"a{i % 2}", p=at))
-        body += [Verb("mac", _acc(i, v), f"a{i % 2}", f"b{v}") for v in _vectors(atom, s)]
+        body += [Verb("mac", acc_of(i, v), f"a{i % 2}", f"b{v}") for v in vectors_of(atom, s)]
     return (For("p", const(0), var("k"), const(1), tuple(body), s.unroll),)

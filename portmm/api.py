@@ -276,7 +276,7 @@ def _by_codes(a: Any, b: Any, out: Any) -> Any:
     """A product with a quantised weight, folded now if it is not yet."""
     from portmm.folded import Folded, fold, product
 
-    return product(a, b if isinstance(b, Folded) else fold(b), out)
+    return product(a, b if isinstance(b, Folded) else fold(b), out, route, matmul)
 
 
 def _matrices(x: np.ndarray[Any, Any], *, vector_a: bool, vector_b: bool) -> np.ndarray[Any, Any]:

@@ -214,3 +214,20 @@ def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     if not np.can_cast(dtype, out.dtype, casting="same_kind"):
         raise TypeError(f"out has dtype {out.dtype}, which cannot hold {dtype} results")
     return out
+
+
+def aligned_empty(elements: int, dtype: Any) -> Array:
+    """An uninitialised 1-D array that starts on a cache line."""
+    size = np.dtype(dtype).itemsize
+    raw = np.empty(elements * size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + elements * size].view(dtype)
+
+
+def aligned_copy(x: Array) -> Array:
+    """`x` itself if it starts on a cache line, else a copy that does."""
+    if x.ctypes.data % 64 == 0 and x.flags.c_contiguous:
+        return x
+    to = aligned_empty(x.size, x.dtype)
+    to[...] = x.ravel()
+    return to

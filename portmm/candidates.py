@@ -50,6 +50,8 @@ STREAM_DEPTHS = (8, 32)
 """KC when B streams past in place: few rows, so that each is read along its length."""
 CODES_DEPTHS = (64, 128, 256)
 """KC when B is unfolded from codes for a few rows: what is unfolded should not leave L1."""
+DECODED_ROWS = 4
+"""Rows that are multiplied by codes as they lie; for more, it pays to unfold the codes first."""
 IN_PLACE_ROWS = 8
 """Rows of A that can be addressed without running out of integer registers."""
 THIN_ROWS = 16
@@ -250,6 +252,8 @@ def _thin(p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedul
     """M of a few rows: every row in registers, B streams past once."""
     if p.m > THIN_ROWS:
         return
+    if p.b == "codes":
+        yield from _decoded(p, isa, atom)
     for v in vectors(isa, atom, p):
         nr = v * atom.n
         if p.m > tallest(isa, v):
@@ -274,6 +278,18 @@ def _thin(p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedul
                         yield s
                         if not p.deterministic and p.k > SPLIT_STEPS * kc and not finishes(s, atom):
                             yield replace(s, over="k")
+
+
+def _decoded(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
+    """M of a few rows, times codes as they lie, a few rows at a time."""
+    for v in vectors(isa, atom, p):
+        nr = v * atom.n
+        for mr in range(min(p.m, DECODED_ROWS), 0, -1):  # illegal ones, of too many registers, are dropped later
+            heights = (p.m,) if p.m <= mr else _heights(mr)
+            base = Schedule("gemm", isa.name, p.dtype, _tiles(mr, nr, ALL, ALL, ALL), heights, a=p.a, b=p.b, pack_b=False)
+            yield base
+            if p.a == "row" and _a_in_place(p, isa, atom):
+                yield replace(base, pack_a=False)
 
 
 def _dots(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:

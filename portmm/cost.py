@@ -64,6 +64,8 @@ CONVERT = 1.0
 """Cycles to convert a fragment as it is loaded: two instructions beside the load, on ports that multiply."""
 WEAVE = 2.0
 """Cycles per row of a unit to put a vector of units together."""
+DECODE = 1.0
+"""Cycles to make a vector of numbers of codes that are multiplied at once."""
 UNFOLD = 4.0
 """Cycles to make a vector of numbers of codes."""
 FINISH = 4.0
@@ -138,10 +140,11 @@ class _View:
         return -(-self.p.k // self.atom.k_pack)
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
+    def sizes(self) -> tuple[float, float, float]:
         """Bytes of what micro-kernels read of A and B, elements or units, and of a sum."""
         a, b = self.s.given(self.atom)
-        return BY_NAME[a].bytes, BY_NAME[b].bytes, BY_NAME[self.atom.acc].bytes
+        held = 0.5 if _decodes(self) else BY_NAME[b].bytes
+        return BY_NAME[a].bytes, held, BY_NAME[self.atom.acc].bytes
 
     @property
     def stored(self) -> tuple[float, float, float]:
@@ -272,7 +275,8 @@ def _compute(v: _View) -> float:
     cycles = 0.0
     left, right = _converts(v)
     for h, count in _slices(v):
-        macs = h * wide + CONVERT * (h * left + wide * right) * v.macs_per_cycle
+        macs = (h * wide + DECODE * wide + h) if _decodes(v) else h * wide
+        macs += CONVERT * (h * left + wide * right) * v.macs_per_cycle
         loads = (h + wide) / LOADS_PER_CYCLE
         # A chain advances one step per latency; unrolling cannot help it.
         step = max(macs / v.macs_per_cycle, loads, float(atom.latency)) + CONFLICTS * loads
@@ -280,10 +284,15 @@ def _compute(v: _View) -> float:
     return cycles * v.visits * -(-v.k // depth) * _crowding(v) * _apart(v, APART)
 
 
+def _decodes(v: _View) -> bool:
+    """Codes are multiplied as they lie."""
+    return v.s.b == "codes" and not v.s.pack_b
+
+
 def _converts(v: _View) -> tuple[bool, bool]:
     """Whether fragments of A and of B are converted each time they are loaded."""
     a, b = v.s.given(v.atom)
-    return a != v.atom.left, b != v.atom.right
+    return a != v.atom.left, b != v.atom.right and not _decodes(v)
 
 
 def _streams(v: _View) -> int:

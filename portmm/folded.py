@@ -2,7 +2,7 @@
 
 Owns `Folded`, panels of codes with the scales of their groups (kernels/codes.py
 has the layout), how a `Quantized` weight becomes one and back, and the product
-with one. Imports `api`, `arrays`, `candidates`, `packed`, `quantized`, `settings`.
+with one. Imports `arrays`, `candidates`, `quantized`, `settings`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm import api, arrays, settings
+from portmm import arrays, settings
 from portmm.candidates import PACKED_VECTORS
 from portmm.dtype import CODES_KR
 from portmm.errors import PackError, ScheduleError
-from portmm.packed import aligned_copy, aligned_empty
 from portmm.problem import Family, Problem, family
 from portmm.quantized import Quantized, dequantize
 from portmm.run.host import runtime
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from portmm.target import Target
 
 BITS = 4
@@ -79,7 +80,7 @@ def restore(owner: Array, shape: tuple[int, ...], family_name: str) -> Folded:
     needed = -(-n // kept.nr) * kept.panel(k)
     if owner.dtype != np.int32 or owner.ndim != 1 or owner.size < needed:
         raise PackError(f"a folded weight of shape {shape} needs {needed} words of int32; got {owner.size} {owner.dtype}")
-    whole = aligned_copy(owner)
+    whole = arrays.aligned_copy(owner)
     whole.flags.writeable = False
     return Folded(whole, (k, n), family_name)
 
@@ -112,7 +113,7 @@ def fold(q: Quantized) -> Folded:
     words = np.zeros((units, panels * nr), np.uint32)
     for e in range(CODES_KR):
         words |= codes[e::CODES_KR].astype(np.uint32) << np.uint32(BITS * e)
-    owner = aligned_empty(panels * kept.panel(k), np.int32)
+    owner = arrays.aligned_empty(panels * kept.panel(k), np.int32)
     rows = owner.reshape(panels, -1, nr)
     long = group // CODES_KR or units
     heads = np.arange(groups) * (2 + long)
@@ -146,13 +147,16 @@ def unfold(w: Folded) -> Quantized:
     return Quantized(codes[:k], scales, offsets, BITS, kept.group or max(k, 1))
 
 
-def product(a: Any, w: Folded, out: Any = None) -> Any:
-    """The product of float activations and a folded weight: see `api.matmul`."""
+def product(a: Any, w: Folded, out: Any, routed: Callable[[Problem], Any], dense: Callable[[Any, Any], Any]) -> Any:
+    """The product of float activations and a folded weight: see `api.matmul`.
+
+    `routed` gives the kernel for a problem; `dense` multiplies by the weight unfolded.
+    """
     left = arrays.as_operand(a, "a")
     key = (left.shape, left.strides, left.dtype, settings.current(), settings.limit())
     found = w._calls.get(key)  # noqa: SLF001 - its own
     if found is None or out is not None or not left.flags.aligned:
-        return _product(left, w, out, key)
+        return _product(left, w, out, key, (routed, dense))
     route, numbers, shape, dtype = found
     result = np.empty(shape, dtype)
     at, c = left.__array_interface__["data"][0], result.__array_interface__["data"][0]
@@ -160,7 +164,7 @@ def product(a: Any, w: Folded, out: Any = None) -> Any:
     return result
 
 
-def _product(left: Array, w: Folded, out: Any, key: Any) -> Any:
+def _product(left: Array, w: Folded, out: Any, key: Any, ways: tuple[Callable[..., Any], Callable[..., Any]]) -> Any:
     k, n = w.shape
     if left.shape[-1] != k:
         raise ValueError(f"cannot multiply {left.shape} by {w.shape}: a has {left.shape[-1]} columns and b has {k} rows")
@@ -175,7 +179,7 @@ def _product(left: Array, w: Folded, out: Any, key: Any) -> Any:
     result = out if direct else np.empty(shape, types[2])
     if result.size:
         if k:
-            _run(rows, w, result, types, key if rows is left and out is None else None)
+            _run(rows, w, result, types, key if rows is left and out is None else None, ways)
         else:
             result[...] = 0
     if out is not None and not direct:
@@ -184,18 +188,19 @@ def _product(left: Array, w: Folded, out: Any, key: Any) -> Any:
     return result
 
 
-def _run(rows: Array, w: Folded, result: Array, types: arrays.DTypes, key: Any) -> None:
-    api.begin()
+def _run(  # noqa: PLR0917 - one place calls it
+    rows: Array, w: Folded, result: Array, types: arrays.DTypes, key: Any, ways: tuple[Callable[..., Any], ...]
+) -> None:
     operand = arrays.canonical(rows, types[0])
     (m, k), n = rows.shape, w.shape[1]
     word = "-".join((arrays.name_of(types[0]), "u4", arrays.name_of(types[2])))
     deterministic = settings.current().deterministic
     p = Problem(m, n, k, word, a=operand.layout, b="codes", family=w.family, deterministic=deterministic)
     try:
-        route = api.route(p)
+        route = ways[0](p)
     except ScheduleError:  # folded on another machine
         weight = dequantize(unfold(w), types[0])
-        np.copyto(result.reshape(m, n), api.matmul(rows, weight), casting="same_kind")
+        np.copyto(result.reshape(m, n), ways[1](rows, weight), casting="same_kind")
         return
     kept = family(w.family)
     at, c = (int(x.__array_interface__["data"][0]) for x in (w.owner, result))

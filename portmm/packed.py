@@ -76,7 +76,7 @@ def restore(owner: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: str, fam
     needed = _item(layout, *shape[-2:]) * layout.kr * count
     if owner.size < needed:
         raise PackError(f"packed weight of shape {shape} needs {needed} elements; it has {owner.size}")
-    return _made(aligned_copy(owner), tuple(shape), layout)
+    return _made(arrays.aligned_copy(owner), tuple(shape), layout)
 
 
 def _item(layout: Family, k: int, n: int) -> int:
@@ -98,23 +98,6 @@ def register_dtype(dtype: np.dtype[Any]) -> None:
     from portmm.run.host import runtime
 
     runtime().register_dtype("bf16", dtype)
-
-
-def aligned_empty(elements: int, dtype: Any) -> np.ndarray[Any, Any]:
-    """An uninitialised 1-D array that starts on a cache line."""
-    size = np.dtype(dtype).itemsize
-    raw = np.empty(elements * size + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + elements * size].view(dtype)
-
-
-def aligned_copy(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """`x` itself if it starts on a cache line, else a copy that does."""
-    if x.ctypes.data % 64 == 0 and x.flags.c_contiguous:
-        return x
-    to = aligned_empty(x.size, x.dtype)
-    to[...] = x.ravel()
-    return to
 
 
 def pack(b: Any, *, activations: Any = None) -> Any:
@@ -155,7 +138,7 @@ def pack(b: Any, *, activations: Any = None) -> Any:
     layout = family_of(dispatch.family(word, target))
     k, n = array.shape[-2:]
     item = _item(layout, k, n) * layout.kr
-    owner = aligned_empty(item * int(np.prod(array.shape[:-2])), dtype)
+    owner = arrays.aligned_empty(item * int(np.prod(array.shape[:-2])), dtype)
     made = _made(owner, array.shape, layout)
     if owner.size and array.size:
         src = arrays.canonical(array, dtype)

@@ -174,6 +174,8 @@ class Problem:
         if self.b in ("packed", "codes"):
             raise ScheduleError(f"{self}: a packed B cannot change sides; give C by rows, or unpack B")
         flip = {"row": "col", "col": "row", "any": "any"}
+        if self.post:
+            raise ScheduleError(f"{self} cannot change sides: its scales belong to rows and columns; give C by rows")
         a, b, c = self.types
         try:
             accumulator(b, a)

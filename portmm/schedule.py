@@ -136,7 +136,7 @@ class Schedule:
     def given(self, atom: Atom) -> tuple[str, str]:
         """What micro-kernels read of A and B: fragments where it is packed here, else the operand's own type."""
         a, b, _ = self.types
-        in_b = unit(b, self.kr) if self.b == "packed" else b
+        in_b = unit(b, self.kr) if self.b == "packed" else "s32" if self.b == "codes" else b
         return (atom.left if self.pack_a else a), (atom.right if self.pack_b else in_b)
 
     def _b(self) -> str:
@@ -172,6 +172,8 @@ def registers(s: Schedule, atom: Atom) -> int:
     if s.program == "dot":
         return s.mr * s.nr + s.mr + 2
     columns = s.nr // atom.n * s.panels
+    if s.b == "codes" and not s.pack_b:  # sums of a group and of all of k, sums of A, words, codes, a broadcast, two constants
+        return max(s.heights) * (2 * columns + 1) + 2 * columns + 3
     return max(s.heights) * columns + columns + 1
 
 

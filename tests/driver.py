@@ -45,7 +45,7 @@ def objects(kernels: list[Kernel], *flags: str) -> list[str]:
 
 def job(number: int, kernel: Kernel, k: Case, workers: int) -> bytes:
     """What the driver reads for one run."""
-    f, size = k.fields, k.a.itemsize
+    f = k.fields
     c = k.fresh()
     longs = [number, *(f[x] for x in ("m", "n", "k", "batch")), workers]
     for flat, offset, name, steps in (
@@ -54,7 +54,7 @@ def job(number: int, kernel: Kernel, k: Case, workers: int) -> bytes:
         (c, k.c.offset, "c", "mn"),
     ):
         strides = (*(f[f"{name}_{s}"] for s in steps), f[f"{name}_batch"])
-        longs += [flat.nbytes, offset * size, *strides, size]
+        longs += [flat.nbytes, offset * flat.itemsize, *strides, flat.itemsize]
     longs.append(workspace_bytes(kernel, k.problem, workers))
     return b"".join([JOB.pack(*longs), k.a.tobytes(), k.b.tobytes(), c.tobytes()])
 

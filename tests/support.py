@@ -16,7 +16,7 @@ import pytest
 
 from portmm.candidates import candidates
 from portmm.detect import host_features
-from portmm.dtype import BY_NAME, spell
+from portmm.dtype import BY_NAME, CODES_KR, types
 from portmm.interp import numpy_type
 from portmm.problem import LAYOUTS_A, LAYOUTS_B, LAYOUTS_C, Family, Problem, family
 from portmm.target import load_isa, load_target, names
@@ -68,13 +68,15 @@ def small(isa_name: str):
 
 # -- problems ---------------------------------------------------------------------
 
-LAYOUTS = [(a, b, c) for a in LAYOUTS_A for b in LAYOUTS_B for c in LAYOUTS_C if (b, c) != ("packed", "col")]
+LAYOUTS = [
+    (a, b, c) for a in LAYOUTS_A for b in LAYOUTS_B for c in LAYOUTS_C if b != "codes" and (b, c) != ("packed", "col")
+]
 """A packed B is always on the right, so that C runs by rows."""
 
 
 def packed_families(target: Any, dtype: str, post: str = "") -> list[str]:
     """The panel widths that a machine's own schedules would pack."""
-    return sorted({s.family for s in candidates(Problem(64, 64, 64, dtype, post=post), target)}, key=lambda name: family(name).nr)
+    return sorted({s.family for s in candidates(Problem(64, 64, 64, dtype, post=post.replace("+azero", "")), target)}, key=lambda name: family(name).nr)
 
 
 def pose(size: tuple[int, int, int], layouts: tuple[str, str, str], target: Any, **more: Any) -> list[Problem]:
@@ -83,6 +85,11 @@ def pose(size: tuple[int, int, int], layouts: tuple[str, str, str], target: Any,
     dtype, post = more.get("dtype", "f32"), more.get("post", "")
     families = packed_families(target, dtype, post) if b == "packed" else [""]
     return [Problem(*size, a=a, b=b, c=c, family=f, **more) for f in families]
+
+
+def coded(size: tuple[int, int, int], word: str, nr: int, group: int, a: str = "row") -> Problem:
+    """A product with a weight of four bits."""
+    return Problem(*size, word, a=a, b="codes", family=str(Family("u4", nr, CODES_KR, group=group)))
 
 
 def shape_of(s):
@@ -205,6 +212,8 @@ def case(p: Problem, seed: int = 0, *, floats: bool = False, shared: str = "") -
     """
     rng = np.random.default_rng(seed)
     types = [numpy_type(x) for x in p.types]
+    if p.b == "codes":
+        types[1] = np.dtype(np.float64)
 
     def draw(name: str, dtype: np.dtype, rows: int, cols: int) -> np.ndarray:
         shape = (1 if name == shared else p.batch, rows, cols)
@@ -220,7 +229,12 @@ def case(p: Problem, seed: int = 0, *, floats: bool = False, shared: str = "") -
     a, c = lay(x, p.a, gap), lay(blank, p.c, gap)
     fields = {"m": p.m, "n": p.n, "k": p.k, "batch": p.batch}
     fields |= {"a_m": a.row, "a_k": a.col, "a_batch": 0 if shared == "a" else a.item}
-    if p.b == "packed":
+    if p.b == "codes":
+        flat, offset, y = folded(p, rng)
+        kept = family(p.family)
+        fields |= {"b_k": kept.nr, "b_n": kept.panel(p.k)}
+        item = flat.size
+    elif p.b == "packed":
         kept = family(p.family)
         panels = panels_of(y, kept)
         flat, offset, item = panels.ravel(), 0, panels[0].size // kept.kr
@@ -244,6 +258,52 @@ def case(p: Problem, seed: int = 0, *, floats: bool = False, shared: str = "") -
         bound = 2.0**-21 * vectors.pop("size") + out * np.abs(want) + (0.5001 if not out else 0)
         want = want if out else np.clip(want, np.iinfo(types[2]).min, np.iinfo(types[2]).max)
     return Case(p, fields, a.flat, a.offset, flat, offset, c, want, bound, vectors)
+
+
+def folded(p: Problem, rng: Any) -> tuple[np.ndarray, int, np.ndarray]:
+    """A random weight of four bits: its panels, where they start, and its values. Padding is NaN and ones."""
+    kept = family(p.family)
+    nr, groups = kept.nr, kept.groups(p.k)
+    rows = np.arange(p.k) // kept.group if kept.group else np.zeros(p.k, int)
+    codes = rng.integers(0, 16, (p.k, p.n))
+    scales, offsets = (rng.standard_normal((groups, p.n)).astype(np.float32) for _ in range(2))
+    panels = []
+    for first in range(0, p.n, nr):
+        wide = min(nr, p.n - first)
+        for g in range(groups):
+            for values in (scales, offsets):
+                row = np.full(nr, np.nan, np.float32)
+                row[:wide] = values[g, first : first + wide]
+                panels.append(row.view(np.int32))
+            mine = codes[rows == g, first : first + wide]
+            for u in range(0, len(mine), CODES_KR):
+                word = np.full(nr, -1, np.int64)
+                word[:wide] = sum(x.astype(np.int64) << 4 * e for e, x in enumerate(mine[u : u + CODES_KR]))
+                panels.append(word.astype(np.uint32).view(np.int32))
+    values = scales[rows].astype(np.float64) * codes + offsets[rows]
+    return np.concatenate(panels), 0, values[None]
+
+
+def valid_of(kept: Family, k: int, n: int) -> np.ndarray:
+    """Which elements of panels mean something: no padded column, but every sum of one that is none."""
+    columns = np.arange(-(-n // kept.nr) * kept.nr).reshape(-1, 1, kept.nr, 1) < n
+    units = np.broadcast_to(columns, (len(columns), -(-k // kept.kr), kept.nr, kept.kr)).reshape(len(columns), -1)
+    if not kept.sums:
+        return units.ravel()
+    sums = np.repeat(columns.reshape(len(columns), -1), 4 // BY_NAME[kept.dtype].bytes, axis=1)
+    return np.concatenate([units, sums], axis=1).ravel()
+
+
+def packed_by(kernel: Any, b: Laid, like: np.ndarray, kept: Family, k: int, n: int) -> np.ndarray:
+    """What a packer makes of an operand."""
+    from portmm.run.host import runtime
+
+    flat, to = guarded(b.flat), guarded(np.zeros_like(like))
+    route = runtime().make_route(load(kernel), 1024, 2, kept.dtype)
+    at = flat.ctypes.data + b.offset * flat.itemsize
+    item = like.size // kept.kr
+    runtime().execute(route, 1, n, k, 1, at, 0, 0, 0, at, b.row, b.col, b.item, to.ctypes.data, 0, 0, item)
+    return to.copy()
 
 
 def quantised(p: Problem, x: np.ndarray, y: np.ndarray, sums: np.ndarray, rng: Any) -> tuple[dict[str, Any], np.ndarray]:
@@ -318,7 +378,7 @@ def execute(kernel: Any, k: Case, workers: int = 1, *, code: Any = None, end: bo
     from portmm.run.host import runtime
 
     route = runtime().make_route(
-        code or load(kernel), dispatch.workspace_bytes(kernel, k.problem, workers), workers, spell(*k.problem.types), k.problem.unit
+        code or load(kernel), dispatch.workspace_bytes(kernel, k.problem, workers), workers, k.problem.held, k.problem.unit
     )
     a, b, c = (guarded(x, end=end) for x in (k.a, k.b, k.fresh()))
     at = {"a": a.ctypes.data + k.a_offset * a.itemsize, "b": b.ctypes.data + k.b_offset * b.itemsize}

@@ -204,7 +204,7 @@ def test_what_is_emitted_for_another_machine_compiles(tmp_path):
         (("emit", 3, 4), "give M, N and K"),
         (("emit", "--schedule", "nonsense"), "is not a schedule"),
         (("explain", 3, 4, 5, "--a", "diagonal"), "'diagonal'"),
-        (("explain", 3, 4, 5, "--dtype", "f16"), "'f16'"),
+        (("explain", 3, 4, 5, "--dtype", "f8"), "'f8'"),
         (("explain", 0, 4, 5), "equal to 1"),
         (("compare", "nosuch"), "nosuch"),
         (("compare", "smoke", "--peers", "nosuch"), "nosuch"),

@@ -198,11 +198,11 @@ def test_shapes_are_refused_as_numpy_refuses_them(a, b, dtype):
         pm.matmul(x, y)
 
 
-@pytest.mark.parametrize("kind", [int, complex, np.float16, bool, object, np.int8, "U3"])
+@pytest.mark.parametrize("kind", [int, complex, bool, object, np.int16, "U3"])
 def test_other_types_are_named_and_refused(kind):
     x, good = np.zeros((2, 2), kind), np.zeros((2, 2), np.float32)
     for a, b in ((x, good), (good, x)):
-        with pytest.raises(TypeError, match="float32 and float64"):
+        with pytest.raises(TypeError, match="float32, float64, bfloat16, float16, int8, uint8"):
             pm.matmul(a, b)
 
 

@@ -9,6 +9,7 @@ store that is follows from the type of the pointer.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -79,7 +80,7 @@ def source(kernel: Kernel) -> str:
         kernel.isa.preamble.strip(),
         abi.ARGS.strip(),
         _PRELUDE.strip(),
-        *(text for name, text in (_HELPERS | HELPERS).items() if any(f"{name}(" in c for c in code)),
+        *(text for name, text in (_HELPERS | HELPERS).items() if any(re.search(rf"\b{name}\(", c) for c in code)),
     ]
     if kernel.isa.shuffles and kernel.atom.n > 1:
         parts.append(f"typedef {lanes} lanes_t __attribute__((vector_size({kernel.atom.n * element.bytes})));")

@@ -7,7 +7,19 @@ typedef float v8f_u __attribute__((vector_size(32), aligned(4), may_alias));
 typedef double v4d __attribute__((vector_size(32)));
 typedef double v4d_u __attribute__((vector_size(32), aligned(8), may_alias));
 typedef int v8i __attribute__((vector_size(32)));
+typedef int v8i_u __attribute__((vector_size(32), aligned(1), may_alias));
+typedef unsigned v8u __attribute__((vector_size(32)));
 typedef long long v4l __attribute__((vector_size(32)));
+typedef short v16s __attribute__((vector_size(32)));
+typedef float v4f __attribute__((vector_size(16)));
+typedef unsigned long long v2q __attribute__((vector_size(16)));
+typedef unsigned short v8h __attribute__((vector_size(16)));
+typedef unsigned short v8h_u __attribute__((vector_size(16), aligned(1), may_alias));
+typedef signed char v16c __attribute__((vector_size(16)));
+typedef signed char v16c_u __attribute__((vector_size(16), aligned(1), may_alias));
+typedef unsigned short u16_u __attribute__((aligned(1), may_alias));
+typedef unsigned u32_u __attribute__((aligned(1), may_alias));
+typedef unsigned long long u64_u __attribute__((aligned(1), may_alias));
 
 typedef struct portmm_args {
   long m, n, k, batch;               /* C[batch][m][n] = A[batch][m][k] . B[batch][k][n] */
@@ -19,6 +31,8 @@ typedef struct portmm_args {
   void *pool;
   void (*parallel)(void *pool, void (*body)(const long *ctx, long task, long worker),
                    const long *ctx, long tasks, long workers);
+  const float *a_scale, *b_scale, *bias; /* of a quantised product: a value for each row, each column, */
+  const int *a_zero, *a_sum, *b_zero;    /* see kernels/finish.py; those by columns reach to a multiple of 64 */
 } portmm_args;
 
 #if defined(__clang__)

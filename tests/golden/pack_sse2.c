@@ -6,6 +6,13 @@ typedef float v4f __attribute__((vector_size(16)));
 typedef float v4f_u __attribute__((vector_size(16), aligned(4), may_alias));
 typedef double v2d __attribute__((vector_size(16)));
 typedef double v2d_u __attribute__((vector_size(16), aligned(8), may_alias));
+typedef int v4i __attribute__((vector_size(16)));
+typedef int v4i_u __attribute__((vector_size(16), aligned(1), may_alias));
+typedef unsigned v4u __attribute__((vector_size(16)));
+typedef short v8s __attribute__((vector_size(16)));
+typedef unsigned long long v2q __attribute__((vector_size(16)));
+typedef unsigned u32_u __attribute__((aligned(1), may_alias));
+typedef unsigned long long u64_u __attribute__((aligned(1), may_alias));
 
 typedef struct portmm_args {
   long m, n, k, batch;               /* C[batch][m][n] = A[batch][m][k] . B[batch][k][n] */
@@ -17,6 +24,8 @@ typedef struct portmm_args {
   void *pool;
   void (*parallel)(void *pool, void (*body)(const long *ctx, long task, long worker),
                    const long *ctx, long tasks, long workers);
+  const float *a_scale, *b_scale, *bias; /* of a quantised product: a value for each row, each column, */
+  const int *a_zero, *a_sum, *b_zero;    /* see kernels/finish.py; those by columns reach to a multiple of 64 */
 } portmm_args;
 
 #if defined(__clang__)

@@ -14,6 +14,18 @@ typedef double v4d __attribute__((vector_size(32)));
 typedef double v4d_u __attribute__((vector_size(32), aligned(8), may_alias));
 typedef double v2d __attribute__((vector_size(16)));
 typedef double v2d_u __attribute__((vector_size(16), aligned(8), may_alias));
+typedef int v16i __attribute__((vector_size(64)));
+typedef int v16i_u __attribute__((vector_size(64), aligned(1), may_alias));
+typedef unsigned v16u __attribute__((vector_size(64)));
+typedef short v32s __attribute__((vector_size(64)));
+typedef unsigned short v16h __attribute__((vector_size(32)));
+typedef unsigned short v16h_u __attribute__((vector_size(32), aligned(1), may_alias));
+typedef unsigned short v8h __attribute__((vector_size(16)));
+typedef signed char v16c_u __attribute__((vector_size(16), aligned(1), may_alias));
+typedef unsigned char v16b_u __attribute__((vector_size(16), aligned(1), may_alias));
+typedef signed char v32c __attribute__((vector_size(32)));
+typedef signed char v32c_u __attribute__((vector_size(32), aligned(1), may_alias));
+typedef unsigned char v32b_u __attribute__((vector_size(32), aligned(1), may_alias));
 
 typedef struct portmm_args {
   long m, n, k, batch;               /* C[batch][m][n] = A[batch][m][k] . B[batch][k][n] */
@@ -25,6 +37,8 @@ typedef struct portmm_args {
   void *pool;
   void (*parallel)(void *pool, void (*body)(const long *ctx, long task, long worker),
                    const long *ctx, long tasks, long workers);
+  const float *a_scale, *b_scale, *bias; /* of a quantised product: a value for each row, each column, */
+  const int *a_zero, *a_sum, *b_zero;    /* see kernels/finish.py; those by columns reach to a multiple of 64 */
 } portmm_args;
 
 #if defined(__clang__)

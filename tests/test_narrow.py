@@ -1,0 +1,144 @@
+"""Products of narrow types: every candidate in the interpreter, built code against it, and integers at their extremes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import support
+from support import EVERY_ISA, LAYOUTS, case, execute, interpret, pose, runs_here, small
+
+from portmm.candidates import candidates
+from portmm.lower import lower, lower_pack
+from portmm.target import load_isa
+
+PLAIN = [(name, word) for name in EVERY_ISA for word in support.NARROW if load_isa(name).atom(word)]
+SCALED = [
+    (name, word)
+    for name in EVERY_ISA
+    for word in ("u8-s8-f32", "s8-s8-bf16", "s8-s8-s8", "u8-s8-u8")
+    if load_isa(name).atom(word)
+]
+POSTS = ("scale", "scale+azero", "scale+bzero+bias", "scale+azero+bzero+bias")
+CODES = [(name, word) for name in EVERY_ISA for word in ("f32-u4-f32", "bf16-u4-bf16") if load_isa(name).atom(word)]
+
+
+def sizes(lanes):
+    """Ragged edges, one row, one column, a k of one, more than one block of each dimension."""
+    return [
+        (5, lanes + 1, 7), (1, 3 * lanes, lanes + 2), (2 * lanes + 1, 3, 2), (9, 2 * lanes + 3, 4 * lanes + 3),
+        (3, 1, 9), (4, lanes, 1), (17, 2 * lanes, 31),
+    ]  # fmt: skip
+
+
+def posed(target, word, layouts, size, **more):
+    """Problems of a size and layouts; none where the types cannot lie so."""
+    if layouts[2] == "col" and word.startswith("u8"):
+        return []
+    return pose(size, layouts, target, dtype=word, **more)
+
+
+def chosen(target, word, **more):
+    """Problems of all layouts, each with some of its candidates, so that all kinds come up."""
+    lanes = target.isas[0].atom(word).n
+    seen = set()
+    for i, layouts in enumerate(LAYOUTS):
+        post = more.get("post", "")
+        if ("azero" in post and layouts[1] != "packed") or (post and layouts[2] == "col"):
+            continue
+        for p in posed(target, word, layouts, sizes(lanes)[i % 7], **more)[-1:]:
+            found = []
+            for s in candidates(p, target):
+                kind = (support.shape_of(s), p.m > s.mr)
+                if kind not in seen:
+                    seen.add(kind)
+                    found.append(s)
+            yield p, found
+
+
+@pytest.mark.parametrize(("name", "word"), PLAIN)
+def test_every_isa_means_the_product(name, word):
+    target = small(name)
+    for i, (p, found) in enumerate(chosen(target, word)):
+        k = case(p, seed=i)
+        for s in found[i % 2 :: 2]:
+            k.check(interpret(lower(s, target.isa(s.isa)), k, 1 + i % 3, shuffle=i), s)
+
+
+@pytest.mark.parametrize(("name", "word"), [x for x in PLAIN if runs_here(x[0])])
+def test_built_kernels_are_the_product(name, word):
+    """On small integers, exactly; on floats, within the bound of the types that round."""
+    target = small(name)
+    count = 0
+    for i, (p, found) in enumerate(chosen(target, word)):
+        for s in found[i % 5 :: 5]:
+            kernel = lower(s, target.isa(s.isa))
+            code = support.load(kernel)
+            for floats in (False, True):
+                k = case(p, seed=i, floats=floats)
+                k.check(execute(kernel, k, 1 + i % 2, code=code, end=bool(i % 2)), s)
+            count += 1
+    assert count >= 3
+
+
+@pytest.mark.parametrize("post", POSTS)
+@pytest.mark.parametrize(("name", "word"), SCALED)
+def test_sums_are_scaled(name, word, post):
+    target = small(name)
+    for i, (p, found) in enumerate(chosen(target, word, post=post)):
+        k = case(p, seed=i, floats=True)
+        for s in found[i % 3 :: 3]:
+            k.check(interpret(lower(s, target.isa(s.isa)), k, 2, shuffle=i), s)
+
+
+@pytest.mark.parametrize(("name", "word"), CODES)
+@pytest.mark.parametrize("group", [0, 8, 32])
+def test_codes_are_multiplied(name, word, group):
+    target = small(name)
+    lanes = target.isas[0].atom(word).n
+    for i, size in enumerate([(1, lanes + 1, 37), (3, 2 * lanes, 64), (9, 1, 8), (2, 5, 3), (20, 3 * lanes, 45)]):
+        p = support.coded(size, word, 2 * lanes, group, a=("row", "col")[i % 2])
+        k = case(p, seed=i, floats=True)
+        found = candidates(p, target)
+        assert {s.pack_b for s in found} == {True, False} or p.m > 16
+        for s in found[i % 2 :: 2]:
+            kernel = lower(s, target.isa(s.isa))
+            k.check(interpret(kernel, k, 1 + i % 2), s)
+            if runs_here(name) and s is found[i % 2]:
+                k.check(execute(kernel, k, 2), s)
+
+
+@pytest.mark.parametrize("layout", ["row", "col", "any"])
+@pytest.mark.parametrize("name", [x for x in EVERY_ISA if runs_here(x)])
+def test_packing_is_the_layout_that_is_written_down(name, layout):
+    """Panels with their column sums, from every layout, ragged on both sides."""
+    isa = load_isa(name)
+    for word in ("s8-s8-s32", "bf16", "f16", "f32-s8-f32"):
+        atom = isa.atom(word)
+        if atom is None:
+            continue
+        kept = support.family(support.packed_families(small(name), word)[-1])
+        for k, n in ((1, 1), (5, kept.nr + 3), (4 * atom.n + 3, 2 * kept.nr), (2 * atom.n, 3 * kept.nr - 1)):
+            rng = np.random.default_rng(k)
+            dtype = support.numpy_type(support.types(word)[1])
+            b = rng.integers(-128, 128, (1, k, n)).astype(dtype)
+            want = support.panels_of(b, kept).ravel()
+            got = support.packed_by(lower_pack(isa, word, kept.nr, layout), support.lay(b, layout, 3), want, kept, k, n)
+            valid = support.valid_of(kept, k, n)
+            np.testing.assert_array_equal(got[valid], want[valid])
+
+
+@pytest.mark.parametrize(("name", "word"), [x for x in PLAIN if runs_here(x[0]) and x[1].endswith("s32")])
+def test_extremes_are_exact(name, word):
+    """255 by -128 and their like, over a k whose sum passes 2**31: modulo 2**32, as documented."""
+    target = small(name)
+    lanes = target.isas[0].atom(word).n
+    p = posed(target, word, ("row", "row", "row"), (3, lanes + 1, 70_000))[0]
+    k = case(p)
+    low, high = np.iinfo(support.numpy_type(p.types[0])).min, np.iinfo(support.numpy_type(p.types[0])).max
+    k.b[:] = -128
+    for value in (high, low):
+        k.a[:] = value
+        want = np.int64(value) * -128 * p.k
+        for s in candidates(p, target)[:3]:
+            got = execute(lower(s, target.isa(s.isa)), k)[k.c.places()]
+            assert (got == np.int64(want).astype(np.int32)).all(), s
