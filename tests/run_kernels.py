@@ -84,7 +84,7 @@ static void kernel(const portmm_args *p) {
 }
 static void *caller(void *shared) {
   long counts[40] = {0}, offsets[6] = {0};
-  launch r = {kernel, 64 * 8, 4, 8};
+  launch r = {kernel, 64 * 8, 4, {8, 8, 8}};
   portmm_args p = {.m = 20, .n = 1, .k = shared ? 2 : 1, .batch = 1, .a = counts, .b = counts, .c = counts};
   for (int i = 0; i < 300; i++) {
     offsets[5] = 20 * (i & 1);

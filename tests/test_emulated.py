@@ -25,7 +25,9 @@ ARM = [name for name in support.ISAS if load_isa(name).arch == "aarch64"]
 def cpu(name):
     """The emulator's CPU for an ISA: SVE has the width that its description says."""
     isa = load_isa(name)
-    return f"max,sve-default-vector-length={isa.vector_bytes}" if name.startswith("sve") else "cortex-a72"
+    if name.startswith("sve"):
+        return f"max,sve-default-vector-length={isa.vector_bytes}"
+    return "max" if isa.base else "cortex-a72"
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,30 @@ def test_arm_kernels_agree_with_the_interpreter(name, dtype, arm_driver):
         k.check(got, chosen[i][1])
         if not k.bound.any():
             np.testing.assert_array_equal(got, interpret(kernel, k), err_msg=str(chosen[i][1]))
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        (name, word)
+        for name in support.EVERY_ISA
+        if load_isa(name).arch == "aarch64"
+        for word in support.NARROW
+        if load_isa(name).atom(word)
+    ],
+)
+def test_arm_multiplies_narrow_types(name, word, arm_driver):
+    """Integers exactly, floats within the bound of the types that round."""
+    target = small(name)
+    isa = target.isas[0]
+    chosen = [(p, s) for p, found in selection(target, word, isa.atom(word).n) for s in found][::7]
+    kernels = [lower(s, isa) for _, s in chosen]
+    jobs = []
+    for i, ((p, _), kernel) in enumerate(zip(chosen, kernels, strict=True)):
+        jobs += [(i, kernel, case(p, seed=i), 1 + i % 3), (i, kernel, case(p, seed=i, floats=True), 1)]
+    results = driver.run([*arm_driver(name), *driver.objects(kernels)], jobs)
+    for (i, _, k, _), got in zip(jobs, results, strict=True):
+        k.check(got, chosen[i][1])
 
 
 # Runs in a whole Python under the emulator; prints what it found as JSON.

@@ -12,7 +12,7 @@ from kernels_of import transposed
 from support import HERE, case, guarded, interpret, panels_of
 
 import portmm as pm
-from portmm.problem import family
+from portmm.problem import Family, family
 from portmm.lower import lower_pack
 from portmm.packed import unpack
 from portmm.problem import Problem
@@ -34,8 +34,7 @@ def test_packing_is_a_bijection(target, dtype, how):
             packed = pm.pack(b)
             assert packed.shape == shape
             np.testing.assert_array_equal(unpack(packed), b)
-            nr = family(packed.family).nr
-            want = panels_of(np.asarray(b, dtype).reshape(-1, *shape[-2:]), nr).ravel()
+            want = panels_of(np.asarray(b, dtype).reshape(-1, *shape[-2:]), family(packed.family)).ravel()
             kept = ~np.isnan(want)
             np.testing.assert_array_equal(packed.owner[kept], want[kept])
             assert np.isfinite(packed.owner).all()
@@ -53,7 +52,7 @@ def test_the_packer_means_panels(name, dtype, layout):
         p = Problem(1, columns, lanes + 2, dtype, 2, b=layout)
         k = case(p, seed=columns)
         values = k.b[support.lay(np.zeros((2, p.k, p.n), k.b.dtype), layout, 3).places()]
-        want = panels_of(values, nr)
+        want = panels_of(values, Family(dtype, nr, 1))
         c = np.full(want.size, np.nan, want.dtype)
         out = support.Laid(c, 0, want[0].size, 0, 0, (2, 1, 1))
         fields = {**k.fields, "m": 1, "c_m": 0, "c_n": 0, "c_batch": want[0].size}

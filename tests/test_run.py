@@ -30,8 +30,9 @@ def test_load_names_what_is_wrong(rt):
 
 def test_a_route_refuses_nonsense(rt):
     kernel = rt.load(rk.library(), "gemm_float")
-    with pytest.raises(ValueError, match="bf16"):
-        rt.make_route(kernel, 0, 1, "bf16")
+    for word in ("f8", "f32-f32", "u8-s8-f8", ""):
+        with pytest.raises(ValueError, match="dtype"):
+            rt.make_route(kernel, 0, 1, word)
     with pytest.raises(ValueError, match="workers"):
         rt.make_route(kernel, 0, 0, "f32")
     with pytest.raises(TypeError):
@@ -39,6 +40,9 @@ def test_a_route_refuses_nonsense(rt):
     route = rt.make_route(kernel, 128, 3, "f64")
     assert (route.work_bytes, route.workers, route.dtype) == (128, 3, "f64")
     assert route.kernel is kernel
+    assert rt.make_route(kernel, 0, 1, "u8-s8-s32", 4).dtype == "u8-s8-s32"
+    with pytest.raises(ValueError, match="f32"):
+        rt.register_dtype("f32", np.dtype(np.float32))
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f64"])

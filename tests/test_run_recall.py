@@ -13,8 +13,10 @@ import pytest
 import portmm as pm
 from portmm import api, cache, calibrate, settings
 from portmm.errors import NoCompilerError
+from portmm.problem import Problem
 from portmm.run import host, recall
 
+F32 = Problem(1, 1, 1)
 CHILD = """
 import sys
 import numpy as np, portmm as pm
@@ -131,17 +133,17 @@ def test_new_rates_make_a_book_stale(kept):
 def test_a_kernel_that_is_gone_is_no_answer(kept):
     (question, line) = next(iter(kept().lines.items()))
     rt = host.runtime()
-    assert recall.route(kept(), question, rt, "f32") is not None
-    assert recall.route(kept(), "another question", rt, "f32") is None
+    assert recall.route(kept(), question, rt, F32) is not None
+    assert recall.route(kept(), "another question", rt, F32) is None
     recall._kernels.clear()
     (cache.cache_dir() / f"{line.split()[0]}.so").unlink()
-    assert recall.route(kept(), question, rt, "f32") is None
+    assert recall.route(kept(), question, rt, F32) is None
 
 
 def test_a_book_is_bounded(kept, monkeypatch):
     monkeypatch.setattr(recall, "MOST_LINES", 3)
     book = kept()
-    answer = recall.route(book, next(iter(book.lines)), host.runtime(), "f32")
+    answer = recall.route(book, next(iter(book.lines)), host.runtime(), F32)
     for i in range(5):
         recall.keep(book, f"question {i}", answer, settings.target())
     assert list(kept().lines) == ["question 2", "question 3", "question 4"]
@@ -149,7 +151,7 @@ def test_a_book_is_bounded(kept, monkeypatch):
 
 def test_a_read_only_cache_keeps_nothing(kept, monkeypatch):
     book = kept()
-    answer = recall.route(book, next(iter(book.lines)), host.runtime(), "f32")
+    answer = recall.route(book, next(iter(book.lines)), host.runtime(), F32)
     monkeypatch.setenv("PORTMM_CACHE", "/proc/nowhere")
     recall.keep(book, "question", answer, settings.target())
     assert "question" not in book.lines

@@ -63,7 +63,7 @@ def test_block_extents_fill_no_level_over(target):
                 held = {"L1": (tile.m + tile.n) * tile.k, "L2": tile.m * tile.k, "L3": tile.n * tile.k}[tile.level]
                 m, n = (p.n, p.m) if s.swap else (p.m, p.n)
                 if tile.m <= m and tile.n <= n and tile.k <= p.k:
-                    assert held * p.element.bytes <= level.bytes, (p, s)
+                    assert held * p.elements[0].bytes <= level.bytes, (p, s)
 
 
 def test_heights_cover_every_slice():

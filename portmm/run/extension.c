@@ -102,15 +102,20 @@ static int element_named(PyObject *name) {
 
 /* The types of A, B and C from "f32" or "u8-s8-s32"; 0 with an exception. */
 static int elements_named(PyObject *word, int *found) {
-  if (!PyUnicode_Check(word)) return PyErr_Format(PyExc_TypeError, "dtype is %R; need a string", word), 0;
-  PyObject *parts = PyObject_CallMethod(word, "split", "s", "-");
-  if (!parts) return 0;
-  const Py_ssize_t count = PyList_GET_SIZE(parts);
-  int ok = count == 1 || count == 3;
-  if (!ok) PyErr_Format(PyExc_ValueError, "dtype %R is unknown; name one type, or three with - between", word);
-  for (int i = 0; ok && i < 3; i++) ok = (found[i] = element_named(PyList_GET_ITEM(parts, count == 1 ? 0 : i))) >= 0;
-  Py_DECREF(parts);
-  return ok;
+  const char *text = PyUnicode_Check(word) ? PyUnicode_AsUTF8(word) : NULL;
+  if (!text) return PyErr_Format(PyExc_TypeError, "dtype is %R; need a string", word), 0;
+  int count = 0;
+  for (size_t size; count < 3; text += size + 1) {
+    size = strcspn(text, "-");
+    for (found[count] = ELEMENTS - 1; found[count] >= 0; found[count]--) {
+      const char *name = elements[found[count]].name;
+      if (strlen(name) == size && !memcmp(name, text, size)) break;
+    }
+    if (found[count++] < 0 || !text[size]) { text += size; break; }
+  }
+  if (count == 1) found[2] = found[1] = found[0];
+  if (found[count - 1] >= 0 && count != 2 && !*text) return 1;
+  return PyErr_Format(PyExc_ValueError, "dtype %R is unknown; name one type, or three with - between", word), 0;
 }
 
 /* Tell what arrays of a type look like that NumPy does not have itself. */
