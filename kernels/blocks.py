@@ -13,10 +13,11 @@ from portmm.kernels.packing import line_of, sum_units
 
 from portmm.candidates import PACK_ROWS, RUN_BYTES
 from portmm.dtype import BY_NAME, CODES_KR
-from portmm.ir import Index, Ptr, ceil_div, const, maximum, minimum, round_up, var
+from portmm.ir import Index, LetPtr, Ptr, ceil_div, const, maximum, minimum, round_up, var
 from portmm.schedule import finishes
 
 if TYPE_CHECKING:
+    from portmm.ir import Stmt
     from portmm.schedule import Schedule
     from portmm.target import Atom, Isa
 
@@ -181,13 +182,42 @@ class Blocks:
 
     def workspace(self) -> Index:
         """Elements of scratch for all workers."""
-        own = self.shared_size + self.own_size * WORKERS + 64
+        own = self.shared_size + self.own_size * WORKERS + self.code_size + 64
         return own + self.runs * M * N if self.s.over == "k" else own
 
     @property
     def runs(self) -> Index:
         """Runs of k that threads share out: whole blocks."""
         return minimum(WORKERS, ceil_div(self.k, self.kb))
+
+    @property
+    def code_step(self) -> Index:
+        """Codes from one quantised row of A to the next: whole lines."""
+        return round_up(var("k"), 64)
+
+    @property
+    def code_size(self) -> Index:
+        """Elements of scratch for all rows of A, quantised, and their scales."""
+        if not self.s.source:
+            return const(0)
+        return M * (self.code_step // self.atom_bytes) + round_up(M, 64)
+
+    def codes(self) -> tuple[Stmt, ...]:
+        """Names for the quantised rows of A, and for their scales."""
+        if not self.s.source:
+            return ()
+        start = self.shared_size + self.own_size * WORKERS
+        codes = M * (self.code_step // self.atom_bytes)
+        return (LetPtr("codes", Ptr("work", start), "s8"), LetPtr("scales", Ptr("work", start + codes), "f32"))
+
+    def left(self, row: Index, unit: Index) -> tuple[Ptr, Index, Index]:
+        """An element of A in place, its strides: of A as it was given, or of its codes."""
+        s = self.s
+        if s.source:
+            return Ptr("codes", row * self.code_step + unit * s.kr), self.code_step, const(1)
+        a_m = const(1) if s.a == "col" else var("a_m")
+        a_k = const(1) if s.a == "row" else var("a_k")
+        return self.operand("a", row * a_m + unit * (a_k * s.kr)), a_m, a_k
 
     def private(self) -> Ptr:
         """This worker's scratch: a panel of B, then a block of A, then sums."""

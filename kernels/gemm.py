@@ -35,6 +35,7 @@ from portmm.kernels.codes import decoding, unfolding
 from portmm.kernels.finish import ROWS, finish, needed
 from portmm.kernels.lookahead import next_item, next_panel
 from portmm.kernels.microkernel import Shape, micro_kernel
+from portmm.kernels.rowwise import quantise
 
 from portmm.candidates import PACK_ROWS, SUM_COLUMNS
 from portmm.dtype import CODES_KR
@@ -86,7 +87,7 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> Kernel:
         constants += (("a_m", k), ("a_k", 1)) if s.a == "row" else (("a_m", 1), ("a_k", m))
         constants += (("b_k", n), ("b_n", 1)) if s.b == "row" else (("b_k", 1), ("b_n", k))
     a, b, c = s.types
-    types = (("a", a), ("b", {"packed": g.given[1], "codes": "s32"}.get(s.b, b)), ("c", c))
+    types = (("a", s.source or a), ("b", {"packed": g.given[1], "codes": "s32"}.get(s.b, b)), ("c", c))
     return Kernel(str(s.name(atom)), isa, atom, entry, g.workspace(), swap=s.swap, types=types, constants=constants)
 
 
@@ -103,7 +104,20 @@ class _Gemm(Blocks):
             items = Function("items", "task", (), self.items(), "A share of the batch, one item after the other")
             return (Parallel(items, self.chunks),)
         body = self.summed() if self.s.over == "k" else self.product()
+        if self.s.source:
+            body = (*self.quantised(), *body)
         return (For("item", const(0), var("batch"), const(1), body),)
+
+    def quantised(self) -> tuple[Stmt, ...]:
+        """The rows of A as codes, a few for each task."""
+        real = self.isa.quantises(self.atom, self.s.source)
+        assert real is not None  # noqa: S101 - or the ISA would not have been chosen
+        i, tasks = var("i"), minimum(M, WORKERS * TASKS_PER_WORKER)
+        row = self.operand("a", i * var("a_m"))
+        args = (var("k"), row, Ptr("codes", i * self.code_step), Ptr("scales", i))
+        rows = For("i", M * var("task") // tasks, M * (var("task") + 1) // tasks, const(1), (Call(quantise(real, self.s.source), args),))
+        share = Function("quantise_rows", "task", (Param("item"),), (*self.codes(), rows), "Some rows of A as codes")
+        return (Parallel(share, tasks, (var("item"),)),)
 
     def summed(self) -> tuple[Stmt, ...]:
         """One item: a C per run of k, then their sum, in the order of k."""
@@ -188,6 +202,7 @@ class _Gemm(Blocks):
         else:
             inside = (*self.scratch(), *inside)
         return (
+            *self.codes(),
             *(() if single else (Let("shares", self.shares),)),
             Let("row", M * index // blocks if s.mc else const(0)),
             Let("rows", rows),
@@ -225,9 +240,14 @@ class _Gemm(Blocks):
         if not s.pack_a:
             return ()
         pack = packing.pack_a(self.isa, self.atom, s.mr, s.a, s.types[0])
-        source = self.operand("a", (var("row") + var("r")) * var("a_m") + self.pc * (var("a_k") * s.kr))
+        row = var("row") + var("r")
+        if s.source:
+            source, a_m, a_k = self.left(row, self.pc)
+        else:
+            a_m, a_k = var("a_m"), var("a_k")
+            source = self.operand("a", row * a_m + self.pc * (a_k * s.kr))
         elements = (self.filled(self.pc, var("kd")),) if s.kr > 1 else ()
-        args = (var("kd"), *elements, var("h"), source, var("a_m"), var("a_k"), Ptr("ap", var("r") * var("kd")))
+        args = (var("kd"), *elements, var("h"), source, a_m, a_k, Ptr("ap", var("r") * var("kd")))
         loop = For("i", const(0), var("slices"), const(1), (*self.slice_(), Call(pack, args)))
         return (LetPtr("ap", self.private() + self.b_size, self.atom.left), loop)
 
@@ -347,9 +367,7 @@ class _Gemm(Blocks):
             args.append(Ptr("ap", var("r") * var("kd")))
         else:
             # One stride is 1 by layout: as a constant it becomes part of an address.
-            a_m = const(1) if s.a == "col" else var("a_m")
-            a_k = const(1) if s.a == "row" else var("a_k")
-            args += [self.operand("a", row * a_m + self.pc * a_k), a_m, a_k]
+            args += self.left(row, self.pc)
         args.append(Ptr("bp"))
         if not shape.b_packed:
             args.append(var("b_k"))
@@ -388,6 +406,8 @@ class _Gemm(Blocks):
         for name in needed(self.s.post):
             if name == "b_sum":  # behind the panel, of which this is the last block of k
                 vectors.append(Ptr("bp", (self.k - self.pc) * self.s.nr))
+            elif name == "a_scale" and self.s.source:
+                vectors.append(Ptr("scales", row))
             else:
                 vectors.append(Ptr(name, row if name in ROWS else var("column")))
         tile = (var("h"), var("columns"), self.sums(row, var("column")), var("c_wide"))

@@ -85,14 +85,16 @@ def candidates(p: Problem, target: Target) -> list[Schedule]:
     q = p.transposed() if swap else p
     found: dict[Schedule, None] = {}
     for isa, atom in units(q.dtype, target):
-        if p.b == "packed" and not _reads(isa, atom, p):
+        if (p.b == "packed" and not _reads(isa, atom, p)) or (p.source and not isa.quantises(atom, p.source)):
             continue
         narrow = isa.narrower(q.dtype, q.n)
         few = (replace(s, lanes=narrow.n) for s in _programs(q, isa, narrow, target)) if narrow else ()
         for s in (*few, *_programs(q, isa, atom, target)):
             group = family(p.family).group if p.b == "codes" else 0
             static = (q.m, q.n, q.k) if p.static else None
-            one = replace(s, swap=swap, kr=atom.k_pack, post=p.post, group=group, static=static)
+            one = replace(
+                s, swap=swap, kr=atom.k_pack, post=p.post, group=group, source=p.source, static=static
+            )
             if not illegal(one, p, isa, isa.atom(q.dtype, s.lanes) or atom, target):
                 found.setdefault(one)
     if not found:

@@ -36,6 +36,7 @@ from portmm.ir import (
     Prefetch,
     Ptr,
     Reduce,
+    RowScale,
     Scratch,
     Shuffle,
     Stmt,
@@ -185,6 +186,8 @@ class _Machine:
             f.regs[s.d] = _multiplied(f.regs[s.d], f.regs[s.a], f.regs[s.b])
         elif s.name == "unshift":
             f.regs[s.d] = f.regs[s.d] - f.regs[s.b] * f.regs[s.d].dtype.type(128 if atom.a == "u8" else -128)
+        elif s.name == "amax":
+            f.regs[s.d] = np.maximum(f.regs[s.d], np.abs(f.regs[s.a]))
         elif s.name == "code":
             bits = evaluate(s.count, f.ints) if s.count else 0
             f.regs[s.d] = (f.regs[s.a].view(np.uint32) >> bits & 15).astype(numpy_type(atom.acc))
@@ -249,6 +252,13 @@ class _Machine:
     def do_add(self, s: Add, f: _Frame) -> None:
         (to, i, _), (src, j, _) = self.at(s.to, f, 1), self.at(s.src, f, 1)
         to[i] += src[j]
+
+    def do_rowscale(self, s: RowScale, f: _Frame) -> None:
+        (scale, i, _), (inverse, j, _) = self.at(s.scale, f, 1), self.at(s.inverse, f, 1)
+        peaks, at, _ = self.at(s.peaks, f, s.count)
+        most, top = peaks[at : at + s.count].max(), np.float32(s.top)
+        scale[i] = most / top
+        inverse[j] = top / most if most > 0 else 0
 
     def do_prefetch(self, s: Prefetch, f: _Frame) -> None:
         evaluate(s.p.offset, f.ints)

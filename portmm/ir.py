@@ -280,6 +280,17 @@ class Add:
 
 
 @dataclass(frozen=True, slots=True)
+class RowScale:
+    """*scale = m / top and *inverse = top / m, m the largest of `count` f32 at `peaks`; both 0 if m is 0."""
+
+    scale: Ptr
+    inverse: Ptr
+    peaks: Ptr
+    count: int
+    top: int
+
+
+@dataclass(frozen=True, slots=True)
 class Prefetch:
     """Ask for the line at an address, which need not be valid.
 
@@ -324,6 +335,7 @@ Stmt = (
     | MacScalar
     | Move
     | Add
+    | RowScale
     | Prefetch
     | Call
     | Parallel

@@ -91,6 +91,7 @@ class Problem:
         post: what becomes of integer sums on their way to a C of another type, words with
             "+" between: "scale" by row and column always, "azero" and "bzero" for zero
             points of A and B, "bias" added by column.
+        source: a float type, in which A is given: its rows are quantised to s8 first.
     """
 
     m: int
@@ -105,6 +106,7 @@ class Problem:
     deterministic: bool = False
     static: bool = False
     post: str = ""
+    source: str = ""
 
     def __post_init__(self) -> None:
         *_, c = types(self.dtype)
@@ -119,6 +121,8 @@ class Problem:
         for name, value, allowed in (("a", self.a, LAYOUTS_A), ("b", self.b, LAYOUTS_B), ("c", self.c, LAYOUTS_C)):
             if value not in allowed:
                 raise ValueError(f"layout of {name} is {value!r}; use one of {', '.join(allowed)}")
+        if self.source and (self.source not in ("f32", "bf16", "f16") or self.types[0] != "s8" or self.a != "row"):
+            raise ValueError(f"source is {self.source!r}: rows of f32, bf16 or f16 can be quantised to s8, by rows")
         if "azero" in words and self.b != "packed":
             raise ValueError("a zero point of A needs the sums of B's columns, which a packed B has: pack B")
         if min(self.m, self.n, self.k, self.batch) < 0:
@@ -133,7 +137,7 @@ class Problem:
     def held(self) -> str:
         """The types that the operands' arrays have, as one word: codes lie in words of 32 bits."""
         a, b, c = self.types
-        return spell(a, "s32" if self.b == "codes" else b, c)
+        return spell(self.source or a, "s32" if self.b == "codes" else b, c)
 
     @property
     def elements(self) -> tuple[DType, DType, DType]:
@@ -190,4 +194,5 @@ class Problem:
         marks += ["deterministic"] if self.deterministic else []
         marks += ["static"] if self.static else []
         marks += [self.post] if self.post else []
+        marks += [f"A quantised from {self.source}"] if self.source else []
         return f"{batch}{self.m} x {self.n} x {self.k} {self.dtype} ({', '.join(marks)})"

@@ -35,6 +35,7 @@ def linear(
     w_zero: Any = 0,
     out_scale: Any = None,
     out_zero: int = 0,
+    dynamic: bool = False,
     dtype: Any = None,
 ) -> Any:
     """x . w + bias for quantised operands: values are scale * (code - zero).
@@ -54,6 +55,8 @@ def linear(
         w_zero: as `w_scale`, integers. Zero points of w cost a sum over x.
         out_scale: quantise the result again: round to nearest even, saturate.
         out_zero: zero point of the result.
+        dynamic: quantise the float rows of `x` to int8 on the way, each by its largest
+            magnitude; `w` is then to be packed for int8.
         dtype: float32, float16 or bfloat16; with `out_scale` int8 or uint8. By
             default float32, or the type of `x` with `out_scale`.
 
@@ -71,13 +74,17 @@ def linear(
     rows = np.ascontiguousarray(left).reshape(-1, k) if left.ndim != 2 else left
     if rows.dtype not in (np.int8, np.uint8) and (np.any(x_zero) or np.any(np.asarray(x_scale) != 1)):
         raise ValueError(f"x has dtype {left.dtype}: only integer codes have a scale and a zero point")
-    weight = _weight(w, left.dtype, k)
+    source = arrays.name_of(left.dtype) if dynamic else ""
+    if dynamic and source not in ("f32", "f16", "bf16"):
+        raise TypeError(f"x has dtype {left.dtype}: only float32, float16 and bfloat16 rows are quantised")
+    factor = np.dtype(np.int8) if dynamic else left.dtype
+    weight = _weight(w, factor, k)
     n = weight.shape[1]
-    types = _types(left.dtype, weight.owner.dtype, dtype, requantised=out_scale is not None)
+    types = _types(factor, weight.owner.dtype, dtype, requantised=out_scale is not None)
     out = np.empty((rows.shape[0], n), types[2])
     vectors, post = _vectors(rows, n, bias, (x_scale, x_zero, w_scale, w_zero, out_scale, out_zero))
     if out.size:
-        _run(rows, weight, out, types, post, vectors)
+        _run(np.ascontiguousarray(rows) if dynamic else rows, weight, out, types, post, vectors, source)
     return out.reshape(*left.shape[:-1], n)
 
 
@@ -147,13 +154,16 @@ def _vectors(rows: Array, n: int, bias: Any, given: tuple[Any, ...]) -> tuple[tu
     return (a_scale, b_scale, shift, -a_zero, a_sum, b_zero), "+".join(words)
 
 
-def _run(rows: Array, weight: Any, out: Array, types: arrays.DTypes, post: str, vectors: tuple[Array, ...]) -> None:
-    left = arrays.canonical(rows, types[0])
+def _run(  # noqa: PLR0917 - one place calls it
+    rows: Array, weight: Any, out: Array, types: arrays.DTypes, post: str, vectors: tuple[Array, ...], source: str
+) -> None:
+    left = arrays.canonical(rows, rows.dtype.newbyteorder("=") if source else types[0])
     m, n = out.shape
     word = arrays.word(types)
     deterministic = settings.current().deterministic
     p = Problem(
-        m, n, rows.shape[1], word, a=left.layout, b="packed", family=weight.family, deterministic=deterministic, post=post
+        m, n, rows.shape[1], word, a=left.layout, b="packed", family=weight.family, deterministic=deterministic, post=post,
+        source=source,
     )
     if p.acc == "s32" and not family(weight.family).sums:
         raise ScheduleError(f"w is packed as {weight.family}, for activations of another type: pack it for {types[0]}")

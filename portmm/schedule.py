@@ -72,6 +72,7 @@ class Schedule:
         static: m, n, k if they are compiled in.
         post: what becomes of integer sums, as a `Problem` has it.
         group: of a B of codes, rows that share a scale.
+        source: the type that A is given in, before its rows are quantised.
     """
 
     program: str
@@ -94,6 +95,7 @@ class Schedule:
     static: tuple[int, int, int] | None = None
     post: str = ""
     group: int = 0
+    source: str = ""
 
     @property
     def mr(self) -> int:
@@ -230,6 +232,7 @@ def spell(s: Schedule) -> str:
     marks = [f"{name}={getattr(s, name)}" for name in _NAMED]
     marks += [f"kr={s.kr}"] if s.kr > 1 else []
     marks += [f"post={s.post}"] if s.post else []
+    marks += [f"source={s.source}"] if s.source else []
     marks += [f"group={s.group}"] if s.b == "codes" else []
     marks += [name for name in _MARKS if getattr(s, name)]
     marks += [f"static={'x'.join(map(str, s.static))}"] if s.static else []
@@ -263,6 +266,7 @@ def parse(text: str) -> Schedule:
             kr=int(named.get("kr", 1)),
             post=named.get("post", ""),
             group=int(named.get("group", 0)),
+            source=named.get("source", ""),
             static=tuple(int(x) for x in static.split("x")) if static else None,  # type: ignore[arg-type]
             **{name: name in named for name in _MARKS},
         )

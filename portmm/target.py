@@ -33,6 +33,7 @@ PLACEHOLDERS = {
     "ones": {"d"},
     "unshift": {"d", "b"},
     "code": {"d", "a", "count"},
+    "amax": {"d", "a"},
 }
 TRANSFERS = {
     "load": {"d", "p"},
@@ -86,6 +87,7 @@ class Atom:
         ones: {d} = a left fragment of ones; for integers, whose B is summed by columns.
         unshift: take the sums {b} of the columns of B from {d}, 128 times: what
             an A of the other signedness, shifted to this atom's, has added.
+        amax: {d} = the larger of {d} and the magnitude of {a}, lane by lane; a NaN stays.
         code: {d} = the four bits of each 32-bit lane of {a} from bit {count} on, as numbers.
     """
 
@@ -116,6 +118,7 @@ class Atom:
     ones: str = ""
     unshift: str = ""
     code: str = ""
+    amax: str = ""
 
     @property
     def left(self) -> str:
@@ -249,6 +252,13 @@ class Isa:
         """The atom that multiplies `n` lanes of a type by lanes of that type."""
         own = (t for t in self.atoms if t.a == t.b == t.acc == dtype and t.n == n and t.k_pack == 1)
         return next(own, None) or (self.base.vector(dtype, n) if self.base else None)
+
+    def quantises(self, atom: Atom, source: str) -> Atom | None:
+        """What turns rows of `source` into codes beside an atom for integers, or None."""
+        real = self.vector("f32", atom.n)
+        if real is None or not real.amax or not self.spelling(real, "load_b", source):
+            return None
+        return real if self.spelling(real, "store", "s8") else None
 
     def _scales(self, n: int, c: str) -> bool:
         """Integer sums can be scaled in vectors of `n` lanes and stored as `c`."""

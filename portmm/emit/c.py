@@ -37,6 +37,7 @@ from portmm.ir import (
     Prefetch,
     Ptr,
     Reduce,
+    RowScale,
     Scratch,
     Shuffle,
     Stmt,
@@ -330,6 +331,17 @@ class _Printer:
 
     def do_add(self, s: Add, depth: int) -> None:
         self.put(depth, f"*({address(s.to)}) += *({address(s.src)});")
+
+    def do_rowscale(self, s: RowScale, depth: int) -> None:
+        self.put(depth, "{")
+        self.put(depth + 1, "float most = 0;")
+        self.put(depth + 1, f"for (int i = 0; i < {s.count}; ++i) {{")
+        # Not max: a NaN stays.
+        self.put(depth + 2, f"if (!(({address(s.peaks)})[i] <= most)) most = ({address(s.peaks)})[i];")
+        self.put(depth + 1, "}")
+        self.put(depth + 1, f"*({address(s.scale)}) = most / {s.top};")
+        self.put(depth + 1, f"*({address(s.inverse)}) = most > 0 ? {s.top} / most : 0;")
+        self.put(depth, "}")
 
     def do_prefetch(self, s: Prefetch, depth: int) -> None:
         how = f", {int(s.write)}, {3 if s.near else 2}" if s.write or not s.near else ""
