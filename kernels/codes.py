@@ -81,12 +81,12 @@ def decoding(isa: Isa, atom: Atom, kept: Family, s: Shape) -> Function:
             out += [Verb("mac", f"part{i}_{v}", f"a{i}", f"q{v}") for v in vectors]
         return out
 
-    load = [
-        Verb("load_b", f"w{v}", p=Ptr("units", u * nr + v * atom.n), of=words.name, to="s32") for v in vectors
-    ]
+    load = [Verb("load_b", f"w{v}", p=Ptr("units", u * nr + v * atom.n), of=words.name, to="s32") for v in vectors]
     whole = [x for e in range(CODES_KR) for x in step((var("start") + u) * CODES_KR + e, const(BITS * e))]
     left = var("full").lt(var("here"))
-    rest = For("e", const(0), k % CODES_KR, const(1), tuple(step((var("start") + u) * CODES_KR + var("e"), var("e") * BITS)))
+    rest = For(
+        "e", const(0), k % CODES_KR, const(1), tuple(step((var("start") + u) * CODES_KR + var("e"), var("e") * BITS))
+    )
     group: tuple[Stmt, ...] = (
         Let("start", var("g") * long),
         Let("here", minimum(long, units - var("start"))),
@@ -102,7 +102,10 @@ def decoding(isa: Isa, atom: Atom, kept: Family, s: Shape) -> Function:
         scale, offset = (Ptr("scales", const(x * nr + v * atom.n)) for x in (0, 1))
         group += (Verb("load_b", f"s{v}", p=scale, to="f32"), Verb("load_b", f"o{v}", p=offset, to="f32"))
         for i in rows:
-            group += (Verb("mac", acc_of(i, v), f"s{v}", f"part{i}_{v}"), Verb("mac", acc_of(i, v), f"o{v}", f"total{i}"))
+            group += (
+                Verb("mac", acc_of(i, v), f"s{v}", f"part{i}_{v}"),
+                Verb("mac", acc_of(i, v), f"o{v}", f"total{i}"),
+            )
     loop = For("g", const(0), ceil_div(units, long) if kept.group else const(1), const(1), group)
     one: tuple[Stmt, ...] = (Verb("ones", "one"),)
     start = (*one, *(Verb("zero", acc_of(i, v)) for i, v in cells), loop)

@@ -51,7 +51,9 @@ def finish(isa: Isa, atom: Atom, to: str, post: str) -> Function:
     i, j, columns = var("i"), var("j"), var("columns")
     real = isa.vector("f32", atom.n) if post else None
     at = _Tile(isa, atom, real or atom, post)
-    vectors = tuple(Param(x, "s32" if x in ("a_zero", "a_sum", "b_zero", "b_sum") else "f32", True) for x in needed(post))
+    vectors = tuple(
+        Param(x, "s32" if x in ("a_zero", "a_sum", "b_zero", "b_sum") else "f32", True) for x in needed(post)
+    )
     params = (
         Param("rows"),
         Param("columns"),
@@ -63,7 +65,10 @@ def finish(isa: Isa, atom: Atom, to: str, post: str) -> Function:
     )
     there = Ptr("c", i * var("c_m") + j)
     whole = columns - columns % atom.n
-    body: tuple[Stmt, ...] = (*at.row(i), For("j", const(0), whole, const(atom.n), (*at.value(i, j), at.store(there, ""))))
+    body: tuple[Stmt, ...] = (
+        *at.row(i),
+        For("j", const(0), whole, const(atom.n), (*at.value(i, j), at.store(there, ""))),
+    )
     if at.out.mask and isa.spelling(at.out, "store_mask", to):
         mask = Verb("mask", "m", count=keep(atom, "m", columns - j).count, of=at.of)
         # The scratch and the vectors by columns have whole vectors.
@@ -111,7 +116,9 @@ class _Tile:
             Verb("load_b", "column_scale", p=Ptr("b_scale", j), of=self.of),
             Verb("zero", "z", of=self.of),
             Verb("mac", "z", "y", "column_scale", of=self.of),
-            Verb("load_c", "x", p=Ptr("bias", j), of=self.of) if "bias" in self.words else Verb("zero", "x", of=self.of),
+            Verb("load_c", "x", p=Ptr("bias", j), of=self.of)
+            if "bias" in self.words
+            else Verb("zero", "x", of=self.of),
             Verb("mac", "x", "row_scale", "z", of=self.of),
         ]
         return tuple(found)
@@ -123,4 +130,8 @@ class _Tile:
         """A short vector without masks: through memory."""
         e = var("e")
         one = Move(there + e, Ptr("last", e))
-        return (Scratch("last", self.atom.n, to), self.store(Ptr("last"), ""), For("e", const(0), count, const(1), (one,)))
+        return (
+            Scratch("last", self.atom.n, to),
+            self.store(Ptr("last"), ""),
+            For("e", const(0), count, const(1), (one,)),
+        )

@@ -60,7 +60,6 @@ from portmm.ir import (
     minimum,
     var,
 )
-
 from portmm.problem import family
 
 if TYPE_CHECKING:
@@ -115,7 +114,13 @@ class _Gemm(Blocks):
         i, tasks = var("i"), minimum(M, WORKERS * TASKS_PER_WORKER)
         row = self.operand("a", i * var("a_m"))
         args = (var("k"), row, Ptr("codes", i * self.code_step), Ptr("scales", i))
-        rows = For("i", M * var("task") // tasks, M * (var("task") + 1) // tasks, const(1), (Call(quantise(real, self.s.source), args),))
+        rows = For(
+            "i",
+            M * var("task") // tasks,
+            M * (var("task") + 1) // tasks,
+            const(1),
+            (Call(quantise(real, self.s.source), args),),
+        )
         share = Function("quantise_rows", "task", (Param("item"),), (*self.codes(), rows), "Some rows of A as codes")
         return (Parallel(share, tasks, (var("item"),)),)
 
@@ -312,28 +317,27 @@ class _Gemm(Blocks):
             depth, base = var("kd"), self.private()
             first, place, start = const(0), (q - jg) * step, const(0)
         if s.b == "codes":
-            kept = family(s.family)
-            source = self.operand("b", q * var("b_n"))
-            args = (row // CODES_KR, ceil_div(row + depth, CODES_KR), source, Ptr("panels", first + place))
-            unfold = Call(unfolding(self.isa, atom, kept), args)
+            units = (row // CODES_KR, ceil_div(row + depth, CODES_KR))
+            args = (*units, self.operand("b", q * var("b_n")), Ptr("panels", first + place))
+            unfold = Call(unfolding(self.isa, atom, family(s.family)), args)
             return (LetPtr("panels", base, to), For("q", jg, minimum(end, jg + near), const(1), (unfold,)))
         one = packing.pack_b(self.isa, atom, s.nr, s.b, held, to)
         column = q * s.nr
         panels = LetPtr("panels", base, to)
         elements = self.filled(row, depth)
-        units = (elements, const(0)) if s.kr > 1 else ()
+        filled = (elements, const(0)) if s.kr > 1 else ()
         source = (minimum(N - column, s.nr), self.source(column, row), var("b_k"), var("b_n"))
-        here, start = Ptr("panels", first + place), Ptr("panels", first + start)
+        here, group = Ptr("panels", first + place), Ptr("panels", first + start)
         sums: tuple[Stmt, ...] = ()
         if self.unshifts:
             sums = (Call(packing.sum_columns(atom, s.nr, to), (depth, here)),)
-        single = (Call(one, (depth, *units, *source, here)), *sums)
+        single = (Call(one, (depth, *filled, *source, here)), *sums)
         singly = (For("q", jg, minimum(end, jg + near), const(1), single),)
         if near == 1 or s.b != "row":
             return (panels, *singly)
         rows = packing.pack_b_rows(atom, s.nr, near, PACK_PREFETCH, held, to)
         full = elements // s.kr if s.kr > 1 else depth
-        together: tuple[Stmt, ...] = (Call(rows, (full, self.source(jg * s.nr, row), var("b_k"), start, step)),)
+        together: tuple[Stmt, ...] = (Call(rows, (full, self.source(jg * s.nr, row), var("b_k"), group, step)),)
         if s.kr > 1:  # what is left of k after whole units
             rest = For("q", jg, jg + near, const(1), (Call(one, (depth, elements, full, *source, here)),))
             together += (If(full.lt(depth), (rest,)),)
@@ -374,7 +378,7 @@ class _Gemm(Blocks):
         if panels > 1:
             args.append(self.panel_step or const(0))
         if shape.unshift:
-            args.append((var("kd") if shape.unshift == "block" else self.k) * s.nr)
+            args.append(packing.sums_at(var("kd") if shape.unshift == "block" else self.k, s.nr, self.given[1]))
         args += [
             self.result(row, var("column")),
             self.c_step,
@@ -405,7 +409,7 @@ class _Gemm(Blocks):
         vectors = []
         for name in needed(self.s.post):
             if name == "b_sum":  # behind the panel, of which this is the last block of k
-                vectors.append(Ptr("bp", (self.k - self.pc) * self.s.nr))
+                vectors.append(Ptr("bp", packing.sums_at(self.k, self.s.nr, self.given[1]) - self.pc * self.s.nr))
             elif name == "a_scale" and self.s.source:
                 vectors.append(Ptr("scales", row))
             else:

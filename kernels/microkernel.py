@@ -97,10 +97,12 @@ def micro_kernel(atom: Atom, s: Shape) -> Function:
 
 
 def vectors_of(atom: Atom, s: Shape) -> range:
+    """Numbers of the vectors across a register tile."""
     return range(s.panels * s.nr // atom.n)
 
 
 def acc_of(i: int, v: int) -> str:
+    """The register that sums row i of vector v."""
     return f"c{i}_{v}"
 
 

@@ -41,6 +41,7 @@ from portmm.ir import (
     const,
     maximum,
     minimum,
+    round_up,
     var,
 )
 from portmm.naming import KernelName
@@ -63,6 +64,11 @@ def keep(atom: Atom, register: str, count: Index) -> Verb:
 def sum_units(atom: Atom, nr: int, held: str) -> int:
     """Units of a panel of `held` that the sums of its columns take."""
     return nr * BY_NAME[atom.acc].bytes // BY_NAME[held].bytes
+
+
+def sums_at(units: Index, nr: int, held: str) -> Index:
+    """Where the sums of a panel of `held` begin, in units: behind it, aligned to themselves."""
+    return round_up(units * nr, max(1, BY_NAME["s32"].bytes // BY_NAME[held].bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +110,9 @@ class _Lines:
         return Ptr(self.name, minimum(j, var(self.valid) - 1) * var(self.across))
 
 
-def pack_b_rows(atom: Atom, nr: int, panels: int, prefetch: int, held: str, to: str) -> Function:
+def pack_b_rows(  # noqa: PLR0917 - as a packer's geometry is told everywhere
+    atom: Atom, nr: int, panels: int, prefetch: int, held: str, to: str
+) -> Function:
     """to[q][p][j] = B[p][q * NR + j]: whole panels at once, from long runs of each row.
 
     A row at a stride of pages is a miss in cache and address translation each
@@ -119,8 +127,8 @@ def pack_b_rows(atom: Atom, nr: int, panels: int, prefetch: int, held: str, to: 
     copy: list[Stmt] = []
     for v in range(0, panels * nr, lanes):
         register, at = f"v{v // lanes % 4}", Ptr("to", var("panel_step") * (v // nr) + p * nr + v % nr)
-        how = {"step": var("b_k")} if kr > 1 else {}
-        copy += [Verb("load_rows" if kr > 1 else "load_b", register, p=row + v, **how)]
+        step = var("b_k") if kr > 1 else None
+        copy.append(Verb("load_rows" if kr > 1 else "load_b", register, p=row + v, step=step))
         copy.append(Verb("store", register, p=at, to=atom.right))
     params = (Param("k"), Param("b", held, readonly=True), Param("b_k"), Param("to", to), Param("panel_step"))
     loop = For("p", const(0), var("k"), const(1), (*asks, *copy))
@@ -128,7 +136,9 @@ def pack_b_rows(atom: Atom, nr: int, panels: int, prefetch: int, held: str, to: 
     return Function("pack_b_rows", "inner", params, (loop,), comment)
 
 
-def pack_b(isa: Isa, atom: Atom, nr: int, layout: str, held: str, to: str) -> Function:
+def pack_b(  # noqa: PLR0917 - as above
+    isa: Isa, atom: Atom, nr: int, layout: str, held: str, to: str
+) -> Function:
     """to[p][j] = B[p][j] for `first` <= p < k, j < NR; columns past `columns` hold something or other."""
     units = BY_NAME[to].pack > 1
     params = (
@@ -142,6 +152,7 @@ def pack_b(isa: Isa, atom: Atom, nr: int, layout: str, held: str, to: str) -> Fu
     )
     lines = _Lines("b", held, to, atom.right, "b_k", "b_n", "columns", const(nr))
     turns = layout == "col" and isa.shuffles and atom.n > 1
+    body: tuple[Stmt, ...]
     if units and turns:
         start = var("first") + (lines.whole - var("first")) // atom.n * atom.n
         body = tuple(x for g in range(0, nr, atom.n) for x in _turn(atom, lines, g, var("first")))
@@ -171,7 +182,13 @@ def sum_columns(atom: Atom, nr: int, held: str) -> Function:
     )
     store = tuple(Verb("store", f"s{v}", p=Ptr("sums", const(v * atom.n))) for v in vectors)
     loop = For("p", const(0), var("k"), const(1), step)
-    body = (LetPtr("sums", Ptr("panel", var("k") * nr), atom.acc), Verb("ones", "one"), *zero, loop, *store)
+    body: tuple[Stmt, ...] = (
+        LetPtr("sums", Ptr("panel", sums_at(var("k"), nr, held)), atom.acc),
+        Verb("ones", "one"),
+        *zero,
+        loop,
+        *store,
+    )
     params = (Param("k"), Param("panel", held))
     return Function("sum_columns", "inner", params, body, f"panel[k][j] = the sum of panel[0..k-1][j], j < {nr}")
 
@@ -249,7 +266,11 @@ def _gather(lines: _Lines, begin: Index | None = None) -> tuple[Stmt, ...]:
         before: tuple[Stmt, ...] = ()
     else:
         to = Ptr("parts", place * kr + e)
-        fill = If((p * kr + e).lt(var("elements")), (Move(to, lines.line(j) + (p * kr + e) * var(lines.along)),), (Move(to, None),))
+        fill = If(
+            (p * kr + e).lt(var("elements")),
+            (Move(to, lines.line(j) + (p * kr + e) * var(lines.along)),),
+            (Move(to, None),),
+        )
         inner = (For("e", const(0), const(kr), const(1), (fill,)),)
         before = (LetPtr("parts", Ptr("to"), base(lines.to)),)
     across = For("j", const(0), lines.width, const(1), inner)
@@ -343,7 +364,7 @@ def build(isa: Isa, atom: Atom, nr: int, layout: str, held: str) -> Kernel:
     to, sums = unit(held, kr), atom.acc == "s32"
     panels, depth = ceil_div(n, nr), ceil_div(k, kr)
     item, panel = task // panels, task % panels
-    step = depth * nr + (sum_units(atom, nr, to) if sums else 0)
+    step = sums_at(depth, nr, to) + sum_units(atom, nr, to) if sums else depth * nr
     place = Ptr("c", var("item") * var("c_batch") + var("panel") * step)
     source = Ptr("b", var("item") * var("b_batch") + var("panel") * nr * var("b_n"))
     columns = minimum(n - var("panel") * nr, nr)

@@ -4,7 +4,7 @@ A row of floats becomes codes of s8 and a scale: the largest magnitude is 127
 (symmetric, no zero point). All rows are quantised first, by all threads, into
 scratch that the blocks of A are then packed from; the scales are those of the
 product's last step. A row of zeros has scale 0. A row with an infinity or a NaN
-has a scale that is none, so that its results are NaN.
+has a scale that is not finite, and so are its results.
 """
 
 from __future__ import annotations

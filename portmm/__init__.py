@@ -21,18 +21,10 @@ from portmm.version import VERSION
 
 if TYPE_CHECKING:
     from portmm.explanation import Explanation, explain
-    from portmm.quantized import (
-        Quantized,
-        dequantize,
-        from_awq,
-        from_gguf,
-        from_gptq,
-        from_int4,
-        load_quantized,
-        quantize,
-        save_quantized,
-    )
+    from portmm.formats import from_awq, from_gguf, from_gptq, from_int4
+    from portmm.quantized import Quantized, dequantize, load_quantized, quantize, save_quantized
     from portmm.scaled import linear
+    from portmm.stored import load_packed, save_packed
 
 __version__ = VERSION
 
@@ -55,26 +47,24 @@ __all__ = [
     "from_int4",
     "get_num_threads",
     "linear",
+    "load_packed",
     "load_quantized",
     "matmul",
     "pack",
     "plan",
     "quantize",
+    "save_packed",
     "save_quantized",
     "set_num_threads",
 ]
 
 _LATER = {
     **dict.fromkeys(("Explanation", "explain"), "explanation"),
-    **dict.fromkeys(
-        (
-            "Quantized", "dequantize", "from_awq", "from_gguf", "from_gptq", "from_int4", "load_quantized", "quantize",
-            "save_quantized",
-        ),
-        "quantized",
-    ),
+    **dict.fromkeys(("Quantized", "dequantize", "load_quantized", "quantize", "save_quantized"), "quantized"),
+    **dict.fromkeys(("from_awq", "from_gguf", "from_gptq", "from_int4"), "formats"),
+    **dict.fromkeys(("load_packed", "save_packed"), "stored"),
     "linear": "scaled",
-}  # fmt: skip
+}
 """Name -> module, of what a matmul from the cache does not need."""
 
 

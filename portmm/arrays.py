@@ -25,7 +25,7 @@ DTypes = tuple[np.dtype[Any], np.dtype[Any], np.dtype[Any]]
 
 
 def name_of(dtype: np.dtype[Any]) -> str:
-    """portmm's name of a type in any byte order; empty for one that it does not know."""
+    """Portmm's name of a type in any byte order; empty for one that it does not know."""
     return _BY_NUMPY.get(dtype.name, "")
 
 
@@ -41,7 +41,8 @@ def numpy_of(name: str) -> np.dtype[Any]:
         import ml_dtypes
     except ImportError as error:
         raise TypeError("bfloat16 arrays need the package ml_dtypes: pip install ml_dtypes") from error
-    return np.dtype(ml_dtypes.bfloat16)
+    found: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return found
 
 
 def word(dtypes: DTypes) -> str:

@@ -162,7 +162,11 @@ def _bandwidth(loop: _Loop, size: int, seconds: float) -> float:
     """GB/s of one core over a buffer of about `size` bytes."""
     atom = loop.probe.kernel.atom
     steps = max(1, size // loop.step_bytes)
-    a, b, c = _random(loop.probe.a, atom.left), _random(steps * loop.probe.b, atom.right), _random(loop.probe.c, atom.acc)
+    a, b, c = (
+        _random(loop.probe.a, atom.left),
+        _random(steps * loop.probe.b, atom.right),
+        _random(loop.probe.c, atom.acc),
+    )
     once = _median(lambda repeats: loop.start(repeats, steps, a, b, c), seconds)
     return steps * loop.step_bytes / once / 1e9
 

@@ -101,7 +101,11 @@ def reduce_call(a: Any, b: Any, c: Any, dtypes: arrays.DTypes, *, static: bool =
     static = (static or walk.count >= STATIC_BATCH) and not is_packed
     layouts = (left.layout, b_layout, result.layout)
     return Call(
-        problem(arrays.word(dtypes), (m, n, k), layouts, family, walk.count, dense=dense, static=static), left, right, result, walk
+        problem(arrays.word(dtypes), (m, n, k), layouts, family, walk.count, dense=dense, static=static),
+        left,
+        right,
+        result,
+        walk,
     )
 
 

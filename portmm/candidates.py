@@ -50,6 +50,8 @@ STREAM_DEPTHS = (8, 32)
 """KC when B streams past in place: few rows, so that each is read along its length."""
 CODES_DEPTHS = (64, 128, 256)
 """KC when B is unfolded from codes for a few rows: what is unfolded should not leave L1."""
+WOVEN_DEPTHS = (8, 32)
+"""KC, in units, when B is woven into units for a few rows: long runs of a few rows at a time."""
 DECODED_ROWS = 4
 """Rows that are multiplied by codes as they lie; for more, it pays to unfold the codes first."""
 IN_PLACE_ROWS = 8
@@ -92,9 +94,7 @@ def candidates(p: Problem, target: Target) -> list[Schedule]:
         for s in (*few, *_programs(q, isa, atom, target)):
             group = family(p.family).group if p.b == "codes" else 0
             static = (q.m, q.n, q.k) if p.static else None
-            one = replace(
-                s, swap=swap, kr=atom.k_pack, post=p.post, group=group, source=p.source, static=static
-            )
+            one = replace(s, swap=swap, kr=atom.k_pack, post=p.post, group=group, source=p.source, static=static)
             if not illegal(one, p, isa, isa.atom(q.dtype, s.lanes) or atom, target):
                 found.setdefault(one)
     if not found:
@@ -171,7 +171,9 @@ def _capacity(target: Target, name: str) -> int:
     return level.bytes if level else 0
 
 
-def blocking(p: Problem, target: Target, atom: Atom, mr: int, nr: int, depth: float) -> tuple[Tile, ...]:
+def blocking(  # noqa: PLR0917 - a tile is two numbers
+    p: Problem, target: Target, atom: Atom, mr: int, nr: int, depth: float
+) -> tuple[Tile, ...]:
     """Tiles that fill the caches, KC being `depth` times what fits L1 beside a slice of A.
 
     KC counts fragments' units of k, and all sizes are those of fragments.
@@ -264,22 +266,34 @@ def _thin(p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedul
         if "azero" in p.post:
             most = 1  # the sums of two panels' columns do not lie side by side
         for panels in dict.fromkeys((1, min(2, most), min(4, most), min(8, most))):
-            tiles = _tiles(p.m, nr, ALL, ALL, ALL)
-            base = Schedule("gemm", isa.name, p.dtype, tiles, (p.m,), panels, p.a, p.b)
+            base = Schedule("gemm", isa.name, p.dtype, _tiles(p.m, nr, ALL, ALL, ALL), (p.m,), panels, p.a, p.b)
             if p.b == "codes":
-                for kc in CODES_DEPTHS:
-                    yield from _packings(replace(base, tiles=_tiles(p.m, nr, kc, ALL, ALL)), p, isa, atom)
-                continue
-            yield from _packings(base, p, isa, atom)
-            if _in_place(p, isa, atom, nr):
-                yield replace(base, pack_b=False)
-                if _a_in_place(p, isa, atom):
-                    stream = replace(base, pack_a=False, pack_b=False, prefetch=rows_ahead)
-                    for kc in STREAM_DEPTHS:
-                        s = replace(stream, tiles=_tiles(p.m, nr, kc, ALL, ALL))
-                        yield s
-                        if not p.deterministic and p.k > SPLIT_STEPS * kc and not finishes(s, atom):
-                            yield replace(s, over="k")
+                depths = (replace(base, tiles=_tiles(p.m, nr, kc, ALL, ALL)) for kc in CODES_DEPTHS)
+                yield from (s for one in depths for s in _packings(one, p, isa, atom))
+            else:
+                yield from _packings(base, p, isa, atom)
+                yield from _streamed(base, p, isa, atom, rows_ahead)
+
+
+def _streamed(base: Schedule, p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedule]:
+    """B in place, as rows that stream past a few at a time; or, of units, woven a few rows at a time."""
+    nr = base.nr
+    if atom.k_pack > 1 and p.b == "row":
+        near = max(1, RUN_BYTES // (nr * BY_NAME[p.types[1]].bytes)) * nr
+        for kc in WOVEN_DEPTHS:
+            tiles = _tiles(p.m, nr, kc, ALL, ALL)
+            yield replace(base, tiles=(*tiles[:2], replace(tiles[2], n=near), tiles[3]))
+    if not _in_place(p, isa, atom, nr):
+        return
+    yield replace(base, pack_b=False)
+    if not _a_in_place(p, isa, atom):
+        return
+    for kc in STREAM_DEPTHS:
+        tiles = _tiles(p.m, nr, kc, ALL, ALL)
+        s = replace(base, tiles=tiles, pack_a=False, pack_b=False, prefetch=rows_ahead)
+        yield s
+        if not p.deterministic and p.k > SPLIT_STEPS * kc and not finishes(s, atom):
+            yield replace(s, over="k")
 
 
 def _decoded(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
@@ -288,7 +302,9 @@ def _decoded(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
         nr = v * atom.n
         for mr in range(min(p.m, DECODED_ROWS), 0, -1):  # illegal ones, of too many registers, are dropped later
             heights = (p.m,) if p.m <= mr else _heights(mr)
-            base = Schedule("gemm", isa.name, p.dtype, _tiles(mr, nr, ALL, ALL, ALL), heights, a=p.a, b=p.b, pack_b=False)
+            base = Schedule(
+                "gemm", isa.name, p.dtype, _tiles(mr, nr, ALL, ALL, ALL), heights, a=p.a, b=p.b, pack_b=False
+            )
             yield base
             if p.a == "row" and _a_in_place(p, isa, atom):
                 yield replace(base, pack_a=False)

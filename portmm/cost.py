@@ -14,7 +14,7 @@ how near to the best candidate the choices come.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
+from math import ceil, gcd
 from typing import TYPE_CHECKING
 
 from portmm.candidates import PACK_ROWS, RUN_BYTES, SUM_COLUMNS
@@ -238,7 +238,7 @@ def _packers(v: _View, threads: int) -> int:
     """Threads that pack at the same time: each what it needs, or a share of all."""
     if not v.s.once:
         return threads
-    return min(threads, -(-v.p.n * v.sizes[1] // RUN_BYTES) * -(-v.k // PACK_ROWS))
+    return min(threads, ceil(v.p.n * v.sizes[1] / RUN_BYTES) * -(-v.k // PACK_ROWS))
 
 
 def _share(v: _View, threads: int) -> float:
@@ -401,8 +401,8 @@ def _b_stays(v: _View) -> bool:
     if level is None or s.pack_b or s.b != "row":
         return True
     sets = level.bytes // (level.line * level.ways)
-    step = max(1, p.n * size // level.line)
-    lines = max(1, v.wide * size // level.line)
+    step = max(1, int(p.n * size) // level.line)
+    lines = max(1, int(v.wide * size) // level.line)
     return min(s.kc or p.k, p.k) <= level.ways * min(sets // gcd(step, sets), sets // lines)
 
 

@@ -266,7 +266,9 @@ def _isas(chip: Target, machine: str, has: frozenset[str]) -> tuple[Isa, ...]:
     for isa in (load_isa(name) for name in names("isa") if name not in listed):
         if not _lacking(isa, machine, has):
             # Before what it adds to, or else behind all that are as wide.
-            after = [i for i, x in enumerate(found) if (x == isa.base if isa.base else x.vector_bytes < isa.vector_bytes)]
+            after = [
+                i for i, x in enumerate(found) if (x == isa.base if isa.base else x.vector_bytes < isa.vector_bytes)
+            ]
             found.insert(after[0] if after else len(found) - 1, isa)
     return tuple(found)
 

@@ -177,9 +177,7 @@ def _route(s: Schedule, isa: Isa, p: Problem, workers: int) -> Any:
     from portmm.run.host import runtime
 
     kernel = kernel_of(s, isa)
-    return runtime().make_route(
-        _load(kernel), workspace_bytes(kernel, p, workers), workers, p.held, p.unit
-    )
+    return runtime().make_route(_load(kernel), workspace_bytes(kernel, p, workers), workers, p.held, p.unit)
 
 
 _routes: dict[tuple[Problem, int, int], tuple[Target, Any]] = {}

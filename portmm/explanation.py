@@ -238,7 +238,9 @@ def _tiles(x: Explanation) -> Iterator[str]:
     for tile in s.tiles[1:]:
         level = target.level(tile.level)
         if level and ALL not in (tile.m, tile.n, tile.k):
-            yield _field("", f"{tile.level}: {size(footprint(tile, s, x.problem, x.kernel.atom))} of {size(level.bytes)}")
+            yield _field(
+                "", f"{tile.level}: {size(footprint(tile, s, x.problem, x.kernel.atom))} of {size(level.bytes)}"
+            )
 
 
 def _others(x: Explanation) -> Iterator[str]:

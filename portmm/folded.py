@@ -79,7 +79,9 @@ def restore(owner: Array, shape: tuple[int, ...], family_name: str) -> Folded:
     k, n = shape
     needed = -(-n // kept.nr) * kept.panel(k)
     if owner.dtype != np.int32 or owner.ndim != 1 or owner.size < needed:
-        raise PackError(f"a folded weight of shape {shape} needs {needed} words of int32; got {owner.size} {owner.dtype}")
+        raise PackError(
+            f"a folded weight of shape {shape} needs {needed} words of int32; got {owner.size} {owner.dtype}"
+        )
     whole = arrays.aligned_copy(owner)
     whole.flags.writeable = False
     return Folded(whole, (k, n), family_name)
@@ -101,7 +103,9 @@ def fold(q: Quantized) -> Folded:
     """
     k, n = q.shape
     if q.bits != BITS:
-        raise PackError(f"the weight has {q.bits} bits; kernels read codes of {BITS}: dequantize it, or quantize it anew")
+        raise PackError(
+            f"the weight has {q.bits} bits; kernels read codes of {BITS}: dequantize it, or quantize it anew"
+        )
     group = 0 if q.group >= k else q.group
     if group % CODES_KR:
         raise PackError(f"the weight has groups of {q.group} rows; kernels read multiples of {CODES_KR}: dequantize it")
@@ -167,11 +171,15 @@ def product(a: Any, w: Folded, out: Any, routed: Callable[[Problem], Any], dense
 def _product(left: Array, w: Folded, out: Any, key: Any, ways: tuple[Callable[..., Any], Callable[..., Any]]) -> Any:
     k, n = w.shape
     if left.shape[-1] != k:
-        raise ValueError(f"cannot multiply {left.shape} by {w.shape}: a has {left.shape[-1]} columns and b has {k} rows")
+        raise ValueError(
+            f"cannot multiply {left.shape} by {w.shape}: a has {left.shape[-1]} columns and b has {k} rows"
+        )
     shape = (*left.shape[:-1], n)
     dtype = left.dtype.newbyteorder("=")
     if arrays.name_of(dtype) not in ("f32", "f16", "bf16"):
-        raise TypeError(f"a has dtype {left.dtype}; a weight of four bits is multiplied by float32, float16 or bfloat16")
+        raise TypeError(
+            f"a has dtype {left.dtype}; a weight of four bits is multiplied by float32, float16 or bfloat16"
+        )
     wanted = arrays.check_out(out, shape, dtype).dtype if out is not None else dtype
     types = (dtype, np.dtype(np.uint8), wanted if arrays.name_of(wanted) in ("f32", "f16", "bf16") else dtype)
     rows = left if left.ndim == 2 else left.reshape(-1, k)

@@ -89,9 +89,9 @@ def run(kernel: Kernel, ints: Mapping[str, int], arrays: Mapping[str, Address], 
     source = SWAPPED if kernel.swap else {name: name for name in SWAPPED}
     mine = {f: ints[source[f]] for f in FIELDS} | dict(kernel.constants)
     work = np.full(evaluate(kernel.workspace, mine) * BY_NAME[kernel.atom.acc].bytes, UNWRITTEN, np.uint8)
-    given = arrays | {"work": (work, 0)}
+    given: dict[str, Address] = {**arrays, "work": (work, 0)}
     ptrs = {name: given[source[name]] for name in OPERANDS if source[name] in given}
-    typed = {name: _view(*x, kernel.type_of(name)) for name, x in ptrs.items()}
+    typed = {name: _view(x, at, kernel.type_of(name)) for name, (x, at) in ptrs.items()}
     _Machine(kernel, mine, typed, np.random.default_rng(shuffle) if shuffle else None).call(kernel.entry, {}, {})
 
 
@@ -99,9 +99,10 @@ def numpy_type(name: str) -> np.dtype:
     """The NumPy type of a type's elements, or of those of a unit."""
     wanted = BY_NAME[name].numpy
     if wanted == "bfloat16":
-        import ml_dtypes  # type: ignore[import-untyped]
+        import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
+        found: np.dtype = np.dtype(ml_dtypes.bfloat16)
+        return found
     return np.dtype(wanted)
 
 
@@ -111,6 +112,8 @@ def _view(array: np.ndarray, at: int, name: str) -> Typed:
     if array.dtype == dtype:
         return array, at, name
     bytes_ = at * array.itemsize
+    if bytes_ % dtype.itemsize:
+        raise IndexError(f"byte {bytes_} of an array is not aligned to {name}")
     whole = array.nbytes // dtype.itemsize * dtype.itemsize
     # What is left of a line of units is read element by element.
     return array.view(np.uint8)[:whole].view(dtype), bytes_ // dtype.itemsize, name
@@ -125,7 +128,8 @@ def converted(x: np.ndarray, memory: str, register: str) -> np.ndarray:
         return (x.astype(np.int16) + (128 if m == "s8" else -128)).astype(numpy_type(r))
     if BY_NAME[m].eps and not BY_NAME[r].eps:
         info = np.iinfo(numpy_type(r))
-        return np.clip(np.rint(x), info.min, info.max).astype(numpy_type(r))
+        whole: np.ndarray = np.clip(np.rint(x), info.min, info.max)
+        return whole.astype(numpy_type(r))
     return x.astype(numpy_type(r))
 
 
@@ -192,7 +196,7 @@ class _Machine:
             bits = evaluate(s.count, f.ints) if s.count else 0
             f.regs[s.d] = (f.regs[s.a].view(np.uint32) >> bits & 15).astype(numpy_type(atom.acc))
         elif s.name == "ones":
-            f.regs[s.d] = np.ones(atom.k_pack, numpy_type(base(atom.a))) if atom.k_pack > 1 else np.int32(1)
+            f.regs[s.d] = np.ones(atom.k_pack, numpy_type(base(atom.a))) if atom.k_pack > 1 else np.asarray(1, np.int32)
         elif s.name == "zero":
             f.regs[s.d] = np.zeros(atom.n, numpy_type(atom.acc))
         elif s.name == "mask":
@@ -285,14 +289,13 @@ class _Machine:
 
 
 def _multiplied(d: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """d + a . b on each lane; integers wrap around at the accumulator's width."""
-    if d.dtype.kind == "i":
-        product = a.astype(np.int64) * b.astype(np.int64)
-        return (d + (product.sum(-1) if b.ndim > 1 else product)).astype(d.dtype)
-    product = a.astype(d.dtype) * b.astype(d.dtype)
-    return d + (product.sum(-1) if b.ndim > 1 else product)
+    """D + a . b on each lane; integers wrap around at the accumulator's width."""
+    wide = np.dtype(np.int64) if d.dtype.kind == "i" else d.dtype
+    product = a.astype(wide) * b.astype(wide)
+    total: np.ndarray = d + (product.sum(-1) if b.ndim > 1 else product)
+    return total.astype(d.dtype)
 
 
 def _of(register: np.ndarray) -> str:
-    """portmm's name of what a register holds."""
+    """Portmm's name of what a register holds."""
     return next(name for name, t in BY_NAME.items() if t.numpy == register.dtype.name)

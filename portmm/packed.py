@@ -70,7 +70,7 @@ def restore(owner: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: str, fam
         layout = family_of(family)
     except ValueError as error:
         raise PackError(str(error)) from error
-    if layout.dtype != dtype or len(shape) < 2 or min(shape) < 0:
+    if layout.dtype != dtype or arrays.name_of(owner.dtype) != dtype or len(shape) < 2 or min(shape) < 0:
         raise PackError(f"a packed weight of shape {shape} and type {dtype} cannot be of family {family}")
     count = int(np.prod(shape[:-2]))
     needed = _item(layout, *shape[-2:]) * layout.kr * count

@@ -50,8 +50,11 @@ class Family:
         """Units of one panel of k rows, with its sums, or its scales and offsets."""
         if self.dtype == "u4":
             return (2 * self.groups(k) + -(-k // self.kr)) * self.nr
-        size = BY_NAME[self.dtype].bytes * self.kr
-        return -(-k // self.kr) * self.nr + (self.nr * BY_NAME["s32"].bytes // size if self.sums else 0)
+        units, size = -(-k // self.kr) * self.nr, BY_NAME[self.dtype].bytes * self.kr
+        if not self.sums:
+            return units
+        each = max(1, BY_NAME["s32"].bytes // size)
+        return -(-units // each) * each + self.nr * BY_NAME["s32"].bytes // size
 
 
 @cache

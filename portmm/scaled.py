@@ -38,7 +38,7 @@ def linear(
     dynamic: bool = False,
     dtype: Any = None,
 ) -> Any:
-    """x . w + bias for quantised operands: values are scale * (code - zero).
+    """X . w + bias for quantised operands: values are scale * (code - zero).
 
     The sum over k is exact in integers, zero points included, modulo 2**32; then
     come three roundings in float32 and one to the result.
@@ -162,7 +162,15 @@ def _run(  # noqa: PLR0917 - one place calls it
     word = arrays.word(types)
     deterministic = settings.current().deterministic
     p = Problem(
-        m, n, rows.shape[1], word, a=left.layout, b="packed", family=weight.family, deterministic=deterministic, post=post,
+        m,
+        n,
+        rows.shape[1],
+        word,
+        a=left.layout,
+        b="packed",
+        family=weight.family,
+        deterministic=deterministic,
+        post=post,
         source=source,
     )
     if p.acc == "s32" and not family(weight.family).sums:

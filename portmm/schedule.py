@@ -166,7 +166,11 @@ class Schedule:
 def finishes(s: Schedule, atom: Atom) -> bool:
     """Whether sums are not yet the elements of C: another type, or an A that was shifted into the atom's."""
     a, _, c = s.types
-    return bool(s.post) or c != atom.acc or (atom.acc == "s32" and a in ("u8", "s8") and atom.a in ("u8", "s8") and a != atom.a)
+    return (
+        bool(s.post)
+        or c != atom.acc
+        or (atom.acc == "s32" and a in ("u8", "s8") and atom.a in ("u8", "s8") and a != atom.a)
+    )
 
 
 def registers(s: Schedule, atom: Atom) -> int:
@@ -174,7 +178,9 @@ def registers(s: Schedule, atom: Atom) -> int:
     if s.program == "dot":
         return s.mr * s.nr + s.mr + 2
     columns = s.nr // atom.n * s.panels
-    if s.b == "codes" and not s.pack_b:  # sums of a group and of all of k, sums of A, words, codes, a broadcast, two constants
+    if (
+        s.b == "codes" and not s.pack_b
+    ):  # sums of a group and of all of k, sums of A, words, codes, a broadcast, two constants
         return max(s.heights) * (2 * columns + 1) + 2 * columns + 3
     return max(s.heights) * columns + columns + 1
 

@@ -483,9 +483,7 @@ def parse_isa(table: dict[str, Any], where: str) -> Isa:
     return isa
 
 
-def _on_base(
-    fields: dict[str, Any], atoms: tuple[Atom, ...], transfers: tuple[Transfer, ...], where: str
-) -> Isa:
+def _on_base(fields: dict[str, Any], atoms: tuple[Atom, ...], transfers: tuple[Transfer, ...], where: str) -> Isa:
     """The ISA with what it takes over from the one it adds to."""
     name = fields.pop("base", None)
     base = load_isa(name) if name else None

@@ -16,14 +16,15 @@ import pytest
 
 from portmm.candidates import candidates
 from portmm.detect import host_features
-from portmm.dtype import BY_NAME, CODES_KR, types
+from portmm.dtype import BY_NAME, CODES_KR
 from portmm.interp import numpy_type
 from portmm.problem import LAYOUTS_A, LAYOUTS_B, LAYOUTS_C, Family, Problem, family
 from portmm.target import load_isa, load_target, names
 
 NUMPY = {"f32": np.float32, "f64": np.float64}
 NARROW = (
-    "bf16", "f16", "bf16-bf16-f32", "f16-f16-f32", "f32-bf16-f32", "f32-s8-f32", "bf16-s8-bf16", "s8-s8-s32", "u8-s8-s32",
+    "bf16", "f16", "bf16-bf16-f32", "f16-f16-f32", "f32-bf16-f32",
+    "f32-s8-f32", "bf16-s8-bf16", "s8-s8-s32", "u8-s8-s32",
 )  # fmt: skip
 """Products of narrow types: floats summed in f32, integers in s32."""
 TINY = load_target(str(Path(__file__).with_name("targets") / "tiny.toml"))
@@ -37,8 +38,6 @@ EVERY_ISA = names("isa")
 def poison(dtype: np.dtype) -> Any:
     """What lies around operands: no result has this value."""
     return np.asarray({1: 85, 2: -7777.0}.get(dtype.itemsize, -77777.0)).astype(dtype)
-
-
 
 
 def require(tool: str) -> str:
@@ -76,7 +75,10 @@ LAYOUTS = [
 
 def packed_families(target: Any, dtype: str, post: str = "") -> list[str]:
     """The panel widths that a machine's own schedules would pack."""
-    return sorted({s.family for s in candidates(Problem(64, 64, 64, dtype, post=post.replace("+azero", "")), target)}, key=lambda name: family(name).nr)
+    return sorted(
+        {s.family for s in candidates(Problem(64, 64, 64, dtype, post=post.replace("+azero", "")), target)},
+        key=lambda name: family(name).nr,
+    )
 
 
 def pose(size: tuple[int, int, int], layouts: tuple[str, str, str], target: Any, **more: Any) -> list[Problem]:
@@ -175,7 +177,10 @@ def panels_of(b: np.ndarray, family: Family) -> np.ndarray:
     if not family.sums:
         return panels
     totals = units.astype(np.int32).sum(axis=(2, 4), dtype=np.int32)
-    return np.concatenate([panels, np.ascontiguousarray(totals).view(b.dtype)], axis=2)
+    # The sums are aligned to themselves.
+    gap = -panels.shape[2] * b.itemsize % 4 // b.itemsize
+    filler = np.full((*panels.shape[:2], gap), junk, b.dtype)
+    return np.concatenate([panels, filler, np.ascontiguousarray(totals).view(b.dtype)], axis=2)
 
 
 @dataclass(frozen=True)
@@ -222,7 +227,9 @@ def case(p: Problem, seed: int = 0, *, floats: bool = False, shared: str = "") -
         if dtype.kind in "iu" and p.acc == "s32":
             low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
             return rng.integers(low, high + 1, shape).astype(dtype)
-        return (rng.standard_normal(shape) * (50 if dtype.kind in "iu" else 1) if floats else rng.integers(-4, 5, shape)).astype(dtype)
+        return (
+            rng.standard_normal(shape) * (50 if dtype.kind in "iu" else 1) if floats else rng.integers(-4, 5, shape)
+        ).astype(dtype)
 
     x, y = draw("a", types[0], p.m, p.k), draw("b", types[1], p.k, p.n)
     gap = 0 if p.static else 3
@@ -249,7 +256,7 @@ def case(p: Problem, seed: int = 0, *, floats: bool = False, shared: str = "") -
     fields |= {"c_m": c.row, "c_n": c.col, "c_batch": c.item}
     wide_x, wide_y = x.astype(np.float64), y.astype(np.float64)
     want = wide_x @ wide_y
-    vectors, want = quantised(p, x, y, want, rng) if p.post else ({}, want)
+    vectors, want = quantised(p, x, y, rng) if p.post else ({}, want)
     eps, out = BY_NAME[p.acc].eps, BY_NAME[p.types[2]].eps
     if p.types[2] != p.acc or not floats:
         want = want.astype(types[2]).astype(np.float64) if not floats else want
@@ -292,11 +299,15 @@ def valid_of(kept: Family, k: int, n: int) -> np.ndarray:
     units = np.broadcast_to(columns, (len(columns), -(-k // kept.kr), kept.nr, kept.kr)).reshape(len(columns), -1)
     if not kept.sums:
         return units.ravel()
-    sums = np.repeat(columns.reshape(len(columns), -1), 4 // BY_NAME[kept.dtype].bytes, axis=1)
-    return np.concatenate([units, sums], axis=1).ravel()
+    size = BY_NAME[kept.dtype].bytes
+    sums = np.repeat(columns.reshape(len(columns), -1), 4 // size, axis=1)
+    gap = np.zeros((len(columns), -units.shape[1] * size % 4 // size), bool)
+    return np.concatenate([units, gap, sums], axis=1).ravel()
 
 
-def packed_by(kernel: Any, b: Laid, like: np.ndarray, kept: Family, k: int, n: int) -> np.ndarray:
+def packed_by(  # noqa: PLR0917
+    kernel: Any, b: Laid, like: np.ndarray, kept: Family, k: int, n: int
+) -> np.ndarray:
     """What a packer makes of an operand."""
     from portmm.run.host import runtime
 
@@ -308,7 +319,7 @@ def packed_by(kernel: Any, b: Laid, like: np.ndarray, kept: Family, k: int, n: i
     return to.copy()
 
 
-def quantised(p: Problem, x: np.ndarray, y: np.ndarray, sums: np.ndarray, rng: Any) -> tuple[dict[str, Any], np.ndarray]:
+def quantised(p: Problem, x: np.ndarray, y: np.ndarray, rng: Any) -> tuple[dict[str, Any], np.ndarray]:
     """What a quantised product needs beside its operands, and its exact result."""
     rows, columns = (p.m,), (-(-p.n // 64) * 64,)
     span = 1.0 if BY_NAME[p.types[2]].eps else 1e-2
@@ -325,7 +336,15 @@ def quantised(p: Problem, x: np.ndarray, y: np.ndarray, sums: np.ndarray, rng: A
     want = scaled + (bias[: p.n] if "bias" in p.post else 0)
     size = np.abs(scaled) + np.abs(bias[: p.n])
     a_sum = -(wide_x.sum(-1)[0] - p.k * a_zero).astype(np.int32)
-    return {"a_scale": a_scale, "b_scale": b_scale, "bias": bias, "a_zero": -a_zero, "a_sum": a_sum, "b_zero": b_zero, "size": size}, want
+    return {
+        "a_scale": a_scale,
+        "b_scale": b_scale,
+        "bias": bias,
+        "a_zero": -a_zero,
+        "a_sum": a_sum,
+        "b_zero": b_zero,
+        "size": size,
+    }, want
 
 
 # -- running ----------------------------------------------------------------------
@@ -380,7 +399,11 @@ def execute(kernel: Any, k: Case, workers: int = 1, *, code: Any = None, end: bo
     from portmm.run.host import runtime
 
     route = runtime().make_route(
-        code or load(kernel), dispatch.workspace_bytes(kernel, k.problem, workers), workers, k.problem.held, k.problem.unit
+        code or load(kernel),
+        dispatch.workspace_bytes(kernel, k.problem, workers),
+        workers,
+        k.problem.held,
+        k.problem.unit,
     )
     a, b, c = (guarded(x, end=end) for x in (k.a, k.b, k.fresh()))
     at = {"a": a.ctypes.data + k.a_offset * a.itemsize, "b": b.ctypes.data + k.b_offset * b.itemsize}

@@ -12,9 +12,9 @@ from support import require
 
 from portmm import build, calibrate, detect, probe, settings
 from portmm.dtype import BY_NAME
-from portmm.interp import numpy_type
 from portmm.emit.c import source
 from portmm.errors import TargetError
+from portmm.interp import numpy_type
 from portmm.target import load_isa, load_target, names
 
 HERE = detect.host()
@@ -52,7 +52,11 @@ def test_the_peak_loop_multiplies_every_step(isa, atom):
     found = probe.peak(isa, atom)
     repeats, steps, kr = 3, 5, atom.k_pack
     rng = np.random.default_rng(0)
-    a, b, c = drawn(found.a * steps, atom.left, rng), drawn(found.b * steps, atom.right, rng), drawn(found.c, atom.acc, rng)
+    a, b, c = (
+        drawn(found.a * steps, atom.left, rng),
+        drawn(found.b * steps, atom.right, rng),
+        drawn(found.c, atom.acc, rng),
+    )
     cols = found.b // atom.n
     panel_a, panel_b = a.reshape(steps, -1, kr).astype(float), b.reshape(steps, cols, atom.n, kr).astype(float)
     expect = c.reshape(-1, cols, atom.n) + repeats * np.einsum("kre,kcne->rcn", panel_a, panel_b)

@@ -12,7 +12,7 @@ import pytest
 
 # By module, or by package for all in it; "." is portmm/__init__.py.
 FLOORS = {
-    0: "abi coords dtype errors expr naming problem quantized targets tensorfile version",  # what is computed; pure data
+    0: "abi coords dtype errors expr formats naming problem quantized targets tensorfile version",  # what is computed
     1: "schema target",  # what it runs on
     2: "candidates cost schedule",  # legal tiles and predicted time
     3: "interp ir kernels lower probe",  # loops and their meaning
@@ -20,7 +20,7 @@ FLOORS = {
     5: "build cache calibrate compiler detect snapshot",  # the host: compile, look, measure
     6: "run",  # load, launch, threads
     7: "dispatch tune",  # a problem to a ready plan
-    8: ". api arrays call cli compare doctor explanation folded packed pose scaled settings show",  # what a user types
+    8: ". api arrays call cli compare doctor explanation folded packed pose scaled settings show stored",  # for users
 }
 FLOOR_OF = {name.strip("."): floor for floor, names in FLOORS.items() for name in names.split()}
 

@@ -1,4 +1,4 @@
-"""Products of narrow types: every candidate in the interpreter, built code against it, and integers at their extremes."""
+"""Products of narrow types: candidates in the interpreter, built code against it, and integers at their extremes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import support
 from support import EVERY_ISA, LAYOUTS, case, execute, interpret, pose, runs_here, small
 
 from portmm.candidates import candidates
+from portmm.dtype import types
 from portmm.lower import lower, lower_pack
 from portmm.target import load_isa
 
@@ -119,7 +120,7 @@ def test_packing_is_the_layout_that_is_written_down(name, layout):
         kept = support.family(support.packed_families(small(name), word)[-1])
         for k, n in ((1, 1), (5, kept.nr + 3), (4 * atom.n + 3, 2 * kept.nr), (2 * atom.n, 3 * kept.nr - 1)):
             rng = np.random.default_rng(k)
-            dtype = support.numpy_type(support.types(word)[1])
+            dtype = support.numpy_type(types(word)[1])
             b = rng.integers(-128, 128, (1, k, n)).astype(dtype)
             want = support.panels_of(b, kept).ravel()
             got = support.packed_by(lower_pack(isa, word, kept.nr, layout), support.lay(b, layout, 3), want, kept, k, n)

@@ -12,10 +12,9 @@ from kernels_of import transposed
 from support import HERE, case, guarded, interpret, panels_of
 
 import portmm as pm
-from portmm.problem import Family, family
 from portmm.lower import lower_pack
 from portmm.packed import unpack
-from portmm.problem import Problem
+from portmm.problem import Family, Problem, family
 from portmm.run.host import runtime
 
 

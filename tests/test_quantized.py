@@ -12,17 +12,8 @@ from hypothesis import strategies as st
 
 from portmm import tensorfile
 from portmm.errors import PackError
-from portmm.quantized import (
-    Quantized,
-    dequantize,
-    from_awq,
-    from_gguf,
-    from_gptq,
-    from_int4,
-    load_quantized,
-    quantize,
-    save_quantized,
-)
+from portmm.formats import from_awq, from_gguf, from_gptq, from_int4
+from portmm.quantized import Quantized, dequantize, load_quantized, quantize, save_quantized
 
 BOTH = pytest.mark.parametrize("symmetric", [True, False])
 WIDTHS = pytest.mark.parametrize("bits", [4, 8])

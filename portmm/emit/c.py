@@ -336,8 +336,8 @@ class _Printer:
         self.put(depth, "{")
         self.put(depth + 1, "float most = 0;")
         self.put(depth + 1, f"for (int i = 0; i < {s.count}; ++i) {{")
-        # Not max: a NaN stays.
-        self.put(depth + 2, f"if (!(({address(s.peaks)})[i] <= most)) most = ({address(s.peaks)})[i];")
+        self.put(depth + 2, f"const float peak = ({address(s.peaks)})[i];")
+        self.put(depth + 2, "if (peak > most || peak != peak) most = peak; /* a NaN stays */")
         self.put(depth + 1, "}")
         self.put(depth + 1, f"*({address(s.scale)}) = most / {s.top};")
         self.put(depth + 1, f"*({address(s.inverse)}) = most > 0 ? {s.top} / most : 0;")

@@ -56,7 +56,7 @@ class Runtime(Protocol):
             BuildError: it cannot be loaded.
         """
 
-    def make_route(self, kernel: Any, work_bytes: int, workers: int, dtype: str, unit: int = 1) -> Any:  # noqa: PLR0917
+    def make_route(self, kernel: Any, work_bytes: int, workers: int, dtype: str, unit: int = 1) -> Any:
         """A kernel with the workspace it needs and the most threads it may use.
 
         `dtype` names the types of A, B and C, "f32" or "u8-s8-s32"; offsets of B

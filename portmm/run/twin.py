@@ -87,7 +87,7 @@ class Twin:
         """See `host.Runtime`."""
         register_dtype(name, dtype)
 
-    def make_route(self, kernel: Kernel, work_bytes: int, workers: int, dtype: str, unit: int = 1) -> Route:  # noqa: PLR0917
+    def make_route(self, kernel: Kernel, work_bytes: int, workers: int, dtype: str, unit: int = 1) -> Route:
         """See `host.Runtime`."""
         return Route(kernel, work_bytes, workers, dtype, unit)
 
@@ -159,11 +159,9 @@ class Twin:
     def _fast(self, a: Any, b: Any, out: Any) -> Any:
         """The product of two matrices, or NotImplemented for other ways."""
         left = None if self._override else layout_of(a)
-        if left is None:
+        if left is None or NAMES[a.dtype] not in CLOSED:
             return NotImplemented
         dtype = NAMES[a.dtype]
-        if dtype not in CLOSED:
-            return NotImplemented
         packed = b if isinstance(b, Packed) else None
         right: tuple[str, int, int, bool] | None
         if packed is not None:

@@ -1,0 +1,150 @@
+"""Quantised products as a user calls them, against exact integers and float64."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support import HERE
+
+import portmm as pm
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+SHAPES = [(5, 33, 70), (1, 300, 77), (64, 48, 129)]
+
+
+def operands(shape, dtype, seed=0):
+    """Codes over their whole range, scales, zero points and a bias."""
+    rng = np.random.default_rng(seed)
+    m, n, k = shape
+    info = np.iinfo(dtype)
+    x = rng.integers(info.min, info.max + 1, (m, k)).astype(dtype)
+    w = rng.integers(-128, 128, (k, n)).astype(np.int8)
+    rows = {"x_scale": rng.random(m).astype(np.float32), "x_zero": rng.integers(-9, 200, m)}
+    columns = {"w_scale": rng.random(n).astype(np.float32), "w_zero": rng.integers(-5, 5, n)}
+    return x, w, rng.standard_normal(n).astype(np.float32) * 100, rows | columns
+
+
+def exact(x, w, bias, *, x_scale=1.0, x_zero=0, w_scale=1.0, w_zero=0):
+    """The result in float64, from exact integers, and the size that roundings are proportional to."""
+    m = len(x)
+    zero, scale = np.broadcast_to(x_zero, (m,))[:, None], np.broadcast_to(x_scale, (m,))[:, None].astype(float)
+    sums = (x.astype(np.int64) - zero) @ (w.astype(np.int64) - w_zero)
+    scaled = sums * scale * np.asarray(w_scale, float)
+    return scaled + (0 if bias is None else bias), np.abs(scaled) + (0 if bias is None else np.abs(bias))
+
+
+@pytest.mark.parametrize("target", HERE)
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_linear(target, dtype, shape):
+    x, w, bias, all_ = operands(shape, dtype)
+    with pm.config(target=target):
+        packed = pm.pack(w, activations=dtype)
+        for names in ((), ("x_scale",), ("w_scale",), ("x_zero",), ("w_zero",), tuple(all_)):
+            given = {name: all_[name] for name in names}
+            for weight, b in ((w, None), (packed, bias)):
+                want, size = exact(x, w, b, **given)
+                got = pm.linear(x, weight, b, **given)
+                assert got.dtype == np.float32
+                assert (np.abs(got - want) <= size * 2.0**-21).all(), names
+                narrow = pm.linear(x, weight, b, dtype=BF16, **given).astype(float)
+                assert (np.abs(narrow - want) <= size * 2.0**-20 + np.abs(want) * 2.0**-8).all(), names
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+def test_results_are_quantised_again(dtype):
+    """Within one code, of a tie that float32 decides otherwise; saturated."""
+    x, w, bias, given = operands((40, 50, 60), dtype)
+    want, size = exact(x, w, bias, **given)
+    for step, zero in ((np.abs(want).max() / 100, 7), (np.abs(want).max() / 1000, -3), (1e9, 0)):
+        info = np.iinfo(dtype)
+        codes = np.clip(np.rint(want / step) + zero, info.min, info.max)
+        got = pm.linear(x, w, bias, out_scale=step, out_zero=zero, **given)
+        assert got.dtype == dtype
+        off = np.abs(got - codes)
+        distance = np.abs(want / step - np.floor(want / step) - 0.5)
+        assert (off <= (distance < size / step * 2.0**-20 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("target", HERE)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 1, 1), (2, 7, 260)])
+def test_activations_are_quantised_by_rows(target, dtype, shape):
+    m, n, k = shape
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((m, k)).astype(dtype)
+    x[-1] = 0
+    w, scale = rng.integers(-128, 128, (k, n)).astype(np.int8), rng.random(n).astype(np.float32)
+    wide = x.astype(np.float32)
+    most = np.abs(wide).max(axis=1)
+    inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most > 0)
+    codes = np.rint(wide * inverse[:, None]).astype(np.int64)
+    want = (codes @ w.astype(np.int64)) * (most / np.float32(127))[:, None].astype(float) * scale
+    with pm.config(target=target):
+        got = pm.linear(x, pm.pack(w), w_scale=scale, dynamic=True)
+    np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-6 * np.abs(want).max(initial=1))
+
+
+def test_rows_that_are_not_finite_stay_apart():
+    x = np.ones((3, 40), np.float32)
+    x[0, 5], x[2, 7] = np.nan, np.inf
+    y = pm.linear(x, pm.pack(np.ones((40, 8), np.int8)), dynamic=True)
+    assert not np.isfinite(y[[0, 2]]).any()
+    np.testing.assert_allclose(y[1], 40, rtol=1e-6)
+
+
+def test_float_activations_by_codes_are_exact_in_the_codes():
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((6, 50)).astype(np.float32), rng.integers(-128, 128, (50, 20)).astype(np.int8)
+    scale = rng.random(20).astype(np.float32)
+    got = pm.linear(x, pm.pack(w, activations=np.float32), w_scale=scale)
+    np.testing.assert_allclose(got, x.astype(float) @ (w * scale.astype(float)), rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 3), (4, 0, 3), (4, 5, 0)])
+def test_nothing_to_sum(shape):
+    m, n, k = shape
+    x, w, bias = np.zeros((m, k), np.int8), np.zeros((k, n), np.int8), np.arange(n, dtype=np.float32)
+    got = pm.linear(x, w, bias, x_zero=3)
+    np.testing.assert_array_equal(got, np.broadcast_to(bias, (m, n)))
+    assert pm.linear(x, w, bias, out_scale=0.5).dtype == np.int8
+
+
+def test_leading_dimensions_are_rows():
+    x, w, bias, _ = operands((24, 9, 16), np.int8)
+    want = pm.linear(x, w, bias, x_scale=np.arange(24) + 1)
+    got = pm.linear(x.reshape(2, 3, 4, 16), w, bias, x_scale=(np.arange(24) + 1).reshape(2, 3, 4))
+    np.testing.assert_array_equal(got, want.reshape(2, 3, 4, 9))
+    np.testing.assert_array_equal(pm.linear(np.asfortranarray(x)[::2], w, bias), pm.linear(x[::2].copy(), w, bias))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"x_scale": -1.0}, ValueError, "x_scale"),
+        ({"w_scale": np.nan}, ValueError, "w_scale"),
+        ({"x_scale": [1.0, 2.0]}, ValueError, "give a number, or 4"),
+        ({"x_zero": 0.5}, ValueError, "integers"),
+        ({"w_zero": 1 << 20}, ValueError, "16 bits"),
+        ({"out_scale": 0.0}, ValueError, "positive"),
+        ({"dtype": np.int8}, TypeError, "without out_scale"),
+        ({"dtype": np.float32, "out_scale": 1.0}, TypeError, "with out_scale"),
+        ({"bias": np.zeros(3)}, ValueError, "bias"),
+        ({"dynamic": True}, TypeError, "quantised"),
+        ({"x": np.zeros((4, 5), np.int8)}, ValueError, "x has 5 columns"),
+        ({"x": np.zeros((4, 6), np.float32), "x_zero": 3}, ValueError, "only integer codes"),
+        ({"w": np.zeros((6, 8), np.float32)}, TypeError, "int8"),
+        ({"w": np.zeros((6, 8), np.uint8)}, TypeError, "u"),
+    ],
+)
+def test_what_is_refused(change, error, words):
+    given = {"x": np.zeros((4, 6), np.int8), "w": np.zeros((6, 8), np.int8)} | change
+    with pytest.raises(error, match=words):
+        pm.linear(**given)
+
+
+def test_a_weight_for_other_activations_is_refused():
+    w = np.ones((6, 8), np.int8)
+    with pytest.raises(pm.ScheduleError, match="pack it for int8"):
+        pm.linear(np.ones((4, 6), np.int8), pm.pack(w, activations=np.float32))
