@@ -87,6 +87,8 @@ def candidates(p: Problem, target: Target) -> list[Schedule]:
     q = p.transposed() if swap else p
     found: dict[Schedule, None] = {}
     for isa, atom in units(q.dtype, target):
+        if found and p.deterministic and atom.acc != "s32":
+            break  # another unit would add up in another order
         if (p.b == "packed" and not _reads(isa, atom, p)) or (p.source and not isa.quantises(atom, p.source)):
             continue
         narrow = isa.narrower(q.dtype, q.n)
@@ -256,7 +258,7 @@ def _thin(p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedul
     """M of a few rows: every row in registers, B streams past once."""
     if p.m > THIN_ROWS:
         return
-    if p.b == "codes":
+    if p.b == "codes" and not p.deterministic:
         yield from _decoded(p, isa, atom)
     for v in vectors(isa, atom, p):
         nr = v * atom.n

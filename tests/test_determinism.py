@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 from support import HERE
@@ -77,3 +78,19 @@ def test_the_same_call_gives_the_same_bits():
     want = pm.matmul(a, b)
     for _ in range(5):
         np.testing.assert_array_equal(pm.matmul(a, b), want)
+
+
+@pytest.mark.parametrize("target", HERE)
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_narrow_floats_are_deterministic_as_well(target, dtype):
+    """Whatever units the machine has for them, and whether weights are of their type or of four bits."""
+    for size in SIZES[1:]:
+        a, b = operands(size, dtype)
+        with pm.config(target=target, deterministic=True):
+            for weight in (b, pm.pack(b), pm.pack(pm.quantize(b, group=32))):
+                with pm.config(threads=1):
+                    want = pm.matmul(a, weight)
+                with pm.config(threads=3):
+                    np.testing.assert_array_equal(pm.matmul(a, weight), want)
+                    for first, last in ((0, 1), (1, 5), (0, size[0] // 2)):
+                        np.testing.assert_array_equal(pm.matmul(a[first:last], weight), want[first:last])
