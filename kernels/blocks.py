@@ -178,7 +178,22 @@ class Blocks:
     @property
     def own_size(self) -> Index:
         """Elements of one worker's scratch."""
-        return self.b_size + self.a_size + self.c_size
+        return self.b_size + self.a_size + self.c_size + self.t_size
+
+    @property
+    def decodes(self) -> bool:
+        """Codes are multiplied as they lie."""
+        return self.s.b == "codes" and not self.s.pack_b
+
+    @property
+    def groups_of_k(self) -> Index:
+        """Groups of codes along k."""
+        return ceil_div(var("k"), self.s.group) if self.s.group else const(1)
+
+    @property
+    def t_size(self) -> Index:
+        """Elements of one worker's sums of A over groups of k."""
+        return round_up(M * self.groups_of_k, 64) if self.decodes else const(0)
 
     def workspace(self) -> Index:
         """Elements of scratch for all workers."""
@@ -215,6 +230,7 @@ class Blocks:
         s = self.s
         if s.source:
             return Ptr("codes", row * self.code_step + unit * s.kr), self.code_step, const(1)
+        # One stride is 1 by layout: as a constant it becomes part of an address.
         a_m = const(1) if s.a == "col" else var("a_m")
         a_k = const(1) if s.a == "row" else var("a_k")
         return self.operand("a", row * a_m + unit * (a_k * s.kr)), a_m, a_k

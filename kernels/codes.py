@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from portmm.kernels.microkernel import Shape, acc_of, spare, write_back
 
 from portmm.dtype import CODES_KR
-from portmm.ir import For, Function, If, Let, LetPtr, Param, Ptr, Verb, ceil_div, const, minimum, var
+from portmm.ir import For, Function, If, Let, LetPtr, Move, Param, Ptr, Scratch, Verb, ceil_div, const, minimum, var
 
 if TYPE_CHECKING:
     from portmm.ir import Index, Stmt
@@ -63,6 +63,43 @@ def unfolding(isa: Isa, atom: Atom, kept: Family) -> Function:
     return Function("unfold", "inner", params, (loop,), f"to[8 units][{nr}] = scale * code + offset")
 
 
+def _element(s: Shape, i: int, p: Index) -> Ptr:
+    return Ptr("a", p * s.rows + i) if s.a_packed else Ptr("a", const(i) * var("a_m") + p * var("a_k"))
+
+
+def totalling(atom: Atom, kept: Family, s: Shape) -> Function:
+    """totals[row][g] = the sum of A over group g."""
+    p, k = var("p"), var("k")
+    long = const(kept.group) if kept.group else k
+    rows = range(s.rows)
+    step = [
+        x
+        for i in rows
+        for x in (Verb("load_a", f"a{i % 2}", p=_element(s, i, p)), Verb("mac", f"t{i}", f"a{i % 2}", "one"))
+    ]
+    keep = [
+        x
+        for i in rows
+        for x in (
+            Verb("store", f"t{i}", p=Ptr("lanes")),
+            Move(Ptr("totals", const(i) * var("groups") + var("g")), Ptr("lanes")),
+        )
+    ]
+    group = (
+        *(Verb("zero", f"t{i}") for i in rows),
+        For("p", var("g") * long, minimum(k, (var("g") + 1) * long), const(1), tuple(step)),
+        *keep,
+    )
+    params = [Param("k"), Param("a", s.a, readonly=True)]
+    params += [] if s.a_packed else [Param("a_m"), Param("a_k")]
+    params += [Param("totals", "f32"), Param("groups")]
+    loop = For("g", const(0), var("groups"), const(1), group)
+    body = (Scratch("lanes", atom.n, "f32"), Verb("ones", "one"), loop)
+    return Function(
+        f"totals_{s.rows}", "inner", tuple(params), body, f"totals[{s.rows}][groups] = sums of A over groups of k"
+    )
+
+
 def decoding(isa: Isa, atom: Atom, kept: Family, s: Shape) -> Function:
     """C[rows][columns] = A[rows][k] . B, B a panel of codes."""
     words = isa.vector("s32", atom.n)
@@ -76,8 +113,7 @@ def decoding(isa: Isa, atom: Atom, kept: Family, s: Shape) -> Function:
     def step(p: Index, bit: Index) -> list[Stmt]:
         out: list[Stmt] = [Verb("code", f"q{v}", f"w{v}", count=bit) for v in vectors]
         for i in rows:
-            at = Ptr("a", p * s.rows + i) if s.a_packed else Ptr("a", const(i) * var("a_m") + p * var("a_k"))
-            out += [Verb("load_a", f"a{i}", p=at), Verb("mac", f"total{i}", f"a{i}", "one")]
+            out.append(Verb("load_a", f"a{i}", p=_element(s, i, p)))
             out += [Verb("mac", f"part{i}_{v}", f"a{i}", f"q{v}") for v in vectors]
         return out
 
@@ -94,26 +130,26 @@ def decoding(isa: Isa, atom: Atom, kept: Family, s: Shape) -> Function:
         LetPtr("scales", Ptr("b", var("g") * ((long + 2) * nr)), "f32", readonly=True),
         LetPtr("units", Ptr("b", (var("g") * (long + 2) + 2) * nr), "s32", readonly=True),
         *(Verb("zero", f"part{i}_{v}") for i, v in cells),
-        *(Verb("zero", f"total{i}") for i in rows),
         For("u", const(0), var("full"), const(1), (*load, *whole)),
         If(left, (Let("u", var("full")), *load, rest)),
     )
+    group += tuple(Verb("load_a", f"t{i}", p=Ptr("totals", const(i) * var("groups") + var("g"))) for i in rows)
     for v in vectors:
         scale, offset = (Ptr("scales", const(x * nr + v * atom.n)) for x in (0, 1))
         group += (Verb("load_b", f"s{v}", p=scale, to="f32"), Verb("load_b", f"o{v}", p=offset, to="f32"))
         for i in rows:
             group += (
                 Verb("mac", acc_of(i, v), f"s{v}", f"part{i}_{v}"),
-                Verb("mac", acc_of(i, v), f"o{v}", f"total{i}"),
+                Verb("mac", acc_of(i, v), f"t{i}", f"o{v}"),
             )
     loop = For("g", const(0), ceil_div(units, long) if kept.group else const(1), const(1), group)
-    one: tuple[Stmt, ...] = (Verb("ones", "one"),)
-    start = (*one, *(Verb("zero", acc_of(i, v)) for i, v in cells), loop)
+    start = (*(Verb("zero", acc_of(i, v)) for i, v in cells), loop)
     end: tuple[Stmt, ...] = write_back(atom, s, edge=True)
     if not atom.mask_free:
         end = (If(var("columns").lt(nr), end, write_back(atom, s, edge=False)),)
     params = [Param("k"), Param("a", s.a, readonly=True)]
     params += [] if s.a_packed else [Param("a_m"), Param("a_k")]
-    params += [Param("b", "s32", readonly=True), Param("c", atom.acc), Param("c_m"), Param("columns")]
+    params += [Param("b", "s32", readonly=True), Param("totals", "f32", readonly=True), Param("groups")]
+    params += [Param("c", atom.acc), Param("c_m"), Param("columns")]
     comment = f"C[{s.rows}][columns] = A[{s.rows}][k] . B[k][{nr}], codes of four bits"
     return Function(f"decode_{s.rows}x{nr}", "inner", tuple(params), (*spare(atom, s), *start, *end), comment)

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 from portmm.kernels import packing
 from portmm.kernels.blocks import TASKS_PER_WORKER, WORKERS, Blocks, M, N
-from portmm.kernels.codes import decoding, unfolding
+from portmm.kernels.codes import decoding, totalling, unfolding
 from portmm.kernels.finish import ROWS, finish, needed
 from portmm.kernels.lookahead import next_item, next_panel
 from portmm.kernels.microkernel import Shape, micro_kernel
@@ -199,7 +199,7 @@ class _Gemm(Blocks):
         blocks, shares = self.blocks, var("shares")
         panels = ceil_div(N, s.nr)
         rows = M * (index + 1) // blocks - var("row") if s.mc else M
-        inside: tuple[Stmt, ...] = (Let("kd", self.depth), *self.pack_a(), *self.macro())
+        inside: tuple[Stmt, ...] = (Let("kd", self.depth), *self.pack_a(), *self.totals(), *self.macro())
         if s.over == "k":
             inside = (For("pc", var("k_first"), var("k_last"), var("kb"), inside),)
         elif s.kc:
@@ -363,15 +363,11 @@ class _Gemm(Blocks):
             b=self.given[1],
             unshift=("" if not self.unshifts else "block" if s.pack_b and not s.once else "whole"),
         )
-        if s.b == "codes" and not s.pack_b:
-            return self.decode(shape)
+        if self.decodes:
+            return Call(decoding(self.isa, self.atom, family(s.family), shape), self.decoded())
         row = var("row") + var("r")
         args: list[Index | Ptr] = [var("kd")]
-        if s.pack_a:
-            args.append(Ptr("ap", var("r") * var("kd")))
-        else:
-            # One stride is 1 by layout: as a constant it becomes part of an address.
-            args += self.left(row, self.pc)
+        args += self.rows_of_a()
         args.append(Ptr("bp"))
         if not shape.b_packed:
             args.append(var("b_k"))
@@ -389,16 +385,36 @@ class _Gemm(Blocks):
             args += next_item(self, row) if s.over == "batch" else next_panel(self, height)
         return Call(micro_kernel(self.atom, shape), tuple(args))
 
-    def decode(self, shape: Shape) -> Stmt:
-        """One visit of the micro-kernel that reads codes."""
-        s, row = self.s, var("row") + var("r")
-        args: list[Index | Ptr] = [self.k]
-        if s.pack_a:
-            args.append(Ptr("ap", var("r") * var("kd")))
-        else:
-            args += [self.operand("a", row * var("a_m")), var("a_m"), const(1)]
-        args += [Ptr("bp"), self.result(row, var("column")), self.c_step, var("columns")]
-        return Call(decoding(self.isa, self.atom, family(s.family), shape), tuple(args))
+    def decoded(self) -> tuple[Index | Ptr, ...]:
+        """The arguments of a visit of the micro-kernel that reads codes."""
+        row, groups = var("row") + var("r"), self.groups_of_k
+        rest = (groups, self.result(row, var("column")), self.c_step, var("columns"))
+        return (self.k, *self.rows_of_a(), Ptr("bp"), Ptr("totals", var("r") * groups), *rest)
+
+    def rows_of_a(self) -> tuple[Index | Ptr, ...]:
+        """The slice of A: where it is packed, or where it lies."""
+        if self.s.pack_a:
+            return (Ptr("ap", var("r") * var("kd")),)
+        return self.left(var("row") + var("r"), self.pc)
+
+    def totals(self) -> tuple[Stmt, ...]:
+        """Sums of A over groups of codes, once for all panels."""
+        s = self.s
+        if not self.decodes:
+            return ()
+        place = self.private() + (self.b_size + self.a_size + self.c_size)
+
+        def call(height: int) -> Stmt:
+            shape = Shape(rows=height, nr=s.nr, a_packed=s.pack_a, a=self.given[0])
+            to = Ptr("totals", var("r") * self.groups_of_k)
+            return Call(
+                totalling(self.atom, family(s.family), shape), (self.k, *self.rows_of_a(), to, self.groups_of_k)
+            )
+
+        cases = tuple((h, (call(h),)) for h in s.heights)
+        which: tuple[Stmt, ...] = cases[0][1] if len(cases) == 1 else (Switch(var("h"), cases),)
+        loop = For("i", const(0), var("slices"), const(1), (*self.slice_(), *which))
+        return (LetPtr("totals", place, "f32"), loop)
 
     def finish(self) -> tuple[Stmt, ...]:
         """Turn the sums of the tile into C after the last block of k."""

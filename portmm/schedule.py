@@ -178,10 +178,9 @@ def registers(s: Schedule, atom: Atom) -> int:
     if s.program == "dot":
         return s.mr * s.nr + s.mr + 2
     columns = s.nr // atom.n * s.panels
-    if (
-        s.b == "codes" and not s.pack_b
-    ):  # sums of a group and of all of k, sums of A, words, codes, a broadcast, two constants
-        return max(s.heights) * (2 * columns + 1) + 2 * columns + 3
+    if s.b == "codes" and not s.pack_b:
+        # Sums over a group and over all of k; words, codes, a broadcast, a table.
+        return max(s.heights) * 2 * columns + 2 * columns + 2
     return max(s.heights) * columns + columns + 1
 
 
