@@ -350,6 +350,8 @@ def plan(a: Any, b: Any, out: Any = None) -> Any:
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
+    if type(b).__module__ in _OF_FOUR_BITS:
+        raise TypeError("a plan takes arrays and packed ones; a weight of four bits remembers its calls: use matmul")
     left = arrays.as_operand(a, "a")
     right = b if _is_packed(b) else arrays.as_operand(b, "b")
     for name, x in (("a", left), ("b", right), ("out", out)):

@@ -273,12 +273,16 @@ def _thin(p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedul
                 depths = (replace(base, tiles=_tiles(p.m, nr, kc, ALL, ALL)) for kc in CODES_DEPTHS)
                 yield from (s for one in depths for s in _packings(one, p, isa, atom))
             else:
-                yield from _packings(base, p, isa, atom)
+                if atom.k_pack == 1 or p.b != "row":
+                    yield from _packings(base, p, isa, atom)
                 yield from _streamed(base, p, isa, atom, rows_ahead)
 
 
 def _streamed(base: Schedule, p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedule]:
-    """B in place, as rows that stream past a few at a time; or, of units, woven a few rows at a time."""
+    """B in place, as rows that stream past a few at a time; or, of units, woven a few rows at a time.
+
+    Whole columns of units are not woven: each row would be a miss for a few bytes.
+    """
     nr = base.nr
     if atom.k_pack > 1 and p.b == "row":
         near = max(1, RUN_BYTES // (nr * BY_NAME[p.types[1]].bytes)) * nr

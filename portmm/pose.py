@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from portmm import arrays, call
+from portmm import arrays, call, settings
 from portmm.dtype import BY_NUMPY, types
 from portmm.problem import Problem
 
@@ -25,6 +25,8 @@ def pose(a: Any, b: Any, out: Any = None, *, dtype: str = "f32", static: bool = 
     """
     if b is None:
         raise ValueError("b is missing; give two operands, or one Problem")
+    if getattr(b, "family", "").startswith("u4"):
+        return _by_codes(a, b, out, dtype)
     types = _types(a, b, out, dtype)
     is_packed = hasattr(b, "family") and b.owner.dtype == types[1]
     if hasattr(b, "family") and not is_packed:
@@ -37,6 +39,19 @@ def pose(a: Any, b: Any, out: Any = None, *, dtype: str = "f32", static: bool = 
     if 0 in shape or 0 in left.shape:
         return Problem(m, n, left.shape[-1], arrays.word(types), int(np.prod(batch)))
     return call.reduce_call(left, right, _result(out, shape, types[2], is_packed), types, static=static).problem
+
+
+def _by_codes(a: Any, b: Any, out: Any, dtype: str) -> Problem:
+    """The problem of float activations and a weight of four bits."""
+    left = _example(a, "a", _named(dtype)[0])
+    rows = left[np.newaxis, :] if left.ndim == 1 else left.reshape(-1, left.shape[-1])
+    if rows.shape[1] != b.shape[0]:
+        raise ValueError(f"cannot multiply {left.shape} by {b.shape}: a has {rows.shape[1]} columns")
+    names = [arrays.name_of(x) for x in (left.dtype, left.dtype if out is None else out.dtype)]
+    layout = arrays.canonical(rows, rows.dtype).layout
+    deterministic = settings.current().deterministic
+    word, shape = f"{names[0]}-u4-{names[1]}", (rows.shape[0], b.shape[1], rows.shape[1])
+    return Problem(*shape, word, a=layout, b="codes", family=b.family, deterministic=deterministic)
 
 
 def _types(a: Any, b: Any, out: Any, dtype: str) -> arrays.DTypes:

@@ -68,10 +68,22 @@ def test_what_is_refused():
         pm.matmul(np.ones((2, 41), np.float32), pm.pack(q))
     with pytest.raises(TypeError, match="float64"):
         pm.matmul(np.ones((2, 40)), pm.pack(q))
+    with pytest.raises(TypeError, match="use matmul"):
+        pm.plan(np.ones((2, 40), np.float32), pm.pack(q))
     with pytest.raises(pm.PackError, match="8 bits"):
         pm.pack(pm.quantize(np.ones((40, 12)), bits=8))
     with pytest.raises(pm.PackError, match="multiples of 8"):
         pm.pack(pm.quantize(np.ones((40, 12)), group=12))
+
+
+def test_a_product_is_explained():
+    packed = pm.pack(pm.quantize(np.ones((256, 64)), group=64))
+    why = pm.explain(np.ones((1, 256), BF16), packed)
+    assert (why.problem.dtype, why.problem.b, why.schedule.family) == ("bf16-u4-bf16", "codes", packed.family)
+    assert "decode" in why.source
+    assert pm.explain((64, 256), packed).problem.dtype == "f32-u4-f32"
+    with pytest.raises(ValueError, match="255 columns"):
+        pm.explain((64, 255), packed)
 
 
 def weights():
