@@ -33,13 +33,13 @@ def problem(
     """The problem that a call poses under the current settings.
 
     With one column, B is a vector: if it is dense it runs along k, and C along m
-    as well, so that A decides which way round to multiply.
+    as well, so that A decides which way round to multiply; but u8 stays on the left.
     """
     m, n, k = size
     a, b, c = layouts
     if n == 1 and dense and b != "packed":
         b = "col"
-        c = "col" if a == "col" else "row"
+        c = "col" if a == "col" and not dtype.startswith("u8") else "row"
     if static:
         from portmm.candidates import STATIC_LIMIT
 
