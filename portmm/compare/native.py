@@ -84,7 +84,32 @@ void loop_dnnl_execute(int (*f)(void *, void *, int, const void *), int (*wait)(
 }
 """  # noqa: E501
 
-SOURCE = _ONEDNN + "".join(_TEMPLATE.replace("@T", t).replace("@X", x) for t, x in (("float", "s"), ("double", "d")))
+_ONEDNN_TWICE = """\
+void loop_dnnl_execute_two(int (*f)(void *, void *, int, const void *), int (*wait)(void *),
+    long count, void *stream, void *first, int args, const void *arg, void *second, int more, const void *other) {
+  while (count-- > 0) { f(first, stream, args, arg); f(second, stream, more, other); wait(stream); }
+}
+"""
+
+_NARROW = """\
+void loop_gemm_16(void (*f)(int, int, int, int, int, int, float, const void *, int, const void *, int, float, float *, int),
+    long count, int order, int ta, int tb, int m, int n, int k, const void *a, int lda, const void *b, int ldb, float *c, int ldc) {
+  while (count-- > 0) f(order, ta, tb, m, n, k, 1, a, lda, b, ldb, 0, c, ldc);
+}
+void loop_gemm_8(void (*f)(int, int, int, int, int, int, int, float, const void *, int, signed char, const void *, int,
+    signed char, float, int *, int, const int *),
+    long count, int order, int ta, int tb, int m, int n, int k, const void *a, int lda, const void *b, int ldb, int *c, int ldc) {
+  int fixed = 173, offset = 0;
+  while (count-- > 0) f(order, ta, tb, fixed, m, n, k, 1, a, lda, 0, b, ldb, 0, 0, c, ldc, &offset);
+}
+"""  # noqa: E501
+
+SOURCE = (
+    _ONEDNN
+    + _ONEDNN_TWICE
+    + _NARROW
+    + "".join(_TEMPLATE.replace("@T", t).replace("@X", x) for t, x in (("float", "s"), ("double", "d")))
+)
 
 
 def shared_library(patterns: Sequence[str], *, packages: Sequence[str] = (), system: Sequence[str] = ()) -> Path | str:

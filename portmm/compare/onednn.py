@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from portmm.compare import native
+from portmm.compare.data import INPUTS
 from portmm.compare.peers import Library, MissingError, Run, UnsupportedError
 
 if TYPE_CHECKING:
@@ -24,10 +25,13 @@ if TYPE_CHECKING:
 
 CPU = 1
 IN_ORDER = 1
-TYPES = {"f32": 3, "f64": 7}
+TYPES = {"f16": 1, "bf16": 2, "f32": 3, "s32": 4, "s8": 5, "u8": 6, "f64": 7}
 TAG_ANY = 1
 QUERY_IMPLEMENTATION, QUERY_WEIGHTS = 8, 131
 SOURCE, WEIGHTS, DESTINATION = 1, 33, 17
+SECOND_SOURCE, SCALES = 2, 4096
+MULTIPLY = 0x1FFF1
+BY_COLUMN = 2
 
 
 class _Version(ctypes.Structure):
@@ -46,7 +50,7 @@ class _Opened:
 
 
 def open_onednn(_setup: Setup) -> Library:
-    """Open oneDNN: its sgemm and matmul primitive."""
+    """Open oneDNN: its sgemm and matmul primitive, with a primitive after it for scales by row."""
     path = native.shared_library(
         ["libdnnl.so*"], packages=["onednn-cpu-gomp", "onednn-cpu-iomp", "onednn"], system=["dnnl"]
     )
@@ -63,6 +67,7 @@ def open_onednn(_setup: Setup) -> Library:
     opened = _Opened(library, engine, _made(library.dnnl_stream_create, engine, c_int(IN_ORDER)))
 
     def prepare(case: Case, data: Arrays) -> dict[str, Run]:
+        native.only(not case.block, "no weights of four bits in this version")
         methods = {}
         if case.dtype == "f32" and case.batch == 1:
             methods["sgemm"] = _sgemm(library, case, data)
@@ -76,7 +81,8 @@ def open_onednn(_setup: Setup) -> Library:
                     raise
         return methods
 
-    return Library(f"oneDNN {version.major}.{version.minor}.{version.patch}", prepare)
+    name = f"oneDNN {version.major}.{version.minor}.{version.patch}"
+    return Library(name, prepare, dtypes=None, precision=INPUTS)
 
 
 def _made(function: Any, *arguments: Any) -> c_void_p:
@@ -112,18 +118,45 @@ def _described(library: Any, array: Any, dtype: int, any_format: bool = False) -
 
 def _matmul(opened: _Opened, case: Case, data: Arrays, any_weights: bool) -> Run:
     library, engine = opened.library, opened.engine
-    dtype = TYPES[case.dtype]
-    a, b, c = (_described(library, x, dtype) for x in (data.a, data.b, data.c))
-    wanted = _described(library, data.b, dtype, any_format=True) if any_weights else b
-    chosen = _made(library.dnnl_matmul_primitive_desc_create, engine, a, wanted, None, c, None)
+    types = [TYPES[x] for x in case.types]
+    a, b, c = (_described(library, x, t) for x, t in zip((data.a, data.b, data.c), types, strict=True))
+    wanted = _described(library, data.b, types[1], any_format=True) if any_weights else b
+    attributes, scales = _by_column(opened, data) if case.scaled else (None, [])
+    chosen = _made(library.dnnl_matmul_primitive_desc_create, engine, a, wanted, None, c, attributes)
     primitive = _made(library.dnnl_primitive_create, chosen)
     memories = [_made(library.dnnl_memory_create, d, engine, native.pointer(x)) for d, x in ((a, data.a), (c, data.c))]
     plain = _made(library.dnnl_memory_create, b, engine, native.pointer(data.b))
     weights = _reordered(opened, chosen, plain, b) if any_weights else plain
-    arguments = _arguments(((SOURCE, memories[0]), (WEIGHTS, weights), (DESTINATION, memories[1])))
+    arguments = _arguments([(SOURCE, memories[0]), (WEIGHTS, weights), (DESTINATION, memories[1]), *scales])
     before = [native.address(library.dnnl_primitive_execute), native.address(library.dnnl_stream_wait)]
-    after = [primitive, opened.stream, c_int(3), byref(arguments)]
+    if case.scaled:
+        second = _by_row(opened, data, c, memories[1])
+        after = [opened.stream, primitive, c_int(len(arguments)), byref(arguments), *second[:2], byref(second[2])]
+        return native.counted(native.driver().loop_dnnl_execute_two, before, after, (data, arguments, second))
+    after = [primitive, opened.stream, c_int(len(arguments)), byref(arguments)]
     return native.counted(native.driver().loop_dnnl_execute, before, after, (data, arguments))
+
+
+def _by_column(opened: _Opened, data: Arrays) -> tuple[c_void_p, list[tuple[int, c_void_p]]]:
+    """Attributes that scale the weights by column, and their argument."""
+    library = opened.library
+    described = _described(library, data.columns, TYPES["f32"])
+    memory = _made(library.dnnl_memory_create, described, opened.engine, native.pointer(data.columns))
+    attributes = _made(library.dnnl_primitive_attr_create)
+    status = library.dnnl_primitive_attr_set_scales_mask(attributes, c_int(WEIGHTS), c_int(BY_COLUMN))
+    native.only(status == 0, f"scales by column returned {status}")
+    return attributes, [(SCALES | WEIGHTS, memory)]
+
+
+def _by_row(opened: _Opened, data: Arrays, c: c_void_p, result: c_void_p) -> tuple[c_void_p, c_int, Any]:
+    """A primitive that scales the result by row, where it lies: scales of the source have no rows in this version."""
+    library = opened.library
+    rows = data.rows[:, None]
+    described = _described(library, rows, TYPES["f32"])
+    memory = _made(library.dnnl_memory_create, described, opened.engine, native.pointer(rows))
+    chosen = _made(library.dnnl_binary_primitive_desc_create, opened.engine, c_int(MULTIPLY), c, described, c, None)
+    arguments = _arguments(((SOURCE, result), (SECOND_SOURCE, memory), (DESTINATION, result)))
+    return _made(library.dnnl_primitive_create, chosen), c_int(len(arguments)), arguments
 
 
 def _reordered(opened: _Opened, chosen: c_void_p, plain: c_void_p, described: c_void_p) -> c_void_p:
