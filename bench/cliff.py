@@ -170,9 +170,9 @@ def table(cells):
     return "\n".join("  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in (head, *rows))
 
 
-def keep(cells, bandwidth, folder=RESULTS):
+def keep(cells, bandwidth):
     """Store the cells under the chip's name."""
-    path = folder / f"{host().name}-cliff.json"
+    path = RESULTS / f"{host().name}-cliff.json"
     rows = [{**asdict(c), "share": c.share} for c in sorted(cells, key=lambda c: c.share)]
     text = json.dumps({"chip": chip(), "bandwidth": bandwidth, "size": SIZE, "cliff": rows}, indent=1)
     path.write_text(text + "\n")

@@ -1,7 +1,7 @@
 """Random inputs and the judgement of a result.
 
-Owns the arrays of a case and the check against a wider type. Imports `dtype`
-and `suite`.
+Owns the arrays of a case and the check against a wider type. Imports `arrays`,
+`dtype` and `suite`.
 
 Entries are uniform in [-1, 1). Partial sums of k such products walk randomly:
 the i-th is about sqrt(i)/3, each addition rounds it by at most u, the errors
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.arrays import numpy_of
 from portmm.dtype import BY_NAME
 
 if TYPE_CHECKING:
@@ -79,28 +80,22 @@ class Arrays:
         self.c.fill(UNWRITTEN if self.c.dtype.kind == "i" else math.nan)
 
 
-def numpy_type(name: str) -> Any:
-    """NumPy's type of portmm's name; bfloat16 is that of `ml_dtypes`."""
-    if name == "bf16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(BY_NAME[name].numpy)
-
-
 def arrays(case: Case, seed: int = 0) -> Arrays:
     """Inputs for `case`, the same for the same seed, and a result that is not there yet.
 
     Values repeat after `POOL` elements: making fresh random numbers for large
     weights would take longer than timing them.
+
+    Raises:
+        TypeError: the case has bfloat16, and there is no ml_dtypes.
     """
     rng = np.random.default_rng(seed)
     if not case.narrow:
-        dtype = numpy_type(case.dtype)
+        dtype = numpy_of(case.dtype)
         pool = (rng.random(POOL) * 2 - 1).astype(dtype)
         pools, empty = (pool, pool[::-1]), np.empty(1, dtype)
     else:
-        pools, empty = tuple(_pool(rng, x) for x in case.types[:2]), np.empty(1, numpy_type(case.types[2]))
+        pools, empty = tuple(_pool(rng, x) for x in case.types[:2]), np.empty(1, numpy_of(case.types[2]))
     a = _layout(pools[0], case.batch, case.m, case.k, case.a)
     b = _layout(pools[1], case.batch, case.k, case.n, case.b)
     c = _layout(empty, case.batch, case.m, case.n, case.c)
@@ -118,7 +113,7 @@ def _pool(rng: Any, name: str) -> Any:
     """Random values of a type."""
     if name == "u4":
         return rng.integers(0, CODES, POOL, dtype=np.uint8)
-    dtype = numpy_type(name)
+    dtype = numpy_of(name)
     if dtype.kind in "iu":
         info = np.iinfo(dtype)
         return rng.integers(info.min, info.max, POOL, dtype=dtype, endpoint=True)

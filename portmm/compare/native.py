@@ -84,10 +84,18 @@ void loop_dnnl_execute(int (*f)(void *, void *, int, const void *), int (*wait)(
 }
 """  # noqa: E501
 
-_ONEDNN_TWICE = """\
-void loop_dnnl_execute_two(int (*f)(void *, void *, int, const void *), int (*wait)(void *),
-    long count, void *stream, void *first, int args, const void *arg, void *second, int more, const void *other) {
-  while (count-- > 0) { f(first, stream, args, arg); f(second, stream, more, other); wait(stream); }
+_ONEDNN_SCALED = """\
+void loop_dnnl_scaled(int (*f)(void *, void *, int, const void *), int (*wait)(void *),
+    long count, void *primitive, void *stream, int args, const void *arg, long m, long n, const float *rows, float *c) {
+  while (count-- > 0) {
+    f(primitive, stream, args, arg);
+    wait(stream);
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static)
+#endif
+    for (long i = 0; i < m; i++)
+      for (long j = 0; j < n; j++) c[i * n + j] *= rows[i];
+  }
 }
 """
 
@@ -106,7 +114,7 @@ void loop_gemm_8(void (*f)(int, int, int, int, int, int, int, float, const void 
 
 SOURCE = (
     _ONEDNN
-    + _ONEDNN_TWICE
+    + _ONEDNN_SCALED
     + _NARROW
     + "".join(_TEMPLATE.replace("@T", t).replace("@X", x) for t, x in (("float", "s"), ("double", "d")))
 )
@@ -162,7 +170,7 @@ def compile_driver(extra: Sequence[str] = ()) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="portmm-compare-") as folder:
         source, library = Path(folder) / "driver.c", Path(folder) / "driver.so"
         source.write_text(SOURCE)
-        command = [*compiler.argv, "-O2", "-shared", "-fPIC", str(source), "-o", str(library), *extra]
+        command = [*compiler.argv, "-O3", "-shared", "-fPIC", str(source), "-o", str(library), *extra]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         if done.returncode:
             raise MissingError(f"{compiler.argv[0]} could not build the driver: {done.stderr.strip()[-300:]}")

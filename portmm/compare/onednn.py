@@ -8,7 +8,7 @@ with self-chosen ("any") weight formats. Imports `compare.peers` and
 from __future__ import annotations
 
 import ctypes
-from ctypes import byref, c_char, c_int, c_int64, c_void_p
+from ctypes import byref, c_char, c_int, c_int64, c_long, c_void_p
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +29,7 @@ TYPES = {"f16": 1, "bf16": 2, "f32": 3, "s32": 4, "s8": 5, "u8": 6, "f64": 7}
 TAG_ANY = 1
 QUERY_IMPLEMENTATION, QUERY_WEIGHTS = 8, 131
 SOURCE, WEIGHTS, DESTINATION = 1, 33, 17
-SECOND_SOURCE, SCALES = 2, 4096
-MULTIPLY = 0x1FFF1
+SCALES = 4096
 BY_COLUMN = 2
 
 
@@ -47,10 +46,11 @@ class _Opened:
     library: Any
     engine: c_void_p
     stream: c_void_p
+    threads: int
 
 
-def open_onednn(_setup: Setup) -> Library:
-    """Open oneDNN: its sgemm and matmul primitive, with a primitive after it for scales by row."""
+def open_onednn(setup: Setup) -> Library:
+    """Open oneDNN: its sgemm and matmul primitive, with a loop after it for scales by row."""
     path = native.shared_library(
         ["libdnnl.so*"], packages=["onednn-cpu-gomp", "onednn-cpu-iomp", "onednn"], system=["dnnl"]
     )
@@ -64,7 +64,7 @@ def open_onednn(_setup: Setup) -> Library:
     if version.major != 3:
         raise MissingError(f"oneDNN {version.major}.{version.minor} has another C interface than 3")
     engine = _made(library.dnnl_engine_create, c_int(CPU), ctypes.c_size_t(0))
-    opened = _Opened(library, engine, _made(library.dnnl_stream_create, engine, c_int(IN_ORDER)))
+    opened = _Opened(library, engine, _made(library.dnnl_stream_create, engine, c_int(IN_ORDER)), setup.threads)
 
     def prepare(case: Case, data: Arrays) -> dict[str, Run]:
         native.only(not case.block, "no weights of four bits in this version")
@@ -129,11 +129,12 @@ def _matmul(opened: _Opened, case: Case, data: Arrays, any_weights: bool) -> Run
     weights = _reordered(opened, chosen, plain, b) if any_weights else plain
     arguments = _arguments([(SOURCE, memories[0]), (WEIGHTS, weights), (DESTINATION, memories[1]), *scales])
     before = [native.address(library.dnnl_primitive_execute), native.address(library.dnnl_stream_wait)]
-    if case.scaled:
-        second = _by_row(opened, data, c, memories[1])
-        after = [opened.stream, primitive, c_int(len(arguments)), byref(arguments), *second[:2], byref(second[2])]
-        return native.counted(native.driver().loop_dnnl_execute_two, before, after, (data, arguments, second))
     after = [primitive, opened.stream, c_int(len(arguments)), byref(arguments)]
+    if case.scaled:
+        # Scales of the source have no rows in this version, and its own primitive for them runs at a tenth of this.
+        sizes = [c_long(case.m), c_long(case.n), native.pointer(data.rows), native.pointer(data.c)]
+        loop = native.driver(opened.threads).loop_dnnl_scaled
+        return native.counted(loop, before, [*after, *sizes], (data, arguments))
     return native.counted(native.driver().loop_dnnl_execute, before, after, (data, arguments))
 
 
@@ -146,17 +147,6 @@ def _by_column(opened: _Opened, data: Arrays) -> tuple[c_void_p, list[tuple[int,
     status = library.dnnl_primitive_attr_set_scales_mask(attributes, c_int(WEIGHTS), c_int(BY_COLUMN))
     native.only(status == 0, f"scales by column returned {status}")
     return attributes, [(SCALES | WEIGHTS, memory)]
-
-
-def _by_row(opened: _Opened, data: Arrays, c: c_void_p, result: c_void_p) -> tuple[c_void_p, c_int, Any]:
-    """A primitive that scales the result by row, where it lies: scales of the source have no rows in this version."""
-    library = opened.library
-    rows = data.rows[:, None]
-    described = _described(library, rows, TYPES["f32"])
-    memory = _made(library.dnnl_memory_create, described, opened.engine, native.pointer(rows))
-    chosen = _made(library.dnnl_binary_primitive_desc_create, opened.engine, c_int(MULTIPLY), c, described, c, None)
-    arguments = _arguments(((SOURCE, result), (SECOND_SOURCE, memory), (DESTINATION, result)))
-    return _made(library.dnnl_primitive_create, chosen), c_int(len(arguments)), arguments
 
 
 def _reordered(opened: _Opened, chosen: c_void_p, plain: c_void_p, described: c_void_p) -> c_void_p:

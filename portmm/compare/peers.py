@@ -184,6 +184,9 @@ def open_portmm(setup: Setup) -> Library:
         if case.scaled:
             scales = {"x_scale": data.rows, "w_scale": data.columns}
             return {"linear": returning(lambda: pm.linear(a, b, **scales), lambda result: np.copyto(c, result))}
-        return {"packed" if case.packed else "matmul": repeat(lambda: pm.matmul(a, b, out=c))}
+        methods: dict[str, Run] = {"packed" if case.packed else "matmul": repeat(lambda: pm.matmul(a, b, out=c))}
+        if case.block:
+            methods["packed, new result"] = returning(lambda: pm.matmul(a, b), lambda result: np.copyto(c, result))
+        return methods
 
     return Library(f"portmm {metadata.version('portmm')}", prepare, dtypes=None)

@@ -91,7 +91,10 @@ def prepare(library: Library, case: Case, seed: int) -> tuple[Prepared | None, d
     """
     if library.dtypes is not None and case.dtype not in library.dtypes:
         return None, {"state": "unsupported", "reason": f"does not multiply {case.dtype}"}
-    data = arrays(case, seed)
+    try:
+        data = arrays(case, seed)
+    except TypeError as error:
+        return None, {"state": "unsupported", "reason": str(error)}
     try:
         methods = library.prepare(case, data)
     except UnsupportedError as unsupported:
