@@ -115,9 +115,9 @@ def cliff(data):
     worst = min(rows, key=lambda row: row["share"])
     where = f"{worst['isa']}, {worst['dtype']}, B {worst['layout']}, M = {worst['m']}"
     return (
-        f"**{data['chip']}**: {len(rows) - len(short)} of {len(rows)} products of narrow types, of all instruction sets, "
-        f"layouts and classes of M, reach half of float32's rate or 80 % of what memory allows; the lowest runs at "
-        f"{worst['share']:.2f} of that ({where})."
+        f"**{data['chip']}**: {len(rows) - len(short)} of {len(rows)} products of narrow types, of all instruction "
+        f"sets, layouts and classes of M, reach half of float32's rate or 80 % of what memory allows; the lowest runs "
+        f"at {worst['share']:.2f} of that ({where})."
     )
 
 
