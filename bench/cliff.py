@@ -42,6 +42,7 @@ TYPES = {
     "s8-s8-s32": LAYOUTS,
     "u8-s8-s32": LAYOUTS,
     "u8-s8-f32": ("packed",),
+    "f32-s8-f32": ("packed",),
     "f32-u4-f32": ("packed",),
     "bf16-u4-bf16": ("packed",),
 }

@@ -117,8 +117,10 @@ def _exact(case, data):
     a, b = data.a.astype(wide), data.b.astype(wide)
     if case.block:
         b = (b - 8) * np.repeat(data.columns.astype(wide), case.block, axis=0)[: case.k]
+    if case.scaled and not case.whole:
+        b *= data.columns
     product = a @ b
-    return product * data.rows.astype(float)[:, None] * data.columns if case.scaled else product
+    return product * data.rows.astype(float)[:, None] * data.columns if case.scaled and case.whole else product
 
 
 def narrow(_setup):

@@ -24,17 +24,9 @@ pytest.importorskip("ml_dtypes")
 HERE = Path(__file__).parent
 BLOCK = 32
 WORDS = (
-    "bf16",
-    "f16",
-    "bf16-bf16-f32",
-    "s8-s8-s32",
-    "u8-s8-s32",
-    "u8-s8-f32",
-    "s8-s8-f32",
-    "f32-u4-f32",
+    "bf16", "f16", "bf16-bf16-f32", "s8-s8-s32", "u8-s8-s32", "u8-s8-f32", "s8-s8-f32", "f32-s8-f32", "f32-u4-f32",
     "bf16-u4-bf16",
-)
-FLOATS = tuple(x for x in WORDS if "8" not in x)
+)  # fmt: skip
 
 
 def case(dtype, m=9, n=32, k=256, **others):
@@ -80,7 +72,7 @@ def test_narrow_suites_are_apart_from_those_of_f32():
     assert {c.name for c in cases("narrow-quick")} < {c.name for c in narrow}
     assert {c.group for c in cases("narrow-quick")} == {c.group for c in narrow}
     assert {c.name for c in cases("bf16,f16,int8,int4")} == {c.name for c in narrow}
-    assert {c.group for c in cases("int8")} == {"int8", "int8-packed", "int8-linear"}
+    assert {c.group for c in cases("int8")} == {"int8", "int8-packed", "int8-linear", "int8-weight"}
     assert {c.group for c in cases("int8-linear")} == {"int8-linear"}
 
 
@@ -88,7 +80,7 @@ def test_narrow_suites_are_apart_from_those_of_f32():
     ("word", "dtypes", "rows"),
     [
         ("bf16", {"bf16", "bf16-bf16-f32"}, {1, 4, 16, 64, 128, 512}),
-        ("int8", {"s8-s8-s32", "u8-s8-s32", "u8-s8-f32"}, {1, 4, 16, 64, 128, 512}),
+        ("int8", {"s8-s8-s32", "u8-s8-s32", "u8-s8-f32", "f32-s8-f32"}, {1, 4, 16, 64, 128, 512}),
         ("int4", {"f32-u4-f32", "bf16-u4-bf16"}, {1, 16, 64, 512}),
     ],
 )
@@ -182,9 +174,10 @@ def test_rounding_weights_again_is_allowed_to_peers_only(word):
     assert not right(which, made)
 
 
+@pytest.mark.parametrize("word", ["f32-u4-f32", "f32-s8-f32"])
 @pytest.mark.parametrize("k", [256, 4096])
-def test_activations_in_eight_bits_are_approximate(k):
-    which = case("f32-u4-f32", 16, 64, k)
+def test_activations_in_eight_bits_are_approximate(k, word):
+    which = case(word, 16, 64, k)
     made = inputs.arrays(which)
     rounded = inputs.Arrays(np.rint(made.a.astype(float) * 127) / 127, made.b, made.c, made.rows, made.columns)
     np.copyto(made.c, compare_fakes._exact(which, rounded), casting="unsafe")
@@ -197,7 +190,7 @@ def test_activations_in_eight_bits_are_approximate(k):
 def test_scales_fit_eight_bits():
     import ml_dtypes
 
-    for which in (case("u8-s8-f32"), case("f32-u4-f32")):
+    for which in (case("u8-s8-f32"), case("f32-s8-f32"), case("f32-u4-f32")):
         made = inputs.arrays(which)
         for x in filter(lambda x: x is not None, (made.rows, made.columns)):
             assert (x.astype(ml_dtypes.bfloat16).astype(np.float32) == x).all()

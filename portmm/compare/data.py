@@ -47,6 +47,7 @@ operands rounded to the narrower of their types; with activations of 8 bits."""
 CODES = 16
 ZERO = 8
 """Codes of four bits, and the one that stands for zero."""
+LARGEST_CODE = 128
 # No sum of integers that are compared comes near it.
 UNWRITTEN = -(2**31)
 BITS_8 = 1 / 127
@@ -64,7 +65,7 @@ class Arrays:
         a: A; integers are codes if there are scales.
         b: B; for four bits codes from 0 to 15, uint8, of which 8 is zero.
         c: where the result goes.
-        rows: a scale for each row of A, float32, (m,), if the case has some.
+        rows: a scale for each row of A, float32, (m,), if A is codes.
         columns: a scale for each column of B, float32, (n,); with blocks one for each of
             them, (k / block, n), of values that bfloat16 holds.
     """
@@ -101,7 +102,9 @@ def arrays(case: Case, seed: int = 0) -> Arrays:
     c = _layout(empty, case.batch, case.m, case.n, case.c)
     rows = columns = None
     if case.scaled:
-        rows, columns = (_scales(rng, (x,)) for x in (case.m, case.n))
+        rows = _scales(rng, (case.m,)) if case.whole else None
+        # Beside floats the weights, not their codes, are in [-1, 1).
+        columns = _scales(rng, (case.n,)) / (1 if case.whole else LARGEST_CODE)
     elif case.block:
         columns = _scales(rng, (-(-case.k // case.block), case.n)) / ZERO
     made = Arrays(a, b, c, rows, columns)
@@ -171,7 +174,9 @@ def _want(case: Case, data: Arrays, a: Any, b: Any, where: tuple[Any, Any]) -> A
         )
     wide = np.longdouble if case.dtype == "f64" else np.float64
     right = b.astype(wide)
-    if case.block:
+    if case.scaled:
+        right *= data.columns[where[1]]
+    elif case.block:
         right = (right - ZERO) * np.repeat(data.columns[:, where[1]].astype(wide), case.block, axis=0)[: case.k]
     return np.einsum("mk,kn->mn", a.astype(wide), right)
 
@@ -180,7 +185,7 @@ def _bound(case: Case, size: Any, precision: str) -> Any:
     """The error allowed in an element of absolute value `size`."""
     k = max(case.k, 1)
     inner, outer = _eps(case.types[2], case)
-    if case.scaled:
+    if case.scaled and case.whole:
         return SCALED_ROUNDINGS * inner * size + (outer * size if outer else 0.0)
     if case.whole:
         return 0.0 * size

@@ -2,7 +2,7 @@
 
 Owns two contenders: the operators that compute as they are told (MatMulInteger,
 MatMulNBits at its own accuracy), and those that round activations to 8 bits
-first. Imports `compare.peers`, `compare.native` and `compare.data`.
+first. Imports `compare.peers`, `compare.native`, `compare.data` and `compare.suite`.
 
 A weight that the case packs is a constant of the graph, which ONNX Runtime lays out
 when it loads it. Inputs and outputs are bound to the case's arrays, so that nothing
@@ -21,6 +21,7 @@ import numpy as np
 from portmm.compare import native
 from portmm.compare.data import APPROXIMATE, INPUTS
 from portmm.compare.peers import Library, MissingError, Run, UnsupportedError, repeat
+from portmm.compare.suite import BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,8 +72,8 @@ def open_onnxruntime(setup: Setup) -> Library:
     opened = _open(setup)
 
     def prepare(case: Case, data: Arrays) -> dict[str, Run]:
-        if case.block:
-            return {"MatMulNBits": _four_bits(opened, case, data, OWN_ACCURACY)}
+        if not case.whole and (case.block or case.scaled):
+            return {"MatMulNBits": _codes(opened, case, data, OWN_ACCURACY)}
         native.only(case.whole, f"no product of {case.dtype}")
         return {"MatMulIntegerToFloat" if case.scaled else "MatMulInteger": _integers(opened, case, data)}
 
@@ -84,8 +85,12 @@ def open_8bit(setup: Setup) -> Library:
     opened = _open(setup)
 
     def prepare(case: Case, data: Arrays) -> dict[str, Run]:
-        native.only(bool(case.block), f"activations of {case.dtype} are not rounded to 8 bits")
-        return {f"MatMulNBits, accuracy level {EIGHT_BITS}": _four_bits(opened, case, data, EIGHT_BITS)}
+        codes = not case.whole and (case.block or case.scaled)
+        native.only(bool(codes), f"activations of {case.dtype} are not rounded to 8 bits")
+        methods = {f"MatMulNBits, accuracy level {EIGHT_BITS}": _codes(opened, case, data, EIGHT_BITS)}
+        if case.scaled:
+            methods["DynamicQuantizeMatMul"] = _dynamic(opened, case, data)
+        return methods
 
     name = f"onnxruntime {opened.runtime.__version__}, activations in 8 bits"
     return Library(name, prepare, dtypes=None, precision=APPROXIMATE)
@@ -106,15 +111,26 @@ def _integers(opened: _Opened, case: Case, data: Arrays) -> Run:
     return _bound(opened, _Graph(nodes, inputs | {"rows": data.rows[:, None]}, constants), data)
 
 
-def _four_bits(opened: _Opened, case: Case, data: Arrays, accuracy: int) -> Run:
-    native.only(case.types[0] in ("f32", "f16"), f"no weights of four bits beside {case.types[0]}")
-    native.only(case.k % case.block == 0, "only whole blocks")
-    codes = data.b.T.reshape(case.n, -1, case.block)
-    numbers = {"K": case.k, "N": case.n, "bits": 4, "block_size": case.block, "accuracy_level": accuracy}
+def _codes(opened: _Opened, case: Case, data: Arrays, accuracy: int) -> Run:
+    """Floats by codes of four bits, or of eight, which are then signed and in blocks too."""
+    native.only(case.types[0] in ("f32", "f16"), f"no codes beside {case.types[0]}")
+    block = case.block or BLOCK
+    native.only(case.k % block == 0, "only whole blocks")
+    codes = np.ascontiguousarray(data.b.T).reshape(case.n, -1, block)
+    if case.block:
+        bits, codes, scales = 4, codes[..., 0::2] | codes[..., 1::2] << 4, np.ascontiguousarray(data.columns.T)
+    else:
+        bits, codes, scales = 8, codes.view(np.uint8) ^ 128, np.repeat(data.columns, case.k // block)
+    numbers = {"K": case.k, "N": case.n, "bits": bits, "block_size": block, "accuracy_level": accuracy}
     node = opened.onnx.helper.make_node("MatMulNBits", ["a", "b", "scales"], ["c"], domain=DOMAIN, **numbers)
-    scales = np.ascontiguousarray(data.columns.T).reshape(-1).astype(data.a.dtype)
-    constants = {"b": codes[..., 0::2] | codes[..., 1::2] << 4, "scales": scales}
+    constants = {"b": codes, "scales": scales.reshape(-1).astype(data.a.dtype)}
     return _bound(opened, _Graph([node], {"a": data.a}, constants), data)
+
+
+def _dynamic(opened: _Opened, case: Case, data: Arrays) -> Run:
+    native.only(case.types[0] == "f32", "only activations of f32")
+    node = opened.onnx.helper.make_node("DynamicQuantizeMatMul", ["a", "b", "columns"], ["c"], domain=DOMAIN)
+    return _bound(opened, _Graph([node], {"a": data.a}, {"b": data.b, "columns": data.columns}), data)
 
 
 def _bound(opened: _Opened, graph: _Graph, data: Arrays) -> Run:

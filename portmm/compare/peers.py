@@ -182,7 +182,7 @@ def open_portmm(setup: Setup) -> Library:
         elif case.packed:
             b = pm.pack(data.b, activations=a.dtype)
         if case.scaled:
-            scales = {"x_scale": data.rows, "w_scale": data.columns}
+            scales = {"w_scale": data.columns} | ({"x_scale": data.rows} if case.whole else {})
             return {"linear": returning(lambda: pm.linear(a, b, **scales), lambda result: np.copyto(c, result))}
         methods: dict[str, Run] = {"packed" if case.packed else "matmul": repeat(lambda: pm.matmul(a, b, out=c))}
         if case.block:

@@ -1,7 +1,8 @@
 """PyTorch, as its users call it.
 
 Owns one contender: its BLAS and oneDNN for plain products, its prepacked weights,
-and its operators for quantised ones. Imports `compare.peers` and `compare.data`.
+and its operators for quantised ones. Imports `compare.peers`, `compare.native` and
+`compare.data`.
 
 Operators that have no out= return a result that is copied when it is judged. The
 weights of its quantised operators are laid out beforehand, like every packed weight.
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from portmm.compare import native
 from portmm.compare.data import INPUTS
 from portmm.compare.peers import Library, MissingError, Run, UnsupportedError, repeat, returning
 
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     Maker: TypeAlias = Callable[[Any, Case, Arrays], Run]
 
 ONEDNN_LINEAR = ("f32", "bf16", "f16")
+# Products for which PyTorch has plain loops only, at a hundredth of its other rates,
+# are waited for up to this many operations.
+PATIENCE = 1 << 28
 # Any number does: PyTorch keeps the argument for symmetry with its GPU operator.
 INNER_TILES = 2
 
@@ -42,9 +47,12 @@ def open_torch(setup: Setup) -> Library:
     torch.set_grad_enabled(False)
 
     def prepare(case: Case, data: Arrays) -> dict[str, Run]:
+        native.only(case.flops <= PATIENCE or not _slow(torch, case), "plain loops here, too slow to wait for")
         makers: dict[str, Maker]
         if case.block:
             makers = {"int4pack_mm": _four_bits}
+        elif case.scaled and not case.whole:
+            makers = {"int8pack_mm": _eight_bits}
         elif case.scaled:
             makers = {"int_mm, scaled": _scaled}
             makers |= {"qlinear": _qlinear} if case.packed else {}
@@ -57,6 +65,13 @@ def open_torch(setup: Setup) -> Library:
         return _those_that_work(makers, torch, case, data)
 
     return Library(f"torch {torch.__version__}", prepare, dtypes=None, precision=INPUTS)
+
+
+def _slow(torch: Any, case: Case) -> bool:
+    """Whether this build has nothing but plain loops for the case on this processor."""
+    if case.block or (case.scaled and not case.whole):
+        return case.types[0] != "bf16"
+    return case.dtype == "f16" and not torch.ops.mkldnn._is_mkldnn_fp16_supported()  # noqa: SLF001
 
 
 def _those_that_work(makers: dict[str, Maker], torch: Any, case: Case, data: Arrays) -> dict[str, Run]:
@@ -132,6 +147,12 @@ def _qlinear(torch: Any, _case: Case, data: Arrays) -> Run:
         return made.mul_(rows)
 
     return returning(call, c.copy_)
+
+
+def _eight_bits(torch: Any, _case: Case, data: Arrays) -> Run:
+    a, c, columns = (_tensor(torch, x) for x in (data.a, data.c, data.columns))
+    weight = _tensor(torch, np.ascontiguousarray(data.b.T))
+    return returning(lambda: torch._weight_int8pack_mm(a, weight, columns), c.copy_)  # noqa: SLF001
 
 
 def _four_bits(torch: Any, case: Case, data: Arrays) -> Run:

@@ -46,7 +46,7 @@ class Case:
         c: "row" (n contiguous) or "col" (m contiguous).
         packed: B is a weight that may be prepared beforehand, untimed.
         dtype: portmm's word for the element types: "f32", "u8-s8-s32". Integers with
-            a result in floats have scales, by row of A and by column of B.
+            a result in floats are codes with scales, by row of A and by column of B.
         block: rows of k that share a scale of a weight of four bits.
     """
 
@@ -86,8 +86,8 @@ class Case:
 
     @property
     def scaled(self) -> bool:
-        """Integer sums become floats by a scale for each row and one for each column."""
-        return self.whole and self.types[2] != "s32"
+        """B is codes with a scale for each column, and A, if it is integers too, codes with one for each row."""
+        return self.types[1] == "s8" and self.types[2] != "s32"
 
     @property
     def bytes(self) -> int:
@@ -260,7 +260,8 @@ def _int8() -> list[Case]:
         *_narrow_layers("s8", "int8-packed", "s8-s8-s32", packed=True),
         *_narrow_layers("u8", "int8-packed", "u8-s8-s32", packed=True),
     ]
-    return [*cubes, *plain, *packed, *_narrow_layers("linear", "int8-linear", "u8-s8-f32", packed=True)]
+    linear = _narrow_layers("linear", "int8-linear", "u8-s8-f32", packed=True)
+    return [*cubes, *plain, *packed, *linear, *_narrow_layers("w8", "int8-weight", "f32-s8-f32", packed=True)]
 
 
 def _int4() -> list[Case]:
@@ -275,7 +276,7 @@ def _int4() -> list[Case]:
 NARROW_GROUPS = {
     "bf16": ("bf16", "bf16-packed"),
     "f16": ("f16",),
-    "int8": ("int8", "int8-packed", "int8-linear"),
+    "int8": ("int8", "int8-packed", "int8-linear", "int8-weight"),
     "int4": ("int4", "int4-bf16"),
 }
 """Suite -> its groups: whoever asks for int8 wants products of packed weights too, with a mean of their own."""
@@ -334,6 +335,7 @@ NARROW_QUICK = (
     "u8-llama-kv-m1-packed",
     "s8-bert-up-m128-packed",
     "linear-llama-kv-m16-packed",
+    "w8-llama-kv-m16-packed",
     "u4-llama-kv-m1",
     "u4-llama-kv-m64",
     "u4-bf16-llama-kv-m16",

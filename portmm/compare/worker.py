@@ -93,8 +93,8 @@ def prepare(library: Library, case: Case, seed: int) -> tuple[Prepared | None, d
         return None, {"state": "unsupported", "reason": f"does not multiply {case.dtype}"}
     try:
         data = arrays(case, seed)
-    except TypeError as error:
-        return None, {"state": "unsupported", "reason": str(error)}
+    except TypeError as missing:
+        return None, {"state": "unsupported", "reason": str(missing)}
     try:
         methods = library.prepare(case, data)
     except UnsupportedError as unsupported:
