@@ -1,4 +1,4 @@
-"""Measure a suite and store it as bench/results/CHIP-THREADSt-f32.json.
+"""Measure a suite and store it as bench/results/CHIP-THREADSt-f32.json, or -SUITE.json for narrow types.
 
     python bench/run_suite.py [--suite full] [--threads N] [--target avx2] [--budget SECONDS] [--plot]
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from portmm.compare import compare
+from portmm.compare import cases, compare
 from portmm.compare.plot import plot
 from portmm.compare.report import terminal
 
@@ -38,7 +38,8 @@ def main():
             progress=lambda done, total, text: status.update(f"{done}/{total} {text}"),
         )
     forced = f"-{report.isa}" if report.isa else ""
-    path = options.output or RESULTS / f"{report.machine}{forced}-{report.threads}t-f32.json"
+    kind = options.suite.replace(",", "-") if any(case.narrow for case in cases(options.suite)) else "f32"
+    path = options.output or RESULTS / f"{report.machine}{forced}-{report.threads}t-{kind}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(report.to_json())
     if options.plot:

@@ -3,9 +3,9 @@
     python bench/tables.py            after measuring
     python bench/tables.py --check    status 1 if a table is not what the results say
 
-Three kinds of files are understood: reports of `bench/run_suite.py`, searches
-of `bench/exhaustive.py --json`, and what `--overhead` keeps of a run of
-`pytest test_overhead.py --benchmark-json RAW.json`:
+Four kinds of files are understood: reports of `bench/run_suite.py`, searches of
+`bench/exhaustive.py --json`, surveys of `bench/cliff.py --json`, and what
+`--overhead` keeps of a run of `pytest test_overhead.py --benchmark-json RAW.json`:
 
     python bench/tables.py --overhead RAW.json
 """
@@ -34,7 +34,7 @@ def table(head, rows):
 
 def load(folder):
     """(stem, contents) of every result, by kind."""
-    found = {"reports": [], "searches": [], "overheads": []}
+    found = {"reports": [], "searches": [], "overheads": [], "cliffs": []}
     for path in sorted(folder.glob("*.json")):
         text = path.read_text()
         data = json.loads(text)
@@ -42,6 +42,8 @@ def load(folder):
             found["searches"].append((path.stem, data))
         elif "overhead" in data:
             found["overheads"].append((path.stem, data))
+        elif "cliff" in data:
+            found["cliffs"].append((path.stem, data))
         else:
             found["reports"].append((path.stem, from_json(text)))
     return found
@@ -51,15 +53,20 @@ def setting(report):
     """What distinguishes reports of one chip."""
     threads = "1 thread" if report.threads == 1 else f"{report.threads} threads"
     held = f", {report.isa} for all" if report.isa else ""
-    return threads + held + (f", {report.suite}" if report.suite not in ("full", "quick") else "")
+    return threads + held + (f", {report.suite}" if report.suite not in ("full", "quick", "narrow") else "")
+
+
+def is_narrow(report):
+    """Whether it is of types other than float32."""
+    return any(result.case.narrow for result in report.results)
 
 
 def ratios(reports):
-    """One table per chip: a row per group, a column per setting."""
+    """One table per chip, and one more for narrow types: a row per group, a column per setting."""
     chips = {}
     for _, report in reports:
-        chips.setdefault(report.chip, []).append(report)
-    for chip, mine in chips.items():
+        chips.setdefault((report.chip, is_narrow(report)), []).append(report)
+    for (chip, narrow), mine in chips.items():
         groups = {}
         for i, report in enumerate(mine):
             for s in summaries(report):
@@ -68,8 +75,9 @@ def ratios(reports):
         rows += [["**all**", *groups["all"]]] if "all" in groups else []
         peers = dict.fromkeys(e.version for report in mine for e in report.entrants if e.peer and e.state == "ok")
         dates = dict.fromkeys(report.date for report in mine)
+        kind = "narrow types" if narrow else "float32"
         yield (
-            f"**{chip}**, float32: rate of portmm over that of the best peer of each case, geometric mean of each "
+            f"**{chip}**, {kind}: rate of portmm over that of the best peer of each case, geometric mean of each "
             f"group, and in brackets its lowest.\n\n"
             f"{table(['group', *map(setting, mine)], rows)}\n\n"
             f"Peers: {'; '.join(peers)}. Measured on {', '.join(dates)}."
@@ -100,10 +108,24 @@ def overhead(data):
     return f"**{data['chip']}**\n\n{table(['overhead', 'measured', 'value'], rows)}"
 
 
+def cliff(data):
+    """How narrow types do beside float32 on every instruction set, in words."""
+    rows = data["cliff"]
+    short = [row for row in rows if row["share"] < 1]
+    worst = min(rows, key=lambda row: row["share"])
+    where = f"{worst['isa']}, {worst['dtype']}, B {worst['layout']}, M = {worst['m']}"
+    return (
+        f"**{data['chip']}**: {len(rows) - len(short)} of {len(rows)} products of narrow types, of all instruction "
+        f"sets, layouts and classes of M, reach half of float32's rate or 80 % of what memory allows; the lowest runs "
+        f"at {worst['share']:.2f} of that ({where})."
+    )
+
+
 def summary(found):
     """What stands in the README."""
     parts = [*ratios(found["reports"]), *(f"{stem}: {search(rows)}" for stem, rows in found["searches"])]
     parts += [overhead(data) for _, data in found["overheads"]]
+    parts += [cliff(data) for _, data in found["cliffs"]]
     return "\n\n".join(filter(None, parts)) or NOTHING
 
 

@@ -268,7 +268,9 @@ def _scheduled(text: str) -> str:
 
 @app.command()
 def compare(
-    suite: Annotated[str, typer.Argument(help="smoke, quick, full, or groups and cases joined with commas.")] = "quick",
+    suite: Annotated[
+        str, typer.Argument(help="smoke, quick, full, narrow, or groups and cases, joined with commas.")
+    ] = "quick",
     *,
     threads: Annotated[int, typer.Option(min=0, help="Threads of each library; 0 for every core.")] = 1,
     target: Annotated[str | None, typer.Option(help="Hold every library to what this ISA or chip has.")] = None,

@@ -7,7 +7,8 @@ import time
 
 import numpy as np
 
-from portmm.compare.peers import Library, MissingError, UnsupportedError, repeat
+from portmm.compare.data import Arrays
+from portmm.compare.peers import Library, MissingError, UnsupportedError, repeat, returning
 
 
 def _matmul(data):
@@ -108,3 +109,45 @@ def seen(_setup):
     """Tells its environment."""
     names = ("OPENBLAS_CORETYPE", "MKL_ENABLE_INSTRUCTIONS", "OMP_NUM_THREADS", "PORTMM_TARGET", "OPENBLAS_NUM_THREADS")
     return Library(" ".join(f"{n}={os.environ.get(n)}" for n in names), lambda _case, data: {"matmul": _matmul(data)})
+
+
+def _exact(case, data):
+    """The product of a narrow case in float64, or whole numbers."""
+    wide = np.int64 if case.whole else np.float64
+    a, b = data.a.astype(wide), data.b.astype(wide)
+    if case.block:
+        b = (b - 8) * np.repeat(data.columns.astype(wide), case.block, axis=0)[: case.k]
+    if case.scaled and not case.whole:
+        b *= data.columns
+    product = a @ b
+    return product * data.rows.astype(float)[:, None] * data.columns if case.scaled and case.whole else product
+
+
+def narrow(_setup):
+    """Exact in every type."""
+
+    def prepare(case, data):
+        return {"matmul": repeat(lambda: np.copyto(data.c, _exact(case, data), casting="unsafe"))}
+
+    return Library("narrow 1", prepare, dtypes=None)
+
+
+def rough(_setup):
+    """Rounds activations to 8 bits, and says so."""
+
+    def prepare(case, data):
+        codes = Arrays(np.rint(data.a.astype(float) * 127) / 127, data.b, data.c, data.rows, data.columns)
+        return {"matmul": repeat(lambda: np.copyto(data.c, _exact(case, codes), casting="unsafe"))}
+
+    return Library("rough 1", prepare, dtypes=None, precision="approximate")
+
+
+def elsewhere(_setup):
+    """Returns its results."""
+
+    def prepare(case, data):
+        return {
+            "matmul": returning(lambda: _exact(case, data), lambda result: np.copyto(data.c, result, casting="unsafe"))
+        }
+
+    return Library("elsewhere 1", prepare, dtypes=None)

@@ -163,9 +163,14 @@ REPORT = {
     ],
     "skipped": [], "removed": [], "rates": {},
 }  # fmt: skip
+NARROW_REPORT = json.loads(json.dumps(REPORT).replace('"k": 2', '"k": 2, "dtype": "bf16"'))
 SEARCH = [
     {"case": "x", "schedule": "s", "workers": 1, "seconds": 2.0, "chosen": True},
     {"case": "x", "schedule": "t", "workers": 1, "seconds": 1.0, "chosen": False},
+]
+CLIFF_ROWS = [
+    {"isa": "sse2", "dtype": "f16", "layout": "col", "m": 1, "share": 0.25},
+    {"isa": "avx2", "dtype": "bf16", "layout": "row", "m": 8, "share": 1.5},
 ]
 OVERHEAD = {"chip": "A chip", "overhead": {"import": {"seconds over NumPy's": 0.0312}}}
 
@@ -181,6 +186,8 @@ def test_tables_say_what_results_say(tmp_path):
         ("b", {**REPORT, "threads": 2, "suite": "cube,odd"}),
         ("c", SEARCH),
         ("d", OVERHEAD),
+        ("e", {"chip": "A chip", "cliff": CLIFF_ROWS}),
+        ("f", NARROW_REPORT),
     ):
         (tmp_path / f"{name}.json").write_text(json.dumps(data))
     made = found.pages(tmp_path, tmp_path)
@@ -193,4 +200,8 @@ def test_tables_say_what_results_say(tmp_path):
     assert "| **all** | 1.14 (0.50) of 3 |" in readme
     assert "at 0.50 of the rate of the best" in readme
     assert "| import | seconds over NumPy's | 0.0312 |" in readme
+    assert "1 of 2 products of narrow types" in readme
+    assert "at 0.25 of that (sse2, f16, B col, M = 1)" in readme
+    assert "| cube | 1.00 (0.50) of 2 | 1.00 (0.50) of 2 | 1.00" not in readme
+    assert "narrow types: rate of portmm" in readme
     assert "odd-2" in details

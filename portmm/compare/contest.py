@@ -81,7 +81,8 @@ def compare(
     Args:
         suite: name of a suite, group or case, several joined with commas, or the cases.
         threads: threads of each contender.
-        contenders: names or records; None for all that are known.
+        contenders: names or records; None for all that are known, but those for narrow
+            types only where a case has such.
         rounds: turns of each contender on each case; fewer, but at least three,
             where the budget is short.
         budget_s: seconds for the whole; cases for which none are left are
@@ -100,6 +101,8 @@ def compare(
     """
     chosen = cases(suite) if isinstance(suite, str) else tuple(suite)
     field_ = find(contenders)
+    if contenders is None and not any(case.narrow for case in chosen):
+        field_ = tuple(contender for contender in field_ if not contender.narrow)
     target = target if target is not None else os.environ.get("PORTMM_TARGET", "")
     isa = forced_isa(target)
     setup = Setup(threads, isa if isa in FORCED else "", target)
@@ -153,7 +156,8 @@ def _open(lane: _Lane, setup: Setup) -> None:
         _close(lane)
     if lane.entrant is None:
         version, reason = hello.get("version", ""), hello.get("reason", "")
-        lane.entrant = Entrant(contender.name, contender.peer, hello["state"], version, reason, contender.hint)
+        rough = hello.get("approximate", False)
+        lane.entrant = Entrant(contender.name, contender.peer, hello["state"], version, reason, contender.hint, rough)
 
 
 def _close(lane: _Lane) -> None:
@@ -227,7 +231,8 @@ def _finished(entry: Entry, samples: Sequence[float], answer: dict[str, Any]) ->
 
 def _result(case: Case, lanes: Sequence[_Lane], entries: dict[str, Entry], limit: float | None) -> Result:
     done = {name: entry for name, entry in entries.items() if entry.state == "ok"}
-    peers = [lane.name for lane in lanes if lane.contender.peer and lane.name in done]
+    exact = [lane for lane in lanes if not (lane.entrant and lane.entrant.approximate)]
+    peers = [lane.name for lane in exact if lane.contender.peer and lane.name in done]
     ours = [lane.name for lane in lanes if not lane.contender.peer and lane.name in done]
     best = min(peers, key=lambda name: done[name].seconds, default="")
     ratio = None

@@ -1,7 +1,7 @@
 """Random inputs and the judgement of a result.
 
-Owns the arrays of a case and the check against a wider type. Imports `dtype`
-and `suite`.
+Owns the arrays of a case and the check against a wider type. Imports `arrays`,
+`dtype` and `suite`.
 
 Entries are uniform in [-1, 1). Partial sums of k such products walk randomly:
 the i-th is about sqrt(i)/3, each addition rounds it by at most u, the errors
@@ -10,15 +10,24 @@ order of summation. `TOLERANCE` k u is sixteen deviations above that, exceeds
 the worst case for k <= 4, and is still a thousand times less than what one
 lost or doubled term would change, or than what rounding the inputs to a
 narrower type would.
+
+Narrow floats are summed in float32, and a narrow result is rounded once more: u of
+its own size. Integers are exact. With a library that rounds one operand of each
+product again (weights of four bits to bfloat16, say) the errors of k products,
+v/2 each, walk randomly to sqrt(k) v / 4: `TOLERANCE` sqrt(k) v is allowed then, not
+k v, which at k = 1024 would exceed the results themselves. Activations in 8 bits,
+steps of 1/127 of their largest, are that with v = 1/127.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.arrays import numpy_of
 from portmm.dtype import BY_NAME
 
 if TYPE_CHECKING:
@@ -31,28 +40,92 @@ POOL = 1_000_003
 WHOLE = 1 << 22
 ROWS, COLUMNS, BATCHES = 6, 256, 8
 
+EXACT, INPUTS, APPROXIMATE = PRECISIONS = ("exact", "inputs", "approximate")
+"""How a library may compute: with the sums' type and one rounding of the result; with
+operands rounded to the narrower of their types; with activations of 8 bits."""
+
+CODES = 16
+ZERO = 8
+"""Codes of four bits, and the one that stands for zero."""
+LARGEST_CODE = 128
+# No sum of integers that are compared comes near it.
+UNWRITTEN = -(2**31)
+BITS_8 = 1 / 127
+# Less than any error that is not zero, for sums that must be exact.
+TINY = 1e-300
+# Roundings of a scaled sum: to float32, by each scale, and one to spare for another order.
+SCALED_ROUNDINGS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Arrays:
-    """The operands of one case, 2-D, or 3-D when the case has a batch."""
+    """The operands of one case, 2-D, or 3-D when the case has a batch.
+
+    Attributes:
+        a: A; integers are codes if there are scales.
+        b: B; for four bits codes from 0 to 15, uint8, of which 8 is zero.
+        c: where the result goes.
+        rows: a scale for each row of A, float32, (m,), if A is codes.
+        columns: a scale for each column of B, float32, (n,); with blocks one for each of
+            them, (k / block, n), of values that bfloat16 holds.
+    """
 
     a: Any
     b: Any
     c: Any
+    rows: Any = None
+    columns: Any = None
+
+    def spoil(self) -> None:
+        """Make what is left unwritten noticeable."""
+        self.c.fill(UNWRITTEN if self.c.dtype.kind == "i" else math.nan)
 
 
 def arrays(case: Case, seed: int = 0) -> Arrays:
-    """Inputs for `case`, the same for the same seed, and a result full of NaN.
+    """Inputs for `case`, the same for the same seed, and a result that is not there yet.
 
     Values repeat after `POOL` elements: making fresh random numbers for large
     weights would take longer than timing them.
+
+    Raises:
+        TypeError: the case has bfloat16, and there is no ml_dtypes.
     """
-    dtype = np.dtype(BY_NAME[case.dtype].numpy)
-    pool = (np.random.default_rng(seed).random(POOL) * 2 - 1).astype(dtype)
-    a = _layout(pool, case.batch, case.m, case.k, case.a)
-    b = _layout(pool[::-1], case.batch, case.k, case.n, case.b)
-    c = _layout(np.full(1, np.nan, dtype), case.batch, case.m, case.n, case.c)
-    return Arrays(a, b, c)
+    rng = np.random.default_rng(seed)
+    if not case.narrow:
+        dtype = numpy_of(case.dtype)
+        pool = (rng.random(POOL) * 2 - 1).astype(dtype)
+        pools, empty = (pool, pool[::-1]), np.empty(1, dtype)
+    else:
+        pools, empty = tuple(_pool(rng, x) for x in case.types[:2]), np.empty(1, numpy_of(case.types[2]))
+    a = _layout(pools[0], case.batch, case.m, case.k, case.a)
+    b = _layout(pools[1], case.batch, case.k, case.n, case.b)
+    c = _layout(empty, case.batch, case.m, case.n, case.c)
+    rows = columns = None
+    if case.scaled:
+        rows = _scales(rng, (case.m,)) if case.whole else None
+        # Beside floats the weights, not their codes, are in [-1, 1).
+        columns = _scales(rng, (case.n,)) / (1 if case.whole else LARGEST_CODE)
+    elif case.block:
+        columns = _scales(rng, (-(-case.k // case.block), case.n)) / ZERO
+    made = Arrays(a, b, c, rows, columns)
+    made.spoil()
+    return made
+
+
+def _pool(rng: Any, name: str) -> Any:
+    """Random values of a type."""
+    if name == "u4":
+        return rng.integers(0, CODES, POOL, dtype=np.uint8)
+    dtype = numpy_of(name)
+    if dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        return rng.integers(info.min, info.max, POOL, dtype=dtype, endpoint=True)
+    return (rng.random(POOL) * 2 - 1).astype(dtype)
+
+
+def _scales(rng: Any, shape: tuple[int, ...]) -> Any:
+    """Random scales from 1/2 to 1, of 8 bits: libraries that keep them in bfloat16 lose nothing."""
+    return (rng.integers(128, 256, shape) / 256).astype(np.float32)
 
 
 def _layout(values: Any, batch: int, rows: int, columns: int, layout: str) -> Any:
@@ -62,25 +135,76 @@ def _layout(values: Any, batch: int, rows: int, columns: int, layout: str) -> An
     return array if batch > 1 else array[0]
 
 
-def judge(case: Case, data: Arrays) -> tuple[float, float]:
-    """The largest error of `data.c` over the sampled elements, and its bound.
+def judge(case: Case, data: Arrays, precision: str = EXACT) -> tuple[float, float]:
+    """The error of `data.c` and its bound, where they are nearest among the sampled elements.
 
     Both are absolute, for entries in [-1, 1). A result that was left unwritten
     anywhere, or is not finite, has the error infinity.
     """
-    bound = TOLERANCE * max(case.k, 1) * BY_NAME[case.dtype].eps
-    if not np.isfinite(data.c).all():
-        return float("inf"), bound
-    wide = np.float64 if case.dtype == "f32" else np.longdouble
+    if not _written(data.c):
+        return math.inf, _bound(case, 0.0, precision)
     a, b, c = (x if case.batch > 1 else x[None] for x in (data.a, data.b, data.c))
     some = _sample(case)
-    error = 0.0
+    error, bound, worst = 0.0, float(_bound(case, 0.0, precision)), 0.0
     for i in some.batches:
         for rows, columns in some.blocks:
-            # einsum rather than matmul: it wakes no BLAS and none of its threads.
-            want = np.einsum("mk,kn->mn", a[i][rows].astype(wide), b[i][:, columns].astype(wide))
-            error = max(error, float(np.abs(c[i][np.ix_(rows, columns)] - want).max(initial=0)))
+            want = _want(case, data, a[i][rows], b[i][:, columns], (rows, columns))
+            errors = np.abs(c[i][np.ix_(rows, columns)].astype(want.dtype) - want)
+            bounds = np.broadcast_to(_bound(case, np.abs(want), precision), errors.shape)
+            shares = errors / np.maximum(bounds, TINY)
+            if shares.max(initial=0) > worst:
+                place = np.unravel_index(int(shares.argmax()), shares.shape)
+                worst, error, bound = float(shares[place]), float(errors[place]), float(bounds[place])
     return error, bound
+
+
+def _written(c: Any) -> bool:
+    return not (c == UNWRITTEN).any() if c.dtype.kind == "i" else bool(np.isfinite(c).all())
+
+
+def _want(case: Case, data: Arrays, a: Any, b: Any, where: tuple[Any, Any]) -> Any:
+    """The product of some rows and columns in a wider type."""
+    # einsum rather than matmul: it wakes no BLAS and none of its threads.
+    if case.whole:
+        sums = np.einsum("mk,kn->mn", a.astype(np.int64), b.astype(np.int64))
+        return (
+            sums * data.rows.astype(float)[where[0], None] * data.columns.astype(float)[where[1]]
+            if case.scaled
+            else sums
+        )
+    wide = np.longdouble if case.dtype == "f64" else np.float64
+    right = b.astype(wide)
+    if case.scaled:
+        right *= data.columns[where[1]]
+    elif case.block:
+        right = (right - ZERO) * np.repeat(data.columns[:, where[1]].astype(wide), case.block, axis=0)[: case.k]
+    return np.einsum("mk,kn->mn", a.astype(wide), right)
+
+
+def _bound(case: Case, size: Any, precision: str) -> Any:
+    """The error allowed in an element of absolute value `size`."""
+    k = max(case.k, 1)
+    inner, outer = _eps(case.types[2], case)
+    if case.scaled and case.whole:
+        return SCALED_ROUNDINGS * inner * size + (outer * size if outer else 0.0)
+    if case.whole:
+        return 0.0 * size
+    bound = TOLERANCE * k * inner
+    if not case.narrow:
+        return bound
+    if precision == INPUTS:
+        v = max(BY_NAME["bf16"].eps if x == "u4" else BY_NAME[x].eps for x in case.types)
+        return bound + TOLERANCE * math.sqrt(k) * v + max(v, outer) * size
+    if precision == APPROXIMATE:
+        return bound + TOLERANCE * math.sqrt(k) * BITS_8 + outer * size
+    return bound + outer * size
+
+
+def _eps(result: str, case: Case) -> tuple[float, float]:
+    """The unit round-offs of the sums and, if it is another, of the result: a hair more for rounding twice."""
+    inner = BY_NAME[case.problem.acc].eps or BY_NAME["f32"].eps
+    outer = BY_NAME[result].eps
+    return inner, 1.01 * outer if outer > inner else 0.0
 
 
 @dataclass(frozen=True, slots=True)

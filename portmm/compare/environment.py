@@ -25,6 +25,22 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "PORTMM_NUM
 
 # What makes each library act as on a machine whose best ISA is this one.
 FORCED: Mapping[str, Mapping[str, str]] = {
+    "avx512vnni": {
+        "OPENBLAS_CORETYPE": "SkylakeX",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX512_E1",
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI",
+        "DNNL_MAX_CPU_ISA": "AVX512_CORE_VNNI",
+        "ATEN_CPU_CAPABILITY": "avx512",
+        "LIBXSMM_TARGET": "clx",
+    },
+    "avx512": {
+        "OPENBLAS_CORETYPE": "SkylakeX",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX512",
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
+        "DNNL_MAX_CPU_ISA": "AVX512_CORE",
+        "ATEN_CPU_CAPABILITY": "avx512",
+        "LIBXSMM_TARGET": "skx",
+    },
     "avx2": {
         "OPENBLAS_CORETYPE": "Haswell",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",

@@ -1,7 +1,7 @@
 """What the machine could reach.
 
 Owns the limit that rates are held against, and which ISA a target allows.
-Imports `detect`, `compare.suite`, and `calibrate` when asked. The
+Imports `candidates`, `detect`, `compare.suite`, and `calibrate` when asked. The
 limit is the roofline: the measured multiply-add rate, or, where the operands
 outgrow the caches, the measured bandwidth of the memory they live in, over the
 compulsory traffic.
@@ -9,12 +9,16 @@ compulsory traffic.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from portmm.candidates import units
+from portmm.compare.suite import cases
 from portmm.detect import host, resolve
+from portmm.errors import ScheduleError
 
 if TYPE_CHECKING:
     from portmm.compare.suite import Case
@@ -28,7 +32,7 @@ class Limits:
     Attributes:
         rates: "<atom>" in GFLOP/s, "<level>" and "memory" in GB/s, of one core.
         levels: the caches, nearest first.
-        atoms: element type -> name of the atom that computes it.
+        atoms: a case's types -> name of the atom that computes them.
     """
 
     rates: dict[str, float] = field(default_factory=dict)
@@ -44,11 +48,11 @@ class Limits:
         peak = self.rates.get(self.atoms.get(case.dtype, ""))
         if peak is None:
             return None
-        level = next((x.name for x in self.levels if case.problem.bytes <= x.bytes), "memory")
+        level = next((x.name for x in self.levels if case.bytes <= x.bytes), "memory")
         bandwidth = self.rates.get(level)
         if bandwidth is None:
             return peak * threads
-        bound = bandwidth * case.flops / case.problem.bytes
+        bound = bandwidth * case.flops / case.bytes
         if bound < peak and threads > 1:
             return None
         return min(peak, bound) * threads
@@ -63,7 +67,12 @@ def measured(target: str) -> Limits:
     wanted = resolve(target)
     # The first atom of a type is the ISA's widest; the best ISA comes first.
     atoms = {t.a: t.name for isa in reversed(wanted.isas) for t in reversed(isa.atoms) if t.a == t.b}
-    return Limits(dict(probe(wanted)), host().levels, atoms)
+    rates = dict(probe(wanted))
+    for word in {case.dtype for case in cases("narrow")}:
+        with suppress(ScheduleError):
+            names = [atom.name for _, atom in units(word, wanted)]
+            atoms[word] = max(names, key=lambda name: rates.get(name, 0.0))
+    return Limits(rates, host().levels, atoms)
 
 
 def forced_isa(target: str) -> str:

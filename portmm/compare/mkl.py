@@ -15,8 +15,11 @@ import os
 from ctypes import c_int, c_long, c_void_p
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from portmm.compare import native
-from portmm.compare.peers import Library, MissingError, Run
+from portmm.compare.data import INPUTS
+from portmm.compare.peers import Fetched, Library, MissingError, Run
 
 if TYPE_CHECKING:
     from portmm.compare.data import Arrays
@@ -28,6 +31,13 @@ IDENTIFIER_B = 162
 NO_JIT = 1
 # Above this size MKL's just-in-time call falls back to its ordinary one.
 JIT_LARGEST = 128
+# Types of A and B -> MKL's name of the call, the driver's loop, and the type of its results.
+# By rows u8 is on the left, whatever the name of the call says.
+NARROW = {
+    ("bf16", "bf16"): ("bf16bf16f32", "loop_gemm_16", "f32"),
+    ("f16", "f16"): ("f16f16f32", "loop_gemm_16", "f32"),
+    ("u8", "s8"): ("s8u8s32", "loop_gemm_8", "s32"),
+}
 
 
 def _load(setup: Setup) -> tuple[Any, str]:
@@ -59,6 +69,8 @@ def open_mkl(setup: Setup) -> Library:
     native.driver()
 
     def prepare(case: Case, data: Arrays) -> dict[str, Run]:
+        if case.narrow:
+            return _narrow(library, case, data)
         methods = {"gemm": native.gemm(library, case, data)}
         if native.is_vector(case):
             methods["gemv"] = native.gemv(library, case, data)
@@ -68,7 +80,43 @@ def open_mkl(setup: Setup) -> Library:
             methods["pack/compute"] = _packed(library, case, data)
         return methods
 
-    return Library(version, prepare)
+    return Library(version, prepare, dtypes=None, precision=INPUTS)
+
+
+def _narrow(library: Any, case: Case, data: Arrays) -> dict[str, Run]:
+    found = NARROW.get(case.types[:2])
+    native.only(found is not None and not case.scaled and case.batch == 1, f"MKL does not multiply {case.dtype}")
+    name, loop, result = found or ("", "", "")
+    native.only(case.c == "row", "u8 only by rows")
+    order, ta, tb, lda, ldb, ldc = native.flags(case)
+    # MKL writes no narrow floats: what it writes is converted when it is judged, which is not timed.
+    c = data.c if case.types[2] == result else np.empty(data.c.shape, np.float32)
+    sizes = [*map(c_int, (case.m, case.n, case.k))]
+
+    def run(function: str, marks: tuple[int, int], b: c_void_p, keep: object) -> Run:
+        after = [*map(c_int, (order, *marks)), *sizes, native.pointer(data.a), c_int(lda), b, c_int(ldb)]
+        call = native.address(getattr(library, function))
+        made = native.counted(
+            getattr(native.driver(), loop), [call], [*after, native.pointer(c), c_int(ldc)], (c, keep)
+        )
+        return made if c is data.c else Fetched(made, lambda: np.copyto(data.c, c, casting="unsafe"))
+
+    note = "" if c is data.c else ", f32 result"
+    methods = {f"gemm{note}": run(f"cblas_gemm_{name}", (ta, tb), native.pointer(data.b), data)}
+    if case.packed:
+        start, store = _packed_store(library, f"cblas_gemm_{name}", sizes)
+        pack = getattr(library, f"cblas_gemm_{name}_pack")
+        pack(c_int(order), c_int(IDENTIFIER_B), c_int(tb), *sizes, native.pointer(data.b), c_int(ldb), start)
+        methods[f"pack/compute{note}"] = run(f"cblas_gemm_{name}_compute", (ta, PACKED), start, (store, data))
+    return methods
+
+
+def _packed_store(library: Any, name: str, sizes: list[c_int]) -> tuple[c_void_p, Any]:
+    """Aligned room for a packed B, and what keeps it alive."""
+    size = getattr(library, f"{name}_pack_get_size")
+    size.restype = ctypes.c_size_t
+    store = (ctypes.c_char * (size(c_int(IDENTIFIER_B), *sizes) + 64))()
+    return c_void_p(-(-ctypes.addressof(store) // 64) * 64), store
 
 
 def _batch(library: Any, case: Case, data: Arrays) -> Run:
@@ -87,10 +135,7 @@ def _packed(library: Any, case: Case, data: Arrays) -> Run:
     order, ta, tb, lda, ldb, ldc = native.flags(case)
     letter = native.LETTER[case.dtype]
     m, n, k = map(c_int, (case.m, case.n, case.k))
-    size = getattr(library, f"cblas_{letter}gemm_pack_get_size")
-    size.restype = ctypes.c_size_t
-    store = (ctypes.c_char * (size(c_int(IDENTIFIER_B), m, n, k) + 64))()
-    start = c_void_p(-(-ctypes.addressof(store) // 64) * 64)
+    start, store = _packed_store(library, f"cblas_{letter}gemm", [m, n, k])
     one = native.SCALAR[case.dtype](1)
     pack = getattr(library, f"cblas_{letter}gemm_pack")
     pack(c_int(order), c_int(IDENTIFIER_B), c_int(tb), m, n, k, one, native.pointer(data.b), c_int(ldb), start)

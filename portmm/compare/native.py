@@ -84,7 +84,40 @@ void loop_dnnl_execute(int (*f)(void *, void *, int, const void *), int (*wait)(
 }
 """  # noqa: E501
 
-SOURCE = _ONEDNN + "".join(_TEMPLATE.replace("@T", t).replace("@X", x) for t, x in (("float", "s"), ("double", "d")))
+_ONEDNN_SCALED = """\
+void loop_dnnl_scaled(int (*f)(void *, void *, int, const void *), int (*wait)(void *),
+    long count, void *primitive, void *stream, int args, const void *arg, long m, long n, const float *rows, float *c) {
+  while (count-- > 0) {
+    f(primitive, stream, args, arg);
+    wait(stream);
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static)
+#endif
+    for (long i = 0; i < m; i++)
+      for (long j = 0; j < n; j++) c[i * n + j] *= rows[i];
+  }
+}
+"""
+
+_NARROW = """\
+void loop_gemm_16(void (*f)(int, int, int, int, int, int, float, const void *, int, const void *, int, float, float *, int),
+    long count, int order, int ta, int tb, int m, int n, int k, const void *a, int lda, const void *b, int ldb, float *c, int ldc) {
+  while (count-- > 0) f(order, ta, tb, m, n, k, 1, a, lda, b, ldb, 0, c, ldc);
+}
+void loop_gemm_8(void (*f)(int, int, int, int, int, int, int, float, const void *, int, signed char, const void *, int,
+    signed char, float, int *, int, const int *),
+    long count, int order, int ta, int tb, int m, int n, int k, const void *a, int lda, const void *b, int ldb, int *c, int ldc) {
+  int fixed = 173, offset = 0;
+  while (count-- > 0) f(order, ta, tb, fixed, m, n, k, 1, a, lda, 0, b, ldb, 0, 0, c, ldc, &offset);
+}
+"""  # noqa: E501
+
+SOURCE = (
+    _ONEDNN
+    + _ONEDNN_SCALED
+    + _NARROW
+    + "".join(_TEMPLATE.replace("@T", t).replace("@X", x) for t, x in (("float", "s"), ("double", "d")))
+)
 
 
 def shared_library(patterns: Sequence[str], *, packages: Sequence[str] = (), system: Sequence[str] = ()) -> Path | str:
@@ -137,7 +170,7 @@ def compile_driver(extra: Sequence[str] = ()) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="portmm-compare-") as folder:
         source, library = Path(folder) / "driver.c", Path(folder) / "driver.so"
         source.write_text(SOURCE)
-        command = [*compiler.argv, "-O2", "-shared", "-fPIC", str(source), "-o", str(library), *extra]
+        command = [*compiler.argv, "-O3", "-shared", "-fPIC", str(source), "-o", str(library), *extra]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         if done.returncode:
             raise MissingError(f"{compiler.argv[0]} could not build the driver: {done.stderr.strip()[-300:]}")

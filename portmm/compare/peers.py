@@ -1,8 +1,7 @@
 """The contenders, and what an adapter is.
 
 Owns the registry, the records that adapters speak in, and the adapters of
-libraries that are called from Python: NumPy, PyTorch, and portmm itself.
-Imports `compare.data`, `compare.suite`, `compare.environment`; a library is
+portmm itself and of NumPy. Imports `compare.data`, `compare.suite`; a library is
 imported only when its adapter is opened, which happens in its own process.
 
 An adapter is one function: it takes a `Setup`, opens its library, and returns
@@ -13,15 +12,18 @@ knowledgeable user would compute it; the worker keeps the fastest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
+from portmm.compare.data import EXACT, ZERO, Arrays
+from portmm.compare.suite import PLAIN, Case
+
 if TYPE_CHECKING:
-    from portmm.compare.data import Arrays
     from portmm.compare.environment import Setup
-    from portmm.compare.suite import Case
 
 Run: TypeAlias = Callable[[int], object]
 """Computes C = A . B into the arrays it was prepared with, so many times."""
@@ -36,6 +38,18 @@ class UnsupportedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Fetched:
+    """A `Run` that leaves its result elsewhere; fetching it to the case's arrays is not timed."""
+
+    run: Run
+    fetch: Callable[[], object]
+
+    def __call__(self, count: int) -> object:
+        """Run."""
+        return self.run(count)
+
+
+@dataclass(frozen=True, slots=True)
 class Library:
     """An opened library.
 
@@ -43,10 +57,14 @@ class Library:
         version: its name and version, with the kernels that it chose if it tells.
         prepare: name of a method -> how to run it, for one case; may raise
             `UnsupportedError`.
+        dtypes: words of types that it multiplies; None where `prepare` decides.
+        precision: how it may round, one of `data.PRECISIONS`.
     """
 
     version: str
     prepare: Callable[[Case, Arrays], Mapping[str, Run]]
+    dtypes: Collection[str] | None = PLAIN
+    precision: str = EXACT
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +77,7 @@ class Contender:
         hint: what to do when it is not found.
         peer: False for portmm itself.
         uses_openblas: it computes with NumPy's OpenBLAS.
+        narrow: it takes part only where there are narrow types.
     """
 
     name: str
@@ -66,6 +85,7 @@ class Contender:
     hint: str = ""
     peer: bool = True
     uses_openblas: bool = False
+    narrow: bool = False
 
 
 CONTENDERS: tuple[Contender, ...] = (
@@ -74,9 +94,11 @@ CONTENDERS: tuple[Contender, ...] = (
     Contender("mkl", "portmm.compare.mkl:open_mkl", "pip install mkl"),
     Contender("mkl-jit", "portmm.compare.mkl:open_jit", "pip install mkl, and a C compiler"),
     Contender("onednn", "portmm.compare.onednn:open_onednn", "pip install onednn-cpu-gomp"),
-    Contender("torch", "portmm.compare.peers:open_torch", "pip install torch"),
+    Contender("torch", "portmm.compare.pytorch:open_torch", "pip install torch"),
     Contender("blis", "portmm.compare.blis:open_blis", "apt install libblis4-openmp"),
     Contender("libxsmm", "portmm.compare.libxsmm:open_libxsmm", "apt install libxsmm-dev, and a C compiler"),
+    Contender("onnxruntime", "portmm.compare.onnx:open_onnxruntime", "pip install onnxruntime onnx", narrow=True),
+    Contender("onnxruntime-8bit", "portmm.compare.onnx:open_8bit", "pip install onnxruntime onnx", narrow=True),
 )
 
 
@@ -116,9 +138,21 @@ def repeat(call: Callable[[], object]) -> Run:
     return run
 
 
+def returning(call: Callable[[], object], take: Callable[[Any], object]) -> Fetched:
+    """A `Run` of a call that returns its result; `take` puts the last one where it is judged."""
+    last: list[object] = []
+
+    def run(count: int) -> None:
+        result = None
+        for _ in range(count):
+            result = call()
+        last[:] = [result]
+
+    return Fetched(run, lambda: take(last[0]))
+
+
 def open_numpy(_setup: Setup) -> Library:
     """Open NumPy, with whatever BLAS it was built on."""
-    import numpy as np
 
     def prepare(case: Case, data: Arrays) -> dict[str, Run]:
         a, b, c = data.a, data.b, data.c
@@ -132,45 +166,8 @@ def open_numpy(_setup: Setup) -> Library:
     return Library(f"numpy {np.__version__} ({built.get('name', 'no BLAS')} {built.get('version', '')})", prepare)
 
 
-def open_torch(setup: Setup) -> Library:
-    """Open PyTorch: its BLAS for plain products, its oneDNN for prepacked weights."""
-    try:
-        torch: Any = import_module("torch")
-    except ImportError as error:
-        raise MissingError(str(error)) from error
-    torch.set_num_threads(setup.threads)
-    torch.set_grad_enabled(False)
-
-    def prepare(case: Case, data: Arrays) -> dict[str, Run]:
-        a, b, c = (torch.from_numpy(x) for x in (data.a, data.b, data.c))
-        multiply: Any = torch.bmm if case.batch > 1 else torch.mm
-        methods = {multiply.__name__: repeat(lambda: multiply(a, b, out=c))}
-        if case.m == 1 and case.batch == 1:
-            matrix, x, y = b.t(), a[0], c[0]
-            methods["mv"] = repeat(lambda: torch.mv(matrix, x, out=y))
-        if case.packed and torch.backends.mkldnn.is_available() and case.dtype == "f32":
-            methods["oneDNN linear"] = _linear(torch, a, b, c)
-        return methods
-
-    return Library(f"torch {torch.__version__}", prepare)
-
-
-def _linear(torch: Any, a: Any, b: Any, c: Any) -> Run:
-    weight = torch.ops.mkldnn._reorder_linear_weight(b.t().contiguous(), a.shape[0])  # noqa: SLF001
-    linear = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
-
-    def run(count: int) -> None:
-        result = None
-        for _ in range(count):
-            result = linear(a, weight, None, "none", [], "")
-        # The operator has no out=; one copy per run lets the result be checked.
-        c.copy_(result)
-
-    return run
-
-
 def open_portmm(setup: Setup) -> Library:
-    """Open portmm as a user calls it: `matmul` with `out=`, a packed weight where the case has one."""
+    """Open portmm as a user calls it: `matmul` with `out=`, `linear` for scales, weights packed where the case says."""
     import portmm
 
     pm: Any = portmm
@@ -179,8 +176,17 @@ def open_portmm(setup: Setup) -> Library:
     pm.set_num_threads(setup.threads)
 
     def prepare(case: Case, data: Arrays) -> dict[str, Run]:
-        a, c = data.a, data.c
-        b = pm.pack(data.b) if case.packed else data.b
-        return {"packed" if case.packed else "matmul": repeat(lambda: pm.matmul(a, b, out=c))}
+        a, c, b = data.a, data.c, data.b
+        if case.block:
+            b = pm.pack(pm.Quantized(data.b, data.columns, -ZERO * data.columns, 4, case.block))
+        elif case.packed:
+            b = pm.pack(data.b, activations=a.dtype)
+        if case.scaled:
+            scales = {"w_scale": data.columns} | ({"x_scale": data.rows} if case.whole else {})
+            return {"linear": returning(lambda: pm.linear(a, b, **scales), lambda result: np.copyto(c, result))}
+        methods: dict[str, Run] = {"packed" if case.packed else "matmul": repeat(lambda: pm.matmul(a, b, out=c))}
+        if case.block:
+            methods["packed, new result"] = returning(lambda: pm.matmul(a, b), lambda result: np.copyto(c, result))
+        return methods
 
-    return Library(f"portmm {metadata.version('portmm')}", prepare)
+    return Library(f"portmm {metadata.version('portmm')}", prepare, dtypes=None)

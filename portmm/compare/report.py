@@ -40,6 +40,7 @@ class Entrant:
         version: library, version, kernels it chose.
         reason: why it is not there.
         hint: what to do about it.
+        approximate: it rounds activations to 8 bits; its times are shown, and part of no ratio.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Entrant:
     version: str = ""
     reason: str = ""
     hint: str = ""
+    approximate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +146,20 @@ class Report:
         entries = [r.entries for r in self.results]
         return tuple(n for n in self.ran if any(n in e and e[n].state != "unsupported" for e in entries))
 
+    @property
+    def approximate(self) -> frozenset[str]:
+        """Names of the contenders that round activations to 8 bits."""
+        return frozenset(e.name for e in self.entrants if e.approximate)
+
     def to_json(self) -> str:
         """The report as JSON text."""
-        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n"
+        table = {"schema": SCHEMA, **asdict(self)}
+        # What only narrow types have is written where it says something.
+        rows = ((table["entrants"], "approximate"), ((r["case"] for r in table["results"]), "block"))
+        for row, name in ((row, name) for some, name in rows for row in some):
+            if not row[name]:
+                del row[name]
+        return json.dumps(table, indent=1) + "\n"
 
 
 def from_json(text: str) -> Report:
@@ -243,18 +256,20 @@ def _rate(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
-def _cell(result: Result, name: str) -> str:
+def _cell(report: Report, result: Result, name: str) -> str:
     entry = result.entries.get(name)
     if entry is None or entry.state == "unsupported":
         return "-"
-    return _rate(result.gflops(name)) if entry.state == "ok" else entry.state
+    mark = "~" if name in report.approximate else ""
+    return mark + _rate(result.gflops(name)) if entry.state == "ok" else entry.state
 
 
 def heading(report: Report) -> str:
     """One line: processor, threads, what was forced, unit."""
     threads = "1 thread" if report.threads == 1 else f"{report.threads} threads"
     forced = f", all held to {report.isa}" if report.isa else ""
-    return f"{report.chip}, {threads}{forced}, f32, GFLOP/s"
+    narrow = any(result.case.narrow for result in report.results)
+    return f"{report.chip}, {threads}{forced}, {'narrow types, GOP/s' if narrow else 'f32, GFLOP/s'}"
 
 
 def _columns(report: Report) -> list[str]:
@@ -264,7 +279,12 @@ def _columns(report: Report) -> list[str]:
 
 
 def _row(report: Report, result: Result) -> list[str]:
-    row = [result.case.name, result.case.shape, *(_cell(result, name) for name in report.shown), result.best or "-"]
+    row = [
+        result.case.name,
+        result.case.shape,
+        *(_cell(report, result, name) for name in report.shown),
+        result.best or "-",
+    ]
     if not report.ours:
         return row
     row.append("" if result.ratio is None else f"{result.ratio:.2f}")
@@ -309,6 +329,9 @@ def terminal(report: Report) -> RenderableType:
 def notes(report: Report) -> list[str]:
     """What a reader must know besides the tables: versions, absences, failures, cases left out."""
     lines = [f"{e.name}: {e.version}" for e in report.entrants if e.state == "ok"]
+    lines += [
+        f"{name}: rounds activations to 8 bits: its rates (~) enter no ratio" for name in sorted(report.approximate)
+    ]
     lines += absences(report) + failures(report)
     if report.skipped:
         lines.append(f"no time was left for: {', '.join(report.skipped)}")

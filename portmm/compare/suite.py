@@ -1,6 +1,6 @@
 """The shapes that are compared.
 
-Owns `Case` and the suites. Imports nothing of portmm but `problem`. A shape is
+Owns `Case` and the suites. Imports nothing of portmm but `dtype` and `problem`. A shape is
 here because somebody runs it: layers of published networks, sizes at which
 libraries change strategy, and sizes that divide by nothing.
 
@@ -8,15 +8,26 @@ Sources of the layers: BERT-base (hidden 768, feed-forward 3072), ViT-B/16 at
 224 pixels (197 tokens), ResNet-50 (each convolution as the product of its
 im2col matrix, one image), Llama-3-8B (hidden 4096, 8 key-value heads of 128,
 feed-forward 14336), DLRM (the MLPs of its MLPerf configuration).
+
+Products of narrow types are suites of their own: "bf16", "f16", "int8", "int4",
+and "narrow" for all of them. They are cubes, and the layers of BERT and Llama
+for one row, the few rows of a batch of decoding, and the rows of a prompt.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from portmm.dtype import BY_NAME, size, types
 from portmm.problem import Problem
 
-SUITES = ("smoke", "quick", "full")
+SUITES = ("smoke", "quick", "full", "narrow-quick", "narrow")
+BLOCK = 128
+"""Rows of k that share a scale, in weights of four bits."""
+
+
+PLAIN = ("f32", "f64")
+"""Types that every library multiplies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +45,9 @@ class Case:
         b: "row" (n contiguous) or "col" (k contiguous).
         c: "row" (n contiguous) or "col" (m contiguous).
         packed: B is a weight that may be prepared beforehand, untimed.
-        dtype: portmm's name of the element type.
+        dtype: portmm's word for the element types: "f32", "u8-s8-s32". Integers with
+            a result in floats are codes with scales, by row of A and by column of B.
+        block: rows of k that share a scale of a weight of four bits.
     """
 
     name: str
@@ -48,11 +61,40 @@ class Case:
     c: str = "row"
     packed: bool = False
     dtype: str = "f32"
+    block: int = 0
 
     @property
     def problem(self) -> Problem:
         """The same as a `Problem`; a packed B counts as row-major."""
-        return Problem(self.m, self.n, self.k, self.dtype, self.batch, a=self.a, b=self.b, c=self.c)
+        post = "scale" if self.scaled else ""
+        return Problem(self.m, self.n, self.k, self.dtype, self.batch, a=self.a, b=self.b, c=self.c, post=post)
+
+    @property
+    def types(self) -> tuple[str, str, str]:
+        """Names of the element types of A, B and C."""
+        return types(self.dtype)
+
+    @property
+    def narrow(self) -> bool:
+        """The types are others than one plain float."""
+        return self.dtype not in PLAIN
+
+    @property
+    def whole(self) -> bool:
+        """A and B are integers, so that sums are exact."""
+        return not any(BY_NAME[x].eps for x in self.types[:2])
+
+    @property
+    def scaled(self) -> bool:
+        """B is codes with a scale for each column, and A, if it is integers too, codes with one for each row."""
+        return self.types[1] == "s8" and self.types[2] != "s32"
+
+    @property
+    def bytes(self) -> int:
+        """Compulsory traffic: A, B and C once each, and the scales of blocks of B."""
+        a, b, c = (size(x) for x in self.types)
+        scales = size("f32") * self.n * -(-self.k // self.block) if self.block else 0
+        return int(self.batch * (self.m * self.k * a + self.k * self.n * b + self.m * self.n * c + scales))
 
     @property
     def flops(self) -> int:
@@ -61,11 +103,12 @@ class Case:
 
     @property
     def shape(self) -> str:
-        """`MxNxK` with batch and layouts, for people."""
+        """`MxNxK` with batch, layouts and narrow types, for people."""
         batch = f"{self.batch} x " if self.batch > 1 else ""
         marks = "".join("t" if x == "col" else "n" for x in (self.a, self.b, self.c))
         layout = "" if marks == "nnn" else f" {marks[:2]}{'' if self.c == 'row' else ', C col'}"
-        return f"{batch}{self.m}x{self.n}x{self.k}{layout}{' packed' if self.packed else ''}"
+        kind = f" {self.dtype}" if self.narrow else ""
+        return f"{batch}{self.m}x{self.n}x{self.k}{layout}{' packed' if self.packed else ''}{kind}"
 
 
 def _cubes() -> list[Case]:
@@ -169,6 +212,75 @@ def _packed() -> list[Case]:
     return square + kv + small
 
 
+NARROW_CUBES = (256, 384, 512, 1024, 1536, 2048)
+NARROW_ROWS = (1, 4, 16, 64, 128, 512)
+NARROW_LAYERS = (
+    ("bert-q", 768, 768),
+    ("bert-up", 3072, 768),
+    ("bert-down", 768, 3072),
+    ("llama-q", 4096, 4096),
+    ("llama-kv", 1024, 4096),
+    ("llama-up", 14336, 4096),
+    ("llama-down", 4096, 14336),
+)
+
+
+def _narrow_cubes(name: str, group: str, dtype: str) -> list[Case]:
+    return [Case(f"{name}-cube-{s}", group, s, s, s, dtype=dtype) for s in NARROW_CUBES]
+
+
+def _narrow_layers(name: str, group: str, dtype: str, *, packed: bool) -> list[Case]:
+    mark = "-packed" if packed else ""
+    return [
+        Case(f"{name}-{layer}-m{m}{mark}", group, m, n, k, packed=packed, dtype=dtype)
+        for layer, n, k in NARROW_LAYERS
+        for m in NARROW_ROWS
+    ]
+
+
+def _bf16() -> list[Case]:
+    wide = [Case(f"bf16-f32-cube-{s}", "bf16", s, s, s, dtype="bf16-bf16-f32") for s in (256, 1024, 2048)]
+    plain = _narrow_layers("bf16", "bf16", "bf16", packed=False)
+    return [
+        *_narrow_cubes("bf16", "bf16", "bf16"),
+        *wide,
+        *plain,
+        *_narrow_layers("bf16", "bf16-packed", "bf16", packed=True),
+    ]
+
+
+def _f16() -> list[Case]:
+    return _narrow_cubes("f16", "f16", "f16")
+
+
+def _int8() -> list[Case]:
+    cubes = [*_narrow_cubes("s8", "int8", "s8-s8-s32"), *_narrow_cubes("u8", "int8", "u8-s8-s32")]
+    plain = _narrow_layers("s8", "int8", "s8-s8-s32", packed=False)
+    packed = [
+        *_narrow_layers("s8", "int8-packed", "s8-s8-s32", packed=True),
+        *_narrow_layers("u8", "int8-packed", "u8-s8-s32", packed=True),
+    ]
+    linear = _narrow_layers("linear", "int8-linear", "u8-s8-f32", packed=True)
+    return [*cubes, *plain, *packed, *linear, *_narrow_layers("w8", "int8-weight", "f32-s8-f32", packed=True)]
+
+
+def _int4() -> list[Case]:
+    return [
+        Case(f"{name}-{layer}-m{m}", group, m, n, k, packed=True, dtype=dtype, block=BLOCK)
+        for name, group, dtype in (("u4", "int4", "f32-u4-f32"), ("u4-bf16", "int4-bf16", "bf16-u4-bf16"))
+        for layer, n, k in NARROW_LAYERS
+        for m in (1, 16, 64, 512)
+    ]
+
+
+NARROW_GROUPS = {
+    "bf16": ("bf16", "bf16-packed"),
+    "f16": ("f16",),
+    "int8": ("int8", "int8-packed", "int8-linear", "int8-weight"),
+    "int4": ("int4", "int4-bf16"),
+}
+"""Suite -> its groups: whoever asks for int8 wants products of packed weights too, with a mean of their own."""
+
 QUICK = (
     "cube-64",
     "cube-128",
@@ -213,29 +325,59 @@ SMOKE = (
 )
 
 
+NARROW_QUICK = (
+    "bf16-cube-1024",
+    "bf16-bert-up-m128",
+    "bf16-llama-kv-m1-packed",
+    "bf16-llama-kv-m64-packed",
+    "f16-cube-512",
+    "s8-cube-1024",
+    "u8-llama-kv-m1-packed",
+    "s8-bert-up-m128-packed",
+    "linear-llama-kv-m16-packed",
+    "w8-llama-kv-m16-packed",
+    "u4-llama-kv-m1",
+    "u4-llama-kv-m64",
+    "u4-bf16-llama-kv-m16",
+)
+
+
 def _full() -> list[Case]:
     makers = (_cubes, _layers, _resnet, _dlrm, _skinny, _odd, _transposes, _tiny, _packed)
     return [case for maker in makers for case in maker()]
 
 
-def cases(suite: str = "quick") -> tuple[Case, ...]:
-    """The cases of a suite: "smoke", "quick", "full", or the name of a group or case.
+def _narrow() -> list[Case]:
+    return [case for maker in (_bf16, _f16, _int8, _int4) for case in maker()]
 
-    Several names may be joined with commas.
+
+def cases(suite: str = "quick") -> tuple[Case, ...]:
+    """The cases of a suite: "smoke", "quick", "full", "narrow-quick", "narrow", or the name of a group or case.
+
+    "full" has one type, float32; "narrow" has all the others. "bf16", "int8" and
+    "int4" are all groups of that type. Several names may be joined with commas.
 
     Raises:
         ValueError: nothing is called that.
     """
-    full = _full()
-    named = {case.name: case for case in full}
+    full, narrow = _full(), _narrow()
+    known = [*full, *narrow]
+    named = {case.name: case for case in known}
+    suites = {
+        "full": tuple(case.name for case in full),
+        "quick": QUICK,
+        "smoke": SMOKE,
+        "narrow": tuple(case.name for case in narrow),
+        "narrow-quick": NARROW_QUICK,
+    }
     picked: dict[str, Case] = {}
     for word in suite.split(","):
-        found = {"full": tuple(named), "quick": QUICK, "smoke": SMOKE}.get(word)
-        found = found or tuple(case.name for case in full if word in (case.group, case.name))
+        groups = NARROW_GROUPS.get(word, (word,))
+        found = suites.get(word) or tuple(x.name for x in known if x.group in groups or x.name == word)
         if not found:
-            groups = ", ".join(dict.fromkeys(case.group for case in full))
+            all_groups = ", ".join(dict.fromkeys(case.group for case in known))
             raise ValueError(
-                f"no suite, group or case called {word!r}; suites are {', '.join(SUITES)}; groups: {groups}"
+                f"no suite, group or case called {word!r}; suites are {', '.join(SUITES)}; groups: {all_groups}"
             )
         picked.update((name, named[name]) for name in found)
     return tuple(picked.values())

@@ -8,13 +8,12 @@ whatever a library prints on its standard output harms nobody.
 Requests: {"do": "prepare", "case": {...}, "seed": int}, {"do": "time",
 "seconds": float}, {"do": "drop"}. Replies carry "state": "ok", "unsupported"
 or "wrong" and, when not ok, "reason". The first message is sent unasked: the
-library's version, or "state": "missing".
+library's version and whether it only approximates, or "state": "missing".
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import statistics
 import sys
@@ -22,9 +21,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from portmm.compare.data import Arrays, arrays, judge
+from portmm.compare.data import APPROXIMATE, EXACT, Arrays, arrays, judge
 from portmm.compare.environment import Setup
-from portmm.compare.peers import Library, MissingError, Run, UnsupportedError, open_adapter
+from portmm.compare.peers import Fetched, Library, MissingError, Run, UnsupportedError, open_adapter
 from portmm.compare.suite import Case
 
 if TYPE_CHECKING:
@@ -47,6 +46,7 @@ class Prepared:
     case: Case
     data: Arrays
     run: Run
+    precision: str = EXACT
 
 
 def seconds_per_call(run: Run, seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -89,28 +89,40 @@ def prepare(library: Library, case: Case, seed: int) -> tuple[Prepared | None, d
     Returns:
         What to time, None if no method is right, and the reply.
     """
-    data = arrays(case, seed)
+    if library.dtypes is not None and case.dtype not in library.dtypes:
+        return None, {"state": "unsupported", "reason": f"does not multiply {case.dtype}"}
+    try:
+        data = arrays(case, seed)
+    except TypeError as missing:
+        return None, {"state": "unsupported", "reason": str(missing)}
     try:
         methods = library.prepare(case, data)
     except UnsupportedError as unsupported:
         return None, {"state": "unsupported", "reason": str(unsupported)}
     right: dict[str, float] = {}
     wrong: list[str] = []
-    worst = bound = 0.0
+    worst = allowed = 0.0
     for name, run in methods.items():
-        data.c.fill(math.nan)
-        run(1)
-        error, bound = judge(case, data)
+        error, bound = _checked(Prepared(case, data, run, library.precision))
         if error > bound:
             wrong.append(f"{name}: error {error:.3g} exceeds {bound:.3g}")
             continue
-        worst = max(worst, error)
+        worst, allowed = max((worst, allowed), (error, bound))
         right[name] = seconds_per_call(run, TRIAL) if len(methods) > 1 else 0.0
     if not right:
         return None, {"state": "wrong", "reason": "; ".join(wrong) or "no method"}
     best = min(right, key=lambda name: right[name])
-    reply = {"state": "ok", "method": best, "methods": right, "wrong": wrong, "error": worst, "bound": bound}
-    return Prepared(case, data, methods[best]), reply
+    reply = {"state": "ok", "method": best, "methods": right, "wrong": wrong, "error": worst, "bound": allowed}
+    return Prepared(case, data, methods[best], library.precision), reply
+
+
+def _checked(prepared: Prepared) -> tuple[float, float]:
+    """Run once; the error and its bound."""
+    prepared.data.spoil()
+    prepared.run(1)
+    if isinstance(prepared.run, Fetched):
+        prepared.run.fetch()
+    return judge(prepared.case, prepared.data, prepared.precision)
 
 
 def _time(prepared: Prepared, seconds: float) -> dict[str, Any]:
@@ -119,9 +131,7 @@ def _time(prepared: Prepared, seconds: float) -> dict[str, Any]:
 
 def _drop(prepared: Prepared) -> dict[str, Any]:
     """Check once more: a race may show only after many calls."""
-    prepared.data.c.fill(math.nan)
-    prepared.run(1)
-    error, bound = judge(prepared.case, prepared.data)
+    error, bound = _checked(prepared)
     if error > bound:
         return {"state": "wrong", "reason": f"after timing, error {error:.3g} exceeds {bound:.3g}"}
     return {"state": "ok", "error": error}
@@ -161,7 +171,7 @@ def main(arguments: list[str]) -> int:
         except MissingError as error:
             send({"state": "missing", "reason": str(error)})
             return 0
-        send({"state": "ok", "version": library.version})
+        send({"state": "ok", "version": library.version, "approximate": library.precision == APPROXIMATE})
         requests = (json.loads(line) for line in source)
         for reply in replies(library, requests, setup.threads):
             send(reply)

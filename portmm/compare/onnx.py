@@ -1,0 +1,164 @@
+"""ONNX Runtime, as a graph of one operator.
+
+Owns two contenders: the operators that compute as they are told (MatMulInteger,
+MatMulNBits at its own accuracy), and those that round activations to 8 bits
+first. Imports `compare.peers`, `compare.native`, `compare.data` and `compare.suite`.
+
+A weight that the case packs is a constant of the graph, which ONNX Runtime lays out
+when it loads it. Inputs and outputs are bound to the case's arrays, so that nothing
+is copied. Its kernels choose their instructions by themselves and no variable
+changes that: it takes no part where all are held to less than the machine has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm.compare import native
+from portmm.compare.data import APPROXIMATE, INPUTS
+from portmm.compare.peers import Library, MissingError, Run, UnsupportedError, repeat
+from portmm.compare.suite import BLOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portmm.compare.data import Arrays
+    from portmm.compare.environment import Setup
+    from portmm.compare.suite import Case
+
+OPSET, IR = 21, 10
+CPU = "CPUExecutionProvider"
+DOMAIN = "com.microsoft"
+OWN_ACCURACY, EIGHT_BITS = 0, 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    runtime: Any
+    onnx: Any
+    options: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """Nodes, and the arrays that are bound or constant, by name."""
+
+    nodes: Sequence[Any]
+    inputs: dict[str, Any]
+    constants: dict[str, Any]
+
+
+def _open(setup: Setup) -> _Opened:
+    if setup.isa:
+        raise MissingError(f"ONNX Runtime cannot be held to {setup.isa}")
+    try:
+        runtime: Any = import_module("onnxruntime")
+        onnx: Any = import_module("onnx")
+    except ImportError as error:
+        raise MissingError(str(error)) from error
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = setup.threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    return _Opened(runtime, onnx, options)
+
+
+def open_onnxruntime(setup: Setup) -> Library:
+    """Open ONNX Runtime: products of integers, scaled ones, and those with weights of four bits."""
+    opened = _open(setup)
+
+    def prepare(case: Case, data: Arrays) -> dict[str, Run]:
+        if not case.whole and (case.block or case.scaled):
+            return {"MatMulNBits": _codes(opened, case, data, OWN_ACCURACY)}
+        native.only(case.whole, f"no product of {case.dtype}")
+        return {"MatMulIntegerToFloat" if case.scaled else "MatMulInteger": _integers(opened, case, data)}
+
+    return Library(f"onnxruntime {opened.runtime.__version__}", prepare, dtypes=None, precision=INPUTS)
+
+
+def open_8bit(setup: Setup) -> Library:
+    """Open ONNX Runtime, with activations rounded to 8 bits where it may."""
+    opened = _open(setup)
+
+    def prepare(case: Case, data: Arrays) -> dict[str, Run]:
+        codes = not case.whole and (case.block or case.scaled)
+        native.only(bool(codes), f"activations of {case.dtype} are not rounded to 8 bits")
+        methods = {f"MatMulNBits, accuracy level {EIGHT_BITS}": _codes(opened, case, data, EIGHT_BITS)}
+        if case.scaled:
+            methods["DynamicQuantizeMatMul"] = _dynamic(opened, case, data)
+        return methods
+
+    name = f"onnxruntime {opened.runtime.__version__}, activations in 8 bits"
+    return Library(name, prepare, dtypes=None, precision=APPROXIMATE)
+
+
+def _integers(opened: _Opened, case: Case, data: Arrays) -> Run:
+    make = opened.onnx.helper.make_node
+    weight = {"b": data.b}
+    inputs = {"a": data.a} | ({} if case.packed else weight)
+    constants = weight if case.packed else {}
+    if not case.scaled:
+        return _bound(opened, _Graph([make("MatMulInteger", ["a", "b"], ["c"])], inputs, constants), data)
+    nodes = [
+        make("MatMulIntegerToFloat", ["a", "b", "one", "columns"], ["sums"], domain=DOMAIN),
+        make("Mul", ["sums", "rows"], ["c"]),
+    ]
+    constants |= {"one": np.ones(1, np.float32), "columns": data.columns}
+    return _bound(opened, _Graph(nodes, inputs | {"rows": data.rows[:, None]}, constants), data)
+
+
+def _codes(opened: _Opened, case: Case, data: Arrays, accuracy: int) -> Run:
+    """Floats by codes of four bits, or of eight, which are then signed and in blocks too."""
+    native.only(case.types[0] in ("f32", "f16"), f"no codes beside {case.types[0]}")
+    block = case.block or BLOCK
+    native.only(case.k % block == 0, "only whole blocks")
+    codes = np.ascontiguousarray(data.b.T).reshape(case.n, -1, block)
+    if case.block:
+        bits, codes, scales = 4, codes[..., 0::2] | codes[..., 1::2] << 4, np.ascontiguousarray(data.columns.T)
+    else:
+        bits, codes, scales = 8, codes.view(np.uint8) ^ 128, np.repeat(data.columns, case.k // block)
+    numbers = {"K": case.k, "N": case.n, "bits": bits, "block_size": block, "accuracy_level": accuracy}
+    node = opened.onnx.helper.make_node("MatMulNBits", ["a", "b", "scales"], ["c"], domain=DOMAIN, **numbers)
+    constants = {"b": codes, "scales": scales.reshape(-1).astype(data.a.dtype)}
+    return _bound(opened, _Graph([node], {"a": data.a}, constants), data)
+
+
+def _dynamic(opened: _Opened, case: Case, data: Arrays) -> Run:
+    native.only(case.types[0] == "f32", "only activations of f32")
+    node = opened.onnx.helper.make_node("DynamicQuantizeMatMul", ["a", "b", "columns"], ["c"], domain=DOMAIN)
+    return _bound(opened, _Graph([node], {"a": data.a}, {"b": data.b, "columns": data.columns}), data)
+
+
+def _bound(opened: _Opened, graph: _Graph, data: Arrays) -> Run:
+    """A session over a graph, with its inputs and output bound to the arrays."""
+    helper, arrays = opened.onnx.helper, opened.onnx.numpy_helper
+    bound = graph.inputs | {"c": data.c}
+    native.only(all(x.flags.c_contiguous for x in bound.values()), "only operands by rows")
+
+    def described(name: str) -> Any:
+        x = bound[name]
+        return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(x.dtype), x.shape)
+
+    constants = [arrays.from_array(np.ascontiguousarray(x), name) for name, x in graph.constants.items()]
+    made = helper.make_graph(graph.nodes, "product", [described(x) for x in graph.inputs], [described("c")], constants)
+    sets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
+    text = helper.make_model(made, opset_imports=sets, ir_version=IR).SerializeToString()
+    try:
+        session = opened.runtime.InferenceSession(text, opened.options, providers=[CPU])
+    except Exception as error:  # its own classes, which have no base of their own
+        raise UnsupportedError(str(error).partition("\n")[0][:200]) from error
+    binding = session.io_binding()
+    for name, x in graph.inputs.items():
+        binding.bind_input(name, "cpu", 0, x.dtype.type, x.shape, x.ctypes.data)
+    binding.bind_output("c", "cpu", 0, data.c.dtype.type, data.c.shape, data.c.ctypes.data)
+    kept = (graph, data)
+
+    def call() -> tuple[Any, ...]:
+        session.run_with_iobinding(binding)
+        return kept
+
+    return repeat(call)

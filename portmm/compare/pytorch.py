@@ -1,0 +1,165 @@
+"""PyTorch, as its users call it.
+
+Owns one contender: its BLAS and oneDNN for plain products, its prepacked weights,
+and its operators for quantised ones. Imports `compare.peers`, `compare.native` and
+`compare.data`.
+
+Operators that have no out= return a result that is copied when it is judged. The
+weights of its quantised operators are laid out beforehand, like every packed weight.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from portmm.compare import native
+from portmm.compare.data import INPUTS
+from portmm.compare.peers import Library, MissingError, Run, UnsupportedError, repeat, returning
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.compare.data import Arrays
+    from portmm.compare.environment import Setup
+    from portmm.compare.suite import Case
+
+    Maker: TypeAlias = Callable[[Any, Case, Arrays], Run]
+
+ONEDNN_LINEAR = ("f32", "bf16", "f16")
+# Products for which PyTorch has plain loops only, at a hundredth of its other rates,
+# are waited for up to this many operations.
+PATIENCE = 1 << 28
+# Any number does: PyTorch keeps the argument for symmetry with its GPU operator.
+INNER_TILES = 2
+
+
+def open_torch(setup: Setup) -> Library:
+    """Open PyTorch."""
+    try:
+        torch: Any = import_module("torch")
+    except ImportError as error:
+        raise MissingError(str(error)) from error
+    torch.set_num_threads(setup.threads)
+    torch.set_grad_enabled(False)
+
+    def prepare(case: Case, data: Arrays) -> dict[str, Run]:
+        native.only(case.flops <= PATIENCE or not _slow(torch, case), "plain loops here, too slow to wait for")
+        makers: dict[str, Maker]
+        if case.block:
+            makers = {"int4pack_mm": _four_bits}
+        elif case.scaled and not case.whole:
+            makers = {"int8pack_mm": _eight_bits}
+        elif case.scaled:
+            makers = {"int_mm, scaled": _scaled}
+            makers |= {"qlinear": _qlinear} if case.packed else {}
+        elif case.whole:
+            makers = {"int_mm": _int_mm}
+        elif len(set(case.types)) == 1:
+            return _floats(torch, case, data)
+        else:
+            raise UnsupportedError(f"no product of {case.dtype} on this device")
+        return _those_that_work(makers, torch, case, data)
+
+    return Library(f"torch {torch.__version__}", prepare, dtypes=None, precision=INPUTS)
+
+
+def _slow(torch: Any, case: Case) -> bool:
+    """Whether this build has nothing but plain loops for the case on this processor."""
+    if case.block or (case.scaled and not case.whole):
+        return case.types[0] != "bf16"
+    return case.dtype == "f16" and not torch.ops.mkldnn._is_mkldnn_fp16_supported()  # noqa: SLF001
+
+
+def _those_that_work(makers: dict[str, Maker], torch: Any, case: Case, data: Arrays) -> dict[str, Run]:
+    """Those methods that this build, processor and shape allow."""
+    methods: dict[str, Run] = {}
+    refused = []
+    for name, make in makers.items():
+        try:
+            run = make(torch, case, data)
+            run(1)
+        except (RuntimeError, AttributeError) as error:
+            refused.append(f"{name}: {str(error).partition(chr(10))[0][:200]}")
+            continue
+        methods[name] = run
+    if not methods:
+        raise UnsupportedError("; ".join(refused))
+    return methods
+
+
+def _tensor(torch: Any, array: Any) -> Any:
+    """A tensor over an array's memory; PyTorch does not know NumPy's bfloat16."""
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _floats(torch: Any, case: Case, data: Arrays) -> dict[str, Run]:
+    a, b, c = (_tensor(torch, x) for x in (data.a, data.b, data.c))
+    multiply: Any = torch.bmm if case.batch > 1 else torch.mm
+    methods: dict[str, Run] = {multiply.__name__: repeat(lambda: multiply(a, b, out=c))}
+    if case.m == 1 and case.batch == 1:
+        matrix, x, y = b.t(), a[0], c[0]
+        methods["mv"] = repeat(lambda: torch.mv(matrix, x, out=y))
+    if case.packed and torch.backends.mkldnn.is_available() and case.dtype in ONEDNN_LINEAR:
+        with suppress(UnsupportedError):
+            methods |= _those_that_work({"oneDNN linear": _linear}, torch, case, data)
+    return methods
+
+
+def _linear(torch: Any, _case: Case, data: Arrays) -> Run:
+    a, b, c = (_tensor(torch, x) for x in (data.a, data.b, data.c))
+    weight = torch.ops.mkldnn._reorder_linear_weight(b.t().contiguous(), a.shape[0])  # noqa: SLF001
+    linear = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
+    return returning(lambda: linear(a, weight, None, "none", [], ""), c.copy_)
+
+
+def _int_mm(torch: Any, _case: Case, data: Arrays) -> Run:
+    a, b, c = (_tensor(torch, x) for x in (data.a, data.b, data.c))
+    return repeat(lambda: torch._int_mm(a, b, out=c))  # noqa: SLF001
+
+
+def _scaled(torch: Any, _case: Case, data: Arrays) -> Run:
+    a, b, c, columns = (_tensor(torch, x) for x in (data.a, data.b, data.c, data.columns))
+    rows, sums = _tensor(torch, data.rows)[:, None], torch.empty(c.shape, dtype=torch.int32)
+
+    def call() -> None:
+        torch._int_mm(a, b, out=sums)  # noqa: SLF001
+        torch.mul(sums, columns, out=c)
+        c.mul_(rows)
+
+    return repeat(call)
+
+
+def _qlinear(torch: Any, _case: Case, data: Arrays) -> Run:
+    # The operator has one scale for all activations, so rows are scaled afterwards.
+    a, b, c, columns = (_tensor(torch, x) for x in (data.a, data.b, data.c, data.columns))
+    weight = torch.ops.onednn.qlinear_prepack(b.t().contiguous(), list(a.shape))
+    zeros, rows = torch.zeros(columns.shape, dtype=torch.int32), _tensor(torch, data.rows)[:, None]
+    linear = torch.ops.onednn.qlinear_pointwise
+
+    def call() -> Any:
+        made = linear(a, 1.0, 0, weight, columns, zeros, None, 1.0, 0, torch.float32, "none", [], "")
+        return made.mul_(rows)
+
+    return returning(call, c.copy_)
+
+
+def _eight_bits(torch: Any, _case: Case, data: Arrays) -> Run:
+    a, c, columns = (_tensor(torch, x) for x in (data.a, data.c, data.columns))
+    weight = _tensor(torch, np.ascontiguousarray(data.b.T))
+    return returning(lambda: torch._weight_int8pack_mm(a, weight, columns), c.copy_)  # noqa: SLF001
+
+
+def _four_bits(torch: Any, case: Case, data: Arrays) -> Run:
+    a, c = (_tensor(torch, x) for x in (data.a, data.c))
+    codes = _tensor(torch, np.ascontiguousarray(data.b.T).astype(np.int32))
+    weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, INNER_TILES)  # noqa: SLF001
+    scales = _tensor(torch, data.columns).to(a.dtype)
+    both = torch.stack([scales, torch.zeros_like(scales)], -1).contiguous()
+    multiply, block = torch.ops.aten._weight_int4pack_mm_for_cpu, case.block  # noqa: SLF001
+    return returning(lambda: multiply(a, weight, block, both), c.copy_)
