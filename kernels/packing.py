@@ -125,7 +125,7 @@ def pack_b_rows(atom: Atom, nr: int, panels: int, prefetch: int, held: str, to: 
     params = (Param("k"), Param("b", held, readonly=True), Param("b_k"), Param("to", to), Param("panel_step"))
     loop = For("p", const(0), var("k"), const(1), (*asks, *copy))
     comment = f"to[{panels}][k][{nr}] = B[k][{panels * nr}], row layout"
-    return Function("pack_b_rows", "inner", params, (loop,), comment)
+    return Function("pack_b_rows", "inner", params, (loop,), comment, of=atom.name)
 
 
 def pack_b(isa: Isa, atom: Atom, nr: int, layout: str, held: str, to: str) -> Function:
@@ -157,7 +157,7 @@ def pack_b(isa: Isa, atom: Atom, nr: int, layout: str, held: str, to: str) -> Fu
         body += _gather(lines, var("k") - var("k") % atom.n)
     else:
         body = _gather(lines)
-    return Function("pack_b", "inner", params, body, f"to[k][{nr}] = B[k][columns], {layout} layout, padded")
+    return Function("pack_b", "inner", params, body, f"to[k][{nr}] = B[k][columns], {layout} layout, padded", of=atom.name)
 
 
 def sum_columns(atom: Atom, nr: int, held: str) -> Function:
@@ -173,7 +173,7 @@ def sum_columns(atom: Atom, nr: int, held: str) -> Function:
     loop = For("p", const(0), var("k"), const(1), step)
     body = (LetPtr("sums", Ptr("panel", var("k") * nr), atom.acc), Verb("ones", "one"), *zero, loop, *store)
     params = (Param("k"), Param("panel", held))
-    return Function("sum_columns", "inner", params, body, f"panel[k][j] = the sum of panel[0..k-1][j], j < {nr}")
+    return Function("sum_columns", "inner", params, body, f"panel[k][j] = the sum of panel[0..k-1][j], j < {nr}", of=atom.name)
 
 
 def pack_a(isa: Isa, atom: Atom, mr: int, layout: str, held: str) -> Function:
@@ -203,7 +203,7 @@ def pack_a(isa: Isa, atom: Atom, mr: int, layout: str, held: str) -> Function:
         body = _columns(atom, mr)
     else:
         body = _gather(lines)
-    return Function("pack_a", "inner", params, body, f"to[k][rows] = A[rows][k], {layout} layout")
+    return Function("pack_a", "inner", params, body, f"to[k][rows] = A[rows][k], {layout} layout", of=atom.name)
 
 
 def _weave(atom: Atom, lines: _Lines, first: Index, groups: range | None = None) -> tuple[Stmt, ...]:
@@ -339,6 +339,7 @@ def transpose(lanes: int) -> tuple[tuple[Stmt, ...], list[str]]:
 
 def build(isa: Isa, atom: Atom, nr: int, layout: str, held: str) -> Kernel:
     """The kernel that packs each item of a batch of B: C[panel][k][NR] = B[k][n], in units of what B holds."""
+    atom = isa.by_lines(atom) or atom
     n, k, task, kr = var("n"), var("k"), var("task"), atom.k_pack
     to, sums = unit(held, kr), atom.acc == "s32"
     panels, depth = ceil_div(n, nr), ceil_div(k, kr)

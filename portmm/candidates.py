@@ -131,6 +131,9 @@ def _reads(isa: Isa, atom: Atom, p: Problem) -> bool:
 
 
 def _programs(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
+    if atom.m > 1:
+        yield from _tiled(p, isa, atom, target)
+        return
     if p.static or (p.batch > 1 and _small(p, target)):
         yield from _whole(p, isa, atom, target)
     if not p.static:
@@ -178,7 +181,7 @@ def blocking(p: Problem, target: Target, atom: Atom, mr: int, nr: int, depth: fl
     a, b, c = (BY_NAME[x].bytes for x in (atom.left, in_b, atom.acc))
     l1, l2, l3 = (_capacity(target, x) for x in ("L1", "L2", "L3"))
     fits = max(1, l1 // (mr * a + nr * b))
-    kc = int(fits * depth) if l2 else fits
+    kc = max(atom.deep, (int(fits * depth) if l2 else fits) // atom.deep * atom.deep)
     room = l2 or 8 * l1
     mc = max(mr, int(room // (kc * a) * A_SHARE) // mr * mr)
     near = max(1, min(RUN_BYTES // (nr * b), int(room // (kc * b) * B_SHARE) // nr)) * nr
@@ -189,6 +192,34 @@ def blocking(p: Problem, target: Target, atom: Atom, mr: int, nr: int, depth: fl
         Tile("L2", mc, near, kc),
         Tile("L3", mc, nc, kc),
     )
+
+
+def _tiled(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
+    """Units that multiply tiles: R by V of them, beside R of A and at least one of B."""
+    widths = [family(p.family).nr // atom.n] if p.b == "packed" else [1, 2][: -(-p.n // atom.n)]
+    for v in widths:
+        nr = v * atom.n
+        rows = min(-(-p.m // atom.m), 2, (isa.registers - 1) // (v + 1))
+        if rows < 1:
+            continue
+        mr = rows * atom.m
+        base = Schedule("tiles", isa.name, p.dtype, _tiles(mr, nr, ALL, ALL, ALL), tuple(range(1, mr + 1)), a=p.a, b=p.b)
+        base = replace(base, pack_b=p.b != "packed")
+        if p.static or (p.batch > 1 and _small(p, target)):
+            yield replace(base, over="batch")
+        if p.static:
+            continue
+        if p.m <= mr:
+            yield base
+            # The sums of two panels' columns do not lie side by side.
+            if p.b == "packed" and (2 * v + 1) * rows < isa.registers and "azero" not in p.post:
+                yield replace(base, panels=2)
+            continue
+        for depth in (SHALLOW, DEEP):
+            s = replace(base, tiles=blocking(p, target, atom, mr, nr, depth))
+            yield s
+            if s.pack_b and -(-p.k // atom.k_pack) * p.n * BY_NAME[atom.right].bytes <= MOST_PACKED:
+                yield replace(s, once=True)
 
 
 def _heights(mr: int) -> tuple[int, ...]:
