@@ -17,7 +17,8 @@ import support
 import test_compiles
 from support import case, execute, interpret, pose, small
 
-from portmm import dispatch
+from portmm import build as calibrate_build
+from portmm import calibrate, dispatch, probe
 from portmm.build import build
 from portmm.candidates import candidates
 from portmm.emit.c import source
@@ -181,6 +182,31 @@ def test_types_that_tiles_do_not_multiply_go_to_vectors():
 def test_schedules_read_back(name, word):
     for _, _, found in posed(name, word):
         assert all(parse(spell(s)) == s for s in found)
+
+
+# -- measuring --------------------------------------------------------------------
+
+
+@needs_avx512
+@pytest.mark.parametrize(("name", "row"), [(name, atom.name) for name in ISAS for atom in load_isa(name).atoms])
+def test_the_peak_loop_multiplies_every_step(name, row, monkeypatch):
+    isa = load_isa(name)
+    atom = isa.word(row)
+    found = probe.peak(isa, atom)
+    steps, kr, rng = 6, atom.k_pack, np.random.default_rng(0)
+    types = [support.numpy_type(x) for x in (atom.a, atom.b, atom.acc)]
+    a, b, c = (rng.integers(0, 9, n).astype(t) for n, t in zip((found.a * steps * kr, found.b * steps * kr, found.c), types, strict=True))
+    before = c.reshape(2, 2, 16, 16).astype(float)
+    seen = [i % probe.TILE_STEPS for i in range(steps)]
+    wide_a = a.reshape(steps, 2, 16, 16 * kr)[seen].astype(float)
+    wide_b = b.reshape(steps, 2, 16, 16, kr)[seen].transpose(0, 1, 2, 4, 3).reshape(steps, 2, 16 * kr, 16).astype(float)
+    want = before + 3 * np.einsum("srik,scko->rcio", wide_a, wide_b)
+    text = SHIM + source(found.kernel)
+    flags = tuple(x for x in isa.flags if "amx" not in x)
+    monkeypatch.setattr(calibrate_build, "build", lambda *_args, **_more: build(text, flags=flags, name=found.kernel.name))
+    calibrate._open(found).start(3, steps, a, b, c)
+    np.testing.assert_array_equal(c.reshape(2, 2, 16, 16), want)
+    assert found.flops == 2 * found.c * atom.k
 
 
 # -- strictness -------------------------------------------------------------------
