@@ -157,7 +157,8 @@ def pack_b(isa: Isa, atom: Atom, nr: int, layout: str, held: str, to: str) -> Fu
         body += _gather(lines, var("k") - var("k") % atom.n)
     else:
         body = _gather(lines)
-    return Function("pack_b", "inner", params, body, f"to[k][{nr}] = B[k][columns], {layout} layout, padded", of=atom.name)
+    comment = f"to[k][{nr}] = B[k][columns], {layout} layout, padded"
+    return Function("pack_b", "inner", params, body, comment, of=atom.name)
 
 
 def sum_columns(atom: Atom, nr: int, held: str) -> Function:
@@ -173,7 +174,8 @@ def sum_columns(atom: Atom, nr: int, held: str) -> Function:
     loop = For("p", const(0), var("k"), const(1), step)
     body = (LetPtr("sums", Ptr("panel", var("k") * nr), atom.acc), Verb("ones", "one"), *zero, loop, *store)
     params = (Param("k"), Param("panel", held))
-    return Function("sum_columns", "inner", params, body, f"panel[k][j] = the sum of panel[0..k-1][j], j < {nr}", of=atom.name)
+    comment = f"panel[k][j] = the sum of panel[0..k-1][j], j < {nr}"
+    return Function("sum_columns", "inner", params, body, comment, of=atom.name)
 
 
 def pack_a(isa: Isa, atom: Atom, mr: int, layout: str, held: str) -> Function:

@@ -133,7 +133,7 @@ class _Tiles(Gemm):
 
     @property
     def c_size(self) -> Index:
-        """Elements of one worker's sums: a register tile, or where k is cut all of a block by a share of the columns."""
+        """Elements of one worker's sums: a register tile, or where k is cut a block by a share of the columns."""
         tile = const(self.grid.rows * self.atom.m * self.s.nr * self.s.panels)
         if not self.s.kc:
             return tile
@@ -301,9 +301,9 @@ def pack_lines(isa: Isa, atom: Atom, lines: Atom, layout: str, held: str) -> Fun
     elif layout == "col" and isa.shuffles:
         turn, turned = transpose(atom.deep)
         g = var("g")
+        rows_of_k = [Ptr("a", g + (t * step + j * atom.k_pack) * var("a_k")) for j in range(atom.deep)]
         load = tuple(
-            Verb("load_rows", f"t0_{j}", p=Ptr("a", g + (t * step + j * atom.k_pack) * var("a_k")), step=var("a_k"), to=atom.left)
-            for j in range(atom.deep)
+            Verb("load_rows", f"t0_{j}", p=p, step=var("a_k"), to=atom.left) for j, p in enumerate(rows_of_k)
         )
         store = tuple(Verb("store", x, p=Ptr("to", place(g + j)), to=atom.left) for j, x in enumerate(turned))
         block = For("g", const(0), rows - (atom.deep - 1), const(atom.deep), (*load, *turn, *store))

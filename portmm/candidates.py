@@ -207,8 +207,8 @@ def _tiled(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedul
         if rows < 1:
             continue
         mr = rows * atom.m
-        base = Schedule("tiles", isa.name, p.dtype, _tiles(mr, nr, ALL, ALL, ALL), tuple(range(1, mr + 1)), a=p.a, b=p.b)
-        base = replace(base, pack_b=p.b != "packed")
+        whole, heights = _tiles(mr, nr, ALL, ALL, ALL), tuple(range(1, mr + 1))
+        base = Schedule("tiles", isa.name, p.dtype, whole, heights, a=p.a, b=p.b, pack_b=p.b != "packed")
         if p.static or (p.batch > 1 and _small(p, target)):
             yield replace(base, over="batch")
         if p.static:

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from portmm.schedule import Schedule
     from portmm.target import Atom, Isa
 
-PROGRAMS: dict[str, Callable[[Schedule, Isa, Atom], Kernel]] = {"gemm": gemm.build, "dot": dot.build, "tiles": tiles.build}
+PROGRAMS: dict[str, Callable[[Schedule, Isa, Atom], Kernel]] = {
+    "gemm": gemm.build,
+    "dot": dot.build,
+    "tiles": tiles.build,
+}
 """Block programs by name. A new one is a module of `kernels/` and a row here."""
 
 

@@ -56,7 +56,7 @@ def _tried() -> bool:
     """Whether a process like this one could use tiles, by trying it unless that has been done."""
     import subprocess
 
-    note = "tiles-" + digest("\n".join((platform.platform(), sys.executable, _sandbox(), _TRIAL)).encode())
+    note = "tiles-" + digest(f"{platform.platform()}\n{sys.executable}\n{_sandbox()}\n{_TRIAL}".encode())
     found = read_note(note)
     if found in ("yes", "no"):
         return found == "yes"

@@ -15,10 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.kernels.tiles import Grid
-
 from portmm.candidates import tallest
 from portmm.ir import Configure, For, Function, Index, Kernel, Ptr, Verb, const, var
+from portmm.kernels.tiles import Grid
 from portmm.naming import KernelName
 
 if TYPE_CHECKING:

@@ -162,7 +162,7 @@ class Schedule:
 
 
 def finishes(s: Schedule, atom: Atom) -> bool:
-    """Whether sums are not yet the elements of C: another type, whole tiles, or an A that was shifted into the atom's."""
+    """Whether sums are not yet elements of C: another type, whole tiles, or an A that was shifted into the atom's."""
     a, _, c = s.types
     if s.program == "tiles":
         return True

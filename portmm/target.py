@@ -271,7 +271,8 @@ class Isa:
         """The atom whose registers hold a line of this one's operands and sums: for tiles, one of an ISA below."""
         if atom.m == 1:
             return atom
-        alike = (t for t in self.atoms if t.m == 1 and (t.b, t.acc, t.n, t.k_pack) == (atom.b, atom.acc, atom.n, atom.k_pack))
+        kind = (1, atom.b, atom.acc, atom.n, atom.k_pack)
+        alike = (t for t in self.atoms if (t.m, t.b, t.acc, t.n, t.k_pack) == kind)
         return next(alike, None) or (self.base.by_lines(atom) if self.base else None)
 
     def vector(self, dtype: str, n: int) -> Atom | None:
