@@ -200,9 +200,11 @@ def blocking(p: Problem, target: Target, atom: Atom, mr: int, nr: int, depth: fl
 
 def _tiled(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
     """Units that multiply tiles: R by V of them, beside R of A and at least one of B."""
-    widths = [family(p.family).nr // atom.n] if p.b == "packed" else [1, 2][: -(-p.n // atom.n)]
-    for v in widths:
-        nr = v * atom.n
+    widths = [family(p.family).nr] if p.b == "packed" else [atom.n, 2 * atom.n][: -(-p.n // atom.n)]
+    for nr in widths:
+        v, odd = divmod(nr, atom.n)
+        if odd:
+            continue
         rows = min(-(-p.m // atom.m), 2, (isa.registers - 1) // (v + 1))
         if rows < 1:
             continue

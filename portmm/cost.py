@@ -51,6 +51,8 @@ FILLS, OVERFULL = 24, 1.35
 """Lines that a core can wait for at once, and the slowdown of a stream that asks for more."""
 TILE_CYCLES = 70.0
 """Calling a micro-kernel, computing its addresses, leaving its loop."""
+CONFIGURE = 100.0
+"""Configuring tiles for a block and giving them up. Assumed."""
 EXPOSED = 0.05
 """Share of a shorter overlapped term that still shows."""
 SHORT_RUNS, SHORT_AHEAD = 1.5, 1.6
@@ -342,6 +344,7 @@ def _tile_setup(v: _View) -> float:
     each = 1.0 + (atom.n.bit_length() if s.program == "dot" else 0)
     one = sum(count * (TILE_CYCLES + h * wide * each + atom.latency) for h, count in _slices(v))
     ends = FINISH * v.p.m * -(-v.p.n // atom.n) if s.program != "dot" and finishes(s, atom) else 0.0
+    ends += CONFIGURE * v.blocks if atom.m > 1 else 0.0
     return one * v.visits * passes + ends + (0.0 if s.static else 40.0)
 
 

@@ -269,7 +269,8 @@ def _isas(chip: Target, machine: str, has: frozenset[str]) -> tuple[Isa, ...]:
     if not any(_generic(m) for m in chip.match):
         return tuple(found)
     listed = {isa.name for isa in chip.isas}
-    for isa in (load_isa(name) for name in names("isa") if name not in listed):
+    others = [load_isa(name) for name in names("isa") if name not in listed]
+    for isa in sorted(others, key=lambda x: len(x.below)):
         if not _lacking(isa, machine, has):
             # Before what it adds to, or else behind all that are as wide.
             after = [i for i, x in enumerate(found) if (x == isa.base if isa.base else x.vector_bytes < isa.vector_bytes)]
@@ -345,8 +346,7 @@ def resolve(name: str | None) -> Target:
         _must_run(isa, f"ISA {name!r}")
         if here.isa(name):
             return here.limited_to(name)
-        bases = (isa.base,) if isa.base else ()
-        return replace(here, isas=(isa, *bases, *(x for x in here.isas if x.vector_bytes < isa.vector_bytes)))
+        return replace(here, isas=(isa, *isa.below, *(x for x in here.isas if x.vector_bytes < isa.vector_bytes)))
     wanted = described(name)
     if wanted.arch not in ("any", here.arch):
         raise TargetError(

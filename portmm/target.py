@@ -208,6 +208,11 @@ class Isa:
     transfers: tuple[Transfer, ...] = ()
     base: Isa | None = None
 
+    @property
+    def below(self) -> tuple[Isa, ...]:
+        """The ISAs that it adds to, nearest first."""
+        return (self.base, *self.base.below) if self.base else ()
+
     def word(self, name: str) -> Atom:
         """The atom called `name`, of this ISA or of one that it adds to."""
         own = next((t for t in self.atoms if t.name == name), None)

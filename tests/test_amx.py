@@ -23,6 +23,7 @@ from portmm import calibrate, dispatch, probe
 from portmm.build import build
 from portmm.candidates import candidates
 from portmm.emit.c import source
+from portmm.errors import ScheduleError
 from portmm.ir import Configure, Function, If, walk
 from portmm.lower import lower, lower_pack
 from portmm.problem import Problem, family
@@ -173,6 +174,19 @@ def test_tiles_are_chosen_where_they_pay(chip, name, word):
     one = Problem(1, 4096, 4096, word, b="packed", family=kept)
     assert {s.program for s in candidates(one, target)} == {"tiles", "gemm"}
     assert dispatch.choose(replace(one, m=16), target).schedule.isa == name
+
+
+@pytest.mark.parametrize("packed", ["s8x8k4s", "s8x24k4s", "s8x16k4s", "s8x48k4s", "s8x96k4s", "s8x128k4s"])
+def test_panels_of_other_widths(packed):
+    """As many tiles side by side as there are registers for; none for half a tile."""
+    target, p = small("amx_int8"), Problem(19, 150, 70, "s8", b="packed", family=packed)
+    if family(packed).nr not in (16, 48, 96):
+        with pytest.raises(ScheduleError):
+            candidates(p, target)
+        return
+    for s in candidates(p, target):
+        k = case(p)
+        k.check(interpret(lower(s, target.isas[0]), k), s)
 
 
 def test_types_that_tiles_do_not_multiply_go_to_vectors():

@@ -126,6 +126,19 @@ def test_tiles_need_leave_and_state(more: dict, *, usable: bool) -> None:
     assert ("amx_bf16" in isas) == ("amx_int8" in isas) == more.get("tiles", True)
 
 
+def test_a_chip_that_nobody_has_described_has_tiles() -> None:
+    """Each extension comes before what it adds to, and after nothing that it is better than."""
+    shot, _ = recorded(Path(__file__).parent / "hosts" / "sapphire_rapids_quota.json")
+    named = replace(with_tiles(shot), cpuid={}, xcr0=0)
+    found = detect.identify(replace(named, cpuinfo=named.cpuinfo.replace("GenuineIntel", "SomebodyElse")))
+    order = [isa.name for isa in found.isas]
+    assert found.name.startswith("x86_64")
+    for isa in found.isas:
+        assert [order.index(x.name) for x in isa.below] == sorted(order.index(x.name) for x in isa.below)
+        assert all(order.index(isa.name) < order.index(x.name) for x in isa.below)
+    assert {"amx_int8", "amx_bf16", "avx512vnni", "avx512bf16"} <= set(order[: order.index("avx512")])
+
+
 def test_leave_is_asked_for_only_where_tiles_are(monkeypatch) -> None:
     asked = []
     monkeypatch.setattr(permission, "tiles", lambda: asked.append(1) or True)
