@@ -9,7 +9,7 @@ machine, kernel and sandbox. Imports `cache`.
 from __future__ import annotations
 
 import ctypes
-import platform
+import os
 import sys
 from functools import cache
 from pathlib import Path
@@ -54,12 +54,14 @@ def _sandbox() -> str:
 
 def _tried() -> bool:
     """Whether a process like this one could use tiles, by trying it unless that has been done."""
-    import subprocess
-
-    note = "tiles-" + digest(f"{platform.platform()}\n{sys.executable}\n{_sandbox()}\n{_TRIAL}".encode())
+    system = os.uname()
+    words = (system.release, system.version, sys.executable, _sandbox(), _TRIAL)
+    note = "tiles-" + digest("\n".join(words).encode("utf-8", "surrogateescape"))
     found = read_note(note)
     if found in ("yes", "no"):
         return found == "yes"
+    import subprocess
+
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _TRIAL],
@@ -81,7 +83,7 @@ def tiles() -> bool:
 
     To be called only where /proc/cpuinfo names amx_tile. Asks once per process.
     """
-    if platform.machine() != "x86_64" or not sys.executable or not _tried():
+    if os.uname().machine != "x86_64" or not sys.executable or not _tried():
         return False
     ask = ctypes.CDLL(None).syscall
     ask.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_long)

@@ -176,6 +176,16 @@ def test_tiles_are_chosen_where_they_pay(chip, name, word):
     assert dispatch.choose(replace(one, m=16), target).schedule.isa == name
 
 
+@pytest.mark.parametrize("b", ["row", "packed"])
+def test_one_unit_serves_all_shapes_where_results_must_not_depend_on_them(b):
+    target = load_target("sapphire_rapids")
+    kept = dispatch.family("bf16", target) if b == "packed" else ""
+    shapes = [(1, 64, 64), (3, 1, 4096), (16, 5000, 64), (100, 33, 7), (1024, 1024, 1024)]
+    posed = [Problem(*x, "bf16", b=b, family=kept, deterministic=True) for x in shapes]
+    assert {s.isa for p in posed for s in candidates(p, target)} == {"amx_bf16"}
+    assert {s.isa for s in candidates(Problem(3, 5, 7, "s8", deterministic=True), target)} > {"amx_int8"}
+
+
 @pytest.mark.parametrize("packed", ["s8x8k4s", "s8x24k4s", "s8x16k4s", "s8x48k4s", "s8x96k4s", "s8x128k4s"])
 def test_panels_of_other_widths(packed):
     """As many tiles side by side as there are registers for; none for half a tile."""
