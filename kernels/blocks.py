@@ -43,6 +43,11 @@ class Blocks:
     atom: Atom
 
     @property
+    def lines(self) -> Atom:
+        """The vocabulary of what moves operands and sums, a line at a time."""
+        return self.isa.by_lines(self.atom) or self.atom
+
+    @property
     def k(self) -> Index:
         """The summed dimension, in the units that fragments hold."""
         return ceil_div(var("k"), self.s.kr)
@@ -79,7 +84,7 @@ class Blocks:
     @property
     def finishes(self) -> bool:
         """Sums are kept in scratch until they are whole, and become elements of C then."""
-        return self.s.program == "gemm" and finishes(self.s, self.atom)
+        return self.s.program != "dot" and finishes(self.s, self.atom)
 
     @property
     def unshifts(self) -> bool:

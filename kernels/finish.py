@@ -76,7 +76,8 @@ def finish(isa: Isa, atom: Atom, to: str, post: str) -> Function:
     elif atom.n > 1:
         body += (If(whole.lt(columns), (Let("j", whole), *at.value(i, j), *at.spread(there, columns - whole, to))),)
     rows = For("i", const(0), var("rows"), const(1), body)
-    return Function("finish", "inner", params, (rows,), f"C[rows][columns] = sums, {post.replace('+', ', ')} as {to}")
+    comment = f"C[rows][columns] = sums, {post.replace('+', ', ')} as {to}"
+    return Function("finish", "inner", params, (rows,), comment, of=atom.name)
 
 
 class _Tile:

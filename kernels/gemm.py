@@ -75,9 +75,9 @@ PACK_PREFETCH = 8
 """Rows of B that packing asks for ahead: a miss takes as long as copying some rows."""
 
 
-def build(s: Schedule, isa: Isa, atom: Atom) -> Kernel:
-    """The kernel that computes C = A . B by schedule `s`."""
-    g = _Gemm(s, isa, atom)
+def build(s: Schedule, isa: Isa, atom: Atom, loops: type[Gemm] | None = None) -> Kernel:
+    """The kernel that computes C = A . B by schedule `s`, in these loops or those of vectors."""
+    g = (loops or Gemm)(s, isa, atom)
     entry = Function("entry", "entry", (), g.entry(), "All products of the batch")
     constants: tuple[tuple[str, int], ...] = ()
     if s.static:
@@ -90,7 +90,7 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> Kernel:
     return Kernel(str(s.name(atom)), isa, atom, entry, g.workspace(), swap=s.swap, types=types, constants=constants)
 
 
-class _Gemm(Blocks):
+class Gemm(Blocks):
     """The loops of one kernel, as statements."""
 
     __slots__ = ()
@@ -216,8 +216,18 @@ class _Gemm(Blocks):
             Let("slices", ceil_div(var("rows"), s.mr)),
             Let("height", var("rows") // var("slices")),
             Let("taller", var("rows") % var("slices")),
+            *self.ready(),
             *inside,
+            *self.done(),
         )
+
+    def ready(self) -> tuple[Stmt, ...]:
+        """What comes before the first tile of a block."""
+        return ()
+
+    def done(self) -> tuple[Stmt, ...]:
+        """What comes after the last tile of a block."""
+        return ()
 
     def scratch(self) -> tuple[Stmt, ...]:
         """Where sums are kept until they are finished: in place of C."""
@@ -282,15 +292,23 @@ class _Gemm(Blocks):
     def tiles(self, panels: int, begin: Index, end: Index) -> Stmt:
         """Register tiles of a run of panels."""
         s = self.s
-        cases = tuple((h, (self.call(h, panels),)) for h in s.heights)
-        which: tuple[Stmt, ...] = cases[0][1] if len(cases) == 1 else (Switch(var("h"), cases),)
         body = (
             Let("column", var("j") * s.nr),
             Let("columns", minimum(N - var("column"), panels * s.nr)),
             LetPtr("bp", self.panel(), self.given[1], readonly=True),
-            For("i", const(0), var("slices"), const(1), (*self.slice_(), *which, *self.finish())),
+            *self.across(panels),
+            For("i", const(0), var("slices"), const(1), (*self.slice_(), *self.visit(panels), *self.finish())),
         )
         return For("j", begin, end, const(panels), body)
+
+    def across(self, panels: int) -> tuple[Stmt, ...]:  # noqa: ARG002 - for vectors, nothing
+        """What comes before the first slice of A that a run of panels meets."""
+        return ()
+
+    def visit(self, panels: int) -> tuple[Stmt, ...]:
+        """The micro-kernel of the slice's height."""
+        cases = tuple((h, (self.call(h, panels),)) for h in self.s.heights)
+        return cases[0][1] if len(cases) == 1 else (Switch(var("h"), cases),)
 
     def panel(self) -> Ptr:
         """The current panel of B."""
@@ -305,7 +323,7 @@ class _Gemm(Blocks):
 
     def pack_b(self, end: Index) -> tuple[Stmt, ...]:
         """Pack a few panels from `jg` on: all at once, or one by one where the last is short."""
-        s, near, atom = self.s, self.near, self.atom
+        s, near, atom = self.s, self.near, self.lines
         q, jg, held, to = var("q"), var("jg"), s.types[1], atom.right
         if s.once:  # at its place among all panels
             row, step = var("p_first"), self.b_step
@@ -431,7 +449,7 @@ class _Gemm(Blocks):
             else:
                 vectors.append(Ptr(name, row if name in ROWS else var("column")))
         tile = (var("h"), var("columns"), self.sums(row, var("column")), var("c_wide"))
-        call = Call(finish(self.isa, self.atom, self.s.types[2], self.s.post), (*tile, *vectors, into, var("c_m")))
+        call = Call(finish(self.isa, self.lines, self.s.types[2], self.s.post), (*tile, *vectors, into, var("c_m")))
         return (If((var("pc") + var("kd")).eq(self.k), (call,)),) if self.s.kc else (call,)
 
 

@@ -133,7 +133,7 @@ def pack_b_rows(  # noqa: PLR0917 - as a packer's geometry is told everywhere
     params = (Param("k"), Param("b", held, readonly=True), Param("b_k"), Param("to", to), Param("panel_step"))
     loop = For("p", const(0), var("k"), const(1), (*asks, *copy))
     comment = f"to[{panels}][k][{nr}] = B[k][{panels * nr}], row layout"
-    return Function("pack_b_rows", "inner", params, (loop,), comment)
+    return Function("pack_b_rows", "inner", params, (loop,), comment, of=atom.name)
 
 
 def pack_b(  # noqa: PLR0917 - as above
@@ -168,7 +168,8 @@ def pack_b(  # noqa: PLR0917 - as above
         body += _gather(lines, var("k") - var("k") % atom.n)
     else:
         body = _gather(lines)
-    return Function("pack_b", "inner", params, body, f"to[k][{nr}] = B[k][columns], {layout} layout, padded")
+    comment = f"to[k][{nr}] = B[k][columns], {layout} layout, padded"
+    return Function("pack_b", "inner", params, body, comment, of=atom.name)
 
 
 def sum_columns(atom: Atom, nr: int, held: str) -> Function:
@@ -190,7 +191,8 @@ def sum_columns(atom: Atom, nr: int, held: str) -> Function:
         *store,
     )
     params = (Param("k"), Param("panel", held))
-    return Function("sum_columns", "inner", params, body, f"panel[k][j] = the sum of panel[0..k-1][j], j < {nr}")
+    comment = f"panel[k][j] = the sum of panel[0..k-1][j], j < {nr}"
+    return Function("sum_columns", "inner", params, body, comment, of=atom.name)
 
 
 def pack_a(isa: Isa, atom: Atom, mr: int, layout: str, held: str) -> Function:
@@ -220,7 +222,7 @@ def pack_a(isa: Isa, atom: Atom, mr: int, layout: str, held: str) -> Function:
         body = _columns(atom, mr)
     else:
         body = _gather(lines)
-    return Function("pack_a", "inner", params, body, f"to[k][rows] = A[rows][k], {layout} layout")
+    return Function("pack_a", "inner", params, body, f"to[k][rows] = A[rows][k], {layout} layout", of=atom.name)
 
 
 def _weave(atom: Atom, lines: _Lines, first: Index, groups: range | None = None) -> tuple[Stmt, ...]:
@@ -360,6 +362,7 @@ def transpose(lanes: int) -> tuple[tuple[Stmt, ...], list[str]]:
 
 def build(isa: Isa, atom: Atom, nr: int, layout: str, held: str) -> Kernel:
     """The kernel that packs each item of a batch of B: C[panel][k][NR] = B[k][n], in units of what B holds."""
+    atom = isa.by_lines(atom) or atom
     n, k, task, kr = var("n"), var("k"), var("task"), atom.k_pack
     to, sums = unit(held, kr), atom.acc == "s32"
     panels, depth = ceil_div(n, nr), ceil_div(k, kr)

@@ -31,6 +31,10 @@ SHALLOW, DEEP = 1.5, 3.0
 and saves passes over C; panels of full depth, one after the other in memory,
 stream well at any KC. Measured on Zen 5: 0.91, 0.96 and 0.98 of the peak for
 prepacked panels at 1, 1.5 and 4.5."""
+TILE_DEPTHS = (0.8, 6.0)
+"""The same for tiles: a panel of B and the slice of A that passes it in L1, or sums that
+stay in tiles over a long k. Measured on Sapphire Rapids with a block of k of 256 bf16: 0.70 of
+what a long k with B in L1 gives; with both operands from L2, but a long k, 0.76."""
 MOST_PACKED = 1 << 29
 """Bytes of B up to which a packed copy of all of it is affordable."""
 A_SHARE = 0.4
@@ -87,8 +91,8 @@ def candidates(p: Problem, target: Target) -> list[Schedule]:
     q = p.transposed() if swap else p
     found: dict[Schedule, None] = {}
     for isa, atom in units(q.dtype, target):
-        if found and p.deterministic and atom.acc != "s32":
-            break  # another unit would add up in another order
+        if found and p.deterministic and p.acc != "s32":
+            break  # Units of several elements of k round each in their own way: one of them for all shapes.
         if (p.b == "packed" and not _reads(isa, atom, p)) or (p.source and not isa.quantises(atom, p.source)):
             continue
         narrow = isa.narrower(q.dtype, q.n)
@@ -135,6 +139,9 @@ def _reads(isa: Isa, atom: Atom, p: Problem) -> bool:
 
 
 def _programs(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
+    if atom.m > 1:
+        yield from _tiled(p, isa, atom, target)
+        return
     if p.static or (p.batch > 1 and _small(p, target)):
         yield from _whole(p, isa, atom, target)
     if not p.static:
@@ -184,7 +191,7 @@ def blocking(  # noqa: PLR0917 - a tile is two numbers
     a, b, c = (BY_NAME[x].bytes for x in (atom.left, in_b, atom.acc))
     l1, l2, l3 = (_capacity(target, x) for x in ("L1", "L2", "L3"))
     fits = max(1, l1 // (mr * a + nr * b))
-    kc = int(fits * depth) if l2 else fits
+    kc = max(atom.deep, (int(fits * depth) if l2 else fits) // atom.deep * atom.deep)
     room = l2 or 8 * l1
     mc = max(mr, int(room // (kc * a) * A_SHARE) // mr * mr)
     near = max(1, min(RUN_BYTES // (nr * b), int(room // (kc * b) * B_SHARE) // nr)) * nr
@@ -195,6 +202,36 @@ def blocking(  # noqa: PLR0917 - a tile is two numbers
         Tile("L2", mc, near, kc),
         Tile("L3", mc, nc, kc),
     )
+
+
+def _tiled(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
+    """Units that multiply tiles: R by V of them, beside R of A and at least one of B."""
+    widths = [family(p.family).nr] if p.b == "packed" else [atom.n, 2 * atom.n][: -(-p.n // atom.n)]
+    for nr in widths:
+        v, odd = divmod(nr, atom.n)
+        if odd:
+            continue
+        rows = min(-(-p.m // atom.m), 2, (isa.registers - 1) // (v + 1))
+        if rows < 1:
+            continue
+        mr = rows * atom.m
+        whole, heights = _tiles(mr, nr, ALL, ALL, ALL), tuple(range(1, mr + 1))
+        base = Schedule("tiles", isa.name, p.dtype, whole, heights, a=p.a, b=p.b, pack_b=p.b != "packed")
+        if p.static or (p.batch > 1 and _small(p, target)):
+            yield replace(base, over="batch")
+        if p.static:
+            continue
+        if p.m <= mr:
+            yield base
+            # The sums of two panels' columns do not lie side by side.
+            if p.b == "packed" and (2 * v + 1) * rows < isa.registers and "azero" not in p.post:
+                yield replace(base, panels=2)
+            continue
+        for depth in TILE_DEPTHS:
+            s = replace(base, tiles=blocking(p, target, atom, mr, nr, depth))
+            yield s
+            if s.pack_b and -(-p.k // atom.k_pack) * p.n * BY_NAME[atom.right].bytes <= MOST_PACKED:
+                yield replace(s, once=True)
 
 
 def _heights(mr: int) -> tuple[int, ...]:

@@ -51,6 +51,8 @@ FILLS, OVERFULL = 24, 1.35
 """Lines that a core can wait for at once, and the slowdown of a stream that asks for more."""
 TILE_CYCLES = 70.0
 """Calling a micro-kernel, computing its addresses, leaving its loop."""
+CONFIGURE = 100.0
+"""Configuring tiles for a block and giving them up. Assumed."""
 EXPOSED = 0.05
 """Share of a shorter overlapped term that still shows."""
 SHORT_RUNS, SHORT_AHEAD = 1.5, 1.6
@@ -70,6 +72,8 @@ UNFOLD = 4.0
 """Cycles to make a vector of numbers of codes."""
 FINISH = 4.0
 """Cycles to turn a vector of sums into elements of C."""
+BOTH_FAR = 1.3
+"""Slowdown of tiles when both operands come from L2: measured on Sapphire Rapids, 1.90 TFLOP/s for 2.50."""
 STREAMS = 16
 """Rows that a hardware prefetcher follows at once; past that, each row of a
 strided operand starts with a miss."""
@@ -177,7 +181,7 @@ def macs_per_cycle(target: Target, isa: Isa | None, atom: Atom, dtype: str) -> f
     # Narrow atoms of an ISA start as often as its widest, which is what a description gives.
     widest = isa.atom(dtype) if isa else None
     known = target.rates.get(atom.name) or (target.rates.get(widest.name) if widest else None)
-    return known or (2.0 if atom.n > 1 else 1.0)
+    return known or (1 / atom.m if atom.m > 1 else 2.0 if atom.n > 1 else 1.0)
 
 
 def cost(p: Problem, s: Schedule, atom: Atom, target: Target, workers: int = 1) -> Cost:
@@ -262,10 +266,10 @@ def _phases(v: _View) -> int:
 
 
 def _tile(v: _View) -> tuple[int, int]:
-    """Vectors that a register tile loads of B per step, and elements of k that a step covers."""
+    """Vectors, or tiles, that a register tile loads of B per step, and elements or units of k that a step covers."""
     if v.s.program == "dot":
         return v.s.nr, v.atom.n
-    return v.s.nr // v.atom.n * v.s.panels, 1
+    return v.s.nr // v.atom.n * v.s.panels, v.atom.deep
 
 
 def _compute(v: _View) -> float:
@@ -275,13 +279,15 @@ def _compute(v: _View) -> float:
     cycles = 0.0
     left, right = _converts(v)
     for h, count in _slices(v):
-        macs = (h * wide + DECODE * wide + h) if _decodes(v) else h * wide
+        # A tile takes as long as it has rows.
+        macs = (h * wide + DECODE * wide + h) if _decodes(v) else h * wide / atom.m
         macs += CONVERT * (h * left + wide * right) * v.macs_per_cycle
-        loads = (h + wide) / LOADS_PER_CYCLE
+        loads = (h + wide * atom.deep) / LOADS_PER_CYCLE
         # A chain advances one step per latency; unrolling cannot help it.
         step = max(macs / v.macs_per_cycle, loads, float(atom.latency)) + CONFLICTS * loads
         cycles += count * (step + LOOP_CYCLES + AHEAD_CYCLES * _streams(v))
-    return cycles * v.visits * -(-v.k // depth) * _crowding(v) * _apart(v, APART)
+    far = BOTH_FAR if atom.m > 1 and not _b_fits(v, "L1") else 1.0
+    return cycles * v.visits * -(-v.k // depth) * far * _crowding(v) * _apart(v, APART)
 
 
 def _decodes(v: _View) -> bool:
@@ -332,12 +338,13 @@ def _crowding(v: _View) -> float:
 def _tile_setup(v: _View) -> float:
     """Cycles to start and finish register tiles: one access to C per vector and block of k."""
     s, atom = v.s, v.atom
-    wide, depth = _tile(v)
+    wide, _ = _tile(v)
     passes = _blocks_k(v)
     # A sum over lanes folds them in half, a shuffle and an addition each time.
-    each = 1.0 + (atom.n.bit_length() if depth > 1 else 0)
+    each = 1.0 + (atom.n.bit_length() if s.program == "dot" else 0)
     one = sum(count * (TILE_CYCLES + h * wide * each + atom.latency) for h, count in _slices(v))
-    ends = FINISH * v.p.m * -(-v.p.n // atom.n) if s.program == "gemm" and finishes(s, atom) else 0.0
+    ends = FINISH * v.p.m * -(-v.p.n // atom.n) if s.program != "dot" and finishes(s, atom) else 0.0
+    ends += CONFIGURE * v.blocks if atom.m > 1 else 0.0
     return one * v.visits * passes + ends + (0.0 if s.static else 40.0)
 
 
@@ -355,9 +362,11 @@ def _packing(v: _View, workers: int) -> float:
     """
     s, p, atom = v.s, v.p, v.atom
     cycles = 0.0
-    for packed, layout, straight, extent, again in (
-        (s.pack_a, s.a, "col", p.m * v.k, _shares(v, workers) if s.over == "tiles" else 1),
-        (s.pack_b, s.b, "codes" if s.b == "codes" else "row", v.k * -(-p.n // s.nr) * s.nr, 1 if s.once else v.blocks),
+    straight_a = "col" if atom.m == 1 else "row"
+    straight_b = "codes" if s.b == "codes" else "row"
+    for packed, layout, straight, woven, extent, again in (
+        (s.pack_a, s.a, straight_a, "col", p.m * v.k, _shares(v, workers) if s.over == "tiles" else 1),
+        (s.pack_b, s.b, straight_b, straight_b, v.k * -(-p.n // s.nr) * s.nr, 1 if s.once else v.blocks),
     ):
         if not packed:
             continue
@@ -369,7 +378,7 @@ def _packing(v: _View, workers: int) -> float:
             each = (copy if layout == straight else copy + atom.n.bit_length()) / atom.n
         if layout == "codes":
             each = UNFOLD / atom.n
-        if atom.k_pack > 1 and layout == straight:
+        if atom.k_pack > 1 and layout == woven:
             each += WEAVE * atom.k_pack / atom.n
         cycles += extent * again * each + 50.0
     if s.once:

@@ -10,7 +10,8 @@ What is believed, and why:
 - x86 features: `/proc/cpuinfo`, whose flags the kernel has already masked by the
   register state it saves (XCR0), *and* cpuid with XCR0 themselves where memory
   may be made executable. A feature counts if both agree: an emulator or a kernel
-  switch may change either alone.
+  switch may change either alone. AMX counts if Linux has given this process leave
+  to use it as well, and a trial in another process went well.
 - Arm features: the auxiliary vector, which an emulator sets, where
   `/proc/cpuinfo` would show its host. The length of an SVE vector comes from
   prctl, because a process may be given less than the chip has.
@@ -53,7 +54,7 @@ __all__ = [
 BASELINE = {"x86_64": {"cx8", "cmov", "fxsr", "sse", "sse2"}, "aarch64": {"fp", "asimd"}}
 
 # Intel SDM vol. 1, ch. 13: the parts of XCR0 that an instruction's registers need.
-YMM, ZMM = 0x6, 0xE6
+YMM, ZMM, TMM = 0x6, 0xE6, 0x60000
 EAX, EBX, ECX, EDX = range(4)
 # Intel SDM vol. 2 and AMD APM vol. 3, CPUID: leaf, register, bit, needed state, by Linux's name.
 CPUID = {
@@ -81,6 +82,9 @@ CPUID = {
     "avx512cd": ("7.0", EBX, 28, ZMM),
     "avx512bw": ("7.0", EBX, 30, ZMM),
     "avx512vl": ("7.0", EBX, 31, ZMM),
+    "amx_bf16": ("7.0", EDX, 22, TMM),
+    "amx_tile": ("7.0", EDX, 24, TMM),
+    "amx_int8": ("7.0", EDX, 25, TMM),
     "lahf_lm": ("80000001.0", ECX, 0, 0),
     "abm": ("80000001.0", ECX, 5, 0),
 }
@@ -117,6 +121,8 @@ def features(shot: Snapshot) -> frozenset[str]:
     if shot.cpuid:
         granted = _decoded(shot)
         found = found - (CPUID.keys() - granted) if found else granted
+    if not shot.tiles:
+        found = {name for name in found if not name.startswith("amx_")}
     return frozenset(found | BASELINE.get(shot.machine, set()))
 
 
@@ -263,7 +269,8 @@ def _isas(chip: Target, machine: str, has: frozenset[str]) -> tuple[Isa, ...]:
     if not any(_generic(m) for m in chip.match):
         return tuple(found)
     listed = {isa.name for isa in chip.isas}
-    for isa in (load_isa(name) for name in names("isa") if name not in listed):
+    others = [load_isa(name) for name in names("isa") if name not in listed]
+    for isa in sorted(others, key=lambda x: len(x.below)):
         if not _lacking(isa, machine, has):
             # Before what it adds to, or else behind all that are as wide.
             after = [
@@ -341,8 +348,7 @@ def resolve(name: str | None) -> Target:
         _must_run(isa, f"ISA {name!r}")
         if here.isa(name):
             return here.limited_to(name)
-        bases = (isa.base,) if isa.base else ()
-        return replace(here, isas=(isa, *bases, *(x for x in here.isas if x.vector_bytes < isa.vector_bytes)))
+        return replace(here, isas=(isa, *isa.below, *(x for x in here.isas if x.vector_bytes < isa.vector_bytes)))
     wanted = described(name)
     if wanted.arch not in ("any", here.arch):
         raise TargetError(

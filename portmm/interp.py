@@ -21,8 +21,10 @@ from portmm.ir import (
     FOLD,
     OPERANDS,
     SWAPPED,
+    TILES,
     Add,
     Call,
+    Configure,
     For,
     Function,
     If,
@@ -58,6 +60,7 @@ UNWRITTEN = 0xFF
 
 @dataclass(slots=True)
 class _Frame:
+    atom: Atom
     ints: dict[str, int]
     ptrs: dict[str, Typed]
     regs: dict[str, np.ndarray] = field(default_factory=dict)
@@ -139,10 +142,13 @@ class _Machine:
     block: dict[str, int]
     pointers: dict[str, Typed]
     order: np.random.Generator | None
+    tiles: dict[str, int] = field(default_factory=dict)
+    """Tile -> its rows, as the task that is running has configured them."""
 
     def call(self, f: Function, ints: dict[str, int], ptrs: dict[str, Typed]) -> None:
         seen = f.kind != "inner"
-        frame = _Frame((self.block if seen else {}) | ints, (self.pointers if seen else {}) | ptrs)
+        atom = self.kernel.isa.word(f.of) if f.of else self.kernel.atom
+        frame = _Frame(atom, (self.block if seen else {}) | ints, (self.pointers if seen else {}) | ptrs)
         self.body(f.body, frame)
 
     def body(self, body: tuple[Stmt, ...], f: _Frame) -> None:
@@ -182,11 +188,13 @@ class _Machine:
 
     def block_of(self, body: tuple[Stmt, ...], f: _Frame, ints: dict[str, int]) -> None:
         """Run a body with names of its own, as in C; registers belong to the function."""
-        self.body(body, _Frame(f.ints | ints, dict(f.ptrs), f.regs))
+        self.body(body, _Frame(f.atom, f.ints | ints, dict(f.ptrs), f.regs))
 
     def do_verb(self, s: Verb, f: _Frame) -> None:
-        atom = self.kernel.isa.word(s.of) if s.of else self.kernel.atom
-        if s.name == "mac":
+        atom = self.kernel.isa.word(s.of) if s.of else f.atom
+        if atom.m > 1:
+            self._tile(s, f, atom)
+        elif s.name == "mac":
             f.regs[s.d] = _multiplied(f.regs[s.d], f.regs[s.a], f.regs[s.b])
         elif s.name == "unshift":
             f.regs[s.d] = f.regs[s.d] - f.regs[s.b] * f.regs[s.d].dtype.type(128 if atom.a == "u8" else -128)
@@ -231,6 +239,41 @@ class _Machine:
         step, register = evaluate(s.step, f.ints), s.to or atom.right
         rows = [self.at(s.p + step * e, f, atom.n) for e in range(atom.k_pack)]
         f.regs[s.d] = np.stack([converted(x[i : i + atom.n], m, register) for x, i, m in rows], axis=1)
+
+    def do_configure(self, s: Configure, f: _Frame) -> None:
+        if bool(s.rows) == bool(self.tiles):
+            raise ValueError(f"{self.kernel.name} {'configures' if s.rows else 'gives up'} its tiles twice")
+        self.tiles = {str(i): evaluate(x, f.ints) for i, x in enumerate(s.rows)}
+        if len(s.rows) > TILES or not set(self.tiles.values()) <= set(range(1, f.atom.m + 1)):
+            raise ValueError(f"{self.kernel.name} configures tiles of {self.tiles} rows")
+
+    def _tile(self, s: Verb, f: _Frame, atom: Atom) -> None:
+        """A tile of the configured rows; one that is not configured is a KeyError."""
+        rows = self.tiles[s.d]
+        if s.name == "zero":
+            f.regs[s.d] = np.zeros((rows, atom.n), numpy_type(atom.acc))
+            return
+        if s.name == "mac":
+            d, a, b = (f.regs[x] for x in (s.d, s.a, s.b))
+            if (len(a), len(b)) != (len(d), a.shape[1]):
+                raise ValueError(f"{self.kernel.name} multiplies tiles of {a.shape} and {b.shape} into {d.shape}")
+            wide = np.dtype(np.int64) if d.dtype.kind == "i" else d.dtype
+            f.regs[s.d] = (d + np.einsum("mue,une->mn", a.astype(wide), b.astype(wide))).astype(d.dtype)
+            return
+        assert s.p is not None  # noqa: S101 - as above
+        assert s.step is not None  # noqa: S101 - as above
+        step, columns = evaluate(s.step, f.ints), atom.deep if s.name == "load_a" else atom.n
+        held = {"load_a": atom.left, "load_b": atom.right}.get(s.name, atom.acc)
+        lines = [self.at(s.p + step * r, f, columns) for r in range(rows)]
+        if {memory for _, _, memory in lines} != {held}:
+            raise ValueError(f"{self.kernel.name} takes a tile of {held} from elements of {lines[0][2]}")
+        pack = BY_NAME[held].pack
+        if s.name == "store":
+            for (array, at, _), row in zip(lines, f.regs[s.d], strict=True):
+                array[at : at + columns] = row
+            return
+        found = np.stack([array[at : at + columns * pack] for array, at, _ in lines])
+        f.regs[s.d] = found.reshape(rows, columns, pack) if pack > 1 else found
 
     def do_shuffle(self, s: Shuffle, f: _Frame) -> None:
         f.regs[s.d] = np.concatenate([f.regs[s.a], f.regs[s.b]])[list(s.pick)]
@@ -286,6 +329,8 @@ class _Machine:
         workers = self.block["workers"]
         for i, task in enumerate(tasks):
             self.call(s.function, args | {"task": int(task), "worker": i % workers}, {})
+            if self.tiles:
+                raise ValueError(f"{s.function.name} of {self.kernel.name} ends with tiles that it has not given up")
 
 
 def _multiplied(d: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:

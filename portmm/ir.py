@@ -28,6 +28,9 @@ VECTORS = {"a_scale": "f32", "b_scale": "f32", "bias": "f32", "a_zero": "s32", "
 OPERANDS = {"a": True, "b": True, "c": False, "work": False} | dict.fromkeys(VECTORS, True)
 """Pointer fields of the argument block -> whether they are read-only."""
 
+TILES = 8
+"""Tiles that a unit of more than one row has: so it is with the one that is described, Intel's AMX."""
+
 
 @dataclass(frozen=True, slots=True)
 class Index:
@@ -218,7 +221,7 @@ class Verb:
         p: address of a load or store.
         mask: mask register of a masked load or store.
         count: lanes kept by "mask".
-        step: elements from one row to the next for "load_rows".
+        step: elements, or units, from one row to the next for "load_rows", and for tiles.
         to: type of the register, where it is not what the verb is usually for.
         of: name of the atom whose word it is, where it is not the kernel's.
     """
@@ -233,6 +236,13 @@ class Verb:
     step: Index | None = None
     to: str = ""
     of: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Configure:
+    """Give the kernel's tiles, which are called "0", "1" and so on, that many rows each; none: give them up."""
+
+    rows: tuple[Index, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +340,7 @@ Stmt = (
     | If
     | Switch
     | Verb
+    | Configure
     | Shuffle
     | Reduce
     | MacScalar
@@ -363,6 +374,7 @@ class Function:
         body: statements.
         comment: what it computes, printed above it.
         inline: merge it into its caller, so that constants reach it.
+        of: name of the atom whose words its verbs are, where it is not the kernel's.
     """
 
     name: str
@@ -371,6 +383,7 @@ class Function:
     body: tuple[Stmt, ...]
     comment: str = ""
     inline: bool = False
+    of: str = ""
 
 
 @dataclass(frozen=True, slots=True)

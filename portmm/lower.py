@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from portmm.dtype import types
 from portmm.errors import ScheduleError
-from portmm.kernels import dot, gemm, packing
+from portmm.kernels import dot, gemm, packing, tiles
 from portmm.schedule import inconsistent, spell
 from portmm.version import VERSION
 
@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from portmm.schedule import Schedule
     from portmm.target import Atom, Isa
 
-PROGRAMS: dict[str, Callable[[Schedule, Isa, Atom], Kernel]] = {"gemm": gemm.build, "dot": dot.build}
+PROGRAMS: dict[str, Callable[[Schedule, Isa, Atom], Kernel]] = {
+    "gemm": gemm.build,
+    "dot": dot.build,
+    "tiles": tiles.build,
+}
 """Block programs by name. A new one is a module of `kernels/` and a row here."""
 
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.candidates import tallest
-from portmm.ir import For, Function, Index, Kernel, Ptr, Verb, const, var
+from portmm.ir import Configure, For, Function, Index, Kernel, Ptr, Verb, const, var
+from portmm.kernels.tiles import Grid
 from portmm.naming import KernelName
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ STREAM_LOADS = 12
 """Loads of one step of a stream, each summed on its own: at two multiply-adds a
 cycle with a latency of four, eight chains are busy; twelve leave registers to spare
 in a file of sixteen."""
+
+TILE_STEPS = 4
+"""Steps of a panel of tiles, which are read over and over: 4 KiB each, a part of any L1."""
 
 _ONE = const(1)
 
@@ -56,6 +60,8 @@ def peak(isa: Isa, atom: Atom) -> Probe:
     With 6 x 2 accumulators or more a step loads fewer fragments than it
     multiplies, so that two load ports keep up with two multipliers.
     """
+    if atom.m > 1:
+        return _peak_of_tiles(isa, atom)
     cols = 2 if tallest(isa, 2) >= 2 else 1
     rows = max(1, tallest(isa, cols))
     deep = atom.k // atom.k_pack
@@ -74,6 +80,34 @@ def peak(isa: Isa, atom: Atom) -> Probe:
         rows * cols * c_size,
         2 * rows * cols * atom.m * atom.n * atom.k,
     )
+
+
+def _peak_of_tiles(isa: Isa, atom: Atom) -> Probe:
+    """Outer products of 2 by 2 tiles, which lie one after the other."""
+    grid = Grid(2, 2)
+    a_size, b_size, c_size = atom.m * atom.deep, atom.deep * atom.n, atom.m * atom.n
+    at, line, wide = var("i") % TILE_STEPS, const(atom.deep), const(atom.n)
+    body = [Verb("load_a", str(grid.a(r)), p=Ptr("a", (at * 2 + r) * a_size), step=line) for r in range(2)]
+    body += [Verb("load_b", str(grid.b(v)), p=Ptr("b", (at * 2 + v) * b_size), step=wide) for v in range(2)]
+    cells = [(r, v) for r in range(2) for v in range(2)]
+    body += [Verb("mac", str(grid.c(*x)), str(grid.a(x[0])), str(grid.b(x[1]))) for x in cells]
+    loop = For("i", const(0), var("k"), _ONE, tuple(body))
+    sums = [(str(grid.c(*x)), Ptr("c", const(i * c_size))) for i, x in enumerate(cells)]
+    entry = Function(
+        "entry",
+        "entry",
+        (),
+        (
+            Configure((const(atom.m),) * 8),
+            *(Verb("load_c", d, p=p, step=wide) for d, p in sums),
+            For("again", const(0), var("m"), _ONE, (loop,)),
+            *(Verb("store", d, p=p, step=wide) for d, p in sums),
+            Configure(()),
+        ),
+        "Outer products of tiles that stay in L1",
+    )
+    kernel = _kernel("peak", isa, atom, (2 * atom.m, 2 * atom.n), entry)
+    return Probe(kernel, 2 * a_size, 2 * b_size, 4 * c_size, 8 * atom.m * atom.n * atom.k)
 
 
 def stream(isa: Isa, atom: Atom) -> Probe:

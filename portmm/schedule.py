@@ -50,7 +50,7 @@ class Schedule:
     """A way to compute a product.
 
     Attributes:
-        program: the block program, a module of `kernels/`: "gemm" or "dot".
+        program: the block program, a module of `kernels/`: "gemm", "dot" or "tiles".
         isa: name of the instruction set.
         dtype: element types of A, B and C, as a `Problem` has them.
         tiles: one per memory level, nearest first: registers, L1, L2, L3.
@@ -164,17 +164,18 @@ class Schedule:
 
 
 def finishes(s: Schedule, atom: Atom) -> bool:
-    """Whether sums are not yet the elements of C: another type, or an A that was shifted into the atom's."""
+    """Whether sums are not yet elements of C: another type, whole tiles, or an A that was shifted into the atom's."""
     a, _, c = s.types
-    return (
-        bool(s.post)
-        or c != atom.acc
-        or (atom.acc == "s32" and a in ("u8", "s8") and atom.a in ("u8", "s8") and a != atom.a)
-    )
+    if s.program == "tiles" or s.post or c != atom.acc:
+        return True
+    return atom.acc == "s32" and {a, atom.a} == {"s8", "u8"}
 
 
 def registers(s: Schedule, atom: Atom) -> int:
-    """Vector registers that the widest micro-kernel of a schedule keeps alive."""
+    """Vector registers, or tiles, that the widest micro-kernel of a schedule keeps alive."""
+    if s.program == "tiles":
+        rows, columns = s.mr // atom.m, s.nr // atom.n * s.panels
+        return rows * columns + rows + 1
     if s.program == "dot":
         return s.mr * s.nr + s.mr + 2
     columns = s.nr // atom.n * s.panels

@@ -1,8 +1,8 @@
 """What a host says about itself.
 
 Owns the record of it (`Snapshot`) and the code that reads it: /proc, sysfs,
-cpuid, the auxiliary vector. Imports nothing of portmm, and judges nothing:
-`detect` does that.
+cpuid, the auxiliary vector. Imports `permission`, and judges nothing: `detect`
+does that.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Snapshot:
         hwcap: Arm AT_HWCAP.
         hwcap2: Arm AT_HWCAP2.
         sve_bytes: length of an SVE vector, 0 without SVE.
+        tiles: this process has been given leave to use AMX's tiles, and they work.
     """
 
     machine: str
@@ -62,6 +63,7 @@ class Snapshot:
     hwcap: int = 0
     hwcap2: int = 0
     sve_bytes: int = 0
+    tiles: bool = False
 
 
 def parse_list(text: str) -> set[int]:
@@ -175,14 +177,25 @@ def _arm() -> tuple[int, int, int]:
     return hwcap, hwcap2, length & SVE_VL_MASK if length > 0 else 0
 
 
+def _tiles(cpuinfo: str) -> bool:
+    if "amx_tile" not in cpuinfo.split():
+        return False
+    from portmm.permission import tiles
+
+    return tiles()
+
+
 def snapshot() -> Snapshot:
-    """Read this host: a few milliseconds, no subprocess, nothing raised for what is hidden."""
+    """Read this host: a few milliseconds, nothing raised for what is hidden.
+
+    Where AMX is seen for the first time, a subprocess tries it: see `permission`.
+    """
     machine = platform.machine()
     affinity = tuple(sorted(os.sched_getaffinity(0)))
     if machine == "x86_64":
         cpuinfo = _first_processor()
         cpuid, xcr0 = _cpuid()
-        return Snapshot(machine, cpuinfo, _files(cpuinfo, affinity), affinity, cpuid, xcr0)
+        return Snapshot(machine, cpuinfo, _files(cpuinfo, affinity), affinity, cpuid, xcr0, tiles=_tiles(cpuinfo))
     cpuinfo = _text("/proc/cpuinfo")
     hwcap, hwcap2, sve = _arm() if machine == "aarch64" else (0, 0, 0)
     return Snapshot(machine, cpuinfo, _files(cpuinfo, affinity), affinity, hwcap=hwcap, hwcap2=hwcap2, sve_bytes=sve)

@@ -21,11 +21,11 @@ ARCHS = ("x86_64", "aarch64", "any")
 # What each row of the vocabulary may mention.
 PLACEHOLDERS = {
     "zero": {"d"},
-    "load_a": {"d", "p"},
-    "load_b": {"d", "p"},
+    "load_a": {"d", "p", "step"},
+    "load_b": {"d", "p", "step"},
     "mac": {"d", "a", "b"},
-    "load_c": {"d", "p"},
-    "store": {"d", "p"},
+    "load_c": {"d", "p", "step"},
+    "store": {"d", "p", "step"},
     "mask": {"d", "count"},
     "load_mask": {"d", "p", "mask"},
     "store_mask": {"d", "p", "mask"},
@@ -34,6 +34,8 @@ PLACEHOLDERS = {
     "unshift": {"d", "b"},
     "code": {"d", "a", "count"},
     "amax": {"d", "a"},
+    "configure": {"rows"},
+    "release": set(),
 }
 TRANSFERS = {
     "load": {"d", "p"},
@@ -58,6 +60,10 @@ class Atom:
     destination, {a} {b} operands, {p} an element pointer, {mask} a mask
     register, {count} a number of lanes. An empty string means that the ISA has
     no such instruction and the generator does without.
+
+    An atom of more than one row multiplies *tiles*, whose registers are no
+    variables of C: their types are empty, {d}, {a} and {b} are numbers, and
+    {step} is how many elements, or units, lie between rows of a tile in memory.
 
     Attributes:
         name: unique name, ISA then types.
@@ -89,6 +95,8 @@ class Atom:
             an A of the other signedness, shifted to this atom's, has added.
         amax: {d} = the larger of {d} and the magnitude of {a}, lane by lane; a NaN stays.
         code: {d} = the four bits of each 32-bit lane of {a} from bit {count} on, as numbers.
+        configure: give the tiles {rows} rows, a number for each of them, and clear them.
+        release: give all tiles up.
     """
 
     name: str
@@ -119,6 +127,13 @@ class Atom:
     unshift: str = ""
     code: str = ""
     amax: str = ""
+    configure: str = ""
+    release: str = ""
+
+    @property
+    def deep(self) -> int:
+        """Units of k in one step."""
+        return self.k // self.k_pack
 
     @property
     def left(self) -> str:
@@ -196,6 +211,11 @@ class Isa:
     transfers: tuple[Transfer, ...] = ()
     base: Isa | None = None
 
+    @property
+    def below(self) -> tuple[Isa, ...]:
+        """The ISAs that it adds to, nearest first."""
+        return (self.base, *self.base.below) if self.base else ()
+
     def word(self, name: str) -> Atom:
         """The atom called `name`, of this ISA or of one that it adds to."""
         own = next((t for t in self.atoms if t.name == name), None)
@@ -233,8 +253,11 @@ class Isa:
         a, b, c = types(dtype)
         if accumulator(a, b) != atom.acc:
             return False
-        if a == b == c == atom.a == atom.b:
+        if a == b == c == atom.a == atom.b and atom.m == 1:
             return True
+        if atom.m > 1:
+            lines = self.by_lines(atom)
+            return (a, b) == (atom.a, atom.b) and lines is not None and self._becomes(lines, c)
         kr = atom.k_pack
         if b == "u4":
             whole = self.vector("s32", atom.n)
@@ -245,8 +268,20 @@ class Isa:
         return (
             bool(self.spelling(atom, "load_b", unit(b, kr)))
             and bool(self.spelling(atom, "load_b", unit(a, kr), atom.left))
-            and (self._scales(atom.n, c) if atom.acc == "s32" != c else bool(self.spelling(atom, "store", c)))
+            and self._becomes(atom, c)
         )
+
+    def _becomes(self, atom: Atom, c: str) -> bool:
+        """Sums of this atom can be stored as `c`."""
+        return self._scales(atom.n, c) if atom.acc == "s32" != c else bool(self.spelling(atom, "store", c))
+
+    def by_lines(self, atom: Atom) -> Atom | None:
+        """The atom whose registers hold a line of this one's operands and sums: for tiles, one of an ISA below."""
+        if atom.m == 1:
+            return atom
+        kind = (1, atom.b, atom.acc, atom.n, atom.k_pack)
+        alike = (t for t in self.atoms if (t.m, t.b, t.acc, t.n, t.k_pack) == kind)
+        return next(alike, None) or (self.base.by_lines(atom) if self.base else None)
 
     def vector(self, dtype: str, n: int) -> Atom | None:
         """The atom that multiplies `n` lanes of a type by lanes of that type."""
@@ -413,6 +448,8 @@ def _check_atom(atom: Atom, where: str) -> Atom:
         require(not strange, where, f"row {row!r} mentions {strange}; it may mention {sorted(allowed)}")
     masks = {bool(x) for x in (atom.mask_type, atom.mask, atom.load_mask, atom.store_mask)}
     require(len(masks) == 1, where, "mask_type, mask, load_mask and store_mask come together or not at all")
+    tiles = {atom.m > 1, bool(atom.configure), bool(atom.release)}
+    require(len(tiles) == 1, where, "an m above 1, configure and release come together or not at all")
     return atom
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from portmm import detect, target
+from portmm import detect, permission, target
+from portmm import snapshot as snapshot_module
 from portmm.errors import TargetError
 from portmm.snapshot import cgroup_folders, parse_list
 
@@ -102,6 +103,70 @@ def test_cgroup_text_of_any_shape_is_survived(text: str) -> None:
 def test_no_quota_means_all_cores(quota: str) -> None:
     files = {"/proc/self/cgroup": "0::/", "/sys/fs/cgroup/cpu.max": quota}
     assert detect.identify(detect.Snapshot("x86_64", "", files, (0, 1, 2))).cores == 3
+
+
+def with_tiles(shot: detect.Snapshot, *, tiles: bool = True, xcr0: int = 0x600E7) -> detect.Snapshot:
+    """A recorded host whose cpuinfo and cpuid say that it has AMX."""
+    cpuid = {"7.0": (0, 0xFFFFFFFF, 0, 1 << 22 | 1 << 24 | 1 << 25), "1.0": (0, 0, 0xFFFFFFFF, 0xFFFFFFFF)}
+    cpuinfo = shot.cpuinfo.replace("avx512_vnni", "avx512_vnni avx512_bf16 amx_tile amx_int8 amx_bf16")
+    return replace(shot, cpuinfo=cpuinfo, cpuid=cpuid, xcr0=xcr0, tiles=tiles)
+
+
+@pytest.mark.parametrize(
+    ("more", "usable"),
+    [({}, True), ({"tiles": False}, False), ({"xcr0": 0xE7}, False), ({"xcr0": 0x200E7}, False)],
+)
+def test_tiles_need_leave_and_state(more: dict, *, usable: bool) -> None:
+    shot, _ = recorded(Path(__file__).parent / "hosts" / "sapphire_rapids_quota.json")
+    found = detect.features(with_tiles(shot, **more))
+    assert ("amx_int8" in found) == usable
+    spoken = replace(with_tiles(shot, **more), cpuid={}, xcr0=0)
+    assert ("amx_tile" in detect.features(spoken)) == more.get("tiles", True)
+    isas = [isa.name for isa in detect.identify(spoken).isas]
+    assert ("amx_bf16" in isas) == ("amx_int8" in isas) == more.get("tiles", True)
+
+
+def test_a_chip_that_nobody_has_described_has_tiles() -> None:
+    """Each extension comes before what it adds to, and after nothing that it is better than."""
+    shot, _ = recorded(Path(__file__).parent / "hosts" / "sapphire_rapids_quota.json")
+    named = replace(with_tiles(shot), cpuid={}, xcr0=0)
+    found = detect.identify(replace(named, cpuinfo=named.cpuinfo.replace("GenuineIntel", "SomebodyElse")))
+    order = [isa.name for isa in found.isas]
+    assert found.name.startswith("x86_64")
+    for isa in found.isas:
+        assert [order.index(x.name) for x in isa.below] == sorted(order.index(x.name) for x in isa.below)
+        assert all(order.index(isa.name) < order.index(x.name) for x in isa.below)
+    assert {"amx_int8", "amx_bf16", "avx512vnni", "avx512bf16"} <= set(order[: order.index("avx512")])
+
+
+def test_leave_is_asked_for_only_where_tiles_are(monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(permission, "tiles", lambda: asked.append(1) or True)
+    monkeypatch.setattr(snapshot_module, "_first_processor", lambda: "flags : avx512f amx_bf16")
+    assert not snapshot_module.snapshot().tiles
+    assert not asked
+    monkeypatch.setattr(snapshot_module, "_first_processor", lambda: "flags : avx512f amx_tile")
+    assert snapshot_module.snapshot().tiles == X86 == bool(asked)
+
+
+@pytest.mark.skipif(not X86, reason="asks for state of x86")
+@pytest.mark.parametrize("trial", ["raise SystemExit(0)", "raise SystemExit(1)", "import os; os.kill(os.getpid(), 9)"])
+def test_a_trial_may_end_in_any_way_and_is_made_once(monkeypatch, tmp_path: Path, trial: str) -> None:
+    monkeypatch.setenv("PORTMM_CACHE", str(tmp_path))
+    monkeypatch.setattr(permission, "_TRIAL", trial)
+    assert permission._tried() == ("(0)" in trial)
+    monkeypatch.setattr(subprocess, "run", lambda *_args, **_more: pytest.fail("tried again"))
+    assert permission._tried() == ("(0)" in trial)
+
+
+@pytest.mark.skipif(not X86, reason="asks for state of x86")
+def test_leave_agrees_with_what_this_host_shows(monkeypatch, tmp_path: Path) -> None:
+    """The real trial: where the kernel names no AMX, it is refused, and this process lives on."""
+    monkeypatch.setenv("PORTMM_CACHE", str(tmp_path))
+    permission.tiles.cache_clear()
+    found = permission.tiles()
+    permission.tiles.cache_clear()
+    assert not found or "amx_tile" in detect.snapshot().cpuinfo
 
 
 def test_an_unknown_architecture_gets_plain_c() -> None:

@@ -17,7 +17,7 @@ FLOORS = {
     2: "candidates cost schedule",  # legal tiles and predicted time
     3: "interp ir kernels lower probe",  # loops and their meaning
     4: "emit",  # loops to text
-    5: "build cache calibrate compiler detect snapshot",  # the host: compile, look, measure
+    5: "build cache calibrate compiler detect permission snapshot",  # the host: compile, look, measure
     6: "run",  # load, launch, threads
     7: "dispatch tune",  # a problem to a ready plan
     8: ". api arrays call cli compare doctor explanation folded packed pose scaled settings show stored",  # for users

@@ -60,6 +60,13 @@ def static():
     return lower(s, load_isa("avx512"))
 
 
+def on_tiles():
+    """A weight packed for VNNI."""
+    heights = tuple(range(1, 33))
+    s = Schedule("tiles", "amx_int8", "u8-s8-s32", tiles(32, 32, 64, 64, 64), heights, b="packed", pack_b=False, kr=4)
+    return lower(s, load_isa("amx_int8"))
+
+
 KERNELS = {
     **{f"blocked_{name}": lambda name=name: blocked(name) for name in ISAS},
     "thin_avx2": thin,
@@ -68,6 +75,7 @@ KERNELS = {
     "dot_avx2": dot,
     "pack_sse2": lambda: lower_pack(load_isa("sse2"), "f32", 8, "col"),
     "static_avx512": static,
+    "tiles_amx_int8": on_tiles,
 }
 
 

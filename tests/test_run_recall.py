@@ -110,6 +110,7 @@ def test_another_host_has_another_book(kept, monkeypatch):
         "xcr0": shot.xcr0 ^ 64,
         "hwcap": shot.hwcap ^ 1,
         "sve_bytes": 16,
+        "tiles": not shot.tiles,
     }
     for field, value in changes.items():
         other = replace(shot, **{field: value})

@@ -16,7 +16,8 @@ from portmm import detect, target
 from portmm.dtype import BY_NAME
 from portmm.errors import TargetError
 
-ATOMS = [(isa, atom.name) for isa in target.names("isa") for atom in target.load_isa(isa).atoms]
+ATOMS = [(isa, x.name) for isa in target.names("isa") for x in target.load_isa(isa).atoms if x.m == 1]
+"""Those of vectors; for tiles see test_amx.py."""
 TINY = Path(__file__).with_name("targets") / "tiny.toml"
 FLAGS = ["-O2", "-ffp-contract=fast", "-Wall", "-Werror"]
 

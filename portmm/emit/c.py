@@ -23,6 +23,7 @@ from portmm.ir import (
     SWAPPED,
     Add,
     Call,
+    Configure,
     For,
     Function,
     If,
@@ -237,10 +238,11 @@ class _Printer:
                 written = "acc_type" if s.to == self.atom(s).acc else _WRITES[s.name]
                 found.setdefault(s.d, getattr(self.atom(s), written))
             elif isinstance(s, Shuffle):
-                found.setdefault(s.d, self.kernel.atom.b_type)
+                found.setdefault(s.d, self.own.b_type)
         types: dict[str, list[str]] = {}
         for name, ctype in found.items():
-            types.setdefault(ctype, []).append(name)
+            if ctype:  # a tile is no variable
+                types.setdefault(ctype, []).append(name)
         return types
 
     def body(self, body: tuple[Stmt, ...], depth: int) -> None:
@@ -288,7 +290,12 @@ class _Printer:
 
     def atom(self, s: Verb) -> Atom:
         """The atom whose word a statement is."""
-        return self.kernel.isa.word(s.of) if s.of else self.kernel.atom
+        return self.kernel.isa.word(s.of) if s.of else self.own
+
+    @property
+    def own(self) -> Atom:
+        """The atom whose words the function's statements are unless they say otherwise."""
+        return self.kernel.isa.word(self.function.of) if self.function.of else self.kernel.atom
 
     def do_verb(self, s: Verb, depth: int) -> None:
         memory = self.points[s.p.name] if s.p else ""
@@ -307,6 +314,10 @@ class _Printer:
                 step=index(s.step) if s.step else "",
             ),
         )
+
+    def do_configure(self, s: Configure, depth: int) -> None:
+        text = self.own.configure if s.rows else self.own.release
+        self.put(depth, text.format(rows=", ".join(index(x) for x in s.rows)))
 
     def do_shuffle(self, s: Shuffle, depth: int) -> None:
         self.put(depth, f"{s.d} = SHUFFLE({s.a}, {s.b}, lanes_t, {', '.join(map(str, s.pick))});")

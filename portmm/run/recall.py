@@ -85,7 +85,7 @@ def _host() -> str:
     # EBX of leaf 1 holds the number of the processor that happens to answer.
     cpuid = [(leaf, a, b if leaf != "1.0" else 0, c, d) for leaf, (a, b, c, d) in shot.cpuid.items()]
     files = sorted(shot.files.items())
-    rest = (shot.machine, files, shot.affinity, cpuid, shot.xcr0, shot.hwcap, shot.hwcap2, shot.sve_bytes)
+    rest = (shot.machine, files, shot.affinity, cpuid, shot.xcr0, shot.hwcap, shot.hwcap2, shot.sve_bytes, shot.tiles)
     return "\n".join((*steady, repr(rest)))
 
 

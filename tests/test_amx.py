@@ -1,0 +1,340 @@
+"""Products on tiles: in the interpreter, as built code with tiles written in C, and as machine code for AMX.
+
+No machine here is asked to have AMX. The emitted text is the same in all three
+cases: tiles.h, put before it, defines the words that stand for instructions.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import support
+import test_compiles
+from support import case, execute, interpret, pose, small
+
+from portmm import build as building
+from portmm import calibrate, dispatch, probe
+from portmm.build import build
+from portmm.candidates import candidates
+from portmm.emit.c import source
+from portmm.errors import ScheduleError
+from portmm.ir import Configure, Function, If, walk
+from portmm.lower import lower, lower_pack
+from portmm.problem import Problem, family
+from portmm.schedule import parse, spell
+from portmm.target import load_isa, load_target
+
+ISAS = ("amx_bf16", "amx_int8")
+WORDS = [("amx_bf16", "bf16"), ("amx_bf16", "bf16-bf16-f32"), ("amx_int8", "s8"), ("amx_int8", "u8-s8-s32")]
+SCALED = [("amx_int8", word) for word in ("u8-s8-f32", "s8-s8-bf16", "s8-s8-s8", "u8-s8-u8")]
+LAYOUTS = [
+    ("row", "row", "row"), ("row", "packed", "row"), ("col", "col", "row"), ("any", "any", "row"),
+    ("row", "col", "col"), ("col", "packed", "row"),
+]  # fmt: skip
+SIZES = [
+    (1, 17, 64), (5, 40, 7), (16, 33, 70), (17, 1, 33), (32, 96, 128), (33, 65, 31), (70, 40, 200), (50, 7, 1),
+    (31, 64, 257),
+]  # fmt: skip
+SHAPES = {(16, 16, 1), (16, 16, 2), (16, 32, 1), (16, 32, 2), (32, 16, 1), (32, 16, 2), (32, 32, 1)}
+"""MR, NR and panels of all register tiles."""
+SHIM = Path(__file__).with_name("tiles.h").read_text()
+
+needs_avx512 = pytest.mark.skipif(
+    not all(support.runs_here(load_isa(name).base.name) for name in ISAS), reason="lines are moved by AVX-512"
+)
+
+
+def shimmed(kernel):
+    """A kernel whose tiles are arrays, loaded here."""
+    from portmm.run.host import runtime
+
+    flags = tuple(x for x in kernel.isa.flags if "amx" not in x)
+    return runtime().load(build(SHIM + source(kernel), flags=flags, name=kernel.name).path, kernel.name)
+
+
+def posed(name, word, **more):
+    """Problems of all layouts and sizes, with a machine of small caches and all that it may do."""
+    target = small(name)
+    for i, size in enumerate(SIZES):
+        for layouts in (LAYOUTS[i % len(LAYOUTS)], LAYOUTS[(i + 2) % len(LAYOUTS)])[: 1 if more else 2]:
+            if layouts[2] == "col" and (word.startswith("u8") or more.get("post")):
+                continue
+            if "azero" in more.get("post", "") and layouts[1] != "packed":
+                continue
+            if "static" in more and not {"any", "packed"}.isdisjoint(layouts):
+                continue
+            for p in pose(size, layouts, target, dtype=word, **more):
+                yield i, p, [s for s in candidates(p, target) if s.program == "tiles"]
+
+
+@pytest.mark.parametrize("more", [{}, {"batch": 2}, {"static": True}], ids=str)
+@pytest.mark.parametrize(("name", "word"), WORDS)
+def test_tiles_mean_the_product(name, word, more):
+    kinds = set()
+    for i, p, found in posed(name, word, **more):
+        assert found
+        k = case(p, seed=i)
+        for s in found[i % 2 if more else 0 :: 2 if more else 1]:
+            kinds.add((s.mr, s.nr, s.panels, s.once, s.pack_b, bool(s.kc)))
+            k.check(interpret(lower(s, load_isa(name)), k, 1 + i % 3, shuffle=i), s)
+    if not more:
+        assert {x[:3] for x in kinds} == SHAPES
+        ways = {(True, True, True), (False, True, True), (False, False, True), (False, True, False)}
+        assert {x[3:] for x in kinds} >= ways
+
+
+@pytest.mark.parametrize(("name", "word"), WORDS)
+def test_tiles_of_every_height(name, word):
+    """A configuration for each number of rows, and slices of two heights."""
+    target = small(name)
+    for m in [*range(1, 35), 47, 63, 65, 95, 97]:
+        p = pose((m, 20, 70), ("row", "packed", "row"), target, dtype=word)[0]
+        k = case(p, seed=m)
+        for s in candidates(p, target)[: 1 + (m % 5 == 0)]:
+            k.check(interpret(lower(s, load_isa(name)), k, 2), s)
+
+
+@pytest.mark.parametrize("post", ["scale", "scale+azero", "scale+azero+bzero+bias"])
+@pytest.mark.parametrize(("name", "word"), SCALED)
+def test_sums_of_tiles_are_scaled(name, word, post):
+    for i, p, found in posed(name, word, post=post):
+        k = case(p, seed=i, floats=True)
+        for s in found[i % 2 :: 2]:
+            k.check(interpret(lower(s, load_isa(name)), k, 2), s)
+
+
+@needs_avx512
+@pytest.mark.parametrize(("name", "word"), [*WORDS, *SCALED])
+def test_built_kernels_are_the_product(name, word):
+    """Operands lie beside pages that cannot be touched, on either side."""
+    more = {"post": "scale+bias"} if (name, word) in SCALED else {}
+    for i, p, found in posed(name, word, **more):
+        for s in found[i % 3 :: 3]:
+            kernel = lower(s, load_isa(name))
+            code = shimmed(kernel)
+            for floats in (False, True) if not more else ():
+                k = case(p, seed=i, floats=floats)
+                k.check(execute(kernel, k, 1 + i % 2, code=code, end=bool(i % 2)), s)
+
+
+@needs_avx512
+@pytest.mark.parametrize("word", ["s8", "u8-s8-s32"])
+def test_extremes_are_exact(word):
+    """No product is shifted, and sums wrap at 2**32."""
+    isa, target = load_isa("amx_int8"), small("amx_int8")
+    p = pose((3, 17, 70_000), ("row", "packed", "row"), target, dtype=word)[0]
+    k = case(p)
+    low, high = np.iinfo(support.numpy_type(p.types[0])).min, np.iinfo(support.numpy_type(p.types[0])).max
+    panels = support.panels_of(np.full((1, p.k, p.n), -128, np.int8), family(p.family))
+    k.b[:] = panels.ravel()
+    for value in (high, low):
+        k.a[:] = value
+        want = np.int64(int(value) * -128 * p.k).astype(np.int32)
+        for s in candidates(p, target):
+            kernel = lower(s, isa)
+            assert (execute(kernel, k, code=shimmed(kernel))[k.c.places()] == want).all(), s
+
+
+@needs_avx512
+@pytest.mark.parametrize("layout", ["row", "col", "any"])
+@pytest.mark.parametrize(("name", "word"), [("amx_bf16", "bf16"), ("amx_int8", "s8")])
+def test_a_weight_is_packed_as_for_vectors(name, word, layout):
+    isa, k, n = load_isa(name), 71, 45
+    atom = isa.atom(word)
+    kept = family(dispatch.family(word, small(name)))
+    assert str(kept) == {"bf16": "bf16x32k2", "s8": "s8x32k4s"}[word]
+    b = np.random.default_rng(0).integers(-128, 128, (1, k, n)).astype(support.numpy_type(atom.b))
+    want = support.panels_of(b, kept).ravel()
+    kernel = lower_pack(isa, word, kept.nr, layout)
+    plain = replace(kernel, isa=replace(isa, flags=isa.base.flags))
+    got = support.packed_by(plain, support.lay(b, layout, 3), want, kept, k, n)
+    valid = support.valid_of(kept, k, n)
+    np.testing.assert_array_equal(got[valid], want[valid])
+
+
+# -- choice -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chip", ["sapphire_rapids", "granite_rapids"])
+@pytest.mark.parametrize(("name", "word"), WORDS)
+def test_tiles_are_chosen_where_they_pay(chip, name, word):
+    target = load_target(chip)
+    kept = dispatch.family(word, target)
+    for b in ("row", "packed"):
+        many = Problem(1024, 1024, 1024, word, b=b, family=kept if b == "packed" else "")
+        assert dispatch.choose(many, target).schedule.isa == name
+    programs = {s.program for s in candidates(many, target)}
+    assert programs == {"tiles", "gemm"}, "one packed weight serves both"
+    one = Problem(1, 4096, 4096, word, b="packed", family=kept)
+    assert {s.program for s in candidates(one, target)} == {"tiles", "gemm"}
+    assert dispatch.choose(replace(one, m=16), target).schedule.isa == name
+
+
+@pytest.mark.parametrize("b", ["row", "packed"])
+def test_one_unit_serves_all_shapes_where_results_must_not_depend_on_them(b):
+    target = load_target("sapphire_rapids")
+    kept = dispatch.family("bf16", target) if b == "packed" else ""
+    shapes = [(1, 64, 64), (3, 1, 4096), (16, 5000, 64), (100, 33, 7), (1024, 1024, 1024)]
+    posed = [Problem(*x, "bf16", b=b, family=kept, deterministic=True) for x in shapes]
+    assert {s.isa for p in posed for s in candidates(p, target)} == {"amx_bf16"}
+    assert {s.isa for s in candidates(Problem(3, 5, 7, "s8", deterministic=True), target)} > {"amx_int8"}
+
+
+@pytest.mark.parametrize("packed", ["s8x8k4s", "s8x24k4s", "s8x16k4s", "s8x48k4s", "s8x96k4s", "s8x128k4s"])
+def test_panels_of_other_widths(packed):
+    """As many tiles side by side as there are registers for; none for half a tile."""
+    target, p = small("amx_int8"), Problem(19, 150, 70, "s8", b="packed", family=packed)
+    if family(packed).nr not in (16, 48, 96):
+        with pytest.raises(ScheduleError):
+            candidates(p, target)
+        return
+    for s in candidates(p, target):
+        k = case(p)
+        k.check(interpret(lower(s, target.isas[0]), k), s)
+
+
+def test_types_that_tiles_do_not_multiply_go_to_vectors():
+    for word in ("f32", "f16", "f32-bf16-f32", "bf16-s8-bf16", "bf16-u4-bf16"):
+        assert not any(load_isa(name).atom(word) for name in ISAS), word
+    assert not load_isa("amx_bf16").atom("s8")
+    assert not load_isa("amx_int8").atom("bf16")
+
+
+@pytest.mark.parametrize(("name", "word"), WORDS)
+def test_schedules_read_back(name, word):
+    for _, _, found in posed(name, word):
+        assert all(parse(spell(s)) == s for s in found)
+
+
+# -- measuring --------------------------------------------------------------------
+
+
+@needs_avx512
+@pytest.mark.parametrize(("name", "row"), [(name, atom.name) for name in ISAS for atom in load_isa(name).atoms])
+def test_the_peak_loop_multiplies_every_step(name, row, monkeypatch):
+    isa = load_isa(name)
+    atom = isa.word(row)
+    found = probe.peak(isa, atom)
+    steps, kr, rng = 6, atom.k_pack, np.random.default_rng(0)
+    types = [support.numpy_type(x) for x in (atom.a, atom.b, atom.acc)]
+    sizes = (found.a * steps * kr, found.b * steps * kr, found.c)
+    a, b, c = (rng.integers(0, 9, n).astype(t) for n, t in zip(sizes, types, strict=True))
+    before = c.reshape(2, 2, 16, 16).astype(float)
+    seen = [i % probe.TILE_STEPS for i in range(steps)]
+    wide_a = a.reshape(steps, 2, 16, 16 * kr)[seen].astype(float)
+    wide_b = b.reshape(steps, 2, 16, 16, kr)[seen].transpose(0, 1, 2, 4, 3).reshape(steps, 2, 16 * kr, 16).astype(float)
+    want = before + 3 * np.einsum("srik,scko->rcio", wide_a, wide_b)
+    text = SHIM + source(found.kernel)
+    flags = tuple(x for x in isa.flags if "amx" not in x)
+    shim = partial(build, text, flags=flags, name=found.kernel.name)
+    monkeypatch.setattr(building, "build", lambda *_args, **_more: shim())
+    calibrate._open(found).start(3, steps, a, b, c)
+    np.testing.assert_array_equal(c.reshape(2, 2, 16, 16), want)
+    assert found.flops == 2 * found.c * atom.k
+
+
+# -- strictness -------------------------------------------------------------------
+
+
+def without(kernel, which):
+    """A kernel that leaves out configuring its tiles, or giving them up."""
+
+    def keeps(s):
+        return not isinstance(s, Configure) or bool(s.rows) != (which == "configure")
+
+    def one(s):
+        if hasattr(s, "function"):
+            return replace(s, function=changed(s.function))
+        if isinstance(s, If):
+            return replace(s, then=body(s.then), orelse=body(s.orelse))
+        return replace(s, body=body(s.body)) if hasattr(s, "body") else s
+
+    def body(statements):
+        return tuple(one(s) for s in statements if keeps(s))
+
+    def changed(f):
+        return replace(f, body=body(f.body))
+
+    return replace(kernel, entry=changed(kernel.entry))
+
+
+@pytest.mark.parametrize(("which", "error"), [("configure", KeyError), ("release", ValueError)])
+def test_the_interpreter_knows_what_tiles_are_configured(which, error):
+    target = small("amx_int8")
+    p = Problem(40, 40, 80, "s8")
+    kernel = lower(candidates(p, target)[0], target.isas[0])
+    with pytest.raises(error):
+        interpret(without(kernel, which), case(p))
+
+
+@pytest.mark.parametrize("operand", ["a", "b"])
+def test_the_interpreter_guards_what_tiles_read(operand):
+    target = small("amx_bf16")
+    p = pose((20, 20, 40), ("row", "packed", "row"), target, dtype="bf16")[-1]
+    k = case(p)
+    kernel = lower(candidates(p, target)[0], target.isas[0])
+    short = replace(k, **{operand: getattr(k, operand)[: -1 if operand == "a" else -64]})
+    with pytest.raises(IndexError):
+        interpret(kernel, short)
+
+
+# -- machine code -----------------------------------------------------------------
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="no cross compiler for x86_64")
+@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+@pytest.mark.parametrize(("name", "word"), WORDS)
+def test_compilers_have_no_complaint_and_multiply_in_the_loop(name, word, compiler, monkeypatch):
+    monkeypatch.setenv("CC", support.require(compiler))
+    isa = load_isa(name)
+    mac = {"bf16": "tdpbf16ps", "s8": "tdpbssd", "u8-s8-s32": "tdpbusd"}[word if "f32" not in word else "bf16"]
+    seen = {}
+    for _, _, found in posed(name, word):
+        for s in found:
+            seen.setdefault((s.mr, s.nr, s.panels), s)
+    assert seen.keys() == SHAPES
+    for s in seen.values():
+        kernel = lower(s, isa)
+        artifact = build(
+            source(kernel), flags=(*isa.flags, *test_compiles.WARNINGS), arch=platform.machine(), name=kernel.name
+        )
+        listing = test_compiles.listing(str(artifact.path), platform.machine())
+        for function, instructions in listing.items():
+            if function.startswith("ukr_"):
+                loops = test_compiles.loops_of(instructions, re.compile(mac))
+                assert len(loops) == 1, (function, s)
+                rows, columns = (int(x) for x in re.findall(r"\d+", function)[:2])
+                said = " ".join(loops[0])
+                assert said.count(mac) == rows * columns
+                assert said.count("tileloadd") == rows + columns
+                assert not [x for x in loops[0] if test_compiles.STACK.search(x)], function
+        text = " ".join(x for instructions in listing.values() for _, x in instructions)
+        assert "ldtilecfg" in text
+        assert "tilerelease" in text
+
+
+def test_a_micro_kernel_keeps_its_tiles_apart():
+    """No number serves two of C, A and B."""
+    for name, word in WORDS:
+        for _, _, found in posed(name, word):
+            for s in found:
+                kernel = lower(s, load_isa(name))
+                for f in functions_of(kernel.entry):
+                    words = [x for x in walk(f.body) if getattr(x, "name", "") in ("mac", "load_a", "load_b")]
+                    c, a, b = ({x.d for x in words if x.name == name} for name in ("mac", "load_a", "load_b"))
+                    if any(x.name == "mac" and x.d.isdigit() for x in words):
+                        assert len(c) + len(a) + len(b) == len(c | a | b)
+                        assert {int(x) for x in c | a | b} <= set(range(8))
+
+
+def functions_of(f: Function):
+    yield f
+    for s in walk(f.body):
+        if hasattr(s, "function"):
+            yield from functions_of(s.function)
