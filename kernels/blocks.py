@@ -240,6 +240,14 @@ class Blocks:
         a_k = const(1) if s.a == "row" else var("a_k")
         return self.operand("a", row * a_m + unit * (a_k * s.kr)), a_m, a_k
 
+    def unpacked_a(self) -> tuple[Ptr, Index, Index]:
+        """The slice of A that is to be packed, and its strides."""
+        row = var("row") + var("r")
+        if self.s.source:
+            return self.left(row, self.pc)
+        a_m, a_k = var("a_m"), var("a_k")
+        return self.operand("a", row * a_m + self.pc * (a_k * self.s.kr)), a_m, a_k
+
     def private(self) -> Ptr:
         """This worker's scratch: a panel of B, then a block of A, then sums."""
         return Ptr("work", self.shared_size + var("worker") * self.own_size)

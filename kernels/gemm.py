@@ -255,14 +255,8 @@ class Gemm(Blocks):
         if not s.pack_a:
             return ()
         pack = packing.pack_a(self.isa, self.atom, s.mr, s.a, s.types[0])
-        row = var("row") + var("r")
-        if s.source:
-            source, a_m, a_k = self.left(row, self.pc)
-        else:
-            a_m, a_k = var("a_m"), var("a_k")
-            source = self.operand("a", row * a_m + self.pc * (a_k * s.kr))
         elements = (self.filled(self.pc, var("kd")),) if s.kr > 1 else ()
-        args = (var("kd"), *elements, var("h"), source, a_m, a_k, Ptr("ap", var("r") * var("kd")))
+        args = (var("kd"), *elements, var("h"), *self.unpacked_a(), Ptr("ap", var("r") * var("kd")))
         loop = For("i", const(0), var("slices"), const(1), (*self.slice_(), Call(pack, args)))
         return (LetPtr("ap", self.private() + self.b_size, self.atom.left), loop)
 

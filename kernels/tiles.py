@@ -165,8 +165,7 @@ class _Tiles(Gemm):
         """Pack the block of A, slice by slice."""
         s = self.s
         pack = pack_lines(self.isa, self.atom, self.lines, s.a, s.types[0])
-        source = self.operand("a", (var("row") + var("r")) * var("a_m") + self.pc * (var("a_k") * s.kr))
-        args = (self.filled(self.pc, var("kd")), var("h"), TALL, source, var("a_m"), var("a_k"), self.slice_of_a())
+        args = (self.filled(self.pc, var("kd")), var("h"), TALL, *self.unpacked_a(), self.slice_of_a())
         loop = For("i", const(0), var("slices"), const(1), (*self.slice_(), Call(pack, args)))
         return (LetPtr("ap", self.private() + self.b_size, self.atom.left), loop)
 

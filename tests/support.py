@@ -221,6 +221,8 @@ def case(p: Problem, seed: int = 0, *, floats: bool = False, shared: str = "") -
     types = [numpy_type(x) for x in p.types]
     if p.b == "codes":
         types[1] = np.dtype(np.float64)
+    if p.source:
+        types[0] = numpy_type(p.source)
 
     def draw(name: str, dtype: np.dtype, rows: int, cols: int) -> np.ndarray:
         shape = (1 if name == shared else p.batch, rows, cols)
@@ -255,6 +257,9 @@ def case(p: Problem, seed: int = 0, *, floats: bool = False, shared: str = "") -
     fields |= {"b_batch": 0 if shared == "b" else item}
     fields |= {"c_m": c.row, "c_n": c.col, "c_batch": c.item}
     wide_x, wide_y = x.astype(np.float64), y.astype(np.float64)
+    if p.source:
+        x, rows = by_rows(x)
+        wide_x = x.astype(np.float64)
     want = wide_x @ wide_y
     vectors, want = quantised(p, x, y, rng) if p.post else ({}, want)
     eps, out = BY_NAME[p.acc].eps, BY_NAME[p.types[2]].eps
@@ -263,10 +268,23 @@ def case(p: Problem, seed: int = 0, *, floats: bool = False, shared: str = "") -
     # Each of k multiply-adds rounds at most twice, the result once: Higham, Accuracy and Stability, section 3.1.
     bound = 2 * (p.k + 1) * eps * (np.abs(wide_x) @ np.abs(wide_y)) if floats else np.zeros(1)
     bound = bound + (out * (np.abs(want) + bound) if floats and p.types[2] != p.acc else 0)
+    if p.source:  # scales of rows come from the rows
+        size = np.abs(want := want / vectors["a_scale"][:, None] * rows[:, None]) if "bias" not in p.post else None
+        assert size is not None, "a bias is not scaled by rows"
+        vectors["size"] = size
+        vectors["a_scale"] = np.full_like(vectors["a_scale"], np.nan)
     if p.post:  # three roundings in f32, one to the result
         bound = 2.0**-21 * vectors.pop("size") + out * np.abs(want) + (0.5001 if not out else 0)
         want = want if out else np.clip(want, np.iinfo(types[2]).min, np.iinfo(types[2]).max)
     return Case(p, fields, a.flat, a.offset, flat, offset, c, want, bound, vectors)
+
+
+def by_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of floats as codes, and their scales."""
+    wide = x.astype(np.float32)
+    most = np.abs(wide).max(axis=-1)
+    inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most > 0)
+    return np.rint(wide * inverse[..., None]).astype(np.int8), (most / np.float32(127))[0].astype(np.float64)
 
 
 def folded(p: Problem, rng: Any) -> tuple[np.ndarray, int, np.ndarray]:

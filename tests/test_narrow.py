@@ -91,6 +91,22 @@ def test_sums_are_scaled(name, word, post):
             k.check(interpret(lower(s, target.isa(s.isa)), k, 2, shuffle=i), s)
 
 
+@pytest.mark.parametrize("source", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize("name", [x for x in EVERY_ISA if load_isa(x).atom("s8-s8-f32")])
+def test_rows_are_quantised_on_the_way(name, source):
+    target = small(name)
+    isa = target.isas[0]
+    lanes = isa.atom("s8-s8-f32").n
+    for i, size in enumerate(sizes(lanes)):
+        layout = ("row", "packed", "col")[i % 3]
+        p = posed(target, "s8-s8-f32", ("row", layout, "row"), size, post="scale", source=source)[-1]
+        k = case(p, seed=i, floats=True)
+        found = candidates(p, target)
+        for s in found[i % 3 :: 3]:
+            kernel = lower(s, isa)
+            k.check(interpret(kernel, k, 1 + i % 3, shuffle=i), s)
+
+
 @pytest.mark.parametrize(("name", "word"), CODES)
 @pytest.mark.parametrize("group", [0, 8, 32])
 def test_codes_are_multiplied(name, word, group):
