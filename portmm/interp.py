@@ -123,7 +123,7 @@ def _view(array: np.ndarray, at: int, name: str) -> Typed:
 
 
 def converted(x: np.ndarray, memory: str, register: str) -> np.ndarray:
-    """Elements of one type as those of another: see `target.Transfer`."""
+    """Elements of one type as those of another: see `isa.Transfer`."""
     m, r = (BY_NAME[n].base or n for n in (memory, register))
     if m == r:
         return x

@@ -1,8 +1,8 @@
-"""What a machine is: atoms, ISAs, memory levels.
+"""What a machine is: instruction sets, memory levels, rates.
 
 Owns the records that describe a machine, what makes one well-formed, and the
-loader that reads them from TOML. May import `dtype`, `errors`, `schema`. Pure: it never looks at the host;
-that is `detect`'s work.
+loader that reads them from TOML. May import `errors`, `isa`, `schema`. Pure: it
+never looks at the host; that is `detect`'s work.
 """
 
 from __future__ import annotations
@@ -13,309 +13,30 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from portmm.dtype import BY_NAME, accumulator, types, unit
 from portmm.errors import TargetError
-from portmm.schema import parse, placeholders, record, require
+from portmm.isa import Atom, Isa, Transfer, check_atom, check_transfer
+from portmm.schema import parse, record, require
+
+__all__ = [
+    "Atom",
+    "CloudFamily",
+    "Isa",
+    "Match",
+    "MemoryLevel",
+    "Target",
+    "Transfer",
+    "chips_mentioning",
+    "clouds",
+    "described",
+    "families_of",
+    "load_isa",
+    "load_target",
+    "names",
+    "parse_isa",
+    "parse_target",
+]
 
 ARCHS = ("x86_64", "aarch64", "any")
-# What each row of the vocabulary may mention.
-PLACEHOLDERS = {
-    "zero": {"d"},
-    "load_a": {"d", "p", "step"},
-    "load_b": {"d", "p", "step"},
-    "mac": {"d", "a", "b"},
-    "load_c": {"d", "p", "step"},
-    "store": {"d", "p", "step"},
-    "mask": {"d", "count"},
-    "load_mask": {"d", "p", "mask"},
-    "store_mask": {"d", "p", "mask"},
-    "reduce": {"d", "s"},
-    "ones": {"d"},
-    "unshift": {"d", "b"},
-    "code": {"d", "a", "count"},
-    "amax": {"d", "a"},
-    "configure": {"rows"},
-    "release": set(),
-}
-TRANSFERS = {
-    "load": {"d", "p"},
-    "broadcast": {"d", "p"},
-    "load_mask": {"d", "p", "mask"},
-    "store": {"d", "p"},
-    "store_mask": {"d", "p", "mask"},
-    "rows": {"d", "p", "step"},
-}
-# Verb -> the row of a transfer that spells it.
-_BY_TRANSFER = {
-    "load_a": "broadcast", "load_b": "load", "load_c": "load", "load_mask": "load_mask",
-    "store": "store", "store_mask": "store_mask", "load_rows": "rows",
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Atom:
-    """One multiply-accumulate instruction: its shape and its spelling.
-
-    The *vocabulary* fields are C statements with placeholders: {d} the
-    destination, {a} {b} operands, {p} an element pointer, {mask} a mask
-    register, {count} a number of lanes. An empty string means that the ISA has
-    no such instruction and the generator does without.
-
-    An atom of more than one row multiplies *tiles*, whose registers are no
-    variables of C: their types are empty, {d}, {a} and {b} are numbers, and
-    {step} is how many elements, or units, lie between rows of a tile in memory.
-
-    Attributes:
-        name: unique name, ISA then types.
-        a: element type of the left operand.
-        b: element type of the right operand.
-        acc: element type of the accumulator.
-        m: rows of the accumulator tile.
-        n: columns of the accumulator tile.
-        k: depth of one step.
-        k_pack: elements of k that sit side by side in a fragment (KR).
-        latency: cycles from one mac to the next that depends on it.
-        a_type: C type of a left fragment.
-        b_type: C type of a right fragment.
-        acc_type: C type of an accumulator.
-        mask_type: C type of a lane mask, empty without masks.
-        zero: clear an accumulator.
-        load_a: load a left fragment (a broadcast for vector units).
-        load_b: load a right fragment.
-        mac: {d} += {a} . {b}.
-        load_c: load an accumulator.
-        store: store an accumulator.
-        mask: make a mask that keeps the first {count} lanes.
-        load_mask: load the kept lanes, zero the others, touch no other byte.
-        store_mask: store the kept lanes, touch no other byte.
-        mask_free: a masked access costs no more than a whole one.
-        reduce: {s} = sum of the lanes of {d}; empty: through memory.
-        ones: {d} = a left fragment of ones; for integers, whose B is summed by columns.
-        unshift: take the sums {b} of the columns of B from {d}, 128 times: what
-            an A of the other signedness, shifted to this atom's, has added.
-        amax: {d} = the larger of {d} and the magnitude of {a}, lane by lane; a NaN stays.
-        code: {d} = the four bits of each 32-bit lane of {a} from bit {count} on, as numbers.
-        configure: give the tiles {rows} rows, a number for each of them, and clear them.
-        release: give all tiles up.
-    """
-
-    name: str
-    a: str
-    b: str
-    acc: str
-    m: int
-    n: int
-    k: int
-    a_type: str
-    b_type: str
-    acc_type: str
-    zero: str
-    load_a: str
-    load_b: str
-    mac: str
-    load_c: str
-    store: str
-    k_pack: int = 1
-    latency: int = 4
-    mask_type: str = ""
-    mask: str = ""
-    load_mask: str = ""
-    store_mask: str = ""
-    mask_free: bool = False
-    reduce: str = ""
-    ones: str = ""
-    unshift: str = ""
-    code: str = ""
-    amax: str = ""
-    configure: str = ""
-    release: str = ""
-
-    @property
-    def deep(self) -> int:
-        """Units of k in one step."""
-        return self.k // self.k_pack
-
-    @property
-    def left(self) -> str:
-        """What a left fragment holds: elements, or units of `k_pack` of them."""
-        return unit(self.a, self.k_pack)
-
-    @property
-    def right(self) -> str:
-        """What a right fragment holds."""
-        return unit(self.b, self.k_pack)
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """How elements of one type in memory come to be elements of another in a register, and back.
-
-    Rounding is to nearest even. Floats become integers saturated. An s8 becomes
-    a u8 by adding 128, which the program makes good for. Of the statements below
-    those that are absent cannot be done.
-
-    Attributes:
-        memory: the type, or unit, in memory.
-        register: the type, or unit, in a register.
-        n: lanes of the register.
-        load: {d} = n of them.
-        broadcast: {d} = a left fragment of one of them.
-        load_mask: load the kept lanes, zero the others, touch no other byte.
-        store: n of them from {d}.
-        store_mask: store the kept lanes, touch no other byte.
-        rows: {d} = n units, each of elements that lie {step} apart, one below the other.
-    """
-
-    memory: str
-    register: str
-    n: int
-    load: str = ""
-    broadcast: str = ""
-    load_mask: str = ""
-    store: str = ""
-    store_mask: str = ""
-    rows: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Isa:
-    """An instruction set: what it needs, how to ask a compiler for it, its atoms.
-
-    Attributes:
-        name: unique name, the file's stem.
-        title: for people.
-        arch: "x86_64", "aarch64", or "any".
-        features: names, as the host's detector spells them, that must all be present.
-        flags: compiler flags, one per feature, never a CPU model.
-        registers: vector registers for a micro-kernel's operands and sums (scalar FP registers for scalar C).
-        vector_bytes: width of a register.
-        shuffles: vectors are GNU C vectors, so `__builtin_shuffle` applies.
-        preamble: C declarations that the vocabulary uses.
-        source: manual the facts come from.
-        atoms: its multiply-accumulate instructions.
-        transfers: its conversions between memory and registers.
-        base: the ISA that it adds to: flags, features and preamble are both their own.
-    """
-
-    name: str
-    title: str
-    arch: str
-    features: tuple[str, ...]
-    flags: tuple[str, ...]
-    registers: int
-    vector_bytes: int
-    shuffles: bool
-    preamble: str
-    source: str
-    atoms: tuple[Atom, ...]
-    transfers: tuple[Transfer, ...] = ()
-    base: Isa | None = None
-
-    @property
-    def below(self) -> tuple[Isa, ...]:
-        """The ISAs that it adds to, nearest first."""
-        return (self.base, *self.base.below) if self.base else ()
-
-    def word(self, name: str) -> Atom:
-        """The atom called `name`, of this ISA or of one that it adds to."""
-        own = next((t for t in self.atoms if t.name == name), None)
-        if own is None and self.base is None:
-            raise TargetError(f"{self.name} has no atom called {name!r}")
-        return own or self.base.word(name)  # type: ignore[union-attr]
-
-    def transfer(self, memory: str, register: str, n: int) -> Transfer | None:
-        """The conversion between a type in memory and one in registers of `n` lanes."""
-        own = next((t for t in self.transfers if (t.memory, t.register, t.n) == (memory, register, n)), None)
-        return own or (self.base.transfer(memory, register, n) if self.base else None)
-
-    def spelling(self, atom: Atom, verb: str, memory: str = "", register: str = "") -> str:
-        """The text of a verb for a type in memory; empty if this ISA cannot do it.
-
-        Args:
-            atom: whose vocabulary.
-            verb: its word.
-            memory: the type of what lies at the address; "" for what the verb expects.
-            register: the type of the register; "" for what the verb expects.
-        """
-        text: str = getattr(atom, verb, "")
-        row = _BY_TRANSFER.get(verb)
-        if row is None or not memory:
-            return text
-        expected = {"load_a": atom.left, "load_b": atom.right, "load_mask": atom.right, "load_rows": atom.right}
-        register = register or expected.get(verb, atom.acc)
-        if text and _raw(memory, register):
-            return text
-        found = self.transfer(memory, register, atom.n)
-        return str(getattr(found, row)) if found else ""
-
-    def _serves(self, atom: Atom, dtype: str) -> bool:
-        """The atom sums what products of these types are summed in, and can be given them."""
-        a, b, c = types(dtype)
-        if accumulator(a, b) != atom.acc:
-            return False
-        if a == b == c == atom.a == atom.b and atom.m == 1:
-            return True
-        if atom.m > 1:
-            lines = self.by_lines(atom)
-            return (a, b) == (atom.a, atom.b) and lines is not None and self._becomes(lines, c)
-        kr = atom.k_pack
-        if b == "u4":
-            whole = self.vector("s32", atom.n)
-            reads = atom.code and whole and self.spelling(atom, "load_b", a, atom.left)
-            return bool(reads) and bool(self.spelling(atom, "store", c))
-        if not {unit(a, kr), unit(b, kr)} <= BY_NAME.keys():
-            return False
-        return (
-            bool(self.spelling(atom, "load_b", unit(b, kr)))
-            and bool(self.spelling(atom, "load_b", unit(a, kr), atom.left))
-            and self._becomes(atom, c)
-        )
-
-    def _becomes(self, atom: Atom, c: str) -> bool:
-        """Sums of this atom can be stored as `c`."""
-        return self._scales(atom.n, c) if atom.acc == "s32" != c else bool(self.spelling(atom, "store", c))
-
-    def by_lines(self, atom: Atom) -> Atom | None:
-        """The atom whose registers hold a line of this one's operands and sums: for tiles, one of an ISA below."""
-        if atom.m == 1:
-            return atom
-        kind = (1, atom.b, atom.acc, atom.n, atom.k_pack)
-        alike = (t for t in self.atoms if (t.m, t.b, t.acc, t.n, t.k_pack) == kind)
-        return next(alike, None) or (self.base.by_lines(atom) if self.base else None)
-
-    def vector(self, dtype: str, n: int) -> Atom | None:
-        """The atom that multiplies `n` lanes of a type by lanes of that type."""
-        own = (t for t in self.atoms if t.a == t.b == t.acc == dtype and t.n == n and t.k_pack == 1)
-        return next(own, None) or (self.base.vector(dtype, n) if self.base else None)
-
-    def quantises(self, atom: Atom, source: str) -> Atom | None:
-        """What turns rows of `source` into codes beside an atom for integers, or None."""
-        real = self.vector("f32", atom.n)
-        if real is None or not real.amax or not self.spelling(real, "load_b", source):
-            return None
-        return real if self.spelling(real, "store", "s8") else None
-
-    def _scales(self, n: int, c: str) -> bool:
-        """Integer sums can be scaled in vectors of `n` lanes and stored as `c`."""
-        whole, real = self.vector("s32", n), self.vector("f32", n)
-        return bool(whole and real and self.spelling(real, "load_c", "s32") and self.spelling(real, "store", c))
-
-    def atom(self, dtype: str, lanes: int = 0) -> Atom | None:
-        """The atom for a product of these types: the first, or the one with that many lanes."""
-        return next((t for t in self.atoms if lanes in (0, t.n) and self._serves(t, dtype)), None)
-
-    def narrower(self, dtype: str, n: int) -> Atom | None:
-        """The narrowest atom that covers `n` columns at once, if it is not the first."""
-        first = self.atom(dtype)
-        fits = [t for t in self.atoms if n <= t.n and self._serves(t, dtype)]
-        best = min(fits, key=lambda t: t.n, default=None)
-        return None if best is first else best
-
-
-def _raw(memory: str, register: str) -> bool:
-    """Bits go to and fro as they are: one type, or a unit in a lane of the accumulator's."""
-    m, r = BY_NAME[memory], BY_NAME[register]
-    return memory == register or (m.bytes == r.bytes and (m.pack > 1) != (r.pack > 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,33 +158,6 @@ class CloudFamily:
     source: str
 
 
-def _check_atom(atom: Atom, where: str) -> Atom:
-    where = f"{where} {atom.name}"
-    for name in (atom.a, atom.b, atom.acc):
-        require(name in BY_NAME, where, f"element type {name!r} is unknown; use one of {', '.join(BY_NAME)}")
-    for name in ("m", "n", "k", "k_pack", "latency"):
-        require(getattr(atom, name) > 0, where, f"{name} must be positive, got {getattr(atom, name)}")
-    for row, allowed in PLACEHOLDERS.items():
-        strange = sorted(placeholders(getattr(atom, row), f"{where}: {row}") - allowed)
-        require(not strange, where, f"row {row!r} mentions {strange}; it may mention {sorted(allowed)}")
-    masks = {bool(x) for x in (atom.mask_type, atom.mask, atom.load_mask, atom.store_mask)}
-    require(len(masks) == 1, where, "mask_type, mask, load_mask and store_mask come together or not at all")
-    tiles = {atom.m > 1, bool(atom.configure), bool(atom.release)}
-    require(len(tiles) == 1, where, "an m above 1, configure and release come together or not at all")
-    return atom
-
-
-def _check_transfer(transfer: Transfer, where: str) -> Transfer:
-    where = f"{where} {transfer.memory} to {transfer.register}"
-    for name in (transfer.memory, transfer.register):
-        require(name in BY_NAME, where, f"element type {name!r} is unknown")
-    require(transfer.n > 0, where, f"n must be positive, got {transfer.n}")
-    for row, allowed in TRANSFERS.items():
-        strange = sorted(placeholders(getattr(transfer, row), f"{where}: {row}") - allowed)
-        require(not strange, where, f"row {row!r} mentions {strange}; it may mention {sorted(allowed)}")
-    return transfer
-
-
 def _check_level(level: MemoryLevel, where: str) -> MemoryLevel:
     where = f"{where} {level.name}"
     require(level.bytes > 0, where, f"bytes must be positive, got {level.bytes}")
@@ -509,9 +203,9 @@ def parse_isa(table: dict[str, Any], where: str) -> Isa:
     """Build an `Isa` from a parsed TOML file; `where` names it in errors."""
     if "isa" not in table or "atom" not in table:
         raise TargetError(f"{where}: needs an [isa] table and at least one [[atom]]")
-    atoms = tuple(_check_atom(record(Atom, row, f"{where}: atom"), f"{where}: atom") for row in table["atom"])
+    atoms = tuple(check_atom(record(Atom, row, f"{where}: atom"), f"{where}: atom") for row in table["atom"])
     moves = tuple(
-        _check_transfer(record(Transfer, row, f"{where}: transfer"), f"{where}: transfer")
+        check_transfer(record(Transfer, row, f"{where}: transfer"), f"{where}: transfer")
         for row in table.get("transfer", [])
     )
     isa = _on_base(dict(table["isa"]), atoms, moves, where)

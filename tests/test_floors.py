@@ -13,7 +13,7 @@ import pytest
 # By module, or by package for all in it; "." is portmm/__init__.py.
 FLOORS = {
     0: "abi coords dtype errors expr formats naming problem quantized targets tensorfile version",  # what is computed
-    1: "schema target",  # what it runs on
+    1: "isa schema target",  # what it runs on
     2: "candidates cost schedule",  # legal tiles and predicted time
     3: "interp ir kernels lower probe",  # loops and their meaning
     4: "emit",  # loops to text
