@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PREFIXES = (
     "OPENBLAS_", "GOTO_", "MKL_", "ONEDNN_", "DNNL_", "BLIS_", "BLI_", "LIBXSMM_", "OMP_", "KMP_", "GOMP_",
-    "NVPL_", "ATEN_", "TORCH_", "PORTMM_",
+    "NVPL_", "ATEN_", "TORCH_", "ORT_", "PORTMM_",
 )  # fmt: skip
 # Kernels stay cached where the user put them.
 KEPT = ("PORTMM_CACHE",)
