@@ -143,7 +143,7 @@ def decoding(isa: Isa, atom: Atom, kept: Family, s: Shape) -> Function:
                 Verb("mac", acc_of(i, v), f"t{i}", f"o{v}"),
             )
     loop = For("g", const(0), ceil_div(units, long) if kept.group else const(1), const(1), group)
-    start = (*(Verb("zero", acc_of(i, v)) for i, v in cells), loop)
+    start: tuple[Stmt, ...] = (*(Verb("zero", acc_of(i, v)) for i, v in cells), loop)
     end: tuple[Stmt, ...] = write_back(atom, s, edge=True)
     if not atom.mask_free:
         end = (If(var("columns").lt(nr), end, write_back(atom, s, edge=False)),)

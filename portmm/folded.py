@@ -159,13 +159,21 @@ def product(a: Any, w: Folded, out: Any, routed: Callable[[Problem], Any], dense
     left = arrays.as_operand(a, "a")
     key = (left.shape, left.strides, left.dtype, settings.current(), settings.limit())
     found = w._calls.get(key)  # noqa: SLF001 - its own
-    if found is None or out is not None or not left.flags.aligned:
+    if found is None or not left.flags.aligned or (out is not None and not _takes(out, found, left)):
         return _product(left, w, out, key, (routed, dense))
     route, numbers, shape, dtype = found
-    result = np.empty(shape, dtype)
+    result = np.empty(shape, dtype) if out is None else out
     at, c = left.__array_interface__["data"][0], result.__array_interface__["data"][0]
     runtime().execute(route, *numbers[:4], at, *numbers[5:12], c, *numbers[13:])
     return result
+
+
+def _takes(out: Any, found: Any, left: Array) -> bool:
+    """Whether a remembered call can write to `out`."""
+    if type(out) is not np.ndarray or out.shape != found[2] or out.dtype != found[3]:
+        return False
+    flags = out.flags
+    return bool(flags.c_contiguous and flags.aligned and flags.writeable and not np.may_share_memory(out, left))
 
 
 def _product(left: Array, w: Folded, out: Any, key: Any, ways: tuple[Callable[..., Any], Callable[..., Any]]) -> Any:

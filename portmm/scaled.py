@@ -8,6 +8,7 @@ to the vectors that a kernel's last step reads (kernels/finish.py). Imports
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from portmm.run.host import runtime
 
 PAD = 64
 """Vectors by columns reach to a multiple of this: kernels read whole vectors of them."""
+MOST_ROUTES = 1024
+"""Kernels remembered before starting afresh."""
 
 Array = np.ndarray[Any, Any]
 
@@ -37,6 +40,7 @@ def linear(
     out_zero: int = 0,
     dynamic: bool = False,
     dtype: Any = None,
+    out: Any = None,
 ) -> Any:
     """X . w + bias for quantised operands: values are scale * (code - zero).
 
@@ -59,6 +63,7 @@ def linear(
             magnitude; `w` is then to be packed for int8.
         dtype: float32, float16 or bfloat16; with `out_scale` int8 or uint8. By
             default float32, or the type of `x` with `out_scale`.
+        out: where to put the result, an array of that type.
 
     Returns:
         The result, (..., n), of type `dtype`.
@@ -71,21 +76,32 @@ def linear(
     """
     left = arrays.as_operand(x, "x")
     k = left.shape[-1]
-    rows = np.ascontiguousarray(left).reshape(-1, k) if left.ndim != 2 else left
-    if rows.dtype not in (np.int8, np.uint8) and (np.any(x_zero) or np.any(np.asarray(x_scale) != 1)):
+    rows = left if left.ndim == 2 else np.ascontiguousarray(left).reshape(-1, k)
+    types, source = _types(left.dtype, dtype, requantised=out_scale is not None, dynamic=dynamic)
+    if types[0].kind == "f" and not (_is_default(x_scale, 1) and _is_default(x_zero, 0)):
         raise ValueError(f"x has dtype {left.dtype}: only integer codes have a scale and a zero point")
-    source = arrays.name_of(left.dtype) if dynamic else ""
-    if dynamic and source not in ("f32", "f16", "bf16"):
-        raise TypeError(f"x has dtype {left.dtype}: only float32, float16 and bfloat16 rows are quantised")
-    factor = np.dtype(np.int8) if dynamic else left.dtype
-    weight = _weight(w, factor, k)
-    n = weight.shape[1]
-    types = _types(factor, weight.owner.dtype, dtype, requantised=out_scale is not None)
-    out = np.empty((rows.shape[0], n), types[2])
-    vectors, post = _vectors(rows, n, bias, (x_scale, x_zero, w_scale, w_zero, out_scale, out_zero))
-    if out.size:
-        _run(np.ascontiguousarray(rows) if dynamic else rows, weight, out, types, post, vectors, source)
-    return out.reshape(*left.shape[:-1], n)
+    weight = _weight(w, types[0], k)
+    shape = (*left.shape[:-1], weight.shape[1])
+    result = np.empty(shape, types[2]) if out is None else _checked_out(out, shape, types[2])
+    vectors, post = _vectors(rows, weight.shape[1], bias, (x_scale, x_zero, w_scale, w_zero, out_scale, out_zero))
+    if result.size:
+        direct = result.flags.c_contiguous and (out is None or not np.may_share_memory(out, left))
+        to = result if direct else np.empty(shape, types[2])
+        _run(np.ascontiguousarray(rows) if source else rows, weight, to, types, post, vectors, source)
+        if not direct:
+            result[...] = to
+    return result
+
+
+def _is_default(x: Any, value: int) -> bool:
+    return isinstance(x, (int, float)) and x == value
+
+
+def _checked_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    into = arrays.check_out(out, shape, dtype)
+    if into.dtype != dtype:
+        raise TypeError(f"out has dtype {into.dtype}; the result is {dtype}: say so with dtype=")
+    return into
 
 
 def _weight(w: Any, activations: np.dtype[Any], k: int) -> Any:
@@ -97,14 +113,19 @@ def _weight(w: Any, activations: np.dtype[Any], k: int) -> Any:
     return weight
 
 
-def _types(x: np.dtype[Any], w: np.dtype[Any], dtype: Any, *, requantised: bool) -> arrays.DTypes:
-    usual = x if requantised else np.dtype(np.float32)
-    wanted = usual if dtype is None else np.dtype(dtype)
+@cache
+def _types(x: np.dtype[Any], dtype: Any, *, requantised: bool, dynamic: bool) -> tuple[arrays.DTypes, str]:
+    """The types of the product, and that which rows of A are quantised from."""
+    source = arrays.name_of(x) if dynamic else ""
+    if dynamic and source not in ("f32", "f16", "bf16"):
+        raise TypeError(f"x has dtype {x}: only float32, float16 and bfloat16 rows are quantised")
+    factor = np.dtype(np.int8) if dynamic else x
+    wanted = np.dtype(dtype or (factor if requantised else np.float32))
     allowed = ("s8", "u8") if requantised else ("f32", "f16", "bf16")
     if arrays.name_of(wanted) not in allowed:
         raise TypeError(f"dtype is {wanted}; {'with' if requantised else 'without'} out_scale use one of {allowed}")
-    left, right, _ = arrays.types_of(x, w)
-    return left, right, wanted
+    left, right, _ = arrays.types_of(factor, np.dtype(np.int8))
+    return (left, right, wanted), source
 
 
 def _spread(name: str, given: Any, count: int, dtype: Any, pad: int = 1) -> Array:
@@ -112,6 +133,8 @@ def _spread(name: str, given: Any, count: int, dtype: Any, pad: int = 1) -> Arra
     values = np.asarray(given)
     if values.size not in (1, count):
         raise ValueError(f"{name} has shape {values.shape}; give a number, or {count} of them")
+    if values.shape == (count,) and values.dtype == dtype and count % pad == 0 and values.flags.c_contiguous:
+        return values
     whole = np.zeros(-(-count // pad) * pad, dtype)
     whole[:count] = values.ravel()
     return whole
@@ -119,82 +142,102 @@ def _spread(name: str, given: Any, count: int, dtype: Any, pad: int = 1) -> Arra
 
 def _scales(name: str, given: Any, count: int, pad: int = 1) -> Array:
     found = _spread(name, given, count, np.float32, pad)
-    if not np.isfinite(found).all() or (found < 0).any():
-        raise ValueError(f"{name} must be finite and not negative; it has {found[~(found >= 0)][:1] or found.max()}")
+    # NaN is neither.
+    if count and not (found.min() >= 0 and found.max() < np.inf):
+        raise ValueError(f"{name} must be finite and not negative; it goes from {found.min()} to {found.max()}")
     return found
 
 
-def _zeros(name: str, given: Any, count: int, pad: int = 1) -> Array:
+def _zeros(name: str, given: Any, count: int, pad: int = 1) -> Array | None:
+    """Zero points; None where there are none."""
+    if _is_default(given, 0):
+        return None
     values = np.asarray(given)
     if values.dtype.kind not in "iu" or (values.size and (values.min() < -(1 << 15) or values.max() >= 1 << 15)):
         raise ValueError(f"{name} must be integers that fit 16 bits; got {values.dtype}")
     return _spread(name, values, count, np.int32, pad)
 
 
-def _vectors(rows: Array, n: int, bias: Any, given: tuple[Any, ...]) -> tuple[tuple[Array, ...], str]:
+def _vectors(rows: Array, n: int, bias: Any, given: tuple[Any, ...]) -> tuple[tuple[Array | None, ...], str]:
     """The six vectors of a kernel's last step, and which of its steps there are."""
     x_scale, x_zero, w_scale, w_zero, out_scale, out_zero = given
     m, k = rows.shape
     a_scale, b_scale = _scales("x_scale", x_scale, m), _scales("w_scale", w_scale, n, PAD)
-    shift = _spread("bias", 0 if bias is None else bias, n, np.float32, PAD)
     a_zero, b_zero = _zeros("x_zero", x_zero, m), _zeros("w_zero", w_zero, n, PAD)
+    shift = None
+    if bias is not None or out_scale is not None:
+        shift = _spread("bias", 0 if bias is None else bias, n, np.float32, PAD)
     if out_scale is not None:
         step = _scales("out_scale", out_scale, 1)[0]
         if not step:
             raise ValueError("out_scale is 0; it must be positive")
         a_scale = a_scale / step
-        shift = (shift.astype(np.float64) / step + out_zero).astype(np.float32)
-    words = ["scale"]
-    words += ["azero"] if a_zero.any() else []
-    words += ["bzero"] if b_zero.any() else []
-    words += ["bias"] if shift.any() else []
-    a_sum = np.zeros(m, np.int32)
-    if "bzero" in words:
-        a_sum = -(rows.sum(axis=1, dtype=np.int64) - k * a_zero.astype(np.int64)).astype(np.int32)
-    return (a_scale, b_scale, shift, -a_zero, a_sum, b_zero), "+".join(words)
+        shift = (shift.astype(np.float64) / step + out_zero).astype(np.float32)  # type: ignore[union-attr]
+    a_sum = None
+    if b_zero is not None:
+        a_sum = -(rows.sum(axis=1, dtype=np.int64) - k * (0 if a_zero is None else a_zero.astype(np.int64)))
+        a_sum = a_sum.astype(np.int32)
+    words = ("scale", "azero" * (a_zero is not None), "bzero" * (b_zero is not None), "bias" * (shift is not None))
+    return (a_scale, b_scale, shift, None if a_zero is None else -a_zero, a_sum, b_zero), "+".join(filter(None, words))
 
 
 def _run(  # noqa: PLR0917 - one place calls it
-    rows: Array, weight: Any, out: Array, types: arrays.DTypes, post: str, vectors: tuple[Array, ...], source: str
+    rows: Array,
+    weight: Any,
+    out: Array,
+    types: arrays.DTypes,
+    post: str,
+    vectors: tuple[Array | None, ...],
+    source: str,
 ) -> None:
     left = arrays.canonical(rows, rows.dtype.newbyteorder("=") if source else types[0])
-    m, n = out.shape
-    word = arrays.word(types)
-    deterministic = settings.current().deterministic
-    p = Problem(
-        m,
-        n,
-        rows.shape[1],
-        word,
-        a=left.layout,
-        b="packed",
-        family=weight.family,
-        deterministic=deterministic,
-        post=post,
-        source=source,
-    )
-    if p.acc == "s32" and not family(weight.family).sums:
-        raise ScheduleError(f"w is packed as {weight.family}, for activations of another type: pack it for {types[0]}")
-    if p.k == 0:
-        out[...] = _last(np.zeros((m, n)), vectors, out.dtype)
+    m, k = rows.shape
+    n = weight.shape[1]
+    if k == 0:
+        out[...] = _last(np.zeros(out.shape), vectors, out.dtype)
         return
-    api.begin()
-    try:
-        route = api.route(p)
-    except ScheduleError:  # packed on another machine
-        weight = pack(unpack(weight), activations=types[0])
-        p = replace(p, family=weight.family)
-        route = api.route(p)
-    addresses = [int(x.__array_interface__["data"][0]) for x in (weight.owner, out, *vectors)]
+    route, weight = _route((m, n, k), left.layout, weight, types, post, source)
+    addresses = [0 if x is None else int(x.__array_interface__["data"][0]) for x in (weight.owner, out, *vectors)]
     runtime().execute(
-        route, m, n, p.k, 1, left.address, left.row, left.col, 0,
+        route, m, n, k, 1, left.address, left.row, left.col, 0,
         addresses[0], weight.b_k, weight.b_n, weight.b_batch, addresses[1], n, 1, 0, None, *addresses[2:],
     )  # fmt: skip
 
 
-def _last(sums: Array, vectors: tuple[Array, ...], dtype: np.dtype[Any]) -> Array:
+_routes: dict[Any, Any] = {}
+
+
+def _route(  # noqa: PLR0917 - one place calls it
+    size: tuple[int, int, int], layout: str, weight: Any, types: arrays.DTypes, post: str, source: str
+) -> tuple[Any, Any]:
+    """The kernel for a product, remembered, and the weight as it reads it."""
+    current = settings.current()
+    key = (size, layout, weight.family, types, post, source, current, settings.limit())
+    found = _routes.get(key)
+    if found is not None:
+        return found, weight
+    api.begin()
+    p = Problem(
+        *size, arrays.word(types), a=layout, b="packed", family=weight.family,
+        deterministic=current.deterministic, post=post, source=source,
+    )  # fmt: skip
+    if p.acc == "s32" and not family(weight.family).sums:
+        raise ScheduleError(f"w is packed as {weight.family}, for activations of another type: pack it for {types[0]}")
+    try:
+        found = api.route(p)
+    except ScheduleError:  # packed on another machine
+        again = pack(unpack(weight), activations=types[0])
+        return api.route(replace(p, family=again.family)), again
+    if len(_routes) >= MOST_ROUTES:
+        _routes.clear()
+    _routes[key] = found
+    return found, weight
+
+
+def _last(sums: Array, vectors: tuple[Array | None, ...], dtype: np.dtype[Any]) -> Array:
     """The last step for sums over nothing."""
-    values = sums + vectors[2][: sums.shape[1]]
+    shift = vectors[2]
+    values = sums if shift is None else sums + shift[: sums.shape[-1]]
     if dtype.kind in "iu":
         info = np.iinfo(dtype)
         values = np.clip(np.rint(values), info.min, info.max)

@@ -240,43 +240,53 @@ def case(p: Problem, seed: int = 0, *, floats: bool = False, shared: str = "") -
     a, c = lay(x, p.a, gap), lay(blank, p.c, gap)
     fields = {"m": p.m, "n": p.n, "k": p.k, "batch": p.batch}
     fields |= {"a_m": a.row, "a_k": a.col, "a_batch": 0 if shared == "a" else a.item}
+    flat, offset, item, steps, y = laid_b(p, y, gap, rng)
+    fields |= steps | {"b_batch": 0 if shared == "b" else item}
+    fields |= {"c_m": c.row, "c_n": c.col, "c_batch": c.item}
+    want, bound, vectors = expected(p, x, y, rng, floats=floats)
+    return Case(p, fields, a.flat, a.offset, flat, offset, c, want, bound, vectors)
+
+
+def laid_b(p: Problem, y: np.ndarray, gap: int, rng: Any) -> tuple[np.ndarray, int, int, dict[str, int], np.ndarray]:
+    """B as a problem has it: memory, where it starts, items, strides, and its values."""
     if p.b == "codes":
         flat, offset, y = folded(p, rng)
         kept = family(p.family)
-        fields |= {"b_k": kept.nr, "b_n": kept.panel(p.k)}
-        item = flat.size
-    elif p.b == "packed":
+        return flat, offset, flat.size, {"b_k": kept.nr, "b_n": kept.panel(p.k)}, y
+    if p.b == "packed":
         kept = family(p.family)
         panels = panels_of(y, kept)
-        flat, offset, item = panels.ravel(), 0, panels[0].size // kept.kr
-        fields |= {"b_k": kept.nr, "b_n": panels.shape[2] // kept.kr}
-    else:
-        b = lay(y, p.b, gap)
-        flat, offset, item = b.flat, b.offset, b.item
-        fields |= {"b_k": b.row, "b_n": b.col}
-    fields |= {"b_batch": 0 if shared == "b" else item}
-    fields |= {"c_m": c.row, "c_n": c.col, "c_batch": c.item}
-    wide_x, wide_y = x.astype(np.float64), y.astype(np.float64)
+        return panels.ravel(), 0, panels[0].size // kept.kr, {"b_k": kept.nr, "b_n": panels.shape[2] // kept.kr}, y
+    b = lay(y, p.b, gap)
+    return b.flat, b.offset, b.item, {"b_k": b.row, "b_n": b.col}, y
+
+
+def expected(
+    p: Problem, x: np.ndarray, y: np.ndarray, rng: Any, *, floats: bool
+) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """The exact product, how far from it a result may be, and the vectors of a quantised one."""
+    rows = None
     if p.source:
         x, rows = by_rows(x)
-        wide_x = x.astype(np.float64)
+    wide_x, wide_y = x.astype(np.float64), y.astype(np.float64)
+    to, out = numpy_type(p.types[2]), BY_NAME[p.types[2]].eps
+    if p.post:
+        vectors, want = quantised(p, x, y, rng)
+        size = vectors.pop("size")
+        if rows is not None:  # scales of rows come from the rows
+            assert "bias" not in p.post, "a bias is not scaled by rows"
+            want = want / vectors["a_scale"][:, None] * rows[:, None]
+            size = np.abs(want)
+            vectors["a_scale"] = np.full_like(vectors["a_scale"], np.nan)
+        # Three roundings in f32, one to the result.
+        bound = 2.0**-21 * size + out * np.abs(want) + (0.5001 if not out else 0)
+        return want if out else np.clip(want, np.iinfo(to).min, np.iinfo(to).max), bound, vectors
     want = wide_x @ wide_y
-    vectors, want = quantised(p, x, y, rng) if p.post else ({}, want)
-    eps, out = BY_NAME[p.acc].eps, BY_NAME[p.types[2]].eps
-    if p.types[2] != p.acc or not floats:
-        want = want.astype(types[2]).astype(np.float64) if not floats else want
+    if not floats:
+        return want.astype(to).astype(np.float64), np.zeros(1), {}
     # Each of k multiply-adds rounds at most twice, the result once: Higham, Accuracy and Stability, section 3.1.
-    bound = 2 * (p.k + 1) * eps * (np.abs(wide_x) @ np.abs(wide_y)) if floats else np.zeros(1)
-    bound = bound + (out * (np.abs(want) + bound) if floats and p.types[2] != p.acc else 0)
-    if p.source:  # scales of rows come from the rows
-        size = np.abs(want := want / vectors["a_scale"][:, None] * rows[:, None]) if "bias" not in p.post else None
-        assert size is not None, "a bias is not scaled by rows"
-        vectors["size"] = size
-        vectors["a_scale"] = np.full_like(vectors["a_scale"], np.nan)
-    if p.post:  # three roundings in f32, one to the result
-        bound = 2.0**-21 * vectors.pop("size") + out * np.abs(want) + (0.5001 if not out else 0)
-        want = want if out else np.clip(want, np.iinfo(types[2]).min, np.iinfo(types[2]).max)
-    return Case(p, fields, a.flat, a.offset, flat, offset, c, want, bound, vectors)
+    bound = 2 * (p.k + 1) * BY_NAME[p.acc].eps * (np.abs(wide_x) @ np.abs(wide_y))
+    return want, bound + (out * (np.abs(want) + bound) if p.types[2] != p.acc else 0), {}
 
 
 def by_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
