@@ -9,6 +9,7 @@ cannot express.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ Array = np.ndarray[Any, Any]
 DTypes = tuple[np.dtype[Any], np.dtype[Any], np.dtype[Any]]
 
 
+@lru_cache(maxsize=256)
 def name_of(dtype: np.dtype[Any]) -> str:
     """Portmm's name of a type in any byte order; empty for one that it does not know."""
     return _BY_NUMPY.get(dtype.name, "")
