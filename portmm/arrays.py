@@ -117,6 +117,13 @@ def addressable(array: Array, dtype: np.dtype[Any]) -> bool:
     return array.dtype == dtype and array.flags.aligned and not any(s % dtype.itemsize for s in array.strides)
 
 
+def dense_at(out: Any, dtype: np.dtype[Any], source: Array) -> bool:
+    """A kernel that reads `source` can write a dense result of native `dtype` straight to `out`."""
+    if not isinstance(out, np.ndarray) or not addressable(out, dtype):
+        return False
+    return bool(out.flags.c_contiguous and out.flags.writeable and not np.may_share_memory(out, source))
+
+
 def canonical(array: Array, dtype: np.dtype[Any]) -> Operand:
     """An operand the kernels can read, copied only if it must be."""
     size = dtype.itemsize

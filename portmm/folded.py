@@ -159,21 +159,15 @@ def product(a: Any, w: Folded, out: Any, routed: Callable[[Problem], Any], dense
     left = arrays.as_operand(a, "a")
     key = (left.shape, left.strides, left.dtype, settings.current(), settings.limit())
     found = w._calls.get(key)  # noqa: SLF001 - its own
-    if found is None or not left.flags.aligned or (out is not None and not _takes(out, found, left)):
+    if found is None or not left.flags.aligned:
         return _product(left, w, out, key, (routed, dense))
     route, numbers, shape, dtype = found
+    if out is not None and not (arrays.dense_at(out, dtype, left) and out.shape == shape):
+        return _product(left, w, out, key, (routed, dense))
     result = np.empty(shape, dtype) if out is None else out
     at, c = left.__array_interface__["data"][0], result.__array_interface__["data"][0]
     runtime().execute(route, *numbers[:4], at, *numbers[5:12], c, *numbers[13:])
     return result
-
-
-def _takes(out: Any, found: Any, left: Array) -> bool:
-    """Whether a remembered call can write to `out`."""
-    if type(out) is not np.ndarray or out.shape != found[2] or out.dtype != found[3]:
-        return False
-    flags = out.flags
-    return bool(flags.c_contiguous and flags.aligned and flags.writeable and not np.may_share_memory(out, left))
 
 
 def _product(left: Array, w: Folded, out: Any, key: Any, ways: tuple[Callable[..., Any], Callable[..., Any]]) -> Any:
@@ -188,10 +182,10 @@ def _product(left: Array, w: Folded, out: Any, key: Any, ways: tuple[Callable[..
         raise TypeError(
             f"a has dtype {left.dtype}; a weight of four bits is multiplied by float32, float16 or bfloat16"
         )
-    wanted = arrays.check_out(out, shape, dtype).dtype if out is not None else dtype
+    wanted = arrays.check_out(out, shape, dtype).dtype.newbyteorder("=") if out is not None else dtype
     types = (dtype, np.dtype(np.uint8), wanted if arrays.name_of(wanted) in ("f32", "f16", "bf16") else dtype)
     rows = left if left.ndim == 2 else left.reshape(-1, k)
-    direct = out is not None and out.dtype == types[2] and out.flags.c_contiguous and not np.may_share_memory(out, left)
+    direct = arrays.dense_at(out, types[2], left)
     result = out if direct else np.empty(shape, types[2])
     if result.size:
         if k:

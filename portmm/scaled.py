@@ -49,7 +49,7 @@ def linear(
 
     Args:
         x: int8 or uint8 codes (..., k), or float32, float16 or bfloat16 values,
-            which are multiplied as they are and take no scale or zero point.
+            which take no scale or zero point and are multiplied as they are, or `dynamic`.
         w: int8 codes (k, n), or those packed by `pack` for the dtype of `x`.
             They are packed in every call otherwise.
         bias: (n,), of the result's values; none by default.
@@ -78,17 +78,16 @@ def linear(
     k = left.shape[-1]
     rows = left if left.ndim == 2 else np.ascontiguousarray(left).reshape(-1, k)
     types, source = _types(left.dtype, dtype, requantised=out_scale is not None, dynamic=dynamic)
-    if types[0].kind == "f" and not (_is_default(x_scale, 1) and _is_default(x_zero, 0)):
+    if arrays.name_of(left.dtype) not in ("s8", "u8") and not (_is_default(x_scale, 1) and _is_default(x_zero, 0)):
         raise ValueError(f"x has dtype {left.dtype}: only integer codes have a scale and a zero point")
     weight = _weight(w, types[0], k)
     shape = (*left.shape[:-1], weight.shape[1])
-    result = np.empty(shape, types[2]) if out is None else _checked_out(out, shape, types[2])
+    result = np.empty(shape, dtype or types[2]) if out is None else _checked_out(out, shape, types[2])
     vectors, post = _vectors(rows, weight.shape[1], bias, (x_scale, x_zero, w_scale, w_zero, out_scale, out_zero))
     if result.size:
-        direct = result.flags.c_contiguous and (out is None or not np.may_share_memory(out, left))
-        to = result if direct else np.empty(shape, types[2])
+        to = result if arrays.dense_at(result, types[2], left) else np.empty(shape, types[2])
         _run(np.ascontiguousarray(rows) if source else rows, weight, to, types, post, vectors, source)
-        if not direct:
+        if to is not result:
             result[...] = to
     return result
 
@@ -99,7 +98,7 @@ def _is_default(x: Any, value: int) -> bool:
 
 def _checked_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     into = arrays.check_out(out, shape, dtype)
-    if into.dtype != dtype:
+    if into.dtype.newbyteorder("=") != dtype:
         raise TypeError(f"out has dtype {into.dtype}; the result is {dtype}: say so with dtype=")
     return into
 
@@ -120,7 +119,7 @@ def _types(x: np.dtype[Any], dtype: Any, *, requantised: bool, dynamic: bool) ->
     if dynamic and source not in ("f32", "f16", "bf16"):
         raise TypeError(f"x has dtype {x}: only float32, float16 and bfloat16 rows are quantised")
     factor = np.dtype(np.int8) if dynamic else x
-    wanted = np.dtype(dtype or (factor if requantised else np.float32))
+    wanted = np.dtype(dtype or (factor if requantised else np.float32)).newbyteorder("=")
     allowed = ("s8", "u8") if requantised else ("f32", "f16", "bf16")
     if arrays.name_of(wanted) not in allowed:
         raise TypeError(f"dtype is {wanted}; {'with' if requantised else 'without'} out_scale use one of {allowed}")

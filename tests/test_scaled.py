@@ -102,6 +102,21 @@ def test_float_activations_by_codes_are_exact_in_the_codes():
     np.testing.assert_allclose(got, x.astype(float) @ (w * scale.astype(float)), rtol=1e-5, atol=1e-3)
 
 
+def test_results_go_where_they_are_asked_for():
+    """Other byte order, gaps, an operand's own memory: right, if not written directly."""
+    x, w, bias, _ = operands((6, 8, 6), np.int8)
+    want = pm.linear(x, w, bias)
+    swapped = want.dtype.newbyteorder(">")
+    np.testing.assert_array_equal(pm.linear(x, w, bias, dtype=swapped), want)
+    misaligned = np.zeros(want.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(want.shape)
+    for out in (np.zeros_like(want), np.zeros(want.shape, swapped), np.zeros((6, 16), np.float32)[:, ::2], misaligned):
+        assert pm.linear(x, w, bias, out=out) is out
+        np.testing.assert_array_equal(out, want)
+    floats = np.arange(64, dtype=np.float32).reshape(8, 8)
+    want = pm.linear(floats, np.eye(8, dtype=np.int8))
+    np.testing.assert_array_equal(pm.linear(floats, np.eye(8, dtype=np.int8), out=floats), want)
+
+
 @pytest.mark.parametrize("shape", [(0, 5, 3), (4, 0, 3), (4, 5, 0)])
 def test_nothing_to_sum(shape):
     m, n, k = shape
@@ -134,6 +149,10 @@ def test_leading_dimensions_are_rows():
         ({"dynamic": True}, TypeError, "quantised"),
         ({"x": np.zeros((4, 5), np.int8)}, ValueError, "x has 5 columns"),
         ({"x": np.zeros((4, 6), np.float32), "x_zero": 3}, ValueError, "only integer codes"),
+        ({"x": np.zeros((4, 6), BF16), "x_scale": 3.0}, ValueError, "only integer codes"),
+        ({"x": np.zeros((4, 6), np.float32), "x_zero": 3, "dynamic": True}, ValueError, "only integer codes"),
+        ({"x": np.zeros((4, 6), np.float32), "x_scale": 3.0, "dynamic": True}, ValueError, "only integer codes"),
+        ({"out": np.zeros((4, 8))}, TypeError, "say so with dtype"),
         ({"w": np.zeros((6, 8), np.float32)}, TypeError, "int8"),
         ({"w": np.zeros((6, 8), np.uint8)}, TypeError, "u"),
     ],
