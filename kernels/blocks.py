@@ -14,7 +14,7 @@ from portmm.kernels.packing import line_of, sum_units
 from portmm.candidates import PACK_ROWS, RUN_BYTES
 from portmm.dtype import BY_NAME, CODES_KR
 from portmm.ir import Index, LetPtr, Ptr, ceil_div, const, maximum, minimum, round_up, var
-from portmm.schedule import finishes
+from portmm.schedule import finishes, shifts
 
 if TYPE_CHECKING:
     from portmm.ir import Stmt
@@ -88,9 +88,8 @@ class Blocks:
 
     @property
     def unshifts(self) -> bool:
-        """A is shifted as it is packed, from signed to unsigned or back."""
-        a = self.s.types[0]
-        return self.atom.acc == "s32" and {a, self.atom.a} == {"s8", "u8"}
+        """Micro-kernels take off what a shifted A adds to sums."""
+        return shifts(self.s, self.atom)
 
     @property
     def tail(self) -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from portmm.dtype import BY_NAME, unit
 from portmm.errors import ScheduleError
 from portmm.problem import family
-from portmm.schedule import ALL, Schedule, Tile, finishes, illegal
+from portmm.schedule import ALL, Schedule, Tile, finishes, illegal, shifts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,6 +89,8 @@ def candidates(p: Problem, target: Target) -> list[Schedule]:
     """
     swap = p.c == "col"
     q = p.transposed() if swap else p
+    group = family(p.family).group if p.b == "codes" else 0
+    static = (q.m, q.n, q.k) if p.static else None
     found: dict[Schedule, None] = {}
     for isa, atom in units(q.dtype, target):
         if found and p.deterministic and p.acc != "s32":
@@ -98,8 +100,6 @@ def candidates(p: Problem, target: Target) -> list[Schedule]:
         narrow = isa.narrower(q.dtype, q.n)
         few = (replace(s, lanes=narrow.n) for s in _programs(q, isa, narrow, target)) if narrow else ()
         for s in (*few, *_programs(q, isa, atom, target)):
-            group = family(p.family).group if p.b == "codes" else 0
-            static = (q.m, q.n, q.k) if p.static else None
             one = replace(s, swap=swap, kr=atom.k_pack, post=p.post, group=group, source=p.source, static=static)
             if not illegal(one, p, isa, isa.atom(q.dtype, s.lanes) or atom, target):
                 found.setdefault(one)
@@ -256,7 +256,7 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
                 yield from (s for s in _packings(deep, p, isa, atom) if s.once)
             for s in _packings(base, p, isa, atom):
                 yield s
-                if split and depth > 2 * s.kc and not finishes(s, atom):
+                if split and depth > 2 * s.kc and _adds_up(s, atom):
                     yield replace(s, over="k")
             if _both_in_place(p, isa, atom, nr) and mr <= IN_PLACE_ROWS and p.m <= FEW_ROWS:
                 stream = tuple(replace(t, k=min(t.k, 2 * STREAM_DEPTHS[-1])) for t in base.tiles[1:])
@@ -273,6 +273,11 @@ def _packings(s: Schedule, p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedul
         yield replace(s, pack_a=False)
         if _in_place(p, isa, atom, s.nr):
             yield replace(s, pack_a=False, pack_b=False, once=False)
+
+
+def _adds_up(s: Schedule, atom: Atom) -> bool:
+    """C over all of k is the sum of what runs of k give: nothing is done to it once, at the start or the end."""
+    return not (finishes(s, atom) or shifts(s, atom))
 
 
 def _a_in_place(p: Problem, isa: Isa, atom: Atom) -> bool:
@@ -335,7 +340,7 @@ def _streamed(base: Schedule, p: Problem, isa: Isa, atom: Atom, rows_ahead: int)
         tiles = _tiles(p.m, nr, kc, ALL, ALL)
         s = replace(base, tiles=tiles, pack_a=False, pack_b=False, prefetch=rows_ahead)
         yield s
-        if not p.deterministic and p.k > SPLIT_STEPS * kc and not finishes(s, atom):
+        if not p.deterministic and p.k > SPLIT_STEPS * kc and _adds_up(s, atom):
             yield replace(s, over="k")
 
 

@@ -164,11 +164,13 @@ class Schedule:
 
 
 def finishes(s: Schedule, atom: Atom) -> bool:
-    """Whether sums are not yet elements of C: another type, whole tiles, or an A that was shifted into the atom's."""
-    a, _, c = s.types
-    if s.program == "tiles" or s.post or c != atom.acc:
-        return True
-    return atom.acc == "s32" and {a, atom.a} == {"s8", "u8"}
+    """Whether sums are not yet elements of C: scaled, of another type, or whole tiles."""
+    return s.program == "tiles" or bool(s.post) or s.types[2] != atom.acc
+
+
+def shifts(s: Schedule, atom: Atom) -> bool:
+    """Whether A is shifted by 128 as it is packed, from signed to unsigned or back."""
+    return atom.acc == "s32" and {s.types[0], atom.a} == {"s8", "u8"}
 
 
 def registers(s: Schedule, atom: Atom) -> int:

@@ -153,6 +153,18 @@ def test_packing_once_needs_threads_that_share_tiles(changes):
         lower(replace(s, **changes), isa)
 
 
+def test_runs_of_k_are_shared_where_their_sums_add_up():
+    """What is taken off a shifted A is the sum over all of a column: once, not once a run."""
+    target = load_target("zen4")
+
+    def shared(dtype):
+        return {s.isa for s in candidates(Problem(100, 16, 100000, dtype), target) if s.over == "k"}
+
+    assert shared("u8-s8-s32") == {"avx512vnni", "avx512"}
+    assert shared("s8-s8-s32") == {"avx512"}  # which multiplies s8 as it is
+    assert not shared("bf16")
+
+
 def test_a_type_without_an_atom_is_refused():
     from dataclasses import replace
 
