@@ -56,9 +56,12 @@ class Blocks:
     def kb(self) -> Index:
         """Depth of a block of k: equal blocks, none longer than KC; of codes, whole units."""
         if not self.s.kc:
-            return round_up(self.k, CODES_KR) if self.s.b == "codes" else self.k
-        equal = ceil_div(self.k, maximum(1, ceil_div(self.k, self.s.kc)))
-        return round_up(equal, CODES_KR) if self.s.b == "codes" else equal
+            return self.whole(self.k)
+        return self.whole(ceil_div(self.k, maximum(1, ceil_div(self.k, self.s.kc))))
+
+    def whole(self, depth: Index) -> Index:
+        """Rows that a panel of that depth has: whole units where it is unfolded from codes."""
+        return round_up(depth, CODES_KR) if self.s.b == "codes" else depth
 
     @property
     def depth(self) -> Index:
@@ -69,8 +72,7 @@ class Blocks:
     @property
     def b_near(self) -> Index:
         """Units from one panel of B to the next among those that a worker packs together."""
-        deep = round_up(var("kd"), CODES_KR) if self.s.b == "codes" else var("kd")
-        return deep * self.s.nr + self.tail
+        return self.whole(var("kd")) * self.s.nr + self.tail
 
     def filled(self, start: Index, units: Index) -> Index:
         """Elements of k in a run of units, of which the last may not be full."""
@@ -142,8 +144,7 @@ class Blocks:
     @property
     def b_step(self) -> Index:
         """Units from one panel of B to the next where all of B is packed first."""
-        deep = round_up(self.k, CODES_KR) if self.s.b == "codes" else self.k
-        return deep * self.s.nr + self.tail
+        return self.whole(self.k) * self.s.nr + self.tail
 
     @property
     def panel_step(self) -> Index | None:

@@ -16,17 +16,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.kernels.microkernel import Shape, acc_of, spare, write_back
+from portmm.kernels.microkernel import Shape, acc_of, element_of_a, params_of_a, spare, write_back
 
-from portmm.dtype import CODES_KR
+from portmm.dtype import CODE_BITS, CODES_KR
 from portmm.ir import For, Function, If, Let, LetPtr, Move, Param, Ptr, Scratch, Verb, ceil_div, const, minimum, var
 
 if TYPE_CHECKING:
     from portmm.ir import Index, Stmt
     from portmm.problem import Family
     from portmm.target import Atom, Isa
-
-BITS = 4
 
 
 def unfolding(isa: Isa, atom: Atom, kept: Family) -> Function:
@@ -54,17 +52,13 @@ def unfolding(isa: Isa, atom: Atom, kept: Family) -> Function:
         for v in vectors:
             body += [
                 Verb("load_c", f"x{v}", p=Ptr("scales", const(nr + v * atom.n))),
-                Verb("code", f"q{v}", f"w{v}", count=const(BITS * e)),
+                Verb("code", f"q{v}", f"w{v}", count=const(CODE_BITS * e)),
                 Verb("mac", f"x{v}", f"s{v}", f"q{v}"),
                 Verb("store", f"x{v}", p=Ptr("rows", const(e * nr + v * atom.n))),
             ]
     params = (Param("first"), Param("last"), Param("b", "s32", readonly=True), Param("to", atom.right))
     loop = For("u", var("first"), var("last"), const(1), tuple(body))
     return Function("unfold", "inner", params, (loop,), f"to[8 units][{nr}] = scale * code + offset")
-
-
-def _element(s: Shape, i: int, p: Index) -> Ptr:
-    return Ptr("a", p * s.rows + i) if s.a_packed else Ptr("a", const(i) * var("a_m") + p * var("a_k"))
 
 
 def totalling(atom: Atom, kept: Family, s: Shape) -> Function:
@@ -75,7 +69,7 @@ def totalling(atom: Atom, kept: Family, s: Shape) -> Function:
     step = [
         x
         for i in rows
-        for x in (Verb("load_a", f"a{i % 2}", p=_element(s, i, p)), Verb("mac", f"t{i}", f"a{i % 2}", "one"))
+        for x in (Verb("load_a", f"a{i % 2}", p=element_of_a(s, i, p)), Verb("mac", f"t{i}", f"a{i % 2}", "one"))
     ]
     keep = [
         x
@@ -90,14 +84,10 @@ def totalling(atom: Atom, kept: Family, s: Shape) -> Function:
         For("p", var("g") * long, minimum(k, (var("g") + 1) * long), const(1), tuple(step)),
         *keep,
     )
-    params = [Param("k"), Param("a", s.a, readonly=True)]
-    params += [] if s.a_packed else [Param("a_m"), Param("a_k")]
-    params += [Param("totals", "f32"), Param("groups")]
+    params = (*params_of_a(s), Param("totals", "f32"), Param("groups"))
     loop = For("g", const(0), var("groups"), const(1), group)
     body = (Scratch("lanes", atom.n, "f32"), Verb("ones", "one"), loop)
-    return Function(
-        f"totals_{s.rows}", "inner", tuple(params), body, f"totals[{s.rows}][groups] = sums of A over groups of k"
-    )
+    return Function(f"totals_{s.rows}", "inner", params, body, f"totals[{s.rows}][groups] = sums of A over groups of k")
 
 
 def decoding(isa: Isa, atom: Atom, kept: Family, s: Shape) -> Function:
@@ -113,16 +103,16 @@ def decoding(isa: Isa, atom: Atom, kept: Family, s: Shape) -> Function:
     def step(p: Index, bit: Index) -> list[Stmt]:
         out: list[Stmt] = [Verb("code", f"q{v}", f"w{v}", count=bit) for v in vectors]
         for i in rows:
-            out.append(Verb("load_a", f"a{i}", p=_element(s, i, p)))
+            out.append(Verb("load_a", f"a{i}", p=element_of_a(s, i, p)))
             out += [Verb("mac", f"part{i}_{v}", f"a{i}", f"q{v}") for v in vectors]
         return out
 
     load = [Verb("load_b", f"w{v}", p=Ptr("units", u * nr + v * atom.n), of=words.name, to="s32") for v in vectors]
-    whole = [x for e in range(CODES_KR) for x in step((var("start") + u) * CODES_KR + e, const(BITS * e))]
+    whole = [x for e in range(CODES_KR) for x in step((var("start") + u) * CODES_KR + e, const(CODE_BITS * e))]
     left = var("full").lt(var("here"))
-    rest = For(
-        "e", const(0), k % CODES_KR, const(1), tuple(step((var("start") + u) * CODES_KR + var("e"), var("e") * BITS))
-    )
+    e = var("e")
+    last = step((var("start") + u) * CODES_KR + e, e * CODE_BITS)
+    rest = For("e", const(0), k % CODES_KR, const(1), tuple(last))
     group: tuple[Stmt, ...] = (
         Let("start", var("g") * long),
         Let("here", minimum(long, units - var("start"))),
@@ -142,14 +132,12 @@ def decoding(isa: Isa, atom: Atom, kept: Family, s: Shape) -> Function:
                 Verb("mac", acc_of(i, v), f"s{v}", f"part{i}_{v}"),
                 Verb("mac", acc_of(i, v), f"t{i}", f"o{v}"),
             )
-    loop = For("g", const(0), ceil_div(units, long) if kept.group else const(1), const(1), group)
+    loop = For("g", const(0), var("groups"), const(1), group)
     start: tuple[Stmt, ...] = (*(Verb("zero", acc_of(i, v)) for i, v in cells), loop)
     end: tuple[Stmt, ...] = write_back(atom, s, edge=True)
     if not atom.mask_free:
         end = (If(var("columns").lt(nr), end, write_back(atom, s, edge=False)),)
-    params = [Param("k"), Param("a", s.a, readonly=True)]
-    params += [] if s.a_packed else [Param("a_m"), Param("a_k")]
-    params += [Param("b", "s32", readonly=True), Param("totals", "f32", readonly=True), Param("groups")]
-    params += [Param("c", atom.acc), Param("c_m"), Param("columns")]
+    params = [*params_of_a(s), Param("b", "s32", readonly=True), Param("totals", "f32", readonly=True)]
+    params += [Param("groups"), Param("c", atom.acc), Param("c_m"), Param("columns")]
     comment = f"C[{s.rows}][columns] = A[{s.rows}][k] . B[k][{nr}], codes of four bits"
     return Function(f"decode_{s.rows}x{nr}", "inner", tuple(params), (*spare(atom, s), *start, *end), comment)

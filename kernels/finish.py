@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from portmm.kernels.packing import keep
 
-from portmm.ir import For, Function, If, Let, Move, Param, Ptr, Scratch, Verb, const, var
+from portmm.ir import VECTORS, For, Function, If, Let, Move, Param, Ptr, Scratch, Verb, const, var
 
 if TYPE_CHECKING:
     from portmm.ir import Index, Stmt
@@ -51,9 +51,7 @@ def finish(isa: Isa, atom: Atom, to: str, post: str) -> Function:
     i, j, columns = var("i"), var("j"), var("columns")
     real = isa.vector("f32", atom.n) if post else None
     at = _Tile(isa, atom, real or atom, post)
-    vectors = tuple(
-        Param(x, "s32" if x in ("a_zero", "a_sum", "b_zero", "b_sum") else "f32", True) for x in needed(post)
-    )
+    vectors = tuple(Param(x, VECTORS.get(x, atom.acc), readonly=True) for x in needed(post))
     params = (
         Param("rows"),
         Param("columns"),
@@ -70,7 +68,7 @@ def finish(isa: Isa, atom: Atom, to: str, post: str) -> Function:
         For("j", const(0), whole, const(atom.n), (*at.value(i, j), at.store(there, ""))),
     )
     if at.out.mask and isa.spelling(at.out, "store_mask", to):
-        mask = Verb("mask", "m", count=keep(atom, "m", columns - j).count, of=at.of)
+        mask = keep(atom, "m", columns - j, at.of)
         # The scratch and the vectors by columns have whole vectors.
         body += (If(whole.lt(columns), (Let("j", whole), mask, *at.value(i, j), at.store(there, "m"))),)
     elif atom.n > 1:

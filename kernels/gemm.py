@@ -63,6 +63,8 @@ from portmm.ir import (
 from portmm.problem import family
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from portmm.ir import Stmt
     from portmm.schedule import Schedule
     from portmm.target import Atom, Isa
@@ -301,7 +303,11 @@ class Gemm(Blocks):
 
     def visit(self, panels: int) -> tuple[Stmt, ...]:
         """The micro-kernel of the slice's height."""
-        cases = tuple((h, (self.call(h, panels),)) for h in self.s.heights)
+        return self.by_height(lambda height: self.call(height, panels))
+
+    def by_height(self, call: Callable[[int], Stmt]) -> tuple[Stmt, ...]:
+        """What `call` gives for the slice's height."""
+        cases = tuple((h, (call(h),)) for h in self.s.heights)
         return cases[0][1] if len(cases) == 1 else (Switch(var("h"), cases),)
 
     def panel(self) -> Ptr:
@@ -423,9 +429,7 @@ class Gemm(Blocks):
                 totalling(self.atom, family(s.family), shape), (self.k, *self.rows_of_a(), to, self.groups_of_k)
             )
 
-        cases = tuple((h, (call(h),)) for h in s.heights)
-        which: tuple[Stmt, ...] = cases[0][1] if len(cases) == 1 else (Switch(var("h"), cases),)
-        loop = For("i", const(0), var("slices"), const(1), (*self.slice_(), *which))
+        loop = For("i", const(0), var("slices"), const(1), (*self.slice_(), *self.by_height(call)))
         return (LetPtr("totals", place, "f32"), loop)
 
     def finish(self) -> tuple[Stmt, ...]:

@@ -76,9 +76,7 @@ def micro_kernel(atom: Atom, s: Shape) -> Function:
             begin = (If(short, begin, _begin(atom, s, edge=False)),)
             end = (If(short, end, write_back(atom, s, edge=False)),)
         body = (*spare(atom, s), *begin, *loop, *end)
-    params = [Param("k"), Param("a", s.a, readonly=True)]
-    params += [] if s.a_packed else [Param("a_m"), Param("a_k")]
-    params += [Param("b", s.b, readonly=True)]
+    params = [*params_of_a(s), Param("b", s.b, readonly=True)]
     params += [] if s.b_packed else [Param("b_k")]
     params += [Param("b_panel")] if s.panels > 1 else []
     params += [Param("sums_at")] if s.unshift else []
@@ -104,6 +102,17 @@ def vectors_of(atom: Atom, s: Shape) -> range:
 def acc_of(i: int, v: int) -> str:
     """The register that sums row i of vector v."""
     return f"c{i}_{v}"
+
+
+def params_of_a(s: Shape) -> tuple[Param, ...]:
+    """The run of k, and the slice of A with its strides if it is not packed."""
+    strides = () if s.a_packed else (Param("a_m"), Param("a_k"))
+    return (Param("k"), Param("a", s.a, readonly=True), *strides)
+
+
+def element_of_a(s: Shape, i: int, p: Index) -> Ptr:
+    """Row i of the slice of A at step p."""
+    return Ptr("a", p * s.rows + i) if s.a_packed else Ptr("a", const(i) * var("a_m") + p * var("a_k"))
 
 
 def _c(atom: Atom, i: int, v: int) -> Ptr:
@@ -191,7 +200,6 @@ def _loop(atom: Atom, s: Shape, *, masked: bool) -> tuple[Stmt, ...]:
     asks = [(f"{x}_next", p % line * var(f"{x}_step") + p // line * var(f"{x}_hop")) for x in s.ahead or ()]
     body += [Prefetch(Ptr(name, offset), near=False) for name, offset in asks]
     for i in range(s.rows):
-        at = Ptr("a", p * s.rows + i) if s.a_packed else Ptr("a", const(i) * var("a_m") + p * var("a_k"))
-        body.append(Verb("load_a", f"a{i % 2}", p=at))
+        body.append(Verb("load_a", f"a{i % 2}", p=element_of_a(s, i, p)))
         body += [Verb("mac", acc_of(i, v), f"a{i % 2}", f"b{v}") for v in vectors_of(atom, s)]
     return (For("p", const(0), var("k"), const(1), tuple(body), s.unroll),)

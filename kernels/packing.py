@@ -56,9 +56,9 @@ def line_of(atom: Atom) -> int:
     return max(atom.n, 64 // BY_NAME[atom.acc].bytes)
 
 
-def keep(atom: Atom, register: str, count: Index) -> Verb:
+def keep(atom: Atom, register: str, count: Index, of: str = "") -> Verb:
     """A mask of the first `count` lanes; `count` may be out of range on either side."""
-    return Verb("mask", register, count=maximum(0, minimum(count, atom.n)))
+    return Verb("mask", register, count=maximum(0, minimum(count, atom.n)), of=of)
 
 
 def sum_units(atom: Atom, nr: int, held: str) -> int:

@@ -73,36 +73,27 @@ def matmul(a: Any, b: Any, out: Any = None, *, dtype: Any = None) -> Any:
 def _typed(a: Any, b: Any, dtype: np.dtype[Any]) -> Any:
     """A product of a type that was asked for."""
     left = arrays.as_operand(a, "a")
-    is_weight = _is_packed(b) or type(b).__module__ in _OF_FOUR_BITS
-    right = b if is_weight else arrays.as_operand(b, "b")
-    vector_b = not is_weight and right.ndim == 1
-    batch, (m, n) = arrays.result_shape(
-        left[np.newaxis, :] if left.ndim == 1 else left, (*right.shape, 1) if vector_b else right.shape
-    )
-    shape = (*batch, *((m,) if left.ndim > 1 else ()), *(() if vector_b else (n,)))
+    shape = _shape(left, (b if _is_packed(b) or _is_coded(b) else arrays.as_operand(b, "b")).shape)
     out = _fast(a, b, np.empty(shape, dtype))
     return out[()] if not shape else out
 
 
 def _start(a: Any, b: Any, out: Any) -> Any:
     """The first call of a process: build the run time, then go its way."""
-    global _fast  # noqa: PLW0603 - replaced once, so that later calls cost nothing
-    with _lock:
-        if _fast is _start:
-            _fast = _begin(a, b, out)
+    begin(a, b, out)
     return _fast(a, b, out)
 
 
 _fast: Callable[[Any, Any, Any], Any] = _start
 
 
-def begin() -> None:
-    """Have the run time ready, with the settings in force, for what is not called through `matmul`."""
-    global _fast  # noqa: PLW0603 - as above
+def begin(a: Any = None, b: Any = None, out: Any = None) -> None:
+    """Have the run time ready, with the settings in force: built now if it is not, beside this product's kernel."""
+    global _fast  # noqa: PLW0603 - replaced once, so that later calls cost nothing
     if _fast is _start:
         with _lock:
             if _fast is _start:
-                _fast = _begin(None, None, None)
+                _fast = _begin(a, b, out)
 
 
 def _begin(a: Any, b: Any, out: Any) -> Callable[[Any, Any, Any], Any]:
@@ -240,7 +231,7 @@ def _is_packed(b: Any) -> bool:
 
 def _general(a: Any, b: Any, out: Any) -> Any:
     """Any product that NumPy accepts."""
-    if type(b).__module__ in _OF_FOUR_BITS:
+    if _is_coded(b):
         return _by_codes(a, b, out)
     left = arrays.as_operand(a, "a")
     is_packed = _is_packed(b)
@@ -250,12 +241,10 @@ def _general(a: Any, b: Any, out: Any) -> Any:
     _introduce(types)
     if is_packed and types[1] != held:
         right, is_packed = unpack(b), False
-    dtype = types[2]
+    dtype, shape = types[2], _shape(left, right.shape)
     vector_a, vector_b = left.ndim == 1, not is_packed and right.ndim == 1
     left = left[np.newaxis, :] if vector_a else left
     right = right[:, np.newaxis] if vector_b else right
-    batch, (m, n) = arrays.result_shape(left, right.shape)
-    shape = (*batch, *(() if vector_a else (m,)), *(() if vector_b else (n,)))
     if out is not None:
         out = arrays.check_out(out, shape, dtype)
     vectors = {"vector_a": vector_a, "vector_b": vector_b}
@@ -269,7 +258,16 @@ def _general(a: Any, b: Any, out: Any) -> Any:
     return out
 
 
-_OF_FOUR_BITS = ("portmm.folded", "portmm.quantized")
+def _is_coded(b: Any) -> bool:
+    """A quantised weight, told without importing what makes one."""
+    return type(b).__module__ in ("portmm.folded", "portmm.quantized")
+
+
+def _shape(left: np.ndarray[Any, Any], right: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a product, vectors being a row or a column that the result lacks."""
+    rows = left[np.newaxis, :] if left.ndim == 1 else left
+    batch, (m, n) = arrays.result_shape(rows, (*right, 1) if len(right) == 1 else right)
+    return (*batch, *(() if left.ndim == 1 else (m,)), *(() if len(right) == 1 else (n,)))
 
 
 def _by_codes(a: Any, b: Any, out: Any) -> Any:
@@ -350,7 +348,7 @@ def plan(a: Any, b: Any, out: Any = None) -> Any:
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    if type(b).__module__ in _OF_FOUR_BITS:
+    if _is_coded(b):
         raise TypeError("a plan takes arrays and packed ones; a weight of four bits remembers its calls: use matmul")
     left = arrays.as_operand(a, "a")
     right = b if _is_packed(b) else arrays.as_operand(b, "b")
@@ -401,9 +399,7 @@ def _reduce(a: np.ndarray[Any, Any], b: Any, out: Any, *, static: bool = False) 
     _introduce(types)
     dtype = types[2]
     vector_a, vector_b = a.ndim == 1, not is_packed and b.ndim == 1
-    left, right = a[np.newaxis, :] if vector_a else a, b[:, np.newaxis] if vector_b else b
-    batch, (m, n) = arrays.result_shape(left, right.shape)
-    shape = (*batch, *(() if vector_a else (m,)), *(() if vector_b else (n,)))
+    left, right, shape = a[np.newaxis, :] if vector_a else a, b[:, np.newaxis] if vector_b else b, _shape(a, b.shape)
     result = np.empty(shape, dtype) if out is None else arrays.check_out(out, shape, dtype)
     if 0 in shape or 0 in left.shape or any(n > 1 and s == 0 for n, s in zip(shape, result.strides, strict=True)):
         return None, result

@@ -58,6 +58,7 @@ def _unit(t: DType, pack: int) -> DType:
 
 _UNITS = tuple(_unit(t, pack) for t in _PLAIN for pack in (2, 4, 8) if 2 <= t.bytes * pack <= 8 and t.bytes < 4)
 
+CODE_BITS = 4
 CODES_KR = 8
 """Codes of four bits of one column in a word of 32, an s32, the first in the lowest bits."""
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from portmm import arrays, settings
 from portmm.candidates import PACKED_VECTORS
-from portmm.dtype import CODES_KR
+from portmm.dtype import CODE_BITS, CODES_KR
 from portmm.errors import PackError, ScheduleError
 from portmm.problem import Family, Problem, family
 from portmm.quantized import Quantized, dequantize
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from portmm.target import Target
 
-BITS = 4
 MOST_CALLS = 256
 """Shapes of activations that a weight remembers the kernel for."""
 
@@ -102,9 +101,9 @@ def fold(q: Quantized) -> Folded:
         PackError: it has another number of bits, or its groups are no multiple of 8 rows.
     """
     k, n = q.shape
-    if q.bits != BITS:
+    if q.bits != CODE_BITS:
         raise PackError(
-            f"the weight has {q.bits} bits; kernels read codes of {BITS}: dequantize it, or quantize it anew"
+            f"the weight has {q.bits} bits; kernels read codes of {CODE_BITS}: dequantize it, or quantize it anew"
         )
     group = 0 if q.group >= k else q.group
     if group % CODES_KR:
@@ -116,7 +115,7 @@ def fold(q: Quantized) -> Folded:
     codes[:k, :n] = q.codes
     words = np.zeros((units, panels * nr), np.uint32)
     for e in range(CODES_KR):
-        words |= codes[e::CODES_KR].astype(np.uint32) << np.uint32(BITS * e)
+        words |= codes[e::CODES_KR].astype(np.uint32) << np.uint32(CODE_BITS * e)
     owner = arrays.aligned_empty(panels * kept.panel(k), np.int32)
     rows = owner.reshape(panels, -1, nr)
     long = group // CODES_KR or units
@@ -147,8 +146,8 @@ def unfold(w: Folded) -> Quantized:
     words = flat(np.arange(units) + 2 * (np.arange(units) // max(long, 1) + 1)).view(np.uint32)
     codes = np.empty((units * CODES_KR, n), np.uint8)
     for e in range(CODES_KR):
-        codes[e::CODES_KR] = words >> np.uint32(BITS * e) & np.uint32(15)
-    return Quantized(codes[:k], scales, offsets, BITS, kept.group or max(k, 1))
+        codes[e::CODES_KR] = words >> np.uint32(CODE_BITS * e) & np.uint32(15)
+    return Quantized(codes[:k], scales, offsets, CODE_BITS, kept.group or max(k, 1))
 
 
 def product(a: Any, w: Folded, out: Any, routed: Callable[[Problem], Any], dense: Callable[[Any, Any], Any]) -> Any:
