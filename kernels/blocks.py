@@ -60,8 +60,8 @@ class Blocks:
         return self.whole(ceil_div(self.k, maximum(1, ceil_div(self.k, self.s.kc))))
 
     def whole(self, depth: Index) -> Index:
-        """Rows that a panel of that depth has: whole units where it is unfolded from codes."""
-        return round_up(depth, CODES_KR) if self.s.b == "codes" else depth
+        """Steps of k that there is room for: those of whole words, where B is of codes."""
+        return round_up(depth, CODES_KR // self.s.kr) if self.s.b == "codes" else depth
 
     @property
     def depth(self) -> Index:
@@ -189,6 +189,11 @@ class Blocks:
     def decodes(self) -> bool:
         """Codes are multiplied as they lie."""
         return self.s.b == "codes" and not self.s.pack_b
+
+    @property
+    def acc(self) -> str:
+        """The type of the sums that micro-kernels give."""
+        return "f32" if self.decodes else self.atom.acc
 
     @property
     def groups_of_k(self) -> Index:

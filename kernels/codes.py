@@ -1,15 +1,16 @@
 """Weights of four bits: panels of codes, unfolded into panels of numbers.
 
 A panel of codes is, for each group of rows, a row of NR scales and one of NR
-offsets, both f32, then the group's units [unit][NR]: words of eight codes of one
-column, the first in the lowest bits. A weight is scale * code + offset, one
+offsets, both f32, then the group's words [word][NR]: eight codes of one column,
+at the bits that `dtype.CODES_AT` says. A weight is scale * code + offset, one
 multiply-add in f32, rounded once more where the panel that it goes to holds a
-narrower type. A last unit that k does not fill has codes of zero, and what they
-unfold to is not multiplied.
+narrower type. In a last word that k does not fill the codes are zero.
 
-Few rows are multiplied by codes as they lie: the sum over a group is
-scale * sum_k a code + offset * sum_k a, so that only the codes become numbers
-for each element, and scales are applied once a group.
+Few rows of floats, and any number of quantised ones, are multiplied by codes as
+they lie: the sum over a group is scale * sum_k a code + offset * sum_k a, so that
+only the codes become numbers for each element, and scales are applied once a
+group. With an A of s8 both sums are exact, in s32: 1905 a step at most, which
+reaches 2**31 at a group of a million rows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from portmm.kernels.microkernel import Shape, acc_of, element_of_a, params_of_a, spare, write_back
 
-from portmm.dtype import CODE_BITS, CODES_KR
+from portmm.dtype import CODES_AT, CODES_KR
 from portmm.ir import For, Function, If, Let, LetPtr, Move, Param, Ptr, Scratch, Verb, ceil_div, const, minimum, var
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def unfolding(isa: Isa, atom: Atom, kept: Family) -> Function:
         for v in vectors:
             body += [
                 Verb("load_c", f"x{v}", p=Ptr("scales", const(nr + v * atom.n))),
-                Verb("code", f"q{v}", f"w{v}", count=const(CODE_BITS * e)),
+                Verb("code", f"q{v}", f"w{v}", count=const(CODES_AT[e])),
                 Verb("mac", f"x{v}", f"s{v}", f"q{v}"),
                 Verb("store", f"x{v}", p=Ptr("rows", const(e * nr + v * atom.n))),
             ]
@@ -63,22 +64,17 @@ def unfolding(isa: Isa, atom: Atom, kept: Family) -> Function:
 
 def totalling(atom: Atom, kept: Family, s: Shape) -> Function:
     """totals[row][g] = the sum of A over group g."""
-    p, k = var("p"), var("k")
-    long = const(kept.group) if kept.group else k
+    p, k = var("p"), ceil_div(var("k"), atom.k_pack)
+    long = const(kept.group // atom.k_pack) if kept.group else k
     rows = range(s.rows)
-    step = [
-        x
-        for i in rows
-        for x in (Verb("load_a", f"a{i % 2}", p=element_of_a(s, i, p)), Verb("mac", f"t{i}", f"a{i % 2}", "one"))
-    ]
-    keep = [
-        x
-        for i in rows
-        for x in (
+    step: list[Stmt] = []
+    keep: list[Stmt] = []
+    for i in rows:
+        step += [Verb("load_a", f"a{i % 2}", p=element_of_a(s, i, p)), Verb("mac", f"t{i}", f"a{i % 2}", "one")]
+        keep += [
             Verb("store", f"t{i}", p=Ptr("lanes")),
             Move(Ptr("totals", const(i) * var("groups") + var("g")), Ptr("lanes")),
-        )
-    ]
+        ]
     group = (
         *(Verb("zero", f"t{i}") for i in rows),
         For("p", var("g") * long, minimum(k, (var("g") + 1) * long), const(1), tuple(step)),
@@ -86,58 +82,96 @@ def totalling(atom: Atom, kept: Family, s: Shape) -> Function:
     )
     params = (*params_of_a(s), Param("totals", "f32"), Param("groups"))
     loop = For("g", const(0), var("groups"), const(1), group)
-    body = (Scratch("lanes", atom.n, "f32"), Verb("ones", "one"), loop)
-    return Function(f"totals_{s.rows}", "inner", params, body, f"totals[{s.rows}][groups] = sums of A over groups of k")
+    body = (Scratch("lanes", atom.n, atom.acc), Verb("ones", "one"), loop)
+    comment = f"totals[{s.rows}][groups] = sums of A over groups of k"
+    return Function(f"totals_{s.rows}", "inner", params, body, comment)
 
 
 def decoding(isa: Isa, atom: Atom, kept: Family, s: Shape) -> Function:
     """C[rows][columns] = A[rows][k] . B, B a panel of codes."""
-    words = isa.vector("s32", atom.n)
-    assert words is not None  # noqa: S101 - or the atom would not serve codes
-    nr, u, k = s.nr, var("u"), var("k")
-    vectors, rows = range(nr // atom.n), range(s.rows)
-    cells = [(i, v) for i in rows for v in vectors]
-    units = ceil_div(k, CODES_KR)
-    long = const(kept.group // CODES_KR) if kept.group else units
+    real = isa.vector("f32", atom.n)
+    assert real is not None  # noqa: S101 - or the atom would not serve codes
+    nr, k, g, here = kept.nr, var("k"), var("g"), var("here")
+    tile = _Tile(isa, atom, real, nr, s)
+    words = ceil_div(k, CODES_KR)
+    long = const(kept.group // CODES_KR) if kept.group else words
+    full: Index = here
+    rest: tuple[Stmt, ...] = ()
+    start: tuple[Stmt, ...] = (Let("start", g * long), Let("here", minimum(long, words - var("start"))))
+    if atom.acc == "f32":  # past k, an A of floats need not be finite
+        full = var("full")
+        start += (Let("full", minimum(here, k // CODES_KR - var("start"))),)
+        rest = (If(full.lt(here), tile.last(full, k % CODES_KR)),)
+    group = (
+        *start,
+        LetPtr("scales", Ptr("b", g * ((long + 2) * nr)), "f32", readonly=True),
+        LetPtr("words", Ptr("b", (g * (long + 2) + 2) * nr), "s32", readonly=True),
+        *(Verb("zero", f"part{i}_{v}", of=atom.name) for i, v in tile.cells),
+        For("u", const(0), full, const(1), tile.word(var("u"))),
+        *rest,
+        *tile.scaled(g),
+    )
+    loop = For("g", const(0), var("groups"), const(1), group)
+    zero = tuple(Verb("zero", acc_of(i, v)) for i, v in tile.cells)
+    end: tuple[Stmt, ...] = write_back(real, s, edge=True)
+    if not real.mask_free:
+        end = (If(var("columns").lt(nr), end, write_back(real, s, edge=False)),)
+    params = [*params_of_a(s), Param("b", "s32", readonly=True), Param("totals", "f32", readonly=True)]
+    params += [Param("groups"), Param("c", "f32"), Param("c_m"), Param("columns")]
+    comment = f"C[{s.rows}][columns] = A[{s.rows}][k] . B[k][{nr}], codes of four bits"
+    body = (*spare(real, s), *zero, loop, *end)
+    return Function(f"decode_{s.rows}x{nr}", "inner", tuple(params), body, comment, of=real.name)
 
-    def step(p: Index, bit: Index) -> list[Stmt]:
-        out: list[Stmt] = [Verb("code", f"q{v}", f"w{v}", count=bit) for v in vectors]
-        for i in rows:
-            out.append(Verb("load_a", f"a{i}", p=element_of_a(s, i, p)))
-            out += [Verb("mac", f"part{i}_{v}", f"a{i}", f"q{v}") for v in vectors]
+
+class _Tile:
+    """The statements of a register tile that reads codes: sums over a group, and over all of k in f32."""
+
+    def __init__(self, isa: Isa, atom: Atom, real: Atom, nr: int, s: Shape) -> None:
+        words = isa.vector("s32", atom.n)
+        assert words is not None  # noqa: S101 - or the atom would not serve codes
+        self.atom, self.real, self.words, self.nr, self.s = atom, real, words, nr, s
+        self.vectors, self.rows = range(nr // atom.n), range(s.rows)
+        self.cells = [(i, v) for i in self.rows for v in self.vectors]
+
+    def load(self, u: Index) -> list[Stmt]:
+        """Word u of the group, of every column."""
+        at = [Ptr("words", u * self.nr + v * self.atom.n) for v in self.vectors]
+        return [Verb("load_b", f"w{v}", p=p, of=self.words.name, to="s32") for v, p in enumerate(at)]
+
+    def step(self, p: Index, bit: Index) -> list[Stmt]:
+        """The codes that begin at `bit`, by the unit of A at p."""
+        of = self.atom.name
+        out: list[Stmt] = [Verb("code", f"q{v}", f"w{v}", count=bit, of=of) for v in self.vectors]
+        for i in self.rows:
+            out.append(Verb("load_a", f"a{i}", p=element_of_a(self.s, i, p), of=of))
+            out += [Verb("mac", f"part{i}_{v}", f"a{i}", f"q{v}", of=of) for v in self.vectors]
         return out
 
-    load = [Verb("load_b", f"w{v}", p=Ptr("units", u * nr + v * atom.n), of=words.name, to="s32") for v in vectors]
-    whole = [x for e in range(CODES_KR) for x in step((var("start") + u) * CODES_KR + e, const(CODE_BITS * e))]
-    left = var("full").lt(var("here"))
-    e = var("e")
-    last = step((var("start") + u) * CODES_KR + e, e * CODE_BITS)
-    rest = For("e", const(0), k % CODES_KR, const(1), tuple(last))
-    group: tuple[Stmt, ...] = (
-        Let("start", var("g") * long),
-        Let("here", minimum(long, units - var("start"))),
-        Let("full", minimum(var("here"), k // CODES_KR - var("start"))),
-        LetPtr("scales", Ptr("b", var("g") * ((long + 2) * nr)), "f32", readonly=True),
-        LetPtr("units", Ptr("b", (var("g") * (long + 2) + 2) * nr), "s32", readonly=True),
-        *(Verb("zero", f"part{i}_{v}") for i, v in cells),
-        For("u", const(0), var("full"), const(1), (*load, *whole)),
-        If(left, (Let("u", var("full")), *load, rest)),
-    )
-    group += tuple(Verb("load_a", f"t{i}", p=Ptr("totals", const(i) * var("groups") + var("g"))) for i in rows)
-    for v in vectors:
-        scale, offset = (Ptr("scales", const(x * nr + v * atom.n)) for x in (0, 1))
-        group += (Verb("load_b", f"s{v}", p=scale, to="f32"), Verb("load_b", f"o{v}", p=offset, to="f32"))
-        for i in rows:
-            group += (
-                Verb("mac", acc_of(i, v), f"s{v}", f"part{i}_{v}"),
-                Verb("mac", acc_of(i, v), f"t{i}", f"o{v}"),
-            )
-    loop = For("g", const(0), var("groups"), const(1), group)
-    start: tuple[Stmt, ...] = (*(Verb("zero", acc_of(i, v)) for i, v in cells), loop)
-    end: tuple[Stmt, ...] = write_back(atom, s, edge=True)
-    if not atom.mask_free:
-        end = (If(var("columns").lt(nr), end, write_back(atom, s, edge=False)),)
-    params = [*params_of_a(s), Param("b", "s32", readonly=True), Param("totals", "f32", readonly=True)]
-    params += [Param("groups"), Param("c", atom.acc), Param("c_m"), Param("columns")]
-    comment = f"C[{s.rows}][columns] = A[{s.rows}][k] . B[k][{nr}], codes of four bits"
-    return Function(f"decode_{s.rows}x{nr}", "inner", tuple(params), (*spare(atom, s), *start, *end), comment)
+    def word(self, u: Index) -> tuple[Stmt, ...]:
+        """A whole word."""
+        kr = self.atom.k_pack
+        first = (var("start") + u) * (CODES_KR // kr)
+        steps = (self.step(first + e // kr, const(CODES_AT[e])) for e in range(0, CODES_KR, kr))
+        return (*self.load(u), *(x for step in steps for x in step))
+
+    def last(self, u: Index, count: Index) -> tuple[Stmt, ...]:
+        """The first codes of word u."""
+        e, first = var("e"), var("start") + u
+        bit = e % 4 * CODES_AT[1] + e // 4 * CODES_AT[4]
+        return (*self.load(u), For("e", const(0), count, const(1), tuple(self.step(first * CODES_KR + e, bit))))
+
+    def scaled(self, g: Index) -> tuple[Stmt, ...]:
+        """Add a group's sums to those over all of k, scaled."""
+        out: list[Stmt] = [Verb("load_a", f"t{i}", p=Ptr("totals", const(i) * var("groups") + g)) for i in self.rows]
+        exact = self.atom.acc == "s32"
+        for v in self.vectors:
+            scale, offset = (Ptr("scales", const(x * self.nr + v * self.atom.n)) for x in (0, 1))
+            out += [Verb("load_b", f"s{v}", p=scale), Verb("load_b", f"o{v}", p=offset)]
+            for i in self.rows:
+                part = f"part{i}_{v}"
+                out += [Verb("real", "x", a=part)] if exact else []
+                out += [
+                    Verb("mac", acc_of(i, v), f"s{v}", "x" if exact else part),
+                    Verb("mac", acc_of(i, v), f"t{i}", f"o{v}"),
+                ]
+        return tuple(out)

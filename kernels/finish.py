@@ -46,8 +46,8 @@ def needed(post: str) -> tuple[str, ...]:
     return tuple(x for x in (*ROWS, *COLUMNS) if x in wanted)
 
 
-def finish(isa: Isa, atom: Atom, to: str, post: str) -> Function:
-    """C[rows][columns] = the sums, scaled by `post`, converted to `to`."""
+def finish(isa: Isa, atom: Atom, acc: str, to: str, post: str) -> Function:
+    """C[rows][columns] = the sums, of type `acc`, scaled by `post`, converted to `to`."""
     i, j, columns = var("i"), var("j"), var("columns")
     real = isa.vector("f32", atom.n) if post else None
     at = _Tile(isa, atom, real or atom, post)
@@ -55,7 +55,7 @@ def finish(isa: Isa, atom: Atom, to: str, post: str) -> Function:
     params = (
         Param("rows"),
         Param("columns"),
-        Param("sums", atom.acc),
+        Param("sums", acc),
         Param("wide"),
         *vectors,
         Param("c", to),

@@ -236,7 +236,7 @@ class Gemm(Blocks):
         s = self.s
         if not self.finishes:
             return ()
-        place = LetPtr("cp", self.private() + (self.b_size + self.a_size), self.atom.acc)
+        place = LetPtr("cp", self.private() + (self.b_size + self.a_size), self.acc)
         if not s.kc:
             return (place, Let("c_wide", const(s.nr * s.panels)))
         share = (var("last") - var("first")) * s.nr
@@ -407,7 +407,7 @@ class Gemm(Blocks):
         """The arguments of a visit of the micro-kernel that reads codes."""
         row, groups = var("row") + var("r"), self.groups_of_k
         rest = (groups, self.result(row, var("column")), self.c_step, var("columns"))
-        return (self.k, *self.rows_of_a(), Ptr("bp"), Ptr("totals", var("r") * groups), *rest)
+        return (var("k"), *self.rows_of_a(), Ptr("bp"), Ptr("totals", var("r") * groups), *rest)
 
     def rows_of_a(self) -> tuple[Index | Ptr, ...]:
         """The slice of A: where it is packed, or where it lies."""
@@ -426,7 +426,7 @@ class Gemm(Blocks):
             shape = Shape(rows=height, nr=s.nr, a_packed=s.pack_a, a=self.given[0])
             to = Ptr("totals", var("r") * self.groups_of_k)
             return Call(
-                totalling(self.atom, family(s.family), shape), (self.k, *self.rows_of_a(), to, self.groups_of_k)
+                totalling(self.atom, family(s.family), shape), (var("k"), *self.rows_of_a(), to, self.groups_of_k)
             )
 
         loop = For("i", const(0), var("slices"), const(1), (*self.slice_(), *self.by_height(call)))
@@ -447,7 +447,9 @@ class Gemm(Blocks):
             else:
                 vectors.append(Ptr(name, row if name in ROWS else var("column")))
         tile = (var("h"), var("columns"), self.sums(row, var("column")), var("c_wide"))
-        call = Call(finish(self.isa, self.lines, self.s.types[2], self.s.post), (*tile, *vectors, into, var("c_m")))
+        call = Call(
+            finish(self.isa, self.lines, self.acc, self.s.types[2], self.s.post), (*tile, *vectors, into, var("c_m"))
+        )
         return (If((var("pc") + var("kd")).eq(self.k), (call,)),) if self.s.kc else (call,)
 
 

@@ -58,6 +58,10 @@ WOVEN_DEPTHS = (8, 32)
 """KC, in units, when B is woven into units for a few rows: long runs of a few rows at a time."""
 DECODED_ROWS = 4
 """Rows that are multiplied by codes as they lie; for more, it pays to unfold the codes first."""
+CODED_ROWS = (1, 2, 4, 6, 8, 10, 12, 14)
+"""Rows of s8 that are multiplied by a word of codes at once."""
+CODED_BLOCK = 256
+"""Rows of s8 that should not leave L2 while panels of codes pass."""
 IN_PLACE_ROWS = 8
 """Rows of A that can be addressed without running out of integer registers."""
 THIN_ROWS = 16
@@ -141,6 +145,9 @@ def _reads(isa: Isa, atom: Atom, p: Problem) -> bool:
 def _programs(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
     if atom.m > 1:
         yield from _tiled(p, isa, atom, target)
+        return
+    if p.b == "codes" and atom.acc == "s32":
+        yield from _coded(p, isa, atom)
         return
     if p.static or (p.batch > 1 and _small(p, target)):
         yield from _whole(p, isa, atom, target)
@@ -347,15 +354,29 @@ def _streamed(base: Schedule, p: Problem, isa: Isa, atom: Atom, rows_ahead: int)
 def _decoded(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
     """M of a few rows, times codes as they lie, a few rows at a time."""
     for v in vectors(isa, atom, p):
-        nr = v * atom.n
         for mr in range(min(p.m, DECODED_ROWS), 0, -1):  # illegal ones, of too many registers, are dropped later
-            heights = (p.m,) if p.m <= mr else _heights(mr)
-            base = Schedule(
-                "gemm", isa.name, p.dtype, _tiles(mr, nr, ALL, ALL, ALL), heights, a=p.a, b=p.b, pack_b=False
-            )
+            base = _by_codes(p, isa, _tiles(mr, v * atom.n, ALL, ALL, ALL))
             yield base
             if p.a == "row" and _a_in_place(p, isa, atom):
                 yield replace(base, pack_a=False)
+
+
+def _coded(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
+    """Any number of rows of s8, times codes as they lie.
+
+    What k leaves of a last word has codes of zero, so whatever stands for A there, if it
+    can be read: A is packed.
+    """
+    for v in vectors(isa, atom, p):
+        for mr in dict.fromkeys(min(p.m, x) for x in CODED_ROWS):
+            yield _by_codes(p, isa, _tiles(mr, v * atom.n, ALL, ALL, ALL))
+            if p.m > CODED_BLOCK:
+                yield _by_codes(p, isa, _tiles(mr, v * atom.n, ALL, CODED_BLOCK // mr * mr, ALL))
+
+
+def _by_codes(p: Problem, isa: Isa, tiles: tuple[Tile, ...]) -> Schedule:
+    heights = (p.m,) if p.m <= tiles[0].m else _heights(tiles[0].m)
+    return Schedule("gemm", isa.name, p.dtype, tiles, heights, a=p.a, b=p.b, pack_b=False)
 
 
 def _dots(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:

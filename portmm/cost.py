@@ -68,6 +68,9 @@ WEAVE = 2.0
 """Cycles per row of a unit to put a vector of units together."""
 DECODE = 1.0
 """Cycles to make a vector of numbers of codes that are multiplied at once."""
+GROUP_END, GROUP_WAITS = 3.0, 2.0
+"""Multiply-adds' worth of converting a vector of integer sums and adding it scaled, and of fetching
+what it is added to where there is no register for that."""
 UNFOLD = 4.0
 """Cycles to make a vector of numbers of codes."""
 FINISH = 4.0
@@ -147,7 +150,7 @@ class _View:
     def sizes(self) -> tuple[float, float, float]:
         """Bytes of what micro-kernels read of A and B, elements or units, and of a sum."""
         a, b = self.s.given(self.atom)
-        held = 0.5 if _decodes(self) else BY_NAME[b].bytes
+        held = self.stored[1] if _decodes(self) else BY_NAME[b].bytes
         return BY_NAME[a].bytes, held, BY_NAME[self.atom.acc].bytes
 
     @property
@@ -280,7 +283,7 @@ def _compute(v: _View) -> float:
     left, right = _converts(v)
     for h, count in _slices(v):
         # A tile takes as long as it has rows.
-        macs = (h * wide + DECODE * wide + h) if _decodes(v) else h * wide / atom.m
+        macs = h * wide * (1 + _group_ends(v, h)) + DECODE * wide + h if _decodes(v) else h * wide / atom.m
         macs += CONVERT * (h * left + wide * right) * v.macs_per_cycle
         loads = (h + wide * atom.deep) / LOADS_PER_CYCLE
         # A chain advances one step per latency; unrolling cannot help it.
@@ -293,6 +296,15 @@ def _compute(v: _View) -> float:
 def _decodes(v: _View) -> bool:
     """Codes are multiplied as they lie."""
     return v.s.b == "codes" and not v.s.pack_b
+
+
+def _group_ends(v: _View, height: int) -> float:
+    """What a group's integer sums cost when they are scaled, per multiply-add of the group."""
+    s, isa = v.s, v.target.isa(v.s.isa)
+    if v.atom.acc != "s32" or not s.group or isa is None:
+        return 0.0
+    waiting = 2 * height * (s.nr // v.atom.n) > isa.registers
+    return (GROUP_END + GROUP_WAITS * waiting) * v.atom.k_pack / s.group
 
 
 def _converts(v: _View) -> tuple[bool, bool]:

@@ -45,7 +45,7 @@ S16 = DType("s16", "int16", 2, "short", 0.0)
 S32 = DType("s32", "int32", 4, "int", 0.0)
 
 U4 = DType("u4", "uint8", 1, "unsigned char", 0.0)
-"""Codes of four bits: they lie in units only, of half a byte each."""
+"""Codes of four bits: half a byte each in memory, where they lie in words only; in registers a byte, 0 to 15."""
 
 _PLAIN = (F32, F64, BF16, F16, S8, U8, S16, S32)
 _C_OF_BYTES = {2: "short", 4: "int", 8: "long"}
@@ -56,11 +56,14 @@ def _unit(t: DType, pack: int) -> DType:
     return DType(f"{t.name}x{pack}", t.numpy, size, _C_OF_BYTES[size], t.eps, pack, t.name)
 
 
-_UNITS = tuple(_unit(t, pack) for t in _PLAIN for pack in (2, 4, 8) if 2 <= t.bytes * pack <= 8 and t.bytes < 4)
+_UNITS = tuple(_unit(t, pack) for t in (*_PLAIN, U4) for pack in (2, 4, 8) if 2 <= t.bytes * pack <= 8 and t.bytes < 4)
 
 CODE_BITS = 4
 CODES_KR = 8
-"""Codes of four bits of one column in a word of 32, an s32, the first in the lowest bits."""
+"""Codes of four bits of one column in a word of 32, an s32."""
+CODES_AT = (0, 8, 16, 24, 4, 12, 20, 28)
+"""The bit where each code of a word begins: those of four neighbours of k are the lower, or the upper, halves of
+the four bytes, so that a mask makes of them what instructions for units of four bytes multiply."""
 
 BY_NAME: dict[str, DType] = {t.name: t for t in (*_PLAIN, U4, *_UNITS)}
 BY_NUMPY: dict[str, DType] = {t.numpy: t for t in _PLAIN}
@@ -112,15 +115,15 @@ def types(word: str) -> tuple[str, str, str]:
 def accumulator(a: str, b: str) -> str:
     """The type that products of `a` and `b` are summed in.
 
-    Integers sum exactly in s32, modulo 2**32; the narrow floats, and floats times
-    integers, in f32.
+    Integers sum exactly in s32, modulo 2**32, of codes of four bits those of a group; the narrow
+    floats, and floats times integers, in f32.
 
     Raises:
         ValueError: the two are not multiplied.
     """
     if a == b == "f64":
         return "f64"
-    if a in ("s8", "u8") and b == "s8":
+    if (a in ("s8", "u8") and b == "s8") or (a == "s8" and b == "u4"):
         return "s32"
     if a in _SIDES and (b in _SIDES or b in ("s8", "u8", "u4")):
         return "f32"

@@ -14,7 +14,7 @@ import numpy as np
 
 from portmm import arrays, settings
 from portmm.candidates import PACKED_VECTORS
-from portmm.dtype import CODE_BITS, CODES_KR
+from portmm.dtype import CODE_BITS, CODES_AT, CODES_KR
 from portmm.errors import PackError, ScheduleError
 from portmm.problem import Family, Problem, family
 from portmm.quantized import Quantized, dequantize
@@ -50,6 +50,26 @@ class Folded:
     def ndim(self) -> int:
         """Two."""
         return 2
+
+    @property
+    def dtype(self) -> str:
+        """What it holds: codes of four bits."""
+        return "u4"
+
+    @property
+    def b_k(self) -> int:
+        """Words from one eight rows to the next."""
+        return family(self.family).nr
+
+    @property
+    def b_n(self) -> int:
+        """Words from one panel to the next."""
+        return family(self.family).panel(self.shape[0])
+
+    @property
+    def b_batch(self) -> int:
+        """Words from one item of a batch to the next: there is one."""
+        return 0
 
     @property
     def nbytes(self) -> int:
@@ -115,7 +135,7 @@ def fold(q: Quantized) -> Folded:
     codes[:k, :n] = q.codes
     words = np.zeros((units, panels * nr), np.uint32)
     for e in range(CODES_KR):
-        words |= codes[e::CODES_KR].astype(np.uint32) << np.uint32(CODE_BITS * e)
+        words |= codes[e::CODES_KR].astype(np.uint32) << np.uint32(CODES_AT[e])
     owner = arrays.aligned_empty(panels * kept.panel(k), np.int32)
     rows = owner.reshape(panels, -1, nr)
     long = group // CODES_KR or units
@@ -146,7 +166,7 @@ def unfold(w: Folded) -> Quantized:
     words = flat(np.arange(units) + 2 * (np.arange(units) // max(long, 1) + 1)).view(np.uint32)
     codes = np.empty((units * CODES_KR, n), np.uint8)
     for e in range(CODES_KR):
-        codes[e::CODES_KR] = words >> np.uint32(CODE_BITS * e) & np.uint32(15)
+        codes[e::CODES_KR] = words >> np.uint32(CODES_AT[e]) & np.uint32(15)
     return Quantized(codes[:k], scales, offsets, CODE_BITS, kept.group or max(k, 1))
 
 
@@ -211,9 +231,8 @@ def _run(  # noqa: PLR0917 - one place calls it
         weight = dequantize(unfold(w), types[0])
         np.copyto(result.reshape(m, n), ways[1](rows, weight), casting="same_kind")
         return
-    kept = family(w.family)
     at, c = (int(x.__array_interface__["data"][0]) for x in (w.owner, result))
-    numbers = (m, n, k, 1, operand.address, operand.row, operand.col, 0, at, kept.nr, kept.panel(k), 0, c, n, 1, 0)
+    numbers = (m, n, k, 1, operand.address, operand.row, operand.col, 0, at, w.b_k, w.b_n, w.b_batch, c, n, 1, 0)
     runtime().execute(route, *numbers)
     if key is not None and operand.array is rows:
         if len(w._calls) >= MOST_CALLS:  # noqa: SLF001 - its own

@@ -195,18 +195,19 @@ class _Machine:
         if atom.m > 1:
             self._tile(s, f, atom)
         elif s.name == "mac":
-            f.regs[s.d] = _multiplied(f.regs[s.d], f.regs[s.a], f.regs[s.b])
+            f.regs[s.d] = _multiplied(f.regs[s.d], f.regs[s.a], f.regs[s.b], atom.k_pack)
         elif s.name == "unshift":
             f.regs[s.d] = f.regs[s.d] - f.regs[s.b] * f.regs[s.d].dtype.type(128 if atom.a == "u8" else -128)
         elif s.name == "amax":
             f.regs[s.d] = np.maximum(f.regs[s.d], np.abs(f.regs[s.a]))
         elif s.name == "code":
             bits = evaluate(s.count, f.ints) if s.count else 0
-            f.regs[s.d] = (f.regs[s.a].view(np.uint32) >> bits & 15).astype(numpy_type(atom.acc))
+            parts = f.regs[s.a].view(np.uint32 if atom.k_pack == 1 else np.uint8) >> bits & 15
+            f.regs[s.d] = parts.astype(numpy_type(atom.b)).reshape((-1, 4) if atom.k_pack > 1 else -1)
         elif s.name == "ones":
             f.regs[s.d] = np.ones(atom.k_pack, numpy_type(base(atom.a))) if atom.k_pack > 1 else np.asarray(1, np.int32)
-        elif s.name == "zero":
-            f.regs[s.d] = np.zeros(atom.n, numpy_type(atom.acc))
+        elif s.name in ("zero", "real"):
+            f.regs[s.d] = (np.zeros(atom.n) if s.name == "zero" else f.regs[s.a]).astype(numpy_type(atom.acc))
         elif s.name == "mask":
             assert s.count is not None  # noqa: S101 - a malformed node is a bug of the lowering
             f.regs[s.d] = np.arange(atom.n) < evaluate(s.count, f.ints)
@@ -333,11 +334,11 @@ class _Machine:
                 raise ValueError(f"{s.function.name} of {self.kernel.name} ends with tiles that it has not given up")
 
 
-def _multiplied(d: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def _multiplied(d: np.ndarray, a: np.ndarray, b: np.ndarray, pack: int) -> np.ndarray:
     """D + a . b on each lane; integers wrap around at the accumulator's width."""
     wide = np.dtype(np.int64) if d.dtype.kind == "i" else d.dtype
     product = a.astype(wide) * b.astype(wide)
-    total: np.ndarray = d + (product.sum(-1) if b.ndim > 1 else product)
+    total: np.ndarray = d + (product.sum(-1) if pack > 1 else product)
     return total.astype(d.dtype)
 
 

@@ -28,6 +28,7 @@ PLACEHOLDERS = {
     "unshift": {"d", "b"},
     "code": {"d", "a", "count"},
     "amax": {"d", "a"},
+    "real": {"d", "a"},
     "configure": {"rows"},
     "release": set(),
 }
@@ -84,11 +85,13 @@ class Atom:
         store_mask: store the kept lanes, touch no other byte.
         mask_free: a masked access costs no more than a whole one.
         reduce: {s} = sum of the lanes of {d}; empty: through memory.
-        ones: {d} = a left fragment of ones; for integers, whose B is summed by columns.
+        ones: {d} = a fragment of ones, left or right: what the other operand is summed with.
         unshift: take the sums {b} of the columns of B from {d}, 128 times: what
             an A of the other signedness, shifted to this atom's, has added.
         amax: {d} = the larger of {d} and the magnitude of {a}, lane by lane; a NaN stays.
-        code: {d} = the four bits of each 32-bit lane of {a} from bit {count} on, as numbers.
+        code: {d} = the code of four bits that begins at bit {count} of each 32-bit lane of {a}, as a
+            number; for units of four, those that begin there in each byte.
+        real: {d} = the s32 lanes of {a} as numbers of f32.
         configure: give the tiles {rows} rows, a number for each of them, and clear them.
         release: give all tiles up.
     """
@@ -121,6 +124,7 @@ class Atom:
     unshift: str = ""
     code: str = ""
     amax: str = ""
+    real: str = ""
     configure: str = ""
     release: str = ""
 
@@ -254,9 +258,7 @@ class Isa:
             return (a, b) == (atom.a, atom.b) and lines is not None and self._becomes(lines, c)
         kr = atom.k_pack
         if b == "u4":
-            whole = self.vector("s32", atom.n)
-            reads = atom.code and whole and self.spelling(atom, "load_b", a, atom.left)
-            return bool(reads) and bool(self.spelling(atom, "store", c))
+            return self._decodes(atom, a) and self._becomes(atom, c)
         if not {unit(a, kr), unit(b, kr)} <= BY_NAME.keys():
             return False
         return (
@@ -264,6 +266,13 @@ class Isa:
             and bool(self.spelling(atom, "load_b", unit(a, kr), atom.left))
             and self._becomes(atom, c)
         )
+
+    def _decodes(self, atom: Atom, a: str) -> bool:
+        """The atom can be given words of codes, beside elements of `a`."""
+        words, real = self.vector("s32", atom.n), self.vector("f32", atom.n)
+        if not (atom.code and words and real and real.real):
+            return False
+        return bool(self.spelling(atom, "load_b", unit(a, atom.k_pack), atom.left))
 
     def _becomes(self, atom: Atom, c: str) -> bool:
         """Sums of this atom can be stored as `c`."""

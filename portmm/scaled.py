@@ -14,13 +14,18 @@ from typing import Any
 import numpy as np
 
 from portmm import api, arrays, settings
+from portmm.dtype import spell
 from portmm.errors import ScheduleError
+from portmm.folded import Folded, fold, unfold
 from portmm.packed import pack, packed_class, unpack
 from portmm.problem import Problem, family
+from portmm.quantized import Quantized
 from portmm.run.host import runtime
 
 PAD = 64
 """Vectors by columns reach to a multiple of this: kernels read whole vectors of them."""
+LONGEST_GROUP = (2**31 - 1) // (128 * 15)
+"""Rows of codes of four bits whose sum with int8 stays under 2**31."""
 MOST_ROUTES = 1024
 """Kernels remembered before starting afresh."""
 
@@ -45,18 +50,21 @@ def linear(
     """X . w + bias for quantised operands: values are scale * (code - zero).
 
     The sum over k is exact in integers, zero points included, modulo 2**32; then
-    come three roundings in float32 and one to the result.
+    come three roundings in float32 and one to the result. With a weight of four bits
+    sums are exact within a group, and the groups are summed in float32.
 
     Args:
         x: int8 or uint8 codes (..., k), or float32, float16 or bfloat16 values,
             which take no scale or zero point and are multiplied as they are, or `dynamic`.
-        w: int8 codes (k, n), or those packed by `pack` for the dtype of `x`.
-            They are packed in every call otherwise.
+        w: int8 codes (k, n), or those packed by `pack` for the dtype of `x`, or a weight
+            of four bits from `quantize`, packed or not. What is not packed is packed in
+            every call.
         bias: (n,), of the result's values; none by default.
         x_scale: a number, or one for each row: x's shape without k.
         x_zero: as `x_scale`, integers.
         w_scale: a number, or one for each column, (n,).
-        w_zero: as `w_scale`, integers. Zero points of w cost a sum over x.
+        w_zero: as `w_scale`, integers. Zero points of w cost a sum over x. A weight of
+            four bits has its own zero points, and takes an `x` without any.
         out_scale: quantise the result again: round to nearest even, saturate.
         out_zero: zero point of the result.
         dynamic: quantise the float rows of `x` to int8 on the way, each by its largest
@@ -77,10 +85,12 @@ def linear(
     left = arrays.as_operand(x, "x")
     k = left.shape[-1]
     rows = left if left.ndim == 2 else np.ascontiguousarray(left).reshape(-1, k)
+    weight = _weight(w, np.dtype(np.int8) if dynamic else left.dtype, k)
     types, source = _types(left.dtype, dtype, requantised=out_scale is not None, dynamic=dynamic)
     if arrays.name_of(left.dtype) not in ("s8", "u8") and not (_is_default(x_scale, 1) and _is_default(x_zero, 0)):
         raise ValueError(f"x has dtype {left.dtype}: only integer codes have a scale and a zero point")
-    weight = _weight(w, types[0], k)
+    if weight.dtype == "u4":
+        _check_coded(types[0], weight, x_zero, w_zero)
     shape = (*left.shape[:-1], weight.shape[1])
     result = np.empty(shape, dtype or types[2]) if out is None else _checked_out(out, shape, types[2])
     vectors, post = _vectors(rows, weight.shape[1], bias, (x_scale, x_zero, w_scale, w_zero, out_scale, out_zero))
@@ -104,12 +114,28 @@ def _checked_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Arra
 
 
 def _weight(w: Any, activations: np.dtype[Any], k: int) -> Any:
-    weight = w if isinstance(w, packed_class()) else pack(np.asarray(w), activations=activations)
+    weight = fold(w) if isinstance(w, Quantized) else w
+    if not isinstance(weight, (Folded, packed_class())):
+        weight = pack(np.asarray(w), activations=activations.newbyteorder("="))
     if len(weight.shape) != 2 or weight.shape[0] != k:
         raise ValueError(f"w has shape {weight.shape}; x has {k} columns, so w must have shape ({k}, n)")
-    if weight.dtype != "s8":
-        raise TypeError(f"w has type {weight.dtype}; linear takes int8 codes, use matmul for floats")
+    if weight.dtype not in ("s8", "u4"):
+        raise TypeError(f"w has type {weight.dtype}; linear takes int8 codes or four bits, use matmul for floats")
     return weight
+
+
+def _check_coded(activations: np.dtype[Any], weight: Folded, x_zero: Any, w_zero: Any) -> None:
+    """What a weight of four bits cannot be multiplied by."""
+    for name, zero in (("x_zero", x_zero), ("w_zero", w_zero)):
+        if not _is_default(zero, 0):
+            raise ValueError(f"{name} is {zero!r}: with a weight of four bits there is no zero point beside its own")
+    if activations == np.uint8:
+        raise TypeError("x has dtype uint8; a weight of four bits is multiplied by int8 or floats")
+    group = family(weight.family).group or weight.shape[0]
+    if activations == np.int8 and group > LONGEST_GROUP:
+        raise ValueError(
+            f"w has groups of {group} rows; sums in int32 are exact up to {LONGEST_GROUP}: quantize in smaller groups"
+        )
 
 
 @cache
@@ -216,16 +242,18 @@ def _route(  # noqa: PLR0917 - one place calls it
     if found is not None:
         return found, weight
     api.begin()
+    word = spell(arrays.name_of(types[0]), weight.dtype, arrays.name_of(types[2]))
+    coded = weight.dtype == "u4"
     p = Problem(
-        *size, arrays.word(types), a=layout, b="packed", family=weight.family,
+        *size, word, a=layout, b="codes" if coded else "packed", family=weight.family,
         deterministic=current.deterministic, post=post, source=source,
     )  # fmt: skip
-    if p.acc == "s32" and not family(weight.family).sums:
+    if p.acc == "s32" and not coded and not family(weight.family).sums:
         raise ScheduleError(f"w is packed as {weight.family}, for activations of another type: pack it for {types[0]}")
     try:
         found = api.route(p)
     except ScheduleError:  # packed on another machine
-        again = pack(unpack(weight), activations=types[0])
+        again = fold(unfold(weight)) if coded else pack(unpack(weight), activations=types[0])
         return api.route(replace(p, family=again.family)), again
     if len(_routes) >= MOST_ROUTES:
         _routes.clear()

@@ -16,8 +16,9 @@ import pytest
 
 from portmm.candidates import candidates
 from portmm.detect import host_features
-from portmm.dtype import BY_NAME, CODES_KR
+from portmm.dtype import BY_NAME, CODES_AT, CODES_KR
 from portmm.interp import numpy_type
+from portmm.ir import VECTORS
 from portmm.problem import LAYOUTS_A, LAYOUTS_B, LAYOUTS_C, Family, Problem, family
 from portmm.target import load_isa, load_target, names
 
@@ -89,9 +90,9 @@ def pose(size: tuple[int, int, int], layouts: tuple[str, str, str], target: Any,
     return [Problem(*size, a=a, b=b, c=c, family=f, **more) for f in families]
 
 
-def coded(size: tuple[int, int, int], word: str, nr: int, group: int, a: str = "row") -> Problem:
+def coded(size: tuple[int, int, int], word: str, nr: int, group: int, a: str = "row", **more: Any) -> Problem:
     """A product with a weight of four bits."""
-    return Problem(*size, word, a=a, b="codes", family=str(Family("u4", nr, CODES_KR, group=group)))
+    return Problem(*size, word, a=a, b="codes", family=str(Family("u4", nr, CODES_KR, group=group)), **more)
 
 
 def shape_of(s):
@@ -315,7 +316,7 @@ def folded(p: Problem, rng: Any) -> tuple[np.ndarray, int, np.ndarray]:
             mine = codes[rows == g, first : first + wide]
             for u in range(0, len(mine), CODES_KR):
                 word = np.full(nr, -1, np.int64)
-                word[:wide] = sum(x.astype(np.int64) << 4 * e for e, x in enumerate(mine[u : u + CODES_KR]))
+                word[:wide] = sum(x.astype(np.int64) << CODES_AT[e] for e, x in enumerate(mine[u : u + CODES_KR]))
                 panels.append(word.astype(np.uint32).view(np.int32))
     values = scales[rows].astype(np.float64) * codes + offsets[rows]
     return np.concatenate(panels), 0, values[None]
@@ -347,6 +348,10 @@ def packed_by(  # noqa: PLR0917
     return to.copy()
 
 
+LARGEST = 64
+"""More than a scale times a code and an offset of `folded` come to."""
+
+
 def quantised(p: Problem, x: np.ndarray, y: np.ndarray, rng: Any) -> tuple[dict[str, Any], np.ndarray]:
     """What a quantised product needs beside its operands, and its exact result."""
     rows, columns = (p.m,), (-(-p.n // 64) * 64,)
@@ -354,7 +359,7 @@ def quantised(p: Problem, x: np.ndarray, y: np.ndarray, rng: Any) -> tuple[dict[
     a_scale, b_scale = rng.random(rows).astype(np.float32) * span, rng.random(columns).astype(np.float32)
     bias = (rng.standard_normal(columns) * 10).astype(np.float32)
     a_zero, b_zero = rng.integers(-9, 99, rows).astype(np.int32), rng.integers(-9, 99, columns).astype(np.int32)
-    wide_x, wide_y = x.astype(np.int64), y.astype(np.int64)
+    wide_x, wide_y = x.astype(np.int64), y.astype(float if p.b == "codes" else np.int64)
     if "azero" not in p.post:
         a_zero[:] = 0
     if "bzero" not in p.post:
@@ -363,6 +368,8 @@ def quantised(p: Problem, x: np.ndarray, y: np.ndarray, rng: Any) -> tuple[dict[
     scaled = exact * a_scale[:, None].astype(float) * b_scale[: p.n].astype(float)
     want = scaled + (bias[: p.n] if "bias" in p.post else 0)
     size = np.abs(scaled) + np.abs(bias[: p.n])
+    if p.b == "codes":  # sums of codes and of offsets may cancel
+        size = size + LARGEST * np.abs(wide_x).sum(-1)[0][:, None] * a_scale[:, None] * b_scale[: p.n]
     a_sum = -(wide_x.sum(-1)[0] - p.k * a_zero).astype(np.int32)
     return {
         "a_scale": a_scale,
@@ -440,5 +447,7 @@ def execute(kernel: Any, k: Case, workers: int = 1, *, code: Any = None, end: bo
     numbers = [f[x] for x in ("m", "n", "k", "batch")]
     for name, steps in (("a", "mk"), ("b", "kn"), ("c", "mn")):
         numbers += [at[name], *(f[f"{name}_{s}"] for s in steps), f[f"{name}_batch"]]
+    vectors = {name: guarded(x, end=end) for name, x in k.vectors.items()}
+    numbers += [None, *(vectors[name].ctypes.data if name in vectors else 0 for name in VECTORS)]
     runtime().execute(route, *numbers)
     return c.copy()

@@ -72,7 +72,7 @@ def test_narrow_suites_are_apart_from_those_of_f32():
     assert {c.name for c in cases("narrow-quick")} < {c.name for c in narrow}
     assert {c.group for c in cases("narrow-quick")} == {c.group for c in narrow}
     assert {c.name for c in cases("bf16,f16,int8,int4")} == {c.name for c in narrow}
-    assert {c.group for c in cases("int8")} == {"int8", "int8-packed", "int8-linear", "int8-weight"}
+    assert {c.group for c in cases("int8")} == {"int8", "int8-packed", "int8-linear", "int8-weight", "int8-dynamic"}
     assert {c.group for c in cases("int8-linear")} == {"int8-linear"}
 
 
@@ -92,7 +92,7 @@ def test_narrow_suites_hold_what_is_promised(word, dtypes, rows):
     assert {c.packed for c in layers} == ({True} if word == "int4" else {True, False})
     assert {c.block for c in found} == ({128} if word == "int4" else {0})
     for c in found:
-        assert c.problem.types == c.types
+        assert c.problem.types == (("s8", *c.types[1:]) if c.dynamic else c.types)
         assert c.dtype in c.shape
 
 

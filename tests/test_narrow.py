@@ -124,6 +124,24 @@ def test_codes_are_multiplied(name, word, group):
                 k.check(execute(kernel, k, 2), s)
 
 
+@pytest.mark.parametrize("name", [x for x in EVERY_ISA if load_isa(x).atom("s8-u4-f32")])
+@pytest.mark.parametrize("group", [0, 8, 32])
+def test_codes_by_codes(name, group):
+    """Eight bits by four: sums of a group in integers, for any number of rows, given as codes or as floats."""
+    target = small(name)
+    lanes = target.isas[0].atom("s8-u4-f32").n
+    kinds = [{"post": "scale"}, {"post": "scale+bias"}, {"post": "scale", "source": "f32"}]
+    for i, size in enumerate([(1, lanes + 1, 37), (3, 2 * lanes, 64), (9, 1, 8), (2, 5, 3), (40, 3 * lanes, 45)]):
+        layout, to = ("row" if i % 3 == 2 else ("row", "col")[i % 2]), ("f32", "bf16")[i % 2]
+        p = support.coded(size, f"s8-u4-{to}", 2 * lanes, group, a=layout, **kinds[i % 3])
+        k = case(p, seed=i, floats=True)
+        for s in candidates(p, target):
+            kernel = lower(s, target.isa(s.isa))
+            k.check(interpret(kernel, k, 1 + i % 2), s)
+            if runs_here(name):
+                k.check(execute(kernel, k, 2), s)
+
+
 @pytest.mark.parametrize("layout", ["row", "col", "any"])
 @pytest.mark.parametrize("name", [x for x in EVERY_ISA if runs_here(x)])
 def test_packing_is_the_layout_that_is_written_down(name, layout):

@@ -167,3 +167,76 @@ def test_a_weight_for_other_activations_is_refused():
     w = np.ones((6, 8), np.int8)
     with pytest.raises(pm.ScheduleError, match="pack it for int8"):
         pm.linear(np.ones((4, 6), np.int8), pm.pack(w, activations=np.float32))
+
+
+# -- weights of four bits ----------------------------------------------------------
+
+
+def of_four_bits(k, n, group, seed=0):
+    """A weight that is exact in floats, so that results are too: scales are powers of two."""
+    rng = np.random.default_rng(seed)
+    codes, groups = rng.integers(0, 16, (k, n)).astype(np.uint8), -(-k // (group or k))
+    scales = 2.0 ** rng.integers(-2, 3, (groups, n))
+    q = pm.Quantized(codes, scales.astype(np.float32), (-8 * scales).astype(np.float32), 4, group or k)
+    return q, pm.dequantize(q).astype(np.float64)
+
+
+@pytest.mark.parametrize("group", [8, 32, 0])
+@pytest.mark.parametrize("size", [(1, 40, 33), (3, 1, 1), (5, 100, 70), (17, 9, 64), (300, 64, 40)])
+def test_eight_bits_by_four_are_exact(size, group):
+    m, k, n = size
+    q, w = of_four_bits(k, n, group, seed=k)
+    x = np.random.default_rng(m).integers(-128, 128, (m, k)).astype(np.int8)
+    want = x.astype(np.float64) @ w
+    for weight in (q, pm.pack(q)):
+        np.testing.assert_array_equal(pm.linear(x, weight), want)
+    spaced = np.zeros((2 * m, 3 * k), np.int8)[::2, ::3]
+    spaced[...] = x
+    np.testing.assert_array_equal(pm.linear(spaced, q), want)
+    np.testing.assert_array_equal(pm.linear(np.asfortranarray(x), q), want)
+    bias = np.arange(n, dtype=np.float32)
+    np.testing.assert_array_equal(pm.linear(x, q, bias, x_scale=0.5, w_scale=2.0), want + bias)
+    coded = pm.linear(x, q, x_scale=2.0**-6, out_scale=0.5, out_zero=-3)
+    np.testing.assert_array_equal(coded, np.clip(np.rint(want * 2.0**-6 / 0.5 - 3), -128, 127))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
+def test_rows_are_rounded_to_eight_bits(dtype):
+    q, w = of_four_bits(72, 19, 24)
+    x = np.random.default_rng(1).standard_normal((7, 72)).astype(dtype)
+    wide = x.astype(np.float32)
+    most = np.abs(wide).max(axis=1, keepdims=True)
+    codes, scale = np.rint(wide * (np.float32(127) / most)), most.astype(np.float64) / 127
+    got = pm.linear(x, q, np.ones(19), dynamic=True)
+    np.testing.assert_allclose(got, codes @ w * scale + 1, rtol=1e-5, atol=1e-4)
+    floats = pm.linear(x, q, np.ones(19))  # as they are, without `dynamic`
+    np.testing.assert_allclose(floats, x.astype(np.float64) @ w + 1, rtol=1e-5, atol=1e-3)
+    alone = np.stack([pm.linear(row, q, np.ones(19), dynamic=True) for row in x[:, None]])[:, 0]
+    np.testing.assert_array_equal(alone, got)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"x": np.zeros((4, 8), np.uint8)}, TypeError, "multiplied by int8 or floats"),
+        ({"x_zero": 1}, ValueError, "no zero point beside its own"),
+        ({"w_zero": 1}, ValueError, "no zero point beside its own"),
+        ({"x": np.zeros((4, 9), np.int8)}, ValueError, "x has 9 columns"),
+    ],
+)
+def test_what_four_bits_refuse(change, error, words):
+    given = {"x": np.zeros((4, 8), np.int8), "w": of_four_bits(8, 3, 0)[0]} | change
+    with pytest.raises(error, match=words):
+        pm.linear(**given)
+
+
+def test_a_group_whose_sum_might_not_fit_is_refused():
+    k = (2**31 - 1) // (128 * 15) + 8
+    ones = np.ones((1, 1), np.float32)
+    x = np.full((1, k), -128, np.int8)
+    codes = np.full((k, 1), 15, np.uint8)
+    with pytest.raises(ValueError, match="quantize in smaller groups"):
+        pm.linear(x, pm.Quantized(codes, ones, ones * 0, 4, k))
+    most = k // 8 * 8 - 8
+    got = pm.linear(x[:, :most], pm.Quantized(codes[:most], ones, ones * 0, 4, most))
+    np.testing.assert_array_equal(got, np.float32(-128.0 * 15 * most))

@@ -231,8 +231,8 @@ def _finished(entry: Entry, samples: Sequence[float], answer: dict[str, Any]) ->
 
 def _result(case: Case, lanes: Sequence[_Lane], entries: dict[str, Entry], limit: float | None) -> Result:
     done = {name: entry for name, entry in entries.items() if entry.state == "ok"}
-    exact = [lane for lane in lanes if not (lane.entrant and lane.entrant.approximate)]
-    peers = [lane.name for lane in exact if lane.contender.peer and lane.name in done]
+    rivals = [lane for lane in lanes if case.dynamic or not (lane.entrant and lane.entrant.approximate)]
+    peers = [lane.name for lane in rivals if lane.contender.peer and lane.name in done]
     ours = [lane.name for lane in lanes if not lane.contender.peer and lane.name in done]
     best = min(peers, key=lambda name: done[name].seconds, default="")
     ratio = None

@@ -192,10 +192,10 @@ def _bound(case: Case, size: Any, precision: str) -> Any:
     bound = TOLERANCE * k * inner
     if not case.narrow:
         return bound
-    if precision == INPUTS:
+    if precision == INPUTS and not case.dynamic:
         v = max(BY_NAME["bf16"].eps if x == "u4" else BY_NAME[x].eps for x in case.types)
         return bound + TOLERANCE * math.sqrt(k) * v + max(v, outer) * size
-    if precision == APPROXIMATE:
+    if precision == APPROXIMATE or case.dynamic:
         return bound + TOLERANCE * math.sqrt(k) * BITS_8 + outer * size
     return bound + outer * size
 

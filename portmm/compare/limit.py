@@ -32,7 +32,7 @@ class Limits:
     Attributes:
         rates: "<atom>" in GFLOP/s, "<level>" and "memory" in GB/s, of one core.
         levels: the caches, nearest first.
-        atoms: a case's types -> name of the atom that computes them.
+        atoms: types that are multiplied -> name of the atom that computes them.
     """
 
     rates: dict[str, float] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Limits:
         Bandwidth is known for one core only, and what several cores share of it
         is not: there is no limit for cases that memory holds back on many threads.
         """
-        peak = self.rates.get(self.atoms.get(case.dtype, ""))
+        peak = self.rates.get(self.atoms.get(case.problem.dtype, ""))
         if peak is None:
             return None
         level = next((x.name for x in self.levels if case.bytes <= x.bytes), "memory")
@@ -68,7 +68,7 @@ def measured(target: str) -> Limits:
     # The first atom of a type is the ISA's widest; the best ISA comes first.
     atoms = {t.a: t.name for isa in reversed(wanted.isas) for t in reversed(isa.atoms) if t.a == t.b}
     rates = dict(probe(wanted))
-    for word in {case.dtype for case in cases("narrow")}:
+    for word in {case.problem.dtype for case in cases("narrow")}:
         with suppress(ScheduleError):
             names = [atom.name for _, atom in units(word, wanted)]
             atoms[word] = max(names, key=lambda name: rates.get(name, 0.0))

@@ -180,7 +180,11 @@ def open_portmm(setup: Setup) -> Library:
         if case.block:
             b = pm.pack(pm.Quantized(data.b, data.columns, -ZERO * data.columns, 4, case.block))
         elif case.packed:
-            b = pm.pack(data.b, activations=a.dtype)
+            b = pm.pack(data.b, activations=np.int8 if case.dynamic else a.dtype)
+        if case.dynamic:
+            more = {} if case.block else {"w_scale": data.columns}
+            call = returning(lambda: pm.linear(a, b, dynamic=True, **more), lambda result: np.copyto(c, result))
+            return {"linear, dynamic": call}
         if case.scaled:
             scales = {"w_scale": data.columns} | ({"x_scale": data.rows} if case.whole else {})
             return {"linear": returning(lambda: pm.linear(a, b, **scales), lambda result: np.copyto(c, result))}

@@ -40,7 +40,8 @@ class Entrant:
         version: library, version, kernels it chose.
         reason: why it is not there.
         hint: what to do about it.
-        approximate: it rounds activations to 8 bits; its times are shown, and part of no ratio.
+        approximate: it rounds activations to 8 bits; its times are shown, and part of a ratio
+            only where the case allows that.
     """
 
     name: str
@@ -155,7 +156,8 @@ class Report:
         """The report as JSON text."""
         table = {"schema": SCHEMA, **asdict(self)}
         # What only narrow types have is written where it says something.
-        rows = ((table["entrants"], "approximate"), ((r["case"] for r in table["results"]), "block"))
+        cases = [r["case"] for r in table["results"]]
+        rows = ((table["entrants"], "approximate"), *((cases, x) for x in ("block", "dynamic")))
         for row, name in ((row, name) for some, name in rows for row in some):
             if not row[name]:
                 del row[name]
@@ -330,7 +332,8 @@ def notes(report: Report) -> list[str]:
     """What a reader must know besides the tables: versions, absences, failures, cases left out."""
     lines = [f"{e.name}: {e.version}" for e in report.entrants if e.state == "ok"]
     lines += [
-        f"{name}: rounds activations to 8 bits: its rates (~) enter no ratio" for name in sorted(report.approximate)
+        f"{name}: rounds activations to 8 bits: its rates (~) enter ratios only where a case allows that"
+        for name in sorted(report.approximate)
     ]
     lines += absences(report) + failures(report)
     if report.skipped:

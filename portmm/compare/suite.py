@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from portmm.dtype import BY_NAME, size, types
+from portmm.dtype import BY_NAME, size, spell, types
 from portmm.problem import Problem
 
 SUITES = ("smoke", "quick", "full", "narrow-quick", "narrow")
@@ -48,6 +48,7 @@ class Case:
         dtype: portmm's word for the element types: "f32", "u8-s8-s32". Integers with
             a result in floats are codes with scales, by row of A and by column of B.
         block: rows of k that share a scale of a weight of four bits.
+        dynamic: activations may be rounded to 8 bits, row by row, in the call.
     """
 
     name: str
@@ -62,12 +63,14 @@ class Case:
     packed: bool = False
     dtype: str = "f32"
     block: int = 0
+    dynamic: bool = False
 
     @property
     def problem(self) -> Problem:
-        """The same as a `Problem`; a packed B counts as row-major."""
-        post = "scale" if self.scaled else ""
-        return Problem(self.m, self.n, self.k, self.dtype, self.batch, a=self.a, b=self.b, c=self.c, post=post)
+        """The same as a `Problem`; a packed B counts as row-major, rounded activations as what is multiplied."""
+        post = "scale" if self.scaled or self.dynamic else ""
+        word = spell("s8", *self.types[1:]) if self.dynamic else self.dtype
+        return Problem(self.m, self.n, self.k, word, self.batch, a=self.a, b=self.b, c=self.c, post=post)
 
     @property
     def types(self) -> tuple[str, str, str]:
@@ -108,6 +111,7 @@ class Case:
         marks = "".join("t" if x == "col" else "n" for x in (self.a, self.b, self.c))
         layout = "" if marks == "nnn" else f" {marks[:2]}{'' if self.c == 'row' else ', C col'}"
         kind = f" {self.dtype}" if self.narrow else ""
+        kind += ", A in 8 bits" if self.dynamic else ""
         return f"{batch}{self.m}x{self.n}x{self.k}{layout}{' packed' if self.packed else ''}{kind}"
 
 
@@ -229,10 +233,10 @@ def _narrow_cubes(name: str, group: str, dtype: str) -> list[Case]:
     return [Case(f"{name}-cube-{s}", group, s, s, s, dtype=dtype) for s in NARROW_CUBES]
 
 
-def _narrow_layers(name: str, group: str, dtype: str, *, packed: bool) -> list[Case]:
+def _narrow_layers(name: str, group: str, dtype: str, *, packed: bool, dynamic: bool = False) -> list[Case]:
     mark = "-packed" if packed else ""
     return [
-        Case(f"{name}-{layer}-m{m}{mark}", group, m, n, k, packed=packed, dtype=dtype)
+        Case(f"{name}-{layer}-m{m}{mark}", group, m, n, k, packed=packed, dtype=dtype, dynamic=dynamic)
         for layer, n, k in NARROW_LAYERS
         for m in NARROW_ROWS
     ]
@@ -261,13 +265,19 @@ def _int8() -> list[Case]:
         *_narrow_layers("u8", "int8-packed", "u8-s8-s32", packed=True),
     ]
     linear = _narrow_layers("linear", "int8-linear", "u8-s8-f32", packed=True)
-    return [*cubes, *plain, *packed, *linear, *_narrow_layers("w8", "int8-weight", "f32-s8-f32", packed=True)]
+    weight = _narrow_layers("w8", "int8-weight", "f32-s8-f32", packed=True)
+    dynamic = _narrow_layers("w8a8", "int8-dynamic", "f32-s8-f32", packed=True, dynamic=True)
+    return [*cubes, *plain, *packed, *linear, *weight, *dynamic]
 
 
 def _int4() -> list[Case]:
     return [
-        Case(f"{name}-{layer}-m{m}", group, m, n, k, packed=True, dtype=dtype, block=BLOCK)
-        for name, group, dtype in (("u4", "int4", "f32-u4-f32"), ("u4-bf16", "int4-bf16", "bf16-u4-bf16"))
+        Case(f"{name}-{layer}-m{m}", group, m, n, k, packed=True, dtype=dtype, block=BLOCK, dynamic=name == "w4a8")
+        for name, group, dtype in (
+            ("u4", "int4", "f32-u4-f32"),
+            ("u4-bf16", "int4-bf16", "bf16-u4-bf16"),
+            ("w4a8", "int4-dynamic", "f32-u4-f32"),
+        )
         for layer, n, k in NARROW_LAYERS
         for m in (1, 16, 64, 512)
     ]
@@ -276,8 +286,8 @@ def _int4() -> list[Case]:
 NARROW_GROUPS = {
     "bf16": ("bf16", "bf16-packed"),
     "f16": ("f16",),
-    "int8": ("int8", "int8-packed", "int8-linear", "int8-weight"),
-    "int4": ("int4", "int4-bf16"),
+    "int8": ("int8", "int8-packed", "int8-linear", "int8-weight", "int8-dynamic"),
+    "int4": ("int4", "int4-bf16", "int4-dynamic"),
 }
 """Suite -> its groups: whoever asks for int8 wants products of packed weights too, with a mean of their own."""
 
@@ -339,6 +349,9 @@ NARROW_QUICK = (
     "u4-llama-kv-m1",
     "u4-llama-kv-m64",
     "u4-bf16-llama-kv-m16",
+    "w8a8-llama-kv-m16-packed",
+    "w4a8-llama-kv-m1",
+    "w4a8-llama-kv-m64",
 )
 
 
