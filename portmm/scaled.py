@@ -7,8 +7,8 @@ to the vectors that a kernel's last step reads (kernels/finish.py). Imports
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,8 +26,8 @@ PAD = 64
 """Vectors by columns reach to a multiple of this: kernels read whole vectors of them."""
 LONGEST_GROUP = (2**31 - 1) // (128 * 15)
 """Rows of codes of four bits whose sum with int8 stays under 2**31."""
-MOST_ROUTES = 1024
-"""Kernels remembered before starting afresh."""
+MOST_CALLS = 1024
+"""Kinds of calls remembered before starting afresh."""
 
 Array = np.ndarray[Any, Any]
 
@@ -83,23 +83,73 @@ def linear(
         NoCompilerError: there is no compiler.
     """
     left = arrays.as_operand(x, "x")
-    k = left.shape[-1]
-    rows = left if left.ndim == 2 else np.ascontiguousarray(left).reshape(-1, k)
-    weight = _weight(w, np.dtype(np.int8) if dynamic else left.dtype, k)
-    types, source = _types(left.dtype, dtype, requantised=out_scale is not None, dynamic=dynamic)
-    if arrays.name_of(left.dtype) not in ("s8", "u8") and not (_is_default(x_scale, 1) and _is_default(x_zero, 0)):
-        raise ValueError(f"x has dtype {left.dtype}: only integer codes have a scale and a zero point")
-    if weight.dtype == "u4":
-        _check_coded(types[0], weight, x_zero, w_zero)
-    shape = (*left.shape[:-1], weight.shape[1])
-    result = np.empty(shape, dtype or types[2]) if out is None else _checked_out(out, shape, types[2])
-    vectors, post = _vectors(rows, weight.shape[1], bias, (x_scale, x_zero, w_scale, w_zero, out_scale, out_zero))
+    weight = w if isinstance(w, (Folded, packed_class())) else _weight(w, np.dtype(np.int8) if dynamic else left.dtype)
+    asked = _Asked(
+        dtype=dtype,
+        dynamic=dynamic,
+        x_zero=not _is_default(x_zero, 0),
+        w_zero=not _is_default(w_zero, 0),
+        x_scale=not _is_default(x_scale, 1),
+        bias=bias is not None,
+        again=out_scale is not None,
+    )
+    key = (left.shape, left.strides, left.dtype, left.flags.aligned, weight.family, weight.shape, asked)
+    call = _remembered(key, left, weight)
+    vectors = _vectors(left, call, bias, (x_scale, x_zero, w_scale, w_zero, out_scale, out_zero))
+    if out is None:
+        result = np.empty(call.shape, call.types[2])
+        to = result
+    else:
+        result = _checked_out(out, call.shape, call.types[2])
+        to = result if arrays.dense_at(result, call.types[2], left) else np.empty(call.shape, call.types[2])
     if result.size:
-        to = result if arrays.dense_at(result, types[2], left) else np.empty(shape, types[2])
-        _run(np.ascontiguousarray(rows) if source else rows, weight, to, types, post, vectors, source)
+        _run(call, left, weight, to, vectors)
         if to is not result:
             result[...] = to
-    return result
+    return result if out is not None or dtype is None else result.astype(dtype, copy=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a caller wants, so far as kernels depend on it: which vectors there are, and types."""
+
+    dtype: Any
+    dynamic: bool
+    x_zero: bool
+    w_zero: bool
+    x_scale: bool
+    bias: bool
+    again: bool
+
+    @property
+    def post(self) -> str:
+        """The steps of a kernel's end."""
+        shift = self.bias or self.again
+        words = ("scale", "azero" * self.x_zero, "bzero" * self.w_zero, "bias" * shift)
+        return "+".join(filter(None, words))
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """How operands like these are multiplied.
+
+    Attributes:
+        shape: of the result.
+        m: rows of x.
+        types: of the operands, and of the result in native order.
+        source: the type that rows are quantised from, or "".
+        route: the kernel; None if there is nothing to sum.
+        strides: of x, by rows and by columns, in elements; None if it must be copied first.
+        weight: as the kernel reads it, if it had to be packed again.
+    """
+
+    shape: tuple[int, ...]
+    m: int
+    types: arrays.DTypes
+    source: str
+    route: Any
+    strides: tuple[int, int] | None
+    weight: Any
 
 
 def _is_default(x: Any, value: int) -> bool:
@@ -113,44 +163,106 @@ def _checked_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Arra
     return into
 
 
-def _weight(w: Any, activations: np.dtype[Any], k: int) -> Any:
-    weight = fold(w) if isinstance(w, Quantized) else w
-    if not isinstance(weight, (Folded, packed_class())):
-        weight = pack(np.asarray(w), activations=activations.newbyteorder("="))
+def _weight(w: Any, activations: np.dtype[Any]) -> Any:
+    """A weight that is not packed yet, packed."""
+    if isinstance(w, Quantized):
+        return fold(w)
+    codes = np.asarray(w)
+    if codes.ndim != 2:
+        raise ValueError(f"w has shape {codes.shape}; it must be a matrix")
+    return pack(codes, activations=activations.newbyteorder("="))
+
+
+def _remembered(key: tuple[Any, ...], left: Array, weight: Any) -> _Call:
+    """How operands like these are multiplied, worked out once."""
+    key = (*key, settings.current(), settings.limit())
+    found = _calls.get(key)
+    if found is None:
+        found = _prepared(left, weight, key[-3])
+        if found.weight is None:
+            if len(_calls) >= MOST_CALLS:
+                _calls.clear()
+            _calls[key] = found
+    return found
+
+
+_calls: dict[Any, _Call] = {}
+
+
+def _prepared(left: Array, weight: Any, asked: _Asked) -> _Call:
+    types, source = _types(left.dtype, asked.dtype, again=asked.again, dynamic=asked.dynamic)
+    _check(left, weight, types, asked)
+    k, n = weight.shape
+    shape, m = (*left.shape[:-1], n), int(np.prod(left.shape[:-1]))
+    if k == 0 or m == 0 or n == 0:
+        return _Call(shape, m, types, source, None, None, None)
+    rows = left if left.ndim == 2 else left.reshape(m, k)
+    if source and rows.strides[1] != rows.itemsize:
+        rows = np.ascontiguousarray(rows)
+    operand = arrays.canonical(rows, left.dtype.newbyteorder("="))
+    in_place = operand.address == left.__array_interface__["data"][0]
+    layout, strides = (operand.layout, (operand.row, operand.col)) if in_place else ("row", None)
+    deterministic = settings.current().deterministic
+    word = spell(arrays.name_of(types[0]), weight.dtype, arrays.name_of(types[2]))
+    p = Problem(
+        m, n, k, word, a="row" if source else layout, b="codes" if weight.dtype == "u4" else "packed",
+        family=weight.family, deterministic=deterministic, post=asked.post, source=source,
+    )  # fmt: skip
+    if p.acc == "s32" and p.b == "packed" and not family(weight.family).sums:
+        raise ScheduleError(f"w is packed as {weight.family}, for activations of another type: pack it for {types[0]}")
+    api.begin()
+    again = None
+    try:
+        route = api.route(p)
+    except ScheduleError:  # packed on another machine
+        again = fold(unfold(weight)) if p.b == "codes" else pack(unpack(weight), activations=types[0])
+        route = api.route(replace(p, family=again.family))
+    return _Call(shape, m, types, source, route, strides, again)
+
+
+def _check(left: Array, weight: Any, types: arrays.DTypes, asked: _Asked) -> None:
+    """That operands fit each other, and what was given of scales and zero points fits them."""
+    k = left.shape[-1]
     if len(weight.shape) != 2 or weight.shape[0] != k:
         raise ValueError(f"w has shape {weight.shape}; x has {k} columns, so w must have shape ({k}, n)")
     if weight.dtype not in ("s8", "u4"):
         raise TypeError(f"w has type {weight.dtype}; linear takes int8 codes or four bits, use matmul for floats")
-    return weight
-
-
-def _check_coded(activations: np.dtype[Any], weight: Folded, x_zero: Any, w_zero: Any) -> None:
-    """What a weight of four bits cannot be multiplied by."""
-    for name, zero in (("x_zero", x_zero), ("w_zero", w_zero)):
-        if not _is_default(zero, 0):
-            raise ValueError(f"{name} is {zero!r}: with a weight of four bits there is no zero point beside its own")
-    if activations == np.uint8:
+    if arrays.name_of(left.dtype) not in ("s8", "u8") and (asked.x_scale or asked.x_zero):
+        raise ValueError(f"x has dtype {left.dtype}: only integer codes have a scale and a zero point")
+    if weight.dtype == "s8":
+        return
+    if asked.x_zero or asked.w_zero:
+        raise ValueError("x_zero or w_zero is given: with a weight of four bits there is no zero point beside its own")
+    if types[0] == np.uint8:
         raise TypeError("x has dtype uint8; a weight of four bits is multiplied by int8 or floats")
-    group = family(weight.family).group or weight.shape[0]
-    if activations == np.int8 and group > LONGEST_GROUP:
+    group = family(weight.family).group or k
+    if types[0] == np.int8 and group > LONGEST_GROUP:
         raise ValueError(
             f"w has groups of {group} rows; sums in int32 are exact up to {LONGEST_GROUP}: quantize in smaller groups"
         )
 
 
 @cache
-def _types(x: np.dtype[Any], dtype: Any, *, requantised: bool, dynamic: bool) -> tuple[arrays.DTypes, str]:
+def _types(x: np.dtype[Any], dtype: Any, *, again: bool, dynamic: bool) -> tuple[arrays.DTypes, str]:
     """The types of the product, and that which rows of A are quantised from."""
     source = arrays.name_of(x) if dynamic else ""
     if dynamic and source not in ("f32", "f16", "bf16"):
         raise TypeError(f"x has dtype {x}: only float32, float16 and bfloat16 rows are quantised")
     factor = np.dtype(np.int8) if dynamic else x
-    wanted = np.dtype(dtype or (factor if requantised else np.float32)).newbyteorder("=")
-    allowed = ("s8", "u8") if requantised else ("f32", "f16", "bf16")
+    wanted = np.dtype(dtype or (factor if again else np.float32)).newbyteorder("=")
+    allowed = ("s8", "u8") if again else ("f32", "f16", "bf16")
     if arrays.name_of(wanted) not in allowed:
-        raise TypeError(f"dtype is {wanted}; {'with' if requantised else 'without'} out_scale use one of {allowed}")
+        raise TypeError(f"dtype is {wanted}; {'with' if again else 'without'} out_scale use one of {allowed}")
     left, right, _ = arrays.types_of(factor, np.dtype(np.int8))
     return (left, right, wanted), source
+
+
+@lru_cache(maxsize=64)
+def _ones(count: int) -> Array:
+    """The scales of values that are what their codes are."""
+    made = np.ones(count, np.float32)
+    made.flags.writeable = False
+    return made
 
 
 def _spread(name: str, given: Any, count: int, dtype: Any, pad: int = 1) -> Array:
@@ -158,40 +270,41 @@ def _spread(name: str, given: Any, count: int, dtype: Any, pad: int = 1) -> Arra
     values = np.asarray(given)
     if values.size not in (1, count):
         raise ValueError(f"{name} has shape {values.shape}; give a number, or {count} of them")
-    if values.shape == (count,) and values.dtype == dtype and count % pad == 0 and values.flags.c_contiguous:
-        return values
+    if values.shape == (count,) and values.dtype == dtype and count % pad == 0:
+        flags = values.flags
+        if flags.c_contiguous and flags.aligned:
+            return values
     whole = np.zeros(-(-count // pad) * pad, dtype)
     whole[:count] = values.ravel()
     return whole
 
 
 def _scales(name: str, given: Any, count: int, pad: int = 1) -> Array:
+    if _is_default(given, 1):
+        return _ones(-(-count // pad) * pad)
     found = _spread(name, given, count, np.float32, pad)
-    # NaN is neither.
-    if count and not (found.min() >= 0 and found.max() < np.inf):
+    if not runtime().are_scales(found):
         raise ValueError(f"{name} must be finite and not negative; it goes from {found.min()} to {found.max()}")
     return found
 
 
-def _zeros(name: str, given: Any, count: int, pad: int = 1) -> Array | None:
-    """Zero points; None where there are none."""
-    if _is_default(given, 0):
-        return None
+def _zeros(name: str, given: Any, count: int, pad: int = 1) -> Array:
     values = np.asarray(given)
     if values.dtype.kind not in "iu" or (values.size and (values.min() < -(1 << 15) or values.max() >= 1 << 15)):
         raise ValueError(f"{name} must be integers that fit 16 bits; got {values.dtype}")
     return _spread(name, values, count, np.int32, pad)
 
 
-def _vectors(rows: Array, n: int, bias: Any, given: tuple[Any, ...]) -> tuple[tuple[Array | None, ...], str]:
-    """The six vectors of a kernel's last step, and which of its steps there are."""
+def _vectors(left: Array, call: _Call, bias: Any, given: tuple[Any, ...]) -> tuple[Array | None, ...]:
+    """The six vectors of a kernel's last step."""
     x_scale, x_zero, w_scale, w_zero, out_scale, out_zero = given
-    m, k = rows.shape
-    a_scale, b_scale = _scales("x_scale", x_scale, m), _scales("w_scale", w_scale, n, PAD)
-    a_zero, b_zero = _zeros("x_zero", x_zero, m), _zeros("w_zero", w_zero, n, PAD)
-    shift = None
-    if bias is not None or out_scale is not None:
-        shift = _spread("bias", 0 if bias is None else bias, n, np.float32, PAD)
+    n = call.shape[-1]
+    a_scale, b_scale = _scales("x_scale", x_scale, call.m), _scales("w_scale", w_scale, n, PAD)
+    a_zero = None if _is_default(x_zero, 0) else _zeros("x_zero", x_zero, call.m)
+    b_zero = None if _is_default(w_zero, 0) else _zeros("w_zero", w_zero, n, PAD)
+    shift = (
+        None if bias is None and out_scale is None else _spread("bias", 0 if bias is None else bias, n, np.float32, PAD)
+    )
     if out_scale is not None:
         step = _scales("out_scale", out_scale, 1)[0]
         if not step:
@@ -200,65 +313,25 @@ def _vectors(rows: Array, n: int, bias: Any, given: tuple[Any, ...]) -> tuple[tu
         shift = (shift.astype(np.float64) / step + out_zero).astype(np.float32)  # type: ignore[union-attr]
     a_sum = None
     if b_zero is not None:
-        a_sum = -(rows.sum(axis=1, dtype=np.int64) - k * (0 if a_zero is None else a_zero.astype(np.int64)))
-        a_sum = a_sum.astype(np.int32)
-    words = ("scale", "azero" * (a_zero is not None), "bzero" * (b_zero is not None), "bias" * (shift is not None))
-    return (a_scale, b_scale, shift, None if a_zero is None else -a_zero, a_sum, b_zero), "+".join(filter(None, words))
+        zeros = 0 if a_zero is None else a_zero.astype(np.int64)
+        sums = left.sum(axis=-1, dtype=np.int64).ravel() - left.shape[-1] * zeros
+        a_sum = (-sums).astype(np.int32)
+    return a_scale, b_scale, shift, None if a_zero is None else -a_zero, a_sum, b_zero
 
 
-def _run(  # noqa: PLR0917 - one place calls it
-    rows: Array,
-    weight: Any,
-    out: Array,
-    types: arrays.DTypes,
-    post: str,
-    vectors: tuple[Array | None, ...],
-    source: str,
-) -> None:
-    left = arrays.canonical(rows, rows.dtype.newbyteorder("=") if source else types[0])
-    m, k = rows.shape
-    n = weight.shape[1]
-    if k == 0:
+def _run(call: _Call, left: Array, weight: Any, out: Array, vectors: tuple[Array | None, ...]) -> None:
+    k, n = weight.shape
+    if call.route is None:
         out[...] = _last(np.zeros(out.shape), vectors, out.dtype)
         return
-    route, weight = _route((m, n, k), left.layout, weight, types, post, source)
-    addresses = [0 if x is None else int(x.__array_interface__["data"][0]) for x in (weight.owner, out, *vectors)]
+    strides = call.strides
+    if strides is None:
+        left, strides = np.require(left, left.dtype.newbyteorder("="), ("C", "A")), (k, 1)
+    b = call.weight or weight
     runtime().execute(
-        route, m, n, k, 1, left.address, left.row, left.col, 0,
-        addresses[0], weight.b_k, weight.b_n, weight.b_batch, addresses[1], n, 1, 0, None, *addresses[2:],
+        call.route, call.m, n, k, 1, left, *strides, 0,
+        b.owner, b.b_k, b.b_n, b.b_batch, out, n, 1, 0, None, *vectors,
     )  # fmt: skip
-
-
-_routes: dict[Any, Any] = {}
-
-
-def _route(  # noqa: PLR0917 - one place calls it
-    size: tuple[int, int, int], layout: str, weight: Any, types: arrays.DTypes, post: str, source: str
-) -> tuple[Any, Any]:
-    """The kernel for a product, remembered, and the weight as it reads it."""
-    current = settings.current()
-    key = (size, layout, weight.family, types, post, source, current, settings.limit())
-    found = _routes.get(key)
-    if found is not None:
-        return found, weight
-    api.begin()
-    word = spell(arrays.name_of(types[0]), weight.dtype, arrays.name_of(types[2]))
-    coded = weight.dtype == "u4"
-    p = Problem(
-        *size, word, a=layout, b="codes" if coded else "packed", family=weight.family,
-        deterministic=current.deterministic, post=post, source=source,
-    )  # fmt: skip
-    if p.acc == "s32" and not coded and not family(weight.family).sums:
-        raise ScheduleError(f"w is packed as {weight.family}, for activations of another type: pack it for {types[0]}")
-    try:
-        found = api.route(p)
-    except ScheduleError:  # packed on another machine
-        again = fold(unfold(weight)) if coded else pack(unpack(weight), activations=types[0])
-        return api.route(replace(p, family=again.family)), again
-    if len(_routes) >= MOST_ROUTES:
-        _routes.clear()
-    _routes[key] = found
-    return found, weight
 
 
 def _last(sums: Array, vectors: tuple[Array | None, ...], dtype: np.dtype[Any]) -> Array:

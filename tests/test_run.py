@@ -57,6 +57,31 @@ def test_execute_with_any_strides(rt, dtype, m, n, k):
     assert (c[:, 1::2] == 7).all()
 
 
+def test_pointers_are_arrays_or_addresses(rt):
+    route = rk.gemm_route(rt)
+    a, b = rk.random((3, 5)), rk.random((5, 2), seed=1)
+    for as_they_are in (True, False):
+        c = np.zeros((3, 2), np.float32)
+        x, y, z = (a, b, c) if as_they_are else map(rk.address, (a, b, c))
+        rt.execute(route, 3, 2, 5, 1, x, 5, 1, 0, y, 2, 1, 0, z, 2, 1, 0, None, None, 0, b, None, None, None)
+        rk.close(c, a, b)
+    with pytest.raises(TypeError):
+        rt.execute(route, 3, 2, 5, 1, "a", 5, 1, 0, b, 2, 1, 0, a, 2, 1, 0)
+
+
+def test_scales_are_finite_and_not_negative(rt):
+    good = np.array([0.0, 1e-45, 3.4e38, 1.0] * 5, np.float32)
+    assert rt.are_scales(good)
+    assert rt.are_scales(good[:0])
+    for i, wrong in ((0, -1e-45), (7, np.nan), (19, np.inf), (3, -np.inf)):
+        bad = good.copy()
+        bad[i] = wrong
+        assert not rt.are_scales(bad)
+    for strange in (good.astype(float), good[::2], good.reshape(4, 5), [1.0]):
+        with pytest.raises(TypeError, match="float32"):
+            rt.are_scales(strange)
+
+
 def test_execute_batch_and_outer_offsets(rt):
     route = rk.gemm_route(rt)
     a, b = rk.random((4, 3, 5)), rk.random((4, 5, 2), seed=1)

@@ -288,6 +288,12 @@ static int get_offsets(PyObject *outer, Py_buffer *view) {
   return 0;
 }
 
+/* An integer, or where the first element of an array lies; None is no address. */
+static void *address_in(PyObject *x) {
+  if (Py_TYPE(x) == array_type) return ((array_object *)x)->data;
+  return x == Py_None ? NULL : PyLong_AsVoidPtr(x);
+}
+
 static PyObject *py_execute(PyObject *module, PyObject *const *args, Py_ssize_t n) {
   /* where in `args` each of the numbers is */
   static const int at[NUMBERS] = {1, 2, 3, 4, 6, 7, 8, 10, 11, 12, 14, 15, 16};
@@ -302,11 +308,11 @@ static PyObject *py_execute(PyObject *module, PyObject *const *args, Py_ssize_t 
                         "execute takes a Route, 16 integers, optional offsets, and after them %d or no pointers; "
                         "got %zd arguments", VECTORS, n);
   for (int i = 0; n > 18 && i < VECTORS; i++)
-    if (!(vectors[i] = PyLong_AsVoidPtr(args[18 + i])) && PyErr_Occurred()) return NULL;
+    if (!(vectors[i] = address_in(args[18 + i])) && PyErr_Occurred()) return NULL;
   for (int i = 0; i < NUMBERS; i++)
     if ((v[i] = PyLong_AsLong(args[at[i]])) == -1 && PyErr_Occurred()) return NULL;
   for (int i = 0; i < 3; i++)
-    if (!(pointers[i] = PyLong_AsVoidPtr(args[pointer_at[i]])) && PyErr_Occurred()) return NULL;
+    if (!(pointers[i] = address_in(args[pointer_at[i]])) && PyErr_Occurred()) return NULL;
   if (!get_offsets(n > 17 ? args[17] : NULL, &outer)) return NULL;
   set_numbers(&p, v);
   p.a = pointers[0];
@@ -323,3 +329,16 @@ static PyObject *py_execute(PyObject *module, PyObject *const *args, Py_ssize_t 
   return failed ? NULL : Py_NewRef(Py_None);
 }
 #pragma GCC pop_options
+
+/* Whether all numbers of a vector of f32 are finite and not negative. */
+static PyObject *py_are_scales(PyObject *module, PyObject *x) {
+  const array_object *a = (array_object *)x;
+  (void)module;
+  if (Py_TYPE(x) != array_type || a->nd != 1 || element_of(a) < 0 || strcmp(elements[element_of(a)].name, "f32") ||
+      !(a->flags & NUMPY_ALIGNED) || (a->shape[0] > 1 && a->strides[0] != sizeof(float)))
+    return PyErr_Format(PyExc_TypeError, "scales must be a contiguous 1-D float32 array");
+  const float *v = (const float *)a->data;
+  int good = 1;
+  for (Py_ssize_t i = 0; i < a->shape[0]; i++) good &= v[i] >= 0 && v[i] <= FLT_MAX; /* a NaN is neither */
+  return PyBool_FromLong(good);
+}

@@ -69,16 +69,19 @@ class Runtime(Protocol):
     def execute(self, route: Any, *numbers: Any) -> None:
         """Run a kernel on raw memory.
 
-        `numbers` are m, n, k, batch, a pointer, a_m, a_k, a_batch, b pointer,
+        `numbers` are m, n, k, batch, a pointer (an array, or an integer), a_m, a_k, a_batch, b pointer,
         b_k, b_n, b_batch, c pointer, c_m, c_n, c_batch, with strides in
         elements, and optionally None or a bytes-like object of int64 triples:
         the kernel runs once for each triple of offsets (a, b, c), in elements.
-        After that, a quantised product takes the addresses of a_scale, b_scale,
-        bias, a_zero, a_sum and b_zero: see kernels/finish.py.
+        After that, a quantised product takes a_scale, b_scale, bias, a_zero,
+        a_sum and b_zero, pointers or None: see kernels/finish.py.
 
         Raises:
             MemoryError: no memory for the workspace.
         """
+
+    def are_scales(self, vector: Any) -> bool:
+        """Whether all numbers of a contiguous vector of float32 are finite and not negative."""
 
     def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
         """The product of two arrays, or of an array and a `Packed`.

@@ -18,6 +18,7 @@
 #include <structmember.h>
 #endif
 #include <dlfcn.h>
+#include <float.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>

@@ -115,7 +115,18 @@ class Twin:
                 f"got {len(numbers) + 1} arguments"
             )
         outer = offsets_of(numbers[16] if len(numbers) > 16 else None)
-        self.launch(route, tuple(map(operator.index, numbers[:16])), outer, tuple(map(operator.index, numbers[17:])))
+        self.launch(route, tuple(map(_address, numbers[:16])), outer, tuple(map(_address, numbers[17:])))
+
+    @staticmethod
+    def are_scales(vector: np.ndarray[Any, Any]) -> bool:
+        """See `host.Runtime`."""
+        if (
+            not isinstance(vector, np.ndarray)
+            or (vector.ndim, vector.dtype) != (1, np.float32)
+            or not vector.flags.c_contiguous
+        ):
+            raise TypeError("scales must be a contiguous 1-D float32 array")
+        return bool(((vector >= 0) & (vector < np.inf)).all())
 
     def _resolve(self, key: tuple[Any, ...], dtype: str) -> Route | None:
         if self._resolver is None:
@@ -261,6 +272,13 @@ class Twin:
     def pool_threads(self) -> int:
         """See `host.Runtime`."""
         return int(self._lib.portmm_pool_threads())
+
+
+def _address(x: Any) -> int:
+    """An integer, or where the first element of an array lies; None is no address."""
+    if isinstance(x, np.ndarray):
+        return int(x.__array_interface__["data"][0])
+    return 0 if x is None else operator.index(x)
 
 
 def _callable(function: Callable[..., Any]) -> Callable[..., Any]:
