@@ -1,6 +1,6 @@
 /* Runs built kernels without Python: jobs come on standard input, C goes out.
- * Arguments are pairs of a shared object and its symbol. A job is 24 longs (see
- * tests/driver.py), then the bytes of A, B and C. Every operand and the scratch
+ * Arguments are pairs of a shared object and its symbol. A job is 31 longs (see
+ * tests/driver.py), then the bytes of A, B, C and six vectors. Every operand and the scratch
  * end where an inaccessible page starts, or lie in the sanitizer's heap. Tasks
  * run on one thread, last first, spread over the workers. */
 #define _DEFAULT_SOURCE
@@ -17,7 +17,7 @@
 #define GUARDED 1
 #endif
 
-enum { KERNEL, SIZES, A = SIZES + 5, B = A + 6, C = B + 6, WORK = C + 6, JOB };
+enum { KERNEL, SIZES, A = SIZES + 5, B = A + 6, C = B + 6, WORK = C + 6, VECTORS, JOB = VECTORS + 6 };
 
 static void spread(void *pool, void (*body)(const long *ctx, long task, long worker), const long *ctx, long tasks,
                    long workers) {
@@ -65,15 +65,21 @@ int main(int argc, char **argv) {
   while (fread(job, sizeof job, 1, stdin) == 1) {
     char *a = operand(job + A), *b = operand(job + B), *c = operand(job + C), *work = place(job[WORK], 64);
     memset(work, 0xff, job[WORK]); /* NaN */
+    char *v[6] = {NULL};
+    for (int i = 0; i < 6; i++)
+      if (job[VECTORS + i]) take(v[i] = place(job[VECTORS + i], 4), job[VECTORS + i]);
     const long *s = job + SIZES;
     portmm_args args = {s[0], s[1], s[2], s[3],
                         a + job[A + 1], job[A + 2], job[A + 3], job[A + 4],
                         b + job[B + 1], job[B + 2], job[B + 3], job[B + 4],
                         c + job[C + 1], job[C + 2], job[C + 3], job[C + 4],
-                        work, s[4], NULL, spread};
+                        work, s[4], NULL, spread,
+                        (float *)v[0], (float *)v[1], (float *)v[2], (int *)v[3], (int *)v[4], (int *)v[5]};
     kernels[job[KERNEL]](&args);
     if (fwrite(c, 1, job[C], stdout) != (size_t)job[C]) return 93;
     drop(a, job[A]), drop(b, job[B]), drop(c, job[C]), drop(work, job[WORK]);
+    for (int i = 0; i < 6; i++)
+      if (v[i]) drop(v[i], job[VECTORS + i]);
   }
   return 0;
 }

@@ -14,13 +14,14 @@ from portmm.abi import ARGS
 from portmm.build import build
 from portmm.dispatch import workspace_bytes
 from portmm.emit.c import source
+from portmm.ir import VECTORS
 
 if TYPE_CHECKING:
     from support import Case
 
     from portmm.ir import Kernel
 
-JOB = struct.Struct("1l5l6l6l6l1l")
+JOB = struct.Struct("1l5l6l6l6l1l6l")
 
 
 def compile_driver(folder: Path, command: list[str], *flags: str) -> str:
@@ -56,7 +57,9 @@ def job(number: int, kernel: Kernel, k: Case, workers: int) -> bytes:
         strides = (*(f[f"{name}_{s}"] for s in steps), f[f"{name}_batch"])
         longs += [flat.nbytes, offset * flat.itemsize, *strides, flat.itemsize]
     longs.append(workspace_bytes(kernel, k.problem, workers))
-    return b"".join([JOB.pack(*longs), k.a.tobytes(), k.b.tobytes(), c.tobytes()])
+    vectors = [k.vectors[name].tobytes() if name in k.vectors else b"" for name in VECTORS]
+    longs += map(len, vectors)
+    return b"".join([JOB.pack(*longs), k.a.tobytes(), k.b.tobytes(), c.tobytes(), *vectors])
 
 
 def run(

@@ -14,6 +14,7 @@ import pytest
 import support
 from support import case, interpret, require, selection, small
 
+from portmm.candidates import candidates
 from portmm.lower import lower
 from portmm.target import load_isa
 
@@ -78,6 +79,31 @@ def test_arm_multiplies_narrow_types(name, word, arm_driver):
     jobs = []
     for i, ((p, _), kernel) in enumerate(zip(chosen, kernels, strict=True)):
         jobs += [(i, kernel, case(p, seed=i), 1 + i % 3), (i, kernel, case(p, seed=i, floats=True), 1)]
+    results = driver.run([*arm_driver(name), *driver.objects(kernels)], jobs)
+    for (i, _, k, _), got in zip(jobs, results, strict=True):
+        k.check(got, chosen[i][1])
+
+
+@pytest.mark.parametrize("name", [x for x in support.EVERY_ISA if load_isa(x).arch == "aarch64"])
+def test_arm_scales_sums_and_reads_codes(name, arm_driver):
+    """Quantised products to their end, and weights of four bits beside floats and beside integers."""
+    target = small(name)
+    isa = target.isas[0]
+    posed = []
+    if isa.atom("s8-s8-f32"):
+        for i, post in enumerate(("scale+azero", "scale+bzero+bias", "scale+azero+bzero+bias")):
+            sizes = ((1, 3 * isa.vector_bytes, 37), (9, 21, 30), (17, 5, 8))
+            posed += support.pose(sizes[i], ("row", "packed", "row"), target, dtype="s8-s8-f32", post=post)[-1:]
+        p = support.pose((7, 19, 45), ("row", "packed", "row"), target, dtype="s8-s8-bf16", post="scale", source="f32")
+        posed += p[-1:]
+    for i, word in enumerate(("f32-u4-f32", "bf16-u4-bf16", "s8-u4-f32", "s8-u4-bf16")):
+        if isa.atom(word):
+            post = {"post": "scale"} if word.startswith("s8") else {}
+            source = {"source": "f32"} if word == "s8-u4-bf16" else {}
+            posed.append(support.coded((3 + 9 * i, 21, 45), word, 2 * isa.atom(word).n, 8 * i, **post, **source))
+    chosen = [(p, s) for p in posed for s in candidates(p, target)[::3]]
+    kernels = [lower(s, isa) for _, s in chosen]
+    jobs = [(i, kernels[i], case(p, seed=i, floats=True), 2) for i, (p, _) in enumerate(chosen)]
     results = driver.run([*arm_driver(name), *driver.objects(kernels)], jobs)
     for (i, _, k, _), got in zip(jobs, results, strict=True):
         k.check(got, chosen[i][1])
