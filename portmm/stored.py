@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
-FORMAT, VERSION = "portmm.packed", "1"
+FORMAT, VERSION = "portmm.packed", "2"
 _ONE = "weight"
 """Name of a weight that was saved by itself."""
 
