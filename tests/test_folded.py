@@ -139,7 +139,7 @@ def test_files_that_lie_are_refused(tmp_path):
         pm.matmul(np.ones((2, 70), np.int8), w)
     for change in (
         {"format": "other"},
-        {"version": "2"},
+        {"version": "1"},
         {"weights": "{"},
         {"weights": "[]"},
         {"one": "False", "weights": "3"},
