@@ -44,8 +44,13 @@ class Blocks:
 
     @property
     def lines(self) -> Atom:
-        """The vocabulary of what moves operands and sums, a line at a time."""
+        """The vocabulary of what moves operands, a line at a time."""
         return self.isa.by_lines(self.atom) or self.atom
+
+    @property
+    def sum_lines(self) -> Atom:
+        """The vocabulary of what moves sums, a line at a time."""
+        return self.isa.sums_by_lines(self.atom) or self.atom
 
     @property
     def k(self) -> Index:

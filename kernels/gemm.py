@@ -256,7 +256,7 @@ class Gemm(Blocks):
         s = self.s
         if not s.pack_a:
             return ()
-        pack = packing.pack_a(self.isa, self.atom, s.mr, s.a, s.types[0])
+        pack = packing.pack_a(self.isa, self.lines, s.mr, s.a, s.types[0], self.atom.left)
         elements = (self.filled(self.pc, var("kd")),) if s.kr > 1 else ()
         args = (var("kd"), *elements, var("h"), *self.unpacked_a(), Ptr("ap", var("r") * var("kd")))
         loop = For("i", const(0), var("slices"), const(1), (*self.slice_(), Call(pack, args)))
@@ -374,7 +374,7 @@ class Gemm(Blocks):
             b_packed=s.pack_b or s.b == "packed",
             prefetch=s.prefetch,
             ahead=self.streams if s.ahead and panels == 1 else None,
-            unroll=_unroll(height * panels * s.nr // self.atom.n, s.static[2] if s.static else 0),
+            unroll=_unroll(self.atom.strips(height) * (panels * s.nr // self.atom.n), s.static[2] if s.static else 0),
             inline=s.static is not None,
             ragged=s.static is None or s.static[1] % s.nr != 0,
             a=self.given[0],
@@ -448,7 +448,8 @@ class Gemm(Blocks):
                 vectors.append(Ptr(name, row if name in ROWS else var("column")))
         tile = (var("h"), var("columns"), self.sums(row, var("column")), var("c_wide"))
         call = Call(
-            finish(self.isa, self.lines, self.acc, self.s.types[2], self.s.post), (*tile, *vectors, into, var("c_m"))
+            finish(self.isa, self.sum_lines, self.acc, self.s.types[2], self.s.post),
+            (*tile, *vectors, into, var("c_m")),
         )
         return (If((var("pc") + var("kd")).eq(self.k), (call,)),) if self.s.kc else (call,)
 

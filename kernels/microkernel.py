@@ -3,7 +3,9 @@
 MR rows by NV vectors by P panels of accumulators stay in named registers. Per
 step of k it loads one row of each B panel and, row by row, broadcasts one
 element of A and multiplies: outer products, so that each element of C is one
-chain of multiply-adds in the order of k. Loading C before the loop, rather than
+chain of multiply-adds in the order of k. An atom of two rows takes rows by two: a
+last one without a neighbour is there twice, in the fragment of A and in the sums,
+which are the same and are stored in the same place. Loading C before the loop, rather than
 adding to it after, keeps that chain whole across blocks of k: the result does
 not depend on any blocking. (Goto & van de Geijn, ACM TOMS 34(3), 2008.)
 """
@@ -100,8 +102,20 @@ def vectors_of(atom: Atom, s: Shape) -> range:
 
 
 def acc_of(i: int, v: int) -> str:
-    """The register that sums row i of vector v."""
+    """The register that sums row i, and what rows the atom has beside it, of vector v."""
     return f"c{i}_{v}"
+
+
+def _cells(atom: Atom, s: Shape) -> list[tuple[int, int]]:
+    """Row and vector of each accumulator."""
+    return [(i, v) for i in range(0, s.rows, atom.m) for v in vectors_of(atom, s)]
+
+
+def _apart(atom: Atom, s: Shape, i: int, step: Index) -> Index | None:
+    """How far apart the rows of a register lie that begins with row i: a last one is there twice."""
+    if atom.m == 1:
+        return None
+    return step if i + 1 < s.rows else const(0)
 
 
 def params_of_a(s: Shape) -> tuple[Param, ...]:
@@ -128,22 +142,21 @@ def spare(atom: Atom, s: Shape) -> tuple[Stmt, ...]:
 
 def _begin(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
     """Set the accumulators from C or to zero."""
-    cells = [(i, v) for i in range(s.rows) for v in vectors_of(atom, s)]
+    cells = _cells(atom, s)
     zero: tuple[Stmt, ...] = tuple(Verb("zero", acc_of(i, v)) for i, v in cells)
     less = _unshift(atom, s)
     if s.unshift == "whole":
         zero, less = (*zero, *less), ()
     load: tuple[Stmt, ...]
     if not edge:
-        load = tuple(Verb("load_c", acc_of(i, v), p=_c(atom, i, v)) for i, v in cells)
+        load = tuple(_sums("load_c", atom, s, i, v) for i, v in cells)
         return (If(var("accumulate"), load, zero), *less)
     if atom.mask:
         load = tuple(Verb("load_mask", acc_of(i, v), p=_c(atom, i, v), mask=f"m{v}", to=atom.acc) for i, v in cells)
         return (If(var("accumulate"), load, zero), *less)
-    tile = Ptr("tile")
     load = (
-        *_copy(s, tile, Ptr("c"), const(s.nr), var("c_m")),
-        *(Verb("load_c", acc_of(i, v), p=tile + (i * s.nr + v * atom.n)) for i, v in cells),
+        *_copy(s, Ptr("tile"), Ptr("c"), const(s.nr), var("c_m")),
+        *(_sums("load_c", atom, s, i, v, spare=True) for i, v in cells),
     )
     return (If(var("accumulate"), load, zero), *less)
 
@@ -166,14 +179,19 @@ def _unshift(atom: Atom, s: Shape) -> tuple[Stmt, ...]:
 
 def write_back(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
     """Write the accumulators to C."""
-    cells = [(i, v) for i in range(s.rows) for v in vectors_of(atom, s)]
+    cells = _cells(atom, s)
     if not edge:
-        return tuple(Verb("store", acc_of(i, v), p=_c(atom, i, v)) for i, v in cells)
+        return tuple(_sums("store", atom, s, i, v) for i, v in cells)
     if atom.mask:
         return tuple(Verb("store_mask", acc_of(i, v), p=_c(atom, i, v), mask=f"m{v}") for i, v in cells)
-    tile = Ptr("tile")
-    stores = (Verb("store", acc_of(i, v), p=tile + (i * s.nr + v * atom.n)) for i, v in cells)
-    return (*stores, *_copy(s, Ptr("c"), tile, var("c_m"), const(s.nr)))
+    stores = (_sums("store", atom, s, i, v, spare=True) for i, v in cells)
+    return (*stores, *_copy(s, Ptr("c"), Ptr("tile"), var("c_m"), const(s.nr)))
+
+
+def _sums(verb: str, atom: Atom, s: Shape, i: int, v: int, *, spare: bool = False) -> Verb:
+    """Load or store an accumulator: in C, or in the spare tile."""
+    p = Ptr("tile") + (i * s.nr + v * atom.n) if spare else _c(atom, i, v)
+    return Verb(verb, acc_of(i, v), p=p, step=_apart(atom, s, i, const(s.nr) if spare else var("c_m")))
 
 
 def _copy(s: Shape, to: Ptr, src: Ptr, to_m: Index, src_m: Index) -> tuple[Stmt, ...]:
@@ -199,7 +217,8 @@ def _loop(atom: Atom, s: Shape, *, masked: bool) -> tuple[Stmt, ...]:
     line = line_of(atom)
     asks = [(f"{x}_next", p % line * var(f"{x}_step") + p // line * var(f"{x}_hop")) for x in s.ahead or ()]
     body += [Prefetch(Ptr(name, offset), near=False) for name, offset in asks]
-    for i in range(s.rows):
-        body.append(Verb("load_a", f"a{i % 2}", p=element_of_a(s, i, p)))
-        body += [Verb("mac", acc_of(i, v), f"a{i % 2}", f"b{v}") for v in vectors_of(atom, s)]
+    for i in range(0, s.rows, atom.m):
+        a = f"a{i // atom.m % 2}"
+        body.append(Verb("load_a", a, p=element_of_a(s, i, p), step=_apart(atom, s, i, const(1))))
+        body += [Verb("mac", acc_of(i, v), a, f"b{v}") for v in vectors_of(atom, s)]
     return (For("p", const(0), var("k"), const(1), tuple(body), s.unroll),)

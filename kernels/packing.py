@@ -195,7 +195,9 @@ def sum_columns(atom: Atom, nr: int, held: str) -> Function:
     return Function("sum_columns", "inner", params, body, comment, of=atom.name)
 
 
-def pack_a(isa: Isa, atom: Atom, mr: int, layout: str, held: str) -> Function:
+def pack_a(  # noqa: PLR0917 - as above
+    isa: Isa, atom: Atom, mr: int, layout: str, held: str, to: str
+) -> Function:
     """to[p][i] = A[i][p] for p < k, i < rows; up to a vector past the end is overwritten."""
     units = atom.k_pack > 1
     params = (
@@ -205,10 +207,10 @@ def pack_a(isa: Isa, atom: Atom, mr: int, layout: str, held: str) -> Function:
         Param("a", held, readonly=True),
         Param("a_m"),
         Param("a_k"),
-        Param("to", atom.left),
+        Param("to", to),
     )
     rows = var("rows")
-    lines = _Lines("a", held, atom.left, atom.left, "a_k", "a_m", "rows", rows)
+    lines = _Lines("a", held, to, to, "a_k", "a_m", "rows", rows)
     body: tuple[Stmt, ...] = ()
     if layout == "row" and isa.shuffles and atom.n > 1:
         # Stores are whole vectors, so each spills over onto what follows: later

@@ -143,7 +143,7 @@ def _reads(isa: Isa, atom: Atom, p: Problem) -> bool:
 
 
 def _programs(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
-    if atom.m > 1:
+    if atom.tiled:
         yield from _tiled(p, isa, atom, target)
         return
     if p.b == "codes" and atom.acc == "s32":
@@ -163,19 +163,21 @@ def _small(p: Problem, target: Target) -> bool:
     return level is None or p.bytes // max(1, p.batch) <= level.bytes
 
 
-def vectors(isa: Isa, atom: Atom, p: Problem) -> list[int]:
-    """Widths of a register tile, in vectors, that suit the problem."""
+def widths(isa: Isa, atom: Atom, p: Problem) -> list[int]:
+    """Widths of a register tile, in columns, that suit the problem."""
+    line = isa.columns(atom)
     if p.b in ("packed", "codes"):
-        v, rest = divmod(family(p.family).nr, atom.n)
-        return [v] if v and not rest and tallest(isa, v) else []
-    needed = -(-p.n // atom.n)
+        nr = family(p.family).nr
+        return [nr] if nr % line == 0 and tallest(isa, atom, nr) else []
+    needed = -(-p.n // line)
     most = 4 if isa.registers >= 32 else 3
-    return [v for v in range(1, most + 1) if v <= max(1, needed) and tallest(isa, v)]
+    return [v * line for v in range(1, most + 1) if v <= max(1, needed) and tallest(isa, atom, v * line)]
 
 
-def tallest(isa: Isa, v: int) -> int:
-    """Rows of accumulators that fit beside V vectors of B and a broadcast."""
-    return min(TALLEST, (isa.registers - v - 1) // v)
+def tallest(isa: Isa, atom: Atom, nr: int) -> int:
+    """Rows of accumulators that fit beside NR columns of B and a left fragment."""
+    v = nr // atom.n
+    return min(TALLEST, (isa.registers - v - 1) // v) * atom.m
 
 
 def _tiles(mr: int, nr: int, kc: int, mc: int, nc: int) -> tuple[Tile, ...]:
@@ -250,9 +252,8 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
     """Large products: A and B packed, or either read in place."""
     depth = -(-p.k // atom.k_pack)
     split = not p.deterministic and p.k > SPLIT_DEPTH * max(p.m, p.n)
-    for v in vectors(isa, atom, p):
-        nr = v * atom.n
-        top = tallest(isa, v)
+    for nr in widths(isa, atom, p):
+        top = tallest(isa, atom, nr)
         for mr in dict.fromkeys((top, top - 2, min(top, IN_PLACE_ROWS))):
             if mr < 1 or p.m <= mr:
                 continue
@@ -309,11 +310,10 @@ def _thin(p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedul
         return
     if p.b == "codes" and not p.deterministic:
         yield from _decoded(p, isa, atom)
-    for v in vectors(isa, atom, p):
-        nr = v * atom.n
-        if p.m > tallest(isa, v):
+    for nr in widths(isa, atom, p):
+        if p.m > tallest(isa, atom, nr):
             continue
-        most = max(1, tallest(isa, v) // p.m) if p.b == "packed" else 1
+        most = max(1, tallest(isa, atom, nr) // p.m) if p.b == "packed" else 1
         if "azero" in p.post:
             most = 1  # the sums of two panels' columns do not lie side by side
         for panels in dict.fromkeys((1, min(2, most), min(4, most), min(8, most))):
@@ -353,9 +353,9 @@ def _streamed(base: Schedule, p: Problem, isa: Isa, atom: Atom, rows_ahead: int)
 
 def _decoded(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
     """M of a few rows, times codes as they lie, a few rows at a time."""
-    for v in vectors(isa, atom, p):
+    for nr in widths(isa, atom, p):
         for mr in range(min(p.m, DECODED_ROWS), 0, -1):  # illegal ones, of too many registers, are dropped later
-            base = _by_codes(p, isa, _tiles(mr, v * atom.n, ALL, ALL, ALL))
+            base = _by_codes(p, isa, _tiles(mr, nr, ALL, ALL, ALL))
             yield base
             if p.a == "row" and _a_in_place(p, isa, atom):
                 yield replace(base, pack_a=False)
@@ -367,11 +367,11 @@ def _coded(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
     What k leaves of a last word has codes of zero, so whatever stands for A there, if it
     can be read: A is packed.
     """
-    for v in vectors(isa, atom, p):
+    for nr in widths(isa, atom, p):
         for mr in dict.fromkeys(min(p.m, x) for x in CODED_ROWS):
-            yield _by_codes(p, isa, _tiles(mr, v * atom.n, ALL, ALL, ALL))
+            yield _by_codes(p, isa, _tiles(mr, nr, ALL, ALL, ALL))
             if p.m > CODED_BLOCK:
-                yield _by_codes(p, isa, _tiles(mr, v * atom.n, ALL, CODED_BLOCK // mr * mr, ALL))
+                yield _by_codes(p, isa, _tiles(mr, nr, ALL, CODED_BLOCK // mr * mr, ALL))
 
 
 def _by_codes(p: Problem, isa: Isa, tiles: tuple[Tile, ...]) -> Schedule:
@@ -397,8 +397,8 @@ def _whole(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedul
     """Products that fit a private cache: no loop over blocks, one item after the other."""
     # A batch that does not stay in L2 is asked for an item ahead.
     ahead = p.bytes > _capacity(target, "L2") and p.bytes > FEW_BYTES * p.batch
-    for v in vectors(isa, atom, p):
-        nr, top = v * atom.n, tallest(isa, v)
+    for nr in widths(isa, atom, p):
+        top = tallest(isa, atom, nr)
         for limit in dict.fromkeys((top, min(top, IN_PLACE_ROWS))):
             slices = -(-p.m // limit)
             # The tallest of equal slices; a kernel for any M keeps the limit itself.

@@ -142,6 +142,12 @@ class _View:
         return macs_per_cycle(self.target, isa, self.atom, self.s.dtype)
 
     @property
+    def line(self) -> int:
+        """Sums in a vector."""
+        isa = self.target.isa(self.s.isa)
+        return isa.columns(self.atom) if isa else self.atom.n
+
+    @property
     def k(self) -> int:
         """Steps of a full sum: units of k."""
         return -(-self.p.k // self.atom.k_pack)
@@ -184,7 +190,7 @@ def macs_per_cycle(target: Target, isa: Isa | None, atom: Atom, dtype: str) -> f
     # Narrow atoms of an ISA start as often as its widest, which is what a description gives.
     widest = isa.atom(dtype) if isa else None
     known = target.rates.get(atom.name) or (target.rates.get(widest.name) if widest else None)
-    return known or (1 / atom.m if atom.m > 1 else 2.0 if atom.n > 1 else 1.0)
+    return known or (1 / atom.m if atom.tiled else 2.0 if atom.n > 1 else 1.0)
 
 
 def cost(p: Problem, s: Schedule, atom: Atom, target: Target, workers: int = 1) -> Cost:
@@ -283,13 +289,16 @@ def _compute(v: _View) -> float:
     left, right = _converts(v)
     for h, count in _slices(v):
         # A tile takes as long as it has rows.
-        macs = h * wide * (1 + _group_ends(v, h)) + DECODE * wide + h if _decodes(v) else h * wide / atom.m
+        strips = h if atom.tiled else atom.strips(h)
+        macs = strips * wide / (atom.m if atom.tiled else 1)
+        if _decodes(v):
+            macs = h * wide * (1 + _group_ends(v, h)) + DECODE * wide + h
         macs += CONVERT * (h * left + wide * right) * v.macs_per_cycle
-        loads = (h + wide * atom.deep) / LOADS_PER_CYCLE
+        loads = (strips + wide * atom.deep) / LOADS_PER_CYCLE
         # A chain advances one step per latency; unrolling cannot help it.
         step = max(macs / v.macs_per_cycle, loads, float(atom.latency)) + CONFLICTS * loads
         cycles += count * (step + LOOP_CYCLES + AHEAD_CYCLES * _streams(v))
-    far = BOTH_FAR if atom.m > 1 and not _b_fits(v, "L1") else 1.0
+    far = BOTH_FAR if atom.tiled and not _b_fits(v, "L1") else 1.0
     return cycles * v.visits * -(-v.k // depth) * far * _crowding(v) * _apart(v, APART)
 
 
@@ -355,8 +364,8 @@ def _tile_setup(v: _View) -> float:
     # A sum over lanes folds them in half, a shuffle and an addition each time.
     each = 1.0 + (atom.n.bit_length() if s.program == "dot" else 0)
     one = sum(count * (TILE_CYCLES + h * wide * each + atom.latency) for h, count in _slices(v))
-    ends = FINISH * v.p.m * -(-v.p.n // atom.n) if s.program != "dot" and finishes(s, atom) else 0.0
-    ends += CONFIGURE * v.blocks if atom.m > 1 else 0.0
+    ends = FINISH * v.p.m * -(-v.p.n // v.line) if s.program != "dot" and finishes(s, atom) else 0.0
+    ends += CONFIGURE * v.blocks if atom.tiled else 0.0
     return one * v.visits * passes + ends + (0.0 if s.static else 40.0)
 
 
@@ -374,7 +383,7 @@ def _packing(v: _View, workers: int) -> float:
     """
     s, p, atom = v.s, v.p, v.atom
     cycles = 0.0
-    straight_a = "col" if atom.m == 1 else "row"
+    straight_a = "row" if atom.tiled else "col"
     straight_b = "codes" if s.b == "codes" else "row"
     for packed, layout, straight, woven, extent, again in (
         (s.pack_a, s.a, straight_a, "col", p.m * v.k, _shares(v, workers) if s.over == "tiles" else 1),

@@ -85,11 +85,11 @@ def _check_panels(p: Problem, target: Target) -> None:
     """A weight packed on another machine may have panels that no vectors of this one make up."""
     if p.b != "packed":
         return
-    atoms = [atom for _, atom in units(p.dtype, target)]
+    takes = [(isa.columns(atom), atom.k_pack) for isa, atom in units(p.dtype, target)]
     kept = family_of(p.family)
-    if not any(kept.nr % x.n == 0 and kept.kr == x.k_pack for x in atoms):
-        takes = " or ".join(f"multiples of {x.n}{f' by {x.k_pack}' if x.k_pack > 1 else ''}" for x in atoms)
-        raise ScheduleError(f"B is packed as {p.family}; {target.name} takes {takes}: pack it again here")
+    if not any(kept.nr % n == 0 and kept.kr == kr for n, kr in takes):
+        said = " or ".join(f"multiples of {n}{f' by {kr}' if kr > 1 else ''}" for n, kr in takes)
+        raise ScheduleError(f"B is packed as {p.family}; {target.name} takes {said}: pack it again here")
 
 
 def isa_of(s: Schedule, target: Target) -> Isa:
@@ -124,8 +124,8 @@ def family(dtype: str, target: Target) -> str:
     Raises:
         ScheduleError: no atom of the target multiplies these types.
     """
-    _, atom = packing_unit(dtype, target)
-    return str(Family(types(dtype)[1], atom.n * PACKED_VECTORS, atom.k_pack, atom.acc == "s32"))
+    isa, atom = packing_unit(dtype, target)
+    return str(Family(types(dtype)[1], isa.columns(atom) * PACKED_VECTORS, atom.k_pack, atom.acc == "s32"))
 
 
 @lru_cache(maxsize=1024)

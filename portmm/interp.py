@@ -193,7 +193,7 @@ class _Machine:
     def do_verb(self, s: Verb, f: _Frame) -> None:
         atom = self.kernel.isa.word(s.of) if s.of else f.atom
         if atom.m > 1:
-            self._tile(s, f, atom)
+            self._block(s, f, atom)
         elif s.name == "mac":
             f.regs[s.d] = _multiplied(f.regs[s.d], f.regs[s.a], f.regs[s.b], atom.k_pack)
         elif s.name == "unshift":
@@ -249,9 +249,9 @@ class _Machine:
         if len(s.rows) > TILES or not set(self.tiles.values()) <= set(range(1, f.atom.m + 1)):
             raise ValueError(f"{self.kernel.name} configures tiles of {self.tiles} rows")
 
-    def _tile(self, s: Verb, f: _Frame, atom: Atom) -> None:
-        """A tile of the configured rows; one that is not configured is a KeyError."""
-        rows = self.tiles[s.d]
+    def _block(self, s: Verb, f: _Frame, atom: Atom) -> None:
+        """A register of several rows; a tile has those configured, and one that is not configured is a KeyError."""
+        rows = self.tiles[s.d] if atom.tiled else atom.deep if s.name == "load_b" else atom.m
         if s.name == "zero":
             f.regs[s.d] = np.zeros((rows, atom.n), numpy_type(atom.acc))
             return
@@ -263,12 +263,12 @@ class _Machine:
             f.regs[s.d] = (d + np.einsum("mue,une->mn", a.astype(wide), b.astype(wide))).astype(d.dtype)
             return
         assert s.p is not None  # noqa: S101 - as above
-        assert s.step is not None  # noqa: S101 - as above
-        step, columns = evaluate(s.step, f.ints), atom.deep if s.name == "load_a" else atom.n
+        assert s.step is not None or rows == 1  # noqa: S101 - as above
+        step, columns = evaluate(s.step, f.ints) if s.step else 0, atom.deep if s.name == "load_a" else atom.n
         held = {"load_a": atom.left, "load_b": atom.right}.get(s.name, atom.acc)
         lines = [self.at(s.p + step * r, f, columns) for r in range(rows)]
         if {memory for _, _, memory in lines} != {held}:
-            raise ValueError(f"{self.kernel.name} takes a tile of {held} from elements of {lines[0][2]}")
+            raise ValueError(f"{self.kernel.name} takes rows of {held} from elements of {lines[0][2]}")
         pack = BY_NAME[held].pack
         if s.name == "store":
             for (array, at, _), row in zip(lines, f.regs[s.d], strict=True):

@@ -56,9 +56,11 @@ class Atom:
     register, {count} a number of lanes. An empty string means that the ISA has
     no such instruction and the generator does without.
 
-    An atom of more than one row multiplies *tiles*, whose registers are no
-    variables of C: their types are empty, {d}, {a} and {b} are numbers, and
-    {step} is how many elements, or units, lie between rows of a tile in memory.
+    Of an atom of more than one row, a left fragment holds a unit of each row, and
+    an accumulator its columns of each; {step} is how many elements, or units, lie
+    between rows in memory. Where it has `configure`, it multiplies *tiles*, whose
+    registers are no variables of C: their types are empty, and {d}, {a} and {b}
+    are numbers.
 
     Attributes:
         name: unique name, ISA then types.
@@ -127,6 +129,15 @@ class Atom:
     real: str = ""
     configure: str = ""
     release: str = ""
+
+    @property
+    def tiled(self) -> bool:
+        """It multiplies tiles."""
+        return bool(self.configure)
+
+    def strips(self, rows: int) -> int:
+        """Left fragments, or accumulators one below the other, that hold so many rows."""
+        return -(-rows // self.m)
 
     @property
     def deep(self) -> int:
@@ -240,8 +251,9 @@ class Isa:
         if row is None or not memory:
             return text
         expected = {"load_a": atom.left, "load_b": atom.right, "load_mask": atom.right, "load_rows": atom.right}
-        register = register or expected.get(verb, atom.acc)
-        if text and _raw(memory, register):
+        usual = expected.get(verb, atom.acc)
+        register = register or usual
+        if text and _raw(memory, register) and BY_NAME[register].bytes == BY_NAME[usual].bytes:
             return text
         found = self.transfer(memory, register, atom.n)
         return str(getattr(found, row)) if found else ""
@@ -254,7 +266,7 @@ class Isa:
         if a == b == c == atom.a == atom.b and atom.m == 1:
             return True
         if atom.m > 1:
-            lines = self.by_lines(atom)
+            lines = self.sums_by_lines(atom)
             return (a, b) == (atom.a, atom.b) and lines is not None and self._becomes(lines, c)
         kr = atom.k_pack
         if b == "u4":
@@ -279,12 +291,23 @@ class Isa:
         return self._scales(atom.n, c) if atom.acc == "s32" != c else bool(self.spelling(atom, "store", c))
 
     def by_lines(self, atom: Atom) -> Atom | None:
-        """The atom whose registers hold a line of this one's operands and sums: for tiles, one of an ISA below."""
+        """The atom of one row whose registers hold a line of this one's right operand, of this ISA or one below."""
         if atom.m == 1:
             return atom
         kind = (1, atom.b, atom.acc, atom.n, atom.k_pack)
         alike = (t for t in self.atoms if (t.m, t.b, t.acc, t.n, t.k_pack) == kind)
         return next(alike, None) or (self.base.by_lines(atom) if self.base else None)
+
+    def sums_by_lines(self, atom: Atom) -> Atom | None:
+        """The atom of one row whose registers hold a line of this one's sums."""
+        lines = self.by_lines(atom)
+        whole = self.vector_bytes // BY_NAME[atom.acc].bytes
+        return lines if lines is None or atom.m == 1 or lines.n == whole else self.vector(atom.acc, whole)
+
+    def columns(self, atom: Atom) -> int:
+        """What the widths of panels are multiples of: a line of sums."""
+        lines = self.sums_by_lines(atom)
+        return lines.n if lines else atom.n
 
     def vector(self, dtype: str, n: int) -> Atom | None:
         """The atom that multiplies `n` lanes of a type by lanes of that type."""
@@ -293,7 +316,7 @@ class Isa:
 
     def quantises(self, atom: Atom, source: str) -> Atom | None:
         """What turns rows of `source` into codes beside an atom for integers, or None."""
-        real = self.vector("f32", atom.n)
+        real = self.vector("f32", self.columns(atom))
         if real is None or not real.amax or not self.spelling(real, "load_b", source):
             return None
         return real if self.spelling(real, "store", "s8") else None
@@ -337,8 +360,12 @@ def check_atom(atom: Atom, where: str) -> Atom:
         require(not strange, where, f"row {row!r} mentions {strange}; it may mention {sorted(allowed)}")
     masks = {bool(x) for x in (atom.mask_type, atom.mask, atom.load_mask, atom.store_mask)}
     require(len(masks) == 1, where, "mask_type, mask, load_mask and store_mask come together or not at all")
-    tiles = {atom.m > 1, bool(atom.configure), bool(atom.release)}
-    require(len(tiles) == 1, where, "an m above 1, configure and release come together or not at all")
+    require(atom.tiled == bool(atom.release), where, "configure and release come together or not at all")
+    require(atom.m > 1 or not atom.tiled, where, "tiles have an m above 1")
+    if atom.m > 1 and not atom.tiled:
+        # A row that is left over takes both places of a fragment.
+        require(atom.m == 2, where, f"without configure, m is 1 or 2, got {atom.m}")
+        require(atom.deep == 1 and not atom.mask, where, "two rows have a k of k_pack, and no masks")
     return atom
 
 

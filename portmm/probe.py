@@ -60,21 +60,21 @@ def peak(isa: Isa, atom: Atom) -> Probe:
     With 6 x 2 accumulators or more a step loads fewer fragments than it
     multiplies, so that two load ports keep up with two multipliers.
     """
-    if atom.m > 1:
+    if atom.tiled:
         return _peak_of_tiles(isa, atom)
-    cols = 2 if tallest(isa, 2) >= 2 else 1
-    rows = max(1, tallest(isa, cols))
+    cols = 2 if tallest(isa, atom, 2 * atom.n) >= 2 * atom.m else 1
+    rows = max(1, tallest(isa, atom, cols * atom.n) // atom.m)
     deep = atom.k // atom.k_pack
     a_size, b_size, c_size = atom.m * deep, deep * atom.n, atom.m * atom.n
     step = var("i")
     body: list[Stmt] = [_load("load_b", f"b{j}", "b", step * (cols * b_size) + j * b_size) for j in range(cols)]
     for r in range(rows):
-        body.append(_load("load_a", f"a{r}", "a", step * (rows * a_size) + r * a_size))
+        body.append(_load("load_a", f"a{r}", "a", step * (rows * a_size) + r * a_size, deep))
         body += [Verb("mac", f"c{r}_{j}", f"a{r}", f"b{j}") for j in range(cols)]
     sums = [f"c{r}_{j}" for r in range(rows) for j in range(cols)]
-    entry = _repeat((), tuple(body), sums, c_size, "Outer products of panels that stay in L1")
+    entry = _repeat((), tuple(body), sums, atom, "Outer products of panels that stay in L1")
     return Probe(
-        _kernel("peak", isa, atom, (rows, cols * atom.n), entry),
+        _kernel("peak", isa, atom, (rows * atom.m, cols * atom.n), entry),
         rows * a_size,
         cols * b_size,
         rows * cols * c_size,
@@ -119,10 +119,10 @@ def stream(isa: Isa, atom: Atom) -> Probe:
     for j, name in enumerate(names):
         body.append(_load("load_b", f"b{j}", "b", var("i") * (STREAM_LOADS * size) + j * size))
         body.append(Verb("mac", name, "a0", f"b{j}"))
-    first = (_load("load_a", "a0", "a", const(0)),)
-    entry = _repeat(first, tuple(body), names, c_size, "Reads of B from end to end")
+    first = (_load("load_a", "a0", "a", const(0), deep),)
+    entry = _repeat(first, tuple(body), names, atom, "Reads of B from end to end")
     return Probe(
-        _kernel("stream", isa, atom, (1, STREAM_LOADS * atom.n), entry),
+        _kernel("stream", isa, atom, (atom.m, STREAM_LOADS * atom.n), entry),
         atom.m * deep,
         STREAM_LOADS * size,
         STREAM_LOADS * c_size,
@@ -130,15 +130,16 @@ def stream(isa: Isa, atom: Atom) -> Probe:
     )
 
 
-def _load(verb: str, register: str, operand: str, offset: Index) -> Verb:
-    return Verb(verb, register, p=Ptr(operand, offset))
+def _load(verb: str, register: str, operand: str, offset: Index, step: int = 0) -> Verb:
+    return Verb(verb, register, p=Ptr(operand, offset), step=const(step))
 
 
-def _repeat(first: tuple[Stmt, ...], body: tuple[Stmt, ...], sums: list[str], size: int, comment: str) -> Function:
+def _repeat(first: tuple[Stmt, ...], body: tuple[Stmt, ...], sums: list[str], atom: Atom, comment: str) -> Function:
     """K steps, m times over, between loading and storing the sums."""
     loop = For("i", const(0), var("k"), _ONE, body)
-    before = tuple(_load("load_c", name, "c", const(i * size)) for i, name in enumerate(sums))
-    after = tuple(_load("store", name, "c", const(i * size)) for i, name in enumerate(sums))
+    size, line = atom.m * atom.n, atom.n
+    before = tuple(_load("load_c", name, "c", const(i * size), line) for i, name in enumerate(sums))
+    after = tuple(_load("store", name, "c", const(i * size), line) for i, name in enumerate(sums))
     again = For("again", const(0), var("m"), _ONE, (loop,))
     return Function("entry", "entry", (), (*first, *before, again, *after), comment)
 

@@ -186,7 +186,7 @@ def registers(s: Schedule, atom: Atom) -> int:
         # group is summed in integers, sums over all of k may wait in memory until its end.
         sums = 1 if atom.acc == "s32" else 2
         return (max(s.heights) * sums + 2) * columns + 2
-    return max(s.heights) * columns + columns + 1
+    return atom.strips(max(s.heights)) * columns + columns + 1
 
 
 def footprint(tile: Tile, s: Schedule, p: Problem, atom: Atom) -> int:

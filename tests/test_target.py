@@ -17,7 +17,7 @@ from portmm.dtype import BY_NAME
 from portmm.errors import TargetError
 
 ATOMS = [(isa, x.name) for isa in target.names("isa") for x in target.load_isa(isa).atoms if x.m == 1]
-"""Those of vectors; for tiles see test_amx.py."""
+"""Those of one row; for tiles see test_amx.py, for two rows test_two_rows.py."""
 TINY = Path(__file__).with_name("targets") / "tiny.toml"
 FLAGS = ["-O2", "-ffp-contract=fast", "-Wall", "-Werror"]
 
@@ -45,9 +45,9 @@ static char *page(void) {{
 }}
 int main(void) {{
   const int n = {n};
-  T *b = (T *)page() - n, *c = (T *)page() - n, a = 3;
-  for (int i = 0; i < n; i++) {{ b[i] = i + 1; c[i] = 100 * i; }}
-  test_mac(&a, b, c);
+  T *b = (T *)page() - n * {wide}, *c = (T *)page() - n, a[{wide}] = {{3}}; /* a unit may be wider than a sum */
+  for (int i = 0; i < n; i++) {{ b[i * {wide}] = i + 1; c[i] = 100 * i; }}
+  test_mac(a, b, c);
   for (int i = 0; i < n; i++) if (c[i] != 100 * i + 3 * (i + 1)) return 1;
   test_zero(c);
   for (int i = 0; i < n; i++) if (c[i] != 0) return 2;
@@ -105,6 +105,7 @@ def driver(isa: target.Isa, atom: target.Atom) -> str:
         a=atom.a_type,
         b=atom.b_type,
         n=atom.n,
+        wide=BY_NAME[atom.right].bytes // BY_NAME[atom.acc].bytes,
         masked=MASKED.format(**rows) if atom.mask else "",
         reduced=REDUCED.format(**rows) if atom.reduce else "",
         main=(MASKED_MAIN if atom.mask else "") + (REDUCED_MAIN if atom.reduce else ""),

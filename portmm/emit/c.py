@@ -75,8 +75,8 @@ _HELPERS = {
 
 def source(kernel: Kernel) -> str:
     """The C source of a kernel: self-contained, no headers, one exported symbol."""
-    element = BY_NAME[kernel.atom.acc]
-    lanes = "int" if element.bytes == 4 else "long"
+    lane = BY_NAME[kernel.atom.right].bytes
+    lanes = "int" if lane == 4 else "long"
     code = [_print(kernel, f) for f in functions(kernel)]
     parts = [
         "\n".join(f"/* {line} */" for line in kernel.header),
@@ -86,7 +86,7 @@ def source(kernel: Kernel) -> str:
         *(text for name, text in (_HELPERS | HELPERS).items() if any(re.search(rf"\b{name}\(", c) for c in code)),
     ]
     if kernel.isa.shuffles and kernel.atom.n > 1:
-        parts.append(f"typedef {lanes} lanes_t __attribute__((vector_size({kernel.atom.n * element.bytes})));")
+        parts.append(f"typedef {lanes} lanes_t __attribute__((vector_size({kernel.atom.n * lane})));")
     return "\n\n".join(p for p in (*parts, *code) if p) + "\n"
 
 
