@@ -67,6 +67,12 @@ def on_tiles():
     return lower(s, load_isa("amx_int8"))
 
 
+def two_rows():
+    """A tile of one pair of rows, and one with a row left over."""
+    s = Schedule("gemm", "neon_smmla", "u8-s8-f32", tiles(3, 8, 8, 9, 16), (2, 3), kr=8, post="scale+bias")
+    return lower(s, load_isa("neon_smmla"))
+
+
 KERNELS = {
     **{f"blocked_{name}": lambda name=name: blocked(name) for name in ISAS},
     "thin_avx2": thin,
@@ -76,6 +82,7 @@ KERNELS = {
     "pack_sse2": lambda: lower_pack(load_isa("sse2"), "f32", 8, "col"),
     "static_avx512": static,
     "tiles_amx_int8": on_tiles,
+    "two_rows_neon_smmla": two_rows,
 }
 
 
