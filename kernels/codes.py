@@ -101,7 +101,7 @@ def decoding(isa: Isa, atom: Atom, kept: Family, s: Shape) -> Function:
     if atom.acc == "f32":  # past k, an A of floats need not be finite
         full = var("full")
         start += (Let("full", minimum(here, k // CODES_KR - var("start"))),)
-        rest = (If(full.lt(here), tile.last(full, k % CODES_KR)),)
+        rest = (If(full.lt(here), tile.last(full, ceil_div(k % CODES_KR, atom.k_pack))),)
     group = (
         *start,
         LetPtr("scales", Ptr("b", g * ((long + 2) * nr)), "f32", readonly=True),
@@ -155,10 +155,11 @@ class _Tile:
         return (*self.load(u), *(x for step in steps for x in step))
 
     def last(self, u: Index, count: Index) -> tuple[Stmt, ...]:
-        """The first codes of word u."""
-        e, first = var("e"), var("start") + u
-        bit = e % 4 * CODES_AT[1] + e // 4 * CODES_AT[4]
-        return (*self.load(u), For("e", const(0), count, const(1), tuple(self.step(first * CODES_KR + e, bit))))
+        """The first units of word u."""
+        e, kr = var("e"), self.atom.k_pack
+        first, at = (var("start") + u) * (CODES_KR // kr), e * kr
+        bit = at % 4 * CODES_AT[1] + at // 4 * CODES_AT[4]
+        return (*self.load(u), For("e", const(0), count, const(1), tuple(self.step(first + e, bit))))
 
     def scaled(self, g: Index) -> tuple[Stmt, ...]:
         """Add a group's sums to those over all of k, scaled."""

@@ -59,9 +59,9 @@ WOVEN_DEPTHS = (8, 32)
 DECODED_ROWS = 4
 """Rows that are multiplied by codes as they lie; for more, it pays to unfold the codes first."""
 CODED_ROWS = (1, 2, 4, 6, 8, 10, 12, 14)
-"""Rows of s8 that are multiplied by a word of codes at once."""
+"""Rows of units that are multiplied by a word of codes at once."""
 CODED_BLOCK = 256
-"""Rows of s8 that should not leave L2 while panels of codes pass."""
+"""Rows of units that should not leave L2 while panels of codes pass."""
 IN_PLACE_ROWS = 8
 """Rows of A that can be addressed without running out of integer registers."""
 THIN_ROWS = 16
@@ -146,7 +146,7 @@ def _programs(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sche
     if atom.tiled:
         yield from _tiled(p, isa, atom, target)
         return
-    if p.b == "codes" and atom.acc == "s32":
+    if p.b == "codes" and (atom.acc == "s32" or atom.k_pack > 1):
         yield from _coded(p, isa, atom)
         return
     if p.static or (p.batch > 1 and _small(p, target)):
@@ -362,10 +362,10 @@ def _decoded(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
 
 
 def _coded(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
-    """Any number of rows of s8, times codes as they lie.
+    """Any number of rows, times codes as they lie: units of integers or of bf16.
 
-    What k leaves of a last word has codes of zero, so whatever stands for A there, if it
-    can be read: A is packed.
+    What k leaves of a last word has codes of zero, so whatever integers stand for A there,
+    if they can be read: A is packed.
     """
     for nr in widths(isa, atom, p):
         for mr in dict.fromkeys(min(p.m, x) for x in CODED_ROWS):

@@ -202,9 +202,8 @@ class _Machine:
             f.regs[s.d] = np.maximum(f.regs[s.d], np.abs(f.regs[s.a]))
         elif s.name == "code":
             bits = evaluate(s.count, f.ints) if s.count else 0
-            words = f.regs[s.a]
-            parts = words.view(np.uint32) if atom.k_pack == 1 else words.view(np.uint8).reshape(-1, 4)
-            f.regs[s.d] = (parts >> bits & 15).astype(numpy_type(atom.b))
+            codes = np.stack([f.regs[s.a].view(np.uint32) >> (bits + 8 * e) & 15 for e in range(atom.k_pack)], -1)
+            f.regs[s.d] = codes.astype(numpy_type(atom.b)).reshape((-1, atom.k_pack) if atom.k_pack > 1 else -1)
         elif s.name == "ones":
             f.regs[s.d] = np.ones(atom.k_pack, numpy_type(base(atom.a))) if atom.k_pack > 1 else np.asarray(1, np.int32)
         elif s.name in ("zero", "real"):

@@ -92,7 +92,7 @@ class Atom:
             an A of the other signedness, shifted to this atom's, has added.
         amax: {d} = the larger of {d} and the magnitude of {a}, lane by lane; a NaN stays.
         code: {d} = the code of four bits that begins at bit {count} of each 32-bit lane of {a}, as a
-            number; for units of four, those that begin there in each byte.
+            number; in units, with those that begin 8 bits further each.
         real: {d} = the s32 lanes of {a} as numbers of f32.
         configure: give the tiles {rows} rows, a number for each of them, and clear them.
         release: give all tiles up.
@@ -284,7 +284,8 @@ class Isa:
         words, real = self.vector("s32", atom.n), self.vector("f32", atom.n)
         if not (atom.code and words and real and real.real):
             return False
-        return bool(self.spelling(atom, "load_b", unit(a, atom.k_pack), atom.left))
+        given = unit(a, atom.k_pack)
+        return given in BY_NAME and bool(self.spelling(atom, "load_b", given, atom.left))
 
     def _becomes(self, atom: Atom, c: str) -> bool:
         """Sums of this atom can be stored as `c`."""

@@ -182,9 +182,9 @@ def registers(s: Schedule, atom: Atom) -> int:
         return s.mr * s.nr + s.mr + 2
     columns = s.nr // atom.n * s.panels
     if s.b == "codes" and not s.pack_b:
-        # Sums over a group and over all of k; words, codes, a broadcast, a table. Where a
-        # group is summed in integers, sums over all of k may wait in memory until its end.
-        sums = 1 if atom.acc == "s32" else 2
+        # Sums over a group and over all of k; words, codes, a broadcast, a table. Where units
+        # are multiplied, there are few steps to a group: sums over all of k may wait in memory.
+        sums = 1 if atom.acc == "s32" or atom.k_pack > 1 else 2
         return (max(s.heights) * sums + 2) * columns + 2
     return atom.strips(max(s.heights)) * columns + columns + 1
 
