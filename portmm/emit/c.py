@@ -75,7 +75,7 @@ _HELPERS = {
 
 def source(kernel: Kernel) -> str:
     """The C source of a kernel: self-contained, no headers, one exported symbol."""
-    lane = max(BY_NAME[x].bytes for x in (kernel.atom.left, kernel.atom.right))
+    lane = BY_NAME[kernel.atom.right].bytes
     lanes = "int" if lane == 4 else "long"
     code = [_print(kernel, f) for f in functions(kernel)]
     parts = [
