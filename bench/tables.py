@@ -3,9 +3,9 @@
     python bench/tables.py            after measuring
     python bench/tables.py --check    status 1 if a table is not what the results say
 
-Four kinds of files are understood: reports of `bench/run_suite.py`, searches of
-`bench/exhaustive.py --json`, surveys of `bench/cliff.py --json`, and what
-`--overhead` keeps of a run of `pytest test_overhead.py --benchmark-json RAW.json`:
+Five kinds of files are understood: reports of `bench/run_suite.py`, searches of
+`bench/exhaustive.py --json`, surveys of `bench/cliff.py --json`, rates of
+`bench/packing.py --json`, and what `--overhead` keeps of a run of `pytest test_overhead.py --benchmark-json RAW.json`:
 
     python bench/tables.py --overhead RAW.json
 """
@@ -34,7 +34,7 @@ def table(head, rows):
 
 def load(folder):
     """(stem, contents) of every result, by kind."""
-    found = {"reports": [], "searches": [], "overheads": [], "cliffs": []}
+    found = {"reports": [], "searches": [], "overheads": [], "cliffs": [], "packings": []}
     for path in sorted(folder.glob("*.json")):
         text = path.read_text()
         data = json.loads(text)
@@ -44,6 +44,8 @@ def load(folder):
             found["overheads"].append((path.stem, data))
         elif "cliff" in data:
             found["cliffs"].append((path.stem, data))
+        elif "packing" in data:
+            found["packings"].append((path.stem, data))
         else:
             found["reports"].append((path.stem, from_json(text)))
     return found
@@ -121,11 +123,28 @@ def cliff(data):
     )
 
 
+def packing(data):
+    """A table of how fast weights are packed, beside a copy of as many bytes: one row for each kind of weight."""
+    kinds, threads = {}, sorted({row["threads"] for row in data["packing"]})
+    for row in data["packing"]:
+        group = f", groups of {row['group'] or 'all'} rows" if row["dtype"] == "u4" else ""
+        mixed = f" for {row['activations']}" if row["activations"] != row["dtype"] and not group else ""
+        kind = f"{row['dtype']}{mixed}{group}, by {'rows' if row['layout'] == 'row' else 'columns'}"
+        kinds.setdefault(kind, {}).setdefault(row["threads"], []).append(row["share"])
+    rows = [[kind, *(f"{geomean(x[t]):.2f} ({min(x[t]):.2f})" for t in threads)] for kind, x in kinds.items()]
+    head = ["weight", *(f"{t} thread{'s' if t > 1 else ''}" for t in threads)]
+    return (
+        f"**{data['chip']}**: bytes read and written per second by `pack`, over those of a copy into a new array, "
+        f"geometric mean over sizes, and in brackets the lowest.\n\n{table(head, sorted(rows))}"
+    )
+
+
 def summary(found):
     """What stands in the README."""
     parts = [*ratios(found["reports"]), *(f"{stem}: {search(rows)}" for stem, rows in found["searches"])]
     parts += [overhead(data) for _, data in found["overheads"]]
     parts += [cliff(data) for _, data in found["cliffs"]]
+    parts += [packing(data) for _, data in found["packings"]]
     return "\n\n".join(filter(None, parts)) or NOTHING
 
 
