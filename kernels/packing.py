@@ -23,15 +23,11 @@ from typing import TYPE_CHECKING
 
 from portmm.dtype import BY_NAME, base, unit
 from portmm.ir import (
-    Call,
     For,
     Function,
     If,
-    Kernel,
-    Let,
     LetPtr,
     Move,
-    Parallel,
     Param,
     Prefetch,
     Ptr,
@@ -44,7 +40,6 @@ from portmm.ir import (
     round_up,
     var,
 )
-from portmm.naming import KernelName
 
 if TYPE_CHECKING:
     from portmm.ir import Index, Stmt
@@ -360,28 +355,3 @@ def transpose(lanes: int) -> tuple[tuple[Stmt, ...], list[str]]:
             body.append(Shuffle(then[2 * i + 1], now[i], now[i + half], high))
         now = then
     return tuple(body), now
-
-
-def build(isa: Isa, atom: Atom, nr: int, layout: str, held: str) -> Kernel:
-    """The kernel that packs each item of a batch of B: C[panel][k][NR] = B[k][n], in units of what B holds."""
-    atom = isa.by_lines(atom) or atom
-    n, k, task, kr = var("n"), var("k"), var("task"), atom.k_pack
-    to, sums = unit(held, kr), atom.acc == "s32"
-    panels, depth = ceil_div(n, nr), ceil_div(k, kr)
-    item, panel = task // panels, task % panels
-    step = sums_at(depth, nr, to) + sum_units(atom, nr, to) if sums else depth * nr
-    place = Ptr("c", var("item") * var("c_batch") + var("panel") * step)
-    source = Ptr("b", var("item") * var("b_batch") + var("panel") * nr * var("b_n"))
-    columns = minimum(n - var("panel") * nr, nr)
-    units = (k, const(0)) if kr > 1 else ()
-    body: tuple[Stmt, ...] = (
-        Let("item", item),
-        Let("panel", panel),
-        Call(pack_b(isa, atom, nr, layout, held, to), (depth, *units, columns, source, var("b_k"), var("b_n"), place)),
-    )
-    if sums:
-        body += (Call(sum_columns(atom, nr, to), (depth, place)),)
-    one = Function("panel_of_b", "task", (), body, "One panel of one item")
-    entry = Function("entry", "entry", (), (Parallel(one, panels * var("batch")),), "Every panel of every item")
-    name = KernelName("pack", atom.acc, atom.a, held, 1, nr, kr, isa.name)
-    return Kernel(str(name), isa, atom, entry, const(64), types=(("b", held), ("c", to)))

@@ -1,7 +1,7 @@
 """NumPy's matmul semantics, reduced to strided batches.
 
 Owns the rules for dtypes, shapes, broadcasting, strides and `out=`; imports
-`dtype`, and NumPy. What it returns is plain: canonical operands, a batch with one
+`abi`, `dtype`, and NumPy. What it returns is plain: canonical operands, a batch with one
 stride per operand, and a table of offsets for batch shapes that one stride
 cannot express.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from portmm.abi import HUGE_PAGE
 from portmm.dtype import BY_NAME, accumulator, natural, spell
 
 _FACTORS = ("f32", "f64", "bf16", "f16", "s8", "u8")
@@ -232,6 +233,12 @@ def aligned_empty(elements: int, dtype: Any) -> Array:
     raw = np.empty(elements * size + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + elements * size].view(dtype)
+
+
+def page_ends(x: Array, size: int) -> tuple[int, int]:
+    """Which part of `size` bytes is the last of the first huge page that ends in `x`, and how many do."""
+    first = HUGE_PAGE - 1 - x.ctypes.data % HUGE_PAGE
+    return first // size, max(0, -(-(x.nbytes - first) // HUGE_PAGE))
 
 
 def aligned_copy(x: Array) -> Array:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from portmm.dtype import types
 from portmm.errors import ScheduleError
-from portmm.kernels import dot, gemm, packing, tiles
+from portmm.kernels import dot, gemm, prepack, tiles
 from portmm.schedule import inconsistent, spell
 from portmm.version import VERSION
 
@@ -58,7 +58,7 @@ def lower(s: Schedule, isa: Isa) -> Kernel:
 
 def lower_pack(isa: Isa, dtype: str, nr: int, layout: str) -> Kernel:
     """The kernel that packs a whole B into panels of width `nr`, for products of the types `dtype`."""
-    kernel = packing.build(isa, atom_of(isa, dtype), nr, layout, types(dtype)[1])
+    kernel = prepack.build(isa, atom_of(isa, dtype), nr, layout, types(dtype)[1])
     how = f"packs a {layout}-major B into panels of {nr} columns"
     return replace(kernel, header=_header(kernel.name, isa, how, f"portmm.pack on {isa.title}"))
 

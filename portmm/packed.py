@@ -148,7 +148,9 @@ def pack(b: Any, *, activations: Any = None) -> Any:
         route = dispatch.pack_route(isa, word, layout.nr, src.layout, settings.get_num_threads())
         address = int(owner.__array_interface__["data"][0])
         numbers = (1, n, k, walk.count, src.address, 0, 0, 0, src.address, src.row, src.col, walk.strides[1])
-        runtime().execute(route, *numbers, address, 0, 0, walk.strides[2] // layout.kr, walk.outer)
+        # Each run along `outer` has another C, whose pages are not known.
+        ends = (0, 0) if walk.outer is not None else arrays.page_ends(owner, layout.kr * dtype.itemsize)
+        runtime().execute(route, *numbers, address, *ends, walk.strides[2] // layout.kr, walk.outer)
     elif owner.size:
         owner[...] = 0  # sums over nothing
     owner.flags.writeable = False

@@ -38,6 +38,15 @@ static inline long min_(long x, long y) { return x < y ? x : y; }
 
 typedef int lanes_t __attribute__((vector_size(16)));
 
+/* The end of a page of C */
+static void touch_page(const long *ctx, long task, long worker) {
+  const portmm_args *g = (const portmm_args *)ctx[0];
+  (void)g; (void)task; (void)worker;
+  const long c_m = g->c_m;
+  float *c = (float *)g->c;
+  *(c + c_m + task * 524288) = 0;
+}
+
 /* to[k][8] = B[k][columns], col layout, padded */
 static __attribute__((noinline)) void pack_b(long k, long columns, const float *b, long b_k, long b_n, float *to) {
   v4f t0_0, t0_1, t0_2, t0_3, t1_0, t1_1, t1_2, t1_3, t2_0, t2_1, t2_2, t2_3;
@@ -92,8 +101,8 @@ static __attribute__((noinline)) void pack_b(long k, long columns, const float *
   }
 }
 
-/* One panel of one item */
-static void panel_of_b(const long *ctx, long task, long worker) {
+/* Some rows of a few panels of one item */
+static void share_of_b(const long *ctx, long task, long worker) {
   const portmm_args *g = (const portmm_args *)ctx[0];
   (void)g; (void)task; (void)worker;
   const long n = g->n;
@@ -105,17 +114,26 @@ static void panel_of_b(const long *ctx, long task, long worker) {
   const float *b = (const float *)g->b;
   float *c = (float *)g->c;
   const long item = task / ((n + 7) / 8);
+  const long row = 0;
+  const long rows = k;
   const long panel = task % ((n + 7) / 8);
-  pack_b(k, min_(n - panel * 8, 8), b + item * b_batch + panel * 8 * b_n, b_k, b_n, c + item * c_batch + panel * (k * 8));
+  for (long q = panel; q < min_(panel + 1, (n + 7) / 8); ++q) {
+    pack_b(rows, min_(n - q * 8, 8), b + item * b_batch + row * b_k + q * 8 * b_n, b_k, b_n, c + item * c_batch + q * (k * 8) + row * 8);
+  }
 }
 
-/* Every panel of every item */
+/* Every panel */
 void portmm_pack_f32_f32_f32_1x8x1_sse2(const portmm_args *g) {
   const long n = g->n;
   const long batch = g->batch;
+  const long c_n = g->c_n;
   const long workers = g->workers;
   {
     const long task_ctx[] = {(long)g};
-    g->parallel(g->pool, panel_of_b, task_ctx, (n + 7) / 8 * batch, workers);
+    g->parallel(g->pool, touch_page, task_ctx, c_n, workers);
+  }
+  {
+    const long task_ctx[] = {(long)g};
+    g->parallel(g->pool, share_of_b, task_ctx, (n + 7) / 8 * batch, workers);
   }
 }
