@@ -17,7 +17,7 @@ from portmm.candidates import PACKED_VECTORS, candidates, units
 from portmm.cost import Cost, cost, macs_per_cycle
 from portmm.dtype import BY_NAME, types
 from portmm.errors import ScheduleError, TargetError
-from portmm.lower import atom_of, lower, lower_pack
+from portmm.lower import atom_of, lower, lower_fold, lower_pack
 from portmm.problem import Family
 from portmm.problem import family as family_of
 
@@ -221,9 +221,27 @@ def pack_route(isa: Isa, dtype: str, nr: int, layout: str, threads: int) -> Any:
     return runtime().make_route(_packer(isa, dtype, nr, layout), 1024, threads, held)
 
 
+@lru_cache(maxsize=256)
+def _folder(isa: Isa, kept: Family) -> Any:
+    return _load(lower_fold(isa, kept))
+
+
+def fold_route(isa: Isa, kept: Family, threads: int) -> Any:
+    """A launchable kernel that lays a weight of four bits out.
+
+    Raises:
+        ScheduleError: the ISA has no word for it.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    from portmm.run.host import runtime
+
+    return runtime().make_route(_folder(isa, kept), 1024, threads, "s32")
+
+
 def forget() -> None:
     """Drop every memo of this process; the cache on disk stays."""
-    for memo in (kernel_of, _packer):
+    for memo in (kernel_of, _packer, _folder):
         memo.cache_clear()
     _routes.clear()
     with _lock:

@@ -2,7 +2,7 @@
 
 Owns `Folded`, panels of codes with the scales of their groups (kernels/codes.py
 has the layout), how a `Quantized` weight becomes one and back, and the product
-with one. Imports `arrays`, `candidates`, `quantized`, `settings`.
+with one. Imports `arrays`, `candidates`, `dispatch`, `quantized`, `settings`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from portmm import arrays, settings
 from portmm.candidates import PACKED_VECTORS
 from portmm.dtype import CODE_BITS, CODES_AT, CODES_KR
-from portmm.errors import PackError, ScheduleError
+from portmm.errors import NoCompilerError, PackError, ScheduleError
 from portmm.problem import Family, Problem, family
 from portmm.quantized import Quantized, dequantize
 from portmm.run.host import runtime
@@ -23,7 +23,7 @@ from portmm.run.host import runtime
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.target import Target
+    from portmm.target import Isa
 
 MOST_CALLS = 256
 """Shapes of activations that a weight remembers the kernel for."""
@@ -106,20 +106,14 @@ def restore(owner: Array, shape: tuple[int, ...], family_name: str) -> Folded:
     return Folded(whole, (k, n), family_name)
 
 
-def width(target: Target) -> int:
-    """Columns of a panel that suits a target."""
-    from portmm.candidates import units
-
-    _, atom = units("f32-u4-f32", target)[0]
-    return atom.n * PACKED_VECTORS
-
-
 def fold(q: Quantized) -> Folded:
     """Lay a weight of four bits out for the kernels of the current target.
 
     Raises:
         PackError: it has another number of bits, or its groups are no multiple of 8 rows.
     """
+    from portmm.candidates import units
+
     k, n = q.shape
     if q.bits != CODE_BITS:
         raise PackError(
@@ -128,17 +122,40 @@ def fold(q: Quantized) -> Folded:
     group = 0 if q.group >= k else q.group
     if group % CODES_KR:
         raise PackError(f"the weight has groups of {q.group} rows; kernels read multiples of {CODES_KR}: dequantize it")
-    kept = Family("u4", width(settings.target()), CODES_KR, group=group)
-    nr, units = kept.nr, -(-k // CODES_KR)
-    panels, groups = -(-n // nr), kept.groups(k)
+    isa, atom = units("f32-u4-f32", settings.target())[0]
+    kept = Family("u4", atom.n * PACKED_VECTORS, CODES_KR, group=group)
+    owner = arrays.aligned_empty(-(-n // kept.nr) * kept.panel(k), np.int32)
+    if q.codes.size:
+        try:
+            _fold_by_kernel(q, kept, isa, owner)
+        except (NoCompilerError, ScheduleError):
+            _fold_by_numpy(q, kept, owner)
+    else:
+        owner[...] = 0
+    owner.flags.writeable = False
+    return Folded(owner, (k, n), str(kept))
+
+
+def _fold_by_kernel(q: Quantized, kept: Family, isa: Isa, owner: Array) -> None:
+    from portmm.dispatch import fold_route
+
+    route = fold_route(isa, kept, settings.get_num_threads())
+    (k, n), (codes, c, scales, offsets) = q.shape, (x.ctypes.data for x in (q.codes, owner, q.scales, q.offsets))
+    numbers = (1, n, k, 1, codes, 0, 0, 0, codes, n, 1, 0, c, *arrays.page_ends(owner, owner.itemsize), 0)
+    runtime().execute(route, *numbers, None, 0, scales, offsets, 0, 0, 0)
+
+
+def _fold_by_numpy(q: Quantized, kept: Family, owner: Array) -> None:
+    """The same without a compiler, ten times as slow."""
+    (k, n), nr, groups = q.shape, kept.nr, kept.groups(q.shape[0])
+    units, panels = -(-k // CODES_KR), -(-n // nr)
     codes = np.zeros((units * CODES_KR, panels * nr), np.uint8)
     codes[:k, :n] = q.codes
     words = np.zeros((units, panels * nr), np.uint32)
     for e in range(CODES_KR):
         words |= codes[e::CODES_KR].astype(np.uint32) << np.uint32(CODES_AT[e])
-    owner = arrays.aligned_empty(panels * kept.panel(k), np.int32)
     rows = owner.reshape(panels, -1, nr)
-    long = group // CODES_KR or units
+    long = kept.group // CODES_KR or units
     heads = np.arange(groups) * (2 + long)
     for place, values in ((heads, q.scales), (heads + 1, q.offsets)):
         wide = np.zeros((groups, panels * nr), np.float32)
@@ -146,8 +163,6 @@ def fold(q: Quantized) -> Folded:
         rows[:, place] = wide.view(np.int32).reshape(groups, panels, nr).transpose(1, 0, 2)
     place = np.arange(units) + 2 * (np.arange(units) // max(long, 1) + 1)
     rows[:, place] = words.view(np.int32).reshape(units, panels, nr).transpose(1, 0, 2)
-    owner.flags.writeable = False
-    return Folded(owner, (k, n), str(kept))
 
 
 def unfold(w: Folded) -> Quantized:

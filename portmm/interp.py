@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from portmm.dtype import BY_NAME, base
+from portmm.dtype import BY_NAME, CODES_AT, CODES_KR, base
 from portmm.ir import (
     FIELDS,
     FOLD,
@@ -238,7 +238,12 @@ class _Machine:
         assert s.p is not None  # noqa: S101 - as above
         assert s.step is not None  # noqa: S101 - as above
         step, register = evaluate(s.step, f.ints), s.to or atom.right
-        rows = [self.at(s.p + step * e, f, atom.n) for e in range(atom.k_pack)]
+        codes = f.ptrs[s.p.name][2] == "u4"
+        rows = [self.at(s.p + step * e, f, atom.n) for e in range(CODES_KR if codes else atom.k_pack)]
+        if codes:
+            parts = [x[i : i + atom.n].astype(np.uint32) << CODES_AT[e] for e, (x, i, _) in enumerate(rows)]
+            f.regs[s.d] = np.bitwise_or.reduce(parts).view(np.int32)
+            return
         f.regs[s.d] = np.stack([converted(x[i : i + atom.n], m, register) for x, i, m in rows], axis=1)
 
     def do_configure(self, s: Configure, f: _Frame) -> None:

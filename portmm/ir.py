@@ -214,7 +214,7 @@ class Verb:
     Attributes:
         name: "zero", "load_a", "load_b", "mac", "load_c", "store", "mask",
             "load_mask", "store_mask", or "load_rows", which puts rows side by
-            side in units.
+            side in units, those of codes in words.
         d: register written (or stored from).
         a: left operand of a mac.
         b: right operand of a mac.

@@ -172,7 +172,8 @@ class Transfer:
         load_mask: load the kept lanes, zero the others, touch no other byte.
         store: n of them from {d}.
         store_mask: store the kept lanes, touch no other byte.
-        rows: {d} = n units, each of elements that lie {step} apart, one below the other.
+        rows: {d} = n units, each of elements that lie {step} apart, one below the other;
+            of codes of four bits that have a byte each: words of eight, the first in the lowest bits.
     """
 
     memory: str

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from portmm.candidates import PACKED_VECTORS
 from portmm.dtype import types
 from portmm.errors import ScheduleError
-from portmm.kernels import dot, gemm, prepack, tiles
+from portmm.kernels import dot, folding, gemm, prepack, tiles
 from portmm.schedule import inconsistent, spell
 from portmm.version import VERSION
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from portmm.ir import Kernel
+    from portmm.problem import Family
     from portmm.schedule import Schedule
     from portmm.target import Atom, Isa
 
@@ -61,6 +63,20 @@ def lower_pack(isa: Isa, dtype: str, nr: int, layout: str) -> Kernel:
     kernel = prepack.build(isa, atom_of(isa, dtype), nr, layout, types(dtype)[1])
     how = f"packs a {layout}-major B into panels of {nr} columns"
     return replace(kernel, header=_header(kernel.name, isa, how, f"portmm.pack on {isa.title}"))
+
+
+def lower_fold(isa: Isa, kept: Family) -> Kernel:
+    """The kernel that lays a weight of four bits out as a family of panels.
+
+    Raises:
+        ScheduleError: the ISA has no word for it.
+    """
+    atom = isa.vector("s32", kept.nr // PACKED_VECTORS)
+    if atom is None or not isa.spelling(atom, "load_rows", "u4", "s32"):
+        raise ScheduleError(f"{isa.name} does not fold codes into words")
+    what = f"folds codes of four bits into panels of {kept.nr} columns, groups of {kept.group or 'all'} rows"
+    kernel = folding.build(isa, atom, kept)
+    return replace(kernel, header=_header(kernel.name, isa, what, f"portmm.pack on {isa.title}"))
 
 
 def _header(name: str, isa: Isa, what: str, again: str) -> tuple[str, ...]:

@@ -1,9 +1,15 @@
-"""Statements of the loop language, run one by one."""
+"""Kernels and statements of the loop language that are no products."""
 
 from __future__ import annotations
 
 import numpy as np
 from portmm.kernels.packing import transpose
+from support import Case, Laid, load_isa
+
+from portmm.candidates import PACKED_VECTORS
+from portmm.dtype import CODES_AT, CODES_KR
+from portmm.lower import lower_fold
+from portmm.problem import Family, Problem
 
 
 def transposed(lines: np.ndarray) -> np.ndarray:
@@ -13,3 +19,29 @@ def transposed(lines: np.ndarray) -> np.ndarray:
     for s in body:
         registers[s.d] = np.concatenate([registers[s.a], registers[s.b]])[list(s.pick)]
     return np.array([registers[name] for name in last])
+
+
+def folding(name, k, n, group):
+    """The kernel that folds codes on an instruction set, operands for it, and the panels due.
+
+    Scales and offsets are the same numbers, those of A.
+    """
+    isa = load_isa(name)
+    kept = Family("u4", isa.atom("f32").n * PACKED_VECTORS, CODES_KR, group=group)
+    rng = np.random.default_rng(n)
+    codes = rng.integers(0, 16, (k, n), np.uint8)
+    heads = rng.standard_normal((kept.groups(k), n)).astype(np.float32)
+    panels = -(-n // kept.nr)
+    wide = [np.zeros((rows, panels * kept.nr), np.uint32) for rows in (-(-k // CODES_KR) * CODES_KR, len(heads))]
+    wide[0][:k, :n], wide[1][:, :n] = codes, heads.view(np.uint32)
+    words = sum(wide[0][e::CODES_KR] << CODES_AT[e] for e in range(CODES_KR))
+    long = group // CODES_KR or len(words)
+    rows = [x for g, head in enumerate(wide[1]) for x in (head, head, *words[g * long : (g + 1) * long])]
+    want = np.stack(rows).reshape(len(rows), panels, kept.nr).transpose(1, 0, 2).ravel().view(np.int32)
+    fields = dict.fromkeys(["a_m", "a_k", "a_batch", "b_batch", "c_m", "c_n", "c_batch"], 0)
+    fields |= {"m": 1, "n": n, "k": k, "batch": 1, "b_k": n, "b_n": 1}
+    a = heads.ravel()
+    c = Laid(np.full(want.size, -1, np.int32), 0, 0, 0, 0, (1, 1, 1))
+    vectors = {"b_scale": a, "bias": a}
+    case = Case(Problem(1, n, k), fields, a, 0, codes.ravel(), 0, c, want, np.zeros(1), vectors)
+    return lower_fold(isa, kept), case, want

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import support
+from kernels_of import folding
 from support import pose, require, selection, small
 
 from portmm.build import build
@@ -54,6 +55,7 @@ def test_compilers_have_no_complaint(name, family, tmp_path):
     chosen += [s for _, found in selection(target, "f64", isa.atom("f64").n) for s in found][::40]
     kernels = [lower(s, isa) for s in chosen]
     kernels += [lower_pack(isa, "f32", 2 * isa.atom("f32").n, layout) for layout in ("row", "col", "any")]
+    kernels += [folding(name, 8, 8, group)[0] for group in (0, 32)]
     files = []
     for i, kernel in enumerate(kernels):
         files.append(tmp_path / f"{i}.c")

@@ -12,6 +12,7 @@ import driver
 import numpy as np
 import pytest
 import support
+from kernels_of import folding
 from support import case, interpret, require, selection, small
 
 from portmm.candidates import candidates
@@ -107,6 +108,15 @@ def test_arm_scales_sums_and_reads_codes(name, arm_driver):
     results = driver.run([*arm_driver(name), *driver.objects(kernels)], jobs)
     for (i, _, k, _), got in zip(jobs, results, strict=True):
         k.check(got, chosen[i][1])
+
+
+@pytest.mark.parametrize("name", ARM)
+def test_arm_folds_codes(name, arm_driver):
+    made = [folding(name, *size) for size in ((1, 1, 0), (21, 2, 16), (300, 9, 40), (530, 600, 8))]
+    jobs = [(i, kernel, k, 1 + i) for i, (kernel, k, _) in enumerate(made)]
+    results = driver.run([*arm_driver(name), *driver.objects([kernel for kernel, *_ in made])], jobs)
+    for (*_, want), got in zip(made, results, strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 # Runs in a whole Python under the emulator; prints what it found as JSON.

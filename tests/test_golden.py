@@ -13,7 +13,8 @@ import pytest
 from support import ISAS
 
 from portmm.emit.c import source
-from portmm.lower import lower, lower_pack
+from portmm.lower import lower, lower_fold, lower_pack
+from portmm.problem import Family
 from portmm.schedule import ALL, Schedule, Tile
 from portmm.target import load_isa
 
@@ -80,6 +81,7 @@ KERNELS = {
     "once_avx2": once,
     "dot_avx2": dot,
     "pack_sse2": lambda: lower_pack(load_isa("sse2"), "f32", 8, "col"),
+    "fold_avx2": lambda: lower_fold(load_isa("avx2"), Family("u4", 16, 8, group=32)),
     "static_avx512": static,
     "tiles_amx_int8": on_tiles,
     "two_rows_neon_smmla": two_rows,

@@ -1,4 +1,4 @@
-"""Weights laid out ahead: strips of rows, pages touched before."""
+"""Weights laid out ahead: strips of rows, pages touched before, and codes folded into words as NumPy does it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,38 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from support import HERE, panels_of, valid_of
+import support
+from kernels_of import folding
+from support import HERE, interpret, panels_of, valid_of
 
 import portmm as pm
-from portmm import arrays
+from portmm import arrays, dispatch, folded
 from portmm.abi import HUGE_PAGE
+from portmm.errors import NoCompilerError
 from portmm.packed import unpack
 from portmm.problem import family
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 TYPES = [(np.float32, None), (np.float64, None), (BF16, None), (np.float16, None), (np.int8, None)]
 TYPES += [(BF16, np.float32), (np.float16, np.float32), (np.int8, np.float32), (np.uint8, np.float32)]
+CODES = [(1, 1, 8), (7, 5, 8), (8, 64, 8), (41, 7, None), (70, 33, 32), (2, 513, 8), (257, 64, 64), (300, 300, 40)]
+CODES += [(513, 1, 128), (530, 1100, None), (600, 1030, 264)]
+
+
+def quantized(k, n, group, seed=0):
+    """A random weight of four bits."""
+    rng = np.random.default_rng(seed)
+    group = group or k
+    scales, offsets = (rng.standard_normal((-(-k // group), n)).astype(np.float32) for _ in range(2))
+    return pm.Quantized(rng.integers(0, 16, (k, n), np.uint8), scales, offsets, 4, group)
+
+
+def by_numpy(q, name):
+    """The panels of a weight, laid out without a kernel."""
+    kept = family(name)
+    owner = np.full(-(-q.shape[1] // kept.nr) * kept.panel(q.shape[0]), -1, np.int32)
+    folded._fold_by_numpy(q, kept, owner)
+    return owner
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
@@ -61,6 +82,62 @@ def test_ends_of_pages_are_found():
         assert [first + i * HUGE_PAGE // 4 for i in range(count)] == list(
             range((HUGE_PAGE - begin) // 4 - 1, pages // 4, HUGE_PAGE // 4)
         )
+
+
+@pytest.mark.parametrize("size", CODES, ids=str)
+@pytest.mark.parametrize("target", HERE)
+def test_codes_are_folded_as_by_numpy(target, size):
+    q = quantized(*size)
+    for threads in (1, 3):
+        with pm.config(target=target, threads=threads):
+            packed = pm.pack(q)
+        np.testing.assert_array_equal(packed.owner, by_numpy(q, packed.family))
+
+
+def test_codes_lie_in_any_way():
+    q = quantized(83, 70, 16)
+    want = pm.pack(q).owner
+    spread = np.zeros((166, 210), np.uint8)
+    spread[::2, ::3] = q.codes
+    for codes in (np.asfortranarray(q.codes), spread[::2, ::3], q.codes[::-1].copy()[::-1], q.codes.copy()):
+        codes.flags.writeable = False
+        turned = pm.Quantized(codes, np.asfortranarray(q.scales), q.offsets.copy(), 4, 16)
+        np.testing.assert_array_equal(pm.pack(turned).owner, want)
+
+
+def test_many_pages_of_codes():
+    q = quantized(4096, 2100, 128)
+    packed = pm.pack(q)
+    assert packed.nbytes > 2 * HUGE_PAGE
+    np.testing.assert_array_equal(packed.owner, by_numpy(q, packed.family))
+
+
+def test_codes_are_folded_without_a_compiler(monkeypatch):
+    q = quantized(70, 33, 32)
+    want = pm.pack(q).owner
+
+    def none(*_):
+        raise NoCompilerError("none here")
+
+    monkeypatch.setattr(dispatch, "fold_route", none)
+    np.testing.assert_array_equal(pm.pack(q).owner, want)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
+def test_empty_codes(shape):
+    k, n = shape
+    scales = np.zeros((k and 1, n), np.float32)
+    packed = pm.pack(pm.Quantized(np.zeros(shape, np.uint8), scales, scales, 4, 8))
+    assert not np.asarray(packed.owner).any()
+    assert not pm.matmul(np.zeros((2, k), np.float32), packed).any()
+
+
+@pytest.mark.parametrize("name", support.ISAS)
+def test_folding_means_words(name):
+    """In the interpreter, on every instruction set."""
+    for k, n, group in ((1, 1, 0), (21, 2, 16), (300, 9, 40), (16, 600, 8)):
+        kernel, case, want = folding(name, k, n, group)
+        np.testing.assert_array_equal(interpret(kernel, case, 2, shuffle=1), want)
 
 
 def script(name, monkeypatch):

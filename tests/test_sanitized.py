@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 
 import driver
+import numpy as np
 import pytest
 import support
+from kernels_of import folding
 from support import HERE, case, require, selection, small
 
 from portmm.lower import lower
@@ -40,3 +42,14 @@ def test_kernels_are_clean(name, dtype, program, monkeypatch):
         jobs, driver.run([program, *driver.objects(kernels, *FLAGS)], jobs, environment), strict=True
     ):
         k.check(got, chosen[i][1])
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_folding_is_clean(name, program, monkeypatch):
+    monkeypatch.setenv("CC", require("gcc"))
+    made = [folding(name, *size) for size in ((1, 1, 0), (21, 2, 16), (300, 9, 40), (530, 600, 8))]
+    jobs = [(i, kernel, k, w) for i, (kernel, k, _) in enumerate(made) for w in (1, 3)]
+    environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
+    built = driver.objects([kernel for kernel, *_ in made], *FLAGS)
+    for (i, *_), got in zip(jobs, driver.run([program, *built], jobs, environment), strict=True):
+        np.testing.assert_array_equal(got, made[i][2])
