@@ -79,14 +79,14 @@ static __attribute__((noinline)) void words(long panels, const unsigned char *b,
     {
   const unsigned char *r = b + q * 16;
   const long s = b_k;
-  const v2q x0 = {*(const u64_u *)r | *(const u64_u *)(r + s) << 4};
-  const v2q x2 = {*(const u64_u *)(r + 2 * s) | *(const u64_u *)(r + 3 * s) << 4};
-  const v2q x4 = {*(const u64_u *)(r + 4 * s) | *(const u64_u *)(r + 5 * s) << 4};
-  const v2q x6 = {*(const u64_u *)(r + 6 * s) | *(const u64_u *)(r + 7 * s) << 4};
+  const v2q x0 = {*(const u64_u *)r | *(const u64_u *)(r + 4 * s) << 4};
+  const v2q x1 = {*(const u64_u *)(r + s) | *(const u64_u *)(r + 5 * s) << 4};
+  const v2q x2 = {*(const u64_u *)(r + 2 * s) | *(const u64_u *)(r + 6 * s) << 4};
+  const v2q x3 = {*(const u64_u *)(r + 3 * s) | *(const u64_u *)(r + 7 * s) << 4};
   v16c low, high;
   v8u w, t;
-  __asm__("vpunpcklbw %2, %1, %0" : "=x"(low) : "x"(x0), "x"(x2));
-  __asm__("vpunpcklbw %2, %1, %0" : "=x"(high) : "x"(x4), "x"(x6));
+  __asm__("vpunpcklbw %2, %1, %0" : "=x"(low) : "x"(x0), "x"(x1));
+  __asm__("vpunpcklbw %2, %1, %0" : "=x"(high) : "x"(x2), "x"(x3));
   __asm__("vpmovzxwd %1, %0" : "=x"(w) : "x"(low));
   __asm__("vpmovzxwd %1, %0" : "=x"(t) : "x"(high));
   word0 = (v8i)(w | t << 16);
@@ -95,14 +95,14 @@ static __attribute__((noinline)) void words(long panels, const unsigned char *b,
     {
   const unsigned char *r = b + q * 16 + 8;
   const long s = b_k;
-  const v2q x0 = {*(const u64_u *)r | *(const u64_u *)(r + s) << 4};
-  const v2q x2 = {*(const u64_u *)(r + 2 * s) | *(const u64_u *)(r + 3 * s) << 4};
-  const v2q x4 = {*(const u64_u *)(r + 4 * s) | *(const u64_u *)(r + 5 * s) << 4};
-  const v2q x6 = {*(const u64_u *)(r + 6 * s) | *(const u64_u *)(r + 7 * s) << 4};
+  const v2q x0 = {*(const u64_u *)r | *(const u64_u *)(r + 4 * s) << 4};
+  const v2q x1 = {*(const u64_u *)(r + s) | *(const u64_u *)(r + 5 * s) << 4};
+  const v2q x2 = {*(const u64_u *)(r + 2 * s) | *(const u64_u *)(r + 6 * s) << 4};
+  const v2q x3 = {*(const u64_u *)(r + 3 * s) | *(const u64_u *)(r + 7 * s) << 4};
   v16c low, high;
   v8u w, t;
-  __asm__("vpunpcklbw %2, %1, %0" : "=x"(low) : "x"(x0), "x"(x2));
-  __asm__("vpunpcklbw %2, %1, %0" : "=x"(high) : "x"(x4), "x"(x6));
+  __asm__("vpunpcklbw %2, %1, %0" : "=x"(low) : "x"(x0), "x"(x1));
+  __asm__("vpunpcklbw %2, %1, %0" : "=x"(high) : "x"(x2), "x"(x3));
   __asm__("vpmovzxwd %1, %0" : "=x"(w) : "x"(low));
   __asm__("vpmovzxwd %1, %0" : "=x"(t) : "x"(high));
   word8 = (v8i)(w | t << 16);
