@@ -180,12 +180,21 @@ def _fall_back(error: Exception) -> None:
 
 
 def _without_compiler(a: Any, b: Any, out: Any) -> Any:
-    left, right = arrays.as_operand(a, "a"), arrays.as_operand(b, "b")
+    left = arrays.as_operand(a, "a")
+    right = _decoded(b, left) if _is_coded(b) else arrays.as_operand(b, "b")
     result = _by_numpy(left, right)
     if out is None:
         return result
     np.copyto(out, result, casting="same_kind")
     return out
+
+
+def _decoded(w: Any, left: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A quantised weight as numbers of the type that it would be multiplied by."""
+    from portmm.folded import Folded, unfold
+    from portmm.quantized import dequantize
+
+    return dequantize(unfold(w) if isinstance(w, Folded) else w, left.dtype.newbyteorder("="))
 
 
 def _by_numpy(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> Any:

@@ -174,3 +174,6 @@ def test_a_failure_ahead_is_told_where_it_matters(monkeypatch):
     with pytest.warns(RuntimeWarning, match="no compiler here"):
         assert (pm.matmul(a, a) == 3).all()
     assert (pm.matmul(a, a) == 3).all()
+    q = pm.Quantized(np.full((3, 2), 9, np.uint8), np.ones((1, 2), np.float32), np.full((1, 2), -8, np.float32), 4, 8)
+    for weight in (q, pm.pack(q)):
+        np.testing.assert_array_equal(pm.matmul(a, weight), np.full((3, 2), 3.0))
