@@ -45,7 +45,11 @@ TYPES = {
     "f32-s8-f32": ("packed",),
     "f32-u4-f32": ("packed",),
     "bf16-u4-bf16": ("packed",),
+    "s8-s8-f32": ("packed",),
+    "s8-u4-f32": ("packed",),
 }
+GIVEN = {"s8-s8-f32": "f32-s8-f32", "s8-u4-f32": "f32-u4-f32"}
+"""Types that are multiplied -> those of the operands, whose rows are rounded to 8 bits in the call."""
 OF_F32, OF_BANDWIDTH = 0.5, 0.8
 SECONDS = 0.004
 # A cell that falls short is measured again, beside float32, this often: neighbours disturb.
@@ -87,9 +91,9 @@ def case_of(dtype, layout, m):
     """The product of a cell."""
     side = "row" if layout == "packed" else layout
     block = BLOCK if "-u4-" in dtype else 0
-    return Case(
-        f"{dtype}-{layout}-m{m}", "cliff", m, SIZE, SIZE, b=side, packed=layout == "packed", dtype=dtype, block=block
-    )
+    given, dynamic, packed = GIVEN.get(dtype, dtype), dtype in GIVEN, layout == "packed"
+    name = f"{dtype}-{layout}-m{m}"
+    return Case(name, "cliff", m, SIZE, SIZE, b=side, packed=packed, dtype=given, block=block, dynamic=dynamic)
 
 
 def due(case, f32, bandwidth):

@@ -15,11 +15,12 @@ reaches 2**31 at a group of a million rows.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 from portmm.kernels.microkernel import Shape, acc_of, element_of_a, params_of_a, spare, write_back
 
-from portmm.dtype import CODES_AT, CODES_KR
+from portmm.dtype import CODES_AT, CODES_KR, base
 from portmm.ir import For, Function, If, Let, LetPtr, Move, Param, Ptr, Scratch, Verb, ceil_div, const, minimum, var
 
 if TYPE_CHECKING:
@@ -29,37 +30,46 @@ if TYPE_CHECKING:
 
 
 def unfolding(isa: Isa, atom: Atom, kept: Family) -> Function:
-    """to[p][j] = the weights of units `first` <= u < `last` of a panel of codes, eight rows each."""
-    words = isa.vector("s32", atom.n)
+    """to[p][j] = the weights of words `first` <= u < `last` of a panel of codes, eight rows each.
+
+    Where the panel holds units, rows are rounded to its elements in scratch, and woven.
+    """
+    words, real = isa.vector("s32", atom.n), isa.vector("f32", atom.n)
     assert words is not None  # noqa: S101 - or the atom would not serve codes
-    nr, u = kept.nr, var("u")
-    vectors = range(nr // atom.n)
-    # Units of a group, after its scales and offsets.
+    assert real is not None  # noqa: S101 - the same
+    nr, kr, u = kept.nr, atom.k_pack, var("u")
+    vectors = [(v, v * atom.n) for v in range(nr // atom.n)]
+    # Words of a group, after its scales and offsets.
     long = kept.group // CODES_KR
     group = u // long if long else const(0)
-    head = group * ((2 + long) * nr)
+    row = Ptr("to", (u - var("first")) * (CODES_KR // kr * nr))
     body: list[Stmt] = [
-        Let("head", head),
+        Let("head", group * ((2 + long) * nr)),
         LetPtr("scales", Ptr("b", var("head")), "f32", readonly=True),
-        LetPtr("units", Ptr("b", var("head") + (u - group * long + 2) * nr), "s32", readonly=True),
-        LetPtr("rows", Ptr("to", (u - var("first")) * (CODES_KR * nr)), atom.right),
+        LetPtr("words", Ptr("b", var("head") + (u - group * long + 2) * nr), "s32", readonly=True),
+        Scratch("rows", CODES_KR * nr, base(atom.right)) if kr > 1 else LetPtr("rows", row, atom.right),
     ]
-    for v in vectors:
+    for v, at in vectors:
         body += [
-            Verb("load_b", f"s{v}", p=Ptr("scales", const(v * atom.n)), to="f32"),
-            Verb("load_b", f"w{v}", p=Ptr("units", const(v * atom.n)), of=words.name, to="s32"),
+            Verb("load_b", f"s{v}", p=Ptr("scales", const(at))),
+            Verb("load_b", f"w{v}", p=Ptr("words", const(at)), of=words.name),
         ]
     for e in range(CODES_KR):
-        for v in vectors:
+        for v, at in vectors:
             body += [
-                Verb("load_c", f"x{v}", p=Ptr("scales", const(nr + v * atom.n))),
+                Verb("load_c", f"x{v}", p=Ptr("scales", const(nr + at))),
                 Verb("code", f"q{v}", f"w{v}", count=const(CODES_AT[e])),
                 Verb("mac", f"x{v}", f"s{v}", f"q{v}"),
-                Verb("store", f"x{v}", p=Ptr("rows", const(e * nr + v * atom.n))),
+                Verb("store", f"x{v}", p=Ptr("rows", const(e * nr + at))),
             ]
+    for e, (v, at) in product(range(0, CODES_KR, kr), vectors) if kr > 1 else ():
+        body += [
+            Verb("load_rows", f"u{v}", p=Ptr("rows", const(e * nr + at)), step=const(nr), of=atom.name),
+            Verb("store", f"u{v}", p=row + (e // kr * nr + at), to=atom.right, of=atom.name),
+        ]
     params = (Param("first"), Param("last"), Param("b", "s32", readonly=True), Param("to", atom.right))
     loop = For("u", var("first"), var("last"), const(1), tuple(body))
-    return Function("unfold", "inner", params, (loop,), f"to[8 units][{nr}] = scale * code + offset")
+    return Function("unfold", "inner", params, (loop,), f"to[8 rows][{nr}] = scale * code + offset", of=real.name)
 
 
 def totalling(atom: Atom, kept: Family, s: Shape) -> Function:

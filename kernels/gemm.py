@@ -335,8 +335,8 @@ class Gemm(Blocks):
             depth, base = var("kd"), self.private()
             first, place, start = const(0), (q - jg) * step, const(0)
         if s.b == "codes":
-            units = (row // CODES_KR, ceil_div(row + depth, CODES_KR))
-            args = (*units, self.operand("b", q * var("b_n")), Ptr("panels", first + place))
+            words = (row * s.kr // CODES_KR, ceil_div((row + depth) * s.kr, CODES_KR))
+            args = (*words, self.operand("b", q * var("b_n")), Ptr("panels", first + place))
             unfold = Call(unfolding(self.isa, atom, family(s.family)), args)
             return (LetPtr("panels", base, to), For("q", jg, minimum(end, jg + near), const(1), (unfold,)))
         one = packing.pack_b(self.isa, atom, s.nr, s.b, held, to)

@@ -54,6 +54,8 @@ STREAM_DEPTHS = (8, 32)
 """KC when B streams past in place: few rows, so that each is read along its length."""
 CODES_DEPTHS = (64, 128, 256)
 """KC when B is unfolded from codes for a few rows: what is unfolded should not leave L1."""
+UNFOLDED_STEPS = 16
+"""The same in steps of tiles: 32 KiB."""
 WOVEN_DEPTHS = (8, 32)
 """KC, in units, when B is woven into units for a few rows: long runs of a few rows at a time."""
 DECODED_ROWS = 4
@@ -215,7 +217,7 @@ def blocking(  # noqa: PLR0917 - a tile is two numbers
 
 def _tiled(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
     """Units that multiply tiles: R by V of them, beside R of A and at least one of B."""
-    widths = [family(p.family).nr] if p.b == "packed" else [atom.n, 2 * atom.n][: -(-p.n // atom.n)]
+    widths = [family(p.family).nr] if p.b in ("packed", "codes") else [atom.n, 2 * atom.n][: -(-p.n // atom.n)]
     for nr in widths:
         v, odd = divmod(nr, atom.n)
         if odd:
@@ -232,6 +234,8 @@ def _tiled(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedul
             continue
         if p.m <= mr:
             yield base
+            if p.b == "codes":
+                yield replace(base, tiles=_tiles(mr, nr, UNFOLDED_STEPS * atom.deep, ALL, ALL))
             # The sums of two panels' columns do not lie side by side.
             if p.b == "packed" and (2 * v + 1) * rows < isa.registers and "azero" not in p.post:
                 yield replace(base, panels=2)

@@ -398,7 +398,7 @@ def _packing(v: _View, workers: int) -> float:
             copy = COPY_ONCE if s.once and straight == "row" else COPY_PASSING
             each = (copy if layout == straight else copy + atom.n.bit_length()) / atom.n
         if layout == "codes":
-            each = UNFOLD / atom.n
+            each = UNFOLD * atom.k_pack / atom.n
         if atom.k_pack > 1 and layout == woven:
             each += WEAVE * atom.k_pack / atom.n
         cycles += extent * again * each + 50.0

@@ -268,7 +268,8 @@ class Isa:
             return True
         if atom.m > 1:
             lines = self.sums_by_lines(atom)
-            return (a, b) == (atom.a, atom.b) and lines is not None and self._becomes(lines, c)
+            fits = (a, b) == (atom.a, atom.b) or (b == "u4" and atom.tiled and self._unfolds(atom, a))
+            return fits and lines is not None and self._becomes(lines, c)
         kr = atom.k_pack
         if b == "u4":
             return self._decodes(atom, a) and self._becomes(atom, c)
@@ -279,6 +280,13 @@ class Isa:
             and bool(self.spelling(atom, "load_b", unit(a, kr), atom.left))
             and self._becomes(atom, c)
         )
+
+    def _unfolds(self, atom: Atom, a: str) -> bool:
+        """Codes can be unfolded into panels of what tiles multiply elements of `a` by: floats."""
+        lines, real = self.by_lines(atom), self.vector("f32", atom.n)
+        if a != atom.a or atom.acc != "f32" or lines is None or real is None or not real.code:
+            return False
+        return bool(self.spelling(real, "store", atom.b) and self.spelling(lines, "load_rows", atom.b, atom.right))
 
     def _decodes(self, atom: Atom, a: str) -> bool:
         """The atom can be given words of codes, beside elements of `a`."""

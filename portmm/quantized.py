@@ -147,7 +147,7 @@ def quantize(w: Any, *, bits: int = 4, group: int | None = 128, symmetric: bool 
         w: float16, bfloat16, float32 or float64, (k, n), finite.
         bits: 4 or 8.
         group: rows of k that share a scale, usually 32, 64 or 128; None or 0 for all of them.
-        symmetric: no zero points: half of the arithmetic, for weights around 0.
+        symmetric: no zero points, for weights around 0.
 
     Returns:
         The codes, scales and offsets.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -295,6 +296,14 @@ def _zeros(name: str, given: Any, count: int, pad: int = 1) -> Array:
     return _spread(name, values, count, np.int32, pad)
 
 
+def _out_zero(given: Any, dtype: np.dtype[Any]) -> int:
+    """The zero point of a result of integers."""
+    zero, span = index(given), np.iinfo(dtype)
+    if not span.min <= zero <= span.max:
+        raise ValueError(f"out_zero is {zero}; {dtype} goes from {span.min} to {span.max}")
+    return zero
+
+
 def _vectors(left: Array, call: _Call, bias: Any, given: tuple[Any, ...]) -> tuple[Array | None, ...]:
     """The six vectors of a kernel's last step."""
     x_scale, x_zero, w_scale, w_zero, out_scale, out_zero = given
@@ -310,7 +319,10 @@ def _vectors(left: Array, call: _Call, bias: Any, given: tuple[Any, ...]) -> tup
         if not step:
             raise ValueError("out_scale is 0; it must be positive")
         a_scale = a_scale / step
-        shift = (shift.astype(np.float64) / step + out_zero).astype(np.float32)  # type: ignore[union-attr]
+        zero = _out_zero(out_zero, call.types[2])
+        shift = (shift.astype(np.float64) / step + zero).astype(np.float32)  # type: ignore[union-attr]
+    elif not _is_default(out_zero, 0):
+        raise ValueError(f"out_zero is {out_zero!r}, but there is no out_scale: the result has no zero point")
     a_sum = None
     if b_zero is not None:
         zeros = 0 if a_zero is None else a_zero.astype(np.int64)

@@ -286,7 +286,10 @@ def expected(
     if not floats:
         return want.astype(to).astype(np.float64), np.zeros(1), {}
     # Each of k multiply-adds rounds at most twice, the result once: Higham, Accuracy and Stability, section 3.1.
-    bound = 2 * (p.k + 1) * BY_NAME[p.acc].eps * (np.abs(wide_x) @ np.abs(wide_y))
+    sizes = np.abs(wide_x) @ np.abs(wide_y)
+    bound = 2 * (p.k + 1) * BY_NAME[p.acc].eps * sizes
+    if p.b == "codes":  # weights may be rounded to the type of A
+        bound = bound + (BY_NAME[p.types[0]].eps if p.types[0] == "bf16" else 0) * sizes
     return want, bound + (out * (np.abs(want) + bound) if p.types[2] != p.acc else 0), {}
 
 

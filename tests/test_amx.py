@@ -45,9 +45,8 @@ SHAPES = {(16, 16, 1), (16, 16, 2), (16, 32, 1), (16, 32, 2), (32, 16, 1), (32, 
 """MR, NR and panels of all register tiles."""
 SHIM = Path(__file__).with_name("tiles.h").read_text()
 
-needs_avx512 = pytest.mark.skipif(
-    not all(support.runs_here(load_isa(name).base.name) for name in ISAS), reason="lines are moved by AVX-512"
-)
+LINES_RUN = all(support.runs_here(load_isa(name).base.name) for name in ISAS)
+needs_avx512 = pytest.mark.skipif(not LINES_RUN, reason="lines are moved by AVX-512")
 
 
 def shimmed(kernel):
@@ -107,6 +106,23 @@ def test_sums_of_tiles_are_scaled(name, word, post):
         k = case(p, seed=i, floats=True)
         for s in found[i % 2 :: 2]:
             k.check(interpret(lower(s, load_isa(name)), k, 2), s)
+
+
+@pytest.mark.parametrize("group", [0, 8, 64])
+def test_codes_become_tiles(group):
+    """Weights of four bits, unfolded into panels of units; built too, where there is AVX-512."""
+    isa, target = load_isa("amx_bf16"), small("amx_bf16")
+    for i, size in enumerate([(1, 33, 37), (16, 64, 64), (33, 40, 100), (70, 17, 200), (40, 64, 1)]):
+        word, layout = ("bf16-u4-bf16", "bf16-u4-f32")[i % 2], ("row", "col", "any")[i % 3]
+        p = support.coded(size, word, 32, group, a=layout)
+        k = case(p, seed=i, floats=True)
+        found = [s for s in candidates(p, target) if s.program == "tiles"]
+        assert found
+        for s in found:
+            kernel = lower(s, isa)
+            k.check(interpret(kernel, k, 2), s)
+            if LINES_RUN:
+                k.check(execute(kernel, k, 2, code=shimmed(kernel)), s)
 
 
 @needs_avx512
