@@ -233,18 +233,24 @@ def _tiled(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedul
         if p.static:
             continue
         if p.m <= mr:
-            yield base
-            if p.b == "codes":
-                yield replace(base, tiles=_tiles(mr, nr, UNFOLDED_STEPS * atom.deep, ALL, ALL))
-            # The sums of two panels' columns do not lie side by side.
-            if p.b == "packed" and (2 * v + 1) * rows < isa.registers and "azero" not in p.post:
-                yield replace(base, panels=2)
+            yield from _thin_tiles(base, p, isa, atom)
             continue
         for depth in TILE_DEPTHS:
             s = replace(base, tiles=blocking(p, target, atom, mr, nr, depth))
             yield s
             if s.pack_b and -(-p.k // atom.k_pack) * p.n * BY_NAME[atom.right].bytes <= MOST_PACKED:
                 yield replace(s, once=True)
+
+
+def _thin_tiles(base: Schedule, p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
+    """M of one register tile."""
+    yield base
+    rows, v = base.mr // atom.m, base.nr // atom.n
+    if p.b == "codes":
+        yield replace(base, tiles=_tiles(base.mr, base.nr, UNFOLDED_STEPS * atom.deep, ALL, ALL))
+    # The sums of two panels' columns do not lie side by side.
+    if p.b == "packed" and (2 * v + 1) * rows < isa.registers and "azero" not in p.post:
+        yield replace(base, panels=2)
 
 
 def _heights(mr: int) -> tuple[int, ...]:

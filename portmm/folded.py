@@ -214,7 +214,8 @@ def _product(left: Array, w: Folded, out: Any, key: Any, ways: tuple[Callable[..
     dtype = left.dtype.newbyteorder("=")
     if arrays.name_of(dtype) not in ("f32", "f16", "bf16"):
         raise TypeError(
-            f"a has dtype {left.dtype}; matmul multiplies a weight of four bits by float32, float16 or bfloat16, linear by int8"
+            f"a has dtype {left.dtype}; a weight of four bits is multiplied by float32, float16 or bfloat16, "
+            "and in linear by int8"
         )
     wanted = arrays.check_out(out, shape, dtype).dtype.newbyteorder("=") if out is not None else dtype
     types = (dtype, np.dtype(np.uint8), wanted if arrays.name_of(wanted) in ("f32", "f16", "bf16") else dtype)
