@@ -216,7 +216,7 @@ def test_panels_of_other_widths(packed):
 
 
 def test_types_that_tiles_do_not_multiply_go_to_vectors():
-    for word in ("f32", "f16", "f32-bf16-f32", "bf16-s8-bf16", "bf16-u4-bf16"):
+    for word in ("f32", "f16", "f32-bf16-f32", "bf16-s8-bf16", "f32-u4-f32"):
         assert not any(load_isa(name).atom(word) for name in ISAS), word
     assert not load_isa("amx_bf16").atom("s8")
     assert not load_isa("amx_int8").atom("bf16")
