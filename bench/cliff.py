@@ -2,8 +2,8 @@
 
     python bench/cliff.py [--json] [--isa avx2 --isa sse2] [--types bf16] [--rows 1] [--seconds 0.004]
 
-For every instruction set that this machine runs, narrow type, layout of B and class
-of M, at N = K = 1024 on one thread, portmm's rate must reach half of its rate with
+For every instruction set that this machine runs, narrow type (f16 where there is an
+instruction that converts it), layout of B and class of M, at N = K = 1024 on one thread, portmm's rate must reach half of its rate with
 float32 under the same conditions, or 80 % of what the measured bandwidth of memory
 allows, whichever is lower. The worst come first; the exit status is 1 if one falls
 short, or is wrong. `--json` keeps all of it as bench/results/CHIP-cliff.json.
@@ -50,6 +50,8 @@ TYPES = {
 }
 GIVEN = {"s8-s8-f32": "f32-s8-f32", "s8-u4-f32": "f32-u4-f32"}
 """Types that are multiplied -> those of the operands, whose rows are rounded to 8 bits in the call."""
+# Sets that have no instruction to convert f16, and do it by arithmetic on its bits.
+WITHOUT_F16 = ("sse2", "scalar")
 OF_F32, OF_BANDWIDTH = 0.5, 0.8
 SECONDS = 0.004
 # A cell that falls short is measured again, beside float32, this often: neighbours disturb.
@@ -158,7 +160,7 @@ def survey(rate, isa, bandwidth, types=tuple(TYPES), rows=ROWS):
     """All cells of one instruction set; `rate` times a case."""
     for layout in LAYOUTS:
         for m in rows:
-            wanted = [x for x in types if layout in TYPES[x]]
+            wanted = [x for x in types if layout in TYPES[x] and not (x == "f16" and isa in WITHOUT_F16)]
             f32 = rate(case_of(REFERENCE, layout, m))[0] if wanted else 0.0
             for dtype in wanted:
                 yield measured(rate, Cell(isa, dtype, layout, m), f32, bandwidth)

@@ -395,7 +395,8 @@ def _dots(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
         return
     # Without masks, what k leaves over is added to C one by one, rounded each time.
     rounds = p.types[2] != atom.acc and not atom.mask and atom.n > 1
-    if atom.k_pack > 1 or atom.acc == "s32" or rounds:
+    # Vectors of integers have units.
+    if atom.k_pack > 1 or rounds or (atom.acc == "s32" and (atom.n > 1 or p.types[2] != atom.acc)):
         return
     for mr, nr in DOT_TILES:
         if (mr <= p.m and nr <= p.n) or mr == nr == 1:
