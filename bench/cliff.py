@@ -3,10 +3,11 @@
     python bench/cliff.py [--json] [--isa avx2 --isa sse2] [--types bf16] [--rows 1] [--seconds 0.004]
 
 For every instruction set that this machine runs, narrow type (f16 where there is an
-instruction that converts it), layout of B and class of M, at N = K = 1024 on one thread, portmm's rate must reach half of its rate with
-float32 under the same conditions, or 80 % of what the measured bandwidth of memory
-allows, whichever is lower. The worst come first; the exit status is 1 if one falls
-short, or is wrong. `--json` keeps all of it as bench/results/CHIP-cliff.json.
+instruction that converts it), layout of B and class of M, at N = K = 1024 on one
+thread, portmm's rate must reach half of its rate with float32 under the same
+conditions, or 80 % of what the measured bandwidth of memory allows, whichever is
+lower. The worst come first; the exit status is 1 if one falls short, or is wrong.
+`--json` keeps all of it as bench/results/CHIP-cliff.json.
 
 Each instruction set has a process of its own that is held to it by PORTMM_TARGET:
 inside a `pm.config` block every call asks anew for its kernel, which takes longer
