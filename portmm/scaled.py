@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -85,15 +85,8 @@ def linear(
     """
     left = arrays.as_operand(x, "x")
     weight = w if isinstance(w, (Folded, packed_class())) else _weight(w, np.dtype(np.int8) if dynamic else left.dtype)
-    asked = _Asked(
-        dtype=dtype,
-        dynamic=dynamic,
-        x_zero=not _is_default(x_zero, 0),
-        w_zero=not _is_default(w_zero, 0),
-        x_scale=not _is_default(x_scale, 1),
-        bias=bias is not None,
-        again=out_scale is not None,
-    )
+    given = (not _is_default(x_zero, 0), not _is_default(w_zero, 0), not _is_default(x_scale, 1))
+    asked = _Asked(dtype, dynamic, *given, bias is not None, out_scale is not None)
     key = (left.shape, left.strides, left.dtype, left.flags.aligned, weight.family, weight.shape, asked)
     call = _remembered(key, left, weight)
     vectors = _vectors(left, call, bias, (x_scale, x_zero, w_scale, w_zero, out_scale, out_zero))
@@ -110,8 +103,7 @@ def linear(
     return result if out is not None or dtype is None else result.astype(dtype, copy=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
+class _Asked(NamedTuple):
     """What a caller wants, so far as kernels depend on it: which vectors there are, and types."""
 
     dtype: Any
