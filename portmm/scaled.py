@@ -288,11 +288,11 @@ def _zeros(name: str, given: Any, count: int, pad: int = 1) -> Array:
     return _spread(name, values, count, np.int32, pad)
 
 
-def _out_zero(given: Any, dtype: np.dtype[Any]) -> int:
+def _out_zero(given: Any) -> int:
     """The zero point of a result of integers."""
-    zero, span = index(given), np.iinfo(dtype)
-    if not span.min <= zero <= span.max:
-        raise ValueError(f"out_zero is {zero}; {dtype} goes from {span.min} to {span.max}")
+    zero = index(given)
+    if not -(1 << 15) <= zero < 1 << 15:
+        raise ValueError(f"out_zero is {zero}; give an integer that fits 16 bits")
     return zero
 
 
@@ -311,8 +311,7 @@ def _vectors(left: Array, call: _Call, bias: Any, given: tuple[Any, ...]) -> tup
         if not step:
             raise ValueError("out_scale is 0; it must be positive")
         a_scale = a_scale / step
-        zero = _out_zero(out_zero, call.types[2])
-        shift = (shift.astype(np.float64) / step + zero).astype(np.float32)  # type: ignore[union-attr]
+        shift = (shift.astype(np.float64) / step + _out_zero(out_zero)).astype(np.float32)  # type: ignore[union-attr]
     elif not _is_default(out_zero, 0):
         raise ValueError(f"out_zero is {out_zero!r}, but there is no out_scale: the result has no zero point")
     a_sum = None

@@ -144,7 +144,7 @@ def test_leading_dimensions_are_rows():
         ({"w_zero": 1 << 20}, ValueError, "16 bits"),
         ({"out_scale": 0.0}, ValueError, "positive"),
         ({"out_zero": 3}, ValueError, "no out_scale"),
-        ({"out_zero": 128, "out_scale": 1.0}, ValueError, "from -128 to 127"),
+        ({"out_zero": 1 << 15, "out_scale": 1.0}, ValueError, "fits 16 bits"),
         ({"out_zero": 0.5, "out_scale": 1.0}, TypeError, "integer"),
         ({"dtype": np.int8}, TypeError, "without out_scale"),
         ({"dtype": np.float32, "out_scale": 1.0}, TypeError, "with out_scale"),
