@@ -208,11 +208,12 @@ class Blocks:
     @property
     def t_size(self) -> Index:
         """Elements of one worker's sums of A over groups of k."""
-        return round_up(M * self.groups_of_k, 64) if self.decodes else const(0)
+        rows = minimum(M, self.s.mc) if self.s.mc else M
+        return round_up(rows * self.groups_of_k, 64) if self.decodes else const(0)
 
     def workspace(self) -> Index:
         """Elements of scratch for all workers."""
-        own = self.shared_size + self.own_size * WORKERS + self.code_size + 64
+        own = self.shared_size + self.own_size * WORKERS + self.quantised_size + 64
         return own + self.runs * M * N if self.s.over == "k" else own
 
     @property
@@ -221,30 +222,30 @@ class Blocks:
         return minimum(WORKERS, ceil_div(self.k, self.kb))
 
     @property
-    def code_step(self) -> Index:
+    def quantised_step(self) -> Index:
         """Codes from one quantised row of A to the next: whole lines."""
         return round_up(var("k"), 64)
 
     @property
-    def code_size(self) -> Index:
+    def quantised_size(self) -> Index:
         """Elements of scratch for all rows of A, quantised, and their scales."""
         if not self.s.source:
             return const(0)
-        return M * (self.code_step // self.atom_bytes) + round_up(M, 64)
+        return M * (self.quantised_step // self.atom_bytes) + round_up(M, 64)
 
-    def codes(self) -> tuple[Stmt, ...]:
+    def quantised_rows(self) -> tuple[Stmt, ...]:
         """Names for the quantised rows of A, and for their scales."""
         if not self.s.source:
             return ()
         start = self.shared_size + self.own_size * WORKERS
-        codes = M * (self.code_step // self.atom_bytes)
+        codes = M * (self.quantised_step // self.atom_bytes)
         return (LetPtr("codes", Ptr("work", start), "s8"), LetPtr("scales", Ptr("work", start + codes), "f32"))
 
     def left(self, row: Index, unit: Index) -> tuple[Ptr, Index, Index]:
         """An element of A in place, its strides: of A as it was given, or of its codes."""
         s = self.s
         if s.source:
-            return Ptr("codes", row * self.code_step + unit * s.kr), self.code_step, const(1)
+            return Ptr("codes", row * self.quantised_step + unit * s.kr), self.quantised_step, const(1)
         # One stride is 1 by layout: as a constant it becomes part of an address.
         a_m = const(1) if s.a == "col" else var("a_m")
         a_k = const(1) if s.a == "row" else var("a_k")

@@ -9,7 +9,7 @@ narrower type. In a last word that k does not fill the codes are zero.
 Few rows of floats, and any number of quantised ones, are multiplied by codes as
 they lie: the sum over a group is scale * sum_k a code + offset * sum_k a, so that
 only the codes become numbers for each element, and scales are applied once a
-group. With an A of s8 both sums are exact, in s32: 1905 a step at most, which
+group. With an A of s8 both sums are exact, in s32: 1920 a step at most, which
 reaches 2**31 at a group of a million rows.
 """
 

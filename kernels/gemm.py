@@ -115,7 +115,7 @@ class Gemm(Blocks):
         assert real is not None  # noqa: S101 - or the ISA would not have been chosen
         i, tasks = var("i"), minimum(M, WORKERS * TASKS_PER_WORKER)
         row = self.operand("a", i * var("a_m"))
-        args = (var("k"), row, Ptr("codes", i * self.code_step), Ptr("scales", i))
+        args = (var("k"), row, Ptr("codes", i * self.quantised_step), Ptr("scales", i))
         rows = For(
             "i",
             M * var("task") // tasks,
@@ -123,7 +123,9 @@ class Gemm(Blocks):
             const(1),
             (Call(quantise(real, self.s.source), args),),
         )
-        share = Function("quantise_rows", "task", (Param("item"),), (*self.codes(), rows), "Some rows of A as codes")
+        share = Function(
+            "quantise_rows", "task", (Param("item"),), (*self.quantised_rows(), rows), "Some rows of A as codes"
+        )
         return (Parallel(share, tasks, (var("item"),)),)
 
     def summed(self) -> tuple[Stmt, ...]:
@@ -209,7 +211,7 @@ class Gemm(Blocks):
         else:
             inside = (*self.scratch(), *inside)
         return (
-            *self.codes(),
+            *self.quantised_rows(),
             *(() if single else (Let("shares", self.shares),)),
             Let("row", M * index // blocks if s.mc else const(0)),
             Let("rows", rows),

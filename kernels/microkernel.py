@@ -173,7 +173,7 @@ def _unshift(atom: Atom, s: Shape) -> tuple[Stmt, ...]:
             out.append(LetPtr(f"sums{v}", Ptr("b", panel + var("sums_at")), atom.acc, readonly=True))
         at = Ptr(f"sums{v // per_panel * per_panel}", const(v % per_panel * atom.n))
         out.append(Verb("load_c", f"s{v}", p=at))
-        out += [Verb("unshift", acc_of(i, v), b=f"s{v}") for i in range(s.rows)]
+        out += [Verb("unshift", acc_of(i, v), b=f"s{v}") for i in range(0, s.rows, atom.m)]
     return tuple(out)
 
 

@@ -117,7 +117,7 @@ class _Tiles(Gemm):
     def kb(self) -> Index:
         """Depth of a block of k: equal blocks of whole steps, none longer than KC."""
         if not self.s.kc:
-            return self.k
+            return self.whole(self.k)
         return round_up(ceil_div(self.k, maximum(1, ceil_div(self.k, self.s.kc))), self.atom.deep)
 
     @property

@@ -148,7 +148,7 @@ def _programs(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sche
     if atom.tiled:
         yield from _tiled(p, isa, atom, target)
         return
-    if p.b == "codes" and (atom.acc == "s32" or atom.k_pack > 1):
+    if p.b == "codes" and atom.takes_codes:
         yield from _coded(p, isa, atom)
         return
     if p.static or (p.batch > 1 and _small(p, target)):
@@ -217,8 +217,8 @@ def blocking(  # noqa: PLR0917 - a tile is two numbers
 
 def _tiled(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
     """Units that multiply tiles: R by V of them, beside R of A and at least one of B."""
-    widths = [family(p.family).nr] if p.b in ("packed", "codes") else [atom.n, 2 * atom.n][: -(-p.n // atom.n)]
-    for nr in widths:
+    ready = p.b in ("packed", "codes")
+    for nr in [family(p.family).nr] if ready else [atom.n, 2 * atom.n][: -(-p.n // atom.n)]:
         v, odd = divmod(nr, atom.n)
         if odd:
             continue

@@ -310,7 +310,7 @@ def _decodes(v: _View) -> bool:
 def _group_ends(v: _View, height: int) -> float:
     """What a group's integer sums cost when they are scaled, per multiply-add of the group."""
     s, isa = v.s, v.target.isa(v.s.isa)
-    if not (v.atom.acc == "s32" or v.atom.k_pack > 1) or not s.group or isa is None:
+    if not v.atom.takes_codes or not s.group or isa is None:
         return 0.0
     waiting = 2 * height * (s.nr // v.atom.n) > isa.registers
     return (GROUP_END + GROUP_WAITS * waiting) * v.atom.k_pack / s.group

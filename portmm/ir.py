@@ -212,16 +212,15 @@ class Verb:
     register's; both are known where it is spelled.
 
     Attributes:
-        name: "zero", "load_a", "load_b", "mac", "load_c", "store", "mask",
-            "load_mask", "store_mask", or "load_rows", which puts rows side by
+        name: a word of `isa.PLACEHOLDERS`, or "load_rows", which puts rows side by
             side in units, those of codes in words.
         d: register written (or stored from).
-        a: left operand of a mac.
+        a: left operand of a mac, or the only one of another verb.
         b: right operand of a mac.
         p: address of a load or store.
         mask: mask register of a masked load or store.
-        count: lanes kept by "mask".
-        step: elements, or units, from one row to the next for "load_rows", and for tiles.
+        count: lanes kept by "mask"; the bit where the codes of "code" begin.
+        step: elements, or units, from one row to the next for "load_rows", and for atoms of several rows.
         to: type of the register, where it is not what the verb is usually for.
         of: name of the atom whose word it is, where it is not the kernel's.
     """

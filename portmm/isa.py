@@ -140,6 +140,11 @@ class Atom:
         return -(-rows // self.m)
 
     @property
+    def takes_codes(self) -> bool:
+        """Codes of four bits are multiplied as they lie for any number of rows: a group takes few steps."""
+        return self.acc == "s32" or self.k_pack > 1
+
+    @property
     def deep(self) -> int:
         """Units of k in one step."""
         return self.k // self.k_pack
@@ -173,7 +178,7 @@ class Transfer:
         store: n of them from {d}.
         store_mask: store the kept lanes, touch no other byte.
         rows: {d} = n units, each of elements that lie {step} apart, one below the other;
-            of codes of four bits that have a byte each: words of eight, the first in the lowest bits.
+            of codes of four bits that have a byte each: words of eight, at the bits of `dtype.CODES_AT`.
     """
 
     memory: str

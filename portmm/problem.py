@@ -91,7 +91,7 @@ class Problem:
         deterministic: every element of C is one chain of multiply-adds in the
             order of k, whatever m, the thread count or the blocking.
         static: m, n and k (and dense strides) are compiled in as constants.
-        post: what becomes of integer sums on their way to a C of another type, words with
+        post: what becomes of sums on their way to C, as in a quantised product, words with
             "+" between: "scale" by row and column always, "azero" and "bzero" for zero
             points of A and B, "bias" added by column.
         source: a float type, in which A is given: its rows are quantised to s8 first.

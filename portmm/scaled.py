@@ -64,8 +64,8 @@ def linear(
         x_scale: a number, or one for each row: x's shape without k.
         x_zero: as `x_scale`, integers.
         w_scale: a number, or one for each column, (n,).
-        w_zero: as `w_scale`, integers. Zero points of w cost a sum over x. A weight of
-            four bits has its own zero points, and takes an `x` without any.
+        w_zero: as `w_scale`, integers, not beside `dynamic`. Zero points of w cost a sum
+            over x. A weight of four bits has its own, and takes an `x` without any.
         out_scale: quantise the result again: round to nearest even, saturate.
         out_zero: zero point of the result.
         dynamic: quantise the float rows of `x` to int8 on the way, each by its largest
@@ -86,7 +86,7 @@ def linear(
     left = arrays.as_operand(x, "x")
     weight = w if isinstance(w, (Folded, packed_class())) else _weight(w, np.dtype(np.int8) if dynamic else left.dtype)
     given = (not _is_default(x_zero, 0), not _is_default(w_zero, 0), not _is_default(x_scale, 1))
-    asked = _Asked(dtype, dynamic, *given, bias is not None, out_scale is not None)
+    asked = _Asked(None if dtype is None else np.dtype(dtype), dynamic, *given, bias is not None, out_scale is not None)
     key = (left.shape, left.strides, left.dtype, left.flags.aligned, weight.family, weight.shape, asked)
     call = _remembered(key, left, weight)
     vectors = _vectors(left, call, bias, (x_scale, x_zero, w_scale, w_zero, out_scale, out_zero))
@@ -95,7 +95,8 @@ def linear(
         to = result
     else:
         result = _checked_out(out, call.shape, call.types[2])
-        to = result if arrays.dense_at(result, call.types[2], left) else np.empty(call.shape, call.types[2])
+        free = arrays.dense_at(result, call.types[2], left) and not any(np.may_share_memory(x, result) for x in vectors)
+        to = result if free else np.empty(call.shape, call.types[2])
     if result.size:
         _run(call, left, weight, to, vectors)
         if to is not result:
@@ -106,7 +107,7 @@ def linear(
 class _Asked(NamedTuple):
     """What a caller wants, so far as kernels depend on it: which vectors there are, and types."""
 
-    dtype: Any
+    dtype: np.dtype[Any] | None
     dynamic: bool
     x_zero: bool
     w_zero: bool
@@ -146,7 +147,7 @@ class _Call:
 
 
 def _is_default(x: Any, value: int) -> bool:
-    return isinstance(x, (int, float)) and x == value
+    return isinstance(x, (int, float, np.number)) and x == value
 
 
 def _checked_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -222,6 +223,8 @@ def _check(left: Array, weight: Any, types: arrays.DTypes, asked: _Asked) -> Non
         raise TypeError(f"w has type {weight.dtype}; linear takes int8 codes or four bits, use matmul for floats")
     if arrays.name_of(left.dtype) not in ("s8", "u8") and (asked.x_scale or asked.x_zero):
         raise ValueError(f"x has dtype {left.dtype}: only integer codes have a scale and a zero point")
+    if asked.dynamic and asked.w_zero:
+        raise ValueError("w_zero is given: with dynamic rows the weight has none; quantise x first, and give x_scale")
     if weight.dtype == "s8":
         return
     if asked.x_zero or asked.w_zero:
@@ -236,13 +239,16 @@ def _check(left: Array, weight: Any, types: arrays.DTypes, asked: _Asked) -> Non
 
 
 @cache
-def _types(x: np.dtype[Any], dtype: Any, *, again: bool, dynamic: bool) -> tuple[arrays.DTypes, str]:
+def _types(x: np.dtype[Any], dtype: np.dtype[Any] | None, *, again: bool, dynamic: bool) -> tuple[arrays.DTypes, str]:
     """The types of the product, and that which rows of A are quantised from."""
     source = arrays.name_of(x) if dynamic else ""
     if dynamic and source not in ("f32", "f16", "bf16"):
         raise TypeError(f"x has dtype {x}: only float32, float16 and bfloat16 rows are quantised")
     factor = np.dtype(np.int8) if dynamic else x
-    wanted = np.dtype(dtype or (factor if again else np.float32)).newbyteorder("=")
+    if arrays.name_of(factor) not in ("s8", "u8", "f32", "f16", "bf16"):
+        raise TypeError(f"x has dtype {x}; linear takes int8, uint8, float32, float16 and bfloat16")
+    usual = factor if again else np.dtype(np.float32)
+    wanted = (usual if dtype is None else dtype).newbyteorder("=")
     allowed = ("s8", "u8") if again else ("f32", "f16", "bf16")
     if arrays.name_of(wanted) not in allowed:
         raise TypeError(f"dtype is {wanted}; {'with' if again else 'without'} out_scale use one of {allowed}")
@@ -277,7 +283,8 @@ def _scales(name: str, given: Any, count: int, pad: int = 1) -> Array:
         return _ones(-(-count // pad) * pad)
     found = _spread(name, given, count, np.float32, pad)
     if not runtime().are_scales(found):
-        raise ValueError(f"{name} must be finite and not negative; it goes from {found.min()} to {found.max()}")
+        known = found[:count]
+        raise ValueError(f"{name} must be finite and not negative; it goes from {known.min()} to {known.max()}")
     return found
 
 
@@ -310,7 +317,8 @@ def _vectors(left: Array, call: _Call, bias: Any, given: tuple[Any, ...]) -> tup
         step = _scales("out_scale", out_scale, 1)[0]
         if not step:
             raise ValueError("out_scale is 0; it must be positive")
-        a_scale = a_scale / step
+        # Rows that are quantised on the way have their scales from there.
+        a_scale, b_scale = (a_scale, b_scale / step) if call.source else (a_scale / step, b_scale)
         shift = (shift.astype(np.float64) / step + _out_zero(out_zero)).astype(np.float32)  # type: ignore[union-attr]
     elif not _is_default(out_zero, 0):
         raise ValueError(f"out_zero is {out_zero!r}, but there is no out_scale: the result has no zero point")
@@ -330,7 +338,7 @@ def _run(call: _Call, left: Array, weight: Any, out: Array, vectors: tuple[Array
     strides = call.strides
     if strides is None:
         left, strides = np.require(left, left.dtype.newbyteorder("="), ("C", "A")), (k, 1)
-    b = call.weight or weight
+    b = weight if call.weight is None else call.weight
     runtime().execute(
         call.route, call.m, n, k, 1, left, *strides, 0,
         b.owner, b.b_k, b.b_n, b.b_batch, out, n, 1, 0, None, *vectors,

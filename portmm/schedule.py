@@ -70,7 +70,7 @@ class Schedule:
         ahead: the micro-kernel asks for the next tile of C and the next B panel.
         kr: elements of k that sit side by side in a fragment; extents of k count such units.
         static: m, n, k if they are compiled in.
-        post: what becomes of integer sums, as a `Problem` has it.
+        post: what becomes of sums on their way to C, as a `Problem` has it.
         group: of a B of codes, rows that share a scale.
         source: the type that A is given in, before its rows are quantised.
     """
@@ -182,9 +182,9 @@ def registers(s: Schedule, atom: Atom) -> int:
         return s.mr * s.nr + s.mr + 2
     columns = s.nr // atom.n * s.panels
     if s.b == "codes" and not s.pack_b:
-        # Sums over a group and over all of k; words, codes, a broadcast, a table. Where units
-        # are multiplied, there are few steps to a group: sums over all of k may wait in memory.
-        sums = 1 if atom.acc == "s32" or atom.k_pack > 1 else 2
+        # Sums over a group and over all of k; words, codes, a broadcast, a table. Where a group
+        # takes few steps, sums over all of k may wait in memory.
+        sums = 1 if atom.takes_codes else 2
         return (max(s.heights) * sums + 2) * columns + 2
     return atom.strips(max(s.heights)) * columns + columns + 1
 

@@ -276,8 +276,7 @@ def expected(
         size = vectors.pop("size")
         if rows is not None:  # scales of rows come from the rows
             assert "bias" not in p.post, "a bias is not scaled by rows"
-            want = want / vectors["a_scale"][:, None] * rows[:, None]
-            size = np.abs(want)
+            want, size = (v / vectors["a_scale"][:, None] * rows[:, None] for v in (want, size))
             vectors["a_scale"] = np.full_like(vectors["a_scale"], np.nan)
         # Three roundings in f32, one to the result.
         bound = 2.0**-21 * size + out * np.abs(want) + (0.5001 if not out else 0)

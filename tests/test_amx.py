@@ -112,7 +112,9 @@ def test_sums_of_tiles_are_scaled(name, word, post):
 def test_codes_become_tiles(group):
     """Weights of four bits, unfolded into panels of units; built too, where there is AVX-512."""
     isa, target = load_isa("amx_bf16"), small("amx_bf16")
-    for i, size in enumerate([(1, 33, 37), (16, 64, 64), (33, 40, 100), (70, 17, 200), (40, 64, 1)]):
+    for i, size in enumerate(
+        [(1, 33, 37), (16, 64, 64), (4, 64, 10), (16, 32, 33), (33, 40, 100), (70, 17, 200), (40, 64, 1)]
+    ):
         word, layout = ("bf16-u4-bf16", "bf16-u4-f32")[i % 2], ("row", "col", "any")[i % 3]
         p = support.coded(size, word, 32, group, a=layout)
         k = case(p, seed=i, floats=True)

@@ -150,6 +150,9 @@ def test_leading_dimensions_are_rows():
         ({"dtype": np.float32, "out_scale": 1.0}, TypeError, "with out_scale"),
         ({"bias": np.zeros(3)}, ValueError, "bias"),
         ({"dynamic": True}, TypeError, "quantised"),
+        ({"x": np.zeros((4, 6), np.float32), "dynamic": True, "w_zero": 3}, ValueError, "quantise x first"),
+        ({"x": np.zeros((4, 6))}, TypeError, "float64"),
+        ({"dtype": ["f4"]}, TypeError, "tuples"),
         ({"x": np.zeros((4, 5), np.int8)}, ValueError, "x has 5 columns"),
         ({"x": np.zeros((4, 6), np.float32), "x_zero": 3}, ValueError, "only integer codes"),
         ({"x": np.zeros((4, 6), BF16), "x_scale": 3.0}, ValueError, "only integer codes"),
@@ -170,6 +173,38 @@ def test_a_weight_for_other_activations_is_refused():
     w = np.ones((6, 8), np.int8)
     with pytest.raises(pm.ScheduleError, match="pack it for int8"):
         pm.linear(np.ones((4, 6), np.int8), pm.pack(w, activations=np.float32))
+
+
+def test_rows_are_quantised_and_so_is_the_result():
+    """The step of the result belongs to sums and bias alike."""
+    x, w, bias, _ = operands((6, 70, 6), np.int8)
+    floats = x.astype(np.float32)
+    w_scale = np.linspace(0.01, 0.02, 70, dtype=np.float32)
+    want = pm.linear(floats, w, bias, w_scale=w_scale, dynamic=True)
+    step = np.abs(want).max() / 100
+    got = pm.linear(floats, w, bias, w_scale=w_scale, dynamic=True, out_scale=step, out_zero=5)
+    assert np.abs(got - np.clip(np.rint(want / step + 5), -128, 127)).max() <= 1
+
+
+def test_a_result_may_lie_where_its_scales_do():
+    x, w, _, _ = operands((4, 64, 9), np.int8)
+    for name in ("bias", "w_scale"):
+        out = np.ones((4, 64), np.float32)
+        want = pm.linear(x, w, **{name: out[0].copy()})
+        np.testing.assert_array_equal(pm.linear(x, w, out=out, **{name: out[0]}), want)
+    out = np.ones((4, 64), np.float32)
+    want = pm.linear(x, w, x_scale=np.ones(4))
+    np.testing.assert_array_equal(pm.linear(x, w, x_scale=out.ravel()[:4], out=out), want)
+
+
+def test_subclasses_and_scalars_are_taken_for_what_they_hold(tmp_path):
+    x, w, _, _ = operands((4, 64, 9), np.int8)
+    want = pm.linear(x, w)
+    mapped = np.memmap(tmp_path / "out", np.float32, "w+", shape=want.shape)
+    assert pm.linear(x, w, out=mapped) is mapped
+    np.testing.assert_array_equal(mapped, want)
+    plain = pm.linear(x, w, x_scale=np.float32(1), x_zero=np.int64(0), w_zero=np.int8(0), out_zero=np.int64(0))
+    np.testing.assert_array_equal(plain, want)
 
 
 # -- weights of four bits ----------------------------------------------------------

@@ -290,7 +290,7 @@ static int get_offsets(PyObject *outer, Py_buffer *view) {
 
 /* An integer, or where the first element of an array lies; None is no address. */
 static void *address_in(PyObject *x) {
-  if (Py_TYPE(x) == array_type) return ((array_object *)x)->data;
+  if (PyObject_TypeCheck(x, array_type)) return ((array_object *)x)->data;
   return x == Py_None ? NULL : PyLong_AsVoidPtr(x);
 }
 
