@@ -74,3 +74,7 @@ def __getattr__(name: str) -> object:
     from importlib import import_module
 
     return globals().setdefault(name, getattr(import_module(f"portmm.{_LATER[name]}"), name))
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -45,7 +45,8 @@ def matmul(a: Any, b: Any, out: Any = None, *, dtype: Any = None) -> Any:
 
     Floats are summed in float32, float64 in float64. Integers, int8 or uint8 by
     int8, are summed exactly in int32, modulo 2**32 should k be so large. A narrow
-    float result is rounded once, to nearest even.
+    float result is rounded once, to nearest even, and to infinity if it is too large.
+    Units that multiply bfloat16 (AVX512-BF16, AMX, BFDOT, BFMMLA) take subnormals for zero.
 
     Args:
         a: float32, float64, float16, bfloat16 (of ml_dtypes), int8 or uint8,

@@ -29,6 +29,7 @@ def problem(
     *,
     dense: bool = False,
     static: bool = False,
+    post: str = "",
 ) -> Problem:
     """The problem that a call poses under the current settings.
 
@@ -37,14 +38,14 @@ def problem(
     """
     m, n, k = size
     a, b, c = layouts
-    if n == 1 and dense and b != "packed":
+    if n == 1 and dense and b not in ("packed", "codes"):
         b = "col"
         c = "col" if a == "col" and not dtype.startswith("u8") else "row"
     if static:
         from portmm.candidates import STATIC_LIMIT
 
         static = dense and max(size) <= STATIC_LIMIT
-    return Problem(m, n, k, dtype, batch, a, b, c, family, settings.current().deterministic, static)
+    return Problem(m, n, k, dtype, batch, a, b, c, family, settings.current().deterministic, static, post)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,9 +37,14 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Size = Annotated[int, typer.Argument(min=1, show_default=False)]
-Element = Annotated[str, typer.Option(help="Element type: f32 or f64.")]
+Element = Annotated[
+    str,
+    typer.Option(help="Element types: f32, f64, bf16, f16, s8, or those of A, B and C as in u8-s8-s32 or f32-u4-f32."),
+]
 LayoutA = Annotated[str, typer.Option("--a", help="Layout of A: row, col or any.")]
-LayoutB = Annotated[str, typer.Option("--b", help="Layout of B: row, col, any or packed.")]
+LayoutB = Annotated[
+    str, typer.Option("--b", help="Layout of B: row, col, any or packed, as weights of four bits (u4) always are.")
+]
 LayoutC = Annotated[str, typer.Option("--c", help="Layout of C: row or col.")]
 Batch = Annotated[int, typer.Option(min=1, help="Products in one call.")]
 Threads = Annotated[int | None, typer.Option(min=0, help="Threads; 0 for every core.", show_default=False)]
@@ -158,18 +163,23 @@ def _explained(
     static: bool,
 ) -> Explanation:
     from portmm import call, dispatch
+    from portmm.dtype import accumulator, types
     from portmm.explanation import explain, target_called
 
     machine = target_called(where)
     if threads is None and where is not None:
         threads = machine.cores
     try:
-        plain = call.problem(dtype, size, ("row", "row", "row"))
-        family = dispatch.family(dtype, machine) if layouts[1] == "packed" else ""
-        posed = call.problem(dtype, size, layouts, family, batch, dense="any" not in layouts, static=static)
+        of_a, of_b, of_c = types(dtype)
+        if of_b == "u4":
+            layouts = (layouts[0], "codes", layouts[2])
+        post = "scale" if accumulator(of_a, of_b) == "s32" != of_c else ""
+        family = dispatch.family(dtype, machine) if layouts[1] in ("packed", "codes") else ""
+        dense = "any" not in layouts
+        posed = call.problem(dtype, size, layouts, family, batch, dense=dense, static=static, post=post)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    posed = replace(posed, deterministic=deterministic or plain.deterministic)
+    posed = replace(posed, deterministic=deterministic or posed.deterministic)
     return explain(posed, target=machine if where else None, threads=threads)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from portmm.candidates import PACKED_VECTORS, candidates, units
 from portmm.cost import Cost, cost, macs_per_cycle
-from portmm.dtype import BY_NAME, types
+from portmm.dtype import BY_NAME, CODES_KR, types
 from portmm.errors import ScheduleError, TargetError
 from portmm.lower import atom_of, lower, lower_fold, lower_pack
 from portmm.problem import Family
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from portmm.schedule import Schedule
     from portmm.target import Atom, Isa, Target
 
+USUAL_GROUP = 128
+"""Rows of a weight of four bits that share a scale, where nobody says how many."""
 MOST_ROUTES = 4096
 """Routes remembered before starting afresh: endless new shapes must not fill memory."""
 
@@ -119,11 +121,14 @@ def packing_unit(dtype: str, target: Target) -> tuple[Isa, Atom]:
 
 
 def family(dtype: str, target: Target) -> str:
-    """The packed layout that suits a target: see `candidates.PACKED_VECTORS`.
+    """The packed layout that suits a target: see `candidates.PACKED_VECTORS`; of codes, in the usual groups.
 
     Raises:
         ScheduleError: no atom of the target multiplies these types.
     """
+    if types(dtype)[1] == "u4":  # one layout, whatever it is multiplied by
+        _, atom = units("f32-u4-f32", target)[0]
+        return str(Family("u4", atom.n * PACKED_VECTORS, CODES_KR, group=USUAL_GROUP))
     isa, atom = packing_unit(dtype, target)
     return str(Family(types(dtype)[1], isa.columns(atom) * PACKED_VECTORS, atom.k_pack, atom.acc == "s32"))
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from portmm.build import Artifact
     from portmm.cost import Cost
     from portmm.ir import Kernel
+    from portmm.isa import Atom
 
 SHOWN = 5
 """Runners-up in the printed form; all are in the record."""
@@ -107,14 +108,15 @@ class Explanation:
         memory levels in GB/s or, unless measured, bytes per cycle.
         """
         target, atom = self.target, self.kernel.atom.name
-        found = {atom: (target.rates[atom], "described")} if atom in target.rates else {}
+        known = _rate(target, atom)
+        found = {atom: known} if known else {}
         for name, assumed in DEFAULT_BYTES_PER_CYCLE.items():
             level = target.level(name)
             if level is None and name != "memory":
                 continue
             told = level.load_bytes_per_cycle if level else 0.0
             found[name] = (told, "described") if told else (assumed, "assumed")
-        return found | {x: (target.measured[x], "measured") for x in (atom, *found) if x in target.measured}
+        return found | {x: (target.measured[x], "measured") for x in found if x in target.measured}
 
     @property
     def runs_here(self) -> bool:
@@ -164,6 +166,13 @@ class Explanation:
 
     def __str__(self) -> str:
         return f"{self.summary()}\n\n{self.source}"
+
+
+def _rate(target: Target, atom: str) -> tuple[float, str] | None:
+    """Multiply-adds of an atom: GFLOP/s if measured, else how many it starts in a cycle."""
+    if atom in target.measured:
+        return target.measured[atom], "measured"
+    return (target.rates[atom], "described") if atom in target.rates else None
 
 
 def _time(seconds: float) -> str:
@@ -224,11 +233,18 @@ def _terms(terms: dict[str, float]) -> str:
 def _rates(x: Explanation) -> Iterator[str]:
     for name, (value, origin) in x.rates.items():
         level = x.target.level(name)
+        if not level and name != "memory":
+            yield _field("", _speed(x.kernel.atom, (value, origin)))
+            continue
         extent = f"{name}, {size(level.bytes)}" if level else name
-        of_memory = level or name == "memory"
-        unit = ("GB/s" if of_memory else "GFLOP/s") if origin == "measured" else ("bytes" if of_memory else "macs")
-        per_cycle = "" if origin == "measured" else " a cycle"
-        yield _field("", f"{extent}: {value:.4g} {unit}{per_cycle}, {origin}")
+        unit = "GB/s" if origin == "measured" else "bytes a cycle"
+        yield _field("", f"{extent}: {value:.4g} {unit}, {origin}")
+
+
+def _speed(atom: Atom, rate: tuple[float, str]) -> str:
+    value, origin = rate
+    unit = "GFLOP/s" if origin == "measured" else f"macs of {atom.m}x{atom.n}x{atom.k} a cycle"
+    return f"{atom.name}: {value:.4g} {unit}, {origin}"
 
 
 def _tiles(x: Explanation) -> Iterator[str]:
@@ -250,8 +266,23 @@ def _others(x: Explanation) -> Iterator[str]:
         slower = f"{cost.seconds / x.seconds:.3g}x" if x.seconds else ""
         yield _field("runners-up" if i == 0 else "", f"{_time(cost.seconds)} ({slower}) {s}")
         yield _field("", f"  {_terms(cost.overlapped)}; plus {_terms(cost.added)}")
+    yield from _other_units(x)
     if len(x.runners_up) > SHOWN:
         yield _field("", f"and {len(x.runners_up) - SHOWN} more in .runners_up")
+
+
+def _other_units(x: Explanation) -> Iterator[str]:
+    """The best that each unit that is not shown yet would do."""
+    seen = {x.schedule.isa, *(s.isa for s, _ in x.runners_up[:SHOWN])}
+    for s, cost in x.runners_up[SHOWN:]:
+        isa = x.target.isa(s.isa)
+        atom = isa.atom(s.dtype, s.lanes) if isa else None
+        if s.isa in seen or atom is None:
+            continue
+        seen.add(s.isa)
+        rate = _rate(x.target, atom.name)
+        told = f" ({_speed(atom, rate)})" if rate else ""
+        yield _field("", f"{_time(cost.seconds)} ({cost.seconds / x.seconds:.3g}x) by {s.isa}{told}: {s}")
 
 
 def target_called(name: str | Target | None) -> Target:
@@ -291,7 +322,8 @@ def explain(
         a: an example array or a shape (..., m, k); or a `Problem`, without `b` and `out`.
         b: an example array, a shape (..., k, n), or a weight from `pack`.
         out: an example of the output; without one, C-contiguous.
-        dtype: "f32" or "f64", of operands that are shapes, where no array says more.
+        dtype: of operands that are shapes, where no array says more: "f32", "f64", "bf16",
+            "f16", "s8", or those of A, B and C as in "u8-s8-s32".
         target: a chip, an ISA or a .toml file, here or not; None for the target in force.
         threads: the most to use; 0 for every core; None for what is set, or,
             with a `target`, for its cores.

@@ -25,6 +25,9 @@ def pose(a: Any, b: Any, out: Any = None, *, dtype: str = "f32", static: bool = 
     """
     if b is None:
         raise ValueError("b is missing; give two operands, or one Problem")
+    if type(b).__module__ == "portmm.quantized":
+        raise TypeError("b is not packed; a quantized weight is explained as it is packed: give pack(b)")
+    dtype = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     if getattr(b, "family", "").startswith("u4"):
         return _by_codes(a, b, out, dtype)
     types = _types(a, b, out, dtype)
@@ -42,16 +45,19 @@ def pose(a: Any, b: Any, out: Any = None, *, dtype: str = "f32", static: bool = 
 
 
 def _by_codes(a: Any, b: Any, out: Any, dtype: str) -> Problem:
-    """The problem of float activations and a weight of four bits."""
+    """The problem of activations, floats or int8, and a weight of four bits."""
     left = _example(a, "a", _named(dtype)[0])
     rows = left[np.newaxis, :] if left.ndim == 1 else left.reshape(-1, left.shape[-1])
     if rows.shape[1] != b.shape[0]:
         raise ValueError(f"cannot multiply {left.shape} by {b.shape}: a has {rows.shape[1]} columns")
     names = [arrays.name_of(x) for x in (left.dtype, left.dtype if out is None else out.dtype)]
+    post = ""
+    if names[0] == "s8":  # as `linear` multiplies it
+        names[1], post = "f32" if out is None else names[1], "scale"
     layout = arrays.canonical(rows, rows.dtype).layout
     deterministic = settings.current().deterministic
     word, shape = f"{names[0]}-u4-{names[1]}", (rows.shape[0], b.shape[1], rows.shape[1])
-    return Problem(*shape, word, a=layout, b="codes", family=b.family, deterministic=deterministic)
+    return Problem(*shape, word, a=layout, b="codes", family=b.family, deterministic=deterministic, post=post)
 
 
 def _types(a: Any, b: Any, out: Any, dtype: str) -> arrays.DTypes:

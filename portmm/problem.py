@@ -112,13 +112,15 @@ class Problem:
     source: str = ""
 
     def __post_init__(self) -> None:
-        *_, c = types(self.dtype)
+        _, b, c = types(self.dtype)
         words = self.post.split("+") if self.post else []
         if not set(words) <= {"scale", "azero", "bzero", "bias"} or words != sorted(set(words), key=POST.index):
             raise ValueError(f"post is {self.post!r}; use some of {', '.join(POST)}, in this order, with + between")
         whole = self.acc == "s32"
         if ("scale" not in words and (words or (whole and c != "s32"))) or (words and whole and c == "s32"):
             raise ValueError(f"post is {self.post!r}: sums in {self.acc} become {c} {'with' if whole else 'by'} scales")
+        if whole and b == "u4" and c == "s32":
+            raise ValueError(f"{self.dtype} has groups with scales: its result is f32, f16 or bf16, or codes with post")
         if not whole and {"azero", "bzero"} & set(words):
             raise ValueError(f"post is {self.post!r}: {self.dtype} has no zero points")
         for name, value, allowed in (("a", self.a, LAYOUTS_A), ("b", self.b, LAYOUTS_B), ("c", self.c, LAYOUTS_C)):

@@ -45,7 +45,7 @@ class Quantized:
         codes: uint8, (k, n), from 0 to 2**bits - 1.
         scales: float32, (groups, n); may be negative or zero.
         offsets: float32, (groups, n).
-        bits: 4 or 8.
+        bits: 4 or 8. Kernels multiply those of 4; those of 8 are for `dequantize`.
         group: rows per group; the last group is short where it does not divide k.
 
     Raises:
@@ -145,7 +145,7 @@ def quantize(w: Any, *, bits: int = 4, group: int | None = 128, symmetric: bool 
 
     Args:
         w: float16, bfloat16, float32 or float64, (k, n), finite.
-        bits: 4 or 8.
+        bits: 4 or 8. Kernels multiply those of 4; those of 8 are for `dequantize`.
         group: rows of k that share a scale, usually 32, 64 or 128; None or 0 for all of them.
         symmetric: no zero points, for weights around 0.
 

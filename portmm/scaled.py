@@ -69,7 +69,9 @@ def linear(
         out_scale: quantise the result again: round to nearest even, saturate.
         out_zero: zero point of the result.
         dynamic: quantise the float rows of `x` to int8 on the way, each by its largest
-            magnitude; `w` is then to be packed for int8.
+            magnitude: codes are x * (127 / max |x|), in float32, rounded half to even, and
+            their scale is max |x| / 127. A row with a NaN or an infinity gives none but
+            such. `w` is then to be packed for int8.
         dtype: float32, float16 or bfloat16; with `out_scale` int8 or uint8. By
             default float32, or the type of `x` with `out_scale`.
         out: where to put the result, an array of that type.
@@ -79,7 +81,8 @@ def linear(
 
     Raises:
         TypeError: a dtype is not supported.
-        ValueError: shapes do not fit, or a scale is not a positive finite number.
+        ValueError: shapes do not fit, a scale is negative or not finite, or a zero point
+            does not fit 16 bits.
         ScheduleError: `w` was packed for other activations.
         NoCompilerError: there is no compiler.
     """

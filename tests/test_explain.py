@@ -260,3 +260,20 @@ def test_an_import_does_not_load_what_explaining_needs():
         "assert not hasattr(portmm, 'nosuch')"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_unit_is_told_with_its_rate():
+    """The choice between units rests on rates and the shape: the best of each unit is there to see."""
+    text = pm.explain(Problem(64, 768, 3072, "s8-s8-s32"), target="sapphire_rapids", threads=1).summary()
+    assert "amx_s8s8: 0.0625 macs of 16x16x64 a cycle, described" in text
+    assert "by avx512vnni (avx512vnni_u8s8: 2 macs of 1x16x4 a cycle, described)" in text
+    assert "by avx512 (avx512_s16:" in text
+
+
+def test_weights_of_four_bits_are_explained():
+    q = pm.quantize(np.ones((64, 40), np.float32), group=32)
+    assert pm.explain(np.zeros((4, 64), np.int8), pm.pack(q)).problem.dtype == "s8-u4-f32"
+    with pytest.raises(TypeError, match=r"pack\(b\)"):
+        pm.explain(np.zeros((4, 64), np.float32), q)
+    with pytest.raises(ValueError, match="groups with scales"):
+        Problem(4, 4, 4, "s8-u4-s32", b="codes", family="u4x32k8g32")
