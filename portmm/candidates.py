@@ -274,7 +274,7 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
                 yield from (s for s in _packings(deep, p, isa, atom) if s.once)
             for s in _packings(base, p, isa, atom):
                 yield s
-                if split and depth > 2 * s.kc and _adds_up(s, atom):
+                if split and depth > 2 * s.kc and _adds_up(s, p, atom):
                     yield replace(s, over="k")
             if _both_in_place(p, isa, atom, nr) and mr <= IN_PLACE_ROWS and p.m <= FEW_ROWS:
                 stream = tuple(replace(t, k=min(t.k, 2 * STREAM_DEPTHS[-1])) for t in base.tiles[1:])
@@ -293,9 +293,9 @@ def _packings(s: Schedule, p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedul
             yield replace(s, pack_a=False, pack_b=False, once=False)
 
 
-def _adds_up(s: Schedule, atom: Atom) -> bool:
+def _adds_up(s: Schedule, p: Problem, atom: Atom) -> bool:
     """C over all of k is the sum of what runs of k give: nothing is done to it once, at the start or the end."""
-    return not (finishes(s, atom) or shifts(s, atom))
+    return not (p.post or finishes(s, atom) or shifts(s, atom))
 
 
 def _a_in_place(p: Problem, isa: Isa, atom: Atom) -> bool:
@@ -357,7 +357,7 @@ def _streamed(base: Schedule, p: Problem, isa: Isa, atom: Atom, rows_ahead: int)
         tiles = _tiles(p.m, nr, kc, ALL, ALL)
         s = replace(base, tiles=tiles, pack_a=False, pack_b=False, prefetch=rows_ahead)
         yield s
-        if not p.deterministic and p.k > SPLIT_STEPS * kc and _adds_up(s, atom):
+        if not p.deterministic and p.k > SPLIT_STEPS * kc and _adds_up(s, p, atom):
             yield replace(s, over="k")
 
 

@@ -7,6 +7,7 @@ with one. Imports `arrays`, `candidates`, `dispatch`, `quantized`, `settings`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -219,7 +220,7 @@ def _product(left: Array, w: Folded, out: Any, key: Any, ways: tuple[Callable[..
         )
     wanted = arrays.check_out(out, shape, dtype).dtype.newbyteorder("=") if out is not None else dtype
     types = (dtype, np.dtype(np.uint8), wanted if arrays.name_of(wanted) in ("f32", "f16", "bf16") else dtype)
-    rows = left if left.ndim == 2 else left.reshape(-1, k)
+    rows = left if left.ndim == 2 else left.reshape(math.prod(left.shape[:-1]), k)
     direct = arrays.dense_at(out, types[2], left)
     result = out if direct else np.empty(shape, types[2])
     if result.size:
@@ -244,7 +245,7 @@ def _run(  # noqa: PLR0917 - one place calls it
     try:
         route = ways[0](p)
     except ScheduleError:  # folded on another machine
-        weight = dequantize(unfold(w), types[0])
+        weight = dequantize(unfold(w))
         np.copyto(result.reshape(m, n), ways[1](rows, weight), casting="same_kind")
         return
     at, c = (int(x.__array_interface__["data"][0]) for x in (w.owner, result))

@@ -19,6 +19,7 @@ from portmm.dtype import BY_NAME, CODES_AT, CODES_KR, base
 from portmm.ir import (
     FIELDS,
     FOLD,
+    LEAST_PEAK,
     OPERANDS,
     SWAPPED,
     TILES,
@@ -311,7 +312,7 @@ class _Machine:
         peaks, at, _ = self.at(s.peaks, f, s.count)
         most, top = peaks[at : at + s.count].max(), np.float32(s.top)
         scale[i] = most / top
-        inverse[j] = top / most if most > 0 else 0
+        inverse[j] = top / most if most >= np.float32(LEAST_PEAK) else 0
 
     def do_prefetch(self, s: Prefetch, f: _Frame) -> None:
         evaluate(s.p.offset, f.ints)

@@ -288,6 +288,10 @@ class Add:
     src: Ptr
 
 
+LEAST_PEAK = 1.5e-36
+"""Rows whose largest magnitude is less become zeros: TOP over it would overflow."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowScale:
     """*scale = m / top and *inverse = top / m, m the largest of `count` f32 at `peaks`; both 0 if m is 0."""

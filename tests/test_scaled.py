@@ -278,3 +278,21 @@ def test_a_group_whose_sum_might_not_fit_is_refused():
     most = k // 8 * 8 - 8
     got = pm.linear(x[:, :most], pm.Quantized(codes[:most], ones, ones * 0, 4, most))
     np.testing.assert_array_equal(got, np.float32(-128.0 * 15 * most))
+
+
+@pytest.mark.parametrize("target", HERE)
+def test_rows_of_odd_numbers_are_quantised(target):
+    """A NaN is seen wherever it stands; rows too small for a scale are zeros."""
+    with pm.config(target=target):
+        one = np.ones((2, 1), np.int8)
+        assert np.isnan(pm.linear(np.array([[np.nan, 1], [1, np.nan]], np.float32), one, dynamic=True)).all()
+        tiny = np.array([[1e-37, 0], [0, 5e-38]], np.float32)
+        assert (np.abs(pm.linear(tiny, one, dynamic=True)) < 1e-36).all()
+
+
+def test_threads_share_no_k_where_sums_are_finished():
+    q = pm.quantize(np.random.default_rng(0).random((1000, 8), np.float32), group=32)
+    x, codes = np.ones((12, 1000), np.float32), np.ones((1000, 8), np.int8)
+    with pm.config(threads=2):
+        np.testing.assert_allclose(pm.linear(x, pm.pack(q)), x @ pm.dequantize(q), rtol=1e-4)
+        np.testing.assert_allclose(pm.linear(x, pm.pack(codes, activations=np.float32)), x @ codes)

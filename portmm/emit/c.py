@@ -19,6 +19,7 @@ from portmm.emit.scalars import HELPERS, converted
 from portmm.errors import ScheduleError
 from portmm.ir import (
     FIELDS,
+    LEAST_PEAK,
     OPERANDS,
     SWAPPED,
     Add,
@@ -352,7 +353,7 @@ class _Printer:
         self.put(depth + 2, "if (peak > most || peak != peak) most = peak; /* a NaN stays */")
         self.put(depth + 1, "}")
         self.put(depth + 1, f"*({address(s.scale)}) = most / {s.top};")
-        self.put(depth + 1, f"*({address(s.inverse)}) = most > 0 ? {s.top} / most : 0;")
+        self.put(depth + 1, f"*({address(s.inverse)}) = most >= {LEAST_PEAK}f ? {s.top} / most : 0;")
         self.put(depth, "}")
 
     def do_prefetch(self, s: Prefetch, depth: int) -> None:
