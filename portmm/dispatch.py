@@ -126,11 +126,24 @@ def family(dtype: str, target: Target) -> str:
     Raises:
         ScheduleError: no atom of the target multiplies these types.
     """
-    if types(dtype)[1] == "u4":  # one layout, whatever it is multiplied by
-        _, atom = units("f32-u4-f32", target)[0]
-        return str(Family("u4", atom.n * PACKED_VECTORS, CODES_KR, group=USUAL_GROUP))
+    if types(dtype)[1] == "u4":
+        return str(family_of_codes(target, USUAL_GROUP))
     isa, atom = packing_unit(dtype, target)
     return str(Family(types(dtype)[1], isa.columns(atom) * PACKED_VECTORS, atom.k_pack, atom.acc == "s32"))
+
+
+def family_of_codes(target: Target, group: int) -> Family:
+    """How a weight of four bits lies on a target: one layout, whatever it is multiplied by.
+
+    Raises:
+        ScheduleError: no atom of the target multiplies codes.
+    """
+    _, atom = _folding_unit(target)
+    return Family("u4", atom.n * PACKED_VECTORS, CODES_KR, group=group)
+
+
+def _folding_unit(target: Target) -> tuple[Isa, Atom]:
+    return units("f32-u4-f32", target)[0]
 
 
 @lru_cache(maxsize=1024)
@@ -231,7 +244,7 @@ def _folder(isa: Isa, kept: Family) -> Any:
     return _load(lower_fold(isa, kept))
 
 
-def fold_route(isa: Isa, kept: Family, threads: int) -> Any:
+def fold_route(kept: Family, target: Target, threads: int) -> Any:
     """A launchable kernel that lays a weight of four bits out.
 
     Raises:
@@ -241,6 +254,7 @@ def fold_route(isa: Isa, kept: Family, threads: int) -> Any:
     """
     from portmm.run.host import runtime
 
+    isa, _ = _folding_unit(target)
     return runtime().make_route(_folder(isa, kept), 1024, threads, "s32")
 
 

@@ -2,7 +2,7 @@
 
 Owns `Folded`, panels of codes with the scales of their groups (kernels/codes.py
 has the layout), how a `Quantized` weight becomes one and back, and the product
-with one. Imports `arrays`, `candidates`, `dispatch`, `quantized`, `settings`.
+with one. Imports `arrays`, `dispatch`, `quantized`, `settings`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm import arrays, settings
-from portmm.candidates import PACKED_VECTORS
 from portmm.dtype import CODE_BITS, CODES_AT, CODES_KR
 from portmm.errors import NoCompilerError, PackError, ScheduleError
 from portmm.problem import Family, Problem, family
@@ -23,8 +22,6 @@ from portmm.run.host import runtime
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from portmm.target import Isa
 
 MOST_CALLS = 256
 """Shapes of activations that a weight remembers the kernel for."""
@@ -113,7 +110,7 @@ def fold(q: Quantized) -> Folded:
     Raises:
         PackError: it has another number of bits, or its groups are no multiple of 8 rows.
     """
-    from portmm.candidates import units
+    from portmm.dispatch import family_of_codes
 
     k, n = q.shape
     if q.bits != CODE_BITS:
@@ -123,12 +120,11 @@ def fold(q: Quantized) -> Folded:
     group = 0 if q.group >= k else q.group
     if group % CODES_KR:
         raise PackError(f"the weight has groups of {q.group} rows; kernels read multiples of {CODES_KR}: dequantize it")
-    isa, atom = units("f32-u4-f32", settings.target())[0]
-    kept = Family("u4", atom.n * PACKED_VECTORS, CODES_KR, group=group)
+    kept = family_of_codes(settings.target(), group)
     owner = arrays.aligned_empty(-(-n // kept.nr) * kept.panel(k), np.int32)
     if q.codes.size:
         try:
-            _fold_by_kernel(q, kept, isa, owner)
+            _fold_by_kernel(q, kept, owner)
         except (NoCompilerError, ScheduleError):
             _fold_by_numpy(q, kept, owner)
     else:
@@ -137,10 +133,10 @@ def fold(q: Quantized) -> Folded:
     return Folded(owner, (k, n), str(kept))
 
 
-def _fold_by_kernel(q: Quantized, kept: Family, isa: Isa, owner: Array) -> None:
+def _fold_by_kernel(q: Quantized, kept: Family, owner: Array) -> None:
     from portmm.dispatch import fold_route
 
-    route = fold_route(isa, kept, settings.get_num_threads())
+    route = fold_route(kept, settings.target(), settings.get_num_threads())
     (k, n), (codes, c, scales, offsets) = q.shape, (x.ctypes.data for x in (q.codes, owner, q.scales, q.offsets))
     numbers = (1, n, k, 1, codes, 0, 0, 0, codes, n, 1, 0, c, *arrays.page_ends(owner, owner.itemsize), 0)
     runtime().execute(route, *numbers, None, 0, scales, offsets, 0, 0, 0)

@@ -91,15 +91,15 @@ def linear(
     given = (not _is_default(x_zero, 0), not _is_default(w_zero, 0), not _is_default(x_scale, 1))
     asked = _Asked(None if dtype is None else np.dtype(dtype), dynamic, *given, bias is not None, out_scale is not None)
     key = (left.shape, left.strides, left.dtype, left.flags.aligned, weight.family, weight.shape, asked)
-    call = _remembered(key, left, weight)
+    call = _remembered(key, left, weight, asked)
     vectors = _vectors(left, call, bias, (x_scale, x_zero, w_scale, w_zero, out_scale, out_zero))
     if out is None:
-        result = np.empty(call.shape, call.types[2])
+        result = np.empty(call.shape, call.dtype)
         to = result
     else:
-        result = _checked_out(out, call.shape, call.types[2])
-        free = arrays.dense_at(result, call.types[2], left) and not any(np.may_share_memory(x, result) for x in vectors)
-        to = result if free else np.empty(call.shape, call.types[2])
+        result = _checked_out(out, call.shape, call.dtype)
+        free = arrays.dense_at(result, call.dtype, left) and not any(np.may_share_memory(x, result) for x in vectors)
+        to = result if free else np.empty(call.shape, call.dtype)
     if result.size:
         _run(call, left, weight, to, vectors)
         if to is not result:
@@ -133,7 +133,7 @@ class _Call:
     Attributes:
         shape: of the result.
         m: rows of x.
-        types: of the operands, and of the result in native order.
+        dtype: of the result, in native order.
         source: the type that rows are quantised from, or "".
         route: the kernel; None if there is nothing to sum.
         strides: of x, by rows and by columns, in elements; None if it must be copied first.
@@ -142,7 +142,7 @@ class _Call:
 
     shape: tuple[int, ...]
     m: int
-    types: arrays.DTypes
+    dtype: np.dtype[Any]
     source: str
     route: Any
     strides: tuple[int, int] | None
@@ -170,12 +170,12 @@ def _weight(w: Any, activations: np.dtype[Any]) -> Any:
     return pack(codes, activations=activations.newbyteorder("="))
 
 
-def _remembered(key: tuple[Any, ...], left: Array, weight: Any) -> _Call:
+def _remembered(key: tuple[Any, ...], left: Array, weight: Any, asked: _Asked) -> _Call:
     """How operands like these are multiplied, worked out once."""
     key = (*key, settings.current(), settings.limit())
     found = _calls.get(key)
     if found is None:
-        found = _prepared(left, weight, key[-3])
+        found = _prepared(left, weight, asked)
         if found.weight is None:
             if len(_calls) >= MOST_CALLS:
                 _calls.clear()
@@ -192,7 +192,7 @@ def _prepared(left: Array, weight: Any, asked: _Asked) -> _Call:
     k, n = weight.shape
     shape, m = (*left.shape[:-1], n), int(np.prod(left.shape[:-1]))
     if k == 0 or m == 0 or n == 0:
-        return _Call(shape, m, types, source, None, None, None)
+        return _Call(shape, m, types[2], source, None, None, None)
     rows = left if left.ndim == 2 else left.reshape(m, k)
     if source and rows.strides[1] != rows.itemsize:
         rows = np.ascontiguousarray(rows)
@@ -214,7 +214,7 @@ def _prepared(left: Array, weight: Any, asked: _Asked) -> _Call:
     except ScheduleError:  # packed on another machine
         again = fold(unfold(weight)) if p.b == "codes" else pack(unpack(weight), activations=types[0])
         route = api.route(replace(p, family=again.family))
-    return _Call(shape, m, types, source, route, strides, again)
+    return _Call(shape, m, types[2], source, route, strides, again)
 
 
 def _check(left: Array, weight: Any, types: arrays.DTypes, asked: _Asked) -> None:
