@@ -6,9 +6,14 @@ neither needs a header file and both always agree; `VERSION` enters the cache
 key of every artifact.
 """
 
-VERSION = 2
+VERSION = 3
 
 ARGS = """\
+typedef struct {
+  void *p;
+  long b, m, n;                      /* strides in elements along a batch, rows and columns */
+} portmm_operand;
+
 typedef struct portmm_args {
   long m, n, k, batch;               /* C[batch][m][n] = A[batch][m][k] . B[batch][k][n] */
   const void *a; long a_m, a_k, a_batch;  /* strides in elements */
@@ -21,6 +26,8 @@ typedef struct portmm_args {
                    const long *ctx, long tasks, long workers);
   const float *a_scale, *b_scale, *bias; /* of a quantised product: a value for each row, each column, */
   const int *a_zero, *a_sum, *b_zero;    /* see kernels/finish.py; those by columns reach to a multiple of 64 */
+  const portmm_operand *operands;        /* of the expressions that are fused in, and the numbers of this call: */
+  const float *numbers;                  /* see kernels/elementwise.py */
 } portmm_args;
 """
 """The argument block. `parallel` runs body(ctx, t, w) for every t in [0, tasks),

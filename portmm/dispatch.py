@@ -17,12 +17,15 @@ from portmm.candidates import PACKED_VECTORS, candidates, units
 from portmm.cost import Cost, cost, macs_per_cycle
 from portmm.dtype import BY_NAME, CODES_KR, types
 from portmm.errors import ScheduleError, TargetError
-from portmm.lower import atom_of, lower, lower_fold, lower_pack
+from portmm.fused import parse as parse_fused
+from portmm.kernels.elementwise import speaks
+from portmm.lower import atom_of, lower, lower_fold, lower_pack, lower_rows
 from portmm.problem import Family
 from portmm.problem import family as family_of
 
 if TYPE_CHECKING:
     from portmm.build import Artifact
+    from portmm.fused import Fused
     from portmm.ir import Kernel
     from portmm.problem import Problem
     from portmm.schedule import Schedule
@@ -163,7 +166,9 @@ def build_kernel(kernel: Kernel) -> Artifact:
     from portmm.emit.c import source
 
     arch = None if kernel.isa.arch == "any" else kernel.isa.arch
-    return build(source(kernel), flags=kernel.isa.flags, arch=arch, name=kernel.name)
+    # Lanes of s32 wrap around.
+    flags = (*kernel.isa.flags, "-fwrapv") if kernel.operands else kernel.isa.flags
+    return build(source(kernel), flags=flags, arch=arch, name=kernel.name)
 
 
 _loaded: dict[str, Any] = {}
@@ -258,9 +263,50 @@ def fold_route(kept: Family, target: Target, threads: int) -> Any:
     return runtime().make_route(_folder(isa, kept), 1024, threads, "s32")
 
 
+@lru_cache(maxsize=256)
+def _rows(text: str, isa: Isa, lanes: int) -> tuple[Kernel, Any]:
+    real = isa.vector("f32", lanes)
+    assert real is not None  # noqa: S101 - `unit_for` found it
+    kernel = lower_rows(isa, real, text)
+    return kernel, _load(kernel)
+
+
+def unit_for(fused: Fused, target: Target) -> tuple[Isa, Atom]:
+    """The instruction set, and its lanes of f32, that compute fused expressions.
+
+    Raises:
+        ScheduleError: none of the target's can.
+    """
+    lacks = ""
+    for isa in target.isas:
+        real = isa.atom("f32")
+        lacks = speaks(isa, real, fused) if real else "f32"
+        if real and not lacks:
+            return isa, real
+    raise ScheduleError(f"{target.name} has no {lacks} for {fused}")
+
+
+def rows_route(text: str, size: tuple[int, int, int], target: Target, workers: int) -> Any:
+    """A launchable kernel for fused expressions over m rows of n columns, and a batch.
+
+    Raises:
+        ScheduleError: no unit of the target computes them.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    from portmm.interp import evaluate
+    from portmm.run.host import runtime
+
+    isa, real = unit_for(parse_fused(text), target)
+    kernel, loaded = _rows(text, isa, real.n)
+    m, n, batch = size
+    work = evaluate(kernel.workspace, {"m": m, "n": n, "batch": batch, "workers": workers}) * BY_NAME["f32"].bytes
+    return runtime().make_route(loaded, work, workers, "f32")
+
+
 def forget() -> None:
     """Drop every memo of this process; the cache on disk stays."""
-    for memo in (kernel_of, _packer, _folder):
+    for memo in (kernel_of, _packer, _folder, _rows):
         memo.cache_clear()
     _routes.clear()
     with _lock:

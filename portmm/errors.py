@@ -27,3 +27,7 @@ class NoCompilerError(BuildError):
 
 class PackError(PortmmError):
     """A packed weight does not fit the call it is used in."""
+
+
+class TraceError(PortmmError):
+    """A function cannot be turned into a kernel; `matmul` and `fuse` name its line."""

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from portmm.dtype import BY_NAME, CODES_AT, CODES_KR, base
+from portmm.expr import OPS
 from portmm.ir import (
     FIELDS,
     FOLD,
     LEAST_PEAK,
     OPERANDS,
+    STRIDES,
     SWAPPED,
     TILES,
     Add,
@@ -34,6 +36,7 @@ from portmm.ir import (
     Let,
     LetPtr,
     MacScalar,
+    Map,
     Move,
     Parallel,
     Prefetch,
@@ -44,6 +47,7 @@ from portmm.ir import (
     Shuffle,
     Stmt,
     Switch,
+    Total,
     Verb,
 )
 
@@ -83,7 +87,8 @@ def run(kernel: Kernel, ints: Mapping[str, int], arrays: Mapping[str, Address], 
     Args:
         kernel: what to run.
         ints: the caller's integer fields, in elements.
-        arrays: "a", "b", "c", and what a quantised product needs -> (1-D array, offset of element zero).
+        arrays: "a", "b", "c", what a quantised product needs, and operands of fused expressions
+            -> (1-D array, offset of element zero).
         shuffle: seed for the order of tasks; 0 keeps it.
 
     Raises:
@@ -92,9 +97,11 @@ def run(kernel: Kernel, ints: Mapping[str, int], arrays: Mapping[str, Address], 
     """
     source = SWAPPED if kernel.swap else {name: name for name in SWAPPED}
     mine = {f: ints[source[f]] for f in FIELDS} | dict(kernel.constants)
+    extra = [f"x{i}" for i in range(len(kernel.operands))]
+    mine |= {f"{x}_{axis}": ints[f"{x}_{axis}"] for x in extra for axis in STRIDES}
     work = np.full(evaluate(kernel.workspace, mine) * BY_NAME[kernel.atom.acc].bytes, UNWRITTEN, np.uint8)
     given: dict[str, Address] = {**arrays, "work": (work, 0)}
-    ptrs = {name: given[source[name]] for name in OPERANDS if source[name] in given}
+    ptrs = {name: given[source[name]] for name in OPERANDS if source[name] in given} | {x: given[x] for x in extra}
     typed = {name: _view(x, at, kernel.type_of(name)) for name, (x, at) in ptrs.items()}
     _Machine(kernel, mine, typed, np.random.default_rng(shuffle) if shuffle else None).call(kernel.entry, {}, {})
 
@@ -281,6 +288,31 @@ class _Machine:
             return
         found = np.stack([array[at : at + columns * pack] for array, at, _ in lines])
         f.regs[s.d] = found.reshape(rows, columns, pack) if pack > 1 else found
+
+    def do_map(self, s: Map, f: _Frame) -> None:
+        lanes = self.kernel.isa.word(s.of).n
+        kind = {"f32": np.float32, "s32": np.int32, "mask": np.bool_}
+        if s.op in ("lanes", "whole"):
+            assert s.count is not None  # noqa: S101 - as above
+            f.regs[s.d] = np.int32(evaluate(s.count, f.ints)) + np.arange(lanes, dtype=np.int32) * (s.op == "lanes")
+            return
+        args = [f.regs[x] if isinstance(x, str) else kind[s.given](x) for x in s.args]
+        if s.op == "literal":
+            f.regs[s.d] = np.full(lanes, args[0], kind[s.dtype])
+            return
+        if s.op == "splat":
+            f.regs[s.d] = np.full(lanes, args[0], np.float32)
+            return
+        with np.errstate(all="ignore"):
+            found = np.broadcast_to(OPS[s.op][1](*args), lanes)
+        if found.dtype != kind[s.dtype]:
+            raise ValueError(f"{self.kernel.name}: {s.op} gives {found.dtype}, not {s.dtype}")
+        f.regs[s.d] = found
+
+    def do_total(self, s: Total, f: _Frame) -> None:
+        (to, i, _), (src, j, _) = self.at(s.to, f, 1), self.at(s.src, f, s.count)
+        with np.errstate(all="ignore"):
+            to[i] = (np.add if s.kind == "add" else np.maximum).reduce(src[j : j + s.count])
 
     def do_shuffle(self, s: Shuffle, f: _Frame) -> None:
         f.regs[s.d] = np.concatenate([f.regs[s.a], f.regs[s.b]])[list(s.pick)]

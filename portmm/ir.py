@@ -1,8 +1,8 @@
 """The loop language that every kernel is written in.
 
-Owns the nodes: integer index expressions, pointers, statements, functions, and
-`Kernel`, a set of functions with one entry. Imports `target` for the atom whose
-verbs the statements name. Nodes are immutable; `interp` gives them their
+Owns the nodes: pointers, statements, functions, and `Kernel`, a set of functions
+with one entry. Imports `index` for the integers in them, which it passes on, and `target` for the atom
+whose verbs the statements name. Nodes are immutable; `interp` gives them their
 meaning on NumPy arrays, `emit` spells them in C. Vector registers are named
 and typed by the verb that writes them, so a printer can declare them.
 """
@@ -12,8 +12,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portmm.index import FOLD as FOLD
+from portmm.index import Index as Index
+from portmm.index import ceil_div as ceil_div
+from portmm.index import const as const
+from portmm.index import maximum as maximum
+from portmm.index import minimum as minimum
+from portmm.index import round_up as round_up
+from portmm.index import var as var
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from portmm.target import Atom, Isa
 
@@ -25,116 +34,14 @@ FIELDS = (
 VECTORS = {"a_scale": "f32", "b_scale": "f32", "bias": "f32", "a_zero": "s32", "a_sum": "s32", "b_zero": "s32"}
 """Pointer fields of the argument block that hold a value for each row or column -> its type."""
 
-OPERANDS = {"a": True, "b": True, "c": False, "work": False} | dict.fromkeys(VECTORS, True)
+OPERANDS = {"a": True, "b": True, "c": False, "work": False, "numbers": True} | dict.fromkeys(VECTORS, True)
 """Pointer fields of the argument block -> whether they are read-only."""
+
+STRIDES = "bmn"
+"""Fields of an operand of a fused expression, beside its address."""
 
 TILES = 8
 """Tiles that a unit of more than one row has: so it is with the one that is described, Intel's AMX."""
-
-
-@dataclass(frozen=True, slots=True)
-class Index:
-    """An integer expression. `op` is "const", "var" or a C operator or "min"/"max"."""
-
-    op: str
-    args: tuple[Index | int | str, ...]
-
-    def __add__(self, other: Index | int) -> Index:
-        return _binary("+", self, other)
-
-    def __radd__(self, other: int) -> Index:
-        return _binary("+", const(other), self)
-
-    def __sub__(self, other: Index | int) -> Index:
-        return _binary("-", self, other)
-
-    def __rsub__(self, other: int) -> Index:
-        return _binary("-", const(other), self)
-
-    def __mul__(self, other: Index | int) -> Index:
-        return _binary("*", self, other)
-
-    def __rmul__(self, other: int) -> Index:
-        return _binary("*", const(other), self)
-
-    def __floordiv__(self, other: Index | int) -> Index:
-        return _binary("/", self, other)
-
-    def __mod__(self, other: Index | int) -> Index:
-        return _binary("%", self, other)
-
-    def lt(self, other: Index | int) -> Index:
-        """1 if self < other else 0."""
-        return _binary("<", self, other)
-
-    def eq(self, other: Index | int) -> Index:
-        """1 if self == other else 0."""
-        return _binary("==", self, other)
-
-
-FOLD: dict[str, Callable[[int, int], int]] = {
-    "+": lambda x, y: x + y,
-    "-": lambda x, y: x - y,
-    "*": lambda x, y: x * y,
-    "/": lambda x, y: x // y,
-    "%": lambda x, y: x % y,
-    "<": lambda x, y: int(x < y),
-    "==": lambda x, y: int(x == y),
-    "min": min,
-    "max": max,
-}
-"""Operator -> meaning. Operands of / and % are never negative, so C agrees."""
-
-_NEUTRAL = {("+", 0), ("-", 0), ("*", 1), ("/", 1)}
-
-
-def const(value: int) -> Index:
-    """The constant `value`."""
-    return Index("const", (value,))
-
-
-def var(name: str) -> Index:
-    """The variable, parameter or argument field called `name`."""
-    return Index("var", (name,))
-
-
-def _lift(x: Index | int) -> Index:
-    return x if isinstance(x, Index) else const(x)
-
-
-def _binary(op: str, x: Index | int, y: Index | int) -> Index:
-    x, y = _lift(x), _lift(y)
-    if x.op == y.op == "const":
-        return const(FOLD[op](int(x.args[0]), int(y.args[0])))  # type: ignore[arg-type]
-    if y.op == "const" and (op, y.args[0]) in _NEUTRAL:
-        return x
-    if x.op == "const" and (op, x.args[0]) in {("+", 0), ("*", 1)}:
-        return y
-    if op == "*" and const(0) in (x, y):
-        return const(0)
-    if x == y and op in ("min", "max"):
-        return x
-    return Index(op, (x, y))
-
-
-def minimum(x: Index | int, y: Index | int) -> Index:
-    """The smaller of two expressions."""
-    return _binary("min", x, y)
-
-
-def maximum(x: Index | int, y: Index | int) -> Index:
-    """The larger of two expressions."""
-    return _binary("max", x, y)
-
-
-def ceil_div(x: Index | int, y: Index | int) -> Index:
-    """X / y rounded up, for x >= 0 and y > 0."""
-    return (_lift(x) + (_lift(y) - 1)) // y
-
-
-def round_up(x: Index | int, y: int) -> Index:
-    """X rounded up to a multiple of y."""
-    return ceil_div(x, y) * y
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +152,40 @@ class Configure:
 
 
 @dataclass(frozen=True, slots=True)
+class Map:
+    """An operation of `expr.OPS` on every lane, or what makes lanes.
+
+    Attributes:
+        op: the operation; "literal" and "splat", a literal, or a left fragment, in every lane; "lanes", `count` + 0, 1, 2 and so on;
+            "whole", `count` in every lane.
+        d: register written.
+        args: registers, and literals.
+        dtype: "f32", "s32" or "mask", the type of what is written.
+        given: the type of the last operand.
+        count: an integer.
+        of: name of the atom whose lanes these are, of f32.
+    """
+
+    op: str
+    d: str
+    args: tuple[str | int | float, ...]
+    dtype: str
+    given: str
+    of: str
+    count: Index | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """*to = the sum ("add") or the largest ("max") of `count` f32 at `src`; of a NaN, NaN."""
+
+    kind: str
+    to: Ptr
+    src: Ptr
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Shuffle:
     """D[i] = concat(a, b)[pick[i]] on vectors of type b_type."""
 
@@ -344,6 +285,8 @@ Stmt = (
     | Switch
     | Verb
     | Configure
+    | Map
+    | Total
     | Shuffle
     | Reduce
     | MacScalar
@@ -403,6 +346,8 @@ class Kernel:
         swap: the entry reads the block as C^T = B^T . A^T.
         types: what "a", "b" and "c" point at, where it is not what the atom multiplies.
         constants: fields fixed when the kernel was made.
+        operands: types of the operands of fused expressions, "x0" and so on, and whether they are written;
+            their strides are "x0_b", "x0_m" and "x0_n".
     """
 
     name: str
@@ -414,10 +359,12 @@ class Kernel:
     swap: bool = False
     types: tuple[tuple[str, str], ...] = ()
     constants: tuple[tuple[str, int], ...] = ()
+    operands: tuple[tuple[str, bool], ...] = ()
 
     def type_of(self, operand: str) -> str:
         """What "a", "b", "c" or "work" points at."""
-        usual = {"a": self.atom.left, "b": self.atom.right, **VECTORS}
+        extra = {f"x{i}": dtype for i, (dtype, _) in enumerate(self.operands)}
+        usual = {"a": self.atom.left, "b": self.atom.right, "numbers": "f32", **VECTORS, **extra}
         return dict(self.types).get(operand, usual.get(operand, self.atom.acc))
 
 
@@ -427,7 +374,7 @@ SWAPPED = {
     "b_k": "a_k", "b_n": "a_m", "b_batch": "a_batch",
     "c_m": "c_n", "c_n": "c_m", "c_batch": "c_batch",
     "a": "b", "b": "a", "c": "c", "work": "work",
-} | {name: name for name in VECTORS}  # fmt: skip
+} | {name: name for name in ("numbers", *VECTORS)}  # fmt: skip
 """Field of the kernel -> field of the caller, when the product is transposed."""
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from portmm.candidates import PACKED_VECTORS
 from portmm.dtype import types
 from portmm.errors import ScheduleError
-from portmm.kernels import dot, folding, gemm, prepack, tiles
+from portmm.fused import parse as parse_fused
+from portmm.kernels import dot, folding, gemm, prepack, rows, tiles
 from portmm.schedule import inconsistent, spell
 from portmm.version import VERSION
 
@@ -77,6 +78,12 @@ def lower_fold(isa: Isa, kept: Family) -> Kernel:
     what = f"folds codes of four bits into panels of {kept.nr} columns, groups of {kept.group or 'all'} rows"
     kernel = folding.build(isa, atom, kept)
     return replace(kernel, header=_header(kernel.name, isa, what, f"portmm.pack on {isa.title}"))
+
+
+def lower_rows(isa: Isa, real: Atom, text: str) -> Kernel:
+    """The kernel that computes fused expressions over rows, in lanes of `real`."""
+    kernel = rows.build(isa, real, parse_fused(text))
+    return replace(kernel, header=_header(kernel.name, isa, text, f"portmm.fuse on {isa.title}"))
 
 
 def _header(name: str, isa: Isa, what: str, again: str) -> tuple[str, ...]:

@@ -36,6 +36,8 @@ def _fits(value: Any, annotation: str) -> bool:
         return isinstance(value, tuple) and len(value) == 2 and all(type(x) is int for x in value)
     if annotation == "dict[str, float]":
         return isinstance(value, dict) and all(_fits(x, "float") for x in value.values())
+    if annotation == "dict[str, str]":
+        return isinstance(value, dict) and all(isinstance(x, str) for x in value.values())
     # What is left are records, made and checked before, and the plain types.
     return type(value).__name__ == annotation
 

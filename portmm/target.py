@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from portmm.errors import TargetError
-from portmm.isa import Atom, Isa, Transfer, check_atom, check_transfer
+from portmm.isa import Atom, Isa, Transfer, check_atom, check_transfer, lanes_of
 from portmm.schema import parse, record, require
 
 __all__ = [
@@ -208,7 +208,8 @@ def parse_isa(table: dict[str, Any], where: str) -> Isa:
         check_transfer(record(Transfer, row, f"{where}: transfer"), f"{where}: transfer")
         for row in table.get("transfer", [])
     )
-    isa = _on_base(dict(table["isa"]), atoms, moves, where)
+    words = tuple(lanes_of(row, f"{where}: lanes") for row in table.get("lanes", []))
+    isa = replace(_on_base(dict(table["isa"]), atoms, moves, where), words=words)
     require(isa.arch in ARCHS, where, f"arch {isa.arch!r} is unknown; use one of {', '.join(ARCHS)}")
     require(isa.registers > 0 and isa.vector_bytes > 0, where, "registers and vector_bytes must be positive")
     return isa

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 
 from portmm import abi
 from portmm.dtype import BY_NAME, base
+from portmm.emit import lanes as lanes_of
 from portmm.emit.scalars import HELPERS, converted
 from portmm.errors import ScheduleError
 from portmm.ir import (
     FIELDS,
     LEAST_PEAK,
     OPERANDS,
+    STRIDES,
     SWAPPED,
     Add,
     Call,
@@ -33,6 +35,7 @@ from portmm.ir import (
     Let,
     LetPtr,
     MacScalar,
+    Map,
     Move,
     Parallel,
     Param,
@@ -44,6 +47,7 @@ from portmm.ir import (
     Shuffle,
     Stmt,
     Switch,
+    Total,
     Verb,
     functions,
     walk,
@@ -88,6 +92,8 @@ def source(kernel: Kernel) -> str:
     ]
     if kernel.isa.shuffles and kernel.atom.n > 1:
         parts.append(f"typedef {lanes} lanes_t __attribute__((vector_size({kernel.atom.n * lane})));")
+    used = {s.of: None for f in functions(kernel) for s in walk(f.body) if isinstance(s, Map)}
+    parts += [lanes_of.declaration(kernel.isa, kernel.isa.word(name)) for name in used]
     return "\n\n".join(p for p in (*parts, *code) if p) + "\n"
 
 
@@ -172,7 +178,8 @@ class _Printer:
     def types(self) -> dict[str, str]:
         """Pointer -> type of what it points at."""
         f = self.function
-        found = {} if f.kind == "inner" else {name: self.kernel.type_of(name) for name in OPERANDS}
+        extra = (f"x{i}" for i in range(len(self.kernel.operands)))
+        found = {} if f.kind == "inner" else {name: self.kernel.type_of(name) for name in (*OPERANDS, *extra)}
         found |= {p.name: p.dtype for p in f.params if p.dtype}
         return found | {s.name: s.dtype for s in walk(f.body) if isinstance(s, LetPtr | Scratch)}
 
@@ -231,6 +238,17 @@ class _Printer:
                 qualifier = "const " if readonly else ""
                 value = f"({qualifier}{ctype} *)g->{source.get(name, name)}"
                 self.put(1, f"{qualifier}{ctype} *{name} = {value};")
+        self.operands()
+
+    def operands(self) -> None:
+        """Bind the operands of fused expressions, and their strides, that the body mentions."""
+        for i, (dtype, written) in enumerate(self.kernel.operands):
+            ctype = f"{'' if written else 'const '}{BY_NAME[dtype].c} *"
+            if f"x{i}" in self.used:
+                self.put(1, f"{ctype}x{i} = ({ctype})g->operands[{i}].p;")
+            for axis in STRIDES:
+                if f"x{i}_{axis}" in self.used:
+                    self.put(1, f"const long x{i}_{axis} = g->operands[{i}].{axis};")
 
     def registers(self) -> dict[str, list[str]]:
         """C type -> names of the registers that the function's verbs write."""
@@ -241,6 +259,8 @@ class _Printer:
                 found.setdefault(s.d, getattr(self.atom(s), written))
             elif isinstance(s, Shuffle):
                 found.setdefault(s.d, self.own.b_type)
+            elif isinstance(s, Map):
+                found.setdefault(s.d, self.lanes(s)[("f32", "s32", "mask").index(s.dtype)])
         types: dict[str, list[str]] = {}
         for name, ctype in found.items():
             if ctype:  # a tile is no variable
@@ -320,6 +340,39 @@ class _Printer:
     def do_configure(self, s: Configure, depth: int) -> None:
         text = self.own.configure if s.rows else self.own.release
         self.put(depth, text.format(rows=", ".join(index(x) for x in s.rows)))
+
+    def lanes(self, s: Map) -> tuple[str, str, str]:
+        """The C types of lanes beside an operation's."""
+        return lanes_of.types(self.kernel.isa, self.kernel.isa.word(s.of))
+
+    def do_map(self, s: Map, depth: int) -> None:
+        isa, real = self.kernel.isa, self.kernel.isa.word(s.of)
+        text = lanes_of.text(isa, real, s.op, s.given)
+        if not text:
+            raise ScheduleError(f"{isa.name} has no {s.op} of {real.n} lanes of {s.given}")
+        said = [x if isinstance(x, str) else lanes_of.literal(isa, real, x, s.given) for x in s.args]
+        if s.op == "literal":
+            self.put(depth, f"{s.d} = {said[0]};")
+            return
+        if s.op in ("shl", "shr"):
+            said[1] = str(s.args[1])
+        first, second, third = self.lanes(s)
+        made = {"f32": first, "s32": second, "mask": third}[s.dtype]
+        names = dict(zip("abc", said, strict=False))
+        count = index(s.count) if s.count else ""
+        lanes = ", ".join(map(str, range(real.n)))
+        line = text.format(d=s.d, **names, R=first, W=second, T=made, count=count, lanes=lanes)
+        self.put(depth, line)
+
+    def do_total(self, s: Total, depth: int) -> None:
+        self.put(depth, "{")
+        self.put(depth + 1, f"float all = *({address(s.src)});")
+        self.put(depth + 1, f"for (int i = 1; i < {s.count}; ++i) {{")
+        self.put(depth + 2, f"const float x = ({address(s.src)})[i];")
+        self.put(depth + 2, "all += x;" if s.kind == "add" else "if (x > all || x != x) all = x;")
+        self.put(depth + 1, "}")
+        self.put(depth + 1, f"*({address(s.to)}) = all;")
+        self.put(depth, "}")
 
     def do_shuffle(self, s: Shuffle, depth: int) -> None:
         self.put(depth, f"{s.d} = SHUFFLE({s.a}, {s.b}, lanes_t, {', '.join(map(str, s.pick))});")

@@ -263,7 +263,7 @@ static int run_route(const route_object *r, const portmm_args *p, const long *of
   return failed;
 }
 
-enum { NUMBERS = 13, VECTORS = 6 };
+enum { NUMBERS = 13, QUANTISED = 6, VECTORS = 8 };
 static const long origin[3] = {0, 0, 0}; /* the offsets of a call that has none */
 
 #pragma GCC push_options
@@ -303,11 +303,11 @@ static PyObject *py_execute(PyObject *module, PyObject *const *args, Py_ssize_t 
   portmm_args p;
   Py_buffer outer;
   (void)module;
-  if ((n != 17 && n != 18 && n != 18 + VECTORS) || Py_TYPE(args[0]) != &route_type)
+  if ((n != 17 && n != 18 && n != 18 + QUANTISED && n != 18 + VECTORS) || Py_TYPE(args[0]) != &route_type)
     return PyErr_Format(PyExc_TypeError,
-                        "execute takes a Route, 16 integers, optional offsets, and after them %d or no pointers; "
-                        "got %zd arguments", VECTORS, n);
-  for (int i = 0; n > 18 && i < VECTORS; i++)
+                        "execute takes a Route, 16 integers, optional offsets, then %d, %d or no pointers; "
+                        "got %zd arguments", QUANTISED, VECTORS, n);
+  for (int i = 0; i < n - 18; i++)
     if (!(vectors[i] = address_in(args[18 + i])) && PyErr_Occurred()) return NULL;
   for (int i = 0; i < NUMBERS; i++)
     if ((v[i] = PyLong_AsLong(args[at[i]])) == -1 && PyErr_Occurred()) return NULL;
@@ -324,6 +324,8 @@ static PyObject *py_execute(PyObject *module, PyObject *const *args, Py_ssize_t 
   p.a_zero = vectors[3];
   p.a_sum = vectors[4];
   p.b_zero = vectors[5];
+  p.operands = vectors[6];
+  p.numbers = vectors[7];
   int failed = run_route((const route_object *)args[0], &p, outer.buf, outer.len / (Py_ssize_t)(3 * sizeof(long)));
   if (outer.obj) PyBuffer_Release(&outer);
   return failed ? NULL : Py_NewRef(Py_None);

@@ -74,7 +74,8 @@ class Runtime(Protocol):
         elements, and optionally None or a bytes-like object of int64 triples:
         the kernel runs once for each triple of offsets (a, b, c), in elements.
         After that, a quantised product takes a_scale, b_scale, bias, a_zero,
-        a_sum and b_zero, pointers or None: see kernels/finish.py.
+        a_sum and b_zero, pointers or None: see kernels/finish.py. Fused
+        expressions take two more, their operands and numbers: see `abi.ARGS`.
 
         Raises:
             MemoryError: no memory for the workspace.

@@ -47,8 +47,13 @@ int portmm_run(void *function, long work, long workers, const long *bytes, const
                const long *offsets, long count);
 """
 )
-VECTORS = ("a_scale", "b_scale", "bias", "a_zero", "a_sum", "b_zero")
+VECTORS = {
+    "a_scale": "float *", "b_scale": "float *", "bias": "float *", "a_zero": "int *", "a_sum": "int *", "b_zero": "int *",
+    "operands": "portmm_operand *", "numbers": "float *",
+}  # fmt: skip
 """What may follow the offsets of `execute`, in this order."""
+QUANTISED = 6
+"""How many of them a quantised product takes."""
 _MOST_ROUTES, _MOST_PLANS = 1 << 16, 1 << 12  # as in memo.c
 
 
@@ -98,8 +103,8 @@ class Twin:
         args.m, args.n, args.k, args.batch, a, args.a_m, args.a_k, args.a_batch = v[:8]
         b, args.b_k, args.b_n, args.b_batch, c, args.c_m, args.c_n, args.c_batch = v[8:]
         args.a, args.b, args.c = cast("void *", a), cast("void *", b), cast("void *", c)
-        for name, value in zip(VECTORS, vectors, strict=False):
-            setattr(args, name, cast(f"{'float' if name in VECTORS[:3] else 'int'} *", value))
+        for (name, ctype), value in zip(VECTORS.items(), vectors, strict=False):
+            setattr(args, name, cast(ctype, value))
         offsets = self._ffi.from_buffer("long[]", outer)
         failed = self._lib.portmm_run(
             route.kernel.function, route.work_bytes, route.workers, route.bytes, args, offsets, len(outer) // 24
@@ -109,9 +114,9 @@ class Twin:
 
     def execute(self, route: Route, *numbers: Any) -> None:
         """See `host.Runtime`."""
-        if not isinstance(route, Route) or len(numbers) not in (16, 17, 17 + len(VECTORS)):
+        if not isinstance(route, Route) or len(numbers) not in (16, 17, 17 + QUANTISED, 17 + len(VECTORS)):
             raise TypeError(
-                f"execute takes a Route, 16 integers, optional offsets, and after them {len(VECTORS)} or no pointers; "
+                f"execute takes a Route, 16 integers, optional offsets, then {QUANTISED}, {len(VECTORS)} or no pointers; "
                 f"got {len(numbers) + 1} arguments"
             )
         outer = offsets_of(numbers[16] if len(numbers) > 16 else None)

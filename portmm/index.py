@@ -1,0 +1,118 @@
+"""Integer expressions: what loops count, and where things lie.
+
+Owns `Index` and what makes one. Imports nothing of portmm. Python's operators
+build them, and fold what is known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """An integer expression. `op` is "const", "var" or a C operator or "min"/"max"."""
+
+    op: str
+    args: tuple[Index | int | str, ...]
+
+    def __add__(self, other: Index | int) -> Index:
+        return _binary("+", self, other)
+
+    def __radd__(self, other: int) -> Index:
+        return _binary("+", const(other), self)
+
+    def __sub__(self, other: Index | int) -> Index:
+        return _binary("-", self, other)
+
+    def __rsub__(self, other: int) -> Index:
+        return _binary("-", const(other), self)
+
+    def __mul__(self, other: Index | int) -> Index:
+        return _binary("*", self, other)
+
+    def __rmul__(self, other: int) -> Index:
+        return _binary("*", const(other), self)
+
+    def __floordiv__(self, other: Index | int) -> Index:
+        return _binary("/", self, other)
+
+    def __mod__(self, other: Index | int) -> Index:
+        return _binary("%", self, other)
+
+    def lt(self, other: Index | int) -> Index:
+        """1 if self < other else 0."""
+        return _binary("<", self, other)
+
+    def eq(self, other: Index | int) -> Index:
+        """1 if self == other else 0."""
+        return _binary("==", self, other)
+
+
+FOLD: dict[str, Callable[[int, int], int]] = {
+    "+": lambda x, y: x + y,
+    "-": lambda x, y: x - y,
+    "*": lambda x, y: x * y,
+    "/": lambda x, y: x // y,
+    "%": lambda x, y: x % y,
+    "<": lambda x, y: int(x < y),
+    "==": lambda x, y: int(x == y),
+    "min": min,
+    "max": max,
+}
+"""Operator -> meaning. Operands of / and % are never negative, so C agrees."""
+
+_NEUTRAL = {("+", 0), ("-", 0), ("*", 1), ("/", 1)}
+
+
+def const(value: int) -> Index:
+    """The constant `value`."""
+    return Index("const", (value,))
+
+
+def var(name: str) -> Index:
+    """The variable, parameter or argument field called `name`."""
+    return Index("var", (name,))
+
+
+def _lift(x: Index | int) -> Index:
+    return x if isinstance(x, Index) else const(x)
+
+
+def _binary(op: str, x: Index | int, y: Index | int) -> Index:
+    x, y = _lift(x), _lift(y)
+    if x.op == y.op == "const":
+        return const(FOLD[op](int(x.args[0]), int(y.args[0])))  # type: ignore[arg-type]
+    if y.op == "const" and (op, y.args[0]) in _NEUTRAL:
+        return x
+    if x.op == "const" and (op, x.args[0]) in {("+", 0), ("*", 1)}:
+        return y
+    if op == "*" and const(0) in (x, y):
+        return const(0)
+    if x == y and op in ("min", "max"):
+        return x
+    return Index(op, (x, y))
+
+
+def minimum(x: Index | int, y: Index | int) -> Index:
+    """The smaller of two expressions."""
+    return _binary("min", x, y)
+
+
+def maximum(x: Index | int, y: Index | int) -> Index:
+    """The larger of two expressions."""
+    return _binary("max", x, y)
+
+
+def ceil_div(x: Index | int, y: Index | int) -> Index:
+    """X / y rounded up, for x >= 0 and y > 0."""
+    return (_lift(x) + (_lift(y) - 1)) // y
+
+
+def round_up(x: Index | int, y: int) -> Index:
+    """X rounded up to a multiple of y."""
+    return ceil_div(x, y) * y
