@@ -26,20 +26,6 @@ if TYPE_CHECKING:
     from portmm.target import Atom, Isa
 
 
-def speaks(isa: Isa, real: Atom, fused: Fused) -> str:
-    """What an ISA lacks to compute expressions in lanes of `real`, or an empty string."""
-    for i, x in enumerate(fused.operands):
-        whole = isa.vector("s32", real.n)
-        written = i in dict(fused.results)
-        atom = whole if x.dtype == "s32" else real
-        if atom is None or not isa.spelling(atom, "store" if written else "load_b", x.dtype):
-            return f"{'store' if written else 'load'} of {x.dtype}"
-    own = isa.lanes(real.n)
-    if real.n > 1 and any(x.op == "sqrt" for x in fused.steps) and not (own and "sqrt" in own.words):
-        return "square root"
-    return ""
-
-
 @dataclass(slots=True)
 class Elements:
     """Statements for the expressions of one function.
@@ -120,7 +106,11 @@ class Elements:
     def kept(self, x: Expr, j: Index) -> tuple[Stmt, ...]:
         """What an earlier pass over the row has found."""
         here = Ptr(self.stored[x])
-        return self.broadcast(x, here) if x.op == "reduce" else (Verb("load_c", self.name(x), p=here + j, of=self.real.name),)
+        return (
+            self.broadcast(x, here)
+            if x.op == "reduce"
+            else (Verb("load_c", self.name(x), p=here + j, of=self.real.name),)
+        )
 
     def operation(self, x: Expr) -> Stmt:
         """One operation on registers and literals."""
@@ -137,6 +127,8 @@ class Elements:
             if x.args == ("n",):
                 return (Map("lanes", d, (), "s32", "s32", self.real.name, self.column + j),)
             return (Map("whole", d, (), "s32", "s32", self.real.name, self.row if x.args == ("m",) else var("item")),)
+        if x.op == "extent":
+            return (Map("whole", d, (), "s32", "s32", self.real.name, var("n")),)
         if x.op != "load":
             raise ScheduleError(f"{x!r} cannot be computed where it is used")
         return self.load(x, j, few)
@@ -152,7 +144,7 @@ class Elements:
             return self.broadcast(x, here)
         whole = x.dtype == "s32"
         of = self.isa.vector("s32", self.real.n) if whole else self.real
-        assert of is not None  # noqa: S101 - `speaks` said so
+        assert of is not None  # noqa: S101 - `lacks` said so
         if operand.dense and not few:
             return (Verb("load_c", d, p=here + j, of=of.name),)
         if operand.dense and self.isa.spelling(of, "load_mask", operand.dtype):
@@ -168,11 +160,11 @@ class Elements:
         d, real = self.name(x), self.real.name
         if x.dtype == "s32":
             lanes = self.isa.vector("s32", self.real.n)
-            assert lanes is not None  # noqa: S101 - `speaks` said so
+            assert lanes is not None  # noqa: S101 - `lacks` said so
             return (Verb("load_a", d, p=here, of=lanes.name, to="s32"),)
         return (Verb("load_a", f"{d}_one", p=here, of=real), Map("splat", d, (f"{d}_one",), "f32", "f32", real))
 
-    def few(self, name: str, count: Index) -> tuple[Stmt, ...]:
+    def few(self, count: Index) -> tuple[Stmt, ...]:
         """A mask of the first `count` lanes, where the machine has them."""
         return (keep(self.real, "few", count, self.real.name),) if self.real.mask else ()
 
@@ -187,7 +179,7 @@ class Elements:
     ) -> tuple[Stmt, ...]:
         """Write a vector of results of a type to an address."""
         lanes = self.isa.vector("s32", self.real.n) if dtype == "s32" else self.real
-        assert lanes is not None  # noqa: S101 - `speaks` said so
+        assert lanes is not None  # noqa: S101 - `lacks` said so
         (value, before) = self.value(x)
         dense = step == const(1)
         if dense and not few:

@@ -14,17 +14,23 @@ and C = a_scale[i] (b_scale[j] t) + bias[j], in f32, rounded to C's type. The
 caller gives a_zero = -za, a_sum = -(A - k za) and b_zero = zb; B follows each
 packed panel. An output that is quantised again has its scale and zero point
 folded into a_scale, b_scale and bias.
+
+Where expressions are fused in, they take these values on, still in registers, and
+write C and whatever else they give.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from portmm.kernels.elementwise import Elements, parameters
 from portmm.kernels.packing import keep
 
+from portmm.fused import C, acc, parse
 from portmm.ir import VECTORS, For, Function, If, Let, Move, Param, Ptr, Scratch, Verb, const, var
 
 if TYPE_CHECKING:
+    from portmm.expr import Expr
     from portmm.ir import Index, Stmt
     from portmm.target import Atom, Isa
 
@@ -46,11 +52,11 @@ def needed(post: str) -> tuple[str, ...]:
     return tuple(x for x in (*ROWS, *COLUMNS) if x in wanted)
 
 
-def finish(isa: Isa, atom: Atom, acc: str, to: str, post: str) -> Function:
-    """C[rows][columns] = the sums, of type `acc`, scaled by `post`, converted to `to`."""
+def finish(isa: Isa, atom: Atom, acc: str, to: str, post: str, text: str = "") -> Function:
+    """C[rows][columns] = the sums, of type `acc`, scaled by `post`, in the expressions of `text`, as `to`."""
     i, j, columns = var("i"), var("j"), var("columns")
-    real = isa.vector("f32", atom.n) if post else None
-    at = _Tile(isa, atom, real or atom, post)
+    real = isa.vector("f32", atom.n) if post or text else None
+    at = (_Fused if text else _Tile)(isa, atom, real or atom, to, post, text)
     vectors = tuple(Param(x, VECTORS.get(x, atom.acc), readonly=True) for x in needed(post))
     params = (
         Param("rows"),
@@ -60,32 +66,33 @@ def finish(isa: Isa, atom: Atom, acc: str, to: str, post: str) -> Function:
         *vectors,
         Param("c", to),
         Param("c_m"),
+        *at.params(),
     )
-    there = Ptr("c", i * var("c_m") + j)
     whole = columns - columns % atom.n
-    body: tuple[Stmt, ...] = (
-        *at.row(i),
-        For("j", const(0), whole, const(atom.n), (*at.value(i, j), at.store(there, ""))),
-    )
-    if at.out.mask and isa.spelling(at.out, "store_mask", to):
-        mask = keep(atom, "m", columns - j, at.of)
+    body: tuple[Stmt, ...] = (*at.row(i), For("j", const(0), whole, const(atom.n), at.vector(i, j)))
+    if atom.n > 1:
         # The scratch and the vectors by columns have whole vectors.
-        body += (If(whole.lt(columns), (Let("j", whole), mask, *at.value(i, j), at.store(there, "m"))),)
-    elif atom.n > 1:
-        body += (If(whole.lt(columns), (Let("j", whole), *at.value(i, j), *at.spread(there, columns - whole, to))),)
+        body += (If(whole.lt(columns), (Let("j", whole), *at.short(i, j, columns - whole))),)
     rows = For("i", const(0), var("rows"), const(1), body)
-    comment = f"C[rows][columns] = sums, {post.replace('+', ', ')} as {to}"
-    return Function("finish", "inner", params, (rows,), comment, of=atom.name)
+    comment = f"C[rows][columns] = {'expressions of ' if text else ''}sums, {post.replace('+', ', ')} as {to}"
+    return Function("finish", "inner", params, (*at.scratch(), rows), comment, of=atom.name)
 
 
 class _Tile:
-    """The statements for a vector of sums."""
+    """The statements for a vector of sums, which go to C as they are or scaled."""
 
-    def __init__(self, isa: Isa, atom: Atom, out: Atom, post: str) -> None:
-        self.atom, self.out = atom, out
+    def __init__(self, isa: Isa, atom: Atom, out: Atom, to: str, post: str, text: str) -> None:  # noqa: ARG002, PLR0917
+        self.isa, self.atom, self.out, self.to = isa, atom, out, to
         self.words = set(post.split("+")) - {""}
         whole = isa.vector("s32", atom.n) if post else None
         self.of, self.integers = (out.name if post else ""), (whole.name if whole else "")
+        self.there = Ptr("c", var("i") * var("c_m"))
+
+    def params(self) -> tuple[Param, ...]:
+        return ()
+
+    def scratch(self) -> tuple[Stmt, ...]:
+        return ()
 
     def row(self, i: Index) -> tuple[Stmt, ...]:
         """What a row needs once."""
@@ -97,11 +104,29 @@ class _Tile:
             found.append(Verb("load_a", "row_scale", p=Ptr("a_scale", i), of=self.of))
         return tuple(found)
 
+    def vector(self, i: Index, j: Index) -> tuple[Stmt, ...]:
+        """A whole vector of C."""
+        return (*self.value(i, j), Verb("store", "x", p=self.there + j, of=self.of))
+
+    def short(self, i: Index, j: Index, count: Index) -> tuple[Stmt, ...]:
+        """The last `count` columns."""
+        if self.out.mask and self.isa.spelling(self.out, "store_mask", self.to):
+            store = Verb("store_mask", "x", p=self.there + j, mask="m", of=self.of)
+            return (keep(self.atom, "m", count, self.of), *self.value(i, j), store)
+        e = var("e")  # a short vector without masks: through memory
+        one = Move(self.there + j + e, Ptr("last", e))
+        return (
+            *self.value(i, j),
+            Scratch("last", self.atom.n, self.to),
+            Verb("store", "x", p=Ptr("last"), of=self.of),
+            For("e", const(0), count, const(1), (one,)),
+        )
+
     def value(self, i: Index, j: Index) -> tuple[Stmt, ...]:
         """Leave the elements of C in register x."""
         here = Ptr("sums", i * var("wide") + j)
         if not self.words:
-            return (Verb("load_c", "x", p=here),)
+            return (Verb("load_c", "x", p=here, of=self.of),)
         found: list[Stmt] = []
         if {"azero", "bzero"} & self.words:
             found.append(Verb("load_c", "t", p=here, of=self.integers))
@@ -122,15 +147,44 @@ class _Tile:
         ]
         return tuple(found)
 
-    def store(self, there: Ptr, mask: str) -> Stmt:
-        return Verb("store_mask" if mask else "store", "x", p=there, mask=mask, of=self.of)
 
-    def spread(self, there: Ptr, count: Index, to: str) -> tuple[Stmt, ...]:
-        """A short vector without masks: through memory."""
-        e = var("e")
-        one = Move(there + e, Ptr("last", e))
-        return (
-            Scratch("last", self.atom.n, to),
-            self.store(Ptr("last"), ""),
-            For("e", const(0), count, const(1), (one,)),
-        )
+class _Fused(_Tile):
+    """The statements for a vector of sums that fused expressions take."""
+
+    def __init__(self, isa: Isa, atom: Atom, out: Atom, to: str, post: str, text: str) -> None:  # noqa: PLR0917
+        super().__init__(isa, atom, out, to, post, text)
+        self.of = out.name
+        fused = parse(text)
+        self.at = Elements(isa, out, fused, var("i"), var("row") + var("i"), var("column"))
+        self.wanted = [x for _, x in fused.results]
+        self.fixed: dict[Expr, str] = {}
+
+    def params(self) -> tuple[Param, ...]:
+        return (Param("item"), Param("row"), Param("column"), *parameters(self.at.fused))
+
+    def scratch(self) -> tuple[Stmt, ...]:
+        own = Scratch(f"few_{self.to}", self.atom.n, self.to)
+        return tuple(dict.fromkeys((own, *self.at.scratch())))
+
+    def row(self, i: Index) -> tuple[Stmt, ...]:
+        self.at.names = {}
+        found = (*super().row(i), *self.at.once(self.wanted, "bm"))
+        self.fixed = dict(self.at.names)
+        return found
+
+    def vector(self, i: Index, j: Index) -> tuple[Stmt, ...]:
+        return self.results(i, j, "")
+
+    def short(self, i: Index, j: Index, count: Index) -> tuple[Stmt, ...]:
+        return (Let("left", count), *self.at.few(count), *self.results(i, j, "left"))
+
+    def results(self, i: Index, j: Index, few: str) -> tuple[Stmt, ...]:
+        """Compute and write every result of a vector of sums."""
+        self.at.names = self.fixed | {acc(): "x"}
+        found = [*self.value(i, j), *self.at.compute(self.wanted, j, few)]
+        for to, x in self.at.fused.results:
+            if to == C:
+                found += self.at.write(x, self.to, self.there, j, few, const(1))
+            else:
+                found += self.at.store(x, to, j, few)
+        return tuple(found)

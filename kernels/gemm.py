@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 from portmm.kernels import packing
 from portmm.kernels.blocks import TASKS_PER_WORKER, WORKERS, Blocks, M, N
 from portmm.kernels.codes import decoding, totalling, unfolding
+from portmm.kernels.elementwise import arguments
 from portmm.kernels.finish import ROWS, finish, needed
 from portmm.kernels.lookahead import next_item, next_panel
 from portmm.kernels.microkernel import Shape, micro_kernel
@@ -39,6 +40,7 @@ from portmm.kernels.rowwise import quantise
 
 from portmm.candidates import PACK_ROWS, SUM_COLUMNS
 from portmm.dtype import CODES_KR
+from portmm.fused import operand_types, parse
 from portmm.ir import (
     Add,
     Call,
@@ -89,7 +91,9 @@ def build(s: Schedule, isa: Isa, atom: Atom, loops: type[Gemm] | None = None) ->
         constants += (("b_k", n), ("b_n", 1)) if s.b == "row" else (("b_k", 1), ("b_n", k))
     a, b, c = s.types
     types = (("a", s.source or a), ("b", {"packed": g.given[1], "codes": "s32"}.get(s.b, b)), ("c", c))
-    return Kernel(str(s.name(atom)), isa, atom, entry, g.workspace(), swap=s.swap, types=types, constants=constants)
+    name, operands = str(s.name(atom)), operand_types(s.fused)
+    work = g.workspace()
+    return Kernel(name, isa, atom, entry, work, swap=s.swap, types=types, constants=constants, operands=operands)
 
 
 class Gemm(Blocks):
@@ -449,9 +453,13 @@ class Gemm(Blocks):
             else:
                 vectors.append(Ptr(name, row if name in ROWS else var("column")))
         tile = (var("h"), var("columns"), self.sums(row, var("column")), var("c_wide"))
+        more: tuple[Index | Ptr, ...] = ()
+        if self.s.fused:
+            place = (var("item"), row, var("column"))
+            more = (*place, *arguments(parse(self.s.fused), *place))
         call = Call(
-            finish(self.isa, self.sum_lines, self.acc, self.s.types[2], self.s.post),
-            (*tile, *vectors, into, var("c_m")),
+            finish(self.isa, self.sum_lines, self.acc, self.s.types[2], self.s.post, self.s.fused),
+            (*tile, *vectors, into, var("c_m"), *more),
         )
         return (If((var("pc") + var("kd")).eq(self.k), (call,)),) if self.s.kc else (call,)
 

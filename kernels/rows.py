@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from portmm.kernels.elementwise import Elements, arguments, parameters
 
 from portmm.expr import OPS
-from portmm.fused import REDUCTIONS
+from portmm.fused import REDUCTIONS, operand_types
 from portmm.ir import (
     Call,
     For,
@@ -67,7 +67,7 @@ def build(isa: Isa, real: Atom, fused: Fused) -> Kernel:
     rows = For("r", total * task // tasks, total * (task + 1) // tasks, const(1), body)
     share = Function("some_rows", "task", (), (*scratch, rows), "A share of the rows")
     entry = Function("entry", "entry", (), (Parallel(share, tasks),), "All rows")
-    operands = tuple((x.dtype, i in dict(fused.results)) for i, x in enumerate(fused.operands))
+    operands = operand_types(str(fused))
     work = width * (var("workers") * len(kept)) + 64
     return Kernel(f"portmm_rows_{real.name}", isa, real, entry, work, operands=operands)
 
@@ -183,7 +183,7 @@ def _pass(
 
     body.append(For("j", const(0), whole, const(lanes), step(var("j"), "")))
     if lanes > 1:
-        count = (Let("j", whole), Let("left", n - whole), *at.few("few", n - whole))
+        count = (Let("j", whole), Let("left", n - whole), *at.few(n - whole))
         body.append(If(whole.lt(n), (*count, *step(var("j"), "left"))))
     for x, to in reductions:
         body.append(Verb("store", f"all_{to}", p=Ptr("lane"), of=at.real.name))
@@ -197,7 +197,7 @@ def _single(at: Elements, operand: int, x: Expr) -> tuple[Stmt, ...]:
     to = at.fused.operands[operand].dtype
     value, before = at.value(x)
     vector = at.isa.vector("s32", at.real.n) if to == "s32" else at.real
-    assert vector is not None  # noqa: S101 - `speaks` said so
+    assert vector is not None  # noqa: S101 - `lacks` said so
     scratch = f"few_{to}"
     return (*before, Verb("store", value, p=Ptr(scratch), of=vector.name), Move(Ptr(f"x{operand}"), Ptr(scratch)))
 

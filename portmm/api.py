@@ -40,7 +40,16 @@ _lock = threading.Lock()
 _state: dict[str, Any] = {}
 
 
-def matmul(a: Any, b: Any, out: Any = None, *, dtype: Any = None) -> Any:
+def matmul(  # noqa: PLR0913 - NumPy's, and what surrounds the product
+    a: Any,
+    b: Any,
+    out: Any = None,
+    *,
+    dtype: Any = None,
+    epilogue: Callable[..., Any] | None = None,
+    prologue_a: Callable[..., Any] | None = None,
+    prologue_b: Callable[..., Any] | None = None,
+) -> Any:
     """The matrix product of two arrays, as `numpy.matmul`.
 
     Floats are summed in float32, float64 in float64. Integers, int8 or uint8 by
@@ -60,13 +69,25 @@ def matmul(a: Any, b: Any, out: Any = None, *, dtype: Any = None) -> Any:
         dtype: type of the result, if there is no `out`. By default that of both
             operands if they have one float type, else float32, float64, or int32.
 
+        epilogue: what becomes of the sums: a function (acc, i) of an element's sum and its
+            place i.m, i.n, i.b (row, column, item of a batch). It may read arrays that it
+            captures, as in bias[i.n], and return several results; see `portmm.vocabulary`.
+        prologue_a: what A is first: a function (a, i) of an element and its place i.m, i.k.
+        prologue_b: what B is first, likewise, i.k and i.n.
+
     Returns:
-        The product, (..., m, n), with leading dimensions broadcast; `out` if given.
+        The product, (..., m, n), with leading dimensions broadcast; `out` if given. Of
+        several results of an epilogue, a tuple; one that is the same along a row has extent 1 there.
 
     Raises:
         TypeError: a dtype is not supported, or `dtype` cannot hold the result.
         ValueError: shapes do not fit.
+        TraceError: a function does what cannot be traced.
     """
+    if epilogue is not None or prologue_a is not None or prologue_b is not None:
+        from portmm import around
+
+        return around.matmul(a, b, out, dtype, epilogue, prologue_a, prologue_b)
     if dtype is not None and out is None:
         return _typed(a, b, np.dtype(dtype))
     return _fast(a, b, out)

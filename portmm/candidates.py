@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 from portmm.dtype import BY_NAME, unit
 from portmm.errors import ScheduleError
+from portmm.fused import parse
+from portmm.lanes import lacks
 from portmm.problem import family
 from portmm.schedule import ALL, Schedule, Tile, finishes, illegal, shifts
 
@@ -103,15 +105,26 @@ def candidates(p: Problem, target: Target) -> list[Schedule]:
             break  # Units of several elements of k round each in their own way: one of them for all shapes.
         if (p.b == "packed" and not _reads(isa, atom, p)) or (p.source and not isa.quantises(atom, p.source)):
             continue
+        if p.fused and not _fuses(isa, isa.columns(atom), p.fused):
+            continue
         narrow = isa.narrower(q.dtype, q.n)
+        narrow = None if narrow and p.fused and not _fuses(isa, narrow.n, p.fused) else narrow
         few = (replace(s, lanes=narrow.n) for s in _programs(q, isa, narrow, target)) if narrow else ()
         for s in (*few, *_programs(q, isa, atom, target)):
-            one = replace(s, swap=swap, kr=atom.k_pack, post=p.post, group=group, source=p.source, static=static)
+            one = replace(
+                s, swap=swap, kr=atom.k_pack, post=p.post, group=group, source=p.source, static=static, fused=p.fused
+            )
             if not illegal(one, p, isa, isa.atom(q.dtype, s.lanes) or atom, target):
                 found.setdefault(one)
     if not found:
         raise ScheduleError(f"no legal schedule for {p} on {target.name}")
     return list(found)
+
+
+def _fuses(isa: Isa, lanes: int, text: str) -> bool:
+    """Lanes beside an atom's sums can compute fused expressions."""
+    real = isa.vector("f32", lanes)
+    return real is not None and not lacks(isa, real, parse(text))
 
 
 def units(dtype: str, target: Target) -> list[tuple[Isa, Atom]]:
@@ -295,7 +308,7 @@ def _packings(s: Schedule, p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedul
 
 def _adds_up(s: Schedule, p: Problem, atom: Atom) -> bool:
     """C over all of k is the sum of what runs of k give: nothing is done to it once, at the start or the end."""
-    return not (p.post or finishes(s, atom) or shifts(s, atom))
+    return not (p.post or p.fused or finishes(s, atom) or shifts(s, atom))
 
 
 def _a_in_place(p: Problem, isa: Isa, atom: Atom) -> bool:
@@ -391,7 +404,7 @@ def _by_codes(p: Problem, isa: Isa, tiles: tuple[Tile, ...]) -> Schedule:
 
 def _dots(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
     """Both operands along k, and k long enough to sum over lanes."""
-    if p.deterministic or p.a != "row" or p.b != "col" or (atom.n > 1 and not (isa.shuffles or atom.reduce)):
+    if p.deterministic or p.fused or p.a != "row" or p.b != "col" or (atom.n > 1 and not (isa.shuffles or atom.reduce)):
         return
     # Without masks, what k leaves over is added to C one by one, rounded each time.
     rounds = p.types[2] != atom.acc and not atom.mask and atom.n > 1

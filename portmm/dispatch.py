@@ -18,7 +18,7 @@ from portmm.cost import Cost, cost, macs_per_cycle
 from portmm.dtype import BY_NAME, CODES_KR, types
 from portmm.errors import ScheduleError, TargetError
 from portmm.fused import parse as parse_fused
-from portmm.kernels.elementwise import speaks
+from portmm.lanes import lacks
 from portmm.lower import atom_of, lower, lower_fold, lower_pack, lower_rows
 from portmm.problem import Family
 from portmm.problem import family as family_of
@@ -277,13 +277,13 @@ def unit_for(fused: Fused, target: Target) -> tuple[Isa, Atom]:
     Raises:
         ScheduleError: none of the target's can.
     """
-    lacks = ""
+    missing = ""
     for isa in target.isas:
         real = isa.atom("f32")
-        lacks = speaks(isa, real, fused) if real else "f32"
-        if real and not lacks:
+        missing = lacks(isa, real, fused) if real else "f32"
+        if real and not missing:
             return isa, real
-    raise ScheduleError(f"{target.name} has no {lacks} for {fused}")
+    raise ScheduleError(f"{target.name} has no {missing} for {fused}")
 
 
 def rows_route(text: str, size: tuple[int, int, int], target: Target, workers: int) -> Any:

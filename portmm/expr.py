@@ -30,7 +30,7 @@ class Expr:
 
     Attributes:
         op: an operation of `OPS`, or a leaf: "const" (value), "acc" (the product's sum), "index" (an axis:
-            where the element is along it), "load" (number of an operand, its axes), "number" (one
+            where the element is along it), "extent" (columns of a row), "load" (number of an operand, its axes), "number" (one
             that a caller gives with each call), or "reduce" ("add" or "max", an axis, an expression).
         args: its operands, or what the leaf says.
         dtype: "f32", "s32" or "mask".
@@ -38,7 +38,6 @@ class Expr:
 
     __slots__ = ("__weakref__", "args", "dtype", "op")
     __hash__ = object.__hash__
-    __array_priority__ = 1000.0
     op: str
     args: tuple[Any, ...]
     dtype: str
@@ -65,10 +64,10 @@ class Expr:
         return apply("mul", other, self)
 
     def __truediv__(self, other: Any) -> Expr:
-        return apply("div", real(self), real(other))
+        return apply("div", self, other)
 
     def __rtruediv__(self, other: Any) -> Expr:
-        return apply("div", real(other), real(self))
+        return apply("div", other, self)
 
     def __neg__(self) -> Expr:
         return apply("neg", self)
@@ -131,6 +130,19 @@ class Expr:
             return apply("sqrt", real(self)) if power > 0 else 1.0 / apply("sqrt", real(self))
         raise TraceError(f"** {power!r} cannot be traced; use an integer from 0 to 16, or 0.5")
 
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        known = UFUNCS.get(ufunc.__name__)
+        if method != "__call__" or options or known is None:
+            said = f"np.{ufunc.__name__}" if method == "__call__" else f"np.{ufunc.__name__}.{method}"
+            raise TraceError(f"{said} cannot be traced{' with options' if options else ''}; pm has what can")
+        return known(*inputs)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:  # noqa: ARG002
+        known = FUNCTIONS.get(function.__name__)
+        if known is None:
+            raise TraceError(f"np.{function.__name__} cannot be traced; pm has what can")
+        return known(*args, **options)
+
     def __bool__(self) -> bool:
         raise TraceError(
             "an if, while, and, or, not, min or max looks at values that are known in the kernel only; "
@@ -158,7 +170,6 @@ def _whole(x: Array) -> Array:
     """Towards zero; what does not fit is the least integer, as on x86."""
     fits = (x >= -(2.0**31)) & (x < 2.0**31)
     return np.where(fits, np.trunc(np.where(fits, x, 0)), -(2.0**31)).astype(np.int32)
-
 
 
 OPS: dict[str, tuple[str, Callable[..., Any]]] = {
@@ -197,6 +208,11 @@ _REAL_ONLY = frozenset(("div", "fma", "sqrt", "bits", "int"))
 _WHOLE_ONLY = frozenset(("shl", "shr", "from_bits", "float"))
 _BITS = frozenset(("and", "or", "xor", "not"))
 _NUMPY = {"f32": np.float32, "s32": np.int32, "mask": np.bool_}
+
+UFUNCS: dict[str, Callable[..., Any]] = {}
+"""NumPy's name of an element-wise function -> what it is of expressions: filled by `vocabulary`."""
+FUNCTIONS: dict[str, Callable[..., Any]] = {}
+"""The same for functions that are no ufuncs."""
 
 _known: WeakValueDictionary[tuple[Any, ...], Expr] = WeakValueDictionary()
 
@@ -255,6 +271,7 @@ def apply(op: str, *values: Any) -> Expr:
     Raises:
         TraceError: the types do not allow it.
     """
+    values = tuple(x.broadcast_() if hasattr(x, "broadcast_") else x for x in values)
     if op == "select":
         mask, *rest = values
         if not isinstance(mask, Expr):

@@ -137,6 +137,8 @@ def _read(words: list[str], steps: list[Expr], operands: tuple[Operand, ...]) ->
         return number(int(rest[0]))
     if op == "index":
         return index(rest[0])
+    if op == "extent":
+        return extent()
     if op == "reduce":
         return reduction(rest[0], steps[int(rest[1])])
     args = tuple(steps[int(x)] for x in rest)
@@ -155,6 +157,11 @@ def load(operand: int, dtype: str) -> Expr:
     return node("load", (operand,), SEEN.get(dtype, "f32"))
 
 
+def given(i: int, dtype: str) -> Expr:
+    """The i-th value that a function is given, of whatever it will be an element."""
+    return node("given", (i,), SEEN.get(dtype, "f32"))
+
+
 def number(i: int) -> Expr:
     """The i-th number that a call gives."""
     return node("number", (i,), "f32")
@@ -163,6 +170,11 @@ def number(i: int) -> Expr:
 def index(axis: str) -> Expr:
     """Where the element is along an axis."""
     return node("index", (axis,), "s32")
+
+
+def extent() -> Expr:
+    """How many columns a row has."""
+    return node("extent", (), "s32")
 
 
 def reduction(kind: str, x: Expr) -> Expr:
@@ -184,3 +196,12 @@ def varies(steps: list[Expr], operands: tuple[Operand, ...]) -> dict[Expr, froze
             inner = (found[y] for y in x.args if isinstance(y, Expr))
             found[x] = frozenset().union(*inner) - (frozenset("n") if x.op == "reduce" else frozenset())
     return found
+
+
+def operand_types(text: str) -> tuple[tuple[str, bool], ...]:
+    """The type of each operand of a fused expression, and whether it is written."""
+    if not text:
+        return ()
+    fused = parse(text)
+    written = dict(fused.results)
+    return tuple((x.dtype, i in written) for i, x in enumerate(fused.operands))

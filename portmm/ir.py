@@ -44,12 +44,15 @@ TILES = 8
 """Tiles that a unit of more than one row has: so it is with the one that is described, Intel's AMX."""
 
 
+_NOWHERE = const(0)
+
+
 @dataclass(frozen=True, slots=True)
 class Ptr:
     """An address: `offset` elements past the pointer called `name`."""
 
     name: str
-    offset: Index = Index("const", (0,))
+    offset: Index = _NOWHERE
 
     def __add__(self, other: Index | int) -> Ptr:
         return Ptr(self.name, self.offset + other)
@@ -156,8 +159,8 @@ class Map:
     """An operation of `expr.OPS` on every lane, or what makes lanes.
 
     Attributes:
-        op: the operation; "literal" and "splat", a literal, or a left fragment, in every lane; "lanes", `count` + 0, 1, 2 and so on;
-            "whole", `count` in every lane.
+        op: the operation; "literal" and "splat", a literal, or a left
+            fragment, in every lane; "lanes", `count` + 0, 1, 2 and so on; "whole", `count` in every lane.
         d: register written.
         args: registers, and literals.
         dtype: "f32", "s32" or "mask", the type of what is written.

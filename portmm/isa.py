@@ -1,18 +1,17 @@
 """What instructions do: atoms, transfers, instruction sets.
 
 Owns the records, what makes one well-formed, and the choice of the text that a
-verb is spelled with. May import `dtype`, `errors`, `expr`, `schema`. Pure.
+verb is spelled with. May import `dtype`, `errors`, `lanes`, `schema`. Pure.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from portmm.dtype import BY_NAME, accumulator, types, unit
 from portmm.errors import TargetError
-from portmm.expr import OPS
-from portmm.schema import placeholders, record, require
+from portmm.lanes import Lanes
+from portmm.schema import placeholders, require
 
 # What each row of the vocabulary may mention.
 PLACEHOLDERS = {
@@ -192,23 +191,6 @@ class Transfer:
     store: str = ""
     store_mask: str = ""
     rows: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Lanes:
-    """Words for operations on lanes, where GNU vectors have none, or no good one: see `emit.lanes`.
-
-    Attributes:
-        n: lanes of f32 of a register.
-        whole_type: C type of a register of s32, where vectors of C are not GNU's; then every operation is a word here.
-        mask_type: C type of a comparison's result, likewise.
-        words: an operation, maybe with the type of its operands, as in "max f32" -> statement.
-    """
-
-    n: int
-    words: dict[str, str]
-    whole_type: str = ""
-    mask_type: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,31 +390,6 @@ def check_atom(atom: Atom, where: str) -> Atom:
         require(atom.m == 2, where, f"without configure, m is 1 or 2, got {atom.m}")
         require(atom.deep == 1 and not atom.mask, where, "two rows have a k of k_pack, and no masks")
     return atom
-
-
-MAKES_LANES = {"splat", "lanes", "whole", "literal"}
-"""Words that make lanes, beside operations."""
-_IN_LANES = {"d", "a", "b", "c", "R", "W", "T", "count", "lanes"}
-
-
-def lanes_of(row: dict[str, Any], where: str) -> Lanes:
-    """The record of a `[[lanes]]` table.
-
-    Raises:
-        TargetError: it is malformed.
-    """
-    known = {"n", "whole_type", "mask_type"}
-    words = {name: text for name, text in row.items() if name not in known}
-    for name, text in words.items():
-        op, _, given = name.partition(" ")
-        require(op in OPS or op in MAKES_LANES, where, f"operation {op!r} is unknown; expr.OPS has them all")
-        require(given in {"", "f32", "s32", "mask"}, where, f"{name!r} is for operands of {given!r}")
-        strange = sorted(placeholders(str(text), f"{where}: {name}") - _IN_LANES)
-        require(not strange, where, f"row {name!r} mentions {strange}; it may mention {sorted(_IN_LANES)}")
-    fixed = {name: value for name, value in row.items() if name in known}
-    made: Lanes = record(Lanes, {**fixed, "words": words}, where)
-    require(bool(made.whole_type) == bool(made.mask_type), where, "whole_type and mask_type come together")
-    return made
 
 
 def check_transfer(transfer: Transfer, where: str) -> Transfer:

@@ -7,6 +7,7 @@ the header on. Imports `ir`, `schedule`, `target` and the block programs.
 from __future__ import annotations
 
 from dataclasses import replace
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from portmm.candidates import PACKED_VECTORS
@@ -56,7 +57,7 @@ def lower(s: Schedule, isa: Isa) -> Kernel:
     if inconsistent(s):
         raise ScheduleError(f"schedule {inconsistent(s)}: {spell(s)}")
     kernel = PROGRAMS[s.program](s, isa, atom_of(isa, s.dtype, s.lanes))
-    return replace(kernel, header=_header(kernel.name, isa, str(s), f"portmm emit --schedule {spell(s)}"))
+    return replace(kernel, header=_header(kernel.name, isa, str(s), f"portmm emit --schedule {quote(spell(s))}"))
 
 
 def lower_pack(isa: Isa, dtype: str, nr: int, layout: str) -> Kernel:

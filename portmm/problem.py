@@ -95,6 +95,7 @@ class Problem:
             "+" between: "scale" by row and column always, "azero" and "bzero" for zero
             points of A and B, "bias" added by column.
         source: a float type, in which A is given: its rows are quantised to s8 first.
+        fused: what C and other results are of the sums, as `fused.Fused` writes it; empty: C is the sums.
     """
 
     m: int
@@ -110,6 +111,7 @@ class Problem:
     static: bool = False
     post: str = ""
     source: str = ""
+    fused: str = ""
 
     def __post_init__(self) -> None:
         _, b, c = types(self.dtype)
@@ -183,8 +185,10 @@ class Problem:
         if self.b in ("packed", "codes"):
             raise ScheduleError(f"{self}: a packed B cannot change sides; give C by rows, or unpack B")
         flip = {"row": "col", "col": "row", "any": "any"}
-        if self.post:
-            raise ScheduleError(f"{self} cannot change sides: its scales belong to rows and columns; give C by rows")
+        if self.post or self.fused:
+            raise ScheduleError(
+                f"{self} cannot change sides: what is done to sums belongs to rows and columns; give C by rows"
+            )
         a, b, c = self.types
         try:
             accumulator(b, a)
@@ -199,5 +203,6 @@ class Problem:
         marks += ["deterministic"] if self.deterministic else []
         marks += ["static"] if self.static else []
         marks += [self.post] if self.post else []
+        marks += ["fused"] if self.fused else []
         marks += [f"A quantised from {self.source}"] if self.source else []
         return f"{batch}{self.m} x {self.n} x {self.k} {self.dtype} ({', '.join(marks)})"

@@ -73,6 +73,7 @@ class Schedule:
         post: what becomes of sums on their way to C, as a `Problem` has it.
         group: of a B of codes, rows that share a scale.
         source: the type that A is given in, before its rows are quantised.
+        fused: expressions of sums that C and other results are, as a `Problem` has them.
     """
 
     program: str
@@ -96,6 +97,7 @@ class Schedule:
     post: str = ""
     group: int = 0
     source: str = ""
+    fused: str = ""
 
     @property
     def mr(self) -> int:
@@ -159,13 +161,14 @@ class Schedule:
         how += [f"{self.panels} panels a visit"] if self.panels > 1 else []
         how += [f"threads over {self.over}"]
         how += [f"sums finished by {self.post}"] if self.post else []
+        how += ["expressions fused"] if self.fused else []
         how += [f"static {'x'.join(map(str, self.static))}"] if self.static else []
         return f"{self.program} {self.isa}: {', '.join(map(str, self.tiles))}; {', '.join(how)}"
 
 
 def finishes(s: Schedule, atom: Atom) -> bool:
-    """Whether sums are not yet elements of C: scaled, of another type, or whole tiles."""
-    return s.program == "tiles" or bool(s.post) or s.types[2] != atom.acc
+    """Whether sums are not yet elements of C: scaled, in expressions, of another type, or whole tiles."""
+    return s.program == "tiles" or bool(s.post or s.fused) or s.types[2] != atom.acc
 
 
 def shifts(s: Schedule, atom: Atom) -> bool:
@@ -243,6 +246,7 @@ def spell(s: Schedule) -> str:
     marks += [f"kr={s.kr}"] if s.kr > 1 else []
     marks += [f"post={s.post}"] if s.post else []
     marks += [f"source={s.source}"] if s.source else []
+    marks += [f"fused={s.fused}"] if s.fused else []
     marks += [f"group={s.group}"] if s.b == "codes" else []
     marks += [name for name in _MARKS if getattr(s, name)]
     marks += [f"static={'x'.join(map(str, s.static))}"] if s.static else []
@@ -277,6 +281,7 @@ def parse(text: str) -> Schedule:
             post=named.get("post", ""),
             group=int(named.get("group", 0)),
             source=named.get("source", ""),
+            fused=named.get("fused", ""),
             static=tuple(int(x) for x in static.split("x")) if static else None,  # type: ignore[arg-type]
             **{name: name in named for name in _MARKS},
         )

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from portmm.errors import TargetError
-from portmm.isa import Atom, Isa, Transfer, check_atom, check_transfer, lanes_of
+from portmm.isa import Atom, Isa, Transfer, check_atom, check_transfer
+from portmm.lanes import lanes_of
 from portmm.schema import parse, record, require
 
 __all__ = [

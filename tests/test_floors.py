@@ -12,15 +12,17 @@ import pytest
 
 # By module, or by package for all in it; "." is portmm/__init__.py.
 FLOORS = {
-    0: "abi coords dtype errors expr formats naming problem quantized targets tensorfile version",  # what is computed
-    1: "isa schema target",  # what it runs on
+    # what is computed
+    0: "abi coords dtype errors expr formats fused naming problem quantized targets tensorfile vecmath version vocabulary",
+    1: "isa lanes schema target",  # what it runs on
     2: "candidates cost schedule",  # legal tiles and predicted time
-    3: "interp ir kernels lower probe",  # loops and their meaning
+    3: "index interp ir kernels lower probe",  # loops and their meaning
     4: "emit",  # loops to text
     5: "build cache calibrate compiler detect permission snapshot",  # the host: compile, look, measure
     6: "run",  # load, launch, threads
     7: "dispatch tune",  # a problem to a ready plan
-    8: ". api arrays call cli compare doctor explanation folded packed pose scaled settings show stored",  # for users
+    # for users
+    8: ". api around arrays call cli compare doctor explanation folded fusing packed pose scaled settings show stored trace",
 }
 FLOOR_OF = {name.strip("."): floor for floor, names in FLOORS.items() for name in names.split()}
 

@@ -48,7 +48,8 @@ int portmm_run(void *function, long work, long workers, const long *bytes, const
 """
 )
 VECTORS = {
-    "a_scale": "float *", "b_scale": "float *", "bias": "float *", "a_zero": "int *", "a_sum": "int *", "b_zero": "int *",
+    "a_scale": "float *", "b_scale": "float *", "bias": "float *",
+    "a_zero": "int *", "a_sum": "int *", "b_zero": "int *",
     "operands": "portmm_operand *", "numbers": "float *",
 }  # fmt: skip
 """What may follow the offsets of `execute`, in this order."""
@@ -116,8 +117,8 @@ class Twin:
         """See `host.Runtime`."""
         if not isinstance(route, Route) or len(numbers) not in (16, 17, 17 + QUANTISED, 17 + len(VECTORS)):
             raise TypeError(
-                f"execute takes a Route, 16 integers, optional offsets, then {QUANTISED}, {len(VECTORS)} or no pointers; "
-                f"got {len(numbers) + 1} arguments"
+                f"execute takes a Route, 16 integers, optional offsets, then {QUANTISED}, {len(VECTORS)} "
+                f"or no pointers; got {len(numbers) + 1} arguments"
             )
         outer = offsets_of(numbers[16] if len(numbers) > 16 else None)
         self.launch(route, tuple(map(_address, numbers[:16])), outer, tuple(map(_address, numbers[17:])))

@@ -1,0 +1,417 @@
+"""A function of arrays becomes expressions.
+
+Owns `Traced`: what a function, called with values of a tile in place of arrays,
+came to; what of its surroundings it read; and the memory of that, so that a
+function is traced once for each kind of surroundings. Imports `expr`, `fused`,
+`errors`.
+
+A traced function sees the arrays that it captures (closures, globals,
+defaults, attributes of captured objects) as `Tensor`, which can be indexed by
+axes. Captured floats become numbers that each call gives, so that a new value
+compiles nothing; where Python must know them (an if, math.sqrt), they are
+constants, and each value is a kernel of its own.
+"""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm.errors import TraceError
+from portmm.expr import Expr, apply, real
+from portmm.fused import AXES, Operand, index, load, number
+from portmm.vocabulary import Typed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Array = np.ndarray[Any, Any]
+_KNOWN = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int8": "s8", "uint8": "u8", "int32": "s32"}
+_AS_OTHERS = {"float64": np.float32, "int16": np.int32, "uint16": np.int32, "int64": np.int32}
+_PLAIN = (int, str, bytes, bool, type(None), np.integer, np.bool_, np.dtype, type)
+MOST_KINDS = 64
+"""Kinds of surroundings that are remembered for a function."""
+
+
+class Indices:
+    """Where an element of the result is along each axis: for a product, its row m, its column n, its item b of a batch."""
+
+    def __init__(self, names: dict[str, str]) -> None:
+        self._names = tuple(names.items())
+        for name, axis in names.items():
+            setattr(self, name, index(axis))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        known = ", ".join(f"i.{x}" for x, _ in self._names)
+        raise TraceError(f"there is no index {name!r} here; there are {known}")
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What it calls which axis."""
+        return self._names
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where an operand comes from, and how it is read.
+
+    Attributes:
+        key: how to find the array again: steps from the function.
+        array: as it was when it was traced.
+        view: the axis of the result for each of the array's, an integer for one of them, or "" for one that is broadcast.
+        exact: its axes are as long as the result's; else they are no shorter.
+    """
+
+    key: tuple[Any, ...]
+    array: Array
+    view: tuple[str | int, ...]
+    exact: bool = False
+
+
+class Tracer:
+    """What is found while one function runs."""
+
+    def __init__(self, *, by_value: bool, rank: int) -> None:
+        self.by_value = by_value
+        self.rank = rank
+        self.sources: list[Source] = []
+        self.operands: list[Operand] = []
+        self.numbers: list[tuple[Any, ...]] = []
+        self.lasting = True
+
+    def operand(self, key: tuple[Any, ...], array: Array, view: tuple[str | int, ...], *, exact: bool = False) -> Expr:
+        """The element of an array."""
+        for i, x in enumerate(self.sources):
+            if x.key == key and x.view == view and x.array is array:
+                return self.seen(i, array)
+        if not element(array.dtype)[0]:
+            raise TraceError(f"an array has dtype {array.dtype}; expressions read {', '.join((*_KNOWN, *_AS_OTHERS))}")
+        self.sources.append(Source(key, array, view, exact))
+        self.operands.append(described(array, view))
+        return self.seen(len(self.sources) - 1, array)
+
+    def seen(self, i: int, array: Array) -> Expr:
+        value = load(i, self.operands[i].dtype)
+        return apply("ne", value, 0) if array.dtype.kind == "b" else value
+
+    def number(self, key: tuple[Any, ...]) -> Expr:
+        if key not in self.numbers:
+            self.numbers.append(key)
+        return number(self.numbers.index(key))
+
+    def wrapped(self, value: Any, key: tuple[Any, ...], seen: dict[int, Any]) -> Any:
+        """What a traced function finds in place of what it captured."""
+        if isinstance(value, np.ndarray) and value.ndim:
+            return Tensor(self, value, key)
+        if isinstance(value, (float, np.floating)) and not self.by_value:
+            return self.number(key)
+        if isinstance(value, types.FunctionType) and not value.__module__.startswith(("portmm", "numpy")):
+            if id(value) not in seen:
+                seen[id(value)] = value
+                seen[id(value)] = self.rebound(value, key, seen)
+            return seen[id(value)]
+        if isinstance(value, (tuple, list)):
+            made = [self.wrapped(x, (*key, i), seen) for i, x in enumerate(value)]
+            return type(value)(made) if type(value) in (tuple, list) else value
+        if isinstance(value, dict):
+            return {k: self.wrapped(x, (*key, k), seen) for k, x in value.items()}
+        if isinstance(value, (*_PLAIN, float, types.ModuleType)) or callable(value):
+            return value
+        self.lasting = False
+        return _Object(self, value)
+
+    def rebound(self, function: types.FunctionType, key: tuple[Any, ...], seen: dict[int, Any]) -> types.FunctionType:
+        """The function, with tensors in place of what it captures."""
+        code = function.__code__
+        names = {n for n in _names(code) if n in function.__globals__}
+        spaces = dict(function.__globals__)
+        for name in names:
+            spaces[name] = self.wrapped(spaces[name], (*key, ("global", name)), seen)
+        cells = tuple(
+            types.CellType(self.wrapped(cell.cell_contents, (*key, ("closure", i)), seen)) if _filled(cell) else cell
+            for i, cell in enumerate(function.__closure__ or ())
+        )
+        defaults = function.__defaults__ and tuple(
+            self.wrapped(x, (*key, ("default", i)), seen) for i, x in enumerate(function.__defaults__)
+        )
+        made = types.FunctionType(code, spaces, function.__name__, defaults, cells)
+        if function.__kwdefaults__:
+            made.__kwdefaults__ = {
+                n: self.wrapped(x, (*key, ("keyword", n)), seen) for n, x in function.__kwdefaults__.items()
+            }
+        return made
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Names that code, and the functions inside it, may read from globals."""
+    inner = (_names(x) for x in code.co_consts if isinstance(x, types.CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None or True
+    except ValueError:
+        return False
+
+
+class Tensor:
+    """An array that a traced function captured: index it by axes, or let it broadcast as in NumPy."""
+
+    def __init__(self, tracer: Tracer, array: Array, key: tuple[Any, ...]) -> None:
+        self._tracer, self._array, self._key = tracer, array, key
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._array, name)
+        return (
+            Tensor(self._tracer, found, (*self._key, ("attribute", name))) if isinstance(found, np.ndarray) else found
+        )
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Array:
+        self._tracer.lasting = False  # its values are being looked at
+        return np.asarray(self._array, dtype)
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def __getitem__(self, key: Any) -> Any:
+        words = key if isinstance(key, tuple) else (key,)
+        if not any(isinstance(x, Expr) for x in words):
+            found = self._array[key]
+            where = (*self._key, ("item", repr(key)))
+            if isinstance(found, np.ndarray) and found.ndim:
+                self._tracer.lasting = False
+                return Tensor(self._tracer, found, where)
+            self._tracer.lasting = False
+            return found
+        if len(words) != self._array.ndim:
+            raise TraceError(f"an array of {self._array.ndim} dimensions is indexed by {len(words)}; give one for each")
+        return self._tracer.operand(self._key, self._array, tuple(self._word(x) for x in words))
+
+    def _word(self, x: Any) -> str | int:
+        if isinstance(x, Expr) and x.op == "index":
+            return str(x.args[0])
+        if isinstance(x, (int, np.integer)):
+            return int(x)
+        raise TraceError(f"an array is indexed by {x!r}; use an index as it is (i.m, i.n), or an integer")
+
+    def broadcast_(self) -> Expr:
+        """The array as an operand of NumPy's rules: its last axes are the result's."""
+        shape = self._array.shape
+        if len(shape) > self._tracer.rank:
+            raise TraceError(f"an array of shape {shape} has more dimensions than the result")
+        axes = AXES[len(AXES) - len(shape) :]
+        view = tuple("" if n == 1 else x for n, x in zip(shape, axes, strict=True))
+        return self._tracer.operand(self._key, self._array, view, exact=True)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        return _by_numpy(self, ufunc, method, inputs, options)
+
+
+def _operator(name: str) -> Any:
+    def method(self: Tensor, *others: Any) -> Any:
+        mine = self.broadcast_()
+        given = [x.broadcast_() if isinstance(x, Tensor) else x for x in others]
+        return getattr(mine, name)(*given)
+
+    return method
+
+
+for _name in (
+    "add radd sub rsub mul rmul truediv rtruediv neg abs lt le gt ge eq ne and rand or ror xor rxor invert pow".split()  # noqa: SIM905
+):
+    setattr(Tensor, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def _by_numpy(x: Any, ufunc: Any, method: str, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    given = tuple(y.broadcast_() if isinstance(y, Tensor) else y for y in inputs)
+    expressions = [y for y in given if isinstance(y, Expr)]
+    return expressions[0].__array_ufunc__(ufunc, method, *given, **options)
+
+
+class _Object:
+    """A captured object, whose arrays are seen as tensors."""
+
+    def __init__(self, tracer: Tracer, value: Any) -> None:
+        self._tracer, self._value = tracer, value
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._value, name)
+        if isinstance(found, (float, np.floating)):
+            return float(found)
+        return self._tracer.wrapped(found, ("object", id(self._value), name), {})
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._tracer.wrapped(self._value[key], ("object", id(self._value), repr(key)), {})
+
+
+@lru_cache(maxsize=256)
+def element(dtype: np.dtype[Any]) -> tuple[str, bool]:
+    """The type that elements of arrays of a type are read as, "" for none, and whether they are so where they lie."""
+    if dtype.kind == "b":
+        return "u8", True
+    known = _KNOWN.get(dtype.name, "")
+    if known:
+        return known, dtype.isnative
+    return {np.float32: "f32", np.int32: "s32", None: ""}[_AS_OTHERS.get(dtype.name)], False
+
+
+def described(array: Array, view: tuple[str | int, ...]) -> Operand:
+    """How an array is read by a view of its axes."""
+    kind, native = element(array.dtype)
+    axes = "".join([x for x in AXES if x in view])
+    if "n" not in axes or not native:
+        return Operand(kind, axes)
+    step = sum([s for x, s in zip(view, array.strides, strict=True) if x == "n"])
+    return Operand(kind, axes, step == array.itemsize or array.shape[view.index("n")] == 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """What a function came to.
+
+    Attributes:
+        results: an expression for each value that it returned, and the NumPy type that was asked for, or None.
+        several: it returned a tuple.
+        operands: what it reads.
+        sources: where that is.
+        numbers: where the numbers of a call come from.
+    """
+
+    results: tuple[tuple[Expr, Any], ...]
+    several: bool
+    operands: tuple[Operand, ...]
+    sources: tuple[Source, ...]
+    numbers: tuple[tuple[Any, ...], ...]
+
+
+def trace(
+    function: Callable[..., Any], values: tuple[Any, ...], *, by_value: bool, rank: int = 2
+) -> tuple[Traced, bool]:
+    """Run a function on values of a tile; also whether the same may be said of the next call.
+
+    Raises:
+        TraceError: it does what cannot be traced; the message names its line.
+    """
+    tracer = Tracer(by_value=by_value, rank=rank)
+    try:
+        bound = tracer.rebound(function, (), {}) if isinstance(function, types.FunctionType) else function
+        found = bound(*values[: _arity(function, len(values))])
+        results = tuple(_result(x, tracer) for x in (found if isinstance(found, tuple) else (found,)))
+    except TraceError as error:
+        raise _located(error, function) from error.__cause__
+    lasting = tracer.lasting and isinstance(function, types.FunctionType)
+    return Traced(
+        results, isinstance(found, tuple), tuple(tracer.operands), tuple(tracer.sources), tuple(tracer.numbers)
+    ), lasting
+
+
+def _arity(function: Any, most: int) -> int:
+    """How many of the values a function takes."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return most
+    if code.co_flags & 0x04:  # *args
+        return most
+    return min(most, code.co_argcount)
+
+
+def _result(x: Any, tracer: Tracer) -> tuple[Expr, Any]:
+    if isinstance(x, Typed):
+        value, _ = _result(x.value, tracer)
+        return value, x.dtype
+    if isinstance(x, Tensor):
+        x = x.broadcast_()
+    if not isinstance(x, Expr):
+        x = real(x)
+    return x, None
+
+
+def _located(error: TraceError, function: Any) -> TraceError:
+    """The error, with the line of the user's function where it arose."""
+    if getattr(error, "located", False):
+        return error
+    line, name = 0, ""
+    step = error.__traceback__
+    while step is not None:
+        code = step.tb_frame.f_code
+        if "portmm" not in code.co_filename.replace("\\", "/").split("/")[-2:-1] and code.co_name != "trace":
+            line, name = step.tb_lineno, code.co_filename
+        step = step.tb_next
+    code = getattr(function, "__code__", None)
+    if not line and code is not None:
+        line, name = code.co_firstlineno, code.co_filename
+    made = TraceError(f"{name}, line {line}: {error}")
+    made.located = True  # type: ignore[attr-defined]
+    return made
+
+
+def surroundings(function: Any) -> tuple[tuple[Any, ...], dict[tuple[Any, ...], Any], bool]:
+    """What a function captures: its kind, arrays and numbers by the steps that lead there, and whether that is all."""
+    kind: list[Any] = []
+    found: dict[tuple[Any, ...], Any] = {}
+    known = isinstance(function, types.FunctionType) and _look(function, (), kind, found, set())
+    return tuple(kind), found, known
+
+
+def _look(value: Any, key: tuple[Any, ...], kind: list[Any], found: dict[tuple[Any, ...], Any], seen: set[int]) -> bool:
+    """As `Tracer.wrapped` does, see what there is."""
+    if isinstance(value, np.ndarray) and value.ndim:
+        kind.append((value.shape, value.strides, value.dtype, value.flags.aligned))
+        found[key] = value
+        return True
+    if isinstance(value, (float, np.floating)):
+        kind.append(float)
+        found[key] = value
+        return True
+    if isinstance(value, types.FunctionType):
+        kind.append(value.__code__)
+        if id(value) in seen or value.__module__.startswith(("portmm", "numpy")):
+            return True
+        seen.add(id(value))
+        return all([_look(x, (*key, step), kind, found, seen) for step, x in _captured(value)])
+    if isinstance(value, (tuple, list)):
+        kind.append((type(value), len(value)))
+        return all([_look(x, (*key, i), kind, found, seen) for i, x in enumerate(value)])
+    if isinstance(value, dict):
+        kind.append(tuple(map(repr, value)))
+        return all([_look(x, (*key, k), kind, found, seen) for k, x in value.items()])
+    if isinstance(value, _PLAIN):
+        kind.append((type(value), value))
+        return True
+    if isinstance(value, types.ModuleType) or callable(value):
+        kind.append(id(value))
+        return True
+    return False
+
+
+def _captured(function: types.FunctionType) -> list[tuple[tuple[str, Any], Any]]:
+    """What a function finds around it."""
+    names = sorted(n for n in _cached_names(function.__code__) if n in function.__globals__)
+    found: list[tuple[tuple[str, Any], Any]] = [(("global", n), function.__globals__[n]) for n in names]
+    cells = enumerate(function.__closure__ or ())
+    found += [(("closure", i), cell.cell_contents) for i, cell in cells if _filled(cell)]
+    found += [(("default", i), x) for i, x in enumerate(function.__defaults__ or ())]
+    return found + [(("keyword", n), x) for n, x in (function.__kwdefaults__ or {}).items()]
+
+
+@lru_cache(maxsize=1024)
+def _cached_names(code: types.CodeType) -> frozenset[str]:
+    return frozenset(_names(code))
+
+
+def resolve(key: tuple[Any, ...], found: dict[tuple[Any, ...], Any]) -> Any:
+    """The array or number at the end of some steps."""
+    more = 0
+    while key[: len(key) - more] not in found:
+        more += 1
+    value = found[key[: len(key) - more]]
+    for step in key[len(key) - more :]:
+        value = getattr(value, step[1])
+    return value
