@@ -52,7 +52,9 @@ def needed(post: str) -> tuple[str, ...]:
     return tuple(x for x in (*ROWS, *COLUMNS) if x in wanted)
 
 
-def finish(isa: Isa, atom: Atom, acc: str, to: str, post: str, text: str = "") -> Function:
+def finish(  # noqa: PLR0917 - what sums are, and what they become
+    isa: Isa, atom: Atom, acc: str, to: str, post: str, text: str = ""
+) -> Function:
     """C[rows][columns] = the sums, of type `acc`, scaled by `post`, in the expressions of `text`, as `to`."""
     i, j, columns = var("i"), var("j"), var("columns")
     real = isa.vector("f32", atom.n) if post or text else None

@@ -40,7 +40,7 @@ _lock = threading.Lock()
 _state: dict[str, Any] = {}
 
 
-def matmul(  # noqa: PLR0913 - NumPy's, and what surrounds the product
+def matmul(
     a: Any,
     b: Any,
     out: Any = None,

@@ -7,16 +7,17 @@ over the result. Imports `api`, `arrays`, `fusing`, `problem`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from portmm import api, arrays, settings
 from portmm.dtype import accumulator, spell
-from portmm.errors import ScheduleError, TraceError
+from portmm.errors import ScheduleError
 from portmm.fused import acc
-from portmm.fusing import Step, over_rows, remembered, settle, table, traced
+from portmm.fusing import Around, Bound, dense, over_rows, settle
 from portmm.packed import packed_class
 from portmm.problem import Problem
 from portmm.run.host import runtime
@@ -25,8 +26,12 @@ from portmm.trace import Indices
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from portmm.fusing import Step
+    from portmm.trace import Traced
+
 Array = np.ndarray[Any, Any]
 NAMES = {"m": "m", "n": "n", "b": "b"}
+_INDICES = Indices(NAMES)
 PAD = 64
 """Vectors by columns reach to a multiple of this."""
 
@@ -44,20 +49,16 @@ def matmul(  # noqa: PLR0917 - the operands, then what surrounds them
     left = arrays.as_operand(a, "a")
     right = b if hasattr(b, "family") else _plain(b)
     if prologue_a is not None:
-        (left,) = over_rows(prologue_a, (_rows(left, "a"),), {"m": "m", "k": "n", "b": "b"})
+        (left,), _ = over_rows(prologue_a, (_rows(left, "a"),), {"m": "m", "k": "n", "b": "b"})
     if prologue_b is not None:
         if not isinstance(right, np.ndarray):
             raise TypeError("b is packed; give prologue_b the weight as it was, or pack what it makes of it")
-        (right,) = over_rows(prologue_b, (_rows(right, "b"),), {"k": "m", "n": "n", "b": "b"})
+        (right,), _ = over_rows(prologue_b, (_rows(right, "b"),), {"k": "m", "n": "n", "b": "b"})
     if epilogue is None:
         return api.matmul(left, right, out, dtype=dtype)
     if left.ndim < 2 or len(right.shape) < 2:
         raise ValueError(f"an epilogue takes matrices; got {left.shape} by {right.shape}: add a dimension of 1")
-    call = _Call(left, right, out, dtype, epilogue)
-    try:
-        return call.fused()
-    except ScheduleError:
-        return call.split()
+    return _multiply(left, right, out, dtype, epilogue)
 
 
 def _plain(b: Any) -> Any:
@@ -82,201 +83,200 @@ class _Ready:
     """One kind of call.
 
     Attributes:
-        step: what is fused.
-        route: the kernel; None if there is nothing to compute.
-        numbers: of the argument block, with addresses left out.
-        shapes: of the results.
-        scales: the sums are of integers, which scales of 1 make floats of.
+        route: the kernel.
+        bound: its operands.
+        numbers: strides of the operands of the product, a_m to b_batch.
+        size: rows, columns and items of a batch.
+        results: shapes and types.
+        several: the function gives a tuple.
+        vectors: what the last step of integer sums reads: scales of 1.
+        direct: A and B are read where they lie.
     """
 
-    step: Step
     route: Any
+    bound: Bound
     numbers: tuple[int, ...]
     size: tuple[int, int, int]
-    shapes: tuple[tuple[int, ...], ...]
-    scales: bool
+    results: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
+    several: bool
+    vectors: tuple[Any, ...]
+    direct: bool
 
 
 class _Call:
     """A product and what becomes of it."""
 
-    def __init__(self, left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[..., Any]) -> None:
-        self.left, self.right, self.out, self.epilogue = left, right, out, epilogue
-        self.packed = isinstance(right, packed_class())
-        self.coded = not self.packed and not isinstance(right, np.ndarray)
+    def __init__(self, left: Array, right: Any, wanted: np.dtype[Any] | None) -> None:
+        self.left, self.right, self.wanted = left, right, wanted
+        self.array = isinstance(right, np.ndarray)
+        self.coded = not self.array and not isinstance(right, packed_class())
         self.batch, (self.m, self.n) = arrays.result_shape(left, right.shape)
-        self.k = left.shape[-1]
-        self.wanted = np.dtype(dtype) if dtype is not None else out.dtype if isinstance(out, np.ndarray) else None
-
-    def values(self) -> tuple[Any, ...]:
-        return (acc(), Indices(NAMES))
+        self.k, self.items = left.shape[-1], math.prod(self.batch)
 
     def types(self) -> arrays.DTypes:
         """The types of the operands, and the usual one of a result."""
-        held = np.dtype(np.uint8) if self.coded else self.right.owner.dtype if self.packed else self.right.dtype
         if self.coded:
             left = self.left.dtype.newbyteorder("=")
-            return left, held, self.wanted or left
-        left, right, usual = arrays.types_of(self.left.dtype, held)
+            return left, np.dtype(np.uint8), self.wanted or left
+        left, right, usual = arrays.types_of(
+            self.left.dtype, self.right.dtype if self.array else self.right.owner.dtype
+        )
         usual = np.dtype(np.float32) if usual.kind in "iu" else usual
         return left, right, (self.wanted or usual).newbyteorder("=")
 
-    def fused(self) -> Any:
-        """In one kernel.
+    def sums(self) -> str:
+        """The type of the sums."""
+        types = self.types()
+        return accumulator(arrays.name_of(types[0]), "u4" if self.coded else arrays.name_of(types[1]))
+
+    def ready(self, traced: Traced) -> _Ready | ScheduleError:
+        """The kernel for calls of this kind, or why there is none."""
+        try:
+            return self.chosen(traced)
+        except ScheduleError as error:
+            return error
+
+    def chosen(self, traced: Traced) -> _Ready:
+        """The kernel for calls of this kind.
 
         Raises:
             ScheduleError: there is none.
         """
-        rank = 3 if self.batch else 2
-        made, kind, found = traced(self.epilogue, self.values(), rank)
-        types = self.types()
-        right = self.right
-        held = (right.family, right.shape) if not isinstance(right, np.ndarray) else (right.strides, right.dtype, right.flags.aligned)
-        left = self.left
-        key = kind and ("matmul", kind, left.shape, left.strides, left.dtype, left.flags.aligned, right.shape, held, types[2])
-        key = key and (*key, settings.current(), settings.limit())
-        ready: _Ready | ScheduleError = remembered(key, lambda: self.ready(made, types))
-        if isinstance(ready, ScheduleError):
-            raise ready
-        results = self.results(ready, found)
-        self.run(ready, types, replace(ready.step, traced=made), found, results)
-        return self.given(results, made.several)
-
-    def results(self, ready: _Ready, found: dict[Any, Any]) -> list[Array]:
-        """Arrays for the results: the first is `out`, where kernels can write it."""
-        results = [np.empty(s, t) for s, t in zip(ready.shapes, ready.step.types, strict=True)]
-        out = self.out
-        if out is None:
-            return results
-        arrays.check_out(out, results[0].shape, results[0].dtype)
-        inputs = [x for x in (self.left, getattr(self.right, "owner", self.right), *found.values()) if isinstance(x, np.ndarray)]
-        if (
-            out.dtype == results[0].dtype and out.flags.aligned and out.flags.c_contiguous
-            and not any(np.may_share_memory(out, x) and not _same(out, x, self.left) for x in inputs)
-        ):  # fmt: skip
-            results[0] = out
-        return results
-
-    def given(self, results: list[Array], several: bool) -> Any:  # noqa: FBT001 - said by the function
-        """What the caller gets."""
-        if self.out is not None and results[0] is not self.out:
-            np.copyto(self.out, results[0], casting="same_kind")
-            results[0] = self.out
-        return tuple(results) if several else results[0]
-
-    def ready(self, made: Any, types: arrays.DTypes) -> _Ready | ScheduleError:
-        """The kernel for calls of this kind."""
-        try:
-            return self.chosen(made, types)
-        except ScheduleError as error:
-            return error
-
-    def chosen(self, made: Any, types: arrays.DTypes) -> _Ready:
-        step = settle(made, (), types[2], ends=True)
+        types, sums = self.types(), self.sums()
+        step = settle(traced, (), types[2], ends=True)
         if step.fused.reductions:
             raise ScheduleError("a reduction needs whole rows of sums")
-        a, b = arrays.name_of(types[0]), "u4" if self.coded else arrays.name_of(types[1])
-        sums = accumulator(a, b)
         if sums == "f64" or (self.coded and sums == "s32"):
             raise ScheduleError(f"expressions are in float32, not in {sums}")
-        batch = int(np.prod(self.batch))
-        shape = tuple((*self.batch, self.m, self.n if "n" in axes else 1) for axes in step.axes)
-        if 0 in (batch, self.m, self.n, self.k):
+        if 0 in (self.items, self.m, self.n, self.k):
             raise ScheduleError("there is nothing to multiply")
-        size, rows, right, numbers = self.laid_out(step, types, batch)
-        layout = "codes" if self.coded else "packed" if self.packed else right.layout
-        scales = sums == "s32"
+        joined = self.items == 1 or (len(self.right.shape) == 2 and self.joins(step))
+        size = (self.m * self.items, self.n, 1) if joined else (self.m, self.n, self.items)
+        rows, other = self.operands(size, types)
+        right = other if isinstance(other, arrays.Operand) else None
+        layout = right.layout if right else "codes" if self.coded else "packed"
+        a, b, c = arrays.name_of(types[0]), "u4" if self.coded else arrays.name_of(types[1]), step.types[0]
         p = Problem(
-            size[0], self.n, self.k, spell(a, b, arrays.name_of(step.types[0])), size[2], rows.layout, layout,
-            family="" if isinstance(right, arrays.Operand) else right.family, fused=step.text,
-            deterministic=settings.current().deterministic, post="scale" if scales else "",
+            size[0], self.n, self.k, spell(a, b, arrays.name_of(c)), size[2], rows.layout, layout, fused=step.text,
+            family="" if right else other.family, deterministic=settings.current().deterministic,
+            post="scale" if sums == "s32" else "",
         )  # fmt: skip
         api.begin()
         route = api.route(p)
-        return _Ready(step, route, numbers, size, shape, scales)
+        strides = (right.row, right.col, _apart(right, size)) if right else (other.b_k, other.b_n, 0)
+        numbers = (rows.row, rows.col, _apart(rows, size), *strides)
+        seen = (self.m, self.n, self.items) if joined else size
+        bound = Bound(traced, seen, [], [dense(x, seen) for x in step.axes[1:]])
+        shapes = [(*self.batch, self.m, self.n if "n" in axes else 1) for axes in step.axes]
+        vectors: tuple[Any, ...] = (None,) * 6
+        if sums == "s32":
+            vectors = (np.ones(size[0], np.float32), np.ones(-(-self.n // PAD) * PAD, np.float32), *vectors[2:])
+        direct = _lies(self.left, rows) and (right is None or _lies(self.right, right))
+        results = tuple(zip(shapes, step.types, strict=True))
+        return _Ready(route, bound, numbers, size, results, traced.several, vectors, direct)
 
-    def laid_out(self, step: Step, types: arrays.DTypes, batch: int) -> tuple[tuple[int, int, int], Any, Any, tuple[int, ...]]:
-        """The size of the product, its operands, and their strides; items of a batch with one B are more rows."""
+    def operands(self, size: tuple[int, int, int], types: arrays.DTypes) -> tuple[arrays.Operand, Any]:
+        """A and B as kernels read them."""
+        m, n, batch = size
         left, right = self.left, self.right
-        one = len(right.shape) == 2
-        if batch == 1 or (one and self.joins(step)):
-            batch, m = 1, self.m * batch
-            rows = arrays.canonical(left.reshape(m, self.k), types[0])
-            steps = [0, 0]
-        else:
-            m = self.m
-            items = left if left.shape[:-2] == self.batch else np.broadcast_to(left, (*self.batch, m, self.k))
-            rows = arrays.canonical(items.reshape(batch, m, self.k), types[0])
-            steps = [rows.array.strides[0] // rows.array.itemsize, 0]
-        if not isinstance(right, np.ndarray):
-            if not one:
+        if batch > 1 and left.shape[:-2] != self.batch:
+            left = np.broadcast_to(left, (*self.batch, m, self.k))
+        rows = arrays.canonical(left.reshape((batch, m, self.k) if batch > 1 else (m, self.k)), types[0])
+        if not self.array:
+            if len(right.shape) != 2:
                 raise ScheduleError("a batch of packed weights")
-            return (m, self.n, batch), rows, right, (rows.row, rows.col, steps[0], right.b_k, right.b_n, 0)
-        if one or batch == 1:
-            other = arrays.canonical(right.reshape(self.k, self.n), types[1])
+            return rows, right
+        if batch > 1 and len(right.shape) > 2:
+            right = np.broadcast_to(right, (*self.batch, self.k, n)).reshape(batch, self.k, n)
         else:
-            items = np.broadcast_to(right, (*self.batch, self.k, self.n)).reshape(batch, self.k, self.n)
-            other = arrays.canonical(items, types[1])
-            steps[1] = other.array.strides[0] // other.array.itemsize
-        return (m, self.n, batch), rows, other, (rows.row, rows.col, steps[0], other.row, other.col, steps[1])
+            right = right.reshape(self.k, n)
+        return rows, arrays.canonical(right, types[1])
 
     def joins(self, step: Step) -> bool:
         """Rows of all items are alike: no operand or index tells items apart in another way than rows."""
-        if not self.batch:
-            return True
         if any(x.op == "index" and x.args[0] in "bm" for x in step.fused.steps):
             return False
-        for source, operand in zip(step.traced.sources, step.fused.operands, strict=False):
-            if not set("bm") & set(operand.axes):
+        for source in step.traced.sources:
+            at = {axis: i for i, axis in enumerate(source.view)}
+            if not {"b", "m"} & at.keys():
                 continue
-            x, at = source.array, {axis: i for i, axis in enumerate(source.view)}
-            if not ({"b", "m"} <= at.keys() and x.strides[at["b"]] == self.m * x.strides[at["m"]]):
+            steps = source.array.strides
+            if not {"b", "m"} <= at.keys() or steps[at["b"]] != self.m * steps[at["m"]]:
                 return False
         return True
 
-    def run(self, ready: _Ready, types: arrays.DTypes, step: Step, found: dict[Any, Any], results: list[Array]) -> None:
-        left, right = self.left, self.right
-        m, n, batch = ready.size
-        if batch == 1:
-            rows = arrays.canonical(left.reshape(m, self.k), types[0]).array
-        else:
-            items = left if left.shape[:-2] == self.batch else np.broadcast_to(left, (*self.batch, m, self.k))
-            rows = arrays.canonical(items.reshape(batch, m, self.k), types[0]).array
-        if isinstance(right, np.ndarray):
-            shape = (self.k, n) if len(right.shape) == 2 or batch == 1 else (batch, self.k, n)
-            other = np.broadcast_to(right, (*self.batch, self.k, n)) if len(shape) == 3 else right
-            other = arrays.canonical(other.reshape(shape), types[1]).array
-        else:
-            other = right.owner
-        joined = (self.m * int(np.prod(self.batch)) != self.m) and batch == 1
-        operands, numbers, alive = table(step, [], found, ready.size, results[1:], joined=self.m if joined else 0)
-        a_m, a_k, a_batch, b_k, b_n, b_batch = ready.numbers
-        scales: list[Any] = [None] * 6
-        if ready.scales:
-            scales[:2] = np.ones(m, np.float32), np.ones(-(-n // PAD) * PAD, np.float32)
-        runtime().execute(
-            ready.route, m, n, self.k, batch, rows, a_m, a_k, a_batch, other, b_k, b_n, b_batch,
-            results[0], n, 1, m * n, None, *scales, operands, numbers,
-        )  # fmt: skip
-        del alive
-
-    def split(self) -> Any:
+    def split(self, epilogue: Callable[..., Any], out: Any) -> Any:
         """The product first, then the epilogue over its rows."""
-        types = self.types()
-        if accumulator(*("u4" if self.coded and i else arrays.name_of(x) for i, x in enumerate(types[:2]))) == "f64":
-            raise TypeError("an epilogue is computed in float32; convert float64 operands, or do without")
-        right = self.right
-        whole = types[0].kind in "iu" and types[1].kind in "iu" and not self.coded
-        sums = api.matmul(self.left, right, dtype=np.int32 if whole else np.float32)
-        rank_results = over_rows(self.epilogue, (sums,), NAMES, dtype=types[2])
-        results = list(rank_results)
-        if self.out is not None:
-            arrays.check_out(self.out, results[0].shape, results[0].dtype)
-        return self.given(results, len(results) > 1)
+        sums = self.sums()
+        if sums == "f64":
+            raise TypeError("expressions are in float32; convert float64 operands, or multiply without an epilogue")
+        product = api.matmul(self.left, self.right, dtype=np.int32 if sums == "s32" else np.float32)
+        results, several = over_rows(epilogue, (product,), NAMES, dtype=self.types()[2])
+        return _given(list(results), out, several=several)
 
 
-def _same(out: Array, x: Array, left: Array) -> bool:
-    """An operand that is `out` itself, element by element: each is read before it is written."""
-    return x is not left and (x.__array_interface__["data"], x.shape, x.strides) == (
-        out.__array_interface__["data"], out.shape, out.strides,
+def _apart(x: arrays.Operand, size: tuple[int, int, int]) -> int:
+    """Elements from one item of a batch to the next."""
+    return x.array.strides[0] // x.array.itemsize if size[2] > 1 and x.array.ndim == 3 else 0
+
+
+def _lies(x: Array, read: arrays.Operand) -> bool:
+    """An operand is read where it lies."""
+    return read.address == x.__array_interface__["data"][0]
+
+
+def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[..., Any]) -> Any:
+    """A product and its epilogue, in one kernel or in two."""
+    wanted = np.dtype(dtype) if dtype is not None else out.dtype if isinstance(out, np.ndarray) else None
+    around = Around.of(epilogue)
+    held = (right.strides, right.dtype) if isinstance(right, np.ndarray) else right.family
+    key = (left.shape, left.strides, left.dtype, right.shape, held, wanted)
+    call = None
+
+    def make(traced: Traced) -> Any:
+        nonlocal call
+        call = _Call(left, right, wanted)
+        return call.ready(traced)
+
+    rank = 2 if left.ndim == len(right.shape) == 2 else 3
+    ready: _Ready | ScheduleError = around.ready(key, make, (acc(), _INDICES), rank)
+    if isinstance(ready, ScheduleError):
+        return (call or _Call(left, right, wanted)).split(epilogue, out)
+    results = [np.empty(s, t) for s, t in ready.results]
+    if out is not None and _writable(out, results[0], (left, getattr(right, "owner", right)), around):
+        results[0] = out
+    if ready.direct and left.flags.aligned and getattr(right, "owner", right).flags.aligned:
+        a, b = left, getattr(right, "owner", right)
+    else:
+        rows, other = (call or _Call(left, right, wanted)).operands(ready.size, _Call(left, right, wanted).types())
+        a, b = rows.array, getattr(other, "array", getattr(other, "owner", None))
+    operands, numbers, alive = ready.bound.fill(around.found, [], results[1:])
+    m, n, batch = ready.size
+    a_m, a_k, a_batch, b_k, b_n, b_batch = ready.numbers
+    runtime().execute(
+        ready.route, m, n, left.shape[-1], batch, a, a_m, a_k, a_batch, b, b_k, b_n, b_batch,
+        results[0], n, 1, m * n, None, *ready.vectors, operands, numbers,
     )  # fmt: skip
+    del alive
+    return results[0] if out is None and not ready.several else _given(results, out, several=ready.several)
+
+
+def _writable(out: Any, like: Array, inputs: tuple[Array, ...], around: Around) -> bool:
+    """Kernels can write the first result to `out`, where what they read may lie only element upon element."""
+    arrays.check_out(out, like.shape, like.dtype)
+    if out.dtype != like.dtype or not (out.flags.aligned and out.flags.c_contiguous):
+        return False
+    if any(np.may_share_memory(out, x) for x in inputs):
+        return False
+    read = [x for x in around.found.values() if isinstance(x, np.ndarray) and np.may_share_memory(out, x)]
+    place = (out.__array_interface__["data"], out.shape, out.strides)
+    return all((x.__array_interface__["data"], x.shape, x.strides) == place for x in read)
+
+
+def _given(results: list[Array], out: Any, *, several: bool) -> Any:
+    """What the caller gets."""
+    if out is not None and results[0] is not out:
+        arrays.check_out(out, results[0].shape, results[0].dtype)
+        np.copyto(out, results[0], casting="same_kind")
+        results[0] = out
+    return tuple(results) if several else results[0]

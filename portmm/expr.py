@@ -13,13 +13,15 @@ can, and any product that meets a sum may be fused with it: see
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 from portmm.errors import TraceError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 Array = np.ndarray[Any, Any]
 Literal = int | float | bool
@@ -30,8 +32,8 @@ class Expr:
 
     Attributes:
         op: an operation of `OPS`, or a leaf: "const" (value), "acc" (the product's sum), "index" (an axis:
-            where the element is along it), "extent" (columns of a row), "load" (number of an operand, its axes), "number" (one
-            that a caller gives with each call), or "reduce" ("add" or "max", an axis, an expression).
+            where the element is along it), "extent" (columns of a row), "load" (number of an operand),
+            "given" (number of a value), "number" (one that a caller gives with each call), or "reduce" ("add" or "max", an axis, an expression).
         args: its operands, or what the leaf says.
         dtype: "f32", "s32" or "mask".
     """
@@ -137,7 +139,7 @@ class Expr:
             raise TraceError(f"{said} cannot be traced{' with options' if options else ''}; pm has what can")
         return known(*inputs)
 
-    def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:  # noqa: ARG002
+    def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
         known = FUNCTIONS.get(function.__name__)
         if known is None:
             raise TraceError(f"np.{function.__name__} cannot be traced; pm has what can")

@@ -13,11 +13,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from portmm.dtype import BY_NAME
 from portmm.expr import OPS, Expr, const, node, ordered
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 AXES = "bmn"
 """A batch, rows, columns, in this order."""
@@ -126,21 +130,17 @@ def _operand(text: str) -> Operand:
 
 def _read(words: list[str], steps: list[Expr], operands: tuple[Operand, ...]) -> Expr:
     op, *rest = words
-    if op == "const":
-        kind, value = rest
-        return const(float(value) if kind == "f32" else int(value), kind)
-    if op == "acc":
-        return acc()
-    if op == "load":
-        return load(int(rest[0]), operands[int(rest[0])].dtype)
-    if op == "number":
-        return number(int(rest[0]))
-    if op == "index":
-        return index(rest[0])
-    if op == "extent":
-        return extent()
-    if op == "reduce":
-        return reduction(rest[0], steps[int(rest[1])])
+    leaves: dict[str, Callable[..., Expr]] = {
+        "const": lambda kind, value: const(float(value) if kind == "f32" else int(value), kind),
+        "acc": acc,
+        "extent": extent,
+        "index": index,
+        "number": lambda i: number(int(i)),
+        "load": lambda i: load(int(i), operands[int(i)].dtype),
+        "reduce": lambda kind, i: reduction(kind, steps[int(i)]),
+    }
+    if op in leaves:
+        return leaves[op](*rest)
     args = tuple(steps[int(x)] for x in rest)
     result = OPS[op][0]
     kinds = {"same": args[0].dtype, "second": args[-1].dtype}

@@ -9,14 +9,14 @@ operand first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import lru_cache
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from portmm import api, arrays, settings
-from portmm.errors import BuildError, ScheduleError, TraceError
+from portmm.errors import TraceError
 from portmm.expr import Expr, const, node, ordered
 from portmm.fused import AXES, C, Fused, Operand, load, parse, varies
 from portmm.fused import given as of_given
@@ -25,6 +25,8 @@ from portmm.trace import Indices, Traced, described, element, resolve, surroundi
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from portmm.trace import Source
 
 Array = np.ndarray[Any, Any]
 MOST_KINDS = 1024
@@ -56,6 +58,7 @@ class Step:
 
     @property
     def fused(self) -> Fused:
+        """The expressions."""
         return parse(self.text)
 
 
@@ -123,115 +126,128 @@ def _one_or_none() -> tuple[Expr, Expr]:
     return const(1.0), const(0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """A kernel over rows for one kind of call.
-
-    Attributes:
-        step: its expressions.
-        route: the kernel.
-        size: rows, columns, items of a batch.
-        shapes: of the results.
-        known: `step.traced` holds for other calls of this kind.
-    """
-
-    step: Step
-    route: Any
-    size: tuple[int, int, int]
-    shapes: tuple[tuple[int, ...], ...]
-
-
 _ready: dict[Any, Any] = {}
 
 
-def remembered(key: Any, make: Callable[[], Any]) -> Any:
-    """What `make` makes for a kind of call, made once; of a key of None, each time."""
-    if key is None:
-        return make()
-    found = _ready.get(key)
-    if found is None:
-        found = make()
+def remember(key: Any, made: Any) -> Any:
+    """Keep what was made for a kind of call, unless the kind is None."""
+    if key is not None:
         if len(_ready) >= MOST_KINDS:
             _ready.clear()
-        _ready[key] = found
-    return found
+        _ready[key] = made
+    return made
 
 
-def traced(function: Callable[..., Any], values: tuple[Any, ...], rank: int) -> tuple[Traced, Any, dict[Any, Any]]:
-    """A function's expressions, a key for its kind of surroundings or None, and what these are now."""
-    kind, found, known = surroundings(function)
-    names = tuple((x.args, x.dtype) if isinstance(x, Expr) else x.kind for x in values)
-    numbers = tuple(float(x) for x in found.values() if not isinstance(x, np.ndarray))
-    for by_value in (False, True):
-        key = ("trace", kind, names, rank, numbers if by_value else None)
-        if known and key in _ready:
-            made = _ready[key]
-            if made is None:
-                continue
-            return made, key, found
-        try:
-            made, lasting = trace(function, values, by_value=by_value, rank=rank)
-        except TraceError:
-            if by_value or not numbers:
-                raise
-            if known:
-                remembered(key, lambda: None)
-                _ready[key] = None
-            continue
-        if known and lasting:
-            remembered(key, lambda made=made: made)
-            return made, key, found
-        return made, None, {x.key: x.array for x in made.sources} | {k: found[k] for k in made.numbers}
-    raise AssertionError  # the second way returns or raises
+@dataclass(frozen=True, slots=True)
+class Around:
+    """A function, seen at one call.
 
-
-def table(
-    step: Step,
-    given: list[tuple[int, ...]],
-    found: dict[Any, Any],
-    size: tuple[int, int, int],
-    results: list[Array],
-    *,
-    joined: int = 0,
-) -> tuple[Array, Array, list[Array]]:
-    """The operands and numbers of a call, as the argument block has them, and arrays that must live as long.
-
-    `joined` rows make an item of a batch whose items are all rows of one product.
+    Attributes:
+        function: the function.
+        kind: of what it captures; None if that cannot be told.
+        found: the arrays and numbers that it captures.
     """
-    rows, alive = list(given), []
-    m, n, batch = size
-    for source in step.traced.sources:
-        array = _native(resolve(source.key, found))
-        alive.append(array)
-        rows.append(_located(array, source, (joined, n, m // joined) if joined else size))
-    for x, axes in zip(results, step.axes[len(step.axes) - len(results) :], strict=True):
-        rows.append((x.__array_interface__["data"][0], *_dense(axes, size)))
-    numbers = np.array([resolve(key, found) for key in step.traced.numbers] or [0], np.float32)
-    return np.array(rows, np.int64).reshape(len(rows), 1 + len(AXES)), numbers, alive
+
+    function: Callable[..., Any]
+    kind: Any
+    found: dict[Any, Any]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Around:
+        """What a function captures now."""
+        kind, found, known = surroundings(function)
+        return cls(function, kind if known else None, found)
+
+    def ready(self, key: tuple[Any, ...], make: Callable[[Traced], Any], values: tuple[Any, ...], rank: int) -> Any:
+        """What was, or is now, made of the function for a kind of call."""
+        whole = None if self.kind is None else (self.kind, key, settings.current(), settings.limit())
+        found = _ready.get(whole) if whole is not None else None
+        if found is BY_VALUE:
+            whole = (*whole, self.numbers())  # type: ignore[misc]
+            found = _ready.get(whole)
+        if found is not None:
+            return found
+        try:
+            traced, lasting = trace(self.function, values, by_value=False, rank=rank)
+        except TraceError:
+            if not self.numbers():
+                raise
+            traced, lasting = trace(self.function, values, by_value=True, rank=rank)
+            if whole is not None and lasting:
+                remember(whole, BY_VALUE)
+                whole = (*whole, self.numbers())
+        if not lasting:
+            self.found.update({x.key: x.array for x in traced.sources})
+        return remember(whole if lasting else None, make(traced))
+
+    def numbers(self) -> tuple[float, ...]:
+        """The numbers that it captures."""
+        return tuple([float(x) for x in self.found.values() if not isinstance(x, np.ndarray)])
 
 
-def _dense(axes: str, size: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Strides of a dense result along a batch, rows and columns."""
-    m, n, _ = size
-    width = n if "n" in axes else 1
-    return m * width, width, 1 if "n" in axes else 0
+BY_VALUE = object()
+"""In place of a kernel: the function looks at numbers that it captures."""
+
+
+class Bound:
+    """The operands of a kernel, laid out once for all calls of a kind.
+
+    Args:
+        traced: the function's.
+        size: rows, columns and items of a batch, as operands see them.
+        given: strides, along a batch, rows and columns, of the operands that come before the function's.
+        results: those of operands that come after.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        size: tuple[int, int, int],
+        given: list[tuple[int, ...]],
+        results: list[tuple[int, ...]],
+    ) -> None:
+        self.traced, self.size, self.first = traced, size, len(given)
+        self.converts = [i for i, x in enumerate(traced.sources) if _native(x.array) is not x.array]
+        rows = [located(_native(x.array), x, size) for x in traced.sources]
+        self.template = np.array([(0, *x) for x in given] + rows + [(0, *x) for x in results] or [(0,) * 4], np.int64)
+        self.none = np.zeros(1, np.float32)
+
+    def fill(self, found: dict[Any, Any], before: list[Any], after: list[Any]) -> tuple[Array, Array, Any]:
+        """The table of a call, its numbers, and what must live as long."""
+        traced, table, alive = self.traced, self.template.copy(), None
+        arrays_ = [found[x.key] if x.key in found else resolve(x.key, found) for x in traced.sources]
+        if self.converts:
+            alive = [_native(x) for x in arrays_]
+            for i in self.converts:
+                table[self.first + i] = located(alive[i], traced.sources[i], self.size)
+                table[self.first + i, 0] -= alive[i].__array_interface__["data"][0]
+            arrays_ = alive
+        everything = [*before, *arrays_, *after]
+        if everything:
+            table[:, 0] += [x.__array_interface__["data"][0] for x in everything]
+        if not traced.numbers:
+            return table, self.none, alive
+        return table, np.array([resolve(x, found) for x in traced.numbers], np.float32), alive
 
 
 def _native(x: Array) -> Array:
     """An operand that kernels can read."""
     kind, as_it_is = element(x.dtype)
-    if as_it_is and x.flags.aligned and not any([s % x.itemsize for s in x.strides]):
-        return x if x.dtype.kind != "b" else x.view(np.uint8)
+    if as_it_is and x.flags.aligned and not any([s % x.itemsize for s in x.strides]):  # noqa: C419 - faster
+        return x
     if x.dtype.kind in "iu" and x.size and x.dtype.itemsize > 4 and (x.min() < -(2**31) or x.max() >= 2**31):
         raise ValueError("an operand of int64 has values beyond int32, which expressions compute with")
     return x.astype(arrays.numpy_of(kind))
 
 
-def _located(x: Array, source: Any, size: tuple[int, int, int]) -> tuple[int, int, int, int]:
-    """Where an operand lies, and its strides along a batch, rows and columns, in elements."""
+def located(x: Array, source: Source, size: tuple[int, int, int]) -> tuple[int, ...]:
+    """How far the first element of an operand lies from the array's, in bytes, and its strides, in elements.
+
+    Raises:
+        ValueError: the array does not reach as far as the result.
+    """
     m, n, batch = size
-    extents = {"b": batch, "m": m, "n": n}
-    at, strides = int(x.__array_interface__["data"][0]), dict.fromkeys(AXES, 0)
+    extents, at, strides = {"b": batch, "m": m, "n": n}, 0, dict.fromkeys(AXES, 0)
     for axis, length, step in zip(source.view, x.shape, x.strides, strict=True):
         if isinstance(axis, int):
             if not -length <= axis < length:
@@ -247,9 +263,30 @@ def _located(x: Array, source: Any, size: tuple[int, int, int]) -> tuple[int, in
     return (at, *strides.values())
 
 
+def dense(axes: str, size: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Strides of a dense result along a batch, rows and columns."""
+    m, n, _ = size
+    width = n if "n" in axes else 1
+    return m * width, width, 1 if "n" in axes else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A kernel over rows for one kind of call."""
+
+    route: Any
+    bound: Bound
+    size: tuple[int, int, int]
+    results: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
+    several: bool
+
+
+_NOTHING = (None,) * 7
+
+
 def over_rows(
     function: Callable[..., Any], given: tuple[Array, ...], names: dict[str, str], out: Any = None, dtype: Any = None
-) -> tuple[Array, ...]:
+) -> tuple[tuple[Array, ...], bool]:
     """A function of values in arrays of one shape, element by element, with reductions along the last axis.
 
     Args:
@@ -258,36 +295,40 @@ def over_rows(
         names: what the function calls the axes -> axes.
         out: where to put the one result, dense and of its type.
         dtype: type of results that no `cast` gives one, by default that of the first array.
+
+    Returns:
+        The results, and whether the function gave a tuple of them.
     """
     *lead, m, n = given[0].shape
-    size = (m, n, int(np.prod(lead)))
-    usual = np.dtype(dtype) if dtype is not None else given[0].dtype.newbyteorder("=")
+    size = (m, n, math.prod(lead))
     values = [_native(x.reshape(size[2], m, n)) for x in given]
-    views = tuple(described(x, ("b", "m", "n")) for x in values)
-    leaves = tuple(of_given(i, x.dtype) for i, x in enumerate(views))
-    made, kind, found = traced(function, (*leaves, Indices(names)), 3 if lead else 2)
-    key = kind and (kind, size, tuple(lead), views, usual, settings.current(), settings.limit())
+    usual = np.dtype(dtype) if dtype is not None else given[0].dtype.newbyteorder("=")
+    around = Around.of(function)
+    key = ("rows", tuple([(x.shape, x.strides, x.dtype) for x in values]), len(lead), usual, tuple(names))
 
-    def make() -> Ready:
-        step = settle(made, views, usual, ends=False)
-        bytes_ = m * n * size[2] * 4 * len(step.fused.operands)
+    def make(traced: Traced) -> _Rows:
+        views = tuple(described(x, ("b", "m", "n")) for x in values)
+        step = settle(traced, views, usual, ends=False)
+        bytes_ = math.prod(size) * 4 * len(step.fused.operands)
         workers = settings.get_num_threads() if bytes_ > FORK * BYTES_PER_SECOND else 1
         from portmm import dispatch
 
         api.begin()
         route = dispatch.rows_route(step.text, size, settings.target(), workers)
-        shapes = tuple((*lead, m, n if "n" in axes else 1) for axes in step.axes)
-        return Ready(step, route, size, shapes)
+        strides = [tuple([s // x.itemsize for s in x.strides]) for x in values]
+        bound = Bound(traced, size, strides, [dense(x, size) for x in step.axes])
+        shapes = [(*lead, m, n if "n" in axes else 1) for axes in step.axes]
+        return _Rows(route, bound, size, tuple(zip(shapes, step.types, strict=True)), traced.several)
 
-    ready: Ready = remembered(key, make)
-    results = [np.empty(s, t) for s, t in zip(ready.shapes, ready.step.types, strict=True)]
+    leaves = tuple(of_given(i, element(x.dtype)[0]) for i, x in enumerate(values))
+    ready: _Rows = around.ready(key, make, (*leaves, Indices(names)), 3 if lead else 2)
+    results = [np.empty(s, t) for s, t in ready.results]
     if out is not None:
         results[0] = out
-    rows = [(int(x.__array_interface__["data"][0]), *(s // x.itemsize for s in x.strides)) for x in values]
-    operands, numbers, alive = table(replace(ready.step, traced=made), rows, found, size, results)
+    operands, numbers, alive = ready.bound.fill(around.found, values, results)
     if 0 not in size:
         runtime().execute(
-            ready.route, m, n, 1, size[2], 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, None, None, None, None, None, None, None, operands, numbers
-        )  # fmt: skip
+            ready.route, m, n, 1, size[2], 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, *_NOTHING, operands, numbers
+        )
     del alive
-    return tuple(results)
+    return tuple(results), ready.several

@@ -7,11 +7,14 @@ verb is spelled with. May import `dtype`, `errors`, `lanes`, `schema`. Pure.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from portmm.dtype import BY_NAME, accumulator, types, unit
 from portmm.errors import TargetError
-from portmm.lanes import Lanes
 from portmm.schema import placeholders, require
+
+if TYPE_CHECKING:
+    from portmm.lanes import Lanes
 
 # What each row of the vocabulary may mention.
 PLACEHOLDERS = {

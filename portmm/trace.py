@@ -38,7 +38,7 @@ MOST_KINDS = 64
 
 
 class Indices:
-    """Where an element of the result is along each axis: for a product, its row m, its column n, its item b of a batch."""
+    """Where an element of the result is along each axis: of a product, in row m, column n, item b of a batch."""
 
     def __init__(self, names: dict[str, str]) -> None:
         self._names = tuple(names.items())
@@ -64,7 +64,8 @@ class Source:
     Attributes:
         key: how to find the array again: steps from the function.
         array: as it was when it was traced.
-        view: the axis of the result for each of the array's, an integer for one of them, or "" for one that is broadcast.
+        view: the axis of the result for each of the array's, an integer for one place along it, or "" for
+            one that is broadcast.
         exact: its axes are as long as the result's; else they are no shorter.
     """
 
@@ -97,15 +98,19 @@ class Tracer:
         return self.seen(len(self.sources) - 1, array)
 
     def seen(self, i: int, array: Array) -> Expr:
+        """The element of the i-th operand."""
         value = load(i, self.operands[i].dtype)
         return apply("ne", value, 0) if array.dtype.kind == "b" else value
 
     def number(self, key: tuple[Any, ...]) -> Expr:
+        """The number that a call finds at the end of these steps."""
         if key not in self.numbers:
             self.numbers.append(key)
         return number(self.numbers.index(key))
 
-    def wrapped(self, value: Any, key: tuple[Any, ...], seen: dict[int, Any]) -> Any:
+    def wrapped(  # noqa: PLR0911 - a kind each
+        self, value: Any, key: tuple[Any, ...], seen: dict[int, Any]
+    ) -> Any:
         """What a traced function finds in place of what it captured."""
         if isinstance(value, np.ndarray) and value.ndim:
             return Tensor(self, value, key)
@@ -211,7 +216,7 @@ class Tensor:
         return self._tracer.operand(self._key, self._array, view, exact=True)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        return _by_numpy(self, ufunc, method, inputs, options)
+        return _by_numpy(ufunc, method, inputs, options)
 
 
 def _operator(name: str) -> Any:
@@ -229,7 +234,7 @@ for _name in (
     setattr(Tensor, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-def _by_numpy(x: Any, ufunc: Any, method: str, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def _by_numpy(ufunc: Any, method: str, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
     given = tuple(y.broadcast_() if isinstance(y, Tensor) else y for y in inputs)
     expressions = [y for y in given if isinstance(y, Expr)]
     return expressions[0].__array_ufunc__(ufunc, method, *given, **options)
@@ -360,8 +365,10 @@ def surroundings(function: Any) -> tuple[tuple[Any, ...], dict[tuple[Any, ...], 
     return tuple(kind), found, known
 
 
-def _look(value: Any, key: tuple[Any, ...], kind: list[Any], found: dict[tuple[Any, ...], Any], seen: set[int]) -> bool:
-    """As `Tracer.wrapped` does, see what there is."""
+def _look(  # noqa: PLR0911 - a kind each
+    value: Any, key: tuple[Any, ...], kind: list[Any], found: dict[tuple[Any, ...], Any], seen: set[int]
+) -> bool:
+    """As `Tracer.wrapped` does, see what there is: all of it, known or not."""
     if isinstance(value, np.ndarray) and value.ndim:
         kind.append((value.shape, value.strides, value.dtype, value.flags.aligned))
         found[key] = value
@@ -375,13 +382,13 @@ def _look(value: Any, key: tuple[Any, ...], kind: list[Any], found: dict[tuple[A
         if id(value) in seen or value.__module__.startswith(("portmm", "numpy")):
             return True
         seen.add(id(value))
-        return all([_look(x, (*key, step), kind, found, seen) for step, x in _captured(value)])
+        return min([_look(x, (*key, step), kind, found, seen) for step, x in _captured(value)], default=True)
     if isinstance(value, (tuple, list)):
         kind.append((type(value), len(value)))
-        return all([_look(x, (*key, i), kind, found, seen) for i, x in enumerate(value)])
+        return min([_look(x, (*key, i), kind, found, seen) for i, x in enumerate(value)], default=True)
     if isinstance(value, dict):
         kind.append(tuple(map(repr, value)))
-        return all([_look(x, (*key, k), kind, found, seen) for k, x in value.items()])
+        return min([_look(x, (*key, k), kind, found, seen) for k, x in value.items()], default=True)
     if isinstance(value, _PLAIN):
         kind.append((type(value), value))
         return True

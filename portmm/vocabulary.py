@@ -257,7 +257,7 @@ def mean(x: Any, axis: int = -1) -> Any:
 
 
 def softmax(x: Any) -> Any:
-    """exp(x) over its sum along the last axis. (Of a row of -inf, NaN.)"""
+    """exp(x) over its sum along the last axis; of a row of -inf, NaN."""
     e = exp(x - max(x))
     return e / sum(e)
 

@@ -13,7 +13,8 @@ import pytest
 # By module, or by package for all in it; "." is portmm/__init__.py.
 FLOORS = {
     # what is computed
-    0: "abi coords dtype errors expr formats fused naming problem quantized targets tensorfile vecmath version vocabulary",
+    0: "abi coords dtype errors expr formats fused naming problem quantized targets tensorfile vecmath version "
+    "vocabulary",
     1: "isa lanes schema target",  # what it runs on
     2: "candidates cost schedule",  # legal tiles and predicted time
     3: "index interp ir kernels lower probe",  # loops and their meaning
@@ -22,7 +23,8 @@ FLOORS = {
     6: "run",  # load, launch, threads
     7: "dispatch tune",  # a problem to a ready plan
     # for users
-    8: ". api around arrays call cli compare doctor explanation folded fusing packed pose scaled settings show stored trace",
+    8: ". api around arrays call cli compare doctor explanation folded fusing packed pose scaled settings show stored "
+    "trace",
 }
 FLOOR_OF = {name.strip("."): floor for floor, names in FLOORS.items() for name in names.split()}
 
