@@ -6,12 +6,12 @@ neither needs a header file and both always agree; `VERSION` enters the cache
 key of every artifact.
 """
 
-VERSION = 3
+VERSION = 4
 
 ARGS = """\
 typedef struct {
   void *p;
-  long b, m, n;                      /* strides in elements along a batch, rows and columns */
+  long b, m, n, h;                   /* strides in elements along a batch, rows, columns, heads */
 } portmm_operand;
 
 typedef struct portmm_args {

@@ -23,8 +23,10 @@ from portmm.expr import OPS, Expr, const, node, ordered
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-AXES = "bmn"
-"""A batch, rows, columns, in this order."""
+AXES = "bmnh"
+"""A batch, rows, columns, and heads, in this order."""
+PRODUCT = "bmn"
+"""The axes of a product."""
 C = -1
 """The number of the product's own result."""
 SEEN = {"s32": "s32"}

@@ -18,7 +18,7 @@ import numpy as np
 from portmm import api, arrays, settings
 from portmm.errors import TraceError
 from portmm.expr import Expr, const, node, ordered
-from portmm.fused import AXES, C, Fused, Operand, load, parse, varies
+from portmm.fused import AXES, PRODUCT, C, Fused, Operand, load, parse, varies
 from portmm.fused import given as of_given
 from portmm.run.host import runtime
 from portmm.trace import Indices, Traced, described, element, resolve, surroundings, trace
@@ -115,7 +115,7 @@ def settle(traced: Traced, given: tuple[Operand, ...], usual: np.dtype[Any], *, 
     results, axes = [], []
     for i, x in enumerate(values):
         whole = ends and i == 0
-        axes.append(AXES if whole or "n" in along[x] else "bm")
+        axes.append(PRODUCT if whole or "n" in along[x] else "bm")
         results.append((C if whole else len(operands), x))
         if not whole:
             operands.append(Operand(arrays.name_of(types[i]), axes[i]))
@@ -194,7 +194,7 @@ class Bound:
 
     Args:
         traced: the function's.
-        size: rows, columns and items of a batch, as operands see them.
+        size: rows, columns and items of a batch, and maybe heads, as operands see them.
         given: strides, along a batch, rows and columns, of the operands that come before the function's.
         results: those of operands that come after.
     """
@@ -202,14 +202,14 @@ class Bound:
     def __init__(
         self,
         traced: Traced,
-        size: tuple[int, int, int],
+        size: tuple[int, ...],
         given: list[tuple[int, ...]],
         results: list[tuple[int, ...]],
     ) -> None:
         self.traced, self.size, self.first = traced, size, len(given)
         self.converts = [i for i, x in enumerate(traced.sources) if _native(x.array) is not x.array]
         rows = [located(_native(x.array), x, size) for x in traced.sources]
-        self.template = np.array([(0, *x) for x in given] + rows + [(0, *x) for x in results] or [(0,) * 4], np.int64)
+        self.template = np.array([_row(x) for x in given] + rows + [_row(x) for x in results] or [_row(())], np.int64)
         self.none = np.zeros(1, np.float32)
 
     def fill(self, found: dict[Any, Any], before: list[Any], after: list[Any]) -> tuple[Array, Array, Any]:
@@ -230,6 +230,11 @@ class Bound:
         return table, np.array([resolve(x, found) for x in traced.numbers], np.float32), alive
 
 
+def _row(strides: tuple[int, ...]) -> tuple[int, ...]:
+    """An address to come, and strides, 0 where there are no more."""
+    return (0, *strides, *(0,) * (len(AXES) - len(strides)))
+
+
 def _native(x: Array) -> Array:
     """An operand that kernels can read."""
     kind, as_it_is = element(x.dtype)
@@ -240,14 +245,13 @@ def _native(x: Array) -> Array:
     return x.astype(arrays.numpy_of(kind))
 
 
-def located(x: Array, source: Source, size: tuple[int, int, int]) -> tuple[int, ...]:
+def located(x: Array, source: Source, size: tuple[int, ...]) -> tuple[int, ...]:
     """How far the first element of an operand lies from the array's, in bytes, and its strides, in elements.
 
     Raises:
         ValueError: the array does not reach as far as the result.
     """
-    m, n, batch = size
-    extents, at, strides = {"b": batch, "m": m, "n": n}, 0, dict.fromkeys(AXES, 0)
+    extents, at, strides = dict(zip("mnbh", size, strict=False)), 0, dict.fromkeys(AXES, 0)
     for axis, length, step in zip(source.view, x.shape, x.strides, strict=True):
         if isinstance(axis, int):
             if not -length <= axis < length:

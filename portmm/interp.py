@@ -41,6 +41,7 @@ from portmm.ir import (
     Parallel,
     Prefetch,
     Ptr,
+    Read,
     Reduce,
     RowScale,
     Scratch,
@@ -98,7 +99,7 @@ def run(kernel: Kernel, ints: Mapping[str, int], arrays: Mapping[str, Address], 
     source = SWAPPED if kernel.swap else {name: name for name in SWAPPED}
     mine = {f: ints[source[f]] for f in FIELDS} | dict(kernel.constants)
     extra = [f"x{i}" for i in range(len(kernel.operands))]
-    mine |= {f"{x}_{axis}": ints[f"{x}_{axis}"] for x in extra for axis in STRIDES}
+    mine |= {f"{x}_{axis}": ints.get(f"{x}_{axis}", 0) for x in extra for axis in STRIDES}
     work = np.full(evaluate(kernel.workspace, mine) * BY_NAME[kernel.atom.acc].bytes, UNWRITTEN, np.uint8)
     given: dict[str, Address] = {**arrays, "work": (work, 0)}
     ptrs = {name: given[source[name]] for name in OPERANDS if source[name] in given} | {x: given[x] for x in extra}
@@ -174,6 +175,10 @@ class _Machine:
 
     def do_let(self, s: Let, f: _Frame) -> None:
         f.ints[s.name] = evaluate(s.value, f.ints)
+
+    def do_read(self, s: Read, f: _Frame) -> None:
+        array, at, _ = self.at(s.p, f, 1)
+        f.ints[s.name] = int(array[at])
 
     def do_letptr(self, s: LetPtr, f: _Frame) -> None:
         array, at, _ = self.at(s.value, f, 0)

@@ -37,7 +37,7 @@ VECTORS = {"a_scale": "f32", "b_scale": "f32", "bias": "f32", "a_zero": "s32", "
 OPERANDS = {"a": True, "b": True, "c": False, "work": False, "numbers": True} | dict.fromkeys(VECTORS, True)
 """Pointer fields of the argument block -> whether they are read-only."""
 
-STRIDES = "bmn"
+STRIDES = "bmnh"
 """Fields of an operand of a fused expression, beside its address."""
 
 TILES = 8
@@ -64,6 +64,14 @@ class Let:
 
     name: str
     value: Index
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Name an integer that lies in memory."""
+
+    name: str
+    p: Ptr
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +289,7 @@ class Parallel:
 
 Stmt = (
     Let
+    | Read
     | LetPtr
     | Scratch
     | For
@@ -350,7 +359,7 @@ class Kernel:
         types: what "a", "b" and "c" point at, where it is not what the atom multiplies.
         constants: fields fixed when the kernel was made.
         operands: types of the operands of fused expressions, "x0" and so on, and whether they are written;
-            their strides are "x0_b", "x0_m" and "x0_n".
+            their strides are "x0_b", "x0_m", "x0_n" and "x0_h".
     """
 
     name: str

@@ -23,7 +23,7 @@ import numpy as np
 
 from portmm.errors import TraceError
 from portmm.expr import Expr, apply, real
-from portmm.fused import AXES, Operand, index, load, number
+from portmm.fused import AXES, PRODUCT, Operand, index, load, number
 from portmm.vocabulary import Typed
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ class Tensor:
         shape = self._array.shape
         if len(shape) > self._tracer.rank:
             raise TraceError(f"an array of shape {shape} has more dimensions than the result")
-        axes = AXES[len(AXES) - len(shape) :]
+        axes = ("bhmn" if self._tracer.rank == 4 else PRODUCT)[-len(shape) :]
         view = tuple("" if n == 1 else x for n, x in zip(shape, axes, strict=True))
         return self._tracer.operand(self._key, self._array, view, exact=True)
 

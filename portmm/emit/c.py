@@ -41,6 +41,7 @@ from portmm.ir import (
     Param,
     Prefetch,
     Ptr,
+    Read,
     Reduce,
     RowScale,
     Scratch,
@@ -141,7 +142,7 @@ def _pruned(body: tuple[Stmt, ...]) -> tuple[tuple[Stmt, ...], set[str]]:
     kept: list[Stmt] = []
     used: set[str] = set()
     for s in reversed(body):
-        if isinstance(s, Let | LetPtr) and s.name not in used:
+        if isinstance(s, Let | LetPtr | Read) and s.name not in used:
             continue
         now, inside = _pruned_inside(s)
         kept.append(now)
@@ -273,6 +274,9 @@ class _Printer:
 
     def do_let(self, s: Let, depth: int) -> None:
         self.put(depth, f"const long {s.name} = {index(s.value)};")
+
+    def do_read(self, s: Read, depth: int) -> None:
+        self.put(depth, f"const long {s.name} = *({address(s.p)});")
 
     def do_letptr(self, s: LetPtr, depth: int) -> None:
         ctype = f"{'const ' if s.readonly else ''}{BY_NAME[s.dtype].c} *"
