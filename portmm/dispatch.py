@@ -18,6 +18,7 @@ from portmm.cost import Cost, cost, macs_per_cycle
 from portmm.dtype import BY_NAME, CODES_KR, types
 from portmm.errors import ScheduleError, TargetError
 from portmm.fused import parse as parse_fused
+from portmm.ir import Map, functions, walk
 from portmm.lanes import lacks
 from portmm.lower import atom_of, lower, lower_fold, lower_pack, lower_rows
 from portmm.problem import Family
@@ -166,9 +167,13 @@ def build_kernel(kernel: Kernel) -> Artifact:
     from portmm.emit.c import source
 
     arch = None if kernel.isa.arch == "any" else kernel.isa.arch
-    # Lanes of s32 wrap around.
-    flags = (*kernel.isa.flags, "-fwrapv") if kernel.operands else kernel.isa.flags
-    return build(source(kernel), flags=flags, arch=arch, name=kernel.name)
+    return build(source(kernel), flags=flags_of(kernel), arch=arch, name=kernel.name)
+
+
+def flags_of(kernel: Kernel) -> tuple[str, ...]:
+    """What a compiler is told of a kernel: its instructions, and that lanes of s32 wrap around."""
+    computes = any(isinstance(s, Map) for f in functions(kernel) for s in walk(f.body))
+    return (*kernel.isa.flags, "-fwrapv") if computes else kernel.isa.flags
 
 
 _loaded: dict[str, Any] = {}

@@ -330,7 +330,7 @@ def over_rows(
     if out is not None:
         results[0] = out
     operands, numbers, alive = ready.bound.fill(around.found, values, results)
-    if 0 not in size:
+    if m and size[2]:
         runtime().execute(
             ready.route, m, n, 1, size[2], 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, *_NOTHING, operands, numbers
         )

@@ -141,8 +141,10 @@ def converted(x: np.ndarray, memory: str, register: str) -> np.ndarray:
     if BY_NAME[m].eps and not BY_NAME[r].eps:
         info = np.iinfo(numpy_type(r))
         whole: np.ndarray = np.clip(np.rint(x), info.min, info.max)
-        return whole.astype(numpy_type(r))
-    return x.astype(numpy_type(r))
+        with np.errstate(invalid="ignore"):
+            return whole.astype(numpy_type(r))
+    with np.errstate(over="ignore"):
+        return x.astype(numpy_type(r))
 
 
 @dataclass(slots=True)

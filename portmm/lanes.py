@@ -67,6 +67,6 @@ def lacks(isa: Isa, real: Atom, fused: Fused) -> str:
         if atom is None or not isa.spelling(atom, "store" if written else "load_b", x.dtype):
             return f"{'store' if written else 'load'} of {x.dtype}"
     own = isa.lanes(real.n)
-    if real.n > 1 and any(x.op == "sqrt" for x in fused.steps) and not (own and "sqrt" in own.words):
+    if any(x.op == "sqrt" for x in fused.steps) and not (own and "sqrt" in own.words):
         return "square root"
     return ""

@@ -1,8 +1,9 @@
-/* Runs built kernels without Python: jobs come on standard input, C goes out.
- * Arguments are pairs of a shared object and its symbol. A job is 31 longs (see
- * tests/driver.py), then the bytes of A, B, C and six vectors. Every operand and the scratch
- * end where an inaccessible page starts, or lie in the sanitizer's heap. Tasks
- * run on one thread, last first, spread over the workers. */
+/* Runs built kernels without Python: jobs come on standard input, C goes out, and
+ * the operands of fused expressions. Arguments are pairs of a shared object and its
+ * symbol. A job is 33 longs (see tests/driver.py), then the bytes of A, B, C, six
+ * vectors and the numbers, and for each operand six longs and its bytes. Every
+ * operand and the scratch end where an inaccessible page starts, or lie in the
+ * sanitizer's heap. Tasks run on one thread, last first, spread over the workers. */
 #define _DEFAULT_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
@@ -17,7 +18,7 @@
 #define GUARDED 1
 #endif
 
-enum { KERNEL, SIZES, A = SIZES + 5, B = A + 6, C = B + 6, WORK = C + 6, VECTORS, JOB = VECTORS + 6 };
+enum { KERNEL, SIZES, A = SIZES + 5, B = A + 6, C = B + 6, WORK = C + 6, VECTORS, OPERANDS = VECTORS + 6, NUMBERS, JOB };
 
 static void spread(void *pool, void (*body)(const long *ctx, long task, long worker), const long *ctx, long tasks,
                    long workers) {
@@ -68,15 +69,31 @@ int main(int argc, char **argv) {
     char *v[6] = {NULL};
     for (int i = 0; i < 6; i++)
       if (job[VECTORS + i]) take(v[i] = place(job[VECTORS + i], 4), job[VECTORS + i]);
+    char *numbers = place(job[NUMBERS], 4), *extra[64];
+    take(numbers, job[NUMBERS]);
+    long heads[64][6];
+    portmm_operand table[64];
+    for (int i = 0; i < job[OPERANDS]; i++) {
+      const long *h = heads[i];
+      take(heads[i], sizeof heads[i]);
+      extra[i] = operand(h);
+      table[i] = (portmm_operand){extra[i] + h[1], .b = h[2], .m = h[3], .n = h[4]};
+    }
     const long *s = job + SIZES;
     portmm_args args = {s[0], s[1], s[2], s[3],
                         a + job[A + 1], job[A + 2], job[A + 3], job[A + 4],
                         b + job[B + 1], job[B + 2], job[B + 3], job[B + 4],
                         c + job[C + 1], job[C + 2], job[C + 3], job[C + 4],
                         work, s[4], NULL, spread,
-                        (float *)v[0], (float *)v[1], (float *)v[2], (int *)v[3], (int *)v[4], (int *)v[5]};
+                        (float *)v[0], (float *)v[1], (float *)v[2], (int *)v[3], (int *)v[4], (int *)v[5],
+                         table, (float *)numbers};
     kernels[job[KERNEL]](&args);
     if (fwrite(c, 1, job[C], stdout) != (size_t)job[C]) return 93;
+    for (int i = 0; i < job[OPERANDS]; i++) {
+      if (fwrite(extra[i], 1, heads[i][0], stdout) != (size_t)heads[i][0]) return 94;
+      drop(extra[i], heads[i][0]);
+    }
+    drop(numbers, job[NUMBERS]);
     drop(a, job[A]), drop(b, job[B]), drop(c, job[C]), drop(work, job[WORK]);
     for (int i = 0; i < 6; i++)
       if (v[i]) drop(v[i], job[VECTORS + i]);

@@ -12,7 +12,7 @@ import numpy as np
 
 from portmm.abi import ARGS
 from portmm.build import build
-from portmm.dispatch import workspace_bytes
+from portmm.dispatch import flags_of, workspace_bytes
 from portmm.emit.c import source
 from portmm.ir import VECTORS
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from portmm.ir import Kernel
 
-JOB = struct.Struct("1l5l6l6l6l1l6l")
+JOB = struct.Struct("1l5l6l6l6l1l6l2l")
+OPERAND = struct.Struct("6l")
 
 
 def compile_driver(folder: Path, command: list[str], *flags: str) -> str:
@@ -37,7 +38,7 @@ def objects(kernels: list[Kernel], *flags: str) -> list[str]:
 
     def one(kernel: Kernel) -> str:
         arch = None if kernel.isa.arch == "any" else kernel.isa.arch
-        return str(build(source(kernel), flags=(*kernel.isa.flags, *flags), arch=arch, name=kernel.name).path)
+        return str(build(source(kernel), flags=(*flags_of(kernel), *flags), arch=arch, name=kernel.name).path)
 
     with ThreadPoolExecutor(2) as compilers:
         paths = list(compilers.map(one, kernels))
@@ -58,22 +59,35 @@ def job(number: int, kernel: Kernel, k: Case, workers: int) -> bytes:
         longs += [flat.nbytes, offset * flat.itemsize, *strides, flat.itemsize]
     longs.append(workspace_bytes(kernel, k.problem, workers))
     vectors = [k.vectors[name].tobytes() if name in k.vectors else b"" for name in VECTORS]
-    longs += map(len, vectors)
-    return b"".join([JOB.pack(*longs), k.a.tobytes(), k.b.tobytes(), c.tobytes(), *vectors])
+    longs += [*map(len, vectors), len(k.operands), k.numbers.nbytes]
+    parts = [JOB.pack(*longs), k.a.tobytes(), k.b.tobytes(), c.tobytes(), *vectors, k.numbers.tobytes()]
+    for x in k.operands:
+        head = OPERAND.pack(x.flat.nbytes, x.offset * x.flat.itemsize, *x.steps, x.flat.itemsize)
+        parts += [head, x.flat.tobytes()]
+    return b"".join(parts)
 
 
 def run(
     command: list[str], jobs: list[tuple[int, Kernel, Case, int]], env: dict[str, str] | None = None
 ) -> list[np.ndarray]:
     """C of each job (number of the kernel, kernel, operands, workers), all in one process."""
+    return [c for c, *_ in run_all(command, jobs, env)]
+
+
+def run_all(
+    command: list[str], jobs: list[tuple[int, Kernel, Case, int]], env: dict[str, str] | None = None
+) -> list[list[np.ndarray]]:
+    """C of each job, and then the operands of fused expressions."""
     done = subprocess.run(
         command, input=b"".join(job(*j) for j in jobs), capture_output=True, check=False, env=env, timeout=300
     )
     assert done.returncode == 0, f"{command[:4]} ended with {done.returncode}: {done.stderr.decode()[-2000:]}"
     results, at = [], 0
     for _, _, k, _ in jobs:
-        c = k.c.flat
-        results.append(np.frombuffer(done.stdout, c.dtype, c.size, at))
-        at += c.nbytes
+        found = []
+        for x in (k.c.flat, *(y.flat for y in k.operands)):
+            found.append(np.frombuffer(done.stdout, x.dtype, x.size, at))
+            at += x.nbytes
+        results.append(found)
     assert at == len(done.stdout)
     return results

@@ -185,6 +185,15 @@ def panels_of(b: np.ndarray, family: Family) -> np.ndarray:
 
 
 @dataclass(frozen=True)
+class Extra:
+    """An operand of fused expressions: element (q, i, j) of a tile lies at offset + (q, i, j) . steps."""
+
+    flat: np.ndarray
+    offset: int
+    steps: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
 class Case:
     """A problem with operands, and the exact product."""
 
@@ -198,6 +207,8 @@ class Case:
     want: np.ndarray
     bound: np.ndarray
     vectors: dict[str, np.ndarray] = field(default_factory=dict)
+    operands: tuple[Extra, ...] = ()
+    numbers: np.ndarray = field(default_factory=lambda: np.zeros(1, np.float32))
 
     def fresh(self) -> np.ndarray:
         """Memory for C: unset elements are NaN, all others poison."""

@@ -42,7 +42,8 @@ static int run_launch(const launch *r, const portmm_args *given, const long *off
   portmm_args p = *given;
   thread_state *s = NULL;
   long limit = atomic_load_explicit(&pool.limit, memory_order_relaxed);
-  if (p.m <= 0 || p.n <= 0 || p.batch <= 0) return 0;
+  /* A sum over no columns is still one for each row. */
+  if (p.m <= 0 || (p.n <= 0 && !p.operands) || p.batch <= 0) return 0;
   p.workers = r->workers < limit ? r->workers : limit;
   p.pool = NULL;
   p.parallel = pool_parallel;
