@@ -64,12 +64,12 @@ class Elements:
         """The register of an expression: the same wherever it is computed."""
         return self.numbered.setdefault(x, f"{x.op[0] if x.op in ('acc', 'load') else 't'}{len(self.numbered)}")
 
-    def once(self, wanted: list[Expr], axes: str) -> tuple[Stmt, ...]:
-        """What varies along no axis but those given, of all that is wanted."""
+    def once(self, wanted: list[Expr], axes: str, j: Index | None = None, few: str = "") -> tuple[Stmt, ...]:
+        """What varies along no axis but those given, of all that is wanted; at column j, where n is one of them."""
         fixed = [x for x in self.under(wanted) if x.op != "const" and self.axes[x] <= set(axes)]
         used = {id(y) for x in self.under(wanted) if not self.axes[x] <= set(axes) for y in x.args}
         ends = [x for x in fixed if id(x) in used or any(x is y for y in wanted)]
-        return self.compute(ends, const(0), "")
+        return self.compute(ends, j or const(0), few)
 
     def under(self, wanted: list[Expr]) -> list[Expr]:
         """What must be computed for some expressions: what they are made of, down to what is there already."""
@@ -126,7 +126,8 @@ class Elements:
         if x.op == "index":
             if x.args == ("n",):
                 return (Map("lanes", d, (), "s32", "s32", self.real.name, self.column + j),)
-            return (Map("whole", d, (), "s32", "s32", self.real.name, self.row if x.args == ("m",) else var("item")),)
+            at = self.row if x.args == ("m",) else var("head" if x.args == ("h",) else "item")
+            return (Map("whole", d, (), "s32", "s32", self.real.name, at),)
         if x.op == "extent":
             return (Map("whole", d, (), "s32", "s32", self.real.name, var("n")),)
         if x.op != "load":
@@ -221,6 +222,8 @@ def arguments(fused: Fused, item: Index, row: Index, column: Index) -> list[Inde
         at = const(0)
         if "b" in x.axes:
             at += item * var(f"x{i}_b")
+        if "h" in x.axes:
+            at += var("head") * var(f"x{i}_h")
         if "m" in x.axes:
             at += row * var(f"x{i}_m")
         if "n" in x.axes:

@@ -74,7 +74,7 @@ def finish(  # noqa: PLR0917 - what sums are, and what they become
     body: tuple[Stmt, ...] = (*at.row(i), For("j", const(0), whole, const(atom.n), at.vector(i, j)))
     if atom.n > 1:
         # The scratch and the vectors by columns have whole vectors.
-        body += (If(whole.lt(columns), (Let("j", whole), *at.short(i, j, columns - whole))),)
+        body += (If(whole.lt(columns), (Let("j", whole), *at.short(i, j, columns - j))),)
     rows = For("i", const(0), var("rows"), const(1), body)
     comment = f"C[rows][columns] = {'expressions of ' if text else ''}sums, {post.replace('+', ', ')} as {to}"
     return Function("finish", "inner", params, (*at.scratch(), rows), comment, of=atom.name)

@@ -385,6 +385,7 @@ class Gemm(Blocks):
             ragged=s.static is None or s.static[1] % s.nr != 0,
             a=self.given[0],
             b=self.given[1],
+            final=s.types[2] if self.finishes else "",
             unshift=("" if not self.unshifts else "block" if s.pack_b and not s.once else "whole"),
         )
         if self.decodes:

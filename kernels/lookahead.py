@@ -5,7 +5,8 @@ load and store ports have room to spare: each step asks for a line or two of wha
 comes next. Step p asks for x_next + (p % LINE) * x_step + (p / LINE) * x_hop, so
 that a slice covers LINE lines of an operand that runs along k, or one line of
 each row of an operand that runs across. C is asked for into L1, to be written;
-A and B into L2, where they do not displace the panel that L1 works on.
+A and B into L2, where they do not displace the panel that L1 works on. Where sums are
+finished apart, it is the C of the same tile.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 def next_item(g: Blocks, row: Index) -> list[Index | Ptr]:
     """The same tile of C in the next item, and the next line of its A and B at each step."""
     line, done = g.line, (var("i") + (var("j") * var("slices"))) * var("kd")
-    out: list[Index | Ptr] = [g.result(row, var("column")) + var("c_batch")]
+    if g.finishes:
+        out: list[Index | Ptr] = [g.operand("c", row * var("c_m") + var("column")), var("c_m")]
+    else:
+        out = [g.result(row, var("column")) + var("c_batch")]
     for x in g.streams:
         out += [g.operand(x, var(f"{x}_batch") + done * line), const(line), const(line * line)]
     return out
@@ -32,7 +36,10 @@ def next_panel(g: Blocks, height: int) -> list[Index | Ptr]:
     more = (var("i") + 1).lt(var("slices"))
     next_row = var("row") + more * (var("r") + height)
     next_column = var("column") + (1 - more) * g.s.nr
-    out: list[Index | Ptr] = [g.result(next_row, next_column)]
+    if g.finishes:  # of this tile: its sums are finished next
+        out: list[Index | Ptr] = [g.operand("c", (var("row") + var("r")) * var("c_m") + var("column")), var("c_m")]
+    else:
+        out = [g.result(next_row, next_column)]
     out += _next_a(g, height) if "a" in g.streams else []
     return out + (_next_b(g) if "b" in g.streams else [])
 

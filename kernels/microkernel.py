@@ -44,6 +44,8 @@ class Shape:
         b: what B holds.
         unshift: A was shifted, and sums of B's columns lie `sums_at` units past b: "whole",
             over all of k, or "block", over the k of this visit; "" for neither.
+        final: the type of the C that is asked for ahead, where sums are elsewhere until they are
+            finished; "" where they are C.
     """
 
     rows: int
@@ -59,6 +61,7 @@ class Shape:
     a: str = "f32"
     b: str = "f32"
     unshift: str = ""
+    final: str = ""
 
 
 def micro_kernel(atom: Atom, s: Shape) -> Function:
@@ -84,12 +87,14 @@ def micro_kernel(atom: Atom, s: Shape) -> Function:
     params += [Param("sums_at")] if s.unshift else []
     params += [Param("c", atom.acc), Param("c_m"), Param("columns"), Param("accumulate")]
     if s.ahead is not None:
-        params.append(Param("c_next", atom.acc))
+        params.append(Param("c_next", s.final or atom.acc))
+        params += [Param("next_m")] if s.final else []
         for x in s.ahead:
             given = s.a if x == "a" else s.b
             params += [Param(f"{x}_next", given, readonly=True), Param(f"{x}_step"), Param(f"{x}_hop")]
-        cells = [(i, j) for i in range(s.rows) for j in range(0, s.nr, line_of(atom))]
-        asks = (Prefetch(Ptr("c_next", const(i) * var("c_m") + j), write=True) for i, j in cells)
+        cells = [(i, j) for i in range(s.rows) for j in range(0, s.nr, line_of(atom, s.final))]
+        step = var("next_m" if s.final else "c_m")
+        asks = (Prefetch(Ptr("c_next", const(i) * step + j), write=True) for i, j in cells)
         body = (*asks, *body)
     name = f"ukr_{s.rows}x{wide}"
     comment = f"C[{s.rows}][columns] (+)= A[{s.rows}][k] . B[k][{wide}]"

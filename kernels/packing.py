@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from portmm.target import Atom, Isa
 
 
-def line_of(atom: Atom) -> int:
-    """Elements of a cache line, at least one vector."""
-    return max(atom.n, 64 // BY_NAME[atom.acc].bytes)
+def line_of(atom: Atom, held: str = "") -> int:
+    """Elements of a cache line, of sums or of type `held`, at least one vector."""
+    return max(atom.n, 64 // BY_NAME[held or atom.acc].bytes)
 
 
 def keep(atom: Atom, register: str, count: Index, of: str = "") -> Verb:

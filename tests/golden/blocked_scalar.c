@@ -2,6 +2,11 @@
 /* gemm scalar: registers 2x2x1, L1 2x2x64, L2 8x2x64, L3 8x8x64; A packed, B packed, threads over tiles */
 /* made again by: portmm emit --schedule gemm:scalar:f32:2x2x1/2x2x64/8x2x64/8x8x64:1-2:a=row,b=row,panels=1,over=tiles,lanes=0,prefetch=0,pack_a,pack_b,ahead */
 
+typedef struct {
+  void *p;
+  long b, m, n, h;                   /* strides in elements along a batch, rows, columns, heads */
+} portmm_operand;
+
 typedef struct portmm_args {
   long m, n, k, batch;               /* C[batch][m][n] = A[batch][m][k] . B[batch][k][n] */
   const void *a; long a_m, a_k, a_batch;  /* strides in elements */
@@ -14,6 +19,8 @@ typedef struct portmm_args {
                    const long *ctx, long tasks, long workers);
   const float *a_scale, *b_scale, *bias; /* of a quantised product: a value for each row, each column, */
   const int *a_zero, *a_sum, *b_zero;    /* see kernels/finish.py; those by columns reach to a multiple of 64 */
+  const portmm_operand *operands;        /* of the expressions that are fused in, and the numbers of this call: */
+  const float *numbers;                  /* see kernels/elementwise.py */
 } portmm_args;
 
 #if defined(__clang__)

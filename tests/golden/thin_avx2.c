@@ -21,6 +21,11 @@ typedef unsigned short u16_u __attribute__((aligned(1), may_alias));
 typedef unsigned u32_u __attribute__((aligned(1), may_alias));
 typedef unsigned long long u64_u __attribute__((aligned(1), may_alias));
 
+typedef struct {
+  void *p;
+  long b, m, n, h;                   /* strides in elements along a batch, rows, columns, heads */
+} portmm_operand;
+
 typedef struct portmm_args {
   long m, n, k, batch;               /* C[batch][m][n] = A[batch][m][k] . B[batch][k][n] */
   const void *a; long a_m, a_k, a_batch;  /* strides in elements */
@@ -33,6 +38,8 @@ typedef struct portmm_args {
                    const long *ctx, long tasks, long workers);
   const float *a_scale, *b_scale, *bias; /* of a quantised product: a value for each row, each column, */
   const int *a_zero, *a_sum, *b_zero;    /* see kernels/finish.py; those by columns reach to a multiple of 64 */
+  const portmm_operand *operands;        /* of the expressions that are fused in, and the numbers of this call: */
+  const float *numbers;                  /* see kernels/elementwise.py */
 } portmm_args;
 
 #if defined(__clang__)

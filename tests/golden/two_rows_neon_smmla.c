@@ -19,6 +19,11 @@ typedef long l_u __attribute__((aligned(1), may_alias));
 typedef unsigned short v8h __attribute__((vector_size(16)));
 typedef unsigned short h_u __attribute__((aligned(1), may_alias));
 
+typedef struct {
+  void *p;
+  long b, m, n, h;                   /* strides in elements along a batch, rows, columns, heads */
+} portmm_operand;
+
 typedef struct portmm_args {
   long m, n, k, batch;               /* C[batch][m][n] = A[batch][m][k] . B[batch][k][n] */
   const void *a; long a_m, a_k, a_batch;  /* strides in elements */
@@ -31,6 +36,8 @@ typedef struct portmm_args {
                    const long *ctx, long tasks, long workers);
   const float *a_scale, *b_scale, *bias; /* of a quantised product: a value for each row, each column, */
   const int *a_zero, *a_sum, *b_zero;    /* see kernels/finish.py; those by columns reach to a multiple of 64 */
+  const portmm_operand *operands;        /* of the expressions that are fused in, and the numbers of this call: */
+  const float *numbers;                  /* see kernels/elementwise.py */
 } portmm_args;
 
 #if defined(__clang__)
@@ -350,7 +357,7 @@ static __attribute__((noinline)) void finish(long rows, long columns, int *sums,
       x += row_scale * z;
       float last[4] __attribute__((aligned(64)));
       *(v4f_u *)(last) = x;
-      for (long e = 0; e < columns - (columns - columns % 4); ++e) {
+      for (long e = 0; e < columns - j; ++e) {
         *(c + i * c_m + j + e) = *(last + e);
       }
     }
