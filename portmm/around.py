@@ -212,7 +212,7 @@ class _Call:
             raise TypeError("expressions are in float32; convert float64 operands, or multiply without an epilogue")
         product = api.matmul(self.left, self.right, dtype=np.int32 if sums == "s32" else np.float32)
         results, several = over_rows(epilogue, (product,), NAMES, dtype=self.types()[2])
-        return _given(list(results), out, several=several)
+        return fit(list(results), out, several=several)
 
 
 def _apart(x: arrays.Operand, size: tuple[int, int, int]) -> int:
@@ -258,7 +258,7 @@ def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[
         results[0], n, 1, m * n, None, *ready.vectors, operands, numbers,
     )  # fmt: skip
     del alive
-    return results[0] if out is None and not ready.several else _given(results, out, several=ready.several)
+    return results[0] if out is None and not ready.several else fit(results, out, several=ready.several)
 
 
 def _writable(out: Any, like: Array, inputs: tuple[Array, ...], around: Around) -> bool:
@@ -273,7 +273,7 @@ def _writable(out: Any, like: Array, inputs: tuple[Array, ...], around: Around) 
     return all((x.__array_interface__["data"], x.shape, x.strides) == place for x in read)
 
 
-def _given(results: list[Array], out: Any, *, several: bool) -> Any:
+def fit(results: list[Array], out: Any, *, several: bool) -> Any:
     """What the caller gets."""
     if out is not None and results[0] is not out:
         arrays.check_out(out, results[0].shape, results[0].dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from operator import index
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from portmm.packed import pack, packed_class, unpack
 from portmm.problem import Problem, family
 from portmm.quantized import Quantized
 from portmm.run.host import runtime
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PAD = 64
 """Vectors by columns reach to a multiple of this: kernels read whole vectors of them."""
@@ -47,6 +50,7 @@ def linear(
     dynamic: bool = False,
     dtype: Any = None,
     out: Any = None,
+    epilogue: Callable[..., Any] | None = None,
 ) -> Any:
     """X . w + bias for quantised operands: values are scale * (code - zero).
 
@@ -75,6 +79,8 @@ def linear(
         dtype: float32, float16 or bfloat16; with `out_scale` int8 or uint8. By
             default float32, or the type of `x` with `out_scale`.
         out: where to put the result, an array of that type.
+        epilogue: what becomes of the scaled sums, as in `matmul`, before they are rounded.
+            Not beside `out_scale`: `quantize_rows` and `cast` do that.
 
     Returns:
         The result, (..., n), of type `dtype`.
@@ -91,6 +97,9 @@ def linear(
     given = (not _is_default(x_zero, 0), not _is_default(w_zero, 0), not _is_default(x_scale, 1))
     asked = _Asked(None if dtype is None else np.dtype(dtype), dynamic, *given, bias is not None, out_scale is not None)
     key = (left.shape, left.strides, left.dtype, left.flags.aligned, weight.family, weight.shape, asked)
+    if epilogue is not None:
+        given = (x_scale, x_zero, w_scale, w_zero, out_scale, out_zero)
+        return _surrounded(key, left, weight, asked, out, epilogue, bias, given)
     call = _remembered(key, left, weight, asked)
     vectors = _vectors(left, call, bias, (x_scale, x_zero, w_scale, w_zero, out_scale, out_zero))
     if out is None:
@@ -105,6 +114,67 @@ def linear(
         if to is not result:
             result[...] = to
     return result if out is not None or dtype is None else result.astype(dtype, copy=False)
+
+
+def _surrounded(  # noqa: PLR0917 - one place calls it
+    key: tuple[Any, ...],
+    left: Array,
+    weight: Any,
+    asked: _Asked,
+    out: Any,
+    epilogue: Callable[..., Any],
+    bias: Any,
+    given: tuple[Any, ...],
+) -> Any:
+    """The product, and what an epilogue makes of it: in one kernel, or over its rows."""
+    from portmm.around import NAMES, fit
+    from portmm.fused import acc
+    from portmm.fusing import Around, over_rows
+    from portmm.trace import Indices
+
+    if asked.again:
+        raise ValueError("out_scale is given beside an epilogue; let that scale and cast the result")
+    around = Around.of(epilogue)
+    values = (acc(), Indices(NAMES))
+    call: _Call | None = around.ready(
+        ("linear", key), lambda traced: _fused(left, weight, asked, traced), values, 2 if left.ndim == 2 else 3
+    )
+    if call is None or call.bound is None:
+        wide = np.dtype(np.float32)
+        usual = wide if asked.dtype is None else asked.dtype
+        names = ("x_scale", "x_zero", "w_scale", "w_zero", "out_scale", "out_zero")
+        options = dict(zip(names, given, strict=True))
+        whole = linear(left, weight, bias, **options, dynamic=asked.dynamic, dtype=wide)
+        results, several = over_rows(epilogue, (whole,), NAMES, dtype=usual)
+        return fit(list(results), out, several=several)
+    vectors = _vectors(left, call, bias, given)
+    results = [np.empty(s, t) for s, t in call.results]
+    table = call.bound.fill(around.found, [], results[1:])
+    _run(call, left, weight, results[0], vectors, table[:2])
+    return fit(results, out, several=call.several)
+
+
+def _fused(left: Array, weight: Any, asked: _Asked, traced: Any) -> _Call | None:
+    """The kernel of a product and its epilogue; None where it takes two."""
+    from portmm.fusing import Bound, dense, settle
+
+    if left.ndim != 2 or 0 in (*left.shape, *weight.shape):
+        return None
+    types, _ = _types(left.dtype, asked.dtype, again=False, dynamic=asked.dynamic)
+    step = settle(traced, (), types[2], ends=True)
+    if step.fused.reductions:
+        return None
+    try:
+        call = _prepared(left, weight, asked, step)
+    except ScheduleError:
+        return None
+    (m, _), n = left.shape, weight.shape[1]
+    size = (m, n, 1)
+    bound = Bound(traced, size, [], [dense(x, size) for x in step.axes[1:]])
+    shapes = [(m, n if "n" in axes else 1) for axes in step.axes]
+    return replace(
+        call, bound=bound, results=tuple(zip(shapes, step.types, strict=True)), several=traced.several
+    )
 
 
 class _Asked(NamedTuple):
@@ -138,6 +208,9 @@ class _Call:
         route: the kernel; None if there is nothing to sum.
         strides: of x, by rows and by columns, in elements; None if it must be copied first.
         weight: as the kernel reads it, if it had to be packed again.
+        bound: the operands of an epilogue.
+        results: shapes and types of its results.
+        several: it gives a tuple.
     """
 
     shape: tuple[int, ...]
@@ -147,6 +220,9 @@ class _Call:
     route: Any
     strides: tuple[int, int] | None
     weight: Any
+    bound: Any = None
+    results: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...] = ()
+    several: bool = False
 
 
 def _is_default(x: Any, value: int) -> bool:
@@ -186,7 +262,7 @@ def _remembered(key: tuple[Any, ...], left: Array, weight: Any, asked: _Asked) -
 _calls: dict[Any, _Call] = {}
 
 
-def _prepared(left: Array, weight: Any, asked: _Asked) -> _Call:
+def _prepared(left: Array, weight: Any, asked: _Asked, step: Any = None) -> _Call:
     types, source = _types(left.dtype, asked.dtype, again=asked.again, dynamic=asked.dynamic)
     _check(left, weight, types, asked)
     k, n = weight.shape
@@ -200,10 +276,11 @@ def _prepared(left: Array, weight: Any, asked: _Asked) -> _Call:
     in_place = operand.address == left.__array_interface__["data"][0]
     layout, strides = (operand.layout, (operand.row, operand.col)) if in_place else ("row", None)
     deterministic = settings.current().deterministic
-    word = spell(arrays.name_of(types[0]), weight.dtype, arrays.name_of(types[2]))
+    word = spell(arrays.name_of(types[0]), weight.dtype, arrays.name_of(step.types[0] if step else types[2]))
     p = Problem(
         m, n, k, word, a="row" if source else layout, b="codes" if weight.dtype == "u4" else "packed",
         family=weight.family, deterministic=deterministic, post=asked.post, source=source,
+        fused=step.text if step else "",
     )  # fmt: skip
     if p.acc == "s32" and p.b == "packed" and not family(weight.family).sums:
         raise ScheduleError(f"w is packed as {weight.family}, for activations of another type: pack it for {types[0]}")
@@ -333,7 +410,9 @@ def _vectors(left: Array, call: _Call, bias: Any, given: tuple[Any, ...]) -> tup
     return a_scale, b_scale, shift, None if a_zero is None else -a_zero, a_sum, b_zero
 
 
-def _run(call: _Call, left: Array, weight: Any, out: Array, vectors: tuple[Array | None, ...]) -> None:
+def _run(  # noqa: PLR0917 - operands, then what follows them
+    call: _Call, left: Array, weight: Any, out: Array, vectors: tuple[Array | None, ...], table: tuple[Any, ...] = ()
+) -> None:
     k, n = weight.shape
     if call.route is None:
         out[...] = _last(np.zeros(out.shape), vectors, out.dtype)
@@ -344,7 +423,7 @@ def _run(call: _Call, left: Array, weight: Any, out: Array, vectors: tuple[Array
     b = weight if call.weight is None else call.weight
     runtime().execute(
         call.route, call.m, n, k, 1, left, *strides, 0,
-        b.owner, b.b_k, b.b_n, b.b_batch, out, n, 1, 0, None, *vectors,
+        b.owner, b.b_k, b.b_n, b.b_batch, out, n, 1, 0, None, *vectors, *table,
     )  # fmt: skip
 
 
