@@ -21,7 +21,7 @@ from portmm.fusing import Around, Bound, dense, over_rows, settle
 from portmm.packed import packed_class
 from portmm.problem import Problem
 from portmm.run.host import runtime
-from portmm.trace import Indices
+from portmm.trace import Indices, trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -142,38 +142,55 @@ class _Call:
         Raises:
             ScheduleError: there is none.
         """
-        types, sums = self.types(), self.sums()
-        step = settle(traced, (), types[2], ends=True)
+        step = self.settled(traced)
+        size = self.size(step)
+        rows, other = self.operands(size, self.types())
+        right = other if isinstance(other, arrays.Operand) else None
+        p = self.problem(step, rows.layout, right.layout if right else "")
+        api.begin()
+        route = api.route(p)
+        strides = (right.row, right.col, _apart(right, size)) if right else (other.b_k, other.b_n, 0)
+        numbers = (rows.row, rows.col, _apart(rows, size), *strides)
+        seen = (self.m, self.n, self.items)
+        bound = Bound(traced, seen, [], [dense(x, seen) for x in step.axes[1:]])
+        shapes = [(*self.batch, self.m, self.n if "n" in axes else 1) for axes in step.axes]
+        vectors: tuple[Any, ...] = (None,) * 6
+        if p.post:
+            vectors = (np.ones(size[0], np.float32), np.ones(-(-self.n // PAD) * PAD, np.float32), *vectors[2:])
+        direct = _lies(self.left, rows) and (right is None or _lies(self.right, right))
+        results = tuple(zip(shapes, step.types, strict=True))
+        return _Ready(route, bound, numbers, size, results, traced.several, vectors, direct)
+
+    def settled(self, traced: Traced) -> Step:
+        """What is fused.
+
+        Raises:
+            ScheduleError: it cannot be.
+        """
+        step, sums = settle(traced, (), self.types()[2], ends=True), self.sums()
         if step.fused.reductions:
             raise ScheduleError("a reduction needs whole rows of sums")
         if sums == "f64" or (self.coded and sums == "s32"):
             raise ScheduleError(f"expressions are in float32, not in {sums}")
         if 0 in (self.items, self.m, self.n, self.k):
             raise ScheduleError("there is nothing to multiply")
+        return step
+
+    def size(self, step: Step) -> tuple[int, int, int]:
+        """Rows, columns, items: where items share B and are alike, all rows are of one."""
         joined = self.items == 1 or (len(self.right.shape) == 2 and self.joins(step))
-        size = (self.m * self.items, self.n, 1) if joined else (self.m, self.n, self.items)
-        rows, other = self.operands(size, types)
-        right = other if isinstance(other, arrays.Operand) else None
-        layout = right.layout if right else "codes" if self.coded else "packed"
-        a, b, c = arrays.name_of(types[0]), "u4" if self.coded else arrays.name_of(types[1]), step.types[0]
-        p = Problem(
-            size[0], self.n, self.k, spell(a, b, arrays.name_of(c)), size[2], rows.layout, layout, fused=step.text,
-            family="" if right else other.family, deterministic=settings.current().deterministic,
-            post="scale" if sums == "s32" else "",
+        return (self.m * self.items, self.n, 1) if joined else (self.m, self.n, self.items)
+
+    def problem(self, step: Step, a: str, b: str) -> Problem:
+        """What is computed, A and B having these layouts."""
+        types, (m, n, items) = self.types(), self.size(step)
+        held = "u4" if self.coded else arrays.name_of(types[1])
+        word = spell(arrays.name_of(types[0]), held, arrays.name_of(step.types[0]))
+        return Problem(
+            m, n, self.k, word, items, a, b or ("codes" if self.coded else "packed"), fused=step.text,
+            family="" if self.array else self.right.family, deterministic=settings.current().deterministic,
+            post="scale" if self.sums() == "s32" else "",
         )  # fmt: skip
-        api.begin()
-        route = api.route(p)
-        strides = (right.row, right.col, _apart(right, size)) if right else (other.b_k, other.b_n, 0)
-        numbers = (rows.row, rows.col, _apart(rows, size), *strides)
-        seen = (self.m, self.n, self.items) if joined else size
-        bound = Bound(traced, seen, [], [dense(x, seen) for x in step.axes[1:]])
-        shapes = [(*self.batch, self.m, self.n if "n" in axes else 1) for axes in step.axes]
-        vectors: tuple[Any, ...] = (None,) * 6
-        if sums == "s32":
-            vectors = (np.ones(size[0], np.float32), np.ones(-(-self.n // PAD) * PAD, np.float32), *vectors[2:])
-        direct = _lies(self.left, rows) and (right is None or _lies(self.right, right))
-        results = tuple(zip(shapes, step.types, strict=True))
-        return _Ready(route, bound, numbers, size, results, traced.several, vectors, direct)
 
     def operands(self, size: tuple[int, int, int], types: arrays.DTypes) -> tuple[arrays.Operand, Any]:
         """A and B as kernels read them."""
@@ -280,3 +297,27 @@ def fit(results: list[Array], out: Any, *, several: bool) -> Any:
         np.copyto(out, results[0], casting="same_kind")
         results[0] = out
     return tuple(results) if several else results[0]
+
+
+def posed(a: Any, b: Any, dtype: Any, epilogue: Callable[..., Any], *, given: bool) -> tuple[Problem, tuple[str, ...]]:
+    """The problem that `matmul` poses with an epilogue, and what is to be said of it.
+
+    Args:
+        a: an array.
+        b: an array, or a packed weight.
+        dtype: of the result, if that is `given`.
+        epilogue: the function.
+        given: the caller says what type the result has.
+    """
+    left, right = arrays.as_operand(a, "a"), b if hasattr(b, "family") else _plain(b)
+    call = _Call(left, right, np.dtype(dtype) if given else None)
+    traced, _ = trace(epilogue, (acc(), _INDICES), by_value=False, rank=2 if left.ndim == len(right.shape) == 2 else 3)
+    try:
+        step = call.settled(traced)
+    except ScheduleError as error:
+        from portmm.pose import pose
+
+        return pose(a, b), (f"the epilogue is a kernel of its own, over the rows of the product: {error}",)
+    rows, other = call.operands(call.size(step), call.types())
+    layout = other.layout if isinstance(other, arrays.Operand) else ""
+    return call.problem(step, rows.layout, layout), ("the epilogue is part of the kernel",)

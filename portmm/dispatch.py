@@ -18,9 +18,8 @@ from portmm.cost import Cost, cost, macs_per_cycle
 from portmm.dtype import BY_NAME, CODES_KR, types
 from portmm.errors import ScheduleError, TargetError
 from portmm.fused import parse as parse_fused
-from portmm.ir import Map, functions, walk
 from portmm.lanes import lacks
-from portmm.lower import atom_of, lower, lower_fold, lower_pack, lower_rows
+from portmm.lower import atom_of, lower, lower_attention, lower_fold, lower_pack, lower_rows
 from portmm.problem import Family
 from portmm.problem import family as family_of
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from portmm.build import Artifact
     from portmm.fused import Fused
     from portmm.ir import Kernel
+    from portmm.kernels.heads import Form
     from portmm.problem import Problem
     from portmm.schedule import Schedule
     from portmm.target import Atom, Isa, Target
@@ -167,13 +167,7 @@ def build_kernel(kernel: Kernel) -> Artifact:
     from portmm.emit.c import source
 
     arch = None if kernel.isa.arch == "any" else kernel.isa.arch
-    return build(source(kernel), flags=flags_of(kernel), arch=arch, name=kernel.name)
-
-
-def flags_of(kernel: Kernel) -> tuple[str, ...]:
-    """What a compiler is told of a kernel: its instructions, and that lanes of s32 wrap around."""
-    computes = any(isinstance(s, Map) for f in functions(kernel) for s in walk(f.body))
-    return (*kernel.isa.flags, "-fwrapv") if computes else kernel.isa.flags
+    return build(source(kernel), flags=kernel.flags, arch=arch, name=kernel.name)
 
 
 _loaded: dict[str, Any] = {}
@@ -309,9 +303,48 @@ def rows_route(text: str, size: tuple[int, int, int], target: Target, workers: i
     return runtime().make_route(loaded, work, workers, "f32")
 
 
+@lru_cache(maxsize=256)
+def _attention(form: Form, isa: Isa, atom: Atom, real: Atom) -> tuple[Kernel, Any]:
+    kernel = lower_attention(isa, atom, real, form)
+    return kernel, _load(kernel)
+
+
+def attention_unit(held: str, fused: Fused, target: Target) -> tuple[Isa, Atom, Atom]:
+    """The fastest unit for products of a type among those that attention is written for, and its lanes of f32.
+
+    Raises:
+        ScheduleError: there is none.
+    """
+    found = []
+    for isa, atom in units(f"{held}-{held}-f32" if held != "f32" else held, target):
+        real = isa.vector("f32", atom.n)
+        weaves = atom.k_pack == 1 or isa.spelling(atom, "load_rows", "f32", atom.right)
+        if atom.m == 1 and atom.acc == "f32" and weaves and real and not lacks(isa, real, fused):
+            rate = macs_per_cycle(target, isa, atom, held) * atom.n * atom.k
+            found.append((rate, isa, atom, real))
+    if not found:
+        raise ScheduleError(f"{target.name} has no unit that computes {fused} of {held}")
+    return max(found, key=lambda x: x[0])[1:]
+
+
+def attention_route(form: Form, unit: tuple[Isa, Atom, Atom], fields: dict[str, int]) -> Any:
+    """A launchable kernel for a kind of attention; `fields` are those of the argument block.
+
+    Raises:
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    from portmm.interp import evaluate
+    from portmm.run.host import runtime
+
+    kernel, loaded = _attention(form, *unit)
+    work = evaluate(kernel.workspace, fields) * BY_NAME["f32"].bytes
+    return runtime().make_route(loaded, work, fields["workers"], "f32")
+
+
 def forget() -> None:
     """Drop every memo of this process; the cache on disk stays."""
-    for memo in (kernel_of, _packer, _folder, _rows):
+    for memo in (kernel_of, _packer, _folder, _rows, _attention):
         memo.cache_clear()
     _routes.clear()
     with _lock:

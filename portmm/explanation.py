@@ -9,6 +9,7 @@ not here can be explained as well.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from portmm import detect, dispatch, settings
@@ -22,7 +23,7 @@ from portmm.schedule import ALL, Schedule, footprint, registers, spell
 from portmm.target import Target
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from portmm.build import Artifact
     from portmm.cost import Cost
@@ -97,8 +98,8 @@ class Explanation:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """What the instruction set asks of the compiler."""
-        return self.kernel.isa.flags
+        """What the kernel asks of the compiler."""
+        return self.kernel.flags
 
     @property
     def rates(self) -> dict[str, tuple[float, str]]:
@@ -204,6 +205,8 @@ def _field(name: str, text: str) -> str:
 def _lines(x: Explanation) -> Iterator[str]:
     p, target, s = x.problem, x.target, x.schedule
     yield _field("problem", f"{p}; {_flop(p.flops)}, at least {size(p.bytes)} moved")
+    if p.fused:
+        yield _field("fused", p.fused)
     yield _field("target", f"{target.name}: {target.title}{'' if x.runs_here else ' (cannot run here)'}")
     yield _field("", ", ".join(isa.name for isa in target.isas))
     yield from _rates(x)
@@ -215,7 +218,7 @@ def _lines(x: Explanation) -> Iterator[str]:
     yield _field("", f"plus {_terms(x.cost.added)}")
     yield from _others(x)
     yield _field("kernel", f"{x.kernel.name}, workspace {size(dispatch.workspace_bytes(x.kernel, p, x.workers))}")
-    yield _field("", f"portmm emit --schedule {spell(s)}")
+    yield _field("", f"portmm emit --schedule {quote(spell(s))}")
     yield _field("flags", " ".join(x.flags) or "none beyond those of every kernel")
     yield _field("artifact", "built when asked for, unless the cache has it")
     for note in x.notes:
@@ -315,6 +318,7 @@ def explain(
     threads: int | None = None,
     deterministic: bool | None = None,
     static: bool = False,
+    epilogue: Callable[..., Any] | None = None,
 ) -> Explanation:
     """Say how a product would be computed, and why that way. Nothing is compiled.
 
@@ -329,6 +333,7 @@ def explain(
             with a `target`, for its cores.
         deterministic: as in `config`; None for what is set, or for the `Problem`'s.
         static: for this size alone, as `plan` computes.
+        epilogue: what becomes of the sums, as in `matmul`; `a` and `b` are arrays then.
 
     Returns:
         A record that prints, and has all that it prints as attributes.
@@ -347,6 +352,11 @@ def explain(
         if b is not None or out is not None:
             raise ValueError("a Problem already holds both operands; give no b and no out")
         return _explained(_with(a, deterministic), machine, threads)
+    if epilogue is not None:
+        from portmm.around import posed
+
+        problem, note = posed(a, b, dtype if out is None else out.dtype, epilogue, given=out is not None)
+        return _explained(_with(problem, deterministic), machine, threads, note)
     problem = _with(pose(a, b, out, dtype=dtype, static=static), deterministic)
     try:
         return _explained(problem, machine, threads)

@@ -12,7 +12,7 @@ import numpy as np
 
 from portmm.abi import ARGS
 from portmm.build import build
-from portmm.dispatch import flags_of, workspace_bytes
+from portmm.dispatch import workspace_bytes
 from portmm.emit.c import source
 from portmm.ir import VECTORS
 
@@ -38,7 +38,7 @@ def objects(kernels: list[Kernel], *flags: str) -> list[str]:
 
     def one(kernel: Kernel) -> str:
         arch = None if kernel.isa.arch == "any" else kernel.isa.arch
-        return str(build(source(kernel), flags=(*flags_of(kernel), *flags), arch=arch, name=kernel.name).path)
+        return str(build(source(kernel), flags=(*kernel.flags, *flags), arch=arch, name=kernel.name).path)
 
     with ThreadPoolExecutor(2) as compilers:
         paths = list(compilers.map(one, kernels))
