@@ -21,7 +21,7 @@ from portmm.fusing import Around, Bound, dense, over_rows, settle
 from portmm.packed import packed_class
 from portmm.problem import Problem
 from portmm.run.host import runtime
-from portmm.trace import Indices, trace
+from portmm.trace import Indices, lies, resolve, trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 NAMES = {"m": "m", "n": "n", "b": "b"}
 _INDICES = Indices(NAMES)
+_VALUES = (acc(), _INDICES)
 PAD = 64
 """Vectors by columns reach to a multiple of this."""
 
@@ -167,11 +168,12 @@ class _Call:
         Raises:
             ScheduleError: it cannot be.
         """
-        step, sums = settle(traced, (), self.types()[2], ends=True), self.sums()
-        if step.fused.reductions:
-            raise ScheduleError("a reduction needs whole rows of sums")
+        sums = self.sums()
         if sums == "f64" or (self.coded and sums == "s32"):
             raise ScheduleError(f"expressions are in float32, not in {sums}")
+        step = settle(traced, (), self.types()[2], ends=True)
+        if step.fused.reductions:
+            raise ScheduleError("a reduction needs whole rows of sums")
         if 0 in (self.items, self.m, self.n, self.k):
             raise ScheduleError("there is nothing to multiply")
         return step
@@ -220,6 +222,8 @@ class _Call:
             steps = source.array.strides
             if not {"b", "m"} <= at.keys() or steps[at["b"]] != self.m * steps[at["m"]]:
                 return False
+            if not lies(source.array) and source.array.shape[at["m"]] != self.m:
+                return False  # of the copy that is read, rows are further apart
         return True
 
     def split(self, epilogue: Callable[..., Any], out: Any) -> Any:
@@ -228,6 +232,7 @@ class _Call:
         if sums == "f64":
             raise TypeError("expressions are in float32; convert float64 operands, or multiply without an epilogue")
         product = api.matmul(self.left, self.right, dtype=np.int32 if sums == "s32" else np.float32)
+        product = product.astype(np.float32, copy=False)  # as in one kernel
         results, several = over_rows(epilogue, (product,), NAMES, dtype=self.types()[2])
         return fit(list(results), out, several=several)
 
@@ -245,9 +250,11 @@ def _lies(x: Array, read: arrays.Operand) -> bool:
 def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[..., Any]) -> Any:
     """A product and its epilogue, in one kernel or in two."""
     wanted = np.dtype(dtype) if dtype is not None else out.dtype if isinstance(out, np.ndarray) else None
+    if dtype is None and wanted == np.float64:
+        wanted = None  # what is computed in float32 is converted
     around = Around.of(epilogue)
-    held = (right.strides, right.dtype) if isinstance(right, np.ndarray) else right.family
-    key = (left.shape, left.strides, left.dtype, right.shape, held, wanted)
+    held = (right.strides, right.dtype, right.flags.aligned) if isinstance(right, np.ndarray) else right.family
+    key = (left.shape, left.strides, left.dtype, left.flags.aligned, right.shape, held, wanted)
     call = None
 
     def make(traced: Traced) -> Any:
@@ -256,13 +263,15 @@ def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[
         return call.ready(traced)
 
     rank = 2 if left.ndim == len(right.shape) == 2 else 3
-    ready: _Ready | ScheduleError = around.ready(key, make, (acc(), _INDICES), rank)
+    ready: _Ready | ScheduleError = around.ready(key, make, _VALUES, rank)
     if isinstance(ready, ScheduleError):
         return (call or _Call(left, right, wanted)).split(epilogue, out)
     results = [np.empty(s, t) for s, t in ready.results]
-    if out is not None and _writable(out, results[0], (left, getattr(right, "owner", right)), around):
+    if out is not None and _writable(
+        out, results[0], (left, getattr(right, "owner", right)), ready.bound, around.found
+    ):
         results[0] = out
-    if ready.direct and left.flags.aligned and getattr(right, "owner", right).flags.aligned:
+    if ready.direct:
         a, b = left, getattr(right, "owner", right)
     else:
         rows, other = (call or _Call(left, right, wanted)).operands(ready.size, _Call(left, right, wanted).types())
@@ -278,16 +287,21 @@ def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[
     return results[0] if out is None and not ready.several else fit(results, out, several=ready.several)
 
 
-def _writable(out: Any, like: Array, inputs: tuple[Array, ...], around: Around) -> bool:
+def _writable(  # noqa: PLR0917 - what is written, and all that is read
+    out: Any, like: Array, inputs: tuple[Array, ...], bound: Bound, found: dict[Any, Any]
+) -> bool:
     """Kernels can write the first result to `out`, where what they read may lie only element upon element."""
     arrays.check_out(out, like.shape, like.dtype)
     if out.dtype != like.dtype or not (out.flags.aligned and out.flags.c_contiguous):
         return False
     if any(np.may_share_memory(out, x) for x in inputs):
         return False
-    read = [x for x in around.found.values() if isinstance(x, np.ndarray) and np.may_share_memory(out, x)]
-    place = (out.__array_interface__["data"], out.shape, out.strides)
-    return all((x.__array_interface__["data"], x.shape, x.strides) == place for x in read)
+    place = (out.__array_interface__["data"], out.shape, out.strides, tuple("bmn"[-out.ndim :]))
+    for source in bound.traced.sources:
+        x = resolve(source.key, found)
+        if np.may_share_memory(out, x) and (x.__array_interface__["data"], x.shape, x.strides, source.view) != place:
+            return False
+    return True
 
 
 def fit(results: list[Array], out: Any, *, several: bool) -> Any:
