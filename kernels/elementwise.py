@@ -196,6 +196,16 @@ class Elements:
             For("e", const(0), end, const(1), (one,)),
         )
 
+    def single(self, x: Expr, operand: int) -> tuple[Stmt, ...]:
+        """Write the one result of a row, which is in every lane."""
+        to = self.fused.operands[operand]
+        lanes = self.isa.vector("s32", self.real.n) if to.dtype == "s32" else self.real
+        assert lanes is not None  # noqa: S101 - `lacks` said so
+        value, before = self.value(x)
+        scratch = f"few_{to.dtype}"
+        here = Ptr(f"x{operand}", self.inner * var(f"x{operand}_m")) if "m" in to.axes else Ptr(f"x{operand}")
+        return (*before, Verb("store", value, p=Ptr(scratch), of=lanes.name), Move(here, Ptr(scratch)))
+
     def value(self, x: Expr) -> tuple[str, tuple[Stmt, ...]]:
         """The register of a result; a literal is put in one first."""
         if x.op != "const":

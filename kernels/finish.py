@@ -172,7 +172,13 @@ class _Fused(_Tile):
         self.at.names = {}
         found = (*super().row(i), *self.at.once(self.wanted, "bm"))
         self.fixed = dict(self.at.names)
-        return found
+        # What is one value for a row is written with its first columns.
+        single = [s for to, x in self.at.fused.results if self.one(to) for s in self.at.single(x, to)]
+        return (*found, If(var("column").eq(const(0)), tuple(single))) if single else found
+
+    def one(self, to: int) -> bool:
+        """A result of one value for a row."""
+        return to != C and "n" not in self.at.fused.operands[to].axes
 
     def vector(self, i: Index, j: Index) -> tuple[Stmt, ...]:
         return self.results(i, j, "")
@@ -187,6 +193,6 @@ class _Fused(_Tile):
         for to, x in self.at.fused.results:
             if to == C:
                 found += self.at.write(x, self.to, self.there, j, few, const(1))
-            else:
+            elif not self.one(to):
                 found += self.at.store(x, to, j, few)
         return tuple(found)

@@ -107,7 +107,8 @@ def _kept(fused: Fused, passes: tuple[tuple[Expr, ...], ...], depth: dict[Expr, 
             x = stack.pop()
             if x.op == "reduce" or x in found:
                 continue
-            if x.op in OPS and x in computed and depth[x] <= i and _operations(x) >= WORTH_KEEPING:
+            kept = x.op in OPS and x.dtype == "f32" and x in computed and depth[x] <= i
+            if kept and _operations(x) >= WORTH_KEEPING:
                 found[x] = i
                 continue
             stack += [y for y in x.args if not isinstance(y, (str, int, float))]
@@ -165,7 +166,7 @@ def _pass(
     for x, to in reductions:
         kind = x.args[0]
         body.append(Map("literal", f"all_{to}", (REDUCTIONS[kind],), "f32", "f32", at.real.name))
-    body += [s for i, x in single for s in _single(at, i, x)]
+    body += [s for i, x in single for s in at.single(x, i)]
     if not wanted:
         return tuple(body)
     fixed = dict(at.names)
@@ -190,16 +191,6 @@ def _pass(
         body.append(Total(x.args[0], Ptr(to), Ptr("lane"), lanes))
     at.names = {}
     return tuple(body)
-
-
-def _single(at: Elements, operand: int, x: Expr) -> tuple[Stmt, ...]:
-    """Write the one result of a row."""
-    to = at.fused.operands[operand].dtype
-    value, before = at.value(x)
-    vector = at.isa.vector("s32", at.real.n) if to == "s32" else at.real
-    assert vector is not None  # noqa: S101 - `lacks` said so
-    scratch = f"few_{to}"
-    return (*before, Verb("store", value, p=Ptr(scratch), of=vector.name), Move(Ptr(f"x{operand}"), Ptr(scratch)))
 
 
 def _reduced(at: Elements, x: Expr, into: str, few: str) -> tuple[Stmt, ...]:

@@ -348,6 +348,14 @@ def from_bits(x: Any) -> Expr:
     return apply("from_bits", x)
 
 
+def rounded(x: Any) -> Expr:
+    """An f32 as the nearest s32, halves to even ones; saturated, a NaN as the least."""
+    whole = 1.5 * 2**23  # added to what has a fraction it leaves the nearest whole number in the last bits
+    near = select(abs(x) < 2.0**22, (x + whole) - whole, x)
+    beyond = select(near == near, const(2**31 - 1, "s32"), const(-(2**31), "s32"))  # noqa: PLR0124 - or a NaN
+    return select(near < 2.0**31, apply("int", near), beyond)
+
+
 def sqrt(x: Any) -> Expr:
     """The square root, correctly rounded."""
     return apply("sqrt", x)

@@ -17,11 +17,11 @@ import numpy as np
 
 from portmm import api, arrays, settings
 from portmm.errors import TraceError
-from portmm.expr import Expr, const, node, ordered
+from portmm.expr import Expr, const, node, ordered, rounded
 from portmm.fused import AXES, PRODUCT, C, Fused, Operand, load, parse, varies
 from portmm.fused import given as of_given
 from portmm.run.host import runtime
-from portmm.trace import Indices, Traced, described, element, resolve, surroundings, trace
+from portmm.trace import Indices, Traced, described, element, lies, resolve, surroundings, trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,6 +110,7 @@ def settle(traced: Traced, given: tuple[Operand, ...], usual: np.dtype[Any], *, 
     values = [substituted(x, change, done) for x, _ in traced.results]
     values = [node("select", (x, *_one_or_none()), "f32") if x.dtype == "mask" else x for x in values]
     types = result_types(traced, usual)
+    values = [rounded(x) if x.dtype == "f32" and t == np.int32 else x for x, t in zip(values, types, strict=True)]
     operands = [*given, *traced.operands]
     along = varies(ordered(tuple(values)), tuple(operands))
     results, axes = [], []
@@ -170,14 +171,12 @@ class Around:
         try:
             traced, lasting = trace(self.function, values, by_value=False, rank=rank)
         except TraceError:
-            if not self.numbers():
-                raise
             traced, lasting = trace(self.function, values, by_value=True, rank=rank)
             if whole is not None and lasting:
                 remember(whole, BY_VALUE)
                 whole = (*whole, self.numbers())
         if not lasting:
-            self.found.update({x.key: x.array for x in traced.sources})
+            self.found.update({x.key: x.array for x in traced.sources} | dict(traced.values))
         return remember(whole if lasting else None, make(traced))
 
     def numbers(self) -> tuple[float, ...]:
@@ -220,7 +219,6 @@ class Bound:
             alive = [_native(x) for x in arrays_]
             for i in self.converts:
                 table[self.first + i] = located(alive[i], traced.sources[i], self.size)
-                table[self.first + i, 0] -= alive[i].__array_interface__["data"][0]
             arrays_ = alive
         everything = [*before, *arrays_, *after]
         if everything:
@@ -237,12 +235,11 @@ def _row(strides: tuple[int, ...]) -> tuple[int, ...]:
 
 def _native(x: Array) -> Array:
     """An operand that kernels can read."""
-    kind, as_it_is = element(x.dtype)
-    if as_it_is and x.flags.aligned and not any([s % x.itemsize for s in x.strides]):  # noqa: C419 - faster
+    if lies(x):
         return x
     if x.dtype.kind in "iu" and x.size and x.dtype.itemsize > 4 and (x.min() < -(2**31) or x.max() >= 2**31):
         raise ValueError("an operand of int64 has values beyond int32, which expressions compute with")
-    return x.astype(arrays.numpy_of(kind))
+    return x.astype(arrays.numpy_of(element(x.dtype)[0]), order="C")
 
 
 def located(x: Array, source: Source, size: tuple[int, ...]) -> tuple[int, ...]:

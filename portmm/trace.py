@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import types
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,6 +84,7 @@ class Tracer:
         self.sources: list[Source] = []
         self.operands: list[Operand] = []
         self.numbers: list[tuple[Any, ...]] = []
+        self.values: dict[tuple[Any, ...], float] = {}
         self.lasting = True
 
     def operand(self, key: tuple[Any, ...], array: Array, view: tuple[str | int, ...], *, exact: bool = False) -> Expr:
@@ -112,11 +113,13 @@ class Tracer:
         self, value: Any, key: tuple[Any, ...], seen: dict[int, Any]
     ) -> Any:
         """What a traced function finds in place of what it captured."""
-        if isinstance(value, np.ndarray) and value.ndim:
-            return Tensor(self, value, key)
+        if isinstance(value, np.ndarray):
+            self.lasting &= value.ndim > 0
+            return Tensor(self, value, key) if value.ndim else value
         if isinstance(value, (float, np.floating)) and not self.by_value:
+            self.values[key] = float(value)
             return self.number(key)
-        if isinstance(value, types.FunctionType) and not value.__module__.startswith(("portmm", "numpy")):
+        if isinstance(value, types.FunctionType) and not _ours(value):
             if id(value) not in seen:
                 seen[id(value)] = value
                 seen[id(value)] = self.rebound(value, key, seen)
@@ -126,15 +129,29 @@ class Tracer:
             return type(value)(made) if type(value) in (tuple, list) else value
         if isinstance(value, dict):
             return {k: self.wrapped(x, (*key, k), seen) for k, x in value.items()}
-        if isinstance(value, (*_PLAIN, float, types.ModuleType)) or callable(value):
+        if isinstance(value, (*_PLAIN, float, types.ModuleType)) or _fixed(value):
             return value
         self.lasting = False
-        return _Object(self, value)
+        return self.callable(value, key, seen) if callable(value) else _Object(self, value)
+
+    def callable(self, value: Any, key: tuple[Any, ...], seen: dict[int, Any]) -> Any:
+        """A method, a partial, or an object that can be called, with what it holds seen through."""
+        if isinstance(value, types.FunctionType):
+            return self.rebound(value, key, seen)
+        if isinstance(value, partial):
+            given = [self.wrapped(x, (*key, i), seen) for i, x in enumerate(value.args)]
+            named = {k: self.wrapped(x, (*key, k), seen) for k, x in value.keywords.items()}
+            return partial(self.callable(value.func, (*key, "func"), seen), *given, **named)
+        owner, function = (value.__self__, value.__func__) if isinstance(value, types.MethodType) else (value, None)
+        function = function or getattr(type(value), "__call__", None)
+        if not isinstance(function, types.FunctionType) or _ours(function):
+            return value
+        return types.MethodType(self.rebound(function, (*key, "func"), seen), _Object(self, owner))
 
     def rebound(self, function: types.FunctionType, key: tuple[Any, ...], seen: dict[int, Any]) -> types.FunctionType:
         """The function, with tensors in place of what it captures."""
         code = function.__code__
-        names = {n for n in _names(code) if n in function.__globals__}
+        names = sorted(n for n in _names(code) if n in function.__globals__)
         spaces = dict(function.__globals__)
         for name in names:
             spaces[name] = self.wrapped(spaces[name], (*key, ("global", name)), seen)
@@ -159,11 +176,26 @@ def _names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
+def _ours(function: types.FunctionType) -> bool:
+    """A function of portmm's, or of NumPy's."""
+    return (function.__module__ or "").partition(".")[0] in ("portmm", "numpy")
+
+
+def _fixed(value: Any) -> bool:
+    """Something that can be called and holds nothing: a function of ours, of C's, a class."""
+    ours = isinstance(value, types.FunctionType) and _ours(value)
+    return ours or isinstance(value, (np.ufunc, type, types.BuiltinFunctionType))
+
+
 def _filled(cell: Any) -> bool:
     try:
         return cell.cell_contents is not None or True
     except ValueError:
         return False
+
+
+_LAID = frozenset(("shape", "ndim", "dtype", "size", "strides", "itemsize", "nbytes"))
+"""What an array says of itself without a look at its values."""
 
 
 class Tensor:
@@ -174,9 +206,10 @@ class Tensor:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._array, name)
-        return (
-            Tensor(self._tracer, found, (*self._key, ("attribute", name))) if isinstance(found, np.ndarray) else found
-        )
+        if isinstance(found, np.ndarray):
+            return Tensor(self._tracer, found, (*self._key, ("attribute", name)))
+        self._tracer.lasting &= name in _LAID  # else its values are being looked at
+        return found
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Array:
         self._tracer.lasting = False  # its values are being looked at
@@ -248,8 +281,6 @@ class _Object:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._value, name)
-        if isinstance(found, (float, np.floating)):
-            return float(found)
         return self._tracer.wrapped(found, ("object", id(self._value), name), {})
 
     def __getitem__(self, key: Any) -> Any:
@@ -269,12 +300,21 @@ def element(dtype: np.dtype[Any]) -> tuple[str, bool]:
 
 def described(array: Array, view: tuple[str | int, ...]) -> Operand:
     """How an array is read by a view of its axes."""
-    kind, native = element(array.dtype)
+    kind = element(array.dtype)[0]
     axes = "".join([x for x in AXES if x in view])
-    if "n" not in axes or not native:
+    if "n" not in axes:
         return Operand(kind, axes)
+    last = view[-1] == "n" and view.count("n") == 1
+    if not lies(array):  # a copy is read
+        return Operand(kind, axes, last)
     step = sum([s for x, s in zip(view, array.strides, strict=True) if x == "n"])
-    return Operand(kind, axes, step == array.itemsize or array.shape[view.index("n")] == 1)
+    return Operand(kind, axes, step == array.itemsize or (last and array.shape[-1] == 1))
+
+
+def lies(array: Array) -> bool:
+    """Kernels can read an array where it lies."""
+    as_it_is = element(array.dtype)[1]
+    return as_it_is and array.flags.aligned and not any([s % array.itemsize for s in array.strides])  # noqa: C419 - faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +327,7 @@ class Traced:
         operands: what it reads.
         sources: where that is.
         numbers: where the numbers of a call come from.
+        values: of numbers that objects hold, as they were when the function was traced.
     """
 
     results: tuple[tuple[Expr, Any], ...]
@@ -294,6 +335,7 @@ class Traced:
     operands: tuple[Operand, ...]
     sources: tuple[Source, ...]
     numbers: tuple[tuple[Any, ...], ...]
+    values: tuple[tuple[tuple[Any, ...], float], ...] = ()
 
 
 def trace(
@@ -306,25 +348,27 @@ def trace(
     """
     tracer = Tracer(by_value=by_value, rank=rank)
     try:
-        bound = tracer.rebound(function, (), {}) if isinstance(function, types.FunctionType) else function
-        found = bound(*values[: _arity(function, len(values))])
+        found = tracer.callable(function, (), {})(*values[: _arity(function, len(values))])
         results = tuple(_result(x, tracer) for x in (found if isinstance(found, tuple) else (found,)))
     except TraceError as error:
         raise _located(error, function) from error.__cause__
     lasting = tracer.lasting and isinstance(function, types.FunctionType)
-    return Traced(
-        results, isinstance(found, tuple), tuple(tracer.operands), tuple(tracer.sources), tuple(tracer.numbers)
-    ), lasting
+    several, values_ = isinstance(found, tuple), tuple(tracer.values.items())
+    reads = (tuple(tracer.operands), tuple(tracer.sources), tuple(tracer.numbers), values_)
+    return Traced(results, several, *reads), lasting
 
 
 def _arity(function: Any, most: int) -> int:
     """How many of the values a function takes."""
+    if isinstance(function, partial):
+        return _arity(function.func, most + len(function.args)) - len(function.args)
     code = getattr(function, "__code__", None)
+    method = isinstance(function, types.MethodType)
     if code is None:
+        code, method = getattr(type(function).__call__, "__code__", None), True
+    if code is None or code.co_flags & 0x04:  # *args
         return most
-    if code.co_flags & 0x04:  # *args
-        return most
-    return min(most, code.co_argcount)
+    return min(most, code.co_argcount - method)
 
 
 def _result(x: Any, tracer: Tracer) -> tuple[Expr, Any]:
@@ -379,7 +423,7 @@ def _look(  # noqa: PLR0911 - a kind each
         return True
     if isinstance(value, types.FunctionType):
         kind.append(value.__code__)
-        if id(value) in seen or value.__module__.startswith(("portmm", "numpy")):
+        if id(value) in seen or _ours(value):
             return True
         seen.add(id(value))
         return min([_look(x, (*key, step), kind, found, seen) for step, x in _captured(value)], default=True)
@@ -392,7 +436,7 @@ def _look(  # noqa: PLR0911 - a kind each
     if isinstance(value, _PLAIN):
         kind.append((type(value), value))
         return True
-    if isinstance(value, types.ModuleType) or callable(value):
+    if isinstance(value, types.ModuleType) or _fixed(value):
         kind.append(id(value))
         return True
     return False

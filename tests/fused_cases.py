@@ -15,7 +15,7 @@ from support import Case, Extra, Laid, guarded, lay, poison
 
 from portmm.dtype import BY_NAME, spell
 from portmm.expr import OPS, apply, bits, const, fma, from_bits, ordered, real, select, sqrt
-from portmm.fused import AXES, PRODUCT, C, Fused, Operand, extent, index, load, number, reduction
+from portmm.fused import AXES, PRODUCT, C, Fused, Operand, acc, extent, index, load, number, reduction
 from portmm.interp import numpy_type
 from portmm.ir import VECTORS
 from portmm.problem import Problem
@@ -150,12 +150,12 @@ def every_operation():
     reals = [
         x + y, x - y, 2.5 - x, x * y, x / y, 3.0 / y, -x, abs(x), apply("min", x, y), apply("max", x, y),
         apply("min", x, 0.5), apply("max", 1.0, y), fma(x, y, 2.0), fma(2.0, x, y), sqrt(abs(x)), sqrt(x),
-        from_bits(bits(x) ^ (bits(y) & 0x7FFFFF)), apply("float", i), select(p, x, y), select(q, -0.0, x), select(p, x, np.inf),
-        x * -0.0 + np.nan, index("n") * 1.0 + index("m") + index("b") * 0.5, real(extent()), number(1) * x - number(0),
+        from_bits(bits(x) ^ (bits(y) & 0x7FFFFF)), apply("float", i), select(p, x, y), select(q, -0.0, x),
+        select(p, x, np.inf), x * -0.0 + np.nan, index("n") * 1.0 + index("m") + index("b") * 0.5, real(extent()), number(1) * x - number(0),
     ]  # fmt: skip
     wholes = [
-        i + j, i - j, 7 - i, i * j * 123456789, -i, abs(i), apply("min", i, j), apply("max", i, 3), i & j, i | 5, i ^ j, ~i,
-        i << 28, (i * 99999999) >> 5, select(p, i, j), select(q, -(2**31), j), apply("int", x * 3.0), bits(x * 2.0),
+        i + j, i - j, 7 - i, i * j * 123456789, -i, abs(i), apply("min", i, j), apply("max", i, 3), i & j, i | 5,
+        i ^ j, ~i, i << 28, (i * 99999999) >> 5, select(p, i, j), select(q, -(2**31), j), apply("int", x * 3.0), bits(x * 2.0),
         index("n") - index("m"), apply("int", select(p, x, 3e9)),
     ]  # fmt: skip
     masks = [
@@ -171,7 +171,7 @@ TYPES = ("f32", "bf16", "f16", "s8", "u8", "s32")
 
 
 def every_type(dtypes=TYPES):
-    """Operands of every type, dense and not, by every set of axes, and results of every type; of some a value for each row."""
+    """Operands of every type, dense and not, by every set of axes; results of every type, and a value for each row."""
     axes = ("bmn", "mn", "n", "bm", "m", "", "b", "bn")
     operands = [Operand(t, axes[(3 * k + i) % 8], i % 2 == 0) for k, t in enumerate(dtypes) for i in range(3)]
     values = [load(i, o.dtype) for i, o in enumerate(operands)]
@@ -204,6 +204,26 @@ def by_rows():
     axes = ["bmn", "bmn", "bm", "bm", "bm", "bm", "bmn", "bmn"]
     results = tuple(Operand("f32", a) for a in axes)
     return Fused((*operands, *results), tuple((3 + i, v) for i, v in enumerate(roots)))
+
+
+def epilogues():
+    """What may become of sums: one result, several, operands of many kinds, places."""
+    x = acc()
+    bias, residual = load(0, "f32"), load(1, "f32")
+    plain = Fused((Operand("f32", "n"), Operand("f32", "bmn")), ((C, apply("max", x + bias, 0.0) + residual),))
+    kinds = (
+        Operand("f32", "m"), Operand("bf16", "bmn", dense=False), Operand("s8", "mn"), Operand("f16", "n", dense=False),
+        Operand("u8", "b"), Operand("f32", ""), Operand("bf16", "bmn"), Operand("f32", "bmn", dense=False),
+        Operand("s8", "bmn"), Operand("f16", "bm"),
+    )  # fmt: skip
+    v = [load(i, o.dtype) for i, o in enumerate(kinds)]
+    total = fma(x, v[0], v[1]) + v[2] * 0.125 - v[3] * number(1)
+    many = Fused(kinds, ((C, total), (6, x * number(0) + v[5]), (7, abs(total) * 0.5), (8, total + v[4] * 0.01), (9, v[0] + index("m"))))
+    whole = (Operand("s32", "n"), Operand("s32", "bmn"), Operand("s32", "bmn"))
+    i, j = load(0, "s32"), load(1, "s32")
+    kept = apply("eq", ((index("m") * 40503) ^ (index("n") * 977 + index("b"))) & 1, 1)
+    places = Fused(whole, ((C, select(kept, x / sqrt(x * x + 1.0), real(i))), (2, i * 3 - j + index("n"))))
+    return {"plain": plain, "many": many, "places": places}
 
 
 # -- operands ---------------------------------------------------------------------
