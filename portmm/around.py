@@ -8,16 +8,16 @@ over the result. Imports `api`, `arrays`, `fusing`, `problem`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from portmm import api, arrays, settings
-from portmm.dtype import accumulator, spell
+from portmm.dtype import BY_NAME, accumulator, spell
 from portmm.errors import ScheduleError
 from portmm.fused import acc
-from portmm.fusing import Around, Bound, dense, over_rows, settle
+from portmm.fusing import BYTES_PER_SECOND, Around, Bound, dense, over_rows, settle
 from portmm.packed import packed_class
 from portmm.problem import Problem
 from portmm.run.host import runtime
@@ -33,6 +33,8 @@ Array = np.ndarray[Any, Any]
 NAMES = {"m": "m", "n": "n", "b": "b"}
 _INDICES = Indices(NAMES)
 _VALUES = (acc(), _INDICES)
+CALL = 20e-6
+"""Seconds of one more call of a kernel."""
 PAD = 64
 """Vectors by columns reach to a multiple of this."""
 
@@ -148,6 +150,8 @@ class _Call:
         rows, other = self.operands(size, self.types())
         right = other if isinstance(other, arrays.Operand) else None
         p = self.problem(step, rows.layout, right.layout if right else "")
+        if (rows.layout, p.b) == ("row", "col") and _better_apart(p, step):
+            raise ScheduleError("the product alone, and a kernel over its rows, are predicted to be faster")
         api.begin()
         route = api.route(p)
         strides = (right.row, right.col, _apart(right, size)) if right else (other.b_k, other.b_n, 0)
@@ -237,6 +241,17 @@ class _Call:
         return fit(list(results), out, several=several)
 
 
+def _better_apart(p: Problem, step: Step) -> bool:
+    """Programs that cannot fuse, the dot products of a B by columns, are faster by more than another pass takes."""
+    from portmm import dispatch
+
+    target, threads = settings.target(), settings.get_num_threads()
+    alone = replace(p, fused="", post="", dtype=spell(*p.types[:2], p.acc))
+    passes = p.batch * p.m * p.n * BY_NAME["f32"].bytes * (2 + len(step.fused.operands)) / BYTES_PER_SECOND
+    seconds = [dispatch.choose(x, target, threads).cost.seconds for x in (p, alone)]
+    return seconds[1] + passes + CALL < seconds[0]
+
+
 def _apart(x: arrays.Operand, size: tuple[int, int, int]) -> int:
     """Elements from one item of a batch to the next."""
     return x.array.strides[0] // x.array.itemsize if size[2] > 1 and x.array.ndim == 3 else 0
@@ -287,7 +302,7 @@ def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[
     return results[0] if out is None and not ready.several else fit(results, out, several=ready.several)
 
 
-def _writable(  # noqa: PLR0917 - what is written, and all that is read
+def _writable(
     out: Any, like: Array, inputs: tuple[Array, ...], bound: Bound, found: dict[Any, Any]
 ) -> bool:
     """Kernels can write the first result to `out`, where what they read may lie only element upon element."""
@@ -333,5 +348,7 @@ def posed(a: Any, b: Any, dtype: Any, epilogue: Callable[..., Any], *, given: bo
 
         return pose(a, b), (f"the epilogue is a kernel of its own, over the rows of the product: {error}",)
     rows, other = call.operands(call.size(step), call.types())
-    layout = other.layout if isinstance(other, arrays.Operand) else ""
-    return call.problem(step, rows.layout, layout), ("the epilogue is part of the kernel",)
+    p = call.problem(step, rows.layout, other.layout if isinstance(other, arrays.Operand) else "")
+    if (p.a, p.b) == ("row", "col") and _better_apart(p, step):
+        return replace(p, fused=""), ("the epilogue is a kernel of its own: predicted to be faster",)
+    return p, ("the epilogue is part of the kernel",)
