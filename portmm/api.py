@@ -85,6 +85,9 @@ def matmul(
         TraceError: a function does what cannot be traced.
     """
     if epilogue is not None or prologue_a is not None or prologue_b is not None:
+        if (taker := _taker(a, b)) is not None:
+            around_it = {"epilogue": epilogue, "prologue_a": prologue_a, "prologue_b": prologue_b}
+            return taker.matmul_(a, b, out, dtype, around_it)
         from portmm import around
 
         return around.matmul(a, b, out, dtype, epilogue, prologue_a, prologue_b)
@@ -93,10 +96,19 @@ def matmul(
     return _fast(a, b, out)
 
 
+def _taker(a: Any, b: Any) -> Any:
+    """An operand that is being traced, and takes down what happens to it, or None."""
+    return a if hasattr(a, "matmul_") else b if hasattr(b, "matmul_") else None
+
+
 def _typed(a: Any, b: Any, dtype: np.dtype[Any]) -> Any:
     """A product of a type that was asked for."""
+    if (taker := _taker(a, b)) is not None:
+        return taker.matmul_(a, b, None, dtype, {})
     left = arrays.as_operand(a, "a")
-    shape = _shape(left, (b if _is_packed(b) or _is_coded(b) else arrays.as_operand(b, "b")).shape)
+    # Asking for the class of packed weights would build the run time, which may not be possible.
+    packed = hasattr(b, "family") or _is_coded(b)
+    shape = _shape(left, (b if packed else arrays.as_operand(b, "b")).shape)
     out = _fast(a, b, np.empty(shape, dtype))
     return out[()] if not shape else out
 
@@ -126,7 +138,7 @@ def _begin(a: Any, b: Any, out: Any) -> Callable[[Any, Any, Any], Any]:
             _build_ahead(a, b, out)
         rt = recall.runtime(kept)
     except BuildError as error:
-        _fall_back(error)
+        fall_back(error)
         return _without_compiler
     rt.set_slow(_general)
     rt.set_resolver(_resolve, True)
@@ -195,7 +207,7 @@ def route(p: Problem) -> Any:
     return found
 
 
-def _fall_back(error: Exception) -> None:
+def fall_back(error: Exception) -> None:
     """Say once that NumPy does the work, and why."""
     if not _state.get("warned"):
         _state["warned"] = True
@@ -203,6 +215,8 @@ def _fall_back(error: Exception) -> None:
 
 
 def _without_compiler(a: Any, b: Any, out: Any) -> Any:
+    if (taker := _taker(a, b)) is not None:
+        return taker.matmul_(a, b, out, None, {})
     left = arrays.as_operand(a, "a")
     right = _decoded(b, left) if _is_coded(b) else arrays.as_operand(b, "b")
     result = _by_numpy(left, right)
@@ -237,7 +251,7 @@ def _resolve(  # noqa: PLR0917 - the run time passes positions only
     except ScheduleError:
         return None  # a packed weight for another machine, or with C by columns
     except BuildError as error:
-        _fall_back(error)
+        fall_back(error)
         return None
 
 
@@ -252,7 +266,7 @@ def _planner(a: Any, b: Any, out: Any) -> Any:
     except ScheduleError:
         return None  # a packed weight for another machine
     except BuildError as error:
-        _fall_back(error)
+        fall_back(error)
         return None
     return made
 
@@ -263,6 +277,8 @@ def _is_packed(b: Any) -> bool:
 
 def _general(a: Any, b: Any, out: Any) -> Any:
     """Any product that NumPy accepts."""
+    if (taker := _taker(a, b)) is not None:
+        return taker.matmul_(a, b, out, None, {})
     if _is_coded(b):
         return _by_codes(a, b, out)
     left = arrays.as_operand(a, "a")
@@ -354,7 +370,7 @@ def _compute(left: Any, right: Any, view: np.ndarray[Any, Any], types: arrays.DT
         _compute(left, unpack(right), view, types)
         return
     except BuildError as error:
-        _fall_back(error)
+        fall_back(error)
         view[...] = _by_numpy(left, right if isinstance(right, np.ndarray) else unpack(right))
         return
     _state["runtime"].execute(found, *call.numbers(), call.walk.outer)

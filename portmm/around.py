@@ -15,7 +15,7 @@ import numpy as np
 
 from portmm import api, arrays, settings
 from portmm.dtype import BY_NAME, accumulator, spell
-from portmm.errors import ScheduleError
+from portmm.errors import BuildError, ScheduleError
 from portmm.fused import acc
 from portmm.fusing import BYTES_PER_SECOND, Around, Bound, dense, over_rows, settle
 from portmm.packed import packed_class
@@ -138,6 +138,9 @@ class _Call:
             return self.chosen(traced)
         except ScheduleError as error:
             return error
+        except BuildError as error:
+            api.fall_back(error)
+            return ScheduleError("there is no compiler")
 
     def chosen(self, traced: Traced) -> _Ready:
         """The kernel for calls of this kind.

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm import api, arrays, settings
-from portmm.errors import TraceError
+from portmm.dtype import BY_NAME
+from portmm.errors import BuildError, TraceError
 from portmm.expr import Expr, const, node, ordered, rounded
 from portmm.fused import AXES, PRODUCT, C, Fused, Operand, load, parse, varies
 from portmm.fused import given as of_given
 from portmm.run.host import runtime
-from portmm.trace import Indices, Traced, described, element, lies, resolve, surroundings, trace
+from portmm.trace import Indices, Traced, arity, described, element, lies, resolve, surroundings, trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -271,6 +272,34 @@ def dense(axes: str, size: tuple[int, int, int]) -> tuple[int, int, int]:
     return m * width, width, 1 if "n" in axes else 0
 
 
+class _Numbers:
+    """The places of all elements of arrays of a shape (..., m, n), as `Indices` has those of one."""
+
+    def __init__(self, shape: tuple[int, ...], names: dict[str, str]) -> None:
+        *lead, m, n = shape
+        batch = np.arange(math.prod(lead)).reshape(*lead, 1, 1)
+        every = {"b": batch, "m": np.arange(m)[:, None], "n": np.arange(n)[None, :]}
+        for name, axis in names.items():
+            setattr(self, name, every[axis])
+
+
+def by_numpy(
+    function: Callable[..., Any], given: tuple[Array, ...], names: dict[str, str], usual: np.dtype[Any]
+) -> tuple[tuple[Array, ...], bool]:
+    """What `over_rows` gives, computed with NumPy in float32."""
+    shape = given[0].shape
+    values = [x.astype(np.float32) if element(x.dtype)[0] != "s32" else x for x in given]
+    both = (*values, _Numbers(shape, names))
+    found = function(*both[: arity(function, len(both))])
+    results = []
+    for x in found if isinstance(found, tuple) else (found,):
+        made = np.asarray(x)
+        made = made.astype(usual) if made.dtype.kind == "f" and made.dtype.itemsize >= BY_NAME["f32"].bytes else made
+        wide = shape[-1] if made.ndim and made.shape[-1] != 1 else 1
+        results.append(np.ascontiguousarray(np.broadcast_to(made, (*shape[:-1], wide))))
+    return tuple(results), isinstance(found, tuple)
+
+
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """A kernel over rows for one kind of call."""
@@ -322,7 +351,11 @@ def over_rows(
         return _Rows(route, bound, size, tuple(zip(shapes, step.types, strict=True)), traced.several)
 
     leaves = tuple(of_given(i, element(x.dtype)[0]) for i, x in enumerate(values))
-    ready: _Rows = around.ready(key, make, (*leaves, Indices(names)), 3 if lead else 2)
+    try:
+        ready: _Rows = around.ready(key, make, (*leaves, Indices(names)), 3 if lead else 2)
+    except BuildError as error:
+        api.fall_back(error)
+        return by_numpy(function, given, names, usual)
     results = [np.empty(s, t) for s, t in ready.results]
     if out is not None:
         results[0] = out

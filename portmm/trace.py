@@ -129,7 +129,7 @@ class Tracer:
             return type(value)(made) if type(value) in (tuple, list) else value
         if isinstance(value, dict):
             return {k: self.wrapped(x, (*key, k), seen) for k, x in value.items()}
-        if isinstance(value, (*_PLAIN, float, types.ModuleType)) or _fixed(value):
+        if isinstance(value, (*_PLAIN, float, np.floating, types.ModuleType)) or _fixed(value):
             return value
         self.lasting = False
         return self.callable(value, key, seen) if callable(value) else _Object(self, value)
@@ -348,7 +348,7 @@ def trace(
     """
     tracer = Tracer(by_value=by_value, rank=rank)
     try:
-        found = tracer.callable(function, (), {})(*values[: _arity(function, len(values))])
+        found = tracer.callable(function, (), {})(*values[: arity(function, len(values))])
         results = tuple(_result(x, tracer) for x in (found if isinstance(found, tuple) else (found,)))
     except TraceError as error:
         raise _located(error, function) from error.__cause__
@@ -358,10 +358,10 @@ def trace(
     return Traced(results, several, *reads), lasting
 
 
-def _arity(function: Any, most: int) -> int:
+def arity(function: Any, most: int) -> int:
     """How many of the values a function takes."""
     if isinstance(function, partial):
-        return _arity(function.func, most + len(function.args)) - len(function.args)
+        return arity(function.func, most + len(function.args)) - len(function.args)
     code = getattr(function, "__code__", None)
     method = isinstance(function, types.MethodType)
     if code is None:
