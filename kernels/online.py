@@ -21,7 +21,7 @@ from portmm.kernels.elementwise import Elements, parameters
 from portmm import vecmath
 from portmm.expr import OPS, Expr, ordered, select
 from portmm.fused import C, Fused, acc, given, index, parse
-from portmm.ir import For, Function, If, Let, Map, Param, Ptr, Verb, const, round_up, var
+from portmm.ir import For, Function, If, Let, Map, Param, Ptr, Scratch, Verb, const, round_up, var
 
 if TYPE_CHECKING:
     from portmm.ir import Index, Stmt
@@ -213,3 +213,52 @@ def last(isa: Isa, real: Atom, *, lse: bool) -> Function:
     loop = For("j", const(0), round_up(columns, real.n), const(real.n), tuple(found))
     params = (Param("columns"), Param("sums", "f32"), Param("mosts", "f32"))
     return Function("last", "inner", params, (loop,), "The inverse of each sum; most = the logarithm of the whole sum")
+
+
+def rescale(real: Atom) -> Function:
+    """o[row] *= change[row]."""
+    i, j = var("i"), var("j")
+    here = Ptr("o", i * var("across") + j)
+    step = (
+        Verb("load_c", "x", p=here, of=real.name),
+        Map("mul", "x", ("x", "by"), "f32", "f32", real.name),
+        Verb("store", "x", p=here, of=real.name),
+    )
+    row = (
+        Verb("load_a", "one", p=Ptr("change", i), of=real.name),
+        Map("splat", "by", ("one",), "f32", "f32", real.name),
+        For("j", const(0), var("across"), const(real.n), step, 2),
+    )
+    params = (Param("rows"), Param("across"), Param("o", "f32"), Param("change", "f32", readonly=True))
+    return Function(
+        "rescale", "inner", params, (For("i", const(0), var("rows"), const(1), row),), "o[row] *= change[row]"
+    )
+
+
+def divided(isa: Isa, real: Atom, to: str) -> Function:
+    """Rows of sums over the sums of weights, in the type of the result."""
+    at = Elements(isa, real, Fused((), ((C, given(0, "f32")),)))
+    value = given(0, "f32")
+    at.names = {value: "x"}
+    i, j, whole = var("i"), var("j"), var("dv") - var("dv") % real.n
+
+    def step(j: Index, few: str) -> tuple[Stmt, ...]:
+        load = Verb("load_c", "x", p=Ptr("o", i * var("across") + j), of=real.name)
+        scale = Map("mul", "x", ("x", "by"), "f32", "f32", real.name)
+        return (load, scale, *at.write(value, to, Ptr("to", i * var("to_m")), j, few, const(1)))
+
+    row: list[Stmt] = [
+        Verb("load_a", "one", p=Ptr("by_row", i), of=real.name),
+        Map("splat", "by", ("one",), "f32", "f32", real.name),
+        For("j", const(0), whole, const(real.n), step(j, "")),
+    ]
+    if real.n > 1:
+        count = (Let("j", whole), Let("left", var("dv") - whole), *at.few(var("dv") - whole))
+        row.append(If(whole.lt(var("dv")), (*count, *step(var("j"), "left"))))
+    params = (
+        Param("rows"), Param("dv"), Param("o", "f32", readonly=True), Param("across"),
+        Param("by_row", "f32", readonly=True), Param("to", to), Param("to_m"),
+    )  # fmt: skip
+    scratch = (Scratch(f"few_{to}", real.n, to),)
+    body = (*scratch, For("i", const(0), var("rows"), const(1), tuple(row)))
+    return Function("divided", "inner", params, body, "to[rows][dv] = o[rows][dv] over sums")

@@ -188,7 +188,7 @@ def varies(steps: list[Expr], operands: tuple[Operand, ...]) -> dict[Expr, froze
     """The axes along which each expression varies."""
     found: dict[Expr, frozenset[str]] = {}
     for x in steps:
-        if x.op == "acc":
+        if x.op in ("acc", "given"):
             found[x] = frozenset(AXES)
         elif x.op == "load":
             found[x] = frozenset(operands[x.args[0]].axes)

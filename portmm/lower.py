@@ -14,7 +14,7 @@ from portmm.candidates import PACKED_VECTORS
 from portmm.dtype import types
 from portmm.errors import ScheduleError
 from portmm.fused import parse as parse_fused
-from portmm.kernels import dot, folding, gemm, prepack, rows, tiles
+from portmm.kernels import attention, dot, folding, gemm, prepack, rows, tiles
 from portmm.schedule import inconsistent, spell
 from portmm.version import VERSION
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from portmm.ir import Kernel
+    from portmm.kernels.heads import Form
     from portmm.problem import Family
     from portmm.schedule import Schedule
     from portmm.target import Atom, Isa
@@ -85,6 +86,12 @@ def lower_rows(isa: Isa, real: Atom, text: str) -> Kernel:
     """The kernel that computes fused expressions over rows, in lanes of `real`."""
     kernel = rows.build(isa, real, parse_fused(text))
     return replace(kernel, header=_header(kernel.name, isa, text, f"portmm.fuse on {isa.title}"))
+
+
+def lower_attention(isa: Isa, atom: Atom, real: Atom, form: Form) -> Kernel:
+    """The kernel for a kind of attention, with products by `atom` and sums in lanes of `real`."""
+    kernel = attention.build(form, isa, atom, real)
+    return replace(kernel, header=_header(kernel.name, isa, form.score, f"portmm.attention on {isa.title}"))
 
 
 def _header(name: str, isa: Isa, what: str, again: str) -> tuple[str, ...]:

@@ -1,0 +1,325 @@
+"""Attention: softmax(Q . K^T) . V, in one kernel that keeps no matrix of scores.
+
+Owns `attention`. Imports `arrays`, `dispatch`, `fusing`, `kernels`, `settings`, `trace`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm import api, arrays, settings
+from portmm.dtype import BY_NAME
+from portmm.expr import Expr, real
+from portmm.fused import C, Fused, acc, index
+from portmm.fusing import Around, Bound, substituted
+from portmm.run.host import runtime
+from portmm.trace import Indices, Traced, described
+from portmm.vocabulary import where
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.target import Target
+
+Array = np.ndarray[Any, Any]
+NAMES = {"b": "b", "h": "h", "q": "m", "kv": "n"}
+"""What score and mask call the axes: kernels have queries by rows and keys by columns, or the other way round."""
+TURNED = {"m": "n", "n": "m"}
+HELD = ("f32", "bf16", "f16")
+FORK = 1e6
+"""Multiply-adds from which threads share the work: some 30 us."""
+_NOTHING = (None,) * 7
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    score: Callable[..., Any] | None = None,
+    mask: Callable[..., Any] | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    lengths: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+) -> Any:
+    """The mean of rows of v, weighted for each query by the softmax of its scores over the keys.
+
+    Each head of k and v serves as many neighbouring heads of q as there are more of these (grouped and multi-query
+    attention). Sums and the softmax are computed in float32. A query that sees no key has a result of zeros. Memory
+    beside the result grows with the sequence, not with its square. `score` and `mask` are traced as an epilogue of
+    `matmul` is: they may read arrays by axes (`slopes[i.h]`), and numbers that they capture may change from call to
+    call.
+
+    Args:
+        q: queries, (..., heads, queries, d), of float32, bfloat16 or float16.
+        k: keys, (..., heads of keys, keys, d), of the same type.
+        v: values, (..., heads of keys, keys, dv), of the same type.
+        score: score(s, i) of a product s of query i.q and key i.kv, of item i.b and head i.h.
+        mask: mask(i) says whether query i.q sees key i.kv.
+        scale: what products are multiplied by, before `score`; by default 1 / sqrt(d), or 1 where `score` is given.
+        causal: the last query is at the position of the last key, and none sees keys after its own position.
+            (Functions have i.q count from 0 all the same.)
+        window: queries see keys less than so far from their position, which is as for `causal`.
+        lengths: how many of its keys each item has, an integer or one for each item; the others are not read.
+        return_lse: also return the logarithms of the sums of the exponentials of scores, (..., heads, queries).
+        out: where to put the result.
+
+    Returns:
+        An array (..., heads, queries, dv) of the type of q, or that and the logarithms (-inf where there is no key).
+
+    Raises:
+        TypeError: the types of q, k and v differ, or are others; a setting has the wrong type.
+        ValueError: shapes do not fit.
+        TraceError: `score` or `mask` does what cannot be traced.
+    """
+    shape = _shape(*(_array(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))))
+    operands, dtype = shape.operands, shape.dtype
+    far = shape.n if window is None else _count(window, "window", 1)
+    many = None if lengths is None else _lengths(lengths, shape)
+    wanted = (*shape.lead, shape.heads, shape.m, shape.dv)
+    if out is not None:
+        arrays.check_out(out, wanted, dtype)
+    result = out if out is not None and _writes(out, dtype, operands) else np.empty(wanted, dtype)
+    lse = np.empty(wanted[:-1], np.float32) if return_lse else None
+    if 0 in (shape.items, shape.heads, shape.m, shape.dv, shape.n):
+        result[...] = 0
+        if lse is not None:
+            lse[...] = -np.inf
+    else:
+        factor = 1 / math.sqrt(shape.d) if scale is None and score is None else None if scale is None else float(scale)
+        function = _function(score, mask, factor)
+        around = Around.of(function)
+        flags = (causal, window is None, return_lse, many is None)
+        forms = tuple([(x.shape, x.strides, x.__array_interface__["data"][0] % 4) for x in operands])
+        results = [_four(result, shape)]
+        key = ("attention", dtype, forms, flags, results[0].strides)
+        ready: _Ready = around.ready(
+            key, lambda traced: _make(traced, shape, flags, results[0]), (acc(), Indices(NAMES)), 4
+        )
+        results += [_four(lse[..., None], shape)] if lse is not None else []
+        ready.run(shape, around.found, [*results, *([] if many is None else [many])], far)
+    if out is not None and result is not out:
+        out[...] = result
+        result = out
+    return (result, lse) if return_lse else result
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Sizes, and the operands as (items, heads, rows, columns)."""
+
+    lead: tuple[int, ...]
+    items: int
+    heads: int
+    group: int
+    m: int
+    n: int
+    d: int
+    dv: int
+    dtype: np.dtype[Any]
+    operands: tuple[Array, ...]
+
+
+def _array(x: Any, name: str) -> Array:
+    found = np.asarray(x)
+    if arrays.name_of(found.dtype) not in HELD:
+        said = ", ".join(BY_NAME[y].numpy for y in HELD)
+        raise TypeError(f"{name} has dtype {found.dtype}; attention takes {said}: convert it with astype")
+    if found.ndim < 3:
+        raise ValueError(f"{name} has shape {found.shape}; give (..., heads, rows, columns)")
+    return found
+
+
+def _shape(q: Array, k: Array, v: Array) -> _Shape:
+    """Sizes that fit."""
+    dtype = q.dtype.newbyteorder("=")
+    if not dtype == k.dtype.newbyteorder("=") == v.dtype.newbyteorder("="):
+        raise TypeError(f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}; these must be equal")
+    if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3] or k.shape[-3:-1] != v.shape[-3:-1]:
+        raise ValueError(
+            f"q {q.shape}, k {k.shape} and v {v.shape} do not fit: all have the same items, "
+            "and k and v the same heads and keys"
+        )
+    if q.shape[-1] != k.shape[-1] or not q.shape[-1]:
+        raise ValueError(f"q has {q.shape[-1]} columns and k {k.shape[-1]}; these must be equal, and not 0")
+    heads, few = q.shape[-3], k.shape[-3]
+    if not few or heads % few:
+        raise ValueError(f"q has {heads} heads and k {few}; the first must be a multiple of the second")
+    lead = q.shape[:-3]
+    items = math.prod(lead)
+    operands = tuple(x if len(lead) == 1 else x.reshape(items, *x.shape[-3:]) for x in (q, k, v))
+    sizes = (heads, heads // few, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
+    return _Shape(lead, items, *sizes, dtype, tuple(_readable(x, dtype) for x in operands))
+
+
+def _readable(x: Array, dtype: np.dtype[Any]) -> Array:
+    """An operand whose rows are dense."""
+    if arrays.addressable(x, dtype) and (x.strides[-1] == dtype.itemsize or x.shape[-1] == 1):
+        return x
+    return np.require(x, dtype, ("C", "A"))
+
+
+def _count(x: Any, name: str, least: int) -> int:
+    try:
+        found = x.__index__()
+    except AttributeError:
+        raise TypeError(f"{name} is {x!r}; give an integer") from None
+    if found < least:
+        raise ValueError(f"{name} is {found}; give at least {least}")
+    return int(found)
+
+
+def _lengths(x: Any, shape: _Shape) -> Array:
+    found = np.asarray(x)
+    if found.dtype.kind not in "iu":
+        raise TypeError(f"lengths have dtype {found.dtype}; give integers")
+    if found.shape not in ((), shape.lead):
+        raise ValueError(f"lengths have shape {found.shape}; the items have {shape.lead}")
+    if found.size and not (found.min() >= 0 and found.max() <= shape.n):
+        raise ValueError(f"lengths go from {found.min()} to {found.max()}; there are {shape.n} keys")
+    return np.broadcast_to(found, shape.lead).astype(np.int32).reshape(shape.items)
+
+
+def _writes(out: Array, dtype: np.dtype[Any], operands: tuple[Array, ...]) -> bool:
+    """A kernel can write straight to `out`."""
+    dense = arrays.addressable(out, dtype) and out.strides[-1] == dtype.itemsize and out.flags.c_contiguous
+    return dense and not any(np.may_share_memory(out, x) for x in operands)
+
+
+def _four(x: Array, shape: _Shape) -> Array:
+    return x if x.ndim == 4 else x.reshape(shape.items, *x.shape[-3:])
+
+
+def _function(score: Any, mask: Any, factor: float | None) -> Callable[..., Any]:
+    """What becomes of a product before the softmax."""
+    scored = _scored(score, factor)
+    if mask is None:
+        return scored
+
+    def function(s: Any, i: Any) -> Any:
+        return where(mask(i), scored(s, i), -math.inf)
+
+    function.__module__ = "attention"  # what it captures is the user's
+    return function
+
+
+def _scored(score: Any, factor: float | None) -> Callable[..., Any]:
+    if score is None:
+
+        def function(s: Any, i: Any) -> Any:  # noqa: ARG001 - as the others
+            return s * factor
+    elif factor is None:
+
+        def function(s: Any, i: Any) -> Any:
+            return score(s, i)
+    else:
+
+        def function(s: Any, i: Any) -> Any:
+            return score(s * factor, i)
+
+    function.__module__ = "attention"
+    return function
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A kernel for one kind of call.
+
+    Attributes:
+        route: the kernel.
+        bound: its operands.
+        step: keys of a block.
+        kr: elements of a head that lie side by side in a unit.
+    """
+
+    route: Any
+    bound: Bound
+    step: int
+    kr: int
+
+    def run(self, shape: _Shape, found: dict[Any, Any], results: list[Array], far: int) -> None:
+        q, k, v = shape.operands
+        d = shape.d
+        if self.kr > 1:
+            q, k, d = _whole(q, k, self.kr)
+        table, numbers, alive = self.bound.fill(found, [], [q, k, v, *results])
+        runtime().execute(
+            self.route, shape.m, shape.n, d, shape.items * shape.heads, 0, shape.heads, shape.group, 0,
+            0, far, self.step, 0, 0, shape.n - shape.m, shape.dv, 0, *_NOTHING, table, numbers,
+        )  # fmt: skip
+        del alive
+
+
+def _whole(q: Array, k: Array, kr: int) -> tuple[Array, Array, int]:
+    """Queries and keys in whole units: zeros are added, and keys copied, where need be."""
+    size, odd = k.itemsize, q.shape[-1] % kr
+    if odd:
+        more = [(0, 0)] * 3 + [(0, kr - odd)]
+        q, k = np.pad(q, more), np.pad(k, more)
+    elif k.__array_interface__["data"][0] % (kr * size) or any([s % (kr * size) for s in k.strides[:-1]]):  # noqa: C419
+        k = np.ascontiguousarray(k).copy()
+    return q, k, q.shape[-1]
+
+
+def turned(traced: Traced) -> Traced:
+    """The same with rows and columns exchanged."""
+
+    def change(x: Expr) -> Expr | None:
+        return index(TURNED.get(x.args[0], x.args[0])) if x.op == "index" else None
+
+    done: dict[Expr, Expr] = {}
+    results = tuple((real(substituted(x, change, done)), None) for x, _ in traced.results)
+    views = [tuple(TURNED.get(x, x) if isinstance(x, str) else x for x in s.view) for s in traced.sources]
+    sources = tuple(replace(s, view=view) for s, view in zip(traced.sources, views, strict=True))
+    operands = tuple(described(s.array, s.view) for s in sources)
+    return replace(traced, results=results, sources=sources, operands=operands)
+
+
+def _make(traced: Traced, shape: _Shape, flags: tuple[bool, ...], result: Array) -> _Ready:
+    from portmm import dispatch
+    from portmm.kernels.heads import Form, Geometry, keys_of
+    from portmm.kernels.online import Bounds
+
+    causal, endless, with_lse, all_keys = flags
+    made, target = turned(traced), settings.target()
+    fused = Fused(made.operands, ((C, made.results[0][0]),))
+    held = arrays.name_of(shape.dtype)
+    api.begin()
+    isa, atom, _ = unit = dispatch.attention_unit(held, fused, target)
+    geometry = Geometry.of(isa, atom)
+    reads = atom.k_pack == 1 and (bool(isa.spelling(atom, "load_mask", held)) or not shape.dv % geometry.wide)
+    bounds = Bounds(causal, not endless)
+    form = Form(str(fused), held, held, bounds, lengths=not all_keys, lse=with_lse, packs=not reads)
+    step = keys_of(_near(target), geometry, max(shape.d, shape.dv))
+    macs = shape.items * shape.heads * shape.m * shape.n * (shape.d + shape.dv)
+    workers = settings.get_num_threads() if macs > FORK else 1
+    q, k, v = shape.operands
+    if atom.k_pack > 1:
+        q, k, _ = _whole(q, k, atom.k_pack)
+    fields = {"m": shape.m, "n": shape.n, "k": q.shape[-1], "batch": shape.items * shape.heads, "workers": workers}
+    fields |= {"a_m": shape.heads, "a_k": shape.group, "b_n": step, "c_n": shape.dv}
+    route = dispatch.attention_route(form, unit, fields)
+    rows = [_strides(x) for x in (q, k, v, result)]
+    rows += [(shape.heads * shape.m, 1, 0, shape.m)] if with_lse else []
+    rows += [(1,)] if not all_keys else []
+    bound = Bound(made, (shape.n, shape.m, shape.items, shape.heads), [], rows)
+    return _Ready(route, bound, step, atom.k_pack)
+
+
+def _strides(x: Array) -> tuple[int, ...]:
+    """Strides along items, rows, columns and heads, in elements."""
+    b, h, m, n = (s // x.itemsize for s in x.strides)
+    return b, m, n, h
+
+
+def _near(target: Target) -> int:
+    """Bytes of the cache that a block should stay in."""
+    level = target.level("L2") or target.level("L1")
+    return level.bytes if level else 1 << 18
