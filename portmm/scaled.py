@@ -347,6 +347,8 @@ def _ones(count: int) -> Array:
 def _spread(name: str, given: Any, count: int, dtype: Any, pad: int = 1) -> Array:
     """A number, or one for each row or column, as a vector; padded with zeros."""
     values = np.asarray(given)
+    if values.dtype.kind not in "biuf" and values.dtype.name != "bfloat16":
+        raise TypeError(f"{name} has dtype {values.dtype}; give numbers")
     if values.size not in (1, count):
         raise ValueError(f"{name} has shape {values.shape}; give a number, or {count} of them")
     if values.shape == (count,) and values.dtype == dtype and count % pad == 0:
