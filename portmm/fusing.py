@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -272,6 +273,12 @@ def dense(axes: str, size: tuple[int, int, int]) -> tuple[int, int, int]:
     return m * width, width, 1 if "n" in axes else 0
 
 
+@lru_cache(maxsize=64)
+def _leaves(types: tuple[str, ...], names: tuple[tuple[str, str], ...]) -> tuple[Any, ...]:
+    """What a function is given in place of arrays of these types, and the indices."""
+    return (*(of_given(i, x) for i, x in enumerate(types)), Indices(dict(names)))
+
+
 class _Numbers:
     """The places of all elements of arrays of a shape (..., m, n), as `Indices` has those of one."""
 
@@ -350,9 +357,9 @@ def over_rows(
         shapes = [(*lead, m, n if "n" in axes else 1) for axes in step.axes]
         return _Rows(route, bound, size, tuple(zip(shapes, step.types, strict=True)), traced.several)
 
-    leaves = tuple(of_given(i, element(x.dtype)[0]) for i, x in enumerate(values))
+    leaves = _leaves(tuple([element(x.dtype)[0] for x in values]), tuple(names.items()))
     try:
-        ready: _Rows = around.ready(key, make, (*leaves, Indices(names)), 3 if lead else 2)
+        ready: _Rows = around.ready(key, make, leaves, 3 if lead else 2)
     except BuildError as error:
         api.fall_back(error)
         return by_numpy(function, given, names, usual)

@@ -444,7 +444,8 @@ def _look(  # noqa: PLR0911 - a kind each
 
 def _captured(function: types.FunctionType) -> list[tuple[tuple[str, Any], Any]]:
     """What a function finds around it."""
-    names = sorted(n for n in _cached_names(function.__code__) if n in function.__globals__)
+    spaces = function.__globals__
+    names = [n for n in _cached_names(function.__code__) if n in spaces]
     found: list[tuple[tuple[str, Any], Any]] = [(("global", n), function.__globals__[n]) for n in names]
     cells = enumerate(function.__closure__ or ())
     found += [(("closure", i), cell.cell_contents) for i, cell in cells if _filled(cell)]
@@ -453,8 +454,8 @@ def _captured(function: types.FunctionType) -> list[tuple[tuple[str, Any], Any]]
 
 
 @lru_cache(maxsize=1024)
-def _cached_names(code: types.CodeType) -> frozenset[str]:
-    return frozenset(_names(code))
+def _cached_names(code: types.CodeType) -> tuple[str, ...]:
+    return tuple(sorted(_names(code)))
 
 
 def resolve(key: tuple[Any, ...], found: dict[tuple[Any, ...], Any]) -> Any:
