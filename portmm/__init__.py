@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from portmm.quantized import Quantized, dequantize, load_quantized, quantize, save_quantized
     from portmm.scaled import linear
     from portmm.stored import load_packed, save_packed
+    from portmm.whole import fuse
     from portmm.vocabulary import (
         cast,
         clip,
@@ -137,6 +138,7 @@ _LATER = {
     **dict.fromkeys(("from_awq", "from_gguf", "from_gptq", "from_int4"), "formats"),
     **dict.fromkeys(("load_packed", "save_packed"), "stored"),
     "linear": "scaled",
+    "fuse": "whole",
     **dict.fromkeys(
         (
             "cast",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,15 +52,30 @@ def _value(x: Any) -> Any:
     return x.broadcast_() if hasattr(x, "broadcast_") else x
 
 
-def _either(traced: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which arrays that are being traced take down, to call it with values of a tile later.
+
+    Such an array has a method `record_` of the function, its arguments and its options.
+    """
+
+    @wraps(function)
+    def call(*values: Any, **options: Any) -> Any:
+        for x in (*values, *options.values()):
+            if hasattr(x, "record_"):
+                return x.record_(call, values, options)
+        return function(*values, **options)
+
+    return call
+
+
+def _either(name: str, traced: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
     """A function of values in a tile, or of arrays."""
 
-    def function(*values: Any) -> Any:
-        if _traced(*values):
-            return traced(*(real(_value(x)) for x in values))
-        return plain(*values)
+    def function(x: Any) -> Any:
+        return traced(real(_value(x))) if _traced(x) else plain(x)
 
-    return function
+    function.__name__ = function.__qualname__ = name
+    return recorded(function)
 
 
 def _float(x: Any) -> Any:
@@ -110,15 +126,17 @@ _expressions: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     ),
 }
 exp, log, tanh, erf, sigmoid, sqrt, rsqrt, silu, gelu, gelu_tanh, fast_gelu = (
-    _either(traced, _quiet(plain)) for traced, plain in _expressions.values()
+    _either(name, traced, _quiet(plain)) for name, (traced, plain) in _expressions.items()
 )
 
 
+@recorded
 def minimum(a: Any, b: Any) -> Any:
     """The smaller; of a NaN, NaN."""
     return apply("min", _value(a), _value(b)) if _traced(a, b) else np.minimum(a, b)
 
 
+@recorded
 def maximum(a: Any, b: Any) -> Any:
     """The larger; of a NaN, NaN."""
     return apply("max", _value(a), _value(b)) if _traced(a, b) else np.maximum(a, b)
@@ -130,6 +148,7 @@ def clip(x: Any, low: Any, high: Any) -> Any:
     return x if high is None else minimum(x, high)
 
 
+@recorded
 def where(condition: Any, a: Any, b: Any) -> Any:
     """A where the condition holds, else b."""
     if _traced(condition, a, b):
@@ -172,6 +191,7 @@ def softplus(x: Any) -> Any:
     return maximum(x, 0) + log(1 + exp(-abs(x)))
 
 
+@recorded
 def cast(x: Any, dtype: Any) -> Any:
     """A result of another type: floats round to nearest even, integers saturate.
 
@@ -189,6 +209,7 @@ def cast(x: Any, dtype: Any) -> Any:
     return found.astype(wanted)
 
 
+@recorded
 def dropout(x: Any, rate: Any, seed: int) -> Any:
     """X / (1 - rate), and 0 with probability `rate`: the same elements for the same seed.
 
@@ -206,7 +227,10 @@ def dropout(x: Any, rate: Any, seed: int) -> Any:
     )
     with np.errstate(all="ignore"):
         uniform = ((_hash(rows, columns, int(seed)) >> 8) & 0xFFFFFF) * np.float32(2.0**-24)
-    kept = np.where(uniform >= np.float32(rate), found * _as(found, 1 / (1 - np.float64(rate))), _as(found, 0))
+    wide = found.astype(np.result_type(found.dtype.newbyteorder("="), np.float32))
+    with np.errstate(all="ignore"):
+        grown = wide * (1 / (1 - wide.dtype.type(rate)))
+    kept = np.where(uniform >= np.float32(rate), grown, 0).astype(found.dtype)
     return kept if found.ndim > 1 else kept[0]
 
 
@@ -229,6 +253,7 @@ def _along(axis: Any) -> None:
         raise TraceError(f"a reduction along axis {axis!r} cannot be traced; rows are reduced along the last, -1")
 
 
+@recorded
 def sum(x: Any, axis: int = -1) -> Any:  # noqa: A001 - as NumPy calls it
     """The sum along the last axis, which stays with extent 1."""
     if _traced(x):
@@ -237,6 +262,7 @@ def sum(x: Any, axis: int = -1) -> Any:  # noqa: A001 - as NumPy calls it
     return np.sum(x, axis=axis, keepdims=True)
 
 
+@recorded
 def max(x: Any, axis: int = -1) -> Any:  # noqa: A001 - as NumPy calls it
     """The largest along the last axis, which stays with extent 1."""
     if _traced(x):
@@ -249,6 +275,7 @@ def max(x: Any, axis: int = -1) -> Any:  # noqa: A001 - as NumPy calls it
     )
 
 
+@recorded
 def mean(x: Any, axis: int = -1) -> Any:
     """The mean along the last axis, which stays with extent 1."""
     if _traced(x):

@@ -23,8 +23,8 @@ FLOORS = {
     6: "run",  # load, launch, threads
     7: "dispatch tune",  # a problem to a ready plan
     # for users
-    8: ". api attend around arrays call cli compare doctor explanation folded fusing packed pose scaled "
-    "settings show stored trace",
+    8: ". api attend around arrays call captures cli compare doctor explanation folded fusing graph packed "
+    "places pose program scaled settings show splitter stored trace value whole",
 }
 FLOOR_OF = {name.strip("."): floor for floor, names in FLOORS.items() for name in names.split()}
 

@@ -81,6 +81,9 @@ class Runtime(Protocol):
             MemoryError: no memory for the workspace.
         """
 
+    def address(self, array: Any) -> int:
+        """Where the first element of an array lies."""
+
     def are_scales(self, vector: Any) -> bool:
         """Whether all numbers of a contiguous vector of float32 are finite and not negative."""
 

@@ -95,6 +95,7 @@ static PyMethodDef functions[] = {
     {"make_route", py_make_route, METH_VARARGS, "make_route(kernel, work_bytes, workers, dtype, unit=1) -> Route"},
     {"register_dtype", py_register_dtype, METH_VARARGS, "register_dtype(name, dtype): arrays of a type from elsewhere"},
     {"execute", FUNCTION(py_execute), METH_FASTCALL, "execute(route, m, n, k, batch, a, ..., c_batch, outer=None)"},
+    {"address", py_address, METH_O, "address(array) -> where its first element lies"},
     {"are_scales", py_are_scales, METH_O, "are_scales(vector) -> whether all are finite and not negative"},
     {"matmul", FUNCTION(py_matmul), METH_FASTCALL | METH_KEYWORDS,
      "matmul($module, /, a, b, out=None)\n--\n\nMatrix product of two arrays."},

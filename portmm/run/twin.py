@@ -124,6 +124,13 @@ class Twin:
         self.launch(route, tuple(map(_address, numbers[:16])), outer, tuple(map(_address, numbers[17:])))
 
     @staticmethod
+    def address(array: np.ndarray[Any, Any]) -> int:
+        """See `host.Runtime`."""
+        if not isinstance(array, np.ndarray):
+            raise TypeError("address takes an array")
+        return int(array.__array_interface__["data"][0])
+
+    @staticmethod
     def are_scales(vector: np.ndarray[Any, Any]) -> bool:
         """See `host.Runtime`."""
         if (

@@ -1,0 +1,313 @@
+"""Whole functions of arrays, fused.
+
+Owns `fuse` and what it returns: a function that is traced once for each kind of
+arguments, and from then on runs as a program of few kernels. Imports `captures`,
+`graph`, `program`, `splitter`, `value`.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from portmm import api, settings
+from portmm.captures import Scope, arguments, found
+from portmm.errors import BuildError, NoCompilerError, ScheduleError, TraceError
+from portmm.graph import ByValueError, Graph, Node
+from portmm.program import Builder, ChangedError, Kernel
+from portmm.splitter import Splitter
+from portmm.value import Value, rebuilt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.captures import Check
+    from portmm.splitter import Split
+
+MOST_KINDS = 256
+"""Kinds of arguments that a function remembers before it starts afresh."""
+MOST_TRIES = 64
+BY_VALUE = "by value"
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What was made for one kind of arguments.
+
+    Attributes:
+        run: a program, of the arrays of a call.
+        checks: what must be as it was.
+        kept: objects whose identity the kind rests on.
+        explained: what `explain` shows.
+        lasting: it may be run again.
+    """
+
+    run: Callable[[list[Any]], Any]
+    checks: list[Check]
+    kept: list[Any]
+    explained: Explained
+    lasting: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """How a function runs for one kind of arguments.
+
+    Attributes:
+        name: of the function.
+        kernels: in the order in which they run.
+        blocked: line, and what kept something there out of a kernel.
+        notes: what else there is to say.
+        source: the Python that calls the kernels.
+    """
+
+    name: str
+    kernels: tuple[Kernel, ...]
+    blocked: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+    source: str
+
+    def __str__(self) -> str:
+        found = [f"{self.name}: {len(self.kernels)} kernels"]
+        for i, k in enumerate(self.kernels, 1):
+            kind = {"numpy": "NumPy: ", "rows": "rows: ", "copy": "copy: ", "product": "product: "}[k.kind]
+            found.append(f"  {i}. {kind}{k.what}{f'  {k.detail}' if k.detail else ''}  [{', '.join(k.lines)}]")
+            if k.fused:
+                found.append(f"     fused: {', '.join(k.fused)}")
+            found += [f"     {x}" for x in k.notes]
+        if self.blocked:
+            found.append("not fused:")
+            found += [f"  {where}: {why}" for where, why in self.blocked]
+        found += [f"note: {x}" for x in self.notes]
+        return "\n".join(found)
+
+
+class Whole:
+    """A function whose calls run as few kernels. See `fuse`."""
+
+    def __init__(self, function: Callable[..., Any], *, strict: bool) -> None:
+        functools.update_wrapper(self, function)
+        self.__wrapped__ = function
+        self.strict = strict
+        self.memo: dict[Any, Any] = {}
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        """The method of an object."""
+        return self if owner is None else types.MethodType(self, owner)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """What the function computes."""
+        key, leaves, kept = self.kind(args, options)
+        made, more = self.known(key, leaves)
+        if made is None:
+            made, leaves = self.make(args, options, key, leaves, kept)
+            return made.run(leaves)
+        try:
+            return made.run(leaves + more if more else leaves)
+        except ChangedError:
+            self.memo.clear()
+            return self.__wrapped__(*args, **options)
+
+    def known(self, key: Any, leaves: list[Any]) -> tuple[Made | None, list[Any]]:
+        """What was made for this kind of call, and what it captures now."""
+        known = self.memo.get(key)
+        if known is BY_VALUE:
+            known = self.memo.get(_with_numbers(key, leaves))
+        for made in known or ():
+            more = found(made.checks) if made.checks else []
+            if more is not None:
+                return made, more
+        return None, []
+
+    def explain(self, *args: Any, **options: Any) -> Explained:
+        """How a call with these arguments runs: kernels, what is fused, what is not, and on which line."""
+        key, leaves, kept = self.kind(args, options)
+        made, _ = self.known(key, leaves)
+        return (made or self.make(args, options, key, leaves, kept)[0]).explained
+
+    @staticmethod
+    def kind(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, list[Any], list[Any]]:
+        """The kind of a call, what it gives anew, and objects that the kind names by identity."""
+        kinds: list[Any] = []
+        leaves: list[Any] = []
+        kept: list[Any] = []
+        arguments(args, kinds, leaves, kept)
+        if options:
+            kinds.append(tuple(options))
+            arguments(options.values(), kinds, leaves, kept)
+        return (*kinds, settings.current(), settings.limit()), leaves, kept
+
+    def make(self, args: Any, options: Any, key: Any, leaves: list[Any], kept: list[Any]) -> tuple[Made, list[Any]]:
+        """Trace the function, make a program of it, and remember it."""
+        for by_value in (False, True):
+            try:
+                graph, result, scope = self.trace(args, options, by_value=by_value)
+                made = self.compiled(graph, result, scope, kept)
+                break
+            except ByValueError:
+                if by_value:
+                    raise
+        if made.lasting:
+            if len(self.memo) >= MOST_KINDS:
+                self.memo.clear()
+            if by_value:
+                self.memo[key] = BY_VALUE
+                key = _with_numbers(key, leaves)
+            self.memo.setdefault(key, []).insert(0, made)
+            del self.memo[key][4:]
+        return made, graph.leaves
+
+    def trace(self, args: Any, options: Any, *, by_value: bool) -> tuple[Graph, Any, Scope]:
+        """Run the function on values that take down what happens to them."""
+        graph = Graph(strict=self.strict)
+        scope = Scope(graph, by_value=by_value)
+        function = self.__wrapped__
+        names = getattr(getattr(function, "__code__", None), "co_varnames", ())
+        given = [scope.argument(x, names[i] if i < len(names) else f"argument {i}") for i, x in enumerate(args)]
+        named = {n: scope.argument(x, n) for n, x in options.items()}
+        bound = scope.rebound(function) if isinstance(function, types.FunctionType) else function
+        return graph, bound(*given, **named), scope
+
+    def compiled(self, graph: Graph, result: Any, scope: Scope, kept: list[Any]) -> Made:
+        """The program of a graph."""
+        outputs: list[Node] = []
+
+        def seen(x: Any) -> Any:
+            if isinstance(x, Value):
+                outputs.append(x.node)
+            elif isinstance(x, np.ndarray):
+                graph.lasting = False
+            return x
+
+        rebuilt(result, seen)
+        if any(x.kind == "number" for x in outputs):
+            raise ByValueError("a number is returned")
+        run, kernels, apart, source, notes = _program(graph, outputs, result)
+        if not graph.lasting:
+            notes.append(
+                "arrays arise while the function is traced, or are found where a call cannot find them again: "
+                "each call traces it anew"
+            )
+        blocked = tuple(dict.fromkeys([*graph.blocked, *apart]))
+        explained = Explained(getattr(self, "__name__", "function"), tuple(kernels), blocked, tuple(notes), source)
+        return Made(run, scope.checks, [*kept, *scope.kept], explained, graph.lasting)
+
+
+def _with_numbers(key: Any, leaves: list[Any]) -> Any:
+    return (key, tuple([x for x in leaves if isinstance(x, float)]))
+
+
+def _program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[Kernel], list[Any], str, list[str]]:
+    """What runs a graph, its kernels, what is apart, its text, and notes."""
+    api.begin()
+    if any(0 in x.shape or (x.kind == "matmul" and 0 in x.inputs[0].shape) for x in graph.nodes):
+        return _evaluated(graph, result, "an array is empty: NumPy does what is left")
+    plain: dict[Node, str] = {}
+    numpy: dict[Node, str] = {}
+    for _ in range(MOST_TRIES):
+        split = Splitter(graph, outputs, plain, numpy).split()
+        builder = Builder(graph, outputs, split)
+        try:
+            failed = _built(builder, split, plain, numpy)
+            if failed:
+                continue
+            text, names = _result(builder, result)
+            made = builder.program(text, names)
+        except ScheduleError as error:
+            return _evaluated(graph, result, f"no kernel: {error}")
+        except BuildError as error:
+            if isinstance(error, NoCompilerError):
+                api.fall_back(error)
+            return _evaluated(graph, result, f"no kernel: {error}")
+        apart = [*split.apart, *((x.where, f"{x.name}: {why}") for x, why in numpy.items())]
+        return made, made.kernels, apart, made.source, []
+    return _evaluated(graph, result, "no way to split it was found")
+
+
+def _built(builder: Builder, split: Split, plain: dict[Node, str], numpy: dict[Node, str]) -> bool:
+    """Find the kernels of all units; whether some could not be found, and what they hold is to be split further."""
+    for i, unit in enumerate(split.units):
+        builder.now = i
+        try:
+            builder.step(unit)
+        except ScheduleError as error:
+            first = unit.members[0]
+            if unit.kind == "product" and len(unit.members) > 1:
+                plain[first] = str(error)
+            elif unit.kind in ("product", "rows"):
+                numpy.update(dict.fromkeys(unit.members, str(error)))
+            else:
+                raise
+            return True
+    builder.now = len(split.units)
+    return False
+
+
+def _result(builder: Builder, result: Any) -> tuple[str, dict[str, Any]]:
+    """What the caller gets, in a program's text, and names in it."""
+    names: dict[str, Any] = {}
+
+    def said(x: Any) -> str:
+        if isinstance(x, Value):
+            return builder.graph_text(x.node)
+        if type(x) is tuple:
+            return f"({''.join(f'{said(y)}, ' for y in x)})"
+        if type(x) is list:
+            return f"[{', '.join(map(said, x))}]"
+        if type(x) is dict:
+            return f"{{{', '.join(f'{said(k)}: {said(y)}' for k, y in x.items())}}}"
+        names[f"x{len(names)}"] = x
+        return f"x{len(names) - 1}"
+
+    return said(result), names
+
+
+def _evaluated(graph: Graph, result: Any, why: str) -> tuple[Any, list[Kernel], list[Any], str, list[str]]:
+    """The graph as NumPy computes it, one operation after the other."""
+
+    def run(leaves: list[Any]) -> Any:
+        values: dict[Node, Any] = {}
+        return rebuilt(result, lambda x: graph.evaluate(x.node, leaves, values) if isinstance(x, Value) else x)
+
+    kernels = [Kernel("numpy", x.name, (x.where,)) for x in graph.nodes if x.inputs and x.kind not in ("view", "item")]
+    return run, kernels, [], "", [why]
+
+
+def fuse(
+    function: Callable[..., Any] | None = None, *, on_unfusable: Literal["split", "error"] = "split"
+) -> Any:
+    """Make a function of matrix products, element-wise operations, reductions and reshapes run as few kernels.
+
+    The function is traced once for each kind of arguments (shapes, strides, types), with its
+    arrays, those that it captures too, replaced by ones that take down what happens to them. Products then take
+    the element-wise operations that follow them into their kernels; what reduces rows
+    runs as one kernel over them; NumPy does what no kernel can, in between. Arrays are
+    looked up at each call: new values, and new arrays in their places, are seen.
+
+    Undecorated (`__wrapped__`), the function runs as NumPy does, and is its own reference.
+    A float64 that is no array counts as a Python float: it takes the type of what it meets.
+
+    Args:
+        function: the function; it may take and return lists, tuples and dicts of arrays.
+        on_unfusable: "split" lets NumPy compute, between kernels, what no kernel can;
+            "error" raises TraceError, naming the line.
+
+    Returns:
+        A function with the same arguments, and a method `explain` that takes them too.
+
+    Raises:
+        ValueError: `on_unfusable` is neither of both.
+        TraceError: when called, the function's way depends on values, or it changes an array in place.
+    """
+    if on_unfusable not in ("split", "error"):
+        raise ValueError(f"on_unfusable is {on_unfusable!r}; use 'split' or 'error'")
+    if function is None:
+        return functools.partial(fuse, on_unfusable=on_unfusable)
+    return Whole(function, strict=on_unfusable == "error")
+
+
+__all__ = ["Explained", "TraceError", "Whole", "fuse"]
