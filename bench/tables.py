@@ -3,9 +3,10 @@
     python bench/tables.py            after measuring
     python bench/tables.py --check    status 1 if a table is not what the results say
 
-Five kinds of files are understood: reports of `bench/run_suite.py`, searches of
+Six kinds of files are understood: reports of `bench/run_suite.py`, searches of
 `bench/exhaustive.py --json`, surveys of `bench/cliff.py --json`, rates of
-`bench/packing.py --json`, and what `--overhead` keeps of a run of `pytest test_overhead.py --benchmark-json RAW.json`:
+`bench/packing.py --json`, fused products of `bench/fusion.py --save`, and what
+`--overhead` keeps of a run of `pytest test_overhead.py --benchmark-json RAW.json`:
 
     python bench/tables.py --overhead RAW.json
 """
@@ -16,6 +17,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from statistics import median
 
 from portmm.compare.report import from_json, geomean, markdown, summaries
 
@@ -34,7 +36,7 @@ def table(head, rows):
 
 def load(folder):
     """(stem, contents) of every result, by kind."""
-    found = {"reports": [], "searches": [], "overheads": [], "cliffs": [], "packings": []}
+    found = {"reports": [], "searches": [], "overheads": [], "cliffs": [], "packings": [], "fusions": []}
     for path in sorted(folder.glob("*.json")):
         text = path.read_text()
         data = json.loads(text)
@@ -46,6 +48,8 @@ def load(folder):
             found["cliffs"].append((path.stem, data))
         elif "packing" in data:
             found["packings"].append((path.stem, data))
+        elif "fusion" in data:
+            found["fusions"].append((path.stem, data))
         else:
             found["reports"].append((path.stem, from_json(text)))
     return found
@@ -139,12 +143,76 @@ def packing(data):
     )
 
 
+def fusion(runs):
+    """Two tables for each chip: fused products by group and type, and what epilogues cost."""
+    chips = {}
+    for data in runs:
+        # Runs of other groups or cases with as many threads add to one another; of the same cases the last counts.
+        mine = chips.setdefault(data["chip"], {}).setdefault(data["threads"], ({}, {}, {}))
+        mine[0].update({row["case"]["name"]: row for row in data["fusion"]})
+        mine[1].update({name: text for name, text in data["versions"].items() if not text.startswith("missing")})
+        mine[2][data["date"]] = None
+    return [_fusion(chip, dict(sorted(mine.items()))) for chip, mine in chips.items()]
+
+
+def _fusion(chip, mine):
+    """Those of one chip: threads -> cases by name, versions, dates."""
+    groups, costs = {}, {}
+    for threads, (cases, _, _) in mine.items():
+        for row in cases.values():
+            kind = f"{row['case']['group']}, {row['case']['dtype']}"
+            for name in ("ratio", "gain"):
+                if row[name] is not None:
+                    groups.setdefault(kind, {}).setdefault((threads, name), []).append(row[name])
+            for name, cost in row["overheads"].items():
+                costs.setdefault(f"{name}, {row['case']['dtype']}", {}).setdefault(threads, []).append(cost)
+    settings = [f"{t} thread{'s' if t > 1 else ''}" for t in mine]
+    head = ["group", *(f"{s}, {x}" for s in settings for x in ("best peer", "not fused"))]
+    columns = [(t, x) for t in mine for x in ("ratio", "gain")]
+    rows = [
+        [kind, *(f"{geomean(x[c]):.2f} ({min(x[c]):.2f}) of {len(x[c])}" if c in x else "" for c in columns)]
+        for kind, x in groups.items()
+    ]
+    versions = dict.fromkeys(text for _, known, _ in mine.values() for text in known.values())
+    dates = dict.fromkeys(date for _, _, known in mine.values() for date in known)
+    title = (
+        f"**{chip}**, fused: rate of portmm over that of the best peer of each case, and over its own where nothing is "
+        f"fused, geometric mean of each group, and in brackets its lowest."
+    )
+    parts = [title, table(head, rows)] if rows else []
+    if costs:
+        made = [
+            [kind, *(f"{100 * median(x[t]):+.1f} % ({100 * max(x[t]):+.1f} %)" if t in x else "" for t in mine)]
+            for kind, x in costs.items()
+        ]
+        parts.append(f"**{chip}**: what an epilogue costs, of the bare product's time, median and in brackets most.")
+        parts.append(table(["epilogue", *settings], made))
+    return "\n\n".join([*parts, f"Took part: {'; '.join(versions)}. Measured on {', '.join(dates)}."])
+
+
+def fusion_cases(data):
+    """Every case of fused products: microseconds per call, and ratios."""
+    names = list(dict.fromkeys(name for row in data["fusion"] for name in row["entries"]))
+    rows = []
+    for row in data["fusion"]:
+        entries = [row["entries"].get(name, {"state": ""}) for name in names]
+        times = [f"{1e6 * e['seconds']:.4g}" if e["state"] == "ok" else e["state"] for e in entries]
+        shown = [f"{row[x]:.2f}" if row[x] is not None else "" for x in ("ratio", "gain")]
+        cost = ", ".join(f"{name} {100 * x:+.1f} %" for name, x in row["overheads"].items())
+        rows.append([row["case"]["name"], *times, row["best"], *shown, cost])
+    threads = f"{data['threads']} thread{'s' if data['threads'] > 1 else ''}"
+    missed = f"\n\nNot run, for want of time: {', '.join(data['skipped'])}." if data["skipped"] else ""
+    head = ["case", *names, "best", "ratio", "over not fused", "epilogues cost"]
+    return f"**{data['chip']}**, fused, {threads}: microseconds per call.\n\n{table(head, rows)}{missed}"
+
+
 def summary(found):
     """What stands in the README."""
     parts = [*ratios(found["reports"]), *(f"{stem}: {search(rows)}" for stem, rows in found["searches"])]
     parts += [overhead(data) for _, data in found["overheads"]]
     parts += [cliff(data) for _, data in found["cliffs"]]
     parts += [packing(data) for _, data in found["packings"]]
+    parts += fusion([data for _, data in found["fusions"]])
     return "\n\n".join(filter(None, parts)) or NOTHING
 
 
@@ -152,6 +220,7 @@ def details(found):
     """What stands in docs/results.md: every case."""
     parts = [markdown(report).rstrip() for _, report in found["reports"]]
     parts += [f"**{stem}**: {search(rows)}" for stem, rows in found["searches"]]
+    parts += [fusion_cases(data) for _, data in found["fusions"]]
     return HEAD + "\n" + ("\n\n".join(parts) or NOTHING) + "\n"
 
 

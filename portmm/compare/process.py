@@ -36,9 +36,15 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """A running worker process; whoever starts one calls `close`."""
+    """A running worker process; whoever starts one calls `close`.
 
-    def __init__(self, contender: Contender, setup: Setup) -> None:
+    Args:
+        contender: whom it is for.
+        setup: how it runs.
+        module: what is run, by its name.
+    """
+
+    def __init__(self, contender: Contender, setup: Setup, module: str = "portmm.compare.worker") -> None:
         self.contender = contender
         child_read, self._write = os.pipe()
         self._read, child_write = os.pipe()
@@ -47,7 +53,7 @@ class Worker:
         # The worker must find the same modules as its parent, an adapter of the caller's among them.
         env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         fds = (child_read, child_write)
-        command = [sys.executable, "-P", "-m", "portmm.compare.worker", contender.adapter, *map(str, fds)]
+        command = [sys.executable, "-P", "-m", module, contender.adapter, *map(str, fds)]
         self._process = subprocess.Popen(
             [*command, json.dumps(asdict(setup))],
             env=env,
