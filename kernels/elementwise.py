@@ -129,7 +129,7 @@ class Elements:
             at = self.row if x.args == ("m",) else var("head" if x.args == ("h",) else "item")
             return (Map("whole", d, (), "s32", "s32", self.real.name, at),)
         if x.op == "extent":
-            return (Map("whole", d, (), "s32", "s32", self.real.name, var("n")),)
+            return (Map("whole", d, (), "s32", "s32", self.real.name, var(x.args[0])),)
         if x.op != "load":
             raise ScheduleError(f"{x!r} cannot be computed where it is used")
         return self.load(x, j, few)

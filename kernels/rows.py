@@ -28,7 +28,6 @@ from portmm.ir import (
     Let,
     LetPtr,
     Map,
-    Move,
     Parallel,
     Param,
     Ptr,
@@ -62,7 +61,7 @@ def build(isa: Isa, real: Atom, fused: Fused) -> Kernel:
     kept = [f"kept{i}" for i in range(len(passes.kept))]
     scratch = [LetPtr(x, Ptr("work", (var("worker") * len(kept) + i) * width), "f32") for i, x in enumerate(kept)]
     here = arguments(fused, var("item"), var("row"), const(0))
-    line = Call(row_function(isa, real, fused), (n, var("item"), var("row"), *here, *map(Ptr, kept)))
+    line = Call(row_function(isa, real, fused), (m, n, var("item"), var("row"), *here, *map(Ptr, kept)))
     body = (Let("item", var("r") // m), Let("row", var("r") % m), line)
     rows = For("r", total * task // tasks, total * (task + 1) // tasks, const(1), body)
     share = Function("some_rows", "task", (), (*scratch, rows), "A share of the rows")
@@ -145,7 +144,7 @@ def row_function(isa: Isa, real: Atom, fused: Fused) -> Function:
         body += _pass(at, [(x, sums[x]) for x in reductions], [(x, names[x]) for x in keeps], ())
         at.stored |= {x: sums[x] for x in reductions} | {x: names[x] for x in keeps}
     body += _pass(at, [], [], fused.results)
-    params = [Param("n"), Param("item"), Param("row"), *parameters(fused)]
+    params = [Param("m"), Param("n"), Param("item"), Param("row"), *parameters(fused)]
     params += [Param(x, "f32") for x in names.values()]
     return Function("one_row", "inner", tuple(params), tuple(body), "Expressions over one row")
 

@@ -179,8 +179,10 @@ class _Call:
         if sums == "f64" or (self.coded and sums == "s32"):
             raise ScheduleError(f"expressions are in float32, not in {sums}")
         step = settle(traced, (), self.types()[2], ends=True)
-        if step.fused.reductions:
-            raise ScheduleError("a reduction needs whole rows of sums")
+        if step.fused.reductions or step.fused.folds:
+            raise ScheduleError("a reduction needs whole rows, or columns, of sums")
+        if sums == "s32" and step.types[0] == np.int32:
+            raise ScheduleError("scaled sums of integers are not written as s32")
         if 0 in (self.items, self.m, self.n, self.k):
             raise ScheduleError("there is nothing to multiply")
         return step

@@ -76,6 +76,11 @@ class Fused:
         return [x for x in self.steps if x.op == "reduce"]
 
     @property
+    def folds(self) -> list[Expr]:
+        """Sums and maxima down columns."""
+        return [x for x in self.steps if x.op == "fold"]
+
+    @property
     def numbers(self) -> int:
         """How many numbers each call gives."""
         return max((x.args[0] + 1 for x in self.steps if x.op == "number"), default=0)
@@ -136,6 +141,7 @@ def _read(words: list[str], steps: list[Expr], operands: tuple[Operand, ...]) ->
         "const": lambda kind, value: const(float(value) if kind == "f32" else int(value), kind),
         "acc": acc,
         "extent": extent,
+        "fold": lambda kind, i: fold(kind, steps[int(i)]),
         "index": index,
         "number": lambda i: number(int(i)),
         "load": lambda i: load(int(i), operands[int(i)].dtype),
@@ -174,14 +180,19 @@ def index(axis: str) -> Expr:
     return node("index", (axis,), "s32")
 
 
-def extent() -> Expr:
-    """How many columns a row has."""
-    return node("extent", (), "s32")
+def extent(axis: str) -> Expr:
+    """How long an axis is: "n", the columns of a row, or "m", the rows of a column."""
+    return node("extent", (axis,), "s32")
 
 
 def reduction(kind: str, x: Expr) -> Expr:
     """The sum ("add") or the largest ("max") of a row of values."""
     return node("reduce", (kind, x), "f32")
+
+
+def fold(kind: str, x: Expr) -> Expr:
+    """The sum ("add") or the largest ("max") of a column of values."""
+    return node("fold", (kind, x), "f32")
 
 
 def varies(steps: list[Expr], operands: tuple[Operand, ...]) -> dict[Expr, frozenset[str]]:
@@ -196,7 +207,7 @@ def varies(steps: list[Expr], operands: tuple[Operand, ...]) -> dict[Expr, froze
             found[x] = frozenset(x.args)
         else:
             inner = (found[y] for y in x.args if isinstance(y, Expr))
-            found[x] = frozenset().union(*inner) - (frozenset("n") if x.op == "reduce" else frozenset())
+            found[x] = frozenset().union(*inner) - frozenset({"reduce": "n", "fold": "m"}.get(x.op, ""))
     return found
 
 

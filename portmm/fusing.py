@@ -10,7 +10,7 @@ operand first.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +118,10 @@ def settle(traced: Traced, given: tuple[Operand, ...], usual: np.dtype[Any], *, 
     results, axes = [], []
     for i, x in enumerate(values):
         whole = ends and i == 0
+        down_only = "m" not in along[x] and any(y.op == "fold" for y in ordered((x,)))
         axes.append(PRODUCT if whole or "n" in along[x] else "bm")
+        if down_only:
+            axes[-1] = "bn" if "n" in along[x] else "b"
         results.append((C if whole else len(operands), x))
         if not whole:
             operands.append(Operand(arrays.name_of(types[i]), axes[i]))
@@ -269,8 +272,8 @@ def located(x: Array, source: Source, size: tuple[int, ...]) -> tuple[int, ...]:
 def dense(axes: str, size: tuple[int, int, int]) -> tuple[int, int, int]:
     """Strides of a dense result along a batch, rows and columns."""
     m, n, _ = size
-    width = n if "n" in axes else 1
-    return m * width, width, 1 if "n" in axes else 0
+    width, height = n if "n" in axes else 1, m if "m" in axes else 1
+    return height * width, width if "m" in axes else 0, 1 if "n" in axes else 0
 
 
 @lru_cache(maxsize=64)
@@ -309,13 +312,39 @@ def by_numpy(
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A kernel over rows for one kind of call."""
+    """A kernel over rows for one kind of call.
+
+    Attributes:
+        route: the kernel.
+        bound: its operands.
+        size: rows, columns, items of a batch.
+        results: shapes and types.
+        several: the function gives a tuple.
+        order: of a kernel that reduces columns, where the function's results are: see `down`.
+        passed: how many of its results the next kernel is given.
+    """
 
     route: Any
     bound: Bound
     size: tuple[int, int, int]
     results: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
     several: bool
+    order: tuple[int, ...] | None = None
+    passed: int = 0
+
+    def run(self, found: dict[Any, Any], values: list[Array], out: Any) -> list[Array]:
+        """The results, of which the first is `out` if that is given."""
+        results = [np.empty(s, t) for s, t in self.results]
+        if out is not None:
+            results[0] = out
+        operands, numbers, alive = self.bound.fill(found, values, results)
+        m, n, batch = self.size
+        if m and batch:
+            runtime().execute(
+                self.route, m, n, 1, batch, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, *_NOTHING, operands, numbers
+            )
+        del alive
+        return results
 
 
 _NOTHING = (None,) * 7
@@ -343,33 +372,94 @@ def over_rows(
     around = Around.of(function)
     key = ("rows", tuple([(x.shape, x.strides, x.dtype) for x in values]), len(lead), usual, tuple(names))
 
-    def make(traced: Traced) -> _Rows:
-        views = tuple(described(x, ("b", "m", "n")) for x in values)
-        step = settle(traced, views, usual, ends=False)
-        bytes_ = math.prod(size) * 4 * len(step.fused.operands)
-        workers = settings.get_num_threads() if bytes_ > FORK * BYTES_PER_SECOND else 1
-        from portmm import dispatch
+    views = tuple([described(x, ("b", "m", "n")) for x in values])
+    strides = [tuple([s // x.itemsize for s in x.strides]) for x in values]
 
+    def make(traced: Traced) -> tuple[_Rows, ...]:
         api.begin()
-        route = dispatch.rows_route(step.text, size, settings.target(), workers)
-        strides = [tuple([s // x.itemsize for s in x.strides]) for x in values]
-        bound = Bound(traced, size, strides, [dense(x, size) for x in step.axes])
-        shapes = [(*lead, m, n if "n" in axes else 1) for axes in step.axes]
-        return _Rows(route, bound, size, tuple(zip(shapes, step.types, strict=True)), traced.several)
+        split = down(traced, len(values), usual)
+        if split is None:
+            return (_rows(traced, size, views, strides, usual, lead),)
+        first, rest, order, passed = split
+        kernel = replace(_rows(first, size, views, strides, usual, lead), order=order, passed=passed)
+        if not rest.results:
+            return (kernel,)
+        sums, lines = (Operand("f32", "bn"),) * passed, [dense("bn", size)] * passed
+        return kernel, _rows(rest, size, (*views, *sums), [*strides, *lines], usual, lead)
 
     leaves = _leaves(tuple([element(x.dtype)[0] for x in values]), tuple(names.items()))
     try:
-        ready: _Rows = around.ready(key, make, leaves, 3 if lead else 2)
+        ready: tuple[_Rows, ...] = around.ready(key, make, leaves, 3 if lead else 2)
     except BuildError as error:
         api.fall_back(error)
         return by_numpy(function, given, names, usual)
-    results = [np.empty(s, t) for s, t in ready.results]
+    first = ready[0]
+    if first.order is None:
+        return tuple(first.run(around.found, values, out)), first.several
+    if not m:  # a kernel of no rows does nothing
+        return by_numpy(function, given, names, usual)
+    sums = first.run(around.found, values, None)
+    rest = ready[1].run(around.found, values + sums[: first.passed], None) if len(ready) > 1 else []
+    results = [sums[i] if i >= 0 else rest[-1 - i] for i in first.order]
     if out is not None:
+        np.copyto(out, results[0])
         results[0] = out
-    operands, numbers, alive = ready.bound.fill(around.found, values, results)
-    if m and size[2]:
-        runtime().execute(
-            ready.route, m, n, 1, size[2], 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, *_NOTHING, operands, numbers
-        )
-    del alive
-    return tuple(results), ready.several
+    return tuple(results), first.several
+
+
+def _rows(  # noqa: PLR0917 - what they read is three of them
+    traced: Traced,
+    size: tuple[int, int, int],
+    views: tuple[Operand, ...],
+    strides: list[tuple[int, ...]],
+    usual: np.dtype[Any],
+    lead: list[int],
+) -> _Rows:
+    """The kernel of a function over rows, or of sums down columns."""
+    from portmm import dispatch
+
+    m, n, _ = size
+    step = settle(traced, views, usual, ends=False)
+    bytes_ = math.prod(size) * 4 * len(step.fused.operands)
+    workers = settings.get_num_threads() if bytes_ > FORK * BYTES_PER_SECOND else 1
+    route = dispatch.rows_route(step.text, size, settings.target(), workers)
+    bound = Bound(traced, size, strides, [dense(x, size) for x in step.axes])
+    shapes = [(*lead, m if "m" in x else 1, n if "n" in x else 1) for x in step.axes]
+    return _Rows(route, bound, size, tuple(zip(shapes, step.types, strict=True)), traced.several)
+
+
+def down(traced: Traced, given: int, usual: np.dtype[Any]) -> tuple[Traced, Traced, tuple[int, ...], int] | None:
+    """What is to be known of whole columns first, and the rest, which is given it; None where there is nothing.
+
+    Then come the places of the results among those of the first, or, counted down from -1, among the rest; and
+    how many of the first are given to the rest.
+
+    Raises:
+        TraceError: columns are reduced of what is reduced along rows.
+    """
+    steps = ordered(tuple(x for x, _ in traced.results))
+    folds = [x for x in steps if x.op == "fold"]
+    if not folds:
+        return None
+    if any(y.op == "reduce" for x in folds for y in ordered((x,))):
+        raise TraceError("columns of what is reduced along rows cannot be reduced in kernels: take two steps")
+    along = varies(steps, traced.operands)
+    whole: dict[Expr, Expr] = {}
+
+    def change(x: Expr) -> Expr | None:
+        if x.dtype != "f32" or "m" in along[x] or not any(y.op == "fold" for y in ordered((x,))):
+            return None
+        return whole.setdefault(x, of_given(given + len(whole), "f32"))
+
+    done: dict[Expr, Expr] = {}
+    results = [(substituted(x, change, done), dtype) for x, dtype in traced.results]
+    sums = [(x, np.dtype(np.float32)) for x in whole]
+    order, rest = [], []
+    for x, (new, dtype) in zip(traced.results, results, strict=True):
+        if x[0] in whole:  # a result by itself
+            order.append(len(sums))
+            sums.append((x[0], usual if dtype is None else dtype))
+        else:
+            order.append(-1 - len(rest))
+            rest.append((new, dtype))
+    return replace(traced, results=tuple(sums)), replace(traced, results=tuple(rest)), tuple(order), len(whole)

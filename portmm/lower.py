@@ -14,7 +14,7 @@ from portmm.candidates import PACKED_VECTORS
 from portmm.dtype import types
 from portmm.errors import ScheduleError
 from portmm.fused import parse as parse_fused
-from portmm.kernels import attention, dot, folding, gemm, prepack, rows, tiles
+from portmm.kernels import attention, columns, decode, dot, folding, gemm, prepack, rows, tiles
 from portmm.schedule import inconsistent, spell
 from portmm.version import VERSION
 
@@ -83,14 +83,15 @@ def lower_fold(isa: Isa, kept: Family) -> Kernel:
 
 
 def lower_rows(isa: Isa, real: Atom, text: str) -> Kernel:
-    """The kernel that computes fused expressions over rows, in lanes of `real`."""
-    kernel = rows.build(isa, real, parse_fused(text))
+    """The kernel that computes fused expressions over rows, or reduces columns, in lanes of `real`."""
+    fused = parse_fused(text)
+    kernel = (columns if fused.folds else rows).build(isa, real, fused)
     return replace(kernel, header=_header(kernel.name, isa, text, f"portmm.fuse on {isa.title}"))
 
 
 def lower_attention(isa: Isa, atom: Atom, real: Atom, form: Form) -> Kernel:
     """The kernel for a kind of attention, with products by `atom` and sums in lanes of `real`."""
-    kernel = attention.build(form, isa, atom, real)
+    kernel = decode.build(form, isa, real) if form.few else attention.build(form, isa, atom, real)
     return replace(kernel, header=_header(kernel.name, isa, form.score, f"portmm.attention on {isa.title}"))
 
 

@@ -162,7 +162,7 @@ def _fused(left: Array, weight: Any, asked: _Asked, traced: Any) -> _Call | None
         return None
     types, _ = _types(left.dtype, asked.dtype, again=False, dynamic=asked.dynamic)
     step = settle(traced, (), types[2], ends=True)
-    if step.fused.reductions:
+    if step.fused.reductions or step.fused.folds:
         return None
     try:
         call = _prepared(left, weight, asked, step)

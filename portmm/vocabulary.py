@@ -18,7 +18,7 @@ import numpy as np
 from portmm import vecmath
 from portmm.errors import TraceError
 from portmm.expr import FUNCTIONS, UFUNCS, Expr, apply, real
-from portmm.fused import extent, index, reduction
+from portmm.fused import extent, fold, index, reduction
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -248,17 +248,20 @@ def _hash(rows: Any, columns: Any, seed: int) -> Any:
     return h ^ ((h >> 16) & 0xFFFF)
 
 
-def _along(axis: Any) -> None:
-    if axis not in (-1, None):
-        raise TraceError(f"a reduction along axis {axis!r} cannot be traced; rows are reduced along the last, -1")
+def _reduced(kind: str, x: Any, axis: Any) -> Expr:
+    """A reduction along rows, the last axis, or down columns, the one before."""
+    if axis == -1:
+        return reduction(kind, real(_value(x)))
+    if axis == -2:
+        return fold(kind, real(_value(x)))
+    raise TraceError(f"a reduction along axis {axis!r} cannot be traced; use -1, along rows, or -2, down columns")
 
 
 @recorded
 def sum(x: Any, axis: int = -1) -> Any:  # noqa: A001 - as NumPy calls it
-    """The sum along the last axis, which stays with extent 1."""
+    """The sum along the last axis, or -2, the one before, which stays with extent 1."""
     if _traced(x):
-        _along(axis)
-        return reduction("add", real(_value(x)))
+        return _reduced("add", x, axis)
     return np.sum(x, axis=axis, keepdims=True)
 
 
@@ -266,8 +269,7 @@ def sum(x: Any, axis: int = -1) -> Any:  # noqa: A001 - as NumPy calls it
 def max(x: Any, axis: int = -1) -> Any:  # noqa: A001 - as NumPy calls it
     """The largest along the last axis, which stays with extent 1."""
     if _traced(x):
-        _along(axis)
-        return reduction("max", real(_value(x)))
+        return _reduced("max", x, axis)
     return (
         np.max(x, axis=axis, keepdims=True, initial=-np.inf)
         if np.asarray(x).shape[axis] == 0
@@ -279,7 +281,7 @@ def max(x: Any, axis: int = -1) -> Any:  # noqa: A001 - as NumPy calls it
 def mean(x: Any, axis: int = -1) -> Any:
     """The mean along the last axis, which stays with extent 1."""
     if _traced(x):
-        return sum(x, axis) / real(extent())
+        return sum(x, axis) / real(extent("n" if axis == -1 else "m"))
     return np.mean(x, axis=axis, keepdims=True)
 
 
