@@ -143,7 +143,8 @@ class Tracer:
             named = {k: self.wrapped(x, (*key, k), seen) for k, x in value.keywords.items()}
             return partial(self.callable(value.func, (*key, "func"), seen), *given, **named)
         owner, function = (value.__self__, value.__func__) if isinstance(value, types.MethodType) else (value, None)
-        function = function or getattr(type(value), "__call__", None)
+        calls = next((vars(t)["__call__"] for t in type(value).__mro__ if "__call__" in vars(t)), None)
+        function = function or calls
         if not isinstance(function, types.FunctionType) or _ours(function):
             return value
         return types.MethodType(self.rebound(function, (*key, "func"), seen), _Object(self, owner))

@@ -1,4 +1,4 @@
-"""Fused expressions in tests: what they come to in float64 with a bound of the error, operands for them, and ways to run.
+"""Fused expressions in tests: what they come to in float64, operands for them, and ways to run.
 
 Errors are followed through every operation, to first order and more: what a result may
 differ by is scaled to its expression. Where a comparison could go either way, a value
@@ -15,7 +15,7 @@ from support import Case, Extra, Laid, guarded, lay, poison
 
 from portmm.dtype import BY_NAME, spell
 from portmm.expr import OPS, apply, bits, const, fma, from_bits, ordered, real, select, sqrt
-from portmm.fused import AXES, PRODUCT, C, Fused, Operand, acc, extent, index, load, number, reduction
+from portmm.fused import AXES, PRODUCT, C, Fused, Operand, acc, extent, index, load, number, reduction, varies
 from portmm.interp import numpy_type
 from portmm.ir import VECTORS
 from portmm.problem import Problem
@@ -71,7 +71,7 @@ def _reduced(kind, v, e, columns):
     return v.sum(-1, keepdims=True), e.sum(-1, keepdims=True) + 1.01 * columns * U * (size + e.sum(-1, keepdims=True))
 
 
-def _operation(x, args):
+def _operation(x, args):  # noqa: C901, PLR0911 - an operation each
     op, result = x.op, OPS[x.op][1]
     values, errors = [v for v, _ in args], [e for _, e in args]
     whole = sum(errors)
@@ -80,7 +80,7 @@ def _operation(x, args):
     if op == "select":
         either = np.where(values[0], errors[1], errors[2])
         return np.where(*values), np.where(errors[0] > 0, np.inf, either)
-    if kind != "f32" and op != "float" and op != "from_bits":
+    if kind != "f32" and op not in {"float", "from_bits"}:
         return result(*values), unsure
     if op in ("lt", "le", "eq", "ne"):
         a, b = values
@@ -151,12 +151,13 @@ def every_operation():
         x + y, x - y, 2.5 - x, x * y, x / y, 3.0 / y, -x, abs(x), apply("min", x, y), apply("max", x, y),
         apply("min", x, 0.5), apply("max", 1.0, y), fma(x, y, 2.0), fma(2.0, x, y), sqrt(abs(x)), sqrt(x),
         from_bits(bits(x) ^ (bits(y) & 0x7FFFFF)), apply("float", i), select(p, x, y), select(q, -0.0, x),
-        select(p, x, np.inf), x * -0.0 + np.nan, index("n") * 1.0 + index("m") + index("b") * 0.5, real(extent()), number(1) * x - number(0),
+        select(p, x, np.inf), x * -0.0 + np.nan, index("n") * 1.0 + index("m") + index("b") * 0.5, real(extent("n")),
+        number(1) * x - number(0),
     ]  # fmt: skip
     wholes = [
         i + j, i - j, 7 - i, i * j * 123456789, -i, abs(i), apply("min", i, j), apply("max", i, 3), i & j, i | 5,
-        i ^ j, ~i, i << 28, (i * 99999999) >> 5, select(p, i, j), select(q, -(2**31), j), apply("int", x * 3.0), bits(x * 2.0),
-        index("n") - index("m"), apply("int", select(p, x, 3e9)),
+        i ^ j, ~i, i << 28, (i * 99999999) >> 5, select(p, i, j), select(q, -(2**31), j), apply("int", x * 3.0),
+        bits(x * 2.0), index("n") - index("m"), apply("int", select(p, x, 3e9)),
     ]  # fmt: skip
     masks = [
         p, x <= y, x == y, x != y, x > 0.0, i <= j, i == j, i != j, p & q, p | q, p ^ q, ~p, select(q, p, ~p), q & True,
@@ -193,11 +194,12 @@ def by_rows():
     operands = (Operand("f32", "bmn"), Operand("f32", "n"), Operand("f32", "mn", dense=False))
     x, w, y = (load(i, "f32") for i in range(3))
     top = reduction("max", x)
+    width = real(extent("n"))
     e = fma(x - top, fma(x - top, fma(x - top, 0.01, 0.1), 0.5), 1.0) + abs(x - top)
-    mean = reduction("add", y) / real(extent())
+    mean = reduction("add", y) / width
     centred = y - mean
     roots = [
-        e / reduction("add", e), centred / sqrt(reduction("add", centred * centred) / real(extent()) + 1e-5) * w, top,
+        e / reduction("add", e), centred / sqrt(reduction("add", centred * centred) / width + 1e-5) * w, top,
         mean, reduction("max", w) + reduction("add", const(1.0) * w), reduction("add", select(x > 0.0, e, 0.0)),
         select(x > top - 1.0, centred, w), reduction("max", abs(x)) + reduction("add", e) + x,
     ]  # fmt: skip
@@ -218,7 +220,16 @@ def epilogues():
     )  # fmt: skip
     v = [load(i, o.dtype) for i, o in enumerate(kinds)]
     total = fma(x, v[0], v[1]) + v[2] * 0.125 - v[3] * number(1)
-    many = Fused(kinds, ((C, total), (6, x * number(0) + v[5]), (7, abs(total) * 0.5), (8, total + v[4] * 0.01), (9, v[0] + index("m"))))
+    many = Fused(
+        kinds,
+        (
+            (C, total),
+            (6, x * number(0) + v[5]),
+            (7, abs(total) * 0.5),
+            (8, total + v[4] * 0.01),
+            (9, v[0] + index("m")),
+        ),
+    )
     whole = (Operand("s32", "n"), Operand("s32", "bmn"), Operand("s32", "bmn"))
     i, j = load(0, "s32"), load(1, "s32")
     kept = apply("eq", ((index("m") * 40503) ^ (index("n") * 977 + index("b"))) & 1, 1)
@@ -403,3 +414,9 @@ def executed(kernel, f, workers=1, *, code=None, end=True):
     ] or [(0,) * (1 + len(AXES))]
     runtime().execute(route, *said, np.array(places, np.int64), numbers)
     return [c.copy(), *(x.copy() for x in flats)]
+
+
+def axes_of(roots, operands):
+    """The axes along which expressions vary."""
+    found = varies(ordered(tuple(roots)), operands)
+    return [found[x] for x in roots]
