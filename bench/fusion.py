@@ -47,7 +47,7 @@ RESULTS = Path(__file__).parent / "results"
 FUSED, UNFUSED = "portmm", "unfused"
 CONTENDERS = (
     Contender(FUSED, "fusion_ways:open_fused", peer=False),
-    Contender(UNFUSED, "fusion_ways:open_unfused", peer=False, uses_openblas=True),
+    Contender(UNFUSED, "fusion_ways:open_unfused", peer=False),
     Contender("numpy", "fusion_ways:open_numpy", uses_openblas=True),
     Contender("torch", "fusion_torch:open_eager"),
     Contender("compiled", "fusion_torch:open_compiled"),
@@ -263,6 +263,7 @@ def flags(result):
     bad = {name: e for name, e in result.entries.items() if e.state in ("wrong", "crashed", "timeout")}
     ours = result.entries[FUSED]
     bad |= {} if ours.state == "ok" else {FUSED: ours}
+    found += [f"not had: {ours.reason}"] if ours.state == "ok" and ours.reason else []
     return "; ".join([*found, *(f"{name} {e.state}: {e.reason}" for name, e in bad.items())])
 
 
