@@ -208,7 +208,7 @@ class Attention(Heads):
         def call(height: int) -> tuple[Stmt, ...]:
             shape = Shape(height, g.nr, a_packed=False, ragged=False, a=self.given, b=self.atom.right)
             shape = replace(shape, unroll=4 if height == g.mr else 1)
-            f = replace(micro_kernel(self.atom, shape), name=f"scores_{height}", inline=True)
+            f = replace(micro_kernel(self.atom, shape), name=f"scores_{height}")
             a_m = var(f"{self.at['k']}_m") // self.kr
             args = (self.depth, here, a_m, const(1), Ptr("panels", c * (self.depth * g.nr)))
             return (Call(f, (*args, Ptr("s", r * g.queries + c * g.nr), const(g.queries), const(g.nr), const(0))),)
@@ -263,7 +263,7 @@ class Attention(Heads):
         packed = self.form.packs
         shape = Shape(g.high, g.wide, a_packed=False, b_packed=packed, a=self.atom.left, b=self.held_v, unroll=2)
         shape = replace(shape, ragged=not packed)
-        f = replace(micro_kernel(self.atom, shape), name="values", inline=True)
+        f = replace(micro_kernel(self.atom, shape), name="values")
         left = Ptr("units" if self.kr > 1 else "s", i)
         if packed:
             few = var("heads") // var("group")

@@ -18,9 +18,17 @@ if TYPE_CHECKING:
     from portmm.ir import Stmt
     from portmm.target import Atom, Isa
 
-FIELDS = {"dv": "c_n", "heads": "a_m", "group": "a_k", "window": "b_k", "step": "b_n", "offset": "c_m"}
+FIELDS = {
+    "dv": "c_n",
+    "heads": "a_m",
+    "group": "a_k",
+    "window": "b_k",
+    "step": "b_n",
+    "offset": "c_m",
+    "run": "c_batch",
+}
 """What this kernel calls fields of the argument block that it has no other use for: columns of V, heads, heads that
-share keys, width of the window, keys of a block, and how far the first query is from the first key."""
+share keys, width of the window, keys of a block, how far the first query is from the first key, and keys of a run."""
 QUERIES = 64
 """About how many queries a block has: for each key that is read, as many multiply-adds per element."""
 IN_PLACE_ROWS = 8
@@ -40,6 +48,7 @@ class Form:
         lengths: each item has a number of keys of its own.
         lse: the logarithms of sums of exponentials are wanted.
         packs: V is packed first.
+        few: there are few queries: see `decode`.
     """
 
     score: str
@@ -49,6 +58,7 @@ class Form:
     lengths: bool = False
     lse: bool = False
     packs: bool = False
+    few: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,12 @@ NAMES = {"b": "b", "h": "h", "q": "m", "kv": "n"}
 """What score and mask call the axes: kernels have queries by rows and keys by columns, or the other way round."""
 TURNED = {"m": "n", "n": "m"}
 HELD = ("f32", "bf16", "f16")
+FEW = 8
+"""Queries of a head up to which they do not fill vectors: see kernels/decode.py."""
+TASKS = 64
+"""Runs that keys of few queries are cut in, all heads together: for that many threads."""
+SHORTEST = 512
+"""Keys of a run, at least: enough to be worth handing out."""
 FORK = 1e6
 """Multiply-adds from which threads share the work: some 30 us."""
 _NOTHING = (None,) * 7
@@ -104,7 +110,7 @@ def attention(
             key, lambda traced: _make(traced, shape, flags, results[0]), (acc(), Indices(NAMES)), 4
         )
         results += [_four(lse[..., None], shape)] if lse is not None else []
-        ready.run(shape, around.found, [*results, *([] if many is None else [many])], far)
+        ready.execute(shape, around.found, [*results, *([] if many is None else [many])], far)
     if out is not None and result is not out:
         out[...] = result
         result = out
@@ -236,23 +242,27 @@ class _Ready:
         route: the kernel.
         bound: its operands.
         step: keys of a block.
+        run: keys of a run, 0 if there are no runs.
         kr: elements of a head that lie side by side in a unit.
     """
 
     route: Any
     bound: Bound
     step: int
+    run: int
     kr: int
 
-    def run(self, shape: _Shape, found: dict[Any, Any], results: list[Array], far: int) -> None:
+    def execute(self, shape: _Shape, found: dict[Any, Any], results: list[Array], far: int) -> None:
         q, k, v = shape.operands
         d = shape.d
-        if self.kr > 1:
+        if self.run:
+            q = np.ascontiguousarray(q)
+        elif self.kr > 1:
             q, k, d = _whole(q, k, self.kr)
         table, numbers, alive = self.bound.fill(found, [], [q, k, v, *results])
         runtime().execute(
             self.route, shape.m, shape.n, d, shape.items * shape.heads, 0, shape.heads, shape.group, 0,
-            0, far, self.step, 0, 0, shape.n - shape.m, shape.dv, 0, *_NOTHING, table, numbers,
+            0, far, self.step, 0, 0, shape.n - shape.m, shape.dv, self.run, *_NOTHING, table, numbers,
         )  # fmt: skip
         del alive
 
@@ -266,6 +276,11 @@ def _whole(q: Array, k: Array, kr: int) -> tuple[Array, Array, int]:
     elif k.__array_interface__["data"][0] % (kr * size) or any([s % (kr * size) for s in k.strides[:-1]]):  # noqa: C419
         k = np.ascontiguousarray(k).copy()
     return q, k, q.shape[-1]
+
+
+def _real(traced: Traced) -> Traced:
+    """The same with a result of f32."""
+    return replace(traced, results=tuple((real(x), None) for x, _ in traced.results))
 
 
 def turned(traced: Traced) -> Traced:
@@ -288,7 +303,8 @@ def _make(traced: Traced, shape: _Shape, flags: tuple[bool, ...], result: Array)
     from portmm.kernels.online import Bounds
 
     causal, endless, with_lse, all_keys = flags
-    made, target = turned(traced), settings.target()
+    few, target = shape.m <= FEW, settings.target()
+    made = _real(traced) if few else turned(traced)
     fused = Fused(made.operands, ((C, made.results[0][0]),))
     held = arrays.name_of(shape.dtype)
     api.begin()
@@ -296,21 +312,31 @@ def _make(traced: Traced, shape: _Shape, flags: tuple[bool, ...], result: Array)
     geometry = Geometry.of(isa, atom)
     reads = atom.k_pack == 1 and (bool(isa.spelling(atom, "load_mask", held)) or not shape.dv % geometry.wide)
     bounds = Bounds(causal, not endless)
-    form = Form(str(fused), held, held, bounds, lengths=not all_keys, lse=with_lse, packs=not reads)
+    form = Form(
+        str(fused), held, held, bounds, lengths=not all_keys, lse=with_lse, packs=not few and not reads, few=few
+    )
     step = keys_of(_near(target), geometry, max(shape.d, shape.dv))
+    run = 0
+    if few:
+        items = shape.items * shape.heads // shape.group
+        run = max(SHORTEST, -(-shape.n // max(1, TASKS // items)))
+        step = 256
     macs = shape.items * shape.heads * shape.m * shape.n * (shape.d + shape.dv)
     workers = settings.get_num_threads() if macs > FORK else 1
     q, k, v = shape.operands
-    if atom.k_pack > 1:
+    if few:
+        q = np.ascontiguousarray(q)
+    elif atom.k_pack > 1:
         q, k, _ = _whole(q, k, atom.k_pack)
     fields = {"m": shape.m, "n": shape.n, "k": q.shape[-1], "batch": shape.items * shape.heads, "workers": workers}
-    fields |= {"a_m": shape.heads, "a_k": shape.group, "b_n": step, "c_n": shape.dv}
+    fields |= {"a_m": shape.heads, "a_k": shape.group, "b_n": step, "c_n": shape.dv, "c_batch": run}
     route = dispatch.attention_route(form, unit, fields)
     rows = [_strides(x) for x in (q, k, v, result)]
     rows += [(shape.heads * shape.m, 1, 0, shape.m)] if with_lse else []
     rows += [(1,)] if not all_keys else []
-    bound = Bound(made, (shape.n, shape.m, shape.items, shape.heads), [], rows)
-    return _Ready(route, bound, step, atom.k_pack)
+    size = (shape.m, shape.n) if few else (shape.n, shape.m)
+    bound = Bound(made, (*size, shape.items, shape.heads), [], rows)
+    return _Ready(route, bound, step, run, atom.k_pack)
 
 
 def _strides(x: Array) -> tuple[int, ...]:
