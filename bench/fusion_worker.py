@@ -89,6 +89,8 @@ class Bench:
             makers = self.library.prepare(case, operands(case))
         except UnsupportedError as error:
             return {"state": "unsupported", "reason": str(error)}
+        except Exception as error:  # noqa: BLE001 - a library's failure
+            return {"state": "unsupported", "reason": first_line(error)}
         errors, refused = {}, []
         for name, make in makers.items():
             fault = self.attempt(name, make, request["limit"], errors)
