@@ -12,11 +12,13 @@ import driver
 import numpy as np
 import pytest
 import support
+import test_fused
+from fused_cases import by_rows, every_operation, every_type, gemm_case, rows_case
 from kernels_of import folding
 from support import case, interpret, require, selection, small
 
 from portmm.candidates import candidates
-from portmm.lower import lower
+from portmm.lower import lower, lower_rows
 from portmm.target import load_isa
 
 pytestmark = pytest.mark.emulated
@@ -117,6 +119,30 @@ def test_arm_folds_codes(name, arm_driver):
     results = driver.run([*arm_driver(name), *driver.objects([kernel for kernel, *_ in made])], jobs)
     for (*_, want), got in zip(made, results, strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("name", [x for x in support.EVERY_ISA if load_isa(x).arch == "aarch64"])
+def test_arm_computes_expressions(name, arm_driver):
+    """Fused kernels: every operation and type over rows, reductions, and ends of products of narrow types."""
+    isa, words = load_isa(name), ("f32", "f32-s8-f32", "f16", "bf16", "s8-s8-f32", "u8-s8-bf16", "bf16-u4-bf16")
+    jobs, kernels = [], []
+    for make in (every_operation, every_type, by_rows) if isa.base is None else ():
+        kernels.append(lower_rows(isa, isa.atom("f32"), str(make())))
+        n = kernels[-1].atom.n
+        for i, size in enumerate(((1, 1), (3, 2 * n + 3), (2, n), (4, 0))):
+            f = rows_case(make(), size, 1 + i % 2, i, special=i % 2 > 0)
+            jobs.append((len(kernels) - 1, kernels[-1], f, 1 + i % 3))
+    for at, word in enumerate(x for x in words if isa.atom(x)):
+        kind = list(test_fused.EPILOGUES)[at % 3]
+        found = list(test_fused.products(name, word, kind))
+        for p, s in found[at % len(found) :: len(found)] if word != "f32" else found[:: len(found) // 2]:
+            kernels.append(lower(s, small(name).isa(s.isa)))
+            f = gemm_case(p, test_fused.EPILOGUES[kind], at, special=at % 2 > 0)
+            jobs.append((len(kernels) - 1, kernels[-1], f, 1 + at % 3))
+    command = [*arm_driver(name), *driver.objects(kernels)]
+    results = driver.run_all(command, [(i, kernel, f.case, workers) for i, kernel, f, workers in jobs])
+    for (_, kernel, f, _), got in zip(jobs, results, strict=True):
+        f.check(got, kernel.header[1])
 
 
 # Runs in a whole Python under the emulator; prints what it found as JSON.
