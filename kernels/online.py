@@ -19,11 +19,14 @@ from typing import TYPE_CHECKING
 from portmm.kernels.elementwise import Elements, parameters
 
 from portmm import vecmath
-from portmm.expr import OPS, Expr, ordered, select
+from portmm.expr import OPS, Expr, bits, fma, from_bits, ordered, select
+from portmm.expr import const as literal
 from portmm.fused import C, Fused, acc, given, index, parse
 from portmm.ir import For, Function, If, Let, Map, Param, Ptr, Scratch, Verb, const, round_up, var
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from portmm.ir import Index, Stmt
     from portmm.target import Atom, Isa
 
@@ -35,9 +38,26 @@ MOST, BEFORE, KEPT = (given(i, "f32") for i in range(3))
 """The largest score of a query, the largest before this block, a score that was kept."""
 
 
+LEAST = -87.0
+"""What a score may be less than the largest: the weight would be no normal number, and is 0."""
+LOG2E = 1.4426950408889634
+_WHOLE = 1.5 * 2**23 + 127  # added to a small number, it leaves a whole one in the last bits: an exponent
+_EXP2 = (1.0, 0.6931472, 0.24022648, 0.0555036, 0.009618506, 0.0013390807, 0.00015326461)  # 2**x up to 1/2, see vecmath
+
+
 def weight(x: Expr, most: Expr) -> Expr:
-    """The weight of a score beside the largest one."""
-    return vecmath.exp(x - most)
+    """The weight of a score beside the largest one, exp(x - most).
+
+    The difference is not positive, so that half of what `vecmath.exp` guards against cannot be. The error relative
+    to the weight is that of f32 times the difference; relative to the weight of the largest it is nothing.
+    """
+    less = x - most
+    turns = fma(less, LOG2E, _WHOLE)
+    rest = fma(less, LOG2E, -(turns - _WHOLE))
+    power: Expr = literal(_EXP2[-1])
+    for c in reversed(_EXP2[:-1]):
+        power = fma(power, rest, c)
+    return select(less < LEAST, 0.0, power * from_bits(bits(turns) << 23))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +88,15 @@ class Bounds:
 
 
 class _Scores(Elements):
-    """Elements that know positions and the window."""
+    """Elements that know positions and the window; registers of one of several rows have its number."""
 
-    __slots__ = ()
+    def __init__(self, isa: Isa, real: Atom, fused: Fused, number: int) -> None:
+        row = var("r") + number
+        super().__init__(isa, real, fused, row, var("key") + row, var("query"))
+        self.number = number
+
+    def name(self, x: Expr) -> str:
+        return f"{super().name(x)}_{self.number}"
 
     def leaf(self, x: Expr, j: Index, few: str) -> tuple[Stmt, ...]:
         d, real = self.name(x), self.real.name
@@ -79,6 +105,13 @@ class _Scores(Elements):
         if x.op == "index" and x.args == ("w",):
             return (Map("whole", d, (), "s32", "s32", real, var("window")),)
         return super().leaf(x, j, few)
+
+    def load(self, x: Expr, j: Index, few: str) -> tuple[Stmt, ...]:
+        found = super().load(x, j, few)
+        # What is gathered passes through scratch that all rows share.
+        return (
+            found if len(found) == 1 or "n" not in self.axes[x] else (For("once", const(0), const(1), const(1), found),)
+        )
 
 
 def operations(x: Expr) -> int:
@@ -98,8 +131,9 @@ def tile(isa: Isa, real: Atom, text: str, bounds: Bounds) -> Function:
     weighed = weight(KEPT if keeps else score, MOST)
     wanted = [score, weighed, weight(BEFORE, MOST)]
     fused = Fused(scores.operands, tuple((C, x) for x in wanted))
-    at = _Scores(isa, real, fused, var("r"), var("key") + var("r"), var("query"))
-    walk = _Walk(at, score, weighed, wanted[2], keeps)
+    each = [_Scores(isa, real, fused, e) for e in range(4 if isa.registers >= 32 else 2)]
+    at = each[0]
+    walk = _Walk(each, score, weighed, wanted[2], keeps)
     lanes, columns = real.n, var("columns")
     fixed: tuple[Stmt, ...] = at.once(wanted[:2], "bhw")
     walk.fixed = dict(at.names)
@@ -119,79 +153,81 @@ def tile(isa: Isa, real: Atom, text: str, bounds: Bounds) -> Function:
 
 @dataclass(slots=True)
 class _Walk:
-    """The two passes over a vector of queries."""
+    """The two passes over a vector of queries, some rows at a time: what one waits for, others fill."""
 
-    at: Elements
+    each: list[_Scores]
     score: Expr
     weighed: Expr
     change: Expr
     keeps: bool
     fixed: dict[Expr, str] = field(default_factory=dict)
 
+    @property
+    def real(self) -> str:
+        return self.each[0].real.name
+
     def step(self, j: Index, few: str) -> tuple[Stmt, ...]:
         """All rows of one vector of queries."""
-        at, real = self.at, self.at.real.name
+        at, real, count = self.each[0], self.real, len(self.each)
         at.names = dict(self.fixed)
-        found: list[Stmt] = [Verb("load_c", x, p=Ptr("mosts", j), of=real) for x in ("most", "before")]
+        most = [f"most{e}" for e in range(count)]
+        found: list[Stmt] = [Verb("load_c", x, p=Ptr("mosts", j), of=real) for x in ("before", *most)]
         found += at.once([self.score, self.weighed], "bhnpw", j, few)
-        held = at.names | {MOST: "most", BEFORE: "before"}
-        found += [self.rows(self.largest(held, j, few)), *self.changed(held, j)]
-        found += [self.rows(self.weights(held, j, few))]
+        held = at.names | {MOST: most[0], BEFORE: "before"}
+        found += self.rows(lambda x: self.largest(x, held, j, few))
+        found += [y for x in most[1:] for y in self.larger(most[0], x)]
+        at.names = dict(held)
+        found += at.compute([self.change], j, "")
+        change = at.names[self.change]
+        found.append(Verb("store", change, p=Ptr("changes", j), of=real))
+        found += [Map("literal", f"sum{e}", (0.0,), "f32", "f32", real) for e in range(count)]
+        found += self.rows(lambda x: self.weights(x, held, j, few))
+        found += [Map("add", "sum0", ("sum0", f"sum{e}"), "f32", "f32", real) for e in range(1, count)]
         found += [Verb("load_c", "total", p=Ptr("sums", j), of=real)]
-        found += [Map("fma", "total", ("total", at.names[self.change], "sum"), "f32", "f32", real)]
-        found += [Verb("store", "total", p=Ptr("sums", j), of=real), Verb("store", "most", p=Ptr("mosts", j), of=real)]
+        found += [Map("fma", "total", ("total", change, "sum0"), "f32", "f32", real)]
+        found += [Verb("store", "total", p=Ptr("sums", j), of=real), Verb("store", most[0], p=Ptr("mosts", j), of=real)]
         return tuple(found)
 
+    def rows(self, one: Callable[[_Scores], tuple[Stmt, ...]]) -> tuple[Stmt, ...]:
+        """Rows side by side, statement by statement; then what rows are left."""
+        count, rows = len(self.each), var("rows")
+        whole = rows - rows % count
+        several = [one(x) for x in self.each]
+        together = tuple(s for alike in zip(*several, strict=True) for s in alike)
+        loop = For("r", const(0), whole, const(count), together)
+        return (loop, For("r", whole, rows, const(1), several[0]))
+
+    def load(self, at: _Scores, x: Expr, j: Index) -> Stmt:
+        """A score, as it is or kept."""
+        at.names[x] = at.name(x)
+        return Verb("load_c", at.names[x], p=self.place(at, j), of=self.real)
+
     @staticmethod
-    def rows(body: tuple[Stmt, ...]) -> Stmt:
-        return For("r", const(0), var("rows"), const(1), body)
+    def place(at: _Scores, j: Index) -> Ptr:
+        return Ptr("s", at.inner * var("wide") + j)
 
-    def place(self, j: Index) -> Ptr:
-        return Ptr("s", var("r") * var("wide") + j)
+    def larger(self, most: str, x: str) -> tuple[Stmt, ...]:
+        """A NaN is not the largest; it becomes a weight of NaN."""
+        over = f"over_{most}"
+        one = Map("lt", over, (most, x), "mask", "f32", self.real)
+        return (one, Map("select", most, (over, x, most), "f32", "f32", self.real))
 
-    def load(self, into: str, j: Index) -> Stmt:
-        return Verb("load_c", into, p=self.place(j), of=self.at.real.name)
-
-    def largest(self, held: dict[Expr, str], j: Index, few: str) -> tuple[Stmt, ...]:
-        """Scores, and the largest of them."""
-        at, real = self.at, self.at.real.name
+    def largest(self, at: _Scores, held: dict[Expr, str], j: Index, few: str) -> tuple[Stmt, ...]:
+        """A score, and the largest."""
         at.names = dict(held)
-        found = [self.load(_acc_name(at), j), *at.compute([self.score], j, few)]
+        found = [self.load(at, acc(), j), *at.compute([self.score], j, few)]
         value, before = at.value(self.score)
         found += before
-        found += [Verb("store", value, p=self.place(j), of=real)] if self.keeps else []
-        # A NaN is not the largest; it becomes a weight of NaN.
-        over = Map("lt", "over", ("most", value), "mask", "f32", real)
-        return (*found, over, Map("select", "most", ("over", value, "most"), "f32", "f32", real))
+        found += [Verb("store", value, p=self.place(at, j), of=self.real)] if self.keeps else []
+        return (*found, *self.larger(f"most{at.number}", value))
 
-    def changed(self, held: dict[Expr, str], j: Index) -> tuple[Stmt, ...]:
-        """What the weights before are multiplied by."""
-        at, real = self.at, self.at.real.name
+    def weights(self, at: _Scores, held: dict[Expr, str], j: Index, few: str) -> tuple[Stmt, ...]:
+        """A weight, and their sum."""
         at.names = dict(held)
-        found = at.compute([self.change], j, "")
-        store = Verb("store", at.names[self.change], p=Ptr("changes", j), of=real)
-        return (*found, store, Map("literal", "sum", (0.0,), "f32", "f32", real))
-
-    def weights(self, held: dict[Expr, str], j: Index, few: str) -> tuple[Stmt, ...]:
-        """Weights, and their sum."""
-        at, real, change = self.at, self.at.real.name, self.at.names[self.change]
-        at.names = dict(held)
-        first: list[Stmt]
-        if self.keeps:
-            at.names[KEPT] = at.name(KEPT)
-            first = [self.load(at.names[KEPT], j)]
-        else:
-            first = [self.load(_acc_name(at), j)]
-        found = [*first, *at.compute([self.weighed], j, few)]
-        value = at.names[self.weighed]
-        at.names[self.change] = change
-        store = Verb("store", value, p=self.place(j), of=real)
-        return (*found, Map("add", "sum", ("sum", value), "f32", "f32", real), store)
-
-
-def _acc_name(at: Elements) -> str:
-    at.names[acc()] = at.name(acc())
-    return at.names[acc()]
+        found = [self.load(at, KEPT if self.keeps else acc(), j), *at.compute([self.weighed], j, few)]
+        value, into = at.names[self.weighed], f"sum{at.number}"
+        store = Verb("store", value, p=self.place(at, j), of=self.real)
+        return (*found, Map("add", into, (into, value), "f32", "f32", self.real), store)
 
 
 def last(isa: Isa, real: Atom, *, lse: bool) -> Function:

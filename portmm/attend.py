@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -106,15 +107,19 @@ def attention(
         forms = tuple([(x.shape, x.strides, x.__array_interface__["data"][0] % 4) for x in operands])
         results = [_four(result, shape)]
         key = ("attention", dtype, forms, flags, results[0].strides)
-        ready: _Ready = around.ready(
-            key, lambda traced: _make(traced, shape, flags, results[0]), (acc(), Indices(NAMES)), 4
-        )
+        ready: _Ready = around.ready(key, lambda traced: _make(traced, shape, flags, results[0]), _leaves(), 4)
         results += [_four(lse[..., None], shape)] if lse is not None else []
         ready.execute(shape, around.found, [*results, *([] if many is None else [many])], far)
     if out is not None and result is not out:
         out[...] = result
         result = out
     return (result, lse) if return_lse else result
+
+
+@cache
+def _leaves() -> tuple[Expr, Indices]:
+    """What score and mask are given."""
+    return acc(), Indices(NAMES)
 
 
 @dataclass(frozen=True, slots=True)
