@@ -27,13 +27,14 @@ if TYPE_CHECKING:
     from portmm.quantized import Quantized, dequantize, load_quantized, quantize, save_quantized
     from portmm.scaled import linear
     from portmm.stored import load_packed, save_packed
-    from portmm.whole import fuse
     from portmm.vocabulary import (
         cast,
         clip,
         dropout,
+        elu,
         erf,
         exp,
+        expm1,
         fast_gelu,
         gelu,
         gelu_tanh,
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
         tanh,
         where,
     )
+    from portmm.whole import fuse
 
 __version__ = VERSION
 
@@ -83,14 +85,17 @@ __all__ = [
     "config",
     "dequantize",
     "dropout",
+    "elu",
     "erf",
     "exp",
     "explain",
+    "expm1",
     "fast_gelu",
     "from_awq",
     "from_gguf",
     "from_gptq",
     "from_int4",
+    "fuse",
     "gelu",
     "gelu_tanh",
     "get_num_threads",
@@ -144,8 +149,10 @@ _LATER = {
             "cast",
             "clip",
             "dropout",
+            "elu",
             "erf",
             "exp",
+            "expm1",
             "fast_gelu",
             "gelu",
             "gelu_tanh",
