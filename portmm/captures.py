@@ -103,7 +103,7 @@ class Scope:
     def check(self, how: int, at: Any, key: Any, kind: int, expected: Any) -> None:
         self.checks.append((how, at, key, kind, expected))
 
-    def wrapped(self, x: Any, how: int, at: Any, key: Any, name: str) -> Any:  # noqa: C901, PLR0911, PLR0917
+    def wrapped(self, x: Any, how: int, at: Any, key: Any, name: str) -> Any:  # noqa: C901, PLR0911
         """What a traced function finds in place of something that it captured."""
         if isinstance(x, np.ndarray):
             self.check(how, at, key, ARRAY, form(x))

@@ -60,6 +60,7 @@ class Node:
         template: for "map" and "reduce", the expression, of values given.
         leaf: which of the arrays, weights and numbers of a call it is.
         rounds: what follows must see the narrow type, so that it is stored before it is read.
+        note: what else there is to say of it.
     """
 
     kind: str
@@ -73,6 +74,7 @@ class Node:
     template: Expr | None = None
     leaf: int = -1
     rounds: bool = False
+    note: str = ""
 
     @property
     def where(self) -> str:
@@ -148,6 +150,8 @@ class Graph:
         leaves: the arrays, weights and numbers of this call.
         blocked: line -> why something there is no part of a kernel.
         lasting: the same will come of the next call.
+        values: of nodes that were needed while tracing.
+        fixed: weights that no call gives, made of others.
     """
 
     strict: bool = False
@@ -156,6 +160,7 @@ class Graph:
     blocked: list[tuple[str, str]] = field(default_factory=list)
     lasting: bool = True
     values: dict[Node, Any] = field(default_factory=dict)
+    fixed: dict[Node, Any] = field(default_factory=dict)
 
     def add(self, kind: str, shape: Shape, dtype: Any, inputs: tuple[Node, ...], plain: Any, name: str, **more: Any) -> Node:
         """Take an operation down."""

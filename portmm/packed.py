@@ -157,6 +157,21 @@ def pack(b: Any, *, activations: Any = None) -> Any:
     return made
 
 
+def join(weights: tuple[Any, ...]) -> Any:
+    """Packed weights side by side, as one of all their columns; None where their panels do not fit together."""
+    first = weights[0]
+    layout, k = family_of(first.family), first.shape[-2]
+    if any(len(w.shape) != 2 or w.shape[0] != k or w.family != first.family for w in weights):
+        return None
+    if any(w.shape[1] % layout.nr for w in weights[:-1]):
+        return None
+    parts = [w.owner[: _item(layout, *w.shape) * layout.kr] for w in weights]
+    owner = arrays.aligned_empty(sum(x.size for x in parts), first.owner.dtype)
+    np.concatenate(parts, out=owner)
+    owner.flags.writeable = False
+    return _made(owner, (k, sum(w.shape[1] for w in weights)), layout)
+
+
 def _dense(array: np.ndarray[Any, Any], item: int) -> tuple[int, ...]:
     steps, total = [], item
     for n in reversed(array.shape[:-2]):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm import api, vocabulary
+from portmm import vocabulary
 from portmm.errors import TraceError
 from portmm.expr import FUNCTIONS, UFUNCS
 from portmm.fused import index
@@ -455,7 +455,7 @@ def _reduced(
     return _squeezed(found, keepdims)
 
 
-def _squeezed(x: Value, keepdims: bool) -> Any:  # noqa: FBT001 - as NumPy calls it
+def _squeezed(x: Value, keepdims: bool) -> Any:
     """A reduction, with or without its last axis."""
     return x if keepdims else x.view_("reshape", lambda y: y[..., 0])
 

@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from portmm import api, settings
+from portmm.abreast import abreast
 from portmm.captures import Scope, arguments, found
 from portmm.errors import BuildError, NoCompilerError, ScheduleError, TraceError
 from portmm.graph import ByValueError, Graph, Node
-from portmm.program import Builder, ChangedError, Kernel
+from portmm.builder import Builder
+from portmm.program import ChangedError, Kernel
+from portmm.run.host import runtime
 from portmm.splitter import Splitter
 from portmm.value import Value, rebuilt
 
@@ -34,7 +37,7 @@ MOST_TRIES = 64
 BY_VALUE = "by value"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Made:
     """What was made for one kind of arguments.
 
@@ -44,6 +47,7 @@ class Made:
         kept: objects whose identity the kind rests on.
         explained: what `explain` shows.
         lasting: it may be run again.
+        simple: its arguments are all that it takes.
     """
 
     run: Callable[[list[Any]], Any]
@@ -51,6 +55,7 @@ class Made:
     kept: list[Any]
     explained: Explained
     lasting: bool
+    simple: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,18 @@ class Whole:
         self.__wrapped__ = function
         self.strict = strict
         self.memo: dict[Any, Any] = {}
+        self.quick: dict[bytes, Made] = {}
+        self.config: Any = None
+        self.describe: Callable[[Any], bytes | None] = self.begin
+
+    def begin(self, args: Any) -> bytes | None:
+        """Have the run time ready; from then on, it describes arrays."""
+        api.begin()
+        try:
+            self.describe = runtime().describe
+        except BuildError:  # nothing to describe arrays for
+            self.describe = lambda _: None
+        return self.describe(args)
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
         """The method of an object."""
@@ -101,16 +118,35 @@ class Whole:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """What the function computes."""
+        told = self.describe(args) if not options else None
+        if told is not None and settings.current() is self.config:
+            made = self.quick.get(told)
+            if made is not None:
+                more = found(made.checks) if made.checks else []
+                if more is not None:
+                    try:
+                        return made.run(args if made.simple else _leaves(args, more))
+                    except ChangedError:
+                        return self.again(args, options)
         key, leaves, kept = self.kind(args, options)
         made, more = self.known(key, leaves)
         if made is None:
             made, leaves = self.make(args, options, key, leaves, kept)
-            return made.run(leaves)
+        elif told is not None:
+            if settings.current() is not self.config or len(self.quick) >= MOST_KINDS:
+                self.quick, self.config = {}, settings.current()
+            self.quick[told] = made
+            made.simple = not made.checks and not any(type(x) is int for x in args)
         try:
-            return made.run(leaves + more if more else leaves)
+            return made.run([*leaves, *more])
         except ChangedError:
-            self.memo.clear()
-            return self.__wrapped__(*args, **options)
+            return self.again(args, options)
+
+    def again(self, args: Any, options: Any) -> Any:
+        """NumPy gives a shape that the program does not expect: forget it, and run the function itself."""
+        self.memo.clear()
+        self.quick.clear()
+        return self.__wrapped__(*args, **options)
 
     def known(self, key: Any, leaves: list[Any]) -> tuple[Made | None, list[Any]]:
         """What was made for this kind of call, and what it captures now."""
@@ -197,6 +233,11 @@ class Whole:
         return Made(run, scope.checks, [*kept, *scope.kept], explained, graph.lasting)
 
 
+def _leaves(args: tuple[Any, ...], more: list[Any]) -> list[Any]:
+    """What a call gives anew, integers being part of the program."""
+    return [*(x for x in args if type(x) is not int), *more]
+
+
 def _with_numbers(key: Any, leaves: list[Any]) -> Any:
     return (key, tuple([x for x in leaves if isinstance(x, float)]))
 
@@ -208,23 +249,26 @@ def _program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[
         return _evaluated(graph, result, "an array is empty: NumPy does what is left")
     plain: dict[Node, str] = {}
     numpy: dict[Node, str] = {}
+    beside: list[tuple[str, str]] = []
     for _ in range(MOST_TRIES):
         split = Splitter(graph, outputs, plain, numpy).split()
+        if not plain and not numpy and (said := abreast(graph, split)) is not None:
+            beside = said
+            split = Splitter(graph, outputs, plain, numpy).split()
         builder = Builder(graph, outputs, split)
         try:
             failed = _built(builder, split, plain, numpy)
             if failed:
                 continue
-            text, names = _result(builder, result)
-            made = builder.program(text, names)
+            made, source = builder.writer.program(len(graph.leaves), _result(builder, result))
         except ScheduleError as error:
             return _evaluated(graph, result, f"no kernel: {error}")
         except BuildError as error:
             if isinstance(error, NoCompilerError):
                 api.fall_back(error)
             return _evaluated(graph, result, f"no kernel: {error}")
-        apart = [*split.apart, *((x.where, f"{x.name}: {why}") for x, why in numpy.items())]
-        return made, made.kernels, apart, made.source, []
+        apart = [*split.apart, *beside, *((x.where, f"{x.name}: {why}") for x, why in numpy.items())]
+        return made, builder.kernels, apart, source, []
     return _evaluated(graph, result, "no way to split it was found")
 
 
@@ -247,23 +291,17 @@ def _built(builder: Builder, split: Split, plain: dict[Node, str], numpy: dict[N
     return False
 
 
-def _result(builder: Builder, result: Any) -> tuple[str, dict[str, Any]]:
-    """What the caller gets, in a program's text, and names in it."""
-    names: dict[str, Any] = {}
-
-    def said(x: Any) -> str:
-        if isinstance(x, Value):
-            return builder.graph_text(x.node)
-        if type(x) is tuple:
-            return f"({''.join(f'{said(y)}, ' for y in x)})"
-        if type(x) is list:
-            return f"[{', '.join(map(said, x))}]"
-        if type(x) is dict:
-            return f"{{{', '.join(f'{said(k)}: {said(y)}' for k, y in x.items())}}}"
-        names[f"x{len(names)}"] = x
-        return f"x{len(names) - 1}"
-
-    return said(result), names
+def _result(builder: Builder, x: Any) -> str:
+    """What the caller gets, in a program's text."""
+    if isinstance(x, Value):
+        return builder.text(x.node)
+    if type(x) is tuple:
+        return f"({''.join(f'{_result(builder, y)}, ' for y in x)})"
+    if type(x) is list:
+        return f"[{', '.join(_result(builder, y) for y in x)}]"
+    if type(x) is dict:
+        return f"{{{', '.join(f'{_result(builder, k)}: {_result(builder, y)}' for k, y in x.items())}}}"
+    return builder.writer.name("x", x)
 
 
 def _evaluated(graph: Graph, result: Any, why: str) -> tuple[Any, list[Kernel], list[Any], str, list[str]]:

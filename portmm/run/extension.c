@@ -339,6 +339,29 @@ static PyObject *py_execute(PyObject *module, PyObject *const *args, Py_ssize_t 
 }
 #pragma GCC pop_options
 
+/* Several kernels, one after the other, each with the 16 numbers of `execute`, an address and count of offsets, and
+ * all vectors: words of 64 bits. */
+static PyObject *py_execute_all(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+  (void)module;
+  if (n != 2 || !PyTuple_CheckExact(args[0]))
+    return PyErr_Format(PyExc_TypeError, "execute_all takes a tuple of routes and an address");
+  const long *w = PyLong_AsVoidPtr(args[1]);
+  if (!w) return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "execute_all got no address");
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[0]); i++, w += 18 + VECTORS) {
+    const route_object *route = (const route_object *)PyTuple_GET_ITEM(args[0], i);
+    if (Py_TYPE((PyObject *)route) != &route_type) return PyErr_Format(PyExc_TypeError, "execute_all takes routes");
+    const portmm_args p = {.m = w[0], .n = w[1], .k = w[2], .batch = w[3],
+                           .a = (void *)w[4], .a_m = w[5], .a_k = w[6], .a_batch = w[7],
+                           .b = (void *)w[8], .b_k = w[9], .b_n = w[10], .b_batch = w[11],
+                           .c = (void *)w[12], .c_m = w[13], .c_n = w[14], .c_batch = w[15],
+                           .a_scale = (void *)w[18], .b_scale = (void *)w[19], .bias = (void *)w[20],
+                           .a_zero = (void *)w[21], .a_sum = (void *)w[22], .b_zero = (void *)w[23],
+                           .operands = (void *)w[24], .numbers = (void *)w[25]};
+    if (run_route(route, &p, w[16] ? (const long *)w[16] : origin, w[16] ? w[17] : 1)) return NULL;
+  }
+  return Py_NewRef(Py_None);
+}
+
 /* Whether all numbers of a vector of f32 are finite and not negative. */
 static PyObject *py_are_scales(PyObject *module, PyObject *x) {
   const array_object *a = (array_object *)x;

@@ -81,6 +81,19 @@ class Runtime(Protocol):
             MemoryError: no memory for the workspace.
         """
 
+    def execute_all(self, routes: tuple[Any, ...], address: int) -> None:
+        """Run kernels one after the other.
+
+        At `address` lie 26 words of 64 bits for each: the 16 numbers of `execute`, the address
+        and the count of its offsets, or 0, and the 8 pointers that follow, or 0.
+
+        Raises:
+            MemoryError: no memory for a workspace.
+        """
+
+    def describe(self, values: tuple[Any, ...]) -> bytes | None:
+        """What decides how a function of native arrays, packed weights and integers runs; None where there are others."""
+
     def address(self, array: Any) -> int:
         """Where the first element of an array lies."""
 

@@ -90,11 +90,46 @@ static PyObject *py_pool_threads(PyObject *module, PyObject *unused) {
 
 #define KEYWORDS METH_VARARGS | METH_KEYWORDS
 #define FUNCTION(f) (PyCFunction)(void (*)(void))f
+/* What kernels see of a tuple of arrays and packed weights, but for their addresses, and integers, as bytes; None
+ * for others. */
+static PyObject *py_describe(PyObject *module, PyObject *x) {
+  enum { MOST = 32, WORDS = 2 + 2 * MAX_ND };
+  long words[MOST * WORDS];
+  size_t used = 0;
+  (void)module;
+  if (!PyTuple_CheckExact(x) || PyTuple_GET_SIZE(x) > MOST) return Py_NewRef(Py_None);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(x); i++) {
+    const array_object *a = (const array_object *)PyTuple_GET_ITEM(x, i);
+    if (PyObject_TypeCheck((PyObject *)a, &packed_type)) {
+      words[used++] = -1;
+      words[used++] = (long)a;
+      continue;
+    }
+    if (PyLong_CheckExact((PyObject *)a)) {
+      int over;
+      words[used++] = -2;
+      words[used++] = PyLong_AsLongAndOverflow((PyObject *)a, &over);
+      if (over) return Py_NewRef(Py_None);
+      continue;
+    }
+    if (Py_TYPE((PyObject *)a) != array_type || a->nd > MAX_ND || element_of(a) < 0) return Py_NewRef(Py_None);
+    words[used++] = a->nd;
+    words[used++] = element_of(a) * 2 + !!(a->flags & NUMPY_ALIGNED);
+    for (int j = 0; j < a->nd; j++) {
+      words[used++] = a->shape[j];
+      words[used++] = a->strides[j];
+    }
+  }
+  return PyBytes_FromStringAndSize((const char *)words, (Py_ssize_t)(used * sizeof *words));
+}
+
 static PyMethodDef functions[] = {
     {"load", py_load, METH_VARARGS, "load(path, symbol) -> Kernel"},
     {"make_route", py_make_route, METH_VARARGS, "make_route(kernel, work_bytes, workers, dtype, unit=1) -> Route"},
     {"register_dtype", py_register_dtype, METH_VARARGS, "register_dtype(name, dtype): arrays of a type from elsewhere"},
     {"execute", FUNCTION(py_execute), METH_FASTCALL, "execute(route, m, n, k, batch, a, ..., c_batch, outer=None)"},
+    {"execute_all", FUNCTION(py_execute_all), METH_FASTCALL, "execute_all(routes, words): kernels in a row"},
+    {"describe", py_describe, METH_O, "describe(arrays) -> bytes, or None"},
     {"address", py_address, METH_O, "address(array) -> where its first element lies"},
     {"are_scales", py_are_scales, METH_O, "are_scales(vector) -> whether all are finite and not negative"},
     {"matmul", FUNCTION(py_matmul), METH_FASTCALL | METH_KEYWORDS,

@@ -123,6 +123,19 @@ class Twin:
         outer = offsets_of(numbers[16] if len(numbers) > 16 else None)
         self.launch(route, tuple(map(_address, numbers[:16])), outer, tuple(map(_address, numbers[17:])))
 
+    def execute_all(self, routes: tuple[Route, ...], address: int) -> None:
+        """See `host.Runtime`."""
+        count = 18 + len(VECTORS)
+        words = self._ffi.cast("long *", address)
+        for i, route in enumerate(routes):
+            w = [words[count * i + j] for j in range(count)]
+            outer = bytes(self._ffi.buffer(self._ffi.cast("char *", w[16]), 24 * w[17])) if w[16] else offsets_of(None)
+            self.launch(route, tuple(w[:16]), outer, tuple(w[18:]))
+
+    @staticmethod
+    def describe(_: Any) -> None:
+        """See `host.Runtime`: nothing is told here."""
+
     @staticmethod
     def address(array: np.ndarray[Any, Any]) -> int:
         """See `host.Runtime`."""
