@@ -289,7 +289,7 @@ def apply(op: str, *values: Any) -> Expr:
         args = tuple(real(x) for x in values)
     else:
         args = _alike(values)
-    kind = args[-1].dtype
+    kind = args[0 if op in ("shl", "shr") else -1].dtype
     if (op in _WHOLE_ONLY and kind != "s32") or (op in _BITS and kind == "f32"):
         raise TraceError(f"{op} is for integers{' and masks' if op in _BITS else ''}, not for {kind}")
     if kind == "mask" and op not in _BITS | {"select"}:

@@ -168,18 +168,19 @@ class Around:
         """What was, or is now, made of the function for a kind of call."""
         whole = None if self.kind is None else (self.kind, key, settings.current(), settings.limit())
         found = _ready.get(whole) if whole is not None else None
-        if found is BY_VALUE:
-            whole = (*whole, self.numbers())  # type: ignore[misc]
-            found = _ready.get(whole)
+        known = found is BY_VALUE
+        found = _ready.get((whole, self.numbers())) if known else found
         if found is not None:
             return found
+        by_value = known
         try:
-            traced, lasting = trace(self.function, values, by_value=False, rank=rank)
+            traced, lasting = trace(self.function, values, by_value=by_value, rank=rank)
         except TraceError:
-            traced, lasting = trace(self.function, values, by_value=True, rank=rank)
-            if whole is not None and lasting:
-                remember(whole, BY_VALUE)
-                whole = (*whole, self.numbers())
+            by_value = True
+            traced, lasting = trace(self.function, values, by_value=by_value, rank=rank)
+        if by_value and lasting:
+            remember(whole, BY_VALUE)
+            whole = None if whole is None else (whole, self.numbers())  # type: ignore[assignment]
         if not lasting:
             self.found.update({x.key: x.array for x in traced.sources} | dict(traced.values))
         return remember(whole if lasting else None, make(traced))

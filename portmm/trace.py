@@ -132,7 +132,8 @@ class Tracer:
         if isinstance(value, (*_PLAIN, float, np.floating, types.ModuleType)) or _fixed(value):
             return value
         self.lasting = False
-        return self.callable(value, key, seen) if callable(value) else _Object(self, value)
+        through = isinstance(value, (types.MethodType, partial))
+        return self.callable(value, key, seen) if through else _Object(self, value)
 
     def callable(self, value: Any, key: tuple[Any, ...], seen: dict[int, Any]) -> Any:
         """A method, a partial, or an object that can be called, with what it holds seen through."""
@@ -278,14 +279,17 @@ class _Object:
     """A captured object, whose arrays are seen as tensors."""
 
     def __init__(self, tracer: Tracer, value: Any) -> None:
-        self._tracer, self._value = tracer, value
+        self.__tracer, self.__value = tracer, value
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._value, name)
-        return self._tracer.wrapped(found, ("object", id(self._value), name), {})
+        found = getattr(self.__value, name)
+        return self.__tracer.wrapped(found, ("object", id(self.__value), name), {})
 
     def __getitem__(self, key: Any) -> Any:
-        return self._tracer.wrapped(self._value[key], ("object", id(self._value), repr(key)), {})
+        return self.__tracer.wrapped(self.__value[key], ("object", id(self.__value), repr(key)), {})
+
+    def __call__(self, *values: Any, **options: Any) -> Any:
+        return self.__tracer.callable(self.__value, ("object", id(self.__value)), {})(*values, **options)
 
 
 @lru_cache(maxsize=256)

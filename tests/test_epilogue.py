@@ -1,0 +1,534 @@
+"""`matmul` with an epilogue and prologues, as a user writes them, against NumPy."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import pytest
+from arrays_of import INPUTS, LAYOUTS
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support import HERE
+
+import portmm as pm
+from portmm import dispatch, vocabulary
+from portmm.errors import TraceError
+from portmm.fusing import over_rows
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
+BF16 = np.dtype(ml_dtypes.bfloat16)
+M, N, K = 13, 37, 29
+rng = np.random.default_rng(7)
+
+
+def floats(*shape):
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+A, B, BIAS, RESIDUAL = floats(M, K), floats(K, N), floats(N), floats(M, N)
+PRODUCT = A.astype(float) @ B
+SLOPE = 0.5
+
+
+def close(got, want, size=1.0):
+    got = got.astype(np.float64)
+    assert got.shape == np.shape(want)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5 * size)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """How many kernels were asked for."""
+    names = []
+    build = dispatch.build_kernel
+    monkeypatch.setattr(dispatch, "build_kernel", lambda kernel: (names.append(kernel.name), build(kernel))[1])
+    return names
+
+
+# -- what a function sees ---------------------------------------------------------
+
+
+def helper(x):
+    return x + BIAS
+
+
+def once_more(x):
+    return helper(x) * 2.0
+
+
+def test_arrays_are_found_wherever_they_are():
+    bias = BIAS * 2
+
+    def by_default(acc, i, w=bias, *, k=2.0):
+        return acc * k + w[i.n]
+
+    class Layer:
+        scale = 3.0
+
+        def __init__(self):
+            self.bias, self.parts = bias, [bias, {"w": BIAS}, 0.5]
+
+        def end(self, acc, i):
+            return acc * self.scale + self.bias[i.n]
+
+        def short(self, acc):
+            return acc * self.parts[2] + self.parts[1]["w"]
+
+        def __call__(self, acc):
+            return acc - self.bias
+
+    layer = Layer()
+    for epilogue, want in (
+        (lambda acc, i: acc + bias[i.n], PRODUCT + bias),
+        (lambda acc: helper(acc) + once_more(acc), 3 * (PRODUCT + BIAS)),
+        (by_default, PRODUCT * 2 + bias),
+        (lambda acc: acc * layer.scale + layer.parts[0], PRODUCT * 3 + bias),
+        (lambda acc: layer(acc) * 2.0, 2 * (PRODUCT - bias)),
+        (layer.end, PRODUCT * 3 + bias),
+        (layer.short, PRODUCT * 0.5 + BIAS),
+        (layer, PRODUCT - bias),
+        (functools.partial(lambda w, acc, i: acc + w[i.n], bias), PRODUCT + bias),
+        (functools.partial(lambda acc, _, w: acc + w, w=bias), PRODUCT + bias),
+        (lambda acc, i: acc + RESIDUAL[i.m, i.n] - RESIDUAL[-1, i.n], PRODUCT + RESIDUAL - RESIDUAL[-1]),
+        (lambda acc: bias + acc - np.float32(2) * acc, bias - PRODUCT),
+        (lambda acc: np.maximum(acc, bias) / np.exp(np.abs(acc)), np.maximum(PRODUCT, bias) / np.exp(abs(PRODUCT))),
+        (lambda acc, i: acc + i.n - i.m * 2, PRODUCT + np.arange(N) - 2 * np.arange(M)[:, None]),
+        (lambda *_: 2.5, np.full((M, N), 2.5)),
+        (lambda *_: bias, np.broadcast_to(bias, (M, N))),
+        (lambda acc: vocabulary.where(acc > 0, acc, acc * SLOPE), np.where(PRODUCT > 0, PRODUCT, PRODUCT / 2)),
+        (lambda acc: acc * float(bias.shape[0]), PRODUCT * N),
+    ):  # fmt: skip
+        for _ in range(2):
+            close(pm.matmul(A, B, epilogue=epilogue), want)
+
+
+def test_what_changes_is_seen_and_compiles_nothing(compiled):
+    k, w, parts = 2.0, BIAS, [1.5, BIAS]
+
+    class Layer:
+        k, w = 0.5, BIAS
+
+        def __call__(self, acc):
+            return acc * self.k - self.w
+
+    layer = Layer()
+    functions = [
+        lambda acc: acc * k + w, lambda acc: acc * parts[0] + parts[1], lambda acc: layer(acc) + 0.0,
+        lambda acc: acc * layer.k - layer.w,
+    ]  # fmt: skip
+    for f in functions:
+        pm.matmul(A, B, epilogue=f)
+    before = len(compiled)
+    for step in range(3):
+        k, w, parts[0], parts[1] = k + 1.25, BIAS * step, step * 0.75, BIAS - step
+        layer.k, layer.w = step + 0.125, BIAS * (step + 2)
+        wanted = [PRODUCT * k + w, PRODUCT * parts[0] + parts[1], *[PRODUCT * layer.k - layer.w] * 2]
+        for f, want in zip(functions, wanted, strict=True):
+            close(pm.matmul(A, B, epilogue=f), want)
+    assert len(compiled) == before
+
+
+def test_numbers_that_python_looks_at_are_constants(compiled):
+    k = 2.0
+
+    def epilogue(acc):
+        return acc * math.sqrt(k) if k > 1 else acc - k
+
+    for k in (2.0, 0.5, 2.0, 3.0):
+        close(pm.matmul(A, B, epilogue=epilogue), PRODUCT * math.sqrt(k) if k > 1 else PRODUCT - k)
+    count = len(compiled)
+    close(pm.matmul(A, B, epilogue=epilogue), PRODUCT * math.sqrt(k))
+    assert len(compiled) == count
+
+
+def test_values_that_are_looked_at_are_not_remembered():
+    w = BIAS.copy()
+    zero = np.array(2.0, np.float32)
+    functions = [lambda acc: acc * w.sum(), lambda acc: acc * w[3] + w[:1] + w[2:3], lambda acc: acc * zero]
+    for _ in range(2):
+        wanted = PRODUCT * float(w.sum()), PRODUCT * w[3] + w[0] + w[2], PRODUCT * float(zero)
+        for f, want in zip(functions, wanted, strict=True):
+            close(pm.matmul(A, B, epilogue=f), want, 30)
+        w[...] = w + 1
+        zero[()] = 5
+
+
+# -- how operands lie -------------------------------------------------------------
+
+DTYPES = (
+    np.float32,
+    np.float64,
+    np.float16,
+    BF16,
+    np.int8,
+    np.uint8,
+    np.int16,
+    np.uint16,
+    np.int32,
+    np.int64,
+    np.bool_,
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: np.dtype(x).name)
+def test_operands_of_every_dtype_and_layout(dtype):
+    """Those that kernels cannot read are copied, whichever way they lie."""
+
+    def ends(x, y):
+        def broadcast(acc):
+            return vocabulary.where(x, acc, 1.0) if x.dtype.kind == "b" else acc + x
+
+        def turned(acc, i):
+            return vocabulary.where(y[i.n, i.m], acc, 1.0) if y.dtype.kind == "b" else acc + y[i.n, i.m] * 2.0
+
+        return broadcast, turned
+
+    for name, lay in INPUTS.items():
+        if np.dtype(dtype).kind in "biu" and name in ("C padded", "F padded", "every third"):
+            continue
+        if np.dtype(dtype) in (BF16, np.dtype(np.bool_)) and name == "other byte order":
+            continue
+        x, y = (lay(rng.integers(0, 5, shape).astype(dtype)) for shape in ((M, N), (N, M)))
+        broadcast, turned = ends(x, y)
+        wide, back = x.astype(float), y.astype(float).T
+        flags = x.dtype.kind == "b"
+        close(pm.matmul(A, B, epilogue=broadcast), np.where(x, PRODUCT, 1) if flags else PRODUCT + wide)
+        close(pm.matmul(A, B, epilogue=turned), np.where(y.T, PRODUCT, 1) if flags else PRODUCT + back * 2)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_product_itself_lies_in_any_way(name):
+    a, b = LAYOUTS[name](A), LAYOUTS[name](B)
+    residual = LAYOUTS[name](RESIDUAL)
+    epilogue = lambda acc: acc * 2.0 + residual  # noqa: E731 - once for all
+    for x, y in ((a, B), (A, b), (a, b)):
+        close(pm.matmul(x, y, epilogue=epilogue), PRODUCT * 2 + RESIDUAL)
+
+
+def test_the_same_strides_unaligned():
+    """A kernel that reads operands where they lie is not for those that must be copied."""
+    epilogue = lambda acc: acc + BIAS  # noqa: E731 - once for all
+    a, b = np.asfortranarray(A), np.asfortranarray(B)
+    loose = [np.empty(x.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(x.shape[::-1]).T for x in (a, b)]
+    for to, x in zip(loose, (a, b), strict=True):
+        to[...] = x
+        assert to.strides == x.strides
+        assert not to.flags.aligned
+    for x, y in ((a, b), (loose[0], b), (a, loose[1]), loose):
+        close(pm.matmul(x, y, epilogue=epilogue), PRODUCT + BIAS)
+
+
+def test_no_operand_is_read_beyond_its_end():
+    from support import guarded
+
+    for m, n, k in ((1, 1, 1), (3, 17, 5), (1, 65, 70), (16, 33, 300)):
+        a, b = floats(m, k), floats(k, n)
+        x, y, z = guarded(floats(n)), guarded(floats(m * n)).reshape(m, n), guarded(floats(m))
+        for end in (True, False):
+            q = guarded(np.arange(n, dtype=np.int8), end=end)
+            r = guarded(np.arange(n).astype(np.float16), end=end)
+            got = pm.matmul(a, b, epilogue=lambda acc, i: (acc + x + y + q, acc * z[i.m] - r))  # noqa: B023 - used at once
+            product = a.astype(float) @ b
+            close(got[0], product + x + y + q, 20)
+            close(got[1], product * z[:, None] - r, 20)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda acc: acc + BIAS[:-1],
+        lambda acc, i: acc + BIAS[:-1][i.n],
+        lambda acc, i: acc + RESIDUAL[i.n, i.m],
+        lambda acc: acc + RESIDUAL[:, :5],
+        lambda acc, i: acc + RESIDUAL[M, i.n],
+        lambda acc: acc + RESIDUAL.T,
+        lambda acc: vocabulary.softmax(acc + BIAS[1:]),
+        lambda acc: acc + np.full(N, 2**40)[:],
+        lambda acc: acc + LARGE,
+    ],
+)
+def test_operands_that_do_not_fit(bad):
+    with pytest.raises((ValueError, TraceError)):
+        pm.matmul(A, B, epilogue=bad)
+
+
+LARGE = np.full(N, 2**40)
+
+
+def test_an_operand_that_shrinks():
+    w = [floats(N)]
+    holder = type("Holder", (), {"w": floats(N)})()
+    for epilogue in (lambda acc, i: acc + w[0][i.n], lambda acc, i: acc + holder.w[i.n]):
+        pm.matmul(A, B, epilogue=epilogue)
+    w[0], holder.w = floats(N - 5), floats(N - 5)
+    for epilogue in (lambda acc, i: acc + w[0][i.n], lambda acc, i: acc + holder.w[i.n]):
+        with pytest.raises(ValueError, match="does not fit"):
+            pm.matmul(A, B, epilogue=epilogue)
+
+
+# -- results ----------------------------------------------------------------------
+
+
+def test_several_results():
+    def epilogue(acc, i):
+        y = acc + BIAS
+        return (
+            y, pm.vocabulary.cast(y * 10.0, np.int8), pm.vocabulary.cast(acc, np.float16), RESIDUAL[i.m, 0] * 2.0,
+            y > 0, pm.vocabulary.cast(acc * 1e3, np.int32), i.n * 2 + i.m,
+        )  # fmt: skip
+
+    y, codes, half, rows, mask, whole, places = pm.matmul(A, B, epilogue=epilogue)
+    close(y, PRODUCT + BIAS)
+    assert (abs(codes - np.clip(np.rint(10 * (PRODUCT + BIAS)), -128, 127)) <= 1).all()
+    np.testing.assert_allclose(half.astype(float), PRODUCT, rtol=1e-3, atol=1e-4)
+    close(rows, 2 * RESIDUAL[:, :1])
+    assert mask.dtype == np.uint8
+    assert ((mask == 1) == (PRODUCT + BIAS > 0))[abs(PRODUCT + BIAS) > 1e-4].all()
+    assert (abs(whole - PRODUCT * 1e3) <= 1.01).all()
+    np.testing.assert_array_equal(places, 2 * np.arange(N) + np.arange(M)[:, None])
+    for epilogue in (lambda acc: (acc,), lambda acc: (vocabulary.softmax(acc),)):
+        assert isinstance(pm.matmul(A, B, epilogue=epilogue), tuple)
+
+
+def test_casts_round_and_saturate():
+    x = np.array([0.5, 1.5, 2.5, -0.5, -1.5, 127.5, 128, 255.5, -128.5, 3e9, -3e9, np.inf, -np.inf, 2.0**31, -(2.0**31),
+                  2.0**31 - 128, 4194303.5, -4194303.5, 1e7 + 1, 1e-42, 0.49999997], np.float32)[None]  # fmt: skip
+    for name in HERE:
+        for dtype in (np.int8, np.uint8, np.int32, np.float16, BF16):
+            with pm.config(target=name), np.errstate(over="ignore"):
+                (got,), _ = over_rows(lambda v: vocabulary.cast(v, dtype), (x,), {"m": "m", "n": "n"})  # noqa: B023 - used at once
+                np.testing.assert_array_equal(got, vocabulary.cast(x, dtype), err_msg=f"{name} {dtype}")
+
+
+@pytest.mark.parametrize("how", ["dense", "by columns", "float16", "float64", "int32", "unaligned", "strided"])
+@pytest.mark.parametrize("epilogue", [lambda acc: acc * 8.0 + BIAS, lambda acc: (acc + BIAS) - vocabulary.max(acc)])
+def test_out(how, epilogue):
+    raw = np.empty(M * N * 4 + 1, np.uint8)[1:]
+    out = {
+        "dense": lambda: np.empty((M, N), np.float32),
+        "by columns": lambda: np.empty((N, M), np.float32).T,
+        "float16": lambda: np.empty((M, N), np.float16),
+        "float64": lambda: np.empty((M, N)),
+        "int32": lambda: np.empty((M, N), np.int32),
+        "unaligned": lambda: raw.view(np.float32).reshape(M, N),
+        "strided": lambda: np.empty((M, 2 * N), np.float32)[:, ::2],
+    }[how]()
+    want = pm.matmul(A, B, epilogue=epilogue).astype(float)
+    assert pm.matmul(A, B, out, epilogue=epilogue) is out
+    off = {"int32": 0.51, "float16": 2.0**-11 * abs(want)}.get(how, 1e-5)
+    assert (abs(out - want) <= off + 1e-5).all()
+
+
+def test_out_over_operands():
+    """What is read may lie under what is written."""
+    n = 24
+    for ends, read in (
+        (lambda o: lambda acc, i: acc + o[i.m, i.n], lambda o: o),
+        (lambda o: lambda acc, i: acc + o[i.n, i.m], lambda o: o.T),
+        (lambda o: lambda acc: acc + o, lambda o: o),
+        (lambda o: lambda acc: acc + o.T, lambda o: o.T),
+        (lambda o: lambda acc, i: acc + o[0, i.n], lambda o: o[0]),
+        (lambda o: lambda acc: vocabulary.relu(acc) + o[1:2], lambda o: o[1]),
+        (lambda o: lambda acc: (acc + o, acc - o)[0], lambda o: o),
+        (lambda o: lambda acc: acc + o[::-1], lambda o: o[::-1]),
+    ):
+        x, y, big = floats(n, n), floats(n, n), floats(n + 1, n)
+        for o in (big[:n], big[1:]):
+            want = x.astype(float) @ y
+            want = (np.maximum(want, 0) if "relu" in ends(o).__code__.co_names else want) + read(o).astype(float)
+            close(pm.matmul(x, y, o, epilogue=ends(o)), want, 5)
+        want = x.astype(float) @ y + 1
+        close(pm.matmul(x, y.copy(), x.copy(), epilogue=lambda acc: acc + 1.0), want, 5)
+        z = y.copy()
+        close(pm.matmul(x, z, z, epilogue=lambda acc: acc + 1.0), want, 5)
+        close(pm.matmul(x, y, x, epilogue=lambda acc: acc + 1.0), want, 5)
+
+
+# -- products of all kinds --------------------------------------------------------
+
+
+def ends_of(product):
+    bias = floats(product.shape[-1])
+    top = product.max(-1, keepdims=True)
+    return (
+        (lambda acc: vocabulary.relu(acc) * 0.5 + bias, np.maximum(product, 0) * 0.5 + bias),
+        (lambda acc: (acc - vocabulary.max(acc)) * 0.5, (product - top) * 0.5),
+    )
+
+
+@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [(np.float32,) * 2, (BF16, BF16), (np.float16,) * 2, (np.float32, BF16), (np.float32, np.int8), (np.int8,) * 2,
+     (np.uint8, np.int8)],
+    ids=lambda x: np.dtype(x).name,
+)  # fmt: skip
+def test_types(left, right, name):
+    m = 9 if name == HERE[-1] else 1 + 4 * HERE.index(name)
+    x = (rng.integers(-4, 5, (m, 40)) + 4 * (left == np.uint8)).astype(left)
+    y = rng.integers(-4, 5, (40, 41)).astype(right)
+    alike = left == right or np.dtype(left).kind in "iu"
+    with pm.config(target=name):
+        packed = pm.pack(y) if alike else pm.pack(y, activations=left)
+        fused, split = ends_of(x.astype(float) @ y.astype(float))
+        close(pm.matmul(x, packed, dtype=np.float32, epilogue=fused[0]), fused[1], 5)
+        if name == HERE[-1]:
+            close(pm.matmul(x, y, dtype=np.float32, epilogue=fused[0]), fused[1], 5)
+            close(pm.matmul(x, packed, dtype=np.float32, epilogue=split[0]), split[1], 5)
+            usual = pm.matmul(x, packed, epilogue=lambda acc: acc)
+            assert usual.dtype == (np.float32 if np.dtype(left).kind in "iu" or left != right else left)
+
+
+def test_weights_of_four_bits():
+    weight = pm.quantize(floats(64, 48), bits=4, group=32)
+    packed = pm.pack(weight)
+    for m in (1, 5, 40):
+        x = floats(m, 64)
+        for epilogue, want in ends_of(pm.matmul(x, packed).astype(float)):
+            for b in (packed, weight):
+                close(pm.matmul(x, b, epilogue=epilogue), want, 20)
+
+
+def test_batches():
+    a, b, shared = floats(3, M, K), floats(3, K, N), floats(K, N)
+    all_, row, column, item = floats(3, M, N), floats(M, 1), floats(3, 1, N), floats(3)
+    wide = all_.astype(np.float64)
+    for right in (b, shared, pm.pack(shared)):
+        product = a.astype(float) @ (shared if right is not b else b)
+        for epilogue, want in (
+            (lambda acc: acc + all_, product + all_),
+            (lambda acc: acc + row * 2.0, product + row * 2),
+            (lambda acc: acc + column, product + column),
+            (lambda acc, i: acc * item[i.b], product * item[:, None, None]),
+            (lambda acc, i: acc + all_[0, i.m, i.n], product + all_[0]),
+            (lambda acc, i: acc + i.b, product + np.arange(3)[:, None, None]),
+            (lambda acc: acc + wide, product + all_),
+            (
+                lambda acc, i: acc - vocabulary.max(acc) + all_[i.b, i.m, 0],
+                product - product.max(-1, keepdims=True) + all_[..., :1],
+            ),
+        )[:: 1 if right is b else 2]:
+            close(pm.matmul(a, right, epilogue=epilogue), want, 3)
+    many = floats(2, 3, M, K)
+    close(pm.matmul(many, b, epilogue=lambda acc: acc + BIAS), many.astype(float) @ b + BIAS, 3)
+    got = pm.matmul(many, shared, epilogue=lambda acc, i: (acc * 2.0, row[i.m, 0] + 0.0, vocabulary.sum(acc)))
+    assert [x.shape for x in got] == [(2, 3, M, N), (2, 3, M, 1), (2, 3, M, 1)]
+    close(got[2][..., 0], (many.astype(float) @ shared).sum(-1), 30)
+
+
+@pytest.mark.parametrize("size", [(0, 3, 4), (3, 0, 4), (3, 4, 0), (0, 0, 0)])
+def test_nothing_to_multiply(size):
+    m, n, k = size
+    a, b = floats(m, k), floats(k, n)
+    np.testing.assert_array_equal(pm.matmul(a, b, epilogue=lambda acc: acc + 1.0), np.ones((m, n)))
+    total, top = pm.matmul(a, b, epilogue=lambda acc: (vocabulary.sum(acc + 1.0), vocabulary.max(acc)))
+    np.testing.assert_array_equal(total, np.full((m, 1), n))
+    np.testing.assert_array_equal(top, np.full((m, 1), 0 if n else -np.inf))
+
+
+def test_prologues():
+    scale, shift = floats(M, 1), floats(K)
+    a = A * scale + shift
+    b = np.maximum(B, 0) + np.arange(K)[:, None] * 0.1
+    got = pm.matmul(
+        A, B,
+        prologue_a=lambda x, i: x * scale[i.m, 0] + shift[i.k],
+        prologue_b=lambda x, i: vocabulary.relu(x) + i.k * 0.1,
+        epilogue=lambda acc: acc + BIAS,
+    )  # fmt: skip
+    close(got, a.astype(float) @ b + BIAS, 10)
+    normal = pm.matmul(A, pm.pack(B), prologue_a=lambda x: vocabulary.rms_norm(x) * 1.0)
+    close(normal, vocabulary.rms_norm(A).astype(float) @ B, 3)
+    batch = floats(2, 3, M, K)
+    close(pm.matmul(batch, B, prologue_a=lambda x: x * 2.0), 2 * batch.astype(float) @ B, 5)
+    with pytest.raises(TypeError, match="packed"):
+        pm.matmul(A, pm.pack(B), prologue_b=lambda x: x)
+    with pytest.raises(ValueError, match="matrices"):
+        pm.matmul(A[0], B, epilogue=lambda acc: acc)
+
+
+# -- errors -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (lambda acc: acc if acc > 0 else 0.0, "pm.where"),
+        (lambda acc: sum(x for x in acc) + 1, "iterated"),
+        (lambda acc: max(acc, 0.0) + 1, "pm.maximum"),
+        (lambda acc: math.exp(acc) + 1, "math"),
+        (lambda acc: np.floor(acc) + 1, "np.floor"),
+        (lambda acc: np.add.reduce(acc) + 1, "np.add.reduce"),
+        (lambda acc: acc + CUBE, "dimensions"),
+        (lambda acc: acc**2.5, "\\*\\*"),
+        (lambda acc, i: acc + i.k, "i.m"),
+        (lambda acc, i: acc + BIAS[i.n + 1], "index"),
+        (lambda acc, i: acc + BIAS[i.n, i.m], "1 dimensions"),
+        (lambda acc: acc + "x", "str"),
+        (lambda *_: None, "NoneType"),
+        (lambda acc: vocabulary.sum(acc, axis=0), "axis"),
+        (lambda acc: acc + COMPLEX, "complex"),
+        (lambda acc: acc << 1, "integers"),
+        (lambda acc: vocabulary.cast(acc, np.float64), "float64"),
+    ],
+)
+def test_errors_name_the_line(bad, said):
+    with pytest.raises(TraceError, match=said) as caught:
+        pm.matmul(A, B, epilogue=bad)
+    if said not in ("", "float64"):
+        assert f"test_epilogue.py, line {bad.__code__.co_firstlineno}" in str(caught.value)
+
+
+CUBE, COMPLEX = floats(2, 1, M, N), np.zeros(N, complex)
+
+
+def test_float64_is_refused():
+    with pytest.raises(TypeError, match="float32"):
+        pm.matmul(A.astype(float), B.astype(float), epilogue=lambda acc: acc)
+
+
+# -- anything ---------------------------------------------------------------------
+
+EXTENTS = st.sampled_from([1, 1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 64, 100])
+
+
+@settings(derandomize=True, deadline=None, max_examples=25, database=None, suppress_health_check=list(HealthCheck))
+@given(
+    m=EXTENTS,
+    n=EXTENTS,
+    k=EXTENTS,
+    batch=st.sampled_from([(), (), (3,), (2, 2)]),
+    lays=st.tuples(*[st.sampled_from(list(LAYOUTS))] * 3),
+    packed=st.booleans(),
+    kind=st.integers(0, 3),
+    name=st.sampled_from(HERE),
+    threads=st.integers(1, 3),
+)
+def test_any_product(  # noqa: PLR0917 - a product's geometry
+    m, n, k, batch, lays, packed, kind, name, threads
+):
+    a, b, x = (rng.integers(-4, 5, shape).astype(np.float32) for shape in ((*batch, m, k), (k, n), (m, n)))
+    product = a.astype(float) @ b
+    with pm.config(target=name, threads=threads):
+        a, b, x = (LAYOUTS[lay](y) for lay, y in zip(lays, (a, b, x), strict=True))
+        row, column = x[:, :1], x[0]
+        epilogue, want = (
+            (lambda acc: (acc + x, acc * row), (product + x, product * row)),
+            (
+                lambda acc, i: (acc - x[i.m, 0] + i.n, vocabulary.cast(acc, np.int8)),
+                (product - row + np.arange(n), np.clip(product, -128, 127)),
+            ),
+            (
+                lambda acc: (vocabulary.maximum(acc, column) * 0.5, acc > x),
+                (np.maximum(product, column) * 0.5, product > x),
+            ),
+            (
+                lambda acc: (acc - vocabulary.max(acc * row), vocabulary.sum(acc)),
+                (product - (product * row).max(-1, keepdims=True), product.sum(-1, keepdims=True)),
+            ),
+        )[kind]
+        got = pm.matmul(a, pm.pack(b) if packed else b, epilogue=epilogue)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x.astype(float), y)
