@@ -251,8 +251,8 @@ class Decode(Heads):
         """The runs of an item and a head of keys become results."""
         task, i, head = var("task"), var("i"), var("other") * var("group")
         names = ("mosts", "sums", "changes", "o")
-        both = (*(Ptr(x) for x in names), *(Ptr(f"{x}_next") for x in names))
-        args = (var("rows"), var("across"), *both)
+        args: tuple[Index | Ptr, ...] = (var("rows"), var("across"), *map(Ptr, names))
+        args += tuple(Ptr(f"{x}_next") for x in names)
         runs = For(
             "r",
             const(1),

@@ -16,6 +16,7 @@ from portmm.errors import TraceError
 from portmm.fused import C, Fused, acc, number, parse
 from portmm.interp import run
 from portmm.lower import lower_attention
+from portmm.target import load_isa
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -271,7 +272,7 @@ def test_other_types_are_named():
 # -- the interpreter -------------------------------------------------------------------
 
 
-def interpreted(target, dtype, shape, how, step):
+def interpreted(target, dtype, shape, how, step, *, few=False):
     """What the interpreter makes of a kernel."""
     x = operands(shape, dtype)
     b, h, few, m, n, d, dv = shape
@@ -281,11 +282,11 @@ def interpreted(target, dtype, shape, how, step):
     isa, atom, real = unit = dispatch.attention_unit(held, parse(text), target)
     wide = Geometry.of(isa, atom).wide
     bounds = Bounds(how.get("causal", False), "window" in how)
-    packs = atom.k_pack > 1 or not (isa.spelling(atom, "load_mask", held) or dv % wide == 0)
-    kernel = lower_attention(*unit, Form(text, held, held, bounds, lse=True, packs=packs))
+    packs = not few and (atom.k_pack > 1 or not (isa.spelling(atom, "load_mask", held) or dv % wide == 0))
+    kernel = lower_attention(*unit, Form(text, held, held, bounds, lse=True, packs=packs, few=few))
     fields = dict.fromkeys("a_m a_k a_batch b_k b_n b_batch c_m c_n c_batch".split(), 0)  # noqa: SIM905
     fields |= {"m": m, "n": n, "k": d, "batch": b * h, "workers": 2, "a_m": h, "a_k": h // few}
-    fields |= {"b_k": how.get("window", n), "b_n": step, "c_m": n - m, "c_n": dv}
+    fields |= {"b_k": how.get("window", n), "b_n": step, "c_m": n - m, "c_n": dv, "c_batch": 2 * step}
     out, lse = np.full((b, h, m, dv), 7, x[0].dtype), np.full((b, h, m), 7, np.float32)
     arrays = {"numbers": (np.float32([d**-0.5]), 0)}
     for i, y in enumerate((*x, out, lse[..., None])):
@@ -300,13 +301,17 @@ def interpreted(target, dtype, shape, how, step):
     assert real.acc == "f32"
 
 
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("how", [{}, {"causal": True}, {"causal": True, "window": 5}], ids=str)
-def test_its_meaning_on_a_tiny_machine(how):
-    interpreted(TINY, np.float32, (1, 2, 1, 5, 11, 3, 3), how, 4)
+def test_its_meaning_on_a_tiny_machine(how, few):
+    interpreted(TINY, np.float32, (1, 2, 1, 5, 11, 3, 3), how, 4, few=few)
 
 
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("isa", ["neon", "sse2", "avx512"])
-def test_its_meaning_in_vectors(isa, dtype):
+@pytest.mark.parametrize("isa", ["neon", "sse2", "avx512", "avx512bf16"])
+def test_its_meaning_in_vectors(isa, dtype, few):
     dtype = BF16 if dtype == "bfloat16" else dtype
-    interpreted(replace(small(isa)), dtype, (1, 2, 1, 3, 15, 6, 5), {"causal": True}, 8)
+    machine = small(isa.removesuffix("bf16"))
+    machine = replace(machine, isas=(load_isa(isa), *machine.isas)) if isa.endswith("bf16") else machine
+    interpreted(machine, dtype, (1, 2, 1, 3, 15, 6, 5), {"causal": True}, 8, few=few)
