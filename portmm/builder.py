@@ -285,7 +285,8 @@ class Builder:
         numbers = [m, n, k, items, left.row, left.col, apart[0], b_k, b_n, apart[1], rows[2] or n, 1, apart[2]]
         strides = list(zip(apart[3:], rows[3:], columns, strict=True))
         for moved in w.repeats:
-            where: list[Any] = [(y.root, y.offset + i * y.like.itemsize) for y, i in zip((a, b, c), moved, strict=False)]
+            at = zip((a, b, c), moved, strict=False)
+            where: list[Any] = [(y.root, y.offset + i * y.like.itemsize) for y, i in at]
             where += [self.writer.operands(fusing.places, strides, moved[3:]), self.writer.give(fusing.numbers)]
             self.writer.execute(route, numbers, where)
         self.kernels.append(Kernel("product", x.name, _lines(unit), _names(unit), fusing.text(), str(p)))

@@ -101,6 +101,7 @@ class Scope:
         return x if isinstance(x, _PLAIN) else self.wrapped(x, ITEM, {0: x}, 0, name)
 
     def check(self, how: int, at: Any, key: Any, kind: int, expected: Any) -> None:
+        """Something must be what it was."""
         self.checks.append((how, at, key, kind, expected))
 
     def wrapped(self, x: Any, how: int, at: Any, key: Any, name: str) -> Any:  # noqa: C901, PLR0911
@@ -130,7 +131,7 @@ class Scope:
             return type(x)([self.wrapped(y, ITEM, x, i, f"{name}[{i}]") for i, y in enumerate(x)])
         if isinstance(x, dict):
             return {k: self.wrapped(y, ITEM, x, k, f"{name}[{k!r}]") for k, y in x.items()}
-        if isinstance(x, types.ModuleType) or isinstance(x, (np.ufunc, types.BuiltinFunctionType)):
+        if isinstance(x, (types.ModuleType, np.ufunc, types.BuiltinFunctionType)):
             return x
         return x if _foreign(type(x)) else _Object(self, x, name)
 
@@ -141,18 +142,19 @@ class Scope:
         if id(function) in self.seen:
             return self.seen[id(function)]
         spaces = dict(function.__globals__)
-        made = types.FunctionType(function.__code__, spaces, function.__name__, None, None if not function.__closure__ else tuple(types.CellType() for _ in function.__closure__))
+        cells = tuple(types.CellType() for _ in function.__closure__ or ())
+        made = types.FunctionType(function.__code__, spaces, function.__name__, None, cells or None)
         self.seen[id(function)] = made
         for name in sorted(code_names(function.__code__)):
             if name in spaces:
                 spaces[name] = self.wrapped(spaces[name], ITEM, function.__globals__, name, name)
-        for name, old, new in zip(function.__code__.co_freevars, function.__closure__ or (), made.__closure__ or (), strict=True):
+        names = function.__code__.co_freevars
+        for name, old, new in zip(names, function.__closure__ or (), cells, strict=True):
             if filled(old):
                 new.cell_contents = self.wrapped(old.cell_contents, CELL, old, 0, name)
         if function.__defaults__:
-            made.__defaults__ = tuple(
-                self.wrapped(x, ITEM, function.__defaults__, i, f"default {i}") for i, x in enumerate(function.__defaults__)
-            )
+            usual = function.__defaults__
+            made.__defaults__ = tuple(self.wrapped(x, ITEM, usual, i, f"default {i}") for i, x in enumerate(usual))
         if function.__kwdefaults__:
             made.__kwdefaults__ = {
                 n: self.wrapped(x, ITEM, function.__kwdefaults__, n, n) for n, x in function.__kwdefaults__.items()
@@ -166,6 +168,7 @@ class Scope:
         return types.MethodType(self.rebound(x.__func__), self.of_object(x.__self__, "self"))
 
     def of_object(self, x: Any, name: str) -> Any:
+        """An object as a traced function sees it."""
         if id(x) not in self.seen:
             self.seen[id(x)] = _Object(self, x, name)
         return self.seen[id(x)]
@@ -182,27 +185,23 @@ def found(checks: list[Check]) -> list[Any] | None:
     try:
         for how, at, key, kind, expected in checks:
             x = at[key] if how == ITEM else at.cell_contents if how == CELL else getattr(at, key)
-            if kind == SAME:
-                if x is not expected:
-                    return None
-                if is_weight(x):
-                    leaves.append(x)
-            elif kind == ARRAY:
-                if not isinstance(x, np.ndarray) or form(x) != expected:
-                    return None
-                leaves.append(x)
-            elif kind == EQUAL:
-                if type(x) is not type(expected) or x != expected:
-                    return None
-            elif kind == NUMBER:
-                if not isinstance(x, float):
-                    return None
-                leaves.append(float(x))
-            elif x is not expected[0] or len(x) != expected[1]:
+            if not _IS[kind](x, expected):
                 return None
+            if kind in (ARRAY, NUMBER) or (kind == SAME and is_weight(x)):
+                leaves.append(float(x) if kind == NUMBER else x)
     except (KeyError, IndexError, AttributeError, ValueError):
         return None
     return leaves
+
+
+_IS: tuple[Callable[[Any, Any], bool], ...] = (
+    lambda x, expected: x is expected,
+    lambda x, expected: type(x) is type(expected) and x == expected,
+    lambda x, expected: isinstance(x, np.ndarray) and form(x) == expected,
+    lambda x, _: isinstance(x, float),
+    lambda x, expected: x is expected[0] and len(x) == expected[1],
+)
+"""For each kind of check, whether something is what was expected: SAME, EQUAL, ARRAY, NUMBER, LENGTH."""
 
 
 class _Object:

@@ -30,7 +30,7 @@ Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
 _OURS = str(Path(__file__).parent)
 _NUMPYS = str(Path(np.__file__).parent)
-_READ = {"float32": "f32", "float16": "f32", "bfloat16": "f32", "int8": "f32", "uint8": "f32", "int32": "s32", "bool": "mask"}
+_READ = dict.fromkeys(("float32", "float16", "bfloat16", "int8", "uint8"), "f32") | {"int32": "s32", "bool": "mask"}
 """Types that expressions read -> what they are read as."""
 _MADE = {"float32": "f32", "float16": "f32", "bfloat16": "f32", "int32": "s32", "bool": "mask"}
 """Types that kernels compute results of -> the type of the expression."""
@@ -101,12 +101,12 @@ class Node:
 
 def here() -> tuple[str, int]:
     """The line of the user's function that is running."""
-    frame = sys._getframe(1)  # noqa: SLF001 - what tracebacks are made of
+    frame: Any = sys._getframe(1)  # noqa: SLF001 - what tracebacks are made of
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith((_OURS, _NUMPYS)):
             return name, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "", 0
 
 
@@ -133,7 +133,7 @@ def _dtype_of(plain: Callable[..., Any], values: tuple[Any, ...]) -> np.dtype[An
         if len(_dtypes) > 1024:
             _dtypes.clear()
         _dtypes[key] = found
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _itself(x: Array) -> Array:
@@ -162,7 +162,9 @@ class Graph:
     values: dict[Node, Any] = field(default_factory=dict)
     fixed: dict[Node, Any] = field(default_factory=dict)
 
-    def add(self, kind: str, shape: Shape, dtype: Any, inputs: tuple[Node, ...], plain: Any, name: str, **more: Any) -> Node:
+    def add(  # noqa: PLR0917 - what a node is
+        self, kind: str, shape: Shape, dtype: Any, inputs: tuple[Node, ...], plain: Any, name: str, **more: Any
+    ) -> Node:
         """Take an operation down."""
         made = Node(kind, tuple(shape), dtype, inputs, plain, name, here(), len(self.nodes), **more)
         self.nodes.append(made)
@@ -216,9 +218,12 @@ class Graph:
         shape = np.broadcast_shapes(*(x.shape for x in nodes))
         kind = dtype if dtype is not None else _dtype_of(plain, values)
         if index and kind == np.float64:
-            kind = np.result_type(np.float16, *(x.dtype for x in nodes if x.dtype is not None and x.dtype.kind not in "iub"))
-            kind, function = (np.dtype(np.float32) if kind == np.float16 else kind), plain
-            plain = lambda *xs: np.asarray(function(*xs)).astype(kind)  # noqa: E731
+            floats = [x.dtype for x in nodes if x.dtype is not None and x.dtype.kind not in "iub"]
+            kind, function = np.result_type(*floats) if floats else np.dtype(np.float32), plain
+
+            def plain(*xs: Any) -> Any:
+                return np.asarray(function(*xs)).astype(kind)
+
         places = iter(range(len(nodes)))
         at = [(next(places), x) if isinstance(x, Node) else (-1, x) for x in values]
 
@@ -227,9 +232,10 @@ class Graph:
 
         template, why = self._template(filled, traced, nodes, kind)
         if template is None:
-            return self.call(name, lambda *xs: filled(plain, xs), nodes, why, shape=shape, dtype=kind)
-        rounds = dtype is not None and kind.name in _NARROW
-        return self.add("map", shape, kind, nodes, lambda *xs: filled(plain, xs), name, template=template, rounds=rounds)
+            called: Node = self.call(name, lambda *xs: filled(plain, xs), nodes, why, shape=shape, dtype=kind)
+            return called
+        whole, rounds = (lambda *xs: filled(plain, xs)), dtype is not None and kind.name in _NARROW
+        return self.add("map", shape, kind, nodes, whole, name, template=template, rounds=rounds)
 
     @staticmethod
     def _template(filled: Any, traced: Any, nodes: tuple[Node, ...], dtype: Any) -> tuple[Expr | None, str]:
@@ -275,7 +281,8 @@ class Graph:
         result, why = self._product(a, b, dtype, by_numpy=name == "@")
         if why:
             plain = np.matmul if result is None else lambda x, y: api.matmul(x, y, dtype=result)
-            return self.call(name, plain, (a, b), why, shape=shape, dtype=result, own=result is not None)
+            apart: Node = self.call(name, plain, (a, b), why, shape=shape, dtype=result, own=result is not None)
+            return apart
         return self.add("matmul", shape, result, (a, b), lambda x, y: api.matmul(x, y, dtype=result), name)
 
     def _vectors(self, name: str, a: Node, b: Node, dtype: Any) -> Node:

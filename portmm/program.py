@@ -162,12 +162,12 @@ class Writer:
 
         def make() -> tuple[Any, ...]:
             memory = arrays.aligned_empty(size, np.uint8)
-            filled = {"T": array("q", table), "W": array("q", words), "N": array("f", numbers)}
+            filled: dict[str, Any] = {"T": array("q", table), "W": array("q", words), "N": array("f", numbers)}
             roots = {ARENA: runtime().address(memory)}
             roots |= {TABLE: filled["T"].buffer_info()[0], NUMBERS: filled["N"].buffer_info()[0]}
             for where, at, root, offset in fixed:
-                filled[where][at] = roots[root] + offset  # type: ignore[call-overload]
-            views = tuple(np.ndarray(shape, dtype, memory, at) for at, shape, dtype in held)  # type: ignore[call-overload]
+                filled[where][at] = roots[root] + offset
+            views = tuple(np.ndarray(shape, dtype, memory, at) for at, shape, dtype in held)
             return (*filled.values(), views or (memory,), filled["W"].buffer_info()[0])
 
         return make

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LEAVES = ("array", "weight", "number")
 _EACH = ("map", "reduce")
 MOST_INLINE, MOST_ONCE = 8, 64
-"""Operations up to which a value that is smaller than its users is computed where it is used; and one that is used once."""
+"""Operations up to which a value is computed where it is used: one that is smaller than its users, one used once."""
 
 
 @dataclass(eq=False, slots=True)
@@ -134,6 +134,7 @@ class Splitter:
             self.join(x)
 
     def start(self, kind: str, x: Node) -> Unit:
+        """A kernel that begins with a node."""
         unit = Unit(kind, x.inputs[0].shape if x.kind == "reduce" else x.shape, [x])
         self.units.append(unit)
         self.of[x] = unit
@@ -154,7 +155,8 @@ class Splitter:
         if not fits:
             for unit, why in reasons:
                 if unit.kind in ("product", "rows"):
-                    self.apart.append((x.where, f"{x.name} is not in the kernel of {unit.members[0].name} ({unit.members[0].where}): {why}"))
+                    kernel = f"{unit.members[0].name} ({unit.members[0].where})"
+                    self.apart.append((x.where, f"{x.name} is not in the kernel of {kernel}: {why}"))
             self.start("rows", x)
             return
         # A product hides what is read beside it, the better the longer its sums.
@@ -164,27 +166,32 @@ class Splitter:
 
     def refusal(self, x: Node, unit: Unit) -> str:
         """Why a node cannot be in a unit, or nothing."""
-        if unit.kind == "call":
-            return "NumPy computes that"
-        if unit.kind == "product":
-            if unit.members[0] in self.plain:
-                return self.plain[unit.members[0]]
-            if x.kind == "reduce":
-                return "a reduction needs whole rows of sums"
-            if x.shape != unit.shape:
-                return f"its shape is {x.shape}, not the product's {unit.shape}"
-        elif x.kind == "reduce":
-            if x.inputs[0].shape != unit.shape:
-                return f"it reduces {x.inputs[0].shape}, not {unit.shape}"
-        elif x.shape not in (unit.shape, (*unit.shape[:-1], 1)) or (x.of("index") and x.shape != unit.shape):
-            return f"its shape is {x.shape}, not {unit.shape}"
-        for y in x.inputs:
+        why = self.in_product(x, unit) if unit.kind == "product" else self.in_rows(x, unit)
+        for y in x.inputs if not why else ():
             if self.of.get(y) is unit:
-                if y.rounds:
-                    return f"{y.name} rounds to {y.dtype} first"
+                why = f"{y.name} rounds to {y.dtype} first" if y.rounds else why
             elif unit in self.needs(y):
-                return f"{y.name} ({y.where}), which it reads, comes after that"
-        return ""
+                why = f"{y.name} ({y.where}), which it reads, comes after that"
+        return why
+
+    def in_product(self, x: Node, unit: Unit) -> str:
+        """Why a node cannot follow a product in its kernel, for what it is."""
+        if unit.members[0] in self.plain:
+            return self.plain[unit.members[0]]
+        if x.kind == "reduce":
+            return "a reduction needs whole rows of sums"
+        return "" if x.shape == unit.shape else f"its shape is {x.shape}, not the product's {unit.shape}"
+
+    @staticmethod
+    def in_rows(x: Node, unit: Unit) -> str:
+        """Why a node cannot be computed with others over rows, for what it is."""
+        if unit.kind != "rows":
+            return "NumPy computes that"
+        if x.kind == "reduce":
+            same = x.inputs[0].shape == unit.shape
+            return "" if same else f"it reduces {x.inputs[0].shape}, not {unit.shape}"
+        fits = x.shape == unit.shape or (x.shape == (*unit.shape[:-1], 1) and not x.of("index"))
+        return "" if fits else f"its shape is {x.shape}, not {unit.shape}"
 
     def shares(self, x: Node, unit: Unit) -> bool:
         """A node reads a whole array that a unit reads too."""

@@ -17,27 +17,18 @@ import numpy as np
 from portmm import vocabulary
 from portmm.errors import TraceError
 from portmm.expr import FUNCTIONS, UFUNCS
-from portmm.fused import index
 from portmm.graph import ByValueError, Node, refuse
+from portmm.names import CHANGES, COPIES, LOOKS, METHODS, SIGNS, STATIC, STATIC_METHODS, VIEWS, rebuilt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from portmm.graph import Graph
 
-_STATIC = {np.shape: lambda x: x.shape, np.ndim: lambda x: x.ndim, np.size: lambda x: x.size}
-_VIEWS = frozenset(
-    (
-        "transpose", "swapaxes", "moveaxis", "rollaxis", "squeeze", "expand_dims", "broadcast_to", "split",
-        "array_split", "hsplit", "vsplit", "atleast_2d", "flip", "matrix_transpose", "permute_dims", "unstack",
-    )
-)  # fmt: skip
-_COPIES = frozenset(("concatenate", "stack", "hstack", "vstack", "column_stack", "concat"))
-"""Functions that move elements and compute nothing, by NumPy."""
-_STATIC_METHODS = frozenset(("itemsize", "nbytes"))
-_CHANGES = frozenset(("sort", "fill", "put", "partition", "resize", "itemset", "setfield", "setflags", "byteswap"))
-_LOOKS = frozenset(("item", "tolist", "tobytes", "tofile", "dump", "dumps", "data", "ctypes", "flat", "base", "flags"))
-_RATIO = "mean"
+# ruff: noqa: D102 - most methods here are those of ndarray
+
+AROUND: dict[str, Callable[..., Any]] = {}
+"""What an epilogue or a prologue makes of an array, as "applied": filled by `whole`."""
 
 
 class Value:
@@ -108,12 +99,12 @@ class Value:
             raise refuse("out= changes an array in place; use what matmul returns")
         left, right = _value(self.graph, a), _value(self.graph, b)
         if options.get("prologue_a") is not None:
-            left = _applied(options["prologue_a"], left, "mk")
+            left = AROUND["applied"](options["prologue_a"], left, "mk")
         if options.get("prologue_b") is not None:
-            right = _applied(options["prologue_b"], right, "kn")
+            right = AROUND["applied"](options["prologue_b"], right, "kn")
         found = _wrap(self.graph, self.graph.matmul("matmul", left.node, right.node, dtype))
         epilogue = options.get("epilogue")
-        return found if epilogue is None else _applied(epilogue, found, "mn")
+        return found if epilogue is None else AROUND["applied"](epilogue, found, "mn")
 
     # NumPy's protocols.
 
@@ -137,18 +128,18 @@ class Value:
         name = function.__name__
         if options.get("out") is not None:
             raise refuse(f"out= of np.{name} changes an array in place; use what it returns")
-        if function in _STATIC:
-            return _STATIC[function](*args)
-        if name in _METHODS and isinstance(args[0], Value) and not options.keys() - _METHODS[name]:
+        if function in STATIC:
+            return STATIC[function](*args)
+        if name in METHODS and isinstance(args[0], Value) and not options.keys() - METHODS[name]:
             return getattr(args[0], {"amax": "max", "amin": "min"}.get(name, name))(*args[1:], **options)
         if name in ("dot", "matmul") and len(args) == 2 and not options and all(len(np.shape(x)) <= 2 for x in args):
             return self.matmul(*args)
-        if name in _VIEWS and isinstance(args[0], Value) and not _any_inside((args[1:], options)):
+        if name in VIEWS and isinstance(args[0], Value) and not _any_inside((args[1:], options)):
             return args[0].view_(name, lambda x: function(x, *args[1:], **options))
         known = FUNCTIONS.get(name)
         if known is not None and not options:
             return _mapped(self.graph, name, known, function, args) if name == "where" else known(*args)
-        return called(self.graph, f"np.{name}", function, args, options, own=name in _COPIES)
+        return called(self.graph, f"np.{name}", function, args, options, own=name in COPIES)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         raise refuse("a traced array is no array of numbers yet; NumPy's functions take it as it is")
@@ -166,7 +157,7 @@ class Value:
             raise ByValueError("a function looks at a number")
         raise refuse("a traced array is no number; use portmm's or NumPy's functions in place of math's")
 
-    __int__ = __index__ = __complex__ = __float__  # type: ignore[assignment]
+    __int__ = __index__ = __complex__ = __float__
 
     def __len__(self) -> int:
         if not self.shape:
@@ -185,6 +176,9 @@ class Value:
     def __delitem__(self, key: Any) -> None:
         self.__setitem__(key, None)
 
+    def __neg__(self) -> Any:
+        return _mapped(self.graph, "neg", operator.neg, operator.neg, (self,))
+
     # Views.
 
     def view_(self, name: str, function: Callable[[Any], Any]) -> Any:
@@ -193,8 +187,9 @@ class Value:
 
     def __getitem__(self, key: Any) -> Any:
         words = key if isinstance(key, tuple) else (key,)
-        if any(isinstance(x, _Axis) for x in words):
-            return self.view_("[i]", _along(words, self.ndim))
+        axis = next((x for x in words if hasattr(x, "along_")), None)
+        if axis is not None:
+            return axis.along_(self, words)
         plain = (int, np.integer, slice, type(None), type(Ellipsis))
         if _any_inside((words, [(x.start, x.stop, x.step) for x in words if isinstance(x, slice)])):
             return called(self.graph, "[] by an array", operator.getitem, (self, key), {})
@@ -247,7 +242,7 @@ class Value:
     def min(self, axis: Any = None, *, keepdims: bool = False, **options: Any) -> Any:
         if not _last(self, axis) or options or self.dtype.kind != "f":
             return called(self.graph, "np.min", np.min, (self,), {"axis": axis, "keepdims": keepdims, **options})
-        return _squeezed(-((-self).max(-1, keepdims=True)), keepdims)
+        return _squeezed(-(-self).max(-1, keepdims=True), keepdims)
 
     def var(self, axis: Any = None, *, keepdims: bool = False, **options: Any) -> Any:
         if not _last(self, axis) or options:
@@ -271,6 +266,9 @@ class Value:
     def __rmatmul__(self, other: Any) -> Any:
         return self.matmul(other, self)
 
+    def __imatmul__(self, other: Any) -> Any:
+        raise refuse("@= changes an array in place; write x = x @ ...")
+
     def dot(self, other: Any) -> Any:
         return np.dot(self, other)
 
@@ -280,24 +278,15 @@ class Value:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(np.ndarray, name):
             raise AttributeError(f"an array that is traced has no attribute {name!r}")
-        if name in _CHANGES:
+        if name in CHANGES:
             raise refuse(f"{name}() changes an array in place; use the function of NumPy that returns a new one")
-        if name in _LOOKS:
+        if name in LOOKS:
             raise refuse(f".{name} looks at values or memory, which differ from call to call")
-        if name in _STATIC_METHODS:
+        if name in STATIC_METHODS:
             return getattr(np.broadcast_to(np.zeros((), self.dtype), self.shape), name)
         return lambda *args, **options: called(
             self.graph, name, lambda x, *a, **o: getattr(x, name)(*a, **o), (self, *args), options
         )
-
-
-_METHODS = {
-    "sum": {"axis", "keepdims"}, "max": {"axis", "keepdims"}, "amax": {"axis", "keepdims"},
-    "min": {"axis", "keepdims"}, "amin": {"axis", "keepdims"}, "mean": {"axis", "keepdims"},
-    "var": {"axis", "keepdims"}, "std": {"axis", "keepdims"}, "reshape": {"order"}, "ravel": {"order"},
-    "squeeze": {"axis"}, "astype": set(), "copy": set(),
-}  # fmt: skip
-"""Functions that are methods -> the options that these take."""
 
 
 def _operators() -> None:
@@ -310,20 +299,17 @@ def _operators() -> None:
         def reflected(self: Value, other: Any) -> Any:
             return _mapped(self.graph, name, function, function, (other, self))
 
-        def changed(self: Value, other: Any) -> Any:
-            raise refuse(f"an operator with = changes an array in place; write x = x {_SIGNS[name]} ...")
+        def changed(*_: Any) -> Any:
+            raise refuse(f"an operator with = changes an array in place; write x = x {SIGNS[name]} ...")
 
         setattr(Value, f"__{name}__", method)
-        if name in _SIGNS:
+        if name in SIGNS:
             setattr(Value, f"__r{name}__", reflected)
             setattr(Value, f"__i{name}__", changed)
 
-    for name in (*_SIGNS, "lt", "le", "gt", "ge", "eq", "ne"):
+    for name in (*SIGNS, "lt", "le", "gt", "ge", "eq", "ne"):
         binary(name, getattr(operator, f"{name}_" if name in ("and", "or") else name))
-    Value.__imatmul__ = lambda self, other: (_ for _ in ()).throw(  # type: ignore[attr-defined]
-        refuse("@= changes an array in place; write x = x @ ...")
-    )
-    for name in ("neg", "pos", "abs", "invert"):
+    for name in ("pos", "abs", "invert"):
         function = getattr(operator, name)
         setattr(
             Value, f"__{name}__",
@@ -331,59 +317,13 @@ def _operators() -> None:
         )  # fmt: skip
 
 
-_SIGNS = {
-    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**",
-    "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>",
-}  # fmt: skip
 _operators()
 
 
-class _Index(Value):
+class Index(Value):
     """Integers made of the places of elements."""
 
     __slots__ = ()
-
-
-class _Axis(_Index):
-    """Where the elements of a product are along an axis: integers, and in [] that axis itself."""
-
-    __slots__ = ("place",)
-
-
-class _Places:
-    """The indices of an epilogue or a prologue: i.m, i.n and their like."""
-
-    def __init__(self, x: Value, names: str) -> None:
-        last = {name: 1 - i for i, name in enumerate(names)} | ({"b": 2} if x.ndim > 2 else {})
-        for name, back in last.items():
-            length = x.shape[-1 - back]
-
-            def plain(y: Any, back: int = back, length: int = length) -> Any:
-                return np.broadcast_to(np.arange(length, dtype=np.int32).reshape(-1, *(1,) * back), y.shape)
-
-            axis = index("nmb"[back])
-            made = x.graph.map(f"i.{name}", lambda y, axis=axis: axis, plain, (x.node,), np.dtype(np.int32))
-            found = _Axis(x.graph, made)
-            found.place = back, length
-            setattr(self, name, found)
-
-
-def _along(words: tuple[Any, ...], ndim: int) -> Callable[[Any], Any]:
-    """The view of an array whose axes are named: as in b[i.n], of the length of the product."""
-    if len(words) != ndim or not all(isinstance(x, (_Axis, int, np.integer)) for x in words):
-        raise refuse(f"an array of {ndim} dimensions is indexed by {len(words)}; give an index or an integer for each")
-    axes = sorted((x.place[0] for x in words if isinstance(x, _Axis)), reverse=True)
-    order = [i for back in axes for i, x in enumerate(y for y in words if isinstance(y, _Axis)) if x.place[0] == back]
-    key = tuple(slice(0, x.place[1]) if isinstance(x, _Axis) else x for x in words)
-    spread = tuple(slice(None) if back in axes else None for back in range(max(axes, default=0), -1, -1))
-    return lambda x: x[key].transpose(order)[spread]
-
-
-def _applied(function: Callable[..., Any], x: Value, names: str) -> Any:
-    """What an epilogue or a prologue makes of an array."""
-    code = getattr(function, "__code__", None)
-    alone = code is not None and code.co_argcount == 1 and not code.co_flags & 0x04
-    return function(x) if alone else function(x, _Places(x, names))
 
 
 def _wrap(graph: Graph, found: Any) -> Any:
@@ -410,7 +350,7 @@ def _node(graph: Graph, x: Any) -> Node:
 
 def _mapped(graph: Graph, name: str, traced: Any, plain: Any, values: tuple[Any, ...]) -> Any:
     """A function of each element; literals stay what they are, a float64 that is no array being a Python float."""
-    given = []
+    given: list[Any] = []
     for x in values:
         if isinstance(x, Value):
             given.append(x.node)
@@ -426,9 +366,9 @@ def _mapped(graph: Graph, name: str, traced: Any, plain: Any, values: tuple[Any,
             raise refuse(f"{name} of {x!r}")
         else:
             given.append(_node(graph, x))
-    found = graph.map(name, traced, plain, tuple(given), index=any(isinstance(x, _Index) for x in values))
-    if found.dtype == np.int32 and all(isinstance(x, (_Index, int, np.integer)) for x in values):
-        return _Index(graph, found)
+    found = graph.map(name, traced, plain, tuple(given), index=any(isinstance(x, Index) for x in values))
+    if found.dtype == np.int32 and all(isinstance(x, (Index, int, np.integer)) for x in values):
+        return Index(graph, found)
     return _wrap(graph, found)
 
 
@@ -446,11 +386,12 @@ def _reduced(
 ) -> Any:
     """A reduction, in a kernel if it goes along the last axis."""
     if not _last(x, axis) or options or x.node.dtype is None:
-        given = {"axis": axis, **(options or {}), **({"keepdims": keepdims} if plain.__module__ != vocabulary.__name__ else {})}
+        keeps = {} if plain.__module__ == vocabulary.__name__ else {"keepdims": keepdims}
+        given = {"axis": axis, **(options or {}), **keeps}
         return called(x.graph, name, plain, (x,), given)
     kind = {"sum": vocabulary.sum, "mean": vocabulary.sum, "max": vocabulary.max}[name]
     found = _wrap(x.graph, x.graph.reduce(name, "max" if name == "max" else "add", x.node, kind))
-    if name == _RATIO:
+    if name == "mean":
         found = found / float(x.shape[-1])
     return _squeezed(found, keepdims)
 
@@ -468,15 +409,6 @@ def _any_inside(x: Any) -> bool:
     if isinstance(x, (list, tuple)):
         return any(_any_inside(y) for y in x)
     return any(_any_inside(y) for y in x.values()) if isinstance(x, dict) else isinstance(x, Value)
-
-
-def rebuilt(x: Any, change: Callable[[Any], Any]) -> Any:
-    """Lists, tuples and dicts with some of what is in them changed."""
-    if type(x) in (list, tuple):
-        return type(x)([rebuilt(y, change) for y in x])
-    if type(x) is dict:
-        return {k: rebuilt(y, change) for k, y in x.items()}
-    return change(x)
 
 
 def called(

@@ -16,14 +16,16 @@ import numpy as np
 
 from portmm import api, settings
 from portmm.abreast import abreast
+from portmm.axes import applied
+from portmm.builder import Builder
 from portmm.captures import Scope, arguments, found
 from portmm.errors import BuildError, NoCompilerError, ScheduleError, TraceError
 from portmm.graph import ByValueError, Graph, Node
-from portmm.builder import Builder
+from portmm.names import rebuilt
 from portmm.program import ChangedError, Kernel
 from portmm.run.host import runtime
 from portmm.splitter import Splitter
-from portmm.value import Value, rebuilt
+from portmm.value import AROUND, Value
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from portmm.captures import Check
     from portmm.splitter import Split
 
+AROUND["applied"] = applied
 MOST_KINDS = 256
 """Kinds of arguments that a function remembers before it starts afresh."""
 MOST_TRIES = 64
@@ -50,7 +53,7 @@ class Made:
         simple: its arguments are all that it takes.
     """
 
-    run: Callable[[list[Any]], Any]
+    run: Callable[[Any], Any]
     checks: list[Check]
     kept: list[Any]
     explained: Explained

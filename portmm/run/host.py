@@ -92,7 +92,7 @@ class Runtime(Protocol):
         """
 
     def describe(self, values: tuple[Any, ...]) -> bytes | None:
-        """What decides how a function of native arrays, packed weights and integers runs; None where there are others."""
+        """What decides how a function of native arrays, packed weights and integers runs; None for others."""
 
     def address(self, array: Any) -> int:
         """Where the first element of an array lies."""
