@@ -1,6 +1,6 @@
 """Attention: softmax(Q . K^T) . V, in one kernel that keeps no matrix of scores.
 
-Owns `attention`. Imports `arrays`, `dispatch`, `fusing`, `kernels`, `settings`, `trace`.
+Owns `attention`. Imports `arrays`, `dispatch`, `fusing`, `heads`, `kernels`, `settings`, `trace`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm import api, arrays, settings
-from portmm.dtype import BY_NAME
+from portmm.errors import BuildError
 from portmm.expr import Expr, real
 from portmm.fused import C, Fused, acc, index
 from portmm.fusing import Around, Bound, substituted
+from portmm.heads import Shape, array, by_numpy, count, lengths_of, shape_of
 from portmm.run.host import runtime
 from portmm.trace import Indices, Traced, described
 from portmm.vocabulary import where
@@ -30,7 +31,6 @@ Array = np.ndarray[Any, Any]
 NAMES = {"b": "b", "h": "h", "q": "m", "kv": "n"}
 """What score and mask call the axes: kernels have queries by rows and keys by columns, or the other way round."""
 TURNED = {"m": "n", "n": "m"}
-HELD = ("f32", "bf16", "f16")
 FEW = 8
 """Queries of a head up to which they do not fill vectors: see kernels/decode.py."""
 TASKS = 64
@@ -89,17 +89,17 @@ def attention(
         TraceError: `score` or `mask` does what cannot be traced.
     """
     scale = None if scale is None else float(scale)
-    window = None if window is None else _count(window, "window", 1)
+    window = None if window is None else count(window, "window", 1)
     plain = None
     if score is None and mask is None and lengths is None and out is None:
         plain = _kind(q, k, v, scale, causal, window, return_lse)
         known = _plain.get(plain) if plain else None
         if known:
             return known(q, k, v)
-    shape = _shape(*(_array(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))))
+    shape = shape_of(*(array(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))))
     operands, dtype = shape.operands, shape.dtype
     far = shape.n if window is None else window
-    many = None if lengths is None else _lengths(lengths, shape)
+    many = None if lengths is None else lengths_of(lengths, shape)
     wanted = (*shape.lead, shape.heads, shape.m, shape.dv)
     if out is not None:
         arrays.check_out(out, wanted, dtype)
@@ -117,7 +117,13 @@ def attention(
         forms = tuple([(x.shape, x.strides, x.__array_interface__["data"][0] % 4) for x in operands])
         results = [_four(result, shape)]
         key = ("attention", dtype, forms, flags, results[0].strides)
-        ready: _Ready = around.ready(key, lambda traced: _make(traced, shape, flags, results[0]), _leaves(), 4)
+        try:
+            ready: _Ready = around.ready(key, lambda traced: _make(traced, shape, flags, results[0]), _leaves(), 4)
+        except BuildError as error:
+            api.fall_back(error)
+            made = by_numpy(shape, function, causal, window, many)
+            result[...] = made[0].reshape(wanted)
+            return _given(result, made[1].reshape(wanted[:-1]) if return_lse else None, out)
         results += [_four(lse[..., None], shape)] if lse is not None else []
         ready.execute(shape, operands, around.found, [*results, *([] if many is None else [many])], far)
         if plain and all(map(_same, operands, (q, k, v))):
@@ -125,10 +131,15 @@ def attention(
                 _plain.clear()
             found = dict.fromkeys(ready.bound.traced.numbers, factor)
             _plain[plain] = _Again(ready, replace(shape, operands=()), found, far, wanted, return_lse)
+    return _given(result, lse, out)
+
+
+def _given(result: Array, lse: Array | None, out: Any) -> Any:
+    """What a call returns."""
     if out is not None and result is not out:
         out[...] = result
         result = out
-    return (result, lse) if return_lse else result
+    return result if lse is None else (result, lse)
 
 
 _plain: dict[Any, _Again] = {}
@@ -153,7 +164,7 @@ class _Again:
     """A call without functions, like one before."""
 
     ready: _Ready
-    shape: _Shape
+    shape: Shape
     found: dict[Any, Any]
     far: int
     wanted: tuple[int, ...]
@@ -175,89 +186,13 @@ def _leaves() -> tuple[Expr, Indices]:
     return acc(), Indices(NAMES)
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """Sizes, and the operands as (items, heads, rows, columns)."""
-
-    lead: tuple[int, ...]
-    items: int
-    heads: int
-    group: int
-    m: int
-    n: int
-    d: int
-    dv: int
-    dtype: np.dtype[Any]
-    operands: tuple[Array, ...]
-
-
-def _array(x: Any, name: str) -> Array:
-    found = np.asarray(x)
-    if arrays.name_of(found.dtype) not in HELD:
-        said = ", ".join(BY_NAME[y].numpy for y in HELD)
-        raise TypeError(f"{name} has dtype {found.dtype}; attention takes {said}: convert it with astype")
-    if found.ndim < 3:
-        raise ValueError(f"{name} has shape {found.shape}; give (..., heads, rows, columns)")
-    return found
-
-
-def _shape(q: Array, k: Array, v: Array) -> _Shape:
-    """Sizes that fit."""
-    dtype = q.dtype.newbyteorder("=")
-    if not dtype == k.dtype.newbyteorder("=") == v.dtype.newbyteorder("="):
-        raise TypeError(f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}; these must be equal")
-    if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3] or k.shape[-3:-1] != v.shape[-3:-1]:
-        raise ValueError(
-            f"q {q.shape}, k {k.shape} and v {v.shape} do not fit: all have the same items, "
-            "and k and v the same heads and keys"
-        )
-    if q.shape[-1] != k.shape[-1] or not q.shape[-1]:
-        raise ValueError(f"q has {q.shape[-1]} columns and k {k.shape[-1]}; these must be equal, and not 0")
-    heads, few = q.shape[-3], k.shape[-3]
-    if not few or heads % few:
-        raise ValueError(f"q has {heads} heads and k {few}; the first must be a multiple of the second")
-    lead = q.shape[:-3]
-    items = math.prod(lead)
-    operands = tuple(x if len(lead) == 1 else x.reshape(items, *x.shape[-3:]) for x in (q, k, v))
-    sizes = (heads, heads // few, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
-    return _Shape(lead, items, *sizes, dtype, tuple(_readable(x, dtype) for x in operands))
-
-
-def _readable(x: Array, dtype: np.dtype[Any]) -> Array:
-    """An operand whose rows are dense."""
-    if arrays.addressable(x, dtype) and (x.strides[-1] == dtype.itemsize or x.shape[-1] == 1):
-        return x
-    return np.require(x, dtype, ("C", "A"))
-
-
-def _count(x: Any, name: str, least: int) -> int:
-    try:
-        found = x.__index__()
-    except AttributeError:
-        raise TypeError(f"{name} is {x!r}; give an integer") from None
-    if found < least:
-        raise ValueError(f"{name} is {found}; give at least {least}")
-    return int(found)
-
-
-def _lengths(x: Any, shape: _Shape) -> Array:
-    found = np.asarray(x)
-    if found.dtype.kind not in "iu":
-        raise TypeError(f"lengths have dtype {found.dtype}; give integers")
-    if found.shape not in ((), shape.lead):
-        raise ValueError(f"lengths have shape {found.shape}; the items have {shape.lead}")
-    if found.size and not (found.min() >= 0 and found.max() <= shape.n):
-        raise ValueError(f"lengths go from {found.min()} to {found.max()}; there are {shape.n} keys")
-    return np.broadcast_to(found, shape.lead).astype(np.int32).reshape(shape.items)
-
-
 def _writes(out: Array, dtype: np.dtype[Any], operands: tuple[Array, ...]) -> bool:
     """A kernel can write straight to `out`."""
     dense = arrays.addressable(out, dtype) and out.strides[-1] == dtype.itemsize and out.flags.c_contiguous
     return dense and not any(np.may_share_memory(out, x) for x in operands)
 
 
-def _four(x: Array, shape: _Shape) -> Array:
+def _four(x: Array, shape: Shape) -> Array:
     return x if x.ndim == 4 else x.reshape(shape.items, *x.shape[-3:])
 
 
@@ -311,7 +246,7 @@ class _Ready:
     kr: int
 
     def execute(
-        self, shape: _Shape, operands: tuple[Array, ...], found: dict[Any, Any], results: list[Array], far: int
+        self, shape: Shape, operands: tuple[Array, ...], found: dict[Any, Any], results: list[Array], far: int
     ) -> None:
         """Run the kernel; of operands that are in order, only the addresses matter."""
         q, k, v = operands
@@ -358,7 +293,7 @@ def turned(traced: Traced) -> Traced:
     return replace(traced, results=results, sources=sources, operands=operands)
 
 
-def _make(traced: Traced, shape: _Shape, flags: tuple[bool, ...], result: Array) -> _Ready:
+def _make(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: Array) -> _Ready:
     from portmm import dispatch
     from portmm.kernels.heads import Form, Geometry, keys_of
     from portmm.kernels.online import Bounds

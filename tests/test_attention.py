@@ -11,8 +11,8 @@ from portmm.kernels.online import Bounds
 from support import HERE, TINY, guarded, small
 
 import portmm as pm
-from portmm import dispatch
-from portmm.errors import TraceError
+from portmm import api, attend, dispatch, fusing
+from portmm.errors import NoCompilerError, TraceError
 from portmm.fused import C, Fused, acc, number, parse
 from portmm.interp import run
 from portmm.lower import lower_attention
@@ -168,6 +168,25 @@ def test_a_nan_stays_in_its_row():
 def test_large_scores_do_not_overflow():
     q, k, v = operands((1, 1, 1, 33, 700, 16, 16))
     check(q * 60, k, v, exact(q * 60, k, v))
+
+
+def test_without_a_compiler(monkeypatch):
+    def none(*_):
+        raise NoCompilerError("there is none")
+
+    q, k, v = operands((2, 4, 2, 21, 33, 8, 8))
+    slopes = np.float32([0.5, 0.25, 0.125, 0.0625])
+    calls = [{}, {"causal": True}, {"window": 7}, {"lengths": [5, 0]}, {"mask": lambda i: i.q != i.kv}]
+    calls += [{"score": lambda s, i: s * 0.1 - slopes[i.h] * abs(i.q - i.kv), "causal": True, "window": 9}]
+    want = [pm.attention(q, k, v, return_lse=True, **how) for how in calls]
+    monkeypatch.setattr(dispatch, "attention_route", none)
+    monkeypatch.setattr(fusing, "_ready", {})
+    monkeypatch.setattr(attend, "_plain", {})
+    monkeypatch.setitem(api._state, "warned", True)
+    for how, (result, lse) in zip(calls, want, strict=True):
+        got = pm.attention(q, k, v, return_lse=True, **how)
+        np.testing.assert_allclose(got[0], result, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(got[1], lse, rtol=1e-5, atol=2e-5)
 
 
 # -- arrays ------------------------------------------------------------------------

@@ -23,7 +23,7 @@ FLOORS = {
     6: "run",  # load, launch, threads
     7: "dispatch tune",  # a problem to a ready plan
     # for users
-    8: ". abreast api attend around arrays axes builder call captures cli compare doctor explanation expressions folded fusing graph names packed "
+    8: ". abreast api attend around arrays axes builder call captures cli compare doctor explanation expressions folded fusing graph heads names packed "
     "places pose program scaled settings show splitter stored trace value whole",
 }
 FLOOR_OF = {name.strip("."): floor for floor, names in FLOORS.items() for name in names.split()}

@@ -1,0 +1,147 @@
+"""What attention is of: shapes that fit, and its meaning in NumPy.
+
+Owns the rules for shapes and types of `attend`, and what it gives where there is no compiler.
+Imports `arrays`, `dtype`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm import arrays
+from portmm.dtype import BY_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Array = np.ndarray[Any, Any]
+HELD = ("f32", "bf16", "f16")
+"""Types of operands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes, and the operands as (items, heads, rows, columns)."""
+
+    lead: tuple[int, ...]
+    items: int
+    heads: int
+    group: int
+    m: int
+    n: int
+    d: int
+    dv: int
+    dtype: np.dtype[Any]
+    operands: tuple[Array, ...]
+
+
+def array(x: Any, name: str) -> Array:
+    """An operand of a type that kernels read.
+
+    Raises:
+        TypeError: it is of another.
+        ValueError: it has no heads.
+    """
+    found = np.asarray(x)
+    if arrays.name_of(found.dtype) not in HELD:
+        said = ", ".join(BY_NAME[y].numpy for y in HELD)
+        raise TypeError(f"{name} has dtype {found.dtype}; attention takes {said}: convert it with astype")
+    if found.ndim < 3:
+        raise ValueError(f"{name} has shape {found.shape}; give (..., heads, rows, columns)")
+    return found
+
+
+def shape_of(q: Array, k: Array, v: Array) -> Shape:
+    """Sizes that fit.
+
+    Raises:
+        TypeError: types differ.
+        ValueError: shapes do not fit.
+    """
+    dtype = q.dtype.newbyteorder("=")
+    if not dtype == k.dtype.newbyteorder("=") == v.dtype.newbyteorder("="):
+        raise TypeError(f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}; these must be equal")
+    if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3] or k.shape[-3:-1] != v.shape[-3:-1]:
+        raise ValueError(
+            f"q {q.shape}, k {k.shape} and v {v.shape} do not fit: all have the same items, "
+            "and k and v the same heads and keys"
+        )
+    if q.shape[-1] != k.shape[-1] or not q.shape[-1]:
+        raise ValueError(f"q has {q.shape[-1]} columns and k {k.shape[-1]}; these must be equal, and not 0")
+    heads, few = q.shape[-3], k.shape[-3]
+    if not few or heads % few:
+        raise ValueError(f"q has {heads} heads and k {few}; the first must be a multiple of the second")
+    lead = q.shape[:-3]
+    items = math.prod(lead)
+    operands = tuple(x if len(lead) == 1 else x.reshape(items, *x.shape[-3:]) for x in (q, k, v))
+    sizes = (heads, heads // few, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
+    return Shape(lead, items, *sizes, dtype, tuple(_readable(x, dtype) for x in operands))
+
+
+def _readable(x: Array, dtype: np.dtype[Any]) -> Array:
+    """An operand whose rows are dense."""
+    if arrays.addressable(x, dtype) and (x.strides[-1] == dtype.itemsize or x.shape[-1] == 1):
+        return x
+    return np.require(x, dtype, ("C", "A"))
+
+
+def count(x: Any, name: str, least: int) -> int:
+    """An integer that is not too small.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: it is less.
+    """
+    try:
+        found = x.__index__()
+    except AttributeError:
+        raise TypeError(f"{name} is {x!r}; give an integer") from None
+    if found < least:
+        raise ValueError(f"{name} is {found}; give at least {least}")
+    return int(found)
+
+
+def lengths_of(x: Any, shape: Shape) -> Array:
+    """How many keys each item has.
+
+    Raises:
+        TypeError: these are no integers.
+        ValueError: they do not fit.
+    """
+    found = np.asarray(x)
+    if found.dtype.kind not in "iu":
+        raise TypeError(f"lengths have dtype {found.dtype}; give integers")
+    if found.shape not in ((), shape.lead):
+        raise ValueError(f"lengths have shape {found.shape}; the items have {shape.lead}")
+    if found.size and not (found.min() >= 0 and found.max() <= shape.n):
+        raise ValueError(f"lengths go from {found.min()} to {found.max()}; there are {shape.n} keys")
+    return np.broadcast_to(found, shape.lead).astype(np.int32).reshape(shape.items)
+
+
+def by_numpy(
+    shape: Shape, function: Callable[[Any, Any], Any], causal: bool, window: int | None, lengths: Array | None
+) -> tuple[Array, Array]:
+    """The result in float32 and the logarithms, (items, heads, queries, columns): of all scores at once."""
+    q, k, v = (x.astype(np.float32) for x in shape.operands)
+    k, v = np.repeat(k, shape.group, 1), np.repeat(v, shape.group, 1)
+    item, head = np.arange(shape.items)[:, None, None, None], np.arange(shape.heads)[:, None, None]
+    row, key = np.arange(shape.m)[:, None], np.arange(shape.n)
+    with np.errstate(all="ignore"):
+        s = function(q @ k.swapaxes(-1, -2), SimpleNamespace(b=item, h=head, q=row, kv=key))
+        at, seen = row + (shape.n - shape.m), np.ones((shape.m, shape.n), bool)
+        if causal:
+            seen &= key <= at
+        if window is not None:
+            seen &= (key > at - window) & (causal | (key < at + window))
+        if lengths is not None:
+            seen = seen & (key < lengths[:, None, None, None])
+        s = np.where(seen, s, np.float32(-np.inf)).astype(np.float32)
+        most = np.maximum(s.max(-1, keepdims=True), np.float32(-3e38))
+        w = np.exp(s - most)
+        total = w.sum(-1, keepdims=True)
+        return np.where(total == 0, np.float32(0), w @ v / total), (most + np.log(total))[..., 0]
