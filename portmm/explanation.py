@@ -355,8 +355,8 @@ def explain(
     if epilogue is not None:
         from portmm.around import posed
 
-        problem, note = posed(a, b, dtype if out is None else out.dtype, epilogue, given=out is not None)
-        return _explained(_with(problem, deterministic), machine, threads, note)
+        problem, notes = posed(a, b, dtype if out is None else out.dtype, epilogue, given=out is not None)
+        return _explained(_with(problem, deterministic), machine, threads, notes)
     problem = _with(pose(a, b, out, dtype=dtype, static=static), deterministic)
     try:
         return _explained(problem, machine, threads)

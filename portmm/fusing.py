@@ -455,7 +455,8 @@ def down(traced: Traced, given: int, usual: np.dtype[Any]) -> tuple[Traced, Trac
     done: dict[Expr, Expr] = {}
     results = [(substituted(x, change, done), dtype) for x, dtype in traced.results]
     sums = [(x, np.dtype(np.float32)) for x in whole]
-    order, rest = [], []
+    order: list[int] = []
+    rest: list[tuple[Expr, Any]] = []
     for x, (new, dtype) in zip(traced.results, results, strict=True):
         if x[0] in whole:  # a result by itself
             order.append(len(sums))

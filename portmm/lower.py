@@ -85,7 +85,7 @@ def lower_fold(isa: Isa, kept: Family) -> Kernel:
 def lower_rows(isa: Isa, real: Atom, text: str) -> Kernel:
     """The kernel that computes fused expressions over rows, or reduces columns, in lanes of `real`."""
     fused = parse_fused(text)
-    kernel = (columns if fused.folds else rows).build(isa, real, fused)
+    kernel = columns.build(isa, real, fused) if fused.folds else rows.build(isa, real, fused)
     return replace(kernel, header=_header(kernel.name, isa, text, f"portmm.fuse on {isa.title}"))
 
 

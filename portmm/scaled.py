@@ -98,8 +98,8 @@ def linear(
     asked = _Asked(None if dtype is None else np.dtype(dtype), dynamic, *given, bias is not None, out_scale is not None)
     key = (left.shape, left.strides, left.dtype, left.flags.aligned, weight.family, weight.shape, asked)
     if epilogue is not None:
-        given = (x_scale, x_zero, w_scale, w_zero, out_scale, out_zero)
-        return _surrounded(key, left, weight, asked, out, epilogue, bias, given)
+        said = (x_scale, x_zero, w_scale, w_zero, out_scale, out_zero)
+        return _surrounded(key, left, weight, asked, out, epilogue, bias, said)
     call = _remembered(key, left, weight, asked)
     vectors = _vectors(left, call, bias, (x_scale, x_zero, w_scale, w_zero, out_scale, out_zero))
     if out is None:
@@ -145,8 +145,8 @@ def _surrounded(  # noqa: PLR0917 - one place calls it
         names = ("x_scale", "x_zero", "w_scale", "w_zero", "out_scale", "out_zero")
         options = dict(zip(names, given, strict=True))
         whole = linear(left, weight, bias, **options, dynamic=asked.dynamic, dtype=wide)
-        results, several = over_rows(epilogue, (whole,), NAMES, dtype=usual)
-        return fit(list(results), out, several=several)
+        found, several = over_rows(epilogue, (whole,), NAMES, dtype=usual)
+        return fit(list(found), out, several=several)
     vectors = _vectors(left, call, bias, given)
     results = [np.empty(s, t) for s, t in call.results]
     table = call.bound.fill(around.found, [], results[1:])
