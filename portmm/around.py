@@ -264,7 +264,7 @@ def _apart(x: arrays.Operand, size: tuple[int, int, int]) -> int:
 
 def _lies(x: Array, read: arrays.Operand) -> bool:
     """An operand is read where it lies."""
-    return read.address == x.__array_interface__["data"][0]
+    return bool(read.address == x.__array_interface__["data"][0])
 
 
 def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[..., Any]) -> Any:

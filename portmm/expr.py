@@ -157,14 +157,14 @@ class Expr:
     def __float__(self) -> float:
         raise TraceError("a value in a tile is no number yet; use portmm's functions in place of math's")
 
-    __int__ = __index__ = __float__  # type: ignore[assignment]
+    __int__ = __index__ = __float__
 
 
 def _f32(x: Any) -> Any:
     return np.asarray(x, np.float32)
 
 
-def _fused(a: Array, b: Array, c: Array) -> Array:
+def _fused(a: Array, b: Array, c: Array) -> Any:
     return _f32(a.astype(np.float64) * b + c)
 
 

@@ -300,7 +300,8 @@ def element(dtype: np.dtype[Any]) -> tuple[str, bool]:
     known = _KNOWN.get(dtype.name, "")
     if known:
         return known, dtype.isnative
-    return {np.float32: "f32", np.int32: "s32", None: ""}[_AS_OTHERS.get(dtype.name)], False
+    other = _AS_OTHERS.get(dtype.name)
+    return ("" if other is None else "f32" if other is np.float32 else "s32"), False
 
 
 def described(array: Array, view: tuple[str | int, ...]) -> Operand:
@@ -367,7 +368,7 @@ def arity(function: Any, most: int) -> int:
     """How many of the values a function takes."""
     if isinstance(function, partial):
         return arity(function.func, most + len(function.args)) - len(function.args)
-    code = getattr(function, "__code__", None)
+    code: types.CodeType | None = getattr(function, "__code__", None)
     method = isinstance(function, types.MethodType)
     if code is None:
         code, method = getattr(type(function).__call__, "__code__", None), True
@@ -398,9 +399,9 @@ def _located(error: TraceError, function: Any) -> TraceError:
         if "portmm" not in code.co_filename.replace("\\", "/").split("/")[-2:-1] and code.co_name != "trace":
             line, name = step.tb_lineno, code.co_filename
         step = step.tb_next
-    code = getattr(function, "__code__", None)
-    if not line and code is not None:
-        line, name = code.co_firstlineno, code.co_filename
+    own: types.CodeType | None = getattr(function, "__code__", None)
+    if not line and own is not None:
+        line, name = own.co_firstlineno, own.co_filename
     made = TraceError(f"{name}, line {line}: {error}")
     made.located = True  # type: ignore[attr-defined]
     return made

@@ -14,13 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import support
+from fused_cases import by_rows, epilogues, every_operation, every_type
 from kernels_of import folding
 from support import pose, require, selection, small
 
 from portmm.build import build
 from portmm.candidates import candidates
 from portmm.emit.c import source
-from portmm.lower import lower, lower_pack
+from portmm.lower import lower, lower_pack, lower_rows
 from portmm.problem import Problem
 from portmm.target import described, load_isa
 
@@ -56,6 +57,10 @@ def test_compilers_have_no_complaint(name, family, tmp_path):
     kernels = [lower(s, isa) for s in chosen]
     kernels += [lower_pack(isa, "f32", 2 * isa.atom("f32").n, layout) for layout in ("row", "col", "any")]
     kernels += [folding(name, 8, 8, group)[0] for group in (0, 32)]
+    kernels += [lower_rows(isa, isa.atom("f32"), str(make())) for make in (every_operation, every_type, by_rows)]
+    for fused in epilogues().values():
+        posed = pose((9, 2 * isa.atom("f32").n + 3, 40), ("row", "packed", "row"), target, fused=str(fused))
+        kernels += [lower(s, isa) for p in posed[-1:] for s in candidates(p, target)[::5]]
     files = []
     for i, kernel in enumerate(kernels):
         files.append(tmp_path / f"{i}.c")

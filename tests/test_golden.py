@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 from support import ISAS
 
+from portmm import vocabulary
 from portmm.emit.c import source
-from portmm.lower import lower, lower_fold, lower_pack
+from portmm.expr import apply
+from portmm.fused import C, Fused, Operand, acc, load, number
+from portmm.lower import lower, lower_fold, lower_pack, lower_rows
 from portmm.problem import Family
 from portmm.schedule import ALL, Schedule, Tile
 from portmm.target import load_isa
@@ -74,6 +77,22 @@ def two_rows():
     return lower(s, load_isa("neon_smmla"))
 
 
+def fused():
+    """A bias, a residual of another type and relu, and a second result."""
+    x, operands = acc(), (Operand("f32", "n"), Operand("bf16", "bmn"), Operand("s8", "bmn"))
+    y = apply("max", x + load(0, "f32"), 0.0)
+    text = str(Fused(operands, ((C, y + load(1, "bf16")), (2, y * number(0)))))
+    s = Schedule("gemm", "avx512", "f32", tiles(2, 32, 64, 8, 64), (1, 2), b="packed", pack_b=False, fused=text)
+    return lower(s, load_isa("avx512"))
+
+
+def softmax(name):
+    x = load(0, "f32")
+    e = vocabulary.exp(x - vocabulary.max(x))
+    isa, operands = load_isa(name), (Operand("f32", "bmn"), Operand("f32", "bmn"))
+    return lower_rows(isa, isa.atom("f32"), str(Fused(operands, ((1, e / vocabulary.sum(e)),))))
+
+
 KERNELS = {
     **{f"blocked_{name}": lambda name=name: blocked(name) for name in ISAS},
     "thin_avx2": thin,
@@ -85,6 +104,9 @@ KERNELS = {
     "static_avx512": static,
     "tiles_amx_int8": on_tiles,
     "two_rows_neon_smmla": two_rows,
+    "fused_avx512": fused,
+    "softmax_avx2": lambda: softmax("avx2"),
+    "softmax_sve256": lambda: softmax("sve256"),
 }
 
 

@@ -12,10 +12,13 @@ import driver
 import numpy as np
 import pytest
 import support
+from fused_cases import by_rows, epilogues, every_operation, every_type, gemm_case, rows_case
 from kernels_of import folding
 from support import HERE, case, require, selection, small
 
-from portmm.lower import lower
+from portmm.candidates import candidates
+from portmm.lower import lower, lower_rows
+from portmm.target import load_isa
 
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g")
 
@@ -53,3 +56,23 @@ def test_folding_is_clean(name, program, monkeypatch):
     built = driver.objects([kernel for kernel, *_ in made], *FLAGS)
     for (i, *_), got in zip(jobs, driver.run([program, *built], jobs, environment), strict=True):
         np.testing.assert_array_equal(got, made[i][2])
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_expressions_are_clean(name, program, monkeypatch):
+    monkeypatch.setenv("CC", require("gcc"))
+    target, isa = small(name), load_isa(name)
+    n, kernels, jobs = isa.atom("f32").n, [], []
+    for make in (every_operation, every_type, by_rows):
+        kernels.append(lower_rows(isa, isa.atom("f32"), str(make())))
+        for i, size in enumerate(((1, 1), (3, 2 * n + 3), (2, n))):
+            jobs.append((len(kernels) - 1, kernels[-1], rows_case(make(), size, 1 + i % 2, i), 1 + i))
+    for i, fused in enumerate(epilogues().values()):
+        p = support.pose((9, 2 * n + 3, 40), ("row", "row", "row"), target, fused=str(fused))[-1]
+        kernels.append(lower(candidates(p, target)[i], isa))
+        jobs.append((len(kernels) - 1, kernels[-1], gemm_case(p, fused, i), 2))
+    command = [program, *driver.objects(kernels, *FLAGS)]
+    environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
+    results = driver.run_all(command, [(i, kernel, f.case, workers) for i, kernel, f, workers in jobs], environment)
+    for (_, kernel, f, _), got in zip(jobs, results, strict=True):
+        f.check(got, kernel.header[1])

@@ -142,7 +142,7 @@ def _pruned(body: tuple[Stmt, ...]) -> tuple[tuple[Stmt, ...], set[str]]:
     kept: list[Stmt] = []
     used: set[str] = set()
     for s in reversed(body):
-        if isinstance(s, Let | LetPtr | Read) and s.name not in used:
+        if isinstance(s, Let | LetPtr | Read | Scratch) and s.name not in used:
             continue
         now, inside = _pruned_inside(s)
         kept.append(now)

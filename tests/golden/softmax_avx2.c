@@ -1,0 +1,212 @@
+/* portmm_rows_avx2_f32, made by portmm 0.1.0 for AVX2 and FMA */
+/* f32.bmn f32.bmn | const f32 0.00019630798; const f32 89.0; load 0; reduce max 2; sub 2 3; lt 1 4; select 5 1 4; const f32 -104.0; lt 6 7; select 8 7 6; const f32 0.7213475; const f32 1.2583039e+07; fma 9 10 11; sub 12 11; const f32 -2.8572135e-06; const f32 -1.3862915; fma 13 15 9; fma 13 14 16; const f32 0.0014104752; fma 0 17 18; const f32 0.008335929; fma 19 17 20; const f32 0.04166123; fma 21 17 22; const f32 0.16666618; fma 23 17 24; const f32 0.50000036; fma 25 17 26; const f32 1.0; fma 27 17 28; fma 29 17 28; bits 12; const s32 23; shl 31 32; from_bits 33; mul 30 34; mul 35 34; reduce add 36; div 36 37 | 1 38 */
+/* made again by: portmm.fuse on AVX2 and FMA */
+
+typedef float v8f __attribute__((vector_size(32)));
+typedef float v8f_u __attribute__((vector_size(32), aligned(4), may_alias));
+typedef double v4d __attribute__((vector_size(32)));
+typedef double v4d_u __attribute__((vector_size(32), aligned(8), may_alias));
+typedef int v8i __attribute__((vector_size(32)));
+typedef int v8i_u __attribute__((vector_size(32), aligned(1), may_alias));
+typedef unsigned v8u __attribute__((vector_size(32)));
+typedef long long v4l __attribute__((vector_size(32)));
+typedef short v16s __attribute__((vector_size(32)));
+typedef float v4f __attribute__((vector_size(16)));
+typedef unsigned long long v2q __attribute__((vector_size(16)));
+typedef unsigned short v8h __attribute__((vector_size(16)));
+typedef unsigned short v8h_u __attribute__((vector_size(16), aligned(1), may_alias));
+typedef signed char v16c __attribute__((vector_size(16)));
+typedef signed char v16c_u __attribute__((vector_size(16), aligned(1), may_alias));
+typedef unsigned short u16_u __attribute__((aligned(1), may_alias));
+typedef unsigned u32_u __attribute__((aligned(1), may_alias));
+typedef unsigned long long u64_u __attribute__((aligned(1), may_alias));
+
+typedef struct {
+  void *p;
+  long b, m, n, h;                   /* strides in elements along a batch, rows, columns, heads */
+} portmm_operand;
+
+typedef struct portmm_args {
+  long m, n, k, batch;               /* C[batch][m][n] = A[batch][m][k] . B[batch][k][n] */
+  const void *a; long a_m, a_k, a_batch;  /* strides in elements */
+  const void *b; long b_k, b_n, b_batch;  /* a packed B: panels, see kernels/packing.py */
+  void *c; long c_m, c_n, c_batch;
+  char *work;                        /* scratch, 64-byte aligned, Kernel.workspace() bytes */
+  long workers;                      /* at most this many threads run tasks at once */
+  void *pool;
+  void (*parallel)(void *pool, void (*body)(const long *ctx, long task, long worker),
+                   const long *ctx, long tasks, long workers);
+  const float *a_scale, *b_scale, *bias; /* of a quantised product: a value for each row, each column, */
+  const int *a_zero, *a_sum, *b_zero;    /* see kernels/finish.py; those by columns reach to a multiple of 64 */
+  const portmm_operand *operands;        /* of the expressions that are fused in, and the numbers of this call: */
+  const float *numbers;                  /* see kernels/elementwise.py */
+} portmm_args;
+
+#if defined(__clang__)
+#define SHUFFLE(x, y, ints, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define SHUFFLE(x, y, ints, ...) __builtin_shuffle(x, y, (ints){__VA_ARGS__})
+#endif
+
+static inline long min_(long x, long y) { return x < y ? x : y; }
+
+static inline long max_(long x, long y) { return x > y ? x : y; }
+
+typedef int lanes_t __attribute__((vector_size(32)));
+
+typedef int v8f_w __attribute__((vector_size(sizeof(v8f))));
+
+/* Expressions over one row */
+static __attribute__((noinline)) void one_row(long m, long n, long item, long row, const float *x0, long x0_m, float *x1, long x1_m, float *kept0) {
+  v8f all_r0, l0, all_r0_kept, t1, all_r1, t2, t4, t6, t7, t8, t9, t10, t11, t12, t13, t14, t15, t16, t17, t20, t21, t22, all_r1_kept, t23, t24;
+  v8i few;
+  v8f_w all_r0_at, all_r0_count, all_r0_there, t3, t5, t18, t19, all_r1_at, all_r1_count, all_r1_there;
+  float t1_one, t23_one;
+  float r0[1] __attribute__((aligned(64)));
+  float r1[1] __attribute__((aligned(64)));
+  float lane[8] __attribute__((aligned(64)));
+  all_r0 = ((v8f){0} + (-__builtin_inff()));
+  for (long j = 0; j < n - n % 8; j += 8) {
+    l0 = *(const v8f_u *)(x0 + j);
+    { const v8f_w m = (l0 > all_r0) | (l0 != l0); all_r0 = (v8f)(((v8f_w)l0 & m) | ((v8f_w)all_r0 & ~m)); }
+  }
+  if (n - n % 8 < n) {
+    const long j = n - n % 8;
+    const long left = n - (n - n % 8);
+    few = (v8i){0, 1, 2, 3, 4, 5, 6, 7} < (v8i){0} + (int)(max_(0, min_(n - (n - n % 8), 8)));
+    __asm__("vmaskmovps %1, %2, %0" : "=x"(l0) : "m"(*(const v8f_u *)(x0 + j)), "x"(few));
+    all_r0_at = (v8f_w){0, 1, 2, 3, 4, 5, 6, 7} + (int)(0);
+    all_r0_count = (v8f_w){0} + (int)(left);
+    all_r0_there = all_r0_at < all_r0_count;
+    all_r0_kept = (v8f)(((v8f_w)l0 & all_r0_there) | ((v8f_w)((v8f){0} + (-__builtin_inff())) & ~all_r0_there));
+    { const v8f_w m = (all_r0_kept > all_r0) | (all_r0_kept != all_r0_kept); all_r0 = (v8f)(((v8f_w)all_r0_kept & m) | ((v8f_w)all_r0 & ~m)); }
+  }
+  *(v8f_u *)(lane) = all_r0;
+  {
+    float all = *(lane);
+    for (int i = 1; i < 8; ++i) {
+      const float x = (lane)[i];
+      if (x > all || x != x) all = x;
+    }
+    *(r0) = all;
+  }
+  t1_one = *(r0);
+  t1 = t1_one - (v8f){0};
+  all_r1 = ((v8f){0} + 0.0f);
+  for (long j = 0; j < n - n % 8; j += 8) {
+    l0 = *(const v8f_u *)(x0 + j);
+    t2 = l0 - t1;
+    t3 = ((v8f){0} + 89.0f) < t2;
+    t4 = (v8f)(((v8f_w)((v8f){0} + 89.0f) & t3) | ((v8f_w)t2 & ~t3));
+    t5 = t4 < ((v8f){0} + (-104.0f));
+    t6 = (v8f)(((v8f_w)((v8f){0} + (-104.0f)) & t5) | ((v8f_w)t4 & ~t5));
+    t7 = t6 * ((v8f){0} + 0.7213475f) + ((v8f){0} + 1.2583039e+07f);
+    t8 = t7 - ((v8f){0} + 1.2583039e+07f);
+    t9 = t8 * ((v8f){0} + (-1.3862915f)) + t6;
+    t10 = t8 * ((v8f){0} + (-2.8572135e-06f)) + t9;
+    t11 = ((v8f){0} + 0.00019630798f) * t10 + ((v8f){0} + 0.0014104752f);
+    t12 = t11 * t10 + ((v8f){0} + 0.008335929f);
+    t13 = t12 * t10 + ((v8f){0} + 0.04166123f);
+    t14 = t13 * t10 + ((v8f){0} + 0.16666618f);
+    t15 = t14 * t10 + ((v8f){0} + 0.50000036f);
+    t16 = t15 * t10 + ((v8f){0} + 1.0f);
+    t17 = t16 * t10 + ((v8f){0} + 1.0f);
+    t18 = (v8f_w)t7;
+    t19 = t18 << 23;
+    t20 = (v8f)t19;
+    t21 = t17 * t20;
+    t22 = t21 * t20;
+    *(v8f_u *)(kept0 + j) = t22;
+    all_r1 = all_r1 + t22;
+  }
+  if (n - n % 8 < n) {
+    const long j = n - n % 8;
+    const long left = n - (n - n % 8);
+    few = (v8i){0, 1, 2, 3, 4, 5, 6, 7} < (v8i){0} + (int)(max_(0, min_(n - (n - n % 8), 8)));
+    __asm__("vmaskmovps %1, %2, %0" : "=x"(l0) : "m"(*(const v8f_u *)(x0 + j)), "x"(few));
+    t2 = l0 - t1;
+    t3 = ((v8f){0} + 89.0f) < t2;
+    t4 = (v8f)(((v8f_w)((v8f){0} + 89.0f) & t3) | ((v8f_w)t2 & ~t3));
+    t5 = t4 < ((v8f){0} + (-104.0f));
+    t6 = (v8f)(((v8f_w)((v8f){0} + (-104.0f)) & t5) | ((v8f_w)t4 & ~t5));
+    t7 = t6 * ((v8f){0} + 0.7213475f) + ((v8f){0} + 1.2583039e+07f);
+    t8 = t7 - ((v8f){0} + 1.2583039e+07f);
+    t9 = t8 * ((v8f){0} + (-1.3862915f)) + t6;
+    t10 = t8 * ((v8f){0} + (-2.8572135e-06f)) + t9;
+    t11 = ((v8f){0} + 0.00019630798f) * t10 + ((v8f){0} + 0.0014104752f);
+    t12 = t11 * t10 + ((v8f){0} + 0.008335929f);
+    t13 = t12 * t10 + ((v8f){0} + 0.04166123f);
+    t14 = t13 * t10 + ((v8f){0} + 0.16666618f);
+    t15 = t14 * t10 + ((v8f){0} + 0.50000036f);
+    t16 = t15 * t10 + ((v8f){0} + 1.0f);
+    t17 = t16 * t10 + ((v8f){0} + 1.0f);
+    t18 = (v8f_w)t7;
+    t19 = t18 << 23;
+    t20 = (v8f)t19;
+    t21 = t17 * t20;
+    t22 = t21 * t20;
+    *(v8f_u *)(kept0 + j) = t22;
+    all_r1_at = (v8f_w){0, 1, 2, 3, 4, 5, 6, 7} + (int)(0);
+    all_r1_count = (v8f_w){0} + (int)(left);
+    all_r1_there = all_r1_at < all_r1_count;
+    all_r1_kept = (v8f)(((v8f_w)t22 & all_r1_there) | ((v8f_w)((v8f){0} + 0.0f) & ~all_r1_there));
+    all_r1 = all_r1 + all_r1_kept;
+  }
+  *(v8f_u *)(lane) = all_r1;
+  {
+    float all = *(lane);
+    for (int i = 1; i < 8; ++i) {
+      const float x = (lane)[i];
+      all += x;
+    }
+    *(r1) = all;
+  }
+  t23_one = *(r1);
+  t23 = t23_one - (v8f){0};
+  for (long j = 0; j < n - n % 8; j += 8) {
+    t22 = *(const v8f_u *)(kept0 + j);
+    t24 = t22 / t23;
+    *(v8f_u *)(x1 + j) = t24;
+  }
+  if (n - n % 8 < n) {
+    const long j = n - n % 8;
+    few = (v8i){0, 1, 2, 3, 4, 5, 6, 7} < (v8i){0} + (int)(max_(0, min_(n - (n - n % 8), 8)));
+    t22 = *(const v8f_u *)(kept0 + j);
+    t24 = t22 / t23;
+    __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(x1 + j)) : "x"(t24), "x"(few));
+  }
+}
+
+/* A share of the rows */
+static void some_rows(const long *ctx, long task, long worker) {
+  const portmm_args *g = (const portmm_args *)ctx[0];
+  (void)g; (void)task; (void)worker;
+  const long m = g->m;
+  const long n = g->n;
+  const long batch = g->batch;
+  const long workers = g->workers;
+  float *work = (float *)g->work;
+  const float *x0 = (const float *)g->operands[0].p;
+  const long x0_b = g->operands[0].b;
+  const long x0_m = g->operands[0].m;
+  float *x1 = (float *)g->operands[1].p;
+  const long x1_b = g->operands[1].b;
+  const long x1_m = g->operands[1].m;
+  float *kept0 = work + worker * ((n + 63) / 64 * 64);
+  for (long r = m * batch * task / min_(m * batch, workers * 4); r < m * batch * (task + 1) / min_(m * batch, workers * 4); ++r) {
+    const long item = r / m;
+    const long row = r % m;
+    one_row(m, n, item, row, x0 + item * x0_b + row * x0_m, x0_m, x1 + item * x1_b + row * x1_m, x1_m, kept0);
+  }
+}
+
+/* All rows */
+void portmm_rows_avx2_f32(const portmm_args *g) {
+  const long m = g->m;
+  const long batch = g->batch;
+  const long workers = g->workers;
+  {
+    const long task_ctx[] = {(long)g};
+    g->parallel(g->pool, some_rows, task_ctx, min_(m * batch, workers * 4), workers);
+  }
+}

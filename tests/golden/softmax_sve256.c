@@ -1,0 +1,190 @@
+/* portmm_rows_sve256_f32, made by portmm 0.1.0 for SVE, 256-bit vectors */
+/* f32.bmn f32.bmn | const f32 0.00019630798; const f32 89.0; load 0; reduce max 2; sub 2 3; lt 1 4; select 5 1 4; const f32 -104.0; lt 6 7; select 8 7 6; const f32 0.7213475; const f32 1.2583039e+07; fma 9 10 11; sub 12 11; const f32 -2.8572135e-06; const f32 -1.3862915; fma 13 15 9; fma 13 14 16; const f32 0.0014104752; fma 0 17 18; const f32 0.008335929; fma 19 17 20; const f32 0.04166123; fma 21 17 22; const f32 0.16666618; fma 23 17 24; const f32 0.50000036; fma 25 17 26; const f32 1.0; fma 27 17 28; fma 29 17 28; bits 12; const s32 23; shl 31 32; from_bits 33; mul 30 34; mul 35 34; reduce add 36; div 36 37 | 1 38 */
+/* made again by: portmm.fuse on SVE, 256-bit vectors */
+
+#include <arm_sve.h>
+
+typedef struct {
+  void *p;
+  long b, m, n, h;                   /* strides in elements along a batch, rows, columns, heads */
+} portmm_operand;
+
+typedef struct portmm_args {
+  long m, n, k, batch;               /* C[batch][m][n] = A[batch][m][k] . B[batch][k][n] */
+  const void *a; long a_m, a_k, a_batch;  /* strides in elements */
+  const void *b; long b_k, b_n, b_batch;  /* a packed B: panels, see kernels/packing.py */
+  void *c; long c_m, c_n, c_batch;
+  char *work;                        /* scratch, 64-byte aligned, Kernel.workspace() bytes */
+  long workers;                      /* at most this many threads run tasks at once */
+  void *pool;
+  void (*parallel)(void *pool, void (*body)(const long *ctx, long task, long worker),
+                   const long *ctx, long tasks, long workers);
+  const float *a_scale, *b_scale, *bias; /* of a quantised product: a value for each row, each column, */
+  const int *a_zero, *a_sum, *b_zero;    /* see kernels/finish.py; those by columns reach to a multiple of 64 */
+  const portmm_operand *operands;        /* of the expressions that are fused in, and the numbers of this call: */
+  const float *numbers;                  /* see kernels/elementwise.py */
+} portmm_args;
+
+#if defined(__clang__)
+#define SHUFFLE(x, y, ints, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define SHUFFLE(x, y, ints, ...) __builtin_shuffle(x, y, (ints){__VA_ARGS__})
+#endif
+
+static inline long min_(long x, long y) { return x < y ? x : y; }
+
+static inline long max_(long x, long y) { return x > y ? x : y; }
+
+/* Expressions over one row */
+static __attribute__((noinline)) void one_row(long m, long n, long item, long row, const float *x0, long x0_m, float *x1, long x1_m, float *kept0) {
+  svfloat32_t all_r0, l0, all_r0_kept, t1_one, t1, all_r1, t2, t4, t6, t7, t8, t9, t10, t11, t12, t13, t14, t15, t16, t17, t20, t21, t22, all_r1_kept, t23_one, t23, t24;
+  svbool_t few, all_r0_there, t3, t5, all_r1_there;
+  svint32_t all_r0_at, all_r0_count, t18, t19, all_r1_at, all_r1_count;
+  float r0[1] __attribute__((aligned(64)));
+  float r1[1] __attribute__((aligned(64)));
+  float lane[8] __attribute__((aligned(64)));
+  all_r0 = svdup_n_f32((-__builtin_inff()));
+  for (long j = 0; j < n - n % 8; j += 8) {
+    l0 = svld1_f32(svptrue_b32(), x0 + j);
+    all_r0 = svmax_f32_x(svptrue_b32(), all_r0, l0);
+  }
+  if (n - n % 8 < n) {
+    const long j = n - n % 8;
+    const long left = n - (n - n % 8);
+    few = svwhilelt_b32_u32(0, (unsigned)(max_(0, min_(n - (n - n % 8), 8))));
+    l0 = svld1_f32(few, x0 + j);
+    all_r0_at = svindex_s32((int)(0), 1);
+    all_r0_count = svdup_n_s32((int)(left));
+    all_r0_there = svcmplt_s32(svptrue_b32(), all_r0_at, all_r0_count);
+    all_r0_kept = svsel_f32(all_r0_there, l0, svdup_n_f32((-__builtin_inff())));
+    all_r0 = svmax_f32_x(svptrue_b32(), all_r0, all_r0_kept);
+  }
+  svst1_f32(svptrue_b32(), lane, all_r0);
+  {
+    float all = *(lane);
+    for (int i = 1; i < 8; ++i) {
+      const float x = (lane)[i];
+      if (x > all || x != x) all = x;
+    }
+    *(r0) = all;
+  }
+  t1_one = svdup_n_f32(*(r0));
+  t1 = t1_one;
+  all_r1 = svdup_n_f32(0.0f);
+  for (long j = 0; j < n - n % 8; j += 8) {
+    l0 = svld1_f32(svptrue_b32(), x0 + j);
+    t2 = svsub_f32_x(svptrue_b32(), l0, t1);
+    t3 = svcmplt_f32(svptrue_b32(), svdup_n_f32(89.0f), t2);
+    t4 = svsel_f32(t3, svdup_n_f32(89.0f), t2);
+    t5 = svcmplt_f32(svptrue_b32(), t4, svdup_n_f32((-104.0f)));
+    t6 = svsel_f32(t5, svdup_n_f32((-104.0f)), t4);
+    t7 = svmla_f32_x(svptrue_b32(), svdup_n_f32(1.2583039e+07f), t6, svdup_n_f32(0.7213475f));
+    t8 = svsub_f32_x(svptrue_b32(), t7, svdup_n_f32(1.2583039e+07f));
+    t9 = svmla_f32_x(svptrue_b32(), t6, t8, svdup_n_f32((-1.3862915f)));
+    t10 = svmla_f32_x(svptrue_b32(), t9, t8, svdup_n_f32((-2.8572135e-06f)));
+    t11 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.0014104752f), svdup_n_f32(0.00019630798f), t10);
+    t12 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.008335929f), t11, t10);
+    t13 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.04166123f), t12, t10);
+    t14 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.16666618f), t13, t10);
+    t15 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.50000036f), t14, t10);
+    t16 = svmla_f32_x(svptrue_b32(), svdup_n_f32(1.0f), t15, t10);
+    t17 = svmla_f32_x(svptrue_b32(), svdup_n_f32(1.0f), t16, t10);
+    t18 = svreinterpret_s32_f32(t7);
+    t19 = svlsl_n_s32_x(svptrue_b32(), t18, 23);
+    t20 = svreinterpret_f32_s32(t19);
+    t21 = svmul_f32_x(svptrue_b32(), t17, t20);
+    t22 = svmul_f32_x(svptrue_b32(), t21, t20);
+    svst1_f32(svptrue_b32(), kept0 + j, t22);
+    all_r1 = svadd_f32_x(svptrue_b32(), all_r1, t22);
+  }
+  if (n - n % 8 < n) {
+    const long j = n - n % 8;
+    const long left = n - (n - n % 8);
+    few = svwhilelt_b32_u32(0, (unsigned)(max_(0, min_(n - (n - n % 8), 8))));
+    l0 = svld1_f32(few, x0 + j);
+    t2 = svsub_f32_x(svptrue_b32(), l0, t1);
+    t3 = svcmplt_f32(svptrue_b32(), svdup_n_f32(89.0f), t2);
+    t4 = svsel_f32(t3, svdup_n_f32(89.0f), t2);
+    t5 = svcmplt_f32(svptrue_b32(), t4, svdup_n_f32((-104.0f)));
+    t6 = svsel_f32(t5, svdup_n_f32((-104.0f)), t4);
+    t7 = svmla_f32_x(svptrue_b32(), svdup_n_f32(1.2583039e+07f), t6, svdup_n_f32(0.7213475f));
+    t8 = svsub_f32_x(svptrue_b32(), t7, svdup_n_f32(1.2583039e+07f));
+    t9 = svmla_f32_x(svptrue_b32(), t6, t8, svdup_n_f32((-1.3862915f)));
+    t10 = svmla_f32_x(svptrue_b32(), t9, t8, svdup_n_f32((-2.8572135e-06f)));
+    t11 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.0014104752f), svdup_n_f32(0.00019630798f), t10);
+    t12 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.008335929f), t11, t10);
+    t13 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.04166123f), t12, t10);
+    t14 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.16666618f), t13, t10);
+    t15 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.50000036f), t14, t10);
+    t16 = svmla_f32_x(svptrue_b32(), svdup_n_f32(1.0f), t15, t10);
+    t17 = svmla_f32_x(svptrue_b32(), svdup_n_f32(1.0f), t16, t10);
+    t18 = svreinterpret_s32_f32(t7);
+    t19 = svlsl_n_s32_x(svptrue_b32(), t18, 23);
+    t20 = svreinterpret_f32_s32(t19);
+    t21 = svmul_f32_x(svptrue_b32(), t17, t20);
+    t22 = svmul_f32_x(svptrue_b32(), t21, t20);
+    svst1_f32(svptrue_b32(), kept0 + j, t22);
+    all_r1_at = svindex_s32((int)(0), 1);
+    all_r1_count = svdup_n_s32((int)(left));
+    all_r1_there = svcmplt_s32(svptrue_b32(), all_r1_at, all_r1_count);
+    all_r1_kept = svsel_f32(all_r1_there, t22, svdup_n_f32(0.0f));
+    all_r1 = svadd_f32_x(svptrue_b32(), all_r1, all_r1_kept);
+  }
+  svst1_f32(svptrue_b32(), lane, all_r1);
+  {
+    float all = *(lane);
+    for (int i = 1; i < 8; ++i) {
+      const float x = (lane)[i];
+      all += x;
+    }
+    *(r1) = all;
+  }
+  t23_one = svdup_n_f32(*(r1));
+  t23 = t23_one;
+  for (long j = 0; j < n - n % 8; j += 8) {
+    t22 = svld1_f32(svptrue_b32(), kept0 + j);
+    t24 = svdiv_f32_x(svptrue_b32(), t22, t23);
+    svst1_f32(svptrue_b32(), x1 + j, t24);
+  }
+  if (n - n % 8 < n) {
+    const long j = n - n % 8;
+    few = svwhilelt_b32_u32(0, (unsigned)(max_(0, min_(n - (n - n % 8), 8))));
+    t22 = svld1_f32(svptrue_b32(), kept0 + j);
+    t24 = svdiv_f32_x(svptrue_b32(), t22, t23);
+    svst1_f32(few, x1 + j, t24);
+  }
+}
+
+/* A share of the rows */
+static void some_rows(const long *ctx, long task, long worker) {
+  const portmm_args *g = (const portmm_args *)ctx[0];
+  (void)g; (void)task; (void)worker;
+  const long m = g->m;
+  const long n = g->n;
+  const long batch = g->batch;
+  const long workers = g->workers;
+  float *work = (float *)g->work;
+  const float *x0 = (const float *)g->operands[0].p;
+  const long x0_b = g->operands[0].b;
+  const long x0_m = g->operands[0].m;
+  float *x1 = (float *)g->operands[1].p;
+  const long x1_b = g->operands[1].b;
+  const long x1_m = g->operands[1].m;
+  float *kept0 = work + worker * ((n + 63) / 64 * 64);
+  for (long r = m * batch * task / min_(m * batch, workers * 4); r < m * batch * (task + 1) / min_(m * batch, workers * 4); ++r) {
+    const long item = r / m;
+    const long row = r % m;
+    one_row(m, n, item, row, x0 + item * x0_b + row * x0_m, x0_m, x1 + item * x1_b + row * x1_m, x1_m, kept0);
+  }
+}
+
+/* All rows */
+void portmm_rows_sve256_f32(const portmm_args *g) {
+  const long m = g->m;
+  const long batch = g->batch;
+  const long workers = g->workers;
+  {
+    const long task_ctx[] = {(long)g};
+    g->parallel(g->pool, some_rows, task_ctx, min_(m * batch, workers * 4), workers);
+  }
+}
