@@ -195,11 +195,22 @@ def workspace_bytes(kernel: Kernel, p: Problem, workers: int) -> int:
     return evaluate(kernel.workspace, sizes) * BY_NAME[kernel.atom.acc].bytes
 
 
+@lru_cache(maxsize=1024)
+def _code(s: Schedule, isa: Isa) -> Any:
+    """The code of a schedule, in this process: other sizes need no source."""
+    return _load(kernel_of(s, isa))
+
+
 def _route(s: Schedule, isa: Isa, p: Problem, workers: int) -> Any:
     from portmm.run.host import runtime
 
     kernel = kernel_of(s, isa)
-    return runtime().make_route(_load(kernel), workspace_bytes(kernel, p, workers), workers, p.held, p.unit)
+    return runtime().make_route(_code(s, isa), workspace_bytes(kernel, p, workers), workers, p.held, p.unit)
+
+
+def route_by(s: Schedule, p: Problem, target: Target, workers: int) -> Any:
+    """A launchable kernel for a problem by a schedule that is legal for it."""
+    return _route(s, isa_of(s, target), p, workers)
 
 
 _routes: dict[tuple[Problem, int, int], tuple[Target, Any]] = {}
@@ -344,7 +355,7 @@ def attention_route(form: Form, unit: tuple[Isa, Atom, Atom], fields: dict[str, 
 
 def forget() -> None:
     """Drop every memo of this process; the cache on disk stays."""
-    for memo in (kernel_of, _packer, _folder, _rows, _attention):
+    for memo in (kernel_of, _code, _packer, _folder, _rows, _attention):
         memo.cache_clear()
     _routes.clear()
     with _lock:

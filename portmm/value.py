@@ -200,7 +200,9 @@ class Value:
 
     def reshape(self, *shape: Any, order: str = "C") -> Any:
         wanted = shape[0] if len(shape) == 1 else shape
-        return self.view_("reshape" if order == "C" else "[]", lambda x: x.reshape(wanted, order=order))
+        if order == "C":
+            return self.view_("reshape", lambda x: x.reshape(wanted))
+        return self.view_("[]", lambda x: x.reshape(wanted, order=order))
 
     def transpose(self, *axes: Any) -> Any:
         return self.view_("transpose", lambda x: x.transpose(*axes))

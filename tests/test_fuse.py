@@ -117,7 +117,7 @@ def test_kernels_of_usual_functions():
     assert told.kernels[1].fused == ("silu", "mul")
     told = agrees(lora, x, w, some(16, 4), some(4, 16))
     assert kinds(told) == ["product"] * 3
-    assert told.kernels[2].fused == ("add",)
+    assert [k.fused for k in told.kernels] == [(), (), ("add",)]
     assert kinds(agrees(normed, x, some(16), w)) == ["rows", "product"]
     told = agrees(block, x, w, some(16), some(16), some(16))
     assert kinds(told) == ["product", "rows"]
@@ -305,9 +305,9 @@ def test_other_rows_compile_nothing_new(monkeypatch):
     for m in (5, 6, 7, 100):
         agrees(f, some(m, 64))
     assert len(set(seen)) <= 4
-    for m in range(20, 40):  # a schedule may suit some of them better
+    for m in range(20, 40):  # a schedule may suit some of them much better
         f(some(m, 64))
-    assert len(set(seen)) <= 10
+    assert len(set(seen)) <= 6
 
 
 def test_numbers_compile_nothing_new(monkeypatch):

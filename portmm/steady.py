@@ -1,0 +1,71 @@
+"""Kernels for any number of rows.
+
+Owns `route`, which finds a kernel for a product of a fused function, and takes one
+that another number of rows has led to if that is nearly as good as the best:
+a kernel serves any number of rows, and compiling another takes a thousand calls'
+time. Imports `api`, `dispatch`, `settings`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from portmm import api, settings
+from portmm.run import recall
+from portmm.run.host import runtime
+
+if TYPE_CHECKING:
+    from portmm.problem import Problem
+
+NEARLY = 1.15
+"""Predicted time, over that of the best kernel, up to which one that is there is taken."""
+MOST = 1024
+"""Products that are remembered before starting afresh."""
+
+_first: dict[Any, Problem] = {}
+_schedules: dict[Any, list[Any]] = {}
+_routes: dict[Any, Any] = {}
+
+
+def route(p: Problem) -> Any:
+    """A launchable kernel.
+
+    Raises:
+        ScheduleError: nothing is legal.
+        BuildError: it cannot be compiled.
+    """
+    if p.static:
+        return api.route(p)
+    about = (replace(p, m=0), settings.current(), settings.limit())
+    found = _routes.get((p.m, about))
+    if found is None:
+        found = _found(p, about)
+        if len(_routes) >= MOST:
+            for memo in (_routes, _first, _schedules):
+                memo.clear()
+        _routes[p.m, about] = found
+    return found
+
+
+def _found(p: Problem, about: Any) -> Any:
+    book = recall.book(settings.current().target or os.environ.get("PORTMM_TARGET", ""))
+    found = recall.route(book, f"{p!r} {settings.limit()}", runtime(), p) if book is not None else None
+    if about not in _first:
+        _first[about] = p
+        return found or api.route(p)
+    if found is not None:
+        return found
+    from portmm import dispatch
+
+    target, threads = settings.target(), settings.get_num_threads()
+    if about not in _schedules:
+        _schedules[about] = [dispatch.choose(_first[about], target, threads).schedule]
+    choice = dispatch.choose(p, target, threads)
+    costs = {choice.schedule: choice.cost.seconds} | {s: c.seconds for s, c in choice.runners_up}
+    known = [s for s in _schedules[about] if costs.get(s, float("inf")) <= NEARLY * choice.cost.seconds]
+    if not known:
+        _schedules[about].append(choice.schedule)
+        return api.route(p)
+    return dispatch.route_by(min(known, key=costs.__getitem__), p, target, choice.workers)
