@@ -31,8 +31,9 @@ Array = np.ndarray[Any, Any]
 NAMES = {"b": "b", "h": "h", "q": "m", "kv": "n"}
 """What score and mask call the axes: kernels have queries by rows and keys by columns, or the other way round."""
 TURNED = {"m": "n", "n": "m"}
-FEW = 8
-"""Queries of a head up to which they do not fill vectors: see kernels/decode.py."""
+FEW = 16
+"""Queries of a head up to which it is faster not to fill vectors with them (kernels/decode.py): measured on Zen 4, with
+2048 keys; half as many where products are of units of two, which that program does not use."""
 TASKS = 64
 """Runs that keys of few queries are cut in, all heads together: for that many threads."""
 SHORTEST = 512
@@ -98,7 +99,7 @@ def attention(
             return known(q, k, v)
     shape = shape_of(*(array(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))))
     operands, dtype = shape.operands, shape.dtype
-    far = shape.n if window is None else window
+    far = shape.n if window is None else min(window, shape.m + shape.n)
     many = None if lengths is None else lengths_of(lengths, shape)
     wanted = (*shape.lead, shape.heads, shape.m, shape.dv)
     if out is not None:
@@ -299,12 +300,13 @@ def _make(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: Array) 
     from portmm.kernels.online import Bounds
 
     causal, endless, with_lse, all_keys = flags
-    few, target = shape.m <= FEW, settings.target()
-    made = _real(traced) if few else turned(traced)
-    fused = Fused(made.operands, ((C, made.results[0][0]),))
+    made, target = _real(traced), settings.target()
     held = arrays.name_of(shape.dtype)
     api.begin()
-    isa, atom, _ = unit = dispatch.attention_unit(held, fused, target)
+    isa, atom, _ = unit = dispatch.attention_unit(held, Fused(made.operands, ((C, made.results[0][0]),)), target)
+    few = shape.m <= FEW // atom.k_pack
+    made = made if few else turned(traced)
+    fused = Fused(made.operands, ((C, made.results[0][0]),))
     geometry = Geometry.of(isa, atom)
     reads = atom.k_pack == 1 and (bool(isa.spelling(atom, "load_mask", held)) or not shape.dv % geometry.wide)
     bounds = Bounds(causal, not endless)

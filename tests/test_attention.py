@@ -78,7 +78,15 @@ SHAPES = [
     (2, 1, 1, 17, 5, 7, 5),
     (1, 1, 1, 70, 600, 256, 256),
 ]
-HOW = [{}, {"causal": True}, {"window": 20}, {"causal": True, "window": 33}, {"scale": 0.3}, {"lengths": True}]
+HOW = [
+    {},
+    {"causal": True},
+    {"window": 20},
+    {"window": 2**40},
+    {"causal": True, "window": 33},
+    {"scale": 0.3},
+    {"lengths": True},
+]
 
 
 @pytest.mark.parametrize("how", HOW, ids=str)
