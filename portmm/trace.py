@@ -138,7 +138,7 @@ class Tracer:
     def callable(self, value: Any, key: tuple[Any, ...], seen: dict[int, Any]) -> Any:
         """A method, a partial, or an object that can be called, with what it holds seen through."""
         if isinstance(value, types.FunctionType):
-            return self.rebound(value, key, seen)
+            return value if _ours(value) else self.rebound(value, key, seen)
         if isinstance(value, partial):
             given = [self.wrapped(x, (*key, i), seen) for i, x in enumerate(value.args)]
             named = {k: self.wrapped(x, (*key, k), seen) for k, x in value.keywords.items()}
@@ -468,6 +468,8 @@ def resolve(key: tuple[Any, ...], found: dict[tuple[Any, ...], Any]) -> Any:
     """The array or number at the end of some steps."""
     more = 0
     while key[: len(key) - more] not in found:
+        if more > len(key):
+            raise KeyError(key)
         more += 1
     value = found[key[: len(key) - more]]
     for step in key[len(key) - more :]:
