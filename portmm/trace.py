@@ -365,7 +365,8 @@ def trace(
 
 
 def arity(function: Any, most: int) -> int:
-    """How many of the values a function takes."""
+    """How many of the values a function takes: those of its parameters that have no defaults."""
+    function = getattr(function, "__wrapped__", function)
     if isinstance(function, partial):
         return arity(function.func, most + len(function.args)) - len(function.args)
     code: types.CodeType | None = getattr(function, "__code__", None)
@@ -374,7 +375,8 @@ def arity(function: Any, most: int) -> int:
         code, method = getattr(type(function).__call__, "__code__", None), True
     if code is None or code.co_flags & 0x04:  # *args
         return most
-    return min(most, code.co_argcount - method)
+    names = code.co_argcount - method
+    return min(most, names - len(getattr(function, "__defaults__", None) or ()) or names)
 
 
 def _result(x: Any, tracer: Tracer) -> tuple[Expr, Any]:
@@ -428,8 +430,11 @@ def _look(  # noqa: PLR0911 - a kind each
         found[key] = value
         return True
     if isinstance(value, types.FunctionType):
+        if _ours(value):
+            kind.append(value)  # its code may be that of others
+            return True
         kind.append(value.__code__)
-        if id(value) in seen or _ours(value):
+        if id(value) in seen:
             return True
         seen.add(id(value))
         return min([_look(x, (*key, step), kind, found, seen) for step, x in _captured(value)], default=True)
@@ -443,7 +448,7 @@ def _look(  # noqa: PLR0911 - a kind each
         kind.append((type(value), value))
         return True
     if isinstance(value, types.ModuleType) or _fixed(value):
-        kind.append(id(value))
+        kind.append(value)
         return True
     return False
 

@@ -185,7 +185,7 @@ def hard_sigmoid(x: Any) -> Any:
 
 def hard_swish(x: Any) -> Any:
     """X times `hard_sigmoid`, as x * relu6(x + 3) / 6."""
-    return x * relu6(x + 3) * (1 / 6)
+    return x * (relu6(x + 3) * (1 / 6))
 
 
 def square(x: Any) -> Any:

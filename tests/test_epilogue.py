@@ -532,3 +532,11 @@ def test_any_product(  # noqa: PLR0917 - a product's geometry
         got = pm.matmul(a, pm.pack(b) if packed else b, epilogue=epilogue)
     for x, y in zip(got, want, strict=True):
         np.testing.assert_array_equal(x.astype(float), y)
+
+
+def test_a_function_of_the_vocabulary_is_an_epilogue():
+    for name in ("relu", "softmax", "gelu", "sum", "max", "layer_norm", "leaky_relu", "tanh"):
+        function = getattr(vocabulary, name)
+        close(pm.matmul(A, B, epilogue=lambda acc: function(acc) * 1.0), function(PRODUCT), 30)  # noqa: B023 - used at once
+        close(pm.matmul(A, B, epilogue=function), function(PRODUCT), 30)
+    close(pm.matmul(A, B, epilogue=lambda acc, bias=BIAS: acc + bias), PRODUCT + BIAS)
