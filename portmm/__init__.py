@@ -6,7 +6,7 @@ first call.
 
 from typing import TYPE_CHECKING
 
-from portmm.api import matmul, plan
+from portmm.api import matmul, plan, surrounded_by
 from portmm.errors import (
     BuildError,
     NoCompilerError,
@@ -186,6 +186,16 @@ _LATER = {
     ),
 }
 """Name -> module, of what a matmul from the cache does not need."""
+
+
+def _surrounded(*operands: object) -> object:
+    """The product with what surrounds it, which a plain one does not load."""
+    from portmm.around import matmul as with_surroundings
+
+    return with_surroundings(*operands)  # type: ignore[arg-type]
+
+
+surrounded_by(_surrounded)
 
 
 def __getattr__(name: str) -> object:

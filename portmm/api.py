@@ -89,9 +89,7 @@ def matmul(
         if (taker := _taker(a, b)) is not None:
             around_it = {"epilogue": epilogue, "prologue_a": prologue_a, "prologue_b": prologue_b}
             return taker.matmul_(a, b, out, dtype, around_it)
-        from portmm import around
-
-        return around.matmul(a, b, out, dtype, epilogue, prologue_a, prologue_b)
+        return _surrounded[0](a, b, out, dtype, epilogue, prologue_a, prologue_b)
     if dtype is not None and out is None:
         return _typed(a, b, np.dtype(dtype))
     return _fast(a, b, out)
@@ -100,6 +98,14 @@ def matmul(
 def _taker(a: Any, b: Any) -> Any:
     """An operand that is being traced, and takes down what happens to it, or None."""
     return a if hasattr(a, "matmul_") else b if hasattr(b, "matmul_") else None
+
+
+def surrounded_by(function: Callable[..., Any]) -> None:
+    """Tell what multiplies with an epilogue or prologues: a module that stands on this one."""
+    _surrounded[:] = [function]
+
+
+_surrounded: list[Callable[..., Any]] = []
 
 
 def _typed(a: Any, b: Any, dtype: np.dtype[Any]) -> Any:

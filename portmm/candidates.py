@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from portmm.dtype import BY_NAME, unit
 from portmm.errors import ScheduleError
 from portmm.fused import parse
-from portmm.lanes import lacks
+from portmm.capable import lacks
 from portmm.problem import family
 from portmm.schedule import ALL, Schedule, Tile, finishes, illegal, shifts
 

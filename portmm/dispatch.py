@@ -18,7 +18,7 @@ from portmm.cost import Cost, cost, macs_per_cycle
 from portmm.dtype import BY_NAME, CODES_KR, types
 from portmm.errors import ScheduleError, TargetError
 from portmm.fused import parse as parse_fused
-from portmm.lanes import lacks
+from portmm.capable import lacks
 from portmm.lower import atom_of, lower, lower_attention, lower_fold, lower_pack, lower_rows
 from portmm.problem import Family
 from portmm.problem import family as family_of

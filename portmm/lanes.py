@@ -1,20 +1,16 @@
-"""Operations on lanes: what an instruction set says of them, and whether it has enough.
+"""Operations on lanes: what an instruction set says of them.
 
-Owns `Lanes`. Imports `expr`, `fused`, `schema`. Most instruction sets say next to
+Owns `Lanes`. Imports `expr`, `schema`. Most instruction sets say next to
 nothing: C spells operations on GNU vectors (`emit.lanes`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from portmm.expr import OPS
 from portmm.schema import placeholders, record, require
-
-if TYPE_CHECKING:
-    from portmm.fused import Fused
-    from portmm.isa import Atom, Isa
 
 MAKES_LANES = {"splat", "lanes", "whole", "literal"}
 """Words that make lanes, beside operations."""
@@ -56,17 +52,3 @@ def lanes_of(row: dict[str, Any], where: str) -> Lanes:
     made: Lanes = record(Lanes, {**fixed, "words": words}, where)
     require(bool(made.whole_type) == bool(made.mask_type), where, "whole_type and mask_type come together")
     return made
-
-
-def lacks(isa: Isa, real: Atom, fused: Fused) -> str:
-    """What an instruction set lacks to compute expressions in lanes of `real`, or an empty string."""
-    for i, x in enumerate(fused.operands):
-        whole = isa.vector("s32", real.n)
-        written = i in dict(fused.results)
-        atom = whole if x.dtype == "s32" else real
-        if atom is None or not isa.spelling(atom, "store" if written else "load_b", x.dtype):
-            return f"{'store' if written else 'load'} of {x.dtype}"
-    own = isa.lanes(real.n)
-    if any(x.op == "sqrt" for x in fused.steps) and not (own and "sqrt" in own.words):
-        return "square root"
-    return ""

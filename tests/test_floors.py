@@ -15,7 +15,7 @@ FLOORS = {
     # what is computed
     0: "abi coords dtype errors expr formats fused naming problem quantized targets tensorfile vecmath version "
     "vocabulary",
-    1: "isa lanes schema target",  # what it runs on
+    1: "capable isa lanes schema target",  # what it runs on
     2: "candidates cost schedule",  # legal tiles and predicted time
     3: "index interp ir kernels lower probe",  # loops and their meaning
     4: "emit",  # loops to text
