@@ -33,7 +33,8 @@ class Expr:
     Attributes:
         op: an operation of `OPS`, or a leaf: "const" (value), "acc" (the product's sum), "index" (an axis:
             where the element is along it), "extent" (columns of a row), "load" (number of an operand),
-            "given" (number of a value), "number" (one that a caller gives with each call), or "reduce" ("add" or "max", an axis, an expression).
+            "given" (number of a value), "number" (one that a caller gives with each call), or "reduce"
+            ("add" or "max", an axis, an expression).
         args: its operands, or what the leaf says.
         dtype: "f32", "s32" or "mask".
     """
