@@ -44,9 +44,7 @@ def abreast(graph: Graph, split: Split) -> list[tuple[str, str]] | None:
             if x not in alone:
                 said.append((x.where, f"{x.name} stays apart from others of its rows: it takes what follows it"))
             elif x not in packed:
-                said.append(
-                    (x.where, f"{x.name} stays apart from others of its rows: its weight may change; pack it")
-                )
+                said.append((x.where, f"{x.name} stays apart from others of its rows: its weight may change; pack it"))
         if len(packed) > 1:
             said += _join(graph, sorted(packed, key=lambda x: x.number))
     return said if found else None

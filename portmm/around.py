@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm import api, arrays, settings
+from portmm import api, arrays, quick, settings
 from portmm.dtype import BY_NAME, accumulator, spell
 from portmm.errors import BuildError, ScheduleError
 from portmm.fused import acc
@@ -269,7 +269,12 @@ def _lies(x: Array, read: arrays.Operand) -> bool:
 
 def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[..., Any]) -> Any:
     """A product and its epilogue, in one kernel or in two."""
-    wanted = np.dtype(dtype) if dtype is not None else out.dtype if isinstance(out, np.ndarray) else None
+    dtype = None if dtype is None else np.dtype(dtype)
+    seen = quick.see(epilogue, left, right, out, dtype)
+    found = None if seen is None else quick.known(seen, out)
+    if seen is not None and found is not None:
+        return found(seen, out)
+    wanted = dtype if dtype is not None else out.dtype if isinstance(out, np.ndarray) else None
     if dtype is None and wanted == np.float64:
         wanted = None  # what is computed in float32 is converted
     around = Around.of(epilogue)
@@ -304,12 +309,18 @@ def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[
         results[0], n, 1, m * n, None, *ready.vectors, operands, numbers,
     )  # fmt: skip
     del alive
+    if seen is not None and around.lasting and ready.direct and (out is None or out is results[0]):
+
+        def made(template: Array, sources: tuple[int, ...], taken: tuple[int, ...]) -> quick.Quick:
+            middle = (ready.numbers[:3], ready.numbers[3:])
+            before, after = (ready.route, m, n, left.shape[-1], batch), (n, 1, m * n, None, *ready.vectors)
+            return quick.Quick(before, middle, after, template, sources, taken, ready.results, ready.several)
+
+        quick.keep(seen, ready.bound, made, 2 + (out is not None))
     return results[0] if out is None and not ready.several else fit(results, out, several=ready.several)
 
 
-def _writable(
-    out: Any, like: Array, inputs: tuple[Array, ...], bound: Bound, found: dict[Any, Any]
-) -> bool:
+def _writable(out: Any, like: Array, inputs: tuple[Array, ...], bound: Bound, found: dict[Any, Any]) -> bool:
     """Kernels can write the first result to `out`, where what they read may lie only element upon element."""
     arrays.check_out(out, like.shape, like.dtype)
     if out.dtype != like.dtype or not (out.flags.aligned and out.flags.c_contiguous):

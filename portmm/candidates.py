@@ -15,10 +15,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from portmm.capable import lacks
 from portmm.dtype import BY_NAME, unit
 from portmm.errors import ScheduleError
 from portmm.fused import parse
-from portmm.capable import lacks
 from portmm.problem import family
 from portmm.schedule import ALL, Schedule, Tile, finishes, illegal, shifts
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.graph import refuse
-from portmm.trace import _cached_names as code_names
 from portmm.trace import _filled as filled
+from portmm.trace import global_names
 from portmm.value import Value
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class Scope:
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
         made = types.FunctionType(function.__code__, spaces, function.__name__, None, cells or None)
         self.seen[id(function)] = made
-        for name in sorted(code_names(function.__code__)):
+        for name in sorted(global_names(function.__code__)):
             if name in spaces:
                 spaces[name] = self.wrapped(spaces[name], ITEM, function.__globals__, name, name)
         names = function.__code__.co_freevars

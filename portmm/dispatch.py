@@ -14,11 +14,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from portmm.candidates import PACKED_VECTORS, candidates, units
+from portmm.capable import lacks
 from portmm.cost import Cost, cost, macs_per_cycle
 from portmm.dtype import BY_NAME, CODES_KR, types
 from portmm.errors import ScheduleError, TargetError
 from portmm.fused import parse as parse_fused
-from portmm.capable import lacks
 from portmm.lower import atom_of, lower, lower_attention, lower_fold, lower_pack, lower_rows
 from portmm.problem import Family
 from portmm.problem import family as family_of
@@ -167,7 +167,7 @@ def build_kernel(kernel: Kernel) -> Artifact:
     from portmm.emit.c import source
 
     arch = None if kernel.isa.arch == "any" else kernel.isa.arch
-    return build(source(kernel), flags=kernel.flags, arch=arch, name=kernel.name)
+    return build(source(kernel), flags=kernel.isa.flags, arch=arch, name=kernel.name)
 
 
 _loaded: dict[str, Any] = {}

@@ -98,8 +98,8 @@ class Explanation:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """What the kernel asks of the compiler."""
-        return self.kernel.flags
+        """What the instruction set asks of the compiler."""
+        return self.kernel.isa.flags
 
     @property
     def rates(self) -> dict[str, tuple[float, str]]:

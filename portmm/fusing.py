@@ -144,7 +144,7 @@ def remember(key: Any, made: Any) -> Any:
     return made
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Around:
     """A function, seen at one call.
 
@@ -152,11 +152,13 @@ class Around:
         function: the function.
         kind: of what it captures; None if that cannot be told.
         found: the arrays and numbers that it captures.
+        lasting: the next function of this kind comes to the same.
     """
 
     function: Callable[..., Any]
     kind: Any
     found: dict[Any, Any]
+    lasting: bool = True
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Around:
@@ -181,6 +183,7 @@ class Around:
         if by_value and lasting:
             remember(whole, BY_VALUE)
             whole = None if whole is None else (whole, self.numbers())  # type: ignore[assignment]
+        self.lasting = lasting
         if not lasting:
             self.found.update({x.key: x.array for x in traced.sources} | dict(traced.values))
         return remember(whole if lasting else None, make(traced))

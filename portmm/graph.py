@@ -245,9 +245,7 @@ class Graph:
             return None, f"{strange[0]} is computed by NumPy; kernels compute float32, float16, bfloat16 and int32"
         if dtype.name not in _MADE and dtype.name not in _NARROW:
             return None, f"its result is {dtype}, which NumPy computes"
-        leaves = [
-            node("given", (i,), "f32" if x.dtype is None else _READ[x.dtype.name]) for i, x in enumerate(nodes)
-        ]
+        leaves = [node("given", (i,), "f32" if x.dtype is None else _READ[x.dtype.name]) for i, x in enumerate(nodes)]
         try:
             found = filled(traced, leaves)
         except TraceError as error:

@@ -373,12 +373,6 @@ class Kernel:
     constants: tuple[tuple[str, int], ...] = ()
     operands: tuple[tuple[str, bool], ...] = ()
 
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """What it asks of a compiler: what its instruction set does, and lanes of s32 that wrap around."""
-        computes = any(isinstance(s, Map) for f in functions(self) for s in walk(f.body))
-        return (*self.isa.flags, "-fwrapv") if computes else self.isa.flags
-
     def type_of(self, operand: str) -> str:
         """What "a", "b", "c" or "work" points at."""
         extra = {f"x{i}": dtype for i, (dtype, _) in enumerate(self.operands)}

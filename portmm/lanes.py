@@ -14,7 +14,7 @@ from portmm.schema import placeholders, record, require
 
 MAKES_LANES = {"splat", "lanes", "whole", "literal"}
 """Words that make lanes, beside operations."""
-_IN_LANES = {"d", "a", "b", "c", "R", "W", "T", "count", "lanes"}
+_IN_LANES = {"d", "a", "b", "c", "R", "W", "U", "T", "count", "lanes"}
 
 
 @dataclass(frozen=True, slots=True)

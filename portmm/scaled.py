@@ -172,9 +172,7 @@ def _fused(left: Array, weight: Any, asked: _Asked, traced: Any) -> _Call | None
     size = (m, n, 1)
     bound = Bound(traced, size, [], [dense(x, size) for x in step.axes[1:]])
     shapes = [(m, n if "n" in axes else 1) for axes in step.axes]
-    return replace(
-        call, bound=bound, results=tuple(zip(shapes, step.types, strict=True)), several=traced.several
-    )
+    return replace(call, bound=bound, results=tuple(zip(shapes, step.types, strict=True)), several=traced.several)
 
 
 class _Asked(NamedTuple):

@@ -14,6 +14,7 @@ constants, and each value is a kernel of its own.
 
 from __future__ import annotations
 
+import dis
 import types
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -153,7 +154,7 @@ class Tracer:
     def rebound(self, function: types.FunctionType, key: tuple[Any, ...], seen: dict[int, Any]) -> types.FunctionType:
         """The function, with tensors in place of what it captures."""
         code = function.__code__
-        names = sorted(n for n in _names(code) if n in function.__globals__)
+        names = sorted(n for n in global_names(code) if n in function.__globals__)
         spaces = dict(function.__globals__)
         for name in names:
             spaces[name] = self.wrapped(spaces[name], (*key, ("global", name)), seen)
@@ -175,7 +176,7 @@ class Tracer:
 def _names(code: types.CodeType) -> set[str]:
     """Names that code, and the functions inside it, may read from globals."""
     inner = (_names(x) for x in code.co_consts if isinstance(x, types.CodeType))
-    return set(code.co_names).union(*inner)
+    return {x.argval for x in dis.get_instructions(code) if x.opname in {"LOAD_GLOBAL", "LOAD_NAME"}}.union(*inner)
 
 
 def _ours(function: types.FunctionType) -> bool:
@@ -456,7 +457,7 @@ def _look(  # noqa: PLR0911 - a kind each
 def _captured(function: types.FunctionType) -> list[tuple[tuple[str, Any], Any]]:
     """What a function finds around it."""
     spaces = function.__globals__
-    names = [n for n in _cached_names(function.__code__) if n in spaces]
+    names = [n for n in global_names(function.__code__) if n in spaces]
     found: list[tuple[tuple[str, Any], Any]] = [(("global", n), function.__globals__[n]) for n in names]
     cells = enumerate(function.__closure__ or ())
     found += [(("closure", i), cell.cell_contents) for i, cell in cells if _filled(cell)]
@@ -465,7 +466,8 @@ def _captured(function: types.FunctionType) -> list[tuple[tuple[str, Any], Any]]
 
 
 @lru_cache(maxsize=1024)
-def _cached_names(code: types.CodeType) -> tuple[str, ...]:
+def global_names(code: types.CodeType) -> tuple[str, ...]:
+    """Names that code may read from globals, in order."""
     return tuple(sorted(_names(code)))
 
 

@@ -413,9 +413,7 @@ def _any_inside(x: Any) -> bool:
     return any(_any_inside(y) for y in x.values()) if isinstance(x, dict) else isinstance(x, Value)
 
 
-def called(
-    graph: Graph, name: str, function: Any, args: Any, options: dict[str, Any], *, own: bool = False
-) -> Any:
+def called(graph: Graph, name: str, function: Any, args: Any, options: dict[str, Any], *, own: bool = False) -> Any:
     """A function that runs on arrays between kernels."""
     inputs: list[Node] = []
 

@@ -318,9 +318,7 @@ def _evaluated(graph: Graph, result: Any, why: str) -> tuple[Any, list[Kernel], 
     return run, kernels, [], "", [why]
 
 
-def fuse(
-    function: Callable[..., Any] | None = None, *, on_unfusable: Literal["split", "error"] = "split"
-) -> Any:
+def fuse(function: Callable[..., Any] | None = None, *, on_unfusable: Literal["split", "error"] = "split") -> Any:
     """Make a function of matrix products, element-wise operations, reductions and reshapes run as few kernels.
 
     The function is traced once for each kind of arguments (shapes, strides, types), with its

@@ -38,7 +38,7 @@ def objects(kernels: list[Kernel], *flags: str) -> list[str]:
 
     def one(kernel: Kernel) -> str:
         arch = None if kernel.isa.arch == "any" else kernel.isa.arch
-        return str(build(source(kernel), flags=(*kernel.flags, *flags), arch=arch, name=kernel.name).path)
+        return str(build(source(kernel), flags=(*kernel.isa.flags, *flags), arch=arch, name=kernel.name).path)
 
     with ThreadPoolExecutor(2) as compilers:
         paths = list(compilers.map(one, kernels))

@@ -365,7 +365,9 @@ class _Printer:
         names = dict(zip("abc", said, strict=False))
         count = index(s.count) if s.count else ""
         lanes = ", ".join(map(str, range(real.n)))
-        line = text.format(d=s.d, **names, R=first, W=second, T=made, count=count, lanes=lanes)
+        line = text.format(
+            d=s.d, **names, R=first, W=second, U=lanes_of.unsigned(isa, real), T=made, count=count, lanes=lanes
+        )
         self.put(depth, line)
 
     def do_total(self, s: Total, depth: int) -> None:

@@ -3,7 +3,8 @@
 Owns how each operation of `expr.OPS` is spelled for GNU vectors and for single
 numbers; an instruction set whose vectors are neither, or that has a better word,
 says so in its file (`isa.Lanes`). Imports `fused`, `isa`. In the texts {d} is written, {a}, {b}, {c}
-are read, {R} and {W} are the types of lanes of f32 and of s32, {T} that of what is written.
+are read, {R}, {W} and {U} are the types of lanes of f32, of s32 and of that without a sign, {T} that of
+what is written.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ _VECTOR = {
     "mul": "{d} = {a} * {b};",
     "div": "{d} = {a} / {b};",
     "neg": "{d} = -{a};",
+    # Signed integers of C may not overflow; those of expressions wrap around.
+    "add s32": "{d} = ({W})(({U}){a} + ({U}){b});",
+    "sub s32": "{d} = ({W})(({U}){a} - ({U}){b});",
+    "mul s32": "{d} = ({W})(({U}){a} * ({U}){b});",
+    "neg s32": "{d} = ({W})-({U}){a};",
     "fma": "{d} = {a} * {b} + {c};",
     "lt": "{d} = {a} < {b};",
     "le": "{d} = {a} <= {b};",
@@ -31,7 +37,7 @@ _VECTOR = {
     "or": "{d} = {a} | {b};",
     "xor": "{d} = {a} ^ {b};",
     "not": "{d} = ~{a};",
-    "shl": "{d} = {a} << {b};",
+    "shl": "{d} = ({W})(({U}){a} << {b});",
     "shr": "{d} = {a} >> {b};",
     "bits": "{d} = ({W}){a};",
     "from_bits": "{d} = ({R}){a};",
@@ -39,7 +45,7 @@ _VECTOR = {
     "int": "{d} = __builtin_convertvector({a}, {W});",
     "select": "{d} = ({T})((({W}){b} & {a}) | (({W}){c} & ~{a}));",
     "abs f32": "{d} = ({R})(({W}){a} & 0x7fffffff);",
-    "abs s32": "{d} = ({a} ^ ({a} >> 31)) - ({a} >> 31);",
+    "abs s32": "{d} = ({W})(({U})({a} ^ ({a} >> 31)) - ({U})({a} >> 31));",
     "min f32": "{{ const {W} m = ({b} < {a}) | ({b} != {b}); {d} = ({R})((({W}){b} & m) | (({W}){a} & ~m)); }}",
     "max f32": "{{ const {W} m = ({b} > {a}) | ({b} != {b}); {d} = ({R})((({W}){b} & m) | (({W}){a} & ~m)); }}",
     "min s32": "{{ const {W} m = {b} < {a}; {d} = ({b} & m) | ({a} & ~m); }}",
@@ -70,8 +76,6 @@ _SCALAR = _VECTOR | {
     "whole": "{d} = (int)({count});",
     "lanes": "{d} = (int)({count});",
 }
-WRAPS = frozenset(("add", "sub", "mul", "neg", "abs", "shl"))
-"""Operations whose results may not fit s32, which C leaves undefined unless it is told to wrap around."""
 
 
 def types(isa: Isa, real: Atom) -> tuple[str, str, str]:
@@ -88,7 +92,13 @@ def declaration(isa: Isa, real: Atom) -> str:
     first, second, _ = types(isa, real)
     if second != f"{first}_w":
         return ""
-    return f"typedef int {second} __attribute__((vector_size(sizeof({first}))));"
+    held = f"__attribute__((vector_size(sizeof({first}))))"
+    return f"typedef int {second} {held};\ntypedef unsigned {unsigned(isa, real)} {held};"
+
+
+def unsigned(isa: Isa, real: Atom) -> str:
+    """The C type of lanes of s32 without their sign."""
+    return "unsigned" if real.n == 1 else f"{types(isa, real)[0]}_n"
 
 
 def text(isa: Isa, real: Atom, op: str, given: str) -> str:

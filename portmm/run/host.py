@@ -257,6 +257,8 @@ def runtime(path: Path | None = None) -> Runtime:
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
+    if _loaded:
+        return _loaded[0]
     with _lock:
         if not _loaded:
             _loaded.append(load_extension(path) if path or python_headers() else load_twin())

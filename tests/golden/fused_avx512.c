@@ -61,6 +61,7 @@ static inline long max_(long x, long y) { return x > y ? x : y; }
 typedef int lanes_t __attribute__((vector_size(64)));
 
 typedef int v16f_w __attribute__((vector_size(sizeof(v16f))));
+typedef unsigned v16f_n __attribute__((vector_size(sizeof(v16f))));
 
 /* to[k][rows] = A[rows][k], row layout */
 static __attribute__((noinline)) void pack_a(long k, long rows, const float *a, long a_m, long a_k, float *to) {

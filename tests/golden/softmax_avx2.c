@@ -55,6 +55,7 @@ static inline long max_(long x, long y) { return x > y ? x : y; }
 typedef int lanes_t __attribute__((vector_size(32)));
 
 typedef int v8f_w __attribute__((vector_size(sizeof(v8f))));
+typedef unsigned v8f_n __attribute__((vector_size(sizeof(v8f))));
 
 /* Expressions over one row */
 static __attribute__((noinline)) void one_row(long m, long n, long item, long row, const float *x0, long x0_m, float *x1, long x1_m, float *kept0) {
@@ -112,7 +113,7 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
     t16 = t15 * t10 + ((v8f){0} + 1.0f);
     t17 = t16 * t10 + ((v8f){0} + 1.0f);
     t18 = (v8f_w)t7;
-    t19 = t18 << 23;
+    t19 = (v8f_w)((v8f_n)t18 << 23);
     t20 = (v8f)t19;
     t21 = t17 * t20;
     t22 = t21 * t20;
@@ -141,7 +142,7 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
     t16 = t15 * t10 + ((v8f){0} + 1.0f);
     t17 = t16 * t10 + ((v8f){0} + 1.0f);
     t18 = (v8f_w)t7;
-    t19 = t18 << 23;
+    t19 = (v8f_w)((v8f_n)t18 << 23);
     t20 = (v8f)t19;
     t21 = t17 * t20;
     t22 = t21 * t20;

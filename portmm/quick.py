@@ -1,0 +1,166 @@
+"""Calls with an epilogue, once their kind is known.
+
+Owns `Quick`, all that such a call needs beside addresses, and how its kind is told with
+little work: after a kernel has walked through megabytes, every object that a call
+touches is a miss. Imports `arrays`, `host`, `settings`, `trace`. Functions that capture
+arrays, floats and modules are told here; others, and what must be converted
+first, go the long way each time.
+"""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm import settings
+from portmm.run.host import runtime
+from portmm.trace import global_names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.fusing import Bound
+
+Array = np.ndarray[Any, Any]
+MOST = 1024
+"""Kinds of calls remembered before starting afresh."""
+_PLAIN = (int, bool, str, type(None))
+_FIXED = (types.ModuleType, types.BuiltinFunctionType, type, np.ufunc)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A call, so far as its kind depends on it.
+
+    Attributes:
+        key: its kind.
+        operands: A, B or its panels, `out`, if there is one, and the arrays that the function captures.
+        numbers: the floats that it captures.
+        places: where each of the arrays and floats comes from, as `trace` says it.
+    """
+
+    key: Any
+    operands: list[Array]
+    numbers: list[float]
+    places: list[Any]
+
+
+def see(function: Any, left: Array, right: Any, out: Any, dtype: Any) -> Seen | None:
+    """What decides how a call runs; None if that takes a longer look."""
+    if type(function) is not types.FunctionType or function.__defaults__ or function.__kwdefaults__:
+        return None
+    try:
+        given = _given(function)
+    except ValueError:  # an empty cell
+        return None
+    packed = getattr(right, "owner", None)
+    operands, numbers, fixed, arrays_at, numbers_at = [left, right if packed is None else packed], [], [], [], []
+    if out is not None:
+        operands.append(out)
+    for place, x in given:
+        kind = type(x)
+        if kind is np.ndarray and x.ndim:
+            operands.append(x)
+            arrays_at.append((place,))
+        elif kind is float:
+            numbers.append(x)
+            numbers_at.append((place,))
+        elif kind in _PLAIN:
+            fixed.append((kind, x))
+        elif kind in _FIXED or (kind is types.FunctionType and x.__module__ == "portmm.vocabulary"):
+            fixed.append(x)
+        else:
+            return None
+    held = runtime().describe(tuple(operands))
+    if held is None:
+        return None
+    weight = None if packed is None else (right.family, right.shape)
+    key = (function.__code__, held, tuple(fixed), weight, len(numbers), out is None, dtype, settings.current())
+    return Seen(key, operands, numbers, [*arrays_at, *numbers_at])
+
+
+def _given(function: types.FunctionType) -> list[tuple[tuple[str, Any], Any]]:
+    """What a function captures, and from where."""
+    spaces, cells = function.__globals__, function.__closure__ or ()
+    found: list[tuple[tuple[str, Any], Any]] = [(("closure", i), x.cell_contents) for i, x in enumerate(cells)]
+    return found + [(("global", n), spaces[n]) for n in global_names(function.__code__) if n in spaces]
+
+
+@dataclass(frozen=True, slots=True)
+class Quick:
+    """One kind of call.
+
+    Attributes:
+        before: the arguments of `execute` before the address of A.
+        middle: those between the addresses of A, B and C.
+        after: those that follow, as far as the vectors.
+        template: the operands' table without addresses.
+        sources: for each operand that is read, which of those seen it is.
+        numbers: for each number that the kernel takes, which of those seen it is.
+        results: shapes and types.
+        several: the function gives a tuple.
+    """
+
+    before: tuple[Any, ...]
+    middle: tuple[tuple[int, ...], tuple[int, ...]]
+    after: tuple[Any, ...]
+    template: Array
+    sources: tuple[int, ...]
+    numbers: tuple[int, ...]
+    results: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
+    several: bool
+
+    def __call__(self, seen: Seen, out: Any) -> Any:
+        """The results."""
+        rt = runtime()
+        address, operands = rt.address, seen.operands
+        first = np.empty(*self.results[0]) if out is None else out
+        rest = [np.empty(s, t) for s, t in self.results[1:]] if self.several else []
+        table, numbers = self.template, None
+        if self.sources or rest:
+            table = table.copy()
+            table[:, 0] += [*[address(operands[i]) for i in self.sources], *[address(x) for x in rest]]
+        if self.numbers:
+            numbers = np.array([seen.numbers[i] for i in self.numbers], np.float32)
+        a, b = self.middle
+        rt.execute(*self.before, operands[0], *a, operands[1], *b, first, *self.after, table, numbers)
+        return (first, *rest) if self.several else first
+
+
+_known: dict[Any, Quick] = {}
+
+
+def known(seen: Seen, out: Any) -> Quick | None:
+    """What is remembered of such calls, if `out` lies apart from what is read."""
+    found = _known.get(seen.key)
+    if found is not None and out is not None:
+        rest = seen.operands[:2] + seen.operands[3:]
+        if any([np.may_share_memory(out, x) for x in rest]):  # noqa: C419 - faster
+            return None
+    return found
+
+
+def keep(seen: Seen, bound: Bound, made: Callable[..., Quick], skip: int) -> None:
+    """Remember a kind of call, if each operand and number is one that was seen as it is.
+
+    Args:
+        seen: the call.
+        bound: its operands.
+        made: the record, given template, sources and numbers.
+        skip: operands seen that the function does not capture.
+    """
+    traced, count = bound.traced, len(seen.operands) - skip
+    arrays_at = {place: i + skip for i, place in enumerate(seen.places[:count])}
+    numbers_at = {place: i for i, place in enumerate(seen.places[count:])}
+    sources, numbers = [x.key for x in traced.sources], list(traced.numbers)
+    if bound.converts or traced.values or not set(sources) <= arrays_at.keys() or not set(numbers) <= numbers_at.keys():
+        return
+    if seen.numbers and not numbers:
+        return  # the function looks at them
+    if len(_known) >= MOST:
+        _known.clear()
+    places = tuple(arrays_at[x] for x in sources), tuple(numbers_at[x] for x in numbers)
+    _known[seen.key] = made(bound.template, *places)
