@@ -155,7 +155,7 @@ _FUSED = {"epilogue": _epilogue, "overhead": _overhead, "blocks": _block, "atten
 
 def _rows(function, *arrays, dtype=None):
     """A kernel over rows."""
-    from portmm.fusing import over_rows
+    from portmm.rows import over_rows
 
     return over_rows(function, arrays, NAMES, dtype=dtype)[0][0]
 

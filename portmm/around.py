@@ -17,11 +17,13 @@ from portmm import api, arrays, quick, settings
 from portmm.dtype import BY_NAME, accumulator, spell
 from portmm.errors import BuildError, ScheduleError
 from portmm.fused import acc
-from portmm.fusing import BYTES_PER_SECOND, Around, Bound, dense, over_rows, settle
+from portmm.fusing import Around, Bound, dense, settle
 from portmm.packed import packed_class
 from portmm.problem import Problem
+from portmm.rows import BYTES_PER_SECOND, over_rows
 from portmm.run.host import runtime
-from portmm.trace import Indices, lies, resolve, trace
+from portmm.surroundings import resolve
+from portmm.trace import Indices, lies, trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable

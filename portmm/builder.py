@@ -15,10 +15,10 @@ from portmm.call import reduce_call
 from portmm.dtype import spell
 from portmm.errors import ScheduleError
 from portmm.expressions import Expressions, kernel_type
-from portmm.fusing import BYTES_PER_SECOND, FORK
 from portmm.places import Place, looked, walk
 from portmm.problem import Problem
 from portmm.program import ARENA, ChangedError, Kernel, Writer
+from portmm.rows import BYTES_PER_SECOND, FORK
 from portmm.run.host import runtime
 from portmm.splitter import LEAVES
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.graph import refuse
-from portmm.trace import _filled as filled
-from portmm.trace import global_names
+from portmm.surroundings import PLAIN, filled, global_names
 from portmm.value import Value
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from portmm.graph import Graph
 
 Array = np.ndarray[Any, Any]
-_PLAIN = (int, str, bytes, bool, type(None), np.integer, np.bool_, np.dtype, type)
 ITEM, CELL, ATTRIBUTE = range(3)
 SAME, EQUAL, ARRAY, NUMBER, LENGTH = range(5)
 Check = tuple[int, Any, Any, int, Any]
@@ -63,7 +61,7 @@ def arguments(values: Any, key: list[Any], leaves: list[Any], kept: list[Any]) -
             key.append((id(x), x.shape))
             leaves.append(x)
             kept.append(x)
-        elif isinstance(x, _PLAIN):
+        elif isinstance(x, PLAIN):
             key.append((type(x), x))
         else:
             key.append(id(x))
@@ -98,7 +96,7 @@ class Scope:
         if isinstance(x, float):
             leaf = self.graph.leaf(float(x), name)
             return float(x) if self.by_value else Value(self.graph, leaf)
-        return x if isinstance(x, _PLAIN) else self.wrapped(x, ITEM, {0: x}, 0, name)
+        return x if isinstance(x, PLAIN) else self.wrapped(x, ITEM, {0: x}, 0, name)
 
     def check(self, how: int, at: Any, key: Any, kind: int, expected: Any) -> None:
         """Something must be what it was."""
@@ -112,7 +110,7 @@ class Scope:
         if isinstance(x, float) and not self.by_value:
             self.check(how, at, key, NUMBER, float)
             return Value(self.graph, self.graph.leaf(float(x), name))
-        if isinstance(x, (*_PLAIN, float)):
+        if isinstance(x, (*PLAIN, float)):
             self.check(how, at, key, EQUAL, x)
             return x
         if type(x) is list or isinstance(x, dict):
@@ -145,7 +143,7 @@ class Scope:
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
         made = types.FunctionType(function.__code__, spaces, function.__name__, None, cells or None)
         self.seen[id(function)] = made
-        for name in sorted(global_names(function.__code__)):
+        for name in global_names(function.__code__):
             if name in spaces:
                 spaces[name] = self.wrapped(spaces[name], ITEM, function.__globals__, name, name)
         names = function.__code__.co_freevars

@@ -2,7 +2,7 @@
 
 Owns `Quick`, all that such a call needs beside addresses, and how its kind is told with
 little work: after a kernel has walked through megabytes, every object that a call
-touches is a miss. Imports `arrays`, `host`, `settings`, `trace`. Functions that capture
+touches is a miss. Imports `host`, `settings`, `surroundings`. Functions that capture
 arrays, floats and modules are told here; others, and what must be converted
 first, go the long way each time.
 """
@@ -17,7 +17,7 @@ import numpy as np
 
 from portmm import settings
 from portmm.run.host import runtime
-from portmm.trace import global_names
+from portmm.surroundings import global_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -129,7 +129,8 @@ def _surrounded(  # noqa: PLR0917 - one place calls it
     """The product, and what an epilogue makes of it: in one kernel, or over its rows."""
     from portmm.around import NAMES, fit
     from portmm.fused import acc
-    from portmm.fusing import Around, over_rows
+    from portmm.fusing import Around
+    from portmm.rows import over_rows
     from portmm.trace import Indices
 
     if asked.again:

@@ -14,7 +14,6 @@ constants, and each value is a kernel of its own.
 
 from __future__ import annotations
 
-import dis
 import types
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -25,6 +24,7 @@ import numpy as np
 from portmm.errors import TraceError
 from portmm.expr import Expr, apply, real
 from portmm.fused import AXES, PRODUCT, Operand, index, load, number
+from portmm.surroundings import PLAIN, filled, fixed, global_names, ours
 from portmm.vocabulary import Typed
 
 if TYPE_CHECKING:
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 _KNOWN = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int8": "s8", "uint8": "u8", "int32": "s32"}
 _AS_OTHERS = {"float64": np.float32, "int16": np.int32, "uint16": np.int32, "int64": np.int32}
-_PLAIN = (int, str, bytes, bool, type(None), np.integer, np.bool_, np.dtype, type)
-MOST_KINDS = 64
-"""Kinds of surroundings that are remembered for a function."""
 
 
 class Indices:
@@ -120,7 +117,7 @@ class Tracer:
         if isinstance(value, (float, np.floating)) and not self.by_value:
             self.values[key] = float(value)
             return self.number(key)
-        if isinstance(value, types.FunctionType) and not _ours(value):
+        if isinstance(value, types.FunctionType) and not ours(value):
             if id(value) not in seen:
                 seen[id(value)] = value
                 seen[id(value)] = self.rebound(value, key, seen)
@@ -130,7 +127,7 @@ class Tracer:
             return type(value)(made) if type(value) in (tuple, list) else value
         if isinstance(value, dict):
             return {k: self.wrapped(x, (*key, k), seen) for k, x in value.items()}
-        if isinstance(value, (*_PLAIN, float, np.floating, types.ModuleType)) or _fixed(value):
+        if isinstance(value, (*PLAIN, float, np.floating, types.ModuleType)) or fixed(value):
             return value
         self.lasting = False
         through = isinstance(value, (types.MethodType, partial))
@@ -139,7 +136,7 @@ class Tracer:
     def callable(self, value: Any, key: tuple[Any, ...], seen: dict[int, Any]) -> Any:
         """A method, a partial, or an object that can be called, with what it holds seen through."""
         if isinstance(value, types.FunctionType):
-            return value if _ours(value) else self.rebound(value, key, seen)
+            return value if ours(value) else self.rebound(value, key, seen)
         if isinstance(value, partial):
             given = [self.wrapped(x, (*key, i), seen) for i, x in enumerate(value.args)]
             named = {k: self.wrapped(x, (*key, k), seen) for k, x in value.keywords.items()}
@@ -147,19 +144,19 @@ class Tracer:
         owner, function = (value.__self__, value.__func__) if isinstance(value, types.MethodType) else (value, None)
         calls = next((vars(t)["__call__"] for t in type(value).__mro__ if "__call__" in vars(t)), None)
         function = function or calls
-        if not isinstance(function, types.FunctionType) or _ours(function):
+        if not isinstance(function, types.FunctionType) or ours(function):
             return value
         return types.MethodType(self.rebound(function, (*key, "func"), seen), _Object(self, owner))
 
     def rebound(self, function: types.FunctionType, key: tuple[Any, ...], seen: dict[int, Any]) -> types.FunctionType:
         """The function, with tensors in place of what it captures."""
         code = function.__code__
-        names = sorted(n for n in global_names(code) if n in function.__globals__)
+        names = [n for n in global_names(code) if n in function.__globals__]
         spaces = dict(function.__globals__)
         for name in names:
             spaces[name] = self.wrapped(spaces[name], (*key, ("global", name)), seen)
         cells = tuple(
-            types.CellType(self.wrapped(cell.cell_contents, (*key, ("closure", i)), seen)) if _filled(cell) else cell
+            types.CellType(self.wrapped(cell.cell_contents, (*key, ("closure", i)), seen)) if filled(cell) else cell
             for i, cell in enumerate(function.__closure__ or ())
         )
         defaults = function.__defaults__ and tuple(
@@ -171,30 +168,6 @@ class Tracer:
                 n: self.wrapped(x, (*key, ("keyword", n)), seen) for n, x in function.__kwdefaults__.items()
             }
         return made
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """Names that code, and the functions inside it, may read from globals."""
-    inner = (_names(x) for x in code.co_consts if isinstance(x, types.CodeType))
-    return {x.argval for x in dis.get_instructions(code) if x.opname in {"LOAD_GLOBAL", "LOAD_NAME"}}.union(*inner)
-
-
-def _ours(function: types.FunctionType) -> bool:
-    """A function of portmm's, or of NumPy's."""
-    return (function.__module__ or "").partition(".")[0] in ("portmm", "numpy")
-
-
-def _fixed(value: Any) -> bool:
-    """Something that can be called and holds nothing: a function of ours, of C's, a class."""
-    ours = isinstance(value, types.FunctionType) and _ours(value)
-    return ours or isinstance(value, (np.ufunc, type, types.BuiltinFunctionType))
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None or True
-    except ValueError:
-        return False
 
 
 _LAID = frozenset(("shape", "ndim", "dtype", "size", "strides", "itemsize", "nbytes"))
@@ -408,77 +381,3 @@ def _located(error: TraceError, function: Any) -> TraceError:
     made = TraceError(f"{name}, line {line}: {error}")
     made.located = True  # type: ignore[attr-defined]
     return made
-
-
-def surroundings(function: Any) -> tuple[tuple[Any, ...], dict[tuple[Any, ...], Any], bool]:
-    """What a function captures: its kind, arrays and numbers by the steps that lead there, and whether that is all."""
-    kind: list[Any] = []
-    found: dict[tuple[Any, ...], Any] = {}
-    known = isinstance(function, types.FunctionType) and _look(function, (), kind, found, set())
-    return tuple(kind), found, known
-
-
-def _look(  # noqa: PLR0911 - a kind each
-    value: Any, key: tuple[Any, ...], kind: list[Any], found: dict[tuple[Any, ...], Any], seen: set[int]
-) -> bool:
-    """As `Tracer.wrapped` does, see what there is: all of it, known or not."""
-    if isinstance(value, np.ndarray) and value.ndim:
-        kind.append((value.shape, value.strides, value.dtype, value.flags.aligned))
-        found[key] = value
-        return True
-    if isinstance(value, (float, np.floating)):
-        kind.append(float)
-        found[key] = value
-        return True
-    if isinstance(value, types.FunctionType):
-        if _ours(value):
-            kind.append(value)  # its code may be that of others
-            return True
-        kind.append(value.__code__)
-        if id(value) in seen:
-            return True
-        seen.add(id(value))
-        return min([_look(x, (*key, step), kind, found, seen) for step, x in _captured(value)], default=True)
-    if isinstance(value, (tuple, list)):
-        kind.append((type(value), len(value)))
-        return min([_look(x, (*key, i), kind, found, seen) for i, x in enumerate(value)], default=True)
-    if isinstance(value, dict):
-        kind.append(tuple(map(repr, value)))
-        return min([_look(x, (*key, k), kind, found, seen) for k, x in value.items()], default=True)
-    if isinstance(value, _PLAIN):
-        kind.append((type(value), value))
-        return True
-    if isinstance(value, types.ModuleType) or _fixed(value):
-        kind.append(value)
-        return True
-    return False
-
-
-def _captured(function: types.FunctionType) -> list[tuple[tuple[str, Any], Any]]:
-    """What a function finds around it."""
-    spaces = function.__globals__
-    names = [n for n in global_names(function.__code__) if n in spaces]
-    found: list[tuple[tuple[str, Any], Any]] = [(("global", n), function.__globals__[n]) for n in names]
-    cells = enumerate(function.__closure__ or ())
-    found += [(("closure", i), cell.cell_contents) for i, cell in cells if _filled(cell)]
-    found += [(("default", i), x) for i, x in enumerate(function.__defaults__ or ())]
-    return found + [(("keyword", n), x) for n, x in (function.__kwdefaults__ or {}).items()]
-
-
-@lru_cache(maxsize=1024)
-def global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Names that code may read from globals, in order."""
-    return tuple(sorted(_names(code)))
-
-
-def resolve(key: tuple[Any, ...], found: dict[tuple[Any, ...], Any]) -> Any:
-    """The array or number at the end of some steps."""
-    more = 0
-    while key[: len(key) - more] not in found:
-        if more > len(key):
-            raise KeyError(key)
-        more += 1
-    value = found[key[: len(key) - more]]
-    for step in key[len(key) - more :]:
-        value = getattr(value, step[1])
-    return value

@@ -5,7 +5,7 @@ import pytest
 
 import portmm as pm
 from portmm import settings
-from portmm.fusing import over_rows
+from portmm.rows import over_rows
 
 NAMES = {"b": "b", "m": "m", "n": "n"}
 SIZES = [(5, 37), (300, 129), (1, 16), (64, 1), (3, 260)]

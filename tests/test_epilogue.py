@@ -15,7 +15,7 @@ from support import HERE
 import portmm as pm
 from portmm import dispatch, vocabulary
 from portmm.errors import TraceError
-from portmm.fusing import over_rows
+from portmm.rows import over_rows
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -8,7 +8,7 @@ from support import HERE
 
 import portmm as pm
 from portmm import vocabulary as v
-from portmm.fusing import over_rows
+from portmm.rows import over_rows
 
 NAMES = {"m": "m", "n": "n", "b": "b"}
 SPECIAL = np.array(
