@@ -39,6 +39,8 @@ stay in tiles over a long k. Measured on Sapphire Rapids with a block of k of 25
 what a long k with B in L1 gives; with both operands from L2, but a long k, 0.76."""
 MOST_PACKED = 1 << 29
 """Bytes of B up to which a packed copy of all of it is affordable."""
+WHOLE_DEPTH = 2.0
+"""KC up to which sums that are finished apart stay in one block of k."""
 A_SHARE = 0.4
 """Part of L2 given to the block of A."""
 B_SHARE = 0.25
@@ -280,10 +282,10 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
         for mr in dict.fromkeys((top, top - 2, min(top, IN_PLACE_ROWS))):
             if mr < 1 or p.m <= mr:
                 continue
-            tiles = blocking(p, target, atom, mr, nr, DEEP if p.b == "packed" else SHALLOW)
+            tiles = _whole_depth(p, depth, blocking(p, target, atom, mr, nr, DEEP if p.b == "packed" else SHALLOW))
             base = Schedule("gemm", isa.name, p.dtype, tiles, _heights(mr), a=p.a, b=p.b, ahead=True)
             if p.b != "packed" and depth * p.n * BY_NAME[atom.right].bytes <= MOST_PACKED:
-                deep = replace(base, tiles=blocking(p, target, atom, mr, nr, DEEP), once=True)
+                deep = replace(base, tiles=_whole_depth(p, depth, blocking(p, target, atom, mr, nr, DEEP)), once=True)
                 yield from (s for s in _packings(deep, p, isa, atom) if s.once)
             for s in _packings(base, p, isa, atom):
                 yield s
@@ -292,6 +294,18 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
             if _both_in_place(p, isa, atom, nr) and mr <= IN_PLACE_ROWS and p.m <= FEW_ROWS:
                 stream = tuple(replace(t, k=min(t.k, 2 * STREAM_DEPTHS[-1])) for t in base.tiles[1:])
                 yield replace(base, tiles=(base.tiles[0], *stream), pack_a=False, pack_b=False)
+
+
+def _whole_depth(p: Problem, depth: int, tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
+    """Where sums become something else, fewer rows in one block of k, if that is not much deeper.
+
+    Sums of more blocks would wait in scratch of the size of C, and be walked over once more.
+    """
+    kc, mr = tiles[2].k, tiles[0].m
+    if not p.fused or not kc < depth <= WHOLE_DEPTH * kc:
+        return tiles
+    mc = max(mr, tiles[2].m * kc // depth // mr * mr)
+    return (tiles[0], replace(tiles[1], k=ALL), replace(tiles[2], m=mc, k=ALL), replace(tiles[3], m=mc, k=ALL))
 
 
 def _packings(s: Schedule, p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
