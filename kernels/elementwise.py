@@ -81,7 +81,7 @@ class Elements:
                 continue
             needed[id(x)] = x
             if x not in self.stored:
-                stack += [y for y in x.args if not isinstance(y, (str, int, float))]
+                stack += x.inner
         return [x for x in self.fused.steps if id(x) in needed]
 
     def compute(self, wanted: list[Expr], j: Index, few: str) -> tuple[Stmt, ...]:

@@ -86,7 +86,7 @@ class Passes:
     def __init__(self, fused: Fused) -> None:
         depth: dict[Expr, int] = {}
         for x in fused.steps:
-            inner = max((depth[y] for y in x.args if not isinstance(y, (str, int, float))), default=0)
+            inner = max((depth[y] for y in x.inner), default=0)
             depth[x] = inner + (x.op == "reduce")
         last = max(depth.values(), default=0)
         passes = tuple(tuple(x for x in fused.reductions if depth[x] == i + 1) for i in range(last))
@@ -110,7 +110,7 @@ def _kept(fused: Fused, passes: tuple[tuple[Expr, ...], ...], depth: dict[Expr, 
             if kept and _operations(x) >= WORTH_KEEPING:
                 found[x] = i
                 continue
-            stack += [y for y in x.args if not isinstance(y, (str, int, float))]
+            stack += x.inner
     return found
 
 
@@ -123,7 +123,7 @@ def _inside(roots: list[Expr], known: dict[Expr, int]) -> set[Expr]:
         if x in found or x.op == "reduce" or x in known:
             continue
         found.add(x)
-        stack += [y for y in x.args if not isinstance(y, (str, int, float))]
+        stack += x.inner
     return found
 
 

@@ -280,29 +280,21 @@ def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[
     if dtype is None and wanted == np.float64:
         wanted = None  # what is computed in float32 is converted
     around = Around.of(epilogue)
-    held = (right.strides, right.dtype, right.flags.aligned) if isinstance(right, np.ndarray) else right.family
+    panels = getattr(right, "owner", right)
+    held = (right.strides, right.dtype, right.flags.aligned) if panels is right else right.family
     key = (left.shape, left.strides, left.dtype, left.flags.aligned, right.shape, held, wanted)
-    call = None
-
-    def make(traced: Traced) -> Any:
-        nonlocal call
-        call = _Call(left, right, wanted)
-        return call.ready(traced)
-
+    call = _Call(left, right, wanted)
     rank = 2 if left.ndim == len(right.shape) == 2 else 3
-    ready: _Ready | ScheduleError = around.ready(key, make, _VALUES, rank)
+    ready: _Ready | ScheduleError = around.ready(key, call.ready, _VALUES, rank)
     if isinstance(ready, ScheduleError):
-        return (call or _Call(left, right, wanted)).split(epilogue, out)
+        return call.split(epilogue, out)
     results = [np.empty(s, t) for s, t in ready.results]
-    if out is not None and _writable(
-        out, results[0], (left, getattr(right, "owner", right)), ready.bound, around.found
-    ):
+    if out is not None and _writable(out, results[0], (left, panels), ready.bound, around.found):
         results[0] = out
-    if ready.direct:
-        a, b = left, getattr(right, "owner", right)
-    else:
-        rows, other = (call or _Call(left, right, wanted)).operands(ready.size, _Call(left, right, wanted).types())
-        a, b = rows.array, getattr(other, "array", getattr(other, "owner", None))
+    a, b = left, panels
+    if not ready.direct:
+        rows, other = call.operands(ready.size, call.types())
+        a, b = rows.array, other.array if isinstance(other, arrays.Operand) else panels
     operands, numbers, alive = ready.bound.fill(around.found, [], results[1:])
     m, n, batch = ready.size
     a_m, a_k, a_batch, b_k, b_n, b_batch = ready.numbers

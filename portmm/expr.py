@@ -45,6 +45,11 @@ class Expr:
     args: tuple[Any, ...]
     dtype: str
 
+    @property
+    def inner(self) -> tuple[Expr, ...]:
+        """The expressions that it is made of."""
+        return tuple([x for x in self.args if isinstance(x, Expr)])
+
     def __repr__(self) -> str:
         return f"<{self.op} {self.dtype}>"
 
@@ -374,7 +379,7 @@ def ordered(roots: tuple[Expr, ...]) -> list[Expr]:
             found[id(x)] = x
         else:
             stack.append((x, True))
-            stack += [(y, False) for y in reversed(x.args) if isinstance(y, Expr)]
+            stack += [(y, False) for y in reversed(x.inner)]
     return list(found.values())
 
 

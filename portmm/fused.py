@@ -206,7 +206,7 @@ def varies(steps: list[Expr], operands: tuple[Operand, ...]) -> dict[Expr, froze
         elif x.op == "index":
             found[x] = frozenset(x.args)
         else:
-            inner = (found[y] for y in x.args if isinstance(y, Expr))
+            inner = (found[y] for y in x.inner)
             found[x] = frozenset().union(*inner) - frozenset({"reduce": "n", "fold": "m"}.get(x.op, ""))
     return found
 

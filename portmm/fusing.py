@@ -16,6 +16,7 @@ from portmm import arrays, settings
 from portmm.errors import TraceError
 from portmm.expr import Expr, const, node, ordered, rounded
 from portmm.fused import AXES, PRODUCT, C, Fused, Operand, load, parse, varies
+from portmm.run.host import runtime
 from portmm.surroundings import resolve, surroundings
 from portmm.trace import Traced, element, lies, trace
 
@@ -110,9 +111,7 @@ def settle(traced: Traced, given: tuple[Operand, ...], usual: np.dtype[Any], *, 
     for i, x in enumerate(values):
         whole = ends and i == 0
         down_only = "m" not in along[x] and any(y.op == "fold" for y in ordered((x,)))
-        axes.append(PRODUCT if whole or "n" in along[x] else "bm")
-        if down_only:
-            axes[-1] = "bn" if "n" in along[x] else "b"
+        axes.append(PRODUCT if whole else f"b{'' if down_only else 'm'}{'n' if 'n' in along[x] else ''}")
         results.append((C if whole else len(operands), x))
         if not whole:
             operands.append(Operand(arrays.name_of(types[i]), axes[i]))
@@ -227,7 +226,7 @@ class Bound:
             arrays_ = alive
         everything = [*before, *arrays_, *after]
         if everything:
-            table[:, 0] += [x.__array_interface__["data"][0] for x in everything]
+            table[:, 0] += list(map(runtime().address, everything))
         if not traced.numbers:
             return table, self.none, alive
         return table, np.array([resolve(x, found) for x in traced.numbers], np.float32), alive
