@@ -34,7 +34,8 @@ typedef struct {
 } tile_shapes;
 #define TILE_CONFIGURE(...) \
   do { \
-    const tile_shapes shapes = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {__VA_ARGS__}}; \
+    tile_shapes shapes = {1, 0, {0}, {0}, {__VA_ARGS__}}; \
+    for (int t = 0; t < 8; ++t) shapes.bytes[t] = shapes.rows[t] ? 64 : 0; /* none where there are no rows, or it faults */ \
     __asm__ volatile("ldtilecfg %0" : : "m"(shapes)); \
   } while (0)
 #define TILE_RELEASE() __asm__ volatile("tilerelease")
