@@ -55,9 +55,9 @@ if TYPE_CHECKING:
     from portmm.target import Atom, Isa
 
 
-def build(form: Form, isa: Isa, atom: Atom, real: Atom) -> Kernel:
+def build(form: Form, isa: Isa, atom: Atom, real: Atom, loops: type[Attention] | None = None) -> Kernel:
     """The kernel for a kind of attention, whose products are those of `atom`, sums in lanes of `real`."""
-    a = Attention(form, isa, atom, real)
+    a = (loops or Attention)(form, isa, atom, real)
     tasks = (Parallel(a.task(), var("batch") * ceil_div(M, a.g.queries)),)
     entry = Function("entry", "entry", (), (*a.packs(), *tasks), "All items, heads and queries")
     name = f"portmm_attention_{form.held}_{atom.name}"
@@ -77,23 +77,34 @@ class Attention(Heads):
             return ()
         g, panels = self.g, ceil_div(var(FIELDS["dv"]), self.g.wide)
         task, few = var("task"), var("heads") // var("group")
-        pack = packing.pack_b(self.isa, self.atom, g.wide, "row", self.form.held, self.atom.right)
-        pack = replace(pack, name="pack_values")
-        column = task % panels * g.wide
-        source = self.place("v", ("b", var("item")), ("h", var("head")), ("n", column))
-        units = (N, const(0)) if self.kr > 1 else ()
-        m, n = (var(f"{self.at['v']}_{x}") for x in "mn")
-        args = (ceil_div(N, self.kr), *units, minimum(var(FIELDS["dv"]) - column, g.wide), source, m, n)
+        # Keys that an item does not have are not read, and what fills their unit up is zero.
+        seen = N
+        many: tuple[Stmt, ...] = ()
+        if self.form.lengths:
+            many = (Read("length", self.place("lengths", ("b", var("item")))),)
+            seen = maximum(0, minimum(N, var("length")))
         body = (
             Let("heads", var(FIELDS["heads"])),
             Let("group", var(FIELDS["group"])),
             Let("item", task // panels // few),
             Let("head", task // panels % few),
+            *many,
+            Let("seen", seen),
+            Let("column", task % panels * g.wide),
+            Let("columns", minimum(var(FIELDS["dv"]) - var("column"), g.wide)),
             LetPtr("to", Ptr("work", task * self.panel), self.atom.right),
-            Call(pack, (*args, Ptr("to"))),
+            self.pack_values(self.place("v", ("b", var("item")), ("h", var("head")), ("n", var("column")))),
         )
         share = Function("pack_v", "task", (), body, "A panel of V")
         return (Parallel(share, var("batch") // var(FIELDS["group"]) * panels),)
+
+    def pack_values(self, source: Ptr) -> Stmt:
+        """Pack a panel of V."""
+        pack = packing.pack_b(self.isa, self.atom, self.g.wide, "row", self.form.held, self.atom.right)
+        units = (var("seen"), const(0)) if self.kr > 1 else ()
+        strides = tuple(var(f"{self.at['v']}_{x}") for x in "mn")
+        args = (ceil_div(var("seen"), self.kr), *units, var("columns"), source, *strides, Ptr("to"))
+        return Call(replace(pack, name="pack_values"), args)
 
     # -- a block of queries --------------------------------------------------
 
@@ -114,12 +125,22 @@ class Attention(Heads):
         body = (
             *lets,
             *self.scratch(),
+            *self.ready(),
             *self.queries(),
             *self.begin(),
             For("key", var("first"), var("end"), var("step"), self.block()),
+            *self.done(),
             *self.finish(),
         )
         return Function("block", "task", (), body, "A block of queries of a head, all keys")
+
+    def ready(self) -> tuple[Stmt, ...]:
+        """What comes before the first product."""
+        return ()
+
+    def done(self) -> tuple[Stmt, ...]:
+        """What comes after the last product."""
+        return ()
 
     def reach(self) -> tuple[Stmt, ...]:
         """The keys that some query of the block sees: from `first` to `end`."""
@@ -133,13 +154,13 @@ class Attention(Heads):
             end = minimum(end, at + var("rows"))
         elif bounds.window:
             end = minimum(end, at + var("rows") - 1 + var("window"))
-        first = maximum(0, at + 1 - var("window")) // self.kr * self.kr if bounds.window else const(0)
+        first = maximum(0, at + 1 - var("window")) // self.atom.k * self.atom.k if bounds.window else const(0)
         return (*found, Let("first", first), Let("end", maximum(var("first"), end)))
 
     def queries(self) -> tuple[Stmt, ...]:
         """Pack the block of queries."""
         g, c = self.g, var("c")
-        pack = packing.pack_b(self.isa, self.atom, g.nr, "col", self.form.held, self.atom.right)
+        pack = packing.pack_b(self.isa, self.lines, g.nr, "col", self.form.held, self.lines.right)
         pack = replace(pack, name="pack_queries")
         units = (D, const(0)) if self.kr > 1 else ()
         here = self.place("q", ("b", var("item")), ("h", var("head")), ("m", var("query") + c * g.nr))
@@ -168,11 +189,21 @@ class Attention(Heads):
         zero = For(
             "j",
             const(0),
-            var("rows") * self.across,
+            self.held_sums,
             const(real.n),
             (Verb("store", "none", p=Ptr("o", j), of=real.name),),
         )
         return (*clear, If(var("first").eq(var("end")), (zero,)))
+
+    @property
+    def summed(self) -> str:
+        """Where sums lie by rows of queries."""
+        return "o"
+
+    @property
+    def held_sums(self) -> Index:
+        """Elements of `o`."""
+        return var("rows") * self.across
 
     def block(self) -> tuple[Stmt, ...]:
         """One block of keys."""
@@ -193,11 +224,15 @@ class Attention(Heads):
             *soft,
             If(
                 var("first").lt(var("key")),
-                (Call(rescale(self.real), (var("rows"), self.across, Ptr("o"), Ptr("change"))),),
+                (self.rescaled(),),
             ),
             *self.units(),
             *self.values(),
         )
+
+    def rescaled(self) -> Stmt:
+        """What was summed before, beside another largest score."""
+        return Call(rescale(self.real), (var("rows"), self.across, Ptr("o"), Ptr("change")))
 
     def scores(self) -> tuple[Stmt, ...]:
         """s[key][query] = K . Q^T."""
@@ -221,6 +256,11 @@ class Attention(Heads):
         return (For("c", const(0), var("count"), const(1), (full, *tail)),)
 
     @property
+    def rows_of_s(self) -> tuple[Index, Index]:
+        """Elements of s from one key to the next, and from one query to the next."""
+        return const(self.g.queries), const(1)
+
+    @property
     def given(self) -> str:
         """What the micro-kernel of scores reads of K."""
         return unit(self.form.held, self.kr)
@@ -229,7 +269,7 @@ class Attention(Heads):
         """Scores become weights."""
         f = tile(self.isa, self.real, self.form.score, bounds)
         place = (var("keys"), var("rows"), var("item"), var("head"), var("key"), var("query"))
-        rest = (Ptr("s"), const(self.g.queries), Ptr("most"), Ptr("sums"), Ptr("change"))
+        rest = (Ptr("s"), *self.rows_of_s, Ptr("most"), Ptr("sums"), Ptr("change"))
         more = arguments(self.fused, var("item"), var("key"), var("query"))
         return Call(f, (*place, var("offset"), var("window"), *rest, *more))
 
@@ -237,8 +277,7 @@ class Attention(Heads):
         """Weights in units of two keys, the last filled up with zeros."""
         if self.kr == 1:
             return ()
-        g, p, j, e = self.g, var("p"), var("j"), var("e")
-        lines = self.atom
+        g, p, j, e, lines = self.g, var("p"), var("j"), var("e"), self.lines
         weave = (
             Verb(
                 "load_rows",
@@ -294,7 +333,7 @@ class Attention(Heads):
         lse = self.form.lse
         found: list[Stmt] = [Call(last(self.isa, self.real, lse=lse), (var("rows"), Ptr("sums"), Ptr("most")))]
         to = self.place("o", ("b", var("item")), ("h", var("head")), ("m", var("query")))
-        args = (var("rows"), var("dv"), Ptr("o"), self.across, Ptr("sums"), to, var(f"{self.at['o']}_m"))
+        args = (var("rows"), var("dv"), Ptr(self.summed), self.across, Ptr("sums"), to, var(f"{self.at['o']}_m"))
         found.append(Call(divided(self.isa, self.real, self.form.to), args))
         if lse:
             i = var("i")

@@ -82,6 +82,9 @@ class Geometry:
     @classmethod
     def of(cls, isa: Isa, atom: Atom) -> Geometry:
         """Those whose loads per multiply-add are fewest, of blocks of about `QUERIES`."""
+        if atom.m > 1:
+            side = 2 * atom.m  # two by two tiles of sums: of keys, or columns of V, by queries, in strips of a tile
+            return cls(atom.n, side, side, 2 * atom.n, QUERIES)
 
         def rows(v: int) -> int:
             return min(IN_PLACE_ROWS, (isa.registers - v - 1) // v)
@@ -114,6 +117,8 @@ class Heads:
         first = len(self.fused.operands)
         self.at = {x: f"x{first + i}" for i, x in enumerate(names)}
         self.kr = atom.k_pack
+        self.lines = isa.by_lines(atom) or atom
+        """The vocabulary of what moves operands, a line at a time."""
 
     def operands(self) -> tuple[tuple[str, bool], ...]:
         """Types of the operands, and whether they are written."""
@@ -140,8 +145,8 @@ class Heads:
 
     @property
     def panel(self) -> Index:
-        """Units of a panel of V."""
-        return ceil_div(N, self.kr) * self.g.wide
+        """Units of a panel of V: whole steps."""
+        return round_up(ceil_div(N, self.kr), self.atom.deep) * self.g.wide
 
     @property
     def shared(self) -> Index:
@@ -161,6 +166,11 @@ class Heads:
             found["units"] = ceil_div(step, self.kr) * g.queries
         return {name: round_up(x, 64) for name, x in found.items()}
 
+    @property
+    def types(self) -> dict[str, str]:
+        """Types of the pieces that do not hold sums."""
+        return {"panels": self.atom.right, "units": self.atom.left}
+
     def workspace(self) -> Index:
         """Elements of scratch."""
         own = const(0)
@@ -176,7 +186,6 @@ class Heads:
         found: list[Stmt] = [Let("own", round_up(self.shared, 64) + var("worker") * own)]
         at = var("own")
         for name, x in self.sizes().items():
-            dtype = self.atom.right if name == "panels" else self.atom.left if name == "units" else "f32"
-            found.append(LetPtr(name, Ptr("work", at), dtype))
+            found.append(LetPtr(name, Ptr("work", at), self.types.get(name, "f32")))
             at += x
         return tuple(found)

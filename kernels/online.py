@@ -145,9 +145,11 @@ def tile(isa: Isa, real: Atom, text: str, bounds: Bounds) -> Function:
         body.append(If(end.lt(columns), (*count, *walk.step(var("j"), "left"))))
     params = [Param("rows"), Param("columns"), Param("item"), Param("head"), Param("key"), Param("query")]
     params += [Param("offset"), Param("window")]
-    params += [Param("s", "f32"), Param("wide")] + [Param(x, "f32") for x in ("mosts", "sums", "changes")]
+    params += [Param("s", "f32"), Param("wide"), Param("beside")] + [
+        Param(x, "f32") for x in ("mosts", "sums", "changes")
+    ]
     name = f"softmax{'_bounded' if bounds else ''}"
-    comment = "s[rows][columns] = weights of scores, beside those of the blocks before"
+    comment = "s[rows][columns] = weights of scores, beside those of the blocks before; columns are `beside` apart"
     return Function(name, "inner", (*params, *parameters(scores)), tuple(body), comment)
 
 
@@ -204,7 +206,7 @@ class _Walk:
 
     @staticmethod
     def place(at: _Scores, j: Index) -> Ptr:
-        return Ptr("s", at.inner * var("wide") + j)
+        return Ptr("s", at.inner * var("wide") + j * var("beside"))
 
     def larger(self, most: str, x: str) -> tuple[Stmt, ...]:
         """A NaN is not the largest; it becomes a weight of NaN."""
@@ -269,6 +271,24 @@ def rescale(real: Atom) -> Function:
     return Function(
         "rescale", "inner", params, (For("i", const(0), var("rows"), const(1), row),), "o[row] *= change[row]"
     )
+
+
+def rescale_strips(real: Atom) -> Function:
+    """o[j / lanes][row][j % lanes] *= change[j]."""
+    i, j = var("i"), var("j")
+    here = Ptr("o", j * var("rows") + i * real.n)
+    step = (
+        Verb("load_c", "x", p=here, of=real.name),
+        Map("mul", "x", ("x", "by"), "f32", "f32", real.name),
+        Verb("store", "x", p=here, of=real.name),
+    )
+    column = (
+        Verb("load_c", "by", p=Ptr("change", j), of=real.name),
+        For("i", const(0), var("rows"), const(1), step, 4),
+    )
+    params = (Param("rows"), Param("columns"), Param("o", "f32"), Param("change", "f32", readonly=True))
+    loop = For("j", const(0), var("columns"), const(real.n), column)
+    return Function("rescale", "inner", params, (loop,), f"o[j / {real.n}][row][j % {real.n}] *= change[j]")
 
 
 def divided(isa: Isa, real: Atom, to: str) -> Function:

@@ -20,7 +20,7 @@ something or other, whose sums nobody looks at.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from portmm.kernels.blocks import M
@@ -194,45 +194,109 @@ class _Tiles(Gemm):
         return (Call(micro_kernel(self.atom, self.grid, self.s.nr, panels), tuple(args)),)
 
 
+@dataclass(frozen=True, slots=True)
+class Strides:
+    """How operands of a micro-kernel lie.
+
+    Attributes:
+        row: units from one row of A to the next.
+        step: units from one step of A to the next.
+        b: units from one row of B to the next.
+        c: sums from one row of C to the next.
+        b_next: units from one tile of B to the one beside it, if they are not neighbours in rows.
+        c_next: sums from one tile of C to the one beside it, likewise.
+    """
+
+    row: Index
+    step: Index
+    b: int
+    c: int
+    b_next: Index | None = None
+    c_next: Index | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outer:
+    """Outer products of tiles.
+
+    Attributes:
+        atom: the unit.
+        grid: its tiles.
+        cut: first row of each tile of A.
+        columns: tiles of C side by side.
+        by: how operands lie.
+    """
+
+    atom: Atom
+    grid: Grid
+    cut: tuple[Index, ...]
+    columns: int
+    by: Strides
+
+    def sums(self, verb: str) -> tuple[Stmt, ...]:
+        """Load or store all tiles of C."""
+        at = [(r, v) for r in range(self.grid.rows) for v in range(self.columns)]
+        beside = self.by.c_next or const(self.atom.n)
+        where = {(r, v): Ptr("c", self.cut[r] * self.by.c + beside * v) for r, v in at}
+        return tuple(Verb(verb, str(self.grid.c(*x)), p=p, step=const(self.by.c)) for x, p in where.items())
+
+    def begin(self) -> Stmt:
+        """C is continued, or zero."""
+        zero = tuple(Verb("zero", str(self.grid.c(r, v))) for r in range(self.grid.rows) for v in range(self.columns))
+        return If(var("accumulate"), self.sums("load_c"), zero)
+
+    def step(self, row: Index, panel: int, b: Ptr) -> tuple[Stmt, ...]:
+        """One step of k; `panel` is the width of a panel of B."""
+        body: list[Stmt] = []
+        for r in range(self.grid.rows):
+            for v in range(self.columns):
+                if r == 0:
+                    q, column = divmod(v * self.atom.n, panel)
+                    at = b + (var("b_panel") * q if q else 0) + column
+                    at = b + self.by.b_next * v if self.by.b_next else at
+                    body.append(Verb("load_b", str(self.grid.b(v)), p=at, step=const(self.by.b)))
+                if v == 0:
+                    at = Ptr("a", row * self.by.step + self.cut[r] * self.by.row)
+                    body.append(Verb("load_a", str(self.grid.a(r)), p=at, step=self.by.row))
+                body.append(Verb("mac", str(self.grid.c(r, v)), str(self.grid.a(r)), str(self.grid.b(v))))
+        return tuple(body)
+
+
 def micro_kernel(atom: Atom, grid: Grid, nr: int, panels: int) -> Function:
     """C[tall][wide] (+)= A . B over k units, of which those that fill no step are in `rest`."""
     wide, deep = nr * panels, atom.deep
+    t, whole = var("t"), var("k") // deep
     cut = (const(0), *grid.cut(TALL)[:-1])
-    rows, columns = range(grid.rows), range(wide // atom.n)
-    t = var("t")
-
-    def sums(verb: str) -> tuple[Stmt, ...]:
-        at = {(r, v): Ptr("c", cut[r] * wide + v * atom.n) for r in rows for v in columns}
-        return tuple(Verb(verb, str(grid.c(*x)), p=p, step=const(wide)) for x, p in at.items())
-
-    def step(row: Index, panel: int, b: Ptr) -> tuple[Stmt, ...]:
-        """One outer product of tiles; `panel` is the width of a panel of B."""
-        body: list[Stmt] = []
-        for r in rows:
-            for v in columns:
-                if r == 0:
-                    q, column = divmod(v * atom.n, panel)
-                    at = b + (var("b_panel") * q if q else 0) + column
-                    body.append(Verb("load_b", str(grid.b(v)), p=at, step=const(panel)))
-                if v == 0:
-                    at = Ptr("a", (row * TALL + cut[r]) * deep)
-                    body.append(Verb("load_a", str(grid.a(r)), p=at, step=const(deep)))
-                body.append(Verb("mac", str(grid.c(r, v)), str(grid.a(r)), str(grid.b(v))))
-        return tuple(body)
-
-    zero = tuple(Verb("zero", str(grid.c(r, v))) for r in rows for v in columns)
-    whole = var("k") // deep
+    outer = Outer(atom, grid, cut, wide // atom.n, Strides(const(deep), TALL * deep, nr, wide))
+    last = replace(outer, by=replace(outer.by, b=wide))
     body = (
-        If(var("accumulate"), sums("load_c"), zero),
-        For("t", const(0), whole, const(1), step(t, nr, Ptr("b", t * (deep * nr)))),
-        If((whole * deep).lt(var("k")), step(whole, wide, Ptr("rest"))),
-        *sums("store"),
+        outer.begin(),
+        For("t", const(0), whole, const(1), outer.step(t, nr, Ptr("b", t * (deep * nr)))),
+        If((whole * deep).lt(var("k")), last.step(whole, wide, Ptr("rest"))),
+        *outer.sums("store"),
     )
     params = [Param("k"), Param("a", atom.left, readonly=True), Param("tall"), Param("b", atom.right, readonly=True)]
     params += [Param("b_panel")] if panels > 1 else []
     params += [Param("rest", atom.right, readonly=True), Param("c", atom.acc), Param("accumulate")]
-    name = f"ukr_{grid.rows}x{len(columns)}"
+    name = f"ukr_{grid.rows}x{outer.columns}"
     return Function(name, "inner", tuple(params), body, f"C[tall][{wide}] (+)= A[tall][k] . B[k][{wide}], in tiles")
+
+
+def strip_kernel(name: str, atom: Atom, grid: Grid) -> Function:
+    """C (+)= A . B over whole steps of k and whole tiles: A lies anyhow, B and C in strips as wide as a tile."""
+    t, cut = var("t"), tuple(const(r * atom.m) for r in range(grid.rows))
+    by = Strides(var("a_row"), var("a_step"), atom.n, atom.n, var("b_next"), var("c_next"))
+    outer = Outer(atom, grid, cut, grid.columns, by)
+    step = outer.step(t, atom.n, Ptr("b", t * (atom.deep * atom.n)))
+    body = (outer.begin(), For("t", const(0), var("k") // atom.deep, const(1), step), *outer.sums("store"))
+    params = (
+        Param("k"), Param("a", atom.left, readonly=True), Param("a_row"), Param("a_step"),
+        Param("b", atom.right, readonly=True), Param("b_next"), Param("c", atom.acc), Param("c_next"),
+        Param("accumulate"),
+    )  # fmt: skip
+    tall = grid.rows * atom.m
+    comment = f"C[{grid.columns}][{tall}][{atom.n}] (+)= A[{tall}][k] . B[{grid.columns}][k][{atom.n}], in tiles"
+    return Function(name, "inner", params, body, comment)
 
 
 def rest_of_b(atom: Atom, lines: Atom, nr: int, panels: int) -> Function:

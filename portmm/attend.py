@@ -238,6 +238,7 @@ class _Ready:
         step: keys of a block.
         run: keys of a run, 0 if there are no runs.
         kr: elements of a head that lie side by side in a unit.
+        deep: elements of a head that one step multiplies.
     """
 
     route: Any
@@ -245,6 +246,7 @@ class _Ready:
     step: int
     run: int
     kr: int
+    deep: int
 
     def execute(
         self, shape: Shape, operands: tuple[Array, ...], found: dict[Any, Any], results: list[Array], far: int
@@ -255,7 +257,7 @@ class _Ready:
         if self.run:
             q = np.ascontiguousarray(q)
         elif self.kr > 1:
-            q, k, d = _whole(q, k, self.kr)
+            q, k, d = _whole(q, k, self.kr, self.deep)
         table, numbers, alive = self.bound.fill(found, [], [q, k, v, *results])
         runtime().execute(
             self.route, shape.m, shape.n, d, shape.items * shape.heads, 0, shape.heads, shape.group, 0,
@@ -264,11 +266,11 @@ class _Ready:
         del alive
 
 
-def _whole(q: Array, k: Array, kr: int) -> tuple[Array, Array, int]:
-    """Queries and keys in whole units: zeros are added, and keys copied, where need be."""
-    size, odd = k.itemsize, q.shape[-1] % kr
+def _whole(q: Array, k: Array, kr: int, deep: int) -> tuple[Array, Array, int]:
+    """Queries and keys in whole steps: zeros are added, and keys copied, where need be."""
+    size, odd = k.itemsize, q.shape[-1] % deep
     if odd:
-        more = [(0, 0)] * (q.ndim - 1) + [(0, kr - odd)]
+        more = [(0, 0)] * (q.ndim - 1) + [(0, deep - odd)]
         q, k = np.pad(q, more), np.pad(k, more)
     elif k.__array_interface__["data"][0] % (kr * size) or any([s % (kr * size) for s in k.strides[:-1]]):  # noqa: C419
         k = np.ascontiguousarray(k).copy()
@@ -303,12 +305,13 @@ def _make(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: Array) 
     made, target = _real(traced), settings.target()
     held = arrays.name_of(shape.dtype)
     api.begin()
-    isa, atom, _ = unit = dispatch.attention_unit(held, Fused(made.operands, ((C, made.results[0][0]),)), target)
+    wanted = Fused(made.operands, ((C, made.results[0][0]),))
+    isa, atom, _ = unit = dispatch.attention_unit(held, wanted, target, shape.m)
     few = shape.m <= FEW // atom.k_pack
     made = made if few else turned(traced)
     fused = Fused(made.operands, ((C, made.results[0][0]),))
     geometry = Geometry.of(isa, atom)
-    reads = atom.k_pack == 1 and (bool(isa.spelling(atom, "load_mask", held)) or not shape.dv % geometry.wide)
+    reads = atom.k_pack == 1 and atom.m == 1 and (bool(isa.spelling(atom, "load_mask", held)) or not shape.dv % geometry.wide)
     bounds = Bounds(causal, not endless)
     form = Form(
         str(fused), held, held, bounds, lengths=not all_keys, lse=with_lse, packs=not few and not reads, few=few
@@ -325,7 +328,7 @@ def _make(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: Array) 
     if few:
         q = np.ascontiguousarray(q)
     elif atom.k_pack > 1:
-        q, k, _ = _whole(q, k, atom.k_pack)
+        q, k, _ = _whole(q, k, atom.k_pack, atom.k)
     fields = {"m": shape.m, "n": shape.n, "k": q.shape[-1], "batch": shape.items * shape.heads, "workers": workers}
     fields |= {"a_m": shape.heads, "a_k": shape.group, "b_n": step, "c_n": shape.dv, "c_batch": run}
     route = dispatch.attention_route(form, unit, fields)
@@ -334,7 +337,7 @@ def _make(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: Array) 
     rows += [(1,)] if not all_keys else []
     size = (shape.m, shape.n) if few else (shape.n, shape.m)
     bound = Bound(made, (*size, shape.items, shape.heads), [], rows)
-    return _Ready(route, bound, step, run, atom.k_pack)
+    return _Ready(route, bound, step, run, atom.k_pack, atom.k)
 
 
 def _strides(x: Array) -> tuple[int, ...]:

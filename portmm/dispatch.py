@@ -320,8 +320,10 @@ def _attention(form: Form, isa: Isa, atom: Atom, real: Atom) -> tuple[Kernel, An
     return kernel, _load(kernel)
 
 
-def attention_unit(held: str, fused: Fused, target: Target) -> tuple[Isa, Atom, Atom]:
+def attention_unit(held: str, fused: Fused, target: Target, rows: int) -> tuple[Isa, Atom, Atom]:
     """The fastest unit for products of a type among those that attention is written for, and its lanes of f32.
+
+    A unit whose rows are not filled by as many `rows` of queries is left out.
 
     Raises:
         ScheduleError: there is none.
@@ -329,9 +331,17 @@ def attention_unit(held: str, fused: Fused, target: Target) -> tuple[Isa, Atom, 
     found = []
     for isa, atom in units(f"{held}-{held}-f32" if held != "f32" else held, target):
         real = isa.vector("f32", atom.n)
-        weaves = atom.k_pack == 1 or isa.spelling(atom, "load_rows", "f32", atom.right)
-        if atom.m == 1 and atom.acc == "f32" and weaves and real and not lacks(isa, real, fused):
-            rate = macs_per_cycle(target, isa, atom, held) * atom.n * atom.k
+        lines = isa.by_lines(atom) or atom
+        weaves = atom.k_pack == 1 or isa.spelling(lines, "load_rows", "f32", atom.right)
+        tiles = atom.m > 1 and atom.deep > 1
+        if (
+            (atom.m == 1 or (tiles and rows >= atom.m))
+            and atom.acc == "f32"
+            and weaves
+            and real
+            and not lacks(isa, real, fused)
+        ):
+            rate = macs_per_cycle(target, isa, atom, held) * atom.m * atom.n * atom.k
             found.append((rate, isa, atom, real))
     if not found:
         raise ScheduleError(f"{target.name} has no unit that computes {fused} of {held}")

@@ -14,7 +14,7 @@ from portmm.candidates import PACKED_VECTORS
 from portmm.dtype import types
 from portmm.errors import ScheduleError
 from portmm.fused import parse as parse_fused
-from portmm.kernels import attention, columns, decode, dot, folding, gemm, prepack, rows, tiles
+from portmm.kernels import attention, attention_tiles, columns, decode, dot, folding, gemm, prepack, rows, tiles
 from portmm.schedule import inconsistent, spell
 from portmm.version import VERSION
 
@@ -91,7 +91,10 @@ def lower_rows(isa: Isa, real: Atom, text: str) -> Kernel:
 
 def lower_attention(isa: Isa, atom: Atom, real: Atom, form: Form) -> Kernel:
     """The kernel for a kind of attention, with products by `atom` and sums in lanes of `real`."""
-    kernel = decode.build(form, isa, real) if form.few else attention.build(form, isa, atom, real)
+    if form.few:
+        kernel = decode.build(form, isa, real)
+    else:
+        kernel = (attention if atom.m == 1 else attention_tiles).build(form, isa, atom, real)
     return replace(kernel, header=_header(kernel.name, isa, form.score, f"portmm.attention on {isa.title}"))
 
 
