@@ -134,23 +134,23 @@ static __attribute__((noinline)) void ukr_2x2(long k, const int *a, long tall, c
     TILE_ZERO(3);
   }
   for (long t = 0; t < k / 16; ++t) {
+    TILE_LOAD(4, a + t * (tall * 16), 16);
+    TILE_LOAD(5, a + t * (tall * 16) + (tall + 1) / 2 * 16, 16);
     TILE_LOAD(6, b + t * 512, 32);
-    TILE_LOAD(4, a + t * tall * 16, 16);
-    TILE_MAC(tdpbusd, 0, 4, 6);
     TILE_LOAD(7, b + t * 512 + 16, 32);
-    TILE_MAC(tdpbusd, 1, 4, 7);
-    TILE_LOAD(5, a + (t * tall + (tall + 1) / 2) * 16, 16);
+    TILE_MAC(tdpbusd, 0, 4, 6);
     TILE_MAC(tdpbusd, 2, 5, 6);
+    TILE_MAC(tdpbusd, 1, 4, 7);
     TILE_MAC(tdpbusd, 3, 5, 7);
   }
   if (k / 16 * 16 < k) {
+    TILE_LOAD(4, a + k / 16 * (tall * 16), 16);
+    TILE_LOAD(5, a + k / 16 * (tall * 16) + (tall + 1) / 2 * 16, 16);
     TILE_LOAD(6, rest, 32);
-    TILE_LOAD(4, a + k / 16 * tall * 16, 16);
-    TILE_MAC(tdpbusd, 0, 4, 6);
     TILE_LOAD(7, rest + 16, 32);
-    TILE_MAC(tdpbusd, 1, 4, 7);
-    TILE_LOAD(5, a + (k / 16 * tall + (tall + 1) / 2) * 16, 16);
+    TILE_MAC(tdpbusd, 0, 4, 6);
     TILE_MAC(tdpbusd, 2, 5, 6);
+    TILE_MAC(tdpbusd, 1, 4, 7);
     TILE_MAC(tdpbusd, 3, 5, 7);
   }
   TILE_STORE(0, c, 32);
