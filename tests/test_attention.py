@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import test_amx
 from portmm.kernels.heads import Form, Geometry
 from portmm.kernels.online import Bounds
 from support import HERE, TINY, guarded, small
@@ -16,7 +17,7 @@ from portmm.errors import NoCompilerError, TraceError
 from portmm.fused import C, Fused, acc, number, parse
 from portmm.interp import run
 from portmm.lower import lower_attention
-from portmm.target import load_isa
+from portmm.target import load_isa, load_target
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -302,17 +303,17 @@ def test_other_types_are_named():
 def interpreted(target, dtype, shape, how, step, *, few=False):
     """What the interpreter makes of a kernel."""
     x = operands(shape, dtype)
-    b, h, few, m, n, d, dv = shape
+    b, h, kv, m, n, d, dv = shape
     scored = acc() * number(0)
     text = str(Fused((), ((C, scored),)))
     held = {"float32": "f32", "bfloat16": "bf16"}[np.dtype(dtype).name]
-    isa, atom, real = unit = dispatch.attention_unit(held, parse(text), target)
+    isa, atom, real = unit = dispatch.attention_unit(held, parse(text), target, m)
     wide = Geometry.of(isa, atom).wide
     bounds = Bounds(how.get("causal", False), "window" in how)
-    packs = not few and (atom.k_pack > 1 or not (isa.spelling(atom, "load_mask", held) or dv % wide == 0))
+    packs = not few and (atom.k_pack > 1 or atom.m > 1 or not (isa.spelling(atom, "load_mask", held) or dv % wide == 0))
     kernel = lower_attention(*unit, Form(text, held, held, bounds, lse=True, packs=packs, few=few))
     fields = dict.fromkeys("a_m a_k a_batch b_k b_n b_batch c_m c_n c_batch".split(), 0)  # noqa: SIM905
-    fields |= {"m": m, "n": n, "k": d, "batch": b * h, "workers": 2, "a_m": h, "a_k": h // few}
+    fields |= {"m": m, "n": n, "k": d, "batch": b * h, "workers": 2, "a_m": h, "a_k": h // kv}
     fields |= {"b_k": how.get("window", n), "b_n": step, "c_m": n - m, "c_n": dv, "c_batch": 2 * step}
     out, lse = np.full((b, h, m, dv), 7, x[0].dtype), np.full((b, h, m), 7, np.float32)
     arrays = {"numbers": (np.float32([d**-0.5]), 0)}
@@ -325,7 +326,7 @@ def interpreted(target, dtype, shape, how, step, *, few=False):
     tolerance = TOLERANCE[out.dtype.name]
     np.testing.assert_allclose(out.astype(np.float64), want[0], rtol=tolerance, atol=tolerance)
     np.testing.assert_allclose(lse, want[1], rtol=1e-5, atol=2e-5)
-    assert real.acc == "f32"
+    return atom.name, real.acc
 
 
 @pytest.mark.parametrize("few", [False, True])
@@ -342,3 +343,32 @@ def test_its_meaning_in_vectors(isa, dtype, few):
     machine = small(isa.removesuffix("bf16"))
     machine = replace(machine, isas=(load_isa(isa), *machine.isas)) if isa.endswith("bf16") else machine
     interpreted(machine, dtype, (1, 2, 1, 3, 15, 6, 5), {"causal": True}, 8, few=few)
+
+
+TILED = [(1, 2, 1, 20, 70, 32, 40), (1, 1, 1, 70, 33, 64, 16), (2, 1, 1, 33, 130, 32, 33), (1, 2, 2, 65, 66, 32, 1)]
+"""Shapes whose heads are whole steps of a tile."""
+
+
+@pytest.mark.parametrize("how", [{}, {"causal": True}, {"causal": True, "window": 5}, {"window": 40}], ids=str)
+def test_its_meaning_in_tiles(how):
+    for i, shape in enumerate(x for x in TILED if not how or x[3] <= x[4]):
+        assert interpreted(small("amx_bf16"), BF16, shape, how, 32 * (1 + i % 2)) == ("amx_bf16", "f32")
+
+
+@pytest.mark.parametrize("how", [{}, {"causal": True}, {"causal": True, "window": 9}, {"lengths": [33, 0]}], ids=str)
+def test_tiles_that_are_arrays(how, monkeypatch):
+    """Kernels for tiles, built with tiles in C: heads of any size, operands beside pages that cannot be touched."""
+    amx = [load_isa(x) for x in ("amx_bf16", "avx512")]
+    if not test_amx.LINES_RUN:
+        pytest.skip("lines are moved by AVX-512")
+    machine = replace(load_target("sapphire_rapids"), isas=(amx[0], *(x for x in amx[0].below)))
+    monkeypatch.setattr(dispatch, "_load", test_amx.shimmed)
+    monkeypatch.setattr(attend.settings, "target", lambda: machine)
+    dispatch.forget()
+    for shape in [(2, 4, 2, 33, 70, 64, 64), (2, 2, 1, 70, 130, 40, 72), (2, 1, 1, 17, 37, 7, 5)]:
+        x = [guarded(y.reshape(-1)).reshape(y.shape) for y in operands(shape, BF16)]
+        want = exact(*x, **how)
+        for item, most in enumerate(how.get("lengths", ())):
+            x[1][item, :, most:] = x[2][item, :, most:] = np.nan
+        check(*x, want, **how)
+    dispatch.forget()
