@@ -131,7 +131,8 @@ def tile(isa: Isa, real: Atom, text: str, bounds: Bounds) -> Function:
     weighed = weight(KEPT if keeps else score, MOST)
     wanted = [score, weighed, weight(BEFORE, MOST)]
     fused = Fused(scores.operands, tuple((C, x) for x in wanted))
-    each = [_Scores(isa, real, fused, e) for e in range(4 if isa.registers >= 32 else 2)]
+    wide = any(x.registers >= 32 for x in (isa, *isa.below))  # of vectors: tiles are counted elsewhere
+    each = [_Scores(isa, real, fused, e) for e in range(4 if wide else 2)]
     at = each[0]
     walk = _Walk(each, score, weighed, wanted[2], keeps)
     lanes, columns = real.n, var("columns")
