@@ -311,7 +311,8 @@ def _make(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: Array) 
     made = made if few else turned(traced)
     fused = Fused(made.operands, ((C, made.results[0][0]),))
     geometry = Geometry.of(isa, atom)
-    reads = atom.k_pack == 1 and atom.m == 1 and (bool(isa.spelling(atom, "load_mask", held)) or not shape.dv % geometry.wide)
+    masks = bool(isa.spelling(atom, "load_mask", held))
+    reads = atom.k_pack == 1 and atom.m == 1 and (masks or not shape.dv % geometry.wide)
     bounds = Bounds(causal, not endless)
     form = Form(
         str(fused), held, held, bounds, lengths=not all_keys, lse=with_lse, packs=not few and not reads, few=few
