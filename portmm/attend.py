@@ -1,6 +1,6 @@
 """Attention: softmax(Q . K^T) . V, in one kernel that keeps no matrix of scores.
 
-Owns `attention`. Imports `arrays`, `dispatch`, `fusing`, `heads`, `kernels`, `settings`, `trace`.
+Owns `attention`. Imports `arrays`, `dispatch`, `fusing`, `heads`, `kernels`, `memory`, `settings`, `trace`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from portmm.expr import Expr, real
 from portmm.fused import C, Fused, acc, index
 from portmm.fusing import Around, Bound, substituted
 from portmm.heads import Shape, array, by_numpy, count, lengths_of, shape_of
+from portmm.memory import Memory
 from portmm.run.host import runtime
 from portmm.trace import Indices, Traced, described
 from portmm.vocabulary import where
@@ -94,7 +95,7 @@ def attention(
     plain = None
     if score is None and mask is None and lengths is None and out is None:
         plain = _kind(q, k, v, scale, causal, window, return_lse)
-        known = _plain.get(plain) if plain else None
+        known: _Again | None = _plain.get(plain) if plain else None
         if known:
             return known(q, k, v)
     shape = shape_of(*(array(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))))
@@ -128,10 +129,8 @@ def attention(
         results += [_four(lse[..., None], shape)] if lse is not None else []
         ready.execute(shape, operands, around.found, [*results, *([] if many is None else [many])], far)
         if plain and all(map(_same, operands, (q, k, v))):
-            if len(_plain) >= MOST_KINDS:
-                _plain.clear()
             found = dict.fromkeys(ready.bound.traced.numbers, factor)
-            _plain[plain] = _Again(ready, replace(shape, operands=()), found, far, wanted, return_lse)
+            _plain.keep(plain, _Again(ready, replace(shape, operands=()), found, far, wanted, return_lse))
     return _given(result, lse, out)
 
 
@@ -143,7 +142,7 @@ def _given(result: Array, lse: Array | None, out: Any) -> Any:
     return result if lse is None else (result, lse)
 
 
-_plain: dict[Any, _Again] = {}
+_plain = Memory(MOST_KINDS)
 
 
 def _kind(q: Any, k: Any, v: Any, *how: Any) -> Any:

@@ -20,6 +20,7 @@ from portmm.dtype import BY_NAME, CODES_KR, types
 from portmm.errors import ScheduleError, TargetError
 from portmm.fused import parse as parse_fused
 from portmm.lower import atom_of, lower, lower_attention, lower_fold, lower_pack, lower_rows
+from portmm.memory import forget_all
 from portmm.problem import Family
 from portmm.problem import family as family_of
 
@@ -368,5 +369,6 @@ def forget() -> None:
     for memo in (kernel_of, _code, _packer, _folder, _rows, _attention):
         memo.cache_clear()
     _routes.clear()
+    forget_all()
     with _lock:
         _loaded.clear()

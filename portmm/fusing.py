@@ -2,7 +2,7 @@
 
 Owns `settle`, which numbers operands and results, `Bound`, which lays them out once for
 all calls of a kind, and `Around`, which remembers what was made of a function. Imports
-`arrays`, `fused`, `settings`, `trace`.
+`arrays`, `fused`, `memory`, `settings`, `trace`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from portmm import arrays, settings
 from portmm.errors import TraceError
 from portmm.expr import Expr, const, node, ordered, rounded
 from portmm.fused import AXES, PRODUCT, C, Fused, Operand, load, parse, varies
+from portmm.memory import Memory
 from portmm.run.host import runtime
 from portmm.surroundings import resolve, surroundings
 from portmm.trace import Traced, element, lies, trace
@@ -122,16 +123,12 @@ def _one_or_none() -> tuple[Expr, Expr]:
     return const(1.0), const(0.0)
 
 
-_ready: dict[Any, Any] = {}
+_ready = Memory(MOST_KINDS)
 
 
 def remember(key: Any, made: Any) -> Any:
     """Keep what was made for a kind of call, unless the kind is None."""
-    if key is not None:
-        if len(_ready) >= MOST_KINDS:
-            _ready.clear()
-        _ready[key] = made
-    return made
+    return made if key is None else _ready.keep(key, made)
 
 
 @dataclass(slots=True)

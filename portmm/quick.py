@@ -2,7 +2,7 @@
 
 Owns `Quick`, all that such a call needs beside addresses, and how its kind is told with
 little work: after a kernel has walked through megabytes, every object that a call
-touches is a miss. Imports `host`, `settings`, `surroundings`. Functions that capture
+touches is a miss. Imports `host`, `memory`, `settings`, `surroundings`. Functions that capture
 arrays, floats and modules are told here; others, and what must be converted
 first, go the long way each time.
 """
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm import settings
+from portmm.memory import Memory
 from portmm.run.host import runtime
 from portmm.surroundings import global_names
 
@@ -130,12 +131,12 @@ class Quick:
         return (first, *rest) if self.several else first
 
 
-_known: dict[Any, Quick] = {}
+_known = Memory(MOST)
 
 
 def known(seen: Seen, out: Any) -> Quick | None:
     """What is remembered of such calls, if `out` lies apart from what is read."""
-    found = _known.get(seen.key)
+    found: Quick | None = _known.get(seen.key)
     if found is not None and out is not None:
         rest = seen.operands[:2] + seen.operands[3:]
         if any([np.may_share_memory(out, x) for x in rest]):  # noqa: C419 - faster
@@ -160,7 +161,5 @@ def keep(seen: Seen, bound: Bound, made: Callable[..., Quick], skip: int) -> Non
         return
     if seen.numbers and not numbers:
         return  # the function looks at them
-    if len(_known) >= MOST:
-        _known.clear()
     places = tuple(arrays_at[x] for x in sources), tuple(numbers_at[x] for x in numbers)
-    _known[seen.key] = made(bound.template, *places)
+    _known.keep(seen.key, made(bound.template, *places))

@@ -2,7 +2,7 @@
 
 Owns `fuse` and what it returns: a function that is traced once for each kind of
 arguments, and from then on runs as a program of few kernels. Imports `captures`,
-`graph`, `program`, `splitter`, `value`.
+`graph`, `memory`, `program`, `splitter`, `value`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from portmm.builder import Builder
 from portmm.captures import Scope, arguments, found
 from portmm.errors import BuildError, NoCompilerError, ScheduleError, TraceError
 from portmm.graph import ByValueError, Graph, Node
+from portmm.memory import Memory
 from portmm.names import rebuilt
 from portmm.program import ChangedError, Kernel
 from portmm.run.host import runtime
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 AROUND["applied"] = applied
 MOST_KINDS = 256
 """Kinds of arguments that a function remembers before it starts afresh."""
+MOST_WAYS = 4
+"""Of these, by what the function captures."""
 MOST_TRIES = 64
 BY_VALUE = "by value"
 
@@ -101,8 +104,8 @@ class Whole:
         functools.update_wrapper(self, function)
         self.__wrapped__ = function
         self.strict = strict
-        self.memo: dict[Any, Any] = {}
-        self.quick: dict[bytes, Made] = {}
+        self.memo = Memory(MOST_KINDS)
+        self.quick = Memory(MOST_KINDS)
         self.config: Any = None
         self.describe: Callable[[Any], bytes | None] = self.begin
 
@@ -123,7 +126,7 @@ class Whole:
         """What the function computes."""
         told = self.describe(args) if not options else None
         if told is not None and settings.current() is self.config:
-            made = self.quick.get(told)
+            made: Made | None = self.quick.get(told)
             if made is not None:
                 more = found(made.checks) if made.checks else []
                 if more is not None:
@@ -136,9 +139,9 @@ class Whole:
         if made is None:
             made, leaves = self.make(args, options, key, leaves, kept)
         elif told is not None:
-            if settings.current() is not self.config or len(self.quick) >= MOST_KINDS:
-                self.quick, self.config = {}, settings.current()
-            self.quick[told] = made
+            if settings.current() is not self.config:
+                self.quick, self.config = Memory(MOST_KINDS), settings.current()
+            self.quick.keep(told, made)
             made.simple = not made.checks and not any(type(x) is int for x in args)
         try:
             return made.run([*leaves, *more])
@@ -191,13 +194,10 @@ class Whole:
                 if by_value:
                     raise
         if made.lasting:
-            if len(self.memo) >= MOST_KINDS:
-                self.memo.clear()
             if by_value:
-                self.memo[key] = BY_VALUE
+                self.memo.keep(key, BY_VALUE)
                 key = _with_numbers(key, leaves)
-            self.memo.setdefault(key, []).insert(0, made)
-            del self.memo[key][4:]
+            self.memo.keep(key, [made, *self.memo.get(key, ())[: MOST_WAYS - 1]])
         return made, graph.leaves
 
     def trace(self, args: Any, options: Any, *, by_value: bool) -> tuple[Graph, Any, Scope]:

@@ -13,7 +13,7 @@ import pytest
 # By module, or by package for all in it; "." is portmm/__init__.py.
 FLOORS = {
     # what is computed
-    0: "abi coords dtype errors expr formats fused naming problem quantized targets tensorfile vecmath version "
+    0: "abi coords dtype errors expr formats fused memory naming problem quantized targets tensorfile vecmath version "
     "vocabulary",
     1: "capable isa lanes schema target",  # what it runs on
     2: "candidates cost schedule",  # legal tiles and predicted time
