@@ -113,6 +113,11 @@ def as_operand(x: Any, name: str) -> Array:
     return array
 
 
+def taker(*values: Any) -> Any:
+    """A value that is being traced, and takes down what is called with it, or None."""
+    return next((x for x in values if hasattr(x, "call_")), None)
+
+
 def addressable(array: Array, dtype: np.dtype[Any]) -> bool:
     """Kernels can address the elements where they lie: native, aligned, strides in whole elements."""
     return array.dtype == dtype and array.flags.aligned and not any(s % dtype.itemsize for s in array.strides)

@@ -98,6 +98,10 @@ def attention(
         known: _Again | None = _plain.get(plain) if plain else None
         if known:
             return known(q, k, v)
+    if (taker := arrays.taker(q, k, v, lengths)) is not None:
+        more = {"score": score, "mask": mask, "scale": scale, "causal": causal, "window": window}
+        more |= {"lengths": lengths, "return_lse": return_lse, "out": out}
+        return taker.call_(attention, (q, k, v), more)
     shape = shape_of(*(array(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))))
     operands, dtype = shape.operands, shape.dtype
     far = shape.n if window is None else min(window, shape.m + shape.n)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from portmm.splitter import Split, Unit
 
 FOREVER = 1 << 30
+OWN = ("attention", "linear")
+"""Functions of portmm's that are called as they are."""
 
 
 class Builder:
@@ -179,7 +181,8 @@ class Builder:
         for i, y in enumerate(items or [x]):
             self.writer.line(f"q{y.number} = address(c{x.number}[{i}])")
             self.places[y] = Place(f"q{y.number}", 0, np.empty(y.shape, y.dtype), f"c{x.number}[{i}]")
-        self.kernels.append(Kernel("product" if x.kind == "matmul" else "numpy", x.name, (x.where,)))
+        kind = "product" if x.kind == "matmul" else x.name if x.name in OWN else "numpy"
+        self.kernels.append(Kernel(kind, x.name, (x.where,), tuple(x.note.split(", ")) if x.note else ()))
 
     def weight(self, x: Node) -> Any:
         """The packed weight that a node is, or None."""

@@ -43,7 +43,7 @@ class Kernel:
     """One step of a program.
 
     Attributes:
-        kind: "product", "rows", "copy" or "numpy".
+        kind: "product", "rows", "copy", "numpy", or a function of portmm's that is called as it is.
         what: the first operation, in the user's words.
         lines: where its operations are.
         fused: what it computes beside the first.

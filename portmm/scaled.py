@@ -92,6 +92,10 @@ def linear(
         ScheduleError: `w` was packed for other activations.
         NoCompilerError: there is no compiler.
     """
+    if (taker := arrays.taker(x, w, bias, x_scale, w_scale)) is not None:
+        more = {"x_scale": x_scale, "x_zero": x_zero, "w_scale": w_scale, "w_zero": w_zero, "out_scale": out_scale}
+        more |= {"out_zero": out_zero, "dynamic": dynamic, "dtype": dtype, "out": out, "epilogue": epilogue}
+        return taker.call_(linear, (x, w, bias), more)
     left = arrays.as_operand(x, "x")
     weight = w if isinstance(w, (Folded, packed_class())) else _weight(w, np.dtype(np.int8) if dynamic else left.dtype)
     given = (not _is_default(x_zero, 0), not _is_default(w_zero, 0), not _is_default(x_scale, 1))

@@ -106,6 +106,12 @@ class Value:
         epilogue = options.get("epilogue")
         return found if epilogue is None else AROUND["applied"](epilogue, found, "mn")
 
+    def call_(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """A function of portmm's that is a kernel of its own, called with this among its arguments."""
+        if options.get("out") is not None:
+            raise refuse("out= changes an array in place; use what is returned")
+        return called(self.graph, function.__name__, function, args, options, own=True)
+
     # NumPy's protocols.
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:

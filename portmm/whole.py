@@ -20,6 +20,7 @@ from portmm.axes import applied
 from portmm.builder import Builder
 from portmm.captures import Scope, arguments, found
 from portmm.errors import BuildError, NoCompilerError, ScheduleError, TraceError
+from portmm.flash import flash
 from portmm.graph import ByValueError, Graph, Node
 from portmm.memory import Memory
 from portmm.names import rebuilt
@@ -83,9 +84,9 @@ class Explained:
     source: str
 
     def __str__(self) -> str:
-        found = [f"{self.name}: {len(self.kernels)} kernels"]
+        found = [f"{self.name}: {len(self.kernels)} kernel{'s' * (len(self.kernels) != 1)}"]
         for i, k in enumerate(self.kernels, 1):
-            kind = {"numpy": "NumPy: ", "rows": "rows: ", "copy": "copy: ", "product": "product: "}[k.kind]
+            kind = "NumPy: " if k.kind == "numpy" else "" if k.kind == k.what else f"{k.kind}: "
             found.append(f"  {i}. {kind}{k.what}{f'  {k.detail}' if k.detail else ''}  [{', '.join(k.lines)}]")
             if k.fused:
                 found.append(f"     fused: {', '.join(k.fused)}")
@@ -253,6 +254,7 @@ def _program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[
     plain: dict[Node, str] = {}
     numpy: dict[Node, str] = {}
     beside: list[tuple[str, str]] = []
+    stored = flash(graph, outputs)
     for _ in range(MOST_TRIES):
         split = Splitter(graph, outputs, plain, numpy).split()
         if not plain and not numpy and (said := abreast(graph, split)) is not None:
@@ -270,7 +272,7 @@ def _program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[
             if isinstance(error, NoCompilerError):
                 api.fall_back(error)
             return _evaluated(graph, result, f"no kernel: {error}")
-        apart = [*split.apart, *beside, *((x.where, f"{x.name}: {why}") for x, why in numpy.items())]
+        apart = [*stored, *split.apart, *beside, *((x.where, f"{x.name}: {why}") for x, why in numpy.items())]
         return made, builder.kernels, apart, source, []
     return _evaluated(graph, result, "no way to split it was found")
 

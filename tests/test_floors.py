@@ -23,7 +23,7 @@ FLOORS = {
     6: "run",  # load, launch, threads
     7: "dispatch tune",  # a problem to a ready plan
     # for users
-    8: ". abreast api attend around arrays axes builder call captures cli compare doctor explanation "
+    8: ". abreast api attend around arrays axes builder call captures cli compare doctor explanation flash "
     "expressions folded fusing graph heads names packed places pose program quick rows surroundings "
     "scaled settings show splitter steady stored trace value whole",
 }
