@@ -51,7 +51,8 @@ def weight(x: Expr, most: Expr) -> Expr:
     The difference is not positive, so that half of what `vecmath.exp` guards against cannot be. The error relative
     to the weight is that of f32 times the difference; relative to the weight of the largest it is nothing.
     """
-    less = x - most
+    # A product that is made anew must be rounded as when the largest was found, and not be one with the difference.
+    less = (fma(*x.args, 0.0) if x.op == "mul" else x) - most
     turns = fma(less, LOG2E, _WHOLE)
     rest = fma(less, LOG2E, -(turns - _WHOLE))
     power: Expr = literal(_EXP2[-1])
@@ -211,9 +212,7 @@ class _Walk:
 
     def larger(self, most: str, x: str) -> tuple[Stmt, ...]:
         """A NaN is not the largest; it becomes a weight of NaN."""
-        over = f"over_{most}"
-        one = Map("lt", over, (most, x), "mask", "f32", self.real)
-        return (one, Map("select", most, (over, x, most), "f32", "f32", self.real))
+        return (Map("greater", most, (x, most), "f32", "f32", self.real),)
 
     def largest(self, at: _Scores, held: dict[Expr, str], j: Index, few: str) -> tuple[Stmt, ...]:
         """A score, and the largest."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from portmm import api, arrays, quick, settings
 from portmm.dtype import BY_NAME, accumulator, spell
-from portmm.errors import BuildError, ScheduleError
+from portmm.errors import BuildError, ScheduleError, TraceError
 from portmm.fused import acc
 from portmm.fusing import Around, Bound, dense, settle
 from portmm.packed import packed_class
@@ -54,16 +54,24 @@ def matmul(  # noqa: PLR0917 - the operands, then what surrounds them
     left = arrays.as_operand(a, "a")
     right = b if hasattr(b, "family") else _plain(b)
     if prologue_a is not None:
-        (left,), _ = over_rows(prologue_a, (_rows(left, "a"),), {"m": "m", "k": "n", "b": "b"})
+        left = _before(prologue_a, _rows(left, "a"), {"m": "m", "k": "n", "b": "b"})
     if prologue_b is not None:
         if not isinstance(right, np.ndarray):
             raise TypeError("b is packed; give prologue_b the weight as it was, or pack what it makes of it")
-        (right,), _ = over_rows(prologue_b, (_rows(right, "b"),), {"k": "m", "n": "n", "b": "b"})
+        right = _before(prologue_b, _rows(right, "b"), {"k": "m", "n": "n", "b": "b"})
     if epilogue is None:
         return api.matmul(left, right, out, dtype=dtype)
     if left.ndim < 2 or len(right.shape) < 2:
         raise ValueError(f"an epilogue takes matrices; got {left.shape} by {right.shape}: add a dimension of 1")
     return _multiply(left, right, out, dtype, epilogue)
+
+
+def _before(function: Callable[..., Any], x: Array, names: dict[str, str]) -> Array:
+    """What a prologue makes of an operand."""
+    results, several = over_rows(function, (x,), names)
+    if several:
+        raise TraceError(f"a prologue gives one value, not a tuple of {len(results)}")
+    return results[0]
 
 
 def _plain(b: Any) -> Any:

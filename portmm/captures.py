@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.graph import refuse
-from portmm.surroundings import PLAIN, filled, global_names
+from portmm.surroundings import PLAIN, filled, fixed, global_names
 from portmm.value import Value
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def arguments(values: Any, key: list[Any], leaves: list[Any], kept: list[Any]) -
             key.append((id(x), x.shape))
             leaves.append(x)
             kept.append(x)
-        elif isinstance(x, PLAIN):
+        elif isinstance(x, (*PLAIN, type)):
             key.append((type(x), x))
         else:
             key.append(id(x))
@@ -96,7 +96,7 @@ class Scope:
         if isinstance(x, float):
             leaf = self.graph.leaf(float(x), name)
             return float(x) if self.by_value else Value(self.graph, leaf)
-        return x if isinstance(x, PLAIN) else self.wrapped(x, ITEM, {0: x}, 0, name)
+        return x if isinstance(x, (*PLAIN, type)) else self.wrapped(x, ITEM, {0: x}, 0, name)
 
     def check(self, how: int, at: Any, key: Any, kind: int, expected: Any) -> None:
         """Something must be what it was."""
@@ -129,8 +129,10 @@ class Scope:
             return type(x)([self.wrapped(y, ITEM, x, i, f"{name}[{i}]") for i, y in enumerate(x)])
         if isinstance(x, dict):
             return {k: self.wrapped(y, ITEM, x, k, f"{name}[{k!r}]") for k, y in x.items()}
-        if isinstance(x, (types.ModuleType, np.ufunc, types.BuiltinFunctionType)):
+        if fixed(x) and not isinstance(x, types.FunctionType):
             return x
+        if isinstance(x, (types.ModuleType, type)):
+            return self.of_object(x, name)
         return x if _foreign(type(x)) else _Object(self, x, name)
 
     def rebound(self, function: types.FunctionType) -> Any:
@@ -226,5 +228,10 @@ class _Object:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         scope, x, _, _ = object.__getattribute__(self, "_held")
+        if isinstance(x, type):
+            return x(*args, **options)
         function: Callable[..., Any] = scope.method(x.__call__)
         return function(*args, **options)
+
+    def __instancecheck__(self, other: Any) -> bool:
+        return isinstance(other, object.__getattribute__(self, "_held")[1])

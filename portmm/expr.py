@@ -138,6 +138,26 @@ class Expr:
             return apply("sqrt", real(self)) if power > 0 else 1.0 / apply("sqrt", real(self))
         raise TraceError(f"** {power!r} cannot be traced; use an integer from 0 to 16, or 0.5")
 
+    def __floordiv__(self, other: Any) -> Expr:
+        return apply("shr", self, self._bits(other, "//"))
+
+    def __mod__(self, other: Any) -> Expr:
+        return apply("and", self, (1 << self._bits(other, "%")) - 1)
+
+    def _bits(self, other: Any, said: str) -> int:
+        """The power of two that an integer is divided by: shifts and masks round down, as Python does."""
+        whole = isinstance(other, (int, np.integer)) and not isinstance(other, bool)
+        if self.dtype != "s32" or not whole or other < 1 or other & (other - 1):
+            raise TraceError(f"{said} {other!r} cannot be traced; integers take a power of two")
+        return int(other).bit_length() - 1
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _METHODS:
+            raise MissingError(
+                f".{name} of a value in a tile: it is one element; pm has functions of elements and rows"
+            )
+        raise AttributeError(f"a value in a tile has no attribute {name!r}")
+
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         known = UFUNCS.get(ufunc.__name__)
         if method != "__call__" or options or known is None:
@@ -166,6 +186,34 @@ class Expr:
     __int__ = __index__ = __float__
 
 
+class MissingError(TraceError, AttributeError):
+    """A method of arrays that an element does not have."""
+
+
+_METHODS = frozenset(x for x in dir(np.ndarray) if not x.startswith("_"))
+
+
+def _refusing(said: str) -> Callable[..., Any]:
+    def method(*_: Any) -> Any:
+        raise TraceError(f"{said} of a value in a tile cannot be traced: it is one element, of the type of its sum")
+
+    return method
+
+
+for _name in "getitem setitem delitem len contains".split():  # noqa: SIM905
+    setattr(Expr, f"__{_name}__", _refusing({"len": "len()", "contains": "in"}.get(_name, "[]")))
+for _name in "rmod rfloordiv divmod rdivmod rpow matmul rmatmul round trunc floor ceil rlshift rrshift".split():  # noqa: SIM905
+    setattr(
+        Expr,
+        f"__{_name}__",
+        _refusing(
+            {"matmul": "@", "rmatmul": "@", "rpow": "**"}.get(
+                _name, _name.removeprefix("r") if _name != "round" else _name
+            )
+        ),
+    )
+
+
 def _f32(x: Any) -> Any:
     return np.asarray(x, np.float32)
 
@@ -189,6 +237,8 @@ OPS: dict[str, tuple[str, Callable[..., Any]]] = {
     "abs": ("same", np.abs),
     "min": ("same", np.minimum),
     "max": ("same", np.maximum),
+    "lesser": ("f32", lambda x, y: np.where(x < y, x, y)),
+    "greater": ("f32", lambda x, y: np.where(x > y, x, y)),
     "fma": ("f32", _fused),
     "sqrt": ("f32", np.sqrt),
     "lt": ("mask", np.less),
@@ -212,7 +262,7 @@ OPS: dict[str, tuple[str, Callable[..., Any]]] = {
 min and max of a NaN are NaN. Shifts are by a literal, to the right with the sign. "bits" and "from_bits" look at
 the same 32 bits as the other type; "float" and "int" convert, "int" towards zero.
 """
-_REAL_ONLY = frozenset(("div", "fma", "sqrt", "bits", "int"))
+_REAL_ONLY = frozenset(("lesser", "greater", "div", "fma", "sqrt", "bits", "int"))
 _WHOLE_ONLY = frozenset(("shl", "shr", "from_bits", "float"))
 _BITS = frozenset(("and", "or", "xor", "not"))
 _NUMPY = {"f32": np.float32, "s32": np.int32, "mask": np.bool_}
@@ -238,7 +288,10 @@ def node(op: str, args: tuple[Any, ...], dtype: str) -> Expr:
 
 def const(value: Literal, dtype: str = "f32") -> Expr:
     """A literal."""
-    return node("const", (_NUMPY[dtype](value).item(),), dtype)
+    try:
+        return node("const", (_NUMPY[dtype](value).item(),), dtype)
+    except OverflowError:
+        raise TraceError(f"{value} does not fit {dtype}, which whole numbers are computed in") from None
 
 
 def real(x: Any) -> Expr:
@@ -259,7 +312,12 @@ def _literal(x: Any) -> Literal:
         return float(x)
     if isinstance(x, np.ndarray) and x.ndim == 0:
         return _literal(x[()])
-    raise TraceError(f"a {type(x).__name__} cannot meet a value in a tile; index an array as in b[i.n]")
+    if isinstance(x, np.ndarray):
+        raise TraceError(
+            f"an array of shape {x.shape}, made while the function is traced, cannot meet a value in a tile; "
+            "make it before, and let the function capture it"
+        )
+    raise TraceError(f"a {type(x).__name__} cannot meet a value in a tile; give values, arrays, numbers, or a tuple")
 
 
 def _alike(values: tuple[Any, ...]) -> tuple[Expr, ...]:
@@ -288,9 +346,9 @@ def apply(op: str, *values: Any) -> Expr:
         args: tuple[Expr, ...] = (mask if mask.dtype == "mask" else apply("ne", mask, 0), first, second)
     elif op in ("shl", "shr"):
         count = values[1]
-        if not isinstance(count, int) or not 0 <= count < 32:
+        if not isinstance(count, (int, np.integer)) or not 0 <= count < 32:
             raise TraceError(f"a shift by {count!r}; give a literal from 0 to 31")
-        args = (values[0], const(count, "s32"))
+        args = (values[0], const(int(count), "s32"))
     elif op in _REAL_ONLY:
         args = tuple(real(x) for x in values)
     else:

@@ -175,9 +175,9 @@ class Around:
             self.found.update({x.key: x.array for x in traced.sources} | dict(traced.values))
         return remember(whole if lasting else None, make(traced))
 
-    def numbers(self) -> tuple[float, ...]:
-        """The numbers that it captures."""
-        return tuple([float(x) for x in self.found.values() if not isinstance(x, np.ndarray)])
+    def numbers(self) -> tuple[str, ...]:
+        """The numbers that it captures, told apart by their bits."""
+        return tuple([float(x).hex() for x in self.found.values() if not isinstance(x, np.ndarray)])
 
 
 BY_VALUE = object()

@@ -18,6 +18,7 @@ import numpy as np
 from portmm import settings
 from portmm.memory import Memory
 from portmm.run.host import runtime
+from portmm.surroundings import fixed as is_fixed
 from portmm.surroundings import global_names
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ Array = np.ndarray[Any, Any]
 MOST = 1024
 """Kinds of calls remembered before starting afresh."""
 _PLAIN = (int, bool, str, type(None))
-_FIXED = (types.ModuleType, types.BuiltinFunctionType, type, np.ufunc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +70,17 @@ def see(function: Any, left: Array, right: Any, out: Any, dtype: Any) -> Seen | 
             numbers.append(x)
             numbers_at.append((place,))
         elif kind in _PLAIN:
-            fixed.append((kind, x))
-        elif kind in _FIXED or (kind is types.FunctionType and x.__module__ == "portmm.vocabulary"):
-            fixed.append(x)
+            fixed.append((place, kind, x))
+        elif is_fixed(x):
+            fixed.append((place, x))
         else:
             return None
     held = runtime().describe(tuple(operands))
     if held is None:
         return None
     weight = None if packed is None else (right.family, right.shape)
-    key = (function.__code__, held, tuple(fixed), weight, len(numbers), out is None, dtype, settings.current())
+    places = (tuple(arrays_at), tuple(numbers_at), tuple(fixed))
+    key = (function.__code__, held, places, weight, out is None, dtype, settings.current())
     return Seen(key, operands, numbers, [*arrays_at, *numbers_at])
 
 
@@ -138,6 +139,8 @@ def known(seen: Seen, out: Any) -> Quick | None:
     """What is remembered of such calls, if `out` lies apart from what is read."""
     found: Quick | None = _known.get(seen.key)
     if found is not None and out is not None:
+        if not out.flags.writeable:
+            return None
         rest = seen.operands[:2] + seen.operands[3:]
         if any([np.may_share_memory(out, x) for x in rest]):  # noqa: C419 - faster
             return None

@@ -7,14 +7,17 @@ traced is remembered, and finds the arrays and numbers in them. Imports nothing 
 from __future__ import annotations
 
 import dis
+import sys
 import types
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-PLAIN = (int, str, bytes, bool, type(None), np.integer, np.bool_, np.dtype, type)
+PLAIN = (int, str, bytes, bool, type(None), np.integer, np.bool_, np.dtype)
 """Types of values that are part of a function's kind."""
+DEEPEST = 12
+"""Steps from a function to what it captures, at most: modules name each other."""
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -29,10 +32,23 @@ def ours(function: types.FunctionType) -> bool:
 
 
 def fixed(value: Any) -> bool:
-    """Something that can be called and holds nothing: a function of ours, of C's, a class."""
-    return (isinstance(value, types.FunctionType) and ours(value)) or isinstance(
-        value, (np.ufunc, type, types.BuiltinFunctionType)
-    )
+    """Something that means the same in every call: a function of ours or of C's; a class or module that is nobody's."""
+    if isinstance(value, types.FunctionType):
+        return ours(value)
+    if isinstance(value, types.ModuleType):
+        return _lasts(value.__name__)
+    if isinstance(value, type):
+        return _lasts(value.__module__) or issubclass(value, BaseException)
+    return isinstance(value, (np.ufunc, types.BuiltinFunctionType))
+
+
+@lru_cache(maxsize=1024)
+def _lasts(module: str) -> bool:
+    """What a module holds does not change: it is ours, NumPy's or Python's."""
+    return module.partition(".")[0] in _LASTING
+
+
+_LASTING = frozenset(("portmm", "numpy", "ml_dtypes", *sys.stdlib_module_names)) - {"__main__"}
 
 
 def filled(cell: Any) -> bool:
@@ -47,14 +63,19 @@ def surroundings(function: Any) -> tuple[tuple[Any, ...], dict[tuple[Any, ...], 
     """What a function captures: its kind, arrays and numbers by the steps that lead there, and whether that is all."""
     kind: list[Any] = []
     found: dict[tuple[Any, ...], Any] = {}
-    known = isinstance(function, types.FunctionType) and _look(function, (), kind, found, set())
+    known = isinstance(function, types.FunctionType) and _look(function, (), kind, found, set(), ())
     return tuple(kind), found, known
 
 
-def _look(  # noqa: PLR0911 - a kind each
-    value: Any, key: tuple[Any, ...], kind: list[Any], found: dict[tuple[Any, ...], Any], seen: set[int]
+def _look(  # noqa: C901, PLR0911, PLR0917 - a kind each
+    value: Any,
+    key: tuple[Any, ...],
+    kind: list[Any],
+    found: dict[tuple[Any, ...], Any],
+    seen: set[int],
+    names: tuple[str, ...],
 ) -> bool:
-    """As `Tracer.wrapped` does, see what there is: all of it, known or not."""
+    """As `Tracer.wrapped` does, see what there is: all of it, known or not; of modules and classes, what is named."""
     if isinstance(value, np.ndarray) and value.ndim:
         kind.append((value.shape, value.strides, value.dtype, value.flags.aligned))
         found[key] = value
@@ -71,19 +92,24 @@ def _look(  # noqa: PLR0911 - a kind each
         if id(value) in seen:
             return True
         seen.add(id(value))
-        return min([_look(x, (*key, step), kind, found, seen) for step, x in _captured(value)], default=True)
+        names = attribute_names(value.__code__)
+        return min([_look(x, (*key, step), kind, found, seen, names) for step, x in _captured(value)], default=True)
     if isinstance(value, (tuple, list)):
         kind.append((type(value), len(value)))
-        return min([_look(x, (*key, i), kind, found, seen) for i, x in enumerate(value)], default=True)
+        return min([_look(x, (*key, i), kind, found, seen, names) for i, x in enumerate(value)], default=True)
     if isinstance(value, dict):
         kind.append(tuple(map(repr, value)))
-        return min([_look(x, (*key, k), kind, found, seen) for k, x in value.items()], default=True)
+        return min([_look(x, (*key, k), kind, found, seen, names) for k, x in value.items()], default=True)
     if isinstance(value, PLAIN):
         kind.append((type(value), value))
         return True
-    if isinstance(value, types.ModuleType) or fixed(value):
+    if fixed(value):
         kind.append(value)
         return True
+    if isinstance(value, (types.ModuleType, type)) and len(key) < DEEPEST:
+        kind.append(value)
+        inner = [(n, getattr(value, n)) for n in names if hasattr(value, n)]
+        return min([_look(x, (*key, ("attribute", n)), kind, found, seen, names) for n, x in inner], default=True)
     return False
 
 
@@ -96,6 +122,13 @@ def _captured(function: types.FunctionType) -> list[tuple[tuple[str, Any], Any]]
     found += [(("closure", i), cell.cell_contents) for i, cell in cells if filled(cell)]
     found += [(("default", i), x) for i, x in enumerate(function.__defaults__ or ())]
     return found + [(("keyword", n), x) for n, x in (function.__kwdefaults__ or {}).items()]
+
+
+@lru_cache(maxsize=1024)
+def attribute_names(code: types.CodeType) -> tuple[str, ...]:
+    """Names that code may look up in modules and classes that it captures, in order."""
+    inner = [attribute_names(x) for x in code.co_consts if isinstance(x, types.CodeType)]
+    return tuple(sorted(set(code.co_names).union(*inner)))
 
 
 @lru_cache(maxsize=1024)

@@ -24,6 +24,7 @@ import numpy as np
 from portmm.errors import TraceError
 from portmm.expr import Expr, apply, real
 from portmm.fused import AXES, PRODUCT, Operand, index, load, number
+from portmm.names import CHANGES
 from portmm.surroundings import PLAIN, filled, fixed, global_names, ours
 from portmm.vocabulary import Typed
 
@@ -83,6 +84,7 @@ class Tracer:
         self.operands: list[Operand] = []
         self.numbers: list[tuple[Any, ...]] = []
         self.values: dict[tuple[Any, ...], float] = {}
+        self.kept: list[Any] = []  # objects that keys name by identity
         self.lasting = True
 
     def operand(self, key: tuple[Any, ...], array: Array, view: tuple[str | int, ...], *, exact: bool = False) -> Expr:
@@ -115,7 +117,8 @@ class Tracer:
             self.lasting &= value.ndim > 0
             return Tensor(self, value, key) if value.ndim else value
         if isinstance(value, (float, np.floating)) and not self.by_value:
-            self.values[key] = float(value)
+            if key[0] == "object":
+                self.values[key] = float(value)
             return self.number(key)
         if isinstance(value, types.FunctionType) and not ours(value):
             if id(value) not in seen:
@@ -127,8 +130,10 @@ class Tracer:
             return type(value)(made) if type(value) in (tuple, list) else value
         if isinstance(value, dict):
             return {k: self.wrapped(x, (*key, k), seen) for k, x in value.items()}
-        if isinstance(value, (*PLAIN, float, np.floating, types.ModuleType)) or fixed(value):
+        if isinstance(value, (*PLAIN, float, np.floating)) or fixed(value):
             return value
+        if isinstance(value, (types.ModuleType, type)):
+            return _Space(self, value, key)
         self.lasting = False
         through = isinstance(value, (types.MethodType, partial))
         return self.callable(value, key, seen) if through else _Object(self, value)
@@ -181,11 +186,23 @@ class Tensor:
         self._tracer, self._array, self._key = tracer, array, key
 
     def __getattr__(self, name: str) -> Any:
+        if name in CHANGES:
+            raise TraceError(f"{name}() changes an array in place, once, while the function is traced")
         found = getattr(self._array, name)
         if isinstance(found, np.ndarray):
             return Tensor(self._tracer, found, (*self._key, ("attribute", name)))
         self._tracer.lasting &= name in _LAID  # else its values are being looked at
-        return found
+        return partial(self._called, name, found) if isinstance(found, types.BuiltinMethodType) else found
+
+    def _called(self, name: str, method: Any, *values: Any, **options: Any) -> Any:
+        """What a method gives now: an array of it is an operand as others are."""
+        found = method(*values, **options)
+        if not isinstance(found, np.ndarray) or not found.ndim:
+            return found
+        return Tensor(self._tracer, found, (*self._key, ("called", name, repr((values, options)))))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise TraceError("[...] = changes an array in place, once, while the function is traced")
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Array:
         self._tracer.lasting = False  # its values are being looked at
@@ -249,11 +266,29 @@ def _by_numpy(ufunc: Any, method: str, inputs: tuple[Any, ...], options: dict[st
     return expressions[0].__array_ufunc__(ufunc, method, *given, **options)
 
 
+class _Space:
+    """A captured module or class, whose arrays are seen as tensors, and numbers as given by each call."""
+
+    def __init__(self, tracer: Tracer, value: Any, key: tuple[Any, ...]) -> None:
+        self.__tracer, self.__value, self.__key = tracer, value, key
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.__value, name)
+        return self.__tracer.wrapped(found, (*self.__key, ("attribute", name)), {})
+
+    def __call__(self, *values: Any, **options: Any) -> Any:
+        return self.__value(*values, **options)
+
+    def __instancecheck__(self, other: Any) -> bool:
+        return isinstance(other, self.__value)
+
+
 class _Object:
     """A captured object, whose arrays are seen as tensors."""
 
     def __init__(self, tracer: Tracer, value: Any) -> None:
         self.__tracer, self.__value = tracer, value
+        tracer.kept.append(value)
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.__value, name)
@@ -328,8 +363,10 @@ def trace(
     """
     tracer = Tracer(by_value=by_value, rank=rank)
     try:
+        if not callable(function):
+            raise TypeError(f"{function!r} is no function")
         found = tracer.callable(function, (), {})(*values[: arity(function, len(values))])
-        results = tuple(_result(x, tracer) for x in (found if isinstance(found, tuple) else (found,)))
+        results = tuple(_result(x, tracer) for x in _values_of(found))
     except TraceError as error:
         raise _located(error, function) from error.__cause__
     lasting = tracer.lasting and isinstance(function, types.FunctionType)
@@ -338,9 +375,18 @@ def trace(
     return Traced(results, several, *reads), lasting
 
 
+def _values_of(found: Any) -> tuple[Any, ...]:
+    """What a function gives, one value or several."""
+    if isinstance(found, tuple) and not found:
+        raise TraceError("an empty tuple is no result")
+    return found if isinstance(found, tuple) else (found,)
+
+
 def arity(function: Any, most: int) -> int:
     """How many of the values a function takes: those of its parameters that have no defaults."""
     function = getattr(function, "__wrapped__", function)
+    if isinstance(function, np.ufunc):
+        return min(most, function.nin)
     if isinstance(function, partial):
         return arity(function.func, most + len(function.args)) - len(function.args)
     code: types.CodeType | None = getattr(function, "__code__", None)
@@ -378,6 +424,6 @@ def _located(error: TraceError, function: Any) -> TraceError:
     own: types.CodeType | None = getattr(function, "__code__", None)
     if not line and own is not None:
         line, name = own.co_firstlineno, own.co_filename
-    made = TraceError(f"{name}, line {line}: {error}")
+    made = TraceError(f"{name}, line {line}: {error}" if name else str(error))
     made.located = True  # type: ignore[attr-defined]
     return made

@@ -221,11 +221,18 @@ def dropout(x: Any, rate: Any, seed: int) -> Any:
     """X / (1 - rate), and 0 with probability `rate`: the same elements for the same seed.
 
     Whether an element is kept follows from its row, its column and the seed, by a hash of
-    32 bits (two rounds of multiplications and shifts, after MurmurHash3's finaliser).
+    32 bits (two rounds of multiplications and shifts, after MurmurHash3's finaliser). Items of
+    a batch are alike. A seed that is an integer is part of a kernel; to change it from call to call,
+    give it as an array of int32 with one element.
+
+    Raises:
+        ValueError: a rate that is a number is not from 0 to 1.
     """
-    if _traced(x):
+    if isinstance(rate, (int, float)) and not 0 <= rate <= 1:
+        raise ValueError(f"a rate of {rate}; give one from 0 to 1")
+    if _traced(x) or _traced(seed):
         rows, columns = index("m"), index("n")
-        hashed = _hash(rows, columns, int(seed))
+        hashed = _hash(rows, columns, seed)
         uniform = apply("float", (hashed >> 8) & 0xFFFFFF) * 2.0**-24
         return apply("select", real(rate) <= uniform, _value(x) * (1.0 / (1.0 - real(rate))), 0.0)
     found = _float(x)
@@ -233,7 +240,7 @@ def dropout(x: Any, rate: Any, seed: int) -> Any:
         np.indices(found.shape[-2:], np.int32) if found.ndim > 1 else np.indices((1, *found.shape), np.int32)
     )
     with np.errstate(all="ignore"):
-        uniform = ((_hash(rows, columns, int(seed)) >> 8) & 0xFFFFFF) * np.float32(2.0**-24)
+        uniform = ((_hash(rows, columns, seed) >> 8) & 0xFFFFFF) * np.float32(2.0**-24)
     wide = found.astype(np.result_type(found.dtype.newbyteorder("="), np.float32))
     with np.errstate(all="ignore"):
         grown = wide * (1 / (1 - wide.dtype.type(rate)))
@@ -246,9 +253,14 @@ def _wrapped(x: int) -> int:
     return (x + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-def _hash(rows: Any, columns: Any, seed: int) -> Any:
+def _hash(rows: Any, columns: Any, seed: Any) -> Any:
     """Bits of a place."""
-    h = (rows * _wrapped(0x9E3779B1)) ^ (columns + _wrapped(seed * 0x85EBCA6B + 0x7F4A7C15))
+    if isinstance(seed, (int, np.integer)):
+        start: Any = _wrapped(int(seed) * 0x85EBCA6B + 0x7F4A7C15)
+    else:
+        seed = np.asarray(seed, np.int32) if not _traced(seed) else _value(seed)
+        start = seed * _wrapped(0x85EBCA6B) + _wrapped(0x7F4A7C15)
+    h = (rows * _wrapped(0x9E3779B1)) ^ (columns + start)
     for factor in (0x85EBCA6B, 0xC2B2AE35):
         h = h ^ ((h >> 15) & 0x1FFFF)
         h = h * _wrapped(factor)

@@ -243,7 +243,7 @@ def _leaves(args: tuple[Any, ...], more: list[Any]) -> list[Any]:
 
 
 def _with_numbers(key: Any, leaves: list[Any]) -> Any:
-    return (key, tuple([x for x in leaves if isinstance(x, float)]))
+    return (key, tuple([x.hex() for x in leaves if isinstance(x, float)]))
 
 
 def _program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[Kernel], list[Any], str, list[str]]:

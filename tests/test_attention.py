@@ -110,6 +110,17 @@ def test_every_instruction_set(target, dtype):
                 check(*x, exact(*x, **how), **how)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
+@pytest.mark.parametrize("m", [1, 70])
+def test_large_scores(m, dtype):
+    """A scale that is no power of two rounds them: the same way whenever they are computed."""
+    for far in (1e3, 1e5, 1e6):
+        q, k, v = operands((1, 2, 2, m, 70, 60, 32), dtype)
+        q, k = ((x.astype(np.float32) * np.float32(far)).astype(dtype) for x in (q, k))
+        got = pm.attention(q, k, v)
+        np.testing.assert_allclose(got.astype(np.float64), exact(q, k, v)[0], rtol=2e-2, atol=2e-2)
+
+
 # -- functions ---------------------------------------------------------------------
 
 
