@@ -111,11 +111,12 @@ class Attention(Heads):
     def task(self) -> Function:
         """One block of queries of a head."""
         g, task, blocks = self.g, var("task"), var("blocks")
-        lets: list[Stmt] = [Let(name, var(field)) for name, field in FIELDS.items()]
-        lets += [
+        lets: list[Stmt] = [
+            *self.lets(),
             Let("blocks", ceil_div(M, g.queries)),
             Let("item", task // blocks // var("heads")),
             Let("head", task // blocks % var("heads")),
+            self.offset(),
             Let("other", var("head") // var("group")),
             # Under causal bounds the last queries see most: first come those that take longest.
             Let("query", (blocks - 1 - task % blocks) * g.queries),

@@ -114,8 +114,12 @@ class Decode(Heads):
 
     def lets(self) -> tuple[Stmt, ...]:
         """Names for the sizes."""
-        found = [Let(name, var(field)) for name, field in FIELDS.items()]
-        return (*found, Let("few", var("heads") // var("group")), Let("rows", ROWS), Let("across", self.across))
+        return (
+            *super().lets(),
+            Let("few", var("heads") // var("group")),
+            Let("rows", ROWS),
+            Let("across", self.across),
+        )
 
     def pieces(self, number: Index, more: str = "") -> tuple[Stmt, ...]:
         """Names for what a run comes to."""
@@ -133,6 +137,7 @@ class Decode(Heads):
         end: Index = minimum(N, (number + 1) * key)
         body: list[Stmt] = [*self.lets(), *self.scratch(), *self.pieces(task)]
         body += [Let("item", task // self.runs // var("few")), Let("other", task // self.runs % var("few"))]
+        body.append(self.offset())
         if self.form.lengths:
             body.append(Read("length", self.place("lengths", ("b", var("item")))))
             end = minimum(end, var("length"))

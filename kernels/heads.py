@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.fused import parse
-from portmm.ir import Index, Let, LetPtr, Ptr, ceil_div, const, round_up, var
+from portmm.ir import Index, Let, LetPtr, Ptr, Read, ceil_div, const, round_up, var
 
 if TYPE_CHECKING:
     from portmm.kernels.online import Bounds
@@ -46,6 +46,7 @@ class Form:
         to: type of the result.
         bounds: which keys are seen.
         lengths: each item has a number of keys of its own.
+        starts: each item has a position of its own for its first query.
         lse: the logarithms of sums of exponentials are wanted.
         packs: V is packed first.
         few: there are few queries: see `decode`.
@@ -56,6 +57,7 @@ class Form:
     to: str
     bounds: Bounds
     lengths: bool = False
+    starts: bool = False
     lse: bool = False
     packs: bool = False
     few: bool = False
@@ -113,7 +115,7 @@ class Heads:
         self.form, self.isa, self.atom, self.real = form, isa, atom, real
         self.g = Geometry.of(isa, atom)
         self.fused = parse(form.score)
-        names = ["q", "k", "v", "o", *(["lse"] if form.lse else []), *(["lengths"] if form.lengths else [])]
+        names = ["q", "k", "v", "o", *(x for x in ("lse", "lengths", "starts") if getattr(form, x))]
         first = len(self.fused.operands)
         self.at = {x: f"x{first + i}" for i, x in enumerate(names)}
         self.kr = atom.k_pack
@@ -124,7 +126,17 @@ class Heads:
         """Types of the operands, and whether they are written."""
         form, mine = self.form, [(x.dtype, False) for x in self.fused.operands]
         mine += [(form.held, False)] * 3 + [(form.to, True)]
-        return (*mine, *((("f32", True),) if form.lse else ()), *((("s32", False),) if form.lengths else ()))
+        return (*mine, *((("f32", True),) if form.lse else ()), *((("s32", False),) * (form.lengths + form.starts)))
+
+    def lets(self) -> tuple[Stmt, ...]:
+        """Names for fields."""
+        return tuple(Let(name, var(field)) for name, field in FIELDS.items() if name != "offset")
+
+    def offset(self) -> Stmt:
+        """How far the first query of an item is from its first key."""
+        if self.form.starts:
+            return Read("offset", self.place("starts", ("b", var("item"))))
+        return Let("offset", var(FIELDS["offset"]))
 
     def place(self, name: str, *along: tuple[str, Index]) -> Ptr:
         """An element of an operand."""

@@ -17,13 +17,13 @@ from portmm import api, arrays, quick, settings
 from portmm.dtype import BY_NAME, accumulator, spell
 from portmm.errors import BuildError, ScheduleError, TraceError
 from portmm.fused import acc
-from portmm.fusing import Around, Bound, dense, settle
+from portmm.fusing import Around, Bound, dense, native, settle, typed
 from portmm.packed import packed_class
 from portmm.problem import Problem
 from portmm.rows import BYTES_PER_SECOND, over_rows
 from portmm.run.host import runtime
 from portmm.surroundings import resolve
-from portmm.trace import Indices, lies, trace
+from portmm.trace import Indices, trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,7 +71,7 @@ def _before(function: Callable[..., Any], x: Array, names: dict[str, str]) -> Ar
     results, several = over_rows(function, (x,), names)
     if several:
         raise TraceError(f"a prologue gives one value, not a tuple of {len(results)}")
-    return results[0]
+    return np.ascontiguousarray(np.broadcast_to(results[0], x.shape))
 
 
 def _plain(b: Any) -> Any:
@@ -119,8 +119,8 @@ class _Ready:
 class _Call:
     """A product and what becomes of it."""
 
-    def __init__(self, left: Array, right: Any, wanted: np.dtype[Any] | None) -> None:
-        self.left, self.right, self.wanted = left, right, wanted
+    def __init__(self, left: Array, right: Any, wanted: np.dtype[Any] | None, first: np.dtype[Any] | None) -> None:
+        self.left, self.right, self.wanted, self.first = left, right, wanted, first
         self.array = isinstance(right, np.ndarray)
         self.coded = not self.array and not isinstance(right, packed_class())
         self.batch, (self.m, self.n) = arrays.result_shape(left, right.shape)
@@ -145,7 +145,7 @@ class _Call:
     def ready(self, traced: Traced) -> _Ready | ScheduleError:
         """The kernel for calls of this kind, or why there is none."""
         try:
-            return self.chosen(traced)
+            return self.chosen(typed(traced, self.first))
         except ScheduleError as error:
             return error
         except BuildError as error:
@@ -189,6 +189,8 @@ class _Call:
         if sums == "f64" or (self.coded and sums == "s32"):
             raise ScheduleError(f"expressions are in float32, not in {sums}")
         step = settle(traced, (), self.types()[2], ends=True)
+        if not step.wide:
+            raise ScheduleError("its first result is the same along a row")
         if step.fused.reductions or step.fused.folds:
             raise ScheduleError("a reduction needs whole rows, or columns, of sums")
         if sums == "s32" and step.types[0] == np.int32:
@@ -235,14 +237,12 @@ class _Call:
         if any(x.op == "index" and x.args[0] in "bm" for x in step.fused.steps):
             return False
         for source in step.traced.sources:
-            at = {axis: i for i, axis in enumerate(source.view)}
-            if not {"b", "m"} & at.keys():
+            at = [source.view.index(x) for x in "bm" if source.view.count(x) == 1]
+            if not {"b", "m"} & set(source.view):
                 continue
-            steps = source.array.strides
-            if not {"b", "m"} <= at.keys() or steps[at["b"]] != self.m * steps[at["m"]]:
+            steps = native(source.array).strides  # of the copy, where one is read
+            if len(at) != len("bm") or steps[at[0]] != self.m * steps[at[1]]:
                 return False
-            if not lies(source.array) and source.array.shape[at["m"]] != self.m:
-                return False  # of the copy that is read, rows are further apart
         return True
 
     def split(self, epilogue: Callable[..., Any], out: Any) -> Any:
@@ -252,7 +252,7 @@ class _Call:
             raise TypeError("expressions are in float32; convert float64 operands, or multiply without an epilogue")
         product = api.matmul(self.left, self.right, dtype=np.int32 if sums == "s32" else np.float32)
         product = product.astype(np.float32, copy=False)  # as in one kernel
-        results, several = over_rows(epilogue, (product,), NAMES, dtype=self.types()[2])
+        results, several = over_rows(epilogue, (product,), NAMES, dtype=self.types()[2], first=self.first)
         return fit(list(results), out, several=several)
 
 
@@ -284,14 +284,14 @@ def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[
     found = None if seen is None else quick.known(seen, out)
     if seen is not None and found is not None:
         return found(seen, out)
-    wanted = dtype if dtype is not None else out.dtype if isinstance(out, np.ndarray) else None
-    if dtype is None and wanted == np.float64:
-        wanted = None  # what is computed in float32 is converted
+    first = out.dtype.newbyteorder("=") if dtype is None and isinstance(out, np.ndarray) else None
+    if first == np.float64:
+        first = None  # what is computed in float32 is converted
     around = Around.of(epilogue)
     panels = getattr(right, "owner", right)
     held = (right.strides, right.dtype, right.flags.aligned) if panels is right else right.family
-    key = (left.shape, left.strides, left.dtype, left.flags.aligned, right.shape, held, wanted)
-    call = _Call(left, right, wanted)
+    key = (left.shape, left.strides, left.dtype, left.flags.aligned, right.shape, held, dtype, first)
+    call = _Call(left, right, dtype, first)
     rank = 2 if left.ndim == len(right.shape) == 2 else 3
     ready: _Ready | ScheduleError = around.ready(key, call.ready, _VALUES, rank)
     if isinstance(ready, ScheduleError):
@@ -357,7 +357,7 @@ def posed(a: Any, b: Any, dtype: Any, epilogue: Callable[..., Any], *, given: bo
         given: the caller says what type the result has.
     """
     left, right = arrays.as_operand(a, "a"), b if hasattr(b, "family") else _plain(b)
-    call = _Call(left, right, np.dtype(dtype) if given else None)
+    call = _Call(left, right, np.dtype(dtype) if given else None, None)
     traced, _ = trace(epilogue, (acc(), _INDICES), by_value=False, rank=2 if left.ndim == len(right.shape) == 2 else 3)
     try:
         step = call.settled(traced)

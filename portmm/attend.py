@@ -13,18 +13,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm import api, arrays, settings
-from portmm.errors import BuildError
+from portmm.errors import BuildError, TraceError
 from portmm.expr import Expr, real
 from portmm.fused import C, Fused, acc, index
 from portmm.fusing import Around, Bound, substituted
-from portmm.heads import Shape, array, by_numpy, count, lengths_of, shape_of
+from portmm.heads import Shape, array, by_numpy, count, lengths_of, refuse_others, score_of, shape_of, starts_of
 from portmm.memory import Memory
 from portmm.run.host import runtime
 from portmm.trace import Indices, Traced, described
-from portmm.vocabulary import where
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from portmm.target import Target
 
@@ -57,6 +56,7 @@ def attention(
     causal: bool = False,
     window: int | None = None,
     lengths: Any = None,
+    offset: Any = None,
     return_lse: bool = False,
     out: Any = None,
 ) -> Any:
@@ -75,10 +75,13 @@ def attention(
         score: score(s, i) of a product s of query i.q and key i.kv, of item i.b and head i.h.
         mask: mask(i) says whether query i.q sees key i.kv.
         scale: what products are multiplied by, before `score`; by default 1 / sqrt(d), or 1 where `score` is given.
-        causal: the last query is at the position of the last key, and none sees keys after its own position.
-            (Functions have i.q count from 0 all the same.)
+        causal: no query sees keys after its own position.
         window: queries see keys less than so far from their position, which is as for `causal`.
         lengths: how many of its keys each item has, an integer or one for each item; the others are not read.
+        offset: the position of the first query among the keys, an integer or one for each item; the others follow.
+            By default the last query is at the last key there is room for, keys less queries. Beside a cache
+            that is filled up to `lengths`, give `lengths` less the number of queries. (Functions have i.q
+            count from 0 all the same.)
         return_lse: also return the logarithms of the sums of the exponentials of scores, (..., heads, queries).
         out: where to put the result.
 
@@ -90,52 +93,86 @@ def attention(
         ValueError: shapes do not fit.
         TraceError: `score` or `mask` does what cannot be traced.
     """
+    refuse_others(score=score, mask=mask)
     scale = None if scale is None else float(scale)
     window = None if window is None else count(window, "window", 1)
     plain = None
-    if score is None and mask is None and lengths is None and out is None:
+    if score is None and mask is None and lengths is None and out is None and offset is None:
         plain = _kind(q, k, v, scale, causal, window, return_lse)
         known: _Again | None = _plain.get(plain) if plain else None
         if known:
             return known(q, k, v)
-    if (taker := arrays.taker(q, k, v, lengths)) is not None:
-        more = {"score": score, "mask": mask, "scale": scale, "causal": causal, "window": window}
-        more |= {"lengths": lengths, "return_lse": return_lse, "out": out}
+    if (taker := arrays.taker(q, k, v, lengths, offset)) is not None:
+        more = {"score": score, "mask": mask, "scale": scale, "causal": causal, "window": window, "out": out}
+        more |= {"lengths": lengths, "offset": offset, "return_lse": return_lse}
         return taker.call_(attention, (q, k, v), more)
     shape = shape_of(*(array(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))))
-    operands, dtype = shape.operands, shape.dtype
     far = shape.n if window is None else min(window, shape.m + shape.n)
-    many = None if lengths is None else lengths_of(lengths, shape)
     wanted = (*shape.lead, shape.heads, shape.m, shape.dv)
     if out is not None:
-        arrays.check_out(out, wanted, dtype)
+        arrays.check_out(out, wanted, shape.dtype)
+    factor = 1 / math.sqrt(shape.d) if scale is None and score is None else scale
+    asked = _Asked(score_of(score, mask, factor), causal, window, far, return_lse)
+    many = None if lengths is None else lengths_of(lengths, shape)
+    starts = None if offset is None else starts_of(offset, shape)
+    result, lse, ready = _computed(shape, asked, many, starts, out)
+    if plain and ready is not None and all(map(_same, shape.operands, (q, k, v))):
+        found = dict.fromkeys(ready.bound.traced.numbers, factor)
+        _plain.keep(plain, _Again(ready, replace(shape, operands=()), found, far, wanted, return_lse))
+    return _given(result, lse, out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What attention is to be.
+
+    Attributes:
+        function: what a score is, and whether it counts.
+        causal: keys after a query's position are not seen.
+        window: how near a key must be, or None.
+        far: the same as a number.
+        lse: logarithms are wanted.
+    """
+
+    function: Callable[..., Any]
+    causal: bool
+    window: int | None
+    far: int
+    lse: bool
+
+
+def _computed(
+    shape: Shape, asked: _Asked, many: Array | None, starts: Array | None, out: Any
+) -> tuple[Array, Array | None, _Ready | None]:
+    """The result, the logarithms if they are wanted, and what computed them."""
+    operands, dtype = shape.operands, shape.dtype
+    wanted = (*shape.lead, shape.heads, shape.m, shape.dv)
     result = out if out is not None and _writes(out, dtype, operands) else np.empty(wanted, dtype)
-    lse = np.empty(wanted[:-1], np.float32) if return_lse else None
+    lse = np.empty(wanted[:-1], np.float32) if asked.lse else None
     if 0 in (shape.items, shape.heads, shape.m, shape.dv, shape.n):
         result[...] = 0
         if lse is not None:
             lse[...] = -np.inf
-    else:
-        factor = 1 / math.sqrt(shape.d) if scale is None and score is None else scale
-        function = _function(score, mask, factor)
-        around = Around.of(function)
-        flags = (causal, window is None, return_lse, many is None)
-        forms = tuple([(x.shape, x.strides, x.__array_interface__["data"][0] % 4) for x in operands])
+        return result, lse, None
+    around = Around.of(asked.function)
+    flags = (asked.causal, asked.window is None, asked.lse, many is None, starts is None)
+    forms = tuple([(x.shape, x.strides, x.__array_interface__["data"][0] % 4) for x in operands])
+    results = [_four(result, shape)]
+    key = ("attention", dtype, forms, flags, results[0].strides)
+    try:
+        ready: _Ready = around.ready(key, lambda traced: _make(traced, shape, flags, results[0]), _leaves(), 4)
+    except BuildError as error:
+        api.fall_back(error)
+        made = by_numpy(shape, asked.function, asked.causal, asked.window, many, starts)
+        result[...] = made[0].reshape(wanted)
+        return result, made[1].reshape(wanted[:-1]) if asked.lse else None, None
+    if result is out and _overlaps(out, around.found.values()):
+        result = np.empty(wanted, dtype)  # scores read what would be written
         results = [_four(result, shape)]
-        key = ("attention", dtype, forms, flags, results[0].strides)
-        try:
-            ready: _Ready = around.ready(key, lambda traced: _make(traced, shape, flags, results[0]), _leaves(), 4)
-        except BuildError as error:
-            api.fall_back(error)
-            made = by_numpy(shape, function, causal, window, many)
-            result[...] = made[0].reshape(wanted)
-            return _given(result, made[1].reshape(wanted[:-1]) if return_lse else None, out)
-        results += [_four(lse[..., None], shape)] if lse is not None else []
-        ready.execute(shape, operands, around.found, [*results, *([] if many is None else [many])], far)
-        if plain and all(map(_same, operands, (q, k, v))):
-            found = dict.fromkeys(ready.bound.traced.numbers, factor)
-            _plain.keep(plain, _Again(ready, replace(shape, operands=()), found, far, wanted, return_lse))
-    return _given(result, lse, out)
+    results += [_four(lse[..., None], shape)] if lse is not None else []
+    results += [x for x in (many, starts) if x is not None]
+    ready.execute(shape, operands, around.found, results, asked.far)
+    return result, lse, ready
 
 
 def _given(result: Array, lse: Array | None, out: Any) -> Any:
@@ -193,42 +230,16 @@ def _leaves() -> tuple[Expr, Indices]:
 def _writes(out: Array, dtype: np.dtype[Any], operands: tuple[Array, ...]) -> bool:
     """A kernel can write straight to `out`."""
     dense = arrays.addressable(out, dtype) and out.strides[-1] == dtype.itemsize and out.flags.c_contiguous
-    return dense and not any(np.may_share_memory(out, x) for x in operands)
+    return dense and not _overlaps(out, operands)
+
+
+def _overlaps(out: Array, read: Iterable[Any]) -> bool:
+    """Some array may share memory with the result."""
+    return any(isinstance(x, np.ndarray) and np.may_share_memory(out, x) for x in read)
 
 
 def _four(x: Array, shape: Shape) -> Array:
     return x if x.ndim == 4 else x.reshape(shape.items, *x.shape[-3:])
-
-
-def _function(score: Any, mask: Any, factor: float | None) -> Callable[..., Any]:
-    """What becomes of a product before the softmax."""
-    scored = _scored(score, factor)
-    if mask is None:
-        return scored
-
-    def function(s: Any, i: Any) -> Any:
-        return where(mask(i), scored(s, i), -math.inf)
-
-    function.__module__ = "attention"  # what it captures is the user's
-    return function
-
-
-def _scored(score: Any, factor: float | None) -> Callable[..., Any]:
-    if score is None:
-
-        def function(s: Any, i: Any) -> Any:  # noqa: ARG001 - as the others
-            return s * factor
-    elif factor is None:
-
-        def function(s: Any, i: Any) -> Any:
-            return score(s, i)
-    else:
-
-        def function(s: Any, i: Any) -> Any:
-            return score(s * factor, i)
-
-    function.__module__ = "attention"
-    return function
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +315,9 @@ def _make(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: Array) 
     from portmm.kernels.heads import Form, Geometry, keys_of
     from portmm.kernels.online import Bounds
 
-    causal, endless, with_lse, all_keys = flags
+    causal, endless, with_lse, all_keys, no_starts = flags
+    if len(traced.results) > 1:
+        raise TraceError("a score is one value, not a tuple")
     made, target = _real(traced), settings.target()
     held = arrays.name_of(shape.dtype)
     api.begin()
@@ -318,7 +331,15 @@ def _make(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: Array) 
     reads = atom.k_pack == 1 and atom.m == 1 and (masks or not shape.dv % geometry.wide)
     bounds = Bounds(causal, not endless)
     form = Form(
-        str(fused), held, held, bounds, lengths=not all_keys, lse=with_lse, packs=not few and not reads, few=few
+        str(fused),
+        held,
+        held,
+        bounds,
+        lengths=not all_keys,
+        starts=not no_starts,
+        lse=with_lse,
+        packs=not few and not reads,
+        few=few,
     )
     step = keys_of(_near(target), geometry, max(shape.d, shape.dv))
     run = 0
@@ -338,7 +359,7 @@ def _make(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: Array) 
     route = dispatch.attention_route(form, unit, fields)
     rows = [_strides(x) for x in (q, k, v, result)]
     rows += [(shape.heads * shape.m, 1, 0, shape.m)] if with_lse else []
-    rows += [(1,)] if not all_keys else []
+    rows += [(1,)] * ((not all_keys) + (not no_starts))
     size = (shape.m, shape.n) if few else (shape.n, shape.m)
     bound = Bound(made, (*size, shape.items, shape.heads), [], rows)
     return _Ready(route, bound, step, run, atom.k_pack, atom.k)

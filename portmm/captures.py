@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.graph import refuse
-from portmm.surroundings import PLAIN, filled, fixed, global_names
+from portmm.surroundings import PLAIN, filled, fixed, global_names, ours
 from portmm.value import Value
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Scope:
 
     def rebound(self, function: types.FunctionType) -> Any:
         """The function, with traced arrays in place of what it captures."""
-        if function.__module__.startswith(("portmm.", "numpy")) or function.__module__ == "portmm":
+        if ours(function):
             return function
         if id(function) in self.seen:
             return self.seen[id(function)]

@@ -13,6 +13,7 @@ can, and any product that meets a sum may be fused with it: see
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -272,6 +273,7 @@ UFUNCS: dict[str, Callable[..., Any]] = {}
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
 """The same for functions that are no ufuncs."""
 
+_making = threading.Lock()
 _known: WeakValueDictionary[tuple[Any, ...], Expr] = WeakValueDictionary()
 
 
@@ -280,9 +282,12 @@ def node(op: str, args: tuple[Any, ...], dtype: str) -> Expr:
     key = (op, dtype, *((id(x),) if isinstance(x, Expr) else (type(x), repr(x)) for x in args))
     found = _known.get(key)
     if found is None:
-        found = Expr()
-        found.op, found.args, found.dtype = op, args, dtype
-        _known[key] = found
+        with _making:
+            found = _known.get(key)
+            if found is None:
+                found = Expr()
+                found.op, found.args, found.dtype = op, args, dtype
+                _known[key] = found
     return found
 
 
@@ -308,7 +313,7 @@ def _literal(x: Any) -> Literal:
         return bool(x)
     if isinstance(x, (int, np.integer)):
         return int(x)
-    if isinstance(x, (float, np.floating)):
+    if isinstance(x, (float, np.floating)) or (isinstance(x, np.generic) and x.dtype.name == "bfloat16"):
         return float(x)
     if isinstance(x, np.ndarray) and x.ndim == 0:
         return _literal(x[()])
@@ -415,7 +420,9 @@ def from_bits(x: Any) -> Expr:
 def rounded(x: Any) -> Expr:
     """An f32 as the nearest s32, halves to even ones; saturated, a NaN as the least."""
     whole = 1.5 * 2**23  # added to what has a fraction it leaves the nearest whole number in the last bits
-    near = select(abs(x) < 2.0**22, (x + whole) - whole, x)
+    less = abs(x)
+    most = select(less < 2.0**22, whole, select(x < 0.0, -(2.0**23), 2.0**23))  # up to 2**23 half an integer is an f32
+    near = select(less < 2.0**23, (x + most) - most, x)
     beyond = select(near == near, const(2**31 - 1, "s32"), const(-(2**31), "s32"))  # noqa: PLR0124 - or a NaN
     return select(near < 2.0**31, apply("int", near), beyond)
 

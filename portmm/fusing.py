@@ -14,7 +14,7 @@ import numpy as np
 
 from portmm import arrays, settings
 from portmm.errors import TraceError
-from portmm.expr import Expr, const, node, ordered, rounded
+from portmm.expr import Expr, const, node, ordered, real, rounded
 from portmm.fused import AXES, PRODUCT, C, Fused, Operand, load, parse, varies
 from portmm.memory import Memory
 from portmm.run.host import runtime
@@ -43,6 +43,7 @@ class Step:
         first: operands that come before those that the function captures: values that it is given.
         types: of the results.
         axes: of the results.
+        wide: the first varies along a row.
     """
 
     traced: Traced
@@ -50,6 +51,7 @@ class Step:
     first: int
     types: tuple[np.dtype[Any], ...]
     axes: tuple[str, ...]
+    wide: bool = True
 
     @property
     def fused(self) -> Fused:
@@ -66,13 +68,13 @@ def result_types(traced: Traced, usual: np.dtype[Any]) -> tuple[np.dtype[Any], .
     found = []
     for x, asked in traced.results:
         wanted = (
-            np.dtype(asked)
+            np.dtype(asked).newbyteorder("=")
             if asked is not None
             else np.dtype(np.uint8 if x.dtype == "mask" else np.int32)
             if x.dtype != "f32"
             else usual
         )
-        if arrays.name_of(wanted) not in WRITTEN or (x.dtype == "s32" and wanted != np.int32):
+        if arrays.name_of(wanted) not in WRITTEN:
             raise TraceError(f"a result of {wanted} cannot be written; cast it to one of {', '.join(WRITTEN)}")
         found.append(wanted)
     return tuple(found)
@@ -105,7 +107,7 @@ def settle(traced: Traced, given: tuple[Operand, ...], usual: np.dtype[Any], *, 
     values = [substituted(x, change, done) for x, _ in traced.results]
     values = [node("select", (x, *_one_or_none()), "f32") if x.dtype == "mask" else x for x in values]
     types = result_types(traced, usual)
-    values = [rounded(x) if x.dtype == "f32" and t == np.int32 else x for x, t in zip(values, types, strict=True)]
+    values = [_converted(x, t) for x, t in zip(values, types, strict=True)]
     operands = [*given, *traced.operands]
     along = varies(ordered(tuple(values)), tuple(operands))
     results, axes = [], []
@@ -116,7 +118,21 @@ def settle(traced: Traced, given: tuple[Operand, ...], usual: np.dtype[Any], *, 
         results.append((C if whole else len(operands), x))
         if not whole:
             operands.append(Operand(arrays.name_of(types[i]), axes[i]))
-    return Step(traced, str(Fused(tuple(operands), tuple(results))), first, types, tuple(axes))
+    text = str(Fused(tuple(operands), tuple(results)))
+    return Step(traced, text, first, types, tuple(axes), "n" in along[values[0]])
+
+
+def _converted(x: Expr, dtype: np.dtype[Any]) -> Expr:
+    """A value as a result of some type takes it."""
+    if dtype == np.int32:
+        return rounded(x) if x.dtype == "f32" else x
+    return real(x)
+
+
+def typed(traced: Traced, first: np.dtype[Any] | None) -> Traced:
+    """The same with a type for the first result, where nobody asked for one."""
+    (x, asked), *rest = traced.results
+    return traced if first is None or asked is not None else replace(traced, results=((x, first), *rest))
 
 
 def _one_or_none() -> tuple[Expr, Expr]:

@@ -359,6 +359,10 @@ class Graph:
         wanted = np.dtype(dtype)
         if wanted == x.dtype:
             return x
+        if not wanted.isnative:
+            why = "kernels write numbers in the machine's order of bytes"
+            swapped: Node = self.call("astype", lambda y: y.astype(wanted), (x,), why, shape=x.shape, dtype=wanted)
+            return swapped
         kinds = (_READ.get(x.dtype.name), _MADE.get(wanted.name))
         known: dict[Any, Any] = {
             ("f32", "f32"): lambda y: y, ("s32", "f32"): real, ("mask", "f32"): real,

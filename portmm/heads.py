@@ -1,7 +1,7 @@
 """What attention is of: shapes that fit, and its meaning in NumPy.
 
 Owns the rules for shapes and types of `attend`, and what it gives where there is no compiler.
-Imports `arrays`, `dtype`.
+Imports `arrays`, `dtype`, `vocabulary`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from portmm import arrays
 from portmm.dtype import BY_NAME
+from portmm.vocabulary import where
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,18 +114,38 @@ def lengths_of(x: Any, shape: Shape) -> Array:
         TypeError: these are no integers.
         ValueError: they do not fit.
     """
+    return _by_item(x, "lengths", shape, 0)
+
+
+def starts_of(x: Any, shape: Shape) -> Array:
+    """At which position each item's first query is.
+
+    Raises:
+        TypeError: these are no integers.
+        ValueError: they do not fit.
+    """
+    return _by_item(x, "offset", shape, -shape.m)
+
+
+def _by_item(x: Any, name: str, shape: Shape, least: int) -> Array:
+    """An integer for each item."""
     found = np.asarray(x)
     if found.dtype.kind not in "iu":
-        raise TypeError(f"lengths have dtype {found.dtype}; give integers")
+        raise TypeError(f"{name} has dtype {found.dtype}; give integers")
     if found.shape not in ((), shape.lead):
-        raise ValueError(f"lengths have shape {found.shape}; the items have {shape.lead}")
-    if found.size and not (found.min() >= 0 and found.max() <= shape.n):
-        raise ValueError(f"lengths go from {found.min()} to {found.max()}; there are {shape.n} keys")
+        raise ValueError(f"{name} has shape {found.shape}; the items have {shape.lead}")
+    if found.size and not (found.min() >= least and found.max() <= shape.n):
+        raise ValueError(f"{name} goes from {found.min()} to {found.max()}; there are {shape.n} keys")
     return np.broadcast_to(found, shape.lead).astype(np.int32).reshape(shape.items)
 
 
-def by_numpy(
-    shape: Shape, function: Callable[[Any, Any], Any], causal: bool, window: int | None, lengths: Array | None
+def by_numpy(  # noqa: PLR0917 - what attention is told
+    shape: Shape,
+    function: Callable[[Any, Any], Any],
+    causal: bool,
+    window: int | None,
+    lengths: Array | None,
+    starts: Array | None,
 ) -> tuple[Array, Array]:
     """The result in float32 and the logarithms, (items, heads, queries, columns): of all scores at once."""
     q, k, v = (x.astype(np.float32) for x in shape.operands)
@@ -133,11 +154,12 @@ def by_numpy(
     row, key = np.arange(shape.m)[:, None], np.arange(shape.n)
     with np.errstate(all="ignore"):
         s = function(q @ k.swapaxes(-1, -2), SimpleNamespace(b=item, h=head, q=row, kv=key))
-        at, seen = row + (shape.n - shape.m), np.ones((shape.m, shape.n), bool)
+        offset = shape.n - shape.m if starts is None else starts[:, None, None, None]
+        at, seen = row + offset, np.ones((shape.m, shape.n), bool)
         if causal:
-            seen &= key <= at
+            seen = seen & (key <= at)
         if window is not None:
-            seen &= (key > at - window) & (causal | (key < at + window))
+            seen = seen & (key > at - window) & (causal | (key < at + window))
         if lengths is not None:
             seen = seen & (key < lengths[:, None, None, None])
         s = np.where(seen, s, np.float32(-np.inf)).astype(np.float32)
@@ -145,3 +167,45 @@ def by_numpy(
         w = np.exp(s - most)
         total = w.sum(-1, keepdims=True)
         return np.where(total == 0, np.float32(0), w @ v / total), (most + np.log(total))[..., 0]
+
+
+def refuse_others(**given: Any) -> None:
+    """Refuse what is no function.
+
+    Raises:
+        TypeError: it is none.
+    """
+    for name, function in given.items():
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} is no function: let one read the array, as in {name}=lambda i: seen[i.q, i.kv]")
+
+
+def score_of(score: Any, mask: Any, factor: float | None) -> Callable[..., Any]:
+    """What becomes of a product before the softmax."""
+    scored = _scored(score, factor)
+    if mask is None:
+        return scored
+
+    def function(s: Any, i: Any) -> Any:
+        return where(mask(i), scored(s, i), -math.inf)
+
+    function.__module__ = "attention"  # what it captures is the user's
+    return function
+
+
+def _scored(score: Any, factor: float | None) -> Callable[..., Any]:
+    if score is None:
+
+        def function(s: Any, i: Any) -> Any:  # noqa: ARG001 - as the others
+            return s * factor
+    elif factor is None:
+
+        def function(s: Any, i: Any) -> Any:
+            return score(s, i)
+    else:
+
+        def function(s: Any, i: Any) -> Any:
+            return score(s * factor, i)
+
+    function.__module__ = "attention"
+    return function

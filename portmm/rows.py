@@ -19,7 +19,7 @@ from portmm.errors import BuildError, TraceError
 from portmm.expr import Expr, ordered
 from portmm.fused import Operand, varies
 from portmm.fused import given as of_given
-from portmm.fusing import Around, Bound, dense, native, settle, substituted
+from portmm.fusing import Around, Bound, dense, native, settle, substituted, typed
 from portmm.run.host import runtime
 from portmm.trace import Indices, Traced, arity, described, element
 
@@ -107,7 +107,13 @@ _NOTHING = (None,) * 7
 
 
 def over_rows(
-    function: Callable[..., Any], given: tuple[Array, ...], names: dict[str, str], out: Any = None, dtype: Any = None
+    function: Callable[..., Any],
+    given: tuple[Array, ...],
+    names: dict[str, str],
+    out: Any = None,
+    dtype: Any = None,
+    *,
+    first: Any = None,
 ) -> tuple[tuple[Array, ...], bool]:
     """A function of values in arrays of one shape, element by element, with reductions along the last axis.
 
@@ -117,6 +123,7 @@ def over_rows(
         names: what the function calls the axes -> axes.
         out: where to put the one result, dense and of its type.
         dtype: type of results that no `cast` gives one, by default that of the first array.
+        first: of the first of them, if it is another.
 
     Returns:
         The results, and whether the function gave a tuple of them.
@@ -126,22 +133,23 @@ def over_rows(
     values = [native(x.reshape(size[2], m, n)) for x in given]
     usual = np.dtype(dtype) if dtype is not None else given[0].dtype.newbyteorder("=")
     around = Around.of(function)
-    key = ("rows", tuple([(x.shape, x.strides, x.dtype) for x in values]), len(lead), usual, tuple(names))
+    key = ("rows", tuple([(x.shape, x.strides, x.dtype) for x in values]), len(lead), usual, first, tuple(names))
 
     views = tuple([described(x, ("b", "m", "n")) for x in values])
     strides = [tuple([s // x.itemsize for s in x.strides]) for x in values]
 
     def make(traced: Traced) -> tuple[_Rows, ...]:
         api.begin()
+        traced = typed(traced, first)
         split = down(traced, len(values), usual)
         if split is None:
             return (_rows(traced, size, views, strides, usual, lead),)
-        first, rest, order, passed = split
-        kernel = replace(_rows(first, size, views, strides, usual, lead), order=order, passed=passed)
+        sums, rest, order, passed = split
+        kernel = replace(_rows(sums, size, views, strides, usual, lead), order=order, passed=passed)
         if not rest.results:
             return (kernel,)
-        sums, lines = (Operand("f32", "bn"),) * passed, [dense("bn", size)] * passed
-        return kernel, _rows(rest, size, (*views, *sums), [*strides, *lines], usual, lead)
+        more, lines = (Operand("f32", "bn"),) * passed, [dense("bn", size)] * passed
+        return kernel, _rows(rest, size, (*views, *more), [*strides, *lines], usual, lead)
 
     leaves = _leaves(tuple([element(x.dtype)[0] for x in values]), tuple(names.items()))
     try:
@@ -149,18 +157,18 @@ def over_rows(
     except BuildError as error:
         api.fall_back(error)
         return by_numpy(function, given, names, usual)
-    first = ready[0]
-    if first.order is None:
-        return tuple(first.run(around.found, values, out)), first.several
+    head = ready[0]
+    if head.order is None:
+        return tuple(head.run(around.found, values, out)), head.several
     if not m:  # a kernel of no rows does nothing
         return by_numpy(function, given, names, usual)
-    sums = first.run(around.found, values, None)
-    rest = ready[1].run(around.found, values + sums[: first.passed], None) if len(ready) > 1 else []
-    results = [sums[i] if i >= 0 else rest[-1 - i] for i in first.order]
+    sums = head.run(around.found, values, None)
+    rest = ready[1].run(around.found, values + sums[: head.passed], None) if len(ready) > 1 else []
+    results = [sums[i] if i >= 0 else rest[-1 - i] for i in head.order]
     if out is not None:
         np.copyto(out, results[0])
         results[0] = out
-    return tuple(results), first.several
+    return tuple(results), head.several
 
 
 def _rows(  # noqa: PLR0917 - what they read is three of them
@@ -197,8 +205,12 @@ def down(traced: Traced, given: int, usual: np.dtype[Any]) -> tuple[Traced, Trac
     folds = [x for x in steps if x.op == "fold"]
     if not folds:
         return None
-    if any(y.op == "reduce" for x in folds for y in ordered((x,))):
-        raise TraceError("columns of what is reduced along rows cannot be reduced in kernels: take two steps")
+    inside = [y for x in steps if x.op in ("fold", "reduce") for y in ordered(x.inner)]
+    if any(y.op == "fold" for y in inside) or any(y.op == "reduce" for x in folds for y in ordered(x.inner)):
+        raise TraceError(
+            "rows or columns of what is reduced down columns, or columns of what is reduced along rows, "
+            "cannot be reduced in kernels: take two steps"
+        )
     along = varies(steps, traced.operands)
     whole: dict[Expr, Expr] = {}
 

@@ -25,7 +25,7 @@ TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 INF = np.inf
 
 
-def exact(q, k, v, *, scale=None, score=None, mask=None, causal=False, window=None, lengths=None):
+def exact(q, k, v, *, scale=None, score=None, mask=None, causal=False, window=None, lengths=None, offset=None):
     """The result and the logarithms in float64; score and mask are of whole arrays here."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     group = q.shape[-3] // k.shape[-3]
@@ -34,7 +34,8 @@ def exact(q, k, v, *, scale=None, score=None, mask=None, causal=False, window=No
     s = q @ np.swapaxes(k, -1, -2)
     s *= (1 if score is not None else q.shape[-1] ** -0.5) if scale is None else scale
     s = s if score is None else score(s)
-    at, to = np.arange(m)[:, None] + n - m, np.arange(n)
+    offset = n - m if offset is None else np.reshape(offset, (*np.shape(offset), *[1] * (3 * bool(np.shape(offset)))))
+    at, to = np.arange(m)[:, None] + offset, np.arange(n)
     seen = np.ones((m, n), bool) if mask is None else mask
     if causal:
         seen = seen & (to <= at)
@@ -111,6 +112,21 @@ def test_every_instruction_set(target, dtype):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
+@pytest.mark.parametrize("m", [1, 5, 40])
+def test_queries_at_positions_of_their_own(m, dtype):
+    """A cache filled up to other lengths for each item."""
+    x = operands((3, 4, 2, m, 130, 32, 32), dtype)
+    lengths = np.array([130, 47, m])
+    for how in ({"causal": True}, {"causal": True, "window": 8}, {"window": 9}):
+        for more in ({"lengths": lengths, "offset": lengths - m}, {"offset": 3}, {"offset": np.array([0, 90, -1])}):
+            check(*x, exact(*x, **how, **more), **how, **more)
+    with pytest.raises(ValueError, match="offset goes"):
+        pm.attention(*x, causal=True, offset=131)
+    with pytest.raises(TypeError, match="integers"):
+        pm.attention(*x, causal=True, offset=0.5)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
 @pytest.mark.parametrize("m", [1, 70])
 def test_large_scores(m, dtype):
     """A scale that is no power of two rounds them: the same way whenever they are computed."""
@@ -119,6 +135,24 @@ def test_large_scores(m, dtype):
         q, k = ((x.astype(np.float32) * np.float32(far)).astype(dtype) for x in (q, k))
         got = pm.attention(q, k, v)
         np.testing.assert_allclose(got.astype(np.float64), exact(q, k, v)[0], rtol=2e-2, atol=2e-2)
+
+
+def test_a_result_over_what_scores_read():
+    q, k, v = operands((1, 3, 3, 100, 100, 100, 100))
+    held = np.random.default_rng(1).standard_normal((1, 3, 100, 100)).astype(np.float32)
+    bias = held[0, 0]
+    want = pm.attention(q, k, v, score=lambda s, i: s / 10 + bias[i.q, i.kv])
+    got = pm.attention(q, k, v, score=lambda s, i: s / 10 + bias[i.q, i.kv], out=held)
+    assert got is held
+    np.testing.assert_array_equal(got, want)
+
+
+def test_what_is_no_score():
+    q, k, v = operands((1, 1, 1, 5, 7, 8, 8))
+    with pytest.raises(TypeError, match="mask is no function"):
+        pm.attention(q, k, v, mask=np.ones((5, 7), bool))
+    with pytest.raises(TraceError, match="one value"):
+        pm.attention(q, k, v, score=lambda s, _: (s, s))
 
 
 # -- functions ---------------------------------------------------------------------
