@@ -52,7 +52,7 @@ def weight(x: Expr, most: Expr) -> Expr:
     to the weight is that of f32 times the difference; relative to the weight of the largest it is nothing.
     """
     # A product that is made anew must be rounded as when the largest was found, and not be one with the difference.
-    less = (fma(*x.args, 0.0) if x.op == "mul" else x) - most
+    less = (fma(x.args[0], x.args[1], 0.0) if x.op == "mul" else x) - most
     turns = fma(less, LOG2E, _WHOLE)
     rest = fma(less, LOG2E, -(turns - _WHOLE))
     power: Expr = literal(_EXP2[-1])

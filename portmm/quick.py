@@ -58,7 +58,8 @@ def see(function: Any, left: Array, right: Any, out: Any, dtype: Any) -> Seen | 
     except ValueError:  # an empty cell
         return None
     packed = getattr(right, "owner", None)
-    operands, numbers, fixed, arrays_at, numbers_at = [left, right if packed is None else packed], [], [], [], []
+    operands, numbers, arrays_at, numbers_at = [left, right if packed is None else packed], [], [], []
+    fixed: list[Any] = []
     if out is not None:
         operands.append(out)
     for place, x in given:
