@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from portmm.target import Atom, Isa
 
 TASKS_PER_WORKER = 4
+CHAINS = 4
+"""Vectors that are summed side by side: an addition takes four cycles."""
 WORTH_KEEPING = 6
 """Operations from which a value is kept for a later pass: a store and a load take as long as some of them."""
 
@@ -162,31 +164,40 @@ def _pass(
     wanted = [x.args[1] for x, _ in reductions] + [x for x, _ in keeps] + [x for _, x in along]
     single = [(i, x) for i, x in results if "n" not in at.fused.operands[i].axes]
     body: list[Stmt] = list(at.once([*wanted, *(x for _, x in single)], "bm"))
+    chains = CHAINS if reductions else 1
     for x, to in reductions:
-        kind = x.args[0]
-        body.append(Map("literal", f"all_{to}", (REDUCTIONS[kind],), "f32", "f32", at.real.name))
+        start = (REDUCTIONS[x.args[0]],)
+        body += [Map("literal", f"all_{to}_{e}", start, "f32", "f32", at.real.name) for e in range(chains)]
     body += [s for i, x in single for s in at.single(x, i)]
     if not wanted:
         return tuple(body)
     fixed = dict(at.names)
 
-    def step(j: Index, few: str) -> tuple[Stmt, ...]:
+    def step(j: Index, few: str, chain: int = 0) -> tuple[Stmt, ...]:
         at.names = dict(fixed)
         found = list(at.compute(wanted, j, few))
         for x, to in keeps:
             found.append(Verb("store", at.names[x], p=Ptr(to, j), of=at.real.name))
         for x, to in reductions:
-            found += _reduced(at, x, f"all_{to}", few)
+            found += _reduced(at, x, f"all_{to}_{chain}", few)
         for i, x in along:
             found += at.store(x, i, j, few)
         return tuple(found)
 
-    body.append(For("j", const(0), whole, const(lanes), step(var("j"), "")))
+    several = n - n % (chains * lanes) if chains > 1 else const(0)
+    if chains > 1:
+        side = tuple(s for e in range(chains) for s in step(var("j") + e * lanes, "", e))
+        body.append(For("j", const(0), several, const(chains * lanes), side))
+    body.append(For("j", several, whole, const(lanes), step(var("j"), "")))
     if lanes > 1:
         count = (Let("j", whole), Let("left", n - whole), *at.few(n - whole))
         body.append(If(whole.lt(n), (*count, *step(var("j"), "left"))))
     for x, to in reductions:
-        body.append(Verb("store", f"all_{to}", p=Ptr("lane"), of=at.real.name))
+        body += [
+            Map(x.args[0], f"all_{to}_0", (f"all_{to}_0", f"all_{to}_{e}"), "f32", "f32", at.real.name)
+            for e in range(1, chains)
+        ]
+        body.append(Verb("store", f"all_{to}_0", p=Ptr("lane"), of=at.real.name))
         body.append(Total(x.args[0], Ptr(to), Ptr("lane"), lanes))
     at.names = {}
     return tuple(body)

@@ -30,6 +30,7 @@ LEAST_SCORES = 1 << 18
 MOST_AXES = 4
 _FIRST, _SECOND = given(0, "f32"), given(1, "f32")
 _OVER, _LESS = apply("div", _FIRST, _SECOND), apply("sub", _FIRST, _SECOND)
+_INVERSE, _TIMES = apply("div", 1.0, _FIRST), apply("mul", _FIRST, _SECOND)
 _SUM, _MOST = reduction("add", _FIRST), reduction("max", _FIRST)
 
 
@@ -81,7 +82,8 @@ class _Softmax:
         scores, steps = _chain(less.inputs[0])
         if scores is None:
             return "scores are no expression of one product"
-        inside = {scores, *steps, less.inputs[1], less, x, total, values, values.inputs[0]} - {last}
+        inverse = [y for y in users[total] if _is(y, _INVERSE)]
+        inside = {scores, *steps, less.inputs[1], less, x, total, *inverse, values, values.inputs[0]} - {last}
         for y in sorted(inside, key=lambda y: y.number):
             if y in outputs or any(z is not last and z not in inside for z in users[y]):
                 return f"{y.name} ({y.where}) is read elsewhere too, so that all scores are stored"
@@ -124,7 +126,10 @@ def _after(x: Node, users: dict[Node, list[Node]]) -> tuple[Node, Node, Node] | 
     if len(totals) != 1 or len(rest) != 1 or len(users.get(totals[0], ())) != 1:
         return None
     (total,), (divided,) = totals, users[totals[0]]
-    if not _is(divided, _OVER) or divided.inputs[1] is not total:
+    below, template = total, _OVER
+    if _is(divided, _INVERSE) and len(users.get(divided, ())) == 1:
+        below, template, (divided,) = divided, _TIMES, users[divided]
+    if not _is(divided, template) or divided.inputs[1] is not below:
         return None
     if rest[0] is divided:
         after = users.get(divided, [])

@@ -21,6 +21,7 @@ from portmm.dtype import accumulator
 from portmm.errors import TraceError
 from portmm.expr import OPS, Expr, apply, node, ordered, real
 from portmm.fused import given, reduction
+from portmm.memory import Memory
 from portmm.vocabulary import Typed
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def refuse(text: str) -> TraceError:
     return TraceError(f"{file}, line {line}: {text}")
 
 
-_dtypes: dict[Any, Any] = {}
+_dtypes = Memory(1024)
 
 
 def _dtype_of(plain: Callable[..., Any], values: tuple[Any, ...]) -> np.dtype[Any]:
@@ -130,9 +131,7 @@ def _dtype_of(plain: Callable[..., Any], values: tuple[Any, ...]) -> np.dtype[An
         ]
         with np.errstate(all="ignore"):
             found = np.asarray(plain(*like)).dtype
-        if len(_dtypes) > 1024:
-            _dtypes.clear()
-        _dtypes[key] = found
+        _dtypes.keep(key, found)
     return found
 
 

@@ -18,6 +18,7 @@ from portmm import api, arrays, settings
 from portmm.dtype import spell
 from portmm.errors import ScheduleError
 from portmm.folded import Folded, fold, unfold
+from portmm.memory import Memory
 from portmm.packed import pack, packed_class, unpack
 from portmm.problem import Problem, family
 from portmm.quantized import Quantized
@@ -256,13 +257,11 @@ def _remembered(key: tuple[Any, ...], left: Array, weight: Any, asked: _Asked) -
     if found is None:
         found = _prepared(left, weight, asked)
         if found.weight is None:
-            if len(_calls) >= MOST_CALLS:
-                _calls.clear()
-            _calls[key] = found
+            _calls.keep(key, found)
     return found
 
 
-_calls: dict[Any, _Call] = {}
+_calls = Memory(MOST_CALLS)
 
 
 def _prepared(left: Array, weight: Any, asked: _Asked, step: Any = None) -> _Call:

@@ -3,7 +3,7 @@
 Owns `route`, which finds a kernel for a product of a fused function, and takes one
 that another number of rows has led to if that is nearly as good as the best:
 a kernel serves any number of rows, and compiling another takes a thousand calls'
-time. Imports `api`, `dispatch`, `settings`.
+time. Imports `api`, `dispatch`, `memory`, `settings`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from portmm import api, settings
+from portmm.memory import Memory
 from portmm.run import recall
 from portmm.run.host import runtime
 
@@ -24,9 +25,7 @@ NEARLY = 1.15
 MOST = 1024
 """Products that are remembered before starting afresh."""
 
-_first: dict[Any, Problem] = {}
-_schedules: dict[Any, list[Any]] = {}
-_routes: dict[Any, Any] = {}
+_first, _schedules, _routes = Memory(MOST), Memory(MOST), Memory(MOST)
 
 
 def route(p: Problem) -> Any:

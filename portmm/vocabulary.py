@@ -307,7 +307,8 @@ def mean(x: Any, axis: int = -1) -> Any:
 def softmax(x: Any) -> Any:
     """exp(x) over its sum along the last axis; of a row of -inf, NaN."""
     e = exp(x - max(x))
-    return e / sum(e)
+    total = sum(e)
+    return e / total if isinstance(total, np.ndarray) else e * (1.0 / total)  # in kernels, one division a row
 
 
 def logsumexp(x: Any) -> Any:

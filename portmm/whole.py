@@ -106,8 +106,7 @@ class Whole:
         self.__wrapped__ = function
         self.strict = strict
         self.memo = Memory(MOST_KINDS)
-        self.quick = Memory(MOST_KINDS)
-        self.config: Any = None
+        self.quick: tuple[Any, Memory] = (None, Memory(MOST_KINDS))
         self.describe: Callable[[Any], bytes | None] = self.begin
 
     def begin(self, args: Any) -> bytes | None:
@@ -126,8 +125,9 @@ class Whole:
     def __call__(self, *args: Any, **options: Any) -> Any:
         """What the function computes."""
         told = self.describe(args) if not options else None
-        if told is not None and settings.current() is self.config:
-            made: Made | None = self.quick.get(told)
+        config, quick = self.quick  # together, as other threads may change them
+        if told is not None and settings.current() is config:
+            made: Made | None = quick.get(told)
             if made is not None:
                 more = found(made.checks) if made.checks else []
                 if more is not None:
@@ -140,9 +140,9 @@ class Whole:
         if made is None:
             made, leaves = self.make(args, options, key, leaves, kept)
         elif told is not None:
-            if settings.current() is not self.config:
-                self.quick, self.config = Memory(MOST_KINDS), settings.current()
-            self.quick.keep(told, made)
+            if settings.current() is not config:
+                self.quick = config, quick = settings.current(), Memory(MOST_KINDS)
+            quick.keep(told, made)
             made.simple = not made.checks and not any(type(x) is int for x in args)
         try:
             return made.run([*leaves, *more])
@@ -152,7 +152,7 @@ class Whole:
     def again(self, args: Any, options: Any) -> Any:
         """NumPy gives a shape that the program does not expect: forget it, and run the function itself."""
         self.memo.clear()
-        self.quick.clear()
+        self.quick[1].clear()
         return self.__wrapped__(*args, **options)
 
     def known(self, key: Any, leaves: list[Any]) -> tuple[Made | None, list[Any]]:
