@@ -41,6 +41,7 @@ from portmm.ir import (
     LetPtr,
     Move,
     Param,
+    Prefetch,
     Ptr,
     Scratch,
     Verb,
@@ -195,7 +196,7 @@ class _Tiles(Gemm):
         args: list[Index | Ptr] = [var("kd"), self.slice_of_a(), TALL, Ptr("bp")]
         args += [self.panel_step or const(0)] if panels > 1 else []
         args += [Ptr("rest"), self.sums(const(0), const(0)), const(0).lt(self.pc) if self.s.kc else const(0)]
-        return (Call(micro_kernel(self.atom, self.grid, self.s.nr, panels), tuple(args)),)
+        return (Call(micro_kernel(self.atom, self.grid, self.s.nr, panels, self.s.prefetch), tuple(args)),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +271,11 @@ class Outer:
         return (*loads, *macs)
 
 
-def micro_kernel(atom: Atom, grid: Grid, nr: int, panels: int) -> Function:
-    """C[tall][wide] (+)= A . B over k units, of which those that fill no step are in `rest`."""
+def micro_kernel(atom: Atom, grid: Grid, nr: int, panels: int, ahead: int = 0) -> Function:
+    """C[tall][wide] (+)= A . B over k units, of which those that fill no step are in `rest`.
+
+    Lines of B are asked for some steps `ahead`: a tile's loads are too few to keep a memory busy.
+    """
     wide, deep = nr * panels, atom.deep
     t, whole = var("t"), var("k") // deep
     cut = (const(0), *grid.cut(TALL)[:-1])
@@ -279,7 +283,13 @@ def micro_kernel(atom: Atom, grid: Grid, nr: int, panels: int) -> Function:
     last = replace(outer, by=replace(outer.by, b=wide))
     body = (
         outer.begin(),
-        For("t", const(0), whole, const(1), outer.step(t, nr, Ptr("b", t * (deep * nr)))),
+        For(
+            "t",
+            const(0),
+            whole,
+            const(1),
+            (*_asked(atom, nr, panels, ahead), *outer.step(t, nr, Ptr("b", t * (deep * nr)))),
+        ),
         If((whole * deep).lt(var("k")), last.step(whole, wide, Ptr("rest"))),
         *outer.sums("store"),
     )
@@ -288,6 +298,18 @@ def micro_kernel(atom: Atom, grid: Grid, nr: int, panels: int) -> Function:
     params += [Param("rest", atom.right, readonly=True), Param("c", atom.acc), Param("accumulate")]
     name = f"ukr_{grid.rows}x{outer.columns}"
     return Function(name, "inner", tuple(params), body, f"C[tall][{wide}] (+)= A[tall][k] . B[k][{wide}], in tiles")
+
+
+def _asked(atom: Atom, nr: int, panels: int, ahead: int) -> tuple[Stmt, ...]:
+    """Ask for the lines of B that a later step multiplies."""
+    if not ahead:
+        return ()
+    t, i, line = var("t"), var("i"), 64 // BY_NAME[atom.right].bytes
+    first = (t + ahead) * (atom.deep * nr) + i * line
+    lines = tuple(
+        Prefetch(Ptr("b", first + (var("b_panel") * q if q else const(0))), near=False) for q in range(panels)
+    )
+    return (For("i", const(0), const(atom.deep * nr // line), const(1), lines, 16),)
 
 
 def strip_kernel(name: str, atom: Atom, grid: Grid) -> Function:

@@ -37,6 +37,9 @@ TILE_DEPTHS = (0.8, 6.0)
 """The same for tiles: a panel of B and the slice of A that passes it in L1, or sums that
 stay in tiles over a long k. Measured on Sapphire Rapids with a block of k of 256 bf16: 0.70 of
 what a long k with B in L1 gives; with both operands from L2, but a long k, 0.76."""
+TILES_AHEAD = 8
+"""Steps of k ahead of which lines of a B beyond L2 are asked for: 10 to 30 % faster out of L3 on Sapphire Rapids,
+and as much slower out of L2."""
 MOST_PACKED = 1 << 29
 """Bytes of B up to which a packed copy of all of it is affordable."""
 WHOLE_DEPTH = 2.0
@@ -248,6 +251,8 @@ def _tiled(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedul
         if p.static:
             continue
         if p.m <= mr:
+            if p.b == "packed" and p.k * p.n * BY_NAME[p.types[1]].bytes > _capacity(target, "L2"):
+                base = replace(base, prefetch=TILES_AHEAD)
             yield from _thin_tiles(base, p, isa, atom)
             continue
         for depth in TILE_DEPTHS:

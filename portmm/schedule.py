@@ -66,7 +66,7 @@ class Schedule:
         swap: the kernel computes C^T = B^T . A^T.
         over: what threads share out: "tiles" of C, "batch" items, or "k".
         lanes: lanes of the atom, 0 for the ISA's widest.
-        prefetch: rows of a B in place that are asked for ahead, 0 for none.
+        prefetch: rows of a B in place, or for tiles steps of a B in panels, that are asked for ahead, 0 for none.
         ahead: the micro-kernel asks for the next tile of C and the next B panel.
         kr: elements of k that sit side by side in a fragment; extents of k count such units.
         static: m, n, k if they are compiled in.

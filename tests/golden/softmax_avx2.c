@@ -59,30 +59,46 @@ typedef unsigned v8f_n __attribute__((vector_size(sizeof(v8f))));
 
 /* Expressions over one row */
 static __attribute__((noinline)) void one_row(long m, long n, long item, long row, const float *x0, long x0_m, float *x1, long x1_m, float *kept0) {
-  v8f all_r0, l0, all_r0_kept, t1, all_r1, t2, t4, t6, t7, t8, t9, t10, t11, t12, t13, t14, t15, t16, t17, t20, t21, t22, all_r1_kept, t23, t24;
+  v8f all_r0_0, all_r0_1, all_r0_2, all_r0_3, l0, all_r0_0_kept, t1, all_r1_0, all_r1_1, all_r1_2, all_r1_3, t2, t4, t6, t7, t8, t9, t10, t11, t12, t13, t14, t15, t16, t17, t20, t21, t22, all_r1_0_kept, t23, t24;
   v8i few;
-  v8f_w all_r0_at, all_r0_count, all_r0_there, t3, t5, t18, t19, all_r1_at, all_r1_count, all_r1_there;
+  v8f_w all_r0_0_at, all_r0_0_count, all_r0_0_there, t3, t5, t18, t19, all_r1_0_at, all_r1_0_count, all_r1_0_there;
   float t1_one, t23_one;
   float r0[1] __attribute__((aligned(64)));
   float r1[1] __attribute__((aligned(64)));
   float lane[8] __attribute__((aligned(64)));
-  all_r0 = ((v8f){0} + (-__builtin_inff()));
-  for (long j = 0; j < n - n % 8; j += 8) {
+  all_r0_0 = ((v8f){0} + (-__builtin_inff()));
+  all_r0_1 = ((v8f){0} + (-__builtin_inff()));
+  all_r0_2 = ((v8f){0} + (-__builtin_inff()));
+  all_r0_3 = ((v8f){0} + (-__builtin_inff()));
+  for (long j = 0; j < n - n % 32; j += 32) {
     l0 = *(const v8f_u *)(x0 + j);
-    { const v8f_w m = (l0 > all_r0) | (l0 != l0); all_r0 = (v8f)(((v8f_w)l0 & m) | ((v8f_w)all_r0 & ~m)); }
+    { const v8f_w m = (l0 > all_r0_0) | (l0 != l0); all_r0_0 = (v8f)(((v8f_w)l0 & m) | ((v8f_w)all_r0_0 & ~m)); }
+    l0 = *(const v8f_u *)(x0 + j + 8);
+    { const v8f_w m = (l0 > all_r0_1) | (l0 != l0); all_r0_1 = (v8f)(((v8f_w)l0 & m) | ((v8f_w)all_r0_1 & ~m)); }
+    l0 = *(const v8f_u *)(x0 + j + 16);
+    { const v8f_w m = (l0 > all_r0_2) | (l0 != l0); all_r0_2 = (v8f)(((v8f_w)l0 & m) | ((v8f_w)all_r0_2 & ~m)); }
+    l0 = *(const v8f_u *)(x0 + j + 24);
+    { const v8f_w m = (l0 > all_r0_3) | (l0 != l0); all_r0_3 = (v8f)(((v8f_w)l0 & m) | ((v8f_w)all_r0_3 & ~m)); }
+  }
+  for (long j = n - n % 32; j < n - n % 8; j += 8) {
+    l0 = *(const v8f_u *)(x0 + j);
+    { const v8f_w m = (l0 > all_r0_0) | (l0 != l0); all_r0_0 = (v8f)(((v8f_w)l0 & m) | ((v8f_w)all_r0_0 & ~m)); }
   }
   if (n - n % 8 < n) {
     const long j = n - n % 8;
     const long left = n - (n - n % 8);
     few = (v8i){0, 1, 2, 3, 4, 5, 6, 7} < (v8i){0} + (int)(max_(0, min_(n - (n - n % 8), 8)));
     __asm__("vmaskmovps %1, %2, %0" : "=x"(l0) : "m"(*(const v8f_u *)(x0 + j)), "x"(few));
-    all_r0_at = (v8f_w){0, 1, 2, 3, 4, 5, 6, 7} + (int)(0);
-    all_r0_count = (v8f_w){0} + (int)(left);
-    all_r0_there = all_r0_at < all_r0_count;
-    all_r0_kept = (v8f)(((v8f_w)l0 & all_r0_there) | ((v8f_w)((v8f){0} + (-__builtin_inff())) & ~all_r0_there));
-    { const v8f_w m = (all_r0_kept > all_r0) | (all_r0_kept != all_r0_kept); all_r0 = (v8f)(((v8f_w)all_r0_kept & m) | ((v8f_w)all_r0 & ~m)); }
+    all_r0_0_at = (v8f_w){0, 1, 2, 3, 4, 5, 6, 7} + (int)(0);
+    all_r0_0_count = (v8f_w){0} + (int)(left);
+    all_r0_0_there = all_r0_0_at < all_r0_0_count;
+    all_r0_0_kept = (v8f)(((v8f_w)l0 & all_r0_0_there) | ((v8f_w)((v8f){0} + (-__builtin_inff())) & ~all_r0_0_there));
+    { const v8f_w m = (all_r0_0_kept > all_r0_0) | (all_r0_0_kept != all_r0_0_kept); all_r0_0 = (v8f)(((v8f_w)all_r0_0_kept & m) | ((v8f_w)all_r0_0 & ~m)); }
   }
-  *(v8f_u *)(lane) = all_r0;
+  { const v8f_w m = (all_r0_1 > all_r0_0) | (all_r0_1 != all_r0_1); all_r0_0 = (v8f)(((v8f_w)all_r0_1 & m) | ((v8f_w)all_r0_0 & ~m)); }
+  { const v8f_w m = (all_r0_2 > all_r0_0) | (all_r0_2 != all_r0_2); all_r0_0 = (v8f)(((v8f_w)all_r0_2 & m) | ((v8f_w)all_r0_0 & ~m)); }
+  { const v8f_w m = (all_r0_3 > all_r0_0) | (all_r0_3 != all_r0_3); all_r0_0 = (v8f)(((v8f_w)all_r0_3 & m) | ((v8f_w)all_r0_0 & ~m)); }
+  *(v8f_u *)(lane) = all_r0_0;
   {
     float all = *(lane);
     for (int i = 1; i < 8; ++i) {
@@ -93,8 +109,11 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
   }
   t1_one = *(r0);
   t1 = t1_one - (v8f){0};
-  all_r1 = ((v8f){0} + 0.0f);
-  for (long j = 0; j < n - n % 8; j += 8) {
+  all_r1_0 = ((v8f){0} + 0.0f);
+  all_r1_1 = ((v8f){0} + 0.0f);
+  all_r1_2 = ((v8f){0} + 0.0f);
+  all_r1_3 = ((v8f){0} + 0.0f);
+  for (long j = 0; j < n - n % 32; j += 32) {
     l0 = *(const v8f_u *)(x0 + j);
     t2 = l0 - t1;
     t3 = ((v8f){0} + 89.0f) < t2;
@@ -118,7 +137,105 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
     t21 = t17 * t20;
     t22 = t21 * t20;
     *(v8f_u *)(kept0 + j) = t22;
-    all_r1 = all_r1 + t22;
+    all_r1_0 = all_r1_0 + t22;
+    l0 = *(const v8f_u *)(x0 + j + 8);
+    t2 = l0 - t1;
+    t3 = ((v8f){0} + 89.0f) < t2;
+    t4 = (v8f)(((v8f_w)((v8f){0} + 89.0f) & t3) | ((v8f_w)t2 & ~t3));
+    t5 = t4 < ((v8f){0} + (-104.0f));
+    t6 = (v8f)(((v8f_w)((v8f){0} + (-104.0f)) & t5) | ((v8f_w)t4 & ~t5));
+    t7 = t6 * ((v8f){0} + 0.7213475f) + ((v8f){0} + 1.2583039e+07f);
+    t8 = t7 - ((v8f){0} + 1.2583039e+07f);
+    t9 = t8 * ((v8f){0} + (-1.3862915f)) + t6;
+    t10 = t8 * ((v8f){0} + (-2.8572135e-06f)) + t9;
+    t11 = ((v8f){0} + 0.00019630798f) * t10 + ((v8f){0} + 0.0014104752f);
+    t12 = t11 * t10 + ((v8f){0} + 0.008335929f);
+    t13 = t12 * t10 + ((v8f){0} + 0.04166123f);
+    t14 = t13 * t10 + ((v8f){0} + 0.16666618f);
+    t15 = t14 * t10 + ((v8f){0} + 0.50000036f);
+    t16 = t15 * t10 + ((v8f){0} + 1.0f);
+    t17 = t16 * t10 + ((v8f){0} + 1.0f);
+    t18 = (v8f_w)t7;
+    t19 = (v8f_w)((v8f_n)t18 << 23);
+    t20 = (v8f)t19;
+    t21 = t17 * t20;
+    t22 = t21 * t20;
+    *(v8f_u *)(kept0 + j + 8) = t22;
+    all_r1_1 = all_r1_1 + t22;
+    l0 = *(const v8f_u *)(x0 + j + 16);
+    t2 = l0 - t1;
+    t3 = ((v8f){0} + 89.0f) < t2;
+    t4 = (v8f)(((v8f_w)((v8f){0} + 89.0f) & t3) | ((v8f_w)t2 & ~t3));
+    t5 = t4 < ((v8f){0} + (-104.0f));
+    t6 = (v8f)(((v8f_w)((v8f){0} + (-104.0f)) & t5) | ((v8f_w)t4 & ~t5));
+    t7 = t6 * ((v8f){0} + 0.7213475f) + ((v8f){0} + 1.2583039e+07f);
+    t8 = t7 - ((v8f){0} + 1.2583039e+07f);
+    t9 = t8 * ((v8f){0} + (-1.3862915f)) + t6;
+    t10 = t8 * ((v8f){0} + (-2.8572135e-06f)) + t9;
+    t11 = ((v8f){0} + 0.00019630798f) * t10 + ((v8f){0} + 0.0014104752f);
+    t12 = t11 * t10 + ((v8f){0} + 0.008335929f);
+    t13 = t12 * t10 + ((v8f){0} + 0.04166123f);
+    t14 = t13 * t10 + ((v8f){0} + 0.16666618f);
+    t15 = t14 * t10 + ((v8f){0} + 0.50000036f);
+    t16 = t15 * t10 + ((v8f){0} + 1.0f);
+    t17 = t16 * t10 + ((v8f){0} + 1.0f);
+    t18 = (v8f_w)t7;
+    t19 = (v8f_w)((v8f_n)t18 << 23);
+    t20 = (v8f)t19;
+    t21 = t17 * t20;
+    t22 = t21 * t20;
+    *(v8f_u *)(kept0 + j + 16) = t22;
+    all_r1_2 = all_r1_2 + t22;
+    l0 = *(const v8f_u *)(x0 + j + 24);
+    t2 = l0 - t1;
+    t3 = ((v8f){0} + 89.0f) < t2;
+    t4 = (v8f)(((v8f_w)((v8f){0} + 89.0f) & t3) | ((v8f_w)t2 & ~t3));
+    t5 = t4 < ((v8f){0} + (-104.0f));
+    t6 = (v8f)(((v8f_w)((v8f){0} + (-104.0f)) & t5) | ((v8f_w)t4 & ~t5));
+    t7 = t6 * ((v8f){0} + 0.7213475f) + ((v8f){0} + 1.2583039e+07f);
+    t8 = t7 - ((v8f){0} + 1.2583039e+07f);
+    t9 = t8 * ((v8f){0} + (-1.3862915f)) + t6;
+    t10 = t8 * ((v8f){0} + (-2.8572135e-06f)) + t9;
+    t11 = ((v8f){0} + 0.00019630798f) * t10 + ((v8f){0} + 0.0014104752f);
+    t12 = t11 * t10 + ((v8f){0} + 0.008335929f);
+    t13 = t12 * t10 + ((v8f){0} + 0.04166123f);
+    t14 = t13 * t10 + ((v8f){0} + 0.16666618f);
+    t15 = t14 * t10 + ((v8f){0} + 0.50000036f);
+    t16 = t15 * t10 + ((v8f){0} + 1.0f);
+    t17 = t16 * t10 + ((v8f){0} + 1.0f);
+    t18 = (v8f_w)t7;
+    t19 = (v8f_w)((v8f_n)t18 << 23);
+    t20 = (v8f)t19;
+    t21 = t17 * t20;
+    t22 = t21 * t20;
+    *(v8f_u *)(kept0 + j + 24) = t22;
+    all_r1_3 = all_r1_3 + t22;
+  }
+  for (long j = n - n % 32; j < n - n % 8; j += 8) {
+    l0 = *(const v8f_u *)(x0 + j);
+    t2 = l0 - t1;
+    t3 = ((v8f){0} + 89.0f) < t2;
+    t4 = (v8f)(((v8f_w)((v8f){0} + 89.0f) & t3) | ((v8f_w)t2 & ~t3));
+    t5 = t4 < ((v8f){0} + (-104.0f));
+    t6 = (v8f)(((v8f_w)((v8f){0} + (-104.0f)) & t5) | ((v8f_w)t4 & ~t5));
+    t7 = t6 * ((v8f){0} + 0.7213475f) + ((v8f){0} + 1.2583039e+07f);
+    t8 = t7 - ((v8f){0} + 1.2583039e+07f);
+    t9 = t8 * ((v8f){0} + (-1.3862915f)) + t6;
+    t10 = t8 * ((v8f){0} + (-2.8572135e-06f)) + t9;
+    t11 = ((v8f){0} + 0.00019630798f) * t10 + ((v8f){0} + 0.0014104752f);
+    t12 = t11 * t10 + ((v8f){0} + 0.008335929f);
+    t13 = t12 * t10 + ((v8f){0} + 0.04166123f);
+    t14 = t13 * t10 + ((v8f){0} + 0.16666618f);
+    t15 = t14 * t10 + ((v8f){0} + 0.50000036f);
+    t16 = t15 * t10 + ((v8f){0} + 1.0f);
+    t17 = t16 * t10 + ((v8f){0} + 1.0f);
+    t18 = (v8f_w)t7;
+    t19 = (v8f_w)((v8f_n)t18 << 23);
+    t20 = (v8f)t19;
+    t21 = t17 * t20;
+    t22 = t21 * t20;
+    *(v8f_u *)(kept0 + j) = t22;
+    all_r1_0 = all_r1_0 + t22;
   }
   if (n - n % 8 < n) {
     const long j = n - n % 8;
@@ -147,13 +264,16 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
     t21 = t17 * t20;
     t22 = t21 * t20;
     *(v8f_u *)(kept0 + j) = t22;
-    all_r1_at = (v8f_w){0, 1, 2, 3, 4, 5, 6, 7} + (int)(0);
-    all_r1_count = (v8f_w){0} + (int)(left);
-    all_r1_there = all_r1_at < all_r1_count;
-    all_r1_kept = (v8f)(((v8f_w)t22 & all_r1_there) | ((v8f_w)((v8f){0} + 0.0f) & ~all_r1_there));
-    all_r1 = all_r1 + all_r1_kept;
+    all_r1_0_at = (v8f_w){0, 1, 2, 3, 4, 5, 6, 7} + (int)(0);
+    all_r1_0_count = (v8f_w){0} + (int)(left);
+    all_r1_0_there = all_r1_0_at < all_r1_0_count;
+    all_r1_0_kept = (v8f)(((v8f_w)t22 & all_r1_0_there) | ((v8f_w)((v8f){0} + 0.0f) & ~all_r1_0_there));
+    all_r1_0 = all_r1_0 + all_r1_0_kept;
   }
-  *(v8f_u *)(lane) = all_r1;
+  all_r1_0 = all_r1_0 + all_r1_1;
+  all_r1_0 = all_r1_0 + all_r1_2;
+  all_r1_0 = all_r1_0 + all_r1_3;
+  *(v8f_u *)(lane) = all_r1_0;
   {
     float all = *(lane);
     for (int i = 1; i < 8; ++i) {

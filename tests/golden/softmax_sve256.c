@@ -37,29 +37,45 @@ static inline long max_(long x, long y) { return x > y ? x : y; }
 
 /* Expressions over one row */
 static __attribute__((noinline)) void one_row(long m, long n, long item, long row, const float *x0, long x0_m, float *x1, long x1_m, float *kept0) {
-  svfloat32_t all_r0, l0, all_r0_kept, t1_one, t1, all_r1, t2, t4, t6, t7, t8, t9, t10, t11, t12, t13, t14, t15, t16, t17, t20, t21, t22, all_r1_kept, t23_one, t23, t24;
-  svbool_t few, all_r0_there, t3, t5, all_r1_there;
-  svint32_t all_r0_at, all_r0_count, t18, t19, all_r1_at, all_r1_count;
+  svfloat32_t all_r0_0, all_r0_1, all_r0_2, all_r0_3, l0, all_r0_0_kept, t1_one, t1, all_r1_0, all_r1_1, all_r1_2, all_r1_3, t2, t4, t6, t7, t8, t9, t10, t11, t12, t13, t14, t15, t16, t17, t20, t21, t22, all_r1_0_kept, t23_one, t23, t24;
+  svbool_t few, all_r0_0_there, t3, t5, all_r1_0_there;
+  svint32_t all_r0_0_at, all_r0_0_count, t18, t19, all_r1_0_at, all_r1_0_count;
   float r0[1] __attribute__((aligned(64)));
   float r1[1] __attribute__((aligned(64)));
   float lane[8] __attribute__((aligned(64)));
-  all_r0 = svdup_n_f32((-__builtin_inff()));
-  for (long j = 0; j < n - n % 8; j += 8) {
+  all_r0_0 = svdup_n_f32((-__builtin_inff()));
+  all_r0_1 = svdup_n_f32((-__builtin_inff()));
+  all_r0_2 = svdup_n_f32((-__builtin_inff()));
+  all_r0_3 = svdup_n_f32((-__builtin_inff()));
+  for (long j = 0; j < n - n % 32; j += 32) {
     l0 = svld1_f32(svptrue_b32(), x0 + j);
-    all_r0 = svmax_f32_x(svptrue_b32(), all_r0, l0);
+    all_r0_0 = svmax_f32_x(svptrue_b32(), all_r0_0, l0);
+    l0 = svld1_f32(svptrue_b32(), x0 + j + 8);
+    all_r0_1 = svmax_f32_x(svptrue_b32(), all_r0_1, l0);
+    l0 = svld1_f32(svptrue_b32(), x0 + j + 16);
+    all_r0_2 = svmax_f32_x(svptrue_b32(), all_r0_2, l0);
+    l0 = svld1_f32(svptrue_b32(), x0 + j + 24);
+    all_r0_3 = svmax_f32_x(svptrue_b32(), all_r0_3, l0);
+  }
+  for (long j = n - n % 32; j < n - n % 8; j += 8) {
+    l0 = svld1_f32(svptrue_b32(), x0 + j);
+    all_r0_0 = svmax_f32_x(svptrue_b32(), all_r0_0, l0);
   }
   if (n - n % 8 < n) {
     const long j = n - n % 8;
     const long left = n - (n - n % 8);
     few = svwhilelt_b32_u32(0, (unsigned)(max_(0, min_(n - (n - n % 8), 8))));
     l0 = svld1_f32(few, x0 + j);
-    all_r0_at = svindex_s32((int)(0), 1);
-    all_r0_count = svdup_n_s32((int)(left));
-    all_r0_there = svcmplt_s32(svptrue_b32(), all_r0_at, all_r0_count);
-    all_r0_kept = svsel_f32(all_r0_there, l0, svdup_n_f32((-__builtin_inff())));
-    all_r0 = svmax_f32_x(svptrue_b32(), all_r0, all_r0_kept);
+    all_r0_0_at = svindex_s32((int)(0), 1);
+    all_r0_0_count = svdup_n_s32((int)(left));
+    all_r0_0_there = svcmplt_s32(svptrue_b32(), all_r0_0_at, all_r0_0_count);
+    all_r0_0_kept = svsel_f32(all_r0_0_there, l0, svdup_n_f32((-__builtin_inff())));
+    all_r0_0 = svmax_f32_x(svptrue_b32(), all_r0_0, all_r0_0_kept);
   }
-  svst1_f32(svptrue_b32(), lane, all_r0);
+  all_r0_0 = svmax_f32_x(svptrue_b32(), all_r0_0, all_r0_1);
+  all_r0_0 = svmax_f32_x(svptrue_b32(), all_r0_0, all_r0_2);
+  all_r0_0 = svmax_f32_x(svptrue_b32(), all_r0_0, all_r0_3);
+  svst1_f32(svptrue_b32(), lane, all_r0_0);
   {
     float all = *(lane);
     for (int i = 1; i < 8; ++i) {
@@ -70,8 +86,11 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
   }
   t1_one = svdup_n_f32(*(r0));
   t1 = t1_one;
-  all_r1 = svdup_n_f32(0.0f);
-  for (long j = 0; j < n - n % 8; j += 8) {
+  all_r1_0 = svdup_n_f32(0.0f);
+  all_r1_1 = svdup_n_f32(0.0f);
+  all_r1_2 = svdup_n_f32(0.0f);
+  all_r1_3 = svdup_n_f32(0.0f);
+  for (long j = 0; j < n - n % 32; j += 32) {
     l0 = svld1_f32(svptrue_b32(), x0 + j);
     t2 = svsub_f32_x(svptrue_b32(), l0, t1);
     t3 = svcmplt_f32(svptrue_b32(), svdup_n_f32(89.0f), t2);
@@ -95,7 +114,105 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
     t21 = svmul_f32_x(svptrue_b32(), t17, t20);
     t22 = svmul_f32_x(svptrue_b32(), t21, t20);
     svst1_f32(svptrue_b32(), kept0 + j, t22);
-    all_r1 = svadd_f32_x(svptrue_b32(), all_r1, t22);
+    all_r1_0 = svadd_f32_x(svptrue_b32(), all_r1_0, t22);
+    l0 = svld1_f32(svptrue_b32(), x0 + j + 8);
+    t2 = svsub_f32_x(svptrue_b32(), l0, t1);
+    t3 = svcmplt_f32(svptrue_b32(), svdup_n_f32(89.0f), t2);
+    t4 = svsel_f32(t3, svdup_n_f32(89.0f), t2);
+    t5 = svcmplt_f32(svptrue_b32(), t4, svdup_n_f32((-104.0f)));
+    t6 = svsel_f32(t5, svdup_n_f32((-104.0f)), t4);
+    t7 = svmla_f32_x(svptrue_b32(), svdup_n_f32(1.2583039e+07f), t6, svdup_n_f32(0.7213475f));
+    t8 = svsub_f32_x(svptrue_b32(), t7, svdup_n_f32(1.2583039e+07f));
+    t9 = svmla_f32_x(svptrue_b32(), t6, t8, svdup_n_f32((-1.3862915f)));
+    t10 = svmla_f32_x(svptrue_b32(), t9, t8, svdup_n_f32((-2.8572135e-06f)));
+    t11 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.0014104752f), svdup_n_f32(0.00019630798f), t10);
+    t12 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.008335929f), t11, t10);
+    t13 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.04166123f), t12, t10);
+    t14 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.16666618f), t13, t10);
+    t15 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.50000036f), t14, t10);
+    t16 = svmla_f32_x(svptrue_b32(), svdup_n_f32(1.0f), t15, t10);
+    t17 = svmla_f32_x(svptrue_b32(), svdup_n_f32(1.0f), t16, t10);
+    t18 = svreinterpret_s32_f32(t7);
+    t19 = svlsl_n_s32_x(svptrue_b32(), t18, 23);
+    t20 = svreinterpret_f32_s32(t19);
+    t21 = svmul_f32_x(svptrue_b32(), t17, t20);
+    t22 = svmul_f32_x(svptrue_b32(), t21, t20);
+    svst1_f32(svptrue_b32(), kept0 + j + 8, t22);
+    all_r1_1 = svadd_f32_x(svptrue_b32(), all_r1_1, t22);
+    l0 = svld1_f32(svptrue_b32(), x0 + j + 16);
+    t2 = svsub_f32_x(svptrue_b32(), l0, t1);
+    t3 = svcmplt_f32(svptrue_b32(), svdup_n_f32(89.0f), t2);
+    t4 = svsel_f32(t3, svdup_n_f32(89.0f), t2);
+    t5 = svcmplt_f32(svptrue_b32(), t4, svdup_n_f32((-104.0f)));
+    t6 = svsel_f32(t5, svdup_n_f32((-104.0f)), t4);
+    t7 = svmla_f32_x(svptrue_b32(), svdup_n_f32(1.2583039e+07f), t6, svdup_n_f32(0.7213475f));
+    t8 = svsub_f32_x(svptrue_b32(), t7, svdup_n_f32(1.2583039e+07f));
+    t9 = svmla_f32_x(svptrue_b32(), t6, t8, svdup_n_f32((-1.3862915f)));
+    t10 = svmla_f32_x(svptrue_b32(), t9, t8, svdup_n_f32((-2.8572135e-06f)));
+    t11 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.0014104752f), svdup_n_f32(0.00019630798f), t10);
+    t12 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.008335929f), t11, t10);
+    t13 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.04166123f), t12, t10);
+    t14 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.16666618f), t13, t10);
+    t15 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.50000036f), t14, t10);
+    t16 = svmla_f32_x(svptrue_b32(), svdup_n_f32(1.0f), t15, t10);
+    t17 = svmla_f32_x(svptrue_b32(), svdup_n_f32(1.0f), t16, t10);
+    t18 = svreinterpret_s32_f32(t7);
+    t19 = svlsl_n_s32_x(svptrue_b32(), t18, 23);
+    t20 = svreinterpret_f32_s32(t19);
+    t21 = svmul_f32_x(svptrue_b32(), t17, t20);
+    t22 = svmul_f32_x(svptrue_b32(), t21, t20);
+    svst1_f32(svptrue_b32(), kept0 + j + 16, t22);
+    all_r1_2 = svadd_f32_x(svptrue_b32(), all_r1_2, t22);
+    l0 = svld1_f32(svptrue_b32(), x0 + j + 24);
+    t2 = svsub_f32_x(svptrue_b32(), l0, t1);
+    t3 = svcmplt_f32(svptrue_b32(), svdup_n_f32(89.0f), t2);
+    t4 = svsel_f32(t3, svdup_n_f32(89.0f), t2);
+    t5 = svcmplt_f32(svptrue_b32(), t4, svdup_n_f32((-104.0f)));
+    t6 = svsel_f32(t5, svdup_n_f32((-104.0f)), t4);
+    t7 = svmla_f32_x(svptrue_b32(), svdup_n_f32(1.2583039e+07f), t6, svdup_n_f32(0.7213475f));
+    t8 = svsub_f32_x(svptrue_b32(), t7, svdup_n_f32(1.2583039e+07f));
+    t9 = svmla_f32_x(svptrue_b32(), t6, t8, svdup_n_f32((-1.3862915f)));
+    t10 = svmla_f32_x(svptrue_b32(), t9, t8, svdup_n_f32((-2.8572135e-06f)));
+    t11 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.0014104752f), svdup_n_f32(0.00019630798f), t10);
+    t12 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.008335929f), t11, t10);
+    t13 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.04166123f), t12, t10);
+    t14 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.16666618f), t13, t10);
+    t15 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.50000036f), t14, t10);
+    t16 = svmla_f32_x(svptrue_b32(), svdup_n_f32(1.0f), t15, t10);
+    t17 = svmla_f32_x(svptrue_b32(), svdup_n_f32(1.0f), t16, t10);
+    t18 = svreinterpret_s32_f32(t7);
+    t19 = svlsl_n_s32_x(svptrue_b32(), t18, 23);
+    t20 = svreinterpret_f32_s32(t19);
+    t21 = svmul_f32_x(svptrue_b32(), t17, t20);
+    t22 = svmul_f32_x(svptrue_b32(), t21, t20);
+    svst1_f32(svptrue_b32(), kept0 + j + 24, t22);
+    all_r1_3 = svadd_f32_x(svptrue_b32(), all_r1_3, t22);
+  }
+  for (long j = n - n % 32; j < n - n % 8; j += 8) {
+    l0 = svld1_f32(svptrue_b32(), x0 + j);
+    t2 = svsub_f32_x(svptrue_b32(), l0, t1);
+    t3 = svcmplt_f32(svptrue_b32(), svdup_n_f32(89.0f), t2);
+    t4 = svsel_f32(t3, svdup_n_f32(89.0f), t2);
+    t5 = svcmplt_f32(svptrue_b32(), t4, svdup_n_f32((-104.0f)));
+    t6 = svsel_f32(t5, svdup_n_f32((-104.0f)), t4);
+    t7 = svmla_f32_x(svptrue_b32(), svdup_n_f32(1.2583039e+07f), t6, svdup_n_f32(0.7213475f));
+    t8 = svsub_f32_x(svptrue_b32(), t7, svdup_n_f32(1.2583039e+07f));
+    t9 = svmla_f32_x(svptrue_b32(), t6, t8, svdup_n_f32((-1.3862915f)));
+    t10 = svmla_f32_x(svptrue_b32(), t9, t8, svdup_n_f32((-2.8572135e-06f)));
+    t11 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.0014104752f), svdup_n_f32(0.00019630798f), t10);
+    t12 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.008335929f), t11, t10);
+    t13 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.04166123f), t12, t10);
+    t14 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.16666618f), t13, t10);
+    t15 = svmla_f32_x(svptrue_b32(), svdup_n_f32(0.50000036f), t14, t10);
+    t16 = svmla_f32_x(svptrue_b32(), svdup_n_f32(1.0f), t15, t10);
+    t17 = svmla_f32_x(svptrue_b32(), svdup_n_f32(1.0f), t16, t10);
+    t18 = svreinterpret_s32_f32(t7);
+    t19 = svlsl_n_s32_x(svptrue_b32(), t18, 23);
+    t20 = svreinterpret_f32_s32(t19);
+    t21 = svmul_f32_x(svptrue_b32(), t17, t20);
+    t22 = svmul_f32_x(svptrue_b32(), t21, t20);
+    svst1_f32(svptrue_b32(), kept0 + j, t22);
+    all_r1_0 = svadd_f32_x(svptrue_b32(), all_r1_0, t22);
   }
   if (n - n % 8 < n) {
     const long j = n - n % 8;
@@ -124,13 +241,16 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
     t21 = svmul_f32_x(svptrue_b32(), t17, t20);
     t22 = svmul_f32_x(svptrue_b32(), t21, t20);
     svst1_f32(svptrue_b32(), kept0 + j, t22);
-    all_r1_at = svindex_s32((int)(0), 1);
-    all_r1_count = svdup_n_s32((int)(left));
-    all_r1_there = svcmplt_s32(svptrue_b32(), all_r1_at, all_r1_count);
-    all_r1_kept = svsel_f32(all_r1_there, t22, svdup_n_f32(0.0f));
-    all_r1 = svadd_f32_x(svptrue_b32(), all_r1, all_r1_kept);
+    all_r1_0_at = svindex_s32((int)(0), 1);
+    all_r1_0_count = svdup_n_s32((int)(left));
+    all_r1_0_there = svcmplt_s32(svptrue_b32(), all_r1_0_at, all_r1_0_count);
+    all_r1_0_kept = svsel_f32(all_r1_0_there, t22, svdup_n_f32(0.0f));
+    all_r1_0 = svadd_f32_x(svptrue_b32(), all_r1_0, all_r1_0_kept);
   }
-  svst1_f32(svptrue_b32(), lane, all_r1);
+  all_r1_0 = svadd_f32_x(svptrue_b32(), all_r1_0, all_r1_1);
+  all_r1_0 = svadd_f32_x(svptrue_b32(), all_r1_0, all_r1_2);
+  all_r1_0 = svadd_f32_x(svptrue_b32(), all_r1_0, all_r1_3);
+  svst1_f32(svptrue_b32(), lane, all_r1_0);
   {
     float all = *(lane);
     for (int i = 1; i < 8; ++i) {
