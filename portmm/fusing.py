@@ -43,7 +43,7 @@ class Step:
         first: operands that come before those that the function captures: values that it is given.
         types: of the results.
         axes: of the results.
-        wide: the first varies along a row.
+        wide: the first varies along a row, or is the same everywhere.
     """
 
     traced: Traced
@@ -119,7 +119,7 @@ def settle(traced: Traced, given: tuple[Operand, ...], usual: np.dtype[Any], *, 
         if not whole:
             operands.append(Operand(arrays.name_of(types[i]), axes[i]))
     text = str(Fused(tuple(operands), tuple(results)))
-    return Step(traced, text, first, types, tuple(axes), "n" in along[values[0]])
+    return Step(traced, text, first, types, tuple(axes), "n" in along[values[0]] or not along[values[0]])
 
 
 def _converted(x: Expr, dtype: np.dtype[Any]) -> Expr:

@@ -124,18 +124,18 @@ def starts_of(x: Any, shape: Shape) -> Array:
         TypeError: these are no integers.
         ValueError: they do not fit.
     """
-    return _by_item(x, "offset", shape, -shape.m)
+    return _by_item(x, "offsets", shape, -shape.m)
 
 
 def _by_item(x: Any, name: str, shape: Shape, least: int) -> Array:
     """An integer for each item."""
     found = np.asarray(x)
     if found.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {found.dtype}; give integers")
+        raise TypeError(f"{name} have dtype {found.dtype}; give integers")
     if found.shape not in ((), shape.lead):
-        raise ValueError(f"{name} has shape {found.shape}; the items have {shape.lead}")
+        raise ValueError(f"{name} have shape {found.shape}; the items have {shape.lead}")
     if found.size and not (found.min() >= least and found.max() <= shape.n):
-        raise ValueError(f"{name} goes from {found.min()} to {found.max()}; there are {shape.n} keys")
+        raise ValueError(f"{name} go from {found.min()} to {found.max()}; there are {shape.n} keys")
     return np.broadcast_to(found, shape.lead).astype(np.int32).reshape(shape.items)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from portmm import api, settings
 from portmm.dtype import BY_NAME
-from portmm.errors import BuildError, TraceError
+from portmm.errors import BuildError, ScheduleError, TraceError
 from portmm.expr import Expr, ordered
 from portmm.fused import Operand, varies
 from portmm.fused import given as of_given
@@ -141,6 +141,9 @@ def over_rows(
     def make(traced: Traced) -> tuple[_Rows, ...]:
         api.begin()
         traced = typed(traced, first)
+        return _once(traced, made)
+
+    def made(traced: Traced) -> tuple[_Rows, ...]:
         split = down(traced, len(values), usual)
         if split is None:
             return (_rows(traced, size, views, strides, usual, lead),)
@@ -169,6 +172,16 @@ def over_rows(
         np.copyto(out, results[0])
         results[0] = out
     return tuple(results), head.several
+
+
+def _once(traced: Traced, make: Callable[[Traced], tuple[_Rows, ...]]) -> tuple[_Rows, ...]:
+    """The kernels of a function; an error that says so where columns would have to be reduced twice."""
+    try:
+        return make(traced)
+    except ScheduleError as error:
+        if not any(x.op == "fold" for x in ordered(tuple(x for x, _ in traced.results))):
+            raise
+        raise TraceError("what is reduced down columns cannot be reduced again there: take two steps") from error
 
 
 def _rows(  # noqa: PLR0917 - what they read is three of them
@@ -205,12 +218,8 @@ def down(traced: Traced, given: int, usual: np.dtype[Any]) -> tuple[Traced, Trac
     folds = [x for x in steps if x.op == "fold"]
     if not folds:
         return None
-    inside = [y for x in steps if x.op in ("fold", "reduce") for y in ordered(x.inner)]
-    if any(y.op == "fold" for y in inside) or any(y.op == "reduce" for x in folds for y in ordered(x.inner)):
-        raise TraceError(
-            "rows or columns of what is reduced down columns, or columns of what is reduced along rows, "
-            "cannot be reduced in kernels: take two steps"
-        )
+    if any(y.op == "reduce" for x in folds for y in ordered(x.inner)):
+        raise TraceError("columns of what is reduced along rows cannot be reduced in kernels: take two steps")
     along = varies(steps, traced.operands)
     whole: dict[Expr, Expr] = {}
 

@@ -120,7 +120,7 @@ def test_queries_at_positions_of_their_own(m, dtype):
     for how in ({"causal": True}, {"causal": True, "window": 8}, {"window": 9}):
         for more in ({"lengths": lengths, "offset": lengths - m}, {"offset": 3}, {"offset": np.array([0, 90, -1])}):
             check(*x, exact(*x, **how, **more), **how, **more)
-    with pytest.raises(ValueError, match="offset goes"):
+    with pytest.raises(ValueError, match="offsets go"):
         pm.attention(*x, causal=True, offset=131)
     with pytest.raises(TypeError, match="integers"):
         pm.attention(*x, causal=True, offset=0.5)
