@@ -101,6 +101,7 @@ __all__ = [
     "get_num_threads",
     "hard_sigmoid",
     "hard_swish",
+    "launch",
     "layer_norm",
     "leaky_relu",
     "linear",
@@ -142,6 +143,7 @@ _LATER = {
     **dict.fromkeys(("Quantized", "dequantize", "load_quantized", "quantize", "save_quantized"), "quantized"),
     **dict.fromkeys(("from_awq", "from_gguf", "from_gptq", "from_int4"), "formats"),
     **dict.fromkeys(("load_packed", "save_packed"), "stored"),
+    "launch": "launching",
     "linear": "scaled",
     "fuse": "whole",
     **dict.fromkeys(

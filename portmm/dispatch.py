@@ -175,7 +175,7 @@ _loaded: dict[str, Any] = {}
 _lock = threading.Lock()
 
 
-def _load(kernel: Kernel) -> Any:
+def loaded(kernel: Kernel) -> Any:
     """The kernel's code in this process, built and loaded once per source."""
     from portmm.run.host import runtime
 
@@ -199,7 +199,7 @@ def workspace_bytes(kernel: Kernel, p: Problem, workers: int) -> int:
 @lru_cache(maxsize=1024)
 def _code(s: Schedule, isa: Isa) -> Any:
     """The code of a schedule, in this process: other sizes need no source."""
-    return _load(kernel_of(s, isa))
+    return loaded(kernel_of(s, isa))
 
 
 def _route(s: Schedule, isa: Isa, p: Problem, workers: int) -> Any:
@@ -239,7 +239,7 @@ def route_for(p: Problem, target: Target, threads: int) -> Any:
 
 @lru_cache(maxsize=256)
 def _packer(isa: Isa, dtype: str, nr: int, layout: str) -> Any:
-    return _load(lower_pack(isa, dtype, nr, layout))
+    return loaded(lower_pack(isa, dtype, nr, layout))
 
 
 def pack_route(isa: Isa, dtype: str, nr: int, layout: str, threads: int) -> Any:
@@ -257,7 +257,7 @@ def pack_route(isa: Isa, dtype: str, nr: int, layout: str, threads: int) -> Any:
 
 @lru_cache(maxsize=256)
 def _folder(isa: Isa, kept: Family) -> Any:
-    return _load(lower_fold(isa, kept))
+    return loaded(lower_fold(isa, kept))
 
 
 def fold_route(kept: Family, target: Target, threads: int) -> Any:
@@ -279,7 +279,7 @@ def _rows(text: str, isa: Isa, lanes: int) -> tuple[Kernel, Any]:
     real = isa.vector("f32", lanes)
     assert real is not None  # noqa: S101 - `unit_for` found it
     kernel = lower_rows(isa, real, text)
-    return kernel, _load(kernel)
+    return kernel, loaded(kernel)
 
 
 def unit_for(fused: Fused, target: Target) -> tuple[Isa, Atom]:
@@ -318,7 +318,7 @@ def rows_route(text: str, size: tuple[int, int, int], target: Target, workers: i
 @lru_cache(maxsize=256)
 def _attention(form: Form, isa: Isa, atom: Atom, real: Atom) -> tuple[Kernel, Any]:
     kernel = lower_attention(isa, atom, real, form)
-    return kernel, _load(kernel)
+    return kernel, loaded(kernel)
 
 
 def attention_unit(held: str, fused: Fused, target: Target, rows: int) -> tuple[Isa, Atom, Atom]:

@@ -438,7 +438,7 @@ def load(kernel: Any) -> Any:
     """A kernel built and loaded through the real pipeline."""
     from portmm import dispatch
 
-    return dispatch._load(kernel)
+    return dispatch.loaded(kernel)
 
 
 def execute(kernel: Any, k: Case, workers: int = 1, *, code: Any = None, end: bool = True) -> np.ndarray:

@@ -407,7 +407,7 @@ def test_tiles_that_are_arrays(how, monkeypatch):
     if not test_amx.LINES_RUN:
         pytest.skip("lines are moved by AVX-512")
     machine = replace(load_target("sapphire_rapids"), isas=(amx[0], *(x for x in amx[0].below)))
-    monkeypatch.setattr(dispatch, "_load", test_amx.shimmed)
+    monkeypatch.setattr(dispatch, "loaded", test_amx.shimmed)
     monkeypatch.setattr(attend.settings, "target", lambda: machine)
     dispatch.forget()
     for shape in [(2, 4, 2, 33, 70, 64, 64), (2, 2, 1, 70, 130, 40, 72), (2, 1, 1, 17, 37, 7, 5)]:

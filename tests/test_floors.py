@@ -24,7 +24,7 @@ FLOORS = {
     7: "dispatch tune",  # a problem to a ready plan
     # for users
     8: ". abreast api attend around arrays axes builder call captures cli compare doctor explanation flash "
-    "expressions folded fusing graph heads names packed places pose program quick rows surroundings "
+    "expressions folded fusing graph heads launching names packed places pose program quick rows surroundings "
     "scaled settings show splitter steady stored trace value whole",
 }
 FLOOR_OF = {name.strip("."): floor for floor, names in FLOORS.items() for name in names.split()}

@@ -1,0 +1,81 @@
+"""Kernels of one's own, on arrays.
+
+Owns `launch`, the last step of a block program that somebody wrote: a `Kernel` is compiled, once, and runs
+on arrays that lie as they lie. Imports `arrays`, `detect`, `dispatch`, `settings`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm import api, arrays, settings
+from portmm.detect import missing
+from portmm.dtype import BY_NAME, base, size
+from portmm.errors import TargetError
+
+if TYPE_CHECKING:
+    from portmm.ir import Kernel
+
+Array = np.ndarray[Any, Any]
+
+
+def launch(kernel: Kernel, a: Array, b: Array, c: Array) -> Array:
+    """Run a kernel: C[m, n] of A[m, k] and B[k, n], or of a batch of each.
+
+    What it does with them is its own affair; this machine keeps it from nothing. Threads are those of
+    `config` and `set_num_threads`.
+
+    Args:
+        kernel: a block program, made for this machine's instructions.
+        a: (m, k) or (batch, m, k), of the type that the kernel reads, with any strides.
+        b: (k, n) or (batch, k, n), likewise.
+        c: (m, n) or (batch, m, n), written.
+
+    Returns:
+        `c`.
+
+    Raises:
+        TargetError: this machine lacks instructions.
+        TypeError: an array is of another type than the kernel's.
+        ValueError: shapes do not fit, or `c` cannot be written.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    from portmm import dispatch
+    from portmm.interp import evaluate
+    from portmm.run.host import runtime
+
+    if lacking := missing(kernel.isa):
+        raise TargetError(f"{kernel.name} is for {kernel.isa.title}; this machine lacks {', '.join(lacking)}")
+    for name, x in (("a", a), ("b", b), ("c", c)):
+        _check(name, x, kernel)
+    (*lead, m, k), n = a.shape, b.shape[-1]
+    if b.shape != (*lead, k, n) or c.shape != (*lead, m, n) or len(lead) > 1:
+        raise ValueError(f"a {a.shape}, b {b.shape} and c {c.shape} do not fit: give (m, k), (k, n) and (m, n)")
+    if not c.flags.writeable:
+        raise ValueError("c is read-only; give a writeable array")
+    api.begin()
+    fields = {"m": m, "n": n, "k": k, "batch": lead[0] if lead else 1, "workers": settings.get_num_threads()}
+    numbers: list[Any] = [fields[x] for x in ("m", "n", "k", "batch")]
+    for names, x in (("a_m a_k a_batch", a), ("b_k b_n b_batch", b), ("c_m c_n c_batch", c)):
+        steps = [s // x.itemsize for s in x.strides]
+        strides = [*steps[-2:], steps[0] if lead else 0]
+        fields |= dict(zip(names.split(), strides, strict=True))
+        numbers += [x, *strides]
+    work = int(evaluate(kernel.workspace, fields) * size(kernel.atom.acc))
+    word = "-".join(base(kernel.type_of(x)) for x in "abc")
+    route = runtime().make_route(dispatch.loaded(kernel), work, fields["workers"], word)
+    runtime().execute(route, *numbers)
+    return c
+
+
+def _check(name: str, x: Any, kernel: Kernel) -> None:
+    """Refuse what a kernel cannot read."""
+    wanted = base(kernel.type_of(name))
+    if not isinstance(x, np.ndarray) or arrays.name_of(x.dtype) != wanted or x.ndim < 2:
+        said = f"an array of {x.dtype}, shape {x.shape}" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
+        raise TypeError(f"{name} is {said}; this kernel takes matrices of {BY_NAME[wanted].numpy}")
+    if not arrays.addressable(x, x.dtype.newbyteorder("=")):
+        raise ValueError(f"{name} is not aligned to its elements, or of another order of bytes; copy it first")
