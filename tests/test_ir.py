@@ -15,7 +15,8 @@ from support import TINY, case, execute, interpret
 from portmm import ir
 from portmm.candidates import candidates
 from portmm.dtype import F32
-from portmm.emit.c import address, index, source
+from portmm.emit.c import source
+from portmm.emit.printer import address, index
 from portmm.interp import evaluate
 from portmm.ir import Call, For, Function, If, Index, Kernel, Let, Move, Param, Ptr, Switch, Verb, const, var
 from portmm.lower import lower

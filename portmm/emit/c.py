@@ -1,70 +1,51 @@
 """C from the loop language.
 
-Owns the spelling of every node in header-free GNU C: vector types come from the
+Owns functions, arguments and threads in header-free GNU C: vector types come from the
 ISA's preamble, so no <immintrin.h> is parsed (a seventh of the compile time).
-Imports `ir`, `abi`, `dtype`. One pass over an immutable tree; the text of an
-atom's verbs is the only part that depends on an ISA. Which text of a load or a
-store that is follows from the type of the pointer.
+Imports `ir`, `abi`, `dtype`, `printer`. One pass over an immutable tree; the text of an
+atom's verbs is the only part that depends on an ISA.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from portmm import abi
-from portmm.dtype import BY_NAME, base
+from portmm.dtype import BY_NAME
 from portmm.emit import lanes as lanes_of
+from portmm.emit.printer import Printer, address, index, pruned
 from portmm.emit.scalars import HELPERS, converted
-from portmm.errors import ScheduleError
 from portmm.ir import (
     FIELDS,
     LEAST_PEAK,
     OPERANDS,
     STRIDES,
     SWAPPED,
-    Add,
     Call,
     Configure,
-    For,
     Function,
-    If,
     Index,
     Kernel,
-    Let,
     LetPtr,
     MacScalar,
     Map,
-    Move,
     Parallel,
     Param,
     Prefetch,
     Ptr,
-    Read,
     Reduce,
     RowScale,
     Scratch,
     Shuffle,
-    Stmt,
-    Switch,
     Total,
-    Verb,
     functions,
     walk,
 )
 
 if TYPE_CHECKING:
     from portmm.target import Atom
-
-_WRITES = {
-    "zero": "acc_type", "load_c": "acc_type", "load_a": "a_type", "load_b": "b_type",
-    "load_mask": "b_type", "load_rows": "b_type", "mask": "mask_type", "ones": "a_type", "code": "b_type",
-    "real": "acc_type",
-}  # fmt: skip
-"""Verb -> the field of an atom that is the C type of the register it writes."""
-
-_PRECEDENCE = {"==": 0, "<": 1, "+": 2, "-": 2, "*": 3, "/": 3, "%": 3}
 
 _PRELUDE = """\
 #if defined(__clang__)
@@ -98,111 +79,46 @@ def source(kernel: Kernel) -> str:
     return "\n\n".join(p for p in (*parts, *code) if p) + "\n"
 
 
-def index(x: Index, outer: int = -1) -> str:
-    """The C spelling of an integer expression."""
-    if x.op in ("const", "var"):
-        return str(x.args[0])
-    if x.op in ("min", "max"):
-        left, right = (index(y) for y in x.args)  # type: ignore[arg-type]
-        return f"{x.op}_({left}, {right})"
-    level = _PRECEDENCE[x.op]
-    # Only + may drop the brackets of a right operand: integer division does not associate.
-    text = f"{index(x.args[0], level)} {x.op} {index(x.args[1], level + (x.op != '+'))}"  # type: ignore[arg-type]
-    return f"({text})" if level < outer else text
-
-
-def address(p: Ptr) -> str:
-    """The C spelling of an address."""
-    if p.offset == Index("const", (0,)):
-        return p.name
-    return f"{p.name} + {index(p.offset, 2)}"
-
-
-def _names(x: Index) -> set[str]:
-    if x.op == "var":
-        return {str(x.args[0])}
-    return set().union(*(_names(y) for y in x.args if isinstance(y, Index)))
-
-
-def _mentions(s: Stmt) -> set[str]:
-    """Every variable and pointer that a statement itself reads."""
-    found: set[str] = set()
-    for slot in s.__slots__:
-        values = getattr(s, slot)
-        for value in values if isinstance(values, tuple) else (values,):
-            if isinstance(value, Ptr):
-                found |= {value.name} | _names(value.offset)
-            elif isinstance(value, Index):
-                found |= _names(value)
-    return found | {"workers"} if isinstance(s, Parallel) else found
-
-
-def _pruned(body: tuple[Stmt, ...]) -> tuple[tuple[Stmt, ...], set[str]]:
-    """A block without the names that nothing after them reads, and all names that the rest of it reads."""
-    kept: list[Stmt] = []
-    used: set[str] = set()
-    for s in reversed(body):
-        if isinstance(s, Let | LetPtr | Read | Scratch) and s.name not in used:
-            continue
-        now, inside = _pruned_inside(s)
-        kept.append(now)
-        used |= inside | _mentions(s)
-    return tuple(reversed(kept)), used
-
-
-def _pruned_inside(s: Stmt) -> tuple[Stmt, set[str]]:
-    if isinstance(s, For):
-        body, used = _pruned(s.body)
-        return replace(s, body=body), used
-    if isinstance(s, If):
-        (then, used), (orelse, more) = _pruned(s.then), _pruned(s.orelse)
-        return replace(s, then=then, orelse=orelse), used | more
-    if isinstance(s, Switch):
-        cases = [(number, _pruned(body)) for number, body in s.cases]
-        return replace(s, cases=tuple((n, body) for n, (body, _) in cases)), set().union(*(u for _, (_, u) in cases))
-    return s, set()
-
-
 def _print(kernel: Kernel, f: Function) -> str:
-    body, used = _pruned(f.body)
-    return _Printer(kernel, replace(f, body=body), used).text()
+    body, used = pruned(f.body)
+    f = replace(f, body=body)
+    own = kernel.isa.word(f.of) if f.of else kernel.atom
+    return _Printer(kernel.isa, own, _types(kernel, f), [], kernel, f, used).text()
+
+
+def _types(kernel: Kernel, f: Function) -> dict[str, str]:
+    """Pointer -> type of what it points at."""
+    extra = (f"x{i}" for i in range(len(kernel.operands)))
+    found = {} if f.kind == "inner" else {name: kernel.type_of(name) for name in (*OPERANDS, *extra)}
+    found |= {p.name: p.dtype for p in f.params if p.dtype}
+    return found | {s.name: s.dtype for s in walk(f.body) if isinstance(s, LetPtr | Scratch)}
 
 
 @dataclass(slots=True)
-class _Printer:
+class _Printer(Printer):
+    """A function of a kernel.
+
+    Attributes:
+        kernel: what it belongs to.
+        function: what is printed.
+        used: names that its body reads.
+    """
+
     kernel: Kernel
     function: Function
     used: set[str]
-    lines: list[str] = field(default_factory=list)
-    points: dict[str, str] = field(default_factory=dict)
-
-    def types(self) -> dict[str, str]:
-        """Pointer -> type of what it points at."""
-        f = self.function
-        extra = (f"x{i}" for i in range(len(self.kernel.operands)))
-        found = {} if f.kind == "inner" else {name: self.kernel.type_of(name) for name in (*OPERANDS, *extra)}
-        found |= {p.name: p.dtype for p in f.params if p.dtype}
-        return found | {s.name: s.dtype for s in walk(f.body) if isinstance(s, LetPtr | Scratch)}
-
-    def at(self, p: Ptr, to: str) -> str:
-        """The element at an address, as one of type `to`."""
-        return converted(f"*({address(p)})", self.points[p.name], to)
 
     def text(self) -> str:
         f = self.function
-        self.points = self.types()
         if f.comment:
             self.lines.append(f"/* {f.comment} */")
         self.lines.append(f"{self.signature()} {{")
         self.prologue()
-        for ctype, names in self.registers().items():
+        for ctype, names in self.registers(f.body).items():
             self.put(1, f"{ctype} {', '.join(names)};")
         self.body(f.body, 1)
         self.lines.append("}")
         return "\n".join(self.lines)
-
-    def put(self, depth: int, line: str) -> None:
-        self.lines.append("  " * depth + line)
 
     def signature(self) -> str:
         f = self.function
@@ -251,124 +167,9 @@ class _Printer:
                 if f"x{i}_{axis}" in self.used:
                     self.put(1, f"const long x{i}_{axis} = g->operands[{i}].{axis};")
 
-    def registers(self) -> dict[str, list[str]]:
-        """C type -> names of the registers that the function's verbs write."""
-        found: dict[str, str] = {}
-        for s in walk(self.function.body):
-            if isinstance(s, Verb) and s.name in _WRITES:
-                written = "acc_type" if s.to == self.atom(s).acc else _WRITES[s.name]
-                found.setdefault(s.d, getattr(self.atom(s), written))
-            elif isinstance(s, Shuffle):
-                found.setdefault(s.d, self.own.b_type)
-            elif isinstance(s, Map):
-                found.setdefault(s.d, self.lanes(s)[("f32", "s32", "mask").index(s.dtype)])
-        types: dict[str, list[str]] = {}
-        for name, ctype in found.items():
-            if ctype:  # a tile is no variable
-                types.setdefault(ctype, []).append(name)
-        return types
-
-    def body(self, body: tuple[Stmt, ...], depth: int) -> None:
-        for s in body:
-            getattr(self, f"do_{type(s).__name__.lower()}")(s, depth)
-
-    def do_let(self, s: Let, depth: int) -> None:
-        self.put(depth, f"const long {s.name} = {index(s.value)};")
-
-    def do_read(self, s: Read, depth: int) -> None:
-        self.put(depth, f"const long {s.name} = *({address(s.p)});")
-
-    def do_letptr(self, s: LetPtr, depth: int) -> None:
-        ctype = f"{'const ' if s.readonly else ''}{BY_NAME[s.dtype].c} *"
-        value = address(s.value)
-        if self.points[s.value.name] != s.dtype:
-            value = f"({ctype})({value})"
-        self.put(depth, f"{ctype}{s.name} = {value};")
-
-    def do_scratch(self, s: Scratch, depth: int) -> None:
-        self.put(depth, f"{BY_NAME[s.dtype].c} {s.name}[{s.elements}] __attribute__((aligned(64)));")
-
-    def do_for(self, s: For, depth: int) -> None:
-        if s.unroll > 1:
-            self.put(depth, f"#pragma GCC unroll {s.unroll}")
-        step = f"++{s.var}" if s.step == Index("const", (1,)) else f"{s.var} += {index(s.step)}"
-        self.put(depth, f"for (long {s.var} = {index(s.begin)}; {s.var} < {index(s.end, 2)}; {step}) {{")
-        self.body(s.body, depth + 1)
-        self.put(depth, "}")
-
-    def do_if(self, s: If, depth: int) -> None:
-        self.put(depth, f"if ({index(s.cond)}) {{")
-        self.body(s.then, depth + 1)
-        if s.orelse:
-            self.put(depth, "} else {")
-            self.body(s.orelse, depth + 1)
-        self.put(depth, "}")
-
-    def do_switch(self, s: Switch, depth: int) -> None:
-        self.put(depth, f"switch ({index(s.value)}) {{")
-        for number, body in s.cases:
-            self.put(depth + 1, f"case {number}:")
-            self.body(body, depth + 2)
-            self.put(depth + 2, "break;")
-        self.put(depth + 1, "default:")
-        self.put(depth + 2, "__builtin_trap();")
-        self.put(depth, "}")
-
-    def atom(self, s: Verb) -> Atom:
-        """The atom whose word a statement is."""
-        return self.kernel.isa.word(s.of) if s.of else self.own
-
-    @property
-    def own(self) -> Atom:
-        """The atom whose words the function's statements are unless they say otherwise."""
-        return self.kernel.isa.word(self.function.of) if self.function.of else self.kernel.atom
-
-    def do_verb(self, s: Verb, depth: int) -> None:
-        memory = self.points[s.p.name] if s.p else ""
-        text = self.kernel.isa.spelling(self.atom(s), s.name, memory, s.to)
-        if not text:
-            raise ScheduleError(f"{self.kernel.isa.name} has no {s.name} of {memory} for {self.atom(s).name} {s.to}")
-        self.put(
-            depth,
-            text.format(
-                d=s.d,
-                a=s.a,
-                b=s.b,
-                mask=s.mask,
-                p=address(s.p) if s.p else "",
-                count=index(s.count) if s.count else "",
-                step=index(s.step) if s.step else "",
-            ),
-        )
-
     def do_configure(self, s: Configure, depth: int) -> None:
         text = self.own.configure if s.rows else self.own.release
         self.put(depth, text.format(rows=", ".join(index(x) for x in s.rows)))
-
-    def lanes(self, s: Map) -> tuple[str, str, str]:
-        """The C types of lanes beside an operation's."""
-        return lanes_of.types(self.kernel.isa, self.kernel.isa.word(s.of))
-
-    def do_map(self, s: Map, depth: int) -> None:
-        isa, real = self.kernel.isa, self.kernel.isa.word(s.of)
-        text = lanes_of.text(isa, real, s.op, s.given)
-        if not text:
-            raise ScheduleError(f"{isa.name} has no {s.op} of {real.n} lanes of {s.given}")
-        said = [x if isinstance(x, str) else lanes_of.literal(isa, real, x, s.given) for x in s.args]
-        if s.op == "literal":
-            self.put(depth, f"{s.d} = {said[0]};")
-            return
-        if s.op in ("shl", "shr"):
-            said[1] = str(s.args[1])
-        first, second, third = self.lanes(s)
-        made = {"f32": first, "s32": second, "mask": third}[s.dtype]
-        names = dict(zip("abc", said, strict=False))
-        count = index(s.count) if s.count else ""
-        lanes = ", ".join(map(str, range(real.n)))
-        line = text.format(
-            d=s.d, **names, R=first, W=second, U=lanes_of.unsigned(isa, real), T=made, count=count, lanes=lanes
-        )
-        self.put(depth, line)
 
     def do_total(self, s: Total, depth: int) -> None:
         self.put(depth, "{")
@@ -396,13 +197,6 @@ class _Printer:
     def do_macscalar(self, s: MacScalar, depth: int) -> None:
         acc = self.kernel.atom.acc
         self.put(depth, f"*({address(s.p)}) += {self.at(s.a, acc)} * {self.at(s.b, acc)};")
-
-    def do_move(self, s: Move, depth: int) -> None:
-        value = self.at(s.src, base(self.points[s.to.name])) if s.src else "0"
-        self.put(depth, f"*({address(s.to)}) = {value};")
-
-    def do_add(self, s: Add, depth: int) -> None:
-        self.put(depth, f"*({address(s.to)}) += *({address(s.src)});")
 
     def do_rowscale(self, s: RowScale, depth: int) -> None:
         self.put(depth, "{")
