@@ -1,6 +1,6 @@
 """Integer expressions: what loops count, and where things lie.
 
-Owns `Index` and what makes one. Imports nothing of portmm. Python's operators
+Owns `Index`, what makes one, and `Ptr`. Imports nothing of portmm. Python's operators
 build them, and fold what is known.
 """
 
@@ -48,6 +48,9 @@ class Index:
         """1 if self < other else 0."""
         return _binary("<", self, other)
 
+    def __xor__(self, other: Index | int) -> Index:
+        return _binary("^", self, other)
+
     def eq(self, other: Index | int) -> Index:
         """1 if self == other else 0."""
         return _binary("==", self, other)
@@ -61,12 +64,13 @@ FOLD: dict[str, Callable[[int, int], int]] = {
     "%": lambda x, y: x % y,
     "<": lambda x, y: int(x < y),
     "==": lambda x, y: int(x == y),
+    "^": lambda x, y: x ^ y,
     "min": min,
     "max": max,
 }
 """Operator -> meaning. Operands of / and % are never negative, so C agrees."""
 
-_NEUTRAL = {("+", 0), ("-", 0), ("*", 1), ("/", 1)}
+_NEUTRAL = {("+", 0), ("-", 0), ("*", 1), ("/", 1), ("^", 0)}
 
 
 def const(value: int) -> Index:
@@ -116,3 +120,17 @@ def ceil_div(x: Index | int, y: Index | int) -> Index:
 def round_up(x: Index | int, y: int) -> Index:
     """X rounded up to a multiple of y."""
     return ceil_div(x, y) * y
+
+
+_NOWHERE = const(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Ptr:
+    """An address: `offset` elements past the pointer called `name`."""
+
+    name: str
+    offset: Index = _NOWHERE
+
+    def __add__(self, other: Index | int) -> Ptr:
+        return Ptr(self.name, self.offset + other)

@@ -1,10 +1,10 @@
 """The loop language that every kernel is written in.
 
 Owns the nodes: pointers, statements, functions, and `Kernel`, a set of functions
-with one entry. Imports `index` for the integers in them, which it passes on, and `target` for the atom
-whose verbs the statements name. Nodes are immutable; `interp` gives them their
-meaning on NumPy arrays, `emit` spells them in C. Vector registers are named
-and typed by the verb that writes them, so a printer can declare them.
+with one entry. Imports `index` for the integers in them, which it passes on, `threads` for nodes that
+only kernels of devices have, and `target` for the atom whose verbs the statements name. Nodes are
+immutable; `interp` gives them their meaning on NumPy arrays, `emit` spells them in C. Vector registers
+are named and typed by the verb that writes them, so a printer can declare them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,26 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.index import FOLD as FOLD
-from portmm.index import Index as Index
+from portmm.index import Index as Index  # noqa: TC001 - passed on
+from portmm.index import Ptr as Ptr  # noqa: TC001
 from portmm.index import ceil_div as ceil_div
 from portmm.index import const as const
 from portmm.index import maximum as maximum
 from portmm.index import minimum as minimum
 from portmm.index import round_up as round_up
 from portmm.index import var as var
+from portmm.threads import (
+    Barrier,
+    Clear,
+    CopyAsync,
+    CopyCommit,
+    CopyWait,
+    Exchange,
+    Mac,
+    Shared,
+    Vector,
+    Weave,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,20 +55,6 @@ STRIDES = "bmnh"
 
 TILES = 8
 """Tiles that a unit of more than one row has: so it is with the one that is described, Intel's AMX."""
-
-
-_NOWHERE = const(0)
-
-
-@dataclass(frozen=True, slots=True)
-class Ptr:
-    """An address: `offset` elements past the pointer called `name`."""
-
-    name: str
-    offset: Index = _NOWHERE
-
-    def __add__(self, other: Index | int) -> Ptr:
-        return Ptr(self.name, self.offset + other)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +307,16 @@ Stmt = (
     | Prefetch
     | Call
     | Parallel
+    | Shared
+    | Barrier
+    | Vector
+    | Clear
+    | Mac
+    | Weave
+    | CopyAsync
+    | CopyCommit
+    | CopyWait
+    | Exchange
 )
 
 

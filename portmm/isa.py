@@ -197,6 +197,23 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
+class Primitive:
+    """A function that words call, in each language of devices; emitted where it is called.
+
+    Attributes:
+        name: of the function.
+        cuda: its definition in CUDA C++.
+        opencl: its definition in OpenCL C 1.2.
+        hardware: it is an instruction, so that an emulator of CUDA brings a definition of its own.
+    """
+
+    name: str
+    cuda: str
+    opencl: str
+    hardware: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Isa:
     """An instruction set: what it needs, how to ask a compiler for it, its atoms.
 
@@ -215,6 +232,7 @@ class Isa:
         transfers: its conversions between memory and registers.
         base: the ISA that it adds to: flags, features and preamble are both their own.
         words: operations on lanes that are not spelled as on any GNU vector.
+        primitives: functions that the vocabulary of a device calls.
     """
 
     name: str
@@ -231,11 +249,17 @@ class Isa:
     transfers: tuple[Transfer, ...] = ()
     base: Isa | None = None
     words: tuple[Lanes, ...] = field(default=(), hash=False)
+    primitives: tuple[Primitive, ...] = ()
 
     def lanes(self, n: int) -> Lanes | None:
         """The words for operations on `n` lanes of f32."""
         own = next((x for x in self.words if x.n == n), None)
         return own or (self.base.lanes(n) if self.base else None)
+
+    @property
+    def functions(self) -> tuple[Primitive, ...]:
+        """Its primitives, after those of the ISAs that it adds to."""
+        return (*(self.base.functions if self.base else ()), *self.primitives)
 
     @property
     def below(self) -> tuple[Isa, ...]:

@@ -12,8 +12,8 @@ from typing import Any
 from portmm.expr import OPS
 from portmm.schema import placeholders, record, require
 
-MAKES_LANES = {"splat", "lanes", "whole", "literal"}
-"""Words that make lanes, beside operations."""
+MAKES_LANES = {"splat", "lanes", "whole", "literal", "infinity", "nan"}
+"""Words that make lanes, beside operations; the last two are numbers in one lane."""
 _IN_LANES = {"d", "a", "b", "c", "R", "W", "U", "T", "count", "lanes"}
 
 

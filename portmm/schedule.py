@@ -74,6 +74,11 @@ class Schedule:
         group: of a B of codes, rows that share a scale.
         source: the type that A is given in, before its rows are quantised.
         fused: expressions of sums that C and other results are, as a `Problem` has them.
+        stages: of a device, tiles of A and B in shared memory, one being computed with, others being filled.
+        copies: tiles are filled by asynchronous copies, past the registers.
+        split: blocks along k; where there are several, a second kernel adds what they leave.
+        vectors: elements of A, B and C that a thread moves at once.
+        cell: rows and columns of C side by side in one thread.
     """
 
     program: str
@@ -98,6 +103,11 @@ class Schedule:
     group: int = 0
     source: str = ""
     fused: str = ""
+    stages: int = 0
+    copies: bool = False
+    split: int = 1
+    vectors: tuple[int, int, int] = (1, 1, 1)
+    cell: tuple[int, int] = (1, 1)
 
     @property
     def mr(self) -> int:
@@ -143,6 +153,16 @@ class Schedule:
         in_b = unit(b, self.kr) if self.b == "packed" else "s32" if self.b == "codes" else b
         return (atom.left if self.pack_a else a), (atom.right if self.pack_b else in_b)
 
+    @property
+    def block(self) -> Tile:
+        """Of a device, the tile of a block of threads."""
+        return self.tiles[2]
+
+    @property
+    def threads(self) -> int:
+        """Of a device, the threads of a block."""
+        return (self.block.m // self.mr) * (self.block.n // self.nr)
+
     def _b(self) -> str:
         if self.pack_b:
             return "B packed once" if self.once else "B packed"
@@ -153,6 +173,8 @@ class Schedule:
         return KernelName(self.program, atom.acc, atom.a, atom.b, self.mr, self.nr, atom.k_pack, self.isa)
 
     def __str__(self) -> str:
+        if self.stages:
+            return self._on_device()
         how = [
             "A packed" if self.pack_a else f"A {self.a} in place",
             self._b(),
@@ -163,6 +185,14 @@ class Schedule:
         how += [f"sums finished by {self.post}"] if self.post else []
         how += ["expressions fused"] if self.fused else []
         how += [f"static {'x'.join(map(str, self.static))}"] if self.static else []
+        return f"{self.program} {self.isa}: {', '.join(map(str, self.tiles))}; {', '.join(how)}"
+
+    def _on_device(self) -> str:
+        moved = " x ".join(map(str, self.vectors))
+        how = [f"{self.threads} threads", f"A {self.a}, B {self.b}, {moved} elements at once"]
+        how += [f"{self.stages} stages{' of asynchronous copies' if self.copies else ''}"]
+        how += [f"k split in {self.split}"] if self.split > 1 else []
+        how += ["expressions fused"] if self.fused else []
         return f"{self.program} {self.isa}: {', '.join(map(str, self.tiles))}; {', '.join(how)}"
 
 
@@ -249,6 +279,9 @@ def spell(s: Schedule) -> str:
     marks += [f"fused={s.fused}"] if s.fused else []
     marks += [f"group={s.group}"] if s.b == "codes" else []
     marks += [name for name in _MARKS if getattr(s, name)]
+    if s.stages:
+        marks += [f"stages={s.stages}", f"split={s.split}"]
+        marks += [f"vectors={'x'.join(map(str, s.vectors))}", f"cell={'x'.join(map(str, s.cell))}"]
     marks += [f"static={'x'.join(map(str, s.static))}"] if s.static else []
     return ":".join([s.program, s.isa, s.dtype, tiles, heights, ",".join(marks)])
 
@@ -269,7 +302,7 @@ def parse(text: str) -> Schedule:
             program,
             isa,
             dtype,
-            tuple(Tile(level, *size) for level, size in zip(_LEVELS, sizes, strict=True)),
+            tuple(Tile(level, *size) for level, size in zip(_levels(named), sizes, strict=True)),
             tuple(range(low, high + 1)),
             int(named["panels"]),
             named["a"],
@@ -283,6 +316,10 @@ def parse(text: str) -> Schedule:
             source=named.get("source", ""),
             fused=named.get("fused", ""),
             static=tuple(int(x) for x in static.split("x")) if static else None,  # type: ignore[arg-type]
+            stages=int(named.get("stages", 0)),
+            split=int(named.get("split", 1)),
+            vectors=tuple(int(x) for x in named.get("vectors", "1x1x1").split("x")),  # type: ignore[arg-type]
+            cell=tuple(int(x) for x in named.get("cell", "1x1").split("x")),  # type: ignore[arg-type]
             **{name: name in named for name in _MARKS},
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -290,5 +327,11 @@ def parse(text: str) -> Schedule:
 
 
 _NAMED = ("a", "b", "panels", "over", "lanes", "prefetch")
-_MARKS = ("pack_a", "pack_b", "once", "swap", "ahead")
+_MARKS = ("pack_a", "pack_b", "once", "swap", "ahead", "copies")
 _LEVELS = ("registers", "L1", "L2", "L3")
+DEVICE_LEVELS = ("registers", "warp", "shared", "L2")
+"""Levels of a device: a thread's, a warp's, a block's, and all blocks'."""
+
+
+def _levels(named: dict[str, str]) -> tuple[str, ...]:
+    return DEVICE_LEVELS if "stages" in named else _LEVELS

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from portmm.errors import TargetError
-from portmm.isa import Atom, Isa, Transfer, check_atom, check_transfer
+from portmm.isa import Atom, Isa, Primitive, Transfer, check_atom, check_transfer
 from portmm.lanes import lanes_of
 from portmm.schema import parse, record, require
 
@@ -37,7 +37,7 @@ __all__ = [
     "parse_target",
 ]
 
-ARCHS = ("x86_64", "aarch64", "any")
+ARCHS = ("x86_64", "aarch64", "any", "device")
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,8 @@ def parse_isa(table: dict[str, Any], where: str) -> Isa:
         for row in table.get("transfer", [])
     )
     words = tuple(lanes_of(row, f"{where}: lanes") for row in table.get("lanes", []))
-    isa = replace(_on_base(dict(table["isa"]), atoms, moves, where), words=words)
+    calls = tuple(record(Primitive, row, f"{where}: primitive") for row in table.get("primitive", []))
+    isa = replace(_on_base(dict(table["isa"]), atoms, moves, where), words=words, primitives=calls)
     require(isa.arch in ARCHS, where, f"arch {isa.arch!r} is unknown; use one of {', '.join(ARCHS)}")
     require(isa.registers > 0 and isa.vector_bytes > 0, where, "registers and vector_bytes must be positive")
     return isa

@@ -17,7 +17,7 @@ FLOORS = {
     "vocabulary",
     1: "capable isa lanes schema target",  # what it runs on
     2: "candidates cost schedule",  # legal tiles and predicted time
-    3: "index interp ir kernels lower probe",  # loops and their meaning
+    3: "grid index interp ir kernels lower probe threads",  # loops and their meaning
     4: "emit",  # loops to text
     5: "build cache calibrate compiler detect permission snapshot",  # the host: compile, look, measure
     6: "run",  # load, launch, threads

@@ -120,8 +120,14 @@ def literal(isa: Isa, real: Atom, value: float, dtype: str) -> str:
     """A literal in every lane."""
     if dtype == "f32":
         value = float(value)
-        said = f"{shortest(value)}f" if math.isfinite(value) else '__builtin_nanf("")' if math.isnan(value) else ""
-        said = said or f"{'-' if value < 0 else ''}__builtin_inff()"
+        own = isa.lanes(real.n)
+        words = own.words if own else {}
+        if math.isnan(value):
+            said = words.get("nan", '__builtin_nanf("")')
+        elif math.isinf(value):
+            said = f"{'-' if value < 0 else ''}{words.get('infinity', '__builtin_inff()')}"
+        else:
+            said = f"{shortest(value)}f"
         minus_zero = value == 0 and math.copysign(1, value) < 0
         if minus_zero and real.n > 1 and text(isa, real, "literal", dtype) == _VECTOR["literal f32"]:
             return f"(-({real.acc_type}){{0}})"

@@ -45,7 +45,8 @@ _WRITES = {
 }  # fmt: skip
 """Verb -> the field of an atom that is the C type of the register it writes."""
 
-_PRECEDENCE = {"==": 0, "<": 1, "+": 2, "-": 2, "*": 3, "/": 3, "%": 3}
+_PRECEDENCE = {"^": 0, "==": 1, "<": 2, "+": 3, "-": 3, "*": 4, "/": 4, "%": 4}
+SUM, _ALWAYS = _PRECEDENCE["+"], 9
 
 
 def index(x: Index, outer: int = -1) -> str:
@@ -56,6 +57,9 @@ def index(x: Index, outer: int = -1) -> str:
         left, right = (index(y) for y in x.args)  # type: ignore[arg-type]
         return f"{x.op}_({left}, {right})"
     level = _PRECEDENCE[x.op]
+    if x.op == "^":  # which binds less than a comparison: compilers ask for brackets
+        left, right = (index(y, _ALWAYS) for y in x.args)  # type: ignore[arg-type]
+        return f"({left} ^ {right})"
     # Only + may drop the brackets of a right operand: integer division does not associate.
     text = f"{index(x.args[0], level)} {x.op} {index(x.args[1], level + (x.op != '+'))}"  # type: ignore[arg-type]
     return f"({text})" if level < outer else text
@@ -65,7 +69,7 @@ def address(p: Ptr) -> str:
     """The C spelling of an address."""
     if p.offset == Index("const", (0,)):
         return p.name
-    return f"{p.name} + {index(p.offset, 2)}"
+    return f"{p.name} + {index(p.offset, _PRECEDENCE['+'])}"
 
 
 def _names(x: Index) -> set[str]:
@@ -177,7 +181,7 @@ class Printer:
         if s.unroll > 1:
             self.put(depth, f"#pragma GCC unroll {s.unroll}")
         step = f"++{s.var}" if s.step == Index("const", (1,)) else f"{s.var} += {index(s.step)}"
-        self.put(depth, f"for (long {s.var} = {index(s.begin)}; {s.var} < {index(s.end, 2)}; {step}) {{")
+        self.put(depth, f"for (long {s.var} = {index(s.begin)}; {s.var} < {index(s.end, _PRECEDENCE['+'])}; {step}) {{")
         self.body(s.body, depth + 1)
         self.put(depth, "}")
 

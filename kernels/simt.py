@@ -1,0 +1,240 @@
+"""Products by the threads of a device, each with a few rows and columns of C in registers.
+
+    for each tile BM x BN of C            <- blocks of threads (times slices of k)
+      for each BK of k
+        shared <- A[BM, BK], B[BK, BN]    (the next ones, while these are multiplied)
+        for k of BK
+          registers[MR, NR] += A[MR] B[NR]
+      C <- registers
+
+A thread's rows are cells of `cell[0]` neighbours that lie BM / (MR / cell[0]) apart, and
+its columns likewise: a warp then reads neighbouring words of shared memory, four at once.
+Blocks are numbered so that those which run at the same time make a patch of C
+as square as can be: they share what L2 holds (`_place`). Where k is split, each slice leaves
+its sums in scratch, in rows of n, and `kernels.slices` adds them, so that the order of
+summation, and the result, are always the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from portmm.kernels.feeding import Feed
+from portmm.kernels.storing import Storing
+
+from portmm.dtype import BY_NAME, accumulator
+from portmm.fused import operand_types
+from portmm.fused import parse as parse_fused
+from portmm.grid import Argument, GridKernel
+from portmm.index import Ptr, ceil_div, const, minimum, var
+from portmm.ir import For, If, Let, LetPtr, Scratch
+from portmm.threads import WHOLE, Barrier, Clear, CopyCommit, CopyWait, Mac, Vector
+
+if TYPE_CHECKING:
+    from portmm.index import Index
+    from portmm.ir import Stmt
+    from portmm.isa import Atom, Isa
+    from portmm.schedule import Schedule
+
+_ALONG = {"a": {"row": "k", "col": "row", "any": "any"}, "b": {"row": "row", "col": "k", "any": "any"}}
+_STEPS = {"a": ("a_m", "a_k"), "b": ("b_n", "b_k")}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A kernel in the making.
+
+    Attributes:
+        s: its schedule.
+        isa: the instruction set.
+        atom: multiplies.
+    """
+
+    s: Schedule
+    isa: Isa
+    atom: Atom
+
+    def feed(self, name: str) -> Feed:
+        """How an operand is fed."""
+        s, row = self.s, name == "a"
+        layout = s.a if row else s.b
+        along = _ALONG[name][layout]
+        of_row, of_k = _STEPS[name]
+        return Feed(
+            name, s.types[0 if row else 1], "s32" if self.atom.k_pack > 1 else "f32", along, s.vectors[0 if row else 1],
+            s.block.m if row else s.block.n, s.block.k, self.atom.k_pack, s.threads,
+            const(1) if along == "row" else var(of_row), const(1) if along == "k" else var(of_k),
+            var("row_0" if row else "column_0"), var("m" if row else "n"), s.stages,
+        )  # fmt: skip
+
+    @property
+    def steps(self) -> Index:
+        """Tiles along k of a whole product."""
+        return ceil_div(var("k"), self.s.block.k * self.atom.k_pack)
+
+
+def arguments(s: Schedule, *, sums: bool) -> tuple[Argument, ...]:
+    """What a kernel by this schedule is called with; `sums` are left in scratch where k is split."""
+    a, b, c = s.types
+    found = [Argument(x, "int") for x in ("m", "n", "k")]
+    found += [Argument("a", "pointer", a, readonly=True, alone=True), *_strides("a", s.a, ("m", "k"))]
+    found += [Argument("b", "pointer", b, readonly=True, alone=True), *_strides("b", s.b, ("k", "n"))]
+    found.append(Argument("batch", "int"))
+    if sums:
+        held = accumulator(a, b)
+        return (*found, Argument("work", "pointer", held), Argument("c_m", "long"), Argument("c_batch", "long"))
+    return (*found, *results(s, c))
+
+
+def results(s: Schedule, c: str) -> tuple[Argument, ...]:
+    """The parameters for C, and for the operands of fused expressions."""
+    found = [Argument("c", "pointer", c), Argument("c_m", "long")]
+    found += [] if s.vectors[2] > 1 else [Argument("c_n", "long")]
+    found += [Argument("c_batch", "long")]
+    if not s.fused:
+        return tuple(found)
+    fused = parse_fused(s.fused)
+    for i, (dtype, written) in enumerate(operand_types(s.fused)):
+        found.append(Argument(f"x{i}_all", "pointer", dtype, readonly=not written))
+        found += [Argument(f"x{i}_{axis}", "long") for axis in fused.operands[i].axes if axis != "n"]
+        found += [] if fused.operands[i].dense else [Argument(f"x{i}_n", "long")]
+    return (*found, *(Argument(f"number_{i}", "float") for i in range(fused.numbers)))
+
+
+def _strides(name: str, layout: str, axes: tuple[str, str]) -> list[Argument]:
+    one = {"row": axes[1], "col": axes[0]}.get(layout, "")
+    return [Argument(f"{name}_{x}", "long") for x in (*axes, "batch") if x != one]
+
+
+def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
+    """The kernel of a schedule."""
+    work = Work(s, isa, atom)
+    a, b = work.feed("a"), work.feed("b")
+    sums, held = s.mr * s.nr, atom.acc
+    body: list[Stmt] = [a.shared(), b.shared(), Scratch("acc", sums, held)]
+    body += [Scratch("a_part", s.mr, held), Scratch("b_part", s.nr, held), *a.registers(), *b.registers()]
+    body += [*_place(s), *_threads(s), *_slice(work), Clear("acc", sums)]
+    body += _copied(work, a, b) if s.copies else _fetched(work, a, b)
+    body += Storing(s, isa, atom, s.cell).statements()
+    grid = (ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch"), const(s.split))
+    return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=s.split > 1), s.threads, grid, tuple(body))
+
+
+def _place(s: Schedule) -> list[Stmt]:
+    """Which tile of which item a block computes.
+
+    Blocks sweep patches of `group` rows of tiles, column by column.
+    """
+    group = s.tiles[3].m // s.block.m
+    tile, width = var("tile"), var("across") * group
+    inside, first = tile % width, tile // width * group
+    return [
+        Let("down", ceil_div(var("m"), s.block.m)),
+        Let("across", ceil_div(var("n"), s.block.n)),
+        Let("item", var("block") // (var("down") * var("across"))),
+        Let("tile", var("block") % (var("down") * var("across"))),
+        Let("first", first),
+        Let("high", minimum(var("down") - var("first"), group)),
+        Let("row_0", (var("first") + inside % var("high")) * s.block.m),
+        Let("column_0", inside // var("high") * s.block.n),
+        LetPtr("a_item", Ptr("a", var("item") * var("a_batch")), s.types[0], readonly=True),
+        LetPtr("b_item", Ptr("b", var("item") * var("b_batch")), s.types[1], readonly=True),
+    ]
+
+
+def _threads(s: Schedule) -> list[Stmt]:
+    """Which cells of the tile a thread has: `cell_m`, `cell_n` count cells.
+
+    A warp has a patch of threads, as its tile says, so that it reads few words of A and of B.
+    """
+    warp = s.tiles[1]
+    down, across = warp.m // s.mr, warp.n // s.nr
+    lane, number, wide = var("lane"), var("warp"), s.block.n // warp.n
+    return [
+        Let("warp", var("thread") // (down * across)),
+        Let("lane", var("thread") % (down * across)),
+        Let("cell_m", number // wide * down + lane // across),
+        Let("cell_n", number % wide * across + lane % across),
+    ]
+
+
+def _slice(work: Work) -> list[Stmt]:
+    """The part of k that a block sums."""
+    s, deep = work.s, work.s.block.k * work.atom.k_pack
+    if s.split == 1:
+        return [Let("k_0", const(0)), Let("k_end", var("k")), Let("steps", work.steps)]
+    each = ceil_div(work.steps, s.split)
+    return [
+        Let("each", each),
+        Let("k_0", var("slice") * var("each") * deep),
+        Let("k_end", minimum(var("k"), var("k_0") + var("each") * deep)),
+        Let("steps", ceil_div(var("k_end") - var("k_0"), deep)),
+    ]
+
+
+def _fetched(work: Work, a: Feed, b: Feed) -> list[Stmt]:
+    """The loop over k, tiles passing through registers: one is multiplied while the next is on its way."""
+    deep = work.s.block.k * work.atom.k_pack
+    step, end = var("step"), var("k_end")
+
+    def fetch(k: Index) -> tuple[Stmt, ...]:
+        return (*a.fetch(k, end), *b.fetch(k, end))
+
+    def put(stage: Index) -> tuple[Stmt, ...]:
+        return (*a.put(stage), *b.put(stage))
+
+    if work.s.stages == 1:
+        once = (*fetch(var("k_0") + step * deep), Barrier(), *put(const(0)), Barrier(), *_multiply(work, a, b))
+        return [For("step", const(0), var("steps"), const(1), once)]
+    more = (step + 1).lt(var("steps"))
+    body = (
+        If(more, fetch(var("k_0") + (step + 1) * deep)),
+        Let("stage", step % 2),
+        *_multiply(work, a, b),
+        If(more, put(const(1) - var("stage"))),
+        Barrier(),
+    )
+    return [*fetch(var("k_0")), *put(const(0)), Barrier(), For("step", const(0), var("steps"), const(1), body)]
+
+
+def _copied(work: Work, a: Feed, b: Feed) -> list[Stmt]:
+    """The loop over k, tiles being copied asynchronously, all stages but one ahead."""
+    deep, stages = work.s.block.k * work.atom.k_pack, work.s.stages
+    step, end = var("step"), var("k_end")
+
+    def begin(at: Index) -> tuple[Stmt, ...]:
+        k, stage = var("k_0") + at * deep, at % stages
+        copies = (*a.copy(k, end, stage), *b.copy(k, end, stage))
+        return (If(at.lt(var("steps")), copies), CopyCommit())
+
+    ahead = [s for i in range(stages - 1) for s in begin(const(i))]
+    body = (
+        CopyWait(stages - 2),
+        Barrier(),
+        *begin(step + (stages - 1)),
+        Let("stage", step % stages),
+        *_multiply(work, a, b),
+    )
+    return [*ahead, For("step", const(0), var("steps"), const(1), body)]
+
+
+def _multiply(work: Work, a: Feed, b: Feed) -> tuple[Stmt, ...]:
+    """Multiply what a stage of shared memory holds."""
+    s = work.s
+    stage = const(0) if s.stages == 1 else var("stage")
+    parts = [_part(a, s.mr, s.cell[0], stage), _part(b, s.nr, s.cell[1], stage)]
+    i, j = var("i"), var("j")
+    mac = Mac(Ptr("acc", i * s.nr + j), Ptr("a_part", i), Ptr("b_part", j))
+    columns = For("j", const(0), const(s.nr), const(1), (mac,), WHOLE)
+    macs = For("i", const(0), const(s.mr), const(1), (columns,), WHOLE)
+    return (For("unit", const(0), const(s.block.k), const(1), (*parts, macs), WHOLE),)
+
+
+def _part(x: Feed, count: int, cell: int, stage: Index) -> Stmt:
+    """Load a thread's rows, or columns, of one unit of k."""
+    across, g, unit = x.rows // count, var("g"), var("unit")
+    row = var("cell_m" if x.name == "a" else "cell_n") * cell + g * (across * cell)
+    src = Ptr(f"{x.name}_tile", stage * x.size + unit * x.rows + (row ^ x.swizzle(unit)))
+    load = Vector(Ptr(f"{x.name}_part", g * cell), src, BY_NAME[x.held].bytes * cell)
+    return For("g", const(0), const(count // cell), const(1), (load,), WHOLE)

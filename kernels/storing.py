@@ -1,0 +1,163 @@
+"""Sums of a device's threads, on their way to memory.
+
+Owns `Storing`: a thread stores its cells of C, `vectors[2]` columns at once where
+all of them are inside, what is fused in being computed for one element after the other. Where k is
+split, sums go to scratch as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from portmm.kernels.elementwise import Elements
+
+from portmm.dtype import BY_NAME
+from portmm.fused import C, parse
+from portmm.index import Ptr, const, var
+from portmm.ir import For, If, Let, LetPtr, Move, Scratch, Verb
+from portmm.threads import WHOLE, Vector
+
+if TYPE_CHECKING:
+    from portmm.fused import Fused
+    from portmm.index import Index
+    from portmm.ir import Stmt
+    from portmm.isa import Atom, Isa
+    from portmm.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Storing:
+    """How sums are stored.
+
+    Attributes:
+        s: the schedule.
+        isa: the instruction set.
+        atom: what summed.
+        cell: rows and columns side by side.
+    """
+
+    s: Schedule
+    isa: Isa
+    atom: Atom
+    cell: tuple[int, int]
+
+    @property
+    def split(self) -> bool:
+        """Sums are left in scratch."""
+        return self.s.split > 1
+
+    @property
+    def vector(self) -> int:
+        """Columns stored at once."""
+        return min(4 if self.split else self.s.vectors[2], self.cell[1])
+
+    def statements(self) -> tuple[Stmt, ...]:
+        """Store all cells."""
+        s, (high, wide) = self.s, self.cell
+        down, across = s.block.m // s.mr, s.block.n // s.nr
+        g, i = var("g"), var("i")
+        row = var("row_0") + i // high * (down * high) + var("cell_m") * high + i % high
+        column = var("column_0") + g * (across * wide) + var("cell_n") * wide
+        # A cell may be wider than what is stored at once.
+        pieces = wide // self.vector
+        h = var("h")
+        piece = self.piece(i * s.nr + g * wide + h * self.vector)
+        columns = For("h", const(0), const(pieces), const(1), (Let("column", column + h * self.vector), *piece), WHOLE)
+        cells = For("g", const(0), const(s.nr // wide), const(1), (columns,), WHOLE)
+        rows = (Let("row", row), If(var("row").lt(var("m")), (cells,)))
+        return (*self.before(), For("i", const(0), const(s.mr), const(1), rows, WHOLE))
+
+    @property
+    def fused(self) -> Fused | None:
+        """What is computed of the sums."""
+        return parse(self.s.fused) if self.s.fused and not self.split else None
+
+    @property
+    def type(self) -> str:
+        """What is stored."""
+        return self.atom.acc if self.split else self.s.types[2]
+
+    def before(self) -> tuple[Stmt, ...]:
+        """Addresses, and what elements pass through."""
+        if self.split:
+            at = (var("slice") * var("batch") + var("item")) * var("c_batch")
+            return (LetPtr("c_item", Ptr("work", at), self.type),)
+        found: list[Stmt] = [LetPtr("c_item", Ptr("c", var("item") * var("c_batch")), self.type)]
+        found.append(Scratch("c_out", self.vector, self.type))
+        if self.fused:
+            found += operands(self.isa, self.fused)
+        return tuple(found)
+
+    def piece(self, at: Index) -> tuple[Stmt, ...]:
+        """Store a few neighbouring columns of one row, whose sums are at some place among all."""
+        n, column = var("n"), var("column")
+        dense = self.split or self.s.vectors[2] > 1
+        step = const(1) if dense else var("c_n")
+        to = Ptr("c_item", var("row") * var("c_m") + column * step)
+        j = var("j")
+        if self.vector == 1:
+            return (If(column.lt(n), (*self.value(at, column, const(0)), Move(to, self.made(at, const(0))))),)
+        each = If((column + j).lt(n), self.value(at + j, column + j, j))
+        values = (For("j", const(0), const(self.vector), const(1), (each,), WHOLE),)
+        whole = Vector(to, self.made(at, const(0)), self.vector * BY_NAME[self.type].bytes)
+        one = If((column + j).lt(n), (Move(to + j * step, self.made(at, j)),))
+        rest = For("j", const(0), const(self.vector), const(1), (one,), WHOLE)
+        aligned = (n % self.vector).eq(0) if self.split else const(1)
+        fits = (column + (self.vector - 1)).lt(n)
+        inside = fits if aligned == const(1) else fits * aligned
+        plain = self.fused is None and self.type == self.atom.acc
+        return (*(() if plain else values), If(inside, (whole,), (rest,)))
+
+    def made(self, at: Index, j: Index) -> Ptr:
+        """Where a result waits."""
+        plain = self.fused is None and self.type == self.atom.acc
+        return Ptr("acc", at + j) if plain else Ptr("c_out", j)
+
+    def value(self, at: Index, column: Index, j: Index) -> tuple[Stmt, ...]:
+        """Compute the results of one element; C's goes where it waits, others are stored."""
+        if self.fused is None:
+            return () if self.type == self.atom.acc else (Move(Ptr("c_out", j), Ptr("acc", at)),)
+        return element(self.isa, self.fused, Ptr("acc", at), Ptr("c_out", j), column)
+
+
+def operands(isa: Isa, fused: Fused) -> list[Stmt]:
+    """The operands of this item, the numbers of a call, and what elements pass through."""
+    at = _elements(isa, fused)
+    found: list[Stmt] = list(at.scratch())
+    found += [Scratch("numbers", fused.numbers, "f32")] if fused.numbers else []
+    found += [Verb("store", f"number_{i}", p=Ptr("numbers", const(i)), of=at.real.name) for i in range(fused.numbers)]
+    written = dict(fused.results)
+    for i, x in enumerate(fused.operands):
+        item = var("item") * var(f"x{i}_b") if "b" in x.axes else const(0)
+        found.append(LetPtr(f"x{i}", Ptr(f"x{i}_all", item), x.dtype, readonly=i not in written))
+    return found
+
+
+def _elements(isa: Isa, fused: Fused) -> Elements:
+    real = isa.vector("f32", 1)
+    assert real is not None  # noqa: S101 - every device has it
+    return Elements(isa, real, fused, inner=var("row"), row=var("row"))
+
+
+def element(isa: Isa, fused: Fused, total: Ptr, to: Ptr, column: Index) -> tuple[Stmt, ...]:
+    """All results of the element whose sum is at an address: C's is put to another, the rest to its operands."""
+    at = _elements(isa, fused)
+    found: list[Stmt] = []
+    real = at.real
+    for x in fused.steps:
+        if x.op == "acc":
+            found.append(Verb("load_c", at.name(x), p=total, of=real.name))
+            at.names[x] = at.name(x)
+    wanted = [x for _, x in fused.results]
+    found += at.compute(wanted, column, "")
+    for i, x in fused.results:
+        value, before = at.value(x)
+        found += before
+        if i == C:
+            of = isa.vector("s32", 1) if fused.results and x.dtype == "s32" else real
+            assert of is not None  # noqa: S101
+            found.append(Verb("store", value, p=to, of=of.name))
+        else:
+            found += at.store(x, i, column, "")
+    return tuple(found)

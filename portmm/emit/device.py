@@ -1,0 +1,246 @@
+"""Kernels of devices, as text.
+
+Owns the spelling of what only threads of a device have, once for all languages; a
+`Dialect` holds what they spell in different ways: see `cuda` and `opencl`. Imports `grid`,
+`printer`. Integers are `int`, but what is made of strides is `long`: subscripts of shared
+memory and registers must be cheap, and an array may have more than 2**31 elements.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from portmm.dtype import BY_NAME, base
+from portmm.emit.printer import SUM, Printer, address, index
+from portmm.emit.scalars import HELPERS, converted
+from portmm.grid import PLACES
+from portmm.index import Index
+from portmm.ir import LetPtr, Scratch, walk
+from portmm.threads import WHOLE, Shared
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.grid import Argument, GridKernel
+    from portmm.index import Ptr
+    from portmm.ir import For, Let, Move
+    from portmm.isa import Primitive
+    from portmm.threads import Barrier, Clear, CopyAsync, CopyCommit, CopyWait, Exchange, Mac, Vector, Weave
+
+_SMALL = {
+    "min_": "int min_(int x, int y) { return x < y ? x : y; }",
+    "max_": "int max_(int x, int y) { return x > y ? x : y; }",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What a language of devices spells in its own way.
+
+    Attributes:
+        name: of the language.
+        prelude: text above everything.
+        inline: what stands before a function that kernels call.
+        spaces: memory -> what stands before the type that a pointer points at.
+        shared: what declares a shared array of {type} called {name} with {elements}.
+        private: likewise an array of a thread.
+        moved: bytes -> the type of so many that are copied at once.
+        barrier: the statement.
+        unroll: the line before a loop that is unrolled whole.
+        places: name of `grid.PLACES` -> its expression.
+        signature: the head of a kernel.
+        opening: the first lines of its body.
+        copy: {to}, {src}, {bytes}, {there}: begins an asynchronous copy; empty if there are none.
+        commit: closes a group of copies.
+        wait: {pending}: waits.
+        exchange: {x}, {mask}: the value of another thread of the warp; empty if that cannot be had.
+        primitive: the definition of a function.
+        guard: lines around definitions that are instructions.
+        functions: what the language's own statements call.
+    """
+
+    name: str
+    prelude: str
+    inline: str
+    spaces: dict[str, str]
+    shared: str
+    private: str
+    moved: dict[int, str]
+    barrier: str
+    unroll: str
+    places: dict[str, str]
+    signature: Callable[[GridKernel], str]
+    opening: Callable[[GridKernel], list[str]]
+    primitive: Callable[[Primitive], str]
+    guard: tuple[str, str] = ("", "")
+    functions: tuple[Primitive, ...] = ()
+    copy: str = ""
+    commit: str = ""
+    wait: str = ""
+    exchange: str = ""
+
+
+def source(kernel: GridKernel, dialect: Dialect) -> str:
+    """The source of a kernel in a language: self-contained, one kernel."""
+    arrays = [s for s in walk(kernel.body) if isinstance(s, Scratch | Shared)]
+    points = {a.name: a.dtype for a in kernel.arguments if a.kind == "pointer"}
+    points |= {s.name: s.dtype for s in walk(kernel.body) if isinstance(s, LetPtr | Scratch | Shared)}
+    spaces = {a.name: "global" for a in kernel.arguments}
+    spaces |= {s.name: "shared" if isinstance(s, Shared) else "private" for s in arrays}
+    wide = {a.name for a in kernel.arguments if a.kind == "long"}
+    printer = _Printer(kernel.isa, kernel.atom, points, [], kernel, dialect, spaces, wide)
+    body = printer.text()
+    head = "\n".join(f"/* {line} */" for line in kernel.header)
+    return "\n\n".join(x for x in (head, dialect.prelude, *_functions(kernel, dialect, body), body) if x) + "\n"
+
+
+def _functions(kernel: GridKernel, dialect: Dialect, body: str) -> list[str]:
+    """What the body calls, callees first."""
+    own = (*dialect.functions, *kernel.isa.functions)
+    known = {x.name for x in own}
+    plain, hardware, said = [], [], body
+    for x in reversed(own):
+        text = dialect.primitive(x)
+        if re.search(rf"\b{x.name}\(", said):
+            said += text
+            (hardware if x.hardware else plain).insert(0, f"{dialect.inline} {text.strip()}")
+    helpers = _SMALL | {n: t.replace("static inline ", "") for n, t in HELPERS.items() if n not in known}
+    plain += [f"{dialect.inline} {text}" for name, text in helpers.items() if re.search(rf"\b{name}\(", said)]
+    first, last = dialect.guard
+    return [*([x for x in (first, *hardware, last) if x] if hardware else []), *plain]
+
+
+def qualified(dialect: Dialect, space: str, dtype: str, *, readonly: bool) -> str:
+    """The type of a pointer."""
+    words = (dialect.spaces[space], "const" if readonly else "", f"{BY_NAME[dtype].c} *")
+    return " ".join(x for x in words if x)
+
+
+def declared(dialect: Dialect, a: Argument, name: str = "") -> str:
+    """A parameter."""
+    if a.kind != "pointer":
+        return f"const {a.kind} {name or a.name}"
+    return f"{qualified(dialect, 'global', a.dtype, readonly=a.readonly)}{name or a.name}"
+
+
+@dataclass(slots=True)
+class _Printer(Printer):
+    """The body of a kernel.
+
+    Attributes:
+        kernel: the kernel.
+        dialect: the language.
+        spaces: pointer -> "global", "shared" or "private".
+        wide: names of integers of 64 bits.
+        constant: pointers whose memory is read only.
+    """
+
+    kernel: GridKernel
+    dialect: Dialect
+    spaces: dict[str, str]
+    wide: set[str]
+    constant: set[str] = field(default_factory=set)
+
+    def text(self) -> str:
+        kernel, dialect = self.kernel, self.dialect
+        self.constant = {a.name for a in kernel.arguments if a.readonly}
+        self.lines.append(f"{dialect.signature(kernel)} {{")
+        for line in dialect.opening(kernel):
+            self.put(1, line)
+        for name in PLACES:
+            self.put(1, f"const int {name} = {dialect.places[name]};")
+        for ctype, names in self.registers(kernel.body).items():
+            self.put(1, f"{ctype} {', '.join(names)};")
+        self.body(kernel.body, 1)
+        self.lines.append("}")
+        return "\n".join(self.lines)
+
+    def is_wide(self, x: Index) -> bool:
+        """An integer is made of one of 64 bits."""
+        if x.op == "var":
+            return x.args[0] in self.wide
+        return any(self.is_wide(y) for y in x.args if isinstance(y, Index))
+
+    def spot(self, p: Ptr) -> str:
+        """The element at an address, by subscript where that reads better."""
+        if self.spaces[p.name] == "global":
+            return f"*({address(p)})"
+        return f"{p.name}[{index(p.offset)}]"
+
+    def at(self, p: Ptr, to: str) -> str:
+        return converted(self.spot(p), self.points[p.name], to)
+
+    def do_let(self, s: Let, depth: int) -> None:
+        kind = "int"
+        if self.is_wide(s.value):
+            self.wide.add(s.name)
+            kind = "long"
+        self.put(depth, f"const {kind} {s.name} = {index(s.value)};")
+
+    def do_letptr(self, s: LetPtr, depth: int) -> None:
+        space, name = self.spaces[s.value.name], s.value.name
+        readonly = s.readonly or name in self.constant
+        self.spaces[s.name] = space
+        if readonly:
+            self.constant.add(s.name)
+        ctype = qualified(self.dialect, space, s.dtype, readonly=readonly)
+        value = address(s.value)
+        if self.points[name] != s.dtype:
+            value = f"({ctype})({value})"
+        self.put(depth, f"{ctype}{s.name} = {value};")
+
+    def do_shared(self, s: Shared, depth: int) -> None:
+        self.put(depth, self.dialect.shared.format(type=BY_NAME[s.dtype].c, name=s.name, elements=s.elements))
+
+    def do_scratch(self, s: Scratch, depth: int) -> None:
+        self.put(depth, self.dialect.private.format(type=BY_NAME[s.dtype].c, name=s.name, elements=s.elements))
+
+    def do_for(self, s: For, depth: int) -> None:
+        if s.unroll == WHOLE:
+            self.put(depth, self.dialect.unroll)
+        step = f"++{s.var}" if s.step == Index("const", (1,)) else f"{s.var} += {index(s.step)}"
+        self.put(depth, f"for (int {s.var} = {index(s.begin)}; {s.var} < {index(s.end, SUM)}; {step}) {{")
+        self.body(s.body, depth + 1)
+        self.put(depth, "}")
+
+    def do_move(self, s: Move, depth: int) -> None:
+        value = self.at(s.src, base(self.points[s.to.name])) if s.src else "0"
+        self.put(depth, f"{self.spot(s.to)} = {value};")
+
+    def do_barrier(self, _: Barrier, depth: int) -> None:
+        self.put(depth, self.dialect.barrier)
+
+    def do_vector(self, s: Vector, depth: int) -> None:
+        kind = self.dialect.moved[s.bytes]
+        to, src = (f"{self.dialect.spaces[self.spaces[p.name]]} ".lstrip() for p in (s.to, s.src))
+        line = f"*({to}{kind} *)({address(s.to)}) = *({src}const {kind} *)({address(s.src)});"
+        self.put(depth, line)
+
+    def do_clear(self, s: Clear, depth: int) -> None:
+        self.put(depth, self.dialect.unroll)
+        self.put(depth, f"for (int i = 0; i < {s.count}; ++i) {s.name}[i] = 0;")
+
+    def do_mac(self, s: Mac, depth: int) -> None:
+        d, a, b = (self.spot(p) for p in (s.d, s.a, s.b))
+        self.put(depth, self.own.mac.format(d=d, a=a, b=b))
+
+    def do_weave(self, s: Weave, depth: int) -> None:
+        rows = [f"(unsigned){self.spot(s.src + j)}" for j in range(4)]
+        for i in range(4):
+            parts = (f"({x} >> {8 * i} & 255) << {8 * j}" for j, x in enumerate(rows))
+            self.put(depth, f"{self.spot(s.to + i)} = (int)({' | '.join(parts)});")
+
+    def do_copyasync(self, s: CopyAsync, depth: int) -> None:
+        line = self.dialect.copy.format(to=address(s.to), src=address(s.src), bytes=s.bytes, there=index(s.there))
+        self.put(depth, line)
+
+    def do_copycommit(self, _: CopyCommit, depth: int) -> None:
+        self.put(depth, self.dialect.commit)
+
+    def do_copywait(self, s: CopyWait, depth: int) -> None:
+        self.put(depth, self.dialect.wait.format(pending=s.pending))
+
+    def do_exchange(self, s: Exchange, depth: int) -> None:
+        self.put(depth, f"{s.d} = {self.dialect.exchange.format(x=s.x, mask=s.mask)};")

@@ -1,0 +1,96 @@
+"""Statements that only the threads of a device have.
+
+Owns the nodes of the loop language for blocks of threads that share memory and meet at
+barriers. Imports `index`. Registers of a thread are small arrays (`ir.Scratch`) whose
+subscripts are known once loops are unrolled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from portmm.index import Index, Ptr
+
+WHOLE = 1 << 16
+"""As the `unroll` of a loop: all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """An array that the threads of a block share, 16-byte aligned, not initialised."""
+
+    name: str
+    elements: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Barrier:
+    """All threads of a block meet: what they wrote to shared memory before is seen by all after."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """Copy `bytes` bytes, 4, 8 or 16, at once; both addresses are aligned to as many."""
+
+    to: Ptr
+    src: Ptr
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """Make the `count` registers of an array zeros."""
+
+    name: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mac:
+    """The register at `d` += those at `a` times `b`, by the kernel's atom."""
+
+    d: Ptr
+    a: Ptr
+    b: Ptr
+
+
+@dataclass(frozen=True, slots=True)
+class Weave:
+    """Transpose four bytes of four words: byte j of word `to` + i is byte i of word `src` + j."""
+
+    to: Ptr
+    src: Ptr
+
+
+@dataclass(frozen=True, slots=True)
+class CopyAsync:
+    """Begin to copy `bytes` bytes to shared memory, past the registers; zeros where `there` is 0."""
+
+    to: Ptr
+    src: Ptr
+    bytes: int
+    there: Index
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCommit:
+    """Close a group of copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyWait:
+    """Wait until all groups of copies of this thread but the last `pending` have landed."""
+
+    pending: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """The register `d` = that called `x` of the thread whose number in the warp differs by the bit `mask`."""
+
+    d: str
+    x: str
+    mask: int
