@@ -39,7 +39,7 @@ def _fits(value: Any, annotation: str) -> bool:
     if annotation == "dict[str, str]":
         return isinstance(value, dict) and all(isinstance(x, str) for x in value.values())
     # What is left are records, made and checked before, and the plain types.
-    return type(value).__name__ == annotation
+    return type(value).__name__ == annotation.removesuffix(" | None")
 
 
 def _frozen(value: Any) -> Any:

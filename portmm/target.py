@@ -1,12 +1,13 @@
 """What a machine is: instruction sets, memory levels, rates.
 
 Owns the records that describe a machine, what makes one well-formed, and the
-loader that reads them from TOML. May import `errors`, `isa`, `schema`. Pure: it
-never looks at the host; that is `detect`'s work.
+loader that reads them from TOML. May import `errors`, `grid_target`, `isa`,
+`schema`. Pure: it never looks at the host; that is `detect`'s work.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from portmm.errors import TargetError
+from portmm.grid_target import Device, check_device
 from portmm.isa import Atom, Isa, Primitive, Transfer, check_atom, check_transfer
 from portmm.lanes import lanes_of
 from portmm.schema import parse, record, require
@@ -21,6 +23,7 @@ from portmm.schema import parse, record, require
 __all__ = [
     "Atom",
     "CloudFamily",
+    "Device",
     "Isa",
     "Match",
     "MemoryLevel",
@@ -29,15 +32,22 @@ __all__ = [
     "chips_mentioning",
     "clouds",
     "described",
+    "device_target",
     "families_of",
     "load_isa",
     "load_target",
     "names",
+    "names_of",
     "parse_isa",
     "parse_target",
 ]
 
-ARCHS = ("x86_64", "aarch64", "any", "device")
+ARCHS = ("x86_64", "aarch64", "device", "any")
+
+GENERIC_DEVICES = ("opencl_gpu", "cuda_gpu", "opencl_cpu")
+"""What stands for a device that has no description of its own."""
+DOT4_SINCE = (6, 1)
+"""PTX ISA, dp4a: the capability that has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +85,9 @@ class Match:
         implementer: Arm MIDR implementer.
         parts: Arm MIDR part numbers; of a mixed chip, the fast cores only.
         features: for a generic level, what the host must have, as Linux spells it.
+        names: of a device, words of its name as its driver spells it, in any case; a word
+            that ends in a letter may go on, so that "Mali-G" is in "Mali-G710".
+        capability: of a device for CUDA, as in "9.0".
     """
 
     vendor: str = ""
@@ -84,6 +97,8 @@ class Match:
     implementer: int = 0
     parts: tuple[int, ...] = ()
     features: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    capability: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +108,22 @@ class Target:
     Attributes:
         name: the chip file's stem.
         title: for people.
-        arch: "x86_64", "aarch64", or "any" for an invented machine.
+        arch: "x86_64", "aarch64", "device" for what runs kernels over a grid of
+            blocks of threads, or "any" for an invented machine.
         vendor: maker of the chip.
         isas: what it can run, best first.
         levels: memory levels, nearest first.
-        rates: atom name -> mac instructions that one core starts per cycle.
+        rates: atom name -> mac instructions that one core starts per cycle; of a
+            device, those that all threads of one processor start.
         cores: cores that may be used, 0 if unknown.
-        frequency_ghz: sustained clock, 0 if unknown.
+        frequency_ghz: sustained clock, of a device its boost clock; 0 if unknown.
         rows_ahead: rows of a matrix streamed in place that are worth asking for
             ahead, 0 where the hardware's own prefetching is better left alone.
         source: manual the facts come from.
         measured: measured rates that replace derived ones: "<atom>" in GFLOP/s
             and "<level>" or "memory" in GB/s, one core each.
         match: how to recognise it, any one of them.
+        device: the limits of a device, None for a CPU.
     """
 
     name: str
@@ -121,6 +139,7 @@ class Target:
     source: str = ""
     measured: dict[str, float] = field(default_factory=dict)
     match: tuple[Match, ...] = ()
+    device: Device | None = None
 
     def level(self, name: str) -> MemoryLevel | None:
         """The memory level called `name`, or None."""
@@ -171,6 +190,8 @@ def _check_level(level: MemoryLevel, where: str) -> MemoryLevel:
 def _check_target(target: Target, where: str) -> Target:
     require(target.arch in ARCHS, where, f"arch {target.arch!r} is unknown; use one of {', '.join(ARCHS)}")
     require(bool(target.isas), where, 'isas is empty; plain C is "scalar"')
+    described = (target.arch == "device") == (target.device is not None)
+    require(described, where, 'a chip of arch "device", and no other, has a [chip.device] table')
     for isa in target.isas:
         require(isa.arch in ("any", target.arch), where, f"ISA {isa.name} is for {isa.arch}, the chip is {target.arch}")
     sizes = [level.bytes for level in target.levels]
@@ -198,6 +219,18 @@ def _read(folder: str, name: str) -> tuple[dict[str, Any], str]:
 def names(folder: str) -> tuple[str, ...]:
     """Names of all shipped descriptions in `folder`, "isa" or "chip"."""
     return tuple(sorted(path.stem for path in (_root() / folder).glob("*.toml")))
+
+
+@cache
+def names_of(kind: str, folder: str = "chip") -> tuple[str, ...]:
+    """Names of the shipped descriptions in `folder` that are of one kind.
+
+    Args:
+        kind: "cpu" or "device".
+        folder: "isa" or "chip".
+    """
+    load = load_isa if folder == "isa" else load_target
+    return tuple(name for name in names(folder) if (load(name).arch == "device") == (kind == "device"))
 
 
 def parse_isa(table: dict[str, Any], where: str) -> Isa:
@@ -256,7 +289,10 @@ def parse_target(table: dict[str, Any], where: str) -> Target:
     matches = tuple(_match(row, f"{where}: match") for row in chip.pop("match", []))
     own = {isa.name: isa for isa in (parse_isa(t, f"{where}: [[define]]") for t in table.get("define", []))}
     isas = tuple(own.get(name) or load_isa(name) for name in chip.pop("isas", []))
-    return _check_target(record(Target, {**chip, "isas": isas, "levels": levels, "match": matches}, where), where)
+    fields = {**chip, "isas": isas, "levels": levels, "match": matches}
+    if "device" in chip:
+        fields["device"] = check_device(record(Device, chip["device"], f"{where}: device"), f"{where}: device")
+    return _check_target(record(Target, fields, where), where)
 
 
 def _match(row: dict[str, Any], where: str) -> Match:
@@ -306,7 +342,60 @@ def described(name: str) -> Target:
     raise TargetError(f"no target called {name!r}; known are: {known}")
 
 
+def _humble(chip: Target) -> tuple[int, float]:
+    """What orders devices from the most modest."""
+    return (chip.device.processors, chip.device.memory_gbs) if chip.device else (0, 0)
+
+
+def _devices() -> list[Target]:
+    return sorted((_shipped(name) for name in names_of("device")), key=_humble)
+
+
+def _mentions(text: str, name: str) -> bool:
+    """Whether the name of a device holds a word of a `Match`."""
+    end = r"(?![0-9a-z])" if name[-1:].isdigit() else ""
+    return re.search(rf"(?<![0-9a-z]){re.escape(name.lower())}{end}", text.lower()) is not None
+
+
+def device_target(name: str, capability: str = "", kind: str = "gpu") -> Target:
+    """The description of a device that a driver reports.
+
+    By its name; else the most modest of those with its capability; else a generic
+    one. What the driver says of the counts of the very device, the caller puts in
+    their place.
+
+    Args:
+        name: as the driver spells it.
+        capability: of a device for CUDA, as in "9.0"; empty for OpenCL.
+        kind: as OpenCL tells: "gpu", "cpu" or "accelerator".
+    """
+    if kind == "cpu":
+        return _shipped("opencl_cpu")
+    chips = _devices()
+    named = [
+        (len(word), chip) for chip in chips for m in chip.match for word in m.names if word and _mentions(name, word)
+    ]
+    if named:
+        return max(named, key=lambda x: x[0])[1]
+    if not capability:
+        return _shipped("opencl_gpu")
+    alike = next((chip for chip in chips if any(m.capability == capability for m in chip.match)), None)
+    return alike or _generic_cuda(capability)
+
+
+def _generic_cuda(capability: str) -> Target:
+    chip = _shipped("cuda_gpu")
+    found = re.fullmatch(r"(\d+)\.(\d+)", capability)
+    if found is None or chip.device is None:
+        return chip
+    told = replace(chip, device=replace(chip.device, architecture="".join(found.groups())))
+    return told if (int(found[1]), int(found[2])) >= DOT4_SINCE else told.limited_to("simt")
+
+
 def _modest(isa: Isa) -> Target:
+    if isa.arch == "device":
+        generic = [_shipped(name) for name in GENERIC_DEVICES]
+        return next(chip for chip in (*generic, *_devices()) if chip.isa(isa.name)).limited_to(isa.name)
     chips = [_shipped(name) for name in names("chip")]
     generic = [chip for chip in chips if any(m.features for m in chip.match) and isa.arch in ("any", chip.arch)]
     generic.sort(key=lambda chip: (chip.arch == "aarch64", sum(len(m.features) for m in chip.match)))

@@ -20,7 +20,7 @@ from portmm.dtype import BY_NAME, CODES_AT, CODES_KR
 from portmm.interp import numpy_type
 from portmm.ir import VECTORS
 from portmm.problem import LAYOUTS_A, LAYOUTS_B, LAYOUTS_C, Family, Problem, family
-from portmm.target import load_isa, load_target, names
+from portmm.target import load_isa, load_target, names_of
 
 NUMPY = {"f32": np.float32, "f64": np.float64}
 NARROW = (
@@ -31,9 +31,9 @@ NARROW = (
 TINY = load_target(str(Path(__file__).with_name("targets") / "tiny.toml"))
 SEVEN = replace(TINY, isas=tuple(replace(isa, registers=7) for isa in TINY.isas))
 """Six registers hold no tile beside three columns of B, which batched products would try."""
-ISAS = tuple(name for name in names("isa") if load_isa(name).base is None)
-"""Those that stand on their own: they multiply f32 and f64. The others add units for narrow types."""
-EVERY_ISA = names("isa")
+ISAS = tuple(name for name in names_of("cpu", "isa") if load_isa(name).base is None)
+"""Those that stand on their own: they multiply f32 and f64. The others add units for narrow types. Of CPUs."""
+EVERY_ISA = names_of("cpu", "isa")
 
 
 def poison(dtype: np.dtype) -> Any:

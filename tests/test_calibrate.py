@@ -15,10 +15,10 @@ from portmm.dtype import BY_NAME
 from portmm.emit.c import source
 from portmm.errors import TargetError
 from portmm.interp import numpy_type
-from portmm.target import load_isa, load_target, names
+from portmm.target import load_isa, load_target, names_of
 
 HERE = detect.host()
-ISAS = [load_isa(name) for name in names("isa")]
+ISAS = [load_isa(name) for name in names_of("cpu", "isa")]
 RATES = {HERE.isas[0].atoms[0].name: 123.5, "L1": 400.25, "memory": 12.0}
 
 

@@ -15,7 +15,7 @@ FLOORS = {
     # what is computed
     0: "abi coords dtype errors expr formats fused memory naming problem quantized targets tensorfile vecmath version "
     "vocabulary",
-    1: "capable isa lanes schema target",  # what it runs on
+    1: "capable grid_target isa lanes schema target",  # what it runs on
     2: "candidates cost schedule",  # legal tiles and predicted time
     3: "grid index interp ir kernels lower probe threads",  # loops and their meaning
     4: "emit",  # loops to text

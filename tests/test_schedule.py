@@ -13,10 +13,10 @@ from portmm.errors import ScheduleError
 from portmm.lower import lower
 from portmm.problem import Problem
 from portmm.schedule import ALL, illegal, parse, registers, spell
-from portmm.target import described, load_target, names
+from portmm.target import described, load_target, names_of
 
 SIZES = [(1, 1, 1), (1, 9, 300), (7, 9, 11), (16, 64, 16), (3, 1, 5), (100, 37, 64), (1024, 1024, 1024), (5000, 3, 70)]
-MACHINES = [SEVEN, *(load_target(name) for name in names("chip"))]
+MACHINES = [SEVEN, *(load_target(name) for name in names_of("cpu"))]
 FEW = [SEVEN, *map(described, support.ISAS)]
 
 

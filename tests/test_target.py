@@ -16,7 +16,7 @@ from portmm import detect, target
 from portmm.dtype import BY_NAME
 from portmm.errors import TargetError
 
-ATOMS = [(isa, x.name) for isa in target.names("isa") for x in target.load_isa(isa).atoms if x.m == 1]
+ATOMS = [(isa, x.name) for isa in target.names_of("cpu", "isa") for x in target.load_isa(isa).atoms if x.m == 1]
 """Those of one row; for tiles see test_amx.py, for two rows test_two_rows.py."""
 TINY = Path(__file__).with_name("targets") / "tiny.toml"
 FLAGS = ["-O2", "-ffp-contract=fast", "-Wall", "-Werror"]
@@ -152,7 +152,7 @@ def tiny() -> dict:
     return tomllib.loads(TINY.read_text())
 
 
-@pytest.mark.parametrize("name", target.names("chip"))
+@pytest.mark.parametrize("name", target.names_of("cpu"))
 def test_chips_are_well_formed_and_sourced(name: str) -> None:
     chip = target.load_target(name)
     assert chip.name == name
@@ -174,7 +174,7 @@ def test_isas_are_well_formed_and_sourced(name: str) -> None:
         atom = isa.atom(dtype)
         assert atom is not None
         assert atom.name == f"{name}_{dtype}"
-        assert atom.n == (1 if name == "scalar" else isa.vector_bytes // size)
+        assert atom.n == (1 if name in ("scalar", "simt") else isa.vector_bytes // size)
     assert not any("-march=native" in flag or "-mcpu" in flag for flag in isa.flags)
 
 
