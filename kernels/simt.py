@@ -10,7 +10,7 @@
 A thread's rows are cells of `cell[0]` neighbours that lie BM / (MR / cell[0]) apart, and
 its columns likewise: a warp then reads neighbouring words of shared memory, four at once.
 Blocks are numbered so that those which run at the same time make a patch of C
-as square as can be: they share what L2 holds (`_place`). Where k is split, each slice leaves
+as square as can be: they share what L2 holds (`place`). Where k is split, each slice leaves
 its sums in scratch, in rows of n, and `kernels.slices` adds them, so that the order of
 summation, and the result, are always the same.
 """
@@ -114,14 +114,14 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     sums, held = s.mr * s.nr, atom.acc
     body: list[Stmt] = [a.shared(), b.shared(), Scratch("acc", sums, held)]
     body += [Scratch("a_part", s.mr, held), Scratch("b_part", s.nr, held), *a.registers(), *b.registers()]
-    body += [*_place(s), *_threads(s), *_slice(work), Clear("acc", sums)]
+    body += [*place(s), *threads(s), *_slice(work), Clear("acc", sums)]
     body += _copied(work, a, b) if s.copies else _fetched(work, a, b)
     body += Storing(s, isa, atom, s.cell).statements()
     grid = (ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch"), const(s.split))
     return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=s.split > 1), s.threads, grid, tuple(body))
 
 
-def _place(s: Schedule) -> list[Stmt]:
+def place(s: Schedule) -> list[Stmt]:
     """Which tile of which item a block computes.
 
     Blocks sweep patches of `group` rows of tiles, column by column.
@@ -143,19 +143,21 @@ def _place(s: Schedule) -> list[Stmt]:
     ]
 
 
-def _threads(s: Schedule) -> list[Stmt]:
+def threads(s: Schedule) -> list[Stmt]:
     """Which cells of the tile a thread has: `cell_m`, `cell_n` count cells.
 
     A warp has a patch of threads, as its tile says, so that it reads few words of A and of B.
     """
     warp = s.tiles[1]
     down, across = warp.m // s.mr, warp.n // s.nr
-    lane, number, wide = var("lane"), var("warp"), s.block.n // warp.n
+    one = down * across == s.threads
+    lane, number, wide = var("thread") if one else var("lane"), const(0) if one else var("warp"), s.block.n // warp.n
+    of_m, of_n = (lane // across, lane % across) if down > 1 else (const(0), lane)
     return [
         Let("warp", var("thread") // (down * across)),
         Let("lane", var("thread") % (down * across)),
-        Let("cell_m", number // wide * down + lane // across),
-        Let("cell_n", number % wide * across + lane % across),
+        Let("cell_m", number // wide * down + of_m),
+        Let("cell_n", (number % wide * across if wide > 1 else const(0)) + of_n),
     ]
 
 

@@ -198,8 +198,8 @@ class _Printer(Printer):
         self.put(depth, self.dialect.private.format(type=BY_NAME[s.dtype].c, name=s.name, elements=s.elements))
 
     def do_for(self, s: For, depth: int) -> None:
-        if s.unroll == WHOLE:
-            self.put(depth, self.dialect.unroll)
+        if s.unroll > 1:
+            self.put(depth, self.dialect.unroll + (f" {s.unroll}" if s.unroll < WHOLE else ""))
         step = f"++{s.var}" if s.step == Index("const", (1,)) else f"{s.var} += {index(s.step)}"
         self.put(depth, f"for (int {s.var} = {index(s.begin)}; {s.var} < {index(s.end, SUM)}; {step}) {{")
         self.body(s.body, depth + 1)
@@ -213,6 +213,9 @@ class _Printer(Printer):
         self.put(depth, self.dialect.barrier)
 
     def do_vector(self, s: Vector, depth: int) -> None:
+        if s.bytes == BY_NAME[self.points[s.to.name]].bytes:
+            self.put(depth, f"{self.spot(s.to)} = {self.spot(s.src)};")
+            return
         kind = self.dialect.moved[s.bytes]
         to, src = (f"{self.dialect.spaces[self.spaces[p.name]]} ".lstrip() for p in (s.to, s.src))
         line = f"*({to}{kind} *)({address(s.to)}) = *({src}const {kind} *)({address(s.src)});"
