@@ -93,7 +93,6 @@ def attention(
         ValueError: shapes do not fit.
         TraceError: `score` or `mask` does what cannot be traced.
     """
-    refuse_others(score=score, mask=mask)
     scale = None if scale is None else float(scale)
     window = None if window is None else count(window, "window", 1)
     plain = None
@@ -102,6 +101,7 @@ def attention(
         known: _Again | None = _plain.get(plain) if plain else None
         if known:
             return known(q, k, v)
+    refuse_others(score=score, mask=mask)
     if (taker := arrays.taker(q, k, v, lengths, offset)) is not None:
         more = {"score": score, "mask": mask, "scale": scale, "causal": causal, "window": window, "out": out}
         more |= {"lengths": lengths, "offset": offset, "return_lse": return_lse}
