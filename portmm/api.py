@@ -86,18 +86,13 @@ def matmul(
         TraceError: a function does what cannot be traced.
     """
     if epilogue is not None or prologue_a is not None or prologue_b is not None:
-        if (taker := _taker(a, b)) is not None:
+        if (taker := arrays.taker(a, b)) is not None:
             around_it = {"epilogue": epilogue, "prologue_a": prologue_a, "prologue_b": prologue_b}
             return taker.matmul_(a, b, out, dtype, around_it)
         return _surrounded[0](a, b, out, dtype, epilogue, prologue_a, prologue_b)
     if dtype is not None and out is None:
         return _typed(a, b, np.dtype(dtype))
     return _fast(a, b, out)
-
-
-def _taker(a: Any, b: Any) -> Any:
-    """An operand that is being traced, and takes down what happens to it, or None."""
-    return a if hasattr(a, "matmul_") else b if hasattr(b, "matmul_") else None
 
 
 def surrounded_by(function: Callable[..., Any]) -> None:
@@ -110,7 +105,7 @@ _surrounded: list[Callable[..., Any]] = []
 
 def _typed(a: Any, b: Any, dtype: np.dtype[Any]) -> Any:
     """A product of a type that was asked for."""
-    if (taker := _taker(a, b)) is not None:
+    if (taker := arrays.taker(a, b)) is not None:
         return taker.matmul_(a, b, None, dtype, {})
     left = arrays.as_operand(a, "a")
     # Asking for the class of packed weights would build the run time, which may not be possible.
@@ -222,7 +217,7 @@ def fall_back(error: Exception) -> None:
 
 
 def _without_compiler(a: Any, b: Any, out: Any) -> Any:
-    if (taker := _taker(a, b)) is not None:
+    if (taker := arrays.taker(a, b)) is not None:
         return taker.matmul_(a, b, out, None, {})
     left = arrays.as_operand(a, "a")
     right = _decoded(b, left) if _is_coded(b) else arrays.as_operand(b, "b")
@@ -284,7 +279,7 @@ def _is_packed(b: Any) -> bool:
 
 def _general(a: Any, b: Any, out: Any) -> Any:
     """Any product that NumPy accepts."""
-    if (taker := _taker(a, b)) is not None:
+    if (taker := arrays.taker(a, b)) is not None:
         return taker.matmul_(a, b, out, None, {})
     if _is_coded(b):
         return _by_codes(a, b, out)
