@@ -323,8 +323,8 @@ def weights(isa: Isa, real: Atom, text: str, bounds: Bounds) -> Function:
                 Map("select", "kept", ("there", value, float("-inf")), "f32", "f32", name),
             ]
             value = "kept"
-        found += [Verb("store", value, p=Ptr("s", j), of=name), Map("lt", "over", ("most", value), "mask", "f32", name)]
-        return (*found, Map("select", "most", ("over", value, "most"), "f32", "f32", name))
+        store = Verb("store", value, p=Ptr("s", j), of=name)
+        return (*found, store, Map("greater", "most", (value, "most"), "f32", "f32", name))
 
     def weigh(j: Index, few: str) -> tuple[Stmt, ...]:  # noqa: ARG001 - past the last key are scores of -inf
         at.names = {MOST: "largest", KEPT: at.name(KEPT)}
@@ -360,8 +360,7 @@ def joined(isa: Isa, real: Atom) -> Function:
     name, j, i = real.name, var("j"), var("i")
     at.names = {MOST: "most", BEFORE: "before", KEPT: "next"}
     numbers: list[Stmt] = [Verb("load_c", "before", p=Ptr("mosts", j)), Verb("load_c", "next", p=Ptr("mosts_next", j))]
-    numbers += [Map("lt", "over", ("before", "next"), "mask", "f32", name)]
-    numbers += [Map("select", "most", ("over", "next", "before"), "f32", "f32", name)]
+    numbers += [Map("greater", "most", ("next", "before"), "f32", "f32", name)]
     numbers += [*at.compute([mine, other], j, ""), Verb("load_c", "sum", p=Ptr("sums", j))]
     numbers += [Verb("load_c", "more", p=Ptr("sums_next", j))]
     numbers += [Map("mul", "sum", ("sum", at.names[mine]), "f32", "f32", name)]

@@ -238,7 +238,6 @@ OPS: dict[str, tuple[str, Callable[..., Any]]] = {
     "abs": ("same", np.abs),
     "min": ("same", np.minimum),
     "max": ("same", np.maximum),
-    "lesser": ("f32", lambda x, y: np.where(x < y, x, y)),
     "greater": ("f32", lambda x, y: np.where(x > y, x, y)),
     "fma": ("f32", _fused),
     "sqrt": ("f32", np.sqrt),
@@ -263,7 +262,7 @@ OPS: dict[str, tuple[str, Callable[..., Any]]] = {
 min and max of a NaN are NaN. Shifts are by a literal, to the right with the sign. "bits" and "from_bits" look at
 the same 32 bits as the other type; "float" and "int" convert, "int" towards zero.
 """
-_REAL_ONLY = frozenset(("lesser", "greater", "div", "fma", "sqrt", "bits", "int"))
+_REAL_ONLY = frozenset(("greater", "div", "fma", "sqrt", "bits", "int"))
 _WHOLE_ONLY = frozenset(("shl", "shr", "from_bits", "float"))
 _BITS = frozenset(("and", "or", "xor", "not"))
 _NUMPY = {"f32": np.float32, "s32": np.int32, "mask": np.bool_}
