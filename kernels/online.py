@@ -253,15 +253,19 @@ def last(isa: Isa, real: Atom, *, lse: bool) -> Function:
     return Function("last", "inner", params, (loop,), "The inverse of each sum; most = the logarithm of the whole sum")
 
 
-def rescale(real: Atom) -> Function:
-    """o[row] *= change[row]."""
-    i, j = var("i"), var("j")
-    here = Ptr("o", i * var("across") + j)
-    step = (
+def _scaled(here: Ptr, real: Atom) -> tuple[Stmt, ...]:
+    """A vector of sums is multiplied by `by`."""
+    return (
         Verb("load_c", "x", p=here, of=real.name),
         Map("mul", "x", ("x", "by"), "f32", "f32", real.name),
         Verb("store", "x", p=here, of=real.name),
     )
+
+
+def rescale(real: Atom) -> Function:
+    """o[row] *= change[row]."""
+    i, j = var("i"), var("j")
+    step = _scaled(Ptr("o", i * var("across") + j), real)
     row = (
         Verb("load_a", "one", p=Ptr("change", i), of=real.name),
         Map("splat", "by", ("one",), "f32", "f32", real.name),
@@ -276,12 +280,7 @@ def rescale(real: Atom) -> Function:
 def rescale_strips(real: Atom) -> Function:
     """o[j / lanes][row][j % lanes] *= change[j]."""
     i, j = var("i"), var("j")
-    here = Ptr("o", j * var("rows") + i * real.n)
-    step = (
-        Verb("load_c", "x", p=here, of=real.name),
-        Map("mul", "x", ("x", "by"), "f32", "f32", real.name),
-        Verb("store", "x", p=here, of=real.name),
-    )
+    step = _scaled(Ptr("o", j * var("rows") + i * real.n), real)
     column = (
         Verb("load_c", "by", p=Ptr("change", j), of=real.name),
         For("i", const(0), var("rows"), const(1), step, 4),
