@@ -279,22 +279,20 @@ class Attention(Heads):
         if self.kr == 1:
             return ()
         g, p, j, e, lines = self.g, var("p"), var("j"), var("e"), self.lines
-        weave = (
-            Verb(
-                "load_rows",
-                "v",
-                p=Ptr("s", p * (g.queries * self.kr) + j),
-                step=const(g.queries),
-                to=lines.right,
-                of=lines.name,
-            ),
-            Verb("store", "v", p=Ptr("units", p * g.queries + j), to=lines.right, of=lines.name),
-        )
+        weave = self.weave(p * (g.queries * self.kr) + j, g.queries, p * g.queries + j)
         fill = For("e", const(0), const(g.queries), const(1), (Move(Ptr("s", var("keys") * g.queries + e), None),))
         every = For("j", const(0), round_up(var("rows"), lines.n), const(lines.n), weave)
         return (
             If(var("keys") % self.kr, (fill,)),
             For("p", const(0), ceil_div(var("keys"), self.kr), const(1), (every,)),
+        )
+
+    def weave(self, at: Index, row: int, to: Index) -> tuple[Stmt, ...]:
+        """A vector of units of the weights at a place of s, whose rows lie `row` apart."""
+        right, of = self.lines.right, self.lines.name
+        return (
+            Verb("load_rows", "v", p=Ptr("s", at), step=const(row), to=right, of=of),
+            Verb("store", "v", p=Ptr("units", to), to=right, of=of),
         )
 
     def values(self) -> tuple[Stmt, ...]:

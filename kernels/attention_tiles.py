@@ -120,19 +120,9 @@ class Tiled(Attention):
 
     def units(self) -> tuple[Stmt, ...]:
         """Weights in units of two keys, what a step of k is short of filled up with zeros."""
-        n, p, j, e, lines = self.atom.n, var("p"), var("j"), var("e"), self.lines
+        n, p, j, e = self.atom.n, var("p"), var("j"), var("e")
         strip, whole = j * var("step"), round_up(var("keys"), self.atom.k)
-        weave = (
-            Verb(
-                "load_rows",
-                "v",
-                p=Ptr("s", strip + p * (n * self.kr)),
-                step=const(n),
-                to=lines.right,
-                of=lines.name,
-            ),
-            Verb("store", "v", p=Ptr("units", strip // self.kr + p * n), to=lines.right, of=lines.name),
-        )
+        weave = self.weave(strip + p * (n * self.kr), n, strip // self.kr + p * n)
         fill = For("e", var("keys") * n, whole * n, const(1), (Move(Ptr("s", strip + e), None),))
         every = For("p", const(0), whole // self.kr, const(1), weave, 4)
         return (For("j", const(0), var("rows"), const(n), (fill, every)),)
