@@ -84,7 +84,7 @@ class Geometry:
     @classmethod
     def of(cls, isa: Isa, atom: Atom) -> Geometry:
         """Those whose loads per multiply-add are fewest, of blocks of about `QUERIES`."""
-        if atom.m > 1:
+        if atom.tiled:
             side = 2 * atom.m  # two by two tiles of sums: of keys, or columns of V, by queries, in strips of a tile
             return cls(atom.n, side, side, 2 * atom.n, QUERIES)
 

@@ -334,9 +334,8 @@ def attention_unit(held: str, fused: Fused, target: Target, rows: int) -> tuple[
         real = isa.vector("f32", atom.n)
         lines = isa.by_lines(atom) or atom
         weaves = atom.k_pack == 1 or isa.spelling(lines, "load_rows", "f32", atom.right)
-        tiles = atom.m > 1 and atom.deep > 1
         if (
-            (atom.m == 1 or (tiles and rows >= atom.m))
+            (rows >= atom.m if atom.tiled else atom.m == 1)
             and atom.acc == "f32"
             and weaves
             and real

@@ -94,7 +94,7 @@ def lower_attention(isa: Isa, atom: Atom, real: Atom, form: Form) -> Kernel:
     if form.few:
         kernel = decode.build(form, isa, real)
     else:
-        kernel = (attention if atom.m == 1 else attention_tiles).build(form, isa, atom, real)
+        kernel = (attention_tiles if atom.tiled else attention).build(form, isa, atom, real)
     return replace(kernel, header=_header(kernel.name, isa, form.score, f"portmm.attention on {isa.title}"))
 
 
