@@ -187,13 +187,23 @@ def loaded(kernel: Kernel) -> Any:
     return found
 
 
-def workspace_bytes(kernel: Kernel, p: Problem, workers: int) -> int:
-    """Scratch that a kernel needs for a problem, in bytes."""
+def _scratch_bytes(kernel: Kernel, fields: dict[str, int]) -> int:
     from portmm.interp import evaluate
 
+    return evaluate(kernel.workspace, fields) * BY_NAME[kernel.atom.acc].bytes
+
+
+def workspace_bytes(kernel: Kernel, p: Problem, workers: int) -> int:
+    """Scratch that a kernel needs for a problem, in bytes."""
     m, n = (p.n, p.m) if kernel.swap else (p.m, p.n)
-    sizes = {"m": m, "n": n, "k": p.k, "batch": p.batch, "workers": workers}
-    return evaluate(kernel.workspace, sizes) * BY_NAME[kernel.atom.acc].bytes
+    return _scratch_bytes(kernel, {"m": m, "n": n, "k": p.k, "batch": p.batch, "workers": workers})
+
+
+def route_of(kernel: Kernel, code: Any, fields: dict[str, int], dtype: str) -> Any:
+    """A launchable kernel whose code is loaded, with scratch for these fields of the argument block."""
+    from portmm.run.host import runtime
+
+    return runtime().make_route(code, _scratch_bytes(kernel, fields), fields["workers"], dtype)
 
 
 @lru_cache(maxsize=1024)
@@ -305,14 +315,9 @@ def rows_route(text: str, size: tuple[int, int, int], target: Target, workers: i
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    from portmm.interp import evaluate
-    from portmm.run.host import runtime
-
     isa, real = unit_for(parse_fused(text), target)
-    kernel, loaded = _rows(text, isa, real.n)
     m, n, batch = size
-    work = evaluate(kernel.workspace, {"m": m, "n": n, "batch": batch, "workers": workers}) * BY_NAME["f32"].bytes
-    return runtime().make_route(loaded, work, workers, "f32")
+    return route_of(*_rows(text, isa, real.n), {"m": m, "n": n, "batch": batch, "workers": workers}, "f32")
 
 
 @lru_cache(maxsize=256)
@@ -355,12 +360,7 @@ def attention_route(form: Form, unit: tuple[Isa, Atom, Atom], fields: dict[str, 
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    from portmm.interp import evaluate
-    from portmm.run.host import runtime
-
-    kernel, loaded = _attention(form, *unit)
-    work = evaluate(kernel.workspace, fields) * BY_NAME["f32"].bytes
-    return runtime().make_route(loaded, work, fields["workers"], "f32")
+    return route_of(*_attention(form, *unit), fields, "f32")
 
 
 def forget() -> None:

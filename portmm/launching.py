@@ -12,7 +12,7 @@ import numpy as np
 
 from portmm import api, arrays, settings
 from portmm.detect import missing
-from portmm.dtype import BY_NAME, base, size
+from portmm.dtype import BY_NAME, base
 from portmm.errors import TargetError
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ def launch(kernel: Kernel, a: Array, b: Array, c: Array) -> Array:
         BuildError: the compiler failed.
     """
     from portmm import dispatch
-    from portmm.interp import evaluate
     from portmm.run.host import runtime
 
     if lacking := missing(kernel.isa):
@@ -64,10 +63,8 @@ def launch(kernel: Kernel, a: Array, b: Array, c: Array) -> Array:
         strides = [*steps[-2:], steps[0] if lead else 0]
         fields |= dict(zip(names.split(), strides, strict=True))
         numbers += [x, *strides]
-    work = int(evaluate(kernel.workspace, fields) * size(kernel.atom.acc))
     word = "-".join(base(kernel.type_of(x)) for x in "abc")
-    route = runtime().make_route(dispatch.loaded(kernel), work, fields["workers"], word)
-    runtime().execute(route, *numbers)
+    runtime().execute(dispatch.route_of(kernel, dispatch.loaded(kernel), fields, word), *numbers)
     return c
 
 
