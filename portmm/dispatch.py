@@ -20,7 +20,7 @@ from portmm.dtype import BY_NAME, CODES_KR, types
 from portmm.errors import ScheduleError, TargetError
 from portmm.fused import parse as parse_fused
 from portmm.lower import atom_of, lower, lower_attention, lower_fold, lower_pack, lower_rows
-from portmm.memory import forget_all
+from portmm.memory import Memory, forget_all
 from portmm.problem import Family
 from portmm.problem import family as family_of
 
@@ -224,7 +224,7 @@ def route_by(s: Schedule, p: Problem, target: Target, workers: int) -> Any:
     return _route(s, isa_of(s, target), p, workers)
 
 
-_routes: dict[tuple[Problem, int, int], tuple[Target, Any]] = {}
+_routes = Memory(MOST_ROUTES)
 
 
 def route_for(p: Problem, target: Target, threads: int) -> Any:
@@ -241,9 +241,7 @@ def route_for(p: Problem, target: Target, threads: int) -> Any:
     if found is None:
         choice = choose(p, target, threads)
         route = _route(choice.schedule, isa_of(choice.schedule, target), p, choice.workers)
-        if len(_routes) >= MOST_ROUTES:
-            _routes.clear()
-        found = _routes[key] = (target, route)
+        found = _routes.keep(key, (target, route))
     return found[1]
 
 
@@ -367,7 +365,6 @@ def forget() -> None:
     """Drop every memo of this process; the cache on disk stays."""
     for memo in (kernel_of, _code, _packer, _folder, _rows, _attention):
         memo.cache_clear()
-    _routes.clear()
     forget_all()
     with _lock:
         _loaded.clear()
