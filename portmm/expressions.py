@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from portmm import arrays
 from portmm.expr import apply, const, node
 from portmm.fused import C, Fused, Operand, acc, load
-from portmm.fusing import substituted
+from portmm.fusing import filled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,9 +64,8 @@ class Expressions:
                 self.numbers.append(x.leaf)
             return node("number", (self.numbers.index(x.leaf),), "f32")
         if self.inside(x):
-            inner = [self.of(y) for y in x.inputs]
             assert x.template is not None  # noqa: S101 - the splitter takes no others
-            return substituted(x.template, lambda e: inner[e.args[0]] if e.op == "given" else None, {})
+            return filled(x.template, [self.of(y) for y in x.inputs])
         self.nodes[x] = self.place(x)
         return self.load(self.nodes[x])
 

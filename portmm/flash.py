@@ -17,7 +17,7 @@ import numpy as np
 from portmm.attend import attention
 from portmm.expr import apply
 from portmm.fused import given, reduction
-from portmm.fusing import substituted
+from portmm.fusing import filled
 from portmm.graph import FLOATS, Node
 
 if TYPE_CHECKING:
@@ -175,21 +175,11 @@ def _score(product: Node, steps: list[Node], extras: list[Node]) -> Callable[...
             if isinstance(s, np.ndarray):
                 known[x] = x.plain(*values)
             else:
-                known[x] = _filled(x, values)
+                assert x.template is not None  # noqa: S101 - `_chain` takes no others
+                known[x] = filled(x.template, [y.broadcast_() if hasattr(y, "broadcast_") else y for y in values])
         return known[steps[-1]] if steps else s
 
     return score
-
-
-def _filled(x: Node, values: list[Any]) -> Any:
-    """A node's expression, of these."""
-    assert x.template is not None  # noqa: S101 - `_chain` takes no others
-    inner = [y.broadcast_() if hasattr(y, "broadcast_") else y for y in values]
-
-    def change(e: Any) -> Any:
-        return inner[e.args[0]] if e.op == "given" else None
-
-    return substituted(x.template, change, {})
 
 
 def _call(score: Callable[..., Any], single: bool) -> Callable[..., Any]:

@@ -91,6 +91,11 @@ def substituted(root: Expr, change: Callable[[Expr], Expr | None], done: dict[Ex
     return done[root]
 
 
+def filled(template: Expr, values: list[Any]) -> Expr:
+    """An expression of values given, of these."""
+    return substituted(template, lambda x: values[x.args[0]] if x.op == "given" else None, {})
+
+
 def settle(traced: Traced, given: tuple[Operand, ...], usual: np.dtype[Any], *, ends: bool) -> Step:
     """The expressions as a kernel takes them: values given first, then operands, then results.
 
