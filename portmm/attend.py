@@ -108,9 +108,8 @@ def attention(
         return taker.call_(attention, (q, k, v), more)
     shape = shape_of(*(array(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))))
     far = shape.n if window is None else min(window, shape.m + shape.n)
-    wanted = (*shape.lead, shape.heads, shape.m, shape.dv)
     if out is not None:
-        arrays.check_out(out, wanted, shape.dtype)
+        arrays.check_out(out, shape.result, shape.dtype)
     factor = 1 / math.sqrt(shape.d) if scale is None and score is None else scale
     asked = _Asked(score_of(score, mask, factor), causal, window, far, return_lse)
     many = None if lengths is None else lengths_of(lengths, shape)
@@ -118,7 +117,7 @@ def attention(
     result, lse, ready = _computed(shape, asked, many, starts, out)
     if plain and ready is not None and all(map(_same, shape.operands, (q, k, v))):
         found = dict.fromkeys(ready.bound.traced.numbers, factor)
-        _plain.keep(plain, _Again(ready, replace(shape, operands=()), found, far, wanted, return_lse))
+        _plain.keep(plain, _Again(ready, replace(shape, operands=()), found, far, shape.result, return_lse))
     return _given(result, lse, out)
 
 
@@ -145,8 +144,7 @@ def _computed(
     shape: Shape, asked: _Asked, many: Array | None, starts: Array | None, out: Any
 ) -> tuple[Array, Array | None, _Ready | None]:
     """The result, the logarithms if they are wanted, and what computed them."""
-    operands, dtype = shape.operands, shape.dtype
-    wanted = (*shape.lead, shape.heads, shape.m, shape.dv)
+    operands, dtype, wanted = shape.operands, shape.dtype, shape.result
     result = out if out is not None and _writes(out, dtype, operands) else np.empty(wanted, dtype)
     lse = np.empty(wanted[:-1], np.float32) if asked.lse else None
     if 0 in (shape.items, shape.heads, shape.m, shape.dv, shape.n):

@@ -40,6 +40,11 @@ class Shape:
     dtype: np.dtype[Any]
     operands: tuple[Array, ...]
 
+    @property
+    def result(self) -> tuple[int, ...]:
+        """The shape of the result."""
+        return (*self.lead, self.heads, self.m, self.dv)
+
 
 def array(x: Any, name: str) -> Array:
     """An operand of a type that kernels read.
