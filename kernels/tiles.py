@@ -259,8 +259,7 @@ class Outer:
             loads.append(Verb("load_a", str(self.grid.a(r)), p=at, step=self.by.row))
         for v in range(self.columns):
             q, column = divmod(v * self.atom.n, panel)
-            at = b + (var("b_panel") * q if q else 0) + column
-            at = b + self.by.b_next * v if self.by.b_next else at
+            at = b + (self.by.b_next * v if self.by.b_next else (var("b_panel") * q if q else 0) + column)
             load = Verb("load_b", str(self.grid.b(v)), p=at, step=const(self.by.b))
             # Loads that come before all products are faster by a tenth or more; tiles that take turns must wait.
             (loads if self.columns <= self.grid.turns else macs).append(load)

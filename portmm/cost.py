@@ -365,8 +365,8 @@ def _tile_setup(v: _View) -> float:
     wide, _ = _tile(v)
     passes = _blocks_k(v)
     # A sum over lanes folds them in half, a shuffle and an addition each time.
-    each = 1.0 + (atom.n.bit_length() if s.program == "dot" else 0)
-    each = CARRIED if atom.tiled and passes > 1 else each
+    folds = atom.n.bit_length() if s.program == "dot" else 0
+    each = CARRIED if atom.tiled and passes > 1 else 1.0 + folds
     one = sum(count * (TILE_CYCLES + h * wide * each + atom.latency) for h, count in _slices(v))
     ends = FINISH * v.p.m * -(-v.p.n // v.line) if s.program != "dot" and finishes(s, atom) else 0.0
     ends += CONFIGURE * v.blocks if atom.tiled else 0.0
