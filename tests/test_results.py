@@ -79,7 +79,7 @@ def test_indices_become_floats():
 
 def test_a_prologue_that_is_the_same_along_a_row():
     want = np.broadcast_to(A[0].mean(1, keepdims=True), (M, K)) @ W
-    np.testing.assert_allclose(pm.matmul(A[0], W, prologue_a=lambda a: pm.mean(a)), want, rtol=1e-5, atol=1e-5)  # noqa: PLW0108
+    np.testing.assert_allclose(pm.matmul(A[0], W, prologue_a=pm.mean), want, rtol=1e-5, atol=1e-5)
 
 
 def test_reductions_within_reductions_are_refused():
