@@ -1,0 +1,247 @@
+"""Runs the source of a CUDA kernel on the CPU: it is compiled as C++ with shim/cuda.h before it.
+
+The threads of a block are fibers of one OS thread, so that a launch in an order is repeatable; shared memory is
+poisoned, and every access to it is checked for races and bounds. What a GPU would not forgive is a `ShimError`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from support import Guarded, poison, require
+
+from portmm.cache import cache_dir, digest
+
+SOURCES = Path(__file__).with_name("shim")
+IN_ORDER, BACKWARDS, SHUFFLED = range(3)
+"""Seeds of orders of threads and blocks; each larger one shuffles another way."""
+ORDERS = (IN_ORDER, BACKWARDS, SHUFFLED)
+ALIGNMENT = 16
+"""Of operands, at least: the largest vector has as many bytes. CUDA's allocator gives 256."""
+
+_FLAGS = (
+    "-std=c++17", "-fPIC",
+    "-fno-strict-aliasing",  # vectors are loaded from arrays of scalars
+    "-ffp-contract=off",  # kernels say where they fuse, so that -mfma changes no result
+    "-fno-math-errno",
+    "-fwrapv",  # sums of s32 wrap
+)  # fmt: skip
+_KERNEL_FLAGS = (
+    "-O1", "-g1",
+    "-fsanitize=thread",  # a hook before each access, which shim/faults.h defines
+    "--param=tsan-instrument-func-entry-exit=0",
+    "-fsanitize=bounds,alignment,shift-exponent,integer-divide-by-zero",  # object-size would keep sums in memory
+    "-fno-sanitize-recover=all",
+)  # fmt: skip
+_TYPES = {"int": ("i", ctypes.c_int), "long": ("l", ctypes.c_long), "float": ("f", ctypes.c_float)}
+_WORDS = {"p": "a pointer", **{letter: f"a {word}" for word, (letter, _) in _TYPES.items()}}
+
+# gcc has another word for what keeps `float acc[8][8]` in registers.
+_UNROLL = re.compile(r"#pragma unroll\b[ \t]*(\d*)")
+_MOST_STEPS = 128
+
+
+class ShimError(Exception):
+    """A launch that a GPU refuses, or whose result means nothing there."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel compiled for the CPU."""
+
+    name: str
+    path: Path
+    library: ctypes.CDLL
+
+    def launch(
+        self, grid: tuple[int, int, int], block: int, arguments: list[Any], seed: int = 0, shared: int = 0
+    ) -> None:
+        """Run on arrays as they lie, and on numbers: ("int", 3), ("long", 3), ("float", 3.0).
+
+        `seed` is an order, `shared` a number of bytes of dynamic shared memory.
+        """
+        self._check(arguments)
+        values = [_value(x) for x in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(x) for x in values))
+        where = (ctypes.c_size_t * 2)()
+        text = self.library.shim_launch(
+            (ctypes.c_uint * 3)(*grid), block, ctypes.c_size_t(shared), seed, pointers, where
+        )
+        if text is not None:
+            place = _near(where[0], arguments) + self._line(where[1])
+            raise ShimError(f"{self.name}: {text.decode()}{place}")
+
+    def launch_in_orders(
+        self,
+        grid: tuple[int, int, int],
+        block: int,
+        arguments: list[Any],
+        seeds: tuple[int, ...] = ORDERS,
+        shared: int = 0,
+    ) -> None:
+        """Run in several orders, each on copies beside guard pages, now before them and now behind.
+
+        All orders must give the same bits, which then lie in the arrays.
+        """
+        results: list[list[Any]] = []
+        for i, seed in enumerate(seeds):
+            laid = [Laid.beside(x, end=i % 2 == 0) if isinstance(x, np.ndarray) else x for x in arguments]
+            self.launch(grid, block, [x.array if isinstance(x, Laid) else x for x in laid], seed, shared)
+            for j, x in enumerate(laid):
+                if isinstance(x, Laid):
+                    x.check(f"{self.name}: argument {j}")
+            results.append([x.array if isinstance(x, Laid) else None for x in laid])
+        for j, first in enumerate(results[0]):
+            if first is None:
+                continue
+            for seed, others in zip(seeds, results, strict=True):
+                if others[j].tobytes() != first.tobytes():
+                    raise ShimError(f"{self.name}: argument {j} depends on the order of threads (seed {seed})")
+            arguments[j][...] = first
+
+    def _check(self, arguments: list[Any]) -> None:
+        want = self.library.shim_signature().decode()
+        got = "".join("p" if isinstance(x, np.ndarray) else _TYPES[x[0]][0] for x in arguments)
+        if len(want) != len(got):
+            raise ShimError(f"{self.name} takes {len(want)} arguments, not {len(got)}")
+        for i, (a, b) in enumerate(zip(want, got, strict=True)):
+            if a != b:
+                raise ShimError(f"{self.name}: argument {i} is {_WORDS[a]}, not {_WORDS[b]}")
+
+    def _line(self, offset: int) -> str:
+        tool = shutil.which("addr2line")
+        if not offset or tool is None:
+            return ""
+        # The address is that of the next instruction.
+        answer = subprocess.run([tool, "-e", self.path, hex(offset - 1)], capture_output=True, text=True, check=False)
+        line = re.search(r":(\d+)", answer.stdout)
+        return f", on line {line[1]}" if line else ""
+
+
+@dataclass(frozen=True)
+class Laid:
+    """An array at an aligned address beside a page that cannot be touched."""
+
+    array: np.ndarray
+    slack: np.ndarray
+
+    @classmethod
+    def beside(cls, x: np.ndarray, *, end: bool) -> Laid:
+        """A copy of an array; what rounds its size up to the alignment is slack, which holds poison."""
+        memory = Guarded(-(-x.nbytes // ALIGNMENT) * ALIGNMENT, end=end).bytes
+        array = memory[: x.nbytes].view(x.dtype).reshape(x.shape)
+        array[...] = x
+        memory[x.nbytes :] = poison(memory.dtype)
+        return cls(array, memory[x.nbytes :])
+
+    def check(self, what: str) -> None:
+        if (self.slack != poison(self.slack.dtype)).any():
+            raise ShimError(f"{what} was written beyond its end")
+
+
+def _value(x: Any) -> Any:
+    if isinstance(x, np.ndarray):
+        if not x.flags.c_contiguous:
+            raise ValueError("an array whose elements do not follow one another has no single address")
+        return ctypes.c_void_p(x.ctypes.data)
+    word, number = x
+    return _TYPES[word][1](number)
+
+
+def _near(address: int, arguments: list[Any]) -> str:
+    """Where an address is, seen from the nearest array."""
+    if not address:
+        return ""
+    found = []
+    for i, x in enumerate(arguments):
+        if isinstance(x, np.ndarray):
+            before, after = x.ctypes.data - address, address - (x.ctypes.data + x.nbytes)
+            found.append((max(before, after), i, f"{before} bytes before" if before > 0 else f"{after} bytes after"))
+    distance, i, text = min(found, default=(0, 0, ""))
+    return f", {text} argument {i}" if 0 <= distance < (1 << 20) and text else ""
+
+
+# -- compiling ----------------------------------------------------------------------
+
+
+@functools.cache
+def _host_flags() -> tuple[str, ...]:
+    """Flags that make kernels faster here. Without -mfma fmaf is a call of the C library."""
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace") if Path("/proc/cpuinfo").exists() else ""
+    return ("-mfma",) if re.search(r"^flags\b.*\bfma\b", text, re.MULTILINE) else ()
+
+
+def _run(argv: list[Any], folder: Path) -> None:
+    answer = subprocess.run(
+        argv, cwd=folder, capture_output=True, text=True, check=False, env={**os.environ, "LC_ALL": "C"}
+    )
+    if answer.returncode:
+        raise ShimError(f"{' '.join(map(str, argv))} failed:\n{answer.stderr}")
+
+
+def _made(name: str, text: str, flags: tuple[str, ...], make: Any) -> Path:
+    """The file that `make(folder, source)` leaves, kept under the hash of all that it comes from."""
+    compiler = Path(require("g++")).resolve()
+    version = f"{compiler} {compiler.stat().st_mtime_ns}"
+    headers = "".join(p.read_text(encoding="utf-8") for p in sorted(SOURCES.iterdir()))
+    key = digest("\0".join([text, headers, version, *flags]).encode())[:32]
+    kept = cache_dir() / "shim" / f"{key}-{name}"
+    if not kept.exists():
+        kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+            source = Path(folder, f"{Path(name).stem}.cu")
+            source.write_text(text, encoding="utf-8")
+            make(Path(folder), source).replace(kept)
+    return kept
+
+
+@functools.cache
+def _runtime(flags: tuple[str, ...]) -> Path:
+    flags = (*_FLAGS, "-O2", *flags)
+    argv = [require("g++"), *flags, "-c", SOURCES / "runtime.cpp", "-o", "runtime.o"]
+
+    def make(folder: Path, _source: Path) -> Path:
+        _run(argv, folder)
+        return folder / "runtime.o"
+
+    return _made("runtime.o", "", flags, make)
+
+
+@functools.cache
+def compile(source: str, name: str, runtime: tuple[str, ...] = ()) -> Kernel:  # noqa: A001
+    """The kernel of a source; `runtime` are more flags for the run time that it is linked with.
+
+    Raises:
+        ShimError: it does not compile, or calls what neither it nor the shim defines.
+    """
+    flags = (*_FLAGS, *_KERNEL_FLAGS, *_host_flags())
+
+    def make(folder: Path, text: Path) -> Path:
+        gcc = require("g++")
+        words = [*flags, f"-I{SOURCES}", "-include", "cuda.h", "-x", "c++", "-c", text.name]
+        _run([gcc, *words, "-o", "kernel.o"], folder)
+        # The run time comes last: its part of the section of shared memory is the end of it.
+        _run([gcc, "-shared", "-Wl,-Bsymbolic,-z,defs", "kernel.o", _runtime(runtime), "-o", "kernel.so"], folder)
+        return folder / "kernel.so"
+
+    text = _UNROLL.sub(lambda found: f"#pragma GCC unroll {found[1] or _MOST_STEPS}", source)
+    path = _made(f"{name}.so", f"{text}\nSHIM_KERNEL({name})\n", (*flags, *runtime), make)
+    library = ctypes.CDLL(str(path))
+    library.shim_launch.restype = library.shim_signature.restype = ctypes.c_char_p
+    return Kernel(name, path, library)
+
+
+def kernel(body: str, arguments: str = "float *x", shared: str = "", name: str = "small") -> Kernel:
+    """A kernel of a few statements, which begin on line 2; `t` is the thread."""
+    head = f'extern "C" __global__ void {name}({arguments}) {{ const int t = threadIdx.x; {shared}'
+    return compile(f"{head}\n{body}\n}}\n", name)
