@@ -73,19 +73,34 @@ def _shell(words: tuple[str, ...]) -> str:
     return shlex.join(words)
 
 
-def _failure(words: tuple[str, ...], key: str, source: str, said: str) -> BuildError:
+_NEWER = "try a newer compiler through CC"
+
+
+def failure(
+    words: tuple[str, ...], key: str, source: str, said: str, *, suffix: str = ".c", advice: str = _NEWER
+) -> BuildError:
+    """The error for a source that did not compile; it is kept for inspection.
+
+    Args:
+        words: the command, or the name of the compiler and its options.
+        key: the build's SHA-256.
+        source: what did not compile.
+        said: the compiler's words, of which the first lines are shown.
+        suffix: of the file that the source is kept in.
+        advice: what to do about it.
+    """
     lines = said.strip().splitlines() or ["(it said nothing)"]
     left = len(lines) - _SHOWN_LINES
     shown = "\n".join("  " + line for line in lines[:_SHOWN_LINES])
     more = f"\n  ... and {left} more lines" if left > 0 else ""
     try:
-        kept = str(cache.keep_failed(key, source))
+        kept = str(cache.keep_failed(key, source, suffix))
     except OSError:
         kept = "not kept, there is nowhere to write"
     return BuildError(
         f"{words[0]} did not build a kernel; it said:\n{shown}{more}\n"
         f"source: {kept}\ncommand: {_shell(words)}\n"
-        "try a newer compiler through CC, or report this with the source"
+        f"{advice}, or report this with the source"
     )
 
 
@@ -134,7 +149,7 @@ def _make(source: str, compiler: Compiler, words: tuple[str, ...], key: str, ste
     seconds = time.perf_counter() - start
     fault = _unloadable(code, compiler.arch)
     if fault:
-        raise _failure(words, key, source, said or fault)
+        raise failure(words, key, source, said or fault)
     return cache.keep(key, code, name=stem, seconds=seconds, compiler=compiler.version, command=_shell(words))
 
 

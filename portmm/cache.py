@@ -3,7 +3,8 @@
 Owns the cache directory, the decision whether to trust what lies in it, and
 how entries get in and out. May import nothing of portmm.
 
-An entry is `<key>.so` with `<key>.txt` beside it, which holds the SHA-256 of
+An entry is `<key>.so`, `<key>.cubin` or `<key>.clbin`, for the host, CUDA or
+OpenCL, with `<key>.txt` beside it, which holds the SHA-256 of
 the former; what does not match is treated as absent. Files are never written
 in place: a new one is renamed over the old, so a process that has mapped the
 old one keeps it. Whoever can write to the directory can run code as its
@@ -23,19 +24,20 @@ import stat
 import time
 import warnings
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 LOCK_PATIENCE = 60.0
 """Seconds to wait for another process that builds the same entry. Above any
 compilation of one kernel; a stopped process then costs time, not an answer."""
 
 _STALE = 3600.0  # seconds; a temporary file lives for milliseconds, this one's owner is dead
-_SUFFIXES = (".so", ".txt", ".note", ".lock", ".tmp", ".failed.c")
+_CODE = (".so", ".cubin", ".clbin")
+_SUFFIXES = (*_CODE, ".txt", ".note", ".lock", ".tmp", ".failed.c", ".failed.cu", ".failed.cl")
 
 _warned: set[str] = set()
 _private: dict[int, Path] = {}
@@ -47,12 +49,13 @@ class Entry:
 
     Attributes:
         key: the build's SHA-256, the file's stem.
-        path: the shared object.
+        path: the file with the code.
         name: what the builder called it.
-        bytes: size of the shared object.
+        bytes: size of the code.
         seconds: how long it took to compile.
         compiler: version line of the compiler.
         command: the command that made it.
+        more: what else the builder wants to know on a warm hit.
     """
 
     key: str
@@ -62,6 +65,7 @@ class Entry:
     seconds: float
     compiler: str
     command: str
+    more: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 def _sha256() -> Callable[[bytes], Any]:
@@ -212,6 +216,16 @@ def _keep_files(files: dict[str, bytes]) -> Path:
     return own
 
 
+def _escaped(text: str) -> str:
+    """Any text in one line of ASCII, as Python's literals spell it."""
+    return text.encode("unicode_escape").decode("ascii")
+
+
+def _plain(line: str) -> str:
+    """What `_escaped` was given."""
+    return line.encode("ascii", "replace").decode("unicode_escape")
+
+
 def _fields(path: Path) -> dict[str, str]:
     text = _read(path)
     lines = (text or b"").decode("utf-8", "surrogateescape").splitlines()
@@ -220,42 +234,73 @@ def _fields(path: Path) -> dict[str, str]:
 
 def _entry(path: Path, size: int, fields: dict[str, str]) -> Entry | None:
     try:
-        own = {name: fields[name] for name in ("name", "compiler", "command")}
-        return Entry(key=path.stem, path=path, bytes=size, seconds=float(fields["seconds"]), **own)
+        own = {name: fields.pop(name) for name in ("name", "compiler", "command")}
+        seconds = float(fields.pop("seconds"))
+        more = {name: _plain(text) for name, text in fields.items() if name != "sha256"}
+        return Entry(key=path.stem, path=path, bytes=size, seconds=seconds, **own, more=more)
     except (KeyError, ValueError):
         return None
 
 
-def find(key: str) -> Entry | None:
-    """The entry of `key`, its bytes checked against their SHA-256, or None."""
+def load(key: str, suffix: str = ".so") -> tuple[Entry, bytes] | None:
+    """The entry of `key` and its code, checked against its SHA-256, or None."""
     for place in _places():
-        path = place / f"{key}.so"
+        path = place / f"{key}{suffix}"
         code = _read(path)
         if code is None:
             continue
         fields = _fields(path.with_suffix(".txt"))
         if fields.get("sha256") == digest(code):
-            return _entry(path, len(code), fields)
+            entry = _entry(path, len(code), fields)
+            return None if entry is None else (entry, code)
     return None
 
 
-def keep(key: str, code: bytes, *, name: str, seconds: float, compiler: str, command: str) -> Entry:
-    """Store a shared object and return its entry.
+def find(key: str, suffix: str = ".so") -> Entry | None:
+    """The entry of `key`, its bytes checked against their SHA-256, or None."""
+    found = load(key, suffix)
+    return None if found is None else found[0]
+
+
+def keep(
+    key: str,
+    code: bytes,
+    *,
+    name: str,
+    seconds: float,
+    compiler: str,
+    command: str,
+    suffix: str = ".so",
+    more: Mapping[str, str] | None = None,
+) -> Entry:
+    """Store code and return its entry.
+
+    Args:
+        key: the build's SHA-256.
+        code: a shared object, or what a device's driver loads.
+        name: what the builder calls it.
+        seconds: how long it took to compile.
+        compiler: version line of the compiler.
+        command: the command that made it.
+        suffix: of the file, one of those that the module's docstring names.
+        more: further facts, of any text; their names are words that no field of an entry has.
 
     Raises:
         OSError: neither the cache nor a temporary directory can be written to.
     """
     fields = {"sha256": digest(code), "name": name, "seconds": f"{seconds:.4f}"}
     fields |= {"compiler": " ".join(compiler.split()), "command": " ".join(command.split())}
-    text = "".join(f"{k} {v}\n" for k, v in fields.items()).encode("utf-8", "surrogateescape")
-    place = _keep_files({f"{key}.so": code, f"{key}.txt": text})
+    more = more or {}
+    lines = {**fields, **{k: _escaped(v) for k, v in more.items()}}
+    text = "".join(f"{k} {v}\n" for k, v in lines.items()).encode("utf-8", "surrogateescape")
+    place = _keep_files({f"{key}{suffix}": code, f"{key}.txt": text})
     _sweep(place)
-    return Entry(key, place / f"{key}.so", name, len(code), seconds, fields["compiler"], fields["command"])
+    return Entry(key, place / f"{key}{suffix}", name, len(code), seconds, fields["compiler"], fields["command"], more)
 
 
-def keep_failed(key: str, source: str) -> Path:
+def keep_failed(key: str, source: str, suffix: str = ".c") -> Path:
     """Store a source that did not compile, for inspection, and return its path."""
-    name = f"{key}.failed.c"
+    name = f"{key}.failed{suffix}"
     return _keep_files({name: source.encode()}) / name
 
 
@@ -343,7 +388,7 @@ def lock(key: str) -> Iterator[None]:
 def cache_entries() -> list[Entry]:
     """The kernels in the cache directory, by name; their bytes are not checked."""
     found = []
-    for path in cache_dir().glob("*.so"):
+    for path in (p for p in _own_files() if p.suffix in _CODE):
         with suppress(OSError):
             found.append(_entry(path, path.stat().st_size, _fields(path.with_suffix(".txt"))))
     return sorted((e for e in found if e is not None), key=lambda e: (e.name, e.key))

@@ -22,7 +22,15 @@ class BuildError(PortmmError):
 
 
 class NoCompilerError(BuildError):
-    """No usable C compiler was found."""
+    """No usable compiler was found, for C or for CUDA."""
+
+
+class DeviceError(PortmmError):
+    """A device or its driver refused a kernel."""
+
+
+class NoDeviceError(DeviceError):
+    """There is no device to run on, or no package that reaches it."""
 
 
 class PackError(PortmmError):

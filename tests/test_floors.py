@@ -19,12 +19,12 @@ FLOORS = {
     2: "candidates cost schedule",  # legal tiles and predicted time
     3: "grid index interp ir kernels lower probe threads",  # loops and their meaning
     4: "emit",  # loops to text
-    5: "build cache calibrate compiler detect permission snapshot",  # the host: compile, look, measure
+    5: "build cache calibrate compiler detect nvrtc permission snapshot",  # the host: compile, look, measure
     6: "run",  # load, launch, threads
     7: "dispatch tune",  # a problem to a ready plan
     # for users
     8: ". abreast api attend around arrays axes builder call captures cli compare doctor explanation flash "
-    "expressions folded fusing graph heads launching names packed places pose program quick rows surroundings "
+    "expressions folded foreign fusing graph heads launching names packed places pose program quick rows surroundings "
     "scaled settings show splitter steady stored trace value whole",
 }
 FLOOR_OF = {name.strip("."): floor for floor, names in FLOORS.items() for name in names.split()}

@@ -1,0 +1,54 @@
+"""An OpenCL device on every x86-64 machine: Intel's driver for processors, from PyPI."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+from functools import cache
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+
+import pytest
+
+
+def missing(what):
+    """Skip, or fail where CI promises what is missing."""
+    (pytest.fail if os.environ.get("CI") else pytest.skip)(what)
+
+
+def driver():
+    """The shared object of the driver; the .icd file that it comes with holds the path of its builder's machine."""
+    try:
+        paths = [Path(f.locate()).resolve() for f in files("intel-opencl-rt") or ()]
+    except PackageNotFoundError:
+        paths = []
+    return next((p for p in paths if p.name == "libintelocl.so"), None)
+
+
+@cache
+def opencl_device():
+    """A context of one device and a queue, `(context, queue)`.
+
+    OCL_ICD_VENDORS and PYOPENCL_NO_CACHE are read when PyOpenCL is imported, so
+    whoever needs it imports it after this.
+    """
+    found = driver()
+    if found is None:
+        missing("intel-opencl-rt is not installed")
+    folder = Path(tempfile.mkdtemp(prefix="portmm-icd-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / "intel.icd").write_text(f"{found}\n")
+    os.environ["OCL_ICD_VENDORS"] = str(folder)
+    os.environ["PYOPENCL_NO_CACHE"] = "1"
+    try:
+        import pyopencl as cl
+    except ImportError:
+        missing("pyopencl is not installed")
+    try:
+        device = cl.get_platforms()[0].get_devices()[0]
+    except cl.Error as error:
+        missing(f"the driver {found} does not work; is intel-cmplr-lib-rt installed? {error}")
+    context = cl.Context([device])
+    return context, cl.CommandQueue(context)
