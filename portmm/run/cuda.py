@@ -1,0 +1,227 @@
+"""CUDA devices: what they are, loading cubins, launching kernels.
+
+Owns all that is said to CUDA's driver, through CuPy, which is imported at the
+first use. May import `errors`, `nvrtc`, `run.devices`.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm.errors import BuildError, DeviceError, NoDeviceError
+from portmm.run.devices import Facts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portmm.nvrtc import Cubin
+
+# CUDA C++ Programming Guide, "Compute Capabilities": more has to be asked for, kernel by kernel.
+_SHARED_UNASKED = 48 << 10
+
+# Chips whose matrix instructions exist only in code for that very chip.
+_SPECIFIC = frozenset((9, 10))
+
+# CuPy passes NumPy's scalars by value, in their own sizes.
+_SCALARS = {"pointer": np.uint64, "int": np.int32, "long": np.int64, "float": np.float32}
+
+_lock = threading.Lock()
+_functions: dict[tuple[int, str | bytes, str], Function] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A kernel in a device's memory.
+
+    Attributes:
+        call: CuPy's function, which keeps its module loaded.
+        name: of the kernel.
+        device: the number of its device.
+        cubin: what it was loaded from.
+    """
+
+    call: Any
+    name: str
+    device: int
+    cubin: Cubin
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """A stream as CuPy's functions want it: they read `ptr` alone."""
+
+    ptr: int
+
+
+@cache
+def _cupy() -> Any:
+    try:
+        return import_module("cupy")
+    except ImportError as error:
+        raise NoDeviceError(
+            f"CUDA kernels are launched through CuPy, which cannot be imported: {error}; "
+            "`pip install cupy-cuda13x`, or cupy-cuda12x for a driver of CUDA 12"
+        ) from error
+
+
+# CuPy's errors, of the run time and of the driver, are RuntimeErrors.
+
+
+def _number(device: int | None) -> int:
+    """The number of a device that exists, by default the current one.
+
+    Raises:
+        NoDeviceError: there is none, or none of this number.
+    """
+    runtime = _cupy().cuda.runtime
+    try:
+        count = int(runtime.getDeviceCount())
+        number = int(runtime.getDevice()) if device is None else device
+    except RuntimeError as error:
+        raise NoDeviceError(f"CUDA finds no device: {error}; install NVIDIA's driver") from error
+    if not 0 <= number < count:
+        raise NoDeviceError(f"there is no CUDA device {number}; there are {count}, numbered from 0")
+    return number
+
+
+def architecture(major: int, minor: int) -> str:
+    """What code for a compute capability is compiled for: "80", "90a", "120"."""
+    return f"{major}{minor}{'a' if major in _SPECIFIC else ''}"
+
+
+def facts(device: int | None = None) -> Facts:
+    """What the driver says of a device, by default the current one.
+
+    Raises:
+        NoDeviceError: there is no such device, or no CuPy.
+    """
+    return _facts(_number(device))
+
+
+@cache
+def _facts(device: int) -> Facts:
+    runtime = _cupy().cuda.runtime
+    found = runtime.getDeviceProperties(device)
+    name = found["name"]
+    driver = int(runtime.driverGetVersion())
+    most = getattr(runtime, "cudaDevAttrMaxSharedMemoryPerBlockOptin", None)
+    registers = getattr(runtime, "cudaDevAttrMaxRegistersPerMultiprocessor", None)
+    return Facts(
+        language="cuda",
+        name=name.decode("utf-8", "replace") if isinstance(name, bytes) else str(name),
+        vendor="NVIDIA",
+        kind="gpu",
+        processors=int(found["multiProcessorCount"]),
+        warp=int(found["warpSize"]),
+        block_threads=int(found["maxThreadsPerBlock"]),
+        shared_bytes=int(found["sharedMemPerBlock"]),
+        registers=0 if registers is None else int(runtime.deviceGetAttribute(registers, device)),
+        l2_bytes=int(found["l2CacheSize"]),
+        memory_bytes=int(found["totalGlobalMem"]),
+        clock_ghz=found["clockRate"] / 1e6,
+        # The clock is in kHz, the bus in bits, and data move on both edges.
+        bandwidth_gbs=2e-6 * found["memoryClockRate"] * found["memoryBusWidth"] / 8,
+        architecture=architecture(int(found["major"]), int(found["minor"])),
+        extensions=(),
+        driver=f"{driver // 1000}.{driver % 1000 // 10}",
+        shared_most=int(found["sharedMemPerBlock"] if most is None else runtime.deviceGetAttribute(most, device)),
+    )
+
+
+def load(cubin: Cubin, name: str, device: int | None = None) -> Function:
+    """The kernel `name` of `cubin` on a device, by default the current one; loaded once.
+
+    Raises:
+        NoDeviceError: there is no such device, or no CuPy.
+        BuildError: the device does not take the code, or the code has no such kernel.
+    """
+    number = _number(device)
+    key = (number, cubin.key or cubin.code, name)
+    with _lock:
+        found = _functions.get(key)
+        if found is None:
+            found = _functions[key] = _load(cubin, name, number)
+    return found
+
+
+def _load(cubin: Cubin, name: str, device: int) -> Function:
+    cuda = _cupy().cuda
+    try:
+        with cuda.Device(device):
+            module = cuda.function.Module()
+            module.load(cubin.code)
+            return Function(module.get_function(name), name, device, cubin)
+    except RuntimeError as error:
+        here = facts(device)
+        version = ".".join(map(str, cubin.version))
+        raise BuildError(
+            f"{here.name} does not load kernel {name}: {error}; it takes code for {here.architecture}, and this is "
+            f"for {cubin.architecture or 'another'} by NVRTC {version}, with a driver of CUDA {here.driver}; "
+            "compile for the device's architecture, with an NVRTC that is not newer than the driver"
+        ) from error
+
+
+def _grant(function: Function, shared: int) -> None:
+    """Let a kernel have more shared memory than it may have unasked."""
+    driver = _cupy().cuda.driver
+    attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    if driver.funcGetAttribute(attribute, function.call.ptr) < shared:
+        driver.funcSetAttribute(function.call.ptr, attribute, shared)
+
+
+def launch(  # noqa: PLR0917 - what a launch has
+    function: Function,
+    grid: tuple[int, ...],
+    block: tuple[int, ...],
+    arguments: Sequence[tuple[str, Any]],
+    stream: int,
+    shared: int = 0,
+) -> None:
+    """Put a kernel into a stream, and return before it has run.
+
+    The memory it uses must live until then; libraries whose memory is bound to
+    a stream see to that for the stream that they use themselves.
+
+    Args:
+        function: what `load` gave.
+        grid: blocks along each of up to three dimensions; nothing runs if one is 0.
+        block: threads along each.
+        arguments: pairs of a kind, "pointer", "int", "long" or "float", and a value;
+            of a pointer its address, None for NULL.
+        stream: CUDA's handle; 0 is the default stream.
+        shared: bytes of dynamic shared memory.
+
+    Raises:
+        DeviceError: the driver refused the launch.
+        ValueError: a kind is unknown.
+    """
+    if 0 in grid:
+        return
+    words = _words(arguments)
+    cuda = _cupy().cuda
+    try:
+        if shared + function.cubin.shared > _SHARED_UNASKED:
+            _grant(function, shared)
+        if cuda.runtime.getDevice() == function.device:
+            function.call(grid, block, words, shared, _Stream(stream))
+        else:
+            with cuda.Device(function.device):
+                function.call(grid, block, words, shared, _Stream(stream))
+    except RuntimeError as error:
+        raise DeviceError(
+            f"CUDA did not launch {function.name} with grid {grid}, block {block} and {shared} bytes of dynamic "
+            f"shared memory: {error}"
+        ) from error
+
+
+def _words(arguments: Sequence[tuple[str, Any]]) -> tuple[Any, ...]:
+    try:
+        return tuple(_SCALARS[kind](0 if value is None else value) for kind, value in arguments)
+    except KeyError as error:
+        raise ValueError(f"arguments of kind {error} are unknown; use one of {', '.join(_SCALARS)}") from None
