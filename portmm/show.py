@@ -7,6 +7,7 @@ a table is made.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from portmm.calibrate import ALL_CORES
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from portmm.cache import Entry
     from portmm.doctor import Check
-    from portmm.target import CloudFamily, Target
+    from portmm.target import CloudFamily, Device, Target
 
 STYLES = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "bold red"}
 
@@ -76,6 +77,7 @@ def target_data(target: Target) -> dict[str, Any]:
             }
             for level in target.levels
         ],
+        "device": asdict(target.device) if target.device else None,
         "memory_gbytes_per_s": target.measured.get("memory"),
         "memory_gbytes_per_s_all_cores": target.measured.get(ALL_CORES),
         "source": target.source,
@@ -91,6 +93,8 @@ def target_view(target: Target) -> RenderableType:
     cores = f"{target.cores} cores, " if target.cores else ""
     clock = f"{target.frequency_ghz:.3g} GHz, " if target.frequency_ghz else ""
     about.append(f"{target.arch}, {cores}{clock}{', '.join(isa.name for isa in target.isas)}")
+    if target.device:
+        about += _limits(target.device)
     levels = _table(
         "memory",
         "level",
@@ -115,6 +119,23 @@ def target_view(target: Target) -> RenderableType:
         rate, reached = target.rates.get(atom.name, 0), target.measured.get(atom.name, 0)
         atoms.add_row(atom.name, f"{atom.m} x {atom.n} x {atom.k}", _number(rate), _number(reached))
     return Group(*about, atoms, levels)
+
+
+def _limits(device: Device) -> list[str]:
+    """What a device has, in lines; what is unknown is left out."""
+    compiled = f" for {device.architecture}" if device.architecture else ""
+    told = {
+        f"{device.language}{compiled}": True,
+        f"{device.processors} processors": True,
+        f"warps of {device.warp}": True,
+        f"blocks of {device.block_threads} threads": True,
+        f"{device.threads} threads a processor": device.threads,
+        f"{device.thread_registers} registers a thread": device.thread_registers,
+        f"{size(device.shared_bytes)} shared by a block": True,
+        f"{device.memory_bytes / 1e9:.4g} GB of memory": device.memory_bytes,
+        f"{device.memory_gbs:.4g} GB/s": device.memory_gbs,
+    }
+    return [", ".join(text for text, known in told.items() if known)]
 
 
 def chips(clouds: Iterable[CloudFamily]) -> list[dict[str, Any]]:

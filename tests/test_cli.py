@@ -120,6 +120,15 @@ def test_another_machine_is_shown():
     assert data("target", Path(__file__).with_name("targets") / "tiny.toml")["name"] == TINY.name
 
 
+def test_a_device_is_shown_with_its_limits():
+    shown = data("target", "h200")
+    assert shown["device"]["processors"] == 132
+    assert shown["device"]["architecture"] == "90a"
+    text = run("target", "h200").stdout
+    assert all(part in text for part in ("cuda for 90a", "132 processors", "warps of 32", "4800 GB/s"))
+    assert "GB/s" not in run("target", "mali-g710").stdout.split("atoms")[0]
+
+
 def test_all_chips_are_listed_with_their_clouds():
     rows = {row["name"]: row for row in data("targets")}
     assert set(rows) == set(names("chip"))

@@ -248,3 +248,16 @@ def test_a_lesser_machine_is_seen_through_the_kernels_flags(cpu: str, best: str)
     environment = {**os.environ, "OPENBLAS_CORETYPE": cpu}
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     assert done.stdout.split() == [best]
+
+
+@pytest.mark.parametrize("path", HOSTS, ids=lambda path: path.stem)
+def test_no_host_is_taken_for_a_device(path: Path) -> None:
+    found = detect.identify(recorded(path)[0])
+    assert found.device is None
+    assert not [isa.name for isa in found.isas if isa.arch == "device"]
+
+
+@pytest.mark.parametrize("name", ["h200", "simt", "opencl_cpu"])
+def test_a_device_is_no_target_of_this_host(name: str) -> None:
+    with pytest.raises(TargetError, match="device"):
+        detect.resolve(name)

@@ -164,6 +164,93 @@ def test_chips_are_well_formed_and_sourced(name: str) -> None:
     assert widest <= set(chip.rates)
 
 
+@pytest.mark.parametrize("name", target.names_of("device"))
+def test_devices_are_well_formed_and_sourced(name: str) -> None:
+    chip = target.load_target(name)
+    device = chip.device
+    assert device is not None
+    assert chip.name == name
+    assert chip.source
+    assert chip.match or name in target.GENERIC_DEVICES
+    assert all(m.names or m.capability for m in chip.match)
+    assert not any(m.vendor or m.implementer or m.features for m in chip.match)
+    assert chip.isas[-1].name == "simt"
+    assert all(level.source for level in chip.levels)
+    assert "simt_f32" in chip.rates
+    assert not chip.cores
+    assert (device.language == "cuda") == bool(device.architecture) == (chip.vendor == "NVIDIA")
+    assert 0 < device.shared_bytes <= device.processor_shared_bytes
+    assert device.block_threads % device.warp == device.threads % device.warp == 0
+    assert device.registers % 1024 == 0
+    if chip.vendor == "NVIDIA" and chip.match:
+        f32 = 2e9 * chip.rates["simt_f32"] * device.processors * chip.frequency_ghz
+        assert 8e12 < f32 < 130e12
+        assert device.memory_gbs > 250
+        assert device.memory_bytes >= 16e9
+
+
+def test_no_two_devices_have_one_name() -> None:
+    words = [w.lower() for name in target.names_of("device") for m in target.load_target(name).match for w in m.names]
+    assert len(words) == len(set(words))
+
+
+REPORTED = [
+    ("NVIDIA H200", "9.0", "gpu", "h200"),
+    ("NVIDIA H100 80GB HBM3", "9.0", "gpu", "h100"),
+    ("NVIDIA GH200 480GB", "9.0", "gpu", "h100"),
+    ("Tesla T4", "7.5", "gpu", "t4"),
+    ("NVIDIA T400 4GB", "7.5", "gpu", "t4"),
+    ("Tesla V100-SXM2-16GB", "7.0", "gpu", "v100"),
+    ("NVIDIA A10G", "8.6", "gpu", "a10g"),
+    ("NVIDIA L4", "8.9", "gpu", "l4"),
+    ("NVIDIA L40S", "8.9", "gpu", "l40s"),
+    ("NVIDIA A100-SXM4-40GB", "8.0", "gpu", "a100"),
+    ("NVIDIA A100-SXM4-80GB", "8.0", "gpu", "a100_80gb"),
+    ("NVIDIA A100 80GB PCIe", "8.0", "gpu", "a100_80gb"),
+    ("NVIDIA RTX A1000", "8.6", "gpu", "a10g"),
+    ("NVIDIA B200", "10.0", "gpu", "b200"),
+    ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "12.0", "gpu", "rtx_pro_6000"),
+    ("NVIDIA H200", "", "gpu", "h200"),
+    ("gfx942:sramecc+:xnack-", "", "gpu", "mi300x"),
+    ("gfx90a:sramecc+:xnack-", "", "gpu", "mi250"),
+    ("gfx1100", "", "gpu", "opencl_gpu"),
+    ("Intel(R) Arc(TM) A770 Graphics", "", "gpu", "arc_a770"),
+    ("Intel(R) Data Center GPU Max 1550", "", "gpu", "max_1550"),
+    ("Intel(R) UHD Graphics 770", "", "gpu", "opencl_gpu"),
+    ("Mali-G710 r0p0", "", "gpu", "mali_g710"),
+    ("QUALCOMM Adreno(TM) 740", "", "gpu", "adreno_740"),
+    ("Intel(R) Xeon(R) Processor", "", "cpu", "opencl_cpu"),
+    ("NVIDIA of tomorrow", "8.6", "gpu", "a10g"),
+    ("NVIDIA of tomorrow", "99.0", "gpu", "cuda_gpu"),
+    ("NVIDIA of tomorrow", "nonsense", "gpu", "cuda_gpu"),
+    ("", "", "accelerator", "opencl_gpu"),
+]
+
+
+@pytest.mark.parametrize(("name", "capability", "kind", "chip"), REPORTED)
+def test_a_device_is_recognised_as_its_driver_spells_it(name: str, capability: str, kind: str, chip: str) -> None:
+    assert target.device_target(name, capability, kind).name == chip
+
+
+def test_an_unknown_capability_is_what_is_compiled_for() -> None:
+    found = target.device_target("NVIDIA of tomorrow", "10.3")
+    assert found.device is not None
+    assert found.device.architecture == "103"
+    assert found.isas[0].name == "simt_dot4"
+    old = target.device_target("Tesla P100-PCIE-16GB", "6.0")
+    assert [isa.name for isa in old.isas] == ["simt"]
+
+
+def test_the_kinds_are_all_there_is() -> None:
+    for folder in ("isa", "chip"):
+        cpus, devices = target.names_of("cpu", folder), target.names_of("device", folder)
+        assert not set(cpus) & set(devices)
+        assert set(cpus) | set(devices) == set(target.names(folder))
+    assert target.described("simt").name == "opencl_gpu"
+    assert target.described("simt_dot4").name == "cuda_gpu"
+    assert not any(target.load_target(name).device for name in target.names_of("cpu"))
+
+
 @pytest.mark.parametrize("name", target.names("isa"))
 def test_isas_are_well_formed_and_sourced(name: str) -> None:
     isa = target.load_isa(name)
@@ -245,6 +332,39 @@ WRONG = [
     (("define", 0, "atom", 0, "zero"), "{d} = {;", "braces"),
     (("define", 0, "atom", 0, "mask_type"), "int", "come together"),
 ]
+
+
+WRONG_DEVICE = [
+    ("language", "metal", "language 'metal' is unknown"),
+    ("architecture", "90a", "only a device for CUDA"),
+    ("processors", 0, "processors must be positive"),
+    ("processors", "many", "'processors' must be int"),
+    ("warp", 48, "no multiple of warp 48"),
+    ("threads", 512, "block_threads 1024 is more than threads 512"),
+    ("threads", -1, "must not be negative"),
+    ("shared_bytes", 70000, "more than processor_shared_bytes"),
+    ("thread_registers", 200000, "more than registers"),
+    ("colour", "red", "unknown field 'colour'"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), WRONG_DEVICE)
+def test_a_wrong_device_is_refused(name: str, value: object, message: str) -> None:
+    table = tomllib.loads((Path(target._root()) / "chip" / "mi300x.toml").read_text())
+    table["chip"]["device"][name] = value
+    with pytest.raises(TargetError, match=message):
+        target.parse_target(table, "wrong.toml")
+
+
+def test_a_device_and_its_table_come_together() -> None:
+    table = tomllib.loads((Path(target._root()) / "chip" / "mi300x.toml").read_text())
+    del table["chip"]["device"]
+    with pytest.raises(TargetError, match=r"chip\.device"):
+        target.parse_target(table, "wrong.toml")
+    table = tiny()
+    table["chip"]["device"] = {"language": "opencl", "processors": 1, "warp": 1, "block_threads": 1, "shared_bytes": 1}
+    with pytest.raises(TargetError, match=r"chip\.device"):
+        target.parse_target(table, "wrong.toml")
 
 
 @pytest.mark.parametrize(("path", "value", "message"), WRONG)
