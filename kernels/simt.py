@@ -62,7 +62,7 @@ class Work:
         along = _ALONG[name][layout]
         of_row, of_k = _STEPS[name]
         return Feed(
-            name, s.types[0 if row else 1], "s32" if self.atom.k_pack > 1 else "f32", along, s.vectors[0 if row else 1],
+            name, s.types[0 if row else 1], self.atom.acc, along, s.vectors[0 if row else 1],
             s.block.m if row else s.block.n, s.block.k, self.atom.k_pack, s.threads,
             const(1) if along == "row" else var(of_row), const(1) if along == "k" else var(of_k),
             var("row_0" if row else "column_0"), var("m" if row else "n"), s.stages,

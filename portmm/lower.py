@@ -14,13 +14,28 @@ from portmm.candidates import PACKED_VECTORS
 from portmm.dtype import types
 from portmm.errors import ScheduleError
 from portmm.fused import parse as parse_fused
-from portmm.kernels import attention, attention_tiles, columns, decode, dot, folding, gemm, prepack, rows, tiles
+from portmm.kernels import (
+    attention,
+    attention_tiles,
+    columns,
+    decode,
+    direct,
+    dot,
+    folding,
+    gemm,
+    prepack,
+    rows,
+    simt,
+    slices,
+    tiles,
+)
 from portmm.schedule import inconsistent, spell
 from portmm.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from portmm.grid import GridKernel
     from portmm.ir import Kernel
     from portmm.kernels.heads import Form
     from portmm.problem import Family
@@ -33,6 +48,12 @@ PROGRAMS: dict[str, Callable[[Schedule, Isa, Atom], Kernel]] = {
     "tiles": tiles.build,
 }
 """Block programs by name. A new one is a module of `kernels/` and a row here."""
+
+GRID_PROGRAMS: dict[str, Callable[[Schedule, Isa, Atom], GridKernel]] = {
+    "simt": simt.build,
+    "direct": direct.build,
+}
+"""The same for devices."""
 
 
 def atom_of(isa: Isa, dtype: str, lanes: int = 0) -> Atom:
@@ -59,6 +80,31 @@ def lower(s: Schedule, isa: Isa) -> Kernel:
         raise ScheduleError(f"schedule {inconsistent(s)}: {spell(s)}")
     kernel = PROGRAMS[s.program](s, isa, atom_of(isa, s.dtype, s.lanes))
     return replace(kernel, header=_header(kernel.name, isa, str(s), f"portmm emit --schedule {quote(spell(s))}"))
+
+
+def lower_grid(s: Schedule, isa: Isa) -> tuple[GridKernel, ...]:
+    """The kernels of a schedule of a device, in the order in which they run.
+
+    Raises:
+        ScheduleError: the program is unknown or the ISA lacks the type.
+    """
+    if s.program not in GRID_PROGRAMS:
+        raise ScheduleError(f"no block program called {s.program!r}; devices have {', '.join(GRID_PROGRAMS)}")
+    atom = grid_atom(isa, s)
+    kernels = [GRID_PROGRAMS[s.program](s, isa, atom)]
+    kernels += [slices.build(s, isa, atom)] if s.split > 1 else []
+    again = f"portmm emit --schedule {quote(spell(s))}"
+    return tuple(replace(x, header=_header(x.name, isa, str(s), again)) for x in kernels)
+
+
+def grid_atom(isa: Isa, s: Schedule) -> Atom:
+    """The atom that a schedule of a device multiplies with.
+
+    Raises:
+        ScheduleError: the ISA lacks it.
+    """
+    alike = (t for t in isa.atoms if s.kr > 1 and (t.k_pack, t.a, t.b) == (s.kr, *s.types[:2]))
+    return next(alike, None) or atom_of(isa, s.dtype)
 
 
 def lower_pack(isa: Isa, dtype: str, nr: int, layout: str) -> Kernel:

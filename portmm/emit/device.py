@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from portmm.grid import Argument, GridKernel
     from portmm.index import Ptr
-    from portmm.ir import For, Let, Move
+    from portmm.ir import Add, For, Let, Move
     from portmm.isa import Primitive
     from portmm.threads import Barrier, Clear, CopyAsync, CopyCommit, CopyWait, Exchange, Mac, Vector, Weave
 
@@ -208,6 +208,9 @@ class _Printer(Printer):
     def do_move(self, s: Move, depth: int) -> None:
         value = self.at(s.src, base(self.points[s.to.name])) if s.src else "0"
         self.put(depth, f"{self.spot(s.to)} = {value};")
+
+    def do_add(self, s: Add, depth: int) -> None:
+        self.put(depth, f"{self.spot(s.to)} += {self.spot(s.src)};")
 
     def do_barrier(self, _: Barrier, depth: int) -> None:
         self.put(depth, self.dialect.barrier)

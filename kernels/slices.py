@@ -1,0 +1,58 @@
+"""Sums of slices of k, added.
+
+Each slice of a product has left its sums in scratch, row after row of n; a thread adds those
+of one element in the order of k and stores what becomes of it: `kernels.storing.element`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portmm.kernels.simt import results
+from portmm.kernels.storing import element, operands
+
+from portmm.fused import parse
+from portmm.grid import Argument, GridKernel
+from portmm.index import Ptr, ceil_div, const, var
+from portmm.ir import Add, For, If, Let, Move, Scratch
+
+if TYPE_CHECKING:
+    from portmm.ir import Stmt
+    from portmm.isa import Atom, Isa
+    from portmm.schedule import Schedule
+
+THREADS = 128
+
+
+def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
+    """The kernel that adds the slices of a schedule."""
+    c = s.types[2]
+    each = ceil_div(var("n"), THREADS)
+    column, row = var("column"), var("row")
+    step = const(1) if s.vectors[2] > 1 else var("c_n")
+    work = Ptr("work", var("item") * var("work_batch") + row * var("n") + column)
+    to = Ptr("c", var("item") * var("c_batch") + row * var("c_m") + column * step)
+    more = For(
+        "i", const(1), const(s.split), const(1),
+        (Add(Ptr("sum"), work + var("i") * (var("batch") * var("work_batch"))),),
+    )  # fmt: skip
+    total: list[Stmt] = [Scratch("sum", 1, atom.acc), Move(Ptr("sum"), work), more]
+    if s.fused:
+        fused = parse(s.fused)
+        total += [*operands(isa, fused), Scratch("c_out", 1, c)]
+        total += [*element(isa, fused, Ptr("sum"), Ptr("c_out"), column), Move(to, Ptr("c_out"))]
+    else:
+        total.append(Move(to, Ptr("sum")))
+    body: tuple[Stmt, ...] = (
+        Let("item", var("block") // (var("m") * each)),
+        Let("row", var("block") % (var("m") * each) // each),
+        Let("column", var("block") % each * THREADS + var("thread")),
+        If(column.lt(var("n")), tuple(total)),
+    )
+    given = (
+        *(Argument(x, "int") for x in ("m", "n", "batch")), Argument("work_batch", "long"),
+        Argument("work", "pointer", atom.acc, readonly=True, alone=True), *results(s, c),
+    )  # fmt: skip
+    grid = (var("batch") * var("m") * each, const(1))
+    name = str(s.name(atom)).replace("_simt_", "_slices_", 1)
+    return GridKernel(name, isa, atom, given, THREADS, grid, body)

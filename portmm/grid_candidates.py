@@ -1,0 +1,256 @@
+"""The schedules worth considering for a problem on a device.
+
+Owns the enumeration, and what makes a schedule of a device legal: at each level, what a tile
+needs is no more than there is. Imports `schedule`, `problem`, `target`. As for CPUs, a
+handful of tiles serves every shape.
+
+Registers of a thread: MR x NR sums, a row and a column of operands, and what is on its way
+to shared memory; addresses take some `ADDRESSES` more. A block of threads must leave room for
+`resident` blocks, so that one computes while another waits. Shared memory: BM x BK of A and
+BK x BN of B, as often as there are stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from portmm.dtype import BY_NAME
+from portmm.errors import ScheduleError
+from portmm.schedule import ALL, Schedule, Tile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from portmm.problem import Problem
+    from portmm.target import Atom, Isa, Target
+
+ADDRESSES = 40
+"""Registers of a thread for addresses, counters and what a compiler needs: 8 x 8 sums take 126 to 141 with NVRTC 13."""
+MOST_VECTOR = 16
+"""Bytes that a thread moves at once, at most."""
+TILES = ((8, 8), (8, 4), (4, 8), (4, 4), (2, 4), (1, 4))
+"""MR x NR of a GPU's threads."""
+WARPS = ((1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2))
+"""Warps of a block, down and across."""
+DEPTH = 16
+"""Units of k in shared memory, of those that fit."""
+LANE_TILES = ((8, 3), (8, 2), (12, 2), (6, 4), (4, 4), (4, 2), (2, 2), (1, 4), (1, 1))
+"""MR and vectors of columns of a CPU's threads: sums fit its registers, as MR x NR of a micro-kernel."""
+LANES = 16
+"""Threads of a CPU's block: lanes of its widest vectors."""
+GROUP = 8
+"""Rows of tiles that are swept together: what they read of B stays in L2."""
+SPLITS = (1, 2, 4, 8, 16, 32)
+SPLIT_STEPS = 4
+"""Steps of k that a slice has at least."""
+ASYNCHRONOUS = 80
+"""PTX ISA, cp.async: architectures from sm_80 on."""
+STAGES = 3
+"""Tiles in shared memory where copies are asynchronous."""
+BUSY = 2
+"""Blocks for each processor from which k need not be split."""
+
+
+def asynchronous(target: Target) -> bool:
+    """The device copies to shared memory past its registers."""
+    device = target.device
+    number = device.architecture.rstrip("af") if device else ""
+    return number.isdigit() and int(number) >= ASYNCHRONOUS
+
+
+def candidates(p: Problem, target: Target, vectors: tuple[int, int, int]) -> list[Schedule]:
+    """Legal schedules for a problem, in a fixed order.
+
+    Args:
+        p: what to compute.
+        target: a device.
+        vectors: elements of A, B and C that may be moved at once, as strides, sizes and
+            addresses allow.
+
+    Raises:
+        ScheduleError: the device has no unit for the problem's types, or none is legal.
+    """
+    if target.device is None:
+        raise ScheduleError(f"{target.name} is no device")
+    found: dict[Schedule, None] = {}
+    for isa, atom in units(p.dtype, target):
+        programs = _direct(p, isa, atom, target, vectors)
+        if on_gpu(target) and atom.acc != "f64":
+            programs = [*_shared(p, isa, atom, target, vectors), *programs]
+        found |= {s: None for s in programs if not illegal(s, p, target)}
+    if not found:
+        raise ScheduleError(f"no legal schedule for {p} on {target.name}")
+    return list(found)
+
+
+def on_gpu(target: Target) -> bool:
+    """Threads run in step and share memory of their own, unlike those of a CPU under OpenCL."""
+    return target.name != "opencl_cpu"
+
+
+def units(dtype: str, target: Target) -> list[tuple[Isa, Atom]]:
+    """What can multiply these types, best first.
+
+    Raises:
+        ScheduleError: nothing can.
+    """
+    found = []
+    for isa in target.isas:
+        exact = (t for t in isa.atoms if t.k_pack > 1 and dtype.split("-")[:2] == [t.a, t.b])
+        atom = next(exact, None) or isa.atom(dtype)
+        if atom is not None:
+            found.append((isa, atom))
+    if not found:
+        raise ScheduleError(f"{target.name} does not multiply {dtype}")
+    return found
+
+
+def illegal(s: Schedule, p: Problem, target: Target) -> str:
+    """Why a schedule cannot be used for a problem on a device, or an empty string."""
+    device = target.device
+    assert device is not None  # noqa: S101 - `candidates` looked
+    if s.threads > device.block_threads:
+        return f"needs {s.threads} threads of {device.block_threads} in a block"
+    if device.thread_registers and on_gpu(target) and registers(s) > device.thread_registers:
+        return f"needs {registers(s)} registers of {device.thread_registers} in a thread"
+    if device.registers and registers(s) * s.threads > device.registers:
+        return f"needs {registers(s) * s.threads} registers of {device.registers} in a processor"
+    if shared_bytes(s) > min(device.shared_bytes, STATIC_SHARED):
+        return f"needs {shared_bytes(s)} bytes of {device.shared_bytes} of shared memory"
+    return "" if s.split == 1 or p.k >= s.split * SPLIT_STEPS * s.block.k * s.kr else "slices of k are too short"
+
+
+STATIC_SHARED = 48 << 10
+"""CUDA C++ Programming Guide: shared memory that a kernel may have without asking for more."""
+
+
+def registers(s: Schedule) -> int:
+    """Registers of a thread."""
+    parts = s.mr + s.nr
+    if s.program == "direct":
+        return s.mr * s.nr + parts + 2 * parts + ADDRESSES // 2
+    a, b, _ = s.types
+    sizes = ((s.block.m, a), (s.block.n, b))
+    waiting = 0 if s.copies else sum(-(-x * s.block.k * s.kr * BY_NAME[t].bytes // (4 * s.threads)) for x, t in sizes)
+    return s.mr * s.nr + parts + waiting + ADDRESSES
+
+
+def shared_bytes(s: Schedule) -> int:
+    """Shared memory of a block."""
+    return 0 if s.program == "direct" else (s.block.m + s.block.n) * s.block.k * 4 * s.stages
+
+
+def resident(s: Schedule, target: Target) -> int:
+    """Blocks that a processor holds at once."""
+    device = target.device
+    assert device is not None  # noqa: S101 - `candidates` looked
+    most = [8]
+    if device.registers:
+        each = -(-registers(s) // 8) * 8  # registers are given out in groups of 8
+        most.append(device.registers // (each * s.threads))
+    if device.threads:
+        most.append(device.threads // s.threads)
+    if shared_bytes(s) and device.processor_shared_bytes:
+        most.append(device.processor_shared_bytes // shared_bytes(s))
+    return max(1, min(most))
+
+
+def _warp(lanes: int) -> tuple[int, int]:
+    """Threads of a warp, down and across: as square as can be, rather wide."""
+    down = 1 << (lanes.bit_length() - 1) // 2
+    return down, lanes // down
+
+
+def _shared(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: tuple[int, int, int]) -> Iterator[Schedule]:
+    """Tiles that pass through shared memory."""
+    device = target.device
+    assert device is not None  # noqa: S101 - `candidates` looked
+    down, across = _warp(max(device.warp, 16))
+    for mr, nr in TILES:
+        for high, wide in WARPS:
+            bm, bn = mr * down * high, nr * across * wide
+            depth = DEPTH if (bm + bn) * DEPTH * 8 <= device.shared_bytes else DEPTH // 2
+            warp, block = Tile("warp", mr * down, nr * across, 1), Tile("shared", bm, bn, depth)
+            tiles = (Tile("registers", mr, nr, 1), warp, block, Tile("L2", GROUP * bm, ALL, ALL))
+            cell = (min(mr, 4), min(nr, 4))
+            one = _schedule("simt", p, isa, atom, tiles, cell, vectors)
+            if one is not None:
+                yield from _fed(one, p, atom, target)
+
+
+def _fed(s: Schedule, p: Problem, atom: Atom, target: Target) -> Iterator[Schedule]:
+    """A schedule with its stages, and with slices of k where there are few blocks."""
+    device = target.device
+    assert device is not None  # noqa: S101 - `candidates` looked
+    plain = set(s.types[:2]) == {"f32"} and atom.k_pack == 1
+    ways = [replace(s, stages=2)]
+    if asynchronous(target) and plain:
+        ways.append(replace(s, stages=STAGES, copies=True))
+    tiles = -(-p.m // s.block.m) * -(-p.n // s.block.n) * p.batch
+    for way in ways:
+        for split in SPLITS:
+            if split == 1 or tiles * split <= BUSY * device.processors:
+                yield replace(way, split=split)
+
+
+def _schedule(  # noqa: PLR0917 - parts of one record
+    program: str, p: Problem, isa: Isa, atom: Atom, tiles: tuple[Tile, ...], cell: tuple[int, int],
+    vectors: tuple[int, int, int],
+) -> Schedule | None:  # fmt: skip
+    """A schedule whose operands are moved as wide as they may be, or None if tiles are too small for threads."""
+    s = Schedule(
+        program, isa.name, p.dtype, tiles, (tiles[0].m,), a=p.a, b=p.b, pack_a=False, pack_b=False, kr=atom.k_pack,
+        fused=p.fused, stages=1, cell=cell,
+    )  # fmt: skip
+    if program == "direct":
+        return replace(s, vectors=(1, 1, min(vectors[2], cell[1])))
+    wide = [_piece(s, side, vectors[side]) for side in (0, 1)]
+    if 0 in wide:
+        return None
+    return replace(s, vectors=(wide[0], wide[1], _stored(p, cell, vectors[2])))
+
+
+def _stored(p: Problem, cell: tuple[int, int], vector: int) -> int:
+    return min(vector, cell[1]) if p.c == "row" else 1
+
+
+def _piece(s: Schedule, side: int, vector: int) -> int:
+    """Elements of A (0) or B (1) that a thread moves at once; 0 if there are fewer of them than threads."""
+    layout = (s.a, s.b)[side]
+    rows, size = (s.block.m, s.block.n)[side], BY_NAME[s.types[side]].bytes
+    along_k = layout == ("row", "col")[side]
+    most = min(vector, MOST_VECTOR // size) if layout != "any" else 1
+    if s.kr > 1:
+        # Units of four bytes are moved whole, or woven from rows of four.
+        most = (most if along_k else min(most, s.kr)) if most >= s.kr else 1
+        deep = max(1, most // s.kr) if along_k else 1
+    else:
+        deep = most if along_k else 1
+    high = 1 if along_k else most
+    while most > 1 and (s.block.k % deep or rows % high or rows * s.block.k < s.threads * deep * high):
+        if s.kr > 1 and most <= s.kr:
+            return 1 if rows * s.block.k >= s.threads else 0
+        most //= 2
+        deep, high = (max(1, most // s.kr), 1) if along_k else (1, most)
+    return most if rows * s.block.k >= s.threads else 0
+
+
+def _direct(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: tuple[int, int, int]) -> Iterator[Schedule]:
+    """Tiles that are read where they lie."""
+    if atom.k_pack > 1:
+        return
+    gpu = on_gpu(target)
+    device = target.device
+    assert device is not None  # noqa: S101 - `candidates` looked
+    lanes = max(device.warp, 16) if gpu else LANES
+    shapes = ((4, 4), (4, 1), (1, 4), (2, 2), (1, 1)) if gpu else LANE_TILES
+    for mr, nr in shapes:
+        for high in (1, 4) if gpu else (1,):
+            tiles = (
+                Tile("registers", mr, nr, 1), Tile("warp", mr, nr * lanes, 1),
+                Tile("shared", mr * high, nr * lanes, 1), Tile("L2", GROUP * mr * high, ALL, ALL),
+            )  # fmt: skip
+            one = _schedule("direct", p, isa, atom, tiles, (mr, 1), vectors)
+            if one is not None:
+                yield one

@@ -1,0 +1,85 @@
+"""How long a schedule of a device will take, and why.
+
+Owns the cost model of devices. Imports `cost` for the record, `grid_candidates`. A kernel is
+as slow as its slowest part, of each wave of blocks that processors hold at once:
+multiply-adds, the words that threads load for them, what passes from L2 and
+from memory; and a launch takes its time. All terms are kept, so that `explain`
+can show what a choice rests on.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import TYPE_CHECKING
+
+from portmm.cost import Cost
+from portmm.dtype import BY_NAME
+from portmm.grid_candidates import on_gpu, resident
+
+if TYPE_CHECKING:
+    from portmm.problem import Problem
+    from portmm.schedule import Schedule
+    from portmm.target import Atom, Target
+
+DEFAULT_GHZ = 1.5
+DEFAULT_GBS = 100.0
+LAUNCH = 3e-6
+"""Seconds of a kernel that does nothing: what CUDA's documentation calls a few microseconds."""
+WAIT = 600.0
+"""Cycles from asking memory for a tile to having it."""
+SHARED_WORDS = 16.0
+"""Words that a processor loads from shared memory in a cycle: half of its banks, as vectors take turns."""
+CACHED_WORDS = 16.0
+"""Words that it loads from its first cache in a cycle."""
+L2_BYTES_PER_CYCLE = 64.0
+"""That a processor gets from L2 in a cycle."""
+WARPS_NEEDED = 4
+"""Warps of a processor that hide each other's latencies, with many independent sums each."""
+ISSUE = 0.06
+"""Further share of the time of multiply-adds that loops and addresses take."""
+STEP, COPIED_STEP, DIRECT_STEP = 64.0, 40.0, 30.0
+"""Cycles of a step of k that no other thread hides: barriers, waiting, leaving the loop."""
+MOVES = 16.0
+"""Pieces that a processor moves to shared memory in a cycle."""
+
+
+def cost(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
+    """The predicted time of a schedule that is legal for a problem."""
+    device = target.device
+    assert device is not None  # noqa: S101 - `candidates` looked
+    hertz = 1e9 * (target.frequency_ghz or DEFAULT_GHZ)
+    rate = target.rates.get(atom.name, target.rates.get("simt_f32", 32.0))
+    tiles = ceil(p.m / s.block.m) * ceil(p.n / s.block.n) * p.batch
+    blocks = tiles * s.split
+    held = resident(s, target)
+    # Blocks are handed out as others end: of the last ones, some processors have fewer.
+    rounds = ceil(blocks / device.processors)
+    together = min(held, rounds)
+    depth = ceil(ceil(p.k / atom.k_pack) / s.split)
+    macs = s.block.m * s.block.n * depth
+    filled = min(1.0, together * s.threads / (device.warp * WARPS_NEEDED)) if on_gpu(target) else 1.0
+    work = rounds * macs / rate * (1 + ISSUE) / filled
+    overlapped = {"multiply-adds": work / hertz}
+    if s.program == "direct":
+        # On CPUs lanes share A, and a vector is a word.
+        words = (s.mr + s.nr) / (s.mr * s.nr) * macs
+        overlapped["loads"] = rounds * words / (CACHED_WORDS if on_gpu(target) else 2 * rate) / hertz
+    else:
+        warp = s.tiles[1]
+        words = (warp.m + warp.n) / (warp.m * warp.n) * macs
+        overlapped["shared memory"] = rounds * words / SHARED_WORDS / hertz
+        pieces = depth * (s.block.m / max(1, s.vectors[0] // s.kr) + s.block.n / max(1, s.vectors[1] // s.kr))
+        overlapped["moves"] = rounds * pieces / MOVES / hertz
+    a, b, c = (BY_NAME[x].bytes for x in p.types)
+    passing = blocks * depth * atom.k_pack * (s.block.m * a + s.block.n * b)
+    overlapped["L2"] = passing / (min(device.processors, blocks) * L2_BYTES_PER_CYCLE) / hertz
+    once = p.batch * (p.m * p.k * a + p.k * p.n * b) + p.batch * p.m * p.n * c
+    overlapped["memory"] = once / (1e9 * (device.memory_gbs or DEFAULT_GBS))
+    steps = depth if s.program == "direct" else ceil(depth / s.block.k)
+    each = DIRECT_STEP if s.program == "direct" else COPIED_STEP if s.copies else STEP
+    waits = ceil(rounds / together) if on_gpu(target) else 0
+    added = {"waiting": waits * (WAIT + steps * each) / hertz, "launch": LAUNCH}
+    if s.split > 1:
+        traffic = 4 * p.batch * p.m * p.n * (2 * s.split + 1)
+        added["slices"] = LAUNCH + traffic / (2e9 * (device.memory_gbs or DEFAULT_GBS))
+    return Cost(max(overlapped.values()) + sum(added.values()), overlapped, added)
