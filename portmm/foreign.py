@@ -97,6 +97,8 @@ def adopt(x: Any) -> Foreign | None:
         TypeError: its element type or layout is none that portmm knows.
         NoDeviceError: it lies on a CUDA device, and there is no CuPy to find out on which.
     """
+    if type(x) is np.ndarray:
+        return None
     kind = _kind(x)
     if kind == "host":
         return None

@@ -59,7 +59,6 @@ class _Stream:
     ptr: int
 
 
-@cache
 def _cupy() -> Any:
     try:
         return import_module("cupy")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
-from functools import cache as memo
 from importlib import import_module
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -39,7 +38,7 @@ _KINDS = ("pointer", *_SCALARS)
 _WARPS = ("preferred_work_group_size_multiple", "warp_size_nv", "wavefront_width_amd")
 
 _lock = threading.Lock()
-_queues: dict[int, Any] = {}
+_queues: dict[int, tuple[Any, Any]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,6 @@ class Function:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-@memo
 def pyopencl() -> Any:
     """The module of that name.
 
@@ -176,14 +174,14 @@ def default_queue(context: Any) -> Any:
     """
     cl = pyopencl()
     with _lock:
-        # A queue keeps its context, so that no other one gets its address.
         found = _queues.get(context.int_ptr)
         if found is None:
             try:
-                found = _queues[context.int_ptr] = cl.CommandQueue(context)
+                # With its context, whose address no other one gets then: not every driver's queue keeps it.
+                found = _queues[context.int_ptr] = (context, cl.CommandQueue(context))
             except cl.Error as error:
                 raise DeviceError(f"the OpenCL driver makes no queue for {context}: {error}") from error
-    return found
+    return found[1]
 
 
 # -- building ------------------------------------------------------------------------

@@ -1,0 +1,202 @@
+"""Modules that stand in for CuPy and PyTorch where there is no GPU: they record what is asked of them."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+
+PROPERTIES = {
+    "name": b"Fake H100",
+    "multiProcessorCount": 132,
+    "warpSize": 32,
+    "maxThreadsPerBlock": 1024,
+    "sharedMemPerBlock": 49152,
+    "l2CacheSize": 50 << 20,
+    "totalGlobalMem": 80 << 30,
+    "clockRate": 1980000,
+    "memoryClockRate": 2619000,
+    "memoryBusWidth": 5120,
+    "major": 9,
+    "minor": 0,
+}
+OPT_IN, REGISTERS = 97, 82
+GRANT = 8
+SHARED_OF_A_KERNEL = 48 << 10
+
+
+def strides_of(shape, size):
+    return np.empty(shape, f"V{size}").strides
+
+
+class ndarray:  # noqa: N801 - CuPy's name
+    """Of CuPy: `at` is its address."""
+
+    def __init__(self, shape, dtype, at=4096, strides=None, device=0):
+        self.dtype, self.shape = np.dtype(dtype), tuple(shape)
+        self.strides = strides if strides is not None else strides_of(self.shape, self.dtype.itemsize)
+        self.data, self.device = SimpleNamespace(ptr=at), SimpleNamespace(id=device)
+
+
+ndarray.__module__ = "cupy"
+
+
+class FakeCupy(ModuleType):
+    """With two devices.
+
+    Attributes:
+        log: what was asked for, in order.
+        current: the device.
+        streams: the current stream of each device.
+        addresses: the device that an address is on, 0 by default.
+    """
+
+    __version__ = "14.0.0"
+
+    def __init__(self):
+        super().__init__("cupy")
+        self.log, self.current, self.streams, self.addresses, self.granted = [], 0, {0: 0, 1: 0}, {}, {}
+        self.count, self.fail, self.kernels = 2, None, ("f",)
+        self.ndarray = ndarray
+        runtime = SimpleNamespace(
+            cudaDevAttrMaxSharedMemoryPerBlockOptin=OPT_IN,
+            cudaDevAttrMaxRegistersPerMultiprocessor=REGISTERS,
+            getDeviceCount=lambda: self._fails("getDeviceCount") or self.count,
+            getDevice=lambda: self.current,
+            getDeviceProperties=lambda _d: dict(PROPERTIES),
+            driverGetVersion=lambda: 12090,
+            deviceGetAttribute=lambda a, _d: {OPT_IN: 232448, REGISTERS: 65536}[a],
+            pointerGetAttributes=lambda at: SimpleNamespace(device=self.addresses.get(at, 0)),
+        )
+        driver = SimpleNamespace(
+            CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=GRANT,
+            funcGetAttribute=lambda _a, f: self.granted.get(f, SHARED_OF_A_KERNEL),
+            funcSetAttribute=self._grant,
+        )
+        self.cuda = SimpleNamespace(
+            runtime=runtime,
+            driver=driver,
+            function=SimpleNamespace(Module=lambda: _Module(self)),
+            Device=self._on,
+            Stream=SimpleNamespace(from_external=self._in),
+            get_current_stream=lambda device=-1: SimpleNamespace(ptr=self.streams[max(device, 0)]),
+        )
+
+    def _fails(self, where):
+        if self.fail == where:
+            raise RuntimeError("cudaErrorInsufficientDriver")
+
+    def _grant(self, function, attribute, value):
+        assert attribute == GRANT
+        self._fails("grant")
+        self.granted[function] = value
+        self.log.append(("grant", function, value))
+
+    @contextlib.contextmanager
+    def _on(self, device):
+        before, self.current = self.current, device
+        yield
+        self.current = before
+
+    @contextlib.contextmanager
+    def _in(self, stream):
+        version, pointer = stream.__cuda_stream__()
+        assert version == 0
+        before, self.streams[self.current] = self.streams[self.current], pointer
+        yield
+        self.streams[self.current] = before
+
+    def empty(self, shape, dtype):
+        self.log.append(("empty", self.current, self.streams[self.current]))
+        return ndarray(shape, dtype, at=1 << 20, device=self.current)
+
+    def from_dlpack(self, x):
+        self.log.append(("from_dlpack", x))
+        return ndarray((2,), "f4", at=64)
+
+
+class _Module:
+    def __init__(self, cupy):
+        self.cupy = cupy
+
+    def load(self, code):
+        assert type(code) is bytes
+        self.cupy._fails("load")
+        self.cupy.log.append(("load", self.cupy.current, code))
+
+    def get_function(self, name):
+        if name not in self.cupy.kernels:
+            raise RuntimeError("CUDA_ERROR_NOT_FOUND: named symbol not found")
+        return _Function(self.cupy)
+
+
+class _Function:
+    """Takes what CuPy's takes: tuples, scalars of NumPy, and an object with `ptr`."""
+
+    def __init__(self, cupy):
+        self.cupy, self.ptr = cupy, 77
+
+    def __call__(self, grid, block, args, shared_mem=0, stream=None):
+        assert type(grid) is type(block) is type(args) is tuple
+        assert all(isinstance(x, np.generic) for x in args)
+        self.cupy._fails("launch")
+        self.cupy.log.append(("launch", self.cupy.current, grid, block, args, shared_mem, stream.ptr))
+
+
+# -- PyTorch -----------------------------------------------------------------------------
+
+
+class Tensor:
+    """Of PyTorch: on a CUDA device unless told otherwise."""
+
+    def __init__(self, shape, dtype, at=8192, strides=None, device=0, *, layout="strided", neg=False, cuda=True):
+        self.shape, self.dtype, self.layout, self.is_cuda = tuple(shape), dtype, layout, cuda
+        self._at, self._neg, self._size = at, neg, {"torch.float64": 8, "torch.bfloat16": 2}.get(str(dtype), 4)
+        self._strides = strides or tuple(s // self._size for s in strides_of(self.shape, self._size))
+        self.device = SimpleNamespace(type="cuda" if cuda else "cpu", index=device)
+
+    def data_ptr(self):
+        return self._at
+
+    def stride(self):
+        return self._strides
+
+    def element_size(self):
+        return self._size
+
+    def is_neg(self):
+        return self._neg
+
+
+Tensor.__module__ = "torch"
+
+
+class _Type:
+    def __init__(self, name):
+        self.name = name
+
+    def __repr__(self):
+        return f"torch.{self.name}"
+
+
+class FakeTorch(ModuleType):
+    """Its current stream is 100 plus the device."""
+
+    def __init__(self):
+        super().__init__("torch")
+        self.Tensor, self.strided = Tensor, "strided"
+        for name in ("float32", "float64", "bfloat16", "complex64"):
+            setattr(self, name, _Type(name))
+        self.cuda = SimpleNamespace(
+            current_stream=lambda device: SimpleNamespace(cuda_stream=100 + device.index),
+        )
+
+    def empty(self, shape, dtype, device):
+        return Tensor(shape, dtype, at=1 << 21, device=device.index)
+
+
+def install(monkeypatch, module):
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module

@@ -1,0 +1,171 @@
+"""What is said to CUDA's driver, recorded by a module in CuPy's place; and all of it on a real device."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cuda_fakes import FakeCupy, install
+
+from portmm.errors import BuildError, DeviceError, NoDeviceError
+from portmm.nvrtc import Cubin, compile_cuda
+from portmm.run import cuda
+
+CUBIN = Cubin(b"\x7fELF code", "", 32, 0, 0, 0.1, cached=True, version=(13, 0), architecture="90a", key="k")
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    monkeypatch.setattr(cuda, "_functions", {})
+    cuda._facts.cache_clear()
+    yield install(monkeypatch, FakeCupy())
+    cuda._facts.cache_clear()
+
+
+def test_facts(cupy):
+    found = cuda.facts()
+    assert (found.language, found.kind, found.vendor, found.name) == ("cuda", "gpu", "NVIDIA", "Fake H100")
+    assert (found.processors, found.warp, found.block_threads) == (132, 32, 1024)
+    assert (found.shared_bytes, found.shared_most, found.registers) == (49152, 232448, 65536)
+    assert (found.l2_bytes, found.memory_bytes, found.clock_ghz) == (50 << 20, 80 << 30, 1.98)
+    assert found.bandwidth_gbs == pytest.approx(3352.32)
+    assert (found.architecture, found.extensions, found.driver) == ("90a", (), "12.9")
+    assert cuda.facts(1) == found
+    assert not cupy.log
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [((7, 5), "75"), ((8, 0), "80"), ((8, 9), "89"), ((9, 0), "90a"), ((10, 0), "100a"), ((12, 0), "120")],
+)
+def test_architectures(capability, name):
+    assert cuda.architecture(*capability) == name
+
+
+def test_devices_that_are_not_there(cupy):
+    with pytest.raises(NoDeviceError, match="no CUDA device 2; there are 2"):
+        cuda.facts(2)
+    cupy.count = 0
+    with pytest.raises(NoDeviceError, match="no CUDA device 0; there are 0"):
+        cuda.load(CUBIN, "f")
+    cupy.fail = "getDeviceCount"
+    with pytest.raises(NoDeviceError, match="cudaErrorInsufficientDriver; install NVIDIA's driver"):
+        cuda.facts()
+
+
+def test_without_cupy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(NoDeviceError, match="pip install cupy-cuda13x"):
+        cuda.facts()
+
+
+def test_a_kernel_is_loaded_once_for_each_device(cupy):
+    first = cuda.load(CUBIN, "f")
+    assert cuda.load(replace(CUBIN, cached=False), "f") is first
+    second = cuda.load(CUBIN, "f", 1)
+    assert (first.device, second.device, first.name) == (0, 1, "f")
+    cupy.current = 1
+    assert cuda.load(CUBIN, "f") is second
+    cuda.load(replace(CUBIN, key="", code=b"\x7fELF other"), "f", 0)
+    assert cupy.log == [("load", 0, CUBIN.code), ("load", 1, CUBIN.code), ("load", 0, b"\x7fELF other")]
+    assert cupy.current == 1
+
+
+def test_code_that_cannot_be_loaded(cupy):
+    with pytest.raises(BuildError, match=r"kernel g: CUDA_ERROR_NOT_FOUND"):
+        cuda.load(CUBIN, "g")
+    cupy.fail = "load"
+    with pytest.raises(BuildError, match=r"takes code for 90a, and this is for 90a by NVRTC 13\.0.* of CUDA 12\.9"):
+        cuda.load(CUBIN, "f")
+
+
+def test_a_launch(cupy):
+    kernel = cuda.load(CUBIN, "f")
+    cupy.log.clear()
+    arguments = [
+        ("pointer", (1 << 63) + 8), ("int", -3), ("long", 1 << 40), ("float", 0.1), ("pointer", None), ("float", -0.0),
+    ]  # fmt: skip
+    cuda.launch(kernel, (2, 3), (32, 4), arguments, 0x1234, shared=1024)
+    ((what, device, grid, block, words, shared, stream),) = cupy.log
+    assert (what, device, grid, block, shared, stream) == ("launch", 0, (2, 3), (32, 4), 1024, 0x1234)
+    assert [x.dtype for x in words] == [np.uint64, np.int32, np.int64, np.float32, np.uint64, np.float32]
+    assert words[:3] == ((1 << 63) + 8, -3, 1 << 40)
+    assert words[3] == np.float32(0.1)
+    assert words[4] == 0
+    assert np.signbit(words[5])
+
+
+def test_a_launch_goes_to_the_kernels_device(cupy):
+    kernel = cuda.load(CUBIN, "f", 1)
+    cuda.launch(kernel, (1,), (1,), [], 0)
+    assert cupy.log[-1][:2] == ("launch", 1)
+    assert cupy.current == 0
+
+
+def test_more_shared_memory_is_asked_for_once(cupy):
+    kernel = cuda.load(CUBIN, "f")
+    cupy.log.clear()
+    for shared in (48 << 10, 100 << 10, 100 << 10, 64 << 10):
+        cuda.launch(kernel, (1,), (1,), [], 0, shared=shared)
+    assert [x[0] for x in cupy.log] == ["launch", "grant", "launch", "launch", "launch"]
+    assert cupy.log[1] == ("grant", 77, 100 << 10)
+
+
+def test_an_empty_grid_launches_nothing(cupy):
+    """CuPy would launch one block."""
+    kernel = cuda.load(CUBIN, "f")
+    cupy.log.clear()
+    cuda.launch(kernel, (4, 0), (32,), [], 0)
+    assert not cupy.log
+
+
+def test_launches_that_fail(cupy):
+    kernel = cuda.load(CUBIN, "f")
+    with pytest.raises(ValueError, match="kind 'double' are unknown"):
+        cuda.launch(kernel, (1,), (1,), [("double", 1.0)], 0)
+    cupy.fail = "launch"
+    with pytest.raises(DeviceError, match=r"did not launch f with grid \(1,\), block \(2048,\) and 0 bytes"):
+        cuda.launch(kernel, (1,), (2048,), [], 0)
+    cupy.fail = "grant"
+    with pytest.raises(DeviceError, match="1000000 bytes of dynamic shared memory"):
+        cuda.launch(kernel, (1,), (1,), [], 0, shared=1000000)
+
+
+def test_the_real_cupy_keeps_the_sizes_of_scalars():
+    scalar = pytest.importorskip("cupy._core._scalar").CScalar
+    words = cuda._words([("pointer", (1 << 63) + 8), ("int", -3), ("long", -(1 << 40)), ("float", 0.1)])
+    for word in words:
+        held = scalar(word)
+        assert ctypes.string_at(held.ptr, word.itemsize) == word.tobytes()
+
+
+@pytest.mark.device
+def test_on_a_real_device():
+    cupy = pytest.importorskip("cupy")
+    try:
+        here = cuda.facts()
+    except NoDeviceError as error:
+        pytest.skip(str(error))
+    source = """
+extern "C" __global__ void f(const float *a, float *b, int n, long long skip, float s)
+{
+    extern __shared__ float part[];
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    part[threadIdx.x + skip] = i < n ? a[i] : 0.0f;
+    __syncthreads();
+    if (i < n) b[i] = part[(threadIdx.x ^ 1) + skip] * s;
+}
+"""
+    assert here.memory_bytes > here.l2_bytes > 0
+    assert here.bandwidth_gbs > 10
+    kernel = cuda.load(compile_cuda(source, "f", here.architecture), "f")
+    a = cupy.arange(1000, dtype=cupy.float32)
+    b = cupy.zeros_like(a)
+    stream = cupy.cuda.get_current_stream()
+    for shared, skip in ((512, 0), (here.shared_most, here.shared_most // 4 - 128)):
+        words = [("pointer", a.data.ptr), ("pointer", b.data.ptr), ("int", 1000), ("long", skip), ("float", 2.0)]
+        cuda.launch(kernel, (8,), (128,), words, stream.ptr, shared=shared)
+        assert np.array_equal(cupy.asnumpy(b), 2.0 * (np.arange(1000) ^ 1))
