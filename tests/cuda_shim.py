@@ -38,8 +38,8 @@ _FLAGS = (
 )  # fmt: skip
 _KERNEL_FLAGS = (
     "-O1", "-g1",
+    "-fstack-clash-protection",  # a large frame does not step over the page below a stack
     "-fsanitize=thread",  # a hook before each access, which shim/faults.h defines
-    "--param=tsan-instrument-func-entry-exit=0",
     "-fsanitize=bounds,alignment,shift-exponent,integer-divide-by-zero",  # object-size would keep sums in memory
     "-fno-sanitize-recover=all",
 )  # fmt: skip
@@ -73,12 +73,12 @@ class Kernel:
         self._check(arguments)
         values = [_value(x) for x in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(x) for x in values))
-        where = (ctypes.c_size_t * 2)()
+        where = (ctypes.c_size_t * 3)()
         text = self.library.shim_launch(
             (ctypes.c_uint * 3)(*grid), block, ctypes.c_size_t(shared), seed, pointers, where
         )
         if text is not None:
-            place = _near(where[0], arguments) + self._line(where[1])
+            place = _near(where[0], arguments) + self._line(where[1], where[2])
             raise ShimError(f"{self.name}: {text.decode()}{place}")
 
     def launch_in_orders(
@@ -118,14 +118,14 @@ class Kernel:
             if a != b:
                 raise ShimError(f"{self.name}: argument {i} is {_WORDS[a]}, not {_WORDS[b]}")
 
-    def _line(self, offset: int) -> str:
+    def _line(self, code: int, line: int) -> str:
         tool = shutil.which("addr2line")
-        if not offset or tool is None:
-            return ""
-        # The address is that of the next instruction.
-        answer = subprocess.run([tool, "-e", self.path, hex(offset - 1)], capture_output=True, text=True, check=False)
-        line = re.search(r":(\d+)", answer.stdout)
-        return f", on line {line[1]}" if line else ""
+        if code and tool:
+            # The address of code is that of the next instruction.
+            answer = subprocess.run([tool, "-e", self.path, hex(code - 1)], capture_output=True, text=True, check=False)
+            found = re.search(r":(\d+)", answer.stdout)
+            line = int(found[1]) if found else 0
+        return f", on line {line}" if line else ""
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def _made(name: str, text: str, flags: tuple[str, ...], make: Any) -> Path:
     version = f"{compiler} {compiler.stat().st_mtime_ns}"
     headers = "".join(p.read_text(encoding="utf-8") for p in sorted(SOURCES.iterdir()))
     key = digest("\0".join([text, headers, version, *flags]).encode())[:32]
-    kept = cache_dir() / "shim" / f"{key}-{name}"
+    kept = cache_dir().absolute() / "shim" / f"{key}-{name}"
     if not kept.exists():
         kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=kept.parent) as folder:

@@ -11,13 +11,13 @@ inline void copy_async(const char *what, int size, void *shared, const void *glo
   if (misaligned(shared)) die("%s on line %d: the shared address is misaligned", what, line);
   if (misaligned(global)) die("%s on line %d: the global address is misaligned", what, line);
   if (bytes < 0 || bytes > size) die("%s on line %d: cannot read %d bytes", what, line, bytes);
+  self->line = line;
   if (cell_of(shared, size, nullptr) == NOT_SHARED) die("%s on line %d: writes no shared memory", what, line);
   if (cell_of(global, size, nullptr) != NOT_SHARED) die("%s on line %d: reads shared memory", what, line);
   Copy copy = {static_cast<unsigned char *>(shared), size, self->group, {}};
-  self->what = what, self->line = line;
   memcpy(copy.bytes, global, size_t(bytes));
-  self->line = 0;
   on_write(shared, size, nullptr);
+  self->line = 0;
   memset(shared, 0xff, size_t(size));
   set_copying(shared, size, true);
   self->copies.push_back(copy);

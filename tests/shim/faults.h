@@ -93,17 +93,15 @@ inline const void *code_at(const void *context) {
 // An access to a page that must not be touched. The stack of the thread that made it is abandoned.
 inline void on_signal(int number, siginfo_t *info, void *context) {
   const int who = self ? self->number : -1;
-  if (number == SIGFPE || number == SIGILL) {
-    failure.code = code_at(context);
-    note("thread %d is stopped by signal %d", who, number);
-  } else {
+  const bool memory = number == SIGSEGV || number == SIGBUS;
+  note_place(self && self->line ? nullptr : code_at(context));
+  if (memory && stacks.hold(info->si_addr)) {
+    note("thread %d needs more than %zu bytes of stack", who, Stacks::BYTES);
+  } else if (memory) {
     failure.address = info->si_addr;
-    if (self && self->line)
-      note("out of bounds: %s on line %d, in thread %d, reads %p", self->what, self->line, who, info->si_addr);
-    else {
-      failure.code = code_at(context);
-      note("out of bounds: thread %d touches %p", who, info->si_addr);
-    }
+    note("out of bounds: thread %d touches %p", who, info->si_addr);
+  } else {
+    note("thread %d is stopped by signal %d", who, number);
   }
   siglongjmp(landing, 1);
 }

@@ -96,6 +96,11 @@ class Stacks {
 
   char *stack(int i) { return memory + (BYTES + guard) * i + guard; }
 
+  bool hold(const void *address) const {
+    const char *p = static_cast<const char *>(address);
+    return memory && p >= memory && p < memory + total;
+  }
+
   void release() {
     if (memory) munmap(memory, total);
     memory = nullptr;

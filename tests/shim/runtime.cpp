@@ -132,8 +132,8 @@ static bool legal(unsigned block, size_t dynamic) {
 
 }  // namespace shim
 
-// Runs a kernel. Returns the failure or nullptr; `where` gets the address of what was touched, or 0, and
-// that of the instruction relative to this library, or 0.
+// Runs a kernel. Returns the failure or nullptr; `where` gets the address of what was touched, that after
+// the instruction that did, relative to this library, and the line; each may be 0.
 extern "C" __attribute__((visibility("default"))) const char *shim_launch(
     const unsigned *grid, unsigned block, size_t dynamic, unsigned seed, void **arguments, uintptr_t *where) {
   using namespace shim;
@@ -155,5 +155,6 @@ extern "C" __attribute__((visibility("default"))) const char *shim_launch(
   dladdr(reinterpret_cast<void *>(shim_call), &library);
   where[0] = uintptr_t(failure.address);
   where[1] = failure.code ? uintptr_t(failure.code) - uintptr_t(library.dli_fbase) : 0;
+  where[2] = uintptr_t(failure.line);
   return failed() ? failure.text : nullptr;
 }

@@ -80,12 +80,12 @@ struct Name {
            is_static ? "static" : "dynamic");
   if (who == COPYING) snprintf(ends, sizeof ends, "a copy_async still fills");
   else snprintf(ends, sizeof ends, "%s %s with no barrier between", Name(who).text, did);
-  failure.code = code;
+  note_place(code);
   die("race in shared memory: thread %d %s %s, which %s", self->number, does, which, ends);
 }
 
 [[noreturn]] inline void die_of_bounds(const char *kind, size_t at, int bytes, size_t most, const void *code) {
-  failure.code = code;
+  note_place(code);
   die("thread %d touches %d bytes at byte %zu of %s shared memory, which has %zu", self->number, bytes, at, kind, most);
 }
 

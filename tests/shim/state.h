@@ -30,7 +30,7 @@ struct Thread {
   State state;
   int number;
   bool in_barrier;   // what it waits for is the barrier of the block
-  const char *what;  // the call in which it waits or copies, and the line of that
+  const char *what;  // the call in which it waits or copies, and the line of that, or 0
   int line;
   std::vector<Copy> copies;  // asynchronous ones in flight
   unsigned group;            // the group that the next copy belongs to
@@ -53,10 +53,11 @@ static Stacks stacks;
 static Context scheduler;
 static Thread *self;  // nullptr while the scheduler runs
 
-// The first failure ends a launch. Where in memory and in code it lies, if that says something.
+// The first failure ends a launch. Further: what was touched, and by which code or line, if the text is silent.
 struct Failure {
   char text[400];
   const void *address, *code;
+  int line;
 };
 static Failure failure;
 
@@ -64,6 +65,12 @@ extern "C" Index threadIdx, blockIdx, blockDim, gridDim;
 Index threadIdx, blockIdx, blockDim, gridDim;
 
 inline bool failed() { return failure.text[0] != 0; }
+
+// Notes who fails: code of the kernel, or, if null, the call that the thread is in.
+inline void note_place(const void *code) {
+  failure.code = code;
+  if (!code && self) failure.line = self->line;
+}
 
 inline void note_arguments(const char *format, va_list arguments) {
   if (failed()) return;
