@@ -75,7 +75,7 @@ def candidates(p: Problem, target: Target, vectors: tuple[int, int, int]) -> lis
         raise ScheduleError(f"{target.name} is no device")
     found: dict[Schedule, None] = {}
     for isa, atom in units(p.dtype, target):
-        programs = _direct(p, isa, atom, target, vectors)
+        programs = list(_direct(p, isa, atom, target, vectors))
         if on_gpu(target) and atom.acc != "f64":
             programs = [*_shared(p, isa, atom, target, vectors), *programs]
         found |= {s: None for s in programs if not illegal(s, p, target)}

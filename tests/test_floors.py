@@ -16,16 +16,16 @@ FLOORS = {
     0: "abi coords dtype errors expr formats fused memory naming problem quantized targets tensorfile vecmath version "
     "vocabulary",
     1: "capable grid_target isa lanes schema target",  # what it runs on
-    2: "candidates cost schedule",  # legal tiles and predicted time
+    2: "candidates cost grid_candidates grid_cost schedule",  # legal tiles and predicted time
     3: "grid index interp ir kernels lower probe threads",  # loops and their meaning
     4: "emit",  # loops to text
     5: "build cache calibrate compiler detect nvrtc permission snapshot",  # the host: compile, look, measure
     6: "run",  # load, launch, threads
-    7: "dispatch tune",  # a problem to a ready plan
+    7: "dispatch grid_dispatch tune",  # a problem to a ready plan
     # for users
     8: ". abreast api attend around arrays axes builder call captures cli compare doctor explanation flash "
     "expressions folded foreign fusing graph heads launching names packed places pose program quick rows surroundings "
-    "scaled settings show splitter steady stored trace value whole",
+    "on_device scaled settings show splitter steady stored trace value whole",
 }
 FLOOR_OF = {name.strip("."): floor for floor, names in FLOORS.items() for name in names.split()}
 

@@ -100,7 +100,9 @@ def _functions(kernel: GridKernel, dialect: Dialect, body: str) -> list[str]:
     """What the body calls, callees first."""
     own = (*dialect.functions, *kernel.isa.functions)
     known = {x.name for x in own}
-    plain, hardware, said = [], [], body
+    plain: list[str] = []
+    hardware: list[str] = []
+    said = body
     for x in reversed(own):
         text = dialect.primitive(x)
         if re.search(rf"\b{x.name}\(", said):

@@ -1,0 +1,237 @@
+"""From a problem to kernels that a device can launch.
+
+Owns the choice of a schedule for a device, `Machine`, a device as its driver reports it, and the
+memo of what was compiled for it. Imports everything below. What drivers say of a device
+replaces what its description says of counts; the rest is the description's.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from portmm.dispatch import Choice
+from portmm.errors import ScheduleError
+from portmm.grid_candidates import candidates
+from portmm.grid_cost import cost
+from portmm.interp import evaluate
+from portmm.lower import grid_atom, lower_grid
+from portmm.memory import Memory
+from portmm.target import GENERIC_DEVICES, device_target
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portmm.grid import GridKernel
+    from portmm.problem import Problem
+    from portmm.run.devices import Facts
+    from portmm.schedule import Schedule
+    from portmm.target import Isa, Target
+
+MOST_ROUTES = 4096
+"""Routes remembered before starting afresh: endless new shapes must not fill memory."""
+
+Vectors = tuple[int, int, int]
+
+
+def choose(p: Problem, target: Target, vectors: Vectors) -> Choice:
+    """The schedule with the least predicted time; the first of equals.
+
+    Args:
+        p: what to compute.
+        target: the device.
+        vectors: elements of A, B and C that may be moved at once.
+
+    Raises:
+        ScheduleError: nothing is legal, or there is nothing to multiply.
+    """
+    if 0 in (p.m, p.n, p.k, p.batch):
+        raise ScheduleError(f"{p} has no products: there is nothing to choose")
+    found = [(cost(p, s, grid_atom(_isa(s, target), s), target), s) for s in candidates(p, target, vectors)]
+    ranked = sorted(enumerate(found), key=lambda x: (x[1][0].seconds, x[0]))
+    (_, (terms, best)), *rest = ranked
+    return Choice(p, target, 1, best, terms, tuple((s, c) for _, (c, s) in rest))
+
+
+def _isa(s: Schedule, target: Target) -> Isa:
+    found = target.isa(s.isa)
+    assert found is not None  # noqa: S101 - candidates are the target's
+    return found
+
+
+def source(kernel: GridKernel, language: str) -> str:
+    """The text of a kernel in "cuda" or "opencl"."""
+    from portmm.emit import cuda, opencl
+
+    return cuda.source(kernel) if language == "cuda" else opencl.source(kernel)
+
+
+def described(facts: Facts) -> Target:
+    """The description of a device that a driver reports."""
+    digits = facts.architecture.rstrip("af")
+    found = device_target(facts.name, f"{digits[:-1]}.{digits[-1]}" if digits else "", facts.kind)
+    device = found.device
+    assert device is not None  # noqa: S101 - devices have one
+    told = replace(
+        device,
+        block_threads=min(device.block_threads, facts.block_threads),
+        shared_bytes=min(device.shared_bytes, facts.shared_bytes),
+        memory_bytes=facts.memory_bytes,
+    )
+    # OpenCL's compute units are what each vendor calls so; a description counts processors.
+    if facts.language == "cuda" or found.name in GENERIC_DEVICES:
+        told = replace(told, processors=facts.processors)
+    if facts.language == "cuda":
+        told = replace(told, architecture=facts.architecture, memory_gbs=facts.bandwidth_gbs or device.memory_gbs)
+    return replace(found, device=told)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Machine:
+    """A device that kernels can be launched on.
+
+    Attributes:
+        key: tells devices of a process apart.
+        language: of its kernels.
+        handle: CUDA's number of the device, or OpenCL's context and device.
+        target: its description.
+    """
+
+    key: tuple[Any, ...]
+    language: str
+    handle: Any
+    target: Target
+
+    def load(self, kernel: GridKernel) -> Any:
+        """The compiled kernel.
+
+        Raises:
+            NoCompilerError: there is no NVRTC.
+            BuildError: the compiler failed.
+        """
+        text = source(kernel, self.language)
+        if self.language == "cuda":
+            from portmm.nvrtc import compile_cuda
+            from portmm.run import cuda
+
+            assert self.target.device is not None  # noqa: S101 - devices have one
+            return cuda.load(compile_cuda(text, kernel.name, self.target.device.architecture), kernel.name, self.handle)
+        from portmm.run import opencl
+
+        return opencl.load(opencl.compile_opencl(text, kernel.name, *self.handle), kernel.name)
+
+    def launch(self, function: Any, grid: tuple[int, int], threads: int, given: Sequence[Any], queue: Any) -> None:
+        """Put a kernel into a stream or a queue."""
+        if self.language == "cuda":
+            from portmm.run import cuda
+
+            cuda.launch(function, grid, (threads,), given, queue)
+        else:
+            from portmm.run import opencl
+
+            opencl.launch(function, grid, (threads, 1), given, queue)
+
+
+_machines: dict[tuple[Any, ...], Machine] = {}
+_lock = threading.Lock()
+
+
+def machine(key: tuple[Any, ...], handle: Any) -> Machine:
+    """The device of a key: ("cuda", number), or ("opencl", ...) with a context and a device as the handle."""
+    found = _machines.get(key)
+    if found is None:
+        if key[0] == "cuda":
+            from portmm.run import cuda
+
+            facts = cuda.facts(handle)
+        else:
+            from portmm.run import opencl
+
+            facts = opencl.facts(handle[1])
+        with _lock:
+            found = _machines.setdefault(key, Machine(key, key[0], handle, described(facts)))
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Launch:
+    """One kernel of a call, all but its addresses filled in.
+
+    Attributes:
+        function: what the driver launches.
+        grid: blocks.
+        threads: of a block.
+        given: kind and value of each argument; of a pointer, its name.
+        pointers: which of them are pointers.
+    """
+
+    function: Any
+    grid: tuple[int, int]
+    threads: int
+    given: tuple[tuple[str, Any], ...]
+    pointers: tuple[int, ...]
+
+    def run(self, on: Machine, places: dict[str, Any], queue: Any) -> None:
+        """Launch with addresses."""
+        given = list(self.given)
+        for i in self.pointers:
+            given[i] = ("pointer", places[given[i][1]])
+        on.launch(self.function, self.grid, self.threads, given, queue)
+
+
+def bind(kernel: GridKernel, function: Any, values: dict[str, Any]) -> Launch:
+    """A kernel with its numbers; `values` are those of its arguments that are no pointers, by name."""
+    given = tuple((x.kind, x.name if x.kind == "pointer" else values[x.name]) for x in kernel.arguments)
+    blocks, slices = (evaluate(x, values) for x in kernel.grid)
+    pointers = tuple(i for i, x in enumerate(kernel.arguments) if x.kind == "pointer")
+    return Launch(function, (blocks, slices), kernel.threads, given, pointers)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """What computes a problem on a device.
+
+    Attributes:
+        choice: the schedule, and why.
+        kernels: in the order in which they run.
+        functions: what the driver made of them.
+    """
+
+    choice: Choice
+    kernels: tuple[GridKernel, ...]
+    functions: tuple[Any, ...]
+
+    def workspace(self, m: int, n: int, batch: int) -> int:
+        """Elements of 32 bits that slices of k leave their sums in, for another kernel to add."""
+        split = self.choice.schedule.split
+        return split * batch * m * n if split > 1 else 0
+
+
+_routes = Memory(MOST_ROUTES)
+_loaded = Memory(MOST_ROUTES)
+
+
+def route(p: Problem, on: Machine, vectors: Vectors) -> Route:
+    """Kernels for a problem, chosen and compiled once per problem and device.
+
+    Raises:
+        ScheduleError: nothing is legal.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    key = (p, on.key, vectors)
+    found: Route | None = _routes.get(key)
+    if found is None:
+        choice = choose(p, on.target, vectors)
+        found = _routes.keep(key, Route(choice, *_code(choice.schedule, on)))
+    return found
+
+
+def _code(s: Schedule, on: Machine) -> tuple[tuple[GridKernel, ...], tuple[Any, ...]]:
+    """The kernels of a schedule: other sizes need no source."""
+    found: tuple[tuple[GridKernel, ...], tuple[Any, ...]] | None = _loaded.get((s, on.key))
+    if found is None:
+        kernels = lower_grid(s, _isa(s, on.target))
+        found = _loaded.keep((s, on.key), (kernels, tuple(on.load(x) for x in kernels)))
+    return found

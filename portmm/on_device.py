@@ -1,0 +1,357 @@
+"""Products of arrays that lie on a device.
+
+Owns `matmul` and `plan` of CuPy's, PyTorch's and PyOpenCL's arrays: they are read where they
+lie, whatever their strides, on the stream or queue of the first, and nothing waits. What was
+found out about a kind of call is remembered, so that a further one fills in addresses and
+launches. Imports `foreign`, `grid_dispatch`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm import arrays, foreign, grid_dispatch, settings
+from portmm.dtype import BY_NAME, BY_NUMPY, accumulator, natural, spell
+from portmm.memory import Memory
+from portmm.problem import Problem
+
+if TYPE_CHECKING:
+    from portmm.foreign import Foreign
+    from portmm.grid_dispatch import Launch, Machine
+
+MOST_KINDS = 1024
+"""Kinds of calls remembered before starting afresh."""
+WIDEST = 16
+"""Bytes that threads move at once."""
+MOST_BLOCKS = (1 << 31) - 1
+"""CUDA C++ Programming Guide: blocks along the first axis of a grid."""
+_RESULTS = {"f32": ("f32", "f16", "bf16"), "s32": ("s32",), "f64": ("f64",)}
+
+Around = dict[str, Any]
+
+
+def adopted(a: Any, b: Any, out: Any = None) -> tuple[Foreign, Foreign, Foreign | None] | None:
+    """The operands as a device's arrays; None if neither is one.
+
+    Raises:
+        TypeError: only one of them is, or a type is not supported.
+        ValueError: they are on several devices.
+    """
+    left, right = foreign.adopt(a), foreign.adopt(b)
+    if left is None and right is None:
+        return None
+    to = None if out is None else foreign.adopt(out)
+    for name, x, given in (("a", left, a), ("b", right, b), ("out", to, out)):
+        if x is None and given is not None:
+            kind = type(given).__name__
+            raise TypeError(f"{name} is a {kind} in the host's memory, others are on a device: copy it there first")
+    assert left is not None  # noqa: S101 - shown above
+    assert right is not None  # noqa: S101
+    foreign.same_device([x for x in (left, right, to) if x is not None])
+    return left, right, to
+
+
+def matmul(given: tuple[Foreign, Foreign, Foreign | None], dtype: Any = None) -> Any:
+    """The product of arrays on a device: see `api.matmul`."""
+    a, b, out = given
+    if out is not None and _overlap(out, (a, b)):
+        made, to = foreign.empty_like(out, out.shape, out.dtype)
+        matmul((a, b, to))
+        return _copied(out, made)
+    wanted = _named(dtype) if dtype is not None and out is None else ""
+    key = (_kind(a), _kind(b), None if out is None else _kind(out), wanted, settings.current().deterministic)
+    ready: _Ready | None = _ready.get(key)
+    if ready is None:
+        ready = _ready.keep(key, _prepare(a, b, out, wanted))
+    return ready.run(a, b, out)
+
+
+_ready = Memory(MOST_KINDS)
+
+
+@lru_cache(maxsize=64)
+def _named(dtype: Any) -> str:
+    """The type that was asked for, by NumPy's, PyTorch's or their names.
+
+    Raises:
+        TypeError: there is none.
+    """
+    text = str(dtype).removeprefix("torch.")
+    name = text if text in BY_NUMPY else np.dtype(dtype).name
+    if name not in BY_NUMPY:
+        raise TypeError(f"dtype {dtype!r} is not supported; use one of {', '.join(BY_NUMPY)}")
+    return BY_NUMPY[name].name
+
+
+def _kind(x: Foreign) -> tuple[Any, ...]:
+    """All that a kernel depends on but the address, of which only the alignment."""
+    at = x.pointer if isinstance(x.pointer, int) else x.pointer[1]
+    return (x.shape, x.strides, x.dtype, x.device, at & -at & WIDEST - 1 or WIDEST, x.readonly)
+
+
+def machine_of(x: Foreign) -> Machine:
+    """The device of an array."""
+    if x.language == "cuda":
+        return grid_dispatch.machine(x.device, x.device[1])
+    return grid_dispatch.machine(x.device, (x.queue.context, x.queue.device))
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """An operand as kernels read it.
+
+    Attributes:
+        layout: "row", "col" or "any".
+        row: elements between rows.
+        col: elements between columns.
+        vector: elements that may be moved at once.
+    """
+
+    layout: str
+    row: int
+    col: int
+    vector: int
+
+
+def matrix(x: Foreign, rows: int, cols: int, steps: tuple[int, int], others: tuple[int, ...] = ()) -> Matrix:
+    """How a matrix lies, of so many elements from one row to the next, from one column, and between others."""
+    row, col = steps
+    layout = "row" if col == 1 or cols == 1 else "col" if row == 1 or rows == 1 else "any"
+    if layout == "any":
+        return Matrix(layout, row, col, 1)
+    row, col = (row if rows > 1 else cols, 1) if layout == "row" else (1, col if cols > 1 else rows)
+    far, near = (row, cols) if layout == "row" else (col, rows)
+    size = BY_NAME[x.dtype].bytes
+    at = (x.pointer if isinstance(x.pointer, int) else x.pointer[1]) // size
+    vector = math.gcd(far, near, at, *others, WIDEST // size)
+    return Matrix(layout, row, col, vector & -vector)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ready:
+    """One kind of call.
+
+    Attributes:
+        on: the device.
+        shape: of the result.
+        dtype: of the result.
+        launches: kernels, and how far into A, B and C each begins, in elements.
+        workspace: elements of 32 bits, and their type.
+    """
+
+    on: Machine
+    shape: tuple[int, ...]
+    dtype: str
+    launches: tuple[tuple[Launch, tuple[int, int, int]], ...]
+    workspace: tuple[int, str] = (0, "f32")
+
+    def run(self, a: Foreign, b: Foreign, out: Foreign | None) -> Any:
+        """Launch everything."""
+        made: Any = None
+        if out is None:
+            made, out = foreign.empty_like(a, self.shape, self.dtype)
+        else:
+            made = out.source
+        places: dict[str, Any] = {}
+        scratch: Any = None
+        if self.workspace[0]:
+            scratch, work = foreign.empty_like(a, (self.workspace[0],), self.workspace[1])
+            places["work"] = foreign.argument(work)[1]
+        whole = [foreign.argument(x)[1] for x in (a, b, out)]
+        for launch, moved in self.launches:
+            for name, place, x, offset in zip("abc", whole, (a, b, out), moved, strict=True):
+                places[name] = _moved(place, offset, x) if offset else place
+            launch.run(self.on, places, a.queue)
+        del scratch  # its library frees it when the queue is done with it
+        return made
+
+
+def _moved(place: Any, offset: int, x: Foreign) -> Any:
+    """An address some elements further."""
+    return place + offset * BY_NAME[x.dtype].bytes if isinstance(place, int) else (place[0], place[1] + offset)
+
+
+def _copied(out: Foreign, made: Any) -> Any:
+    """The array of a call's `out`, with the elements of another."""
+    source = out.source
+    if hasattr(source, "copy_"):
+        source.copy_(made)
+    else:
+        source[...] = made
+    return source
+
+
+def _overlap(out: Foreign, others: tuple[Foreign, ...]) -> bool:
+    """Memory of a result may be that of an operand."""
+    return any(_extent(out, x) for x in others)
+
+
+def _extent(x: Foreign, y: Foreign) -> bool:
+    (base, first, last), (other, begin, end) = _span(x), _span(y)
+    return bool(x.size and y.size and base == other and first < end and begin < last)
+
+
+def _span(x: Foreign) -> tuple[Any, int, int]:
+    """Where the bytes of an array lie: in which memory, from where, to where."""
+    low = sum(min(0, (n - 1) * s) for n, s in zip(x.shape, x.strides, strict=True))
+    high = sum(max(0, (n - 1) * s) for n, s in zip(x.shape, x.strides, strict=True))
+    base, at = (0, x.pointer) if isinstance(x.pointer, int) else (getattr(x.pointer[0], "int_ptr", 0), x.pointer[1])
+    return base, at + low, at + high + BY_NAME[x.dtype].bytes
+
+
+# -- what a call comes to ----------------------------------------------------------------
+
+
+def result_type(a: str, b: str, wanted: str) -> str:
+    """The type of a product's elements.
+
+    Raises:
+        TypeError: the two do not multiply, or their sums do not become what is wanted.
+    """
+    try:
+        held = accumulator(a, b)
+    except ValueError as error:
+        raise TypeError(f"cannot multiply {a} by {b}: {error}") from error
+    if wanted and wanted not in _RESULTS[held]:
+        raise TypeError(f"products of {a} and {b} become {', '.join(_RESULTS[held])}, not {wanted}")
+    return wanted or natural(a, b)
+
+
+def elements(x: Foreign) -> tuple[int, ...]:
+    """Strides in elements.
+
+    Raises:
+        ValueError: they are no whole ones.
+    """
+    size = BY_NAME[x.dtype].bytes
+    if any(s % size for s in x.strides):
+        raise ValueError(f"an array of {x.dtype} has strides {x.strides} bytes, which are no whole elements; copy it")
+    return tuple(s // size if n > 1 else 0 for n, s in zip(x.shape, x.strides, strict=True))
+
+
+def shapes(a: Foreign, b: Foreign) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int]]:
+    """The shape of a product, that of its batch, and its size m, n, k.
+
+    Raises:
+        ValueError: the operands do not fit.
+    """
+    if not a.shape or not b.shape:
+        raise ValueError("matmul takes arrays of one dimension at least, not scalars")
+    left = a.shape if len(a.shape) > 1 else (1, *a.shape)
+    right = b.shape if len(b.shape) > 1 else (*b.shape, 1)
+    if left[-1] != right[-2]:
+        raise ValueError(f"cannot multiply {a.shape} by {b.shape}: {left[-1]} columns meet {right[-2]} rows")
+    try:
+        batch = np.broadcast_shapes(left[:-2], right[:-2])
+    except ValueError as error:
+        raise ValueError(f"batch dimensions {left[:-2]} and {right[:-2]} do not broadcast") from error
+    m, n = left[-2], right[-1]
+    rows, columns = (() if len(a.shape) == 1 else (m,)), (() if len(b.shape) == 1 else (n,))
+    return (*batch, *rows, *columns), batch, (m, n, left[-1])
+
+
+def over(x: Foreign, batch: tuple[int, ...], used: int) -> tuple[int, ...]:
+    """Strides of an operand along a batch, 0 where it is broadcast; its last `used` dimensions are no batch."""
+    own = elements(x)[: len(x.shape) - used]
+    return (0,) * (len(batch) - len(own)) + own
+
+
+def check_out(out: Foreign, shape: tuple[int, ...]) -> None:
+    """An output can take a result.
+
+    Raises:
+        ValueError: it has another shape, repeats elements, or is read-only.
+    """
+    if out.shape != shape:
+        raise ValueError(f"out has shape {out.shape}; the product has {shape}")
+    if out.readonly or any(n > 1 and s == 0 for n, s in zip(shape, out.strides, strict=True)):
+        raise ValueError("out is read-only, or several of its elements are one")
+
+
+@dataclass(frozen=True, slots=True)
+class Posed:
+    """A call reduced to a problem.
+
+    Attributes:
+        problem: of one item, or one evenly spaced run of them.
+        parts: A, B and C.
+        walk: the runs.
+        vectors: elements that may be moved at once.
+    """
+
+    problem: Problem
+    parts: tuple[Matrix, Matrix, Matrix]
+    walk: arrays.Batch
+    vectors: tuple[int, int, int]
+
+    def values(self) -> dict[str, int]:
+        """The numbers of a kernel, by name."""
+        p, (a, b, c), (a_batch, b_batch, c_batch) = self.problem, self.parts, self.walk.strides
+        return {
+            "m": p.m, "n": p.n, "k": p.k, "batch": p.batch, "a_m": a.row, "a_k": a.col, "a_batch": a_batch,
+            "b_k": b.row, "b_n": b.col, "b_batch": b_batch, "c_m": c.row, "c_n": c.col, "c_batch": c_batch,
+        }  # fmt: skip
+
+
+def posed(a: Foreign, b: Foreign, to: Foreign, batch: tuple[int, ...], size: tuple[int, int, int]) -> Posed:
+    """The problem of a call whose result lies like `to`."""
+    m, n, k = size
+    used = (min(2, len(a.shape)), min(2, len(b.shape)), (len(a.shape) > 1) + (len(b.shape) > 1))
+    steps = [over(x, batch, count) for x, count in zip((a, b, to), used, strict=True)]
+    a_m, a_k = (0, *elements(a))[-2:] if used[0] == 1 else elements(a)[-2:]
+    b_k, b_n = (*elements(b)[-1:], 0) if used[1] == 1 else elements(b)[-2:]
+    ends = list(elements(to)[len(batch) :])
+    c_m = ends.pop(0) if used[0] == 2 else 0
+    c_n = ends.pop(0) if used[1] == 2 else 0
+    if not any(steps[1]):
+        # One B for the whole batch: its items are more rows of one product, if they lie evenly.
+        rows = arrays.collapse((*batch, m), tuple((*s, x) for s, x in zip(steps, (a_m, 0, c_m), strict=True)))
+        if rows.outer is None and rows.count == math.prod(batch) * m:
+            m, (a_m, _, c_m) = rows.count, rows.strides
+            batch, steps = (), [(), (), ()]
+    walk = arrays.collapse(batch, tuple(steps))
+    inner = [*zip(*steps, strict=True)]
+    strides = [tuple(x[i] for x in inner) for i in range(3)]
+    parts = (
+        matrix(a, m, k, (a_m, a_k), strides[0]), matrix(b, k, n, (b_k, b_n), strides[1]),
+        matrix(to, m, n, (c_m, c_n), strides[2]),
+    )  # fmt: skip
+    c = "col" if parts[2].layout == "col" else "row"
+    vector = parts[2].vector if parts[2].layout == "row" else 1
+    word = spell(a.dtype, b.dtype, to.dtype)
+    deterministic = settings.current().deterministic
+    p = Problem(m, n, k, word, walk.count, parts[0].layout, parts[1].layout, c, deterministic=deterministic)
+    return Posed(p, parts, walk, (parts[0].vector, parts[1].vector, vector))
+
+
+def _prepare(a: Foreign, b: Foreign, out: Foreign | None, wanted: str) -> _Ready:
+    """What a kind of call comes to.
+
+    Raises:
+        TypeError: the types do not multiply.
+        ValueError: shapes do not fit.
+    """
+    shape, batch, size = shapes(a, b)
+    c = result_type(a.dtype, b.dtype, wanted if out is None else out.dtype)
+    if out is not None:
+        check_out(out, shape)
+    on = machine_of(a)
+    if 0 in shape:
+        return _Ready(on, shape, c, ())
+    to = out or foreign.empty_like(a, shape, c)[1]
+    call = posed(a, b, to, batch, size)
+    p, values = call.problem, call.values()
+    # Nothing to sum is a sum of nothing: kernels of any k leave zeros.
+    found = grid_dispatch.route(replace(p, k=max(p.k, 1)), on, call.vectors)
+    held = (found.workspace(p.m, p.n, p.batch), accumulator(a.dtype, b.dtype))
+    kernels = list(zip(found.kernels, found.functions, strict=True))
+    launches = [grid_dispatch.bind(*kernels[0], values | ({"c_m": p.n, "c_batch": p.m * p.n} if held[0] else {}))]
+    launches += [grid_dispatch.bind(*x, values | {"work_batch": p.m * p.n}) for x in kernels[1:]]
+    repeats = [(0, 0, 0)] if call.walk.outer is None else [tuple(map(int, x)) for x in call.walk.outer]
+    every = tuple((launch, moved) for moved in repeats for launch in launches)
+    return _Ready(on, shape, c, every, held)  # type: ignore[arg-type]
