@@ -113,13 +113,9 @@ def test_products_end_in_expressions(ending, language):
     for name in ("plain", ("many", "places")[at % 2]):
         fused = EPILOGUES[name]
         p = posed(dtype, layouts, vectors, fused=str(fused))
-        ways = [s for s in candidates(p, MACHINE, vectors) if not s.copies and s.mr * s.nr <= 8]
-        of_kind = {
-            "whole": [s for s in ways if s.program == "simt" and s.split == 1],
-            "split": [s for s in ways if s.split > 1],
-            "direct": [s for s in ways if s.program == "direct"],
-        }[kind]
-        s = of_kind[at % len(of_kind)]
+        program = "direct" if kind == "direct" else "simt"
+        ways = [s for s in candidates(p, MACHINE, vectors) if s.program == program and s.mr * s.nr <= 8]
+        s = replace(ways[5 * at % len(ways)], split=3 if kind == "split" else 1, copies=False, stages=min(ways[0].stages, 2))
         kernels = kernels_of(s)
         codes = compiled(kernels, language)
         for i, (*size, batch) in enumerate([(33, 19, 37, 2), (1, 1, 1, 1), (4, 8, 70, 3)]):
