@@ -17,8 +17,8 @@ processors 25 KB each. A is read through caches. Two ways, as B lies:
 A *unit* is an element, or four bytes that one instruction multiplies; a *piece* is what a thread takes of k
 at once: the units of a vector along k, or one. Threads are dealt pieces in turn.
 
-Shared memory holds a word for each sum of each thread; `Work.spot` lays them so that
-neither threads that write nor those that add meet in a bank. Where many threads have the same columns, their
+Shared memory holds a word for each sum of each thread, so laid that neither threads that
+write nor those that add meet in a bank. Where many threads have the same columns, their
 sums are added in two rounds, square roots of their number long. All of it is in a fixed order.
 """
 
@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 from portmm.kernels.simt import arguments, place
 from portmm.kernels.storing import Storing
 
+from portmm import grid_stream
 from portmm.dtype import BY_NAME
 from portmm.grid import GridKernel
 from portmm.index import Ptr, ceil_div, const, minimum, var
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from portmm.isa import Atom, Isa
     from portmm.schedule import Schedule
 
-BANKS = 32
 ONE_ROUND = 8
 """Threads with the same columns whose sums are added in one round."""
 
@@ -74,7 +74,7 @@ class Work:
     @property
     def width(self) -> int:
         """Units of a piece."""
-        return self.s.vectors[1] // self.s.kr if self.along_k else 1
+        return grid_stream.width(self.s)
 
     @property
     def deep(self) -> int:
@@ -84,7 +84,7 @@ class Work:
     @property
     def shares(self) -> int:
         """Threads of a block with the same columns."""
-        return self.s.block.k // self.s.tiles[0].k
+        return grid_stream.shares(self.s)
 
     @property
     def across(self) -> int:
@@ -111,33 +111,16 @@ class Work:
         """Sums that a first round leaves of each output."""
         return 1 if self.shares <= ONE_ROUND else 1 << (self.shares.bit_length() // 2)
 
-    @property
-    def shared(self) -> int:
-        """Words of shared memory."""
-        return shared_words(self.s)
-
     def spot(self, output: Index, share: Index) -> Ptr:
         """Where the sum of an output, as one thread has it, lies."""
-        if self.along_k:
-            return Ptr("sums", output * (self.shares + 1) + share)
-        return Ptr("sums", share * _apart(self.outputs, self.across) + output)
-
-
-def _apart(outputs: int, across: int) -> int:
-    """Words from one thread's sums to those of the next with the same columns: all of a warp find free banks."""
-    return outputs if across >= BANKS else -(-outputs // BANKS) * BANKS + across
-
-
-def shared_words(s: Schedule) -> int:
-    """Words of shared memory that a schedule takes."""
-    shares, outputs = s.block.k // s.tiles[0].k, s.mr * s.block.n
-    return outputs * (shares + 1) if s.b == "col" else shares * _apart(outputs, s.block.n // s.nr)
+        far, near = grid_stream.apart(self.s)
+        return Ptr("sums", output * far + share * near)
 
 
 def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     """The kernel of a schedule."""
     work = Work(s, isa, atom)
-    body: list[Stmt] = [Shared("sums", work.shared, atom.acc), Scratch("acc", s.mr * s.nr, atom.acc)]
+    body: list[Stmt] = [Shared("sums", grid_stream.shared_words(s), atom.acc), Scratch("acc", s.mr * s.nr, atom.acc)]
     body += [*_registers(work), *place(s), *_threads(work), *_slice(work), *_addresses(work)]
     body += [Clear("acc", s.mr * s.nr), *_streamed(work), *_added(work)]
     grid = (ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch"), const(s.split))
