@@ -102,7 +102,7 @@ class Call:
     """What kernels are called with.
 
     Attributes:
-        launches: each with its numbers, in order.
+        launches: each with its numbers, and names for addresses, in order.
         kernels: what is launched.
         memory: name of a pointer -> an array, and the element that it points at.
         results: the pointers whose arrays are looked at, C first.
@@ -128,7 +128,8 @@ def call(kernels, s, k):
         unset = np.nan if held.kind == "f" else poison(held)
         memory["work"] = (np.full(s.split * p.batch * items, unset, held), 0)
         first = values | {"c_m": p.n, "c_batch": items}
-    numbers = (first, values | {"work_batch": items})
+    names = {name: name for name in memory}
+    numbers = (first | names, values | names | {"work_batch": items})
     launches = tuple(bind(x, None, v) for x, v in zip(kernels, numbers, strict=False))
     results = ("c", *(f"x{i}_all" for i in range(len(k.operands))))
     return Call(launches, tuple(kernels), memory, results)

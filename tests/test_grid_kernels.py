@@ -45,7 +45,7 @@ def several(dtype, layouts, vectors, turn):
     """Schedules of several kinds, other tiles with every turn."""
     found = candidates(posed(dtype, layouts, vectors), MACHINE, vectors)
     direct = [s for s in found if s.program == "direct"]
-    through = [s for s in found if s not in direct and (s.mr * s.nr + s.mr + s.nr) * s.block.k <= LARGEST]
+    through = [s for s in found if s.program == "simt" and (s.mr * s.nr + s.mr + s.nr) * s.block.k <= LARGEST]
     one, other = (direct[at % len(direct)] for at in (3 * turn, 3 * turn + 1))
     if not through:
         return [one, other]
