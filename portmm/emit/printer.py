@@ -17,6 +17,7 @@ from portmm.emit.scalars import converted
 from portmm.errors import ScheduleError
 from portmm.ir import (
     Add,
+    Exchange,
     For,
     If,
     Index,
@@ -149,6 +150,8 @@ class Printer:
                 found.setdefault(s.d, getattr(self.atom(s), written))
             elif isinstance(s, Shuffle):
                 found.setdefault(s.d, self.own.b_type)
+            elif isinstance(s, Exchange):
+                found.setdefault(s.d, "float")
             elif isinstance(s, Map):
                 found.setdefault(s.d, self.lanes(s)[("f32", "s32", "mask").index(s.dtype)])
         types: dict[str, list[str]] = {}
