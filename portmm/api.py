@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm import arrays, settings
+from portmm import arrays, foreign, settings
 from portmm.call import Call, problem, reduce_call
 from portmm.dtype import accumulator
 from portmm.errors import BuildError, PortmmError, ScheduleError
@@ -57,6 +57,9 @@ def matmul(
     float result is rounded once, to nearest even, and to infinity if it is too large.
     Units that multiply bfloat16 (AVX512-BF16, AMX, BFDOT, BFMMLA) take subnormals for zero.
 
+    Arrays of CuPy, PyTorch and PyOpenCL that lie on a device are multiplied there, where they
+    lie, on the stream or queue of `a`; the result is an array of the same library, and nothing waits.
+
     Args:
         a: float32, float64, float16, bfloat16 (of ml_dtypes), int8 or uint8,
             (..., m, k) or (k,); any strides, byte order and alignment.
@@ -91,7 +94,8 @@ def matmul(
             return taker.matmul_(a, b, out, dtype, around_it)
         return _surrounded[0](a, b, out, dtype, epilogue, prologue_a, prologue_b)
     if dtype is not None and out is None:
-        return _typed(a, b, np.dtype(dtype))
+        there = _there(a, b)
+        return _on_device(there, dtype) if there is not None else _typed(a, b, np.dtype(dtype))
     return _fast(a, b, out)
 
 
@@ -101,6 +105,21 @@ def surrounded_by(function: Callable[..., Any]) -> None:
 
 
 _surrounded: list[Callable[..., Any]] = []
+
+
+def _there(a: Any, b: Any, out: Any = None) -> Any:
+    """The operands as arrays of a device, if they are; None if they are in the host's memory."""
+    if not (foreign.on_device(a) or foreign.on_device(b)):
+        return None
+    from portmm import on_device
+
+    return on_device.adopted(a, b, out)
+
+
+def _on_device(given: Any, dtype: Any = None) -> Any:
+    from portmm import on_device
+
+    return on_device.matmul(given, dtype)
 
 
 def _typed(a: Any, b: Any, dtype: np.dtype[Any]) -> Any:
@@ -116,7 +135,9 @@ def _typed(a: Any, b: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def _start(a: Any, b: Any, out: Any) -> Any:
-    """The first call of a process: build the run time, then go its way."""
+    """The first call of a process: build the run time, then go its way. A device needs none."""
+    if (there := _there(a, b, out)) is not None:
+        return _on_device(there)
     begin(a, b, out)
     return _fast(a, b, out)
 
@@ -219,6 +240,8 @@ def fall_back(error: Exception) -> None:
 def _without_compiler(a: Any, b: Any, out: Any) -> Any:
     if (taker := arrays.taker(a, b)) is not None:
         return taker.matmul_(a, b, out, None, {})
+    if (there := _there(a, b, out)) is not None:
+        return _on_device(there)
     left = arrays.as_operand(a, "a")
     right = _decoded(b, left) if _is_coded(b) else arrays.as_operand(b, "b")
     result = _by_numpy(left, right)
@@ -281,6 +304,8 @@ def _general(a: Any, b: Any, out: Any) -> Any:
     """Any product that NumPy accepts."""
     if (taker := arrays.taker(a, b)) is not None:
         return taker.matmul_(a, b, out, None, {})
+    if (there := _there(a, b, out)) is not None:
+        return _on_device(there)
     if _is_coded(b):
         return _by_codes(a, b, out)
     left = arrays.as_operand(a, "a")
@@ -398,6 +423,10 @@ def plan(a: Any, b: Any, out: Any = None) -> Any:
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
+    if (there := _there(a, b, out)) is not None:
+        from portmm import on_device
+
+        return on_device.plan(there)
     if _is_coded(b):
         raise TypeError("a plan takes arrays and packed ones; a weight of four bits remembers its calls: use matmul")
     left = arrays.as_operand(a, "a")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm import api, arrays, quick, settings
+from portmm import api, arrays, foreign, quick, settings
 from portmm.dtype import BY_NAME, accumulator, spell
 from portmm.errors import BuildError, ScheduleError, TraceError
 from portmm.fused import acc
@@ -51,6 +51,8 @@ def matmul(  # noqa: PLR0917 - the operands, then what surrounds them
     prologue_b: Callable[..., Any] | None,
 ) -> Any:
     """See `api.matmul`."""
+    if foreign.on_device(a) or foreign.on_device(b):
+        return _on_device((a, b, out), dtype, epilogue, prologue_a, prologue_b)
     left = arrays.as_operand(a, "a")
     right = b if hasattr(b, "family") else _plain(b)
     if prologue_a is not None:
@@ -64,6 +66,17 @@ def matmul(  # noqa: PLR0917 - the operands, then what surrounds them
     if left.ndim < 2 or len(right.shape) < 2:
         raise ValueError(f"an epilogue takes matrices; got {left.shape} by {right.shape}: add a dimension of 1")
     return _multiply(left, right, out, dtype, epilogue)
+
+
+def _on_device(operands: tuple[Any, Any, Any], dtype: Any, epilogue: Any, prologue_a: Any, prologue_b: Any) -> Any:
+    """The same of arrays on a device."""
+    from portmm import around_device, on_device
+
+    given = on_device.adopted(*operands)
+    assert given is not None  # noqa: S101 - one of them is there
+    if prologue_a is not None or prologue_b is not None:
+        raise ScheduleError("prologues of arrays on a device have no kernel yet; compute the operand first")
+    return around_device.matmul(given, dtype, epilogue)
 
 
 def _before(function: Callable[..., Any], x: Array, names: dict[str, str]) -> Array:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from portmm.explanation import Explanation
 
+LANGUAGES = ("cuda", "opencl")
+"""Of kernels for devices."""
 PIPE_WIDTH = 140
 """Columns of a table that no terminal is there to show."""
 
@@ -50,6 +52,9 @@ Batch = Annotated[int, typer.Option(min=1, help="Products in one call.")]
 Threads = Annotated[int | None, typer.Option(min=0, help="Threads; 0 for every core.", show_default=False)]
 Where = Annotated[str | None, typer.Option(help="A chip, an ISA or a .toml file.", show_default="this machine")]
 Deterministic = Annotated[bool, typer.Option("--deterministic", help="One order of summation, whatever the rest.")]
+Language = Annotated[
+    str, typer.Option(help="Of kernels for a device: cuda or opencl.", show_default="the device's own")
+]
 Static = Annotated[bool, typer.Option("--static", help="For this size alone, as a plan is.")]
 
 
@@ -215,14 +220,22 @@ def explain_command(
     )
     artifact = found.artifact if build else None
     if as_json:
-        built = {"artifact": str(artifact.path), "command": list(artifact.command)} if artifact else {}
+        built = {"artifact": str(artifact.path), "command": list(artifact.command)} if hasattr(artifact, "path") else {}
         _print_json(found.as_dict() | built)
         return
     typer.echo(found.summary())
     if artifact:
-        typer.echo(f"{'built':<12}{artifact.path}\n{'':<12}{' '.join(artifact.command)}")
+        typer.echo(_built(artifact))
     if source:
         typer.echo(f"\n{found.source}", nl=False)
+
+
+def _built(artifact: Any) -> str:
+    """What a compiler made."""
+    if hasattr(artifact, "path"):
+        return f"{'built':<12}{artifact.path}\n{'':<12}{' '.join(artifact.command)}"
+    said = f"{len(artifact.code)} bytes for sm_{artifact.architecture} in {artifact.seconds:.2f} s"
+    return f"{'built':<12}{said}\n{'':<12}{artifact.registers} registers, {artifact.spills} bytes spilled"
 
 
 @app.command()
@@ -243,13 +256,18 @@ def emit(
     schedule: Annotated[
         str, typer.Option(help="A schedule, as the head of an emitted kernel spells it.", show_default=False)
     ] = "",
+    language: Language = "",
 ) -> None:
-    """Print the C of a kernel, also for a machine that is not here."""
+    """Print the source of a kernel, also for a machine that is not here."""
+    if language not in ("", "c", *LANGUAGES):
+        raise typer.BadParameter(f"language {language!r} is unknown; use c, {' or '.join(LANGUAGES)}")
     if schedule:
-        typer.echo(_scheduled(schedule), nl=False)
+        typer.echo(_scheduled(schedule, language), nl=False)
         return
     if m is None or n is None or k is None:
         raise typer.BadParameter("give M, N and K, or --schedule")
+    if language in LANGUAGES and target is None:
+        target = f"{language}_gpu"  # no device need be here
     found = _explained(
         (m, n, k),
         (a, b, c),
@@ -260,12 +278,22 @@ def emit(
         deterministic=deterministic,
         static=static,
     )
+    if found.target.device is None and language in LANGUAGES:
+        raise typer.BadParameter(
+            f"{found.target.name} is a CPU, whose kernels are C; name a device, as in --target h200"
+        )
+    if found.target.device is not None and language:
+        if language not in LANGUAGES:
+            raise typer.BadParameter(f"kernels of {found.target.name} are written in {' or '.join(LANGUAGES)}")
+        found = replace(found, language=language)
     typer.echo(found.source, nl=False)
 
 
-def _scheduled(text: str) -> str:
+def _scheduled(text: str, language: str) -> str:
+    from portmm import grid_dispatch
     from portmm.dispatch import kernel_of
     from portmm.emit.c import source
+    from portmm.lower import lower_grid
     from portmm.schedule import parse
     from portmm.target import load_isa
 
@@ -273,7 +301,10 @@ def _scheduled(text: str) -> str:
         schedule = parse(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    return source(kernel_of(schedule, load_isa(schedule.isa)))
+    isa = load_isa(schedule.isa)
+    if schedule.stages:
+        return "\n".join(grid_dispatch.source(x, language or "cuda") for x in lower_grid(schedule, isa))
+    return source(kernel_of(schedule, isa))
 
 
 @app.command()

@@ -21,6 +21,7 @@ from portmm.pose import pose
 from portmm.problem import Problem
 from portmm.schedule import ALL, Schedule, footprint, registers, spell
 from portmm.target import Target
+from portmm.wording import field, flop, size, terms, time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 SHOWN = 5
 """Runners-up in the printed form; all are in the record."""
-_INDENT = " " * 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,72 +176,42 @@ def _rate(target: Target, atom: str) -> tuple[float, str] | None:
     return (target.rates[atom], "described") if atom in target.rates else None
 
 
-def _time(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
-
-
-def _flop(count: float) -> str:
-    for unit, scale in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
-        if count >= scale:
-            return f"{count / scale:.4g} {unit}"
-    return f"{count:.0f} FLOP"
-
-
-def size(count: float) -> str:
-    """A number of bytes, for people."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= scale:
-            return f"{count / scale:.4g} {unit}"
-    return f"{count:.0f} bytes"
-
-
-def _field(name: str, text: str) -> str:
-    return f"{name:<{len(_INDENT)}}{text}"
-
-
 def _lines(x: Explanation) -> Iterator[str]:
     p, target, s = x.problem, x.target, x.schedule
-    yield _field("problem", f"{p}; {_flop(p.flops)}, at least {size(p.bytes)} moved")
+    yield field("problem", f"{p}; {flop(p.flops)}, at least {size(p.bytes)} moved")
     if p.fused:
-        yield _field("fused", p.fused)
-    yield _field("target", f"{target.name}: {target.title}{'' if x.runs_here else ' (cannot run here)'}")
-    yield _field("", ", ".join(isa.name for isa in target.isas))
+        yield field("fused", p.fused)
+    yield field("target", f"{target.name}: {target.title}{'' if x.runs_here else ' (cannot run here)'}")
+    yield field("", ", ".join(isa.name for isa in target.isas))
     yield from _rates(x)
-    yield _field("chosen", f"{x.origin}, from {len(x.runners_up) + 1} candidates, for {_threads(x.workers)}")
-    yield _field("schedule", str(s))
+    yield field("chosen", f"{x.origin}, from {len(x.runners_up) + 1} candidates, for {_threads(x.workers)}")
+    yield field("schedule", str(s))
     yield from _tiles(x)
-    yield _field("predicted", f"{_time(x.seconds)}, {x.gflops:.4g} GFLOP/s; {x.cost.bound} decides")
-    yield _field("", f"the largest of {_terms(x.cost.overlapped)}")
-    yield _field("", f"plus {_terms(x.cost.added)}")
+    yield field("predicted", f"{time(x.seconds)}, {x.gflops:.4g} GFLOP/s; {x.cost.bound} decides")
+    yield field("", f"the largest of {terms(x.cost.overlapped)}")
+    yield field("", f"plus {terms(x.cost.added)}")
     yield from _others(x)
-    yield _field("kernel", f"{x.kernel.name}, workspace {size(dispatch.workspace_bytes(x.kernel, p, x.workers))}")
-    yield _field("", f"portmm emit --schedule {quote(spell(s))}")
-    yield _field("flags", " ".join(x.flags) or "none beyond those of every kernel")
-    yield _field("artifact", "built when asked for, unless the cache has it")
+    yield field("kernel", f"{x.kernel.name}, workspace {size(dispatch.workspace_bytes(x.kernel, p, x.workers))}")
+    yield field("", f"portmm emit --schedule {quote(spell(s))}")
+    yield field("flags", " ".join(x.flags) or "none beyond those of every kernel")
+    yield field("artifact", "built when asked for, unless the cache has it")
     for note in x.notes:
-        yield _field("note", note)
+        yield field("note", note)
 
 
 def _threads(count: int) -> str:
     return "1 thread" if count == 1 else f"{count} threads"
 
 
-def _terms(terms: dict[str, float]) -> str:
-    return ", ".join(f"{name} {_time(value)}" for name, value in terms.items())
-
-
 def _rates(x: Explanation) -> Iterator[str]:
     for name, (value, origin) in x.rates.items():
         level = x.target.level(name)
         if not level and name != "memory":
-            yield _field("", _speed(x.kernel.atom, (value, origin)))
+            yield field("", _speed(x.kernel.atom, (value, origin)))
             continue
         extent = f"{name}, {size(level.bytes)}" if level else name
         unit = "GB/s" if origin == "measured" else "bytes a cycle"
-        yield _field("", f"{extent}: {value:.4g} {unit}, {origin}")
+        yield field("", f"{extent}: {value:.4g} {unit}, {origin}")
 
 
 def _speed(atom: Atom, rate: tuple[float, str]) -> str:
@@ -253,25 +223,25 @@ def _speed(atom: Atom, rate: tuple[float, str]) -> str:
 def _tiles(x: Explanation) -> Iterator[str]:
     """What each tile fills of its level."""
     s, target = x.schedule, x.target
-    yield _field("", f"registers: {registers(s, x.kernel.atom)} of {x.kernel.isa.registers}")
+    yield field("", f"registers: {registers(s, x.kernel.atom)} of {x.kernel.isa.registers}")
     for tile in s.tiles[1:]:
         level = target.level(tile.level)
         if level and ALL not in (tile.m, tile.n, tile.k):
-            yield _field(
+            yield field(
                 "", f"{tile.level}: {size(footprint(tile, s, x.problem, x.kernel.atom))} of {size(level.bytes)}"
             )
 
 
 def _others(x: Explanation) -> Iterator[str]:
     if not x.runners_up:
-        yield _field("runners-up", "none")
+        yield field("runners-up", "none")
     for i, (s, cost) in enumerate(x.runners_up[:SHOWN]):
         slower = f"{cost.seconds / x.seconds:.3g}x" if x.seconds else ""
-        yield _field("runners-up" if i == 0 else "", f"{_time(cost.seconds)} ({slower}) {s}")
-        yield _field("", f"  {_terms(cost.overlapped)}; plus {_terms(cost.added)}")
+        yield field("runners-up" if i == 0 else "", f"{time(cost.seconds)} ({slower}) {s}")
+        yield field("", f"  {terms(cost.overlapped)}; plus {terms(cost.added)}")
     yield from _other_units(x)
     if len(x.runners_up) > SHOWN:
-        yield _field("", f"and {len(x.runners_up) - SHOWN} more in .runners_up")
+        yield field("", f"and {len(x.runners_up) - SHOWN} more in .runners_up")
 
 
 def _other_units(x: Explanation) -> Iterator[str]:
@@ -285,7 +255,7 @@ def _other_units(x: Explanation) -> Iterator[str]:
         seen.add(s.isa)
         rate = _rate(x.target, atom.name)
         told = f" ({_speed(atom, rate)})" if rate else ""
-        yield _field("", f"{_time(cost.seconds)} ({cost.seconds / x.seconds:.3g}x) by {s.isa}{told}: {s}")
+        yield field("", f"{time(cost.seconds)} ({cost.seconds / x.seconds:.3g}x) by {s.isa}{told}: {s}")
 
 
 def target_called(name: str | Target | None) -> Target:
@@ -372,9 +342,13 @@ def _with(p: Problem, deterministic: bool | None) -> Problem:
     return p if deterministic is None else replace(p, deterministic=deterministic)
 
 
-def _explained(p: Problem, target: Target, threads: int, notes: tuple[str, ...] = ()) -> Explanation:
+def _explained(p: Problem, target: Target, threads: int, notes: tuple[str, ...] = ()) -> Any:
     if not p.flops:
         raise ValueError(f"{p} has nothing to multiply, so no kernel is needed")
+    if target.device is not None:
+        from portmm import grid_explanation
+
+        return grid_explanation.explained(p, target, notes=notes)
     choice = dispatch.choose(p, target, threads)
     kernel = dispatch.kernel_of(choice.schedule, dispatch.isa_of(choice.schedule, target))
     return Explanation(choice, kernel, source(kernel), notes)

@@ -11,6 +11,7 @@ imported for that: an array of it can only come from where it is loaded.
 
 from __future__ import annotations
 
+import math
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -32,6 +33,9 @@ _CLASSES = {
     ("torch", "Tensor"): "torch",
     ("pyopencl", "Array"): "pyopencl",
 }
+
+WIDEST = 16
+"""Bytes that threads move at once."""
 
 # DLPack's device types: CUDA, and CUDA's managed memory.
 _DLPACK_CUDA = frozenset((2, 13))
@@ -63,6 +67,16 @@ class Foreign:
     dtype: str
     queue: Any
     readonly: bool
+
+    @property
+    def at(self) -> int:
+        """Where element zero is, in bytes: an address, or an offset."""
+        return int(self.pointer) if self.language == "cuda" else int(self.pointer[1])
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """All that kernels depend on but the address, of which only the alignment."""
+        return (self.shape, self.strides, self.dtype, self.device, math.gcd(self.at, WIDEST), self.readonly)
 
     @property
     def size(self) -> int:
@@ -108,6 +122,36 @@ def adopt(x: Any) -> Foreign | None:
     if interface is not None:
         return _from_interface(x, interface)
     return _from_dlpack(x)
+
+
+def on_device(x: Any) -> bool:
+    """Whether `adopt` takes an object for an array on a device; looks at no more than its class, where that tells."""
+    kind = _kind(x)
+    if kind == "host":
+        return False
+    if kind:
+        return bool(x.is_cuda) if kind == "torch" else True
+    cls: Any = type(x)
+    return hasattr(cls, "__cuda_array_interface__") or (hasattr(cls, "__dlpack_device__") and adopt(x) is not None)
+
+
+def lay(x: Any) -> tuple[Any, ...]:
+    """All that kernels depend on of an array on a device, but where it is."""
+    found = adopt(x)
+    assert found is not None  # noqa: S101 - `on_device` said so
+    return found.kind
+
+
+def standin(x: Foreign) -> np.ndarray[Any, Any]:
+    """An array in the host's memory that lies as one on a device does: functions are traced with it.
+
+    It has one element of memory, and must not be read.
+
+    Raises:
+        TypeError: its elements are bfloat16, and there is no ml_dtypes.
+    """
+    whole = np.empty(1, numpy_of(x.dtype))
+    return np.lib.stride_tricks.as_strided(whole, x.shape, x.strides, writeable=False)
 
 
 def _named(numpy_name: str, native: bool, what: str) -> str:

@@ -226,6 +226,10 @@ class Bound:
         results: list[tuple[int, ...]],
     ) -> None:
         self.size, self.first = size, len(given)
+        if any(x.device for x in traced.sources):
+            raise TypeError(
+                "the function captures an array on a device, and is given one in the host's memory; copy it"
+            )
         # What is remembered must not keep arrays alive.
         self.traced = replace(traced, sources=tuple([replace(x, array=_GONE) for x in traced.sources]))
         self.converts = [i for i, x in enumerate(traced.sources) if native(x.array) is not x.array]

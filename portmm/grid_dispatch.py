@@ -156,36 +156,36 @@ def machine(key: tuple[Any, ...], handle: Any) -> Machine:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:
-    """One kernel of a call, all but its addresses filled in.
+    """One kernel of a call, all but what each call gives filled in.
 
     Attributes:
         function: what the driver launches.
         grid: blocks.
         threads: of a block.
-        given: kind and value of each argument; of a pointer, its name.
-        pointers: which of them are pointers.
+        given: kind and value of each argument.
+        open: which of them each call gives, and their names.
     """
 
     function: Any
     grid: tuple[int, int]
     threads: int
     given: tuple[tuple[str, Any], ...]
-    pointers: tuple[int, ...]
+    open: tuple[tuple[int, str], ...]
 
-    def run(self, on: Machine, places: dict[str, Any], queue: Any) -> None:
-        """Launch with addresses."""
+    def run(self, on: Machine, values: dict[str, Any], queue: Any) -> None:
+        """Launch with addresses, and the numbers of this call."""
         given = list(self.given)
-        for i in self.pointers:
-            given[i] = ("pointer", places[given[i][1]])
+        for i, name in self.open:
+            given[i] = (given[i][0], values[name])
         on.launch(self.function, self.grid, self.threads, given, queue)
 
 
 def bind(kernel: GridKernel, function: Any, values: dict[str, Any]) -> Launch:
-    """A kernel with its numbers; `values` are those of its arguments that are no pointers, by name."""
-    given = tuple((x.kind, x.name if x.kind == "pointer" else values[x.name]) for x in kernel.arguments)
+    """A kernel with its numbers, by name; pointers, and what else is not among them, are given by each call."""
+    given = tuple((x.kind, values.get(x.name)) for x in kernel.arguments)
     blocks, slices = (evaluate(x, values) for x in kernel.grid)
-    pointers = tuple(i for i, x in enumerate(kernel.arguments) if x.kind == "pointer")
-    return Launch(function, (blocks, slices), kernel.threads, given, pointers)
+    left = tuple((i, x.name) for i, x in enumerate(kernel.arguments) if x.name not in values)
+    return Launch(function, (blocks, slices), kernel.threads, given, left)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

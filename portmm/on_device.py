@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 
 MOST_KINDS = 1024
 """Kinds of calls remembered before starting afresh."""
-WIDEST = 16
-"""Bytes that threads move at once."""
-MOST_BLOCKS = (1 << 31) - 1
-"""CUDA C++ Programming Guide: blocks along the first axis of a grid."""
 _RESULTS = {"f32": ("f32", "f16", "bf16"), "s32": ("s32",), "f64": ("f64",)}
 
 Around = dict[str, Any]
@@ -59,23 +55,66 @@ def adopted(a: Any, b: Any, out: Any = None) -> tuple[Foreign, Foreign, Foreign 
 def matmul(given: tuple[Foreign, Foreign, Foreign | None], dtype: Any = None) -> Any:
     """The product of arrays on a device: see `api.matmul`."""
     a, b, out = given
-    if out is not None and _overlap(out, (a, b)):
+    if out is not None and overlap(out, (a, b)):
         made, to = foreign.empty_like(out, out.shape, out.dtype)
         matmul((a, b, to))
-        return _copied(out, made)
-    wanted = _named(dtype) if dtype is not None and out is None else ""
-    key = (_kind(a), _kind(b), None if out is None else _kind(out), wanted, settings.current().deterministic)
+        return copied(out, made)
+    wanted = named(dtype) if dtype is not None and out is None else ""
+    key = (a.kind, b.kind, None if out is None else out.kind, wanted, settings.current().deterministic)
     ready: _Ready | None = _ready.get(key)
     if ready is None:
         ready = _ready.keep(key, _prepare(a, b, out, wanted))
     return ready.run(a, b, out)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """A product of arrays like those that it was made with, resolved: call it with others of their kind.
+
+    Attributes:
+        kinds: of A and B, and of C or None.
+        ready: what runs.
+    """
+
+    kinds: tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...] | None]
+    ready: _Ready
+
+    def __call__(self, a: Any, b: Any, out: Any = None) -> Any:
+        """The product.
+
+        Raises:
+            TypeError: an operand is not on a device.
+            ValueError: an operand is not like that of the plan.
+        """
+        found = adopted(a, b, out)
+        if found is None:
+            raise TypeError("this plan is for arrays on a device, and these are in the host's memory")
+        for name, x, kind in zip(("a", "b", "out"), found, self.kinds, strict=True):
+            if x is not None and kind is not None and x.kind != kind:
+                raise ValueError(f"{name} is {_said(x.kind)}, the plan takes {_said(kind)}")
+        if found[2] is not None:
+            check_out(found[2], self.ready.shape)
+            if self.kinds[2] is None and found[2].kind != self.ready.like:
+                raise ValueError("the plan was made for an out in C's order; give one when it is made")
+        return self.ready.run(*found)
+
+
+def _said(kind: tuple[Any, ...]) -> str:
+    shape, strides, dtype, device, aligned, _ = kind
+    return f"{dtype} of shape {shape}, strides {strides}, aligned to {aligned} bytes, on {device[0]}"
+
+
+def plan(given: tuple[Foreign, Foreign, Foreign | None]) -> Plan:
+    """A callable for arrays like these: see `api.plan`."""
+    a, b, out = given
+    return Plan((a.kind, b.kind, None if out is None else out.kind), _prepare(a, b, out, ""))
+
+
 _ready = Memory(MOST_KINDS)
 
 
 @lru_cache(maxsize=64)
-def _named(dtype: Any) -> str:
+def named(dtype: Any) -> str:
     """The type that was asked for, by NumPy's, PyTorch's or their names.
 
     Raises:
@@ -86,12 +125,6 @@ def _named(dtype: Any) -> str:
     if name not in BY_NUMPY:
         raise TypeError(f"dtype {dtype!r} is not supported; use one of {', '.join(BY_NUMPY)}")
     return BY_NUMPY[name].name
-
-
-def _kind(x: Foreign) -> tuple[Any, ...]:
-    """All that a kernel depends on but the address, of which only the alignment."""
-    at = x.pointer if isinstance(x.pointer, int) else x.pointer[1]
-    return (x.shape, x.strides, x.dtype, x.device, at & -at & WIDEST - 1 or WIDEST, x.readonly)
 
 
 def machine_of(x: Foreign) -> Machine:
@@ -127,8 +160,7 @@ def matrix(x: Foreign, rows: int, cols: int, steps: tuple[int, int], others: tup
     row, col = (row if rows > 1 else cols, 1) if layout == "row" else (1, col if cols > 1 else rows)
     far, near = (row, cols) if layout == "row" else (col, rows)
     size = BY_NAME[x.dtype].bytes
-    at = (x.pointer if isinstance(x.pointer, int) else x.pointer[1]) // size
-    vector = math.gcd(far, near, at, *others, WIDEST // size)
+    vector = math.gcd(far, near, x.at // size, *others, foreign.WIDEST // size)
     return Matrix(layout, row, col, vector & -vector)
 
 
@@ -142,11 +174,13 @@ class _Ready:
         dtype: of the result.
         launches: kernels, and how far into A, B and C each begins, in elements.
         workspace: elements of 32 bits, and their type.
+        like: the kind of a result that is made by a call.
     """
 
     on: Machine
     shape: tuple[int, ...]
     dtype: str
+    like: tuple[Any, ...]
     launches: tuple[tuple[Launch, tuple[int, int, int]], ...]
     workspace: tuple[int, str] = (0, "f32")
 
@@ -165,18 +199,18 @@ class _Ready:
         whole = [foreign.argument(x)[1] for x in (a, b, out)]
         for launch, moved in self.launches:
             for name, place, x, offset in zip("abc", whole, (a, b, out), moved, strict=True):
-                places[name] = _moved(place, offset, x) if offset else place
+                places[name] = shifted(place, offset, x) if offset else place
             launch.run(self.on, places, a.queue)
         del scratch  # its library frees it when the queue is done with it
         return made
 
 
-def _moved(place: Any, offset: int, x: Foreign) -> Any:
+def shifted(place: Any, offset: int, x: Foreign) -> Any:
     """An address some elements further."""
     return place + offset * BY_NAME[x.dtype].bytes if isinstance(place, int) else (place[0], place[1] + offset)
 
 
-def _copied(out: Foreign, made: Any) -> Any:
+def copied(out: Foreign, made: Any) -> Any:
     """The array of a call's `out`, with the elements of another."""
     source = out.source
     if hasattr(source, "copy_"):
@@ -186,7 +220,7 @@ def _copied(out: Foreign, made: Any) -> Any:
     return source
 
 
-def _overlap(out: Foreign, others: tuple[Foreign, ...]) -> bool:
+def overlap(out: Foreign, others: tuple[Foreign, ...]) -> bool:
     """Memory of a result may be that of an operand."""
     return any(_extent(out, x) for x in others)
 
@@ -200,8 +234,8 @@ def _span(x: Foreign) -> tuple[Any, int, int]:
     """Where the bytes of an array lie: in which memory, from where, to where."""
     low = sum(min(0, (n - 1) * s) for n, s in zip(x.shape, x.strides, strict=True))
     high = sum(max(0, (n - 1) * s) for n, s in zip(x.shape, x.strides, strict=True))
-    base, at = (0, x.pointer) if isinstance(x.pointer, int) else (getattr(x.pointer[0], "int_ptr", 0), x.pointer[1])
-    return base, at + low, at + high + BY_NAME[x.dtype].bytes
+    base = 0 if x.language == "cuda" else getattr(x.pointer[0], "int_ptr", 0)
+    return base, x.at + low, x.at + high + BY_NAME[x.dtype].bytes
 
 
 # -- what a call comes to ----------------------------------------------------------------
@@ -298,8 +332,11 @@ class Posed:
         }  # fmt: skip
 
 
-def posed(a: Foreign, b: Foreign, to: Foreign, batch: tuple[int, ...], size: tuple[int, int, int]) -> Posed:
-    """The problem of a call whose result lies like `to`."""
+def posed(
+    given: tuple[Foreign, Foreign, Foreign], batch: tuple[int, ...], size: tuple[int, int, int], fused: str = ""
+) -> Posed:
+    """The problem of A, B and a result that lies like the third, with expressions of the sums if there are any."""
+    a, b, to = given
     m, n, k = size
     used = (min(2, len(a.shape)), min(2, len(b.shape)), (len(a.shape) > 1) + (len(b.shape) > 1))
     steps = [over(x, batch, count) for x, count in zip((a, b, to), used, strict=True)]
@@ -308,8 +345,8 @@ def posed(a: Foreign, b: Foreign, to: Foreign, batch: tuple[int, ...], size: tup
     ends = list(elements(to)[len(batch) :])
     c_m = ends.pop(0) if used[0] == 2 else 0
     c_n = ends.pop(0) if used[1] == 2 else 0
-    if not any(steps[1]):
-        # One B for the whole batch: its items are more rows of one product, if they lie evenly.
+    if not fused and not any(steps[1]):
+        # One B for the whole batch: its items are more rows of one product, if they lie evenly. Expressions count rows.
         rows = arrays.collapse((*batch, m), tuple((*s, x) for s, x in zip(steps, (a_m, 0, c_m), strict=True)))
         if rows.outer is None and rows.count == math.prod(batch) * m:
             m, (a_m, _, c_m) = rows.count, rows.strides
@@ -325,7 +362,11 @@ def posed(a: Foreign, b: Foreign, to: Foreign, batch: tuple[int, ...], size: tup
     vector = parts[2].vector if parts[2].layout == "row" else 1
     word = spell(a.dtype, b.dtype, to.dtype)
     deterministic = settings.current().deterministic
-    p = Problem(m, n, k, word, walk.count, parts[0].layout, parts[1].layout, c, deterministic=deterministic)
+    post = "scale" if fused and accumulator(a.dtype, b.dtype) == "s32" else ""
+    p = Problem(
+        m, n, k, word, walk.count, parts[0].layout, parts[1].layout, c, deterministic=deterministic, post=post,
+        fused=fused,
+    )  # fmt: skip
     return Posed(p, parts, walk, (parts[0].vector, parts[1].vector, vector))
 
 
@@ -341,17 +382,23 @@ def _prepare(a: Foreign, b: Foreign, out: Foreign | None, wanted: str) -> _Ready
     if out is not None:
         check_out(out, shape)
     on = machine_of(a)
-    if 0 in shape:
-        return _Ready(on, shape, c, ())
     to = out or foreign.empty_like(a, shape, c)[1]
-    call = posed(a, b, to, batch, size)
+    if 0 in shape:
+        return _Ready(on, shape, c, to.kind, ())
+    call = posed((a, b, to), batch, size)
     p, values = call.problem, call.values()
     # Nothing to sum is a sum of nothing: kernels of any k leave zeros.
     found = grid_dispatch.route(replace(p, k=max(p.k, 1)), on, call.vectors)
-    held = (found.workspace(p.m, p.n, p.batch), accumulator(a.dtype, b.dtype))
+    launches, workspace = bound(found, values, p)
+    repeats = [(0, 0, 0)] if call.walk.outer is None else [tuple(map(int, x)) for x in call.walk.outer]
+    every = tuple((launch, moved) for moved in repeats for launch in launches)
+    return _Ready(on, shape, c, to.kind, every, workspace)  # type: ignore[arg-type]
+
+
+def bound(found: grid_dispatch.Route, values: dict[str, Any], p: Problem) -> tuple[tuple[Launch, ...], tuple[int, str]]:
+    """The kernels of a route with their numbers, and the elements of 32 bits between them, and their type."""
+    held = (found.workspace(p.m, p.n, p.batch), p.acc)
     kernels = list(zip(found.kernels, found.functions, strict=True))
     launches = [grid_dispatch.bind(*kernels[0], values | ({"c_m": p.n, "c_batch": p.m * p.n} if held[0] else {}))]
     launches += [grid_dispatch.bind(*x, values | {"work_batch": p.m * p.n}) for x in kernels[1:]]
-    repeats = [(0, 0, 0)] if call.walk.outer is None else [tuple(map(int, x)) for x in call.walk.outer]
-    every = tuple((launch, moved) for moved in repeats for launch in launches)
-    return _Ready(on, shape, c, every, held)  # type: ignore[arg-type]
+    return tuple(launches), held

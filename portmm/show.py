@@ -11,8 +11,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from portmm.calibrate import ALL_CORES
-from portmm.explanation import size
 from portmm.target import load_target, names
+from portmm.wording import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

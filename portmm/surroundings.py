@@ -1,7 +1,7 @@
 """What a function captures: closures, globals, defaults, the attributes of captured objects.
 
 Owns `surroundings`, which tells the kind of a function's surroundings, by which what was
-traced is remembered, and finds the arrays and numbers in them. Imports nothing of portmm.
+traced is remembered, and finds the arrays and numbers in them. Imports `foreign`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+
+from portmm.foreign import lay, on_device
 
 PLAIN = (int, str, bytes, bool, type(None), np.integer, np.bool_, np.dtype)
 """Types of values that are part of a function's kind."""
@@ -105,6 +107,10 @@ def _look(  # noqa: C901, PLR0911, PLR0917 - a kind each
         return True
     if fixed(value):
         kind.append(value)
+        return True
+    if on_device(value):
+        kind.append(lay(value))
+        found[key] = value
         return True
     if isinstance(value, (types.ModuleType, type)) and len(key) < DEEPEST:
         kind.append(value)

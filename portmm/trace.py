@@ -2,7 +2,7 @@
 
 Owns `Traced`: what a function, called with values of a tile in place of arrays,
 came to; what of its surroundings it read; and the memory of that, so that a
-function is traced once for each kind of surroundings. Imports `expr`, `fused`,
+function is traced once for each kind of surroundings. Imports `expr`, `foreign`, `fused`,
 `errors`.
 
 A traced function sees the arrays that it captures (closures, globals,
@@ -23,6 +23,7 @@ import numpy as np
 
 from portmm.errors import TraceError
 from portmm.expr import Expr, apply, real
+from portmm.foreign import adopt, on_device, standin
 from portmm.fused import AXES, PRODUCT, Operand, index, load, number
 from portmm.names import CHANGES
 from portmm.surroundings import PLAIN, filled, fixed, global_names, ours
@@ -66,12 +67,14 @@ class Source:
         view: the axis of the result for each of the array's, an integer for one place along it, or "" for
             one that is broadcast.
         exact: its axes are as long as the result's; else they are no shorter.
+        device: where the array lies, if that is a device: `array` stands for it, and must not be read.
     """
 
     key: tuple[Any, ...]
     array: Array
     view: tuple[str | int, ...]
     exact: bool = False
+    device: tuple[Any, ...] = ()
 
 
 class Tracer:
@@ -84,6 +87,8 @@ class Tracer:
         self.operands: list[Operand] = []
         self.numbers: list[tuple[Any, ...]] = []
         self.values: dict[tuple[Any, ...], float] = {}
+        self.standins: dict[int, Array] = {}
+        self.devices: dict[int, tuple[Any, ...]] = {}
         self.kept: list[Any] = []  # objects that keys name by identity
         self.lasting = True
 
@@ -94,7 +99,7 @@ class Tracer:
                 return self.seen(i, array)
         if not element(array.dtype)[0]:
             raise TraceError(f"an array has dtype {array.dtype}; expressions read {', '.join((*_KNOWN, *_AS_OTHERS))}")
-        self.sources.append(Source(key, array, view, exact))
+        self.sources.append(Source(key, array, view, exact, self.devices.get(id(array), ())))
         self.operands.append(described(array, view))
         return self.seen(len(self.sources) - 1, array)
 
@@ -103,13 +108,24 @@ class Tracer:
         value = load(i, self.operands[i].dtype)
         return apply("ne", value, 0) if array.dtype.kind == "b" else value
 
+    def standin(self, value: Any) -> Array:
+        """What a function is traced with in place of an array on a device: one for each."""
+        found = self.standins.get(id(value))
+        if found is None:
+            there = adopt(value)
+            assert there is not None  # noqa: S101 - it is on a device
+            self.kept.append(value)
+            found = self.standins[id(value)] = standin(there)
+            self.devices[id(found)] = there.device
+        return found
+
     def number(self, key: tuple[Any, ...]) -> Expr:
         """The number that a call finds at the end of these steps."""
         if key not in self.numbers:
             self.numbers.append(key)
         return number(self.numbers.index(key))
 
-    def wrapped(  # noqa: PLR0911 - a kind each
+    def wrapped(  # noqa: C901, PLR0911 - a kind each
         self, value: Any, key: tuple[Any, ...], seen: dict[int, Any]
     ) -> Any:
         """What a traced function finds in place of what it captured."""
@@ -132,6 +148,8 @@ class Tracer:
             return {k: self.wrapped(x, (*key, k), seen) for k, x in value.items()}
         if isinstance(value, (*PLAIN, float, np.floating)) or fixed(value):
             return value
+        if on_device(value):
+            return Tensor(self, self.standin(value), key)
         if isinstance(value, (types.ModuleType, type)):
             return _Space(self, value, key)
         self.lasting = False

@@ -23,9 +23,9 @@ FLOORS = {
     6: "run",  # load, launch, threads
     7: "dispatch grid_dispatch tune",  # a problem to a ready plan
     # for users
-    8: ". abreast api attend around arrays axes builder call captures cli compare doctor explanation flash "
-    "expressions folded foreign fusing graph heads launching names packed places pose program quick rows surroundings "
-    "on_device scaled settings show splitter steady stored trace value whole",
+    8: ". abreast api attend around around_device arrays axes builder call captures cli compare doctor explanation "
+    "expressions flash folded foreign fusing graph grid_explanation heads launching names on_device packed places pose "
+    "program quick rows scaled settings show splitter steady stored surroundings trace value whole wording",
 }
 FLOOR_OF = {name.strip("."): floor for floor, names in FLOORS.items() for name in names.split()}
 

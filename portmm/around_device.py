@@ -1,0 +1,174 @@
+"""`matmul` with an epilogue, of arrays on a device.
+
+Owns the call: what a function makes of the sums is part of the product's kernel. Imports
+`fusing`, `on_device`, `trace`. Captured arrays are on the same device; nothing is copied.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm import arrays, foreign, grid_dispatch, on_device
+from portmm.dtype import BY_NAME, accumulator
+from portmm.errors import ScheduleError
+from portmm.fused import acc, operand_types
+from portmm.fusing import Around, dense, located, settle, typed
+from portmm.surroundings import resolve
+from portmm.trace import Indices
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.foreign import Foreign
+    from portmm.fusing import Step
+    from portmm.grid_dispatch import Launch, Machine
+    from portmm.trace import Source, Traced
+
+NAMES = {"m": "m", "n": "n", "b": "b"}
+_VALUES = (acc(), Indices(NAMES))
+
+
+def matmul(given: tuple[Foreign, Foreign, Foreign | None], dtype: Any, epilogue: Callable[..., Any]) -> Any:
+    """The product of arrays on a device, and what a function makes of it: see `api.matmul`.
+
+    Raises:
+        TypeError: an operand that the function captures is not on this device.
+        ScheduleError: no kernel computes it.
+    """
+    a, b, out = given
+    if len(a.shape) < 2 or len(b.shape) < 2:
+        raise ValueError(f"an epilogue takes matrices; got {a.shape} by {b.shape}: add a dimension of 1")
+    around = Around.of(epilogue)
+    wanted = on_device.named(dtype) if dtype is not None else ""
+    key = ("device", a.kind, b.kind, None if out is None else out.kind, wanted)
+    rank = 2 if len(a.shape) == len(b.shape) == 2 else 3
+
+    def make(traced: Traced) -> _Ready:
+        return _prepare(a, b, out, wanted, traced)
+
+    ready: _Ready = around.ready(key, make, _VALUES, rank)
+    return ready.run((a, b, out), around.found)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ready:
+    """One kind of call.
+
+    Attributes:
+        on: the device.
+        results: shapes and types.
+        several: the function gives a tuple.
+        launches: kernels.
+        workspace: elements of 32 bits, and their type.
+        sources: arrays that the function captures, and how far into each, in bytes, its first element is.
+        numbers: where the numbers of a call come from.
+    """
+
+    on: Machine
+    results: tuple[tuple[tuple[int, ...], str], ...]
+    several: bool
+    launches: tuple[Launch, ...]
+    workspace: tuple[int, str]
+    sources: tuple[tuple[Source, int], ...]
+    numbers: tuple[tuple[Any, ...], ...]
+
+    def run(self, given: tuple[Foreign, Foreign, Foreign | None], found: dict[Any, Any]) -> Any:
+        """Launch everything."""
+        a, b, out = given
+        read = [_captured(x, found, a) for x, _ in self.sources]
+        made = [foreign.empty_like(a, *x) for x in self.results]
+        direct = out is not None and not on_device.overlap(out, (a, b, *read))
+        if out is not None and direct:
+            made[0] = (out.source, out)
+        if math.prod(self.results[0][0]):
+            self.launch([a, b, made[0][1]], [*read, *(x for _, x in made[1:])], found)
+        if out is not None and not direct:
+            made[0] = (on_device.copied(out, made[0][0]), out)
+        return tuple(x for x, _ in made) if self.several else made[0][0]
+
+    def launch(self, product: list[Foreign], others: list[Foreign], found: dict[Any, Any]) -> None:
+        """Give kernels their addresses and numbers."""
+        values = {name: foreign.argument(x)[1] for name, x in zip("abc", product, strict=True)}
+        starts = [at for _, at in self.sources] + [0] * (len(others) - len(self.sources))
+        for i, (x, at) in enumerate(zip(others, starts, strict=True)):
+            values[f"x{i}_all"] = on_device.shifted(foreign.argument(x)[1], at // BY_NAME[x.dtype].bytes, x)
+        values |= {f"number_{i}": float(resolve(key, found)) for i, key in enumerate(self.numbers)}
+        scratch: Any = None
+        if self.workspace[0]:
+            scratch, work = foreign.empty_like(product[0], (self.workspace[0],), self.workspace[1])
+            values["work"] = foreign.argument(work)[1]
+        for launch in self.launches:
+            launch.run(self.on, values, product[0].queue)
+        del scratch  # its library frees it when the queue is done with it
+
+
+def _captured(source: Source, found: dict[Any, Any], like: Foreign) -> Foreign:
+    """An array that a function captures, on the device of the operands."""
+    x = foreign.adopt(found[source.key] if source.key in found else resolve(source.key, found))
+    assert x is not None  # noqa: S101 - `_prepare` looked
+    foreign.same_device([like, x])
+    return x
+
+
+def _prepare(a: Foreign, b: Foreign, out: Foreign | None, wanted: str, traced: Traced) -> _Ready:
+    """What a kind of call comes to.
+
+    Raises:
+        TypeError: a captured array is in the host's memory.
+        ScheduleError: no kernel computes it.
+    """
+    if not all(x.device for x in traced.sources):
+        raise TypeError("the epilogue captures an array in the host's memory; copy it to the device of the operands")
+    shape, batch, size = on_device.shapes(a, b)
+    step = _settled(a, b, out, wanted, traced)
+    m, n, items = size[0], size[1], math.prod(batch)
+    types = [arrays.name_of(x) for x in step.types]
+    if out is not None:
+        on_device.check_out(out, shape)
+    kinds = [((*batch, m, n if "n" in axes else 1), t) for axes, t in zip(step.axes, types, strict=True)]
+    kinds[0] = (shape, types[0] if out is None else out.dtype)
+    to = out if out is not None else foreign.empty_like(a, *kinds[0])[1]
+    call = on_device.posed((a, b, to), batch, size, step.text)
+    if call.walk.outer is not None:
+        raise ScheduleError("an epilogue takes a batch whose items lie evenly; copy the operands first")
+    on = on_device.machine_of(a)
+    p = replace(call.problem, k=max(size[2], 1))
+    sources = [(x, located(x.array, x, (m, n, items))) for x in traced.sources]
+    strides = [steps[1:] for _, steps in sources] + [dense(x, (m, n, items)) for x in step.axes[1:]]
+    values = call.values()
+    for i, (b_step, m_step, n_step, *_) in enumerate(strides):
+        values |= {f"x{i}_b": b_step, f"x{i}_m": m_step, f"x{i}_n": n_step}
+    assert len(strides) == len(operand_types(step.text))  # noqa: S101
+    if 0 in shape:
+        return _Ready(on, tuple(kinds), traced.several, (), (0, ""), (), ())
+    found = grid_dispatch.route(p, on, call.vectors)
+    launches, workspace = on_device.bound(found, values, p)
+    return _Ready(
+        on, tuple(kinds), traced.several, launches, workspace, tuple((x, steps[0]) for x, steps in sources),
+        traced.numbers,
+    )  # fmt: skip
+
+
+def _settled(a: Foreign, b: Foreign, out: Foreign | None, wanted: str, traced: Traced) -> Step:
+    """What is fused.
+
+    Raises:
+        ScheduleError: it cannot be.
+    """
+    held = accumulator(a.dtype, b.dtype)
+    if held == "f64":
+        raise ScheduleError("expressions are in float32; convert float64 operands, or multiply without an epilogue")
+    usual = wanted or ("f32" if held == "s32" else on_device.result_type(a.dtype, b.dtype, ""))
+    first = None if out is None else arrays.numpy_of(out.dtype)
+    step = settle(typed(traced, first), (), arrays.numpy_of(usual), ends=True)
+    if not step.wide:
+        raise ScheduleError("its first result is the same along a row")
+    if step.fused.reductions or step.fused.folds:
+        raise ScheduleError("a reduction needs whole rows, or columns, of sums")
+    if held == "s32" and step.types[0] == np.int32:
+        raise ScheduleError("scaled sums of integers are not written as s32")
+    return step
