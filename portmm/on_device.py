@@ -211,10 +211,14 @@ def shifted(place: Any, offset: int, x: Foreign) -> Any:
 
 
 def copied(out: Foreign, made: Any) -> Any:
-    """The array of a call's `out`, with the elements of another."""
+    """The array of a call's `out`, with the elements of another, which is dense."""
     source = out.source
     if hasattr(source, "copy_"):
         source.copy_(made)
+    elif out.language == "opencl" and source.flags.c_contiguous:
+        from portmm.run import opencl
+
+        opencl.copy(out.queue, (out.pointer[0], out.at), made.base_data, made.nbytes)
     else:
         source[...] = made
     return source

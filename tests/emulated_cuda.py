@@ -1,0 +1,114 @@
+"""CuPy's arrays in the host's memory, and kernels that run through the shim: all of CUDA's way but the GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import cuda_shim
+import numpy as np
+from cuda_fakes import FakeCupy
+
+from portmm import grid_dispatch, nvrtc
+from portmm.nvrtc import Cubin
+
+
+class ndarray:  # noqa: N801 - CuPy's name
+    """Of CuPy, `host` being what it holds."""
+
+    def __init__(self, host, stream=0):
+        self.host, self.stream = host, stream
+        self.dtype, self.shape, self.strides = host.dtype, host.shape, host.strides
+        self.data, self.device = SimpleNamespace(ptr=host.__array_interface__["data"][0]), SimpleNamespace(id=0)
+
+    def get(self):
+        return self.host.copy()
+
+    def __getitem__(self, key):
+        return ndarray(self.host[key])
+
+    def __setitem__(self, key, value):
+        self.host[key] = value.host if isinstance(value, ndarray) else value
+
+    @property
+    def T(self):  # noqa: N802 - CuPy's name
+        return ndarray(self.host.T)
+
+
+ndarray.__module__ = "cupy"
+
+
+def aligned(shape, dtype):
+    """An array of poison, aligned as CUDA's allocations are."""
+    size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    whole = np.full(size + 256, 0xFF, np.uint8)
+    start = -whole.__array_interface__["data"][0] % 256
+    return whole[start : start + size].view(dtype).reshape(shape)
+
+
+class EmulatedCupy(FakeCupy):
+    """A device whose code is the source of a kernel.
+
+    Attributes:
+        launches: name, grid, block and stream of each.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.launches, self.ndarray = [], ndarray
+        self.cuda.function = SimpleNamespace(Module=lambda: _Module(self))
+
+    def array(self, x):
+        made = aligned(x.shape, x.dtype)
+        made[...] = x
+        return ndarray(made)
+
+    def empty(self, shape, dtype):
+        return ndarray(aligned(shape, dtype))
+
+
+class _Module:
+    def __init__(self, cupy):
+        self.cupy = cupy
+
+    def load(self, code):
+        self.source = code.decode()
+
+    def get_function(self, name):
+        return _Function(self.cupy, cuda_shim.compile(self.source, name))
+
+
+class _Function:
+    def __init__(self, cupy, kernel):
+        self.cupy, self.kernel, self.ptr = cupy, kernel, 77
+
+    def __call__(self, grid, block, args, shared_mem=0, stream=None):
+        self.cupy.launches.append((self.kernel.name, grid, block, stream.ptr))
+        kinds = {np.int32: "int", np.int64: "long", np.float32: "float"}
+        given = [_pointer(x) if isinstance(x, np.uint64) else (kinds[type(x)], x.item()) for x in args]
+        self.kernel.launch((*grid, *(1,) * (3 - len(grid))), block[0], given, shared=shared_mem)
+
+
+def _pointer(x):
+    """An address, as the shim takes it: as an array of one byte."""
+    held = (ctypes.c_char * 1).from_address(int(x)) if x else ctypes.create_string_buffer(1)
+    return np.frombuffer(held, np.uint8)
+
+
+def compiled(source, name, architecture):
+    """In place of NVRTC: the source is the code."""
+    return Cubin(source.encode(), "", 0, 0, 0, 0.0, False, (0,), architecture, f"{name} {hash(source)}")
+
+
+def install(monkeypatch):
+    """The device, for one test."""
+    from cuda_fakes import install as put
+
+    from portmm.run import cuda
+
+    monkeypatch.setattr(nvrtc, "compile_cuda", compiled)
+    for known in (cuda._cupy, cuda._facts):
+        getattr(known, "cache_clear", lambda: None)()
+    monkeypatch.setattr(cuda, "_functions", {})
+    monkeypatch.setattr(grid_dispatch, "_machines", {})
+    return put(monkeypatch, EmulatedCupy())

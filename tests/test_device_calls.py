@@ -1,0 +1,214 @@
+"""The public functions on arrays of devices: OpenCL's on a CPU, and CUDA's, emulated."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from emulated_cuda import install
+from opencl_cpu import opencl_device
+
+import portmm as pm
+from portmm import memory
+from portmm.errors import ScheduleError, TraceError
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class OpenCl:
+    def __init__(self):
+        opencl_device()
+        import pyopencl.array
+
+        self.module, self.queue = pyopencl.array, opencl_device()[1]
+
+    def array(self, x):
+        return self.module.to_device(self.queue, np.ascontiguousarray(x))
+
+
+@pytest.fixture(params=["opencl", "cuda"])
+def on(request, monkeypatch):
+    """A device."""
+    memory.forget_all()
+    yield OpenCl() if request.param == "opencl" else install(monkeypatch)
+    memory.forget_all()
+
+
+def values(shape, dtype, seed=0):
+    rng = np.random.default_rng([seed, *shape])
+    dtype = np.dtype(dtype)
+    if dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        return rng.integers(info.min, info.max + 1, shape).astype(dtype)
+    return rng.standard_normal(shape).astype(dtype)
+
+
+def product(a, b, acc=np.float64):
+    acc = np.int32 if a.dtype.kind in "iu" and b.dtype.kind in "iu" else acc
+    return np.matmul(a.astype(acc), b.astype(acc))
+
+
+def close(found, wanted, k, dtype):
+    found = found.get()
+    assert found.shape == wanted.shape
+    if np.dtype(dtype).kind in "iu":
+        np.testing.assert_array_equal(found, wanted)
+        return
+    eps = {BF16: 2.0**-8, np.dtype(np.float16): 2.0**-11, np.dtype(np.float64): 2.0**-52}.get(found.dtype, 2.0**-24)
+    bound = (k + 4) * (2.0**-52 if found.dtype == np.float64 else 2.0**-24) * 8 * np.sqrt(k + 1)
+    np.testing.assert_allclose(found.astype(np.float64), wanted, rtol=2 * eps, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, BF16, np.int8], ids=str)
+@pytest.mark.parametrize("size", [(5, 7, 9), (64, 48, 32), (1, 33, 70), (65, 1, 20)], ids=str)
+def test_a_product_is_that_of_numpy(on, size, dtype):
+    m, n, k = size
+    a, b = values((m, k), dtype), values((k, n), dtype, 1)
+    found = pm.matmul(on.array(a), on.array(b))
+    assert found.dtype == (np.int32 if np.dtype(dtype) == np.int8 else dtype)
+    close(found, product(a, b), k, dtype)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ((7,), (7, 3)),
+        ((4, 7), (7,)),
+        ((7,), (7,)),
+        ((2, 4, 7), (7, 3)),
+        ((2, 4, 7), (2, 7, 3)),
+        ((3, 1, 4, 7), (2, 7, 3)),
+    ],
+    ids=str,
+)
+def test_shapes_are_those_of_numpy(on, left, right):
+    a, b = values(left, np.float32), values(right, np.float32, 1)
+    close(pm.matmul(on.array(a), on.array(b)), product(a, b), 7, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"), [((0, 5), (5, 3)), ((3, 0), (0, 4)), ((2, 0, 5), (5, 3)), ((0,), (0,))], ids=str
+)
+def test_nothing_to_multiply_is_zeros(on, left, right):
+    a, b = np.zeros(left, np.float32), np.zeros(right, np.float32)
+    found = pm.matmul(on.array(a), on.array(b)).get()
+    np.testing.assert_array_equal(found, np.matmul(a, b))
+
+
+def test_operands_are_read_where_they_lie(on):
+    a, b = values((12, 20), np.float32), values((9, 20), np.float32, 1)
+    left, right = on.array(a), on.array(b)
+    close(pm.matmul(left, right.T), product(a, b.T), 20, np.float32)
+    close(pm.matmul(left[1:, 3:], right[:, 3:].T), product(a[1:, 3:], b[:, 3:].T), 17, np.float32)
+    close(pm.matmul(left[::2, 1::3], right[:7].T[:7]), product(a[::2, 1::3], b[:7].T[:7]), 7, np.float32)
+
+
+def test_a_result_goes_where_it_should(on):
+    a, b = values((12, 12), np.float32), values((12, 12), np.float32, 1)
+    left, right, out = on.array(a), on.array(b), on.array(np.full((12, 12), 7, np.float32))
+    assert pm.matmul(left, right, out) is out
+    close(out, product(a, b), 12, np.float32)
+    pm.matmul(left, right, left)  # an operand too
+    close(left, product(a, b), 12, np.float32)
+    wide = on.array(np.full((12, 20), 7, np.float32))
+    product_of = values((12, 12), np.float32, 2)
+    pm.matmul(on.array(product_of), right, wide[:, 3:15])
+    found = wide.get()
+    np.testing.assert_allclose(found[:, 3:15], product(product_of, b), rtol=1e-4, atol=1e-4)
+    assert (found[:, [0, 1, 2, 15, 19]] == 7).all()
+
+
+def test_a_type_can_be_asked_for(on):
+    a, b = values((6, 8), np.float16), values((8, 5), np.float16, 1)
+    found = pm.matmul(on.array(a), on.array(b), dtype=np.float32)
+    assert found.dtype == np.float32
+    close(found, product(a, b), 8, np.float32)
+    with pytest.raises(TypeError, match="become s32"):
+        pm.matmul(on.array(values((6, 8), np.int8)), on.array(values((8, 5), np.int8)), dtype=np.float32)
+
+
+def test_an_epilogue_is_part_of_the_kernel(on):
+    a, b, bias, more = (values(s, np.float32, i) for i, s in enumerate([(17, 20), (20, 33), (33,), (17, 33)]))
+    left, right, there, rest = map(on.array, (a, b, bias, more))
+    for scale in (1.5, -2.0):  # a number of the call: nothing is compiled for another
+        found = pm.matmul(left, right, epilogue=lambda acc, i, s=scale: pm.relu(acc * s + there[i.n]) + rest)
+        close(found, np.maximum(product(a, b) * scale + bias, 0) + more, 40, np.float32)
+    first, row = pm.matmul(left, right, epilogue=lambda acc, i: (acc + there, pm.cast(acc + i.m, np.int32)))
+    close(first, product(a, b) + bias, 20, np.float32)
+    assert row.dtype == np.int32
+
+
+def test_sums_of_integers_are_scaled(on):
+    a, b, by_row, by_column = (
+        values((9, 64), np.int8),
+        values((64, 12), np.int8, 1),
+        *(values(s, np.float32, 2) for s in ((9,), (12,))),
+    )
+    rows, columns = on.array(by_row), on.array(by_column)
+    found = pm.matmul(on.array(a), on.array(b), epilogue=lambda acc, i: acc * rows[i.m] * columns[i.n])
+    wanted = product(a, b).astype(np.float32) * by_row[:, None] * by_column
+    np.testing.assert_allclose(found.get(), wanted, rtol=1e-6)
+
+
+def test_a_plan_takes_arrays_of_its_kind(on):
+    a, b = values((10, 16), np.float32), values((16, 8), np.float32, 1)
+    left, right = on.array(a), on.array(b)
+    plan = pm.plan(left, right)
+    close(plan(left, right), product(a, b), 16, np.float32)
+    out = on.array(np.zeros((10, 8), np.float32))
+    assert plan(left, right, out) is out
+    close(out, product(a, b), 16, np.float32)
+    with pytest.raises(ValueError, match="the plan takes f32 of shape"):
+        plan(left, on.array(b[:, :4]))
+    with pytest.raises(TypeError, match="host's memory"):
+        plan(a, b)
+
+
+def test_what_does_not_fit_is_said(on):
+    a, b = on.array(values((4, 5), np.float32)), on.array(values((6, 3), np.float32))
+    with pytest.raises(ValueError, match="5 columns meet 6 rows"):
+        pm.matmul(a, b)
+    with pytest.raises(TypeError, match="copy it there first"):
+        pm.matmul(values((4, 6), np.float32), b)
+    with pytest.raises(TypeError, match="complex64"):
+        pm.matmul(a, on.array(np.zeros((5, 3), np.complex64)))
+    with pytest.raises(ValueError, match="out has shape"):
+        pm.matmul(a, on.array(values((5, 3), np.float32)), on.array(np.zeros((4, 4), np.float32)))
+    bias = np.ones(3, np.float32)
+    with pytest.raises(TypeError, match="host's memory"):
+        pm.matmul(a, on.array(values((5, 3), np.float32)), epilogue=lambda acc, i: acc + bias[i.n])
+    with pytest.raises((TraceError, ScheduleError)):
+        pm.matmul(a, on.array(values((5, 3), np.float32)), epilogue=lambda acc: acc if acc > 0 else -acc)
+
+
+def test_arrays_of_a_host_do_not_take_those_of_devices(on):
+    there = on.array(np.ones(3, np.float32))
+    with pytest.raises(TypeError, match="captures an array on a device"):
+        pm.matmul(np.ones((2, 2), np.float32), np.ones((2, 3), np.float32), epilogue=lambda acc, i: acc + there[i.n])
+
+
+def test_long_sums_are_cut_in_slices(monkeypatch):
+    """Where there are few blocks: a second kernel adds, in the order of k."""
+    memory.forget_all()
+    on = install(monkeypatch)
+    a, b = values((8, 4096), np.float32), values((4096, 8), np.float32, 1)
+    found = pm.matmul(on.array(a), on.array(b))
+    close(found, product(a, b), 4096, np.float32)
+    names = [name for name, *_ in on.launches]
+    assert len(names) == 2
+    assert names[1].startswith("portmm_slices_")
+    memory.forget_all()
+
+
+def test_kernels_run_on_the_stream_of_the_operands(monkeypatch):
+    memory.forget_all()
+    on = install(monkeypatch)
+    on.streams[0] = 1234
+    a, b = values((33, 40), np.float32), values((40, 50), np.float32, 1)
+    pm.matmul(on.array(a), on.array(b))
+    assert [stream for *_, stream in on.launches] == [1234]
+    ((name, grid, block, _),) = on.launches
+    assert name.startswith("portmm_")
+    assert len(grid) == 2
+    assert block[0] % 32 == 0
+    memory.forget_all()
