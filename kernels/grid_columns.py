@@ -53,7 +53,7 @@ def build(isa: Isa, real: Atom, fused: Fused, threads: int, *, sliced: bool) -> 
     )
 
 
-def _kernel(  # noqa: PLR0917 - what a kernel is
+def _kernel(
     name: str, at: Elements, threads: int, body: tuple[Stmt, ...], slices: Index, *, sliced: bool = False
 ) -> GridKernel:
     across = ceil_div(var("n"), threads)

@@ -30,10 +30,10 @@ from portmm.ir import For, If, Let, Map, Scratch, Verb
 from portmm.threads import WHOLE, Barrier, Exchange, Shared, Vector
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from portmm.expr import Expr
-    from portmm.fused import Fused
+    from portmm.fused import Fused, Operand
     from portmm.index import Index
     from portmm.ir import Stmt
     from portmm.isa import Atom, Isa
@@ -209,13 +209,15 @@ class _Row:
         at.names.clear()
         return tuple(body)
 
-    def moved(self) -> list[tuple[int, object]]:
+    def moved(self) -> list[tuple[int, Operand]]:
         """Operands whose neighbours are moved at once."""
         if self.form.vector == 1:
             return []
         return [(i, x) for i, x in enumerate(self.fused.operands) if x.dense and "n" in x.axes]
 
-    def along(self, at: Elements, wanted: list[Expr], after, written: tuple[int, ...]) -> list[Stmt]:
+    def along(
+        self, at: Elements, wanted: list[Expr], after: Callable[[], list[Stmt]], written: tuple[int, ...]
+    ) -> list[Stmt]:
         """The columns of a thread: values, and what comes after each."""
         form, n, fixed = self.form, var("n"), dict(at.names)
         moved = dict(self.moved())
@@ -264,7 +266,9 @@ class _Row:
         found: list[Stmt] = []
         mask = min(team, WARP) // 2
         while mask:
-            found += [s for to, kind in kinds.items() for s in (Exchange("other", f"all_{to}", mask), self.joined(to, kind))]
+            found += [
+                s for to, kind in kinds.items() for s in (Exchange("other", f"all_{to}", mask), self.joined(to, kind))
+            ]
             mask //= 2
         if team <= WARP:
             return found

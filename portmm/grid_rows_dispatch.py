@@ -17,6 +17,8 @@ from portmm.lower import lower_grid_columns, lower_grid_rows
 from portmm.memory import Memory
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from portmm.fused import Fused
     from portmm.grid_dispatch import Launch, Machine
     from portmm.grid_target import Device
@@ -45,7 +47,7 @@ _loaded = Memory(MOST_ROUTES)
 
 
 def launches(
-    text: str, size: Size, strides: list[tuple[int, ...]], aligned: list[int], on: Machine
+    text: str, size: Size, strides: Sequence[tuple[int, ...]], aligned: list[int], on: Machine
 ) -> tuple[tuple[Launch, ...], int]:
     """The kernels for expressions over rows, or down columns, and the elements of f32 that they need between them.
 
@@ -79,7 +81,7 @@ def launches(
     return (bind(kernel, function, values),), 0
 
 
-def merged(fused: Fused, size: Size, strides: list[tuple[int, ...]]) -> tuple[Size, list[tuple[int, ...]]]:
+def merged(fused: Fused, size: Size, strides: Sequence[tuple[int, ...]]) -> tuple[Size, Sequence[tuple[int, ...]]]:
     """One long row, where every element is for itself and all lie one after the other."""
     m, n, batch = size
     alone = fused.reductions or any(x.op in ("index", "extent") for x in fused.steps)
@@ -92,7 +94,7 @@ def merged(fused: Fused, size: Size, strides: list[tuple[int, ...]]) -> tuple[Si
     return (1, m * n * batch, 1), strides
 
 
-def vector(fused: Fused, size: Size, strides: list[tuple[int, ...]], aligned: list[int]) -> int:
+def vector(fused: Fused, size: Size, strides: Sequence[tuple[int, ...]], aligned: list[int]) -> int:
     """Neighbouring columns that may be moved at once."""
     m, n, batch = size
     if n % NEIGHBOURS:
@@ -125,7 +127,7 @@ def _reducing(fused: Fused, n: int, neighbours: int, device: Device, *, exchange
     most = _floor(min(device.block_threads, 1024))
     groups = -(-n // neighbours)
     room = max(1, HELD // max(1, len(kept(fused))) // neighbours)
-    team = min(_power(-(-groups // max(1, 4 // neighbours))), min(USUAL, most))
+    team = min(_power(-(-groups // max(1, 4 // neighbours))), USUAL, most)
     while team < most and _power(-(-groups // team)) > room:
         team *= 2
     held = _power(-(-groups // team))

@@ -25,7 +25,8 @@ FLOORS = {
     # for users
     8: ". abreast api attend around around_device arrays axes builder call captures cli compare doctor explanation "
     "expressions flash folded foreign fusing graph grid_explanation heads launching names on_device packed places pose "
-    "program quick rows rows_on_device scaled settings show splitter steady stored surroundings trace value whole wording",
+    "program quick rows rows_on_device scaled settings show splitter steady stored surroundings trace value "
+    "whole wording",
 }
 FLOOR_OF = {name.strip("."): floor for floor, names in FLOORS.items() for name in names.split()}
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from fused_cases import by_rows, every_operation, every_type, rows_case
 from opencl_cpu import opencl_device
+from portmm.kernels.grid_rows import Form
 
 from portmm.emit import cuda, opencl
 from portmm.expr import const
-from portmm.fused import PRODUCT, Fused, Operand, fold, index, load, parse
+from portmm.fused import PRODUCT, Fused, Operand, fold, index, load
 from portmm.interp import evaluate
-from portmm.kernels.grid_rows import Form
 from portmm.lower import lower_grid_columns, lower_grid_rows
 from portmm.target import load_isa
 
@@ -126,3 +126,47 @@ def test_rows_by_cuda(make, form):
         if wide_enough(form, fused, size[1]):
             f = rows_case(fused, size, batch, i, special=i % 2 > 0)
             f.check(by_shim([kernel], f), (size, batch))
+
+
+def columns():
+    """Sums and maxima down columns, of values by every axis, and what becomes of them."""
+    operands = (Operand("f32", "bmn"), Operand("bf16", "n"), Operand("f32", "bm"), Operand("s8", "mn", dense=False))
+    x, w, y, z = (load(i, o.dtype) for i, o in enumerate(operands))
+    roots = [fold("add", x * y) * w, fold("max", x + z), fold("add", const(1.0) * w) + fold("add", x) + index("n")]
+    results = tuple(Operand(t, "bn") for t in ("f32", "f16", "f32"))
+    return Fused((*operands, *results), tuple((4 + i, v) for i, v in enumerate(roots)))
+
+
+def down(fused, f):
+    """What columns come to, in float64, results in order."""
+    k, extents = f.case, dict(zip(PRODUCT, (f.case.fields[x] for x in ("batch", "m", "n")), strict=True))
+    read = []
+    for x, at in zip(fused.operands[:4], k.operands, strict=False):
+        places = np.ogrid[tuple(slice(extents[a]) for a in PRODUCT)]
+        read.append(at.flat[at.offset + sum(p * s for p, s in zip(places, at.steps, strict=True))].astype(np.float64))
+        assert x.dtype
+    x, w, y, z = read
+    m = extents["m"]
+    ones = np.broadcast_to(w, x.shape).sum(1, keepdims=True) if m else 0 * w
+    return [
+        (x * y).sum(1, keepdims=True) * w[:, :1], (x + z).max(1, keepdims=True, initial=-np.inf),
+        ones + x.sum(1, keepdims=True) + np.arange(extents["n"]),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("slices", [0, 3])
+@pytest.mark.parametrize("by", [by_opencl, by_shim])
+def test_columns(by, slices, monkeypatch):
+    fused = columns()
+    kernels = lower_grid_columns(ISA, str(fused), 16, sliced=slices > 0)
+    assert len(kernels) == 1 + (slices > 0)
+    monkeypatch.setattr(fused_cases, "meaning", lambda *_: (np.float64(0), np.float64(np.inf)))
+    for i, (size, batch) in enumerate([((5, 37), 2), ((1, 3), 1), ((65, 16), 1), ((2, 1), 3)]):
+        f = rows_case(fused, size, batch, i)
+        work = max(1, slices * batch * len(fused.folds) * size[1])
+        found = by(kernels, f, {"slices": slices}, work)
+        f.check(found, (size, batch))  # nothing beside the results was written
+        for (to, dtype, *_), want in zip(f.results, down(fused, f), strict=True):
+            got = found[1 + to][f.written[to].places()]
+            eps = 2e-3 if dtype == "f16" else 1e-4
+            np.testing.assert_allclose(got.astype(np.float64), want, rtol=eps, atol=eps)

@@ -17,7 +17,6 @@ from portmm.emit.scalars import converted
 from portmm.errors import ScheduleError
 from portmm.ir import (
     Add,
-    Exchange,
     For,
     If,
     Index,
@@ -35,6 +34,7 @@ from portmm.ir import (
     Verb,
     walk,
 )
+from portmm.threads import Exchange
 
 if TYPE_CHECKING:
     from portmm.target import Atom, Isa
