@@ -6,6 +6,7 @@ of one element in the order of k and stores what becomes of it: `kernels.storing
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portmm.kernels.simt import results
@@ -54,5 +55,5 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
         Argument("work", "pointer", atom.acc, readonly=True, alone=True), *results(s, c),
     )  # fmt: skip
     grid = (var("batch") * var("m") * each, const(1))
-    name = str(s.name(atom)).replace("_simt_", "_slices_", 1)
+    name = str(replace(s.name(atom), op="slices"))
     return GridKernel(name, isa, atom, given, THREADS, grid, body)

@@ -163,6 +163,10 @@ def element(isa: Isa, fused: Fused, total: Ptr, to: Ptr, column: Index) -> tuple
     wanted = [x for _, x in fused.results]
     found += at.compute(wanted, column, "")
     for i, x in fused.results:
+        if i != C and "n" not in fused.operands[i].axes:
+            # One value for a row is written with its first element.
+            found.append(If(column.eq(0), at.single(x, i)))
+            continue
         value, before = at.value(x)
         found += before
         if i == C:

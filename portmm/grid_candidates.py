@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from portmm import grid_stream
 from portmm.dtype import BY_NAME
 from portmm.errors import ScheduleError
 from portmm.schedule import ALL, Schedule, Tile
@@ -78,6 +79,7 @@ def candidates(p: Problem, target: Target, vectors: tuple[int, int, int]) -> lis
         programs = list(_direct(p, isa, atom, target, vectors))
         if on_gpu(target) and atom.acc != "f64":
             programs = [*_shared(p, isa, atom, target, vectors), *programs]
+        programs += grid_stream.candidates(p, isa, atom, target, vectors, gpu=on_gpu(target))
         found |= {s: None for s in programs if not illegal(s, p, target)}
     if not found:
         raise ScheduleError(f"no legal schedule for {p} on {target.name}")
@@ -118,7 +120,8 @@ def illegal(s: Schedule, p: Problem, target: Target) -> str:
         return f"needs {registers(s) * s.threads} registers of {device.registers} in a processor"
     if shared_bytes(s) > min(device.shared_bytes, STATIC_SHARED):
         return f"needs {shared_bytes(s)} bytes of {device.shared_bytes} of shared memory"
-    return "" if s.split == 1 or p.k >= s.split * SPLIT_STEPS * s.block.k * s.kr else "slices of k are too short"
+    steps = 1 if s.program == "stream" else SPLIT_STEPS
+    return "" if s.split == 1 or p.k >= s.split * steps * s.block.k * s.kr else "slices of k are too short"
 
 
 STATIC_SHARED = 48 << 10
@@ -127,6 +130,8 @@ STATIC_SHARED = 48 << 10
 
 def registers(s: Schedule) -> int:
     """Registers of a thread."""
+    if s.program == "stream":
+        return grid_stream.registers(s)
     parts = s.mr + s.nr
     if s.program == "direct":
         return s.mr * s.nr + parts + 2 * parts + ADDRESSES // 2
@@ -138,6 +143,8 @@ def registers(s: Schedule) -> int:
 
 def shared_bytes(s: Schedule) -> int:
     """Shared memory of a block."""
+    if s.program == "stream":
+        return grid_stream.shared_words(s) * (8 if s.dtype == "f64" else 4)
     return 0 if s.program == "direct" else (s.block.m + s.block.n) * s.block.k * 4 * s.stages
 
 

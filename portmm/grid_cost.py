@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from portmm.cost import Cost
 from portmm.dtype import BY_NAME
 from portmm.grid_candidates import on_gpu, resident
+from portmm.grid_stream import flying, shares, width
 
 if TYPE_CHECKING:
     from portmm.problem import Problem
@@ -41,12 +42,20 @@ ISSUE = 0.06
 """Further share of the time of multiply-adds that loops and addresses take."""
 STEP, COPIED_STEP, DIRECT_STEP = 64.0, 40.0, 30.0
 """Cycles of a step of k that no other thread hides: barriers, waiting, leaving the loop."""
+FAR = 1000.0
+"""Cycles from asking memory for a vector to having it while many others ask, too: 500 to 700 ns."""
+ADD = 40.0
+"""Cycles of adding what another thread has of a sum."""
+LINE, SHORT = 128.0, 0.05
+"""Bytes from which on the length of a run does not matter to memory, and what each halving below adds at first."""
 MOVES = 16.0
 """Pieces that a processor moves to shared memory in a cycle."""
 
 
 def cost(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     """The predicted time of a schedule that is legal for a problem."""
+    if s.program == "stream":
+        return _streamed(p, s, atom, target)
     device = target.device
     assert device is not None  # noqa: S101 - `candidates` looked
     hertz = 1e9 * (target.frequency_ghz or DEFAULT_GHZ)
@@ -80,10 +89,54 @@ def cost(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     steps = depth if s.program == "direct" else ceil(depth / s.block.k)
     each = DIRECT_STEP if s.program == "direct" else COPIED_STEP if s.copies else STEP
     waits = ceil(rounds / together) if on_gpu(target) else 0
-    added = {"waiting": waits * (WAIT + steps * each) / hertz, "launch": LAUNCH}
-    if s.split > 1:
-        traffic = 4 * p.batch * p.m * p.n * (2 * s.split + 1)
-        added["slices"] = LAUNCH + traffic / (2e9 * (device.memory_gbs or DEFAULT_GBS))
+    added = {"waiting": waits * (WAIT + steps * each) / hertz, "launch": LAUNCH} | _slices(p, s, target)
+    most = max(overlapped.values())
+    hidden = most + EXPOSED * (sum(overlapped.values()) - most)
+    return Cost(hidden + sum(added.values()), overlapped, added)
+
+
+def _slices(p: Problem, s: Schedule, target: Target) -> dict[str, float]:
+    """The time of adding slices of k, if there are several."""
+    if s.split == 1:
+        return {}
+    traffic = 4 * p.batch * p.m * p.n * (2 * s.split + 1)
+    return {"slices": LAUNCH + traffic / (2e9 * _bandwidth(target))}
+
+
+def _bandwidth(target: Target) -> float:
+    return (target.device.memory_gbs if target.device else 0) or DEFAULT_GBS
+
+
+def _streamed(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
+    """The predicted time of `kernels.stream`."""
+    device = target.device
+    assert device is not None  # noqa: S101 - `candidates` looked
+    hertz = 1e9 * (target.frequency_ghz or DEFAULT_GHZ)
+    rate = target.rates.get(atom.name, target.rates.get("simt_f32", 32.0))
+    a, b, c = (BY_NAME[x].bytes for x in p.types)
+    blocks = ceil(p.n / s.block.n) * p.batch * s.split
+    rounds = ceil(blocks / device.processors)
+    together = min(resident(s, target), rounds) if on_gpu(target) else 1
+    units = ceil(p.k / s.kr / s.split)
+    # What is narrower than sums is converted: of B once, of A by every thread that reads it.
+    of_a, of_b = s.mr * s.block.n // s.nr, s.block.n
+    narrow = (a < 4) * of_a + (b < 4) * of_b if s.kr == 1 else 0
+    ops = (s.mr * s.block.n + narrow) * units
+    chunk = max(1, s.vectors[0] // s.kr)
+    loads = units * (of_a / chunk + of_b / max(1, s.vectors[1] // s.kr))
+    turns = ceil(units / (shares(s) * width(s)))
+    asks = ceil(turns * width(s) / s.tiles[0].k)
+    run = flying(s) * shares(s) * width(s) / s.tiles[0].k / s.nr if s.b == "col" else s.block.n * b
+    once = p.batch * (p.m * p.k * a + p.k * p.n * b + p.m * p.n * c)
+    overlapped = {
+        "multiply-adds": rounds * ops / rate * (1 + ISSUE) / hertz,
+        "loads": rounds * loads / MOVES / hertz,
+        "L2": blocks * units * s.kr * (s.block.n * b) / (min(device.processors, blocks) * L2_BYTES_PER_CYCLE) / hertz,
+        "memory": once * (1 + SHORT * (max(LINE / run, 1) - 1)) / (1e9 * _bandwidth(target)),
+        "latency": ceil(rounds / together) * asks * FAR / hertz,
+    }
+    ends = WAIT + ADD * (shares(s) ** 0.5 * 2 + ceil(s.mr * s.block.n / s.threads))
+    added = {"waiting": ends / hertz, "launch": LAUNCH} | _slices(p, s, target)
     most = max(overlapped.values())
     hidden = most + EXPOSED * (sum(overlapped.values()) - most)
     return Cost(hidden + sum(added.values()), overlapped, added)

@@ -29,6 +29,7 @@ from portmm.kernels import (
     rows,
     simt,
     slices,
+    stream,
     tiles,
 )
 from portmm.schedule import inconsistent, spell
@@ -55,6 +56,7 @@ PROGRAMS: dict[str, Callable[[Schedule, Isa, Atom], Kernel]] = {
 GRID_PROGRAMS: dict[str, Callable[[Schedule, Isa, Atom], GridKernel]] = {
     "simt": simt.build,
     "direct": direct.build,
+    "stream": stream.build,
 }
 """The same for devices."""
 

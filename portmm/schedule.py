@@ -161,7 +161,8 @@ class Schedule:
     @property
     def threads(self) -> int:
         """Of a device, the threads of a block."""
-        return (self.block.m // self.mr) * (self.block.n // self.nr)
+        shares = self.block.k // self.tiles[0].k if self.program == "stream" else 1  # they share out k, too
+        return (self.block.m // self.mr) * (self.block.n // self.nr) * shares
 
     def _b(self) -> str:
         if self.pack_b:

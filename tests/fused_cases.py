@@ -313,7 +313,7 @@ def result(x, extents, gap):
     return Extra(flat, 0, steps), laid
 
 
-def _fusing(fused, base, acc, rng, special):
+def fusing(fused, base, acc, rng, special):
     """Operands, and what results come to, around a case."""
     p = base.problem
     extents = {"b": p.batch, "m": p.m, "n": p.n}
@@ -357,7 +357,7 @@ def rows_case(fused, size, batch=1, seed=0, *, special=False):
     fields = dict.fromkeys(steps, 0) | {"m": m, "n": n, "k": 1, "batch": batch}
     c = Laid(one.copy(), 0, 0, 0, 0, (1, 1, 1))
     base = Case(Problem(m, n, 1, batch=batch), fields, one, 0, one, 0, c, one, one)
-    return _fusing(fused, base, None, rng, special)
+    return fusing(fused, base, None, rng, special)
 
 
 def gemm_case(p, fused, seed=0, *, special=False):
@@ -370,7 +370,7 @@ def gemm_case(p, fused, seed=0, *, special=False):
     c = lay(blank, p.c, 3)
     fields = base.fields | {"c_m": c.row, "c_n": c.col, "c_batch": c.item}
     base = replace(base, problem=p, c=c, fields=fields)
-    return _fusing(fused, base, (base.want, base.bound), np.random.default_rng(seed + 1), special)
+    return fusing(fused, base, (base.want, base.bound), np.random.default_rng(seed + 1), special)
 
 
 # -- running ----------------------------------------------------------------------

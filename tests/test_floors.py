@@ -16,7 +16,7 @@ FLOORS = {
     0: "abi coords dtype errors expr formats fused memory naming problem quantized targets tensorfile vecmath version "
     "vocabulary",
     1: "capable grid_target isa lanes schema target",  # what it runs on
-    2: "candidates cost grid_candidates grid_cost schedule",  # legal tiles and predicted time
+    2: "candidates cost grid_candidates grid_cost grid_stream schedule",  # legal tiles and predicted time
     3: "grid index interp ir kernels lower probe threads",  # loops and their meaning
     4: "emit",  # loops to text
     5: "build cache calibrate compiler detect nvrtc permission snapshot",  # the host: compile, look, measure

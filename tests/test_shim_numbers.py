@@ -1,10 +1,12 @@
-"""The shim's primitives that compute with numbers: dot products of bytes, and narrow floats."""
+"""Primitives that compute with numbers: the shim's dot products of bytes, and narrow floats."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 from cuda_shim import kernel
+
+from portmm.target import load_isa
 
 
 def test_dot4_wraps_and_takes_bytes_for_what_they_are():
@@ -27,7 +29,9 @@ def converted(body, to, of, x):
     made = np.zeros(x.size, to)
     arguments = f"int n, const {of} *x, {'float' if to == np.float32 else 'unsigned short'} *y"
     text = f"for (int i = blockIdx.x * blockDim.x + t; i < n; i += gridDim.x * blockDim.x) y[i] = {body}(x[i]);"
-    kernel(text, arguments).launch((4, 1, 1), 32, [("int", x.size), x, made])
+    # What is no instruction is its own text, as kernels have it.
+    said = {x.name: f"static inline {x.cuda}\n" for x in load_isa("simt").functions if not x.hardware}
+    kernel(text, arguments, before=said.get(body, "")).launch((4, 1, 1), 32, [("int", x.size), x, made])
     return made
 
 

@@ -1,4 +1,4 @@
-// The primitives that compute with numbers: dot products of four bytes (dp4a) and the narrow floats.
+// The primitives that compute with numbers and are instructions: dot products of four bytes (dp4a) and halves.
 #pragma once
 
 namespace shim {
@@ -21,13 +21,6 @@ inline int dot4(int a, int b, int c) {
 
 inline int dot4_s8s8(int a, int b, int c) { return shim::dot4<signed char, signed char>(a, b, c); }
 inline int dot4_u8s8(int a, int b, int c) { return shim::dot4<unsigned char, signed char>(a, b, c); }
-
-inline float f32_of_bf16(unsigned short x) { return __uint_as_float(unsigned(x) << 16); }
-
-inline unsigned short bf16_of_f32(float x) {
-  if (x != x) return 0x7fff;  // the one NaN that cvt makes
-  return (unsigned short)shim::rounded(__float_as_uint(x), 16);
-}
 
 inline float f32_of_f16(unsigned short x) {
   const unsigned sign = (x & 0x8000u) << 16, exponent = x >> 10 & 31, mantissa = x & 1023;

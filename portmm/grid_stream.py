@@ -1,0 +1,154 @@
+"""The schedules worth considering for a product with few rows on a device: see `kernels.stream`.
+
+Owns their enumeration, and what they need of registers and shared memory. Imports `schedule`,
+`problem`, `target`. What sets them apart is how many bytes are on their way at once, how long
+the runs are that neighbours read, and how many blocks there are; the cost model chooses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from portmm.dtype import BY_NAME
+from portmm.schedule import ALL, Schedule, Tile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from portmm.problem import Problem
+    from portmm.target import Atom, Isa, Target
+
+ROWS = 8
+"""Rows of A, at most: beyond, multiply-adds take longer than B."""
+ADDRESSES = 20
+"""Registers of a thread for counters and what a compiler needs, beside two for each address."""
+BANKS = 32
+RESIDENT = 4
+"""Blocks for each processor from which k need not be split."""
+SPLITS = (1, 2, 4, 8, 16)
+LANES = 16
+"""Threads of a CPU's block: lanes of its widest vectors."""
+
+
+def candidates(
+    p: Problem, isa: Isa, atom: Atom, target: Target, vectors: tuple[int, int, int], *, gpu: bool
+) -> Iterator[Schedule]:
+    """Schedules for a problem, none if it has many rows.
+
+    Args:
+        p: what to compute.
+        isa: the instruction set.
+        atom: multiplies.
+        target: a device.
+        vectors: elements of A, B and C that may be moved at once.
+        gpu: threads run in step; else they are lanes of a CPU's vectors.
+    """
+    if p.m > ROWS or p.deterministic:
+        return
+    along_k = p.b == "col"
+    whole_units = along_k and p.a == "row" and min(vectors[:2]) >= atom.k_pack
+    if atom.k_pack > 1 and not whole_units:
+        return
+    wide = vectors[1] if p.b != "any" and gpu else 1
+    shapes = (_along_k if along_k else _along_n)(target.device.warp) if gpu else _lanes(along_k)  # type: ignore[union-attr]
+    for nr, deep, shares, across in shapes:
+        width = wide // atom.k_pack if along_k else 1
+        one = _schedule(p, isa, atom, (nr or wide, deep, shares, across), (width, wide, vectors[0]), target)
+        yield from _split(one, p, target)
+
+
+def _along_k(warp: int) -> Iterator[tuple[int, int, int, int]]:
+    """Columns, pieces at once, threads along k and across, where columns are side by side."""
+    for nr, deep in ((1, 4), (2, 2), (4, 1), (1, 8), (2, 4), (4, 2), (1, 2), (1, 1)):
+        for shares in (max(warp // 4, 1), warp, 4 * warp):
+            for threads in (4 * warp, 8 * warp):
+                yield nr, deep, shares, threads // shares
+
+
+def _along_n(warp: int) -> Iterator[tuple[int, int, int, int]]:
+    """The same where rows of n are side by side: a thread's columns are those of a vector."""
+    for across in (max(warp // 16, 1), warp // 8 or 1, warp // 4 or 1, warp // 2 or 1, warp):
+        for deep in (8, 4, 2, 1):
+            for threads in (4 * warp, 8 * warp, 16 * warp, 32 * warp):
+                yield 0, deep, threads // across, across
+
+
+def _lanes(along_k: bool) -> Iterator[tuple[int, int, int, int]]:
+    """The same for CPUs: lanes along k; rows of n are better read by programs without barriers."""
+    for nr in (1, 2, 4) if along_k else ():
+        yield nr, 1, LANES, 1
+
+
+def _schedule(  # noqa: PLR0917 - parts of one record
+    p: Problem, isa: Isa, atom: Atom, shape: tuple[int, int, int, int], moved: tuple[int, int, int], target: Target
+) -> Schedule:
+    nr, deep, shares, across = shape
+    width, wide, vector = moved
+    piece, warp = deep * width, target.device.warp if target.device else 1
+    near = min(warp, shares if p.b == "col" else across)
+    far = max(1, min(warp // near, across if p.b == "col" else shares))
+    along, beside = (near, far) if p.b == "col" else (far, near)
+    tiles = (
+        Tile("registers", p.m, nr, piece), Tile("warp", p.m, nr * beside, piece * along),
+        Tile("shared", p.m, nr * across, piece * shares), Tile("L2", p.m, ALL, ALL),
+    )  # fmt: skip
+    chunk = min(vector, width * atom.k_pack) if p.a == "row" else 1
+    return Schedule(
+        "stream", isa.name, p.dtype, tiles, (p.m,), a=p.a, b=p.b, pack_a=False, pack_b=False, kr=atom.k_pack,
+        fused=p.fused, stages=1, vectors=(chunk, wide, 1),
+    )  # fmt: skip
+
+
+def _split(s: Schedule, p: Problem, target: Target) -> Iterator[Schedule]:
+    """A schedule, and with slices of k where there are few blocks."""
+    device = target.device
+    assert device is not None  # noqa: S101 - `grid_candidates` looked
+    blocks = -(-p.n // s.block.n) * p.batch
+    for split in SPLITS:
+        if split == 1 or (blocks * split <= RESIDENT * device.processors and p.acc != "f64"):
+            yield replace(s, split=split)
+
+
+def width(s: Schedule) -> int:
+    """Units that a thread takes of k at once."""
+    return s.vectors[1] // s.kr if s.b == "col" else 1
+
+
+def shares(s: Schedule) -> int:
+    """Threads of a block with the same columns."""
+    return s.block.k // s.tiles[0].k
+
+
+def flying(s: Schedule) -> int:
+    """Bytes of B that a thread has on their way at once."""
+    return s.nr * s.tiles[0].k * s.kr * BY_NAME[s.types[1]].bytes
+
+
+def registers(s: Schedule) -> int:
+    """Registers of a thread."""
+    a, b, _ = s.types
+    chunk = s.vectors[0] // s.kr or 1
+    narrow = s.kr == 1 and BY_NAME[b].bytes < BY_NAME["f32"].bytes
+    parts = (s.nr if narrow else 0) * chunk + chunk + -(-chunk * s.kr * BY_NAME[a].bytes // 4)
+    addresses = 2 * (s.mr + (s.nr if s.b == "col" else 1))
+    words = 2 if a == b == "f64" else 1
+    return words * (s.mr * s.nr + parts) + -(-flying(s) // 4) + addresses + ADDRESSES
+
+
+def apart(s: Schedule) -> tuple[int, int]:
+    """Words of shared memory from one output to the next, and from one thread's sum of it to another's.
+
+    Threads of a warp write one output each at a time, and add one each: all of them find banks of their own.
+    """
+    across = s.block.n // s.nr
+    outputs = s.mr * s.block.n
+    if s.b == "col":
+        return shares(s) + 1, 1
+    return 1, outputs if across >= BANKS else -(-outputs // BANKS) * BANKS + across
+
+
+def shared_words(s: Schedule) -> int:
+    """Words of shared memory of a block."""
+    outputs, (far, near) = s.mr * s.block.n, apart(s)
+    return (outputs - 1) * far + (shares(s) - 1) * near + 1
