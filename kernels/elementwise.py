@@ -39,6 +39,8 @@ class Elements:
         column: where the first column of the function is, among all of them.
         names: expression -> the register that holds it.
         stored: expression -> scratch that holds it for a whole row, or the one value of a reduction.
+        cell: where in such scratch the current column is, if not at its own number.
+        parts: operand -> where its current element is, if it was loaded, or will be stored, with others.
     """
 
     isa: Isa
@@ -49,6 +51,8 @@ class Elements:
     column: Index = field(default_factory=lambda: const(0))
     names: dict[Expr, str] = field(default_factory=dict)
     stored: dict[Expr, str] = field(default_factory=dict)
+    cell: Index | None = None
+    parts: dict[int, Ptr] = field(default_factory=dict)
     numbered: dict[Expr, str] = field(default_factory=dict)
     axes: dict[Expr, frozenset[str]] = field(init=False)
 
@@ -109,7 +113,7 @@ class Elements:
         return (
             self.broadcast(x, here)
             if x.op == "reduce"
-            else (Verb("load_c", self.name(x), p=here + j, of=self.real.name),)
+            else (Verb("load_c", self.name(x), p=here + (j if self.cell is None else self.cell), of=self.real.name),)
         )
 
     def operation(self, x: Expr) -> Stmt:
@@ -147,7 +151,7 @@ class Elements:
         of = self.isa.vector("s32", self.real.n) if whole else self.real
         assert of is not None  # noqa: S101 - `lacks` said so
         if operand.dense and not few:
-            return (Verb("load_c", d, p=here + j, of=of.name),)
+            return (Verb("load_c", d, p=self.parts.get(number, here + j), of=of.name),)
         if operand.dense and self.isa.spelling(of, "load_mask", operand.dtype):
             return (Verb("load_mask", d, p=here + j, mask="few", of=of.name),)
         e, scratch = var("e"), f"few_{operand.dtype}"
@@ -172,6 +176,8 @@ class Elements:
     def store(self, x: Expr, operand: int, j: Index, few: str) -> tuple[Stmt, ...]:
         """Write a vector of results to an operand."""
         to = self.fused.operands[operand]
+        if operand in self.parts:
+            return self.write(x, to.dtype, self.parts[operand], const(0), few, const(1))
         here = Ptr(f"x{operand}", self.inner * var(f"x{operand}_m")) if "m" in to.axes else Ptr(f"x{operand}")
         return self.write(x, to.dtype, here, j, few, const(1) if to.dense else var(f"x{operand}_n"))
 

@@ -101,7 +101,7 @@ def _kept(fused: Fused, passes: tuple[tuple[Expr, ...], ...], depth: dict[Expr, 
     wanted = [[x.args[1] for x in one] for one in passes] + [[x for _, x in fused.results]]
     found: dict[Expr, int] = {}
     for i, roots in enumerate(wanted[:-1]):
-        computed = _inside(roots, found)
+        computed = inside(roots, found)
         later = [x for one in wanted[i + 1 :] for x in one]
         stack = list(later)
         while stack:
@@ -116,7 +116,7 @@ def _kept(fused: Fused, passes: tuple[tuple[Expr, ...], ...], depth: dict[Expr, 
     return found
 
 
-def _inside(roots: list[Expr], known: dict[Expr, int]) -> set[Expr]:
+def inside(roots: list[Expr], known: dict[Expr, int]) -> set[Expr]:
     """What is computed for some values, reductions and what is known left out."""
     found: set[Expr] = set()
     stack = list(roots)
@@ -130,7 +130,7 @@ def _inside(roots: list[Expr], known: dict[Expr, int]) -> set[Expr]:
 
 
 def _operations(x: Expr) -> int:
-    return sum(y.op in OPS for y in _inside([x], {}))
+    return sum(y.op in OPS for y in inside([x], {}))
 
 
 def row_function(isa: Isa, real: Atom, fused: Fused) -> Function:

@@ -21,11 +21,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.kernels.feeding import Feed
-from portmm.kernels.storing import Storing
+from portmm.kernels.storing import Storing, fused_arguments
 
 from portmm.dtype import BY_NAME, accumulator
-from portmm.fused import operand_types
-from portmm.fused import parse as parse_fused
 from portmm.grid import Argument, GridKernel
 from portmm.index import Ptr, ceil_div, const, minimum, var
 from portmm.ir import For, If, Let, LetPtr, Scratch
@@ -94,12 +92,7 @@ def results(s: Schedule, c: str) -> tuple[Argument, ...]:
     found += [Argument("c_batch", "long")]
     if not s.fused:
         return tuple(found)
-    fused = parse_fused(s.fused)
-    for i, (dtype, written) in enumerate(operand_types(s.fused)):
-        found.append(Argument(f"x{i}_all", "pointer", dtype, readonly=not written))
-        found += [Argument(f"x{i}_{axis}", "long") for axis in fused.operands[i].axes if axis != "n"]
-        found += [] if fused.operands[i].dense else [Argument(f"x{i}_n", "long")]
-    return (*found, *(Argument(f"number_{i}", "float") for i in range(fused.numbers)))
+    return (*found, *fused_arguments(s.fused))
 
 
 def _strides(name: str, layout: str, axes: tuple[str, str]) -> list[Argument]:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from portmm.kernels.elementwise import Elements
 
 from portmm.dtype import BY_NAME
-from portmm.fused import C, parse
+from portmm.fused import C, operand_types, parse
+from portmm.grid import Argument
 from portmm.index import Ptr, const, var
 from portmm.ir import For, If, Let, LetPtr, Move, Scratch, Verb
 from portmm.threads import WHOLE, Vector
@@ -119,6 +120,16 @@ class Storing:
         if self.fused is None:
             return () if self.type == self.atom.acc else (Move(Ptr("c_out", j), Ptr("acc", at)),)
         return element(self.isa, self.fused, Ptr("acc", at), Ptr("c_out", j), column)
+
+
+def fused_arguments(text: str) -> list[Argument]:
+    """The parameters for the operands and the numbers of fused expressions."""
+    fused, found = parse(text), []
+    for i, (dtype, written) in enumerate(operand_types(text)):
+        found.append(Argument(f"x{i}_all", "pointer", dtype, readonly=not written))
+        found += [Argument(f"x{i}_{axis}", "long") for axis in fused.operands[i].axes if axis != "n"]
+        found += [] if fused.operands[i].dense else [Argument(f"x{i}_n", "long")]
+    return [*found, *(Argument(f"number_{i}", "float") for i in range(fused.numbers))]
 
 
 def operands(isa: Isa, fused: Fused) -> list[Stmt]:

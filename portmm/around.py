@@ -74,9 +74,14 @@ def _on_device(operands: tuple[Any, Any, Any], dtype: Any, epilogue: Any, prolog
 
     given = on_device.adopted(*operands)
     assert given is not None  # noqa: S101 - one of them is there
-    if prologue_a is not None or prologue_b is not None:
-        raise ScheduleError("prologues of arrays on a device have no kernel yet; compute the operand first")
-    return around_device.matmul(given, dtype, epilogue)
+    left, right, out = given
+    if prologue_a is not None:
+        left = around_device.before(prologue_a, left, "a", {"m": "m", "k": "n", "b": "b"})
+    if prologue_b is not None:
+        right = around_device.before(prologue_b, right, "b", {"k": "m", "n": "n", "b": "b"})
+    if epilogue is None:
+        return on_device.matmul((left, right, out), dtype)
+    return around_device.matmul((left, right, out), dtype, epilogue)
 
 
 def _before(function: Callable[..., Any], x: Array, names: dict[str, str]) -> Array:

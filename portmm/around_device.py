@@ -1,7 +1,8 @@
 """`matmul` with an epilogue, of arrays on a device.
 
-Owns the call: what a function makes of the sums is part of the product's kernel. Imports
-`fusing`, `on_device`, `trace`. Captured arrays are on the same device; nothing is copied.
+Owns the call: what a function makes of the sums is part of the product's kernel, unless a reduction
+needs whole rows of them; then it goes over the result. Imports `fusing`, `on_device`, `rows_on_device`,
+`trace`. Captured arrays are on the same device; nothing is copied.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import numpy as np
 
 from portmm import arrays, foreign, grid_dispatch, on_device
 from portmm.dtype import BY_NAME, accumulator
-from portmm.errors import ScheduleError
+from portmm.errors import ScheduleError, TraceError
 from portmm.fused import acc, operand_types
 from portmm.fusing import Around, dense, located, settle, typed
+from portmm.rows_on_device import contiguous, over_rows
 from portmm.surroundings import resolve
 from portmm.trace import Indices
 
@@ -47,11 +49,47 @@ def matmul(given: tuple[Foreign, Foreign, Foreign | None], dtype: Any, epilogue:
     key = ("device", a.kind, b.kind, None if out is None else out.kind, wanted)
     rank = 2 if len(a.shape) == len(b.shape) == 2 else 3
 
-    def make(traced: Traced) -> _Ready:
-        return _prepare(a, b, out, wanted, traced)
+    def make(traced: Traced) -> _Ready | ScheduleError:
+        try:
+            return _prepare(a, b, out, wanted, traced)
+        except ScheduleError as error:
+            return error
 
-    ready: _Ready = around.ready(key, make, _VALUES, rank)
-    return ready.run((a, b, out), around.found)
+    ready: _Ready | ScheduleError = around.ready(key, make, _VALUES, rank)
+    return _split(given, wanted, epilogue) if isinstance(ready, ScheduleError) else ready.run(given, around.found)
+
+
+def before(function: Callable[..., Any], x: Foreign, name: str, names: dict[str, str]) -> Foreign:
+    """What a prologue makes of an operand.
+
+    Raises:
+        TraceError: it gives several values.
+    """
+    if len(x.shape) < 2:
+        raise ValueError(f"{name} has shape {x.shape}; a prologue takes matrices")
+    results, several = over_rows(function, (x,), names)
+    if several:
+        raise TraceError(f"a prologue gives one value, not a tuple of {len(results)}")
+    _, found = results[0]
+    strides = [s if n > 1 else 0 for n, s in zip(found.shape, found.strides, strict=True)]
+    return replace(found, shape=x.shape, strides=tuple(strides))
+
+
+def _split(given: tuple[Foreign, Foreign, Foreign | None], wanted: str, epilogue: Callable[..., Any]) -> Any:
+    """The product first, then the epilogue over its rows."""
+    a, b, out = given
+    held = accumulator(a.dtype, b.dtype)
+    if held == "f64":
+        raise TypeError("expressions are in float32; convert float64 operands, or multiply without an epilogue")
+    product = foreign.adopt(on_device.matmul((a, b, None), arrays.numpy_of(held)))
+    assert product is not None  # noqa: S101 - a device's product
+    if held != "f32":
+        _, product = contiguous(product, "f32")  # as in one kernel
+    usual = wanted or ("f32" if held == "s32" else on_device.result_type(a.dtype, b.dtype, ""))
+    results, several = over_rows(
+        epilogue, (product,), NAMES, out, usual, first="" if out is None or out.dtype == "f64" else out.dtype
+    )
+    return tuple(x for x, _ in results) if several else results[0][0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -193,7 +193,7 @@ class Around:
             whole = None if whole is None else (whole, self.numbers())  # type: ignore[assignment]
         self.lasting = lasting
         if not lasting:
-            self.found.update({x.key: x.array for x in traced.sources} | dict(traced.values))
+            self.found.update({x.key: x.there if x.device else x.array for x in traced.sources} | dict(traced.values))
         return remember(whole if lasting else None, make(traced))
 
     def numbers(self) -> tuple[str, ...]:

@@ -23,6 +23,8 @@ from portmm.kernels import (
     dot,
     folding,
     gemm,
+    grid_columns,
+    grid_rows,
     prepack,
     rows,
     simt,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
     from portmm.grid import GridKernel
     from portmm.ir import Kernel
+    from portmm.kernels.grid_rows import Form as RowForm
     from portmm.kernels.heads import Form
     from portmm.problem import Family
     from portmm.schedule import Schedule
@@ -135,6 +138,30 @@ def lower_rows(isa: Isa, real: Atom, text: str) -> Kernel:
     fused = parse_fused(text)
     kernel = columns.build(isa, real, fused) if fused.folds else rows.build(isa, real, fused)
     return replace(kernel, header=_header(kernel.name, isa, text, f"portmm.fuse on {isa.title}"))
+
+
+def lower_grid_rows(isa: Isa, text: str, form: RowForm) -> GridKernel:
+    """The kernel of a device that computes fused expressions over rows."""
+    kernel = grid_rows.build(isa, _one(isa), parse_fused(text), form)
+    return replace(kernel, header=_header(kernel.name, isa, text, f"portmm.fuse on {isa.title}"))
+
+
+def lower_grid_columns(isa: Isa, text: str, threads: int, *, sliced: bool) -> tuple[GridKernel, ...]:
+    """The kernels of a device that reduce columns: two where they are `sliced`."""
+    kernels = grid_columns.build(isa, _one(isa), parse_fused(text), threads, sliced=sliced)
+    return tuple(replace(x, header=_header(x.name, isa, text, f"portmm.fuse on {isa.title}")) for x in kernels)
+
+
+def _one(isa: Isa) -> Atom:
+    """The f32 of one thread.
+
+    Raises:
+        ScheduleError: there is none.
+    """
+    real = isa.vector("f32", 1)
+    if real is None:
+        raise ScheduleError(f"{isa.name} has no threads of one element")
+    return real
 
 
 def lower_attention(isa: Isa, atom: Atom, real: Atom, form: Form) -> Kernel:

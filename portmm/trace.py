@@ -15,7 +15,7 @@ constants, and each value is a kernel of its own.
 from __future__ import annotations
 
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,7 @@ class Source:
             one that is broadcast.
         exact: its axes are as long as the result's; else they are no shorter.
         device: where the array lies, if that is a device: `array` stands for it, and must not be read.
+        there: the array that it stands for, if only this call can find it.
     """
 
     key: tuple[Any, ...]
@@ -75,6 +76,7 @@ class Source:
     view: tuple[str | int, ...]
     exact: bool = False
     device: tuple[Any, ...] = ()
+    there: Any = None
 
 
 class Tracer:
@@ -88,7 +90,7 @@ class Tracer:
         self.numbers: list[tuple[Any, ...]] = []
         self.values: dict[tuple[Any, ...], float] = {}
         self.standins: dict[int, Array] = {}
-        self.devices: dict[int, tuple[Any, ...]] = {}
+        self.there: dict[int, tuple[Array, Any, tuple[Any, ...]]] = {}  # by what stands for it
         self.kept: list[Any] = []  # objects that keys name by identity
         self.lasting = True
 
@@ -99,7 +101,8 @@ class Tracer:
                 return self.seen(i, array)
         if not element(array.dtype)[0]:
             raise TraceError(f"an array has dtype {array.dtype}; expressions read {', '.join((*_KNOWN, *_AS_OTHERS))}")
-        self.sources.append(Source(key, array, view, exact, self.devices.get(id(array), ())))
+        there, device = self.there[id(array)][1:] if id(array) in self.there else (None, ())
+        self.sources.append(Source(key, array, view, exact, device, there))
         self.operands.append(described(array, view))
         return self.seen(len(self.sources) - 1, array)
 
@@ -116,8 +119,15 @@ class Tracer:
             assert there is not None  # noqa: S101 - it is on a device
             self.kept.append(value)
             found = self.standins[id(value)] = standin(there)
-            self.devices[id(found)] = there.device
+            self.there[id(found)] = (found, value, there.device)
         return found
+
+    def look(self, array: Array, view: Array, function: Callable[[Any], Any]) -> Array:
+        """A view of an array that a function makes; of one that stands for another, so does its view."""
+        if id(array) in self.there:
+            _, value, device = self.there[id(array)]
+            self.there[id(view)] = (view, function(value), device)
+        return view
 
     def number(self, key: tuple[Any, ...]) -> Expr:
         """The number that a call finds at the end of these steps."""
@@ -195,6 +205,8 @@ class Tracer:
 
 _LAID = frozenset(("shape", "ndim", "dtype", "size", "strides", "itemsize", "nbytes"))
 """What an array says of itself without a look at its values."""
+_VIEWS = frozenset(("T", "mT", "transpose", "swapaxes", "squeeze"))
+"""What gives another look at the same elements."""
 
 
 class Tensor:
@@ -206,23 +218,32 @@ class Tensor:
     def __getattr__(self, name: str) -> Any:
         if name in CHANGES:
             raise TraceError(f"{name}() changes an array in place, once, while the function is traced")
+        self._seen(name, name in (*_LAID, *_VIEWS))
         found = getattr(self._array, name)
         if isinstance(found, np.ndarray):
+            found = self._tracer.look(self._array, found, lambda x: getattr(x, name))
             return Tensor(self._tracer, found, (*self._key, ("attribute", name)))
         self._tracer.lasting &= name in _LAID  # else its values are being looked at
         return partial(self._called, name, found) if isinstance(found, types.BuiltinMethodType) else found
+
+    def _seen(self, what: str, known: bool = False) -> None:
+        """Refuse what looks at elements that are on a device."""
+        if not known and id(self._array) in self._tracer.there:
+            raise TraceError(f"{what} of an array on a device; make it before, and let the function capture it")
 
     def _called(self, name: str, method: Any, *values: Any, **options: Any) -> Any:
         """What a method gives now: an array of it is an operand as others are."""
         found = method(*values, **options)
         if not isinstance(found, np.ndarray) or not found.ndim:
             return found
+        found = self._tracer.look(self._array, found, lambda x: getattr(x, name)(*values, **options))
         return Tensor(self._tracer, found, (*self._key, ("called", name, repr((values, options)))))
 
     def __setitem__(self, key: Any, value: Any) -> None:
         raise TraceError("[...] = changes an array in place, once, while the function is traced")
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Array:
+        self._seen("the values")
         self._tracer.lasting = False  # its values are being looked at
         return np.asarray(self._array, dtype)
 
@@ -232,11 +253,14 @@ class Tensor:
     def __getitem__(self, key: Any) -> Any:
         words = key if isinstance(key, tuple) else (key,)
         if not any(isinstance(x, Expr) for x in words):
+            whole = [x for x in words if isinstance(x, (int, np.integer)) and not isinstance(x, bool)]
+            basic = all(x is None or x is ... or isinstance(x, (slice, int, np.integer)) for x in words)
+            self._seen(f"[{key!r}]", basic and len(whole) < self._array.ndim)
             found = self._array[key]
             where = (*self._key, ("item", repr(key)))
             if isinstance(found, np.ndarray) and found.ndim:
                 self._tracer.lasting = False
-                return Tensor(self._tracer, found, where)
+                return Tensor(self._tracer, self._tracer.look(self._array, found, lambda x: x[key]), where)
             self._tracer.lasting = False
             return found
         if len(words) != self._array.ndim:
@@ -389,7 +413,9 @@ def trace(
         raise _located(error, function) from error.__cause__
     lasting = tracer.lasting and isinstance(function, types.FunctionType)
     several, values_ = isinstance(found, tuple), tuple(tracer.values.items())
-    reads = (tuple(tracer.operands), tuple(tracer.sources), tuple(tracer.numbers), values_)
+    # What is remembered must not keep arrays alive, and finds them again.
+    sources = tuple(replace(x, there=None) if lasting else x for x in tracer.sources)
+    reads = (tuple(tracer.operands), sources, tuple(tracer.numbers), values_)
     return Traced(results, several, *reads), lasting
 
 

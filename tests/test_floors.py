@@ -21,11 +21,12 @@ FLOORS = {
     4: "emit",  # loops to text
     5: "build cache calibrate compiler detect nvrtc permission snapshot",  # the host: compile, look, measure
     6: "run",  # load, launch, threads
-    7: "dispatch grid_dispatch tune",  # a problem to a ready plan
+    7: "dispatch grid_dispatch grid_rows_dispatch tune",  # a problem to a ready plan
     # for users
     8: ". abreast api attend around around_device arrays axes builder call captures cli compare doctor explanation "
     "expressions flash folded foreign fusing graph grid_explanation heads launching names on_device packed places pose "
-    "program quick rows scaled settings show splitter steady stored surroundings trace value whole wording",
+    "program quick rows rows_on_device scaled settings show splitter steady stored surroundings trace value "
+    "whole wording",
 }
 FLOOR_OF = {name.strip("."): floor for floor, names in FLOORS.items() for name in names.split()}
 

@@ -34,6 +34,7 @@ from portmm.ir import (
     Verb,
     walk,
 )
+from portmm.threads import Exchange
 
 if TYPE_CHECKING:
     from portmm.target import Atom, Isa
@@ -149,6 +150,8 @@ class Printer:
                 found.setdefault(s.d, getattr(self.atom(s), written))
             elif isinstance(s, Shuffle):
                 found.setdefault(s.d, self.own.b_type)
+            elif isinstance(s, Exchange):
+                found.setdefault(s.d, "float")
             elif isinstance(s, Map):
                 found.setdefault(s.d, self.lanes(s)[("f32", "s32", "mask").index(s.dtype)])
         types: dict[str, list[str]] = {}
