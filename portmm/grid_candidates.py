@@ -208,7 +208,7 @@ def _schedule(  # noqa: PLR0917 - parts of one record
     """A schedule whose operands are moved as wide as they may be, or None if tiles are too small for threads."""
     s = Schedule(
         program, isa.name, p.dtype, tiles, (tiles[0].m,), a=p.a, b=p.b, pack_a=False, pack_b=False, kr=atom.k_pack,
-        fused=p.fused, stages=1, cell=cell,
+        fused=p.fused, stages=1, cell=cell, c="row" if p.c == "row" else "any",
     )  # fmt: skip
     if program == "direct":
         return replace(s, vectors=(1, 1, min(vectors[2], cell[1])))

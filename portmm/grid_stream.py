@@ -96,7 +96,7 @@ def _schedule(  # noqa: PLR0917 - parts of one record
     chunk = min(vector, width * atom.k_pack) if p.a == "row" else 1
     return Schedule(
         "stream", isa.name, p.dtype, tiles, (p.m,), a=p.a, b=p.b, pack_a=False, pack_b=False, kr=atom.k_pack,
-        fused=p.fused, stages=1, vectors=(chunk, wide, 1),
+        fused=p.fused, stages=1, vectors=(chunk, wide, 1), c="row" if p.c == "row" else "any",
     )  # fmt: skip
 
 

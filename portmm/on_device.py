@@ -362,8 +362,9 @@ def posed(
         matrix(a, m, k, (a_m, a_k), strides[0]), matrix(b, k, n, (b_k, b_n), strides[1]),
         matrix(to, m, n, (c_m, c_n), strides[2]),
     )  # fmt: skip
-    c = "col" if parts[2].layout == "col" else "row"
-    vector = parts[2].vector if parts[2].layout == "row" else 1
+    # By columns or with any strides: kernels take both.
+    c = "row" if parts[2].layout == "row" else "col"
+    vector = parts[2].vector if c == "row" else 1
     word = spell(a.dtype, b.dtype, to.dtype)
     deterministic = settings.current().deterministic
     post = "scale" if fused and accumulator(a.dtype, b.dtype) == "s32" else ""
