@@ -79,6 +79,8 @@ class Schedule:
         split: blocks along k; where there are several, a second kernel adds what they leave.
         vectors: elements of A, B and C that a thread moves at once.
         cell: rows and columns of C side by side in one thread.
+        resident: blocks that a processor is to hold at once, for which compilers must leave registers; 0 if
+            they need not care.
     """
 
     program: str
@@ -108,6 +110,7 @@ class Schedule:
     split: int = 1
     vectors: tuple[int, int, int] = (1, 1, 1)
     cell: tuple[int, int] = (1, 1)
+    resident: int = 0
 
     @property
     def mr(self) -> int:
@@ -283,6 +286,7 @@ def spell(s: Schedule) -> str:
     if s.stages:
         marks += [f"stages={s.stages}", f"split={s.split}"]
         marks += [f"vectors={'x'.join(map(str, s.vectors))}", f"cell={'x'.join(map(str, s.cell))}"]
+        marks += [f"resident={s.resident}"] if s.resident else []
     marks += [f"static={'x'.join(map(str, s.static))}"] if s.static else []
     return ":".join([s.program, s.isa, s.dtype, tiles, heights, ",".join(marks)])
 
@@ -321,6 +325,7 @@ def parse(text: str) -> Schedule:
             split=int(named.get("split", 1)),
             vectors=tuple(int(x) for x in named.get("vectors", "1x1x1").split("x")),  # type: ignore[arg-type]
             cell=tuple(int(x) for x in named.get("cell", "1x1").split("x")),  # type: ignore[arg-type]
+            resident=int(named.get("resident", 0)),
             **{name: name in named for name in _MARKS},
         )
     except (KeyError, TypeError, ValueError) as error:
