@@ -96,7 +96,7 @@ def lower_grid(s: Schedule, isa: Isa) -> tuple[GridKernel, ...]:
     if s.program not in GRID_PROGRAMS:
         raise ScheduleError(f"no block program called {s.program!r}; devices have {', '.join(GRID_PROGRAMS)}")
     atom = grid_atom(isa, s)
-    kernels = [GRID_PROGRAMS[s.program](s, isa, atom)]
+    kernels = [replace(GRID_PROGRAMS[s.program](s, isa, atom), resident=s.resident)]
     kernels += [slices.build(s, isa, atom)] if s.split > 1 else []
     again = f"portmm emit --schedule {quote(spell(s))}"
     return tuple(replace(x, header=_header(x.name, isa, str(s), again)) for x in kernels)

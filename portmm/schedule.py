@@ -80,6 +80,8 @@ class Schedule:
         vectors: elements of A, B and C that a thread moves at once.
         cell: rows and columns of C side by side in one thread.
         c: how C lies on a device: "row" or "any".
+        resident: blocks that a processor is to hold at once, for which compilers must leave registers; 0 if
+            they need not care.
     """
 
     program: str
@@ -110,6 +112,7 @@ class Schedule:
     vectors: tuple[int, int, int] = (1, 1, 1)
     cell: tuple[int, int] = (1, 1)
     c: str = "row"
+    resident: int = 0
 
     @property
     def mr(self) -> int:
@@ -286,6 +289,7 @@ def spell(s: Schedule) -> str:
         marks += [f"stages={s.stages}", f"split={s.split}"]
         marks += [f"vectors={'x'.join(map(str, s.vectors))}", f"cell={'x'.join(map(str, s.cell))}"]
         marks += [f"c={s.c}"] if s.c != "row" else []
+        marks += [f"resident={s.resident}"] if s.resident else []
     marks += [f"static={'x'.join(map(str, s.static))}"] if s.static else []
     return ":".join([s.program, s.isa, s.dtype, tiles, heights, ",".join(marks)])
 
@@ -325,6 +329,7 @@ def parse(text: str) -> Schedule:
             vectors=tuple(int(x) for x in named.get("vectors", "1x1x1").split("x")),  # type: ignore[arg-type]
             c=named.get("c", "row"),
             cell=tuple(int(x) for x in named.get("cell", "1x1").split("x")),  # type: ignore[arg-type]
+            resident=int(named.get("resident", 0)),
             **{name: name in named for name in _MARKS},
         )
     except (KeyError, TypeError, ValueError) as error:
