@@ -118,7 +118,7 @@ def _streamed(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     a, b, c = (BY_NAME[x].bytes for x in p.types)
     blocks = ceil(p.n / s.block.n) * p.batch * s.split
     rounds = ceil(blocks / device.processors)
-    together = min(resident(s, target), rounds) if on_gpu(target) else 1
+    together = min(resident(s, target), rounds)
     units = ceil(p.k / s.kr / s.split)
     # What is narrower than sums is converted: of B once, of A by every thread that reads it.
     of_a, of_b = s.mr * s.block.n // s.nr, s.block.n

@@ -3,6 +3,7 @@
 Owns their enumeration, and what they need of registers and shared memory. Imports `schedule`,
 `problem`, `target`. What sets them apart is how many bytes are on their way at once, how long
 the runs are that neighbours read, and how many blocks there are; the cost model chooses.
+On CPUs under OpenCL `kernels.direct` streams as fast, without barriers.
 """
 
 from __future__ import annotations
@@ -31,13 +32,9 @@ UNROLLED = 256
 """Multiply-adds in a row, of all that a thread asks for at once: compilers take long over more."""
 FLYING = 128
 """Bytes that a thread asks for at once, at most: 200 such threads have enough on their way for a processor."""
-LANES = 16
-"""Threads of a CPU's block: lanes of its widest vectors."""
 
 
-def candidates(
-    p: Problem, isa: Isa, atom: Atom, target: Target, vectors: tuple[int, int, int], *, gpu: bool
-) -> Iterator[Schedule]:
+def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: tuple[int, int, int]) -> Iterator[Schedule]:
     """Schedules for a problem, none if it has many rows.
 
     Args:
@@ -46,7 +43,6 @@ def candidates(
         atom: multiplies.
         target: a device.
         vectors: elements of A, B and C that may be moved at once.
-        gpu: threads run in step; else they are lanes of a CPU's vectors.
     """
     if p.m > ROWS or p.deterministic:
         return
@@ -54,15 +50,15 @@ def candidates(
     whole_units = along_k and p.a == "row" and min(vectors[:2]) >= atom.k_pack
     if atom.k_pack > 1 and not whole_units:
         return
-    wide = vectors[1] if p.b != "any" and gpu else 1
+    wide = vectors[1] if p.b != "any" else 1
     width = wide // atom.k_pack if along_k else 1
     size = BY_NAME[p.types[1]].bytes
     warp = target.device.warp if target.device else 1
-    shapes = _lanes(along_k=along_k) if not gpu else _along_k(warp) if along_k else _along_n(warp, wide, p.m)
+    shapes = _along_k(warp) if along_k else _along_n(warp, wide, p.m)
     for nr, shared, across in shapes:
         turns = -(-p.k // (shared * width * atom.k_pack))
         most = min(turns, UNROLLED // (p.m * nr * width), FLYING // (size * (nr * wide if along_k else nr)))
-        for deep in _deep(most) if gpu else (1,):
+        for deep in _deep(most):
             one = _schedule(p, isa, atom, (nr, deep, shared, across), (width, wide, vectors[0]), target)
             yield from _split(one, p, target)
 
@@ -88,12 +84,6 @@ def _along_n(warp: int, wide: int, m: int) -> Iterator[tuple[int, int, int]]:
             for threads in (4 * warp, 8 * warp, 16 * warp, 32 * warp):
                 if across:
                     yield nr, threads // across, across
-
-
-def _lanes(*, along_k: bool) -> Iterator[tuple[int, int, int]]:
-    """The same for CPUs: lanes along k; rows of n are better read by programs without barriers."""
-    for nr in (1, 2, 4) if along_k else ():
-        yield nr, LANES, 1
 
 
 def _schedule(  # noqa: PLR0917 - parts of one record

@@ -75,14 +75,16 @@ def test_slices_of_k_some_of_them_empty(layouts, language):
 
 
 EPILOGUES = epilogues()
+ENDINGS = (
+    ("f32", ALONG_N, (4, 4, 4), "many", 1), ("bf16", ALONG_K, (8, 8, 4), "plain", 3),
+    ("f16", ALONG_K, (8, 8, 1), "places", 1),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("language", ["cuda", "opencl"])
-@pytest.mark.parametrize(
-    ("dtype", "layouts", "vectors", "name", "split"),
-    [("f32", ALONG_N, (4, 4, 4), "many", 1), ("bf16", ALONG_K, (8, 8, 4), "plain", 3), ("f16", ALONG_K, (8, 8, 1), "places", 1)],
-)  # fmt: skip
-def test_products_end_in_expressions(dtype, layouts, vectors, name, split, language):
+@pytest.mark.parametrize("ending", ENDINGS, ids=lambda x: f"{x[0]}-{x[3]}")
+def test_products_end_in_expressions(ending, language):
+    dtype, layouts, vectors, name, split = ending
     fused = EPILOGUES[name]
     s = replace(streams(dtype, layouts, vectors, 2, fused=str(fused))[3], split=split)
     kernels = kernels_of(s)
