@@ -83,7 +83,8 @@ def candidates(p: Problem, target: Target, vectors: tuple[int, int, int]) -> lis
         programs = list(_direct(p, isa, atom, target, vectors))
         if on_gpu(target) and atom.acc != "f64":
             programs = [*_shared(p, isa, atom, target, vectors), *programs]
-        programs += grid_stream.candidates(p, isa, atom, target, vectors, gpu=on_gpu(target))
+        if on_gpu(target):
+            programs += grid_stream.candidates(p, isa, atom, target, vectors)
         found |= {_bounded(s, target): None for s in programs if not illegal(s, p, target)}
     if not found:
         raise ScheduleError(f"no legal schedule for {p} on {target.name}")
