@@ -205,7 +205,7 @@ def test_long_sums_are_cut_in_slices(monkeypatch):
     """Where there are few blocks: a second kernel adds, in the order of k."""
     memory.forget_all()
     on = install(monkeypatch)
-    a, b = values((8, 4096), np.float32), values((4096, 8), np.float32, 1)
+    a, b = values((32, 4096), np.float32), values((4096, 32), np.float32, 1)
     found = pm.matmul(on.array(a), on.array(b))
     close(found, product(a, b), 4096, np.float32)
     names = [name for name, *_ in on.launches]
