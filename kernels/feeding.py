@@ -158,10 +158,10 @@ class Feed:
         to, src, at = Ptr(f"{n}_next", var("turn") * self.elements), Ptr(f"{n}_from"), var(f"{n}_at")
         body: list[Stmt] = list(self._source(k))
         if self.along == "k" and self.vector >= self.kr:
-            body.append(_or_zeros(at.lt(end), to, src, self.vector, size))
+            body.append(or_zeros(at.lt(end), to, src, self.vector, size))
         else:
             body += [
-                _or_zeros((at + j).lt(end), to + j * self.lines, src + const(j) * self.k_step, self.lines, size)
+                or_zeros((at + j).lt(end), to + j * self.lines, src + const(j) * self.k_step, self.lines, size)
                 for j in range(self.kr)
             ]
         return self._each(tuple(body))
@@ -220,7 +220,7 @@ class Feed:
         return self._each(tuple(body))
 
 
-def _or_zeros(there: Index, to: Ptr, src: Ptr, count: int, size: int) -> If:
+def or_zeros(there: Index, to: Ptr, src: Ptr, count: int, size: int) -> If:
     """Load `count` elements of `size` bytes, or zeros."""
     e = var("e")
     if count == 1:

@@ -88,7 +88,7 @@ def arguments(s: Schedule, *, sums: bool) -> tuple[Argument, ...]:
 def results(s: Schedule, c: str) -> tuple[Argument, ...]:
     """The parameters for C, and for the operands of fused expressions."""
     found = [Argument("c", "pointer", c), Argument("c_m", "long")]
-    found += [] if s.vectors[2] > 1 else [Argument("c_n", "long")]
+    found += [] if s.c == "row" else [Argument("c_n", "long")]
     found += [Argument("c_batch", "long")]
     if not s.fused:
         return tuple(found)

@@ -30,7 +30,7 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     c = s.types[2]
     each = ceil_div(var("n"), THREADS)
     column, row = var("column"), var("row")
-    step = const(1) if s.vectors[2] > 1 else var("c_n")
+    step = const(1) if s.c == "row" else var("c_n")
     work = Ptr("work", var("item") * var("work_batch") + row * var("n") + column)
     to = Ptr("c", var("item") * var("c_batch") + row * var("c_m") + column * step)
     more = For(

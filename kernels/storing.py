@@ -93,7 +93,7 @@ class Storing:
     def piece(self, at: Index) -> tuple[Stmt, ...]:
         """Store a few neighbouring columns of one row, whose sums are at some place among all."""
         n, column = var("n"), var("column")
-        dense = self.split or self.s.vectors[2] > 1
+        dense = self.split or self.s.c == "row"
         step = const(1) if dense else var("c_n")
         to = Ptr("c_item", var("row") * var("c_m") + column * step)
         j = var("j")

@@ -191,26 +191,19 @@ def _a_step(s: Schedule) -> Index:
 
 
 def _streamed(work: Work) -> list[Stmt]:
-    """All pieces of a thread, several at a time; of the last ones only those that there are."""
-    turns, deep = var("turns"), work.deep
-    if deep == 1:
-        return [For("turn", const(0), turns, const(1), _pieces(work, const(0)))]
-    u = var("u")
-    rest = tuple(_each("u", deep, If((var("turn") + u).lt(turns), x)) for x in _pieces_of(work, u))
-    return [
-        Let("whole", turns // deep * deep),
-        For("turn", const(0), var("whole"), const(deep), _pieces(work, u)),
-        For("turn", var("whole"), turns, const(deep), tuple(x for part in rest for x in part)),
-    ]
+    """All pieces of a thread, several at a time: those that there are are asked for, then multiplied."""
+    turn, turns, deep = var("turn"), var("turns"), work.deep
+    u = _of("u", deep)
+    asked, multiplied = _pieces(work, u)
+    if deep > 1:
+        there = (turn + u).lt(turns)
+        asked, multiplied = (If(there, asked),), (If(there, multiplied),)
+    steps = (*_each("u", deep, *asked), *_each("u", deep, *multiplied))
+    return [For("turn", const(0), turns, const(deep), steps)]
 
 
-def _pieces(work: Work, u: Index) -> tuple[Stmt, ...]:
-    """Ask for pieces of B, then multiply them."""
-    return tuple(x for part in _pieces_of(work, u) for x in _each("u", work.deep, *part))
-
-
-def _pieces_of(work: Work, u: Index) -> tuple[tuple[Stmt, ...], tuple[Stmt, ...]]:
-    """What asks for piece `turn` + u, and what multiplies it."""
+def _pieces(work: Work, u: Index) -> tuple[tuple[Stmt, ...], tuple[Stmt, ...]]:
+    """What asks for piece `turn` + u of B, and what multiplies it."""
     s, at = work.s, (var("turn") + u) * work.hop
     size = BY_NAME[work.units[1]].bytes
     if work.along_k:

@@ -1,6 +1,7 @@
 """Attention: softmax(Q . K^T) . V, in one kernel that keeps no matrix of scores.
 
-Owns `attention`. Imports `arrays`, `dispatch`, `fusing`, `heads`, `kernels`, `memory`, `settings`, `trace`.
+Owns `attention`. Imports `arrays`, `attend_on_device`, `dispatch`, `foreign`,
+`fusing`, `heads`, `kernels`, `memory`, `settings`, `trace`.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm import api, arrays, settings
+from portmm import api, arrays, foreign, settings
 from portmm.errors import BuildError, TraceError
 from portmm.expr import Expr, real
 from portmm.fused import C, Fused, acc, index
 from portmm.fusing import Around, Bound, substituted
-from portmm.heads import Shape, array, by_numpy, count, lengths_of, refuse_others, score_of, shape_of, starts_of
+from portmm.heads import NAMES, Shape, array, by_numpy, count, lengths_of, refuse_others, score_of, shape_of, starts_of
 from portmm.memory import Memory
 from portmm.run.host import runtime
 from portmm.trace import Indices, Traced, described
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from portmm.target import Target
 
 Array = np.ndarray[Any, Any]
-NAMES = {"b": "b", "h": "h", "q": "m", "kv": "n"}
-"""What score and mask call the axes: kernels have queries by rows and keys by columns, or the other way round."""
 TURNED = {"m": "n", "n": "m"}
 FEW = 16
 """Queries of a head up to which it is faster not to fill vectors with them (kernels/decode.py): measured on Zen 4, with
@@ -106,6 +105,11 @@ def attention(
         more = {"score": score, "mask": mask, "scale": scale, "causal": causal, "window": window, "out": out}
         more |= {"lengths": lengths, "offset": offset, "return_lse": return_lse}
         return taker.call_(attention, (q, k, v), more)
+    if foreign.on_device(q) or foreign.on_device(k) or foreign.on_device(v):
+        from portmm import attend_on_device
+
+        asked_for = attend_on_device.Asked(score, mask, scale, causal, window, lengths, offset, return_lse)
+        return attend_on_device.attention((q, k, v, out), asked_for)
     shape = shape_of(*(array(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))))
     far = shape.n if window is None else min(window, shape.m + shape.n)
     if out is not None:

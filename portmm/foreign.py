@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ _CLASSES = {
     ("cupy", "ndarray"): "cupy",
     ("torch", "Tensor"): "torch",
     ("pyopencl", "Array"): "pyopencl",
+    ("portmm", "PackedThere"): "packed",
 }
 
 WIDEST = 16
@@ -140,6 +141,12 @@ def lay(x: Any) -> tuple[Any, ...]:
     found = adopt(x)
     assert found is not None  # noqa: S101 - `on_device` said so
     return found.kind
+
+
+def transposed(x: Foreign) -> Foreign:
+    """The array with its last two dimensions exchanged."""
+    shape, strides = (*x.shape[:-2], *x.shape[:-3:-1]), (*x.strides[:-2], *x.strides[:-3:-1])
+    return replace(x, shape=shape, strides=strides)
 
 
 def standin(x: Foreign) -> np.ndarray[Any, Any]:
@@ -297,6 +304,7 @@ _LIBRARIES: dict[str, Callable[[Any], Foreign | None]] = {
     "cupy": _from_cupy,
     "torch": _from_torch,
     "pyopencl": _from_pyopencl,
+    "packed": lambda x: adopt(x.array),
 }
 
 

@@ -56,6 +56,7 @@ class GridKernel:
         grid: blocks along both axes, over arguments.
         body: what each thread does.
         header: lines for the top of the source.
+        resident: blocks that a processor is to hold at once, 0 if that does not matter.
     """
 
     name: str
@@ -66,6 +67,7 @@ class GridKernel:
     grid: tuple[Index, Index]
     body: tuple[Stmt, ...]
     header: tuple[str, ...] = ()
+    resident: int = 0
 
     @property
     def shared_bytes(self) -> int:

@@ -26,8 +26,12 @@ if TYPE_CHECKING:
     from portmm.problem import Problem
     from portmm.target import Atom, Isa, Target
 
-ADDRESSES = 40
-"""Registers of a thread for addresses, counters and what a compiler needs: 8 x 8 sums take 126 to 141 with NVRTC 13."""
+ADDRESSES, PIECE, SPREAD_PIECE, DIRECT_ADDRESSES = 30, 4, 5, 36
+"""Registers of a thread for counters and what a compiler needs, for the addresses of a piece that it moves, of one
+whose units go to several rows of shared memory, and of threads that read where operands lie. The least with which
+NVRTC 13 spills nothing, of tiles of all sizes: no document says them."""
+PARTS = 4
+"""NVIDIA's processors since Volta have four parts with registers of their own, and a warp stays in one."""
 MOST_VECTOR = 16
 """Bytes that a thread moves at once, at most."""
 TILES = ((8, 8), (8, 4), (4, 8), (4, 4), (2, 4), (1, 4))
@@ -79,11 +83,20 @@ def candidates(p: Problem, target: Target, vectors: tuple[int, int, int]) -> lis
         programs = list(_direct(p, isa, atom, target, vectors))
         if on_gpu(target) and atom.acc != "f64":
             programs = [*_shared(p, isa, atom, target, vectors), *programs]
-        programs += grid_stream.candidates(p, isa, atom, target, vectors, gpu=on_gpu(target))
-        found |= {s: None for s in programs if not illegal(s, p, target)}
+        if on_gpu(target):
+            programs += grid_stream.candidates(p, isa, atom, target, vectors)
+        found |= {_bounded(s, target): None for s in programs if not illegal(s, p, target)}
     if not found:
         raise ScheduleError(f"no legal schedule for {p} on {target.name}")
     return list(found)
+
+
+def _bounded(s: Schedule, target: Target) -> Schedule:
+    """A schedule that says how many blocks share a processor's registers, where its compiler takes that."""
+    device = target.device
+    assert device is not None  # noqa: S101 - `candidates` looked
+    limited = device.language == "cuda" and device.registers and s.program != "stream"
+    return replace(s, resident=resident(s, target)) if limited else s
 
 
 def on_gpu(target: Target) -> bool:
@@ -132,13 +145,24 @@ def registers(s: Schedule) -> int:
     """Registers of a thread."""
     if s.program == "stream":
         return grid_stream.registers(s)
+    a, b, _ = s.types
+    words = 2 if a == b == "f64" else 1
     parts = s.mr + s.nr
     if s.program == "direct":
-        return s.mr * s.nr + parts + 2 * parts + ADDRESSES // 2
-    a, b, _ = s.types
+        return words * (s.mr * s.nr + parts) + 2 * parts + DIRECT_ADDRESSES
     sizes = ((s.block.m, a), (s.block.n, b))
     waiting = 0 if s.copies else sum(-(-x * s.block.k * s.kr * BY_NAME[t].bytes // (4 * s.threads)) for x, t in sizes)
-    return s.mr * s.nr + parts + waiting + ADDRESSES
+    return s.mr * s.nr + parts + waiting + ADDRESSES + _turns(s, 0) + _turns(s, 1)
+
+
+def _turns(s: Schedule, side: int) -> int:
+    """Registers for the addresses of the pieces of A (0) or B (1) that a thread moves: see `kernels.feeding`."""
+    along_k = (s.a, s.b)[side] == ("row", "col")[side]
+    rows, vector = (s.block.m, s.block.n)[side], s.vectors[side]
+    units = max(1, vector // s.kr) if along_k else 1
+    lines = 1 if along_k else vector
+    turns = -(-(rows // lines) * (s.block.k // units) // s.threads)
+    return turns * (SPREAD_PIECE + (s.kr > 1) if along_k and not s.copies else PIECE)
 
 
 def shared_bytes(s: Schedule) -> int:
@@ -155,7 +179,8 @@ def resident(s: Schedule, target: Target) -> int:
     most = [8]
     if device.registers:
         each = -(-registers(s) // 8) * 8  # registers are given out in groups of 8
-        most.append(device.registers // (each * s.threads))
+        warps = PARTS * (device.registers // (PARTS * each * device.warp))
+        most.append(warps * device.warp // s.threads)
     if device.threads:
         most.append(device.threads // s.threads)
     if shared_bytes(s) and device.processor_shared_bytes:
@@ -208,7 +233,7 @@ def _schedule(  # noqa: PLR0917 - parts of one record
     """A schedule whose operands are moved as wide as they may be, or None if tiles are too small for threads."""
     s = Schedule(
         program, isa.name, p.dtype, tiles, (tiles[0].m,), a=p.a, b=p.b, pack_a=False, pack_b=False, kr=atom.k_pack,
-        fused=p.fused, stages=1, cell=cell,
+        fused=p.fused, stages=1, cell=cell, c="row" if p.c == "row" else "any",
     )  # fmt: skip
     if program == "direct":
         return replace(s, vectors=(1, 1, min(vectors[2], cell[1])))

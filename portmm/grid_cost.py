@@ -48,6 +48,8 @@ ADD = 40.0
 """Cycles of adding what another thread has of a sum."""
 LINE, SHORT = 128.0, 0.05
 """Bytes from which on the length of a run does not matter to memory, and what each halving below adds at first."""
+LANE_WORDS = 32.0
+"""Words that lanes get from the first cache in a cycle, where they ask for neighbours or for the same."""
 MOVES = 16.0
 """Pieces that a processor moves to shared memory in a cycle."""
 
@@ -116,21 +118,20 @@ def _streamed(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     a, b, c = (BY_NAME[x].bytes for x in p.types)
     blocks = ceil(p.n / s.block.n) * p.batch * s.split
     rounds = ceil(blocks / device.processors)
-    together = min(resident(s, target), rounds) if on_gpu(target) else 1
+    together = min(resident(s, target), rounds)
     units = ceil(p.k / s.kr / s.split)
     # What is narrower than sums is converted: of B once, of A by every thread that reads it.
     of_a, of_b = s.mr * s.block.n // s.nr, s.block.n
     narrow = (a < 4) * of_a + (b < 4) * of_b if s.kr == 1 else 0
     ops = (s.mr * s.block.n + narrow) * units
-    chunk = max(1, s.vectors[0] // s.kr)
-    loads = units * (of_a / chunk + of_b / max(1, s.vectors[1] // s.kr))
+    words = [n * s.kr * max(4, v * x) / (4 * v) for n, v, x in ((of_a, s.vectors[0], a), (of_b, s.vectors[1], b))]
     turns = ceil(units / (shares(s) * width(s)))
     asks = ceil(turns * width(s) / s.tiles[0].k)
     run = flying(s) * shares(s) * width(s) / s.tiles[0].k / s.nr if s.b == "col" else s.block.n * b
     once = p.batch * (p.m * p.k * a + p.k * p.n * b + p.m * p.n * c)
     overlapped = {
         "multiply-adds": rounds * ops / rate * (1 + ISSUE) / hertz,
-        "loads": rounds * loads / MOVES / hertz,
+        "loads": rounds * units * sum(words) / LANE_WORDS / hertz,
         "L2": blocks * units * s.kr * (s.block.n * b) / (min(device.processors, blocks) * L2_BYTES_PER_CYCLE) / hertz,
         "memory": once * (1 + SHORT * (max(LINE / run, 1) - 1)) / (1e9 * _bandwidth(target)),
         "latency": ceil(rounds / together) * asks * FAR / hertz,

@@ -3,6 +3,7 @@
 Owns their enumeration, and what they need of registers and shared memory. Imports `schedule`,
 `problem`, `target`. What sets them apart is how many bytes are on their way at once, how long
 the runs are that neighbours read, and how many blocks there are; the cost model chooses.
+On CPUs under OpenCL `kernels.direct` streams as fast, without barriers.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ ROWS = 8
 ADDRESSES = 20
 """Registers of a thread for counters and what a compiler needs, beside two for each address."""
 BANKS = 32
-RESIDENT = 4
-"""Blocks for each processor from which k need not be split."""
-SPLITS = (1, 2, 4, 8, 16)
-LANES = 16
-"""Threads of a CPU's block: lanes of its widest vectors."""
+SPLITS = (2, 4, 8, 16, 32, 64)
+SUMS = 31
+"""Sums of a thread that leave room for enough threads."""
+UNROLLED = 256
+"""Multiply-adds in a row, of all that a thread asks for at once: compilers take long over more."""
+FLYING = 128
+"""Bytes that a thread asks for at once, at most: 200 such threads have enough on their way for a processor."""
 
 
-def candidates(
-    p: Problem, isa: Isa, atom: Atom, target: Target, vectors: tuple[int, int, int], *, gpu: bool
-) -> Iterator[Schedule]:
+def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: tuple[int, int, int]) -> Iterator[Schedule]:
     """Schedules for a problem, none if it has many rows.
 
     Args:
@@ -42,7 +43,6 @@ def candidates(
         atom: multiplies.
         target: a device.
         vectors: elements of A, B and C that may be moved at once.
-        gpu: threads run in step; else they are lanes of a CPU's vectors.
     """
     if p.m > ROWS or p.deterministic:
         return
@@ -50,53 +50,60 @@ def candidates(
     whole_units = along_k and p.a == "row" and min(vectors[:2]) >= atom.k_pack
     if atom.k_pack > 1 and not whole_units:
         return
-    wide = vectors[1] if p.b != "any" and gpu else 1
-    shapes = (_along_k if along_k else _along_n)(target.device.warp) if gpu else _lanes(along_k)  # type: ignore[union-attr]
-    for nr, deep, shares, across in shapes:
-        width = wide // atom.k_pack if along_k else 1
-        one = _schedule(p, isa, atom, (nr or wide, deep, shares, across), (width, wide, vectors[0]), target)
-        yield from _split(one, p, target)
+    wide = vectors[1] if p.b != "any" else 1
+    width = wide // atom.k_pack if along_k else 1
+    size = BY_NAME[p.types[1]].bytes
+    warp = target.device.warp if target.device else 1
+    shapes = _along_k(warp) if along_k else _along_n(warp, wide, p.m)
+    for nr, shared, across in shapes:
+        turns = -(-p.k // (shared * width * atom.k_pack))
+        most = min(turns, UNROLLED // (p.m * nr * width), FLYING // (size * (nr * wide if along_k else nr)))
+        for deep in _deep(most):
+            one = _schedule(p, isa, atom, (nr, deep, shared, across), (width, wide, vectors[0]), target)
+            yield from _split(one, p, target)
 
 
-def _along_k(warp: int) -> Iterator[tuple[int, int, int, int]]:
-    """Columns, pieces at once, threads along k and across, where columns are side by side."""
-    for nr, deep in ((1, 4), (2, 2), (4, 1), (1, 8), (2, 4), (4, 2), (1, 2), (1, 1)):
-        for shares in (max(warp // 4, 1), warp, 4 * warp):
+def _deep(most: int) -> tuple[int, ...]:
+    """Pieces that a thread asks for at once, two ways; hardly more than there are."""
+    found = [x for x in (8, 4, 2, 1) if x <= max(most, 1)]
+    return tuple(found[:2])
+
+
+def _along_k(warp: int) -> Iterator[tuple[int, int, int]]:
+    """Columns of a thread, threads along k and across, where columns are side by side."""
+    for nr in (1, 2, 4):
+        for shared in (max(warp // 4, 1), warp, 4 * warp):
             for threads in (4 * warp, 8 * warp):
-                yield nr, deep, shares, threads // shares
+                yield nr, shared, threads // shared
 
 
-def _along_n(warp: int) -> Iterator[tuple[int, int, int, int]]:
-    """The same where rows of n are side by side: a thread's columns are those of a vector."""
-    for across in (max(warp // 16, 1), warp // 8 or 1, warp // 4 or 1, warp // 2 or 1, warp):
-        for deep in (8, 4, 2, 1):
+def _along_n(warp: int, wide: int, m: int) -> Iterator[tuple[int, int, int]]:
+    """The same where rows of n are side by side: a thread's columns are those of a vector, or, of many sums, half."""
+    for nr in (wide, wide // 2) if wide * m > SUMS else (wide,):
+        for across in (warp // 16, warp // 8, warp // 4, warp // 2, warp):
             for threads in (4 * warp, 8 * warp, 16 * warp, 32 * warp):
-                yield 0, deep, threads // across, across
-
-
-def _lanes(along_k: bool) -> Iterator[tuple[int, int, int, int]]:
-    """The same for CPUs: lanes along k; rows of n are better read by programs without barriers."""
-    for nr in (1, 2, 4) if along_k else ():
-        yield nr, 1, LANES, 1
+                if across:
+                    yield nr, threads // across, across
 
 
 def _schedule(  # noqa: PLR0917 - parts of one record
     p: Problem, isa: Isa, atom: Atom, shape: tuple[int, int, int, int], moved: tuple[int, int, int], target: Target
 ) -> Schedule:
-    nr, deep, shares, across = shape
+    nr, deep, shared, across = shape
     width, wide, vector = moved
     piece, warp = deep * width, target.device.warp if target.device else 1
-    near = min(warp, shares if p.b == "col" else across)
-    far = max(1, min(warp // near, across if p.b == "col" else shares))
-    along, beside = (near, far) if p.b == "col" else (far, near)
+    along_k = p.b == "col"
+    near = min(warp, shared if along_k else across)
+    far = max(1, min(warp // near, across if along_k else shared))
+    along, beside = (near, far) if along_k else (far, near)
     tiles = (
         Tile("registers", p.m, nr, piece), Tile("warp", p.m, nr * beside, piece * along),
-        Tile("shared", p.m, nr * across, piece * shares), Tile("L2", p.m, ALL, ALL),
+        Tile("shared", p.m, nr * across, piece * shared), Tile("L2", p.m, ALL, ALL),
     )  # fmt: skip
     chunk = min(vector, width * atom.k_pack) if p.a == "row" else 1
     return Schedule(
         "stream", isa.name, p.dtype, tiles, (p.m,), a=p.a, b=p.b, pack_a=False, pack_b=False, kr=atom.k_pack,
-        fused=p.fused, stages=1, vectors=(chunk, wide, 1),
+        fused=p.fused, stages=1, vectors=(chunk, wide if along_k else nr, 1), c="row" if p.c == "row" else "any",
     )  # fmt: skip
 
 
@@ -105,9 +112,10 @@ def _split(s: Schedule, p: Problem, target: Target) -> Iterator[Schedule]:
     device = target.device
     assert device is not None  # noqa: S101 - `grid_candidates` looked
     blocks = -(-p.n // s.block.n) * p.batch
-    for split in SPLITS:
-        if split == 1 or (blocks * split <= RESIDENT * device.processors and p.acc != "f64"):
-            yield replace(s, split=split)
+    yield s
+    if p.acc != "f64":
+        enough = [x for x in SPLITS if blocks < device.processors < 1.5 * blocks * x]
+        yield from (replace(s, split=x) for x in enough[:2])
 
 
 def width(s: Schedule) -> int:

@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Array = np.ndarray[Any, Any]
+Sizes = tuple[int, ...]
 HELD = ("f32", "bf16", "f16")
 """Types of operands."""
+NAMES = {"b": "b", "h": "h", "q": "m", "kv": "n"}
+"""What score and mask call the axes: kernels have queries by rows and keys by columns, or the other way round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +75,28 @@ def shape_of(q: Array, k: Array, v: Array) -> Shape:
     dtype = q.dtype.newbyteorder("=")
     if not dtype == k.dtype.newbyteorder("=") == v.dtype.newbyteorder("="):
         raise TypeError(f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}; these must be equal")
-    if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3] or k.shape[-3:-1] != v.shape[-3:-1]:
+    sizes = sizes_of(q.shape, k.shape, v.shape)
+    lead = q.shape[:-3]
+    operands = tuple(x if len(lead) == 1 else x.reshape(sizes[0], *x.shape[-3:]) for x in (q, k, v))
+    return Shape(lead, *sizes, dtype, tuple(_readable(x, dtype) for x in operands))
+
+
+def sizes_of(q: Sizes, k: Sizes, v: Sizes) -> tuple[int, int, int, int, int, int, int]:
+    """Items, heads, heads that share keys, queries, keys, and elements of heads of K and of V, from three shapes.
+
+    Raises:
+        ValueError: they do not fit.
+    """
+    if not q[:-3] == k[:-3] == v[:-3] or k[-3:-1] != v[-3:-1]:
         raise ValueError(
-            f"q {q.shape}, k {k.shape} and v {v.shape} do not fit: all have the same items, "
-            "and k and v the same heads and keys"
+            f"q {q}, k {k} and v {v} do not fit: all have the same items, and k and v the same heads and keys"
         )
-    if q.shape[-1] != k.shape[-1] or not q.shape[-1]:
-        raise ValueError(f"q has {q.shape[-1]} columns and k {k.shape[-1]}; these must be equal, and not 0")
-    heads, few = q.shape[-3], k.shape[-3]
+    if q[-1] != k[-1] or not q[-1]:
+        raise ValueError(f"q has {q[-1]} columns and k {k[-1]}; these must be equal, and not 0")
+    heads, few = q[-3], k[-3]
     if not few or heads % few:
         raise ValueError(f"q has {heads} heads and k {few}; the first must be a multiple of the second")
-    lead = q.shape[:-3]
-    items = math.prod(lead)
-    operands = tuple(x if len(lead) == 1 else x.reshape(items, *x.shape[-3:]) for x in (q, k, v))
-    sizes = (heads, heads // few, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
-    return Shape(lead, items, *sizes, dtype, tuple(_readable(x, dtype) for x in operands))
+    return math.prod(q[:-3]), heads, heads // few, q[-2], k[-2], q[-1], v[-1]
 
 
 def _readable(x: Array, dtype: np.dtype[Any]) -> Array:

@@ -23,6 +23,7 @@ from portmm.kernels import (
     dot,
     folding,
     gemm,
+    grid_attention,
     grid_columns,
     grid_rows,
     prepack,
@@ -38,6 +39,7 @@ from portmm.version import VERSION
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from portmm.attention_tiling import Tiling
     from portmm.grid import GridKernel
     from portmm.ir import Kernel
     from portmm.kernels.grid_rows import Form as RowForm
@@ -96,7 +98,7 @@ def lower_grid(s: Schedule, isa: Isa) -> tuple[GridKernel, ...]:
     if s.program not in GRID_PROGRAMS:
         raise ScheduleError(f"no block program called {s.program!r}; devices have {', '.join(GRID_PROGRAMS)}")
     atom = grid_atom(isa, s)
-    kernels = [GRID_PROGRAMS[s.program](s, isa, atom)]
+    kernels = [replace(GRID_PROGRAMS[s.program](s, isa, atom), resident=s.resident)]
     kernels += [slices.build(s, isa, atom)] if s.split > 1 else []
     again = f"portmm emit --schedule {quote(spell(s))}"
     return tuple(replace(x, header=_header(x.name, isa, str(s), again)) for x in kernels)
@@ -171,6 +173,14 @@ def lower_attention(isa: Isa, atom: Atom, real: Atom, form: Form) -> Kernel:
     else:
         kernel = (attention_tiles if atom.tiled else attention).build(form, isa, atom, real)
     return replace(kernel, header=_header(kernel.name, isa, form.score, f"portmm.attention on {isa.title}"))
+
+
+def lower_grid_attention(isa: Isa, atom: Atom, form: Form, tiling: Tiling) -> tuple[GridKernel, ...]:
+    """The kernels of a device for a kind of attention, in the order in which they run."""
+    kernels = [grid_attention.build(form, tiling, isa, atom)]
+    kernels += [grid_attention.join(form, tiling, isa, atom)] if tiling.runs else []
+    again = f"portmm.attention on {isa.title}"
+    return tuple(replace(x, header=_header(x.name, isa, form.score, again)) for x in kernels)
 
 
 def _header(name: str, isa: Isa, what: str, again: str) -> tuple[str, ...]:

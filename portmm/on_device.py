@@ -17,6 +17,7 @@ import numpy as np
 
 from portmm import arrays, foreign, grid_dispatch, settings
 from portmm.dtype import BY_NAME, BY_NUMPY, accumulator, natural, spell
+from portmm.grid_stream import ROWS
 from portmm.memory import Memory
 from portmm.problem import Problem
 
@@ -175,6 +176,7 @@ class _Ready:
         launches: kernels, and how far into A, B and C each begins, in elements.
         workspace: elements of 32 bits, and their type.
         like: the kind of a result that is made by a call.
+        turned: kernels compute C^T = B^T . A^T.
     """
 
     on: Machine
@@ -183,6 +185,7 @@ class _Ready:
     like: tuple[Any, ...]
     launches: tuple[tuple[Launch, tuple[int, int, int]], ...]
     workspace: tuple[int, str] = (0, "f32")
+    turned: bool = False
 
     def run(self, a: Foreign, b: Foreign, out: Foreign | None) -> Any:
         """Launch everything."""
@@ -197,8 +200,9 @@ class _Ready:
             scratch, work = foreign.empty_like(a, (self.workspace[0],), self.workspace[1])
             places["work"] = foreign.argument(work)[1]
         whole = [foreign.argument(x)[1] for x in (a, b, out)]
+        names = "bac" if self.turned else "abc"
         for launch, moved in self.launches:
-            for name, place, x, offset in zip("abc", whole, (a, b, out), moved, strict=True):
+            for name, place, x, offset in zip(names, whole, (a, b, out), moved, strict=True):
                 places[name] = shifted(place, offset, x) if offset else place
             launch.run(self.on, places, a.queue)
         del scratch  # its library frees it when the queue is done with it
@@ -320,12 +324,14 @@ class Posed:
         parts: A, B and C.
         walk: the runs.
         vectors: elements that may be moved at once.
+        turned: A is what the caller calls B^T, and so on.
     """
 
     problem: Problem
     parts: tuple[Matrix, Matrix, Matrix]
     walk: arrays.Batch
     vectors: tuple[int, int, int]
+    turned: bool = False
 
     def values(self) -> dict[str, int]:
         """The numbers of a kernel, by name."""
@@ -355,6 +361,10 @@ def posed(
         if rows.outer is None and rows.count == math.prod(batch) * m:
             m, (a_m, _, c_m) = rows.count, rows.strides
             batch, steps = (), [(), (), ()]
+    turned = not fused and _turns(m, n, a.dtype, b.dtype)
+    if turned:
+        a, b, m, n, steps = b, a, n, m, [steps[1], steps[0], steps[2]]
+        (a_m, a_k), (b_k, b_n), (c_m, c_n) = (b_n, b_k), (a_k, a_m), (c_n, c_m)
     walk = arrays.collapse(batch, tuple(steps))
     inner = [*zip(*steps, strict=True)]
     strides = [tuple(x[i] for x in inner) for i in range(3)]
@@ -362,8 +372,9 @@ def posed(
         matrix(a, m, k, (a_m, a_k), strides[0]), matrix(b, k, n, (b_k, b_n), strides[1]),
         matrix(to, m, n, (c_m, c_n), strides[2]),
     )  # fmt: skip
-    c = "col" if parts[2].layout == "col" else "row"
-    vector = parts[2].vector if parts[2].layout == "row" else 1
+    # By columns or with any strides: kernels take both.
+    c = "row" if parts[2].layout == "row" else "col"
+    vector = parts[2].vector if c == "row" else 1
     word = spell(a.dtype, b.dtype, to.dtype)
     deterministic = settings.current().deterministic
     post = "scale" if fused and accumulator(a.dtype, b.dtype) == "s32" else ""
@@ -371,7 +382,16 @@ def posed(
         m, n, k, word, walk.count, parts[0].layout, parts[1].layout, c, deterministic=deterministic, post=post,
         fused=fused,
     )  # fmt: skip
-    return Posed(p, parts, walk, (parts[0].vector, parts[1].vector, vector))
+    return Posed(p, parts, walk, (parts[0].vector, parts[1].vector, vector), turned)
+
+
+def _turns(m: int, n: int, a: str, b: str) -> bool:
+    """Whether C^T = B^T . A^T is the better product: few rows stream the other operand past."""
+    try:
+        accumulator(b, a)
+    except ValueError:
+        return False
+    return n <= ROWS < m
 
 
 def _prepare(a: Foreign, b: Foreign, out: Foreign | None, wanted: str) -> _Ready:
@@ -395,8 +415,10 @@ def _prepare(a: Foreign, b: Foreign, out: Foreign | None, wanted: str) -> _Ready
     found = grid_dispatch.route(replace(p, k=max(p.k, 1)), on, call.vectors)
     launches, workspace = bound(found, values, p)
     repeats = [(0, 0, 0)] if call.walk.outer is None else [tuple(map(int, x)) for x in call.walk.outer]
+    if call.turned:
+        repeats = [(left, right, result) for right, left, result in repeats]
     every = tuple((launch, moved) for moved in repeats for launch in launches)
-    return _Ready(on, shape, c, to.kind, every, workspace)  # type: ignore[arg-type]
+    return _Ready(on, shape, c, to.kind, every, workspace, call.turned)  # type: ignore[arg-type]
 
 
 def bound(found: grid_dispatch.Route, values: dict[str, Any], p: Problem) -> tuple[tuple[Launch, ...], tuple[int, str]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from portmm import arrays, settings
+from portmm import arrays, foreign, settings
 from portmm.errors import PackError
 from portmm.problem import Family
 from portmm.problem import family as family_of
@@ -105,7 +105,7 @@ def pack(b: Any, *, activations: Any = None) -> Any:
 
     Args:
         b: float32, float64, float16, bfloat16, int8 or uint8, at least 2-D; (..., k, n);
-            or a `Quantized` weight of four bits.
+            or a `Quantized` weight of four bits; or an array on a device, which is copied there.
         activations: dtype of what it will be multiplied by, if not its own. An
             int8 weight is packed for int8 or uint8, a uint8 weight for float32.
 
@@ -126,6 +126,10 @@ def pack(b: Any, *, activations: Any = None) -> Any:
         from portmm.folded import fold
 
         return fold(b)
+    if (there := foreign.adopt(b)) is not None:
+        from portmm import packed_device
+
+        return packed_device.pack(there)
     array = arrays.as_operand(b, "b")
     if array.ndim < 2:
         raise ValueError(f"b has shape {array.shape}; a weight has at least two dimensions")

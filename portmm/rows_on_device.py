@@ -16,12 +16,12 @@ from portmm import arrays, foreign, on_device
 from portmm.dtype import BY_NAME
 from portmm.errors import ScheduleError, TraceError
 from portmm.expr import ordered, real, rounded
+from portmm.folds import down
 from portmm.fused import Fused, Operand, load
 from portmm.fused import given as of_given
 from portmm.fusing import WRITTEN, Around, dense, located, settle, typed
 from portmm.grid_rows_dispatch import launches
 from portmm.places import walk
-from portmm.rows import down
 from portmm.surroundings import resolve
 from portmm.trace import Indices, described, element, lies
 

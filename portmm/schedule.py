@@ -79,6 +79,9 @@ class Schedule:
         split: blocks along k; where there are several, a second kernel adds what they leave.
         vectors: elements of A, B and C that a thread moves at once.
         cell: rows and columns of C side by side in one thread.
+        c: how C lies on a device: "row" or "any".
+        resident: blocks that a processor is to hold at once, for which compilers must leave registers; 0 if
+            they need not care.
     """
 
     program: str
@@ -108,6 +111,8 @@ class Schedule:
     split: int = 1
     vectors: tuple[int, int, int] = (1, 1, 1)
     cell: tuple[int, int] = (1, 1)
+    c: str = "row"
+    resident: int = 0
 
     @property
     def mr(self) -> int:
@@ -283,6 +288,8 @@ def spell(s: Schedule) -> str:
     if s.stages:
         marks += [f"stages={s.stages}", f"split={s.split}"]
         marks += [f"vectors={'x'.join(map(str, s.vectors))}", f"cell={'x'.join(map(str, s.cell))}"]
+        marks += [f"c={s.c}"] if s.c != "row" else []
+        marks += [f"resident={s.resident}"] if s.resident else []
     marks += [f"static={'x'.join(map(str, s.static))}"] if s.static else []
     return ":".join([s.program, s.isa, s.dtype, tiles, heights, ",".join(marks)])
 
@@ -320,7 +327,9 @@ def parse(text: str) -> Schedule:
             stages=int(named.get("stages", 0)),
             split=int(named.get("split", 1)),
             vectors=tuple(int(x) for x in named.get("vectors", "1x1x1").split("x")),  # type: ignore[arg-type]
+            c=named.get("c", "row"),
             cell=tuple(int(x) for x in named.get("cell", "1x1").split("x")),  # type: ignore[arg-type]
+            resident=int(named.get("resident", 0)),
             **{name: name in named for name in _MARKS},
         )
     except (KeyError, TypeError, ValueError) as error:

@@ -241,9 +241,7 @@ def compile(source: str, name: str, runtime: tuple[str, ...] = ()) -> Kernel:  #
     return Kernel(name, path, library)
 
 
-def kernel(
-    body: str, arguments: str = "float *x", shared: str = "", name: str = "small", before: str = ""
-) -> Kernel:
+def kernel(body: str, arguments: str = "float *x", shared: str = "", name: str = "small", before: str = "") -> Kernel:
     """A kernel of a few statements, which begin on line 2; `t` is the thread. `before` are functions on line 1."""
     head = f'{before}extern "C" __global__ void {name}({arguments}) {{ const int t = threadIdx.x; {shared}'
     return compile(f"{head}\n{body}\n}}\n", name)

@@ -21,6 +21,13 @@ class ndarray:  # noqa: N801 - CuPy's name
         self.dtype, self.shape, self.strides = host.dtype, host.shape, host.strides
         self.data, self.device = SimpleNamespace(ptr=host.__array_interface__["data"][0]), SimpleNamespace(id=0)
 
+    @property
+    def ndim(self):
+        return self.host.ndim
+
+    def transpose(self, axes):
+        return ndarray(self.host.transpose(axes))
+
     def get(self):
         return self.host.copy()
 

@@ -203,4 +203,3 @@ def run(s, kernels, codes, language, k, seeds=ORDERS):
     """C, then the operands of fused expressions, as kernels leave them."""
     c = call(kernels, s, k)
     return in_shim(c, codes, seeds) if language == "cuda" else on_opencl(c, codes)
-

@@ -164,6 +164,20 @@ def test_a_plan_takes_arrays_of_its_kind(on):
         plan(a, b)
 
 
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_a_packed_weight_is_a_copy(on, by_columns):
+    a, b = values((6, 20), np.float32), values((12, 20) if by_columns else (20, 12), np.float32, 1)
+    there = on.array(b)
+    packed = pm.pack(there.T if by_columns else there)
+    assert packed.shape == (20, 12)
+    assert packed.nbytes == 20 * 12 * 4
+    if hasattr(there, "host"):  # PyOpenCL's assignment compiles, and warns
+        there[...] = on.array(np.zeros_like(b))
+    close(pm.matmul(on.array(a), packed), product(a, b.T if by_columns else b), 20, np.float32)
+    found = pm.matmul(on.array(a), packed, epilogue=pm.relu)
+    close(found, np.maximum(product(a, b.T if by_columns else b), 0), 20, np.float32)
+
+
 def test_what_does_not_fit_is_said(on):
     a, b = on.array(values((4, 5), np.float32)), on.array(values((6, 3), np.float32))
     with pytest.raises(ValueError, match="5 columns meet 6 rows"):
@@ -191,7 +205,7 @@ def test_long_sums_are_cut_in_slices(monkeypatch):
     """Where there are few blocks: a second kernel adds, in the order of k."""
     memory.forget_all()
     on = install(monkeypatch)
-    a, b = values((8, 4096), np.float32), values((4096, 8), np.float32, 1)
+    a, b = values((32, 4096), np.float32), values((4096, 32), np.float32, 1)
     found = pm.matmul(on.array(a), on.array(b))
     close(found, product(a, b), 4096, np.float32)
     names = [name for name, *_ in on.launches]

@@ -16,16 +16,18 @@ FLOORS = {
     0: "abi coords dtype errors expr formats fused memory naming problem quantized targets tensorfile vecmath version "
     "vocabulary",
     1: "capable grid_target isa lanes schema target",  # what it runs on
-    2: "candidates cost grid_candidates grid_cost grid_stream schedule",  # legal tiles and predicted time
+    # legal tiles and predicted time
+    2: "attention_tiling candidates cost grid_candidates grid_cost grid_stream schedule",
     3: "grid index interp ir kernels lower probe threads",  # loops and their meaning
     4: "emit",  # loops to text
     5: "build cache calibrate compiler detect nvrtc permission snapshot",  # the host: compile, look, measure
     6: "run",  # load, launch, threads
     7: "dispatch grid_dispatch grid_rows_dispatch tune",  # a problem to a ready plan
     # for users
-    8: ". abreast api attend around around_device arrays axes builder builder_on_device call captures cli compare "
-    "doctor explanation expressions flash folded foreign fusing graph grid_explanation heads launching names "
-    "on_device packed places pose program program_on_device quick rows rows_on_device scaled settings show "
+    8: ". abreast api around around_device arrays attend attend_on_device axes builder builder_on_device call "
+    "captures cli compare doctor explanation expressions flash folded folds foreign fusing graph "
+    "grid_explanation heads launching names on_device packed packed_device places pose program "
+    "program_on_device quick rows rows_on_device scaled settings show "
     "splitter steady stored surroundings trace value whole wording",
 }
 FLOOR_OF = {name.strip("."): floor for floor, names in FLOORS.items() for name in names.split()}

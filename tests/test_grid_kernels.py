@@ -115,7 +115,9 @@ def test_products_end_in_expressions(ending, language):
         p = posed(dtype, layouts, vectors, fused=str(fused))
         program = "direct" if kind == "direct" else "simt"
         ways = [s for s in candidates(p, MACHINE, vectors) if s.program == program and s.mr * s.nr <= 8]
-        s = replace(ways[5 * at % len(ways)], split=3 if kind == "split" else 1, copies=False, stages=min(ways[0].stages, 2))
+        s = replace(
+            ways[5 * at % len(ways)], split=3 if kind == "split" else 1, copies=False, stages=min(ways[0].stages, 2)
+        )
         kernels = kernels_of(s)
         codes = compiled(kernels, language)
         for i, (*size, batch) in enumerate([(33, 19, 37, 2), (1, 1, 1, 1), (4, 8, 70, 3)]):

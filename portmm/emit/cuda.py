@@ -59,7 +59,8 @@ def _signature(kernel: GridKernel) -> str:
         declared(DIALECT, a, f"__restrict__ {a.name}" if a.alone and a.kind == "pointer" else "")
         for a in kernel.arguments
     ]
-    head = f'extern "C" __global__ void __launch_bounds__({kernel.threads}) {kernel.name}(\n    '
+    bounds = f"{kernel.threads}, {kernel.resident}" if kernel.resident else str(kernel.threads)
+    head = f'extern "C" __global__ void __launch_bounds__({bounds}) {kernel.name}(\n    '
     return head + ",\n    ".join(given) + ")"
 
 

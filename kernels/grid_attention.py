@@ -1,0 +1,389 @@
+"""Attention by the threads of a device: no matrix of scores leaves a block.
+
+    for each item, each head, each tile of queries       <- blocks of threads
+      for each tile of keys
+        S = Q K^T                  registers, chunks of the head's elements through shared memory
+        S becomes weights, in shared memory; the sums so far are changed        kernels/grid_softmax.py
+        O += P V                   registers, chunks of the keys through shared memory
+      O over the sums of weights
+
+A chunk waits in registers while the one before is multiplied. Threads of a row of blocks read one row of
+Q, or of P, at the same time, and neighbouring rows of K and columns of V; what they read at once is four words along
+a head, or along keys, so that nothing is transposed. Sizes: `portmm.attention_tiling`.
+
+Past the last query and the last key that are seen, rows of Q and K are read again: nobody looks at
+their scores. Rows of V there, and elements past the end of a head, are zeros: so a NaN
+in memory does not spread. Blocks of keys that no query of a block sees are left out.
+
+Where there are few queries, those of all heads that share keys make one tile, blocks walk over runs of keys
+along the grid's second axis, and `joined` puts together what they come to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from portmm.kernels.feeding import or_zeros
+from portmm.kernels.grid_softmax import THREADS, Softmax, each, joined
+
+from portmm.dtype import BY_NAME
+from portmm.fused import parse
+from portmm.grid import Argument, GridKernel
+from portmm.index import Ptr, ceil_div, const, maximum, minimum, var
+from portmm.ir import For, If, Let, LetPtr, Move, Read, Scratch
+from portmm.threads import WHOLE, Barrier, Clear, Mac, Shared, Vector
+
+if TYPE_CHECKING:
+    from portmm.kernels.heads import Form
+
+    from portmm.attention_tiling import Tiling
+    from portmm.index import Index
+    from portmm.ir import Stmt
+    from portmm.isa import Atom, Isa
+
+LANES, WORD = 4, 4
+UNROLL = 2
+"""Vectors of a head, or of keys, that are multiplied between jumps: more take registers that others need."""
+_AXES = {"q": "bhm", "k": "bhn", "v": "bhn", "o": "bhm"}
+
+
+def build(form: Form, t: Tiling, isa: Isa, atom: Atom) -> GridKernel:
+    """The kernel for a kind of attention, with some tiles."""
+    work = Work(form, t, isa, atom, Softmax(form, t, isa, atom))
+    body: list[Stmt] = [*work.memory(), *work.places(), *work.reach(), *work.begin()]
+    body += [For("key", var("first"), var("end"), const(t.keys), work.step()), *work.finish()]
+    held = var("few") if t.runs else var("heads")
+    grid = (var("items") * held * ceil_div(work.height, t.queries), var("runs") if t.runs else const(1))
+    name = f"portmm_attention_{form.held}_{t.d}_{t.dv}_{t.queries}x{t.keys}"
+    return GridKernel(name, isa, atom, work.arguments(), t.threads, grid, tuple(body))
+
+
+def rows_of(name: str, dtype: str, loose: str, *, readonly: bool = True) -> list[Argument]:
+    """The parameters of an operand."""
+    found = [Argument(name, "pointer", dtype, readonly=readonly, alone=readonly)]
+    found += [Argument(f"{name}_{x}", "long") for x in _AXES[name]]
+    return found + ([Argument(f"{name}_d", "long")] if name in loose else [])
+
+
+def join(form: Form, t: Tiling, isa: Isa, atom: Atom) -> GridKernel:
+    """The kernel that puts runs of keys together."""
+    given, body = joined(form, t, isa, atom)
+    to = (*rows_of("o", form.to, t.loose, readonly=False), *((Argument("lse", "pointer", "f32"),) if form.lse else ()))
+    grid = (var("items") * var("heads") * var("m"), const(1))
+    return GridKernel(f"portmm_attention_runs_{form.to}_{t.dv}", isa, atom, (*given, *to), THREADS, grid, body)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A kernel in the making.
+
+    Attributes:
+        form: the kind of attention.
+        t: the tiles.
+        isa: the instruction set.
+        atom: multiplies.
+        softmax: what becomes of scores.
+    """
+
+    form: Form
+    t: Tiling
+    isa: Isa
+    atom: Atom
+    softmax: Softmax
+
+    @property
+    def height(self) -> Index:
+        """Rows of queries that share keys in a block's eyes."""
+        return var("group") * var("m") if self.t.runs else var("m")
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """What the kernel is called with."""
+        form, t = self.form, self.t
+        found = [Argument(x, "int") for x in ("m", "n", "heads", "group", "window", "offset")]
+        for name in "qkv":
+            found += rows_of(name, form.held, t.loose)
+        if t.runs:
+            found += [Argument(x, "int") for x in ("few", "run")] + [Argument("work", "pointer", "f32")]
+            found += [Argument(x, "long") for x in ("all_rows", "mosts_at", "sums_at")]
+        else:
+            found += rows_of("o", form.to, t.loose, readonly=False)
+            found += [Argument("lse", "pointer", "f32")] if form.lse else []
+        given = (("lengths", form.lengths), ("starts", form.starts))
+        found += [Argument(name, "pointer", "s32", readonly=True) for name, there in given if there]
+        fused = parse(form.score)
+        for i, x in enumerate(fused.operands):
+            found.append(Argument(f"x{i}_all", "pointer", x.dtype, readonly=True))
+            found += [Argument(f"x{i}_{axis}", "long") for axis in x.axes if axis != "n"]
+            found += [] if x.dense else [Argument(f"x{i}_n", "long")]
+        return (*found, *(Argument(f"number_{i}", "float") for i in range(fused.numbers)))
+
+    def memory(self) -> tuple[Stmt, ...]:
+        """Shared memory, and registers."""
+        t, held = self.t, self.form.held
+        return (
+            Shared("q_tile", t.queries * t.deep, "f32"),
+            Shared("chunk", t.buffer, "f32"),
+            Shared("weights", t.queries * t.beside, "f32"),
+            Shared("part", t.queries * t.across, "f32"),
+            Scratch("next", max(t.waiting, t.vectors[0]), held),
+            Scratch("words", LANES, "f32"),
+            Scratch("s", t.rows * t.columns, "f32"),
+            Scratch("o_sums", t.rows * t.sums, "f32"),
+            Scratch("left", t.rows * LANES, "f32"),
+            Scratch("right", max(LANES, t.sums), "f32"),
+            Scratch("most", t.rows, "f32"),
+            Scratch("sums", t.rows, "f32"),
+        )
+
+    # -- where ---------------------------------------------------------------
+
+    def places(self) -> tuple[Stmt, ...]:
+        """Which queries of which head a block has, and which of them a thread."""
+        t, block, blocks = self.t, var("block"), var("blocks")
+        held = var("few") if t.runs else var("heads")
+        first: tuple[Stmt, ...] = (
+            Let("blocks", ceil_div(self.height, t.queries)),
+            Let("item", block // blocks // held),
+        )
+        if t.runs:
+            first += (
+                Let("other", block // blocks % held),
+                Let("row_0", block % blocks * t.queries),
+                Let("low", const(0)),
+                Let("high", var("m") - 1),
+            )
+        else:
+            first += (
+                Let("head", block // blocks % held),
+                Let("other", var("head") // var("group")),
+                # Under causal bounds the last queries see most: first come those that take longest.
+                Let("row_0", (blocks - 1 - block % blocks) * t.queries),
+                Let("low", var("row_0")),
+                Let("high", minimum(var("m"), var("row_0") + t.queries) - 1),
+            )
+        head = var("other") * var("group") if t.runs else var("head")
+        return (
+            *first,
+            Let("last", self.height - 1),
+            Let("down", var("thread") // t.across),
+            Let("across", var("thread") % t.across),
+            LetPtr("q_item", Ptr("q", var("item") * var("q_b") + head * var("q_h")), self.form.held, readonly=True),
+            *(
+                LetPtr(f"{x}_item", Ptr(x, var("item") * var(f"{x}_b") + var("other") * var(f"{x}_h")), self.form.held)
+                for x in "kv"
+            ),
+        )
+
+    def reach(self) -> tuple[Stmt, ...]:
+        """The keys that some query of the block sees: from `first` to `end`."""
+        bounds, form = self.form.bounds, self.form
+        found: list[Stmt] = []
+        start: Index = var("offset")
+        if form.starts:
+            found.append(Read("start", Ptr("starts", var("item"))))
+            start = var("start")
+        found.append(Let("at", start))
+        end: Index = var("n")
+        if form.lengths:
+            found.append(Read("length", Ptr("lengths", var("item"))))
+            end = maximum(0, minimum(end, var("length")))
+        if bounds.causal:
+            end = minimum(end, var("at") + var("high") + 1)
+        elif bounds.window:
+            end = minimum(end, var("at") + var("high") + var("window"))
+        first: Index = maximum(0, var("at") + var("low") + 1 - var("window")) if bounds.window else const(0)
+        if self.t.runs:
+            first = maximum(first, var("slice") * var("run"))
+            end = minimum(end, (var("slice") + 1) * var("run"))
+        return (*found, Let("first", first), Let("end", end))
+
+    def query(self, row: Index) -> Index:
+        """Where a row of the tile begins, in elements past `q_item`."""
+        if self.t.runs:
+            return row // var("m") * var("q_h") + row % var("m") * var("q_m")
+        return row * var("q_m")
+
+    # -- chunks, from global to shared memory --------------------------------
+
+    def along(self, name: str) -> Index:
+        """Elements from one column of an operand to the next."""
+        return var(f"{name}_d") if name in self.t.loose else const(1)
+
+    def pieces(self, rows: int, width: int, vector: int, *body: Stmt, unroll: int = WHOLE) -> Stmt:
+        """Have the threads do something to each `vector` neighbours of a chunk."""
+        across, threads = width // vector, self.t.threads
+        piece = var("piece")
+        inner: tuple[Stmt, ...] = (Let("line", piece // across), Let("column", piece % across * vector), *body)
+        if rows * across % threads:
+            inner = (If(piece.lt(rows * across), inner),)
+        inner = (Let("piece", var("thread") + var("turn") * threads), *inner)
+        return For("turn", const(0), const(-(-rows * across // threads)), const(1), inner, unroll)
+
+    def load(self, to: Ptr, vector: int, source: Ptr, there: Index) -> tuple[Stmt, ...]:
+        """Load a piece to registers, zeros if it is not there."""
+        held = self.form.held
+        size, here = BY_NAME[held].bytes, LetPtr("from", source, held, readonly=True)
+        if there != const(1):
+            return (here, or_zeros(there, to, Ptr("from"), vector, size))
+        return (here, Move(to, Ptr("from")) if vector == 1 else Vector(to, Ptr("from"), vector * size))
+
+    def store(self, to: Ptr, vector: int, src: Ptr) -> tuple[Stmt, ...]:
+        """Store a piece to shared memory."""
+        wide = min(vector, LANES)
+        body: list[Stmt] = []
+        for i in range(0, vector, wide):
+            given = src + i
+            if self.form.held != "f32" and wide > 1:
+                body.append(each("e", wide, Move(Ptr("words", var("e")), given + var("e"))))
+                given = Ptr("words")
+            body.append(Move(to + i, given) if wide == 1 else Vector(to + i, given, wide * WORD))
+        return tuple(body)
+
+    def put(self, rows: int, width: int, vector: int, step: int) -> Stmt:
+        """Store the pieces in registers to shared memory, rows so many words apart."""
+        to, src = Ptr("chunk", var("line") * step + var("column")), self.waits(vector)
+        return self.pieces(rows, width, vector, *self.store(to, vector, src))
+
+    def begin(self) -> tuple[Stmt, ...]:
+        """Q to shared memory, the first chunk of K to registers; nothing has been summed."""
+        t, line, column = self.t, var("line"), var("column")
+        vector, width = t.vectors[0], t.depth * t.chunks
+        row = minimum(var("row_0") + line, var("last"))
+        there = const(1) if width == t.d else column.lt(t.d)
+        source = Ptr("q_item", self.query(row) + column * self.along("q"))
+        moved = (
+            *self.load(Ptr("next"), vector, source, there),
+            *self.store(Ptr("q_tile", line * t.deep + column), vector, Ptr("next")),
+        )
+        return (
+            self.pieces(t.queries, width, vector, *moved, unroll=1),
+            Clear("o_sums", t.rows * t.sums),
+            *self.softmax.begin(),
+            If(var("first").lt(var("end")), (self.keys(var("first"), const(0)),)),
+        )
+
+    def keys(self, key: Index, chunk: Index) -> Stmt:
+        """Fetch a chunk of K to registers."""
+        t, vector = self.t, self.t.vectors[1]
+        row, at = minimum(key + var("line"), var("end") - 1), chunk * t.depth + var("column")
+        there = const(1) if t.depth * t.chunks == t.d else at.lt(t.d)
+        source = Ptr("k_item", row * var("k_n") + at * self.along("k"))
+        return self.pieces(t.keys, t.depth, vector, *self.load(self.waits(vector), vector, source, there))
+
+    def values(self, chunk: Index) -> Stmt:
+        """Fetch a chunk of V to registers."""
+        t, vector = self.t, self.t.vectors[2]
+        row = var("key") + chunk * t.values + var("line")
+        there = row.lt(var("end"))
+        there = there if t.wide == t.dv else there * var("column").lt(t.dv)
+        source = Ptr("v_item", row * var("v_n") + var("column") * self.along("v"))
+        return self.pieces(t.values, t.wide, vector, *self.load(self.waits(vector), vector, source, there))
+
+    @staticmethod
+    def waits(vector: int) -> Ptr:
+        """Where a thread's pieces wait."""
+        return Ptr("next", var("turn") * vector)
+
+    # -- a tile of keys ------------------------------------------------------
+
+    def step(self) -> tuple[Stmt, ...]:
+        """One tile of keys."""
+        t, chunk, after = self.t, var("chunk_of"), var("key") + self.t.keys
+        more = If((chunk + 1).lt(t.chunks), (self.keys(var("key"), chunk + 1),), (self.values(const(0)),))
+        scores = (
+            Barrier(),
+            self.put(t.keys, t.depth, t.vectors[1], t.step),
+            Barrier(),
+            more if t.chunks > 1 else self.values(const(0)),
+            self.scores(chunk),
+        )
+        parts = t.keys // t.values
+        further = If(after.lt(var("end")), (self.keys(after, const(0)),))
+        rest = If((chunk + 1).lt(parts), (self.values(chunk + 1),), (further,)) if parts > 1 else further
+        sums = (
+            Barrier(),
+            self.put(t.values, t.wide, t.vectors[2], t.wide),
+            Barrier(),
+            rest,
+            self.weighed(chunk),
+        )
+        return (
+            Clear("s", t.rows * t.columns),
+            For("chunk_of", const(0), const(t.chunks), const(1), scores),
+            *self.softmax.statements(),
+            For("chunk_of", const(0), const(parts), const(1), sums),
+        )
+
+    def scores(self, chunk: Index) -> Stmt:
+        """S += Q K^T of a chunk of elements."""
+        t, u, i, j = self.t, var("u"), var("i"), var("j")
+        row, key = var("down") + i * t.down, var("across") + j * t.across
+        mac = Mac(Ptr("s", i * t.columns + j), Ptr("left", i * LANES + var("e")), Ptr("right", var("e")))
+        q = Ptr("q_tile", row * t.deep + chunk * t.depth + u * LANES)
+        return For(
+            "u", const(0), const(t.depth // LANES), const(1),
+            (
+                each("i", t.rows, Vector(Ptr("left", i * LANES), q, LANES * WORD)),
+                each(
+                    "j", t.columns,
+                    Vector(Ptr("right"), Ptr("chunk", key * t.step + u * LANES), LANES * WORD),
+                    each("e", LANES, each("i", t.rows, mac)),
+                ),
+            ),
+            UNROLL,
+        )  # fmt: skip
+
+    def weighed(self, chunk: Index) -> Stmt:
+        """O += P V of a chunk of keys."""
+        t, u, i, e, g = self.t, var("u"), var("i"), var("e"), var("g")
+        row = var("down") + i * t.down
+        p = Ptr("weights", row * t.beside + chunk * t.values + u * LANES)
+        v = Ptr("chunk", (u * LANES + e) * t.wide + (var("across") + g * t.across) * t.cell)
+        mac = Mac(Ptr("o_sums", i * t.sums + var("c")), Ptr("left", i * LANES + e), Ptr("right", var("c")))
+        return For(
+            "u", const(0), const(t.values // LANES), const(1),
+            (
+                each("i", t.rows, Vector(Ptr("left", i * LANES), p, LANES * WORD)),
+                each(
+                    "e", LANES,
+                    each("g", t.sums // t.cell, Vector(Ptr("right", g * t.cell), v, t.cell * WORD)),
+                    each("i", t.rows, each("c", t.sums, mac)),
+                ),
+            ),
+            UNROLL,
+        )  # fmt: skip
+
+    # -- results -------------------------------------------------------------
+
+    def finish(self) -> tuple[Stmt, ...]:
+        """What the sums come to, stored."""
+        t, i = self.t, var("i")
+        row = var("row_0") + var("down") + i * t.down
+        mine: tuple[Stmt, ...]
+        if t.runs:
+            mine = (
+                Let("head", var("other") * var("group") + var("row") // var("m")),
+                Let("number", (var("item") * var("heads") + var("head")) * var("m") + var("row") % var("m")),
+                Let("place", var("slice") * var("all_rows") + var("number")),
+                LetPtr("to", Ptr("work", var("place") * t.dv), "f32"),
+            )
+        else:
+            at = var("item") * var("o_b") + var("head") * var("o_h") + var("row") * var("o_m")
+            mine = (LetPtr("to", Ptr("o", at), self.form.to),)
+        inside = If(var("row").lt(self.height), (*mine, *self.softmax.ends(), self.stored()))
+        out = Scratch("o_out", t.vectors[3], "f32" if t.runs else self.form.to)
+        return (out, *self.softmax.totals(), each("i", t.rows, Let("row", row), inside))
+
+    def stored(self) -> Stmt:
+        """A row's columns of O."""
+        t, g, h, e = self.t, var("g"), var("h"), var("e")
+        vector = t.vectors[3]
+        place = var("i") * t.sums + g * t.cell + h * vector + e
+        column = (var("across") + g * t.across) * t.cell + h * vector
+        to = Ptr("to", var("column") * (const(1) if t.runs else self.along("o")))
+        size = BY_NAME["f32" if t.runs else self.form.to].bytes
+        store = Move(to, Ptr("o_out")) if vector == 1 else Vector(to, Ptr("o_out"), vector * size)
+        body = (each("e", vector, *self.softmax.divided(Ptr("o_sums", place), Ptr("o_out", e))), store)
+        inside = body if t.wide == t.dv else (If(var("column").lt(t.dv), body),)
+        return each("g", t.sums // t.cell, each("h", t.cell // vector, Let("column", column), *inside))

@@ -1,0 +1,75 @@
+"""Weights on a device, laid out once.
+
+Owns `PackedThere`, what `pack` makes of a device's array. Imports `foreign`, `on_device`,
+`rows_on_device`. A device's kernels lay tiles out in shared memory, whatever the strides, so
+that a packed weight is no more than a dense copy: of threads that move 16 bytes at once, none
+waits for a stride.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from portmm import foreign, rows_on_device
+from portmm.dtype import BY_NAME
+
+if TYPE_CHECKING:
+    from portmm.foreign import Foreign
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedThere:
+    """A weight, usable wherever `b` is; it does not change with what it was made from.
+
+    Attributes:
+        array: of the library that the weight came from, dense.
+        shape: of the weight.
+        dtype: portmm's name of its elements' type.
+    """
+
+    array: Any
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of the weight."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight."""
+        return math.prod(self.shape) * BY_NAME[self.dtype].bytes
+
+    def __repr__(self) -> str:
+        return f"<portmm.PackedThere {self.shape} {self.dtype}>"
+
+
+def pack(b: Foreign) -> PackedThere:
+    """A weight on a device, for products on it: see `packed.pack`.
+
+    Raises:
+        TypeError: its type is not one that kernels copy.
+        ValueError: it has fewer than two dimensions.
+    """
+    if len(b.shape) < 2:
+        raise ValueError(f"b has shape {b.shape}; a weight has at least two dimensions")
+    if 0 in b.shape:
+        return PackedThere(foreign.empty_like(b, b.shape, b.dtype)[0], b.shape, b.dtype)
+    turned = _by_columns(b)
+    # What runs along k stays so: kernels read it as well.
+    source = foreign.transposed(b) if turned else b
+    ((made, _),), _ = rows_on_device.over_rows(lambda x: x, (source,), {"m": "m", "n": "n", "b": "b"})
+    return PackedThere(_swapped(made) if turned else made, b.shape, b.dtype)
+
+
+def _by_columns(b: Foreign) -> bool:
+    return b.strides[-2] == BY_NAME[b.dtype].bytes < b.strides[-1]
+
+
+def _swapped(x: Any) -> Any:
+    """The array with its last two dimensions exchanged."""
+    axes = (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2)
+    return x.permute(axes) if hasattr(x, "permute") else x.transpose(axes)
