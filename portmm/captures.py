@@ -3,7 +3,7 @@
 Owns `Scope`, which runs a function with traced arrays in place of its arguments
 and of what it captures (closures, globals, defaults, attributes of captured
 objects), and remembers how to find them again, with a check that they are still
-of the kind that was traced. Imports `graph`, `value`.
+of the kind that was traced. Imports `foreign`, `graph`, `value`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.foreign import lay, on_device
 from portmm.graph import refuse
 from portmm.surroundings import PLAIN, filled, fixed, global_names, ours
 from portmm.value import Value
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 ITEM, CELL, ATTRIBUTE = range(3)
-SAME, EQUAL, ARRAY, NUMBER, LENGTH = range(5)
+SAME, EQUAL, ARRAY, NUMBER, LENGTH, DEVICE = range(6)
 Check = tuple[int, Any, Any, int, Any]
 """How to get something: from what, by which key; and how to tell that it is what it was."""
 
@@ -63,6 +64,9 @@ def arguments(values: Any, key: list[Any], leaves: list[Any], kept: list[Any]) -
             kept.append(x)
         elif isinstance(x, (*PLAIN, type)):
             key.append((type(x), x))
+        elif on_device(x):
+            key.append(lay(x))
+            leaves.append(x)
         else:
             key.append(id(x))
             kept.append(x)
@@ -86,7 +90,7 @@ class Scope:
         """An argument, of which the key of the call tells the kind: see `arguments`."""
         if isinstance(x, np.ndarray):
             return Value(self.graph, self.graph.leaf(np.asarray(x), name))
-        if is_weight(x):
+        if is_weight(x) or on_device(x):
             return Value(self.graph, self.graph.leaf(x, name))
         if isinstance(x, (tuple, list)):
             made = [self.argument(y, f"{name}[{i}]") for i, y in enumerate(x)]
@@ -102,7 +106,7 @@ class Scope:
         """Something must be what it was."""
         self.checks.append((how, at, key, kind, expected))
 
-    def wrapped(self, x: Any, how: int, at: Any, key: Any, name: str) -> Any:  # noqa: C901, PLR0911
+    def wrapped(self, x: Any, how: int, at: Any, key: Any, name: str) -> Any:  # noqa: C901, PLR0911, PLR0912
         """What a traced function finds in place of something that it captured."""
         if isinstance(x, np.ndarray):
             self.check(how, at, key, ARRAY, form(x))
@@ -113,6 +117,9 @@ class Scope:
         if isinstance(x, (*PLAIN, float)):
             self.check(how, at, key, EQUAL, x)
             return x
+        if on_device(x):
+            self.check(how, at, key, DEVICE, lay(x))
+            return Value(self.graph, self.graph.leaf(x, name))
         if type(x) is list or isinstance(x, dict):
             self.check(how, at, key, LENGTH, (x, len(x)))
         elif not isinstance(x, types.MethodType):
@@ -187,7 +194,7 @@ def found(checks: list[Check]) -> list[Any] | None:
             x = at[key] if how == ITEM else at.cell_contents if how == CELL else getattr(at, key)
             if not _IS[kind](x, expected):
                 return None
-            if kind in (ARRAY, NUMBER) or (kind == SAME and is_weight(x)):
+            if kind in (ARRAY, NUMBER, DEVICE) or (kind == SAME and is_weight(x)):
                 leaves.append(float(x) if kind == NUMBER else x)
     except (KeyError, IndexError, AttributeError, ValueError):
         return None
@@ -200,8 +207,9 @@ _IS: tuple[Callable[[Any, Any], bool], ...] = (
     lambda x, expected: isinstance(x, np.ndarray) and form(x) == expected,
     lambda x, _: isinstance(x, float),
     lambda x, expected: x is expected[0] and len(x) == expected[1],
+    lambda x, expected: on_device(x) and lay(x) == expected,
 )
-"""For each kind of check, whether something is what was expected: SAME, EQUAL, ARRAY, NUMBER, LENGTH."""
+"""For each kind of check, whether something is what was expected: SAME, EQUAL, ARRAY, NUMBER, LENGTH, DEVICE."""
 
 
 class _Object:

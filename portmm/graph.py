@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm import api, arrays
+from portmm import api, arrays, foreign
 from portmm.dtype import accumulator
 from portmm.errors import TraceError
 from portmm.expr import OPS, Expr, apply, node, ordered, real
@@ -151,6 +151,7 @@ class Graph:
         lasting: the same will come of the next call.
         values: of nodes that were needed while tracing.
         fixed: weights that no call gives, made of others.
+        there: leaves that lie on a device, and what is known of them.
     """
 
     strict: bool = False
@@ -160,6 +161,7 @@ class Graph:
     lasting: bool = True
     values: dict[Node, Any] = field(default_factory=dict)
     fixed: dict[Node, Any] = field(default_factory=dict)
+    there: dict[int, foreign.Foreign] = field(default_factory=dict)
 
     def add(  # noqa: PLR0917 - what a node is
         self, kind: str, shape: Shape, dtype: Any, inputs: tuple[Node, ...], plain: Any, name: str, **more: Any
@@ -177,6 +179,9 @@ class Graph:
             kind, shape, dtype = "array", value.shape, value.dtype.newbyteorder("=")
         elif isinstance(value, float):
             kind, shape, dtype = "number", (), None
+        elif (found := foreign.adopt(value) if foreign.on_device(value) else None) is not None:
+            self.there[where] = found
+            kind, shape, dtype = "array", found.shape, arrays.numpy_of(found.dtype)
         else:
             # One of four bits is multiplied as numbers of the type of what it meets.
             kind, shape, dtype = "weight", value.shape, value.owner.dtype if type(value).__name__ == "Packed" else None
@@ -335,6 +340,8 @@ class Graph:
         """
         if any(x.kind == "number" for x in inputs):
             raise ByValueError("NumPy is given a number")
+        if self.there and not (own and shape is not None):
+            raise refuse(f"{name} has no kernel, and NumPy does not compute on a device: {why}")
         if not own:
             if self.strict:
                 raise refuse(f"{name} is no part of a kernel: {why}")

@@ -17,6 +17,7 @@ import numpy as np
 from portmm import vocabulary
 from portmm.errors import TraceError
 from portmm.expr import FUNCTIONS, UFUNCS
+from portmm.foreign import on_device
 from portmm.graph import ByValueError, Node, refuse
 from portmm.names import CHANGES, COPIES, LOOKS, METHODS, SIGNS, STATIC, STATIC_METHODS, VIEWS, rebuilt
 
@@ -350,6 +351,9 @@ def _node(graph: Graph, x: Any) -> Node:
     if hasattr(x, "family") or type(x).__name__ == "Quantized":
         graph.lasting = False
         return graph.leaf(x, "a weight")
+    if on_device(x):
+        graph.lasting = False
+        return graph.leaf(x, "an array on a device")
     array = np.asarray(x)
     if array.dtype == object:
         raise refuse(f"a {type(x).__name__} cannot meet a traced array")

@@ -21,6 +21,7 @@ from portmm.builder import Builder
 from portmm.captures import Scope, arguments, found
 from portmm.errors import BuildError, NoCompilerError, ScheduleError, TraceError
 from portmm.flash import flash
+from portmm.foreign import on_device
 from portmm.graph import ByValueError, Graph, Node
 from portmm.memory import Memory
 from portmm.names import rebuilt
@@ -110,7 +111,9 @@ class Whole:
         self.describe: Callable[[Any], bytes | None] = self.begin
 
     def begin(self, args: Any) -> bytes | None:
-        """Have the run time ready; from then on, it describes arrays."""
+        """Have the run time ready; from then on, it describes arrays. A device needs none."""
+        if any(on_device(x) for x in args):
+            return None
         api.begin()
         try:
             self.describe = runtime().describe
@@ -248,6 +251,10 @@ def _with_numbers(key: Any, leaves: list[Any]) -> Any:
 
 def _program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[Kernel], list[Any], str, list[str]]:
     """What runs a graph, its kernels, what is apart, its text, and notes."""
+    if graph.there:
+        from portmm import builder_on_device
+
+        return builder_on_device.program(graph, outputs, result)
     api.begin()
     if any(0 in x.shape or (x.kind == "matmul" and 0 in x.inputs[0].shape) for x in graph.nodes):
         return _evaluated(graph, result, "an array is empty: NumPy does what is left")

@@ -37,6 +37,12 @@ class ndarray:  # noqa: N801 - CuPy's name
     def __setitem__(self, key, value):
         self.host[key] = value.host if isinstance(value, ndarray) else value
 
+    def reshape(self, shape):
+        return ndarray(self.host.reshape(shape))
+
+    def view(self, dtype):
+        return ndarray(self.host.view(dtype))
+
     @property
     def T(self):  # noqa: N802 - CuPy's name
         return ndarray(self.host.T)
