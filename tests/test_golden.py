@@ -16,7 +16,8 @@ from portmm import vocabulary
 from portmm.emit.c import source
 from portmm.expr import apply
 from portmm.fused import C, Fused, Operand, acc, load, number
-from portmm.lower import lower, lower_fold, lower_pack, lower_rows
+from portmm.grid_dispatch import source as device_source
+from portmm.lower import lower, lower_fold, lower_grid, lower_pack, lower_rows
 from portmm.problem import Family
 from portmm.schedule import ALL, Schedule, Tile
 from portmm.target import load_isa
@@ -110,9 +111,37 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("name", KERNELS)
+def on_device(word, depth, isa="simt", **more):
+    """Threads of 2 x 4 sums, a block of two warps."""
+    levels = Tile("registers", 2, 4, 1), Tile("warp", 8, 16, 1), Tile("shared", 8, 32, depth), Tile("L2", 64, ALL, ALL)
+    s = Schedule("simt", isa, word, levels, (2,), pack_a=False, pack_b=False, stages=2, cell=(2, 4))
+    return lower_grid(replace(s, **more), load_isa(isa))
+
+
+def direct():
+    """Two rows and two columns a thread, that read where operands lie, and a bias."""
+    levels = Tile("registers", 2, 2, 1), Tile("warp", 2, 32, 1), Tile("shared", 4, 32, 1), Tile("L2", 32, ALL, ALL)
+    text = str(Fused((Operand("f32", "n"),), ((C, apply("max", acc() + load(0, "f32"), 0.0)),)))
+    s = Schedule("direct", "simt", "f32", levels, (2,), b="any", pack_a=False, pack_b=False, stages=1, fused=text)
+    return lower_grid(replace(s, cell=(2, 1)), load_isa("simt"))
+
+
+DEVICES = {
+    "copied_f32.cu": lambda: on_device("f32", 8, copies=True, stages=3, vectors=(2, 4, 4), resident=4)[0],
+    "woven_s8.cu": lambda: on_device("s8-s8-s32", 8, "simt_dot4", kr=4, vectors=(4, 4, 4))[0],
+    "simt_bf16.cl": lambda: on_device("bf16", 8, b="col", vectors=(1, 4, 2))[0],
+    "slices_f16.cl": lambda: on_device("f16", 8, split=4)[1],
+    "direct_f32.cl": lambda: direct()[0],
+}
+TEXTS = {f"{name}.c": lambda make=make: source(make()) for name, make in KERNELS.items()} | {
+    name: lambda make=make, name=name: device_source(make(), "cuda" if name.endswith(".cu") else "opencl")
+    for name, make in DEVICES.items()
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
 def test_the_text_is_the_one_looked_at(name, request):
-    text, path = source(KERNELS[name]()), FOLDER / f"{name}.c"
+    text, path = TEXTS[name](), FOLDER / name
     if request.config.getoption("--update-golden"):
         path.write_text(text)
     assert path.is_file(), "no such file; write it with --update-golden"
@@ -120,12 +149,12 @@ def test_the_text_is_the_one_looked_at(name, request):
 
 
 def test_every_file_is_of_a_kernel():
-    assert {path.stem for path in FOLDER.glob("*")} == set(KERNELS)
+    assert {path.name for path in FOLDER.glob("*")} == set(TEXTS)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", TEXTS)
 def test_the_text_is_meant_to_be_read(name):
-    lines = source(KERNELS[name]()).splitlines()
+    lines = TEXTS[name]().splitlines()
     assert all(line.startswith("/* ") and line.endswith(" */") for line in lines[:3])
     assert not any(line != line.rstrip() or "\t" in line for line in lines)
-    assert source(KERNELS[name]()) == "\n".join(lines) + "\n"
+    assert TEXTS[name]() == "\n".join(lines) + "\n"
