@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from portmm.explanation import Explanation
 
 LANGUAGES = ("cuda", "opencl")
 """Of kernels for devices."""
@@ -166,7 +165,7 @@ def _explained(
     threads: int | None,
     deterministic: bool,
     static: bool,
-) -> Explanation:
+) -> Any:
     from portmm import call, dispatch
     from portmm.dtype import accumulator, types
     from portmm.explanation import explain, target_called
@@ -218,7 +217,7 @@ def explain_command(
         deterministic=deterministic,
         static=static,
     )
-    artifact = found.artifact if build else None
+    artifact: Any = found.artifact if build else None
     if as_json:
         built = {"artifact": str(artifact.path), "command": list(artifact.command)} if hasattr(artifact, "path") else {}
         _print_json(found.as_dict() | built)

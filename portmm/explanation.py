@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from portmm.build import Artifact
     from portmm.cost import Cost
+    from portmm.grid_explanation import GridExplanation
     from portmm.ir import Kernel
     from portmm.isa import Atom
 
@@ -289,7 +290,7 @@ def explain(
     deterministic: bool | None = None,
     static: bool = False,
     epilogue: Callable[..., Any] | None = None,
-) -> Explanation:
+) -> Explanation | GridExplanation:
     """Say how a product would be computed, and why that way. Nothing is compiled.
 
     Args:
@@ -306,7 +307,8 @@ def explain(
         epilogue: what becomes of the sums, as in `matmul`; `a` and `b` are arrays then.
 
     Returns:
-        A record that prints, and has all that it prints as attributes.
+        A record that prints, and has all that it prints as attributes; for a device a
+        `GridExplanation`, of operands that are dense and aligned.
 
     Raises:
         TypeError: a dtype is not supported.
@@ -342,7 +344,7 @@ def _with(p: Problem, deterministic: bool | None) -> Problem:
     return p if deterministic is None else replace(p, deterministic=deterministic)
 
 
-def _explained(p: Problem, target: Target, threads: int, notes: tuple[str, ...] = ()) -> Any:
+def _explained(p: Problem, target: Target, threads: int, notes: tuple[str, ...] = ()) -> Explanation | GridExplanation:
     if not p.flops:
         raise ValueError(f"{p} has nothing to multiply, so no kernel is needed")
     if target.device is not None:

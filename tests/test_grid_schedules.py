@@ -1,0 +1,112 @@
+"""Schedules of devices: every candidate is legal, reads back, and gives each element of C to one thread."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from grid_cases import MACHINE, OLDER
+from grid_cover import counted
+from portmm.kernels.simt import Work
+
+from portmm import naming
+from portmm.dtype import BY_NAME, accumulator
+from portmm.grid_candidates import asynchronous, candidates, illegal, on_gpu, registers, resident, shared_bytes
+from portmm.grid_cost import cost
+from portmm.index import const
+from portmm.interp import evaluate
+from portmm.lower import grid_atom, lower_grid
+from portmm.problem import Problem
+from portmm.schedule import parse, spell
+from portmm.target import load_target, names_of
+
+DEVICES = [MACHINE, OLDER, *map(load_target, names_of("device"))]
+PROBLEMS = (
+    (Problem(1000, 900, 700), (4, 4, 4)), (Problem(65, 33, 131, a="any", b="any", c="col"), (1, 1, 1)),
+    (Problem(64, 64, 9000, a="col", b="col"), (4, 2, 2)), (Problem(3, 100, 2000, "f16", 5), (8, 8, 4)),
+    (Problem(100, 100, 100, "f64"), (1, 1, 2)), (Problem(500, 80, 999, "s8-s8-s32", b="col"), (1, 16, 4)),
+    (Problem(300, 300, 512, "s8-s8-s32", a="col"), (16, 4, 4)), (Problem(70, 70, 70, "f32-s8-f32"), (2, 4, 1)),
+)  # fmt: skip
+
+
+def every(target):
+    for p, vectors in PROBLEMS:
+        for s in candidates(p, target, vectors):
+            yield p, vectors, s
+
+
+@pytest.mark.parametrize("target", DEVICES, ids=lambda t: f"{t.name}-{t.device.architecture}")
+def test_candidates_are_legal_and_read_back(target):
+    seen = []
+    for p, vectors, s in every(target):
+        isa, device = target.isa(s.isa), target.device
+        atom = grid_atom(isa, s)
+        assert not illegal(s, p, target), s
+        assert s.threads <= device.block_threads
+        assert shared_bytes(s) <= device.shared_bytes
+        held = resident(s, target) * s.threads
+        assert not device.registers or registers(s) * held <= device.registers
+        assert not device.threads or held <= device.threads
+        assert s.resident in (0, resident(s, target))
+        assert not s.copies or asynchronous(target)
+        assert on_gpu(target) or s.program != "simt"
+        assert all(x <= y for x, y in zip(s.vectors, vectors, strict=True))
+        assert parse(spell(s)) == s
+        assert naming.parse(str(s.name(atom))) == s.name(atom)
+        assert cost(p, s, atom, target).seconds > 0
+        seen.append((p, s))
+    assert len(set(seen)) == len(seen)
+    assert [(p, s) for p, _, s in every(target)] == seen
+
+
+def shapes():
+    """One schedule of every device for each way in which threads share out C, and what shared memory holds."""
+    found = {}
+    for target in DEVICES:
+        for p, _, s in every(target):
+            if s.program in ("simt", "direct"):
+                kind = replace(s, split=min(s.split, 2), resident=0, copies=False, stages=1)
+                found.setdefault((p.c, kind), (p, s, target.isa(s.isa)))
+    return found.values()
+
+
+def test_each_element_of_c_is_stored_once():
+    done = set()
+    for p, s, isa in shapes():
+        key = (s.program, s.tiles[0], s.tiles[1].n, s.block.m, s.block.n, s.cell, s.split > 1, s.vectors[2])
+        if key in done:
+            continue
+        done.add(key)
+        m, n, batch = s.block.m + 3, s.block.n + 2 * s.vectors[2] - (s.vectors[2] == 1), 2
+        kernel = lower_grid(s, isa)[0]
+        values = {"m": m, "n": n, "k": 5, "batch": batch, "c_m": n, "c_n": 1, "c_batch": m * n}
+        root, dtype = ("work", accumulator(*s.types[:2])) if s.split > 1 else ("c", s.types[2])
+        blocks, slices = (evaluate(x, values) for x in kernel.grid)
+        grid = (slices, blocks, kernel.threads)
+        times = counted(kernel.body, values, grid, root, slices * batch * m * n, BY_NAME[dtype].bytes)
+        assert (times == 1).all(), (p, s)
+    assert len(done) > 30
+
+
+def test_each_word_of_a_tile_is_filled_once():
+    done = set()
+    for _, s, isa in shapes():
+        key = (s.a, s.b, s.block, s.threads, s.kr, s.vectors[:2])
+        if s.program != "simt" or key in done:
+            continue
+        done.add(key)
+        for name in "ab":
+            feed = Work(s, isa, grid_atom(isa, s)).feed(name)
+            times = counted(feed.put(const(0)), {}, (1, 1, s.threads), f"{name}_tile", feed.size, 4)
+            assert (times == 1).all(), (name, s)
+    assert len(done) > 30
+
+
+def test_slices_are_added_by_one_thread_for_each_element():
+    s = next(s for p, _, s in every(MACHINE) if s.split > 1 and p.batch == 1)
+    kernel = lower_grid(s, MACHINE.isa(s.isa))[1]
+    for m, n, batch in ((3, 5, 2), (2, 300, 1), (1, 128, 3)):
+        values = {"m": m, "n": n, "batch": batch, "work_batch": m * n, "c_m": n, "c_n": 1, "c_batch": m * n}
+        blocks, slices = (evaluate(x, values) for x in kernel.grid)
+        times = counted(kernel.body, values, (slices, blocks, kernel.threads), "c", batch * m * n, 4)
+        assert (times == 1).all()
