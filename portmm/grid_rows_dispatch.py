@@ -32,8 +32,8 @@ USUAL = 256
 LEAST = 128
 LANES = 16
 """Threads of a row under OpenCL on a CPU: a vector of 512 bits."""
-HELD = 64
-"""Registers of a thread for values of its columns."""
+HELD = 32
+"""Registers of a thread for values of its columns: code is unrolled for each of them."""
 DEEP = 32
 """Rows of a column, at least, that are worth a slice of their own."""
 WAVES = 4

@@ -1,7 +1,7 @@
 """Kernels of one's own, on arrays.
 
 Owns `launch`, the last step of a block program that somebody wrote: a `Kernel` is compiled, once, and runs
-on arrays that lie as they lie. Imports `arrays`, `detect`, `dispatch`, `settings`.
+on arrays that lie as they lie. Imports `arrays`, `detect`, `dispatch`, `grid`, `settings`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from portmm import api, arrays, settings
 from portmm.detect import missing
 from portmm.dtype import BY_NAME, base
 from portmm.errors import TargetError
+from portmm.foreign import on_device
+from portmm.grid import GridKernel
 
 if TYPE_CHECKING:
     from portmm.ir import Kernel
 
-Array = np.ndarray[Any, Any]
 
-
-def launch(kernel: Kernel, a: Array, b: Array, c: Array) -> Array:
+def launch(kernel: Kernel | GridKernel, a: Any, b: Any, c: Any) -> Any:
     """Run a kernel: C[m, n] of A[m, k] and B[k, n], or of a batch of each.
 
     What it does with them is its own affair; this machine keeps it from nothing. Threads are those of
-    `config` and `set_num_threads`.
+    `config` and `set_num_threads`. A kernel of a device (`grid.GridKernel`) takes arrays on one, and is put on the
+    stream or queue of `a`.
 
     Args:
         kernel: a block program, made for this machine's instructions.
@@ -43,6 +44,10 @@ def launch(kernel: Kernel, a: Array, b: Array, c: Array) -> Array:
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
+    if isinstance(kernel, GridKernel):
+        from portmm import launching_on_device
+
+        return launching_on_device.launch(kernel, a, b, c)
     from portmm import dispatch
     from portmm.run.host import runtime
 
@@ -70,6 +75,8 @@ def launch(kernel: Kernel, a: Array, b: Array, c: Array) -> Array:
 
 def _check(name: str, x: Any, kernel: Kernel) -> None:
     """Refuse what a kernel cannot read."""
+    if on_device(x):
+        raise TypeError(f"{name} is on a device; this kernel is for arrays in the host's memory")
     wanted = base(kernel.type_of(name))
     if not isinstance(x, np.ndarray) or arrays.name_of(x.dtype) != wanted or x.ndim < 2:
         said = f"an array of {x.dtype}, shape {x.shape}" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"

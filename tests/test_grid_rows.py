@@ -9,15 +9,20 @@ import fused_cases
 import numpy as np
 import pytest
 from fused_cases import by_rows, every_operation, every_type, rows_case
-from opencl_cpu import opencl_device
+from opencl_cpu import missing, opencl_device
 from portmm.kernels.grid_rows import Form
 
+import portmm as pm
 from portmm.emit import cuda, opencl
-from portmm.expr import const
-from portmm.fused import PRODUCT, Fused, Operand, fold, index, load
+from portmm.errors import NoCompilerError
+from portmm.expr import const, real, sqrt
+from portmm.fused import PRODUCT, Fused, Operand, extent, fold, index, load, reduction
+from portmm.grid_dispatch import Machine
+from portmm.grid_rows_dispatch import form_of
 from portmm.interp import evaluate
 from portmm.lower import lower_grid_columns, lower_grid_rows
-from portmm.target import load_isa
+from portmm.nvrtc import compile_cuda, find_nvrtc
+from portmm.target import load_isa, load_target
 
 ROWS = {"every operation": every_operation, "every type": every_type, "by rows": by_rows}
 ISA = load_isa("simt")
@@ -170,3 +175,29 @@ def test_columns(by, slices, monkeypatch):
             got = found[1 + to][f.written[to].places()]
             eps = 2e-3 if dtype == "f16" else 1e-4
             np.testing.assert_allclose(got.astype(np.float64), want, rtol=eps, atol=eps)
+
+
+def softmax_and_norm(dtype):
+    x, width = load(0, dtype), real(extent("n"))
+    e = pm.exp(x - reduction("max", x))
+    centred = x - reduction("add", x) / width
+    normal = centred / sqrt(reduction("add", centred * centred) / width + 1e-5) * load(1, "f32")
+    operands = (Operand(dtype, "bmn"), Operand("f32", "n"), Operand(dtype, "bmn"), Operand(dtype, "bmn"))
+    return Fused(operands, ((2, e / reduction("add", e)), (3, normal)))
+
+
+@pytest.mark.parametrize("chip", ["t4", "h200"])
+@pytest.mark.parametrize("n", [100, 4096, 16384, 100_000])
+def test_rows_compile_without_spills(chip, n):
+    try:
+        find_nvrtc()
+    except NoCompilerError as error:
+        missing(str(error))
+    fused, on = softmax_and_norm("bf16"), Machine((chip,), "cuda", 0, load_target(chip))
+    form = form_of(fused, (64, n, 1), 4, on)
+    assert form.exchange
+    assert form.threads <= on.target.device.block_threads
+    assert not form.cells or form.width >= n
+    kernel = lower_grid_rows(ISA, str(fused), form)
+    made = compile_cuda(cuda.source(kernel), kernel.name, on.target.device.architecture)
+    assert made.spills == 0, (form, made.registers)
