@@ -19,6 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portmm.kernels import fed_codes
+
 from portmm.dtype import BY_NAME
 from portmm.index import Ptr, const, minimum, var
 from portmm.ir import For, If, Let, LetPtr, Move, Scratch
@@ -53,6 +55,7 @@ class Feed:
         first: the block's first row.
         end: rows that there are.
         stages: tiles in shared memory.
+        group: of codes, rows of k that share a scale, 0 for all; -1 where there are no codes.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Feed:
     first: Index
     end: Index
     stages: int
+    group: int = -1
 
     @property
     def units(self) -> int:
@@ -106,6 +110,8 @@ class Feed:
 
     def registers(self) -> tuple[Stmt, ...]:
         """What is on its way."""
+        if self.group >= 0:
+            return fed_codes.registers(self.turns)
         found: list[Stmt] = [Scratch(f"{self.name}_next", self.turns * self.elements, self.memory)]
         if self.lines > 1 and self.memory != self.held:
             found.append(Scratch(f"{self.name}_wide", self.lines, self.held))
@@ -154,6 +160,8 @@ class Feed:
 
     def fetch(self, k: Index, end: Index) -> tuple[Stmt, ...]:
         """Load this thread's pieces of the tile at k to registers, zeros from `end` on."""
+        if self.group >= 0:
+            return self._each(fed_codes.fetch(minimum(self.first + var("b_row"), self.end - 1), self.group, k, end))
         n, size = self.name, BY_NAME[self.memory].bytes
         to, src, at = Ptr(f"{n}_next", var("turn") * self.elements), Ptr(f"{n}_from"), var(f"{n}_at")
         body: list[Stmt] = list(self._source(k))
@@ -171,6 +179,8 @@ class Feed:
         n = self.name
         row, unit = var(f"{n}_row"), var(f"{n}_unit")
         tile = Ptr(f"{n}_tile", stage * self.size)
+        if self.group >= 0:
+            return self._each(fed_codes.put(tile + (unit * self.rows + (row ^ self.swizzle(unit))), self.rows))
         next_ = Ptr(f"{n}_next", var("turn") * self.elements)
         body: list[Stmt] = []
         if self.kr > 1:

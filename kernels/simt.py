@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from portmm.isa import Atom, Isa
     from portmm.schedule import Schedule
 
-_ALONG = {"a": {"row": "k", "col": "row", "any": "any"}, "b": {"row": "row", "col": "k", "any": "any"}}
+_ALONG = {"a": {"row": "k", "col": "row", "any": "any"}, "b": {"row": "row", "col": "k", "any": "any", "codes": "k"}}
+_ONE = (Ptr("b"), "s32")
+"""A weight of codes is one for all items."""
 _STEPS = {"a": ("a_m", "a_k"), "b": ("b_n", "b_k")}
 
 
@@ -64,6 +66,7 @@ class Work:
             s.block.m if row else s.block.n, s.block.k, self.atom.k_pack, s.threads,
             const(1) if along == "row" else var(of_row), const(1) if along == "k" else var(of_k),
             var("row_0" if row else "column_0"), var("m" if row else "n"), s.stages,
+            s.group if layout == "codes" else -1,
         )  # fmt: skip
 
     @property
@@ -76,13 +79,23 @@ def arguments(s: Schedule, *, sums: bool) -> tuple[Argument, ...]:
     """What a kernel by this schedule is called with; `sums` are left in scratch where k is split."""
     a, b, c = s.types
     found = [Argument(x, "int") for x in ("m", "n", "k")]
-    found += [Argument("a", "pointer", a, readonly=True, alone=True), *_strides("a", s.a, ("m", "k"))]
-    found += [Argument("b", "pointer", b, readonly=True, alone=True), *_strides("b", s.b, ("k", "n"))]
+    found += [_read("a", a), *_strides("a", s.a, ("m", "k"))]
+    found += _codes() if s.b == "codes" else [_read("b", b), *_strides("b", s.b, ("k", "n"))]
     found.append(Argument("batch", "int"))
     if sums:
         held = accumulator(a, b)
         return (*found, Argument("work", "pointer", held), Argument("c_m", "long"), Argument("c_batch", "long"))
     return (*found, *results(s, c))
+
+
+def _read(name: str, dtype: str) -> Argument:
+    return Argument(name, "pointer", dtype, readonly=True, alone=True)
+
+
+def _codes() -> list[Argument]:
+    """A weight of codes: for each column so many `words`, and the scales and offsets of its `groups`."""
+    pointers = [_read("b", "s32"), _read("scales", "f32"), _read("offsets", "f32")]
+    return [*pointers, Argument("words", "int"), Argument("groups", "int")]
 
 
 def results(s: Schedule, c: str) -> tuple[Argument, ...]:
@@ -132,7 +145,9 @@ def place(s: Schedule) -> list[Stmt]:
         Let("row_0", (var("first") + inside % var("high")) * s.block.m),
         Let("column_0", inside // var("high") * s.block.n),
         LetPtr("a_item", Ptr("a", var("item") * var("a_batch")), s.types[0], readonly=True),
-        LetPtr("b_item", Ptr("b", var("item") * var("b_batch")), s.types[1], readonly=True),
+        LetPtr(
+            "b_item", *(_ONE if s.b == "codes" else (Ptr("b", var("item") * var("b_batch")), s.types[1])), readonly=True
+        ),
     ]
 
 

@@ -24,9 +24,10 @@ sums are added in two rounds, square roots of their number long. All of it is in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portmm.kernels import coded_stream as coded
+from portmm.kernels.shares import Work, a_step, each, of
 from portmm.kernels.simt import arguments, place
 from portmm.kernels.storing import Storing
 
@@ -43,78 +44,9 @@ if TYPE_CHECKING:
     from portmm.isa import Atom, Isa
     from portmm.schedule import Schedule
 
-ONE_ROUND = 8
-"""Threads with the same columns whose sums are added in one round."""
 
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A kernel in the making.
-
-    Attributes:
-        s: its schedule.
-        isa: the instruction set.
-        atom: multiplies.
-    """
-
-    s: Schedule
-    isa: Isa
-    atom: Atom
-
-    @property
-    def along_k(self) -> bool:
-        """B's columns are side by side in memory."""
-        return self.s.b == "col"
-
-    @property
-    def units(self) -> tuple[str, str]:
-        """What is read of A and of B."""
-        return (self.atom.acc, self.atom.acc) if self.s.kr > 1 else self.s.types[:2]
-
-    @property
-    def width(self) -> int:
-        """Units of a piece."""
-        return grid_stream.width(self.s)
-
-    @property
-    def deep(self) -> int:
-        """Pieces that a thread asks for before it needs the first."""
-        return self.s.tiles[0].k // self.width
-
-    @property
-    def shares(self) -> int:
-        """Threads of a block with the same columns."""
-        return grid_stream.shares(self.s)
-
-    @property
-    def across(self) -> int:
-        """Threads of a block with different columns."""
-        return self.s.block.n // self.s.nr
-
-    @property
-    def hop(self) -> int:
-        """Units from one piece of a thread to its next."""
-        return self.shares * self.width
-
-    @property
-    def chunk(self) -> int:
-        """Units of A that a thread loads at once."""
-        return min(self.s.vectors[0] // self.s.kr, self.width) if self.s.a == "row" else 1
-
-    @property
-    def outputs(self) -> int:
-        """Elements of C of a block."""
-        return self.s.mr * self.s.block.n
-
-    @property
-    def parts(self) -> int:
-        """Sums that a first round leaves of each output."""
-        return 1 if self.shares <= ONE_ROUND else 1 << (self.shares.bit_length() // 2)
-
-    def spot(self, output: Index, share: Index) -> Ptr:
-        """Where the sum of an output, as one thread has it, lies."""
-        far, near = grid_stream.apart(self.s)
-        return Ptr("sums", output * far + share * near)
+TOGETHER = 16
+"""Sums that are asked for together."""
 
 
 def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
@@ -127,19 +59,11 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=s.split > 1), s.threads, grid, tuple(body))
 
 
-def _each(name: str, count: int, *body: Stmt) -> tuple[Stmt, ...]:
-    """All rounds of a loop; one round is no loop: see `_of`."""
-    return body if count == 1 else (For(name, const(0), const(count), const(1), body, WHOLE),)
-
-
-def _of(name: str, count: int) -> Index:
-    """What such a loop counts."""
-    return const(0) if count == 1 else var(name)
-
-
 def _registers(work: Work) -> list[Stmt]:
     """What pieces pass through."""
     a, b = work.units
+    if work.codes:
+        return coded.registers(work)
     held, chunk = work.atom.acc, work.chunk
     found = [Scratch("b_next", work.deep * work.s.nr * work.width, b), Scratch("a_next", chunk, a)]
     return [*found, Scratch("b_part", work.s.nr * chunk, held), Scratch("a_part", chunk, held)]
@@ -176,7 +100,9 @@ def _addresses(work: Work) -> list[Stmt]:
     mine = var("mine") * s.kr
     for i in range(s.mr):
         row = minimum(var("row_0") + i, var("m") - 1) * (const(1) if s.a == "col" else var("a_m"))
-        found.append(LetPtr(f"a_{i}", Ptr("a_item", row + mine * _a_step(s)), a, readonly=True))
+        found.append(LetPtr(f"a_{i}", Ptr("a_item", row + mine * a_step(s)), a, readonly=True))
+    if work.codes:
+        return [*found, *coded.addresses(work)]
     if not work.along_k:
         column = minimum(var("own"), var("n") - s.nr) * (var("b_n") if s.b == "any" else const(1))
         return [*found, LetPtr("b_0", Ptr("b_item", column + mine * var("b_k")), b, readonly=True)]
@@ -186,29 +112,27 @@ def _addresses(work: Work) -> list[Stmt]:
     return found
 
 
-def _a_step(s: Schedule) -> Index:
-    return const(1) if s.a == "row" else var("a_k")
-
-
 def _streamed(work: Work) -> list[Stmt]:
     """All pieces of a thread, several at a time: those that there are are asked for, then multiplied."""
     turn, turns, deep = var("turn"), var("turns"), work.deep
-    u = _of("u", deep)
+    u = of("u", deep)
     asked, multiplied = _pieces(work, u)
     if deep > 1:
         there = (turn + u).lt(turns)
         asked, multiplied = (If(there, asked),), (If(there, multiplied),)
-    steps = (*_each("u", deep, *asked), *_each("u", deep, *multiplied))
+    steps = (*each("u", deep, *asked), *each("u", deep, *multiplied))
     return [For("turn", const(0), turns, const(deep), steps)]
 
 
 def _pieces(work: Work, u: Index) -> tuple[tuple[Stmt, ...], tuple[Stmt, ...]]:
     """What asks for piece `turn` + u of B, and what multiplies it."""
+    if work.codes:
+        return coded.pieces(work, u)
     s, at = work.s, (var("turn") + u) * work.hop
     size = BY_NAME[work.units[1]].bytes
     if work.along_k:
-        each, wide = work.width * size, work.width
-        loads = [Vector(Ptr("b_next", (u * s.nr + j) * wide), Ptr(f"b_{j}", at), each) for j in range(s.nr)]
+        wide = work.width
+        loads = [Vector(Ptr("b_next", (u * s.nr + j) * wide), Ptr(f"b_{j}", at), wide * size) for j in range(s.nr)]
     else:
         loads = [Vector(Ptr("b_next", u * s.nr), Ptr("b_0", at * var("b_k")), s.nr * size)]
     return tuple(loads), _multiplied(work, u, at)
@@ -217,7 +141,7 @@ def _pieces(work: Work, u: Index) -> tuple[tuple[Stmt, ...], tuple[Stmt, ...]]:
 def _multiplied(work: Work, u: Index, at: Index) -> tuple[Stmt, ...]:
     """Add the products of one piece."""
     s, chunk, held = work.s, work.chunk, work.atom.acc
-    j, f = _of("j", s.nr), _of("f", chunk)
+    j, f = of("j", s.nr), of("f", chunk)
     e = var("e") if work.width > chunk else const(0)
     b_part = Ptr("b_next", (u * s.nr + j) * work.width + e + f)
     a_part = Ptr("a_next", f)
@@ -225,14 +149,14 @@ def _multiplied(work: Work, u: Index, at: Index) -> tuple[Stmt, ...]:
     body: list[Stmt] = []
     if work.units[1] != held:
         src, b_part = b_part, Ptr("b_part", j * chunk + f)
-        body += _each("j", s.nr, *_each("f", chunk, Move(b_part, src)))
+        body += each("j", s.nr, *each("f", chunk, Move(b_part, src)))
     for i in range(s.mr):
-        body.append(Vector(Ptr("a_next"), Ptr(f"a_{i}", (at + e) * _a_step(s)), chunk * size))
+        body.append(Vector(Ptr("a_next"), Ptr(f"a_{i}", (at + e) * a_step(s)), chunk * size))
         if work.units[0] != held:
             src, a_part = Ptr("a_next", f), Ptr("a_part", f)
-            body += _each("f", chunk, Move(a_part, src))
+            body += each("f", chunk, Move(a_part, src))
         mac = Mac(Ptr("acc", const(i * s.nr) + j), a_part, b_part)
-        body += _each("j", s.nr, *_each("f", chunk, mac))
+        body += each("j", s.nr, *each("f", chunk, mac))
     if work.width == chunk:
         return tuple(body)
     return (For("e", const(0), const(work.width), const(chunk), tuple(body), WHOLE),)
@@ -240,21 +164,21 @@ def _multiplied(work: Work, u: Index, at: Index) -> tuple[Stmt, ...]:
 
 def _added(work: Work) -> list[Stmt]:
     """What all threads have of each output, added and stored."""
-    s, x, i = work.s, var("x"), _of("i", work.s.mr * work.s.nr)
+    s, x, i = work.s, var("x"), of("i", work.s.mr * work.s.nr)
     put = Move(work.spot(i * work.across + var("cell_n"), var("share")), Ptr("acc", i))
-    found: list[Stmt] = [*_each("i", s.mr * s.nr, put), Barrier()]
-    each = work.shares // work.parts
+    found: list[Stmt] = [*each("i", s.mr * s.nr, put), Barrier()]
+    run = work.shares // work.parts
     if work.parts > 1:
-        x_0 = var("part") * each
+        x_0 = var("part") * run
         first = (
             Let("part", x // work.outputs),
             Let("output", x % work.outputs),
-            *_total(work, var("output"), x_0, each, 1),
+            *_total(work, var("output"), x_0, run, 1),
             Move(work.spot(var("output"), x_0), Ptr("acc")),
         )
         found += [For("x", var("thread"), const(work.outputs * work.parts), const(s.threads), first), Barrier()]
     storing = Storing(s, work.isa, work.atom, (1, 1))
-    count, step = (work.parts, each) if work.parts > 1 else (work.shares, 1)
+    count, step = (work.parts, run) if work.parts > 1 else (work.shares, 1)
     last = (
         *_total(work, x, const(0), count, step),
         Let("row", var("row_0") + x // (work.across * s.nr)),
@@ -267,5 +191,5 @@ def _added(work: Work) -> list[Stmt]:
 def _total(work: Work, output: Index, first: Index, count: int, step: int) -> tuple[Stmt, ...]:
     """The first register = the sum of what some threads have of an output."""
     other = work.spot(output, first + var("y") * step)
-    add = For("y", const(1), const(count), const(1), (Add(Ptr("acc"), other),), WHOLE if count <= 2 * ONE_ROUND else 8)
+    add = For("y", const(1), const(count), const(1), (Add(Ptr("acc"), other),), WHOLE if count <= TOGETHER else 8)
     return (Move(Ptr("acc"), work.spot(output, first)), add)

@@ -109,6 +109,8 @@ _surrounded: list[Callable[..., Any]] = []
 
 def _there(a: Any, b: Any, out: Any = None) -> Any:
     """The operands as arrays of a device, if they are; None if they are in the host's memory."""
+    if type(b).__module__ == _DEVICE_CODES:
+        return a, b, out
     if not (foreign.on_device(a) or foreign.on_device(b)):
         return None
     from portmm import on_device
@@ -116,7 +118,15 @@ def _there(a: Any, b: Any, out: Any = None) -> Any:
     return on_device.adopted(a, b, out)
 
 
+_DEVICE_CODES = "portmm.device_codes"
+
+
 def _on_device(given: Any, dtype: Any = None) -> Any:
+    if type(given[1]).__module__ == _DEVICE_CODES:
+        from portmm import device_codes
+
+        a, b, out = given
+        return device_codes.product(a, b, out, dtype)
     from portmm import on_device
 
     return on_device.matmul(given, dtype)
@@ -335,7 +345,7 @@ def _general(a: Any, b: Any, out: Any) -> Any:
 
 def _is_coded(b: Any) -> bool:
     """A quantised weight, told without importing what makes one."""
-    return type(b).__module__ in ("portmm.folded", "portmm.quantized")
+    return type(b).__module__ in ("portmm.folded", "portmm.quantized", _DEVICE_CODES)
 
 
 def _shape(left: np.ndarray[Any, Any], right: tuple[int, ...]) -> tuple[int, ...]:
@@ -423,12 +433,12 @@ def plan(a: Any, b: Any, out: Any = None) -> Any:
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
+    if _is_coded(b):
+        raise TypeError("a plan takes arrays and packed ones; a weight of four bits remembers its calls: use matmul")
     if (there := _there(a, b, out)) is not None:
         from portmm import on_device
 
         return on_device.plan(there)
-    if _is_coded(b):
-        raise TypeError("a plan takes arrays and packed ones; a weight of four bits remembers its calls: use matmul")
     left = arrays.as_operand(a, "a")
     right = b if _is_packed(b) else arrays.as_operand(b, "b")
     for name, x in (("a", left), ("b", right), ("out", out)):

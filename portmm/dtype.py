@@ -132,6 +132,12 @@ def accumulator(a: str, b: str) -> str:
     raise ValueError(f"{a} times {b} is not supported; integers are s8 or u8 on the left and s8 on the right")
 
 
+def unfolded(word: str) -> str:
+    """The types of a product once codes have become numbers."""
+    a, b, c = types(word)
+    return spell(a, "f32", c) if b == "u4" and a in _SIDES else word
+
+
 def natural(a: str, b: str) -> str:
     """The type of a product that is asked for without one: what NumPy's promotion says, s32 for integers."""
     acc = accumulator(a, b)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portmm import grid_stream
-from portmm.dtype import BY_NAME
+from portmm.dtype import BY_NAME, CODES_KR, unfolded
 from portmm.errors import ScheduleError
 from portmm.schedule import ALL, Schedule, Tile
 
@@ -80,10 +80,10 @@ def candidates(p: Problem, target: Target, vectors: tuple[int, int, int]) -> lis
         raise ScheduleError(f"{target.name} is no device")
     found: dict[Schedule, None] = {}
     for isa, atom in units(p.dtype, target):
-        programs = list(_direct(p, isa, atom, target, vectors))
-        if on_gpu(target) and atom.acc != "f64":
+        programs = [] if p.b == "codes" else list(_direct(p, isa, atom, target, vectors))
+        if (on_gpu(target) and atom.acc != "f64") or p.b == "codes":
             programs = [*_shared(p, isa, atom, target, vectors), *programs]
-        if on_gpu(target):
+        if on_gpu(target) or p.b == "codes":
             programs += grid_stream.candidates(p, isa, atom, target, vectors)
         found |= {_bounded(s, target): None for s in programs if not illegal(s, p, target)}
     if not found:
@@ -113,7 +113,7 @@ def units(dtype: str, target: Target) -> list[tuple[Isa, Atom]]:
     found = []
     for isa in target.isas:
         exact = (t for t in isa.atoms if t.k_pack > 1 and dtype.split("-")[:2] == [t.a, t.b])
-        atom = next(exact, None) or isa.atom(dtype)
+        atom = next(exact, None) or isa.atom(unfolded(dtype))
         if atom is not None:
             found.append((isa, atom))
     if not found:
@@ -233,7 +233,7 @@ def _schedule(  # noqa: PLR0917 - parts of one record
     """A schedule whose operands are moved as wide as they may be, or None if tiles are too small for threads."""
     s = Schedule(
         program, isa.name, p.dtype, tiles, (tiles[0].m,), a=p.a, b=p.b, pack_a=False, pack_b=False, kr=atom.k_pack,
-        fused=p.fused, stages=1, cell=cell, c="row" if p.c == "row" else "any",
+        fused=p.fused, stages=1, cell=cell, c="row" if p.c == "row" else "any", group=grid_stream.group_of(p),
     )  # fmt: skip
     if program == "direct":
         return replace(s, vectors=(1, 1, min(vectors[2], cell[1])))
@@ -250,6 +250,8 @@ def _stored(p: Problem, cell: tuple[int, int], vector: int) -> int:
 def _piece(s: Schedule, side: int, vector: int) -> int:
     """Elements of A (0) or B (1) that a thread moves at once; 0 if there are fewer of them than threads."""
     layout = (s.a, s.b)[side]
+    if layout == "codes":
+        return CODES_KR
     rows, size = (s.block.m, s.block.n)[side], BY_NAME[s.types[side]].bytes
     along_k = layout == ("row", "col")[side]
     most = min(vector, MOST_VECTOR // size) if layout != "any" else 1

@@ -13,9 +13,9 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from portmm.cost import Cost
-from portmm.dtype import BY_NAME
+from portmm.dtype import BY_NAME, size
 from portmm.grid_candidates import on_gpu, resident
-from portmm.grid_stream import flying, shares, width
+from portmm.grid_stream import along_k, flying, shares, width
 
 if TYPE_CHECKING:
     from portmm.problem import Problem
@@ -115,19 +115,20 @@ def _streamed(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     assert device is not None  # noqa: S101 - `candidates` looked
     hertz = 1e9 * (target.frequency_ghz or DEFAULT_GHZ)
     rate = target.rates.get(atom.name, target.rates.get("simt_f32", 32.0))
-    a, b, c = (BY_NAME[x].bytes for x in p.types)
+    a, b, c = (size(x) for x in p.types)
     blocks = ceil(p.n / s.block.n) * p.batch * s.split
     rounds = ceil(blocks / device.processors)
     together = min(resident(s, target), rounds)
     units = ceil(p.k / s.kr / s.split)
     # What is narrower than sums is converted: of B once, of A by every thread that reads it.
     of_a, of_b = s.mr * s.block.n // s.nr, s.block.n
-    narrow = (a < 4) * of_a + (b < 4) * of_b if s.kr == 1 else 0
+    # A code takes three operations.
+    narrow = (a < 4) * of_a + (3 if b < 1 else b < 4) * of_b if s.kr == 1 else 0
     ops = (s.mr * s.block.n + narrow) * units
     words = [n * s.kr * max(4, v * x) / (4 * v) for n, v, x in ((of_a, s.vectors[0], a), (of_b, s.vectors[1], b))]
     turns = ceil(units / (shares(s) * width(s)))
     asks = ceil(turns * width(s) / s.tiles[0].k)
-    run = flying(s) * shares(s) * width(s) / s.tiles[0].k / s.nr if s.b == "col" else s.block.n * b
+    run = flying(s) * shares(s) * width(s) / s.tiles[0].k / s.nr if along_k(s) else s.block.n * b
     once = p.batch * (p.m * p.k * a + p.k * p.n * b + p.m * p.n * c)
     overlapped = {
         "multiply-adds": rounds * ops / rate * (1 + ISSUE) / hertz,

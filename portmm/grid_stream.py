@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from portmm.dtype import BY_NAME
+from portmm.dtype import BY_NAME, CODES_KR, size
+from portmm.problem import family
 from portmm.schedule import ALL, Schedule, Tile
 
 if TYPE_CHECKING:
@@ -46,18 +47,19 @@ def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: tuple[
     """
     if p.m > ROWS or p.deterministic:
         return
-    along_k = p.b == "col"
-    whole_units = along_k and p.a == "row" and min(vectors[:2]) >= atom.k_pack
+    deep_first = p.b in ("col", "codes")
+    whole_units = deep_first and p.a == "row" and min(vectors[:2]) >= atom.k_pack
     if atom.k_pack > 1 and not whole_units:
         return
     wide = vectors[1] if p.b != "any" else 1
-    width = wide // atom.k_pack if along_k else 1
-    size = BY_NAME[p.types[1]].bytes
+    width = wide // atom.k_pack if deep_first else 1
     warp = target.device.warp if target.device else 1
-    shapes = _along_k(warp) if along_k else _along_n(warp, wide, p.m)
+    shapes = _along_k(warp) if deep_first else _along_n(warp, wide, p.m)
     for nr, shared, across in shapes:
         turns = -(-p.k // (shared * width * atom.k_pack))
-        most = min(turns, UNROLLED // (p.m * nr * width), FLYING // (size * (nr * wide if along_k else nr)))
+        most = min(
+            turns, UNROLLED // (p.m * nr * width), int(FLYING // (size(p.types[1]) * nr * (wide if deep_first else 1)))
+        )
         for deep in _deep(most):
             one = _schedule(p, isa, atom, (nr, deep, shared, across), (width, wide, vectors[0]), target)
             yield from _split(one, p, target)
@@ -92,19 +94,25 @@ def _schedule(  # noqa: PLR0917 - parts of one record
     nr, deep, shared, across = shape
     width, wide, vector = moved
     piece, warp = deep * width, target.device.warp if target.device else 1
-    along_k = p.b == "col"
-    near = min(warp, shared if along_k else across)
-    far = max(1, min(warp // near, across if along_k else shared))
-    along, beside = (near, far) if along_k else (far, near)
+    deep_first = p.b in ("col", "codes")
+    near = min(warp, shared if deep_first else across)
+    far = max(1, min(warp // near, across if deep_first else shared))
+    along, beside = (near, far) if deep_first else (far, near)
     tiles = (
         Tile("registers", p.m, nr, piece), Tile("warp", p.m, nr * beside, piece * along),
         Tile("shared", p.m, nr * across, piece * shared), Tile("L2", p.m, ALL, ALL),
     )  # fmt: skip
-    chunk = min(vector, width * atom.k_pack) if p.a == "row" else 1
+    chunk = min(vector, width * atom.k_pack, CODES_KR if p.b == "codes" else vector) if p.a == "row" else 1
     return Schedule(
         "stream", isa.name, p.dtype, tiles, (p.m,), a=p.a, b=p.b, pack_a=False, pack_b=False, kr=atom.k_pack,
-        fused=p.fused, stages=1, vectors=(chunk, wide if along_k else nr, 1), c="row" if p.c == "row" else "any",
+        fused=p.fused, group=group_of(p), stages=1, vectors=(chunk, wide if deep_first else nr, 1),
+        c="row" if p.c == "row" else "any",
     )  # fmt: skip
+
+
+def group_of(p: Problem) -> int:
+    """Rows of codes that share a scale, 0 for all."""
+    return family(p.family).group if p.b == "codes" else 0
 
 
 def _split(s: Schedule, p: Problem, target: Target) -> Iterator[Schedule]:
@@ -118,9 +126,14 @@ def _split(s: Schedule, p: Problem, target: Target) -> Iterator[Schedule]:
         yield from (replace(s, split=x) for x in enough[:2])
 
 
+def along_k(s: Schedule) -> bool:
+    """B's columns are side by side in memory."""
+    return s.b in ("col", "codes")
+
+
 def width(s: Schedule) -> int:
     """Units that a thread takes of k at once."""
-    return s.vectors[1] // s.kr if s.b == "col" else 1
+    return s.vectors[1] // s.kr if along_k(s) else 1
 
 
 def shares(s: Schedule) -> int:
@@ -130,7 +143,7 @@ def shares(s: Schedule) -> int:
 
 def flying(s: Schedule) -> int:
     """Bytes of B that a thread has on their way at once."""
-    return s.nr * s.tiles[0].k * s.kr * BY_NAME[s.types[1]].bytes
+    return int(s.nr * s.tiles[0].k * s.kr * size(s.types[1]))
 
 
 def registers(s: Schedule) -> int:
@@ -139,7 +152,9 @@ def registers(s: Schedule) -> int:
     chunk = s.vectors[0] // s.kr or 1
     narrow = s.kr == 1 and BY_NAME[b].bytes < BY_NAME["f32"].bytes
     parts = (s.nr if narrow else 0) * chunk + chunk + -(-chunk * s.kr * BY_NAME[a].bytes // 4)
-    addresses = 2 * (s.mr + (s.nr if s.b == "col" else 1))
+    addresses = 2 * (s.mr + (s.nr if along_k(s) else 1))
+    if s.b == "codes":
+        parts, addresses = CODES_KR * (s.nr + 1) + s.mr * (s.nr + 1), addresses + 4 * s.nr
     words = 2 if a == b == "f64" else 1
     return words * (s.mr * s.nr + parts) + -(-flying(s) // 4) + addresses + ADDRESSES
 
@@ -151,7 +166,7 @@ def apart(s: Schedule) -> tuple[int, int]:
     """
     across = s.block.n // s.nr
     outputs = s.mr * s.block.n
-    if s.b == "col":
+    if along_k(s):
         return shares(s) + 1, 1
     return 1, outputs if across >= BANKS else -(-outputs // BANKS) * BANKS + across
 

@@ -24,6 +24,7 @@ from portmm.index import var as var
 from portmm.threads import (
     Barrier,
     Clear,
+    Codes,
     CopyAsync,
     CopyCommit,
     CopyWait,
@@ -313,6 +314,7 @@ Stmt = (
     | Clear
     | Mac
     | Weave
+    | Codes
     | CopyAsync
     | CopyCommit
     | CopyWait

@@ -11,7 +11,7 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from portmm.candidates import PACKED_VECTORS
-from portmm.dtype import types
+from portmm.dtype import types, unfolded
 from portmm.errors import ScheduleError
 from portmm.fused import parse as parse_fused
 from portmm.kernels import (
@@ -111,7 +111,7 @@ def grid_atom(isa: Isa, s: Schedule) -> Atom:
         ScheduleError: the ISA lacks it.
     """
     alike = (t for t in isa.atoms if s.kr > 1 and (t.k_pack, t.a, t.b) == (s.kr, *s.types[:2]))
-    return next(alike, None) or atom_of(isa, s.dtype)
+    return next(alike, None) or atom_of(isa, unfolded(s.dtype))
 
 
 def lower_pack(isa: Isa, dtype: str, nr: int, layout: str) -> Kernel:

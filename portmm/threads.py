@@ -66,6 +66,14 @@ class Weave:
 
 
 @dataclass(frozen=True, slots=True)
+class Codes:
+    """Eight f32 from `to` on = the codes of four bits in the word at `src`, as `dtype.CODES_AT` has them."""
+
+    to: Ptr
+    src: Ptr
+
+
+@dataclass(frozen=True, slots=True)
 class CopyAsync:
     """Begin to copy `bytes` bytes to shared memory, past the registers; zeros where `there` is 0."""
 

@@ -199,7 +199,7 @@ def compiled(kernels, language):
     return [opencl.load(opencl.compile_opencl(source(x, language), x.name, context), x.name) for x in kernels]
 
 
-def run(s, kernels, codes, language, k, seeds=ORDERS):
+def run(s, kernels, codes, language, k, seeds=ORDERS):  # noqa: PLR0917 - one call
     """C, then the operands of fused expressions, as kernels leave them."""
     c = call(kernels, s, k)
     return in_shim(c, codes, seeds) if language == "cuda" else on_opencl(c, codes)

@@ -24,7 +24,7 @@ def value(x, env):
     return {"<": np.less, "==": np.equal}.get(x.op, FOLD.get(x.op))(a, b)
 
 
-def stores(body, env, ends, size, there):
+def stores(body, env, ends, size, there):  # noqa: C901 - a node each
     """Yield (elements past the root, how many, which threads) of each store to some pointers.
 
     `ends` are these pointers, and how far past the root they are; what is derived from them joins them. Elements
@@ -67,7 +67,7 @@ def leads(s, ends):
     return False
 
 
-def counted(body, values, grid, root, elements, size):
+def counted(body, values, grid, root, elements, size):  # noqa: PLR0917 - one call
     """How often each element that a pointer leads to is stored, by all threads of (slices, blocks, threads)."""
     slice_, block, thread = np.meshgrid(*map(np.arange, grid), indexing="ij")
     env = dict(values) | {"thread": thread, "block": block, "slice": slice_}

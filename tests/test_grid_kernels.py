@@ -67,7 +67,7 @@ def check(s, language, layouts, dtype, what=SIZES):
 @pytest.mark.parametrize("language", ["cuda", "opencl"])
 @pytest.mark.parametrize("product", PRODUCTS, ids=lambda x: "{}-{}".format(x[0], "x".join(map(str, x[2]))))
 def test_products(product, language):
-    dtype, layouts, vectors = product
+    dtype, layouts, _ = product
     for s in several(*product, PRODUCTS.index(product)):
         if language == "opencl":
             s = replace(s, copies=False, stages=min(s.stages, 2))  # noqa: PLW2901

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from portmm.dtype import BY_NAME, base
+from portmm.dtype import BY_NAME, CODES_AT, base
 from portmm.emit.printer import SUM, Printer, address, index
 from portmm.emit.scalars import HELPERS, converted
 from portmm.grid import PLACES
@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from portmm.index import Ptr
     from portmm.ir import Add, For, Let, Move
     from portmm.isa import Primitive
-    from portmm.threads import Barrier, Clear, CopyAsync, CopyCommit, CopyWait, Exchange, Mac, Vector, Weave
+    from portmm.threads import Barrier, Clear, Codes, CopyAsync, CopyCommit, CopyWait, Exchange, Mac, Vector, Weave
 
+TOP_CODE = 16
+"""The highest bit of a code, of those in `CODES_AT`, that is whole in the 23 bits of a mantissa."""
 _SMALL = {
     "min_": "int min_(int x, int y) { return x < y ? x : y; }",
     "max_": "int max_(int x, int y) { return x > y ? x : y; }",
@@ -239,6 +241,14 @@ class _Printer(Printer):
         for i in range(4):
             parts = (f"({x} >> {8 * i} & 255) << {8 * j}" for j, x in enumerate(rows))
             self.put(depth, f"{self.spot(s.to + i)} = (int)({' | '.join(parts)});")
+
+    def do_codes(self, s: Codes, depth: int) -> None:
+        # Four bits of a mantissa whose last weighs 1: 2**23 + code * 2**bit, exactly; a mask instead of a conversion.
+        for i, bit in enumerate(CODES_AT):
+            at, word = (bit, self.spot(s.src)) if bit <= TOP_CODE else (bit - 12, f"({self.spot(s.src)} >> 12)")
+            made = f"f32_of_bits({word} & {15 << at:#x} | 0x4b000000)"
+            value = f"fma_f32({made}, {2.0**-at!r}f, {-(2.0 ** (23 - at))!r}f)" if at else f"{made} - 8388608.0f"
+            self.put(depth, f"{self.spot(s.to + i)} = {value};")
 
     def do_copyasync(self, s: CopyAsync, depth: int) -> None:
         line = self.dialect.copy.format(to=address(s.to), src=address(s.src), bytes=s.bytes, there=index(s.there))

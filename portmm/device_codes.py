@@ -1,0 +1,202 @@
+"""Weights of four bits on devices.
+
+Owns `DeviceCoded`, a quantised weight in a device's memory, and its products. On the top floor. One layout
+serves few rows and many: for each column, words of eight codes along k (`dtype.CODES_AT`), zeros to a
+multiple of four words, so that a thread's 16 bytes are 32 codes; and for each column the scales, and the offsets, of
+its groups. Words become floats in registers, or on their way to shared memory: `kernels.coded_stream`,
+`kernels.fed_codes`. Sums are f32, results as A unless an `out` says otherwise.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm import foreign, grid_dispatch, on_device
+from portmm.dtype import CODE_BITS, CODES_AT, CODES_KR
+from portmm.errors import PackError
+from portmm.memory import Memory
+from portmm.problem import Family
+
+if TYPE_CHECKING:
+    from portmm.foreign import Foreign
+    from portmm.grid_dispatch import Launch
+    from portmm.quantized import Quantized
+
+TOGETHER = 4
+"""Words that a thread loads at once."""
+FLOATS = ("f32", "f16", "bf16")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceCoded:
+    """A weight of four bits on a device: w[k, n] ~= scale * code + offset. Made by `to_device`.
+
+    Attributes:
+        words: (n, words) of s32.
+        scales: (n, groups) of f32.
+        offsets: likewise.
+        shape: the weight's (k, n).
+        group: rows of k that share a scale, a multiple of 8; 0 for all.
+    """
+
+    words: Foreign
+    scales: Foreign
+    offsets: Foreign
+    shape: tuple[int, int]
+    group: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return 4 * (self.words.size + self.scales.size + self.offsets.size)
+
+    @property
+    def wide(self) -> int:
+        """Codes that a thread takes at once, all of one group."""
+        return next(x for x in (32, 16, 8) if self.group % x == 0)
+
+    def __rmatmul__(self, a: Any) -> Any:
+        return product(a, self)
+
+
+def to_device(w: Quantized, like: Any) -> DeviceCoded:
+    """A quantised weight in the memory of the device that an array is on, of the same library.
+
+    Raises:
+        TypeError: `like` is in the host's memory.
+        PackError: the weight has another number of bits, or its groups are no multiple of 8 rows.
+    """
+    where = like if isinstance(like, foreign.Foreign) else foreign.adopt(like)
+    if where is None:
+        raise TypeError(f"like is a {type(like).__name__} in the host's memory; give an array on a device")
+    if w.bits != CODE_BITS:
+        raise PackError(f"the weight has codes of {w.bits} bits; kernels multiply those of {CODE_BITS}: dequantize it")
+    k, _ = w.shape
+    group = 0 if w.group >= k else w.group
+    if group % CODES_KR:
+        raise PackError(f"the weight has groups of {w.group} rows; kernels read multiples of {CODES_KR}: dequantize it")
+    parts = (_words(w.codes), _columns(w.scales), _columns(w.offsets))
+    words, scales, offsets = (_uploaded(where, x) for x in parts)
+    return DeviceCoded(words, scales, offsets, w.shape, group)
+
+
+def _columns(x: Any) -> Any:
+    """The scales, or offsets, of each column, at least one."""
+    return np.ascontiguousarray((x if len(x) else np.zeros((1, x.shape[1]), np.float32)).T)
+
+
+def _words(codes: Any) -> Any:
+    """The words of all columns."""
+    k, n = codes.shape
+    count = max(1, -(-k // (CODES_KR * TOGETHER))) * TOGETHER
+    padded = np.zeros((count * CODES_KR, n), np.uint8)
+    padded[:k] = codes
+    words = np.zeros((count, n), np.uint32)
+    for e, bit in enumerate(CODES_AT):
+        words |= padded[e::CODES_KR].astype(np.uint32) << np.uint32(bit)
+    return np.ascontiguousarray(words.T).view(np.int32)
+
+
+def _uploaded(like: Foreign, x: Any) -> Foreign:
+    """A copy on a device."""
+    made, found = foreign.empty_like(like, x.shape, {"int32": "s32", "float32": "f32"}[x.dtype.name])
+    if hasattr(made, "copy_"):
+        made.copy_(sys.modules["torch"].from_numpy(x.copy()))
+    elif x.size:
+        made.set(x)
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ready:
+    """One kind of call.
+
+    Attributes:
+        shape: of the result.
+        dtype: of the result.
+        launches: kernels, and how far into A and C each begins, in elements.
+        workspace: elements of 32 bits, and their type.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    launches: tuple[tuple[Launch, tuple[int, int]], ...]
+    workspace: tuple[int, str]
+
+    def run(self, a: Foreign, w: DeviceCoded, out: Foreign | None) -> Any:
+        """Launch everything."""
+        made, to = (out.source, out) if out is not None else foreign.empty_like(a, self.shape, self.dtype)
+        parts = {"b": w.words, "scales": w.scales, "offsets": w.offsets}
+        places = {name: foreign.argument(x)[1] for name, x in parts.items()} if self.launches else {}
+        scratch: Any = None
+        if self.workspace[0]:
+            scratch, work = foreign.empty_like(a, (self.workspace[0],), self.workspace[1])
+            places["work"] = foreign.argument(work)[1]
+        on = on_device.machine_of(a)
+        for launch, moved in self.launches:
+            for name, x, offset in zip("ac", (a, to), moved, strict=True):
+                places[name] = on_device.shifted(foreign.argument(x)[1], offset, x)
+            launch.run(on, places, a.queue)
+        del scratch  # its library frees it when the queue is done with it
+        return made
+
+
+_ready = Memory(on_device.MOST_KINDS)
+
+
+def product(a: Any, w: DeviceCoded, out: Any = None, dtype: Any = None) -> Any:
+    """A @ w, on the stream or queue of A.
+
+    Args:
+        a: (..., k) of f32, f16 or bf16, on the weight's device.
+        w: a weight that `to_device` made.
+        out: where the result goes, or None for a new array.
+        dtype: of a new array: f32, f16 or bf16; A's if it is not said.
+
+    Raises:
+        TypeError: A, or `out`, is in the host's memory or of another type.
+        ValueError: shapes do not fit, or the two are on several devices.
+    """
+    left, to = foreign.adopt(a), None if out is None else foreign.adopt(out)
+    for name, x, given in (("a", left, a), ("out", to, out)):
+        if x is None and given is not None:
+            raise TypeError(f"{name} is a {type(given).__name__} in the host's memory; copy it to the weight's device")
+        if x is not None and x.dtype not in FLOATS:
+            raise TypeError(f"{name} has elements of {x.dtype}; beside a weight of four bits they are of {FLOATS}")
+    assert left is not None  # noqa: S101 - shown above
+    foreign.same_device([x for x in (left, w.words, to) if x is not None])
+    if to is not None and on_device.overlap(to, (left, w.words, w.scales, w.offsets)):
+        return on_device.copied(to, product(a, w, foreign.empty_like(to, to.shape, to.dtype)[0]))
+    wanted = left.dtype if dtype is None else on_device.named(dtype)
+    if wanted not in FLOATS:
+        raise TypeError(f"products with a weight of four bits become {', '.join(FLOATS)}, not {wanted}")
+    key = (left.kind, w.words.kind, w.shape, w.group, wanted if to is None else to.kind)
+    ready: _Ready | None = _ready.get(key)
+    if ready is None:
+        ready = _ready.keep(key, _prepare(left, w, to, wanted))
+    return ready.run(left, w, to)
+
+
+def _prepare(a: Foreign, w: DeviceCoded, out: Foreign | None, wanted: str) -> _Ready:
+    """What a kind of call comes to."""
+    count = w.words.shape[1]
+    codes = replace(w.words, shape=w.shape, strides=(1, count * CODES_KR), dtype="u4")
+    shape, batch, size = on_device.shapes(a, codes)
+    if out is not None:
+        on_device.check_out(out, shape)
+    c = wanted if out is None else out.dtype
+    if 0 in shape:
+        return _Ready(shape, c, (), (0, "f32"))
+    call = on_device.posed((a, codes, out or foreign.empty_like(a, shape, c)[1]), batch, size)
+    kept = str(Family("u4", 1, CODES_KR, group=w.group))
+    p = replace(call.problem, b="codes", family=kept, k=max(size[2], 1))
+    found = grid_dispatch.route(p, on_device.machine_of(a), (call.vectors[0], w.wide, call.vectors[2]))
+    values = call.values() | {"words": count, "groups": w.scales.shape[1]}
+    launches, workspace = on_device.bound(found, values, p)
+    repeats = [(0, 0)] if call.walk.outer is None else [(int(x[0]), int(x[2])) for x in call.walk.outer]
+    every = tuple((launch, moved) for moved in repeats for launch in launches)
+    return _Ready(shape, c, every, workspace)
