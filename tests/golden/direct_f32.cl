@@ -24,7 +24,6 @@ void portmm_direct_f32_f32_f32_2x2x1_simt(
     __global float *c_buffer,
     const long c_at,
     const long c_m,
-    const long c_n,
     const long c_batch,
     __global const float *x0_all_buffer,
     const long x0_all_at) {
@@ -111,7 +110,7 @@ void portmm_direct_f32_f32_f32_2x2x1_simt(
             t2 = a0 + l1;
             t3 = 0.0f > t2 || 0.0f != 0.0f ? 0.0f : t2;
             *(c_out) = t3;
-            *(c_item + row * c_m + column * c_n) = c_out[0];
+            *(c_item + row * c_m + column) = c_out[0];
           }
         }
       }

@@ -19,7 +19,6 @@ void portmm_slices_f32_f32_f32_2x4x1_simt(
     __global unsigned short *c_buffer,
     const long c_at,
     const long c_m,
-    const long c_n,
     const long c_batch) {
   __global const float *work = work_buffer + work_at;
   __global unsigned short *c = c_buffer + c_at;
@@ -35,6 +34,6 @@ void portmm_slices_f32_f32_f32_2x4x1_simt(
     for (int i = 1; i < 4; ++i) {
       sum[0] += *(work + item * work_batch + row * n + column + i * (batch * work_batch));
     }
-    *(c + item * c_batch + row * c_m + column * c_n) = f16_of_f32(sum[0]);
+    *(c + item * c_batch + row * c_m + column) = f16_of_f32(sum[0]);
   }
 }
