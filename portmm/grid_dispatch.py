@@ -82,8 +82,10 @@ def described(facts: Facts) -> Target:
     # OpenCL's compute units are what each vendor calls so; a description counts processors.
     if facts.language == "cuda" or found.name in GENERIC_DEVICES:
         told = replace(told, processors=facts.processors)
+    # A GPU for CUDA may be reached through OpenCL, which has no word for some of what it can do.
+    told = replace(told, language=facts.language, architecture=facts.architecture)
     if facts.language == "cuda":
-        told = replace(told, architecture=facts.architecture, memory_gbs=facts.bandwidth_gbs or device.memory_gbs)
+        told = replace(told, memory_gbs=facts.bandwidth_gbs or device.memory_gbs)
     return replace(found, device=told)
 
 

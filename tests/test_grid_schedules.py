@@ -13,10 +13,12 @@ from portmm import naming
 from portmm.dtype import BY_NAME, accumulator
 from portmm.grid_candidates import asynchronous, candidates, illegal, on_gpu, registers, resident, shared_bytes
 from portmm.grid_cost import cost
+from portmm.grid_dispatch import described
 from portmm.index import const
 from portmm.interp import evaluate
 from portmm.lower import grid_atom, lower_grid
 from portmm.problem import Problem
+from portmm.run.devices import Facts
 from portmm.schedule import parse, spell
 from portmm.target import load_target, names_of
 
@@ -110,3 +112,15 @@ def test_slices_are_added_by_one_thread_for_each_element():
         blocks, slices = (evaluate(x, values) for x in kernel.grid)
         times = counted(kernel.body, values, (slices, blocks, kernel.threads), "c", batch * m * n, 4)
         assert (times == 1).all()
+
+
+def test_a_gpu_for_cuda_that_opencl_reaches_copies_at_once():
+    facts = Facts(
+        language="opencl", name="NVIDIA A100-SXM4-40GB", vendor="NVIDIA Corporation", kind="gpu", processors=108,
+        warp=32, block_threads=1024, shared_bytes=49152, registers=65536, l2_bytes=0, memory_bytes=1 << 35,
+        clock_ghz=1.4, bandwidth_gbs=0.0, architecture="", extensions=(), driver="", shared_most=49152,
+    )  # fmt: skip
+    target = described(facts)
+    found = candidates(Problem(4096, 4096, 4096), target, (4, 4, 4))
+    assert target.name == "a100"
+    assert not any(s.copies or s.resident for s in found)

@@ -54,9 +54,9 @@ class Dialect:
         places: name of `grid.PLACES` -> its expression.
         signature: the head of a kernel.
         opening: the first lines of its body.
-        copy: {to}, {src}, {bytes}, {there}: begins an asynchronous copy; empty if there are none.
-        commit: closes a group of copies.
-        wait: {pending}: waits.
+        copy: {to}, {src}, {bytes}, their {type}, {there}: begins an asynchronous copy, or copies at once.
+        commit: closes a group of copies; empty if they are done at once.
+        wait: {pending}: waits; likewise.
         exchange: {x}, {mask}: the value of another thread of the warp; empty if that cannot be had.
         primitive: the definition of a function.
         guard: lines around definitions that are instructions.
@@ -251,14 +251,17 @@ class _Printer(Printer):
             self.put(depth, f"{self.spot(s.to + i)} = {value};")
 
     def do_copyasync(self, s: CopyAsync, depth: int) -> None:
-        line = self.dialect.copy.format(to=address(s.to), src=address(s.src), bytes=s.bytes, there=index(s.there))
-        self.put(depth, line)
+        kind, there = self.dialect.moved[s.bytes], index(s.there)
+        to, src = address(s.to), address(s.src)
+        self.put(depth, self.dialect.copy.format(to=to, src=src, bytes=s.bytes, there=there, type=kind))
 
     def do_copycommit(self, _: CopyCommit, depth: int) -> None:
-        self.put(depth, self.dialect.commit)
+        if self.dialect.commit:
+            self.put(depth, self.dialect.commit)
 
     def do_copywait(self, s: CopyWait, depth: int) -> None:
-        self.put(depth, self.dialect.wait.format(pending=s.pending))
+        if self.dialect.wait:
+            self.put(depth, self.dialect.wait.format(pending=s.pending))
 
     def do_exchange(self, s: Exchange, depth: int) -> None:
         self.put(depth, f"{s.d} = {self.dialect.exchange.format(x=s.x, mask=s.mask)};")

@@ -43,13 +43,15 @@ DIALECT = Dialect(
     spaces={"global": "__global", "shared": "__local", "private": ""},
     shared="__local {type} {name}[{elements}] __attribute__((aligned(16)));",
     private="{type} {name}[{elements}] __attribute__((aligned(16)));",
-    moved={1: "uchar", 2: "ushort", 4: "uint", 8: "uint2", 16: "uint4"},
+    # Vectors, because a compiler may assume that a uint is no two ushorts.
+    moved={1: "uchar", 2: "uchar2", 4: "ushort2", 8: "uint2", 16: "uint4"},
     barrier="barrier(CLK_LOCAL_MEM_FENCE);",
     unroll="#pragma unroll",
     places={"thread": "(int)get_local_id(0)", "block": "(int)get_group_id(0)", "slice": "(int)get_group_id(1)"},
     signature=_signature,
     opening=_opening,
     primitive=lambda x: x.opencl,
+    copy="*(__local {type} *)({to}) = ({there}) ? *(__global const {type} *)({src}) : ({type})(0);",
 )
 
 

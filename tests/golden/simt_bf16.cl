@@ -200,7 +200,7 @@ void portmm_simt_f32_f32_f32_2x4x1_simt(
             }
           }
           if (column + 1 < n) {
-            *(__global uint *)(c_item + row * c_m + column) = *(const uint *)(c_out);
+            *(__global ushort2 *)(c_item + row * c_m + column) = *(const ushort2 *)(c_out);
           } else {
             #pragma unroll
             for (int j = 0; j < 2; ++j) {
