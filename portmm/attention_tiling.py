@@ -12,11 +12,12 @@ and their sums O, and walks over blocks of BN keys, whose K and V pass through s
 in words of f32, rows of Q, K and P padded to an odd number of vectors of four, so that threads of
 neighbouring rows read other banks. A thread has BM / down rows and BN / across columns of the scores, and
 of the same rows its share of the columns of O. For each four words that it loads of them there are
-as many multiply-adds as the other side has, so tiles are as large as fit:
+as many multiply-adds as the other side has, so tiles are as large as can be with
 
-- more than `STATIC` bytes of shared memory a kernel does not get without asking,
-- two blocks for each processor, where there is room, so that one computes while another waits,
-- no more registers than a thread may have, nor blocks of so many queries that processors are idle.
+- no more than `STATIC` bytes of shared memory,
+- no more registers than a thread may have,
+- as many blocks as there are processors,
+- room for two of them on a processor, so that one computes while another waits.
 
 Of `TILES`, which go from large to small, the first is taken that lacks least of this, registers counting most:
 what has none spills. On CPUs under OpenCL, which have other registers, those are not counted.
@@ -48,12 +49,14 @@ ADDRESSES = 72
 scores beside 128 columns of O take 168 in all."""
 TILES = ((64, 64, 16, 16), (32, 64, 8, 16), (32, 32, 8, 16), (16, 64, 8, 16), (16, 32, 8, 16), (16, 16, 4, 16))
 """Queries and keys of a block, threads down and across: of many queries."""
+FEWEST = ((4, 64, 4, 16), (4, 16, 4, 16))
 FEW = ((16, 64, 8, 16), (16, 32, 8, 16), (16, 16, 4, 16))
-"""The same for few queries: of them there are not enough to fill more rows."""
+"""The same for few queries, up to 4 and up to 16. Each row of threads reads all of K from shared memory, which is what
+they wait for where memory does not: 4 rows of 16 threads take half of that of 8 rows, whatever is in them."""
 RUN = 256
 """Keys that a block walks over, at least, where those of few queries are handed out in runs."""
-WAVES = 2
-"""Blocks for each processor that runs are to make."""
+BUSY = 512
+"""Threads for each processor that runs are to make: four vectors that each of them waits for are some 32 KB."""
 MOST_RUNS = 128
 """Runs that the keys are cut in, at most: a second kernel puts them together."""
 
@@ -213,10 +216,13 @@ def tilings(asked: Asked, target: Target) -> list[Tiling]:
     """Legal tiles, best first: see above."""
     device = target.device
     assert device is not None  # noqa: S101 - whoever asks has one
-    few = asked.queries * asked.group <= FEW[0][0]
-    runs = few and asked.keys >= 2 * RUN
+    together = asked.queries * asked.group
+    runs = asked.queries <= FEW[0][0] and together <= TILES[0][0] and asked.keys >= 2 * RUN
+    rows = together if runs else asked.queries
     found = []
-    for queries, keys, down, across in FEW if few else TILES:
+    for queries, keys, down, across in FEWEST if rows <= FEWEST[0][0] else FEW if rows <= FEW[0][0] else TILES:
+        if queries >= 2 * rows and queries > FEW[0][0]:
+            continue  # half of it would be empty
         t = Tiling(asked.d, asked.dv, queries, keys, down, across, loose=asked.loose, runs=runs)
         most = WIDEST // BY_NAME[asked.held].bytes
         q, k, v, o = (min(x, most) for x in asked.vectors)
@@ -258,6 +264,6 @@ def runs_of(t: Tiling, asked: Asked, target: Target) -> tuple[int, int]:
     if not t.runs:
         return 1, asked.keys
     blocks = asked.heads // asked.group
-    wanted = min(MOST_RUNS, max(1, -(-WAVES * device.processors // blocks)), -(-asked.keys // RUN))
+    wanted = min(MOST_RUNS, max(1, -(-(BUSY // t.threads) * device.processors // blocks)), -(-asked.keys // RUN))
     each = -(-asked.keys // (wanted * t.keys)) * t.keys
     return -(-asked.keys // each), each

@@ -79,6 +79,7 @@ SHAPES = [
     # few queries: in one tile with other heads, keys in runs
     ((2, 6, 3, 2, 1100, 32, 40), F16, {"causal": True}),
     ((1, 8, 1, 1, 700, 80, 16), F32, {"window": 33}),
+    ((1, 20, 1, 2, 600, 24, 16), F32, {"causal": True}),
     ((2, 2, 2, 3, 513, 128, 128), BF16, {}),
 ]
 
@@ -189,7 +190,7 @@ def strided(cl, x, order):
 def test_any_strides(cl, m):
     x = operands((2, 4, 2, m, 530, 24, 20), F16)
     want = exact(*x, causal=True)[0]
-    for order in ((0, 2, 1, 3), (1, 0, 2, 3), (0, 1, 3, 2), (3, 2, 1, 0)):
+    for order in ((0, 2, 1, 3), (3, 2, 1, 0)):
         close(pm.attention(*(strided(cl, y, order) for y in x), causal=True), want, F16)
     wide = [cl.array(np.pad(y, ((0, 0), (0, 0), (0, 1), (1, 3)), constant_values=np.nan)) for y in x]
     inner = [y[:, :, :-1, 1:-3] for y in wide]
@@ -354,7 +355,12 @@ def test_tiles_are_large_where_there_is_work():
     h100 = load_target("h100")
     assert [tilings(asked(d=d), h100)[0].queries for d in (64, 128, 256)] == [64, 32, 32]
     assert tilings(asked(queries=64, heads=2), h100)[0].queries < 64
-    assert tilings(asked(queries=1, group=8, keys=4096), h100)[0].runs
+    decoded = [asked(queries=1, group=group, heads=8 * group, keys=8192) for group in (1, 8, 32, 64)]
+    assert [tilings(x, h100)[0].queries for x in decoded] == [4, 16, 32, 64]
+    for x in decoded:
+        t = tilings(x, h100)[0]
+        assert t.runs
+        assert runs_of(t, x, h100) == (32, 256)
     few = grid_cases.MACHINE
     assert tilings(asked(d=16), few)[0].shared_bytes <= few.device.shared_bytes
 
