@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from portmm.isa import Atom, Isa
 
 LANES, WORD = 4, 4
-UNROLL = 2
-"""Vectors of a head, or of keys, that are multiplied between jumps: more take registers that others need."""
+LARGE = 256
+"""Threads of a block from which a processor must have registers for two: 128 each, of NVIDIA's 65536."""
 _AXES = {"q": "bhm", "k": "bhn", "v": "bhn", "o": "bhm"}
 
 
@@ -56,7 +56,8 @@ def build(form: Form, t: Tiling, isa: Isa, atom: Atom) -> GridKernel:
     held = var("few") if t.runs else var("heads")
     grid = (var("items") * held * ceil_div(work.height, t.queries), var("runs") if t.runs else const(1))
     name = f"portmm_attention_{form.held}_{t.d}_{t.dv}_{t.queries}x{t.keys}"
-    return GridKernel(name, isa, atom, work.arguments(), t.threads, grid, tuple(body))
+    resident = 2 if t.threads >= LARGE else 1
+    return GridKernel(name, isa, atom, work.arguments(), t.threads, grid, tuple(body), resident=resident)
 
 
 def rows_of(name: str, dtype: str, loose: str, *, readonly: bool = True) -> list[Argument]:
@@ -331,7 +332,6 @@ class Work:
                     each("e", LANES, each("i", t.rows, mac)),
                 ),
             ),
-            UNROLL,
         )  # fmt: skip
 
     def weighed(self, chunk: Index) -> Stmt:
@@ -351,7 +351,6 @@ class Work:
                     each("i", t.rows, each("c", t.sums, mac)),
                 ),
             ),
-            UNROLL,
         )  # fmt: skip
 
     # -- results -------------------------------------------------------------

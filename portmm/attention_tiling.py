@@ -1,6 +1,6 @@
 """Tiles of attention on a device.
 
-Owns `Tiling`, and the choice of one. Imports `dtype`, `target`. A block of threads keeps BM queries
+Owns `Tiling`, and the choice of one. Imports `dtype`, `grid_candidates`, `target`. A block of threads keeps BM queries
 and their sums O, and walks over blocks of BN keys, whose K and V pass through shared memory in chunks:
 
     Q[BM][d]          for the whole walk
@@ -12,14 +12,15 @@ and their sums O, and walks over blocks of BN keys, whose K and V pass through s
 in words of f32, rows of Q, K and P padded to an odd number of vectors of four, so that threads of
 neighbouring rows read other banks. A thread has BM / down rows and BN / across columns of the scores, and
 of the same rows its share of the columns of O. For each four words that it loads of them there are
-as many multiply-adds as the other side has, so tiles are as large as fit:
+as many multiply-adds as the other side has, so tiles are as large as can be with
 
-- more than `STATIC` bytes of shared memory a kernel does not get without asking,
-- two blocks for each processor, where there is room, so that one computes while another waits,
-- no more registers than a thread may have, nor blocks of so many queries that processors are idle.
+- no more than `STATIC` bytes of shared memory,
+- no more registers than a thread may have,
+- as many blocks as there are processors,
+- room for two of them on a processor, so that one computes while another waits.
 
-`TILES` are tried from large to small, and the first that meets all of this is taken, or else the first that
-is legal. On CPUs under OpenCL anything is legal that fits.
+Of `TILES`, which go from large to small, the first is taken that lacks least of this, registers counting most:
+what has none spills. On CPUs under OpenCL, which have other registers, those are not counted.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING
 
 from portmm.dtype import BY_NAME
 from portmm.errors import ScheduleError
+from portmm.grid_candidates import on_gpu
 
 if TYPE_CHECKING:
     from portmm.target import Target
@@ -42,20 +44,21 @@ LANES = 4
 """Words that a thread reads from shared memory at once."""
 DEPTH = 32
 """Elements of a head in a chunk of K, about."""
-ADDRESSES = 44
-"""Registers of a thread for addresses, counters, an expression and what a compiler needs: see `registers`."""
+ADDRESSES = 72
+"""Registers of a thread for addresses, counters, an expression and what a compiler needs: with NVRTC 13, 32 x 64
+scores beside 128 columns of O take 168 in all."""
 TILES = ((64, 64, 16, 16), (32, 64, 8, 16), (32, 32, 8, 16), (16, 64, 8, 16), (16, 32, 8, 16), (16, 16, 4, 16))
 """Queries and keys of a block, threads down and across: of many queries."""
+FEWEST = ((4, 64, 4, 16), (4, 16, 4, 16))
 FEW = ((16, 64, 8, 16), (16, 32, 8, 16), (16, 16, 4, 16))
-"""The same for few queries: of them there are not enough to fill more rows."""
+"""The same for few queries, up to 4 and up to 16. Each row of threads reads all of K from shared memory, which is what
+they wait for where memory does not: 4 rows of 16 threads take half of that of 8 rows, whatever is in them."""
 RUN = 256
 """Keys that a block walks over, at least, where those of few queries are handed out in runs."""
-WAVES = 2
-"""Blocks for each processor that runs are to make."""
+BUSY = 512
+"""Threads for each processor that runs are to make: four vectors that each of them waits for are some 32 KB."""
 MOST_RUNS = 128
 """Runs that the keys are cut in, at most: a second kernel puts them together."""
-DEEPEST = 512
-"""Elements of a head, at most: more would not fit shared memory beside anything else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,21 +216,20 @@ def tilings(asked: Asked, target: Target) -> list[Tiling]:
     """Legal tiles, best first: see above."""
     device = target.device
     assert device is not None  # noqa: S101 - whoever asks has one
-    few = asked.queries * asked.group <= FEW[0][0]
-    runs = few and asked.keys >= 2 * RUN
+    together = asked.queries * asked.group
+    runs = asked.queries <= FEW[0][0] and together <= TILES[0][0] and asked.keys >= 2 * RUN
+    rows = together if runs else asked.queries
     found = []
-    for queries, keys, down, across in FEW if few else TILES:
+    for queries, keys, down, across in FEWEST if rows <= FEWEST[0][0] else FEW if rows <= FEW[0][0] else TILES:
+        if queries >= 2 * rows and queries > FEW[0][0]:
+            continue  # half of it would be empty
         t = Tiling(asked.d, asked.dv, queries, keys, down, across, loose=asked.loose, runs=runs)
         most = WIDEST // BY_NAME[asked.held].bytes
         q, k, v, o = (min(x, most) for x in asked.vectors)
-        stored = min(o, t.cell, asked.vectors[3] if not runs else t.cell)
+        stored = t.cell if runs else min(o, t.cell)
         t = replace(t, vectors=(math.gcd(q, t.depth), math.gcd(k, t.depth), math.gcd(v, t.wide), stored))
-        if t.threads > device.block_threads or t.shared_bytes > min(STATIC, device.shared_bytes):
-            continue
-        on_cpu = target.name == "opencl_cpu"
-        if not on_cpu and device.thread_registers and t.registers(asked.held) > device.thread_registers:
-            continue
-        found.append(t)
+        if t.threads <= device.block_threads and t.shared_bytes <= min(STATIC, device.shared_bytes):
+            found.append(t)
     if not found:
         raise ScheduleError(
             f"attention of heads of {asked.d} and {asked.dv} elements needs more than the "
@@ -236,14 +238,14 @@ def tilings(asked: Asked, target: Target) -> list[Tiling]:
     return sorted(found, key=lambda t: _lacks(t, asked, target))
 
 
-def _lacks(t: Tiling, asked: Asked, target: Target) -> int:
-    """How much tiles lack of what they should have; `sorted` keeps the order of equals."""
+def _lacks(t: Tiling, asked: Asked, target: Target) -> tuple[int, int, bool]:
+    """What tiles lack of registers, of blocks for all processors, and of room for a second block."""
     device = target.device
     assert device is not None  # noqa: S101 - whoever asks has one
-    blocks = asked.heads * -(-asked.queries // t.queries)
-    idle = not t.runs and blocks < device.processors
-    alone = 2 * t.shared_bytes > device.processor_shared_bytes > 0
-    return int(idle) + int(alone)
+    most = device.thread_registers if on_gpu(target) else 0
+    short = max(0, t.registers(asked.held) - most) if most else 0
+    blocks = min(device.processors, asked.heads * -(-asked.queries // t.queries))
+    return short, 0 if t.runs else -blocks, 2 * t.shared_bytes > device.processor_shared_bytes > 0
 
 
 def choose(asked: Asked, target: Target) -> Tiling:
@@ -262,6 +264,6 @@ def runs_of(t: Tiling, asked: Asked, target: Target) -> tuple[int, int]:
     if not t.runs:
         return 1, asked.keys
     blocks = asked.heads // asked.group
-    wanted = min(MOST_RUNS, max(1, -(-WAVES * device.processors // blocks)), -(-asked.keys // RUN))
+    wanted = min(MOST_RUNS, max(1, -(-(BUSY // t.threads) * device.processors // blocks)), -(-asked.keys // RUN))
     each = -(-asked.keys // (wanted * t.keys)) * t.keys
     return -(-asked.keys // each), each
