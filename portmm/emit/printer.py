@@ -136,7 +136,11 @@ class Printer:
 
     def at(self, p: Ptr, to: str) -> str:
         """The element at an address, as one of type `to`."""
-        return converted(f"*({address(p)})", self.points[p.name], to)
+        return converted(f"*({self.address(p)})", self.points[p.name], to)
+
+    def address(self, p: Ptr) -> str:
+        """The spelling of an address."""
+        return address(p)
 
     def put(self, depth: int, line: str) -> None:
         self.lines.append("  " * depth + line)
@@ -168,11 +172,11 @@ class Printer:
         self.put(depth, f"const long {s.name} = {index(s.value)};")
 
     def do_read(self, s: Read, depth: int) -> None:
-        self.put(depth, f"const long {s.name} = *({address(s.p)});")
+        self.put(depth, f"const long {s.name} = *({self.address(s.p)});")
 
     def do_letptr(self, s: LetPtr, depth: int) -> None:
         ctype = f"{'const ' if s.readonly else ''}{BY_NAME[s.dtype].c} *"
-        value = address(s.value)
+        value = self.address(s.value)
         if self.points[s.value.name] != s.dtype:
             value = f"({ctype})({value})"
         self.put(depth, f"{ctype}{s.name} = {value};")
@@ -218,7 +222,7 @@ class Printer:
                 a=s.a,
                 b=s.b,
                 mask=s.mask,
-                p=address(s.p) if s.p else "",
+                p=self.address(s.p) if s.p else "",
                 count=index(s.count) if s.count else "",
                 step=index(s.step) if s.step else "",
             ),
@@ -251,10 +255,10 @@ class Printer:
 
     def do_move(self, s: Move, depth: int) -> None:
         value = self.at(s.src, base(self.points[s.to.name])) if s.src else "0"
-        self.put(depth, f"*({address(s.to)}) = {value};")
+        self.put(depth, f"*({self.address(s.to)}) = {value};")
 
     def do_add(self, s: Add, depth: int) -> None:
-        self.put(depth, f"*({address(s.to)}) += *({address(s.src)});")
+        self.put(depth, f"*({self.address(s.to)}) += *({self.address(s.src)});")
 
     def atom(self, s: Verb) -> Atom:
         """The atom whose word a statement is."""

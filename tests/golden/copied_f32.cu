@@ -74,9 +74,9 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
       const int a_row = a_piece / 4;
       const int a_unit = a_piece % 4 * 2;
       const int a_at = k_0 + a_unit;
-      const float *a_from = a_item + min_(row_0 + a_row, m - 1) * a_m + a_at;
-      copy_async_4(a_tile + a_unit * 8 + a_row, a_from, (a_at < k_end) ? 4 : 0);
-      copy_async_4(a_tile + (a_unit + 1) * 8 + a_row, a_from + 1, (a_at + 1 < k_end) ? 4 : 0);
+      const float *a_from = a_item + (min_(row_0 + a_row, m - 1) * a_m + a_at);
+      copy_async_4(a_tile + (a_unit * 8 + a_row), a_from, (a_at < k_end) ? 4 : 0);
+      copy_async_4(a_tile + ((a_unit + 1) * 8 + a_row), a_from + 1, (a_at + 1 < k_end) ? 4 : 0);
     }
     #pragma unroll
     for (int turn = 0; turn < 2; ++turn) {
@@ -84,8 +84,8 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
       const int b_row = b_piece % 8 * 4;
       const int b_unit = b_piece / 8;
       const int b_at = k_0 + b_unit;
-      const float *b_from = b_item + min_(column_0 + b_row, n - 4) + b_at * b_k;
-      copy_async_16(b_tile + b_unit * 32 + b_row, b_from, (b_at < k_end) ? 16 : 0);
+      const float *b_from = b_item + (min_(column_0 + b_row, n - 4) + b_at * b_k);
+      copy_async_16(b_tile + (b_unit * 32 + b_row), b_from, (b_at < k_end) ? 16 : 0);
     }
   }
   copy_async_commit();
@@ -96,9 +96,9 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
       const int a_row = a_piece / 4;
       const int a_unit = a_piece % 4 * 2;
       const int a_at = k_0 + 8 + a_unit;
-      const float *a_from = a_item + min_(row_0 + a_row, m - 1) * a_m + a_at;
-      copy_async_4(a_tile + 64 + a_unit * 8 + a_row, a_from, (a_at < k_end) ? 4 : 0);
-      copy_async_4(a_tile + 64 + (a_unit + 1) * 8 + a_row, a_from + 1, (a_at + 1 < k_end) ? 4 : 0);
+      const float *a_from = a_item + (min_(row_0 + a_row, m - 1) * a_m + a_at);
+      copy_async_4(a_tile + (64 + a_unit * 8 + a_row), a_from, (a_at < k_end) ? 4 : 0);
+      copy_async_4(a_tile + (64 + (a_unit + 1) * 8 + a_row), a_from + 1, (a_at + 1 < k_end) ? 4 : 0);
     }
     #pragma unroll
     for (int turn = 0; turn < 2; ++turn) {
@@ -106,8 +106,8 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
       const int b_row = b_piece % 8 * 4;
       const int b_unit = b_piece / 8;
       const int b_at = k_0 + 8 + b_unit;
-      const float *b_from = b_item + min_(column_0 + b_row, n - 4) + b_at * b_k;
-      copy_async_16(b_tile + 256 + b_unit * 32 + b_row, b_from, (b_at < k_end) ? 16 : 0);
+      const float *b_from = b_item + (min_(column_0 + b_row, n - 4) + b_at * b_k);
+      copy_async_16(b_tile + (256 + b_unit * 32 + b_row), b_from, (b_at < k_end) ? 16 : 0);
     }
   }
   copy_async_commit();
@@ -121,9 +121,9 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
         const int a_row = a_piece / 4;
         const int a_unit = a_piece % 4 * 2;
         const int a_at = k_0 + (step + 2) * 8 + a_unit;
-        const float *a_from = a_item + min_(row_0 + a_row, m - 1) * a_m + a_at;
-        copy_async_4(a_tile + (step + 2) % 3 * 64 + a_unit * 8 + a_row, a_from, (a_at < k_end) ? 4 : 0);
-        copy_async_4(a_tile + (step + 2) % 3 * 64 + (a_unit + 1) * 8 + a_row, a_from + 1, (a_at + 1 < k_end) ? 4 : 0);
+        const float *a_from = a_item + (min_(row_0 + a_row, m - 1) * a_m + a_at);
+        copy_async_4(a_tile + ((step + 2) % 3 * 64 + a_unit * 8 + a_row), a_from, (a_at < k_end) ? 4 : 0);
+        copy_async_4(a_tile + ((step + 2) % 3 * 64 + (a_unit + 1) * 8 + a_row), a_from + 1, (a_at + 1 < k_end) ? 4 : 0);
       }
       #pragma unroll
       for (int turn = 0; turn < 2; ++turn) {
@@ -131,8 +131,8 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
         const int b_row = b_piece % 8 * 4;
         const int b_unit = b_piece / 8;
         const int b_at = k_0 + (step + 2) * 8 + b_unit;
-        const float *b_from = b_item + min_(column_0 + b_row, n - 4) + b_at * b_k;
-        copy_async_16(b_tile + (step + 2) % 3 * 256 + b_unit * 32 + b_row, b_from, (b_at < k_end) ? 16 : 0);
+        const float *b_from = b_item + (min_(column_0 + b_row, n - 4) + b_at * b_k);
+        copy_async_16(b_tile + ((step + 2) % 3 * 256 + b_unit * 32 + b_row), b_from, (b_at < k_end) ? 16 : 0);
       }
     }
     copy_async_commit();
@@ -141,11 +141,11 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
     for (int unit = 0; unit < 8; ++unit) {
       #pragma unroll
       for (int g = 0; g < 1; ++g) {
-        *(uint2 *)(a_part + g * 2) = *(const uint2 *)(a_tile + stage * 64 + unit * 8 + cell_m * 2 + g * 8);
+        *(uint2 *)(a_part + g * 2) = *(const uint2 *)(a_tile + (stage * 64 + unit * 8 + cell_m * 2 + g * 8));
       }
       #pragma unroll
       for (int g = 0; g < 1; ++g) {
-        *(uint4 *)(b_part + g * 4) = *(const uint4 *)(b_tile + stage * 256 + unit * 32 + cell_n * 4 + g * 32);
+        *(uint4 *)(b_part + g * 4) = *(const uint4 *)(b_tile + (stage * 256 + unit * 32 + cell_n * 4 + g * 32));
       }
       #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -168,12 +168,12 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
         for (int h = 0; h < 1; ++h) {
           const int column = column_0 + g * 32 + cell_n * 4 + h * 4;
           if (column + 3 < n) {
-            *(uint4 *)(c_item + row * c_m + column) = *(const uint4 *)(acc + i * 4 + g * 4 + h * 4);
+            *(uint4 *)(c_item + (row * c_m + column)) = *(const uint4 *)(acc + (i * 4 + g * 4 + h * 4));
           } else {
             #pragma unroll
             for (int j = 0; j < 4; ++j) {
               if (column + j < n) {
-                *(c_item + row * c_m + column + j) = acc[i * 4 + g * 4 + h * 4 + j];
+                *(c_item + (row * c_m + column + j)) = acc[i * 4 + g * 4 + h * 4 + j];
               }
             }
           }

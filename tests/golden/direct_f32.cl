@@ -105,12 +105,12 @@ void portmm_direct_f32_f32_f32_2x2x1_simt(
         for (int h = 0; h < 1; ++h) {
           const int column = column_0 + g * 16 + cell_n + h;
           if (column < n) {
-            a0 = *(acc + i * 2 + g + h);
+            a0 = *(acc + (i * 2 + g + h));
             l1 = *(x0 + column);
             t2 = a0 + l1;
             t3 = 0.0f > t2 || 0.0f != 0.0f ? 0.0f : t2;
             *(c_out) = t3;
-            *(c_item + row * c_m + column) = c_out[0];
+            *(c_item + (row * c_m + column)) = c_out[0];
           }
         }
       }

@@ -69,7 +69,7 @@ void portmm_simt_f32_f32_f32_2x4x1_simt(
     const int a_row = a_piece / 8;
     const int a_unit = a_piece % 8;
     const int a_at = k_0 + a_unit;
-    __global const unsigned short *a_from = a_item + min_(row_0 + a_row, m - 1) * a_m + a_at;
+    __global const unsigned short *a_from = a_item + (min_(row_0 + a_row, m - 1) * a_m + a_at);
     if (a_at < k_end) {
       a_next[turn] = *(a_from);
     } else {
@@ -82,7 +82,7 @@ void portmm_simt_f32_f32_f32_2x4x1_simt(
     const int b_row = b_piece / 2;
     const int b_unit = b_piece % 2 * 4;
     const int b_at = k_0 + b_unit;
-    __global const unsigned short *b_from = b_item + min_(column_0 + b_row, n - 1) * b_n + b_at;
+    __global const unsigned short *b_from = b_item + (min_(column_0 + b_row, n - 1) * b_n + b_at);
     if (b_at < k_end) {
       *(uint2 *)(b_next + turn * 4) = *(__global const uint2 *)(b_from);
     } else {
@@ -118,7 +118,7 @@ void portmm_simt_f32_f32_f32_2x4x1_simt(
         const int a_row = a_piece / 8;
         const int a_unit = a_piece % 8;
         const int a_at = k_0 + (step + 1) * 8 + a_unit;
-        __global const unsigned short *a_from = a_item + min_(row_0 + a_row, m - 1) * a_m + a_at;
+        __global const unsigned short *a_from = a_item + (min_(row_0 + a_row, m - 1) * a_m + a_at);
         if (a_at < k_end) {
           a_next[turn] = *(a_from);
         } else {
@@ -131,7 +131,7 @@ void portmm_simt_f32_f32_f32_2x4x1_simt(
         const int b_row = b_piece / 2;
         const int b_unit = b_piece % 2 * 4;
         const int b_at = k_0 + (step + 1) * 8 + b_unit;
-        __global const unsigned short *b_from = b_item + min_(column_0 + b_row, n - 1) * b_n + b_at;
+        __global const unsigned short *b_from = b_item + (min_(column_0 + b_row, n - 1) * b_n + b_at);
         if (b_at < k_end) {
           *(uint2 *)(b_next + turn * 4) = *(__global const uint2 *)(b_from);
         } else {
@@ -147,11 +147,11 @@ void portmm_simt_f32_f32_f32_2x4x1_simt(
     for (int unit = 0; unit < 8; ++unit) {
       #pragma unroll
       for (int g = 0; g < 1; ++g) {
-        *(uint2 *)(a_part + g * 2) = *(__local const uint2 *)(a_tile + stage * 64 + unit * 8 + cell_m * 2 + g * 8);
+        *(uint2 *)(a_part + g * 2) = *(__local const uint2 *)(a_tile + (stage * 64 + unit * 8 + cell_m * 2 + g * 8));
       }
       #pragma unroll
       for (int g = 0; g < 1; ++g) {
-        *(uint4 *)(b_part + g * 4) = *(__local const uint4 *)(b_tile + stage * 256 + unit * 32 + ((cell_n * 4 + g * 32) ^ (unit / 4 % 2 * 16)));
+        *(uint4 *)(b_part + g * 4) = *(__local const uint4 *)(b_tile + (stage * 256 + unit * 32 + ((cell_n * 4 + g * 32) ^ (unit / 4 % 2 * 16))));
       }
       #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -200,12 +200,12 @@ void portmm_simt_f32_f32_f32_2x4x1_simt(
             }
           }
           if (column + 1 < n) {
-            *(__global ushort2 *)(c_item + row * c_m + column) = *(const ushort2 *)(c_out);
+            *(__global ushort2 *)(c_item + (row * c_m + column)) = *(const ushort2 *)(c_out);
           } else {
             #pragma unroll
             for (int j = 0; j < 2; ++j) {
               if (column + j < n) {
-                *(c_item + row * c_m + column + j) = c_out[j];
+                *(c_item + (row * c_m + column + j)) = c_out[j];
               }
             }
           }

@@ -30,10 +30,10 @@ void portmm_slices_f32_f32_f32_2x4x1_simt(
   const int column = block % ((n + 127) / 128) * 128 + thread;
   if (column < n) {
     float sum[1] __attribute__((aligned(16)));
-    sum[0] = *(work + item * work_batch + row * n + column);
+    sum[0] = *(work + (item * work_batch + row * n + column));
     for (int i = 1; i < 4; ++i) {
-      sum[0] += *(work + item * work_batch + row * n + column + i * (batch * work_batch));
+      sum[0] += *(work + (item * work_batch + row * n + column + i * (batch * work_batch)));
     }
-    *(c + item * c_batch + row * c_m + column) = f16_of_f32(sum[0]);
+    *(c + (item * c_batch + row * c_m + column)) = f16_of_f32(sum[0]);
   }
 }

@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(32) portmm_simt_s32_s8_s8_2x4x4_sim
     const int a_row = a_piece / 8;
     const int a_unit = a_piece % 8;
     const int a_at = k_0 + a_unit * 4;
-    const signed char *a_from = a_item + min_(row_0 + a_row, m - 1) * a_m + a_at;
+    const signed char *a_from = a_item + (min_(row_0 + a_row, m - 1) * a_m + a_at);
     if (a_at < k_end) {
       *(unsigned *)(a_next + turn * 4) = *(const unsigned *)(a_from);
     } else {
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(32) portmm_simt_s32_s8_s8_2x4x4_sim
     const int b_row = b_piece % 8 * 4;
     const int b_unit = b_piece / 8;
     const int b_at = k_0 + b_unit * 4;
-    const signed char *b_from = b_item + min_(column_0 + b_row, n - 4) + b_at * b_k;
+    const signed char *b_from = b_item + (min_(column_0 + b_row, n - 4) + b_at * b_k);
     if (b_at < k_end) {
       *(unsigned *)(b_next + turn * 16) = *(const unsigned *)(b_from);
     } else {
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(32) portmm_simt_s32_s8_s8_2x4x4_sim
       }
     }
     if (b_at + 1 < k_end) {
-      *(unsigned *)(b_next + turn * 16 + 4) = *(const unsigned *)(b_from + b_k);
+      *(unsigned *)(b_next + (turn * 16 + 4)) = *(const unsigned *)(b_from + b_k);
     } else {
       #pragma unroll
       for (int e = 0; e < 4; ++e) {
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(32) portmm_simt_s32_s8_s8_2x4x4_sim
       }
     }
     if (b_at + 2 < k_end) {
-      *(unsigned *)(b_next + turn * 16 + 8) = *(const unsigned *)(b_from + 2 * b_k);
+      *(unsigned *)(b_next + (turn * 16 + 8)) = *(const unsigned *)(b_from + 2 * b_k);
     } else {
       #pragma unroll
       for (int e = 0; e < 4; ++e) {
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(32) portmm_simt_s32_s8_s8_2x4x4_sim
       }
     }
     if (b_at + 3 < k_end) {
-      *(unsigned *)(b_next + turn * 16 + 12) = *(const unsigned *)(b_from + 3 * b_k);
+      *(unsigned *)(b_next + (turn * 16 + 12)) = *(const unsigned *)(b_from + 3 * b_k);
     } else {
       #pragma unroll
       for (int e = 0; e < 4; ++e) {
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(32) portmm_simt_s32_s8_s8_2x4x4_sim
     b_wide[1] = (int)(((unsigned)b_words[0] >> 8 & 255) << 0 | ((unsigned)b_words[1] >> 8 & 255) << 8 | ((unsigned)b_words[2] >> 8 & 255) << 16 | ((unsigned)b_words[3] >> 8 & 255) << 24);
     b_wide[2] = (int)(((unsigned)b_words[0] >> 16 & 255) << 0 | ((unsigned)b_words[1] >> 16 & 255) << 8 | ((unsigned)b_words[2] >> 16 & 255) << 16 | ((unsigned)b_words[3] >> 16 & 255) << 24);
     b_wide[3] = (int)(((unsigned)b_words[0] >> 24 & 255) << 0 | ((unsigned)b_words[1] >> 24 & 255) << 8 | ((unsigned)b_words[2] >> 24 & 255) << 16 | ((unsigned)b_words[3] >> 24 & 255) << 24);
-    *(uint4 *)(b_tile + b_unit * 32 + b_row) = *(const uint4 *)(b_wide);
+    *(uint4 *)(b_tile + (b_unit * 32 + b_row)) = *(const uint4 *)(b_wide);
   }
   __syncthreads();
   for (int step = 0; step < steps; ++step) {
@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(32) portmm_simt_s32_s8_s8_2x4x4_sim
         const int a_row = a_piece / 8;
         const int a_unit = a_piece % 8;
         const int a_at = k_0 + (step + 1) * 32 + a_unit * 4;
-        const signed char *a_from = a_item + min_(row_0 + a_row, m - 1) * a_m + a_at;
+        const signed char *a_from = a_item + (min_(row_0 + a_row, m - 1) * a_m + a_at);
         if (a_at < k_end) {
           *(unsigned *)(a_next + turn * 4) = *(const unsigned *)(a_from);
         } else {
@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(32) portmm_simt_s32_s8_s8_2x4x4_sim
         const int b_row = b_piece % 8 * 4;
         const int b_unit = b_piece / 8;
         const int b_at = k_0 + (step + 1) * 32 + b_unit * 4;
-        const signed char *b_from = b_item + min_(column_0 + b_row, n - 4) + b_at * b_k;
+        const signed char *b_from = b_item + (min_(column_0 + b_row, n - 4) + b_at * b_k);
         if (b_at < k_end) {
           *(unsigned *)(b_next + turn * 16) = *(const unsigned *)(b_from);
         } else {
@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(32) portmm_simt_s32_s8_s8_2x4x4_sim
           }
         }
         if (b_at + 1 < k_end) {
-          *(unsigned *)(b_next + turn * 16 + 4) = *(const unsigned *)(b_from + b_k);
+          *(unsigned *)(b_next + (turn * 16 + 4)) = *(const unsigned *)(b_from + b_k);
         } else {
           #pragma unroll
           for (int e = 0; e < 4; ++e) {
@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(32) portmm_simt_s32_s8_s8_2x4x4_sim
           }
         }
         if (b_at + 2 < k_end) {
-          *(unsigned *)(b_next + turn * 16 + 8) = *(const unsigned *)(b_from + 2 * b_k);
+          *(unsigned *)(b_next + (turn * 16 + 8)) = *(const unsigned *)(b_from + 2 * b_k);
         } else {
           #pragma unroll
           for (int e = 0; e < 4; ++e) {
@@ -181,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(32) portmm_simt_s32_s8_s8_2x4x4_sim
           }
         }
         if (b_at + 3 < k_end) {
-          *(unsigned *)(b_next + turn * 16 + 12) = *(const unsigned *)(b_from + 3 * b_k);
+          *(unsigned *)(b_next + (turn * 16 + 12)) = *(const unsigned *)(b_from + 3 * b_k);
         } else {
           #pragma unroll
           for (int e = 0; e < 4; ++e) {
@@ -195,11 +195,11 @@ extern "C" __global__ void __launch_bounds__(32) portmm_simt_s32_s8_s8_2x4x4_sim
     for (int unit = 0; unit < 8; ++unit) {
       #pragma unroll
       for (int g = 0; g < 1; ++g) {
-        *(uint2 *)(a_part + g * 2) = *(const uint2 *)(a_tile + stage * 64 + unit * 8 + cell_m * 2 + g * 8);
+        *(uint2 *)(a_part + g * 2) = *(const uint2 *)(a_tile + (stage * 64 + unit * 8 + cell_m * 2 + g * 8));
       }
       #pragma unroll
       for (int g = 0; g < 1; ++g) {
-        *(uint4 *)(b_part + g * 4) = *(const uint4 *)(b_tile + stage * 256 + unit * 32 + cell_n * 4 + g * 32);
+        *(uint4 *)(b_part + g * 4) = *(const uint4 *)(b_tile + (stage * 256 + unit * 32 + cell_n * 4 + g * 32));
       }
       #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -228,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(32) portmm_simt_s32_s8_s8_2x4x4_sim
         b_wide[1] = (int)(((unsigned)b_words[0] >> 8 & 255) << 0 | ((unsigned)b_words[1] >> 8 & 255) << 8 | ((unsigned)b_words[2] >> 8 & 255) << 16 | ((unsigned)b_words[3] >> 8 & 255) << 24);
         b_wide[2] = (int)(((unsigned)b_words[0] >> 16 & 255) << 0 | ((unsigned)b_words[1] >> 16 & 255) << 8 | ((unsigned)b_words[2] >> 16 & 255) << 16 | ((unsigned)b_words[3] >> 16 & 255) << 24);
         b_wide[3] = (int)(((unsigned)b_words[0] >> 24 & 255) << 0 | ((unsigned)b_words[1] >> 24 & 255) << 8 | ((unsigned)b_words[2] >> 24 & 255) << 16 | ((unsigned)b_words[3] >> 24 & 255) << 24);
-        *(uint4 *)(b_tile + (1 - stage) * 256 + b_unit * 32 + b_row) = *(const uint4 *)(b_wide);
+        *(uint4 *)(b_tile + ((1 - stage) * 256 + b_unit * 32 + b_row)) = *(const uint4 *)(b_wide);
       }
     }
     __syncthreads();
@@ -245,12 +245,12 @@ extern "C" __global__ void __launch_bounds__(32) portmm_simt_s32_s8_s8_2x4x4_sim
         for (int h = 0; h < 1; ++h) {
           const int column = column_0 + g * 32 + cell_n * 4 + h * 4;
           if (column + 3 < n) {
-            *(uint4 *)(c_item + row * c_m + column) = *(const uint4 *)(acc + i * 4 + g * 4 + h * 4);
+            *(uint4 *)(c_item + (row * c_m + column)) = *(const uint4 *)(acc + (i * 4 + g * 4 + h * 4));
           } else {
             #pragma unroll
             for (int j = 0; j < 4; ++j) {
               if (column + j < n) {
-                *(c_item + row * c_m + column + j) = acc[i * 4 + g * 4 + h * 4 + j];
+                *(c_item + (row * c_m + column + j)) = acc[i * 4 + g * 4 + h * 4 + j];
               }
             }
           }
