@@ -1,7 +1,7 @@
 """Checks and times kernels on this machine's device, beside the library that is there, within minutes.
 
     python gpu.py --save results/h200-gpu.json          # a CUDA GPU, with PyTorch and CuPy
-    python gpu.py --device opencl --smoke               # whatever OpenCL offers, a few small cases
+    python gpu.py --device opencl --smoke               # OpenCL on this processor, a few small cases
 
 Each product is checked against NumPy in float64 before it is timed. Times are medians of turns that
 alternate between portmm and the peer, on random data, with operands rotated through more
@@ -11,6 +11,7 @@ memory than twice L2. A row of the report has the seconds of both, and their rat
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import platform
 import statistics
@@ -110,13 +111,14 @@ class OpenCl:
         from opencl_cpu import opencl_device
 
         self.context, self.queue = opencl_device()
+        import pyopencl.array
+
+        self.module = pyopencl.array
 
     def array(self, x, dtype):
-        import pyopencl.array as cl_array
-
         from portmm.arrays import numpy_of
 
-        return cl_array.to_device(self.queue, np.ascontiguousarray(x.astype(numpy_of(dtype))))
+        return self.module.to_device(self.queue, np.ascontiguousarray(x.astype(numpy_of(dtype))))
 
     def numpy(self, x):
         found = x.get()
@@ -126,7 +128,29 @@ class OpenCl:
         self.queue.finish()
 
     def peer(self, a):
-        del a  # PyOpenCL multiplies no matrices
+        """CLBlast, where it is installed: of f32."""
+        if a.dtype != np.float32:
+            return None
+        try:
+            library = ctypes.CDLL("libclblast.so.1")
+        except OSError:
+            return None
+        queue = ctypes.c_void_p(self.queue.int_ptr)
+        size, one, none = ctypes.c_size_t, ctypes.c_float(1), ctypes.c_float(0)
+
+        def multiply(x, y):
+            (m, k), n = x.shape, y.shape[1]
+            out = self.module.empty(self.queue, (m, n), np.float32)
+            by_rows, plain = ctypes.c_int(101), ctypes.c_int(111)  # as CBLAS counts
+            held = [ctypes.c_void_p(z.data.int_ptr) for z in (x, y, out)]
+            status = library.CLBlastSgemm(
+                by_rows, plain, plain, size(m), size(n), size(k), one, held[0], size(0), size(k), held[1], size(0),
+                size(n), none, held[2], size(0), size(n), ctypes.byref(queue), None,
+            )  # fmt: skip
+            assert status == 0, status
+            return out
+
+        return multiply
 
     def seconds(self, call):
         self.wait()
@@ -307,8 +331,9 @@ def main():
                 check(on, report, size, dtype, layout=layout)
         if dtype != "s8":
             check(on, report, SMOKE[0], dtype, epilogue=True)
-    cases = [((n, n, n), "f32", "row", False) for n in (SQUARES[:1] if given.smoke else SQUARES)]
-    if not given.smoke:
+    squares = SQUARES[: 1 if given.smoke else 3 if on.name == "opencl" else len(SQUARES)]
+    cases = [((n, n, n), "f32", "row", False) for n in squares]
+    if not given.smoke and on.name == "cuda":
         cases += [(size, "f32", "row", False) for size in SUITE] + [((2048,) * 3, "f32", "col", False)]
         cases += [
             (size, dtype, layout, False)
