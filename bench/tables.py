@@ -3,9 +3,9 @@
     python bench/tables.py            after measuring
     python bench/tables.py --check    status 1 if a table is not what the results say
 
-Six kinds of files are understood: reports of `bench/run_suite.py`, searches of
+Seven kinds of files are understood: reports of `bench/run_suite.py`, searches of
 `bench/exhaustive.py --json`, surveys of `bench/cliff.py --json`, rates of
-`bench/packing.py --json`, fused products of `bench/fusion.py --save`, and what
+`bench/packing.py --json`, fused products of `bench/fusion.py --save`, devices of `bench/gpu.py --save`, and what
 `--overhead` keeps of a run of `pytest test_overhead.py --benchmark-json RAW.json`:
 
     python bench/tables.py --overhead RAW.json
@@ -36,7 +36,7 @@ def table(head, rows):
 
 def load(folder):
     """(stem, contents) of every result, by kind."""
-    found = {"reports": [], "searches": [], "overheads": [], "cliffs": [], "packings": [], "fusions": []}
+    found = {"reports": [], "searches": [], "overheads": [], "cliffs": [], "packings": [], "fusions": [], "devices": []}
     for path in sorted(folder.glob("*.json")):
         text = path.read_text()
         data = json.loads(text)
@@ -48,6 +48,8 @@ def load(folder):
             found["cliffs"].append((path.stem, data))
         elif "packing" in data:
             found["packings"].append((path.stem, data))
+        elif "device" in data:
+            found["devices"].append((path.stem, data))
         elif "fusion" in data:
             found["fusions"].append((path.stem, data))
         else:
@@ -206,6 +208,20 @@ def fusion_cases(data):
     return f"**{data['chip']}**, fused, {threads}: microseconds per call.\n\n{table(head, rows)}{missed}"
 
 
+def device(stem, data):
+    """A table of what ran on a device, beside its library."""
+    rows = [
+        [
+            f"{' x '.join(map(str, x['size']))}{', epilogue' if x['epilogue'] else ''}", x["dtype"], x["b"],
+            f"{x['seconds'] * 1e6:.1f}", f"{x['gflops']:.0f}", f"{x['ratio']:.2f}" if x["ratio"] else "",
+        ]
+        for x in data["rows"]
+    ]  # fmt: skip
+    head = ["m x n x k", "types", "B by", "us", "GFLOP/s", "of the peer's speed"]
+    right = sum(x["right"] for x in data["checks"])
+    return f"**{stem}**: {right} of {len(data['checks'])} products checked are right.\n\n{table(head, rows)}"
+
+
 def summary(found):
     """What stands in the README."""
     parts = [*ratios(found["reports"]), *(f"{stem}: {search(rows)}" for stem, rows in found["searches"])]
@@ -213,6 +229,7 @@ def summary(found):
     parts += [cliff(data) for _, data in found["cliffs"]]
     parts += [packing(data) for _, data in found["packings"]]
     parts += fusion([data for _, data in found["fusions"]])
+    parts += [device(stem, data) for stem, data in found["devices"]]
     return "\n\n".join(filter(None, parts)) or NOTHING
 
 
