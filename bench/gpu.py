@@ -232,6 +232,53 @@ def timed(on, report, size, dtype, *, turns, l2, layout="row", epilogue=False):
     print(f"{said}: {mine * 1e6:.1f} us, {row['gflops']:.0f} GFLOP/s{beside}")
 
 
+def coded(on, report, size, turns):
+    """A weight of four bits beside the peer's product with the weight in bf16."""
+    m, n, k = size
+    weight = pm.quantize(values((k, n), "f32", 7), group=128)
+    a = on.array(values((m, k), "f32", 8), "bf16")
+    there, plain = pm.pack(weight, like=a), on.array(pm.dequantize(weight), "bf16")
+    x, y = on.numpy(a), pm.dequantize(weight).astype(np.float64)
+    found = on.numpy(pm.matmul(a, there))
+    bound = float((np.abs(x) @ np.abs(y)).max()) * (k * BY_NAME["f32"].eps + 2 * BY_NAME["bf16"].eps)
+    error = float(np.abs(found - x @ y).max())
+    report.checks.append({"size": size, "dtype": "bf16-u4", "error": error, "bound": bound, "right": error <= bound})
+    other = on.peer(a)
+    times = {"portmm": [], "peer": []}
+    for turn in range(turns + 2):
+        for name, call in (("portmm", lambda: pm.matmul(a, there)), ("peer", other and (lambda: other(a, plain)))):
+            if call is not None:
+                seconds = on.seconds(call)
+                times[name] += [seconds] if turn >= 2 else []
+    mine, theirs = (statistics.median(x) if x else None for x in times.values())
+    held = k * n / 2 + 8 * n * -(-k // 128)
+    report.rows.append({
+        "size": size, "dtype": "bf16-u4", "b": "codes", "epilogue": False, "seconds": mine, "peer": theirs,
+        "ratio": theirs / mine if theirs else None, "gflops": 2 * m * n * k / mine / 1e9, "gbs": held / mine / 1e9,
+        "schedule": "codes",
+    })  # fmt: skip
+    print(f"{size} bf16 by codes of four bits: {mine * 1e6:.1f} us, {held / mine / 1e9:.0f} GB/s of weight")
+
+
+def attention(on, report, turns):
+    """Attention beside the peer's, causal, heads of 64 and 128."""
+    torch = on.torch
+    for d, length in ((64, 1024), (64, 4096), (128, 2048)):
+        q, k, v = (on.array(values((2, 8, length, d), "f32", i), "f16") for i in range(3))
+        ways = {
+            "portmm": lambda q=q, k=k, v=v: pm.attention(q, k, v, causal=True),
+            "peer": lambda q=q, k=k, v=v: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True),
+        }
+        error = float((on.torch.as_tensor(ways["portmm"]()).float() - ways["peer"]().float()).abs().max())
+        report.checks.append({"attention": [length, d], "error": error, "bound": 4e-3, "right": error <= 4e-3})
+        times = {
+            name: statistics.median([on.seconds(call) for _ in range(turns + 2)][2:]) for name, call in ways.items()
+        }
+        report.notes.setdefault("attention", []).append({"length": length, "d": d, **times})
+        faster = times["peer"] / times["portmm"]
+        print(f"attention {length} x {d}: {times['portmm'] * 1e6:.0f} us, {faster:.2f} of the peer's speed")
+
+
 def _route(a, b):
     left, right, _ = on_device.adopted(a, b)
     shape, batch, size = on_device.shapes(left, right)
@@ -303,6 +350,17 @@ def compiled(report, target):
     report.notes["compile_seconds"] = {"cold": cold, "warm": warm}
 
 
+def checked(on, report, *, smoke):
+    """Products of every type, layouts and edges."""
+    types = ("f32", "f16", "bf16", "s8")
+    for dtype in types:
+        for size in SMOKE if smoke else (*SMOKE, (513, 257, 1025), (1, 1000, 4096), (2048, 2048, 2048)):
+            for layout in ("row", "col"):
+                check(on, report, size, dtype, layout=layout)
+        if dtype != "s8":
+            check(on, report, SMOKE[0], dtype, epilogue=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "opencl"), default="cuda")
@@ -324,13 +382,7 @@ def main():
         **asdict(machine.target.device),
     }
     report = Report(facts)
-    types = ("f32", "f16", "bf16", "s8")
-    for dtype in types:
-        for size in SMOKE if given.smoke else (*SMOKE, (513, 257, 1025), (1, 1000, 4096), (2048, 2048, 2048)):
-            for layout in ("row", "col"):
-                check(on, report, size, dtype, layout=layout)
-        if dtype != "s8":
-            check(on, report, SMOKE[0], dtype, epilogue=True)
+    checked(on, report, smoke=given.smoke)
     squares = SQUARES[: 1 if given.smoke else 3 if on.name == "opencl" else len(SQUARES)]
     cases = [((n, n, n), "f32", "row", False) for n in squares]
     if not given.smoke and on.name == "cuda":
@@ -348,8 +400,11 @@ def main():
             report.notes["cut short"] = f"after {len(report.rows)} of {len(cases)} cases"
             break
         timed(on, report, size, dtype, turns=3 if given.smoke else given.turns, l2=l2, layout=layout, epilogue=epilogue)
+    for size in SMOKE[:1] if given.smoke else DECODE if on.name == "cuda" else ():
+        coded(on, report, size, 3 if given.smoke else given.turns)
     overhead(on, report)
     if on.name == "cuda":
+        attention(on, report, given.turns)
         bandwidth(on, report)
         compiled(report, machine.target)
     report.notes["cache"] = cache.cache_size()

@@ -100,7 +100,18 @@ def register_dtype(dtype: np.dtype[Any]) -> None:
     runtime().register_dtype("bf16", dtype)
 
 
-def pack(b: Any, *, activations: Any = None) -> Any:
+def _coded(b: Any, like: Any) -> Any:
+    """A weight of four bits, in the host's memory or in that of a device."""
+    if like is not None:
+        from portmm import device_codes
+
+        return device_codes.to_device(b, like)
+    from portmm.folded import fold
+
+    return fold(b)
+
+
+def pack(b: Any, *, activations: Any = None, like: Any = None) -> Any:
     """Lay a weight out for the kernels of the current target.
 
     Args:
@@ -108,6 +119,7 @@ def pack(b: Any, *, activations: Any = None) -> Any:
             or a `Quantized` weight of four bits; or an array on a device, which is copied there.
         activations: dtype of what it will be multiplied by, if not its own. An
             int8 weight is packed for int8 or uint8, a uint8 weight for float32.
+        like: an array on a device, to which a `Quantized` weight goes.
 
     Returns:
         A packed weight: pass it as `b`. It is immutable, may be pickled, and
@@ -123,9 +135,9 @@ def pack(b: Any, *, activations: Any = None) -> Any:
     from portmm.run.host import runtime
 
     if type(b).__name__ == "Quantized":
-        from portmm.folded import fold
-
-        return fold(b)
+        return _coded(b, like)
+    if like is not None:
+        raise TypeError("only a Quantized weight is taken to a device by pack; copy an array there, and pack that")
     if (there := foreign.adopt(b)) is not None:
         from portmm import packed_device
 

@@ -28,6 +28,9 @@ class ndarray:  # noqa: N801 - CuPy's name
     def transpose(self, axes):
         return ndarray(self.host.transpose(axes))
 
+    def set(self, x):
+        self.host[...] = x
+
     def get(self):
         return self.host.copy()
 

@@ -178,6 +178,16 @@ def test_a_packed_weight_is_a_copy(on, by_columns):
     close(found, np.maximum(product(a, b.T if by_columns else b), 0), 20, np.float32)
 
 
+def test_a_weight_of_four_bits_goes_to_the_device(on):
+    a, w = values((5, 64), np.float32), values((64, 24), np.float32, 1)
+    there, coded = on.array(a), pm.quantize(w, group=32)
+    close(pm.matmul(there, pm.pack(coded, like=there)), product(a, pm.dequantize(coded)), 64, np.float32)
+    with pytest.raises(TypeError, match="host's memory"):
+        pm.pack(coded, like=a)
+    with pytest.raises(TypeError, match="copy an array there"):
+        pm.pack(w, like=there)
+
+
 def test_what_does_not_fit_is_said(on):
     a, b = on.array(values((4, 5), np.float32)), on.array(values((6, 3), np.float32))
     with pytest.raises(ValueError, match="5 columns meet 6 rows"):
