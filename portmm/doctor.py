@@ -88,6 +88,7 @@ def steps(*, libraries: bool = True) -> list[Step]:
         ("cache", _cache),
         ("kernel", _kernel),
         ("measured rates", _measured),
+        ("devices", _devices),
         ("emulators", _emulators),
     ]
     return found + [(name, partial(_library, name)) for name in (_peers() if libraries else ())]
@@ -237,6 +238,23 @@ def _measured() -> list[Check]:
     if not found:
         return [Check("measured rates", "note", "none: choices rest on the description", "portmm probe")]
     return [Check("measured rates", "ok", f"{len(found)} for this machine")]
+
+
+def _devices() -> list[Check]:
+    """What arrays of devices need: none is a fault where there are none."""
+    from portmm import grid_dispatch, nvrtc
+    from portmm.run import cuda, opencl
+
+    checks = []
+    for name, ask in (("CUDA", cuda.facts), ("OpenCL", opencl.facts)):
+        try:
+            facts = ask()
+            if facts.language == "cuda":
+                nvrtc.find_nvrtc()
+            checks.append(Check(name, "ok", f"{facts.name}: {grid_dispatch.described(facts).title}"))
+        except PortmmError as error:
+            checks.append(Check(name, "note", str(error)))
+    return checks
 
 
 def _emulators() -> list[Check]:

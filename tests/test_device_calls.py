@@ -211,6 +211,18 @@ def test_arrays_of_a_host_do_not_take_those_of_devices(on):
         pm.matmul(np.ones((2, 2), np.float32), np.ones((2, 3), np.float32), epilogue=lambda acc, i: acc + there[i.n])
 
 
+@pytest.mark.usefixtures("on")
+def test_the_doctor_names_devices():
+    from portmm import doctor
+
+    found = {check.name: check for check in doctor.run(("devices", doctor._devices))}
+    assert set(found) == {"CUDA", "OpenCL"}
+    assert any(check.state == "ok" for check in found.values())
+    assert all(
+        "pip install" in check.text or "install" in check.text for check in found.values() if check.state != "ok"
+    )
+
+
 def test_long_sums_are_cut_in_slices(monkeypatch):
     """Where there are few blocks: a second kernel adds, in the order of k."""
     memory.forget_all()
