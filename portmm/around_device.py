@@ -20,7 +20,7 @@ from portmm.fused import acc, operand_types
 from portmm.fusing import Around, dense, located, settle, typed
 from portmm.rows_on_device import contiguous, over_rows
 from portmm.surroundings import resolve
-from portmm.trace import Indices
+from portmm.trace import Indices, trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -159,20 +159,9 @@ def _prepare(a: Foreign, b: Foreign, out: Foreign | None, wanted: str, traced: T
         TypeError: a captured array is in the host's memory.
         ScheduleError: no kernel computes it.
     """
-    if not all(x.device for x in traced.sources):
-        raise TypeError("the epilogue captures an array in the host's memory; copy it to the device of the operands")
+    step, kinds, call = _posed(a, b, out, wanted, traced)
     shape, batch, size = on_device.shapes(a, b)
-    step = _settled(a, b, out, wanted, traced)
     m, n, items = size[0], size[1], math.prod(batch)
-    types = [arrays.name_of(x) for x in step.types]
-    if out is not None:
-        on_device.check_out(out, shape)
-    kinds = [((*batch, m, n if "n" in axes else 1), t) for axes, t in zip(step.axes, types, strict=True)]
-    kinds[0] = (shape, types[0] if out is None else out.dtype)
-    to = out if out is not None else foreign.empty_like(a, *kinds[0])[1]
-    call = on_device.posed((a, b, to), batch, size, step.text)
-    if call.walk.outer is not None:
-        raise ScheduleError("an epilogue takes a batch whose items lie evenly; copy the operands first")
     on = on_device.machine_of(a)
     p = replace(call.problem, k=max(size[2], 1))
     sources = [(x, located(x.array, x, (m, n, items))) for x in traced.sources]
@@ -189,6 +178,48 @@ def _prepare(a: Foreign, b: Foreign, out: Foreign | None, wanted: str, traced: T
         on, tuple(kinds), traced.several, launches, workspace, tuple((x, steps[0]) for x, steps in sources),
         traced.numbers,
     )  # fmt: skip
+
+
+Kinds = list[tuple[tuple[int, ...], str]]
+
+
+def _posed(
+    a: Foreign, b: Foreign, out: Foreign | None, wanted: str, traced: Traced
+) -> tuple[Step, Kinds, on_device.Posed]:
+    """What is fused, shapes and types of its results, and the problem.
+
+    Raises:
+        TypeError: a captured array is in the host's memory.
+        ScheduleError: no kernel computes it.
+    """
+    if not all(x.device for x in traced.sources):
+        raise TypeError("the epilogue captures an array in the host's memory; copy it to the device of the operands")
+    shape, batch, size = on_device.shapes(a, b)
+    step = _settled(a, b, out, wanted, traced)
+    types = [arrays.name_of(x) for x in step.types]
+    if out is not None:
+        on_device.check_out(out, shape)
+    kinds = [((*batch, size[0], size[1] if "n" in axes else 1), t) for axes, t in zip(step.axes, types, strict=True)]
+    kinds[0] = (shape, types[0] if out is None else out.dtype)
+    to = out if out is not None else foreign.empty_like(a, *kinds[0])[1]
+    call = on_device.posed((a, b, to), batch, size, step.text)
+    if call.walk.outer is not None:
+        raise ScheduleError("an epilogue takes a batch whose items lie evenly; copy the operands first")
+    return step, kinds, call
+
+
+def question(
+    given: tuple[Foreign, Foreign, Foreign | None], epilogue: Callable[..., Any]
+) -> tuple[on_device.Posed, tuple[str, ...]]:
+    """The problem that a call with an epilogue poses, and what is to be said of it."""
+    a, b, out = given
+    rank = 2 if len(a.shape) == len(b.shape) == 2 else 3
+    traced, _ = trace(epilogue, _VALUES, by_value=False, rank=rank)
+    try:
+        return _posed(a, b, out, "", traced)[2], ("the epilogue is part of the kernel",)
+    except ScheduleError as error:
+        said = f"the epilogue is a kernel of its own, over the rows of the product: {error}"
+        return on_device.question(given), (said,)
 
 
 def _settled(a: Foreign, b: Foreign, out: Foreign | None, wanted: str, traced: Traced) -> Step:

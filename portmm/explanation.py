@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from portmm import detect, dispatch, settings
+from portmm import detect, dispatch, foreign, settings
 from portmm.calibrate import measured
 from portmm.cost import DEFAULT_BYTES_PER_CYCLE
 from portmm.emit.c import source
@@ -316,6 +316,10 @@ def explain(
         TargetError: no target is called that.
         ScheduleError: the target has no schedule for the problem.
     """
+    if foreign.on_device(a) or foreign.on_device(b):
+        from portmm import grid_explanation
+
+        return grid_explanation.of_arrays(a, b, out, epilogue)
     machine = target_called(target)
     if threads is None:
         threads = settings.get_num_threads() if target is None else machine.cores

@@ -1,7 +1,7 @@
 """What was chosen for a device, and why.
 
-Owns the record that `explain` returns for devices. Imports `grid_dispatch`, `wording`. Nothing is
-compiled, and no device need be there: operands are taken to be dense and aligned.
+Owns the record that `explain` returns for devices. Imports `around_device`, `grid_dispatch`, `on_device`,
+`wording`. Nothing is compiled, and no device need be there: operands are then taken to be dense and aligned.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from portmm import grid_dispatch
+from portmm import around_device, grid_dispatch, on_device
 from portmm.dtype import BY_NAME
 from portmm.grid_candidates import MOST_VECTOR, registers, resident, shared_bytes
 from portmm.lower import lower_grid
@@ -138,14 +138,37 @@ class GridExplanation:
         return f"{self.summary()}\n\n{self.source}"
 
 
-def explained(p: Problem, target: Target, language: str = "", notes: tuple[str, ...] = ()) -> GridExplanation:
+def of_arrays(a: Any, b: Any, out: Any, epilogue: Any) -> GridExplanation:
+    """What `explain` says of arrays on a device: the device is theirs, and they lie as they do.
+
+    Raises:
+        TypeError: one of them is in the host's memory.
+        ValueError: there is nothing to multiply.
+    """
+    given = on_device.adopted(a, b, out)
+    assert given is not None  # noqa: S101 - `explain` looked
+    notes: tuple[str, ...] = ()
+    if epilogue is None:
+        call = on_device.question(given)
+    else:
+        call, notes = around_device.question(given, epilogue)
+    if not call.problem.flops:
+        raise ValueError(f"{call.problem} has nothing to multiply, so no kernel is needed")
+    on = on_device.machine_of(given[0])
+    return explained(call.problem, on.target, on.language, notes, call.vectors)
+
+
+def explained(
+    p: Problem, target: Target, language: str = "", notes: tuple[str, ...] = (),
+    moved: tuple[int, int, int] | None = None,
+) -> GridExplanation:  # fmt: skip
     """What `explain` says of a problem on a device.
 
     Raises:
         ScheduleError: the device has no schedule for the problem.
     """
     assert target.device is not None  # noqa: S101 - `explain` looked
-    choice = grid_dispatch.choose(p, target, vectors(p))
+    choice = grid_dispatch.choose(p, target, moved or vectors(p))
     isa = target.isa(choice.schedule.isa)
     assert isa is not None  # noqa: S101 - candidates are the target's
     return GridExplanation(choice, lower_grid(choice.schedule, isa), language or target.device.language, notes)

@@ -394,6 +394,27 @@ def _turns(m: int, n: int, a: str, b: str) -> bool:
     return n <= ROWS < m
 
 
+def result(a: Foreign, b: Foreign, out: Foreign | None, wanted: str) -> tuple[tuple[int, ...], str, Foreign]:
+    """The shape and type of a product, and an array like it.
+
+    Raises:
+        TypeError: the types do not multiply.
+        ValueError: shapes do not fit.
+    """
+    shape = shapes(a, b)[0]
+    c = result_type(a.dtype, b.dtype, wanted if out is None else out.dtype)
+    if out is not None:
+        check_out(out, shape)
+    return shape, c, out or foreign.empty_like(a, shape, c)[1]
+
+
+def question(given: tuple[Foreign, Foreign, Foreign | None]) -> Posed:
+    """The problem that a call poses."""
+    a, b, out = given
+    _, batch, size = shapes(a, b)
+    return posed((a, b, result(a, b, out, "")[2]), batch, size)
+
+
 def _prepare(a: Foreign, b: Foreign, out: Foreign | None, wanted: str) -> _Ready:
     """What a kind of call comes to.
 
@@ -401,14 +422,11 @@ def _prepare(a: Foreign, b: Foreign, out: Foreign | None, wanted: str) -> _Ready
         TypeError: the types do not multiply.
         ValueError: shapes do not fit.
     """
-    shape, batch, size = shapes(a, b)
-    c = result_type(a.dtype, b.dtype, wanted if out is None else out.dtype)
-    if out is not None:
-        check_out(out, shape)
+    shape, c, to = result(a, b, out, wanted)
     on = machine_of(a)
-    to = out or foreign.empty_like(a, shape, c)[1]
     if 0 in shape:
         return _Ready(on, shape, c, to.kind, ())
+    _, batch, size = shapes(a, b)
     call = posed((a, b, to), batch, size)
     p, values = call.problem, call.values()
     # Nothing to sum is a sum of nothing: kernels of any k leave zeros.

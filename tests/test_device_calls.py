@@ -211,6 +211,22 @@ def test_arrays_of_a_host_do_not_take_those_of_devices(on):
         pm.matmul(np.ones((2, 2), np.float32), np.ones((2, 3), np.float32), epilogue=lambda acc, i: acc + there[i.n])
 
 
+def test_a_product_of_arrays_is_explained(on):
+    a, b, bias = (
+        on.array(values((8, 32), np.float32)),
+        on.array(values((32, 16), np.float32)),
+        on.array(np.ones(16, "f4")),
+    )
+    found = pm.explain(a, b)
+    assert (found.problem.m, found.problem.n, found.problem.k) == (8, 16, 32)
+    assert found.target.device.language == found.language
+    assert "schedule" in found.summary()
+    told = pm.explain(a, b, epilogue=lambda acc, i: acc + bias[i.n])
+    assert told.problem.fused
+    assert "part of the kernel" in told.summary()
+    assert "kernel of its own" in pm.explain(a, b, epilogue=pm.softmax).summary()
+
+
 @pytest.mark.usefixtures("on")
 def test_the_doctor_names_devices():
     from portmm import doctor
