@@ -95,7 +95,7 @@ def _read(name: str, dtype: str) -> Argument:
 def _codes() -> list[Argument]:
     """A weight of codes: for each column so many `words`, and the scales and offsets of its `groups`."""
     pointers = [_read("b", "s32"), _read("scales", "f32"), _read("offsets", "f32")]
-    return [*pointers, Argument("words", "int"), Argument("groups", "int")]
+    return [*pointers, Argument("words", "long"), Argument("groups", "long")]
 
 
 def results(s: Schedule, c: str) -> tuple[Argument, ...]:

@@ -75,6 +75,7 @@ def _on_device(operands: tuple[Any, Any, Any], dtype: Any, epilogue: Any, prolog
     given = on_device.adopted(*operands)
     assert given is not None  # noqa: S101 - one of them is there
     left, right, out = given
+    right = replace(right, queue=left.queue)  # one queue for all, that of A
     if prologue_a is not None:
         left = around_device.before(prologue_a, left, "a", {"m": "m", "k": "n", "b": "b"})
     if prologue_b is not None:

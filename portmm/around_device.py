@@ -18,7 +18,7 @@ from portmm.dtype import BY_NAME, accumulator
 from portmm.errors import ScheduleError, TraceError
 from portmm.fused import acc, operand_types
 from portmm.fusing import Around, dense, located, settle, typed
-from portmm.rows_on_device import contiguous, over_rows
+from portmm.rows_on_device import captured, contiguous, over_rows
 from portmm.surroundings import resolve
 from portmm.trace import Indices, trace
 
@@ -56,7 +56,14 @@ def matmul(given: tuple[Foreign, Foreign, Foreign | None], dtype: Any, epilogue:
             return error
 
     ready: _Ready | ScheduleError = around.ready(key, make, _VALUES, rank)
-    return _split(given, wanted, epilogue) if isinstance(ready, ScheduleError) else ready.run(given, around.found)
+    if isinstance(ready, ScheduleError):
+        return _split(given, wanted, epilogue)
+    if out is not None and on_device.overlap(out, (a, b, *ready.read(a, around.found))):
+        made, to = foreign.empty_like(out, out.shape, out.dtype)
+        results = matmul((a, b, to), dtype, epilogue)
+        copied = on_device.copied(out, made)
+        return (copied, *results[1:]) if ready.several else copied
+    return ready.run(given, around.found)
 
 
 def before(function: Callable[..., Any], x: Foreign, name: str, names: dict[str, str]) -> Foreign:
@@ -83,6 +90,7 @@ def _split(given: tuple[Foreign, Foreign, Foreign | None], wanted: str, epilogue
         raise TypeError("expressions are in float32; convert float64 operands, or multiply without an epilogue")
     product = foreign.adopt(on_device.matmul((a, b, None), arrays.numpy_of(held)))
     assert product is not None  # noqa: S101 - a device's product
+    product = replace(product, queue=a.queue)
     if held != "f32":
         _, product = contiguous(product, "f32")  # as in one kernel
     usual = wanted or ("f32" if held == "s32" else on_device.result_type(a.dtype, b.dtype, ""))
@@ -114,18 +122,17 @@ class _Ready:
     sources: tuple[tuple[Source, int], ...]
     numbers: tuple[tuple[Any, ...], ...]
 
+    def read(self, like: Foreign, found: dict[Any, Any]) -> list[Foreign]:
+        """The arrays that the function captures."""
+        return [captured(x, found, like) for x, _ in self.sources]
+
     def run(self, given: tuple[Foreign, Foreign, Foreign | None], found: dict[Any, Any]) -> Any:
         """Launch everything."""
         a, b, out = given
-        read = [_captured(x, found, a) for x, _ in self.sources]
-        made = [foreign.empty_like(a, *x) for x in self.results]
-        direct = out is not None and not on_device.overlap(out, (a, b, *read))
-        if out is not None and direct:
-            made[0] = (out.source, out)
+        first = (out.source, out) if out is not None else foreign.empty_like(a, *self.results[0])
+        made = [first, *(foreign.empty_like(a, *x) for x in self.results[1:])]
         if math.prod(self.results[0][0]):
-            self.launch([a, b, made[0][1]], [*read, *(x for _, x in made[1:])], found)
-        if out is not None and not direct:
-            made[0] = (on_device.copied(out, made[0][0]), out)
+            self.launch([a, b, first[1]], [*self.read(a, found), *(x for _, x in made[1:])], found)
         return tuple(x for x, _ in made) if self.several else made[0][0]
 
     def launch(self, product: list[Foreign], others: list[Foreign], found: dict[Any, Any]) -> None:
@@ -142,14 +149,6 @@ class _Ready:
         for launch in self.launches:
             launch.run(self.on, values, product[0].queue)
         del scratch  # its library frees it when the queue is done with it
-
-
-def _captured(source: Source, found: dict[Any, Any], like: Foreign) -> Foreign:
-    """An array that a function captures, on the device of the operands."""
-    x = foreign.adopt(found[source.key] if source.key in found else resolve(source.key, found))
-    assert x is not None  # noqa: S101 - `_prepare` looked
-    foreign.same_device([like, x])
-    return x
 
 
 def _prepare(a: Foreign, b: Foreign, out: Foreign | None, wanted: str, traced: Traced) -> _Ready:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -105,7 +106,8 @@ def attention(given: tuple[Any, Any, Any, Any], asked: Asked) -> Any:
     key = ("attention on device", *(None if x is None else x.kind for x in arrays), flags)
     ready: _Ready = around.ready(key, lambda traced: _prepare(call, flags, traced), _VALUES, 4)
     read = ready.captured(around.found, call.q)
-    if call.out is not None and on_device.overlap(call.out, (call.q, call.k, call.v, *read)):
+    others = (*(x for x in arrays if x is not None and x is not call.out), *read)
+    if call.out is not None and on_device.overlap(call.out, others):
         made, _ = foreign.empty_like(call.out, call.shape, call.out.dtype)
         result = attention((*given[:3], made), asked)
         copied = on_device.copied(call.out, made)
@@ -212,11 +214,10 @@ def _laid(x: Foreign, name: str) -> _Laid:
         ValueError: its items do not lie evenly.
     """
     own = on_device.elements(x)
-    item = 0
-    for count, step in zip(x.shape[:-3], own[:-3], strict=True):
-        if item and item != count * step:
-            raise ValueError(f"the items of {name} do not lie evenly: shape {x.shape}, strides {x.strides}; copy it")
-        item = step or item
+    dims = [(count, step) for count, step in zip(x.shape[:-3], own[:-3], strict=True) if count != 1]
+    if any(step != count * inner for (_, step), (count, inner) in pairwise(dims)):
+        raise ValueError(f"the items of {name} do not lie evenly: shape {x.shape}, strides {x.strides}; copy it")
+    item = dims[-1][1] if dims else 0
     head, row, column = own[-3:]
     column = column if x.shape[-1] > 1 else 1
     vector = math.gcd(item, head, row, x.shape[-1], x.at // BY_NAME[x.dtype].bytes, foreign.WIDEST)

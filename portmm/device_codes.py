@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm import foreign, grid_dispatch, on_device
+from portmm import foreign, grid_dispatch, on_device, settings
 from portmm.dtype import CODE_BITS, CODES_AT, CODES_KR
 from portmm.errors import PackError
 from portmm.memory import Memory
@@ -174,7 +174,8 @@ def product(a: Any, w: DeviceCoded, out: Any = None, dtype: Any = None) -> Any:
     wanted = left.dtype if dtype is None else on_device.named(dtype)
     if wanted not in FLOATS:
         raise TypeError(f"products with a weight of four bits become {', '.join(FLOATS)}, not {wanted}")
-    key = (left.kind, w.words.kind, w.shape, w.group, wanted if to is None else to.kind)
+    where = wanted if to is None else to.kind
+    key = (left.kind, w.words.kind, w.shape, w.group, where, settings.current().deterministic)
     ready: _Ready | None = _ready.get(key)
     if ready is None:
         ready = _ready.keep(key, _prepare(left, w, to, wanted))

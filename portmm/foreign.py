@@ -300,6 +300,17 @@ def _read_only(memory: Any) -> bool:
     return isinstance(memory, cl.MemoryObjectHolder) and bool(memory.flags & cl.mem_flags.READ_ONLY)
 
 
+def memory(buffer: Any) -> tuple[int, int]:
+    """Which memory a buffer of OpenCL is of, and how many bytes into it: a part of another is of that one."""
+    info = sys.modules["pyopencl"].mem_info
+    if not hasattr(buffer, "get_info"):
+        return 0, int(getattr(buffer, "svm_ptr", 0))
+    whole = buffer.get_info(info.ASSOCIATED_MEMOBJECT)
+    if whole is None:
+        return int(buffer.int_ptr), 0
+    return int(whole.int_ptr), int(buffer.get_info(info.OFFSET))
+
+
 _LIBRARIES: dict[str, Callable[[Any], Foreign | None]] = {
     "cupy": _from_cupy,
     "torch": _from_torch,
@@ -333,7 +344,7 @@ def empty_like(x: Foreign, shape: tuple[int, ...], dtype: str) -> tuple[Any, For
     found = _LIBRARIES[_kind(made)](made)
     if found is None:
         raise TypeError(f"{type(made).__name__} was made in the host's memory, not on {_spell(x.device)}")
-    return made, found
+    return made, found if found.queue == x.queue else replace(found, queue=x.queue)
 
 
 def _torch_empty(x: Foreign, shape: tuple[int, ...], dtype: str) -> Any:

@@ -198,7 +198,7 @@ class Around:
 
     def numbers(self) -> tuple[str, ...]:
         """The numbers that it captures, told apart by their bits."""
-        return tuple([float(x).hex() for x in self.found.values() if not isinstance(x, np.ndarray)])
+        return tuple([float(x).hex() for x in self.found.values() if isinstance(x, (float, np.floating))])
 
 
 BY_VALUE = object()

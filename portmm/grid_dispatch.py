@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 MOST_ROUTES = 4096
 """Routes remembered before starting afresh: endless new shapes must not fill memory."""
 
+MOST = (1 << 31) - 1 - (1 << 16)
+"""Integers of kernels have 32 bits; the last turn of a loop, and the last tile, reach past the end."""
+
 Vectors = tuple[int, int, int]
 
 
@@ -183,9 +186,17 @@ class Launch:
 
 
 def bind(kernel: GridKernel, function: Any, values: dict[str, Any]) -> Launch:
-    """A kernel with its numbers, by name; pointers, and what else is not among them, are given by each call."""
+    """A kernel with its numbers, by name; pointers, and what else is not among them, are given by each call.
+
+    Raises:
+        ScheduleError: a number does not fit the kernel's integers, or there are too many blocks.
+    """
     given = tuple((x.kind, values.get(x.name)) for x in kernel.arguments)
+    named = zip(kernel.arguments, given, strict=True)
+    large = [f"{x.name} is {v}" for x, (kind, v) in named if kind == "int" and v is not None and v > MOST]
     blocks, slices = (evaluate(x, values) for x in kernel.grid)
+    if large or blocks >= 1 << 31:
+        raise ScheduleError(f"{', '.join(large) or f'{blocks} blocks'}: kernels count in 32 bits; split the arrays")
     left = tuple((i, x.name) for i, x in enumerate(kernel.arguments) if x.name not in values)
     return Launch(function, (blocks, slices), kernel.threads, given, left)
 

@@ -11,7 +11,7 @@ from portmm.dtype import BY_NAME
 from portmm.errors import ScheduleError
 from portmm.fused import parse
 from portmm.grid_candidates import on_gpu
-from portmm.grid_dispatch import MOST_ROUTES, bind
+from portmm.grid_dispatch import MOST, MOST_ROUTES, bind
 from portmm.kernels.grid_rows import WARP, Form, kept
 from portmm.lower import lower_grid_columns, lower_grid_rows
 from portmm.memory import Memory
@@ -40,8 +40,6 @@ WAVES = 4
 """Blocks for each processor that columns are cut into slices for."""
 MOST_SLICES = 65535
 """CUDA C++ Programming Guide: blocks along the second axis of a grid."""
-MOST = (1 << 31) - 1 - (1 << 16)
-"""Integers of kernels have 32 bits; the last turn of a loop counts past the end."""
 
 _loaded = Memory(MOST_ROUTES)
 

@@ -57,7 +57,7 @@ def matmul(given: tuple[Foreign, Foreign, Foreign | None], dtype: Any = None) ->
     """The product of arrays on a device: see `api.matmul`."""
     a, b, out = given
     if out is not None and overlap(out, (a, b)):
-        made, to = foreign.empty_like(out, out.shape, out.dtype)
+        made, to = foreign.empty_like(replace(out, queue=a.queue), out.shape, out.dtype)
         matmul((a, b, to))
         return copied(out, made)
     wanted = named(dtype) if dtype is not None and out is None else ""
@@ -80,6 +80,13 @@ class Plan:
     kinds: tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...] | None]
     ready: _Ready
 
+    @property
+    def dense(self) -> bool:
+        """Results lie as those of new arrays do."""
+        shape, strides, dtype, *_ = self.ready.like
+        laid = foreign.contiguous(shape, BY_NAME[dtype].bytes)
+        return all(n == 1 or s == t for n, s, t in zip(shape, strides, laid, strict=True))
+
     def __call__(self, a: Any, b: Any, out: Any = None) -> Any:
         """The product.
 
@@ -97,6 +104,8 @@ class Plan:
             check_out(found[2], self.ready.shape)
             if self.kinds[2] is None and found[2].kind != self.ready.like:
                 raise ValueError("the plan was made for an out in C's order; give one when it is made")
+        elif self.kinds[2] is not None and not self.dense:
+            raise ValueError("the plan was made for an out of other strides than a new array's; give one like it")
         return self.ready.run(*found)
 
 
@@ -222,7 +231,8 @@ def copied(out: Foreign, made: Any) -> Any:
     elif out.language == "opencl" and source.flags.c_contiguous:
         from portmm.run import opencl
 
-        opencl.copy(out.queue, (out.pointer[0], out.at), made.base_data, made.nbytes)
+        same = made if made.dtype == source.dtype else made.astype(source.dtype)
+        opencl.copy(made.queue, (out.pointer[0], out.at), same.base_data, same.nbytes)
     else:
         source[...] = made
     return source
@@ -242,8 +252,8 @@ def _span(x: Foreign) -> tuple[Any, int, int]:
     """Where the bytes of an array lie: in which memory, from where, to where."""
     low = sum(min(0, (n - 1) * s) for n, s in zip(x.shape, x.strides, strict=True))
     high = sum(max(0, (n - 1) * s) for n, s in zip(x.shape, x.strides, strict=True))
-    base = 0 if x.language == "cuda" else getattr(x.pointer[0], "int_ptr", 0)
-    return base, x.at + low, x.at + high + BY_NAME[x.dtype].bytes
+    base, at = (0, 0) if x.language == "cuda" else foreign.memory(x.pointer[0])
+    return base, at + x.at + low, at + x.at + high + BY_NAME[x.dtype].bytes
 
 
 # -- what a call comes to ----------------------------------------------------------------
@@ -358,7 +368,7 @@ def posed(
     if not fused and not any(steps[1]):
         # One B for the whole batch: its items are more rows of one product, if they lie evenly. Expressions count rows.
         rows = arrays.collapse((*batch, m), tuple((*s, x) for s, x in zip(steps, (a_m, 0, c_m), strict=True)))
-        if rows.outer is None and rows.count == math.prod(batch) * m:
+        if rows.outer is None and rows.count == math.prod(batch) * m <= grid_dispatch.MOST:
             m, (a_m, _, c_m) = rows.count, rows.strides
             batch, steps = (), [(), (), ()]
     turned = not fused and _turns(m, n, a.dtype, b.dtype)

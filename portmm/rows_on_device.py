@@ -149,7 +149,10 @@ def over_rows(
     leaves = (*(of_given(i, x) for i, x in enumerate(types)), Indices(names))
     ready: tuple[_Rows, ...] = around.ready(key, make, leaves, 3 if lead else 2)
     head = ready[0]
-    direct = out if out is not None and head.order is None and _takes(out, head.results[0], values) else None
+    direct = None
+    if out is not None and head.order is None:
+        read = [*values, *(captured(x, around.found, like) for x, _ in head.sources)]
+        direct = out if _takes(out, head.results[0], read) else None
     results = head.run(around.found, values, like, direct)
     if head.order is not None:
         passed = [x for _, x in results[: head.passed]]

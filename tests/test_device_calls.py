@@ -9,8 +9,9 @@ from emulated_cuda import install
 from opencl_cpu import opencl_device
 
 import portmm as pm
-from portmm import memory
+from portmm import foreign, grid_dispatch, memory, on_device
 from portmm.errors import ScheduleError, TraceError
+from portmm.problem import Problem
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -263,4 +264,88 @@ def test_kernels_run_on_the_stream_of_the_operands(monkeypatch):
     assert name.startswith("portmm_")
     assert len(grid) == 2
     assert block[0] % 32 == 0
+    memory.forget_all()
+
+
+def test_a_plan_for_strides_is_for_them_alone(on):
+    a, b = values((10, 16), np.float32), values((16, 8), np.float32, 1)
+    left, right, wide = on.array(a), on.array(b), on.array(np.zeros((10, 16), np.float32))
+    plan = pm.plan(left, right, wide[:, :8])
+    with pytest.raises(ValueError, match="other strides than a new array's"):
+        plan(left, right)
+    plan(left, right, wide[:, :8])
+    np.testing.assert_allclose(wide.get()[:, :8], product(a, b), rtol=1e-4, atol=1e-4)
+    dense = pm.plan(left, right, on.array(np.zeros((10, 8), np.float32)))
+    close(dense(left, right), product(a, b), 16, np.float32)
+
+
+def test_an_epilogue_reads_a_strided_out(monkeypatch):
+    """What is computed beside it lies as a new array does, not as it."""
+    memory.forget_all()
+    on = install(monkeypatch)
+    a, b, c = values((17, 20), np.float32), values((20, 12), np.float32, 1), values((17, 40), np.float32, 2)
+    left, right, whole = map(on.array, (a, b, c))
+    out = whole[:, :12]
+    for i in range(1, 3):
+        assert pm.matmul(left, right, out, epilogue=lambda acc, i: acc + out[i.m, i.n]) is out
+        close(out, c[:, :12] + i * product(a, b), 20, np.float32)
+    np.testing.assert_array_equal(whole.get()[:, 12:], c[:, 12:])
+    memory.forget_all()
+
+
+def test_a_reduction_reads_a_row_of_its_out(monkeypatch):
+    memory.forget_all()
+    on = install(monkeypatch)
+    a, b, c = values((9, 20), np.float32), values((20, 16), np.float32, 1), values((9, 16), np.float32, 2)
+    left, right, out = map(on.array, (a, b, c))
+    bias = out[0]
+    pm.matmul(left, right, out, epilogue=lambda acc, i: (acc + bias[i.n]) - pm.sum(acc))
+    sums = product(a, b)
+    np.testing.assert_allclose(out.get(), sums + c[0] - sums.sum(1, keepdims=True), rtol=1e-4, atol=1e-4)
+    memory.forget_all()
+
+
+def test_numbers_that_are_looked_at_beside_arrays(on):
+    a, b, bias = values((9, 20), np.float32), values((20, 16), np.float32, 1), values((16,), np.float32, 2)
+    left, right, there = map(on.array, (a, b, bias))
+    for scale in (2.0, 0.5, 3.0):
+        found = pm.matmul(left, right, epilogue=lambda acc, i, s=scale: acc * s + there[i.n] if s > 1 else acc)
+        close(found, product(a, b) * scale + bias if scale > 1 else product(a, b), 20, np.float32)
+
+
+def test_more_than_kernels_count_is_said(on):
+    one = np.ones((1, 4), np.float32)
+    kernel = on_device.machine_of(foreign.adopt(on.array(one)))
+    found = grid_dispatch.route(Problem(64, 64, 64, "f32"), kernel, (1, 1, 1))
+    with pytest.raises(ScheduleError, match="m is 2147483647: kernels count in 32 bits"):
+        grid_dispatch.bind(found.kernels[0], found.functions[0], {"m": (1 << 31) - 1, "n": 1, "k": 1, "batch": 1})
+
+
+def test_parts_of_one_buffer_overlap():
+    import pyopencl as cl
+
+    memory.forget_all()
+    on = OpenCl()
+    a, b = values((64, 64), np.float32), values((64, 64), np.float32, 1)
+    left, right = on.array(a), on.array(b)
+    part = left.base_data[0 : a.nbytes]
+    out = on.module.Array(on.queue, a.shape, a.dtype, data=part)
+    assert isinstance(part, cl.MemoryObjectHolder)
+    assert on_device.overlap(foreign.adopt(out), (foreign.adopt(left),))
+    close(pm.matmul(left, right, out), product(a, b), 64, np.float32)
+    memory.forget_all()
+
+
+def test_a_queue_out_of_order_waits_for_what_comes_first():
+    import pyopencl as cl
+
+    memory.forget_all()
+    on = OpenCl()
+    on.queue = cl.CommandQueue(on.queue.context, properties=cl.command_queue_properties.OUT_OF_ORDER_EXEC_MODE_ENABLE)
+    a, b = values((256, 256), np.float32), values((256, 256), np.float32, 1) / 16
+    left, right = on.array(a), on.array(b)
+    wanted = a
+    for _ in range(8):
+        left, wanted = pm.matmul(left, right), product(wanted, b)
+    np.testing.assert_allclose(left.get(), wanted, rtol=1e-3, atol=1e-3)
     memory.forget_all()

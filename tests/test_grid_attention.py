@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import cuda_shim
 import grid_cases
 import ml_dtypes
@@ -14,7 +16,7 @@ from portmm.kernels.online import Bounds
 from test_attention import TOLERANCE, exact, operands
 
 import portmm as pm
-from portmm import attention_tiling, memory, nvrtc
+from portmm import attend_on_device, attention_tiling, memory, nvrtc
 from portmm.attention_tiling import Asked, Tiling, runs_of, tilings
 from portmm.emit import cuda
 from portmm.errors import NoCompilerError, ScheduleError, TraceError
@@ -207,6 +209,13 @@ def test_items_of_other_ranks(cl):
     uneven = [strided(cl, x.reshape(2, 3, *x.shape[1:]), (1, 0, 2, 3, 4)) for x in (q, k, v)]
     with pytest.raises(ValueError, match="the items of q do not lie evenly"):
         pm.attention(*uneven)
+    close(pm.attention(*(cl.array(x.reshape(6, 1, *x.shape[1:])) for x in (q, k, v))), want[:, None], F32)
+
+
+def test_items_that_are_broadcast_do_not_lie_evenly():
+    laid = SimpleNamespace(shape=(2, 3, 2, 9, 8), strides=(0, 576, 288, 32, 4), dtype="f32", at=0)
+    with pytest.raises(ValueError, match="the items of k do not lie evenly"):
+        attend_on_device._laid(laid, "k")
 
 
 @pytest.mark.parametrize("m", [2, 20])

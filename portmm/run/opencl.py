@@ -304,7 +304,10 @@ def _keep(cl: Any, made: Program, device: Any, options: str) -> None:
 def copy(queue: Any, to: tuple[Any, int], source: Any, count: int) -> None:
     """Copy bytes from the beginning of a buffer to another, from some byte on, in the order of the queue."""
     buffer, at = to
-    pyopencl().enqueue_copy(queue, buffer, source, byte_count=count, dst_offset=at)
+    cl = pyopencl()
+    if _loose(cl, queue):
+        cl.enqueue_barrier(queue)
+    cl.enqueue_copy(queue, buffer, source, byte_count=count, dst_offset=at)
 
 
 # -- launching -----------------------------------------------------------------------
@@ -341,7 +344,8 @@ def launch(  # noqa: PLR0917 - what a launch has
             pointer is a buffer, or memory of SVM, and an offset in elements, which the
             kernel takes as two parameters, the second a long; None is NULL.
         queue: PyOpenCL's.
-        wait_for: events that come first, which a queue out of order has to be told.
+        wait_for: events that come first; of a queue out of order, without them, whatever is in it does, and
+            what is put into it later comes after.
 
     Returns:
         PyOpenCL's event of the launch; None if nothing runs.
@@ -360,12 +364,22 @@ def launch(  # noqa: PLR0917 - what a launch has
         with function.lock:
             for i, word in enumerate(words):
                 function.kernel.set_arg(i, word)
-            return cl.enqueue_nd_range_kernel(queue, function.kernel, size, block, wait_for=wait_for)
+            if wait_for is not None or not _loose(cl, queue):
+                return cl.enqueue_nd_range_kernel(queue, function.kernel, size, block, wait_for=wait_for)
+            cl.enqueue_barrier(queue)
+            event = cl.enqueue_nd_range_kernel(queue, function.kernel, size, block)
+            cl.enqueue_barrier(queue)
+            return event
     except cl.Error as error:
         raise DeviceError(
             f"OpenCL did not launch {function.name} with grid {grid}, block {block} and {len(words)} parameters: "
             f"{error}"
         ) from error
+
+
+def _loose(cl: Any, queue: Any) -> bool:
+    """A queue runs commands in any order."""
+    return bool(queue.properties & cl.command_queue_properties.OUT_OF_ORDER_EXEC_MODE_ENABLE)
 
 
 def _words(arguments: Sequence[tuple[str, Any]]) -> list[Any]:
