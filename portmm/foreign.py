@@ -219,6 +219,10 @@ def _from_torch(x: Any) -> Foreign | None:
     if not x.is_cuda:
         return None
     torch = sys.modules["torch"]
+    if getattr(x, "requires_grad", False) and torch.is_grad_enabled():
+        raise TypeError(
+            "a tensor requires gradients, which portmm does not compute; detach() it, or use torch.no_grad()"
+        )
     if x.layout is not torch.strided:
         raise TypeError(f"a tensor has layout {x.layout}; portmm takes strided ones: use to_dense()")
     if x.is_neg():

@@ -101,7 +101,7 @@ def _bounded(s: Schedule, target: Target) -> Schedule:
 
 def on_gpu(target: Target) -> bool:
     """Threads run in step and share memory of their own, unlike those of a CPU under OpenCL."""
-    return target.name != "opencl_cpu"
+    return target.device is not None and not target.device.lanes
 
 
 def units(dtype: str, target: Target) -> list[tuple[Isa, Atom]]:

@@ -31,6 +31,7 @@ class Device:
         processor_shared_bytes: shared memory of all blocks on a processor.
         memory_gbs: bandwidth of its memory in GB/s.
         memory_bytes: capacity of its memory.
+        lanes: threads of a block are lanes of one core's vectors, and have no memory of their own: a CPU.
     """
 
     language: str
@@ -45,6 +46,7 @@ class Device:
     processor_shared_bytes: int = 0
     memory_gbs: float = 0.0
     memory_bytes: int = 0
+    lanes: bool = False
 
 
 # A schedule cannot do without these.

@@ -29,8 +29,6 @@ MOST_KINDS = 1024
 """Kinds of calls remembered before starting afresh."""
 _RESULTS = {"f32": ("f32", "f16", "bf16"), "s32": ("s32",), "f64": ("f64",)}
 
-Around = dict[str, Any]
-
 
 def adopted(a: Any, b: Any, out: Any = None) -> tuple[Foreign, Foreign, Foreign | None] | None:
     """The operands as a device's arrays; None if neither is one.

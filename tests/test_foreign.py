@@ -392,3 +392,12 @@ def test_on_a_real_device():
     assert made.dtype == ml_dtypes.bfloat16
     assert adopt(SimpleNamespace(__cuda_array_interface__=x.__cuda_array_interface__)).device == found.device
     assert same_device([found, out]) == ("cuda", 0)
+
+
+def test_a_tensor_that_requires_gradients_is_refused(torch):
+    x = Tensor((2, 3), torch.float32)
+    x.requires_grad, torch.is_grad_enabled = True, lambda: True
+    with pytest.raises(TypeError, match="detach"):
+        adopt(x)
+    torch.is_grad_enabled = lambda: False
+    assert adopt(x) is not None
