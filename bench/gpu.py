@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 import portmm as pm
-from portmm import cache, foreign, grid_dispatch, on_device
+from portmm import cache, device_arrays, foreign, grid_dispatch, on_device
 from portmm.dtype import BY_NAME, accumulator
 from portmm.emit import cuda as emit_cuda
 from portmm.version import VERSION
@@ -281,10 +281,10 @@ def attention(on, report, turns):
 
 def _route(a, b):
     left, right, _ = on_device.adopted(a, b)
-    shape, batch, size = on_device.shapes(left, right)
-    made = foreign.empty_like(left, shape, on_device.result_type(left.dtype, right.dtype, ""))[1]
+    shape, batch, size = device_arrays.shapes(left, right)
+    made = foreign.empty_like(left, shape, device_arrays.result_type(left.dtype, right.dtype, ""))[1]
     call = on_device.posed((left, right, made), batch, size)
-    return grid_dispatch.route(call.problem, on_device.machine_of(left), call.vectors)
+    return grid_dispatch.route(call.problem, device_arrays.machine_of(left), call.vectors)
 
 
 def bandwidth(on, report):
@@ -372,7 +372,7 @@ def main():
     began = time.monotonic()
     on = Torch() if given.device == "cuda" else OpenCl()
     probe = on.array(values((8, 8), "f32", 0), "f32")
-    machine = on_device.machine_of(on_device.adopted(probe, probe)[0])
+    machine = device_arrays.machine_of(on_device.adopted(probe, probe)[0])
     level = machine.target.level("L2")
     l2 = level.bytes if level else 1 << 22
     facts = {

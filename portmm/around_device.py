@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm import arrays, foreign, grid_dispatch, on_device
+from portmm import arrays, device_arrays, foreign, grid_dispatch, on_device, rows_on_device
 from portmm.dtype import BY_NAME, accumulator
 from portmm.errors import ScheduleError, TraceError
 from portmm.fused import acc, operand_types
@@ -58,12 +58,13 @@ def matmul(given: tuple[Foreign, Foreign, Foreign | None], dtype: Any, epilogue:
     ready: _Ready | ScheduleError = around.ready(key, make, _VALUES, rank)
     if isinstance(ready, ScheduleError):
         return _split(given, wanted, epilogue)
-    if out is not None and on_device.overlap(out, (a, b, *ready.read(a, around.found))):
-        made, to = foreign.empty_like(out, out.shape, out.dtype)
-        results = matmul((a, b, to), dtype, epilogue)
-        copied = on_device.copied(out, made)
-        return (copied, *results[1:]) if ready.several else copied
-    return ready.run(given, around.found)
+    read = ready.captured(around.found, a)
+    if out is None or ready.apart or not device_arrays.overlap(out, (a, b, *read)):
+        return ready.run(given, read, around.found)
+    _, to = foreign.empty_like(replace(out, queue=a.queue), out.shape, out.dtype)
+    results = matmul((a, b, to), dtype, epilogue)
+    result = rows_on_device.copied(out, to)
+    return (result, *results[1:]) if ready.several else result
 
 
 def before(function: Callable[..., Any], x: Foreign, name: str, names: dict[str, str]) -> Foreign:
@@ -93,7 +94,7 @@ def _split(given: tuple[Foreign, Foreign, Foreign | None], wanted: str, epilogue
     product = replace(product, queue=a.queue)
     if held != "f32":
         _, product = contiguous(product, "f32")  # as in one kernel
-    usual = wanted or ("f32" if held == "s32" else on_device.result_type(a.dtype, b.dtype, ""))
+    usual = wanted or ("f32" if held == "s32" else device_arrays.result_type(a.dtype, b.dtype, ""))
     results, several = over_rows(
         epilogue, (product,), NAMES, out, usual, first="" if out is None or out.dtype == "f64" else out.dtype
     )
@@ -112,6 +113,7 @@ class _Ready:
         workspace: elements of 32 bits, and their type.
         sources: arrays that the function captures, and how far into each, in bytes, its first element is.
         numbers: where the numbers of a call come from.
+        apart: `out` is of another type than the result, which is converted to it.
     """
 
     on: Machine
@@ -121,18 +123,22 @@ class _Ready:
     workspace: tuple[int, str]
     sources: tuple[tuple[Source, int], ...]
     numbers: tuple[tuple[Any, ...], ...]
+    apart: bool = False
 
-    def read(self, like: Foreign, found: dict[Any, Any]) -> list[Foreign]:
-        """The arrays that the function captures."""
+    def captured(self, found: dict[Any, Any], like: Foreign) -> list[Foreign]:
+        """The arrays that the function captures now."""
         return [captured(x, found, like) for x, _ in self.sources]
 
-    def run(self, given: tuple[Foreign, Foreign, Foreign | None], found: dict[Any, Any]) -> Any:
+    def run(self, given: tuple[Foreign, Foreign, Foreign | None], read: list[Foreign], found: dict[Any, Any]) -> Any:
         """Launch everything."""
         a, b, out = given
-        first = (out.source, out) if out is not None else foreign.empty_like(a, *self.results[0])
-        made = [first, *(foreign.empty_like(a, *x) for x in self.results[1:])]
+        made = [foreign.empty_like(a, *x) for x in self.results]
+        if out is not None and not self.apart:
+            made[0] = (out.source, out)
         if math.prod(self.results[0][0]):
-            self.launch([a, b, first[1]], [*self.read(a, found), *(x for _, x in made[1:])], found)
+            self.launch([a, b, made[0][1]], [*read, *(x for _, x in made[1:])], found)
+        if out is not None and self.apart:
+            made[0] = (rows_on_device.copied(out, made[0][1]), out)
         return tuple(x for x, _ in made) if self.several else made[0][0]
 
     def launch(self, product: list[Foreign], others: list[Foreign], found: dict[Any, Any]) -> None:
@@ -140,7 +146,7 @@ class _Ready:
         values = {name: foreign.argument(x)[1] for name, x in zip("abc", product, strict=True)}
         starts = [at for _, at in self.sources] + [0] * (len(others) - len(self.sources))
         for i, (x, at) in enumerate(zip(others, starts, strict=True)):
-            values[f"x{i}_all"] = on_device.shifted(foreign.argument(x)[1], at // BY_NAME[x.dtype].bytes, x)
+            values[f"x{i}_all"] = device_arrays.shifted(foreign.argument(x)[1], at // BY_NAME[x.dtype].bytes, x)
         values |= {f"number_{i}": float(resolve(key, found)) for i, key in enumerate(self.numbers)}
         scratch: Any = None
         if self.workspace[0]:
@@ -159,9 +165,10 @@ def _prepare(a: Foreign, b: Foreign, out: Foreign | None, wanted: str, traced: T
         ScheduleError: no kernel computes it.
     """
     step, kinds, call = _posed(a, b, out, wanted, traced)
-    shape, batch, size = on_device.shapes(a, b)
+    apart = out is not None and out.dtype != kinds[0][1]
+    shape, batch, size = device_arrays.shapes(a, b)
     m, n, items = size[0], size[1], math.prod(batch)
-    on = on_device.machine_of(a)
+    on = device_arrays.machine_of(a)
     p = replace(call.problem, k=max(size[2], 1))
     sources = [(x, located(x.array, x, (m, n, items))) for x in traced.sources]
     strides = [steps[1:] for _, steps in sources] + [dense(x, (m, n, items)) for x in step.axes[1:]]
@@ -170,12 +177,12 @@ def _prepare(a: Foreign, b: Foreign, out: Foreign | None, wanted: str, traced: T
         values |= {f"x{i}_b": b_step, f"x{i}_m": m_step, f"x{i}_n": n_step}
     assert len(strides) == len(operand_types(step.text))  # noqa: S101
     if 0 in shape:
-        return _Ready(on, tuple(kinds), traced.several, (), (0, ""), (), ())
+        return _Ready(on, tuple(kinds), traced.several, (), (0, ""), (), (), apart)
     found = grid_dispatch.route(p, on, call.vectors)
     launches, workspace = on_device.bound(found, values, p)
     return _Ready(
         on, tuple(kinds), traced.several, launches, workspace, tuple((x, steps[0]) for x, steps in sources),
-        traced.numbers,
+        traced.numbers, apart,
     )  # fmt: skip
 
 
@@ -193,14 +200,17 @@ def _posed(
     """
     if not all(x.device for x in traced.sources):
         raise TypeError("the epilogue captures an array in the host's memory; copy it to the device of the operands")
-    shape, batch, size = on_device.shapes(a, b)
+    shape, batch, size = device_arrays.shapes(a, b)
     step = _settled(a, b, out, wanted, traced)
     types = [arrays.name_of(x) for x in step.types]
     if out is not None:
-        on_device.check_out(out, shape)
+        device_arrays.check_out(out, shape)
     kinds = [((*batch, size[0], size[1] if "n" in axes else 1), t) for axes, t in zip(step.axes, types, strict=True)]
-    kinds[0] = (shape, types[0] if out is None else out.dtype)
-    to = out if out is not None else foreign.empty_like(a, *kinds[0])[1]
+    kinds[0] = (shape, types[0])
+    if out is not None:
+        device_arrays.check_type(out, types[0])
+    direct = out is not None and out.dtype == types[0]
+    to = out if out is not None and direct else foreign.empty_like(a, *kinds[0])[1]
     call = on_device.posed((a, b, to), batch, size, step.text)
     if call.walk.outer is not None:
         raise ScheduleError("an epilogue takes a batch whose items lie evenly; copy the operands first")
@@ -230,7 +240,7 @@ def _settled(a: Foreign, b: Foreign, out: Foreign | None, wanted: str, traced: T
     held = accumulator(a.dtype, b.dtype)
     if held == "f64":
         raise ScheduleError("expressions are in float32; convert float64 operands, or multiply without an epilogue")
-    usual = wanted or ("f32" if held == "s32" else on_device.result_type(a.dtype, b.dtype, ""))
+    usual = wanted or ("f32" if held == "s32" else device_arrays.result_type(a.dtype, b.dtype, ""))
     first = None if out is None else arrays.numpy_of(out.dtype)
     step = settle(typed(traced, first), (), arrays.numpy_of(usual), ends=True)
     if not step.wide:

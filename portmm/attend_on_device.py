@@ -8,13 +8,13 @@ queries, and nothing waits; what was found out about a kind of call is remembere
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm import attention_tiling, foreign, grid_dispatch, on_device
+from portmm import attention_tiling, device_arrays, foreign, grid_dispatch, rows_on_device
 from portmm.dtype import BY_NAME
 from portmm.errors import TraceError
 from portmm.expr import real
@@ -107,10 +107,10 @@ def attention(given: tuple[Any, Any, Any, Any], asked: Asked) -> Any:
     ready: _Ready = around.ready(key, lambda traced: _prepare(call, flags, traced), _VALUES, 4)
     read = ready.captured(around.found, call.q)
     others = (*(x for x in arrays if x is not None and x is not call.out), *read)
-    if call.out is not None and on_device.overlap(call.out, others):
-        made, _ = foreign.empty_like(call.out, call.shape, call.out.dtype)
+    if call.out is not None and device_arrays.overlap(call.out, others):
+        made, to = foreign.empty_like(replace(call.out, queue=call.q.queue), call.shape, call.out.dtype)
         result = attention((*given[:3], made), asked)
-        copied = on_device.copied(call.out, made)
+        copied = rows_on_device.copied(call.out, to)
         return (copied, result[1]) if asked.lse else copied
     return ready.run(call, numbers, read, around.found)
 
@@ -137,7 +137,7 @@ def _adopted(given: tuple[Any, Any, Any, Any], asked: Asked) -> tuple[_Call, dic
     call = _Call(q, k, v, out, lengths, starts, sizes)
     foreign.same_device([x for x in (q, k, v, out, lengths, starts) if x is not None])
     if out is not None:
-        on_device.check_out(out, call.shape)
+        device_arrays.check_out(out, call.shape)
         if out.dtype not in HELD:
             raise TypeError(f"out has elements of {_said(out)}; attention gives {', '.join(map(_long, HELD))}")
     window = m + n if asked.window is None else min(asked.window, m + n)
@@ -213,7 +213,7 @@ def _laid(x: Foreign, name: str) -> _Laid:
     Raises:
         ValueError: its items do not lie evenly.
     """
-    own = on_device.elements(x)
+    own = device_arrays.elements(x)
     dims = [(count, step) for count, step in zip(x.shape[:-3], own[:-3], strict=True) if count != 1]
     if any(step != count * inner for (_, step), (count, inner) in pairwise(dims)):
         raise ValueError(f"the items of {name} do not lie evenly: shape {x.shape}, strides {x.strides}; copy it")
@@ -269,7 +269,7 @@ class _Ready:
             if x is not None:
                 values[name] = foreign.argument(x)[1]
         for i, (x, (_, at)) in enumerate(zip(read, self.sources, strict=True)):
-            values[f"x{i}_all"] = on_device.shifted(foreign.argument(x)[1], at // BY_NAME[x.dtype].bytes, x)
+            values[f"x{i}_all"] = device_arrays.shifted(foreign.argument(x)[1], at // BY_NAME[x.dtype].bytes, x)
         values |= {f"number_{i}": float(resolve(key, found)) for i, key in enumerate(self.numbers)}
         lse = scratch = None
         if self.lse:
@@ -299,7 +299,7 @@ def _prepare(call: _Call, flags: tuple[bool, bool, bool], traced: Traced) -> _Re
             raise TypeError(f"a function captures an array of {x.array.dtype}, which kernels do not read; convert it")
     to = call.q.dtype if call.out is None else call.out.dtype
     items, heads, group, m, n, d, dv = call.sizes
-    on = on_device.machine_of(call.q)
+    on = device_arrays.machine_of(call.q)
     form = _form(call, flags, traced, to)
     sources = [(x, located(x.array, x, (m, n, items, heads))) for x in traced.sources]
     found = (to, flags[2])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm import foreign, grid_dispatch, on_device, settings
+from portmm import device_arrays, foreign, grid_dispatch, on_device, settings
 from portmm.dtype import spell
 from portmm.errors import ScheduleError
 from portmm.expressions import Expressions, kernel_type
@@ -74,7 +74,7 @@ class _Builder:
     def __init__(self, graph: Graph, outputs: list[Node], split: Split) -> None:
         self.graph, self.outputs, self.split = graph, outputs, split
         self.like = next(iter(graph.there.values()))
-        self.on = on_device.machine_of(self.like)
+        self.on = device_arrays.machine_of(self.like)
         self.places: dict[Node, Place] = {}
         self.steps: list[Make | Run | Own] = []
         self.kernels: list[Kernel] = []
@@ -244,7 +244,7 @@ class _Builder:
             others = (apart[i], *(moved[i] for moved in w.repeats))
             at = self.gcd(x, [])
             lain = Foreign(None, "cuda", (), at, (), (), kernel_type(x.like.dtype), None, readonly=False)
-            parts.append(on_device.matrix(lain, high, across, (row, col), others))
+            parts.append(device_arrays.matrix(lain, high, across, (row, col), others))
         word = spell(*(kernel_type(x.like.dtype) for x in operands))
         p = Problem(
             m, n, k, word, items, parts[0].layout, parts[1].layout, "row",

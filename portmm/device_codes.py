@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm import foreign, grid_dispatch, on_device, settings
+from portmm import device_arrays, foreign, grid_dispatch, on_device, rows_on_device, settings
 from portmm.dtype import CODE_BITS, CODES_AT, CODES_KR
 from portmm.errors import PackError
 from portmm.memory import Memory
@@ -136,10 +136,10 @@ class _Ready:
         if self.workspace[0]:
             scratch, work = foreign.empty_like(a, (self.workspace[0],), self.workspace[1])
             places["work"] = foreign.argument(work)[1]
-        on = on_device.machine_of(a)
+        on = device_arrays.machine_of(a)
         for launch, moved in self.launches:
             for name, x, offset in zip("ac", (a, to), moved, strict=True):
-                places[name] = on_device.shifted(foreign.argument(x)[1], offset, x)
+                places[name] = device_arrays.shifted(foreign.argument(x)[1], offset, x)
             launch.run(on, places, a.queue)
         del scratch  # its library frees it when the queue is done with it
         return made
@@ -169,8 +169,10 @@ def product(a: Any, w: DeviceCoded, out: Any = None, dtype: Any = None) -> Any:
             raise TypeError(f"{name} has elements of {x.dtype}; beside a weight of four bits they are of {FLOATS}")
     assert left is not None  # noqa: S101 - shown above
     foreign.same_device([x for x in (left, w.words, to) if x is not None])
-    if to is not None and on_device.overlap(to, (left, w.words, w.scales, w.offsets)):
-        return on_device.copied(to, product(a, w, foreign.empty_like(to, to.shape, to.dtype)[0]))
+    if to is not None and device_arrays.overlap(to, (left, w.words, w.scales, w.offsets)):
+        made, beside = foreign.empty_like(replace(to, queue=left.queue), to.shape, to.dtype)
+        product(a, w, made)
+        return rows_on_device.copied(to, beside)
     wanted = left.dtype if dtype is None else on_device.named(dtype)
     if wanted not in FLOATS:
         raise TypeError(f"products with a weight of four bits become {', '.join(FLOATS)}, not {wanted}")
@@ -186,16 +188,16 @@ def _prepare(a: Foreign, w: DeviceCoded, out: Foreign | None, wanted: str) -> _R
     """What a kind of call comes to."""
     count = w.words.shape[1]
     codes = replace(w.words, shape=w.shape, strides=(1, count * CODES_KR), dtype="u4")
-    shape, batch, size = on_device.shapes(a, codes)
+    shape, batch, size = device_arrays.shapes(a, codes)
     if out is not None:
-        on_device.check_out(out, shape)
+        device_arrays.check_out(out, shape)
     c = wanted if out is None else out.dtype
     if 0 in shape:
         return _Ready(shape, c, (), (0, "f32"))
     call = on_device.posed((a, codes, out or foreign.empty_like(a, shape, c)[1]), batch, size)
     kept = str(Family("u4", 1, CODES_KR, group=w.group))
     p = replace(call.problem, b="codes", family=kept, k=max(size[2], 1))
-    found = grid_dispatch.route(p, on_device.machine_of(a), (call.vectors[0], w.wide, call.vectors[2]))
+    found = grid_dispatch.route(p, device_arrays.machine_of(a), (call.vectors[0], w.wide, call.vectors[2]))
     values = call.values() | {"words": count, "groups": w.scales.shape[1]}
     launches, workspace = on_device.bound(found, values, p)
     repeats = [(0, 0)] if call.walk.outer is None else [(int(x[0]), int(x[2])) for x in call.walk.outer]

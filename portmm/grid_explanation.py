@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from portmm import around_device, grid_dispatch, on_device
+from portmm import around_device, device_arrays, grid_dispatch, on_device
 from portmm.dtype import BY_NAME
 from portmm.grid_candidates import MOST_VECTOR, registers, resident, shared_bytes
 from portmm.lower import lower_grid
@@ -154,7 +154,7 @@ def of_arrays(a: Any, b: Any, out: Any, epilogue: Any) -> GridExplanation:
         call, notes = around_device.question(given, epilogue)
     if not call.problem.flops:
         raise ValueError(f"{call.problem} has nothing to multiply, so no kernel is needed")
-    on = on_device.machine_of(given[0])
+    on = device_arrays.machine_of(given[0])
     return explained(call.problem, on.target, on.language, notes, call.vectors)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from portmm import foreign, grid_dispatch, on_device
+from portmm import device_arrays, foreign, grid_dispatch
 from portmm.memory import Memory
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def launch(kernel: GridKernel, a: Any, b: Any, c: Any) -> Any:
             raise TypeError(f"{kernel.name} has a parameter {x.name!r}; there are a, b, c, {', '.join(values)}")
         if x.kind == "pointer" and pointers[x.name].dtype != x.dtype:
             raise TypeError(f"{x.name} is of {pointers[x.name].dtype}; this kernel takes {x.dtype}")
-    on = on_device.machine_of(left)
+    on = device_arrays.machine_of(left)
     function = _loaded.get((kernel, on.key)) or _loaded.keep((kernel, on.key), on.load(kernel))
     given = {name: foreign.argument(x)[1] for name, x in pointers.items()}
     grid_dispatch.bind(kernel, function, values).run(on, given, left.queue)
@@ -71,8 +71,8 @@ def _values(a: Foreign, b: Foreign, c: Foreign) -> dict[str, int]:
     (*lead, m, k), n = a.shape, b.shape[-1]
     if b.shape != (*lead, k, n) or c.shape != (*lead, m, n) or len(lead) > 1:
         raise ValueError(f"a {a.shape}, b {b.shape} and c {c.shape} do not fit: give (m, k), (k, n) and (m, n)")
-    on_device.check_out(c, c.shape)
+    device_arrays.check_out(c, c.shape)
     found = {"m": m, "n": n, "k": k, "batch": lead[0] if lead else 1}
     for names, x in (("a_batch a_m a_k", a), ("b_batch b_k b_n", b), ("c_batch c_m c_n", c)):
-        found |= dict(zip(names.split(), (0, *on_device.elements(x))[-3:], strict=True))
+        found |= dict(zip(names.split(), (0, *device_arrays.elements(x))[-3:], strict=True))
     return found

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm import arrays, foreign, grid_dispatch, settings
-from portmm.dtype import BY_NAME, BY_NUMPY, accumulator, natural, spell
+from portmm import arrays, device_arrays, foreign, grid_dispatch, rows_on_device, settings
+from portmm.dtype import BY_NAME, BY_NUMPY, accumulator, spell
 from portmm.grid_stream import ROWS
 from portmm.memory import Memory
 from portmm.problem import Problem
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 MOST_KINDS = 1024
 """Kinds of calls remembered before starting afresh."""
-_RESULTS = {"f32": ("f32", "f16", "bf16"), "s32": ("s32",), "f64": ("f64",)}
 
 
 def adopted(a: Any, b: Any, out: Any = None) -> tuple[Foreign, Foreign, Foreign | None] | None:
@@ -54,10 +53,10 @@ def adopted(a: Any, b: Any, out: Any = None) -> tuple[Foreign, Foreign, Foreign 
 def matmul(given: tuple[Foreign, Foreign, Foreign | None], dtype: Any = None) -> Any:
     """The product of arrays on a device: see `api.matmul`."""
     a, b, out = given
-    if out is not None and overlap(out, (a, b)):
-        made, to = foreign.empty_like(replace(out, queue=a.queue), out.shape, out.dtype)
+    if out is not None and device_arrays.overlap(out, (a, b)):
+        _, to = foreign.empty_like(replace(out, queue=a.queue), out.shape, out.dtype)
         matmul((a, b, to))
-        return copied(out, made)
+        return rows_on_device.copied(out, to)
     wanted = named(dtype) if dtype is not None and out is None else ""
     key = (a.kind, b.kind, None if out is None else out.kind, wanted, settings.current().deterministic)
     ready: _Ready | None = _ready.get(key)
@@ -99,7 +98,7 @@ class Plan:
             if x is not None and kind is not None and x.kind != kind:
                 raise ValueError(f"{name} is {_said(x.kind)}, the plan takes {_said(kind)}")
         if found[2] is not None:
-            check_out(found[2], self.ready.shape)
+            device_arrays.check_out(found[2], self.ready.shape)
             if self.kinds[2] is None and found[2].kind != self.ready.like:
                 raise ValueError("the plan was made for an out in C's order; give one when it is made")
         elif self.kinds[2] is not None and not self.dense:
@@ -133,43 +132,6 @@ def named(dtype: Any) -> str:
     if name not in BY_NUMPY:
         raise TypeError(f"dtype {dtype!r} is not supported; use one of {', '.join(BY_NUMPY)}")
     return BY_NUMPY[name].name
-
-
-def machine_of(x: Foreign) -> Machine:
-    """The device of an array."""
-    if x.language == "cuda":
-        return grid_dispatch.machine(x.device, x.device[1])
-    return grid_dispatch.machine(x.device, (x.queue.context, x.queue.device))
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """An operand as kernels read it.
-
-    Attributes:
-        layout: "row", "col" or "any".
-        row: elements between rows.
-        col: elements between columns.
-        vector: elements that may be moved at once.
-    """
-
-    layout: str
-    row: int
-    col: int
-    vector: int
-
-
-def matrix(x: Foreign, rows: int, cols: int, steps: tuple[int, int], others: tuple[int, ...] = ()) -> Matrix:
-    """How a matrix lies, of so many elements from one row to the next, from one column, and between others."""
-    row, col = steps
-    layout = "row" if col == 1 or cols == 1 else "col" if row == 1 or rows == 1 else "any"
-    if layout == "any":
-        return Matrix(layout, row, col, 1)
-    row, col = (row if rows > 1 else cols, 1) if layout == "row" else (1, col if cols > 1 else rows)
-    far, near = (row, cols) if layout == "row" else (col, rows)
-    size = BY_NAME[x.dtype].bytes
-    vector = math.gcd(far, near, x.at // size, *others, foreign.WIDEST // size)
-    return Matrix(layout, row, col, vector & -vector)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -210,117 +172,10 @@ class _Ready:
         names = "bac" if self.turned else "abc"
         for launch, moved in self.launches:
             for name, place, x, offset in zip(names, whole, (a, b, out), moved, strict=True):
-                places[name] = shifted(place, offset, x) if offset else place
+                places[name] = device_arrays.shifted(place, offset, x) if offset else place
             launch.run(self.on, places, a.queue)
         del scratch  # its library frees it when the queue is done with it
         return made
-
-
-def shifted(place: Any, offset: int, x: Foreign) -> Any:
-    """An address some elements further."""
-    return place + offset * BY_NAME[x.dtype].bytes if isinstance(place, int) else (place[0], place[1] + offset)
-
-
-def copied(out: Foreign, made: Any) -> Any:
-    """The array of a call's `out`, with the elements of another, which is dense."""
-    source = out.source
-    if hasattr(source, "copy_"):
-        source.copy_(made)
-    elif out.language == "opencl" and source.flags.c_contiguous:
-        from portmm.run import opencl
-
-        same = made if made.dtype == source.dtype else made.astype(source.dtype)
-        opencl.copy(made.queue, (out.pointer[0], out.at), same.base_data, same.nbytes)
-    else:
-        source[...] = made
-    return source
-
-
-def overlap(out: Foreign, others: tuple[Foreign, ...]) -> bool:
-    """Memory of a result may be that of an operand."""
-    return any(_extent(out, x) for x in others)
-
-
-def _extent(x: Foreign, y: Foreign) -> bool:
-    (base, first, last), (other, begin, end) = _span(x), _span(y)
-    return bool(x.size and y.size and base == other and first < end and begin < last)
-
-
-def _span(x: Foreign) -> tuple[Any, int, int]:
-    """Where the bytes of an array lie: in which memory, from where, to where."""
-    low = sum(min(0, (n - 1) * s) for n, s in zip(x.shape, x.strides, strict=True))
-    high = sum(max(0, (n - 1) * s) for n, s in zip(x.shape, x.strides, strict=True))
-    base, at = (0, 0) if x.language == "cuda" else foreign.memory(x.pointer[0])
-    return base, at + x.at + low, at + x.at + high + BY_NAME[x.dtype].bytes
-
-
-# -- what a call comes to ----------------------------------------------------------------
-
-
-def result_type(a: str, b: str, wanted: str) -> str:
-    """The type of a product's elements.
-
-    Raises:
-        TypeError: the two do not multiply, or their sums do not become what is wanted.
-    """
-    try:
-        held = accumulator(a, b)
-    except ValueError as error:
-        raise TypeError(f"cannot multiply {a} by {b}: {error}") from error
-    if wanted and wanted not in _RESULTS[held]:
-        raise TypeError(f"products of {a} and {b} become {', '.join(_RESULTS[held])}, not {wanted}")
-    return wanted or natural(a, b)
-
-
-def elements(x: Foreign) -> tuple[int, ...]:
-    """Strides in elements.
-
-    Raises:
-        ValueError: they are no whole ones.
-    """
-    size = BY_NAME[x.dtype].bytes
-    if any(s % size for s in x.strides):
-        raise ValueError(f"an array of {x.dtype} has strides {x.strides} bytes, which are no whole elements; copy it")
-    return tuple(s // size if n > 1 else 0 for n, s in zip(x.shape, x.strides, strict=True))
-
-
-def shapes(a: Foreign, b: Foreign) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int]]:
-    """The shape of a product, that of its batch, and its size m, n, k.
-
-    Raises:
-        ValueError: the operands do not fit.
-    """
-    if not a.shape or not b.shape:
-        raise ValueError("matmul takes arrays of one dimension at least, not scalars")
-    left = a.shape if len(a.shape) > 1 else (1, *a.shape)
-    right = b.shape if len(b.shape) > 1 else (*b.shape, 1)
-    if left[-1] != right[-2]:
-        raise ValueError(f"cannot multiply {a.shape} by {b.shape}: {left[-1]} columns meet {right[-2]} rows")
-    try:
-        batch = np.broadcast_shapes(left[:-2], right[:-2])
-    except ValueError as error:
-        raise ValueError(f"batch dimensions {left[:-2]} and {right[:-2]} do not broadcast") from error
-    m, n = left[-2], right[-1]
-    rows, columns = (() if len(a.shape) == 1 else (m,)), (() if len(b.shape) == 1 else (n,))
-    return (*batch, *rows, *columns), batch, (m, n, left[-1])
-
-
-def over(x: Foreign, batch: tuple[int, ...], used: int) -> tuple[int, ...]:
-    """Strides of an operand along a batch, 0 where it is broadcast; its last `used` dimensions are no batch."""
-    own = elements(x)[: len(x.shape) - used]
-    return (0,) * (len(batch) - len(own)) + own
-
-
-def check_out(out: Foreign, shape: tuple[int, ...]) -> None:
-    """An output can take a result.
-
-    Raises:
-        ValueError: it has another shape, repeats elements, or is read-only.
-    """
-    if out.shape != shape:
-        raise ValueError(f"out has shape {out.shape}; the product has {shape}")
-    if out.readonly or any(n > 1 and s == 0 for n, s in zip(shape, out.strides, strict=True)):
-        raise ValueError("out is read-only, or several of its elements are one")
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +191,7 @@ class Posed:
     """
 
     problem: Problem
-    parts: tuple[Matrix, Matrix, Matrix]
+    parts: tuple[device_arrays.Matrix, device_arrays.Matrix, device_arrays.Matrix]
     walk: arrays.Batch
     vectors: tuple[int, int, int]
     turned: bool = False
@@ -357,10 +212,10 @@ def posed(
     a, b, to = given
     m, n, k = size
     used = (min(2, len(a.shape)), min(2, len(b.shape)), (len(a.shape) > 1) + (len(b.shape) > 1))
-    steps = [over(x, batch, count) for x, count in zip((a, b, to), used, strict=True)]
-    a_m, a_k = (0, *elements(a))[-2:] if used[0] == 1 else elements(a)[-2:]
-    b_k, b_n = (*elements(b)[-1:], 0) if used[1] == 1 else elements(b)[-2:]
-    ends = list(elements(to)[len(batch) :])
+    steps = [device_arrays.over(x, batch, count) for x, count in zip((a, b, to), used, strict=True)]
+    a_m, a_k = (0, *device_arrays.elements(a))[-2:] if used[0] == 1 else device_arrays.elements(a)[-2:]
+    b_k, b_n = (*device_arrays.elements(b)[-1:], 0) if used[1] == 1 else device_arrays.elements(b)[-2:]
+    ends = list(device_arrays.elements(to)[len(batch) :])
     c_m = ends.pop(0) if used[0] == 2 else 0
     c_n = ends.pop(0) if used[1] == 2 else 0
     if not fused and not any(steps[1]):
@@ -377,8 +232,8 @@ def posed(
     inner = [*zip(*steps, strict=True)]
     strides = [tuple(x[i] for x in inner) for i in range(3)]
     parts = (
-        matrix(a, m, k, (a_m, a_k), strides[0]), matrix(b, k, n, (b_k, b_n), strides[1]),
-        matrix(to, m, n, (c_m, c_n), strides[2]),
+        device_arrays.matrix(a, m, k, (a_m, a_k), strides[0]), device_arrays.matrix(b, k, n, (b_k, b_n), strides[1]),
+        device_arrays.matrix(to, m, n, (c_m, c_n), strides[2]),
     )  # fmt: skip
     # By columns or with any strides: kernels take both.
     c = "row" if parts[2].layout == "row" else "col"
@@ -409,17 +264,17 @@ def result(a: Foreign, b: Foreign, out: Foreign | None, wanted: str) -> tuple[tu
         TypeError: the types do not multiply.
         ValueError: shapes do not fit.
     """
-    shape = shapes(a, b)[0]
-    c = result_type(a.dtype, b.dtype, wanted if out is None else out.dtype)
+    shape = device_arrays.shapes(a, b)[0]
+    c = device_arrays.result_type(a.dtype, b.dtype, wanted if out is None else out.dtype)
     if out is not None:
-        check_out(out, shape)
+        device_arrays.check_out(out, shape)
     return shape, c, out or foreign.empty_like(a, shape, c)[1]
 
 
 def question(given: tuple[Foreign, Foreign, Foreign | None]) -> Posed:
     """The problem that a call poses."""
     a, b, out = given
-    _, batch, size = shapes(a, b)
+    _, batch, size = device_arrays.shapes(a, b)
     return posed((a, b, result(a, b, out, "")[2]), batch, size)
 
 
@@ -431,10 +286,10 @@ def _prepare(a: Foreign, b: Foreign, out: Foreign | None, wanted: str) -> _Ready
         ValueError: shapes do not fit.
     """
     shape, c, to = result(a, b, out, wanted)
-    on = machine_of(a)
+    on = device_arrays.machine_of(a)
     if 0 in shape:
         return _Ready(on, shape, c, to.kind, ())
-    _, batch, size = shapes(a, b)
+    _, batch, size = device_arrays.shapes(a, b)
     call = posed((a, b, to), batch, size)
     p, values = call.problem, call.values()
     # Nothing to sum is a sum of nothing: kernels of any k leave zeros.

@@ -51,7 +51,6 @@ def pack(b: Foreign) -> PackedThere:
     """A weight on a device, for products on it: see `packed.pack`.
 
     Raises:
-        TypeError: its type is not one that kernels copy.
         ValueError: it has fewer than two dimensions.
     """
     if len(b.shape) < 2:
@@ -61,7 +60,7 @@ def pack(b: Foreign) -> PackedThere:
     turned = _by_columns(b)
     # What runs along k stays so: kernels read it as well.
     source = foreign.transposed(b) if turned else b
-    ((made, _),), _ = rows_on_device.over_rows(lambda x: x, (source,), {"m": "m", "n": "n", "b": "b"})
+    made, _ = rows_on_device.contiguous(source)
     return PackedThere(_swapped(made) if turned else made, b.shape, b.dtype)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm import foreign, on_device
+from portmm import device_arrays, foreign
 from portmm.dtype import BY_NAME
 from portmm.foreign import Foreign
 from portmm.names import rebuilt
@@ -72,7 +72,7 @@ class Run:
         for name, root, at in self.places:
             x = state[root]
             place = foreign.argument(x)[1]
-            values[name] = on_device.shifted(place, at // BY_NAME[x.dtype].bytes, x) if at else place
+            values[name] = device_arrays.shifted(place, at // BY_NAME[x.dtype].bytes, x) if at else place
         values |= {name: float(leaves[i]) for name, i in self.numbers}
         start(self.every, self.on, values, self.workspace, like)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from portmm import arrays, foreign, on_device
+from portmm import arrays, device_arrays, foreign
 from portmm.dtype import BY_NAME
 from portmm.errors import ScheduleError, TraceError
 from portmm.expr import ordered, real, rounded
@@ -81,7 +81,7 @@ def addresses(operands: list[Foreign], starts: list[int]) -> dict[str, Any]:
     """Where operands begin, so many bytes into each array, by the names that kernels give them."""
     places = [foreign.argument(x)[1] for x in operands]
     return {
-        f"x{i}_all": on_device.shifted(place, at // BY_NAME[x.dtype].bytes, x) if at else place
+        f"x{i}_all": device_arrays.shifted(place, at // BY_NAME[x.dtype].bytes, x) if at else place
         for i, (x, place, at) in enumerate(zip(operands, places, starts, strict=True))
     }
 
@@ -159,7 +159,9 @@ def over_rows(
         rest = ready[1].run(around.found, [*values, *passed], like, None) if len(ready) > 1 else []
         results = [results[i] if i >= 0 else rest[-1 - i] for i in head.order]
     if out is not None and direct is None:
-        results[0] = (on_device.copied(out, results[0][0]), out)
+        device_arrays.check_out(out, results[0][1].shape)
+        device_arrays.check_type(out, results[0][1].dtype)
+        results[0] = (copied(out, results[0][1]), out)
     return tuple(results), head.several
 
 
@@ -177,7 +179,7 @@ def readable(x: Foreign) -> Foreign:
 def flat(x: Foreign, size: tuple[int, int, int]) -> Foreign:
     """The array as (batch, m, n), copied where its batch does not lie evenly."""
     m, n, batch = size
-    *lead, row, column = on_device.elements(x)
+    *lead, row, column = device_arrays.elements(x)
     dims = [(count, s) for count, s in zip(x.shape[:-2], lead, strict=True) if count > 1]
     if any(s != count * t for (_, s), (count, t) in pairwise(dims)):
         return flat(contiguous(x)[1], size)
@@ -189,19 +191,38 @@ def flat(x: Foreign, size: tuple[int, int, int]) -> Foreign:
 def contiguous(x: Foreign, dtype: str = "") -> Made:
     """A copy in C's order, of another type if one is given."""
     made, to = foreign.empty_like(x, x.shape, dtype or x.dtype)
-    text = str(Fused((Operand(x.dtype, "bmn", dense=False), Operand(to.dtype, "bmn")), ((1, _as(x, to)),)))
-    steps = [(0, 0, *on_device.elements(x)), (0, 0, *on_device.elements(to))]
+    copy(x, to)
+    return made, to
+
+
+def copy(x: Foreign, to: Foreign) -> None:
+    """The elements of an array to another of its shape, whatever the strides of both."""
+    if not x.size:
+        return
+    if x.dtype == to.dtype == "f64":
+        x, to = _words(x), _words(to)
+    steps = [(0, 0, *device_arrays.elements(x)), (0, 0, *device_arrays.elements(to))]
+    lies_so = Operand(x.dtype, "bmn", dense=False), Operand(to.dtype, "bmn", dense=steps[1][-1] == 1)
+    text = str(Fused(lies_so, ((1, _as(x, to)),)))
     w = walk((1, 1, *x.shape)[:-1], [s[:-1] for s in steps])
     n = x.shape[-1] if x.shape else 1
     strides = [(w.batch[1][i], w.rows[1][i], steps[i][-1]) for i in range(2)]
-    if not x.size:
-        return made, to
-    on = on_device.machine_of(x)
+    on = device_arrays.machine_of(x)
     every, workspace = launches(text, (w.rows[0], n, w.batch[0]), strides, [1, 1], on)
     for moved in w.repeats:
         starts = [i * BY_NAME[y.dtype].bytes for i, y in zip(moved, (x, to), strict=True)]
         start(every, on, addresses([x, to], starts), workspace, x)
-    return made, to
+
+
+def copied(out: Foreign, made: Foreign) -> Any:
+    """The array of a call's `out`, with the elements of another, in the order of the queue that this was made for."""
+    copy(made, out)
+    return out.source
+
+
+def _words(x: Foreign) -> Foreign:
+    """An array of float64 as one of integers of half the size: expressions have no float64."""
+    return replace(x, shape=(*x.shape, 2), strides=(*x.strides, 4), dtype="s32")
 
 
 def _as(x: Foreign, to: Foreign) -> Any:
@@ -213,13 +234,15 @@ def _takes(out: Foreign, result: tuple[tuple[int, ...], str], given: list[Foreig
     """Kernels can write their first result to `out`: it lies as that would, and on nothing that they read.
 
     Raises:
+        TypeError: it cannot take the type of the result.
         ValueError: it cannot take the result at all.
     """
-    on_device.check_out(out, result[0])
+    device_arrays.check_out(out, result[0])
+    device_arrays.check_type(out, result[1])
     laid = foreign.contiguous(out.shape, BY_NAME[out.dtype].bytes)
     same = all(n == 1 or s == t for n, s, t in zip(out.shape, out.strides, laid, strict=True))
     aligned = math.gcd(out.at, foreign.WIDEST) == foreign.WIDEST
-    return same and aligned and out.dtype == result[1] and not on_device.overlap(out, tuple(given))
+    return same and aligned and out.dtype == result[1] and not device_arrays.overlap(out, tuple(given))
 
 
 def _prepare(
@@ -235,7 +258,7 @@ def _prepare(
     aligned = [math.gcd(x.at, foreign.WIDEST) for x in given]
     call = _Call((m, n, batch), lead, usual, given[0], _sources(traced, found, given[0]))
     views = tuple([described(foreign.standin(x), ("b", "m", "n")) for x in given])
-    lay = list(zip(map(on_device.elements, given), aligned, strict=True))
+    lay = list(zip(map(device_arrays.elements, given), aligned, strict=True))
     split = down(traced, len(given), usual)
     if split is None:
         return (call.rows(traced, views, lay),)
@@ -292,7 +315,7 @@ class _Call:
         at = [located(x.array, x, self.size) for x in traced.sources]
         lay = [*lay, *((s[1:4], math.gcd(x.at + s[0], foreign.WIDEST)) for x, s in zip(self.sources, at, strict=True))]
         lay += [(dense(x, self.size), foreign.WIDEST) for x in step.axes]
-        on = on_device.machine_of(self.like)
+        on = device_arrays.machine_of(self.like)
         every, workspace = launches(step.text, self.size, [s for s, _ in lay], [a for _, a in lay], on)
         shapes = [(*self.lead, m if "m" in x else 1, n if "n" in x else 1) for x in step.axes]
         results = tuple((s, arrays.name_of(t)) for s, t in zip(shapes, step.types, strict=True))

@@ -207,6 +207,8 @@ _LAID = frozenset(("shape", "ndim", "dtype", "size", "strides", "itemsize", "nby
 """What an array says of itself without a look at its values."""
 _VIEWS = frozenset(("T", "mT", "transpose", "swapaxes", "squeeze"))
 """What gives another look at the same elements."""
+_SOUGHT = frozenset(("record_", "call_", "along_"))
+"""What words look for, and other values of traced functions have."""
 
 
 class Tensor:
@@ -218,6 +220,8 @@ class Tensor:
     def __getattr__(self, name: str) -> Any:
         if name in CHANGES:
             raise TraceError(f"{name}() changes an array in place, once, while the function is traced")
+        if name in _SOUGHT:
+            raise AttributeError(name)
         self._seen(name, name in (*_LAID, *_VIEWS))
         found = getattr(self._array, name)
         if isinstance(found, np.ndarray):

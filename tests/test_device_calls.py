@@ -9,7 +9,7 @@ from emulated_cuda import install
 from opencl_cpu import opencl_device
 
 import portmm as pm
-from portmm import foreign, grid_dispatch, memory, on_device
+from portmm import device_arrays, foreign, grid_dispatch, memory
 from portmm.errors import ScheduleError, TraceError
 from portmm.problem import Problem
 
@@ -119,6 +119,65 @@ def test_a_result_goes_where_it_should(on):
     assert (found[:, [0, 1, 2, 15, 19]] == 7).all()
 
 
+def test_a_result_lies_over_what_it_is_made_from(on):
+    """Whatever the strides of both: it is computed beside, and copied."""
+    for dtype in (np.float32, np.float64, BF16):
+        around, a, b = (values(s, dtype, i) for i, s in enumerate([(20, 30), (12, 8), (8, 9)]))
+        around[3:15, 2:10] = a
+        cases = [(None, product(a, b))]
+        if dtype != np.float64:
+            cases += [(lambda acc: acc * 2, product(a, b) * 2), (lambda acc: acc - pm.max(acc) * 0, product(a, b))]
+        for epilogue, wanted in cases:
+            whole = on.array(around)
+            out = whole[4:16, 5:14]
+            assert pm.matmul(whole[3:15, 2:10], on.array(b), out, epilogue=epilogue) is out
+            found = whole.get()
+            np.testing.assert_allclose(found[4:16, 5:14].astype(np.float64), wanted, rtol=2e-2, atol=1e-2)
+            found[4:16, 5:14] = around[4:16, 5:14]
+            np.testing.assert_array_equal(found, around)
+
+
+def test_a_result_over_an_array_that_is_captured(on):
+    a, b, more = values((12, 8), np.float32), values((8, 9), np.float32, 1), values((12, 15), np.float32, 2)
+    whole = on.array(more)
+    view = whole[:, 3:12]
+    pm.matmul(on.array(a), on.array(b), view, epilogue=lambda acc, i: acc + view[i.m, i.n])
+    more[:, 3:12] += product(a, b).astype(np.float32)
+    np.testing.assert_allclose(whole.get(), more, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16, np.int32, np.int8], ids=str)
+@pytest.mark.parametrize("columns", [9, 12])
+def test_a_result_is_cast_and_then_converted(on, dtype, columns):
+    """To the type of its out, as NumPy converts it, whether a kernel does all or goes over rows of the product."""
+    a, b, whole = values((6, 8), np.float32), values((8, 9), np.float32, 1), np.zeros((6, columns), dtype)
+    sums = product(a, b)
+    for epilogue in (lambda acc: pm.cast(acc * 2, np.int8), lambda acc: pm.cast(acc * 2 + pm.max(acc) * 0, np.int8)):
+        there = on.array(whole)
+        pm.matmul(on.array(a), on.array(b), there[:, :9], epilogue=epilogue)
+        np.testing.assert_array_equal(there.get()[:, :9], np.rint(sums * 2).astype(dtype))
+        assert (there.get()[:, 9:] == 0).all()
+    if np.dtype(dtype).kind == "i":
+        for epilogue in (lambda acc: pm.cast(acc, np.float16), lambda acc: pm.cast(pm.softmax(acc), np.float16)):
+            with pytest.raises(TypeError, match="cannot hold results of f16"):
+                pm.matmul(on.array(a), on.array(b), on.array(whole)[:, :9], epilogue=epilogue)
+
+
+def test_reduced_rows_and_columns_go_where_they_should(on):
+    a, b = values((12, 8), np.float32), values((8, 9), np.float32, 1)
+    sums = product(a, b)
+    for axis in (-1, -2):
+        whole = on.array(np.full((12, 20), 7, np.float32))
+        pm.matmul(
+            on.array(a), on.array(b), whole[:, 3:12], epilogue=lambda acc, axis=axis: acc - pm.max(acc, axis=axis)
+        )
+        found = whole.get()
+        np.testing.assert_allclose(found[:, 3:12], sums - sums.max(axis, keepdims=True), rtol=1e-5, atol=1e-5)
+        assert (found[:, [0, 1, 2, 12, 19]] == 7).all()
+        with pytest.raises(ValueError, match="out has shape"):
+            pm.matmul(on.array(a), on.array(b), whole, epilogue=lambda acc, axis=axis: acc - pm.max(acc, axis=axis))
+
+
 def test_a_type_can_be_asked_for(on):
     a, b = values((6, 8), np.float16), values((8, 5), np.float16, 1)
     found = pm.matmul(on.array(a), on.array(b), dtype=np.float32)
@@ -137,6 +196,19 @@ def test_an_epilogue_is_part_of_the_kernel(on):
     first, row = pm.matmul(left, right, epilogue=lambda acc, i: (acc + there, pm.cast(acc + i.m, np.int32)))
     close(first, product(a, b) + bias, 20, np.float32)
     assert row.dtype == np.int32
+
+
+def test_words_take_arrays_that_are_captured(on):
+    a, b, c = values((5, 8), np.float32), values((8, 6), np.float32, 1), values((6,), np.float32, 2)
+    there, sums = on.array(c), product(a, b)
+    for epilogue, wanted in (
+        (lambda acc: acc + pm.clip(there, -1, 1), sums + np.clip(c, -1, 1)),
+        (lambda acc: pm.where(acc > 0, there, acc), np.where(sums > 0, c, sums)),
+        (lambda acc: pm.maximum(there, acc), np.maximum(c, sums)),
+        (lambda acc: acc * pm.exp(there), sums * np.exp(c)),
+        (lambda acc: pm.minimum(np.maximum(acc, there), 1), np.minimum(np.maximum(sums, c), 1)),
+    ):
+        close(pm.matmul(on.array(a), on.array(b), epilogue=epilogue), wanted, 20, np.float32)
 
 
 def test_sums_of_integers_are_scaled(on):
@@ -166,15 +238,18 @@ def test_a_plan_takes_arrays_of_its_kind(on):
 
 
 @pytest.mark.parametrize("by_columns", [False, True])
-def test_a_packed_weight_is_a_copy(on, by_columns):
-    a, b = values((6, 20), np.float32), values((12, 20) if by_columns else (20, 12), np.float32, 1)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=str)
+def test_a_packed_weight_is_a_copy(on, by_columns, dtype):
+    a, b = values((6, 20), dtype), values((12, 20) if by_columns else (20, 12), dtype, 1)
     there = on.array(b)
     packed = pm.pack(there.T if by_columns else there)
     assert packed.shape == (20, 12)
-    assert packed.nbytes == 20 * 12 * 4
+    assert packed.nbytes == 20 * 12 * np.dtype(dtype).itemsize
     if hasattr(there, "host"):  # PyOpenCL's assignment compiles, and warns
         there[...] = on.array(np.zeros_like(b))
-    close(pm.matmul(on.array(a), packed), product(a, b.T if by_columns else b), 20, np.float32)
+    close(pm.matmul(on.array(a), packed), product(a, b.T if by_columns else b), 20, dtype)
+    if dtype == np.float64:
+        return
     found = pm.matmul(on.array(a), packed, epilogue=pm.relu)
     close(found, np.maximum(product(a, b.T if by_columns else b), 0), 20, np.float32)
 
@@ -315,7 +390,7 @@ def test_numbers_that_are_looked_at_beside_arrays(on):
 
 def test_more_than_kernels_count_is_said(on):
     one = np.ones((1, 4), np.float32)
-    kernel = on_device.machine_of(foreign.adopt(on.array(one)))
+    kernel = device_arrays.machine_of(foreign.adopt(on.array(one)))
     found = grid_dispatch.route(Problem(64, 64, 64, "f32"), kernel, (1, 1, 1))
     with pytest.raises(ScheduleError, match="m is 2147483647: kernels count in 32 bits"):
         grid_dispatch.bind(found.kernels[0], found.functions[0], {"m": (1 << 31) - 1, "n": 1, "k": 1, "batch": 1})
@@ -331,7 +406,7 @@ def test_parts_of_one_buffer_overlap():
     part = left.base_data[0 : a.nbytes]
     out = on.module.Array(on.queue, a.shape, a.dtype, data=part)
     assert isinstance(part, cl.MemoryObjectHolder)
-    assert on_device.overlap(foreign.adopt(out), (foreign.adopt(left),))
+    assert device_arrays.overlap(foreign.adopt(out), (foreign.adopt(left),))
     close(pm.matmul(left, right, out), product(a, b), 64, np.float32)
     memory.forget_all()
 

@@ -301,15 +301,6 @@ def _keep(cl: Any, made: Program, device: Any, options: str) -> None:
             return
 
 
-def copy(queue: Any, to: tuple[Any, int], source: Any, count: int) -> None:
-    """Copy bytes from the beginning of a buffer to another, from some byte on, in the order of the queue."""
-    buffer, at = to
-    cl = pyopencl()
-    if _loose(cl, queue):
-        cl.enqueue_barrier(queue)
-    cl.enqueue_copy(queue, buffer, source, byte_count=count, dst_offset=at)
-
-
 # -- launching -----------------------------------------------------------------------
 
 
