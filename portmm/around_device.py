@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm import arrays, device_arrays, foreign, grid_dispatch, on_device, rows_on_device
-from portmm.dtype import BY_NAME, accumulator
+from portmm.dtype import accumulator
 from portmm.errors import ScheduleError, TraceError
 from portmm.fused import acc, operand_types
 from portmm.fusing import Around, dense, located, settle, typed
-from portmm.rows_on_device import captured, contiguous, over_rows
+from portmm.rows_on_device import addresses, captured, contiguous, over_rows, start
 from portmm.surroundings import resolve
 from portmm.trace import Indices, trace
 
@@ -144,17 +144,10 @@ class _Ready:
     def launch(self, product: list[Foreign], others: list[Foreign], found: dict[Any, Any]) -> None:
         """Give kernels their addresses and numbers."""
         values = {name: foreign.argument(x)[1] for name, x in zip("abc", product, strict=True)}
-        starts = [at for _, at in self.sources] + [0] * (len(others) - len(self.sources))
-        for i, (x, at) in enumerate(zip(others, starts, strict=True)):
-            values[f"x{i}_all"] = device_arrays.shifted(foreign.argument(x)[1], at // BY_NAME[x.dtype].bytes, x)
+        values |= addresses(others, [at for _, at in self.sources] + [0] * (len(others) - len(self.sources)))
         values |= {f"number_{i}": float(resolve(key, found)) for i, key in enumerate(self.numbers)}
-        scratch: Any = None
-        if self.workspace[0]:
-            scratch, work = foreign.empty_like(product[0], (self.workspace[0],), self.workspace[1])
-            values["work"] = foreign.argument(work)[1]
-        for launch in self.launches:
-            launch.run(self.on, values, product[0].queue)
-        del scratch  # its library frees it when the queue is done with it
+        elements, held = self.workspace
+        start(self.launches, self.on, values, elements, product[0], held)
 
 
 def _prepare(a: Foreign, b: Foreign, out: Foreign | None, wanted: str, traced: Traced) -> _Ready:

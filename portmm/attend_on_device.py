@@ -251,13 +251,7 @@ class _Ready:
 
     def captured(self, found: dict[Any, Any], like: Foreign) -> list[Foreign]:
         """The arrays that functions capture, on the device of the operands."""
-        read = []
-        for source, _ in self.sources:
-            x = foreign.adopt(found[source.key] if source.key in found else resolve(source.key, found))
-            assert x is not None  # noqa: S101 - `_prepare` looked
-            foreign.same_device([like, x])
-            read.append(x)
-        return read
+        return [rows_on_device.captured(x, found, like) for x, _ in self.sources]
 
     def run(self, call: _Call, numbers: dict[str, int], read: list[Foreign], found: dict[Any, Any]) -> Any:
         """Launch everything."""
@@ -268,19 +262,13 @@ class _Ready:
         for name, x in (("lengths", call.lengths), ("starts", call.starts)):
             if x is not None:
                 values[name] = foreign.argument(x)[1]
-        for i, (x, (_, at)) in enumerate(zip(read, self.sources, strict=True)):
-            values[f"x{i}_all"] = device_arrays.shifted(foreign.argument(x)[1], at // BY_NAME[x.dtype].bytes, x)
+        values |= rows_on_device.addresses(read, [at for _, at in self.sources])
         values |= {f"number_{i}": float(resolve(key, found)) for i, key in enumerate(self.numbers)}
-        lse = scratch = None
+        lse = None
         if self.lse:
             lse, there = foreign.empty_like(q, call.shape[:-1], "f32")
             values["lse"] = foreign.argument(there)[1]
-        if self.scratch:
-            scratch, there = foreign.empty_like(q, (self.scratch,), "f32")
-            values["work"] = foreign.argument(there)[1]
-        for launch in self.launches:
-            launch.run(self.on, values, q.queue)
-        del scratch  # its library frees it when the queue is done with it
+        rows_on_device.start(self.launches, self.on, values, self.scratch, q)
         return (made, lse) if self.lse else made
 
 

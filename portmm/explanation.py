@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from portmm import detect, dispatch, foreign, settings
 from portmm.calibrate import measured
+from portmm.chosen import Chosen
 from portmm.cost import DEFAULT_BYTES_PER_CYCLE
 from portmm.emit.c import source
 from portmm.errors import ScheduleError, TargetError
 from portmm.pose import pose
 from portmm.problem import Problem
-from portmm.schedule import ALL, Schedule, footprint, registers, spell
+from portmm.schedule import ALL, footprint, registers, spell
 from portmm.target import Target
 from portmm.wording import field, flop, size, terms, time
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from portmm.build import Artifact
-    from portmm.cost import Cost
     from portmm.grid_explanation import GridExplanation
     from portmm.ir import Kernel
     from portmm.isa import Atom
@@ -37,7 +37,7 @@ SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(Chosen):
     """The way from a problem to a kernel. `print` it.
 
     Attributes:
@@ -47,55 +47,14 @@ class Explanation:
         notes: what else a reader should know.
     """
 
-    choice: dispatch.Choice
     kernel: Kernel
     source: str
     notes: tuple[str, ...] = ()
 
     @property
-    def problem(self) -> Problem:
-        """What is computed."""
-        return self.choice.problem
-
-    @property
-    def target(self) -> Target:
-        """The machine that it is computed for."""
-        return self.choice.target
-
-    @property
-    def schedule(self) -> Schedule:
-        """How it is computed."""
-        return self.choice.schedule
-
-    @property
-    def cost(self) -> Cost:
-        """The predicted time, with its terms."""
-        return self.choice.cost
-
-    @property
-    def seconds(self) -> float:
-        """The predicted time."""
-        return self.choice.cost.seconds
-
-    @property
-    def gflops(self) -> float:
-        """The predicted rate, in GFLOP/s."""
-        return self.problem.flops / self.seconds / 1e9
-
-    @property
     def workers(self) -> int:
         """Threads that share the work."""
         return self.choice.workers
-
-    @property
-    def runners_up(self) -> tuple[tuple[Schedule, Cost], ...]:
-        """The other candidates with their predictions, best first."""
-        return self.choice.runners_up
-
-    @property
-    def origin(self) -> str:
-        """Whose choice it is: "analytical" for the cost model's."""
-        return self.choice.origin
 
     @property
     def flags(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from portmm import around_device, device_arrays, grid_dispatch, on_device
+from portmm.chosen import Chosen
 from portmm.dtype import BY_NAME
 from portmm.grid_candidates import MOST_VECTOR, registers, resident, shared_bytes
 from portmm.lower import lower_grid
@@ -21,11 +22,8 @@ from portmm.wording import field, flop, size, terms, time
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from portmm.cost import Cost
-    from portmm.dispatch import Choice
     from portmm.grid import GridKernel
     from portmm.problem import Problem
-    from portmm.schedule import Schedule
     from portmm.target import Target
 
 SHOWN = 5
@@ -33,7 +31,7 @@ SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
-class GridExplanation:
+class GridExplanation(Chosen):
     """The way from a problem to kernels of a device. `print` it.
 
     Attributes:
@@ -43,50 +41,9 @@ class GridExplanation:
         notes: what else a reader should know.
     """
 
-    choice: Choice
     kernels: tuple[GridKernel, ...]
     language: str
     notes: tuple[str, ...] = ()
-
-    @property
-    def problem(self) -> Problem:
-        """What is computed."""
-        return self.choice.problem
-
-    @property
-    def target(self) -> Target:
-        """The device that it is computed for."""
-        return self.choice.target
-
-    @property
-    def schedule(self) -> Schedule:
-        """How it is computed."""
-        return self.choice.schedule
-
-    @property
-    def cost(self) -> Cost:
-        """The predicted time, with its terms."""
-        return self.choice.cost
-
-    @property
-    def seconds(self) -> float:
-        """The predicted time."""
-        return self.choice.cost.seconds
-
-    @property
-    def gflops(self) -> float:
-        """The predicted rate, in GFLOP/s."""
-        return self.problem.flops / self.seconds / 1e9
-
-    @property
-    def runners_up(self) -> tuple[tuple[Schedule, Cost], ...]:
-        """The other candidates with their predictions, best first."""
-        return self.choice.runners_up
-
-    @property
-    def origin(self) -> str:
-        """Whose choice it is: "analytical" for the cost model's."""
-        return self.choice.origin
 
     @property
     def source(self) -> str:

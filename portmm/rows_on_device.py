@@ -86,11 +86,13 @@ def addresses(operands: list[Foreign], starts: list[int]) -> dict[str, Any]:
     }
 
 
-def start(every: tuple[Launch, ...], on: Machine, values: dict[str, Any], workspace: int, like: Foreign) -> None:
-    """Put kernels on the queue of an array."""
+def start(  # noqa: PLR0917 - what a launch has
+    every: tuple[Launch, ...], on: Machine, values: dict[str, Any], workspace: int, like: Foreign, held: str = "f32"
+) -> None:
+    """Put kernels on the queue of an array; `workspace` elements of type `held` are between them."""
     scratch: Any = None
     if workspace:
-        scratch, work = foreign.empty_like(like, (workspace,), "f32")
+        scratch, work = foreign.empty_like(like, (workspace,), held)
         values["work"] = foreign.argument(work)[1]
     for launch in every:
         launch.run(on, values, like.queue)
