@@ -69,11 +69,6 @@ class Work:
             s.group if layout == "codes" else -1,
         )  # fmt: skip
 
-    @property
-    def steps(self) -> Index:
-        """Tiles along k of a whole product."""
-        return ceil_div(var("k"), self.s.block.k * self.atom.k_pack)
-
 
 def arguments(s: Schedule, *, sums: bool) -> tuple[Argument, ...]:
     """What a kernel by this schedule is called with; `sums` are left in scratch where k is split."""
@@ -120,7 +115,7 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     sums, held = s.mr * s.nr, atom.acc
     body: list[Stmt] = [a.shared(), b.shared(), Scratch("acc", sums, held)]
     body += [Scratch("a_part", s.mr, held), Scratch("b_part", s.nr, held), *a.registers(), *b.registers()]
-    body += [*place(s), *threads(s), *_slice(work), Clear("acc", sums)]
+    body += [*place(s), *threads(s), *slice_of_k(s, s.block.k * atom.k_pack), Clear("acc", sums)]
     body += _copied(work, a, b) if s.copies else _fetched(work, a, b)
     body += Storing(s, isa, atom, s.cell).statements()
     grid = (ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch"), const(s.split))
@@ -169,12 +164,12 @@ def threads(s: Schedule) -> list[Stmt]:
     ]
 
 
-def _slice(work: Work) -> list[Stmt]:
-    """The part of k that a block sums."""
-    s, deep = work.s, work.s.block.k * work.atom.k_pack
+def slice_of_k(s: Schedule, deep: int) -> list[Stmt]:
+    """The part of k that a block sums, in steps of so many elements."""
+    steps = ceil_div(var("k"), deep)
     if s.split == 1:
-        return [Let("k_0", const(0)), Let("k_end", var("k")), Let("steps", work.steps)]
-    each = ceil_div(work.steps, s.split)
+        return [Let("k_0", const(0)), Let("k_end", var("k")), Let("steps", steps)]
+    each = ceil_div(steps, s.split)
     return [
         Let("each", each),
         Let("k_0", var("slice") * var("each") * deep),

@@ -56,6 +56,10 @@ def _unit(t: DType, pack: int) -> DType:
     return DType(f"{t.name}x{pack}", t.numpy, size, _C_OF_BYTES[size], t.eps, pack, t.name)
 
 
+B32 = DType("b32", "uint32", 4, "unsigned", 0.0)
+B64 = DType("b64", "uint64", 8, "unsigned long", 0.0)
+"""Bits that instructions give a meaning: fragments of matrices, barriers."""
+
 _UNITS = tuple(_unit(t, pack) for t in (*_PLAIN, U4) for pack in (2, 4, 8) if 2 <= t.bytes * pack <= 8 and t.bytes < 4)
 
 CODE_BITS = 4
@@ -65,7 +69,7 @@ CODES_AT = (0, 8, 16, 24, 4, 12, 20, 28)
 """The bit where each code of a word begins: those of four neighbours of k are the lower, or the upper, halves of
 the four bytes, so that a mask makes of them what instructions for units of four bytes multiply."""
 
-BY_NAME: dict[str, DType] = {t.name: t for t in (*_PLAIN, U4, *_UNITS)}
+BY_NAME: dict[str, DType] = {t.name: t for t in (*_PLAIN, U4, B32, B64, *_UNITS)}
 BY_NUMPY: dict[str, DType] = {t.numpy: t for t in _PLAIN}
 
 _INTEGERS = frozenset(t.name for t in (*_PLAIN, U4) if not t.eps)

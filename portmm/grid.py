@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.dtype import BY_NAME
+from portmm.grid_target import STATIC_SHARED
 from portmm.ir import walk
 from portmm.threads import Shared
 
@@ -20,8 +21,31 @@ if TYPE_CHECKING:
     from portmm.ir import Stmt
     from portmm.isa import Atom, Isa
 
+WORDS = 16
+"""Bytes that shared arrays are aligned to by all languages."""
 PLACES = ("thread", "block", "slice")
 """Where a thread is: in its block, its block along the grid's first axis, and along the second."""
+
+
+@dataclass(frozen=True, slots=True)
+class MapOf:
+    """A tensor in global memory as copies of boxes see it: PTX ISA, "Tensors".
+
+    Attributes:
+        pointer: the name of the address that each call gives.
+        dtype: of its elements.
+        sizes: elements along three axes, the dense one first.
+        strides: elements from one line to the next, and from one item to the next.
+        box: elements along each axis that one copy moves.
+        swizzle: bytes of a line of a box in shared memory whose 16-byte pieces are exchanged: 0, 32, 64 or 128.
+    """
+
+    pointer: str
+    dtype: str
+    sizes: tuple[Index, Index, Index]
+    strides: tuple[Index, Index]
+    box: tuple[int, int, int]
+    swizzle: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +54,11 @@ class Argument:
 
     Attributes:
         name: as the body calls it.
-        kind: "int" (32 bits), "long" (64), "float", or "pointer" to global memory.
+        kind: "int" (32 bits), "long" (64), "float", "pointer" to global memory, or "map", a tensor map.
         dtype: what a pointer points at.
         readonly: a pointer's memory is not written by this kernel.
         alone: nothing else that the kernel reads or writes overlaps it.
+        map: of a "map", what it describes.
     """
 
     name: str
@@ -41,6 +66,7 @@ class Argument:
     dtype: str = ""
     readonly: bool = False
     alone: bool = False
+    map: MapOf | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +83,7 @@ class GridKernel:
         body: what each thread does.
         header: lines for the top of the source.
         resident: blocks that a processor is to hold at once, 0 if that does not matter.
+        cluster: blocks that read each other's shared memory.
     """
 
     name: str
@@ -68,8 +95,29 @@ class GridKernel:
     body: tuple[Stmt, ...]
     header: tuple[str, ...] = ()
     resident: int = 0
+    cluster: int = 1
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block."""
-        return sum(s.elements * BY_NAME[s.dtype].bytes for s in walk(self.body) if isinstance(s, Shared))
+        return max((at + _bytes(s) for s, at in self.layout.items()), default=0)
+
+    @property
+    def layout(self) -> dict[Shared, int]:
+        """Shared arrays, and where they begin."""
+        found: dict[Shared, int] = {}
+        end = 0
+        for s in walk(self.body):
+            if isinstance(s, Shared):
+                found[s] = -(-end // s.align) * s.align
+                end = found[s] + _bytes(s)
+        return found
+
+    @property
+    def dynamic(self) -> bool:
+        """Shared memory is asked for at launch: more than a kernel may have unasked, or aligned to more than words."""
+        return self.shared_bytes > STATIC_SHARED or any(s.align > WORDS for s in self.layout)
+
+
+def _bytes(s: Shared) -> int:
+    return s.elements * BY_NAME[s.dtype].bytes

@@ -15,9 +15,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from portmm import grid_stream
-from portmm.dtype import BY_NAME, CODES_KR, unfolded
+from portmm import grid_matrix, grid_stream
+from portmm.dtype import BY_NAME, CODES_KR, types, unfolded
 from portmm.errors import ScheduleError
+from portmm.grid_target import STATIC_SHARED
 from portmm.schedule import ALL, Schedule, Tile
 
 if TYPE_CHECKING:
@@ -53,6 +54,10 @@ ASYNCHRONOUS = 80
 """PTX ISA, cp.async: architectures from sm_80 on."""
 STAGES = 3
 """Tiles in shared memory where copies are asynchronous."""
+_MATRIX = {"warp": grid_matrix.candidates}
+"""Who multiplies together -> its schedules."""
+_ASKING = frozenset(("mma",))
+"""Programs that ask for more shared memory than a kernel has unasked."""
 BUSY = 2
 """Blocks for each processor from which k need not be split."""
 
@@ -80,6 +85,10 @@ def candidates(p: Problem, target: Target, vectors: tuple[int, int, int]) -> lis
         raise ScheduleError(f"{target.name} is no device")
     found: dict[Schedule, None] = {}
     for isa, atom in units(p.dtype, target):
+        if atom.unit:
+            ways = _MATRIX[atom.unit](p, isa, atom, target, vectors, asynchronous=asynchronous(target))
+            found |= {_bounded(s, target): None for s in ways if not illegal(s, p, target)}
+            continue
         programs = [] if p.b == "codes" else list(_direct(p, isa, atom, target, vectors))
         if (on_gpu(target) and atom.acc != "f64") or p.b == "codes":
             programs = [*_shared(p, isa, atom, target, vectors), *programs]
@@ -112,7 +121,8 @@ def units(dtype: str, target: Target) -> list[tuple[Isa, Atom]]:
     """
     found = []
     for isa in target.isas:
-        exact = (t for t in isa.atoms if t.k_pack > 1 and dtype.split("-")[:2] == [t.a, t.b])
+        a, b, _ = types(dtype)
+        exact = (t for t in isa.atoms if (t.k_pack > 1 or t.unit) and [a, b] == [t.a, t.b])
         atom = next(exact, None) or isa.atom(unfolded(dtype))
         if atom is not None:
             found.append((isa, atom))
@@ -131,20 +141,18 @@ def illegal(s: Schedule, p: Problem, target: Target) -> str:
         return f"needs {registers(s)} registers of {device.thread_registers} in a thread"
     if device.registers and registers(s) * s.threads > device.registers:
         return f"needs {registers(s) * s.threads} registers of {device.registers} in a processor"
-    if shared_bytes(s) > min(device.shared_bytes, STATIC_SHARED):
+    if shared_bytes(s) > (device.shared_bytes if s.program in _ASKING else min(device.shared_bytes, STATIC_SHARED)):
         return f"needs {shared_bytes(s)} bytes of {device.shared_bytes} of shared memory"
     steps = 1 if s.program == "stream" else SPLIT_STEPS
     return "" if s.split == 1 or p.k >= s.split * steps * s.block.k * s.kr else "slices of k are too short"
-
-
-STATIC_SHARED = 48 << 10
-"""CUDA C++ Programming Guide: shared memory that a kernel may have without asking for more."""
 
 
 def registers(s: Schedule) -> int:
     """Registers of a thread."""
     if s.program == "stream":
         return grid_stream.registers(s)
+    if s.program == "mma":
+        return grid_matrix.registers(s)
     a, b, _ = s.types
     words = 2 if a == b == "f64" else 1
     parts = s.mr + s.nr
@@ -169,6 +177,8 @@ def shared_bytes(s: Schedule) -> int:
     """Shared memory of a block."""
     if s.program == "stream":
         return grid_stream.shared_words(s) * (8 if s.dtype == "f64" else 4)
+    if s.program == "mma":
+        return grid_matrix.shared_bytes(s)
     return 0 if s.program == "direct" else (s.block.m + s.block.n) * s.block.k * 4 * s.stages
 
 

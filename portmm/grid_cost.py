@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from portmm.cost import Cost
 from portmm.dtype import BY_NAME, size
-from portmm.grid_candidates import on_gpu, resident
+from portmm.grid_candidates import PARTS, on_gpu, resident
 from portmm.grid_stream import along_k, flying, shares, width
 
 if TYPE_CHECKING:
@@ -50,6 +50,15 @@ LINE, SHORT = 128.0, 0.05
 """Bytes from which on the length of a run does not matter to memory, and what each halving below adds at first."""
 LANE_WORDS = 32.0
 """Words that lanes get from the first cache in a cycle, where they ask for neighbours or for the same."""
+DEFAULT_MATRIX_RATE = 256.0
+MATRIX_WARPS = 4
+"""Warps of a processor that keep its units for fragments busy, with many independent sums each."""
+SHARED_BYTES = 128.0
+"""That a processor moves between registers and shared memory in a cycle: all banks."""
+MATRIX_STEP = 60.0
+"""Cycles of a step of k in which a block meets and waits for fragments."""
+ENDING = 3.0
+"""Instructions that store a sum, or a part of them."""
 MOVES = 16.0
 """Pieces that a processor moves to shared memory in a cycle."""
 
@@ -58,6 +67,8 @@ def cost(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     """The predicted time of a schedule that is legal for a problem."""
     if s.program == "stream":
         return _streamed(p, s, atom, target)
+    if s.program == "mma":
+        return _multiplied(p, s, atom, target)
     device = target.device
     assert device is not None  # noqa: S101 - `candidates` looked
     hertz = 1e9 * (target.frequency_ghz or DEFAULT_GHZ)
@@ -107,6 +118,38 @@ def _slices(p: Problem, s: Schedule, target: Target) -> dict[str, float]:
 
 def _bandwidth(target: Target) -> float:
     return (target.device.memory_gbs if target.device else 0) or DEFAULT_GBS
+
+
+def _multiplied(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
+    """The predicted time of `kernels.mma`."""
+    device = target.device
+    assert device is not None  # noqa: S101 - `candidates` looked
+    hertz = 1e9 * (target.frequency_ghz or DEFAULT_GHZ)
+    rate = target.rates.get(atom.name, DEFAULT_MATRIX_RATE)
+    blocks = ceil(p.m / s.block.m) * ceil(p.n / s.block.n) * p.batch * s.split
+    rounds = ceil(blocks / device.processors)
+    together = min(resident(s, target), rounds)
+    a, b, c = (BY_NAME[x].bytes for x in p.types)
+    steps = ceil(ceil(p.k / s.block.k) / s.split)
+    depth, warp, warps = steps * s.block.k, s.tiles[1], s.threads // device.warp
+    filled = min(1.0, together * warps / MATRIX_WARPS)
+    loaded = warps * (warp.m * a + warp.n * b) + s.block.m * a + s.block.n * b
+    moved = depth * (s.block.m / s.vectors[0] + s.block.n / s.vectors[1])
+    overlapped = {
+        "multiply-adds": rounds * s.block.m * s.block.n * depth / rate / filled / hertz,
+        "shared memory": rounds * depth * loaded / SHARED_BYTES / hertz,
+        "moves": rounds * moved / MOVES / hertz,
+        "L2": blocks * depth * (s.block.m * a + s.block.n * b)
+        / (min(device.processors, blocks) * L2_BYTES_PER_CYCLE) / hertz,
+        "memory": p.batch * (p.m * p.k * a + p.k * p.n * b + p.m * p.n * c) / (1e9 * _bandwidth(target)),
+    }  # fmt: skip
+    # The last stages are waited for, and sums are stored, while nothing is multiplied, but by other blocks.
+    ending = s.mr * s.nr * ENDING * warps / PARTS
+    waits = ceil(rounds / together) * (WAIT + steps * MATRIX_STEP / together) + rounds * ending / together
+    added = {"waiting": waits / hertz, "launch": LAUNCH} | _slices(p, s, target)
+    most = max(overlapped.values())
+    hidden = most + EXPOSED * (sum(overlapped.values()) - most)
+    return Cost(hidden + sum(added.values()), overlapped, added)
 
 
 def _streamed(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from portmm.dispatch import Choice
+from portmm.dtype import BY_NAME
 from portmm.errors import ScheduleError
 from portmm.grid_candidates import candidates
 from portmm.grid_cost import cost
@@ -23,7 +24,7 @@ from portmm.target import GENERIC_DEVICES, device_target
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portmm.grid import GridKernel
+    from portmm.grid import GridKernel, MapOf
     from portmm.problem import Problem
     from portmm.run.devices import Facts
     from portmm.schedule import Schedule
@@ -126,12 +127,20 @@ class Machine:
 
         return opencl.load(opencl.compile_opencl(text, kernel.name, *self.handle), kernel.name)
 
-    def launch(self, function: Any, grid: tuple[int, int], threads: int, given: Sequence[Any], queue: Any) -> None:
-        """Put a kernel into a stream or a queue."""
+    def mapped(self, x: Mapping, address: int) -> Any:
+        """A tensor map, as a kernel takes it."""
+        from portmm.run import cuda
+
+        return cuda.tensor_map(x.dtype, address, x.sizes, x.strides, x.box, x.swizzle)
+
+    def launch(  # noqa: PLR0917 - what a launch has
+        self, function: Any, grid: tuple[int, int], threads: int, given: Sequence[Any], queue: Any, shared: int = 0
+    ) -> None:
+        """Put a kernel into a stream or a queue; `shared` bytes of memory are asked for."""
         if self.language == "cuda":
             from portmm.run import cuda
 
-            cuda.launch(function, grid, (threads,), given, queue)
+            cuda.launch(function, grid, (threads,), given, queue, shared)
         else:
             from portmm.run import opencl
 
@@ -167,8 +176,9 @@ class Launch:
         function: what the driver launches.
         grid: blocks.
         threads: of a block.
-        given: kind and value of each argument.
+        given: kind and value of each argument; the value of a map is all but its address.
         open: which of them each call gives, and their names.
+        shared: bytes of shared memory that are asked for.
     """
 
     function: Any
@@ -176,13 +186,15 @@ class Launch:
     threads: int
     given: tuple[tuple[str, Any], ...]
     open: tuple[tuple[int, str], ...]
+    shared: int = 0
 
     def run(self, on: Machine, values: dict[str, Any], queue: Any) -> None:
         """Launch with addresses, and the numbers of this call."""
         given = list(self.given)
         for i, name in self.open:
-            given[i] = (given[i][0], values[name])
-        on.launch(self.function, self.grid, self.threads, given, queue)
+            kind, value = given[i]
+            given[i] = (kind, on.mapped(value, values[name]) if kind == "map" else values[name])
+        on.launch(self.function, self.grid, self.threads, given, queue, self.shared)
 
 
 def bind(kernel: GridKernel, function: Any, values: dict[str, Any]) -> Launch:
@@ -191,14 +203,34 @@ def bind(kernel: GridKernel, function: Any, values: dict[str, Any]) -> Launch:
     Raises:
         ScheduleError: a number does not fit the kernel's integers, or there are too many blocks.
     """
-    given = tuple((x.kind, values.get(x.name)) for x in kernel.arguments)
-    named = zip(kernel.arguments, given, strict=True)
-    large = [f"{x.name} is {v}" for x, (kind, v) in named if kind == "int" and v is not None and v > MOST]
+    given = tuple((x.kind, _mapping(x.map, values) if x.map else values.get(x.name)) for x in kernel.arguments)
+    named = ((x.name, values.get(x.name)) for x in kernel.arguments if x.kind == "int")
+    large = [f"{name} is {v}" for name, v in named if v is not None and v > MOST]
     blocks, slices = (evaluate(x, values) for x in kernel.grid)
     if large or blocks >= 1 << 31:
         raise ScheduleError(f"{', '.join(large) or f'{blocks} blocks'}: kernels count in 32 bits; split the arrays")
-    left = tuple((i, x.name) for i, x in enumerate(kernel.arguments) if x.name not in values)
-    return Launch(function, (blocks, slices), kernel.threads, given, left)
+    left = tuple(
+        (i, x.map.pointer if x.map else x.name) for i, x in enumerate(kernel.arguments) if x.name not in values
+    )
+    shared = kernel.shared_bytes if kernel.dynamic else 0
+    return Launch(function, (blocks, slices), kernel.threads, given, left, shared)
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """All of a tensor map but its address: see `grid.MapOf`; strides are in bytes."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, int, int]
+    swizzle: int
+
+
+def _mapping(x: MapOf, values: dict[str, Any]) -> Mapping:
+    size = BY_NAME[x.dtype].bytes
+    sizes, strides = (tuple(evaluate(y, values) for y in z) for z in (x.sizes, x.strides))
+    return Mapping(x.dtype, sizes, tuple(size * y for y in strides), x.box, x.swizzle)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

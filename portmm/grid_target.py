@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from portmm.schema import require
 
 LANGUAGES = ("cuda", "opencl")
+STATIC_SHARED = 48 << 10
+"""CUDA C++ Programming Guide: shared memory that a kernel may have without asking for more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,9 @@ from portmm.threads import (
     CopyAsync,
     CopyCommit,
     CopyWait,
+    Do,
     Exchange,
+    Get,
     Mac,
     Shared,
     Vector,
@@ -319,6 +321,8 @@ Stmt = (
     | CopyCommit
     | CopyWait
     | Exchange
+    | Do
+    | Get
 )
 
 

@@ -100,6 +100,8 @@ class Atom:
         real: {d} = the s32 lanes of {a} as numbers of f32.
         configure: give the tiles {rows} rows, a number for each of them, and clear them.
         release: give all tiles up.
+        unit: of a device, who multiplies together: "warp" or "warpgroup", whose lanes hold fragments; empty:
+            each thread alone.
     """
 
     name: str
@@ -133,6 +135,7 @@ class Atom:
     real: str = ""
     configure: str = ""
     release: str = ""
+    unit: str = ""
 
     @property
     def tiled(self) -> bool:
@@ -203,13 +206,13 @@ class Primitive:
     Attributes:
         name: of the function.
         cuda: its definition in CUDA C++.
-        opencl: its definition in OpenCL C 1.2.
+        opencl: its definition in OpenCL C 1.2; empty if that has no such thing.
         hardware: it is an instruction, so that an emulator of CUDA brings a definition of its own.
     """
 
     name: str
     cuda: str
-    opencl: str
+    opencl: str = ""
     hardware: bool = False
 
 
@@ -412,7 +415,7 @@ def check_atom(atom: Atom, where: str) -> Atom:
     require(len(masks) == 1, where, "mask_type, mask, load_mask and store_mask come together or not at all")
     require(atom.tiled == bool(atom.release), where, "configure and release come together or not at all")
     require(atom.m > 1 or not atom.tiled, where, "tiles have an m above 1")
-    if atom.m > 1 and not atom.tiled:
+    if atom.m > 1 and not atom.tiled and not atom.unit:
         # A row that is left over takes both places of a fragment.
         require(atom.m == 2, where, f"without configure, m is 1 or 2, got {atom.m}")
         require(atom.deep == 1 and not atom.mask, where, "two rows have a k of k_pack, and no masks")

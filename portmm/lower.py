@@ -26,6 +26,7 @@ from portmm.kernels import (
     grid_attention,
     grid_columns,
     grid_rows,
+    mma,
     prepack,
     rows,
     simt,
@@ -59,6 +60,7 @@ GRID_PROGRAMS: dict[str, Callable[[Schedule, Isa, Atom], GridKernel]] = {
     "simt": simt.build,
     "direct": direct.build,
     "stream": stream.build,
+    "mma": mma.build,
 }
 """The same for devices."""
 
@@ -110,7 +112,7 @@ def grid_atom(isa: Isa, s: Schedule) -> Atom:
     Raises:
         ScheduleError: the ISA lacks it.
     """
-    alike = (t for t in isa.atoms if s.kr > 1 and (t.k_pack, t.a, t.b) == (s.kr, *s.types[:2]))
+    alike = (t for t in isa.atoms if (s.kr > 1 or t.unit) and (t.k_pack, t.a, t.b) == (s.kr, *s.types[:2]))
     return next(alike, None) or atom_of(isa, unfolded(s.dtype))
 
 

@@ -19,11 +19,30 @@ WHOLE = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """An array that the threads of a block share, 16-byte aligned, not initialised."""
+    """An array that the threads of a block share, aligned to so many bytes, not initialised."""
 
     name: str
     elements: int
     dtype: str
+    align: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Do:
+    """Call a primitive of the instruction set, or of the language, with addresses and integers in order."""
+
+    name: str
+    given: tuple[Ptr | Index, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Get:
+    """Make `name` the integer that a primitive returns: an "int", or a "long", of 64 bits without a sign."""
+
+    name: str
+    primitive: str
+    given: tuple[Ptr | Index, ...] = ()
+    kind: str = "int"
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,8 +60,22 @@ def _signature(kernel: GridKernel) -> str:
         for a in kernel.arguments
     ]
     bounds = f"{kernel.threads}, {kernel.resident}" if kernel.resident else str(kernel.threads)
-    head = f'extern "C" __global__ void __launch_bounds__({bounds}) {kernel.name}(\n    '
+    cluster = f"__cluster_dims__({kernel.cluster}, 1, 1) " if kernel.cluster > 1 else ""
+    head = f'extern "C" __global__ void {cluster}__launch_bounds__({bounds}) {kernel.name}(\n    '
     return head + ",\n    ".join(given) + ")"
+
+
+# An emulator has memory, and maps, of its own.
+_DYNAMIC = """\
+#ifdef __CUDACC__
+#define SHARED_BYTES(name) extern __shared__ __align__(1024) unsigned char name[]
+#endif"""
+_MAP = """\
+#ifdef __CUDACC__
+struct __align__(64) TensorMap {
+  unsigned long words[16];
+};
+#endif"""
 
 
 DIALECT = Dialect(
@@ -78,6 +92,8 @@ DIALECT = Dialect(
     signature=_signature,
     opening=lambda _: [],
     primitive=lambda x: x.cuda,
+    dynamic=_DYNAMIC,
+    map=_MAP,
     guard=("#ifdef __CUDACC__", "#endif"),
     functions=_FUNCTIONS,
     copy="copy_async_{bytes}({to}, {src}, ({there}) ? {bytes} : 0);",

@@ -27,7 +27,20 @@ if TYPE_CHECKING:
     from portmm.index import Ptr
     from portmm.ir import Add, For, Let, Move
     from portmm.isa import Primitive
-    from portmm.threads import Barrier, Clear, Codes, CopyAsync, CopyCommit, CopyWait, Exchange, Mac, Vector, Weave
+    from portmm.threads import (
+        Barrier,
+        Clear,
+        Codes,
+        CopyAsync,
+        CopyCommit,
+        CopyWait,
+        Do,
+        Exchange,
+        Get,
+        Mac,
+        Vector,
+        Weave,
+    )
 
 TOP_CODE = 16
 """The highest bit of a code, of those in `CODES_AT`, that is whole in the 23 bits of a mantissa."""
@@ -61,6 +74,9 @@ class Dialect:
         primitive: the definition of a function.
         guard: lines around definitions that are instructions.
         functions: what the language's own statements call.
+        dynamic: definition of SHARED_BYTES, which declares the shared memory that is asked for at launch; empty
+            if there is none.
+        map: definition of a tensor map; likewise.
     """
 
     name: str
@@ -78,6 +94,8 @@ class Dialect:
     primitive: Callable[[Primitive], str]
     guard: tuple[str, str] = ("", "")
     functions: tuple[Primitive, ...] = ()
+    dynamic: str = ""
+    map: str = ""
     copy: str = ""
     commit: str = ""
     wait: str = ""
@@ -89,13 +107,16 @@ def source(kernel: GridKernel, dialect: Dialect) -> str:
     arrays = [s for s in walk(kernel.body) if isinstance(s, Scratch | Shared)]
     points = {a.name: a.dtype for a in kernel.arguments if a.kind == "pointer"}
     points |= {s.name: s.dtype for s in walk(kernel.body) if isinstance(s, LetPtr | Scratch | Shared)}
-    spaces = {a.name: "global" for a in kernel.arguments}
+    spaces = {a.name: "map" if a.kind == "map" else "global" for a in kernel.arguments}
     spaces |= {s.name: "shared" if isinstance(s, Shared) else "private" for s in arrays}
     wide = {a.name for a in kernel.arguments if a.kind == "long"}
     printer = _Printer(kernel.isa, kernel.atom, points, [], kernel, dialect, spaces, wide)
     body = printer.text()
     head = "\n".join(f"/* {line} */" for line in kernel.header)
-    return "\n\n".join(x for x in (head, dialect.prelude, *_functions(kernel, dialect, body), body) if x) + "\n"
+    maps = dialect.map if any(a.kind == "map" for a in kernel.arguments) else ""
+    memory = dialect.dynamic if kernel.dynamic else ""
+    parts = (head, dialect.prelude, maps, memory, *_functions(kernel, dialect, body), body)
+    return "\n\n".join(x for x in parts if x) + "\n"
 
 
 def _functions(kernel: GridKernel, dialect: Dialect, body: str) -> list[str]:
@@ -124,6 +145,8 @@ def qualified(dialect: Dialect, space: str, dtype: str, *, readonly: bool) -> st
 
 def declared(dialect: Dialect, a: Argument, name: str = "") -> str:
     """A parameter."""
+    if a.kind == "map":
+        return f"const __grid_constant__ TensorMap {a.name}"
     if a.kind != "pointer":
         return f"const {a.kind} {name or a.name}"
     return f"{qualified(dialect, 'global', a.dtype, readonly=a.readonly)}{name or a.name}"
@@ -153,6 +176,8 @@ class _Printer(Printer):
         self.lines.append(f"{dialect.signature(kernel)} {{")
         for line in dialect.opening(kernel):
             self.put(1, line)
+        if kernel.dynamic:
+            self.put(1, "SHARED_BYTES(shared_bytes);")
         for name in PLACES:
             self.put(1, f"const int {name} = {dialect.places[name]};")
         for ctype, names in self.registers(kernel.body).items():
@@ -202,6 +227,10 @@ class _Printer(Printer):
         self.put(depth, f"{ctype}{s.name} = {value};")
 
     def do_shared(self, s: Shared, depth: int) -> None:
+        if self.kernel.dynamic:
+            kind, at = BY_NAME[s.dtype].c, self.kernel.layout[s]
+            self.put(depth, f"{kind} *const {s.name} = ({kind} *)(shared_bytes + {at});")
+            return
         self.put(depth, self.dialect.shared.format(type=BY_NAME[s.dtype].c, name=s.name, elements=s.elements))
 
     def do_scratch(self, s: Scratch, depth: int) -> None:
@@ -268,6 +297,21 @@ class _Printer(Printer):
     def do_copywait(self, s: CopyWait, depth: int) -> None:
         if self.dialect.wait:
             self.put(depth, self.dialect.wait.format(pending=s.pending))
+
+    def given(self, x: Ptr | Index) -> str:
+        """What a primitive is called with."""
+        if isinstance(x, Index):
+            return index(x)
+        return f"&{x.name}" if self.spaces.get(x.name) == "map" else self.address(x)
+
+    def do_do(self, s: Do, depth: int) -> None:
+        self.put(depth, f"{s.name}({', '.join(map(self.given, s.given))});")
+
+    def do_get(self, s: Get, depth: int) -> None:
+        kind = "unsigned long" if s.kind == "long" else s.kind
+        if s.kind == "long":
+            self.wide.add(s.name)
+        self.put(depth, f"const {kind} {s.name} = {s.primitive}({', '.join(map(self.given, s.given))});")
 
     def do_exchange(self, s: Exchange, depth: int) -> None:
         self.put(depth, f"{s.d} = {self.dialect.exchange.format(x=s.x, mask=s.mask)};")

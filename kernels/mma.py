@@ -1,0 +1,200 @@
+"""Products by units that multiply fragments which the lanes of a warp hold: tensor cores from Turing on.
+
+    for each tile BM x BN of C            <- blocks of threads (times slices of k)
+      for each BK of k
+        shared <- A[BM, BK], B[BN, BK]    (asynchronously, all stages but one ahead; or through registers)
+        for each k of an atom
+          fragments <- shared             (of the next step, while those of this one are multiplied)
+          sums of a warp += fragments of A x fragments of B
+      C <- sums
+
+Of a block's tile each warp has a part; of a warp's sums, lane l has those of rows l / 4 and columns l % 4 * 2 and the
+next, of every eight rows and columns. With `swap` the columns of B take the place of the atom's rows: of few rows of
+A, fewer are wasted, as atoms have sixteen rows but eight columns. Tiles in shared memory: `kernels.matrix_feed`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from portmm.kernels.fragments import HIGH, Part
+from portmm.kernels.matrix_feed import Side
+from portmm.kernels.simt import arguments, place, slice_of_k
+from portmm.kernels.storing import Storing
+
+from portmm.grid import GridKernel
+from portmm.index import Ptr, ceil_div, const, var
+from portmm.ir import For, If, Let, Scratch
+from portmm.threads import WHOLE, Barrier, Clear, CopyCommit, CopyWait, Mac
+
+if TYPE_CHECKING:
+    from portmm.index import Index
+    from portmm.ir import Stmt
+    from portmm.isa import Atom, Isa
+    from portmm.schedule import Schedule
+
+LANES = 32
+PAIR = 2
+"""Neighbouring columns of a lane."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A kernel in the making.
+
+    Attributes:
+        s: its schedule.
+        isa: the instruction set.
+        atom: multiplies.
+    """
+
+    s: Schedule
+    isa: Isa
+    atom: Atom
+
+    def side(self, name: str) -> Side:
+        """An operand of a block's tile."""
+        s, of_a = self.s, name == "a"
+        along = "k" if (s.a if of_a else s.b) == ("row" if of_a else "col") else "row"
+        step = const(1) if along == "row" else var("a_m" if of_a else "b_n")
+        return Side(
+            name, s.types[0 if of_a else 1], along, s.vectors[0 if of_a else 1], s.block.m if of_a else s.block.n,
+            s.block.k, s.threads, step, const(1) if along == "k" else var("a_k" if of_a else "b_k"),
+            var("row_0" if of_a else "column_0"), var("m" if of_a else "n"), s.stages,
+        )  # fmt: skip
+
+    def part(self, name: str) -> Part:
+        """A warp's rows of an operand."""
+        warp, of_a = self.s.tiles[1], name == "a"
+        high = self.atom.m if of_a != self.s.swap else self.atom.n
+        rows = warp.m if of_a else warp.n
+        return Part(self.side(name), rows, high, self.atom.k, var(f"{name}_first"))
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The operands on the left and on the right of the atom."""
+        return ("b", "a") if self.s.swap else ("a", "b")
+
+    @property
+    def words(self) -> int:
+        """Sums of a lane in one atom."""
+        return self.atom.m * self.atom.n // LANES
+
+
+def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
+    """The kernel of a schedule."""
+    work = Work(s, isa, atom)
+    a, b = work.part("a"), work.part("b")
+    sums = s.mr * s.nr
+    ahead = 2 if s.copies else 1
+    body: list[Stmt] = [a.side.shared(), b.side.shared(), Scratch("acc", sums, atom.acc)]
+    body += [Scratch("a_part", a.count * ahead, "b32"), Scratch("b_part", b.count * ahead, "b32")]
+    body += [] if s.copies else [a.side.registers(), b.side.registers()]
+    body += [*place(s), *_warps(s), *slice_of_k(s, s.block.k), Clear("acc", sums)]
+    body += _copied(work, a, b) if s.copies else _fetched(work, a, b)
+    body += _stored(work)
+    grid = (ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch"), const(s.split))
+    return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=s.split > 1), s.threads, grid, tuple(body))
+
+
+def _warps(s: Schedule) -> list[Stmt]:
+    """Where the part of this warp begins, in the tile of its block."""
+    warp, across = s.tiles[1], s.block.n // s.tiles[1].n
+    number = var("warp")
+    return [
+        Let("warp", var("thread") // LANES),
+        Let("lane", var("thread") % LANES),
+        Let("a_first", number // across * warp.m),
+        Let("b_first", number % across * warp.n),
+    ]
+
+
+def _multiply(work: Work, at: Index) -> tuple[Stmt, ...]:
+    """Multiply the fragments of one step of k: those which begin `at` times as far as all of one operand."""
+    left, right = (work.part(x) for x in work.names)
+    i, j = var("i"), var("j")
+    x, y = (Ptr(f"{p.side.name}_part", at * p.count + q * p.words) for p, q in ((left, i), (right, j)))
+    mac = Mac(Ptr("acc", (i * right.fragments + j) * work.words), x, y)
+    columns = For("j", const(0), const(right.fragments), const(1), (mac,), WHOLE)
+    return (For("i", const(0), const(left.fragments), const(1), (columns,), WHOLE),)
+
+
+def _load(a: Part, b: Part, at: Index, stage: Index, step: Index) -> tuple[Stmt, ...]:
+    """Load the fragments of a step of k of a stage."""
+    return tuple(s for p in (a, b) for s in p.load(Ptr(f"{p.side.name}_part", at * p.count), stage * p.side.size, step))
+
+
+def _copied(work: Work, a: Part, b: Part) -> list[Stmt]:
+    """The loop over k with asynchronous copies, and fragments that are loaded one step ahead."""
+    s, step = work.s, var("step")
+    steps, stages = s.block.k // work.atom.k, s.stages
+
+    def begin(at: Index) -> tuple[Stmt, ...]:
+        k, stage = var("k_0") + at * s.block.k, at % stages
+        copies = (*a.side.copy(k, var("k_end"), stage), *b.side.copy(k, var("k_end"), stage))
+        return (If(at.lt(var("steps")), copies), CopyCommit())
+
+    ahead = [x for i in range(stages - 1) for x in begin(const(i))]
+    first = _load(a, b, const(0), const(0), const(0))
+    inner: list[Stmt] = []
+    for i in range(steps):
+        more = const((i + 1) % 2)
+        if i + 1 < steps:
+            inner += _load(a, b, more, var("stage"), const(i + 1))
+        else:
+            # All warps have loaded what this stage has, and what the next one holds has landed.
+            inner += [CopyWait(stages - 2), Barrier()]
+            inner.append(If((step + 1).lt(var("steps")), _load(a, b, more, (step + 1) % stages, const(0))))
+        inner += begin(step + (stages - 1)) if i == 0 else ()
+        inner += _multiply(work, const(i % 2))
+    loop = For("step", const(0), var("steps"), const(1), (Let("stage", step % stages), *inner))
+    return [*ahead, CopyWait(stages - 2), Barrier(), If(const(0).lt(var("steps")), first), loop]
+
+
+def _fetched(work: Work, a: Part, b: Part) -> list[Stmt]:
+    """The loop over k, tiles passing through registers: one is multiplied while the next is on its way."""
+    s, step, end = work.s, var("step"), var("k_end")
+    steps = s.block.k // work.atom.k
+
+    def fetch(k: Index) -> tuple[Stmt, ...]:
+        return (*a.side.fetch(k, end), *b.side.fetch(k, end))
+
+    def put(stage: Index) -> tuple[Stmt, ...]:
+        return (*a.side.put(stage), *b.side.put(stage))
+
+    inside = (*_load(a, b, const(0), var("stage"), var("unit")), *_multiply(work, const(0)))
+    more = (step + 1).lt(var("steps"))
+    body = (
+        If(more, fetch(var("k_0") + (step + 1) * s.block.k)),
+        Let("stage", step % 2),
+        For("unit", const(0), const(steps), const(1), inside, WHOLE),
+        If(more, put(const(1) - var("stage"))),
+        Barrier(),
+    )
+    return [*fetch(var("k_0")), *put(const(0)), Barrier(), For("step", const(0), var("steps"), const(1), body)]
+
+
+def _stored(work: Work) -> list[Stmt]:
+    """Store the sums of this lane where they belong."""
+    s, atom = work.s, work.atom
+    left, right = (work.part(x) for x in work.names)
+    storing = Storing(s, work.isa, atom, (1, 1 if s.swap else PAIR))
+    i, j, half, e = var("i"), var("j"), var("half"), var("e")
+    halves = atom.m // HIGH
+    down = left.first + i * atom.m + half * HIGH + var("lane") // 4
+    across = right.first + j * HIGH + var("lane") % 4 * PAIR
+    at = ((i * right.fragments + j) * halves + half) * PAIR
+    if s.swap:
+        # A lane's two sums are of neighbouring rows of C.
+        each = For("e", const(0), const(PAIR), const(1), (
+            Let("row", var("row_0") + across + e), If(var("row").lt(var("m")), storing.piece(at + e)),
+        ), WHOLE)  # fmt: skip
+        inner: tuple[Stmt, ...] = (For("j", const(0), const(right.fragments), const(1), (each,), WHOLE),)
+        rows: tuple[Stmt, ...] = (Let("column", var("column_0") + down), *inner)
+    else:
+        piece = (Let("column", var("column_0") + across), *storing.piece(at))
+        cells = For("j", const(0), const(right.fragments), const(1), piece, WHOLE)
+        rows = (Let("row", var("row_0") + down), If(var("row").lt(var("m")), (cells,)))
+    of_half = For("half", const(0), const(halves), const(1), rows, WHOLE)
+    return [*storing.before(), For("i", const(0), const(left.fragments), const(1), (of_half,), WHOLE)]
