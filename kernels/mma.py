@@ -179,7 +179,7 @@ def _stored(work: Work) -> list[Stmt]:
     s, atom = work.s, work.atom
     left, right = (work.part(x) for x in work.names)
     storing = Storing(s, work.isa, atom, (1, 1 if s.swap else PAIR))
-    i, j, half, e = var("i"), var("j"), var("half"), var("e")
+    i, j, half, e = var("below"), var("beside"), var("half"), var("pair")
     halves = atom.m // HIGH
     down = left.first + i * atom.m + half * HIGH + var("lane") // 4
     across = right.first + j * HIGH + var("lane") % 4 * PAIR
@@ -187,12 +187,15 @@ def _stored(work: Work) -> list[Stmt]:
     if s.swap:
         # A lane's two sums are of neighbouring rows of C.
         column = (Let("column", var("column_0") + down), *storing.piece(at + e))
-        columns = _each("i", left.fragments, _each("half", halves, column))
+        columns = _each("below", left.fragments, _each("half", halves, column))
         row = (Let("row", var("row_0") + across + e), If(var("row").lt(var("m")), columns))
-        return [*storing.before(), *_each("j", right.fragments, _each("e", PAIR, row))]
-    piece = (Let("column", var("column_0") + across), *storing.piece(at))
-    row = (Let("row", var("row_0") + down), If(var("row").lt(var("m")), _each("j", right.fragments, piece)))
-    return [*storing.before(), *_each("i", left.fragments, _each("half", halves, row))]
+        return [*storing.before(), *_each("beside", right.fragments, _each("pair", PAIR, row))]
+    wide = storing.vector
+    here = e * wide if wide < PAIR else const(0)
+    piece: tuple[Stmt, ...] = (Let("column", var("column_0") + across + here), *storing.piece(at + here))
+    piece = _each("pair", PAIR // wide, piece) if wide < PAIR else piece
+    row = (Let("row", var("row_0") + down), If(var("row").lt(var("m")), _each("beside", right.fragments, piece)))
+    return [*storing.before(), *_each("below", left.fragments, _each("half", halves, row))]
 
 
 def _each(name: str, count: int, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:

@@ -41,8 +41,9 @@ FEW = 32
 GROUP = 8
 SPLITS = (1, 2, 4, 8, 16)
 ADDRESSES, PER_COPY, SWAPPED = 34, 4, 40
-"""Registers of a thread for counters, for each vector that it moves, and for rows of C in two directions; the least with which NVRTC 13 spills
-nothing, of all tiles. It loads the fragments of a next step in between, so that those of one are counted."""
+"""Registers of a thread for counters, for each vector that it moves, and for rows of C in two directions; the
+least with which NVRTC 13 spills nothing, of all tiles. It loads the fragments of a next step in between, so that those
+of one are counted."""
 
 
 def candidates(
