@@ -60,7 +60,7 @@ def index(x: Index, outer: int = -1) -> str:
         return f"{x.op}_({left}, {right})"
     if x.op in _BITS:  # which bind less than a comparison, or a sum: compilers ask for brackets
         left, right = (index(y, _ALWAYS) for y in x.args)  # type: ignore[arg-type]
-        return f"({left} {x.op} {right})"
+        return f"({left} {x.op} {right})" if outer >= 0 else f"{left} {x.op} {right}"
     level = _PRECEDENCE[x.op]
     # Only + may drop the brackets of a right operand: integer division does not associate.
     text = f"{index(x.args[0], level)} {x.op} {index(x.args[1], level + (x.op != '+'))}"  # type: ignore[arg-type]

@@ -48,8 +48,8 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
   __align__(16) float b_part[4];
   __align__(16) float a_next[2];
   __align__(16) float b_next[8];
-  const int down = ((m + 7) >> 3);
-  const int across = ((n + 31) >> 5);
+  const int down = (m + 7) >> 3;
+  const int across = (n + 31) >> 5;
   const int item = block / (down * across);
   const int tile = block % (down * across);
   const int first = tile / (across * 8) * 8;
@@ -58,20 +58,20 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
   const int column_0 = tile % (across * 8) / high * 32;
   const float *a_item = a + item * a_batch;
   const float *b_item = b + item * b_batch;
-  const int warp = (thread >> 4);
-  const int lane = (thread & 15);
+  const int warp = thread >> 4;
+  const int lane = thread & 15;
   const int cell_m = (warp >> 1) * 4 + (lane >> 2);
   const int cell_n = (warp & 1) * 4 + (lane & 3);
   const int k_0 = 0;
   const int k_end = k;
-  const int steps = ((k + 7) >> 3);
+  const int steps = (k + 7) >> 3;
   #pragma unroll
   for (int i = 0; i < 8; ++i) acc[i] = 0;
   if (0 < steps) {
     #pragma unroll
     for (int turn = 0; turn < 1; ++turn) {
       const int a_piece = thread + turn * 32;
-      const int a_row = (a_piece >> 2);
+      const int a_row = a_piece >> 2;
       const int a_unit = (a_piece & 3) * 2;
       const int a_at = k_0 + a_unit;
       const float *a_from = a_item + (min_(row_0 + a_row, m - 1) * a_m + a_at);
@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
     for (int turn = 0; turn < 2; ++turn) {
       const int b_piece = thread + turn * 32;
       const int b_row = (b_piece & 7) * 4;
-      const int b_unit = (b_piece >> 3);
+      const int b_unit = b_piece >> 3;
       const int b_at = k_0 + b_unit;
       const float *b_from = b_item + (min_(column_0 + b_row, n - 4) + b_at * b_k);
       copy_async_16(b_tile + (b_unit * 32 + b_row), b_from, (b_at < k_end) ? 16 : 0);
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
     #pragma unroll
     for (int turn = 0; turn < 1; ++turn) {
       const int a_piece = thread + turn * 32;
-      const int a_row = (a_piece >> 2);
+      const int a_row = a_piece >> 2;
       const int a_unit = (a_piece & 3) * 2;
       const int a_at = k_0 + 8 + a_unit;
       const float *a_from = a_item + (min_(row_0 + a_row, m - 1) * a_m + a_at);
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
     for (int turn = 0; turn < 2; ++turn) {
       const int b_piece = thread + turn * 32;
       const int b_row = (b_piece & 7) * 4;
-      const int b_unit = (b_piece >> 3);
+      const int b_unit = b_piece >> 3;
       const int b_at = k_0 + 8 + b_unit;
       const float *b_from = b_item + (min_(column_0 + b_row, n - 4) + b_at * b_k);
       copy_async_16(b_tile + (256 + b_unit * 32 + b_row), b_from, (b_at < k_end) ? 16 : 0);
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
       #pragma unroll
       for (int turn = 0; turn < 1; ++turn) {
         const int a_piece = thread + turn * 32;
-        const int a_row = (a_piece >> 2);
+        const int a_row = a_piece >> 2;
         const int a_unit = (a_piece & 3) * 2;
         const int a_at = k_0 + (step + 2) * 8 + a_unit;
         const float *a_from = a_item + (min_(row_0 + a_row, m - 1) * a_m + a_at);
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
       for (int turn = 0; turn < 2; ++turn) {
         const int b_piece = thread + turn * 32;
         const int b_row = (b_piece & 7) * 4;
-        const int b_unit = (b_piece >> 3);
+        const int b_unit = b_piece >> 3;
         const int b_at = k_0 + (step + 2) * 8 + b_unit;
         const float *b_from = b_item + (min_(column_0 + b_row, n - 4) + b_at * b_k);
         copy_async_16(b_tile + ((step + 2) % 3 * 256 + b_unit * 32 + b_row), b_from, (b_at < k_end) ? 16 : 0);
