@@ -189,11 +189,10 @@ def _fed(s: Schedule, p: Problem, target: Target) -> Iterator[Schedule]:
             one = replace(s, split=split, persistent=s.persistent if split == 1 else 0)
             if split > 1:
                 one = replace(one, vectors=(*s.vectors[:2], 1))
-            room = min(device.shared_bytes, (device.processor_shared_bytes or device.shared_bytes) // blocks - RESERVED)
+            whole = device.processor_shared_bytes or device.shared_bytes
+            room = min(device.shared_bytes, whole // blocks - RESERVED) - BARRIERS - result_bytes(one)
             steps = -(-p.k // s.block.k) // split
-            stages = min(
-                (room - result_bytes(one) - BARRIERS) // stage_bytes(one), MOST_STAGES, max(steps, LEAST_STAGES)
-            )
+            stages = min(room // stage_bytes(one), MOST_STAGES, max(steps, LEAST_STAGES))
             if stages < LEAST_STAGES:
                 continue
             one = replace(one, stages=stages)
