@@ -119,25 +119,25 @@ class Ending:
     # -- from registers ----------------------------------------------------------
 
     def _plain(self, first: Index) -> tuple[Stmt, ...]:
-        i, j, half = var("i"), var("j"), var("half")
-        at = (i * (columns(self.s) // HIGH) + j) * (HALVES * PAIR) + half * PAIR
+        i, cell, half = var("i"), var("cell"), var("half")
+        at = (i * (columns(self.s) // HIGH) + cell) * (HALVES * PAIR) + half * PAIR
         row = var("row_0") + (first + i * STRIP) + var("warp") * (HALVES * HIGH) + half * HIGH + var("lane") // 4
-        column = var("column_0") + j * HIGH + var("lane") % 4 * PAIR
+        column = var("column_0") + cell * HIGH + var("lane") % 4 * PAIR
         piece = (Let("column", column), *self.storing.piece(at))
-        cells = For("j", const(0), const(columns(self.s) // HIGH), const(1), piece, WHOLE)
+        cells = For("cell", const(0), const(columns(self.s) // HIGH), const(1), piece, WHOLE)
         rows = (Let("row", row), If(var("row").lt(var("m")), (cells,)))
         halves = For("half", const(0), const(HALVES), const(1), rows, WHOLE)
         return (*self.storing.before(), For("i", const(0), const(strips(self.s)), const(1), (halves,), WHOLE))
 
     def _swapped(self, first: Index) -> tuple[Stmt, ...]:
-        i, j, half, e = var("i"), var("j"), var("half"), var("e")
-        at = (i * (columns(self.s) // HIGH) + j) * (HALVES * PAIR) + half * PAIR + e
+        i, cell, half, e = var("i"), var("cell"), var("half"), var("e")
+        at = (i * (columns(self.s) // HIGH) + cell) * (HALVES * PAIR) + half * PAIR + e
         column = var("column_0") + (first + i * STRIP) + var("warp") * (HALVES * HIGH) + half * HIGH + var("lane") // 4
-        row = var("row_0") + j * HIGH + var("lane") % 4 * PAIR + e
+        row = var("row_0") + cell * HIGH + var("lane") % 4 * PAIR + e
         # A lane's two sums are of neighbouring rows of C.
         inner = (Let("row", row), If(var("row").lt(var("m")), self.storing.piece(at)))
         each = For("e", const(0), const(PAIR), const(1), inner, WHOLE)
-        cells = For("j", const(0), const(columns(self.s) // HIGH), const(1), (each,), WHOLE)
+        cells = For("cell", const(0), const(columns(self.s) // HIGH), const(1), (each,), WHOLE)
         halves = For("half", const(0), const(HALVES), const(1), (Let("column", column), cells), WHOLE)
         return (*self.storing.before(), For("i", const(0), const(strips(self.s)), const(1), (halves,), WHOLE))
 

@@ -40,7 +40,7 @@ def schedule(dtype, layouts, m, n, groups=1, **more):
     sums = (wide // 4, 2 * high // STRIP) if swap else (2 * high // STRIP, wide // 4)
     k = 32 // x
     tiles = (Tile("registers", *sums, k), Tile("warp", *part, k), Tile("shared", m, n, LINE // x), Tile("L2", 8 * m, ALL, ALL))
-    sent = 8 if z == 2 and c == "row" and more.get("split", 1) == 1 else 2
+    sent = 8 if z == 2 and c == "row" and more.get("split", 1) == 1 else 2 if c == "row" else 1
     given = {"stages": 3, "persistent": 4, "vectors": (16 // x, 16 // y, sent)} | more
     if given.get("split", 1) > 1:
         given["persistent"] = 0
