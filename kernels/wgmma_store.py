@@ -123,7 +123,12 @@ class Ending:
         at = (i * (columns(self.s) // HIGH) + cell) * (HALVES * PAIR) + half * PAIR
         row = var("row_0") + (first + i * STRIP) + var("warp") * (HALVES * HIGH) + half * HIGH + var("lane") // 4
         column = var("column_0") + cell * HIGH + var("lane") % 4 * PAIR
-        piece = (Let("column", column), *self.storing.piece(at))
+        storing, e = self.storing, var("e")
+        if storing.vector == PAIR:
+            piece: tuple[Stmt, ...] = (Let("column", column), *storing.piece(at))
+        else:
+            one = (Let("column", column + e), *storing.piece(at + e))
+            piece = (For("e", const(0), const(PAIR), const(1), one, WHOLE),)
         cells = For("cell", const(0), const(columns(self.s) // HIGH), const(1), piece, WHOLE)
         rows = (Let("row", row), If(var("row").lt(var("m")), (cells,)))
         halves = For("half", const(0), const(HALVES), const(1), rows, WHOLE)
@@ -152,6 +157,11 @@ class Ending:
         """Registers of a lane for what one instruction puts into shared memory: matrices, of which a warp has two."""
         return HALVES * (2 if columns(self.s) // HIGH % 2 == 0 else 1)
 
+    @property
+    def _tile(self) -> Index:
+        """The number of a tile, of those of the warpgroup."""
+        return var("number") // 2 if self.s.pingpong else var("number")
+
     def _sent(self, first: Index) -> tuple[Stmt, ...]:
         s, wide = self.s, panel(self.s)
         piece = var("piece") if self.pieces > 1 else const(0)
@@ -159,7 +169,9 @@ class Ending:
         strip, part = piece // across, piece % across
         below = first + strip * STRIP
         row, column = (const(0), below) if s.swap else (below, part * wide)
-        buffer = (var("group") * self.buffers + piece % self.buffers) * self.size
+        # Pieces of a tile that are odd in number leave the next tile another buffer to begin with.
+        before = self._tile * self.pieces if self.pieces % self.buffers else const(0)
+        buffer = (var("group") * self.buffers + (before + piece) % self.buffers) * self.size
         meet = Do("block_barrier_sync", (var("group") + FIRST_BARRIER, const(WARPGROUP)))
         each = (self.lines if s.swap else wide) // HIGH // (self.words // HALVES)
         puts = For("put", const(0), const(each), const(1), self._put(strip, part), WHOLE)
@@ -176,10 +188,10 @@ class Ending:
             meet,
             If(self._elected, (send, Do("tma_store_commit"))),
         )
-        before = operands(self.isa, self.fused) if self.fused else []
+        found = operands(self.isa, self.fused) if self.fused else []
         if self.pieces > 1:
             body = (For("piece", const(0), const(self.pieces), const(1), body, WHOLE),)
-        return (*before, *body)
+        return (*found, *body)
 
     def _put(self, strip: Index, part: Index) -> tuple[Stmt, ...]:
         """Put matrices side by side, two of the warp's below each other, into shared memory."""
