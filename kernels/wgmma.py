@@ -101,8 +101,8 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     work = Work(s, isa, atom)
     a, b = work.operands
     body: list[Stmt] = [a.shared(), b.shared(), *work.ending.shared()]
-    body += [Shared("full", s.stages, "b64"), Shared("empty", s.stages, "b64")]
-    body += [Shared("order", 2, "b64")] if s.pingpong else []
+    body += [Shared("full", s.stages, "b64", 8), Shared("empty", s.stages, "b64", 8)]
+    body += [Shared("order", 2, "b64", 8)] if s.pingpong else []
     body += [*_begin(work), *_slice(s), *_tiles(s)]
     down, up = budgets(s)
     producer = (*_adjusted("down", down), If(var("thread").eq(s.groups * WARPGROUP), _producer(work)))

@@ -42,7 +42,7 @@ RESERVED = 1024
 MOST_COLUMNS = 256
 GROUP = 8
 SPLITS = (1, 2, 4, 8, 16)
-ADDRESSES = 56
+ADDRESSES = 64
 """Registers of a thread beside its sums; the least with which NVRTC 13 spills nothing."""
 ENTRY = 168
 """Registers of a thread as a block of three warpgroups begins, most."""
@@ -167,6 +167,7 @@ def _shapes(p: Problem, atom: Atom) -> Iterator[tuple[tuple[int, int], tuple[int
     for n in range(64, MOST_COLUMNS + 1, 16):
         yield (2 * STRIP, n), (STRIP, n), False, 2, False
         yield (STRIP, n), (STRIP, n), False, 2, True
+    for n in (64, 96, 128, 192, 256):
         yield (STRIP, n), (STRIP, n), False, 1, False
     yield (4 * STRIP, 128), (2 * STRIP, 128), False, 2, False
     for n in (96, 128):
@@ -182,7 +183,8 @@ def _fed(s: Schedule, p: Problem, target: Target) -> Iterator[Schedule]:
     device = target.device
     assert device is not None  # noqa: S101 - `candidates` looked
     tiles = -(-p.m // s.block.m) * -(-p.n // s.block.n) * p.batch
-    for blocks in (1, 2) if s.groups == 1 else (1,):
+    several = s.groups == 1 and 2 * registers(s) * s.threads <= device.registers
+    for blocks in (1, 2) if several else (1,):
         for split in SPLITS:
             if split > 1 and (tiles * split > 2 * device.processors or s.pingpong):
                 continue
