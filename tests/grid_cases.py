@@ -163,7 +163,11 @@ def _given(launch, arrays):
     """The arguments of a launch, on arrays by name."""
     names = dict(launch.open)
     return [
-        arrays[value] if kind == "pointer" else (kind, _map(value, arrays[names[i]])) if kind == "map" else (kind, value)
+        arrays[value]
+        if kind == "pointer"
+        else (kind, _map(value, arrays[names[i]]))
+        if kind == "map"
+        else (kind, value)
         for i, (kind, value) in enumerate(launch.given)
     ]
 

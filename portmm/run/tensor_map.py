@@ -89,7 +89,7 @@ def tensor_map(  # noqa: PLR0917 - what the driver is told
     )  # fmt: skip
     if status:
         raise DeviceError(
-            f"CUDA makes no tensor map of {dtype} at {address:#x}, sizes {sizes}, strides {strides} bytes, boxes {box}, "
-            f"swizzle {swizzle}: {_why(driver, status)}; copy the operand to an array without gaps"
+            f"CUDA makes no tensor map of {dtype} at {address:#x}, sizes {sizes}, strides {strides} bytes, "
+            f"boxes {box}, swizzle {swizzle}: {_why(driver, status)}; copy the operand to an array without gaps"
         )
     return made.view(f"V{BYTES}")
