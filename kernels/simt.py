@@ -123,26 +123,33 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
 
 
 def place(s: Schedule) -> list[Stmt]:
-    """Which tile of which item a block computes.
-
-    Blocks sweep patches of `group` rows of tiles, column by column.
-    """
-    group = s.tiles[3].m // s.block.m
-    tile, width = var("tile"), var("across") * group
-    inside, first = tile % width, tile // width * group
+    """Which tile of which item a block computes, and where its operands begin."""
     return [
         Let("down", ceil_div(var("m"), s.block.m)),
         Let("across", ceil_div(var("n"), s.block.n)),
-        Let("item", var("block") // (var("down") * var("across"))),
-        Let("tile", var("block") % (var("down") * var("across"))),
-        Let("first", first),
-        Let("high", minimum(var("down") - var("first"), group)),
-        Let("row_0", (var("first") + inside % var("high")) * s.block.m),
-        Let("column_0", inside // var("high") * s.block.n),
+        *raster(s, var("block"), s.block.m),
         LetPtr("a_item", Ptr("a", var("item") * var("a_batch")), s.types[0], readonly=True),
         LetPtr(
             "b_item", *(_ONE if s.b == "codes" else (Ptr("b", var("item") * var("b_batch")), s.types[1])), readonly=True
         ),
+    ]
+
+
+def raster(s: Schedule, number: Index, rows: int, below: Index | int = 0) -> list[Stmt]:
+    """Which tile of which item has a number, of `down` times `across` tiles of so many rows.
+
+    It begins so many rows `below`. Numbers sweep patches of `group` rows of tiles, column by column.
+    """
+    group = s.tiles[3].m // rows
+    tile, width = var("tile"), var("across") * group
+    inside, first = tile % width, tile // width * group
+    return [
+        Let("item", number // (var("down") * var("across"))),
+        Let("tile", number % (var("down") * var("across"))),
+        Let("first", first),
+        Let("high", minimum(var("down") - var("first"), group)),
+        Let("row_0", (var("first") + inside % var("high")) * rows + below),
+        Let("column_0", inside // var("high") * s.block.n),
     ]
 
 

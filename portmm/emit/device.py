@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from portmm.dtype import BY_NAME, CODES_AT, base
+from portmm.emit.family import called
 from portmm.emit.printer import SUM, Printer, index
 from portmm.emit.scalars import HELPERS, converted
 from portmm.grid import PLACES
@@ -126,9 +127,9 @@ def _functions(kernel: GridKernel, dialect: Dialect, body: str) -> list[str]:
     plain: list[str] = []
     hardware: list[str] = []
     said = body
-    for x in reversed(own):
-        text = dialect.primitive(x)
-        if re.search(rf"\b{x.name}\(", said):
+    for family in reversed(own):
+        for x in called(family, said):
+            text = dialect.primitive(x)
             said += text
             (hardware if x.hardware else plain).insert(0, f"{dialect.inline} {text.strip()}")
     helpers = _SMALL | {n: t.replace("static inline ", "") for n, t in HELPERS.items() if n not in known}
