@@ -58,6 +58,8 @@ _MATRIX = {"warp": grid_matrix.candidates}
 """Who multiplies together -> its schedules."""
 _ASKING = frozenset(("mma",))
 """Programs that ask for more shared memory than a kernel has unasked."""
+_GROUPED = frozenset(("simt", "direct", "mma"))
+"""Programs whose blocks find the group that their rows are of."""
 BUSY = 2
 """Blocks for each processor from which k need not be split."""
 
@@ -95,6 +97,8 @@ def candidates(p: Problem, target: Target, vectors: tuple[int, int, int]) -> lis
         if on_gpu(target) or p.b == "codes":
             programs += grid_stream.candidates(p, isa, atom, target, vectors)
         found |= {_bounded(s, target): None for s in programs if not illegal(s, p, target)}
+    if p.grouped:
+        found = {replace(s, grouped=True): None for s in found if s.program in _GROUPED and s.split == 1}
     if not found:
         raise ScheduleError(f"no legal schedule for {p} on {target.name}")
     return list(found)

@@ -31,6 +31,7 @@ from portmm.threads import (
     Do,
     Exchange,
     Get,
+    Leave,
     Mac,
     Shared,
     Vector,
@@ -323,6 +324,7 @@ Stmt = (
     | Exchange
     | Do
     | Get
+    | Leave
 )
 
 

@@ -80,6 +80,7 @@ class Schedule:
         vectors: elements of A, B and C that a thread moves at once.
         cell: rows and columns of C side by side in one thread.
         c: how C lies on a device: "row" or "any".
+        grouped: of a device, rows are shared out among the items of B, by ends that lie in memory.
         resident: blocks that a processor is to hold at once, for which compilers must leave registers; 0 if
             they need not care.
     """
@@ -113,6 +114,7 @@ class Schedule:
     cell: tuple[int, int] = (1, 1)
     c: str = "row"
     resident: int = 0
+    grouped: bool = False
 
     @property
     def mr(self) -> int:
@@ -198,6 +200,7 @@ class Schedule:
         how = [f"{self.threads} threads", f"A {self.a}, B {self.b}, {moved} elements at once"]
         how += [f"{self.stages} stages{' of asynchronous copies' if self.copies else ''}"]
         how += [f"k split in {self.split}"] if self.split > 1 else []
+        how += ["rows in groups"] if self.grouped else []
         how += ["expressions fused"] if self.fused else []
         return f"{self.program} {self.isa}: {', '.join(map(str, self.tiles))}; {', '.join(how)}"
 
@@ -337,7 +340,7 @@ def parse(text: str) -> Schedule:
 
 
 _NAMED = ("a", "b", "panels", "over", "lanes", "prefetch")
-_MARKS = ("pack_a", "pack_b", "once", "swap", "ahead", "copies")
+_MARKS = ("pack_a", "pack_b", "once", "swap", "ahead", "copies", "grouped")
 _LEVELS = ("registers", "L1", "L2", "L3")
 DEVICE_LEVELS = ("registers", "warp", "shared", "L2")
 """Levels of a device: a thread's, a warp's, a block's, and all blocks'."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from portmm.grid import Argument, GridKernel
     from portmm.index import Ptr
-    from portmm.ir import Add, For, Let, Move
+    from portmm.ir import Add, For, Let, Move, Read
     from portmm.isa import Primitive
     from portmm.threads import (
         Barrier,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         Do,
         Exchange,
         Get,
+        Leave,
         Mac,
         Vector,
         Weave,
@@ -250,6 +251,12 @@ class _Printer(Printer):
 
     def do_add(self, s: Add, depth: int) -> None:
         self.put(depth, f"{self.spot(s.to)} += {self.spot(s.src)};")
+
+    def do_read(self, s: Read, depth: int) -> None:
+        self.put(depth, f"const int {s.name} = {self.spot(s.p)};")
+
+    def do_leave(self, s: Leave, depth: int) -> None:
+        self.put(depth, f"if ({index(s.when)}) return;")
 
     def do_barrier(self, _: Barrier, depth: int) -> None:
         self.put(depth, self.dialect.barrier)
