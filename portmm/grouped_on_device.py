@@ -7,7 +7,7 @@ to do. Imports `around_device`, `on_device`, `grid_dispatch`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from portmm import around_device, device_arrays, foreign, grid_dispatch, on_device, rows_on_device, settings
@@ -88,7 +88,7 @@ def check_shapes(a: tuple[int, ...], b: tuple[int, ...], ends: int) -> None:
     Raises:
         ValueError: they do not.
     """
-    if len(a) != 2 or len(b) != 3:  # noqa: PLR2004 - dimensions
+    if len(a) != 2 or len(b) != 3:
         raise ValueError(f"a has shape {a} and b {b}; groups take (rows, k) and (groups, k, n)")
     if a[1] != b[1]:
         raise ValueError(f"cannot multiply {a} by {b}: {a[1]} columns meet {b[1]} rows")

@@ -192,7 +192,8 @@ def test_what_does_not_fit_is_said(on):
 def test_nothing_to_multiply(on):
     ends = on.array(np.array([0, 0], np.int32))
     for m, n in ((0, 5), (5, 0)):
-        found = pm.grouped_matmul(on.array(np.zeros((m, 8), np.float32)), on.array(np.zeros((2, 8, n), np.float32)), ends)
+        a, b = np.zeros((m, 8), np.float32), np.zeros((2, 8, n), np.float32)
+        found = pm.grouped_matmul(on.array(a), on.array(b), ends)
         assert found.shape == (m, n)
 
 
@@ -204,13 +205,14 @@ def sample(target, dtype, vectors):
         yield from found[:: max(1, len(found) // 3)][:4]
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("h100", "bf16-bf16-f32"), ("t4", "f16-f16-f32"), ("", "f32"), ("", "s8-s8-s32")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("h100", "bf16-bf16-f32"), ("t4", "f16-f16-f32"), ("", "f32"), ("", "s8-s8-s32")]
+)
 def test_no_byte_but_those_of_a_call_is_touched(name, dtype):
     """In every order of threads, whatever `ends` holds: guard pages lie around all arrays."""
     target = load_target(name) if name else MACHINE
     kinds = [np.dtype(BF16 if x == "bf16" else BY_NAME[x].numpy) for x in types(dtype)]
-    vectors = tuple(16 // x.itemsize for x in kinds[:2]) + (4,)
-    vectors = tuple(min(v, 8) for v in vectors)
+    vectors = (*(min(8, 16 // x.itemsize) for x in kinds[:2]), 4)
     m, n, k = 37, 24, 40
     a, b = values((m, k), kinds[0]), values((3, k, n), kinds[1], 1)
     for s in sample(target, dtype, vectors):
