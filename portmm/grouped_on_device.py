@@ -18,7 +18,7 @@ from portmm.fusing import Around, dense, located
 from portmm.memory import Memory
 from portmm.problem import Problem
 from portmm.surroundings import resolve
-from portmm.trace import Indices
+from portmm.trace import Indices, trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -199,9 +199,17 @@ def posed(x: Given, to: Foreign, fused: str = "") -> Posed:
     return Posed(p, values, vectors)
 
 
-def question(x: Given) -> Posed:
-    """The problem that a call poses."""
-    return posed(x, _result(x, "")[1])
+def question(a: Foreign, b: Foreign, out: Foreign | None, epilogue: Callable[..., Any] | None) -> Posed:
+    """The problem that a call poses, wherever groups end."""
+    check_shapes(a.shape, b.shape, *b.shape[:1])
+    x = Given(a, b, a, out)
+    c, to = _result(x, "")
+    if epilogue is None:
+        return posed(x, to)
+    traced, _ = trace(epilogue, _VALUES, by_value=False, rank=3)
+    step = around_device.settled(a, b, out, "", traced)
+    first = on_device.named(step.types[0])
+    return posed(x, to if c == first else foreign.empty_like(a, to.shape, first)[1], step.text)
 
 
 def _result(x: Given, wanted: str) -> tuple[str, Foreign]:

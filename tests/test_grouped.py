@@ -45,8 +45,7 @@ def test_quantized_weights():
         assert (half[64:] == 3).all()
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("dtype", [np.float32, BF16, np.int8], ids=str)
+@pytest.mark.parametrize(("dtype", "packed"), [(np.float32, False), (BF16, True), (np.int8, False)], ids=str)
 def test_an_epilogue_knows_rows_columns_and_groups(dtype, packed):
     a, b = values((M, K), dtype), values((4, K, N), dtype, 1)
     weights = pm.pack(b) if packed else b

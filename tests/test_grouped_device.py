@@ -18,6 +18,7 @@ from portmm.grid_candidates import candidates
 from portmm.grid_dispatch import bind, source
 from portmm.lower import lower_grid
 from portmm.problem import Problem
+from portmm.schedule import parse, spell
 from portmm.target import load_target
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -195,6 +196,25 @@ def test_nothing_to_multiply(on):
         a, b = np.zeros((m, 8), np.float32), np.zeros((2, 8, n), np.float32)
         found = pm.grouped_matmul(on.array(a), on.array(b), ends)
         assert found.shape == (m, n)
+
+
+def test_it_is_explained(on):
+    a, b = on.array(values((70, 40), np.float32)), on.array(values((4, 40, 24), np.float32))
+    told = pm.explain(a, b, grouped=True)
+    assert told.problem.grouped
+    assert (told.problem.batch, told.problem.n, told.problem.k) == (4, 24, 40)
+    assert "find_group(" in told.source
+    assert "rows in groups" in told.summary()
+    by_group = on.array(np.ones((4, 24), np.float32))
+    assert pm.explain(a, b, grouped=True, epilogue=lambda acc, i: acc + by_group[i.b, i.n]).problem.fused
+
+
+def test_it_is_explained_without_a_device():
+    told = pm.explain((4096, 4096), (64, 4096, 14336), dtype="bf16", target="h100", grouped=True)
+    assert told.schedule.program == "mma"
+    assert told.problem.m == 64
+    assert parse(spell(told.schedule)) == told.schedule
+    assert pm.explain((64, 32), (4, 32, 48), grouped=True, target="haswell").problem.m == 16
 
 
 def sample(target, dtype, vectors):
