@@ -1,7 +1,8 @@
 """What was chosen for a device, and why.
 
-Owns the record that `explain` returns for devices. Imports `around_device`, `grid_dispatch`, `grouped_on_device`, `on_device`,
-`wording`. Nothing is compiled, and no device need be there: operands are then taken to be dense and aligned.
+Owns the record that `explain` returns for devices. Imports `around_device`, `grid_dispatch`,
+`grouped_on_device`, `on_device`, `wording`. Nothing is compiled, and no device need be there: operands are then
+taken to be dense and aligned.
 """
 
 from __future__ import annotations
