@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from portmm.kernels.fragments import HIGH, Part
+from portmm.kernels.joining import join
 from portmm.kernels.matrix_feed import Side
 from portmm.kernels.simt import arguments, blocks, place, slice_of_k
 from portmm.kernels.staging import Staging
@@ -99,9 +100,9 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     body += [] if s.copies else [a.side.registers(), b.side.registers()]
     body += [*place(s), *_warps(s), *slice_of_k(s, s.block.k), Clear("acc", sums)]
     body += _copied(work, a, b) if s.copies else _fetched(work, a, b)
-    body += _stored(work)
+    body += [*join(s, blocks(s)), *_stored(work)]
     grid = (blocks(s), const(s.split))
-    return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=s.split > 1), s.threads, grid, tuple(body))
+    return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=s.slices), s.threads, grid, tuple(body))
 
 
 def _warps(s: Schedule) -> list[Stmt]:

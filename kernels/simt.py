@@ -10,9 +10,9 @@
 A thread's rows are cells of `cell[0]` neighbours that lie BM / (MR / cell[0]) apart, and
 its columns likewise: a warp then reads neighbouring words of shared memory, four at once.
 Blocks are numbered so that those which run at the same time make a patch of C
-as square as can be: they share what L2 holds (`place`). Where k is split, each slice leaves
-its sums in scratch, in rows of n, and `kernels.slices` adds them, so that the order of
-summation, and the result, are always the same.
+as square as can be: they share what L2 holds (`place`). Where k is split, the last block of a tile adds
+what others have (`kernels.joining`), or each slice leaves its sums in scratch, in rows of n, and
+`kernels.slices` adds them: the order of summation, and the result, are always the same.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.kernels.feeding import Feed
+from portmm.kernels.joining import given as joining
+from portmm.kernels.joining import join
 from portmm.kernels.storing import Storing, bottom, fused_arguments
 
 from portmm.dtype import BY_NAME, accumulator
@@ -73,7 +75,7 @@ class Work:
 
 
 def arguments(s: Schedule, *, sums: bool) -> tuple[Argument, ...]:
-    """What a kernel by this schedule is called with; `sums` are left in scratch where k is split."""
+    """What a kernel by this schedule is called with; `sums` are left in scratch for another kernel."""
     a, b, c = s.types
     found = [Argument(x, "int") for x in ("m", "n", "k")]
     found += [_read("a", a), *_strides("a", s.a, ("m", "k"))]
@@ -83,7 +85,7 @@ def arguments(s: Schedule, *, sums: bool) -> tuple[Argument, ...]:
     if sums:
         held = accumulator(a, b)
         return (*found, Argument("work", "pointer", held), Argument("c_m", "long"), Argument("c_batch", "long"))
-    return (*found, *results(s, c))
+    return (*found, *joining(s), *results(s, c))
 
 
 def _read(name: str, dtype: str) -> Argument:
@@ -120,9 +122,9 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     body += [Scratch("a_part", s.mr, held), Scratch("b_part", s.nr, held), *a.registers(), *b.registers()]
     body += [*place(s), *threads(s), *slice_of_k(s, s.block.k * atom.k_pack), Clear("acc", sums)]
     body += _copied(work, a, b) if s.copies else _fetched(work, a, b)
-    body += Storing(s, isa, atom, s.cell).statements()
+    body += [*join(s, blocks(s)), *Storing(s, isa, atom, s.cell).statements()]
     grid = (blocks(s), const(s.split))
-    return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=s.split > 1), s.threads, grid, tuple(body))
+    return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=s.slices), s.threads, grid, tuple(body))
 
 
 def blocks(s: Schedule) -> Index:

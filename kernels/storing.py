@@ -51,7 +51,7 @@ class Storing:
     @property
     def split(self) -> bool:
         """Sums are left in scratch."""
-        return self.s.split > 1
+        return self.s.slices
 
     @property
     def vector(self) -> int:

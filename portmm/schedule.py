@@ -76,7 +76,8 @@ class Schedule:
         fused: expressions of sums that C and other results are, as a `Problem` has them.
         stages: of a device, tiles of A and B in shared memory, one being computed with, others being filled.
         copies: tiles are filled by asynchronous copies, past the registers.
-        split: blocks along k; where there are several, a second kernel adds what they leave.
+        split: blocks along k; where there are several, a second kernel adds what they leave,
+        joined: or the last block of each tile does, in the same kernel.
         vectors: elements of A, B and C that a thread moves at once.
         cell: rows and columns of C side by side in one thread.
         c: how C lies on a device: "row" or "any".
@@ -115,6 +116,7 @@ class Schedule:
     c: str = "row"
     resident: int = 0
     grouped: bool = False
+    joined: bool = False
 
     @property
     def mr(self) -> int:
@@ -161,6 +163,11 @@ class Schedule:
         return (atom.left if self.pack_a else a), (atom.right if self.pack_b else in_b)
 
     @property
+    def slices(self) -> bool:
+        """Of a device, sums are left for another kernel to add."""
+        return self.split > 1 and not self.joined
+
+    @property
     def block(self) -> Tile:
         """Of a device, the tile of a block of threads."""
         return self.tiles[2]
@@ -199,7 +206,7 @@ class Schedule:
         moved = " x ".join(map(str, self.vectors))
         how = [f"{self.threads} threads", f"A {self.a}, B {self.b}, {moved} elements at once"]
         how += [f"{self.stages} stages{' of asynchronous copies' if self.copies else ''}"]
-        how += [f"k split in {self.split}"] if self.split > 1 else []
+        how += [f"k split in {self.split}{', joined' if self.joined else ''}"] if self.split > 1 else []
         how += ["rows in groups"] if self.grouped else []
         how += ["expressions fused"] if self.fused else []
         return f"{self.program} {self.isa}: {', '.join(map(str, self.tiles))}; {', '.join(how)}"
@@ -340,7 +347,7 @@ def parse(text: str) -> Schedule:
 
 
 _NAMED = ("a", "b", "panels", "over", "lanes", "prefetch")
-_MARKS = ("pack_a", "pack_b", "once", "swap", "ahead", "copies", "grouped")
+_MARKS = ("pack_a", "pack_b", "once", "swap", "ahead", "copies", "grouped", "joined")
 _LEVELS = ("registers", "L1", "L2", "L3")
 DEVICE_LEVELS = ("registers", "warp", "shared", "L2")
 """Levels of a device: a thread's, a warp's, a block's, and all blocks'."""
