@@ -52,5 +52,5 @@ def join(s: Schedule, tiles: Index) -> list[Stmt]:
         Get("last", "last_to_come", come),
         Leave(var("last").eq(0)),
         Clear("acc", sums),
-        For("other", const(0), const(s.split), const(1), (each(add),)),
+        For("other", const(0), const(s.split), const(1), (each(add),), 0),  # else all that is read is held at once
     ]

@@ -98,7 +98,7 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class For:
-    """Run `body` for var = begin, begin + step, ... < end; `unroll` is a hint."""
+    """Run `body` for var = begin, begin + step, ... < end; `unroll` is a hint: 0 is not to, 1 says nothing."""
 
     var: str
     begin: Index

@@ -238,8 +238,8 @@ class _Printer(Printer):
         self.put(depth, self.dialect.private.format(type=BY_NAME[s.dtype].c, name=s.name, elements=s.elements))
 
     def do_for(self, s: For, depth: int) -> None:
-        if s.unroll > 1:
-            self.put(depth, self.dialect.unroll + (f" {s.unroll}" if s.unroll < WHOLE else ""))
+        if s.unroll != 1:
+            self.put(depth, self.dialect.unroll + (f" {s.unroll or 1}" if s.unroll < WHOLE else ""))
         step = f"++{s.var}" if s.step == Index("const", (1,)) else f"{s.var} += {index(s.step)}"
         self.put(depth, f"for (int {s.var} = {index(s.begin)}; {s.var} < {index(s.end, SUM)}; {step}) {{")
         self.body(s.body, depth + 1)
