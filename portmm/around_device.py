@@ -194,7 +194,7 @@ def _posed(
     if not all(x.device for x in traced.sources):
         raise TypeError("the epilogue captures an array in the host's memory; copy it to the device of the operands")
     shape, batch, size = device_arrays.shapes(a, b)
-    step = _settled(a, b, out, wanted, traced)
+    step = settled(a, b, out, wanted, traced)
     types = [arrays.name_of(x) for x in step.types]
     if out is not None:
         device_arrays.check_out(out, shape)
@@ -224,7 +224,7 @@ def question(
         return on_device.question(given), (said,)
 
 
-def _settled(a: Foreign, b: Foreign, out: Foreign | None, wanted: str, traced: Traced) -> Step:
+def settled(a: Foreign, b: Foreign, out: Foreign | None, wanted: str, traced: Traced) -> Step:
     """What is fused.
 
     Raises:

@@ -22,7 +22,7 @@ from portmm.grid_target import STATIC_SHARED
 from portmm.schedule import ALL, Schedule, Tile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from portmm.problem import Problem
     from portmm.target import Atom, Isa, Target
@@ -58,6 +58,12 @@ _MATRIX = {"warp": grid_matrix.candidates, "warpgroup": grid_warpgroup.candidate
 """Who multiplies together -> its schedules."""
 _ASKING = frozenset(("mma", "wgmma"))
 """Programs that ask for more shared memory than a kernel has unasked."""
+_GROUPED = frozenset(("simt", "direct", "mma"))
+"""Programs whose blocks find the group that their rows are of."""
+TICKET = 16
+"""Bytes of shared memory in which the threads of a block learn whether it is the last of its tile."""
+_JOINING = frozenset(("simt", "mma"))
+"""Programs whose last block of a tile can add what all slices of k summed, on devices that order memory."""
 BUSY = 2
 """Blocks for each processor from which k need not be split."""
 
@@ -87,17 +93,29 @@ def candidates(p: Problem, target: Target, vectors: tuple[int, int, int]) -> lis
     for isa, atom in units(p.dtype, target):
         if atom.unit:
             ways = _MATRIX[atom.unit](p, isa, atom, target, vectors, asynchronous=asynchronous(target))
-            found |= {_bounded(s, target): None for s in ways if not illegal(s, p, target)}
+            found |= {_bounded(s, target): None for s in _joined(ways, target) if not illegal(s, p, target)}
             continue
         programs = [] if p.b == "codes" else list(_direct(p, isa, atom, target, vectors))
         if (on_gpu(target) and atom.acc != "f64") or p.b == "codes":
             programs = [*_shared(p, isa, atom, target, vectors), *programs]
         if on_gpu(target) or p.b == "codes":
             programs += grid_stream.candidates(p, isa, atom, target, vectors)
-        found |= {_bounded(s, target): None for s in programs if not illegal(s, p, target)}
+        found |= {_bounded(s, target): None for s in _joined(programs, target) if not illegal(s, p, target)}
+    if p.grouped:
+        found = {replace(s, grouped=True): None for s in found if s.program in _GROUPED and s.split == 1}
     if not found:
         raise ScheduleError(f"no legal schedule for {p} on {target.name}")
     return list(found)
+
+
+def _joined(every: Iterable[Schedule], target: Target) -> Iterator[Schedule]:
+    """Schedules, and those whose slices of k are added in the same kernel."""
+    device = target.device
+    assert device is not None  # noqa: S101 - `candidates` looked
+    for s in every:
+        yield s
+        if s.split > 1 and s.program in _JOINING and device.language == "cuda":
+            yield replace(s, joined=True)
 
 
 def _bounded(s: Schedule, target: Target) -> Schedule:
@@ -183,11 +201,12 @@ def shared_bytes(s: Schedule) -> int:
     """Shared memory of a block."""
     if s.program == "stream":
         return grid_stream.shared_words(s) * (8 if s.dtype == "f64" else 4)
+    ticket = TICKET if s.joined else 0
     if s.program == "mma":
-        return grid_matrix.shared_bytes(s)
+        return grid_matrix.shared_bytes(s) + ticket
     if s.program == "wgmma":
         return grid_warpgroup.shared_bytes(s)
-    return 0 if s.program == "direct" else (s.block.m + s.block.n) * s.block.k * 4 * s.stages
+    return 0 if s.program == "direct" else (s.block.m + s.block.n) * s.block.k * 4 * s.stages + ticket
 
 
 def resident(s: Schedule, target: Target) -> int:

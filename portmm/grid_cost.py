@@ -35,6 +35,8 @@ CACHED_WORDS = 16.0
 """Words that it loads from its first cache in a cycle."""
 L2_BYTES_PER_CYCLE = 24.0
 """That a processor gets from L2 in a cycle while all others ask too: 5.5 TB/s of 132 processors."""
+ALONE_BYTES = 48.0
+"""That it gets while few others ask: three quarters of the 64 that a path from L2 has."""
 EXPOSED = 0.2
 """Share of the shorter overlapped terms that still shows."""
 WARPS_NEEDED = 4
@@ -123,6 +125,11 @@ def _slices(p: Problem, s: Schedule, target: Target) -> dict[str, float]:
     """The time of adding slices of k, if there are several."""
     if s.split == 1:
         return {}
+    if s.joined:
+        # All blocks write, and one of each tile reads, while there is nothing else to do.
+        hertz = 1e9 * (target.frequency_ghz or DEFAULT_GHZ)
+        read = 4 * s.split * s.block.m * s.block.n / ALONE_BYTES
+        return {"slices": (2 * WAIT + read) / hertz + 4 * p.batch * p.m * p.n * s.split / (2e9 * _bandwidth(target))}
     traffic = 4 * p.batch * p.m * p.n * (2 * s.split + 1)
     return {"slices": LAUNCH + traffic / (2e9 * _bandwidth(target))}
 

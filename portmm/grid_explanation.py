@@ -1,7 +1,8 @@
 """What was chosen for a device, and why.
 
-Owns the record that `explain` returns for devices. Imports `around_device`, `grid_dispatch`, `on_device`,
-`wording`. Nothing is compiled, and no device need be there: operands are then taken to be dense and aligned.
+Owns the record that `explain` returns for devices. Imports `around_device`, `grid_dispatch`,
+`grouped_on_device`, `on_device`, `wording`. Nothing is compiled, and no device need be there: operands are then
+taken to be dense and aligned.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import asdict, dataclass
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from portmm import around_device, device_arrays, grid_dispatch, on_device
+from portmm import around_device, device_arrays, grid_dispatch, grouped_on_device, on_device
 from portmm.chosen import Chosen
 from portmm.dtype import BY_NAME
 from portmm.grid_candidates import MOST_VECTOR, registers, resident, shared_bytes
@@ -95,7 +96,7 @@ class GridExplanation(Chosen):
         return f"{self.summary()}\n\n{self.source}"
 
 
-def of_arrays(a: Any, b: Any, out: Any, epilogue: Any) -> GridExplanation:
+def of_arrays(a: Any, b: Any, out: Any, epilogue: Any, *, grouped: bool = False) -> GridExplanation:
     """What `explain` says of arrays on a device: the device is theirs, and they lie as they do.
 
     Raises:
@@ -105,7 +106,10 @@ def of_arrays(a: Any, b: Any, out: Any, epilogue: Any) -> GridExplanation:
     given = on_device.adopted(a, b, out)
     assert given is not None  # noqa: S101 - `explain` looked
     notes: tuple[str, ...] = ()
-    if epilogue is None:
+    call: grouped_on_device.Posed | on_device.Posed
+    if grouped:
+        call = grouped_on_device.question(*given, epilogue)
+    elif epilogue is None:
         call = on_device.question(given)
     else:
         call, notes = around_device.question(given, epilogue)

@@ -31,6 +31,7 @@ from portmm.threads import (
     Do,
     Exchange,
     Get,
+    Leave,
     Mac,
     Shared,
     Vector,
@@ -97,7 +98,7 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class For:
-    """Run `body` for var = begin, begin + step, ... < end; `unroll` is a hint."""
+    """Run `body` for var = begin, begin + step, ... < end; `unroll` is a hint: 0 is not to, 1 says nothing."""
 
     var: str
     begin: Index
@@ -323,6 +324,7 @@ Stmt = (
     | Exchange
     | Do
     | Get
+    | Leave
 )
 
 

@@ -103,7 +103,7 @@ def lower_grid(s: Schedule, isa: Isa) -> tuple[GridKernel, ...]:
         raise ScheduleError(f"no block program called {s.program!r}; devices have {', '.join(GRID_PROGRAMS)}")
     atom = grid_atom(isa, s)
     kernels = [replace(GRID_PROGRAMS[s.program](s, isa, atom), resident=s.resident)]
-    kernels += [slices.build(s, isa, atom)] if s.split > 1 else []
+    kernels += [slices.build(s, isa, atom)] if s.slices else []
     again = f"portmm emit --schedule {quote(spell(s))}"
     return tuple(replace(x, header=_header(x.name, isa, str(s), again)) for x in kernels)
 

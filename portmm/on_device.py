@@ -306,6 +306,7 @@ def bound(found: grid_dispatch.Route, values: dict[str, Any], p: Problem) -> tup
     """The kernels of a route with their numbers, and the elements of 32 bits between them, and their type."""
     held = (found.workspace(p.m, p.n, p.batch), p.acc)
     kernels = list(zip(found.kernels, found.functions, strict=True))
-    launches = [grid_dispatch.bind(*kernels[0], values | ({"c_m": p.n, "c_batch": p.m * p.n} if held[0] else {}))]
+    apart = {"c_m": p.n, "c_batch": p.m * p.n} if found.choice.schedule.slices else {}
+    launches = [grid_dispatch.bind(*kernels[0], values | apart)]
     launches += [grid_dispatch.bind(*x, values | {"work_batch": p.m * p.n}) for x in kernels[1:]]
     return tuple(launches), held

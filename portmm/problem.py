@@ -96,6 +96,8 @@ class Problem:
             points of A and B, "bias" added by column.
         source: a float type, in which A is given: its rows are quantised to s8 first.
         fused: what C and other results are of the sums, as `fused.Fused` writes it; empty: C is the sums.
+        grouped: the rows of A and C are shared out among the items of B, by ends that are not known before a
+            kernel reads them: each item has m of them, more or less.
     """
 
     m: int
@@ -112,6 +114,7 @@ class Problem:
     post: str = ""
     source: str = ""
     fused: str = ""
+    grouped: bool = False
 
     def __post_init__(self) -> None:
         _, b, c = types(self.dtype)
@@ -204,5 +207,6 @@ class Problem:
         marks += ["static"] if self.static else []
         marks += [self.post] if self.post else []
         marks += ["fused"] if self.fused else []
+        marks += ["rows in groups"] if self.grouped else []
         marks += [f"A quantised from {self.source}"] if self.source else []
         return f"{batch}{self.m} x {self.n} x {self.k} {self.dtype} ({', '.join(marks)})"

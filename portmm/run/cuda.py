@@ -31,7 +31,15 @@ _SPECIFIC = frozenset((9, 10))
 # CuPy passes NumPy's scalars by value, in their own sizes.
 _SCALARS = {"pointer": np.uint64, "int": np.int32, "long": np.int64, "float": np.float32}
 
+# Zeros that are asked for at once, and those that a stream gets at least.
+_BANK, _LEAST = 1 << 16, 1 << 10
+# CUDA's handle of the default stream of each thread: cudaStreamPerThread.
+_PER_THREAD = 2
+
 _lock = threading.Lock()
+_banks: dict[int, _Bank] = {}
+_counters: dict[tuple[int, int, int], tuple[int, int]] = {}
+_kept: list[_Bank] = []
 _functions: dict[tuple[int, str | bytes, str], Function] = {}
 
 
@@ -50,6 +58,14 @@ class Function:
     name: str
     device: int
     cubin: Cubin
+
+
+@dataclass(slots=True)
+class _Bank:
+    """Zeros in a device's memory, and how many are given away."""
+
+    array: Any
+    used: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,3 +240,36 @@ def _words(arguments: Sequence[tuple[str, Any]]) -> tuple[Any, ...]:
         return tuple(x if kind == "map" else _SCALARS[kind](0 if x is None else x) for kind, x in arguments)
     except KeyError as error:
         raise ValueError(f"arguments of kind {error} are unknown; use one of {', '.join((*_SCALARS, 'map'))}") from None
+
+
+def counters(device: int, count: int, stream: int) -> int:
+    """The address of at least `count` integers of 32 bits that are 0 whenever a kernel of a stream begins.
+
+    Kernels leave them so, and those of one stream follow each other: they share them. A stream that is being
+    captured gets others each time, as its graph may run beside any stream. They are never given back.
+    """
+    cuda = _cupy().cuda
+    captured = bool(cuda.runtime.streamIsCapturing(stream))
+    key = (device, stream, threading.get_ident() if stream == _PER_THREAD else 0)
+    with _lock:
+        address, held = _counters.get(key, (0, 0))
+        if captured or held < count:
+            held = -(-count // _LEAST) * _LEAST
+            address = _zeros(device, held)
+            if not captured:
+                _counters[key] = address, held
+    return address
+
+
+def _zeros(device: int, count: int) -> int:
+    """The address of zeros that nobody else has; the device is waited for when a bank is made."""
+    bank = _banks.get(device)
+    if bank is None or bank.used + count > bank.array.shape[0]:
+        cupy = _cupy()
+        with cupy.cuda.Device(device):
+            bank = _banks[device] = _Bank(cupy.empty((max(count, _BANK),), np.int32))
+            bank.array[...] = 0
+            cupy.cuda.runtime.deviceSynchronize()
+        _kept.append(bank)
+    bank.used += count
+    return int(bank.array.data.ptr) + (bank.used - count) * 4
