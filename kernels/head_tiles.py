@@ -11,8 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.kernels.grid_scores import each
-
 from portmm.index import Ptr, const, var
 from portmm.ir import For, If, Let, LetPtr
 from portmm.threads import WHOLE, CopyAsync, Do, Shared
@@ -25,8 +23,8 @@ PIECE, SIZE = 16, 2
 PER_PIECE = PIECE // SIZE
 EIGHT = 8
 """Pieces after which banks repeat, and rows of a matrix."""
-MOST_TURNS = 4
-"""Copies of a thread that are written out: each has an address."""
+MOST_TURNS, SOME_TURNS = 8, 4
+"""Copies of a thread that are all written out, and that are in loops of more: each has an address."""
 
 
 def pitch(width: int) -> int:
@@ -97,7 +95,41 @@ class HeadTile:
             body = (If(piece.lt(count), body),)
         turns = -(-count // self.threads)
         inner = (Let("piece", var("thread") + var("turn") * self.threads), *body)
-        return (For("turn", const(0), const(turns), const(1), inner, WHOLE if turns <= MOST_TURNS else MOST_TURNS),)
+        return (For("turn", const(0), const(turns), const(1), inner, WHOLE if turns <= SOME_TURNS else SOME_TURNS),)
+
+    @property
+    def down(self) -> int:
+        """Rows that the threads move at once, if all of them move whole rows; else 0."""
+        across = self.width // self.vector
+        fits = self.threads % across == 0 and self.rows * across % self.threads == 0
+        return self.threads // across if fits and self.vector == PER_PIECE else 0
+
+    def mover(self) -> tuple[Stmt, ...]:
+        """Where a thread's part of the first rows comes from, and goes to."""
+        if not self.down:
+            return ()
+        n, across = self.name, self.width // self.vector
+        line, piece = var("thread") // across, var("thread") % across
+        return (
+            Let(f"{n}_row", line),
+            LetPtr(f"{n}_from", Ptr(f"{n}_item", line * var(f"{n}_n") + piece * PER_PIECE), self.dtype, readonly=True),
+            Let(f"{n}_to", line * self.pitch + (piece ^ self.turned(line)) * PER_PIECE),
+        )
+
+    def copy_rows(self, to: Ptr, first: Index, end: Index) -> tuple[Stmt, ...]:
+        """Begin to copy the rows of memory from `first` on, zeros from `end` on."""
+        n, step, turn = self.name, var(f"{self.name}_n"), var("turn")
+        if not self.down:
+            row = first + var("line")
+            return self.copy(to, row * step, row.lt(end))
+        # What rows further down are exchanged by differs in bits that the first rows' numbers do not have.
+        at = var(f"{n}_to") + turn * (self.down * self.pitch)
+        if self.down < EIGHT and self.pitch == self.width:
+            at = (var(f"{n}_to") ^ turn * self.down % EIGHT * PER_PIECE) + turn * (self.down * self.pitch)
+        row = first + turn * self.down
+        one = CopyAsync(to + at, Ptr(f"{n}_from", row * step), PIECE, (row + var(f"{n}_row")).lt(end))
+        turns = self.rows // self.down
+        return (For("turn", const(0), const(turns), const(1), (one,), WHOLE if turns <= MOST_TURNS else SOME_TURNS),)
 
     # -- to fragments ------------------------------------------------------------
 

@@ -22,9 +22,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portmm.kernels import head_tiles
 from portmm.kernels.attention_walk import Walk
 from portmm.kernels.grid_scores import each
-from portmm.kernels.head_tiles import HeadTile, shared
+from portmm.kernels.head_tiles import PER_PIECE, SIZE, HeadTile, shared
 from portmm.kernels.mma_softmax import PAIR, FragmentSoftmax
 
 from portmm.dtype import BY_NAME
@@ -70,8 +71,8 @@ class Work(Walk):
 
     def tile(self, name: str) -> HeadTile:
         """The tile of an operand."""
-        t, i = self.t, "qkv".index(name)
-        rows, width = t.queries if name == "q" else t.keys, t.dv if name == "v" else t.d
+        t, i = self.t, "qkvo".index(name)
+        rows, width = t.queries if name in "qo" else t.keys, t.dv if name in "vo" else t.d
         return HeadTile(name, self.form.held, rows, width, t.vectors[i], t.threads)
 
     @property
@@ -119,8 +120,7 @@ class Work(Walk):
     def fill(self, name: str, key: Index, slot: Index) -> tuple[Stmt, ...]:
         """Begin to copy the tile of K or V at a key, if it is there, to a slot."""
         to = Ptr("slots", slot * self.slot)
-        row = key + var("line")
-        moved = self.tile(name).copy(to, row * var(f"{name}_n"), row.lt(var("end")))
+        moved = self.tile(name).copy_rows(to, key, var("end"))
         return (If(key.lt(var("end")), moved), CopyCommit())
 
     def slot_of(self, half: int) -> Index:
@@ -141,7 +141,8 @@ class Work(Walk):
     def begin(self) -> tuple[Stmt, ...]:
         """Q and the first tiles are on their way; nothing has been summed."""
         t = self.t
-        found: list[Stmt] = [If(var("first").lt(var("end")), self.queries())]
+        found: list[Stmt] = [*self.tile("k").mover(), *self.tile("v").mover()]
+        found += [If(var("first").lt(var("end")), self.queries())]
         for half in range(t.slots - 1):
             found += self.fill("kv"[half % 2], var("first") + half // 2 * t.keys, const(half))
         found += [Clear("o_sums", t.high * t.columns * WORDS), *self.softmax.begin()]
@@ -216,30 +217,68 @@ class Work(Walk):
 
     # -- results -------------------------------------------------------------
 
+    @property
+    def staged(self) -> bool:
+        """Rows of the result pass through Q's place in shared memory, to be stored 16 bytes at once."""
+        t = self.t
+        fits = head_tiles.pitch(t.dv) <= head_tiles.pitch(t.d) and self.form.to in PACKED
+        return fits and t.vectors[3] == PER_PIECE and not t.runs
+
     def finish(self) -> tuple[Stmt, ...]:
         """What the sums come to, stored."""
-        t = self.t
-        row = var("row_0") + self.softmax.row()
-        inside = If(var("row").lt(self.height), (*self.result(), *self.softmax.ends(), self.stored()))
-        return (
-            Scratch("values", PAIR, "f32"),
-            Scratch("words", 1, "b32"),
-            self.softmax.totals(),
-            each("i", t.rows, Let("row", row), inside),
-        )
+        rows, there = self.softmax.row(), var("row").lt(self.height)
+        found: list[Stmt] = [Scratch("values", PAIR, "f32"), Scratch("words", 1, "b32"), self.softmax.totals()]
+        if self.staged:
+            one: tuple[Stmt, ...] = (*self.softmax.ends(there), self.put(rows))
+            after = (Barrier(), self.whole())
+        else:
+            one = (If(there, (*self.result(), *self.softmax.ends(const(1)), self.stored())),)
+            after = ()
+        return (*found, each("i", self.t.rows, Let("row", var("row_0") + rows), *one), *after)
+
+    def pair(self, *, packed: bool) -> tuple[Stmt, ...]:
+        """A row's two columns of strip c, as they are stored."""
+        e = var("e")
+        found = each("e", PAIR, *self.softmax.divided(self.softmax.sum(var("c"), e), Ptr("values", e)))
+        if not packed:
+            return (found,)
+        return (found, Apply(Ptr("words"), PACKED[self.form.to], (Ptr("values"), Ptr("values", const(1)))))
 
     def stored(self) -> Stmt:
-        """A row's columns of O that a lane has: two of every eight."""
-        t, c, e = self.t, var("c"), var("e")
+        """Store a row's columns of O that a lane has: two of every eight."""
+        t, e = self.t, var("e")
         kind = "f32" if t.runs else self.form.to
-        values = each("e", PAIR, *self.softmax.divided(self.softmax.sum(c, e), Ptr("values", e)))
-        to = Ptr("to", var("column") * (const(1) if t.runs else self.along("o")))
         step = const(1) if t.runs else self.along("o")
-        if not t.runs and t.vectors[3] == 1:
-            store: tuple[Stmt, ...] = (each("e", PAIR, Move(to + e * step, Ptr("values", e))),)
-        elif kind == "f32":
-            store = (Vector(to, Ptr("values"), PAIR * BY_NAME[kind].bytes),)
+        to = Ptr("to", var("column") * step)
+        apart = not t.runs and t.vectors[3] == 1
+        packed = kind != "f32" and not apart
+        if apart:
+            store: Stmt = each("e", PAIR, Move(to + e * step, Ptr("values", e)))
         else:
-            pack = Apply(Ptr("words"), PACKED[kind], (Ptr("values"), Ptr("values", const(1))))
-            store = (pack, Vector(to, Ptr("words"), PAIR * BY_NAME[kind].bytes))
-        return each("c", t.columns, Let("column", c * 8 + var("lane") % 4 * PAIR), values, *store)
+            store = Vector(to, Ptr("words" if packed else "values"), PAIR * BY_NAME[kind].bytes)
+        column = Let("column", var("c") * 8 + var("lane") % 4 * PAIR)
+        return each("c", t.columns, column, *self.pair(packed=packed), store)
+
+    def put(self, row: Index) -> Stmt:
+        """The same, to shared memory."""
+        t, tile = self.t, self.tile("o")
+        at = row * tile.pitch + (var("c") ^ tile.turned(row)) * PER_PIECE + var("lane") % 4 * PAIR
+        store = Vector(Ptr("q_tile", at), Ptr("words"), PAIR * SIZE)
+        return each("c", t.columns, *self.pair(packed=True), store)
+
+    def whole(self) -> Stmt:
+        """Store the rows of a warp from shared memory."""
+        t, tile, piece, line = self.t, self.tile("o"), var("piece"), var("line")
+        column = piece % t.columns
+        src = Ptr("q_tile", line * tile.pitch + (column ^ tile.turned(line)) * PER_PIECE)
+        store = If(
+            var("row").lt(self.height),
+            (*self.result(), Vector(Ptr("to", column * PER_PIECE), src, PER_PIECE * SIZE)),
+        )
+        return each(
+            "turn", t.high * t.columns * UNIT // 32,
+            Let("piece", var("lane") + var("turn") * 32),
+            Let("line", var("warp_row") + piece // t.columns),
+            Let("row", var("row_0") + line),
+            store,
+        )  # fmt: skip

@@ -18,7 +18,7 @@ from portmm.kernels.online import LOG2E, LOWEST
 
 from portmm.expr import fma
 from portmm.fused import acc, parse
-from portmm.index import Ptr, const, minimum, var
+from portmm.index import Ptr, minimum, var
 from portmm.ir import If, Let
 from portmm.threads import Apply, Exchange
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from portmm.expr import Expr
     from portmm.index import Index
     from portmm.ir import Stmt
-
     from portmm.matrix_attention_tiling import MatrixTiling
 
 FOUR = (1, 2)
@@ -143,11 +142,11 @@ class FragmentSoftmax(Scores):
         here = Ptr("sums", var("i"))
         return each("i", self.t.rows, self.get("sum", here), *self.together("add", "sum"), self.keep("sum", here))
 
-    def ends(self) -> tuple[Stmt, ...]:
-        """What follows from the sum of row i; one lane stores what it has of a row's numbers."""
+    def ends(self, there: Index) -> tuple[Stmt, ...]:
+        """What follows from the sum of row i; one lane stores what it has of its numbers, if the row is there."""
         first = (
             self.get("sum", Ptr("sums", var("i"))),
             self.get("largest", Ptr("most", var("i"))),
             self.map("mul", "largest", "largest", math.log(2)),
         )
-        return self.said(first, (var("lane") % 4).eq(const(0)))
+        return self.said(first, (var("lane") % 4).eq(0) * there)

@@ -18,11 +18,9 @@ These units are used for f16 and bf16 if the target has an atom of theirs, heads
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from portmm.dtype import BY_NAME
 from portmm.grid_candidates import PARTS, asynchronous
 
 if TYPE_CHECKING:
@@ -48,6 +46,8 @@ ADDRESSES = 62
 nothing."""
 FEW = 16
 """Queries of a head up to which those of all heads that share keys make one tile, and keys are handed out in runs."""
+MOST_TOGETHER = 64
+"""Rows of such a tile, at most."""
 RUN = 256
 """Keys of a run, at least."""
 BUSY = 4
@@ -56,8 +56,8 @@ MOST_RUNS = 128
 SHARED_RATE, CACHE_RATE, POWERS, PLAIN = 128, 48, 16, 6
 """Of a processor in a cycle: bytes of shared memory and of L2, and powers of two (CUDA C++ Programming Guide,
 throughput of native arithmetic instructions; of L2, about); other operations on a score."""
-HIDDEN = 4
-"""Warps of a processor that wait for themselves as long as they work."""
+HIDDEN = 2
+"""Warps of a processor of which each waits for itself as long as it works."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class MatrixTiling:
     keys: int
     slots: int = 2
     held: bool = True
-    vectors: tuple[int, int, int, int] = (8, 8, 8, 2)
+    vectors: tuple[int, int, int, int] = (8, 8, 8, 8)
     loose: str = ""
     runs: bool = False
 
@@ -161,12 +161,12 @@ def tilings(asked: Asked, target: Target) -> list[MatrixTiling]:
     q, k, v, o = (min(x, PIECE // SIZE) for x in asked.vectors)
     found = []
     for queries, warps, keys in MANY:
-        if (queries > UNIT and queries >= 2 * rows) or (runs and warps * UNIT != queries) or (runs and queries > 64):
-            continue  # half of it would be empty; few queries wait for memory
+        half_empty = queries > UNIT and queries >= 2 * rows
+        again = queries < min(rows, MOST_TOGETHER)  # keys are read again for the rest
+        if half_empty or (runs and (again or warps * UNIT != queries or queries > MOST_TOGETHER)):
+            continue
         for slots in SLOTS:
-            t = MatrixTiling(
-                asked.d, asked.dv, queries, warps, keys, slots, True, (q, k, v, min(o, 2)), asked.loose, runs
-            )
+            t = MatrixTiling(asked.d, asked.dv, queries, warps, keys, slots, True, (q, k, v, o), asked.loose, runs)
             for held in (True, False):
                 one = replace(t, held=held)
                 if not _illegal(one, device):
