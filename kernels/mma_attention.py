@@ -32,7 +32,7 @@ from portmm.dtype import BY_NAME
 from portmm.grid import GridKernel
 from portmm.index import Ptr, const, minimum, var
 from portmm.ir import For, If, Let, Move, Scratch
-from portmm.threads import Apply, Barrier, Clear, CopyCommit, CopyWait, Mac, Vector
+from portmm.threads import WHOLE, Apply, Barrier, Clear, CopyCommit, CopyWait, Mac, Vector
 
 if TYPE_CHECKING:
     from portmm.kernels.heads import Form
@@ -184,7 +184,9 @@ class Work(Walk):
         left = step * (t.high * WORDS) if t.held else const(0)
         product = self.product("s", t.strips, j, Ptr("q_part", left))
         before = () if t.held else (self.fragments_of_q(const(0), step),)
-        return each("step", t.d // UNIT, *before, each("j", t.keys // UNIT, load, product))
+        body = (*before, each("j", t.keys // UNIT, load, product))
+        unroll = WHOLE if t.held else 4
+        return For("step", const(0), const(t.d // UNIT), const(1), body, unroll)
 
     def product(self, sums: str, strips: int, j: Index, left: Ptr) -> Stmt:
         """Multiply 16 x 16 elements of all rows of a warp with 16 x 16 of the right operand, in `part`."""
@@ -230,7 +232,7 @@ class Work(Walk):
         found: list[Stmt] = [Scratch("values", PAIR, "f32"), Scratch("words", 1, "b32"), self.softmax.totals()]
         if self.staged:
             one: tuple[Stmt, ...] = (*self.softmax.ends(there), self.put(rows))
-            after = (Barrier(), self.whole())
+            after: tuple[Stmt, ...] = (Barrier(), self.whole())
         else:
             one = (If(there, (*self.result(), *self.softmax.ends(const(1)), self.stored())),)
             after = ()
