@@ -22,6 +22,7 @@ from portmm.index import minimum as minimum
 from portmm.index import round_up as round_up
 from portmm.index import var as var
 from portmm.threads import (
+    Apply,
     Barrier,
     Clear,
     Codes,
@@ -325,6 +326,7 @@ Stmt = (
     | Do
     | Get
     | Leave
+    | Apply
 )
 
 

@@ -27,6 +27,7 @@ from portmm.kernels import (
     grid_columns,
     grid_rows,
     mma,
+    mma_attention,
     prepack,
     rows,
     simt,
@@ -35,6 +36,7 @@ from portmm.kernels import (
     tiles,
     wgmma,
 )
+from portmm.matrix_attention_tiling import MatrixTiling
 from portmm.schedule import inconsistent, spell
 from portmm.version import VERSION
 
@@ -179,9 +181,12 @@ def lower_attention(isa: Isa, atom: Atom, real: Atom, form: Form) -> Kernel:
     return replace(kernel, header=_header(kernel.name, isa, form.score, f"portmm.attention on {isa.title}"))
 
 
-def lower_grid_attention(isa: Isa, atom: Atom, form: Form, tiling: Tiling) -> tuple[GridKernel, ...]:
+def lower_grid_attention(isa: Isa, atom: Atom, form: Form, tiling: Tiling | MatrixTiling) -> tuple[GridKernel, ...]:
     """The kernels of a device for a kind of attention, in the order in which they run."""
-    kernels = [grid_attention.build(form, tiling, isa, atom)]
+    if isinstance(tiling, MatrixTiling):
+        kernels = [mma_attention.build(form, tiling, isa, atom)]
+    else:
+        kernels = [grid_attention.build(form, tiling, isa, atom)]
     kernels += [grid_attention.join(form, tiling, isa, atom)] if tiling.runs else []
     again = f"portmm.attention on {isa.title}"
     return tuple(replace(x, header=_header(x.name, isa, form.score, again)) for x in kernels)

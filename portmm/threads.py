@@ -128,3 +128,12 @@ class Exchange:
     d: str
     x: str
     mask: int
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """The element at `to` = what a primitive makes of the elements at `given`, as it takes and returns them."""
+
+    to: Ptr
+    primitive: str
+    given: tuple[Ptr, ...]

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from portmm.ir import Add, For, Let, Move, Read
     from portmm.isa import Primitive
     from portmm.threads import (
+        Apply,
         Barrier,
         Clear,
         Codes,
@@ -339,6 +340,9 @@ class _Printer(Printer):
         if s.kind == "long":
             self.wide.add(s.name)
         self.put(depth, f"const {kind} {s.name} = {s.primitive}({', '.join(map(self.given, s.given))});")
+
+    def do_apply(self, s: Apply, depth: int) -> None:
+        self.put(depth, f"{self.spot(s.to)} = {s.primitive}({', '.join(map(self.spot, s.given))});")
 
     def do_exchange(self, s: Exchange, depth: int) -> None:
         self.put(depth, f"{s.d} = {self.dialect.exchange.format(x=s.x, mask=s.mask)};")
