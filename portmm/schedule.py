@@ -166,7 +166,7 @@ class Schedule:
     @property
     def threads(self) -> int:
         """Of a device, the threads of a block."""
-        shares = self.block.k // self.tiles[0].k if self.program == "stream" else 1  # they share out k, too
+        shares = self.block.k // self.tiles[0].k if self.program in ("stream", "coded") else 1  # they share out k, too
         return (self.block.m // self.mr) * (self.block.n // self.nr) * shares
 
     def _b(self) -> str:
