@@ -38,7 +38,7 @@ PIECE = 16
 TOGETHER = 4
 """Words that a thread takes at once."""
 LARGE = 32 * 64
-"""Sums of a warp that leave its lanes registers for half as many."""
+"""Sums of a warp that leave its lanes registers for one."""
 ROUND = 4 * CODES_KR
 """Elements of k that four lanes' words are of: all of one group."""
 GROUP = 8
@@ -77,7 +77,7 @@ def candidates(
     group = group_of(p)
     for bm, bn, wm, wn, bk, shared in BLOCKS:
         part = bk // shared
-        most = TOGETHER if wm * wn < LARGE else TOGETHER // 2
+        most = TOGETHER if wm * wn < LARGE else 1
         wide = next(x for x in (4, 2, 1) if x <= most and gcd(group, part) % (ROUND * x) == 0)
         tiles = (
             Tile("registers", wm // 4, wn // 8, part), Tile("warp", wm, wn, part), Tile("shared", bm, bn, bk),

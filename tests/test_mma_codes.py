@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import emulated_cuda
 import grid_cases
+import ml_dtypes
 import numpy as np
 import pytest
 from grid_cases import compiled, in_shim, kernels_of
@@ -62,3 +64,48 @@ def test_kernels(what):
         p = posed(dtype, rows, n + n % s.vectors[2], k, group, batch=batch)
         c, case, w = posed_call(kernels, s, p, i, group)
         check(case, w, in_shim(c, codes, grid_cases.ORDERS[:2])[0])
+
+
+@pytest.fixture
+def device(monkeypatch):
+    return emulated_cuda.install(monkeypatch)
+
+
+def near(got, want, eps):
+    np.testing.assert_allclose(got.astype(np.float64), want, rtol=eps, atol=eps * np.abs(want).max())
+
+
+@pytest.mark.parametrize(("dtype", "group", "eps"), [(np.float16, 32, 2e-3), (ml_dtypes.bfloat16, None, 1e-2)])
+def test_calls(device, dtype, group, eps):
+    rng = np.random.default_rng(1)
+    w = pm.quantize(rng.standard_normal((200, 48)).astype(np.float32), group=group)
+    dense = pm.dequantize(w, np.float64)
+    there = pm.pack(w, like=device.array(np.zeros(1, dtype)))
+    bias = rng.standard_normal(48).astype(np.float32)
+    given = device.array(bias)
+    for shape in ((9, 200), (3, 5, 200), (130, 200)):
+        a = rng.standard_normal(shape).astype(dtype)
+        want, left = a.astype(np.float64) @ dense, device.array(a)
+        near(pm.matmul(left, there).get(), want, eps)
+        got = pm.matmul(left, there, epilogue=lambda acc, i: pm.relu(acc + given[i.n]))
+        assert (got.dtype, got.shape) == (a.dtype, want.shape)
+        near(got.get(), np.maximum(want + bias, 0), eps)
+    assert all("_coded_" in name or "_slices_" in name for name, *_ in device.launches), device.launches
+    a = rng.standard_normal((12, 200)).astype(dtype)
+    want, left = a.astype(np.float64) @ dense, device.array(a)
+    both = pm.matmul(left, there, dtype=np.float32, epilogue=lambda acc: (acc * 2, acc))
+    near(both[0].get(), 2 * want, eps / 8)
+    near(both[1].get(), want, eps / 8)
+    normal = pm.matmul(left, there, dtype=np.float32, epilogue=lambda acc: acc - pm.max(acc))
+    near(normal.get(), want - want.max(-1, keepdims=True), eps)
+    near(pm.matmul(left, there, prologue_a=lambda a: a * 2).get(), 2 * want, eps)
+    plan = pm.plan(left, there)
+    near(plan(left).get(), want, eps)
+    out = device.empty((12, 48), np.float32)
+    assert pm.plan(left, there, out)(left, out) is out
+    near(out.get(), want, eps / 8)
+    assert pm.explain(left, there, epilogue=lambda acc: acc + 1).schedule.program == "coded"
+    with pytest.raises(ValueError, match="the plan takes"):
+        plan(device.array(a[:3]))
+    with pytest.raises(TypeError, match="prologue_b"):
+        pm.matmul(left, there, prologue_b=lambda b: b)
