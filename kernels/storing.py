@@ -99,8 +99,6 @@ class Storing:
         j = var("j")
         if self.vector == 1:
             return (If(column.lt(n), (*self.value(at, column, const(0)), Move(to, self.made(at, const(0))))),)
-        each = If((column + j).lt(n), self.value(at + j, column + j, j))
-        values = (For("j", const(0), const(self.vector), const(1), (each,), WHOLE),)
         whole = Vector(to, self.made(at, const(0)), self.vector * BY_NAME[self.type].bytes)
         one = If((column + j).lt(n), (Move(to + j * step, self.made(at, j)),))
         rest = For("j", const(0), const(self.vector), const(1), (one,), WHOLE)
@@ -108,7 +106,13 @@ class Storing:
         fits = (column + (self.vector - 1)).lt(n)
         inside = fits if aligned == const(1) else fits * aligned
         plain = self.fused is None and self.type == self.atom.acc
-        return (*(() if plain else values), If(inside, (whole,), (rest,)))
+        return (*(() if plain else self.values(at)), If(inside, (whole,), (rest,)))
+
+    def values(self, at: Index) -> tuple[Stmt, ...]:
+        """Compute the results of neighbouring columns, of those that there are."""
+        j, column = var("j"), var("column")
+        each = If((column + j).lt(var("n")), self.value(at + j, column + j, j))
+        return (For("j", const(0), const(self.vector), const(1), (each,), WHOLE),)
 
     def made(self, at: Index, j: Index) -> Ptr:
         """Where a result waits."""
