@@ -72,6 +72,10 @@ def _on_device(operands: tuple[Any, Any, Any], dtype: Any, epilogue: Any, prolog
     """The same of arrays on a device."""
     from portmm import around_device, on_device
 
+    if api.of_codes(operands[1]):
+        from portmm import device_codes
+
+        return device_codes.around(operands, dtype, epilogue, prologue_a, prologue_b)
     given = on_device.adopted(*operands)
     assert given is not None  # noqa: S101 - one of them is there
     left, right, out = given

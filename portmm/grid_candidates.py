@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from portmm import grid_matrix, grid_stream, grid_warpgroup
+from portmm import grid_codes, grid_matrix, grid_stream, grid_warpgroup
 from portmm.dtype import BY_NAME, CODES_KR, types, unfolded
 from portmm.errors import ScheduleError
 from portmm.grid_target import STATIC_SHARED
@@ -56,7 +56,7 @@ STAGES = 3
 """Tiles in shared memory where copies are asynchronous."""
 _MATRIX = {"warp": grid_matrix.candidates, "warpgroup": grid_warpgroup.candidates}
 """Who multiplies together -> its schedules."""
-_ASKING = frozenset(("mma", "wgmma"))
+_ASKING = frozenset(("mma", "wgmma", "coded"))
 """Programs that ask for more shared memory than a kernel has unasked."""
 _GROUPED = frozenset(("simt", "direct", "mma"))
 """Programs whose blocks find the group that their rows are of."""
@@ -92,7 +92,8 @@ def candidates(p: Problem, target: Target, vectors: tuple[int, int, int]) -> lis
     found: dict[Schedule, None] = {}
     for isa, atom in units(p.dtype, target):
         if atom.unit:
-            ways = _MATRIX[atom.unit](p, isa, atom, target, vectors, asynchronous=asynchronous(target))
+            make = grid_codes.candidates if p.b == "codes" else _MATRIX[atom.unit]
+            ways = make(p, isa, atom, target, vectors, asynchronous=asynchronous(target))
             found |= {_bounded(s, target): None for s in _joined(ways, target) if not illegal(s, p, target)}
             continue
         programs = [] if p.b == "codes" else list(_direct(p, isa, atom, target, vectors))
@@ -148,6 +149,8 @@ def units(dtype: str, target: Target) -> list[tuple[Isa, Atom]]:
         atom = next(exact, None) or isa.atom(unfolded(dtype))
         if atom is not None:
             found.append((isa, atom))
+        if b == "u4":
+            found += [(isa, t) for t in isa.atoms if t.unit == "warp" and t.a == t.b == a]
     if not found:
         raise ScheduleError(f"{target.name} does not multiply {dtype}")
     return found
@@ -177,6 +180,8 @@ def registers(s: Schedule) -> int:
         return grid_matrix.registers(s)
     if s.program == "wgmma":
         return grid_warpgroup.registers(s)
+    if s.program == "coded":
+        return grid_codes.registers(s)
     a, b, _ = s.types
     words = 2 if a == b == "f64" else 1
     parts = s.mr + s.nr
@@ -206,6 +211,8 @@ def shared_bytes(s: Schedule) -> int:
         return grid_matrix.shared_bytes(s) + ticket
     if s.program == "wgmma":
         return grid_warpgroup.shared_bytes(s)
+    if s.program == "coded":
+        return grid_codes.shared_bytes(s)
     return 0 if s.program == "direct" else (s.block.m + s.block.n) * s.block.k * 4 * s.stages + ticket
 
 

@@ -17,6 +17,7 @@ from portmm.fused import parse as parse_fused
 from portmm.kernels import (
     attention,
     attention_tiles,
+    coded,
     columns,
     decode,
     direct,
@@ -65,6 +66,7 @@ GRID_PROGRAMS: dict[str, Callable[[Schedule, Isa, Atom], GridKernel]] = {
     "stream": stream.build,
     "mma": mma.build,
     "wgmma": wgmma.build,
+    "coded": coded.build,
 }
 """The same for devices."""
 
@@ -116,6 +118,8 @@ def grid_atom(isa: Isa, s: Schedule) -> Atom:
     Raises:
         ScheduleError: the ISA lacks it.
     """
+    if s.program == "coded":
+        return next(t for t in isa.atoms if t.unit == "warp" and t.a == t.b == s.types[0])
     alike = (t for t in isa.atoms if (s.kr > 1 or t.unit) and (t.k_pack, t.a, t.b) == (s.kr, *s.types[:2]))
     return next(alike, None) or atom_of(isa, unfolded(s.dtype))
 

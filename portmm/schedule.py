@@ -187,7 +187,7 @@ class Schedule:
         """Of a device, the threads of a block."""
         if self.groups:
             return WARPGROUP * (self.groups + 1)
-        shares = self.block.k // self.tiles[0].k if self.program == "stream" else 1  # they share out k, too
+        shares = self.block.k // self.tiles[0].k if self.program in ("stream", "coded") else 1  # they share out k, too
         return (self.block.m // self.mr) * (self.block.n // self.nr) * shares
 
     def _b(self) -> str:

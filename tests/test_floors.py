@@ -17,7 +17,7 @@ FLOORS = {
     "vocabulary",
     1: "capable grid_target isa lanes schema target",  # what it runs on
     # legal tiles and predicted time
-    2: "attention_tiling candidates cost grid_candidates grid_cost grid_matrix grid_stream grid_warpgroup "
+    2: "attention_tiling candidates cost grid_candidates grid_codes grid_cost grid_matrix grid_stream grid_warpgroup "
     "matrix_attention_tiling schedule",
     3: "grid index interp ir kernels lower probe threads",  # loops and their meaning
     4: "emit",  # loops to text

@@ -38,7 +38,7 @@ def _wait(pending: int) -> Primitive:
 
 _FUNCTIONS = (
     *(_copy(size) for size in (4, 8, 16)),
-    *(_wait(pending) for pending in range(4)),
+    *(_wait(pending) for pending in range(8)),
     Primitive(
         "copy_async_commit",
         'void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }',
