@@ -152,6 +152,8 @@ def jobs_of(given):
     if given.schedules is not None:
         return [_job("survey", product(text)) for text in given.schedules or SURVEYED]
     every = (gpu_cases.tiny if given.smoke or given.checks else gpu_cases.cases)(given.section)
+    if given.device == "opencl" and not (given.smoke or given.checks or given.section):
+        every = gpu_cases.for_processors()
     found = [_job("measure", case) for case in every]
     return found + ([_job("check", product(text)) for text in KINDS] if given.checks or given.smoke else [])
 

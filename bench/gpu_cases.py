@@ -114,6 +114,8 @@ SECTIONS = {
     "f32": _f32,
 }
 """In the order in which they are measured."""
+MOST_THERE = 1 << 33
+"""Multiply-adds of a product that OpenCL on a processor is timed with."""
 GRAPHED = 256
 """Rows up to which products are also timed as graphs, without what the host does for each."""
 
@@ -121,6 +123,11 @@ GRAPHED = 256
 def cases(names=()):
     """Those of some sections, by default of all."""
     return [case for name in names or SECTIONS for case in SECTIONS[name]()]
+
+
+def for_processors():
+    """What OpenCL on a processor has time for."""
+    return [case for case in _f32() if case.m * case.n * case.k <= MOST_THERE]
 
 
 def tiny(names=()):

@@ -406,3 +406,26 @@ def test_pytorchs_half_runs(bench, section, monkeypatch):
             assert "cublaslt" in row["seconds"] or section in ("attention", "grouped"), row
     assert bench.gpu_measure.overhead(on, 2)["torch.matmul"] > 0
     assert bench.gpu_measure.bandwidth(on, 1 << 10) > 0
+
+
+# -- tables ----------------------------------------------------------------------------------
+
+
+def test_results_become_tables(bench):
+    case = bench.gpu_cases.SECTIONS["decode"]()[0]
+    row = case.record() | {
+        "state": "ok", "right": True, "error": 0.5, "seconds": {"portmm": 3e-5, "torch": 2e-5}, "ratio": 0.7,
+        "graph": {"portmm": 1e-5, "torch": 3e-5, "cublaslt": 2e-5}, "ratio_graph": 2.0, "tflops": 1.0,
+        "tflops_graph": 3.0,
+    }  # fmt: skip
+    data = {
+        "rows": [row, {"name": "fp8 x", "state": "refused", "why": "no"}], "bars": bench.gpu_cases.judged([row]),
+        "surveys": [{"name": "p", "candidates": 9, "correlation": 0.9, "chosen": 0.98, "rows": []}],
+        "sanitizer": [{"tool": "memcheck", "state": "clean"}], "notes": {"not run": ["f32 y"]},
+    }  # fmt: skip
+    text = bench.tables.device("h200-gpu", data)
+    assert "**h200-gpu**: 1 of 1 products checked are right." in text
+    assert "| 1 x 6144 x 4096 | bf16 | col | decode, 8B QKV | 10.0 | 3 | cublaslt | 2.00 |" in text
+    assert "| decode layers of 1 to 64 rows, geometric mean | 1.1 | 2 | 1/32 | met so far |" in text
+    assert "| p | 9 | 0.90 | 0.98 |" in text
+    assert text.endswith("memcheck: clean\n\nNot measured: fp8 x, f32 y.")
