@@ -80,7 +80,7 @@ def described(facts: Facts) -> Target:
     told = replace(
         device,
         block_threads=min(device.block_threads, facts.block_threads),
-        shared_bytes=min(device.shared_bytes, facts.shared_bytes),
+        shared_bytes=min(device.shared_bytes, facts.shared_most or facts.shared_bytes),
         memory_bytes=facts.memory_bytes,
     )
     # OpenCL's compute units are what each vendor calls so; a description counts processors.

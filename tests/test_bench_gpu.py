@@ -18,7 +18,10 @@ MODULES = (
     "cublaslt", "gpu_arrays", "gpu_cases", "gpu_peers", "gpu_families", "gpu_measure", "gpu_schedules", "gpu_run",
     "gpu", "tables",
 )  # fmt: skip
-CHIPS = {"v100": (b"Tesla V100-SXM2-16GB", 7, 0), "a100": (b"NVIDIA A100-SXM4-40GB", 8, 0)}
+CHIPS = {
+    "v100": (b"Tesla V100-SXM2-16GB", 7, 0), "a100": (b"NVIDIA A100-SXM4-40GB", 8, 0),
+    "h100": (b"NVIDIA H100 80GB HBM3", 9, 0),
+}  # fmt: skip
 SECTIONS = (
     "squares", "prefill", "decode", "epilogue", "attention", "int8", "w4a16", "fp8", "tf32", "grouped", "f32"
 )  # fmt: skip
@@ -37,12 +40,22 @@ def bench(monkeypatch):
         sys.modules.pop(name, None)
 
 
-@pytest.fixture(params=CHIPS)
-def chip(request, monkeypatch):
-    """A device that is emulated, with a small cache so that few operands rotate."""
-    name, major, minor = CHIPS[request.param]
+def known_as(monkeypatch, chip):
+    """What the driver says of the device, with a small cache so that few operands rotate."""
+    name, major, minor = CHIPS[chip]
     more = {"name": name, "major": major, "minor": minor, "l2CacheSize": 1 << 12}
     monkeypatch.setattr(cuda_fakes, "PROPERTIES", cuda_fakes.PROPERTIES | more)
+
+
+@pytest.fixture(autouse=True)
+def _usual(monkeypatch):
+    known_as(monkeypatch, "a100")
+
+
+@pytest.fixture(params=CHIPS)
+def chip(request, monkeypatch):
+    """A device that is emulated."""
+    known_as(monkeypatch, request.param)
     return request.param
 
 
@@ -123,7 +136,7 @@ def test_every_kind_of_kernel_is_checked(bench, chip, monkeypatch):
     assert all(row["right"] and row["seconds"] is None for row in found["rows"])
     programs = {row["schedule"].split()[0] for row in found["rows"]}
     assert {"simt", "direct"} <= programs
-    assert ("mma" in programs) == (chip == "a100")
+    assert ("mma" in programs) == (chip != "v100")
 
 
 def test_order_is_correlated(bench):
@@ -139,7 +152,6 @@ def test_order_is_correlated(bench):
 
 @pytest.mark.usefixtures("quick")
 def test_a_worker_says_all_that_it_finds(bench, monkeypatch, capsys):
-    monkeypatch.setattr(cuda_fakes, "PROPERTIES", cuda_fakes.PROPERTIES | {"l2CacheSize": 1 << 12})
     on = bench_arrays.Emulated(emulated_cuda.install(monkeypatch))
     monkeypatch.setattr(bench.gpu_measure, "bandwidth", lambda _on, _size: 1e9)
     given = bench.gpu.arguments(["--smoke", "--turns", "1", "--threads", "1"])
@@ -388,7 +400,6 @@ def test_a_missing_library_is_said(bench, monkeypatch):
 def test_pytorchs_half_runs(bench, section, monkeypatch):
     """Its own products, on tensors in the host's memory, beside kernels through the shim and a false cublasLt."""
     torch = pytest.importorskip("torch")
-    monkeypatch.setattr(cuda_fakes, "PROPERTIES", cuda_fakes.PROPERTIES | {"l2CacheSize": 1 << 12})
     emulated_cuda.install(monkeypatch)
     bench_arrays.tensors_there(monkeypatch)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)

@@ -98,13 +98,17 @@ def test_warpgroups_multiply_from_shared_memory(chip, name):
     if found is None:
         pytest.skip(f"{chip} has no unit of warpgroups for {p.dtype}")
     s, atom = found
-    code = disassembled(s, target)
+    code, (_, warp, *_) = disassembled(s, target), s.tiles
     print(code.kinds(*MATRIX, "UTMALDG", "UTMASTG", "WARPGROUP", "USETMAXREG"), s)
     word = UNITS["warpgroup"][atom.acc]
-    assert code.count(word) == code.count(*MATRIX) > 0
-    assert all(f"64x{atom.n}x{atom.k}" in x for x in code.kinds(word)), (atom, code.kinds(word))
-    assert code.innermost(word) > 0
+    assert code.count(word) == code.count(*MATRIX)
+    # One instruction takes all columns of its warpgroup.
+    high, wide = (warp.n, warp.m) if s.swap else (warp.m, warp.n)
+    assert {x.split(".")[1] for x in code.kinds(word)} == {f"{atom.m}x{wide}x{atom.k}"}
+    assert code.innermost(word) == code.count(word) == high // atom.m * (s.block.k // atom.k), s
+    assert code.count("WARPGROUP") > 0
     assert code.innermost("UTMALDG") > 0
+    assert any("MULTICAST" in x for x in code.kinds("UTMALDG")) == (getattr(s, "cluster", 1) > 1), s
     assert code.count("UTMASTG", "STG") > 0
     assert code.count(*LOCAL) == 0
 
