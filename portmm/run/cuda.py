@@ -35,6 +35,8 @@ _SCALARS = {"pointer": np.uint64, "int": np.int32, "long": np.int64, "float": np
 _BANK, _LEAST = 1 << 16, 1 << 10
 # CUDA's handle of the default stream of each thread: cudaStreamPerThread.
 _PER_THREAD = 2
+# cudaDeviceAttr, of driver_types.h.
+_CLOCKS = {"clockRate": 13, "memoryClockRate": 36}
 
 _lock = threading.Lock()
 _banks: dict[int, _Bank] = {}
@@ -139,14 +141,24 @@ def _facts(device: int) -> Facts:
         registers=0 if registers is None else int(runtime.deviceGetAttribute(registers, device)),
         l2_bytes=int(found["l2CacheSize"]),
         memory_bytes=int(found["totalGlobalMem"]),
-        clock_ghz=found["clockRate"] / 1e6,
+        clock_ghz=_clock(runtime, found, "clockRate", device) / 1e6,
         # The clock is in kHz, the bus in bits, and data move on both edges.
-        bandwidth_gbs=2e-6 * found["memoryClockRate"] * found["memoryBusWidth"] / 8,
+        bandwidth_gbs=2e-6 * _clock(runtime, found, "memoryClockRate", device) * found["memoryBusWidth"] / 8,
         architecture=architecture(int(found["major"]), int(found["minor"])),
         extensions=(),
         driver=f"{driver // 1000}.{driver % 1000 // 10}",
         shared_most=int(found["sharedMemPerBlock"] if most is None else runtime.deviceGetAttribute(most, device)),
     )
+
+
+def _clock(runtime: Any, found: dict[str, Any], name: str, device: int) -> int:
+    """A clock in kHz, 0 if nobody says: CUDA 13 has it among the attributes, no longer among the properties."""
+    if name in found:
+        return int(found[name])
+    try:
+        return int(runtime.deviceGetAttribute(_CLOCKS[name], device))
+    except RuntimeError:
+        return 0
 
 
 def load(cubin: Cubin, name: str, device: int | None = None) -> Function:
