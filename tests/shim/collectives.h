@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "device.h"
 #include "shared.h"
 
 namespace shim {
@@ -84,4 +85,8 @@ int shuffle_xor_s32(int x, int mask, int line) {
 float shuffle_down_f32(float x, int delta, int line) {
   const int from = shim::lane() + shim::checked("shuffle_down_f32", line, delta);
   return shim::shuffle("shuffle_down_f32", line, x, from < shim::WARP ? from : shim::lane());
+}
+
+int shuffle_idx_s32(int x, int lane, int line) {
+  return shim::shuffle("shuffle_idx_s32", line, x, shim::checked("shuffle_idx_s32", line, lane));
 }

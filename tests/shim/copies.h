@@ -51,3 +51,7 @@ void copy_async_wait_0() { shim::copy_async_wait(0); }
 void copy_async_wait_1() { shim::copy_async_wait(1); }
 void copy_async_wait_2() { shim::copy_async_wait(2); }
 void copy_async_wait_3() { shim::copy_async_wait(3); }
+void copy_async_wait_4() { shim::copy_async_wait(4); }
+void copy_async_wait_5() { shim::copy_async_wait(5); }
+void copy_async_wait_6() { shim::copy_async_wait(6); }
+void copy_async_wait_7() { shim::copy_async_wait(7); }

@@ -1,6 +1,6 @@
 // What the source of a CUDA kernel sees when it is compiled for a CPU: the words of the language, the
-// vector types, the functions of the device, and the named primitives. The CUDA bodies of the primitives
-// are inline PTX; those declared here were written from the manuals and live in numbers.h and in the run
+// vector types, the functions of the device, and the named primitives (device.h, numbers.h). The CUDA bodies
+// of the primitives are inline PTX; these were written from the manuals and live in numbers.h and in the run
 // time (runtime.cpp), which also owns barriers, shared memory and what watches them.
 #pragma once
 
@@ -88,25 +88,6 @@ inline int __float2int_rn(float x) { return int(rintf(x)); }
 inline int __float2int_rz(float x) { return int(x); }
 inline float __int2float_rn(int x) { return float(x); }
 
-// -- what threads do together ------------------------------------------------------
-// The line of the source that calls says which barrier or shuffle it is.
-#define SHIM_LINE int line = __builtin_LINE()
-void __syncthreads(SHIM_LINE);
-void __syncwarp(unsigned mask = 0xffffffffu, SHIM_LINE);
-float shuffle_xor_f32(float x, int mask, SHIM_LINE);
-float shuffle_down_f32(float x, int delta, SHIM_LINE);
-int shuffle_xor_s32(int x, int mask, SHIM_LINE);
-
-// -- asynchronous copies -------------------------------------------------------------
-void copy_async_16(void *shared, const void *global, int bytes, SHIM_LINE);
-void copy_async_8(void *shared, const void *global, int bytes, SHIM_LINE);
-void copy_async_4(void *shared, const void *global, int bytes, SHIM_LINE);
-void copy_async_commit();
-void copy_async_wait_0();
-void copy_async_wait_1();
-void copy_async_wait_2();
-void copy_async_wait_3();
-#undef SHIM_LINE
-
 #include "call.h"
+#include "device.h"
 #include "numbers.h"

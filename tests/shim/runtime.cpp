@@ -6,6 +6,7 @@
 #include "collectives.h"
 #include "copies.h"
 #include "faults.h"
+#include "matrix.h"
 
 extern "C" {
 __attribute__((used, section("shim_shared"), aligned(1))) unsigned char shim_guard[shim::GUARD] = {1};
