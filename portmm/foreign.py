@@ -368,7 +368,9 @@ def _cupy_empty(x: Foreign, shape: tuple[int, ...], dtype: str) -> Any:
             if dtype not in FOREIGN:
                 raise
             wanted = BY_NAME[dtype].numpy
-            raise TypeError(f"CuPy {cupy.__version__} makes no array of {wanted}: {error}; give an out, or a dtype that it has") from error
+            raise TypeError(
+                f"CuPy {cupy.__version__} makes no array of {wanted}: {error}; give an out, or a dtype that it has"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from portmm.dtype import BY_NAME
+from portmm.dtype import BY_NAME, FP8
 from portmm.schedule import ALL, Schedule, Tile
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ def candidates(
                 continue
             # A lane has one of four rows, or of eight, and the other way round of columns.
             down, across = (4, 8) if swap else (8, 4)
-            for depth in DEPTHS:
+            # Hopper multiplies floats of eight bits as f16: of deeper tiles, compilers keep too much of both.
+            for depth in DEPTHS[:1] if p.types[0] in FP8 else DEPTHS:
                 tiles = (
                     Tile("registers", wm // down, wn // across, atom.k), Tile("warp", wm, wn, atom.k),
                     Tile("shared", bm, bn, depth // sizes[0]), Tile("L2", GROUP * bm, ALL, ALL),
@@ -111,7 +112,8 @@ def registers(s: Schedule) -> int:
     """Registers of a thread."""
     a, b, _ = (BY_NAME[x].bytes for x in s.types)
     waiting = 0 if s.copies else (s.block.m * a + s.block.n * b) * s.block.k // (4 * s.threads)
-    held = fragments(s) * (2 if s.copies else 1)
+    # Those of floats of eight bits become f16 where there is no unit for them.
+    held = fragments(s) * ((2 if s.copies else 1) + 2 * (s.types[0] in FP8))
     return s.mr * s.nr + held + waiting + ADDRESSES + PER_COPY * turns(s) + PER_LOAD * fragments(s) // 4
 
 
