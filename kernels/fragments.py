@@ -70,7 +70,7 @@ class Part:
         at_once = 4 if self.count % 4 == 0 else 2 if self.count % 2 == 0 else 1
         q = var("matrix")
         below = self.high // HIGH
-        row = (q // self.words * below + q % below) * HIGH
+        row = (q // self.words * below + (q % below if below > 1 else const(0))) * HIGH
         deep = q % self.words // below
         inside = var("lane") % HIGH
         if side.along == "k":

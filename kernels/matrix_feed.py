@@ -125,11 +125,11 @@ class Side:
         here = (
             Let(f"{n}_line", e // across),
             Let(f"{n}_column", e % across * self.vector),
-            Let(f"{n}_k", k + deep),
+            Let(f"{n}_deep", k + deep),
             Let(f"{n}_row", minimum(self.first + row, last)),
             LetPtr(
                 f"{n}_from",
-                Ptr(f"{n}_item", var(f"{n}_row") * self.row_step + var(f"{n}_k") * self.k_step),
+                Ptr(f"{n}_item", var(f"{n}_row") * self.row_step + var(f"{n}_deep") * self.k_step),
                 self.dtype, readonly=True,
             ),
             *body,
@@ -149,7 +149,7 @@ class Side:
     def copy(self, k: Index, end: Index, stage: Index) -> tuple[Stmt, ...]:
         """Begin to copy this thread's vectors of the tile at k, zeros from `end` on."""
         n = self.name
-        there = var(f"{n}_k").lt(end)
+        there = var(f"{n}_deep").lt(end)
         copy = CopyAsync(self._to(stage), Ptr(f"{n}_from"), self.vector * self.bytes, there)
         return self._each(k, (copy,))
 
@@ -157,7 +157,7 @@ class Side:
         """Load this thread's vectors of the tile at k to registers, zeros from `end` on."""
         n = self.name
         to = Ptr(f"{n}_next", var("turn") * self.vector)
-        return self._each(k, (or_zeros(var(f"{n}_k").lt(end), to, Ptr(f"{n}_from"), self.vector, self.bytes),))
+        return self._each(k, (or_zeros(var(f"{n}_deep").lt(end), to, Ptr(f"{n}_from"), self.vector, self.bytes),))
 
     def put(self, stage: Index) -> tuple[Stmt, ...]:
         """Store the vectors in registers to a tile in shared memory."""

@@ -116,8 +116,7 @@ def _multiply(work: Work, at: Index) -> tuple[Stmt, ...]:
     i, j = var("i"), var("j")
     x, y = (Ptr(f"{p.side.name}_part", at * p.count + q * p.words) for p, q in ((left, i), (right, j)))
     mac = Mac(Ptr("acc", (i * right.fragments + j) * work.words), x, y)
-    columns = For("j", const(0), const(right.fragments), const(1), (mac,), WHOLE)
-    return (For("i", const(0), const(left.fragments), const(1), (columns,), WHOLE),)
+    return _each("i", left.fragments, _each("j", right.fragments, (mac,)))
 
 
 def _load(a: Part, b: Part, at: Index, stage: Index, step: Index) -> tuple[Stmt, ...]:
@@ -168,7 +167,7 @@ def _fetched(work: Work, a: Part, b: Part) -> list[Stmt]:
     body = (
         If(more, fetch(var("k_0") + (step + 1) * s.block.k)),
         Let("stage", step % 2),
-        For("unit", const(0), const(steps), const(1), inside, WHOLE),
+        *_each("unit", steps, inside),
         If(more, put(const(1) - var("stage"))),
         Barrier(),
     )
@@ -180,21 +179,25 @@ def _stored(work: Work) -> list[Stmt]:
     s, atom = work.s, work.atom
     left, right = (work.part(x) for x in work.names)
     storing = Storing(s, work.isa, atom, (1, 1 if s.swap else PAIR))
-    i, j, half, e = var("i"), var("j"), var("half"), var("e")
+    i, j, half, e = var("below"), var("beside"), var("half"), var("pair")
     halves = atom.m // HIGH
     down = left.first + i * atom.m + half * HIGH + var("lane") // 4
     across = right.first + j * HIGH + var("lane") % 4 * PAIR
     at = ((i * right.fragments + j) * halves + half) * PAIR
     if s.swap:
         # A lane's two sums are of neighbouring rows of C.
-        each = For("e", const(0), const(PAIR), const(1), (
-            Let("row", var("row_0") + across + e), If(var("row").lt(var("m")), storing.piece(at + e)),
-        ), WHOLE)  # fmt: skip
-        inner: tuple[Stmt, ...] = (For("j", const(0), const(right.fragments), const(1), (each,), WHOLE),)
-        rows: tuple[Stmt, ...] = (Let("column", var("column_0") + down), *inner)
-    else:
-        piece = (Let("column", var("column_0") + across), *storing.piece(at))
-        cells = For("j", const(0), const(right.fragments), const(1), piece, WHOLE)
-        rows = (Let("row", var("row_0") + down), If(var("row").lt(var("m")), (cells,)))
-    of_half = For("half", const(0), const(halves), const(1), rows, WHOLE)
-    return [*storing.before(), For("i", const(0), const(left.fragments), const(1), (of_half,), WHOLE)]
+        column = (Let("column", var("column_0") + down), *storing.piece(at + e))
+        columns = _each("below", left.fragments, _each("half", halves, column))
+        row = (Let("row", var("row_0") + across + e), If(var("row").lt(var("m")), columns))
+        return [*storing.before(), *_each("beside", right.fragments, _each("pair", PAIR, row))]
+    wide = storing.vector
+    here = e * wide if wide < PAIR else const(0)
+    piece: tuple[Stmt, ...] = (Let("column", var("column_0") + across + here), *storing.piece(at + here))
+    piece = _each("pair", PAIR // wide, piece) if wide < PAIR else piece
+    row = (Let("row", var("row_0") + down), If(var("row").lt(var("m")), _each("beside", right.fragments, piece)))
+    return [*storing.before(), *_each("below", left.fragments, _each("half", halves, row))]
+
+
+def _each(name: str, count: int, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+    """A loop that is unrolled."""
+    return (For(name, const(0), const(count), const(1), body, WHOLE),)

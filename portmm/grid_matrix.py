@@ -36,11 +36,14 @@ LEAST_COPY = 4
 WIDE = 2
 """Bytes of elements whose fragments are loaded transposed: PTX ISA, ldmatrix."""
 PIECE = 16
+FEW = 32
+"""Rows of a block's tile up to which operands change sides: atoms have half as many columns as rows."""
 GROUP = 8
 SPLITS = (1, 2, 4, 8, 16)
-ADDRESSES, PER_COPY, PER_LOAD = 40, 3, 1
-"""Registers of a thread for counters, for each vector that it moves, and for each load of fragments; the least with
-which NVRTC 13 spills nothing."""
+ADDRESSES, PER_COPY, SWAPPED = 34, 4, 40
+"""Registers of a thread for counters, for each vector that it moves, and for rows of C in two directions; the
+least with which NVRTC 13 spills nothing, of all tiles. It loads the fragments of a next step in between, so that those
+of one are counted."""
 
 
 def candidates(
@@ -67,7 +70,7 @@ def candidates(
     for bm, bn, wm, wn in BLOCKS:
         for swap in (False, True):
             high, wide = (atom.n, atom.m) if swap else (atom.m, atom.n)
-            if wm % high or wn % wide or (swap and p.types[0] != p.types[1]):
+            if wm % high or wn % wide or (swap and (bm > FEW or p.types[0] != p.types[1])):
                 continue
             # A lane has one of four rows, or of eight, and the other way round of columns.
             down, across = (4, 8) if swap else (8, 4)
@@ -113,8 +116,8 @@ def registers(s: Schedule) -> int:
     a, b, _ = (BY_NAME[x].bytes for x in s.types)
     waiting = 0 if s.copies else (s.block.m * a + s.block.n * b) * s.block.k // (4 * s.threads)
     # Those of floats of eight bits become f16 where there is no unit for them.
-    held = fragments(s) * ((2 if s.copies else 1) + 2 * (s.types[0] in FP8))
-    return s.mr * s.nr + held + waiting + ADDRESSES + PER_COPY * turns(s) + PER_LOAD * fragments(s) // 4
+    held = fragments(s) * (3 if s.types[0] in FP8 else 1)
+    return s.mr * s.nr + held + waiting + ADDRESSES + PER_COPY * turns(s) + SWAPPED * s.swap
 
 
 def shared_bytes(s: Schedule) -> int:

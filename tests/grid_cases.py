@@ -149,7 +149,7 @@ def in_shim(c, codes, seeds=ORDERS):
                 copies[value].array[c.memory[value][1] :] if kind == "pointer" else (kind, value)
                 for kind, value in launch.given
             ]
-            code.launch((*launch.grid, 1), launch.threads, given, seed)
+            code.launch((*launch.grid, 1), launch.threads, given, seed, launch.shared)
         for name, x in copies.items():
             x.check(name)
             if name in ("a", "b"):
