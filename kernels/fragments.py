@@ -3,6 +3,7 @@
 Owns `Part`: how a warp loads the fragments of its rows of an operand. A fragment is made of matrices of eight
 rows of 16 bytes along k: of an operand on the left as many below each other as the atom has rows, then along k; on
 the right along k. Up to four are loaded at once, of which lane l gives the address of row l % 8 of matrix l / 8.
+Elements of f32 are rounded to tf32 then.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.kernels.matrix_feed import PIECE
+from portmm.kernels.matrix_feed import PIECE, WORD
 
 from portmm.index import Ptr, const, var
 from portmm.ir import For, Let
@@ -67,6 +68,8 @@ class Part:
     def load(self, to: Ptr, tile: Index, step: Index) -> tuple[Stmt, ...]:
         """Load all fragments of a step of k of the tile that begins at some element."""
         side = self.side
+        if side.by_words:
+            return self._load_words(to, tile, step)
         at_once = 4 if self.count % 4 == 0 else 2 if self.count % 2 == 0 else 1
         q = var("matrix")
         below = self.high // HIGH
@@ -83,4 +86,19 @@ class Part:
         call = Do(name, (to + group * at_once, Ptr(f"{side.name}_tile", tile + side.at(line, piece))))
         own = var("lane") // HIGH % at_once if at_once > 1 else const(0)
         body = (Let("matrix", group * at_once + own), call)
-        return (For("group", const(0), const(self.count // at_once), const(1), body, WHOLE),)
+        loads = For("group", const(0), const(self.count // at_once), const(1), body, WHOLE)
+        return (loads, *self._rounded(to)) if side.bytes == WORD else (loads,)
+
+    def _rounded(self, to: Ptr) -> tuple[Stmt, ...]:
+        """Make tf32 of what was loaded."""
+        return (For("word", const(0), const(self.count), const(1), (Do("tf32_round", (to + var("word"),)),), WHOLE),)
+
+    def _load_words(self, to: Ptr, tile: Index, step: Index) -> tuple[Stmt, ...]:
+        """Load fragments of tf32 word by word, from lines along rows."""
+        side, q, lane = self.side, var("matrix"), var("lane")
+        below = self.high // HIGH
+        row = self.first + (q // self.words * below + (q % below if below > 1 else const(0))) * HIGH + lane // WORD
+        line = (step * self.deep + q % self.words // below) * WORD + lane % WORD
+        at = side.at(line, row // side.per_piece) + row % side.per_piece
+        call = Do("tf32_load", (to + q, Ptr(f"{side.name}_tile", tile + at)))
+        return (For("matrix", const(0), const(self.count), const(1), (call,), WHOLE),)

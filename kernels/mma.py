@@ -178,7 +178,7 @@ def _stored(work: Work) -> list[Stmt]:
     """Store the sums of this lane where they belong."""
     s, atom = work.s, work.atom
     left, right = (work.part(x) for x in work.names)
-    storing = Storing(s, work.isa, atom, (1, 1 if s.swap else PAIR))
+    storing = Storing(s, work.isa, atom, (1, 1 if s.swap else PAIR), apart=True)
     i, j, half, e = var("below"), var("beside"), var("half"), var("pair")
     halves = atom.m // HIGH
     down = left.first + i * atom.m + half * HIGH + var("lane") // 4

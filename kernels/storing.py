@@ -36,12 +36,20 @@ class Storing:
         isa: the instruction set.
         atom: what summed.
         cell: rows and columns side by side.
+        apart: sums are moved one by one before some are stored at once. Compilers would keep all that are copied as
+            vectors in vectors from the beginning, and spill where there are many.
     """
 
     s: Schedule
     isa: Isa
     atom: Atom
     cell: tuple[int, int]
+    apart: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Sums are stored from where they are."""
+        return self.fused is None and self.type == self.atom.acc and not (self.apart and self.vector > 1)
 
     @property
     def split(self) -> bool:
@@ -83,7 +91,8 @@ class Storing:
         """Addresses, and what elements pass through."""
         if self.split:
             at = (var("slice") * var("batch") + var("item")) * var("c_batch")
-            return (LetPtr("c_item", Ptr("work", at), self.type),)
+            waiting = () if self.plain else (Scratch("c_out", self.vector, self.type),)
+            return (LetPtr("c_item", Ptr("work", at), self.type), *waiting)
         found: list[Stmt] = [LetPtr("c_item", Ptr("c", var("item") * var("c_batch")), self.type)]
         found.append(Scratch("c_out", self.vector, self.type))
         if self.fused:
@@ -107,18 +116,16 @@ class Storing:
         aligned = (n % self.vector).eq(0) if self.split else const(1)
         fits = (column + (self.vector - 1)).lt(n)
         inside = fits if aligned == const(1) else fits * aligned
-        plain = self.fused is None and self.type == self.atom.acc
-        return (*(() if plain else values), If(inside, (whole,), (rest,)))
+        return (*(() if self.plain else values), If(inside, (whole,), (rest,)))
 
     def made(self, at: Index, j: Index) -> Ptr:
         """Where a result waits."""
-        plain = self.fused is None and self.type == self.atom.acc
-        return Ptr("acc", at + j) if plain else Ptr("c_out", j)
+        return Ptr("acc", at + j) if self.plain else Ptr("c_out", j)
 
     def value(self, at: Index, column: Index, j: Index) -> tuple[Stmt, ...]:
         """Compute the results of one element; C's goes where it waits, others are stored."""
         if self.fused is None:
-            return () if self.type == self.atom.acc else (Move(Ptr("c_out", j), Ptr("acc", at)),)
+            return () if self.plain else (Move(Ptr("c_out", j), Ptr("acc", at)),)
         return element(self.isa, self.fused, Ptr("acc", at), Ptr("c_out", j), column)
 
 

@@ -84,7 +84,7 @@ def candidates(p: Problem, target: Target, vectors: tuple[int, int, int]) -> lis
     if target.device is None:
         raise ScheduleError(f"{target.name} is no device")
     found: dict[Schedule, None] = {}
-    for isa, atom in units(p.dtype, target):
+    for isa, atom in units(p.dtype, target, tf32=p.tf32):
         if atom.unit:
             ways = _MATRIX[atom.unit](p, isa, atom, target, vectors, asynchronous=asynchronous(target))
             found |= {_bounded(s, target): None for s in ways if not illegal(s, p, target)}
@@ -113,8 +113,8 @@ def on_gpu(target: Target) -> bool:
     return target.device is not None and not target.device.lanes
 
 
-def units(dtype: str, target: Target) -> list[tuple[Isa, Atom]]:
-    """What can multiply these types, best first.
+def units(dtype: str, target: Target, *, tf32: bool = False) -> list[tuple[Isa, Atom]]:
+    """What can multiply these types, best first; with `tf32`, also what rounds f32 to it.
 
     Raises:
         ScheduleError: nothing can.
@@ -122,7 +122,7 @@ def units(dtype: str, target: Target) -> list[tuple[Isa, Atom]]:
     found = []
     for isa in target.isas:
         a, b, _ = types(dtype)
-        exact = (t for t in isa.atoms if (t.k_pack > 1 or t.unit) and [a, b] == [t.a, t.b])
+        exact = (t for t in isa.atoms if (t.k_pack > 1 or t.unit) and [a, b] == [t.a, t.b] and (tf32 or a != "f32"))
         atom = next(exact, None) or isa.atom(unfolded(dtype))
         if atom is not None:
             found.append((isa, atom))

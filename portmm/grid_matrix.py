@@ -33,8 +33,8 @@ STAGES = (3, 4, 5)
 """Tiles in shared memory where copies are asynchronous."""
 LEAST_COPY = 4
 """Bytes of an asynchronous copy, at least: PTX ISA, cp.async."""
-WIDE = 2
-"""Bytes of elements whose fragments are loaded transposed: PTX ISA, ldmatrix."""
+WIDE = (2, 4)
+"""Bytes of elements whose fragments are loaded transposed: PTX ISA, ldmatrix; and word by word."""
 PIECE = 16
 FEW = 32
 """Rows of a block's tile up to which operands change sides: atoms have half as many columns as rows."""
@@ -63,7 +63,7 @@ def candidates(
         return
     sizes = [BY_NAME[x].bytes for x in p.types[:2]]
     for layout, along_k, size in ((p.a, "row", sizes[0]), (p.b, "col", sizes[1])):
-        if layout != along_k and size != WIDE:
+        if layout != along_k and size not in WIDE:
             return
     moved = [min(v, PIECE // x) for v, x in zip(vectors, sizes, strict=False)]
     copies = asynchronous and min(v * x for v, x in zip(moved, sizes, strict=True)) >= LEAST_COPY

@@ -58,7 +58,7 @@ def matmul(given: tuple[Foreign, Foreign, Foreign | None], dtype: Any = None) ->
         matmul((a, b, to))
         return rows_on_device.copied(out, to)
     wanted = named(dtype) if dtype is not None and out is None else ""
-    key = (a.kind, b.kind, None if out is None else out.kind, wanted, settings.current().deterministic)
+    key = (a.kind, b.kind, None if out is None else out.kind, wanted, settings.current())
     ready: _Ready | None = _ready.get(key)
     if ready is None:
         ready = _ready.keep(key, _prepare(a, b, out, wanted))
@@ -243,7 +243,7 @@ def posed(
     post = "scale" if fused and accumulator(a.dtype, b.dtype) == "s32" else ""
     p = Problem(
         m, n, k, word, walk.count, parts[0].layout, parts[1].layout, c, deterministic=deterministic, post=post,
-        fused=fused,
+        fused=fused, tf32=settings.rounds(word),
     )  # fmt: skip
     return Posed(p, parts, walk, (parts[0].vector, parts[1].vector, vector), turned)
 

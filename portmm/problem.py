@@ -96,6 +96,7 @@ class Problem:
             points of A and B, "bias" added by column.
         source: a float type, in which A is given: its rows are quantised to s8 first.
         fused: what C and other results are of the sums, as `fused.Fused` writes it; empty: C is the sums.
+        tf32: elements of A and B, which are f32, may be rounded to tf32.
     """
 
     m: int
@@ -112,6 +113,7 @@ class Problem:
     post: str = ""
     source: str = ""
     fused: str = ""
+    tf32: bool = False
 
     def __post_init__(self) -> None:
         _, b, c = types(self.dtype)
@@ -132,6 +134,8 @@ class Problem:
             raise ValueError(f"source is {self.source!r}: rows of f32, bf16 or f16 can be quantised to s8, by rows")
         if "azero" in words and self.b != "packed":
             raise ValueError("a zero point of A needs the sums of B's columns, which a packed B has: pack B")
+        if self.tf32 and self.types[:2] != ("f32", "f32"):
+            raise ValueError(f"tf32 is what f32 may be rounded to, and {self.dtype} are multiplied")
         if min(self.m, self.n, self.k, self.batch) < 0:
             raise ValueError(f"negative dimension in {self.m}x{self.n}x{self.k}, batch {self.batch}")
 
@@ -202,6 +206,7 @@ class Problem:
         marks = [f"A {self.a}", f"B {self.b}", f"C {self.c}"]
         marks += ["deterministic"] if self.deterministic else []
         marks += ["static"] if self.static else []
+        marks += ["rounded to tf32"] if self.tf32 else []
         marks += [self.post] if self.post else []
         marks += ["fused"] if self.fused else []
         marks += [f"A quantised from {self.source}"] if self.source else []

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import grid_cases
+import numpy as np
 import pytest
-from test_mma import BY_K, MATRIX, check, schedules
+from grid_cases import compiled, kernels_of, run
+from test_mma import BY_K, BY_ROW, FEW, MATRIX, ROWS, TURNED, check, posed, schedules
 
+from portmm.grid_candidates import candidates
 from portmm.target import load_isa
 
 ADA = replace(
@@ -27,3 +31,46 @@ def test_floats_of_eight_bits(product):
     at = FP8.index(product)
     s = found[(5 * at + 1) % len(found)]
     check(replace(s, split=1 + at % 2), BY_K, dtype, ADA, SIZES)
+
+
+TF32 = ((BY_K, (4, 4, 4)), (ROWS, (4, 2, 2)), (TURNED, (4, 1, 4)), (BY_ROW, (4, 4, 1)), (ROWS, (1, 4, 2)))
+
+
+@pytest.mark.parametrize("way", TF32, ids=lambda x: "-".join(x[0][:2]))
+def test_tf32(way):
+    """Each operand is rounded by at most 2**-11 of itself, half away from zero."""
+    layouts, vectors = way
+    found = candidates(posed("f32", layouts, vectors, tf32=True), MATRIX, vectors)
+    found = [s for s in found if s.program == "mma" and s.split == 1 and s.mr * s.nr <= FEW]
+    at = TF32.index(way)
+    for s in (found[(7 * at) % len(found)], found[(11 * at + 4) % len(found)]):
+        kernels = kernels_of(s, MATRIX)
+        codes = compiled(kernels, "cuda")
+        for i, (*size, batch, shared) in enumerate(SIZES):
+            k = grid_cases.case(posed("f32", layouts, s.vectors, size, batch, tf32=True), s.vectors, i, shared)
+            halved = _rounded(k)
+            c = run(s, kernels, codes, "cuda", k, (i,))[0]
+            halved.check(c, (k.problem, s))
+
+
+def _rounded(k):
+    """The case whose product is that of rounded operands."""
+    p = k.problem
+    a, b = (_tf32(x.astype(np.float32)) for x in (k.a, k.b))
+    x = _seen(a, k.a_offset, (p.batch, p.m, p.k), [k.fields[f"a_{y}"] for y in ("batch", "m", "k")])
+    y = _seen(b, k.b_offset, (p.batch, p.k, p.n), [k.fields[f"b_{y}"] for y in ("batch", "k", "n")])
+    return replace(k, want=x @ y)
+
+
+def _seen(flat, offset, shape, steps):
+    """An operand in an array, in float64."""
+    wide = flat.astype(np.float64)[offset:]
+    return np.lib.stride_tricks.as_strided(wide, shape, [8 * s for s in steps])
+
+
+def _tf32(x):
+    return ((x.view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32)
+
+
+def test_tf32_is_never_used_unasked():
+    assert not schedules("f32", BY_K, (4, 4, 4))
