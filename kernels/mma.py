@@ -15,15 +15,17 @@ A, fewer are wasted, as atoms have sixteen rows but eight columns. Tiles in shar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from portmm.kernels.fragments import HIGH, Part
 from portmm.kernels.matrix_feed import Side
 from portmm.kernels.simt import arguments, place, slice_of_k
+from portmm.kernels.staging import Staging
 from portmm.kernels.storing import Storing
 
 from portmm.grid import GridKernel
+from portmm.grid_matrix import shared_bytes, staging
 from portmm.index import Ptr, ceil_div, const, var
 from portmm.ir import For, If, Let, Scratch
 from portmm.threads import WHOLE, Barrier, Clear, CopyCommit, CopyWait, Mac
@@ -88,7 +90,11 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     a, b = work.part("a"), work.part("b")
     sums = s.mr * s.nr
     ahead = 2 if s.copies else 1
-    body: list[Stmt] = [a.side.shared(), b.side.shared(), Scratch("acc", sums, atom.acc)]
+    tiles = [a.side.shared(), b.side.shared()]
+    # Results may need more than all tiles.
+    more = shared_bytes(s) - a.side.bytes * tiles[0].elements
+    tiles[1] = replace(tiles[1], elements=more // b.side.bytes)
+    body: list[Stmt] = [*tiles, Scratch("acc", sums, atom.acc)]
     body += [Scratch("a_part", a.count * ahead, "b32"), Scratch("b_part", b.count * ahead, "b32")]
     body += [] if s.copies else [a.side.registers(), b.side.registers()]
     body += [*place(s), *_warps(s), *slice_of_k(s, s.block.k), Clear("acc", sums)]
@@ -178,7 +184,9 @@ def _stored(work: Work) -> list[Stmt]:
     """Store the sums of this lane where they belong."""
     s, atom = work.s, work.atom
     left, right = (work.part(x) for x in work.names)
-    storing = Storing(s, work.isa, atom, (1, 1 if s.swap else PAIR), apart=True)
+    cell = (1, 1 if s.swap else PAIR)
+    storing = Staging(s, work.isa, atom, cell) if staging(s) else Storing(s, work.isa, atom, cell)
+    after = storing.after() if isinstance(storing, Staging) else ()
     i, j, half, e = var("below"), var("beside"), var("half"), var("pair")
     halves = atom.m // HIGH
     down = left.first + i * atom.m + half * HIGH + var("lane") // 4
@@ -189,13 +197,13 @@ def _stored(work: Work) -> list[Stmt]:
         column = (Let("column", var("column_0") + down), *storing.piece(at + e))
         columns = _each("below", left.fragments, _each("half", halves, column))
         row = (Let("row", var("row_0") + across + e), If(var("row").lt(var("m")), columns))
-        return [*storing.before(), *_each("beside", right.fragments, _each("pair", PAIR, row))]
+        return [*storing.before(), *_each("beside", right.fragments, _each("pair", PAIR, row)), *after]
     wide = storing.vector
     here = e * wide if wide < PAIR else const(0)
     piece: tuple[Stmt, ...] = (Let("column", var("column_0") + across + here), *storing.piece(at + here))
     piece = _each("pair", PAIR // wide, piece) if wide < PAIR else piece
     row = (Let("row", var("row_0") + down), If(var("row").lt(var("m")), _each("beside", right.fragments, piece)))
-    return [*storing.before(), *_each("below", left.fragments, _each("half", halves, row))]
+    return [*storing.before(), *_each("below", left.fragments, _each("half", halves, row)), *after]
 
 
 def _each(name: str, count: int, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:

@@ -36,20 +36,12 @@ class Storing:
         isa: the instruction set.
         atom: what summed.
         cell: rows and columns side by side.
-        apart: sums are moved one by one before some are stored at once. Compilers would keep all that are copied as
-            vectors in vectors from the beginning, and spill where there are many.
     """
 
     s: Schedule
     isa: Isa
     atom: Atom
     cell: tuple[int, int]
-    apart: bool = False
-
-    @property
-    def plain(self) -> bool:
-        """Sums are stored from where they are."""
-        return self.fused is None and self.type == self.atom.acc and not (self.apart and self.vector > 1)
 
     @property
     def split(self) -> bool:
@@ -91,8 +83,7 @@ class Storing:
         """Addresses, and what elements pass through."""
         if self.split:
             at = (var("slice") * var("batch") + var("item")) * var("c_batch")
-            waiting = () if self.plain else (Scratch("c_out", self.vector, self.type),)
-            return (LetPtr("c_item", Ptr("work", at), self.type), *waiting)
+            return (LetPtr("c_item", Ptr("work", at), self.type),)
         found: list[Stmt] = [LetPtr("c_item", Ptr("c", var("item") * var("c_batch")), self.type)]
         found.append(Scratch("c_out", self.vector, self.type))
         if self.fused:
@@ -108,24 +99,30 @@ class Storing:
         j = var("j")
         if self.vector == 1:
             return (If(column.lt(n), (*self.value(at, column, const(0)), Move(to, self.made(at, const(0))))),)
-        each = If((column + j).lt(n), self.value(at + j, column + j, j))
-        values = (For("j", const(0), const(self.vector), const(1), (each,), WHOLE),)
         whole = Vector(to, self.made(at, const(0)), self.vector * BY_NAME[self.type].bytes)
         one = If((column + j).lt(n), (Move(to + j * step, self.made(at, j)),))
         rest = For("j", const(0), const(self.vector), const(1), (one,), WHOLE)
         aligned = (n % self.vector).eq(0) if self.split else const(1)
         fits = (column + (self.vector - 1)).lt(n)
         inside = fits if aligned == const(1) else fits * aligned
-        return (*(() if self.plain else values), If(inside, (whole,), (rest,)))
+        plain = self.fused is None and self.type == self.atom.acc
+        return (*(() if plain else self.values(at)), If(inside, (whole,), (rest,)))
+
+    def values(self, at: Index) -> tuple[Stmt, ...]:
+        """Compute the results of neighbouring columns, of those that there are."""
+        j, column = var("j"), var("column")
+        each = If((column + j).lt(var("n")), self.value(at + j, column + j, j))
+        return (For("j", const(0), const(self.vector), const(1), (each,), WHOLE),)
 
     def made(self, at: Index, j: Index) -> Ptr:
         """Where a result waits."""
-        return Ptr("acc", at + j) if self.plain else Ptr("c_out", j)
+        plain = self.fused is None and self.type == self.atom.acc
+        return Ptr("acc", at + j) if plain else Ptr("c_out", j)
 
     def value(self, at: Index, column: Index, j: Index) -> tuple[Stmt, ...]:
         """Compute the results of one element; C's goes where it waits, others are stored."""
         if self.fused is None:
-            return () if self.plain else (Move(Ptr("c_out", j), Ptr("acc", at)),)
+            return () if self.type == self.atom.acc else (Move(Ptr("c_out", j), Ptr("acc", at)),)
         return element(self.isa, self.fused, Ptr("acc", at), Ptr("c_out", j), column)
 
 

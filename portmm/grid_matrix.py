@@ -36,6 +36,9 @@ LEAST_COPY = 4
 WIDE = (2, 4)
 """Bytes of elements whose fragments are loaded transposed: PTX ISA, ldmatrix; and word by word."""
 PIECE = 16
+NARROW, LEAST = 2, 8
+"""Bytes of results that go through shared memory, and of what a thread then moves at once, at least: of two lanes'
+16 bits each, memory would move half of what it could."""
 FEW = 32
 """Rows of a block's tile up to which operands change sides: atoms have half as many columns as rows."""
 GROUP = 8
@@ -65,6 +68,7 @@ def candidates(
     for layout, along_k, size in ((p.a, "row", sizes[0]), (p.b, "col", sizes[1])):
         if layout != along_k and size not in WIDE:
             return
+    stored = min(vectors[2], PIECE // BY_NAME[p.types[2]].bytes)
     moved = [min(v, PIECE // x) for v, x in zip(vectors, sizes, strict=False)]
     copies = asynchronous and min(v * x for v, x in zip(moved, sizes, strict=True)) >= LEAST_COPY
     for bm, bn, wm, wn in BLOCKS:
@@ -82,7 +86,7 @@ def candidates(
                 )  # fmt: skip
                 one = Schedule(
                     "mma", isa.name, p.dtype, tiles, (tiles[0].m,), a=p.a, b=p.b, pack_a=False, pack_b=False,
-                    swap=swap, fused=p.fused, stages=2, vectors=(moved[0], moved[1], min(2, vectors[2])),
+                    swap=swap, fused=p.fused, stages=2, vectors=(moved[0], moved[1], stored),
                     c="row" if p.c == "row" else "any",
                 )  # fmt: skip
                 yield from _fed(one, p, target, copies=copies)
@@ -123,4 +127,12 @@ def registers(s: Schedule) -> int:
 def shared_bytes(s: Schedule) -> int:
     """Shared memory of a block."""
     a, b, _ = (BY_NAME[x].bytes for x in s.types)
-    return (s.block.m * a + s.block.n * b) * s.block.k * s.stages
+    tiles = (s.block.m * a + s.block.n * b) * s.block.k * s.stages
+    return max(tiles, staging(s))
+
+
+def staging(s: Schedule) -> int:
+    """Shared memory in which results wait to be stored: see `kernels.staging`."""
+    size = BY_NAME[s.types[2]].bytes
+    narrow = s.c == "row" and s.split == 1 and size <= NARROW and s.vectors[2] * size >= LEAST
+    return s.block.m * (s.block.n * size + PIECE) if narrow else 0
