@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm import arrays, device_arrays, foreign, grid_dispatch, on_device, rows_on_device
+from portmm import arrays, device_arrays, foreign, grid_dispatch, on_device, relaid, rows_on_device
 from portmm.dtype import accumulator
 from portmm.errors import ScheduleError, TraceError
 from portmm.fused import acc, operand_types
@@ -114,6 +114,7 @@ class _Ready:
         sources: arrays that the function captures, and how far into each, in bytes, its first element is.
         numbers: where the numbers of a call come from.
         apart: `out` is of another type than the result, which is converted to it.
+        copies: operands that are laid out anew first.
     """
 
     on: Machine
@@ -124,6 +125,7 @@ class _Ready:
     sources: tuple[tuple[Source, int], ...]
     numbers: tuple[tuple[Any, ...], ...]
     apart: bool = False
+    copies: tuple[relaid.Copy, ...] = ()
 
     def captured(self, found: dict[Any, Any], like: Foreign) -> list[Foreign]:
         """The arrays that the function captures now."""
@@ -146,8 +148,10 @@ class _Ready:
         values = {name: foreign.argument(x)[1] for name, x in zip("abc", product, strict=True)}
         values |= addresses(others, [at for _, at in self.sources] + [0] * (len(others) - len(self.sources)))
         values |= {f"number_{i}": float(resolve(key, found)) for i, key in enumerate(self.numbers)}
+        copies = relaid.run(self.copies, self.on, values, product[0])
         elements, held = self.workspace
         start(self.launches, self.on, values, elements, product[0], held)
+        del copies  # their library frees them when the queue is done with them
 
 
 def _prepare(a: Foreign, b: Foreign, out: Foreign | None, wanted: str, traced: Traced) -> _Ready:
@@ -171,11 +175,12 @@ def _prepare(a: Foreign, b: Foreign, out: Foreign | None, wanted: str, traced: T
     assert len(strides) == len(operand_types(step.text))  # noqa: S101
     if 0 in shape:
         return _Ready(on, tuple(kinds), traced.several, (), (0, ""), (), (), apart)
-    found = grid_dispatch.route(p, on, call.vectors)
+    p, vectors, values, copies = relaid.arranged(p, call.vectors, values, on)
+    found = grid_dispatch.route(p, on, vectors)
     launches, workspace = on_device.bound(found, values, p)
     return _Ready(
         on, tuple(kinds), traced.several, launches, workspace, tuple((x, steps[0]) for x, steps in sources),
-        traced.numbers, apart,
+        traced.numbers, apart, copies,
     )  # fmt: skip
 
 

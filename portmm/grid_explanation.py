@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from portmm import around_device, device_arrays, grid_dispatch, on_device
+from portmm import around_device, device_arrays, grid_dispatch, on_device, relaid
 from portmm.chosen import Chosen
 from portmm.dtype import BY_NAME
 from portmm.grid_candidates import MOST_VECTOR, registers, resident, shared_bytes
@@ -112,7 +112,13 @@ def of_arrays(a: Any, b: Any, out: Any, epilogue: Any) -> GridExplanation:
     if not call.problem.flops:
         raise ValueError(f"{call.problem} has nothing to multiply, so no kernel is needed")
     on = device_arrays.machine_of(given[0])
-    return explained(call.problem, on.target, on.language, notes, call.vectors)
+    p, vectors = call.problem, call.vectors
+    if call.walk.outer is None:
+        once = "".join(x for x, step in zip("ab", call.walk.strides, strict=False) if not step)
+        sides, seconds = relaid.faster(p, on.target, vectors, once)
+        notes += relaid.said(p, sides, seconds)
+        p, vectors = relaid.laid(p, sides), relaid.widened(p, vectors, sides)
+    return explained(p, on.target, on.language, notes, vectors)
 
 
 def explained(
