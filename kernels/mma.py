@@ -97,7 +97,7 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     body: list[Stmt] = [*tiles, Scratch("acc", sums, atom.acc)]
     body += [Scratch("a_part", a.count * ahead, "b32"), Scratch("b_part", b.count * ahead, "b32")]
     body += [] if s.copies else [a.side.registers(), b.side.registers()]
-    body += [*place(s), *_warps(s), *slice_of_k(s, s.block.k), Clear("acc", sums)]
+    body += [*place(s), *_warps(s), *a.places(), *b.places(), *slice_of_k(s, s.block.k), Clear("acc", sums)]
     body += _copied(work, a, b) if s.copies else _fetched(work, a, b)
     body += _stored(work)
     grid = (ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch"), const(s.split))
