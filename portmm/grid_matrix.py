@@ -119,8 +119,8 @@ def registers(s: Schedule) -> int:
     """Registers of a thread."""
     a, b, _ = (BY_NAME[x].bytes for x in s.types)
     waiting = 0 if s.copies else (s.block.m * a + s.block.n * b) * s.block.k // (4 * s.threads)
-    # Those of floats of eight bits become f16 where there is no unit for them.
-    held = fragments(s) * (3 if s.types[0] in FP8 else 1)
+    # Those of floats of eight bits become f16 where there is no unit for them; words are rounded to others.
+    held = fragments(s) * (3 if s.types[0] in FP8 else 2 if s.types[0] == "f32" else 1)
     return s.mr * s.nr + held + waiting + ADDRESSES + PER_COPY * turns(s) + SWAPPED * s.swap
 
 
