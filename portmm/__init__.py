@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         tanh,
         where,
     )
+    from portmm.warm import warmup
     from portmm.whole import fuse
 
 __version__ = VERSION
@@ -134,6 +135,7 @@ __all__ = [
     "square",
     "sum",
     "tanh",
+    "warmup",
     "where",
 ]
 
@@ -146,6 +148,7 @@ _LATER = {
     "launch": "launching",
     "linear": "scaled",
     "fuse": "whole",
+    "warmup": "warm",
     **dict.fromkeys(
         (
             "cast",

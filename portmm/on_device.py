@@ -298,7 +298,8 @@ def _prepare(a: Foreign, b: Foreign, out: Foreign | None, wanted: str) -> _Ready
         return _Ready(on, shape, c, to.kind, ())
     _, batch, size = device_arrays.shapes(a, b)
     call = posed((a, b, to), batch, size)
-    p, values, vectors, copies = call.problem, call.values(), call.vectors, ()
+    p, values, vectors = call.problem, call.values(), call.vectors
+    copies: tuple[relaid.Copy, ...] = ()
     if call.walk.outer is None:
         p, vectors, values, copies = relaid.arranged(p, vectors, values, on)
     # Nothing to sum is a sum of nothing: kernels of any k leave zeros.

@@ -43,12 +43,14 @@ class Copy:
         elements: of the copy.
         dtype: of its elements.
         launch: the kernel.
+        name: of the kernel.
     """
 
     side: str
     elements: int
     dtype: str
     launch: Launch
+    name: str
 
 
 def faster(p: Problem, target: Target, vectors: Vectors, once: str = "") -> tuple[str, float]:
@@ -104,7 +106,7 @@ def _bytes(p: Problem, side: str, once: bool) -> int:
 
 def laid(p: Problem, sides: Any) -> Problem:
     """The problem of operands of which some were copied."""
-    return replace(p, **{x: _ALONG_K[x] for x in sides})
+    return replace(p, a="row" if "a" in sides else p.a, b="col" if "b" in sides else p.b)
 
 
 def widened(p: Problem, vectors: Vectors, sides: Any) -> Vectors:
@@ -147,7 +149,7 @@ def _copy(p: Problem, side: str, values: dict[str, Any], on: Machine) -> Copy:
         "m": rows, "k": p.k, "line": line, "batch": items, "x_m": values[f"{side}_{'m' if of_a else 'n'}"],
         "x_k": values[f"{side}_k"], "x_batch": apart, "to_batch": rows * line,
     }  # fmt: skip
-    return Copy(side, items * rows * line, dtype, grid_dispatch.bind(kernel, function, numbers))
+    return Copy(side, items * rows * line, dtype, grid_dispatch.bind(kernel, function, numbers), kernel.name)
 
 
 def _made(kind: str, along: str, on: Machine) -> tuple[Any, Any]:

@@ -8,10 +8,15 @@ import grid_cases
 import numpy as np
 import pytest
 from grid_cases import compiled, kernels_of, run
+from test_grid_compiles import most_registers, nvrtc
 from test_mma import BY_K, BY_ROW, FEW, MATRIX, ROWS, TURNED, check, posed, schedules
 
 from portmm.grid_candidates import candidates
-from portmm.target import load_isa
+from portmm.grid_dispatch import choose, source
+from portmm.lower import lower_lines
+from portmm.nvrtc import compile_cuda
+from portmm.problem import Problem
+from portmm.target import load_isa, load_target
 
 ADA = replace(
     MATRIX, isas=(load_isa("mma_sm89"), *MATRIX.isas), device=replace(MATRIX.device, architecture="89"),
@@ -74,3 +79,34 @@ def _tf32(x):
 
 def test_tf32_is_never_used_unasked():
     assert not schedules("f32", BY_K, (4, 4, 4))
+
+
+CHIPS = ("a100", "l4", "h200", "b200", "rtx_pro_6000")
+LARGE = (
+    (Problem(4096, 4096, 4096, "f32", b="col", tf32=True), (4, 4, 4)),
+    (Problem(1000, 4096, 1024, "f32", a="col", tf32=True), (4, 4, 4)),
+    (Problem(4096, 4096, 4096, "e4m3-e4m3-f32", b="col"), (16, 16, 4)),
+    (Problem(512, 4096, 4096, "e5m2-e4m3-e4m3", b="col"), (16, 16, 16)),
+)
+ASSEMBLED = [(x, i) for j, x in enumerate(CHIPS) for i in range(len(LARGE)) if (i + j) % 2 == 0 and (i < 2 or j)]
+
+
+@pytest.mark.parametrize(("chip", "at"), ASSEMBLED)
+def test_what_is_chosen_compiles(chip, at):
+    nvrtc()
+    target, (p, vectors) = load_target(chip), LARGE[at]
+    s = choose(p, target, vectors).schedule
+    assert s.program == "mma"
+    kernel = kernels_of(s, target)[0]
+    made = compile_cuda(source(kernel, "cuda"), kernel.name, target.device.architecture)
+    assert made.spills == 0, (s, made.registers)
+    assert made.registers <= most_registers(s, target), (s, made.registers)
+
+
+@pytest.mark.parametrize("along", ["row", "k"])
+@pytest.mark.parametrize("kind", ["u8", "f16", "s32"])
+def test_copies_compile(kind, along):
+    nvrtc()
+    kernel = lower_lines(load_isa("simt"), kind, along)
+    made = compile_cuda(source(kernel, "cuda"), kernel.name, "80")
+    assert (made.spills, made.registers <= 64) == (0, True)
