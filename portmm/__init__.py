@@ -65,6 +65,7 @@ if TYPE_CHECKING:
         tanh,
         where,
     )
+    from portmm.warm import warmup
     from portmm.whole import fuse
 
 __version__ = VERSION
@@ -136,6 +137,7 @@ __all__ = [
     "square",
     "sum",
     "tanh",
+    "warmup",
     "where",
 ]
 
@@ -149,6 +151,7 @@ _LATER = {
     "launch": "launching",
     "linear": "scaled",
     "fuse": "whole",
+    "warmup": "warm",
     **dict.fromkeys(
         (
             "cast",

@@ -327,7 +327,7 @@ def _explained(p: Problem, target: Target, threads: int, notes: tuple[str, ...] 
     if target.device is not None:
         from portmm import grid_explanation
 
-        return grid_explanation.explained(p, target, notes=notes)
+        return grid_explanation.explained(replace(p, tf32=p.tf32 or settings.rounds(p.dtype)), target, notes=notes)
     choice = dispatch.choose(p, target, threads)
     kernel = dispatch.kernel_of(choice.schedule, dispatch.isa_of(choice.schedule, target))
     return Explanation(choice, kernel, source(kernel), notes)

@@ -90,7 +90,7 @@ def candidates(p: Problem, target: Target, vectors: tuple[int, int, int]) -> lis
     if target.device is None:
         raise ScheduleError(f"{target.name} is no device")
     found: dict[Schedule, None] = {}
-    for isa, atom in units(p.dtype, target):
+    for isa, atom in units(p.dtype, target, tf32=p.tf32):
         if atom.unit:
             make = grid_codes.candidates if p.b == "codes" else _MATRIX[atom.unit]
             ways = make(p, isa, atom, target, vectors, asynchronous=asynchronous(target))
@@ -136,8 +136,8 @@ def on_gpu(target: Target) -> bool:
     return target.device is not None and not target.device.lanes
 
 
-def units(dtype: str, target: Target) -> list[tuple[Isa, Atom]]:
-    """What can multiply these types, best first.
+def units(dtype: str, target: Target, *, tf32: bool = False) -> list[tuple[Isa, Atom]]:
+    """What can multiply these types, best first; with `tf32`, also what rounds f32 to it.
 
     Raises:
         ScheduleError: nothing can.
@@ -145,7 +145,7 @@ def units(dtype: str, target: Target) -> list[tuple[Isa, Atom]]:
     found = []
     for isa in target.isas:
         a, b, _ = types(dtype)
-        exact = (t for t in isa.atoms if (t.k_pack > 1 or t.unit) and [a, b] == [t.a, t.b])
+        exact = (t for t in isa.atoms if (t.k_pack > 1 or t.unit) and [a, b] == [t.a, t.b] and (tf32 or a != "f32"))
         atom = next(exact, None) or isa.atom(unfolded(dtype))
         if atom is not None:
             found.append((isa, atom))

@@ -128,6 +128,11 @@ def cost(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     return Cost(hidden + sum(added.values()), overlapped, added)
 
 
+def copying(moved: int, target: Target) -> float:
+    """Seconds in which a kernel copies what reads and writes so many bytes together."""
+    return LAUNCH + moved / (1e9 * _bandwidth(target))
+
+
 def _slices(p: Problem, s: Schedule, target: Target) -> dict[str, float]:
     """The time of adding slices of k, if there are several."""
     if s.split == 1:

@@ -8,6 +8,7 @@ replaces what its description says of counts; the rest is the description's.
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -289,6 +290,20 @@ def route(p: Problem, on: Machine, vectors: Vectors) -> Route:
         choice = choose(p, on.target, vectors)
         found = _routes.keep(key, Route(choice, *_code(choice.schedule, on)))
     return found
+
+
+def routes(asked: Sequence[tuple[Problem, Vectors]], on: Machine, compilers: int) -> list[Route]:
+    """Routes for several problems, whose kernels are compiled at once by so many threads.
+
+    Raises:
+        ScheduleError: nothing is legal for one of them.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    new = [choose(p, on.target, vectors).schedule for p, vectors in asked if (p, on.key, vectors) not in _routes]
+    with ThreadPoolExecutor(compilers) as pool:
+        list(pool.map(lambda s: _code(s, on), dict.fromkeys(new)))
+    return [route(p, on, vectors) for p, vectors in asked]
 
 
 def _code(s: Schedule, on: Machine) -> tuple[tuple[GridKernel, ...], tuple[Any, ...]]:

@@ -12,7 +12,15 @@ from dataclasses import asdict, dataclass
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from portmm import around_device, device_arrays, device_codes, grid_dispatch, grouped_on_device, on_device
+from portmm import (
+    around_device,
+    device_arrays,
+    device_codes,
+    grid_dispatch,
+    grouped_on_device,
+    on_device,
+    relaid,
+)
 from portmm.chosen import Chosen
 from portmm.dtype import BY_NAME
 from portmm.grid_candidates import MOST_VECTOR, registers, resident, shared_bytes
@@ -124,7 +132,13 @@ def _answered(call: grouped_on_device.Posed | on_device.Posed, a: Foreign, notes
     if not call.problem.flops:
         raise ValueError(f"{call.problem} has nothing to multiply, so no kernel is needed")
     on = device_arrays.machine_of(a)
-    return explained(call.problem, on.target, on.language, notes, call.vectors)
+    p, vectors = call.problem, call.vectors
+    if isinstance(call, on_device.Posed) and p.b != "codes" and call.walk.outer is None:
+        once = "".join(x for x, step in zip("ab", call.walk.strides, strict=False) if not step)
+        sides, seconds = relaid.faster(p, on.target, vectors, once)
+        notes += relaid.said(p, sides, seconds)
+        p, vectors = relaid.laid(p, sides), relaid.widened(p, vectors, sides)
+    return explained(p, on.target, on.language, notes, vectors)
 
 
 def explained(

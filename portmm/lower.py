@@ -35,6 +35,7 @@ from portmm.kernels import (
     slices,
     stream,
     tiles,
+    transposing,
     wgmma,
 )
 from portmm.matrix_attention_tiling import MatrixTiling
@@ -162,6 +163,13 @@ def lower_grid_columns(isa: Isa, text: str, threads: int, *, sliced: bool) -> tu
     """The kernels of a device that reduce columns: two where they are `sliced`."""
     kernels = grid_columns.build(isa, _one(isa), parse_fused(text), threads, sliced=sliced)
     return tuple(replace(x, header=_header(x.name, isa, text, f"portmm.fuse on {isa.title}")) for x in kernels)
+
+
+def lower_lines(isa: Isa, dtype: str, along: str) -> GridKernel:
+    """The kernel of a device that copies an operand, k side by side: see `kernels.transposing`."""
+    kernel = transposing.build(isa, _one(isa), dtype, along)
+    what = f"copies matrices of {dtype} that lie along {along}, k side by side, in aligned lines"
+    return replace(kernel, header=_header(kernel.name, isa, what, f"portmm.matmul on {isa.title}"))
 
 
 def _one(isa: Isa) -> Atom:

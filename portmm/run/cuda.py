@@ -107,6 +107,15 @@ def _number(device: int | None) -> int:
     return number
 
 
+def current(device: int | None = None) -> int:
+    """The number of a device, by default of the current one.
+
+    Raises:
+        NoDeviceError: there is no such device, or no CuPy.
+    """
+    return _number(device)
+
+
 def architecture(major: int, minor: int) -> str:
     """What code for a compute capability is compiled for: "80", "90a", "120"."""
     return f"{major}{minor}{'a' if major in _SPECIFIC else ''}"
