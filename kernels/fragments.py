@@ -64,23 +64,49 @@ class Part:
         """Registers of a lane for one step of k."""
         return self.fragments * self.words
 
-    def load(self, to: Ptr, tile: Index, step: Index) -> tuple[Stmt, ...]:
-        """Load all fragments of a step of k of the tile that begins at some element."""
-        side = self.side
-        at_once = 4 if self.count % 4 == 0 else 2 if self.count % 2 == 0 else 1
-        q = var("matrix")
-        below = self.high // HIGH
-        row = (q // self.words * below + (q % below if below > 1 else const(0))) * HIGH
-        deep = q % self.words // below
+    @property
+    def at_once(self) -> int:
+        """Matrices of one load."""
+        return next(x for x in (4, 2, 1) if self.count % x == 0)
+
+    @property
+    def below(self) -> int:
+        """Matrices of a fragment below each other."""
+        return self.high // HIGH
+
+    def places(self) -> tuple[Stmt, ...]:
+        """What this lane's addresses have in common: line, piece, and what pieces of its lines are exchanged by.
+
+        Fragments are whole turns of the exchange apart, so that one number serves all.
+        """
+        n, side, words = self.side.name, self.side, min(self.words, self.at_once)
+        own = var("lane") // HIGH % self.at_once if self.at_once > 1 else const(0)
+        matrix = own % words if words < self.at_once else own
+        fragment = own // words if words < self.at_once else const(0)
+        row = (fragment * self.below + (matrix % self.below if self.below > 1 else const(0))) * HIGH
+        deep = matrix // self.below
         inside = var("lane") % HIGH
         if side.along == "k":
-            line, piece = self.first + row + inside, step * self.deep + deep
+            line, piece = self.first + row + inside, deep
         else:
-            line, piece = (step * self.deep + deep) * HIGH + inside, (self.first + row) // side.per_piece
+            line, piece = deep * HIGH + inside, (self.first + row) // side.per_piece
+        turn = side.turned(line if side.along == "k" else inside)
+        return (Let(f"{n}_top", line), Let(f"{n}_left", piece), Let(f"{n}_turn", turn))
+
+    def load(self, to: Ptr, tile: Index, step: Index) -> tuple[Stmt, ...]:
+        """Load all fragments of a step of k of the tile that begins at some element."""
+        n, side, group = self.side.name, self.side, var("group")
+        # A group of matrices is whole fragments, or a part of one.
+        parts = max(1, self.words // self.at_once)
+        rows = group // parts * max(1, self.at_once // self.words) * self.high
+        deep = step * self.deep + group % parts * (self.at_once // self.below)
+        line, piece = var(f"{n}_top"), var(f"{n}_left")
+        if side.along == "k":
+            line, piece = line + rows, piece + deep
+        else:
+            line, piece = line + deep * HIGH, piece + rows // side.per_piece
+        at = line * side.width + (piece ^ var(f"{n}_turn")) * side.per_piece
         trans = "" if side.along == "k" else "trans_"
-        group = var("group")
-        name = f"ldmatrix_{trans}x{at_once}"
-        call = Do(name, (to + group * at_once, Ptr(f"{side.name}_tile", tile + side.at(line, piece))))
-        own = var("lane") // HIGH % at_once if at_once > 1 else const(0)
-        body = (Let("matrix", group * at_once + own), call)
-        return (For("group", const(0), const(self.count // at_once), const(1), body, WHOLE),)
+        name = f"ldmatrix_{trans}x{self.at_once}"
+        call = Do(name, (to + group * self.at_once, Ptr(f"{n}_tile", tile + at)))
+        return (For("group", const(0), const(self.count // self.at_once), const(1), (call,), WHOLE),)

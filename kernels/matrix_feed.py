@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from portmm.kernels.feeding import or_zeros
 
 from portmm.dtype import BY_NAME
-from portmm.index import Ptr, const, minimum, var
+from portmm.index import Ptr, const, var
 from portmm.ir import For, If, Let, LetPtr, Scratch
 from portmm.threads import WHOLE, CopyAsync, Shared, Vector
 
@@ -121,12 +121,11 @@ class Side:
         n, across = self.name, self.width // self.vector
         e, line, column = var(f"{n}_piece"), var(f"{n}_line"), var(f"{n}_column")
         row, deep = (line, column) if self.along == "k" else (column, line)
-        last = self.end - (1 if self.along == "k" else self.vector)
         here = (
             Let(f"{n}_line", e // across),
             Let(f"{n}_column", e % across * self.vector),
             Let(f"{n}_deep", k + deep),
-            Let(f"{n}_row", minimum(self.first + row, last)),
+            Let(f"{n}_row", self.first + row),
             LetPtr(
                 f"{n}_from",
                 Ptr(f"{n}_item", var(f"{n}_row") * self.row_step + var(f"{n}_deep") * self.k_step),
@@ -146,18 +145,21 @@ class Side:
         within = column % self.per_piece if self.vector < self.per_piece else const(0)
         return Ptr(f"{self.name}_tile", stage * self.size + at + within)
 
-    def copy(self, k: Index, end: Index, stage: Index) -> tuple[Stmt, ...]:
-        """Begin to copy this thread's vectors of the tile at k, zeros from `end` on."""
+    def _there(self, end: Index) -> Index:
+        """Whether a vector is inside: of addresses that are not clamped, compilers keep one and a step."""
         n = self.name
-        there = var(f"{n}_deep").lt(end)
-        copy = CopyAsync(self._to(stage), Ptr(f"{n}_from"), self.vector * self.bytes, there)
+        return var(f"{n}_row").lt(self.end) * var(f"{n}_deep").lt(end)
+
+    def copy(self, k: Index, end: Index, stage: Index) -> tuple[Stmt, ...]:
+        """Begin to copy this thread's vectors of the tile at k, zeros from `end` on and past the last row."""
+        copy = CopyAsync(self._to(stage), Ptr(f"{self.name}_from"), self.vector * self.bytes, self._there(end))
         return self._each(k, (copy,))
 
     def fetch(self, k: Index, end: Index) -> tuple[Stmt, ...]:
         """Load this thread's vectors of the tile at k to registers, zeros from `end` on."""
         n = self.name
         to = Ptr(f"{n}_next", var("turn") * self.vector)
-        return self._each(k, (or_zeros(var(f"{n}_deep").lt(end), to, Ptr(f"{n}_from"), self.vector, self.bytes),))
+        return self._each(k, (or_zeros(self._there(end), to, Ptr(f"{n}_from"), self.vector, self.bytes),))
 
     def put(self, stage: Index) -> tuple[Stmt, ...]:
         """Store the vectors in registers to a tile in shared memory."""

@@ -98,7 +98,7 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     body: list[Stmt] = [*tiles, Scratch("acc", sums, atom.acc)]
     body += [Scratch("a_part", a.count * ahead, "b32"), Scratch("b_part", b.count * ahead, "b32")]
     body += [] if s.copies else [a.side.registers(), b.side.registers()]
-    body += [*place(s), *_warps(s), *slice_of_k(s, s.block.k), Clear("acc", sums)]
+    body += [*place(s), *_warps(s), *a.places(), *b.places(), *slice_of_k(s, s.block.k), Clear("acc", sums)]
     body += _copied(work, a, b) if s.copies else _fetched(work, a, b)
     body += [*join(s, blocks(s)), *_stored(work)]
     grid = (blocks(s), const(s.split))

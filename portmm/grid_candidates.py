@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from portmm import grid_matrix, grid_stream
+from portmm import grid_matrix, grid_stream, grid_warpgroup
 from portmm.dtype import BY_NAME, CODES_KR, types, unfolded
 from portmm.errors import ScheduleError
 from portmm.grid_target import STATIC_SHARED
@@ -54,9 +54,9 @@ ASYNCHRONOUS = 80
 """PTX ISA, cp.async: architectures from sm_80 on."""
 STAGES = 3
 """Tiles in shared memory where copies are asynchronous."""
-_MATRIX = {"warp": grid_matrix.candidates}
+_MATRIX = {"warp": grid_matrix.candidates, "warpgroup": grid_warpgroup.candidates}
 """Who multiplies together -> its schedules."""
-_ASKING = frozenset(("mma",))
+_ASKING = frozenset(("mma", "wgmma"))
 """Programs that ask for more shared memory than a kernel has unasked."""
 _GROUPED = frozenset(("simt", "direct", "mma"))
 """Programs whose blocks find the group that their rows are of."""
@@ -123,7 +123,11 @@ def _bounded(s: Schedule, target: Target) -> Schedule:
     device = target.device
     assert device is not None  # noqa: S101 - `candidates` looked
     limited = device.language == "cuda" and device.registers and s.program != "stream"
-    return replace(s, resident=resident(s, target)) if limited else s
+    bounded = replace(s, resident=resident(s, target)) if limited else s
+    if not s.persistent:
+        return bounded
+    blocks = device.processors * max(1, bounded.resident)
+    return replace(bounded, persistent=blocks // s.cluster * s.cluster)
 
 
 def on_gpu(target: Target) -> bool:
@@ -171,6 +175,8 @@ def registers(s: Schedule) -> int:
         return grid_stream.registers(s)
     if s.program == "mma":
         return grid_matrix.registers(s)
+    if s.program == "wgmma":
+        return grid_warpgroup.registers(s)
     a, b, _ = s.types
     words = 2 if a == b == "f64" else 1
     parts = s.mr + s.nr
@@ -198,6 +204,8 @@ def shared_bytes(s: Schedule) -> int:
     ticket = TICKET if s.joined else 0
     if s.program == "mma":
         return grid_matrix.shared_bytes(s) + ticket
+    if s.program == "wgmma":
+        return grid_warpgroup.shared_bytes(s)
     return 0 if s.program == "direct" else (s.block.m + s.block.n) * s.block.k * 4 * s.stages + ticket
 
 
@@ -213,7 +221,7 @@ def resident(s: Schedule, target: Target) -> int:
     if device.threads:
         most.append(device.threads // s.threads)
     if shared_bytes(s) and device.processor_shared_bytes:
-        most.append(device.processor_shared_bytes // shared_bytes(s))
+        most.append(device.processor_shared_bytes // (shared_bytes(s) + grid_warpgroup.RESERVED))
     return max(1, min(most))
 
 

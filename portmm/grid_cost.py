@@ -16,6 +16,7 @@ from portmm.cost import Cost
 from portmm.dtype import BY_NAME, size
 from portmm.grid_candidates import PARTS, on_gpu, resident
 from portmm.grid_stream import along_k, flying, shares, width
+from portmm.grid_warpgroup import STRIP, columns, staged, sums
 
 if TYPE_CHECKING:
     from portmm.problem import Problem
@@ -61,6 +62,14 @@ MATRIX_STEP = 60.0
 """Cycles of a step of k in which a block meets and waits for fragments."""
 ENDING = 3.0
 """Instructions that store a sum, or a part of them."""
+ENGINE_BYTES = 48.0
+"""That a processor's copy engine gets from L2 in a cycle: neighbours ask for the same at the same time."""
+ENGINE_WAIT = 1000.0
+"""Cycles from asking it for a tile to having it."""
+SENDING, MEET = 1.5, 300.0
+"""Cycles of storing a sum through shared memory, and of meeting and waiting for the first."""
+GROUP_STEP = 30.0
+"""Cycles of a step of k in which a warpgroup waits for a barrier, and others may multiply."""
 MOVES = 16.0
 """Pieces that a processor moves to shared memory in a cycle."""
 
@@ -71,6 +80,8 @@ def cost(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
         return _streamed(p, s, atom, target)
     if s.program == "mma":
         return _multiplied(p, s, atom, target)
+    if s.program == "wgmma":
+        return _grouped(p, s, atom, target)
     device = target.device
     assert device is not None  # noqa: S101 - `candidates` looked
     hertz = 1e9 * (target.frequency_ghz or DEFAULT_GHZ)
@@ -153,6 +164,40 @@ def _multiplied(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     # The last stages are waited for, and sums are stored, while nothing is multiplied, but by other blocks.
     ending = s.mr * s.nr * ENDING * warps / PARTS
     waits = ceil(rounds / together) * (WAIT + steps * MATRIX_STEP / together) + rounds * ending / together
+    added = {"waiting": waits / hertz, "launch": LAUNCH} | _slices(p, s, target)
+    most = max(overlapped.values())
+    hidden = most + EXPOSED * (sum(overlapped.values()) - most)
+    return Cost(hidden + sum(added.values()), overlapped, added)
+
+
+def _grouped(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
+    """The predicted time of `kernels.wgmma`."""
+    device = target.device
+    assert device is not None  # noqa: S101 - `candidates` looked
+    hertz = 1e9 * (target.frequency_ghz or DEFAULT_GHZ)
+    rate = target.rates.get(atom.name, DEFAULT_MATRIX_RATE)
+    pairs = ceil(p.m / (s.block.m * s.cluster)) * ceil(p.n / s.block.n) * p.batch * s.split
+    tiles = pairs * s.cluster
+    busy = min(device.processors // s.cluster * s.cluster, tiles)
+    rounds = ceil(tiles / busy)
+    a, b, c = (BY_NAME[x].bytes for x in p.types)
+    steps = ceil(ceil(p.k / s.block.k) / s.split)
+    depth, wide = steps * s.block.k, columns(s)
+    # Each instruction reads its 64 rows and all of its columns from shared memory.
+    read = (s.block.m * s.block.n // wide * a + s.block.m * s.block.n // STRIP * b) + s.block.m * a + s.block.n * b
+    brought = s.block.m * a + s.block.n * b / s.cluster
+    # Whoever stores while others multiply hides it; and so with what a step waits for.
+    others = max(2 if s.pingpong else 1, min(resident(s, target), rounds))
+    overlapped = {
+        "multiply-adds": rounds * s.block.m * s.block.n * depth / rate / hertz,
+        "shared memory": rounds * depth * read / SHARED_BYTES / hertz,
+        "L2": rounds * depth * brought / ENGINE_BYTES / hertz,
+        "latency": rounds * steps * ENGINE_WAIT / (s.stages * min(resident(s, target), rounds)) / hertz,
+        "memory": p.batch * (p.m * p.k * a + p.k * p.n * b + p.m * p.n * c) / (1e9 * _bandwidth(target)),
+    }
+    ending = sums(s) * s.groups / (2 if s.pingpong else 1) * (SENDING if staged(s) else ENDING) + MEET
+    shown = ceil(rounds / others) * ending if others > 1 else rounds * ending
+    waits = WAIT + shown + rounds * steps * GROUP_STEP / max(others, 1 if s.pingpong else s.groups)
     added = {"waiting": waits / hertz, "launch": LAUNCH} | _slices(p, s, target)
     most = max(overlapped.values())
     hidden = most + EXPOSED * (sum(overlapped.values()) - most)

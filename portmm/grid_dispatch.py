@@ -36,6 +36,9 @@ MOST_ROUTES = 4096
 MOST = (1 << 31) - 1 - (1 << 16)
 """Integers of kernels have 32 bits; the last turn of a loop, and the last tile, reach past the end."""
 
+MAPPED = 16
+"""Bytes that steps of tensor maps are multiples of."""
+
 Vectors = tuple[int, int, int]
 
 
@@ -80,7 +83,7 @@ def described(facts: Facts) -> Target:
     told = replace(
         device,
         block_threads=min(device.block_threads, facts.block_threads),
-        shared_bytes=min(device.shared_bytes, facts.shared_bytes),
+        shared_bytes=min(device.shared_bytes, facts.shared_most or facts.shared_bytes),
         memory_bytes=facts.memory_bytes,
     )
     # OpenCL's compute units are what each vendor calls so; a description counts processors.
@@ -129,9 +132,9 @@ class Machine:
 
     def mapped(self, x: Mapping, address: int) -> Any:
         """A tensor map, as a kernel takes it."""
-        from portmm.run import cuda
+        from portmm.run import tensor_map
 
-        return cuda.tensor_map(x.dtype, address, x.sizes, x.strides, x.box, x.swizzle)
+        return tensor_map.tensor_map(x.dtype, address, x.sizes, x.strides, x.box, x.swizzle)
 
     def counters(self, count: int, queue: Any) -> Any:
         """The address of at least so many zeros, for kernels of a stream of CUDA that leave them so."""
@@ -241,7 +244,9 @@ class Mapping:
 def _mapping(x: MapOf, values: dict[str, Any]) -> Mapping:
     size = BY_NAME[x.dtype].bytes
     sizes, strides = (tuple(evaluate(y, values) for y in z) for z in (x.sizes, x.strides))
-    return Mapping(x.dtype, sizes, tuple(size * y for y in strides), x.box, x.swizzle)
+    # Of an axis with one place, any step will do, but it must be one that the copy engine takes.
+    steps = [s * size if n > 1 else MAPPED for n, s in zip(sizes[1:], strides, strict=True)]
+    return Mapping(x.dtype, sizes, tuple(steps), x.box, x.swizzle)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

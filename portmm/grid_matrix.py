@@ -43,7 +43,7 @@ FEW = 32
 """Rows of a block's tile up to which operands change sides: atoms have half as many columns as rows."""
 GROUP = 8
 SPLITS = (1, 2, 4, 8, 16)
-ADDRESSES, PER_COPY, SWAPPED = 34, 4, 40
+ADDRESSES, PER_COPY, SWAPPED = 46, 6, 20
 """Registers of a thread for counters, for each vector that it moves, and for rows of C in two directions; the
 least with which NVRTC 13 spills nothing, of all tiles. It loads the fragments of a next step in between, so that those
 of one are counted."""

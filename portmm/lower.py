@@ -33,6 +33,7 @@ from portmm.kernels import (
     slices,
     stream,
     tiles,
+    wgmma,
 )
 from portmm.schedule import inconsistent, spell
 from portmm.version import VERSION
@@ -61,6 +62,7 @@ GRID_PROGRAMS: dict[str, Callable[[Schedule, Isa, Atom], GridKernel]] = {
     "direct": direct.build,
     "stream": stream.build,
     "mma": mma.build,
+    "wgmma": wgmma.build,
 }
 """The same for devices."""
 

@@ -17,7 +17,7 @@ FLOORS = {
     "vocabulary",
     1: "capable grid_target isa lanes schema target",  # what it runs on
     # legal tiles and predicted time
-    2: "attention_tiling candidates cost grid_candidates grid_cost grid_matrix grid_stream schedule",
+    2: "attention_tiling candidates cost grid_candidates grid_cost grid_matrix grid_stream grid_warpgroup schedule",
     3: "grid index interp ir kernels lower probe threads",  # loops and their meaning
     4: "emit",  # loops to text
     5: "build cache calibrate compiler detect nvrtc permission snapshot",  # the host: compile, look, measure

@@ -207,8 +207,8 @@ def launch(  # noqa: PLR0917 - what a launch has
         function: what `load` gave.
         grid: blocks along each of up to three dimensions; nothing runs if one is 0.
         block: threads along each.
-        arguments: pairs of a kind, "pointer", "int", "long" or "float", and a value;
-            of a pointer its address, None for NULL.
+        arguments: pairs of a kind, "pointer", "int", "long", "float" or "map", and a value;
+            of a pointer its address, None for NULL; of a map what `tensor_map.tensor_map` gave.
         stream: CUDA's handle; 0 is the default stream.
         shared: bytes of dynamic shared memory.
 
@@ -237,9 +237,9 @@ def launch(  # noqa: PLR0917 - what a launch has
 
 def _words(arguments: Sequence[tuple[str, Any]]) -> tuple[Any, ...]:
     try:
-        return tuple(_SCALARS[kind](0 if value is None else value) for kind, value in arguments)
+        return tuple(x if kind == "map" else _SCALARS[kind](0 if x is None else x) for kind, x in arguments)
     except KeyError as error:
-        raise ValueError(f"arguments of kind {error} are unknown; use one of {', '.join(_SCALARS)}") from None
+        raise ValueError(f"arguments of kind {error} are unknown; use one of {', '.join((*_SCALARS, 'map'))}") from None
 
 
 def counters(device: int, count: int, stream: int) -> int:
