@@ -55,7 +55,9 @@ def matrix(x: Foreign, rows: int, cols: int, steps: tuple[int, int], others: tup
     row, col = (row if rows > 1 else cols, 1) if layout == "row" else (1, col if cols > 1 else rows)
     far, near = (row, cols) if layout == "row" else (col, rows)
     size = BY_NAME[x.dtype].bytes
-    vector = math.gcd(far, near, x.at // size, *others, foreign.WIDEST // size)
+    # Where lines overlap or go backwards, the copy engine of a GPU cannot address them: it wants whole vectors.
+    most = foreign.WIDEST // (2 * size if far < near or min(others, default=0) < 0 else size)
+    vector = math.gcd(far, near, x.at // size, *others, most)
     return Matrix(layout, row, col, vector & -vector)
 
 

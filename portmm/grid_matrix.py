@@ -134,5 +134,5 @@ def shared_bytes(s: Schedule) -> int:
 def staging(s: Schedule) -> int:
     """Shared memory in which results wait to be stored: see `kernels.staging`."""
     size = BY_NAME[s.types[2]].bytes
-    narrow = s.c == "row" and s.split == 1 and size <= NARROW and s.vectors[2] * size >= LEAST
+    narrow = s.c == "row" and not s.slices and size <= NARROW and s.vectors[2] * size >= LEAST
     return s.block.m * (s.block.n * size + PIECE) if narrow else 0

@@ -96,7 +96,7 @@ class Plan:
             raise TypeError("this plan is for arrays on a device, and these are in the host's memory")
         for name, x, kind in zip(("a", "b", "out"), found, self.kinds, strict=True):
             if x is not None and kind is not None and x.kind != kind:
-                raise ValueError(f"{name} is {_said(x.kind)}, the plan takes {_said(kind)}")
+                raise ValueError(f"{name} is {said(x.kind)}, the plan takes {said(kind)}")
         if found[2] is not None:
             device_arrays.check_out(found[2], self.ready.shape)
             if self.kinds[2] is None and found[2].kind != self.ready.like:
@@ -106,7 +106,8 @@ class Plan:
         return self.ready.run(*found)
 
 
-def _said(kind: tuple[Any, ...]) -> str:
+def said(kind: tuple[Any, ...]) -> str:
+    """A kind of array, in words."""
     shape, strides, dtype, device, aligned, _ = kind
     return f"{dtype} of shape {shape}, strides {strides}, aligned to {aligned} bytes, on {device[0]}"
 
@@ -316,6 +317,7 @@ def bound(found: grid_dispatch.Route, values: dict[str, Any], p: Problem) -> tup
     """The kernels of a route with their numbers, and the elements of 32 bits between them, and their type."""
     held = (found.workspace(p.m, p.n, p.batch), p.acc)
     kernels = list(zip(found.kernels, found.functions, strict=True))
-    launches = [grid_dispatch.bind(*kernels[0], values | ({"c_m": p.n, "c_batch": p.m * p.n} if held[0] else {}))]
+    apart = {"c_m": p.n, "c_batch": p.m * p.n} if found.choice.schedule.slices else {}
+    launches = [grid_dispatch.bind(*kernels[0], values | apart)]
     launches += [grid_dispatch.bind(*x, values | {"work_batch": p.m * p.n}) for x in kernels[1:]]
     return tuple(launches), held

@@ -97,6 +97,8 @@ class Problem:
         source: a float type, in which A is given: its rows are quantised to s8 first.
         fused: what C and other results are of the sums, as `fused.Fused` writes it; empty: C is the sums.
         tf32: elements of A and B, which are f32, may be rounded to tf32.
+        grouped: the rows of A and C are shared out among the items of B, by ends that are not known before a
+            kernel reads them: each item has m of them, more or less.
     """
 
     m: int
@@ -114,6 +116,7 @@ class Problem:
     source: str = ""
     fused: str = ""
     tf32: bool = False
+    grouped: bool = False
 
     def __post_init__(self) -> None:
         self._check_post()
@@ -217,5 +220,6 @@ class Problem:
         marks += ["rounded to tf32"] if self.tf32 else []
         marks += [self.post] if self.post else []
         marks += ["fused"] if self.fused else []
+        marks += ["rows in groups"] if self.grouped else []
         marks += [f"A quantised from {self.source}"] if self.source else []
         return f"{batch}{self.m} x {self.n} x {self.k} {self.dtype} ({', '.join(marks)})"
