@@ -58,7 +58,8 @@ def matmul(
     Units that multiply bfloat16 (AVX512-BF16, AMX, BFDOT, BFMMLA) take subnormals for zero.
 
     Arrays of CuPy, PyTorch and PyOpenCL that lie on a device are multiplied there, where they
-    lie, on the stream or queue of `a`; the result is an array of the same library, and nothing waits.
+    lie, on the stream or queue of `a`; the result is an array of the same library, and nothing waits. There,
+    float8_e4m3fn and float8_e5m2 are multiplied, too: two of them give bfloat16 unless `dtype` says otherwise.
 
     Args:
         a: float32, float64, float16, bfloat16 (of ml_dtypes), int8 or uint8,
