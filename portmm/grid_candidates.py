@@ -56,7 +56,7 @@ STAGES = 3
 """Tiles in shared memory where copies are asynchronous."""
 _MATRIX = {"warp": grid_matrix.candidates}
 """Who multiplies together -> its schedules."""
-_ASKING = frozenset(("mma", "coded"))
+_ASKING = frozenset(("mma", *grid_codes.PROGRAMS))
 """Programs that ask for more shared memory than a kernel has unasked."""
 BUSY = 2
 """Blocks for each processor from which k need not be split."""
@@ -156,7 +156,7 @@ def registers(s: Schedule) -> int:
         return grid_stream.registers(s)
     if s.program == "mma":
         return grid_matrix.registers(s)
-    if s.program == "coded":
+    if s.program in grid_codes.PROGRAMS:
         return grid_codes.registers(s)
     a, b, _ = s.types
     words = 2 if a == b == "f64" else 1
@@ -184,7 +184,7 @@ def shared_bytes(s: Schedule) -> int:
         return grid_stream.shared_words(s) * (8 if s.dtype == "f64" else 4)
     if s.program == "mma":
         return grid_matrix.shared_bytes(s)
-    if s.program == "coded":
+    if s.program in grid_codes.PROGRAMS:
         return grid_codes.shared_bytes(s)
     return 0 if s.program == "direct" else (s.block.m + s.block.n) * s.block.k * 4 * s.stages
 
