@@ -34,11 +34,10 @@ BLOCKS = (
 )  # fmt: skip
 """Of a block and of a warp: rows and columns; of a block elements of k, which so many warps share out."""
 LARGE_BLOCKS = (
-    (128, 256, 64, 64), (256, 128, 64, 64), (128, 128, 64, 64), (128, 128, 64, 32), (64, 256, 32, 64),
+    (128, 256, 64, 64, 64), (256, 128, 64, 64, 64), (128, 128, 64, 64, 32), (128, 128, 64, 32, 64),
+    (64, 256, 32, 64, 64),
 )  # fmt: skip
-"""Rows and columns of a block and of a warp where a block makes floats of words."""
-DEPTH = 64
-"""Elements of k that it makes at once."""
+"""Rows and columns of a block and of a warp where a block makes floats of words, and the k of which it makes them."""
 LARGE_STAGES = (3, 4, 5)
 STAGES = (2, 3, 4, 6)
 LEAST_COPY = 4
@@ -104,9 +103,9 @@ def candidates(
         yield from _fed(one, p, target, STAGES)
     # A weight that is rounded costs no more than a result that is.
     rounded = BY_NAME[p.types[2]].bytes == size
-    for bm, bn, wm, wn in LARGE_BLOCKS if rounded else ():
+    for bm, bn, wm, wn, deep in LARGE_BLOCKS if rounded else ():
         tiles = (
-            Tile("registers", wm // 8, wn // 4, atom.k), Tile("warp", wm, wn, atom.k), Tile("shared", bm, bn, DEPTH),
+            Tile("registers", wm // 8, wn // 4, atom.k), Tile("warp", wm, wn, atom.k), Tile("shared", bm, bn, deep),
             Tile("L2", GROUP * bm, ALL, ALL),
         )  # fmt: skip
         one = Schedule(

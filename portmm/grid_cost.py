@@ -192,8 +192,9 @@ def _decoded(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
         "L2": blocks * passing / (min(device.processors, blocks) * L2_BYTES_PER_CYCLE) / hertz,
         "memory": p.batch * (p.m * p.k * a + p.m * p.n * c) / (1e9 * _bandwidth(target))
         + p.k * p.n * b / (1e9 * _bandwidth(target)),
-        "latency": ceil(rounds / together) * ceil(steps / max(1, s.stages - 1)) * FAR / hertz,
     }  # fmt: skip
+    if not once:
+        overlapped["latency"] = ceil(rounds / together) * ceil(steps / max(1, s.stages - 1)) * FAR / hertz
     ending = s.mr * s.nr * (ENDING * warps + ADD_SHARE * (sharing - 1)) / PARTS
     waits = ceil(rounds / together) * (WAIT + steps * MATRIX_STEP / together) + rounds * ending / together
     added = {"waiting": waits / hertz, "launch": LAUNCH} | _slices(p, s, target)

@@ -29,7 +29,7 @@ GPU = load_target("a100")
 CASES = (
     ("bf16-u4-bf16", 5, 128, 8, 2, (8, 16, 512), 1, 3), ("f16-u4-f32", 20, 0, 8, 1, (32, 64, 256), 1, 2),
     ("bf16-u4-f32", 33, 32, 2, 2, (64, 64, 128), 1, 4), ("f16-u4-f16", 16, 64, 4, 2, (16, 64, 256), 2, 3),
-    ("bf16-u4-bf16", 70, 96, 8, 1, (128, 128, 128), 1, 2), ("bf16-u4-bf16", 140, 32, 8, 8, (128, 128, 64), 1, 3),
+    ("bf16-u4-bf16", 70, 96, 8, 1, (128, 128, 128), 1, 2), ("bf16-u4-bf16", 140, 32, 8, 8, (128, 128, 32), 1, 3),
     ("f16-u4-f16", 65, 0, 2, 1, (64, 256, 64), 2, 4), ("f16-u4-f16", 70, 96, 8, 4, (64, 256, 64), 1, 3),
 )  # fmt: skip
 """Types, rows, the group, elements of A and of C that lie aligned, the block, slices of k, stages."""
@@ -153,7 +153,7 @@ def test_what_is_chosen_compiles(what):
 def test_codes_are_predicted_to_be_faster(chip, shape):
     """Than floats of 16 bits in the same kind of kernel: much for few rows, and hardly slower for many."""
     target = load_target(chip)
-    for m, least in ((1, 1.8), (4, 1.6), (16, 1.6), (64, 1.25), (128, 0.97), (256, 0.95), (512, 0.9)):
+    for m, least in ((1, 1.8), (4, 1.6), (16, 1.6), (64, 1.25), (128, 1), (256, 0.97), (512, 0.97)):
         coded_ = choose(posed("bf16-u4-bf16", m, *shape, 128), target, (8, 32, 8)).cost
         floats = choose(Problem(m, *shape, "bf16", b="col"), target, (8, 8, 8)).cost
         assert floats.seconds > least * coded_.seconds, (m, floats.seconds / coded_.seconds)
