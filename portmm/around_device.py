@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm import arrays, device_arrays, foreign, grid_dispatch, on_device, rows_on_device
+from portmm import arrays, device_arrays, foreign, grid_dispatch, on_device, relaid, rows_on_device
 from portmm.dtype import accumulator
 from portmm.errors import ScheduleError, TraceError
 from portmm.fused import acc, operand_types
@@ -140,6 +140,7 @@ class _Ready:
         sources: arrays that the function captures, and how far into each, in bytes, its first element is.
         numbers: where the numbers of a call come from.
         apart: `out` is of another type than the result, which is converted to it.
+        copies: operands that are laid out anew first.
     """
 
     on: Machine
@@ -150,6 +151,7 @@ class _Ready:
     sources: tuple[tuple[Source, int], ...]
     numbers: tuple[tuple[Any, ...], ...]
     apart: bool = False
+    copies: tuple[relaid.Copy, ...] = ()
 
     def captured(self, found: dict[Any, Any], like: Foreign) -> list[Foreign]:
         """The arrays that the function captures now."""
@@ -175,8 +177,10 @@ class _Ready:
         values = {name: foreign.argument(x)[1] for name, x in product.items()}
         values |= addresses(others, [at for _, at in self.sources] + [0] * (len(others) - len(self.sources)))
         values |= {f"number_{i}": float(resolve(key, found)) for i, key in enumerate(self.numbers)}
+        copies = relaid.run(self.copies, self.on, values, product["a"])
         elements, held = self.workspace
         start(self.launches, self.on, values, elements, product["a"], held)
+        del copies  # their library frees them when the queue is done with them
 
 
 def _prepare(
@@ -203,11 +207,12 @@ def _prepare(
     assert len(strides) == len(operand_types(step.text))  # noqa: S101
     if 0 in shape:
         return _Ready(on, tuple(kinds), traced.several, (), (0, ""), (), (), apart)
-    found = grid_dispatch.route(p, on, call.vectors)
+    p, vectors, values, copies = relaid.arranged(p, call.vectors, values, on)
+    found = grid_dispatch.route(p, on, vectors)
     launches, workspace = on_device.bound(found, values, p)
     return _Ready(
         on, tuple(kinds), traced.several, launches, workspace, tuple((x, steps[0]) for x, steps in sources),
-        traced.numbers, apart,
+        traced.numbers, apart, copies,
     )  # fmt: skip
 
 
@@ -227,7 +232,7 @@ def _posed(
         raise TypeError("the epilogue captures an array in the host's memory; copy it to the device of the operands")
     a, b, out = given
     shape, batch, size = device_arrays.shapes(a, b)
-    step = _settled(a, b, out, wanted, traced)
+    step = settled(a, b, out, wanted, traced)
     types = [arrays.name_of(x) for x in step.types]
     if out is not None:
         device_arrays.check_out(out, shape)
@@ -271,7 +276,7 @@ def _usual(a: Foreign, b: Foreign) -> str:
     return a.dtype if b.dtype == "u4" else device_arrays.result_type(a.dtype, b.dtype, "")
 
 
-def _settled(a: Foreign, b: Foreign, out: Foreign | None, wanted: str, traced: Traced) -> Step:
+def settled(a: Foreign, b: Foreign, out: Foreign | None, wanted: str, traced: Traced) -> Step:
     """What is fused.
 
     Raises:

@@ -17,6 +17,7 @@ from portmm.dtype import BY_NAME, size
 from portmm.grid_candidates import PARTS, on_gpu, resident
 from portmm.grid_codes import PROGRAMS, instructions
 from portmm.grid_stream import along_k, flying, shares, width
+from portmm.grid_warpgroup import STRIP, columns, staged, sums
 
 if TYPE_CHECKING:
     from portmm.problem import Problem
@@ -35,6 +36,8 @@ CACHED_WORDS = 16.0
 """Words that it loads from its first cache in a cycle."""
 L2_BYTES_PER_CYCLE = 24.0
 """That a processor gets from L2 in a cycle while all others ask too: 5.5 TB/s of 132 processors."""
+ALONE_BYTES = 48.0
+"""That it gets while few others ask: three quarters of the 64 that a path from L2 has."""
 EXPOSED = 0.2
 """Share of the shorter overlapped terms that still shows."""
 WARPS_NEEDED = 4
@@ -60,6 +63,14 @@ MATRIX_STEP = 60.0
 """Cycles of a step of k in which a block meets and waits for fragments."""
 ENDING = 3.0
 """Instructions that store a sum, or a part of them."""
+ENGINE_BYTES = 48.0
+"""That a processor's copy engine gets from L2 in a cycle: neighbours ask for the same at the same time."""
+ENGINE_WAIT = 1000.0
+"""Cycles from asking it for a tile to having it."""
+SENDING, MEET = 1.5, 300.0
+"""Cycles of storing a sum through shared memory, and of meeting and waiting for the first."""
+GROUP_STEP = 30.0
+"""Cycles of a step of k in which a warpgroup waits for a barrier, and others may multiply."""
 INTEGER_LANES = 64.0
 """Operations on bits that a processor does in a cycle: CUDA C++ Best Practices Guide, compute capability 8.0 to 9.0."""
 ADD_SHARE = 2.0
@@ -74,6 +85,8 @@ def cost(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
         return _streamed(p, s, atom, target)
     if s.program == "mma":
         return _multiplied(p, s, atom, target)
+    if s.program == "wgmma":
+        return _grouped(p, s, atom, target)
     if s.program in PROGRAMS:
         return _decoded(p, s, atom, target)
     device = target.device
@@ -115,10 +128,20 @@ def cost(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     return Cost(hidden + sum(added.values()), overlapped, added)
 
 
+def copying(moved: int, target: Target) -> float:
+    """Seconds in which a kernel copies what reads and writes so many bytes together."""
+    return LAUNCH + moved / (1e9 * _bandwidth(target))
+
+
 def _slices(p: Problem, s: Schedule, target: Target) -> dict[str, float]:
     """The time of adding slices of k, if there are several."""
     if s.split == 1:
         return {}
+    if s.joined:
+        # All blocks write, and one of each tile reads, while there is nothing else to do.
+        hertz = 1e9 * (target.frequency_ghz or DEFAULT_GHZ)
+        read = 4 * s.split * s.block.m * s.block.n / ALONE_BYTES
+        return {"slices": (2 * WAIT + read) / hertz + 4 * p.batch * p.m * p.n * s.split / (2e9 * _bandwidth(target))}
     traffic = 4 * p.batch * p.m * p.n * (2 * s.split + 1)
     return {"slices": LAUNCH + traffic / (2e9 * _bandwidth(target))}
 
@@ -153,6 +176,40 @@ def _multiplied(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     # The last stages are waited for, and sums are stored, while nothing is multiplied, but by other blocks.
     ending = s.mr * s.nr * ENDING * warps / PARTS
     waits = ceil(rounds / together) * (WAIT + steps * MATRIX_STEP / together) + rounds * ending / together
+    added = {"waiting": waits / hertz, "launch": LAUNCH} | _slices(p, s, target)
+    most = max(overlapped.values())
+    hidden = most + EXPOSED * (sum(overlapped.values()) - most)
+    return Cost(hidden + sum(added.values()), overlapped, added)
+
+
+def _grouped(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
+    """The predicted time of `kernels.wgmma`."""
+    device = target.device
+    assert device is not None  # noqa: S101 - `candidates` looked
+    hertz = 1e9 * (target.frequency_ghz or DEFAULT_GHZ)
+    rate = target.rates.get(atom.name, DEFAULT_MATRIX_RATE)
+    pairs = ceil(p.m / (s.block.m * s.cluster)) * ceil(p.n / s.block.n) * p.batch * s.split
+    tiles = pairs * s.cluster
+    busy = min(device.processors // s.cluster * s.cluster, tiles)
+    rounds = ceil(tiles / busy)
+    a, b, c = (BY_NAME[x].bytes for x in p.types)
+    steps = ceil(ceil(p.k / s.block.k) / s.split)
+    depth, wide = steps * s.block.k, columns(s)
+    # Each instruction reads its 64 rows and all of its columns from shared memory.
+    read = (s.block.m * s.block.n // wide * a + s.block.m * s.block.n // STRIP * b) + s.block.m * a + s.block.n * b
+    brought = s.block.m * a + s.block.n * b / s.cluster
+    # Whoever stores while others multiply hides it; and so with what a step waits for.
+    others = max(2 if s.pingpong else 1, min(resident(s, target), rounds))
+    overlapped = {
+        "multiply-adds": rounds * s.block.m * s.block.n * depth / rate / hertz,
+        "shared memory": rounds * depth * read / SHARED_BYTES / hertz,
+        "L2": rounds * depth * brought / ENGINE_BYTES / hertz,
+        "latency": rounds * steps * ENGINE_WAIT / (s.stages * min(resident(s, target), rounds)) / hertz,
+        "memory": p.batch * (p.m * p.k * a + p.k * p.n * b + p.m * p.n * c) / (1e9 * _bandwidth(target)),
+    }
+    ending = sums(s) * s.groups / (2 if s.pingpong else 1) * (SENDING if staged(s) else ENDING) + MEET
+    shown = ceil(rounds / others) * ending if others > 1 else rounds * ending
+    waits = WAIT + shown + rounds * steps * GROUP_STEP / max(others, 1 if s.pingpong else s.groups)
     added = {"waiting": waits / hertz, "launch": LAUNCH} | _slices(p, s, target)
     most = max(overlapped.values())
     hidden = most + EXPOSED * (sum(overlapped.values()) - most)

@@ -45,6 +45,8 @@ _FUNCTIONS = (
         "",
         hardware=True,
     ),
+    Primitive("memory_fence", "void memory_fence() { __threadfence(); }", "", hardware=True),
+    Primitive("atomic_ticket", "int atomic_ticket(int *counter) { return atomicAdd(counter, 1); }", "", hardware=True),
     Primitive(
         "shuffle_xor_f32",
         "float shuffle_xor_f32(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from portmm.dtype import BY_NAME, CODES_AT, base
+from portmm.emit.family import called
 from portmm.emit.printer import SUM, Printer, index
 from portmm.emit.scalars import HELPERS, converted
 from portmm.grid import PLACES
@@ -25,9 +26,10 @@ if TYPE_CHECKING:
 
     from portmm.grid import Argument, GridKernel
     from portmm.index import Ptr
-    from portmm.ir import Add, For, Let, Move
+    from portmm.ir import Add, For, Let, Move, Read
     from portmm.isa import Primitive
     from portmm.threads import (
+        Apply,
         Barrier,
         Clear,
         Codes,
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
         Do,
         Exchange,
         Get,
+        Leave,
         Mac,
         Vector,
         Weave,
@@ -126,9 +129,9 @@ def _functions(kernel: GridKernel, dialect: Dialect, body: str) -> list[str]:
     plain: list[str] = []
     hardware: list[str] = []
     said = body
-    for x in reversed(own):
-        text = dialect.primitive(x)
-        if re.search(rf"\b{x.name}\(", said):
+    for family in reversed(own):
+        for x in called(family, said):
+            text = dialect.primitive(x)
             said += text
             (hardware if x.hardware else plain).insert(0, f"{dialect.inline} {text.strip()}")
     helpers = _SMALL | {n: t.replace("static inline ", "") for n, t in HELPERS.items() if n not in known}
@@ -256,8 +259,8 @@ class _Printer(Printer):
         self.put(depth, self.dialect.private.format(type=BY_NAME[s.dtype].c, name=s.name, elements=s.elements))
 
     def do_for(self, s: For, depth: int) -> None:
-        if s.unroll > 1:
-            self.put(depth, self.dialect.unroll + (f" {s.unroll}" if s.unroll < WHOLE else ""))
+        if s.unroll != 1:
+            self.put(depth, self.dialect.unroll + (f" {s.unroll or 1}" if s.unroll < WHOLE else ""))
         step = f"++{s.var}" if s.step == Index("const", (1,)) else f"{s.var} += {self.index(s.step)}"
         self.put(depth, f"for (int {s.var} = {self.index(s.begin)}; {s.var} < {self.index(s.end, SUM)}; {step}) {{")
         self.body(s.body, depth + 1)
@@ -269,6 +272,12 @@ class _Printer(Printer):
 
     def do_add(self, s: Add, depth: int) -> None:
         self.put(depth, f"{self.spot(s.to)} += {self.spot(s.src)};")
+
+    def do_read(self, s: Read, depth: int) -> None:
+        self.put(depth, f"const int {s.name} = {self.spot(s.p)};")
+
+    def do_leave(self, s: Leave, depth: int) -> None:
+        self.put(depth, f"if ({index(s.when)}) return;")
 
     def do_barrier(self, _: Barrier, depth: int) -> None:
         self.put(depth, self.dialect.barrier)
@@ -331,6 +340,9 @@ class _Printer(Printer):
         if s.kind == "long":
             self.wide.add(s.name)
         self.put(depth, f"const {kind} {s.name} = {s.primitive}({', '.join(map(self.given, s.given))});")
+
+    def do_apply(self, s: Apply, depth: int) -> None:
+        self.put(depth, f"{self.spot(s.to)} = {s.primitive}({', '.join(map(self.spot, s.given))});")
 
     def do_exchange(self, s: Exchange, depth: int) -> None:
         self.put(depth, f"{s.d} = {self.dialect.exchange.format(x=s.x, mask=s.mask)};")

@@ -24,7 +24,7 @@ inline void check_registers(const char *what, int line, const void *p) {
 }
 
 template <int ROWS, int REGISTERS, class A, class B, class D>
-void multiply(Lane (&lanes)[WARP]) {
+void multiply(Lane *lanes) {
   using Sum = typename A::Sum;
   constexpr int E = 4 / A::bytes, COLUMNS = 8, K = 4 * E * REGISTERS / (ROWS / 8);
   Sum a[ROWS * K], b[K * COLUMNS];
@@ -68,7 +68,7 @@ struct Row {
 // Lane 8 i + j gives row j of matrix i. Element (r, c) is in register i of lane 4 r + c / 2, in half c % 2;
 // with .trans rows and columns change places.
 template <int COUNT, bool TRANSPOSED, bool STORE>
-void move_matrices(Lane (&lanes)[WARP]) {
+void move_matrices(Lane *lanes) {
   const auto of = [&](int lane) { return *static_cast<const Row *>(lanes[lane].in); };
   Thread *const warp = self - self->number % WARP, *const last = self;
   for (int from = 0; from < 8 * COUNT; from++) {
