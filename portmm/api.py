@@ -67,7 +67,8 @@ def matmul(
         b: as `a`, (..., k, n) or (k,), but no uint8 beside integers; or a weight
             from `pack`. Floats of two types, and floats by int8 or uint8, multiply
             as they are, without copies. A weight of four bits is scale * code + offset
-            in float32, which tiles of AMX round to bfloat16 beside bfloat16;
+            in float32, which tiles of AMX round to bfloat16 beside bfloat16, and a device's
+            tensor cores, of many rows, to the type of `a` where that is the result's, too;
             beside one, an infinity in `a` may give NaN.
         out: where to put the result; may overlap an input. Kernels write float32,
             float16 and bfloat16 results of narrow floats directly.
