@@ -3,6 +3,7 @@
 Owns `Part`: how a warp loads the fragments of its rows of an operand. A fragment is made of matrices of eight
 rows of 16 bytes along k: of an operand on the left as many below each other as the atom has rows, then along k; on
 the right along k. Up to four are loaded at once, of which lane l gives the address of row l % 8 of matrix l / 8.
+Elements of f32 are rounded to tf32 then; those that lie along rows are loaded one by one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.kernels.matrix_feed import PIECE
+from portmm.kernels.matrix_feed import PIECE, WORD
 
 from portmm.index import Ptr, const, var
 from portmm.ir import For, Let
@@ -79,6 +80,8 @@ class Part:
 
         Fragments are whole turns of the exchange apart, so that one number serves all.
         """
+        if self.side.by_words:
+            return self._places_of_words()
         n, side, words = self.side.name, self.side, min(self.words, self.at_once)
         own = var("lane") // HIGH % self.at_once if self.at_once > 1 else const(0)
         matrix = own % words if words < self.at_once else own
@@ -95,6 +98,8 @@ class Part:
 
     def load(self, to: Ptr, tile: Index, step: Index) -> tuple[Stmt, ...]:
         """Load all fragments of a step of k of the tile that begins at some element."""
+        if self.side.by_words:
+            return self._load_words(to, tile, step)
         n, side, group = self.side.name, self.side, var("group")
         # A group of matrices is whole fragments, or a part of one.
         parts = max(1, self.words // self.at_once)
@@ -109,4 +114,25 @@ class Part:
         trans = "" if side.along == "k" else "trans_"
         name = f"ldmatrix_{trans}x{self.at_once}"
         call = Do(name, (to + group * self.at_once, Ptr(f"{n}_tile", tile + at)))
-        return (For("group", const(0), const(self.count // self.at_once), const(1), (call,), WHOLE),)
+        loads = For("group", const(0), const(self.count // self.at_once), const(1), (call,), WHOLE)
+        return (loads, *self._rounded(to)) if side.bytes == WORD else (loads,)
+
+    def _rounded(self, to: Ptr) -> tuple[Stmt, ...]:
+        """Make tf32 of what was loaded."""
+        return (For("word", const(0), const(self.count), const(1), (Do("tf32_round", (to + var("word"),)),), WHOLE),)
+
+    def _places_of_words(self) -> tuple[Stmt, ...]:
+        n, side, lane = self.side.name, self.side, var("lane")
+        row = self.first + lane // WORD
+        turn = side.turned(lane % WORD)
+        return (Let(f"{n}_top", lane % WORD), Let(f"{n}_left", row // side.per_piece), Let(f"{n}_turn", turn))
+
+    def _load_words(self, to: Ptr, tile: Index, step: Index) -> tuple[Stmt, ...]:
+        """Load fragments word by word, from lines along rows."""
+        n, side, q = self.side.name, self.side, var("matrix")
+        rows = (q // self.words * self.below + (q % self.below if self.below > 1 else const(0))) * HIGH
+        line = var(f"{n}_top") + (step * self.deep + q % self.words // self.below) * WORD
+        piece = (var(f"{n}_left") + rows // side.per_piece) ^ var(f"{n}_turn")
+        at = line * side.width + piece * side.per_piece + var("lane") // WORD % side.per_piece
+        call = Do("tf32_load", (to + q, Ptr(f"{n}_tile", tile + at)))
+        return (For("matrix", const(0), const(self.count), const(1), (call,), WHOLE),)

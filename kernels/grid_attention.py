@@ -24,17 +24,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portmm.kernels.attention_walk import Walk, rows_of
 from portmm.kernels.feeding import or_zeros
-from portmm.kernels.grid_softmax import THREADS, Softmax, each, joined
+from portmm.kernels.grid_scores import each
+from portmm.kernels.grid_softmax import THREADS, Softmax, joined
 
 from portmm.dtype import BY_NAME
-from portmm.fused import parse
 from portmm.grid import Argument, GridKernel
-from portmm.index import Ptr, ceil_div, const, maximum, minimum, var
-from portmm.ir import For, If, Let, LetPtr, Move, Read, Scratch
+from portmm.index import Ptr, const, minimum, var
+from portmm.ir import For, If, Let, LetPtr, Move, Scratch
 from portmm.threads import WHOLE, Barrier, Clear, Mac, Shared, Vector
 
 if TYPE_CHECKING:
+    from portmm.kernels.attention_walk import Tiles
     from portmm.kernels.heads import Form
 
     from portmm.attention_tiling import Tiling
@@ -45,7 +47,6 @@ if TYPE_CHECKING:
 LANES, WORD = 4, 4
 LARGE = 256
 """Threads of a block from which a processor must have registers for two: 128 each, of NVIDIA's 65536."""
-_AXES = {"q": "bhm", "k": "bhn", "v": "bhn", "o": "bhm"}
 
 
 def build(form: Form, t: Tiling, isa: Isa, atom: Atom) -> GridKernel:
@@ -53,21 +54,12 @@ def build(form: Form, t: Tiling, isa: Isa, atom: Atom) -> GridKernel:
     work = Work(form, t, isa, atom, Softmax(form, t, isa, atom))
     body: list[Stmt] = [*work.memory(), *work.places(), *work.reach(), *work.begin()]
     body += [For("key", var("first"), var("end"), const(t.keys), work.step()), *work.finish()]
-    held = var("few") if t.runs else var("heads")
-    grid = (var("items") * held * ceil_div(work.height, t.queries), var("runs") if t.runs else const(1))
     name = f"portmm_attention_{form.held}_{t.d}_{t.dv}_{t.queries}x{t.keys}"
     resident = 2 if t.threads >= LARGE else 1
-    return GridKernel(name, isa, atom, work.arguments(), t.threads, grid, tuple(body), resident=resident)
+    return GridKernel(name, isa, atom, work.arguments(), t.threads, work.grid, tuple(body), resident=resident)
 
 
-def rows_of(name: str, dtype: str, loose: str, *, readonly: bool = True) -> list[Argument]:
-    """The parameters of an operand."""
-    found = [Argument(name, "pointer", dtype, readonly=readonly, alone=readonly)]
-    found += [Argument(f"{name}_{x}", "long") for x in _AXES[name]]
-    return found + ([Argument(f"{name}_d", "long")] if name in loose else [])
-
-
-def join(form: Form, t: Tiling, isa: Isa, atom: Atom) -> GridKernel:
+def join(form: Form, t: Tiles, isa: Isa, atom: Atom) -> GridKernel:
     """The kernel that puts runs of keys together."""
     given, body = joined(form, t, isa, atom)
     to = (*rows_of("o", form.to, t.loose, readonly=False), *((Argument("lse", "pointer", "f32"),) if form.lse else ()))
@@ -76,48 +68,15 @@ def join(form: Form, t: Tiling, isa: Isa, atom: Atom) -> GridKernel:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Work(Walk):
     """A kernel in the making.
 
     Attributes:
-        form: the kind of attention.
-        t: the tiles.
-        isa: the instruction set.
-        atom: multiplies.
         softmax: what becomes of scores.
     """
 
-    form: Form
     t: Tiling
-    isa: Isa
-    atom: Atom
     softmax: Softmax
-
-    @property
-    def height(self) -> Index:
-        """Rows of queries that share keys in a block's eyes."""
-        return var("group") * var("m") if self.t.runs else var("m")
-
-    def arguments(self) -> tuple[Argument, ...]:
-        """What the kernel is called with."""
-        form, t = self.form, self.t
-        found = [Argument(x, "int") for x in ("m", "n", "heads", "group", "window", "offset")]
-        for name in "qkv":
-            found += rows_of(name, form.held, t.loose)
-        if t.runs:
-            found += [Argument(x, "int") for x in ("few", "run")] + [Argument("work", "pointer", "f32")]
-            found += [Argument(x, "long") for x in ("all_rows", "mosts_at", "sums_at")]
-        else:
-            found += rows_of("o", form.to, t.loose, readonly=False)
-            found += [Argument("lse", "pointer", "f32")] if form.lse else []
-        given = (("lengths", form.lengths), ("starts", form.starts))
-        found += [Argument(name, "pointer", "s32", readonly=True) for name, there in given if there]
-        fused = parse(form.score)
-        for i, x in enumerate(fused.operands):
-            found.append(Argument(f"x{i}_all", "pointer", x.dtype, readonly=True))
-            found += [Argument(f"x{i}_{axis}", "long") for axis in x.axes if axis != "n"]
-            found += [] if x.dense else [Argument(f"x{i}_n", "long")]
-        return (*found, *(Argument(f"number_{i}", "float") for i in range(fused.numbers)))
 
     def memory(self) -> tuple[Stmt, ...]:
         """Shared memory, and registers."""
@@ -137,79 +96,14 @@ class Work:
             Scratch("sums", t.rows, "f32"),
         )
 
-    # -- where ---------------------------------------------------------------
-
-    def places(self) -> tuple[Stmt, ...]:
-        """Which queries of which head a block has, and which of them a thread."""
-        t, block, blocks = self.t, var("block"), var("blocks")
-        held = var("few") if t.runs else var("heads")
-        first: tuple[Stmt, ...] = (
-            Let("blocks", ceil_div(self.height, t.queries)),
-            Let("item", block // blocks // held),
-        )
-        if t.runs:
-            first += (
-                Let("other", block // blocks % held),
-                Let("row_0", block % blocks * t.queries),
-                Let("low", const(0)),
-                Let("high", var("m") - 1),
-            )
-        else:
-            first += (
-                Let("head", block // blocks % held),
-                Let("other", var("head") // var("group")),
-                # Under causal bounds the last queries see most: first come those that take longest.
-                Let("row_0", (blocks - 1 - block % blocks) * t.queries),
-                Let("low", var("row_0")),
-                Let("high", minimum(var("m"), var("row_0") + t.queries) - 1),
-            )
-        head = var("other") * var("group") if t.runs else var("head")
+    def lanes(self) -> tuple[Stmt, ...]:
+        """Which queries and keys of a tile a thread has."""
         return (
-            *first,
-            Let("last", self.height - 1),
-            Let("down", var("thread") // t.across),
-            Let("across", var("thread") % t.across),
-            LetPtr("q_item", Ptr("q", var("item") * var("q_b") + head * var("q_h")), self.form.held, readonly=True),
-            *(
-                LetPtr(f"{x}_item", Ptr(x, var("item") * var(f"{x}_b") + var("other") * var(f"{x}_h")), self.form.held)
-                for x in "kv"
-            ),
+            Let("down", var("thread") // self.t.across),
+            Let("across", var("thread") % self.t.across),
         )
-
-    def reach(self) -> tuple[Stmt, ...]:
-        """The keys that some query of the block sees: from `first` to `end`."""
-        bounds, form = self.form.bounds, self.form
-        found: list[Stmt] = []
-        start: Index = var("offset")
-        if form.starts:
-            found.append(Read("start", Ptr("starts", var("item"))))
-            start = var("start")
-        found.append(Let("at", start))
-        end: Index = var("n")
-        if form.lengths:
-            found.append(Read("length", Ptr("lengths", var("item"))))
-            end = maximum(0, minimum(end, var("length")))
-        if bounds.causal:
-            end = minimum(end, var("at") + var("high") + 1)
-        elif bounds.window:
-            end = minimum(end, var("at") + var("high") + var("window"))
-        first: Index = maximum(0, var("at") + var("low") + 1 - var("window")) if bounds.window else const(0)
-        if self.t.runs:
-            first = maximum(first, var("slice") * var("run"))
-            end = minimum(end, (var("slice") + 1) * var("run"))
-        return (*found, Let("first", first), Let("end", end))
-
-    def query(self, row: Index) -> Index:
-        """Where a row of the tile begins, in elements past `q_item`."""
-        if self.t.runs:
-            return row // var("m") * var("q_h") + row % var("m") * var("q_m")
-        return row * var("q_m")
 
     # -- chunks, from global to shared memory --------------------------------
-
-    def along(self, name: str) -> Index:
-        """Elements from one column of an operand to the next."""
-        return var(f"{name}_d") if name in self.t.loose else const(1)
 
     def pieces(self, rows: int, width: int, vector: int, *body: Stmt, unroll: int = WHOLE) -> Stmt:
         """Have the threads do something to each `vector` neighbours of a chunk."""
@@ -359,18 +253,7 @@ class Work:
         """What the sums come to, stored."""
         t, i = self.t, var("i")
         row = var("row_0") + var("down") + i * t.down
-        mine: tuple[Stmt, ...]
-        if t.runs:
-            mine = (
-                Let("head", var("other") * var("group") + var("row") // var("m")),
-                Let("number", (var("item") * var("heads") + var("head")) * var("m") + var("row") % var("m")),
-                Let("place", var("slice") * var("all_rows") + var("number")),
-                LetPtr("to", Ptr("work", var("place") * t.dv), "f32"),
-            )
-        else:
-            at = var("item") * var("o_b") + var("head") * var("o_h") + var("row") * var("o_m")
-            mine = (LetPtr("to", Ptr("o", at), self.form.to),)
-        inside = If(var("row").lt(self.height), (*mine, *self.softmax.ends(), self.stored()))
+        inside = If(var("row").lt(self.height), (*self.result(), *self.softmax.ends(), self.stored()))
         out = Scratch("o_out", t.vectors[3], "f32" if t.runs else self.form.to)
         return (out, *self.softmax.totals(), each("i", t.rows, Let("row", row), inside))
 

@@ -7,7 +7,8 @@ along rows, a line is one k and runs along rows, and is transposed as fragments 
 Bank conflicts. Fragments are loaded as matrices of eight lines of one piece (PTX ISA, ldmatrix), each at once if
 their pieces are in different banks, which repeat after `SPAN` bytes. So piece p of line r is put at p xor
 s(r), where s counts the spans that lines fill: r itself where a line has `SPAN` bytes or more, one for each two
-lines of half of that. It is the swizzle of 128, 64 and 32 bytes that the copy engine of Hopper makes, too.
+lines of half of that. Of lines of words along rows, lanes load words: of four lines, each of two neighbouring pieces,
+so that s counts in pairs. The first is the swizzle of 128, 64 and 32 bytes that the copy engine of Hopper makes, too.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 PIECE = 16
 SPAN = 128
+WORD = 4
+PAIR = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,13 @@ class Side:
     def turned(self, line: Index) -> Index:
         """What the pieces of a line are exchanged by: s(r) above."""
         each = max(1, SPAN // (self.width * self.bytes))
-        return line // each % min(self.pieces, SPAN // PIECE)
+        most = min(self.pieces, SPAN // PIECE)
+        return line // each % (most // PAIR) * PAIR if self.by_words else line // each % most
+
+    @property
+    def by_words(self) -> bool:
+        """Fragments are loaded word by word: their elements are words, and side by side along rows."""
+        return self.bytes == WORD and self.along == "row"
 
     def at(self, line: Index, piece: Index) -> Index:
         """The first element of a piece of a line, in a tile."""

@@ -19,14 +19,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from portmm.kernels.fragments import HIGH, Part
+from portmm.kernels.joining import join
 from portmm.kernels.matrix_feed import Side
-from portmm.kernels.simt import arguments, place, slice_of_k
+from portmm.kernels.simt import arguments, blocks, place, slice_of_k
 from portmm.kernels.staging import Staging
-from portmm.kernels.storing import Storing
+from portmm.kernels.storing import Storing, bottom
 
 from portmm.grid import GridKernel
 from portmm.grid_matrix import shared_bytes, staging
-from portmm.index import Ptr, ceil_div, const, var
+from portmm.index import Ptr, const, var
 from portmm.ir import For, If, Let, Scratch
 from portmm.threads import WHOLE, Barrier, Clear, CopyCommit, CopyWait, Mac
 
@@ -63,7 +64,7 @@ class Work:
         return Side(
             name, s.types[0 if of_a else 1], along, s.vectors[0 if of_a else 1], s.block.m if of_a else s.block.n,
             s.block.k, s.threads, step, const(1) if along == "k" else var("a_k" if of_a else "b_k"),
-            var("row_0" if of_a else "column_0"), var("m" if of_a else "n"), s.stages,
+            var("row_0" if of_a else "column_0"), bottom(s) if of_a else var("n"), s.stages,
         )  # fmt: skip
 
     def part(self, name: str) -> Part:
@@ -99,9 +100,9 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     body += [] if s.copies else [a.side.registers(), b.side.registers()]
     body += [*place(s), *_warps(s), *a.places(), *b.places(), *slice_of_k(s, s.block.k), Clear("acc", sums)]
     body += _copied(work, a, b) if s.copies else _fetched(work, a, b)
-    body += _stored(work)
-    grid = (ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch"), const(s.split))
-    return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=s.split > 1), s.threads, grid, tuple(body))
+    body += [*join(s, blocks(s)), *_stored(work)]
+    grid = (blocks(s), const(s.split))
+    return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=s.slices), s.threads, grid, tuple(body))
 
 
 def _warps(s: Schedule) -> list[Stmt]:
@@ -196,13 +197,13 @@ def _stored(work: Work) -> list[Stmt]:
         # A lane's two sums are of neighbouring rows of C.
         column = (Let("column", var("column_0") + down), *storing.piece(at + e))
         columns = _each("below", left.fragments, _each("half", halves, column))
-        row = (Let("row", var("row_0") + across + e), If(var("row").lt(var("m")), columns))
+        row = (Let("row", var("row_0") + across + e), If(var("row").lt(bottom(s)), columns))
         return [*storing.before(), *_each("beside", right.fragments, _each("pair", PAIR, row)), *after]
     wide = storing.vector
     here = e * wide if wide < PAIR else const(0)
     piece: tuple[Stmt, ...] = (Let("column", var("column_0") + across + here), *storing.piece(at + here))
     piece = _each("pair", PAIR // wide, piece) if wide < PAIR else piece
-    row = (Let("row", var("row_0") + down), If(var("row").lt(var("m")), _each("beside", right.fragments, piece)))
+    row = (Let("row", var("row_0") + down), If(var("row").lt(bottom(s)), _each("beside", right.fragments, piece)))
     return [*storing.before(), *_each("below", left.fragments, _each("half", halves, row)), *after]
 
 

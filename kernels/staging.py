@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.kernels.storing import Storing
+from portmm.kernels.storing import Storing, bottom
 
 from portmm.dtype import BY_NAME
 from portmm.index import Ptr, const, var
@@ -71,7 +71,7 @@ class Staging(Storing):
         body: tuple[Stmt, ...] = (
             Let("row", var("row_0") + e // across),
             Let("column", var("column_0") + e % across * self.wide),
-            If(var("row").lt(var("m")), (moved,)),
+            If(var("row").lt(bottom(s)), (moved,)),
         )
         if pieces % s.threads:
             body = (If(e.lt(pieces), body),)

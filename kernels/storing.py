@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from portmm.schedule import Schedule
 
 
+def bottom(s: Schedule) -> Index:
+    """The row after the last that this block may store."""
+    return var("row_end" if s.grouped else "m")
+
+
 @dataclass(frozen=True, slots=True)
 class Storing:
     """How sums are stored.
@@ -46,7 +51,7 @@ class Storing:
     @property
     def split(self) -> bool:
         """Sums are left in scratch."""
-        return self.s.split > 1
+        return self.s.slices
 
     @property
     def vector(self) -> int:
@@ -66,7 +71,7 @@ class Storing:
         piece = self.piece(i * s.nr + g * wide + h * self.vector)
         columns = For("h", const(0), const(pieces), const(1), (Let("column", column + h * self.vector), *piece), WHOLE)
         cells = For("g", const(0), const(s.nr // wide), const(1), (columns,), WHOLE)
-        rows = (Let("row", row), If(var("row").lt(var("m")), (cells,)))
+        rows = (Let("row", row), If(var("row").lt(bottom(s)), (cells,)))
         return (*self.before(), For("i", const(0), const(s.mr), const(1), rows, WHOLE))
 
     @property

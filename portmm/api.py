@@ -109,7 +109,7 @@ _surrounded: list[Callable[..., Any]] = []
 
 def _there(a: Any, b: Any, out: Any = None) -> Any:
     """The operands as arrays of a device, if they are; None if they are in the host's memory."""
-    if type(b).__module__ == _DEVICE_CODES:
+    if of_codes(b):
         return a, b, out
     if not (foreign.on_device(a) or foreign.on_device(b)):
         return None
@@ -121,8 +121,13 @@ def _there(a: Any, b: Any, out: Any = None) -> Any:
 _DEVICE_CODES = "portmm.device_codes"
 
 
+def of_codes(b: Any) -> bool:
+    """A weight of four bits on a device, whose module need not have been imported."""
+    return type(b).__module__ == _DEVICE_CODES
+
+
 def _on_device(given: Any, dtype: Any = None) -> Any:
-    if type(given[1]).__module__ == _DEVICE_CODES:
+    if of_codes(given[1]):
         from portmm import device_codes
 
         a, b, out = given
@@ -433,9 +438,13 @@ def plan(a: Any, b: Any, out: Any = None) -> Any:
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    if _is_coded(b):
+    if _is_coded(b) and not of_codes(b):
         raise TypeError("a plan takes arrays and packed ones; a weight of four bits remembers its calls: use matmul")
     if (there := _there(a, b, out)) is not None:
+        if of_codes(b):
+            from portmm import device_codes
+
+            return device_codes.plan(*there)
         from portmm import on_device
 
         return on_device.plan(there)

@@ -2,7 +2,8 @@
 
 Owns the call: shapes, tiles, kernels, addresses. Operands are read where they lie, on the stream or queue of the
 queries, and nothing waits; what was found out about a kind of call is remembered. Imports
-`attention_tiling`, `foreign`, `fusing`, `grid_dispatch`, `heads`, `kernels`, `lower`, `on_device`, `trace`.
+`attention_tiling`, `matrix_attention_tiling`, `foreign`, `fusing`, `grid_dispatch`, `heads`, `kernels`, `lower`,
+`on_device`, `trace`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm import attention_tiling, device_arrays, foreign, grid_dispatch, rows_on_device
+from portmm import attention_tiling, device_arrays, foreign, grid_dispatch, matrix_attention_tiling, rows_on_device
 from portmm.dtype import BY_NAME
 from portmm.errors import TraceError
 from portmm.expr import real
@@ -23,6 +24,7 @@ from portmm.fusing import Around, located
 from portmm.grid_candidates import units
 from portmm.heads import HELD, NAMES, score_of, sizes_of
 from portmm.lower import lower_grid_attention
+from portmm.matrix_attention_tiling import MatrixTiling
 from portmm.memory import Memory
 from portmm.surroundings import resolve
 from portmm.trace import Indices, lies
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from portmm.foreign import Foreign
     from portmm.grid_dispatch import Launch, Machine
     from portmm.kernels.heads import Form
+    from portmm.target import Target
     from portmm.trace import Source, Traced
 
 MOST_KINDS = 1024
@@ -298,8 +301,7 @@ def _prepare(call: _Call, flags: tuple[bool, bool, bool], traced: Traced) -> _Re
     q, k, v, o = (x.vector for x in laid.values())
     loose = "".join(name for name, x in laid.items() if x.loose)
     wanted = attention_tiling.Asked(call.q.dtype, d, dv, m, items * heads, group, n, (q, k, v, o), loose)
-    tiling = attention_tiling.choose(wanted, on.target)
-    runs, run = attention_tiling.runs_of(tiling, wanted, on.target)
+    tiling, runs, run = _tiled(wanted, on.target)
     rows = items * heads * m
     values = {"m": m, "heads": heads, "group": group, "few": heads // group, "items": items, "runs": runs, "run": run}
     values |= {"all_rows": rows, "mosts_at": runs * rows * dv, "sums_at": runs * rows * (dv + 1)}
@@ -311,6 +313,15 @@ def _prepare(call: _Call, flags: tuple[bool, bool, bool], traced: Traced) -> _Re
     launches = tuple(grid_dispatch.bind(*x, values) for x in _code(form, tiling, on))
     scratch = runs * rows * (dv + 2) if tiling.runs else 0
     return _Ready(on, launches, *found, scratch, tuple((x, steps[0]) for x, steps in sources), traced.numbers)
+
+
+def _tiled(wanted: attention_tiling.Asked, target: Target) -> tuple[Tiling | MatrixTiling, int, int]:
+    """The tiles to use, how many runs the keys are cut in, and the keys of each: by matrix units where these can."""
+    matrix = matrix_attention_tiling.choose(wanted, target)
+    if matrix is not None:
+        return matrix, *matrix_attention_tiling.runs_of(matrix, wanted, target)
+    tiling = attention_tiling.choose(wanted, target)
+    return tiling, *attention_tiling.runs_of(tiling, wanted, target)
 
 
 def _form(call: _Call, flags: tuple[bool, bool, bool], traced: Traced, to: str) -> Form:
@@ -329,12 +340,13 @@ def _form(call: _Call, flags: tuple[bool, bool, bool], traced: Traced, to: str) 
 _loaded = Memory(MOST_KINDS)
 
 
-def _code(form: Form, tiling: Tiling, on: Machine) -> tuple[tuple[Any, Any], ...]:
+def _code(form: Form, tiling: Tiling | MatrixTiling, on: Machine) -> tuple[tuple[Any, Any], ...]:
     """Kernels, and what the driver made of them."""
     key = (form, tiling, on.key)
     found: tuple[tuple[Any, Any], ...] | None = _loaded.get(key)
     if found is None:
-        isa, atom = units("f32", on.target)[0]
+        matrix = matrix_attention_tiling.unit(form.held, on.target) if isinstance(tiling, MatrixTiling) else None
+        isa, atom = matrix or units("f32", on.target)[0]
         kernels = lower_grid_attention(isa, atom, form, tiling)
         found = _loaded.keep(key, tuple((x, on.load(x)) for x in kernels))
     return found

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from portmm.foreign import Foreign
     from portmm.grid_dispatch import Machine
 
-_RESULTS = {"f32": ("f32", "f16", "bf16"), "s32": ("s32",), "f64": ("f64",)}
+_RESULTS = {"f32": ("f32", "f16", "bf16", "e4m3", "e5m2"), "s32": ("s32",), "f64": ("f64",)}
 
 
 def machine_of(x: Foreign) -> Machine:

@@ -22,6 +22,7 @@ from portmm.index import minimum as minimum
 from portmm.index import round_up as round_up
 from portmm.index import var as var
 from portmm.threads import (
+    Apply,
     Barrier,
     Clear,
     Codes,
@@ -31,6 +32,7 @@ from portmm.threads import (
     Do,
     Exchange,
     Get,
+    Leave,
     Mac,
     Shared,
     Vector,
@@ -97,7 +99,7 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class For:
-    """Run `body` for var = begin, begin + step, ... < end; `unroll` is a hint."""
+    """Run `body` for var = begin, begin + step, ... < end; `unroll` is a hint: 0 is not to, 1 says nothing."""
 
     var: str
     begin: Index
@@ -323,6 +325,8 @@ Stmt = (
     | Exchange
     | Do
     | Get
+    | Leave
+    | Apply
 )
 
 

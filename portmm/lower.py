@@ -17,6 +17,7 @@ from portmm.fused import parse as parse_fused
 from portmm.kernels import (
     attention,
     attention_tiles,
+    coded,
     columns,
     decode,
     direct,
@@ -27,14 +28,17 @@ from portmm.kernels import (
     grid_columns,
     grid_rows,
     mma,
+    mma_attention,
     prepack,
     rows,
     simt,
     slices,
     stream,
     tiles,
+    transposing,
     wgmma,
 )
+from portmm.matrix_attention_tiling import MatrixTiling
 from portmm.schedule import inconsistent, spell
 from portmm.version import VERSION
 
@@ -63,6 +67,7 @@ GRID_PROGRAMS: dict[str, Callable[[Schedule, Isa, Atom], GridKernel]] = {
     "stream": stream.build,
     "mma": mma.build,
     "wgmma": wgmma.build,
+    "coded": coded.build,
 }
 """The same for devices."""
 
@@ -103,7 +108,7 @@ def lower_grid(s: Schedule, isa: Isa) -> tuple[GridKernel, ...]:
         raise ScheduleError(f"no block program called {s.program!r}; devices have {', '.join(GRID_PROGRAMS)}")
     atom = grid_atom(isa, s)
     kernels = [replace(GRID_PROGRAMS[s.program](s, isa, atom), resident=s.resident)]
-    kernels += [slices.build(s, isa, atom)] if s.split > 1 else []
+    kernels += [slices.build(s, isa, atom)] if s.slices else []
     again = f"portmm emit --schedule {quote(spell(s))}"
     return tuple(replace(x, header=_header(x.name, isa, str(s), again)) for x in kernels)
 
@@ -114,6 +119,8 @@ def grid_atom(isa: Isa, s: Schedule) -> Atom:
     Raises:
         ScheduleError: the ISA lacks it.
     """
+    if s.program == "coded":
+        return next(t for t in isa.atoms if t.unit == "warp" and t.a == t.b == s.types[0])
     alike = (t for t in isa.atoms if (s.kr > 1 or t.unit) and (t.k_pack, t.a, t.b) == (s.kr, *s.types[:2]))
     return next(alike, None) or atom_of(isa, unfolded(s.dtype))
 
@@ -158,6 +165,13 @@ def lower_grid_columns(isa: Isa, text: str, threads: int, *, sliced: bool) -> tu
     return tuple(replace(x, header=_header(x.name, isa, text, f"portmm.fuse on {isa.title}")) for x in kernels)
 
 
+def lower_lines(isa: Isa, dtype: str, along: str) -> GridKernel:
+    """The kernel of a device that copies an operand, k side by side: see `kernels.transposing`."""
+    kernel = transposing.build(isa, _one(isa), dtype, along)
+    what = f"copies matrices of {dtype} that lie along {along}, k side by side, in aligned lines"
+    return replace(kernel, header=_header(kernel.name, isa, what, f"portmm.matmul on {isa.title}"))
+
+
 def _one(isa: Isa) -> Atom:
     """The f32 of one thread.
 
@@ -179,9 +193,12 @@ def lower_attention(isa: Isa, atom: Atom, real: Atom, form: Form) -> Kernel:
     return replace(kernel, header=_header(kernel.name, isa, form.score, f"portmm.attention on {isa.title}"))
 
 
-def lower_grid_attention(isa: Isa, atom: Atom, form: Form, tiling: Tiling) -> tuple[GridKernel, ...]:
+def lower_grid_attention(isa: Isa, atom: Atom, form: Form, tiling: Tiling | MatrixTiling) -> tuple[GridKernel, ...]:
     """The kernels of a device for a kind of attention, in the order in which they run."""
-    kernels = [grid_attention.build(form, tiling, isa, atom)]
+    if isinstance(tiling, MatrixTiling):
+        kernels = [mma_attention.build(form, tiling, isa, atom)]
+    else:
+        kernels = [grid_attention.build(form, tiling, isa, atom)]
     kernels += [grid_attention.join(form, tiling, isa, atom)] if tiling.runs else []
     again = f"portmm.attention on {isa.title}"
     return tuple(replace(x, header=_header(x.name, isa, form.score, again)) for x in kernels)

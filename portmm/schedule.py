@@ -78,10 +78,12 @@ class Schedule:
         fused: expressions of sums that C and other results are, as a `Problem` has them.
         stages: of a device, tiles of A and B in shared memory, one being computed with, others being filled.
         copies: tiles are filled by asynchronous copies, past the registers.
-        split: blocks along k; where there are several, a second kernel adds what they leave.
+        split: blocks along k; where there are several, a second kernel adds what they leave,
+        joined: or the last block of each tile does, in the same kernel.
         vectors: elements of A, B and C that a thread moves at once.
         cell: rows and columns of C side by side in one thread.
         c: how C lies on a device: "row" or "any".
+        grouped: of a device, rows are shared out among the items of B, by ends that lie in memory.
         resident: blocks that a processor is to hold at once, for which compilers must leave registers; 0 if
             they need not care.
         groups: warpgroups of a block that multiply, beside one that feeds them; 0 where threads do both.
@@ -123,6 +125,8 @@ class Schedule:
     pingpong: bool = False
     cluster: int = 1
     persistent: int = 0
+    grouped: bool = False
+    joined: bool = False
 
     @property
     def mr(self) -> int:
@@ -169,6 +173,11 @@ class Schedule:
         return (atom.left if self.pack_a else a), (atom.right if self.pack_b else in_b)
 
     @property
+    def slices(self) -> bool:
+        """Of a device, sums are left for another kernel to add."""
+        return self.split > 1 and not self.joined
+
+    @property
     def block(self) -> Tile:
         """Of a device, the tile of a block of threads."""
         return self.tiles[2]
@@ -178,7 +187,7 @@ class Schedule:
         """Of a device, the threads of a block."""
         if self.groups:
             return WARPGROUP * (self.groups + 1)
-        shares = self.block.k // self.tiles[0].k if self.program == "stream" else 1  # they share out k, too
+        shares = self.block.k // self.tiles[0].k if self.program in ("stream", "coded") else 1  # they share out k, too
         return (self.block.m // self.mr) * (self.block.n // self.nr) * shares
 
     def _b(self) -> str:
@@ -210,7 +219,8 @@ class Schedule:
         how = [f"{self.threads} threads", f"A {self.a}, B {self.b}, {moved} elements at once"]
         how += [f"{self.stages} stages{' of asynchronous copies' if self.copies else ''}"]
         how += self._groups() if self.groups else []
-        how += [f"k split in {self.split}"] if self.split > 1 else []
+        how += [f"k split in {self.split}{', joined' if self.joined else ''}"] if self.split > 1 else []
+        how += ["rows in groups"] if self.grouped else []
         how += ["expressions fused"] if self.fused else []
         return f"{self.program} {self.isa}: {', '.join(map(str, self.tiles))}; {', '.join(how)}"
 
@@ -362,7 +372,7 @@ def parse(text: str) -> Schedule:
 
 
 _NAMED = ("a", "b", "panels", "over", "lanes", "prefetch")
-_MARKS = ("pack_a", "pack_b", "once", "swap", "ahead", "copies", "pingpong")
+_MARKS = ("pack_a", "pack_b", "once", "swap", "ahead", "copies", "pingpong", "grouped", "joined")
 _LEVELS = ("registers", "L1", "L2", "L3")
 DEVICE_LEVELS = ("registers", "warp", "shared", "L2")
 """Levels of a device: a thread's, a warp's, a block's, and all blocks'."""

@@ -46,6 +46,13 @@ class Get:
 
 
 @dataclass(frozen=True, slots=True)
+class Leave:
+    """The kernel ends here if a condition that is the same for all threads of the block is not 0."""
+
+    when: Index
+
+
+@dataclass(frozen=True, slots=True)
 class Barrier:
     """All threads of a block meet: what they wrote to shared memory before is seen by all after."""
 
@@ -121,3 +128,12 @@ class Exchange:
     d: str
     x: str
     mask: int
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """The element at `to` = what a primitive makes of the elements at `given`, as it takes and returns them."""
+
+    to: Ptr
+    primitive: str
+    given: tuple[Ptr, ...]

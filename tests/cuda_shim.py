@@ -273,7 +273,7 @@ def _made(name: str, text: str, flags: tuple[str, ...], make: Any) -> Path:
 
 @functools.cache
 def _runtime(flags: tuple[str, ...]) -> Path:
-    flags = (*_FLAGS, "-O3", *flags)
+    flags = (*_FLAGS, "-O2", *flags)
     argv = [require("g++"), *flags, "-c", SOURCES / "runtime.cpp", "-o", "runtime.o"]
 
     def make(folder: Path, _source: Path) -> Path:

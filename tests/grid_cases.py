@@ -128,8 +128,11 @@ def call(kernels, s, k):
     if s.split > 1:
         held = numpy_type(accumulator(*p.types[:2]))
         unset = np.nan if held.kind == "f" else poison(held)
-        memory["work"] = (np.full(s.split * p.batch * items, unset, held), 0)
-        first = values | {"c_m": p.n, "c_batch": items}
+        tiles = p.batch * -(-p.m // s.block.m) * -(-p.n // s.block.n)
+        each = tiles * s.block.m * s.block.n if s.joined else p.batch * items
+        memory["work"] = (np.full(s.split * each, unset, held), 0)
+        memory["counters"] = (np.zeros(tiles, np.int32), 0)
+        first = values if s.joined else values | {"c_m": p.n, "c_batch": items}
     names = {name: name for name in memory}
     numbers = (first | names, values | names | {"work_batch": items})
     launches = tuple(bind(x, None, v) for x, v in zip(kernels, numbers, strict=False))
@@ -151,7 +154,7 @@ def in_shim(c, codes, seeds=ORDERS):
             code.launch((*launch.grid, 1), launch.threads, _given(launch, arrays), seed, launch.shared, kernel.cluster)
         for name, x in copies.items():
             x.check(name)
-            if name in ("a", "b"):
+            if name in ("a", "b", "counters"):
                 assert x.array.tobytes() == c.memory[name][0].tobytes(), f"{name} was written to"
             before = found.setdefault(name, x.array.copy())
             if before.tobytes() != x.array.tobytes():

@@ -268,8 +268,9 @@ ISA = load_isa("simt")
 SCALED = str(Fused((), ((C, acc() * number(0)),)))
 
 
-def in_shim(form, t, x, run):
+def in_shim(form, t, x, run, unit=None):
     """The result and the logarithms by the emulation of CUDA, the same in several orders of threads."""
+    isa, atom = unit or (ISA, ISA.atom("f32"))
     q, k, v = x
     (b, h, m, d), (_, few, n, _), dv = q.shape, k.shape, v.shape[-1]
     runs, rows = -(-n // run), b * h * m
@@ -287,7 +288,7 @@ def in_shim(form, t, x, run):
             f"{name}_h": shape[2] * shape[3],
             f"{name}_{rows_axis}": shape[3],
         }
-    kernels = lower_grid_attention(ISA, ISA.atom("f32"), form, t)
+    kernels = lower_grid_attention(isa, atom, form, t)
     codes = [cuda_shim.compile(cuda.source(kernel), kernel.name) for kernel in kernels]
     found = []
     for seed in cuda_shim.ORDERS:
@@ -300,7 +301,7 @@ def in_shim(form, t, x, run):
         for kernel, code in zip(kernels, codes, strict=True):
             words = [given[y.name] if y.kind == "pointer" else (y.kind, given[y.name]) for y in kernel.arguments]
             grid = tuple(evaluate(y, names) for y in kernel.grid)
-            code.launch((*grid, 1), kernel.threads, words, seed)
+            code.launch((*grid, 1), kernel.threads, words, seed, kernel.shared_bytes * kernel.dynamic)
         for y in laid:
             y.check("an operand")
         found.append([y.array for y in laid[3:5]])

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 
     from portmm.grid import Argument, GridKernel
     from portmm.index import Ptr
-    from portmm.ir import Add, For, Let, Move
+    from portmm.ir import Add, For, Let, Move, Read
     from portmm.isa import Primitive
     from portmm.threads import (
+        Apply,
         Barrier,
         Clear,
         Codes,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         Do,
         Exchange,
         Get,
+        Leave,
         Mac,
         Vector,
         Weave,
@@ -257,8 +259,8 @@ class _Printer(Printer):
         self.put(depth, self.dialect.private.format(type=BY_NAME[s.dtype].c, name=s.name, elements=s.elements))
 
     def do_for(self, s: For, depth: int) -> None:
-        if s.unroll > 1:
-            self.put(depth, self.dialect.unroll + (f" {s.unroll}" if s.unroll < WHOLE else ""))
+        if s.unroll != 1:
+            self.put(depth, self.dialect.unroll + (f" {s.unroll or 1}" if s.unroll < WHOLE else ""))
         step = f"++{s.var}" if s.step == Index("const", (1,)) else f"{s.var} += {self.index(s.step)}"
         self.put(depth, f"for (int {s.var} = {self.index(s.begin)}; {s.var} < {self.index(s.end, SUM)}; {step}) {{")
         self.body(s.body, depth + 1)
@@ -270,6 +272,12 @@ class _Printer(Printer):
 
     def do_add(self, s: Add, depth: int) -> None:
         self.put(depth, f"{self.spot(s.to)} += {self.spot(s.src)};")
+
+    def do_read(self, s: Read, depth: int) -> None:
+        self.put(depth, f"const int {s.name} = {self.spot(s.p)};")
+
+    def do_leave(self, s: Leave, depth: int) -> None:
+        self.put(depth, f"if ({index(s.when)}) return;")
 
     def do_barrier(self, _: Barrier, depth: int) -> None:
         self.put(depth, self.dialect.barrier)
@@ -332,6 +340,9 @@ class _Printer(Printer):
         if s.kind == "long":
             self.wide.add(s.name)
         self.put(depth, f"const {kind} {s.name} = {s.primitive}({', '.join(map(self.given, s.given))});")
+
+    def do_apply(self, s: Apply, depth: int) -> None:
+        self.put(depth, f"{self.spot(s.to)} = {s.primitive}({', '.join(map(self.spot, s.given))});")
 
     def do_exchange(self, s: Exchange, depth: int) -> None:
         self.put(depth, f"{s.d} = {self.dialect.exchange.format(x=s.x, mask=s.mask)};")

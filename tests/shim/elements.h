@@ -54,7 +54,7 @@ struct U8 : Integer {
 
 // D += A B of m x n x k elements, where a[m][k] and b[k][n] are stored in rows. `keep`: D counts at all.
 template <class Sum, class D>
-inline void add_product(D *d, const Sum *a, const Sum *b, int m, int n, int k, bool keep = true) {
+__attribute__((optimize("O3"))) void add_product(D *d, const Sum *a, const Sum *b, int m, int n, int k, bool keep = true) {
   constexpr int MOST = 256;
   Sum sums[MOST];
   for (int i = 0; i < m; i++) {

@@ -44,6 +44,8 @@ inline unsigned shared_address_of(size_t at) {
 
 inline size_t cell_of_address(size_t address) {
   if (address >= static_window() && address - static_window() < static_bytes()) return address - static_window();
+  if (address < WINDOW || address - WINDOW >= MOST_SHARED)
+    die("thread %d multiplies what lies at %#zx, which is beyond shared memory", self->number, address);
   return cell_of(shim_dynamic + address - WINDOW, 16, nullptr);
 }
 
