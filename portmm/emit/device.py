@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 TOP_CODE = 16
 """The highest bit of a code, of those in `CODES_AT`, that is whole in the 23 bits of a mantissa."""
+_BY_BITS = {"/": ">>", "%": "&"}
 _SMALL = {
     "min_": "int min_(int x, int y) { return x < y ? x : y; }",
     "max_": "int max_(int x, int y) { return x > y ? x : y; }",
@@ -158,16 +159,12 @@ def declared(dialect: Dialect, a: Argument, name: str = "") -> str:
 def _shifted(x: Index) -> Index:
     """An expression whose divisions by powers of two are shifts and masks."""
     given = tuple(_shifted(y) if isinstance(y, Index) else y for y in x.args)
-    by = given[1] if x.op in ("/", "%") else None
-    if isinstance(by, Index) and by.op == "const":
-        n = int(by.args[0])
-        if n & (n - 1) == 0:
-            return (
-                Index(">>", (given[0], const(n.bit_length() - 1)))
-                if x.op == "/"
-                else Index("&", (given[0], const(n - 1)))
-            )
-    return Index(x.op, given)
+    by = given[1] if x.op in _BY_BITS else None
+    n = by.args[0] if isinstance(by, Index) and by.op == "const" else 0
+    if not isinstance(n, int) or n < 1 or n & (n - 1):
+        return Index(x.op, given)
+    op, bits = _BY_BITS[x.op], n.bit_length() - 1 if x.op == "/" else n - 1
+    return Index(op, (given[0], const(bits)))
 
 
 @dataclass(slots=True)

@@ -39,7 +39,7 @@ def _text(text: str, words: dict[str, str]) -> str:
     n, majors = int(words["n"]), words.get("majors", "kk")
     sums = ROWS * n // LANES
     text = text.replace("<n>", str(n)).replace("<majors>", majors)
-    text = text.replace("<k or m>", str(int("m" in majors))).replace("<k or n>", str(int("n" in majors)))
+    text = text.replace("<k or m>", str(int(majors[0] == "m"))).replace("<k or n>", str(int(majors[1] == "n")))
     text = re.sub(r"<(\d)>", lambda m: f"%{sums + int(m[1])}", text)
     text = re.sub(r"^( *)<sums>", lambda m: _listed(m[1], sums), text, flags=re.MULTILINE)
     return re.sub(r"( *): <in and out (\w)>", lambda m: _constraints(m[1], m[2], sums), text)
