@@ -15,7 +15,7 @@ from portmm.dtype import accumulator
 from portmm.grid import Argument
 from portmm.grid_candidates import TICKET
 from portmm.index import Ptr, const, var
-from portmm.ir import For, Let, Move
+from portmm.ir import For, If, Let, Move
 from portmm.threads import WHOLE, Clear, Do, Get, Leave, Shared
 
 if TYPE_CHECKING:
@@ -30,27 +30,58 @@ def given(s: Schedule) -> list[Argument]:
     return [Argument("work", "pointer", held), Argument("counters", "pointer", "s32")] if s.joined else []
 
 
+def ticket(s: Schedule) -> list[Stmt]:
+    """Where threads learn whether their block is the last of its tile."""
+    return [Shared("ticket", TICKET // 4, "s32")] if s.joined else []
+
+
 def join(s: Schedule, tiles: Index) -> list[Stmt]:
     """Add what all slices of this tile summed, of so many tiles; only the last block comes further."""
     if not s.joined:
         return []
-    sums, i = s.mr * s.nr, var("sum")
-
-    def left(slice_: Index) -> Ptr:
-        tile = (slice_ * var("tiles") + var("block")) * (sums * s.threads)
-        return Ptr("work", tile + i * s.threads + var("thread"))
-
-    def each(body: Stmt) -> Stmt:
-        return For("sum", const(0), const(sums), const(1), (body,), WHOLE)
-
-    add = Do(f"add_far_{accumulator(*s.types[:2])}", (Ptr("acc", i), left(var("other"))))
     come = (Ptr("counters", var("block")), const(s.split), var("thread"), Ptr("ticket"))
     return [
-        Shared("ticket", TICKET // 4, "s32"),
-        Let("tiles", tiles),
-        each(Move(left(var("slice")), Ptr("acc", i))),
+        *ticket(s),
+        *_left_for_others(s, tiles, s.threads),
         Get("last", "last_to_come", come),
         Leave(var("last").eq(0)),
-        Clear("acc", sums),
-        For("other", const(0), const(s.split), const(1), (each(add),), 0),  # else all that is read is held at once
+        *_added(s, s.threads),
     ]
+
+
+def join_groups(s: Schedule, tiles: Index, threads: int, barrier: int, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+    """The same of so many threads, which meet at a barrier of their own; only the last block's run `body`."""
+    if not s.joined:
+        return body
+    given = (
+        Ptr("counters", var("block")),
+        const(s.split),
+        var("thread"),
+        Ptr("ticket"),
+        const(barrier),
+        const(threads),
+    )
+    last = Get("last", "last_groups_to_come", given)
+    return (*_left_for_others(s, tiles, threads), last, If(var("last"), (*_added(s, threads), *body)))
+
+
+def _sums_of(s: Schedule, threads: int, slice_: Index) -> Ptr:
+    """Where a slice leaves the sum of this thread that has a number."""
+    tile = (slice_ * var("tiles") + var("block")) * (s.mr * s.nr * threads)
+    return Ptr("work", tile + var("sum") * threads + var("thread"))
+
+
+def _each_sum(s: Schedule, body: Stmt) -> Stmt:
+    return For("sum", const(0), const(s.mr * s.nr), const(1), (body,), WHOLE)
+
+
+def _left_for_others(s: Schedule, tiles: Index, threads: int) -> list[Stmt]:
+    move = Move(_sums_of(s, threads, var("slice")), Ptr("acc", var("sum")))
+    return [Let("tiles", tiles), _each_sum(s, move)]
+
+
+def _added(s: Schedule, threads: int) -> list[Stmt]:
+    far = (Ptr("acc", var("sum")), _sums_of(s, threads, var("other")))
+    add = _each_sum(s, Do(f"add_far_{accumulator(*s.types[:2])}", far))
+    # Were that loop unrolled, all that is read would be held at once.
+    return [Clear("acc", s.mr * s.nr), For("other", const(0), const(s.split), const(1), (add,), 0)]

@@ -18,7 +18,8 @@ Two warpgroups either share a block's tile, each with half of its rows, or take 
 of its own, and stores one while the other multiplies; barriers `order` keep their loops over k apart. Two blocks
 of a cluster, one below the other, read the same columns of B: each brings half of them to both (multicast), so a
 stage is empty when both have multiplied it. With `swap` the columns of B take the place of the atom's 64 rows, and
-rows of A, down to 8, that of its columns. Where k is split, slices leave their sums in scratch: `kernels.slices`.
+rows of A, down to 8, that of its columns. Where k is split, the last block of a
+tile adds what all slices left in scratch (`kernels.joining`), or another kernel does (`kernels.slices`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portmm.kernels.joining import given as joining
+from portmm.kernels.joining import join_groups, ticket
 from portmm.kernels.simt import raster, results
 from portmm.kernels.wgmma_feed import Operand
 from portmm.kernels.wgmma_store import Ending
@@ -46,6 +49,8 @@ if TYPE_CHECKING:
 
 WARPS, LANES = 4, 32
 """Warps of a warpgroup, and their threads."""
+ALL_GROUPS = 4
+"""The barrier of all warpgroups that multiply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,7 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     """The kernel of a schedule."""
     work = Work(s, isa, atom)
     a, b = work.operands
-    body: list[Stmt] = [a.shared(), b.shared(), *work.ending.shared()]
+    body: list[Stmt] = [a.shared(), b.shared(), *work.ending.shared(), *ticket(s)]
     body += [Shared("full", s.stages, "b64", 8), Shared("empty", s.stages, "b64", 8)]
     body += [Shared("order", 2, "b64", 8)] if s.pingpong else []
     body += [*_begin(work), *_slice(s), *_tiles(s)]
@@ -120,7 +125,8 @@ def _arguments(work: Work) -> tuple[Argument, ...]:
     found = [Argument(x, "int") for x in ("m", "n", "k", "batch")]
     for x in work.operands:
         found += x.arguments()
-    if s.split > 1:
+    found += joining(s)
+    if s.slices:
         sums = Argument("work", "pointer", accumulator(*s.types[:2]))
         return (*found, sums, Argument("c_m", "long"), Argument("c_batch", "long"))
     given = results(s, s.types[2])
@@ -249,7 +255,9 @@ def _consumer(work: Work) -> tuple[Stmt, ...]:
         after.append(If(var("lane").eq(0), (Do("mbarrier_arrive", (Ptr("order", 1 - var("group")),)),)))
     last = _released(s, ((var("number") + 1) * var("steps") - 1) % s.stages)
     after += [Do("wgmma_wait_0"), *last]
-    tile = _each_tile(s, (*before, loop, *after, *ending.statements(first)), mine=True)
+    blocks = ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch")
+    stored = join_groups(s, blocks, s.groups * WARPGROUP, ALL_GROUPS, ending.statements(first))
+    tile = _each_tile(s, (*before, loop, *after, *stored), mine=True)
     made = (Scratch("acc", sums, work.atom.acc), left.describe(first), right.describe(const(0)))
     return (*made, *ending.before(), *tile, *ending.after())
 

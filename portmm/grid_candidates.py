@@ -210,7 +210,7 @@ def shared_bytes(s: Schedule) -> int:
     if s.program == "mma":
         return grid_matrix.shared_bytes(s) + ticket
     if s.program == "wgmma":
-        return grid_warpgroup.shared_bytes(s)
+        return grid_warpgroup.shared_bytes(s) + ticket
     if s.program in grid_codes.PROGRAMS:
         return grid_codes.shared_bytes(s)
     return 0 if s.program == "direct" else (s.block.m + s.block.n) * s.block.k * 4 * s.stages + ticket

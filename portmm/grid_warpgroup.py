@@ -71,7 +71,7 @@ def held_rows(rows: int, *, along_k: bool) -> int:
 def staged(s: Schedule) -> bool:
     """C passes through shared memory: halves in rows that the copy engine can address."""
     size = BY_NAME[s.types[2]].bytes
-    return s.split == 1 and s.c == "row" and s.vectors[2] * size == ALIGNED and size == WIDE and bool(panel(s))
+    return not s.slices and s.c == "row" and s.vectors[2] * size == ALIGNED and size == WIDE and bool(panel(s))
 
 
 def panel(s: Schedule) -> int:
@@ -188,17 +188,28 @@ def _fed(s: Schedule, p: Problem, target: Target) -> Iterator[Schedule]:
         for split in SPLITS:
             if split > 1 and (tiles * split > 2 * device.processors or s.pingpong):
                 continue
-            one = replace(s, split=split, persistent=s.persistent if split == 1 else 0)
-            if split > 1:
-                one = replace(one, vectors=(*s.vectors[:2], 1))
-            whole = device.processor_shared_bytes or device.shared_bytes
-            room = min(device.shared_bytes, whole // blocks - RESERVED) - BARRIERS - result_bytes(one)
             steps = -(-p.k // s.block.k) // split
-            stages = min(room // stage_bytes(one), MOST_STAGES, max(steps, LEAST_STAGES))
-            if stages < LEAST_STAGES:
-                continue
-            one = replace(one, stages=stages)
-            yield one
-            pairs = (s.b == "col" and s.block.n % 16 == 0) or s.block.n % (2 * WIDE_ROWS) == 0
-            if pairs and not s.swap and split == 1 and p.m > s.block.m and tiles > device.processors // 2:
-                yield replace(one, cluster=2)
+            for joined in (False, True) if split > 1 else (False,):
+                one = replace(s, split=split, joined=joined, persistent=s.persistent if split == 1 else 0)
+                if one.slices:
+                    one = replace(one, vectors=(*s.vectors[:2], 1))
+                stages = min(_stages(one, target, blocks), MOST_STAGES, max(steps, LEAST_STAGES))
+                if stages >= LEAST_STAGES:
+                    yield from _paired(replace(one, stages=stages), p, tiles > device.processors // 2)
+
+
+def _stages(s: Schedule, target: Target, blocks: int) -> int:
+    """Stages that fit, of so many blocks on a processor."""
+    device = target.device
+    assert device is not None  # noqa: S101 - `candidates` looked
+    whole = device.processor_shared_bytes or device.shared_bytes
+    room = min(device.shared_bytes, whole // blocks - RESERVED) - BARRIERS - result_bytes(s)
+    return room // stage_bytes(s)
+
+
+def _paired(s: Schedule, p: Problem, many: bool) -> Iterator[Schedule]:
+    """A schedule, and the same in clusters, where halves of B are whole lines."""
+    yield s
+    pairs = (s.b == "col" and s.block.n % 16 == 0) or s.block.n % (2 * WIDE_ROWS) == 0
+    if many and pairs and not s.swap and s.split == 1 and p.m > s.block.m:
+        yield replace(s, cluster=2)

@@ -23,8 +23,9 @@ from portmm import device_arrays, grid_dispatch, memory
 from portmm.dtype import BY_NAME
 from portmm.errors import DeviceError, NoCompilerError
 from portmm.grid_candidates import candidates, illegal
+from portmm.grid_candidates import shared_bytes as shared_of
 from portmm.grid_dispatch import choose, source
-from portmm.grid_warpgroup import LINE, STRIP, budgets, panel, registers, shared_bytes, staged
+from portmm.grid_warpgroup import LINE, STRIP, budgets, panel, registers, staged
 from portmm.lower import lower_grid
 from portmm.nvrtc import compile_cuda, find_nvrtc
 from portmm.problem import Problem
@@ -104,6 +105,8 @@ VARIANTS = {
     "swapped, two strips": (schedule("bf16", BY_K, 16, 256, 2, swap=True), [(13, 300, 70, 1, "")]),
     "slices": (replace(COOPERATIVE, persistent=0, split=3, vectors=(8, 8, 2)), [(130, 70, 461, 2, "b")]),
     "swapped slices": (replace(SWAPPED, persistent=0, split=2, vectors=(8, 8, 1)), [(5, 70, 300, 1, "")]),
+    "joined": (replace(COOPERATIVE, persistent=0, split=3, joined=True), [(130, 70, 461, 2, "b")]),
+    "joined, swapped": (replace(SWAPPED, persistent=0, split=2, joined=True), [(5, 130, 300, 1, "")]),
     "f32 of bf16": (schedule("bf16-bf16-f32", BY_K, 64, 32), [EDGES]),
     "bytes": (schedule("s8-s8-s32", BY_K, 128, 32, 2), [EDGES, (64, 33, 300, 2, "b")]),
     "bytes without a sign": (schedule("u8-s8-s32", BY_K, 64, 16), [(60, 20, 150, 1, "")]),
@@ -246,6 +249,7 @@ GATES = {
     "fused": replace(LARGE, fused=str(EPILOGUES["plain"])),
     "swapped": schedule("bf16", BY_K, 16, 128, swap=True, stages=8, persistent=132),
     "slices": schedule("bf16", BY_K, 128, 128, 2, stages=4, split=4),
+    "joined": schedule("bf16", BY_K, 128, 256, 2, stages=4, split=4, joined=True, vectors=(8, 8, 8)),
     "bytes": schedule("s8-s8-s32", BY_K, 128, 256, 2, stages=4, persistent=132),
 }  # fmt: skip
 
@@ -275,7 +279,7 @@ def test_machine_code(name, tmp_path):
     assert made.spills == 0
     assert made.registers <= registers(s)
     assert not re.search(r"C75\d\d", made.log), made.log
-    assert kernel.shared_bytes == shared_bytes(s) <= H200.device.shared_bytes
+    assert kernel.shared_bytes == shared_of(s) <= H200.device.shared_bytes
     assert ("registers_up_232();" in text) == bool(budgets(s)[1])
     said = disassembled(made.code, tmp_path)
     if said:
