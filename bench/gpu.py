@@ -114,17 +114,20 @@ def work(on, peers, jobs, given):
     l2 = level.bytes if level else 1 << 22
     gpu_run.say("device", facts(on, peers, machine))
     for job in jobs:
-        kind, case = job["do"], gpu_cases.Case(**job["case"])
+        kind = job["do"]
         gpu_run.say("begin", job["name"])
-        if kind == "measure":
+        case = gpu_cases.Case(**job["case"]) if job["case"] else None
+        if kind == "note":
+            gpu_run.say("note", _notes(on, given))
+        elif kind == "measure":
             found = gpu_measure.measure(on, peers, case, l2=l2, turns=given.turns, check_only=given.checks)
+            # What the device's clocks are under its heaviest load.
+            found |= {"clocks": clocks()} if case.section in ("squares", "prefill") and on.name == "cuda" else {}
             gpu_run.say("rows", found | {"name": job["name"]})
         else:
             turns, l2_used = (0, 1) if kind == "check" else (5, l2)
             gpu_run.say("surveys", _survey(on, case, l2_used, turns, given))
         on.free()
-    if not given.checks:
-        gpu_run.say("note", _notes(on, given))
 
 
 def _survey(on, case, l2, turns, given):
@@ -144,7 +147,7 @@ def _notes(on, given):
     found = {"cache": cache.cache_size(), "call_seconds": gpu_measure.overhead(on, 5 if given.smoke else 50)}
     if on.name == "cuda":
         found |= {"copy_gbs": gpu_measure.bandwidth(on, 1 << 20 if given.smoke else 1 << 30) / 1e9}
-    return found | {"clocks_after": clocks() if on.name == "cuda" else {}}
+    return found
 
 
 def jobs_of(given):
@@ -155,6 +158,8 @@ def jobs_of(given):
     if given.device == "opencl" and not (given.smoke or given.checks or given.section):
         every = gpu_cases.for_processors()
     found = [_job("measure", case) for case in every]
+    if not given.checks:
+        found.insert(len(gpu_cases.SECTIONS["squares"]()), {"do": "note", "name": "notes", "case": {}})
     return found + ([_job("check", product(text)) for text in KINDS] if given.checks or given.smoke else [])
 
 

@@ -111,10 +111,10 @@ def _worker(command, left, report, ends, save, patience, start, told):  # noqa: 
                 report.device |= value
             elif kind == "note":
                 report.notes |= value
-            else:
+            elif kind in ("rows", "surveys"):
                 getattr(report, kind).append(value)
                 told(spelt(value))
-            if kind in ("rows", "surveys"):
+            if kind in ("rows", "surveys", "note") and running:
                 left = [x for x in left if x["name"] != running]
                 running = None
                 report.save(save)

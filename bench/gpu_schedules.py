@@ -69,7 +69,8 @@ def of_each_kind(found):
     """The best of each program, unit and way to feed it."""
     kinds = {}
     for terms, s in found:
-        kinds.setdefault((s.program, s.isa, s.copies, s.swap, s.split > 1), (terms, s))
+        shared = [getattr(s, name, None) for name in ("groups", "pingpong", "cluster")]
+        kinds.setdefault((s.program, s.isa, s.copies, s.swap, s.split > 1, *shared), (terms, s))
     return list(kinds.values())
 
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portmm.kernels.feeding import or_zeros
+
 from portmm.index import Ptr, const, var
-from portmm.ir import For, If, Let, LetPtr
-from portmm.threads import WHOLE, CopyAsync, Do, Shared
+from portmm.ir import For, If, Let, LetPtr, Scratch
+from portmm.threads import WHOLE, CopyAsync, Do, Shared, Vector
 
 if TYPE_CHECKING:
     from portmm.index import Index
@@ -72,14 +74,37 @@ class HeadTile:
 
     # -- from global memory ----------------------------------------------------
 
-    def copy(self, to: Ptr, source: Index, there: Index) -> tuple[Stmt, ...]:
-        """Begin to copy a tile to `to`.
+    def moved(self, how: str, to: Ptr, src: Ptr, there: Index) -> tuple[Stmt, ...]:
+        """Move a vector on one leg of its way.
 
         Args:
-            to: where it begins in shared memory.
-            source: where row `line` begins in memory.
-            there: 1 if that row is there, else zeros are put.
+            how: "copy", begin to copy it past the registers; "fetch", load it to registers; "put", store it from
+                there; "move", both.
+            to: where it goes in shared memory.
+            src: where it lies in memory.
+            there: 1 if it is there, else zeros are put.
         """
+        size = self.vector * SIZE
+        if how == "copy":
+            return (CopyAsync(to, src, size, there),)
+        turn = const(0) if how == "move" else var("turn")
+        waits = Ptr(f"{self.name}_next", turn * self.vector)
+        load, store = or_zeros(there, waits, src, self.vector, SIZE), Vector(to, waits, size)
+        return {"fetch": (load,), "put": (store,), "move": (load, store)}[how]
+
+    def registers(self) -> Scratch:
+        """What is on its way, of copies that pass through registers."""
+        turns = -(-self.rows * self.width // (self.vector * self.threads))
+        return Scratch(f"{self.name}_next", turns * self.vector, self.dtype)
+
+    @staticmethod
+    def turns(how: str, count: int, most: int, body: tuple[Stmt, ...]) -> For:
+        """A thread's vectors: written out if that needs few addresses, or if they stay in registers."""
+        whole = count <= most or how in ("fetch", "put")
+        return For("turn", const(0), const(count), const(1), body, WHOLE if whole else SOME_TURNS)
+
+    def tile(self, how: str, to: Ptr, source: Index, there: Index) -> tuple[Stmt, ...]:
+        """Move a tile to `to`, see `moved`, whose row `line` begins at `source` and is `there`."""
         across = self.width // self.vector
         count = self.rows * across
         piece, line, column = var("piece"), var("line"), var("column")
@@ -89,13 +114,13 @@ class HeadTile:
             Let("line", piece // across),
             Let("column", piece % across * self.vector),
             LetPtr("from", Ptr(f"{self.name}_item", source + column), self.dtype, readonly=True),
-            CopyAsync(to + at, Ptr("from"), self.vector * SIZE, there),
+            *self.moved(how, to + at, Ptr("from"), there),
         )
         if count % self.threads:
             body = (If(piece.lt(count), body),)
         turns = -(-count // self.threads)
         inner = (Let("piece", var("thread") + var("turn") * self.threads), *body)
-        return (For("turn", const(0), const(turns), const(1), inner, WHOLE if turns <= SOME_TURNS else SOME_TURNS),)
+        return (self.turns(how, turns, SOME_TURNS, inner),)
 
     @property
     def down(self) -> int:
@@ -116,20 +141,19 @@ class HeadTile:
             Let(f"{n}_to", line * self.pitch + (piece ^ self.turned(line)) * PER_PIECE),
         )
 
-    def copy_rows(self, to: Ptr, first: Index, end: Index) -> tuple[Stmt, ...]:
-        """Begin to copy the rows of memory from `first` on, zeros from `end` on."""
+    def lines(self, how: str, to: Ptr, first: Index, end: Index) -> tuple[Stmt, ...]:
+        """Move the rows of memory from `first` on, zeros from `end` on: see `moved`."""
         n, step, turn = self.name, var(f"{self.name}_n"), var("turn")
         if not self.down:
             row = first + var("line")
-            return self.copy(to, row * step, row.lt(end))
+            return self.tile(how, to, row * step, row.lt(end))
         # What rows further down are exchanged by differs in bits that the first rows' numbers do not have.
         at = var(f"{n}_to") + turn * (self.down * self.pitch)
         if self.down < EIGHT and self.pitch == self.width:
             at = (var(f"{n}_to") ^ turn * self.down % EIGHT * PER_PIECE) + turn * (self.down * self.pitch)
         row = first + turn * self.down
-        one = CopyAsync(to + at, Ptr(f"{n}_from", row * step), PIECE, (row + var(f"{n}_row")).lt(end))
-        turns = self.rows // self.down
-        return (For("turn", const(0), const(turns), const(1), (one,), WHOLE if turns <= MOST_TURNS else SOME_TURNS),)
+        one = self.moved(how, to + at, Ptr(f"{n}_from", row * step), (row + var(f"{n}_row")).lt(end))
+        return (self.turns(how, self.rows // self.down, MOST_TURNS, one),)
 
     # -- to fragments ------------------------------------------------------------
 

@@ -98,14 +98,14 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     body: list[Stmt] = [*tiles, Scratch("acc", sums, atom.acc)]
     body += [Scratch("a_part", a.count * ahead, "b32"), Scratch("b_part", b.count * ahead, "b32")]
     body += [] if s.copies else [a.side.registers(), b.side.registers()]
-    body += [*place(s), *_warps(s), *a.places(), *b.places(), *slice_of_k(s, s.block.k), Clear("acc", sums)]
+    body += [*place(s), *warps(s), *a.places(), *b.places(), *slice_of_k(s, s.block.k), Clear("acc", sums)]
     body += _copied(work, a, b) if s.copies else _fetched(work, a, b)
-    body += [*join(s, blocks(s)), *_stored(work)]
+    body += [*join(s, blocks(s)), *stored(work)]
     grid = (blocks(s), const(s.split))
     return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=s.slices), s.threads, grid, tuple(body))
 
 
-def _warps(s: Schedule) -> list[Stmt]:
+def warps(s: Schedule) -> list[Stmt]:
     """Where the part of this warp begins, in the tile of its block."""
     warp, across = s.tiles[1], s.block.n // s.tiles[1].n
     number = var("warp")
@@ -117,7 +117,7 @@ def _warps(s: Schedule) -> list[Stmt]:
     ]
 
 
-def _multiply(work: Work, at: Index) -> tuple[Stmt, ...]:
+def multiply(work: Work, at: Index) -> tuple[Stmt, ...]:
     """Multiply the fragments of one step of k: those which begin `at` times as far as all of one operand."""
     left, right = (work.part(x) for x in work.names)
     i, j = var("i"), var("j")
@@ -126,7 +126,7 @@ def _multiply(work: Work, at: Index) -> tuple[Stmt, ...]:
     return _each("i", left.fragments, _each("j", right.fragments, (mac,)))
 
 
-def _load(a: Part, b: Part, at: Index, stage: Index, step: Index) -> tuple[Stmt, ...]:
+def load(a: Part, b: Part, at: Index, stage: Index, step: Index) -> tuple[Stmt, ...]:
     """Load the fragments of a step of k of a stage."""
     return tuple(s for p in (a, b) for s in p.load(Ptr(f"{p.side.name}_part", at * p.count), stage * p.side.size, step))
 
@@ -142,18 +142,18 @@ def _copied(work: Work, a: Part, b: Part) -> list[Stmt]:
         return (If(at.lt(var("steps")), copies), CopyCommit())
 
     ahead = [x for i in range(stages - 1) for x in begin(const(i))]
-    first = _load(a, b, const(0), const(0), const(0))
+    first = load(a, b, const(0), const(0), const(0))
     inner: list[Stmt] = []
     for i in range(steps):
         more = const((i + 1) % 2)
         if i + 1 < steps:
-            inner += _load(a, b, more, var("stage"), const(i + 1))
+            inner += load(a, b, more, var("stage"), const(i + 1))
         else:
             # All warps have loaded what this stage has, and what the next one holds has landed.
             inner += [CopyWait(stages - 2), Barrier()]
-            inner.append(If((step + 1).lt(var("steps")), _load(a, b, more, (step + 1) % stages, const(0))))
+            inner.append(If((step + 1).lt(var("steps")), load(a, b, more, (step + 1) % stages, const(0))))
         inner += begin(step + (stages - 1)) if i == 0 else ()
-        inner += _multiply(work, const(i % 2))
+        inner += multiply(work, const(i % 2))
     loop = For("step", const(0), var("steps"), const(1), (Let("stage", step % stages), *inner))
     return [*ahead, CopyWait(stages - 2), Barrier(), If(const(0).lt(var("steps")), first), loop]
 
@@ -169,7 +169,7 @@ def _fetched(work: Work, a: Part, b: Part) -> list[Stmt]:
     def put(stage: Index) -> tuple[Stmt, ...]:
         return (*a.side.put(stage), *b.side.put(stage))
 
-    inside = (*_load(a, b, const(0), var("stage"), var("unit")), *_multiply(work, const(0)))
+    inside = (*load(a, b, const(0), var("stage"), var("unit")), *multiply(work, const(0)))
     more = (step + 1).lt(var("steps"))
     body = (
         If(more, fetch(var("k_0") + (step + 1) * s.block.k)),
@@ -181,7 +181,7 @@ def _fetched(work: Work, a: Part, b: Part) -> list[Stmt]:
     return [*fetch(var("k_0")), *put(const(0)), Barrier(), For("step", const(0), var("steps"), const(1), body)]
 
 
-def _stored(work: Work) -> list[Stmt]:
+def stored(work: Work) -> list[Stmt]:
     """Store the sums of this lane where they belong."""
     s, atom = work.s, work.atom
     left, right = (work.part(x) for x in work.names)

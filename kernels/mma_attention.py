@@ -95,6 +95,7 @@ class Work(Walk):
             Scratch("sums", t.rows, "f32"),
             Scratch("bigs", t.rows, "f32"),
             Scratch("one", 1, "f32"),
+            *(self.tile(x).registers() for x in "qkv"),
         )
 
     def lanes(self) -> tuple[Stmt, ...]:
@@ -115,13 +116,13 @@ class Work(Walk):
     def queries(self) -> tuple[Stmt, ...]:
         """Begin to copy Q."""
         row = minimum(var("row_0") + var("line"), var("last"))
-        return self.tile("q").copy(Ptr("q_tile"), self.query(row), const(1))
+        return self.tile("q").tile("copy" if self.t.copies else "move", Ptr("q_tile"), self.query(row), const(1))
 
-    def fill(self, name: str, key: Index, slot: Index) -> tuple[Stmt, ...]:
-        """Begin to copy the tile of K or V at a key, if it is there, to a slot."""
-        to = Ptr("slots", slot * self.slot)
-        moved = self.tile(name).copy_rows(to, key, var("end"))
-        return (If(key.lt(var("end")), moved), CopyCommit())
+    def fill(self, how: str, name: str, key: Index, slot: Index) -> tuple[Stmt, ...]:
+        """Move the tile of K or V at a key, if it is there, to a slot."""
+        moved = self.tile(name).lines(how, Ptr("slots", slot * self.slot), key, var("end"))
+        found = If(key.lt(var("end")), moved)
+        return (found, CopyCommit()) if how == "copy" else (found,)
 
     def slot_of(self, half: int) -> Index:
         """Where the tile so many half steps after K's of this step is: tiles of K and V take slots in turn."""
@@ -130,21 +131,28 @@ class Work(Walk):
             return const(half % 2)
         return (var("turn_0") + half // 2) % (slots // 2) * 2 + half % 2
 
-    def ahead(self, half: int) -> tuple[Stmt, ...]:
-        """Begin to copy the tile so many half steps after K's of this step."""
-        return self.fill("kv"[half % 2], var("key") + half // 2 * self.t.keys, self.slot_of(half))
+    def ahead(self, half: int, *work: Stmt) -> tuple[Stmt, ...]:
+        """Do some work while the tile so many half steps after K's of this step is on its way.
+
+        What was there landed before, and all warps are done with the one before.
+        """
+        given = ("kv"[half % 2], var("key") + half // 2 * self.t.keys, self.slot_of(half))
+        if self.t.copies:
+            return (*self.met(), *self.fill("copy", *given), *work)
+        return (*self.met(), *self.fill("fetch", *given), *work, *self.fill("put", *given))
 
     def met(self) -> tuple[Stmt, ...]:
         """The tile that is next has landed, and all warps are done with the one before."""
-        return (CopyWait(self.t.slots - 2), Barrier())
+        return (CopyWait(self.t.slots - 2), Barrier()) if self.t.copies else (Barrier(),)
 
     def begin(self) -> tuple[Stmt, ...]:
         """Q and the first tiles are on their way; nothing has been summed."""
         t = self.t
         found: list[Stmt] = [*self.tile("k").mover(), *self.tile("v").mover()]
         found += [If(var("first").lt(var("end")), self.queries())]
+        how = "copy" if t.copies else "move"
         for half in range(t.slots - 1):
-            found += self.fill("kv"[half % 2], var("first") + half // 2 * t.keys, const(half))
+            found += self.fill(how, "kv"[half % 2], var("first") + half // 2 * t.keys, const(half))
         found += [Clear("o_sums", t.high * t.columns * WORDS), *self.softmax.begin()]
         if t.held:
             loads = each("step", t.d // UNIT, self.fragments_of_q(var("step") * t.high, var("step")))
@@ -165,15 +173,9 @@ class Work(Walk):
         turn = (Let("turn_0", (var("key") - var("first")) // t.keys),) if slots > 2 else ()
         return (
             *turn,
-            *self.met(),
-            *self.ahead(slots - 1),
-            Clear("s", t.high * t.strips * WORDS),
-            self.scores(),
-            *self.met(),
-            *self.ahead(slots),
+            *self.ahead(slots - 1, Clear("s", t.high * t.strips * WORDS), self.scores()),
             Let("first_key", var("key") + var("lane") % 4 * PAIR),
-            *self.softmax.statements(),
-            self.weighed(),
+            *self.ahead(slots, *self.softmax.statements(), self.weighed()),
         )
 
     def scores(self) -> Stmt:

@@ -139,11 +139,9 @@ def depth(s: Schedule) -> Index:
 
 
 def place(s: Schedule) -> list[Stmt]:
-    """Which tile of which item, or group, a block computes, and where its operands begin."""
-    top = var("row_begin") if s.grouped else 0
+    """Which tile of which item a block computes, and where its operands begin."""
     return [
         *(_group(s) if s.grouped else _item(s)),
-        *_patch(s, s.block.m, top),
         LetPtr("a_item", Ptr("a", var("item") * var("a_batch")), s.types[0], readonly=True),
         LetPtr(
             "b_item", *(_ONE if s.b == "codes" else (Ptr("b", var("item") * var("b_batch")), s.types[1])), readonly=True
@@ -151,39 +149,12 @@ def place(s: Schedule) -> list[Stmt]:
     ]
 
 
-def raster(s: Schedule, number: Index, rows: int, below: Index | int = 0) -> list[Stmt]:
-    """Which tile of which item has a number, of `down` times `across` tiles of so many rows.
-
-    It begins so many rows `below`.
-    """
-    return [
-        Let("item", number // (var("down") * var("across"))),
-        Let("tile", number % (var("down") * var("across"))),
-        *_patch(s, rows, below),
-    ]
-
-
-def _patch(s: Schedule, rows: int, below: Index | int) -> list[Stmt]:
-    """Where a tile lies: numbers sweep patches of `group` rows of tiles, column by column."""
-    group = s.tiles[3].m // rows
-    tile, width = var("tile"), var("across") * group
-    inside, first = tile % width, tile // width * group
-    return [
-        Let("first", first),
-        Let("high", minimum(var("down") - var("first"), group)),
-        Let("row_0", (var("first") + inside % var("high")) * rows + below),
-        Let("column_0", inside // var("high") * s.block.n),
-    ]
-
-
 def _item(s: Schedule) -> list[Stmt]:
     """The item of this block, and its tile there."""
-    down, across = var("down"), var("across")
     return [
         Let("down", ceil_div(var("m"), s.block.m)),
         Let("across", ceil_div(var("n"), s.block.n)),
-        Let("item", var("block") // (down * across)),
-        Let("tile", var("block") % (down * across)),
+        *raster(s, var("block"), s.block.m),
     ]
 
 
@@ -199,6 +170,32 @@ def _group(s: Schedule) -> list[Stmt]:
         Leave((var("down") * var("across")).lt(var("tile") + 1)),
         Let("item", minimum(var("group"), var("batch") - 1)),
         Let("depth", var("group").lt(var("batch")) * var("k")),
+        *_swept(s, s.block.m, var("row_begin")),
+    ]
+
+
+def raster(s: Schedule, number: Index, rows: int, below: Index | int = 0) -> list[Stmt]:
+    """Which tile of which item has a number, of `down` times `across` tiles of so many rows.
+
+    It begins so many rows `below`. Numbers sweep patches of `group` rows of tiles, column by column.
+    """
+    return [
+        Let("item", number // (var("down") * var("across"))),
+        Let("tile", number % (var("down") * var("across"))),
+        *_swept(s, rows, below),
+    ]
+
+
+def _swept(s: Schedule, rows: int, below: Index | int) -> list[Stmt]:
+    """Where the tile of an item begins."""
+    group = s.tiles[3].m // rows
+    tile, width = var("tile"), var("across") * group
+    inside, first = tile % width, tile // width * group
+    return [
+        Let("first", first),
+        Let("high", minimum(var("down") - var("first"), group)),
+        Let("row_0", (var("first") + inside % var("high")) * rows + below),
+        Let("column_0", inside // var("high") * s.block.n),
     ]
 
 

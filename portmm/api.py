@@ -58,7 +58,8 @@ def matmul(
     Units that multiply bfloat16 (AVX512-BF16, AMX, BFDOT, BFMMLA) take subnormals for zero.
 
     Arrays of CuPy, PyTorch and PyOpenCL that lie on a device are multiplied there, where they
-    lie, on the stream or queue of `a`; the result is an array of the same library, and nothing waits.
+    lie, on the stream or queue of `a`; the result is an array of the same library, and nothing waits. There,
+    float8_e4m3fn and float8_e5m2 are multiplied, too: two of them give bfloat16 unless `dtype` says otherwise.
 
     Args:
         a: float32, float64, float16, bfloat16 (of ml_dtypes), int8 or uint8,
@@ -66,7 +67,8 @@ def matmul(
         b: as `a`, (..., k, n) or (k,), but no uint8 beside integers; or a weight
             from `pack`. Floats of two types, and floats by int8 or uint8, multiply
             as they are, without copies. A weight of four bits is scale * code + offset
-            in float32, which tiles of AMX round to bfloat16 beside bfloat16;
+            in float32, which tiles of AMX round to bfloat16 beside bfloat16, and a device's
+            tensor cores, of many rows, to the type of `a` where that is the result's, too;
             beside one, an infinity in `a` may give NaN.
         out: where to put the result; may overlap an input. Kernels write float32,
             float16 and bfloat16 results of narrow floats directly.

@@ -56,7 +56,7 @@ STAGES = 3
 """Tiles in shared memory where copies are asynchronous."""
 _MATRIX = {"warp": grid_matrix.candidates, "warpgroup": grid_warpgroup.candidates}
 """Who multiplies together -> its schedules."""
-_ASKING = frozenset(("mma", "wgmma", "coded"))
+_ASKING = frozenset(("mma", "wgmma", *grid_codes.PROGRAMS))
 """Programs that ask for more shared memory than a kernel has unasked."""
 _GROUPED = frozenset(("simt", "direct", "mma"))
 """Programs whose blocks find the group that their rows are of."""
@@ -180,7 +180,7 @@ def registers(s: Schedule) -> int:
         return grid_matrix.registers(s)
     if s.program == "wgmma":
         return grid_warpgroup.registers(s)
-    if s.program == "coded":
+    if s.program in grid_codes.PROGRAMS:
         return grid_codes.registers(s)
     a, b, _ = s.types
     words = 2 if a == b == "f64" else 1
@@ -211,7 +211,7 @@ def shared_bytes(s: Schedule) -> int:
         return grid_matrix.shared_bytes(s) + ticket
     if s.program == "wgmma":
         return grid_warpgroup.shared_bytes(s) + ticket
-    if s.program == "coded":
+    if s.program in grid_codes.PROGRAMS:
         return grid_codes.shared_bytes(s)
     return 0 if s.program == "direct" else (s.block.m + s.block.n) * s.block.k * 4 * s.stages + ticket
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from portmm.cost import Cost
 from portmm.dtype import BY_NAME, size
 from portmm.grid_candidates import PARTS, on_gpu, resident
-from portmm.grid_codes import instructions
+from portmm.grid_codes import PROGRAMS, instructions
 from portmm.grid_stream import along_k, flying, shares, width
 from portmm.grid_warpgroup import STRIP, columns, staged, sums
 
@@ -87,7 +87,7 @@ def cost(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
         return _multiplied(p, s, atom, target)
     if s.program == "wgmma":
         return _grouped(p, s, atom, target)
-    if s.program == "coded":
+    if s.program in PROGRAMS:
         return _decoded(p, s, atom, target)
     device = target.device
     assert device is not None  # noqa: S101 - `candidates` looked
@@ -217,7 +217,7 @@ def _grouped(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
 
 
 def _decoded(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
-    """The predicted time of `kernels.coded`."""
+    """The predicted time of `kernels.coded`, or `kernels.dequant`."""
     device = target.device
     assert device is not None  # noqa: S101 - `candidates` looked
     hertz = 1e9 * (target.frequency_ghz or DEFAULT_GHZ)
@@ -230,12 +230,14 @@ def _decoded(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     b += 8 / (s.group or p.k)
     steps = ceil(ceil(p.k / s.block.k) / s.split)
     depth, warp, warps = steps * s.block.k, s.tiles[1], s.threads // device.warp
-    sharing = s.block.k // warp.k
+    once = s.program == "dequant"
+    sharing = 1 if once else s.block.k // warp.k
     filled = min(1.0, together * warps / MATRIX_WARPS)
-    # Fragments of A are multiplied by ones, too.
-    atoms = s.block.m * s.block.n * (1 + atom.n / warp.n)
+    # Fragments of A are multiplied by ones, too, where codes are.
+    atoms = s.block.m * s.block.n * (1 if once else 1 + atom.n / warp.n)
     codes, others = instructions(s)
-    loaded = warps / sharing * (warp.m * a + warp.n / 2) + s.block.m * a + s.block.n * b
+    made = s.block.n * (a + b) if once else 0
+    loaded = warps / sharing * (warp.m * a + warp.n * (a if once else b)) + s.block.m * a + s.block.n * b + made
     moved = depth * (s.block.m / s.vectors[0] + s.block.n / 32)
     passing = depth * (s.block.m * a + s.block.n * b)
     overlapped = {
@@ -247,8 +249,9 @@ def _decoded(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
         "L2": blocks * passing / (min(device.processors, blocks) * L2_BYTES_PER_CYCLE) / hertz,
         "memory": p.batch * (p.m * p.k * a + p.m * p.n * c) / (1e9 * _bandwidth(target))
         + p.k * p.n * b / (1e9 * _bandwidth(target)),
-        "latency": ceil(rounds / together) * ceil(steps / max(1, s.stages - 1)) * FAR / hertz,
     }  # fmt: skip
+    if not once:
+        overlapped["latency"] = ceil(rounds / together) * ceil(steps / max(1, s.stages - 1)) * FAR / hertz
     ending = s.mr * s.nr * (ENDING * warps + ADD_SHARE * (sharing - 1)) / PARTS
     waits = ceil(rounds / together) * (WAIT + steps * MATRIX_STEP / together) + rounds * ending / together
     added = {"waiting": waits / hertz, "launch": LAUNCH} | _slices(p, s, target)

@@ -14,12 +14,14 @@ from portmm.candidates import PACKED_VECTORS
 from portmm.dtype import types, unfolded
 from portmm.errors import ScheduleError
 from portmm.fused import parse as parse_fused
+from portmm.grid_codes import PROGRAMS as MATRIX_PROGRAMS
 from portmm.kernels import (
     attention,
     attention_tiles,
     coded,
     columns,
     decode,
+    dequant,
     direct,
     dot,
     folding,
@@ -68,6 +70,7 @@ GRID_PROGRAMS: dict[str, Callable[[Schedule, Isa, Atom], GridKernel]] = {
     "mma": mma.build,
     "wgmma": wgmma.build,
     "coded": coded.build,
+    "dequant": dequant.build,
 }
 """The same for devices."""
 
@@ -119,7 +122,7 @@ def grid_atom(isa: Isa, s: Schedule) -> Atom:
     Raises:
         ScheduleError: the ISA lacks it.
     """
-    if s.program == "coded":
+    if s.b == "codes" and s.program in MATRIX_PROGRAMS:
         return next(t for t in isa.atoms if t.unit == "warp" and t.a == t.b == s.types[0])
     alike = (t for t in isa.atoms if (s.kr > 1 or t.unit) and (t.k_pack, t.a, t.b) == (s.kr, *s.types[:2]))
     return next(alike, None) or atom_of(isa, unfolded(s.dtype))

@@ -34,16 +34,17 @@ UNIT = 16
 WARP = 32
 SIZE, WORD, PIECE = 2, 4, 16
 LEAST_COPY = 4
-"""Bytes of an asynchronous copy, at least: PTX ISA, cp.async."""
+"""Bytes of an asynchronous copy, at least: PTX ISA, cp.async. Fewer at once keep no unit busy."""
 MANY = (
     (128, 4, 64), (128, 4, 32), (128, 8, 64), (64, 4, 64), (64, 4, 32), (64, 2, 64), (64, 2, 32),
     (32, 2, 64), (32, 2, 32), (16, 1, 64), (16, 1, 32),
 )  # fmt: skip
 """Queries, warps, keys."""
 SLOTS = (2, 4)
-ADDRESSES = 62
-"""Registers of a thread for addresses, counters, an expression and fragments; the least with which NVRTC 13 spills
-nothing."""
+ADDRESSES, UNEVEN, THROUGH = 62, 10, 16
+"""Registers of a thread for addresses, counters, an expression and fragments, for threads that do not move whole
+rows, and for copies that pass through registers, beside one and a half for each that waits; the least with which
+NVRTC 13 spills nothing."""
 FEW = 16
 """Queries of a head up to which those of all heads that share keys make one tile, and keys are handed out in runs."""
 MOST_TOGETHER = 64
@@ -75,6 +76,7 @@ class MatrixTiling:
         vectors: elements of Q, K, V and of the result that are moved at once.
         loose: "o" where rows of the result are not dense in memory.
         runs: keys are handed out in runs, for another kernel to put together.
+        copies: tiles are copied past the registers; else through them, to two slots.
     """
 
     d: int
@@ -87,6 +89,7 @@ class MatrixTiling:
     vectors: tuple[int, int, int, int] = (8, 8, 8, 8)
     loose: str = ""
     runs: bool = False
+    copies: bool = True
 
     @property
     def threads(self) -> int:
@@ -123,7 +126,13 @@ class MatrixTiling:
     def registers(self) -> int:
         """Registers of a thread, about."""
         queries = self.d // UNIT * 4 if self.held else 4
-        return self.high * (4 * (self.strips + self.columns) + queries + 8) + ADDRESSES
+        moved = 0
+        if not self.copies:
+            words = -(-self.keys * max(self.d, self.dv) * SIZE // (WORD * self.threads))
+            moved = words + words // 2 + THROUGH
+        uneven = any(self.threads % (x * SIZE // PIECE) for x in (self.d, self.dv))
+        own = self.high * (4 * (self.strips + self.columns) + queries + 8)
+        return own + moved + ADDRESSES + (UNEVEN if uneven else 0)
 
 
 def pitch(width: int) -> int:
@@ -146,8 +155,6 @@ def lacks(asked: Asked, target: Target) -> str:
         return f"heads have {asked.d} and {asked.dv} elements: no multiples of {UNIT} up to {WIDEST_HEAD}"
     if set(asked.loose) & set("qkv") or min(asked.vectors[:3]) * SIZE < LEAST_COPY:
         return "rows of an operand are not dense, or not aligned to 4 bytes"
-    if not asynchronous(target):
-        return f"{target.name} copies nothing to shared memory past its registers"
     return "" if tilings(asked, target) else "no tiles fit its registers and shared memory"
 
 
@@ -160,13 +167,16 @@ def tilings(asked: Asked, target: Target) -> list[MatrixTiling]:
     rows = together if runs else asked.queries
     q, k, v, o = (min(x, PIECE // SIZE) for x in asked.vectors)
     found = []
+    copies = asynchronous(target)
     for queries, warps, keys in MANY:
         half_empty = queries > UNIT and queries >= 2 * rows
         again = queries < min(rows, MOST_TOGETHER)  # keys are read again for the rest
         if half_empty or (runs and (again or warps * UNIT != queries or queries > MOST_TOGETHER)):
             continue
-        for slots in SLOTS:
-            t = MatrixTiling(asked.d, asked.dv, queries, warps, keys, slots, True, (q, k, v, o), asked.loose, runs)
+        for slots in SLOTS if copies else SLOTS[:1]:
+            t = MatrixTiling(
+                asked.d, asked.dv, queries, warps, keys, slots, True, (q, k, v, o), asked.loose, runs, copies
+            )
             for held in (True, False):
                 one = replace(t, held=held)
                 if not _illegal(one, device):

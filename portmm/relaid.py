@@ -69,7 +69,7 @@ def faster(p: Problem, target: Target, vectors: Vectors, once: str = "") -> tupl
     if device is None or not any(atom.unit for _, atom in units(p.dtype, target, tf32=p.tf32)):
         return "", 0.0
     found = [x for x in SIDES if _hinders(p, vectors, x)]
-    if not found or p.deterministic:
+    if not found or p.deterministic or p.grouped or p.b == "codes":
         return "", 0.0
     best, taken, least = "", 0.0, grid_dispatch.choose(p, target, vectors).cost.seconds
     for count in range(1, len(found) + 1):

@@ -156,17 +156,18 @@ def test_a_worker_says_all_that_it_finds(bench, monkeypatch, capsys):
     monkeypatch.setattr(bench.gpu_measure, "bandwidth", lambda _on, _size: 1e9)
     given = bench.gpu.arguments(["--smoke", "--turns", "1", "--threads", "1"])
     every = bench.gpu.jobs_of(given)
-    assert {job["do"] for job in every} == {"measure", "check"}
-    few = [job for job in every if job["name"].startswith(("f32", "fp8", "check schedules 200x264x328 e4m3"))]
+    assert {job["do"] for job in every} == {"measure", "check", "note"}
+    names = ("squares", "f32", "fp8", "notes", "check schedules 200x264x328 e4m3")
+    few = [job for job in every if job["name"].startswith(names)]
     bench.gpu.work(on, bench_arrays.HostPeers(on), few, given)
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     kinds = [x["kind"] for x in said]
     assert kinds[0] == "device"
     assert {"portmm", "cupy", "nvrtc"} <= set(said[0]["value"]["versions"])
-    assert kinds.count("begin") == len(few) == kinds.count("rows") + kinds.count("surveys")
-    assert said[-1]["kind"] == "note"
-    assert said[-1]["value"]["copy_gbs"] == 1.0
-    assert said[-1]["value"]["call_seconds"]["portmm.plan"] > 0
+    assert kinds.count("begin") == len(few) == kinds.count("rows") + kinds.count("surveys") + 1
+    note = next(x["value"] for x in said if x["kind"] == "note")
+    assert note["copy_gbs"] == 1.0
+    assert note["call_seconds"]["portmm.plan"] > 0
 
 
 STUB = """
@@ -252,7 +253,7 @@ def test_a_run_is_judged(bench, tmp_path, monkeypatch, capsys):
     save = tmp_path / "x.json"
     assert bench.gpu.main(["--section", "squares", "--save", str(save)]) == 0
     kept = json.loads(save.read_text())
-    assert len(kept["rows"]) == 4
+    assert len(kept["rows"]) == 5
     assert {bar["state"] for bar in kept["bars"]} == {"not measured"}
     assert "not measured: attention, each" in capsys.readouterr().out
     monkeypatch.setattr(bench.gpu_run, "TOOLS", ("memcheck",))
@@ -269,6 +270,7 @@ def test_a_worker_command_reads_as_it_was_written(bench):
     assert (job["do"], job["case"]["m"], job["case"]["b"]) == ("survey", 1, "col")
     every = bench.gpu.jobs_of(bench.gpu.arguments([]))
     assert len({job["name"] for job in every}) == len(every)
+    assert [job["name"] for job in every].index("notes") == 4
     assert every[0]["name"].startswith("squares 4096x4096x4096")
 
 

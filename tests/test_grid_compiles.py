@@ -70,5 +70,5 @@ def test_what_is_chosen_compiles(chip, at):
         if kernel.resident:
             assert made.registers <= most_registers(s, target), (said, registers(s), s)
             assert kernel.shared_bytes == shared_bytes(s), (said, s)
-            assert made.shared == (0 if kernel.dynamic else shared_bytes(s)), (said, s)
+            assert made.shared <= (0 if kernel.dynamic else shared_bytes(s)), (said, s)
     assert f"__launch_bounds__({s.threads}, {s.resident})" in source(lower_grid(s, target.isa(s.isa))[0], "cuda")

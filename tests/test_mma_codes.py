@@ -11,10 +11,17 @@ import numpy as np
 import pytest
 from grid_cases import compiled, in_shim, kernels_of
 from test_device_codes import check, posed
+from test_grid_compiles import most_registers, nvrtc
 
 import portmm as pm
 from portmm import device_codes
-from portmm.grid_candidates import candidates
+from portmm.expr import apply
+from portmm.fused import C, Fused, Operand, acc, load
+from portmm.grid_candidates import candidates, shared_bytes
+from portmm.grid_codes import PROGRAMS
+from portmm.grid_dispatch import choose, source
+from portmm.lower import lower_grid
+from portmm.nvrtc import compile_cuda
 from portmm.problem import Problem
 from portmm.target import load_target
 
@@ -22,14 +29,15 @@ GPU = load_target("a100")
 CASES = (
     ("bf16-u4-bf16", 5, 128, 8, 2, (8, 16, 512), 1, 3), ("f16-u4-f32", 20, 0, 8, 1, (32, 64, 256), 1, 2),
     ("bf16-u4-f32", 33, 32, 2, 2, (64, 64, 128), 1, 4), ("f16-u4-f16", 16, 64, 4, 2, (16, 64, 256), 2, 3),
-    ("bf16-u4-bf16", 70, 96, 8, 1, (128, 128, 128), 1, 2),
+    ("bf16-u4-bf16", 70, 96, 8, 1, (128, 128, 128), 1, 2), ("bf16-u4-bf16", 140, 32, 8, 8, (128, 128, 32), 1, 3),
+    ("f16-u4-f16", 65, 0, 2, 1, (64, 256, 64), 2, 4), ("f16-u4-f16", 70, 96, 8, 4, (64, 256, 64), 1, 3),
 )  # fmt: skip
 """Types, rows, the group, elements of A and of C that lie aligned, the block, slices of k, stages."""
 
 
 def coded(p, target=GPU, vector=8, stored=2):
     """Schedules for tensor cores."""
-    return [s for s in candidates(p, target, (vector, 32, stored)) if s.program == "coded"]
+    return [s for s in candidates(p, target, (vector, 32, stored)) if s.program in PROGRAMS]
 
 
 def posed_call(kernels, s, p, seed, group):
@@ -51,7 +59,7 @@ def posed_call(kernels, s, p, seed, group):
     return replace(c, launches=tuple(launches)), case, w
 
 
-@pytest.mark.parametrize("what", CASES, ids=lambda x: f"{x[0]}-{x[2]}-{x[5][0]}")
+@pytest.mark.parametrize("what", CASES, ids=lambda x: f"{x[0]}-{x[2]}-{x[5][0]}x{x[5][2]}")
 def test_kernels(what):
     dtype, m, group, vector, stored, block, split, stages = what
     deep = 4 * block[2] * split
@@ -61,7 +69,7 @@ def test_kernels(what):
     kernels = kernels_of(s, GPU)
     codes = compiled(kernels, "cuda")
     for i, (rows, n, k, batch) in enumerate([(m, 33, deep // 2 + 8 * 13, 1), (m + 3, 5, 32 * 5, 2), (1, 2, 8, 1)]):
-        p = posed(dtype, rows, n + n % s.vectors[2], k, group, batch=batch)
+        p = posed(dtype, rows, -(-n // s.vectors[2]) * s.vectors[2], k, group, batch=batch)
         c, case, w = posed_call(kernels, s, p, i, group)
         check(case, w, in_shim(c, codes, grid_cases.ORDERS[:2])[0])
 
@@ -109,3 +117,44 @@ def test_calls(device, dtype, group, eps):
         plan(device.array(a[:3]))
     with pytest.raises(TypeError, match="prologue_b"):
         pm.matmul(left, there, prologue_b=lambda b: b)
+
+
+ENDING = str(
+    Fused(
+        (Operand("bf16", "n"), Operand("bf16", "bmn")),
+        ((C, apply("max", acc() + load(0, "bf16"), 0.0) + load(1, "bf16")),),
+    )
+)
+PROBLEMS = (
+    ("a100", posed("bf16-u4-bf16", 8, 4096, 4096, 128)), ("a100", posed("f16-u4-f16", 600, 4096, 4096, 128)),
+    ("a10g", posed("bf16-u4-bf16", 40, 4096, 4096, 64)), ("l4", posed("f16-u4-f32", 300, 4096, 4096, 32)),
+    ("h200", posed("bf16-u4-bf16", 16, 14336, 4096, 0)), ("h200", posed("bf16-u4-bf16", 2048, 14336, 4096, 32)),
+    ("h200", posed("bf16-u4-bf16", 128, 4096, 14336, 64, fused=ENDING)),
+    ("rtx_pro_6000", posed("bf16-u4-bf16", 20, 4096, 4096, 32)),
+    ("rtx_pro_6000", posed("f16-u4-f16", 1000, 4096, 4096, 128)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("what", PROBLEMS, ids=lambda x: f"{x[0]}-{x[1].m}")
+def test_what_is_chosen_compiles(what):
+    nvrtc()
+    target, p = load_target(what[0]), what[1]
+    s = choose(p, target, (8, 32, 8)).schedule
+    assert s.program in PROGRAMS
+    kernel = lower_grid(s, target.isa(s.isa))[0]
+    assert kernel.shared_bytes == shared_bytes(s)
+    made = compile_cuda(source(kernel, "cuda"), kernel.name, target.device.architecture)
+    print(f"{kernel.name}: {made.registers} registers, {made.seconds:.2f} s; {s}")
+    assert (made.spills, made.registers <= most_registers(s, target)) == (0, True), (made.registers, s)
+
+
+@pytest.mark.parametrize("chip", ["h200", "a100"])
+@pytest.mark.parametrize("shape", [(4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192)], ids=str)
+def test_codes_are_predicted_to_be_faster(chip, shape):
+    """Than floats of 16 bits in the same kind of kernel: much for few rows, and hardly slower for many."""
+    target = load_target(chip)
+    for m, least in ((1, 1.8), (4, 1.6), (16, 1.6), (64, 1.25), (128, 1), (256, 0.97), (512, 0.97)):
+        coded_ = choose(posed("bf16-u4-bf16", m, *shape, 128), target, (8, 32, 8)).cost
+        floats = choose(Problem(m, *shape, "bf16", b="col"), target, (8, 8, 8)).cost
+        assert floats.seconds > least * coded_.seconds, (m, floats.seconds / coded_.seconds)
+        assert "dequantising" in coded_.overlapped or m == 1

@@ -52,6 +52,43 @@ def test_scales_by_rows_and_columns(cupy, dtype):
     np.testing.assert_allclose(c.astype(np.float64), want, rtol=2**-8 if dtype else 1e-6)
 
 
+def test_linear(cupy):
+    """As on a processor."""
+    a, b, rows, columns = operands(20, 24)
+    w = np.ascontiguousarray(b.T)
+    bias = np.arange(24, dtype=np.float32)
+    x, y, sa, sb, plus = (cupy.array(v) for v in (a, w, rows, columns, bias))
+    got = pm.linear(x, y, plus, x_scale=sa, w_scale=sb)
+    want = pm.linear(a, w, bias, x_scale=rows, w_scale=columns)
+    np.testing.assert_allclose(got.get(), want, rtol=1e-5, atol=1e-3)
+    got = pm.linear(x, y, x_scale=0.01, w_scale=sb, out_scale=2.0, out_zero=3)
+    want = pm.linear(a, w, x_scale=0.01, w_scale=columns, out_scale=2.0, out_zero=3)
+    assert got.dtype == want.dtype
+    assert np.abs(got.get().astype(int) - want).max() <= 1
+    got = pm.linear(x, y, plus, w_scale=sb, dtype=np.float16, epilogue=lambda v, _i: pm.relu(v * 1e-3))
+    want = pm.linear(a, w, bias, w_scale=columns, dtype=np.float16, epilogue=lambda v, _i: pm.relu(v * 1e-3))
+    np.testing.assert_allclose(got.get(), want, rtol=2e-3)
+
+
+def test_linear_quantises_rows(cupy):
+    _, b, _, columns = operands(20, 24)
+    w = np.ascontiguousarray(b.T)
+    x = np.random.default_rng(3).standard_normal((20, 64)).astype(np.float32)
+    got = pm.linear(cupy.array(x), cupy.array(w), w_scale=cupy.array(columns), dynamic=True).get()
+    np.testing.assert_allclose(got, pm.linear(x, w, w_scale=columns, dynamic=True), rtol=1e-4, atol=1e-2)
+
+
+def test_linear_refuses(cupy):
+    a, b, *_ = operands(4, 8)
+    x, w = cupy.array(a), cupy.array(np.ascontiguousarray(b.T))
+    with pytest.raises(TypeError, match="x_zero is given: on a device codes have no zero points"):
+        pm.linear(x, w, x_zero=3)
+    with pytest.raises(TypeError, match="w is a ndarray in the host's memory"):
+        pm.linear(x, np.ascontiguousarray(b.T))
+    with pytest.raises(TypeError, match="x has elements of f32 and w of s8"):
+        pm.linear(cupy.array(a.astype(np.float32)), w)
+
+
 def test_floats_of_eight_bits_with_scales(cupy):
     """On a device with units for them, results of either kind."""
     rng = np.random.default_rng(1)

@@ -21,7 +21,7 @@ def swizzled(address, swizzle):
     return address ^ ((address >> 7 & (swizzle // 16 - 1)) << 4) if swizzle else address
 
 
-def place(row, k, size, swizzle, stride, leading):
+def place(row, k, size, swizzle, stride, leading):  # noqa: PLR0917 - a layout
     """The byte of an element of a matrix whose rows lie along k."""
     at = k * size
     if not swizzle:
@@ -29,7 +29,7 @@ def place(row, k, size, swizzle, stride, leading):
     return swizzled(row % 8 * swizzle + row // 8 * stride + at, swizzle)
 
 
-def place_turned(x, k, size, swizzle, stride, leading):
+def place_turned(x, k, size, swizzle, stride, leading):  # noqa: PLR0917 - a layout
     """The byte of an element of a matrix whose rows lie along m or n: x along the row."""
     if not swizzle:
         return x // 8 * stride + k % 8 * 16 + k // 8 * leading + x % 8 * size
@@ -79,7 +79,7 @@ def operands(words, n, depth):
     return found
 
 
-def multiplied(name, words, n, k, lies, swizzle, *, steps=1, keep=True, seeds=(1,)):
+def multiplied(name, words, n, k, lies, swizzle, *, steps=1, keep=True, seeds=(1,)):  # noqa: PLR0917 - a case
     """One or several products after one another; a step along k moves the start address by 32 bytes."""
     raw_a, a, raw_b, b = operands(words, n, k * steps)
     kind, held = ("int", np.int32) if "8s8" in name else ("float", np.float32)
@@ -95,7 +95,8 @@ fence_async_shared();
 __syncthreads();
 wgmma_fence();
 for (int i = 0; i < {steps}; i++) {{
-  const unsigned long a = high_a | (shared_address(s) + 32 * i) >> 4, b = high_b | (shared_address(s + {at_b}) + 32 * i) >> 4;
+  const unsigned long a = high_a | (shared_address(s) + 32 * i) >> 4;
+  const unsigned long b = high_b | (shared_address(s + {at_b}) + 32 * i) >> 4;
   {name}(r, a, b, {int(keep)} | i);
 }}
 wgmma_commit();
@@ -236,11 +237,11 @@ BROKEN = {
         r"thread \d+ multiplies byte \d+ of dynamic shared memory, which a tma_load (still fills|filled)",
     ),
     "no wait for room": (
-        [("mbarrier_wait(empty + stage, (i / 3 + 1) % 2);  // room", "if (i % 3 == 0) mbarrier_wait(empty, (i / 3 + 1) % 2);")],
+        [("mbarrier_wait(empty + stage, (i / 3 + 1) % 2);", "if (i % 3 == 0) mbarrier_wait(empty, (i / 3 + 1) % 2);")],
         r"race in shared memory: thread 256 loads into byte \d+ .*, which a wgmma",
     ),
     "room given too early": (
-        [("wgmma_wait_1();  // last", ""), ("mbarrier_arrive(empty + (i - 1) % 3);  // free", "mbarrier_arrive(empty + (i - 1) % 3);")],
+        [("wgmma_wait_1();  // last", "")],
         r"loads into byte \d+ of dynamic shared memory, which a wgmma may still read: wgmma_wait comes first",
     ),
     "room of the product in flight": (
@@ -249,7 +250,7 @@ BROKEN = {
         r"loads into byte \d+ of dynamic shared memory, which a wgmma (may still read|read)",
     ),
     "one group does not free": (
-        [("mbarrier_init(empty + i, 2)", "mbarrier_init(empty + i, 1)"), ("if (i > 0 && t % 128 == 0)", "if (i > 0 && t == 0)")],
+        [("(empty + i, 2)", "(empty + i, 1)"), ("if (i > 0 && t % 128 == 0)", "if (i > 0 && t == 0)")],
         r"loads into byte \d+ of dynamic shared memory, which a wgmma",
     ),
     "no wait for the last": (
@@ -281,7 +282,7 @@ BROKEN = {
         "the descriptor of A has a base offset",
     ),
     "another descriptor in a warp": (
-        [("(tile + 16384) >> 4", "(tile + 16384) >> 4; if (t % 128 == 77) b += 2"), ("const unsigned long a = high", "unsigned long a = high")],
+        [("(tile + 16384) >> 4", "(tile + 16384 + t % 128 / 127 * 32) >> 4")],
         "threads .* and .* have other descriptors",
     ),
     "beyond shared memory": (
@@ -430,5 +431,5 @@ def test_clusters_have_limits():
         made.launch((3, 1, 1), 32, [x], cluster=2)
     with pytest.raises(ShimError, match="a cluster has 1 to 8 blocks, not 9"):
         made.launch((9, 1, 1), 32, [x], cluster=9)
-    with pytest.raises(ShimError, match="thread 0 waits in cluster_sync on line 2 .*; thread 1 has ended"):
+    with pytest.raises(ShimError, match=r"thread 0 waits in cluster_sync on line 2 .*; thread 1 has ended"):
         kernel("if (t == 0) cluster_sync();").launch((2, 1, 1), 32, [x], cluster=2)

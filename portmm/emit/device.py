@@ -274,7 +274,7 @@ class _Printer(Printer):
         self.put(depth, f"const int {s.name} = {self.spot(s.p)};")
 
     def do_leave(self, s: Leave, depth: int) -> None:
-        self.put(depth, f"if ({index(s.when)}) return;")
+        self.put(depth, f"if ({self.index(s.when)}) return;")
 
     def do_barrier(self, _: Barrier, depth: int) -> None:
         self.put(depth, self.dialect.barrier)

@@ -33,8 +33,8 @@ _SCALARS = {"pointer": np.uint64, "int": np.int32, "long": np.int64, "float": np
 
 # Zeros that are asked for at once, and those that a stream gets at least.
 _BANK, _LEAST = 1 << 16, 1 << 10
-# CUDA's handle of the default stream of each thread: cudaStreamPerThread.
-_PER_THREAD = 2
+# CUDA's handles of the default stream, of a process and of each thread: cudaStreamLegacy, cudaStreamPerThread.
+_LEGACY, _PER_THREAD = 1, 2
 # cudaDeviceAttr, of driver_types.h.
 _CLOCKS = {"clockRate": 13, "memoryClockRate": 36}
 
@@ -270,7 +270,8 @@ def counters(device: int, count: int, stream: int) -> int:
     captured gets others each time, as its graph may run beside any stream. They are never given back.
     """
     cuda = _cupy().cuda
-    captured = bool(cuda.runtime.streamIsCapturing(stream))
+    # The default stream cannot be captured, and must not be asked while another is.
+    captured = stream > _LEGACY and bool(cuda.runtime.streamIsCapturing(stream))
     key = (device, stream, threading.get_ident() if stream == _PER_THREAD else 0)
     with _lock:
         address, held = _counters.get(key, (0, 0))

@@ -30,7 +30,8 @@ struct On {
 };
 
 inline size_t place_of_barrier(const char *what, const unsigned long *bar) {
-  if (reinterpret_cast<uintptr_t>(bar) % 8) die("%s on line %d: the address of an mbarrier is misaligned", what, self->line);
+  if (reinterpret_cast<uintptr_t>(bar) % 8)
+    die("%s on line %d: the address of an mbarrier is misaligned", what, self->line);
   const size_t at = cell_of(bar, 8, nullptr);
   if (at == NOT_SHARED) die("%s on line %d: an mbarrier is not in shared memory", what, self->line);
   return at;
@@ -83,22 +84,25 @@ inline void arrive(const char *what, Barrier &barrier, long bytes) {
 // Bytes of a load that was issued in a phase come, and with them what the load wrote.
 inline void complete_bytes(Barrier &barrier, long bytes, int phase, int line) {
   if (barrier.phase != phase)
-    return note("the mbarrier at %s expected too few bytes: its phase %d ended before the %ld bytes of the tma_load on line %d came",
-                Where(barrier.at).text, phase, bytes, line);
+    return note(
+        "the mbarrier at %s expected too few bytes: its phase %d ended before the %ld bytes of the tma_load on line %d "
+        "came",
+        Where(barrier.at).text, phase, bytes, line);
   if (barrier.now.empty()) barrier.now.assign(entries, 0);
   barrier.now[entry_of(LOADED + barrier.number, 0)] = stamp + 1;
   next_stamp();
   barrier.bytes -= bytes;
   if (barrier.pending == 0 && barrier.bytes < 0)
-    return note("%ld bytes more than expected have come to the mbarrier at %s in phase %d, with the tma_load on line %d",
-                -barrier.bytes, Where(barrier.at).text, phase, line);
+    return note("%ld bytes more than expected have come to the mbarrier at %s in phase %d, with the tma_load on line "
+                "%d", -barrier.bytes, Where(barrier.at).text, phase, line);
   end_phase_if_complete(barrier);
 }
 
 inline void make_barrier(const unsigned long *bar, int count) {
   const size_t at = place_of_barrier("mbarrier_init", bar);
   if (count < 1 || count >= 1 << 20) die("mbarrier_init on line %d: cannot count %d arrivals", self->line, count);
-  if (barriers.size() == MOST_BARRIERS) die("mbarrier_init on line %d: more than %u mbarriers", self->line, MOST_BARRIERS);
+  if (barriers.size() == MOST_BARRIERS)
+    die("mbarrier_init on line %d: more than %u mbarriers", self->line, MOST_BARRIERS);
   for (const auto &found : barriers)
     if (found->at == at) die("mbarrier_init on line %d: %s holds an mbarrier already", self->line, Where(at).text);
   on_write(bar, 8, nullptr);
@@ -173,7 +177,8 @@ void mbarrier_expect(unsigned long *bar, int bytes, int line) {
 
 void mbarrier_arrive(unsigned long *bar, int line) {
   const shim::On on(line);
-  shim::arrive("mbarrier_arrive", shim::barrier_at("mbarrier_arrive", shim::place_of_barrier("mbarrier_arrive", bar)), 0);
+  const char *const what = "mbarrier_arrive";
+  shim::arrive(what, shim::barrier_at(what, shim::place_of_barrier(what, bar)), 0);
 }
 
 void mbarrier_wait(unsigned long *bar, int parity, int line) {

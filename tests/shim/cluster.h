@@ -15,7 +15,8 @@ inline void check_running(const char *what, unsigned rank) {
 
 inline void arrive_at(unsigned long *bar, int rank) {
   const char *const what = "mbarrier_arrive_at";
-  if (rank < 0 || size_t(rank) >= blocks.size()) die("%s on line %d: the cluster has no block %d", what, self->line, rank);
+  if (rank < 0 || size_t(rank) >= blocks.size())
+    die("%s on line %d: the cluster has no block %d", what, self->line, rank);
   check_running(what, unsigned(rank));
   const size_t at = place_of_barrier(what, bar), mine = self->block->rank;
   if (at < MOST_STATIC) die("%s on line %d: only dynamic shared memory is in other blocks", what, self->line);

@@ -41,7 +41,8 @@ void copy_async_wait_7();
   of(m16n8k32_u8s8, 16, 4, U8, S8, int)            \
   of(m8n8k16_s8s8, 8, 1, S8, S8, int)              \
   of(m8n8k16_u8s8, 8, 1, U8, S8, int)
-#define SHIM_DECLARE(name, m, registers, A, B, D) void mma_##name(D *d, const unsigned *a, const unsigned *b, SHIM_LINE);
+#define SHIM_DECLARE(name, m, registers, A, B, D) \
+  void mma_##name(D *d, const unsigned *a, const unsigned *b, SHIM_LINE);
 SHIM_FRAGMENTS(SHIM_DECLARE)
 #undef SHIM_DECLARE
 

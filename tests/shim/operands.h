@@ -16,12 +16,9 @@
 
 namespace shim {
 
-struct Product;
-
 struct Wgmma {
-  int a_bytes, b_bytes;  // of an element
+  Element a, b;
   bool a_along_m, b_along_n, from_registers;
-  void (*compute)(const Product &);
 };
 
 struct Operand {
@@ -50,15 +47,19 @@ inline size_t cell_of_address(size_t address) {
 }
 
 // -- descriptors ------------------------------------------------------------------------------------
-inline Operand operand_of(unsigned long descriptor, int bytes, bool along_mn, int rows, const char *name, const char *which) {
+inline Operand operand_of(unsigned long descriptor, int bytes, bool along_mn, int rows, const char *name,
+                          const char *which) {
   static constexpr unsigned long SWIZZLES[] = {0, 128, 64, 32};
   const auto field = [&](int bit) { return size_t(descriptor >> bit & 0x3fff) << 4; };
   const Operand found = {true, field(0), field(16), field(32), SWIZZLES[descriptor >> 62], !along_mn, bytes};
-  const auto refuse = [&](const char *why) { die("%s on line %d: the descriptor of %s %s", name, self->line, which, why); };
+  const auto refuse = [&](const char *why) {
+    die("%s on line %d: the descriptor of %s %s", name, self->line, which, why);
+  };
   if (descriptor >> 49 & 7) refuse("has a base offset, which is 0 where patterns begin at multiples of their size");
   if ((descriptor & ~0xc00e3fff3fff3ffful) != 0) refuse("has bits that mean nothing");
   if (found.swizzle && found.start >> 7 & (found.swizzle / 16 - 1))
-    refuse(found.swizzle == 128 ? "starts in the middle of a pattern of 1024 bytes" : "starts in the middle of a pattern");
+    refuse(found.swizzle == 128 ? "starts in the middle of a pattern of 1024 bytes"
+                                : "starts in the middle of a pattern");
   if (found.start < WINDOW) refuse("starts below shared memory");
   if (rows > 8 && found.stride == 0 && found.along_k) refuse("has a stride of 0");
   return found;
@@ -87,23 +88,20 @@ void each_unit(const Operand &x, int first, int count, Visit visit) {
   }
 }
 
-template <class T, class Put>
-void read_operand(const Operand &x, int rows, Put put) {
-  constexpr int PER = 16 / T::bytes, K = 32 / T::bytes;
-  const auto values = [&](int row, int piece, auto each) {
-    const unsigned char *const from = memory_at(cell_of_address(address_of_piece(x, row, piece)));
-    for (int i = 0; i < PER; i++) each(i, T::value(from + i * T::bytes));
-  };
-  using Sum = typename T::Sum;
-  if (x.along_k) {
-    for (int row = 0; row < rows; row++)
-      for (int piece = 0; piece < 2; piece++)
-        values(row, piece, [&](int i, auto value) { put(row, piece * PER + i, Sum(value)); });
-  } else {
-    for (int k = 0; k < K; k++)
-      for (int piece = 0; piece < rows / PER; piece++)
-        values(k, piece, [&](int i, auto value) { put(piece * PER + i, k, Sum(value)); });
-  }
+// Calls put(row of m or n, place along k, value) for each element.
+template <class Sum, class Put>
+void read_operand(const Operand &x, const Element &element, int rows, Put put) {
+  const int per = 16 / x.bytes;
+  const int lines = x.along_k ? rows : 32 / x.bytes, pieces = x.along_k ? 2 : rows / per;
+  for (int line = 0; line < lines; line++)
+    for (int piece = 0; piece < pieces; piece++) {
+      const unsigned char *const from = memory_at(cell_of_address(address_of_piece(x, line, piece)));
+      for (int i = 0; i < per; i++) {
+        const Sum value = value_of<Sum>(element, from + i * x.bytes);
+        if (x.along_k) put(line, piece * per + i, value);
+        else put(piece * per + i, line, value);
+      }
+    }
 }
 
 }  // namespace shim

@@ -1,27 +1,27 @@
 // The products of a warpgroup that kernels may call, by name: one function of the run time does them all.
 #pragma once
 
-// SHIM_WGMMAS(of): of(word, k, types of A, B and D, A along m, B along n, A from registers)
-#define SHIM_WGMMAS(of)                                        \
-  of(bf16_kk, 16, Bf16, Bf16, float, false, false, false)      \
-  of(bf16_kn, 16, Bf16, Bf16, float, false, true, false)       \
-  of(bf16_mk, 16, Bf16, Bf16, float, true, false, false)       \
-  of(bf16_mn, 16, Bf16, Bf16, float, true, true, false)        \
-  of(f16_kk, 16, F16, F16, float, false, false, false)         \
-  of(f16_kn, 16, F16, F16, float, false, true, false)          \
-  of(f16_mk, 16, F16, F16, float, true, false, false)          \
-  of(f16_mn, 16, F16, F16, float, true, true, false)           \
-  of(bf16_k, 16, Bf16, Bf16, float, false, false, true)        \
-  of(bf16_n, 16, Bf16, Bf16, float, false, true, true)         \
-  of(f16_k, 16, F16, F16, float, false, false, true)           \
-  of(f16_n, 16, F16, F16, float, false, true, true)            \
-  of(tf32_kk, 8, Tf32, Tf32, float, false, false, false)       \
-  of(e4m3_kk, 32, E4m3, E4m3, float, false, false, false)      \
-  of(e5m2_kk, 32, E5m2, E5m2, float, false, false, false)      \
-  of(e4m3e5m2_kk, 32, E4m3, E5m2, float, false, false, false)  \
-  of(e5m2e4m3_kk, 32, E5m2, E4m3, float, false, false, false)  \
-  of(s8s8_kk, 32, S8, S8, int, false, false, false)            \
-  of(u8s8_kk, 32, U8, S8, int, false, false, false)
+// SHIM_WGMMAS(of): of(word, types of A and B, A along m, B along n, A from registers)
+#define SHIM_WGMMAS(of)                                 \
+  of(bf16_kk, Bf16, Bf16, false, false, false)          \
+  of(bf16_kn, Bf16, Bf16, false, true, false)           \
+  of(bf16_mk, Bf16, Bf16, true, false, false)           \
+  of(bf16_mn, Bf16, Bf16, true, true, false)            \
+  of(f16_kk, F16, F16, false, false, false)             \
+  of(f16_kn, F16, F16, false, true, false)              \
+  of(f16_mk, F16, F16, true, false, false)              \
+  of(f16_mn, F16, F16, true, true, false)               \
+  of(bf16_k, Bf16, Bf16, false, false, true)            \
+  of(bf16_n, Bf16, Bf16, false, true, true)             \
+  of(f16_k, F16, F16, false, false, true)               \
+  of(f16_n, F16, F16, false, true, true)                \
+  of(tf32_kk, Tf32, Tf32, false, false, false)          \
+  of(e4m3_kk, E4m3, E4m3, false, false, false)          \
+  of(e5m2_kk, E5m2, E5m2, false, false, false)          \
+  of(e4m3e5m2_kk, E4m3, E5m2, false, false, false)      \
+  of(e5m2e4m3_kk, E5m2, E4m3, false, false, false)      \
+  of(s8s8_kk, S8, S8, false, false, false)              \
+  of(u8s8_kk, U8, S8, false, false, false)
 
 namespace shim {
 

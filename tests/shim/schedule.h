@@ -59,12 +59,13 @@ static std::string told(const Thread &thread) {
   int used = snprintf(text, sizeof text, "thread %d waits in %s on line %d", thread.number, thread.what, thread.line);
   if (thread.at == At::barrier) {
     const Barrier &barrier = *thread.barrier;
-    snprintf(text + used, size_t(size - used), " for parity %d of the mbarrier at %s, whose phase %d lacks %d arrivals and %ld bytes",
-             thread.parity, Where(barrier.at).text, barrier.phase, barrier.pending, barrier.bytes);
+    snprintf(text + used, size_t(size - used),
+             " for parity %d of the mbarrier at %s, whose phase %d lacks %d arrivals and %ld bytes", thread.parity,
+             Where(barrier.at).text, barrier.phase, barrier.pending, barrier.bytes);
   } else if (thread.at == At::named) {
     const Named &named = thread.block->named[thread.parity];
-    snprintf(text + used, size_t(size - used), " for named barrier %d, to which %d of %d threads have come", thread.parity,
-             named.come, named.want);
+    snprintf(text + used, size_t(size - used), " for named barrier %d, to which %d of %d threads have come",
+             thread.parity, named.come, named.want);
   }
   return text;
 }
@@ -75,10 +76,13 @@ static bool waits(const Thread &thread, At at) { return thread.state == State::w
 static void note_deadlock() {
   std::string text;
   std::vector<const Thread *> shown;
+  const auto alike = [](const Thread &a, const Thread &b) {
+    if (a.state != b.state || a.state == State::done) return a.state == b.state;
+    return a.at == b.at && a.line == b.line && (a.at != At::barrier || a.barrier == b.barrier);
+  };
   const auto show = [&](const Thread &thread) {
     for (const Thread *other : shown)
-      if (other->state == thread.state && (thread.state == State::done || (other->what == thread.what && other->line == thread.line && other->barrier == thread.barrier)))
-        return;
+      if (alike(*other, thread)) return;
     if (shown.size() == 4) return;
     shown.push_back(&thread);
     text += (text.empty() ? "" : "; ") + told(thread);
@@ -191,7 +195,8 @@ static void begin_threads() {
       begin_at(thread.context, stacks.stack(stack++), Stacks::BYTES, run_thread);
     }
     const auto begin_teams = [&](std::vector<Team> &teams, int size) {
-      for (int i = 0; i < int(teams.size()); i++) teams[size_t(i)] = {size, std::min(size, count - size * i), 0, nullptr, {}};
+      for (int i = 0; i < int(teams.size()); i++)
+        teams[size_t(i)] = {size, std::min(size, count - size * i), 0, nullptr, {}};
     };
     begin_teams(block.warps, WARP), begin_teams(block.groups, GROUP);
     for (Named &named : block.named) named = {};

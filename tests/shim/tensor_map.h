@@ -52,7 +52,8 @@ inline Map checked_map(const char *what, const void *words) {
   memcpy(&map, words, sizeof map);
   if (const char *wrong = wrong_in(map)) die("%s on line %d: the TensorMap has %s", what, self->line, wrong);
   // Where such rows lie the manual does not say.
-  if (map.swizzle && map.row() != map.swizzle) die("%s on line %d: rows of a box are shorter than the swizzle", what, self->line);
+  if (map.swizzle && map.row() != map.swizzle)
+    die("%s on line %d: rows of a box are shorter than the swizzle", what, self->line);
   return map;
 }
 
@@ -191,7 +192,8 @@ inline void load_in_blocks(const char *what, const void *words, void *to, unsign
     if (!(mask >> rank & 1)) continue;
     if (rank >= blocks.size()) die("%s on line %d: the cluster has no block %u", what, self->line, rank);
     const size_t move = (size_t(rank) - mine) * MOST_SHARED;
-    if (rank != mine && at < MOST_STATIC) die("%s on line %d: only dynamic shared memory is in other blocks", what, self->line);
+    if (rank != mine && at < MOST_STATIC)
+      die("%s on line %d: only dynamic shared memory is in other blocks", what, self->line);
     issue_load(rank == mine ? "loads into" : "loads into another block's", map, at + move,
                barrier_at(what, bar_at + move, true), x, y, z);
   }

@@ -63,7 +63,8 @@ inline Sums &sums_of(Products &mine, Lane *lanes, int count, const char *name) {
   Sums &sums = *mine.sums.back();
   for (int i = 0; i < GROUP; i++) {
     if (threads[i].fence <= threads[i].touched)
-      die("%s on line %d: no wgmma_fence since thread %d could touch the accumulators", name, self->line, threads[i].number);
+      die("%s on line %d: no wgmma_fence since thread %d could touch the accumulators", name, self->line,
+          threads[i].number);
     sums.d[i] = d_of(i);
     memcpy(&sums.values[size_t(i * count)], sums.d[i], size_t(4 * count));
     memset(sums.d[i], 0xff, size_t(4 * count));
@@ -92,26 +93,26 @@ inline void issue(const Wgmma &kind, int n, const char *name, Lane *lanes) {
   Product product = {&kind, n, self->line, {}, {}, {}, first.keep != 0, nullptr, mine.group};
   for (int i = 0; i < GROUP; i++) {
     if (call(i).a != first.a || call(i).b != first.b || (call(i).keep != 0) != product.keep)
-      die("%s on line %d: threads %d and %d have other descriptors", name, self->line, threads[0].number, threads[i].number);
+      die("%s on line %d: threads %d and %d have other descriptors", name, self->line, threads[0].number,
+          threads[i].number);
     if (!kind.from_registers) continue;
     if (threads[i].fence <= threads[i].commit)
       die("%s on line %d: no wgmma_fence since registers of A could change", name, self->line);
     product.a_registers.insert(product.a_registers.end(), call(i).a_registers, call(i).a_registers + 4);
   }
-  if (!kind.from_registers) product.a = operand_of(first.a, kind.a_bytes, kind.a_along_m, 64, name, "A");
-  product.b = operand_of(first.b, kind.b_bytes, kind.b_along_n, n, name, "B");
+  if (!kind.from_registers) product.a = operand_of(first.a, kind.a.bytes, kind.a_along_m, 64, name, "A");
+  product.b = operand_of(first.b, kind.b.bytes, kind.b_along_n, n, name, "B");
   product.sums = &sums_of(mine, lanes, n / 2, name);
   begin_reading_operands(product);
   mine.queue.push_back(product);
 }
 
 // -- the product ---------------------------------------------------------------------------------------
-template <class A, class B, class D>
+template <class Sum, class D>
 void compute(const Product &product) {
-  using Sum = typename A::Sum;
-  constexpr int K = 32 / A::bytes;
-  const int n = product.n, count = n / 2;
-  std::vector<Sum> a(64 * K), b(size_t(K * n));
+  const Wgmma &kind = *product.kind;
+  const int n = product.n, count = n / 2, depth = 32 / kind.a.bytes;
+  std::vector<Sum> a(size_t(64 * depth)), b(size_t(depth * n));
   std::vector<D> d(size_t(64 * n));
   unsigned *const values = product.sums->values.data();
   // Thread i of 128: rows as those of mma.m16n8, 16 for each warp; two columns of each 8.
@@ -122,23 +123,22 @@ void compute(const Product &product) {
         visit(values[i * count + r], d[size_t(row * n + column)]);
       }
   };
-  if (product.a_registers.empty()) {
-    read_operand<A>(product.a, 64, [&](int row, int k, Sum x) { a[size_t(row * K + k)] = x; });
-  } else {
-    for (int i = 0; i < GROUP; i++)
-      for (int e = 0; e < 8; e++) {
-        const int row = 16 * (i / WARP) + i % WARP / 4 + 8 * (e / 2 % 2), k = 2 * (i % 4) + e % 2 + 8 * (e / 4);
-        a[size_t(row * K + k)] = A::value(reinterpret_cast<const char *>(&product.a_registers[size_t(4 * i)]) + 2 * e);
-      }
-  }
-  read_operand<B>(product.b, n, [&](int column, int k, Sum x) { b[size_t(k * n + column)] = x; });
+  const auto put_a = [&](int row, int k, Sum x) { a[size_t(row * depth + k)] = x; };
+  if (!kind.from_registers) read_operand<Sum>(product.a, kind.a, 64, put_a);
+  for (int i = 0; kind.from_registers && i < GROUP; i++)
+    for (int e = 0; e < 8; e++) {
+      const char *const registers = reinterpret_cast<const char *>(&product.a_registers[size_t(4 * i)]);
+      put_a(16 * (i / WARP) + i % WARP / 4 + 8 * (e / 2 % 2), 2 * (i % 4) + e % 2 + 8 * (e / 4),
+            value_of<Sum>(kind.a, registers + 2 * e));
+    }
+  read_operand<Sum>(product.b, kind.b, n, [&](int column, int k, Sum x) { b[size_t(k * n + column)] = x; });
   each_of_d([](unsigned &held, D &placed) { memcpy(&placed, &held, 4); });
-  add_product(d.data(), a.data(), b.data(), 64, n, K, product.keep);
+  add_product(d.data(), a.data(), b.data(), 64, n, depth, product.keep);
   each_of_d([](unsigned &held, D &placed) { memcpy(&held, &placed, 4); });
 }
 
 inline void take_place(const Product &product) {
-  product.kind->compute(product);
+  product.kind->a.whole ? compute<unsigned, int>(product) : compute<double, float>(product);
   const unsigned group = unsigned(self->number / GROUP), row = unsigned(self->block->warps.size()) + group;
   if (product.a.used) each_unit(product.a, 0, 64, [&](size_t at) { end_reading(at, 16, row, SEVERAL); });
   each_unit(product.b, 0, product.n, [&](size_t at) { end_reading(at, 16, row, SEVERAL); });
@@ -154,10 +154,12 @@ inline void give_back(Products &mine) {
     if (in_flight(sums)) continue;
     for (int i = 0; i < GROUP; i++) {
       for (int j = 0; j < 4 * sums->count; j++)
-        if (sums->d[i][j] != char(0xff)) die("thread %d changed an accumulator of a wgmma before wgmma_wait", threads[i].number);
+        if (sums->d[i][j] != char(0xff))
+          die("thread %d changed an accumulator of a wgmma before wgmma_wait", threads[i].number);
       memcpy(sums->d[i], &sums->values[size_t(i * sums->count)], size_t(4 * sums->count));
       auto &busy = threads[i].busy;
-      busy.erase(std::remove_if(busy.begin(), busy.end(), [&](const Busy &x) { return x.begin == sums->d[i]; }), busy.end());
+      const auto its = [&](const Busy &x) { return x.begin == sums->d[i]; };
+      busy.erase(std::remove_if(busy.begin(), busy.end(), its), busy.end());
       threads[i].touched = stamp;
     }
   }
@@ -174,7 +176,8 @@ inline void wait_for_products(unsigned pending) {
     take_place(product), done++;
   }
   mine.queue.erase(mine.queue.begin(), mine.queue.begin() + long(done));
-  const unsigned entry = self->block->rank * of_block + unsigned(self->block->warps.size()) + unsigned(self->number / GROUP);
+  const size_t group = self->block->warps.size() + size_t(self->number / GROUP);
+  const size_t entry = self->block->rank * of_block + group;
   Thread *const threads = first_of_group();
   for (int i = 0; i < GROUP; i++) threads[i].seen[entry] = stamp + 1;
   next_stamp();
@@ -195,18 +198,9 @@ inline void end_products() {
 // -- calls ---------------------------------------------------------------------------------------------
 namespace shim {
 
-template <class A, class B, class D, bool A_ALONG_M, bool B_ALONG_N, bool FROM_REGISTERS>
-constexpr Wgmma KIND = {A::bytes, B::bytes, A_ALONG_M, B_ALONG_N, FROM_REGISTERS, compute<A, B, D>};
-
-inline const Wgmma &kind_of(Kind kind) {
-  switch (kind) {
-#define SHIM_CASE(word, k, A, B, D, a_along_m, b_along_n, from_registers) \
-    case Kind::word: return KIND<A, B, D, a_along_m, b_along_n, from_registers>;
-    SHIM_WGMMAS(SHIM_CASE)
-#undef SHIM_CASE
-  }
-  __builtin_unreachable();
-}
+#define SHIM_KIND(word, A, B, a_along_m, b_along_n, from_registers) {A, B, a_along_m, b_along_n, from_registers},
+static const Wgmma KINDS[] = {SHIM_WGMMAS(SHIM_KIND)};
+#undef SHIM_KIND
 
 struct Issue {
   Call call;
@@ -226,7 +220,7 @@ void shim_wgmma(shim::Kind kind, const char *name, int n, void *d, const unsigne
   static_assert(offsetof(Issue, call) == 0, "lanes give calls");
   collect_group(name, line, [](Lane *lanes) {
     const Issue &first = *static_cast<const Issue *>(lanes[0].in);
-    issue(kind_of(first.kind), first.n, first.name, lanes);
+    issue(KINDS[int(first.kind)], first.n, first.name, lanes);
   }, &mine);
 }
 
