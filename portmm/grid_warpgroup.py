@@ -164,13 +164,14 @@ def candidates(
 
 def _shapes(p: Problem, atom: Atom) -> Iterator[tuple[tuple[int, int], tuple[int, int], bool, int, bool]]:
     """Tiles of a block and of a warpgroup, whether operands are exchanged, warpgroups, and whether they take turns."""
-    for n in range(64, MOST_COLUMNS + 1, 16):
+    for n in range(64, MOST_COLUMNS + 1, 16) if p.m > STRIP else ():
         yield (2 * STRIP, n), (STRIP, n), False, 2, False
         yield (STRIP, n), (STRIP, n), False, 2, True
     for n in (64, 96, 128, 192, 256):
         yield (STRIP, n), (STRIP, n), False, 1, False
-    yield (4 * STRIP, 128), (2 * STRIP, 128), False, 2, False
-    for n in (96, 128):
+    if p.m > 2 * STRIP:
+        yield (4 * STRIP, 128), (2 * STRIP, 128), False, 2, False
+    for n in (96, 128) if p.m > STRIP else ():
         yield (2 * STRIP, n), (2 * STRIP, n), False, 2, True
     few = next((n for n in FEW if n >= p.m and n % atom.n == 0), 0)
     if few and p.types[0] == p.types[1]:
@@ -189,13 +190,11 @@ def _fed(s: Schedule, p: Problem, target: Target) -> Iterator[Schedule]:
             if split > 1 and (tiles * split > 2 * device.processors or s.pingpong):
                 continue
             steps = -(-p.k // s.block.k) // split
-            for joined in (False, True) if split > 1 else (False,):
-                one = replace(s, split=split, joined=joined, persistent=s.persistent if split == 1 else 0)
-                if one.slices:
-                    one = replace(one, vectors=(*s.vectors[:2], 1))
-                stages = min(_stages(one, target, blocks), MOST_STAGES, max(steps, LEAST_STAGES))
-                if stages >= LEAST_STAGES:
-                    yield from _paired(replace(one, stages=stages), p, tiles > device.processors // 2)
+            # What slices leave is added in the same kernel: a second one takes longer to launch than that.
+            one = replace(s, split=split, joined=split > 1, persistent=s.persistent if split == 1 else 0)
+            stages = min(_stages(one, target, blocks), MOST_STAGES, max(steps, LEAST_STAGES))
+            if stages >= LEAST_STAGES:
+                yield from _paired(replace(one, stages=stages), p, tiles > device.processors // 2)
 
 
 def _stages(s: Schedule, target: Target, blocks: int) -> int:
