@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.kernels.simt import arguments, place, threads
-from portmm.kernels.storing import Storing
+from portmm.kernels.simt import arguments, blocks, depth, place, threads
+from portmm.kernels.storing import Storing, bottom
 
 from portmm.grid import GridKernel
-from portmm.index import Ptr, ceil_div, const, minimum, var
+from portmm.index import Ptr, const, minimum, var
 from portmm.ir import For, If, LetPtr, Move, Scratch
 from portmm.threads import WHOLE, Clear, Mac
 
@@ -38,10 +38,10 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     body += [Scratch("a_part", s.mr, atom.acc), Scratch("b_part", s.nr, atom.acc)]
     body += [*place(s), *threads(s), Clear("acc", s.mr * s.nr)]
     # Inside, addresses are as regular as lanes of vectors need them.
-    inside = (var("row_0") + (s.block.m - 1)).lt(var("m")) * (var("column_0") + (s.block.n - 1)).lt(var("n"))
+    inside = (var("row_0") + (s.block.m - 1)).lt(bottom(s)) * (var("column_0") + (s.block.n - 1)).lt(var("n"))
     body.append(If(inside, _summed(s, edge=False), _summed(s, edge=True)))
     body += Storing(s, isa, atom, s.cell).statements()
-    grid = (ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch"), const(1))
+    grid = (blocks(s), const(1))
     return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=False), s.threads, grid, tuple(body))
 
 
@@ -56,7 +56,7 @@ def _summed(s: Schedule, *, edge: bool) -> tuple[Stmt, ...]:
         *(Move(Ptr("b_part", const(x)), Ptr(f"b_{x}", var("at") * b_step)) for x in range(s.nr)),
         _each("i", s.mr, (_each("j", s.nr, (mac,)),)),
     )
-    return (*_addresses(s, edge=edge), For("at", const(0), var("k"), const(1), steps, s.block.k))
+    return (*_addresses(s, edge=edge), For("at", const(0), depth(s), const(1), steps, s.block.k))
 
 
 def _each(name: str, count: int, body: tuple[Stmt, ...]) -> Stmt:
@@ -70,7 +70,7 @@ def _addresses(s: Schedule, *, edge: bool) -> list[Stmt]:
     found: list[Stmt] = []
     for x in range(s.mr):
         at = _at(s.cell[0], s.block.m // s.mr, x, "row_0", "cell_m")
-        at = minimum(at, var("m") - 1) if edge else at
+        at = minimum(at, bottom(s) - 1) if edge else at
         found.append(LetPtr(f"a_{x}", Ptr("a_item", at * a_step), s.types[0], readonly=True))
     for x in range(s.nr):
         at = _at(s.cell[1], s.block.n // s.nr, x, "column_0", "cell_n")

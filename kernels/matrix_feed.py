@@ -7,7 +7,8 @@ along rows, a line is one k and runs along rows, and is transposed as fragments 
 Bank conflicts. Fragments are loaded as matrices of eight lines of one piece (PTX ISA, ldmatrix), each at once if
 their pieces are in different banks, which repeat after `SPAN` bytes. So piece p of line r is put at p xor
 s(r), where s counts the spans that lines fill: r itself where a line has `SPAN` bytes or more, one for each two
-lines of half of that. It is the swizzle of 128, 64 and 32 bytes that the copy engine of Hopper makes, too.
+lines of half of that. Of lines of words along rows, lanes load words: of four lines, each of two neighbouring pieces,
+so that s counts in pairs. The first is the swizzle of 128, 64 and 32 bytes that the copy engine of Hopper makes, too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 from portmm.kernels.feeding import or_zeros
 
 from portmm.dtype import BY_NAME
-from portmm.index import Ptr, const, minimum, var
+from portmm.index import Ptr, const, var
 from portmm.ir import For, If, Let, LetPtr, Scratch
 from portmm.threads import WHOLE, CopyAsync, Shared, Vector
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 PIECE = 16
 SPAN = 128
+WORD = 4
+PAIR = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,13 @@ class Side:
     def turned(self, line: Index) -> Index:
         """What the pieces of a line are exchanged by: s(r) above."""
         each = max(1, SPAN // (self.width * self.bytes))
-        return line // each % min(self.pieces, SPAN // PIECE)
+        most = min(self.pieces, SPAN // PIECE)
+        return line // each % (most // PAIR) * PAIR if self.by_words else line // each % most
+
+    @property
+    def by_words(self) -> bool:
+        """Fragments are loaded word by word: their elements are words, and side by side along rows."""
+        return self.bytes == WORD and self.along == "row"
 
     def at(self, line: Index, piece: Index) -> Index:
         """The first element of a piece of a line, in a tile."""
@@ -121,15 +130,14 @@ class Side:
         n, across = self.name, self.width // self.vector
         e, line, column = var(f"{n}_piece"), var(f"{n}_line"), var(f"{n}_column")
         row, deep = (line, column) if self.along == "k" else (column, line)
-        last = self.end - (1 if self.along == "k" else self.vector)
         here = (
             Let(f"{n}_line", e // across),
             Let(f"{n}_column", e % across * self.vector),
-            Let(f"{n}_k", k + deep),
-            Let(f"{n}_row", minimum(self.first + row, last)),
+            Let(f"{n}_deep", k + deep),
+            Let(f"{n}_row", self.first + row),
             LetPtr(
                 f"{n}_from",
-                Ptr(f"{n}_item", var(f"{n}_row") * self.row_step + var(f"{n}_k") * self.k_step),
+                Ptr(f"{n}_item", var(f"{n}_row") * self.row_step + var(f"{n}_deep") * self.k_step),
                 self.dtype, readonly=True,
             ),
             *body,
@@ -146,18 +154,21 @@ class Side:
         within = column % self.per_piece if self.vector < self.per_piece else const(0)
         return Ptr(f"{self.name}_tile", stage * self.size + at + within)
 
-    def copy(self, k: Index, end: Index, stage: Index) -> tuple[Stmt, ...]:
-        """Begin to copy this thread's vectors of the tile at k, zeros from `end` on."""
+    def _there(self, end: Index) -> Index:
+        """Whether a vector is inside: of addresses that are not clamped, compilers keep one and a step."""
         n = self.name
-        there = var(f"{n}_k").lt(end)
-        copy = CopyAsync(self._to(stage), Ptr(f"{n}_from"), self.vector * self.bytes, there)
+        return var(f"{n}_row").lt(self.end) * var(f"{n}_deep").lt(end)
+
+    def copy(self, k: Index, end: Index, stage: Index) -> tuple[Stmt, ...]:
+        """Begin to copy this thread's vectors of the tile at k, zeros from `end` on and past the last row."""
+        copy = CopyAsync(self._to(stage), Ptr(f"{self.name}_from"), self.vector * self.bytes, self._there(end))
         return self._each(k, (copy,))
 
     def fetch(self, k: Index, end: Index) -> tuple[Stmt, ...]:
         """Load this thread's vectors of the tile at k to registers, zeros from `end` on."""
         n = self.name
         to = Ptr(f"{n}_next", var("turn") * self.vector)
-        return self._each(k, (or_zeros(var(f"{n}_k").lt(end), to, Ptr(f"{n}_from"), self.vector, self.bytes),))
+        return self._each(k, (or_zeros(self._there(end), to, Ptr(f"{n}_from"), self.vector, self.bytes),))
 
     def put(self, stage: Index) -> tuple[Stmt, ...]:
         """Store the vectors in registers to a tile in shared memory."""

@@ -15,16 +15,19 @@ A, fewer are wasted, as atoms have sixteen rows but eight columns. Tiles in shar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from portmm.kernels.fragments import HIGH, Part
+from portmm.kernels.joining import join
 from portmm.kernels.matrix_feed import Side
-from portmm.kernels.simt import arguments, place, slice_of_k
-from portmm.kernels.storing import Storing
+from portmm.kernels.simt import arguments, blocks, place, slice_of_k
+from portmm.kernels.staging import Staging
+from portmm.kernels.storing import Storing, bottom
 
 from portmm.grid import GridKernel
-from portmm.index import Ptr, ceil_div, const, var
+from portmm.grid_matrix import shared_bytes, staging
+from portmm.index import Ptr, const, var
 from portmm.ir import For, If, Let, Scratch
 from portmm.threads import WHOLE, Barrier, Clear, CopyCommit, CopyWait, Mac
 
@@ -61,7 +64,7 @@ class Work:
         return Side(
             name, s.types[0 if of_a else 1], along, s.vectors[0 if of_a else 1], s.block.m if of_a else s.block.n,
             s.block.k, s.threads, step, const(1) if along == "k" else var("a_k" if of_a else "b_k"),
-            var("row_0" if of_a else "column_0"), var("m" if of_a else "n"), s.stages,
+            var("row_0" if of_a else "column_0"), bottom(s) if of_a else var("n"), s.stages,
         )  # fmt: skip
 
     def part(self, name: str) -> Part:
@@ -88,17 +91,21 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     a, b = work.part("a"), work.part("b")
     sums = s.mr * s.nr
     ahead = 2 if s.copies else 1
-    body: list[Stmt] = [a.side.shared(), b.side.shared(), Scratch("acc", sums, atom.acc)]
+    tiles = [a.side.shared(), b.side.shared()]
+    # Results may need more than all tiles.
+    more = shared_bytes(s) - a.side.bytes * tiles[0].elements
+    tiles[1] = replace(tiles[1], elements=more // b.side.bytes)
+    body: list[Stmt] = [*tiles, Scratch("acc", sums, atom.acc)]
     body += [Scratch("a_part", a.count * ahead, "b32"), Scratch("b_part", b.count * ahead, "b32")]
     body += [] if s.copies else [a.side.registers(), b.side.registers()]
-    body += [*place(s), *_warps(s), *slice_of_k(s, s.block.k), Clear("acc", sums)]
+    body += [*place(s), *warps(s), *a.places(), *b.places(), *slice_of_k(s, s.block.k), Clear("acc", sums)]
     body += _copied(work, a, b) if s.copies else _fetched(work, a, b)
-    body += _stored(work)
-    grid = (ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch"), const(s.split))
-    return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=s.split > 1), s.threads, grid, tuple(body))
+    body += [*join(s, blocks(s)), *stored(work)]
+    grid = (blocks(s), const(s.split))
+    return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=s.slices), s.threads, grid, tuple(body))
 
 
-def _warps(s: Schedule) -> list[Stmt]:
+def warps(s: Schedule) -> list[Stmt]:
     """Where the part of this warp begins, in the tile of its block."""
     warp, across = s.tiles[1], s.block.n // s.tiles[1].n
     number = var("warp")
@@ -110,17 +117,16 @@ def _warps(s: Schedule) -> list[Stmt]:
     ]
 
 
-def _multiply(work: Work, at: Index) -> tuple[Stmt, ...]:
+def multiply(work: Work, at: Index) -> tuple[Stmt, ...]:
     """Multiply the fragments of one step of k: those which begin `at` times as far as all of one operand."""
     left, right = (work.part(x) for x in work.names)
     i, j = var("i"), var("j")
     x, y = (Ptr(f"{p.side.name}_part", at * p.count + q * p.words) for p, q in ((left, i), (right, j)))
     mac = Mac(Ptr("acc", (i * right.fragments + j) * work.words), x, y)
-    columns = For("j", const(0), const(right.fragments), const(1), (mac,), WHOLE)
-    return (For("i", const(0), const(left.fragments), const(1), (columns,), WHOLE),)
+    return _each("i", left.fragments, _each("j", right.fragments, (mac,)))
 
 
-def _load(a: Part, b: Part, at: Index, stage: Index, step: Index) -> tuple[Stmt, ...]:
+def load(a: Part, b: Part, at: Index, stage: Index, step: Index) -> tuple[Stmt, ...]:
     """Load the fragments of a step of k of a stage."""
     return tuple(s for p in (a, b) for s in p.load(Ptr(f"{p.side.name}_part", at * p.count), stage * p.side.size, step))
 
@@ -136,18 +142,18 @@ def _copied(work: Work, a: Part, b: Part) -> list[Stmt]:
         return (If(at.lt(var("steps")), copies), CopyCommit())
 
     ahead = [x for i in range(stages - 1) for x in begin(const(i))]
-    first = _load(a, b, const(0), const(0), const(0))
+    first = load(a, b, const(0), const(0), const(0))
     inner: list[Stmt] = []
     for i in range(steps):
         more = const((i + 1) % 2)
         if i + 1 < steps:
-            inner += _load(a, b, more, var("stage"), const(i + 1))
+            inner += load(a, b, more, var("stage"), const(i + 1))
         else:
             # All warps have loaded what this stage has, and what the next one holds has landed.
             inner += [CopyWait(stages - 2), Barrier()]
-            inner.append(If((step + 1).lt(var("steps")), _load(a, b, more, (step + 1) % stages, const(0))))
+            inner.append(If((step + 1).lt(var("steps")), load(a, b, more, (step + 1) % stages, const(0))))
         inner += begin(step + (stages - 1)) if i == 0 else ()
-        inner += _multiply(work, const(i % 2))
+        inner += multiply(work, const(i % 2))
     loop = For("step", const(0), var("steps"), const(1), (Let("stage", step % stages), *inner))
     return [*ahead, CopyWait(stages - 2), Barrier(), If(const(0).lt(var("steps")), first), loop]
 
@@ -163,38 +169,44 @@ def _fetched(work: Work, a: Part, b: Part) -> list[Stmt]:
     def put(stage: Index) -> tuple[Stmt, ...]:
         return (*a.side.put(stage), *b.side.put(stage))
 
-    inside = (*_load(a, b, const(0), var("stage"), var("unit")), *_multiply(work, const(0)))
+    inside = (*load(a, b, const(0), var("stage"), var("unit")), *multiply(work, const(0)))
     more = (step + 1).lt(var("steps"))
     body = (
         If(more, fetch(var("k_0") + (step + 1) * s.block.k)),
         Let("stage", step % 2),
-        For("unit", const(0), const(steps), const(1), inside, WHOLE),
+        *_each("unit", steps, inside),
         If(more, put(const(1) - var("stage"))),
         Barrier(),
     )
     return [*fetch(var("k_0")), *put(const(0)), Barrier(), For("step", const(0), var("steps"), const(1), body)]
 
 
-def _stored(work: Work) -> list[Stmt]:
+def stored(work: Work) -> list[Stmt]:
     """Store the sums of this lane where they belong."""
     s, atom = work.s, work.atom
     left, right = (work.part(x) for x in work.names)
-    storing = Storing(s, work.isa, atom, (1, 1 if s.swap else PAIR))
-    i, j, half, e = var("i"), var("j"), var("half"), var("e")
+    cell = (1, 1 if s.swap else PAIR)
+    storing = Staging(s, work.isa, atom, cell) if staging(s) else Storing(s, work.isa, atom, cell)
+    after = storing.after() if isinstance(storing, Staging) else ()
+    i, j, half, e = var("below"), var("beside"), var("half"), var("pair")
     halves = atom.m // HIGH
     down = left.first + i * atom.m + half * HIGH + var("lane") // 4
     across = right.first + j * HIGH + var("lane") % 4 * PAIR
     at = ((i * right.fragments + j) * halves + half) * PAIR
     if s.swap:
         # A lane's two sums are of neighbouring rows of C.
-        each = For("e", const(0), const(PAIR), const(1), (
-            Let("row", var("row_0") + across + e), If(var("row").lt(var("m")), storing.piece(at + e)),
-        ), WHOLE)  # fmt: skip
-        inner: tuple[Stmt, ...] = (For("j", const(0), const(right.fragments), const(1), (each,), WHOLE),)
-        rows: tuple[Stmt, ...] = (Let("column", var("column_0") + down), *inner)
-    else:
-        piece = (Let("column", var("column_0") + across), *storing.piece(at))
-        cells = For("j", const(0), const(right.fragments), const(1), piece, WHOLE)
-        rows = (Let("row", var("row_0") + down), If(var("row").lt(var("m")), (cells,)))
-    of_half = For("half", const(0), const(halves), const(1), rows, WHOLE)
-    return [*storing.before(), For("i", const(0), const(left.fragments), const(1), (of_half,), WHOLE)]
+        column = (Let("column", var("column_0") + down), *storing.piece(at + e))
+        columns = _each("below", left.fragments, _each("half", halves, column))
+        row = (Let("row", var("row_0") + across + e), If(var("row").lt(bottom(s)), columns))
+        return [*storing.before(), *_each("beside", right.fragments, _each("pair", PAIR, row)), *after]
+    wide = storing.vector
+    here = e * wide if wide < PAIR else const(0)
+    piece: tuple[Stmt, ...] = (Let("column", var("column_0") + across + here), *storing.piece(at + here))
+    piece = _each("pair", PAIR // wide, piece) if wide < PAIR else piece
+    row = (Let("row", var("row_0") + down), If(var("row").lt(bottom(s)), _each("beside", right.fragments, piece)))
+    return [*storing.before(), *_each("below", left.fragments, _each("half", halves, row)), *after]
+
+
+def _each(name: str, count: int, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+    """A loop that is unrolled."""
+    return (For(name, const(0), const(count), const(1), body, WHOLE),)

@@ -10,9 +10,9 @@
 A thread's rows are cells of `cell[0]` neighbours that lie BM / (MR / cell[0]) apart, and
 its columns likewise: a warp then reads neighbouring words of shared memory, four at once.
 Blocks are numbered so that those which run at the same time make a patch of C
-as square as can be: they share what L2 holds (`place`). Where k is split, each slice leaves
-its sums in scratch, in rows of n, and `kernels.slices` adds them, so that the order of
-summation, and the result, are always the same.
+as square as can be: they share what L2 holds (`place`). Where k is split, the last block of a tile adds
+what others have (`kernels.joining`), or each slice leaves its sums in scratch, in rows of n, and
+`kernels.slices` adds them: the order of summation, and the result, are always the same.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.kernels.feeding import Feed
-from portmm.kernels.storing import Storing, fused_arguments
+from portmm.kernels.joining import given as joining
+from portmm.kernels.joining import join
+from portmm.kernels.storing import Storing, bottom, fused_arguments
 
 from portmm.dtype import BY_NAME, accumulator
 from portmm.grid import Argument, GridKernel
 from portmm.index import Ptr, ceil_div, const, minimum, var
-from portmm.ir import For, If, Let, LetPtr, Scratch
-from portmm.threads import WHOLE, Barrier, Clear, CopyCommit, CopyWait, Mac, Vector
+from portmm.ir import For, If, Let, LetPtr, Read, Scratch
+from portmm.threads import WHOLE, Barrier, Clear, CopyCommit, CopyWait, Do, Leave, Mac, Vector
 
 if TYPE_CHECKING:
     from portmm.index import Index
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 _ALONG = {"a": {"row": "k", "col": "row", "any": "any"}, "b": {"row": "row", "col": "k", "any": "any", "codes": "k"}}
 _ONE = (Ptr("b"), "s32")
 """A weight of codes is one for all items."""
+_FOUND = ("group", "row_begin", "row_end", "tile")
+"""What the primitive `find_group` finds."""
 _STEPS = {"a": ("a_m", "a_k"), "b": ("b_n", "b_k")}
 
 
@@ -65,22 +69,23 @@ class Work:
             name, s.types[0 if row else 1], self.atom.acc, along, s.vectors[0 if row else 1],
             s.block.m if row else s.block.n, s.block.k, self.atom.k_pack, s.threads,
             const(1) if along == "row" else var(of_row), const(1) if along == "k" else var(of_k),
-            var("row_0" if row else "column_0"), var("m" if row else "n"), s.stages,
+            var("row_0" if row else "column_0"), bottom(s) if row else var("n"), s.stages,
             s.group if layout == "codes" else -1,
         )  # fmt: skip
 
 
 def arguments(s: Schedule, *, sums: bool) -> tuple[Argument, ...]:
-    """What a kernel by this schedule is called with; `sums` are left in scratch where k is split."""
+    """What a kernel by this schedule is called with; `sums` are left in scratch for another kernel."""
     a, b, c = s.types
     found = [Argument(x, "int") for x in ("m", "n", "k")]
     found += [_read("a", a), *_strides("a", s.a, ("m", "k"))]
     found += _codes() if s.b == "codes" else [_read("b", b), *_strides("b", s.b, ("k", "n"))]
     found.append(Argument("batch", "int"))
+    found += [_read("ends", "s32")] if s.grouped else []
     if sums:
         held = accumulator(a, b)
         return (*found, Argument("work", "pointer", held), Argument("c_m", "long"), Argument("c_batch", "long"))
-    return (*found, *results(s, c))
+    return (*found, *joining(s), *results(s, c))
 
 
 def _read(name: str, dtype: str) -> Argument:
@@ -117,32 +122,80 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     body += [Scratch("a_part", s.mr, held), Scratch("b_part", s.nr, held), *a.registers(), *b.registers()]
     body += [*place(s), *threads(s), *slice_of_k(s, s.block.k * atom.k_pack), Clear("acc", sums)]
     body += _copied(work, a, b) if s.copies else _fetched(work, a, b)
-    body += Storing(s, isa, atom, s.cell).statements()
-    grid = (ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch"), const(s.split))
-    return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=s.split > 1), s.threads, grid, tuple(body))
+    body += [*join(s, blocks(s)), *Storing(s, isa, atom, s.cell).statements()]
+    grid = (blocks(s), const(s.split))
+    return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=s.slices), s.threads, grid, tuple(body))
+
+
+def blocks(s: Schedule) -> Index:
+    """Blocks along the grid's first axis: of rows in groups, each group's last tile may be one that is not full."""
+    down, across = ceil_div(var("m"), s.block.m), ceil_div(var("n"), s.block.n)
+    return (down + var("batch")) * across if s.grouped else down * across * var("batch")
+
+
+def depth(s: Schedule) -> Index:
+    """The extent of k for this block."""
+    return var("depth") if s.grouped else var("k")
 
 
 def place(s: Schedule) -> list[Stmt]:
-    """Which tile of which item a block computes.
-
-    Blocks sweep patches of `group` rows of tiles, column by column.
-    """
-    group = s.tiles[3].m // s.block.m
-    tile, width = var("tile"), var("across") * group
-    inside, first = tile % width, tile // width * group
+    """Which tile of which item a block computes, and where its operands begin."""
     return [
-        Let("down", ceil_div(var("m"), s.block.m)),
-        Let("across", ceil_div(var("n"), s.block.n)),
-        Let("item", var("block") // (var("down") * var("across"))),
-        Let("tile", var("block") % (var("down") * var("across"))),
-        Let("first", first),
-        Let("high", minimum(var("down") - var("first"), group)),
-        Let("row_0", (var("first") + inside % var("high")) * s.block.m),
-        Let("column_0", inside // var("high") * s.block.n),
+        *(_group(s) if s.grouped else _item(s)),
         LetPtr("a_item", Ptr("a", var("item") * var("a_batch")), s.types[0], readonly=True),
         LetPtr(
             "b_item", *(_ONE if s.b == "codes" else (Ptr("b", var("item") * var("b_batch")), s.types[1])), readonly=True
         ),
+    ]
+
+
+def _item(s: Schedule) -> list[Stmt]:
+    """The item of this block, and its tile there."""
+    return [
+        Let("down", ceil_div(var("m"), s.block.m)),
+        Let("across", ceil_div(var("n"), s.block.n)),
+        *raster(s, var("block"), s.block.m),
+    ]
+
+
+def _group(s: Schedule) -> list[Stmt]:
+    """The group of this block, and its tile there; rows past the last group are sums of nothing."""
+    given = (Ptr("ends"), var("batch"), var("m"), const(s.block.m), var("across"), var("block"), Ptr("found"))
+    return [
+        Let("across", ceil_div(var("n"), s.block.n)),
+        Scratch("found", len(_FOUND), "s32"),
+        Do("find_group", given),
+        *(Read(name, Ptr("found", const(i))) for i, name in enumerate(_FOUND)),
+        Let("down", ceil_div(var("row_end") - var("row_begin"), s.block.m)),
+        Leave((var("down") * var("across")).lt(var("tile") + 1)),
+        Let("item", minimum(var("group"), var("batch") - 1)),
+        Let("depth", var("group").lt(var("batch")) * var("k")),
+        *_swept(s, s.block.m, var("row_begin")),
+    ]
+
+
+def raster(s: Schedule, number: Index, rows: int, below: Index | int = 0) -> list[Stmt]:
+    """Which tile of which item has a number, of `down` times `across` tiles of so many rows.
+
+    It begins so many rows `below`. Numbers sweep patches of `group` rows of tiles, column by column.
+    """
+    return [
+        Let("item", number // (var("down") * var("across"))),
+        Let("tile", number % (var("down") * var("across"))),
+        *_swept(s, rows, below),
+    ]
+
+
+def _swept(s: Schedule, rows: int, below: Index | int) -> list[Stmt]:
+    """Where the tile of an item begins."""
+    group = s.tiles[3].m // rows
+    tile, width = var("tile"), var("across") * group
+    inside, first = tile % width, tile // width * group
+    return [
+        Let("first", first),
+        Let("high", minimum(var("down") - var("first"), group)),
+        Let("row_0", (var("first") + inside % var("high")) * rows + below),
+        Let("column_0", inside // var("high") * s.block.n),
     ]
 
 
@@ -166,14 +219,14 @@ def threads(s: Schedule) -> list[Stmt]:
 
 def slice_of_k(s: Schedule, deep: int) -> list[Stmt]:
     """The part of k that a block sums, in steps of so many elements."""
-    steps = ceil_div(var("k"), deep)
+    steps = ceil_div(depth(s), deep)
     if s.split == 1:
-        return [Let("k_0", const(0)), Let("k_end", var("k")), Let("steps", steps)]
+        return [Let("k_0", const(0)), Let("k_end", depth(s)), Let("steps", steps)]
     each = ceil_div(steps, s.split)
     return [
         Let("each", each),
         Let("k_0", var("slice") * var("each") * deep),
-        Let("k_end", minimum(var("k"), var("k_0") + var("each") * deep)),
+        Let("k_end", minimum(depth(s), var("k_0") + var("each") * deep)),
         Let("steps", ceil_div(var("k_end") - var("k_0"), deep)),
     ]
 

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from portmm.schedule import Schedule
 
 
+def bottom(s: Schedule) -> Index:
+    """The row after the last that this block may store."""
+    return var("row_end" if s.grouped else "m")
+
+
 @dataclass(frozen=True, slots=True)
 class Storing:
     """How sums are stored.
@@ -46,7 +51,7 @@ class Storing:
     @property
     def split(self) -> bool:
         """Sums are left in scratch."""
-        return self.s.split > 1
+        return self.s.slices
 
     @property
     def vector(self) -> int:
@@ -66,7 +71,7 @@ class Storing:
         piece = self.piece(i * s.nr + g * wide + h * self.vector)
         columns = For("h", const(0), const(pieces), const(1), (Let("column", column + h * self.vector), *piece), WHOLE)
         cells = For("g", const(0), const(s.nr // wide), const(1), (columns,), WHOLE)
-        rows = (Let("row", row), If(var("row").lt(var("m")), (cells,)))
+        rows = (Let("row", row), If(var("row").lt(bottom(s)), (cells,)))
         return (*self.before(), For("i", const(0), const(s.mr), const(1), rows, WHOLE))
 
     @property
@@ -99,8 +104,6 @@ class Storing:
         j = var("j")
         if self.vector == 1:
             return (If(column.lt(n), (*self.value(at, column, const(0)), Move(to, self.made(at, const(0))))),)
-        each = If((column + j).lt(n), self.value(at + j, column + j, j))
-        values = (For("j", const(0), const(self.vector), const(1), (each,), WHOLE),)
         whole = Vector(to, self.made(at, const(0)), self.vector * BY_NAME[self.type].bytes)
         one = If((column + j).lt(n), (Move(to + j * step, self.made(at, j)),))
         rest = For("j", const(0), const(self.vector), const(1), (one,), WHOLE)
@@ -108,7 +111,13 @@ class Storing:
         fits = (column + (self.vector - 1)).lt(n)
         inside = fits if aligned == const(1) else fits * aligned
         plain = self.fused is None and self.type == self.atom.acc
-        return (*(() if plain else values), If(inside, (whole,), (rest,)))
+        return (*(() if plain else self.values(at)), If(inside, (whole,), (rest,)))
+
+    def values(self, at: Index) -> tuple[Stmt, ...]:
+        """Compute the results of neighbouring columns, of those that there are."""
+        j, column = var("j"), var("column")
+        each = If((column + j).lt(var("n")), self.value(at + j, column + j, j))
+        return (For("j", const(0), const(self.vector), const(1), (each,), WHOLE),)
 
     def made(self, at: Index, j: Index) -> Ptr:
         """Where a result waits."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from portmm.attend import attention
     from portmm.explanation import Explanation, explain
     from portmm.formats import from_awq, from_gguf, from_gptq, from_int4
+    from portmm.grouped import grouped_matmul
     from portmm.quantized import Quantized, dequantize, load_quantized, quantize, save_quantized
     from portmm.scaled import linear
     from portmm.stored import load_packed, save_packed
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
         tanh,
         where,
     )
+    from portmm.warm import warmup
     from portmm.whole import fuse
 
 __version__ = VERSION
@@ -99,6 +101,7 @@ __all__ = [
     "gelu",
     "gelu_tanh",
     "get_num_threads",
+    "grouped_matmul",
     "hard_sigmoid",
     "hard_swish",
     "launch",
@@ -134,6 +137,7 @@ __all__ = [
     "square",
     "sum",
     "tanh",
+    "warmup",
     "where",
 ]
 
@@ -143,9 +147,11 @@ _LATER = {
     **dict.fromkeys(("Quantized", "dequantize", "load_quantized", "quantize", "save_quantized"), "quantized"),
     **dict.fromkeys(("from_awq", "from_gguf", "from_gptq", "from_int4"), "formats"),
     **dict.fromkeys(("load_packed", "save_packed"), "stored"),
+    "grouped_matmul": "grouped",
     "launch": "launching",
     "linear": "scaled",
     "fuse": "whole",
+    "warmup": "warm",
     **dict.fromkeys(
         (
             "cast",

@@ -58,7 +58,8 @@ def matmul(
     Units that multiply bfloat16 (AVX512-BF16, AMX, BFDOT, BFMMLA) take subnormals for zero.
 
     Arrays of CuPy, PyTorch and PyOpenCL that lie on a device are multiplied there, where they
-    lie, on the stream or queue of `a`; the result is an array of the same library, and nothing waits.
+    lie, on the stream or queue of `a`; the result is an array of the same library, and nothing waits. There,
+    float8_e4m3fn and float8_e5m2 are multiplied, too: two of them give bfloat16 unless `dtype` says otherwise.
 
     Args:
         a: float32, float64, float16, bfloat16 (of ml_dtypes), int8 or uint8,
@@ -66,7 +67,8 @@ def matmul(
         b: as `a`, (..., k, n) or (k,), but no uint8 beside integers; or a weight
             from `pack`. Floats of two types, and floats by int8 or uint8, multiply
             as they are, without copies. A weight of four bits is scale * code + offset
-            in float32, which tiles of AMX round to bfloat16 beside bfloat16;
+            in float32, which tiles of AMX round to bfloat16 beside bfloat16, and a device's
+            tensor cores, of many rows, to the type of `a` where that is the result's, too;
             beside one, an infinity in `a` may give NaN.
         out: where to put the result; may overlap an input. Kernels write float32,
             float16 and bfloat16 results of narrow floats directly.
@@ -109,7 +111,7 @@ _surrounded: list[Callable[..., Any]] = []
 
 def _there(a: Any, b: Any, out: Any = None) -> Any:
     """The operands as arrays of a device, if they are; None if they are in the host's memory."""
-    if type(b).__module__ == _DEVICE_CODES:
+    if of_codes(b):
         return a, b, out
     if not (foreign.on_device(a) or foreign.on_device(b)):
         return None
@@ -121,8 +123,13 @@ def _there(a: Any, b: Any, out: Any = None) -> Any:
 _DEVICE_CODES = "portmm.device_codes"
 
 
+def of_codes(b: Any) -> bool:
+    """A weight of four bits on a device, whose module need not have been imported."""
+    return type(b).__module__ == _DEVICE_CODES
+
+
 def _on_device(given: Any, dtype: Any = None) -> Any:
-    if type(given[1]).__module__ == _DEVICE_CODES:
+    if of_codes(given[1]):
         from portmm import device_codes
 
         a, b, out = given
@@ -433,9 +440,13 @@ def plan(a: Any, b: Any, out: Any = None) -> Any:
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    if _is_coded(b):
+    if _is_coded(b) and not of_codes(b):
         raise TypeError("a plan takes arrays and packed ones; a weight of four bits remembers its calls: use matmul")
     if (there := _there(a, b, out)) is not None:
+        if of_codes(b):
+            from portmm import device_codes
+
+            return device_codes.plan(*there)
         from portmm import on_device
 
         return on_device.plan(there)

@@ -72,6 +72,10 @@ def _on_device(operands: tuple[Any, Any, Any], dtype: Any, epilogue: Any, prolog
     """The same of arrays on a device."""
     from portmm import around_device, on_device
 
+    if api.of_codes(operands[1]):
+        from portmm import device_codes
+
+        return device_codes.around(operands, dtype, epilogue, prologue_a, prologue_b)
     given = on_device.adopted(*operands)
     assert given is not None  # noqa: S101 - one of them is there
     left, right, out = given
@@ -135,7 +139,7 @@ class _Ready:
     direct: bool
 
 
-class _Call:
+class Call:
     """A product and what becomes of it."""
 
     def __init__(self, left: Array, right: Any, wanted: np.dtype[Any] | None, first: np.dtype[Any] | None) -> None:
@@ -202,6 +206,17 @@ class _Call:
         """What is fused.
 
         Raises:
+            ScheduleError: it cannot be, or there is nothing to multiply.
+        """
+        step = self.step(traced)
+        if 0 in (self.items, self.m, self.n, self.k):
+            raise ScheduleError("there is nothing to multiply")
+        return step
+
+    def step(self, traced: Traced) -> Step:
+        """What is fused, whatever the size.
+
+        Raises:
             ScheduleError: it cannot be.
         """
         sums = self.sums()
@@ -214,8 +229,6 @@ class _Call:
             raise ScheduleError("a reduction needs whole rows, or columns, of sums")
         if sums == "s32" and step.types[0] == np.int32:
             raise ScheduleError("scaled sums of integers are not written as s32")
-        if 0 in (self.items, self.m, self.n, self.k):
-            raise ScheduleError("there is nothing to multiply")
         return step
 
     def size(self, step: Step) -> tuple[int, int, int]:
@@ -310,7 +323,7 @@ def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[
     panels = getattr(right, "owner", right)
     held = (right.strides, right.dtype, right.flags.aligned) if panels is right else right.family
     key = (left.shape, left.strides, left.dtype, left.flags.aligned, right.shape, held, dtype, first)
-    call = _Call(left, right, dtype, first)
+    call = Call(left, right, dtype, first)
     rank = 2 if left.ndim == len(right.shape) == 2 else 3
     ready: _Ready | ScheduleError = around.ready(key, call.ready, _VALUES, rank)
     if isinstance(ready, ScheduleError):
@@ -376,7 +389,7 @@ def posed(a: Any, b: Any, dtype: Any, epilogue: Callable[..., Any], *, given: bo
         given: the caller says what type the result has.
     """
     left, right = arrays.as_operand(a, "a"), b if hasattr(b, "family") else _plain(b)
-    call = _Call(left, right, np.dtype(dtype) if given else None, None)
+    call = Call(left, right, np.dtype(dtype) if given else None, None)
     traced, _ = trace(epilogue, (acc(), _INDICES), by_value=False, rank=2 if left.ndim == len(right.shape) == 2 else 3)
     try:
         step = call.settled(traced)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm import arrays, device_arrays, foreign, grid_dispatch, on_device, rows_on_device
+from portmm import arrays, device_arrays, foreign, grid_dispatch, on_device, relaid, rows_on_device
 from portmm.dtype import accumulator
 from portmm.errors import ScheduleError, TraceError
 from portmm.fused import acc, operand_types
@@ -34,8 +34,30 @@ NAMES = {"m": "m", "n": "n", "b": "b"}
 _VALUES = (acc(), Indices(NAMES))
 
 
-def matmul(given: tuple[Foreign, Foreign, Foreign | None], dtype: Any, epilogue: Callable[..., Any]) -> Any:
-    """The product of arrays on a device, and what a function makes of it: see `api.matmul`.
+@dataclass(frozen=True, slots=True, eq=False)
+class Weight:
+    """A B that is more than one array.
+
+    Attributes:
+        family: how it lies, as a `Problem` says it.
+        vector: elements that a thread takes at once.
+        numbers: parameter of kernels -> its value.
+        parts: parameter of kernels -> an array.
+        product: A times it, without an epilogue, in f32.
+    """
+
+    family: str
+    vector: int
+    numbers: dict[str, int]
+    parts: dict[str, Foreign]
+    product: Callable[[Foreign], Any]
+
+
+def matmul(
+    given: tuple[Foreign, Foreign, Foreign | None], dtype: Any, epilogue: Callable[..., Any],
+    weight: Weight | None = None,
+) -> Any:  # fmt: skip
+    """The product of arrays on a device, and what a function makes of it: see `api.matmul`; B may be a `weight`.
 
     Raises:
         TypeError: an operand that the function captures is not on this device.
@@ -46,23 +68,24 @@ def matmul(given: tuple[Foreign, Foreign, Foreign | None], dtype: Any, epilogue:
         raise ValueError(f"an epilogue takes matrices; got {a.shape} by {b.shape}: add a dimension of 1")
     around = Around.of(epilogue)
     wanted = on_device.named(dtype) if dtype is not None else ""
-    key = ("device", a.kind, b.kind, None if out is None else out.kind, wanted)
+    held = b.kind if weight is None else (b.kind, weight.family)
+    key = ("device", a.kind, held, None if out is None else out.kind, wanted)
     rank = 2 if len(a.shape) == len(b.shape) == 2 else 3
 
     def make(traced: Traced) -> _Ready | ScheduleError:
         try:
-            return _prepare(a, b, out, wanted, traced)
+            return _prepare(given, wanted, traced, weight)
         except ScheduleError as error:
             return error
 
     ready: _Ready | ScheduleError = around.ready(key, make, _VALUES, rank)
     if isinstance(ready, ScheduleError):
-        return _split(given, wanted, epilogue)
-    read = ready.captured(around.found, a)
-    if out is None or ready.apart or not device_arrays.overlap(out, (a, b, *read)):
-        return ready.run(given, read, around.found)
+        return _split(given, wanted, epilogue, weight)
+    read, parts = ready.captured(around.found, a), {"b": b} if weight is None else weight.parts
+    if out is None or ready.apart or not device_arrays.overlap(out, (a, *parts.values(), *read)):
+        return ready.run(given, parts, read, around.found)
     _, to = foreign.empty_like(replace(out, queue=a.queue), out.shape, out.dtype)
-    results = matmul((a, b, to), dtype, epilogue)
+    results = matmul((a, b, to), dtype, epilogue, weight)
     result = rows_on_device.copied(out, to)
     return (result, *results[1:]) if ready.several else result
 
@@ -83,18 +106,21 @@ def before(function: Callable[..., Any], x: Foreign, name: str, names: dict[str,
     return replace(found, shape=x.shape, strides=tuple(strides))
 
 
-def _split(given: tuple[Foreign, Foreign, Foreign | None], wanted: str, epilogue: Callable[..., Any]) -> Any:
+def _split(
+    given: tuple[Foreign, Foreign, Foreign | None], wanted: str, epilogue: Callable[..., Any], weight: Weight | None
+) -> Any:
     """The product first, then the epilogue over its rows."""
     a, b, out = given
     held = accumulator(a.dtype, b.dtype)
     if held == "f64":
         raise TypeError("expressions are in float32; convert float64 operands, or multiply without an epilogue")
-    product = foreign.adopt(on_device.matmul((a, b, None), arrays.numpy_of(held)))
+    made = on_device.matmul((a, b, None), arrays.numpy_of(held)) if weight is None else weight.product(a)
+    product = foreign.adopt(made)
     assert product is not None  # noqa: S101 - a device's product
     product = replace(product, queue=a.queue)
     if held != "f32":
         _, product = contiguous(product, "f32")  # as in one kernel
-    usual = wanted or ("f32" if held == "s32" else device_arrays.result_type(a.dtype, b.dtype, ""))
+    usual = wanted or _usual(a, b)
     results, several = over_rows(
         epilogue, (product,), NAMES, out, usual, first="" if out is None or out.dtype == "f64" else out.dtype
     )
@@ -114,6 +140,7 @@ class _Ready:
         sources: arrays that the function captures, and how far into each, in bytes, its first element is.
         numbers: where the numbers of a call come from.
         apart: `out` is of another type than the result, which is converted to it.
+        copies: operands that are laid out anew first.
     """
 
     on: Machine
@@ -124,40 +151,49 @@ class _Ready:
     sources: tuple[tuple[Source, int], ...]
     numbers: tuple[tuple[Any, ...], ...]
     apart: bool = False
+    copies: tuple[relaid.Copy, ...] = ()
 
     def captured(self, found: dict[Any, Any], like: Foreign) -> list[Foreign]:
         """The arrays that the function captures now."""
         return [captured(x, found, like) for x, _ in self.sources]
 
-    def run(self, given: tuple[Foreign, Foreign, Foreign | None], read: list[Foreign], found: dict[Any, Any]) -> Any:
-        """Launch everything."""
-        a, b, out = given
+    def run(
+        self, given: tuple[Foreign, Foreign, Foreign | None], parts: dict[str, Foreign], read: list[Foreign],
+        found: dict[Any, Any],
+    ) -> Any:  # fmt: skip
+        """Launch everything, B being made of parts."""
+        a, _, out = given
         made = [foreign.empty_like(a, *x) for x in self.results]
         if out is not None and not self.apart:
             made[0] = (out.source, out)
         if math.prod(self.results[0][0]):
-            self.launch([a, b, made[0][1]], [*read, *(x for _, x in made[1:])], found)
+            self.launch({"a": a, **parts, "c": made[0][1]}, [*read, *(x for _, x in made[1:])], found)
         if out is not None and self.apart:
             made[0] = (rows_on_device.copied(out, made[0][1]), out)
         return tuple(x for x, _ in made) if self.several else made[0][0]
 
-    def launch(self, product: list[Foreign], others: list[Foreign], found: dict[Any, Any]) -> None:
+    def launch(self, product: dict[str, Foreign], others: list[Foreign], found: dict[Any, Any]) -> None:
         """Give kernels their addresses and numbers."""
-        values = {name: foreign.argument(x)[1] for name, x in zip("abc", product, strict=True)}
+        values = {name: foreign.argument(x)[1] for name, x in product.items()}
         values |= addresses(others, [at for _, at in self.sources] + [0] * (len(others) - len(self.sources)))
         values |= {f"number_{i}": float(resolve(key, found)) for i, key in enumerate(self.numbers)}
+        copies = relaid.run(self.copies, self.on, values, product["a"])
         elements, held = self.workspace
-        start(self.launches, self.on, values, elements, product[0], held)
+        start(self.launches, self.on, values, elements, product["a"], held)
+        del copies  # their library frees them when the queue is done with them
 
 
-def _prepare(a: Foreign, b: Foreign, out: Foreign | None, wanted: str, traced: Traced) -> _Ready:
+def _prepare(
+    given: tuple[Foreign, Foreign, Foreign | None], wanted: str, traced: Traced, weight: Weight | None
+) -> _Ready:
     """What a kind of call comes to.
 
     Raises:
         TypeError: a captured array is in the host's memory.
         ScheduleError: no kernel computes it.
     """
-    step, kinds, call = _posed(a, b, out, wanted, traced)
+    a, b, out = given
+    step, kinds, call = _posed(given, wanted, traced, weight)
     apart = out is not None and out.dtype != kinds[0][1]
     shape, batch, size = device_arrays.shapes(a, b)
     m, n, items = size[0], size[1], math.prod(batch)
@@ -165,17 +201,18 @@ def _prepare(a: Foreign, b: Foreign, out: Foreign | None, wanted: str, traced: T
     p = replace(call.problem, k=max(size[2], 1))
     sources = [(x, located(x.array, x, (m, n, items))) for x in traced.sources]
     strides = [steps[1:] for _, steps in sources] + [dense(x, (m, n, items)) for x in step.axes[1:]]
-    values = call.values()
+    values = call.values() | ({} if weight is None else weight.numbers)
     for i, (b_step, m_step, n_step, *_) in enumerate(strides):
         values |= {f"x{i}_b": b_step, f"x{i}_m": m_step, f"x{i}_n": n_step}
     assert len(strides) == len(operand_types(step.text))  # noqa: S101
     if 0 in shape:
         return _Ready(on, tuple(kinds), traced.several, (), (0, ""), (), (), apart)
-    found = grid_dispatch.route(p, on, call.vectors)
+    p, vectors, values, copies = relaid.arranged(p, call.vectors, values, on)
+    found = grid_dispatch.route(p, on, vectors)
     launches, workspace = on_device.bound(found, values, p)
     return _Ready(
         on, tuple(kinds), traced.several, launches, workspace, tuple((x, steps[0]) for x, steps in sources),
-        traced.numbers, apart,
+        traced.numbers, apart, copies,
     )  # fmt: skip
 
 
@@ -183,7 +220,7 @@ Kinds = list[tuple[tuple[int, ...], str]]
 
 
 def _posed(
-    a: Foreign, b: Foreign, out: Foreign | None, wanted: str, traced: Traced
+    given: tuple[Foreign, Foreign, Foreign | None], wanted: str, traced: Traced, weight: Weight | None
 ) -> tuple[Step, Kinds, on_device.Posed]:
     """What is fused, shapes and types of its results, and the problem.
 
@@ -193,8 +230,9 @@ def _posed(
     """
     if not all(x.device for x in traced.sources):
         raise TypeError("the epilogue captures an array in the host's memory; copy it to the device of the operands")
+    a, b, out = given
     shape, batch, size = device_arrays.shapes(a, b)
-    step = _settled(a, b, out, wanted, traced)
+    step = settled(a, b, out, wanted, traced)
     types = [arrays.name_of(x) for x in step.types]
     if out is not None:
         device_arrays.check_out(out, shape)
@@ -207,24 +245,38 @@ def _posed(
     call = on_device.posed((a, b, to), batch, size, step.text)
     if call.walk.outer is not None:
         raise ScheduleError("an epilogue takes a batch whose items lie evenly; copy the operands first")
-    return step, kinds, call
+    return step, kinds, call if weight is None else weighed(call, weight)
+
+
+def weighed(call: on_device.Posed, weight: Weight) -> on_device.Posed:
+    """The same of a B that is a weight."""
+    p = replace(call.problem, b="codes", family=weight.family)
+    return replace(call, problem=p, vectors=(call.vectors[0], weight.vector, call.vectors[2]))
 
 
 def question(
-    given: tuple[Foreign, Foreign, Foreign | None], epilogue: Callable[..., Any]
+    given: tuple[Foreign, Foreign, Foreign | None], epilogue: Callable[..., Any], weight: Weight | None = None
 ) -> tuple[on_device.Posed, tuple[str, ...]]:
     """The problem that a call with an epilogue poses, and what is to be said of it."""
-    a, b, out = given
+    a, b, _ = given
     rank = 2 if len(a.shape) == len(b.shape) == 2 else 3
     traced, _ = trace(epilogue, _VALUES, by_value=False, rank=rank)
     try:
-        return _posed(a, b, out, "", traced)[2], ("the epilogue is part of the kernel",)
+        return _posed(given, "", traced, weight)[2], ("the epilogue is part of the kernel",)
     except ScheduleError as error:
         said = f"the epilogue is a kernel of its own, over the rows of the product: {error}"
-        return on_device.question(given), (said,)
+        call = on_device.question(given)
+        return call if weight is None else weighed(call, weight), (said,)
 
 
-def _settled(a: Foreign, b: Foreign, out: Foreign | None, wanted: str, traced: Traced) -> Step:
+def _usual(a: Foreign, b: Foreign) -> str:
+    """The type of a result that is not said: beside codes that of A."""
+    if accumulator(a.dtype, b.dtype) == "s32":
+        return "f32"
+    return a.dtype if b.dtype == "u4" else device_arrays.result_type(a.dtype, b.dtype, "")
+
+
+def settled(a: Foreign, b: Foreign, out: Foreign | None, wanted: str, traced: Traced) -> Step:
     """What is fused.
 
     Raises:
@@ -233,7 +285,7 @@ def _settled(a: Foreign, b: Foreign, out: Foreign | None, wanted: str, traced: T
     held = accumulator(a.dtype, b.dtype)
     if held == "f64":
         raise ScheduleError("expressions are in float32; convert float64 operands, or multiply without an epilogue")
-    usual = wanted or ("f32" if held == "s32" else device_arrays.result_type(a.dtype, b.dtype, ""))
+    usual = wanted or _usual(a, b)
     first = None if out is None else arrays.numpy_of(out.dtype)
     step = settle(typed(traced, first), (), arrays.numpy_of(usual), ends=True)
     if not step.wide:

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from portmm.abi import HUGE_PAGE
-from portmm.dtype import BY_NAME, accumulator, natural, spell
+from portmm.dtype import BY_NAME, FOREIGN, FP8, accumulator, natural, spell
 
 _FACTORS = ("f32", "f64", "bf16", "f16", "s8", "u8")
-_BY_NUMPY = {BY_NAME[x].numpy: x for x in (*_FACTORS, "s32")}
+_BY_NUMPY = {BY_NAME[x].numpy: x for x in (*_FACTORS, "s32", *FP8)}
 _RESULTS = {"f32": ("f32", "bf16", "f16"), "f64": ("f64",), "s32": ("s32",)}
 """Type that products are summed in -> types of results that kernels write."""
 
@@ -36,15 +36,16 @@ def numpy_of(name: str) -> np.dtype[Any]:
     """NumPy's type of that name.
 
     Raises:
-        TypeError: it is bfloat16, and there is no ml_dtypes.
+        TypeError: NumPy lacks it, and there is no ml_dtypes.
     """
-    if name != "bf16":
-        return np.dtype(BY_NAME[name].numpy)
+    wanted = BY_NAME[name].numpy
+    if name not in FOREIGN:
+        return np.dtype(wanted)
     try:
         import ml_dtypes
     except ImportError as error:
-        raise TypeError("bfloat16 arrays need the package ml_dtypes: pip install ml_dtypes") from error
-    found: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        raise TypeError(f"{wanted} arrays need the package ml_dtypes: pip install ml_dtypes") from error
+    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, wanted))
     return found
 
 
@@ -107,7 +108,8 @@ def as_operand(x: Any, name: str) -> Array:
     array = np.asarray(x)
     if name_of(array.dtype) not in _FACTORS:
         supported = ", ".join(BY_NAME[x].numpy for x in _FACTORS)
-        raise TypeError(f"{name} has dtype {array.dtype}; portmm multiplies {supported}: convert it with astype")
+        where = " in the host's memory, floats of eight bits on devices only" if name_of(array.dtype) in FP8 else ""
+        raise TypeError(f"{name} has dtype {array.dtype}; portmm multiplies {supported}{where}: convert it with astype")
     if array.ndim == 0:
         raise ValueError(f"{name} is a scalar; matmul needs at least one dimension, use * to scale")
     return array

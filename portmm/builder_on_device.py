@@ -248,7 +248,7 @@ class _Builder:
         word = spell(*(kernel_type(x.like.dtype) for x in operands))
         p = Problem(
             m, n, k, word, items, parts[0].layout, parts[1].layout, "row",
-            deterministic=settings.current().deterministic, fused=text,
+            deterministic=settings.current().deterministic, fused=text, tf32=settings.rounds(word),
         )  # fmt: skip
         values = {
             "m": m, "n": n, "k": k, "batch": items, "a_m": parts[0].row, "a_k": parts[0].col, "a_batch": apart[0],

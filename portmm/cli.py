@@ -229,6 +229,31 @@ def explain_command(
         typer.echo(f"\n{found.source}", nl=False)
 
 
+@app.command()
+def warmup(
+    shapes: Annotated[list[str], typer.Argument(help="MxNxK, or BATCHxMxNxK.", show_default=False)],
+    *,
+    dtype: Element = "f32",
+    b: Annotated[str, typer.Option(help="How B lies: row, or col for a transpose.")] = "row",
+    device: Annotated[str, typer.Option(help="cuda, or cuda:1; nothing for the processor.", show_default=False)] = "",
+    as_json: Json = False,
+) -> None:
+    """Compile the kernels of products into the cache, so that first calls do not wait for a compiler."""
+    from portmm.warm import warmup as warm
+
+    numbers = [tuple(int(n) if n.isdigit() else 0 for n in x.split("x")) for x in shapes]
+    try:
+        found = warm(numbers, dtype, b=b, device=device or None)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if as_json:
+        _print_json(asdict(found))
+        return
+    typer.echo(str(found))
+    for name in found.kernels:
+        typer.echo(f"{'':<4}{name}")
+
+
 def _built(artifact: Any) -> str:
     """What a compiler made."""
     if hasattr(artifact, "path"):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from portmm.foreign import Foreign
     from portmm.grid_dispatch import Machine
 
-_RESULTS = {"f32": ("f32", "f16", "bf16"), "s32": ("s32",), "f64": ("f64",)}
+_RESULTS = {"f32": ("f32", "f16", "bf16", "e4m3", "e5m2"), "s32": ("s32",), "f64": ("f64",)}
 
 
 def machine_of(x: Foreign) -> Machine:
@@ -55,7 +55,9 @@ def matrix(x: Foreign, rows: int, cols: int, steps: tuple[int, int], others: tup
     row, col = (row if rows > 1 else cols, 1) if layout == "row" else (1, col if cols > 1 else rows)
     far, near = (row, cols) if layout == "row" else (col, rows)
     size = BY_NAME[x.dtype].bytes
-    vector = math.gcd(far, near, x.at // size, *others, foreign.WIDEST // size)
+    # Where lines overlap or go backwards, the copy engine of a GPU cannot address them: it wants whole vectors.
+    most = foreign.WIDEST // (2 * size if far < near or min(others, default=0) < 0 else size)
+    vector = math.gcd(far, near, x.at // size, *others, most)
     return Matrix(layout, row, col, vector & -vector)
 
 

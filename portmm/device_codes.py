@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm import device_arrays, foreign, grid_dispatch, on_device, rows_on_device, settings
+from portmm import around_device, device_arrays, foreign, grid_dispatch, on_device, rows_on_device, settings
+from portmm.around_device import Weight
 from portmm.dtype import CODE_BITS, CODES_AT, CODES_KR
 from portmm.errors import PackError
 from portmm.memory import Memory
 from portmm.problem import Family
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from portmm.foreign import Foreign
     from portmm.grid_dispatch import Launch
     from portmm.quantized import Quantized
@@ -58,6 +61,23 @@ class DeviceCoded:
     def wide(self) -> int:
         """Codes that a thread takes at once, all of one group."""
         return next(x for x in (32, 16, 8) if self.group % x == 0)
+
+    @property
+    def codes(self) -> Foreign:
+        """As an array of codes, k times n: as far as shapes and strides go."""
+        return replace(self.words, shape=self.shape, strides=(1, self.words.shape[1] * CODES_KR), dtype="u4")
+
+    @property
+    def parts(self) -> dict[str, Foreign]:
+        """Parameters of kernels, and what they point at."""
+        return {"b": self.words, "scales": self.scales, "offsets": self.offsets}
+
+    @property
+    def weight(self) -> Weight:
+        """As kernels know it."""
+        numbers = {"words": self.words.shape[1], "groups": self.scales.shape[1]}
+        kept = str(Family("u4", 1, CODES_KR, group=self.group))
+        return Weight(kept, self.wide, numbers, self.parts, lambda a: product(a, self, dtype="float32"))
 
     def __rmatmul__(self, a: Any) -> Any:
         return product(a, self)
@@ -130,8 +150,7 @@ class _Ready:
     def run(self, a: Foreign, w: DeviceCoded, out: Foreign | None) -> Any:
         """Launch everything."""
         made, to = (out.source, out) if out is not None else foreign.empty_like(a, self.shape, self.dtype)
-        parts = {"b": w.words, "scales": w.scales, "offsets": w.offsets}
-        places = {name: foreign.argument(x)[1] for name, x in parts.items()} if self.launches else {}
+        places = {name: foreign.argument(x)[1] for name, x in w.parts.items()} if self.launches else {}
         scratch: Any = None
         if self.workspace[0]:
             scratch, work = foreign.empty_like(a, (self.workspace[0],), self.workspace[1])
@@ -161,14 +180,7 @@ def product(a: Any, w: DeviceCoded, out: Any = None, dtype: Any = None) -> Any:
         TypeError: A, or `out`, is in the host's memory or of another type.
         ValueError: shapes do not fit, or the two are on several devices.
     """
-    left, to = foreign.adopt(a), None if out is None else foreign.adopt(out)
-    for name, x, given in (("a", left, a), ("out", to, out)):
-        if x is None and given is not None:
-            raise TypeError(f"{name} is a {type(given).__name__} in the host's memory; copy it to the weight's device")
-        if x is not None and x.dtype not in FLOATS:
-            raise TypeError(f"{name} has elements of {x.dtype}; beside a weight of four bits they are of {FLOATS}")
-    assert left is not None  # noqa: S101 - shown above
-    foreign.same_device([x for x in (left, w.words, to) if x is not None])
+    left, to = _adopted(a, w, out)
     if to is not None and device_arrays.overlap(to, (left, w.words, w.scales, w.offsets)):
         made, beside = foreign.empty_like(replace(to, queue=left.queue), to.shape, to.dtype)
         product(a, w, made)
@@ -184,21 +196,119 @@ def product(a: Any, w: DeviceCoded, out: Any = None, dtype: Any = None) -> Any:
     return ready.run(left, w, to)
 
 
+def _adopted(a: Any, w: DeviceCoded, out: Any) -> tuple[Foreign, Foreign | None]:
+    """A, and the output, as a device's arrays.
+
+    Raises:
+        TypeError: one of them is in the host's memory or of another type.
+        ValueError: they are on several devices.
+    """
+    left, to = (x if x is None or isinstance(x, foreign.Foreign) else foreign.adopt(x) for x in (a, out))
+    for name, x, given in (("a", left, a), ("out", to, out)):
+        if x is None and given is not None:
+            raise TypeError(f"{name} is a {type(given).__name__} in the host's memory; copy it to the weight's device")
+        if x is not None and x.dtype not in FLOATS:
+            raise TypeError(f"{name} has elements of {x.dtype}; beside a weight of four bits they are of {FLOATS}")
+    if left is None:
+        raise TypeError("a is None; give an array on the weight's device")
+    foreign.same_device([x for x in (left, w.words, to) if x is not None])
+    return left, to
+
+
+def around(
+    given: tuple[Any, DeviceCoded, Any], dtype: Any, epilogue: Callable[..., Any] | None,
+    prologue_a: Callable[..., Any] | None, prologue_b: Callable[..., Any] | None,
+) -> Any:  # fmt: skip
+    """A @ w with a prologue and an epilogue: see `api.matmul`.
+
+    Raises:
+        TypeError: there is a prologue of the weight, or as for `product`.
+        ValueError: as for `product`.
+    """
+    a, w, out = given
+    if prologue_b is not None:
+        raise TypeError("b is a weight of four bits; quantize what prologue_b makes of it")
+    left, to = _adopted(a, w, out if epilogue is None else None)
+    if prologue_a is not None:
+        left = around_device.before(prologue_a, left, "a", {"m": "m", "k": "n", "b": "b"})
+    if epilogue is None:
+        return product(left, w, to, dtype)
+    to = None if out is None else foreign.adopt(out)
+    if to is None and out is not None:
+        raise TypeError(f"out is a {type(out).__name__} in the host's memory; copy it to the weight's device")
+    foreign.same_device([x for x in (left, to) if x is not None])
+    return around_device.matmul((left, w.codes, to), dtype, epilogue, w.weight)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """A product of a weight with arrays like the one that it was made with, resolved: call it with others of its kind.
+
+    Attributes:
+        weight: the weight.
+        kinds: of A, and of C or None.
+        ready: what runs.
+    """
+
+    weight: DeviceCoded
+    kinds: tuple[tuple[Any, ...], tuple[Any, ...] | None]
+    ready: _Ready
+
+    def __call__(self, a: Any, out: Any = None) -> Any:
+        """The product.
+
+        Raises:
+            TypeError: an operand is not on a device.
+            ValueError: an operand is not like that of the plan.
+        """
+        left, to = _adopted(a, self.weight, out)
+        if left.kind != self.kinds[0]:
+            raise ValueError(f"a is {on_device.said(left.kind)}, the plan takes {on_device.said(self.kinds[0])}")
+        if (to is None) != (self.kinds[1] is None) or (to is not None and to.kind != self.kinds[1]):
+            raise ValueError("the plan was made for another out, or for none; give one like it, as it was made")
+        if to is not None:
+            device_arrays.check_out(to, self.ready.shape)
+        return self.ready.run(left, self.weight, to)
+
+
+def plan(a: Any, w: DeviceCoded, out: Any = None) -> Plan:
+    """A callable for arrays like these: see `api.plan`.
+
+    Raises:
+        TypeError: as for `product`.
+        ValueError: as for `product`.
+    """
+    left, to = _adopted(a, w, out)
+    return Plan(w, (left.kind, None if to is None else to.kind), _prepare(left, w, to, left.dtype))
+
+
+def question(a: Any, w: DeviceCoded, out: Any, epilogue: Any) -> tuple[on_device.Posed, tuple[str, ...]]:
+    """The problem that a call poses, and what is to be said of it."""
+    left, to = _adopted(a, w, out)
+    if epilogue is not None:
+        return around_device.question((left, w.codes, to), epilogue, w.weight)
+    return _posed(left, w, to, left.dtype), ()
+
+
+def _posed(a: Foreign, w: DeviceCoded, out: Foreign | None, c: str) -> on_device.Posed:
+    """The problem of a product whose result is of type `c`."""
+    shape, batch, size = device_arrays.shapes(a, w.codes)
+    call = on_device.posed((a, w.codes, out or foreign.empty_like(a, shape, c)[1]), batch, size)
+    return around_device.weighed(call, w.weight)
+
+
 def _prepare(a: Foreign, w: DeviceCoded, out: Foreign | None, wanted: str) -> _Ready:
     """What a kind of call comes to."""
-    count = w.words.shape[1]
-    codes = replace(w.words, shape=w.shape, strides=(1, count * CODES_KR), dtype="u4")
-    shape, batch, size = device_arrays.shapes(a, codes)
+    shape, _, size = device_arrays.shapes(a, w.codes)
     if out is not None:
         device_arrays.check_out(out, shape)
     c = wanted if out is None else out.dtype
     if 0 in shape:
         return _Ready(shape, c, (), (0, "f32"))
-    call = on_device.posed((a, codes, out or foreign.empty_like(a, shape, c)[1]), batch, size)
-    kept = str(Family("u4", 1, CODES_KR, group=w.group))
-    p = replace(call.problem, b="codes", family=kept, k=max(size[2], 1))
-    found = grid_dispatch.route(p, device_arrays.machine_of(a), (call.vectors[0], w.wide, call.vectors[2]))
-    values = call.values() | {"words": count, "groups": w.scales.shape[1]}
+    call = _posed(a, w, out, c)
+    p = replace(call.problem, k=max(size[2], 1))
+    found = grid_dispatch.route(p, device_arrays.machine_of(a), call.vectors)
+    values = call.values() | w.weight.numbers
     launches, workspace = on_device.bound(found, values, p)
     repeats = [(0, 0)] if call.walk.outer is None else [(int(x[0]), int(x[2])) for x in call.walk.outer]
     every = tuple((launch, moved) for moved in repeats for launch in launches)

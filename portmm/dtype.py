@@ -39,6 +39,9 @@ F32 = DType("f32", "float32", 4, "float", 2.0**-24)
 F64 = DType("f64", "float64", 8, "double", 2.0**-53)
 BF16 = DType("bf16", "bfloat16", 2, "unsigned short", 2.0**-8)
 F16 = DType("f16", "float16", 2, "unsigned short", 2.0**-11)
+E4M3 = DType("e4m3", "float8_e4m3fn", 1, "unsigned char", 2.0**-4)
+E5M2 = DType("e5m2", "float8_e5m2", 1, "unsigned char", 2.0**-3)
+"""Floats of eight bits: of four bits of exponent, up to 448 and without infinities; of five, up to 57344."""
 S8 = DType("s8", "int8", 1, "signed char", 0.0)
 U8 = DType("u8", "uint8", 1, "unsigned char", 0.0)
 S16 = DType("s16", "int16", 2, "short", 0.0)
@@ -48,6 +51,7 @@ U4 = DType("u4", "uint8", 1, "unsigned char", 0.0)
 """Codes of four bits: half a byte each in memory, where they lie in words only; in registers a byte, 0 to 15."""
 
 _PLAIN = (F32, F64, BF16, F16, S8, U8, S16, S32)
+_FP8 = (E4M3, E5M2)
 _C_OF_BYTES = {2: "short", 4: "int", 8: "long"}
 
 
@@ -69,11 +73,14 @@ CODES_AT = (0, 8, 16, 24, 4, 12, 20, 28)
 """The bit where each code of a word begins: those of four neighbours of k are the lower, or the upper, halves of
 the four bytes, so that a mask makes of them what instructions for units of four bytes multiply."""
 
-BY_NAME: dict[str, DType] = {t.name: t for t in (*_PLAIN, U4, B32, B64, *_UNITS)}
-BY_NUMPY: dict[str, DType] = {t.numpy: t for t in _PLAIN}
+BY_NAME: dict[str, DType] = {t.name: t for t in (*_PLAIN, *_FP8, U4, B32, B64, *_UNITS)}
+BY_NUMPY: dict[str, DType] = {t.numpy: t for t in (*_PLAIN, *_FP8)}
 
 _INTEGERS = frozenset(t.name for t in (*_PLAIN, U4) if not t.eps)
-_SIDES = frozenset(("f32", "bf16", "f16"))
+FP8 = frozenset(t.name for t in _FP8)
+FOREIGN = frozenset(("bf16", *FP8))
+"""Types that NumPy does not have itself: those of ml_dtypes."""
+_SIDES = frozenset(("f32", "bf16", "f16", *FP8))
 
 
 def unit(name: str, pack: int) -> str:
@@ -106,7 +113,7 @@ def types(word: str) -> tuple[str, str, str]:
     parts = word.split("-")
     strange = [x for x in parts if x not in BY_NAME]
     if strange or len(parts) not in (1, 3):
-        known = ", ".join(t.name for t in _PLAIN)
+        known = ", ".join(t.name for t in (*_PLAIN, *_FP8))
         raise ValueError(f"dtype {word!r} is unknown; use one of {known}, or three of them as in u8-s8-s32")
     if len(parts) == 1:
         parts *= 3
@@ -143,6 +150,11 @@ def unfolded(word: str) -> str:
 
 
 def natural(a: str, b: str) -> str:
-    """The type of a product that is asked for without one: what NumPy's promotion says, s32 for integers."""
+    """The type of a product that is asked for without one: what NumPy's promotion says, s32 for integers.
+
+    Of two floats of eight bits it is bf16, where NumPy would have one of them: their products are soon too large.
+    """
     acc = accumulator(a, b)
+    if a in FP8 and b in FP8:
+        return "bf16"
     return a if a == b and a in _SIDES else acc

@@ -249,6 +249,7 @@ def explain(
     deterministic: bool | None = None,
     static: bool = False,
     epilogue: Callable[..., Any] | None = None,
+    grouped: bool = False,
 ) -> Explanation | GridExplanation:
     """Say how a product would be computed, and why that way. Nothing is compiled.
 
@@ -264,6 +265,8 @@ def explain(
         deterministic: as in `config`; None for what is set, or for the `Problem`'s.
         static: for this size alone, as `plan` computes.
         epilogue: what becomes of the sums, as in `matmul`; `a` and `b` are arrays then.
+        grouped: as `grouped_matmul` computes, (rows, k) by (groups, k, n), rows being shared out evenly; in the
+            host's memory, one group of them.
 
     Returns:
         A record that prints, and has all that it prints as attributes; for a device a
@@ -278,7 +281,7 @@ def explain(
     if foreign.on_device(a) or foreign.on_device(b):
         from portmm import grid_explanation
 
-        return grid_explanation.of_arrays(a, b, out, epilogue)
+        return grid_explanation.of_arrays(a, b, out, epilogue, grouped=grouped)
     machine = target_called(target)
     if threads is None:
         threads = settings.get_num_threads() if target is None else machine.cores
@@ -287,6 +290,8 @@ def explain(
         if b is not None or out is not None:
             raise ValueError("a Problem already holds both operands; give no b and no out")
         return _explained(_with(a, deterministic), machine, threads)
+    if grouped:
+        return _explained(_with(_group(a, b, dtype, machine), deterministic), machine, threads)
     if epilogue is not None:
         from portmm.around import posed
 
@@ -303,6 +308,15 @@ def explain(
     return _explained(problem, machine, threads, (note,))
 
 
+def _group(a: Any, b: Any, dtype: str, target: Target) -> Problem:
+    """The problem of groups of like sizes, on a device; elsewhere that of one group."""
+    (rows, k), (groups, *one) = (x if isinstance(x, tuple) else x.shape for x in (a, b))
+    each = -(-rows // max(groups, 1))
+    word = dtype if isinstance(a, tuple) else a.dtype.name
+    p = pose((each, k), tuple(one), dtype=word)
+    return p if target.device is None else replace(p, batch=groups, grouped=True)
+
+
 def _with(p: Problem, deterministic: bool | None) -> Problem:
     return p if deterministic is None else replace(p, deterministic=deterministic)
 
@@ -313,7 +327,7 @@ def _explained(p: Problem, target: Target, threads: int, notes: tuple[str, ...] 
     if target.device is not None:
         from portmm import grid_explanation
 
-        return grid_explanation.explained(p, target, notes=notes)
+        return grid_explanation.explained(replace(p, tf32=p.tf32 or settings.rounds(p.dtype)), target, notes=notes)
     choice = dispatch.choose(p, target, threads)
     kernel = dispatch.kernel_of(choice.schedule, dispatch.isa_of(choice.schedule, target))
     return Explanation(choice, kernel, source(kernel), notes)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.arrays import numpy_of
-from portmm.dtype import BY_NAME, BY_NUMPY
+from portmm.dtype import BY_NAME, BY_NUMPY, FOREIGN
 from portmm.errors import NoDeviceError
 
 if TYPE_CHECKING:
@@ -155,10 +155,12 @@ def standin(x: Foreign) -> np.ndarray[Any, Any]:
     It has one element of memory, and must not be read.
 
     Raises:
-        TypeError: its elements are bfloat16, and there is no ml_dtypes.
+        TypeError: NumPy lacks their type, and there is no ml_dtypes.
     """
-    whole = np.empty(1, numpy_of(x.dtype))
-    return np.lib.stride_tricks.as_strided(whole, x.shape, x.strides, writeable=False)
+    dtype = numpy_of(x.dtype)
+    # Bytes, then the type: NumPy does not read the name of a float of eight bits.
+    whole = np.empty(1, f"V{dtype.itemsize}")
+    return np.lib.stride_tricks.as_strided(whole, x.shape, x.strides, writeable=False).view(dtype)
 
 
 def _named(numpy_name: str, native: bool, what: str) -> str:
@@ -363,9 +365,12 @@ def _cupy_empty(x: Foreign, shape: tuple[int, ...], dtype: str) -> Any:
         try:
             return cupy.empty(shape, dtype=numpy_of(dtype))
         except (TypeError, ValueError) as error:
-            if dtype != "bf16":
+            if dtype not in FOREIGN:
                 raise
-            raise TypeError(f"CuPy {cupy.__version__} makes no array of bfloat16: {error}; CuPy 14 does") from error
+            wanted = BY_NAME[dtype].numpy
+            raise TypeError(
+                f"CuPy {cupy.__version__} makes no array of {wanted}: {error}; give an out, or a dtype that it has"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 MOST_KINDS = 1024
 """Kinds of calls remembered before starting afresh."""
-WRITTEN = ("f32", "f16", "bf16", "s8", "u8", "s32")
+WRITTEN = ("f32", "f16", "bf16", "e4m3", "e5m2", "s8", "u8", "s32")
 """Types that results may have."""
 
 

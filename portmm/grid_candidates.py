@@ -15,14 +15,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from portmm import grid_matrix, grid_stream
+from portmm import grid_codes, grid_matrix, grid_stream, grid_warpgroup
 from portmm.dtype import BY_NAME, CODES_KR, types, unfolded
 from portmm.errors import ScheduleError
 from portmm.grid_target import STATIC_SHARED
 from portmm.schedule import ALL, Schedule, Tile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from portmm.problem import Problem
     from portmm.target import Atom, Isa, Target
@@ -54,10 +54,16 @@ ASYNCHRONOUS = 80
 """PTX ISA, cp.async: architectures from sm_80 on."""
 STAGES = 3
 """Tiles in shared memory where copies are asynchronous."""
-_MATRIX = {"warp": grid_matrix.candidates}
+_MATRIX = {"warp": grid_matrix.candidates, "warpgroup": grid_warpgroup.candidates}
 """Who multiplies together -> its schedules."""
-_ASKING = frozenset(("mma",))
+_ASKING = frozenset(("mma", "wgmma", *grid_codes.PROGRAMS))
 """Programs that ask for more shared memory than a kernel has unasked."""
+_GROUPED = frozenset(("simt", "direct", "mma"))
+"""Programs whose blocks find the group that their rows are of."""
+TICKET = 16
+"""Bytes of shared memory in which the threads of a block learn whether it is the last of its tile."""
+_JOINING = frozenset(("simt", "mma"))
+"""Programs whose last block of a tile can add what all slices of k summed, on devices that order memory."""
 BUSY = 2
 """Blocks for each processor from which k need not be split."""
 
@@ -84,20 +90,33 @@ def candidates(p: Problem, target: Target, vectors: tuple[int, int, int]) -> lis
     if target.device is None:
         raise ScheduleError(f"{target.name} is no device")
     found: dict[Schedule, None] = {}
-    for isa, atom in units(p.dtype, target):
+    for isa, atom in units(p.dtype, target, tf32=p.tf32):
         if atom.unit:
-            ways = _MATRIX[atom.unit](p, isa, atom, target, vectors, asynchronous=asynchronous(target))
-            found |= {_bounded(s, target): None for s in ways if not illegal(s, p, target)}
+            make = grid_codes.candidates if p.b == "codes" else _MATRIX[atom.unit]
+            ways = make(p, isa, atom, target, vectors, asynchronous=asynchronous(target))
+            found |= {_bounded(s, target): None for s in _joined(ways, target) if not illegal(s, p, target)}
             continue
         programs = [] if p.b == "codes" else list(_direct(p, isa, atom, target, vectors))
         if (on_gpu(target) and atom.acc != "f64") or p.b == "codes":
             programs = [*_shared(p, isa, atom, target, vectors), *programs]
         if on_gpu(target) or p.b == "codes":
             programs += grid_stream.candidates(p, isa, atom, target, vectors)
-        found |= {_bounded(s, target): None for s in programs if not illegal(s, p, target)}
+        found |= {_bounded(s, target): None for s in _joined(programs, target) if not illegal(s, p, target)}
+    if p.grouped:
+        found = {replace(s, grouped=True): None for s in found if s.program in _GROUPED and s.split == 1}
     if not found:
         raise ScheduleError(f"no legal schedule for {p} on {target.name}")
     return list(found)
+
+
+def _joined(every: Iterable[Schedule], target: Target) -> Iterator[Schedule]:
+    """Schedules, and those whose slices of k are added in the same kernel."""
+    device = target.device
+    assert device is not None  # noqa: S101 - `candidates` looked
+    for s in every:
+        yield s
+        if s.split > 1 and s.program in _JOINING and device.language == "cuda":
+            yield replace(s, joined=True)
 
 
 def _bounded(s: Schedule, target: Target) -> Schedule:
@@ -105,7 +124,11 @@ def _bounded(s: Schedule, target: Target) -> Schedule:
     device = target.device
     assert device is not None  # noqa: S101 - `candidates` looked
     limited = device.language == "cuda" and device.registers and s.program != "stream"
-    return replace(s, resident=resident(s, target)) if limited else s
+    bounded = replace(s, resident=resident(s, target)) if limited else s
+    if not s.persistent:
+        return bounded
+    blocks = device.processors * max(1, bounded.resident)
+    return replace(bounded, persistent=blocks // s.cluster * s.cluster)
 
 
 def on_gpu(target: Target) -> bool:
@@ -113,8 +136,8 @@ def on_gpu(target: Target) -> bool:
     return target.device is not None and not target.device.lanes
 
 
-def units(dtype: str, target: Target) -> list[tuple[Isa, Atom]]:
-    """What can multiply these types, best first.
+def units(dtype: str, target: Target, *, tf32: bool = False) -> list[tuple[Isa, Atom]]:
+    """What can multiply these types, best first; with `tf32`, also what rounds f32 to it.
 
     Raises:
         ScheduleError: nothing can.
@@ -122,10 +145,12 @@ def units(dtype: str, target: Target) -> list[tuple[Isa, Atom]]:
     found = []
     for isa in target.isas:
         a, b, _ = types(dtype)
-        exact = (t for t in isa.atoms if (t.k_pack > 1 or t.unit) and [a, b] == [t.a, t.b])
+        exact = (t for t in isa.atoms if (t.k_pack > 1 or t.unit) and [a, b] == [t.a, t.b] and (tf32 or a != "f32"))
         atom = next(exact, None) or isa.atom(unfolded(dtype))
         if atom is not None:
             found.append((isa, atom))
+        if b == "u4":
+            found += [(isa, t) for t in isa.atoms if t.unit == "warp" and t.a == t.b == a]
     if not found:
         raise ScheduleError(f"{target.name} does not multiply {dtype}")
     return found
@@ -153,6 +178,10 @@ def registers(s: Schedule) -> int:
         return grid_stream.registers(s)
     if s.program == "mma":
         return grid_matrix.registers(s)
+    if s.program == "wgmma":
+        return grid_warpgroup.registers(s)
+    if s.program in grid_codes.PROGRAMS:
+        return grid_codes.registers(s)
     a, b, _ = s.types
     words = 2 if a == b == "f64" else 1
     parts = s.mr + s.nr
@@ -177,9 +206,14 @@ def shared_bytes(s: Schedule) -> int:
     """Shared memory of a block."""
     if s.program == "stream":
         return grid_stream.shared_words(s) * (8 if s.dtype == "f64" else 4)
+    ticket = TICKET if s.joined else 0
     if s.program == "mma":
-        return grid_matrix.shared_bytes(s)
-    return 0 if s.program == "direct" else (s.block.m + s.block.n) * s.block.k * 4 * s.stages
+        return grid_matrix.shared_bytes(s) + ticket
+    if s.program == "wgmma":
+        return grid_warpgroup.shared_bytes(s) + ticket
+    if s.program in grid_codes.PROGRAMS:
+        return grid_codes.shared_bytes(s)
+    return 0 if s.program == "direct" else (s.block.m + s.block.n) * s.block.k * 4 * s.stages + ticket
 
 
 def resident(s: Schedule, target: Target) -> int:
@@ -194,7 +228,7 @@ def resident(s: Schedule, target: Target) -> int:
     if device.threads:
         most.append(device.threads // s.threads)
     if shared_bytes(s) and device.processor_shared_bytes:
-        most.append(device.processor_shared_bytes // shared_bytes(s))
+        most.append(device.processor_shared_bytes // (shared_bytes(s) + grid_warpgroup.RESERVED))
     return max(1, min(most))
 
 

@@ -8,6 +8,7 @@ replaces what its description says of counts; the rest is the description's.
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,9 @@ MOST_ROUTES = 4096
 
 MOST = (1 << 31) - 1 - (1 << 16)
 """Integers of kernels have 32 bits; the last turn of a loop, and the last tile, reach past the end."""
+
+MAPPED = 16
+"""Bytes that steps of tensor maps are multiples of."""
 
 Vectors = tuple[int, int, int]
 
@@ -80,7 +84,7 @@ def described(facts: Facts) -> Target:
     told = replace(
         device,
         block_threads=min(device.block_threads, facts.block_threads),
-        shared_bytes=min(device.shared_bytes, facts.shared_bytes),
+        shared_bytes=min(device.shared_bytes, facts.shared_most or facts.shared_bytes),
         memory_bytes=facts.memory_bytes,
     )
     # OpenCL's compute units are what each vendor calls so; a description counts processors.
@@ -129,9 +133,15 @@ class Machine:
 
     def mapped(self, x: Mapping, address: int) -> Any:
         """A tensor map, as a kernel takes it."""
+        from portmm.run import tensor_map
+
+        return tensor_map.tensor_map(x.dtype, address, x.sizes, x.strides, x.box, x.swizzle)
+
+    def counters(self, count: int, queue: Any) -> Any:
+        """The address of at least so many zeros, for kernels of a stream of CUDA that leave them so."""
         from portmm.run import cuda
 
-        return cuda.tensor_map(x.dtype, address, x.sizes, x.strides, x.box, x.swizzle)
+        return cuda.counters(self.handle, count, queue)
 
     def launch(  # noqa: PLR0917 - what a launch has
         self, function: Any, grid: tuple[int, int], threads: int, given: Sequence[Any], queue: Any, shared: int = 0
@@ -179,6 +189,7 @@ class Launch:
         given: kind and value of each argument; the value of a map is all but its address.
         open: which of them each call gives, and their names.
         shared: bytes of shared memory that are asked for.
+        counters: zeros that the kernel counts in, and leaves as they were.
     """
 
     function: Any
@@ -187,10 +198,13 @@ class Launch:
     given: tuple[tuple[str, Any], ...]
     open: tuple[tuple[int, str], ...]
     shared: int = 0
+    counters: int = 0
 
     def run(self, on: Machine, values: dict[str, Any], queue: Any) -> None:
         """Launch with addresses, and the numbers of this call."""
         given = list(self.given)
+        if self.counters:
+            values = values | {"counters": on.counters(self.counters, queue)}
         for i, name in self.open:
             kind, value = given[i]
             given[i] = (kind, on.mapped(value, values[name]) if kind == "map" else values[name])
@@ -213,7 +227,8 @@ def bind(kernel: GridKernel, function: Any, values: dict[str, Any]) -> Launch:
         (i, x.map.pointer if x.map else x.name) for i, x in enumerate(kernel.arguments) if x.name not in values
     )
     shared = kernel.shared_bytes if kernel.dynamic else 0
-    return Launch(function, (blocks, slices), kernel.threads, given, left, shared)
+    counters = blocks if any(x.name == "counters" for x in kernel.arguments) else 0
+    return Launch(function, (blocks, slices), kernel.threads, given, left, shared, counters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +245,9 @@ class Mapping:
 def _mapping(x: MapOf, values: dict[str, Any]) -> Mapping:
     size = BY_NAME[x.dtype].bytes
     sizes, strides = (tuple(evaluate(y, values) for y in z) for z in (x.sizes, x.strides))
-    return Mapping(x.dtype, sizes, tuple(size * y for y in strides), x.box, x.swizzle)
+    # Of an axis with one place, any step will do, but it must be one that the copy engine takes.
+    steps = [s * size if n > 1 else MAPPED for n, s in zip(sizes[1:], strides, strict=True)]
+    return Mapping(x.dtype, sizes, tuple(steps), x.box, x.swizzle)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -248,9 +265,11 @@ class Route:
     functions: tuple[Any, ...]
 
     def workspace(self, m: int, n: int, batch: int) -> int:
-        """Elements of 32 bits that slices of k leave their sums in, for another kernel to add."""
-        split = self.choice.schedule.split
-        return split * batch * m * n if split > 1 else 0
+        """Elements of 32 bits that slices of k leave their sums in, for another kernel or block to add."""
+        s = self.choice.schedule
+        if s.joined:  # whole tiles
+            return s.split * batch * -(-m // s.block.m) * -(-n // s.block.n) * s.block.m * s.block.n
+        return s.split * batch * m * n if s.split > 1 else 0
 
 
 _routes = Memory(MOST_ROUTES)
@@ -271,6 +290,20 @@ def route(p: Problem, on: Machine, vectors: Vectors) -> Route:
         choice = choose(p, on.target, vectors)
         found = _routes.keep(key, Route(choice, *_code(choice.schedule, on)))
     return found
+
+
+def routes(asked: Sequence[tuple[Problem, Vectors]], on: Machine, compilers: int) -> list[Route]:
+    """Routes for several problems, whose kernels are compiled at once by so many threads.
+
+    Raises:
+        ScheduleError: nothing is legal for one of them.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    new = [choose(p, on.target, vectors).schedule for p, vectors in asked if (p, on.key, vectors) not in _routes]
+    with ThreadPoolExecutor(compilers) as pool:
+        list(pool.map(lambda s: _code(s, on), dict.fromkeys(new)))
+    return [route(p, on, vectors) for p, vectors in asked]
 
 
 def _code(s: Schedule, on: Machine) -> tuple[tuple[GridKernel, ...], tuple[Any, ...]]:

@@ -1,7 +1,8 @@
 """What was chosen for a device, and why.
 
-Owns the record that `explain` returns for devices. Imports `around_device`, `grid_dispatch`, `on_device`,
-`wording`. Nothing is compiled, and no device need be there: operands are then taken to be dense and aligned.
+Owns the record that `explain` returns for devices. Imports `around_device`, `grid_dispatch`,
+`grouped_on_device`, `on_device`, `wording`. Nothing is compiled, and no device need be there: operands are then
+taken to be dense and aligned.
 """
 
 from __future__ import annotations
@@ -11,7 +12,15 @@ from dataclasses import asdict, dataclass
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from portmm import around_device, device_arrays, grid_dispatch, on_device
+from portmm import (
+    around_device,
+    device_arrays,
+    device_codes,
+    grid_dispatch,
+    grouped_on_device,
+    on_device,
+    relaid,
+)
 from portmm.chosen import Chosen
 from portmm.dtype import BY_NAME
 from portmm.grid_candidates import MOST_VECTOR, registers, resident, shared_bytes
@@ -22,6 +31,7 @@ from portmm.wording import field, flop, size, terms, time
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from portmm.foreign import Foreign
     from portmm.grid import GridKernel
     from portmm.problem import Problem
     from portmm.target import Target
@@ -95,24 +105,40 @@ class GridExplanation(Chosen):
         return f"{self.summary()}\n\n{self.source}"
 
 
-def of_arrays(a: Any, b: Any, out: Any, epilogue: Any) -> GridExplanation:
+def of_arrays(a: Any, b: Any, out: Any, epilogue: Any, *, grouped: bool = False) -> GridExplanation:
     """What `explain` says of arrays on a device: the device is theirs, and they lie as they do.
 
     Raises:
         TypeError: one of them is in the host's memory.
         ValueError: there is nothing to multiply.
     """
+    notes: tuple[str, ...] = ()
+    call: grouped_on_device.Posed | on_device.Posed
+    if isinstance(b, device_codes.DeviceCoded):
+        call, notes = device_codes.question(a, b, out, epilogue)
+        return _answered(call, b.words, notes)
     given = on_device.adopted(a, b, out)
     assert given is not None  # noqa: S101 - `explain` looked
-    notes: tuple[str, ...] = ()
-    if epilogue is None:
+    if grouped:
+        call = grouped_on_device.question(*given, epilogue)
+    elif epilogue is None:
         call = on_device.question(given)
     else:
         call, notes = around_device.question(given, epilogue)
+    return _answered(call, given[0], notes)
+
+
+def _answered(call: grouped_on_device.Posed | on_device.Posed, a: Foreign, notes: tuple[str, ...]) -> GridExplanation:
     if not call.problem.flops:
         raise ValueError(f"{call.problem} has nothing to multiply, so no kernel is needed")
-    on = device_arrays.machine_of(given[0])
-    return explained(call.problem, on.target, on.language, notes, call.vectors)
+    on = device_arrays.machine_of(a)
+    p, vectors = call.problem, call.vectors
+    if isinstance(call, on_device.Posed) and p.b != "codes" and call.walk.outer is None:
+        once = "".join(x for x, step in zip("ab", call.walk.strides, strict=False) if not step)
+        sides, seconds = relaid.faster(p, on.target, vectors, once)
+        notes += relaid.said(p, sides, seconds)
+        p, vectors = relaid.laid(p, sides), relaid.widened(p, vectors, sides)
+    return explained(p, on.target, on.language, notes, vectors)
 
 
 def explained(

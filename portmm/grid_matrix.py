@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from portmm.dtype import BY_NAME
+from portmm.dtype import BY_NAME, FP8
 from portmm.schedule import ALL, Schedule, Tile
 
 if TYPE_CHECKING:
@@ -33,14 +33,20 @@ STAGES = (3, 4, 5)
 """Tiles in shared memory where copies are asynchronous."""
 LEAST_COPY = 4
 """Bytes of an asynchronous copy, at least: PTX ISA, cp.async."""
-WIDE = 2
-"""Bytes of elements whose fragments are loaded transposed: PTX ISA, ldmatrix."""
+WIDE = (2, 4)
+"""Bytes of elements whose fragments are loaded transposed: PTX ISA, ldmatrix; and word by word."""
 PIECE = 16
+NARROW, LEAST = 2, 8
+"""Bytes of results that go through shared memory, and of what a thread then moves at once, at least: of two lanes'
+16 bits each, memory would move half of what it could."""
+FEW = 32
+"""Rows of a block's tile up to which operands change sides: atoms have half as many columns as rows."""
 GROUP = 8
 SPLITS = (1, 2, 4, 8, 16)
-ADDRESSES, PER_COPY, PER_LOAD = 40, 3, 1
-"""Registers of a thread for counters, for each vector that it moves, and for each load of fragments; the least with
-which NVRTC 13 spills nothing."""
+ADDRESSES, PER_COPY, SWAPPED = 46, 6, 20
+"""Registers of a thread for counters, for each vector that it moves, and for rows of C in two directions; the
+least with which NVRTC 13 spills nothing, of all tiles. It loads the fragments of a next step in between, so that those
+of one are counted."""
 
 
 def candidates(
@@ -60,25 +66,27 @@ def candidates(
         return
     sizes = [BY_NAME[x].bytes for x in p.types[:2]]
     for layout, along_k, size in ((p.a, "row", sizes[0]), (p.b, "col", sizes[1])):
-        if layout != along_k and size != WIDE:
+        if layout != along_k and size not in WIDE:
             return
+    stored = min(vectors[2], PIECE // BY_NAME[p.types[2]].bytes)
     moved = [min(v, PIECE // x) for v, x in zip(vectors, sizes, strict=False)]
     copies = asynchronous and min(v * x for v, x in zip(moved, sizes, strict=True)) >= LEAST_COPY
     for bm, bn, wm, wn in BLOCKS:
         for swap in (False, True):
             high, wide = (atom.n, atom.m) if swap else (atom.m, atom.n)
-            if wm % high or wn % wide or (swap and p.types[0] != p.types[1]):
+            if wm % high or wn % wide or (swap and (bm > FEW or p.types[0] != p.types[1])):
                 continue
             # A lane has one of four rows, or of eight, and the other way round of columns.
             down, across = (4, 8) if swap else (8, 4)
-            for depth in DEPTHS:
+            # Hopper multiplies floats of eight bits as f16: of deeper tiles, compilers keep too much of both.
+            for depth in DEPTHS[:1] if p.types[0] in FP8 else DEPTHS:
                 tiles = (
                     Tile("registers", wm // down, wn // across, atom.k), Tile("warp", wm, wn, atom.k),
                     Tile("shared", bm, bn, depth // sizes[0]), Tile("L2", GROUP * bm, ALL, ALL),
                 )  # fmt: skip
                 one = Schedule(
                     "mma", isa.name, p.dtype, tiles, (tiles[0].m,), a=p.a, b=p.b, pack_a=False, pack_b=False,
-                    swap=swap, fused=p.fused, stages=2, vectors=(moved[0], moved[1], min(2, vectors[2])),
+                    swap=swap, fused=p.fused, stages=2, vectors=(moved[0], moved[1], stored),
                     c="row" if p.c == "row" else "any",
                 )  # fmt: skip
                 yield from _fed(one, p, target, copies=copies)
@@ -111,11 +119,20 @@ def registers(s: Schedule) -> int:
     """Registers of a thread."""
     a, b, _ = (BY_NAME[x].bytes for x in s.types)
     waiting = 0 if s.copies else (s.block.m * a + s.block.n * b) * s.block.k // (4 * s.threads)
-    held = fragments(s) * (2 if s.copies else 1)
-    return s.mr * s.nr + held + waiting + ADDRESSES + PER_COPY * turns(s) + PER_LOAD * fragments(s) // 4
+    # Those of floats of eight bits become f16 where there is no unit for them; words are rounded to others.
+    held = fragments(s) * (3 if s.types[0] in FP8 else 2 if s.types[0] == "f32" else 1)
+    return s.mr * s.nr + held + waiting + ADDRESSES + PER_COPY * turns(s) + SWAPPED * s.swap
 
 
 def shared_bytes(s: Schedule) -> int:
     """Shared memory of a block."""
     a, b, _ = (BY_NAME[x].bytes for x in s.types)
-    return (s.block.m * a + s.block.n * b) * s.block.k * s.stages
+    tiles = (s.block.m * a + s.block.n * b) * s.block.k * s.stages
+    return max(tiles, staging(s))
+
+
+def staging(s: Schedule) -> int:
+    """Shared memory in which results wait to be stored: see `kernels.staging`."""
+    size = BY_NAME[s.types[2]].bytes
+    narrow = s.c == "row" and not s.slices and size <= NARROW and s.vectors[2] * size >= LEAST
+    return s.block.m * (s.block.n * size + PIECE) if narrow else 0

@@ -95,7 +95,7 @@ def _binary(op: str, x: Index | int, y: Index | int) -> Index:
         return x
     if x.op == "const" and (op, x.args[0]) in {("+", 0), ("*", 1)}:
         return y
-    if op == "*" and const(0) in (x, y):
+    if (op == "*" and const(0) in (x, y)) or (op == "%" and y == const(1)):
         return const(0)
     if x == y and op in ("min", "max"):
         return x

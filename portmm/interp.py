@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from portmm.dtype import BY_NAME, CODES_AT, CODES_KR, base
+from portmm.dtype import BY_NAME, CODES_AT, CODES_KR, FOREIGN, base
 from portmm.expr import OPS
 from portmm.ir import (
     FIELDS,
@@ -110,10 +110,10 @@ def run(kernel: Kernel, ints: Mapping[str, int], arrays: Mapping[str, Address], 
 def numpy_type(name: str) -> np.dtype:
     """The NumPy type of a type's elements, or of those of a unit."""
     wanted = BY_NAME[name].numpy
-    if wanted == "bfloat16":
+    if name in FOREIGN:
         import ml_dtypes
 
-        found: np.dtype = np.dtype(ml_dtypes.bfloat16)
+        found: np.dtype = np.dtype(getattr(ml_dtypes, wanted))
         return found
     return np.dtype(wanted)
 

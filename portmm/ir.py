@@ -32,6 +32,7 @@ from portmm.threads import (
     Do,
     Exchange,
     Get,
+    Leave,
     Mac,
     Shared,
     Vector,
@@ -98,7 +99,7 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class For:
-    """Run `body` for var = begin, begin + step, ... < end; `unroll` is a hint."""
+    """Run `body` for var = begin, begin + step, ... < end; `unroll` is a hint: 0 is not to, 1 says nothing."""
 
     var: str
     begin: Index
@@ -324,6 +325,7 @@ Stmt = (
     | Exchange
     | Do
     | Get
+    | Leave
     | Apply
 )
 

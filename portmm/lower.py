@@ -14,11 +14,14 @@ from portmm.candidates import PACKED_VECTORS
 from portmm.dtype import types, unfolded
 from portmm.errors import ScheduleError
 from portmm.fused import parse as parse_fused
+from portmm.grid_codes import PROGRAMS as MATRIX_PROGRAMS
 from portmm.kernels import (
     attention,
     attention_tiles,
+    coded,
     columns,
     decode,
+    dequant,
     direct,
     dot,
     folding,
@@ -34,6 +37,8 @@ from portmm.kernels import (
     slices,
     stream,
     tiles,
+    transposing,
+    wgmma,
 )
 from portmm.matrix_attention_tiling import MatrixTiling
 from portmm.schedule import inconsistent, spell
@@ -63,6 +68,9 @@ GRID_PROGRAMS: dict[str, Callable[[Schedule, Isa, Atom], GridKernel]] = {
     "direct": direct.build,
     "stream": stream.build,
     "mma": mma.build,
+    "wgmma": wgmma.build,
+    "coded": coded.build,
+    "dequant": dequant.build,
 }
 """The same for devices."""
 
@@ -103,7 +111,7 @@ def lower_grid(s: Schedule, isa: Isa) -> tuple[GridKernel, ...]:
         raise ScheduleError(f"no block program called {s.program!r}; devices have {', '.join(GRID_PROGRAMS)}")
     atom = grid_atom(isa, s)
     kernels = [replace(GRID_PROGRAMS[s.program](s, isa, atom), resident=s.resident)]
-    kernels += [slices.build(s, isa, atom)] if s.split > 1 else []
+    kernels += [slices.build(s, isa, atom)] if s.slices else []
     again = f"portmm emit --schedule {quote(spell(s))}"
     return tuple(replace(x, header=_header(x.name, isa, str(s), again)) for x in kernels)
 
@@ -114,6 +122,8 @@ def grid_atom(isa: Isa, s: Schedule) -> Atom:
     Raises:
         ScheduleError: the ISA lacks it.
     """
+    if s.b == "codes" and s.program in MATRIX_PROGRAMS:
+        return next(t for t in isa.atoms if t.unit == "warp" and t.a == t.b == s.types[0])
     alike = (t for t in isa.atoms if (s.kr > 1 or t.unit) and (t.k_pack, t.a, t.b) == (s.kr, *s.types[:2]))
     return next(alike, None) or atom_of(isa, unfolded(s.dtype))
 
@@ -156,6 +166,13 @@ def lower_grid_columns(isa: Isa, text: str, threads: int, *, sliced: bool) -> tu
     """The kernels of a device that reduce columns: two where they are `sliced`."""
     kernels = grid_columns.build(isa, _one(isa), parse_fused(text), threads, sliced=sliced)
     return tuple(replace(x, header=_header(x.name, isa, text, f"portmm.fuse on {isa.title}")) for x in kernels)
+
+
+def lower_lines(isa: Isa, dtype: str, along: str) -> GridKernel:
+    """The kernel of a device that copies an operand, k side by side: see `kernels.transposing`."""
+    kernel = transposing.build(isa, _one(isa), dtype, along)
+    what = f"copies matrices of {dtype} that lie along {along}, k side by side, in aligned lines"
+    return replace(kernel, header=_header(kernel.name, isa, what, f"portmm.matmul on {isa.title}"))
 
 
 def _one(isa: Isa) -> Atom:

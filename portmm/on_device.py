@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm import arrays, device_arrays, foreign, grid_dispatch, rows_on_device, settings
+from portmm import arrays, device_arrays, foreign, grid_dispatch, relaid, rows_on_device, settings
 from portmm.dtype import BY_NAME, BY_NUMPY, accumulator, spell
 from portmm.grid_stream import ROWS
 from portmm.memory import Memory
@@ -58,7 +58,7 @@ def matmul(given: tuple[Foreign, Foreign, Foreign | None], dtype: Any = None) ->
         matmul((a, b, to))
         return rows_on_device.copied(out, to)
     wanted = named(dtype) if dtype is not None and out is None else ""
-    key = (a.kind, b.kind, None if out is None else out.kind, wanted, settings.current().deterministic)
+    key = (a.kind, b.kind, None if out is None else out.kind, wanted, settings.current())
     ready: _Ready | None = _ready.get(key)
     if ready is None:
         ready = _ready.keep(key, _prepare(a, b, out, wanted))
@@ -96,7 +96,7 @@ class Plan:
             raise TypeError("this plan is for arrays on a device, and these are in the host's memory")
         for name, x, kind in zip(("a", "b", "out"), found, self.kinds, strict=True):
             if x is not None and kind is not None and x.kind != kind:
-                raise ValueError(f"{name} is {_said(x.kind)}, the plan takes {_said(kind)}")
+                raise ValueError(f"{name} is {said(x.kind)}, the plan takes {said(kind)}")
         if found[2] is not None:
             device_arrays.check_out(found[2], self.ready.shape)
             if self.kinds[2] is None and found[2].kind != self.ready.like:
@@ -106,7 +106,8 @@ class Plan:
         return self.ready.run(*found)
 
 
-def _said(kind: tuple[Any, ...]) -> str:
+def said(kind: tuple[Any, ...]) -> str:
+    """A kind of array, in words."""
     shape, strides, dtype, device, aligned, _ = kind
     return f"{dtype} of shape {shape}, strides {strides}, aligned to {aligned} bytes, on {device[0]}"
 
@@ -146,6 +147,7 @@ class _Ready:
         workspace: elements of 32 bits, and their type.
         like: the kind of a result that is made by a call.
         turned: kernels compute C^T = B^T . A^T.
+        copies: operands that are laid out anew first.
     """
 
     on: Machine
@@ -155,6 +157,7 @@ class _Ready:
     launches: tuple[tuple[Launch, tuple[int, int, int]], ...]
     workspace: tuple[int, str] = (0, "f32")
     turned: bool = False
+    copies: tuple[relaid.Copy, ...] = ()
 
     def run(self, a: Foreign, b: Foreign, out: Foreign | None) -> Any:
         """Launch everything."""
@@ -165,16 +168,21 @@ class _Ready:
             made = out.source
         places: dict[str, Any] = {}
         scratch: Any = None
+        copies: list[Any] = []
         if self.workspace[0]:
             scratch, work = foreign.empty_like(a, (self.workspace[0],), self.workspace[1])
             places["work"] = foreign.argument(work)[1]
         whole = [foreign.argument(x)[1] for x in (a, b, out)]
         names = "bac" if self.turned else "abc"
+        if self.copies:
+            places |= dict(zip(names, whole, strict=True))
+            copies = relaid.run(self.copies, self.on, places, a)
+            whole = [places[x] for x in names]
         for launch, moved in self.launches:
             for name, place, x, offset in zip(names, whole, (a, b, out), moved, strict=True):
                 places[name] = device_arrays.shifted(place, offset, x) if offset else place
             launch.run(self.on, places, a.queue)
-        del scratch  # its library frees it when the queue is done with it
+        del scratch, copies  # their library frees them when the queue is done with them
         return made
 
 
@@ -243,7 +251,7 @@ def posed(
     post = "scale" if fused and accumulator(a.dtype, b.dtype) == "s32" else ""
     p = Problem(
         m, n, k, word, walk.count, parts[0].layout, parts[1].layout, c, deterministic=deterministic, post=post,
-        fused=fused,
+        fused=fused, tf32=settings.rounds(word),
     )  # fmt: skip
     return Posed(p, parts, walk, (parts[0].vector, parts[1].vector, vector), turned)
 
@@ -291,21 +299,25 @@ def _prepare(a: Foreign, b: Foreign, out: Foreign | None, wanted: str) -> _Ready
         return _Ready(on, shape, c, to.kind, ())
     _, batch, size = device_arrays.shapes(a, b)
     call = posed((a, b, to), batch, size)
-    p, values = call.problem, call.values()
+    p, values, vectors = call.problem, call.values(), call.vectors
+    copies: tuple[relaid.Copy, ...] = ()
+    if call.walk.outer is None:
+        p, vectors, values, copies = relaid.arranged(p, vectors, values, on)
     # Nothing to sum is a sum of nothing: kernels of any k leave zeros.
-    found = grid_dispatch.route(replace(p, k=max(p.k, 1)), on, call.vectors)
+    found = grid_dispatch.route(replace(p, k=max(p.k, 1)), on, vectors)
     launches, workspace = bound(found, values, p)
     repeats = [(0, 0, 0)] if call.walk.outer is None else [tuple(map(int, x)) for x in call.walk.outer]
     if call.turned:
         repeats = [(left, right, result) for right, left, result in repeats]
     every = tuple((launch, moved) for moved in repeats for launch in launches)
-    return _Ready(on, shape, c, to.kind, every, workspace, call.turned)  # type: ignore[arg-type]
+    return _Ready(on, shape, c, to.kind, every, workspace, call.turned, copies)  # type: ignore[arg-type]
 
 
 def bound(found: grid_dispatch.Route, values: dict[str, Any], p: Problem) -> tuple[tuple[Launch, ...], tuple[int, str]]:
     """The kernels of a route with their numbers, and the elements of 32 bits between them, and their type."""
     held = (found.workspace(p.m, p.n, p.batch), p.acc)
     kernels = list(zip(found.kernels, found.functions, strict=True))
-    launches = [grid_dispatch.bind(*kernels[0], values | ({"c_m": p.n, "c_batch": p.m * p.n} if held[0] else {}))]
+    apart = {"c_m": p.n, "c_batch": p.m * p.n} if found.choice.schedule.slices else {}
+    launches = [grid_dispatch.bind(*kernels[0], values | apart)]
     launches += [grid_dispatch.bind(*x, values | {"work_batch": p.m * p.n}) for x in kernels[1:]]
     return tuple(launches), held

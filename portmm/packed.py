@@ -196,6 +196,13 @@ def _dense(array: np.ndarray[Any, Any], item: int) -> tuple[int, ...]:
     return tuple(reversed(steps))
 
 
+def items(p: Any) -> list[Any]:
+    """The matrices of a packed batch, each as a packed weight in the same memory."""
+    layout, (count, k, n) = family_of(p.family), p.shape
+    item = _item(layout, k, n) * layout.kr
+    return [_made(p.owner[i * item : (i + 1) * item], (k, n), layout) for i in range(count)]
+
+
 def unpack(p: Any) -> np.ndarray[Any, Any]:
     """The weight that was packed, as an ordinary array."""
     layout = family_of(p.family)

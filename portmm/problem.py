@@ -96,6 +96,9 @@ class Problem:
             points of A and B, "bias" added by column.
         source: a float type, in which A is given: its rows are quantised to s8 first.
         fused: what C and other results are of the sums, as `fused.Fused` writes it; empty: C is the sums.
+        grouped: the rows of A and C are shared out among the items of B, by ends that are not known before a
+            kernel reads them: each item has m of them, more or less.
+        tf32: elements of A and B, which are f32, may be rounded to tf32.
     """
 
     m: int
@@ -112,8 +115,27 @@ class Problem:
     post: str = ""
     source: str = ""
     fused: str = ""
+    grouped: bool = False
+    tf32: bool = False
 
     def __post_init__(self) -> None:
+        self._check_post()
+        for name, value, allowed in (("a", self.a, LAYOUTS_A), ("b", self.b, LAYOUTS_B), ("c", self.c, LAYOUTS_C)):
+            if value not in allowed:
+                raise ValueError(f"layout of {name} is {value!r}; use one of {', '.join(allowed)}")
+        if self.source and (self.source not in ("f32", "bf16", "f16") or self.types[0] != "s8" or self.a != "row"):
+            raise ValueError(f"source is {self.source!r}: rows of f32, bf16 or f16 can be quantised to s8, by rows")
+        if self.tf32 and self.types[:2] != ("f32", "f32"):
+            raise ValueError(f"tf32 is what f32 may be rounded to, and {self.dtype} are multiplied")
+        if min(self.m, self.n, self.k, self.batch) < 0:
+            raise ValueError(f"negative dimension in {self.m}x{self.n}x{self.k}, batch {self.batch}")
+
+    def _check_post(self) -> None:
+        """What becomes of sums is possible.
+
+        Raises:
+            ValueError: it is not.
+        """
         _, b, c = types(self.dtype)
         words = self.post.split("+") if self.post else []
         if not set(words) <= {"scale", "azero", "bzero", "bias"} or words != sorted(set(words), key=POST.index):
@@ -125,15 +147,8 @@ class Problem:
             raise ValueError(f"{self.dtype} has groups with scales: its result is f32, f16 or bf16, or codes with post")
         if not whole and {"azero", "bzero"} & set(words):
             raise ValueError(f"post is {self.post!r}: {self.dtype} has no zero points")
-        for name, value, allowed in (("a", self.a, LAYOUTS_A), ("b", self.b, LAYOUTS_B), ("c", self.c, LAYOUTS_C)):
-            if value not in allowed:
-                raise ValueError(f"layout of {name} is {value!r}; use one of {', '.join(allowed)}")
-        if self.source and (self.source not in ("f32", "bf16", "f16") or self.types[0] != "s8" or self.a != "row"):
-            raise ValueError(f"source is {self.source!r}: rows of f32, bf16 or f16 can be quantised to s8, by rows")
         if "azero" in words and self.b != "packed":
             raise ValueError("a zero point of A needs the sums of B's columns, which a packed B has: pack B")
-        if min(self.m, self.n, self.k, self.batch) < 0:
-            raise ValueError(f"negative dimension in {self.m}x{self.n}x{self.k}, batch {self.batch}")
 
     @property
     def types(self) -> tuple[str, str, str]:
@@ -202,7 +217,9 @@ class Problem:
         marks = [f"A {self.a}", f"B {self.b}", f"C {self.c}"]
         marks += ["deterministic"] if self.deterministic else []
         marks += ["static"] if self.static else []
+        marks += ["rounded to tf32"] if self.tf32 else []
         marks += [self.post] if self.post else []
         marks += ["fused"] if self.fused else []
+        marks += ["rows in groups"] if self.grouped else []
         marks += [f"A quantised from {self.source}"] if self.source else []
         return f"{batch}{self.m} x {self.n} x {self.k} {self.dtype} ({', '.join(marks)})"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from portmm import api, arrays, settings
+from portmm import api, arrays, foreign, settings
 from portmm.dtype import spell
 from portmm.errors import ScheduleError
 from portmm.folded import Folded, fold, unfold
@@ -61,7 +61,8 @@ def linear(
 
     Args:
         x: int8 or uint8 codes (..., k), or float32, float16 or bfloat16 values,
-            which take no scale or zero point and are multiplied as they are, or `dynamic`.
+            which take no scale or zero point and are multiplied as they are, or `dynamic`. Arrays on a
+            device are codes, or dynamic, and have no zero points; w, scales and a bias lie there too.
         w: int8 codes (k, n), or those packed by `pack` for the dtype of `x`, or a weight
             of four bits from `quantize`, packed or not. What is not packed is packed in
             every call.
@@ -97,6 +98,12 @@ def linear(
         more = {"x_scale": x_scale, "x_zero": x_zero, "w_scale": w_scale, "w_zero": w_zero, "out_scale": out_scale}
         more |= {"out_zero": out_zero, "dynamic": dynamic, "dtype": dtype, "out": out, "epilogue": epilogue}
         return taker.call_(linear, (x, w, bias), more)
+    if foreign.on_device(x) or foreign.on_device(w):
+        from portmm.scaled_on_device import linear as there
+
+        said = {"x_scale": x_scale, "x_zero": x_zero, "w_scale": w_scale, "w_zero": w_zero}
+        said |= {"out_scale": out_scale, "out_zero": out_zero, "dynamic": dynamic}
+        return there(x, w, bias, said, dtype, out, epilogue)
     left = arrays.as_operand(x, "x")
     weight = w if isinstance(w, (Folded, packed_class())) else _weight(w, np.dtype(np.int8) if dynamic else left.dtype)
     given = (not _is_default(x_zero, 0), not _is_default(w_zero, 0), not _is_default(x_scale, 1))

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 
 ALL = 0
+WARPGROUP = 128
+"""Threads that multiply together on Hopper."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +78,18 @@ class Schedule:
         fused: expressions of sums that C and other results are, as a `Problem` has them.
         stages: of a device, tiles of A and B in shared memory, one being computed with, others being filled.
         copies: tiles are filled by asynchronous copies, past the registers.
-        split: blocks along k; where there are several, a second kernel adds what they leave.
+        split: blocks along k; where there are several, a second kernel adds what they leave,
+        joined: or the last block of each tile does, in the same kernel.
         vectors: elements of A, B and C that a thread moves at once.
         cell: rows and columns of C side by side in one thread.
         c: how C lies on a device: "row" or "any".
+        grouped: of a device, rows are shared out among the items of B, by ends that lie in memory.
         resident: blocks that a processor is to hold at once, for which compilers must leave registers; 0 if
             they need not care.
+        groups: warpgroups of a block that multiply, beside one that feeds them; 0 where threads do both.
+        pingpong: each of two warpgroups has tiles of its own, and stores one while the other multiplies.
+        cluster: neighbouring blocks along the rows that read the same columns of B once for all.
+        persistent: blocks, at most, which take one tile after the other; 0 if each has one.
     """
 
     program: str
@@ -113,6 +121,12 @@ class Schedule:
     cell: tuple[int, int] = (1, 1)
     c: str = "row"
     resident: int = 0
+    groups: int = 0
+    pingpong: bool = False
+    cluster: int = 1
+    persistent: int = 0
+    grouped: bool = False
+    joined: bool = False
 
     @property
     def mr(self) -> int:
@@ -159,6 +173,11 @@ class Schedule:
         return (atom.left if self.pack_a else a), (atom.right if self.pack_b else in_b)
 
     @property
+    def slices(self) -> bool:
+        """Of a device, sums are left for another kernel to add."""
+        return self.split > 1 and not self.joined
+
+    @property
     def block(self) -> Tile:
         """Of a device, the tile of a block of threads."""
         return self.tiles[2]
@@ -166,7 +185,9 @@ class Schedule:
     @property
     def threads(self) -> int:
         """Of a device, the threads of a block."""
-        shares = self.block.k // self.tiles[0].k if self.program == "stream" else 1  # they share out k, too
+        if self.groups:
+            return WARPGROUP * (self.groups + 1)
+        shares = self.block.k // self.tiles[0].k if self.program in ("stream", "coded") else 1  # they share out k, too
         return (self.block.m // self.mr) * (self.block.n // self.nr) * shares
 
     def _b(self) -> str:
@@ -197,9 +218,18 @@ class Schedule:
         moved = " x ".join(map(str, self.vectors))
         how = [f"{self.threads} threads", f"A {self.a}, B {self.b}, {moved} elements at once"]
         how += [f"{self.stages} stages{' of asynchronous copies' if self.copies else ''}"]
-        how += [f"k split in {self.split}"] if self.split > 1 else []
+        how += self._groups() if self.groups else []
+        how += [f"k split in {self.split}{', joined' if self.joined else ''}"] if self.split > 1 else []
+        how += ["rows in groups"] if self.grouped else []
         how += ["expressions fused"] if self.fused else []
         return f"{self.program} {self.isa}: {', '.join(map(str, self.tiles))}; {', '.join(how)}"
+
+    def _groups(self) -> list[str]:
+        """How warpgroups share the work."""
+        how = [f"{self.groups} warpgroup{'s' if self.groups > 1 else ''}{' in turns' if self.pingpong else ''}"]
+        how += ["operands exchanged"] if self.swap else []
+        how += [f"clusters of {self.cluster}"] if self.cluster > 1 else []
+        return [*how, *([f"{self.persistent} persistent blocks"] if self.persistent else [])]
 
 
 def finishes(s: Schedule, atom: Atom) -> bool:
@@ -290,6 +320,8 @@ def spell(s: Schedule) -> str:
         marks += [f"vectors={'x'.join(map(str, s.vectors))}", f"cell={'x'.join(map(str, s.cell))}"]
         marks += [f"c={s.c}"] if s.c != "row" else []
         marks += [f"resident={s.resident}"] if s.resident else []
+        marks += [f"groups={s.groups}", f"cluster={s.cluster}"] if s.groups else []
+        marks += [f"persistent={s.persistent}"] if s.persistent else []
     marks += [f"static={'x'.join(map(str, s.static))}"] if s.static else []
     return ":".join([s.program, s.isa, s.dtype, tiles, heights, ",".join(marks)])
 
@@ -330,6 +362,9 @@ def parse(text: str) -> Schedule:
             c=named.get("c", "row"),
             cell=tuple(int(x) for x in named.get("cell", "1x1").split("x")),  # type: ignore[arg-type]
             resident=int(named.get("resident", 0)),
+            groups=int(named.get("groups", 0)),
+            cluster=int(named.get("cluster", 1)),
+            persistent=int(named.get("persistent", 0)),
             **{name: name in named for name in _MARKS},
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -337,7 +372,7 @@ def parse(text: str) -> Schedule:
 
 
 _NAMED = ("a", "b", "panels", "over", "lanes", "prefetch")
-_MARKS = ("pack_a", "pack_b", "once", "swap", "ahead", "copies")
+_MARKS = ("pack_a", "pack_b", "once", "swap", "ahead", "copies", "pingpong", "grouped", "joined")
 _LEVELS = ("registers", "L1", "L2", "L3")
 DEVICE_LEVELS = ("registers", "warp", "shared", "L2")
 """Levels of a device: a thread's, a warp's, a block's, and all blocks'."""

@@ -15,6 +15,8 @@ from functools import cache
 from operator import index
 from typing import TYPE_CHECKING
 
+from portmm.dtype import types
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -34,11 +36,13 @@ class Config:
             or this machine.
         threads: the most threads that one call may use; 0 for all cores.
         deterministic: results do not depend on threads or on the other rows.
+        tf32: products of float32 on a device may round their operands to tf32.
     """
 
     target: str = ""
     threads: int = 0
     deterministic: bool = False
+    tf32: bool = False
 
 
 _default = Config()
@@ -55,6 +59,11 @@ def current() -> Config:
 def overridden() -> bool:
     """Some thread is inside a `config` block, so that defaults may not hold."""
     return _depth > 0
+
+
+def rounds(dtype: str) -> bool:
+    """Whether operands of a product of these types, as `Problem` has them, may be rounded to tf32."""
+    return current().tf32 and types(dtype)[:2] == ("f32", "f32")
 
 
 def set_num_threads(threads: int) -> None:
@@ -107,7 +116,11 @@ def _environment_threads(text: str) -> int:
 
 @contextmanager
 def config(
-    *, target: str | None = None, threads: int | None = None, deterministic: bool | None = None
+    *,
+    target: str | None = None,
+    threads: int | None = None,
+    deterministic: bool | None = None,
+    tf32: bool | None = None,
 ) -> Iterator[Config]:
     """Change settings for a block of code; blocks nest, and each thread has its own.
 
@@ -115,6 +128,9 @@ def config(
         target: name of a chip, an ISA or a .toml file.
         threads: the most threads that one call may use; 0 for all cores.
         deterministic: one chain of multiply-adds per element of C, in the order of k.
+        tf32: products of float32 by float32 on a device may round each element of A and B to tf32, 11 bits of
+            precision: by at most 2**-11 of it, half away from zero. Tensor cores then multiply them, and sums
+            stay in float32. Off unless asked for, and where results are deterministic.
 
     Yields:
         The settings in force.
@@ -130,6 +146,7 @@ def config(
         old.target if target is None else target,
         old.threads if threads is None else _checked(threads),
         old.deterministic if deterministic is None else deterministic,
+        old.tf32 if tf32 is None else tf32,
     )
     if target is not None:
         _resolve(target)

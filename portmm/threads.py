@@ -46,6 +46,13 @@ class Get:
 
 
 @dataclass(frozen=True, slots=True)
+class Leave:
+    """The kernel ends here if a condition that is the same for all threads of the block is not 0."""
+
+    when: Index
+
+
+@dataclass(frozen=True, slots=True)
 class Barrier:
     """All threads of a block meet: what they wrote to shared memory before is seen by all after."""
 

@@ -51,6 +51,7 @@ class FakeCupy(ModuleType):
         current: the device.
         streams: the current stream of each device.
         addresses: the device that an address is on, 0 by default.
+        captured: streams that are being captured.
     """
 
     __version__ = "14.0.0"
@@ -58,6 +59,7 @@ class FakeCupy(ModuleType):
     def __init__(self):
         super().__init__("cupy")
         self.log, self.current, self.streams, self.addresses, self.granted = [], 0, {0: 0, 1: 0}, {}, {}
+        self.captured = set()
         self.count, self.fail, self.kernels = 2, None, ("f",)
         self.ndarray = ndarray
         runtime = SimpleNamespace(
@@ -67,6 +69,8 @@ class FakeCupy(ModuleType):
             getDevice=lambda: self.current,
             getDeviceProperties=lambda _d: dict(PROPERTIES),
             driverGetVersion=lambda: 12090,
+            deviceSynchronize=lambda: self.log.append(("wait", self.current)),
+            streamIsCapturing=lambda stream: stream in self.captured,
             deviceGetAttribute=lambda a, _d: {OPT_IN: 232448, REGISTERS: 65536}[a],
             pointerGetAttributes=lambda at: SimpleNamespace(device=self.addresses.get(at, 0)),
         )

@@ -44,11 +44,15 @@ _KERNEL_FLAGS = (
     "-fno-sanitize-recover=all",
 )  # fmt: skip
 _TYPES = {"int": ("i", ctypes.c_int), "long": ("l", ctypes.c_long), "float": ("f", ctypes.c_float)}
-_WORDS = {"p": "a pointer", **{letter: f"a {word}" for word, (letter, _) in _TYPES.items()}}
+_WORDS = {"p": "a pointer", "m": "a TensorMap", **{letter: f"a {word}" for word, (letter, _) in _TYPES.items()}}
 
 # gcc has another word for what keeps `float acc[8][8]` in registers.
 _UNROLL = re.compile(r"#pragma unroll\b[ \t]*(\d*)")
 _MOST_STEPS = 128
+_MAGIC = 0x504D5F4D4150
+_DYNAMIC = re.compile(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w ]+?)\s+(\w+)\[\];")
+# Threads of kernels that say these meet in other ways than at barriers of the block and of warps.
+_MEETS = re.compile(r"\b(mbarrier|block_barrier|cluster|tma|wgmma)_")
 
 
 class ShimError(Exception):
@@ -62,56 +66,68 @@ class Kernel:
     name: str
     path: Path
     library: ctypes.CDLL
+    meets: bool = False
 
-    def launch(
-        self, grid: tuple[int, int, int], block: int, arguments: list[Any], seed: int = 0, shared: int = 0
+    def launch(  # noqa: PLR0917 - as CUDA has it
+        self,
+        grid: tuple[int, int, int],
+        block: int,
+        arguments: list[Any],
+        seed: int = 0,
+        shared: int = 0,
+        cluster: int = 1,
     ) -> None:
-        """Run on arrays as they lie, and on numbers: ("int", 3), ("long", 3), ("float", 3.0).
+        """Run on arrays as they lie, numbers, as ("int", 3), ("long", 3), ("float", 3.0), and ("map", shim_map(...)).
 
-        `seed` is an order, `shared` a number of bytes of dynamic shared memory.
+        `seed` is an order, `shared` a number of bytes of dynamic shared memory, `cluster` one of blocks along x. A
+        map may be followed by the array that it describes, so that `launch_in_orders` moves both.
         """
         self._check(arguments)
         values = [_value(x) for x in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(x) for x in values))
         where = (ctypes.c_size_t * 3)()
         text = self.library.shim_launch(
-            (ctypes.c_uint * 3)(*grid), block, ctypes.c_size_t(shared), seed, pointers, where
+            (ctypes.c_uint * 3)(*grid), block, ctypes.c_size_t(shared), cluster, self.meets, seed, pointers, where
         )
         if text is not None:
-            place = _near(where[0], arguments) + self._line(where[1], where[2])
+            place = _near(where[0], [_array(x) for x in arguments]) + self._line(where[1], where[2])
             raise ShimError(f"{self.name}: {text.decode()}{place}")
 
-    def launch_in_orders(
+    def launch_in_orders(  # noqa: PLR0917 - as CUDA has it
         self,
         grid: tuple[int, int, int],
         block: int,
         arguments: list[Any],
         seeds: tuple[int, ...] = ORDERS,
         shared: int = 0,
+        cluster: int = 1,
     ) -> None:
         """Run in several orders, each on copies beside guard pages, now before them and now behind.
 
         All orders must give the same bits, which then lie in the arrays.
         """
+        arrays = [_array(x) for x in arguments]
         results: list[list[Any]] = []
         for i, seed in enumerate(seeds):
-            laid = [Laid.beside(x, end=i % 2 == 0) if isinstance(x, np.ndarray) else x for x in arguments]
-            self.launch(grid, block, [x.array if isinstance(x, Laid) else x for x in laid], seed, shared)
+            laid = [x if x is None else Laid.beside(x, end=i % 2 == 0) for x in arrays]
+            given = [x if y is None else _moved(x, y.array) for x, y in zip(arguments, laid, strict=True)]
+            self.launch(grid, block, given, seed, shared, cluster)
             for j, x in enumerate(laid):
-                if isinstance(x, Laid):
+                if x is not None:
                     x.check(f"{self.name}: argument {j}")
-            results.append([x.array if isinstance(x, Laid) else None for x in laid])
+            results.append([x if x is None else x.array for x in laid])
         for j, first in enumerate(results[0]):
             if first is None:
                 continue
             for seed, others in zip(seeds, results, strict=True):
                 if others[j].tobytes() != first.tobytes():
                     raise ShimError(f"{self.name}: argument {j} depends on the order of threads (seed {seed})")
-            arguments[j][...] = first
+            arrays[j][...] = first
 
     def _check(self, arguments: list[Any]) -> None:
         want = self.library.shim_signature().decode()
-        got = "".join("p" if isinstance(x, np.ndarray) else _TYPES[x[0]][0] for x in arguments)
+        letters = {"map": "m", **{word: letter for word, (letter, _) in _TYPES.items()}}
+        got = "".join("p" if isinstance(x, np.ndarray) else letters[x[0]] for x in arguments)
         if len(want) != len(got):
             raise ShimError(f"{self.name} takes {len(want)} arguments, not {len(got)}")
         for i, (a, b) in enumerate(zip(want, got, strict=True)):
@@ -154,8 +170,58 @@ def _value(x: Any) -> Any:
         if not x.flags.c_contiguous:
             raise ValueError("an array whose elements do not follow one another has no single address")
         return ctypes.c_void_p(x.ctypes.data)
+    if x[0] == "map":
+        memory = (ctypes.c_ubyte * (128 + 64))()
+        made = (ctypes.c_ubyte * 128).from_buffer(memory, -ctypes.addressof(memory) % 64)
+        made[:] = bytes(x[1])
+        return made
     word, number = x
     return _TYPES[word][1](number)
+
+
+def _array(x: Any) -> Any:
+    """The array that an argument is, or that its map describes, or None."""
+    return x if isinstance(x, np.ndarray) else x[2] if x[0] == "map" and len(x) > 2 else None
+
+
+def _moved(x: Any, to: np.ndarray) -> Any:
+    """An argument, on another array."""
+    if isinstance(x, np.ndarray):
+        return to
+    words = np.frombuffer(bytes(x[1]), np.uint64).copy()
+    words[0] += np.uint64(to.ctypes.data) - np.uint64(x[2].ctypes.data)
+    return ("map", words.tobytes(), to)
+
+
+def shim_map(  # noqa: PLR0917 - in the order of cuTensorMapEncodeTiled
+    dtype_bytes: int,
+    address: int,
+    sizes: tuple[int, int, int],
+    strides: tuple[int, int],
+    box: tuple[int, int, int],
+    swizzle: int = 0,
+) -> bytes:
+    """A TensorMap as the shim has it: x first; strides are bytes between elements along y and z.
+
+    Raises:
+        ValueError: cuTensorMapEncodeTiled refuses it.
+    """
+    row = box[0] * dtype_bytes
+    wrong = {
+        f"elements have 1, 2, 4 or 8 bytes, not {dtype_bytes}": dtype_bytes not in {1, 2, 4, 8},
+        f"the address {address:#x} is no multiple of 16": address % 16,
+        f"sizes are from 1 to 2**32, not {sizes}": not all(1 <= x <= 1 << 32 for x in sizes),
+        f"strides are multiples of 16 below 2**40, not {strides}": any(x % 16 or not 0 <= x < 1 << 40 for x in strides),
+        f"a box has 1 to 256 elements along each dimension, not {box}": not all(1 <= x <= 256 for x in box),
+        f"a row of a box is a multiple of 16 bytes, not {row}": row % 16,
+        f"a swizzle is of 0, 32, 64 or 128 bytes, not {swizzle}": swizzle not in {0, 32, 64, 128},
+        f"a row of a box has at most the {swizzle} bytes of the swizzle, not {row}": swizzle and row > swizzle,
+    }
+    for text, found in wrong.items():
+        if found:
+            raise ValueError(text)
+    words = [address, dtype_bytes, *sizes, *strides, *box, swizzle, _MAGIC]
+    return np.array(words + [0] * (16 - len(words)), np.uint64).tobytes()
 
 
 def _near(address: int, arguments: list[Any]) -> str:
@@ -207,7 +273,7 @@ def _made(name: str, text: str, flags: tuple[str, ...], make: Any) -> Path:
 
 @functools.cache
 def _runtime(flags: tuple[str, ...]) -> Path:
-    flags = (*_FLAGS, "-O3", *flags)
+    flags = (*_FLAGS, "-O2", *flags)
     argv = [require("g++"), *flags, "-c", SOURCES / "runtime.cpp", "-o", "runtime.o"]
 
     def make(folder: Path, _source: Path) -> Path:
@@ -235,10 +301,11 @@ def compile(source: str, name: str, runtime: tuple[str, ...] = ()) -> Kernel:  #
         return folder / "kernel.so"
 
     text = _UNROLL.sub(lambda found: f"#pragma GCC unroll {found[1] or _MOST_STEPS}", source)
+    text = _DYNAMIC.sub(r"\1 *const \2 = (\1 *)shim_dynamic;", text)
     path = _made(f"{name}.so", f"{text}\nSHIM_KERNEL({name})\n", (*flags, *runtime), make)
     library = ctypes.CDLL(str(path))
     library.shim_launch.restype = library.shim_signature.restype = ctypes.c_char_p
-    return Kernel(name, path, library)
+    return Kernel(name, path, library, bool(_MEETS.search(source)))
 
 
 def kernel(body: str, arguments: str = "float *x", shared: str = "", name: str = "small", before: str = "") -> Kernel:

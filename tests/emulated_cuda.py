@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from types import SimpleNamespace
 
 import cuda_shim
@@ -10,6 +11,7 @@ import numpy as np
 from cuda_fakes import FakeCupy
 
 from portmm import grid_dispatch, nvrtc
+from portmm.dtype import BY_NAME
 from portmm.nvrtc import Cubin
 
 
@@ -91,18 +93,34 @@ class _Module:
         self.source = code.decode()
 
     def get_function(self, name):
-        return _Function(self.cupy, cuda_shim.compile(self.source, name))
+        found = re.search(r"__cluster_dims__\((\d+), 1, 1\)", self.source)
+        return _Function(self.cupy, cuda_shim.compile(self.source, name), int(found[1]) if found else 1)
 
 
 class _Function:
-    def __init__(self, cupy, kernel):
-        self.cupy, self.kernel, self.ptr = cupy, kernel, 77
+    def __init__(self, cupy, kernel, cluster):
+        self.cupy, self.kernel, self.ptr, self.cluster = cupy, kernel, 77, cluster
 
     def __call__(self, grid, block, args, shared_mem=0, stream=None):
         self.cupy.launches.append((self.kernel.name, grid, block, stream.ptr))
-        kinds = {np.int32: "int", np.int64: "long", np.float32: "float"}
-        given = [_pointer(x) if isinstance(x, np.uint64) else (kinds[type(x)], x.item()) for x in args]
-        self.kernel.launch((*grid, *(1,) * (3 - len(grid))), block[0], given, shared=shared_mem)
+        given = [_argument(x) for x in args]
+        whole = (*grid, *(1,) * (3 - len(grid)))
+        self.kernel.launch(whole, block[0], given, shared=shared_mem, cluster=self.cluster)
+
+
+def _argument(x):
+    """What CuPy passes by value, as the shim takes it."""
+    if isinstance(x, np.ndarray):
+        assert x.size == 1, "CuPy takes an array of one element for a structure"
+        return ("map", x.tobytes())
+    kinds = {np.int32: "int", np.int64: "long", np.float32: "float"}
+    return _pointer(x) if isinstance(x, np.uint64) else (kinds[type(x)], x.item())
+
+
+def mapped(dtype, address, sizes, strides, box, swizzle):  # noqa: PLR0917 - as the driver's
+    """In place of CUDA's driver: a tensor map as the shim has it."""
+    made = cuda_shim.shim_map(BY_NAME[dtype].bytes, address, sizes, strides, box, swizzle)
+    return np.frombuffer(made, "V128")
 
 
 def _pointer(x):
@@ -120,11 +138,13 @@ def install(monkeypatch):
     """The device, for one test."""
     from cuda_fakes import install as put
 
-    from portmm.run import cuda
+    from portmm.run import cuda, tensor_map
 
+    monkeypatch.setattr(tensor_map, "tensor_map", mapped)
     monkeypatch.setattr(nvrtc, "compile_cuda", compiled)
     for known in (cuda._cupy, cuda._facts):
         getattr(known, "cache_clear", lambda: None)()
-    monkeypatch.setattr(cuda, "_functions", {})
+    for known in ("_functions", "_banks", "_counters"):
+        monkeypatch.setattr(cuda, known, {})
     monkeypatch.setattr(grid_dispatch, "_machines", {})
     return put(monkeypatch, EmulatedCupy())

@@ -16,7 +16,7 @@ import opencl_cpu
 from cuda_shim import ORDERS, ShimError
 from support import Case, expected, lay, poison
 
-from portmm.dtype import accumulator, spell
+from portmm.dtype import BY_NAME, accumulator, spell
 from portmm.fused import PRODUCT
 from portmm.grid_dispatch import bind, source
 from portmm.interp import numpy_type
@@ -49,7 +49,9 @@ def rounded(size, layouts, vectors):
 def laid(x, layout, vector, lead):
     """Values with no more alignment than `vector` elements have, `lead` vectors of poison before them."""
     held = x if x.size else np.full([max(1, n) for n in x.shape], poison(x.dtype), x.dtype)
-    base = replace(lay(held, layout, 3 * vector), shape=x.shape)
+    line = held.shape[2 if layout == "row" else 1]
+    gap = 3 * vector + (-line % vector if layout != "any" else 0)
+    base = replace(lay(held, layout, gap), shape=x.shape)
     before = np.full(lead * vector, poison(x.dtype), x.dtype)
     return replace(base, flat=np.concatenate([before, base.flat]), offset=base.offset + before.size)
 
@@ -126,8 +128,11 @@ def call(kernels, s, k):
     if s.split > 1:
         held = numpy_type(accumulator(*p.types[:2]))
         unset = np.nan if held.kind == "f" else poison(held)
-        memory["work"] = (np.full(s.split * p.batch * items, unset, held), 0)
-        first = values | {"c_m": p.n, "c_batch": items}
+        tiles = p.batch * -(-p.m // s.block.m) * -(-p.n // s.block.n)
+        each = tiles * s.block.m * s.block.n if s.joined else p.batch * items
+        memory["work"] = (np.full(s.split * each, unset, held), 0)
+        memory["counters"] = (np.zeros(tiles, np.int32), 0)
+        first = values if s.joined else values | {"c_m": p.n, "c_batch": items}
     names = {name: name for name in memory}
     numbers = (first | names, values | names | {"work_batch": items})
     launches = tuple(bind(x, None, v) for x, v in zip(kernels, numbers, strict=False))
@@ -144,20 +149,36 @@ def in_shim(c, codes, seeds=ORDERS):
     found = {}
     for i, seed in enumerate(seeds):
         copies = {name: cuda_shim.Laid.beside(x, end=i % 2 == 0) for name, (x, _) in c.memory.items()}
-        for launch, code in zip(c.launches, codes, strict=True):
-            given = [
-                copies[value].array[c.memory[value][1] :] if kind == "pointer" else (kind, value)
-                for kind, value in launch.given
-            ]
-            code.launch((*launch.grid, 1), launch.threads, given, seed)
+        arrays = {name: x.array[c.memory[name][1] :] for name, x in copies.items()}
+        for kernel, launch, code in zip(c.kernels, c.launches, codes, strict=True):
+            code.launch((*launch.grid, 1), launch.threads, _given(launch, arrays), seed, launch.shared, kernel.cluster)
         for name, x in copies.items():
             x.check(name)
-            if name in ("a", "b"):
+            if name in ("a", "b", "counters"):
                 assert x.array.tobytes() == c.memory[name][0].tobytes(), f"{name} was written to"
             before = found.setdefault(name, x.array.copy())
             if before.tobytes() != x.array.tobytes():
                 raise ShimError(f"{name} depends on the order of threads (seed {seed})")
     return [found[name] for name in c.results]
+
+
+def _given(launch, arrays):
+    """The arguments of a launch, on arrays by name."""
+    names = dict(launch.open)
+    return [
+        arrays[value]
+        if kind == "pointer"
+        else (kind, _map(value, arrays[names[i]]))
+        if kind == "map"
+        else (kind, value)
+        for i, (kind, value) in enumerate(launch.given)
+    ]
+
+
+def _map(x, array):
+    """A tensor map, as the shim has it."""
+    size = BY_NAME[x.dtype].bytes
+    return cuda_shim.shim_map(size, array.ctypes.data, x.sizes, x.strides, x.box, x.swizzle)
 
 
 def on_opencl(c, codes):

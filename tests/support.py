@@ -300,7 +300,9 @@ def expected(
     bound = 2 * (p.k + 1) * BY_NAME[p.acc].eps * sizes
     if p.b == "codes":  # weights may be rounded to the type of A
         bound = bound + (BY_NAME[p.types[0]].eps if p.types[0] == "bf16" else 0) * sizes
-    return want, bound + (out * (np.abs(want) + bound) if p.types[2] != p.acc else 0), {}
+    # Halves of what small floats of eight bits are multiples of.
+    least = {"e4m3": 2.0**-10, "e5m2": 2.0**-17}.get(p.types[2], 0.0)
+    return want, bound + (out * (np.abs(want) + bound) + least if p.types[2] != p.acc else 0), {}
 
 
 def by_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -6,11 +6,13 @@ import ctypes
 import sys
 from dataclasses import replace
 
+import cuda_fakes
 import numpy as np
 import pytest
 from cuda_fakes import FakeCupy, install
 
 from portmm.errors import BuildError, DeviceError, NoDeviceError
+from portmm.grid_dispatch import described
 from portmm.nvrtc import Cubin, compile_cuda
 from portmm.run import cuda
 
@@ -35,6 +37,30 @@ def test_facts(cupy):
     assert (found.architecture, found.extensions, found.driver) == ("90a", (), "12.9")
     assert cuda.facts(1) == found
     assert not cupy.log
+
+
+def test_clocks_where_properties_have_none(cupy, monkeypatch):
+    """As of CUDA 13."""
+    clocks = {13: 1980000, 36: 2619000}
+    less = {key: x for key, x in cuda_fakes.PROPERTIES.items() if not key.endswith("lockRate")}
+    monkeypatch.setattr(cuda_fakes, "PROPERTIES", less)
+    known = cupy.cuda.runtime.deviceGetAttribute
+
+    def attribute(number, device):
+        if number in clocks and not clocks[number]:
+            raise RuntimeError("cudaErrorInvalidValue")
+        return clocks[number] if number in clocks else known(number, device)
+
+    monkeypatch.setattr(cupy.cuda.runtime, "deviceGetAttribute", attribute)
+    assert cuda.facts().clock_ghz == 1.98
+    assert cuda.facts().bandwidth_gbs == pytest.approx(3352.32)
+    clocks[13] = clocks[36] = 0
+    assert (cuda.facts(1).clock_ghz, cuda.facts(1).bandwidth_gbs) == (0, 0)
+
+
+@pytest.mark.usefixtures("cupy")
+def test_a_device_gives_the_shared_memory_that_kernels_ask_for():
+    assert described(cuda.facts()).device.shared_bytes == 232448
 
 
 @pytest.mark.parametrize(

@@ -38,13 +38,15 @@ def _wait(pending: int) -> Primitive:
 
 _FUNCTIONS = (
     *(_copy(size) for size in (4, 8, 16)),
-    *(_wait(pending) for pending in range(4)),
+    *(_wait(pending) for pending in range(8)),
     Primitive(
         "copy_async_commit",
         'void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }',
         "",
         hardware=True,
     ),
+    Primitive("memory_fence", "void memory_fence() { __threadfence(); }", "", hardware=True),
+    Primitive("atomic_ticket", "int atomic_ticket(int *counter) { return atomicAdd(counter, 1); }", "", hardware=True),
     Primitive(
         "shuffle_xor_f32",
         "float shuffle_xor_f32(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }",

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from portmm.dtype import BY_NAME, CODES_AT, base
-from portmm.emit.printer import SUM, Printer, address, index
+from portmm.emit.family import called
+from portmm.emit.printer import SUM, Printer, index
 from portmm.emit.scalars import HELPERS, converted
 from portmm.grid import PLACES
-from portmm.index import Index
+from portmm.index import Index, const
 from portmm.ir import LetPtr, Scratch, walk
 from portmm.threads import WHOLE, Shared
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from portmm.grid import Argument, GridKernel
     from portmm.index import Ptr
-    from portmm.ir import Add, For, Let, Move
+    from portmm.ir import Add, For, Let, Move, Read
     from portmm.isa import Primitive
     from portmm.threads import (
         Apply,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         Do,
         Exchange,
         Get,
+        Leave,
         Mac,
         Vector,
         Weave,
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
 TOP_CODE = 16
 """The highest bit of a code, of those in `CODES_AT`, that is whole in the 23 bits of a mantissa."""
+_BY_BITS = {"/": ">>", "%": "&"}
 _SMALL = {
     "min_": "int min_(int x, int y) { return x < y ? x : y; }",
     "max_": "int max_(int x, int y) { return x > y ? x : y; }",
@@ -127,9 +130,9 @@ def _functions(kernel: GridKernel, dialect: Dialect, body: str) -> list[str]:
     plain: list[str] = []
     hardware: list[str] = []
     said = body
-    for x in reversed(own):
-        text = dialect.primitive(x)
-        if re.search(rf"\b{x.name}\(", said):
+    for family in reversed(own):
+        for x in called(family, said):
+            text = dialect.primitive(x)
             said += text
             (hardware if x.hardware else plain).insert(0, f"{dialect.inline} {text.strip()}")
     helpers = _SMALL | {n: t.replace("static inline ", "") for n, t in HELPERS.items() if n not in known}
@@ -151,6 +154,17 @@ def declared(dialect: Dialect, a: Argument, name: str = "") -> str:
     if a.kind != "pointer":
         return f"const {a.kind} {name or a.name}"
     return f"{qualified(dialect, 'global', a.dtype, readonly=a.readonly)}{name or a.name}"
+
+
+def _shifted(x: Index) -> Index:
+    """An expression whose divisions by powers of two are shifts and masks."""
+    given = tuple(_shifted(y) if isinstance(y, Index) else y for y in x.args)
+    by = given[1] if x.op in _BY_BITS else None
+    n = by.args[0] if isinstance(by, Index) and by.op == "const" else 0
+    if not isinstance(n, int) or n < 1 or n & (n - 1):
+        return Index(x.op, given)
+    op, bits = _BY_BITS[x.op], n.bit_length() - 1 if x.op == "/" else n - 1
+    return Index(op, (given[0], const(bits)))
 
 
 @dataclass(slots=True)
@@ -193,17 +207,21 @@ class _Printer(Printer):
             return x.args[0] in self.wide
         return any(self.is_wide(y) for y in x.args if isinstance(y, Index))
 
+    def index(self, x: Index, outer: int = -1) -> str:
+        """Divisions by powers of two as shifts: what is divided is never negative, which compilers cannot know."""
+        return index(_shifted(x), outer)
+
     def address(self, p: Ptr) -> str:
         """Integers are added first: in 32 bits, and so that compilers for lanes of vectors see neighbours."""
         if p.offset.op in "+-":
-            return f"{p.name} + ({index(p.offset)})"
-        return address(p)
+            return f"{p.name} + ({self.index(p.offset)})"
+        return f"{p.name} + {self.index(p.offset, SUM)}" if p.offset != const(0) else p.name
 
     def spot(self, p: Ptr) -> str:
         """The element at an address, by subscript where that reads better."""
         if self.spaces[p.name] == "global":
             return f"*({self.address(p)})"
-        return f"{p.name}[{index(p.offset)}]"
+        return f"{p.name}[{self.index(p.offset)}]"
 
     def at(self, p: Ptr, to: str) -> str:
         return converted(self.spot(p), self.points[p.name], to)
@@ -213,7 +231,7 @@ class _Printer(Printer):
         if self.is_wide(s.value):
             self.wide.add(s.name)
             kind = "long"
-        self.put(depth, f"const {kind} {s.name} = {index(s.value)};")
+        self.put(depth, f"const {kind} {s.name} = {self.index(s.value)};")
 
     def do_letptr(self, s: LetPtr, depth: int) -> None:
         space, name = self.spaces[s.value.name], s.value.name
@@ -238,10 +256,10 @@ class _Printer(Printer):
         self.put(depth, self.dialect.private.format(type=BY_NAME[s.dtype].c, name=s.name, elements=s.elements))
 
     def do_for(self, s: For, depth: int) -> None:
-        if s.unroll > 1:
-            self.put(depth, self.dialect.unroll + (f" {s.unroll}" if s.unroll < WHOLE else ""))
-        step = f"++{s.var}" if s.step == Index("const", (1,)) else f"{s.var} += {index(s.step)}"
-        self.put(depth, f"for (int {s.var} = {index(s.begin)}; {s.var} < {index(s.end, SUM)}; {step}) {{")
+        if s.unroll != 1:
+            self.put(depth, self.dialect.unroll + (f" {s.unroll or 1}" if s.unroll < WHOLE else ""))
+        step = f"++{s.var}" if s.step == Index("const", (1,)) else f"{s.var} += {self.index(s.step)}"
+        self.put(depth, f"for (int {s.var} = {self.index(s.begin)}; {s.var} < {self.index(s.end, SUM)}; {step}) {{")
         self.body(s.body, depth + 1)
         self.put(depth, "}")
 
@@ -251,6 +269,12 @@ class _Printer(Printer):
 
     def do_add(self, s: Add, depth: int) -> None:
         self.put(depth, f"{self.spot(s.to)} += {self.spot(s.src)};")
+
+    def do_read(self, s: Read, depth: int) -> None:
+        self.put(depth, f"const int {s.name} = {self.spot(s.p)};")
+
+    def do_leave(self, s: Leave, depth: int) -> None:
+        self.put(depth, f"if ({self.index(s.when)}) return;")
 
     def do_barrier(self, _: Barrier, depth: int) -> None:
         self.put(depth, self.dialect.barrier)
@@ -287,7 +311,7 @@ class _Printer(Printer):
             self.put(depth, f"{self.spot(s.to + i)} = {value};")
 
     def do_copyasync(self, s: CopyAsync, depth: int) -> None:
-        kind, there = self.dialect.moved[s.bytes], index(s.there)
+        kind, there = self.dialect.moved[s.bytes], self.index(s.there)
         to, src = self.address(s.to), self.address(s.src)
         self.put(depth, self.dialect.copy.format(to=to, src=src, bytes=s.bytes, there=there, type=kind))
 
@@ -302,7 +326,7 @@ class _Printer(Printer):
     def given(self, x: Ptr | Index) -> str:
         """What a primitive is called with."""
         if isinstance(x, Index):
-            return index(x)
+            return self.index(x)
         return f"&{x.name}" if self.spaces.get(x.name) == "map" else self.address(x)
 
     def do_do(self, s: Do, depth: int) -> None:

@@ -46,7 +46,8 @@ _WRITES = {
 }  # fmt: skip
 """Verb -> the field of an atom that is the C type of the register it writes."""
 
-_PRECEDENCE = {"^": 0, "==": 1, "<": 2, "+": 3, "-": 3, "*": 4, "/": 4, "%": 4}
+_BITS = ("^", ">>", "&")
+_PRECEDENCE = {"==": 1, "<": 2, "+": 3, "-": 3, "*": 4, "/": 4, "%": 4}
 SUM, _ALWAYS = _PRECEDENCE["+"], 9
 
 
@@ -57,10 +58,10 @@ def index(x: Index, outer: int = -1) -> str:
     if x.op in ("min", "max"):
         left, right = (index(y) for y in x.args)  # type: ignore[arg-type]
         return f"{x.op}_({left}, {right})"
-    level = _PRECEDENCE[x.op]
-    if x.op == "^":  # which binds less than a comparison: compilers ask for brackets
+    if x.op in _BITS:  # which bind less than a comparison, or a sum: compilers ask for brackets
         left, right = (index(y, _ALWAYS) for y in x.args)  # type: ignore[arg-type]
-        return f"({left} ^ {right})"
+        return f"({left} {x.op} {right})" if outer >= 0 else f"{left} {x.op} {right}"
+    level = _PRECEDENCE[x.op]
     # Only + may drop the brackets of a right operand: integer division does not associate.
     text = f"{index(x.args[0], level)} {x.op} {index(x.args[1], level + (x.op != '+'))}"  # type: ignore[arg-type]
     return f"({text})" if level < outer else text
@@ -138,6 +139,10 @@ class Printer:
         """The element at an address, as one of type `to`."""
         return converted(f"*({self.address(p)})", self.points[p.name], to)
 
+    def index(self, x: Index, outer: int = -1) -> str:
+        """The spelling of an integer expression."""
+        return index(x, outer)
+
     def address(self, p: Ptr) -> str:
         """The spelling of an address."""
         return address(p)
@@ -169,7 +174,7 @@ class Printer:
             getattr(self, f"do_{type(s).__name__.lower()}")(s, depth)
 
     def do_let(self, s: Let, depth: int) -> None:
-        self.put(depth, f"const long {s.name} = {index(s.value)};")
+        self.put(depth, f"const long {s.name} = {self.index(s.value)};")
 
     def do_read(self, s: Read, depth: int) -> None:
         self.put(depth, f"const long {s.name} = *({self.address(s.p)});")
@@ -187,13 +192,16 @@ class Printer:
     def do_for(self, s: For, depth: int) -> None:
         if s.unroll > 1:
             self.put(depth, f"#pragma GCC unroll {s.unroll}")
-        step = f"++{s.var}" if s.step == Index("const", (1,)) else f"{s.var} += {index(s.step)}"
-        self.put(depth, f"for (long {s.var} = {index(s.begin)}; {s.var} < {index(s.end, _PRECEDENCE['+'])}; {step}) {{")
+        step = f"++{s.var}" if s.step == Index("const", (1,)) else f"{s.var} += {self.index(s.step)}"
+        self.put(
+            depth,
+            f"for (long {s.var} = {self.index(s.begin)}; {s.var} < {self.index(s.end, _PRECEDENCE['+'])}; {step}) {{",
+        )
         self.body(s.body, depth + 1)
         self.put(depth, "}")
 
     def do_if(self, s: If, depth: int) -> None:
-        self.put(depth, f"if ({index(s.cond)}) {{")
+        self.put(depth, f"if ({self.index(s.cond)}) {{")
         self.body(s.then, depth + 1)
         if s.orelse:
             self.put(depth, "} else {")
@@ -201,7 +209,7 @@ class Printer:
         self.put(depth, "}")
 
     def do_switch(self, s: Switch, depth: int) -> None:
-        self.put(depth, f"switch ({index(s.value)}) {{")
+        self.put(depth, f"switch ({self.index(s.value)}) {{")
         for number, body in s.cases:
             self.put(depth + 1, f"case {number}:")
             self.body(body, depth + 2)
@@ -223,8 +231,8 @@ class Printer:
                 b=s.b,
                 mask=s.mask,
                 p=self.address(s.p) if s.p else "",
-                count=index(s.count) if s.count else "",
-                step=index(s.step) if s.step else "",
+                count=self.index(s.count) if s.count else "",
+                step=self.index(s.step) if s.step else "",
             ),
         )
 
@@ -246,7 +254,7 @@ class Printer:
         first, second, third = self.lanes(s)
         made = {"f32": first, "s32": second, "mask": third}[s.dtype]
         names = dict(zip("abc", said, strict=False))
-        count = index(s.count) if s.count else ""
+        count = self.index(s.count) if s.count else ""
         lanes = ", ".join(map(str, range(real.n)))
         line = text.format(
             d=s.d, **names, R=first, W=second, U=lanes_of.unsigned(isa, real), T=made, count=count, lanes=lanes

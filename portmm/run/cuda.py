@@ -31,7 +31,17 @@ _SPECIFIC = frozenset((9, 10))
 # CuPy passes NumPy's scalars by value, in their own sizes.
 _SCALARS = {"pointer": np.uint64, "int": np.int32, "long": np.int64, "float": np.float32}
 
+# Zeros that are asked for at once, and those that a stream gets at least.
+_BANK, _LEAST = 1 << 16, 1 << 10
+# CUDA's handles of the default stream, of a process and of each thread: cudaStreamLegacy, cudaStreamPerThread.
+_LEGACY, _PER_THREAD = 1, 2
+# cudaDeviceAttr, of driver_types.h.
+_CLOCKS = {"clockRate": 13, "memoryClockRate": 36}
+
 _lock = threading.Lock()
+_banks: dict[int, _Bank] = {}
+_counters: dict[tuple[int, int, int], tuple[int, int]] = {}
+_kept: list[_Bank] = []
 _functions: dict[tuple[int, str | bytes, str], Function] = {}
 
 
@@ -50,6 +60,14 @@ class Function:
     name: str
     device: int
     cubin: Cubin
+
+
+@dataclass(slots=True)
+class _Bank:
+    """Zeros in a device's memory, and how many are given away."""
+
+    array: Any
+    used: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +107,15 @@ def _number(device: int | None) -> int:
     return number
 
 
+def current(device: int | None = None) -> int:
+    """The number of a device, by default of the current one.
+
+    Raises:
+        NoDeviceError: there is no such device, or no CuPy.
+    """
+    return _number(device)
+
+
 def architecture(major: int, minor: int) -> str:
     """What code for a compute capability is compiled for: "80", "90a", "120"."""
     return f"{major}{minor}{'a' if major in _SPECIFIC else ''}"
@@ -123,14 +150,24 @@ def _facts(device: int) -> Facts:
         registers=0 if registers is None else int(runtime.deviceGetAttribute(registers, device)),
         l2_bytes=int(found["l2CacheSize"]),
         memory_bytes=int(found["totalGlobalMem"]),
-        clock_ghz=found["clockRate"] / 1e6,
+        clock_ghz=_clock(runtime, found, "clockRate", device) / 1e6,
         # The clock is in kHz, the bus in bits, and data move on both edges.
-        bandwidth_gbs=2e-6 * found["memoryClockRate"] * found["memoryBusWidth"] / 8,
+        bandwidth_gbs=2e-6 * _clock(runtime, found, "memoryClockRate", device) * found["memoryBusWidth"] / 8,
         architecture=architecture(int(found["major"]), int(found["minor"])),
         extensions=(),
         driver=f"{driver // 1000}.{driver % 1000 // 10}",
         shared_most=int(found["sharedMemPerBlock"] if most is None else runtime.deviceGetAttribute(most, device)),
     )
+
+
+def _clock(runtime: Any, found: dict[str, Any], name: str, device: int) -> int:
+    """A clock in kHz, 0 if nobody says: CUDA 13 has it among the attributes, no longer among the properties."""
+    if name in found:
+        return int(found[name])
+    try:
+        return int(runtime.deviceGetAttribute(_CLOCKS[name], device))
+    except RuntimeError:
+        return 0
 
 
 def load(cubin: Cubin, name: str, device: int | None = None) -> Function:
@@ -191,8 +228,8 @@ def launch(  # noqa: PLR0917 - what a launch has
         function: what `load` gave.
         grid: blocks along each of up to three dimensions; nothing runs if one is 0.
         block: threads along each.
-        arguments: pairs of a kind, "pointer", "int", "long" or "float", and a value;
-            of a pointer its address, None for NULL.
+        arguments: pairs of a kind, "pointer", "int", "long", "float" or "map", and a value;
+            of a pointer its address, None for NULL; of a map what `tensor_map.tensor_map` gave.
         stream: CUDA's handle; 0 is the default stream.
         shared: bytes of dynamic shared memory.
 
@@ -221,6 +258,40 @@ def launch(  # noqa: PLR0917 - what a launch has
 
 def _words(arguments: Sequence[tuple[str, Any]]) -> tuple[Any, ...]:
     try:
-        return tuple(_SCALARS[kind](0 if value is None else value) for kind, value in arguments)
+        return tuple(x if kind == "map" else _SCALARS[kind](0 if x is None else x) for kind, x in arguments)
     except KeyError as error:
-        raise ValueError(f"arguments of kind {error} are unknown; use one of {', '.join(_SCALARS)}") from None
+        raise ValueError(f"arguments of kind {error} are unknown; use one of {', '.join((*_SCALARS, 'map'))}") from None
+
+
+def counters(device: int, count: int, stream: int) -> int:
+    """The address of at least `count` integers of 32 bits that are 0 whenever a kernel of a stream begins.
+
+    Kernels leave them so, and those of one stream follow each other: they share them. A stream that is being
+    captured gets others each time, as its graph may run beside any stream. They are never given back.
+    """
+    cuda = _cupy().cuda
+    # The default stream cannot be captured, and must not be asked while another is.
+    captured = stream > _LEGACY and bool(cuda.runtime.streamIsCapturing(stream))
+    key = (device, stream, threading.get_ident() if stream == _PER_THREAD else 0)
+    with _lock:
+        address, held = _counters.get(key, (0, 0))
+        if captured or held < count:
+            held = -(-count // _LEAST) * _LEAST
+            address = _zeros(device, held)
+            if not captured:
+                _counters[key] = address, held
+    return address
+
+
+def _zeros(device: int, count: int) -> int:
+    """The address of zeros that nobody else has; the device is waited for when a bank is made."""
+    bank = _banks.get(device)
+    if bank is None or bank.used + count > bank.array.shape[0]:
+        cupy = _cupy()
+        with cupy.cuda.Device(device):
+            bank = _banks[device] = _Bank(cupy.empty((max(count, _BANK),), np.int32))
+            bank.array[...] = 0
+            cupy.cuda.runtime.deviceSynchronize()
+        _kept.append(bank)
+    bank.used += count
+    return int(bank.array.data.ptr) + (bank.used - count) * 4

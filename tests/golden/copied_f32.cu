@@ -48,8 +48,8 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
   __align__(16) float b_part[4];
   __align__(16) float a_next[2];
   __align__(16) float b_next[8];
-  const int down = (m + 7) / 8;
-  const int across = (n + 31) / 32;
+  const int down = (m + 7) >> 3;
+  const int across = (n + 31) >> 5;
   const int item = block / (down * across);
   const int tile = block % (down * across);
   const int first = tile / (across * 8) * 8;
@@ -58,21 +58,21 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
   const int column_0 = tile % (across * 8) / high * 32;
   const float *a_item = a + item * a_batch;
   const float *b_item = b + item * b_batch;
-  const int warp = thread / 16;
-  const int lane = thread % 16;
-  const int cell_m = warp / 2 * 4 + lane / 4;
-  const int cell_n = warp % 2 * 4 + lane % 4;
+  const int warp = thread >> 4;
+  const int lane = thread & 15;
+  const int cell_m = (warp >> 1) * 4 + (lane >> 2);
+  const int cell_n = (warp & 1) * 4 + (lane & 3);
   const int k_0 = 0;
   const int k_end = k;
-  const int steps = (k + 7) / 8;
+  const int steps = (k + 7) >> 3;
   #pragma unroll
   for (int i = 0; i < 8; ++i) acc[i] = 0;
   if (0 < steps) {
     #pragma unroll
     for (int turn = 0; turn < 1; ++turn) {
       const int a_piece = thread + turn * 32;
-      const int a_row = a_piece / 4;
-      const int a_unit = a_piece % 4 * 2;
+      const int a_row = a_piece >> 2;
+      const int a_unit = (a_piece & 3) * 2;
       const int a_at = k_0 + a_unit;
       const float *a_from = a_item + (min_(row_0 + a_row, m - 1) * a_m + a_at);
       copy_async_4(a_tile + (a_unit * 8 + a_row), a_from, (a_at < k_end) ? 4 : 0);
@@ -81,8 +81,8 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
     #pragma unroll
     for (int turn = 0; turn < 2; ++turn) {
       const int b_piece = thread + turn * 32;
-      const int b_row = b_piece % 8 * 4;
-      const int b_unit = b_piece / 8;
+      const int b_row = (b_piece & 7) * 4;
+      const int b_unit = b_piece >> 3;
       const int b_at = k_0 + b_unit;
       const float *b_from = b_item + (min_(column_0 + b_row, n - 4) + b_at * b_k);
       copy_async_16(b_tile + (b_unit * 32 + b_row), b_from, (b_at < k_end) ? 16 : 0);
@@ -93,8 +93,8 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
     #pragma unroll
     for (int turn = 0; turn < 1; ++turn) {
       const int a_piece = thread + turn * 32;
-      const int a_row = a_piece / 4;
-      const int a_unit = a_piece % 4 * 2;
+      const int a_row = a_piece >> 2;
+      const int a_unit = (a_piece & 3) * 2;
       const int a_at = k_0 + 8 + a_unit;
       const float *a_from = a_item + (min_(row_0 + a_row, m - 1) * a_m + a_at);
       copy_async_4(a_tile + (64 + a_unit * 8 + a_row), a_from, (a_at < k_end) ? 4 : 0);
@@ -103,8 +103,8 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
     #pragma unroll
     for (int turn = 0; turn < 2; ++turn) {
       const int b_piece = thread + turn * 32;
-      const int b_row = b_piece % 8 * 4;
-      const int b_unit = b_piece / 8;
+      const int b_row = (b_piece & 7) * 4;
+      const int b_unit = b_piece >> 3;
       const int b_at = k_0 + 8 + b_unit;
       const float *b_from = b_item + (min_(column_0 + b_row, n - 4) + b_at * b_k);
       copy_async_16(b_tile + (256 + b_unit * 32 + b_row), b_from, (b_at < k_end) ? 16 : 0);
@@ -118,8 +118,8 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
       #pragma unroll
       for (int turn = 0; turn < 1; ++turn) {
         const int a_piece = thread + turn * 32;
-        const int a_row = a_piece / 4;
-        const int a_unit = a_piece % 4 * 2;
+        const int a_row = a_piece >> 2;
+        const int a_unit = (a_piece & 3) * 2;
         const int a_at = k_0 + (step + 2) * 8 + a_unit;
         const float *a_from = a_item + (min_(row_0 + a_row, m - 1) * a_m + a_at);
         copy_async_4(a_tile + ((step + 2) % 3 * 64 + a_unit * 8 + a_row), a_from, (a_at < k_end) ? 4 : 0);
@@ -128,8 +128,8 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
       #pragma unroll
       for (int turn = 0; turn < 2; ++turn) {
         const int b_piece = thread + turn * 32;
-        const int b_row = b_piece % 8 * 4;
-        const int b_unit = b_piece / 8;
+        const int b_row = (b_piece & 7) * 4;
+        const int b_unit = b_piece >> 3;
         const int b_at = k_0 + (step + 2) * 8 + b_unit;
         const float *b_from = b_item + (min_(column_0 + b_row, n - 4) + b_at * b_k);
         copy_async_16(b_tile + ((step + 2) % 3 * 256 + b_unit * 32 + b_row), b_from, (b_at < k_end) ? 16 : 0);
@@ -160,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
   __align__(16) float c_out[4];
   #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int row = row_0 + i / 2 * 8 + cell_m * 2 + i % 2;
+    const int row = row_0 + (i >> 1) * 8 + cell_m * 2 + (i & 1);
     if (row < m) {
       #pragma unroll
       for (int g = 0; g < 1; ++g) {

@@ -38,8 +38,8 @@ void portmm_direct_f32_f32_f32_2x2x1_simt(
   float acc[4] __attribute__((aligned(16)));
   float a_part[2] __attribute__((aligned(16)));
   float b_part[2] __attribute__((aligned(16)));
-  const int down = (m + 3) / 4;
-  const int across = (n + 31) / 32;
+  const int down = (m + 3) >> 2;
+  const int across = (n + 31) >> 5;
   const int item = block / (down * across);
   const int tile = block % (down * across);
   const int first = tile / (across * 8) * 8;
@@ -48,8 +48,8 @@ void portmm_direct_f32_f32_f32_2x2x1_simt(
   const int column_0 = tile % (across * 8) / high * 32;
   __global const float *a_item = a + item * a_batch;
   __global const float *b_item = b + item * b_batch;
-  const int warp = thread / 16;
-  const int lane = thread % 16;
+  const int warp = thread >> 4;
+  const int lane = thread & 15;
   const int cell_m = warp;
   const int cell_n = lane;
   #pragma unroll
@@ -97,7 +97,7 @@ void portmm_direct_f32_f32_f32_2x2x1_simt(
   __global const float *x0 = x0_all;
   #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int row = row_0 + i / 2 * 4 + cell_m * 2 + i % 2;
+    const int row = row_0 + (i >> 1) * 4 + cell_m * 2 + (i & 1);
     if (row < m) {
       #pragma unroll
       for (int g = 0; g < 2; ++g) {

@@ -44,8 +44,8 @@ void portmm_simt_f32_f32_f32_2x4x1_simt(
   float b_part[4] __attribute__((aligned(16)));
   unsigned short a_next[2] __attribute__((aligned(16)));
   unsigned short b_next[8] __attribute__((aligned(16)));
-  const int down = (m + 7) / 8;
-  const int across = (n + 31) / 32;
+  const int down = (m + 7) >> 3;
+  const int across = (n + 31) >> 5;
   const int item = block / (down * across);
   const int tile = block % (down * across);
   const int first = tile / (across * 8) * 8;
@@ -54,20 +54,20 @@ void portmm_simt_f32_f32_f32_2x4x1_simt(
   const int column_0 = tile % (across * 8) / high * 32;
   __global const unsigned short *a_item = a + item * a_batch;
   __global const unsigned short *b_item = b + item * b_batch;
-  const int warp = thread / 16;
-  const int lane = thread % 16;
-  const int cell_m = warp / 2 * 4 + lane / 4;
-  const int cell_n = warp % 2 * 4 + lane % 4;
+  const int warp = thread >> 4;
+  const int lane = thread & 15;
+  const int cell_m = (warp >> 1) * 4 + (lane >> 2);
+  const int cell_n = (warp & 1) * 4 + (lane & 3);
   const int k_0 = 0;
   const int k_end = k;
-  const int steps = (k + 7) / 8;
+  const int steps = (k + 7) >> 3;
   #pragma unroll
   for (int i = 0; i < 8; ++i) acc[i] = 0;
   #pragma unroll
   for (int turn = 0; turn < 2; ++turn) {
     const int a_piece = thread + turn * 32;
-    const int a_row = a_piece / 8;
-    const int a_unit = a_piece % 8;
+    const int a_row = a_piece >> 3;
+    const int a_unit = a_piece & 7;
     const int a_at = k_0 + a_unit;
     __global const unsigned short *a_from = a_item + (min_(row_0 + a_row, m - 1) * a_m + a_at);
     if (a_at < k_end) {
@@ -79,8 +79,8 @@ void portmm_simt_f32_f32_f32_2x4x1_simt(
   #pragma unroll
   for (int turn = 0; turn < 2; ++turn) {
     const int b_piece = thread + turn * 32;
-    const int b_row = b_piece / 2;
-    const int b_unit = b_piece % 2 * 4;
+    const int b_row = b_piece >> 1;
+    const int b_unit = (b_piece & 1) * 4;
     const int b_at = k_0 + b_unit;
     __global const unsigned short *b_from = b_item + (min_(column_0 + b_row, n - 1) * b_n + b_at);
     if (b_at < k_end) {
@@ -95,19 +95,19 @@ void portmm_simt_f32_f32_f32_2x4x1_simt(
   #pragma unroll
   for (int turn = 0; turn < 2; ++turn) {
     const int a_piece = thread + turn * 32;
-    const int a_row = a_piece / 8;
-    const int a_unit = a_piece % 8;
+    const int a_row = a_piece >> 3;
+    const int a_unit = a_piece & 7;
     a_tile[a_unit * 8 + a_row] = f32_of_bf16(a_next[turn]);
   }
   #pragma unroll
   for (int turn = 0; turn < 2; ++turn) {
     const int b_piece = thread + turn * 32;
-    const int b_row = b_piece / 2;
-    const int b_unit = b_piece % 2 * 4;
-    b_tile[b_unit * 32 + (b_row ^ (b_unit / 4 % 2 * 16))] = f32_of_bf16(b_next[turn * 4]);
-    b_tile[(b_unit + 1) * 32 + (b_row ^ (b_unit / 4 % 2 * 16))] = f32_of_bf16(b_next[turn * 4 + 1]);
-    b_tile[(b_unit + 2) * 32 + (b_row ^ (b_unit / 4 % 2 * 16))] = f32_of_bf16(b_next[turn * 4 + 2]);
-    b_tile[(b_unit + 3) * 32 + (b_row ^ (b_unit / 4 % 2 * 16))] = f32_of_bf16(b_next[turn * 4 + 3]);
+    const int b_row = b_piece >> 1;
+    const int b_unit = (b_piece & 1) * 4;
+    b_tile[b_unit * 32 + (b_row ^ (((b_unit >> 2) & 1) * 16))] = f32_of_bf16(b_next[turn * 4]);
+    b_tile[(b_unit + 1) * 32 + (b_row ^ (((b_unit >> 2) & 1) * 16))] = f32_of_bf16(b_next[turn * 4 + 1]);
+    b_tile[(b_unit + 2) * 32 + (b_row ^ (((b_unit >> 2) & 1) * 16))] = f32_of_bf16(b_next[turn * 4 + 2]);
+    b_tile[(b_unit + 3) * 32 + (b_row ^ (((b_unit >> 2) & 1) * 16))] = f32_of_bf16(b_next[turn * 4 + 3]);
   }
   barrier(CLK_LOCAL_MEM_FENCE);
   for (int step = 0; step < steps; ++step) {
@@ -115,8 +115,8 @@ void portmm_simt_f32_f32_f32_2x4x1_simt(
       #pragma unroll
       for (int turn = 0; turn < 2; ++turn) {
         const int a_piece = thread + turn * 32;
-        const int a_row = a_piece / 8;
-        const int a_unit = a_piece % 8;
+        const int a_row = a_piece >> 3;
+        const int a_unit = a_piece & 7;
         const int a_at = k_0 + (step + 1) * 8 + a_unit;
         __global const unsigned short *a_from = a_item + (min_(row_0 + a_row, m - 1) * a_m + a_at);
         if (a_at < k_end) {
@@ -128,8 +128,8 @@ void portmm_simt_f32_f32_f32_2x4x1_simt(
       #pragma unroll
       for (int turn = 0; turn < 2; ++turn) {
         const int b_piece = thread + turn * 32;
-        const int b_row = b_piece / 2;
-        const int b_unit = b_piece % 2 * 4;
+        const int b_row = b_piece >> 1;
+        const int b_unit = (b_piece & 1) * 4;
         const int b_at = k_0 + (step + 1) * 8 + b_unit;
         __global const unsigned short *b_from = b_item + (min_(column_0 + b_row, n - 1) * b_n + b_at);
         if (b_at < k_end) {
@@ -142,7 +142,7 @@ void portmm_simt_f32_f32_f32_2x4x1_simt(
         }
       }
     }
-    const int stage = step % 2;
+    const int stage = step & 1;
     #pragma unroll
     for (int unit = 0; unit < 8; ++unit) {
       #pragma unroll
@@ -151,7 +151,7 @@ void portmm_simt_f32_f32_f32_2x4x1_simt(
       }
       #pragma unroll
       for (int g = 0; g < 1; ++g) {
-        *(uint4 *)(b_part + g * 4) = *(__local const uint4 *)(b_tile + (stage * 256 + unit * 32 + ((cell_n * 4 + g * 32) ^ (unit / 4 % 2 * 16))));
+        *(uint4 *)(b_part + g * 4) = *(__local const uint4 *)(b_tile + (stage * 256 + unit * 32 + ((cell_n * 4 + g * 32) ^ (((unit >> 2) & 1) * 16))));
       }
       #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -165,19 +165,19 @@ void portmm_simt_f32_f32_f32_2x4x1_simt(
       #pragma unroll
       for (int turn = 0; turn < 2; ++turn) {
         const int a_piece = thread + turn * 32;
-        const int a_row = a_piece / 8;
-        const int a_unit = a_piece % 8;
+        const int a_row = a_piece >> 3;
+        const int a_unit = a_piece & 7;
         a_tile[(1 - stage) * 64 + a_unit * 8 + a_row] = f32_of_bf16(a_next[turn]);
       }
       #pragma unroll
       for (int turn = 0; turn < 2; ++turn) {
         const int b_piece = thread + turn * 32;
-        const int b_row = b_piece / 2;
-        const int b_unit = b_piece % 2 * 4;
-        b_tile[(1 - stage) * 256 + b_unit * 32 + (b_row ^ (b_unit / 4 % 2 * 16))] = f32_of_bf16(b_next[turn * 4]);
-        b_tile[(1 - stage) * 256 + (b_unit + 1) * 32 + (b_row ^ (b_unit / 4 % 2 * 16))] = f32_of_bf16(b_next[turn * 4 + 1]);
-        b_tile[(1 - stage) * 256 + (b_unit + 2) * 32 + (b_row ^ (b_unit / 4 % 2 * 16))] = f32_of_bf16(b_next[turn * 4 + 2]);
-        b_tile[(1 - stage) * 256 + (b_unit + 3) * 32 + (b_row ^ (b_unit / 4 % 2 * 16))] = f32_of_bf16(b_next[turn * 4 + 3]);
+        const int b_row = b_piece >> 1;
+        const int b_unit = (b_piece & 1) * 4;
+        b_tile[(1 - stage) * 256 + b_unit * 32 + (b_row ^ (((b_unit >> 2) & 1) * 16))] = f32_of_bf16(b_next[turn * 4]);
+        b_tile[(1 - stage) * 256 + (b_unit + 1) * 32 + (b_row ^ (((b_unit >> 2) & 1) * 16))] = f32_of_bf16(b_next[turn * 4 + 1]);
+        b_tile[(1 - stage) * 256 + (b_unit + 2) * 32 + (b_row ^ (((b_unit >> 2) & 1) * 16))] = f32_of_bf16(b_next[turn * 4 + 2]);
+        b_tile[(1 - stage) * 256 + (b_unit + 3) * 32 + (b_row ^ (((b_unit >> 2) & 1) * 16))] = f32_of_bf16(b_next[turn * 4 + 3]);
       }
     }
     barrier(CLK_LOCAL_MEM_FENCE);
@@ -186,7 +186,7 @@ void portmm_simt_f32_f32_f32_2x4x1_simt(
   unsigned short c_out[2] __attribute__((aligned(16)));
   #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int row = row_0 + i / 2 * 8 + cell_m * 2 + i % 2;
+    const int row = row_0 + (i >> 1) * 8 + cell_m * 2 + (i & 1);
     if (row < m) {
       #pragma unroll
       for (int g = 0; g < 1; ++g) {

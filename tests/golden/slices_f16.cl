@@ -25,9 +25,9 @@ void portmm_slices_f32_f32_f32_2x4x1_simt(
   const int thread = (int)get_local_id(0);
   const int block = (int)get_group_id(0);
   const int slice = (int)get_group_id(1);
-  const int item = block / (m * ((n + 127) / 128));
-  const int row = block % (m * ((n + 127) / 128)) / ((n + 127) / 128);
-  const int column = block % ((n + 127) / 128) * 128 + thread;
+  const int item = block / (m * ((n + 127) >> 7));
+  const int row = block % (m * ((n + 127) >> 7)) / ((n + 127) >> 7);
+  const int column = block % ((n + 127) >> 7) * 128 + thread;
   if (column < n) {
     float sum[1] __attribute__((aligned(16)));
     sum[0] = *(work + (item * work_batch + row * n + column));

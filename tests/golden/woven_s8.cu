@@ -35,8 +35,8 @@ extern "C" __global__ void __launch_bounds__(32) portmm_simt_s32_s8_s8_2x4x4_sim
   __align__(16) signed char a_next[8];
   __align__(16) signed char b_next[32];
   __align__(16) int b_wide[4];
-  const int down = (m + 7) / 8;
-  const int across = (n + 31) / 32;
+  const int down = (m + 7) >> 3;
+  const int across = (n + 31) >> 5;
   const int item = block / (down * across);
   const int tile = block % (down * across);
   const int first = tile / (across * 8) * 8;
@@ -45,20 +45,20 @@ extern "C" __global__ void __launch_bounds__(32) portmm_simt_s32_s8_s8_2x4x4_sim
   const int column_0 = tile % (across * 8) / high * 32;
   const signed char *a_item = a + item * a_batch;
   const signed char *b_item = b + item * b_batch;
-  const int warp = thread / 16;
-  const int lane = thread % 16;
-  const int cell_m = warp / 2 * 4 + lane / 4;
-  const int cell_n = warp % 2 * 4 + lane % 4;
+  const int warp = thread >> 4;
+  const int lane = thread & 15;
+  const int cell_m = (warp >> 1) * 4 + (lane >> 2);
+  const int cell_n = (warp & 1) * 4 + (lane & 3);
   const int k_0 = 0;
   const int k_end = k;
-  const int steps = (k + 31) / 32;
+  const int steps = (k + 31) >> 5;
   #pragma unroll
   for (int i = 0; i < 8; ++i) acc[i] = 0;
   #pragma unroll
   for (int turn = 0; turn < 2; ++turn) {
     const int a_piece = thread + turn * 32;
-    const int a_row = a_piece / 8;
-    const int a_unit = a_piece % 8;
+    const int a_row = a_piece >> 3;
+    const int a_unit = a_piece & 7;
     const int a_at = k_0 + a_unit * 4;
     const signed char *a_from = a_item + (min_(row_0 + a_row, m - 1) * a_m + a_at);
     if (a_at < k_end) {
@@ -73,8 +73,8 @@ extern "C" __global__ void __launch_bounds__(32) portmm_simt_s32_s8_s8_2x4x4_sim
   #pragma unroll
   for (int turn = 0; turn < 2; ++turn) {
     const int b_piece = thread + turn * 32;
-    const int b_row = b_piece % 8 * 4;
-    const int b_unit = b_piece / 8;
+    const int b_row = (b_piece & 7) * 4;
+    const int b_unit = b_piece >> 3;
     const int b_at = k_0 + b_unit * 4;
     const signed char *b_from = b_item + (min_(column_0 + b_row, n - 4) + b_at * b_k);
     if (b_at < k_end) {
@@ -113,16 +113,16 @@ extern "C" __global__ void __launch_bounds__(32) portmm_simt_s32_s8_s8_2x4x4_sim
   #pragma unroll
   for (int turn = 0; turn < 2; ++turn) {
     const int a_piece = thread + turn * 32;
-    const int a_row = a_piece / 8;
-    const int a_unit = a_piece % 8;
+    const int a_row = a_piece >> 3;
+    const int a_unit = a_piece & 7;
     int *a_words = (int *)(a_next + turn * 4);
     a_tile[a_unit * 8 + a_row] = a_words[0];
   }
   #pragma unroll
   for (int turn = 0; turn < 2; ++turn) {
     const int b_piece = thread + turn * 32;
-    const int b_row = b_piece % 8 * 4;
-    const int b_unit = b_piece / 8;
+    const int b_row = (b_piece & 7) * 4;
+    const int b_unit = b_piece >> 3;
     int *b_words = (int *)(b_next + turn * 16);
     b_wide[0] = (int)(((unsigned)b_words[0] >> 0 & 255) << 0 | ((unsigned)b_words[1] >> 0 & 255) << 8 | ((unsigned)b_words[2] >> 0 & 255) << 16 | ((unsigned)b_words[3] >> 0 & 255) << 24);
     b_wide[1] = (int)(((unsigned)b_words[0] >> 8 & 255) << 0 | ((unsigned)b_words[1] >> 8 & 255) << 8 | ((unsigned)b_words[2] >> 8 & 255) << 16 | ((unsigned)b_words[3] >> 8 & 255) << 24);
@@ -136,8 +136,8 @@ extern "C" __global__ void __launch_bounds__(32) portmm_simt_s32_s8_s8_2x4x4_sim
       #pragma unroll
       for (int turn = 0; turn < 2; ++turn) {
         const int a_piece = thread + turn * 32;
-        const int a_row = a_piece / 8;
-        const int a_unit = a_piece % 8;
+        const int a_row = a_piece >> 3;
+        const int a_unit = a_piece & 7;
         const int a_at = k_0 + (step + 1) * 32 + a_unit * 4;
         const signed char *a_from = a_item + (min_(row_0 + a_row, m - 1) * a_m + a_at);
         if (a_at < k_end) {
@@ -152,8 +152,8 @@ extern "C" __global__ void __launch_bounds__(32) portmm_simt_s32_s8_s8_2x4x4_sim
       #pragma unroll
       for (int turn = 0; turn < 2; ++turn) {
         const int b_piece = thread + turn * 32;
-        const int b_row = b_piece % 8 * 4;
-        const int b_unit = b_piece / 8;
+        const int b_row = (b_piece & 7) * 4;
+        const int b_unit = b_piece >> 3;
         const int b_at = k_0 + (step + 1) * 32 + b_unit * 4;
         const signed char *b_from = b_item + (min_(column_0 + b_row, n - 4) + b_at * b_k);
         if (b_at < k_end) {
@@ -190,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(32) portmm_simt_s32_s8_s8_2x4x4_sim
         }
       }
     }
-    const int stage = step % 2;
+    const int stage = step & 1;
     #pragma unroll
     for (int unit = 0; unit < 8; ++unit) {
       #pragma unroll
@@ -213,16 +213,16 @@ extern "C" __global__ void __launch_bounds__(32) portmm_simt_s32_s8_s8_2x4x4_sim
       #pragma unroll
       for (int turn = 0; turn < 2; ++turn) {
         const int a_piece = thread + turn * 32;
-        const int a_row = a_piece / 8;
-        const int a_unit = a_piece % 8;
+        const int a_row = a_piece >> 3;
+        const int a_unit = a_piece & 7;
         int *a_words = (int *)(a_next + turn * 4);
         a_tile[(1 - stage) * 64 + a_unit * 8 + a_row] = a_words[0];
       }
       #pragma unroll
       for (int turn = 0; turn < 2; ++turn) {
         const int b_piece = thread + turn * 32;
-        const int b_row = b_piece % 8 * 4;
-        const int b_unit = b_piece / 8;
+        const int b_row = (b_piece & 7) * 4;
+        const int b_unit = b_piece >> 3;
         int *b_words = (int *)(b_next + turn * 16);
         b_wide[0] = (int)(((unsigned)b_words[0] >> 0 & 255) << 0 | ((unsigned)b_words[1] >> 0 & 255) << 8 | ((unsigned)b_words[2] >> 0 & 255) << 16 | ((unsigned)b_words[3] >> 0 & 255) << 24);
         b_wide[1] = (int)(((unsigned)b_words[0] >> 8 & 255) << 0 | ((unsigned)b_words[1] >> 8 & 255) << 8 | ((unsigned)b_words[2] >> 8 & 255) << 16 | ((unsigned)b_words[3] >> 8 & 255) << 24);
@@ -237,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(32) portmm_simt_s32_s8_s8_2x4x4_sim
   __align__(16) int c_out[4];
   #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int row = row_0 + i / 2 * 8 + cell_m * 2 + i % 2;
+    const int row = row_0 + (i >> 1) * 8 + cell_m * 2 + (i & 1);
     if (row < m) {
       #pragma unroll
       for (int g = 0; g < 1; ++g) {

@@ -32,6 +32,11 @@ struct Letter<float> {
   static constexpr char value = 'f';
 };
 
+template <>
+struct Letter<TensorMap> {
+  static constexpr char value = 'm';
+};
+
 template <class... A, int... I>
 void call_each(void (*kernel)(A...), void **arguments, Numbers<I...>) {
   kernel(*static_cast<A *>(arguments[I])...);

@@ -8,30 +8,34 @@
 
 namespace shim {
 
-inline void wait() {
-  self->state = State::waits;
+inline void wait(At at) {
+  self->state = State::waits, self->at = at;
   switch_to(self->context, scheduler);
 }
 
-using Work = void (*)(Lane (&lanes)[WARP]);
+using Work = void (*)(Lane *lanes);
 
-// Waits for all lanes of the warp; the last to come does the work for all.
-inline void collect(const char *what, int line, Work work, const void *in, void *out) {
-  Warp &warp = warps[size_t(self->number / WARP)];
-  self->what = what, self->line = line, self->in_barrier = false;
-  if (warp.lanes != WARP) die("%s on line %d: warp %d has %d lanes", what, line, self->number / WARP, warp.lanes);
-  if (warp.arrived == 0) warp.first = self;
-  const Thread &first = *warp.first;
+// Waits for all threads of a team; the last to come does the work for all.
+inline void collect(const char *what, int line, Team &team, const char *word, Work work, const void *in, void *out) {
+  const int number = self->number / team.size;
+  self->what = what, self->line = line, self->team = &team;
+  if (team.lanes != team.size) die("%s on line %d: %s %d has %d lanes", what, line, word, number, team.lanes);
+  if (team.arrived == 0) team.first = self;
+  const Thread &first = *team.first;
   if (first.line != line || strcmp(first.what, what) != 0)
-    die("lanes of a warp are at different calls: thread %d at %s on line %d, thread %d at %s on line %d", first.number,
-        first.what, first.line, self->number, what, line);
-  warp.lane[self->number % WARP] = {in, out};
-  if (++warp.arrived < WARP) return wait();
-  warp.arrived = 0;
-  work(warp.lane);
+    die("lanes of a %s are at different calls: thread %d at %s on line %d, thread %d at %s on line %d", word,
+        first.number, first.what, first.line, self->number, what, line);
+  team.lane[self->number % team.size] = {in, out};
+  if (++team.arrived < team.size) return wait(At::team);
+  team.arrived = 0;
+  work(team.lane);
   self->line = 0;
-  Thread *const lanes = &threads[size_t(self->number / WARP * WARP)];
-  for (int i = 0; i < WARP; i++) lanes[i].state = State::ready;
+  Thread *const lanes = &self->block->threads[size_t(number * team.size)];
+  for (int i = 0; i < team.size; i++) lanes[i].state = State::ready;
+}
+
+inline void collect(const char *what, int line, Work work, const void *in, void *out) {
+  collect(what, line, self->block->warps[size_t(self->number / WARP)], "warp", work, in, out);
 }
 
 template <class T>
@@ -44,7 +48,7 @@ template <class T>
 T shuffle(const char *what, int line, T value, int from) {
   const Shuffled<T> mine = {value, from};
   T result;
-  const Work work = [](Lane(&lanes)[WARP]) {
+  const Work work = [](Lane *lanes) {
     const auto of = [&](int i) { return static_cast<const Shuffled<T> *>(lanes[i].in); };
     for (int i = 0; i < WARP; i++) *static_cast<T *>(lanes[i].out) = of(of(i)->from)->value;
   };
@@ -62,14 +66,14 @@ inline int checked(const char *what, int line, int step) {
 }  // namespace shim
 
 void __syncthreads(int line) {
-  shim::self->what = "__syncthreads", shim::self->line = line, shim::self->in_barrier = true;
-  shim::wait();
+  shim::self->what = "__syncthreads", shim::self->line = line;
+  shim::wait(shim::At::block);
 }
 
 void __syncwarp(unsigned mask, int line) {
   if (mask != 0xffffffffu) shim::die("__syncwarp on line %d: the mask %#x leaves lanes out", line, mask);
   shim::collect(
-      "__syncwarp", line, [](shim::Lane(&)[shim::WARP]) { shim::order_warp(shim::self->number / shim::WARP); }, nullptr,
+      "__syncwarp", line, [](shim::Lane *) { shim::order_warp(); }, nullptr,
       nullptr);
 }
 

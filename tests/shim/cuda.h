@@ -10,6 +10,8 @@
 #define __host__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)  // a launch says how large clusters are
+#define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
 // In a section of their own, so that the run time finds all of them; `used`, because it also writes them.
 #define __shared__ static __attribute__((used, section("shim_shared")))
@@ -37,11 +39,12 @@ SHIM_LONG_VECTORS(long, long)
 SHIM_LONG_VECTORS(ulong, unsigned long)
 SHIM_LONG_VECTORS(double, double)
 #undef SHIM_LONG_VECTORS
+struct __align__(64) TensorMap { unsigned long words[16]; };
 static_assert(sizeof(long) == 8, "a long of CUDA on Linux has 64 bits");
 
 // Constants for a thread: the run time sets them each time that it goes on with another.
 extern "C" const uint3 threadIdx, blockIdx, blockDim, gridDim;
-extern "C" unsigned char shim_dynamic[];
+extern "C" unsigned char *shim_dynamic;  // of the block that runs
 
 // -- functions of the device -----------------------------------------------------
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }

@@ -41,7 +41,8 @@ void copy_async_wait_7();
   of(m16n8k32_u8s8, 16, 4, U8, S8, int)            \
   of(m8n8k16_s8s8, 8, 1, S8, S8, int)              \
   of(m8n8k16_u8s8, 8, 1, U8, S8, int)
-#define SHIM_DECLARE(name, m, registers, A, B, D) void mma_##name(D *d, const unsigned *a, const unsigned *b, SHIM_LINE);
+#define SHIM_DECLARE(name, m, registers, A, B, D) \
+  void mma_##name(D *d, const unsigned *a, const unsigned *b, SHIM_LINE);
 SHIM_FRAGMENTS(SHIM_DECLARE)
 #undef SHIM_DECLARE
 
@@ -53,3 +54,31 @@ SHIM_FRAGMENTS(SHIM_DECLARE)
   void stmatrix_##suffix(void *row, const unsigned *from, SHIM_LINE);
 SHIM_MATRICES(SHIM_DECLARE)
 #undef SHIM_DECLARE
+
+// -- barriers ---------------------------------------------------------------------------------
+void mbarrier_init(unsigned long *bar, int count, SHIM_LINE);
+void mbarrier_init_fence();
+void mbarrier_expect(unsigned long *bar, int bytes, SHIM_LINE);
+void mbarrier_arrive(unsigned long *bar, SHIM_LINE);
+void mbarrier_arrive_at(unsigned long *bar, int rank, SHIM_LINE);
+void mbarrier_wait(unsigned long *bar, int parity, SHIM_LINE);
+void fence_async_shared();
+void block_barrier_sync(int id, int threads, SHIM_LINE);
+void block_barrier_arrive(int id, int threads, SHIM_LINE);
+int cluster_rank();
+void cluster_sync(SHIM_LINE);
+int atomic_ticket(int *counter, SHIM_LINE);
+void memory_fence();
+
+// -- boxes of tensors -----------------------------------------------------------------------------
+struct TensorMap;
+void tma_load(void *to, const TensorMap *map, unsigned long *bar, int x, int y, int z, SHIM_LINE);
+void tma_load_multicast(void *to, const TensorMap *map, unsigned long *bar, int x, int y, int z, int mask, SHIM_LINE);
+void tma_store(const TensorMap *map, const void *from, int x, int y, int z, SHIM_LINE);
+void tma_store_commit();
+void tma_store_read_0();
+void tma_store_read_1();
+void tma_store_wait_0();
+void tma_prefetch(const TensorMap *map, SHIM_LINE);
+
+#include "products.h"

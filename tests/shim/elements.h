@@ -14,47 +14,35 @@ inline T loaded(const void *p) {
   return x;
 }
 
-// A float product is summed in double and rounded once; a sum of integers wraps.
-struct Float {
-  using Sum = double;
-};
-struct Integer {
-  using Sum = unsigned;
+// How an element is read: a float as a number, so that products are summed in double and rounded once, an
+// integer so that its sums wrap.
+struct Element {
+  int bytes;
+  double (*real)(const void *);
+  unsigned (*whole)(const void *);
 };
 
-struct Bf16 : Float {
-  static constexpr int bytes = 2;
-  static float value(const void *p) { return float_of(unsigned(loaded<unsigned short>(p)) << 16); }
-};
-struct F16 : Float {
-  static constexpr int bytes = 2;
-  static float value(const void *p) { return of_f16(loaded<unsigned short>(p)); }
-};
+template <class Sum>
+Sum value_of(const Element &element, const void *p) {
+  if constexpr (sizeof(Sum) == 8) return element.real(p);
+  else return element.whole(p);
+}
+
+constexpr Element Bf16 = {
+    2, [](const void *p) -> double { return float_of(unsigned(loaded<unsigned short>(p)) << 16); }, nullptr};
+constexpr Element F16 = {2, [](const void *p) -> double { return of_f16(loaded<unsigned short>(p)); }, nullptr};
 // The hardware looks at no bit that tf32 lacks.
-struct Tf32 : Float {
-  static constexpr int bytes = 4;
-  static float value(const void *p) { return float_of(loaded<unsigned>(p) & ~0x1fffu); }
-};
-struct E4m3 : Float {
-  static constexpr int bytes = 1;
-  static float value(const void *p) { return of_e4m3(loaded<unsigned char>(p)); }
-};
-struct E5m2 : Float {
-  static constexpr int bytes = 1;
-  static float value(const void *p) { return of_e5m2(loaded<unsigned char>(p)); }
-};
-struct S8 : Integer {
-  static constexpr int bytes = 1;
-  static unsigned value(const void *p) { return unsigned(int(loaded<signed char>(p))); }
-};
-struct U8 : Integer {
-  static constexpr int bytes = 1;
-  static unsigned value(const void *p) { return loaded<unsigned char>(p); }
-};
+constexpr Element Tf32 = {
+    4, [](const void *p) -> double { return float_of(loaded<unsigned>(p) & ~0x1fffu); }, nullptr};
+constexpr Element E4m3 = {1, [](const void *p) -> double { return of_e4m3(loaded<unsigned char>(p)); }, nullptr};
+constexpr Element E5m2 = {1, [](const void *p) -> double { return of_e5m2(loaded<unsigned char>(p)); }, nullptr};
+constexpr Element S8 = {1, nullptr, [](const void *p) { return unsigned(int(loaded<signed char>(p))); }};
+constexpr Element U8 = {1, nullptr, [](const void *p) { return unsigned(loaded<unsigned char>(p)); }};
 
 // D += A B of m x n x k elements, where a[m][k] and b[k][n] are stored in rows. `keep`: D counts at all.
 template <class Sum, class D>
-inline void add_product(D *d, const Sum *a, const Sum *b, int m, int n, int k, bool keep = true) {
+__attribute__((optimize("O3"))) void add_product(D *d, const Sum *a, const Sum *b, int m, int n, int k,
+                                                 bool keep = true) {
   constexpr int MOST = 256;
   Sum sums[MOST];
   for (int i = 0; i < m; i++) {

@@ -14,6 +14,8 @@
 namespace shim {
 
 struct Fragments {
+  int rows, registers;  // of D; of A
+  const Element *of_a, *of_b;
   void *d;
   const unsigned *a, *b;
 };
@@ -23,97 +25,97 @@ inline void check_registers(const char *what, int line, const void *p) {
   if (cell_of(p, 4, nullptr) != NOT_SHARED) die("%s on line %d: takes registers, not shared memory", what, line);
 }
 
-template <int ROWS, int REGISTERS, class A, class B, class D>
-void multiply(Lane (&lanes)[WARP]) {
-  using Sum = typename A::Sum;
-  constexpr int E = 4 / A::bytes, COLUMNS = 8, K = 4 * E * REGISTERS / (ROWS / 8);
-  Sum a[ROWS * K], b[K * COLUMNS];
-  D d[ROWS * COLUMNS];
+template <class Sum, class D>
+void multiply(Lane *lanes) {
   const auto of = [&](int lane) { return *static_cast<const Fragments *>(lanes[lane].in); };
+  const int rows = of(0).rows, registers = of(0).registers, columns = 8;
+  const int per = 4 / of(0).of_a->bytes, depth = 4 * per * registers / (rows / 8);
+  Sum a[16 * 32], b[32 * 8];
+  D d[16 * 8];
   const auto each_of_d = [&](auto visit) {
     for (int lane = 0; lane < WARP; lane++)
-      for (int r = 0; r < ROWS / 4; r++)
-        visit(static_cast<D *>(of(lane).d)[r], d[(lane / 4 + 8 * (r / 2)) * COLUMNS + 2 * (lane % 4) + r % 2]);
+      for (int r = 0; r < rows / 4; r++)
+        visit(static_cast<D *>(of(lane).d)[r], d[(lane / 4 + 8 * (r / 2)) * columns + 2 * (lane % 4) + r % 2]);
   };
   for (int lane = 0; lane < WARP; lane++) {
     const int g = lane / 4, t = lane % 4;
     const Fragments mine = of(lane);
-    for (int r = 0; r < REGISTERS; r++) {
-      const int row = ROWS == 8 ? g : g + 8 * (r % 2), chunk = ROWS == 8 ? r : r / 2;
-      for (int e = 0; e < E; e++)
-        a[row * K + chunk * 4 * E + t * E + e] = A::value(reinterpret_cast<const char *>(mine.a + r) + e * A::bytes);
+    const auto value = [&](const Element &element, const unsigned *from, int e) {
+      return value_of<Sum>(element, reinterpret_cast<const char *>(from) + e * element.bytes);
+    };
+    for (int r = 0; r < registers; r++) {
+      const int row = rows == 8 ? g : g + 8 * (r % 2), chunk = rows == 8 ? r : r / 2;
+      for (int e = 0; e < per; e++) a[row * depth + chunk * 4 * per + t * per + e] = value(*mine.of_a, mine.a + r, e);
     }
-    for (int r = 0; r < K / (4 * E); r++)
-      for (int e = 0; e < E; e++)
-        b[(r * 4 * E + t * E + e) * COLUMNS + g] = B::value(reinterpret_cast<const char *>(mine.b + r) + e * B::bytes);
+    for (int r = 0; r < depth / (4 * per); r++)
+      for (int e = 0; e < per; e++) b[(r * 4 * per + t * per + e) * columns + g] = value(*mine.of_b, mine.b + r, e);
   }
   each_of_d([](const D &held, D &placed) { placed = held; });
-  add_product(d, a, b, ROWS, COLUMNS, K);
+  add_product(d, a, b, rows, columns, depth);
   each_of_d([](D &held, const D &placed) { held = placed; });
 }
 
-template <int ROWS, int REGISTERS, class A, class B, class D>
-void mma(const char *what, int line, D *d, const unsigned *a, const unsigned *b) {
-  const Fragments mine = {d, a, b};
-  check_registers(what, line, d), check_registers(what, line, a), check_registers(what, line, b);
-  collect(what, line, multiply<ROWS, REGISTERS, A, B, D>, &mine, nullptr);
+inline void mma(const char *what, int line, const Fragments &mine) {
+  check_registers(what, line, mine.d), check_registers(what, line, mine.a), check_registers(what, line, mine.b);
+  collect(what, line, mine.of_a->whole ? multiply<unsigned, int> : multiply<double, float>, &mine, nullptr);
 }
 
 // A row of 16 bytes of shared memory and the registers of one lane.
 struct Row {
   void *row;
   unsigned *registers;
+  int count;
+  bool transposed, store;
 };
 
 // Lane 8 i + j gives row j of matrix i. Element (r, c) is in register i of lane 4 r + c / 2, in half c % 2;
 // with .trans rows and columns change places.
-template <int COUNT, bool TRANSPOSED, bool STORE>
-void move_matrices(Lane (&lanes)[WARP]) {
+inline void move_matrices(Lane *lanes) {
   const auto of = [&](int lane) { return *static_cast<const Row *>(lanes[lane].in); };
+  const Row first = of(0);
   Thread *const warp = self - self->number % WARP, *const last = self;
-  for (int from = 0; from < 8 * COUNT; from++) {
+  for (int from = 0; from < 8 * first.count; from++) {
     const int i = from / 8;
     unsigned char *const row = static_cast<unsigned char *>(of(from).row);
     self = warp + from;
-    if (STORE) on_write(row, 16, nullptr);
+    if (first.store) on_write(row, 16, nullptr);
     else on_read(row, 16, nullptr);
     for (int x = 0; x < 8; x++) {
-      const int r = TRANSPOSED ? x : from % 8, c = TRANSPOSED ? from % 8 : x;
+      const int r = first.transposed ? x : from % 8, c = first.transposed ? from % 8 : x;
       unsigned char *const half = reinterpret_cast<unsigned char *>(of(4 * r + c / 2).registers + i) + 2 * (c % 2);
-      if (STORE) memcpy(row + 2 * x, half, 2);
+      if (first.store) memcpy(row + 2 * x, half, 2);
       else memcpy(half, row + 2 * x, 2);
     }
   }
   self = last;
 }
 
-template <int COUNT, bool TRANSPOSED, bool STORE>
-void matrices(const char *what, int line, void *row, unsigned *registers) {
+inline void matrices(const char *what, int line, const Row &mine) {
   self->line = line;
-  check_registers(what, line, registers);
-  if (self->number % WARP < 8 * COUNT) {
-    if (reinterpret_cast<uintptr_t>(row) % 16) die("%s on line %d: the address of a row is misaligned", what, line);
-    if (cell_of(row, 16, nullptr) == NOT_SHARED) die("%s on line %d: a row is not in shared memory", what, line);
+  check_registers(what, line, mine.registers);
+  if (self->number % WARP < 8 * mine.count) {
+    if (reinterpret_cast<uintptr_t>(mine.row) % 16)
+      die("%s on line %d: the address of a row is misaligned", what, line);
+    if (cell_of(mine.row, 16, nullptr) == NOT_SHARED) die("%s on line %d: a row is not in shared memory", what, line);
   }
-  const Row mine = {row, registers};
-  collect(what, line, move_matrices<COUNT, TRANSPOSED, STORE>, &mine, nullptr);
+  collect(what, line, move_matrices, &mine, nullptr);
 }
 
 }  // namespace shim
 
-#define SHIM_DEFINE(name, rows, registers, A, B, D)                                       \
-  void mma_##name(D *d, const unsigned *a, const unsigned *b, int line) {                 \
-    shim::mma<rows, registers, shim::A, shim::B, D>("mma_" #name, line, d, a, b);         \
+#define SHIM_DEFINE(name, rows, registers, A, B, D)                                                  \
+  void mma_##name(D *d, const unsigned *a, const unsigned *b, int line) {                            \
+    shim::mma("mma_" #name, line, {rows, registers, &shim::A, &shim::B, d, a, b});                   \
   }
 SHIM_FRAGMENTS(SHIM_DEFINE)
 #undef SHIM_DEFINE
 
 #define SHIM_DEFINE(suffix, count, transposed)                                                                  \
   void ldmatrix_##suffix(unsigned *to, const void *row, int line) {                                             \
-    shim::matrices<count, transposed, false>("ldmatrix_" #suffix, line, const_cast<void *>(row), to);           \
+    shim::matrices("ldmatrix_" #suffix, line, {const_cast<void *>(row), to, count, transposed, false});         \
   }                                                                                                             \
   void stmatrix_##suffix(void *row, const unsigned *from, int line) {                                           \
-    shim::matrices<count, transposed, true>("stmatrix_" #suffix, line, row, const_cast<unsigned *>(from));      \
+    shim::matrices("stmatrix_" #suffix, line, {row, const_cast<unsigned *>(from), count, transposed, true});    \
   }
 SHIM_MATRICES(SHIM_DEFINE)
 #undef SHIM_DEFINE

@@ -1,0 +1,252 @@
+"""cublasLt's own search: the fastest algorithm that it finds for a product.
+
+    lt = cublaslt.open_library()
+    product = lt.product(("bf16", "bf16", "bf16"), (m, n, k), by_columns=True)
+    found = product.search(sets, seconds, workspace)       # each of `sets`: addresses of A, B and C
+    product.run(found[0].algorithm, *sets[0], workspace, stream)
+
+Written from cuBLAS's documentation, by ctypes on the library that PyTorch brings. cublasLt takes matrices by columns:
+C^T = B^T A^T of matrices by rows, so that its first operand is B. All functions return a status, 0 of success.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+WORKSPACE = 64 << 20
+"""Bytes of memory that an algorithm may take; NVIDIA advises 32 MB on Hopper."""
+ASKED = 64
+"""Algorithms that are asked for; the library has fewer for most products."""
+LIMIT = 4.0
+"""Seconds of a search."""
+NEAR = 1.3
+"""Of the fastest at first sight: slower ones are not timed again."""
+
+# cudaDataType_t, of library_types.h.
+TYPES = {"f32": 0, "f16": 2, "s8": 3, "s32": 10, "bf16": 14, "e4m3": 28, "e5m2": 29}
+# cublasComputeType_t.
+COMPUTE_F32, COMPUTE_TF32, COMPUTE_S32 = 68, 77, 72
+# Attributes of cublasLtMatmulDesc_t and cublasLtMatmulPreference_t.
+TRANSPOSE_A, TRANSPOSE_B, MAX_WORKSPACE = 3, 4, 1
+PLAIN, TRANSPOSED = 0, 1
+
+_pointer, _size, _long, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64, ctypes.c_int
+
+
+class LtError(RuntimeError):
+    """A call of the library failed, or it cannot be loaded."""
+
+
+class Algorithm(ctypes.Structure):
+    """cublasLtMatmulAlgo_t, which only the library reads."""
+
+    _fields_ = (("data", ctypes.c_uint64 * 8),)
+
+
+class Heuristic(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (
+        ("algorithm", Algorithm), ("workspace", _size), ("state", _int), ("waves", ctypes.c_float),
+        ("reserved", _int * 4),
+    )  # fmt: skip
+
+
+_SIGNATURES = {
+    "cublasLtCreate": (_pointer,),
+    "cublasLtMatmulDescCreate": (_pointer, _int, _int),
+    "cublasLtMatmulDescSetAttribute": (_pointer, _int, _pointer, _size),
+    "cublasLtMatmulDescDestroy": (_pointer,),
+    "cublasLtMatrixLayoutCreate": (_pointer, _int, ctypes.c_uint64, ctypes.c_uint64, _long),
+    "cublasLtMatrixLayoutDestroy": (_pointer,),
+    "cublasLtMatmulPreferenceCreate": (_pointer,),
+    "cublasLtMatmulPreferenceSetAttribute": (_pointer, _int, _pointer, _size),
+    "cublasLtMatmulPreferenceDestroy": (_pointer,),
+    "cublasLtMatmulAlgoGetHeuristic": (*(_pointer,) * 7, _int, _pointer, _pointer),
+    "cublasLtMatmul": (*(_pointer,) * 14, _size, _pointer),
+}
+
+
+def find():
+    """Files that may be the library, the likeliest first."""
+    found = ["libcublasLt.so.13", "libcublasLt.so.12"]  # one that PyTorch has loaded is found by its name
+    try:
+        import nvidia
+
+        for root in nvidia.__path__:
+            found += sorted(map(str, Path(root).glob("*/lib/libcublasLt.so.*")), reverse=True)
+    except ImportError:
+        pass
+    return [*found, "/usr/local/cuda/lib64/libcublasLt.so"]
+
+
+def open_library(library=None):
+    """The library with a handle, or one that a test gives.
+
+    Raises:
+        LtError: there is none.
+    """
+    said = []
+    for name in [] if library else find():
+        try:
+            library = ctypes.CDLL(name)
+            break
+        except OSError as error:
+            said.append(str(error))
+    if library is None:
+        raise LtError(f"no libcublasLt: {said[0]}")
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, _int
+    handle = _pointer()
+    _check("cublasLtCreate", library.cublasLtCreate(ctypes.byref(handle)))
+    try:
+        library.cublasLtGetVersion.restype = _size
+        version = int(library.cublasLtGetVersion())
+    except AttributeError:
+        version = 0
+    return Lt(library, handle, version)
+
+
+def _check(name, status):
+    if status:
+        raise LtError(f"{name} returned status {status}")
+
+
+@dataclass(frozen=True)
+class Lt:
+    """The library and its handle."""
+
+    library: object
+    handle: object
+    version: int
+
+    def call(self, name, *arguments):
+        """Call a function.
+
+        Raises:
+            LtError: it failed.
+        """
+        _check(name, getattr(self.library, name)(*arguments))
+
+    def product(self, types, size, *, by_columns, tf32=False):
+        """A product of types of A, B and C and of a size m, n, k, of matrices by rows, or of B by columns.
+
+        Raises:
+            LtError: the library does not take it.
+        """
+        (a, b, c), (m, n, k) = types, size
+        integers = c == "s32"
+        compute = COMPUTE_S32 if integers else COMPUTE_TF32 if tf32 else COMPUTE_F32
+        number = _int if integers else ctypes.c_float
+        made = Product(self, (m, n, k), number(1), number(0))
+        made.create("operation", "MatmulDesc", compute, TYPES["s32" if integers else "f32"])
+        for attribute, value in ((TRANSPOSE_A, TRANSPOSED if by_columns else PLAIN), (TRANSPOSE_B, PLAIN)):
+            word = ctypes.c_int32(value)
+            size = ctypes.sizeof(word)
+            self.call("cublasLtMatmulDescSetAttribute", made.operation, attribute, ctypes.byref(word), size)
+        # Rows, columns and the leading dimension of what lies in memory, seen by columns.
+        made.create("first", "MatrixLayout", TYPES[b], *((k, n, k) if by_columns else (n, k, n)))
+        made.create("second", "MatrixLayout", TYPES[a], k, m, k)
+        made.create("result", "MatrixLayout", TYPES[c], n, m, n)
+        return made
+
+
+@dataclass(frozen=True)
+class Found:
+    """An algorithm, and seconds of a product by it."""
+
+    algorithm: Algorithm
+    seconds: float
+    workspace: int
+
+
+class Product:
+    """A product that the library is asked for."""
+
+    def __init__(self, lt, size, one, zero):
+        self.lt, self.size, self.one, self.zero, self.made = lt, size, one, zero, []
+        self.operation = self.first = self.second = self.result = None
+
+    def create(self, name, kind, *given):
+        made = _pointer()
+        self.lt.call(f"cublasLt{kind}Create", ctypes.byref(made), *given)
+        self.made.append((kind, made))
+        setattr(self, name, made)
+
+    def close(self):
+        """Free what the library holds."""
+        while self.made:
+            kind, made = self.made.pop()
+            self.lt.call(f"cublasLt{kind}Destroy", made)
+
+    def algorithms(self, asked=ASKED, workspace=WORKSPACE):
+        """What its heuristic proposes, best first by its own guess.
+
+        Raises:
+            LtError: there is none.
+        """
+        preference, count = _pointer(), _int()
+        self.lt.call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
+        try:
+            limit = ctypes.c_uint64(workspace)
+            self.lt.call(
+                "cublasLtMatmulPreferenceSetAttribute", preference, MAX_WORKSPACE, ctypes.byref(limit),
+                ctypes.sizeof(limit),
+            )  # fmt: skip
+            found = (Heuristic * asked)()
+            self.lt.call(
+                "cublasLtMatmulAlgoGetHeuristic", self.lt.handle, self.operation, self.first, self.second, self.result,
+                self.result, preference, asked, found, ctypes.byref(count),
+            )  # fmt: skip
+        finally:
+            self.lt.call("cublasLtMatmulPreferenceDestroy", preference)
+        return [x for x in found[: count.value] if x.state == 0]
+
+    def run(self, algorithm, a, b, c, workspace, stream):  # noqa: PLR0917 - addresses
+        """Put the product into a stream: `workspace` is an address and a number of bytes.
+
+        Raises:
+            LtError: the library refuses.
+        """
+        place, size = workspace
+        self.lt.call(
+            "cublasLtMatmul", self.lt.handle, self.operation, ctypes.byref(self.one), b, self.first, a, self.second,
+            ctypes.byref(self.zero), c, self.result, c, self.result, ctypes.byref(algorithm), place, size, stream,
+        )  # fmt: skip
+
+    def search(self, sets, seconds, workspace, stream, *, asked=ASKED, limit=LIMIT):
+        """Algorithms that work, the fastest first: all are timed once, those near the fastest again.
+
+        Args:
+            sets: addresses of A, B and C of each rotation.
+            seconds: of calls, each: `seconds(calls)` gives what one takes.
+            workspace: an address and a number of bytes.
+            stream: where calls are put.
+            asked: how many algorithms, at most.
+            limit: seconds after which no further algorithm is tried.
+        """
+        began = time.monotonic()
+
+        def taken(x, turns):
+            places = [sets[turn % len(sets)] for turn in range(turns)]
+            return seconds([partial(self.run, x.algorithm, *place, workspace, stream) for place in places])
+
+        found = []
+        for x in self.algorithms(asked, workspace[1]):
+            if found and time.monotonic() - began > limit:
+                break
+            try:
+                taken(x, 1)
+                found.append(Found(x.algorithm, taken(x, 2), x.workspace))
+            except LtError:
+                continue  # proposed, and yet refused
+        if not found:
+            raise LtError("no algorithm that it proposes runs")
+        least = min(x.seconds for x in found)
+        near = [x for x in found if x.seconds <= NEAR * least]
+        return sorted((Found(x.algorithm, taken(x, 10), x.workspace) for x in near), key=lambda x: x.seconds)

@@ -1,0 +1,199 @@
+"""What portmm is measured beside on a device: PyTorch, cublasLt's best algorithm, CLBlast.
+
+A method for each family of cases gives callables of one rotation's operands, by name, and says why others are missing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import partial
+
+import cublaslt
+import numpy as np
+
+
+class TorchPeers:
+    """PyTorch's own calls, and cublasLt's search."""
+
+    def __init__(self, on, library=None):
+        self.on, self.torch = on, on.torch
+        self.missing, self.notes = {}, {}
+        self.lt, self.memory, self.compiles = None, None, True
+        try:
+            self.lt = cublaslt.open_library(library)
+            self.memory = on.empty((cublaslt.WORKSPACE,), "u8")
+        except cublaslt.LtError as error:
+            self.unavailable = str(error)
+
+    def versions(self):
+        """Of what takes part."""
+        found = {"torch": str(self.torch.__version__), "cuda": str(self.torch.version.cuda)}
+        return found | ({"cublaslt": self.lt.version} if self.lt else {"cublaslt": self.unavailable})
+
+    def dense(self, case, sets):
+        """A product as it is, its result of the operands' type, or bf16 of fp8, or s32."""
+        torch, found = self.torch, {}
+        if case.dtype in ("e4m3", "e5m2"):
+            one = self.on.array(np.ones(()), "f32")
+            found["torch"] = lambda x: torch._scaled_mm(x[0], x[1], one, one, out_dtype=torch.bfloat16)  # noqa: SLF001
+        elif case.dtype != "s8":
+            found["torch"] = lambda x: torch.matmul(x[0], x[1])
+        elif case.m > 16:
+            found["torch"] = lambda x: torch._int_mm(x[0], x[1])  # noqa: SLF001
+        else:
+            self.missing["torch"] = "torch._int_mm takes more than 16 rows"
+        return found | self.searched(case, sets)
+
+    def searched(self, case, sets, *, tf32=False):
+        """The fastest algorithm that cublasLt's search finds."""
+        if self.lt is None:
+            self.missing["cublaslt"] = self.unavailable
+            return {}
+        on, result = self.on, {"s8": "s32", "e4m3": "bf16", "e5m2": "bf16"}.get(case.dtype, case.dtype)
+        c = on.empty((case.m, case.n), result)
+        place = (on.pointer(self.memory), cublaslt.WORKSPACE)
+        try:
+            types, size = (case.dtype, case.dtype, result), (case.m, case.n, case.k)
+            product = self.lt.product(types, size, by_columns=case.b == "col", tf32=tf32)
+            places = [(on.pointer(a), on.pointer(b), on.pointer(c)) for a, b, *_ in sets]
+            ranked = product.search(places, on.seconds, place, on.stream())
+        except cublaslt.LtError as error:
+            self.missing["cublaslt"] = str(error)
+            return {}
+        best = ranked[0]
+        self.notes["cublaslt"] = {"near": len(ranked), "workspace": best.workspace, "seconds": best.seconds}
+
+        def run(x):
+            product.run(best.algorithm, on.pointer(x[0]), on.pointer(x[1]), on.pointer(c), place, on.stream())
+            return c
+
+        return {"cublaslt": run}
+
+    def tf32(self, case, sets):
+        """Products of float32 as tf32."""
+        flags = self.torch.backends.cuda.matmul
+
+        def product(x):
+            flags.allow_tf32 = True
+            try:
+                return self.torch.matmul(x[0], x[1])
+            finally:
+                flags.allow_tf32 = False
+
+        return {"torch": product} | self.searched(case, sets, tf32=True)
+
+    def int8(self, case, sets):
+        """Sums in int32, and one kernel more that multiplies them by scales of rows and columns."""
+        wide, narrow = self.torch.float32, self.torch.bfloat16
+        scale = self.compiled(
+            lambda sums, rows, columns: (sums.to(wide) * rows[:, None] * columns).to(narrow),
+            lambda: (self.on.empty((case.m, case.n), "s32"), sets[0][2], sets[0][3]),
+        )
+        return {name: lambda x, call=call: scale(call(x), x[2], x[3]) for name, call in self.dense(case, sets).items()}
+
+    def epilogue(self, case, sets):
+        """A product, and one kernel more that adds and takes GELU."""
+        gelu = self.torch.nn.functional.gelu
+        end = self.compiled(
+            lambda c, d, e: gelu(c + d + e, approximate="tanh"),
+            lambda: (self.on.random((case.m, case.n), case.dtype, 1), sets[0][2], sets[0][3]),
+        )
+        return {name: lambda x, call=call: end(call(x), x[2], x[3]) for name, call in self.dense(case, sets).items()}
+
+    def compiled(self, function, operands):
+        """A function as one kernel, or as PyTorch's own where its compiler does not work."""
+        if self.compiles:
+            try:
+                made = self.torch.compile(function, dynamic=False)
+                made(*operands())
+            except Exception as error:  # noqa: BLE001 - whatever a compiler of another project raises
+                self.compiles = False
+                self.notes["torch.compile"] = f"{type(error).__name__}: {str(error)[:200]}"
+            else:
+                return made
+        self.notes["elementwise"] = "eager"
+        return function
+
+    def codes(self, case, sets):
+        """The product with the weight in bf16."""
+        return self.dense(case, sets)
+
+    def attention(self, case, sets):
+        """PyTorch's, by FlashAttention and by cuDNN."""
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        call = self.torch.nn.functional.scaled_dot_product_attention
+        found = {}
+
+        def attend(backend, x):
+            with sdpa_kernel(backend):
+                return call(*x, is_causal="causal" in case.more)
+
+        for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
+            try:
+                attend(backend, sets[0])
+                found[name] = partial(attend, backend)
+            except RuntimeError as error:
+                self.missing[name] = str(error)[:200]
+        return found
+
+    def grouped(self, _case, sets):
+        """Products of runs of rows with a weight each."""
+        torch = self.torch
+        ends = [int(x) for x in self.on.wide(sets[0][2])]
+
+        def loop(x):
+            out = torch.empty((x[0].shape[0], x[1].shape[2]), dtype=x[0].dtype, device=x[0].device)
+            first = 0
+            for i, end in enumerate(ends):
+                torch.matmul(x[0][first:end], x[1][i], out=out[first:end])
+                first = end
+            return out
+
+        found = {"loop": loop}
+        try:
+            torch._grouped_mm(sets[0][0], sets[0][1], offs=sets[0][2])  # noqa: SLF001
+            found["torch"] = lambda x: torch._grouped_mm(x[0], x[1], offs=x[2])  # noqa: SLF001
+        except (AttributeError, RuntimeError) as error:
+            self.missing["torch"] = str(error)[:200]
+        return found
+
+
+class ClPeers:
+    """CLBlast, where it is installed: of f32."""
+
+    def __init__(self, on):
+        self.on, self.missing, self.notes = on, {}, {}
+        try:
+            self.library = ctypes.CDLL("libclblast.so.1")
+        except OSError as error:
+            self.library, self.why = None, str(error)
+
+    def versions(self):
+        return {}
+
+    def __getattr__(self, name):
+        """Of all families but `dense`: nothing."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda _case, _sets: {}
+
+    def dense(self, case, _sets):
+        if case.dtype != "f32" or self.library is None:
+            self.missing["clblast"] = self.why if self.library is None else f"not of {case.dtype}"
+            return {}
+        return {"clblast": self.multiply} if case.b == "row" else {}
+
+    def multiply(self, operands):
+        on, (x, y), size = self.on, operands, ctypes.c_size_t
+        (m, k), n = x.shape, y.shape[1]
+        out = on.empty((m, n), "f32")
+        by_rows, plain = ctypes.c_int(101), ctypes.c_int(111)  # as CBLAS counts
+        one, none, queue = ctypes.c_float(1), ctypes.c_float(0), ctypes.c_void_p(on.queue.int_ptr)
+        held = [ctypes.c_void_p(z.data.int_ptr) for z in (x, y, out)]
+        status = self.library.CLBlastSgemm(
+            by_rows, plain, plain, size(m), size(n), size(k), one, held[0], size(0), size(k), held[1], size(0),
+            size(n), none, held[2], size(0), size(n), ctypes.byref(queue), None,
+        )  # fmt: skip
+        assert status == 0, status
+        return out

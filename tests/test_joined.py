@@ -1,0 +1,108 @@
+"""Slices of k that the last block of a tile adds, in the launch that made them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import grid_cases
+import numpy as np
+import pytest
+from emulated_cuda import install
+from fused_cases import epilogues
+from grid_cases import MACHINE, compiled, fused_case, kernels_of, run
+
+import portmm as pm
+from portmm import memory
+from portmm.grid_candidates import candidates
+from portmm.grid_dispatch import choose
+from portmm.problem import Problem
+from portmm.run import cuda
+from portmm.schedule import parse, spell
+from portmm.target import load_target
+
+A100, T4 = load_target("a100"), load_target("t4")
+CASES = (
+    (MACHINE, "simt", "f32", "row", (4, 4, 4)), (MACHINE, "simt", "s8-s8-s32", "col", (8, 16, 1)),
+    (A100, "mma", "bf16", "row", (8, 8, 8)), (A100, "mma", "bf16-bf16-f32", "col", (8, 8, 2)),
+    (A100, "mma", "s8-s8-s32", "col", (16, 16, 4)), (T4, "mma", "f16-f16-f32", "row", (8, 8, 2)),
+)  # fmt: skip
+SIZES = ((65, 40, 144, 1), (16, 24, 80, 2), (3, 8, 16, 1), (9, 16, 0, 1))
+"""m, n, k, and the items of a batch; of some, slices are empty."""
+
+
+def posed(case, size, **more):
+    _, _, dtype, b, _ = case
+    *size, batch = size
+    return Problem(*size, dtype, batch, "row", b, **more)
+
+
+def chosen(case, **more):
+    """Two schedules that are joined, and the same whose slices another kernel adds."""
+    target, program, *_, vectors = case
+    found = candidates(posed(case, (16, 64, 8192, 1), **more), target, vectors)
+    ways = [s for s in found if s.joined and s.program == program and s.mr * s.nr <= 32]
+    for i, s in enumerate(ways[:: max(1, len(ways) // 2)][:2]):
+        yield replace(s, split=3 + i)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda x: f"{x[1]}-{x[2]}-{x[3]}")
+def test_the_sums_are_those_of_two_launches(case):
+    """To the bit, in whatever order blocks come; counters are left as they were."""
+    for s in chosen(case):
+        kernels, apart = kernels_of(s, case[0]), kernels_of(replace(s, joined=False), case[0])
+        assert (len(kernels), len(apart)) == (1, 2)
+        codes, others = compiled(kernels, "cuda"), compiled(apart, "cuda")
+        for i, size in enumerate(SIZES):
+            k = grid_cases.case(posed(case, size), s.vectors, i)
+            found = run(s, kernels, codes, "cuda", k)[0]
+            k.check(found, (k.problem, s))
+            if i == 0:
+                two = replace(s, joined=False)
+                assert found.tobytes() == run(two, apart, others, "cuda", k)[0].tobytes()
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=lambda x: x[1])
+def test_they_end_in_expressions(case):
+    fused = epilogues()["many"]
+    s = next(chosen(case, fused=str(fused)))
+    kernels = kernels_of(s, case[0])
+    codes = compiled(kernels, "cuda")
+    for i, size in enumerate(SIZES[:2]):
+        f = fused_case(posed(case, size, fused=str(fused)), fused, s.vectors, i)
+        f.check(run(s, kernels, codes, "cuda", f.case), (f.case.problem, s))
+
+
+def test_one_launch_costs_less():
+    choice = choose(Problem(64, 1024, 16384, "bf16", b="col"), A100, (8, 8, 8))
+    s = choice.schedule
+    assert s.joined
+    assert parse(spell(s)) == s
+    assert choice.cost.seconds < dict(choice.runners_up)[replace(s, joined=False)].seconds
+    # OpenCL 1.2 has no order of memory between blocks.
+    assert not any(x.joined for x in candidates(Problem(64, 64, 65536), load_target("mi300x"), (4, 4, 4)))
+
+
+@pytest.fixture
+def on(monkeypatch):
+    memory.forget_all()
+    yield install(monkeypatch)
+    memory.forget_all()
+
+
+def test_each_stream_counts_for_itself(on, monkeypatch):
+    """And so does each call of a stream that is being captured."""
+    a = np.random.default_rng(0).integers(-3, 4, (32, 4096)).astype(np.float32)
+    b = np.random.default_rng(1).integers(-3, 4, (4096, 48)).astype(np.float32)
+    wanted = a.astype(np.float64) @ b.astype(np.float64)
+    left, right = on.array(a), on.array(b)
+    counters, ask = [], cuda.counters
+    monkeypatch.setattr(cuda, "counters", lambda *given: counters.append(ask(*given)) or counters[-1])
+    for stream in (5, 5, 6, 9, 9):
+        on.streams[0] = stream
+        on.captured = {9}
+        found = pm.matmul(left, right)
+        np.testing.assert_array_equal(found.get(), wanted)
+    assert len(on.launches) == 5
+    assert counters[0] == counters[1]
+    assert len(set(counters)) == 4
+    assert on.log.count(("wait", 0)) == 1  # when the zeros were made
