@@ -93,8 +93,8 @@ def test_cupy(cupy):
 
 
 TYPES = [
-    ("float32", "f32"), ("float64", "f64"), ("float16", "f16"), (ml_dtypes.bfloat16, "bf16"), (ml_dtypes.float8_e4m3fn, "e4m3"),
-    (ml_dtypes.float8_e5m2, "e5m2"),
+    ("float32", "f32"), ("float64", "f64"), ("float16", "f16"), (ml_dtypes.bfloat16, "bf16"),
+    (ml_dtypes.float8_e4m3fn, "e4m3"), (ml_dtypes.float8_e5m2, "e5m2"),
     ("int8", "s8"), ("uint8", "u8"), ("int16", "s16"), ("int32", "s32"),
 ]  # fmt: skip
 
