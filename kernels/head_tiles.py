@@ -90,7 +90,7 @@ class HeadTile:
         turn = const(0) if how == "move" else var("turn")
         waits = Ptr(f"{self.name}_next", turn * self.vector)
         load, store = or_zeros(there, waits, src, self.vector, SIZE), Vector(to, waits, size)
-        return {"fetch": (load,), "put": (store,), "move": (load, store)}[how]
+        return (load, store) if how == "move" else (load,) if how == "fetch" else (store,)
 
     def registers(self) -> Scratch:
         """What is on its way, of copies that pass through registers."""

@@ -35,11 +35,11 @@ from portmm.kernels.wgmma_store import Ending
 
 from portmm.dtype import accumulator
 from portmm.grid import Argument, GridKernel
-from portmm.grid_warpgroup import STRIP, budgets, columns, strips
+from portmm.grid_warpgroup import STRIP, budgets, columns, promoted, strips
 from portmm.index import Ptr, ceil_div, const, minimum, var
-from portmm.ir import For, If, Let, Scratch
+from portmm.ir import Add, For, If, Let, Scratch
 from portmm.schedule import WARPGROUP
-from portmm.threads import WHOLE, Barrier, Do, Get, Shared
+from portmm.threads import WHOLE, Barrier, Clear, Do, Get, Shared
 
 if TYPE_CHECKING:
     from portmm.index import Index
@@ -240,25 +240,27 @@ def _consumer(work: Work) -> tuple[Stmt, ...]:
     before: list[Stmt] = []
     if s.pingpong:
         before.append(Do("mbarrier_wait", (Ptr("order", var("group")), (time + 1 - var("group")) % 2)))
-    one = (
-        *_turn(s),
-        Do("mbarrier_wait", (Ptr("full", var("stage")), var("turn") // s.stages % 2)),
-        Do("wgmma_fence"),
-        *_multiply(work),
-        Do("wgmma_commit"),
-        Do("wgmma_wait_1"),
-        If(const(0).lt(step), _released(s, (var("turn") - 1) % s.stages)),
-    )
+    full = (*_turn(s), Do("mbarrier_wait", (Ptr("full", var("stage")), var("turn") // s.stages % 2)))
+    begun = (*full, Do("wgmma_fence"), *_multiply(work), Do("wgmma_commit"))
+    last: tuple[Stmt, ...] = ()
+    if promoted(s):
+        # What a stage comes to is added here, where nothing is lost; another warpgroup multiplies meanwhile.
+        add = For("i", const(0), const(sums), const(1), (Add(Ptr("acc", var("i")), Ptr("part", var("i"))),), WHOLE)
+        before.append(Clear("acc", sums))
+        one = (*begun, Do("wgmma_wait_0"), *_released(s, var("stage")), add)
+    else:
+        one = (*begun, Do("wgmma_wait_1"), If(const(0).lt(step), _released(s, (var("turn") - 1) % s.stages)))
+        last = (Do("wgmma_wait_0"), *_released(s, ((var("number") + 1) * var("steps") - 1) % s.stages))
     loop = For("step", const(0), var("steps"), const(1), one)
     after: list[Stmt] = []
     if s.pingpong:
         after.append(If(var("lane").eq(0), (Do("mbarrier_arrive", (Ptr("order", 1 - var("group")),)),)))
-    last = _released(s, ((var("number") + 1) * var("steps") - 1) % s.stages)
-    after += [Do("wgmma_wait_0"), *last]
+    after += last
     blocks = ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch")
     stored = join_groups(s, blocks, s.groups * WARPGROUP, ALL_GROUPS, ending.statements(first))
     tile = _each_tile(s, (*before, loop, *after, *stored), mine=True)
-    made = (Scratch("acc", sums, work.atom.acc), left.describe(first), right.describe(const(0)))
+    acc = [Scratch(name, sums, work.atom.acc) for name in ("acc", "part")[: 1 + promoted(s)]]
+    made = (*acc, left.describe(first), right.describe(const(0)))
     return (*made, *ending.before(), *tile, *ending.after())
 
 
@@ -268,9 +270,9 @@ def _multiply(work: Work) -> tuple[Stmt, ...]:
     strip, unit = var("strip") if strips(s) > 1 else const(0), var("unit")
     held = columns(s) * STRIP // WARPGROUP
     # The first product ignores what sums hold.
-    keep = const(0).lt(var("step") + unit)
+    keep = const(0).lt(unit if promoted(s) else var("step") + unit)
     x, y = left.matrix(var("stage"), strip, unit), right.matrix(var("stage"), const(0), unit)
-    call: Stmt = Do(work.multiply, (Ptr("acc", strip * held), x, y, keep))
+    call: Stmt = Do(work.multiply, (Ptr("part" if promoted(s) else "acc", strip * held), x, y, keep))
     if strips(s) > 1:
         call = For("strip", const(0), const(strips(s)), const(1), (call,), WHOLE)
     return (For("unit", const(0), const(s.block.k // work.atom.k), const(1), (call,), WHOLE),)

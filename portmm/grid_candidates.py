@@ -106,7 +106,8 @@ def candidates(p: Problem, target: Target, vectors: tuple[int, int, int]) -> lis
         found = {replace(s, grouped=True): None for s in found if s.program in _GROUPED and s.split == 1}
     if not found:
         raise ScheduleError(f"no legal schedule for {p} on {target.name}")
-    return list(found)
+    # Rows may be any number: batches come in all sizes, weights do not.
+    return [replace(s, static=(ALL, p.n, p.k)) for s in found] if p.static else list(found)
 
 
 def _joined(every: Iterable[Schedule], target: Target) -> Iterator[Schedule]:

@@ -34,7 +34,7 @@ BLOCKS = (
 )  # fmt: skip
 """Of a block and of a warp: rows and columns; of a block elements of k, which so many warps share out."""
 LARGE_BLOCKS = (
-    (128, 256, 64, 64, 64), (256, 128, 64, 64, 64), (128, 128, 64, 64, 32), (128, 128, 64, 32, 64),
+    (128, 256, 64, 64, 32), (256, 128, 64, 64, 32), (128, 128, 64, 64, 32), (128, 128, 64, 32, 64),
     (64, 256, 32, 64, 64),
 )  # fmt: skip
 """Rows and columns of a block and of a warp where a block makes floats of words, and the k of which it makes them."""

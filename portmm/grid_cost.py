@@ -17,7 +17,7 @@ from portmm.dtype import BY_NAME, size
 from portmm.grid_candidates import PARTS, on_gpu, resident
 from portmm.grid_codes import PROGRAMS, instructions
 from portmm.grid_stream import along_k, flying, shares, width
-from portmm.grid_warpgroup import STRIP, columns, staged, sums
+from portmm.grid_warpgroup import STRIP, columns, promoted, staged, sums
 
 if TYPE_CHECKING:
     from portmm.problem import Problem
@@ -69,6 +69,8 @@ ENGINE_WAIT = 1000.0
 """Cycles from asking it for a tile to having it."""
 SENDING, MEET = 1.5, 300.0
 """Cycles of storing a sum through shared memory, and of meeting and waiting for the first."""
+ADDS = 128.0
+"""Sums that a processor adds in a cycle."""
 GROUP_STEP = 30.0
 """Cycles of a step of k in which a warpgroup waits for a barrier, and others may multiply."""
 INTEGER_LANES = 64.0
@@ -207,6 +209,8 @@ def _grouped(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
         "latency": rounds * steps * ENGINE_WAIT / (s.stages * min(resident(s, target), rounds)) / hertz,
         "memory": p.batch * (p.m * p.k * a + p.k * p.n * b + p.m * p.n * c) / (1e9 * _bandwidth(target)),
     }
+    if promoted(s):
+        overlapped["additions"] = rounds * steps * s.block.m * s.block.n / ADDS / hertz
     ending = sums(s) * s.groups / (2 if s.pingpong else 1) * (SENDING if staged(s) else ENDING) + MEET
     shown = ceil(rounds / others) * ending if others > 1 else rounds * ending
     waits = WAIT + shown + rounds * steps * GROUP_STEP / max(others, 1 if s.pingpong else s.groups)

@@ -85,14 +85,29 @@ def sums(s: Schedule) -> int:
     return strips(s) * columns(s) * STRIP // WARPGROUP
 
 
+def promoted(s: Schedule) -> bool:
+    """Products of a stage are summed apart, and added to sums of f32 by threads.
+
+    Of floats of eight bits the units keep 14 bits or so as they sum, which is seen from a few hundred products
+    on: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2.
+    """
+    kind = BY_NAME[s.types[0]]
+    return kind.bytes == 1 and kind.eps > 0
+
+
+def held(s: Schedule) -> int:
+    """Registers of a lane for sums, and for those of a stage."""
+    return sums(s) * (2 if promoted(s) else 1)
+
+
 def budgets(s: Schedule) -> tuple[int, int]:
     """Registers of a thread once warpgroups have shared them out: of the one that feeds, of others; zeros: as begun."""
-    return (DOWN, UP) if s.groups > 1 and sums(s) + ADDRESSES > ENTRY else (0, 0)
+    return (DOWN, UP) if s.groups > 1 and held(s) + ADDRESSES > ENTRY else (0, 0)
 
 
 def registers(s: Schedule) -> int:
     """Registers of a thread as a block begins."""
-    return min(sums(s) + ADDRESSES, ENTRY) if s.groups > 1 else sums(s) + ADDRESSES
+    return min(held(s) + ADDRESSES, ENTRY) if s.groups > 1 else held(s) + ADDRESSES
 
 
 def stage_bytes(s: Schedule) -> int:
@@ -157,6 +172,8 @@ def candidates(
             fused=p.fused, stages=LEAST_STAGES, vectors=(ALIGNED // sizes[0], ALIGNED // sizes[1], stored or 1),
             c="row" if p.c == "row" else "any", groups=groups, pingpong=pingpong, persistent=1,
         )  # fmt: skip
+        if held(one) + ADDRESSES > UP:
+            continue
         if not panel(one) or not stored:
             one = replace(one, vectors=(*one.vectors[:2], min(2, vectors[2])))
         yield from _fed(one, p, target)
@@ -164,13 +181,14 @@ def candidates(
 
 def _shapes(p: Problem, atom: Atom) -> Iterator[tuple[tuple[int, int], tuple[int, int], bool, int, bool]]:
     """Tiles of a block and of a warpgroup, whether operands are exchanged, warpgroups, and whether they take turns."""
-    for n in range(64, MOST_COLUMNS + 1, 16):
+    for n in range(64, MOST_COLUMNS + 1, 16) if p.m > STRIP else ():
         yield (2 * STRIP, n), (STRIP, n), False, 2, False
         yield (STRIP, n), (STRIP, n), False, 2, True
     for n in (64, 96, 128, 192, 256):
         yield (STRIP, n), (STRIP, n), False, 1, False
-    yield (4 * STRIP, 128), (2 * STRIP, 128), False, 2, False
-    for n in (96, 128):
+    if p.m > 2 * STRIP:
+        yield (4 * STRIP, 128), (2 * STRIP, 128), False, 2, False
+    for n in (96, 128) if p.m > STRIP else ():
         yield (2 * STRIP, n), (2 * STRIP, n), False, 2, True
     few = next((n for n in FEW if n >= p.m and n % atom.n == 0), 0)
     if few and p.types[0] == p.types[1]:
@@ -189,13 +207,11 @@ def _fed(s: Schedule, p: Problem, target: Target) -> Iterator[Schedule]:
             if split > 1 and (tiles * split > 2 * device.processors or s.pingpong):
                 continue
             steps = -(-p.k // s.block.k) // split
-            for joined in (False, True) if split > 1 else (False,):
-                one = replace(s, split=split, joined=joined, persistent=s.persistent if split == 1 else 0)
-                if one.slices:
-                    one = replace(one, vectors=(*s.vectors[:2], 1))
-                stages = min(_stages(one, target, blocks), MOST_STAGES, max(steps, LEAST_STAGES))
-                if stages >= LEAST_STAGES:
-                    yield from _paired(replace(one, stages=stages), p, tiles > device.processors // 2)
+            # What slices leave is added in the same kernel: a second one takes longer to launch than that.
+            one = replace(s, split=split, joined=split > 1, persistent=s.persistent if split == 1 else 0)
+            stages = min(_stages(one, target, blocks), MOST_STAGES, max(steps, LEAST_STAGES))
+            if stages >= LEAST_STAGES:
+                yield from _paired(replace(one, stages=stages), p, tiles > device.processors // 2)
 
 
 def _stages(s: Schedule, target: Target, blocks: int) -> int:

@@ -15,6 +15,8 @@ from portmm.dtype import types, unfolded
 from portmm.errors import ScheduleError
 from portmm.fused import parse as parse_fused
 from portmm.grid_codes import PROGRAMS as MATRIX_PROGRAMS
+from portmm.index import const
+from portmm.ir import Let
 from portmm.kernels import (
     attention,
     attention_tiles,
@@ -113,7 +115,17 @@ def lower_grid(s: Schedule, isa: Isa) -> tuple[GridKernel, ...]:
     kernels = [replace(GRID_PROGRAMS[s.program](s, isa, atom), resident=s.resident)]
     kernels += [slices.build(s, isa, atom)] if s.slices else []
     again = f"portmm emit --schedule {quote(spell(s))}"
-    return tuple(replace(x, header=_header(x.name, isa, str(s), again)) for x in kernels)
+    return tuple(replace(_specialised(x, s), header=_header(x.name, isa, str(s), again)) for x in kernels)
+
+
+def _specialised(kernel: GridKernel, s: Schedule) -> GridKernel:
+    """A kernel for the columns and the depth of one problem alone, if its schedule says so."""
+    if s.static is None:
+        return kernel
+    known = dict(zip("nk", s.static[1:], strict=True))
+    fixed = tuple(Let(a.name, const(known[a.name])) for a in kernel.arguments if a.name in known)
+    left = tuple(a for a in kernel.arguments if a.name not in known)
+    return replace(kernel, arguments=left, body=(*fixed, *kernel.body))
 
 
 def grid_atom(isa: Isa, s: Schedule) -> Atom:

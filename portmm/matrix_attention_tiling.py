@@ -41,7 +41,7 @@ MANY = (
 )  # fmt: skip
 """Queries, warps, keys."""
 SLOTS = (2, 4)
-ADDRESSES, UNEVEN, THROUGH = 62, 10, 16
+ADDRESSES, UNEVEN, THROUGH = 62, 10, 24
 """Registers of a thread for addresses, counters, an expression and fragments, for threads that do not move whole
 rows, and for copies that pass through registers, beside one and a half for each that waits; the least with which
 NVRTC 13 spills nothing."""

@@ -115,7 +115,7 @@ def said(kind: tuple[Any, ...]) -> str:
 def plan(given: tuple[Foreign, Foreign, Foreign | None]) -> Plan:
     """A callable for arrays like these: see `api.plan`."""
     a, b, out = given
-    return Plan((a.kind, b.kind, None if out is None else out.kind), _prepare(a, b, out, ""))
+    return Plan((a.kind, b.kind, None if out is None else out.kind), _prepare(a, b, out, "", static=True))
 
 
 _ready = Memory(MOST_KINDS)
@@ -286,8 +286,8 @@ def question(given: tuple[Foreign, Foreign, Foreign | None]) -> Posed:
     return posed((a, b, result(a, b, out, "")[2]), batch, size)
 
 
-def _prepare(a: Foreign, b: Foreign, out: Foreign | None, wanted: str) -> _Ready:
-    """What a kind of call comes to.
+def _prepare(a: Foreign, b: Foreign, out: Foreign | None, wanted: str, *, static: bool = False) -> _Ready:
+    """What a kind of call comes to; `static`: by kernels for its n and k alone.
 
     Raises:
         TypeError: the types do not multiply.
@@ -304,7 +304,8 @@ def _prepare(a: Foreign, b: Foreign, out: Foreign | None, wanted: str) -> _Ready
     if call.walk.outer is None:
         p, vectors, values, copies = relaid.arranged(p, vectors, values, on)
     # Nothing to sum is a sum of nothing: kernels of any k leave zeros.
-    found = grid_dispatch.route(replace(p, k=max(p.k, 1)), on, vectors)
+    asked = replace(p, k=max(p.k, 1), static=static and p.k > 0 and on.language == "cuda")
+    found = grid_dispatch.route(asked, on, vectors)
     launches, workspace = bound(found, values, p)
     repeats = [(0, 0, 0)] if call.walk.outer is None else [tuple(map(int, x)) for x in call.walk.outer]
     if call.turned:

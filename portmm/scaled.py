@@ -101,9 +101,9 @@ def linear(
     if foreign.on_device(x) or foreign.on_device(w):
         from portmm.scaled_on_device import linear as there
 
-        said = {"x_scale": x_scale, "x_zero": x_zero, "w_scale": w_scale, "w_zero": w_zero}
-        said |= {"out_scale": out_scale, "out_zero": out_zero, "dynamic": dynamic}
-        return there(x, w, bias, said, dtype, out, epilogue)
+        options = {"x_scale": x_scale, "x_zero": x_zero, "w_scale": w_scale, "w_zero": w_zero}
+        options |= {"out_scale": out_scale, "out_zero": out_zero, "dynamic": dynamic}
+        return there(x, w, bias, options, dtype, out, epilogue)
     left = arrays.as_operand(x, "x")
     weight = w if isinstance(w, (Folded, packed_class())) else _weight(w, np.dtype(np.int8) if dynamic else left.dtype)
     given = (not _is_default(x_zero, 0), not _is_default(w_zero, 0), not _is_default(x_scale, 1))

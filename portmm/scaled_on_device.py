@@ -70,6 +70,8 @@ def linear(  # noqa: PLR0917 - operands, then what `scaled.linear` was told
 
 def _ending(bias: Any, said: dict[str, Any], dtype: Any, epilogue: Callable[..., Any] | None) -> Callable[..., Any]:
     """What becomes of a sum: a function of it and its place."""
+    rows: Any
+    columns: Any
     rows, columns = (x if foreign.on_device(x) else float(x) for x in (said["x_scale"], said["w_scale"]))
     by_row, by_column, again = foreign.on_device(rows), foreign.on_device(columns), said["out_scale"] is not None
     last, zero = float(said["out_scale"] or 1.0), float(said["out_zero"])

@@ -71,7 +71,7 @@ class Schedule:
         prefetch: rows of a B in place, or for tiles steps of a B in panels, that are asked for ahead, 0 for none.
         ahead: the micro-kernel asks for the next tile of C and the next B panel.
         kr: elements of k that sit side by side in a fragment; extents of k count such units.
-        static: m, n, k if they are compiled in.
+        static: m, n, k if they are compiled in; of a device, n and k.
         post: what becomes of sums on their way to C, as a `Problem` has it.
         group: of a B of codes, rows that share a scale.
         source: the type that A is given in, before its rows are quantised.
@@ -220,6 +220,7 @@ class Schedule:
         how += [f"{self.stages} stages{' of asynchronous copies' if self.copies else ''}"]
         how += self._groups() if self.groups else []
         how += [f"k split in {self.split}{', joined' if self.joined else ''}"] if self.split > 1 else []
+        how += [f"n {self.static[1]} and k {self.static[2]} compiled in"] if self.static else []
         how += ["rows in groups"] if self.grouped else []
         how += ["expressions fused"] if self.fused else []
         return f"{self.program} {self.isa}: {', '.join(map(str, self.tiles))}; {', '.join(how)}"

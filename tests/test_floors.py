@@ -29,6 +29,7 @@ FLOORS = {
     "captures chosen cli compare device_arrays device_codes doctor explanation expressions flash folded folds "
     "foreign fusing graph grid_explanation grouped grouped_on_device heads launching launching_on_device names "
     "on_device packed packed_device places pose program program_on_device quick relaid rows rows_on_device scaled "
+    "scaled_on_device "
     "settings show splitter steady stored surroundings trace value warm whole wording",
 }
 FLOOR_OF = {name.strip("."): floor for floor, names in FLOORS.items() for name in names.split()}

@@ -94,6 +94,7 @@ def test_cupy(cupy):
 
 TYPES = [
     ("float32", "f32"), ("float64", "f64"), ("float16", "f16"), (ml_dtypes.bfloat16, "bf16"),
+    (ml_dtypes.float8_e4m3fn, "e4m3"), (ml_dtypes.float8_e5m2, "e5m2"),
     ("int8", "s8"), ("uint8", "u8"), ("int16", "s16"), ("int32", "s32"),
 ]  # fmt: skip
 
@@ -105,7 +106,7 @@ def test_types(dtype, name):
 
 
 @pytest.mark.usefixtures("cupy")
-@pytest.mark.parametrize("dtype", ["complex64", "int64", "bool", ml_dtypes.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", ["complex64", "int64", "bool", ml_dtypes.float8_e4m3b11fnuz])
 def test_types_that_there_are_not(dtype):
     with pytest.raises(TypeError, match=f"elements of type {np.dtype(dtype).name}; portmm takes float32"):
         adopt(ndarray((2,), dtype))

@@ -12,6 +12,7 @@ from grid_cases import compiled, fused_case, kernels_of, rounded, run
 
 from portmm.grid_candidates import candidates
 from portmm.problem import Problem
+from portmm.schedule import parse, spell
 from portmm.target import load_isa, load_target
 
 MATRIX = load_target(str(Path(__file__).with_name("targets") / "tiny_matrix.toml"))
@@ -91,6 +92,16 @@ def test_operands_change_sides():
     assert {s.block.m for s in found} >= {8, 16}
     for s in (found[0], found[-1]):
         check(s, ROWS, "bf16", sizes=[(m, 72, 130, 2, "b") for m in (1, 8, 13)])
+
+
+def test_columns_and_depth_are_compiled_in():
+    """Rows stay what a call says they are."""
+    for split in (1, 3):
+        s = replace(schedules("bf16", BY_K, (8, 8, 8))[7], split=split, static=(0, 72, 200))
+        kernels = kernels_of(s, MATRIX)
+        assert not {"n", "k"} & {a.name for x in kernels for a in x.arguments}
+        assert s == parse(spell(s))
+        check(s, BY_K, "bf16", sizes=[(m, 72, 200, 1, "") for m in (1, 70)])
 
 
 EPILOGUES = epilogues()

@@ -44,7 +44,7 @@ def test_large_products_share_kernels(monkeypatch):
     assert any(x.startswith("portmm_lines_u8_row") for x in found.kernels)
     assert not any(x.startswith("portmm_lines") for x in pm.warmup(shapes, "s8", b="col", device="cuda").kernels)
     eight = pm.warmup((4096, 4096, 4096), "float8_e4m3fn", b="col", device="cuda:0")
-    assert [x.startswith("portmm_mma_f32_e4m3_e4m3") for x in eight.kernels] == [True]
+    assert [x.startswith("portmm_wgmma_f32_e4m3_e4m3") for x in eight.kernels] == [True]
 
 
 def test_the_processor_is_ready():

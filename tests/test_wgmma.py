@@ -110,6 +110,9 @@ VARIANTS = {
     "f32 of bf16": (schedule("bf16-bf16-f32", BY_K, 64, 32), [EDGES]),
     "bytes": (schedule("s8-s8-s32", BY_K, 128, 32, 2), [EDGES, (64, 33, 300, 2, "b")]),
     "bytes without a sign": (schedule("u8-s8-s32", BY_K, 64, 16), [(60, 20, 150, 1, "")]),
+    "floats of eight bits": (schedule("e4m3-e4m3-bf16", BY_K, 128, 32, 2), [EDGES, (64, 33, 600, 2, "b")]),
+    "floats of eight bits, mixed": (schedule("e5m2-e4m3-f32", BY_K, 64, 16, 2, pingpong=True), [(130, 20, 300, 1, "")]),
+    "floats of eight bits, swapped": (schedule("e5m2", BY_K, 8, 64, swap=True), [(5, 70, 300, 1, "")]),
     "swapped bytes": (schedule("s8-s8-s32", BY_K, 16, 64, swap=True), [(9, 70, 150, 1, "")]),
 }
 LAID = {
@@ -251,6 +254,7 @@ GATES = {
     "slices": schedule("bf16", BY_K, 128, 128, 2, stages=4, split=4),
     "joined": schedule("bf16", BY_K, 128, 256, 2, stages=4, split=4, joined=True, vectors=(8, 8, 8)),
     "bytes": schedule("s8-s8-s32", BY_K, 128, 256, 2, stages=4, persistent=132),
+    "floats of eight bits": schedule("e4m3-e4m3-bf16", BY_K, 128, 160, 2, stages=5, persistent=132),
 }  # fmt: skip
 
 
@@ -283,7 +287,8 @@ def test_machine_code(name, tmp_path):
     assert ("registers_up_232();" in text) == bool(budgets(s)[1])
     said = disassembled(made.code, tmp_path)
     if said:
-        words = {"IGMMA" if s.dtype.startswith("s8") else "HGMMA", "UTMALDG"} | ({"UTMASTG"} if staged(s) else set())
+        unit = {"s8": "IGMMA", "e4m3": "QGMMA"}.get(s.types[0], "HGMMA")
+        words = {unit, "UTMALDG"} | ({"UTMASTG"} if staged(s) else set())
         words |= {"USETMAXREG"} if budgets(s)[1] else set()
         assert {x for x in words if x not in said} == set()
 
