@@ -177,6 +177,16 @@ def _named(numpy_name: str, native: bool, what: str) -> str:
     return found.name
 
 
+@lru_cache(maxsize=64)
+def _known(dtype: np.dtype[Any], what: str) -> str:
+    """Portmm's name of an element type of NumPy, which takes its time to say how it calls one.
+
+    Raises:
+        TypeError: it has none.
+    """
+    return _named(dtype.name, dtype.isnative, what)
+
+
 def contiguous(shape: Sequence[int], size: int) -> tuple[int, ...]:
     """The strides in bytes of an array in C's order, for elements of `size` bytes."""
     strides = []
@@ -207,7 +217,7 @@ def _from_cupy(x: Any) -> Foreign:
         pointer=int(x.data.ptr),
         shape=tuple(x.shape),
         strides=tuple(x.strides),
-        dtype=_named(x.dtype.name, x.dtype.isnative, "a CuPy array"),
+        dtype=_known(x.dtype, "a CuPy array"),
         queue=_current_stream(sys.modules["cupy"], number),
         readonly=False,
     )
@@ -295,7 +305,7 @@ def _from_pyopencl(x: Any) -> Foreign:
         pointer=(x.base_data, int(x.offset)),
         shape=tuple(int(n) for n in x.shape),
         strides=tuple(int(s) for s in x.strides),
-        dtype=_named(x.dtype.name, x.dtype.isnative, "a PyOpenCL array"),
+        dtype=_known(x.dtype, "a PyOpenCL array"),
         queue=queue,
         readonly=_read_only(x.base_data),
     )

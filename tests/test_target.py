@@ -221,6 +221,8 @@ REPORTED = [
     ("QUALCOMM Adreno(TM) 740", "", "gpu", "adreno_740"),
     ("Intel(R) Xeon(R) Processor", "", "cpu", "opencl_cpu"),
     ("NVIDIA of tomorrow", "8.6", "gpu", "a10g"),
+    ("NVIDIA B300 SXM6 AC", "10.3", "gpu", "b200"),
+    ("NVIDIA GB10", "12.1", "gpu", "rtx_pro_6000"),
     ("NVIDIA of tomorrow", "99.0", "gpu", "cuda_gpu"),
     ("NVIDIA of tomorrow", "nonsense", "gpu", "cuda_gpu"),
     ("", "", "accelerator", "opencl_gpu"),
@@ -233,9 +235,9 @@ def test_a_device_is_recognised_as_its_driver_spells_it(name: str, capability: s
 
 
 def test_an_unknown_capability_is_what_is_compiled_for() -> None:
-    found = target.device_target("NVIDIA of tomorrow", "10.3")
+    found = target.device_target("NVIDIA of tomorrow", "13.3")
     assert found.device is not None
-    assert found.device.architecture == "103"
+    assert found.device.architecture == "133"
     assert found.isas[0].name == "simt_dot4"
     old = target.device_target("Tesla P100-PCIE-16GB", "6.0")
     assert [isa.name for isa in old.isas] == ["simt"]
