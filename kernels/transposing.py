@@ -62,7 +62,7 @@ def build(isa: Isa, atom: Atom, dtype: str, along: str) -> GridKernel:
         Let("at", var("k_0") + lane * each),
         If(
             row.lt(var("m")) * k.lt(var("line")),
-            (gather, Vector(Ptr("to_item", row * var("line") + k), Ptr("word"), WORD)),
+            (gather, Vector(Ptr("to_item", row * var("to_m") + k), Ptr("word"), WORD)),
         ),
     )
     down = ceil_div(var("m"), LANES)
@@ -86,7 +86,7 @@ def build(isa: Isa, atom: Atom, dtype: str, along: str) -> GridKernel:
         Argument("x", "pointer", dtype, readonly=True, alone=True),
         *(Argument(x, "long") for x in ("x_m", "x_k", "x_batch")),
         Argument("to", "pointer", dtype),
-        Argument("to_batch", "long"),
+        *(Argument(x, "long") for x in ("to_m", "to_batch")),
     )
     grid = (down * right * var("batch"), const(1))
     return GridKernel(f"portmm_lines_{dtype}_{along}", isa, atom, given, LANES * WARPS, grid, body)

@@ -247,10 +247,10 @@ def _consumer(work: Work) -> tuple[Stmt, ...]:
         # What a stage comes to is added here, where nothing is lost; another warpgroup multiplies meanwhile.
         add = For("i", const(0), const(sums), const(1), (Add(Ptr("acc", var("i")), Ptr("part", var("i"))),), WHOLE)
         before.append(Clear("acc", sums))
-        one = (*begun, Do("wgmma_wait_0"), *_released(s, var("stage")), add)
+        one = (*begun, *_waited(work, "part"), *_released(s, var("stage")), add)
     else:
         one = (*begun, Do("wgmma_wait_1"), If(const(0).lt(step), _released(s, (var("turn") - 1) % s.stages)))
-        last = (Do("wgmma_wait_0"), *_released(s, ((var("number") + 1) * var("steps") - 1) % s.stages))
+        last = (*_waited(work, "acc"), *_released(s, ((var("number") + 1) * var("steps") - 1) % s.stages))
     loop = For("step", const(0), var("steps"), const(1), one)
     after: list[Stmt] = []
     if s.pingpong:
@@ -276,6 +276,13 @@ def _multiply(work: Work) -> tuple[Stmt, ...]:
     if strips(s) > 1:
         call = For("strip", const(0), const(strips(s)), const(1), (call,), WHOLE)
     return (For("unit", const(0), const(s.block.k // work.atom.k), const(1), (call,), WHOLE),)
+
+
+def _waited(work: Work, sums: str) -> tuple[Stmt, ...]:
+    """Wait for all multiplications: their sums may be read from here on."""
+    held = columns(work.s) * STRIP // WARPGROUP
+    name = f"wgmma_sums_{columns(work.s)}_{work.atom.acc}"
+    return (Do("wgmma_wait_0"), *(Do(name, (Ptr(sums, const(i * held)),)) for i in range(strips(work.s))))
 
 
 def _released(s: Schedule, stage: Index) -> tuple[Stmt, ...]:

@@ -147,7 +147,7 @@ def _copy(p: Problem, side: str, values: dict[str, Any], on: Machine) -> Copy:
     items = p.batch if apart else 1
     numbers = {
         "m": rows, "k": p.k, "line": line, "batch": items, "x_m": values[f"{side}_{'m' if of_a else 'n'}"],
-        "x_k": values[f"{side}_k"], "x_batch": apart, "to_batch": rows * line,
+        "x_k": values[f"{side}_k"], "x_batch": apart, "to_m": line, "to_batch": rows * line,
     }  # fmt: skip
     return Copy(side, items * rows * line, dtype, grid_dispatch.bind(kernel, function, numbers), kernel.name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import grid_cases
 import numpy as np
@@ -13,6 +14,7 @@ from grid_cases import MACHINE, compiled, fused_case, kernels_of, run
 
 import portmm as pm
 from portmm import memory
+from portmm.errors import DeviceError
 from portmm.grid_candidates import candidates
 from portmm.grid_dispatch import choose
 from portmm.problem import Problem
@@ -106,3 +108,15 @@ def test_each_stream_counts_for_itself(on, monkeypatch):
     assert counters[0] == counters[1]
     assert len(set(counters)) == 4
     assert on.log.count(("wait", 0)) == 1  # when the zeros were made
+
+
+def test_counters_of_streams_that_are_captured(on):
+    """A model's graphs have thousands of launches; nothing can be allocated, or waited for, meanwhile."""
+    on.captured = {9}
+    with pytest.raises(DeviceError, match="call the same product once outside of the capture"):
+        cuda.counters(0, 132, 9)
+    cuda.counters(0, 132, 5)
+    asked = {cuda.counters(0, 132, 9) for _ in range(4096)}
+    assert len(asked) == 4096
+    assert min(b - a for a, b in pairwise(sorted(asked))) >= 132 * 4
+    assert on.log.count(("wait", 0)) == 1

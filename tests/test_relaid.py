@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -54,9 +56,18 @@ def test_copies(kind, along):
         blocks = -(-m // 32) * -(-line // (32 * each)) * items
         ints = [("int", v) for v in (m, k, line, items)]
         longs = [("long", v) for v in (*steps, m * k)]
-        code.launch_in_orders((blocks, 1, 1), kernel.threads, [*ints, held, *longs, to, ("long", m * line)])
+        more = [("long", line), ("long", m * line)]
+        code.launch_in_orders((blocks, 1, 1), kernel.threads, [*ints, held, *longs, to, *more])
         np.testing.assert_array_equal(to[..., :k], x)
         assert not to[..., k:].any()
+
+
+def test_copies_may_be_large():
+    """Rows times elements of a line may be more than 2**31."""
+    text = source(lower_lines(load_isa("simt"), "u8", "k"), "cuda")
+    wide = set(re.findall(r"const long (\w+)", text))
+    steps = re.findall(r"\b(?:row|item) \* (\w+)", text)
+    assert set(steps) == {"x_m", "x_batch", "to_m", "to_batch"} <= wide
 
 
 def codes(*shape):

@@ -140,6 +140,23 @@ def test_more_shared_memory_is_asked_for_once(cupy):
     assert cupy.log[1] == ("grant", 77, 100 << 10)
 
 
+def test_more_shared_memory_is_asked_for_on_the_kernels_device(cupy):
+    """By a thread that has no context yet, too."""
+    kernel, asked = cuda.load(CUBIN, "f", 1), []
+    contexts: list[int] = []
+
+    def get(_attribute, _function):
+        if not contexts:
+            raise RuntimeError("CUDA_ERROR_INVALID_CONTEXT")
+        asked.append(cupy.current)
+        return 48 << 10
+
+    cupy.cuda.driver.funcGetAttribute = get
+    cupy.cuda.runtime.memGetInfo = lambda: contexts.append(cupy.current)
+    cuda.launch(kernel, (1,), (1,), [], 0, shared=100 << 10)
+    assert (asked, contexts, cupy.current) == ([1], [1], 0)
+
+
 def test_an_empty_grid_launches_nothing(cupy):
     """CuPy would launch one block."""
     kernel = cuda.load(CUBIN, "f")

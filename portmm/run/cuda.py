@@ -31,8 +31,9 @@ _SPECIFIC = frozenset((9, 10))
 # CuPy passes NumPy's scalars by value, in their own sizes.
 _SCALARS = {"pointer": np.uint64, "int": np.int32, "long": np.int64, "float": np.float32}
 
-# Zeros that are asked for at once, and those that a stream gets at least.
-_BANK, _LEAST = 1 << 16, 1 << 10
+# Zeros that are asked for at once, and multiples of which a stream gets, and a launch that is captured: a model's
+# graphs have thousands of those, and while a stream is being captured no memory can be asked for.
+_BANK, _LEAST, _LINE = 1 << 20, 1 << 10, 1 << 5
 # CUDA's handles of the default stream, of a process and of each thread: cudaStreamLegacy, cudaStreamPerThread.
 _LEGACY, _PER_THREAD = 1, 2
 # cudaDeviceAttr, of driver_types.h.
@@ -205,10 +206,26 @@ def _load(cubin: Cubin, name: str, device: int) -> Function:
 
 def _grant(function: Function, shared: int) -> None:
     """Let a kernel have more shared memory than it may have unasked."""
-    driver = _cupy().cuda.driver
+    cuda, ptr = _cupy().cuda, function.call.ptr
+    driver = cuda.driver
     attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    if driver.funcGetAttribute(attribute, function.call.ptr) < shared:
-        driver.funcSetAttribute(function.call.ptr, attribute, shared)
+    try:
+        held = driver.funcGetAttribute(attribute, ptr)
+    except RuntimeError:
+        # A thread that has not used CUDA's run time yet has no context, which the driver's own calls do not make.
+        cuda.runtime.memGetInfo()
+        held = driver.funcGetAttribute(attribute, ptr)
+    if held < shared:
+        driver.funcSetAttribute(ptr, attribute, shared)
+
+
+def _start(  # noqa: PLR0917 - what a launch has
+    function: Function, grid: tuple[int, ...], block: tuple[int, ...], words: tuple[Any, ...], stream: int, shared: int
+) -> None:
+    """Launch on the current device, which is the function's."""
+    if shared + function.cubin.shared > _SHARED_UNASKED:
+        _grant(function, shared)
+    function.call(grid, block, words, shared, _Stream(stream))
 
 
 def launch(  # noqa: PLR0917 - what a launch has
@@ -242,13 +259,11 @@ def launch(  # noqa: PLR0917 - what a launch has
     words = _words(arguments)
     cuda = _cupy().cuda
     try:
-        if shared + function.cubin.shared > _SHARED_UNASKED:
-            _grant(function, shared)
         if cuda.runtime.getDevice() == function.device:
-            function.call(grid, block, words, shared, _Stream(stream))
+            _start(function, grid, block, words, stream, shared)
         else:
             with cuda.Device(function.device):
-                function.call(grid, block, words, shared, _Stream(stream))
+                _start(function, grid, block, words, stream, shared)
     except RuntimeError as error:
         raise DeviceError(
             f"CUDA did not launch {function.name} with grid {grid}, block {block} and {shared} bytes of dynamic "
@@ -268,6 +283,9 @@ def counters(device: int, count: int, stream: int) -> int:
 
     Kernels leave them so, and those of one stream follow each other: they share them. A stream that is being
     captured gets others each time, as its graph may run beside any stream. They are never given back.
+
+    Raises:
+        DeviceError: a stream is being captured, and there are none left.
     """
     cuda = _cupy().cuda
     # The default stream cannot be captured, and must not be asked while another is.
@@ -275,18 +293,28 @@ def counters(device: int, count: int, stream: int) -> int:
     key = (device, stream, threading.get_ident() if stream == _PER_THREAD else 0)
     with _lock:
         address, held = _counters.get(key, (0, 0))
-        if captured or held < count:
+        if captured:
+            return _zeros(device, -(-count // _LINE) * _LINE, captured=True)
+        if held < count:
             held = -(-count // _LEAST) * _LEAST
             address = _zeros(device, held)
-            if not captured:
-                _counters[key] = address, held
+            _counters[key] = address, held
     return address
 
 
-def _zeros(device: int, count: int) -> int:
-    """The address of zeros that nobody else has; the device is waited for when a bank is made."""
+def _zeros(device: int, count: int, *, captured: bool = False) -> int:
+    """The address of zeros that nobody else has; the device is waited for when a bank is made.
+
+    Raises:
+        DeviceError: a bank is wanted while a stream is being captured.
+    """
     bank = _banks.get(device)
     if bank is None or bank.used + count > bank.array.shape[0]:
+        if captured:
+            raise DeviceError(
+                "a stream is being captured, and kernels whose blocks share a tile need memory that cannot be asked "
+                "for now: call the same product once outside of the capture first, or capture fewer calls in all"
+            )
         cupy = _cupy()
         with cupy.cuda.Device(device):
             bank = _banks[device] = _Bank(cupy.empty((max(count, _BANK),), np.int32))
