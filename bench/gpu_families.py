@@ -261,8 +261,6 @@ def attention(on, peers, case, l2):
 
 def grouped(on, peers, case, l2):
     """Runs of rows, of unequal lengths, each with a weight of its own."""
-    if not hasattr(pm, "grouped_matmul"):
-        raise RefusedError("portmm has no grouped_matmul")
     groups = int(case.more)
     rng = np.random.default_rng(5)
     ends = np.sort(rng.integers(0, case.m + 1, groups))

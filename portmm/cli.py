@@ -309,7 +309,9 @@ def emit(
     if found.target.device is not None and language:
         if language not in LANGUAGES:
             raise typer.BadParameter(f"kernels of {found.target.name} are written in {' or '.join(LANGUAGES)}")
-        found = replace(found, language=language)
+        from portmm.grid_explanation import explained
+
+        found = explained(found.choice.problem, found.target, language, found.notes)
     typer.echo(found.source, nl=False)
 
 

@@ -128,7 +128,7 @@ def check_out(out: Foreign, shape: tuple[int, ...]) -> None:
     """
     if out.shape != shape:
         raise ValueError(f"out has shape {out.shape}; the product has {shape}")
-    if out.readonly or any(n > 1 and s == 0 for n, s in zip(shape, out.strides, strict=True)):
+    if out.readonly or (out.size and any(n > 1 and s == 0 for n, s in zip(shape, out.strides, strict=True))):
         raise ValueError("out is read-only, or several of its elements are one")
 
 

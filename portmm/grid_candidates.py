@@ -152,6 +152,9 @@ def units(dtype: str, target: Target, *, tf32: bool = False) -> list[tuple[Isa, 
             found.append((isa, atom))
         if b == "u4":
             found += [(isa, t) for t in isa.atoms if t.unit == "warp" and t.a == t.b == a]
+    if target.device is not None and target.device.language != "cuda":
+        # OpenCL has no word for units that threads multiply with together.
+        found = [(isa, atom) for isa, atom in found if not atom.unit]
     if not found:
         raise ScheduleError(f"{target.name} does not multiply {dtype}")
     return found

@@ -8,7 +8,7 @@ taken to be dense and aligned.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
@@ -151,10 +151,12 @@ def explained(
         ScheduleError: the device has no schedule for the problem.
     """
     assert target.device is not None  # noqa: S101 - `explain` looked
+    language = language or target.device.language
+    target = replace(target, device=replace(target.device, language=language))
     choice = grid_dispatch.choose(p, target, moved or vectors(p))
     isa = target.isa(choice.schedule.isa)
     assert isa is not None  # noqa: S101 - candidates are the target's
-    return GridExplanation(choice, lower_grid(choice.schedule, isa), language or target.device.language, notes)
+    return GridExplanation(choice, lower_grid(choice.schedule, isa), language, notes)
 
 
 def vectors(p: Problem) -> tuple[int, int, int]:

@@ -86,7 +86,7 @@ def candidates(
                 )  # fmt: skip
                 one = Schedule(
                     "mma", isa.name, p.dtype, tiles, (tiles[0].m,), a=p.a, b=p.b, pack_a=False, pack_b=False,
-                    swap=swap, fused=p.fused, stages=2, vectors=(moved[0], moved[1], stored),
+                    swap=swap, fused=p.fused, stages=2, vectors=(moved[0], moved[1], min(stored, bn)),
                     c="row" if p.c == "row" else "any",
                 )  # fmt: skip
                 yield from _fed(one, p, target, copies=copies)

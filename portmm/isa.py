@@ -261,8 +261,10 @@ class Isa:
 
     @property
     def functions(self) -> tuple[Primitive, ...]:
-        """Its primitives, after those of the ISAs that it adds to."""
-        return (*(self.base.functions if self.base else ()), *self.primitives)
+        """Its primitives, after those of the ISAs that it adds to and does not spell anew."""
+        own = {x.name for x in self.primitives}
+        below = self.base.functions if self.base else ()
+        return (*(x for x in below if x.name not in own), *self.primitives)
 
     @property
     def below(self) -> tuple[Isa, ...]:

@@ -142,7 +142,9 @@ def pitch(width: int) -> int:
 
 
 def unit(held: str, target: Target) -> tuple[Isa, Atom] | None:
-    """What multiplies fragments of a type in a warp, or None."""
+    """What multiplies fragments of a type in a warp, or None; OpenCL has no word for it."""
+    if target.device is None or target.device.language != "cuda":
+        return None
     ways = ((isa, x) for isa in target.isas for x in isa.atoms if x.unit == "warp" and x.a == x.b == held)
     return next(ways, None) if held in HELD else None
 

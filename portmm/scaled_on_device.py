@@ -50,8 +50,14 @@ def linear(  # noqa: PLR0917 - operands, then what `scaled.linear` was told
                 f"{name} is given: on a device codes have no zero points; add what they come to, "
                 "- x_zero * x_scale * w_scale * (sums of w's columns), to the bias"
             )
-    if said["dynamic"]:
-        (made, _), (scales, _) = rows_on_device.over_rows(lambda v, _i: quantize_rows(v), (left,), _ROWS)[0]
+    if said["dynamic"] and not left.shape[-1]:
+        # Rows of nothing have no largest element.
+        x, left = foreign.empty_like(left, left.shape, "s8")
+        said = said | {"x_scale": 1.0, "dynamic": False}
+    elif said["dynamic"]:
+        # Scales of small rows would be none of float16's numbers.
+        found, _ = rows_on_device.over_rows(lambda v, _i: quantize_rows(v), (left,), _ROWS, dtype="f32")
+        (made, _), (scales, _) = found
         x, left, said = made, foreign.adopt(made), said | {"x_scale": scales}
         assert left is not None  # noqa: S101 - made on the device
     if left.dtype not in ("s8", "u8") or weight.dtype != "s8":

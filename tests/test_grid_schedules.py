@@ -14,6 +14,7 @@ from portmm.dtype import BY_NAME, accumulator
 from portmm.grid_candidates import asynchronous, candidates, illegal, on_gpu, registers, resident, shared_bytes
 from portmm.grid_cost import cost
 from portmm.grid_dispatch import described
+from portmm.grid_explanation import explained
 from portmm.index import const
 from portmm.interp import evaluate
 from portmm.lower import grid_atom, lower_grid
@@ -124,3 +125,13 @@ def test_a_gpu_for_cuda_that_opencl_reaches_copies_at_once():
     found = candidates(Problem(4096, 4096, 4096), target, (4, 4, 4))
     assert target.name == "a100"
     assert not any(s.copies or s.resident for s in found)
+
+
+def test_opencl_has_no_units_for_fragments():
+    """A GPU for CUDA may be reached through OpenCL."""
+    target = load_target("h200")
+    spoken = replace(target, device=replace(target.device, language="opencl"))
+    p = Problem(4096, 4096, 4096, "bf16", b="col")
+    assert {s.program for s in candidates(p, target, (8, 8, 8))} >= {"mma", "wgmma"}
+    assert {s.program for s in candidates(p, spoken, (8, 8, 8))} == {"simt", "direct"}
+    assert "portmm_simt" in explained(p, target, "opencl").source

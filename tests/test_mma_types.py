@@ -38,6 +38,14 @@ def test_floats_of_eight_bits(product):
     check(replace(s, split=1 + at % 2), BY_K, dtype, ADA, SIZES)
 
 
+@pytest.mark.parametrize("dtype", ["e4m3", "e5m2-e4m3-e5m2"])
+def test_results_of_a_byte_in_narrow_tiles(dtype):
+    """A row of a tile is shorter than the most that a thread moves at once."""
+    found = [s for s in schedules(dtype, BY_K, (16, 16, 16), ADA) if s.block.n == 8]
+    assert {s.vectors[2] for s in found} == {8}
+    check(found[0], BY_K, dtype, ADA, SIZES)
+
+
 TF32 = ((BY_K, (4, 4, 4)), (ROWS, (4, 2, 2)), (TURNED, (4, 1, 4)), (BY_ROW, (4, 4, 1)), (ROWS, (1, 4, 2)))
 
 

@@ -78,6 +78,20 @@ def test_linear_quantises_rows(cupy):
     np.testing.assert_allclose(got, pm.linear(x, w, w_scale=columns, dynamic=True), rtol=1e-4, atol=1e-2)
 
 
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=str)
+def test_scales_of_rows_are_float32(cupy, dtype):
+    """Those of small rows are too small for float16, and bfloat16 has few bits for any."""
+    _, b, *_ = operands()
+    x = (np.random.default_rng(0).standard_normal((9, 64)) * 3e-6).astype(dtype)
+    got = pm.linear(cupy.array(x), cupy.array(b).T, dynamic=True, dtype=np.float32).get()
+    np.testing.assert_allclose(got, pm.linear(x, b.T, dynamic=True, dtype=np.float32), rtol=1e-5, atol=1e-8)
+
+
+def test_rows_of_nothing_are_quantised(cupy):
+    x, w = np.zeros((5, 0), np.float32), np.zeros((0, 6), np.int8)
+    assert not pm.linear(cupy.array(x), cupy.array(w), dynamic=True).get().any()
+
+
 def test_linear_refuses(cupy):
     a, b, *_ = operands(4, 8)
     x, w = cupy.array(a), cupy.array(np.ascontiguousarray(b.T))
