@@ -160,6 +160,8 @@ def candidates(
             return
     stored = ALIGNED // sizes[2] if p.c == "row" and vectors[2] * sizes[2] >= ALIGNED and sizes[2] == WIDE else 0
     for block, part, swap, groups, pingpong in _shapes(p, atom):
+        if _in_parts(p, block):
+            continue
         n = part[0] if swap else part[1]
         below = 2 * (part[1] if swap else part[0]) // STRIP
         mr, nr = (n // 4, below) if swap else (below, n // 4)
@@ -177,6 +179,12 @@ def candidates(
         if not panel(one) or not stored:
             one = replace(one, vectors=(*one.vectors[:2], min(2, vectors[2])))
         yield from _fed(one, p, target)
+
+
+def _in_parts(p: Problem, block: tuple[int, int]) -> bool:
+    """Rows that lie side by side would fill a part of a line only: descriptors of that are in no published kernel."""
+    beside = (p.a != "row", p.b != "col")
+    return any(rows % WIDE_ROWS for rows, side in zip(block, beside, strict=True) if side)
 
 
 def _shapes(p: Problem, atom: Atom) -> Iterator[tuple[tuple[int, int], tuple[int, int], bool, int, bool]]:

@@ -144,7 +144,7 @@ def install(monkeypatch):
     monkeypatch.setattr(nvrtc, "compile_cuda", compiled)
     for known in (cuda._cupy, cuda._facts):
         getattr(known, "cache_clear", lambda: None)()
-    for known in ("_functions", "_banks", "_counters"):
+    for known in ("_functions", "_banks"):
         monkeypatch.setattr(cuda, known, {})
     monkeypatch.setattr(grid_dispatch, "_machines", {})
     return put(monkeypatch, EmulatedCupy())

@@ -193,11 +193,13 @@ class _Printer(Printer):
             self.put(1, line)
         if kernel.dynamic:
             self.put(1, "SHARED_BYTES(shared_bytes);")
-        for name in PLACES:
-            self.put(1, f"const int {name} = {dialect.places[name]};")
+        at = len(self.lines)
         for ctype, names in self.registers(kernel.body).items():
             self.put(1, f"{ctype} {', '.join(names)};")
         self.body(kernel.body, 1)
+        said = "\n".join(self.lines)
+        named = [name for name in PLACES if re.search(rf"\b{name}\b", said)]
+        self.lines[at:at] = [f"  const int {name} = {dialect.places[name]};" for name in named]
         self.lines.append("}")
         return "\n".join(self.lines)
 

@@ -31,17 +31,17 @@ _SPECIFIC = frozenset((9, 10))
 # CuPy passes NumPy's scalars by value, in their own sizes.
 _SCALARS = {"pointer": np.uint64, "int": np.int32, "long": np.int64, "float": np.float32}
 
-# Zeros that are asked for at once, and multiples of which a stream gets, and a launch that is captured: a model's
-# graphs have thousands of those, and while a stream is being captured no memory can be asked for.
-_BANK, _LEAST, _LINE = 1 << 20, 1 << 10, 1 << 5
-# CUDA's handles of the default stream, of a process and of each thread: cudaStreamLegacy, cudaStreamPerThread.
-_LEGACY, _PER_THREAD = 1, 2
+# Zeros of 32 bits: those that launches take in turn, more than can be on their way at once, and those that captured
+# launches keep, as a model's graphs have thousands, and no memory can be asked for while a stream is being captured.
+# They are given in multiples of a line; a new bank is made when fewer than the last are left.
+_RING, _KEPT, _LINE, _ENOUGH = 1 << 21, 1 << 20, 1 << 5, 1 << 16
+# CUDA's handle of the default stream of a process: cudaStreamLegacy.
+_LEGACY = 1
 # cudaDeviceAttr, of driver_types.h.
 _CLOCKS = {"clockRate": 13, "memoryClockRate": 36}
 
 _lock = threading.Lock()
 _banks: dict[int, _Bank] = {}
-_counters: dict[tuple[int, int, int], tuple[int, int]] = {}
 _kept: list[_Bank] = []
 _functions: dict[tuple[int, str | bytes, str], Function] = {}
 
@@ -65,10 +65,11 @@ class Function:
 
 @dataclass(slots=True)
 class _Bank:
-    """Zeros in a device's memory, and how many are given away."""
+    """Zeros in a device's memory: how many are taken of those that are taken in turn, and of the others, for good."""
 
     array: Any
-    used: int = 0
+    turn: int = 0
+    given: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,10 +280,11 @@ def _words(arguments: Sequence[tuple[str, Any]]) -> tuple[Any, ...]:
 
 
 def counters(device: int, count: int, stream: int) -> int:
-    """The address of at least `count` integers of 32 bits that are 0 whenever a kernel of a stream begins.
+    """The address of at least `count` integers of 32 bits that are 0 when a kernel that is launched next begins.
 
-    Kernels leave them so, and those of one stream follow each other: they share them. A stream that is being
-    captured gets others each time, as its graph may run beside any stream. They are never given back.
+    Kernels leave them so. Each launch has its own: a handle of a stream may be another's before what it was used for
+    has run. A launch that is captured keeps them, as its graph may run at any time; but a graph must not run beside
+    another one of the same capture.
 
     Raises:
         DeviceError: a stream is being captured, and there are none left.
@@ -290,36 +292,36 @@ def counters(device: int, count: int, stream: int) -> int:
     cuda = _cupy().cuda
     # The default stream cannot be captured, and must not be asked while another is.
     captured = stream > _LEGACY and bool(cuda.runtime.streamIsCapturing(stream))
-    key = (device, stream, threading.get_ident() if stream == _PER_THREAD else 0)
+    wanted = -(-count // _LINE) * _LINE
     with _lock:
-        address, held = _counters.get(key, (0, 0))
+        bank = _bank(device, wanted if captured else _ENOUGH, captured=captured)
         if captured:
-            return _zeros(device, -(-count // _LINE) * _LINE, captured=True)
-        if held < count:
-            held = -(-count // _LEAST) * _LEAST
-            address = _zeros(device, held)
-            _counters[key] = address, held
-    return address
+            bank.given += wanted
+            at = _RING + bank.given - wanted
+        else:
+            at = bank.turn if bank.turn + wanted <= _RING else 0
+            bank.turn = at + wanted
+    return int(bank.array.data.ptr) + at * 4
 
 
-def _zeros(device: int, count: int, *, captured: bool = False) -> int:
-    """The address of zeros that nobody else has; the device is waited for when a bank is made.
+def _bank(device: int, wanted: int, *, captured: bool) -> _Bank:
+    """A device's zeros, of which so many are not given yet; the device is waited for when they are made.
 
     Raises:
-        DeviceError: a bank is wanted while a stream is being captured.
+        DeviceError: they would have to be made while a stream is being captured.
     """
     bank = _banks.get(device)
-    if bank is None or bank.used + count > bank.array.shape[0]:
-        if captured:
-            raise DeviceError(
-                "a stream is being captured, and kernels whose blocks share a tile need memory that cannot be asked "
-                "for now: call the same product once outside of the capture first, or capture fewer calls in all"
-            )
-        cupy = _cupy()
-        with cupy.cuda.Device(device):
-            bank = _banks[device] = _Bank(cupy.empty((max(count, _BANK),), np.int32))
-            bank.array[...] = 0
-            cupy.cuda.runtime.deviceSynchronize()
-        _kept.append(bank)
-    bank.used += count
-    return int(bank.array.data.ptr) + (bank.used - count) * 4
+    if bank is not None and bank.given + wanted <= _KEPT:
+        return bank
+    if captured:
+        raise DeviceError(
+            "a stream is being captured, and kernels whose blocks share a tile need memory that cannot be asked "
+            "for now: call the same product once outside of the capture first, or capture fewer calls in all"
+        )
+    cupy = _cupy()
+    with cupy.cuda.Device(device):
+        bank = _banks[device] = _Bank(cupy.empty((_RING + _KEPT,), np.int32))
+        bank.array[...] = 0
+        cupy.cuda.runtime.deviceSynchronize()
+    _kept.append(bank)
+    return bank

@@ -40,7 +40,6 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
     const long c_batch) {
   const int thread = (int)threadIdx.x;
   const int block = (int)blockIdx.x;
-  const int slice = (int)blockIdx.y;
   __shared__ __align__(16) float a_tile[192];
   __shared__ __align__(16) float b_tile[768];
   __align__(16) float acc[8];

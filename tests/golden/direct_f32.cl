@@ -33,7 +33,6 @@ void portmm_direct_f32_f32_f32_2x2x1_simt(
   __global const float *x0_all = x0_all_buffer + x0_all_at;
   const int thread = (int)get_local_id(0);
   const int block = (int)get_group_id(0);
-  const int slice = (int)get_group_id(1);
   float a0, l1, t2, t3;
   float acc[4] __attribute__((aligned(16)));
   float a_part[2] __attribute__((aligned(16)));

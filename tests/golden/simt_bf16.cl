@@ -36,7 +36,6 @@ void portmm_simt_f32_f32_f32_2x4x1_simt(
   __global unsigned short *c = c_buffer + c_at;
   const int thread = (int)get_local_id(0);
   const int block = (int)get_group_id(0);
-  const int slice = (int)get_group_id(1);
   __local float a_tile[128] __attribute__((aligned(16)));
   __local float b_tile[512] __attribute__((aligned(16)));
   float acc[8] __attribute__((aligned(16)));

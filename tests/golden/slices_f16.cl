@@ -24,7 +24,6 @@ void portmm_slices_f32_f32_f32_2x4x1_simt(
   __global unsigned short *c = c_buffer + c_at;
   const int thread = (int)get_local_id(0);
   const int block = (int)get_group_id(0);
-  const int slice = (int)get_group_id(1);
   const int item = block / (m * ((n + 127) >> 7));
   const int row = block % (m * ((n + 127) >> 7)) / ((n + 127) >> 7);
   const int column = block % ((n + 127) >> 7) * 128 + thread;

@@ -26,7 +26,6 @@ extern "C" __global__ void __launch_bounds__(32) portmm_simt_s32_s8_s8_2x4x4_sim
     const long c_batch) {
   const int thread = (int)threadIdx.x;
   const int block = (int)blockIdx.x;
-  const int slice = (int)blockIdx.y;
   __shared__ __align__(16) int a_tile[128];
   __shared__ __align__(16) int b_tile[512];
   __align__(16) int acc[8];
