@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portmm.dtype import accumulator
+from portmm.grid_candidates import at_once
 from portmm.grid import Argument
 from portmm.grid_candidates import TICKET
 from portmm.index import Ptr, const, var
@@ -83,5 +84,7 @@ def _left_for_others(s: Schedule, tiles: Index, threads: int) -> list[Stmt]:
 def _added(s: Schedule, threads: int) -> list[Stmt]:
     far = (Ptr("acc", var("sum")), _sums_of(s, threads, var("other")))
     add = _each_sum(s, Do(f"add_far_{accumulator(*s.types[:2])}", far))
-    # Were that loop unrolled, all that is read would be held at once.
-    return [Clear("acc", s.mr * s.nr), For("other", const(0), const(s.split), const(1), (add,), 0)]
+    # What several slices have is read at once, as far as registers hold it.
+    together = at_once(s)
+    unroll = together if together > 1 else 0
+    return [Clear("acc", s.mr * s.nr), For("other", const(0), const(s.split), const(1), (add,), unroll)]

@@ -12,7 +12,7 @@ BK x BN of B, as often as there are stages.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from portmm import grid_codes, grid_matrix, grid_stream, grid_warpgroup
@@ -22,7 +22,7 @@ from portmm.grid_target import STATIC_SHARED
 from portmm.schedule import ALL, Schedule, Tile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from portmm.problem import Problem
     from portmm.target import Atom, Isa, Target
@@ -56,14 +56,10 @@ STAGES = 3
 """Tiles in shared memory where copies are asynchronous."""
 _MATRIX = {"warp": grid_matrix.candidates, "warpgroup": grid_warpgroup.candidates}
 """Who multiplies together -> its schedules."""
-_ASKING = frozenset(("mma", "wgmma", *grid_codes.PROGRAMS))
-"""Programs that ask for more shared memory than a kernel has unasked."""
-_GROUPED = frozenset(("simt", "direct", "mma"))
-"""Programs whose blocks find the group that their rows are of."""
+AHEAD = 64
+"""Registers for the sums of slices that are on their way."""
 TICKET = 16
 """Bytes of shared memory in which the threads of a block learn whether it is the last of its tile."""
-_JOINING = frozenset(("simt", "mma"))
-"""Programs whose last block of a tile can add what all slices of k summed, on devices that order memory."""
 BUSY = 2
 """Blocks for each processor from which k need not be split."""
 
@@ -103,7 +99,7 @@ def candidates(p: Problem, target: Target, vectors: tuple[int, int, int]) -> lis
             programs += grid_stream.candidates(p, isa, atom, target, vectors)
         found |= {_bounded(s, target): None for s in _joined(programs, target) if not illegal(s, p, target)}
     if p.grouped:
-        found = {replace(s, grouped=True): None for s in found if s.program in _GROUPED and s.split == 1}
+        found = {replace(s, grouped=True): None for s in found if PROGRAMS[s.program].grouped and s.split == 1}
     if not found:
         raise ScheduleError(f"no legal schedule for {p} on {target.name}")
     # Rows may be any number: batches come in all sizes, weights do not.
@@ -116,7 +112,7 @@ def _joined(every: Iterable[Schedule], target: Target) -> Iterator[Schedule]:
     assert device is not None  # noqa: S101 - `candidates` looked
     for s in every:
         yield s
-        if s.split > 1 and s.program in _JOINING and device.language == "cuda":
+        if s.split > 1 and PROGRAMS[s.program].joins and device.language == "cuda":
             yield replace(s, joined=True)
 
 
@@ -170,7 +166,8 @@ def illegal(s: Schedule, p: Problem, target: Target) -> str:
         return f"needs {registers(s)} registers of {device.thread_registers} in a thread"
     if device.registers and registers(s) * s.threads > device.registers:
         return f"needs {registers(s) * s.threads} registers of {device.registers} in a processor"
-    if shared_bytes(s) > (device.shared_bytes if s.program in _ASKING else min(device.shared_bytes, STATIC_SHARED)):
+    most = device.shared_bytes if PROGRAMS[s.program].asks else min(device.shared_bytes, STATIC_SHARED)
+    if shared_bytes(s) > most:
         return f"needs {shared_bytes(s)} bytes of {device.shared_bytes} of shared memory"
     steps = 1 if s.program == "stream" else SPLIT_STEPS
     return "" if s.split == 1 or p.k >= s.split * steps * s.block.k * s.kr else "slices of k are too short"
@@ -178,22 +175,32 @@ def illegal(s: Schedule, p: Problem, target: Target) -> str:
 
 def registers(s: Schedule) -> int:
     """Registers of a thread."""
-    if s.program == "stream":
-        return grid_stream.registers(s)
-    if s.program == "mma":
-        return grid_matrix.registers(s)
-    if s.program == "wgmma":
-        return grid_warpgroup.registers(s)
-    if s.program in grid_codes.PROGRAMS:
-        return grid_codes.registers(s)
+    return PROGRAMS[s.program].registers(s)
+
+
+def shared_bytes(s: Schedule) -> int:
+    """Shared memory of a block."""
+    return PROGRAMS[s.program].shared_bytes(s) + (TICKET if s.joined else 0)
+
+
+def at_once(s: Schedule) -> int:
+    """Slices whose sums the last block of a tile reads at once."""
+    return max(1, min(s.split, AHEAD // (s.mr * s.nr)))
+
+
+def _of_threads(s: Schedule) -> int:
+    """Registers of a thread that multiplies what it loads from shared memory."""
     a, b, _ = s.types
-    words = 2 if a == b == "f64" else 1
-    parts = s.mr + s.nr
-    if s.program == "direct":
-        return words * (s.mr * s.nr + parts) + 2 * parts + DIRECT_ADDRESSES
     sizes = ((s.block.m, a), (s.block.n, b))
     waiting = 0 if s.copies else sum(-(-x * s.block.k * s.kr * BY_NAME[t].bytes // (4 * s.threads)) for x, t in sizes)
-    return s.mr * s.nr + parts + waiting + ADDRESSES + _turns(s, 0) + _turns(s, 1)
+    return s.mr * s.nr + s.mr + s.nr + waiting + ADDRESSES + _turns(s, 0) + _turns(s, 1)
+
+
+def _of_readers(s: Schedule) -> int:
+    """Registers of a thread that reads operands where they lie."""
+    words = 2 if s.types[0] == s.types[1] == "f64" else 1
+    parts = s.mr + s.nr
+    return words * (s.mr * s.nr + parts) + 2 * parts + DIRECT_ADDRESSES
 
 
 def _turns(s: Schedule, side: int) -> int:
@@ -206,18 +213,37 @@ def _turns(s: Schedule, side: int) -> int:
     return turns * (SPREAD_PIECE + (s.kr > 1) if along_k and not s.copies else PIECE)
 
 
-def shared_bytes(s: Schedule) -> int:
-    """Shared memory of a block."""
-    if s.program == "stream":
-        return grid_stream.shared_words(s) * (8 if s.dtype == "f64" else 4)
-    ticket = TICKET if s.joined else 0
-    if s.program == "mma":
-        return grid_matrix.shared_bytes(s) + ticket
-    if s.program == "wgmma":
-        return grid_warpgroup.shared_bytes(s) + ticket
-    if s.program in grid_codes.PROGRAMS:
-        return grid_codes.shared_bytes(s)
-    return 0 if s.program == "direct" else (s.block.m + s.block.n) * s.block.k * 4 * s.stages + ticket
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a block program of devices needs, and what can be asked of it.
+
+    Attributes:
+        registers: of a thread.
+        shared_bytes: of a block.
+        asks: it may have more shared memory than a kernel has unasked.
+        grouped: its blocks find the group that their rows are of.
+        joins: its last block of a tile can add what all slices of k summed, on devices that order memory.
+    """
+
+    registers: Callable[[Schedule], int]
+    shared_bytes: Callable[[Schedule], int]
+    asks: bool = False
+    grouped: bool = False
+    joins: bool = False
+
+
+_CODED = Program(grid_codes.registers, grid_codes.shared_bytes, asks=True)
+PROGRAMS = {
+    "simt": Program(
+        _of_threads, lambda s: (s.block.m + s.block.n) * s.block.k * 4 * s.stages, grouped=True, joins=True
+    ),
+    "direct": Program(_of_readers, lambda _: 0, grouped=True),
+    "stream": Program(grid_stream.registers, grid_stream.shared_bytes),
+    "mma": Program(grid_matrix.registers, grid_matrix.shared_bytes, asks=True, grouped=True, joins=True),
+    "wgmma": Program(grid_warpgroup.registers, grid_warpgroup.shared_bytes, asks=True),
+    **dict.fromkeys(grid_codes.PROGRAMS, _CODED),
+}
+"""By name; those of `lower.GRID_PROGRAMS`."""
 
 
 def resident(s: Schedule, target: Target) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from portmm.cost import Cost
 from portmm.dtype import BY_NAME, size
-from portmm.grid_candidates import PARTS, on_gpu, resident
+from portmm.grid_candidates import PARTS, at_once, on_gpu, resident
 from portmm.grid_codes import PROGRAMS, instructions
 from portmm.grid_stream import along_k, flying, shares, width
 from portmm.grid_warpgroup import STRIP, columns, promoted, staged, sums
@@ -83,14 +83,11 @@ MOVES = 16.0
 
 def cost(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     """The predicted time of a schedule that is legal for a problem."""
-    if s.program == "stream":
-        return _streamed(p, s, atom, target)
-    if s.program == "mma":
-        return _multiplied(p, s, atom, target)
-    if s.program == "wgmma":
-        return _grouped(p, s, atom, target)
-    if s.program in PROGRAMS:
-        return _decoded(p, s, atom, target)
+    return _COSTS[s.program](p, s, atom, target)
+
+
+def _by_threads(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
+    """The predicted time of `kernels.simt` and `kernels.direct`."""
     device = target.device
     assert device is not None  # noqa: S101 - `candidates` looked
     hertz = 1e9 * (target.frequency_ghz or DEFAULT_GHZ)
@@ -140,10 +137,10 @@ def _slices(p: Problem, s: Schedule, target: Target) -> dict[str, float]:
     if s.split == 1:
         return {}
     if s.joined:
-        # All blocks write, and one of each tile reads, while there is nothing else to do.
+        # All blocks write, and one of each tile reads slice after slice, while there is nothing else to do.
         hertz = 1e9 * (target.frequency_ghz or DEFAULT_GHZ)
         read = 4 * s.split * s.block.m * s.block.n / ALONE_BYTES
-        return {"slices": (2 * WAIT + read) / hertz + 4 * p.batch * p.m * p.n * s.split / (2e9 * _bandwidth(target))}
+        return {"slices": ((2 + ceil(s.split / at_once(s))) * WAIT + read) / hertz + 4 * p.batch * p.m * p.n * s.split / (2e9 * _bandwidth(target))}
     traffic = 4 * p.batch * p.m * p.n * (2 * s.split + 1)
     return {"slices": LAUNCH + traffic / (2e9 * _bandwidth(target))}
 
@@ -213,7 +210,7 @@ def _grouped(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
         overlapped["additions"] = rounds * steps * s.block.m * s.block.n / ADDS / hertz
     ending = sums(s) * s.groups / (2 if s.pingpong else 1) * (SENDING if staged(s) else ENDING) + MEET
     shown = ceil(rounds / others) * ending if others > 1 else rounds * ending
-    waits = WAIT + shown + rounds * steps * GROUP_STEP / max(others, 1 if s.pingpong else s.groups)
+    waits = ENGINE_WAIT + shown + rounds * steps * GROUP_STEP / max(others, 1 if s.pingpong else s.groups)
     added = {"waiting": waits / hertz, "launch": LAUNCH} | _slices(p, s, target)
     most = max(overlapped.values())
     hidden = most + EXPOSED * (sum(overlapped.values()) - most)
@@ -297,3 +294,9 @@ def _streamed(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     most = max(overlapped.values())
     hidden = most + EXPOSED * (sum(overlapped.values()) - most)
     return Cost(hidden + sum(added.values()), overlapped, added)
+
+
+_COSTS = {
+    "simt": _by_threads, "direct": _by_threads, "stream": _streamed, "mma": _multiplied, "wgmma": _grouped,
+    **dict.fromkeys(PROGRAMS, _decoded),
+}  # fmt: skip

@@ -172,6 +172,11 @@ def apart(s: Schedule) -> tuple[int, int]:
 
 
 def shared_words(s: Schedule) -> int:
-    """Words of shared memory of a block."""
+    """Sums that wait in shared memory of a block."""
     outputs, (far, near) = s.mr * s.block.n, apart(s)
     return (outputs - 1) * far + (shares(s) - 1) * near + 1
+
+
+def shared_bytes(s: Schedule) -> int:
+    """Shared memory of a block."""
+    return shared_words(s) * (8 if s.dtype == "f64" else 4)

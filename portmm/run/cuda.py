@@ -6,6 +6,7 @@ first use. May import `errors`, `nvrtc`, `run.devices`.
 
 from __future__ import annotations
 
+import sys
 import threading
 from dataclasses import dataclass
 from functools import cache
@@ -80,6 +81,9 @@ class _Stream:
 
 
 def _cupy() -> Any:
+    found = sys.modules.get("cupy")  # a launch has no time for an import
+    if found is not None:
+        return found
     try:
         return import_module("cupy")
     except ImportError as error:
