@@ -143,6 +143,17 @@ def check_type(out: Foreign, dtype: str) -> None:
         raise TypeError(f"out has elements of {out.dtype}, which cannot hold results of {dtype} on a device")
 
 
+def check_apart(out: Foreign, operands: dict[str, tuple[Foreign, ...]]) -> None:
+    """The output of a plan lies on none of its operands, by name.
+
+    Raises:
+        ValueError: it overlaps one.
+    """
+    for name, parts in operands.items():
+        if overlap(out, parts):
+            raise ValueError(f"out overlaps {name} in memory; give another array")
+
+
 def overlap(out: Foreign, others: tuple[Foreign, ...]) -> bool:
     """Memory of a result may be that of an operand."""
     return any(_extent(out, x) for x in others)

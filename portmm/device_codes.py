@@ -268,6 +268,7 @@ class Plan:
             raise ValueError("the plan was made for another out, or for none; give one like it, as it was made")
         if to is not None:
             device_arrays.check_out(to, self.ready.shape)
+            device_arrays.check_apart(to, {"a": (left,), "the weight": tuple(self.weight.parts.values())})
         return self.ready.run(left, self.weight, to)
 
 

@@ -7,7 +7,7 @@ to do. Imports `around_device`, `on_device`, `grid_dispatch`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from portmm import around_device, device_arrays, foreign, grid_dispatch, on_device, rows_on_device, settings
@@ -104,14 +104,24 @@ def matmul(x: Given, dtype: Any, epilogue: Callable[..., Any] | None) -> Any:
         ScheduleError: no kernel computes it.
     """
     wanted = on_device.named(dtype) if dtype is not None and x.out is None else ""
+    found: dict[Any, Any] = {}
+    ready: _Ready
     if epilogue is None:
         key = (*x.kind, wanted, settings.current().deterministic)
-        ready: _Ready = _ready.get(key) or _ready.keep(key, _plain(x, wanted))
-        return ready.call(x, {})
-    around = Around.of(epilogue)
-    key = ("groups on a device", *x.kind, wanted)
-    ready = around.ready(key, lambda traced: _fused(x, wanted, traced), _VALUES, 3)
-    return ready.call(x, around.found)
+        ready = _ready.get(key) or _ready.keep(key, _plain(x, wanted))
+    else:
+        around = Around.of(epilogue)
+        key = ("groups on a device", *x.kind, wanted)
+        ready = around.ready(key, lambda traced: _fused(x, wanted, traced), _VALUES, 3)
+        found = around.found
+    read = [rows_on_device.captured(s, found, x.a) for s, _ in ready.sources]
+    if x.out is None or ready.apart or not device_arrays.overlap(x.out, (x.a, x.b, x.ends, *read)):
+        return ready.call(x, read, found)
+    # Kernels are made for how a result lies: beside, it lies in another way.
+    _, to = foreign.empty_like(replace(x.out, queue=x.a.queue), x.out.shape, x.out.dtype)
+    results = matmul(replace(x, out=to), dtype, epilogue)
+    result = rows_on_device.copied(x.out, to)
+    return (result, *results[1:]) if ready.several else result
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,17 +146,15 @@ class _Ready:
     numbers: tuple[tuple[Any, ...], ...] = ()
     apart: bool = False
 
-    def call(self, x: Given, found: dict[Any, Any]) -> Any:
-        """Launch everything."""
-        read = [rows_on_device.captured(s, found, x.a) for s, _ in self.sources]
+    def call(self, x: Given, read: list[Foreign], found: dict[Any, Any]) -> Any:
+        """Launch everything, captured arrays being `read`."""
         out = x.out
         made = [foreign.empty_like(x.a, *result) for result in self.results]
-        beside = out is not None and (self.apart or device_arrays.overlap(out, (x.a, x.b, x.ends, *read)))
-        if out is not None and not beside:
+        if out is not None and not self.apart:
             made[0] = (out.source, out)
         if self.launches:
             self.launch(x, read, [y for _, y in made], found)
-        if out is not None and beside:
+        if out is not None and self.apart:
             made[0] = (rows_on_device.copied(out, made[0][1]), out)
         return tuple(y for y, _ in made) if self.several else made[0][0]
 

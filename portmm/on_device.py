@@ -89,7 +89,7 @@ class Plan:
 
         Raises:
             TypeError: an operand is not on a device.
-            ValueError: an operand is not like that of the plan.
+            ValueError: an operand is not like that of the plan, or `out` overlaps one.
         """
         found = adopted(a, b, out)
         if found is None:
@@ -99,6 +99,7 @@ class Plan:
                 raise ValueError(f"{name} is {said(x.kind)}, the plan takes {said(kind)}")
         if found[2] is not None:
             device_arrays.check_out(found[2], self.ready.shape)
+            device_arrays.check_apart(found[2], {"a": (found[0],), "b": (found[1],)})
             if self.kinds[2] is None and found[2].kind != self.ready.like:
                 raise ValueError("the plan was made for an out in C's order; give one when it is made")
         elif self.kinds[2] is not None and not self.dense:

@@ -223,6 +223,15 @@ def test_sums_of_integers_are_scaled(on):
     np.testing.assert_allclose(found.get(), wanted, rtol=1e-6)
 
 
+def test_a_plan_refuses_an_out_over_an_operand(on):
+    whole, b = on.array(values((12, 20), np.float32)), on.array(values((8, 8), np.float32, 1))
+    a, out = whole[:, :8], whole[:, 4:12]
+    for at, args in (("a", (a, b, out)), ("b", (on.array(values((8, 8), np.float32)), b, b))):
+        plan = pm.plan(*args)
+        with pytest.raises(ValueError, match=f"out overlaps {at}"):
+            plan(*args)
+
+
 def test_a_plan_takes_arrays_of_its_kind(on):
     a, b = values((10, 16), np.float32), values((16, 8), np.float32, 1)
     left, right = on.array(a), on.array(b)

@@ -156,6 +156,25 @@ def test_a_result_goes_where_it_should(on):
     np.testing.assert_array_equal(left.get(), looped(a, b, ends))
 
 
+def test_a_result_lies_over_what_it_is_made_from(on):
+    """Whatever its strides: it is computed beside, where it lies in another way."""
+    ends = on.array(np.array([5, 12], np.int32))
+    around, b = values((20, 30), np.float32), values((2, 16, 16), np.float32, 1)
+    sums = looped(around[3:17, :16], b, (5, 12))
+    for over, epilogue, wanted in (
+        (False, None, sums), (False, lambda acc: acc * 2, sums * 2), (True, None, sums + around[3:17, 8:24]),
+    ):  # fmt: skip
+        whole = on.array(around)
+        out = whole[3:17, 8:24]
+        a = on.array(around[3:17, :16]) if over else whole[3:17, :16]
+        then = (lambda acc, i, x=out: acc + x[i.m, i.n]) if over else epilogue
+        assert pm.grouped_matmul(a, on.array(b), ends, out, epilogue=then) is out
+        found = whole.get()
+        np.testing.assert_array_equal(found[3:17, 8:24], wanted)
+        found[3:17, 8:24] = around[3:17, 8:24]
+        np.testing.assert_array_equal(found, around)
+
+
 @pytest.mark.parametrize(
     "ends", [(40, 20, 50), (-5, 10, 2**31 - 1), (100, 5, 7), (-(2**31), -1, 0), (2**31 - 1, -(2**31), 30)], ids=str
 )
