@@ -12,9 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portmm.dtype import accumulator
-from portmm.grid_candidates import at_once
 from portmm.grid import Argument
-from portmm.grid_candidates import TICKET
+from portmm.grid_candidates import TICKET, at_once
 from portmm.index import Ptr, const, var
 from portmm.ir import For, If, Let, Move
 from portmm.threads import WHOLE, Clear, Do, Get, Leave, Shared

@@ -65,8 +65,8 @@ ENDING = 3.0
 """Instructions that store a sum, or a part of them."""
 ENGINE_BYTES = 48.0
 """That a processor's copy engine gets from L2 in a cycle: neighbours ask for the same at the same time."""
-ENGINE_WAIT = 1000.0
-"""Cycles from asking it for a tile to having it."""
+ENGINE_WAIT, ENGINE_START = 1000.0, 1600.0
+"""Cycles from asking it for a tile to having it, and from a block's begin to the first: maps are fetched, too."""
 SENDING, MEET = 1.5, 300.0
 """Cycles of storing a sum through shared memory, and of meeting and waiting for the first."""
 ADDS = 128.0
@@ -140,7 +140,10 @@ def _slices(p: Problem, s: Schedule, target: Target) -> dict[str, float]:
         # All blocks write, and one of each tile reads slice after slice, while there is nothing else to do.
         hertz = 1e9 * (target.frequency_ghz or DEFAULT_GHZ)
         read = 4 * s.split * s.block.m * s.block.n / ALONE_BYTES
-        return {"slices": ((2 + ceil(s.split / at_once(s))) * WAIT + read) / hertz + 4 * p.batch * p.m * p.n * s.split / (2e9 * _bandwidth(target))}
+        return {
+            "slices": ((2 + ceil(s.split / at_once(s))) * WAIT + read) / hertz
+            + 4 * p.batch * p.m * p.n * s.split / (2e9 * _bandwidth(target))
+        }
     traffic = 4 * p.batch * p.m * p.n * (2 * s.split + 1)
     return {"slices": LAUNCH + traffic / (2e9 * _bandwidth(target))}
 
@@ -210,7 +213,7 @@ def _grouped(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
         overlapped["additions"] = rounds * steps * s.block.m * s.block.n / ADDS / hertz
     ending = sums(s) * s.groups / (2 if s.pingpong else 1) * (SENDING if staged(s) else ENDING) + MEET
     shown = ceil(rounds / others) * ending if others > 1 else rounds * ending
-    waits = ENGINE_WAIT + shown + rounds * steps * GROUP_STEP / max(others, 1 if s.pingpong else s.groups)
+    waits = ENGINE_START + shown + rounds * steps * GROUP_STEP / max(others, 1 if s.pingpong else s.groups)
     added = {"waiting": waits / hertz, "launch": LAUNCH} | _slices(p, s, target)
     most = max(overlapped.values())
     hidden = most + EXPOSED * (sum(overlapped.values()) - most)

@@ -75,7 +75,7 @@ def test_they_end_in_expressions(case):
 
 
 def test_one_launch_costs_less():
-    choice = choose(Problem(64, 1024, 16384, "bf16", b="col"), A100, (8, 8, 8))
+    choice = choose(Problem(16, 4096, 4096, "bf16", b="col"), A100, (8, 8, 8))
     s = choice.schedule
     assert s.joined
     assert parse(spell(s)) == s
