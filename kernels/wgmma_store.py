@@ -103,7 +103,7 @@ class Ending:
         """What results pass through."""
         if not self.staged:
             return []
-        found: list[Stmt] = [Scratch("c_words", self.words, "b32")]
+        found: list[Stmt] = [Scratch("c_words", self.puts * self.words, "b32")]
         return [*found, Scratch("c_out", self.words * PAIR, "f32")] if self.fused else found
 
     def after(self) -> list[Stmt]:
@@ -173,13 +173,15 @@ class Ending:
         before = self._tile * self.pieces if self.pieces % self.buffers else const(0)
         buffer = (var("group") * self.buffers + (before + piece) % self.buffers) * self.size
         meet = Do("block_barrier_sync", (var("group") + FIRST_BARRIER, const(WARPGROUP)))
-        each = (self.lines if s.swap else wide) // HIGH // (self.words // HALVES)
-        puts = For("put", const(0), const(each), const(1), self._put(strip, part), WHOLE)
+        # All that is fused of a piece is computed before any of it is put: what it reads is asked for at once.
+        made = For("put", const(0), const(self.puts), const(1), self._made(strip, part), WHOLE)
+        puts = For("put", const(0), const(self.puts), const(1), (self._put(),), WHOLE)
         send = Do("tma_store", (Ptr("c_map"), Ptr("c_tile", var("buffer")), var("column_1"), var("row_1"), var("item")))
         body: tuple[Stmt, ...] = (
-            Let("buffer", buffer),
             Let("row_1", var("row_0") + row),
             Let("column_1", var("column_0") + column),
+            made,
+            Let("buffer", buffer),
             # What was sent from this buffer before has been read.
             If(self._elected, (Do(f"tma_store_read_{self.buffers - 1}"),)),
             meet,
@@ -193,12 +195,25 @@ class Ending:
             body = (For("piece", const(0), const(self.pieces), const(1), body, WHOLE),)
         return (*found, *body)
 
-    def _put(self, strip: Index, part: Index) -> tuple[Stmt, ...]:
+    @property
+    def puts(self) -> int:
+        """Instructions that put a piece."""
+        return (self.lines if self.s.swap else panel(self.s)) // HIGH // (self.words // HALVES)
+
+    def _made(self, strip: Index, part: Index) -> tuple[Stmt, ...]:
+        """Compute what one instruction puts, in pairs of 16 bits."""
+        s, put, q = self.s, var("put"), var("q")
+        columns_before = part * (panel(s) // HIGH) + put * (self.words // HALVES)
+        at = (strip * (columns(s) // HIGH) + columns_before) * (HALVES * PAIR)
+        source = Ptr("c_out", q * PAIR) if self.fused else Ptr("acc", at + q * PAIR)
+        pack = Do(f"pair_{s.types[2]}", (Ptr("c_words", put * self.words + q), source))
+        values = self._values(self.fused, at) if self.fused else ()
+        return (*values, For("q", const(0), const(self.words), const(1), (pack,), WHOLE))
+
+    def _put(self) -> Stmt:
         """Put matrices side by side, two of the warp's below each other, into shared memory."""
         s, wide, put = self.s, panel(self.s), var("put")
         near = self.words // HALVES
-        columns_before = part * (wide // HIGH) + put * near
-        at = (strip * (columns(s) // HIGH) + columns_before) * (HALVES * PAIR)
         lane, warp = var("lane"), var("warp")
         if s.swap:
             line, piece = (
@@ -210,12 +225,7 @@ class Ending:
         turned = line // (LINE // (wide * 2)) % (wide // HIGH)
         to = Ptr("c_tile", var("buffer") + line * wide + (piece ^ turned) * HIGH)
         name = f"stmatrix_{'trans_' if s.swap else ''}x{self.words}"
-        pair = f"pair_{s.types[2]}"
-        q = var("q")
-        source = Ptr("c_out", q * PAIR) if self.fused else Ptr("acc", at + q * PAIR)
-        packs = For("q", const(0), const(self.words), const(1), (Do(pair, (Ptr("c_words", q), source)),), WHOLE)
-        values = self._values(self.fused, at) if self.fused else ()
-        return (*values, packs, Do(name, (to, Ptr("c_words"))))
+        return Do(name, (to, Ptr("c_words", put * self.words)))
 
     def _values(self, fused: Fused, at: Index) -> tuple[Stmt, ...]:
         """Compute what is fused of the sums of one instruction, where they are inside."""
