@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _ALONG = {"a": {"row": "k", "col": "row", "any": "any"}, "b": {"row": "row", "col": "k", "any": "any", "codes": "k"}}
 _ONE = (Ptr("b"), "s32")
 """A weight of codes is one for all items."""
-_FOUND = ("group", "row_begin", "row_end", "tile")
+_FOUND = ("owner", "row_begin", "row_end", "tile")
 """What the primitive `find_group` finds."""
 _STEPS = {"a": ("a_m", "a_k"), "b": ("b_n", "b_k")}
 
@@ -141,7 +141,7 @@ def depth(s: Schedule) -> Index:
 def place(s: Schedule) -> list[Stmt]:
     """Which tile of which item a block computes, and where its operands begin."""
     return [
-        *(_group(s) if s.grouped else _item(s)),
+        *(of_groups(s) if s.grouped else _item(s)),
         LetPtr("a_item", Ptr("a", var("item") * var("a_batch")), s.types[0], readonly=True),
         LetPtr(
             "b_item", *(_ONE if s.b == "codes" else (Ptr("b", var("item") * var("b_batch")), s.types[1])), readonly=True
@@ -158,7 +158,7 @@ def _item(s: Schedule) -> list[Stmt]:
     ]
 
 
-def _group(s: Schedule) -> list[Stmt]:
+def of_groups(s: Schedule) -> list[Stmt]:
     """The group of this block, and its tile there; rows past the last group are sums of nothing."""
     given = (Ptr("ends"), var("batch"), var("m"), const(s.block.m), var("across"), var("block"), Ptr("found"))
     return [
@@ -168,8 +168,8 @@ def _group(s: Schedule) -> list[Stmt]:
         *(Read(name, Ptr("found", const(i))) for i, name in enumerate(_FOUND)),
         Let("down", ceil_div(var("row_end") - var("row_begin"), s.block.m)),
         Leave((var("down") * var("across")).lt(var("tile") + 1)),
-        Let("item", minimum(var("group"), var("batch") - 1)),
-        Let("depth", var("group").lt(var("batch")) * var("k")),
+        Let("item", minimum(var("owner"), var("batch") - 1)),
+        Let("depth", var("owner").lt(var("batch")) * var("k")),
         *_swept(s, s.block.m, var("row_begin")),
     ]
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from portmm.kernels.joining import given as joining
 from portmm.kernels.joining import join_groups, ticket
-from portmm.kernels.simt import raster, results
+from portmm.kernels.simt import blocks, depth, of_groups, raster, results
 from portmm.kernels.wgmma_feed import Operand
 from portmm.kernels.wgmma_store import Ending
 
@@ -108,7 +108,7 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     body: list[Stmt] = [a.shared(), b.shared(), *work.ending.shared(), *ticket(s)]
     body += [Shared("full", s.stages, "b64", 8), Shared("empty", s.stages, "b64", 8)]
     body += [Shared("order", 2, "b64", 8)] if s.pingpong else []
-    body += [*_begin(work), *_slice(s), *_tiles(s)]
+    body += [*(of_groups(s) if s.grouped else ()), *_begin(work), *_slice(s), *_tiles(s)]
     down, up = budgets(s)
     producer = (*_adjusted("down", down), If(var("thread").eq(s.groups * WARPGROUP), _producer(work)))
     consumer = (*_adjusted("up", up), *_consumer(work))
@@ -123,6 +123,7 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
 def _arguments(work: Work) -> tuple[Argument, ...]:
     s = work.s
     found = [Argument(x, "int") for x in ("m", "n", "k", "batch")]
+    found += [Argument("ends", "pointer", "s32", readonly=True, alone=True)] if s.grouped else []
     for x in work.operands:
         found += x.arguments()
     found += joining(s)
@@ -136,9 +137,11 @@ def _arguments(work: Work) -> tuple[Argument, ...]:
 
 
 def _grid(s: Schedule) -> tuple[Index, Index]:
+    if s.grouped:
+        return blocks(s), const(1)
     tiles = ceil_div(var("m"), s.block.m * s.cluster) * ceil_div(var("n"), s.block.n) * var("batch")
-    blocks = minimum(tiles, s.persistent // s.cluster) if s.persistent else tiles
-    return blocks * s.cluster, const(s.split)
+    places = minimum(tiles, s.persistent // s.cluster) if s.persistent else tiles
+    return places * s.cluster, const(s.split)
 
 
 def _begin(work: Work) -> list[Stmt]:
@@ -168,7 +171,7 @@ def _begin(work: Work) -> list[Stmt]:
 
 def _slice(s: Schedule) -> list[Stmt]:
     """The steps of k of this slice: none is without."""
-    all_steps = ceil_div(var("k"), s.block.k)
+    all_steps = ceil_div(depth(s), s.block.k)
     if s.split == 1:
         return [Let("step_0", const(0)), Let("steps", all_steps)]
     return [
@@ -184,6 +187,8 @@ def _adjusted(way: str, registers: int) -> tuple[Stmt, ...]:
 
 def _tiles(s: Schedule) -> list[Stmt]:
     """How many tiles this block has."""
+    if s.grouped:
+        return []
     rows = s.block.m * s.cluster
     found: list[Stmt] = [Let("down", ceil_div(var("m"), rows)), Let("across", ceil_div(var("n"), s.block.n))]
     found.append(Let("place", var("block") // s.cluster))
@@ -197,6 +202,8 @@ def _each_tile(s: Schedule, body: tuple[Stmt, ...], *, mine: bool) -> tuple[Stmt
     """Run for each tile of this block, or of this warpgroup: `number` counts the block's."""
     rows = s.block.m * s.cluster
     below = var("rank") * s.block.m if s.cluster > 1 else const(0)
+    if s.grouped:
+        return (Let("number", const(0)), *body)
     if not s.persistent:
         return (Let("number", const(0)), *raster(s, var("place"), rows, below), *body)
     found = (*raster(s, var("place") + var("number") * (s.persistent // s.cluster), rows, below), *body)
@@ -251,13 +258,17 @@ def _consumer(work: Work) -> tuple[Stmt, ...]:
     else:
         one = (*begun, Do("wgmma_wait_1"), If(const(0).lt(step), _released(s, (var("turn") - 1) % s.stages)))
         last = (*_waited(work, "acc"), *_released(s, ((var("number") + 1) * var("steps") - 1) % s.stages))
+        if s.grouped:
+            # Rows past the last group are sums of nothing.
+            before.append(Clear("acc", sums))
+            last = (If(const(0).lt(var("steps")), last),)
     loop = For("step", const(0), var("steps"), const(1), one)
     after: list[Stmt] = []
     if s.pingpong:
         after.append(If(var("lane").eq(0), (Do("mbarrier_arrive", (Ptr("order", 1 - var("group")),)),)))
     after += last
-    blocks = ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch")
-    stored = join_groups(s, blocks, s.groups * WARPGROUP, ALL_GROUPS, ending.statements(first))
+    tiles = ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch")
+    stored = join_groups(s, tiles, s.groups * WARPGROUP, ALL_GROUPS, ending.statements(first))
     tile = _each_tile(s, (*before, loop, *after, *stored), mine=True)
     acc = [Scratch(name, sums, work.atom.acc) for name in ("acc", "part")[: 1 + promoted(s)]]
     made = (*acc, left.describe(first), right.describe(const(0)))
@@ -270,7 +281,7 @@ def _multiply(work: Work) -> tuple[Stmt, ...]:
     strip, unit = var("strip") if strips(s) > 1 else const(0), var("unit")
     held = columns(s) * STRIP // WARPGROUP
     # The first product ignores what sums hold.
-    keep = const(0).lt(unit if promoted(s) else var("step") + unit)
+    keep = const(1) if s.grouped and not promoted(s) else const(0).lt(unit if promoted(s) else var("step") + unit)
     x, y = left.matrix(var("stage"), strip, unit), right.matrix(var("stage"), const(0), unit)
     call: Stmt = Do(work.multiply, (Ptr("part" if promoted(s) else "acc", strip * held), x, y, keep))
     if strips(s) > 1:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.kernels.storing import Storing, element, operands
+from portmm.kernels.storing import Storing, bottom, element, operands
 
 from portmm.fused import parse
 from portmm.grid import Argument, MapOf
@@ -130,7 +130,7 @@ class Ending:
             one = (Let("column", column + e), *storing.piece(at + e))
             piece = (For("e", const(0), const(PAIR), const(1), one, WHOLE),)
         cells = For("cell", const(0), const(columns(self.s) // HIGH), const(1), piece, WHOLE)
-        rows = (Let("row", row), If(var("row").lt(var("m")), (cells,)))
+        rows = (Let("row", row), If(var("row").lt(bottom(self.s)), (cells,)))
         halves = For("half", const(0), const(HALVES), const(1), rows, WHOLE)
         return (*self.storing.before(), For("i", const(0), const(strips(self.s)), const(1), (halves,), WHOLE))
 
@@ -140,7 +140,7 @@ class Ending:
         column = var("column_0") + (first + i * STRIP) + var("warp") * (HALVES * HIGH) + half * HIGH + var("lane") // 4
         row = var("row_0") + cell * HIGH + var("lane") % 4 * PAIR + e
         # A lane's two sums are of neighbouring rows of C.
-        inner = (Let("row", row), If(var("row").lt(var("m")), self.storing.piece(at)))
+        inner = (Let("row", row), If(var("row").lt(bottom(self.s)), self.storing.piece(at)))
         each = For("e", const(0), const(PAIR), const(1), inner, WHOLE)
         cells = For("cell", const(0), const(columns(self.s) // HIGH), const(1), (each,), WHOLE)
         halves = For("half", const(0), const(HALVES), const(1), (Let("column", column), cells), WHOLE)

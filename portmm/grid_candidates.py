@@ -240,7 +240,7 @@ PROGRAMS = {
     "direct": Program(_of_readers, lambda _: 0, grouped=True),
     "stream": Program(grid_stream.registers, grid_stream.shared_bytes),
     "mma": Program(grid_matrix.registers, grid_matrix.shared_bytes, asks=True, grouped=True, joins=True),
-    "wgmma": Program(grid_warpgroup.registers, grid_warpgroup.shared_bytes, asks=True),
+    "wgmma": Program(grid_warpgroup.registers, grid_warpgroup.shared_bytes, asks=True, grouped=True),
     **dict.fromkeys(grid_codes.PROGRAMS, _CODED),
 }
 """By name; those of `lower.GRID_PROGRAMS`."""

@@ -71,7 +71,8 @@ def held_rows(rows: int, *, along_k: bool) -> int:
 def staged(s: Schedule) -> bool:
     """C passes through shared memory: halves in rows that the copy engine can address."""
     size = BY_NAME[s.types[2]].bytes
-    return not s.slices and s.c == "row" and s.vectors[2] * size == ALIGNED and size == WIDE and bool(panel(s))
+    sent = s.c == "row" and not (s.slices or s.grouped)
+    return sent and s.vectors[2] * size == ALIGNED and size == WIDE and bool(panel(s))
 
 
 def panel(s: Schedule) -> int:
@@ -158,9 +159,10 @@ def candidates(
     for layout, along_k, size in ((p.a, "row", sizes[0]), (p.b, "col", sizes[1])):
         if layout != along_k and size != WIDE:
             return
-    stored = ALIGNED // sizes[2] if p.c == "row" and vectors[2] * sizes[2] >= ALIGNED and sizes[2] == WIDE else 0
+    sent = p.c == "row" and not p.grouped and sizes[2] == WIDE
+    stored = ALIGNED // sizes[2] if sent and vectors[2] * sizes[2] >= ALIGNED else 0
     for block, part, swap, groups, pingpong in _shapes(p, atom):
-        if _in_parts(p, block):
+        if _in_parts(p, block) or (p.grouped and pingpong):
             continue
         n = part[0] if swap else part[1]
         below = 2 * (part[1] if swap else part[0]) // STRIP
@@ -172,7 +174,8 @@ def candidates(
         one = Schedule(
             "wgmma", isa.name, p.dtype, tiles, (mr,), a=p.a, b=p.b, pack_a=False, pack_b=False, swap=swap,
             fused=p.fused, stages=LEAST_STAGES, vectors=(ALIGNED // sizes[0], ALIGNED // sizes[1], stored or 1),
-            c="row" if p.c == "row" else "any", groups=groups, pingpong=pingpong, persistent=1,
+            c="row" if p.c == "row" else "any", groups=groups, pingpong=pingpong, persistent=0 if p.grouped else 1,
+            grouped=p.grouped,
         )  # fmt: skip
         if held(one) + ADDRESSES > UP:
             continue
@@ -212,7 +215,7 @@ def _fed(s: Schedule, p: Problem, target: Target) -> Iterator[Schedule]:
     several = s.groups == 1 and 2 * registers(s) * s.threads <= device.registers
     for blocks in (1, 2) if several else (1,):
         for split in SPLITS:
-            if split > 1 and (tiles * split > 2 * device.processors or s.pingpong):
+            if split > 1 and (tiles * split > 2 * device.processors or s.pingpong or s.grouped):
                 continue
             steps = -(-p.k // s.block.k) // split
             # What slices leave is added in the same kernel: a second one takes longer to launch than that.
@@ -235,5 +238,5 @@ def _paired(s: Schedule, p: Problem, many: bool) -> Iterator[Schedule]:
     """A schedule, and the same in clusters, where halves of B are whole lines."""
     yield s
     pairs = (s.b == "col" and s.block.n % 16 == 0) or s.block.n % (2 * WIDE_ROWS) == 0
-    if many and pairs and not s.swap and s.split == 1 and p.m > s.block.m:
+    if many and pairs and not (s.swap or s.grouped) and s.split == 1 and p.m > s.block.m:
         yield replace(s, cluster=2)
