@@ -257,11 +257,12 @@ def _consumer(work: Work) -> tuple[Stmt, ...]:
         one = (*begun, *_waited(work, "part"), *_released(s, var("stage")), add)
     else:
         one = (*begun, Do("wgmma_wait_1"), If(const(0).lt(step), _released(s, (var("turn") - 1) % s.stages)))
-        last = (*_waited(work, "acc"), *_released(s, ((var("number") + 1) * var("steps") - 1) % s.stages))
+        given = _released(s, ((var("number") + 1) * var("steps") - 1) % s.stages)
         if s.grouped:
             # Rows past the last group are sums of nothing.
             before.append(Clear("acc", sums))
-            last = (If(const(0).lt(var("steps")), last),)
+            given = (If(const(0).lt(var("steps")), given),)
+        last = (*_waited(work, "acc"), *given)
     loop = For("step", const(0), var("steps"), const(1), one)
     after: list[Stmt] = []
     if s.pingpong:

@@ -255,6 +255,8 @@ GATES = {
     "joined": schedule("bf16", BY_K, 128, 256, 2, stages=4, split=4, joined=True, vectors=(8, 8, 8)),
     "bytes": schedule("s8-s8-s32", BY_K, 128, 256, 2, stages=4, persistent=132),
     "floats of eight bits": schedule("e4m3-e4m3-bf16", BY_K, 128, 160, 2, stages=5, persistent=132),
+    "groups": schedule("bf16", BY_K, 128, 256, 2, stages=4, persistent=0, grouped=True, vectors=(8, 8, 2)),
+    "groups, swapped": schedule("bf16", ROWS, 16, 256, 2, swap=True, persistent=0, grouped=True, vectors=(8, 8, 2)),
 }  # fmt: skip
 
 
