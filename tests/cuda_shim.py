@@ -189,7 +189,7 @@ def _moved(x: Any, to: np.ndarray) -> Any:
     if isinstance(x, np.ndarray):
         return to
     words = np.frombuffer(bytes(x[1]), np.uint64).copy()
-    words[0] += np.uint64(to.ctypes.data) - np.uint64(x[2].ctypes.data)
+    words[0] = int(words[0]) + to.ctypes.data - x[2].ctypes.data
     return ("map", words.tobytes(), to)
 
 
