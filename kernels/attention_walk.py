@@ -41,6 +41,10 @@ class Tiles(Protocol):
         """Queries of a block."""
 
     @property
+    def rows(self) -> int:
+        """Rows of scores of a thread."""
+
+    @property
     def keys(self) -> int:
         """Keys of a step."""
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from portmm.kernels.elementwise import Elements
-from portmm.kernels.online import BEFORE, KEPT, MOST, weight
+from portmm.kernels.online import BEFORE, KEPT, LOWEST, MOST, weight
 
 from portmm import vecmath
 from portmm.expr import select
@@ -179,3 +179,13 @@ class Scores:
         """A sum over the sum of its weights; of runs, as it is."""
         by = () if self.t.runs else (self.map("mul", "x", "x", self.at.names[self.ended[0]]),)
         return (self.get("x", src), *by, self.keep("x", to))
+
+    def begin(self) -> tuple[Stmt, ...]:
+        """No scores have been seen."""
+        each_row = (self.keep("largest", Ptr("most", var("i"))), self.keep("sum", Ptr("sums", var("i"))))
+        return (
+            self.map("literal", "largest", LOWEST),
+            self.map("literal", "sum", 0.0),
+            each("i", self.t.rows, *each_row),
+            *self.fixed(),
+        )

@@ -41,16 +41,6 @@ class Softmax(Scores):
 
     # -- parts of the kernel -------------------------------------------------
 
-    def begin(self) -> tuple[Stmt, ...]:
-        """No scores have been seen."""
-        each_row = (self.keep("largest", Ptr("most", var("i"))), self.keep("sum", Ptr("sums", var("i"))))
-        return (
-            self.map("literal", "largest", LOWEST),
-            self.map("literal", "sum", 0.0),
-            each("i", self.t.rows, *each_row),
-            *self.fixed(),
-        )
-
     def statements(self) -> tuple[Stmt, ...]:
         """The scores of a tile become weights; sums so far are changed."""
         held = dict(self.at.names)

@@ -59,7 +59,7 @@ class Work:
     def side(self, name: str) -> Side:
         """An operand of a block's tile."""
         s, of_a = self.s, name == "a"
-        along = "k" if (s.a if of_a else s.b) == ("row" if of_a else "col") else "row"
+        along = "k" if s.along_k(0 if of_a else 1) else "row"
         step = const(1) if along == "row" else var("a_m" if of_a else "b_n")
         return Side(
             name, s.types[0 if of_a else 1], along, s.vectors[0 if of_a else 1], s.block.m if of_a else s.block.n,

@@ -53,16 +53,6 @@ class FragmentSoftmax(Scores):
         i = var("i")
         return Ptr("s", ((i // 2 * self.t.strips + key) * 2 + i % 2) * PAIR + e)
 
-    def begin(self) -> tuple[Stmt, ...]:
-        """No scores have been seen."""
-        each_row = (self.keep("largest", Ptr("most", var("i"))), self.keep("sum", Ptr("sums", var("i"))))
-        return (
-            self.map("literal", "largest", LOWEST),
-            self.map("literal", "sum", 0.0),
-            each("i", self.t.rows, *each_row),
-            *self.fixed(),
-        )
-
     def statements(self) -> tuple[Stmt, ...]:
         """The scores of a tile become weights; sums so far are changed."""
         held = dict(self.at.names)

@@ -70,7 +70,7 @@ class Work:
     def operand(self, name: str) -> Operand:
         """An operand of a block's tile."""
         s, of_a = self.s, name == "a"
-        along = "k" if (s.a if of_a else s.b) == ("row" if of_a else "col") else "row"
+        along = "k" if s.along_k(0 if of_a else 1) else "row"
         return Operand(
             name, s.types[0 if of_a else 1], along, s.block.m if of_a else s.block.n, s.block.k, s.stages,
             var("row_0" if of_a else "column_0"), "m" if of_a else "n", 1 if of_a else s.cluster,

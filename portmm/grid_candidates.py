@@ -205,7 +205,7 @@ def _of_readers(s: Schedule) -> int:
 
 def _turns(s: Schedule, side: int) -> int:
     """Registers for the addresses of the pieces of A (0) or B (1) that a thread moves: see `kernels.feeding`."""
-    along_k = (s.a, s.b)[side] == ("row", "col")[side]
+    along_k = s.along_k(side)
     rows, vector = (s.block.m, s.block.n)[side], s.vectors[side]
     units = max(1, vector // s.kr) if along_k else 1
     lines = 1 if along_k else vector
@@ -327,7 +327,7 @@ def _piece(s: Schedule, side: int, vector: int) -> int:
     if layout == "codes":
         return CODES_KR
     rows, size = (s.block.m, s.block.n)[side], BY_NAME[s.types[side]].bytes
-    along_k = layout == ("row", "col")[side]
+    along_k = s.along_k(side)
     most = min(vector, MOST_VECTOR // size) if layout != "any" else 1
     if s.kr > 1:
         # Units of four bytes are moved whole, or woven from rows of four.

@@ -90,7 +90,7 @@ def _by_threads(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     """The predicted time of `kernels.simt` and `kernels.direct`."""
     device = target.device
     assert device is not None  # noqa: S101 - `candidates` looked
-    hertz = 1e9 * (target.frequency_ghz or DEFAULT_GHZ)
+    hertz = _hertz(target)
     rate = target.rates.get(atom.name, target.rates.get("simt_f32", 32.0))
     tiles = ceil(p.m / s.block.m) * ceil(p.n / s.block.n) * p.batch
     blocks = tiles * s.split
@@ -117,14 +117,11 @@ def _by_threads(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     passing = blocks * depth * atom.k_pack * (s.block.m * a + s.block.n * b)
     overlapped["L2"] = passing / (min(device.processors, blocks) * L2_BYTES_PER_CYCLE) / hertz
     once = p.batch * (p.m * p.k * a + p.k * p.n * b) + p.batch * p.m * p.n * c
-    overlapped["memory"] = once / (1e9 * (device.memory_gbs or DEFAULT_GBS))
+    overlapped["memory"] = once / (1e9 * _bandwidth(target))
     steps = depth if s.program == "direct" else ceil(depth / s.block.k)
     each = DIRECT_STEP if s.program == "direct" else COPIED_STEP if s.copies else STEP
     waits = ceil(rounds / together) if on_gpu(target) else 0
-    added = {"waiting": waits * (WAIT + steps * each) / hertz, "launch": LAUNCH} | _slices(p, s, target)
-    most = max(overlapped.values())
-    hidden = most + EXPOSED * (sum(overlapped.values()) - most)
-    return Cost(hidden + sum(added.values()), overlapped, added)
+    return _in_all(p, s, target, overlapped, waits * (WAIT + steps * each) / hertz)
 
 
 def copying(moved: int, target: Target) -> float:
@@ -138,7 +135,7 @@ def _slices(p: Problem, s: Schedule, target: Target) -> dict[str, float]:
         return {}
     if s.joined:
         # All blocks write, and one of each tile reads slice after slice, while there is nothing else to do.
-        hertz = 1e9 * (target.frequency_ghz or DEFAULT_GHZ)
+        hertz = _hertz(target)
         read = 4 * s.split * s.block.m * s.block.n / ALONE_BYTES
         return {
             "slices": ((2 + ceil(s.split / at_once(s))) * WAIT + read) / hertz
@@ -152,11 +149,23 @@ def _bandwidth(target: Target) -> float:
     return (target.device.memory_gbs if target.device else 0) or DEFAULT_GBS
 
 
+def _hertz(target: Target) -> float:
+    return 1e9 * (target.frequency_ghz or DEFAULT_GHZ)
+
+
+def _in_all(p: Problem, s: Schedule, target: Target, overlapped: dict[str, float], waiting: float) -> Cost:
+    """The time of a kernel whose longest overlapped term hides most of the others, and of what is added to it."""
+    added = {"waiting": waiting, "launch": LAUNCH} | _slices(p, s, target)
+    most = max(overlapped.values())
+    hidden = most + EXPOSED * (sum(overlapped.values()) - most)
+    return Cost(hidden + sum(added.values()), overlapped, added)
+
+
 def _multiplied(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     """The predicted time of `kernels.mma`."""
     device = target.device
     assert device is not None  # noqa: S101 - `candidates` looked
-    hertz = 1e9 * (target.frequency_ghz or DEFAULT_GHZ)
+    hertz = _hertz(target)
     rate = target.rates.get(atom.name, DEFAULT_MATRIX_RATE)
     blocks = ceil(p.m / s.block.m) * ceil(p.n / s.block.n) * p.batch * s.split
     rounds = ceil(blocks / device.processors)
@@ -178,17 +187,14 @@ def _multiplied(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     # The last stages are waited for, and sums are stored, while nothing is multiplied, but by other blocks.
     ending = s.mr * s.nr * ENDING * warps / PARTS
     waits = ceil(rounds / together) * (WAIT + steps * MATRIX_STEP / together) + rounds * ending / together
-    added = {"waiting": waits / hertz, "launch": LAUNCH} | _slices(p, s, target)
-    most = max(overlapped.values())
-    hidden = most + EXPOSED * (sum(overlapped.values()) - most)
-    return Cost(hidden + sum(added.values()), overlapped, added)
+    return _in_all(p, s, target, overlapped, waits / hertz)
 
 
 def _grouped(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     """The predicted time of `kernels.wgmma`."""
     device = target.device
     assert device is not None  # noqa: S101 - `candidates` looked
-    hertz = 1e9 * (target.frequency_ghz or DEFAULT_GHZ)
+    hertz = _hertz(target)
     rate = target.rates.get(atom.name, DEFAULT_MATRIX_RATE)
     pairs = ceil(p.m / (s.block.m * s.cluster)) * ceil(p.n / s.block.n) * p.batch * s.split
     tiles = pairs * s.cluster
@@ -214,17 +220,14 @@ def _grouped(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     ending = sums(s) * s.groups / (2 if s.pingpong else 1) * (SENDING if staged(s) else ENDING) + MEET
     shown = ceil(rounds / others) * ending if others > 1 else rounds * ending
     waits = ENGINE_START + shown + rounds * steps * GROUP_STEP / max(others, 1 if s.pingpong else s.groups)
-    added = {"waiting": waits / hertz, "launch": LAUNCH} | _slices(p, s, target)
-    most = max(overlapped.values())
-    hidden = most + EXPOSED * (sum(overlapped.values()) - most)
-    return Cost(hidden + sum(added.values()), overlapped, added)
+    return _in_all(p, s, target, overlapped, waits / hertz)
 
 
 def _decoded(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     """The predicted time of `kernels.coded`, or `kernels.dequant`."""
     device = target.device
     assert device is not None  # noqa: S101 - `candidates` looked
-    hertz = 1e9 * (target.frequency_ghz or DEFAULT_GHZ)
+    hertz = _hertz(target)
     rate = target.rates.get(atom.name, DEFAULT_MATRIX_RATE)
     blocks = ceil(p.m / s.block.m) * ceil(p.n / s.block.n) * p.batch * s.split
     rounds = ceil(blocks / device.processors)
@@ -258,17 +261,14 @@ def _decoded(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
         overlapped["latency"] = ceil(rounds / together) * ceil(steps / max(1, s.stages - 1)) * FAR / hertz
     ending = s.mr * s.nr * (ENDING * warps + ADD_SHARE * (sharing - 1)) / PARTS
     waits = ceil(rounds / together) * (WAIT + steps * MATRIX_STEP / together) + rounds * ending / together
-    added = {"waiting": waits / hertz, "launch": LAUNCH} | _slices(p, s, target)
-    most = max(overlapped.values())
-    hidden = most + EXPOSED * (sum(overlapped.values()) - most)
-    return Cost(hidden + sum(added.values()), overlapped, added)
+    return _in_all(p, s, target, overlapped, waits / hertz)
 
 
 def _streamed(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     """The predicted time of `kernels.stream`."""
     device = target.device
     assert device is not None  # noqa: S101 - `candidates` looked
-    hertz = 1e9 * (target.frequency_ghz or DEFAULT_GHZ)
+    hertz = _hertz(target)
     rate = target.rates.get(atom.name, target.rates.get("simt_f32", 32.0))
     a, b, c = (size(x) for x in p.types)
     blocks = ceil(p.n / s.block.n) * p.batch * s.split
@@ -293,10 +293,7 @@ def _streamed(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
         "latency": ceil(rounds / together) * asks * FAR / hertz,
     }
     ends = WAIT + ADD * (shares(s) ** 0.5 * 2 + ceil(s.mr * s.block.n / s.threads))
-    added = {"waiting": ends / hertz, "launch": LAUNCH} | _slices(p, s, target)
-    most = max(overlapped.values())
-    hidden = most + EXPOSED * (sum(overlapped.values()) - most)
-    return Cost(hidden + sum(added.values()), overlapped, added)
+    return _in_all(p, s, target, overlapped, ends / hertz)
 
 
 _COSTS = {

@@ -177,6 +177,10 @@ class Schedule:
         """Of a device, sums are left for another kernel to add."""
         return self.split > 1 and not self.joined
 
+    def along_k(self, side: int) -> bool:
+        """Whether elements of A (0), or of B (1), that lie side by side are of one row, or column."""
+        return (self.a, self.b)[side] == ("row", "col")[side]
+
     @property
     def block(self) -> Tile:
         """Of a device, the tile of a block of threads."""

@@ -10,6 +10,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 
@@ -52,3 +53,16 @@ def opencl_device():
         missing(f"the driver {found} does not work; is intel-cmplr-lib-rt installed? {error}")
     context = cl.Context([device])
     return context, cl.CommandQueue(context)
+
+
+class OpenCl:
+    """Arrays of PyOpenCL on that device."""
+
+    def __init__(self):
+        opencl_device()
+        import pyopencl.array
+
+        self.module, self.queue = pyopencl.array, opencl_device()[1]
+
+    def array(self, x):
+        return self.module.to_device(self.queue, np.ascontiguousarray(x))

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from emulated_cuda import install
-from opencl_cpu import opencl_device
+from opencl_cpu import OpenCl
 
 import portmm as pm
 from portmm import device_arrays, foreign, grid_dispatch, memory
@@ -14,17 +14,6 @@ from portmm.errors import ScheduleError, TraceError
 from portmm.problem import Problem
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-
-
-class OpenCl:
-    def __init__(self):
-        opencl_device()
-        import pyopencl.array
-
-        self.module, self.queue = pyopencl.array, opencl_device()[1]
-
-    def array(self, x):
-        return self.module.to_device(self.queue, np.ascontiguousarray(x))
 
 
 @pytest.fixture(params=["opencl", "cuda"])

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from emulated_cuda import install
-from opencl_cpu import missing, opencl_device
+from opencl_cpu import OpenCl, missing
 from portmm.kernels.heads import Form
 from portmm.kernels.online import Bounds
 from test_attention import TOLERANCE, exact, operands
@@ -27,17 +27,6 @@ from portmm.target import load_isa, load_target
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F16, F32 = np.float16, np.float32
-
-
-class OpenCl:
-    def __init__(self):
-        opencl_device()
-        import pyopencl.array
-
-        self.module, self.queue = pyopencl.array, opencl_device()[1]
-
-    def array(self, x):
-        return self.module.to_device(self.queue, np.ascontiguousarray(x))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from emulated_cuda import install
 from grid_cases import MACHINE
-from opencl_cpu import opencl_device
+from opencl_cpu import OpenCl
 
 import portmm as pm
 from portmm import memory
@@ -22,17 +22,6 @@ from portmm.schedule import parse, spell
 from portmm.target import load_target
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-
-
-class OpenCl:
-    def __init__(self):
-        opencl_device()
-        import pyopencl.array
-
-        self.module, self.queue = pyopencl.array, opencl_device()[1]
-
-    def array(self, x):
-        return self.module.to_device(self.queue, np.ascontiguousarray(x))
 
 
 @pytest.fixture(params=["opencl", "cuda"])
