@@ -23,12 +23,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from portmm.calibrate import probe
-from portmm.compare import Case
-from portmm.compare.environment import Setup
-from portmm.compare.limit import chip
-from portmm.compare.peers import find
-from portmm.compare.process import Worker, WorkerError
-from portmm.compare.suite import BLOCK
+from portmm.comparison import Case
+from portmm.comparison.environment import Setup
+from portmm.comparison.limit import chip
+from portmm.comparison.peers import find
+from portmm.comparison.process import Worker, WorkerError
+from portmm.comparison.suite import BLOCK
 from portmm.detect import host
 
 RESULTS = Path(__file__).parent / "results"

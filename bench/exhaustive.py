@@ -20,7 +20,7 @@ import numpy as np
 
 from portmm import dispatch, settings
 from portmm.candidates import candidates
-from portmm.compare.suite import cases
+from portmm.comparison.suite import cases
 from portmm.cost import cost
 from portmm.lower import atom_of
 from portmm.run.host import runtime

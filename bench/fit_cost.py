@@ -22,7 +22,7 @@ from exhaustive import problem_of, write
 
 from portmm import cost as model
 from portmm import dispatch, settings
-from portmm.compare.suite import cases
+from portmm.comparison.suite import cases
 from portmm.lower import atom_of
 from portmm.schedule import parse
 

@@ -34,13 +34,13 @@ from statistics import median
 import numpy as np
 from fusion_cases import GROUPS, VARIANTS, Case, case_of, cases, operands, right, smoke_cases
 
-from portmm.compare.contest import FEWEST_ROUNDS, OPENING, ROUNDS, TURN
-from portmm.compare.environment import Setup, removed
-from portmm.compare.limit import chip
-from portmm.compare.peers import Contender
-from portmm.compare.process import Worker, WorkerError
-from portmm.compare.report import geomean
-from portmm.compare.worker import TRIAL
+from portmm.comparison.contest import FEWEST_ROUNDS, OPENING, ROUNDS, TURN
+from portmm.comparison.environment import Setup, removed
+from portmm.comparison.limit import chip
+from portmm.comparison.peers import Contender
+from portmm.comparison.process import Worker, WorkerError
+from portmm.comparison.report import geomean
+from portmm.comparison.worker import TRIAL
 from portmm.detect import host
 
 RESULTS = Path(__file__).parent / "results"

@@ -2,7 +2,7 @@
 
 Entries of activations are uniform in [-1, 1), those of weights in that times sqrt(3 / k),
 so that sums are near 1, and no function of them is far from where it bends. What is right
-is computed in float64. An error of a sum in float32 may be as in `portmm.compare.data`;
+is computed in float64. An error of a sum in float32 may be as in `portmm.comparison.data`;
 besides, results and values between may be rounded to the case's type a few times, and
 roundings of the operands of a second product walk randomly through its sums.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from portmm.arrays import numpy_of
-from portmm.compare.data import POOL, TOLERANCE
+from portmm.comparison.data import POOL, TOLERANCE
 from portmm.dtype import BY_NAME
 
 DTYPES = ("f32", "bf16")

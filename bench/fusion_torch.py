@@ -11,7 +11,7 @@ from fusion_cases import EPS, SCALE, WEIGHTS
 from fusion_ways import cut
 
 from portmm.arrays import numpy_of
-from portmm.compare.peers import Library, MissingError, UnsupportedError
+from portmm.comparison.peers import Library, MissingError, UnsupportedError
 
 VECTORS = ("bias", "gain")
 

@@ -14,7 +14,7 @@ from fusion_cases import EPS, SCALE, WEIGHTS
 
 import portmm as pm
 from portmm.arrays import numpy_of
-from portmm.compare.peers import Library, MissingError, UnsupportedError
+from portmm.comparison.peers import Library, MissingError, UnsupportedError
 
 MOST_SCORES = 1 << 29
 """Bytes of a matrix of scores, past which attention in several steps is not tried."""

@@ -2,8 +2,8 @@
 
     python -m fusion_worker ADAPTER READ WRITE SETUP
 
-is started by `portmm.compare.process.Worker`, whose protocol it speaks: see
-`portmm.compare.worker`. An adapter returns a `Library` whose `prepare` takes a case and
+is started by `portmm.comparison.process.Worker`, whose protocol it speaks: see
+`portmm.comparison.worker`. An adapter returns a `Library` whose `prepare` takes a case and
 its operands, and gives name of a method -> a function that makes ready, untimed, and
 returns what is timed: a function without arguments that returns the result, or several
 that lie side by side.
@@ -23,9 +23,9 @@ import numpy as np
 from fusion_cases import VARIANTS, case_of, operands, worst
 
 from portmm.arrays import numpy_of
-from portmm.compare.environment import Setup
-from portmm.compare.peers import MissingError, UnsupportedError, open_adapter, repeat
-from portmm.compare.worker import seconds_per_call, settle
+from portmm.comparison.environment import Setup
+from portmm.comparison.peers import MissingError, UnsupportedError, open_adapter, repeat
+from portmm.comparison.worker import seconds_per_call, settle
 
 
 class LateError(BaseException):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
-from portmm.compare.report import geomean
+from portmm.comparison.report import geomean
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ import numpy as np
 
 import portmm as pm
 from portmm.arrays import numpy_of
-from portmm.compare.limit import chip
+from portmm.comparison.limit import chip
 from portmm.detect import host
 
 RESULTS = Path(__file__).parent / "results"

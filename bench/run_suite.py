@@ -2,7 +2,7 @@
 
     python bench/run_suite.py [--suite full] [--threads N] [--target avx2] [--budget SECONDS] [--plot]
 
-The README's tables are made from these files by `python -m portmm.compare.report`.
+The README's tables are made from these files by `python -m portmm.comparison.report`.
 """
 
 import argparse
@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from portmm.compare import cases, compare
-from portmm.compare.plot import plot
-from portmm.compare.report import terminal
+from portmm.comparison import cases, compare
+from portmm.comparison.plot import plot
+from portmm.comparison.report import terminal
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from portmm.compare.report import from_json, geomean, markdown, summaries
+from portmm.comparison.report import from_json, geomean, markdown, summaries
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -271,7 +271,7 @@ def pages(root, folder):
 
 def keep_overhead(raw):
     """Store the figures of a pytest-benchmark file, and nothing of the machine but its chip."""
-    from portmm.compare.limit import chip
+    from portmm.comparison.limit import chip
     from portmm.detect import host
 
     kept = {}

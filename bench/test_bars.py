@@ -2,15 +2,15 @@
 
 `pytest bench` measures and asserts them; `pytest bench --smoke` only shows that
 they can be measured. Ratios are to the best peer of each case, from
-`portmm.compare`, and are kept in the benchmark's `extra_info`.
+`portmm.comparison`, and are kept in the benchmark's `extra_info`.
 """
 
 from dataclasses import dataclass
 
 import pytest
 
-from portmm.compare import cases, compare
-from portmm.compare.report import geomean, markdown
+from portmm.comparison import cases, compare
+from portmm.comparison.report import geomean, markdown
 from portmm.detect import host
 
 SECONDS = 1800.0

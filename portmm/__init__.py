@@ -22,6 +22,7 @@ from portmm.version import VERSION
 
 if TYPE_CHECKING:
     from portmm.attend import attention
+    from portmm.comparison import compare
     from portmm.explanation import Explanation, explain
     from portmm.formats import from_awq, from_gguf, from_gptq, from_int4
     from portmm.grouped import grouped_matmul
@@ -84,6 +85,7 @@ __all__ = [
     "attention",
     "cast",
     "clip",
+    "compare",
     "config",
     "dequantize",
     "dropout",
@@ -143,6 +145,7 @@ __all__ = [
 
 _LATER = {
     "attention": "attend",
+    "compare": "comparison",
     **dict.fromkeys(("Explanation", "explain"), "explanation"),
     **dict.fromkeys(("Quantized", "dequantize", "load_quantized", "quantize", "save_quantized"), "quantized"),
     **dict.fromkeys(("from_awq", "from_gguf", "from_gptq", "from_int4"), "formats"),

@@ -350,8 +350,8 @@ def compare(
 ) -> None:
     """Time portmm beside every library that is found, checked and in turns."""
     from portmm import settings
-    from portmm.compare import compare as contest
-    from portmm.compare.report import terminal
+    from portmm.comparison import compare as contest
+    from portmm.comparison.report import terminal
 
     ours = ("portmm", *filter(None, (x.strip() for x in peers.split(",")))) if peers else None
     try:
@@ -374,7 +374,7 @@ def compare(
     else:
         _console().print(terminal(report))
     if plot:
-        from portmm.compare.plot import plot as draw
+        from portmm.comparison.plot import plot as draw
 
         draw(report, plot)
 

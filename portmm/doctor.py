@@ -269,16 +269,16 @@ def _emulators() -> list[Check]:
 
 
 def _peers() -> Iterator[str]:
-    from portmm.compare import CONTENDERS
+    from portmm.comparison import CONTENDERS
 
     return (contender.name for contender in CONTENDERS if contender.peer)
 
 
 def _library(name: str) -> list[Check]:
     """Whether `compare` finds a library: opened as it would be, in a process of its own."""
-    from portmm.compare.environment import Setup
-    from portmm.compare.peers import find
-    from portmm.compare.process import Worker, WorkerError
+    from portmm.comparison.environment import Setup
+    from portmm.comparison.peers import find
+    from portmm.comparison.process import Worker, WorkerError
 
     contender = find([name])[0]
     worker = Worker(contender, Setup())

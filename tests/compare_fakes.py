@@ -7,8 +7,8 @@ import time
 
 import numpy as np
 
-from portmm.compare.data import Arrays
-from portmm.compare.peers import Library, MissingError, UnsupportedError, repeat, returning
+from portmm.comparison.data import Arrays
+from portmm.comparison.peers import Library, MissingError, UnsupportedError, repeat, returning
 
 
 def _matmul(data):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import portmm as pm
-from portmm.compare.environment import Setup
+from portmm.comparison.environment import Setup
 
 BENCH = Path(__file__).parent.parent / "bench"
 MODULES = ("fusion_cases", "fusion_ways", "fusion_worker", "fusion_torch", "fusion", "tables")

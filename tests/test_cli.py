@@ -16,8 +16,8 @@ from support import TINY, require
 from typer.testing import CliRunner
 
 from portmm import cache, calibrate, cli, compiler, detect, doctor, settings
-from portmm.compare import Entrant, Report
-from portmm.compare.report import from_json
+from portmm.comparison import Entrant, Report
+from portmm.comparison.report import from_json
 from portmm.errors import NoCompilerError, PortmmError, TargetError
 from portmm.explanation import explain
 from portmm.problem import Problem
@@ -88,7 +88,7 @@ def test_help_loads_nothing_slow():
     code = (
         "import sys\nfrom portmm import cli\nfrom typer.testing import CliRunner\n"
         "assert CliRunner().invoke(cli.app, ['--help']).exit_code == 0\n"
-        "slow = {'cffi', 'cpuinfo', 'torch', 'matplotlib', 'portmm.emit.c', 'portmm.compare'} & set(sys.modules)\n"
+        "slow = {'cffi', 'cpuinfo', 'torch', 'matplotlib', 'portmm.emit.c', 'portmm.comparison'} & set(sys.modules)\n"
         "assert not slow, slow"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -247,7 +247,7 @@ def contest(monkeypatch):
         options["progress"](0, 1, "starting")
         return Report("a chip", "machine", options["threads"], "", suite, (Entrant("portmm", False, "ok", "1"),), ())
 
-    monkeypatch.setattr("portmm.compare.compare", fake)
+    monkeypatch.setattr("portmm.comparison.compare", fake)
     return asked
 
 

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from portmm.compare import CONTENDERS, Case, Contender, Entrant, Entry, Report, Result, cases, compare
-from portmm.compare import data as inputs
-from portmm.compare.contest import _Lane, _result
-from portmm.compare.environment import Setup, environment, removed
-from portmm.compare.limit import Limits, forced_isa
-from portmm.compare.native import flags
-from portmm.compare.peers import find, open_adapter
-from portmm.compare.plot import plot
-from portmm.compare.report import from_json, geomean, markdown, notes, summaries, terminal
-from portmm.compare.suite import QUICK, SMOKE
-from portmm.compare.worker import seconds_per_call
+from portmm.comparison import CONTENDERS, Case, Contender, Entrant, Entry, Report, Result, cases, compare
+from portmm.comparison import data as inputs
+from portmm.comparison.contest import _Lane, _result
+from portmm.comparison.environment import Setup, environment, removed
+from portmm.comparison.limit import Limits, forced_isa
+from portmm.comparison.native import flags
+from portmm.comparison.peers import find, open_adapter
+from portmm.comparison.plot import plot
+from portmm.comparison.report import from_json, geomean, markdown, notes, summaries, terminal
+from portmm.comparison.suite import QUICK, SMOKE
+from portmm.comparison.worker import seconds_per_call
 from portmm.detect import host
 from portmm.errors import TargetError
 from portmm.target import MemoryLevel
@@ -321,7 +321,7 @@ def test_numpy_does_everything():
 
 
 def test_numpy_in_process():
-    library = open_adapter("portmm.compare.peers:open_numpy", Setup())
+    library = open_adapter("portmm.comparison.peers:open_numpy", Setup())
     data = inputs.arrays(SMALL)
     library.prepare(SMALL, data)["matmul"](1)
     assert np.allclose(data.c, data.a.astype(float) @ data.b, atol=1e-4)
@@ -420,7 +420,7 @@ def test_a_report_without_portmm_has_no_ratio():
 def test_markdown_from_the_command_line(tmp_path):
     path = tmp_path / "r.json"
     path.write_text(sample().to_json())
-    command = [sys.executable, "-m", "portmm.compare.report", str(path)]
+    command = [sys.executable, "-m", "portmm.comparison.report", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == markdown(sample())
 
@@ -432,7 +432,7 @@ def test_plot_writes_a_png(tmp_path):
 
 
 def test_importing_compare_loads_no_library():
-    code = "import portmm.compare, sys; print(sorted({'torch', 'matplotlib', 'rich'} & set(sys.modules)))"
+    code = "import portmm.comparison, sys; print(sorted({'torch', 'matplotlib', 'rich'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
     assert ctypes.sizeof(ctypes.c_long) == 8  # the driver's strides are long

@@ -9,13 +9,13 @@ import compare_fakes
 import numpy as np
 import pytest
 
-from portmm.compare import Case, Contender, cases, compare, peers, suite
-from portmm.compare import data as inputs
-from portmm.compare.data import APPROXIMATE, EXACT, INPUTS, judge
-from portmm.compare.environment import FORCED, Setup
-from portmm.compare.limit import Limits
-from portmm.compare.report import from_json, markdown, notes
-from portmm.compare.worker import prepare
+from portmm.comparison import Case, Contender, cases, compare, peers, suite
+from portmm.comparison import data as inputs
+from portmm.comparison.data import APPROXIMATE, EXACT, INPUTS, judge
+from portmm.comparison.environment import FORCED, Setup
+from portmm.comparison.limit import Limits
+from portmm.comparison.report import from_json, markdown, notes
+from portmm.comparison.worker import prepare
 from portmm.detect import host
 from portmm.target import MemoryLevel
 
@@ -310,7 +310,7 @@ def test_portmm_does_everything():
 
 def test_onnxruntime_cannot_be_held_to_less():
     with pytest.raises(peers.MissingError, match="held to avx2"):
-        peers.open_adapter("portmm.compare.onnx:open_onnxruntime", Setup(isa="avx2"))
+        peers.open_adapter("portmm.comparison.onnx:open_onnxruntime", Setup(isa="avx2"))
 
 
 # --- bench/cliff.py -----------------------------------------------------------

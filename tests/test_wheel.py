@@ -43,7 +43,7 @@ def wheel():
     return {f.as_posix(): f.locate() for f in kept}
 
 
-@pytest.mark.parametrize("name", ["portmm", "portmm.kernels", "portmm.targets", "portmm.compare.worker"])
+@pytest.mark.parametrize("name", ["portmm", "portmm.kernels", "portmm.targets", "portmm.comparison.worker"])
 def test_the_tests_import_what_was_installed(wheel, name):
     assert wheel
     places = {Path(sysconfig.get_path(x)).resolve() for x in ("purelib", "platlib")}

@@ -1,7 +1,7 @@
 """What a comparison found, and how it is shown.
 
 Owns the records of a comparison, their JSON form, and the terminal and
-Markdown tables. Imports `compare.suite`. `python -m portmm.compare.report
+Markdown tables. Imports `comparison.suite`. `python -m portmm.comparison.report
 FILE.json ...` prints the Markdown tables of stored reports.
 
 The JSON form is the records below, field by field, plus "schema": `SCHEMA`.
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portmm.compare.suite import Case
+from portmm.comparison.suite import Case
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -1,7 +1,7 @@
 """Calling C libraries without paying for Python.
 
 Owns the search for shared libraries and the small C driver that repeats a
-call. Imports `compare.peers`. A foreign call from Python costs about a
+call. Imports `comparison.peers`. A foreign call from Python costs about a
 microsecond, a tenth of a 64 x 64 product, which a user who calls the library
 from C would not pay; so the loop over repetitions and over a batch is in C.
 """
@@ -19,13 +19,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portmm.compare.peers import MissingError, Run, UnsupportedError
+from portmm.comparison.peers import MissingError, Run, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from portmm.compare.data import Arrays
-    from portmm.compare.suite import Case
+    from portmm.comparison.data import Arrays
+    from portmm.comparison.suite import Case
 
 ROW, COLUMN = 101, 102
 NORMAL, TRANSPOSED = 111, 112

@@ -1,6 +1,6 @@
 """BLIS, through its CBLAS.
 
-Owns one contender. Imports `compare.peers` and `compare.native`. A BLIS older
+Owns one contender. Imports `comparison.peers` and `comparison.native`. A BLIS older
 than the processor falls back to portable code; a user who knows picks the
 nearest configuration by hand, so this adapter does.
 """
@@ -12,13 +12,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portmm.compare import native
-from portmm.compare.peers import Library, MissingError, Run
+from portmm.comparison import native
+from portmm.comparison.peers import Library, MissingError, Run
 
 if TYPE_CHECKING:
-    from portmm.compare.data import Arrays
-    from portmm.compare.environment import Setup
-    from portmm.compare.suite import Case
+    from portmm.comparison.data import Arrays
+    from portmm.comparison.environment import Setup
+    from portmm.comparison.suite import Case
 
 # A BLIS knows some thirty configurations; the names are asked until they end.
 ARCHITECTURES = 64

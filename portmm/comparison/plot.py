@@ -1,6 +1,6 @@
 """A picture of a comparison.
 
-Owns the PNG. Imports `compare.report`; matplotlib, from the extra `plot`, only
+Owns the PNG. Imports `comparison.report`; matplotlib, from the extra `plot`, only
 when a picture is asked for.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from portmm.compare.report import Report, Result, heading
+from portmm.comparison.report import Report, Result, heading
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,7 +1,7 @@
 """What the machine could reach.
 
 Owns the limit that rates are held against, and which ISA a target allows.
-Imports `candidates`, `detect`, `compare.suite`, and `calibrate` when asked. The
+Imports `candidates`, `detect`, `comparison.suite`, and `calibrate` when asked. The
 limit is the roofline: the measured multiply-add rate, or, where the operands
 outgrow the caches, the measured bandwidth of the memory they live in, over the
 compulsory traffic.
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portmm.candidates import units
-from portmm.compare.suite import cases
+from portmm.comparison.suite import cases
 from portmm.detect import host, resolve
 from portmm.errors import ScheduleError
 
 if TYPE_CHECKING:
-    from portmm.compare.suite import Case
+    from portmm.comparison.suite import Case
     from portmm.target import MemoryLevel
 
 

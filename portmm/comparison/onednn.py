@@ -1,8 +1,8 @@
 """oneDNN, through its C interface.
 
 Owns one contender: the sgemm call, and the matmul primitive with plain and
-with self-chosen ("any") weight formats. Imports `compare.peers` and
-`compare.native`. The numbers are those of oneDNN's C headers, version 3.
+with self-chosen ("any") weight formats. Imports `comparison.peers` and
+`comparison.native`. The numbers are those of oneDNN's C headers, version 3.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from ctypes import byref, c_char, c_int, c_int64, c_long, c_void_p
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from portmm.compare import native
-from portmm.compare.data import INPUTS
-from portmm.compare.peers import Library, MissingError, Run, UnsupportedError
+from portmm.comparison import native
+from portmm.comparison.data import INPUTS
+from portmm.comparison.peers import Library, MissingError, Run, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portmm.compare.data import Arrays
-    from portmm.compare.environment import Setup
-    from portmm.compare.suite import Case
+    from portmm.comparison.data import Arrays
+    from portmm.comparison.environment import Setup
+    from portmm.comparison.suite import Case
 
 CPU = 1
 IN_ORDER = 1

@@ -1,7 +1,7 @@
 """The coordinator's end of a worker process.
 
 Owns starting, asking with a time limit, and ending a worker. Imports
-`compare.environment` and `compare.peers`. A worker that ends, hangs or raises
+`comparison.environment` and `comparison.peers`. A worker that ends, hangs or raises
 is a fact about its library, reported with its reason; it never stops the
 others.
 """
@@ -19,10 +19,10 @@ import time
 from dataclasses import asdict
 from typing import IO, TYPE_CHECKING, Any
 
-from portmm.compare.environment import Setup, environment
+from portmm.comparison.environment import Setup, environment
 
 if TYPE_CHECKING:
-    from portmm.compare.peers import Contender
+    from portmm.comparison.peers import Contender
 
 PATIENCE = 2.0
 
@@ -44,7 +44,7 @@ class Worker:
         module: what is run, by its name.
     """
 
-    def __init__(self, contender: Contender, setup: Setup, module: str = "portmm.compare.worker") -> None:
+    def __init__(self, contender: Contender, setup: Setup, module: str = "portmm.comparison.worker") -> None:
         self.contender = contender
         child_read, self._write = os.pipe()
         self._read, child_write = os.pipe()

@@ -1,6 +1,6 @@
 """libxsmm, just-in-time kernels for small products.
 
-Owns one contender. Imports `compare.peers` and `compare.native`. Debian ships
+Owns one contender. Imports `comparison.peers` and `comparison.native`. Debian ships
 libxsmm as an archive only, so it is linked into a driver of its own.
 """
 
@@ -10,13 +10,13 @@ import ctypes
 from ctypes import c_int, c_long, c_void_p
 from typing import TYPE_CHECKING, Any
 
-from portmm.compare import native
-from portmm.compare.peers import Library, MissingError, Run
+from portmm.comparison import native
+from portmm.comparison.peers import Library, MissingError, Run
 
 if TYPE_CHECKING:
-    from portmm.compare.data import Arrays
-    from portmm.compare.environment import Setup
-    from portmm.compare.suite import Case
+    from portmm.comparison.data import Arrays
+    from portmm.comparison.environment import Setup
+    from portmm.comparison.suite import Case
 
 # libxsmm dispatches kernels up to (64 x 64 x 64); beyond, it calls a BLAS.
 LARGEST = 64**3

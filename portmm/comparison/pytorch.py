@@ -1,8 +1,8 @@
 """PyTorch, as its users call it.
 
 Owns one contender: its BLAS and oneDNN for plain products, its prepacked weights,
-and its operators for quantised ones. Imports `compare.peers`, `compare.native` and
-`compare.data`.
+and its operators for quantised ones. Imports `comparison.peers`, `comparison.native` and
+`comparison.data`.
 
 Operators that have no out= return a result that is copied when it is judged. The
 weights of its quantised operators are laid out beforehand, like every packed weight.
@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from portmm.compare import native
-from portmm.compare.data import INPUTS
-from portmm.compare.peers import Library, MissingError, Run, UnsupportedError, repeat, returning
+from portmm.comparison import native
+from portmm.comparison.data import INPUTS
+from portmm.comparison.peers import Library, MissingError, Run, UnsupportedError, repeat, returning
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.compare.data import Arrays
-    from portmm.compare.environment import Setup
-    from portmm.compare.suite import Case
+    from portmm.comparison.data import Arrays
+    from portmm.comparison.environment import Setup
+    from portmm.comparison.suite import Case
 
     Maker: TypeAlias = Callable[[Any, Case, Arrays], Run]
 

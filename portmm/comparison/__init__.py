@@ -15,9 +15,9 @@ wider type before and after it is timed.
 Importing this package imports no library and starts no process.
 """
 
-from portmm.compare.contest import compare
-from portmm.compare.peers import CONTENDERS, Contender
-from portmm.compare.report import Entrant, Entry, Report, Result
-from portmm.compare.suite import Case, cases
+from portmm.comparison.contest import compare
+from portmm.comparison.peers import CONTENDERS, Contender
+from portmm.comparison.report import Entrant, Entry, Report, Result
+from portmm.comparison.suite import Case, cases
 
 __all__ = ["CONTENDERS", "Case", "Contender", "Entrant", "Entry", "Report", "Result", "cases", "compare"]

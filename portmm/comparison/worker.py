@@ -1,7 +1,7 @@
 """The process that one contender runs in.
 
 Owns the child's side of the protocol and the clock. Started by
-`compare.contest` as `python -m portmm.compare.worker ADAPTER READ WRITE SETUP`
+`comparison.contest` as `python -m portmm.comparison.worker ADAPTER READ WRITE SETUP`
 with two inherited pipe descriptors; one JSON object per line each way, so that
 whatever a library prints on its standard output harms nobody.
 
@@ -21,10 +21,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from portmm.compare.data import APPROXIMATE, EXACT, Arrays, arrays, judge
-from portmm.compare.environment import Setup
-from portmm.compare.peers import Fetched, Library, MissingError, Run, UnsupportedError, open_adapter
-from portmm.compare.suite import Case
+from portmm.comparison.data import APPROXIMATE, EXACT, Arrays, arrays, judge
+from portmm.comparison.environment import Setup
+from portmm.comparison.peers import Fetched, Library, MissingError, Run, UnsupportedError, open_adapter
+from portmm.comparison.suite import Case
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

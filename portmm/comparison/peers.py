@@ -1,7 +1,7 @@
 """The contenders, and what an adapter is.
 
 Owns the registry, the records that adapters speak in, and the adapters of
-portmm itself and of NumPy. Imports `compare.data`, `compare.suite`; a library is
+portmm itself and of NumPy. Imports `comparison.data`, `comparison.suite`; a library is
 imported only when its adapter is opened, which happens in its own process.
 
 An adapter is one function: it takes a `Setup`, opens its library, and returns
@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from portmm.compare.data import EXACT, ZERO, Arrays
-from portmm.compare.suite import PLAIN, Case
+from portmm.comparison.data import EXACT, ZERO, Arrays
+from portmm.comparison.suite import PLAIN, Case
 
 if TYPE_CHECKING:
-    from portmm.compare.environment import Setup
+    from portmm.comparison.environment import Setup
 
 Run: TypeAlias = Callable[[int], object]
 """Computes C = A . B into the arrays it was prepared with, so many times."""
@@ -89,16 +89,16 @@ class Contender:
 
 
 CONTENDERS: tuple[Contender, ...] = (
-    Contender("portmm", "portmm.compare.peers:open_portmm", peer=False),
-    Contender("numpy", "portmm.compare.peers:open_numpy", "pip install numpy", uses_openblas=True),
-    Contender("mkl", "portmm.compare.mkl:open_mkl", "pip install mkl"),
-    Contender("mkl-jit", "portmm.compare.mkl:open_jit", "pip install mkl, and a C compiler"),
-    Contender("onednn", "portmm.compare.onednn:open_onednn", "pip install onednn-cpu-gomp"),
-    Contender("torch", "portmm.compare.pytorch:open_torch", "pip install torch"),
-    Contender("blis", "portmm.compare.blis:open_blis", "apt install libblis4-openmp"),
-    Contender("libxsmm", "portmm.compare.libxsmm:open_libxsmm", "apt install libxsmm-dev, and a C compiler"),
-    Contender("onnxruntime", "portmm.compare.onnx:open_onnxruntime", "pip install onnxruntime onnx", narrow=True),
-    Contender("onnxruntime-8bit", "portmm.compare.onnx:open_8bit", "pip install onnxruntime onnx", narrow=True),
+    Contender("portmm", "portmm.comparison.peers:open_portmm", peer=False),
+    Contender("numpy", "portmm.comparison.peers:open_numpy", "pip install numpy", uses_openblas=True),
+    Contender("mkl", "portmm.comparison.mkl:open_mkl", "pip install mkl"),
+    Contender("mkl-jit", "portmm.comparison.mkl:open_jit", "pip install mkl, and a C compiler"),
+    Contender("onednn", "portmm.comparison.onednn:open_onednn", "pip install onednn-cpu-gomp"),
+    Contender("torch", "portmm.comparison.pytorch:open_torch", "pip install torch"),
+    Contender("blis", "portmm.comparison.blis:open_blis", "apt install libblis4-openmp"),
+    Contender("libxsmm", "portmm.comparison.libxsmm:open_libxsmm", "apt install libxsmm-dev, and a C compiler"),
+    Contender("onnxruntime", "portmm.comparison.onnx:open_onnxruntime", "pip install onnxruntime onnx", narrow=True),
+    Contender("onnxruntime-8bit", "portmm.comparison.onnx:open_8bit", "pip install onnxruntime onnx", narrow=True),
 )
 
 
@@ -168,9 +168,8 @@ def open_numpy(_setup: Setup) -> Library:
 
 def open_portmm(setup: Setup) -> Library:
     """Open portmm as a user calls it: `matmul` with `out=`, `linear` for scales, weights packed where the case says."""
-    import portmm
-
-    pm: Any = portmm
+    # By name, as a user's program would: the package offers this comparison too.
+    pm: Any = import_module("portmm")
     if not hasattr(pm, "matmul"):
         raise MissingError("this portmm has no matmul")
     pm.set_num_threads(setup.threads)

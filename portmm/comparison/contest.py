@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from portmm.compare.environment import FORCED, Setup, removed
-from portmm.compare.limit import Limits, chip, forced_isa, measured
-from portmm.compare.peers import Contender, find
-from portmm.compare.process import Worker, WorkerError
-from portmm.compare.report import Entrant, Entry, Report, Result
-from portmm.compare.suite import Case, cases
+from portmm.comparison.environment import FORCED, Setup, removed
+from portmm.comparison.limit import Limits, chip, forced_isa, measured
+from portmm.comparison.peers import Contender, find
+from portmm.comparison.process import Worker, WorkerError
+from portmm.comparison.report import Entrant, Entry, Report, Result
+from portmm.comparison.suite import Case, cases
 from portmm.detect import host
 
 Progress = Callable[[int, int, str], None]

@@ -31,7 +31,7 @@ from portmm.arrays import numpy_of
 from portmm.dtype import BY_NAME
 
 if TYPE_CHECKING:
-    from portmm.compare.suite import Case
+    from portmm.comparison.suite import Case
 
 TOLERANCE = 4.0
 # A prime, so that rows of any length start at different places of the pool.

@@ -2,7 +2,7 @@
 
 Owns two contenders: the operators that compute as they are told (MatMulInteger,
 MatMulNBits at its own accuracy), and those that round activations to 8 bits
-first. Imports `compare.peers`, `compare.native`, `compare.data` and `compare.suite`.
+first. Imports `comparison.peers`, `comparison.native`, `comparison.data` and `comparison.suite`.
 
 A weight that the case packs is a constant of the graph, which ONNX Runtime lays out
 when it loads it. Inputs and outputs are bound to the case's arrays, so that nothing
@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.compare import native
-from portmm.compare.data import APPROXIMATE, INPUTS
-from portmm.compare.peers import Library, MissingError, Run, UnsupportedError, repeat
-from portmm.compare.suite import BLOCK
+from portmm.comparison import native
+from portmm.comparison.data import APPROXIMATE, INPUTS
+from portmm.comparison.peers import Library, MissingError, Run, UnsupportedError, repeat
+from portmm.comparison.suite import BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portmm.compare.data import Arrays
-    from portmm.compare.environment import Setup
-    from portmm.compare.suite import Case
+    from portmm.comparison.data import Arrays
+    from portmm.comparison.environment import Setup
+    from portmm.comparison.suite import Case
 
 OPSET, IR = 21, 10
 CPU = "CPUExecutionProvider"

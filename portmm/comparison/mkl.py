@@ -1,7 +1,7 @@
 """Intel MKL, through its C interface.
 
 Owns two contenders: MKL's calls, and its just-in-time small kernels, which
-run in a process of their own. Imports `compare.peers` and `compare.native`.
+run in a process of their own. Imports `comparison.peers` and `comparison.native`.
 
 `libmkl_rt` picks its other libraries when it is first called, and they find
 each other only if it was loaded with global symbols. On processors that are
@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.compare import native
-from portmm.compare.data import INPUTS
-from portmm.compare.peers import Fetched, Library, MissingError, Run
+from portmm.comparison import native
+from portmm.comparison.data import INPUTS
+from portmm.comparison.peers import Fetched, Library, MissingError, Run
 
 if TYPE_CHECKING:
-    from portmm.compare.data import Arrays
-    from portmm.compare.environment import Setup
-    from portmm.compare.suite import Case
+    from portmm.comparison.data import Arrays
+    from portmm.comparison.environment import Setup
+    from portmm.comparison.suite import Case
 
 PACKED = 151
 IDENTIFIER_B = 162
