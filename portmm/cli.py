@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from portmm import cli_report
 from portmm.errors import PortmmError
 
 if TYPE_CHECKING:
@@ -430,6 +431,9 @@ def doctor(
         )
     if not fit:
         raise typer.Exit(1)
+
+
+app.command(name="report")(cli_report.report)
 
 
 def main() -> None:
