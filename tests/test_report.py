@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from portmm import cli
 from portmm.comparison import tables
 from portmm.comparison.report import from_json, markdown
-from portmm.comparison.suite import cases
+from portmm.comparison.suite import Case, cases
 from portmm.comparison.tables_chips import kind
 from portmm.detect import host
 
@@ -63,6 +63,17 @@ DEVICE = {
         {"name": "c", "state": "refused"},
     ],
 }  # fmt: skip
+TUNING = {
+    "schema": 1, "machine": "tiny", "chip": "A chip", "threads": 2, "cold": True, "spent": 9.0, "date": "2026-01-04",
+    "geomean": 0.9, "rank_correlation": 0.95, "choices_correlation": None,
+    "cases": [
+        {"case": {"name": "cube-2"}, "predicted": 1e-6, "analytical_seconds": 2e-6, "seconds": 1e-6, "reason": "",
+         "rank_correlation": 0.9, "trials": [{"state": "ok"}, {"state": "crashed"}]},
+        {"case": {"name": "cube-3"}, "predicted": 1e-6, "analytical_seconds": 2e-6, "seconds": 2e-6, "reason": "",
+         "rank_correlation": None, "trials": [{"state": "ok"}]},
+        {"case": {"name": "cube-4"}, "seconds": 0.0, "reason": "no time", "trials": []},
+    ],
+}  # fmt: skip
 STORED = {
     "a": REPORT,
     "b": {**REPORT, "threads": 2, "suite": "cube,odd"},
@@ -73,6 +84,8 @@ STORED = {
     "g": {"chip": "A chip", "packing": PACKING_ROWS},
     "h": FUSION,
     "i": DEVICE,
+    "j": TUNING,
+    "k": {**TUNING, "cases": TUNING["cases"][2:], "cold": False, "rank_correlation": None},
 }
 
 
@@ -83,7 +96,7 @@ def stored(tmp_path):
     folder.mkdir()
     for name, data in STORED.items():
         (folder / f"{name}.json").write_text(json.dumps(data))
-    (tmp_path / "README.md").write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
+    (tmp_path / "README.md").write_text(f"before\n{tables.BEGIN}\nstale words\n{tables.END}\nafter\n")
     return folder
 
 
@@ -104,7 +117,7 @@ def test_tables_say_what_results_say(stored):
     text = tables.readme((stored.parent / "README.md").read_text(), found)
     assert text.startswith("before\n")
     assert text.endswith("after\n")
-    assert "old" not in text
+    assert "stale words" not in text
     assert "| group | 1 thread | 2 threads, cube,odd |" in text
     assert "| cube | 1.00 (0.50) of 2 | 1.00 (0.50) of 2 |" in text
     assert "| **all** | 1.14 (0.50) of 3 |" in text
@@ -118,7 +131,12 @@ def test_tables_say_what_results_say(stored):
     assert "| u4, groups of 32 rows, by rows | 0.50 (0.50) | 1.00 (1.00) |" in text
     assert "| attention, bf16 | 3.00 (3.00) of 1 |  |" in text
     assert "**i**: 2 of 2 products checked are right." in text
-    assert "odd-2" in tables.page(found)
+    assert "| 2 threads, cold caches | 2 | 0.71 | 0.50 | cube-2 | 3 | 1 | 0.95 |  |" in text
+    assert "| 2 threads | 0 |  |  |  | 0 | 0 |  |  |" in text
+    every = tables.page(found)
+    assert "odd-2" in every
+    assert "| cube-2 | 1 | 2 | 1 | 0.50 | 2 | 0.90 |" in every
+    assert "Not tuned: cube-4 (no time)." in every
 
 
 def test_one_table_has_all_chips_and_types(stored):
@@ -143,6 +161,7 @@ def test_types_are_told_apart():
     kinds = {kind(case) for case in cases("full,narrow")}
     weights = {f"{x} weights{more}" for x in ("int8", "int4") for more in ("", ", A in 8 bits")}
     assert kinds == {"f32", "bf16", "f16", "int8", *weights}
+    assert kind(Case("x", "fused-bf16", 2, 2, 2, dtype="bf16")) == "bf16, fused"
 
 
 def test_nothing_measured_is_said(tmp_path):
@@ -155,7 +174,7 @@ def test_nothing_measured_is_said(tmp_path):
 def test_the_command_prints_writes_and_checks(stored):
     places = ("--readme", stored.parent / "README.md", "--page", stored.parent / "page.md")
     assert "| type | tiny, 1 thread |" in run(stored).stdout
-    assert "old" in (stored.parent / "README.md").read_text()
+    assert "stale words" in (stored.parent / "README.md").read_text()
     done = run(stored, "--check", *places, status=1)
     assert "README.md is not what" in done.stderr
     assert "page.md is not what" in done.stderr

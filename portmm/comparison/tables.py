@@ -21,7 +21,7 @@ from portmm.comparison.tables_chips import chips
 from portmm.comparison.tables_device import device
 from portmm.comparison.tables_fusion import fusion, fusion_cases
 from portmm.comparison.tables_products import cliff, overhead, packing, ratios, search
-from portmm.comparison.tables_tuning import tuning, tuning_cases
+from portmm.comparison.tables_tuning import is_tuning, tuning, tuning_cases
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +31,6 @@ BEGIN, END = "<!-- results: made by portmm report -->", "<!-- end of results -->
 NOTHING = "Nothing has been measured for this version yet; `python bench/run_suite.py` measures."
 HEAD = "# Performance\n\nMade by `portmm report` from `bench/results/`; how is told in [measuring](measuring.md).\n"
 KINDS = {
-    "tuning": "tunings",
     "overhead": "overheads",
     "cliff": "cliffs",
     "packing": "packings",
@@ -91,6 +90,8 @@ def _sort(stem: str, text: str, found: Found) -> None:
         found.searches.append((stem, data))
     elif "entrants" in data:
         found.reports.append((stem, from_json(text)))
+    elif is_tuning(data):
+        found.tunings.append((stem, data))
     else:
         kind = next((x for x in KINDS if x in data), None)
         if kind is None:
@@ -111,7 +112,7 @@ def overview(found: Found) -> str:
 def summary(found: Found) -> str:
     """What stands in the README: a row for each group of cases."""
     parts = [*ratios(_second(found.reports)), *(f"{stem}: {search(rows)}" for stem, rows in found.searches)]
-    parts += tuning(found.tunings)
+    parts += tuning(_second(found.tunings))
     parts += map(overhead, _second(found.overheads))
     parts += map(cliff, _second(found.cliffs))
     parts += map(packing, _second(found.packings))
@@ -124,7 +125,7 @@ def details(found: Found) -> str:
     """Every case."""
     parts = [markdown(report).rstrip() for report in _second(found.reports)]
     parts += [f"**{stem}**: {search(rows)}" for stem, rows in found.searches]
-    parts += [tuning_cases(stem, data) for stem, data in found.tunings]
+    parts += [tuning_cases(data) for data in _second(found.tunings)]
     parts += [fusion_cases(data) for data in _second(found.fusions)]
     return "\n\n".join(filter(None, parts)) or NOTHING
 

@@ -29,9 +29,9 @@ def kind(case: Case) -> str:
     """The type of a product as a column's name: its weight's, where activations are floats or become so."""
     a, b, _ = case.types
     weight = INTEGERS.get(b, b)
-    if weight == b or a in INTEGERS:
-        return weight
-    return f"{weight} weights, A in 8 bits" if case.dynamic else f"{weight} weights"
+    if weight != b and a not in INTEGERS:
+        weight += " weights, A in 8 bits" if case.dynamic else " weights"
+    return f"{weight}, fused" if case.group.startswith("fused") else weight
 
 
 def chips(
