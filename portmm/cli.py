@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from portmm import cli_report
 from portmm.comparison.command import compare
 from portmm.console import Json, console, print_json, progress
 from portmm.errors import PortmmError
@@ -355,6 +356,9 @@ def doctor(
         shown.print("portmm works on this machine." if fit else "[bold red]portmm cannot make kernels here.[/bold red]")
     if not fit:
         raise typer.Exit(1)
+
+
+app.command(name="report")(cli_report.report)
 
 
 def main() -> None:
