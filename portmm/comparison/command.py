@@ -22,6 +22,9 @@ def compare(
     threads: Annotated[int, typer.Option(min=0, help="Threads of each library; 0 for every core.")] = 1,
     target: Annotated[str | None, typer.Option(help="Hold every library to what this ISA or chip has.")] = None,
     peers: Annotated[str, typer.Option(help="Libraries, joined with commas.", show_default="all that are found")] = "",
+    device: Annotated[
+        str, typer.Option(help="cuda, cuda:1 or opencl; nothing for the processor.", show_default=False)
+    ] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each library on each case.")] = 7,
     budget: Annotated[float, typer.Option(min=1.0, help="Seconds for all of it.")] = 100.0,
     as_json: Json = False,
@@ -43,6 +46,7 @@ def compare(
                 rounds=rounds,
                 budget_s=budget,
                 target=target,
+                device=device,
                 progress=tell,
             )
     except ValueError as error:

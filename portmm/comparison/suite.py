@@ -370,14 +370,17 @@ def _narrow() -> list[Case]:
 def cases(suite: str = "quick") -> tuple[Case, ...]:
     """The cases of a suite: "smoke", "quick", "full", "narrow-quick", "narrow", or the name of a group or case.
 
+    "device-quick" and "device-smoke" are for devices.
     "full" has one type, float32; "narrow" has all the others. "bf16", "int8" and
     "int4" are all groups of that type. Several names may be joined with commas.
 
     Raises:
         ValueError: nothing is called that.
     """
-    full, narrow = _full(), _narrow()
-    known = [*full, *narrow]
+    from portmm.comparison import device_suite
+
+    full, narrow, there = _full(), _narrow(), device_suite.named()
+    known = [*full, *narrow, *(case for some in there.values() for case in some)]
     named = {case.name: case for case in known}
     suites = {
         "full": tuple(case.name for case in full),
@@ -385,6 +388,7 @@ def cases(suite: str = "quick") -> tuple[Case, ...]:
         "smoke": SMOKE,
         "narrow": tuple(case.name for case in narrow),
         "narrow-quick": NARROW_QUICK,
+        **{name: tuple(case.name for case in some) for name, some in there.items()},
     }
     picked: dict[str, Case] = {}
     for word in suite.split(","):
@@ -393,7 +397,7 @@ def cases(suite: str = "quick") -> tuple[Case, ...]:
         if not found:
             all_groups = ", ".join(dict.fromkeys(case.group for case in known))
             raise ValueError(
-                f"no suite, group or case called {word!r}; suites are {', '.join(SUITES)}; groups: {all_groups}"
+                f"no suite, group or case called {word!r}; suites are {', '.join(suites)}; groups: {all_groups}"
             )
         picked.update((name, named[name]) for name in found)
     return tuple(picked.values())
