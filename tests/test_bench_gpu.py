@@ -304,7 +304,7 @@ def test_bars_say_what_is_met(bench):
 # -- cublasLt --------------------------------------------------------------------------------
 
 
-def test_structures_are_as_large_as_the_librarys(bench):
+def test_structures_are_as_large_as_the_librarys():
     lt = cublaslt
     assert (ctypes.sizeof(lt.Algorithm), ctypes.sizeof(lt.Heuristic)) == (64, 96)
     assert (lt.Heuristic.workspace.offset, lt.Heuristic.state.offset, lt.Heuristic.waves.offset) == (64, 72, 76)
@@ -351,7 +351,7 @@ class FakeLt:
         return 15 if name == "cublasLtMatmul" and given[12]._obj.data[0] == 0 else 0
 
 
-def test_cublaslt_is_asked_as_its_manual_says(bench):
+def test_cublaslt_is_asked_as_its_manual_says():
     fake = FakeLt()
     lt = cublaslt.open_library(fake)
     assert lt.version == 130100
@@ -386,7 +386,7 @@ def test_cublaslt_is_asked_as_its_manual_says(bench):
     ]  # fmt: skip
 
 
-def test_a_missing_library_is_said(bench, monkeypatch):
+def test_a_missing_library_is_said(monkeypatch):
     monkeypatch.setattr(cublaslt, "find", lambda: ["/nowhere/libcublasLt.so"])
     with pytest.raises(cublaslt.LtError, match="no libcublasLt"):
         cublaslt.open_library()
