@@ -12,9 +12,11 @@ from typing import Annotated, Any
 
 import typer
 
+from portmm import cli_report
 from portmm.comparison.command import compare
 from portmm.console import Json, console, print_json, progress
 from portmm.errors import PortmmError
+from portmm.tuned_command import tuned
 
 LANGUAGES = ("cuda", "opencl")
 """Of kernels for devices."""
@@ -302,6 +304,9 @@ def _scheduled(text: str, language: str) -> str:
 app.command()(compare)
 
 
+app.command()(tuned)
+
+
 @app.command(name="cache")
 def cache_command(
     clear: Annotated[bool, typer.Option("--clear", help="Remove all kernels and notes.")] = False,
@@ -351,6 +356,9 @@ def doctor(
         shown.print("portmm works on this machine." if fit else "[bold red]portmm cannot make kernels here.[/bold red]")
     if not fit:
         raise typer.Exit(1)
+
+
+app.command(name="report")(cli_report.report)
 
 
 def main() -> None:

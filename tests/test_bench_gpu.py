@@ -13,11 +13,11 @@ import emulated_cuda
 import pytest
 
 from portmm.comparison import cublaslt
+from portmm.comparison.tables_device import device
 
 BENCH = Path(__file__).parent.parent / "bench"
 MODULES = (
-    "gpu_arrays", "gpu_cases", "gpu_peers", "gpu_families", "gpu_measure", "gpu_schedules", "gpu_run",
-    "gpu", "tables",
+    "gpu_arrays", "gpu_cases", "gpu_peers", "gpu_families", "gpu_measure", "gpu_schedules", "gpu_run", "gpu",
 )  # fmt: skip
 CHIPS = {
     "v100": (b"Tesla V100-SXM2-16GB", 7, 0), "a100": (b"NVIDIA A100-SXM4-40GB", 8, 0),
@@ -341,7 +341,7 @@ def test_results_become_tables(bench):
         "surveys": [{"name": "p", "candidates": 9, "correlation": 0.9, "chosen": 0.98, "rows": []}],
         "sanitizer": [{"tool": "memcheck", "state": "clean"}], "notes": {"not run": ["f32 y"]},
     }  # fmt: skip
-    text = bench.tables.device("h200-gpu", data)
+    text = device("h200-gpu", data)
     assert "**h200-gpu**: 1 of 1 products checked are right." in text
     assert "| 1 x 6144 x 4096 | bf16 | col | decode, 8B QKV | 10.0 | 3 | cublaslt | 2.00 |" in text
     assert "| decode layers of 1 to 64 rows, geometric mean | 1.1 | 2 | 1/32 | met so far |" in text

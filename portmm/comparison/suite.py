@@ -26,6 +26,7 @@ BLOCK = 128
 """Rows of k that share a scale, in weights of four bits."""
 
 
+LAYOUTS = ("row", "col")
 PLAIN = ("f32", "f64")
 """Types that every library multiplies."""
 
@@ -49,6 +50,7 @@ class Case:
             a result in floats are codes with scales, by row of A and by column of B.
         block: rows of k that share a scale of a weight of four bits.
         dynamic: activations may be rounded to 8 bits, row by row, in the call.
+        count: how often a run of the user's model computes it.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Case:
     dtype: str = "f32"
     block: int = 0
     dynamic: bool = False
+    count: int = 1
 
     @property
     def problem(self) -> Problem:
