@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from portmm.comparison.cold import enough
 from portmm.comparison.environment import FORCED, Setup, removed
 from portmm.comparison.limit import Limits, chip, forced_isa, measured
 from portmm.comparison.peers import Contender, find
@@ -73,6 +74,7 @@ def compare(
     patience_s: float = PATIENCE,
     target: str | None = None,
     limits: bool = True,
+    cold: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Report:
@@ -92,6 +94,7 @@ def compare(
         target: value for PORTMM_TARGET; None takes the caller's. If its best ISA
             is less than the machine's, every peer is held to the same.
         limits: measure what the machine could reach.
+        cold: each call finds its operands in memory, not in caches.
         seed: of the inputs.
         progress: called with (cases done, cases, what happens now).
 
@@ -105,7 +108,7 @@ def compare(
         field_ = tuple(contender for contender in field_ if not contender.narrow)
     target = target if target is not None else os.environ.get("PORTMM_TARGET", "")
     isa = forced_isa(target)
-    setup = Setup(threads, isa if isa in FORCED else "", target)
+    setup = Setup(threads, isa if isa in FORCED else "", target, enough(host().levels, threads) if cold else 0)
     tell = progress or (lambda _done, _all, _text: None)
     deadline = time.monotonic() + budget_s
     tell(0, len(chosen), "probing the machine")
@@ -126,7 +129,7 @@ def compare(
                 continue
             tell(i, len(chosen), case.name)
             entries = _case(lanes, case, rules, left / (len(chosen) - i))
-            results.append(_result(case, lanes, entries, reach.of(case, threads)))
+            results.append(_result(case, lanes, entries, reach.of(case, threads, cold=cold)))
         entrants = tuple(lane.entrant for lane in lanes if lane.entrant)
     tell(len(chosen), len(chosen), "done")
     return Report(
@@ -141,6 +144,7 @@ def compare(
         skipped=tuple(skipped),
         removed=removed(os.environ),
         rates=reach.rates,
+        cold=setup.cold,
     )
 
 

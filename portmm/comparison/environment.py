@@ -68,11 +68,13 @@ class Setup:
         threads: threads of each contender.
         isa: the instruction set that all are held to, empty for none.
         target: value of PORTMM_TARGET for portmm's own process, empty for none.
+        cold: bytes after which no cache holds what was used before, 0 if caches may be warm.
     """
 
     threads: int = 1
     isa: str = ""
     target: str = ""
+    cold: int = 0
 
 
 def removed(base: Mapping[str, str]) -> tuple[str, ...]:
