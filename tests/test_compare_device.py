@@ -53,7 +53,7 @@ def test_a_comparison_through_opencl(monkeypatch):
     every = [SMALL, Case("tt", "x", 9, 10, 11, a="col", b="col", c="col", dtype="s8-s8-s32")]
     report = compare(
         every, device="opencl", contenders=["portmm", *installed(), there("wrong"), there("crashing"), there("absent")],
-        rounds=2, turn_s=0.001,
+        rounds=2, turn_s=0.001, budget_s=600,
     )  # fmt: skip
     entries = [{name: x.state for name, x in result.entries.items()} for result in report.results]
     assert [x["portmm"] for x in entries] == ["ok", "ok"]

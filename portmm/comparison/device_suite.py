@@ -14,7 +14,6 @@ BYTES = {"s8": "s8-s8-s32", "e4m3": "e4m3-e4m3-bf16"}
 """Types of eight bits with what their products become."""
 
 QUICK, SMOKE = "device-quick", "device-smoke"
-SUITES = (QUICK, SMOKE)
 INSTEAD = {"quick": QUICK, "smoke": SMOKE}
 """On a device, what these names mean; "quick" on one that is no processor."""
 

@@ -22,7 +22,7 @@ SUFFIXES = (".json", ".csv", ".md", ".html")
 COLUMNS = (
     "case", "group", "m", "n", "k", "batch", "dtype", "a", "b", "c", "packed", "block", "dynamic", "count",
     "contender", "peer", "state", "method", "seconds", "spread", "fastest", "slowest", "gflops", "best", "ratio",
-    "ratio_spread", "limit", "error", "bound", "reason", "chip", "machine", "threads", "isa", "cold", "date",
+    "ratio_spread", "limit", "error", "bound", "reason", "chip", "machine", "threads", "isa", "device", "cold", "date",
 )  # fmt: skip
 """Columns of the records, all of them in each."""
 _OF_CASE = COLUMNS[1 : COLUMNS.index("contender")]
@@ -42,6 +42,7 @@ def records(report: Report) -> list[dict[str, Any]]:
         "machine": report.machine,
         "threads": report.threads,
         "isa": report.isa,
+        "device": report.device,
         "cold": bool(report.cold),
         "date": report.date,
     }

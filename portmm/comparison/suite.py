@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from portmm.dtype import BY_NAME, size, spell, types
 from portmm.problem import Problem
 
-SUITES = ("smoke", "quick", "full", "narrow-quick", "narrow")
 BLOCK = 128
 """Rows of k that share a scale, in weights of four bits."""
 

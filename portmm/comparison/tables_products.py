@@ -23,7 +23,9 @@ USUAL = ("full", "quick", "narrow")
 
 
 def held(report: Report) -> str:
-    """Threads, and what everyone was held to."""
+    """Threads, and what everyone was held to; or the device."""
+    if report.device:
+        return report.device + (", cold caches" if report.cold else "")
     return threads(report.threads) + (f", {report.isa} for all" if report.isa else "")
 
 
