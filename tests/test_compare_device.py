@@ -6,6 +6,8 @@ import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import bench_arrays
 import cuda_fakes
@@ -144,6 +146,43 @@ def test_cupys_products_are_checked(cupy):
     assert prepare(library, SMALL, 0)[1]["state"] == "wrong"
 
 
+class Stream:
+    """CuPy's, as far as graphs need it."""
+
+    log: ClassVar[list] = []
+
+    def __init__(self, *, non_blocking):
+        assert non_blocking
+
+    def __enter__(self):
+        self.log.append("enter")
+
+    def __exit__(self, *_):
+        self.log.append("leave")
+
+    def __getattr__(self, name):
+        return lambda: self.log.append(name)
+
+    def end_capture(self):
+        self.log.append("end_capture")
+        return SimpleNamespace(launch=lambda stream: self.log.append(("launch", stream is self)))
+
+
+def test_cupys_graphs_are_captured_in_a_stream_of_their_own(cupy, monkeypatch):
+    cupy.cuda.Stream = Stream
+    monkeypatch.setattr(Stream, "log", log := [])
+    on = device.CupyArrays()
+    replay, result = on.graph([lambda: log.append("first"), lambda: log.append("last") or 7])
+    assert result == 7
+    replay()
+    warm = ["enter", "first", "synchronize", "begin_capture"]
+    assert log == [*warm, "first", "last", "end_capture", "leave", ("launch", True)]
+    log.clear()
+    with pytest.raises(ZeroDivisionError):
+        on.graph([lambda: log.append("first"), lambda: 1 / 0])
+    assert log == [*warm, "first", "end_capture", "leave"]  # the stream is left as it was
+
+
 TORCHS = {
     "f32": {"matmul", "linear"}, "bf16": {"matmul", "linear"}, "s8-s8-s32": {"_int_mm"},
     "e4m3-e4m3-bf16": {"_scaled_mm"},
@@ -221,6 +260,8 @@ def test_graphs_compute_what_calls_do():
         assert inputs.judge(SMALL, data)[0] <= inputs.judge(SMALL, data)[1]
     with pytest.raises(UnsupportedError, match="matmul: not today"):
         device.runs(on, SMALL, data, lambda _x: {"matmul": lambda: (_ for _ in ()).throw(RuntimeError("not today"))})
+    large = Case("large", "x", 65, 1 << 13, 1 << 14)  # of which only the numbers are looked at
+    assert set(device.runs(on, large, data, lambda x: {"matmul": lambda: x.c})) == {"matmul"}
 
 
 # -- what a device is ----------------------------------------------------------------------

@@ -5,14 +5,15 @@ contenders, copied to the device before anything is timed and back when they are
 run puts its calls into the device's queue and waits once, at its end. Imports
 `comparison.cublaslt`, `comparison.data`, `comparison.device_arrays`, `comparison.peers`.
 
-What the host does for a call hides behind the device's work, unless that is short: so few
-rows are tried as a CUDA graph of many calls, too, for everyone.
+What the host does for a call hides behind the device's work, unless that is short: so small
+products are tried as a CUDA graph of many calls, too, for everyone.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module, metadata
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
     Calls: TypeAlias = Mapping[str, Callable[[], Any]]
     Ways: TypeAlias = Callable[["Operands"], Calls]
 
-GRAPHED_ROWS = 64
-"""Products of so many rows are short enough for the host to be in the way."""
+GRAPHED_ROWS, GRAPHED_FLOPS = 64, 2 * 2048**3
+"""Products of so many rows, or operations, are short enough for the host to be in the way."""
 IN_A_GRAPH = 16
 """Calls of a graph, about."""
 MOST_SETS = 64
@@ -85,11 +86,10 @@ def runs(on: device_arrays.Arrays, case: Case, data: Arrays, ways: Ways, *, cold
             refused.append(f"{name}: {str(error).partition(chr(10))[0][:200]}")
             continue
         found[name] = _in_turns(on, data, sets, calls)
-        if case.m <= GRAPHED_ROWS:
-            try:
+        if case.m <= GRAPHED_ROWS or case.flops <= GRAPHED_FLOPS:
+            # A library that cannot be captured, which each says in its own way, is timed without.
+            with suppress(Exception):
                 found[f"{name}, graph"] = _graphed(on, data, sets, calls)
-            except Exception:  # noqa: BLE001, S112 - a library that cannot be captured is timed without
-                continue
     if not found:
         raise UnsupportedError("; ".join(refused) or "no way of computing it")
     return found
