@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from portmm.errors import PortmmError
+from portmm.tuned_command import tuned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -377,6 +378,9 @@ def compare(
         from portmm.comparison.plot import plot as draw
 
         draw(report, plot)
+
+
+app.command()(tuned)
 
 
 @app.command(name="cache")
