@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from portmm.errors import PortmmError
+from portmm.tune_command import tune
 from portmm.tuned_command import tuned
 
 if TYPE_CHECKING:
@@ -380,6 +381,7 @@ def compare(
         draw(report, plot)
 
 
+app.command()(tune)
 app.command()(tuned)
 
 

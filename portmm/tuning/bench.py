@@ -82,7 +82,7 @@ class Bench:
             BuildError: the kernel cannot be loaded.
         """
         self._order(schedule, workers)
-        assert self.case and self.data and self.run  # noqa: S101 - it is posed
+        assert self.case is not None and self.data is not None and self.run is not None  # noqa: PT018, S101 - it is posed
         self.data.spoil()
         self.run(1)
         if isinstance(self.run, Fetched):
@@ -90,7 +90,7 @@ class Bench:
         return judge(self.case, self.data)
 
     def seconds(self, schedule: Schedule, workers: int, seconds: float, *, cold: bool) -> float:
-        """Seconds of a call by a schedule, measured in about so many; with `cold` the caches are emptied before each."""
+        """Seconds of a call by a schedule, measured in about so many; `cold` empties the caches before each."""
         self._order(schedule, workers)
         assert self.run  # noqa: S101 - it is posed
         if not cold:

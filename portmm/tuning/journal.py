@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
     from portmm.comparison.suite import Case
-    from portmm.problem import Problem
 
 _KEY = "what TEXT, threads INTEGER, cold INTEGER, machine TEXT, generator TEXT"
 _TABLES = (
@@ -34,6 +33,8 @@ _TABLES = (
 )
 _SAME = "what = ? AND threads = ? AND cold = ? AND machine = ? AND generator = ?"
 _FIELDS = "schedule, workers, state, predicted, seconds, won, reason"
+_TRIALS = f"SELECT {_FIELDS} FROM trials WHERE {_SAME} ORDER BY rowid"  # noqa: S608 - of constants
+_FOUND = f"SELECT share, found FROM tuned_cases WHERE {_SAME}"  # noqa: S608 - of constants
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,29 +55,31 @@ class Journal:
     machine: str
     generator: str
 
-    def trials(self, p: Problem) -> list[Trial]:
+    def trials(self, problem: str) -> list[Trial]:
         """What was tried for a problem, in that order."""
         if self.path is None:
             return []
         with self._open() as base:
-            rows = base.execute(f"SELECT {_FIELDS} FROM trials WHERE {_SAME} ORDER BY rowid", self._key(p))
+            rows = base.execute(_TRIALS, self._key(problem))
             return [Trial(*row[:5], won=bool(row[5]), reason=row[6]) for row in rows]
 
-    def keep(self, p: Problem, trial: Trial) -> None:
+    def keep(self, problem: str, trial: Trial) -> None:
         """Write a trial down."""
         if self.path is None:
             return
         values = (trial.schedule, trial.workers, trial.state, trial.predicted, trial.seconds, trial.won, trial.reason)
         with self._open() as base:
-            marks = ", ".join("?" * (len(values) + 5))
-            base.execute(f"INSERT OR REPLACE INTO trials VALUES ({marks})", (*self._key(p), *values))
+            base.execute(
+                "INSERT OR REPLACE INTO trials VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (*self._key(problem), *values),
+            )
 
     def finished(self, case: Case, share: float) -> dict[str, Any] | None:
         """What was found for a case that had all the time it could use, or at least `share` seconds of it."""
         if self.path is None:
             return None
         with self._open() as base:
-            row = base.execute(f"SELECT share, found FROM tuned_cases WHERE {_SAME}", self._key(case)).fetchone()
+            row = base.execute(_FOUND, self._key(_told(case))).fetchone()
         found: dict[str, Any] | None = json.loads(row[1]) if row else None
         return found if found and (found["finished"] or row[0] >= share) else None
 
@@ -87,11 +90,11 @@ class Journal:
         with self._open() as base:
             base.execute(
                 "INSERT OR REPLACE INTO tuned_cases VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (*self._key(case), share, json.dumps(found)),
+                (*self._key(_told(case)), share, json.dumps(found)),
             )
 
-    def _key(self, what: Problem | Case) -> tuple[str, int, int, str, str]:
-        return json.dumps(asdict(what), sort_keys=True), self.threads, int(self.cold), self.machine, self.generator
+    def _key(self, what: str) -> tuple[str, int, int, str, str]:
+        return what, self.threads, int(self.cold), self.machine, self.generator
 
     @contextmanager
     def _open(self) -> Iterator[Connection]:
@@ -105,3 +108,7 @@ class Journal:
             for table in _TABLES:
                 base.execute(table)
             yield base
+
+
+def _told(case: Case) -> str:
+    return json.dumps(asdict(case), sort_keys=True)

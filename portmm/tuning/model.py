@@ -1,6 +1,6 @@
 """What the cost model says of the schedules of a problem.
 
-Owns `Candidate` and their order. Imports `candidates`, `cost`, `dispatch`, `schedule`.
+Owns `Candidate` and their order. Imports `candidates`, `dispatch`, `schedule`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from portmm.candidates import candidates
-from portmm.cost import cost
-from portmm.dispatch import isa_of
-from portmm.lower import atom_of
+from portmm.dispatch import predicted
 from portmm.schedule import spell
 
 if TYPE_CHECKING:
@@ -46,12 +44,6 @@ class Candidate:
         return self.text, self.workers
 
 
-def predicted(p: Problem, schedule: Schedule, target: Target, workers: int) -> float:
-    """Seconds of a call."""
-    atom = atom_of(isa_of(schedule, target), schedule.dtype, schedule.lanes)
-    return cost(p, schedule, atom, target, workers).seconds
-
-
 def ranked(p: Problem, target: Target, threads: int) -> list[Candidate]:
     """All candidates for as many threads, and for one, by predicted time: the first is the analytical choice.
 
@@ -59,5 +51,5 @@ def ranked(p: Problem, target: Target, threads: int) -> list[Candidate]:
         ScheduleError: nothing is legal.
     """
     counts = dict.fromkeys((1, max(1, threads)))
-    found = [Candidate(s, w, predicted(p, s, target, w)) for s in candidates(p, target) for w in counts]
+    found = [Candidate(s, w, predicted(p, s, target, w).seconds) for s in candidates(p, target) for w in counts]
     return sorted(found, key=lambda x: x.predicted)

@@ -1,7 +1,7 @@
 """What to try beyond the candidates of the cost model.
 
 Owns `Proposals`, which walks the space of legal schedules by Optuna's estimator of
-densities (TPE), seeded. Imports `space`, `tuning.model`; Optuna when there is one.
+densities (TPE), seeded. Imports `dispatch`, `space`, `tuning.model`; Optuna when there is one.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from portmm.dispatch import predicted
 from portmm.space import Space, space
-from portmm.tuning.model import Candidate, predicted
+from portmm.tuning.model import Candidate
 from portmm.tuning.records import OK
 
 if TYPE_CHECKING:
@@ -77,8 +78,8 @@ class Proposals:
         schedule = self.space.schedule(values)
         if schedule is None:
             return None
-        seconds = predicted(self.space.problem, schedule, self.space.target, workers)
-        return Candidate(schedule, workers, seconds)
+        cost = predicted(self.space.problem, schedule, self.space.target, workers)
+        return Candidate(schedule, workers, cost.seconds)
 
     def told(self, trial: Trial) -> None:
         """Learn what became of a candidate."""

@@ -164,11 +164,11 @@ class Tuning:
                 "threads": self.threads,
                 "cold": self.cold,
                 **asdict(trial),
-                "analytical": i == 0,
+                "analytical": (trial.schedule, trial.workers) == (x.analytical, x.analytical_workers),
                 "tuned": (trial.schedule, trial.workers) == (x.tuned, x.tuned_workers),
             }
             for x in self.cases
-            for i, trial in enumerate(x.trials)
+            for trial in x.trials
         ]
 
     def to_json(self) -> str:

@@ -1,7 +1,7 @@
 """The search for one case.
 
 Owns `Race`, which measures candidates against the best one until then, and `search`,
-which decides who is next. Imports `tuning`'s lane, model, journal and records.
+which decides who is next. Imports `tuned`, and `tuning`'s lane, model, journal and records.
 
 No time is compared with one taken earlier: a candidate and the best one until then
 are timed in turns, and the median of the ratios counts. A candidate that is plainly
@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from portmm.tuned import told
 from portmm.tuning.lane import LostError
 from portmm.tuning.records import CRASHED, OK, UNBUILDABLE, Trial
 
@@ -36,8 +37,8 @@ FASTER = 0.99
 """Ratio of times below which a schedule counts as faster."""
 SLOWER = 1.05
 """Ratio of times after `FEW` turns above which a candidate is given up."""
-FEW, PAIRS, LAST = 2, 5, 9
-"""Turns to find out who is plainly slower, who is faster, and who is chosen."""
+FIRST, FEW, PAIRS, LAST = 3, 2, 6, 10
+"""Turns to find out how long the first takes, who is plainly slower, who is faster, and who is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class Race:
         trials: what was tried, by schedule and workers, in that order.
         base: the first that was right: the analytical choice, unless that fails.
         best: who has beaten all others.
-        confirmed: rate of `best` over that of `base`, measured last.
+        chosen: `base`, or who has beaten it once more at the end.
     """
 
     lane: Lane
@@ -92,39 +93,35 @@ class Race:
     trials: dict[tuple[str, int], Trial] = field(default_factory=dict)
     base: Standing | None = None
     best: Standing | None = None
-    confirmed: float = 1.0
+    chosen: Standing | None = None
 
     def begin(self, order: Sequence[Candidate]) -> None:
         """Find the first candidate that is right, and what earlier runs know."""
-        known = self.journal.trials(self.problem)
+        known = self.journal.trials(told(self.problem))
         self.trials = {(x.schedule, x.workers): x for x in known}
         for one in order:
             before = self.trials.get(one.key)
             if before and before.state != OK:
                 continue
             state, reason = self._tried(one, *self.lane.build([one.text]))
-            if state == OK:
+            seconds = before.seconds if before else 0.0
+            if state == OK and not before:
                 try:
-                    self.base = self.best = Standing(one, self._seconds(one, one.predicted))
+                    seconds = statistics.median(self._seconds(one, one.predicted) for _ in range(FIRST))
                 except LostError as lost:
                     state, reason = lost.state, str(lost)
-            if before is None or state != OK:
-                self._keep(one, state, reason, self.base.seconds if self.base else 0.0, won=state == OK)
-            if self.base:
-                self._resume(order, known)
+            if not before or state != OK:
+                self._keep(one, state, reason, seconds, won=state == OK)
+            if state == OK:
+                self.base = self.best = self.chosen = Standing(one, seconds)
+                self._resume(known)
                 return
 
-    def _resume(self, order: Sequence[Candidate], known: Sequence[Trial]) -> None:
+    def _resume(self, known: Sequence[Trial]) -> None:
         """Go on with who had won when an earlier run ended."""
-        assert self.base  # noqa: S101 - the caller found one
-        mine = next((x.seconds for x in known if (x.schedule, x.workers) == self.base.candidate.key), 0.0)
         winners = [x for x in known if x.won and x.state == OK]
-        if not winners or not mine:
-            return
-        last, by_key = winners[-1], {x.key: x for x in order}
-        found = by_key.get((last.schedule, last.workers)) or _candidate(last)
-        if not self.lane.build([found.text])[0]:
-            self.best = Standing(found, self.base.seconds * last.seconds / mine)
+        if winners and not self.lane.build([winners[-1].schedule])[0]:
+            self.best = Standing(_candidate(winners[-1]), winners[-1].seconds)
 
     def run(self, candidates: Iterable[Candidate]) -> Iterator[Trial]:
         """Measure candidates that were not yet, as long as there is time; what became of each."""
@@ -146,8 +143,8 @@ class Race:
             return self._keep(one, state, reason)
         ratios: list[float] = []
         try:
-            for _ in range(PAIRS):
-                ratios.append(self._pair(one))
+            for turn in range(PAIRS):
+                ratios.append(self._pair(one, turn))
                 if len(ratios) >= FEW and statistics.median(ratios) > SLOWER:
                     break
         except LostError as lost:
@@ -163,14 +160,16 @@ class Race:
             self.best = Standing(one, seconds)
         return self._keep(one, OK, "", seconds, won=won)
 
-    def _pair(self, one: Candidate) -> float:
-        """Seconds of a candidate over those of the best, one after the other."""
+    def _pair(self, one: Candidate, turn: int) -> float:
+        """Seconds of a candidate over those of the best, one after the other, now this one first, now that one."""
         assert self.best  # noqa: S101 - there is a base
-        mine = self._seconds(one, self.best.seconds)
+        usual = self.best.seconds
+        mine = 0.0 if turn % 2 else self._seconds(one, usual)
         try:
-            return mine / self._seconds(self.best.candidate, self.best.seconds)
+            other = self._seconds(self.best.candidate, usual)
         except LostError as lost:
-            raise LostError(CRASHED, f"a schedule that was right before failed after this one: {lost}") from None
+            raise LostError(CRASHED, f"a schedule that was right before failed beside this one: {lost}") from None
+        return (mine or self._seconds(one, usual)) / other
 
     def confirm(self) -> None:
         """Whether the best is faster than the analytical choice, measured afresh."""
@@ -178,12 +177,11 @@ class Race:
             return
         rival, self.best = self.best, self.base
         try:
-            ratio = statistics.median(self._pair(rival.candidate) for _ in range(LAST))
+            ratio = statistics.median(self._pair(rival.candidate, turn) for turn in range(LAST))
         except LostError:
             return
         if ratio < FASTER:
-            self.confirmed = 1 / ratio
-            self.best = Standing(rival.candidate, self.base.seconds * ratio)
+            self.chosen = Standing(rival.candidate, self.base.seconds * ratio)
 
     def _seconds(self, one: Candidate, usual: float) -> float:
         return self.lane.time(one.text, one.workers, self.rules.turn, usual, cold=self.rules.cold)
@@ -198,7 +196,7 @@ class Race:
     def _keep(self, one: Candidate, state: str, reason: str, seconds: float = 0.0, *, won: bool = False) -> Trial:
         trial = Trial(one.text, one.workers, state, one.predicted, seconds if state == OK else 0.0, won, reason)
         self.trials[one.key] = trial
-        self.journal.keep(self.problem, trial)
+        self.journal.keep(told(self.problem), trial)
         return trial
 
 
@@ -230,12 +228,15 @@ def short_list(order: Sequence[Candidate], *, everything: bool) -> Sequence[Cand
     return [x for i, x in enumerate(order) if i < SHORT or x.predicted <= NEAR * least]
 
 
-def search(race: Race, order: Sequence[Candidate], tell: Callable[[Trial], None], proposals: Any) -> bool:
+def search(
+    race: Race, order: Sequence[Candidate], listed: Sequence[Candidate], tell: Callable[[Trial], None], proposals: Any
+) -> bool:
     """Measure the short list, then what is proposed; whether there was time for all of it.
 
     Args:
         race: the case.
         order: its candidates, by predicted time, of which the first is the analytical choice.
+        listed: those that are measured before anything is proposed.
         tell: called with each trial.
         proposals: what else to try: `ask`ed for some candidates at a time, none at the end, and `told` each trial;
             None for nothing.
@@ -243,7 +244,7 @@ def search(race: Race, order: Sequence[Candidate], tell: Callable[[Trial], None]
     race.begin(order)
     if not race.base:
         return True
-    for trial in race.run(order):
+    for trial in race.run(listed):
         tell(trial)
     while proposals is not None and not race.rules.over:
         some = proposals.ask(race.rules.abreast, race.trials)

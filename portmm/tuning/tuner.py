@@ -9,10 +9,10 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from portmm import settings
 from portmm.cache import tuned_database
@@ -20,19 +20,19 @@ from portmm.comparison.environment import Setup
 from portmm.comparison.limit import chip
 from portmm.comparison.suite import Case, cases
 from portmm.errors import ScheduleError
+from portmm.problem import Problem
 from portmm.run import recall
 from portmm.schedule import parse
-from portmm.tuned import Tuned, architecture, record
+from portmm.tuned import Tuned, architecture, record, told
 from portmm.tuning.journal import Journal
 from portmm.tuning.lane import OPENER, Lane
 from portmm.tuning.model import ranked
 from portmm.tuning.proposals import MISSING, installed, proposals
-from portmm.tuning.records import TunedCase, Tuning
+from portmm.tuning.records import OK, TunedCase, Tuning
 from portmm.tuning.search import Race, Rules, search, short_list
 from portmm.version import VERSION
 
 if TYPE_CHECKING:
-    from portmm.problem import Problem
     from portmm.target import Target
     from portmm.tuning.records import Trial
 
@@ -177,27 +177,109 @@ def _case(x: Case | Sequence[int]) -> Case:
 def _passes(run: _Run, chosen: Sequence[Case], budget: float) -> None:
     """Give every case its share, then what is left to those that could use more."""
     usual = budget / max(1, len(chosen))
+    for x in chosen:
+        stored = run.journal.finished(x, usual)
+        if stored is not None:
+            run.found[x.name] = TunedCase(case=x, trials=tuple(run.journal.trials(stored["problem"])), **stored)
+    fresh = [x for x in chosen if x.name not in run.found]
     for i in range(PASSES):
-        open_ = [x for x in chosen if x.name not in run.found or not run.found[x.name].finished]
+        open_ = [x for x in fresh if x.name not in run.found or not run.found[x.name].finished]
         left = run.rules.deadline - time.monotonic()
         if not open_ or (i and left < WORTHWHILE * len(open_)):
             return
         for j, case in enumerate(open_):
             if run.rules.over:
                 return
-            stored = run.journal.finished(case, usual) if i == 0 else None
-            if stored is not None:
-                run.found[case.name] = _stored(run, case, stored)
-                continue
             share = (run.rules.deadline - time.monotonic()) / (len(open_) - j)
             _tune(run, case, share, usual)
 
 
-def _stored(run: _Run, case: Case, stored: dict[str, object]) -> TunedCase:
-    """A case that an earlier run has finished."""
-    trials: tuple[Trial, ...] = ()
-    if stored["problem"]:
-        from portmm.tuning.journal import problem_of
+def _tune(run: _Run, case: Case, share: float, usual: float) -> None:
+    """Search one case in about `share` seconds."""
+    run.tell(case.name)
+    deadline = min(run.rules.deadline, time.monotonic() + share)
+    p = run.lane.pose(case)
+    try:
+        order = ranked(p, run.target, run.journal.threads) if isinstance(p, Problem) else []
+    except ScheduleError as error:
+        p = str(error)
+    if not isinstance(p, Problem):
+        run.found[case.name] = TunedCase(case, finished=True, reason=p)
+        return
+    beyond = run.search == "auto" and installed()
+    race = Race(run.lane, p, replace(run.rules, deadline=deadline), run.journal)
+    more = proposals(p, run.target, order, run.lane.seed) if beyond else None
+    listed = short_list(order, everything=not beyond)
 
-        trials = tuple(run.journal.trials(problem_of(str(stored["problem"]))))
-    return TunedCase(case=case, trials=trials, **stored)  # type: ignore[arg-type]
+    def tell(trial: Trial) -> None:
+        won = f", {race.best.seconds * 1e6:.1f} us" if race.best else ""
+        run.tell(f"{case.name}: {len(race.trials)} tried{won}{'' if trial.state == OK else f', {trial.state}'}")
+
+    try:
+        finished = search(race, order, listed, tell, more)
+    except KeyboardInterrupt:
+        run.found.setdefault(case.name, _found(case, race, finished=False))
+        raise
+    found = run.found[case.name] = _found(case, race, finished=finished)
+    run.journal.finish(case, usual, _row(found))
+    _record(run, p, found)
+
+
+def _found(case: Case, race: Race, *, finished: bool) -> TunedCase:
+    """What a race has come to."""
+    trials = tuple(race.trials.values())
+    base, chosen = race.base, race.chosen
+    if base is None or chosen is None:
+        why = trials[-1].reason if trials else "interrupted"
+        return TunedCase(case, told(race.problem), trials=trials, finished=finished, reason=f"nothing worked: {why}")
+    return TunedCase(
+        case,
+        told(race.problem),
+        *base.candidate.key,
+        *chosen.candidate.key,
+        base.seconds,
+        chosen.seconds,
+        base.candidate.predicted,
+        trials,
+        finished,
+    )
+
+
+def _row(found: TunedCase) -> dict[str, Any]:
+    """What the journal keeps of a case beside its trials."""
+    return {name: value for name, value in asdict(found).items() if name not in ("case", "trials")}
+
+
+def _record(run: _Run, p: Problem, found: TunedCase) -> None:
+    """Have later calls use what was found: the analytical choice, too, in place of what an older search found."""
+    if run.path is None or not found.seconds:
+        return
+    one = Tuned(
+        p,
+        run.journal.threads,
+        parse(found.tuned),
+        found.tuned_workers,
+        found.seconds,
+        found.analytical_seconds,
+        run.target.name,
+        architecture(run.target),
+        run.target.vendor,
+        run.rules.cold,
+        datetime.now(UTC).date().isoformat(),
+        VERSION,
+        chip(),
+    )
+    record(run.path, [one])
+
+
+def _notes(run: _Run, chosen: Sequence[Case]) -> tuple[str, ...]:
+    """What a reader should know."""
+    notes = []
+    if run.search == "auto" and not installed():
+        notes.append(MISSING)
+    late = [x.name for x in chosen if x.name not in run.found]
+    if late:
+        notes.append(f"no time was left for: {', '.join(late)}; the same command goes on with them")
+    if run.path is None:
+        notes.append("nothing is remembered: PORTMM_TUNED is off")
+    return tuple(notes)
