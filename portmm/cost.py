@@ -7,8 +7,8 @@ not overlap (packing, tile set-up, forking). All terms are kept, so that
 `explain` can show what a choice rests on. Rates are measured ones where the
 target has them, described ones otherwise. Most of the constants below
 were fitted to what every candidate took on one thread of a Zen 4, with AVX-512
-and with AVX2 (`bench/exhaustive.py`, `bench/fit_cost.py`); docs/results.md says
-how near to the best candidate the choices come.
+and with AVX2 (`bench/exhaustive.py`, `bench/fit_cost.py`); docs/performance.md
+says how near to the best candidate the choices come.
 """
 
 from __future__ import annotations

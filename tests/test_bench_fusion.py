@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import portmm as pm
+from portmm.comparison import tables
 from portmm.comparison.environment import Setup
 
 BENCH = Path(__file__).parent.parent / "bench"
-MODULES = ("fusion_cases", "fusion_ways", "fusion_worker", "fusion_torch", "fusion", "tables")
+MODULES = ("fusion_cases", "fusion_ways", "fusion_worker", "fusion_torch", "fusion")
 
 
 @pytest.fixture
@@ -128,8 +129,8 @@ def test_results_survive_json_and_are_shown(bench, tmp_path):
         kept = [bench.fusion.to_json(r) for r in rows]
         data = common | {"threads": threads, "skipped": ["late"], "fusion": kept}
         (tmp_path / f"{threads}-fusion.json").write_text(json.dumps(data))
-    found = bench.tables.load(tmp_path)
-    text, details = bench.tables.summary(found), bench.tables.details(found)
+    found = tables.load(tmp_path)
+    text, details = tables.summary(found), tables.details(found)
     assert "| epilogue, f32 | 1.25 (1.25) of 1 | 2.00 (2.00) of 1 | 1.25 (1.25) of 1 | 2.00 (2.00) of 1 |" in text
     assert "| bias, f32 | +2.0 % (+2.0 %) |  |" in text
     assert "Took part: numpy 1. Measured on 2026-01-02." in text

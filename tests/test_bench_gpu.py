@@ -13,10 +13,12 @@ import cuda_fakes
 import emulated_cuda
 import pytest
 
+from portmm.comparison import cublaslt
+from portmm.comparison.tables_device import device
+
 BENCH = Path(__file__).parent.parent / "bench"
 MODULES = (
-    "cublaslt", "gpu_arrays", "gpu_cases", "gpu_peers", "gpu_families", "gpu_measure", "gpu_schedules", "gpu_run",
-    "gpu", "tables",
+    "gpu_arrays", "gpu_cases", "gpu_peers", "gpu_families", "gpu_measure", "gpu_schedules", "gpu_run", "gpu",
 )  # fmt: skip
 CHIPS = {
     "v100": (b"Tesla V100-SXM2-16GB", 7, 0), "a100": (b"NVIDIA A100-SXM4-40GB", 8, 0),
@@ -302,8 +304,8 @@ def test_bars_say_what_is_met(bench):
 # -- cublasLt --------------------------------------------------------------------------------
 
 
-def test_structures_are_as_large_as_the_librarys(bench):
-    lt = bench.cublaslt
+def test_structures_are_as_large_as_the_librarys():
+    lt = cublaslt
     assert (ctypes.sizeof(lt.Algorithm), ctypes.sizeof(lt.Heuristic)) == (64, 96)
     assert (lt.Heuristic.workspace.offset, lt.Heuristic.state.offset, lt.Heuristic.waves.offset) == (64, 72, 76)
     with pytest.raises(lt.LtError, match="status 7"):
@@ -349,9 +351,9 @@ class FakeLt:
         return 15 if name == "cublasLtMatmul" and given[12]._obj.data[0] == 0 else 0
 
 
-def test_cublaslt_is_asked_as_its_manual_says(bench):
+def test_cublaslt_is_asked_as_its_manual_says():
     fake = FakeLt()
-    lt = bench.cublaslt.open_library(fake)
+    lt = cublaslt.open_library(fake)
     assert lt.version == 130100
     product = lt.product(("bf16", "bf16", "bf16"), (3, 5, 7), by_columns=True)
     made = [given[1:] for name, given in fake.log if name == "cublasLtMatrixLayoutCreate"]
@@ -384,10 +386,10 @@ def test_cublaslt_is_asked_as_its_manual_says(bench):
     ]  # fmt: skip
 
 
-def test_a_missing_library_is_said(bench, monkeypatch):
-    monkeypatch.setattr(bench.cublaslt, "find", lambda: ["/nowhere/libcublasLt.so"])
-    with pytest.raises(bench.cublaslt.LtError, match="no libcublasLt"):
-        bench.cublaslt.open_library()
+def test_a_missing_library_is_said(monkeypatch):
+    monkeypatch.setattr(cublaslt, "find", lambda: ["/nowhere/libcublasLt.so"])
+    with pytest.raises(cublaslt.LtError, match="no libcublasLt"):
+        cublaslt.open_library()
 
 
 # -- PyTorch ---------------------------------------------------------------------------------
@@ -401,7 +403,7 @@ def test_pytorchs_half_runs(bench, section, monkeypatch):
     emulated_cuda.install(monkeypatch)
     bench_arrays.tensors_there(monkeypatch)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    monkeypatch.setattr(bench.cublaslt, "WORKSPACE", 64)
+    monkeypatch.setattr(cublaslt, "WORKSPACE", 64)
     on = bench.gpu_arrays.Torch("cpu")
     peers = bench.gpu_peers.TorchPeers(on, FakeLt())
     assert peers.versions()["cublaslt"] == 130100
@@ -431,7 +433,7 @@ def test_results_become_tables(bench):
         "surveys": [{"name": "p", "candidates": 9, "correlation": 0.9, "chosen": 0.98, "rows": []}],
         "sanitizer": [{"tool": "memcheck", "state": "clean"}], "notes": {"not run": ["f32 y"]},
     }  # fmt: skip
-    text = bench.tables.device("h200-gpu", data)
+    text = device("h200-gpu", data)
     assert "**h200-gpu**: 1 of 1 products checked are right." in text
     assert "| 1 x 6144 x 4096 | bf16 | col | decode, 8B QKV | 10.0 | 3 | cublaslt | 2.00 |" in text
     assert "| decode layers of 1 to 64 rows, geometric mean | 1.1 | 2 | 1/32 | met so far |" in text

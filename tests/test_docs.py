@@ -1,4 +1,4 @@
-"""The documentation holds: its code runs, its links lead somewhere, its tables are the stored results.
+"""The documentation holds: its code runs, and its links lead somewhere.
 
 Of a page, `python` blocks run as one program, and each line of a `console`
 block runs as a command. Comments in front of a block say what differs:
@@ -11,8 +11,6 @@ block runs as a command. Comments in front of a block say what differs:
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import os
 import re
 import shlex
@@ -132,76 +130,3 @@ def test_commands_run(page, line, tmp_path, environment):
     words = shlex.split(line)
     assert words[0] == "portmm", f"{line!r} is no command of portmm; mark it <!-- not run: why -->"
     run([str(Path(sys.executable).with_name("portmm")), *words[1:]], tmp_path, environment)
-
-
-def tables():
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "bench" / "tables.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_tables_are_the_stored_results():
-    found = tables()
-    for path, text in found.pages(ROOT, found.RESULTS).items():
-        assert path.read_text() == text, f"{identify(path)}: run `python bench/tables.py`"
-
-
-REPORT = {
-    "schema": 1, "chip": "A chip", "machine": "tiny", "threads": 1, "isa": "", "suite": "full", "date": "2026-01-02",
-    "entrants": [
-        {"name": "portmm", "peer": False, "state": "ok", "version": "portmm 0"},
-        {"name": "peer", "peer": True, "state": "ok", "version": "peer 1"},
-    ],
-    "results": [
-        {
-            "case": {"name": name, "group": group, "m": 2, "n": 2, "k": 2},
-            "entries": {"portmm": {"state": "ok", "seconds": 1.0, "samples": []}},
-            "best": "peer", "ratio": ratio, "limit": None,
-        }
-        for name, group, ratio in (("cube-2", "cube", 2.0), ("cube-3", "cube", 0.5), ("odd-2", "odd", 1.5))
-    ],
-    "skipped": [], "removed": [], "rates": {},
-}  # fmt: skip
-NARROW_REPORT = json.loads(json.dumps(REPORT).replace('"k": 2', '"k": 2, "dtype": "bf16"'))
-SEARCH = [
-    {"case": "x", "schedule": "s", "workers": 1, "seconds": 2.0, "chosen": True},
-    {"case": "x", "schedule": "t", "workers": 1, "seconds": 1.0, "chosen": False},
-]
-CLIFF_ROWS = [
-    {"isa": "sse2", "dtype": "f16", "layout": "col", "m": 1, "share": 0.25},
-    {"isa": "avx2", "dtype": "bf16", "layout": "row", "m": 8, "share": 1.5},
-]
-OVERHEAD = {"chip": "A chip", "overhead": {"import": {"seconds over NumPy's": 0.0312}}}
-
-
-def test_tables_say_what_results_say(tmp_path):
-    found = tables()
-    (tmp_path / "README.md").write_text(f"before\n{found.BEGIN}\nold\n{found.END}\nafter\n")
-    empty = tmp_path / "none"
-    empty.mkdir()
-    assert found.NOTHING in found.pages(tmp_path, empty)[tmp_path / "README.md"]
-    for name, data in (
-        ("a", REPORT),
-        ("b", {**REPORT, "threads": 2, "suite": "cube,odd"}),
-        ("c", SEARCH),
-        ("d", OVERHEAD),
-        ("e", {"chip": "A chip", "cliff": CLIFF_ROWS}),
-        ("f", NARROW_REPORT),
-    ):
-        (tmp_path / f"{name}.json").write_text(json.dumps(data))
-    made = found.pages(tmp_path, tmp_path)
-    readme, details = made[tmp_path / "README.md"], made[tmp_path / "docs" / "results.md"]
-    assert readme.startswith("before\n")
-    assert readme.endswith("after\n")
-    assert "old" not in readme
-    assert "| group | 1 thread | 2 threads, cube,odd |" in readme
-    assert "| cube | 1.00 (0.50) of 2 | 1.00 (0.50) of 2 |" in readme
-    assert "| **all** | 1.14 (0.50) of 3 |" in readme
-    assert "at 0.50 of the rate of the best" in readme
-    assert "| import | seconds over NumPy's | 0.0312 |" in readme
-    assert "1 of 2 products of narrow types" in readme
-    assert "at 0.25 of that (sse2, f16, B col, M = 1)" in readme
-    assert "| cube | 1.00 (0.50) of 2 | 1.00 (0.50) of 2 | 1.00" not in readme
-    assert "narrow types: rate of portmm" in readme
-    assert "odd-2" in details

@@ -26,8 +26,9 @@ FLOORS = {
     7: "dispatch grid_dispatch grid_rows_dispatch orders tuned",  # a problem to a ready plan
     # for users
     8: ". abreast api around around_device arrays attend attend_on_device axes builder builder_on_device call "
-    "captures chosen cli comparison device_arrays device_codes doctor explanation expressions flash folded folds "
-    "foreign fusing graph grid_explanation grouped grouped_on_device heads launching launching_on_device names "
+    "captures chosen cli comparison console device_arrays device_codes doctor explanation expressions "
+    "flash folded cli_report "
+    "folds foreign fusing graph grid_explanation grouped grouped_on_device heads launching launching_on_device names "
     "on_device packed packed_device places pose program program_on_device quick relaid rows rows_on_device scaled "
     "scaled_on_device tuned_command "
     "settings show splitter steady stored surroundings trace tune_command tuning value warm whole wording",

@@ -116,7 +116,8 @@ class Report:
         date: ISO date, may be empty.
         skipped: cases for which no time was left.
         removed: environment variables that contenders did not get to see.
-        rates: the measured rates behind the limits: GFLOP/s and GB/s of one core.
+        rates: the rates behind the limits: measured GFLOP/s and GB/s of one core, or those of a described device.
+        device: where the arrays were, as `compare` was told; empty for the processor.
     """
 
     chip: str
@@ -130,6 +131,7 @@ class Report:
     skipped: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
     rates: dict[str, float] = field(default_factory=dict)
+    device: str = ""
 
     @property
     def ours(self) -> str:
@@ -155,9 +157,11 @@ class Report:
     def to_json(self) -> str:
         """The report as JSON text."""
         table = {"schema": SCHEMA, **asdict(self)}
-        # What only narrow types have is written where it says something.
+        # What only devices and narrow types have is written where it says something.
         cases = [r["case"] for r in table["results"]]
-        rows = ((table["entrants"], "approximate"), *((cases, x) for x in ("block", "dynamic")))
+        rows = (
+            ([table], "device"), (table["entrants"], "approximate"), *((cases, x) for x in ("block", "dynamic"))
+        )  # fmt: skip
         for row, name in ((row, name) for some, name in rows for row in some):
             if not row[name]:
                 del row[name]
@@ -271,7 +275,8 @@ def heading(report: Report) -> str:
     threads = "1 thread" if report.threads == 1 else f"{report.threads} threads"
     forced = f", all held to {report.isa}" if report.isa else ""
     narrow = any(result.case.narrow for result in report.results)
-    return f"{report.chip}, {threads}{forced}, {'narrow types, GOP/s' if narrow else 'f32, GFLOP/s'}"
+    where = "" if report.device else f", {threads}{forced}"
+    return f"{report.chip}{where}, {'narrow types, GOP/s' if narrow else 'f32, GFLOP/s'}"
 
 
 def _columns(report: Report) -> list[str]:

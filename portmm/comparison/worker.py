@@ -119,6 +119,8 @@ def prepare(library: Library, case: Case, seed: int) -> tuple[Prepared | None, d
 def _checked(prepared: Prepared) -> tuple[float, float]:
     """Run once; the error and its bound."""
     prepared.data.spoil()
+    if isinstance(prepared.run, Fetched):
+        prepared.run.spoil()
     prepared.run(1)
     if isinstance(prepared.run, Fetched):
         prepared.run.fetch()
