@@ -16,6 +16,7 @@ from portmm import cli_report
 from portmm.comparison.command import compare
 from portmm.console import Json, console, print_json, progress
 from portmm.errors import PortmmError
+from portmm.tune_command import tune
 from portmm.tuned_command import tuned
 
 LANGUAGES = ("cuda", "opencl")
@@ -304,6 +305,7 @@ def _scheduled(text: str, language: str) -> str:
 app.command()(compare)
 
 
+app.command()(tune)
 app.command()(tuned)
 
 

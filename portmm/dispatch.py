@@ -22,6 +22,7 @@ from portmm.errors import DatabaseError, ScheduleError, TargetError
 from portmm.fused import parse as parse_fused
 from portmm.lower import atom_of, lower, lower_attention, lower_fold, lower_pack, lower_rows
 from portmm.memory import Memory, forget_all
+from portmm.orders import given
 from portmm.problem import Family
 from portmm.problem import family as family_of
 from portmm.space import unsound
@@ -287,7 +288,7 @@ _routes = Memory(MOST_ROUTES)
 
 
 def route_for(p: Problem, target: Target, threads: int) -> Any:
-    """A launchable kernel for a problem, chosen once per problem, target and thread bound.
+    """A launchable kernel for a problem, chosen or ordered once per problem, target and thread bound.
 
     Raises:
         ScheduleError: nothing is legal.
@@ -298,10 +299,15 @@ def route_for(p: Problem, target: Target, threads: int) -> Any:
     key = (p, id(target), threads)
     found = _routes.get(key)
     if found is None:
-        choice = choose(p, target, threads)
-        route = _route(choice.schedule, isa_of(choice.schedule, target), p, choice.workers)
+        schedule, workers = given(p) or _chosen(p, target, threads)
+        route = _route(schedule, isa_of(schedule, target), p, workers)
         found = _routes.keep(key, (target, route))
     return found[1]
+
+
+def _chosen(p: Problem, target: Target, threads: int) -> tuple[Schedule, int]:
+    choice = choose(p, target, threads)
+    return choice.schedule, choice.workers
 
 
 @lru_cache(maxsize=256)

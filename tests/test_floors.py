@@ -23,7 +23,7 @@ FLOORS = {
     4: "emit",  # loops to text
     5: "build cache calibrate compiler detect nvrtc permission snapshot",  # the host: compile, look, measure
     6: "run",  # load, launch, threads
-    7: "dispatch grid_dispatch grid_rows_dispatch tuned",  # a problem to a ready plan
+    7: "dispatch grid_dispatch grid_rows_dispatch orders tuned",  # a problem to a ready plan
     # for users
     8: ". abreast api around around_device arrays attend attend_on_device axes builder builder_on_device call "
     "captures chosen cli comparison console device_arrays device_codes doctor explanation expressions "
@@ -31,7 +31,7 @@ FLOORS = {
     "folds foreign fusing graph grid_explanation grouped grouped_on_device heads launching launching_on_device names "
     "on_device packed packed_device places pose program program_on_device quick relaid rows rows_on_device scaled "
     "scaled_on_device tuned_command "
-    "settings show splitter steady stored surroundings trace value warm whole wording",
+    "settings show splitter steady stored surroundings trace tune_command tuning value warm whole wording",
 }
 FLOOR_OF = {name.strip("."): floor for floor, names in FLOORS.items() for name in names.split()}
 

@@ -78,6 +78,7 @@ class Book:
 
 
 _lock = threading.Lock()
+_closed = False
 _books: dict[tuple[Path, str], Book] = {}
 _kernels: dict[tuple[int, str], Any] = {}
 
@@ -93,7 +94,7 @@ def _host() -> str:
     return "\n".join((*steady, repr(rest)))
 
 
-def _generator() -> Iterator[str]:
+def generator() -> Iterator[str]:
     """Name, time and size of each file that decides what is generated."""
     for folder in _FOLDERS:
         with os.scandir(folder) as entries:
@@ -125,16 +126,22 @@ def _read(name: str) -> Book:
 
 def book(target: str) -> Book | None:
     """The book for a target's name as a user gives it, perhaps empty; None where none is kept."""
-    if target.endswith(".toml"):
+    if _closed or target.endswith(".toml"):
         return None
     place = (cache_dir(), target)
     with _lock:
         found = _books.get(place)
         if found is None:
             tools = (sys.version, str(host.python_headers()), os.environ.get("CC", ""), os.environ.get("PATH", ""))
-            words = (VERSION, str(abi.VERSION), target, *tools, *_generator(), _host())
+            words = (VERSION, str(abi.VERSION), target, *tools, *generator(), _host())
             found = _books[place] = _read("book-" + digest("\0".join(words).encode("utf-8", "surrogateescape")))
         return found
+
+
+def close() -> None:
+    """Keep no book in this process from now on: its answers are not those of `dispatch`."""
+    global _closed  # noqa: PLW0603 - of the whole process
+    _closed = True
 
 
 def runtime(kept: Book | None) -> host.Runtime:
