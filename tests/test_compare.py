@@ -407,7 +407,7 @@ def test_tables_say_everything():
         assert "no time was left for: cube-128" in text
         assert "picky: picky 1" in text
     assert "| picky |" not in written
-    assert "| cube-64 | 64x64x64 | 524 | 262 | numpy | 2.00 | 87 |" in written
+    assert "| cube-64 | 64x64x64 | 524 | 262 | numpy | 2.00 | 0% | 87 |" in written
 
 
 def test_a_report_without_portmm_has_no_ratio():

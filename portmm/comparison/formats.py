@@ -114,7 +114,8 @@ def write(report: Report, path: str | Path) -> None:
     check(place)
     suffix = place.suffix.lower()
     if suffix == ".html":
-        text = import_module("portmm.comparison.html").page(report)
+        html: Any = import_module("portmm.comparison.html")
+        text = html.page(report)
     else:
         text = {".json": report.to_json, ".csv": lambda: csv_text(report), ".md": lambda: markdown(report)}[suffix]()
     place.write_text(text, encoding="utf-8")

@@ -180,8 +180,7 @@ class Report:
     def records(self) -> list[dict[str, Any]]:
         """A flat record for each case and contender, as `pandas.DataFrame` takes them."""
         # By name: the module imports this one.
-        found: list[dict[str, Any]] = import_module("portmm.comparison.formats").records(self)
-        return found
+        return import_module("portmm.comparison.formats").records(self)  # type: ignore[no-any-return]
 
 
 def from_json(text: str) -> Report:
