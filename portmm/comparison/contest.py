@@ -145,6 +145,7 @@ def compare(
         removed=removed(os.environ),
         rates=reach.rates,
         cold=setup.cold,
+        alone="" if setup.isa else isa,
     )
 
 
