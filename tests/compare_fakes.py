@@ -151,3 +151,19 @@ def elsewhere(_setup):
         }
 
     return Library("elsewhere 1", prepare, dtypes=None)
+
+
+def forgetful(_setup):
+    """Right on the first operands that it is given, wrong on all others."""
+    first = []
+
+    def prepare(_case, data):
+        def call():
+            np.matmul(data.a, data.b, out=data.c)
+            if data is not first[0]:
+                data.c[0] = 0
+
+        first.append(data)
+        return {"matmul": repeat(call)}
+
+    return Library("forgetful 1", prepare)

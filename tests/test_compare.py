@@ -17,7 +17,7 @@ from portmm.comparison.limit import Limits, forced_isa
 from portmm.comparison.native import flags
 from portmm.comparison.peers import find, open_adapter
 from portmm.comparison.plot import plot
-from portmm.comparison.report import from_json, geomean, markdown, notes, summaries, terminal
+from portmm.comparison.report import from_json, geomean, heading, markdown, notes, summaries, terminal
 from portmm.comparison.suite import QUICK, SMOKE
 from portmm.comparison.worker import seconds_per_call
 from portmm.detect import host
@@ -176,6 +176,16 @@ def test_an_isa_forces_the_peers_too():
     assert report.isa == "avx2"
     assert "OPENBLAS_CORETYPE=Haswell MKL_ENABLE_INSTRUCTIONS=AVX2" in report.entrants[0].version
     assert "PORTMM_TARGET=avx2" in report.entrants[0].version
+    assert report.alone == ""
+
+
+@pytest.mark.skipif(host().isa("scalar") is None, reason="needs the portable instruction set")
+def test_an_isa_that_no_peer_can_be_held_to_is_named():
+    report = contest("seen", target="scalar")
+    assert (report.isa, report.alone) == ("", "scalar")
+    assert "portmm alone held to scalar" in heading(report)
+    assert any("no other library can be" in line for line in notes(report))
+    assert from_json(report.to_json()) == report
 
 
 def test_the_machine_as_it_is_forces_nothing():
@@ -407,7 +417,7 @@ def test_tables_say_everything():
         assert "no time was left for: cube-128" in text
         assert "picky: picky 1" in text
     assert "| picky |" not in written
-    assert "| cube-64 | 64x64x64 | 524 | 262 | numpy | 2.00 | 87 |" in written
+    assert "| cube-64 | 64x64x64 | 524 | 262 | numpy | 2.00 | 0% | 87 |" in written
 
 
 def test_a_report_without_portmm_has_no_ratio():

@@ -50,7 +50,7 @@ def _configure(library: Any, isa: str) -> str:
     """Choose a configuration before BLIS initialises itself; says which."""
     library.bli_arch_string.restype = ctypes.c_char_p
     own = _own_choice(library)
-    wanted = {"avx2": "haswell", "sse2": "penryn"}.get(isa, "")
+    wanted = {"avxvnni": "haswell", "avx2": "haswell", "sse2": "penryn"}.get(isa, "")
     if not wanted and own == "generic":
         flags = _cpu_flags()
         wanted = next((name for name, flag in NEAREST if flag in flags), "")

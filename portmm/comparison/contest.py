@@ -157,6 +157,7 @@ def compare(
         rates=reach.rates if limits else {},
         device=device,
         cold=setup.cold,
+        alone="" if setup.isa else isa,
     )
 
 

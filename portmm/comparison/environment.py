@@ -25,6 +25,14 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "PORTMM_NUM
 
 # What makes each library act as on a machine whose best ISA is this one.
 FORCED: Mapping[str, Mapping[str, str]] = {
+    "avx512bf16": {
+        "OPENBLAS_CORETYPE": "SkylakeX",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX512_E3",
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+        "DNNL_MAX_CPU_ISA": "AVX512_CORE_BF16",
+        "ATEN_CPU_CAPABILITY": "avx512",
+        "LIBXSMM_TARGET": "cpx",
+    },
     "avx512vnni": {
         "OPENBLAS_CORETYPE": "SkylakeX",
         "MKL_ENABLE_INSTRUCTIONS": "AVX512_E1",
@@ -41,6 +49,14 @@ FORCED: Mapping[str, Mapping[str, str]] = {
         "ATEN_CPU_CAPABILITY": "avx512",
         "LIBXSMM_TARGET": "skx",
     },
+    "avxvnni": {
+        "OPENBLAS_CORETYPE": "Haswell",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2_E1",
+        "ONEDNN_MAX_CPU_ISA": "AVX2_VNNI",
+        "DNNL_MAX_CPU_ISA": "AVX2_VNNI",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "LIBXSMM_TARGET": "hsw",
+    },
     "avx2": {
         "OPENBLAS_CORETYPE": "Haswell",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
@@ -55,7 +71,7 @@ FORCED: Mapping[str, Mapping[str, str]] = {
         "ONEDNN_MAX_CPU_ISA": "SSE41",
         "DNNL_MAX_CPU_ISA": "SSE41",
         "ATEN_CPU_CAPABILITY": "default",
-        "LIBXSMM_TARGET": "snb",
+        "LIBXSMM_TARGET": "wsm",
     },
 }
 

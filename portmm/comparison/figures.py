@@ -1,6 +1,7 @@
 """Figures made of several measurements.
 
-Owns how far samples spread, and the time of all products of a model. Imports nothing of portmm.
+Owns how far samples spread, the time of all products of a model, and the conditions that a
+reader must know. Imports nothing of portmm.
 """
 
 from __future__ import annotations
@@ -52,6 +53,16 @@ def totals(products: Sequence[Counted], ours: str) -> tuple[dict[str, float], fl
     best = sum(x.count * x.seconds[x.best] for x in products) if all(x.best for x in products) else None
     order = sorted(whole, key=lambda name: (name != ours, whole[name]))
     return {name: whole[name] for name in order}, best
+
+
+def conditions(report: Any) -> list[str]:
+    """Sentences about how a `Report` was measured, where that is not as usual."""
+    said = []
+    if report.cold:
+        said.append(f"cold caches: at least {report.cold >> 20} MiB pass between two uses of an operand")
+    if report.alone:
+        said.append(f"portmm alone is held to {report.alone}: no other library can be, and ratios say little")
+    return said
 
 
 def total_lines(report: Any) -> list[str]:

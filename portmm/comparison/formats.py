@@ -16,6 +16,8 @@ from portmm.comparison.figures import spread
 from portmm.comparison.report import markdown
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from portmm.comparison.report import Report, Result
 
 SUFFIXES = (".json", ".csv", ".md", ".html")
@@ -113,9 +115,15 @@ def write(report: Report, path: str | Path) -> None:
     """
     place = Path(path)
     check(place)
-    suffix = place.suffix.lower()
-    if suffix == ".html":
-        text = import_module("portmm.comparison.html").page(report)
-    else:
-        text = {".json": report.to_json, ".csv": lambda: csv_text(report), ".md": lambda: markdown(report)}[suffix]()
-    place.write_text(text, encoding="utf-8")
+    makers: dict[str, Callable[[], str]] = {
+        ".json": report.to_json,
+        ".csv": lambda: csv_text(report),
+        ".md": lambda: markdown(report),
+        ".html": lambda: _html(report),
+    }
+    place.write_text(makers[place.suffix.lower()](), encoding="utf-8")
+
+
+def _html(report: Report) -> str:
+    module: Any = import_module("portmm.comparison.html")
+    return str(module.page(report))

@@ -20,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portmm.comparison.figures import spread, total_lines
+from portmm.comparison.figures import conditions, spread, total_lines
 from portmm.comparison.suite import Case
 
 if TYPE_CHECKING:
@@ -128,6 +128,7 @@ class Report:
         rates: the rates behind the limits: measured GFLOP/s and GB/s of one core, or those of a described device.
         cold: bytes after which no cache holds what was used before, 0 if caches were warm.
         device: where the arrays were, as `compare` was told; empty for the processor.
+        alone: the instruction set that portmm was held to and the others could not be, empty for none.
     """
 
     chip: str
@@ -143,6 +144,7 @@ class Report:
     rates: dict[str, float] = field(default_factory=dict)
     cold: int = 0
     device: str = ""
+    alone: str = ""
 
     @property
     def ours(self) -> str:
@@ -172,7 +174,7 @@ class Report:
         unsaid: tuple[tuple[Any, dict[str, Any]], ...] = (
             (table["entrants"], {"approximate": False}),
             ([r["case"] for r in table["results"]], {"block": 0, "dynamic": False, "count": 1}),
-            ([table], {"cold": 0, "device": ""}),
+            ([table], {"cold": 0, "device": "", "alone": ""}),
         )
         for row, name, value in ((row, *item) for rows, usual in unsaid for row in rows for item in usual.items()):
             if row[name] == value:
@@ -182,8 +184,7 @@ class Report:
     def records(self) -> list[dict[str, Any]]:
         """A flat record for each case and contender, as `pandas.DataFrame` takes them."""
         # By name: the module imports this one.
-        found: list[dict[str, Any]] = import_module("portmm.comparison.formats").records(self)
-        return found
+        return import_module("portmm.comparison.formats").records(self)  # type: ignore[no-any-return]
 
 
 def from_json(text: str) -> Report:
@@ -314,8 +315,7 @@ def _row(report: Report, result: Result) -> list[str]:
     if not report.ours:
         return row
     row.append("" if result.ratio is None else f"{result.ratio:.2f}")
-    wide = spread(result.ratios(report.ours))
-    row.append("" if wide is None else f"{100 * wide:.0f}%")
+    row.append("" if (wide := spread(result.ratios(report.ours))) is None else f"{100 * wide:.0f}%")
     if any(r.limit for r in report.results):
         rate = result.gflops(report.ours)
         row.append(f"{100 * rate / result.limit:.0f}" if rate and result.limit else "")
@@ -361,9 +361,7 @@ def notes(report: Report) -> list[str]:
         f"{name}: rounds activations to 8 bits: its rates (~) enter ratios only where a case allows that"
         for name in sorted(report.approximate)
     ]
-    if report.cold:
-        lines.append(f"cold caches: at least {report.cold >> 20} MiB pass between two uses of an operand")
-    lines += total_lines(report)
+    lines += [*conditions(report), *total_lines(report)]
     lines += absences(report) + failures(report)
     if report.skipped:
         lines.append(f"no time was left for: {', '.join(report.skipped)}")

@@ -72,11 +72,11 @@ def from_csv(path: str | Path) -> tuple[Case, ...]:
 def _lines(text: str) -> Iterator[tuple[int, list[str]]]:
     """The cells of each line that says something, with its number."""
     bare = [line.partition("#")[0] for line in text.splitlines()]
-    first = next((line for line in bare if line.strip()), "")
-    separator = next((x for x in SEPARATORS if x in first), ",")
+    first = next((line for line in bare if any(x in line for x in SEPARATORS)), ",")
+    separator = next(x for x in SEPARATORS if x in first)
     for number, line in enumerate(bare, 1):
         # One line at a time: a quote that is not closed must not swallow the rest of the file.
-        cells = [cell.strip() for row in csv.reader([line], delimiter=separator) for cell in row]
+        cells = [cell.strip() for row in csv.reader([line], delimiter=separator, skipinitialspace=True) for cell in row]
         while cells and not cells[-1]:
             cells.pop()
         if cells:
@@ -113,7 +113,7 @@ def _row(columns: Sequence[str], cells: Sequence[str], group: str) -> Case:
 
 def _value(name: str, cell: str) -> Any:
     """A cell as its column's type."""
-    kind = type(FIELDS[name].default)
+    kind: Any = type(FIELDS[name].default)
     if kind is bool:
         if cell.lower() not in WORDS:
             raise ValueError(f"{name} is {cell!r}; say yes or no")
