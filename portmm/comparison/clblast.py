@@ -99,6 +99,6 @@ def open_clblast(setup: Setup) -> Library:
 
             return {"gemm": call}
 
-        return runs(on, case, data, ways, cold=getattr(setup, "cold", False))
+        return runs(on, case, data, ways, cold=setup.cold)
 
     return Library("clblast", prepare)

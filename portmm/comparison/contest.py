@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from portmm.comparison.cold import enough
 from portmm.comparison.device_arrays import parsed
 from portmm.comparison.device_facts import facts
 from portmm.comparison.device_suite import meant
@@ -77,6 +78,7 @@ def compare(
     target: str | None = None,
     device: str = "",
     limits: bool = True,
+    cold: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Report:
@@ -98,6 +100,7 @@ def compare(
         device: where the arrays are: "cuda", "cuda:1" or "opencl"; empty for the processor.
             There "quick" and "smoke" are suites for devices, and the contenders others.
         limits: measure what the machine could reach; of a device, look it up.
+        cold: each call finds its operands in memory, not in caches.
         seed: of the inputs.
         progress: called with (cases done, cases, what happens now).
 
@@ -115,7 +118,7 @@ def compare(
     field_ = find(contenders, parsed(device)[0] if device else "")
     if contenders is None and not any(case.narrow for case in chosen):
         field_ = tuple(contender for contender in field_ if not contender.narrow)
-    setup = Setup(device=device) if device else _held_to(target, threads)
+    setup = Setup(device=device, cold=there.cold if cold else 0) if there else _held_to(target, threads, cold=cold)
     tell = progress or (lambda _done, _all, _text: None)
     deadline = time.monotonic() + budget_s
     tell(0, len(chosen), "probing the machine")
@@ -136,7 +139,8 @@ def compare(
                 continue
             tell(i, len(chosen), case.name)
             entries = _case(lanes, case, rules, left / (len(chosen) - i))
-            results.append(_result(case, lanes, entries, reach.of(case, setup.threads) if limits else None))
+            limit = reach.of(case, setup.threads, cold=cold) if limits else None
+            results.append(_result(case, lanes, entries, limit))
         entrants = tuple(lane.entrant for lane in lanes if lane.entrant)
     tell(len(chosen), len(chosen), "done")
     return Report(
@@ -152,14 +156,15 @@ def compare(
         removed=removed(os.environ),
         rates=reach.rates if limits else {},
         device=device,
+        cold=setup.cold,
     )
 
 
-def _held_to(target: str | None, threads: int) -> Setup:
+def _held_to(target: str | None, threads: int, *, cold: bool) -> Setup:
     """On the processor: what a target, by default the environment's, asks of everyone."""
     target = target if target is not None else os.environ.get("PORTMM_TARGET", "")
     isa = forced_isa(target)
-    return Setup(threads, isa if isa in FORCED else "", target)
+    return Setup(threads, isa if isa in FORCED else "", target, cold=enough(host().levels, threads) if cold else 0)
 
 
 def _open(lane: _Lane, setup: Setup) -> None:

@@ -261,7 +261,7 @@ class Product:
             places = [sets[turn % len(sets)] for turn in range(turns)]
             return seconds([partial(self.run, x.algorithm, *place, workspace, stream) for place in places])
 
-        found = []
+        found: list[Found] = []
         for x in self.algorithms(asked, workspace[1]):
             if found and time.monotonic() - began > limit:
                 break

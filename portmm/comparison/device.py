@@ -41,8 +41,6 @@ GRAPHED_ROWS = 64
 """Products of so many rows are short enough for the host to be in the way."""
 IN_A_GRAPH = 16
 """Calls of a graph, about."""
-ROTATED = 2.5
-"""Times the last cache that operands fill together, so that none is found there when its turn comes again."""
 MOST_SETS = 64
 FEWEST_ROWS_INT = 17
 """What `torch._int_mm` takes on CUDA."""
@@ -58,7 +56,7 @@ class Operands:
     memory: Any
 
 
-def runs(on: device_arrays.Arrays, case: Case, data: Arrays, ways: Ways, *, cold: bool = False) -> dict[str, Fetched]:
+def runs(on: device_arrays.Arrays, case: Case, data: Arrays, ways: Ways, *, cold: int = 0) -> dict[str, Fetched]:
     """Every way of computing a case, each by calls that give the array with the result.
 
     Args:
@@ -66,12 +64,12 @@ def runs(on: device_arrays.Arrays, case: Case, data: Arrays, ways: Ways, *, cold
         case: what is computed.
         data: its arrays in the host's memory.
         ways: given operands, name of a way -> the call.
-        cold: calls take turns with copies of the operands, which are more than the caches hold.
+        cold: calls take turns with copies of the operands that have so many bytes together, at least.
 
     Raises:
         UnsupportedError: no way works here; the message says why.
     """
-    sets = [_there(on, data) for _ in range(_turns(case.bytes, on.cache) if cold else 1)]
+    sets = [_there(on, data) for _ in range(_turns(case.bytes, cold) if cold else 1)]
     found: dict[str, Fetched] = {}
     refused = []
     by_name: dict[str, list[Callable[[], Any]]] = {}
@@ -112,8 +110,8 @@ def _seen(on: device_arrays.Arrays, x: Any, made: Any) -> Any:
     return made if x.flags.c_contiguous else on.turned(made)
 
 
-def _turns(bytes_: int, cache: int) -> int:
-    return max(2, min(MOST_SETS, math.ceil(ROTATED * cache / max(bytes_, 1))))
+def _turns(bytes_: int, cold: int) -> int:
+    return max(2, min(MOST_SETS, math.ceil(cold / max(bytes_, 1))))
 
 
 def _judged(on: device_arrays.Arrays, data: Arrays, sets: list[Operands], run: Callable[[int], Any]) -> Fetched:
@@ -219,7 +217,7 @@ def open_portmm(setup: Setup) -> Library:
         def ways(x: Operands) -> Calls:
             return {"matmul": lambda: pm.matmul(x.a, x.b, out=x.c), "plan": _plan(pm, x)}
 
-        return runs(on, case, data, ways, cold=_cold(setup))
+        return runs(on, case, data, ways, cold=setup.cold)
 
     return Library(f"portmm {metadata.version('portmm')}, {usual.version}", prepare, dtypes=None)
 
@@ -236,10 +234,6 @@ def _plan(pm: Any, x: Operands) -> Callable[[], Any]:
     return call
 
 
-def _cold(setup: Setup) -> bool:
-    return bool(getattr(setup, "cold", False))
-
-
 def open_cupy(setup: Setup) -> Library:
     """Open CuPy, whose products of floats are cuBLAS's."""
     _, number = parsed(setup.device)
@@ -250,7 +244,7 @@ def open_cupy(setup: Setup) -> Library:
         refuse(case)
         if len(set(case.types)) > 1 or case.whole or not on.holds(case.types):
             raise UnsupportedError(f"no product of {case.dtype} by cuBLAS")
-        return runs(on, case, data, lambda x: {"matmul": lambda: cupy.matmul(x.a, x.b, out=x.c)}, cold=_cold(setup))
+        return runs(on, case, data, lambda x: {"matmul": lambda: cupy.matmul(x.a, x.b, out=x.c)}, cold=setup.cold)
 
     return Library(f"{on.version}, cuBLAS", prepare, dtypes=None, precision=INPUTS)
 
@@ -258,10 +252,10 @@ def open_cupy(setup: Setup) -> Library:
 def open_torch(setup: Setup) -> Library:
     """Open PyTorch on CUDA."""
     _, number = parsed(setup.device)
-    return torch_library(TorchArrays(number), cold=_cold(setup))
+    return torch_library(TorchArrays(number), cold=setup.cold)
 
 
-def torch_library(on: TorchArrays, *, cold: bool = False) -> Library:
+def torch_library(on: TorchArrays, *, cold: int = 0) -> Library:
     """PyTorch's own products of these arrays."""
     torch = on.torch
 
@@ -301,10 +295,10 @@ def _torch_ways(torch: Any, case: Case, on: TorchArrays) -> Ways:
 def open_cublaslt(setup: Setup) -> Library:
     """Open cublasLt, and search all algorithms that it proposes for each case."""
     _, number = parsed(setup.device)
-    return lt_library(of_cuda(number), cold=_cold(setup))
+    return lt_library(of_cuda(number), cold=setup.cold)
 
 
-def lt_library(on: device_arrays.Arrays, library: Any = None, *, cold: bool = False) -> Library:
+def lt_library(on: device_arrays.Arrays, library: Any = None, *, cold: int = 0) -> Library:
     """The library that is found, or one that a test gives, on arrays of this kind.
 
     Raises:

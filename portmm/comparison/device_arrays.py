@@ -42,11 +42,9 @@ class Arrays(Protocol):
 
     Attributes:
         version: of the library.
-        cache: bytes of the device's last cache, 0 if nobody says.
     """
 
     version: str
-    cache: int
 
     def holds(self, names: Collection[str]) -> bool:
         """Whether it has elements of all these types."""
@@ -108,7 +106,6 @@ class CupyArrays:
             raise MissingError(str(error)) from error
         self._cupy: Any = import_module("cupy")
         self.version = f"cupy {self._cupy.__version__}"
-        self.cache = cuda.facts(self._number).l2_bytes
 
     def holds(self, names: Collection[str]) -> bool:
         """Whether it has elements of all these types."""
@@ -188,14 +185,13 @@ class TorchArrays:
         except ImportError as error:
             raise MissingError(str(error)) from error
         torch = self.torch
-        self.version, self.cache = f"torch {torch.__version__}", 0
+        self.version = f"torch {torch.__version__}"
         if where == "cuda":
             if not torch.cuda.is_available():
                 raise MissingError(f"{self.version} finds no CUDA device, or was built without CUDA")
             if number is not None and number >= torch.cuda.device_count():
                 raise MissingError(f"there is no CUDA device {number}; there are {torch.cuda.device_count()}")
             self._number = torch.cuda.current_device() if number is None else number
-            self.cache = int(getattr(torch.cuda.get_device_properties(self._number), "L2_cache_size", 0))
             where = f"cuda:{self._number}"
         self._where = where
         torch.set_grad_enabled(False)
@@ -271,7 +267,6 @@ class OpenClArrays:
     def __init__(self) -> None:
         try:
             device = opencl.default_device()
-            self.cache = opencl.facts(device).l2_bytes
         except PortmmError as error:
             raise MissingError(str(error)) from error
         module: Any = import_module("pyopencl")

@@ -2,7 +2,7 @@
 
 Owns `Facts`, and the process of its own in which a driver is asked, `python -m
 portmm.comparison.device_facts cuda:1`: the coordinator opens no device. Imports
-`comparison.device_arrays`, `errors`, `grid_dispatch`, `run`, `target`.
+`comparison.cold`, `comparison.device_arrays`, `errors`, `grid_dispatch`, `run`, `target`.
 
 The limit is the roofline of the chip's description, of which nothing is measured: the rate
 of its fastest instruction for the types, or the bandwidth of its memory over the compulsory traffic.
@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from portmm import grid_dispatch
+from portmm.comparison.cold import UNKNOWN
 from portmm.comparison.device_arrays import parsed
 from portmm.errors import NoDeviceError, PortmmError
 from portmm.run import cuda, opencl
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 OPENING = 120.0
 """Seconds for drivers to wake up."""
+ROTATED = 2.5
+"""Times the last cache that operands fill together, so that none is found there when its turn comes again."""
 QUERY = "clocks.max.sm,power.limit"
 
 
@@ -54,6 +57,11 @@ class Facts:
     cache: int = 0
     peaks: dict[str, float] = field(default_factory=dict)
     memory_gbs: float = 0.0
+
+    @property
+    def cold(self) -> int:
+        """Bytes after which its caches hold nothing that was used before."""
+        return int(ROTATED * self.cache) or UNKNOWN
 
     @property
     def rates(self) -> dict[str, float]:

@@ -68,12 +68,14 @@ class Setup:
         threads: threads of each contender.
         isa: the instruction set that all are held to, empty for none.
         target: value of PORTMM_TARGET for portmm's own process, empty for none.
+        cold: bytes after which no cache holds what was used before, 0 if caches may be warm.
         device: where the arrays are, "cuda", "cuda:1" or "opencl"; empty for the processor.
     """
 
     threads: int = 1
     isa: str = ""
     target: str = ""
+    cold: int = 0
     device: str = ""
 
 
