@@ -39,6 +39,9 @@ def tune(
     search: Annotated[
         str, typer.Option(help="auto, or candidates: every one of the model's, and nothing beyond.")
     ] = "auto",
+    most: Annotated[
+        int | None, typer.Option(min=1, help="Candidates of each case, at most.", show_default=False)
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the inputs and of the search.")] = 0,
     shapes: Annotated[Path | None, typer.Option(help="Shapes of this file, CSV.", show_default=False)] = None,
     from_onnx: Annotated[Path | None, typer.Option(help="Products of this model.", show_default=False)] = None,
@@ -63,6 +66,7 @@ def tune(
                 cold=cold,
                 database=database,
                 search=search,
+                most=most,
                 seed=seed,
                 progress=tell,
             )

@@ -53,8 +53,7 @@ def view(found: Tuning) -> RenderableType:
     title = f"{found.chip}, {found.threads} thread{'s' * (found.threads != 1)}{caches}"
     table = Table(title=Text(title), title_justify="left")
     for i, name in enumerate(COLUMNS):
-        side = "left" if i < LEFT or i == len(COLUMNS) - 1 else "right"
-        table.add_column(name, justify=side, overflow="fold")
+        table.add_column(name, justify="left" if i < LEFT or i == len(COLUMNS) - 1 else "right", overflow="fold")
     for x in found.cases:
         table.add_row(*map(Text, cells(x)))
     ended = [f"Interrupted after {found.spent:.0f} s; the same command goes on from here."] if found.interrupted else []
@@ -75,15 +74,16 @@ def predictions(found: Tuning) -> RenderableType:
     from rich.text import Text
 
     table = Table(title="Predicted and measured time", title_justify="left")
-    for name, side in (("case", "left"), ("predicted us", "right"), ("measured us", "right"), ("share", "right")):
-        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    table.add_column("case")
+    for name in ("predicted us", "measured us", "share"):
+        table.add_column(name, justify="right")
     table.add_column("schedule", overflow="fold")
     for case in found.tuned:
         trials = sorted(case.measured, key=lambda x: x.seconds)
         for i, x in enumerate(trials):
-            name = Text(case.case.name if i == 0 else "")
+            first = Text(case.case.name if i == 0 else "")
             share = f"{trials[0].seconds / x.seconds:.2f}"
-            table.add_row(name, f"{x.predicted * 1e6:.1f}", f"{x.seconds * 1e6:.1f}", share, Text(_told(x)))
+            table.add_row(first, f"{x.predicted * 1e6:.1f}", f"{x.seconds * 1e6:.1f}", share, Text(_told(x)))
         table.add_section()
     return table
 
