@@ -104,7 +104,7 @@ class Result:
 
     def ratios(self, name: str) -> tuple[float, ...]:
         """The rate of a contender over the best peer's, round by round."""
-        if not self.best or name not in self.entries:
+        if not {self.best, name} <= self.entries.keys():
             return ()
         pairs = zip(self.entries[self.best].samples, self.entries[name].samples, strict=False)
         return tuple(peer / own for peer, own in pairs)
