@@ -1,8 +1,8 @@
 """How far the analytical choice is from the best of an exhaustive search.
 
-For every case of a suite, every candidate schedule is built, checked and timed,
-interleaved; the table shows what the model chose, what was fastest, and the
-geometric mean of their ratio. `--json` keeps predicted and measured seconds.
+For every case of a suite, every candidate schedule is built, checked and timed in
+turns with the model's choice, in a process of its own; the table shows what was chosen, what was
+fastest, and the geometric mean of their ratio. `--json` keeps measured seconds, a line per candidate.
 
     python bench/exhaustive.py --suite quick --threads 1
 """
@@ -11,85 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import sys
-import time
+import tempfile
 from pathlib import Path
 
-import numpy as np
+from rich.console import Console
 
 from portmm import dispatch, settings
-from portmm.candidates import candidates
-from portmm.comparison.suite import cases
-from portmm.cost import cost
-from portmm.lower import atom_of
-from portmm.run.host import runtime
-from portmm.schedule import spell
+from portmm.comparison import cases
+from portmm.tuning import tune
+from portmm.tuning.terminal import bar, view
 
-
-def operands(p, nr, rng):
-    """Random inputs in the layouts that a schedule reads, with the numbers of `execute`."""
-    dtype = p.element.numpy
-
-    def matrix(rows, cols, layout):
-        x = rng.random((p.batch, rows, cols), dtype=dtype) - 0.5
-        if layout == "col":
-            x = np.ascontiguousarray(x.transpose(0, 2, 1)).transpose(0, 2, 1)
-        return x
-
-    def strides(x):
-        return tuple(s // x.itemsize for s in (x.strides[1], x.strides[2], x.strides[0]))
-
-    a, c = matrix(p.m, p.k, p.a), np.empty((p.batch, p.m, p.n), dtype)
-    if p.c == "col":
-        c = np.empty((p.batch, p.n, p.m), dtype).transpose(0, 2, 1)
-    b = matrix(p.k, p.n, "row" if p.b == "packed" else p.b)
-    if p.b == "packed":
-        panels = -(-p.n // nr)
-        wide = np.zeros((p.batch, p.k, panels * nr), dtype)
-        wide[:, :, : p.n] = b
-        data = np.ascontiguousarray(wide.reshape(p.batch, p.k, panels, nr).transpose(0, 2, 1, 3))
-        steps = (nr, p.k * nr, panels * p.k * nr)
-    else:
-        data, steps = b, strides(b)
-    numbers = [p.m, p.n, p.k, p.batch, a.ctypes.data, *strides(a), data.ctypes.data, *steps, c.ctypes.data, *strides(c)]
-    return (a, b, c, data), numbers
-
-
-def search(p, threads, seconds, rounds):
-    """Candidate -> least seconds; None marks a wrong result."""
-    target = settings.target()
-    rt = runtime()
-    found = {}
-    rng = np.random.default_rng(0)
-    schedules = candidates(p, target)
-    keep, numbers = operands(p, schedules[0].nr, rng)
-    a, b, c, _ = keep
-    reference = a[:, :64].astype(np.float64) @ b.astype(np.float64)
-    routes = {}
-    for s in schedules:
-        isa = dispatch.isa_of(s, target)
-        for workers in dict.fromkeys((1, threads)):
-            route = dispatch._route(s, isa, p, workers)  # noqa: SLF001 - the search stands in for the choice
-            c[...] = np.nan
-            rt.execute(route, *numbers)
-            error = np.abs(c[:, :64] - reference).max()
-            if not error <= 1e-5 * p.k:
-                print(f"WRONG: {s} on {p}: {error}", file=sys.stderr)
-                continue
-            start = time.perf_counter()
-            rt.execute(route, *numbers)
-            once = time.perf_counter() - start
-            routes[s, workers] = (route, max(1, int(seconds / max(once, 1e-7))), [])
-    for _ in range(rounds):
-        for route, repeat, samples in routes.values():
-            start = time.perf_counter()
-            for _ in range(repeat):
-                rt.execute(route, *numbers)
-            samples.append((time.perf_counter() - start) / repeat)
-    for key, (_, _, samples) in routes.items():
-        found[key] = min(samples)  # noise on a shared machine only ever adds
-    return found
+DAY = 86400.0
 
 
 def problem_of(case):
@@ -108,45 +40,48 @@ def write(path, rows):
     path.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
 
 
+def rows(found):
+    """A row for each candidate that was right, the fastest of each case first."""
+    for case in found.cases:
+        for x in sorted(case.measured, key=lambda x: x.seconds):
+            chosen = (x.schedule, x.workers) == (case.analytical, case.analytical_workers)
+            seconds = float(f"{x.seconds:.4g}")
+            yield {
+                "case": case.case.name,
+                "schedule": x.schedule,
+                "workers": x.workers,
+                "seconds": seconds,
+                "chosen": chosen,
+            }
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--suite", default="quick")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.01, help="per sample")
+    parser.add_argument("--budget", type=float, default=DAY, help="seconds for all of it")
     parser.add_argument("--top", type=int, default=1, help="fastest candidates to print")
+    parser.add_argument("--database", type=Path, help="what a search that was cut short goes on from")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    settings.set_num_threads(options.threads)
-    runtime().set_num_threads(options.threads)
-    ratios, rows = [], []
-    for case in cases(options.suite):
-        p = problem_of(case)
-        choice = dispatch.choose(p, settings.target(), options.threads)
-        times = search(p, options.threads, options.seconds, options.rounds)
-        ranked = sorted(times.items(), key=lambda x: x[1])
-        mine = times[choice.schedule, choice.workers]
-        ratio = ranked[0][1] / mine
-        ratios.append(ratio)
-        rate = p.flops / 1e9
-        print(f"{case.shape:28} {ratio:5.2f}  chosen {rate / mine:7.1f}  {choice.schedule} [{choice.workers}]")
-        for (s, w), t in ranked[: options.top]:
-            atom = atom_of(dispatch.isa_of(s, choice.target), s.dtype, s.lanes)
-            predicted = cost(p, s, atom, choice.target, w).seconds
-            print(f"{'':35} best {rate / t:7.1f} ({rate / predicted:7.1f} predicted)  {s} [{w}]", flush=True)
-        rows += [
-            {
-                "case": case.name,
-                "schedule": spell(s),
-                "workers": w,
-                "seconds": float(f"{t:.4g}"),
-                "chosen": (s, w) == (choice.schedule, choice.workers),
-            }
-            for (s, w), t in ranked
-        ]
-    print(f"geometric mean of best / chosen over {len(ratios)} cases: {statistics.geometric_mean(ratios):.3f}")
+    with tempfile.TemporaryDirectory() as folder, bar(Console(stderr=True), options.budget) as tell:
+        found = tune(
+            cases(options.suite),
+            threads=options.threads,
+            budget_s=options.budget,
+            database=options.database or Path(folder, "search.sqlite"),
+            search="candidates",
+            turn_s=options.seconds,
+            progress=tell,
+        )
+    Console(width=200, highlight=False).print(view(found))
+    for case in found.cases:
+        rate = case.case.flops / 1e9
+        for x in sorted(case.measured, key=lambda x: x.seconds)[: options.top]:
+            print(f"{case.case.shape:28} {rate / x.seconds:7.1f} ({rate / x.predicted:7.1f} predicted)  {x.schedule}")
     if options.json:
-        write(options.json, rows)
+        write(options.json, list(rows(found)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`portmm tune`: measures which schedules are fastest.
 
-Owns the command. Imports `tuning` when it runs.
+Owns the command. Imports `console`; `tuning` when it runs.
 """
 
 from __future__ import annotations
@@ -11,19 +11,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from portmm.console import Json, console
+
 if TYPE_CHECKING:
     from portmm.comparison import Case
 
 INTERRUPTED = 130
 """Status of a command that Ctrl-C ended."""
-PIPE_WIDTH = 200
-"""Columns of a table that no terminal is there to show."""
 
 
 def tune(
     suite: Annotated[
-        str, typer.Argument(help="smoke, quick, full, narrow, groups and cases, or MxNxK, joined with commas.")
-    ] = "quick",
+        str,
+        typer.Argument(
+            help="smoke, quick, full, narrow, groups and cases, or MxNxK, joined with commas.", show_default="quick"
+        ),
+    ] = "",
     *,
     budget: Annotated[float, typer.Option(min=0.1, help="Seconds for all of it.")] = 120.0,
     threads: Annotated[
@@ -36,26 +39,34 @@ def tune(
     search: Annotated[
         str, typer.Option(help="auto, or candidates: every one of the model's, and nothing beyond.")
     ] = "auto",
+    most: Annotated[
+        int | None, typer.Option(min=1, help="Candidates of each case, at most.", show_default=False)
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the inputs and of the search.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    shapes: Annotated[Path | None, typer.Option(help="Shapes of this file, CSV.", show_default=False)] = None,
+    from_onnx: Annotated[Path | None, typer.Option(help="Products of this model.", show_default=False)] = None,
+    from_torch: Annotated[
+        str | None, typer.Option(help="Products that this function runs, as module:function.", show_default=False)
+    ] = None,
+    report: Annotated[bool, typer.Option("--report", help="Show predicted beside measured time, by trial.")] = False,
+    as_json: Json = False,
     save: Annotated[Path | None, typer.Option(help="Write all trials to this JSON file.", show_default=False)] = None,
 ) -> None:
     """Find the fastest schedules for some products, and remember them; Ctrl-C ends it, and the same command goes on."""
-    from rich.console import Console
-
     from portmm.tuning import tune as run
-    from portmm.tuning.terminal import bar, view
+    from portmm.tuning.terminal import bar, predictions, view
 
-    error = Console(stderr=True, highlight=False)
     try:
-        with bar(error, budget) as tell:
+        chosen = [*_named(suite), *_read(shapes, from_onnx, from_torch)] or _named("quick")
+        with bar(console(stderr=True), budget) as tell:
             found = run(
-                _shapes(suite),
+                chosen,
                 threads=threads,
                 budget_s=budget,
                 cold=cold,
                 database=database,
                 search=search,
+                most=most,
                 seed=seed,
                 progress=tell,
             )
@@ -66,19 +77,34 @@ def tune(
     if as_json:
         typer.echo(found.to_json(), nl=False)
     else:
-        console = Console(highlight=False)
-        (console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)).print(view(found))
+        console().print(view(found))
+        if report:
+            console().print(predictions(found))
     if found.interrupted:
         sys.exit(INTERRUPTED)
 
 
-def _shapes(words: str) -> list[Case | tuple[int, ...]]:
+def _named(words: str) -> list[Case | tuple[int, ...]]:
     """Suites, groups and cases by name, and shapes."""
     from portmm.comparison import cases
 
     found: list[Case | tuple[int, ...]] = []
-    for word in words.split(","):
+    for word in filter(None, words.split(",")):
         sizes = word.split("x")
         is_shape = len(sizes) > 1 and all(x.isdigit() for x in sizes)
         found += [tuple(map(int, sizes))] if is_shape else cases(word)
     return list(dict.fromkeys(found))
+
+
+def _read(shapes: Path | None, from_onnx: Path | None, from_torch: str | None) -> list[Case]:
+    """The user's own shapes."""
+    from portmm.comparison import shapes as own
+
+    found: list[Case] = []
+    if shapes:
+        found += own.from_csv(shapes)
+    if from_onnx:
+        found += own.from_onnx(from_onnx)
+    if from_torch:
+        found += own.from_torch(from_torch)
+    return list(own.merged(found)) if found else []

@@ -20,8 +20,8 @@ FACTORS = {"fast": 0.5, "slow": 3.0, "lucky": 0.5}
 
 
 class Fake:
-    def __init__(self, threads):
-        self.threads = threads
+    def __init__(self, setup):
+        self.threads, self.cold = setup.threads, setup.cold
         self.rules = json.loads(os.environ.get("FAKE_TUNE", "{}"))
         self.log = os.environ.get("FAKE_LOG")
         self.places, self.calls = {}, 0
@@ -53,17 +53,17 @@ class Fake:
             time.sleep(1000)
         return (1.0 if rule == "wrong" else 0.0), 0.5
 
-    def seconds(self, schedule, workers, _seconds, *, cold):
+    def seconds(self, schedule, workers, _seconds):
         rule = self.rule(schedule, workers)
         if rule == "late crash":
             os.kill(os.getpid(), signal.SIGSEGV)
         self.calls += rule == "lucky"
         lucky = rule != "lucky" or self.calls <= 6
-        return (2e-4 if cold else 1e-4) * (FACTORS.get(rule, 1.05) if lucky else 2.0)
+        return (2e-4 if self.cold else 1e-4) * (FACTORS.get(rule, 1.05) if lucky else 2.0)
 
 
 def fake(setup):
-    return Fake(setup.threads)
+    return Fake(setup)
 
 
 def absent(_setup):

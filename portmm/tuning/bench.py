@@ -7,11 +7,12 @@ tuned: weights packed or quantised, sums with an epilogue, any types.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from portmm import api, dispatch, orders, settings
-from portmm.comparison.data import Arrays, arrays, judge
+from portmm.comparison import cold
+from portmm.comparison.data import EXACT, Arrays, arrays, judge
 from portmm.comparison.peers import Fetched, Run, open_portmm
 from portmm.comparison.worker import seconds_per_call
 from portmm.errors import ScheduleError
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from portmm.comparison.suite import Case
     from portmm.problem import Problem
     from portmm.schedule import Schedule
-    from portmm.tuning.cold import Sweep
 
 
 @dataclass(slots=True)
@@ -31,21 +31,21 @@ class Bench:
 
     Attributes:
         library: portmm as `compare` calls it.
+        setup: threads, and whether caches are cold.
         case: what is laid out.
-        data: its operands and its result.
+        data: its operands and its result; with cold caches, each copy of them.
         run: computes it.
         problem: what `dispatch` is asked for when it runs.
         ordered: the schedule and the threads that compute it now.
-        sweep: empties the caches.
     """
 
     library: Library
+    setup: Setup
     case: Case | None = None
-    data: Arrays | None = None
+    data: tuple[Arrays, ...] = ()
     run: Run | None = None
     problem: Problem | None = None
     ordered: tuple[Schedule, int] | None = None
-    sweep: Sweep | None = field(default=None, repr=False)
 
     def pose(self, case: Case, seed: int) -> Problem:
         """Lay a case out; the problem that its call asks to have solved. Nothing is computed.
@@ -55,12 +55,16 @@ class Bench:
             UnsupportedError: it cannot be called.
         """
         self.case, self.ordered = case, None
-        self.data = arrays(case, seed)
+        data = arrays(case, seed)
         orders.withdraw()
-        self.run = next(iter(self.library.prepare(case, self.data).values()))
+        if self.setup.cold:
+            ways, self.data = cold.rounds(self.library, case, data, self.setup.cold, self.setup.threads)
+            self.run = next(iter(ways.values()))
+        else:
+            self.run, self.data = next(iter(self.library.prepare(case, data).values())), (data,)
         try:
             with orders.asking():
-                self.run(1)
+                self._call(1)
         except orders.Asked as asked:
             self.problem = asked.problem
             return asked.problem
@@ -82,24 +86,26 @@ class Bench:
             BuildError: the kernel cannot be loaded.
         """
         self._order(schedule, workers)
-        assert self.case is not None and self.data is not None and self.run is not None  # noqa: PT018, S101 - it is posed
-        self.data.spoil()
-        self.run(1)
+        assert self.case is not None  # noqa: S101 - it is posed
+        if isinstance(self.run, cold.Round):
+            return cold.checked(self.case, self.run, self.data, EXACT)
+        (data,) = self.data
+        data.spoil()
+        self._call(1)
         if isinstance(self.run, Fetched):
             self.run.fetch()
-        return judge(self.case, self.data)
+        return judge(self.case, data)
 
-    def seconds(self, schedule: Schedule, workers: int, seconds: float, *, cold: bool) -> float:
-        """Seconds of a call by a schedule, measured in about so many; `cold` empties the caches before each."""
+    def _call(self, count: int) -> None:
+        assert self.run is not None  # noqa: S101 - it is posed
+        self.run(count)
+
+    def seconds(self, schedule: Schedule, workers: int, seconds: float) -> float:
+        """Seconds of a call by a schedule, measured in about so many."""
         self._order(schedule, workers)
-        assert self.run  # noqa: S101 - it is posed
-        if not cold:
-            return seconds_per_call(self.run, seconds)
-        if self.sweep is None:
-            from portmm.tuning.cold import Sweep
-
-            self.sweep = Sweep.of(settings.target())
-        return self.sweep.seconds_per_call(self.run, seconds)
+        if isinstance(self.run, cold.Round):
+            return cold.seconds_per_call(self.run, seconds)
+        return seconds_per_call(self._call, seconds)
 
     def _order(self, schedule: Schedule, workers: int) -> None:
         if self.ordered != (schedule, workers):
@@ -114,4 +120,4 @@ def open_bench(setup: Setup) -> Any:
     """The bench of this process."""
     library = open_portmm(setup)
     api.begin()
-    return Bench(library)
+    return Bench(library, setup)

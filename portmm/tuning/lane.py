@@ -87,13 +87,13 @@ class Lane:
             return lost.state, str(lost)
         return answer["state"], answer.get("reason", "")
 
-    def time(self, schedule: str, workers: int, seconds: float, usual: float, *, cold: bool) -> float:
+    def time(self, schedule: str, workers: int, seconds: float, usual: float) -> float:
         """Seconds of a call, measured in about `seconds`.
 
         Raises:
             LostError: the worker is gone.
         """
-        request = {"do": "time", "schedule": schedule, "workers": workers, "seconds": seconds, "cold": cold}
+        request = {"do": "time", "schedule": schedule, "workers": workers, "seconds": seconds}
         return float(self._ask(request, self._limit(usual) + seconds)["seconds"])
 
     def _limit(self, usual: float) -> float:

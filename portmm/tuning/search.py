@@ -41,7 +41,7 @@ SLOWER = 1.05
 """Ratio of times after `FEW` turns above which a candidate is given up."""
 FIRST, FEW, PAIRS, LAST = 3, 2, 6, 10
 """Turns to find out how long the first takes, who is plainly slower, who is faster, and who is chosen."""
-FINALISTS = 2
+FINALISTS = 3
 """Candidates that meet the analytical choice once more."""
 RESERVE = 0.2
 """Share of the time that is kept for that."""
@@ -52,13 +52,11 @@ class Rules:
     """How candidates are measured.
 
     Attributes:
-        cold: caches are emptied before each call.
         turn: seconds of one turn.
         abreast: kernels that are compiled at once.
         deadline: when to end, by `time.monotonic`.
     """
 
-    cold: bool = False
     turn: float = 0.01
     abreast: int = 2
     deadline: float = float("inf")
@@ -162,6 +160,8 @@ class Race:
                 return
             one = _candidate(trial)
             ratio = self._final(one)
+            if ratio < math.inf:
+                self._keep(one, OK, "", self.base.seconds * ratio)
             if ratio < FASTER and self.base.seconds * ratio < self.chosen.seconds:  # type: ignore[union-attr]
                 self.chosen = Standing(one, self.base.seconds * ratio)
 
@@ -197,7 +197,7 @@ class Race:
         return (mine or self._seconds(one, usual)) / other
 
     def _seconds(self, one: Candidate, usual: float) -> float:
-        return self.lane.time(one.text, one.workers, self.rules.turn, usual, cold=self.rules.cold)
+        return self.lane.time(one.text, one.workers, self.rules.turn, usual)
 
     def _tried(self, one: Candidate, refused: str) -> tuple[str, str]:
         """Whether a candidate computes the right result."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from portmm import settings
 from portmm.cache import tuned_database
+from portmm.comparison.cold import enough
 from portmm.comparison.environment import Setup
 from portmm.comparison.limit import chip
 from portmm.comparison.suite import Case, cases
@@ -45,6 +47,8 @@ PASSES = 3
 WORTHWHILE = 1.0
 """Seconds for each case without which no further pass is made."""
 TURN, COLD_TURN = 0.01, 0.1
+BUSY = 1.0
+"""Load, for each core, above which a machine is not idle."""
 
 
 @dataclass(slots=True)
@@ -56,6 +60,7 @@ class _Run:
     target: Target
     rules: Rules
     search: str
+    most: int
     tell: Callable[[str], None]
     path: Path | None
     found: dict[str, TunedCase] = field(default_factory=dict)
@@ -69,6 +74,7 @@ def tune(
     cold: bool = False,
     database: str | os.PathLike[str] | None = None,
     search: str = "auto",
+    most: int | None = None,
     seed: int = 0,
     device: str | None = None,
     turn_s: float | None = None,
@@ -85,11 +91,12 @@ def tune(
             (m, n, k) or (batch, m, n, k) of float32.
         threads: the most threads of a call; None for what calls use now.
         budget_s: seconds for the whole.
-        cold: empty the caches before each call.
+        cold: each call finds its operands in memory, and nothing in the caches.
         database: the file that schedules are remembered in; None for the usual one, which
             PORTMM_TUNED names.
         search: "auto": the model's short list, then a search beyond it by Optuna; or "candidates": every candidate
             of the model and nothing else.
+        most: candidates of each case, at most.
         seed: of the inputs and of the search.
         device: only None: devices are not tuned yet.
         turn_s: seconds of one measurement; None for 0.01, or 0.1 with cold caches.
@@ -109,6 +116,8 @@ def tune(
         raise ValueError(f"device is {device!r}: only kernels for the processor are tuned; leave it out")
     if search not in SEARCHES:
         raise ValueError(f"search is {search!r}; use {' or '.join(SEARCHES)}")
+    if most is not None and most < 1:
+        raise ValueError(f"most is {most}; give at least 1")
     if not budget_s > 0:
         raise ValueError(f"budget_s is {budget_s}; give seconds above 0")
     chosen = cases(suite) if isinstance(suite, str) else tuple(map(_case, suite))
@@ -116,14 +125,17 @@ def tune(
     target = settings.target()
     threads = settings.get_num_threads() if threads is None else threads or max(1, target.cores)
     path = tuned_database() if database is None else Path(database)
-    setup = Setup(threads, target=settings.current().target or os.environ.get("PORTMM_TARGET", ""))
-    rules = Rules(cold, turn_s or (COLD_TURN if cold else TURN), max(1, host_cores()), start + budget_s)
+    flushed = enough(target.levels, threads) if cold else 0
+    setup = Setup(threads, cold=flushed, target=settings.current().target or os.environ.get("PORTMM_TARGET", ""))
+    rules = Rules(turn_s or (COLD_TURN if cold else TURN), max(1, host_cores()), start + budget_s)
+    busy = _busy()
     run = _Run(
         Lane(setup, seed, patience_s, opener),
         Journal(path, threads, cold, target.name, generator()),
         target,
         rules,
         search,
+        most or sys.maxsize,
         lambda text: (progress or _silent)(max(0.0, rules.deadline - time.monotonic()), text),
         path,
     )
@@ -145,8 +157,16 @@ def tune(
         date=datetime.now(UTC).date().isoformat(),
         database=str(path or ""),
         interrupted=interrupted,
-        notes=_notes(run, chosen),
+        notes=(*_notes(run, chosen), *busy),
     )
+
+
+def _busy() -> tuple[str, ...]:
+    """A warning, if others compute on this machine too."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load <= BUSY * host_cores():
+        return ()
+    return (f"others were computing too (load {load:.1f} on {host_cores()} cores): measure again on an idle machine",)
 
 
 def _silent(_left: float, _text: str) -> None:
@@ -170,8 +190,8 @@ def _case(x: Case | Sequence[int]) -> Case:
     sizes = tuple(x)
     if len(sizes) not in (3, 4) or not all(isinstance(n, int) and n > 0 for n in sizes):
         raise ValueError(f"{x!r} is no shape; give (m, n, k) or (batch, m, n, k), or a Case")
-    batch = sizes[0] if len(sizes) == 4 else 1
-    return Case("x".join(map(str, sizes)), "shapes", *sizes[-3:], batch=batch)
+    *batch, m, n, k = sizes
+    return Case("x".join(map(str, sizes)), "shapes", m, n, k, batch=batch[0] if batch else 1)
 
 
 def _passes(run: _Run, chosen: Sequence[Case], budget: float) -> None:
@@ -208,8 +228,8 @@ def _tune(run: _Run, case: Case, share: float, usual: float) -> None:
         return
     beyond = run.search == "auto" and installed()
     race = Race(run.lane, p, replace(run.rules, deadline=deadline), run.journal)
-    more = proposals(p, run.target, order, run.lane.seed) if beyond else None
-    listed = short_list(order, everything=not beyond)
+    listed = short_list(order, everything=not beyond)[: run.most]
+    more = proposals(p, run.target, order, run.lane.seed) if beyond and run.most > len(listed) else None
 
     def tell(trial: Trial) -> None:
         last = "" if trial.state == OK else f", the last {trial.state}"
@@ -264,7 +284,7 @@ def _record(run: _Run, p: Problem, found: TunedCase) -> None:
         run.target.name,
         architecture(run.target),
         run.target.vendor,
-        run.rules.cold,
+        run.journal.cold,
         datetime.now(UTC).date().isoformat(),
         VERSION,
         chip(),

@@ -7,7 +7,7 @@ process with it, and nothing else.
 
 Requests: {"do": "pose", "case": {...}, "seed": int}, {"do": "build", "schedules":
 [...]}, {"do": "check", "schedule": str, "workers": int}, {"do": "time", "schedule",
-"workers", "seconds": float, "cold": bool}. All but the first message, which is sent
+"workers", "seconds": float}. All but the first message, which is sent
 unasked, have a "limit": seconds after which the kernel of the system ends this
 process, should nobody be left to do so. Replies carry "state": "ok", "unsupported",
 "unbuildable" or "wrong" and, when not ok, "reason".
@@ -77,7 +77,7 @@ def _check(bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
 
 def _time(bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
     s, workers = _parsed(request["schedule"]), request["workers"]
-    return {"state": "ok", "seconds": bench.seconds(s, workers, request["seconds"], cold=request["cold"])}
+    return {"state": "ok", "seconds": bench.seconds(s, workers, request["seconds"])}
 
 
 _ACTIONS = {"pose": _pose, "build": _build, "check": _check, "time": _time}
