@@ -198,6 +198,9 @@ def test_what_is_no_result_is_named(stored):
     (stored / "z.json").write_text(json.dumps({**REPORT, "schema": 99}))
     with pytest.raises(ValueError, match=r"z\.json: a report of schema 99"):
         tables.load(stored)
+    (stored / "z.json").write_text(json.dumps({"schema": 1, "entrants": [{}]}))
+    with pytest.raises(ValueError, match="its fields are not those"):
+        tables.load(stored)
 
 
 def test_a_readme_without_a_place_is_refused(stored):
