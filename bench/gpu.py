@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 import sys
 import time
 from dataclasses import asdict
@@ -32,6 +31,7 @@ import gpu_schedules
 import numpy as np
 
 from portmm import cache, device_arrays, on_device
+from portmm.comparison.device_facts import told
 from portmm.dtype import BY_NAME
 from portmm.errors import NoCompilerError
 from portmm.nvrtc import find_nvrtc
@@ -67,15 +67,7 @@ def opened(device, *, peers=True):
 
 def clocks():
     """What NVIDIA's tool says of the device now."""
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"],  # noqa: S607 - wherever it is
-            capture_output=True, text=True, check=False, timeout=20,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return {"nvidia-smi": str(error)}
-    values = [x.strip() for x in done.stdout.splitlines()[0].split(",")] if done.stdout.strip() else []
-    return dict(zip(QUERY.split(","), values, strict=False))
+    return told(QUERY)
 
 
 def machine_of(on):

@@ -5,11 +5,13 @@ A method for each family of cases gives callables of one rotation's operands, by
 
 from __future__ import annotations
 
-import ctypes
 from functools import partial
 
-import cublaslt
 import numpy as np
+
+from portmm.comparison import cublaslt
+from portmm.comparison.clblast import Blast, BlastError
+from portmm.comparison.suite import Case
 
 
 class TorchPeers:
@@ -165,8 +167,8 @@ class ClPeers:
     def __init__(self, on):
         self.on, self.missing, self.notes = on, {}, {}
         try:
-            self.library = ctypes.CDLL("libclblast.so.1")
-        except OSError as error:
+            self.library = Blast()
+        except BlastError as error:
             self.library, self.why = None, str(error)
 
     def versions(self):
@@ -185,15 +187,9 @@ class ClPeers:
         return {"clblast": self.multiply} if case.b == "row" else {}
 
     def multiply(self, operands):
-        on, (x, y), size = self.on, operands, ctypes.c_size_t
+        (x, y) = operands
         (m, k), n = x.shape, y.shape[1]
-        out = on.empty((m, n), "f32")
-        by_rows, plain = ctypes.c_int(101), ctypes.c_int(111)  # as CBLAS counts
-        one, none, queue = ctypes.c_float(1), ctypes.c_float(0), ctypes.c_void_p(on.queue.int_ptr)
-        held = [ctypes.c_void_p(z.data.int_ptr) for z in (x, y, out)]
-        status = self.library.CLBlastSgemm(
-            by_rows, plain, plain, size(m), size(n), size(k), one, held[0], size(0), size(k), held[1], size(0),
-            size(n), none, held[2], size(0), size(n), ctypes.byref(queue), None,
-        )  # fmt: skip
-        assert status == 0, status
+        out = self.on.empty((m, n), "f32")
+        places = tuple(z.data.int_ptr for z in (x, y, out))
+        self.library.gemm(Case("", "", m, n, k), places, self.on.queue.int_ptr)()
         return out

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from portmm.quantized import Quantized, dequantize, load_quantized, quantize, save_quantized
     from portmm.scaled import linear
     from portmm.stored import load_packed, save_packed
+    from portmm.tuning import tune
     from portmm.vocabulary import (
         cast,
         clip,
@@ -139,6 +140,7 @@ __all__ = [
     "square",
     "sum",
     "tanh",
+    "tune",
     "warmup",
     "where",
 ]
@@ -154,6 +156,7 @@ _LATER = {
     "launch": "launching",
     "linear": "scaled",
     "fuse": "whole",
+    "tune": "tuning",
     "warmup": "warm",
     **dict.fromkeys(
         (

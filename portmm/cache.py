@@ -101,6 +101,23 @@ def cache_dir() -> Path:
     return root / "portmm"
 
 
+def tuned_database() -> Path | None:
+    """The user's tuned schedules: `$PORTMM_TUNED`, else `portmm/tuned.sqlite` in the user's data; None if "off".
+
+    Unlike what is compiled, they cannot be made again in a second, so they are no part of the cache.
+    """
+    chosen = os.environ.get("PORTMM_TUNED", "").strip()
+    if chosen:
+        return None if chosen == "off" else Path(chosen).absolute()
+    root = Path(os.environ.get("XDG_DATA_HOME", "").strip())
+    if not root.is_absolute():
+        try:
+            root = Path.home() / ".local" / "share"
+        except RuntimeError:
+            root = Path("/.local/share")
+    return root / "portmm" / "tuned.sqlite"
+
+
 def _private_to_user(info: os.stat_result) -> bool:
     return info.st_uid == os.geteuid() and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 

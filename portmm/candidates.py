@@ -273,7 +273,7 @@ def _thin_tiles(base: Schedule, p: Problem, isa: Isa, atom: Atom) -> Iterator[Sc
         yield replace(base, panels=2)
 
 
-def _heights(mr: int) -> tuple[int, ...]:
+def heights_of(mr: int) -> tuple[int, ...]:
     """Slices of more than MR rows, cut evenly, have heights from about MR/2 to MR."""
     return tuple(range((mr + 1) // 2, mr + 1))
 
@@ -288,7 +288,7 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
             if mr < 1 or p.m <= mr:
                 continue
             tiles = _whole_depth(p, depth, blocking(p, target, atom, mr, nr, DEEP if p.b == "packed" else SHALLOW))
-            base = Schedule("gemm", isa.name, p.dtype, tiles, _heights(mr), a=p.a, b=p.b, ahead=True)
+            base = Schedule("gemm", isa.name, p.dtype, tiles, heights_of(mr), a=p.a, b=p.b, ahead=True)
             if p.b != "packed" and depth * p.n * BY_NAME[atom.right].bytes <= MOST_PACKED:
                 deep = replace(base, tiles=_whole_depth(p, depth, blocking(p, target, atom, mr, nr, DEEP)), once=True)
                 yield from (s for s in _packings(deep, p, isa, atom) if s.once)
@@ -417,7 +417,7 @@ def _coded(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
 
 
 def _by_codes(p: Problem, isa: Isa, tiles: tuple[Tile, ...]) -> Schedule:
-    heights = (p.m,) if p.m <= tiles[0].m else _heights(tiles[0].m)
+    heights = (p.m,) if p.m <= tiles[0].m else heights_of(tiles[0].m)
     return Schedule("gemm", isa.name, p.dtype, tiles, heights, a=p.a, b=p.b, pack_b=False)
 
 
@@ -446,7 +446,7 @@ def _whole(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedul
             slices = -(-p.m // limit)
             # The tallest of equal slices; a kernel for any M keeps the limit itself.
             mr = -(-p.m // slices) if p.static or slices == 1 else limit
-            heights = tuple(sorted({p.m // slices, mr})) if p.static or slices == 1 else _heights(mr)
+            heights = tuple(sorted({p.m // slices, mr})) if p.static or slices == 1 else heights_of(mr)
             tiles = _tiles(mr, nr, ALL, ALL, ALL)
             base = Schedule("gemm", isa.name, p.dtype, tiles, heights, a=p.a, b=p.b, over="batch", ahead=ahead)
             yield from _packings(base, p, isa, atom)

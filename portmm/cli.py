@@ -6,28 +6,21 @@ anything; whatever is slow to import, when its command runs.
 
 from __future__ import annotations
 
-import json
 import sys
-from contextlib import contextmanager
 from dataclasses import asdict, replace
-from pathlib import Path  # noqa: TC003 - typer reads it from the annotations
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from portmm import cli_report
+from portmm.comparison.command import compare
+from portmm.console import Json, console, print_json, progress
 from portmm.errors import PortmmError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from rich.console import Console
-
+from portmm.tune_command import tune
+from portmm.tuned_command import tuned
 
 LANGUAGES = ("cuda", "opencl")
 """Of kernels for devices."""
-PIPE_WIDTH = 140
-"""Columns of a table that no terminal is there to show."""
 
 app = typer.Typer(
     name="portmm",
@@ -37,7 +30,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Size = Annotated[int, typer.Argument(min=1, show_default=False)]
 Element = Annotated[
     str,
@@ -56,30 +48,6 @@ Language = Annotated[
     str, typer.Option(help="Of kernels for a device: cuda or opencl.", show_default="the device's own")
 ]
 Static = Annotated[bool, typer.Option("--static", help="For this size alone, as a plan is.")]
-
-
-def _console(*, stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    console = Console(stderr=stderr, highlight=False)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=PIPE_WIDTH)
-
-
-def _print_json(data: Any) -> None:
-    typer.echo(json.dumps(data, indent=1))
-
-
-@contextmanager
-def _progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on standard error, fed with (done, all, what happens now)."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = _console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    quiet = not console.is_terminal
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=quiet) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total, text: bar.update(task, completed=done, total=total, description=f"{title}: {text}")
 
 
 def _version(asked: bool) -> None:
@@ -112,11 +80,11 @@ def target(
 
     found = target_called(name)
     if as_json:
-        _print_json(target_data(found))
+        print_json(target_data(found))
         return
-    _console().print(target_view(found))
+    console().print(target_view(found))
     if name is None and not found.measured:
-        _console(stderr=True).print("[dim]Nothing is measured yet: run `portmm probe`.[/dim]")
+        console(stderr=True).print("[dim]Nothing is measured yet: run `portmm probe`.[/dim]")
 
 
 @app.command()
@@ -127,9 +95,9 @@ def targets(as_json: Json = False) -> None:
 
     rows = chips(clouds())
     if as_json:
-        _print_json(rows)
+        print_json(rows)
     else:
-        _console().print(chips_view(rows))
+        console().print(chips_view(rows))
 
 
 @app.command()
@@ -145,15 +113,15 @@ def probe(
     from portmm.show import rates_view
 
     here = settings.target()
-    with _progress("probing") as tell:
+    with progress("probing") as tell:
         rates = measure(here, tell, seconds=seconds)
     kept = remember(here, rates)
     if as_json:
-        _print_json({"target": here.name, "rates": rates})
+        print_json({"target": here.name, "rates": rates})
         return
-    _console().print(rates_view(rates, here))
+    console().print(rates_view(rates, here))
     said = f"kept in {cache_dir()}; choices rest on them from now on" if kept else "not kept: this is another's chip"
-    _console(stderr=True).print(f"[dim]{said}[/dim]")
+    console(stderr=True).print(f"[dim]{said}[/dim]")
 
 
 def _explained(
@@ -221,7 +189,7 @@ def explain_command(
     artifact: Any = found.artifact if build else None
     if as_json:
         built = {"artifact": str(artifact.path), "command": list(artifact.command)} if hasattr(artifact, "path") else {}
-        _print_json(found.as_dict() | built)
+        print_json(found.as_dict() | built)
         return
     typer.echo(found.summary())
     if artifact:
@@ -248,7 +216,7 @@ def warmup(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if as_json:
-        _print_json(asdict(found))
+        print_json(asdict(found))
         return
     typer.echo(str(found))
     for name in found.kernels:
@@ -334,50 +302,11 @@ def _scheduled(text: str, language: str) -> str:
     return source(kernel_of(schedule, isa))
 
 
-@app.command()
-def compare(
-    suite: Annotated[
-        str, typer.Argument(help="smoke, quick, full, narrow, or groups and cases, joined with commas.")
-    ] = "quick",
-    *,
-    threads: Annotated[int, typer.Option(min=0, help="Threads of each library; 0 for every core.")] = 1,
-    target: Annotated[str | None, typer.Option(help="Hold every library to what this ISA or chip has.")] = None,
-    peers: Annotated[str, typer.Option(help="Libraries, joined with commas.", show_default="all that are found")] = "",
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each library on each case.")] = 7,
-    budget: Annotated[float, typer.Option(min=1.0, help="Seconds for all of it.")] = 100.0,
-    as_json: Json = False,
-    save: Annotated[Path | None, typer.Option(help="Write the report to this JSON file.", show_default=False)] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the report to this PNG file.", show_default=False)] = None,
-) -> None:
-    """Time portmm beside every library that is found, checked and in turns."""
-    from portmm import settings
-    from portmm.comparison import compare as contest
-    from portmm.comparison.report import terminal
+app.command()(compare)
 
-    ours = ("portmm", *filter(None, (x.strip() for x in peers.split(",")))) if peers else None
-    try:
-        with _progress("comparing") as tell:
-            report = contest(
-                suite,
-                threads=threads or settings.target().cores,
-                contenders=ours and dict.fromkeys(ours),
-                rounds=rounds,
-                budget_s=budget,
-                target=target,
-                progress=tell,
-            )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    if save:
-        save.write_text(report.to_json())
-    if as_json:
-        typer.echo(report.to_json(), nl=False)
-    else:
-        _console().print(terminal(report))
-    if plot:
-        from portmm.comparison.plot import plot as draw
 
-        draw(report, plot)
+app.command()(tune)
+app.command()(tuned)
 
 
 @app.command(name="cache")
@@ -399,9 +328,9 @@ def cache_command(
         return
     entries, total = cache.cache_entries(), cache.cache_size()
     if as_json:
-        _print_json({"path": str(place), "bytes": total, "kernels": [entry_data(e) for e in entries]})
+        print_json({"path": str(place), "bytes": total, "kernels": [entry_data(e) for e in entries]})
     else:
-        _console().print(cache_view(entries, str(place), total))
+        console().print(cache_view(entries, str(place), total))
 
 
 @app.command()
@@ -414,21 +343,19 @@ def doctor(
     from portmm.show import check_view
 
     steps = ward.steps(libraries=libraries)
-    console = _console()
+    shown = console()
     checks: list[ward.Check] = []
-    with _progress("examining") as tell:
+    with progress("examining") as tell:
         for i, step in enumerate(steps):
             tell(i, len(steps), step[0])
             checks += ward.run(step)
     fit = ward.usable(checks)
     if as_json:
-        _print_json({"usable": fit, "checks": [asdict(check) for check in checks]})
+        print_json({"usable": fit, "checks": [asdict(check) for check in checks]})
     else:
         for check in checks:
-            console.print(check_view(check))
-        console.print(
-            "portmm works on this machine." if fit else "[bold red]portmm cannot make kernels here.[/bold red]"
-        )
+            shown.print(check_view(check))
+        shown.print("portmm works on this machine." if fit else "[bold red]portmm cannot make kernels here.[/bold red]")
     if not fit:
         raise typer.Exit(1)
 
@@ -443,7 +370,7 @@ def main() -> None:
     except (PortmmError, ImportError, OSError) as error:
         from rich.text import Text
 
-        _console(stderr=True).print(Text(f"portmm: {error}", style="red"), soft_wrap=True)
+        console(stderr=True).print(Text(f"portmm: {error}", style="red"), soft_wrap=True)
         sys.exit(1)
 
 

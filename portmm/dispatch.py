@@ -9,6 +9,7 @@ here.
 from __future__ import annotations
 
 import threading
+import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -17,14 +18,18 @@ from portmm.candidates import PACKED_VECTORS, candidates, units
 from portmm.capable import lacks
 from portmm.cost import Cost, cost, macs_per_cycle
 from portmm.dtype import BY_NAME, CODES_KR, types
-from portmm.errors import ScheduleError, TargetError
+from portmm.errors import DatabaseError, ScheduleError, TargetError
 from portmm.fused import parse as parse_fused
 from portmm.lower import atom_of, lower, lower_attention, lower_fold, lower_pack, lower_rows
 from portmm.memory import Memory, forget_all
+from portmm.orders import given
 from portmm.problem import Family
 from portmm.problem import family as family_of
+from portmm.space import unsound
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from portmm.build import Artifact
     from portmm.fused import Fused
     from portmm.ir import Kernel
@@ -35,6 +40,8 @@ if TYPE_CHECKING:
 
 USUAL_GROUP = 128
 """Rows of a weight of four bits that share a scale, where nobody says how many."""
+TRUST = 1.25
+"""Times of the model's best up to which it lets another chip's finding pass."""
 MOST_ROUTES = 4096
 """Routes remembered before starting afresh: endless new shapes must not fill memory."""
 
@@ -50,7 +57,7 @@ class Choice:
         schedule: the winner.
         cost: its predicted time, with terms.
         runners_up: the other candidates, best first.
-        origin: "analytical", or which measurement replaced the model.
+        origin: "analytical", or "tuned on" which chip.
     """
 
     problem: Problem
@@ -62,13 +69,14 @@ class Choice:
     origin: str = "analytical"
 
 
-def choose(p: Problem, target: Target, threads: int = 1) -> Choice:
-    """The schedule with the least predicted time; the first of equals.
+def choose(p: Problem, target: Target, threads: int = 1, *, tuned: bool = True) -> Choice:
+    """The schedule that was measured to be fastest, or the one with the least predicted time; the first of equals.
 
     Args:
         p: what to compute.
         target: the machine to compute it on.
         threads: the most threads to use; one is used if that is predicted faster.
+        tuned: ask the database of tuned schedules.
 
     Raises:
         ScheduleError: nothing is legal, or there is nothing to multiply.
@@ -77,15 +85,67 @@ def choose(p: Problem, target: Target, threads: int = 1) -> Choice:
         raise ScheduleError(f"{p} has no products: there is nothing to choose")
     _check_panels(p, target)
     ranked: list[tuple[float, int, Schedule, Cost, int]] = []
-    for i, s in enumerate(candidates(p, target)):
-        atom = atom_of(isa_of(s, target), s.dtype, s.lanes)
+    listed = candidates(p, target)
+    for i, s in enumerate(listed):
         for workers in dict.fromkeys((1, max(1, threads))):
-            c = cost(p, s, atom, target, workers)
+            c = predicted(p, s, target, workers)
             ranked.append((c.seconds, i, s, c, workers))
     ranked.sort(key=lambda x: x[:2])
     _, _, best, terms, workers = ranked[0]
     rest = tuple((s, c) for _, _, s, c, w in ranked[1:] if w == workers and s != best)
-    return Choice(p, target, workers, best, terms, rest)
+    choice = Choice(p, target, workers, best, terms, rest)
+    return overlaid(choice, listed, threads, predicted) if tuned else choice
+
+
+def predicted(p: Problem, s: Schedule, target: Target, workers: int) -> Cost:
+    """The time that the model predicts for a schedule, with its terms."""
+    return cost(p, s, atom_of(isa_of(s, target), s.dtype, s.lanes), target, workers)
+
+
+def overlaid(
+    choice: Choice,
+    listed: Sequence[Schedule],
+    threads: int,
+    predict: Callable[[Problem, Schedule, Target, int], Cost],
+) -> Choice:
+    """The model's choice, or what was measured to be faster: on this chip, or on one like it if the model agrees.
+
+    Args:
+        choice: the model's.
+        listed: the candidates.
+        threads: the most that may be used.
+        predict: the model.
+    """
+    from portmm import tuned
+
+    p, target = choice.problem, choice.target
+    try:
+        found = tuned.find(p, target, threads)
+    except DatabaseError as error:
+        _warn_once(str(error))
+        return choice
+    for x in found:
+        own = (x.chip, x.architecture) == (target.name, tuned.architecture(target))
+        why = unsound(x.schedule, p, target, listed) or ("" if 0 < x.workers <= threads else f"{x.workers} threads")
+        if why:
+            if own:
+                _warn_once(f"a tuned schedule is not used, here or for other sizes: {why}; tune again, {p}")
+            continue
+        terms = predict(p, x.schedule, target, x.workers)
+        if own or terms.seconds <= TRUST * choice.cost.seconds:
+            others = ((choice.schedule, choice.cost), *choice.runners_up)
+            rest = tuple((s, c) for s, c in others if s != x.schedule)
+            return Choice(p, target, x.workers, x.schedule, terms, rest, f"tuned on {x.title or x.chip}")
+    return choice
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(text: str) -> None:
+    if not _warned:
+        _warned.add(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def _check_panels(p: Problem, target: Target) -> None:
@@ -228,7 +288,7 @@ _routes = Memory(MOST_ROUTES)
 
 
 def route_for(p: Problem, target: Target, threads: int) -> Any:
-    """A launchable kernel for a problem, chosen once per problem, target and thread bound.
+    """A launchable kernel for a problem, chosen or ordered once per problem, target and thread bound.
 
     Raises:
         ScheduleError: nothing is legal.
@@ -239,10 +299,15 @@ def route_for(p: Problem, target: Target, threads: int) -> Any:
     key = (p, id(target), threads)
     found = _routes.get(key)
     if found is None:
-        choice = choose(p, target, threads)
-        route = _route(choice.schedule, isa_of(choice.schedule, target), p, choice.workers)
+        schedule, workers = given(p) or _chosen(p, target, threads)
+        route = _route(schedule, isa_of(schedule, target), p, workers)
         found = _routes.keep(key, (target, route))
     return found[1]
+
+
+def _chosen(p: Problem, target: Target, threads: int) -> tuple[Schedule, int]:
+    choice = choose(p, target, threads)
+    return choice.schedule, choice.workers
 
 
 @lru_cache(maxsize=256)

@@ -39,3 +39,7 @@ class PackError(PortmmError):
 
 class TraceError(PortmmError):
     """A function cannot be turned into a kernel; `matmul` and `fuse` name its line."""
+
+
+class DatabaseError(PortmmError):
+    """A database of tuned schedules is damaged, of another version, or cannot be written."""

@@ -2,7 +2,7 @@
 
 Owns `Folded`, panels of codes with the scales of their groups (kernels/codes.py
 has the layout), how a `Quantized` weight becomes one and back, and the product
-with one. Imports `arrays`, `dispatch`, `quantized`, `settings`.
+with one. Imports `arrays`, `dispatch`, `memory`, `quantized`, `settings`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from portmm import arrays, settings
 from portmm.dtype import CODE_BITS, CODES_AT, CODES_KR
 from portmm.errors import NoCompilerError, PackError, ScheduleError
+from portmm.memory import Memory
 from portmm.problem import Family, Problem, family
 from portmm.quantized import Quantized, dequantize
 from portmm.run.host import runtime
@@ -42,7 +43,7 @@ class Folded:
     owner: Array
     shape: tuple[int, int]
     family: str
-    _calls: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _calls: Memory = field(default_factory=lambda: Memory(MOST_CALLS), repr=False)
 
     @property
     def ndim(self) -> int:
@@ -248,6 +249,4 @@ def _run(  # noqa: PLR0917 - one place calls it
     numbers = (m, n, k, 1, operand.address, operand.row, operand.col, 0, at, w.b_k, w.b_n, w.b_batch, c, n, 1, 0)
     runtime().execute(route, *numbers)
     if key is not None and operand.array is rows:
-        if len(w._calls) >= MOST_CALLS:  # noqa: SLF001 - its own
-            w._calls.clear()  # noqa: SLF001
-        w._calls[key] = (route, numbers, result.shape, types[2])  # noqa: SLF001
+        w._calls.keep(key, (route, numbers, result.shape, types[2]))  # noqa: SLF001 - its own

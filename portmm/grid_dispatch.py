@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from portmm.dispatch import Choice
+from portmm.dispatch import Choice, overlaid
 from portmm.dtype import BY_NAME
 from portmm.errors import ScheduleError
 from portmm.grid_candidates import candidates
@@ -25,6 +25,7 @@ from portmm.target import GENERIC_DEVICES, device_target
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from portmm.cost import Cost
     from portmm.grid import GridKernel, MapOf
     from portmm.problem import Problem
     from portmm.run.devices import Facts
@@ -43,23 +44,30 @@ MAPPED = 16
 Vectors = tuple[int, int, int]
 
 
-def choose(p: Problem, target: Target, vectors: Vectors) -> Choice:
-    """The schedule with the least predicted time; the first of equals.
+def choose(p: Problem, target: Target, vectors: Vectors, *, tuned: bool = True) -> Choice:
+    """The schedule that was measured to be fastest, or the one with the least predicted time; the first of equals.
 
     Args:
         p: what to compute.
         target: the device.
         vectors: elements of A, B and C that may be moved at once.
+        tuned: ask the database of tuned schedules.
 
     Raises:
         ScheduleError: nothing is legal, or there is nothing to multiply.
     """
     if 0 in (p.m, p.n, p.k, p.batch):
         raise ScheduleError(f"{p} has no products: there is nothing to choose")
-    found = [(cost(p, s, grid_atom(_isa(s, target), s), target), s) for s in candidates(p, target, vectors)]
+    listed = candidates(p, target, vectors)
+    found = [(_predicted(p, s, target), s) for s in listed]
     ranked = sorted(enumerate(found), key=lambda x: (x[1][0].seconds, x[0]))
     (_, (terms, best)), *rest = ranked
-    return Choice(p, target, 1, best, terms, tuple((s, c) for _, (c, s) in rest))
+    choice = Choice(p, target, 1, best, terms, tuple((s, c) for _, (c, s) in rest))
+    return overlaid(choice, listed, 1, _predicted) if tuned else choice
+
+
+def _predicted(p: Problem, s: Schedule, target: Target, _workers: int = 1) -> Cost:
+    return cost(p, s, grid_atom(_isa(s, target), s), target)
 
 
 def _isa(s: Schedule, target: Target) -> Isa:

@@ -6,11 +6,12 @@ build them, and fold what is known.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +58,34 @@ class Index:
 
 
 FOLD: dict[str, Callable[[int, int], int]] = {
-    "+": lambda x, y: x + y,
-    "-": lambda x, y: x - y,
-    "*": lambda x, y: x * y,
-    "/": lambda x, y: x // y,
-    "%": lambda x, y: x % y,
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.floordiv,
+    "%": operator.mod,
     "<": lambda x, y: int(x < y),
     "==": lambda x, y: int(x == y),
-    "^": lambda x, y: x ^ y,
+    "^": operator.xor,
     "min": min,
     "max": max,
 }
 """Operator -> meaning. Operands of / and % are never negative, so C agrees."""
+
+
+def meaning(x: Index) -> Callable[[Mapping[str, int]], int]:
+    """What computes an expression from its variables: for one that is wanted many times."""
+    if x.op == "const":
+        value = int(x.args[0])  # type: ignore[arg-type]
+        return lambda _: value
+    if x.op == "var":
+        name: Any = x.args[0]
+        return operator.itemgetter(name)
+    op, (left, right) = FOLD[x.op], (meaning(y) for y in x.args)  # type: ignore[arg-type]
+    y: Any = x.args[1]
+    if y.op == "const":  # most of them, and a call less
+        return lambda ints: op(left(ints), y.args[0])
+    return lambda ints: op(left(ints), right(ints))
+
 
 _NEUTRAL = {("+", 0), ("-", 0), ("*", 1), ("/", 1), ("^", 0)}
 

@@ -11,6 +11,7 @@ what a register holds.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +20,6 @@ from portmm.dtype import BY_NAME, CODES_AT, CODES_KR, FOREIGN, base
 from portmm.expr import OPS
 from portmm.ir import (
     FIELDS,
-    FOLD,
     LEAST_PEAK,
     OPERANDS,
     STRIDES,
@@ -50,10 +50,11 @@ from portmm.ir import (
     Switch,
     Total,
     Verb,
+    meaning,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from portmm.target import Atom
 
@@ -72,14 +73,14 @@ class _Frame:
     regs: dict[str, np.ndarray] = field(default_factory=dict)
 
 
+@cache
+def _method(node: type) -> str:
+    return f"do_{node.__name__.lower()}"
+
+
 def evaluate(x: Index, ints: Mapping[str, int]) -> int:
     """The value of an integer expression."""
-    if x.op == "const":
-        return int(x.args[0])  # type: ignore[arg-type]
-    if x.op == "var":
-        return ints[str(x.args[0])]
-    left, right = (evaluate(y, ints) for y in x.args)  # type: ignore[arg-type]
-    return FOLD[x.op](left, right)
+    return meaning(x)(ints)
 
 
 def run(kernel: Kernel, ints: Mapping[str, int], arrays: Mapping[str, Address], *, shuffle: int = 0) -> None:
@@ -107,6 +108,7 @@ def run(kernel: Kernel, ints: Mapping[str, int], arrays: Mapping[str, Address], 
     _Machine(kernel, mine, typed, np.random.default_rng(shuffle) if shuffle else None).call(kernel.entry, {}, {})
 
 
+@cache
 def numpy_type(name: str) -> np.dtype:
     """The NumPy type of a type's elements, or of those of a unit."""
     wanted = BY_NAME[name].numpy
@@ -133,7 +135,7 @@ def _view(array: np.ndarray, at: int, name: str) -> Typed:
 
 def converted(x: np.ndarray, memory: str, register: str) -> np.ndarray:
     """Elements of one type as those of another: see `isa.Transfer`."""
-    m, r = (BY_NAME[n].base or n for n in (memory, register))
+    m, r = BY_NAME[memory].base or memory, BY_NAME[register].base or register
     if m == r:
         return x
     if {m, r} == {"s8", "u8"}:
@@ -155,6 +157,8 @@ class _Machine:
     order: np.random.Generator | None
     tiles: dict[str, int] = field(default_factory=dict)
     """Tile -> its rows, as the task that is running has configured them."""
+    meanings: dict[int, tuple[Callable[[Mapping[str, int]], int], Index]] = field(default_factory=dict)
+    """Identity of an expression -> what computes it, and the expression, which keeps its identity while it lives."""
 
     def call(self, f: Function, ints: dict[str, int], ptrs: dict[str, Typed]) -> None:
         seen = f.kind != "inner"
@@ -164,19 +168,26 @@ class _Machine:
 
     def body(self, body: tuple[Stmt, ...], f: _Frame) -> None:
         for s in body:
-            getattr(self, f"do_{type(s).__name__.lower()}")(s, f)
+            getattr(self, _method(type(s)))(s, f)
 
-    def at(self, p: Ptr, f: _Frame, count: int) -> Typed:
-        """Where an address lies, after a look at whether `count` elements or units may be touched there."""
+    def value(self, x: Index, f: _Frame) -> int:
+        """The value of an integer expression of the kernel."""
+        found = self.meanings.get(id(x))
+        if found is None:
+            found = self.meanings[id(x)] = (meaning(x), x)
+        return found[0](f.ints)
+
+    def at(self, p: Ptr, f: _Frame, count: int, further: int = 0) -> Typed:
+        """Where `further` than an address lies, after a look at whether `count` elements or units may be touched."""
         array, base, name = f.ptrs[p.name]
         pack = BY_NAME[name].pack
-        start = base + evaluate(p.offset, f.ints) * pack
+        start = base + (self.value(p.offset, f) + further) * pack
         if count and (start < 0 or start + count * pack > array.size):
             raise IndexError(f"{p.name}[{start}:{start + count * pack}] of {array.size} elements in {self.kernel.name}")
         return array, start, name
 
     def do_let(self, s: Let, f: _Frame) -> None:
-        f.ints[s.name] = evaluate(s.value, f.ints)
+        f.ints[s.name] = self.value(s.value, f)
 
     def do_read(self, s: Read, f: _Frame) -> None:
         array, at, _ = self.at(s.p, f, 1)
@@ -191,15 +202,15 @@ class _Machine:
         f.ptrs[s.name] = _view(raw, 0, s.dtype)
 
     def do_for(self, s: For, f: _Frame) -> None:
-        begin, end, step = (evaluate(x, f.ints) for x in (s.begin, s.end, s.step))
+        begin, end, step = (self.value(x, f) for x in (s.begin, s.end, s.step))
         for i in range(begin, end, step):
             self.block_of(s.body, f, {s.var: i})
 
     def do_if(self, s: If, f: _Frame) -> None:
-        self.block_of(s.then if evaluate(s.cond, f.ints) else s.orelse, f, {})
+        self.block_of(s.then if self.value(s.cond, f) else s.orelse, f, {})
 
     def do_switch(self, s: Switch, f: _Frame) -> None:
-        self.block_of(dict(s.cases)[evaluate(s.value, f.ints)], f, {})
+        self.block_of(dict(s.cases)[self.value(s.value, f)], f, {})
 
     def block_of(self, body: tuple[Stmt, ...], f: _Frame, ints: dict[str, int]) -> None:
         """Run a body with names of its own, as in C; registers belong to the function."""
@@ -216,7 +227,7 @@ class _Machine:
         elif s.name == "amax":
             f.regs[s.d] = np.maximum(f.regs[s.d], np.abs(f.regs[s.a]))
         elif s.name == "code":
-            bits = evaluate(s.count, f.ints) if s.count else 0
+            bits = self.value(s.count, f) if s.count else 0
             codes = np.stack([f.regs[s.a].view(np.uint32) >> (bits + 8 * e) & 15 for e in range(atom.k_pack)], -1)
             f.regs[s.d] = codes.astype(numpy_type(atom.b)).reshape((-1, atom.k_pack) if atom.k_pack > 1 else -1)
         elif s.name == "ones":
@@ -225,7 +236,7 @@ class _Machine:
             f.regs[s.d] = (np.zeros(atom.n) if s.name == "zero" else f.regs[s.a]).astype(numpy_type(atom.acc))
         elif s.name == "mask":
             assert s.count is not None  # noqa: S101 - a malformed node is a bug of the lowering
-            f.regs[s.d] = np.arange(atom.n) < evaluate(s.count, f.ints)
+            f.regs[s.d] = np.arange(atom.n) < self.value(s.count, f)
         elif s.name == "load_rows":
             self._rows(s, f, atom)
         else:
@@ -233,14 +244,14 @@ class _Machine:
 
     def _memory(self, s: Verb, f: _Frame, atom: Atom) -> None:
         assert s.p is not None  # noqa: S101 - as above
-        keep = int(f.regs[s.mask].sum()) if s.mask else (1 if s.name == "load_a" else atom.n)
+        keep = np.count_nonzero(f.regs[s.mask]) if s.mask else (1 if s.name == "load_a" else atom.n)
         array, at, memory = self.at(s.p, f, keep)
         pack = BY_NAME[memory].pack
         if s.name in ("store", "store_mask"):
-            array[at : at + keep * pack] = converted(f.regs[s.d][:keep].ravel(), _of(f.regs[s.d]), memory)
+            array[at : at + keep * pack] = converted(f.regs[s.d][:keep].ravel(), _of(f.regs[s.d].dtype), memory)
             return
-        usual = {"load_a": atom.left, "load_b": atom.right, "load_mask": atom.right}
-        register = s.to or usual.get(s.name, atom.acc)
+        own = atom.left if s.name == "load_a" else atom.right if s.name in ("load_b", "load_mask") else atom.acc
+        register = s.to or own
         x = converted(array[at : at + keep * pack], memory, register)
         if s.name == "load_a":
             f.regs[s.d] = x.copy() if pack > 1 else x[0]
@@ -252,9 +263,9 @@ class _Machine:
     def _rows(self, s: Verb, f: _Frame, atom: Atom) -> None:
         assert s.p is not None  # noqa: S101 - as above
         assert s.step is not None  # noqa: S101 - as above
-        step, register = evaluate(s.step, f.ints), s.to or atom.right
+        step, register = self.value(s.step, f), s.to or atom.right
         codes = f.ptrs[s.p.name][2] == "u4"
-        rows = [self.at(s.p + step * e, f, atom.n) for e in range(CODES_KR if codes else atom.k_pack)]
+        rows = [self.at(s.p, f, atom.n, step * e) for e in range(CODES_KR if codes else atom.k_pack)]
         if codes:
             parts = [x[i : i + atom.n].astype(np.uint32) << CODES_AT[e] for e, (x, i, _) in enumerate(rows)]
             f.regs[s.d] = np.bitwise_or.reduce(parts).view(np.int32)
@@ -264,7 +275,7 @@ class _Machine:
     def do_configure(self, s: Configure, f: _Frame) -> None:
         if bool(s.rows) == bool(self.tiles):
             raise ValueError(f"{self.kernel.name} {'configures' if s.rows else 'gives up'} its tiles twice")
-        self.tiles = {str(i): evaluate(x, f.ints) for i, x in enumerate(s.rows)}
+        self.tiles = {str(i): self.value(x, f) for i, x in enumerate(s.rows)}
         if len(s.rows) > TILES or not set(self.tiles.values()) <= set(range(1, f.atom.m + 1)):
             raise ValueError(f"{self.kernel.name} configures tiles of {self.tiles} rows")
 
@@ -283,9 +294,9 @@ class _Machine:
             return
         assert s.p is not None  # noqa: S101 - as above
         assert s.step is not None or rows == 1  # noqa: S101 - as above
-        step, columns = evaluate(s.step, f.ints) if s.step else 0, atom.deep if s.name == "load_a" else atom.n
+        step, columns = self.value(s.step, f) if s.step else 0, atom.deep if s.name == "load_a" else atom.n
         held = {"load_a": atom.left, "load_b": atom.right}.get(s.name, atom.acc)
-        lines = [self.at(s.p + step * r, f, columns) for r in range(rows)]
+        lines = [self.at(s.p, f, columns, step * r) for r in range(rows)]
         if {memory for _, _, memory in lines} != {held}:
             raise ValueError(f"{self.kernel.name} takes rows of {held} from elements of {lines[0][2]}")
         pack = BY_NAME[held].pack
@@ -301,7 +312,7 @@ class _Machine:
         kind = {"f32": np.float32, "s32": np.int32, "mask": np.bool_}
         if s.op in ("lanes", "whole"):
             assert s.count is not None  # noqa: S101 - as above
-            f.regs[s.d] = np.int32(evaluate(s.count, f.ints)) + np.arange(lanes, dtype=np.int32) * (s.op == "lanes")
+            f.regs[s.d] = np.int32(self.value(s.count, f)) + np.arange(lanes, dtype=np.int32) * (s.op == "lanes")
             return
         args = [f.regs[x] if isinstance(x, str) else kind[s.given](x) for x in s.args]
         if s.op == "literal":
@@ -326,7 +337,7 @@ class _Machine:
 
     def do_reduce(self, s: Reduce, f: _Frame) -> None:
         array, at, memory = self.at(s.p, f, 1)
-        total = f.regs[s.d].sum() + (array[at] if evaluate(s.accumulate, f.ints) else 0)
+        total = f.regs[s.d].sum() + (array[at] if self.value(s.accumulate, f) else 0)
         array[at] = converted(np.asarray(total), self.kernel.atom.acc, memory)
 
     def do_macscalar(self, s: MacScalar, f: _Frame) -> None:
@@ -354,7 +365,7 @@ class _Machine:
         inverse[j] = top / most if most >= np.float32(LEAST_PEAK) else 0
 
     def do_prefetch(self, s: Prefetch, f: _Frame) -> None:
-        evaluate(s.p.offset, f.ints)
+        self.value(s.p.offset, f)
 
     def do_call(self, s: Call, f: _Frame) -> None:
         ints: dict[str, int] = {}
@@ -364,14 +375,14 @@ class _Machine:
                 array, at, _ = self.at(x, f, 0)
                 ptrs[p.name] = _view(array, at, p.dtype)
             else:
-                ints[p.name] = evaluate(x, f.ints)
+                ints[p.name] = self.value(x, f)
         self.call(s.function, ints, ptrs)
 
     def do_parallel(self, s: Parallel, f: _Frame) -> None:
-        tasks = np.arange(evaluate(s.tasks, f.ints))
+        tasks = np.arange(self.value(s.tasks, f))
         if self.order is not None:
             self.order.shuffle(tasks)
-        args = {p.name: evaluate(x, f.ints) for p, x in zip(s.function.params, s.args, strict=True)}
+        args = {p.name: self.value(x, f) for p, x in zip(s.function.params, s.args, strict=True)}
         workers = self.block["workers"]
         for i, task in enumerate(tasks):
             self.call(s.function, args | {"task": int(task), "worker": i % workers}, {})
@@ -382,11 +393,12 @@ class _Machine:
 def _multiplied(d: np.ndarray, a: np.ndarray, b: np.ndarray, pack: int) -> np.ndarray:
     """D + a . b on each lane; integers wrap around at the accumulator's width."""
     wide = np.dtype(np.int64) if d.dtype.kind == "i" else d.dtype
-    product = a.astype(wide) * b.astype(wide)
+    product = a.astype(wide, copy=False) * b.astype(wide, copy=False)
     total: np.ndarray = d + (product.sum(-1) if pack > 1 else product)
-    return total.astype(d.dtype)
+    return total.astype(d.dtype, copy=False)
 
 
-def _of(register: np.ndarray) -> str:
+@cache
+def _of(dtype: np.dtype) -> str:
     """Portmm's name of what a register holds."""
-    return next(name for name, t in BY_NAME.items() if t.numpy == register.dtype.name)
+    return next(name for name, t in BY_NAME.items() if t.numpy == dtype.name)

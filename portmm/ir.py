@@ -18,6 +18,7 @@ from portmm.index import Ptr as Ptr  # noqa: TC001
 from portmm.index import ceil_div as ceil_div
 from portmm.index import const as const
 from portmm.index import maximum as maximum
+from portmm.index import meaning as meaning
 from portmm.index import minimum as minimum
 from portmm.index import round_up as round_up
 from portmm.index import var as var

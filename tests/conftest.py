@@ -18,7 +18,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the user's cache out of the tests, from before the first import of a test module."""
+    """Keep the user's cache, and all tuned schedules, out of tests, from before the first test module's import."""
+    os.environ["PORTMM_TUNED"] = "off"
     kept = os.environ.get("PORTMM_TEST_CACHE", "")
     folder = kept or tempfile.mkdtemp(prefix="portmm-tests-")
     os.environ["PORTMM_CACHE"] = folder

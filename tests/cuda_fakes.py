@@ -1,4 +1,4 @@
-"""Modules that stand in for CuPy and PyTorch where there is no GPU: they record what is asked of them."""
+"""What stands in for CuPy, PyTorch and cublasLt where there is no GPU: it records what is asked of it."""
 
 from __future__ import annotations
 
@@ -199,6 +199,48 @@ class FakeTorch(ModuleType):
 
     def empty(self, shape, dtype, device):
         return Tensor(shape, dtype, at=1 << 21, device=device.index)
+
+
+# -- cublasLt ------------------------------------------------------------------------------
+
+
+class _LtCall:
+    def __init__(self, name, library):
+        self.name, self.library, self.argtypes, self.restype = name, library, (), None
+
+    def __call__(self, *given):
+        assert self.argtypes == () or len(given) == len(self.argtypes), self.name
+        return self.library.called(self.name, given)
+
+
+class FakeLt:
+    """cublasLt's functions: handles are numbers, algorithms are told apart by their first word."""
+
+    def __init__(self):
+        self.log, self.next, self.alive, self.asked = [], 100, 0, 0
+
+    def __getattr__(self, name):
+        if not name.startswith("cublasLt"):
+            raise AttributeError(name)
+        return self.__dict__.setdefault(name, _LtCall(name, self))
+
+    def called(self, name, given):
+        self.log.append((name, given))
+        if name == "cublasLtGetVersion":
+            return 130100
+        if name.endswith("Create"):
+            self.next += 1
+            self.alive += name != "cublasLtCreate"
+            given[0]._obj.value = self.next
+        if name.endswith("Destroy"):
+            self.alive -= 1
+        if name == "cublasLtMatmulAlgoGetHeuristic":
+            found, count = given[8], given[9]._obj
+            for i in range(4):
+                found[i].algorithm.data[0], found[i].state, found[i].workspace = i, int(i == 3), 64 * i
+            count.value = 4
+        # The first algorithm is proposed, and yet refused.
+        return 15 if name == "cublasLtMatmul" and given[12]._obj.data[0] == 0 else 0
 
 
 def install(monkeypatch, module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import sys
@@ -13,12 +12,12 @@ import cuda_fakes
 import emulated_cuda
 import pytest
 
+from portmm.comparison import cublaslt
 from portmm.comparison.tables_device import device
 
 BENCH = Path(__file__).parent.parent / "bench"
 MODULES = (
-    "cublaslt", "gpu_arrays", "gpu_cases", "gpu_peers", "gpu_families", "gpu_measure", "gpu_schedules", "gpu_run",
-    "gpu",
+    "gpu_arrays", "gpu_cases", "gpu_peers", "gpu_families", "gpu_measure", "gpu_schedules", "gpu_run", "gpu",
 )  # fmt: skip
 CHIPS = {
     "v100": (b"Tesla V100-SXM2-16GB", 7, 0), "a100": (b"NVIDIA A100-SXM4-40GB", 8, 0),
@@ -301,97 +300,6 @@ def test_bars_say_what_is_met(bench):
     assert state(four, "weights of four bits, up to 512")["state"] == "met"
 
 
-# -- cublasLt --------------------------------------------------------------------------------
-
-
-def test_structures_are_as_large_as_the_librarys(bench):
-    lt = bench.cublaslt
-    assert (ctypes.sizeof(lt.Algorithm), ctypes.sizeof(lt.Heuristic)) == (64, 96)
-    assert (lt.Heuristic.workspace.offset, lt.Heuristic.state.offset, lt.Heuristic.waves.offset) == (64, 72, 76)
-    with pytest.raises(lt.LtError, match="status 7"):
-        lt._check("x", 7)
-
-
-class _Call:
-    def __init__(self, name, library):
-        self.name, self.library, self.argtypes, self.restype = name, library, (), None
-
-    def __call__(self, *given):
-        assert self.argtypes == () or len(given) == len(self.argtypes), self.name
-        return self.library.called(self.name, given)
-
-
-class FakeLt:
-    """cublasLt's functions: handles are numbers, algorithms are told apart by their first word."""
-
-    def __init__(self):
-        self.log, self.next, self.alive, self.asked = [], 100, 0, 0
-
-    def __getattr__(self, name):
-        if not name.startswith("cublasLt"):
-            raise AttributeError(name)
-        return self.__dict__.setdefault(name, _Call(name, self))
-
-    def called(self, name, given):
-        self.log.append((name, given))
-        if name == "cublasLtGetVersion":
-            return 130100
-        if name.endswith("Create"):
-            self.next += 1
-            self.alive += name != "cublasLtCreate"
-            given[0]._obj.value = self.next
-        if name.endswith("Destroy"):
-            self.alive -= 1
-        if name == "cublasLtMatmulAlgoGetHeuristic":
-            found, count = given[8], given[9]._obj
-            for i in range(4):
-                found[i].algorithm.data[0], found[i].state, found[i].workspace = i, int(i == 3), 64 * i
-            count.value = 4
-        # The first algorithm is proposed, and yet refused.
-        return 15 if name == "cublasLtMatmul" and given[12]._obj.data[0] == 0 else 0
-
-
-def test_cublaslt_is_asked_as_its_manual_says(bench):
-    fake = FakeLt()
-    lt = bench.cublaslt.open_library(fake)
-    assert lt.version == 130100
-    product = lt.product(("bf16", "bf16", "bf16"), (3, 5, 7), by_columns=True)
-    made = [given[1:] for name, given in fake.log if name == "cublasLtMatrixLayoutCreate"]
-    assert made == [(14, 7, 5, 7), (14, 7, 3, 7), (14, 5, 3, 5)]
-    assert next(given[1:] for name, given in fake.log if name == "cublasLtMatmulDescCreate") == (68, 0)
-    set_to = {g[1]: g[2]._obj.value for name, g in fake.log if name == "cublasLtMatmulDescSetAttribute"}
-    assert set_to == {3: 1, 4: 0}
-    times = {1: 2.0, 2: 1.0}
-
-    def seconds(calls):
-        for call in calls:
-            call()
-        return times[fake.log[-1][1][12]._obj.data[0]]
-
-    found = product.search([(11, 12, 13), (21, 22, 23)], seconds, (900, 64), 5)
-    assert [(x.algorithm.data[0], x.seconds, x.workspace) for x in found] == [(2, 1.0, 128)]
-    name, given = fake.log[-1]
-    assert name == "cublasLtMatmul"
-    assert given[3] in (12, 22)  # its first operand is B
-    assert given[5] in (11, 21)
-    assert given[8] == given[10] in (13, 23)
-    assert given[13:] == (900, 64, 5)
-    assert given[2]._obj.value == 1.0
-    product.close()
-    assert fake.alive == 0
-    by_rows = lt.product(("s8", "s8", "s32"), (3, 5, 7), by_columns=False)
-    assert by_rows.one.value == 1
-    assert [g[1:] for n, g in fake.log if n == "cublasLtMatrixLayoutCreate"][3:] == [
-        (3, 5, 7, 5), (3, 7, 3, 7), (10, 5, 3, 5)
-    ]  # fmt: skip
-
-
-def test_a_missing_library_is_said(bench, monkeypatch):
-    monkeypatch.setattr(bench.cublaslt, "find", lambda: ["/nowhere/libcublasLt.so"])
-    with pytest.raises(bench.cublaslt.LtError, match="no libcublasLt"):
-        bench.cublaslt.open_library()
-
-
 # -- PyTorch ---------------------------------------------------------------------------------
 
 
@@ -403,9 +311,9 @@ def test_pytorchs_half_runs(bench, section, monkeypatch):
     emulated_cuda.install(monkeypatch)
     bench_arrays.tensors_there(monkeypatch)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    monkeypatch.setattr(bench.cublaslt, "WORKSPACE", 64)
+    monkeypatch.setattr(cublaslt, "WORKSPACE", 64)
     on = bench.gpu_arrays.Torch("cpu")
-    peers = bench.gpu_peers.TorchPeers(on, FakeLt())
+    peers = bench.gpu_peers.TorchPeers(on, cuda_fakes.FakeLt())
     assert peers.versions()["cublaslt"] == 130100
     for case in bench.gpu_cases.tiny((section,)):
         row = bench.gpu_measure.measure(on, peers, case, l2=1 << 12, turns=1)

@@ -18,19 +18,20 @@ FLOORS = {
     1: "capable grid_target isa lanes schema target",  # what it runs on
     # legal tiles and predicted time
     2: "attention_tiling candidates cost grid_candidates grid_codes grid_cost grid_matrix grid_stream grid_warpgroup "
-    "matrix_attention_tiling schedule",
+    "matrix_attention_tiling schedule space",
     3: "grid index interp ir kernels lower probe threads",  # loops and their meaning
     4: "emit",  # loops to text
     5: "build cache calibrate compiler detect nvrtc permission snapshot",  # the host: compile, look, measure
     6: "run",  # load, launch, threads
-    7: "dispatch grid_dispatch grid_rows_dispatch tune",  # a problem to a ready plan
+    7: "dispatch grid_dispatch grid_rows_dispatch orders tuned",  # a problem to a ready plan
     # for users
     8: ". abreast api around around_device arrays attend attend_on_device axes builder builder_on_device call "
-    "captures chosen cli cli_report comparison device_arrays device_codes doctor explanation expressions flash folded "
+    "captures chosen cli comparison console device_arrays device_codes doctor explanation expressions "
+    "flash folded cli_report "
     "folds foreign fusing graph grid_explanation grouped grouped_on_device heads launching launching_on_device names "
     "on_device packed packed_device places pose program program_on_device quick relaid rows rows_on_device scaled "
-    "scaled_on_device "
-    "settings show splitter steady stored surroundings trace value warm whole wording",
+    "scaled_on_device tuned_command "
+    "settings show splitter steady stored surroundings trace tune_command tuning value warm whole wording",
 }
 FLOOR_OF = {name.strip("."): floor for floor, names in FLOORS.items() for name in names.split()}
 

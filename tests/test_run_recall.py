@@ -95,7 +95,7 @@ def test_what_a_book_depends_on(kept, monkeypatch):
             m.setenv(name, value)
             assert not kept().lines
     with monkeypatch.context() as m:
-        m.setattr(recall, "_generator", lambda: ["another.py 1 2"])
+        m.setattr(recall, "generator", lambda: ["another.py 1 2"])
         assert not kept().lines
     assert kept().lines
 

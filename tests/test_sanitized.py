@@ -20,7 +20,8 @@ from portmm.candidates import candidates
 from portmm.lower import lower, lower_rows
 from portmm.target import load_isa
 
-FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g")
+FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1", "-O0")
+"""Nothing is optimised away that a sanitizer could look at, and compiling takes a tenth of the time."""
 
 
 @pytest.fixture(scope="module")

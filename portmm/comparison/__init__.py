@@ -15,9 +15,32 @@ wider type before and after it is timed.
 Importing this package imports no library and starts no process.
 """
 
-from portmm.comparison.contest import compare
-from portmm.comparison.peers import CONTENDERS, Contender
-from portmm.comparison.report import Entrant, Entry, Report, Result
-from portmm.comparison.suite import Case, cases
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from portmm.comparison.contest import compare
+    from portmm.comparison.peers import CONTENDERS, Contender
+    from portmm.comparison.report import Entrant, Entry, Report, Result
+    from portmm.comparison.suite import Case, cases
 
 __all__ = ["CONTENDERS", "Case", "Contender", "Entrant", "Entry", "Report", "Result", "cases", "compare"]
+
+# The command line takes only the command's options from here, so the rest is loaded when it is asked for.
+_LATER = {
+    "compare": "contest",
+    **dict.fromkeys(("CONTENDERS", "Contender"), "peers"),
+    **dict.fromkeys(("Entrant", "Entry", "Report", "Result"), "report"),
+    **dict.fromkeys(("Case", "cases"), "suite"),
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module 'portmm.comparison' has no attribute {name!r}")
+    from importlib import import_module
+
+    return globals().setdefault(name, getattr(import_module(f"portmm.comparison.{_LATER[name]}"), name))
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -16,6 +16,10 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from portmm.comparison.cold import enough
+from portmm.comparison.device_arrays import parsed
+from portmm.comparison.device_facts import facts
+from portmm.comparison.device_suite import meant
 from portmm.comparison.environment import FORCED, Setup, removed
 from portmm.comparison.limit import Limits, chip, forced_isa, measured
 from portmm.comparison.peers import Contender, find
@@ -72,7 +76,9 @@ def compare(
     turn_s: float = TURN,
     patience_s: float = PATIENCE,
     target: str | None = None,
+    device: str = "",
     limits: bool = True,
+    cold: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Report:
@@ -91,25 +97,32 @@ def compare(
         patience_s: seconds before a contender that does not answer is ended.
         target: value for PORTMM_TARGET; None takes the caller's. If its best ISA
             is less than the machine's, every peer is held to the same.
-        limits: measure what the machine could reach.
+        device: where the arrays are: "cuda", "cuda:1" or "opencl"; empty for the processor.
+            There "quick" and "smoke" are suites for devices, and the contenders others.
+        limits: measure what the machine could reach; of a device, look it up.
+        cold: each call finds its operands in memory, not in caches.
         seed: of the inputs.
         progress: called with (cases done, cases, what happens now).
 
     Raises:
-        ValueError: a suite or contender is unknown.
+        ValueError: a suite, contender or device is unknown, or a device is to be held to a target.
         TargetError: the target is unknown, or this machine cannot run it.
+        NoDeviceError: there is no such device.
     """
+    if device and target:
+        raise ValueError(f"device {device} cannot be held to target {target!r}; leave one of them out")
+    there = facts(device) if device else None
+    if there and isinstance(suite, str):
+        suite = meant(suite, there.kind)
     chosen = cases(suite) if isinstance(suite, str) else tuple(suite)
-    field_ = find(contenders)
+    field_ = find(contenders, parsed(device)[0] if device else "")
     if contenders is None and not any(case.narrow for case in chosen):
         field_ = tuple(contender for contender in field_ if not contender.narrow)
-    target = target if target is not None else os.environ.get("PORTMM_TARGET", "")
-    isa = forced_isa(target)
-    setup = Setup(threads, isa if isa in FORCED else "", target)
+    setup = Setup(device=device, cold=there.cold if cold else 0) if there else _held_to(target, threads, cold=cold)
     tell = progress or (lambda _done, _all, _text: None)
     deadline = time.monotonic() + budget_s
     tell(0, len(chosen), "probing the machine")
-    reach = measured(target) if limits else Limits()
+    reach = there or (measured(setup.target) if limits else Limits())
     rules = _Rules(setup, max(rounds, 1), turn_s, patience_s, seed)
     results: list[Result] = []
     skipped: list[str] = []
@@ -126,13 +139,14 @@ def compare(
                 continue
             tell(i, len(chosen), case.name)
             entries = _case(lanes, case, rules, left / (len(chosen) - i))
-            results.append(_result(case, lanes, entries, reach.of(case, threads)))
+            limit = reach.of(case, setup.threads, cold=cold) if limits else None
+            results.append(_result(case, lanes, entries, limit))
         entrants = tuple(lane.entrant for lane in lanes if lane.entrant)
     tell(len(chosen), len(chosen), "done")
     return Report(
-        chip=chip(),
-        machine=host().name,
-        threads=threads,
+        chip=there.title if there else chip(),
+        machine=there.name if there else host().name,
+        threads=setup.threads,
         isa=setup.isa,
         suite=suite if isinstance(suite, str) else "custom",
         entrants=entrants,
@@ -140,8 +154,17 @@ def compare(
         date=datetime.now(UTC).date().isoformat(),
         skipped=tuple(skipped),
         removed=removed(os.environ),
-        rates=reach.rates,
+        rates=reach.rates if limits else {},
+        device=device,
+        cold=setup.cold,
     )
+
+
+def _held_to(target: str | None, threads: int, *, cold: bool) -> Setup:
+    """On the processor: what a target, by default the environment's, asks of everyone."""
+    target = target if target is not None else os.environ.get("PORTMM_TARGET", "")
+    isa = forced_isa(target)
+    return Setup(threads, isa if isa in FORCED else "", target, cold=enough(host().levels, threads) if cold else 0)
 
 
 def _open(lane: _Lane, setup: Setup) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PREFIXES = (
     "OPENBLAS_", "GOTO_", "MKL_", "ONEDNN_", "DNNL_", "BLIS_", "BLI_", "LIBXSMM_", "OMP_", "KMP_", "GOMP_",
-    "NVPL_", "ATEN_", "TORCH_", "ORT_", "PORTMM_",
+    "NVPL_", "ATEN_", "TORCH_", "ORT_", "PORTMM_", "CUBLAS", "NVIDIA_TF32_", "CUPY_TF32", "CUPY_ACCELERATORS",
 )  # fmt: skip
 # Kernels stay cached where the user put them.
 KEPT = ("PORTMM_CACHE",)
@@ -68,11 +68,15 @@ class Setup:
         threads: threads of each contender.
         isa: the instruction set that all are held to, empty for none.
         target: value of PORTMM_TARGET for portmm's own process, empty for none.
+        cold: bytes after which no cache holds what was used before, 0 if caches may be warm.
+        device: where the arrays are, "cuda", "cuda:1" or "opencl"; empty for the processor.
     """
 
     threads: int = 1
     isa: str = ""
     target: str = ""
+    cold: int = 0
+    device: str = ""
 
 
 def removed(base: Mapping[str, str]) -> tuple[str, ...]:

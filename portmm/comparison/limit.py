@@ -39,16 +39,17 @@ class Limits:
     levels: tuple[MemoryLevel, ...] = ()
     atoms: dict[str, str] = field(default_factory=dict)
 
-    def of(self, case: Case, threads: int) -> float | None:
+    def of(self, case: Case, threads: int, *, cold: bool = False) -> float | None:
         """GFLOP/s that could be reached on `case`, None if that is not known.
 
         Bandwidth is known for one core only, and what several cores share of it
-        is not: there is no limit for cases that memory holds back on many threads.
+        is not: there is no limit for cases that memory holds back on many threads. With cold
+        caches all operands come from memory.
         """
         peak = self.rates.get(self.atoms.get(case.problem.dtype, ""))
         if peak is None:
             return None
-        level = next((x.name for x in self.levels if case.bytes <= x.bytes), "memory")
+        level = next((x.name for x in self.levels if case.bytes <= x.bytes and not cold), "memory")
         bandwidth = self.rates.get(level)
         if bandwidth is None:
             return peak * threads

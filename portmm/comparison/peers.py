@@ -39,10 +39,17 @@ class UnsupportedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A `Run` that leaves its result elsewhere; fetching it to the case's arrays is not timed."""
+    """A `Run` that leaves its result elsewhere; fetching it to the case's arrays is not timed.
+
+    Attributes:
+        run: what is timed.
+        fetch: puts the last result into the case's arrays.
+        spoil: makes what the next run leaves unwritten there noticeable.
+    """
 
     run: Run
     fetch: Callable[[], object]
+    spoil: Callable[[], object] = lambda: None
 
     def __call__(self, count: int) -> object:
         """Run."""
@@ -78,6 +85,7 @@ class Contender:
         peer: False for portmm itself.
         uses_openblas: it computes with NumPy's OpenBLAS.
         narrow: it takes part only where there are narrow types.
+        device: language of the devices that it plays on, "cuda" or "opencl"; empty for the processor.
     """
 
     name: str
@@ -86,8 +94,10 @@ class Contender:
     peer: bool = True
     uses_openblas: bool = False
     narrow: bool = False
+    device: str = ""
 
 
+_CUDA = "pip install cupy-cuda13x nvidia-cuda-nvrtc"
 CONTENDERS: tuple[Contender, ...] = (
     Contender("portmm", "portmm.comparison.peers:open_portmm", peer=False),
     Contender("numpy", "portmm.comparison.peers:open_numpy", "pip install numpy", uses_openblas=True),
@@ -101,20 +111,31 @@ CONTENDERS: tuple[Contender, ...] = (
     Contender("onnxruntime-8bit", "portmm.comparison.onnx:open_8bit", "pip install onnxruntime onnx", narrow=True),
 )
 
+ON_DEVICES: tuple[Contender, ...] = (
+    Contender("portmm", "portmm.comparison.device:open_portmm", _CUDA, peer=False, device="cuda"),
+    Contender("torch-cuda", "portmm.comparison.device:open_torch", "pip install torch", device="cuda"),
+    Contender("cupy", "portmm.comparison.device:open_cupy", _CUDA, device="cuda"),
+    Contender("cublaslt", "portmm.comparison.device:open_cublaslt", "pip install torch", device="cuda"),
+    Contender("portmm", "portmm.comparison.device:open_portmm", "pip install pyopencl", peer=False, device="opencl"),
+    Contender("clblast", "portmm.comparison.clblast:open_clblast", "apt install libclblast1", device="opencl"),
+)
 
-def find(names: Iterable[str | Contender] | None) -> tuple[Contender, ...]:
-    """Contenders by name; all of them for None.
+
+def find(names: Iterable[str | Contender] | None, language: str = "") -> tuple[Contender, ...]:
+    """Contenders by name, on devices of a language or the processor; all of them for None.
 
     Raises:
-        ValueError: nobody is called that.
+        ValueError: nobody there is called that.
     """
-    known = {c.name: c for c in CONTENDERS}
+    there = tuple(c for c in (*CONTENDERS, *ON_DEVICES) if c.device == language)
+    known = {c.name: c for c in there}
     if names is None:
-        return CONTENDERS
+        return there
     picked = []
     for name in names:
         if isinstance(name, str) and name not in known:
-            raise ValueError(f"no contender called {name!r}; known are {', '.join(known)}")
+            where = f" on devices of {language}" if language else ""
+            raise ValueError(f"no contender called {name!r}{where}; known are {', '.join(known)}")
         picked.append(known[name] if isinstance(name, str) else name)
     return tuple(picked)
 

@@ -1,7 +1,7 @@
 """What a comparison found, and how it is shown.
 
 Owns the records of a comparison, their JSON form, and the terminal and
-Markdown tables. Imports `comparison.suite`. `python -m portmm.comparison.report
+Markdown tables. Imports `comparison.suite` and `comparison.figures`. `python -m portmm.comparison.report
 FILE.json ...` prints the Markdown tables of stored reports.
 
 The JSON form is the records below, field by field, plus "schema": `SCHEMA`.
@@ -16,9 +16,11 @@ import math
 import statistics
 import sys
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from portmm.comparison.figures import spread, total_lines
 from portmm.comparison.suite import Case
 
 if TYPE_CHECKING:
@@ -100,6 +102,13 @@ class Result:
         entry = self.entries.get(name)
         return self.case.flops / entry.seconds / 1e9 if entry and entry.state == "ok" and entry.seconds else None
 
+    def ratios(self, name: str) -> tuple[float, ...]:
+        """The rate of a contender over the best peer's, round by round."""
+        if not self.best or name not in self.entries:
+            return ()
+        pairs = zip(self.entries[self.best].samples, self.entries[name].samples, strict=False)
+        return tuple(peer / own for peer, own in pairs)
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -116,7 +125,9 @@ class Report:
         date: ISO date, may be empty.
         skipped: cases for which no time was left.
         removed: environment variables that contenders did not get to see.
-        rates: the measured rates behind the limits: GFLOP/s and GB/s of one core.
+        rates: the rates behind the limits: measured GFLOP/s and GB/s of one core, or those of a described device.
+        cold: bytes after which no cache holds what was used before, 0 if caches were warm.
+        device: where the arrays were, as `compare` was told; empty for the processor.
     """
 
     chip: str
@@ -130,6 +141,8 @@ class Report:
     skipped: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
     rates: dict[str, float] = field(default_factory=dict)
+    cold: int = 0
+    device: str = ""
 
     @property
     def ours(self) -> str:
@@ -155,13 +168,22 @@ class Report:
     def to_json(self) -> str:
         """The report as JSON text."""
         table = {"schema": SCHEMA, **asdict(self)}
-        # What only narrow types have is written where it says something.
-        cases = [r["case"] for r in table["results"]]
-        rows = ((table["entrants"], "approximate"), *((cases, x) for x in ("block", "dynamic")))
-        for row, name in ((row, name) for some, name in rows for row in some):
-            if not row[name]:
+        # What few reports have is written where it says something.
+        unsaid: tuple[tuple[Any, dict[str, Any]], ...] = (
+            (table["entrants"], {"approximate": False}),
+            ([r["case"] for r in table["results"]], {"block": 0, "dynamic": False, "count": 1}),
+            ([table], {"cold": 0, "device": ""}),
+        )
+        for row, name, value in ((row, *item) for rows, usual in unsaid for row in rows for item in usual.items()):
+            if row[name] == value:
                 del row[name]
         return json.dumps(table, indent=1) + "\n"
+
+    def records(self) -> list[dict[str, Any]]:
+        """A flat record for each case and contender, as `pandas.DataFrame` takes them."""
+        # By name: the module imports this one.
+        found: list[dict[str, Any]] = import_module("portmm.comparison.formats").records(self)
+        return found
 
 
 def from_json(text: str) -> Report:
@@ -271,12 +293,14 @@ def heading(report: Report) -> str:
     threads = "1 thread" if report.threads == 1 else f"{report.threads} threads"
     forced = f", all held to {report.isa}" if report.isa else ""
     narrow = any(result.case.narrow for result in report.results)
-    return f"{report.chip}, {threads}{forced}, {'narrow types, GOP/s' if narrow else 'f32, GFLOP/s'}"
+    cold = ", cold caches" if report.cold else ""
+    where = cold if report.device else f", {threads}{forced}{cold}"
+    return f"{report.chip}{where}, {'narrow types, GOP/s' if narrow else 'f32, GFLOP/s'}"
 
 
 def _columns(report: Report) -> list[str]:
     limit = ["% limit"] if report.ours and any(r.limit for r in report.results) else []
-    verdict = ["best peer", "ratio"] if report.ours else ["best peer"]
+    verdict = ["best peer", "ratio", "spread"] if report.ours else ["best peer"]
     return ["case", "MxNxK", *report.shown, *verdict, *limit]
 
 
@@ -290,6 +314,8 @@ def _row(report: Report, result: Result) -> list[str]:
     if not report.ours:
         return row
     row.append("" if result.ratio is None else f"{result.ratio:.2f}")
+    wide = spread(result.ratios(report.ours))
+    row.append("" if wide is None else f"{100 * wide:.0f}%")
     if any(r.limit for r in report.results):
         rate = result.gflops(report.ours)
         row.append(f"{100 * rate / result.limit:.0f}" if rate and result.limit else "")
@@ -335,6 +361,9 @@ def notes(report: Report) -> list[str]:
         f"{name}: rounds activations to 8 bits: its rates (~) enter ratios only where a case allows that"
         for name in sorted(report.approximate)
     ]
+    if report.cold:
+        lines.append(f"cold caches: at least {report.cold >> 20} MiB pass between two uses of an operand")
+    lines += total_lines(report)
     lines += absences(report) + failures(report)
     if report.skipped:
         lines.append(f"no time was left for: {', '.join(report.skipped)}")

@@ -26,6 +26,7 @@ BLOCK = 128
 """Rows of k that share a scale, in weights of four bits."""
 
 
+LAYOUTS = ("row", "col")
 PLAIN = ("f32", "f64")
 """Types that every library multiplies."""
 
@@ -49,6 +50,7 @@ class Case:
             a result in floats are codes with scales, by row of A and by column of B.
         block: rows of k that share a scale of a weight of four bits.
         dynamic: activations may be rounded to 8 bits, row by row, in the call.
+        count: how often a run of the user's model computes it.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Case:
     dtype: str = "f32"
     block: int = 0
     dynamic: bool = False
+    count: int = 1
 
     @property
     def problem(self) -> Problem:
@@ -367,14 +370,17 @@ def _narrow() -> list[Case]:
 def cases(suite: str = "quick") -> tuple[Case, ...]:
     """The cases of a suite: "smoke", "quick", "full", "narrow-quick", "narrow", or the name of a group or case.
 
+    "device-quick" and "device-smoke" are for devices.
     "full" has one type, float32; "narrow" has all the others. "bf16", "int8" and
     "int4" are all groups of that type. Several names may be joined with commas.
 
     Raises:
         ValueError: nothing is called that.
     """
-    full, narrow = _full(), _narrow()
-    known = [*full, *narrow]
+    from portmm.comparison import device_suite
+
+    full, narrow, there = _full(), _narrow(), device_suite.named()
+    known = [*full, *narrow, *(case for some in there.values() for case in some)]
     named = {case.name: case for case in known}
     suites = {
         "full": tuple(case.name for case in full),
@@ -382,6 +388,7 @@ def cases(suite: str = "quick") -> tuple[Case, ...]:
         "smoke": SMOKE,
         "narrow": tuple(case.name for case in narrow),
         "narrow-quick": NARROW_QUICK,
+        **{name: tuple(case.name for case in some) for name, some in there.items()},
     }
     picked: dict[str, Case] = {}
     for word in suite.split(","):
@@ -390,7 +397,7 @@ def cases(suite: str = "quick") -> tuple[Case, ...]:
         if not found:
             all_groups = ", ".join(dict.fromkeys(case.group for case in known))
             raise ValueError(
-                f"no suite, group or case called {word!r}; suites are {', '.join(SUITES)}; groups: {all_groups}"
+                f"no suite, group or case called {word!r}; suites are {', '.join(suites)}; groups: {all_groups}"
             )
         picked.update((name, named[name]) for name in found)
     return tuple(picked.values())

@@ -21,13 +21,14 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from portmm.comparison import cold
 from portmm.comparison.data import APPROXIMATE, EXACT, Arrays, arrays, judge
 from portmm.comparison.environment import Setup
 from portmm.comparison.peers import Fetched, Library, MissingError, Run, UnsupportedError, open_adapter
 from portmm.comparison.suite import Case
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 SAMPLES = 3
 # Seconds for each method when the fastest is picked.
@@ -41,10 +42,17 @@ QUIET_STEP, QUIET_SHARE, QUIET_LIMIT = 0.005, 0.2, 0.5
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A case that is ready to be timed."""
+    """A case that is ready to be timed.
+
+    Attributes:
+        case: what is computed.
+        data: its operands; with cold caches, each copy of them.
+        run: computes it.
+        precision: how the library rounds.
+    """
 
     case: Case
-    data: Arrays
+    data: tuple[Arrays, ...]
     run: Run
     precision: str = EXACT
 
@@ -83,8 +91,16 @@ def settle() -> None:
             return
 
 
-def prepare(library: Library, case: Case, seed: int) -> tuple[Prepared | None, dict[str, Any]]:
+def prepare(
+    library: Library, case: Case, seed: int, setup: Setup | None = None
+) -> tuple[Prepared | None, dict[str, Any]]:
     """Make the arrays, check every method once, and keep the fastest right one.
+
+    Args:
+        library: whose methods.
+        case: what they compute.
+        seed: of the inputs.
+        setup: whether caches are cold, and for how many threads.
 
     Returns:
         What to time, None if no method is right, and the reply.
@@ -95,38 +111,54 @@ def prepare(library: Library, case: Case, seed: int) -> tuple[Prepared | None, d
         data = arrays(case, seed)
     except TypeError as missing:
         return None, {"state": "unsupported", "reason": str(missing)}
+    methods: Mapping[str, Run]
+    copies: tuple[Arrays, ...] = (data,)
     try:
-        methods = library.prepare(case, data)
+        # On a device, libraries take turns with operands by themselves.
+        if setup and setup.cold and not setup.device:
+            methods, copies = cold.rounds(library, case, data, setup.cold, setup.threads)
+        else:
+            methods = library.prepare(case, data)
     except UnsupportedError as unsupported:
         return None, {"state": "unsupported", "reason": str(unsupported)}
     right: dict[str, float] = {}
     wrong: list[str] = []
     worst = allowed = 0.0
     for name, run in methods.items():
-        error, bound = _checked(Prepared(case, data, run, library.precision))
+        error, bound = _checked(Prepared(case, copies, run, library.precision))
         if error > bound:
             wrong.append(f"{name}: error {error:.3g} exceeds {bound:.3g}")
             continue
         worst, allowed = max((worst, allowed), (error, bound))
-        right[name] = seconds_per_call(run, TRIAL) if len(methods) > 1 else 0.0
+        right[name] = _seconds(run, TRIAL) if len(methods) > 1 else 0.0
     if not right:
         return None, {"state": "wrong", "reason": "; ".join(wrong) or "no method"}
     best = min(right, key=lambda name: right[name])
     reply = {"state": "ok", "method": best, "methods": right, "wrong": wrong, "error": worst, "bound": allowed}
-    return Prepared(case, data, methods[best], library.precision), reply
+    return Prepared(case, copies, methods[best], library.precision), reply
 
 
 def _checked(prepared: Prepared) -> tuple[float, float]:
     """Run once; the error and its bound."""
-    prepared.data.spoil()
-    prepared.run(1)
-    if isinstance(prepared.run, Fetched):
-        prepared.run.fetch()
-    return judge(prepared.case, prepared.data, prepared.precision)
+    run, case = prepared.run, prepared.case
+    if isinstance(run, cold.Round):
+        return cold.checked(case, run, prepared.data, prepared.precision)
+    (data,) = prepared.data
+    data.spoil()
+    if isinstance(run, Fetched):
+        run.spoil()
+    run(1)
+    if isinstance(run, Fetched):
+        run.fetch()
+    return judge(case, data, prepared.precision)
+
+
+def _seconds(run: Run, seconds: float) -> float:
+    return cold.seconds_per_call(run, seconds) if isinstance(run, cold.Round) else seconds_per_call(run, seconds)
 
 
 def _time(prepared: Prepared, seconds: float) -> dict[str, Any]:
-    return {"state": "ok", "seconds": seconds_per_call(prepared.run, seconds)}
+    return {"state": "ok", "seconds": _seconds(prepared.run, seconds)}
 
 
 def _drop(prepared: Prepared) -> dict[str, Any]:
@@ -137,13 +169,13 @@ def _drop(prepared: Prepared) -> dict[str, Any]:
     return {"state": "ok", "error": error}
 
 
-def replies(library: Library, requests: Iterator[dict[str, Any]], threads: int) -> Iterator[dict[str, Any]]:
+def replies(library: Library, requests: Iterator[dict[str, Any]], setup: Setup) -> Iterator[dict[str, Any]]:
     """Answer each request in turn."""
     prepared: Prepared | None = None
     for request in requests:
         if request["do"] == "prepare":
             prepared = None
-            prepared, reply = prepare(library, Case(**request["case"]), request["seed"])
+            prepared, reply = prepare(library, Case(**request["case"]), request["seed"], setup)
         elif prepared is None:
             reply = {"state": "unsupported", "reason": "nothing is prepared"}
         elif request["do"] == "time":
@@ -151,7 +183,7 @@ def replies(library: Library, requests: Iterator[dict[str, Any]], threads: int) 
         else:
             reply = _drop(prepared)
             prepared = None
-        if threads > 1:
+        if setup.threads > 1:
             settle()
         yield reply
 
@@ -173,7 +205,7 @@ def main(arguments: list[str]) -> int:
             return 0
         send({"state": "ok", "version": library.version, "approximate": library.precision == APPROXIMATE})
         requests = (json.loads(line) for line in source)
-        for reply in replies(library, requests, setup.threads):
+        for reply in replies(library, requests, setup):
             send(reply)
     return 0
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portmm import abi
-from portmm.cache import cache_dir, digest, find, read_note, write_note
+from portmm.cache import cache_dir, digest, find, read_note, tuned_database, write_note
 from portmm.run import host
 from portmm.snapshot import snapshot
 from portmm.version import VERSION
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 MOST_LINES = 1024
 """Answers in a book, 200 bytes each: reading it stays under a millisecond."""
 
+DEPENDS = 3
+"""Files that a book rests on: the compiler, the measured rates, the tuned schedules."""
+
 # The clock moves; what else /proc/cpuinfo says does not.
 _MOVING = ("cpu MHz", "bogomips", "BogoMIPS")
 # In a checkout, kernels and targets lie elsewhere than the rest.
@@ -50,6 +53,7 @@ _FOLDERS = [
         ("portmm.kernels", ""),
         ("portmm.targets", "/isa"),
         ("portmm.targets", "/chip"),
+        ("portmm.targets", "/tuned"),
     )
 ]
 
@@ -74,6 +78,7 @@ class Book:
 
 
 _lock = threading.Lock()
+_closed = False
 _books: dict[tuple[Path, str], Book] = {}
 _kernels: dict[tuple[int, str], Any] = {}
 
@@ -89,7 +94,7 @@ def _host() -> str:
     return "\n".join((*steady, repr(rest)))
 
 
-def _generator() -> Iterator[str]:
+def generator() -> Iterator[str]:
     """Name, time and size of each file that decides what is generated."""
     for folder in _FOLDERS:
         with os.scandir(folder) as entries:
@@ -112,8 +117,8 @@ def _read(name: str) -> Book:
     checksum, _, body = (read_note(name) or "").partition("\n")
     if not body or digest(body.encode()) != checksum:
         return Book(name)
-    cores, runtime, first, second, *rest = body.split("\n")
-    depends = (first, second)
+    cores, runtime, *rest = body.split("\n")
+    depends, rest = tuple(rest[:DEPENDS]), rest[DEPENDS:]
     if any(_state(x.partition(" ")[2]) != x for x in depends):
         return Book(name)
     return Book(name, int(cores), runtime, depends, dict(line.partition("\t")[::2] for line in rest))
@@ -121,16 +126,22 @@ def _read(name: str) -> Book:
 
 def book(target: str) -> Book | None:
     """The book for a target's name as a user gives it, perhaps empty; None where none is kept."""
-    if target.endswith(".toml"):
+    if _closed or target.endswith(".toml"):
         return None
     place = (cache_dir(), target)
     with _lock:
         found = _books.get(place)
         if found is None:
             tools = (sys.version, str(host.python_headers()), os.environ.get("CC", ""), os.environ.get("PATH", ""))
-            words = (VERSION, str(abi.VERSION), target, *tools, *_generator(), _host())
+            words = (VERSION, str(abi.VERSION), target, *tools, *generator(), _host())
             found = _books[place] = _read("book-" + digest("\0".join(words).encode("utf-8", "surrogateescape")))
         return found
+
+
+def close() -> None:
+    """Keep no book in this process from now on: its answers are not those of `dispatch`."""
+    global _closed  # noqa: PLW0603 - of the whole process
+    _closed = True
 
 
 def runtime(kept: Book | None) -> host.Runtime:
@@ -167,7 +178,8 @@ def keep(kept: Book, question: str, answer: Any, target: Target) -> None:
     path, folder = Path(answer.kernel.path), cache_dir()
     if path.parent != folder:
         return  # of this process alone
-    depends = (_state(find_compiler().argv[0]), _state(str(folder / f"{note_name(target)}.note")))
+    files = (find_compiler().argv[0], folder / f"{note_name(target)}.note", tuned_database() or "no database")
+    depends = tuple(_state(str(x)) for x in files)
     with _lock:
         there = _read(kept.name)
         kept.lines = {**there.lines, **(kept.lines if kept.depends in ((), depends) else {})}

@@ -5,6 +5,8 @@
     found = product.search(sets, seconds, workspace)       # each of `sets`: addresses of A, B and C
     product.run(found[0].algorithm, *sets[0], workspace, stream)
 
+Owns what is said to the library. Imports nothing of portmm.
+
 Written from cuBLAS's documentation, by ctypes on the library that PyTorch brings. cublasLt takes matrices by columns:
 C^T = B^T A^T of matrices by rows, so that its first operand is B. All functions return a status, 0 of success.
 """
@@ -13,9 +15,15 @@ from __future__ import annotations
 
 import ctypes
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 WORKSPACE = 64 << 20
 """Bytes of memory that an algorithm may take; NVIDIA advises 32 MB on Hopper."""
@@ -71,20 +79,16 @@ _SIGNATURES = {
 }
 
 
-def find():
+def find() -> list[str]:
     """Files that may be the library, the likeliest first."""
     found = ["libcublasLt.so.13", "libcublasLt.so.12"]  # one that PyTorch has loaded is found by its name
-    try:
-        import nvidia
-
-        for root in nvidia.__path__:
+    with suppress(ImportError):
+        for root in import_module("nvidia").__path__:
             found += sorted(map(str, Path(root).glob("*/lib/libcublasLt.so.*")), reverse=True)
-    except ImportError:
-        pass
     return [*found, "/usr/local/cuda/lib64/libcublasLt.so"]
 
 
-def open_library(library=None):
+def open_library(library: Any = None) -> Lt:
     """The library with a handle, or one that a test gives.
 
     Raises:
@@ -112,7 +116,7 @@ def open_library(library=None):
     return Lt(library, handle, version)
 
 
-def _check(name, status):
+def _check(name: str, status: int) -> None:
     if status:
         raise LtError(f"{name} returned status {status}")
 
@@ -121,11 +125,11 @@ def _check(name, status):
 class Lt:
     """The library and its handle."""
 
-    library: object
-    handle: object
+    library: Any
+    handle: Any
     version: int
 
-    def call(self, name, *arguments):
+    def call(self, name: str, *arguments: Any) -> None:
         """Call a function.
 
         Raises:
@@ -133,7 +137,9 @@ class Lt:
         """
         _check(name, getattr(self.library, name)(*arguments))
 
-    def product(self, types, size, *, by_columns, tf32=False):
+    def product(
+        self, types: tuple[str, str, str], size: tuple[int, int, int], *, by_columns: bool, tf32: bool = False
+    ) -> Product:
         """A product of types of A, B and C and of a size m, n, k, of matrices by rows, or of B by columns.
 
         Raises:
@@ -142,13 +148,13 @@ class Lt:
         (a, b, c), (m, n, k) = types, size
         integers = c == "s32"
         compute = COMPUTE_S32 if integers else COMPUTE_TF32 if tf32 else COMPUTE_F32
-        number = _int if integers else ctypes.c_float
+        number: Any = _int if integers else ctypes.c_float
         made = Product(self, (m, n, k), number(1), number(0))
         made.create("operation", "MatmulDesc", compute, TYPES["s32" if integers else "f32"])
         for attribute, value in ((TRANSPOSE_A, TRANSPOSED if by_columns else PLAIN), (TRANSPOSE_B, PLAIN)):
             word = ctypes.c_int32(value)
-            size = ctypes.sizeof(word)
-            self.call("cublasLtMatmulDescSetAttribute", made.operation, attribute, ctypes.byref(word), size)
+            wide = ctypes.sizeof(word)
+            self.call("cublasLtMatmulDescSetAttribute", made.operation, attribute, ctypes.byref(word), wide)
         # Rows, columns and the leading dimension of what lies in memory, seen by columns.
         made.create("first", "MatrixLayout", TYPES[b], *((k, n, k) if by_columns else (n, k, n)))
         made.create("second", "MatrixLayout", TYPES[a], k, m, k)
@@ -168,23 +174,28 @@ class Found:
 class Product:
     """A product that the library is asked for."""
 
-    def __init__(self, lt, size, one, zero):
-        self.lt, self.size, self.one, self.zero, self.made = lt, size, one, zero, []
-        self.operation = self.first = self.second = self.result = None
+    def __init__(self, lt: Lt, size: tuple[int, int, int], one: Any, zero: Any) -> None:
+        self.lt, self.size, self.one, self.zero = lt, size, one, zero
+        self.made: list[tuple[str, Any]] = []
+        self.operation: Any = None
+        self.first: Any = None
+        self.second: Any = None
+        self.result: Any = None
 
-    def create(self, name, kind, *given):
+    def create(self, name: str, kind: str, *given: int) -> None:
+        """Make a descriptor or a layout, which `close` frees, and keep it as an attribute of that name."""
         made = _pointer()
         self.lt.call(f"cublasLt{kind}Create", ctypes.byref(made), *given)
         self.made.append((kind, made))
         setattr(self, name, made)
 
-    def close(self):
+    def close(self) -> None:
         """Free what the library holds."""
         while self.made:
             kind, made = self.made.pop()
             self.lt.call(f"cublasLt{kind}Destroy", made)
 
-    def algorithms(self, asked=ASKED, workspace=WORKSPACE):
+    def algorithms(self, asked: int = ASKED, workspace: int = WORKSPACE) -> list[Heuristic]:
         """What its heuristic proposes, best first by its own guess.
 
         Raises:
@@ -207,7 +218,9 @@ class Product:
             self.lt.call("cublasLtMatmulPreferenceDestroy", preference)
         return [x for x in found[: count.value] if x.state == 0]
 
-    def run(self, algorithm, a, b, c, workspace, stream):  # noqa: PLR0917 - addresses
+    def run(  # noqa: PLR0917 - addresses
+        self, algorithm: Algorithm, a: int, b: int, c: int, workspace: tuple[int, int], stream: int
+    ) -> None:
         """Put the product into a stream: `workspace` is an address and a number of bytes.
 
         Raises:
@@ -219,7 +232,16 @@ class Product:
             ctypes.byref(self.zero), c, self.result, c, self.result, ctypes.byref(algorithm), place, size, stream,
         )  # fmt: skip
 
-    def search(self, sets, seconds, workspace, stream, *, asked=ASKED, limit=LIMIT):
+    def search(
+        self,
+        sets: Sequence[tuple[int, int, int]],
+        seconds: Callable[[list[Callable[[], object]]], float],
+        workspace: tuple[int, int],
+        stream: int,
+        *,
+        asked: int = ASKED,
+        limit: float = LIMIT,
+    ) -> list[Found]:
         """Algorithms that work, the fastest first: all are timed once, those near the fastest again.
 
         Args:
@@ -229,14 +251,17 @@ class Product:
             stream: where calls are put.
             asked: how many algorithms, at most.
             limit: seconds after which no further algorithm is tried.
+
+        Raises:
+            LtError: none works.
         """
         began = time.monotonic()
 
-        def taken(x, turns):
+        def taken(x: Heuristic | Found, turns: int) -> float:
             places = [sets[turn % len(sets)] for turn in range(turns)]
             return seconds([partial(self.run, x.algorithm, *place, workspace, stream) for place in places])
 
-        found = []
+        found: list[Found] = []
         for x in self.algorithms(asked, workspace[1]):
             if found and time.monotonic() - began > limit:
                 break

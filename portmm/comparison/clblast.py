@@ -1,0 +1,104 @@
+"""CLBlast, by ctypes on its C interface.
+
+Owns `Blast`, its products, and one contender. Imports `comparison.device`,
+`comparison.device_arrays`, `comparison.peers`. Products of half-precision floats are left out:
+it sums them in half precision.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+from portmm.comparison.device import Operands, refuse, runs
+from portmm.comparison.device_arrays import OpenClArrays
+from portmm.comparison.peers import Library, MissingError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.comparison.data import Arrays
+    from portmm.comparison.environment import Setup
+    from portmm.comparison.peers import Fetched
+    from portmm.comparison.suite import Case
+
+FILE = "libclblast.so.1"
+BY_ROWS, PLAIN, TRANSPOSED = 101, 111, 112
+"""As CBLAS counts."""
+KINDS = {"f32": ("S", ctypes.c_float), "f64": ("D", ctypes.c_double)}
+
+_int, _size, _pointer = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
+
+
+class BlastError(RuntimeError):
+    """A call of the library failed, or it cannot be loaded."""
+
+
+class Blast:
+    """The library.
+
+    Raises:
+        BlastError: there is none.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self._library = ctypes.CDLL(FILE)
+        except OSError as error:
+            raise BlastError(str(error)) from error
+
+    def gemm(self, case: Case, places: tuple[int, int, int], queue: int) -> Callable[[], None]:
+        """A call that puts a product into a queue, of buffers by their handles.
+
+        Raises:
+            BlastError: when it is called and fails.
+        """
+        letter, number = KINDS[case.dtype]
+        m, n, k = case.m, case.n, case.k
+        a, b, c = map(_pointer, places)
+        held, nothing = _pointer(queue), _size(0)
+        a_line, b_line = (k if case.a == "row" else m), (n if case.b == "row" else k)
+        step = [(_size(x),) if case.batch > 1 else () for x in (m * k, k * n, m * n)]
+        function = getattr(self._library, f"CLBlast{letter}gemm{'StridedBatched' if case.batch > 1 else ''}")
+        given = (
+            _int(BY_ROWS), *(_int(PLAIN if x == "row" else TRANSPOSED) for x in (case.a, case.b)),
+            _size(m), _size(n), _size(k), number(1), a, nothing, _size(a_line), *step[0],
+            b, nothing, _size(b_line), *step[1], number(0), c, nothing, _size(n), *step[2],
+            *((_size(case.batch),) if case.batch > 1 else ()), ctypes.byref(held), None,
+        )  # fmt: skip
+
+        def call() -> None:
+            status = function(*given)
+            if status:
+                raise BlastError(f"CLBlast{letter}gemm returned status {status}")
+
+        return call
+
+
+def open_clblast(setup: Setup) -> Library:
+    """Open CLBlast."""
+    try:
+        blast = Blast()
+    except BlastError as error:
+        raise MissingError(str(error)) from error
+    on = OpenClArrays()
+
+    def prepare(case: Case, data: Arrays) -> dict[str, Fetched]:
+        refuse(case)
+        if case.dtype not in KINDS:
+            raise UnsupportedError(f"no product of {case.dtype} that is summed in a wider type")
+        if case.c != "row":
+            raise UnsupportedError("C by rows only")
+
+        def ways(x: Operands) -> dict[str, Callable[[], Any]]:
+            product = blast.gemm(case, (on.address(x.a), on.address(x.b), on.address(x.c)), on.stream())
+
+            def call() -> Any:
+                product()
+                return x.c
+
+            return {"gemm": call}
+
+        return runs(on, case, data, ways, cold=setup.cold)
+
+    return Library("clblast", prepare)

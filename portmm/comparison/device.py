@@ -1,0 +1,352 @@
+"""Contenders on a device: portmm, PyTorch, CuPy and cublasLt.
+
+Owns how a case is computed there: its arrays are made in the host's memory, as for all
+contenders, copied to the device before anything is timed and back when they are judged; a
+run puts its calls into the device's queue and waits once, at its end. Imports
+`comparison.cublaslt`, `comparison.data`, `comparison.device_arrays`, `comparison.peers`.
+
+What the host does for a call hides behind the device's work, unless that is short: so few
+rows are tried as a CUDA graph of many calls, too, for everyone.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from portmm.comparison import cublaslt
+from portmm.comparison.data import INPUTS, Arrays
+from portmm.comparison.device_arrays import CupyArrays, OpenClArrays, TorchArrays, of_cuda, parsed
+from portmm.comparison.peers import Fetched, Library, MissingError, UnsupportedError
+from portmm.dtype import FP8
+from portmm.errors import PortmmError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from portmm.comparison import device_arrays
+    from portmm.comparison.environment import Setup
+    from portmm.comparison.suite import Case
+
+    Calls: TypeAlias = Mapping[str, Callable[[], Any]]
+    Ways: TypeAlias = Callable[["Operands"], Calls]
+
+GRAPHED_ROWS = 64
+"""Products of so many rows are short enough for the host to be in the way."""
+IN_A_GRAPH = 16
+"""Calls of a graph, about."""
+MOST_SETS = 64
+FEWEST_ROWS_INT = 17
+"""What `torch._int_mm` takes on CUDA."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """A case's arrays on a device: A, B and C as the case sees them, and C's memory by rows."""
+
+    a: Any
+    b: Any
+    c: Any
+    memory: Any
+
+
+def runs(on: device_arrays.Arrays, case: Case, data: Arrays, ways: Ways, *, cold: int = 0) -> dict[str, Fetched]:
+    """Every way of computing a case, each by calls that give the array with the result.
+
+    Args:
+        on: where the arrays go.
+        case: what is computed.
+        data: its arrays in the host's memory.
+        ways: given operands, name of a way -> the call.
+        cold: calls take turns with copies of the operands that have so many bytes together, at least.
+
+    Raises:
+        UnsupportedError: no way works here; the message says why.
+    """
+    sets = [_there(on, data) for _ in range(_turns(case.bytes, cold) if cold else 1)]
+    found: dict[str, Fetched] = {}
+    refused = []
+    by_name: dict[str, list[Callable[[], Any]]] = {}
+    for x in sets:
+        for name, call in ways(x).items():
+            by_name.setdefault(name, []).append(call)
+    for name, calls in by_name.items():
+        try:
+            with on.working():
+                calls[0]()
+                on.wait()
+        except (PortmmError, RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
+            refused.append(f"{name}: {str(error).partition(chr(10))[0][:200]}")
+            continue
+        found[name] = _in_turns(on, data, sets, calls)
+        if case.m <= GRAPHED_ROWS:
+            try:
+                found[f"{name}, graph"] = _graphed(on, data, sets, calls)
+            except Exception:  # noqa: BLE001, S112 - a library that cannot be captured is timed without
+                continue
+    if not found:
+        raise UnsupportedError("; ".join(refused) or "no way of computing it")
+    return found
+
+
+def _there(on: device_arrays.Arrays, data: Arrays) -> Operands:
+    """Copies of a case's arrays."""
+    a, b = (_seen(on, x, on.put(_by_rows(x))) for x in (data.a, data.b))
+    memory = on.put(_by_rows(data.c))
+    return Operands(a, b, _seen(on, data.c, memory), memory)
+
+
+def _by_rows(x: Any) -> Any:
+    return x if x.flags.c_contiguous else x.swapaxes(-1, -2)
+
+
+def _seen(on: device_arrays.Arrays, x: Any, made: Any) -> Any:
+    return made if x.flags.c_contiguous else on.turned(made)
+
+
+def _turns(bytes_: int, cold: int) -> int:
+    return max(2, min(MOST_SETS, math.ceil(cold / max(bytes_, 1))))
+
+
+def _judged(on: device_arrays.Arrays, data: Arrays, sets: list[Operands], run: Callable[[int], Any]) -> Fetched:
+    """A run, of which each gives its last result."""
+    last: list[Any] = []
+
+    def timed(count: int) -> None:
+        with on.working():
+            result = run(count)
+            on.wait()
+        last[:] = [result]
+
+    def spoil() -> None:
+        for x in sets:
+            on.store(x.memory, _by_rows(data.c))
+
+    return Fetched(timed, lambda: np.copyto(data.c, on.host(last[0])), spoil)
+
+
+def _in_turns(on: device_arrays.Arrays, data: Arrays, sets: list[Operands], calls: list[Callable[[], Any]]) -> Fetched:
+    """Call by call, of operands that go on from run to run."""
+    at = 0
+
+    def run(count: int) -> Any:
+        nonlocal at
+        result = None
+        for i in range(at, at + count):
+            result = calls[i % len(calls)]()
+        at = (at + count) % len(calls)
+        return result
+
+    return _judged(on, data, sets, run)
+
+
+def _graphed(on: device_arrays.Arrays, data: Arrays, sets: list[Operands], calls: list[Callable[[], Any]]) -> Fetched:
+    """Graphs of many calls, and of one each for what is left of a count."""
+    size = len(calls) * math.ceil(IN_A_GRAPH / len(calls))
+    single = [on.graph([call]) for call in calls]
+    many, _ = on.graph(calls * (size // len(calls)))
+    at = 0
+
+    def run(count: int) -> Any:
+        nonlocal at
+        whole, rest = divmod(count, size)
+        # The last is a graph of one: its result is the one that is looked at.
+        if not rest:
+            whole, rest = whole - 1, size
+        for _ in range(whole):
+            many()
+        for _ in range(rest):
+            launch, result = single[at]
+            launch()
+            at = (at + 1) % len(single)
+        return result
+
+    return _judged(on, data, sets, run)
+
+
+def refuse(case: Case, *, batches: bool = True, whole_layouts: bool = True) -> None:
+    """Say of cases that nobody computes on a device here why.
+
+    Args:
+        case: what is asked for.
+        batches: several products in one call are computed.
+        whole_layouts: A and C may lie by columns.
+
+    Raises:
+        UnsupportedError: it is one of them.
+    """
+    fused = getattr(case, "fused", "")
+    reasons = {
+        "weights of four bits are not compared on devices": case.block,
+        "codes with scales are not compared on devices": case.scaled or case.dynamic,
+        f"{fused}: fused cases are not compared on devices": fused,
+        "not of batches": case.batch > 1 and not batches,
+        "A and C by rows only": (case.a, case.c) != ("row", "row") and not whole_layouts,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UnsupportedError(reason)
+
+
+def open_portmm(setup: Setup) -> Library:
+    """Open portmm on arrays of PyOpenCL, or of CuPy, or of PyTorch where CuPy lacks a type."""
+    pm: Any = import_module("portmm")
+    language, number = parsed(setup.device)
+    usual: device_arrays.Arrays = CupyArrays(number) if language == "cuda" else OpenClArrays()
+    others: list[device_arrays.Arrays] = []
+
+    def holder(case: Case) -> device_arrays.Arrays:
+        if usual.holds(case.types):
+            return usual
+        try:
+            others[:] = others or [TorchArrays(number)]
+        except MissingError as missing:
+            raise UnsupportedError(f"{usual.version} has no arrays of {case.dtype}; {missing}") from missing
+        return others[0]
+
+    def prepare(case: Case, data: Arrays) -> dict[str, Fetched]:
+        refuse(case)
+        on = holder(case)
+
+        def ways(x: Operands) -> Calls:
+            return {"matmul": lambda: pm.matmul(x.a, x.b, out=x.c), "plan": _plan(pm, x)}
+
+        return runs(on, case, data, ways, cold=setup.cold)
+
+    return Library(f"portmm {metadata.version('portmm')}, {usual.version}", prepare, dtypes=None)
+
+
+def _plan(pm: Any, x: Operands) -> Callable[[], Any]:
+    """A plan that is made when it is first called."""
+    made: list[Any] = []
+
+    def call() -> Any:
+        if not made:
+            made.append(pm.plan(x.a, x.b, x.c))
+        return made[0](x.a, x.b, x.c)
+
+    return call
+
+
+def open_cupy(setup: Setup) -> Library:
+    """Open CuPy, whose products of floats are cuBLAS's."""
+    _, number = parsed(setup.device)
+    on = CupyArrays(number)
+    cupy: Any = import_module("cupy")
+
+    def prepare(case: Case, data: Arrays) -> dict[str, Fetched]:
+        refuse(case)
+        if len(set(case.types)) > 1 or case.whole or not on.holds(case.types):
+            raise UnsupportedError(f"no product of {case.dtype} by cuBLAS")
+        return runs(on, case, data, lambda x: {"matmul": lambda: cupy.matmul(x.a, x.b, out=x.c)}, cold=setup.cold)
+
+    return Library(f"{on.version}, cuBLAS", prepare, dtypes=None, precision=INPUTS)
+
+
+def open_torch(setup: Setup) -> Library:
+    """Open PyTorch on CUDA."""
+    _, number = parsed(setup.device)
+    return torch_library(TorchArrays(number), cold=setup.cold)
+
+
+def torch_library(on: TorchArrays, *, cold: int = 0) -> Library:
+    """PyTorch's own products of these arrays."""
+    torch = on.torch
+
+    def prepare(case: Case, data: Arrays) -> dict[str, Fetched]:
+        refuse(case)
+        return runs(on, case, data, _torch_ways(torch, case, on), cold=cold)
+
+    return Library(f"torch {torch.__version__}, CUDA {torch.version.cuda}", prepare, dtypes=None, precision=INPUTS)
+
+
+def _torch_ways(torch: Any, case: Case, on: TorchArrays) -> Ways:
+    """What PyTorch has for a case.
+
+    Raises:
+        UnsupportedError: nothing.
+    """
+    if case.types[0] in FP8 and case.types[2] == "bf16" and case.batch == 1:
+        one = on.put(np.ones((), np.float32))
+        scaled = partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)  # noqa: SLF001
+        return lambda x: {"_scaled_mm": lambda: scaled(x.a, x.b, out=x.c)}
+    if case.types == ("s8", "s8", "s32") and case.batch == 1:
+        if case.m < FEWEST_ROWS_INT:
+            raise UnsupportedError(f"torch._int_mm takes {FEWEST_ROWS_INT} rows or more")
+        return lambda x: {"_int_mm": lambda: torch._int_mm(x.a, x.b, out=x.c)}  # noqa: SLF001
+    if len(set(case.types)) > 1 or case.whole:
+        raise UnsupportedError(f"no product of {case.dtype} on this device")
+
+    def ways(x: Operands) -> Calls:
+        found: dict[str, Callable[[], Any]] = {"matmul": lambda: torch.matmul(x.a, x.b, out=x.c)}
+        if case.b == "col" and case.batch == 1:
+            found["linear"] = lambda: torch.nn.functional.linear(x.a, x.b.t())
+        return found
+
+    return ways
+
+
+def open_cublaslt(setup: Setup) -> Library:
+    """Open cublasLt, and search all algorithms that it proposes for each case."""
+    _, number = parsed(setup.device)
+    return lt_library(of_cuda(number), cold=setup.cold)
+
+
+def lt_library(on: device_arrays.Arrays, library: Any = None, *, cold: int = 0) -> Library:
+    """The library that is found, or one that a test gives, on arrays of this kind.
+
+    Raises:
+        MissingError: there is none.
+    """
+    try:
+        lt = cublaslt.open_library(library)
+    except (cublaslt.LtError, AttributeError) as error:
+        raise MissingError(str(error)) from error
+    scratch = on.put(np.empty((cublaslt.WORKSPACE,), np.uint8))
+    place = on.address(scratch), cublaslt.WORKSPACE
+
+    def prepare(case: Case, data: Arrays) -> dict[str, Fetched]:
+        refuse(case, batches=False, whole_layouts=False)
+        if not on.holds(case.types) or any(x not in cublaslt.TYPES for x in case.types):
+            raise UnsupportedError(f"no product of {case.dtype}")
+        try:
+            product = lt.product(case.types, (case.m, case.n, case.k), by_columns=case.b == "col")
+        except cublaslt.LtError as error:
+            raise UnsupportedError(str(error)) from error
+        best: list[cublaslt.Algorithm] = []
+
+        def ways(x: Operands) -> Calls:
+            at = on.address(x.a), on.address(x.b), on.address(x.c)
+            if not best:
+                try:
+                    with on.working():
+                        found = product.search([at], partial(_seconds, on), place, on.stream())
+                except cublaslt.LtError as error:
+                    raise UnsupportedError(str(error)) from error
+                best.append(found[0].algorithm)
+
+            def call() -> Any:
+                product.run(best[0], *at, place, on.stream())
+                return x.c
+
+            return {"search": call}
+
+        return runs(on, case, data, ways, cold=cold)
+
+    return Library(f"cublasLt {lt.version}", prepare, dtypes=None, precision=INPUTS)
+
+
+def _seconds(on: device_arrays.Arrays, calls: list[Callable[[], object]]) -> float:
+    """Of each of some calls, one behind another."""
+    on.wait()
+    start = time.perf_counter()
+    for call in calls:
+        call()
+    on.wait()
+    return (time.perf_counter() - start) / len(calls)

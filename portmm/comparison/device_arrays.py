@@ -1,0 +1,321 @@
+"""Where contenders of a device keep their arrays: CuPy's, PyTorch's or PyOpenCL's.
+
+Owns `parsed`, and one kind of arrays for each library, which take a case's arrays there, as they
+lie, and bring results back; which wait for the device; and which record calls as a graph. Imports
+`arrays`, `comparison.peers`, `dtype`, `errors`, `run`. A library is imported when its arrays are opened.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from portmm.arrays import numpy_of
+from portmm.comparison.peers import MissingError, UnsupportedError
+from portmm.dtype import BY_NAME, FOREIGN
+from portmm.errors import PortmmError
+from portmm.run import cuda, opencl
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+LANGUAGES = ("cuda", "opencl")
+
+
+def parsed(device: str) -> tuple[str, int | None]:
+    """The language of a device's kernels, and its number if one is given.
+
+    Raises:
+        ValueError: nothing is called that.
+    """
+    language, colon, number = device.partition(":")
+    if language not in LANGUAGES or (colon and not (language == "cuda" and number.isdecimal())):
+        raise ValueError(f"device {device!r} is unknown; give cuda, cuda:1 or opencl")
+    return language, int(number) if colon else None
+
+
+class Arrays(Protocol):
+    """Arrays of one library on one device.
+
+    Attributes:
+        version: of the library.
+    """
+
+    version: str
+
+    def holds(self, names: Collection[str]) -> bool:
+        """Whether it has elements of all these types."""
+
+    def put(self, x: Any) -> Any:
+        """A copy on the device of an array whose elements lie without gaps, by rows."""
+
+    def store(self, to: Any, x: Any) -> None:
+        """Copy an array over one that `put` gave."""
+
+    def turned(self, x: Any) -> Any:
+        """The same elements with the last two axes in turn."""
+
+    def host(self, x: Any) -> Any:
+        """A copy in the host's memory, as NumPy's."""
+
+    def wait(self) -> None:
+        """Until all that was asked of the device is done."""
+
+    def address(self, x: Any) -> int:
+        """Where element zero is."""
+
+    def stream(self) -> int:
+        """What calls go to now, as drivers know it."""
+
+    def working(self) -> AbstractContextManager[Any]:
+        """In which calls go to this device."""
+
+    def graph(self, calls: Sequence[Callable[[], Any]]) -> tuple[Callable[[], object], Any]:
+        """A callable that launches calls as one graph, and the result of the last.
+
+        Raises:
+            UnsupportedError: there are no graphs.
+        """
+
+
+def of_cuda(number: int | None) -> Arrays:
+    """PyTorch's arrays, which have all types, or else CuPy's.
+
+    Raises:
+        MissingError: there is neither, or no such device.
+    """
+    try:
+        return TorchArrays(number)
+    except MissingError as missing:
+        try:
+            return CupyArrays(number)
+        except MissingError as error:
+            raise MissingError(f"{missing}; {error}") from error
+
+
+class CupyArrays:
+    """Arrays of CuPy."""
+
+    def __init__(self, number: int | None = None) -> None:
+        try:
+            self._number = cuda.current(number)
+        except PortmmError as error:
+            raise MissingError(str(error)) from error
+        self._cupy: Any = import_module("cupy")
+        self.version = f"cupy {self._cupy.__version__}"
+
+    def holds(self, names: Collection[str]) -> bool:
+        """Whether it has elements of all these types."""
+        with self.working():
+            try:
+                for name in names:
+                    self._cupy.empty((1,), numpy_of(name))
+            except (TypeError, ValueError, KeyError):
+                return False
+        return True
+
+    def put(self, x: Any) -> Any:
+        """A copy on the device of an array by rows."""
+        with self.working():
+            made = self._cupy.empty(x.shape, x.dtype)
+            made.set(x)
+        return made
+
+    def store(self, to: Any, x: Any) -> None:
+        """Copy an array over one that `put` gave."""
+        with self.working():
+            to.set(x)
+
+    def turned(self, x: Any) -> Any:
+        """The same elements with the last two axes in turn."""
+        return x.transpose((*range(len(x.shape) - 2), len(x.shape) - 1, len(x.shape) - 2))
+
+    def host(self, x: Any) -> Any:
+        """A copy in the host's memory."""
+        return x.get()
+
+    def wait(self) -> None:
+        """Until the device is idle."""
+        with self.working():
+            self._cupy.cuda.runtime.deviceSynchronize()
+
+    def address(self, x: Any) -> int:
+        """Where element zero is."""
+        return int(x.data.ptr)
+
+    def stream(self) -> int:
+        """The handle of CuPy's current stream."""
+        return int(self._cupy.cuda.get_current_stream().ptr)
+
+    def working(self) -> AbstractContextManager[Any]:
+        """In which calls go to this device."""
+        found: AbstractContextManager[Any] = self._cupy.cuda.Device(self._number)
+        return found
+
+    def graph(self, calls: Sequence[Callable[[], Any]]) -> tuple[Callable[[], object], Any]:
+        """Calls as one graph."""
+        with self.working():
+            stream = self._cupy.cuda.Stream(non_blocking=True)
+            with stream:
+                # What a call takes from the memory pool of this stream must be there before.
+                calls[0]()
+                stream.synchronize()
+                stream.begin_capture()
+                try:
+                    results = [call() for call in calls]
+                finally:
+                    graph = stream.end_capture()
+
+        def replay(kept: Any = results) -> None:
+            del kept
+            graph.launch(stream)
+
+        return replay, results[-1]
+
+
+class TorchArrays:
+    """Arrays of PyTorch on CUDA; on another device than "cuda" only in tests."""
+
+    def __init__(self, number: int | None = None, where: str = "cuda") -> None:
+        try:
+            self.torch: Any = import_module("torch")
+        except ImportError as error:
+            raise MissingError(str(error)) from error
+        torch = self.torch
+        self.version = f"torch {torch.__version__}"
+        if where == "cuda":
+            if not torch.cuda.is_available():
+                raise MissingError(f"{self.version} finds no CUDA device, or was built without CUDA")
+            if number is not None and number >= torch.cuda.device_count():
+                raise MissingError(f"there is no CUDA device {number}; there are {torch.cuda.device_count()}")
+            self._number = torch.cuda.current_device() if number is None else number
+            where = f"cuda:{self._number}"
+        self._where = where
+        torch.set_grad_enabled(False)
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+    def holds(self, names: Collection[str]) -> bool:
+        """Whether it has elements of all these types."""
+        return all(hasattr(self.torch, BY_NAME[name].numpy) for name in names)
+
+    def _seen(self, x: Any) -> Any:
+        """NumPy's array as a tensor: PyTorch knows no types of ml_dtypes."""
+        name = x.dtype.name
+        if not any(BY_NAME[y].numpy == name for y in FOREIGN):
+            return self.torch.from_numpy(x)
+        bits = np.int16 if x.dtype.itemsize == 2 else np.int8
+        return self.torch.from_numpy(x.view(bits)).view(getattr(self.torch, name))
+
+    def put(self, x: Any) -> Any:
+        """A copy on the device of an array by rows."""
+        return self._seen(x).to(self._where, copy=True)
+
+    def store(self, to: Any, x: Any) -> None:
+        """Copy an array over one that `put` gave."""
+        to.copy_(self._seen(x))
+
+    def turned(self, x: Any) -> Any:
+        """The same elements with the last two axes in turn."""
+        return x.transpose(-1, -2)
+
+    def host(self, x: Any) -> Any:
+        """A copy in the host's memory."""
+        name = str(x.dtype).removeprefix("torch.")
+        own = next((y for y in FOREIGN if BY_NAME[y].numpy == name), "")
+        if not own:
+            return x.cpu().numpy()
+        bits = self.torch.int16 if x.element_size() == 2 else self.torch.int8
+        return x.contiguous().view(bits).cpu().numpy().view(numpy_of(own))
+
+    def wait(self) -> None:
+        """Until the device is idle."""
+        self.torch.cuda.synchronize()
+
+    def address(self, x: Any) -> int:
+        """Where element zero is."""
+        return int(x.data_ptr())
+
+    def stream(self) -> int:
+        """The handle of PyTorch's current stream."""
+        return int(self.torch.cuda.current_stream().cuda_stream)
+
+    def working(self) -> AbstractContextManager[Any]:
+        """In which calls go to this device."""
+        found: AbstractContextManager[Any] = nullcontext()
+        return found if self._where == "cpu" else self.torch.cuda.device(self._number)
+
+    def graph(self, calls: Sequence[Callable[[], Any]]) -> tuple[Callable[[], object], Any]:
+        """Calls as one graph."""
+        with self.working():
+            graph = self.torch.cuda.CUDAGraph()
+            with self.torch.cuda.graph(graph):
+                results = [call() for call in calls]
+
+        def replay(kept: Any = results) -> None:
+            del kept
+            graph.replay()
+
+        return replay, results[-1]
+
+
+class OpenClArrays:
+    """Arrays of PyOpenCL, on the first GPU or else the first device."""
+
+    def __init__(self) -> None:
+        try:
+            device = opencl.default_device()
+        except PortmmError as error:
+            raise MissingError(str(error)) from error
+        module: Any = import_module("pyopencl")
+        self._array: Any = import_module("pyopencl.array")
+        self.version = f"pyopencl {module.VERSION_TEXT}"
+        # Intel's queues do not keep their context.
+        self._context: Any = module.Context([device])
+        self.queue: Any = module.CommandQueue(self._context)
+
+    def holds(self, names: Collection[str]) -> bool:
+        """All types: to PyOpenCL elements are bytes."""
+        return bool(names)
+
+    def put(self, x: Any) -> Any:
+        """A copy on the device of an array by rows."""
+        return self._array.to_device(self.queue, x)
+
+    def store(self, to: Any, x: Any) -> None:
+        """Copy an array over one that `put` gave."""
+        to.set(x, self.queue)
+
+    def turned(self, x: Any) -> Any:
+        """The same elements with the last two axes in turn."""
+        return x.transpose((*range(len(x.shape) - 2), len(x.shape) - 1, len(x.shape) - 2))
+
+    def host(self, x: Any) -> Any:
+        """A copy in the host's memory."""
+        return x.get(self.queue) if x.flags.c_contiguous else self.turned(x).get(self.queue).swapaxes(-1, -2)
+
+    def wait(self) -> None:
+        """Until the queue is empty."""
+        self.queue.finish()
+
+    def address(self, x: Any) -> int:
+        """The handle of the buffer, in which every array begins at its beginning."""
+        return int(x.data.int_ptr)
+
+    def stream(self) -> int:
+        """The handle of the queue."""
+        return int(self.queue.int_ptr)
+
+    def working(self) -> AbstractContextManager[Any]:
+        """Arrays know their queue."""
+        return nullcontext()
+
+    def graph(self, calls: Sequence[Callable[[], Any]]) -> tuple[Callable[[], object], Any]:
+        """Nothing.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(f"OpenCL 1.2 has no graphs, for {len(calls)} calls or any")

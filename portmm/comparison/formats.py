@@ -1,0 +1,120 @@
+"""What a report is written as, besides its JSON.
+
+Owns flat records, CSV, and the choice of a format by a file's name. Imports
+`comparison.report` and `comparison.figures`; the HTML page when it is wanted.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from portmm.comparison.figures import spread
+from portmm.comparison.report import markdown
+
+if TYPE_CHECKING:
+    from portmm.comparison.report import Report, Result
+
+SUFFIXES = (".json", ".csv", ".md", ".html")
+COLUMNS = (
+    "case", "group", "m", "n", "k", "batch", "dtype", "a", "b", "c", "packed", "block", "dynamic", "count",
+    "contender", "peer", "state", "method", "seconds", "spread", "fastest", "slowest", "gflops", "best", "ratio",
+    "ratio_spread", "limit", "error", "bound", "reason", "chip", "machine", "threads", "isa", "cold", "date",
+)  # fmt: skip
+"""Columns of the records, all of them in each."""
+_OF_CASE = COLUMNS[1 : COLUMNS.index("contender")]
+
+
+def records(report: Report) -> list[dict[str, Any]]:
+    """One flat record for each case and contender; what is not known is None.
+
+    Seconds are per call, the median over rounds; `fastest` and `slowest` are those of a round;
+    `spread` is the range of the middle half over the median. `gflops` and `limit` are in GFLOP/s, `best` is
+    the fastest peer of the case, `ratio` is portmm's rate over that one's, with a spread of its own. `error` and
+    `bound` are absolute.
+    """
+    peers = {e.name: e.peer for e in report.entrants}
+    common = {
+        "chip": report.chip,
+        "machine": report.machine,
+        "threads": report.threads,
+        "isa": report.isa,
+        "cold": bool(report.cold),
+        "date": report.date,
+    }
+    return [
+        {x: row[x] for x in COLUMNS}
+        for result in report.results
+        for name in result.entries
+        for row in ({**common, **_of_case(report, result), **_of_entry(result, name), "peer": peers.get(name, True)},)
+    ]
+
+
+def _of_case(report: Report, result: Result) -> dict[str, Any]:
+    case = {name: getattr(result.case, name) for name in _OF_CASE}
+    return case | {
+        "case": result.case.name,
+        "best": result.best or None,
+        "ratio": result.ratio,
+        "ratio_spread": spread(result.ratios(report.ours)),
+        "limit": result.limit,
+    }
+
+
+def _of_entry(result: Result, name: str) -> dict[str, Any]:
+    entry = result.entries[name]
+    right = entry.state == "ok"
+    return {
+        "contender": name,
+        "state": entry.state,
+        "method": entry.method or None,
+        "seconds": entry.seconds if right else None,
+        "spread": spread(entry.samples),
+        "fastest": min(entry.samples, default=None),
+        "slowest": max(entry.samples, default=None),
+        "gflops": result.gflops(name),
+        "error": entry.error if right else None,
+        "bound": entry.bound if right else None,
+        "reason": entry.reason or None,
+    }
+
+
+def csv_text(report: Report) -> str:
+    """The records as CSV, one line each below their names."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records(report))
+    return text.getvalue()
+
+
+def check(path: Path) -> None:
+    """Look whether a report can be written to a file of that name.
+
+    Raises:
+        ValueError: its suffix is none of `SUFFIXES`, or there is no such folder.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"{path} says no format; reports are written as {', '.join(SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent}")
+
+
+def write(report: Report, path: str | Path) -> None:
+    """Write a report to a file, in the format that its suffix says.
+
+    Raises:
+        ValueError: as `check` says.
+        OSError: it cannot be written.
+    """
+    place = Path(path)
+    check(place)
+    suffix = place.suffix.lower()
+    if suffix == ".html":
+        text = import_module("portmm.comparison.html").page(report)
+    else:
+        text = {".json": report.to_json, ".csv": lambda: csv_text(report), ".md": lambda: markdown(report)}[suffix]()
+    place.write_text(text, encoding="utf-8")

@@ -1,0 +1,323 @@
+"""The products of an ONNX model.
+
+Owns `from_onnx`. Imports `comparison.seen`; onnx and onnxruntime when it is called. Shapes are
+inferred; what inference leaves open (operators that only a runtime knows, shapes that
+depend on values) is looked at in one run of the model.
+
+Only the model's main graph is read: how often the body of a loop runs, or which branch, nobody
+knows before. Convolutions are no products here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib import import_module
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm.comparison.seen import FIELDS, case, merged, word
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from portmm.comparison.suite import Case
+
+NAMES = {
+    "FLOAT": "f32", "DOUBLE": "f64", "FLOAT16": "f16", "BFLOAT16": "bf16",
+    "INT8": "s8", "UINT8": "u8", "INT32": "s32",
+}  # fmt: skip
+# Operator -> the inputs that are A and B.
+OPERANDS = {
+    "MatMul": (0, 1),
+    "FusedMatMul": (0, 1),
+    "Gemm": (0, 1),
+    "MatMulInteger": (0, 1),
+    "MatMulIntegerToFloat": (0, 1),
+    "DynamicQuantizeMatMul": (0, 1),
+    "QLinearMatMul": (0, 3),
+    "MatMulNBits": (0, 1),
+}
+CODES = 4
+ROUNDED = 4
+"""MatMulNBits' accuracy level of activations in 8 bits."""
+ACTIVATIONS = {"Relu": "relu", "Gelu": "gelu", "FastGelu": "gelu_tanh"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    shape: tuple[int, ...]
+    type: str
+
+
+@dataclass(slots=True)
+class _Model:
+    """A model with its inputs' dimensions set.
+
+    Attributes:
+        onnx: the package.
+        proto: the model.
+        path: where it came from.
+        known: name -> the tensors whose shapes are known.
+        constants: names of the initialisers, and of all that is made of nothing else.
+    """
+
+    onnx: Any
+    proto: Any
+    path: Path
+    known: dict[str, _Tensor] = field(default_factory=dict)
+    constants: set[str] = field(default_factory=set)
+
+    @property
+    def products(self) -> list[Any]:
+        return [node for node in self.proto.graph.node if node.op_type in OPERANDS]
+
+    def element(self, number: int) -> str:
+        return NAMES.get(self.onnx.TensorProto.DataType.Name(number), "")
+
+
+def from_onnx(path: str | Path, inputs: Mapping[str, int] | None = None) -> tuple[Case, ...]:
+    """The products that a model computes in one run, each with its count.
+
+    Initialisers, and what is computed of nothing else, are weights that may be packed.
+
+    Args:
+        path: the model.
+        inputs: sizes of its inputs' dimensions that are left open: by the dimension's name, or
+            INPUT.AXIS for one without a name.
+
+    Raises:
+        ImportError: there is no onnx, or it takes onnxruntime, which is not there.
+        ValueError: dimensions are open, or unknown; or the model has no products.
+    """
+    onnx = _package("onnx", "reads models")
+    place = Path(path)
+    proto = onnx.load(str(place), load_external_data=False)
+    if proto.functions:
+        proto = import_module("onnx.inliner").inline_local_functions(proto)
+    _set_dimensions(proto, dict(inputs or {}), place)
+    model = _Model(onnx, import_module("onnx.shape_inference").infer_shapes(proto, data_prop=True), place)
+    _note_shapes(model)
+    _note_constants(model)
+    if _unknown(model):
+        _run(model)
+    found = [made for node in model.products if (made := _case(model, node))]
+    if not found:
+        raise ValueError(f"{place} has no products of matrices that portmm has types for")
+    return merged(found)
+
+
+def _package(name: str, does: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ImportError(f"{name}, which {does}, is not installed: pip install {name}") from error
+
+
+def _fed(graph: Any) -> list[Any]:
+    """Inputs that whoever runs the model gives."""
+    initial = {x.name for x in graph.initializer}
+    return [x for x in graph.input if x.name not in initial]
+
+
+def _set_dimensions(proto: Any, sizes: dict[str, int], place: Path) -> None:
+    """Write sizes into the inputs.
+
+    Raises:
+        ValueError: some are not given, or none is called so.
+    """
+    open_: dict[str, None] = {}
+    graph = proto.graph
+    for value in _fed(graph):
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            if dim.dim_value > 0:
+                continue
+            name = dim.dim_param or f"{value.name}.{axis}"
+            open_[name] = None
+            if name in sizes:
+                dim.dim_value = sizes[name]
+    for value in (*graph.value_info, *graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in sizes:
+                dim.dim_value = sizes[dim.dim_param]
+    strange = sorted(sizes.keys() - open_.keys())
+    if strange:
+        known = f"open are {', '.join(open_)}" if open_ else "all are fixed"
+        raise ValueError(f"{place} has no open dimension {strange[0]!r}; {known}")
+    left = [name for name in open_ if name not in sizes]
+    if left:
+        given = " ".join(f"--dim {name}=SIZE" for name in left)
+        raise ValueError(f"{place} leaves {', '.join(left)} open; say {given}")
+
+
+def _note_shapes(model: _Model) -> None:
+    graph = model.proto.graph
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        tensor = value.type.tensor_type
+        dims = tensor.shape.dim
+        if tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in dims):
+            shape = tuple(dim.dim_value for dim in dims)
+            model.known[value.name] = _Tensor(shape, model.element(tensor.elem_type))
+    for value in graph.initializer:
+        model.known[value.name] = _Tensor(tuple(value.dims), model.element(value.data_type))
+
+
+def _note_constants(model: _Model) -> None:
+    """Nodes come after those that they need."""
+    model.constants |= {x.name for x in model.proto.graph.initializer}
+    for node in model.proto.graph.node:
+        needed = [name for name in node.input if name]
+        if node.op_type == "Constant" or (needed and model.constants.issuperset(needed)):
+            model.constants.update(node.output)
+
+
+def _asked(node: Any) -> tuple[str, ...]:
+    """Names of the tensors whose shapes say what a product is."""
+    a, b = (node.input[i] for i in OPERANDS[node.op_type])
+    return (a,) if node.op_type == "MatMulNBits" else (a, b)
+
+
+def _unknown(model: _Model) -> list[str]:
+    names = dict.fromkeys(name for node in model.products for name in _asked(node))
+    return [name for name in names if name not in model.known]
+
+
+def _run(model: _Model) -> None:
+    """Look at the tensors of unknown shape in one run.
+
+    Raises:
+        ImportError: there is no onnxruntime.
+        ValueError: the model does not run.
+    """
+    runtime = _package("onnxruntime", "finds the shapes that a model does not tell")
+    wanted = _unknown(model)
+    proto = model.onnx.load(str(model.path))
+    full = type(model.proto)()
+    full.CopyFrom(model.proto)
+    del full.graph.initializer[:]
+    full.graph.initializer.extend(proto.graph.initializer)
+    there = {x.name for x in full.graph.output}
+    full.graph.output.extend(model.onnx.ValueInfoProto(name=name) for name in wanted if name not in there)
+    options = runtime.SessionOptions()
+    options.log_severity_level = 3
+    options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        session = runtime.InferenceSession(full.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        values = session.run(wanted, {x.name: _input(model, x) for x in _fed(full.graph)})
+    except Exception as error:  # the runtime has a class of its own for each kind of failure
+        raise ValueError(
+            f"the shapes of {wanted[0]!r} in {model.path} are unknown, and it does not run: {error}"
+        ) from (error)
+    kinds = {x.name: x.type for x in session.get_outputs()}
+    for name, value in zip(wanted, values, strict=True):
+        element = kinds[name].removeprefix("tensor(").removesuffix(")").upper()
+        model.known[name] = _Tensor(tuple(value.shape), NAMES.get(element, ""))
+
+
+def _input(model: _Model, value: Any) -> Any:
+    """Something to run with: random floats, and ones, which are valid indices nearly everywhere."""
+    tensor = value.type.tensor_type
+    shape = tuple(dim.dim_value for dim in tensor.shape.dim)
+    dtype = model.onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+    if dtype.kind == "f":
+        return np.random.default_rng(0).random(shape).astype(dtype)
+    return np.ones(shape, dtype)
+
+
+def _attributes(model: _Model, node: Any) -> dict[str, Any]:
+    return {x.name: model.onnx.helper.get_attribute_value(x) for x in node.attribute}
+
+
+def _case(model: _Model, node: Any) -> Case | None:
+    """The product of a node, None if it is empty or of other types."""
+    said = _attributes(model, node)
+    names = _asked(node)
+    a = model.known[names[0]]
+    b = _weights(said) if node.op_type == "MatMulNBits" else model.known[names[1]]
+    dtype = _types(node.op_type, a.type, b.type, said)
+    shape = _shape(a.shape, b.shape, bool(said.get("transA")), bool(said.get("transB")))
+    if not dtype or 0 in shape:
+        return None
+    packed = node.op_type == "MatMulNBits" or names[1] in model.constants
+    m, n, k, batch = shape
+    more: dict[str, Any] = {}
+    if node.op_type == "MatMulNBits" and said["bits"] == CODES:
+        more["block"] = said["block_size"]
+    if node.op_type == "DynamicQuantizeMatMul" or said.get("accuracy_level") == ROUNDED:
+        more["dynamic"] = True
+    after = "" if "fused" not in FIELDS or batch > 1 else _after(model, node, n)
+    return case(
+        group=model.path.stem,
+        m=m,
+        n=n,
+        k=k,
+        batch=batch,
+        dtype=dtype,
+        a="col" if said.get("transA") else "row",
+        b="col" if said.get("transB") else "row",
+        packed=packed and batch == 1,
+        **more,
+        **({"fused": after} if after else {}),
+    )
+
+
+def _weights(said: dict[str, Any]) -> _Tensor:
+    return _Tensor((said["K"], said["N"]), "u4" if said["bits"] == CODES else "s8")
+
+
+def _types(operator: str, a: str, b: str, said: dict[str, Any]) -> str:
+    """The word for the types of a product, empty if there is none."""
+    if operator in ("MatMulInteger", "QLinearMatMul"):
+        # Unsigned weights are signed ones with another zero point; results in 8 bits are sums that are rounded.
+        return word(a, "s8", "s32")
+    if operator == "MatMulIntegerToFloat":
+        return word(a, "s8", "f32")
+    if operator == "DynamicQuantizeMatMul":
+        return word(a, "s8", a)
+    return word(a, b, a) if a == b or "bits" in said else ""
+
+
+def _shape(a: Sequence[int], b: Sequence[int], turned_a: bool, turned_b: bool) -> tuple[int, int, int, int]:
+    """M, N, K and batch of a product as NumPy's matmul has it: rows of a batch that share one B are one product."""
+    left, right = (1, *a) if len(a) == 1 else tuple(a), (*b, 1) if len(b) == 1 else tuple(b)
+    k, m = left[-2:] if turned_a else left[:-3:-1]
+    n = right[-2] if turned_b else right[-1]
+    batch = prod(np.broadcast_shapes(left[:-2], right[:-2]))
+    if prod(right[:-2]) == 1 and not turned_a:
+        return m * batch, n, k, 1
+    return m, n, k, batch
+
+
+def _after(model: _Model, node: Any, n: int) -> str:
+    """What follows a product at once, and is done in one pass over its result: "bias+relu"."""
+    words = ["bias"] if node.op_type == "Gemm" and len(node.input) > 2 and _is_bias(model, node.input[2], n) else []
+    name = node.output[0]
+    for follower in _followers(model, name):
+        other = [x for x in follower.input if x != name]
+        if follower.op_type == "Add" and not words and other and _is_bias(model, other[0], n):
+            words.append("bias")
+        elif follower.op_type in ACTIVATIONS:
+            words.append(ACTIVATIONS[follower.op_type])
+            break
+        else:
+            break
+        name = follower.output[0]
+    return "+".join(words)
+
+
+def _followers(model: _Model, name: str) -> Iterator[Any]:
+    """The only user of a tensor, then the only one of its result, and so on."""
+    results = {x.name for x in model.proto.graph.output}
+    while name not in results:
+        users = [node for node in model.proto.graph.node if name in node.input]
+        if len(users) != 1:
+            return
+        yield users[0]
+        name = users[0].output[0]
+
+
+def _is_bias(model: _Model, name: str, n: int) -> bool:
+    tensor = model.known.get(name)
+    return name in model.constants and tensor is not None and tensor.shape[-1:] == (n,) and prod(tensor.shape) == n

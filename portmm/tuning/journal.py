@@ -1,0 +1,114 @@
+"""What is remembered of tuning that was cut short.
+
+Owns `Journal`: each trial is written as it ends, each case as it ends, to two tables of
+the file that holds the tuned schedules. Imports `tuned`, `tuning.records`. Nothing is
+measured twice for the same problem, threads, caches, target and generator; several
+processes may write at once.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from portmm.tuned import opened
+from portmm.tuning.records import Trial
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+    from sqlite3 import Connection
+
+    from portmm.comparison.suite import Case
+
+_KEY = "what TEXT, threads INTEGER, cold INTEGER, machine TEXT, generator TEXT"
+_TABLES = (
+    f"""CREATE TABLE IF NOT EXISTS trials ({_KEY}, schedule TEXT, workers INTEGER, state TEXT, predicted REAL,
+        seconds REAL, reason TEXT,
+        PRIMARY KEY (what, threads, cold, machine, generator, schedule, workers))""",
+    f"""CREATE TABLE IF NOT EXISTS tuned_cases ({_KEY}, share REAL, found TEXT,
+        PRIMARY KEY (what, threads, cold, machine, generator))""",
+)
+_SAME = "what = ? AND threads = ? AND cold = ? AND machine = ? AND generator = ?"
+_FIELDS = "schedule, workers, state, predicted, seconds, reason"
+_TRIALS = f"SELECT {_FIELDS} FROM trials WHERE {_SAME} ORDER BY rowid"  # noqa: S608 - of constants
+_FOUND = f"SELECT share, found FROM tuned_cases WHERE {_SAME}"  # noqa: S608 - of constants
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """The tables, as one run of `tune` sees them.
+
+    Attributes:
+        path: the file; None to remember nothing.
+        threads: the most threads of a call.
+        cold: caches are emptied before each call.
+        machine: name of the target.
+        generator: which version of portmm's files generates kernels.
+    """
+
+    path: Path | None
+    threads: int
+    cold: bool
+    machine: str
+    generator: str
+
+    def trials(self, problem: str) -> list[Trial]:
+        """What was tried for a problem, in that order."""
+        if self.path is None:
+            return []
+        with self._open() as base:
+            rows = base.execute(_TRIALS, self._key(problem))
+            return [Trial(*row) for row in rows]
+
+    def keep(self, problem: str, trial: Trial) -> None:
+        """Write a trial down."""
+        if self.path is None:
+            return
+        values = (trial.schedule, trial.workers, trial.state, trial.predicted, trial.seconds, trial.reason)
+        with self._open() as base:
+            base.execute(
+                "INSERT OR REPLACE INTO trials VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (*self._key(problem), *values),
+            )
+
+    def finished(self, case: Case, share: float) -> dict[str, Any] | None:
+        """What was found for a case that had all the time it could use, or at least `share` seconds of it."""
+        if self.path is None:
+            return None
+        with self._open() as base:
+            row = base.execute(_FOUND, self._key(_told(case))).fetchone()
+        found: dict[str, Any] | None = json.loads(row[1]) if row else None
+        return found if found and (found["finished"] or row[0] >= share) else None
+
+    def finish(self, case: Case, share: float, found: dict[str, Any]) -> None:
+        """Write down what was found for a case in its share of seconds."""
+        if self.path is None:
+            return
+        with self._open() as base:
+            base.execute(
+                "INSERT OR REPLACE INTO tuned_cases VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (*self._key(_told(case)), share, json.dumps(found)),
+            )
+
+    def _key(self, what: str) -> tuple[str, int, int, str, str]:
+        return what, self.threads, int(self.cold), self.machine, self.generator
+
+    @contextmanager
+    def _open(self) -> Iterator[Connection]:
+        """The file, in a transaction.
+
+        Raises:
+            DatabaseError: it is no such database, or cannot be written.
+        """
+        assert self.path is not None  # noqa: S101 - asked before
+        with opened(self.path, write=True) as base:
+            for table in _TABLES:
+                base.execute(table)
+            yield base
+
+
+def _told(case: Case) -> str:
+    return json.dumps(asdict(case), sort_keys=True)

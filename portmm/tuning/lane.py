@@ -1,0 +1,136 @@
+"""The parent's end of the process that candidates run in.
+
+Owns `Lane`: it asks with a limit of time, starts the worker anew when a candidate
+took it down, and turns whatever happens into an answer. Imports `comparison.process`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from portmm.comparison.peers import Contender
+from portmm.comparison.process import Worker, WorkerError
+from portmm.errors import PortmmError
+from portmm.problem import Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portmm.comparison.environment import Setup
+    from portmm.comparison.suite import Case
+
+OPENER = "portmm.tuning.bench:open_bench"
+OPENING = 120.0
+COMPILING = 60.0
+"""Seconds for all of some kernels to be compiled."""
+TIMES = 50
+"""Of the usual schedule's seconds that a candidate is waited for: it computes several times, and some are far worse."""
+
+
+class LostError(Exception):
+    """A candidate took the worker down: `state` is "crashed" or "timeout", the message says how."""
+
+    def __init__(self, state: str, reason: str) -> None:
+        super().__init__(reason)
+        self.state = state
+
+
+@dataclass(slots=True)
+class Lane:
+    """A worker, there again whenever it is needed; whoever makes one calls `close`.
+
+    Attributes:
+        setup: threads and target.
+        seed: of the operands.
+        patience: seconds for a candidate to compute what takes the usual schedule no time.
+        opener: "module:function" that opens its bench.
+        case: what is laid out.
+    """
+
+    setup: Setup
+    seed: int = 0
+    patience: float = 10.0
+    opener: str = OPENER
+    case: Case | None = None
+    _worker: Worker | None = None
+    _posed: bool = False
+
+    def pose(self, case: Case) -> Problem | str:
+        """Lay out a case; the problem that is posed, or why there is none."""
+        self.case, self._posed = case, False
+        try:
+            answer = self._pose()
+        except LostError as lost:
+            return str(lost)
+        if answer["state"] != "ok":
+            return str(answer["reason"])
+        self._posed = True
+        return Problem(**answer["problem"])
+
+    def build(self, schedules: Sequence[str]) -> list[str]:
+        """Compile some schedules at once; for each "" or why it cannot be."""
+        if not schedules:
+            return []
+        try:
+            return list(self._ask({"do": "build", "schedules": list(schedules)}, COMPILING)["reasons"])
+        except LostError as lost:
+            if len(schedules) == 1:
+                return [str(lost)]
+        return [reason for one in schedules for reason in self.build([one])]
+
+    def check(self, schedule: str, workers: int, usual: float) -> tuple[str, str]:
+        """Compute once: "ok", or what happened and why; `usual` is about how long it takes, in seconds."""
+        try:
+            answer = self._ask({"do": "check", "schedule": schedule, "workers": workers}, self._limit(usual))
+        except LostError as lost:
+            return lost.state, str(lost)
+        return answer["state"], answer.get("reason", "")
+
+    def time(self, schedule: str, workers: int, seconds: float, usual: float, *, cold: bool) -> float:
+        """Seconds of a call, measured in about `seconds`.
+
+        Raises:
+            LostError: the worker is gone.
+        """
+        request = {"do": "time", "schedule": schedule, "workers": workers, "seconds": seconds, "cold": cold}
+        return float(self._ask(request, self._limit(usual) + seconds)["seconds"])
+
+    def _limit(self, usual: float) -> float:
+        return self.patience + TIMES * usual
+
+    def _ask(self, request: dict[str, Any], limit: float) -> dict[str, Any]:
+        if self._worker is None or not self._posed:
+            self._posed = self._pose()["state"] == "ok"
+        return self._send(request, limit)
+
+    def _pose(self) -> dict[str, Any]:
+        assert self.case  # noqa: S101 - whoever asks has posed one
+        self._start()
+        return self._send({"do": "pose", "case": asdict(self.case), "seed": self.seed}, OPENING)
+
+    def _send(self, request: dict[str, Any], limit: float) -> dict[str, Any]:
+        assert self._worker  # noqa: S101 - it is started
+        try:
+            return self._worker.ask(request | {"limit": limit}, limit)
+        except WorkerError as error:
+            self.close()
+            raise LostError(error.state, str(error)) from None
+
+    def _start(self) -> None:
+        if self._worker is not None:
+            return
+        self._worker = Worker(Contender("portmm", self.opener), self.setup, "portmm.tuning.worker")
+        try:
+            hello = self._worker.hear(OPENING)
+        except WorkerError as error:
+            hello = {"state": error.state, "reason": str(error)}
+        if hello["state"] != "ok":
+            self.close()
+            raise PortmmError(f"nothing can be tuned: {hello['reason']}")
+
+    def close(self) -> None:
+        """End the worker."""
+        worker, self._worker, self._posed = self._worker, None, False
+        if worker:
+            worker.close()

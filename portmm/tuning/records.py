@@ -1,0 +1,238 @@
+"""What tuning found.
+
+Owns `Trial`, `TunedCase` and `Tuning`, their JSON, their rows for data frames and their table
+for notebooks. Imports nothing of portmm but `comparison.suite`'s record.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portmm.comparison.suite import Case
+
+OK, WRONG, CRASHED, TIMEOUT, UNBUILDABLE = STATES = ("ok", "wrong", "crashed", "timeout", "unbuildable")
+"""What became of a candidate."""
+SCHEMA = 1
+FEWEST = 3
+"""Trials from which an order says something."""
+MOST_FAILED = 10
+"""Candidates whose failure the summary tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One candidate and what became of it.
+
+    Attributes:
+        schedule: as `schedule.spell` writes it.
+        workers: threads that share the work.
+        state: one of `STATES`.
+        predicted: seconds of a call, by the cost model.
+        seconds: of a call: those of the analytical choice, times the ratio measured in turns with it; 0 if it failed.
+        reason: why it failed.
+    """
+
+    schedule: str
+    workers: int
+    state: str
+    predicted: float
+    seconds: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TunedCase:
+    """What was found for one case.
+
+    Attributes:
+        case: what was called.
+        problem: what that call computes, as text; empty if nothing can be tuned.
+        analytical: the cost model's choice.
+        analytical_workers: threads that share it.
+        tuned: the fastest schedule; the analytical one unless another is surely faster.
+        tuned_workers: threads that share it.
+        analytical_seconds: of a call by the first, measured.
+        seconds: of a call by the second, measured in turns with the first.
+        predicted: of a call by the first, in seconds.
+        trials: what was tried, in that order; the first is the analytical choice.
+        finished: no time was lacking, and nobody interrupted it.
+        reason: why nothing was tuned.
+    """
+
+    case: Case
+    problem: str = ""
+    analytical: str = ""
+    analytical_workers: int = 1
+    tuned: str = ""
+    tuned_workers: int = 1
+    analytical_seconds: float = 0.0
+    seconds: float = 0.0
+    predicted: float = 0.0
+    trials: tuple[Trial, ...] = ()
+    finished: bool = False
+    reason: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """Rate of the tuned schedule over that of the analytical one, at least 1; 0 where nothing was tuned."""
+        return self.analytical_seconds / self.seconds if self.seconds else 0.0
+
+    @property
+    def measured(self) -> tuple[Trial, ...]:
+        """The trials that computed the right result."""
+        return tuple(x for x in self.trials if x.state == OK)
+
+    @property
+    def failed(self) -> tuple[Trial, ...]:
+        """The trials that did not."""
+        return tuple(x for x in self.trials if x.state != OK)
+
+    @property
+    def rank_correlation(self) -> float | None:
+        """Spearman's, of predicted and measured seconds over the trials; None where they are too few."""
+        return spearman([x.predicted for x in self.measured], [x.seconds for x in self.measured])
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What was found for some cases.
+
+    Attributes:
+        machine: name of the target.
+        chip: what the processor calls itself.
+        threads: the most threads of a call.
+        cold: caches were emptied before each call.
+        cases: what was found, by case.
+        spent: seconds that it took.
+        date: of the day, ISO.
+        database: the file that it was written to; empty if to none.
+        interrupted: Ctrl-C ended it; cases that were not reached are left out.
+        notes: what a reader should know.
+    """
+
+    machine: str
+    chip: str
+    threads: int
+    cold: bool
+    cases: tuple[TunedCase, ...]
+    spent: float
+    date: str
+    database: str = ""
+    interrupted: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def tuned(self) -> tuple[TunedCase, ...]:
+        """The cases that were measured."""
+        return tuple(x for x in self.cases if x.seconds)
+
+    @property
+    def geomean(self) -> float | None:
+        """Geometric mean of the rate of the analytical choice over that of the tuned schedule: 1 if none is faster."""
+        logs = [math.log(x.ratio) for x in self.tuned]
+        return math.exp(-sum(logs) / len(logs)) if logs else None
+
+    @property
+    def rank_correlation(self) -> float | None:
+        """Mean over the cases of the rank correlation of predicted and measured seconds."""
+        found = [x.rank_correlation for x in self.tuned]
+        known = [x for x in found if x is not None]
+        return sum(known) / len(known) if known else None
+
+    @property
+    def choices_correlation(self) -> float | None:
+        """Rank correlation of predicted and measured seconds of the analytical choices of all cases."""
+        return spearman([x.predicted for x in self.tuned], [x.analytical_seconds for x in self.tuned])
+
+    def records(self) -> list[dict[str, Any]]:
+        """A flat dict for each trial, for a data frame."""
+        return [
+            {
+                "case": x.case.name,
+                "shape": x.case.shape,
+                "threads": self.threads,
+                "cold": self.cold,
+                **asdict(trial),
+                "analytical": (trial.schedule, trial.workers) == (x.analytical, x.analytical_workers),
+                "tuned": (trial.schedule, trial.workers) == (x.tuned, x.tuned_workers),
+            }
+            for x in self.cases
+            for trial in x.trials
+        ]
+
+    def to_json(self) -> str:
+        """All of it."""
+        data = {"schema": SCHEMA, **asdict(self)}
+        data |= {"geomean": self.geomean, "rank_correlation": self.rank_correlation}
+        data["choices_correlation"] = self.choices_correlation
+        for row, found in zip(data["cases"], self.cases, strict=True):
+            row |= {"ratio": found.ratio, "rank_correlation": found.rank_correlation}
+        return json.dumps(data, indent=1) + "\n"
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks."""
+        head = "".join(f"<th>{x}</th>" for x in COLUMNS)
+        rows = "".join(f"<tr>{''.join(f'<td>{html.escape(y)}</td>' for y in cells(x))}</tr>" for x in self.cases)
+        lines = "".join(f"<p>{html.escape(x)}</p>" for x in summary(self))
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{lines}"
+
+
+COLUMNS = ("case", "shape", "analytical us", "tuned us", "times", "trials", "failed", "rank corr.", "tuned schedule")
+
+
+def cells(x: TunedCase) -> tuple[str, ...]:
+    """A case as a row of the table."""
+    if not x.seconds:
+        return (x.case.name, x.case.shape, *[""] * 6, x.reason)
+    order = x.rank_correlation
+    found = "analytical" if (x.tuned, x.tuned_workers) == (x.analytical, x.analytical_workers) else x.tuned
+    return (
+        *(x.case.name, x.case.shape, f"{x.analytical_seconds * 1e6:.1f}", f"{x.seconds * 1e6:.1f}", f"{x.ratio:.2f}"),
+        *(str(len(x.trials)), str(len(x.failed)), "" if order is None else f"{order:.2f}"),
+        found if found == "analytical" or x.tuned_workers == 1 else f"{found} [{x.tuned_workers}]",
+    )
+
+
+def summary(found: Tuning) -> list[str]:
+    """What a table of cases adds up to, a line each."""
+    lines = []
+    if found.geomean is not None:
+        lowest = max(found.tuned, key=lambda x: x.ratio)
+        lines.append(
+            f"The analytical choice reaches {found.geomean:.1%} of the tuned schedules' rate (geometric mean of "
+            f"{len(found.tuned)}; lowest {1 / lowest.ratio:.1%}, {lowest.case.name})."
+        )
+    inside, across = found.rank_correlation, found.choices_correlation
+    if inside is not None:
+        over = "" if across is None else f", over the cases' analytical choices {across:.2f}"
+        lines.append(f"Rank correlation of predicted and measured time: {inside:.2f} within cases{over}.")
+    failed = [(x.case.name, y) for x in found.cases for y in x.failed]
+    lines += [f"{name}: {y.state}: {y.schedule}: {y.reason}" for name, y in failed[:MOST_FAILED]]
+    if len(failed) > MOST_FAILED:
+        lines.append(f"{len(failed) - MOST_FAILED} more candidates failed; the JSON names them.")
+    return [*lines, *found.notes]
+
+
+def spearman(one: Sequence[float], other: Sequence[float]) -> float | None:
+    """Spearman's rank correlation; None for fewer than three pairs, or where all of one are equal."""
+    if len(one) < FEWEST:
+        return None
+    ranks = [_ranks(np.asarray(x, float)) for x in (one, other)]
+    if not all(x.std() for x in ranks):
+        return None
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def _ranks(values: Any) -> Any:
+    """Places in order, equals sharing the mean of theirs."""
+    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[which]

@@ -1,0 +1,61 @@
+"""What tuning shows on a terminal.
+
+Owns the bar and the table. Imports `tuning.records`; rich.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from portmm.tuning.records import COLUMNS, cells, summary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rich.console import Console, RenderableType
+
+    from portmm.tuning.records import Tuning
+
+LEFT = 2
+"""Columns whose text begins at the left: names and shapes; so does the last."""
+
+
+@contextmanager
+def bar(console: Console, budget: float) -> Iterator[Callable[[float, str], None]]:
+    """A bar of the budget, fed with the seconds that are left and what happens now."""
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = (
+        TextColumn("tuning"),
+        BarColumn(),
+        TextColumn("{task.fields[left]} left"),
+        TextColumn("{task.fields[now]}"),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=budget, left=_clock(budget), now="")
+        yield lambda left, now: progress.update(task, completed=budget - left, left=_clock(left), now=now)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02}"
+
+
+def view(found: Tuning) -> RenderableType:
+    """The table of a tuning and what it adds up to."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    caches = ", cold caches" if found.cold else ""
+    title = f"{found.chip}, {found.threads} thread{'s' * (found.threads != 1)}{caches}"
+    table = Table(title=Text(title), title_justify="left")
+    for i, name in enumerate(COLUMNS):
+        side = "left" if i < LEFT or i == len(COLUMNS) - 1 else "right"
+        table.add_column(name, justify=side, overflow="fold")
+    for x in found.cases:
+        table.add_row(*map(Text, cells(x)))
+    ended = [f"Interrupted after {found.spent:.0f} s; the same command goes on from here."] if found.interrupted else []
+    kept = [f"Kept in {found.database}: later calls use it."] if found.database and found.tuned else []
+    return Group(table, *map(Text, [*summary(found), *ended, *kept]))

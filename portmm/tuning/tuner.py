@@ -1,0 +1,285 @@
+"""Sharing time among cases.
+
+Owns `tune`. Imports the rest of `tuning`, `comparison`'s cases, `settings` and `tuned`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from portmm import settings
+from portmm.cache import tuned_database
+from portmm.comparison.environment import Setup
+from portmm.comparison.limit import chip
+from portmm.comparison.suite import Case, cases
+from portmm.errors import ScheduleError
+from portmm.problem import Problem
+from portmm.run import recall
+from portmm.schedule import parse
+from portmm.tuned import Tuned, architecture, record, told
+from portmm.tuning.journal import Journal
+from portmm.tuning.lane import OPENER, Lane
+from portmm.tuning.model import ranked
+from portmm.tuning.proposals import MISSING, installed, proposals
+from portmm.tuning.records import OK, TunedCase, Tuning
+from portmm.tuning.search import Race, Rules, search, short_list
+from portmm.version import VERSION
+
+if TYPE_CHECKING:
+    from portmm.target import Target
+    from portmm.tuning.records import Trial
+
+Progress = Callable[[float, str], None]
+"""Called with the seconds that are left and what happens now."""
+
+SEARCHES = ("auto", "candidates")
+PASSES = 3
+"""Times that what is left of the budget goes round the cases that could use it."""
+WORTHWHILE = 1.0
+"""Seconds for each case without which no further pass is made."""
+TURN, COLD_TURN = 0.01, 0.1
+
+
+@dataclass(slots=True)
+class _Run:
+    """One call of `tune`."""
+
+    lane: Lane
+    journal: Journal
+    target: Target
+    rules: Rules
+    search: str
+    tell: Callable[[str], None]
+    path: Path | None
+    found: dict[str, TunedCase] = field(default_factory=dict)
+
+
+def tune(
+    suite: str | Sequence[Case | Sequence[int]] = "quick",
+    *,
+    threads: int | None = None,
+    budget_s: float = 120.0,
+    cold: bool = False,
+    database: str | os.PathLike[str] | None = None,
+    search: str = "auto",
+    seed: int = 0,
+    device: str | None = None,
+    turn_s: float | None = None,
+    patience_s: float = 10.0,
+    opener: str = OPENER,
+    progress: Progress | None = None,
+) -> Tuning:
+    """Measure which schedules are fastest, each in a child process, and remember them for later calls.
+
+    Ctrl-C ends it, and what was found until then is returned; the same call goes on from there.
+
+    Args:
+        suite: name of a suite, group or case as `compare` has them, several joined with commas; or cases; or shapes:
+            (m, n, k) or (batch, m, n, k) of float32.
+        threads: the most threads of a call; None for what calls use now.
+        budget_s: seconds for the whole.
+        cold: empty the caches before each call.
+        database: the file that schedules are remembered in; None for the usual one, which
+            PORTMM_TUNED names.
+        search: "auto": the model's short list, then a search beyond it by Optuna; or "candidates": every candidate
+            of the model and nothing else.
+        seed: of the inputs and of the search.
+        device: only None: devices are not tuned yet.
+        turn_s: seconds of one measurement; None for 0.01, or 0.1 with cold caches.
+        patience_s: seconds before a candidate that hangs is ended, beside 50 times what is usual.
+        opener: "module:function" that opens what computes, in the child process.
+        progress: called with the seconds that are left and what happens now.
+
+    Returns:
+        What was found, with every trial.
+
+    Raises:
+        ValueError: a suite is unknown, or an argument makes no sense.
+        DatabaseError: the file cannot be used.
+        PortmmError: the child process cannot start.
+    """
+    if device:
+        raise ValueError(f"device is {device!r}: only kernels for the processor are tuned; leave it out")
+    if search not in SEARCHES:
+        raise ValueError(f"search is {search!r}; use {' or '.join(SEARCHES)}")
+    if not budget_s > 0:
+        raise ValueError(f"budget_s is {budget_s}; give seconds above 0")
+    chosen = cases(suite) if isinstance(suite, str) else tuple(map(_case, suite))
+    start = time.monotonic()
+    target = settings.target()
+    threads = settings.get_num_threads() if threads is None else threads or max(1, target.cores)
+    path = tuned_database() if database is None else Path(database)
+    setup = Setup(threads, target=settings.current().target or os.environ.get("PORTMM_TARGET", ""))
+    rules = Rules(cold, turn_s or (COLD_TURN if cold else TURN), max(1, host_cores()), start + budget_s)
+    run = _Run(
+        Lane(setup, seed, patience_s, opener),
+        Journal(path, threads, cold, target.name, generator()),
+        target,
+        rules,
+        search,
+        lambda text: (progress or _silent)(max(0.0, rules.deadline - time.monotonic()), text),
+        path,
+    )
+    interrupted = False
+    try:
+        _passes(run, chosen, budget_s)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        run.lane.close()
+    found = tuple(run.found[x.name] for x in chosen if x.name in run.found)
+    return Tuning(
+        machine=target.name,
+        chip=chip(),
+        threads=threads,
+        cold=cold,
+        cases=found,
+        spent=time.monotonic() - start,
+        date=datetime.now(UTC).date().isoformat(),
+        database=str(path or ""),
+        interrupted=interrupted,
+        notes=_notes(run, chosen),
+    )
+
+
+def _silent(_left: float, _text: str) -> None:
+    pass
+
+
+def host_cores() -> int:
+    """Cores that compilers may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def generator() -> str:
+    """A word that changes with whatever decides which code a schedule becomes."""
+    return hashlib.sha256("\n".join((VERSION, *recall.generator())).encode()).hexdigest()[:16]
+
+
+def _case(x: Case | Sequence[int]) -> Case:
+    """A case, or one for a shape."""
+    if isinstance(x, Case):
+        return x
+    sizes = tuple(x)
+    if len(sizes) not in (3, 4) or not all(isinstance(n, int) and n > 0 for n in sizes):
+        raise ValueError(f"{x!r} is no shape; give (m, n, k) or (batch, m, n, k), or a Case")
+    batch = sizes[0] if len(sizes) == 4 else 1
+    return Case("x".join(map(str, sizes)), "shapes", *sizes[-3:], batch=batch)
+
+
+def _passes(run: _Run, chosen: Sequence[Case], budget: float) -> None:
+    """Give every case its share, then what is left to those that could use more."""
+    usual = budget / max(1, len(chosen))
+    for x in chosen:
+        stored = run.journal.finished(x, usual)
+        if stored is not None:
+            run.found[x.name] = TunedCase(case=x, trials=tuple(run.journal.trials(stored["problem"])), **stored)
+    fresh = [x for x in chosen if x.name not in run.found]
+    for i in range(PASSES):
+        open_ = [x for x in fresh if x.name not in run.found or not run.found[x.name].finished]
+        left = run.rules.deadline - time.monotonic()
+        if not open_ or (i and left < WORTHWHILE * len(open_)):
+            return
+        for j, case in enumerate(open_):
+            if run.rules.over:
+                return
+            share = (run.rules.deadline - time.monotonic()) / (len(open_) - j)
+            _tune(run, case, share, usual)
+
+
+def _tune(run: _Run, case: Case, share: float, usual: float) -> None:
+    """Search one case in about `share` seconds."""
+    run.tell(case.name)
+    deadline = min(run.rules.deadline, time.monotonic() + share)
+    p = run.lane.pose(case)
+    try:
+        order = ranked(p, run.target, run.journal.threads) if isinstance(p, Problem) else []
+    except ScheduleError as error:
+        p = str(error)
+    if not isinstance(p, Problem):
+        run.found[case.name] = TunedCase(case, finished=True, reason=p)
+        return
+    beyond = run.search == "auto" and installed()
+    race = Race(run.lane, p, replace(run.rules, deadline=deadline), run.journal)
+    more = proposals(p, run.target, order, run.lane.seed) if beyond else None
+    listed = short_list(order, everything=not beyond)
+
+    def tell(trial: Trial) -> None:
+        last = "" if trial.state == OK else f", the last {trial.state}"
+        run.tell(f"{case.name}: {len(race.trials)} tried, at best {race.best * 1e6:.1f} us{last}")
+
+    try:
+        finished = search(race, order, listed, tell, more)
+    except KeyboardInterrupt:
+        run.found.setdefault(case.name, _found(case, race, finished=False))
+        raise
+    found = run.found[case.name] = _found(case, race, finished=finished)
+    run.journal.finish(case, usual, _row(found))
+    _record(run, p, found)
+
+
+def _found(case: Case, race: Race, *, finished: bool) -> TunedCase:
+    """What a race has come to."""
+    trials = tuple(race.trials.values())
+    base, chosen = race.base, race.chosen
+    if base is None or chosen is None:
+        why = trials[-1].reason if trials else "interrupted"
+        return TunedCase(case, told(race.problem), trials=trials, finished=finished, reason=f"nothing worked: {why}")
+    return TunedCase(
+        case,
+        told(race.problem),
+        *base.candidate.key,
+        *chosen.candidate.key,
+        base.seconds,
+        chosen.seconds,
+        base.candidate.predicted,
+        trials,
+        finished,
+    )
+
+
+def _row(found: TunedCase) -> dict[str, Any]:
+    """What the journal keeps of a case beside its trials."""
+    return {name: value for name, value in asdict(found).items() if name not in ("case", "trials")}
+
+
+def _record(run: _Run, p: Problem, found: TunedCase) -> None:
+    """Have later calls use what was found: the analytical choice, too, in place of what an older search found."""
+    if run.path is None or not found.seconds:
+        return
+    one = Tuned(
+        p,
+        run.journal.threads,
+        parse(found.tuned),
+        found.tuned_workers,
+        found.seconds,
+        found.analytical_seconds,
+        run.target.name,
+        architecture(run.target),
+        run.target.vendor,
+        run.rules.cold,
+        datetime.now(UTC).date().isoformat(),
+        VERSION,
+        chip(),
+    )
+    record(run.path, [one])
+
+
+def _notes(run: _Run, chosen: Sequence[Case]) -> tuple[str, ...]:
+    """What a reader should know."""
+    notes = []
+    if run.search == "auto" and not installed():
+        notes.append(MISSING)
+    late = [x.name for x in chosen if x.name not in run.found]
+    if late:
+        notes.append(f"no time was left for: {', '.join(late)}; the same command goes on with them")
+    if run.path is None:
+        notes.append("nothing is remembered: PORTMM_TUNED is off")
+    return tuple(notes)

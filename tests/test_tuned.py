@@ -1,0 +1,294 @@
+"""The database of tuned schedules: kept, merged, found, and never trusted further than it is sound."""
+
+import json
+import multiprocessing
+import sqlite3
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import portmm as pm
+from portmm import dispatch, tuned
+from portmm.candidates import candidates
+from portmm.cli import app
+from portmm.errors import DatabaseError
+from portmm.problem import Problem
+from portmm.schedule import Tile
+from portmm.space import KNOBS, skeleton, space, unsound
+from portmm.target import load_target
+from portmm.tuned import Tuned
+
+HERE = load_target("sapphire_rapids")
+LARGE = Problem(1000, 1000, 1000)
+
+
+@pytest.fixture
+def base(tmp_path, monkeypatch):
+    path = tmp_path / "tuned.sqlite"
+    monkeypatch.setenv("PORTMM_TUNED", str(path))
+    dispatch._warned.clear()
+    return path
+
+
+def finding(p=LARGE, target=HERE, threads=1, which=3, **more):
+    """A finding whose schedule is not the model's choice."""
+    choice = dispatch.choose(p, target, threads, tuned=False)
+    facts = {"chip": target.name, "architecture": tuned.architecture(target), "vendor": target.vendor}
+    s = choice.runners_up[which][0]
+    return Tuned(**({"problem": p, "threads": threads, "schedule": s, "workers": 1, "seconds": 1.0} | facts
+                    | {"analytical": 1.5, "date": "2026-01-01"} | more))  # fmt: skip
+
+
+# -- what is kept
+
+
+def test_kept_and_found(base):
+    x = finding()
+    assert tuned.record(base, [x]) == 1
+    assert tuned.rows(base) == [x]
+    assert x in tuned.find(LARGE, HERE, 1)
+    assert not tuned.find(replace(LARGE, m=999), HERE, 1)
+    assert not tuned.find(LARGE, HERE, 2)
+
+
+def test_later_findings_replace_earlier_ones(base):
+    tuned.record(base, [finding()])
+    tuned.record(base, [finding(which=5)])
+    assert [x.schedule for x in tuned.rows(base)] == [finding(which=5).schedule]
+
+
+@pytest.mark.parametrize("p", [
+    LARGE,
+    Problem(64, 64, 64, "u8-s8-s32", batch=7, c="col"),
+    Problem(16, 4096, 4096, "f32-s8-f32", b="packed", family="s8x32", post="scale"),
+    Problem(8, 8, 8, static=True, deterministic=True),
+])  # fmt: skip
+def test_toml_says_everything(p):
+    x = replace(finding(), problem=p, seconds=1.25e-3, analytical=2.5e-3, cold=True, title='a "chip"', version="1")
+    assert tuned.from_toml(tuned.to_toml([x, finding()])) == [x, finding()]
+
+
+def test_merge_takes_what_is_better(base, tmp_path):
+    other, third = tmp_path / "other.sqlite", tmp_path / "third.toml"
+    mine, better = finding(), finding(which=5, seconds=0.5)
+    new = finding(replace(LARGE, m=77))
+    tuned.record(base, [mine])
+    tuned.record(other, [better])
+    third.write_text(tuned.to_toml([new, finding(which=6, seconds=1.4)]))
+    assert tuned.merge(base, [other, third]) == 2
+    assert {x.problem.m: x.schedule for x in tuned.rows(base)} == {1000: better.schedule, 77: new.schedule}
+    assert tuned.merge(base, [other, third]) == 0
+
+
+def _write(path, start):
+    for m in range(start, start + 25):
+        tuned.record(path, [finding(replace(LARGE, m=m))])
+
+
+def test_two_writers(base):
+    # Not forked: a copy of this process may hold locks of its threads.
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=_write, args=(base, m)) for m in (500, 600)]
+    for x in writers:
+        x.start()
+    for x in writers:
+        x.join(60)
+        assert x.exitcode == 0
+    assert len(tuned.rows(base)) == 50
+
+
+@pytest.mark.parametrize("damage", ["text", "cut", "version", "row", "schedule", "folder"])
+def test_damage_is_told_once_and_harms_nothing(base, damage):
+    tuned.record(base, [finding()])
+    if damage == "text":
+        base.write_text("no database at all, but long enough to be taken for one" * 9)
+    elif damage == "cut":
+        base.write_bytes(base.read_bytes()[:5000])
+    elif damage == "folder":
+        base.unlink()
+        base.mkdir()
+    else:
+        with sqlite3.connect(base) as raw:
+            raw.execute({
+                "version": "PRAGMA user_version = 99",
+                "row": "UPDATE findings SET schedule = 'nonsense'",
+                "schedule": "UPDATE findings SET workers = 'many'",
+            }[damage])  # fmt: skip
+        raw.close()
+    with pytest.warns(RuntimeWarning):
+        choice = dispatch.choose(LARGE, HERE, 1)
+    assert choice.origin == "analytical"
+    assert dispatch.choose(LARGE, HERE, 1).origin == "analytical"
+    if damage in ("text", "cut", "version", "folder"):
+        with pytest.raises(DatabaseError, match="PORTMM_TUNED"):
+            tuned.record(base, [finding()])
+
+
+# -- who may use it
+
+
+def test_chip_before_architecture_before_vendor(base):
+    other = {"chip": "granite_rapids"}
+    vendors = {"chip": "skylake_sp", "architecture": "x86_64/avx512"}
+    rows = [finding(which=i, **x) for i, x in enumerate((vendors, other, {}), 1)]
+    tuned.record(base, rows)
+    assert [x for x in tuned.find(LARGE, HERE, 1) if x in rows] == rows[::-1]
+    assert not {x.chip for x in tuned.find(LARGE, load_target("zen4"), 1)} & {x.chip for x in rows}
+
+
+def test_choice_says_where_it_comes_from(base):
+    x = finding(title="Xeon of tests")
+    tuned.record(base, [x])
+    choice = dispatch.choose(LARGE, HERE, 1)
+    analytical = dispatch.choose(LARGE, HERE, 1, tuned=False)
+    assert (choice.schedule, choice.workers, choice.origin) == (x.schedule, 1, "tuned on Xeon of tests")
+    assert choice.runners_up[0] == (analytical.schedule, analytical.cost)
+    assert x.schedule not in [s for s, _ in choice.runners_up]
+    assert analytical.origin == "analytical"
+
+
+def test_neighbours_are_believed_only_where_the_model_agrees(base):
+    slow = max(range(len(dispatch.choose(LARGE, HERE).runners_up)), key=int)
+    tuned.record(base, [finding(chip="granite_rapids", which=slow)])
+    assert dispatch.choose(LARGE, HERE, 1).origin == "analytical"
+    tuned.record(base, [finding(which=slow)])
+    assert dispatch.choose(LARGE, HERE, 1).origin.startswith("tuned")
+
+
+def test_off(base, monkeypatch):
+    tuned.record(base, [finding()])
+    monkeypatch.setenv("PORTMM_TUNED", "off")
+    assert dispatch.choose(LARGE, HERE, 1).origin == "analytical"
+
+
+def test_a_limited_chip_is_another(base):
+    tuned.record(base, [finding()])
+    assert dispatch.choose(LARGE, HERE.limited_to("avx2"), 1).origin == "analytical"
+
+
+def test_unsound_findings_are_told_and_not_used(base):
+    s = finding().schedule
+    tiles = (*s.tiles[:2], replace(s.tiles[2], m=s.mc + 1), replace(s.tiles[3], m=s.mc + 1))
+    tuned.record(base, [replace(finding(), schedule=replace(s, tiles=tiles))])
+    with pytest.warns(RuntimeWarning, match="whole tiles"):
+        assert dispatch.choose(LARGE, HERE, 1).origin == "analytical"
+
+
+# -- what is sound
+
+
+SAMPLES = [
+    LARGE,
+    Problem(37, 1000, 513, c="col"),
+    Problem(300, 300, 300, "bf16"),
+    Problem(300, 300, 300, "bf16", deterministic=True),
+    Problem(3, 512, 700, a="col"),
+    Problem(64, 64, 3000, "s8-s8-s32"),
+    Problem(300, 256, 128, "f16-f16-f32", b="col"),
+]
+
+
+@pytest.mark.parametrize("chip", ["sapphire_rapids", "zen4", "haswell", "neoverse_v1"])
+@pytest.mark.parametrize("p", SAMPLES, ids=str)
+def test_spaces_hold_what_is_sound(p, chip):
+    target = load_target(chip)
+    listed = candidates(p, target)
+    found = space(p, target, listed)
+    rng = np.random.default_rng(0)
+    assert all(not unsound(s, p, target, listed) for s in listed)
+    made = {found.schedule({k: rng.choice(v) for k, v in found.knobs.items()}) for _ in range(200)} - {None}
+    assert {skeleton(s) for s in made} <= {skeleton(s) for s in listed}
+    assert len(made - set(listed)) > 20 or not any(x.mc and x.nc for x in listed)
+
+
+BREAKS = {
+    "rows": lambda s: replace(s, tiles=(replace(s.tiles[0], m=s.mr + 50), *s.tiles[1:])),
+    "heights": lambda s: replace(s, heights=s.heights[1:]),
+    "isa": lambda s: replace(s, isa="amx_int8"),
+    "program": lambda s: replace(s, program="dot"),
+    "packing": lambda s: replace(s, pack_b=False, pack_a=False, b="any"),
+    "huge": lambda s: replace(s, tiles=(*s.tiles[:3], replace(s.tiles[3], n=s.nr << 40))),
+    "negative": lambda s: replace(s, tiles=(*s.tiles[:3], replace(s.tiles[3], n=-s.nr))),
+    "ragged": lambda s: replace(s, tiles=(*s.tiles[:2], replace(s.tiles[2], n=s.nr + 1), s.tiles[3])),
+    "depths": lambda s: replace(s, tiles=(*s.tiles[:3], replace(s.tiles[3], k=s.kc + 8))),
+    "too much": lambda s: replace(s, tiles=(*s.tiles[:2], *(Tile(t.level, s.mr << 12, t.n, t.k) for t in s.tiles[2:]))),
+    "prefetch": lambda s: replace(s, prefetch=1 << 20),
+    "fused": lambda s: replace(s, fused="relu"),
+    "panels": lambda s: replace(s, panels=9),
+}
+
+
+@pytest.mark.parametrize("how", BREAKS)
+def test_unsound(how):
+    s = next(x for x in candidates(LARGE, HERE) if x.mc and x.nc and x.pack_b)
+    assert unsound(BREAKS[how](s), LARGE, HERE, candidates(LARGE, HERE))
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16-bf16-f32", "s8-s8-s32"])
+def test_what_is_sound_is_right(base, dtype):
+    """Products by schedules that no candidate is."""
+    target = pm.explain((5, 5), (5, 5), dtype=dtype).target
+    rng = np.random.default_rng(3)
+    size = (61, 133, 517)
+    p = Problem(*size, dtype)
+    found = space(p, target, candidates(p, target))
+    a, b = (rng.integers(-8, 8, shape) for shape in ((size[0], size[2]), (size[2], size[1])))
+    exact = a @ b
+    word = {"f32": np.float32, "s8-s8-s32": np.int8}.get(dtype)
+    if word is None:
+        word = pytest.importorskip("ml_dtypes").bfloat16
+    facts = {"chip": target.name, "architecture": tuned.architecture(target), "vendor": target.vendor}
+    tried = 0
+    while tried < 6:
+        s = found.schedule({k: rng.choice(v) for k, v in found.knobs.items()})
+        if s is None or s in found.listed:
+            continue
+        tried += 1
+        tuned.record(base, [Tuned(p, 1, s, 1, 1.0, 1.0, **facts)])
+        dispatch.forget()
+        choice = dispatch.choose(p, target, 1)
+        assert choice.schedule == s
+        from portmm.run.host import runtime
+
+        left, right = a.astype(word), b.astype(word)
+        out = np.full(exact.shape, 77, np.int32 if dtype.startswith("s8") else np.float32)
+        numbers = [*size[:2], size[2], 1]
+        for x in (left, right, out):
+            numbers += [x.ctypes.data, *(n // x.itemsize for n in x.strides), 0]
+        runtime().execute(dispatch.route_for(p, target, 1), *numbers)
+        assert (out == exact).all(), s
+
+
+def test_knobs_are_usual_first():
+    """A search that turns nothing finds what a candidate is like."""
+    p = LARGE
+    found = space(p, HERE, candidates(p, HERE))
+    assert found.schedule({"base": 0}) is not None
+    assert set(found.knobs) == {"base", *KNOBS}
+
+
+# -- the command line
+
+
+def test_command(base, tmp_path):
+    run = lambda *words: CliRunner().invoke(app, ["tuned", *map(str, words)])  # noqa: E731
+    assert run("--where").output.strip() == str(base)
+    assert "0 findings" in run().output
+    other, text = tmp_path / "other.sqlite", tmp_path / "out.toml"
+    tuned.record(other, [finding()])
+    assert "1 findings taken over" in run("--merge", other).output
+    assert json.loads(run("--json").output)[0]["chip"] == "sapphire_rapids"
+    assert "1.50" in run().output
+    assert run("--export", text).exit_code == 0
+    assert tuned.from_toml(text.read_text()) == [finding()]
+
+
+def test_explain_says_tuned(base):
+    here = pm.explain((333, 444), (444, 555)).target
+    p = Problem(333, 555, 444)
+    tuned.record(base, [finding(p, here, pm.get_num_threads(), title="this chip")])
+    found = pm.explain((333, 444), (444, 555))
+    assert found.origin == "tuned on this chip"
+    assert "tuned on this chip" in found.summary()

@@ -1,0 +1,70 @@
+"""A bench that computes nothing, for test_tune: candidates do what FAKE_TUNE says of their places in the model's order.
+
+FAKE_TUNE is JSON: {"1": "crash", "2": "hang", ...}, and "delay": seconds of each check. FAKE_LOG names a file that
+each check is written to.
+"""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+from portmm import settings
+from portmm.comparison.peers import MissingError
+from portmm.errors import BuildError, ScheduleError
+from portmm.schedule import spell
+from portmm.tuning.model import ranked
+
+FACTORS = {"fast": 0.5, "slow": 3.0, "lucky": 0.5}
+
+
+class Fake:
+    def __init__(self, threads):
+        self.threads = threads
+        self.rules = json.loads(os.environ.get("FAKE_TUNE", "{}"))
+        self.log = os.environ.get("FAKE_LOG")
+        self.places, self.calls = {}, 0
+
+    def pose(self, case, _seed):
+        if case.group == "impossible":
+            raise ScheduleError("there is nothing to tune")
+        p = case.problem
+        self.places = {x.key: i for i, x in enumerate(ranked(p, settings.target(), self.threads))}
+        return p
+
+    def build(self, schedule):
+        if self.rule(schedule, 1) == "unbuildable":
+            raise BuildError("the compiler says no")
+
+    def rule(self, schedule, workers):
+        place = self.places.get((spell(schedule), workers))
+        return self.rules.get("beyond" if place is None else str(place), "")
+
+    def check(self, schedule, workers):
+        rule = self.rule(schedule, workers)
+        if self.log:
+            with Path(self.log).open("a") as file:
+                file.write(f"{spell(schedule)} {workers}\n")
+        time.sleep(self.rules.get("delay", 0))
+        if rule == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if rule == "hang":
+            time.sleep(1000)
+        return (1.0 if rule == "wrong" else 0.0), 0.5
+
+    def seconds(self, schedule, workers, _seconds, *, cold):
+        rule = self.rule(schedule, workers)
+        if rule == "late crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        self.calls += rule == "lucky"
+        lucky = rule != "lucky" or self.calls <= 6
+        return (2e-4 if cold else 1e-4) * (FACTORS.get(rule, 1.05) if lucky else 2.0)
+
+
+def fake(setup):
+    return Fake(setup.threads)
+
+
+def absent(_setup):
+    raise MissingError("no portmm here")
