@@ -160,11 +160,11 @@ def store(maker, rows, path=BASELINE):
 
 def difference(stored, counted):
     """What differs, in words; empty within the tolerance."""
-    change = counted.instructions / stored.instructions - 1
-    if abs(change) <= TOLERANCE and counted.operations == stored.operations:
+    extra = counted.instructions - stored.instructions
+    if abs(extra) <= TOLERANCE * stored.instructions and counted.operations == stored.operations:
         return ""
-    what = "more" if change > 0 else "fewer"
-    said = f"{counted.instructions} instructions, {abs(change):.1%} {what} than the {stored.instructions} stored"
+    change = f"{abs(extra) / stored.instructions:.1%} {'more' if extra > 0 else 'fewer'}"
+    said = f"{counted.instructions} instructions, {change} than the {stored.instructions} stored"
     if counted.schedule != stored.schedule:
         said += f"; the schedule was {stored.schedule} and is {counted.schedule}"
     return f"{said}; if that is as it should be, `pytest bench/test_instructions.py --store`"

@@ -26,7 +26,7 @@ REPORT = {
     "results": [
         {
             "case": {"name": name, "group": group, "m": 2, "n": 2, "k": 2},
-            "entries": {"portmm": {"state": "ok", "seconds": 1.0, "samples": []}},
+            "entries": {who: {"state": "ok", "seconds": 1.0, "samples": []} for who in ("portmm", "peer")},
             "best": "peer", "ratio": ratio, "limit": None,
         }
         for name, group, ratio in (("cube-2", "cube", 2.0), ("cube-3", "cube", 0.5), ("odd-2", "odd", 1.5))
@@ -157,6 +157,15 @@ def test_a_case_measured_again_counts_as_it_was_found_last(stored):
     assert "| f32 | 0.91 (0.50) of 3 |" in tables.overview(tables.load(stored))
 
 
+def test_settings_are_told_apart(tmp_path):
+    for i, more in enumerate(({}, {"threads": 2, "isa": "avx2"}, {"cold": 1}, {"device": "cuda", "cold": 1})):
+        (tmp_path / f"{i}.json").write_text(json.dumps({**REPORT, **more}))
+    settings = "1 thread | 2 threads, avx2 for all | 1 thread, cold caches | cuda, cold caches"
+    found = tables.load(tmp_path)
+    assert f"| group | {settings} |" in tables.summary(found)
+    assert tables.overview(found).splitlines()[2] == f"| type | tiny, {settings.replace('| ', '| tiny, ')} |"
+
+
 def test_types_are_told_apart():
     kinds = {kind(case) for case in cases("full,narrow")}
     weights = {f"{x} weights{more}" for x in ("int8", "int4") for more in ("", ", A in 8 bits")}
@@ -197,6 +206,9 @@ def test_what_is_no_result_is_named(stored):
     assert "z.json" in "".join(run(stored, status=2).stderr.replace("│", " ").split())
     (stored / "z.json").write_text(json.dumps({**REPORT, "schema": 99}))
     with pytest.raises(ValueError, match=r"z\.json: a report of schema 99"):
+        tables.load(stored)
+    (stored / "z.json").write_text(json.dumps({"schema": 1, "entrants": [{}]}))
+    with pytest.raises(ValueError, match="its fields are not those"):
         tables.load(stored)
 
 

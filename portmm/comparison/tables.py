@@ -81,6 +81,8 @@ def load(path: Path) -> Found:
             _sort(file.stem, file.read_text(), found)
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{file}: its fields are not those of a result: {error}") from error
     return found
 
 

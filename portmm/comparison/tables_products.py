@@ -23,10 +23,9 @@ USUAL = ("full", "quick", "narrow")
 
 
 def held(report: Report) -> str:
-    """Threads, and what everyone was held to; or the device."""
-    if report.device:
-        return report.device + (", cold caches" if report.cold else "")
-    return threads(report.threads) + (f", {report.isa} for all" if report.isa else "")
+    """Threads and what everyone was held to, or the device, and whether caches were cold."""
+    where = report.device or threads(report.threads) + (f", {report.isa} for all" if report.isa else "")
+    return where + (", cold caches" if report.cold else "")
 
 
 def _setting(report: Report) -> str:
