@@ -18,7 +18,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the user's cache out of the tests, from before the first import of a test module."""
+    """Keep the user's cache out of the tests, from before the first import of a test module.
+
+    Workers have the cache of the process that started them: what one has compiled, the others find.
+    """
+    if hasattr(config, "workerinput"):
+        return
     kept = os.environ.get("PORTMM_TEST_CACHE", "")
     folder = kept or tempfile.mkdtemp(prefix="portmm-tests-")
     os.environ["PORTMM_CACHE"] = folder

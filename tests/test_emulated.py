@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 
+import cover
 import driver
 import numpy as np
 import pytest
@@ -51,7 +52,8 @@ def test_arm_kernels_agree_with_the_interpreter(name, dtype, arm_driver):
     target = small(name)
     isa = target.isas[0]
     chosen = [(p, s) for p, found in selection(target, dtype, isa.atom(dtype).n) for s in found]
-    chosen = chosen[:: 2 if dtype == "f32" and name in ("neon", "sve256") else 6]
+    # Widths of SVE differ in a constant; each gets other schedules.
+    chosen = cover.some(chosen, ARM.index(name), 3 if dtype == "f32" and name in ("neon", "sve256") else 7)
     kernels = [lower(s, isa) for _, s in chosen]
     jobs = []
     for i, ((p, _), kernel) in enumerate(zip(chosen, kernels, strict=True)):
