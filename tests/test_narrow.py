@@ -14,6 +14,7 @@ from portmm.lower import lower, lower_pack
 from portmm.target import load_isa
 
 PLAIN = [(name, word) for name in EVERY_ISA for word in support.NARROW if load_isa(name).atom(word)]
+GROUPS = (0, 8, 32)
 POSTS = ("scale", "scale+azero", "scale+bzero+bias", "scale+azero+bzero+bias")
 
 
@@ -22,7 +23,7 @@ def multiplies(name, word, _):
 
 
 SCALED = cover.pairs(EVERY_ISA, ("u8-s8-f32", "s8-s8-bf16", "s8-s8-s8", "u8-s8-u8"), POSTS, where=multiplies)
-CODES = cover.pairs(EVERY_ISA, ("f32-u4-f32", "bf16-u4-bf16"), (0, 8, 32), where=multiplies)
+CODES = cover.pairs(EVERY_ISA, ("f32-u4-f32", "bf16-u4-bf16"), GROUPS, where=multiplies)
 
 
 def sizes(lanes):
@@ -130,7 +131,7 @@ def test_codes_are_multiplied(name, word, group):
 
 
 @pytest.mark.parametrize("name", [x for x in EVERY_ISA if load_isa(x).atom("s8-u4-f32")])
-@pytest.mark.parametrize("group", [0, 8, 32])
+@pytest.mark.parametrize("group", GROUPS)
 def test_codes_by_codes(name, group):
     """Eight bits by four: sums of a group in integers, for any number of rows, given as codes or as floats."""
     target = small(name)
@@ -141,7 +142,7 @@ def test_codes_by_codes(name, group):
         p = support.coded(size, f"s8-u4-{to}", 2 * lanes, group, a=layout, **kinds[i % 3])
         k = case(p, seed=i, floats=True)
         found = candidates(p, target)
-        built = cover.some(found, i + group // 8, 3)  # other groups build the others
+        built = cover.some(found, i + GROUPS.index(group), 3)  # other groups build the others
         for s in found:
             kernel = lower(s, target.isa(s.isa))
             k.check(interpret(kernel, k, 1 + i % 2), s)
