@@ -18,8 +18,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the user's cache, and all tuned schedules, out of tests, from before the first test module's import."""
+    """Keep the user's cache, and all tuned schedules, out of tests, from before the first test module's import.
+
+    Workers have the cache of the process that started them: what one has compiled, the others find.
+    """
     os.environ["PORTMM_TUNED"] = "off"
+    if hasattr(config, "workerinput"):
+        return
     kept = os.environ.get("PORTMM_TEST_CACHE", "")
     folder = kept or tempfile.mkdtemp(prefix="portmm-tests-")
     os.environ["PORTMM_CACHE"] = folder

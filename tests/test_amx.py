@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import cover
 import numpy as np
 import pytest
 import support
@@ -120,10 +121,11 @@ def test_codes_become_tiles(group):
         k = case(p, seed=i, floats=True)
         found = [s for s in candidates(p, target) if s.program == "tiles"]
         assert found
+        built = cover.some(found, i + group // 8, 3)  # other groups build the others
         for s in found:
             kernel = lower(s, isa)
             k.check(interpret(kernel, k, 2), s)
-            if LINES_RUN:
+            if LINES_RUN and s in built:
                 k.check(execute(kernel, k, 2, code=shimmed(kernel)), s)
 
 

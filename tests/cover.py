@@ -1,0 +1,52 @@
+"""How much of a product of configurations the tests run.
+
+Faults come from one value, or from two that meet; seldom from three. So by default a product of axes is thinned to
+combinations in which every two values of different axes meet, and PORTMM_TESTS=all runs the whole of it.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import combinations, product
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+ALL = os.environ.get("PORTMM_TESTS", "") == "all"
+"""Leave out nothing, however long it takes."""
+
+
+def pairs(*axes: Iterable[Any], turn: int = 0, where: Callable[..., Any] | None = None) -> list[tuple[Any, ...]]:
+    """Combinations of one value of each axis in which every two values of different axes meet; or all of them.
+
+    Other turns give other combinations. `where` says which there are.
+    """
+    lists = [list(axis) for axis in axes]
+    every = {tuple(axis.index(x) for axis, x in zip(lists, xs, strict=True)): xs for xs in product(*lists)}
+    every = {places: xs for places, xs in every.items() if where is None or where(*xs)}
+    return [every[places] for places in (every if ALL else sorted(_covering(list(every), turn)))]
+
+
+def some(values: Iterable[Any], which: int, step: int) -> list[Any]:
+    """Each `step`-th of some values, so that `which` = 0, 1, ... step - 1 get others and none is left out; or all."""
+    found = list(values)
+    return found if ALL else found[which % step :: step]
+
+
+def _meetings(places: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+    return set(combinations(enumerate(places), min(2, len(places))))
+
+
+def _covering(every: list[tuple[int, ...]], turn: int) -> list[tuple[int, ...]]:
+    """Greedily, the combination with most meetings that are new; of equals, one by a number that looks random."""
+    left = {places: _meetings(places) for places in sorted(every, key=lambda x: crc32(bytes((*x, turn))))}
+    seen: set[Any] = set()
+    kept = []
+    while left:
+        left = {places: new for places, found in left.items() if (new := found - seen)}
+        if left:
+            kept.append(max(left, key=lambda x: len(left[x])))
+            seen |= left.pop(kept[-1])
+    return kept
