@@ -18,7 +18,7 @@ from portmm.comparison.peers import Library, MissingError, Run
 if TYPE_CHECKING:
     from portmm.comparison.data import Arrays
     from portmm.comparison.environment import Setup
-    from portmm.comparison.suite import Case
+    from portmm.comparison.case import Case
 
 # A BLIS knows some thirty configurations; the names are asked until they end.
 ARCHITECTURES = 64

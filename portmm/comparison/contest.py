@@ -81,8 +81,8 @@ def compare(
     Args:
         suite: name of a suite, group or case, several joined with commas, or the cases.
         threads: threads of each contender.
-        contenders: names or records; None for all that are known, but those for narrow
-            types only where a case has such.
+        contenders: names or records; None for all that are known, but those that add
+            something to some cases only, for these: see `Contender.only`.
         rounds: turns of each contender on each case; fewer, but at least three,
             where the budget is short.
         budget_s: seconds for the whole; cases for which none are left are
@@ -101,8 +101,8 @@ def compare(
     """
     chosen = cases(suite) if isinstance(suite, str) else tuple(suite)
     field_ = find(contenders)
-    if contenders is None and not any(case.narrow for case in chosen):
-        field_ = tuple(contender for contender in field_ if not contender.narrow)
+    asked = contenders is not None
+    field_ = tuple(contender for contender in field_ if asked or any(map(contender.adds_to, chosen)))
     target = target if target is not None else os.environ.get("PORTMM_TARGET", "")
     isa = forced_isa(target)
     setup = Setup(threads, isa if isa in FORCED else "", target)
@@ -125,8 +125,9 @@ def compare(
                 skipped.append(case.name)
                 continue
             tell(i, len(chosen), case.name)
-            entries = _case(lanes, case, rules, left / (len(chosen) - i))
-            results.append(_result(case, lanes, entries, reach.of(case, threads)))
+            field_of_it = [lane for lane in lanes if asked or lane.contender.adds_to(case)]
+            entries = _case(field_of_it, case, rules, left / (len(chosen) - i))
+            results.append(_result(case, field_of_it, entries, reach.of(case, threads)))
         entrants = tuple(lane.entrant for lane in lanes if lane.entrant)
     tell(len(chosen), len(chosen), "done")
     return Report(

@@ -16,7 +16,7 @@ from portmm.comparison.peers import Library, MissingError, Run
 if TYPE_CHECKING:
     from portmm.comparison.data import Arrays
     from portmm.comparison.environment import Setup
-    from portmm.comparison.suite import Case
+    from portmm.comparison.case import Case
 
 # libxsmm dispatches kernels up to (64 x 64 x 64); beyond, it calls a BLAS.
 LARGEST = 64**3

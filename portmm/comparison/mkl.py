@@ -3,6 +3,9 @@
 Owns two contenders: MKL's calls, and its just-in-time small kernels, which
 run in a process of their own. Imports `comparison.peers` and `comparison.native`.
 
+MKL fuses nothing: what follows a product are NumPy's ufuncs, and its own vector
+function where NumPy has none.
+
 `libmkl_rt` picks its other libraries when it is first called, and they find
 each other only if it was loaded with global symbols. On processors that are
 not Intel's, MKL chooses an AVX2 path by itself and no variable changes that.
@@ -18,13 +21,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.comparison import native
+from portmm.comparison.case import PLAIN
 from portmm.comparison.data import INPUTS
-from portmm.comparison.peers import Fetched, Library, MissingError, Run
+from portmm.comparison.peers import Fetched, Library, MissingError, Run, finishing
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from portmm.comparison.data import Arrays
     from portmm.comparison.environment import Setup
-    from portmm.comparison.suite import Case
+    from portmm.comparison.case import Case
 
 PACKED = 151
 IDENTIFIER_B = 162
@@ -69,6 +75,14 @@ def open_mkl(setup: Setup) -> Library:
     native.driver()
 
     def prepare(case: Case, data: Arrays) -> dict[str, Run]:
+        methods = bare(case, data)
+        if not case.fused:
+            return methods
+        native.only(case.dtype in PLAIN, "has only results that would still be rounded")
+        normal = _normal(library, case)
+        return {f"{name}, ufuncs": finishing(run, case, data, normal) for name, run in methods.items()}
+
+    def bare(case: Case, data: Arrays) -> dict[str, Run]:
         if case.narrow:
             return _narrow(library, case, data)
         methods = {"gemm": native.gemm(library, case, data)}
@@ -80,7 +94,17 @@ def open_mkl(setup: Setup) -> Library:
             methods["pack/compute"] = _packed(library, case, data)
         return methods
 
-    return Library(version, prepare, dtypes=None, precision=INPUTS)
+    return Library(version, prepare, dtypes=None, precision=INPUTS, fused=True)
+
+
+def _normal(library: Any, case: Case) -> Callable[..., None]:
+    """The cumulative normal distribution, which gelu is its argument times."""
+    function = getattr(library, f"v{native.LETTER[case.dtype]}CdfNorm")
+
+    def normal(x: Any, out: Any) -> None:
+        function(c_int(x.size), native.pointer(x), native.pointer(out))
+
+    return normal
 
 
 def _narrow(library: Any, case: Case, data: Arrays) -> dict[str, Run]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from portmm.comparison.data import Arrays
-    from portmm.comparison.suite import Case
+    from portmm.comparison.case import Case
 
 ROW, COLUMN = 101, 102
 NORMAL, TRANSPOSED = 111, 112

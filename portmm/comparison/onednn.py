@@ -1,7 +1,7 @@
 """oneDNN, through its C interface.
 
 Owns one contender: the sgemm call, and the matmul primitive with plain and
-with self-chosen ("any") weight formats. Imports `comparison.peers` and
+with self-chosen ("any") weight formats, and with post-ops for what follows a product. Imports `comparison.peers` and
 `comparison.native`. The numbers are those of oneDNN's C headers, version 3.
 """
 
@@ -21,14 +21,17 @@ if TYPE_CHECKING:
 
     from portmm.comparison.data import Arrays
     from portmm.comparison.environment import Setup
-    from portmm.comparison.suite import Case
+    from portmm.comparison.case import Case
 
 CPU = 1
 IN_ORDER = 1
 TYPES = {"f16": 1, "bf16": 2, "f32": 3, "s32": 4, "s8": 5, "u8": 6, "f64": 7}
 TAG_ANY = 1
 QUERY_IMPLEMENTATION, QUERY_WEIGHTS = 8, 131
-SOURCE, WEIGHTS, DESTINATION = 1, 33, 17
+SOURCE, WEIGHTS, BIAS, DESTINATION = 1, 33, 41, 17
+OPERAND, POST_OP = 2, 32768
+ADD, MULTIPLY = 0x1FFF0, 0x1FFF1
+ELTWISE = {"relu": 0x20, "gelu_tanh": 0x2B, "silu": 0x2C, "gelu": 0x31}
 SCALES = 4096
 BY_COLUMN = 2
 
@@ -69,7 +72,7 @@ def open_onednn(setup: Setup) -> Library:
     def prepare(case: Case, data: Arrays) -> dict[str, Run]:
         native.only(not case.block and (case.whole or not case.scaled), "no floats by codes in this version")
         methods = {}
-        if case.dtype == "f32" and case.batch == 1:
+        if case.dtype == "f32" and case.batch == 1 and not case.fused:
             methods["sgemm"] = _sgemm(library, case, data)
         for name, any_weights in (("matmul", False), ("matmul, any weights", True)):
             if any_weights and not case.packed:
@@ -82,7 +85,7 @@ def open_onednn(setup: Setup) -> Library:
         return methods
 
     name = f"oneDNN {version.major}.{version.minor}.{version.patch}"
-    return Library(name, prepare, dtypes=None, precision=INPUTS)
+    return Library(name, prepare, dtypes=None, precision=INPUTS, fused=True)
 
 
 def _made(function: Any, *arguments: Any) -> c_void_p:
@@ -121,16 +124,21 @@ def _matmul(opened: _Opened, case: Case, data: Arrays, any_weights: bool) -> Run
     types = [TYPES[x] for x in case.types]
     a, b, c = (_described(library, x, t) for x, t in zip((data.a, data.b, data.c), types, strict=True))
     wanted = _described(library, data.b, types[1], any_format=True) if any_weights else b
-    attributes, scales = _by_column(opened, data) if case.scaled else (None, [])
-    chosen = _made(library.dnnl_matmul_primitive_desc_create, engine, a, wanted, None, c, attributes)
+    attributes, more = _attributes(opened, case, data)
+    # Beside scales by row, a bias is added after them.
+    first = case.fused.startswith("bias") and not case.scaled
+    bias = _described(library, data.bias[None], types[2]) if first else None
+    chosen = _made(library.dnnl_matmul_primitive_desc_create, engine, a, wanted, bias, c, attributes)
     primitive = _made(library.dnnl_primitive_create, chosen)
     memories = [_made(library.dnnl_memory_create, d, engine, native.pointer(x)) for d, x in ((a, data.a), (c, data.c))]
     plain = _made(library.dnnl_memory_create, b, engine, native.pointer(data.b))
     weights = _reordered(opened, chosen, plain, b) if any_weights else plain
-    arguments = _arguments([(SOURCE, memories[0]), (WEIGHTS, weights), (DESTINATION, memories[1]), *scales])
+    if bias is not None:
+        more.append((BIAS, _made(library.dnnl_memory_create, bias, engine, native.pointer(data.bias))))
+    arguments = _arguments([(SOURCE, memories[0]), (WEIGHTS, weights), (DESTINATION, memories[1]), *more])
     before = [native.address(library.dnnl_primitive_execute), native.address(library.dnnl_stream_wait)]
     after = [primitive, opened.stream, c_int(len(arguments)), byref(arguments)]
-    if case.scaled:
+    if case.scaled and not case.fused:
         # Scales of the source have no rows in this version, and its own primitive for them runs at a tenth of this.
         sizes = [c_long(case.m), c_long(case.n), native.pointer(data.rows), native.pointer(data.c)]
         loop = native.driver(opened.threads).loop_dnnl_scaled
@@ -138,15 +146,29 @@ def _matmul(opened: _Opened, case: Case, data: Arrays, any_weights: bool) -> Run
     return native.counted(native.driver().loop_dnnl_execute, before, after, (data, arguments))
 
 
-def _by_column(opened: _Opened, data: Arrays) -> tuple[c_void_p, list[tuple[int, c_void_p]]]:
-    """Attributes that scale the weights by column, and their argument."""
-    library = opened.library
-    described = _described(library, data.columns, TYPES["f32"])
-    memory = _made(library.dnnl_memory_create, described, opened.engine, native.pointer(data.columns))
+def _attributes(opened: _Opened, case: Case, data: Arrays) -> tuple[c_void_p, list[tuple[int, c_void_p]]]:
+    """Attributes that scale the weights by column and do what follows the product, and their arguments."""
+    library, arguments = opened.library, []
     attributes = _made(library.dnnl_primitive_attr_create)
-    status = library.dnnl_primitive_attr_set_scales_mask(attributes, c_int(WEIGHTS), c_int(BY_COLUMN))
-    native.only(status == 0, f"scales by column returned {status}")
-    return attributes, [(SCALES | WEIGHTS, memory)]
+    if case.scaled:
+        described = _described(library, data.columns, TYPES["f32"])
+        memory = _made(library.dnnl_memory_create, described, opened.engine, native.pointer(data.columns))
+        status = library.dnnl_primitive_attr_set_scales_mask(attributes, c_int(WEIGHTS), c_int(BY_COLUMN))
+        native.only(status == 0, f"scales by column returned {status}")
+        arguments.append((SCALES | WEIGHTS, memory))
+    chain, count = _made(library.dnnl_post_ops_create), 0
+    for kind, array in _post_ops(case, data):
+        if array is None:
+            native.only(not library.dnnl_post_ops_append_eltwise(chain, c_int(kind), ONE, ZERO), "no such post-op")
+            count += 1
+            continue
+        described = _described(library, array, TYPES["f32"] if array is data.rows else TYPES[case.types[2]])
+        native.only(not library.dnnl_post_ops_append_binary(chain, c_int(kind), described), "no such post-op")
+        memory = _made(library.dnnl_memory_create, described, opened.engine, native.pointer(array))
+        arguments.append((POST_OP * (count + 1) | OPERAND, memory))
+        count += 1
+    native.only(not library.dnnl_primitive_attr_set_post_ops(attributes, chain), "no such post-ops")
+    return attributes, arguments
 
 
 def _reordered(opened: _Opened, chosen: c_void_p, plain: c_void_p, described: c_void_p) -> c_void_p:

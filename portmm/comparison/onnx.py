@@ -21,14 +21,14 @@ import numpy as np
 from portmm.comparison import native
 from portmm.comparison.data import APPROXIMATE, INPUTS
 from portmm.comparison.peers import Library, MissingError, Run, UnsupportedError, repeat
-from portmm.comparison.suite import BLOCK
+from portmm.comparison.case import BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portmm.comparison.data import Arrays
     from portmm.comparison.environment import Setup
-    from portmm.comparison.suite import Case
+    from portmm.comparison.case import Case
 
 OPSET, IR = 21, 10
 CPU = "CPUExecutionProvider"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from portmm.comparison.data import Arrays
     from portmm.comparison.environment import Setup
-    from portmm.comparison.suite import Case
+    from portmm.comparison.case import Case
 
     Maker: TypeAlias = Callable[[Any, Case, Arrays], Run]
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portmm.comparison.suite import Case
+from portmm.comparison.case import Case
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -155,9 +155,9 @@ class Report:
     def to_json(self) -> str:
         """The report as JSON text."""
         table = {"schema": SCHEMA, **asdict(self)}
-        # What only narrow types have is written where it says something.
+        # What only narrow types or fused cases have is written where it says something.
         cases = [r["case"] for r in table["results"]]
-        rows = ((table["entrants"], "approximate"), *((cases, x) for x in ("block", "dynamic")))
+        rows = ((table["entrants"], "approximate"), *((cases, x) for x in ("block", "dynamic", "fused")))
         for row, name in ((row, name) for some, name in rows for row in some):
             if not row[name]:
                 del row[name]

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.comparison.data import APPROXIMATE, EXACT, Arrays, arrays, judge
 from portmm.comparison.environment import Setup
 from portmm.comparison.peers import Fetched, Library, MissingError, Run, UnsupportedError, open_adapter
-from portmm.comparison.suite import Case
+from portmm.comparison.case import Case
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -91,6 +91,8 @@ def prepare(library: Library, case: Case, seed: int) -> tuple[Prepared | None, d
     """
     if library.dtypes is not None and case.dtype not in library.dtypes:
         return None, {"state": "unsupported", "reason": f"does not multiply {case.dtype}"}
+    if case.fused and not library.fused:
+        return None, {"state": "unsupported", "reason": "fuses nothing"}
     try:
         data = arrays(case, seed)
     except TypeError as missing:
