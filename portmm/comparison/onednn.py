@@ -1,18 +1,18 @@
 """oneDNN, through its C interface.
 
 Owns one contender: the sgemm call, and the matmul primitive with plain and
-with self-chosen ("any") weight formats, and with post-ops for what follows a product. Imports `comparison.peers` and
-`comparison.native`. The numbers are those of oneDNN's C headers, version 3.
+with self-chosen ("any") weight formats, and with post-ops for what follows a product. Imports `comparison.peers`,
+`comparison.native` and `comparison.fused`. The numbers are those of oneDNN's C headers, version 3.
 """
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import byref, c_char, c_int, c_int64, c_long, c_void_p
+from ctypes import byref, c_char, c_float, c_int, c_int64, c_long, c_void_p
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from portmm.comparison import native
+from portmm.comparison import fused, native
 from portmm.comparison.data import INPUTS
 from portmm.comparison.peers import Library, MissingError, Run, UnsupportedError
 
@@ -127,7 +127,7 @@ def _matmul(opened: _Opened, case: Case, data: Arrays, any_weights: bool) -> Run
     attributes, more = _attributes(opened, case, data)
     # Beside scales by row, a bias is added after them.
     first = case.fused.startswith("bias") and not case.scaled
-    bias = _described(library, data.bias[None], types[2]) if first else None
+    bias = _described(library, data.bias.reshape(1, -1), types[2]) if first else None
     chosen = _made(library.dnnl_matmul_primitive_desc_create, engine, a, wanted, bias, c, attributes)
     primitive = _made(library.dnnl_primitive_create, chosen)
     memories = [_made(library.dnnl_memory_create, d, engine, native.pointer(x)) for d, x in ((a, data.a), (c, data.c))]
@@ -148,7 +148,8 @@ def _matmul(opened: _Opened, case: Case, data: Arrays, any_weights: bool) -> Run
 
 def _attributes(opened: _Opened, case: Case, data: Arrays) -> tuple[c_void_p, list[tuple[int, c_void_p]]]:
     """Attributes that scale the weights by column and do what follows the product, and their arguments."""
-    library, arguments = opened.library, []
+    library = opened.library
+    arguments: list[tuple[int, c_void_p]] = []
     attributes = _made(library.dnnl_primitive_attr_create)
     if case.scaled:
         described = _described(library, data.columns, TYPES["f32"])
@@ -156,19 +157,38 @@ def _attributes(opened: _Opened, case: Case, data: Arrays) -> tuple[c_void_p, li
         status = library.dnnl_primitive_attr_set_scales_mask(attributes, c_int(WEIGHTS), c_int(BY_COLUMN))
         native.only(status == 0, f"scales by column returned {status}")
         arguments.append((SCALES | WEIGHTS, memory))
-    chain, count = _made(library.dnnl_post_ops_create), 0
-    for kind, array in _post_ops(case, data):
+    chain = _made(library.dnnl_post_ops_create)
+    for i, (kind, array, dtype) in enumerate(_post_ops(case, data)):
         if array is None:
-            native.only(not library.dnnl_post_ops_append_eltwise(chain, c_int(kind), ONE, ZERO), "no such post-op")
-            count += 1
-            continue
-        described = _described(library, array, TYPES["f32"] if array is data.rows else TYPES[case.types[2]])
-        native.only(not library.dnnl_post_ops_append_binary(chain, c_int(kind), described), "no such post-op")
-        memory = _made(library.dnnl_memory_create, described, opened.engine, native.pointer(array))
-        arguments.append((POST_OP * (count + 1) | OPERAND, memory))
-        count += 1
-    native.only(not library.dnnl_primitive_attr_set_post_ops(attributes, chain), "no such post-ops")
+            # Of relu alpha is what negative numbers are multiplied by, of silu what is before its exponent.
+            alpha = c_float(kind != ELTWISE["relu"])
+            status = library.dnnl_post_ops_append_eltwise(chain, c_int(kind), alpha, c_float(0))
+        else:
+            described = _described(library, array, TYPES[dtype])
+            status = library.dnnl_post_ops_append_binary(chain, c_int(kind), described)
+            memory = _made(library.dnnl_memory_create, described, opened.engine, native.pointer(array))
+            arguments.append((POST_OP * (i + 1) | OPERAND, memory))
+        native.only(status == 0, f"a post-op returned {status}")
+    status = library.dnnl_primitive_attr_set_post_ops(attributes, chain)
+    native.only(status == 0, f"post-ops returned {status}")
     return attributes, arguments
+
+
+def _post_ops(case: Case, data: Arrays) -> list[tuple[int, Any, str]]:
+    """What follows the sums of a fused case: kinds, with an array and its type where they have one."""
+    words = fused.steps(case.fused)
+    found: list[tuple[int, Any, str]] = []
+    if words and case.scaled:
+        found.append((MULTIPLY, data.rows.reshape(-1, 1), "f32"))
+    elif words and words[0] == "bias":
+        words = words[1:]
+    for word in words:
+        if word in fused.ADDED:
+            array = data.added[word]
+            found.append((ADD, array.reshape(-1, case.n), case.types[2]))
+        else:
+            found.append((ELTWISE[word], None, ""))
+    return found
 
 
 def _reordered(opened: _Opened, chosen: c_void_p, plain: c_void_p, described: c_void_p) -> c_void_p:
