@@ -96,6 +96,10 @@ class Contender:
         return not self.only or not self.only.isdisjoint(case.kinds)
 
 
+ALL = "all"
+"""In place of names: everyone."""
+ASKED = frozenset({"asked"})
+"""The kind of no case: who compiles for many seconds takes part only if asked for by name."""
 NARROW = frozenset({"narrow"})
 MODELS = frozenset({"narrow", "fused", "packed"})
 """Kinds of cases that runtimes of models are made for."""
@@ -113,7 +117,7 @@ CONTENDERS: tuple[Contender, ...] = (
         "torch.compile",
         "portmm.comparison.compiled:open_compiled",
         "pip install torch, and a C++ compiler",
-        only=frozenset({"fused"}),
+        only=ASKED,
     ),
     Contender("onnxruntime", "portmm.comparison.onnx:open_onnxruntime", "pip install onnxruntime onnx", only=MODELS),
     Contender("onnxruntime-8bit", "portmm.comparison.onnx:open_8bit", "pip install onnxruntime onnx", only=NARROW),
@@ -122,13 +126,14 @@ CONTENDERS: tuple[Contender, ...] = (
 
 
 def find(names: Iterable[str | Contender] | None) -> tuple[Contender, ...]:
-    """Contenders by name; all of them for None.
+    """Contenders by name; all of them for None, or where "all" is among the names.
 
     Raises:
         ValueError: nobody is called that.
     """
     known = {c.name: c for c in CONTENDERS}
-    if names is None:
+    names = [ALL] if names is None else list(names)
+    if ALL in names:
         return CONTENDERS
     picked = []
     for name in names:
