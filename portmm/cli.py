@@ -336,12 +336,14 @@ def _scheduled(text: str, language: str) -> str:
 @app.command()
 def compare(
     suite: Annotated[
-        str, typer.Argument(help="smoke, quick, full, narrow, or groups and cases, joined with commas.")
+        str, typer.Argument(help="smoke, quick, full, narrow, fused, or groups and cases, joined with commas.")
     ] = "quick",
     *,
     threads: Annotated[int, typer.Option(min=0, help="Threads of each library; 0 for every core.")] = 1,
     target: Annotated[str | None, typer.Option(help="Hold every library to what this ISA or chip has.")] = None,
-    peers: Annotated[str, typer.Option(help="Libraries, joined with commas.", show_default="all that are found")] = "",
+    peers: Annotated[
+        str, typer.Option(help="Libraries, joined with commas, or all.", show_default="all that are found quickly")
+    ] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each library on each case.")] = 7,
     budget: Annotated[float, typer.Option(min=1.0, help="Seconds for all of it.")] = 100.0,
     as_json: Json = False,

@@ -183,8 +183,8 @@ def test_rounding_after_each_step_is_for_those_who_may():
 
 def test_sums_are_near_one():
     for dtype in ("f32", "u8-s8-f32", "f32-s8-f32"):
-        for k in (64, 4096):
-            which = case("bias", dtype, 32, 64, k)
+        for k in (64, 1024):
+            which = case("bias", dtype, 8, 32, k)
             made = computed(which)
             assert 0.3 < np.std(made.c.astype(float) - made.bias.astype(float)) < 4
 
@@ -267,8 +267,9 @@ def test_fakes_on_a_fused_case():
 
 @pytest.mark.parametrize("name", ["portmm", *UNASKED])
 def test_every_adapter_is_right_in_all_its_methods(name):
-    suite = [case(words, packed=packed, m=5) for words in WORDS for packed in (False, True)]
-    suite += [case(words, dtype, n=64) for words in ("bias+gelu", "bias+residual") for dtype in NARROW]
+    suite = [case(words, packed=i % 2 == 0, m=5) for i, words in enumerate(WORDS)]
+    suite += [case("bias+residual", packed=False)]
+    suite += [case(("bias+gelu", "bias+residual")[i % 2], dtype, n=64) for i, dtype in enumerate(NARROW)]
     report = compare(suite, contenders=[name], **QUICK)
     if report.entrants[0].state == "missing":
         pytest.skip(report.entrants[0].reason)

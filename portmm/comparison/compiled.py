@@ -86,7 +86,12 @@ def _module(torch: Any, case: Case, data: Arrays) -> Any:
             super().__init__()
             weight = tensor(torch, data.b)
             weight = weight.t().contiguous() if case.batch == 1 and (case.packed or case.b == "col") else weight
-            for name, value in (("weight", weight), ("bias", data.bias), ("rows", data.rows), ("columns", data.columns)):
+            for name, value in (
+                ("weight", weight),
+                ("bias", data.bias),
+                ("rows", data.rows),
+                ("columns", data.columns),
+            ):
                 held = value if value is None or value is weight else tensor(torch, value)
                 self.register_buffer(name, held)
 

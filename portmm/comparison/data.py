@@ -127,12 +127,16 @@ def arrays(case: Case, seed: int = 0) -> Arrays:
         columns = _scales(rng, (case.n,)) * np.float32(size / (1 if case.whole else LARGEST_CODE))
     elif case.block:
         columns = _scales(rng, (-(-case.k // case.block), case.n)) * np.float32(size / ZERO)
-    words, more = fused.steps(case.fused), (rng.random(POOL) * 2 - 1).astype(empty.dtype) if case.fused else None
-    bias = np.resize(more, case.n) if "bias" in words else None
-    residual = np.resize(more[::-1], (case.m, case.n)) if "residual" in words else None
-    made = Arrays(a, b, c, rows, columns, bias, residual)
+    made = Arrays(a, b, c, rows, columns, **_added(case, rng, empty.dtype))
     made.spoil()
     return made
+
+
+def _added(case: Case, rng: Any, dtype: Any) -> dict[str, Any]:
+    """What is added to the product, in [-1, 1), by the words of `comparison.fused`."""
+    shapes = {"bias": (case.n,), "residual": (case.m, case.n)}
+    words = [word for word in fused.steps(case.fused) if word in shapes]
+    return {word: np.resize((rng.random(POOL) * 2 - 1).astype(dtype), shapes[word]) for word in words}
 
 
 def weights_size(case: Case) -> float:

@@ -115,7 +115,7 @@ def in_place(words: str, c: Any, added: Mapping[str, Any], normal: Callable[...,
 
     Args:
         words: `Case.fused`.
-        c: the product, (..., m, n).
+        c: the product, (m, n).
         added: "bias" and "residual", as far as they are among the words.
         normal: the cumulative normal distribution, normal(x, out=...), which gelu needs.
 
@@ -123,17 +123,18 @@ def in_place(words: str, c: Any, added: Mapping[str, Any], normal: Callable[...,
         What does it, each time it is called.
     """
     height = max(SLAB // max(c.shape[-1], 1), 1)
-    slabs: list[tuple[Any, Any, Any]] = []
+    slabs = []
     for start in range(0, c.shape[-2], height):
-        rows = (..., slice(start, start + height), slice(None))
-        slabs.append((c[rows], added["residual"][rows] if "residual" in added else None, np.empty_like(c[rows])))
-    bias, names = added.get("bias"), steps(words)
+        rows = slice(start, start + height)
+        held = {word: x if x.ndim == 1 else x[rows] for word, x in added.items()}
+        slabs.append((c[rows], held, np.empty_like(c[rows])))
+    names = steps(words)
 
     def call() -> None:
-        for some, residual, room in slabs:
+        for some, held, room in slabs:
             for word in names:
                 if word in ADDED:
-                    np.add(some, bias if word == "bias" else residual, out=some)
+                    np.add(some, held[word], out=some)
                 else:
                     _function(word, some, room, normal)
 

@@ -28,9 +28,9 @@ from portmm.comparison.peers import Fetched, Library, MissingError, Run, finishi
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from portmm.comparison.case import Case
     from portmm.comparison.data import Arrays
     from portmm.comparison.environment import Setup
-    from portmm.comparison.case import Case
 
 PACKED = 151
 IDENTIFIER_B = 162

@@ -24,8 +24,8 @@ from portmm.comparison.peers import MissingError, Run, UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from portmm.comparison.data import Arrays
     from portmm.comparison.case import Case
+    from portmm.comparison.data import Arrays
 
 ROW, COLUMN = 101, 102
 NORMAL, TRANSPOSED = 111, 112

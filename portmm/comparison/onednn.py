@@ -19,9 +19,9 @@ from portmm.comparison.peers import Library, MissingError, Run, UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from portmm.comparison.case import Case
     from portmm.comparison.data import Arrays
     from portmm.comparison.environment import Setup
-    from portmm.comparison.case import Case
 
 CPU = 1
 IN_ORDER = 1

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.comparison import fused, native
+from portmm.comparison.case import BLOCK, PLAIN
 from portmm.comparison.data import APPROXIMATE, INPUTS
 from portmm.comparison.peers import Library, MissingError, Run, UnsupportedError, repeat
-from portmm.comparison.case import BLOCK, PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from portmm.comparison.case import Case
     from portmm.comparison.data import Arrays
     from portmm.comparison.environment import Setup
-    from portmm.comparison.case import Case
 
 OPSET, IR = 21, 10
 CPU = "CPUExecutionProvider"

@@ -79,7 +79,7 @@ def _fused(pm: Any, case: Case, data: Arrays, b: Any) -> dict[str, Run]:
 
 
 def _epilogue(pm: Any, words: tuple[str, ...], data: Arrays) -> Callable[[Any, Any], Any]:
-    """The steps as a function of a sum and its place, as a user writes it: what it captures is looked at in each call."""
+    """The steps as a function of a sum and its place, as a user writes it: each call looks at all that it captures."""
     bias, residual = data.bias, data.residual
     *added, last = words
     f: Any = getattr(pm, last, None)

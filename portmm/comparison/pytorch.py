@@ -24,9 +24,9 @@ from portmm.comparison.peers import Library, MissingError, Run, UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from portmm.comparison.case import Case
     from portmm.comparison.data import Arrays
     from portmm.comparison.environment import Setup
-    from portmm.comparison.case import Case
 
     Maker: TypeAlias = Callable[[Any, Case, Arrays], Run]
 
@@ -179,7 +179,7 @@ def _overwriting(torch: Any, case: Case, data: Arrays) -> Run:
 
 
 def _pointwise(torch: Any, case: Case, data: Arrays) -> Run:
-    """oneDNN's linear operator with a bias and one step more, and what is left after it."""
+    """The linear operator of oneDNN with a bias and one step more, and what is left after it."""
     a, b, c = (tensor(torch, x) for x in (data.a, data.b, data.c))
     weight = torch.ops.mkldnn._reorder_linear_weight(b.t().contiguous(), a.shape[0])  # noqa: SLF001
     linear = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001

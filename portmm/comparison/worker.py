@@ -21,10 +21,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from portmm.comparison.case import Case
 from portmm.comparison.data import APPROXIMATE, EXACT, Arrays, arrays, judge
 from portmm.comparison.environment import Setup
 from portmm.comparison.peers import Fetched, Library, MissingError, Run, UnsupportedError, open_adapter
-from portmm.comparison.case import Case
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
