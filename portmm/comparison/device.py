@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from portmm.comparison import device_arrays
+    from portmm.comparison.case import Case
     from portmm.comparison.environment import Setup
-    from portmm.comparison.suite import Case
 
     Calls: TypeAlias = Mapping[str, Callable[[], Any]]
     Ways: TypeAlias = Callable[["Operands"], Calls]

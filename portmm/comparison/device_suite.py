@@ -7,7 +7,7 @@ weights lie by columns, as in x @ w.T.
 
 from __future__ import annotations
 
-from portmm.comparison.suite import Case
+from portmm.comparison.case import Case
 
 LAYERS = (("qkv", 6144, 4096), ("up", 14336, 4096), ("down", 4096, 14336))
 BYTES = {"s8": "s8-s8-s32", "e4m3": "e4m3-e4m3-bf16"}
