@@ -247,7 +247,7 @@ def _case(model: _Model, node: Any) -> Case | None:
         more["block"] = said["block_size"]
     if node.op_type == "DynamicQuantizeMatMul" or said.get("accuracy_level") == ROUNDED:
         more["dynamic"] = True
-    after = "" if "fused" not in FIELDS or batch > 1 else _after(model, node, n)
+    after = "" if "fused" not in FIELDS or batch > 1 or dtype.endswith("s32") else _after(model, node, n)
     return case(
         group=model.path.stem,
         m=m,

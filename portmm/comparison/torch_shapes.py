@@ -148,18 +148,19 @@ class _Recorder:
         class Mode(base):  # type: ignore[misc]
             def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 result = function(*args, **(kwargs or {}))
-                recorder.note(function, args, result)
+                recorder.note(function, args, kwargs or {}, result)
                 return result
 
         return Mode()
 
-    def note(self, function: Any, args: Sequence[Any], result: Any) -> None:
+    def note(self, function: Any, args: Sequence[Any], said: dict[str, Any], result: Any) -> None:
         """An operator was called."""
         tensors = [x for x in args if isinstance(x, self.torch.Tensor)]
         self._parameters.update((_place(x), x) for x in tensors if isinstance(x, self.torch.nn.Parameter))
         name = function.name().removeprefix("aten::").partition(".")[0]
         if name in ACTIVATIONS and self._last is not None and _place(args[0]) == _place(self._last):
-            self.seen[-1].after = "+".join(filter(None, (self.seen[-1].after, ACTIVATIONS[name])))
+            kind = ACTIVATIONS[name] + ("_tanh" if said.get("approximate") == "tanh" else "")
+            self.seen[-1].after = "+".join(filter(None, (self.seen[-1].after, kind)))
             self._last = None
         if name in OPERANDS:
             a, b = (args[i] for i in OPERANDS[name])
@@ -198,7 +199,8 @@ def _seen(a: Any, b: Any, result: Any, after: str) -> _Seen:
 def _case(seen: _Seen, group: str, *, packed: bool) -> Case:
     m, n, k, batch = seen.shape
     a, b = seen.layouts
-    more = {"fused": seen.after} if seen.after and batch == 1 and "fused" in FIELDS else {}
+    can = batch == 1 and "fused" in FIELDS and not seen.dtype.endswith("s32")
+    more = {"fused": seen.after} if seen.after and can else {}
     sizes = {"m": m, "n": n, "k": k, "batch": batch}
     return case(group=group, **sizes, dtype=seen.dtype, a=a, b=b, packed=packed and batch == 1, **more)
 
