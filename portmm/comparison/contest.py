@@ -157,7 +157,7 @@ def compare(
         rates=reach.rates if limits else {},
         device=device,
         cold=setup.cold,
-        alone="" if setup.isa else isa,
+        alone="" if device or setup.isa else forced_isa(setup.target),
     )
 
 

@@ -1,6 +1,6 @@
 """The shapes that are compared.
 
-Owns `Case` and the suites. Imports nothing of portmm but `dtype` and `problem`. A shape is
+Owns `Case` and the suites. Imports `comparison.device_suite`, `dtype` and `problem`. A shape is
 here because somebody runs it: layers of published networks, sizes at which
 libraries change strategy, and sizes that divide by nothing.
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from portmm.comparison import device_suite
 from portmm.dtype import BY_NAME, size, spell, types
 from portmm.problem import Problem
 
@@ -376,9 +377,8 @@ def cases(suite: str = "quick") -> tuple[Case, ...]:
     Raises:
         ValueError: nothing is called that.
     """
-    from portmm.comparison import device_suite
-
-    full, narrow, there = _full(), _narrow(), device_suite.named()
+    full, narrow = _full(), _narrow()
+    there = {name: [Case(**row) for row in rows] for name, rows in device_suite.named().items()}
     known = [*full, *narrow, *(case for some in there.values() for case in some)]
     named = {case.name: case for case in known}
     suites = {
