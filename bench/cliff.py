@@ -24,11 +24,11 @@ from pathlib import Path
 
 from portmm.calibrate import probe
 from portmm.comparison import Case
+from portmm.comparison.case import BLOCK
 from portmm.comparison.environment import Setup
 from portmm.comparison.limit import chip
 from portmm.comparison.peers import find
 from portmm.comparison.process import Worker, WorkerError
-from portmm.comparison.suite import BLOCK
 from portmm.detect import host
 
 RESULTS = Path(__file__).parent / "results"

@@ -10,8 +10,8 @@ from functools import partial
 import numpy as np
 
 from portmm.comparison import cublaslt
+from portmm.comparison.case import Case
 from portmm.comparison.clblast import Blast, BlastError
-from portmm.comparison.suite import Case
 
 
 class TorchPeers:

@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 
+from portmm.comparison import fused
 from portmm.comparison.data import Arrays
 from portmm.comparison.peers import Library, MissingError, UnsupportedError, repeat, returning
 
@@ -167,3 +168,38 @@ def forgetful(_setup):
         return {"matmul": repeat(call)}
 
     return Library("forgetful 1", prepare)
+
+
+def _finishing(data, case, before=lambda: None):
+    finish = fused.in_place(case.fused, data.c, data.added, None)
+
+    def call():
+        before()
+        np.matmul(data.a, data.b, out=data.c)
+        finish()
+
+    return {"ufuncs": repeat(call)}
+
+
+def finishing(_setup):
+    """Does what follows a product."""
+    return Library("finishing 1", lambda case, data: _finishing(data, case), fused=True)
+
+
+def slow_finishing(_setup):
+    """The same, late."""
+    return Library("slow 1", lambda case, data: _finishing(data, case, lambda: time.sleep(0.005)), fused=True)
+
+
+def merely(_setup):
+    """Claims to fuse, and multiplies."""
+    return Library("merely 1", lambda _case, data: {"matmul": _matmul(data)}, fused=True)
+
+
+def crashing_fused(_setup):
+    """Dies of what follows."""
+
+    def prepare(_case, _data):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    return Library("crashing 1", prepare, fused=True)

@@ -11,9 +11,9 @@ import pytest
 from cuda_fakes import FakeLt
 
 from portmm.comparison import cublaslt
+from portmm.comparison.case import Case
 from portmm.comparison.device import lt_library
 from portmm.comparison.device_arrays import TorchArrays
-from portmm.comparison.suite import Case
 from portmm.comparison.worker import prepare
 
 NUMPY = {0: np.dtype("f4"), 3: np.dtype("i1"), 10: np.dtype("i4"), 14: np.dtype(ml_dtypes.bfloat16)}

@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 from portmm import cli
 from portmm.comparison import tables
+from portmm.comparison.case import Case
 from portmm.comparison.report import from_json, markdown
-from portmm.comparison.suite import Case, cases
+from portmm.comparison.suite import cases
 from portmm.comparison.tables_chips import kind
 from portmm.detect import host
 

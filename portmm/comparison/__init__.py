@@ -18,10 +18,11 @@ Importing this package imports no library and starts no process.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from portmm.comparison.case import Case
     from portmm.comparison.contest import compare
     from portmm.comparison.peers import CONTENDERS, Contender
     from portmm.comparison.report import Entrant, Entry, Report, Result
-    from portmm.comparison.suite import Case, cases
+    from portmm.comparison.suite import cases
 
 __all__ = ["CONTENDERS", "Case", "Contender", "Entrant", "Entry", "Report", "Result", "cases", "compare"]
 

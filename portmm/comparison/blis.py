@@ -16,9 +16,9 @@ from portmm.comparison import native
 from portmm.comparison.peers import Library, MissingError, Run
 
 if TYPE_CHECKING:
+    from portmm.comparison.case import Case
     from portmm.comparison.data import Arrays
     from portmm.comparison.environment import Setup
-    from portmm.comparison.suite import Case
 
 # A BLIS knows some thirty configurations; the names are asked until they end.
 ARCHITECTURES = 64

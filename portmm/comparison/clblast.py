@@ -17,10 +17,10 @@ from portmm.comparison.peers import Library, MissingError, UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from portmm.comparison.case import Case
     from portmm.comparison.data import Arrays
     from portmm.comparison.environment import Setup
     from portmm.comparison.peers import Fetched
-    from portmm.comparison.suite import Case
 
 FILE = "libclblast.so.1"
 BY_ROWS, PLAIN, TRANSPOSED = 101, 111, 112

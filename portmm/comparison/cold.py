@@ -29,7 +29,7 @@ from portmm.comparison.peers import Fetched, Library, Run
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from portmm.comparison.suite import Case
+    from portmm.comparison.case import Case
     from portmm.target import MemoryLevel
 
 COPIES = 8

@@ -16,7 +16,7 @@ from portmm.console import Json, console, progress
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from portmm.comparison.suite import Case
+    from portmm.comparison.case import Case
 
 
 def compare(

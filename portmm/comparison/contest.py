@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from portmm.comparison.cold import enough
 from portmm.comparison.device_arrays import parsed
@@ -25,8 +25,11 @@ from portmm.comparison.limit import Limits, chip, forced_isa, measured
 from portmm.comparison.peers import Contender, find
 from portmm.comparison.process import Worker, WorkerError
 from portmm.comparison.report import Entrant, Entry, Report, Result
-from portmm.comparison.suite import Case, cases
+from portmm.comparison.suite import cases
 from portmm.detect import host
+
+if TYPE_CHECKING:
+    from portmm.comparison.case import Case
 
 Progress = Callable[[int, int, str], None]
 
@@ -87,8 +90,8 @@ def compare(
     Args:
         suite: name of a suite, group or case, several joined with commas, or the cases.
         threads: threads of each contender.
-        contenders: names or records; None for all that are known, but those for narrow
-            types only where a case has such.
+        contenders: names or records; None for all that are known, but those that add
+            something to some cases only, for these: see `Contender.only`.
         rounds: turns of each contender on each case; fewer, but at least three,
             where the budget is short.
         budget_s: seconds for the whole; cases for which none are left are
@@ -116,8 +119,8 @@ def compare(
         suite = meant(suite, there.kind)
     chosen = cases(suite) if isinstance(suite, str) else tuple(suite)
     field_ = find(contenders, parsed(device)[0] if device else "")
-    if contenders is None and not any(case.narrow for case in chosen):
-        field_ = tuple(contender for contender in field_ if not contender.narrow)
+    asked = contenders is not None
+    field_ = tuple(contender for contender in field_ if asked or any(map(contender.adds_to, chosen)))
     setup = Setup(device=device, cold=there.cold if cold else 0) if there else _held_to(target, threads, cold=cold)
     tell = progress or (lambda _done, _all, _text: None)
     deadline = time.monotonic() + budget_s
@@ -138,9 +141,10 @@ def compare(
                 skipped.append(case.name)
                 continue
             tell(i, len(chosen), case.name)
-            entries = _case(lanes, case, rules, left / (len(chosen) - i))
+            field_of_it = [lane for lane in lanes if asked or lane.contender.adds_to(case)]
+            entries = _case(field_of_it, case, rules, left / (len(chosen) - i))
             limit = reach.of(case, setup.threads, cold=cold) if limits else None
-            results.append(_result(case, lanes, entries, limit))
+            results.append(_result(case, field_of_it, entries, limit))
         entrants = tuple(lane.entrant for lane in lanes if lane.entrant)
     tell(len(chosen), len(chosen), "done")
     return Report(
@@ -157,7 +161,7 @@ def compare(
         rates=reach.rates if limits else {},
         device=device,
         cold=setup.cold,
-        alone="" if device or setup.isa else forced_isa(setup.target),
+        alone="" if setup.isa or device else forced_isa(setup.target),
     )
 
 

@@ -1,7 +1,7 @@
 """Random inputs and the judgement of a result.
 
 Owns the arrays of a case and the check against a wider type. Imports `arrays`,
-`dtype` and `suite`.
+`dtype`, and `comparison.fused` for what follows a product.
 
 Entries are uniform in [-1, 1). Partial sums of k such products walk randomly:
 the i-th is about sqrt(i)/3, each addition rounds it by at most u, the errors
@@ -17,6 +17,10 @@ product again (weights of four bits to bfloat16, say) the errors of k products,
 v/2 each, walk randomly to sqrt(k) v / 4: `TOLERANCE` sqrt(k) v is allowed then, not
 k v, which at k = 1024 would exceed the results themselves. Activations in 8 bits,
 steps of 1/127 of their largest, are that with v = 1/127.
+
+What follows a product bends where its sums are near 1, so the weights of a fused case
+are a power of two times such numbers that they are; so are the errors of its sums. A
+library that rounds to narrow operands may round after each step, too.
 """
 
 from __future__ import annotations
@@ -28,10 +32,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.arrays import numpy_of
+from portmm.comparison import fused
 from portmm.dtype import BY_NAME, FP8
 
 if TYPE_CHECKING:
-    from portmm.comparison.suite import Case
+    from portmm.comparison.case import Case
 
 TOLERANCE = 4.0
 # A prime, so that rows of any length start at different places of the pool.
@@ -57,6 +62,9 @@ TINY = 1e-300
 SUMS_OF_FP8 = 2.0**-10
 # Roundings of a scaled sum: to float32, by each scale, and one to spare for another order.
 SCALED_ROUNDINGS = 4
+# Three deviations of uniform numbers, and the same of products of codes of 8 bits.
+DEVIATIONS = 3.0
+CODES_DEVIATION = 8000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +78,8 @@ class Arrays:
         rows: a scale for each row of A, float32, (m,), if A is codes.
         columns: a scale for each column of B, float32, (n,); with blocks one for each of
             them, (k / block, n), of values that bfloat16 holds.
+        bias: (n,), of C's type, if it is fused.
+        residual: (m, n), of C's type, if it is fused.
     """
 
     a: Any
@@ -77,6 +87,13 @@ class Arrays:
     c: Any
     rows: Any = None
     columns: Any = None
+    bias: Any = None
+    residual: Any = None
+
+    @property
+    def added(self) -> dict[str, Any]:
+        """The arrays that are added to the product, by the words of `comparison.fused`."""
+        return {name: x for name in fused.ADDED if (x := getattr(self, name)) is not None}
 
     def spoil(self) -> None:
         """Make what is left unwritten noticeable."""
@@ -99,6 +116,9 @@ def arrays(case: Case, seed: int = 0) -> Arrays:
         pools, empty = (pool, pool[::-1]), np.empty(1, dtype)
     else:
         pools, empty = tuple(_pool(rng, x) for x in case.types[:2]), np.empty(1, numpy_of(case.types[2]))
+    size = weights_size(case)
+    if size != 1 and not (case.scaled or case.block):
+        pools = (pools[0], pools[1] * pools[1].dtype.type(size))
     a = _layout(pools[0], case.batch, case.m, case.k, case.a)
     b = _layout(pools[1], case.batch, case.k, case.n, case.b)
     c = _layout(empty, case.batch, case.m, case.n, case.c)
@@ -106,12 +126,27 @@ def arrays(case: Case, seed: int = 0) -> Arrays:
     if case.scaled:
         rows = _scales(rng, (case.m,)) if case.whole else None
         # Beside floats the weights, not their codes, are in [-1, 1).
-        columns = _scales(rng, (case.n,)) / (1 if case.whole else LARGEST_CODE)
+        columns = _scales(rng, (case.n,)) * np.float32(size / (1 if case.whole else LARGEST_CODE))
     elif case.block:
-        columns = _scales(rng, (-(-case.k // case.block), case.n)) / ZERO
-    made = Arrays(a, b, c, rows, columns)
+        columns = _scales(rng, (-(-case.k // case.block), case.n)) * np.float32(size / ZERO)
+    made = Arrays(a, b, c, rows, columns, **_added(case, rng, empty.dtype))
     made.spoil()
     return made
+
+
+def _added(case: Case, rng: Any, dtype: Any) -> dict[str, Any]:
+    """What is added to the product, in [-1, 1), by the words of `comparison.fused`."""
+    shapes = {"bias": (case.n,), "residual": (case.m, case.n)}
+    words = [word for word in fused.steps(case.fused) if word in shapes]
+    return {word: np.resize((rng.random(POOL) * 2 - 1).astype(dtype), shapes[word]) for word in words}
+
+
+def weights_size(case: Case) -> float:
+    """The largest weight, a power of two: 1 of a bare product, and so that sums are near 1 in a fused one."""
+    if not case.fused:
+        return 1.0
+    one = CODES_DEVIATION if case.scaled and case.whole else 1 / DEVIATIONS
+    return 2.0 ** -round(math.log2(one * math.sqrt(max(case.k, 1))))
 
 
 def _pool(rng: Any, name: str) -> Any:
@@ -150,9 +185,10 @@ def judge(case: Case, data: Arrays, precision: str = EXACT) -> tuple[float, floa
     error, bound, worst = 0.0, float(_bound(case, 0.0, precision)), 0.0
     for i in some.batches:
         for rows, columns in some.blocks:
-            want = _want(case, data, a[i][rows], b[i][:, columns], (rows, columns))
+            sums = _sums(case, data, a[i][rows], b[i][:, columns], (rows, columns))
+            want, bounds = _finished(case, data, sums, (rows, columns), precision)
             errors = np.abs(c[i][np.ix_(rows, columns)].astype(want.dtype) - want)
-            bounds = np.broadcast_to(_bound(case, np.abs(want), precision), errors.shape)
+            bounds = np.broadcast_to(bounds, errors.shape)
             shares = errors / np.maximum(bounds, TINY)
             if shares.max(initial=0) > worst:
                 place = np.unravel_index(int(shares.argmax()), shares.shape)
@@ -160,11 +196,21 @@ def judge(case: Case, data: Arrays, precision: str = EXACT) -> tuple[float, floa
     return error, bound
 
 
+def _finished(case: Case, data: Arrays, sums: Any, where: tuple[Any, Any], precision: str) -> tuple[Any, Any]:
+    """What is wanted of sums at some places, and how far each may be off."""
+    if not case.fused:
+        return sums, _bound(case, np.abs(sums), precision)
+    added = {name: x[where[1]] if x.ndim == 1 else x[np.ix_(*where)] for name, x in data.added.items()}
+    inner, outer = _eps(case.types[2], case)
+    rounding = fused.Rounding(inner, outer, 0.0 if precision == EXACT else outer)
+    return fused.finished(case.fused, sums, added, _sums_bound(case, np.abs(sums), precision), rounding)
+
+
 def _written(c: Any) -> bool:
     return not (c == UNWRITTEN).any() if c.dtype.kind == "i" else bool(np.isfinite(c).all())
 
 
-def _want(case: Case, data: Arrays, a: Any, b: Any, where: tuple[Any, Any]) -> Any:
+def _sums(case: Case, data: Arrays, a: Any, b: Any, where: tuple[Any, Any]) -> Any:
     """The product of some rows and columns in a wider type."""
     # einsum rather than matmul: it wakes no BLAS and none of its threads.
     if case.whole:
@@ -184,24 +230,29 @@ def _want(case: Case, data: Arrays, a: Any, b: Any, where: tuple[Any, Any]) -> A
 
 
 def _bound(case: Case, size: Any, precision: str) -> Any:
-    """The error allowed in an element of absolute value `size`."""
-    k = max(case.k, 1)
+    """The error allowed in an element of absolute value `size` of a bare product."""
+    return _sums_bound(case, size, precision) + _eps(case.types[2], case)[1] * size
+
+
+def _sums_bound(case: Case, size: Any, precision: str) -> Any:
+    """The error allowed in a sum of absolute value `size`, before it is rounded to the result's type."""
+    k, largest = max(case.k, 1), weights_size(case)
     inner, outer = _eps(case.types[2], case)
-    if case.scaled and case.whole:
-        return SCALED_ROUNDINGS * inner * size + (outer * size if outer else 0.0)
     if case.whole:
-        return 0.0 * size
-    bound = TOLERANCE * k * inner
+        return (SCALED_ROUNDINGS * inner if case.scaled else 0.0) * size
+    bound = TOLERANCE * k * inner * largest
     if not case.narrow:
         return bound
     if not FP8.isdisjoint(case.types[:2]):
         bound, precision = bound + TOLERANCE * math.sqrt(k) * SUMS_OF_FP8, EXACT
-    if precision == INPUTS and not case.dynamic:
+    # A weight of four bits has no exact values beside bfloat16 on units that multiply only that.
+    rounded = precision == INPUTS or case.types[:2] == ("bf16", "u4")
+    if rounded and not case.dynamic:
         v = max(BY_NAME["bf16"].eps if x == "u4" else BY_NAME[x].eps for x in case.types)
-        return bound + TOLERANCE * math.sqrt(k) * v + max(v, outer) * size
+        return bound + TOLERANCE * math.sqrt(k) * v * largest + max(v - outer, 0.0) * size
     if precision == APPROXIMATE or case.dynamic:
-        return bound + TOLERANCE * math.sqrt(k) * BITS_8 + outer * size
-    return bound + outer * size
+        return bound + TOLERANCE * math.sqrt(k) * BITS_8 * largest
+    return bound
 
 
 def _eps(result: str, case: Case) -> tuple[float, float]:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from portmm.comparison import device_arrays
+    from portmm.comparison.case import Case
     from portmm.comparison.environment import Setup
-    from portmm.comparison.suite import Case
 
     Calls: TypeAlias = Mapping[str, Callable[[], Any]]
     Ways: TypeAlias = Callable[["Operands"], Calls]
@@ -181,11 +181,10 @@ def refuse(case: Case, *, batches: bool = True, whole_layouts: bool = True) -> N
     Raises:
         UnsupportedError: it is one of them.
     """
-    fused = getattr(case, "fused", "")
     reasons = {
         "weights of four bits are not compared on devices": case.block,
         "codes with scales are not compared on devices": case.scaled or case.dynamic,
-        f"{fused}: fused cases are not compared on devices": fused,
+        f"{case.fused}: fused cases are not compared on devices": case.fused,
         "not of batches": case.batch > 1 and not batches,
         "A and C by rows only": (case.a, case.c) != ("row", "row") and not whole_layouts,
     }

@@ -27,7 +27,7 @@ from portmm.target import GENERIC_DEVICES
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from portmm.comparison.suite import Case
+    from portmm.comparison.case import Case
     from portmm.run import devices
     from portmm.target import Target
 

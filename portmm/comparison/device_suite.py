@@ -1,17 +1,14 @@
 """The shapes that are compared on devices.
 
-Owns them, as fields of cases, of which `comparison.suite` makes some. Imports nothing of
-portmm. On GPUs half of the types is for tensor cores, and a product is large enough at a
-thousand or more; layers are those of Llama-3-8B (hidden 4096, feed-forward 14336), whose
+Owns them. Imports `comparison.suite`. On GPUs half of the types is for tensor cores, and a product is large enough
+at a thousand or more; layers are those of Llama-3-8B (hidden 4096, feed-forward 14336), whose
 weights lie by columns, as in x @ w.T.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from portmm.comparison.case import Case
 
-Row: TypeAlias = dict[str, Any]
-"""The fields of a case, by name."""
 LAYERS = (("qkv", 6144, 4096), ("up", 14336, 4096), ("down", 4096, 14336))
 BYTES = {"s8": "s8-s8-s32", "e4m3": "e4m3-e4m3-bf16"}
 """Types of eight bits with what their products become."""
@@ -26,24 +23,20 @@ def meant(suite: str, kind: str) -> str:
     return suite if suite == "quick" and kind == "cpu" else INSTEAD.get(suite, suite)
 
 
-def _row(name: str, group: str, m: int, n: int, k: int, **more: Any) -> Row:
-    return {"name": name, "group": group, "m": m, "n": n, "k": k, **more}
-
-
-def _cube(name: str, size: int) -> Row:
+def _cube(name: str, size: int) -> Case:
     b = "row" if name == "f32" else "col"
-    return _row(f"gpu-{name}-cube-{size}", f"gpu-{name}", size, size, size, b=b, dtype=BYTES.get(name, name))
+    return Case(f"gpu-{name}-cube-{size}", f"gpu-{name}", size, size, size, b=b, dtype=BYTES.get(name, name))
 
 
-def _layers(group: str, name: str, rows: tuple[int, ...]) -> list[Row]:
+def _layers(group: str, name: str, rows: tuple[int, ...]) -> list[Case]:
     return [
-        _row(f"gpu-{name}-{layer}-m{m}", group, m, n, k, b="col", dtype=BYTES.get(name, name))
+        Case(f"gpu-{name}-{layer}-m{m}", group, m, n, k, b="col", dtype=BYTES.get(name, name))
         for layer, n, k in LAYERS
         for m in rows
     ]
 
 
-def _quick() -> list[Row]:
+def _quick() -> list[Case]:
     sizes = {
         "f32": (1024, 2048, 4096), "bf16": (1024, 2048, 4096, 8192), "f16": (1024, 4096), "s8": (1024, 4096, 8192),
         "e4m3": (4096,),
@@ -56,18 +49,18 @@ def _quick() -> list[Row]:
     ]
 
 
-def _smoke() -> list[Row]:
+def _smoke() -> list[Case]:
     group = "gpu-smoke"
     return [
-        _row("gpu-smoke-f32", group, 64, 64, 64),
-        _row("gpu-smoke-odd", group, 65, 63, 67),
-        _row("gpu-smoke-tt", group, 48, 40, 56, a="col", b="col", c="col"),
-        _row("gpu-smoke-batch", group, 16, 16, 16, batch=10),
-        _row("gpu-smoke-row", group, 1, 256, 128, b="col"),
-        *(_row(f"gpu-smoke-{x}", group, 64, 64, 64, b="col", dtype=BYTES.get(x, x)) for x in ("f16", "bf16", "s8")),
+        Case("gpu-smoke-f32", group, 64, 64, 64),
+        Case("gpu-smoke-odd", group, 65, 63, 67),
+        Case("gpu-smoke-tt", group, 48, 40, 56, a="col", b="col", c="col"),
+        Case("gpu-smoke-batch", group, 16, 16, 16, batch=10),
+        Case("gpu-smoke-row", group, 1, 256, 128, b="col"),
+        *(Case(f"gpu-smoke-{x}", group, 64, 64, 64, b="col", dtype=BYTES.get(x, x)) for x in ("f16", "bf16", "s8")),
     ]
 
 
-def named() -> dict[str, list[Row]]:
-    """Suite -> the fields of its cases."""
+def named() -> dict[str, list[Case]]:
+    """Suite -> its cases."""
     return {QUICK: _quick(), SMOKE: _smoke()}

@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
 PREFIXES = (
     "OPENBLAS_", "GOTO_", "MKL_", "ONEDNN_", "DNNL_", "BLIS_", "BLI_", "LIBXSMM_", "OMP_", "KMP_", "GOMP_",
-    "NVPL_", "ATEN_", "TORCH_", "ORT_", "PORTMM_", "CUBLAS", "NVIDIA_TF32_", "CUPY_TF32", "CUPY_ACCELERATORS",
+    "NVPL_", "ATEN_", "TORCH_", "TORCHINDUCTOR_", "ORT_", "OPENVINO_", "OV_", "PORTMM_",
+    "CUBLAS", "NVIDIA_TF32_", "CUPY_TF32", "CUPY_ACCELERATORS",
 )  # fmt: skip
 # Kernels stay cached where the user put them.
-KEPT = ("PORTMM_CACHE",)
+KEPT = ("PORTMM_CACHE", "TORCHINDUCTOR_CACHE_DIR")
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "PORTMM_NUM_THREADS")
 
-# What makes each library act as on a machine whose best ISA is this one.
+# What makes each library act as on a machine whose best ISA is this one. OpenVINO's own oneDNN obeys what oneDNN does.
 FORCED: Mapping[str, Mapping[str, str]] = {
     "avx512bf16": {
         "OPENBLAS_CORETYPE": "SkylakeX",
@@ -39,6 +40,7 @@ FORCED: Mapping[str, Mapping[str, str]] = {
         "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI",
         "DNNL_MAX_CPU_ISA": "AVX512_CORE_VNNI",
         "ATEN_CPU_CAPABILITY": "avx512",
+        "TORCHINDUCTOR_CPP_MARCH": "cascadelake",
         "LIBXSMM_TARGET": "clx",
     },
     "avx512": {
@@ -47,6 +49,7 @@ FORCED: Mapping[str, Mapping[str, str]] = {
         "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
         "DNNL_MAX_CPU_ISA": "AVX512_CORE",
         "ATEN_CPU_CAPABILITY": "avx512",
+        "TORCHINDUCTOR_CPP_MARCH": "skylake-avx512",
         "LIBXSMM_TARGET": "skx",
     },
     "avxvnni": {
@@ -63,6 +66,7 @@ FORCED: Mapping[str, Mapping[str, str]] = {
         "ONEDNN_MAX_CPU_ISA": "AVX2",
         "DNNL_MAX_CPU_ISA": "AVX2",
         "ATEN_CPU_CAPABILITY": "avx2",
+        "TORCHINDUCTOR_CPP_MARCH": "haswell",
         "LIBXSMM_TARGET": "hsw",
     },
     "sse2": {
@@ -71,6 +75,7 @@ FORCED: Mapping[str, Mapping[str, str]] = {
         "ONEDNN_MAX_CPU_ISA": "SSE41",
         "DNNL_MAX_CPU_ISA": "SSE41",
         "ATEN_CPU_CAPABILITY": "default",
+        "TORCHINDUCTOR_CPP_MARCH": "nehalem",
         "LIBXSMM_TARGET": "wsm",
     },
 }

@@ -14,9 +14,9 @@ from portmm.comparison import native
 from portmm.comparison.peers import Library, MissingError, Run
 
 if TYPE_CHECKING:
+    from portmm.comparison.case import Case
     from portmm.comparison.data import Arrays
     from portmm.comparison.environment import Setup
-    from portmm.comparison.suite import Case
 
 # libxsmm dispatches kernels up to (64 x 64 x 64); beyond, it calls a BLAS.
 LARGEST = 64**3

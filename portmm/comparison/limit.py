@@ -21,7 +21,7 @@ from portmm.detect import host, resolve
 from portmm.errors import ScheduleError
 
 if TYPE_CHECKING:
-    from portmm.comparison.suite import Case
+    from portmm.comparison.case import Case
     from portmm.target import MemoryLevel
 
 

@@ -3,6 +3,9 @@
 Owns two contenders: MKL's calls, and its just-in-time small kernels, which
 run in a process of their own. Imports `comparison.peers` and `comparison.native`.
 
+MKL fuses nothing: what follows a product are NumPy's ufuncs, and its own vector
+function where NumPy has none.
+
 `libmkl_rt` picks its other libraries when it is first called, and they find
 each other only if it was loaded with global symbols. On processors that are
 not Intel's, MKL chooses an AVX2 path by itself and no variable changes that.
@@ -18,13 +21,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.comparison import native
+from portmm.comparison.case import PLAIN
 from portmm.comparison.data import INPUTS
-from portmm.comparison.peers import Fetched, Library, MissingError, Run
+from portmm.comparison.peers import Fetched, Library, MissingError, Run, finishing, repeat
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.comparison.case import Case
     from portmm.comparison.data import Arrays
     from portmm.comparison.environment import Setup
-    from portmm.comparison.suite import Case
 
 PACKED = 151
 IDENTIFIER_B = 162
@@ -32,11 +38,14 @@ NO_JIT = 1
 # Above this size MKL's just-in-time call falls back to its ordinary one.
 JIT_LARGEST = 128
 # Types of A and B -> MKL's name of the call, the driver's loop, and the type of its results.
-# By rows u8 is on the left, whatever the name of the call says.
+# By rows u8 is on the left, whatever the name of the call says; s8 becomes that by an offset.
+SIGNED, UNSIGNED = ("s8", "s8"), ("u8", "s8")
+FLIPPED = 128
 NARROW = {
     ("bf16", "bf16"): ("bf16bf16f32", "loop_gemm_16", "f32"),
     ("f16", "f16"): ("f16f16f32", "loop_gemm_16", "f32"),
-    ("u8", "s8"): ("s8u8s32", "loop_gemm_8", "s32"),
+    UNSIGNED: ("s8u8s32", "loop_gemm_8", "s32"),
+    SIGNED: ("s8u8s32", "loop_gemm_8", "s32"),
 }
 
 
@@ -69,6 +78,14 @@ def open_mkl(setup: Setup) -> Library:
     native.driver()
 
     def prepare(case: Case, data: Arrays) -> dict[str, Run]:
+        methods = bare(case, data)
+        if not case.fused:
+            return methods
+        native.only(case.dtype in PLAIN, "has only results that would still be rounded")
+        normal = _normal(library, case)
+        return {f"{name}, ufuncs": finishing(run, case, data, normal) for name, run in methods.items()}
+
+    def bare(case: Case, data: Arrays) -> dict[str, Run]:
         if case.narrow:
             return _narrow(library, case, data)
         methods = {"gemm": native.gemm(library, case, data)}
@@ -80,7 +97,17 @@ def open_mkl(setup: Setup) -> Library:
             methods["pack/compute"] = _packed(library, case, data)
         return methods
 
-    return Library(version, prepare, dtypes=None, precision=INPUTS)
+    return Library(version, prepare, dtypes=None, precision=INPUTS, fused=True)
+
+
+def _normal(library: Any, case: Case) -> Callable[..., None]:
+    """The cumulative normal distribution, which gelu is its argument times."""
+    function = getattr(library, f"v{native.LETTER[case.dtype]}CdfNorm")
+
+    def normal(x: Any, out: Any) -> None:
+        function(c_int(x.size), native.pointer(x), native.pointer(out))
+
+    return normal
 
 
 def _narrow(library: Any, case: Case, data: Arrays) -> dict[str, Run]:
@@ -92,13 +119,17 @@ def _narrow(library: Any, case: Case, data: Arrays) -> dict[str, Run]:
     # MKL writes no narrow floats: what it writes is converted when it is judged, which is not timed.
     c = data.c if case.types[2] == result else np.empty(data.c.shape, np.float32)
     sizes = [*map(c_int, (case.m, case.n, case.k))]
+    flip = case.types[:2] == SIGNED
+    a = np.empty_like(data.a).view(np.uint8) if flip else data.a
+    zero = [c_int(-FLIPPED if flip else 0)] if result == "s32" else []
 
     def run(function: str, marks: tuple[int, int], b: c_void_p, keep: object) -> Run:
-        after = [*map(c_int, (order, *marks)), *sizes, native.pointer(data.a), c_int(lda), b, c_int(ldb)]
+        after = [*map(c_int, (order, *marks)), *sizes, native.pointer(a), c_int(lda), b, c_int(ldb)]
         call = native.address(getattr(library, function))
-        made = native.counted(
-            getattr(native.driver(), loop), [call], [*after, native.pointer(c), c_int(ldc)], (c, keep)
-        )
+        after += [native.pointer(c), c_int(ldc), *zero]
+        made = native.counted(getattr(native.driver(), loop), [call], after, (a, c, keep))
+        if flip:
+            return repeat(lambda: (np.bitwise_xor(data.a.view(np.uint8), FLIPPED, out=a), made(1)))
         return made if c is data.c else Fetched(made, lambda: np.copyto(data.c, c, casting="unsafe"))
 
     note = "" if c is data.c else ", f32 result"

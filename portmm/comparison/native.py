@@ -24,8 +24,8 @@ from portmm.comparison.peers import MissingError, Run, UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from portmm.comparison.case import Case
     from portmm.comparison.data import Arrays
-    from portmm.comparison.suite import Case
 
 ROW, COLUMN = 101, 102
 NORMAL, TRANSPOSED = 111, 112
@@ -106,9 +106,9 @@ void loop_gemm_16(void (*f)(int, int, int, int, int, int, float, const void *, i
 }
 void loop_gemm_8(void (*f)(int, int, int, int, int, int, int, float, const void *, int, signed char, const void *, int,
     signed char, float, int *, int, const int *),
-    long count, int order, int ta, int tb, int m, int n, int k, const void *a, int lda, const void *b, int ldb, int *c, int ldc) {
+    long count, int order, int ta, int tb, int m, int n, int k, const void *a, int lda, const void *b, int ldb, int *c, int ldc, int zero) {
   int fixed = 173, offset = 0;
-  while (count-- > 0) f(order, ta, tb, fixed, m, n, k, 1, a, lda, 0, b, ldb, 0, 0, c, ldc, &offset);
+  while (count-- > 0) f(order, ta, tb, fixed, m, n, k, 1, a, lda, (signed char)zero, b, ldb, 0, 0, c, ldc, &offset);
 }
 """  # noqa: E501
 

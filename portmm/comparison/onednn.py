@@ -1,34 +1,37 @@
 """oneDNN, through its C interface.
 
 Owns one contender: the sgemm call, and the matmul primitive with plain and
-with self-chosen ("any") weight formats. Imports `comparison.peers` and
-`comparison.native`. The numbers are those of oneDNN's C headers, version 3.
+with self-chosen ("any") weight formats, and with post-ops for what follows a product. Imports `comparison.peers`,
+`comparison.native` and `comparison.fused`. The numbers are those of oneDNN's C headers, version 3.
 """
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import byref, c_char, c_int, c_int64, c_long, c_void_p
+from ctypes import byref, c_char, c_float, c_int, c_int64, c_long, c_void_p
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from portmm.comparison import native
+from portmm.comparison import fused, native
 from portmm.comparison.data import INPUTS
 from portmm.comparison.peers import Library, MissingError, Run, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from portmm.comparison.case import Case
     from portmm.comparison.data import Arrays
     from portmm.comparison.environment import Setup
-    from portmm.comparison.suite import Case
 
 CPU = 1
 IN_ORDER = 1
 TYPES = {"f16": 1, "bf16": 2, "f32": 3, "s32": 4, "s8": 5, "u8": 6, "f64": 7}
 TAG_ANY = 1
 QUERY_IMPLEMENTATION, QUERY_WEIGHTS = 8, 131
-SOURCE, WEIGHTS, DESTINATION = 1, 33, 17
+SOURCE, WEIGHTS, BIAS, DESTINATION = 1, 33, 41, 17
+OPERAND, POST_OP = 2, 32768
+ADD, MULTIPLY = 0x1FFF0, 0x1FFF1
+ELTWISE = {"relu": 0x20, "gelu_tanh": 0x2B, "silu": 0x2C, "gelu": 0x31}
 SCALES = 4096
 BY_COLUMN = 2
 
@@ -69,7 +72,7 @@ def open_onednn(setup: Setup) -> Library:
     def prepare(case: Case, data: Arrays) -> dict[str, Run]:
         native.only(not case.block and (case.whole or not case.scaled), "no floats by codes in this version")
         methods = {}
-        if case.dtype == "f32" and case.batch == 1:
+        if case.dtype == "f32" and case.batch == 1 and not case.fused:
             methods["sgemm"] = _sgemm(library, case, data)
         for name, any_weights in (("matmul", False), ("matmul, any weights", True)):
             if any_weights and not case.packed:
@@ -82,7 +85,7 @@ def open_onednn(setup: Setup) -> Library:
         return methods
 
     name = f"oneDNN {version.major}.{version.minor}.{version.patch}"
-    return Library(name, prepare, dtypes=None, precision=INPUTS)
+    return Library(name, prepare, dtypes=None, precision=INPUTS, fused=True)
 
 
 def _made(function: Any, *arguments: Any) -> c_void_p:
@@ -121,16 +124,21 @@ def _matmul(opened: _Opened, case: Case, data: Arrays, any_weights: bool) -> Run
     types = [TYPES[x] for x in case.types]
     a, b, c = (_described(library, x, t) for x, t in zip((data.a, data.b, data.c), types, strict=True))
     wanted = _described(library, data.b, types[1], any_format=True) if any_weights else b
-    attributes, scales = _by_column(opened, data) if case.scaled else (None, [])
-    chosen = _made(library.dnnl_matmul_primitive_desc_create, engine, a, wanted, None, c, attributes)
+    attributes, more = _attributes(opened, case, data)
+    # Beside scales by row, a bias is added after them.
+    first = case.fused.startswith("bias") and not case.scaled
+    bias = _described(library, data.bias.reshape(1, -1), types[2]) if first else None
+    chosen = _made(library.dnnl_matmul_primitive_desc_create, engine, a, wanted, bias, c, attributes)
     primitive = _made(library.dnnl_primitive_create, chosen)
     memories = [_made(library.dnnl_memory_create, d, engine, native.pointer(x)) for d, x in ((a, data.a), (c, data.c))]
     plain = _made(library.dnnl_memory_create, b, engine, native.pointer(data.b))
     weights = _reordered(opened, chosen, plain, b) if any_weights else plain
-    arguments = _arguments([(SOURCE, memories[0]), (WEIGHTS, weights), (DESTINATION, memories[1]), *scales])
+    if bias is not None:
+        more.append((BIAS, _made(library.dnnl_memory_create, bias, engine, native.pointer(data.bias))))
+    arguments = _arguments([(SOURCE, memories[0]), (WEIGHTS, weights), (DESTINATION, memories[1]), *more])
     before = [native.address(library.dnnl_primitive_execute), native.address(library.dnnl_stream_wait)]
     after = [primitive, opened.stream, c_int(len(arguments)), byref(arguments)]
-    if case.scaled:
+    if case.scaled and not case.fused:
         # Scales of the source have no rows in this version, and its own primitive for them runs at a tenth of this.
         sizes = [c_long(case.m), c_long(case.n), native.pointer(data.rows), native.pointer(data.c)]
         loop = native.driver(opened.threads).loop_dnnl_scaled
@@ -138,15 +146,49 @@ def _matmul(opened: _Opened, case: Case, data: Arrays, any_weights: bool) -> Run
     return native.counted(native.driver().loop_dnnl_execute, before, after, (data, arguments))
 
 
-def _by_column(opened: _Opened, data: Arrays) -> tuple[c_void_p, list[tuple[int, c_void_p]]]:
-    """Attributes that scale the weights by column, and their argument."""
+def _attributes(opened: _Opened, case: Case, data: Arrays) -> tuple[c_void_p, list[tuple[int, c_void_p]]]:
+    """Attributes that scale the weights by column and do what follows the product, and their arguments."""
     library = opened.library
-    described = _described(library, data.columns, TYPES["f32"])
-    memory = _made(library.dnnl_memory_create, described, opened.engine, native.pointer(data.columns))
+    arguments: list[tuple[int, c_void_p]] = []
     attributes = _made(library.dnnl_primitive_attr_create)
-    status = library.dnnl_primitive_attr_set_scales_mask(attributes, c_int(WEIGHTS), c_int(BY_COLUMN))
-    native.only(status == 0, f"scales by column returned {status}")
-    return attributes, [(SCALES | WEIGHTS, memory)]
+    if case.scaled:
+        described = _described(library, data.columns, TYPES["f32"])
+        memory = _made(library.dnnl_memory_create, described, opened.engine, native.pointer(data.columns))
+        status = library.dnnl_primitive_attr_set_scales_mask(attributes, c_int(WEIGHTS), c_int(BY_COLUMN))
+        native.only(status == 0, f"scales by column returned {status}")
+        arguments.append((SCALES | WEIGHTS, memory))
+    chain = _made(library.dnnl_post_ops_create)
+    for i, (kind, array, dtype) in enumerate(_post_ops(case, data)):
+        if array is None:
+            # Of relu alpha is what negative numbers are multiplied by, of silu what is before its exponent.
+            alpha = c_float(kind != ELTWISE["relu"])
+            status = library.dnnl_post_ops_append_eltwise(chain, c_int(kind), alpha, c_float(0))
+        else:
+            described = _described(library, array, TYPES[dtype])
+            status = library.dnnl_post_ops_append_binary(chain, c_int(kind), described)
+            memory = _made(library.dnnl_memory_create, described, opened.engine, native.pointer(array))
+            arguments.append((POST_OP * (i + 1) | OPERAND, memory))
+        native.only(status == 0, f"a post-op returned {status}")
+    status = library.dnnl_primitive_attr_set_post_ops(attributes, chain)
+    native.only(status == 0, f"post-ops returned {status}")
+    return attributes, arguments
+
+
+def _post_ops(case: Case, data: Arrays) -> list[tuple[int, Any, str]]:
+    """What follows the sums of a fused case: kinds, with an array and its type where they have one."""
+    words = fused.steps(case.fused)
+    found: list[tuple[int, Any, str]] = []
+    if words and case.scaled:
+        found.append((MULTIPLY, data.rows.reshape(-1, 1), "f32"))
+    elif words and words[0] == "bias":
+        words = words[1:]
+    for word in words:
+        if word in fused.ADDED:
+            array = data.added[word]
+            found.append((ADD, array.reshape(-1, case.n), case.types[2]))
+        else:
+            found.append((ELTWISE[word], None, ""))
+    return found
 
 
 def _reordered(opened: _Opened, chosen: c_void_p, plain: c_void_p, described: c_void_p) -> c_void_p:

@@ -1,8 +1,8 @@
-"""ONNX Runtime, as a graph of one operator.
+"""ONNX Runtime, as a graph of one layer.
 
-Owns two contenders: the operators that compute as they are told (MatMulInteger,
-MatMulNBits at its own accuracy), and those that round activations to 8 bits
-first. Imports `comparison.peers`, `comparison.native`, `comparison.data` and `comparison.suite`.
+Owns two contenders: the operators that compute as they are told (MatMul, Gemm, MatMulInteger,
+MatMulNBits at its own accuracy) with what follows them, and those that round activations to 8 bits
+first. Imports `comparison.peers`, `comparison.native`, `comparison.data`, `comparison.case` and `comparison.fused`.
 
 A weight that the case packs is a constant of the graph, which ONNX Runtime lays out
 when it loads it. Inputs and outputs are bound to the case's arrays, so that nothing
@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.comparison import native
+from portmm.comparison import fused, native
+from portmm.comparison.case import BLOCK, PLAIN
 from portmm.comparison.data import APPROXIMATE, INPUTS
 from portmm.comparison.peers import Library, MissingError, Run, UnsupportedError, repeat
-from portmm.comparison.suite import BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from portmm.comparison.case import Case
     from portmm.comparison.data import Arrays
     from portmm.comparison.environment import Setup
-    from portmm.comparison.suite import Case
 
 OPSET, IR = 21, 10
 CPU = "CPUExecutionProvider"
@@ -68,16 +68,19 @@ def _open(setup: Setup) -> _Opened:
 
 
 def open_onnxruntime(setup: Setup) -> Library:
-    """Open ONNX Runtime: products of integers, scaled ones, and those with weights of four bits."""
+    """Open ONNX Runtime: products of floats, of integers, scaled ones, and those with weights of four bits."""
     opened = _open(setup)
 
     def prepare(case: Case, data: Arrays) -> dict[str, Run]:
         if not case.whole and (case.block or case.scaled):
             return {"MatMulNBits": _codes(opened, case, data, OWN_ACCURACY)}
+        if case.dtype in PLAIN:
+            return _floats(opened, case, data)
         native.only(case.whole, f"no product of {case.dtype}")
         return {"MatMulIntegerToFloat" if case.scaled else "MatMulInteger": _integers(opened, case, data)}
 
-    return Library(f"onnxruntime {opened.runtime.__version__}", prepare, dtypes=None, precision=INPUTS)
+    name = f"onnxruntime {opened.runtime.__version__}"
+    return Library(name, prepare, dtypes=None, precision=INPUTS, fused=True)
 
 
 def open_8bit(setup: Setup) -> Library:
@@ -96,19 +99,53 @@ def open_8bit(setup: Setup) -> Library:
     return Library(name, prepare, dtypes=None, precision=APPROXIMATE)
 
 
+def _floats(opened: _Opened, case: Case, data: Arrays) -> dict[str, Run]:
+    make = opened.onnx.helper.make_node
+    constants = {"b": data.b} if case.packed else {}
+    inputs = {"a": data.a} | ({} if case.packed else {"b": data.b})
+    methods = {"MatMul": _layer(opened, case, data, _Graph([make("MatMul", ["a", "b"], ["sums"])], inputs, constants))}
+    if case.batch == 1 and case.fused.startswith("bias"):
+        node = make("Gemm", ["a", "b", "bias"], ["biased"])
+        methods["Gemm"] = _layer(opened, case, data, _Graph([node], inputs, constants | {"bias": data.bias}))
+    return methods
+
+
+def _layer(opened: _Opened, case: Case, data: Arrays, graph: _Graph) -> Run:
+    """A session over a graph whose last result, "sums" or "biased", is followed by what the case says."""
+    make, nodes, last = opened.onnx.helper.make_node, list(graph.nodes), graph.nodes[-1].output[0]
+    inputs, constants = dict(graph.inputs), dict(graph.constants)
+    for word in fused.steps(case.fused)[last == "biased" :]:
+        if word == "bias":
+            constants[word] = data.bias
+        if word == "residual":
+            inputs[word] = data.residual
+        # An array that is added has the name of its step, so the result needs another one.
+        before, last = last, f"after_{word}"
+        if word in fused.ADDED:
+            nodes.append(make("Add", [before, word], [last]))
+        elif word == "silu":
+            nodes += [make("Sigmoid", [before], ["gate"]), make("Mul", [before, "gate"], [last])]
+        elif word == "relu":
+            nodes.append(make("Relu", [before], [last]))
+        else:
+            nodes.append(make("Gelu", [before], [last], approximate="tanh" if word == "gelu_tanh" else "none"))
+    nodes[-1].output[0] = "c"
+    return _bound(opened, _Graph(nodes, inputs, constants), data)
+
+
 def _integers(opened: _Opened, case: Case, data: Arrays) -> Run:
     make = opened.onnx.helper.make_node
     weight = {"b": data.b}
     inputs = {"a": data.a} | ({} if case.packed else weight)
     constants = weight if case.packed else {}
     if not case.scaled:
-        return _bound(opened, _Graph([make("MatMulInteger", ["a", "b"], ["c"])], inputs, constants), data)
+        return _layer(opened, case, data, _Graph([make("MatMulInteger", ["a", "b"], ["sums"])], inputs, constants))
     nodes = [
-        make("MatMulIntegerToFloat", ["a", "b", "one", "columns"], ["sums"], domain=DOMAIN),
-        make("Mul", ["sums", "rows"], ["c"]),
+        make("MatMulIntegerToFloat", ["a", "b", "one", "columns"], ["columns_done"], domain=DOMAIN),
+        make("Mul", ["columns_done", "rows"], ["sums"]),
     ]
     constants |= {"one": np.ones(1, np.float32), "columns": data.columns}
-    return _bound(opened, _Graph(nodes, inputs | {"rows": data.rows[:, None]}, constants), data)
+    return _layer(opened, case, data, _Graph(nodes, inputs | {"rows": data.rows[:, None]}, constants))
 
 
 def _codes(opened: _Opened, case: Case, data: Arrays, accuracy: int) -> Run:
@@ -122,9 +159,9 @@ def _codes(opened: _Opened, case: Case, data: Arrays, accuracy: int) -> Run:
     else:
         bits, codes, scales = 8, codes.view(np.uint8) ^ 128, np.repeat(data.columns, case.k // block)
     numbers = {"K": case.k, "N": case.n, "bits": bits, "block_size": block, "accuracy_level": accuracy}
-    node = opened.onnx.helper.make_node("MatMulNBits", ["a", "b", "scales"], ["c"], domain=DOMAIN, **numbers)
+    node = opened.onnx.helper.make_node("MatMulNBits", ["a", "b", "scales"], ["sums"], domain=DOMAIN, **numbers)
     constants = {"b": codes, "scales": scales.reshape(-1).astype(data.a.dtype)}
-    return _bound(opened, _Graph([node], {"a": data.a}, constants), data)
+    return _layer(opened, case, data, _Graph([node], {"a": data.a}, constants))
 
 
 def _dynamic(opened: _Opened, case: Case, data: Arrays) -> Run:

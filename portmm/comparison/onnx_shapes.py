@@ -23,7 +23,7 @@ from portmm.comparison.seen import FIELDS, case, merged, word
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from portmm.comparison.suite import Case
+    from portmm.comparison.case import Case
 
 NAMES = {
     "FLOAT": "f32", "DOUBLE": "f64", "FLOAT16": "f16", "BFLOAT16": "bf16",

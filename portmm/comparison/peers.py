@@ -1,7 +1,7 @@
 """The contenders, and what an adapter is.
 
-Owns the registry, the records that adapters speak in, and the adapters of
-portmm itself and of NumPy. Imports `comparison.data`, `comparison.suite`; a library is
+Owns the registry, the records that adapters speak in, and the adapter of NumPy.
+Imports `comparison.case`, `comparison.data` and `comparison.fused`; a library is
 imported only when its adapter is opened, which happens in its own process.
 
 An adapter is one function: it takes a `Setup`, opens its library, and returns
@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from portmm.comparison.data import EXACT, ZERO, Arrays
-from portmm.comparison.suite import PLAIN, Case
+from portmm.comparison import fused
+from portmm.comparison.case import PLAIN, Case
+from portmm.comparison.data import EXACT, Arrays
 
 if TYPE_CHECKING:
     from portmm.comparison.environment import Setup
@@ -66,12 +67,14 @@ class Library:
             `UnsupportedError`.
         dtypes: words of types that it multiplies; None where `prepare` decides.
         precision: how it may round, one of `data.PRECISIONS`.
+        fused: `prepare` knows what follows a product; else such cases are not asked for.
     """
 
     version: str
     prepare: Callable[[Case, Arrays], Mapping[str, Run]]
     dtypes: Collection[str] | None = PLAIN
     precision: str = EXACT
+    fused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +87,9 @@ class Contender:
         hint: what to do when it is not found.
         peer: False for portmm itself.
         uses_openblas: it computes with NumPy's OpenBLAS.
-        narrow: it takes part only where there are narrow types.
         device: language of the devices that it plays on, "cuda" or "opencl"; empty for the processor.
+        only: kinds of cases to which it adds something, of `Case.kinds`, because it
+            opens or compiles slowly; empty for all. Who asks for it by name gets it in all.
     """
 
     name: str
@@ -93,13 +97,25 @@ class Contender:
     hint: str = ""
     peer: bool = True
     uses_openblas: bool = False
-    narrow: bool = False
     device: str = ""
+    only: frozenset[str] = frozenset()
 
+    def adds_to(self, case: Case) -> bool:
+        """Whether it takes part in a case unasked."""
+        return not self.only or not self.only.isdisjoint(case.kinds)
+
+
+ALL = "all"
+"""In place of names: everyone."""
+ASKED = frozenset({"asked"})
+"""The kind of no case: who compiles for many seconds takes part only if asked for by name."""
+NARROW = frozenset({"narrow"})
+MODELS = frozenset({"narrow", "fused", "packed"})
+"""Kinds of cases that runtimes of models are made for."""
 
 _CUDA = "pip install cupy-cuda13x nvidia-cuda-nvrtc"
 CONTENDERS: tuple[Contender, ...] = (
-    Contender("portmm", "portmm.comparison.peers:open_portmm", peer=False),
+    Contender("portmm", "portmm.comparison.ours:open_portmm", peer=False),
     Contender("numpy", "portmm.comparison.peers:open_numpy", "pip install numpy", uses_openblas=True),
     Contender("mkl", "portmm.comparison.mkl:open_mkl", "pip install mkl"),
     Contender("mkl-jit", "portmm.comparison.mkl:open_jit", "pip install mkl, and a C compiler"),
@@ -107,8 +123,15 @@ CONTENDERS: tuple[Contender, ...] = (
     Contender("torch", "portmm.comparison.pytorch:open_torch", "pip install torch"),
     Contender("blis", "portmm.comparison.blis:open_blis", "apt install libblis4-openmp"),
     Contender("libxsmm", "portmm.comparison.libxsmm:open_libxsmm", "apt install libxsmm-dev, and a C compiler"),
-    Contender("onnxruntime", "portmm.comparison.onnx:open_onnxruntime", "pip install onnxruntime onnx", narrow=True),
-    Contender("onnxruntime-8bit", "portmm.comparison.onnx:open_8bit", "pip install onnxruntime onnx", narrow=True),
+    Contender(
+        "torch.compile",
+        "portmm.comparison.compiled:open_compiled",
+        "pip install torch, and a C++ compiler",
+        only=ASKED,
+    ),
+    Contender("onnxruntime", "portmm.comparison.onnx:open_onnxruntime", "pip install onnxruntime onnx", only=MODELS),
+    Contender("onnxruntime-8bit", "portmm.comparison.onnx:open_8bit", "pip install onnxruntime onnx", only=NARROW),
+    Contender("openvino", "portmm.comparison.openvino:open_openvino", "pip install openvino", only=MODELS),
 )
 
 ON_DEVICES: tuple[Contender, ...] = (
@@ -122,14 +145,15 @@ ON_DEVICES: tuple[Contender, ...] = (
 
 
 def find(names: Iterable[str | Contender] | None, language: str = "") -> tuple[Contender, ...]:
-    """Contenders by name, on devices of a language or the processor; all of them for None.
+    """Contenders by name, on devices of a language or the processor; all of them for None, or where "all" is a name.
 
     Raises:
         ValueError: nobody there is called that.
     """
     there = tuple(c for c in (*CONTENDERS, *ON_DEVICES) if c.device == language)
     known = {c.name: c for c in there}
-    if names is None:
+    names = [ALL] if names is None else list(names)
+    if ALL in names:
         return there
     picked = []
     for name in names:
@@ -172,45 +196,35 @@ def returning(call: Callable[[], object], take: Callable[[Any], object]) -> Fetc
     return Fetched(run, lambda: take(last[0]))
 
 
+def finishing(run: Run, case: Case, data: Arrays, normal: Callable[..., Any] | None) -> Run:
+    """A `Run` of a bare product, with what follows it by ufuncs after each; see `fused.in_place`."""
+    finish = fused.in_place(case.fused, data.c, data.added, normal)
+
+    def call() -> None:
+        run(1)
+        finish()
+
+    return repeat(call)
+
+
 def open_numpy(_setup: Setup) -> Library:
-    """Open NumPy, with whatever BLAS it was built on."""
+    """Open NumPy, with whatever BLAS it was built on, and SciPy for its error function."""
+    try:
+        normal: Any = import_module("scipy.special").ndtr
+    except ImportError:
+        normal = None
 
     def prepare(case: Case, data: Arrays) -> dict[str, Run]:
+        if normal is None and "gelu" in fused.steps(case.fused):
+            raise UnsupportedError("NumPy has no error function; pip install scipy")
         a, b, c = data.a, data.b, data.c
         if case.c == "col":
             # A column-major result would go through a temporary; its transpose does not.
             a, b, c = b.swapaxes(-1, -2), a.swapaxes(-1, -2), c.swapaxes(-1, -2)
-        return {"matmul": repeat(lambda: np.matmul(a, b, out=c))}
+        multiply = repeat(lambda: np.matmul(a, b, out=c))
+        return {"matmul, ufuncs": finishing(multiply, case, data, normal)} if case.fused else {"matmul": multiply}
 
     blas: Any = np.show_config(mode="dicts")
     built = blas["Build Dependencies"]["blas"] if blas else {}
-    return Library(f"numpy {np.__version__} ({built.get('name', 'no BLAS')} {built.get('version', '')})", prepare)
-
-
-def open_portmm(setup: Setup) -> Library:
-    """Open portmm as a user calls it: `matmul` with `out=`, `linear` for scales, weights packed where the case says."""
-    # By name, as a user's program would: the package offers this comparison too.
-    pm: Any = import_module("portmm")
-    if not hasattr(pm, "matmul"):
-        raise MissingError("this portmm has no matmul")
-    pm.set_num_threads(setup.threads)
-
-    def prepare(case: Case, data: Arrays) -> dict[str, Run]:
-        a, c, b = data.a, data.c, data.b
-        if case.block:
-            b = pm.pack(pm.Quantized(data.b, data.columns, -ZERO * data.columns, 4, case.block))
-        elif case.packed:
-            b = pm.pack(data.b, activations=np.int8 if case.dynamic else a.dtype)
-        if case.dynamic:
-            more = {} if case.block else {"w_scale": data.columns}
-            call = returning(lambda: pm.linear(a, b, dynamic=True, **more), lambda result: np.copyto(c, result))
-            return {"linear, dynamic": call}
-        if case.scaled:
-            scales = {"w_scale": data.columns} | ({"x_scale": data.rows} if case.whole else {})
-            return {"linear": returning(lambda: pm.linear(a, b, **scales), lambda result: np.copyto(c, result))}
-        methods: dict[str, Run] = {"packed" if case.packed else "matmul": repeat(lambda: pm.matmul(a, b, out=c))}
-        if case.block:
-            methods["packed, new result"] = returning(lambda: pm.matmul(a, b), lambda result: np.copyto(c, result))
-        return methods
-
-    return Library(f"portmm {metadata.version('portmm')}", prepare, dtypes=None)
+    name = f"numpy {np.__version__} ({built.get('name', 'no BLAS')} {built.get('version', '')})"
+    return Library(name, prepare, fused=True)

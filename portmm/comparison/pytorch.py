@@ -1,8 +1,8 @@
 """PyTorch, as its users call it.
 
 Owns one contender: its BLAS and oneDNN for plain products, its prepacked weights,
-and its operators for quantised ones. Imports `comparison.peers`, `comparison.native` and
-`comparison.data`.
+its operators for quantised ones, and its functions or oneDNN's fused ones after them. Imports
+`comparison.peers`, `comparison.native`, `comparison.data` and `comparison.fused`.
 
 Operators that have no out= return a result that is copied when it is judged. The
 weights of its quantised operators are laid out beforehand, like every packed weight.
@@ -11,21 +11,22 @@ weights of its quantised operators are laid out beforehand, like every packed we
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from portmm.comparison import native
+from portmm.comparison import fused, native
 from portmm.comparison.data import INPUTS
 from portmm.comparison.peers import Library, MissingError, Run, UnsupportedError, repeat, returning
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from portmm.comparison.case import Case
     from portmm.comparison.data import Arrays
     from portmm.comparison.environment import Setup
-    from portmm.comparison.suite import Case
 
     Maker: TypeAlias = Callable[[Any, Case, Arrays], Run]
 
@@ -33,18 +34,30 @@ ONEDNN_LINEAR = ("f32", "bf16", "f16")
 # Products for which PyTorch has plain loops only, at a hundredth of its other rates,
 # are waited for up to this many operations.
 PATIENCE = 1 << 28
+POINTWISE = {"relu": ("relu", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "silu": ("swish", "")}
+"""What its operator of oneDNN calls the functions of fused cases."""
 # Any number does: PyTorch keeps the argument for symmetry with its GPU operator.
 INNER_TILES = 2
 
 
-def open_torch(setup: Setup) -> Library:
-    """Open PyTorch."""
+def imported(setup: Setup) -> Any:
+    """The module, for inference with so many threads.
+
+    Raises:
+        MissingError: it is not there.
+    """
     try:
         torch: Any = import_module("torch")
     except ImportError as error:
         raise MissingError(str(error)) from error
     torch.set_num_threads(setup.threads)
     torch.set_grad_enabled(False)
+    return torch
+
+
+def open_torch(setup: Setup) -> Library:
+    """Open PyTorch."""
+    torch = imported(setup)
 
     def prepare(case: Case, data: Arrays) -> dict[str, Run]:
         native.only(case.flops <= PATIENCE or not _slow(torch, case), "plain loops here, too slow to wait for")
@@ -58,13 +71,17 @@ def open_torch(setup: Setup) -> Library:
             makers |= {"qlinear": _qlinear} if case.packed else {}
         elif case.whole:
             makers = {"int_mm": _int_mm}
+        elif len(set(case.types)) == 1 and case.fused:
+            makers = {"linear": _eager, "addmm": _overwriting}
+            if case.packed and torch.backends.mkldnn.is_available() and case.dtype in ONEDNN_LINEAR:
+                makers["oneDNN linear"] = _pointwise
         elif len(set(case.types)) == 1:
             return _floats(torch, case, data)
         else:
             raise UnsupportedError(f"no product of {case.dtype} on this device")
         return _those_that_work(makers, torch, case, data)
 
-    return Library(f"torch {torch.__version__}", prepare, dtypes=None, precision=INPUTS)
+    return Library(f"torch {torch.__version__}", prepare, dtypes=None, precision=INPUTS, fused=True)
 
 
 def _slow(torch: Any, case: Case) -> bool:
@@ -91,7 +108,7 @@ def _those_that_work(makers: dict[str, Maker], torch: Any, case: Case, data: Arr
     return methods
 
 
-def _tensor(torch: Any, array: Any) -> Any:
+def tensor(torch: Any, array: Any) -> Any:
     """A tensor over an array's memory; PyTorch does not know NumPy's bfloat16."""
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
@@ -99,7 +116,7 @@ def _tensor(torch: Any, array: Any) -> Any:
 
 
 def _floats(torch: Any, case: Case, data: Arrays) -> dict[str, Run]:
-    a, b, c = (_tensor(torch, x) for x in (data.a, data.b, data.c))
+    a, b, c = (tensor(torch, x) for x in (data.a, data.b, data.c))
     multiply: Any = torch.bmm if case.batch > 1 else torch.mm
     methods: dict[str, Run] = {multiply.__name__: repeat(lambda: multiply(a, b, out=c))}
     if case.m == 1 and case.batch == 1:
@@ -112,54 +129,115 @@ def _floats(torch: Any, case: Case, data: Arrays) -> dict[str, Run]:
 
 
 def _linear(torch: Any, _case: Case, data: Arrays) -> Run:
-    a, b, c = (_tensor(torch, x) for x in (data.a, data.b, data.c))
+    a, b, c = (tensor(torch, x) for x in (data.a, data.b, data.c))
     weight = torch.ops.mkldnn._reorder_linear_weight(b.t().contiguous(), a.shape[0])  # noqa: SLF001
     linear = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
     return returning(lambda: linear(a, weight, None, "none", [], ""), c.copy_)
 
 
+def functions(torch: Any) -> dict[str, Callable[[Any], Any]]:
+    """Functions that overwrite their argument, by the words of fused cases."""
+    gelu = torch.ops.aten.gelu_
+    return {
+        "relu": torch.relu_,
+        "gelu": gelu,
+        "gelu_tanh": lambda x: gelu(x, approximate="tanh"),
+        "silu": lambda x: torch.nn.functional.silu(x, inplace=True),
+    }
+
+
+def _after(torch: Any, words: Sequence[str], data: Arrays) -> Callable[[Any], Any]:
+    """What overwrites a product by what follows it, and returns it."""
+    added = {name: tensor(torch, x) for name, x in data.added.items()}
+    known = functions(torch)
+    steps = [partial(torch.Tensor.add_, other=added[word]) if word in added else known[word] for word in words]
+
+    def after(x: Any) -> Any:
+        for step in steps:
+            x = step(x)
+        return x
+
+    return after
+
+
+def _eager(torch: Any, case: Case, data: Arrays) -> Run:
+    a, b, c = (tensor(torch, x) for x in (data.a, data.b, data.c))
+    words, linear, weight = fused.steps(case.fused), torch.nn.functional.linear, b.t()
+    bias = tensor(torch, data.bias) if words[0] == "bias" else None
+    after = _after(torch, words[1:] if bias is not None else words, data)
+    return returning(lambda: after(linear(a, weight, bias)), c.copy_)
+
+
+def _overwriting(torch: Any, case: Case, data: Arrays) -> Run:
+    a, b, c = (tensor(torch, x) for x in (data.a, data.b, data.c))
+    words, added = fused.steps(case.fused), {name: tensor(torch, x) for name, x in data.added.items()}
+    after = _after(torch, words[1:] if words[0] in added else words, data)
+    if words[0] in added:
+        first = added[words[0]]
+        return repeat(lambda: after(torch.addmm(first, a, b, out=c)))
+    return repeat(lambda: after(torch.mm(a, b, out=c)))
+
+
+def _pointwise(torch: Any, case: Case, data: Arrays) -> Run:
+    """The linear operator of oneDNN with a bias and one step more, and what is left after it."""
+    a, b, c = (tensor(torch, x) for x in (data.a, data.b, data.c))
+    weight = torch.ops.mkldnn._reorder_linear_weight(b.t().contiguous(), a.shape[0])  # noqa: SLF001
+    linear = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
+    words = fused.steps(case.fused)
+    bias, words = (tensor(torch, data.bias), words[1:]) if words[0] == "bias" else (None, words)
+    after = _after(torch, words[1:], data)
+    if words[:1] == ("residual",):
+        binary, residual = linear.binary, tensor(torch, data.residual)
+        return returning(lambda: after(binary(a, residual, weight, bias, "add")), c.copy_)
+    name, algorithm = POINTWISE[words[0]] if words else ("none", "")
+    return returning(lambda: linear(a, weight, bias, name, [], algorithm), c.copy_)
+
+
 def _int_mm(torch: Any, _case: Case, data: Arrays) -> Run:
-    a, b, c = (_tensor(torch, x) for x in (data.a, data.b, data.c))
+    a, b, c = (tensor(torch, x) for x in (data.a, data.b, data.c))
     return repeat(lambda: torch._int_mm(a, b, out=c))  # noqa: SLF001
 
 
-def _scaled(torch: Any, _case: Case, data: Arrays) -> Run:
-    a, b, c, columns = (_tensor(torch, x) for x in (data.a, data.b, data.c, data.columns))
-    rows, sums = _tensor(torch, data.rows)[:, None], torch.empty(c.shape, dtype=torch.int32)
+def _scaled(torch: Any, case: Case, data: Arrays) -> Run:
+    a, b, c, columns = (tensor(torch, x) for x in (data.a, data.b, data.c, data.columns))
+    rows, sums = tensor(torch, data.rows)[:, None], torch.empty(c.shape, dtype=torch.int32)
+    after = _after(torch, fused.steps(case.fused), data)
 
     def call() -> None:
         torch._int_mm(a, b, out=sums)  # noqa: SLF001
         torch.mul(sums, columns, out=c)
-        c.mul_(rows)
+        after(c.mul_(rows))
 
     return repeat(call)
 
 
-def _qlinear(torch: Any, _case: Case, data: Arrays) -> Run:
+def _qlinear(torch: Any, case: Case, data: Arrays) -> Run:
     # The operator has one scale for all activations, so rows are scaled afterwards.
-    a, b, c, columns = (_tensor(torch, x) for x in (data.a, data.b, data.c, data.columns))
+    a, b, c, columns = (tensor(torch, x) for x in (data.a, data.b, data.c, data.columns))
     weight = torch.ops.onednn.qlinear_prepack(b.t().contiguous(), list(a.shape))
-    zeros, rows = torch.zeros(columns.shape, dtype=torch.int32), _tensor(torch, data.rows)[:, None]
-    linear = torch.ops.onednn.qlinear_pointwise
+    zeros, rows = torch.zeros(columns.shape, dtype=torch.int32), tensor(torch, data.rows)[:, None]
+    linear, after = torch.ops.onednn.qlinear_pointwise, _after(torch, fused.steps(case.fused), data)
 
     def call() -> Any:
         made = linear(a, 1.0, 0, weight, columns, zeros, None, 1.0, 0, torch.float32, "none", [], "")
-        return made.mul_(rows)
+        return after(made.mul_(rows))
 
     return returning(call, c.copy_)
 
 
-def _eight_bits(torch: Any, _case: Case, data: Arrays) -> Run:
-    a, c, columns = (_tensor(torch, x) for x in (data.a, data.c, data.columns))
-    weight = _tensor(torch, np.ascontiguousarray(data.b.T))
-    return returning(lambda: torch._weight_int8pack_mm(a, weight, columns), c.copy_)  # noqa: SLF001
+def _eight_bits(torch: Any, case: Case, data: Arrays) -> Run:
+    a, c, columns = (tensor(torch, x) for x in (data.a, data.c, data.columns))
+    weight = tensor(torch, np.ascontiguousarray(data.b.T))
+    multiply, after = torch._weight_int8pack_mm, _after(torch, fused.steps(case.fused), data)  # noqa: SLF001
+    return returning(lambda: after(multiply(a, weight, columns)), c.copy_)
 
 
 def _four_bits(torch: Any, case: Case, data: Arrays) -> Run:
-    a, c = (_tensor(torch, x) for x in (data.a, data.c))
-    codes = _tensor(torch, np.ascontiguousarray(data.b.T).astype(np.int32))
+    a, c = (tensor(torch, x) for x in (data.a, data.c))
+    codes = tensor(torch, np.ascontiguousarray(data.b.T).astype(np.int32))
     weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, INNER_TILES)  # noqa: SLF001
-    scales = _tensor(torch, data.columns).to(a.dtype)
+    scales = tensor(torch, data.columns).to(a.dtype)
     both = torch.stack([scales, torch.zeros_like(scales)], -1).contiguous()
     multiply, block = torch.ops.aten._weight_int4pack_mm_for_cpu, case.block  # noqa: SLF001
-    return returning(lambda: multiply(a, weight, block, both), c.copy_)
+    after = _after(torch, fused.steps(case.fused), data)
+    return returning(lambda: after(multiply(a, weight, block, both)), c.copy_)

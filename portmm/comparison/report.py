@@ -20,8 +20,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from portmm.comparison.case import Case
 from portmm.comparison.figures import conditions, spread, total_lines
-from portmm.comparison.suite import Case
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -173,7 +173,7 @@ class Report:
         # What few reports have is written where it says something.
         unsaid: tuple[tuple[Any, dict[str, Any]], ...] = (
             (table["entrants"], {"approximate": False}),
-            ([r["case"] for r in table["results"]], {"block": 0, "dynamic": False, "count": 1}),
+            ([r["case"] for r in table["results"]], {"block": 0, "dynamic": False, "fused": "", "count": 1}),
             ([table], {"cold": 0, "device": "", "alone": ""}),
         )
         for row, name, value in ((row, *item) for rows, usual in unsaid for row in rows for item in usual.items()):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from portmm.comparison.suite import LAYOUTS, Case
+from portmm.comparison.case import LAYOUTS, Case
 from portmm.dtype import spell, types
 
 if TYPE_CHECKING:

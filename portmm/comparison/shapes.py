@@ -18,7 +18,7 @@ from portmm.comparison.torch_shapes import from_torch
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from portmm.comparison.suite import Case
+    from portmm.comparison.case import Case
 
 __all__ = ["from_csv", "from_onnx", "from_torch", "merged"]
 

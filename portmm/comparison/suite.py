@@ -1,6 +1,6 @@
 """The shapes that are compared.
 
-Owns `Case` and the suites. Imports `comparison.device_suite`, `dtype` and `problem`. A shape is
+Owns the suites. Imports `comparison.case` and `comparison.fused_cases`. A shape is
 here because somebody runs it: layers of published networks, sizes at which
 libraries change strategy, and sizes that divide by nothing.
 
@@ -12,110 +12,17 @@ feed-forward 14336), DLRM (the MLPs of its MLPerf configuration).
 Products of narrow types are suites of their own: "bf16", "f16", "int8", "int4",
 and "narrow" for all of them. They are cubes, and the layers of BERT and Llama
 for one row, the few rows of a batch of decoding, and the rows of a prompt.
+Layers with what follows them are suites of their own, too: "fused".
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from portmm.comparison import device_suite, fused_cases
+from portmm.comparison.case import BLOCK, PLAIN, Case
 
-from portmm.comparison import device_suite
-from portmm.dtype import BY_NAME, size, spell, types
-from portmm.problem import Problem
+__all__ = ["BLOCK", "PLAIN", "SUITES", "Case", "cases"]
 
-BLOCK = 128
-"""Rows of k that share a scale, in weights of four bits."""
-
-
-LAYOUTS = ("row", "col")
-PLAIN = ("f32", "f64")
-"""Types that every library multiplies."""
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One product to time: C[batch, m, n] = A[batch, m, k] . B[batch, k, n].
-
-    Attributes:
-        name: unique name, for people and for files.
-        group: the family it belongs to; geometric means are per group.
-        m: rows of A and C.
-        n: columns of B and C.
-        k: the summed dimension.
-        batch: number of independent products in one call.
-        a: "row" (k contiguous) or "col" (m contiguous).
-        b: "row" (n contiguous) or "col" (k contiguous).
-        c: "row" (n contiguous) or "col" (m contiguous).
-        packed: B is a weight that may be prepared beforehand, untimed.
-        dtype: portmm's word for the element types: "f32", "u8-s8-s32". Integers with
-            a result in floats are codes with scales, by row of A and by column of B.
-        block: rows of k that share a scale of a weight of four bits.
-        dynamic: activations may be rounded to 8 bits, row by row, in the call.
-        count: how often a run of the user's model computes it.
-    """
-
-    name: str
-    group: str
-    m: int
-    n: int
-    k: int
-    batch: int = 1
-    a: str = "row"
-    b: str = "row"
-    c: str = "row"
-    packed: bool = False
-    dtype: str = "f32"
-    block: int = 0
-    dynamic: bool = False
-    count: int = 1
-
-    @property
-    def problem(self) -> Problem:
-        """The same as a `Problem`; a packed B counts as row-major, rounded activations as what is multiplied."""
-        post = "scale" if self.scaled or self.dynamic else ""
-        word = spell("s8", *self.types[1:]) if self.dynamic else self.dtype
-        return Problem(self.m, self.n, self.k, word, self.batch, a=self.a, b=self.b, c=self.c, post=post)
-
-    @property
-    def types(self) -> tuple[str, str, str]:
-        """Names of the element types of A, B and C."""
-        return types(self.dtype)
-
-    @property
-    def narrow(self) -> bool:
-        """The types are others than one plain float."""
-        return self.dtype not in PLAIN
-
-    @property
-    def whole(self) -> bool:
-        """A and B are integers, so that sums are exact."""
-        return not any(BY_NAME[x].eps for x in self.types[:2])
-
-    @property
-    def scaled(self) -> bool:
-        """B is codes with a scale for each column, and A, if it is integers too, codes with one for each row."""
-        return self.types[1] == "s8" and self.types[2] != "s32"
-
-    @property
-    def bytes(self) -> int:
-        """Compulsory traffic: A, B and C once each, and the scales of blocks of B."""
-        a, b, c = (size(x) for x in self.types)
-        scales = size("f32") * self.n * -(-self.k // self.block) if self.block else 0
-        return int(self.batch * (self.m * self.k * a + self.k * self.n * b + self.m * self.n * c + scales))
-
-    @property
-    def flops(self) -> int:
-        """Multiplications plus additions."""
-        return self.problem.flops
-
-    @property
-    def shape(self) -> str:
-        """`MxNxK` with batch, layouts and narrow types, for people."""
-        batch = f"{self.batch} x " if self.batch > 1 else ""
-        marks = "".join("t" if x == "col" else "n" for x in (self.a, self.b, self.c))
-        layout = "" if marks == "nnn" else f" {marks[:2]}{'' if self.c == 'row' else ', C col'}"
-        kind = f" {self.dtype}" if self.narrow else ""
-        kind += ", A in 8 bits" if self.dynamic else ""
-        return f"{batch}{self.m}x{self.n}x{self.k}{layout}{' packed' if self.packed else ''}{kind}"
+SUITES = ("smoke", "quick", "full", "narrow-quick", "narrow", "fused-quick", "fused")
 
 
 def _cubes() -> list[Case]:
@@ -368,18 +275,18 @@ def _narrow() -> list[Case]:
 
 
 def cases(suite: str = "quick") -> tuple[Case, ...]:
-    """The cases of a suite: "smoke", "quick", "full", "narrow-quick", "narrow", or the name of a group or case.
+    """The cases of a suite, one of `SUITES`, or of a group, or the case of that name.
 
     "device-quick" and "device-smoke" are for devices.
     "full" has one type, float32; "narrow" has all the others. "bf16", "int8" and
-    "int4" are all groups of that type. Several names may be joined with commas.
+    "int4" are all groups of that type. "fused" has layers with what follows them.
+    Several names may be joined with commas.
 
     Raises:
         ValueError: nothing is called that.
     """
-    full, narrow = _full(), _narrow()
-    there = {name: [Case(**row) for row in rows] for name, rows in device_suite.named().items()}
-    known = [*full, *narrow, *(case for some in there.values() for case in some)]
+    full, narrow, fused, there = _full(), _narrow(), fused_cases.made(), device_suite.named()
+    known = [*full, *narrow, *fused, *(case for some in there.values() for case in some)]
     named = {case.name: case for case in known}
     suites = {
         "full": tuple(case.name for case in full),
@@ -388,6 +295,8 @@ def cases(suite: str = "quick") -> tuple[Case, ...]:
         "narrow": tuple(case.name for case in narrow),
         "narrow-quick": NARROW_QUICK,
         **{name: tuple(case.name for case in some) for name, some in there.items()},
+        "fused": tuple(case.name for case in fused),
+        "fused-quick": fused_cases.QUICK,
     }
     picked: dict[str, Case] = {}
     for word in suite.split(","):

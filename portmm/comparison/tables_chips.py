@@ -16,8 +16,8 @@ from portmm.comparison.tables_products import held
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from portmm.comparison.case import Case
     from portmm.comparison.report import Report
-    from portmm.comparison.suite import Case
 
 INTEGERS = {"s8": "int8", "u8": "int8", "u4": "int4"}
 

@@ -22,7 +22,7 @@ from portmm.comparison.seen import FIELDS, case, merged, word
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from portmm.comparison.suite import Case
+    from portmm.comparison.case import Case
 
 NAMES = {
     "float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16",

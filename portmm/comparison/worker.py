@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from portmm.comparison import cold
+from portmm.comparison.case import Case
 from portmm.comparison.data import APPROXIMATE, EXACT, Arrays, arrays, judge
 from portmm.comparison.environment import Setup
 from portmm.comparison.peers import Fetched, Library, MissingError, Run, UnsupportedError, open_adapter
-from portmm.comparison.suite import Case
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -107,6 +107,8 @@ def prepare(
     """
     if library.dtypes is not None and case.dtype not in library.dtypes:
         return None, {"state": "unsupported", "reason": f"does not multiply {case.dtype}"}
+    if case.fused and not library.fused:
+        return None, {"state": "unsupported", "reason": "fuses nothing"}
     try:
         data = arrays(case, seed)
     except TypeError as missing:

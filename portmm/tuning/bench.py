@@ -18,9 +18,9 @@ from portmm.comparison.worker import seconds_per_call
 from portmm.errors import ScheduleError
 
 if TYPE_CHECKING:
+    from portmm.comparison.case import Case
     from portmm.comparison.environment import Setup
     from portmm.comparison.peers import Library
-    from portmm.comparison.suite import Case
     from portmm.problem import Problem
     from portmm.schedule import Schedule
 

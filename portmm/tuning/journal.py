@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from sqlite3 import Connection
 
-    from portmm.comparison.suite import Case
+    from portmm.comparison.case import Case
 
 _KEY = "what TEXT, threads INTEGER, cold INTEGER, machine TEXT, generator TEXT"
 _TABLES = (

@@ -17,8 +17,8 @@ from portmm.problem import Problem
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from portmm.comparison.case import Case
     from portmm.comparison.environment import Setup
-    from portmm.comparison.suite import Case
 
 OPENER = "portmm.tuning.bench:open_bench"
 OPENING = 120.0

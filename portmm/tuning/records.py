@@ -17,7 +17,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portmm.comparison.suite import Case
+    from portmm.comparison.case import Case
 
 OK, WRONG, CRASHED, TIMEOUT, UNBUILDABLE = STATES = ("ok", "wrong", "crashed", "timeout", "unbuildable")
 """What became of a candidate."""

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from portmm import settings
 from portmm.cache import tuned_database
+from portmm.comparison.case import Case
 from portmm.comparison.cold import enough
 from portmm.comparison.environment import Setup
 from portmm.comparison.limit import chip
-from portmm.comparison.suite import Case, cases
+from portmm.comparison.suite import cases
 from portmm.errors import ScheduleError
 from portmm.problem import Problem
 from portmm.run import recall

@@ -26,9 +26,9 @@ from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from portmm.comparison.case import Case
 from portmm.comparison.environment import Setup
 from portmm.comparison.peers import MissingError, UnsupportedError
-from portmm.comparison.suite import Case
 from portmm.errors import BuildError, ScheduleError, TargetError
 from portmm.schedule import Schedule, parse
 

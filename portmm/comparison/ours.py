@@ -1,0 +1,100 @@
+"""portmm itself, as a user calls it.
+
+Owns its adapter. Imports `comparison.peers`, `comparison.data` and `comparison.fused`, and
+portmm by its name as a user's program would, since the package offers this comparison too.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm.comparison import fused
+from portmm.comparison.data import ZERO
+from portmm.comparison.peers import Library, MissingError, Run, UnsupportedError, repeat, returning
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.comparison.case import Case
+    from portmm.comparison.data import Arrays
+    from portmm.comparison.environment import Setup
+
+
+def open_portmm(setup: Setup) -> Library:
+    """Open portmm: `matmul` with `out=`, `linear` for scales, weights packed where the case says."""
+    pm: Any = import_module("portmm")
+    if not hasattr(pm, "matmul"):
+        raise MissingError("this portmm has no matmul")
+    pm.set_num_threads(setup.threads)
+
+    def prepare(case: Case, data: Arrays) -> dict[str, Run]:
+        a, c, b = data.a, data.c, _weight(pm, case, data)
+        if case.fused:
+            return _fused(pm, case, data, b)
+        if case.dynamic or case.scaled:
+            options = _scales(case, data)
+            call = returning(lambda: pm.linear(a, b, **options), lambda result: np.copyto(c, result))
+            return {"linear, dynamic" if case.dynamic else "linear": call}
+        methods: dict[str, Run] = {"packed" if case.packed else "matmul": repeat(lambda: pm.matmul(a, b, out=c))}
+        if case.block:
+            methods["packed, new result"] = returning(lambda: pm.matmul(a, b), lambda result: np.copyto(c, result))
+        return methods
+
+    return Library(f"portmm {metadata.version('portmm')}", prepare, dtypes=None, fused=True)
+
+
+def _weight(pm: Any, case: Case, data: Arrays) -> Any:
+    """B as it is multiplied."""
+    if case.block:
+        return pm.pack(pm.Quantized(data.b, data.columns, -ZERO * data.columns, 4, case.block))
+    if case.packed:
+        return pm.pack(data.b, activations=np.int8 if case.dynamic else data.a.dtype)
+    return data.b
+
+
+def _scales(case: Case, data: Arrays) -> dict[str, Any]:
+    """What `linear` is told beside its operands."""
+    if case.dynamic:
+        return {"dynamic": True} | ({} if case.block else {"w_scale": data.columns})
+    return {"w_scale": data.columns} | ({"x_scale": data.rows} if case.whole else {})
+
+
+def _fused(pm: Any, case: Case, data: Arrays, b: Any) -> dict[str, Run]:
+    """One call, with an epilogue."""
+    a, c = data.a, data.c
+    if case.dtype == "f64":
+        raise UnsupportedError("epilogues are in float32")
+    if not (case.dynamic or case.scaled):
+        epilogue = _epilogue(pm, fused.steps(case.fused), data)
+        return {"matmul, epilogue": repeat(lambda: pm.matmul(a, b, out=c, epilogue=epilogue))}
+    words, options = fused.steps(case.fused), _scales(case, data) | {"out": c}
+    if words[0] == "bias":
+        options, words = options | {"bias": data.bias}, words[1:]
+    if words:
+        options["epilogue"] = _epilogue(pm, words, data)
+    return {"linear, epilogue": repeat(lambda: pm.linear(a, b, **options))}
+
+
+def _epilogue(pm: Any, words: tuple[str, ...], data: Arrays) -> Callable[[Any, Any], Any]:
+    """The steps as a function of a sum and its place, as a user writes it: each call looks at all that it captures."""
+    bias, residual = data.bias, data.residual
+    *added, last = words
+    f: Any = getattr(pm, last, None)
+    after: dict[tuple[str, ...], Callable[[Any, Any], Any]] = {
+        (): lambda acc, _i: f(acc),
+        ("bias",): lambda acc, i: f(acc + bias[i.n]),
+        ("residual",): lambda acc, i: f(acc + residual[i.m, i.n]),
+        ("bias", "residual"): lambda acc, i: f(acc + bias[i.n] + residual[i.m, i.n]),
+    }
+    bare: dict[tuple[str, ...], Callable[[Any, Any], Any]] = {
+        ("bias",): lambda acc, i: acc + bias[i.n],
+        ("residual",): lambda acc, i: acc + residual[i.m, i.n],
+        ("bias", "residual"): lambda acc, i: acc + bias[i.n] + residual[i.m, i.n],
+    }
+    epilogue = bare[words] if last in fused.ADDED else after[tuple(added)]
+    # A function of portmm's modules would be taken for one of its own, which capture nothing.
+    epilogue.__module__ = "__main__"
+    return epilogue
