@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import ctypes
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,9 +81,9 @@ _SIGNATURES = {
 def find() -> list[str]:
     """Files that may be the library, the likeliest first."""
     found = ["libcublasLt.so.13", "libcublasLt.so.12"]  # one that PyTorch has loaded is found by its name
-    with suppress(ImportError):
-        for root in import_module("nvidia").__path__:
-            found += sorted(map(str, Path(root).glob("*/lib/libcublasLt.so.*")), reverse=True)
+    packages = find_spec("nvidia")  # a namespace, not one package: there is nothing to import
+    for root in (packages and packages.submodule_search_locations) or ():
+        found += sorted(map(str, Path(root).glob("*/lib/libcublasLt.so.*")), reverse=True)
     return [*found, "/usr/local/cuda/lib64/libcublasLt.so"]
 
 

@@ -181,11 +181,10 @@ def refuse(case: Case, *, batches: bool = True, whole_layouts: bool = True) -> N
     Raises:
         UnsupportedError: it is one of them.
     """
-    fused = getattr(case, "fused", "")
     reasons = {
         "weights of four bits are not compared on devices": case.block,
         "codes with scales are not compared on devices": case.scaled or case.dynamic,
-        f"{fused}: fused cases are not compared on devices": fused,
+        f"{case.fused}: fused cases are not compared on devices": case.fused,
         "not of batches": case.batch > 1 and not batches,
         "A and C by rows only": (case.a, case.c) != ("row", "row") and not whole_layouts,
     }

@@ -293,6 +293,7 @@ def heading(report: Report) -> str:
     """One line: processor, threads, what was forced, unit."""
     threads = "1 thread" if report.threads == 1 else f"{report.threads} threads"
     forced = f", all held to {report.isa}" if report.isa else ""
+    forced += f", portmm alone held to {report.alone}" if report.alone else ""
     narrow = any(result.case.narrow for result in report.results)
     cold = ", cold caches" if report.cold else ""
     where = cold if report.device else f", {threads}{forced}{cold}"
