@@ -241,9 +241,7 @@ def _sums_bound(case: Case, size: Any, precision: str) -> Any:
     bound = TOLERANCE * k * inner * largest
     if not case.narrow:
         return bound
-    # A weight of four bits has no exact values beside bfloat16 on units that multiply only that.
-    rounded = precision == INPUTS or case.types[:2] == ("bf16", "u4")
-    if rounded and not case.dynamic:
+    if precision == INPUTS and not case.dynamic:
         v = max(BY_NAME["bf16"].eps if x == "u4" else BY_NAME[x].eps for x in case.types)
         return bound + TOLERANCE * math.sqrt(k) * v * largest + max(v - outer, 0.0) * size
     if precision == APPROXIMATE or case.dynamic:
