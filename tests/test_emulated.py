@@ -25,15 +25,8 @@ from portmm.target import load_isa
 pytestmark = pytest.mark.emulated
 
 ARM = [name for name in support.ISAS if load_isa(name).arch == "aarch64"]
-
-
-NARROW = [
-    (name, word)
-    for name in support.EVERY_ISA
-    if load_isa(name).arch == "aarch64"
-    for word in support.NARROW
-    if load_isa(name).atom(word)
-]
+EVERY_ARM = [name for name in support.EVERY_ISA if load_isa(name).arch == "aarch64"]
+NARROW = [(name, word) for name in EVERY_ARM for word in support.NARROW if load_isa(name).atom(word)]
 
 
 def cpu(name):
@@ -80,7 +73,7 @@ def test_arm_multiplies_narrow_types(name, word, arm_driver):
     target = small(name)
     isa = target.isas[0]
     chosen = [(p, s) for p, found in selection(target, word, isa.atom(word).n) for s in found]
-    chosen = cover.some(chosen, NARROW.index((name, word)), 12)
+    chosen = cover.some(chosen, NARROW.index((name, word)), 16)
     kernels = [lower(s, isa) for _, s in chosen]
     jobs = []
     for i, ((p, _), kernel) in enumerate(zip(chosen, kernels, strict=True)):
@@ -90,7 +83,7 @@ def test_arm_multiplies_narrow_types(name, word, arm_driver):
         k.check(got, chosen[i][1])
 
 
-@pytest.mark.parametrize("name", [x for x in support.EVERY_ISA if load_isa(x).arch == "aarch64"])
+@pytest.mark.parametrize("name", EVERY_ARM)
 def test_arm_scales_sums_and_reads_codes(name, arm_driver):
     """Quantised products to their end, and weights of four bits beside floats and beside integers."""
     target = small(name)
@@ -107,7 +100,8 @@ def test_arm_scales_sums_and_reads_codes(name, arm_driver):
             post = {"post": "scale"} if word.startswith("s8") else {}
             source = {"source": "f32"} if word == "s8-u4-bf16" else {}
             posed.append(support.coded((3 + 9 * i, 21, 45), word, 2 * isa.atom(word).n, 8 * i, **post, **source))
-    chosen = [(p, s) for p in posed for s in candidates(p, target)[::3]]
+    turn = EVERY_ARM.index(name)
+    chosen = [(p, s) for i, p in enumerate(posed) for s in cover.some(candidates(p, target), i + turn, 6)]
     kernels = [lower(s, isa) for _, s in chosen]
     jobs = [(i, kernels[i], case(p, seed=i, floats=True), 2) for i, (p, _) in enumerate(chosen)]
     results = driver.run([*arm_driver(name), *driver.objects(kernels)], jobs)
@@ -124,7 +118,7 @@ def test_arm_folds_codes(name, arm_driver):
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("name", [x for x in support.EVERY_ISA if load_isa(x).arch == "aarch64"])
+@pytest.mark.parametrize("name", EVERY_ARM)
 def test_arm_computes_expressions(name, arm_driver):
     """Fused kernels: every operation and type over rows, reductions, and ends of products of narrow types."""
     isa, words = load_isa(name), ("f32", "f32-s8-f32", "f16", "bf16", "s8-s8-f32", "u8-s8-bf16", "bf16-u4-bf16")
