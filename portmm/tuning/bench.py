@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from portmm import api, dispatch, orders, settings
 from portmm.comparison import cold
 from portmm.comparison.data import EXACT, Arrays, arrays, judge
-from portmm.comparison.peers import Fetched, Run, open_portmm
+from portmm.comparison.ours import open_portmm
+from portmm.comparison.peers import Fetched, Run
 from portmm.comparison.worker import seconds_per_call
 from portmm.errors import ScheduleError
 
