@@ -32,6 +32,7 @@ FORCED: Mapping[str, Mapping[str, str]] = {
         "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
         "DNNL_MAX_CPU_ISA": "AVX512_CORE_BF16",
         "ATEN_CPU_CAPABILITY": "avx512",
+        "TORCHINDUCTOR_CPP_MARCH": "cooperlake",
         "LIBXSMM_TARGET": "cpx",
     },
     "avx512vnni": {
@@ -58,6 +59,7 @@ FORCED: Mapping[str, Mapping[str, str]] = {
         "ONEDNN_MAX_CPU_ISA": "AVX2_VNNI",
         "DNNL_MAX_CPU_ISA": "AVX2_VNNI",
         "ATEN_CPU_CAPABILITY": "avx2",
+        "TORCHINDUCTOR_CPP_MARCH": "alderlake",
         "LIBXSMM_TARGET": "hsw",
     },
     "avx2": {
