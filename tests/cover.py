@@ -23,9 +23,8 @@ def pairs(*axes: Iterable[Any], turn: int = 0, where: Callable[..., Any] | None 
 
     Other turns give other combinations. `where` says which there are.
     """
-    lists = [list(axis) for axis in axes]
-    every = {tuple(axis.index(x) for axis, x in zip(lists, xs, strict=True)): xs for xs in product(*lists)}
-    every = {places: xs for places, xs in every.items() if where is None or where(*xs)}
+    numbered = [tuple(zip(*xs, strict=True)) for xs in product(*map(enumerate, axes))]
+    every = {places: xs for places, xs in numbered if where is None or where(*xs)}
     return [every[places] for places in (every if ALL else sorted(_covering(list(every), turn)))]
 
 

@@ -113,15 +113,26 @@ def test_every_instruction_set(target, dtype):
                 check(*x, exact(*x, **how), **how)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
-@pytest.mark.parametrize("m", [1, 5, 40])
-def test_queries_at_positions_of_their_own(m, dtype):
+CACHES = {
+    "filled": lambda filled, m: {"lengths": filled, "offset": filled - m},
+    "shifted": lambda *_: {"offset": 3},
+    "apart": lambda *_: {"offset": np.array([0, 90, -1])},
+}
+SEEN = [{"causal": True}, {"causal": True, "window": 8}, {"window": 9}]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "m", "how", "cache"), cover.pairs([np.float32, BF16], [1, 5, 40], SEEN, CACHES), ids=str
+)
+def test_queries_at_positions_of_their_own(dtype, m, how, cache):
     """A cache filled up to other lengths for each item."""
     x = operands((3, 4, 2, m, 130, 32, 32), dtype)
-    lengths = np.array([130, 47, m])
-    for how in ({"causal": True}, {"causal": True, "window": 8}, {"window": 9}):
-        for more in ({"lengths": lengths, "offset": lengths - m}, {"offset": 3}, {"offset": np.array([0, 90, -1])}):
-            check(*x, exact(*x, **how, **more), **how, **more)
+    more = CACHES[cache](np.array([130, 47, m]), m)
+    check(*x, exact(*x, **how, **more), **how, **more)
+
+
+def test_positions_are_whole_and_near():
+    x = operands((3, 4, 2, 5, 130, 32, 32))
     with pytest.raises(ValueError, match="offsets go"):
         pm.attention(*x, causal=True, offset=131)
     with pytest.raises(TypeError, match="integers"):

@@ -17,6 +17,8 @@ from portmm import dispatch, vocabulary
 from portmm.errors import TraceError
 from portmm.rows import over_rows
 
+QUICKLY = True
+
 ml_dtypes = pytest.importorskip("ml_dtypes")
 BF16 = np.dtype(ml_dtypes.bfloat16)
 M, N, K = 13, 37, 29

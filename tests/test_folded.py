@@ -14,6 +14,8 @@ import portmm as pm
 from portmm.folded import unfold
 from portmm.tensorfile import read, write
 
+QUICKLY = True
+
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 

@@ -15,6 +15,8 @@ from portmm import build
 from portmm import vocabulary as v
 from portmm.errors import TraceError
 
+QUICKLY = True
+
 HERE = Path(__file__).name
 rng = np.random.default_rng(7)
 

@@ -10,6 +10,8 @@ from test_grouped_device import groups_of, looped, values
 import portmm as pm
 from portmm.errors import ScheduleError
 
+QUICKLY = True
+
 BF16 = np.dtype(ml_dtypes.bfloat16)
 ENDS = np.array([10, 10, 47, 64])
 M, N, K = 70, 24, 40

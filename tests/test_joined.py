@@ -22,6 +22,8 @@ from portmm.run import cuda
 from portmm.schedule import parse, spell
 from portmm.target import load_target
 
+QUICKLY = True
+
 A100, T4 = load_target("a100"), load_target("t4")
 CASES = (
     (MACHINE, "simt", "f32", "row", (4, 4, 4)), (MACHINE, "simt", "s8-s8-s32", "col", (8, 16, 1)),

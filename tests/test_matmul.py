@@ -11,6 +11,8 @@ from support import HERE
 
 import portmm as pm
 
+QUICKLY = True
+
 EXTENTS = st.sampled_from([0, 1, 1, 2, 3, 4, 5, 8, 13, 16, 17, 33, 64, 100])
 # Compiling takes longer than hypothesis expects of an example, and nothing here is timed.
 fuzz = settings(

@@ -86,13 +86,13 @@ def test_built_kernels_are_the_product(name, word):
 
 @pytest.mark.parametrize(("name", "word", "post"), SCALED)
 def test_sums_are_scaled(name, word, post):
-    target = small(name)
+    target, turn = small(name), SCALED.index((name, word, post))
     for i, (p, found) in enumerate(chosen(target, word, post=post)):
         k = case(p, seed=i, floats=True)
         for j, s in enumerate(found[i % 3 :: 3]):
             kernel = lower(s, target.isa(s.isa))
             k.check(interpret(kernel, k, 2, shuffle=i), s)
-            if runs_here(name) and j == 0:
+            if runs_here(name) and j == 0 and (cover.ALL or i % 3 == turn % 3):
                 k.check(execute(kernel, k, 2), s)
 
 

@@ -10,6 +10,8 @@ from support import HERE
 
 import portmm as pm
 
+QUICKLY = True
+
 BF16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = [np.dtype(np.float32), np.dtype(np.float16), BF16]
 EPS = {BF16: 2.0**-8, np.dtype(np.float16): 2.0**-11}

@@ -17,6 +17,8 @@ from portmm.packed import unpack
 from portmm.problem import Family, Problem, family
 from portmm.run.host import runtime
 
+QUICKLY = True
+
 
 def numbers(shape, dtype=np.float32):
     """Distinct values, so that a permutation shows."""

@@ -12,6 +12,7 @@ import portmm as pm
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SHAPES = [(5, 33, 70), (1, 300, 77), (64, 48, 129)]
+QUICKLY = True
 
 
 def operands(shape, dtype, seed=0):
