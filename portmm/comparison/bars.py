@@ -1,0 +1,163 @@
+"""Bars of each case, and strips of the ratios of each group.
+
+Owns both as HTML, drawn by style sheet and SVG. Imports `comparison.report` and
+`comparison.markup`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from portmm.comparison.markup import (
+    Markup,
+    Rate,
+    broken,
+    counted,
+    duration,
+    figure,
+    joined,
+    outcome,
+    rate,
+    tag,
+    unit,
+    verdict,
+)
+from portmm.comparison.report import geomean
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portmm.comparison.report import Report, Result
+
+MARKS = {"win": "▲", "loss": "▼"}
+"""A win and a loss are told apart by their marks and words, not by colour alone."""
+IN_SIGHT = 1.6
+"""A limit farther above the fastest than this would only make the bars short."""
+STRIP_WIDTH, STRIP_HEIGHT = 300.0, 22.0
+FARTHEST = 8.0
+"""Ratios beyond this, or its inverse, are drawn at the edge of a strip."""
+
+
+def badge(result: Result) -> Markup:
+    """The ratio with what it means."""
+    kind = verdict(result)
+    if result.ratio is None:
+        return tag("span", "no ratio", class_="verdict")
+    return tag("span", f"{MARKS[kind]} {kind} {result.ratio:.2f}", class_=f"verdict {kind}")
+
+
+def state(result: Result) -> str:
+    """Words to filter a case by: its verdict, and "bad" if anything on it went wrong."""
+    bad = "bad" if any(broken(e) for e in result.entries.values()) else ""
+    return f"{verdict(result)} {bad}".strip()
+
+
+def bars(report: Report) -> Markup:
+    """The cases, group by group, each with a bar for every contender, fastest first."""
+    groups: dict[str, list[Result]] = {}
+    for result in report.results:
+        groups.setdefault(result.case.group, []).append(result)
+    return joined(_group(report, name, rows) for name, rows in groups.items())
+
+
+def _group(report: Report, name: str, rows: Sequence[Result]) -> Markup:
+    ratios = [r.ratio for r in rows if r.ratio is not None]
+    mean = geomean(ratios)
+    said = counted(len(rows), "case")
+    if mean is not None:
+        wins = sum(x >= 1 for x in ratios)
+        said += f", geometric mean {mean:.2f}: {wins} won, {len(ratios) - wins} lost"
+    head = tag("summary", tag("h3", name), " ", tag("span", said))
+    return tag("details", head, tag("div", *(_card(report, r) for r in rows), class_="cards"), open="open")
+
+
+def _card(report: Report, result: Result) -> Markup:
+    found = {name: x for name in report.ran if (x := rate(result, name))}
+    others = [name for name in report.ran if name not in found and name in result.entries]
+    absent = [name for name in others if result.entries[name].state == "unsupported"]
+    failed = [name for name in others if name not in absent]
+    fastest = max((x.high for x in found.values()), default=1.0)
+    near = result.limit is not None and result.limit < IN_SIGHT * fastest
+    top = max(fastest, result.limit) if near and result.limit else fastest
+    ranked = sorted(found, key=lambda name: -found[name].middle)
+    notes = [f"limit {figure(result.limit)}"] if result.limit else []
+    notes += [f"does not offer it: {', '.join(absent)}"] if absent else []
+    return tag(
+        "article",
+        tag("h4", result.case.name, " ", tag("small", result.case.shape)),
+        tag("p", badge(result), f" of {result.best}" if result.best and result.ratio is not None else None),
+        tag(
+            "ul",
+            *(_bar(report, result, name, found[name], top) for name in ranked),
+            *(_failure(report, result, name) for name in failed),
+            style=f"--limit:{100 * result.limit / top:.1f}" if near and result.limit else None,
+        ),
+        tag("p", "; ".join(notes), class_="notes") if notes else None,
+        class_="case",
+        data_name=f"{result.case.name} {result.case.shape} {result.case.group}",
+        data_state=state(result),
+    )
+
+
+def _bar(report: Report, result: Result, name: str, found: Rate, top: float) -> Markup:
+    entry = result.entries[name]
+    low, middle, high = (100 * x / top for x in (found.low, found.middle, found.high))
+    said = f"{found.words} {unit(report)}, {duration(found.seconds)}, {entry.method}"
+    return tag(
+        "li",
+        tag("b", name),
+        tag("i", style=f"--v:{middle:.1f};--l:{low:.1f};--h:{high:.1f}"),
+        tag("span", outcome(report, result, name) + ("*" if entry.reason else "")),
+        class_=role(report, result, name) or None,
+        title=said + (f"; a method was wrong: {entry.reason}" if entry.reason else ""),
+    )
+
+
+def _failure(report: Report, result: Result, name: str) -> Markup:
+    return tag("li", tag("b", name), tag("strong", "✕ ", outcome(report, result, name)), class_="bad")
+
+
+def role(report: Report, result: Result, name: str) -> str:
+    """What a contender is on a case: "us", "best", or empty."""
+    return "us" if name == report.ours else "best" if name == result.best else ""
+
+
+def strip(rows: Sequence[Result], farthest: float) -> Markup:
+    """The ratios of a group on a logarithmic line, equality in the middle.
+
+    Args:
+        rows: cases, some with a ratio.
+        farthest: the ratio at the right edge, its inverse at the left one.
+    """
+    half, middle = STRIP_WIDTH / 2, STRIP_HEIGHT / 2
+    dots = []
+    for r in rows:
+        if r.ratio is None:
+            continue
+        x = half + (half - 7) * max(-1.0, min(1.0, math.log(r.ratio) / math.log(farthest)))
+        y = middle
+        shape = (
+            tag("circle", class_="us", cx=x, cy=y, r=4)
+            if r.ratio >= 1
+            else tag("path", class_="best", d=f"M{x - 4.5:.1f} {y - 4:.1f}h9l-4.5 8z")
+        )
+        dots.append(tag("g", tag("title", f"{r.case.name}: {r.ratio:.2f} of {r.best}"), shape))
+    lost = sum(r.ratio is not None and r.ratio < 1 for r in rows)
+    return tag(
+        "svg",
+        tag("line", class_="axis", x1=0, y1=middle, x2=STRIP_WIDTH, y2=middle),
+        tag("line", class_="even", x1=half, y1=0, x2=half, y2=STRIP_HEIGHT),
+        *dots,
+        class_="strip",
+        viewBox=f"0 0 {STRIP_WIDTH:.0f} {STRIP_HEIGHT:.0f}",
+        role="img",
+        aria_label=f"{counted(len(dots), 'ratio')}, {lost} below one",
+        xmlns="http://www.w3.org/2000/svg",
+    )
+
+
+def reach(report: Report) -> float:
+    """The ratio at the edge of all strips: the farthest from one, between 1.5 and `FARTHEST`."""
+    away = [math.exp(abs(math.log(r.ratio))) for r in report.results if r.ratio is not None]
+    return min(FARTHEST, max([1.5, *away]))

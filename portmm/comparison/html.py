@@ -1,0 +1,305 @@
+"""A comparison as one HTML page that needs nothing else.
+
+Owns the page, the fragment that notebooks show, and their style and script, which lie
+beside this file. Imports `comparison.report`, and its parts from `comparison.markup`,
+`comparison.roofline` and `comparison.bars`.
+
+The page fetches nothing. It carries the report as JSON, so that it is its own data:
+the text of `<script id="report">` is what `comparison.report.from_json` reads.
+Whatever a library said of itself is escaped.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from portmm.comparison.bars import MARKS, badge, bars, reach, role, state, strip
+from portmm.comparison.markup import Markup, broken, counted, joined, outcome, rate, tag, tidy, unit
+from portmm.comparison.report import Report, Result, Summary, heading, summaries
+from portmm.comparison.roofline import roofline
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+# Nothing may be fetched, whatever the page says.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+FACTS = {"chip": "processor", "isa": "all held to", "machine": "taken for"}
+"""Fields of a report -> what the page calls them; others go by their name."""
+
+
+def page(report: Report) -> str:
+    """The report as a page: UTF-8 text of an HTML file.
+
+    Args:
+        report: of any suite; it may lack portmm, peers, limits, or all results.
+    """
+    known = tidy(report)
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        tag("link", rel="icon", href="data:,"),
+        tag("title", f"portmm compared: {known.chip}"),
+        tag("style", _resource("page.css")),
+    )
+    body = tag(
+        "body",
+        _header(known),
+        tag(
+            "main",
+            _section("Summary", summary(known)),
+            _section("Roofline", *_roofline(known)),
+            _section("Every case", _tools(), *_cases(known)),
+            _section("All figures", *_figures(known)),
+            _section("What went wrong", wrong(known)),
+            _section("How it was measured", *_method(known)),
+        ),
+        _data(report),
+        tag("script", _resource("page.js")),
+    )
+    return "<!DOCTYPE html>\n" + tag("html", head, "\n", body, lang="en") + "\n"
+
+
+def fragment(report: Report) -> str:
+    """The summary, the table and what went wrong, for a notebook: no script, and no style but its own."""
+    known = tidy(report)
+    parts = [tag("style", _resource("fragment.css")), tag("p", tag("b", heading(known))), summary(known)]
+    if known.results:
+        parts.append(tag("div", table(known), class_="scroll"))
+    return tag("div", *parts, wrong(known), class_="portmm-compare")
+
+
+@cache
+def _resource(name: str) -> Markup:
+    return Markup(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+def _section(title: str, *content: Markup | str) -> Markup:
+    name = title.lower().replace(" ", "-")
+    return tag("section", tag("h2", title, id=name), *content, aria_labelledby=name)
+
+
+def _header(report: Report) -> Markup:
+    rows = [tag("div", tag("dt", name), tag("dd", text)) for name, text in _facts(report)]
+    contenders = [
+        (e.name, e.version if e.state == "ok" else f"{e.state}: {e.reason}", "rounds to 8 bits (~)" * e.approximate)
+        for e in report.entrants
+    ]
+    return tag(
+        "header",
+        tag("h1", "portmm beside ", "its peers" if any(e.peer for e in report.entrants) else "nobody"),
+        tag("p", heading(report), class_="lead"),
+        tag("dl", *rows),
+        _table("Contenders", ("contender", "version", ""), contenders, left=3) if contenders else None,
+    )
+
+
+def _facts(report: Report) -> list[tuple[str, str]]:
+    """Every field of the report that is a word or a number, in words."""
+    rows = []
+    for field in fields(report):
+        value = getattr(report, field.name)
+        if isinstance(value, str | int | float) and value not in ("", False):
+            rows.append((FACTS.get(field.name, field.name), "yes" if value is True else str(value)))
+    if not report.isa:
+        rows.append((FACTS["isa"], "nothing: each contender chose for itself"))
+    return [*rows, ("cases", str(len(report.results)))]
+
+
+def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> Markup:
+    """A table whose first `left` columns are words; the first one names its row."""
+    heads = (tag("th", name, scope="col", class_=None if i < left else "n") for i, name in enumerate(head))
+    lines = (
+        tag(
+            "tr",
+            *(
+                tag("td", x, class_=None if i < left else "n") if i else tag("th", x, scope="row")
+                for i, x in enumerate(row)
+            ),
+        )
+        for row in rows
+    )
+    return tag("table", tag("caption", caption), tag("thead", tag("tr", *heads)), tag("tbody", *lines))
+
+
+def summary(report: Report) -> Markup:
+    """The geometric means, with wins, losses and the lowest ratio."""
+    rows = summaries(report)
+    if not rows:
+        why = "no case has both portmm and a peer" if report.results else "nothing was measured"
+        return tag("p", f"There is no ratio to show: {why}.")
+    last = rows[-1]
+    losses = last.count - last.wins
+    said = tag(
+        "p",
+        "Over ",
+        counted(last.count, "case"),
+        " portmm runs at ",
+        tag("strong", f"{last.mean:.2f}"),
+        " of the rate of the best peer of each case (geometric mean): ",
+        tag("strong", f"{MARKS['win']} {counted(last.wins, 'win')}", class_="win"),
+        ", ",
+        tag("strong", f"{MARKS['loss']} {losses} {'loss' if losses == 1 else 'losses'}", class_="loss"),
+        f", the lowest {last.lowest:.2f} at {last.lowest_case}.",
+        class_="lead",
+    )
+    edge = reach(report)
+    head = ("group", "cases", "geometric mean", "wins", "losses", "lowest", "where")
+    bounds = tag("span", f"{1 / edge:.2f}"), tag("span", "1"), tag("span", f"{edge:.2f}")
+    heads = [tag("th", x, scope="col", class_="n" if 0 < i < 6 else None) for i, x in enumerate(head)]
+    heads.append(tag("th", tag("span", *bounds, class_="bounds"), scope="col", class_="ratios"))
+    return joined(
+        [
+            said,
+            tag(
+                "div",
+                tag(
+                    "table",
+                    tag("caption", "Rate of portmm over that of the best peer of each case"),
+                    tag("thead", tag("tr", *heads)),
+                    tag("tbody", *(_summary_row(report, s, edge) for s in rows)),
+                    class_="summary",
+                ),
+                class_="scroll",
+            ),
+        ]
+    )
+
+
+def _summary_row(report: Report, s: Summary, edge: float) -> Markup:
+    own = [r for r in report.results if r.case.group == s.group]
+    cells = (
+        (str(s.count), "n"),
+        (f"{s.mean:.2f}", "n win" if s.mean >= 1 else "n loss"),
+        (str(s.wins), "n"),
+        (str(s.count - s.wins), "n"),
+        (f"{s.lowest:.2f}", "n"),
+        (s.lowest_case, None),
+    )
+    row = [tag("th", s.group, scope="row"), *(tag("td", x, class_=kind) for x, kind in cells)]
+    row.append(tag("td", strip(own or report.results, edge), class_="ratios"))
+    return tag("tr", *row, class_=None if own else "total")
+
+
+def _roofline(report: Report) -> list[Markup | str]:
+    drawn = roofline(report)
+    if not drawn:
+        return [tag("p", "No case has a rate that could be drawn.")]
+    said = "Each case is a line between portmm and the best peer of that case; marks show the range over rounds."
+    if report.threads > 1:
+        said += f" Roofs are of one core times {report.threads}; caches that cores share give less."
+    return [tag("p", said), tag("figure", drawn)]
+
+
+def _tools() -> Markup:
+    kinds = {"": "all cases", "loss": "losses", "win": "wins", "bad": "with failures"}
+    options = [tag("option", text, value=value) for value, text in kinds.items()]
+    return tag(
+        "form",
+        tag("label", "show ", tag("select", *options, id="kind")),
+        tag("label", "named ", tag("input", id="named", type="search", placeholder="cube, 4096x1")),
+        tag("output", id="count"),
+        id="tools",
+        hidden="hidden",
+    )
+
+
+def _cases(report: Report) -> list[Markup | str]:
+    if not report.results:
+        return [tag("p", "No case was measured.")]
+    said = f"{unit(report)} of each contender, fastest first. The thin bar spans the rounds, slowest to fastest; the "
+    said += "dashed line is the limit that this machine's own rates set, where it is near. * a method was wrong."
+    return [tag("p", said), bars(report)]
+
+
+def _figures(report: Report) -> list[Markup | str]:
+    if not report.results:
+        return [tag("p", "No case was measured.")]
+    said = f"{unit(report)}; the best peer is underlined; – a contender that does not offer the case."
+    return [tag("p", said), tag("div", table(report), class_="scroll", tabindex=0)]
+
+
+def table(report: Report) -> Markup:
+    """All cases and contenders."""
+    names = report.shown
+    ours = ["ratio"] if report.ours else []
+    share = ["% of limit"] if report.ours and any(r.limit for r in report.results) else []
+    words = ["case", "MxNxK", "group"]
+    heads = [tag("th", x, scope="col") for x in words]
+    heads += [tag("th", x, scope="col", class_="n") for x in (*names, *ours, *share)]
+    heads.append(tag("th", "best peer", scope="col"))
+    rows = (_row(report, r, names, share=bool(share)) for r in report.results)
+    caption = tag("caption", f"Rates in {unit(report)}")
+    return tag("table", caption, tag("thead", tag("tr", *heads)), tag("tbody", *rows), class_="all")
+
+
+def _row(report: Report, result: Result, names: Sequence[str], *, share: bool) -> Markup:
+    case = result.case
+    cells = [tag("th", case.name, scope="row"), tag("td", case.shape), tag("td", case.group)]
+    for name in names:
+        entry = result.entries.get(name)
+        bad = "bad" if entry is not None and broken(entry) else ""
+        kind = f"n {role(report, result, name)} {bad}".split()
+        cells.append(tag("td", outcome(report, result, name), class_=" ".join(kind)))
+    if report.ours:
+        cells.append(tag("td", badge(result) if result.ratio is not None else "–", class_="n"))
+    if share:
+        own = rate(result, report.ours)
+        cells.append(tag("td", f"{100 * own.middle / result.limit:.0f}" if own and result.limit else "–", class_="n"))
+    cells.append(tag("td", result.best or "–"))
+    return tag("tr", *cells, data_name=f"{case.name} {case.shape} {case.group}", data_state=state(result))
+
+
+def wrong(report: Report) -> Markup:
+    """Whoever was missing, whatever failed, and what was left out."""
+    parts: list[Markup] = []
+    away = [(e.name, e.state, e.reason, e.hint) for e in report.entrants if e.state != "ok"]
+    if away:
+        parts.append(_table("Contenders that did not take part", ("contender", "state", "reason", "what to do"), away, 4))
+    failed = [
+        (r.case.name, name, "a method was wrong" if e.state == "ok" else e.state, e.reason)
+        for r in report.results
+        for name, e in r.entries.items()
+        if broken(e)
+    ]
+    if failed:
+        parts.append(_table("Results that do not count", ("case", "contender", "state", "reason"), failed, 4))
+    if report.skipped:
+        said = f"No time was left for {counted(len(report.skipped), 'case')}: "
+        parts.append(tag("p", said, ", ".join(report.skipped), "."))
+    return joined(parts) or tag("p", "Nothing: every contender was found, every result was right, no case was left out.")
+
+
+def _method(report: Report) -> list[Markup | str]:
+    rounds = max((len(e.samples) for r in report.results for e in r.entries.values()), default=0)
+    said = [
+        "Each contender has a process of its own, one works at a time, and all take turns within each round, so that "
+        "a clock that drifts, drifts for all. Variables that bend a library are taken away.",
+        f"Times are medians over {counted(rounds, 'round')}. A ratio is formed within a round, and its median shown: it "
+        "may differ a little from the quotient of two medians. A win is a ratio of one or more.",
+        "Every contender does a case in each way that its library offers, and the fastest counts. Results are checked "
+        "against a wider type before and after they are timed; what is wrong is named and never counted.",
+        "The limit is measured in the same run: multiply-adds from registers, or the bandwidth of the level of memory "
+        "that holds the operands, over the bytes that must be moved.",
+    ]
+    if report.approximate:
+        said.append("A contender marked ~ rounds activations to 8 bits; it enters ratios only where a case allows that.")
+    if report.removed:
+        said.append(f"Not passed on to any contender: {', '.join(report.removed)}.")
+    return [tag("p", text) for text in said]
+
+
+def _data(report: Report) -> Markup:
+    """The report as it is; only `<` is spelt otherwise, which would end the element."""
+    text = json.dumps(json.loads(report.to_json()), separators=(",", ":")).replace("<", "\\u003c")
+    return tag(
+        "footer",
+        tag("p", "This page holds all that it shows as JSON. ", tag("a", "Save report.json", id="save", hidden="hidden")),
+        tag("script", Markup(text), type="application/json", id="report"),
+    )

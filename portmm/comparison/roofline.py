@@ -1,0 +1,246 @@
+"""The roofline of a comparison as SVG.
+
+Owns the plot of rates against arithmetic intensity under the roofs that the machine's
+own rates set. Imports `comparison.report` and `comparison.markup`.
+
+The roofs are those of `comparison.limit`: a horizontal one for each multiply-add that bounds
+a case here, a slanted one for each level of memory. A case may lie above the roof of a level
+if its operands stay in a nearer one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from portmm.comparison.markup import Markup, Rate, figure, joined, rate, tag, unit, verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from portmm.comparison.report import Report, Result
+
+WIDTH, HEIGHT = 1080.0, 600.0
+LEFT, RIGHT, TOP, BOTTOM = 62.0, 18.0, 44.0, 50.0
+ALIKE = 1.06
+"""Roofs nearer than this to each other share a label."""
+LETTER = 7.0
+"""About the width of a letter of a roof's label."""
+CLEAR = 17.0
+"""Labels of roofs nearer than this would touch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A logarithmic axis: `low` is drawn at `start`, `high` at `end`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    @property
+    def decade(self) -> float:
+        """Length of a factor of ten."""
+        return (self.end - self.start) / math.log10(self.high / self.low)
+
+    def at(self, value: float) -> float:
+        """Where a value is drawn."""
+        return self.start + self.decade * math.log10(value / self.low)
+
+    def ticks(self) -> list[float]:
+        """Round values in the range: 1, 2 and 5, or powers of ten where those would crowd."""
+        steps = (1, 2, 5) if abs(self.decade) > 150 else (1,)
+        powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        return [x for p in powers for s in steps if self.low <= (x := s * 10.0**p) <= self.high]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A case: operations per byte, and the rates of portmm and of the best peer."""
+
+    result: Result
+    intensity: float
+    ours: Rate | None
+    best: Rate | None
+
+
+def points(report: Report) -> list[Point]:
+    """The cases that can be drawn."""
+    made = []
+    for r in report.results:
+        ours, best = rate(r, report.ours), rate(r, r.best)
+        if r.case.bytes and (ours or best):
+            made.append(Point(r, r.case.flops / r.case.bytes, ours, best))
+    return made
+
+
+def peaks(report: Report) -> dict[str, float]:
+    """Multiply-add -> GFLOP/s of all threads, for those that bound a case of the report.
+
+    Which one bounds a type is seen from the limits of its cases; where memory bounds them
+    all, it is the fastest one of a float's own name.
+    """
+    atoms = {name: x * report.threads for name, x in report.rates.items() if "_" in name}
+    limits: dict[str, list[float]] = {}
+    for r in report.results:
+        limits.setdefault(r.case.dtype + r.case.dynamic * "+", []).extend([r.limit] if r.limit else [])
+    found: dict[str, float] = {}
+    for word, known in limits.items():
+        hit = {name: x for name, x in atoms.items() if any(math.isclose(x, y, rel_tol=1e-9) for y in known)}
+        own = {name: x for name, x in atoms.items() if name.rpartition("_")[2] == word}
+        found |= hit or dict(sorted(own.items(), key=lambda row: row[1])[-1:])
+    return found
+
+
+def levels(report: Report) -> dict[str, float]:
+    """Level of memory -> GB/s of all threads: that of one core times the threads, and no more than all cores get."""
+    found = {name: x * report.threads for name, x in report.rates.items() if "_" not in name and "@" not in name}
+    shared = report.rates.get("memory@all")
+    if shared and "memory" in found and report.threads > 1:
+        found["memory"] = min(found["memory"], shared)
+    return found
+
+
+def roofline(report: Report) -> Markup:
+    """The plot, empty if no case has a rate."""
+    drawn = points(report)
+    if not drawn:
+        return Markup()
+    tops, slopes = peaks(report), levels(report)
+    rates = [x for p in drawn for r in (p.ours, p.best) if r for x in (r.low, r.high)]
+    xs = [p.intensity for p in drawn]
+    # The slanted roofs are labelled left of all points.
+    x = Axis(min(xs) / 4, max(xs) * 2, LEFT, WIDTH - RIGHT)
+    y = Axis(min(rates) / 2, max(*rates, *tops.values()) * 1.7, HEIGHT - BOTTOM, TOP)
+    what = f"Rate against arithmetic intensity of {len(drawn)} cases, on logarithmic axes"
+    return tag(
+        "svg",
+        _frame(report, x, y),
+        tag("g", *_slanted(slopes, max(tops.values(), default=y.high), x, y), class_="roof"),
+        tag("g", *_level(tops, max(slopes.values(), default=0.0), x, y), class_="roof"),
+        *(_case(report, p, x, y) for p in drawn),
+        _legend(report),
+        class_="roofline",
+        viewBox=f"0 0 {WIDTH:.0f} {HEIGHT:.0f}",
+        role="img",
+        aria_label=what,
+        xmlns="http://www.w3.org/2000/svg",
+    )
+
+
+def _frame(report: Report, x: Axis, y: Axis) -> Markup:
+    ops = "flop" if unit(report) == "GFLOP/s" else "operations"
+    lines = [_line("grid", x.at(t), y.start, x.at(t), y.end) for t in x.ticks()]
+    lines += [_line("grid", x.start, y.at(t), x.end, y.at(t)) for t in y.ticks()]
+    lines += [_line("axis", x.start, y.start, x.end, y.start), _line("axis", x.start, y.start, x.start, y.end)]
+    words = [_words("x tick", x.at(t), y.start + 19, f"{t:g}", "middle") for t in x.ticks()]
+    words += [_words("y tick", x.start - 8, y.at(t) + 4, f"{t:g}", "end") for t in y.ticks()]
+    words.append(_words("name", (x.start + x.end) / 2, HEIGHT - 8, f"arithmetic intensity, {ops} per byte", "middle"))
+    words.append(_words("name", 2.0, 16.0, unit(report), "start"))
+    return tag("g", *lines, *words, class_="frame")
+
+
+def _line(kind: str, x1: float, y1: float, x2: float, y2: float) -> Markup:
+    return tag("line", class_=kind, x1=x1, y1=y1, x2=x2, y2=y2)
+
+
+def _words(kind: str, x: float, y: float, text: str, anchor: str, turn: float = 0.0) -> Markup:
+    turned = f"rotate({turn:.2f} {x:.1f} {y:.1f})" if turn else None
+    return tag("text", text, class_=kind, x=x, y=y, text_anchor=anchor, transform=turned)
+
+
+def _shared(roofs: dict[str, float]) -> list[tuple[str, float]]:
+    """Labels from the highest roof down; those that can hardly be told apart have one."""
+    rows: list[tuple[str, float]] = []
+    for name, value in sorted(roofs.items(), key=lambda row: -row[1]):
+        label = f"{name} {figure(value)}"
+        if rows and rows[-1][1] < value * ALIKE:
+            rows[-1] = (f"{rows[-1][0]}, {label}", rows[-1][1])
+        else:
+            rows.append((label, value))
+    return rows
+
+
+def _slanted(slopes: dict[str, float], top: float, x: Axis, y: Axis) -> Iterable[Markup]:
+    """Roofs of bandwidths: each from the left or the bottom edge up to the highest level roof."""
+    turn = math.atan2(y.decade, x.decade)
+    for value in slopes.values():
+        begin, end = max(x.low, y.low / value), min(x.high, top / value)
+        if begin < end:
+            yield _line("slope", x.at(begin), y.at(begin * value), x.at(end), y.at(end * value))
+    last, shift = math.inf, 0.0
+    for label, value in _shared(slopes):
+        begin = max(x.low, y.low / value)
+        if begin >= min(x.high, top / value):
+            continue
+        # Distance of the label's line to the one above.
+        gap = abs(y.decade) * math.log10(last / value) * math.cos(turn) if last < math.inf else math.inf
+        shift = shift if gap < CLEAR else 0.0
+        along = 8 + shift
+        px, py = x.at(begin) + along * math.cos(turn), y.at(begin * value) + along * math.sin(turn)
+        yield _words("label", px + 5 * math.sin(turn), py - 5 * math.cos(turn), f"{label} GB/s", "start", math.degrees(turn))
+        last, shift = value, shift + LETTER * (len(label) + 7)
+
+
+def _level(tops: dict[str, float], slope: float, x: Axis, y: Axis) -> Iterable[Markup]:
+    """Roofs of multiply-adds: each from the steepest slanted one to the right."""
+    for value in tops.values():
+        begin = max(x.low, value / slope) if slope else x.low
+        if begin < x.high:
+            yield _line("level", x.at(begin), y.at(value), x.end, y.at(value))
+    rows = [(label, y.at(value) - 6) for label, value in _shared(tops)]
+    # Of two that are close, the lower one goes below its line.
+    below = {label for (_, above), (label, here) in pairwise(rows) if here - above < CLEAR}
+    for label, py in rows:
+        yield _words("label", x.end - 4, py + (20 if label in below else 0), label, "end")
+
+
+def _case(report: Report, p: Point, x: Axis, y: Axis) -> Markup:
+    px = x.at(p.intensity)
+    parts: list[Markup] = []
+    both = [r for r in (p.ours, p.best) if r]
+    if p.ours and p.best:
+        parts.append(_line("tie", px, y.at(p.ours.middle), px, y.at(p.best.middle)))
+    parts += [_line("spread", px, y.at(r.low), px, y.at(r.high)) for r in both]
+    if p.best:
+        parts.append(tag("path", class_="best", d=diamond(px, y.at(p.best.middle))))
+    if p.ours:
+        parts.append(tag("circle", class_="us", cx=px, cy=y.at(p.ours.middle), r=4))
+    return tag("g", tag("title", _title(report, p)), *parts, class_=f"case {verdict(p.result)}".strip())
+
+
+def diamond(x: float, y: float, size: float = 5.0) -> str:
+    """The path of a diamond around a point."""
+    return f"M{x:.1f} {y - size:.1f}l{size:g} {size:g}-{size:g} {size:g}-{size:g}-{size:g}z"
+
+
+def _title(report: Report, p: Point) -> str:
+    r = p.result
+    lines = [f"{r.case.name}: {r.case.shape}", f"{figure(p.intensity)} operations per byte"]
+    named: Sequence[tuple[str, Rate | None]] = ((report.ours, p.ours), (r.best, p.best))
+    lines += [f"{name}: {found.words} {unit(report)}" for name, found in named if found]
+    if r.ratio is not None:
+        lines.append(f"{verdict(r)}: ratio {r.ratio:.2f}")
+    if r.limit:
+        lines.append(f"limit {figure(r.limit)}")
+    return "\n".join(lines)
+
+
+def _legend(report: Report) -> Markup:
+    px, py = LEFT + 90, 18.0
+    parts = [
+        tag("circle", class_="us", cx=px, cy=py - 4, r=4),
+        _words("key", px + 10, py, report.ours or "portmm (did not run)", "start"),
+        tag("path", class_="best", d=diamond(px + 190, py - 4)),
+        _words("key", px + 200, py, "best peer of the case", "start"),
+        tag("g", _line("tie", px + 372, py - 4, px + 396, py - 4), class_="win"),
+        _words("key", px + 403, py, "portmm ahead", "start"),
+        tag("g", _line("tie", px + 520, py - 4, px + 544, py - 4), class_="loss"),
+        _words("key", px + 551, py, "portmm behind", "start"),
+        _line("slope", px + 680, py - 4, px + 704, py - 4),
+        _words("key", px + 711, py, "roofs, as measured", "start"),
+    ]
+    return tag("g", joined(parts), class_="legend")
