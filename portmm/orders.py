@@ -45,6 +45,13 @@ def withdraw() -> None:
     _forget()
 
 
+def renew() -> None:
+    """Have all calls of this process choose again: what choices rest on has changed."""
+    recall.forget()
+    forget_all()
+    runtime().clear_memo()
+
+
 def given(p: Problem) -> tuple[Schedule, int] | None:
     """What is ordered for a problem.
 

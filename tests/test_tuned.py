@@ -292,3 +292,21 @@ def test_explain_says_tuned(base):
     found = pm.explain((333, 444), (444, 555))
     assert found.origin == "tuned on this chip"
     assert "tuned on this chip" in found.summary()
+
+
+def test_calls_choose_again_after_tuning(base):
+    from portmm import api, orders
+
+    a, b = np.ones((333, 222), np.float32), np.ones((222, 444), np.float32)
+    p = Problem(333, 444, 222)
+    pm.set_num_threads(1)
+    pm.matmul(a, b)
+    before = api.route(p).kernel.symbol
+    target = pm.explain(a, b).target
+    choice = dispatch.choose(p, target, 1)
+    other = next(s for s, _ in choice.runners_up if dispatch.kernel_of(s, dispatch.isa_of(s, target)).name != before)
+    facts = {"chip": target.name, "architecture": tuned.architecture(target), "vendor": target.vendor}
+    tuned.record(base, [Tuned(p, 1, other, 1, 1.0, 1.0, **facts)])
+    orders.renew()
+    assert (pm.matmul(a, b) == 222).all()
+    assert api.route(p).kernel.symbol != before

@@ -138,6 +138,12 @@ def book(target: str) -> Book | None:
         return found
 
 
+def forget() -> None:
+    """Read books again when they are next asked for."""
+    with _lock:
+        _books.clear()
+
+
 def close() -> None:
     """Keep no book in this process from now on: its answers are not those of `dispatch`."""
     global _closed  # noqa: PLW0603 - of the whole process

@@ -23,6 +23,7 @@ from portmm.comparison.environment import Setup
 from portmm.comparison.limit import chip
 from portmm.comparison.suite import cases
 from portmm.errors import ScheduleError
+from portmm.orders import renew
 from portmm.problem import Problem
 from portmm.run import recall
 from portmm.schedule import parse
@@ -147,6 +148,8 @@ def tune(
         interrupted = True
     finally:
         run.lane.close()
+    if path is not None and path == tuned_database():
+        renew()
     found = tuple(run.found[x.name] for x in chosen if x.name in run.found)
     return Tuning(
         machine=target.name,
