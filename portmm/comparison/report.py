@@ -16,6 +16,7 @@ import math
 import statistics
 import sys
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,6 +163,11 @@ class Report:
             if not row[name]:
                 del row[name]
         return json.dumps(table, indent=1) + "\n"
+
+    def _repr_html_(self) -> str:
+        """The summary and the table, for notebooks."""
+        shown: str = import_module("portmm.comparison.html").fragment(self)
+        return shown
 
 
 def from_json(text: str) -> Report:
