@@ -31,20 +31,13 @@ FACTS = {"isa": "all held to", "machine": "taken for", "chip": "", "threads": ""
 """Fields of a report -> what the page calls them, empty for those of the heading; others go by their name."""
 
 METHOD = (
-    (
-        "A ratio is formed within a round and its median shown: it may differ a little from the quotient of two medians. "
-        "A win is a ratio of one or more."
-    ),
-    (
-        "Each contender has a process of its own, one works at a time, and all take turns within each round: a clock that "
-        "drifts, drifts for all. Variables that bend a library are taken away."
-    ),
+    "A ratio is formed within a round and its median shown: it may differ a little from the quotient of two medians.",
+    "A win is a ratio of one or more.",
+    "Each contender has a process of its own, and only one works at a time; variables that bend a library are removed.",
+    "All take turns within each round: a clock that drifts, drifts for all.",
     "Every contender does a case in each way that its library offers, and the fastest counts.",
     "Results are checked against a wider type before and after they are timed; what is wrong is named, never counted.",
-    (
-        "The limit is measured in the same run: multiply-adds from registers, or the bandwidth of the level of memory that "
-        "holds the operands, over the bytes that must be moved."
-    ),
+    "The limit is measured in the same run: multiply-adds from registers, or the bandwidth of where the operands lie.",
 )
 
 
