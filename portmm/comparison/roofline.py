@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from portmm.comparison.markup import Markup, Rate, figure, rate, tag, unit, verdict
@@ -24,10 +23,6 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT = 1080.0, 600.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 18.0, 28.0, 50.0
-ALIKE = 1.06
-"""Roofs nearer than this to each other share a label."""
-LETTER = 7.0
-"""About the width of a letter of a roof's label."""
 CLEAR = 17.0
 """Labels of roofs nearer than this would touch."""
 
@@ -86,7 +81,7 @@ def peaks(report: Report) -> dict[str, float]:
     atoms = {name: x * report.threads for name, x in report.rates.items() if "_" in name}
     limits: dict[str, list[float]] = {}
     for r in report.results:
-        limits.setdefault(r.case.dtype + r.case.dynamic * "+", []).extend([r.limit] if r.limit else [])
+        limits.setdefault(r.case.problem.dtype, []).extend([r.limit] if r.limit else [])
     found: dict[str, float] = {}
     for word, known in limits.items():
         hit = {name: x for name, x in atoms.items() if any(math.isclose(x, y, rel_tol=1e-9) for y in known)}
@@ -151,12 +146,18 @@ def _words(kind: str, at: tuple[float, float], text: str, anchor: str, turn: flo
     return tag("text", text, class_=kind, x=at[0], y=at[1], text_anchor=anchor, transform=turned)
 
 
-def _shared(roofs: dict[str, float]) -> list[tuple[str, float]]:
-    """Labels from the highest roof down; those that can hardly be told apart have one."""
+def _shared(roofs: dict[str, float], decade: float) -> list[tuple[str, float]]:
+    """Labels from the highest roof down; those that would touch are one label, at the highest of them.
+
+    Args:
+        roofs: name -> rate.
+        decade: distance of roofs that differ by a factor of ten.
+    """
+    near = 10 ** (CLEAR / decade)
     rows: list[tuple[str, float]] = []
     for name, value in sorted(roofs.items(), key=lambda row: -row[1]):
         label = f"{name} {figure(value)}"
-        if rows and rows[-1][1] < value * ALIKE:
+        if rows and rows[-1][1] < value * near:
             rows[-1] = (f"{rows[-1][0]}, {label}", rows[-1][1])
         else:
             rows.append((label, value))
@@ -165,24 +166,17 @@ def _shared(roofs: dict[str, float]) -> list[tuple[str, float]]:
 
 def _slanted(slopes: dict[str, float], top: float, x: Axis, y: Axis) -> Iterable[Markup]:
     """Roofs of bandwidths: each from the left or the bottom edge up to the highest level roof."""
-    turn = math.atan2(y.decade, x.decade)
-    for value in slopes.values():
-        begin, end = max(x.low, y.low / value), min(x.high, top / value)
+    spans = {value: (max(x.low, y.low / value), min(x.high, top / value)) for value in slopes.values()}
+    for value, (begin, end) in spans.items():
         if begin < end:
             yield _line("slope", x.at(begin), y.at(begin * value), x.at(end), y.at(end * value))
-    last, shift = math.inf, 0.0
-    for label, value in _shared(slopes):
-        begin = max(x.low, y.low / value)
-        if begin >= min(x.high, top / value):
-            continue
-        # Distance of the label's line to the one above.
-        gap = abs(y.decade) * math.log10(last / value) * math.cos(turn) if last < math.inf else math.inf
-        shift = shift if gap < CLEAR else 0.0
-        along = 8 + shift
-        px, py = x.at(begin) + along * math.cos(turn), y.at(begin * value) + along * math.sin(turn)
-        above = (px + 5 * math.sin(turn), py - 5 * math.cos(turn))
-        yield _words("label", above, f"{label} GB/s", "start", math.degrees(turn))
-        last, shift = value, shift + LETTER * (len(label) + 7)
+    turn = math.atan2(y.decade, x.decade)
+    for label, value in _shared(slopes, abs(y.decade) * math.cos(turn)):
+        begin, end = spans[value]
+        if begin < end:
+            px = x.at(begin) + 8 * math.cos(turn) + 5 * math.sin(turn)
+            py = y.at(begin * value) + 8 * math.sin(turn) - 5 * math.cos(turn)
+            yield _words("label", (px, py), f"{label} GB/s", "start", math.degrees(turn))
 
 
 def _level(tops: dict[str, float], slope: float, x: Axis, y: Axis) -> Iterable[Markup]:
@@ -191,11 +185,8 @@ def _level(tops: dict[str, float], slope: float, x: Axis, y: Axis) -> Iterable[M
         begin = max(x.low, value / slope) if slope else x.low
         if begin < x.high:
             yield _line("level", x.at(begin), y.at(value), x.end, y.at(value))
-    rows = [(label, y.at(value) - 6) for label, value in _shared(tops)]
-    # Of two that are close, the lower one goes below its line.
-    below = {label for (_, above), (label, here) in pairwise(rows) if here - above < CLEAR}
-    for label, py in rows:
-        yield _words("label", (x.end - 4, py + (20 if label in below else 0)), label, "end")
+    for label, value in _shared(tops, abs(y.decade)):
+        yield _words("label", (x.end - 4, y.at(value) - 6), label, "end")
 
 
 def _case(report: Report, p: Point, x: Axis, y: Axis) -> Markup:
