@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from portmm.comparison.markup import (
     Markup,
     Rate,
-    broken,
     counted,
     duration,
+    fault,
     figure,
     joined,
     outcome,
@@ -43,13 +43,13 @@ def badge(result: Result) -> Markup:
     """The ratio with what it means."""
     kind = verdict(result)
     if result.ratio is None:
-        return tag("span", "no ratio", class_="verdict")
+        return tag("span", "no ratio: portmm or a peer is missing", class_="verdict")
     return tag("span", f"{MARKS[kind]} {kind} {result.ratio:.2f}", class_=f"verdict {kind}")
 
 
 def state(result: Result) -> str:
     """Words to filter a case by: its verdict, and "bad" if anything on it went wrong."""
-    bad = "bad" if any(broken(e) for e in result.entries.values()) else ""
+    bad = "bad" if any(fault(e) for e in result.entries.values()) else ""
     return f"{verdict(result)} {bad}".strip()
 
 

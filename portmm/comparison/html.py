@@ -17,18 +17,28 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portmm.comparison.bars import MARKS, badge, bars, reach, role, state, strip
-from portmm.comparison.markup import Markup, broken, counted, joined, outcome, rate, tag, tidy, unit
+from portmm.comparison.bars import FARTHEST, MARKS, badge, bars, reach, role, state, strip
+from portmm.comparison.markup import NONE, Markup, counted, fault, joined, outcome, rate, tag, tidy, unit
 from portmm.comparison.report import Report, Result, Summary, heading, summaries
-from portmm.comparison.roofline import roofline
+from portmm.comparison.roofline import legend, roofline
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 # Nothing may be fetched, whatever the page says.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-FACTS = {"chip": "processor", "isa": "all held to", "machine": "taken for"}
-"""Fields of a report -> what the page calls them; others go by their name."""
+FACTS = {"isa": "all held to", "machine": "taken for", "chip": "", "threads": ""}
+"""Fields of a report -> what the page calls them, empty for those of the heading; others go by their name."""
+
+METHOD = (
+    "A ratio is formed within a round and its median shown: it may differ a little from the quotient of two medians.",
+    "A win is a ratio of one or more.",
+    "Each contender has a process of its own, and only one works at a time; variables that bend a library are removed.",
+    "All take turns within each round: a clock that drifts, drifts for all.",
+    "Every contender does a case in each way that its library offers, and the fastest counts.",
+    "Results are checked against a wider type before and after they are timed; what is wrong is named, never counted.",
+    "The limit is measured in the same run: multiply-adds from registers, or the bandwidth of where the operands lie.",
+)
 
 
 def page(report: Report) -> str:
@@ -72,7 +82,7 @@ def fragment(report: Report) -> str:
     parts = [tag("style", _resource("fragment.css")), tag("p", tag("b", heading(known))), summary(known)]
     if known.results:
         parts.append(tag("div", table(known), class_="scroll"))
-    return tag("div", *parts, wrong(known), class_="portmm-compare")
+    return tag("div", *parts, tag("p", tag("b", "What went wrong")), wrong(known), class_="portmm-compare")
 
 
 @cache
@@ -105,8 +115,9 @@ def _facts(report: Report) -> list[tuple[str, str]]:
     rows = []
     for field in fields(report):
         value = getattr(report, field.name)
-        if isinstance(value, str | int | float) and value not in ("", False):
-            rows.append((FACTS.get(field.name, field.name), "yes" if value is True else str(value)))
+        name = FACTS.get(field.name, field.name)
+        if name and isinstance(value, str | int | float) and value not in ("", False):
+            rows.append((name, "yes" if value is True else str(value)))
     if not report.isa:
         rows.append((FACTS["isa"], "nothing: each contender chose for itself"))
     return [*rows, ("cases", str(len(report.results)))]
@@ -151,7 +162,8 @@ def summary(report: Report) -> Markup:
     )
     edge = reach(report)
     head = ("group", "cases", "geometric mean", "wins", "losses", "lowest", "where")
-    bounds = tag("span", f"{1 / edge:.2f}"), tag("span", "1"), tag("span", f"{edge:.2f}")
+    beyond = ("≤ ", "≥ ") if edge == FARTHEST else ("", "")
+    bounds = tag("span", f"{beyond[0]}{1 / edge:.2g}"), tag("span", "1"), tag("span", f"{beyond[1]}{edge:.2g}")
     heads = [tag("th", x, scope="col", class_="n" if 0 < i < 6 else None) for i, x in enumerate(head)]
     heads.append(tag("th", tag("span", *bounds, class_="bounds"), scope="col", class_="ratios"))
     return joined(
@@ -191,10 +203,10 @@ def _roofline(report: Report) -> list[Markup | str]:
     drawn = roofline(report)
     if not drawn:
         return [tag("p", "No case has a rate that could be drawn.")]
-    said = "Each case is a line between portmm and the best peer of that case; marks show the range over rounds."
+    said = "Each case is a line between portmm and the best peer of that case; point at one to read its figures."
     if report.threads > 1:
         said += f" Roofs are of one core times {report.threads}; caches that cores share give less."
-    return [tag("p", said), tag("figure", drawn)]
+    return [tag("p", said), tag("figure", legend(report), drawn)]
 
 
 def _tools() -> Markup:
@@ -221,7 +233,7 @@ def _cases(report: Report) -> list[Markup | str]:
 def _figures(report: Report) -> list[Markup | str]:
     if not report.results:
         return [tag("p", "No case was measured.")]
-    said = f"{unit(report)}; the best peer is underlined; – a contender that does not offer the case."
+    said = f"{unit(report)}; the best peer is underlined; {NONE} a contender that does not offer the case."
     return [tag("p", said), tag("div", table(report), class_="scroll", tabindex=0)]
 
 
@@ -244,15 +256,15 @@ def _row(report: Report, result: Result, names: Sequence[str], *, share: bool) -
     cells = [tag("th", case.name, scope="row"), tag("td", case.shape), tag("td", case.group)]
     for name in names:
         entry = result.entries.get(name)
-        bad = "bad" if entry is not None and broken(entry) else ""
+        bad = "bad" if entry is not None and fault(entry) else ""
         kind = f"n {role(report, result, name)} {bad}".split()
         cells.append(tag("td", outcome(report, result, name), class_=" ".join(kind)))
     if report.ours:
-        cells.append(tag("td", badge(result) if result.ratio is not None else "–", class_="n"))
+        cells.append(tag("td", badge(result) if result.ratio is not None else NONE, class_="n"))
     if share:
         own = rate(result, report.ours)
-        cells.append(tag("td", f"{100 * own.middle / result.limit:.0f}" if own and result.limit else "–", class_="n"))
-    cells.append(tag("td", result.best or "–"))
+        cells.append(tag("td", f"{100 * own.middle / result.limit:.0f}" if own and result.limit else NONE, class_="n"))
+    cells.append(tag("td", result.best or NONE))
     return tag("tr", *cells, data_name=f"{case.name} {case.shape} {case.group}", data_state=state(result))
 
 
@@ -261,38 +273,35 @@ def wrong(report: Report) -> Markup:
     parts: list[Markup] = []
     away = [(e.name, e.state, e.reason, e.hint) for e in report.entrants if e.state != "ok"]
     if away:
-        parts.append(_table("Contenders that did not take part", ("contender", "state", "reason", "what to do"), away, 4))
+        parts.append(
+            _table("Contenders that did not take part", ("contender", "state", "reason", "what to do"), away, 4)
+        )
     failed = [
-        (r.case.name, name, "a method was wrong" if e.state == "ok" else e.state, e.reason)
+        (r.case.name, name, said, e.reason)
         for r in report.results
         for name, e in r.entries.items()
-        if broken(e)
+        if (said := fault(e))
     ]
     if failed:
         parts.append(_table("Results that do not count", ("case", "contender", "state", "reason"), failed, 4))
     if report.skipped:
         said = f"No time was left for {counted(len(report.skipped), 'case')}: "
         parts.append(tag("p", said, ", ".join(report.skipped), "."))
-    return joined(parts) or tag("p", "Nothing: every contender was found, every result was right, no case was left out.")
+    return joined(parts) or tag(
+        "p", "Nothing: every contender was found, every result was right, no case was left out."
+    )
 
 
 def _method(report: Report) -> list[Markup | str]:
     rounds = max((len(e.samples) for r in report.results for e in r.entries.values()), default=0)
-    said = [
-        "Each contender has a process of its own, one works at a time, and all take turns within each round, so that "
-        "a clock that drifts, drifts for all. Variables that bend a library are taken away.",
-        f"Times are medians over {counted(rounds, 'round')}. A ratio is formed within a round, and its median shown: it "
-        "may differ a little from the quotient of two medians. A win is a ratio of one or more.",
-        "Every contender does a case in each way that its library offers, and the fastest counts. Results are checked "
-        "against a wider type before and after they are timed; what is wrong is named and never counted.",
-        "The limit is measured in the same run: multiply-adds from registers, or the bandwidth of the level of memory "
-        "that holds the operands, over the bytes that must be moved.",
-    ]
+    said = [f"Times are medians over {counted(rounds, 'round')}.", *METHOD]
     if report.approximate:
-        said.append("A contender marked ~ rounds activations to 8 bits; it enters ratios only where a case allows that.")
+        said.append(
+            "A contender marked ~ rounds activations to 8 bits; it enters ratios only where a case allows that."
+        )
     if report.removed:
         said.append(f"Not passed on to any contender: {', '.join(report.removed)}.")
-    return [tag("p", text) for text in said]
+    return [tag("ul", *(tag("li", text) for text in said), class_="said")]
 
 
 def _data(report: Report) -> Markup:
@@ -300,6 +309,8 @@ def _data(report: Report) -> Markup:
     text = json.dumps(json.loads(report.to_json()), separators=(",", ":")).replace("<", "\\u003c")
     return tag(
         "footer",
-        tag("p", "This page holds all that it shows as JSON. ", tag("a", "Save report.json", id="save", hidden="hidden")),
+        tag(
+            "p", "This page holds all that it shows as JSON. ", tag("a", "Save report.json", id="save", hidden="hidden")
+        ),
         tag("script", Markup(text), type="application/json", id="report"),
     )

@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import TYPE_CHECKING
 
-from portmm.comparison.report import Entry, Report, Result
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from portmm.comparison.report import Entry, Report, Result
+
+NONE = "\N{EN DASH}"
+"""What stands where there is no figure."""
 # Closed in place, which both XML and HTML understand.
 LEAVES = frozenset(("circle", "line", "path", "rect", "meta", "link", "input"))
 
@@ -113,20 +115,24 @@ def rate(result: Result, name: str) -> Rate | None:
 
 
 def verdict(result: Result) -> str:
-    """ "win", "loss", or empty without a ratio."""
+    """The word "win" or "loss", empty without a ratio."""
     return "" if result.ratio is None else "win" if result.ratio >= 1 else "loss"
 
 
-def broken(entry: Entry) -> bool:
-    """A result was promised, and did not come or was wrong."""
-    return entry.state not in ("ok", "unsupported") or (entry.state == "ok" and bool(entry.reason))
+def fault(entry: Entry) -> str:
+    """What went wrong with a result, in words; empty if nothing did, or if none was promised."""
+    if entry.state == "unsupported":
+        return ""
+    if entry.state != "ok":
+        return entry.state
+    return "a method was wrong" if entry.reason else "" if _real(entry.seconds) else "not timed"
 
 
 def outcome(report: Report, result: Result, name: str) -> str:
     """What a contender came to on a case: a rate, or the word for what became of it."""
     entry = result.entries.get(name)
     if entry is None or entry.state == "unsupported":
-        return "–"
+        return NONE
     if entry.state != "ok":
         return entry.state
     found = rate(result, name)

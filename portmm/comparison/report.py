@@ -186,6 +186,11 @@ class Report:
         # By name: the module imports this one.
         return import_module("portmm.comparison.formats").records(self)  # type: ignore[no-any-return]
 
+    def _repr_html_(self) -> str:
+        """The summary and the table, for notebooks."""
+        shown: str = import_module("portmm.comparison.html").fragment(self)
+        return shown
+
 
 def from_json(text: str) -> Report:
     """Read what `Report.to_json` wrote.

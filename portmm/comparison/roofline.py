@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from portmm.comparison.markup import Markup, Rate, figure, joined, rate, tag, unit, verdict
+from portmm.comparison.markup import Markup, Rate, figure, rate, tag, unit, verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,11 +22,7 @@ if TYPE_CHECKING:
     from portmm.comparison.report import Report, Result
 
 WIDTH, HEIGHT = 1080.0, 600.0
-LEFT, RIGHT, TOP, BOTTOM = 62.0, 18.0, 44.0, 50.0
-ALIKE = 1.06
-"""Roofs nearer than this to each other share a label."""
-LETTER = 7.0
-"""About the width of a letter of a roof's label."""
+LEFT, RIGHT, TOP, BOTTOM = 62.0, 18.0, 28.0, 50.0
 CLEAR = 17.0
 """Labels of roofs nearer than this would touch."""
 
@@ -86,7 +81,7 @@ def peaks(report: Report) -> dict[str, float]:
     atoms = {name: x * report.threads for name, x in report.rates.items() if "_" in name}
     limits: dict[str, list[float]] = {}
     for r in report.results:
-        limits.setdefault(r.case.dtype + r.case.dynamic * "+", []).extend([r.limit] if r.limit else [])
+        limits.setdefault(r.case.problem.dtype, []).extend([r.limit] if r.limit else [])
     found: dict[str, float] = {}
     for word, known in limits.items():
         hit = {name: x for name, x in atoms.items() if any(math.isclose(x, y, rel_tol=1e-9) for y in known)}
@@ -113,7 +108,7 @@ def roofline(report: Report) -> Markup:
     rates = [x for p in drawn for r in (p.ours, p.best) if r for x in (r.low, r.high)]
     xs = [p.intensity for p in drawn]
     # The slanted roofs are labelled left of all points.
-    x = Axis(min(xs) / 4, max(xs) * 2, LEFT, WIDTH - RIGHT)
+    x = Axis(min(xs) / 5, max(xs) * 2, LEFT, WIDTH - RIGHT)
     y = Axis(min(rates) / 2, max(*rates, *tops.values()) * 1.7, HEIGHT - BOTTOM, TOP)
     what = f"Rate against arithmetic intensity of {len(drawn)} cases, on logarithmic axes"
     return tag(
@@ -122,7 +117,6 @@ def roofline(report: Report) -> Markup:
         tag("g", *_slanted(slopes, max(tops.values(), default=y.high), x, y), class_="roof"),
         tag("g", *_level(tops, max(slopes.values(), default=0.0), x, y), class_="roof"),
         *(_case(report, p, x, y) for p in drawn),
-        _legend(report),
         class_="roofline",
         viewBox=f"0 0 {WIDTH:.0f} {HEIGHT:.0f}",
         role="img",
@@ -136,10 +130,10 @@ def _frame(report: Report, x: Axis, y: Axis) -> Markup:
     lines = [_line("grid", x.at(t), y.start, x.at(t), y.end) for t in x.ticks()]
     lines += [_line("grid", x.start, y.at(t), x.end, y.at(t)) for t in y.ticks()]
     lines += [_line("axis", x.start, y.start, x.end, y.start), _line("axis", x.start, y.start, x.start, y.end)]
-    words = [_words("x tick", x.at(t), y.start + 19, f"{t:g}", "middle") for t in x.ticks()]
-    words += [_words("y tick", x.start - 8, y.at(t) + 4, f"{t:g}", "end") for t in y.ticks()]
-    words.append(_words("name", (x.start + x.end) / 2, HEIGHT - 8, f"arithmetic intensity, {ops} per byte", "middle"))
-    words.append(_words("name", 2.0, 16.0, unit(report), "start"))
+    words = [_words("x tick", (x.at(t), y.start + 19), f"{t:g}", "middle") for t in x.ticks()]
+    words += [_words("y tick", (x.start - 8, y.at(t) + 4), f"{t:g}", "end") for t in y.ticks()]
+    words.append(_words("name", ((x.start + x.end) / 2, HEIGHT - 8), f"arithmetic intensity, {ops} per byte", "middle"))
+    words.append(_words("name", (2.0, 16.0), unit(report), "start"))
     return tag("g", *lines, *words, class_="frame")
 
 
@@ -147,17 +141,23 @@ def _line(kind: str, x1: float, y1: float, x2: float, y2: float) -> Markup:
     return tag("line", class_=kind, x1=x1, y1=y1, x2=x2, y2=y2)
 
 
-def _words(kind: str, x: float, y: float, text: str, anchor: str, turn: float = 0.0) -> Markup:
-    turned = f"rotate({turn:.2f} {x:.1f} {y:.1f})" if turn else None
-    return tag("text", text, class_=kind, x=x, y=y, text_anchor=anchor, transform=turned)
+def _words(kind: str, at: tuple[float, float], text: str, anchor: str, turn: float = 0.0) -> Markup:
+    turned = f"rotate({turn:.2f} {at[0]:.1f} {at[1]:.1f})" if turn else None
+    return tag("text", text, class_=kind, x=at[0], y=at[1], text_anchor=anchor, transform=turned)
 
 
-def _shared(roofs: dict[str, float]) -> list[tuple[str, float]]:
-    """Labels from the highest roof down; those that can hardly be told apart have one."""
+def _shared(roofs: dict[str, float], decade: float) -> list[tuple[str, float]]:
+    """Labels from the highest roof down; those that would touch are one label, at the highest of them.
+
+    Args:
+        roofs: name -> rate.
+        decade: distance of roofs that differ by a factor of ten.
+    """
+    near = 10 ** (CLEAR / decade)
     rows: list[tuple[str, float]] = []
     for name, value in sorted(roofs.items(), key=lambda row: -row[1]):
         label = f"{name} {figure(value)}"
-        if rows and rows[-1][1] < value * ALIKE:
+        if rows and rows[-1][1] < value * near:
             rows[-1] = (f"{rows[-1][0]}, {label}", rows[-1][1])
         else:
             rows.append((label, value))
@@ -166,23 +166,17 @@ def _shared(roofs: dict[str, float]) -> list[tuple[str, float]]:
 
 def _slanted(slopes: dict[str, float], top: float, x: Axis, y: Axis) -> Iterable[Markup]:
     """Roofs of bandwidths: each from the left or the bottom edge up to the highest level roof."""
-    turn = math.atan2(y.decade, x.decade)
-    for value in slopes.values():
-        begin, end = max(x.low, y.low / value), min(x.high, top / value)
+    spans = {value: (max(x.low, y.low / value), min(x.high, top / value)) for value in slopes.values()}
+    for value, (begin, end) in spans.items():
         if begin < end:
             yield _line("slope", x.at(begin), y.at(begin * value), x.at(end), y.at(end * value))
-    last, shift = math.inf, 0.0
-    for label, value in _shared(slopes):
-        begin = max(x.low, y.low / value)
-        if begin >= min(x.high, top / value):
-            continue
-        # Distance of the label's line to the one above.
-        gap = abs(y.decade) * math.log10(last / value) * math.cos(turn) if last < math.inf else math.inf
-        shift = shift if gap < CLEAR else 0.0
-        along = 8 + shift
-        px, py = x.at(begin) + along * math.cos(turn), y.at(begin * value) + along * math.sin(turn)
-        yield _words("label", px + 5 * math.sin(turn), py - 5 * math.cos(turn), f"{label} GB/s", "start", math.degrees(turn))
-        last, shift = value, shift + LETTER * (len(label) + 7)
+    turn = math.atan2(y.decade, x.decade)
+    for label, value in _shared(slopes, abs(y.decade) * math.cos(turn)):
+        begin, end = spans[value]
+        if begin < end:
+            px = x.at(begin) + 8 * math.cos(turn) + 5 * math.sin(turn)
+            py = y.at(begin * value) + 8 * math.sin(turn) - 5 * math.cos(turn)
+            yield _words("label", (px, py), f"{label} GB/s", "start", math.degrees(turn))
 
 
 def _level(tops: dict[str, float], slope: float, x: Axis, y: Axis) -> Iterable[Markup]:
@@ -191,11 +185,8 @@ def _level(tops: dict[str, float], slope: float, x: Axis, y: Axis) -> Iterable[M
         begin = max(x.low, value / slope) if slope else x.low
         if begin < x.high:
             yield _line("level", x.at(begin), y.at(value), x.end, y.at(value))
-    rows = [(label, y.at(value) - 6) for label, value in _shared(tops)]
-    # Of two that are close, the lower one goes below its line.
-    below = {label for (_, above), (label, here) in pairwise(rows) if here - above < CLEAR}
-    for label, py in rows:
-        yield _words("label", x.end - 4, py + (20 if label in below else 0), label, "end")
+    for label, value in _shared(tops, abs(y.decade)):
+        yield _words("label", (x.end - 4, y.at(value) - 6), label, "end")
 
 
 def _case(report: Report, p: Point, x: Axis, y: Axis) -> Markup:
@@ -229,18 +220,23 @@ def _title(report: Report, p: Point) -> str:
     return "\n".join(lines)
 
 
-def _legend(report: Report) -> Markup:
-    px, py = LEFT + 90, 18.0
-    parts = [
-        tag("circle", class_="us", cx=px, cy=py - 4, r=4),
-        _words("key", px + 10, py, report.ours or "portmm (did not run)", "start"),
-        tag("path", class_="best", d=diamond(px + 190, py - 4)),
-        _words("key", px + 200, py, "best peer of the case", "start"),
-        tag("g", _line("tie", px + 372, py - 4, px + 396, py - 4), class_="win"),
-        _words("key", px + 403, py, "portmm ahead", "start"),
-        tag("g", _line("tie", px + 520, py - 4, px + 544, py - 4), class_="loss"),
-        _words("key", px + 551, py, "portmm behind", "start"),
-        _line("slope", px + 680, py - 4, px + 704, py - 4),
-        _words("key", px + 711, py, "roofs, as measured", "start"),
-    ]
-    return tag("g", joined(parts), class_="legend")
+def legend(report: Report) -> Markup:
+    """What the marks of the plot mean."""
+    keys = (
+        (tag("circle", class_="us", cx=12, cy=7, r=4), report.ours or "portmm (did not run)"),
+        (tag("path", class_="best", d=diamond(12, 7)), "best peer of the case"),
+        (tag("g", _line("tie", 0, 7, 24, 7), class_="win"), "portmm ahead"),
+        (tag("g", _line("tie", 0, 7, 24, 7), class_="loss"), "portmm behind"),
+        (_line("spread", 12, 0, 12, 14), "range over rounds"),
+        (_line("level", 0, 7, 24, 7), "multiply-adds, as measured"),
+        (_line("slope", 0, 7, 24, 7), "bandwidths, as measured"),
+    )
+    items = (
+        tag(
+            "li",
+            tag("svg", mark, class_="roofline", viewBox="0 0 24 14", width=24, height=14, aria_hidden="true"),
+            text,
+        )
+        for mark, text in keys
+    )
+    return tag("ul", *items, class_="legend")
