@@ -31,11 +31,11 @@ DEFAULT_BYTES_PER_CYCLE = {"L1": 64.0, "L2": 32.0, "L3": 10.0, "memory": 5.0}
 """Per core, where neither a description nor a measurement says more."""
 LOADS_PER_CYCLE = 2.0
 """Load ports of every out-of-order core described so far."""
-LOOP_CYCLES = 0.12
+LOOP_CYCLES = 0.03
 """Counting, comparing and branching: one fused micro-operation of the few a core starts per cycle."""
-CONFLICTS = 0.36
+CONFLICTS = 0.31
 """Share of the loads that a multiply-add has to wait for: banks, lines split in two, full queues."""
-APART = 0.045
+APART = 0.12
 """Further share of the time of a micro-kernel that reads a strided B in place one
 line of a row at once; with more lines it is shared by them."""
 LINE = 64
@@ -45,7 +45,7 @@ CROWDED, THRASHED = 1.05, 1.4
 """Slowdown when rows of A that start in one set of L1 leave less than PASSING ways;
 and when they leave one at most and nothing is asked for ahead: measured at M = 7
 and 8, K = 4096 on Zen 4."""
-AHEAD_CYCLES = 0.45
+AHEAD_CYCLES = 0.5
 """Asking for one stream ahead, each step: an address and a prefetch beside the multiply-adds."""
 FILLS, OVERFULL = 24, 1.35
 """Lines that a core can wait for at once, and the slowdown of a stream that asks for more."""
@@ -58,10 +58,10 @@ CARRIED = 4.5
 blocks products took 1.1 to 1.3 of the time of one, on Sapphire Rapids."""
 EXPOSED = 0.05
 """Share of a shorter overlapped term that still shows."""
-SHORT_RUNS, SHORT_AHEAD = 1.5, 1.6
+SHORT_RUNS, SHORT_AHEAD = 1.5, 1.55
 """Further times that reading a strided B takes longer than reading a panel, row by
 row, for runs of one line; with the next rows asked for meanwhile, the second."""
-COPY_ONCE, COPY_PASSING = 3.5, 7.4
+COPY_ONCE, COPY_PASSING = 3.7, 6.4
 """Cycles to copy a vector into a panel: from long runs, and from the shorter runs of panels packed in passing."""
 CUT_RUNS = 1.4
 """Slowdown of a stream whose rows threads cut: each piece starts with misses. Measured 1.2 to 1.7."""
@@ -421,23 +421,25 @@ def _b_fits(v: _View, name: str) -> bool:
     return level is None or (v.wide * b + v.s.mr * a) * depth <= level.bytes
 
 
-def _b_stays(v: _View) -> bool:
-    """A panel of B keeps its place in L1 while the slices of A pass.
+def _b_stays(v: _View, name: str) -> bool:
+    """A panel of B keeps its place in a level while the slices of A pass.
 
     Rows of a B in place lie a stride apart; only so many of them fit as sets
     that the stride reaches have ways. So it is in L1, whose sets follow the
-    addresses that a program sees; further out, pages lie anywhere.
+    addresses that a program sees, and in L2, where matrices lie in large pages
+    and the next panel comes in meanwhile.
     """
     s, p, size = v.s, v.p, v.sizes[1]
-    level = v.target.level("L1")
-    if not _b_fits(v, "L1"):
+    level = v.target.level(name)
+    if not _b_fits(v, name):
         return False
     if level is None or s.pack_b or s.b != "row":
         return True
     sets = level.bytes // (level.line * level.ways)
     step = max(1, int(p.n * size) // level.line)
     lines = max(1, int(v.wide * size) // level.line)
-    return min(s.kc or p.k, p.k) <= level.ways * min(sets // gcd(step, sets), sets // lines)
+    panels = 2 if name != "L1" and s.ahead else 1
+    return min(s.kc or p.k, p.k) * panels <= level.ways * min(sets // gcd(step, sets), sets // lines)
 
 
 def _traffic(v: _View, threads: int) -> dict[str, float]:
@@ -449,7 +451,7 @@ def _traffic(v: _View, threads: int) -> dict[str, float]:
     slices = -(-p.m // s.mr)
     wide, visits, blocks_m = v.wide, v.visits, v.blocks
     depth, rows = min(s.kc or k, k), min(s.mc or p.m, p.m)
-    stays = _b_stays(v)
+    stays = _b_stays(v, "L1")
     # Registers <- L1: every step of k reads MR of A and NR of B per tile.
     l1 = (visits * p.m * a_size + slices * visits * wide * b_size) * k
     # L1 <- L2: a block of A passes once per visit, B once if it stays.
@@ -465,7 +467,7 @@ def _traffic(v: _View, threads: int) -> dict[str, float]:
     terms = {"L1": l1 / v.bytes_per_cycle("L1"), "L2": l2 / v.bytes_per_cycle("L2")}
     # L2 <- further out: B once per block of rows, C once per pass, A again if its block does not fit.
     a_fits = rows * depth * a_size <= capacity.get("L2", 0)
-    b_again = blocks_m if a_fits and _b_fits(v, "L2") else slices
+    b_again = blocks_m if a_fits and _b_stays(v, "L2") else slices
     c_far = c_once * c_stored + c_again * c_size * (c_home not in ("L1", "L2"))
     outer = k * p.n * b_far * b_again + c_far + p.m * k * a_far * (1 if a_fits else visits)
     home = v.home(p.bytes)
