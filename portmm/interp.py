@@ -74,8 +74,8 @@ class _Frame:
 
 
 @cache
-def _method(node: type) -> str:
-    return f"do_{node.__name__.lower()}"
+def _method(node: str) -> str:
+    return f"do_{node.lower()}"
 
 
 def evaluate(x: Index, ints: Mapping[str, int]) -> int:
@@ -168,7 +168,7 @@ class _Machine:
 
     def body(self, body: tuple[Stmt, ...], f: _Frame) -> None:
         for s in body:
-            getattr(self, _method(type(s)))(s, f)
+            getattr(self, _method(type(s).__name__))(s, f)
 
     def value(self, x: Index, f: _Frame) -> int:
         """The value of an integer expression of the kernel."""
@@ -244,7 +244,7 @@ class _Machine:
 
     def _memory(self, s: Verb, f: _Frame, atom: Atom) -> None:
         assert s.p is not None  # noqa: S101 - as above
-        keep = np.count_nonzero(f.regs[s.mask]) if s.mask else (1 if s.name == "load_a" else atom.n)
+        keep = int(np.count_nonzero(f.regs[s.mask])) if s.mask else (1 if s.name == "load_a" else atom.n)
         array, at, memory = self.at(s.p, f, keep)
         pack = BY_NAME[memory].pack
         if s.name in ("store", "store_mask"):
