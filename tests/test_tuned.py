@@ -2,7 +2,10 @@
 
 import json
 import multiprocessing
+import os
 import sqlite3
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -310,3 +313,32 @@ def test_calls_choose_again_after_tuning(base):
     orders.renew()
     assert (pm.matmul(a, b) == 222).all()
     assert api.route(p).kernel.symbol != before
+
+
+LATER = """
+import numpy as np, portmm as pm
+from portmm import api
+from portmm.problem import Problem
+pm.set_num_threads(1)
+pm.matmul(np.ones((333, 222), np.float32), np.ones((222, 444), np.float32))
+print(api.route(Problem(333, 444, 222)).kernel.symbol)
+"""
+
+
+def test_processes_that_come_later_use_it(base, tmp_path):
+    """What is remembered between processes is of one database."""
+
+    def symbol(database):
+        env = {**os.environ, "PORTMM_TUNED": str(database), "PORTMM_CACHE": str(tmp_path / "cache")}
+        return subprocess.run([sys.executable, "-c", LATER], env=env, check=True, capture_output=True, text=True).stdout
+
+    before = symbol("off")
+    p = Problem(333, 444, 222)
+    target = pm.explain((333, 222), (222, 444)).target
+    choice = dispatch.choose(p, target, 1)
+    other = next(s for s, _ in choice.runners_up if dispatch.kernel_of(s, dispatch.isa_of(s, target)).name not in before)
+    facts = {"chip": target.name, "architecture": tuned.architecture(target), "vendor": target.vendor}
+    assert symbol(base) == before
+    tuned.record(base, [Tuned(p, 1, other, 1, 1.0, 1.0, **facts)])
+    assert symbol(base) == symbol(base) != before
+    assert symbol("off") == before

@@ -110,7 +110,7 @@ ALL = "all"
 ASKED = frozenset({"asked"})
 """The kind of no case: who compiles for many seconds takes part only if asked for by name."""
 NARROW = frozenset({"narrow"})
-MODELS = frozenset({"narrow", "fused", "packed"})
+MODELS = frozenset({"narrow", "fused"})
 """Kinds of cases that runtimes of models are made for."""
 
 _CUDA = "pip install cupy-cuda13x nvidia-cuda-nvrtc"

@@ -7,8 +7,8 @@ detection, no choice and no source before its first product. May import `abi`,
 
 A book counts only where everything that its answers were made from is as it
 was: what the host says about itself, word for word, the target asked for, the
-interpreter, the compiler, the measured rates, and the files of the generator
-itself. All else is a different book, so that a cache directory may move to, or
+interpreter, the compiler, the measured rates, the tuned schedules, and the files
+of the generator itself. All else is a different book, so that a cache directory may move to, or
 be shared with, another machine. A book that is damaged, or whose kernel is gone
 or damaged, is as good as none.
 """
@@ -133,7 +133,7 @@ def book(target: str) -> Book | None:
         found = _books.get(place)
         if found is None:
             tools = (sys.version, str(host.python_headers()), os.environ.get("CC", ""), os.environ.get("PATH", ""))
-            words = (VERSION, str(abi.VERSION), target, *tools, *generator(), _host())
+            words = (VERSION, str(abi.VERSION), target, str(tuned_database()), *tools, *generator(), _host())
             found = _books[place] = _read("book-" + digest("\0".join(words).encode("utf-8", "surrogateescape")))
         return found
 
