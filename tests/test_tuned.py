@@ -336,7 +336,9 @@ def test_processes_that_come_later_use_it(base, tmp_path):
     p = Problem(333, 444, 222)
     target = pm.explain((333, 222), (222, 444)).target
     choice = dispatch.choose(p, target, 1)
-    other = next(s for s, _ in choice.runners_up if dispatch.kernel_of(s, dispatch.isa_of(s, target)).name not in before)
+    other = next(
+        s for s, _ in choice.runners_up if dispatch.kernel_of(s, dispatch.isa_of(s, target)).name not in before
+    )
     facts = {"chip": target.name, "architecture": tuned.architecture(target), "vendor": target.vendor}
     assert symbol(base) == before
     tuned.record(base, [Tuned(p, 1, other, 1, 1.0, 1.0, **facts)])
