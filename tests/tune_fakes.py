@@ -1,7 +1,7 @@
 """A bench that computes nothing, for test_tune: candidates do what FAKE_TUNE says of their places in the model's order.
 
 FAKE_TUNE is JSON: {"1": "crash", "2": "hang", ...}, and "delay": seconds of each check. FAKE_LOG names a file that
-each check is written to.
+each check is written to; FAKE_FIRST one that marks that a process was the first.
 """
 
 import json
@@ -24,7 +24,11 @@ class Fake:
         self.threads, self.cold = setup.threads, setup.cold
         self.rules = json.loads(os.environ.get("FAKE_TUNE", "{}"))
         self.log = os.environ.get("FAKE_LOG")
-        self.places, self.calls = {}, 0
+        self.places = {}
+        # Luck is a process's: that of the first one.
+        mark = Path(os.environ.get("FAKE_FIRST", os.devnull))
+        self.first = not mark.exists()
+        mark.touch()
 
     def pose(self, case, _seed):
         if case.group == "impossible":
@@ -57,8 +61,7 @@ class Fake:
         rule = self.rule(schedule, workers)
         if rule == "late crash":
             os.kill(os.getpid(), signal.SIGSEGV)
-        self.calls += rule == "lucky"
-        lucky = rule != "lucky" or self.calls <= 6
+        lucky = rule != "lucky" or self.first
         return (2e-4 if self.cold else 1e-4) * (FACTORS.get(rule, 1.05) if lucky else 2.0)
 
 
