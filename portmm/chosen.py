@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from portmm.choice import Choice
     from portmm.cost import Cost
-    from portmm.dispatch import Choice
     from portmm.problem import Problem
     from portmm.schedule import Schedule
     from portmm.target import Target

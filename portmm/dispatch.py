@@ -9,27 +9,23 @@ here.
 from __future__ import annotations
 
 import threading
-import warnings
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from portmm.candidates import PACKED_VECTORS, candidates, units
 from portmm.capable import lacks
+from portmm.choice import Choice, overlaid
 from portmm.cost import Cost, cost, macs_per_cycle
 from portmm.dtype import BY_NAME, CODES_KR, types
-from portmm.errors import DatabaseError, ScheduleError, TargetError
+from portmm.errors import ScheduleError, TargetError
 from portmm.fused import parse as parse_fused
 from portmm.lower import atom_of, lower, lower_attention, lower_fold, lower_pack, lower_rows
 from portmm.memory import Memory, forget_all
 from portmm.orders import given
 from portmm.problem import Family
 from portmm.problem import family as family_of
-from portmm.space import unsound
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from portmm.build import Artifact
     from portmm.fused import Fused
     from portmm.ir import Kernel
@@ -40,33 +36,8 @@ if TYPE_CHECKING:
 
 USUAL_GROUP = 128
 """Rows of a weight of four bits that share a scale, where nobody says how many."""
-TRUST = 1.25
-"""Times of the model's best up to which it lets another chip's finding pass."""
 MOST_ROUTES = 4096
 """Routes remembered before starting afresh: endless new shapes must not fill memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What was chosen for a problem, and what was not.
-
-    Attributes:
-        problem: the problem.
-        target: the machine.
-        workers: threads that will share the work.
-        schedule: the winner.
-        cost: its predicted time, with terms.
-        runners_up: the other candidates, best first.
-        origin: "analytical", or "tuned on" which chip.
-    """
-
-    problem: Problem
-    target: Target
-    workers: int
-    schedule: Schedule
-    cost: Cost
-    runners_up: tuple[tuple[Schedule, Cost], ...]
-    origin: str = "analytical"
 
 
 def choose(p: Problem, target: Target, threads: int = 1, *, tuned: bool = True) -> Choice:
@@ -100,52 +71,6 @@ def choose(p: Problem, target: Target, threads: int = 1, *, tuned: bool = True) 
 def predicted(p: Problem, s: Schedule, target: Target, workers: int) -> Cost:
     """The time that the model predicts for a schedule, with its terms."""
     return cost(p, s, atom_of(isa_of(s, target), s.dtype, s.lanes), target, workers)
-
-
-def overlaid(
-    choice: Choice,
-    listed: Sequence[Schedule],
-    threads: int,
-    predict: Callable[[Problem, Schedule, Target, int], Cost],
-) -> Choice:
-    """The model's choice, or what was measured to be faster: on this chip, or on one like it if the model agrees.
-
-    Args:
-        choice: the model's.
-        listed: the candidates.
-        threads: the most that may be used.
-        predict: the model.
-    """
-    from portmm import tuned
-
-    p, target = choice.problem, choice.target
-    try:
-        found = tuned.find(p, target, threads)
-    except DatabaseError as error:
-        _warn_once(str(error))
-        return choice
-    for x in found:
-        own = (x.chip, x.architecture) == (target.name, tuned.architecture(target))
-        why = unsound(x.schedule, p, target, listed) or ("" if 0 < x.workers <= threads else f"{x.workers} threads")
-        if why:
-            if own:
-                _warn_once(f"a tuned schedule is not used, here or for other sizes: {why}; tune again, {p}")
-            continue
-        terms = predict(p, x.schedule, target, x.workers)
-        if own or terms.seconds <= TRUST * choice.cost.seconds:
-            others = ((choice.schedule, choice.cost), *choice.runners_up)
-            rest = tuple((s, c) for s, c in others if s != x.schedule)
-            return Choice(p, target, x.workers, x.schedule, terms, rest, f"tuned on {x.title or x.chip}")
-    return choice
-
-
-_warned: set[str] = set()
-
-
-def _warn_once(text: str) -> None:
-    if not _warned:
-        _warned.add(text)
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def _check_panels(p: Problem, target: Target) -> None:

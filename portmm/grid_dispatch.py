@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from portmm.dispatch import Choice, overlaid
+from portmm.choice import Choice, overlaid
 from portmm.dtype import BY_NAME
 from portmm.errors import ScheduleError
 from portmm.grid_candidates import candidates

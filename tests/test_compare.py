@@ -427,14 +427,6 @@ def test_a_report_without_portmm_has_no_ratio():
     assert summaries(alone) == []
 
 
-def test_markdown_from_the_command_line(tmp_path):
-    path = tmp_path / "r.json"
-    path.write_text(sample().to_json())
-    command = [sys.executable, "-m", "portmm.comparison.report", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == markdown(sample())
-
-
 def test_plot_writes_a_png(tmp_path):
     pytest.importorskip("matplotlib")
     plot(sample(), tmp_path / "p.png")

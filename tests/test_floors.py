@@ -23,7 +23,7 @@ FLOORS = {
     4: "emit",  # loops to text
     5: "build cache calibrate compiler detect nvrtc permission snapshot",  # the host: compile, look, measure
     6: "run",  # load, launch, threads
-    7: "dispatch grid_dispatch grid_rows_dispatch orders tuned",  # a problem to a ready plan
+    7: "choice dispatch grid_dispatch grid_rows_dispatch orders tuned",  # a problem to a ready plan
     # for users
     8: ". abreast api around around_device arrays attend attend_on_device axes builder builder_on_device call "
     "captures chosen cli comparison console device_arrays device_codes doctor explanation expressions "

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import portmm as pm
-from portmm import dispatch, tuned
+from portmm import choice, dispatch, tuned
 from portmm.candidates import candidates
 from portmm.cli import app
 from portmm.errors import DatabaseError
@@ -31,7 +31,7 @@ LARGE = Problem(1000, 1000, 1000)
 def base(tmp_path, monkeypatch):
     path = tmp_path / "tuned.sqlite"
     monkeypatch.setenv("PORTMM_TUNED", str(path))
-    dispatch._warned.clear()
+    choice._warned.clear()
     return path
 
 

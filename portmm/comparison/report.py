@@ -1,8 +1,7 @@
 """What a comparison found, and how it is shown.
 
 Owns the records of a comparison, their JSON form, and the terminal and
-Markdown tables. Imports `comparison.suite` and `comparison.figures`. `python -m portmm.comparison.report
-FILE.json ...` prints the Markdown tables of stored reports.
+Markdown tables. Imports `comparison.case` and `comparison.figures`.
 
 The JSON form is the records below, field by field, plus "schema": `SCHEMA`.
 Times are seconds per call of the whole case (all matrices of a batch); rates
@@ -14,10 +13,8 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import sys
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portmm.comparison.case import Case
@@ -395,14 +392,3 @@ def markdown(report: Report, *, per_case: bool = True) -> str:
         parts.append(_markdown_table(_columns(report), (_row(report, r) for r in report.results), 2))
     parts.append("\n".join(f"- {line}" for line in notes(report)))
     return "\n\n".join(parts) + "\n"
-
-
-def main(paths: Sequence[str]) -> int:
-    """Print the Markdown tables of stored reports."""
-    reports = [from_json(Path(path).read_text()) for path in paths]
-    sys.stdout.write("\n".join(markdown(report) for report in reports))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

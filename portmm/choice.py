@@ -1,0 +1,94 @@
+"""What was chosen for a problem, by the model or by measurement.
+
+Owns `Choice`, and the decision whether a tuned schedule replaces the model's choice.
+Imports `tuned`, `space`, `errors`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from portmm.errors import DatabaseError
+from portmm.space import unsound
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from portmm.cost import Cost
+    from portmm.problem import Problem
+    from portmm.schedule import Schedule
+    from portmm.target import Target
+
+TRUST = 1.25
+"""Times of the model's best up to which it lets another chip's finding pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen for a problem, and what was not.
+
+    Attributes:
+        problem: the problem.
+        target: the machine.
+        workers: threads that will share the work.
+        schedule: the winner.
+        cost: its predicted time, with terms.
+        runners_up: the other candidates, best first.
+        origin: "analytical", or "tuned on" which chip.
+    """
+
+    problem: Problem
+    target: Target
+    workers: int
+    schedule: Schedule
+    cost: Cost
+    runners_up: tuple[tuple[Schedule, Cost], ...]
+    origin: str = "analytical"
+
+
+def overlaid(
+    choice: Choice,
+    listed: Sequence[Schedule],
+    threads: int,
+    predict: Callable[[Problem, Schedule, Target, int], Cost],
+) -> Choice:
+    """The model's choice, or what was measured to be faster: on this chip, or on one like it if the model agrees.
+
+    Args:
+        choice: the model's.
+        listed: the candidates.
+        threads: the most that may be used.
+        predict: the model.
+    """
+    from portmm import tuned
+
+    p, target = choice.problem, choice.target
+    try:
+        found = tuned.find(p, target, threads)
+    except DatabaseError as error:
+        _warn_once(str(error))
+        return choice
+    for x in found:
+        own = (x.chip, x.architecture) == (target.name, tuned.architecture(target))
+        why = unsound(x.schedule, p, target, listed) or ("" if 0 < x.workers <= threads else f"{x.workers} threads")
+        if why:
+            if own:
+                _warn_once(f"a tuned schedule is not used, here or for other sizes: {why}; tune again, {p}")
+            continue
+        terms = predict(p, x.schedule, target, x.workers)
+        if own or terms.seconds <= TRUST * choice.cost.seconds:
+            others = ((choice.schedule, choice.cost), *choice.runners_up)
+            rest = tuple((s, c) for s, c in others if s != x.schedule)
+            return Choice(p, target, x.workers, x.schedule, terms, rest, f"tuned on {x.title or x.chip}")
+    return choice
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(text: str) -> None:
+    if not _warned:
+        _warned.add(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
