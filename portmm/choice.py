@@ -72,7 +72,12 @@ def overlaid(
         return choice
     for x in found:
         own = (x.chip, x.architecture) == (target.name, tuned.architecture(target))
-        why = unsound(x.schedule, p, target, listed) or ("" if 0 < x.workers <= threads else f"{x.workers} threads")
+        if x.gain < 1 and x.schedule != choice.schedule:
+            continue
+        try:
+            why = unsound(x.schedule, p, target, listed) or ("" if 0 < x.workers <= threads else f"{x.workers} threads")
+        except (ArithmeticError, LookupError, ValueError) as error:
+            why = repr(error)
         if why:
             if own:
                 _warn_once(f"a tuned schedule is not used, here or for other sizes: {why}; tune again, {p}")

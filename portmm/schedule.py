@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 
 ALL = 0
+TALLEST = 1024
+"""No register tile has more rows, so nothing is lost where a word says so."""
 WARPGROUP = 128
 """Threads that multiply together on Hopper."""
 
@@ -340,7 +342,7 @@ def parse(text: str) -> Schedule:
     try:
         program, isa, dtype, tiles, heights, marks = text.split(":")
         sizes = [[int(x) for x in t.split("x")] for t in tiles.split("/")]
-        low, high = (int(x) for x in heights.split("-"))
+        low, high = (min(int(x), TALLEST) for x in heights.split("-"))
         named = dict(x.partition("=")[::2] for x in marks.split(","))
         static = named.get("static")
         return Schedule(

@@ -86,6 +86,8 @@ def _uneven(s: Schedule, atom: Atom) -> str:
     """Blocks that do not consist of whole register tiles, or of each other."""
     one, two, three = s.tiles[1:]
     near, kc = two.n, two.k
+    if s.mr < 1 or s.nr < 1:
+        return f"its register tile is {s.mr}x{s.nr}"
     if max(x for t in s.tiles for x in (t.m, t.n, t.k)) > MOST or min(x for t in s.tiles for x in (t.m, t.n, t.k)) < 0:
         return "its blocks are beyond all bounds"
     if one.k > kc and kc != ALL:

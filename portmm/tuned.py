@@ -22,19 +22,20 @@ from typing import TYPE_CHECKING, Any
 from portmm.cache import tuned_database
 from portmm.errors import DatabaseError
 from portmm.problem import Problem
-from portmm.schedule import parse, spell
+from portmm.schedule import Schedule, parse, spell
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
     from sqlite3 import Connection
 
-    from portmm.schedule import Schedule
     from portmm.target import Target
 
 SCHEMA = 1
 PATIENCE = 30.0
 """Seconds to wait for another process that writes."""
+SHORTEST, LONGEST = 1e-10, 1e6
+"""Seconds; no product takes less, or more."""
 LEVELS = ("chip", "architecture", "vendor")
 """Whose finding it is, the nearest first."""
 _COLUMNS = {
@@ -124,9 +125,17 @@ def _tuned(row: dict[str, Any]) -> Tuned:
         given["problem"] = Problem(**json.loads(row["problem"]))
         given["schedule"] = parse(row["schedule"])
         numbers = {name: kind(row[name]) for name, kind in _NUMBERS.items()}
+        strange = [x for x in ("seconds", "analytical") if not SHORTEST < numbers[x] < LONGEST]
+        strange += [x for x, kind in _COLUMNS.items() if kind == "TEXT" and x in given and not _plain(given[x])]
+        if strange:
+            raise ValueError(f"no tuned schedule: {', '.join(strange)} of {row}")
         return Tuned(**{**given, **numbers, "cold": bool(row.get("cold"))})
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"no tuned schedule: {error!r} in {row}") from error
+
+
+def _plain(x: Any) -> bool:
+    return isinstance(x, str | Problem | Schedule)
 
 
 @contextmanager
@@ -264,6 +273,8 @@ def from_toml(text: str) -> list[Tuned]:
 
     usual = {"date": "", "version": "", "title": "", "cold": False}
     table = tomllib.loads(text).get("tuned", [])
+    if not isinstance(table, list) or not all(isinstance(row, dict) for row in table):
+        raise ValueError("tuned is no list of tables")
     return [_tuned({**usual, **row, "problem": json.dumps(row.get("problem"))}) for row in table]
 
 

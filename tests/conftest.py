@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from functools import partial
+from pathlib import Path
 
 import cover
+import opencl_cpu
 import pytest
 from build_compilers import fake_compiler
 
-from portmm import api, cache, compiler, settings
+from portmm import api, cache, compiler, dispatch, settings
 from portmm.build import find_compiler
 
 
@@ -29,18 +32,30 @@ def pytest_configure(config: pytest.Config) -> None:
     kept = os.environ.get("PORTMM_TEST_CACHE", "")
     folder = kept or tempfile.mkdtemp(prefix="portmm-tests-")
     os.environ["PORTMM_CACHE"] = folder
-    if not kept:
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    icd = opencl_cpu.announce()
+    for made in filter(None, (icd, "" if kept else folder)):
+        config.add_cleanup(partial(shutil.rmtree, made, ignore_errors=True))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _quickly(request):
-    """What an optimiser makes of kernels is no matter of a module that says QUICKLY = True: it is about calls."""
-    words = compiler._BASE
-    if getattr(request.module, "QUICKLY", False) and not cover.ALL:
-        compiler._BASE = tuple("-O0" if x == "-O2" else x for x in words)
+    """What an optimiser makes of kernels is no matter of a module that says QUICKLY = True: it is about calls.
+
+    Kernels of both kinds round differently, so that none is remembered beside the others.
+    """
+    if not getattr(request.module, "QUICKLY", False) or cover.ALL:
+        yield
+        return
+    words, place = compiler._BASE, Path(os.environ["PORTMM_CACHE"])
+    quick = place / "quickly"
+    quick.mkdir(mode=0o700, exist_ok=True)
+    compiler._BASE = tuple("-O0" if x == "-O2" else x for x in words)
+    os.environ["PORTMM_CACHE"] = str(quick)
+    dispatch.forget()
     yield
     compiler._BASE = words
+    os.environ["PORTMM_CACHE"] = str(place)
+    dispatch.forget()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import shutil
 import tempfile
 from functools import cache
 from importlib.metadata import PackageNotFoundError, files
@@ -28,21 +26,24 @@ def driver():
     return next((p for p in paths if p.name == "libintelocl.so"), None)
 
 
+def announce():
+    """Have PyOpenCL find the driver: both variables are read when it is imported. The folder made, or nothing."""
+    found = driver()
+    if found is None:
+        return ""
+    folder = tempfile.mkdtemp(prefix="portmm-icd-")
+    Path(folder, "intel.icd").write_text(f"{found}\n")
+    os.environ["OCL_ICD_VENDORS"] = folder
+    os.environ["PYOPENCL_NO_CACHE"] = "1"
+    return folder
+
+
 @cache
 def opencl_device():
-    """A context of one device and a queue, `(context, queue)`.
-
-    OCL_ICD_VENDORS and PYOPENCL_NO_CACHE are read when PyOpenCL is imported, so
-    whoever needs it imports it after this.
-    """
+    """A context of one device and a queue, `(context, queue)`."""
     found = driver()
     if found is None:
         missing("intel-opencl-rt is not installed")
-    folder = Path(tempfile.mkdtemp(prefix="portmm-icd-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    (folder / "intel.icd").write_text(f"{found}\n")
-    os.environ["OCL_ICD_VENDORS"] = str(folder)
-    os.environ["PYOPENCL_NO_CACHE"] = "1"
     try:
         import pyopencl as cl
     except ImportError:

@@ -17,6 +17,7 @@ from support import HERE, interpret, panels_of, valid_of
 import portmm as pm
 from portmm import arrays, dispatch, folded
 from portmm.abi import HUGE_PAGE
+from portmm.comparison import tables
 from portmm.errors import NoCompilerError
 from portmm.packed import unpack
 from portmm.problem import family
@@ -153,7 +154,7 @@ def script(name, monkeypatch):
 
 
 def test_rates_are_measured(monkeypatch, tmp_path, capsys):
-    packing, tables = script("packing", monkeypatch), script("tables", monkeypatch)
+    packing = script("packing", monkeypatch)
     monkeypatch.setattr(packing, "RESULTS", tmp_path)
     monkeypatch.setattr(packing, "fresh_pages", lambda: None)
     words = "--quick --json --types f32 --types u4 --size 64x48 --threads 1 --threads 2"

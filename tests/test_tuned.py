@@ -102,7 +102,19 @@ def test_two_writers(base):
     assert len(tuned.rows(base)) == 50
 
 
-@pytest.mark.parametrize("damage", ["text", "cut", "version", "row", "schedule", "folder"])
+ROWS = {
+    "version": "PRAGMA user_version = 99",
+    "row": "UPDATE findings SET schedule = 'nonsense'",
+    "workers": "UPDATE findings SET workers = 'many'",
+    "endless": "UPDATE findings SET workers = 1e400",
+    "no rows": "UPDATE findings SET schedule = replace(schedule, ':f32:', ':f32:-')",
+    "heights": "UPDATE findings SET schedule = replace(schedule, ':a=', '9999999999:a=')",
+    "gain": "UPDATE findings SET seconds = 1e-320",
+}
+"""How a row may be damaged."""
+
+
+@pytest.mark.parametrize("damage", ["text", "cut", "folder", *ROWS])
 def test_damage_is_told_once_and_harms_nothing(base, damage):
     tuned.record(base, [finding()])
     if damage == "text":
@@ -114,11 +126,7 @@ def test_damage_is_told_once_and_harms_nothing(base, damage):
         base.mkdir()
     else:
         with sqlite3.connect(base) as raw:
-            raw.execute({
-                "version": "PRAGMA user_version = 99",
-                "row": "UPDATE findings SET schedule = 'nonsense'",
-                "schedule": "UPDATE findings SET workers = 'many'",
-            }[damage])  # fmt: skip
+            raw.execute(ROWS[damage])
         raw.close()
     with pytest.warns(RuntimeWarning):
         choice = dispatch.choose(LARGE, HERE, 1)
@@ -344,3 +352,16 @@ def test_processes_that_come_later_use_it(base, tmp_path):
     tuned.record(base, [Tuned(p, 1, other, 1, 1.0, 1.0, **facts)])
     assert symbol(base) == symbol(base) != before
     assert symbol("off") == before
+
+
+@pytest.mark.parametrize("text", ["tuned = 5", "[tuned]\nx = 1", "[[tuned]]\nx = 1", "tuned = [1]", "[["])
+def test_other_toml(tmp_path, text):
+    path = tmp_path / "other.toml"
+    path.write_text(text)
+    with pytest.raises(DatabaseError, match="has no tuned schedules"):
+        tuned.read_toml(path)
+
+
+def test_what_loses_is_not_used(base):
+    tuned.record(base, [finding(seconds=2.0)])
+    assert dispatch.choose(LARGE, HERE, 1).origin == "analytical"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -64,8 +64,8 @@ def copies(case: Case, flushed: int) -> int:
 
 def copied(data: Arrays) -> Arrays:
     """The same operands elsewhere, in the same layouts."""
-    a, b, c = (_copied(x) for x in (data.a, data.b, data.c))
-    return replace(data, a=a, b=b, c=c)
+    held = {x.name: getattr(data, x.name) for x in fields(data)}
+    return replace(data, **{name: _copied(x) for name, x in held.items() if isinstance(x, np.ndarray)})
 
 
 def _copied(array: Any) -> Any:

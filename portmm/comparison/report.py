@@ -375,7 +375,9 @@ def notes(report: Report) -> list[str]:
 
 def _markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> str:
     rule = ["---" if i < left else "--:" for i in range(len(head))]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
+    # Names come from users' files.
+    lines = ([" ".join(x.replace("|", "\\|").split()) for x in row] for row in (head, rule, *rows))
+    return "\n".join("| " + " | ".join(row) + " |" for row in lines)
 
 
 def markdown(report: Report, *, per_case: bool = True) -> str:

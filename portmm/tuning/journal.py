@@ -45,8 +45,9 @@ class Journal:
         path: the file; None to remember nothing.
         threads: the most threads of a call.
         cold: caches are emptied before each call.
-        machine: name of the target.
+        machine: the target, and what the processor calls itself.
         generator: which version of portmm's files generates kernels.
+        effort: what kind of search this is: a smaller one does not finish a case for a larger one.
     """
 
     path: Path | None
@@ -54,6 +55,7 @@ class Journal:
     cold: bool
     machine: str
     generator: str
+    effort: str = ""
 
     def trials(self, problem: str) -> list[Trial]:
         """What was tried for a problem, in that order."""
@@ -79,7 +81,7 @@ class Journal:
         if self.path is None:
             return None
         with self._open() as base:
-            row = base.execute(_FOUND, self._key(_told(case))).fetchone()
+            row = base.execute(_FOUND, self._key(self._told(case))).fetchone()
         found: dict[str, Any] | None = json.loads(row[1]) if row else None
         return found if found and (found["finished"] or row[0] >= share) else None
 
@@ -90,8 +92,11 @@ class Journal:
         with self._open() as base:
             base.execute(
                 "INSERT OR REPLACE INTO tuned_cases VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (*self._key(_told(case)), share, json.dumps(found)),
+                (*self._key(self._told(case)), share, json.dumps(found)),
             )
+
+    def _told(self, case: Case) -> str:
+        return json.dumps([asdict(case), self.effort], sort_keys=True)
 
     def _key(self, what: str) -> tuple[str, int, int, str, str]:
         return what, self.threads, int(self.cold), self.machine, self.generator
@@ -108,7 +113,3 @@ class Journal:
             for table in _TABLES:
                 base.execute(table)
             yield base
-
-
-def _told(case: Case) -> str:
-    return json.dumps(asdict(case), sort_keys=True)

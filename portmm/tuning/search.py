@@ -108,8 +108,9 @@ class Race:
         self.trials = {(x.schedule, x.workers): x for x in self.journal.trials(told(self.problem))}
         for one in order:
             before = self.trials.get(one.key)
-            if before and before.state != OK:
+            if before and before.state == WRONG:
                 continue
+            before = before if before and before.state == OK else None  # what else failed may have been bad luck
             state, reason = self._tried(one, *self.lane.build([one.text]))
             seconds = before.seconds if before else 0.0
             if state == OK and not before:
@@ -263,7 +264,7 @@ def search(
     """
     race.begin(order)
     if not race.base:
-        return True
+        return False
     whole = race.rules
     left = whole.deadline - time.monotonic()
     race.rules = replace(whole, deadline=whole.deadline - RESERVE * max(left, 0.0))

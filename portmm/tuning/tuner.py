@@ -21,6 +21,7 @@ from portmm.comparison.case import Case
 from portmm.comparison.cold import enough
 from portmm.comparison.environment import Setup
 from portmm.comparison.limit import chip
+from portmm.comparison.seen import merged
 from portmm.comparison.suite import cases
 from portmm.errors import ScheduleError
 from portmm.orders import renew
@@ -122,7 +123,7 @@ def tune(
         raise ValueError(f"most is {most}; give at least 1")
     if not budget_s > 0:
         raise ValueError(f"budget_s is {budget_s}; give seconds above 0")
-    chosen = cases(suite) if isinstance(suite, str) else tuple(map(_case, suite))
+    chosen = merged(cases(suite) if isinstance(suite, str) else map(_case, suite))
     start = time.monotonic()
     target = settings.target()
     threads = settings.get_num_threads() if threads is None else threads or max(1, target.cores)
@@ -131,9 +132,10 @@ def tune(
     setup = Setup(threads, cold=flushed, target=settings.current().target or os.environ.get("PORTMM_TARGET", ""))
     rules = Rules(turn_s or (COLD_TURN if cold else TURN), max(1, host_cores()), start + budget_s)
     busy = _busy()
+    effort = f"{search if installed() else 'candidates'} {most or 'all'}"
     run = _Run(
         Lane(setup, seed, patience_s, opener),
-        Journal(path, threads, cold, target.name, generator()),
+        Journal(path, threads, cold, f"{target.name} {architecture(target)} {chip()}", generator(), effort),
         target,
         rules,
         search,
