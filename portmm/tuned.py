@@ -242,6 +242,23 @@ def merge(path: Path, others: Iterable[Path]) -> int:
     return record(path, taken.values())
 
 
+def clear(path: Path) -> int:
+    """Forget all findings, and all that tuning has tried, so that it begins anew.
+
+    Returns:
+        Findings that there were.
+
+    Raises:
+        DatabaseError: it is no such database.
+    """
+    with opened(path, write=True) as base:
+        count = base.execute("SELECT count(*) FROM findings").fetchone()[0]
+        tables = base.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+        for (name,) in tables:
+            base.execute(f'DELETE FROM "{name}"')  # noqa: S608 - names of its own tables
+    return int(count)
+
+
 def _key(x: Tuned) -> tuple[Any, ...]:
     row = x.row()
     return tuple(row[name] for name in _KEY)

@@ -27,10 +27,11 @@ def tuned(
     ] = None,
     merge: Paths = None,
     export: Annotated[Path | None, typer.Option(help="Write all findings to this TOML file.")] = None,
+    clear: Annotated[bool, typer.Option("--clear", help="Forget all findings and trials, to tune anew.")] = False,
     where: Annotated[bool, typer.Option("--where", help="Print only where it is.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the schedules that `portmm tune` found; merge and export them."""
+    """List the schedules that `portmm tune` found; merge, export or forget them."""
     from portmm import tuned as base
     from portmm.cache import tuned_database
 
@@ -39,6 +40,9 @@ def tuned(
         raise DatabaseError("PORTMM_TUNED is off, so there is no database; unset it, or give --database")
     if where:
         typer.echo(str(path))
+        return
+    if clear:
+        typer.echo(f"{base.clear(path) if path.exists() else 0} findings forgotten in {path}")
         return
     if merge:
         typer.echo(f"{base.merge(path, merge)} findings taken over into {path}")

@@ -438,3 +438,16 @@ def test_importing_compare_loads_no_library():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
     assert ctypes.sizeof(ctypes.c_long) == 8  # the driver's strides are long
+
+
+@pytest.mark.parametrize("bad", [{"threads": -1}, {"rounds": 0}, {"suite": []}, {"suite": [(4, 4)]}, {"suite": ["x"]}])
+def test_arguments_that_make_no_sense(bad):
+    with pytest.raises(ValueError, match=r"there must be|is no shape"):
+        compare(**{"suite": [(4, 4, 4)], **bad})
+
+
+def test_shapes_are_cases_and_no_shape_is_too_large_to_be_judged_so():
+    report = compare([(4, 4, 4), (1 << 24, 1 << 24, 1 << 24)], contenders=[fake("right")], rounds=1, limits=False)
+    small, large = report.results
+    assert small.entries["right"].state == "ok"
+    assert large.entries["right"].state == "crashed"

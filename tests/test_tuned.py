@@ -294,6 +294,8 @@ def test_command(base, tmp_path):
     assert "1.50" in run().output
     assert run("--export", text).exit_code == 0
     assert tuned.from_toml(text.read_text()) == [finding()]
+    assert "1 findings forgotten" in run("--clear").output
+    assert tuned.rows(base) == []
 
 
 def test_explain_says_tuned(base):

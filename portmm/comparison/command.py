@@ -97,6 +97,8 @@ def _own(shapes: Path | None, model: Path | None, program: str, dims: Iterable[s
     Raises:
         ValueError: something about them is wrong.
     """
+    if dims and not model:
+        raise ValueError("--dim gives sizes of dimensions that an ONNX model leaves open: give --from-onnx too")
     if not (shapes or model or program):
         return ()
     from portmm.comparison.shapes import from_csv, from_onnx, from_torch, merged

@@ -25,6 +25,7 @@ from portmm.comparison.limit import Limits, chip, forced_isa, measured
 from portmm.comparison.peers import Contender, find
 from portmm.comparison.process import Worker, WorkerError
 from portmm.comparison.report import Entrant, Entry, Report, Result
+from portmm.comparison.seen import shaped
 from portmm.comparison.suite import cases
 from portmm.detect import host
 
@@ -42,6 +43,7 @@ OPENING = 120.0
 PATIENCE = 60.0
 # The slowest contender that is still waited for, in flop/s, with some calls to make.
 SLOWEST = 1e8
+LONGEST = 3600.0
 LIVES = 3
 
 
@@ -70,7 +72,7 @@ class _Rules:
 
 
 def compare(
-    suite: str | Sequence[Case] = "quick",
+    suite: str | Sequence[Case | Sequence[int]] = "quick",
     *,
     threads: int = 1,
     contenders: Iterable[str | Contender] | None = None,
@@ -88,7 +90,8 @@ def compare(
     """Time portmm beside every library that is found, each in its own process.
 
     Args:
-        suite: name of a suite, group or case, several joined with commas, or the cases.
+        suite: name of a suite, group or case, several joined with commas; or cases; or shapes: (m, n, k) or
+            (batch, m, n, k) of float32.
         threads: threads of each contender.
         contenders: names or records; None for all that are known, but those that add
             something to some cases only, for these: see `Contender.only`.
@@ -117,7 +120,9 @@ def compare(
     there = facts(device) if device else None
     if there and isinstance(suite, str):
         suite = meant(suite, there.kind)
-    chosen = cases(suite) if isinstance(suite, str) else tuple(suite)
+    chosen = cases(suite) if isinstance(suite, str) else tuple(map(shaped, suite))
+    if threads < 1 or rounds < 1 or not chosen:
+        raise ValueError(f"{threads} threads, {rounds} rounds, {len(chosen)} cases: there must be one of each")
     field_ = find(contenders, parsed(device)[0] if device else "")
     asked = contenders is not None
     field_ = tuple(contender for contender in field_ if asked or any(map(contender.adds_to, chosen)))
@@ -199,7 +204,7 @@ def _ask(lane: _Lane, request: dict[str, Any], case: Case, rules: _Rules) -> dic
     if lane.worker is None:
         return {"state": "crashed", "reason": "crashed before, given up"}
     try:
-        return lane.worker.ask(request, rules.patience + case.flops / SLOWEST)
+        return lane.worker.ask(request, min(rules.patience + case.flops / SLOWEST, LONGEST))
     except WorkerError as error:
         _close(lane)
         lane.lives -= 1

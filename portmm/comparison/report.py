@@ -263,6 +263,8 @@ def failures(report: Report) -> list[str]:
         for name, entry in result.entries.items():
             if entry.state in ("wrong", "crashed", "timeout"):
                 said.append(f"{name} on {result.case.name}: {entry.state}: {entry.reason}")
+            elif entry.state == "unsupported" and name == report.ours:
+                said.append(f"{name} on {result.case.name}: not done: {entry.reason}")
             elif entry.reason and entry.state == "ok":
                 said.append(f"{name} on {result.case.name}: a method was wrong: {entry.reason}")
     return said

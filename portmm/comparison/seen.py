@@ -13,7 +13,7 @@ from portmm.comparison.case import LAYOUTS, Case
 from portmm.dtype import spell, types
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 FIELDS = {field.name: field for field in fields(Case)}
 """What may be said of a case, by name."""
@@ -83,3 +83,18 @@ def merged(cases: Iterable[Case]) -> tuple[Case, ...]:
             name = f"{found.name}-{number}"
         named[name] = replace(found, name=name)
     return tuple(named.values())
+
+
+def shaped(x: Case | Sequence[int]) -> Case:
+    """A case, or one for a shape: (m, n, k) or (batch, m, n, k).
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(x, Case):
+        return x
+    sizes = tuple(x)
+    if len(sizes) not in (3, 4) or not all(isinstance(n, int) and n > 0 for n in sizes):
+        raise ValueError(f"{x!r} is no shape; give (m, n, k) or (batch, m, n, k), or a Case")
+    *batch, m, n, k = sizes
+    return Case("x".join(map(str, sizes)), "shapes", m, n, k, batch=batch[0] if batch else 1)

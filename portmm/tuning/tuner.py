@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from portmm import settings
 from portmm.cache import tuned_database
-from portmm.comparison.case import Case
 from portmm.comparison.cold import enough
 from portmm.comparison.environment import Setup
 from portmm.comparison.limit import chip
-from portmm.comparison.seen import merged
+from portmm.comparison.seen import merged, shaped
 from portmm.comparison.suite import cases
 from portmm.errors import ScheduleError
 from portmm.orders import renew
@@ -38,6 +37,7 @@ from portmm.tuning.search import Race, Rules, search, short_list
 from portmm.version import VERSION
 
 if TYPE_CHECKING:
+    from portmm.comparison.case import Case
     from portmm.target import Target
     from portmm.tuning.records import Trial
 
@@ -123,7 +123,7 @@ def tune(
         raise ValueError(f"most is {most}; give at least 1")
     if not budget_s > 0:
         raise ValueError(f"budget_s is {budget_s}; give seconds above 0")
-    chosen = merged(cases(suite) if isinstance(suite, str) else map(_case, suite))
+    chosen = merged(cases(suite) if isinstance(suite, str) else map(shaped, suite))
     start = time.monotonic()
     target = settings.target()
     threads = settings.get_num_threads() if threads is None else threads or max(1, target.cores)
@@ -187,17 +187,6 @@ def host_cores() -> int:
 def generator() -> str:
     """A word that changes with whatever decides which code a schedule becomes."""
     return hashlib.sha256("\n".join((VERSION, *recall.generator())).encode()).hexdigest()[:16]
-
-
-def _case(x: Case | Sequence[int]) -> Case:
-    """A case, or one for a shape."""
-    if isinstance(x, Case):
-        return x
-    sizes = tuple(x)
-    if len(sizes) not in (3, 4) or not all(isinstance(n, int) and n > 0 for n in sizes):
-        raise ValueError(f"{x!r} is no shape; give (m, n, k) or (batch, m, n, k), or a Case")
-    *batch, m, n, k = sizes
-    return Case("x".join(map(str, sizes)), "shapes", m, n, k, batch=batch[0] if batch else 1)
 
 
 def _passes(run: _Run, chosen: Sequence[Case], budget: float) -> None:
