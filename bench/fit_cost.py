@@ -58,7 +58,13 @@ class Search:
 
     def predicted(self):
         """Predicted seconds of every candidate."""
-        return [model.cost(self.problem, s, atom, self.target, row["workers"]).seconds for row, s, atom in self.tried]
+        p = self.problem
+        q = p.transposed() if p.c == "col" else p
+        rows, schedules, atoms = zip(*self.tried, strict=True)
+        counts = sorted({row["workers"] for row in rows})
+        every = model.costs(model.table(q, schedules, atoms, self.target), q, (q.m,), counts)
+        seconds = {count: x.seconds[0].tolist() for count, x in zip(counts, every, strict=True)}
+        return [seconds[row["workers"]][i] for i, row in enumerate(rows)]
 
 
 def searches(rows, target):

@@ -34,8 +34,9 @@ from statistics import median
 import numpy as np
 from fusion_cases import GROUPS, VARIANTS, Case, case_of, cases, operands, right, smoke_cases
 
-from portmm.comparison.contest import FEWEST_ROUNDS, OPENING, ROUNDS, TURN
+from portmm.comparison.contest import FEWEST_ROUNDS, ROUNDS, TURN
 from portmm.comparison.environment import Setup, removed
+from portmm.comparison.lane import OPENING
 from portmm.comparison.limit import chip
 from portmm.comparison.peers import Contender
 from portmm.comparison.process import Worker, WorkerError

@@ -24,13 +24,16 @@ from pathlib import Path
 
 import gpu_arrays
 import gpu_cases
+import gpu_compile
 import gpu_measure
 import gpu_peers
 import gpu_run
 import gpu_schedules
+import gpu_tools
 import numpy as np
 
 from portmm import cache, device_arrays, on_device
+from portmm.comparison.cublaslt import LIMIT
 from portmm.comparison.device_facts import told
 from portmm.dtype import BY_NAME
 from portmm.errors import NoCompilerError
@@ -43,26 +46,15 @@ KINDS = [f"200x264x328:{dtype}:{b}" for dtype in ("f32", "bf16", "f16", "s8", "e
 QUERY = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,temperature.gpu,power.draw"
 
 
-class NoPeers:
-    """For checks."""
-
-    def __init__(self):
-        self.missing, self.notes = {}, {}
-
-    def versions(self):
-        return {}
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda _case, _sets: {}
-
-
-def opened(device, *, peers=True):
-    """Arrays of a device, and its peers."""
-    on = gpu_arrays.Torch() if device == "cuda" else gpu_arrays.OpenCl()
-    kind = gpu_peers.TorchPeers if device == "cuda" else gpu_peers.ClPeers
-    return on, kind(on) if peers else NoPeers()
+def opened(device, *, peers=True, search=LIMIT):
+    """Arrays of a device, and its peers; cublasLt's search takes so many seconds of a case."""
+    if device == "described":
+        return gpu_compile.rehearsing(), gpu_peers.NoPeers()
+    if device == "cuda":
+        on = gpu_arrays.Torch()
+        return on, gpu_peers.TorchPeers(on, limit=search) if peers else gpu_peers.NoPeers()
+    on = gpu_arrays.OpenCl()
+    return on, gpu_peers.ClPeers(on) if peers else gpu_peers.NoPeers()
 
 
 def clocks():
@@ -90,6 +82,7 @@ def facts(on, peers, machine):
     return {
         "target": machine.target.name, "title": machine.target.title, "host": platform.platform(),
         "versions": versions, "clocks": clocks() if on.name == "cuda" else {}, **asdict(machine.target.device),
+        **({"facts": gpu_compile.device_facts()} if on.name == "cuda" else {}),
     }  # fmt: skip
 
 
@@ -99,8 +92,13 @@ def product(text):
     return gpu_cases.Case("schedules", "dense", *map(int, size.split("x")), dtype, b)
 
 
+def peers_of(given):
+    """Whether a worker needs others to compare with."""
+    return not (given.checks or given.no_peers)
+
+
 def work(on, peers, jobs, given):
-    """Run jobs, and say what is found."""
+    """Run jobs as they come, and say what is found."""
     machine = machine_of(on)
     level = machine.target.level("L2")
     l2 = level.bytes if level else 1 << 22
@@ -112,23 +110,42 @@ def work(on, peers, jobs, given):
         if kind == "note":
             gpu_run.say("note", _notes(on, given))
         elif kind == "measure":
-            found = gpu_measure.measure(on, peers, case, l2=l2, turns=given.turns, check_only=given.checks)
-            # What the device's clocks are under its heaviest load.
-            found |= {"clocks": clocks()} if case.section in ("squares", "prefill") and on.name == "cuda" else {}
+            checks, load = given.checks or job.get("check", False), job.get("load", False)
+            found = gpu_measure.measure(on, peers, case, l2=l2, turns=given.turns, check_only=checks, load=load)
             gpu_run.say("rows", found | {"name": job["name"]})
+            if found["state"] == "failed" and not well(on):
+                # The context that a device's fault leaves behind fails every further case: another process goes on.
+                raise SystemExit(gpu_run.UNWELL)
         else:
             turns, l2_used = (0, 1) if kind == "check" else (5, l2)
-            gpu_run.say("surveys", _survey(on, case, l2_used, turns, given))
+            found = _survey(on, case, l2_used, turns, given, job.get("skip", ()))
+            if found["state"] == "failed" and not well(on):
+                raise SystemExit(gpu_run.UNWELL)  # the survey is begun again without what was tried last
+            gpu_run.say("surveys", found | {"name": job["name"]})
         on.free()
 
 
-def _survey(on, case, l2, turns, given):
-    """All candidates of a product, or why there are none."""
+def well(on):
+    """Whether the device still computes."""
+    try:
+        on.wait()
+        x = on.random((8, 8), "f32", 0)
+        on.wide(x)
+        on.wait()
+    except Exception:  # noqa: BLE001 - whatever a broken context raises
+        return False
+    return True
+
+
+def _survey(on, case, l2, turns, given, skip):  # noqa: PLR0917 - all that a survey has
+    """All candidates of a case, or why there are none."""
     found = {"name": case.name, "state": "ok"}
     if case.dtype not in BY_NAME:
         return found | {"state": "refused", "why": f"portmm has no elements of {case.dtype}"}
     try:
-        more = gpu_schedules.survey(on, case, l2=l2, turns=turns, most=given.most, threads=given.threads)
+        more = gpu_schedules.survey(
+            on, case, l2=l2, turns=turns, most=given.most, threads=given.threads, skip=skip, said=True
+        )
     except Exception as error:  # noqa: BLE001 - one product must not end the others
         return found | {"state": "failed", "why": f"{type(error).__name__}: {error}"}
     return found | more
@@ -136,9 +153,19 @@ def _survey(on, case, l2, turns, given):
 
 def _notes(on, given):
     """What is measured once."""
-    found = {"cache": cache.cache_size(), "call_seconds": gpu_measure.overhead(on, 5 if given.smoke else 50)}
+    asked = {
+        "cache": lambda: {"cache": cache.cache_size()},
+        "call_seconds": lambda: {"call_seconds": gpu_measure.overhead(on, 5 if given.smoke else 50)},
+    }
     if on.name == "cuda":
-        found |= {"copy_gbs": gpu_measure.bandwidth(on, 1 << 20 if given.smoke else 1 << 30) / 1e9}
+        size = 1 << 20 if given.smoke else 1 << 30
+        asked["copy_gbs"] = lambda: {"copy_gbs": gpu_measure.bandwidth(on, size) / 1e9}
+    found = {}
+    for name, ask in asked.items():
+        try:
+            found |= ask()
+        except Exception as error:  # noqa: BLE001 - one note must not end the others
+            found |= {name: f"{type(error).__name__}: {error}"[:300]}
     return found
 
 
@@ -162,7 +189,7 @@ def _job(kind, case):
 
 def arguments(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cuda", "opencl"), default="cuda")
+    parser.add_argument("--device", choices=("cuda", "opencl", "described"), default="cuda")
     parser.add_argument("--section", action="append", default=[], choices=tuple(gpu_cases.SECTIONS))
     parser.add_argument("--smoke", action="store_true", help="every kind of case at small sizes")
     parser.add_argument("--checks", action="store_true", help="small cases, checked and not timed")
@@ -174,15 +201,18 @@ def arguments(argv=None):
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--save", type=Path)
     parser.add_argument("--jobs", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--search", type=float, default=LIMIT, help="seconds of cublasLt's search for each case")
+    parser.add_argument("--no-peers", action="store_true", help="nothing to compare with")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--compiler", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
 def command(given, *more):
-    """What begins a worker."""
+    """The command that starts a worker."""
     words = [sys.executable, str(Path(__file__)), "--device", given.device, "--worker", "--turns", str(given.turns)]
-    words += ["--most", str(given.most), "--threads", str(given.threads)]
-    return [*words, *(f"--{x}" for x in ("smoke", "checks") if getattr(given, x)), *more]
+    words += ["--most", str(given.most), "--threads", str(given.threads), "--search", str(given.search)]
+    return [*words, *(f"--{x}" for x in ("smoke", "checks", "no-peers") if getattr(given, x.replace("-", "_"))), *more]
 
 
 def sanitize(given, report):
@@ -191,10 +221,10 @@ def sanitize(given, report):
     jobs = Path(f"{given.save or 'gpu'}.jobs")
     jobs.write_text(json.dumps(jobs_of(given)))
     try:
-        for i, tool in enumerate(gpu_run.TOOLS):
-            left = max(30.0, (ends - time.monotonic()) / (len(gpu_run.TOOLS) - i))
+        for i, tool in enumerate(gpu_tools.TOOLS):
+            left = max(30.0, (ends - time.monotonic()) / (len(gpu_tools.TOOLS) - i))
             words = command(given, "--jobs", str(jobs))
-            found = gpu_run.sanitized(tool, words, seconds=left)
+            found = gpu_tools.sanitized(tool, words, seconds=left)
             report.sanitizer.append(found)
             print(f"{tool}: {found['state']} {found.get('summary', '')}{found.get('why', '')}")
             report.save(given.save)
@@ -202,8 +232,8 @@ def sanitize(given, report):
         jobs.unlink()
 
 
-def ended(report):
-    """Say which bars are met; whether all that ran is right."""
+def ended(report, *, tools=True):
+    """Say which bars are met; whether all that ran is right, and each tool is there unless none is needed."""
     report.bars = gpu_cases.judged(report.rows)
     for bar in report.bars:
         reached = "" if bar["reached"] is None else f" {bar['reached']:.3f}"
@@ -211,7 +241,7 @@ def ended(report):
     wrong = [x["name"] for x in report.rows if x.get("right") is False or x["state"] in ("failed", "crashed")]
     wrong += [x["name"] for x in report.surveys if x["state"] in ("failed", "crashed")]
     wrong += [x["name"] for x in report.surveys if any(y["right"] is False for y in x.get("rows", ()))]
-    wrong += [x["tool"] for x in report.sanitizer if x["state"] != "clean"]
+    wrong += [x["tool"] for x in report.sanitizer if x["state"] != "clean" and (tools or x["state"] != "missing")]
     if wrong:
         print(f"WRONG: {', '.join(wrong)}")
     return not wrong
@@ -219,9 +249,12 @@ def ended(report):
 
 def main(argv=None):
     given = arguments(argv)
+    if given.compiler:
+        gpu_compile.work(json.loads(sys.stdin.readline()), gpu_run.given_jobs(), given)
+        return 0
     if given.worker:
-        on, peers = opened(given.device, peers=not given.checks)
-        work(on, peers, json.loads(given.jobs.read_text() if given.jobs else sys.stdin.read()), given)
+        on, peers = opened(given.device, peers=peers_of(given), search=given.search)
+        work(on, peers, json.loads(given.jobs.read_text()) if given.jobs else gpu_run.given_jobs(), given)
         return 0
     began, report = time.monotonic(), gpu_run.Report()
     if given.sanitize:

@@ -64,6 +64,17 @@ class Torch:
     def empty(self, shape, dtype):
         return self.torch.empty(shape, dtype=self.type(dtype), device=self.where)
 
+    def copy(self, x):
+        return x.clone()
+
+    def move(self, x, to):
+        """Copy one array into another."""
+        to.copy_(x)
+
+    def host(self, x):
+        """The values in the host's memory, in float32."""
+        return x.to(self.torch.float32).cpu().numpy()
+
     def wide(self, x):
         """The values in float64, for checks on the device."""
         return x.to(self.torch.float64)
@@ -129,6 +140,12 @@ class OpenCl:
 
     def empty(self, shape, dtype):
         return self.module.empty(self.queue, shape, numpy_of(dtype))
+
+    def copy(self, x):
+        return x.copy()
+
+    def host(self, x):
+        return x.get().astype(np.float32)
 
     def wide(self, x):
         return x.get().astype(np.float64)

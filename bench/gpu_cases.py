@@ -76,6 +76,23 @@ def _attention():
     return [Case("attention", "attention", *size, "bf16", "row", more) for size in sizes for more in ("causal", "")]
 
 
+def _bias():
+    sizes = ((4096, 4096, 4096), (8192, 8192, 2048), (4096, 3072, 768), (512, 4096, 1024))
+    return [Case("bias", "bias", *size, "bf16", "col", more) for size in sizes for more in ("gelu", "relu", "")]
+
+
+def _few_queries():
+    sizes = ((1, 32), (1, 512), (8, 64))
+    return [Case("few", "attention", m, n, 128, "bf16", "row", "keys=8192 group=4") for m, n in sizes]
+
+
+def _rows():
+    sizes = ((8192, 4096, "bf16"), (4096, 16384, "f32"), (64, 4096, "bf16"))
+    return [
+        Case("rows", "rows", m, n, 1, dtype, "row", more) for m, n, dtype in sizes for more in ("softmax", "layer_norm")
+    ]
+
+
 def _four_bits():
     rows = (1, 16, 64, 512, 4, 128, 8, 32, 256, 2)
     return [Case("w4a16", "codes", m, *LLAMA[name], "bf16", "row", name) for name in ("8B O", "8B down") for m in rows]
@@ -112,12 +129,15 @@ SECTIONS = {
     "tf32": _tf32,
     "grouped": _grouped,
     "f32": _f32,
+    "bias": _bias,
+    "few": _few_queries,
+    "rows": _rows,
 }
 """In the order in which they are measured."""
 MOST_THERE = 1 << 33
 """Multiply-adds of a product that OpenCL on a processor is timed with."""
 GRAPHED = 256
-"""Rows up to which products are also timed as graphs, without what the host does for each."""
+"""Rows up to which products are also timed as graphs, whatever they take, without what the host does for each."""
 
 
 def cases(names=()):
@@ -134,12 +154,17 @@ def tiny(names=()):
     """Every section's kinds and types at sizes that a check takes no time for, ragged ones too."""
     found = {}
     for case in cases(names):
-        kind = (case.section, case.kind, case.dtype, case.b, "causal" in case.more, case.m > GRAPHED)
+        ends = case.more if case.kind in ("bias", "rows") else "causal" in case.more
+        kind = (case.section, case.kind, case.dtype, case.b, ends, case.m > GRAPHED)
         if kind in found:
             continue
         small = {"m": 33 if case.m > GRAPHED else min(case.m, 4), "n": 48, "k": 96, "more": case.more}
         if case.kind == "attention":
             small = {"m": 40, "n": 2, "k": case.k, "more": case.more}
+        if case.section == "few":
+            small = {"m": 1, "n": 8, "k": case.k, "more": "keys=520 group=4"}
+        if case.kind == "rows":
+            small = {"m": 5, "n": 200, "k": 1, "more": case.more}
         if case.kind == "codes":
             small |= {"k": 128}
         if case.kind == "grouped":

@@ -7,7 +7,7 @@ the device itself; a bound holds for normal random data, and is some six standar
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -67,7 +67,26 @@ def made(on, peers, case, l2):
     """
     if case.dtype not in BY_NAME:
         raise RefusedError(f"portmm has no elements of {case.dtype}")
-    return FAMILIES[case.kind](on, peers, case, l2)
+    return FAMILIES[case.kind](on, _Careful(peers), case, l2)
+
+
+class _Careful:
+    """Peers of which one that fails is missing, and ends nothing else."""
+
+    def __init__(self, peers):
+        self.peers = peers
+
+    def __getattr__(self, name):
+        asked = getattr(self.peers, name)
+
+        def given(case, sets):
+            try:
+                return asked(case, sets)
+            except Exception as error:  # noqa: BLE001 - whatever another library raises
+                self.peers.missing[name] = f"{type(error).__name__}: {str(error)[:300]}"
+                return {}
+
+        return given
 
 
 def turns_of(bytes_, l2):
@@ -215,13 +234,24 @@ def _quantized(n, k):
     return weight, pm.dequantize(weight)
 
 
+_PARTS = ("words", "scales", "offsets")
+
+
+def _packed(on, weight, like, count):
+    """A weight on the device, so many times: packed once, as that takes the host seconds, and copied there."""
+    first = pm.pack(weight, like=like)
+    copies = [{name: foreign.adopt(on.copy(getattr(first, name).source)) for name in _PARTS} for _ in range(count - 1)]
+    return [first, *(replace(first, **x) for x in copies)]
+
+
 def codes(on, peers, case, l2):
     """A weight of four bits, beside the same one in bf16."""
     weight, values = _quantized(case.n, case.k)
     held = case.k * case.n / 2 + 8 * case.n * math.ceil(case.k / GROUP)
     rows = [on.random((case.m, case.k), case.dtype, i) for i in range(turns_of(held, l2))]
     plain = [on.array(values, case.dtype) for _ in range(turns_of(2 * case.k * case.n, l2))]
-    sets = [(a, plain[i % len(plain)], pm.pack(weight, like=a)) for i, a in enumerate(rows)]
+    there = _packed(on, weight, rows[0], len(rows))
+    sets = [(a, plain[i % len(plain)], w) for i, (a, w) in enumerate(zip(rows, there, strict=True))]
 
     def share(found, x):
         return share_of(on, found, x[0], on.array(values, "f32"), eps=INPUT_EPS["codes"])
@@ -230,18 +260,27 @@ def codes(on, peers, case, l2):
     return Work(sets, lambda x: pm.matmul(x[0], x[2]), peers.codes(case, sets), share, bytes_, flops(case))
 
 
+def words_of(case):
+    """Keys, and heads that share them, of a case: "keys=4096 group=4"."""
+    return {name: int(x) for name, _, x in (word.partition("=") for word in case.more.split()) if x}
+
+
 def attention(on, peers, case, l2):
-    """Heads of attention: m queries and keys, n heads of all items, k wide."""
-    heads = math.gcd(case.n, 32)
-    shape = (case.n // heads, heads, case.m, case.k)
-    size = 3 * BY_NAME[case.dtype].bytes * math.prod(shape)
-    sets = [tuple(on.random(shape, case.dtype, 3 * i + j) for j in range(3)) for i in range(turns_of(size, l2))]
+    """Heads of attention: m queries and as many keys unless `more` says otherwise, n heads of all items, k wide."""
+    heads, said = math.gcd(case.n, 32), words_of(case)
+    keys, group = said.get("keys", case.m), said.get("group", 1)
+    shapes = [(case.n // heads, heads, case.m, case.k), *[(case.n // heads, heads // group, keys, case.k)] * 2]
+    size = BY_NAME[case.dtype].bytes * sum(map(math.prod, shapes))
+    sets = [
+        tuple(on.random(shape, case.dtype, 3 * i + j) for j, shape in enumerate(shapes))
+        for i in range(turns_of(size, l2))
+    ]
     causal = "causal" in case.more
 
     def share(found, x):
         worst = 0.0
         for item, head, first in ((0, 0, 0), (-1, -1, max(0, case.m - 256)), (0, -1, case.m // 2)):
-            q, k, v = (on.wide(y[item, head]) for y in x)
+            q, k, v = (on.wide(x[i][item, head if i == 0 else head // group]) for i in range(3))
             rows = slice(first, first + 256)
             weights = on.xp.exp(q[rows] @ k.T / math.sqrt(case.k))
             if causal:
@@ -254,9 +293,10 @@ def attention(on, peers, case, l2):
             worst = math.inf if math.isnan(part) else max(worst, part)
         return worst
 
-    work = 4.0 * case.n * case.m * case.m * case.k * (0.5 if causal else 1)
+    work = 4.0 * case.n * case.m * keys * case.k * (0.5 if causal else 1)
     ours = lambda x: pm.attention(*x, causal=causal)  # noqa: E731
-    return Work(sets, ours, peers.attention(case, sets), share, size * 4 / 3, work)
+    bytes_ = size + BY_NAME[case.dtype].bytes * math.prod(shapes[0])
+    return Work(sets, ours, peers.attention(case, sets), share, bytes_, work)
 
 
 def grouped(on, peers, case, l2):
@@ -285,7 +325,69 @@ def grouped(on, peers, case, l2):
     return Work(sets, ours, peers.grouped(case, sets), share, bytes_ + 2 * case.m * case.n, flops(case))
 
 
+ENDS = {"": lambda x: x, "relu": pm.relu, "gelu": pm.fast_gelu}
+"""Activations after a bias; GELU by tanh, as in cublasLt."""
+
+
+def bias(on, peers, case, l2):
+    """A product, a bias of its columns, and maybe an activation: what cublasLt has epilogues for."""
+    sets, bytes_ = _pairs(on, case, l2, lambda seed: [on.random((case.n,), case.dtype, 100 + seed)])
+    last = ENDS[case.more]
+
+    def ours(x):
+        a, b, added = x
+        return pm.matmul(a, b, epilogue=lambda acc, i: last(acc + added[i.n]))
+
+    def share(found, x):
+        added = on.wide(x[2])
+
+        def end(want, _rows):
+            total = want + added
+            if case.more == "gelu":
+                inner = math.sqrt(2 / math.pi) * (total + 0.044715 * total**3)
+                total = 0.5 * total * (1 + on.xp.tanh(inner))
+            return (total + abs(total)) / 2 if case.more == "relu" else total, 1.2
+
+        return share_of(on, found, x[0], x[1], eps=2.0**-14, end=end)
+
+    size = BY_NAME[case.dtype].bytes
+    bytes_ += size * (case.m * case.n + case.n)
+    return Work(sets, ours, peers.bias(case, sets), share, bytes_, flops(case))
+
+
+def _softmax(xp, x):
+    e = xp.exp(x - xp.max(x, -1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def _layer_norm(xp, x):
+    centred = x - xp.mean(x, -1, keepdims=True)
+    return centred / xp.sqrt(xp.mean(centred * centred, -1, keepdims=True) + 1e-5)
+
+
+ROWS = {"softmax": _softmax, "layer_norm": _layer_norm}
+
+
+def rows(on, peers, case, l2):
+    """A function over rows of an array, fused: m rows of n elements."""
+    size = BY_NAME[case.dtype].bytes * case.m * case.n
+    sets = [(on.random((case.m, case.n), case.dtype, i),) for i in range(turns_of(size, l2))]
+    function = ROWS[case.more]
+    fused = pm.fuse(lambda x: function(np, x))
+
+    def share(found, x):
+        # On the host: PyTorch spells the functions' arguments in another way.
+        some = slice(0, min(case.m, ROWS_CHECKED))
+        given, got = (np.asarray(on.host(y[some]), np.float64) for y in (x[0], found))
+        want = function(np, given)
+        error = abs(got - want) / ((2.0 * BY_NAME[case.dtype].eps + 2.0**-18) * (abs(want) + abs(want).mean()))
+        worst = float(error.max())
+        return math.inf if math.isnan(worst) else worst
+
+    return Work(sets, lambda x: fused(x[0]), peers.rows(case, sets), share, 2 * size, 5.0 * case.m * case.n)
+
+
 FAMILIES = {
     "dense": dense, "tf32": tf32, "int8": int8, "epilogue": epilogue, "codes": codes, "attention": attention,
-    "grouped": grouped,
+    "grouped": grouped, "bias": bias, "rows": rows,
 }  # fmt: skip

@@ -14,11 +14,26 @@ from portmm.comparison.case import Case
 from portmm.comparison.clblast import Blast, BlastError
 
 
+class NoPeers:
+    """Nothing to compare with: for checks and surveys."""
+
+    def __init__(self):
+        self.missing, self.notes = {}, {}
+
+    def versions(self):
+        return {}
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda _case, _sets: {}
+
+
 class TorchPeers:
     """PyTorch's own calls, and cublasLt's search."""
 
-    def __init__(self, on, library=None):
-        self.on, self.torch = on, on.torch
+    def __init__(self, on, library=None, limit=cublaslt.LIMIT):
+        self.on, self.torch, self.limit = on, on.torch, limit
         self.missing, self.notes = {}, {}
         self.lt, self.memory, self.compiles = None, None, True
         try:
@@ -46,8 +61,8 @@ class TorchPeers:
             self.missing["torch"] = "torch._int_mm takes more than 16 rows"
         return found | self.searched(case, sets)
 
-    def searched(self, case, sets, *, tf32=False):
-        """The fastest algorithm that cublasLt's search finds."""
+    def searched(self, case, sets, *, tf32=False, epilogue=""):
+        """The fastest algorithm that cublasLt's search finds, maybe with an epilogue of its own: see `cublaslt`."""
         if self.lt is None:
             self.missing["cublaslt"] = self.unavailable
             return {}
@@ -57,8 +72,10 @@ class TorchPeers:
         try:
             types, size = (case.dtype, case.dtype, result), (case.m, case.n, case.k)
             product = self.lt.product(types, size, by_columns=case.b == "col", tf32=tf32)
+            if epilogue:
+                product.follow(epilogue, on.pointer(sets[0][2]))
             places = [(on.pointer(a), on.pointer(b), on.pointer(c)) for a, b, *_ in sets]
-            ranked = product.search(places, on.seconds, place, on.stream())
+            ranked = product.search(places, on.seconds, place, on.stream(), limit=self.limit)
         except cublaslt.LtError as error:
             self.missing["cublaslt"] = str(error)
             return {}
@@ -102,6 +119,34 @@ class TorchPeers:
         )
         return {name: lambda x, call=call: end(call(x), x[2], x[3]) for name, call in self.dense(case, sets).items()}
 
+    def bias(self, case, sets):
+        """cublasLt's own epilogues, by its search, and as PyTorch asks for them; and a kernel more."""
+        torch, functions = self.torch, self.torch.nn.functional
+        last = {
+            "gelu": lambda x: functions.gelu(x, approximate="tanh"), "relu": functions.relu, "": lambda x: x,
+        }[case.more]  # fmt: skip
+        if case.more:
+            asked = lambda x: torch._addmm_activation(x[2], x[0], x[1], use_gelu=case.more == "gelu")  # noqa: E731, SLF001
+        else:
+            asked = lambda x: torch.addmm(x[2], x[0], x[1])  # noqa: E731
+        found = {}
+        for name, call in (("torch", asked), ("torch, two kernels", lambda x: last(torch.addmm(x[2], x[0], x[1])))):
+            try:
+                call(sets[0])
+                found[name] = call
+            except (AttributeError, RuntimeError, TypeError) as error:
+                self.missing[name] = str(error)[:200]
+        return found | self.searched(case, sets, epilogue=f"{case.more} bias".strip())
+
+    def rows(self, case, _sets):
+        """PyTorch's kernel of the same function."""
+        functions = self.torch.nn.functional
+        ways = {
+            "softmax": lambda x: functions.softmax(x[0], -1),
+            "layer_norm": lambda x: functions.layer_norm(x[0], (case.n,)),
+        }
+        return {"torch": ways[case.more]}
+
     def compiled(self, function, operands):
         """A function as one kernel, or as PyTorch's own where its compiler does not work."""
         if self.compiles:
@@ -125,11 +170,11 @@ class TorchPeers:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         call = self.torch.nn.functional.scaled_dot_product_attention
-        found = {}
+        found, shared = {}, {"enable_gqa": True} if "group=" in case.more else {}
 
         def attend(backend, x):
             with sdpa_kernel(backend):
-                return call(*x, is_causal="causal" in case.more)
+                return call(*x, is_causal="causal" in case.more, **shared)
 
         for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
             try:

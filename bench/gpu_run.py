@@ -1,7 +1,8 @@
 """Runs cases of a device in a process of their own: what crashes or hangs there ends one case, not the others.
 
-The worker reads a list of cases, and prints a line of JSON before and after each. A worker that dies, or that says
-nothing for too long, is replaced by one for the cases that are left. Results are saved after each row.
+The worker is given one case at a time, a line of JSON, and answers with lines of JSON. A worker that dies, or that says
+nothing for too long, is replaced by one for the cases that are left. Cases may belong to phases, each with a limit on
+its time; what a phase had no time for is run when all others are done. Results are saved after each row.
 """
 
 from __future__ import annotations
@@ -9,17 +10,28 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 PATIENCE = 100.0
 """Seconds that a case may take."""
 START = 90.0
 """Seconds in which a worker must have begun."""
+END = 5.0
+"""Seconds for a worker to end by itself, and for one that was killed to be gone."""
+STARTS = 2
+"""Workers in a row that end before a case is done, after which there is no further one."""
+UNWELL = 5
+"""The status of a worker that ends because the device has failed it."""
+SKIPPED, RETRIED = 4, 12
+"""Schedules of a survey that may crash before it is given up, and surveys that are begun again, of a whole run."""
 
 
 @dataclass
@@ -33,6 +45,7 @@ class Report:
         sanitizer: of each of its tools.
         bars: what was reached of each.
         notes: what is measured once.
+        profiles: counters of single kernels.
     """
 
     device: dict = field(default_factory=dict)
@@ -41,6 +54,7 @@ class Report:
     sanitizer: list = field(default_factory=list)
     bars: list = field(default_factory=list)
     notes: dict = field(default_factory=dict)
+    profiles: list = field(default_factory=list)
 
     def save(self, path):
         """Write all of it, in one step."""
@@ -54,6 +68,37 @@ def say(kind, value):
     """One line of a worker."""
     sys.stdout.write(f"{json.dumps({'kind': kind, 'value': value})}\n")
     sys.stdout.flush()
+
+
+def given_jobs():
+    """Jobs that a worker is given, one line each, as they come."""
+    for line in iter(sys.stdin.readline, ""):
+        if line.strip():
+            yield json.loads(line)
+
+
+def started(command, **more):
+    """A process that leads a group of its own, so that `ended` ends what it has started as well."""
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, errors="replace", process_group=0, **more
+    )
+
+
+def ended(process):
+    """Kill a process and its children; one that the driver holds is left behind."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    try:
+        process.wait(END)
+    except subprocess.TimeoutExpired:
+        print(f"process {process.pid} does not end")
+
+
+def closed(process):
+    """Close both ends of what was said to and by a process."""
+    for stream in (process.stdin, process.stdout):
+        with suppress(OSError):
+            stream.close()
 
 
 def _lines(process, into):
@@ -70,75 +115,184 @@ def _lines(process, into):
     into.put(None)
 
 
-def run(command, jobs, report, *, budget, save=None, patience=PATIENCE, start=START, told=print):
-    """Run jobs, dicts with a "name", in workers begun by `command`; what is not run for want of time is noted."""
-    ends, left = time.monotonic() + budget, list(jobs)
-    while left and time.monotonic() < ends:
-        before = len(left)
-        left = _worker(command, left, report, ends, save, patience, start, told)
-        if len(left) == before:
-            report.notes["stopped"] = "a worker ended before its first case"
-            break
-    if left:
-        report.notes["not run"] = [x["name"] for x in left]
-        told(f"{len(left)} cases were not run")
-    report.save(save)
+class Runner:
+    """Jobs, dicts with a "name", for workers that `command` begins.
+
+    Args:
+        command: begins a worker.
+        report: what is found goes there.
+        save: where the report is kept.
+        patience: seconds of silence that end a case.
+        start: seconds in which a worker must begin.
+        told: is given a line of text for each result.
+        caps: seconds of each phase; jobs say theirs as "phase".
+        load: samples of clocks and power, with `between`.
+        began: is called with what a worker says of the device.
+        before: is called with each job before it is given.
+    """
+
+    def __init__(
+        self, command, report, *, save=None, patience=PATIENCE, start=START, told=print, caps=None, load=None,
+        began=None, before=None,
+    ):  # fmt: skip
+        self.command, self.report, self.save = command, report, save
+        self.patience, self.start, self.told = patience, start, told
+        self.caps, self.load, self.began, self.before = caps or {}, load, began, before
+        self.spent = dict.fromkeys(self.caps, 0.0)
+        self.left, self.retried = [], 0
+        self.running, self.since, self.trying, self.parts, self.windows = None, 0.0, None, [], []
+
+    def run(self, jobs, *, budget):
+        """Run jobs; what is not run for want of time is noted."""
+        ends, self.left, failures = time.monotonic() + budget, list(jobs), 0
+        while self.left and time.monotonic() < ends and failures < STARTS:
+            before = len(self.report.rows) + len(self.report.surveys) + len(self.report.notes)
+            self.worker(ends)
+            done = len(self.report.rows) + len(self.report.surveys) + len(self.report.notes)
+            failures = failures + 1 if done == before else 0
+        if failures >= STARTS:
+            self.report.notes["stopped"] = "a worker ended before its first case"
+        if self.left:
+            self.report.notes["not run"] = [x["name"] for x in self.left]
+            self.told(f"{len(self.left)} cases were not run")
+        else:
+            self.report.notes.pop("not run", None)
+        if self.spent:
+            self.report.notes["phases"] = {name: round(x, 1) for name, x in self.spent.items()}
+        self.report.save(self.save)
+
+    def next(self):
+        """The first job whose phase has time left, or the first of those that have not."""
+        timely = (x for x in self.left if self.spent.get(x.get("phase"), 0.0) < self.caps.get(x.get("phase"), 1e9))
+        return next(timely, self.left[0] if self.left else None)
+
+    def worker(self, ends):
+        """Run jobs in one worker until it ends."""
+        process = started(self.command)
+        lines = queue.Queue()
+        reader = threading.Thread(target=_lines, args=(process, lines), daemon=True)
+        reader.start()
+        self.running, why, limit, begun = None, "", self.start, False
+        # One that reads only when it has begun, or has no first words, is given its first job all the same.
+        self.give(process)
+        try:
+            while True:
+                patience = limit if not begun else self.patience_now()
+                try:
+                    found = lines.get(timeout=max(0.05, min(patience, ends - time.monotonic())))
+                except queue.Empty:
+                    why = "" if time.monotonic() >= ends else f"nothing was heard for {patience:.0f} s"
+                    break
+                if found is None:
+                    why = f"the worker ended with status {process.wait()}"
+                    break
+                begun = True
+                if self.heard(found["kind"], found["value"]):
+                    self.give(process)
+        finally:
+            ended(process)
+            reader.join(END)
+            if not reader.is_alive():  # else a child that left the group still holds it
+                closed(process)
+        if self.running is not None and why and begun:
+            self.crashed(why)
+        self.running = None
+        self.report.save(self.save)
+
+    def patience_now(self):
+        """Seconds that the worker may be silent."""
+        if self.running is None:
+            return END
+        return min(self.patience, self.running.get("patience", self.patience))
+
+    def give(self, process):
+        """Give a worker its next job, or the end."""
+        self.running, self.trying, self.parts, self.windows = self.next(), None, [], []
+        if self.before and self.running is not None:
+            self.before(self.running)
+        self.since = time.monotonic()
+        try:
+            if self.running is None:
+                process.stdin.close()
+                return
+            process.stdin.write(json.dumps(self.running) + "\n")
+            process.stdin.flush()
+        except OSError:
+            pass  # its end is reported
+
+    def heard(self, kind, value):
+        """Keep what a worker says; whether it is done with its job."""
+        report = self.report
+        if kind == "device":
+            report.device |= value
+            if self.began:
+                self.began(value)
+        elif kind == "begin":
+            self.since = min(self.since, time.monotonic())
+        elif kind == "trying":
+            self.trying = value
+        elif kind == "part":
+            self.parts.append(value)
+        elif kind == "window":
+            self.windows.append((value, time.monotonic()))
+        elif kind == "note":
+            report.notes |= value
+        elif kind in ("rows", "surveys"):
+            getattr(report, kind).append(self.attributed(value))
+            self.told(worded(value))
+        if kind not in ("rows", "surveys", "note") or self.running is None:
+            return False
+        self.done()
+        return True
+
+    def attributed(self, row):
+        """A row with clocks and power of the time in which each contender ran alone."""
+        if self.load is None or not self.windows:
+            return row
+        starts = [*self.windows, ("", time.monotonic())]
+        found = {}
+        for (name, first), (_, last) in pairwise(starts):
+            if name and (seen := self.load.between(first, last)):
+                found[name] = seen
+        row |= {"load": found} if found else {}
+        return row
+
+    def done(self):
+        """The running job is over."""
+        phase = self.running.get("phase")
+        if phase in self.spent:
+            self.spent[phase] += time.monotonic() - self.since
+        self.left = [x for x in self.left if x is not self.running]
+        self.running = None
+        self.report.save(self.save)
+
+    def crashed(self, why):
+        """Note a job that ended its worker; a survey is begun again without the schedule that did."""
+        case = self.running
+        row = {**case["case"], "name": case["name"], "state": "crashed", "why": why}
+        row |= {"trying": self.trying} if self.trying else {}
+        row |= {"rows": self.parts} if self.parts else {}
+        self.done()
+        kept = self.report.rows if case["do"] == "measure" else self.report.surveys
+        skipped = [*case.get("skip", ()), self.trying]
+        kept.append(row)
+        self.told(f"CRASHED {case['name']}{f' at {self.trying}' if self.trying else ''}: {why}")
+        if self.trying and case["do"] != "measure" and len(skipped) <= SKIPPED and self.retried < RETRIED:
+            self.retried += 1
+            self.left.append({**case, "skip": skipped})
 
 
-def _worker(command, left, report, ends, save, patience, start, told):  # noqa: PLR0917 - all that a run has
-    """Run cases in one worker until it ends; what is left."""
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    lines = queue.Queue()
-    reader = threading.Thread(target=_lines, args=(process, lines), daemon=True)
-    reader.start()
-    running, limit, why = None, start, ""
+def run(command, jobs, report, *, budget, **more):
+    """Run jobs, dicts with a "name", in workers begun by `command`: see `Runner`."""
+    Runner(command, report, **more).run(jobs, budget=budget)
+
+
+def worded(row):
+    """A row, or a survey, in a line; one that lacks what is expected of it must not end a run."""
     try:
-        _give(process, left)
-        while True:
-            try:
-                found = lines.get(timeout=max(0.05, min(limit, ends - time.monotonic())))
-            except queue.Empty:
-                late = time.monotonic() >= ends
-                why = "the time of this run was over" if late else f"nothing was heard for {limit:.0f} s"
-                break
-            if found is None:
-                why = f"the worker ended with status {process.wait()}"
-                break
-            kind, value = found["kind"], found["value"]
-            if kind == "begin":
-                running, limit = value, patience
-            elif kind == "device":
-                report.device |= value
-            elif kind == "note":
-                report.notes |= value
-            elif kind in ("rows", "surveys"):
-                getattr(report, kind).append(value)
-                told(spelt(value))
-            if kind in ("rows", "surveys", "note") and running:
-                left = [x for x in left if x["name"] != running]
-                running = None
-                report.save(save)
-    finally:
-        process.kill()
-        process.wait()
-        reader.join()
-        process.stdout.close()
-    if running is not None and "over" not in why:
-        case = next(x for x in left if x["name"] == running)
-        crashed = {**case["case"], "name": running, "state": "crashed", "why": why}
-        (report.rows if case["do"] == "measure" else report.surveys).append(crashed)
-        told(f"CRASHED {running}: {why}")
-        left = [x for x in left if x["name"] != running]
-    report.save(save)
-    return left
-
-
-def _give(process, jobs):
-    try:
-        process.stdin.write(json.dumps(jobs))
-        process.stdin.close()
-    except BrokenPipeError:
-        pass  # its end is reported
+        return spelt(row)
+    except (KeyError, TypeError, ValueError) as error:
+        return f"{row.get('name')}: {row.get('state')}, not spelt ({error!r})"
 
 
 def spelt(row):
@@ -158,35 +312,3 @@ def spelt(row):
     shown = ", ".join(f"{name} {1e6 * x:.1f} us" for name, x in times.items())
     ratio = f", {row[f'ratio{suffix}']:.3f} of the best peer's speed" if row[f"ratio{suffix}"] else ""
     return f"{row['name']}: {shown}{ratio}, {row[f'tflops{suffix}']:.1f} TFLOP/s, {right}"
-
-
-# -- compute-sanitizer ----------------------------------------------------------------------
-
-TOOLS = ("memcheck", "racecheck", "synccheck")
-SANITIZERS = ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer")
-FOUND = 9
-"""The status that the sanitizer is to end with if it finds something."""
-
-
-def sanitized(tool, command, *, seconds=240.0, sanitizers=SANITIZERS):
-    """Run a command under one tool, on portmm's kernels alone; what was found."""
-    import shutil
-
-    found = next((path for x in sanitizers if (path := shutil.which(x))), None)
-    if found is None:
-        return {"tool": tool, "state": "missing", "why": "compute-sanitizer is not installed"}
-    words = [found, "--tool", tool, "--kernel-regex", "kns=portmm", "--error-exitcode", str(FOUND), *command]
-    # Without a pool, every array ends where its memory does.
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    try:
-        done = subprocess.run(
-            words, capture_output=True, text=True, check=False, timeout=seconds, env=environment, errors="replace"
-        )
-    except subprocess.TimeoutExpired as error:
-        return {"tool": tool, "state": "late", "why": f"after {seconds:.0f} s", "said": str(error.stdout)[-2000:]}
-    state = {0: "clean", FOUND: "errors"}.get(done.returncode, "failed")
-    said = [x for x in done.stdout.splitlines() if x.startswith("=========")]
-    checked = sum('"kind": "rows"' in x or '"kind": "surveys"' in x for x in done.stdout.splitlines())
-    state = state if checked or state != "clean" else "failed"
-    record = {"tool": tool, "state": state, "cases": checked, "summary": said[-1] if said else ""}
-    return record if state == "clean" else record | {"said": "\n".join(said[:80]), "errors": done.stderr[-2000:]}

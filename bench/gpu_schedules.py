@@ -1,23 +1,38 @@
-"""All candidates of a product on a device: predicted and measured seconds, which is what tunes the cost model."""
+"""All candidates of a case on a device: predicted and measured seconds, which is what tunes the cost model.
+
+A call is made once to see which problem it poses; then again with each candidate in place of what would be chosen.
+So candidates of products, of products with an epilogue, of weights of four bits, of groups and of attention are
+surveyed alike, through the call that a user makes. Kernels are compiled beforehand, by several threads.
+"""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import gpu_families
 import numpy as np
+from gpu_peers import NoPeers
+from gpu_run import say
 
-from portmm import device_arrays, foreign, grid_dispatch, on_device
-from portmm.dispatch import Choice
+from portmm import attend_on_device, attention_tiling, grid_dispatch, matrix_attention_tiling
+from portmm.choice import Choice
 from portmm.errors import PortmmError
 from portmm.grid_candidates import candidates
 from portmm.grid_cost import cost
-from portmm.lower import grid_atom, lower_grid
+from portmm.lower import grid_atom
+from portmm.memory import forget_all
+from portmm.schedule import spell
+from portmm.tuned import told
 
 BEST = 2 / 3
 """Of those measured, the share that are predicted to be the fastest; the rest is spread over all others."""
+SHORT = 3e-4
+"""Seconds below which candidates are timed in graphs."""
+ROUNDS, MANY = 3, 16
+"""Measurements of which the least counts, and calls of a graph, at least."""
 
 
 def ranked(problem, target, vectors):
@@ -38,93 +53,225 @@ def picked(found, most):
     return found[:first] + [rest[int(i * step)] for i in range(most - first)]
 
 
-@dataclass
-class Bound:
-    """A schedule's kernels, ready for operands."""
+@dataclass(frozen=True)
+class Candidate:
+    """A way to compute a call.
 
-    launches: tuple
-    workspace: tuple
-    machine: object
+    Attributes:
+        spelt: its name, which tells it apart from others.
+        shown: for people.
+        kind: what it has in common with those that are like it.
+        predicted: seconds; None where nothing predicts them.
+        terms: what the prediction is made of.
+        build: compiles it, and gives what `forced` puts in place of the choice.
+    """
 
-    def run(self, a, b, out):
-        """Launch."""
-        places = {name: foreign.argument(x)[1] for name, x in (("a", a), ("b", b), ("c", out))}
-        kept = None
-        if self.workspace[0]:
-            kept, work = foreign.empty_like(a, (self.workspace[0],), self.workspace[1])
-            places["work"] = foreign.argument(work)[1]
-        for launch in self.launches:
-            launch.run(self.machine, places, a.queue)
-        return kept
-
-
-def bound(call, choice, machine):
-    """The kernels of a schedule for a call, compiled."""
-    kernels = lower_grid(choice.schedule, machine.target.isa(choice.schedule.isa))
-    route = grid_dispatch.Route(choice, kernels, tuple(machine.load(x) for x in kernels))
-    return Bound(*on_device.bound(route, call.values(), call.problem), machine)
+    spelt: str
+    shown: str
+    kind: tuple
+    predicted: float | None
+    terms: dict
+    build: Any
 
 
 def of_each_kind(found):
     """The best of each program, unit and way to feed it."""
     kinds = {}
-    for terms, s in found:
-        shared = [getattr(s, name, None) for name in ("groups", "pingpong", "cluster")]
-        kinds.setdefault((s.program, s.isa, s.copies, s.swap, s.split > 1, *shared), (terms, s))
+    for x in found:
+        kinds.setdefault(x.kind, x)
     return list(kinds.values())
 
 
-def survey(on, case, *, l2, most=36, turns=5, threads=8):
+@contextmanager
+def replaced(module, name, value):
+    """A function of a module, for a while."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield before
+    finally:
+        setattr(module, name, before)
+
+
+@dataclass(frozen=True)
+class Surveyed:
+    """What a call turned out to pose: the problem as text, what takes the place of its choice, and candidates."""
+
+    problem: Any
+    place: tuple
+    found: tuple
+
+    @contextmanager
+    def forced(self, built):
+        """Calls are computed so, for a while: what was found out about kinds of calls is forgotten before and after."""
+        forget_all()
+        try:
+            with replaced(*self.place, lambda *_: built):
+                yield
+        finally:
+            forget_all()
+
+
+def opened(call, operands):
+    """What a call poses, and its candidates, the best predicted first.
+
+    Raises:
+        PortmmError: it poses nothing that has candidates.
+    """
+    routes, tiles = [], []
+    route, tiled = grid_dispatch.route, attend_on_device._tiled  # noqa: SLF001
+
+    def seen(p, on, vectors):
+        routes.append((p, on, vectors))
+        return route(p, on, vectors)
+
+    def seen_tiles(wanted, target):
+        tiles.append((wanted, target))
+        return tiled(wanted, target)
+
+    forget_all()
+    with replaced(grid_dispatch, "route", seen), replaced(attend_on_device, "_tiled", seen_tiles):
+        call(operands)
+    if tiles:
+        return Surveyed(asdict(tiles[0][0]), (attend_on_device, "_tiled"), tuple(_tilings(*tiles[0])))
+    if not routes:
+        raise PortmmError("the call poses no problem that has candidates")
+    p, on, vectors = max(routes, key=lambda x: x[0].m * x[0].n * x[0].k * x[0].batch)
+    return Surveyed(p, (grid_dispatch, "route"), tuple(_schedules(p, on, vectors)))
+
+
+def _schedules(p, on, vectors):
+    """Candidates of a product."""
+    for terms, s in ranked(p, on.target, vectors):
+        shared = [getattr(s, name, None) for name in ("groups", "pingpong", "cluster")]
+
+        def build(s=s, terms=terms):
+            choice = Choice(p, on.target, 1, s, terms, ())
+            return grid_dispatch.Route(choice, *grid_dispatch._code(s, on))  # noqa: SLF001
+
+        kind = (s.program, s.isa, s.copies, s.swap, s.split > 1, *shared)
+        yield Candidate(
+            spell(s), str(s), kind, terms.seconds, {"overlapped": terms.overlapped, "added": terms.added}, build
+        )
+
+
+def _tilings(wanted, target):
+    """Candidates of attention, of which one compiles when it is first called."""
+    found = []
+    if not matrix_attention_tiling.lacks(wanted, target):
+        hertz = 1e9 * (target.frequency_ghz or 1)
+        for t in matrix_attention_tiling.tilings(wanted, target):
+            seconds = matrix_attention_tiling.time(t, wanted, target) / hertz
+            found.append((t, "mma_attention", seconds, matrix_attention_tiling.runs_of(t, wanted, target)))
+    threads = attention_tiling.tilings(wanted, target)
+    found += [(t, "grid_attention", None, attention_tiling.runs_of(t, wanted, target)) for t in threads]
+    for t, program, seconds, runs in found:
+        text = f"{program} {t.queries}x{t.keys} threads {t.threads}" + (f" slots {t.slots}" if seconds else "")
+        kind = (program, t.threads, getattr(t, "slots", 0))
+        yield Candidate(f"{program}:{t}", text, kind, seconds, {}, lambda t=t, runs=runs: (t, *runs))
+
+
+def survey(on, case, *, l2, most=36, turns=5, threads=8, skip=(), part=(0, 1), compile_only=False, said=False):
     """Rows of candidates: predicted and measured seconds, each checked, and how well the order was predicted.
 
     Without turns, the best of each kind is checked, and none is timed.
+
+    Args:
+        on: arrays.
+        case: what to compute.
+        l2: bytes of the last cache, which operands that rotate exceed; 1 for as few operands as can be.
+        most: candidates.
+        turns: calls that are timed together.
+        threads: that compile.
+        skip: names of candidates that are left out.
+        part: of those chosen, each that is i-th of n.
+        compile_only: none is run.
+        said: name each candidate when it is compiled and before it runs, and give its row, for whoever reads lines of
+            this process and takes silence for a fault.
     """
-    sets, _ = gpu_families._pairs(on, case, l2)  # noqa: SLF001
-    left, right, _ = on_device.adopted(*sets[0])
-    call, machine = on_device.question((left, right, None)), device_arrays.machine_of(left)
-    p = call.problem
-    every = ranked(p, machine.target, call.vectors)
-    chosen = picked(every, most) if turns else of_each_kind(every)
-    made = on.empty((case.m, case.n), on_device.result(left, right, None, "")[1])
-    out = foreign.adopt(made)
-    operands = [on_device.adopted(*x)[:2] for x in sets]
-    operands = [(y, x) for x, y in operands] if call.turned else operands
+    work = gpu_families.made(on, NoPeers(), case, l2)
+    seen = opened(work.ours, work.sets[0])
+    chosen = picked(list(seen.found), most) if turns else of_each_kind(seen.found)
+    chosen = [x for x in chosen if x.spelt not in skip][part[0] :: part[1]]
 
     def build(x):
         try:
-            return bound(call, Choice(p, machine.target, 1, x[1], x[0], ()), machine)
+            return x.build()
         except PortmmError as error:
             return error
+        finally:
+            if said:
+                say("built", x.spelt)
 
     with ThreadPoolExecutor(threads) as pool:
         ready = list(pool.map(build, chosen))
-    exact = case.dtype == "s8"
+    head = {"size": [case.m, case.n, case.k], "candidates": len(seen.found), "problem": _text(seen.problem)}
     rows = []
-    for (terms, s), one in zip(chosen, ready, strict=True):
-        row = {"schedule": str(s), "predicted": terms.seconds, "terms": {**terms.overlapped, **terms.added}}
-        share = partial(gpu_families.share_of, on, made, *sets[0], exact=exact)
-        rows.append(row | _measured(on, one, (operands, out), turns, share))
-    return {"size": [case.m, case.n, case.k], "candidates": len(every), **_summary(rows), "rows": rows}
+    for x, built in zip(chosen, ready, strict=True):
+        row = {"schedule": x.shown, "spelt": x.spelt, "predicted": x.predicted, "terms": x.terms}
+        if said:
+            say("trying", x.spelt)
+        if isinstance(built, PortmmError):
+            row |= {"seconds": None, "right": None, "why": str(built)}
+        elif compile_only:
+            row |= _compiled(seen, built, work)
+        else:
+            row |= _tried(on, seen, built, work, turns)
+        rows.append(row)
+        if said:
+            say("part", row)
+    return head | {**_summary(rows), "rows": rows}
 
 
-def _measured(on, one, arrays, turns, share):
-    """Seconds of a schedule's kernels, the least of three turns, and whether they are right."""
-    if isinstance(one, PortmmError):
-        return {"seconds": None, "right": None, "why": str(one)}
-    operands, out = arrays
-    one.run(*operands[0], out)
-    on.wait()
-    right = share() <= 1
-    if not turns:
-        return {"seconds": None, "right": right}
-    calls = [partial(one.run, *operands[i % len(operands)], out) for i in range(1, turns + 1)]
-    on.seconds(calls[:1])
-    return {"seconds": min(on.seconds(calls) for _ in range(3)), "right": right}
+def _text(problem):
+    return problem if isinstance(problem, dict) else told(problem)
+
+
+def _compiled(seen, built, work):
+    with seen.forced(built):
+        work.ours(work.sets[0])
+    return {"seconds": None, "right": None}
+
+
+def _tried(on, seen, built, work, turns):
+    """What is measured of a candidate, or why nothing is; what breaks the device ends the survey."""
+    try:
+        return _measured(on, seen, built, work, turns)
+    except Exception as error:  # noqa: BLE001 - one candidate must not end the others
+        on.wait()
+        return {"seconds": None, "right": None, "why": f"{type(error).__name__}: {error}"[:500]}
+
+
+def _measured(on, seen, built, work, turns):
+    """Seconds of calls that are computed so, the least of some rounds, and whether they are right."""
+    with seen.forced(built):
+        try:
+            found = work.ours(work.sets[0])
+        except PortmmError as error:
+            return {"seconds": None, "right": None, "why": str(error)}
+        on.wait()
+        share = float(work.share(found, work.sets[0]))
+        row = {"seconds": None, "right": share <= 1, "error": share}
+        del found
+        if not turns:
+            return row
+        calls = [lambda i=i: work.ours(work.sets[i % len(work.sets)]) for i in range(1, turns + 1)]
+        on.seconds(calls[:1])
+        taken = min(on.seconds(calls) for _ in range(ROUNDS))
+        row |= {"seconds": taken, "timed": "calls"}
+        if taken < SHORT:
+            many = [lambda i=i: work.ours(work.sets[i % len(work.sets)]) for i in range(max(MANY, len(work.sets)))]
+            try:
+                clock = on.replayed(many)
+                row |= {"seconds": min(clock() for _ in range(ROUNDS)), "timed": "graph", "calls": taken}
+            except (RuntimeError, PortmmError, NotImplementedError) as error:
+                row["not captured"] = str(error)[:200]
+        return row
 
 
 def _summary(rows):
     """Spearman's rank correlation, and the rate of what would be chosen over that of the best."""
-    found = [(x["predicted"], x["seconds"]) for x in rows if x["seconds"]]
+    found = [(x["predicted"], x["seconds"]) for x in rows if x["seconds"] and x["predicted"]]
     if len(found) < 2:
         return {"correlation": None, "chosen": None}
     orders = [np.argsort(np.argsort(x)) for x in zip(*found, strict=True)]

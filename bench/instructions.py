@@ -17,11 +17,9 @@ import driver
 import numpy as np
 import support
 
-from portmm.candidates import candidates
 from portmm.compiler import find_compiler
-from portmm.cost import cost
-from portmm.dispatch import family, family_of_codes, isa_of
-from portmm.lower import atom_of, lower, lower_pack
+from portmm.dispatch import choose, family, family_of_codes, isa_of
+from portmm.lower import lower, lower_pack
 from portmm.problem import Problem
 from portmm.problem import family as family_of
 from portmm.schedule import spell
@@ -63,12 +61,8 @@ def product(isa, size, dtype="f32", b="row"):
     elif b == "codes":
         kept = str(family_of_codes(target, 32))
     p = Problem(*size, dtype, b=b, family=kept)
-    s = min(candidates(p, target), key=lambda s: cost(p, s, _atom(s, target), target, 1).seconds)
+    s = choose(p, target, tuned=False).schedule
     return Subject(lower(s, isa_of(s, target)), support.case(p, floats=b == "codes"), p.flops, spell(s))
-
-
-def _atom(s, target):
-    return atom_of(isa_of(s, target), s.dtype, s.lanes)
 
 
 def packing(isa, size, dtype="f32", layout="row"):

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from portmm.comparison import cases, compare
 from portmm.comparison.plot import plot
-from portmm.comparison.report import terminal
+from portmm.comparison.text import terminal
 
 RESULTS = Path(__file__).parent / "results"
 

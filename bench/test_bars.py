@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import pytest
 
 from portmm.comparison import cases, compare
-from portmm.comparison.report import geomean, markdown
+from portmm.comparison.report import geomean
+from portmm.comparison.text import markdown
 from portmm.detect import host
 
 SECONDS = 1800.0

@@ -15,6 +15,7 @@ from portmm.candidates import PACK_ROWS, RUN_BYTES
 from portmm.dtype import BY_NAME, CODES_KR
 from portmm.ir import Index, LetPtr, Ptr, ceil_div, const, maximum, minimum, round_up, var
 from portmm.schedule import finishes, shifts
+from portmm.summation import RUN, STEP, chained, parts
 
 if TYPE_CHECKING:
     from portmm.ir import Stmt
@@ -26,6 +27,11 @@ TASKS_PER_WORKER = 4
 
 M, N = var("m"), var("n")
 WORKERS = var("workers")
+
+
+def run_of(k: Index, kr: int) -> Index:
+    """Units of k in a run: as few runs as can be, all but the last equal."""
+    return round_up(ceil_div(k, maximum(1, ceil_div(k, RUN // kr))), STEP // kr)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +65,36 @@ class Blocks:
 
     @property
     def kb(self) -> Index:
-        """Depth of a block of k: equal blocks, none longer than KC; of codes, whole units."""
+        """Depth of a block of k: a run, or equal parts of one; of chained sums, equal blocks; of codes, whole units."""
         if not self.s.kc:
             return self.whole(self.k)
-        return self.whole(ceil_div(self.k, maximum(1, ceil_div(self.k, self.s.kc))))
+        if self.chained:
+            return self.whole(ceil_div(self.k, maximum(1, ceil_div(self.k, self.s.kc))))
+        if not self.parts:
+            return self.run
+        run = minimum(self.run, self.k)
+        return self.whole(ceil_div(run, maximum(1, ceil_div(run, self.s.kc))))
+
+    @property
+    def chained(self) -> bool:
+        """Sums are one chain over all of k, and have no runs; codes that are multiplied as they lie see to theirs."""
+        return chained(self.atom) or self.decodes
+
+    @property
+    def run(self) -> Index:
+        """Units of k in a run."""
+        return run_of(self.k, self.s.kr)
+
+    @property
+    def parts(self) -> bool:
+        """Blocks of k are parts of runs: what runs sum is kept apart."""
+        return not self.chained and parts(self.s.kc, self.s.kr)
+
+    @property
+    def many(self) -> bool:
+        """A visit of a register tile may be of many runs."""
+        short = self.s.static is not None and self.s.static[2] <= RUN
+        return not (self.chained or self.s.kc or short)
 
     def whole(self, depth: Index) -> Index:
         """Steps of k that there is room for: those of whole words, where B is of codes."""
@@ -71,8 +103,28 @@ class Blocks:
     @property
     def depth(self) -> Index:
         """Depth of the current block of k."""
-        last = var("k_last") if self.s.over == "k" else self.k
+        last = self.last_of_run if self.parts else self.end
         return minimum(var("kb"), last - var("pc")) if self.s.kc else self.k
+
+    @property
+    def before(self) -> Index:
+        """Units of k that a visit of a register tile has done: those of the runs before."""
+        return var("p_run") if self.many else const(0)
+
+    @property
+    def start(self) -> Index:
+        """Where the k of this thread starts."""
+        return var("k_first") if self.s.over == "k" else const(0)
+
+    @property
+    def end(self) -> Index:
+        """Where it ends."""
+        return var("k_last") if self.s.over == "k" else self.k
+
+    @property
+    def last_of_run(self) -> Index:
+        """Where the current run ends, of runs that blocks of k are parts of."""
+        return minimum(self.end, var("run_start") + var("run"))
 
     @property
     def b_near(self) -> Index:
@@ -188,7 +240,16 @@ class Blocks:
     @property
     def own_size(self) -> Index:
         """Elements of one worker's scratch."""
-        return self.b_size + self.a_size + self.c_size + self.t_size
+        return self.b_size + self.a_size + self.c_size + self.t_size + self.kept_size
+
+    @property
+    def kept_size(self) -> Index:
+        """Elements of one worker's sums of runs, where blocks of k are parts of them."""
+        if not self.parts:
+            return const(0)
+        rows = minimum(M, self.s.mc) if self.s.mc else M
+        width = ceil_div(self.groups, self.shares) * (self.s.nr * self.s.panels)
+        return round_up(self.run.lt(self.k) * (rows * width), 64)
 
     @property
     def decodes(self) -> bool:
@@ -258,6 +319,15 @@ class Blocks:
             return self.left(row, self.pc)
         a_m, a_k = var("a_m"), var("a_k")
         return self.operand("a", row * a_m + self.pc * (a_k * self.s.kr)), a_m, a_k
+
+    def kept(self, row: Index, column: Index) -> Ptr:
+        """The sum of the runs before."""
+        return Ptr("kept", (row - var("row")) * self.kept_wide + (column - var("first") * self.s.nr))
+
+    @property
+    def kept_wide(self) -> Index:
+        """Elements from one row of these to the next."""
+        return (var("last") - var("first")) * self.s.nr
 
     def private(self) -> Ptr:
         """This worker's scratch: a panel of B, then a block of A, then sums."""

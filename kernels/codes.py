@@ -10,18 +10,37 @@ Few rows of floats, and any number of quantised ones, are multiplied by codes as
 they lie: the sum over a group is scale * sum_k a code + offset * sum_k a, so that
 only the codes become numbers for each element, and scales are applied once a
 group. With an A of s8 both sums are exact, in s32: 1920 a step at most, which
-reaches 2**31 at a group of a million rows.
+reaches 2**31 at a group of a million rows. Sums over groups, and those of floats within a group that is longer,
+are added up in runs (`summation`).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
 from portmm.kernels.microkernel import Shape, acc_of, element_of_a, params_of_a, spare, write_back
 
 from portmm.dtype import CODES_AT, CODES_KR, base
-from portmm.ir import For, Function, If, Let, LetPtr, Move, Param, Ptr, Scratch, Verb, ceil_div, const, minimum, var
+from portmm.ir import (
+    Add,
+    For,
+    Function,
+    If,
+    Let,
+    LetPtr,
+    Move,
+    Param,
+    Ptr,
+    Scratch,
+    Verb,
+    ceil_div,
+    const,
+    minimum,
+    var,
+)
+from portmm.summation import RUN, chained
 
 if TYPE_CHECKING:
     from portmm.ir import Index, Stmt
@@ -72,6 +91,11 @@ def unfolding(isa: Isa, atom: Atom, kept: Family) -> Function:
     return Function("unfold", "inner", params, (loop,), f"to[8 rows][{nr}] = scale * code + offset", of=real.name)
 
 
+def _many(atom: Atom, kept: Family) -> bool:
+    """Whether a group has many runs."""
+    return not chained(atom) and not 0 < kept.group <= RUN
+
+
 def totalling(atom: Atom, kept: Family, s: Shape) -> Function:
     """totals[row][g] = the sum of A over group g."""
     p, k = var("p"), ceil_div(var("k"), atom.k_pack)
@@ -79,17 +103,19 @@ def totalling(atom: Atom, kept: Family, s: Shape) -> Function:
     rows = range(s.rows)
     step: list[Stmt] = []
     keep: list[Stmt] = []
+    more: list[Stmt] = []
     for i in rows:
         step += [Verb("load_a", f"a{i % 2}", p=element_of_a(s, i, p)), Verb("mac", f"t{i}", f"a{i % 2}", "one")]
-        keep += [
-            Verb("store", f"t{i}", p=Ptr("lanes")),
-            Move(Ptr("totals", const(i) * var("groups") + var("g")), Ptr("lanes")),
-        ]
-    group = (
-        *(Verb("zero", f"t{i}") for i in rows),
-        For("p", var("g") * long, minimum(k, (var("g") + 1) * long), const(1), tuple(step)),
-        *keep,
-    )
+        store, to = Verb("store", f"t{i}", p=Ptr("lanes")), Ptr("totals", const(i) * var("groups") + var("g"))
+        keep += [store, Move(to, Ptr("lanes"))]
+        more += [store, If(var("begin").lt(var("p_run")), (Add(to, Ptr("lanes")),), (Move(to, Ptr("lanes")),))]
+    zero = tuple(Verb("zero", f"t{i}") for i in rows)
+    begin, end = var("g") * long, minimum(k, (var("g") + 1) * long)
+    group: tuple[Stmt, ...] = (*zero, For("p", begin, end, const(1), tuple(step)), *keep)
+    if _many(atom, kept):
+        run = RUN // atom.k_pack
+        once = For("p", var("p_run"), minimum(end, var("p_run") + run), const(1), tuple(step))
+        group = (Let("begin", begin), For("p_run", var("begin"), end, const(run), (*zero, once, *more)))
     params = (*params_of_a(s), Param("totals", "f32"), Param("groups"))
     loop = For("g", const(0), var("groups"), const(1), group)
     body = (Scratch("lanes", atom.n, atom.acc), Verb("ones", "one"), loop)
@@ -112,24 +138,30 @@ def decoding(isa: Isa, atom: Atom, kept: Family, s: Shape) -> Function:
         full = var("full")
         start += (Let("full", minimum(here, k // CODES_KR - var("start"))),)
         rest = (If(full.lt(here), tile.last(full, ceil_div(k % CODES_KR, atom.k_pack))),)
+    none = tuple(Verb("zero", f"part{i}_{v}", of=atom.name) for i, v in tile.cells)
+    sums: tuple[Stmt, ...] = (*none, For("u", const(0), full, const(1), tile.word(var("u"))), *rest, *tile.scaled(g))
+    if _many(atom, kept):
+        run = RUN // CODES_KR
+        once = For("u", var("u_run"), minimum(full, var("u_run") + run), const(1), tile.word(var("u")))
+        sums = (For("u_run", const(0), full, const(run), (*none, once, *tile.scaled())), *none, *rest, *tile.scaled(g))
     group = (
         *start,
         LetPtr("scales", Ptr("b", g * ((long + 2) * nr)), "f32", readonly=True),
         LetPtr("words", Ptr("b", (g * (long + 2) + 2) * nr), "s32", readonly=True),
-        *(Verb("zero", f"part{i}_{v}", of=atom.name) for i, v in tile.cells),
-        For("u", const(0), full, const(1), tile.word(var("u"))),
-        *rest,
-        *tile.scaled(g),
+        *sums,
     )
-    loop = For("g", const(0), var("groups"), const(1), group)
     zero = tuple(Verb("zero", acc_of(i, v)) for i, v in tile.cells)
+    s = replace(s, chained=False)
     end: tuple[Stmt, ...] = write_back(real, s, edge=True)
     if not real.mask_free:
         end = (If(var("columns").lt(nr), end, write_back(real, s, edge=False)),)
+    run, first = max(1, RUN // kept.group) if kept.group else 1, var("g_run")
+    few = For("g", first, minimum(var("groups"), first + run), const(1), group)
+    loop = For("g_run", const(0), var("groups"), const(run), (Let("accumulate", const(0).lt(first)), *zero, few, *end))
     params = [*params_of_a(s), Param("b", "s32", readonly=True), Param("totals", "f32", readonly=True)]
     params += [Param("groups"), Param("c", "f32"), Param("c_m"), Param("columns")]
     comment = f"C[{s.rows}][columns] = A[{s.rows}][k] . B[k][{nr}], codes of four bits"
-    body = (*spare(real, s), *zero, loop, *end)
+    body = (*spare(real, s), loop)
     return Function(f"decode_{s.rows}x{nr}", "inner", tuple(params), body, comment, of=real.name)
 
 
@@ -171,18 +203,18 @@ class _Tile:
         bit = at % 4 * CODES_AT[1] + at // 4 * CODES_AT[4]
         return (*self.load(u), For("e", const(0), count, const(1), tuple(self.step(first + e, bit))))
 
-    def scaled(self, g: Index) -> tuple[Stmt, ...]:
-        """Add a group's sums to those over all of k, scaled."""
-        out: list[Stmt] = [Verb("load_a", f"t{i}", p=Ptr("totals", const(i) * var("groups") + g)) for i in self.rows]
+    def scaled(self, g: Index | None = None) -> tuple[Stmt, ...]:
+        """Add sums over a group to those of all groups, scaled: of its last run, with the offset of group `g`."""
+        out: list[Stmt] = []
+        if g is not None:
+            out += [Verb("load_a", f"t{i}", p=Ptr("totals", const(i) * var("groups") + g)) for i in self.rows]
         exact = self.atom.acc == "s32"
         for v in self.vectors:
             scale, offset = (Ptr("scales", const(x * self.nr + v * self.atom.n)) for x in (0, 1))
-            out += [Verb("load_b", f"s{v}", p=scale), Verb("load_b", f"o{v}", p=offset)]
+            out += [Verb("load_b", f"s{v}", p=scale)] + [Verb("load_b", f"o{v}", p=offset)] * (g is not None)
             for i in self.rows:
                 part = f"part{i}_{v}"
                 out += [Verb("real", "x", a=part)] if exact else []
-                out += [
-                    Verb("mac", acc_of(i, v), f"s{v}", "x" if exact else part),
-                    Verb("mac", acc_of(i, v), f"t{i}", f"o{v}"),
-                ]
+                out.append(Verb("mac", acc_of(i, v), f"s{v}", "x" if exact else part))
+                out += [Verb("mac", acc_of(i, v), f"t{i}", f"o{v}")] * (g is not None)
         return tuple(out)

@@ -195,7 +195,7 @@ class Decode(Heads):
         atom = self.real if masks else replace(self.real, mask="")
 
         def call(many: int) -> tuple[Stmt, ...]:
-            f = dot.micro_kernel(atom, rows, many, (held, held, "f32"))
+            f = dot.micro_kernel(atom, rows, many, (held, held, "f32"), short=True)
             to = Ptr("s", r * var("wide") + c)
             return (Call(f, (D, q, D, k, var(f"{self.at['k']}_m"), to, var("wide"))),)
 

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from portmm.kernels.blocks import run_of
 from portmm.kernels.simt import arguments, blocks, depth, place, threads
 from portmm.kernels.storing import Storing, bottom
+from portmm.kernels.totals import accumulators, current, in_runs
 
 from portmm.grid import GridKernel
 from portmm.index import Ptr, const, minimum, var
@@ -34,21 +36,21 @@ if TYPE_CHECKING:
 
 def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     """The kernel of a schedule."""
-    body: list[Stmt] = [Scratch("acc", s.mr * s.nr, atom.acc)]
+    body = accumulators(atom, s.mr * s.nr)
     body += [Scratch("a_part", s.mr, atom.acc), Scratch("b_part", s.nr, atom.acc)]
     body += [*place(s), *threads(s), Clear("acc", s.mr * s.nr)]
     # Inside, addresses are as regular as lanes of vectors need them.
     inside = (var("row_0") + (s.block.m - 1)).lt(bottom(s)) * (var("column_0") + (s.block.n - 1)).lt(var("n"))
-    body.append(If(inside, _summed(s, edge=False), _summed(s, edge=True)))
+    body.append(If(inside, _summed(s, atom, edge=False), _summed(s, atom, edge=True)))
     body += Storing(s, isa, atom, s.cell).statements()
     grid = (blocks(s), const(1))
     return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=False), s.threads, grid, tuple(body))
 
 
-def _summed(s: Schedule, *, edge: bool) -> tuple[Stmt, ...]:
+def _summed(s: Schedule, atom: Atom, *, edge: bool) -> tuple[Stmt, ...]:
     """All of k; past the `edge` the last row and the last column are read again."""
     i, j = var("i"), var("j")
-    mac = Mac(Ptr("acc", i * s.nr + j), Ptr("a_part", i), Ptr("b_part", j))
+    mac = Mac(Ptr(current(atom), i * s.nr + j), Ptr("a_part", i), Ptr("b_part", j))
     a_step = const(1) if s.a == "row" else var("a_k")
     b_step = const(1) if s.b == "col" else var("b_k")
     steps = (
@@ -56,7 +58,8 @@ def _summed(s: Schedule, *, edge: bool) -> tuple[Stmt, ...]:
         *(Move(Ptr("b_part", const(x)), Ptr(f"b_{x}", var("at") * b_step)) for x in range(s.nr)),
         _each("i", s.mr, (_each("j", s.nr, (mac,)),)),
     )
-    return (*_addresses(s, edge=edge), For("at", const(0), depth(s), const(1), steps, s.block.k))
+    loop = For("at", const(0), depth(s), const(1), steps, s.block.k)
+    return (*_addresses(s, edge=edge), *in_runs(atom, s.mr * s.nr, loop, run_of(depth(s), 1)))
 
 
 def _each(name: str, count: int, body: tuple[Stmt, ...]) -> Stmt:

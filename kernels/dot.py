@@ -7,9 +7,9 @@
 
 Nothing is packed or turned: x . W^T with W as it lies in memory. Each element of
 C is a sum over lanes, so its order of additions differs from the other programs'
-and `deterministic` excludes this one. A register tile of MR x NR loads
-(MR + NR) / (MR * NR) vectors per multiply-add; 4 x 4 keeps two load ports and
-two multiply-add ports about equally busy.
+and `deterministic` excludes this one. Runs (`summation`) are counted in steps of all
+lanes. A register tile of MR x NR loads (MR + NR) / (MR * NR) vectors per multiply-add;
+4 x 4 keeps two load ports and two multiply-add ports about equally busy.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from portmm.ir import (
     Param,
     Ptr,
     Reduce,
+    Scratch,
     Verb,
     ceil_div,
     const,
@@ -35,6 +36,7 @@ from portmm.ir import (
     minimum,
     var,
 )
+from portmm.summation import RUN, chained
 
 if TYPE_CHECKING:
     from portmm.ir import Index, Stmt
@@ -94,8 +96,8 @@ def _call(s: Schedule, atom: Atom, rows: int, columns: int) -> Stmt:
     return Call(micro_kernel(atom, rows, columns, s.types), args)
 
 
-def micro_kernel(atom: Atom, rows: int, columns: int, types: tuple[str, str, str]) -> Function:
-    """C[rows][columns] = A[rows][k] . B[columns][k], lanes along k."""
+def micro_kernel(atom: Atom, rows: int, columns: int, types: tuple[str, str, str], *, short: bool = False) -> Function:
+    """C[rows][columns] = A[rows][k] . B[columns][k], lanes along k, of which there is one run if it is `short`."""
     cells = [(i, j) for i in range(rows) for j in range(columns)]
     lanes, p = atom.n, var("p")
 
@@ -108,9 +110,22 @@ def micro_kernel(atom: Atom, rows: int, columns: int, types: tuple[str, str, str
         return tuple(out)
 
     end = K - K % lanes
-    loop: list[Stmt] = [Verb("zero", f"c{i}_{j}") for i, j in cells]
+    zero = tuple(Verb("zero", f"c{i}_{j}") for i, j in cells)
     unroll = 2 if len(cells) < 8 else 1
-    loop.append(For("p", const(0), end, const(lanes), step("load_b", ""), unroll))
+    loop: list[Stmt] = [*zero]
+    added: tuple[Stmt, ...] = ()
+    if short or chained(atom):
+        loop.append(For("p", const(0), end, const(lanes), step("load_b", ""), unroll))
+    else:
+        run, p_run = RUN * lanes, var("p_run")
+        kept = {x: Ptr("kept", const(number * lanes)) for number, x in enumerate(cells)}
+        add = {x: (Verb("load_c", "t", p=kept[x]), Verb("add", f"c{x[0]}_{x[1]}", "t")) for x in cells}
+        store = (Verb("store", f"c{i}_{j}", p=kept[i, j]) for i, j in cells)
+        keep: tuple[Stmt, ...] = (If(const(0).lt(p_run), tuple(s for x in cells for s in add[x])), *store, *zero)
+        once = For("p", p_run, minimum(end, p_run + run), const(lanes), step("load_b", ""), unroll)
+        runs = For("p_run", const(0), end, const(run), (once, If((p_run + run).lt(end), keep)))
+        loop += [Scratch("kept", len(cells) * lanes, atom.acc), runs]
+        added = (If(const(run).lt(end), tuple(s for x in cells for s in add[x])),)
     at = {(i, j): Ptr("c", const(i) * var("c_m") + j) for i, j in cells}
     tail: tuple[Stmt, ...] = ()
     if atom.mask:
@@ -133,4 +148,4 @@ def micro_kernel(atom: Atom, rows: int, columns: int, types: tuple[str, str, str
         Param("c_m"),
     )
     comment = f"C[{rows}][{columns}] = A[{rows}][k] . B[{columns}][k]"
-    return Function(f"dot_{rows}x{columns}", "inner", params, (*loop, *sums, *tail), comment)
+    return Function(f"dot_{rows}x{columns}", "inner", params, (*loop, *added, *sums, *tail), comment)

@@ -37,6 +37,7 @@ from portmm.kernels.finish import ROWS, finish, needed
 from portmm.kernels.lookahead import next_item, next_panel
 from portmm.kernels.microkernel import Shape, micro_kernel
 from portmm.kernels.rowwise import quantise
+from portmm.kernels.runs import carried, over_k
 
 from portmm.candidates import PACK_ROWS, SUM_COLUMNS
 from portmm.dtype import CODES_KR
@@ -208,12 +209,9 @@ class Gemm(Blocks):
         panels = ceil_div(N, s.nr)
         rows = M * (index + 1) // blocks - var("row") if s.mc else M
         inside: tuple[Stmt, ...] = (Let("kd", self.depth), *self.pack_a(), *self.totals(), *self.macro())
-        if s.over == "k":
-            inside = (For("pc", var("k_first"), var("k_last"), var("kb"), inside),)
-        elif s.kc:
-            inside = (Let("kb", self.kb), *self.scratch(), For("pc", const(0), self.k, var("kb"), inside))
-        else:
-            inside = (*self.scratch(), *inside)
+        inside = over_k(self, inside)
+        if s.over != "k":
+            inside = (*((Let("kb", self.kb),) if s.kc else ()), *self.scratch(), *inside)
         return (
             *self.quantised_rows(),
             *(() if single else (Let("shares", self.shares),)),
@@ -299,7 +297,13 @@ class Gemm(Blocks):
             Let("columns", minimum(N - var("column"), panels * s.nr)),
             LetPtr("bp", self.panel(), self.given[1], readonly=True),
             *self.across(panels),
-            For("i", const(0), var("slices"), const(1), (*self.slice_(), *self.visit(panels), *self.finish())),
+            For(
+                "i",
+                const(0),
+                var("slices"),
+                const(1),
+                (*self.slice_(), *self.visit(panels), *carried(self), *self.finish()),
+            ),
         )
         return For("j", begin, end, const(panels), body)
 
@@ -308,8 +312,9 @@ class Gemm(Blocks):
         return ()
 
     def visit(self, panels: int) -> tuple[Stmt, ...]:
-        """The micro-kernel of the slice's height."""
-        return self.by_height(lambda height: self.call(height, panels))
+        """The micro-kernel of the slice's height, for each run of a block of k that has many."""
+        visit = self.by_height(lambda height: self.call(height, panels))
+        return (For("p_run", const(0), self.k, var("run"), visit),) if self.many else visit
 
     def by_height(self, call: Callable[[int], Stmt]) -> tuple[Stmt, ...]:
         """What `call` gives for the slice's height."""
@@ -387,13 +392,14 @@ class Gemm(Blocks):
             b=self.given[1],
             final=s.types[2] if self.finishes else "",
             unshift=("" if not self.unshifts else "block" if s.pack_b and not s.once else "whole"),
+            chained=self.chained or self.parts,
         )
         if self.decodes:
             return Call(decoding(self.isa, self.atom, family(s.family), shape), self.decoded())
         row = var("row") + var("r")
-        args: list[Index | Ptr] = [var("kd")]
-        args += self.rows_of_a()
-        args.append(Ptr("bp"))
+        args: list[Index | Ptr] = [minimum(var("run"), self.k - var("p_run")) if self.many else var("kd")]
+        args += self.rows_of_a(self.before)
+        args.append(Ptr("bp", self.before * (s.nr if shape.b_packed else var("b_k"))))
         if not shape.b_packed:
             args.append(var("b_k"))
         if panels > 1:
@@ -404,7 +410,7 @@ class Gemm(Blocks):
             self.result(row, var("column")),
             self.c_step,
             var("columns"),
-            (var("k_first") if s.over == "k" else const(0)).lt(self.pc) if s.kc else const(0),
+            (var("run_start") if self.parts else self.start).lt(self.pc + self.before),
         ]
         if shape.ahead is not None:
             args += next_item(self, row) if s.over == "batch" else next_panel(self, height)
@@ -414,13 +420,13 @@ class Gemm(Blocks):
         """The arguments of a visit of the micro-kernel that reads codes."""
         row, groups = var("row") + var("r"), self.groups_of_k
         rest = (groups, self.result(row, var("column")), self.c_step, var("columns"))
-        return (var("k"), *self.rows_of_a(), Ptr("bp"), Ptr("totals", var("r") * groups), *rest)
+        return (var("k"), *self.rows_of_a(const(0)), Ptr("bp"), Ptr("totals", var("r") * groups), *rest)
 
-    def rows_of_a(self) -> tuple[Index | Ptr, ...]:
-        """The slice of A: where it is packed, or where it lies."""
+    def rows_of_a(self, before: Index) -> tuple[Index | Ptr, ...]:
+        """The slice of A, from so many units on: where it is packed, or where it lies."""
         if self.s.pack_a:
-            return (Ptr("ap", var("r") * var("kd")),)
-        return self.left(var("row") + var("r"), self.pc)
+            return (Ptr("ap", var("r") * var("kd") + before * var("h")),)
+        return self.left(var("row") + var("r"), self.pc + before)
 
     def totals(self) -> tuple[Stmt, ...]:
         """Sums of A over groups of codes, once for all panels."""
@@ -433,7 +439,8 @@ class Gemm(Blocks):
             shape = Shape(rows=height, nr=s.nr, a_packed=s.pack_a, a=self.given[0])
             to = Ptr("totals", var("r") * self.groups_of_k)
             return Call(
-                totalling(self.atom, family(s.family), shape), (var("k"), *self.rows_of_a(), to, self.groups_of_k)
+                totalling(self.atom, family(s.family), shape),
+                (var("k"), *self.rows_of_a(const(0)), to, self.groups_of_k),
             )
 
         loop = For("i", const(0), var("slices"), const(1), (*self.slice_(), *self.by_height(call)))

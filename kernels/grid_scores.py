@@ -8,7 +8,6 @@ see.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from portmm.kernels.elementwise import Elements
@@ -16,6 +15,7 @@ from portmm.kernels.online import BEFORE, KEPT, LOWEST, MOST, weight
 
 from portmm import vecmath
 from portmm.expr import select
+from portmm.forks import once
 from portmm.fused import C, Fused, given, index, parse
 from portmm.index import Ptr, const, var
 from portmm.ir import For, If, LetPtr, Map, Scratch, Verb
@@ -70,36 +70,36 @@ class Scores:
     isa: Isa
     atom: Atom
 
-    @cached_property
+    @once
     def real(self) -> Atom:
         """One lane of f32."""
         found = self.isa.vector("f32", 1)
         assert found is not None  # noqa: S101 - every device has it
         return found
 
-    @cached_property
+    @once
     def score(self) -> Expr:
         """A score."""
         return parse(self.form.score).results[0][1]
 
-    @cached_property
+    @once
     def bounded(self) -> Expr:
         """The same of a key that a query may not see."""
         seen = index("k") < index("e")
         seen = seen & self.form.bounds.seen("p", "k") if self.form.bounds else seen
         return select(seen, self.score, float("-inf"))
 
-    @cached_property
+    @once
     def weighed(self) -> tuple[Expr, Expr]:
         """A weight, and what a new largest score makes of what was summed."""
         return weight(KEPT, MOST), weight(BEFORE, MOST)
 
-    @cached_property
+    @once
     def ended(self) -> tuple[Expr, Expr]:
         """What a row of O is multiplied by, and the logarithm of its sum: 0 for a query that saw nothing."""
         return select(TOTAL > 0.0, 1.0 / TOTAL, TOTAL * 0.0), MOST + vecmath.log(TOTAL)
 
-    @cached_property
+    @once
     def at(self) -> Elements:
         """What computes all of them."""
         wanted = (self.score, self.bounded, *self.weighed, *self.ended)

@@ -27,7 +27,7 @@ def next_item(g: Blocks, row: Index) -> list[Index | Ptr]:
     else:
         out = [g.result(row, var("column")) + var("c_batch")]
     for x in g.streams:
-        out += [g.operand(x, var(f"{x}_batch") + done * line), const(line), const(line * line)]
+        out += [g.operand(x, var(f"{x}_batch") + (done + g.before) * line), const(line), const(line * line)]
     return out
 
 
@@ -57,8 +57,8 @@ def _next_a(g: Blocks, height: int) -> list[Index | Ptr]:
     a_k = const(1) if s.a == "row" else var("a_k")
     here = (var("row") + var("r")) * a_m + g.pc * a_k
     there = deeper * (var("kd") * a_k) + (1 - deeper) * (a_m * height)
-    steps = (a_k, a_k * g.line) if s.a == "col" else (a_m, const(g.line))
-    return [g.operand("a", here + there), *steps]
+    step, hop = (a_k, a_k * g.line) if s.a == "col" else (a_m, const(g.line))
+    return [g.operand("a", here + there + g.before // g.line * hop), step, hop]
 
 
 def _next_b(g: Blocks) -> list[Index | Ptr]:
@@ -70,6 +70,6 @@ def _next_b(g: Blocks) -> list[Index | Ptr]:
     if g.panel_step is not None:
         back = back // s.nr * g.panel_step
         there = more * g.panel_step + (1 - more) * (var("kd") * s.nr - back)
-        return [Ptr("bp", there + part * var("kd")), const(line), const(line * line)]
+        return [Ptr("bp", there + part * var("kd") + g.before * line), const(line), const(line * line)]
     there = more * s.nr + (1 - more) * (var("kd") * var("b_k") - back)
-    return [Ptr("bp", there + part), var("b_k"), var("b_k") * line]
+    return [Ptr("bp", there + part + g.before * var("b_k")), var("b_k"), var("b_k") * line]

@@ -2,12 +2,13 @@
 
 MR rows by NV vectors by P panels of accumulators stay in named registers. Per
 step of k it loads one row of each B panel and, row by row, broadcasts one
-element of A and multiplies: outer products, so that each element of C is one
-chain of multiply-adds in the order of k. An atom of two rows takes rows by two: a
+element of A and multiplies: outer products, so that each element is a chain of
+multiply-adds in the order of k. An atom of two rows takes rows by two: a
 last one without a neighbour is there twice, in the fragment of A and in the sums,
-which are the same and are stored in the same place. Loading C before the loop, rather than
-adding to it after, keeps that chain whole across blocks of k: the result does
-not depend on any blocking. (Goto & van de Geijn, ACM TOMS 34(3), 2008.)
+which are the same and are stored in the same place. Floats are added to C after the
+loop, which is one run of k (`summation`): runs do not depend on any blocking, so
+neither does the result. Where chains are longer than the loop, those of integers
+too, C is loaded before it instead. (Goto & van de Geijn, ACM TOMS 34(3), 2008.)
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from portmm.ir import For, Function, If, Index, LetPtr, Move, Param, Prefetch, P
 if TYPE_CHECKING:
     from portmm.ir import Stmt
     from portmm.target import Atom
+
+
+AT_ONCE = 4
+"""Vectors of C that are loaded before the first of them is added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,7 @@ class Shape:
             over all of k, or "block", over the k of this visit; "" for neither.
         final: the type of the C that is asked for ahead, where sums are elsewhere until they are
             finished; "" where they are C.
+        chained: C is loaded before the loop, whose chains continue those of C; else added to after it.
     """
 
     rows: int
@@ -62,6 +68,7 @@ class Shape:
     b: str = "f32"
     unshift: str = ""
     final: str = ""
+    chained: bool = False
 
 
 def micro_kernel(atom: Atom, s: Shape) -> Function:
@@ -78,7 +85,7 @@ def micro_kernel(atom: Atom, s: Shape) -> Function:
             loop = (If(short, _loop(atom, s, masked=True), loop),)
         begin, end = _begin(atom, s, edge=True), write_back(atom, s, edge=True)
         if not atom.mask_free:
-            begin = (If(short, begin, _begin(atom, s, edge=False)),)
+            begin = (If(short, begin, _begin(atom, s, edge=False)),) if s.chained else begin
             end = (If(short, end, write_back(atom, s, edge=False)),)
         body = (*spare(atom, s), *begin, *loop, *end)
     params = [*params_of_a(s), Param("b", s.b, readonly=True)]
@@ -146,9 +153,11 @@ def spare(atom: Atom, s: Shape) -> tuple[Stmt, ...]:
 
 
 def _begin(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
-    """Set the accumulators from C or to zero."""
+    """Set the accumulators to zero, or from C where chains go on."""
     cells = _cells(atom, s)
     zero: tuple[Stmt, ...] = tuple(Verb("zero", acc_of(i, v)) for i, v in cells)
+    if not s.chained:
+        return zero
     less = _unshift(atom, s)
     if s.unshift == "whole":
         zero, less = (*zero, *less), ()
@@ -182,21 +191,40 @@ def _unshift(atom: Atom, s: Shape) -> tuple[Stmt, ...]:
     return tuple(out)
 
 
+def _add_c(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
+    """Add C to the accumulators, unless it is still to be written."""
+    if s.chained:
+        return ()
+    before: tuple[Stmt, ...] = ()
+    spare_tile = edge and not atom.mask
+    if spare_tile:
+        before = _copy(s, Ptr("tile"), Ptr("c"), const(s.nr), var("c_m"))
+    adds: list[Stmt] = []
+    for number, (i, v) in enumerate(_cells(atom, s)):
+        d = f"before{number % AT_ONCE}"
+        if edge and atom.mask:
+            adds.append(Verb("load_mask", d, p=_c(atom, i, v), mask=f"m{v}", to=atom.acc))
+        else:
+            adds.append(_sums("load_c", atom, s, i, v, spare=spare_tile, d=d))
+        adds.append(Verb("add", acc_of(i, v), d))
+    return (If(var("accumulate"), (*before, *adds)),)
+
+
 def write_back(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
-    """Write the accumulators to C."""
-    cells = _cells(atom, s)
+    """Write the accumulators to C, or add them to it."""
+    cells, more = _cells(atom, s), _add_c(atom, s, edge=edge)
     if not edge:
-        return tuple(_sums("store", atom, s, i, v) for i, v in cells)
+        return (*more, *(_sums("store", atom, s, i, v) for i, v in cells))
     if atom.mask:
-        return tuple(Verb("store_mask", acc_of(i, v), p=_c(atom, i, v), mask=f"m{v}") for i, v in cells)
+        return (*more, *(Verb("store_mask", acc_of(i, v), p=_c(atom, i, v), mask=f"m{v}") for i, v in cells))
     stores = (_sums("store", atom, s, i, v, spare=True) for i, v in cells)
-    return (*stores, *_copy(s, Ptr("c"), Ptr("tile"), var("c_m"), const(s.nr)))
+    return (*more, *stores, *_copy(s, Ptr("c"), Ptr("tile"), var("c_m"), const(s.nr)))
 
 
-def _sums(verb: str, atom: Atom, s: Shape, i: int, v: int, *, spare: bool = False) -> Verb:
-    """Load or store an accumulator: in C, or in the spare tile."""
+def _sums(verb: str, atom: Atom, s: Shape, i: int, v: int, *, spare: bool = False, d: str = "") -> Verb:
+    """Load or store an accumulator, or register `d`: in C, or in the spare tile."""
     p = Ptr("tile") + (i * s.nr + v * atom.n) if spare else _c(atom, i, v)
-    return Verb(verb, acc_of(i, v), p=p, step=_apart(atom, s, i, const(s.nr) if spare else var("c_m")))
+    return Verb(verb, d or acc_of(i, v), p=p, step=_apart(atom, s, i, const(s.nr) if spare else var("c_m")))
 
 
 def _copy(s: Shape, to: Ptr, src: Ptr, to_m: Index, src_m: Index) -> tuple[Stmt, ...]:

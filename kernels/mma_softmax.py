@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from portmm.kernels.grid_scores import Scores, each
 from portmm.kernels.online import LOG2E, LOWEST
 
 from portmm.expr import fma
+from portmm.forks import once
 from portmm.fused import acc, parse
 from portmm.index import Ptr, minimum, var
 from portmm.ir import If, Let
@@ -39,7 +39,7 @@ class FragmentSoftmax(Scores):
 
     t: MatrixTiling
 
-    @cached_property
+    @once
     def score(self) -> Expr:
         """A score times log2(e)."""
         score = parse(self.form.score).results[0][1]

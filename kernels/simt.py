@@ -1,7 +1,7 @@
 """Products by the threads of a device, each with a few rows and columns of C in registers.
 
     for each tile BM x BN of C            <- blocks of threads (times slices of k)
-      for each BK of k
+      for each BK of k                    <- of floats nested in a loop over runs of k
         shared <- A[BM, BK], B[BK, BN]    (the next ones, while these are multiplied)
         for k of BK
           registers[MR, NR] += A[MR] B[NR]
@@ -20,16 +20,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portmm.kernels.blocks import run_of
 from portmm.kernels.feeding import Feed
 from portmm.kernels.joining import given as joining
 from portmm.kernels.joining import join
 from portmm.kernels.storing import Storing, bottom, fused_arguments
+from portmm.kernels.totals import accumulators, current, in_runs, in_runs_beside
 
 from portmm.dtype import BY_NAME, accumulator
 from portmm.grid import Argument, GridKernel
-from portmm.index import Ptr, ceil_div, const, minimum, var
+from portmm.grid_candidates import beside
+from portmm.index import Ptr, ceil_div, const, maximum, minimum, var
 from portmm.ir import For, If, Let, LetPtr, Read, Scratch
-from portmm.threads import WHOLE, Barrier, Clear, CopyCommit, CopyWait, Do, Leave, Mac, Vector
+from portmm.threads import WHOLE, Barrier, Clear, CopyCommit, CopyWait, Do, Leave, Mac, Shared, Vector
 
 if TYPE_CHECKING:
     from portmm.index import Index
@@ -118,7 +121,7 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     work = Work(s, isa, atom)
     a, b = work.feed("a"), work.feed("b")
     sums, held = s.mr * s.nr, atom.acc
-    body: list[Stmt] = [a.shared(), b.shared(), Scratch("acc", sums, held)]
+    body: list[Stmt] = [a.shared(), b.shared(), *_sums(s, atom)]
     body += [Scratch("a_part", s.mr, held), Scratch("b_part", s.nr, held), *a.registers(), *b.registers()]
     body += [*place(s), *threads(s), *slice_of_k(s, s.block.k * atom.k_pack), Clear("acc", sums)]
     body += _copied(work, a, b) if s.copies else _fetched(work, a, b)
@@ -244,7 +247,7 @@ def _fetched(work: Work, a: Feed, b: Feed) -> list[Stmt]:
 
     if work.s.stages == 1:
         once = (*fetch(var("k_0") + step * deep), Barrier(), *put(const(0)), Barrier(), *_multiply(work, a, b))
-        return [For("step", const(0), var("steps"), const(1), once)]
+        return _over_k(work, once)
     more = (step + 1).lt(var("steps"))
     body = (
         If(more, fetch(var("k_0") + (step + 1) * deep)),
@@ -253,7 +256,7 @@ def _fetched(work: Work, a: Feed, b: Feed) -> list[Stmt]:
         If(more, put(const(1) - var("stage"))),
         Barrier(),
     )
-    return [*fetch(var("k_0")), *put(const(0)), Barrier(), For("step", const(0), var("steps"), const(1), body)]
+    return [*fetch(var("k_0")), *put(const(0)), Barrier(), *_over_k(work, body)]
 
 
 def _copied(work: Work, a: Feed, b: Feed) -> list[Stmt]:
@@ -274,7 +277,25 @@ def _copied(work: Work, a: Feed, b: Feed) -> list[Stmt]:
         Let("stage", step % stages),
         *_multiply(work, a, b),
     )
-    return [*ahead, For("step", const(0), var("steps"), const(1), body)]
+    return [*ahead, *_over_k(work, body)]
+
+
+def _over_k(work: Work, body: tuple[Stmt, ...]) -> list[Stmt]:
+    """The loop over tiles of k, nested in one over runs, which are of whole tiles."""
+    s, loop = work.s, For("step", const(0), var("steps"), const(1), body)
+    run = maximum(1, run_of(var("k_end") - var("k_0"), 1) // s.block.k)
+    if beside(s):
+        own = Ptr("totals", var("i") * s.threads + var("thread"))
+        return list(in_runs_beside(work.atom, s.mr * s.nr, loop, run, lambda _: own))
+    return list(in_runs(work.atom, s.mr * s.nr, loop, run))
+
+
+def _sums(s: Schedule, atom: Atom) -> list[Stmt]:
+    """A thread's sums of a run of k, and of all runs before."""
+    count = s.mr * s.nr
+    if beside(s):
+        return [Shared("totals", count * s.threads, atom.acc), Scratch("acc", count, atom.acc)]
+    return accumulators(atom, count)
 
 
 def _multiply(work: Work, a: Feed, b: Feed) -> tuple[Stmt, ...]:
@@ -283,7 +304,7 @@ def _multiply(work: Work, a: Feed, b: Feed) -> tuple[Stmt, ...]:
     stage = const(0) if s.stages == 1 else var("stage")
     parts = [_part(a, s.mr, s.cell[0], stage), _part(b, s.nr, s.cell[1], stage)]
     i, j = var("i"), var("j")
-    mac = Mac(Ptr("acc", i * s.nr + j), Ptr("a_part", i), Ptr("b_part", j))
+    mac = Mac(Ptr("acc" if beside(s) else current(work.atom), i * s.nr + j), Ptr("a_part", i), Ptr("b_part", j))
     columns = For("j", const(0), const(s.nr), const(1), (mac,), WHOLE)
     macs = For("i", const(0), const(s.mr), const(1), (columns,), WHOLE)
     return (For("unit", const(0), const(s.block.k), const(1), (*parts, macs), WHOLE),)

@@ -17,7 +17,7 @@ processors 25 KB each. A is read through caches. Two ways, as B lies:
 A *unit* is an element, or four bytes that one instruction multiplies; a *piece* is what a thread takes of k
 at once: the units of a vector along k, or one. Threads are dealt pieces in turn.
 
-Shared memory holds a word for each sum of each thread, so laid that neither threads that
+Shared memory holds a word for each sum of each thread, also between runs of k, so laid that neither threads that
 write nor those that add meet in a bank. Where many threads have the same columns, their
 sums are added in two rounds, square roots of their number long. All of it is in a fixed order.
 """
@@ -30,12 +30,14 @@ from portmm.kernels import coded_stream as coded
 from portmm.kernels.shares import Work, a_step, each, of
 from portmm.kernels.simt import arguments, place
 from portmm.kernels.storing import Storing
+from portmm.kernels.totals import in_runs_beside
 
 from portmm import grid_stream
 from portmm.dtype import BY_NAME
 from portmm.grid import GridKernel
 from portmm.index import Ptr, ceil_div, const, minimum, var
 from portmm.ir import Add, For, If, Let, LetPtr, Move, Scratch
+from portmm.summation import RUN
 from portmm.threads import WHOLE, Barrier, Clear, Mac, Shared, Vector
 
 if TYPE_CHECKING:
@@ -121,7 +123,10 @@ def _streamed(work: Work) -> list[Stmt]:
         there = (turn + u).lt(turns)
         asked, multiplied = (If(there, asked),), (If(there, multiplied),)
     steps = (*each("u", deep, *asked), *each("u", deep, *multiplied))
-    return [For("turn", const(0), turns, const(deep), steps)]
+    loop = For("turn", const(0), turns, const(deep), steps)
+    pieces = max(1, RUN // (deep * work.width * work.s.kr)) * deep
+    count = work.s.mr * work.s.nr
+    return list(in_runs_beside(work.atom, count, loop, const(pieces), lambda i: _own(work, i)))
 
 
 def _pieces(work: Work, u: Index) -> tuple[tuple[Stmt, ...], tuple[Stmt, ...]]:
@@ -165,7 +170,7 @@ def _multiplied(work: Work, u: Index, at: Index) -> tuple[Stmt, ...]:
 def _added(work: Work) -> list[Stmt]:
     """What all threads have of each output, added and stored."""
     s, x, i = work.s, var("x"), of("i", work.s.mr * work.s.nr)
-    put = Move(work.spot(i * work.across + var("cell_n"), var("share")), Ptr("acc", i))
+    put = Move(_own(work, i), Ptr("acc", i))
     found: list[Stmt] = [*each("i", s.mr * s.nr, put), Barrier()]
     run = work.shares // work.parts
     if work.parts > 1:
@@ -186,6 +191,11 @@ def _added(work: Work) -> list[Stmt]:
         If(var("row").lt(var("m")), storing.piece(const(0))),
     )
     return [*found, *storing.before(), For("x", var("thread"), const(work.outputs), const(s.threads), last)]
+
+
+def _own(work: Work, i: Index) -> Ptr:
+    """Where a sum of this thread waits."""
+    return work.spot(i * work.across + var("cell_n"), var("share"))
 
 
 def _total(work: Work, output: Index, first: Index, count: int, step: int) -> tuple[Stmt, ...]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from portmm.explanation import Explanation, explain
     from portmm.formats import from_awq, from_gguf, from_gptq, from_int4
     from portmm.grouped import grouped_matmul
+    from portmm.launching import launch
     from portmm.quantized import Quantized, dequantize, load_quantized, quantize, save_quantized
     from portmm.scaled import linear
     from portmm.stored import load_packed, save_packed
@@ -221,4 +222,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

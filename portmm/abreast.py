@@ -3,12 +3,12 @@
 Owns `abreast`, which makes one product of several that share their first operand,
 and says why where it does not. Imports `graph`, `packed`, `splitter`. One product packs
 or streams A once and hands work to threads once; its weights must lie side by side,
-so only weights that never change are joined: packed ones, once, kept from then on.
+so only weights that never change are joined: packed ones, once, kept as long as a program uses them.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from portmm.packed import join
@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 MOST_BYTES = 1 << 26
 """Weights that are joined, in bytes: they are then in memory twice. What that saves is the handing-over of
 one product to threads, a microsecond, and reading A again, which wide weights dwarf."""
-MOST_KEPT = 16
-"""Joined weights that are kept for other shapes and functions."""
-
-_joined: OrderedDict[tuple[int, ...], tuple[tuple[Any, ...], Any]] = OrderedDict()
+_joined: dict[tuple[int, ...], tuple[weakref.ref[Any], ...]] = {}
+"""Weights, by identity -> what they were joined to, and they themselves: kept by the programs that use them."""
 
 
 def abreast(graph: Graph, split: Split) -> list[tuple[str, str]] | None:
@@ -85,11 +83,18 @@ def _join(graph: Graph, products: list[Node]) -> list[tuple[str, str]]:
 
 
 def _weight(weights: tuple[Any, ...]) -> Any:
-    """Packed weights side by side: kept, with those that they were made of."""
+    """Packed weights side by side, the same for all programs: however many shapes, there is one copy."""
     key = tuple(map(id, weights))
-    if key not in _joined:
-        _joined[key] = weights, join(weights)
-        if len(_joined) > MOST_KEPT:
-            _joined.popitem(last=False)
-    _joined.move_to_end(key)
-    return _joined[key][1]
+    first, *rest = (x() for x in _joined.get(key, ()) or (_gone,))
+    if first is not None and all(x is y for x, y in zip(rest, weights, strict=True)):
+        return first
+    made = join(weights)
+    if made is not None:
+        for old in [k for k, refs in tuple(_joined.items()) if refs[0]() is None]:
+            _joined.pop(old, None)
+        _joined[key] = tuple(map(weakref.ref, (made, *weights)))
+    return made
+
+
+def _gone() -> None:
+    """In place of a reference to what is there no more."""

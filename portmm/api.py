@@ -9,19 +9,25 @@ kernel can take where it lies goes to `_general` every time.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
-import warnings
+import time
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm import arrays, foreign, settings
+from portmm import arrays, foreign, forks, scratch, settings
+from portmm.array_class import in_class_of
 from portmm.call import Call, problem, reduce_call
-from portmm.dtype import accumulator
 from portmm.errors import BuildError, PortmmError, ScheduleError
-from portmm.packed import packed_class, register_dtype, unpack
+from portmm.fallback import fall_back
+from portmm.fallback import product as product_by_numpy
+from portmm.memory import Memory
+from portmm.packed import current, fixed, is_coded, is_packed, of_codes, register_dtype, unpack
+from portmm.row_classes import row_class, rows
 from portmm.run import recall
 from portmm.run.host import runtime
 
@@ -36,8 +42,12 @@ each, and so many kernel calls outweigh the general way's 35 microseconds."""
 HEAD_START = 0.015
 """Seconds in which the run time's compiler gets going, undisturbed by the imports and choices of this thread."""
 
-_lock = threading.Lock()
+MOST_CLASSES = 4096
+"""Routes of classes remembered for calls that come through Python."""
+
+_lock = forks.lock()
 _state: dict[str, Any] = {}
+_classes = Memory(MOST_CLASSES)
 
 
 def matmul(
@@ -70,11 +80,11 @@ def matmul(
             in float32, which tiles of AMX round to bfloat16 beside bfloat16, and a device's
             tensor cores, of many rows, to the type of `a` where that is the result's, too;
             beside one, an infinity in `a` may give NaN.
-        out: where to put the result; may overlap an input. Kernels write float32,
-            float16 and bfloat16 results of narrow floats directly.
-        dtype: type of the result, if there is no `out`. By default that of both
-            operands if they have one float type, else float32, float64, or int32.
-
+        out: where to put the result, an array or a tuple of one; may overlap an input. The operands broadcast with
+            its leading dimensions. Kernels write float32, float16 and bfloat16 results of narrow floats directly.
+        dtype: type of the result, before it is put in `out`. As in NumPy, sums are as precise: for a wider
+            type the operands are converted, which costs a copy, and an unpacked one of a packed weight. By default
+            that of both operands if they have one float type, else float32, float64, or int32.
         epilogue: what becomes of the sums: a function (acc, i) of an element's sum and its
             place i.m, i.n, i.b (row, column, item of a batch). It may read arrays that it
             captures, as in bias[i.n], and return several results; see `portmm.vocabulary`.
@@ -82,11 +92,13 @@ def matmul(
         prologue_b: what B is first, likewise, i.k and i.n.
 
     Returns:
-        The product, (..., m, n), with leading dimensions broadcast; `out` if given. Of
+        The product, (..., m, n), with leading dimensions broadcast, of the class that `numpy.matmul` gives it
+        (`np.matrix` and others); `out` if given. Of
         several results of an epilogue, a tuple; one that is the same along a row has extent 1 there.
 
     Raises:
-        TypeError: a dtype is not supported, or `dtype` cannot hold the result.
+        TypeError: a dtype is not supported, or `dtype` or `out` cannot hold the result; an operand is a masked
+            array, or of a class with arithmetic of its own.
         ValueError: shapes do not fit.
         TraceError: a function does what cannot be traced.
     """
@@ -94,10 +106,9 @@ def matmul(
         if (taker := arrays.taker(a, b)) is not None:
             around_it = {"epilogue": epilogue, "prologue_a": prologue_a, "prologue_b": prologue_b}
             return taker.matmul_(a, b, out, dtype, around_it)
-        return _surrounded[0](a, b, out, dtype, epilogue, prologue_a, prologue_b)
-    if dtype is not None and out is None:
-        there = _there(a, b)
-        return _on_device(there, dtype) if there is not None else _typed(a, b, np.dtype(dtype))
+        return _surrounded[0](a, b, arrays.single(out), dtype, epilogue, prologue_a, prologue_b)
+    if dtype is not None:
+        return _typed(a, b, out, dtype)
     return _fast(a, b, out)
 
 
@@ -120,14 +131,6 @@ def _there(a: Any, b: Any, out: Any = None) -> Any:
     return on_device.adopted(a, b, out)
 
 
-_DEVICE_CODES = "portmm.device_codes"
-
-
-def of_codes(b: Any) -> bool:
-    """A weight of four bits on a device, whose module need not have been imported."""
-    return type(b).__module__ == _DEVICE_CODES
-
-
 def _on_device(given: Any, dtype: Any = None) -> Any:
     if of_codes(given[1]):
         from portmm import device_codes
@@ -139,20 +142,21 @@ def _on_device(given: Any, dtype: Any = None) -> Any:
     return on_device.matmul(given, dtype)
 
 
-def _typed(a: Any, b: Any, dtype: np.dtype[Any]) -> Any:
+def _typed(a: Any, b: Any, out: Any, dtype: Any) -> Any:
     """A product of a type that was asked for."""
+    out = arrays.single(out)
+    if (there := _there(a, b, out)) is not None:
+        return _on_device(there, dtype)
     if (taker := arrays.taker(a, b)) is not None:
-        return taker.matmul_(a, b, None, dtype, {})
-    left = arrays.as_operand(a, "a")
-    # Asking for the class of packed weights would build the run time, which may not be possible.
-    packed = hasattr(b, "family") or _is_coded(b)
-    shape = _shape(left, (b if packed else arrays.as_operand(b, "b")).shape)
-    out = _fast(a, b, np.empty(shape, dtype))
-    return out[()] if not shape else out
+        return taker.matmul_(a, b, out, np.dtype(dtype), {})
+    from portmm import typed
+
+    return typed.product(a, b, out, np.dtype(dtype), _fast)
 
 
 def _start(a: Any, b: Any, out: Any) -> Any:
     """The first call of a process: build the run time, then go its way. A device needs none."""
+    out = arrays.single(out)
     if (there := _there(a, b, out)) is not None:
         return _on_device(there)
     begin(a, b, out)
@@ -165,10 +169,15 @@ _fast: Callable[[Any, Any, Any], Any] = _start
 def begin(a: Any = None, b: Any = None, out: Any = None) -> None:
     """Have the run time ready, with the settings in force: built now if it is not, beside this product's kernel."""
     global _fast  # noqa: PLW0603 - replaced once, so that later calls cost nothing
-    if _fast is _start:
+    if _fast is _start or _is_due():
         with _lock:
-            if _fast is _start:
+            if _fast is _start or _is_due():
                 _fast = _begin(a, b, out)
+
+
+def _is_due() -> bool:
+    """There is no compiler, for a reason that may have passed by now."""
+    return _fast is _without_compiler and time.monotonic() >= _state.get("retry_at", math.inf)
 
 
 def _begin(a: Any, b: Any, out: Any) -> Callable[[Any, Any, Any], Any]:
@@ -179,6 +188,7 @@ def _begin(a: Any, b: Any, out: Any) -> Callable[[Any, Any, Any], Any]:
         rt = recall.runtime(kept)
     except BuildError as error:
         fall_back(error)
+        _state["retry_at"] = error.retry_at
         return _without_compiler
     rt.set_slow(_general)
     rt.set_resolver(_resolve, True)
@@ -186,6 +196,7 @@ def _begin(a: Any, b: Any, out: Any) -> Callable[[Any, Any, Any], Any]:
     settings.on_change(_settings)
     _state["runtime"] = rt
     _settings()
+    scratch.bound(rt)
     return rt.matmul
 
 
@@ -228,68 +239,79 @@ def _target_name() -> str:
 
 
 def route(p: Problem) -> Any:
-    """A launchable kernel for a problem: remembered from earlier processes, or chosen and built now.
+    """A launchable kernel for a problem: remembered from earlier calls or processes, or chosen and built now.
 
     Raises:
         ScheduleError: nothing is legal.
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    kept = recall.book(_target_name())
-    question = f"{p!r} {settings.limit()}"
-    found = None if kept is None else recall.route(kept, question, runtime(), p)
-    if found is None:
-        from portmm import dispatch
-
-        found = dispatch.route_for(p, settings.target(), settings.get_num_threads())
-        if kept is not None:
-            recall.keep(kept, question, found, settings.target())
-    return found
+    return routed(p)[0]
 
 
-def fall_back(error: Exception) -> None:
-    """Say once that NumPy does the work, and why."""
-    if not _state.get("warned"):
-        _state["warned"] = True
-        warnings.warn(f"portmm computes with NumPy: {error}", RuntimeWarning, stacklevel=4)
+def routed(p: Problem) -> tuple[Any, bool]:
+    """The same, and whether it serves all problems of the class of `p` (see `row_classes`).
+
+    Raises:
+        ScheduleError: nothing is legal.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    name, limit = _target_name(), settings.limit()
+    least, most = rows(p)
+    about = (most, p.n, p.k, p.dtype, p.batch, p.a, p.b, p.c, p.family, p.deterministic, p.static, p.post, p.source)
+    key = (about, p.fused, name, limit)
+    found = _classes.get(key)
+    if found is not None:
+        return found, True
+    kept = recall.book(name)
+    if kept is not None:
+        whole = p if p.m == most else replace(p, m=most)
+        questions = (f"{least}-{most} {whole!r} {limit}", f"{p!r} {limit}")
+        for question in questions[least == most :]:
+            found = recall.route(kept, question, runtime(), p)
+            if found is not None:
+                shared = least == most or question is questions[0]
+                return (_classes.keep(key, found), True) if shared else (found, False)
+    from portmm import dispatch
+
+    found, served = dispatch.routed(p, settings.target(), settings.get_num_threads())
+    shared = served == (least, most)
+    if kept is not None:
+        recall.keep(kept, questions[least == most or not shared], found, settings.target())
+    return (_classes.keep(key, found), True) if shared else (found, False)
 
 
 def _without_compiler(a: Any, b: Any, out: Any) -> Any:
+    if _is_due():
+        begin(a, b, out)
+        if _fast is not _without_compiler:
+            return _fast(a, b, out)
+    out = arrays.single(out)
     if (taker := arrays.taker(a, b)) is not None:
         return taker.matmul_(a, b, out, None, {})
     if (there := _there(a, b, out)) is not None:
         return _on_device(there)
+    from portmm.typed import numbers
+
     left = arrays.as_operand(a, "a")
-    right = _decoded(b, left) if _is_coded(b) else arrays.as_operand(b, "b")
-    result = _by_numpy(left, right)
+    right = numbers(b, left.dtype.newbyteorder("="))
+    result = product_by_numpy(left, right)
     if out is None:
-        return result
-    np.copyto(out, result, casting="same_kind")
+        return in_class_of(result, a, b)
+    core = (left.ndim > 1) + (right.ndim > 1)
+    arrays.put(out, np.asarray(result).reshape(arrays.spread(out, np.shape(result), core, result.dtype)))
     return out
-
-
-def _decoded(w: Any, left: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A quantised weight as numbers of the type that it would be multiplied by."""
-    from portmm.folded import Folded, unfold
-    from portmm.quantized import dequantize
-
-    return dequantize(unfold(w) if isinstance(w, Folded) else w, left.dtype.newbyteorder("="))
-
-
-def _by_numpy(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> Any:
-    """The product in the type that kernels sum in, then in that of the result."""
-    types = arrays.types_of(left.dtype, right.dtype)
-    wide = arrays.numpy_of(accumulator(*map(arrays.name_of, types[:2])))
-    return np.matmul(left.astype(wide, copy=False), right.astype(wide, copy=False)).astype(types[2], copy=False)
 
 
 def _resolve(  # noqa: PLR0917 - the run time passes positions only
     dtype: str, m: int, n: int, k: int, a: str, b: str, c: str, family: str, dense: bool
 ) -> Any:
-    """Called by the run time for a shape it has not seen: a route, or None for the general way."""
+    """Called by the run time for a shape it has not seen: a route and whether it serves a class of rows, or None."""
     p = problem(dtype, (m, n, k), (a, b, c), family, dense=dense)
     try:
-        return route(p)
+        found, shared = routed(p)
+        return found, shared and rows(p) == row_class(m)
     except ScheduleError:
         return None  # a packed weight for another machine, or with C by columns
     except BuildError as error:
@@ -299,10 +321,12 @@ def _resolve(  # noqa: PLR0917 - the run time passes positions only
 
 def _planner(a: Any, b: Any, out: Any) -> Any:
     """Called by the run time for operands it has not seen: a plan, or None for the general way."""
-    right = b.owner.dtype if _is_packed(b) else b.dtype
+    right = b.owner.dtype if is_packed(b) else b.dtype
     types = arrays.types_of(a.dtype, right, None if out is None else out.dtype)
     if (a.dtype, right) != types[:2] or (out is not None and out.dtype != types[2]):
         return None  # something must be converted first
+    if out is not None and out.shape != arrays.shape_of(a, b.shape):
+        return None  # the product broadcasts to it
     try:
         made = _make_plan(a, b, out, bind=False)
     except ScheduleError:
@@ -313,53 +337,42 @@ def _planner(a: Any, b: Any, out: Any) -> Any:
     return made
 
 
-def _is_packed(b: Any) -> bool:
-    return isinstance(b, packed_class())
-
-
 def _general(a: Any, b: Any, out: Any) -> Any:
     """Any product that NumPy accepts."""
+    out = arrays.single(out)
     if (taker := arrays.taker(a, b)) is not None:
         return taker.matmul_(a, b, out, None, {})
     if (there := _there(a, b, out)) is not None:
         return _on_device(there)
-    if _is_coded(b):
-        return _by_codes(a, b, out)
-    left = arrays.as_operand(a, "a")
-    is_packed = _is_packed(b)
-    right: Any = b if is_packed else arrays.as_operand(b, "b")
-    held = right.owner.dtype if is_packed else right.dtype
+    result = _by_codes(a, b, out) if is_coded(b) else _product(a, b, out)
+    return in_class_of(result, a, b) if out is None else result
+
+
+def _product(a: Any, b: Any, out: Any) -> Any:
+    """A product of arrays, or of one and a packed weight."""
+    left, b = arrays.as_operand(a, "a"), current(b)
+    panels = is_packed(b)
+    right: Any = b if panels else arrays.as_operand(b, "b")
+    held = right.owner.dtype if panels else right.dtype
     types = arrays.types_of(left.dtype, held, getattr(out, "dtype", None))
     _introduce(types)
-    if is_packed and types[1] != held:
-        right, is_packed = unpack(b), False
-    dtype, shape = types[2], _shape(left, right.shape)
-    vector_a, vector_b = left.ndim == 1, not is_packed and right.ndim == 1
+    if panels and types[1] != held:
+        right, panels = unpack(b), False
+    dtype, shape = types[2], arrays.shape_of(left, right.shape)
+    vector_a, vector_b = left.ndim == 1, not panels and right.ndim == 1
     left = left[np.newaxis, :] if vector_a else left
     right = right[:, np.newaxis] if vector_b else right
-    if out is not None:
-        out = arrays.check_out(out, shape, dtype)
+    placed = shape if out is None else arrays.spread(out, shape, 2 - vector_a - vector_b, dtype)
     vectors = {"vector_a": vector_a, "vector_b": vector_b}
-    direct = out is not None and _usable(_matrices(out, **vectors), types, left, right)
-    result = out if direct else np.empty(shape, dtype)
+    to = None if out is None or out.shape != shape else np.asarray(out)
+    direct = to is not None and _usable(_matrices(to, **vectors), types, left, right)
+    result = to if to is not None and direct else np.empty(shape, dtype)
     _compute(left, right, _matrices(result, **vectors), types)
     if out is None:
         return result[()] if result.ndim == 0 else result
     if not direct:
-        np.copyto(out, result, casting="same_kind")
+        arrays.put(out, result.reshape(placed))
     return out
-
-
-def _is_coded(b: Any) -> bool:
-    """A quantised weight, told without importing what makes one."""
-    return type(b).__module__ in ("portmm.folded", "portmm.quantized", _DEVICE_CODES)
-
-
-def _shape(left: np.ndarray[Any, Any], right: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a product, vectors being a row or a column that the result lacks."""
-    rows = left[np.newaxis, :] if left.ndim == 1 else left
-    batch, (m, n) = arrays.result_shape(rows, (*right, 1) if len(right) == 1 else right)
-    return (*batch, *(() if left.ndim == 1 else (m,)), *(() if len(right) == 1 else (n,)))
 
 
 def _by_codes(a: Any, b: Any, out: Any) -> Any:
@@ -415,7 +428,7 @@ def _compute(left: Any, right: Any, view: np.ndarray[Any, Any], types: arrays.DT
         return
     except BuildError as error:
         fall_back(error)
-        view[...] = _by_numpy(left, right if isinstance(right, np.ndarray) else unpack(right))
+        view[...] = product_by_numpy(left, right if isinstance(right, np.ndarray) else unpack(right))
         return
     _state["runtime"].execute(found, *call.numbers(), call.walk.outer)
 
@@ -437,10 +450,8 @@ def plan(a: Any, b: Any, out: Any = None) -> Any:
         TypeError: a dtype is not supported, or the two differ.
         ValueError: shapes do not fit, or an operand does not lie as a kernel needs it.
         ScheduleError: the packed weight was made for another machine, or `out` is by columns beside one.
-        NoCompilerError: there is no compiler.
-        BuildError: the compiler failed.
     """
-    if _is_coded(b) and not of_codes(b):
+    if is_coded(b) and not of_codes(b):
         raise TypeError("a plan takes arrays and packed ones; a weight of four bits remembers its calls: use matmul")
     if (there := _there(a, b, out)) is not None:
         if of_codes(b):
@@ -450,8 +461,8 @@ def plan(a: Any, b: Any, out: Any = None) -> Any:
         from portmm import on_device
 
         return on_device.plan(there)
-    left = arrays.as_operand(a, "a")
-    right = b if _is_packed(b) else arrays.as_operand(b, "b")
+    left = arrays.as_operand(a, "a", matrix=False)
+    right = current(b) if is_packed(b) else arrays.as_operand(b, "b", matrix=False)
     for name, x in (("a", left), ("b", right), ("out", out)):
         if not isinstance(x, np.ndarray):
             continue
@@ -459,7 +470,11 @@ def plan(a: Any, b: Any, out: Any = None) -> Any:
             raise ValueError(f"{name} is empty; a plan takes arrays with elements")
         if not arrays.addressable(x, x.dtype):
             raise ValueError(f"{name} is not aligned to its elements, or not strided by whole ones; copy it first")
-    made = _make_plan(left, right, out, bind=True, static=True)
+    try:
+        made = _make_plan(left, right, out, bind=True, static=True)
+    except BuildError as error:
+        fall_back(error)
+        return _plain_plan(left, right, out)
     if made is None:
         raise ValueError(
             "a plan takes an out by rows or columns, without repeated elements, and an evenly spaced batch"
@@ -472,21 +487,40 @@ def _make_plan(a: np.ndarray[Any, Any], b: Any, out: Any, *, bind: bool, static:
 
     With `bind` a packed b is part of the plan, else its panels are an argument.
     """
-    is_packed = _is_packed(b)
-    left, right = a.dtype, b.owner.dtype if is_packed else b.dtype
+    packed = is_packed(b)
+    left, right = a.dtype, b.owner.dtype if packed else b.dtype
     if arrays.types_of(left, right)[:2] != (left, right):
         raise TypeError(f"a plan takes native arrays that multiply as they are; got {left} and {right}")
+    if bind and isinstance(out, np.ndarray) and out.dtype != (wanted := arrays.types_of(left, right, out.dtype)[2]):
+        raise TypeError(f"out has dtype {out.dtype}; a plan for these operands writes {wanted}")
     call, result = _reduce(a, b, out, static=static)
     if call is None or (call.walk.outer is not None and len(call.walk.outer) > MOST_OFFSETS):
         return None
     found = route(call.problem)
     numbers = call.numbers()
     bare = (*numbers[:4], *numbers[5:8], *numbers[9:12], *numbers[13:])
-    panels = b.owner if is_packed else b
-    b_form = b if is_packed and bind else (panels.shape, panels.strides)
+    panels = b.owner if packed else b
+    b_form = b if packed and bind else (panels.shape, panels.strides)
     return runtime().make_plan(
         found, (a.shape, a.strides), b_form, (result.shape, result.strides), bare, call.walk.outer
     )
+
+
+def _plain_plan(a: np.ndarray[Any, Any], b: Any, out: Any) -> Any:
+    """A plan that NumPy computes."""
+    from portmm.run.plain import PlainPlan
+
+    whole = unpack(b) if is_packed(b) else None
+    right = b if whole is None else whole
+    types = arrays.types_of(a.dtype, right.dtype, None if out is None else out.dtype)
+    _introduce(types)
+    result = (
+        np.empty(arrays.shape_of(a, right.shape), types[2])
+        if out is None
+        else arrays.check_out(out, arrays.shape_of(a, b.shape), types[2])
+    )
+    forms = ((a.shape, a.strides), fixed(b) if is_packed(b) else (b.shape, b.strides), (result.shape, result.strides))
+    return PlainPlan(arrays.word(types), forms, lambda x, y: product_by_numpy(x, y if whole is None else whole))
 
 
 def _reduce(a: np.ndarray[Any, Any], b: Any, out: Any, *, static: bool = False) -> tuple[Call | None, Any]:
@@ -494,12 +528,16 @@ def _reduce(a: np.ndarray[Any, Any], b: Any, out: Any, *, static: bool = False) 
 
     None in place of the call where a kernel cannot take the operands as they lie.
     """
-    is_packed = not isinstance(b, np.ndarray)
-    types = arrays.types_of(a.dtype, b.owner.dtype if is_packed else b.dtype, None if out is None else out.dtype)
+    packed = not isinstance(b, np.ndarray)
+    types = arrays.types_of(a.dtype, b.owner.dtype if packed else b.dtype, None if out is None else out.dtype)
     _introduce(types)
     dtype = types[2]
-    vector_a, vector_b = a.ndim == 1, not is_packed and b.ndim == 1
-    left, right, shape = a[np.newaxis, :] if vector_a else a, b[:, np.newaxis] if vector_b else b, _shape(a, b.shape)
+    vector_a, vector_b = a.ndim == 1, not packed and b.ndim == 1
+    left, right, shape = (
+        a[np.newaxis, :] if vector_a else a,
+        b[:, np.newaxis] if vector_b else b,
+        arrays.shape_of(a, b.shape),
+    )
     result = np.empty(shape, dtype) if out is None else arrays.check_out(out, shape, dtype)
     if 0 in shape or 0 in left.shape or any(n > 1 and s == 0 for n, s in zip(shape, result.strides, strict=True)):
         return None, result
@@ -507,5 +545,5 @@ def _reduce(a: np.ndarray[Any, Any], b: Any, out: Any, *, static: bool = False) 
     if arrays.canonical(view, dtype).layout not in ("row", "col"):
         return None, result
     call = reduce_call(left, right, view, types, static=static)
-    as_they_lie = call.a.array is left and call.c.array is view and (is_packed or call.b.array is right)
+    as_they_lie = call.a.array is left and call.c.array is view and (packed or call.b.array is right)
     return (call if as_they_lie else None), result

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm import api, arrays, foreign, quick, settings
+from portmm.array_class import in_class_of
 from portmm.dtype import BY_NAME, accumulator, spell
 from portmm.errors import BuildError, ScheduleError, TraceError
+from portmm.fallback import fall_back
 from portmm.fused import acc
 from portmm.fusing import Around, Bound, dense, native, settle, typed
-from portmm.packed import packed_class
+from portmm.packed import current, is_packed, of_codes
 from portmm.problem import Problem
 from portmm.rows import BYTES_PER_SECOND, over_rows
 from portmm.run.host import runtime
@@ -54,7 +56,7 @@ def matmul(  # noqa: PLR0917 - the operands, then what surrounds them
     if foreign.on_device(a) or foreign.on_device(b):
         return _on_device((a, b, out), dtype, epilogue, prologue_a, prologue_b)
     left = arrays.as_operand(a, "a")
-    right = b if hasattr(b, "family") else _plain(b)
+    right = current(b) if hasattr(b, "family") else _plain(b)
     if prologue_a is not None:
         left = _before(prologue_a, _rows(left, "a"), {"m": "m", "k": "n", "b": "b"})
     if prologue_b is not None:
@@ -62,17 +64,19 @@ def matmul(  # noqa: PLR0917 - the operands, then what surrounds them
             raise TypeError("b is packed; give prologue_b the weight as it was, or pack what it makes of it")
         right = _before(prologue_b, _rows(right, "b"), {"k": "m", "n": "n", "b": "b"})
     if epilogue is None:
-        return api.matmul(left, right, out, dtype=dtype)
+        result = api.matmul(left, right, out, dtype=dtype)
+        return in_class_of(result, a, b) if out is None else result
     if left.ndim < 2 or len(right.shape) < 2:
         raise ValueError(f"an epilogue takes matrices; got {left.shape} by {right.shape}: add a dimension of 1")
-    return _multiply(left, right, out, dtype, epilogue)
+    result = _multiply(left, right, out, dtype, epilogue)
+    return in_class_of(result, a, b) if out is None else result
 
 
 def _on_device(operands: tuple[Any, Any, Any], dtype: Any, epilogue: Any, prologue_a: Any, prologue_b: Any) -> Any:
     """The same of arrays on a device."""
     from portmm import around_device, on_device
 
-    if api.of_codes(operands[1]):
+    if of_codes(operands[1]):
         from portmm import device_codes
 
         return device_codes.around(operands, dtype, epilogue, prologue_a, prologue_b)
@@ -145,7 +149,7 @@ class Call:
     def __init__(self, left: Array, right: Any, wanted: np.dtype[Any] | None, first: np.dtype[Any] | None) -> None:
         self.left, self.right, self.wanted, self.first = left, right, wanted, first
         self.array = isinstance(right, np.ndarray)
-        self.coded = not self.array and not isinstance(right, packed_class())
+        self.coded = not self.array and not is_packed(right)
         self.batch, (self.m, self.n) = arrays.result_shape(left, right.shape)
         self.k, self.items = left.shape[-1], math.prod(self.batch)
 
@@ -170,10 +174,7 @@ class Call:
         try:
             return self.chosen(typed(traced, self.first))
         except ScheduleError as error:
-            return error
-        except BuildError as error:
-            api.fall_back(error)
-            return ScheduleError("there is no compiler")
+            return ScheduleError(str(error))  # without its traceback, whose frames hold operands: it is remembered
 
     def chosen(self, traced: Traced) -> _Ready:
         """The kernel for calls of this kind.
@@ -197,7 +198,7 @@ class Call:
         shapes = [(*self.batch, self.m, self.n if "n" in axes else 1) for axes in step.axes]
         vectors: tuple[Any, ...] = (None,) * 6
         if p.post:
-            vectors = (np.ones(size[0], np.float32), np.ones(-(-self.n // PAD) * PAD, np.float32), *vectors[2:])
+            vectors = (arrays.ones(size[0]), arrays.ones(-(-self.n // PAD) * PAD), *vectors[2:])
         direct = _lies(self.left, rows) and (right is None or _lies(self.right, right))
         results = tuple(zip(shapes, step.types, strict=True))
         return _Ready(route, bound, numbers, size, results, traced.several, vectors, direct)
@@ -325,7 +326,11 @@ def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[
     key = (left.shape, left.strides, left.dtype, left.flags.aligned, right.shape, held, dtype, first)
     call = Call(left, right, dtype, first)
     rank = 2 if left.ndim == len(right.shape) == 2 else 3
-    ready: _Ready | ScheduleError = around.ready(key, call.ready, _VALUES, rank)
+    try:
+        ready: _Ready | ScheduleError = around.ready(key, call.ready, _VALUES, rank)
+    except BuildError as error:
+        fall_back(error)
+        return call.split(epilogue, out)
     if isinstance(ready, ScheduleError):
         return call.split(epilogue, out)
     results = [np.empty(s, t) for s, t in ready.results]

@@ -76,7 +76,7 @@ def matmul(
         try:
             return _prepare(given, wanted, traced, weight)
         except ScheduleError as error:
-            return error
+            return ScheduleError(str(error))  # without its traceback, whose frames hold operands: it is remembered
 
     ready: _Ready | ScheduleError = around.ready(key, make, _VALUES, rank)
     if isinstance(ready, ScheduleError):

@@ -8,6 +8,7 @@ cannot express.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,12 +16,16 @@ from typing import Any
 import numpy as np
 
 from portmm.abi import HUGE_PAGE
+from portmm.array_class import refuse_class
 from portmm.dtype import BY_NAME, FOREIGN, FP8, accumulator, natural, spell
 
 _FACTORS = ("f32", "f64", "bf16", "f16", "s8", "u8")
 _BY_NUMPY = {BY_NAME[x].numpy: x for x in (*_FACTORS, "s32", *FP8)}
 _RESULTS = {"f32": ("f32", "bf16", "f16"), "f64": ("f64",), "s32": ("s32",)}
 """Type that products are summed in -> types of results that kernels write."""
+
+LINE = 64
+"""Bytes of a cache line."""
 
 Array = np.ndarray[Any, Any]
 DTypes = tuple[np.dtype[Any], np.dtype[Any], np.dtype[Any]]
@@ -98,13 +103,14 @@ class Operand:
         return int(self.array.__array_interface__["data"][0])
 
 
-def as_operand(x: Any, name: str) -> Array:
+def as_operand(x: Any, name: str, *, matrix: bool = True) -> Array:
     """`x` as an array of a supported type.
 
     Raises:
-        TypeError: its type is not supported.
+        TypeError: its type is not supported, or its class: see `refuse_class`.
         ValueError: it is a scalar.
     """
+    refuse_class(x, name, matrix=matrix)
     array = np.asarray(x)
     if name_of(array.dtype) not in _FACTORS:
         supported = ", ".join(BY_NAME[x].numpy for x in _FACTORS)
@@ -153,24 +159,41 @@ def canonical(array: Array, dtype: np.dtype[Any]) -> Operand:
     return Operand(array, "any", row, col)
 
 
-def result_shape(a: Array, b_shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def result_shape(
+    a: Array, b_shape: tuple[int, ...], given: tuple[Any, Any] | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Batch shape and (m, n) of a product of operands with at least two dimensions.
+
+    Args:
+        a: the left operand.
+        b_shape: shape of the right one.
+        given: the shapes that the caller gave, where these were vectors, or parts of others.
 
     Raises:
         ValueError: an operand is a scalar, inner dimensions differ, or batch shapes do not broadcast.
     """
     if a.ndim < 2 or len(b_shape) < 2:
         raise ValueError("an operand is a scalar; matmul needs at least one dimension, use * to scale")
+    left, right = given or (a.shape, b_shape)
     if a.shape[-1] != b_shape[-2]:
         raise ValueError(
-            f"cannot multiply {a.shape} by {b_shape}: "
+            f"cannot multiply {left} by {right}: "
             f"a has {a.shape[-1]} columns and b has {b_shape[-2]} rows; these must be equal"
         )
     try:
         batch = np.broadcast_shapes(a.shape[:-2], b_shape[:-2])
     except ValueError as error:
-        raise ValueError(f"batch dimensions {a.shape[:-2]} and {b_shape[:-2]} do not broadcast") from error
+        raise ValueError(
+            f"cannot multiply {left} by {right}: batch dimensions {a.shape[:-2]} and {b_shape[:-2]} do not broadcast"
+        ) from error
     return batch, (a.shape[-2], b_shape[-1])
+
+
+def shape_of(left: Array, right: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a product, vectors being a row or a column that the result lacks."""
+    rows = left[np.newaxis, :] if left.ndim == 1 else left
+    batch, (m, n) = result_shape(rows, (*right, 1) if len(right) == 1 else right, (left.shape, tuple(right)))
+    return (*batch, *(() if left.ndim == 1 else (m,)), *(() if len(right) == 1 else (n,)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +251,7 @@ def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """
     if not isinstance(out, np.ndarray):
         raise TypeError(f"out is {type(out).__name__}; give a numpy array")
+    refuse_class(out, "out")
     if out.shape != shape:
         raise ValueError(f"out has shape {out.shape}; the product has shape {shape}")
     if not out.flags.writeable:
@@ -237,12 +261,82 @@ def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return out
 
 
+def single(out: Any) -> Any:
+    """The one array of an `out`, which NumPy also takes as a tuple.
+
+    Raises:
+        ValueError: the tuple has another length.
+    """
+    if type(out) is not tuple:
+        return out
+    if len(out) != 1:
+        raise ValueError(f"out is a tuple of {len(out)}; a product has one result")
+    return out[0]
+
+
+def put(out: Array, result: Array) -> None:
+    """Copy a result to `out` in its type: what is too large becomes an infinity, without a warning."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.copyto(out, result, casting="same_kind")
+
+
+def spread(out: Any, shape: tuple[int, ...], core: int, dtype: np.dtype[Any]) -> tuple[int, ...]:
+    """The product's shape as `out` has it, with whose batch the operands broadcast, as in `numpy.matmul`.
+
+    Args:
+        out: the array that the result is put in.
+        shape: of the product.
+        core: how many of its last dimensions are rows and columns, which never broadcast.
+        dtype: of the product.
+
+    Returns:
+        `shape`, or that without leading dimensions of extent 1 which `out` does not have.
+
+    Raises:
+        TypeError: `out` is no array, or cannot hold the result's type.
+        ValueError: the product does not broadcast to its shape, or it is read-only.
+    """
+    if not isinstance(out, np.ndarray) or out.shape == shape:
+        check_out(out, shape, dtype)
+        return shape
+    own, batch = len(out.shape) - core, shape[: len(shape) - core]
+    spare = max(0, len(batch) - own)
+    spreads = own >= 0 and all(n == 1 for n in batch[:spare]) and out.shape[own:] == shape[len(batch) :]
+    if spreads:
+        spreads = all(n in (1, wide) for n, wide in zip(batch[::-1], out.shape[:own][::-1], strict=False))
+    check_out(out, out.shape if spreads else shape, dtype)
+    return shape[spare:]
+
+
 def aligned_empty(elements: int, dtype: Any) -> Array:
     """An uninitialised 1-D array that starts on a cache line."""
     size = np.dtype(dtype).itemsize
-    raw = np.empty(elements * size + 64, np.uint8)
-    start = -raw.ctypes.data % 64
+    raw = np.empty(elements * size + LINE, np.uint8)
+    start = -raw.ctypes.data % LINE
     return raw[start : start + elements * size].view(dtype)
+
+
+_ones = np.ones(0, np.float32)
+
+
+def ones(count: int) -> Array:
+    """A read-only vector of ones in float32, which shares its memory with all others.
+
+    Calls of thousands of shapes are remembered with such vectors: those of one call are never more than its rows.
+    """
+    global _ones  # noqa: PLW0603 - replaced by a longer one
+    whole = _ones
+    if whole.size < count:
+        whole = aligned_empty(max(1024, 1 << (count - 1).bit_length()), np.float32)
+        whole[:] = 1
+        whole.flags.writeable = False
+        _ones = whole
+    return whole[:count]
+
+
+def can_be_addressed(shape: tuple[int, ...], each: int) -> bool:
+    """Whether strides of an array of this shape fit 64 bits, with `each` bytes per element; extents of 0 hide none."""
+    return math.prod(max(n, 1) for n in shape) * each < 1 << 63
 
 
 def page_ends(x: Array, size: int) -> tuple[int, int]:
@@ -251,10 +345,11 @@ def page_ends(x: Array, size: int) -> tuple[int, int]:
     return first // size, max(0, -(-(x.nbytes - first) // HUGE_PAGE))
 
 
-def aligned_copy(x: Array) -> Array:
-    """`x` itself if it starts on a cache line, else a copy that does."""
-    if x.ctypes.data % 64 == 0 and x.flags.c_contiguous:
-        return x
-    to = aligned_empty(x.size, x.dtype)
-    to[...] = x.ravel()
+def aligned_readonly(x: Array, count: int) -> Array:
+    """The first `count` elements, read-only, on a cache line: a view of `x` where it starts on one, else a copy."""
+    to = x.reshape(-1)[:count]
+    if x.ctypes.data % LINE or not x.flags.c_contiguous:
+        to = aligned_empty(count, x.dtype)
+        to[...] = x.reshape(-1)[:count]
+    to.flags.writeable = False
     return to

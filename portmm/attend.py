@@ -16,6 +16,7 @@ import numpy as np
 from portmm import api, arrays, foreign, settings
 from portmm.errors import BuildError, TraceError
 from portmm.expr import Expr, real
+from portmm.fallback import fall_back
 from portmm.fused import C, Fused, acc, index
 from portmm.fusing import Around, Bound, substituted
 from portmm.heads import NAMES, Shape, array, by_numpy, count, lengths_of, refuse_others, score_of, shape_of, starts_of
@@ -164,7 +165,7 @@ def _computed(
     try:
         ready: _Ready = around.ready(key, lambda traced: _make(traced, shape, flags, results[0]), _leaves(), 4)
     except BuildError as error:
-        api.fall_back(error)
+        fall_back(error)
         made = by_numpy(shape, asked.function, asked.causal, asked.window, many, starts)
         result[...] = made[0].reshape(wanted)
         return result, made[1].reshape(wanted[:-1]) if asked.lse else None, None
@@ -323,6 +324,7 @@ def _make(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: Array) 
     made, target = _real(traced), settings.target()
     held = arrays.name_of(shape.dtype)
     api.begin()
+    runtime()  # without one, there is no use in making a kernel
     wanted = Fused(made.operands, ((C, made.results[0][0]),))
     isa, atom, _ = unit = dispatch.attention_unit(held, wanted, target, shape.m)
     few = shape.m <= FEW // atom.k_pack

@@ -1,20 +1,25 @@
 """C source to a shared object, through the cache.
 
-Owns the cache key and the run of the compiler. May import `abi`, `cache`,
-`compiler`, `errors`, `version`.
+Owns the cache key and the run of the compiler. May import `abi`, `cache`, `child`,
+`compiler`, `elf`, `errors`, `failures`, `tempdirs`, `version`. A build that failed is
+not tried again at once: see `failures`.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from portmm import abi, cache
+from portmm import abi, cache, child, failures
 from portmm.cache import cache_clear, cache_dir, cache_entries, cache_size
-from portmm.compiler import Compiler, command, environment, find_compiler
+from portmm.compiler import Compiler, command, find_compiler, limit_seconds
+from portmm.elf import fault
 from portmm.errors import BuildError
 from portmm.version import VERSION
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = [
     "Artifact",
@@ -26,9 +31,6 @@ __all__ = [
     "cache_size",
     "find_compiler",
 ]
-
-COMPILE_SECONDS = 300.0
-"""Patience with one compilation; a kernel takes less than one second."""
 
 _SHOWN_LINES = 12
 
@@ -48,6 +50,7 @@ class Artifact:
         key: SHA-256 of everything that it depends on.
         seconds: how long the compiler took, now or when the entry was made.
         cached: no compiler was run.
+        code: the shared object's bytes, which were checked: load these, and not the file.
     """
 
     path: Path
@@ -57,6 +60,7 @@ class Artifact:
     key: str
     seconds: float
     cached: bool
+    code: bytes = field(default=b"", repr=False, compare=False)
 
 
 def _key(source: str, compiler: Compiler, words: tuple[str, ...], include: tuple[Path, ...]) -> str:
@@ -104,53 +108,72 @@ def failure(
     )
 
 
-def _run(words: tuple[str, ...], source: str, stem: str) -> tuple[bytes, str]:
-    """The shared object, empty if there is none, and the compiler's words.
+def _run(words: tuple[str, ...], source: str, stem: str, seconds: float) -> tuple[bytes, child.Finished]:
+    """The shared object, empty if there is none, and how the compiler ended.
 
     Raises:
         OSError: there is no temporary directory, or the compiler cannot be run.
     """
-    import subprocess
     import tempfile
 
-    with tempfile.TemporaryDirectory(prefix="portmm-build-", ignore_cleanup_errors=True) as scratch:
-        Path(scratch, f"{stem}.c").write_text(source, encoding="utf-8")
-        try:
-            done = subprocess.run(
-                words,
-                cwd=scratch,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                timeout=COMPILE_SECONDS,
-                env=environment(),
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return b"", f"no answer within {COMPILE_SECONDS:.0f} s"
-        said = done.stdout.decode("utf-8", "replace")
-        product = Path(scratch, f"{stem}.so")
-        if done.returncode:
-            return b"", said or f"exit status {done.returncode}"
-        return (product.read_bytes() if product.is_file() else b""), said
+    from portmm.tempdirs import BUILD_PREFIX, directory
+    from portmm.trusted import chain_fault
+
+    # Where others can replace what lies among temporary files, they could replace what is compiled.
+    instead = cache.usable_dir() if chain_fault(tempfile.gettempdir()) else None
+    with directory(BUILD_PREFIX, instead) as folder:
+        (folder / f"{stem}.c").write_text(source, encoding="utf-8")
+        done = child.run(words, seconds, folder=folder)
+        product = folder / f"{stem}.so"
+        made = done.status == 0 and product.is_file()
+        return product.read_bytes() if made else b"", done
 
 
-def _unloadable(code: bytes, arch: str) -> str:
-    if code[:4] != b"\x7fELF" or len(code) < 20:
-        return "the output is not an ELF file"
-    machine = int.from_bytes(code[18:20], "little")
-    wanted = _ELF_MACHINE.get(arch, machine)
-    return "" if machine == wanted else f"the output is for ELF machine {machine}, not for {arch} ({wanted})"
+_worked: set[str] = set()
+"""Compilers that have built something in this process."""
 
 
-def _make(source: str, compiler: Compiler, words: tuple[str, ...], key: str, stem: str) -> cache.Entry:
-    start = time.perf_counter()
-    code, said = _run(words, source, stem)
+def _hanging(compiler: Compiler) -> str:
+    """The name under which it is remembered that a compiler does not end."""
+    return "\0".join(("compiler", *compiler.argv, compiler.version, compiler.arch))
+
+
+def _check_known(compiler: Compiler, key: str) -> None:
+    """Raise the failure of an earlier build, if it is too early to try again."""
+    names = (key,) if _hanging(compiler) in _worked else (key, _hanging(compiler))
+    for name in names:
+        refused = failures.known(name)
+        if refused is not None:
+            raise refused
+
+
+def _make(  # noqa: PLR0917 - what `build` was given, and what it found out
+    source: str, compiler: Compiler, words: tuple[str, ...], key: str, stem: str, symbols: tuple[str, ...]
+) -> tuple[cache.Entry, bytes]:
+    """A new entry and its code.
+
+    Raises:
+        BuildError: the compiler failed, now or before.
+        OSError: there is nowhere to build, or to keep what was built.
+    """
+    _check_known(compiler, key)
+    start, limit = time.perf_counter(), limit_seconds(compiler.kind)
+    code, done = _run(words, source, stem, limit)
     seconds = time.perf_counter() - start
-    fault = _unloadable(code, compiler.arch)
-    if fault:
-        raise failure(words, key, source, said or fault)
-    return cache.keep(key, code, name=stem, seconds=seconds, compiler=compiler.version, command=_shell(words))
+    if done.status is None:
+        error = failure(words, key, source, f"no answer within {limit:.0f} s; it was stopped")
+        # One source may be too much for a compiler that builds others; one that built nothing yet is left alone.
+        raise failures.hung(key if _hanging(compiler) in _worked else _hanging(compiler), error)
+    wrong = f"exit status {done.status}" if done.status else fault(code, _ELF_MACHINE.get(compiler.arch, 0), symbols)
+    if wrong:
+        passes = failures.passes(done.status, done.output)
+        error = failure(words, key, source, done.output if done.status and done.output else f"{wrong}\n{done.output}")
+        raise (failures.passing if passes else failures.lasting)(key, error)
+    _worked.add(_hanging(compiler))
+    command = _shell(words)
+    entry = cache.keep(key, code, name=stem, seconds=seconds, compiler=compiler.version, command=command)
+    failures.succeeded(key)
+    return entry, code
 
 
 def build(
@@ -160,6 +183,7 @@ def build(
     arch: str | None = None,
     name: str = "kernel",
     include: tuple[Path, ...] = (),
+    symbols: tuple[str, ...] = (),
 ) -> Artifact:
     """Compile `source` into a shared object, or find it in the cache.
 
@@ -171,25 +195,27 @@ def build(
         arch: as `uname -m` spells it; by default this machine's.
         name: for file names, in messages, debuggers and profilers.
         include: directories with headers.
+        symbols: functions that the object must define.
 
     Raises:
         NoCompilerError: no compiler makes code for `arch`.
-        BuildError: the compiler failed; its own words are in the message.
+        BuildError: the compiler failed, now or not long ago; its own words are in the message.
     """
     compiler = find_compiler(arch)
     stem = "".join(c if c.isascii() and (c.isalnum() or c in "_-") else "_" for c in name) or "kernel"
     words = command(compiler, flags, include, stem)
     key = _key(source, compiler, words, include)
-    entry = cache.find(key)
-    cached = entry is not None
-    if entry is None:
+    found = cache.load(key)
+    cached = found is not None
+    if found is None:
+        _check_known(compiler, key)
         with cache.lock(key):
-            entry = cache.find(key)
-            cached = entry is not None
+            found = cache.load(key)
+            cached = found is not None
             try:
-                entry = entry or _make(source, compiler, words, key, stem)
+                found = found or _make(source, compiler, words, key, stem, symbols)
             except OSError as error:
-                raise BuildError(
-                    f"cannot build {name}: {error}; give a writable directory in TMPDIR and PORTMM_CACHE"
-                ) from error
-    return Artifact(entry.path, source, flags, words, key, entry.seconds, cached)
+                text = f"cannot build {name}: {error}; give a writable directory in TMPDIR and PORTMM_CACHE"
+                raise failures.passing(key, BuildError(text)) from error
+    entry, code = found
+    return Artifact(entry.path, source, flags, words, key, entry.seconds, cached, code)

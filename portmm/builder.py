@@ -133,16 +133,21 @@ class Builder:
         return Place(ARENA, at, like, self.writer.room(like, at))
 
     def dying(self, x: Node, fusing: Expressions) -> int | None:
-        """The memory of an operand, for a result: it lies as that does, and nobody reads it later."""
+        """The memory of an operand, for a result: it lies as that does, and nobody reads it later.
+
+        A product's own operands are none such: other tiles read their rows and columns after the result is stored.
+        """
         if x.shape != fusing.shape:
             return None
         product = fusing.product.inputs if fusing.product is not None else ()
-        others = [*(self.places[y] for y in product if y in self.places), *fusing.written, *fusing.nodes.values()]
+        multiplied = [self.places[y] for y in product if y in self.places]
+        others = [*fusing.written, *fusing.nodes.values()]
         for y, place in fusing.nodes.items():
             here = range(place.offset, place.offset + place.like.nbytes)
             if (
                 place.root == ARENA and self.until.get(y, FOREVER) <= self.now and y in self.split.of
                 and (y.shape, y.dtype) == (x.shape, x.dtype) and place.like.flags.c_contiguous
+                and not any(p.root == ARENA and p.offset in here for p in multiplied)
                 and not any(p.root == ARENA and p is not place and p.offset in here for p in others)
             ):  # fmt: skip
                 return place.offset
@@ -313,7 +318,7 @@ def _right(b: Place, weight: Any, k: int, n: int) -> tuple[str, str, str, int, i
             return "col", "", held, 1, k
         return found.layout, "", held, found.row, found.col
     packed = type(weight).__name__ == "Packed"
-    return "packed" if packed else "codes", weight.family, weight.dtype if packed else "u4", weight.b_k, weight.b_n
+    return "packed" if packed else "codes", weight.family, weight.element if packed else "u4", weight.b_k, weight.b_n
 
 
 def _counts(unit: Unit) -> bool:
@@ -340,8 +345,7 @@ def _checked(x: Node, items: list[Node]) -> Callable[..., tuple[Any, ...]]:
             y = np.asarray(value)
             if y.shape != shape or y.dtype != dtype:
                 raise ChangedError
-            own = held[0] if held[0].base is None else held[0].base
-            kept = y.flags.c_contiguous and y.flags.aligned and not np.may_share_memory(y, own)
+            kept = y.flags.c_contiguous and y.flags.aligned and not np.may_share_memory(y, held[0])
             made.append(y if kept else y.copy())
         return tuple(made)
 

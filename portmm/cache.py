@@ -1,15 +1,16 @@
 """Files that outlive the process: compiled kernels and small notes.
 
-Owns the cache directory, the decision whether to trust what lies in it, and
-how entries get in and out. May import nothing of portmm.
+Owns the cache directory, and how entries get in and out. May import `elf`,
+`eviction`, `tempdirs`, `trusted`, `version`.
 
 An entry is `<key>.so`, `<key>.cubin` or `<key>.clbin`, for the host, CUDA or
 OpenCL, with `<key>.txt` beside it, which holds the SHA-256 of
 the former; what does not match is treated as absent. Files are never written
 in place: a new one is renamed over the old, so a process that has mapped the
 old one keeps it. Whoever can write to the directory can run code as its
-reader, so a directory or file that another user owns, or that group or others
-may write to, is not used. Where the directory cannot be used at all, a private
+reader, so a directory or file that others can write or replace is not used
+(see `trusted`), and code is loaded from the bytes that were checked (see
+`sealed`). Where the directory cannot be used at all, a private
 one that lives as long as the process stands in.
 
 A warm hit is on the way to every first call of a new process, so nothing
@@ -20,13 +21,20 @@ from __future__ import annotations
 
 import importlib
 import os
-import stat
 import time
-import warnings
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
+from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, cast
+
+from portmm.elf import fault
+from portmm.eviction import EVERY, limit, tidy, used
+from portmm.frames import warn
+from portmm.trusted import private, read, read_with, why_not
+from portmm.trusted import write as _write
+from portmm.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -35,9 +43,11 @@ LOCK_PATIENCE = 60.0
 """Seconds to wait for another process that builds the same entry. Above any
 compilation of one kernel; a stopped process then costs time, not an answer."""
 
-_STALE = 3600.0  # seconds; a temporary file lives for milliseconds, this one's owner is dead
 _CODE = (".so", ".cubin", ".clbin")
 _SUFFIXES = (*_CODE, ".txt", ".note", ".lock", ".tmp", ".failed.c", ".failed.cu", ".failed.cl")
+
+# Of a manifest, what says which file it belongs to.
+_ABOUT = ("sha256", "key", "version")
 
 _warned: set[str] = set()
 _private: dict[int, Path] = {}
@@ -68,6 +78,7 @@ class Entry:
     more: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
+@lru_cache(maxsize=1)  # a module that is not there is looked for on all paths
 def _sha256() -> Callable[[bytes], Any]:
     # hashlib loads OpenSSL, half of the five milliseconds in which a new
     # process with a warm cache should be ready; CPython's own module needs 0.1.
@@ -118,45 +129,28 @@ def tuned_database() -> Path | None:
     return root / "portmm" / "tuned.sqlite"
 
 
-def _private_to_user(info: os.stat_result) -> bool:
-    return info.st_uid == os.geteuid() and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _why_not(path: Path) -> str:
-    """Why the directory cannot be used, or "" when it can."""
-    try:
-        if not path.is_dir():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir(mode=0o700, exist_ok=True)
-        info = path.stat()
-        if not _private_to_user(info):
-            return "another user owns it or may write to it"
-        if os.statvfs(path).f_flag & os.ST_NOEXEC:
-            return "its file system is mounted noexec"
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
-
-
 def _warn(path: Path, reason: str) -> None:
     if str(path) in _warned:
         return
     _warned.add(str(path))
-    warnings.warn(
+    warn(
         f"portmm cannot keep kernels in {path} ({reason}), so every process compiles them again; "
-        "set PORTMM_CACHE to a directory that only you can write to",
-        RuntimeWarning,
-        stacklevel=2,
+        "set PORTMM_CACHE to a directory that only you can write to"
     )
 
 
 def _shared() -> Path | None:
     path = cache_dir()
-    reason = _why_not(path)
+    reason = why_not(path)
     if reason:
         _warn(path, reason)
         return None
     return path
+
+
+def usable_dir() -> Path | None:
+    """The cache directory, made if it is missing; None where it cannot be used, which is said once."""
+    return _shared()
 
 
 def _remove(owner: int, path: Path) -> None:
@@ -176,9 +170,11 @@ def private_dir() -> Path:
     owner = os.getpid()
     if owner not in _private:
         import atexit
-        import tempfile
 
-        path = Path(tempfile.mkdtemp(prefix="portmm-"))
+        from portmm.tempdirs import PRIVATE_PREFIX, make
+
+        # What holds the directory ends with the process.
+        path, _ = make(PRIVATE_PREFIX)
         _private[owner] = path
         atexit.register(_remove, owner, path)
     return _private[owner]
@@ -187,33 +183,6 @@ def private_dir() -> Path:
 def _places() -> list[Path]:
     found = (_shared(), _private.get(os.getpid()))
     return [p for p in found if p is not None]
-
-
-def _read(path: Path) -> bytes | None:
-    """The file's bytes, or None where it is absent or somebody else could have written it."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with os.fdopen(fd, "rb") as file:
-            info = os.fstat(fd)
-            if not stat.S_ISREG(info.st_mode) or not _private_to_user(info):
-                return None
-            return file.read()
-    except OSError:
-        return None
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Put `data` at `path` in one step; readers see the old file or the new one."""
-    import tempfile
-
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".tmp")
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-        Path(temporary).rename(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _keep_files(files: dict[str, bytes]) -> Path:
@@ -244,7 +213,7 @@ def _plain(line: str) -> str:
 
 
 def _fields(path: Path) -> dict[str, str]:
-    text = _read(path)
+    text = read(path)
     lines = (text or b"").decode("utf-8", "surrogateescape").splitlines()
     return dict(line.split(" ", 1) for line in lines if " " in line)
 
@@ -253,23 +222,30 @@ def _entry(path: Path, size: int, fields: dict[str, str]) -> Entry | None:
     try:
         own = {name: fields.pop(name) for name in ("name", "compiler", "command")}
         seconds = float(fields.pop("seconds"))
-        more = {name: _plain(text) for name, text in fields.items() if name != "sha256"}
+        more = {name: _plain(text) for name, text in fields.items() if name not in _ABOUT}
         return Entry(key=path.stem, path=path, bytes=size, seconds=seconds, **own, more=more)
     except (KeyError, ValueError):
         return None
 
 
 def load(key: str, suffix: str = ".so") -> tuple[Entry, bytes] | None:
-    """The entry of `key` and its code, checked against its SHA-256, or None."""
+    """The entry of `key` and its code, checked against its SHA-256, or None.
+
+    A shared object is whole, too: what is loaded never ends before one of its segments does.
+    """
     for place in _places():
         path = place / f"{key}{suffix}"
-        code = _read(path)
-        if code is None:
+        found = read_with(path)
+        if found is None:
             continue
+        code, info = found
         fields = _fields(path.with_suffix(".txt"))
-        if fields.get("sha256") == digest(code):
-            entry = _entry(path, len(code), fields)
-            return None if entry is None else (entry, code)
+        if fields.get("sha256") != digest(code) or fields.get("key") != key or (suffix == ".so" and fault(code)):
+            continue
+        entry = _entry(path, len(code), fields)
+        if entry is not None:
+            used(path, info)
+            return entry, code
     return None
 
 
@@ -305,13 +281,13 @@ def keep(
     Raises:
         OSError: neither the cache nor a temporary directory can be written to.
     """
-    fields = {"sha256": digest(code), "name": name, "seconds": f"{seconds:.4f}"}
+    fields = {"sha256": digest(code), "key": key, "version": VERSION, "name": name, "seconds": f"{seconds:.4f}"}
     fields |= {"compiler": " ".join(compiler.split()), "command": " ".join(command.split())}
     more = more or {}
     lines = {**fields, **{k: _escaped(v) for k, v in more.items()}}
     text = "".join(f"{k} {v}\n" for k, v in lines.items()).encode("utf-8", "surrogateescape")
     place = _keep_files({f"{key}{suffix}": code, f"{key}.txt": text})
-    _sweep(place)
+    _tidy(place)
     return Entry(key, place / f"{key}{suffix}", name, len(code), seconds, fields["compiler"], fields["command"], more)
 
 
@@ -321,13 +297,18 @@ def keep_failed(key: str, source: str, suffix: str = ".c") -> Path:
     return _keep_files({name: source.encode()}) / name
 
 
-def _sweep(directory: Path) -> None:
-    """Remove what writers that were killed have left."""
-    limit = time.time() - _STALE
-    for path in directory.glob("*.tmp"):
-        with suppress(OSError):
-            if path.stat().st_mtime < limit:
-                path.unlink()
+_kept: dict[Path, int] = {}
+
+
+def _tidy(place: Path) -> None:
+    """Now and then, when an entry was written: bring the directory under its limit."""
+    count = _kept.get(place, 0)
+    _kept[place] = count + 1
+    if count % EVERY == 0:
+        from portmm.tempdirs import sweep
+
+        sweep(place)
+        tidy(place, VERSION)
 
 
 def read_note(name: str) -> str | None:
@@ -337,8 +318,11 @@ def read_note(name: str) -> str | None:
     measured rates. `name` may hold letters, digits, dots and hyphens.
     """
     shared = _shared()
-    data = None if shared is None else _read(shared / f"{name}.note")
-    return None if data is None else data.decode("utf-8", "replace")
+    found = None if shared is None else read_with(path := shared / f"{name}.note")
+    if found is None:
+        return None
+    used(path, found[1])
+    return found[0].decode("utf-8", "replace")
 
 
 def write_note(name: str, text: str) -> None:
@@ -349,6 +333,25 @@ def write_note(name: str, text: str) -> None:
             _write(shared / f"{name}.note", text.encode("utf-8", "replace"))
 
 
+def append_note(name: str, lines: str) -> None:
+    """Add whole lines to what is kept under `name`, in one write; where the cache cannot be written, do nothing.
+
+    Lines of several processes do not mix. A line that a full disk cut short stands alone: each begins a new one.
+    """
+    shared = _shared()
+    if shared is None:
+        return
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with suppress(OSError):
+        fd = os.open(shared / f"{name}.note", flags, 0o600)
+        try:
+            info = os.fstat(fd)
+            if S_ISREG(info.st_mode) and private(info):
+                os.write(fd, f"\n{lines}".encode("utf-8", "replace"))
+        finally:
+            os.close(fd)
+
+
 def _try_lock(path: Path) -> int | None:
     """A descriptor that holds the lock, or None while another does.
 
@@ -357,7 +360,7 @@ def _try_lock(path: Path) -> int | None:
     """
     import fcntl
 
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # The last holder removes the file; only its current inode counts.
@@ -426,6 +429,11 @@ def cache_size() -> int:
         with suppress(OSError):
             total += path.lstat().st_size
     return total
+
+
+def cache_limit() -> int | None:
+    """The most bytes that the cache may take, None for no limit: see `$PORTMM_CACHE_LIMIT`."""
+    return limit()
 
 
 def cache_clear() -> int:

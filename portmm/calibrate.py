@@ -1,26 +1,27 @@
 """Measured rates of this machine.
 
 Owns the measurement (`probe`) and the file that remembers it (`remember`,
-`measured`). May import `abi`, `build`, `cache`, `detect`, `dtype`, `emit`,
-`errors`, `probe`, `target`, `version`; NumPy and cffi only to measure.
+`measured`, `forget`). May import `cache`, `detect`, `dtype`, `errors`, `gauge`,
+`target`, `version`; `gauge` only to measure.
 
-One core's rates, each the median of short runs on random data (zeros run
-faster on some units). Multiply-adds: every atom of the target's ISAs, on panels
-that stay in L1. Bandwidth: the widest atom's loads, over a buffer of half of
-each cache, and over one that no cache holds.
+One core's rates, each the best of short runs on random data. Multiply-adds: every
+atom of the target's ISAs, on panels that stay in L1. Bandwidth: the widest atom's loads,
+over a buffer of half of each cache, and over one that no cache holds.
+
+A disturbance only ever makes a run slower: the least time counts, and runs of one rate are spread over rounds
+between those of all others, so that a disturbance of a second spoils a part of each and all of none. For the same
+reason a later measurement only ever raises what is remembered; `forget` starts afresh.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from portmm.abi import ARGS
 from portmm.cache import read_note, write_note
 from portmm.detect import host, missing
 from portmm.dtype import BY_NAME
@@ -28,9 +29,7 @@ from portmm.errors import TargetError
 from portmm.version import VERSION
 
 if TYPE_CHECKING:
-    from concurrent.futures import Executor
-
-    from portmm.probe import Probe
+    from portmm.gauge import Gauge
     from portmm.target import Atom, Isa, Target
 
 Progress = Callable[[int, int, str], None]
@@ -41,170 +40,28 @@ ALL_CORES = "memory@all"
 
 SECONDS = 0.12
 """For one measurement; of a dozen, so that all take a few seconds."""
-SHORTEST = 1e-3
-"""Seconds of one timed run: a thousand times the cost of a call and of the clock."""
-FEWEST_RUNS = 5
-PEAK_STEPS = 64
-"""Steps of a panel: (14 + 32) * 64 elements of f32 take 12 KB, a part of any L1."""
+ROUNDS = 5
+"""Parts that the time of a measurement is spread over: with two dozen rates a part comes round each half second."""
 MEMORY_BYTES = 256 << 20
 """The least for main memory; more where the outermost cache is large."""
 MEMORY_CACHES = 4
 """Buffer for memory, in outermost caches: at most a quarter of its lines can be found there."""
 MEMORY_SHARE = 4
-"""One part in so many of the memory that is free is the most that is taken."""
-_BLOCK = 1 << 20  # bytes of random numbers, repeated to fill a buffer
-_LINE = 64
-_GROWTH = 64
+"""One part in so many of the memory that is free is the most that is taken, for each of the two buffers for memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Loop:
-    """A probe that is loaded: `start` takes repetitions, steps and three arrays."""
-
-    probe: Probe
-    library: Any
-    start: Callable[[int, int, Any, Any, Any], None]
-
-    @property
-    def step_bytes(self) -> int:
-        return self.probe.b * BY_NAME[self.probe.kernel.atom.right].bytes
-
-
-def _open(probe: Probe) -> _Loop:
-    from cffi import FFI  # type: ignore[import-untyped]
-
-    from portmm.build import build
-    from portmm.emit.c import source
-
-    kernel = probe.kernel
-    arch = None if kernel.isa.arch == "any" else kernel.isa.arch
-    artifact = build(source(kernel), flags=kernel.isa.flags, arch=arch, name=kernel.name)
-    ffi: Any = FFI()
-    ffi.cdef(f"{ARGS}\nvoid {kernel.name}(const portmm_args *g);")
-    library = ffi.dlopen(str(artifact.path))
-    function = getattr(library, kernel.name)
-
-    def start(repeats: int, steps: int, a: Any, b: Any, c: Any) -> None:
-        addresses = {
-            x: ffi.cast("void *", y.__array_interface__["data"][0]) for x, y in zip("abc", (a, b, c), strict=True)
-        }
-        function(ffi.new("portmm_args *", {"m": repeats, "k": steps, **addresses}))
-
-    return _Loop(probe, library, start)
-
-
-def _median(run: Callable[[int], object], seconds: float) -> float:
-    """Seconds of one repetition."""
-
-    def timed(repeats: int) -> float:
-        start = time.perf_counter()
-        run(repeats)
-        return time.perf_counter() - start
-
-    end = time.perf_counter() + seconds
-    repeats = 1
-    # The least of some: one that was interrupted, or the first, seems long enough when it is not.
-    while (took := min(timed(repeats) for _ in range(3))) < SHORTEST:
-        repeats *= min(_GROWTH, max(2, round(SHORTEST / max(took, 1e-9))))
-    samples: list[float] = []
-    while len(samples) < FEWEST_RUNS or time.perf_counter() < end:
-        samples.append(timed(repeats))
-    return sorted(samples)[len(samples) // 2] / repeats
-
-
-def _random(elements: int, dtype: str) -> Any:
-    """Elements or units: numbers in [-0.5, 0.5), whose products sum to something small, or any integers."""
-    to = _aligned(elements, dtype)
-    _fill(to)
-    return to
-
-
-def _aligned(elements: int, dtype: str) -> Any:
-    """An array that starts on a line, as a kernel's panels do: a load across two lines takes twice as long."""
-    import numpy as np
-
-    bytes_ = elements * BY_NAME[dtype].bytes
-    raw = np.empty(bytes_ + _LINE, np.uint8)
-    first = -raw.__array_interface__["data"][0] % _LINE
-    numpy = BY_NAME[dtype].numpy
-    # NumPy has no bfloat16 of its own: its bits.
-    return raw[first : first + bytes_].view("uint16" if numpy == "bfloat16" else numpy)
-
-
-def _fill(to: Any) -> None:
-    import numpy as np
-
-    count, rng = min(to.size, _BLOCK // to.itemsize), np.random.default_rng(0)
-    if to.dtype.kind == "f":
-        block = rng.random(count).astype(to.dtype) - to.dtype.type(0.5)
-    elif to.dtype == np.uint16:
-        block = ((rng.random(count, np.float32) - np.float32(0.5)).view(np.uint32) >> 16).astype(np.uint16)
-    else:
-        block = rng.integers(np.iinfo(to.dtype).min, np.iinfo(to.dtype).max, count, to.dtype, endpoint=True)
-    for first in range(0, to.size, block.size):
-        part = to[first : first + block.size]
-        part[:] = block[: part.size]
-
-
-def _peak(isa: Isa, index: int, seconds: float) -> float:
-    """GFLOP/s of an atom."""
-    from portmm.probe import peak
-
-    loop = _open(peak(isa, isa.atoms[index]))
-    p, atom = loop.probe, isa.atoms[index]
-    a, b = _random(p.a * PEAK_STEPS, atom.left), _random(p.b * PEAK_STEPS, atom.right)
-    c = _random(p.c, atom.acc)
-    once = _median(lambda repeats: loop.start(repeats, PEAK_STEPS, a, b, c), seconds)
-    return p.flops * PEAK_STEPS / once / 1e9
-
-
-def _bandwidth(loop: _Loop, size: int, seconds: float) -> float:
-    """GB/s of one core over a buffer of about `size` bytes."""
-    atom = loop.probe.kernel.atom
-    steps = max(1, size // loop.step_bytes)
-    a, b, c = (
-        _random(loop.probe.a, atom.left),
-        _random(steps * loop.probe.b, atom.right),
-        _random(loop.probe.c, atom.acc),
-    )
-    once = _median(lambda repeats: loop.start(repeats, steps, a, b, c), seconds)
-    return steps * loop.step_bytes / once / 1e9
-
-
-def _bandwidth_of_all(loop: _Loop, size: int, seconds: float, cores: int) -> float:
-    """GB/s of all cores over a buffer of about `size` bytes, a part for each."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    atom = loop.probe.kernel.atom
-    steps = max(1, size // loop.step_bytes // cores)
-    a = _random(loop.probe.a, atom.left)
-    parts = _aligned(cores * steps * loop.probe.b, atom.right).reshape(cores, -1)
-    sums = [_random(loop.probe.c, atom.acc) for _ in range(cores)]
-
-    def share(repeats: int, core: int) -> None:
-        loop.start(repeats, steps, a, parts[core], sums[core])
-
-    def run(pool: Executor, repeats: int) -> None:
-        list(pool.map(partial(share, repeats), range(cores)))
-
-    with ThreadPoolExecutor(cores) as pool:
-        # Pages belong to the memory node of the thread that writes them first.
-        list(pool.map(_fill, parts))
-        once = _median(partial(run, pool), seconds)
-    return cores * steps * loop.step_bytes / once / 1e9
-
-
-def _widest(target: Target) -> Atom:
+def widest(target: Target) -> Atom:
     """The atom that loads most at once, the first of equals."""
-    return max(_basis(target).atoms, key=lambda atom: atom.n * BY_NAME[atom.right].bytes)
+    return max(basis(target).atoms, key=lambda atom: atom.n * BY_NAME[atom.right].bytes)
 
 
-def _basis(target: Target) -> Isa:
-    """The best instruction set that stands on its own: what loads are measured with."""
+def basis(target: Target) -> Isa:
+    """The best instruction set that stands on its own: loads are measured with it."""
     return next((isa for isa in target.isas if isa.base is None), target.isas[0])
 
 
-def _free_memory() -> int:
+def free_memory() -> int:
+    """Bytes that can be taken without swapping, 0 if that is unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -216,7 +73,7 @@ def _free_memory() -> int:
 def memory_buffer(target: Target) -> int:
     """Bytes over which memory is measured; 0 where there are too few."""
     wanted = max(MEMORY_BYTES, MEMORY_CACHES * max((x.bytes for x in target.levels), default=0))
-    return wanted if wanted <= _free_memory() // MEMORY_SHARE else 0
+    return wanted if wanted <= free_memory() // MEMORY_SHARE else 0
 
 
 def probe(target: Target, progress: Progress | None = None, *, seconds: float = SECONDS) -> dict[str, float]:
@@ -224,7 +81,7 @@ def probe(target: Target, progress: Progress | None = None, *, seconds: float = 
 
     Args:
         target: what to measure: this machine, or less of it.
-        progress: called before each measurement.
+        progress: called before each gauge is made, and before each part of its measurement.
         seconds: of each measurement, beyond the compilation.
 
     Returns:
@@ -236,28 +93,47 @@ def probe(target: Target, progress: Progress | None = None, *, seconds: float = 
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    from portmm.probe import stream
+    from concurrent.futures import ThreadPoolExecutor
+    from contextlib import ExitStack
+
+    from portmm import gauge
 
     for isa in target.isas:
         if lacking := missing(isa):
             raise TargetError(f"cannot measure {target.name}: this machine lacks {', '.join(lacking)} for {isa.name}")
-    loop = _open(stream(_basis(target), _widest(target)))
+    loop = gauge.streaming(basis(target), widest(target))
     far = memory_buffer(target)
-    jobs: dict[str, Callable[[], float]] = {
-        atom.name: partial(_peak, isa, i, seconds) for isa in target.isas for i, atom in enumerate(isa.atoms)
+    makers: dict[str, Callable[[], Gauge]] = {
+        atom.name: partial(gauge.peak, isa, atom) for isa in target.isas for atom in isa.atoms
     }
-    jobs |= {level.name: partial(_bandwidth, loop, level.bytes // 2, seconds) for level in target.levels}
-    if far:
-        jobs["memory"] = partial(_bandwidth, loop, far, seconds)
-        if target.cores > 1:
-            jobs[ALL_CORES] = partial(_bandwidth_of_all, loop, far, seconds, target.cores)
-    tell = progress or (lambda _done, _all, _text: None)
-    rates = {}
-    for i, (name, job) in enumerate(jobs.items()):
-        tell(i, len(jobs), name)
-        rates[name] = job()
-    tell(len(jobs), len(jobs), "done")
-    return rates
+    makers |= {level.name: partial(gauge.bandwidth, loop, level.name, level.bytes // 2) for level in target.levels}
+    with ExitStack() as stack:
+        if far:
+            makers["memory"] = partial(gauge.bandwidth, loop, "memory", far)
+            if target.cores > 1:
+                pool = stack.enter_context(ThreadPoolExecutor(target.cores))
+                makers[ALL_CORES] = partial(gauge.bandwidth_of_all, loop, ALL_CORES, far, pool, target.cores)
+        return _measured(makers, progress or (lambda _done, _all, _text: None), seconds)
+
+
+def _measured(makers: dict[str, Callable[[], Gauge]], tell: Progress, seconds: float) -> dict[str, float]:
+    """The best rate of each gauge over some rounds, in each of which every gauge has a turn."""
+    from portmm.gauge import least, repetitions
+
+    steps, done = len(makers) * (1 + ROUNDS), 0
+    made: list[tuple[Gauge, int]] = []
+    for name, make in makers.items():
+        tell(done, steps, name)
+        made.append((found := make(), repetitions(found.run)))
+        done += 1
+    taken = dict.fromkeys(makers, inf)
+    for _ in range(ROUNDS):
+        for found, repeats in made:
+            tell(done, steps, found.name)
+            taken[found.name] = min(taken[found.name], least(found.run, repeats, seconds / ROUNDS))
+            done += 1
+    tell(steps, steps, "done")
+    return {found.name: found.work / taken[found.name] for found, _ in made}
 
 
 # -- what is remembered ------------------------------------------------------
@@ -294,18 +170,35 @@ def _is_host(target: Target) -> bool:
 
 
 def remember(target: Target, rates: dict[str, float]) -> bool:
-    """Keep rates in the cache, where `measured` finds them.
+    """Keep rates in the cache, where `measured` finds them, each unless a higher one is there.
 
     Returns:
         False if nothing was kept, because `target` describes another machine.
     """
     if not _is_host(target):
         return False
-    name, machine = note_name(target), _machine(target)
-    others = [line for line in (read_note(name) or "").splitlines() if not line.startswith(f"{machine}\t")]
-    own = [f"{machine}\t{rate}\t{value!r}" for rate, value in rates.items()]
-    write_note(name, "\n".join([*others, *own]) + "\n")
+    text = read_note(note_name(target)) or ""
+    best = _rates(target, text)
+    best |= {name: max(value, best.get(name, 0.0)) for name, value in rates.items()}
+    _write(target, text, best)
     return True
+
+
+def forget(target: Target) -> bool:
+    """Remove from the cache what was measured on this machine; False if there was nothing."""
+    text = read_note(note_name(target)) or ""
+    if not _is_host(target) or not any(line.startswith(f"{_machine(target)}\t") for line in text.splitlines()):
+        return False
+    _write(target, text, {})
+    return True
+
+
+def _write(target: Target, text: str, rates: dict[str, float]) -> None:
+    """Write a note in which the lines of this machine are replaced, and those of others stay."""
+    machine = _machine(target)
+    others = [line for line in text.splitlines() if not line.startswith(f"{machine}\t")]
+    own = [f"{machine}\t{rate}\t{value!r}" for rate, value in rates.items()]
+    write_note(note_name(target), "".join(f"{line}\n" for line in (*others, *own)))
 
 
 def measured(target: Target) -> Target:
@@ -328,7 +221,7 @@ def measured(target: Target) -> Target:
 
 def _clock(target: Target, rates: dict[str, float]) -> float:
     """Cycles per nanosecond, 0 if they do not follow."""
-    best = _widest(target)
+    best = widest(target)
     flops = 2 * best.m * best.n * best.k * target.rates.get(best.name, 0.0)
     return rates.get(best.name, 0.0) / flops if flops else 0.0
 

@@ -1,7 +1,7 @@
 """The schedules worth considering for a problem on a target.
 
 Owns the enumeration: which block programs, register tiles, blockings and
-packings are tried. Imports `schedule`, `problem`, `target`. Everything yielded
+packings are tried. Imports `schedule`, `problem`, `target`, `textbook`. Everything yielded
 is legal. Block sizes depend on the target only, never on the problem, so that a
 handful of kernels serves every shape.
 
@@ -21,6 +21,9 @@ from portmm.errors import ScheduleError
 from portmm.fused import parse
 from portmm.problem import family
 from portmm.schedule import ALL, Schedule, Tile, finishes, illegal, shifts
+from portmm.summation import RUN
+from portmm.summation import depth as whole_run
+from portmm.textbook import blockings, fits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,8 +62,8 @@ SUM_COLUMNS = 1024
 """Columns of C that one task sums where threads share k: what stays in L1."""
 STREAM_DEPTHS = (8, 32)
 """KC when B streams past in place: few rows, so that each is read along its length."""
-CODES_DEPTHS = (64, 128, 256)
-"""KC when B is unfolded from codes for a few rows: what is unfolded should not leave L1."""
+CODES_DEPTHS = (64, RUN)
+"""KC when B is unfolded from codes for a few rows: what is unfolded does not leave L1, or is a run."""
 UNFOLDED_STEPS = 16
 """The same in steps of tiles: 32 KiB."""
 WOVEN_DEPTHS = (8, 32)
@@ -100,13 +103,25 @@ def candidates(p: Problem, target: Target) -> list[Schedule]:
     Raises:
         ScheduleError: the target has no atom for the problem's type.
     """
+    found = dict.fromkeys(s for s, isa, atom in proposals(p, target) if not illegal(s, p, isa, atom, target))
+    if not found:
+        raise ScheduleError(f"no legal schedule for {p} on {target.name}")
+    return list(found)
+
+
+def proposals(p: Problem, target: Target) -> Iterator[tuple[Schedule, Isa, Atom]]:
+    """Schedules worth considering, legal or not, with the instruction sets and atoms that they name.
+
+    Raises:
+        ScheduleError: the target has no atom for the problem's type.
+    """
     swap = p.c == "col"
     q = p.transposed() if swap else p
     group = family(p.family).group if p.b == "codes" else 0
     static = (q.m, q.n, q.k) if p.static else None
-    found: dict[Schedule, None] = {}
+    legal = False
     for isa, atom in units(q.dtype, target):
-        if found and p.deterministic and p.acc != "s32":
+        if legal and p.deterministic and p.acc != "s32":
             break  # Units of several elements of k round each in their own way: one of them for all shapes.
         if (p.b == "packed" and not _reads(isa, atom, p)) or (p.source and not isa.quantises(atom, p.source)):
             continue
@@ -119,11 +134,9 @@ def candidates(p: Problem, target: Target) -> list[Schedule]:
             one = replace(
                 s, swap=swap, kr=atom.k_pack, post=p.post, group=group, source=p.source, static=static, fused=p.fused
             )
-            if not illegal(one, p, isa, isa.atom(q.dtype, s.lanes) or atom, target):
-                found.setdefault(one)
-    if not found:
-        raise ScheduleError(f"no legal schedule for {p} on {target.name}")
-    return list(found)
+            own = isa.atom(q.dtype, s.lanes) or atom
+            legal = legal or not illegal(one, p, isa, own, target)
+            yield one, isa, own
 
 
 def _fuses(isa: Isa, lanes: int, text: str) -> bool:
@@ -220,8 +233,9 @@ def blocking(  # noqa: PLR0917 - a tile is two numbers
     a, b, c = (BY_NAME[x].bytes for x in (atom.left, in_b, atom.acc))
     l1, l2, l3 = (_capacity(target, x) for x in ("L1", "L2", "L3"))
     fits = max(1, l1 // (mr * a + nr * b))
-    kc = max(atom.deep, (int(fits * depth) if l2 else fits) // atom.deep * atom.deep)
     room = l2 or 8 * l1
+    most = room // (mr * a + nr * b)
+    kc = whole_run(max(atom.deep, (int(fits * depth) if l2 else fits) // atom.deep * atom.deep), atom, most)
     mc = max(mr, int(room // (kc * a) * A_SHARE) // mr * mr)
     near = max(1, min(RUN_BYTES // (nr * b), int(room // (kc * b) * B_SHARE) // nr)) * nr
     nc = max(near, int((l3 or 8 * l2) * C_SHARE) // c // mc // near * near)
@@ -296,9 +310,19 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
                 yield s
                 if split and depth > 2 * s.kc and _adds_up(s, p, atom):
                     yield replace(s, over="k")
+            yield from _textbook(base, p, isa, atom, target)
             if _both_in_place(p, isa, atom, nr) and mr <= IN_PLACE_ROWS and p.m <= FEW_ROWS:
                 stream = tuple(replace(t, k=min(t.k, 2 * STREAM_DEPTHS[-1])) for t in base.tiles[1:])
                 yield replace(base, tiles=(base.tiles[0], *stream), pack_a=False, pack_b=False)
+
+
+def _textbook(base: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
+    """The same register tile with block sizes of the literature, if it is the tallest there is."""
+    top = tallest(isa, atom, base.nr)
+    for tiles in blockings(p, target, atom, base.mr, base.nr):
+        for s in _packings(replace(base, tiles=tiles), p, isa, atom):
+            if s.mr == (top if s.pack_a else min(top, IN_PLACE_ROWS)) and fits(s, p, atom):
+                yield s
 
 
 def _whole_depth(p: Problem, depth: int, tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:

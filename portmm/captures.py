@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.array_class import refuse_class
 from portmm.foreign import lay, on_device
 from portmm.graph import refuse
 from portmm.surroundings import PLAIN, filled, fixed, global_names, ours
@@ -56,6 +57,7 @@ def arguments(values: Any, key: list[Any], leaves: list[Any], kept: list[Any]) -
             key.append(float)
             leaves.append(float(x))
         elif isinstance(x, np.ndarray):
+            refuse_class(x, "an argument", matrix=False)
             key.append(form(x))
             leaves.append(np.asarray(x))
         elif is_weight(x):
@@ -109,6 +111,7 @@ class Scope:
     def wrapped(self, x: Any, how: int, at: Any, key: Any, name: str) -> Any:  # noqa: C901, PLR0911, PLR0912
         """What a traced function finds in place of something that it captured."""
         if isinstance(x, np.ndarray):
+            refuse_class(x, name, matrix=False)
             self.check(how, at, key, ARRAY, form(x))
             return Value(self.graph, self.graph.leaf(np.asarray(x), name))
         if isinstance(x, float) and not self.by_value:
@@ -201,10 +204,16 @@ def found(checks: list[Check]) -> list[Any] | None:
     return leaves
 
 
+def _is_array(x: Any, expected: tuple[Any, ...]) -> bool:
+    if type(x) is not np.ndarray:  # asked here, as every call comes by
+        refuse_class(x, "a captured array", matrix=False)
+    return isinstance(x, np.ndarray) and form(x) == expected
+
+
 _IS: tuple[Callable[[Any, Any], bool], ...] = (
     lambda x, expected: x is expected,
     lambda x, expected: type(x) is type(expected) and x == expected,
-    lambda x, expected: isinstance(x, np.ndarray) and form(x) == expected,
+    _is_array,
     lambda x, _: isinstance(x, float),
     lambda x, expected: x is expected[0] and len(x) == expected[1],
     lambda x, expected: on_device(x) and lay(x) == expected,

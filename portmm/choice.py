@@ -6,11 +6,11 @@ Imports `tuned`, `space`, `errors`.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.errors import DatabaseError
+from portmm.frames import warn
 from portmm.space import unsound
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Choice:
         schedule: the winner.
         cost: its predicted time, with terms.
         runners_up: the other candidates, best first.
-        origin: "analytical", or "tuned on" which chip.
+        origin: "analytical", "textbook" (see `textbook.preferred`), or "tuned on" which chip.
     """
 
     problem: Problem
@@ -65,6 +65,7 @@ def overlaid(
     from portmm import tuned
 
     p, target = choice.problem, choice.target
+    least = min(c.seconds for c in (choice.cost, *(c for _, c in choice.runners_up[:1])))
     try:
         found = tuned.find(p, target, threads)
     except DatabaseError as error:
@@ -83,7 +84,7 @@ def overlaid(
                 _warn_once(f"a tuned schedule is not used, here or for other sizes: {why}; tune again, {p}")
             continue
         terms = predict(p, x.schedule, target, x.workers)
-        if own or terms.seconds <= TRUST * choice.cost.seconds:
+        if own or terms.seconds <= TRUST * least:
             others = ((choice.schedule, choice.cost), *choice.runners_up)
             rest = tuple((s, c) for s, c in others if s != x.schedule)
             return Choice(p, target, x.workers, x.schedule, terms, rest, f"tuned on {x.title or x.chip}")
@@ -96,4 +97,4 @@ _warned: set[str] = set()
 def _warn_once(text: str) -> None:
     if not _warned:
         _warned.add(text)
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        warn(text)

@@ -63,5 +63,5 @@ class Chosen:
 
     @property
     def origin(self) -> str:
-        """Whose choice it is: "analytical" for the cost model's."""
+        """Whose choice it is: "analytical" for the cost model's, "textbook" by `textbook.preferred`."""
         return self.choice.origin

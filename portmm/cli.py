@@ -16,9 +16,11 @@ from portmm import cli_report
 from portmm.comparison.command import compare
 from portmm.console import Json, console, print_json, progress
 from portmm.errors import PortmmError
+from portmm.probe_command import probe
 from portmm.tune_command import tune
 from portmm.tuned_command import tuned
 
+TARGET = "A chip, an ISA, a .toml file or a cloud instance."
 LANGUAGES = ("cuda", "opencl")
 """Of kernels for devices."""
 
@@ -42,7 +44,7 @@ LayoutB = Annotated[
 LayoutC = Annotated[str, typer.Option("--c", help="Layout of C: row or col.")]
 Batch = Annotated[int, typer.Option(min=1, help="Products in one call.")]
 Threads = Annotated[int | None, typer.Option(min=0, help="Threads; 0 for every core.", show_default=False)]
-Where = Annotated[str | None, typer.Option(help="A chip, an ISA or a .toml file.", show_default="this machine")]
+Where = Annotated[str | None, typer.Option(help=TARGET, show_default="this machine")]
 Deterministic = Annotated[bool, typer.Option("--deterministic", help="One order of summation, whatever the rest.")]
 Language = Annotated[
     str, typer.Option(help="Of kernels for a device: cuda or opencl.", show_default="the device's own")
@@ -70,18 +72,24 @@ def _common(
 @app.command()
 def target(
     name: Annotated[
-        str | None, typer.Argument(help="A chip, an ISA or a .toml file.", show_default="this machine")
+        str | None,
+        typer.Argument(help=TARGET, show_default="this machine"),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Show this machine as detected: instruction sets, memory levels, measured rates."""
     from portmm.explanation import target_called
     from portmm.show import target_data, target_view
+    from portmm.target import instance
 
     found = target_called(name)
+    family = instance(name) if name else None
     if as_json:
-        print_json(target_data(found))
+        chips = {"instance": name, "chips": list(family.chips), "families_source": family.source} if family else {}
+        print_json(target_data(found) | chips)
         return
+    if family and name:
+        console().print(family.said(name), soft_wrap=True, highlight=False)
     console().print(target_view(found))
     if name is None and not found.measured:
         console(stderr=True).print("[dim]Nothing is measured yet: run `portmm probe`.[/dim]")
@@ -100,28 +108,7 @@ def targets(as_json: Json = False) -> None:
         console().print(chips_view(rows))
 
 
-@app.command()
-def probe(
-    seconds: Annotated[float, typer.Option(min=0.001, help="Of each measurement.")] = 0.12,
-    as_json: Json = False,
-) -> None:
-    """Measure every atom and memory level of this machine, and remember the rates."""
-    from portmm import settings
-    from portmm.cache import cache_dir
-    from portmm.calibrate import probe as measure
-    from portmm.calibrate import remember
-    from portmm.show import rates_view
-
-    here = settings.target()
-    with progress("probing") as tell:
-        rates = measure(here, tell, seconds=seconds)
-    kept = remember(here, rates)
-    if as_json:
-        print_json({"target": here.name, "rates": rates})
-        return
-    console().print(rates_view(rates, here))
-    said = f"kept in {cache_dir()}; choices rest on them from now on" if kept else "not kept: this is another's chip"
-    console(stderr=True).print(f"[dim]{said}[/dim]")
+app.command()(probe)
 
 
 def _explained(
@@ -153,7 +140,7 @@ def _explained(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     posed = replace(posed, deterministic=deterministic or posed.deterministic)
-    return explain(posed, target=machine if where else None, threads=threads)
+    return explain(posed, target=where, threads=threads)
 
 
 @app.command(name="explain")
@@ -259,6 +246,8 @@ def emit(
         return
     if m is None or n is None or k is None:
         raise typer.BadParameter("give M, N and K, or --schedule")
+    from portmm.target import instance
+
     if language in LANGUAGES and target is None:
         target = f"{language}_gpu"  # no device need be here
     found = _explained(
@@ -281,6 +270,8 @@ def emit(
         from portmm.grid_explanation import explained
 
         found = explained(found.choice.problem, found.target, language, found.notes)
+    if target and instance(target):
+        typer.echo(found.notes[0], err=True)  # the source is for a compiler
     typer.echo(found.source, nl=False)
 
 
@@ -315,9 +306,10 @@ def cache_command(
     where: Annotated[bool, typer.Option("--where", help="Print only where it is.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List the compiled kernels that are kept."""
-    from portmm import cache
+    """List the compiled kernels that are kept, and say how much scratch memory a process keeps."""
+    from portmm import cache, scratch
     from portmm.show import cache_view, entry_data
+    from portmm.wording import size
 
     place = cache.cache_dir()
     if where:
@@ -326,11 +318,14 @@ def cache_command(
     if clear:
         typer.echo(f"{cache.cache_clear()} files removed from {place}")
         return
-    entries, total = cache.cache_entries(), cache.cache_size()
+    entries, total, limit = cache.cache_entries(), cache.cache_size(), cache.cache_limit()
     if as_json:
-        print_json({"path": str(place), "bytes": total, "kernels": [entry_data(e) for e in entries]})
+        data = {"path": str(place), "bytes": total, "limit": limit, "scratch_bytes": scratch.budget()}
+        print_json({**data, "kernels": [entry_data(e) for e in entries]})
     else:
-        console().print(cache_view(entries, str(place), total))
+        console().print(cache_view(entries, str(place), total, limit))
+        said = size(scratch.budget())
+        typer.echo(f"Scratch memory that a process keeps between calls: at most {said} ({scratch.VARIABLE})")
 
 
 @app.command()

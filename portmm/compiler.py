@@ -1,11 +1,12 @@
 """The C compiler: which one, and how to ask it.
 
 Owns the search for a compiler, its identity, and every difference between
-gcc, clang and zig. May import `cache`, `errors`.
+gcc, clang and zig. May import `cache`, `child`, `errors`, `failures`.
 
 A compiler is asked for its version once per machine: the answer is a note in
 the cache under the path, time and size of its program, so that a process whose
-kernels are cached starts no other process.
+kernels are cached starts no other process. One that does not answer is not
+asked again before its program changes; see `failures`.
 """
 
 from __future__ import annotations
@@ -18,14 +19,21 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from portmm import child, failures
 from portmm.cache import digest, read_note, write_note
-from portmm.errors import NoCompilerError
+from portmm.errors import BuildError, NoCompilerError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-VERSION_SECONDS = 30.0
-"""Patience with a compiler that is asked for its version; zig unpacks itself at first."""
+VERSION_SECONDS = 5.0
+"""Patience with a compiler that is asked for its version; it takes milliseconds."""
+ZIG_VERSION_SECONDS = 60.0
+"""The same for zig, a file of 170 MB that may have to come from a slow disk, and unpacks itself at first."""
+COMPILE_SECONDS = 30.0
+"""Patience with one compilation; a kernel takes less than one second."""
+ZIG_COMPILE_SECONDS = 120.0
+"""The same for zig, which at first builds parts of a C library as well: seconds where gcc takes a tenth of one."""
 
 _BASE = (
     "-std=gnu11",  # one language for all; strict c11 would turn contraction off
@@ -138,31 +146,34 @@ def _stamp(argv: tuple[str, ...], path: str) -> str:
     return "\n".join(lines)
 
 
-def environment() -> dict[str, str]:
-    """Variables for running a compiler: this process's own, with English messages."""
-    return {**os.environ, "LC_ALL": "C"}
+def limit_seconds(kind: str) -> float:
+    """Patience with one compilation by a compiler of this kind."""
+    return ZIG_COMPILE_SECONDS if kind == "zig" else COMPILE_SECONDS
 
 
-def _ask(argv: tuple[str, ...]) -> str | None:
-    import subprocess
+def _ask(argv: tuple[str, ...]) -> str:
+    """A compiler's version.
 
-    question = (*argv, "--version")
-    if _is_zig(argv) and "cc" in argv:
-        # `zig cc --version` names the clang inside, which many zigs share.
-        question = (*argv[: argv.index("cc")], "version")
-    try:
-        answer = subprocess.run(
-            question,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=VERSION_SECONDS,
-            env=environment(),
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    text = answer.stdout.decode("utf-8", "replace").strip()
-    return text if answer.returncode == 0 and text else None
+    Raises:
+        OSError: it cannot be run now; it may be later.
+        TimeoutError: it does not answer.
+        BuildError: it is no compiler.
+    """
+    question, seconds = (*argv, "--version"), VERSION_SECONDS
+    if _is_zig(argv):
+        seconds = ZIG_VERSION_SECONDS
+        if "cc" in argv:
+            # `zig cc --version` names the clang inside, which many zigs share.
+            question = (*argv[: argv.index("cc")], "version")
+    done = child.run(question, seconds, errors=False)
+    if done.status is None:
+        raise TimeoutError(f"{argv[0]} does not answer --version within {seconds:.0f} s")
+    text = done.output.strip()
+    if failures.passes(done.status, ""):
+        raise InterruptedError(f"{argv[0]} --version was ended by signal {-done.status}")
+    if done.status or not text:
+        raise BuildError(f"{argv[0]} does not answer --version: it ended with status {done.status}")
+    return text
 
 
 def _kind(argv: tuple[str, ...], text: str) -> str:
@@ -171,13 +182,28 @@ def _kind(argv: tuple[str, ...], text: str) -> str:
     return "clang" if "clang" in text or "InstalledDir" in text else "gcc"
 
 
-def _describe(argv: tuple[str, ...], arch: str, path: str) -> Compiler | None:
+def _describe(argv: tuple[str, ...], arch: str, path: str) -> Compiler:
+    """A compiler, with its version.
+
+    Raises:
+        BuildError: it does not answer, now or when it was last asked.
+    """
     note = "compiler-" + digest(_stamp(argv, path).encode("utf-8", "surrogateescape"))
     text = read_note(note)
     if not text:
-        text = _ask(argv)
-        if text is None:
-            return None
+        refused = failures.known(note)
+        if refused is not None:
+            raise refused
+        try:
+            text = _ask(argv)
+        except TimeoutError as error:
+            raise failures.hung(note, BuildError(str(error))) from error
+        except OSError as error:
+            keep = failures.passing if error.errno is None or error.errno in failures.PASSING else failures.lasting
+            raise keep(note, BuildError(f"{argv[0]} cannot be run: {error}")) from error
+        except BuildError as error:
+            raise failures.lasting(note, error) from error
+        failures.succeeded(note)
         write_note(note, text)
     return Compiler(argv, _kind(argv, text), text.splitlines()[0], arch)
 
@@ -192,26 +218,37 @@ def _from_cc(cc: str, arch: str, path: str) -> Compiler:
     program = _which(words[0], path) if words else None
     if program is None:
         raise NoCompilerError(f"CC={cc!r} names no program that can be run; correct it or unset it")
-    found = _describe((program, *words[1:]), arch, path)
-    if found is None:
-        raise NoCompilerError(f"CC={cc!r} does not answer --version; correct it or unset it")
-    return found
+    try:
+        return _describe((program, *words[1:]), arch, path)
+    except BuildError as error:
+        raise _none(f"CC={cc!r} is no usable compiler: {error}; correct it or unset it", [error]) from error
+
+
+def _none(text: str, refusals: list[BuildError]) -> NoCompilerError:
+    """The error where no compiler answers; it is worth trying again as soon as for the first of them."""
+    error = NoCompilerError(text)
+    error.retry_at = min((x.retry_at for x in refusals), default=error.retry_at)
+    return error
 
 
 @cache
 def _find(arch: str, cc: str, path: str, *, native: bool) -> Compiler:
     if native and cc:
         return _from_cc(cc, arch, path)
+    refusals = []
     for argv in _candidates(arch, path, native=native):
-        found = _describe(argv, arch, path)
-        if found is not None:
-            return found
+        try:
+            return _describe(argv, arch, path)
+        except BuildError as error:
+            refusals.append(error)
     wanted = "$CC, gcc, cc and clang" if native else f"{arch}-linux-gnu-gcc and clang with a linker for {arch}"
     package = "gcc" if native else f"gcc-{arch.replace('_', '-')}-linux-gnu"
-    raise NoCompilerError(
-        f"no C compiler that makes {arch} code was found: looked for {wanted}, and the Python package ziglang; "
+    said = "".join(f"; {error}" for error in refusals)
+    text = (
+        f"no C compiler that makes {arch} code was found: looked for {wanted}, and the Python package ziglang{said}; "
         f"install one: `pip install ziglang` (needs no root) or your distribution's {package}"
     )
+    raise _none(text, refusals)
 
 
 def find_compiler(arch: str | None = None) -> Compiler:

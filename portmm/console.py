@@ -7,6 +7,7 @@ of portmm; rich, when something is printed.
 from __future__ import annotations
 
 import json
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,13 +38,34 @@ def print_json(data: Any) -> None:
 
 
 @contextmanager
-def progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on standard error, fed with (done, all, what happens now)."""
+def progress(title: str, budget: float | None = None) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on standard error, fed with (done, all, what happens now).
+
+    Args:
+        title: what goes on.
+        budget: seconds for all of it, of which the bar shows those that are left; without a terminal
+            there is a line instead for whatever happens, where a command without a budget says nothing.
+    """
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     shown = console(stderr=True)
+    end = time.monotonic() + (budget or 0.0)
+
+    def left() -> str:
+        return "" if budget is None else f"{max(0.0, end - time.monotonic()):.0f} s left"
+
+    if not shown.is_terminal:
+
+        def line(done: int, total: int, text: str) -> None:
+            if budget is not None and done < total:
+                typer.echo(f"{title} {done + 1}/{total}: {text}, {left()}", err=True)
+
+        yield line
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    quiet = not shown.is_terminal
-    with Progress(*columns, TimeElapsedColumn(), console=shown, transient=True, disable=quiet) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total, text: bar.update(task, completed=done, total=total, description=f"{title}: {text}")
+    times = (TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
+    with Progress(*columns, *times, console=shown, transient=True) as bar:
+        task = bar.add_task(title, total=None, left=left())
+        yield lambda done, total, text: bar.update(
+            task, completed=done, total=total, description=f"{title}: {text}", left=left()
+        )

@@ -14,14 +14,19 @@ says how near to the best candidate the choices come.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, gcd
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from heapq import heapreplace
+from math import gcd
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from portmm.candidates import PACK_ROWS, RUN_BYTES, SUM_COLUMNS
-from portmm.dtype import BY_NAME, size
-from portmm.schedule import finishes
+from portmm.cost_columns import FLAGS, WHOLE, Column, Columns, Flags, columns
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from portmm.problem import Problem
     from portmm.schedule import Schedule
     from portmm.target import Atom, Isa, Target
@@ -80,6 +85,8 @@ FINISH = 4.0
 """Cycles to turn a vector of sums into elements of C."""
 BOTH_FAR = 1.3
 """Slowdown of tiles when both operands come from L2: measured on Sapphire Rapids, 1.90 TFLOP/s for 2.50."""
+HOME = 0.8
+"""Part of a level that is held by what has its home there."""
 STREAMS = 16
 """Rows that a hardware prefetcher follows at once; past that, each row of a
 strided operand starts with a miss."""
@@ -88,6 +95,11 @@ FORK_SECONDS = 1.0e-6
 MOST_SIMULATED = 64
 """Tasks whose hand-over is played through; with more, it would take longer than it is worth."""
 TASK_SECONDS = 1.0e-7
+OPTIONAL = frozenset(("L3", "memory", "sums"))
+"""Terms that not every problem and schedule has."""
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+"""Numbers by number of rows, or one for all of them, then by candidate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,90 +122,137 @@ class Cost:
         return max(self.overlapped, key=self.overlapped.__getitem__)
 
 
-@dataclass(frozen=True, slots=True)
-class _View:
-    """A schedule's product with C by rows, and the machine in cycles."""
+def hertz(target: Target) -> float:
+    """Cycles per second of a core."""
+    return (target.frequency_ghz or DEFAULT_GHZ) * 1e9
 
-    p: Problem
-    s: Schedule
-    atom: Atom
-    target: Target
 
-    @property
-    def wide(self) -> int:
-        """Columns of one visit."""
-        return self.s.nr * self.s.panels
-
-    @property
-    def visits(self) -> int:
-        """Visits across C."""
-        return -(-self.p.n // self.wide)
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of rows."""
-        return -(-self.p.m // self.s.mc) if self.s.mc else 1
-
-    @property
-    def hertz(self) -> float:
-        return (self.target.frequency_ghz or DEFAULT_GHZ) * 1e9
-
-    @property
-    def macs_per_cycle(self) -> float:
-        """Mac instructions started per cycle."""
-        isa = self.target.isa(self.s.isa)
-        return macs_per_cycle(self.target, isa, self.atom, self.s.dtype)
-
-    @property
-    def line(self) -> int:
-        """Sums in a vector."""
-        isa = self.target.isa(self.s.isa)
-        return isa.columns(self.atom) if isa else self.atom.n
-
-    @property
-    def k(self) -> int:
-        """Steps of a full sum: units of k."""
-        return -(-self.p.k // self.atom.k_pack)
-
-    @property
-    def sizes(self) -> tuple[float, float, float]:
-        """Bytes of what micro-kernels read of A and B, elements or units, and of a sum."""
-        a, b = self.s.given(self.atom)
-        held = self.stored[1] if _decodes(self) else BY_NAME[b].bytes
-        return BY_NAME[a].bytes, held, BY_NAME[self.atom.acc].bytes
-
-    @property
-    def stored(self) -> tuple[float, float, float]:
-        """Bytes in memory that belong to one unit of A, of B, and to an element of C."""
-        a, b, c = map(size, self.p.types)
-        return a * self.atom.k_pack, b * self.atom.k_pack, c
-
-    def bytes_per_cycle(self, name: str) -> float:
-        measured = self.target.measured.get(name, 0.0)
-        if measured:
-            return measured * 1e9 / self.hertz
-        level = self.target.level(name)
-        described = level.load_bytes_per_cycle if level else 0.0
-        return described or DEFAULT_BYTES_PER_CYCLE[name]
-
-    def home(self, size: float) -> str:
-        """The nearest level that can hold `size` bytes."""
-        for level in self.target.levels:
-            if size <= level.bytes * 0.8:
-                return level.name
-        return "memory"
+def bytes_per_cycle(target: Target, name: str) -> float:
+    """Bandwidth of a level, or of memory: measured, described, or assumed."""
+    measured = target.measured.get(name, 0.0)
+    if measured:
+        return measured * 1e9 / hertz(target)
+    level = target.level(name)
+    described = level.load_bytes_per_cycle if level else 0.0
+    return described or DEFAULT_BYTES_PER_CYCLE[name]
 
 
 def macs_per_cycle(target: Target, isa: Isa | None, atom: Atom, dtype: str) -> float:
     """Mac instructions of an atom that one core starts per cycle: measured, described, or assumed."""
     measured = target.measured.get(atom.name, 0.0)
     if measured:
-        hertz = (target.frequency_ghz or DEFAULT_GHZ) * 1e9
-        return measured * 1e9 / (2 * atom.m * atom.n * atom.k) / hertz
+        return measured * 1e9 / (2 * atom.m * atom.n * atom.k) / hertz(target)
     # Narrow atoms of an ISA start as often as its widest, which is what a description gives.
     widest = isa.atom(dtype) if isa else None
     known = target.rates.get(atom.name) or (target.rates.get(widest.name) if widest else None)
     return known or (1 / atom.m if atom.tiled else 2.0 if atom.n > 1 else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Candidates for one kind of problem on one machine, and all that their costs owe to these alone.
+
+    Attributes:
+        target: the machine.
+        x: the candidates.
+        rate: multiply-add instructions per cycle.
+        steps: cycles of a step beside its multiply-adds and loads.
+        crowded: slowdown where rows of A in place start in one set of L1.
+        apart: slowdown of multiply-adds by short runs of a strided B.
+        runs: slowdown of reading a strided B, likewise.
+        copy_a, copy_b: cycles to pack one unit of A, and of B.
+        packs: cycles that packing takes whatever its extent.
+        carried: cycles for a vector of sums to be stored and loaded, in one block of k, and in several.
+        cut: threads cut the rows of a stream.
+        firsts: of each group of candidates that are cut into tasks alike, the first.
+        group_of: the group of each candidate.
+        reach: bytes that have their home in each level.
+        bandwidth: bytes per cycle of each level, and of memory.
+        some: names of the flags that some candidate has, "panels" if one visits several, "strips" if one has some.
+    """
+
+    target: Target
+    x: Columns
+    rate: Column
+    steps: Column
+    crowded: Column
+    apart: Column
+    runs: Column
+    copy_a: Column
+    copy_b: Column
+    packs: Column
+    carried: tuple[Column, Column]
+    cut: Flags
+    firsts: np.ndarray[Any, np.dtype[np.intp]]
+    group_of: np.ndarray[Any, np.dtype[np.intp]]
+    reach: Column
+    bandwidth: Column
+    some: frozenset[str]
+
+
+def table(q: Problem, schedules: Sequence[Schedule], atoms: Sequence[Atom], target: Target) -> Table:
+    """The table of schedules for problems like `q`, which has C by rows."""
+    x = columns(q, schedules, atoms, target)
+    pairs = list(zip(schedules, atoms, strict=True))
+    level = target.level("L1")
+    ways = level.ways if level else WHOLE
+    tight = np.where((x.mr + 1 >= ways) & ~x.ahead, THRASHED, np.where(x.mr + PASSING >= ways, CROWDED, 1.0))
+    lines = np.maximum(1.0, x.wide * x.b / LINE)
+    streams = x.ahead * (1.0 + ~x.pack_a + (x.once | ~x.pack_b))
+    folds = np.array([atom.n.bit_length() if s.program == "dot" else 0 for s, atom in pairs])
+    over = np.where(x.over_k, x.kc, np.where(x.over_batch, -1.0, 0.0))
+    kinds = np.stack((x.wide, x.mc, x.nc, over), axis=1)
+    _, firsts, group_of = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
+    return Table(
+        target,
+        x,
+        rate=np.array([macs_per_cycle(target, target.isa(s.isa), atom, s.dtype) for s, atom in pairs]),
+        steps=LOOP_CYCLES + AHEAD_CYCLES * streams,
+        crowded=np.where(x.rows_in_place, tight, 1.0),
+        apart=1.0 + APART / lines,
+        runs=1.0 + np.where(x.asks, SHORT_AHEAD, SHORT_RUNS) / lines,
+        copy_a=np.array([_copying(s, atom, "a") for s, atom in pairs]),
+        copy_b=np.array([_copying(s, atom, "b") for s, atom in pairs]),
+        packs=50.0 * x.pack_a + 50.0 * x.pack_b,
+        carried=(1.0 + folds, np.where(x.tiled, CARRIED, 1.0 + folds)),
+        cut=x.strided & ~x.asks & ~(x.over_k | x.over_batch),
+        firsts=firsts,
+        group_of=group_of.reshape(-1),
+        # A core's share of L3 may be less than its L2: the first level that holds something is its home.
+        reach=np.maximum.accumulate([target.counted(x.name) * HOME for x in target.levels] or [0.0])[
+            : len(target.levels)
+        ],
+        some=_some(x),
+        bandwidth=np.array([bytes_per_cycle(target, name) for name in (*(x.name for x in target.levels), "memory")]),
+    )
+
+
+def _some(x: Columns) -> frozenset[str]:
+    found = {name for name in FLAGS if getattr(x, name).any()}
+    found |= {"panels"} if (x.panels > 1).any() else set()
+    return frozenset(found | ({"strips"} if (x.strip_rows > 1).any() else set()))
+
+
+def _copying(s: Schedule, atom: Atom, operand: str) -> float:
+    """Cycles to pack a unit, a few a vector as measured, and the shuffles of an operand that turns; 0 if it is not."""
+    if operand == "a":
+        packed, layout, straight, woven = s.pack_a, s.a, "row" if atom.tiled else "col", "col"
+    else:
+        straight = woven = "codes" if s.b == "codes" else "row"
+        packed, layout = s.pack_b, s.b
+    if not packed:
+        return 0.0
+    if layout == "any" or (layout != straight and atom.n == 1):
+        each = 1.5
+    else:
+        # A turned block of L x L elements takes L log2(L) shuffles.
+        copy = COPY_ONCE if s.once and straight == "row" else COPY_PASSING
+        each = (copy if layout == straight else copy + atom.n.bit_length()) / atom.n
+    if layout == "codes":
+        each = UNFOLD * atom.k_pack / atom.n
+    if atom.k_pack > 1 and layout == woven:
+        each += WEAVE * atom.k_pack / atom.n
+    return each
 
 
 def cost(p: Problem, s: Schedule, atom: Atom, target: Target, workers: int = 1) -> Cost:
@@ -210,218 +269,231 @@ def cost(p: Problem, s: Schedule, atom: Atom, target: Target, workers: int = 1) 
         Seconds, with terms.
     """
     q = p.transposed() if s.swap else p
-    v = _View(q, s, atom, target)
-    tasks = _tasks(v, workers)
-    threads = min(workers, tasks)
-    share = _share(v, threads)
-    overlapped = {"compute": _compute(v) * share} | {k: x * share for k, x in _traffic(v, threads).items()}
-    added = {"tiles": _tile_setup(v) * share, "packing": _packing(v, workers) / _packers(v, threads)}
-    scale = q.batch / v.hertz
-    overlapped = {k: x * scale for k, x in overlapped.items()}
-    added = {k: x * scale for k, x in added.items()}
-    if s.over == "k":
-        size = q.m * q.n * tasks * v.sizes[2]
-        sums = 2 * size / v.bytes_per_cycle(v.home(size))
-        added["sums"] = sums * scale / min(threads, q.m * -(-q.n // SUM_COLUMNS))
-    if workers > 1:
-        added["threads"] = _phases(v) * FORK_SECONDS + tasks * TASK_SECONDS
-    longest = max(overlapped.values())
-    hidden = longest + EXPOSED * (sum(overlapped.values()) - longest)
-    return Cost(hidden + sum(added.values()), overlapped, added)
+    return costs(table(q, (s,), (atom,), target), q, (q.m,), (workers,))[0].at(0)[0]
 
 
-def _slices(v: _View) -> tuple[tuple[int, int], ...]:
-    """(height, how many) of the slices that M is cut into: at most two heights."""
-    m, mr = v.p.m, v.s.mr
-    count = -(-m // mr)
-    low, taller = divmod(m, count)
-    return ((low + 1, taller), (low, count - taller))
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Predicted seconds of candidates, by number of rows, then by candidate.
 
-
-def _blocks_k(v: _View) -> int:
-    return -(-v.k // v.s.kc) if v.s.kc else 1
-
-
-def _tasks(v: _View, workers: int) -> int:
-    if v.s.over == "batch":
-        return min(v.p.batch, workers * 4)
-    if v.s.over == "k":
-        return min(workers, _blocks_k(v))
-    return v.blocks * _shares(v, workers)
-
-
-def _packers(v: _View, threads: int) -> int:
-    """Threads that pack at the same time: each what it needs, or a share of all."""
-    if not v.s.once:
-        return threads
-    return min(threads, ceil(v.p.n * v.sizes[1] / RUN_BYTES) * -(-v.k // PACK_ROWS))
-
-
-def _share(v: _View, threads: int) -> float:
-    """Part of the work that the busiest thread does, each taking the next task when free."""
-    if threads == 1:
-        return 1.0
-    tasks = _tasks(v, threads)
-    if v.s.over != "tiles" or tasks > MOST_SIMULATED:
-        return -(-tasks // threads) / tasks
-    shares = _shares(v, threads)
-    low, wider = divmod(v.visits, shares)
-    load = [0] * threads
-    for task in range(tasks):
-        load[load.index(min(load))] += low + (task % shares < wider)
-    return max(load) / (v.visits * v.blocks)
-
-
-def _phases(v: _View) -> int:
-    """Times that work is handed to the threads."""
-    return {"batch": 1, "tiles": v.p.batch, "k": 2 * v.p.batch}[v.s.over] + v.s.once * v.p.batch
-
-
-def _tile(v: _View) -> tuple[int, int]:
-    """Vectors, or tiles, that a register tile loads of B per step, and elements or units of k that a step covers."""
-    if v.s.program == "dot":
-        return v.s.nr, v.atom.n
-    return v.s.nr // v.atom.n * v.s.panels, v.atom.deep
-
-
-def _compute(v: _View) -> float:
-    """Cycles of one item: per step of k, the slowest of mac ports, load ports and latency."""
-    atom = v.atom
-    wide, depth = _tile(v)
-    cycles = 0.0
-    left, right = _converts(v)
-    for h, count in _slices(v):
-        # A tile takes as long as it has rows.
-        strips = h if atom.tiled else atom.strips(h)
-        macs = strips * wide / (atom.m if atom.tiled else 1)
-        if _decodes(v):
-            macs = h * wide * (1 + _group_ends(v, h)) + DECODE * wide + h
-        macs += CONVERT * (h * left + wide * right) * v.macs_per_cycle
-        loads = (strips + wide * atom.deep) / LOADS_PER_CYCLE
-        # A chain advances one step per latency; unrolling cannot help it.
-        step = max(macs / v.macs_per_cycle, loads, float(atom.latency)) + CONFLICTS * loads
-        cycles += count * (step + LOOP_CYCLES + AHEAD_CYCLES * _streams(v))
-    far = BOTH_FAR if atom.tiled and not _b_fits(v, "L1") else 1.0
-    return cycles * v.visits * -(-v.k // depth) * far * _crowding(v) * _apart(v, APART)
-
-
-def _decodes(v: _View) -> bool:
-    """Codes are multiplied as they lie."""
-    return v.s.b == "codes" and not v.s.pack_b
-
-
-def _group_ends(v: _View, height: int) -> float:
-    """What a group's integer sums cost when they are scaled, per multiply-add of the group."""
-    s, isa = v.s, v.target.isa(v.s.isa)
-    if not v.atom.takes_codes or not s.group or isa is None:
-        return 0.0
-    waiting = 2 * height * (s.nr // v.atom.n) > isa.registers
-    return (GROUP_END + GROUP_WAITS * waiting) * v.atom.k_pack / s.group
-
-
-def _converts(v: _View) -> tuple[bool, bool]:
-    """Whether fragments of A and of B are converted each time they are loaded."""
-    a, b = v.s.given(v.atom)
-    return a != v.atom.left, b != v.atom.right and not _decodes(v)
-
-
-def _streams(v: _View) -> int:
-    """Operands that the micro-kernel asks for ahead."""
-    s = v.s
-    return s.ahead * (1 + (not s.pack_a) + (s.once or not s.pack_b))
-
-
-def _asks(v: _View) -> bool:
-    """The next rows of a B in place are asked for while these are worked on."""
-    return v.s.ahead or v.s.prefetch > 0
-
-
-def _short(v: _View) -> bool:
-    """B is read in place, and its rows lie apart."""
-    return v.s.b == "row" and not v.s.pack_b and v.p.n > v.wide
-
-
-def _apart(v: _View, price: float) -> float:
-    """Slowdown by reading runs of a row, given what it is for a run of one line."""
-    run = v.wide * v.sizes[1]
-    return 1.0 + price / max(1.0, run / LINE) if _short(v) else 1.0
-
-
-def _crowding(v: _View) -> float:
-    """Slowdown by rows of an A in place that start in one set of L1, of which B and C need ways too."""
-    s, level = v.s, v.target.level("L1")
-    if level is None or s.pack_a or s.a != "row" or v.p.m == 1:
-        return 1.0
-    if v.p.k * v.sizes[0] % (level.bytes // level.ways):
-        return 1.0
-    if s.mr + 1 >= level.ways and not s.ahead:
-        return THRASHED
-    return CROWDED if s.mr + PASSING >= level.ways else 1.0
-
-
-def _tile_setup(v: _View) -> float:
-    """Cycles to start and finish register tiles: one access to C per vector and block of k."""
-    s, atom = v.s, v.atom
-    wide, _ = _tile(v)
-    passes = _blocks_k(v)
-    # A sum over lanes folds them in half, a shuffle and an addition each time.
-    folds = atom.n.bit_length() if s.program == "dot" else 0
-    each = CARRIED if atom.tiled and passes > 1 else 1.0 + folds
-    one = sum(count * (TILE_CYCLES + h * wide * each + atom.latency) for h, count in _slices(v))
-    ends = FINISH * v.p.m * -(-v.p.n // v.line) if s.program != "dot" and finishes(s, atom) else 0.0
-    ends += CONFIGURE * v.blocks if atom.tiled else 0.0
-    return one * v.visits * passes + ends + (0.0 if s.static else 40.0)
-
-
-def _shares(v: _View, workers: int) -> int:
-    """Pieces that the columns are cut into."""
-    fewest = -(-v.p.n // v.s.nc) if v.s.nc else 1
-    return max(fewest, min(v.visits, -(-(workers - 1) * 4 // v.blocks)))
-
-
-def _packing(v: _View, workers: int) -> float:
-    """Cycles to pack: a panel of B once per block of rows, a block of A once per share of columns.
-
-    Reading the operand is part of the traffic; this is the copying itself, a
-    few cycles a vector as measured, and the shuffles of an operand that turns.
+    Attributes:
+        seconds: the predictions.
+        overlapped: terms of which the largest counts; 0 for levels that nothing comes from.
+        added: terms that add up.
     """
-    s, p, atom = v.s, v.p, v.atom
-    cycles = 0.0
-    straight_a = "row" if atom.tiled else "col"
-    straight_b = "codes" if s.b == "codes" else "row"
-    for packed, layout, straight, woven, extent, again in (
-        (s.pack_a, s.a, straight_a, "col", p.m * v.k, _shares(v, workers) if s.over == "tiles" else 1),
-        (s.pack_b, s.b, straight_b, straight_b, v.k * -(-p.n // s.nr) * s.nr, 1 if s.once else v.blocks),
-    ):
-        if not packed:
-            continue
-        if layout == "any" or (layout != straight and atom.n == 1):
-            each = 1.5
-        else:
-            # A turned block of L x L elements takes L log2(L) shuffles.
-            copy = COPY_ONCE if s.once and straight == "row" else COPY_PASSING
-            each = (copy if layout == straight else copy + atom.n.bit_length()) / atom.n
-        if layout == "codes":
-            each = UNFOLD * atom.k_pack / atom.n
-        if atom.k_pack > 1 and layout == woven:
-            each += WEAVE * atom.k_pack / atom.n
-        cycles += extent * again * each + 50.0
-    if s.once:
-        # The copy is written to, and comes back from, where it fits; half of that overlaps.
-        size = v.k * p.n * v.sizes[1]
-        cycles += size / v.bytes_per_cycle(v.home(size))
+
+    seconds: Array
+    overlapped: dict[str, Array]
+    added: dict[str, Array]
+
+    def at(self, row: int) -> list[Cost]:
+        """The costs of all candidates for one number of rows."""
+        shape = self.seconds.shape
+
+        def terms(held: dict[str, Array]) -> list[dict[str, float]]:
+            every = [np.broadcast_to(x, shape)[row].tolist() for x in held.values()]
+            named = (dict(zip(held, one, strict=True)) for one in zip(*every, strict=True))
+            return [{name: x for name, x in one.items() if x or name not in OPTIONAL} for one in named]
+
+        seconds = self.seconds[row].tolist()
+        return list(map(Cost, seconds, terms(self.overlapped), terms(self.added)))
+
+
+def costs(t: Table, q: Problem, rows: Sequence[int], workers: Sequence[int]) -> list[Costs]:
+    """Predict the times of all candidates of a table.
+
+    Args:
+        t: the table.
+        q: a problem of the kind that the table is for, with C by rows, whatever its M.
+        rows: values of M.
+        workers: numbers of threads that share the work.
+
+    Returns:
+        The predictions for each number of threads.
+    """
+    v = _Extents.of(t, q, rows)
+    traffic, slowed = _traffic(v)
+    work, setup, packing = {"compute": _compute(v), **traffic}, _tile_setup(v), _packing_b(v)
+    return [_timed(v, work, slowed, setup, packing, n) for n in workers]
+
+
+@dataclass(frozen=True, slots=True)
+class _Extents:
+    """A problem cut into the blocks of each candidate.
+
+    Attributes:
+        t: the candidates.
+        q: the problem, whatever its M.
+        m: values of M.
+        k: steps of a full sum: units of k.
+        visits: visits of the micro-kernel across C.
+        blocks: blocks of rows.
+        slices: register tiles along M.
+        passes: blocks of k.
+        depth: units of k of a block.
+        rows: rows of a block.
+        fewest: pieces that NC cuts the columns into.
+        heights: heights of the slices: at most two.
+        counts: how many slices have each.
+    """
+
+    t: Table
+    q: Problem
+    m: Array
+    k: Array
+    visits: Array
+    blocks: Array
+    slices: Array
+    passes: Array
+    depth: Array
+    rows: Array
+    fewest: Array
+    heights: Array
+    counts: Array
+
+    @classmethod
+    def of(cls, t: Table, q: Problem, rows: Sequence[int]) -> _Extents:
+        """The extents of a problem, for several values of M."""
+        x, m = t.x, np.array(rows, np.float64)[:, np.newaxis]
+        k = np.ceil(q.k / x.k_pack)
+        slices = np.ceil(m / x.mr)
+        low = np.floor(m / slices)
+        taller = m - low * slices
+        return cls(
+            t,
+            q,
+            m,
+            k,
+            visits=np.ceil(q.n / x.wide),
+            blocks=np.ceil(m / x.mc),
+            slices=slices,
+            passes=np.ceil(k / x.kc),
+            depth=np.minimum(k, x.kc),
+            rows=np.minimum(m, x.mc),
+            fewest=np.ceil(q.n / x.nc),
+            heights=np.array((low + 1, low)),
+            counts=np.array((taller, slices - taller)),
+        )
+
+    def home(self, size: Array) -> Any:
+        """The nearest level that can hold `size` bytes: its place among the levels, memory being last."""
+        return self.t.reach.searchsorted(size)
+
+
+def _timed(  # noqa: PLR0917 - one place calls it
+    v: _Extents,
+    work: dict[str, Array],
+    slowed: dict[str, Array],
+    setup: Array,
+    packing_b: Array,
+    workers: int,
+) -> Costs:
+    """Times of cut-up work that several threads share."""
+    t, q, x = v.t, v.q, v.t.x
+    shares, tasks, threads, share = _shared(v, workers)
+    # A block of A is packed once per share of columns.
+    packing = packing_b + (v.m * v.k) * shares * t.copy_a if "pack_a" in t.some else packing_b
+    scale = q.batch / hertz(t.target)
+    part = share * scale
+    overlapped = {name: each * part for name, each in work.items()}
+    if workers > 1 and slowed:
+        overlapped |= {name: np.where(threads > 1, each, work[name]) * part for name, each in slowed.items()}
+    packers = threads
+    if "once" in t.some:
+        most = np.ceil(q.n * x.b / RUN_BYTES) * np.ceil(v.k / PACK_ROWS)
+        packers = np.where(x.once, np.minimum(threads, most), threads)
+    added = {"tiles": setup * part, "packing": packing * scale / packers}
+    if "over_k" in t.some:
+        size = v.m * q.n * tasks * x.c
+        sums = 2 * size / t.bandwidth[v.home(size)]
+        added["sums"] = x.over_k * (sums * scale / np.minimum(threads, v.m * np.ceil(q.n / SUM_COLUMNS)))
+    if workers > 1:
+        phases = np.where(x.over_batch, 1.0, np.where(x.over_k, 2.0 * q.batch, q.batch)) + x.once * q.batch
+        added["threads"] = phases * FORK_SECONDS + tasks * TASK_SECONDS
+    terms = list(overlapped.values())
+    longest = total = terms[0]
+    for each in terms[1:]:
+        longest, total = np.maximum(longest, each), total + each
+    seconds = longest + EXPOSED * (total - longest) + sum(added.values())
+    return Costs(seconds, overlapped, added)
+
+
+def _compute(v: _Extents) -> Array:
+    """Cycles of one item: per step of k, the slowest of mac ports, load ports and latency."""
+    t, x, h = v.t, v.t.x, v.heights
+    # A tile takes as long as it has rows.
+    strips = np.ceil(h / x.strip_rows) if "strips" in t.some else h
+    macs = strips * (x.vectors / np.where(x.tiled, x.m, 1.0))
+    if "decodes" in t.some:
+        macs = np.where(x.decodes, h * x.vectors * (1 + _group_ends(v)) + DECODE * x.vectors + h, macs)
+    if t.some & {"left", "right"}:
+        macs = macs + CONVERT * (h * x.left + x.vectors * x.right) * t.rate
+    loads = (strips + x.vectors * x.deep) / LOADS_PER_CYCLE
+    # A chain advances one step per latency; unrolling cannot help it.
+    step = np.maximum(np.maximum(macs / t.rate, loads), x.latency) + CONFLICTS * loads
+    cycles: Array = (v.counts * (step + t.steps)).sum(axis=0) * (v.visits * np.ceil(v.k / x.covers))
+    if "tiled" in t.some:
+        cycles = cycles * np.where(x.tiled & ~_b_fits(v, "L1"), BOTH_FAR, 1.0)
+    return cycles * _crowding(v) * np.where(_short(v), t.apart, 1.0)
+
+
+def _group_ends(v: _Extents) -> Array:
+    """Cost of scaling a group's integer sums, per multiply-add of the group."""
+    x = v.t.x
+    waiting = 2 * v.heights * np.floor(x.vectors / x.panels) > x.registers
+    return np.where(x.spans, (GROUP_END + GROUP_WAITS * waiting) * x.k_pack / np.maximum(x.group, 1.0), 0.0)
+
+
+def _short(v: _Extents) -> Flags:
+    """B is read in place, and its rows lie apart."""
+    return v.t.x.strided & (v.q.n > v.t.x.wide)
+
+
+def _crowding(v: _Extents) -> Array | float:
+    """Slowdown by rows of an A in place that start in one set of L1, of which B and C need ways too."""
+    level = v.t.target.level("L1")
+    if level is None or "rows_in_place" not in v.t.some:
+        return 1.0
+    aligned = (v.q.k * v.t.x.a) % (level.bytes // level.ways) == 0
+    return np.where(aligned & (v.m != 1), v.t.crowded, 1.0) if aligned.any() else 1.0
+
+
+def _tile_setup(v: _Extents) -> Array:
+    """Cycles to start and finish register tiles: one access to C per vector and block of k."""
+    t, x, q = v.t, v.t.x, v.q
+    # A sum over lanes folds them in half, a shuffle and an addition each time.
+    each = np.where(v.passes > 1, t.carried[1], t.carried[0])
+    one = (v.counts * (TILE_CYCLES + x.latency + v.heights * (x.vectors * each))).sum(axis=0)
+    cycles: Array = one * (v.visits * v.passes) + np.where(x.static, 0.0, 40.0)
+    if "finishes" in t.some:
+        cycles = cycles + x.finishes * (FINISH * v.m * np.ceil(q.n / x.line))
+    if "tiled" in t.some:
+        cycles = cycles + x.tiled * (CONFIGURE * v.blocks)
     return cycles
 
 
-def _b_fits(v: _View, name: str) -> bool:
+def _packing_b(v: _Extents) -> Array:
+    """Cycles to pack B: a panel once per block of rows, or all of it once for all threads."""
+    t, x, q = v.t, v.t.x, v.q
+    cycles = t.packs
+    if "pack_b" in t.some:
+        columns = v.visits * x.wide if "panels" not in t.some else np.ceil(q.n * x.panels / x.wide) * x.wide / x.panels
+        cycles = cycles + v.k * columns * np.where(x.once, 1.0, v.blocks) * t.copy_b
+    if "once" in t.some:
+        # The copy is written to, and comes back from, where it fits; half of that overlaps.
+        size = v.k * q.n * x.b
+        cycles = cycles + x.once * (size / t.bandwidth[v.home(size)])
+    return cycles
+
+
+def _b_fits(v: _Extents, name: str) -> Flags:
     """A panel of B and the slice of A that passes fit a level."""
-    level = v.target.level(name)
-    depth = min(v.s.kc or v.k, v.k)
-    a, b, _ = v.sizes
-    return level is None or (v.wide * b + v.s.mr * a) * depth <= level.bytes
+    x, level = v.t.x, v.t.target.level(name)
+    fits: Flags = (x.wide * x.b + x.mr * x.a) * v.depth <= (level.bytes if level else WHOLE)
+    return fits
 
 
-def _b_stays(v: _View, name: str) -> bool:
+def _b_stays(v: _Extents, name: str) -> Flags:
     """A panel of B keeps its place in a level while the slices of A pass.
 
     Rows of a B in place lie a stride apart; only so many of them fit as sets
@@ -429,58 +501,112 @@ def _b_stays(v: _View, name: str) -> bool:
     addresses that a program sees, and in L2, where matrices lie in large pages
     and the next panel comes in meanwhile.
     """
-    s, p, size = v.s, v.p, v.sizes[1]
-    level = v.target.level(name)
-    if not _b_fits(v, name):
-        return False
-    if level is None or s.pack_b or s.b != "row":
-        return True
+    x, level, fits = v.t.x, v.t.target.level(name), _b_fits(v, name)
+    if level is None or "strided" not in v.t.some:
+        return fits
     sets = level.bytes // (level.line * level.ways)
-    step = max(1, int(p.n * size) // level.line)
-    lines = max(1, int(v.wide * size) // level.line)
-    panels = 2 if name != "L1" and s.ahead else 1
-    return min(s.kc or p.k, p.k) * panels <= level.ways * min(sets // gcd(step, sets), sets // lines)
+    # All rows in place hold elements of one type.
+    step = max(1, int(v.q.n * x.b[x.strided][0]) // level.line)
+    lines = np.maximum(1.0, x.wide * x.b // level.line)
+    panels = np.where(x.ahead, 2.0, 1.0) if name != "L1" else 1.0
+    room = level.ways * np.minimum(sets // gcd(step, sets), sets // lines)
+    stays: Flags = fits & (~x.strided | (np.minimum(x.kc, v.q.k) * panels <= room))
+    return stays
 
 
-def _traffic(v: _View, threads: int) -> dict[str, float]:
-    """Cycles that each level's loads take, for one item."""
-    s, p, k = v.s, v.p, v.k
-    (a_size, b_size, c_size), (a_far, b_far, c_stored) = v.sizes, v.stored
-    capacity = {x.name: x.bytes for x in v.target.levels}
-    passes = _blocks_k(v)
-    slices = -(-p.m // s.mr)
-    wide, visits, blocks_m = v.wide, v.visits, v.blocks
-    depth, rows = min(s.kc or k, k), min(s.mc or p.m, p.m)
-    stays = _b_stays(v, "L1")
+def _traffic(v: _Extents) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Cycles that each level's loads take for one item; and where threads cut rows of B, for those levels it slows."""
+    t, x, q, levels = v.t, v.t.x, v.q, v.t.target
+    names = [level.name for level in levels.levels]
+    capacity = {level.name: levels.counted(level.name) for level in levels.levels}
+    stays, short = _b_stays(v, "L1"), _short(v)
+    across = v.visits * x.wide * v.k
     # Registers <- L1: every step of k reads MR of A and NR of B per tile.
-    l1 = (visits * p.m * a_size + slices * visits * wide * b_size) * k
+    reads = v.visits * v.m * v.k * x.a + v.slices * across * x.b
     # L1 <- L2: a block of A passes once per visit, B once if it stays.
-    b_l2 = (blocks_m if stays else slices) * k * visits * wide
-    a_l2 = p.m * k * (1 if rows * depth * a_size <= capacity.get("L1", 0) // 2 else visits)
-    c_once, c_again = p.m * p.n, p.m * p.n * (2 * passes - 2)
+    block = v.rows * v.depth * x.a
+    a_once = v.m * v.k
+    a_l2 = a_once * np.where(block <= capacity.get("L1", 0) // 2, 1.0, v.visits)
+    b_l2 = across * np.where(stays, v.blocks, v.slices * np.where(short, t.runs, 1.0))
+    c_once = v.m * q.n
+    c_again = c_once * (2 * v.passes - 2)
     # Between passes over k, the block of C waits in the nearest level that holds it.
-    c_home = v.home(min(c_once, rows * min(s.nc or p.n, p.n)) * c_size)
-    # Rows of a strided B are short runs: a prefetcher has to find each anew.
-    short, runs = _short(v), _apart(v, SHORT_AHEAD if _asks(v) else SHORT_RUNS)
-    streamed = b_l2 * (1.0 if stays else runs)
-    l2 = a_l2 * a_size + streamed * b_size + (c_once + c_again * (c_home != "L1")) * c_size
-    terms = {"L1": l1 / v.bytes_per_cycle("L1"), "L2": l2 / v.bytes_per_cycle("L2")}
+    c_home = v.home(np.minimum(c_once, v.rows * np.minimum(x.nc, q.n)) * x.c)
+    near = names.index("L1") if "L1" in names else WHOLE
+    l2 = a_l2 * x.a + b_l2 * x.b + (c_once + c_again * (c_home != near)) * x.c
+    bandwidth = {name: float(each) for name, each in zip((*names, "memory"), t.bandwidth, strict=True)}
+    terms = {
+        "L1": reads / (bandwidth.get("L1") or DEFAULT_BYTES_PER_CYCLE["L1"]),
+        "L2": l2 / (bandwidth.get("L2") or DEFAULT_BYTES_PER_CYCLE["L2"]),
+    }
+    home = v.home(_bytes(v))
+    nearest = sum(name in ("L1", "L2") for name in names)
+    beyond = home >= nearest
+    if not beyond.any():
+        return terms, {}
     # L2 <- further out: B once per block of rows, C once per pass, A again if its block does not fit.
-    a_fits = rows * depth * a_size <= capacity.get("L2", 0)
-    b_again = blocks_m if a_fits and _b_stays(v, "L2") else slices
-    c_far = c_once * c_stored + c_again * c_size * (c_home not in ("L1", "L2"))
-    outer = k * p.n * b_far * b_again + c_far + p.m * k * a_far * (1 if a_fits else visits)
-    home = v.home(p.bytes)
-    if home in ("L1", "L2"):
-        return terms
-    slow = runs if short and depth > STREAMS else 1.0
-    if short and not _asks(v):
-        slow *= OVERFULL if depth * wide * b_size > FILLS * LINE else 1.0
-        slow *= CUT_RUNS if threads > 1 and s.over == "tiles" else 1.0
-    name = "L3" if "L3" in capacity else "memory"
-    terms[name] = outer * slow / v.bytes_per_cycle(name)
-    if home == "memory":
-        far = k * p.n * b_far * (b_again if k * p.n * b_far > capacity.get("L3", 0) else 1)
-        c_last = c_once * c_stored + c_again * c_size * (c_home == "memory")
-        terms["memory"] = (far * slow + c_last + p.m * k * a_far) / v.bytes_per_cycle("memory")
-    return terms
+    a_fits = block <= capacity.get("L2", 0)
+    b_again = np.where(a_fits & _b_stays(v, "L2"), v.blocks, v.slices)
+    b_bytes, a_bytes = v.k * q.n * x.b_far, a_once * x.a_far
+    c_far = c_once * x.c_stored + c_again * x.c * (c_home >= nearest)
+    outer = b_bytes * b_again + c_far + a_bytes * np.where(a_fits, 1.0, v.visits)
+    slow = np.where(short & (v.depth > STREAMS), t.runs, 1.0)
+    slow = slow * np.where(short & ~x.asks & (v.depth * x.wide * x.b > FILLS * LINE), OVERFULL, 1.0)
+    far = b_bytes * np.where(b_bytes > capacity.get("L3", 0), b_again, 1.0)
+    c_last = c_once * x.c_stored + c_again * x.c * (c_home == len(names))
+    in_memory = home == len(names)
+
+    def outside(slow: Array) -> dict[str, Array]:
+        from_memory = in_memory * ((far * slow + c_last + a_bytes) / bandwidth["memory"])
+        if "L3" in names:
+            return {"L3": beyond * (outer * slow / bandwidth["L3"]), "memory": from_memory}
+        return {"memory": np.where(in_memory, from_memory, beyond * (outer * slow / bandwidth["memory"]))}
+
+    cut = short & t.cut
+    return terms | outside(slow), outside(slow * np.where(cut, CUT_RUNS, 1.0)) if cut.any() else {}
+
+
+def _bytes(v: _Extents) -> Array:
+    """Compulsory traffic, as `Problem.bytes` has it, by number of rows."""
+    q = v.q
+    a, b, c = (x.bytes for x in q.elements)
+    return q.batch * (v.m * q.k * a + q.k * q.n * b + v.m * q.n * c)
+
+
+def _shared(v: _Extents, workers: int) -> tuple[Array, Array, Array, Array]:
+    """Pieces of the columns, tasks, threads that have some, and the part of the work that the busiest one does.
+
+    A task is taken by the next thread that is free.
+    """
+    t, x, q = v.t, v.t.x, v.q
+    if workers == 1:
+        one = np.ones(1)
+        return np.where(x.over_k | x.over_batch, 1.0, v.fewest), one, one, one
+    first, of = t.firsts, t.group_of
+    visits, blocks, fewest, passes = v.visits[first], v.blocks[:, first], v.fewest[first], v.passes[first]
+    over_k, over_batch = x.over_k[first], x.over_batch[first]
+
+    def cut(threads: Any) -> tuple[Array, Array]:
+        shares = np.maximum(fewest, np.minimum(visits, np.ceil((threads - 1) * 4 / blocks)))
+        tasks = np.where(over_k, np.minimum(threads, passes), blocks * shares)
+        return shares, np.where(over_batch, np.minimum(q.batch, threads * 4), tasks)
+
+    shares, tasks = cut(workers)
+    packed = np.where(over_k | over_batch, 1.0, shares)[:, of]
+    threads = np.minimum(workers, tasks)
+    parts, mine = cut(threads)
+    share = np.ceil(mine / threads) / mine
+    played = ~(over_k | over_batch) & (threads > 1) & (mine <= MOST_SIMULATED)
+    for i, j in zip(*map(np.ndarray.tolist, played.nonzero()), strict=True):
+        share[i, j] = _busiest(int(visits[j]), int(parts[i, j]), int(blocks[i, j]), int(threads[i, j]))
+    return packed, tasks[:, of], threads[:, of], np.where(threads == 1, 1.0, share)[:, of]
+
+
+@lru_cache(maxsize=4096)
+def _busiest(visits: int, shares: int, blocks: int, threads: int) -> float:
+    """Part of all visits that the busiest thread makes, each taking the next task when free."""
+    low, wider = divmod(visits, shares)
+    load = [0] * threads  # a heap
+    for task in range(shares * blocks):
+        heapreplace(load, load[0] + low + (task % shares < wider))
+    return max(load) / (visits * blocks)

@@ -209,12 +209,14 @@ def _sysfs_levels(shot: Snapshot, cpu: int) -> dict[str, MemoryLevel]:
         if row["type"] not in ("Data", "Unified") or not size:
             continue
         name = f"L{row['level']}"
+        sharing = parse_list(row["shared_cpu_list"])
         found[name] = MemoryLevel(
             name,
             size,
             _number(row["coherency_line_size"]),
             _number(row["ways_of_associativity"]),
-            bool(parse_list(row["shared_cpu_list"]) - _siblings(shot, cpu)),
+            bool(sharing - _siblings(shot, cpu)),
+            len({min(_siblings(shot, x)) for x in sharing}),
             source="sysfs of this host",
         )
     return found
@@ -232,6 +234,8 @@ def _levels(shot: Snapshot, chip: Target, cpu: int) -> tuple[MemoryLevel, ...]:
                 seen[name],
                 line=seen[name].line or told.line,
                 ways=seen[name].ways or told.ways,
+                # A guest sees its own processors only; strangers use the others.
+                cores=max(seen[name].cores, told.cores),
                 load_bytes_per_cycle=told.load_bytes_per_cycle,
             )
         if not merged or level.bytes > merged[-1].bytes:
@@ -331,7 +335,7 @@ def resolve(name: str | None) -> Target:
 
     Args:
         name: None or "" for this machine; an ISA for this machine limited to it;
-            a chip or a `*.toml` file for its levels and rates with this
+            a chip, a `*.toml` file or a cloud instance for its levels and rates with this
             machine's cores.
 
     Raises:
@@ -342,7 +346,7 @@ def resolve(name: str | None) -> Target:
     if not name:
         return host()
     if not isinstance(name, str):
-        raise TypeError(f"target is {name!r}; give the name of a chip, an ISA or a .toml file")
+        raise TypeError(f"target is {name!r}; give the name of a chip, an ISA, a .toml file or a cloud instance")
     here = host()
     if name in names("isa"):
         isa = load_isa(name)

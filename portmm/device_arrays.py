@@ -88,7 +88,9 @@ def shapes(a: Foreign, b: Foreign) -> tuple[tuple[int, ...], tuple[int, ...], tu
     try:
         batch = np.broadcast_shapes(left[:-2], right[:-2])
     except ValueError as error:
-        raise ValueError(f"batch dimensions {left[:-2]} and {right[:-2]} do not broadcast") from error
+        raise ValueError(
+            f"cannot multiply {a.shape} by {b.shape}: batch dimensions {left[:-2]} and {right[:-2]} do not broadcast"
+        ) from error
     m, n = left[-2], right[-1]
     rows, columns = (() if len(a.shape) == 1 else (m,)), (() if len(b.shape) == 1 else (n,))
     return (*batch, *rows, *columns), batch, (m, n, left[-1])

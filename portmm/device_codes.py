@@ -53,6 +53,21 @@ class DeviceCoded:
     group: int
 
     @property
+    def ndim(self) -> int:
+        """Two."""
+        return 2
+
+    @property
+    def dtype(self) -> np.dtype[np.float32]:
+        """The type of the numbers that its codes stand for, scale * code + offset: float32."""
+        return np.dtype(np.float32)
+
+    @property
+    def size(self) -> int:
+        """Elements of the weight."""
+        return self.shape[0] * self.shape[1]
+
+    @property
     def nbytes(self) -> int:
         """Bytes on the device."""
         return 4 * (self.words.size + self.scales.size + self.offsets.size)

@@ -8,24 +8,30 @@ here.
 
 from __future__ import annotations
 
-import threading
+import time
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from portmm.candidates import PACKED_VECTORS, candidates, units
+from portmm import forks
+from portmm.candidates import PACKED_VECTORS, units
 from portmm.capable import lacks
 from portmm.choice import Choice, overlaid
 from portmm.cost import Cost, cost, macs_per_cycle
 from portmm.dtype import BY_NAME, CODES_KR, types
-from portmm.errors import ScheduleError, TargetError
+from portmm.errors import BuildError, DatabaseError, ScheduleError, TargetError
 from portmm.fused import parse as parse_fused
 from portmm.lower import atom_of, lower, lower_attention, lower_fold, lower_pack, lower_rows
 from portmm.memory import Memory, forget_all
-from portmm.orders import given
+from portmm.orders import active, given
 from portmm.problem import Family
 from portmm.problem import family as family_of
+from portmm.row_classes import rows
+from portmm.selection import predict, select
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from portmm.build import Artifact
     from portmm.fused import Fused
     from portmm.ir import Kernel
@@ -38,10 +44,15 @@ USUAL_GROUP = 128
 """Rows of a weight of four bits that share a scale, where nobody says how many."""
 MOST_ROUTES = 4096
 """Routes remembered before starting afresh: endless new shapes must not fill memory."""
+MOST_LOADED = 1024
+"""Kernels that are loaded before starting afresh: each takes some 30 KiB, and five of the 65,530 mappings that Linux
+lets a process have."""
 
 
 def choose(p: Problem, target: Target, threads: int = 1, *, tuned: bool = True) -> Choice:
-    """The schedule that was measured to be fastest, or the one with the least predicted time; the first of equals.
+    """The schedule that was measured to be fastest, or the model's choice.
+
+    That is the one with the least predicted time, the first of equals, unless `textbook.preferred` finds another.
 
     Args:
         p: what to compute.
@@ -52,20 +63,15 @@ def choose(p: Problem, target: Target, threads: int = 1, *, tuned: bool = True) 
     Raises:
         ScheduleError: nothing is legal, or there is nothing to multiply.
     """
-    if 0 in (p.m, p.n, p.k, p.batch):
-        raise ScheduleError(f"{p} has no products: there is nothing to choose")
-    _check_panels(p, target)
-    ranked: list[tuple[float, int, Schedule, Cost, int]] = []
-    listed = candidates(p, target)
-    for i, s in enumerate(listed):
-        for workers in dict.fromkeys((1, max(1, threads))):
-            c = predicted(p, s, target, workers)
-            ranked.append((c.seconds, i, s, c, workers))
-    ranked.sort(key=lambda x: x[:2])
-    _, _, best, terms, workers = ranked[0]
-    rest = tuple((s, c) for _, _, s, c, w in ranked[1:] if w == workers and s != best)
-    choice = Choice(p, target, workers, best, terms, rest)
-    return overlaid(choice, listed, threads, predicted) if tuned else choice
+    _check(p, target)
+    found = select(p, target, threads)
+    schedules = found.listed.schedules
+    (costs,) = predict(p, found.listed, (p.n if p.c == "col" else p.m,), (found.workers,))
+    terms = costs.at(0)
+    order = sorted(range(len(schedules)), key=lambda i: terms[i].seconds)
+    rest = tuple((schedules[i], terms[i]) for i in order if i != found.index)
+    choice = Choice(p, target, found.workers, found.schedule, terms[found.index], rest, found.origin)
+    return overlaid(choice, schedules, threads, predicted) if tuned else choice
 
 
 def predicted(p: Problem, s: Schedule, target: Target, workers: int) -> Cost:
@@ -73,8 +79,14 @@ def predicted(p: Problem, s: Schedule, target: Target, workers: int) -> Cost:
     return cost(p, s, atom_of(isa_of(s, target), s.dtype, s.lanes), target, workers)
 
 
-def _check_panels(p: Problem, target: Target) -> None:
-    """A weight packed on another machine may have panels that no vectors of this one make up."""
+def _check(p: Problem, target: Target) -> None:
+    """There is something to multiply, and B is not packed for another machine, whose panels no vectors here make up.
+
+    Raises:
+        ScheduleError: it is otherwise.
+    """
+    if 0 in (p.m, p.n, p.k, p.batch):
+        raise ScheduleError(f"{p} has no products: there is nothing to choose")
     if p.b != "packed":
         return
     takes = [(isa.columns(atom), atom.k_pack) for isa, atom in units(p.dtype, target)]
@@ -136,10 +148,15 @@ def _folding_unit(target: Target) -> tuple[Isa, Atom]:
     return units("f32-u4-f32", target)[0]
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)  # 150 KiB each
 def kernel_of(s: Schedule, isa: Isa) -> Kernel:
     """The loops of a schedule, made once."""
     return lower(s, isa)
+
+
+def _outline(kernel: Kernel) -> Kernel:
+    """A kernel without its loops, which take most of its memory and of which code that is loaded has no need."""
+    return replace(kernel, entry=replace(kernel.entry, body=()))
 
 
 def build_kernel(kernel: Kernel) -> Artifact:
@@ -153,22 +170,25 @@ def build_kernel(kernel: Kernel) -> Artifact:
     from portmm.emit.c import source
 
     arch = None if kernel.isa.arch == "any" else kernel.isa.arch
-    return build(source(kernel), flags=kernel.isa.flags, arch=arch, name=kernel.name)
+    return build(source(kernel), flags=kernel.isa.flags, arch=arch, name=kernel.name, symbols=(kernel.name,))
 
 
 _loaded: dict[str, Any] = {}
-_lock = threading.Lock()
+_lock = forks.lock()
 
 
 def loaded(kernel: Kernel) -> Any:
     """The kernel's code in this process, built and loaded once per source."""
-    from portmm.run.host import runtime
+    from portmm.run.host import load_kernel, runtime
 
     artifact = build_kernel(kernel)
+    if len(_loaded) >= MOST_LOADED and artifact.key not in _loaded:
+        forget()  # what is remembered keeps code loaded
+        runtime().clear_memo()
     with _lock:
         found = _loaded.get(artifact.key)
         if found is None:
-            found = _loaded[artifact.key] = runtime().load(str(artifact.path), kernel.name)
+            found = _loaded[artifact.key] = load_kernel(runtime(), artifact.code, artifact.path, kernel.name)
     return found
 
 
@@ -192,16 +212,17 @@ def route_of(kernel: Kernel, code: Any, fields: dict[str, int], dtype: str) -> A
 
 
 @lru_cache(maxsize=1024)
-def _code(s: Schedule, isa: Isa) -> Any:
-    """The code of a schedule, in this process: other sizes need no source."""
-    return loaded(kernel_of(s, isa))
+def _code(s: Schedule, isa: Isa) -> tuple[Kernel, Any]:
+    """The outline and code of a schedule, in this process: other sizes need no source."""
+    kernel = kernel_of(s, isa)
+    return _outline(kernel), loaded(kernel)
 
 
 def _route(s: Schedule, isa: Isa, p: Problem, workers: int) -> Any:
     from portmm.run.host import runtime
 
-    kernel = kernel_of(s, isa)
-    return runtime().make_route(_code(s, isa), workspace_bytes(kernel, p, workers), workers, p.held, p.unit)
+    kernel, code = _code(s, isa)
+    return runtime().make_route(code, workspace_bytes(kernel, p, workers), workers, p.held, p.unit)
 
 
 def route_by(s: Schedule, p: Problem, target: Target, workers: int) -> Any:
@@ -213,26 +234,82 @@ _routes = Memory(MOST_ROUTES)
 
 
 def route_for(p: Problem, target: Target, threads: int) -> Any:
-    """A launchable kernel for a problem, chosen or ordered once per problem, target and thread bound.
+    """A launchable kernel for a problem, chosen or ordered once per class of problems, target and thread bound.
 
     Raises:
         ScheduleError: nothing is legal.
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
+    return routed(p, target, threads)[0]
+
+
+def routed(p: Problem, target: Target, threads: int) -> tuple[Any, tuple[int, int]]:
+    """A launchable kernel for a problem, and the least and the largest M that it serves.
+
+    Raises:
+        ScheduleError: nothing is legal.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    own, served = (p.m, p.m), rows(p)
+    if served != own and not active():
+        found = _kept(replace(p, m=served[1]), target, (threads, served), lambda q: _shared(q, served, target, threads))
+        if found is not None:
+            return found, served
+    return _kept(p, target, (threads, own), lambda q: _alone(q, target, threads)), own
+
+
+def _kept(p: Problem, target: Target, about: Any, make: Callable[[Problem], Any]) -> Any:
+    """A value made once for a problem on a target."""
     # A target holds dicts, so its identity stands for it; the entry keeps it alive.
-    key = (p, id(target), threads)
+    key = (p, id(target), about)
     found = _routes.get(key)
-    if found is None:
-        schedule, workers = given(p) or _chosen(p, target, threads)
-        route = _route(schedule, isa_of(schedule, target), p, workers)
-        found = _routes.keep(key, (target, route))
+    if found is None or (isinstance(found[1], BuildError) and time.monotonic() >= found[1].retry_at):
+        try:
+            made = make(p)
+        except BuildError as error:
+            _routes.keep(key, (target, error.again()))
+            raise
+        found = _routes.keep(key, (target, made))
+    if isinstance(found[1], BuildError):
+        raise found[1].again()
     return found[1]
 
 
-def _chosen(p: Problem, target: Target, threads: int) -> tuple[Schedule, int]:
-    choice = choose(p, target, threads)
-    return choice.schedule, choice.workers
+def _shared(p: Problem, served: tuple[int, int], target: Target, threads: int) -> Any:
+    """The route of a class, `p` being its largest problem; None if its problems have different ones."""
+    _check(p, target)
+    if _tuned_within(p, served, target, threads):
+        return None
+    found = select(p, target, threads)
+    if found.rows != served:
+        return None
+    return _route(found.schedule, isa_of(found.schedule, target), p, found.workers)
+
+
+def _alone(p: Problem, target: Target, threads: int) -> Any:
+    """The route of one problem."""
+    ordered = given(p)
+    if ordered is None and not _tuned_within(p, (p.m, p.m), target, threads):
+        _check(p, target)
+        found = select(p, target, threads)
+        ordered = found.schedule, found.workers
+    if ordered is None:
+        choice = choose(p, target, threads)
+        ordered = choice.schedule, choice.workers
+    schedule, workers = ordered
+    return _route(schedule, isa_of(schedule, target), p, workers)
+
+
+def _tuned_within(p: Problem, served: tuple[int, int], target: Target, threads: int) -> bool:
+    """Whether there may be findings for problems with so many rows; a database that cannot be read is asked again."""
+    from portmm.tuned import tuned_rows
+
+    try:
+        return any(served[0] <= m <= served[1] for m in tuned_rows(p, target, threads))
+    except DatabaseError:
+        return True
 
 
 @lru_cache(maxsize=256)
@@ -277,7 +354,7 @@ def _rows(text: str, isa: Isa, lanes: int) -> tuple[Kernel, Any]:
     real = isa.vector("f32", lanes)
     assert real is not None  # noqa: S101 - `unit_for` found it
     kernel = lower_rows(isa, real, text)
-    return kernel, loaded(kernel)
+    return _outline(kernel), loaded(kernel)
 
 
 def unit_for(fused: Fused, target: Target) -> tuple[Isa, Atom]:
@@ -311,7 +388,7 @@ def rows_route(text: str, size: tuple[int, int, int], target: Target, workers: i
 @lru_cache(maxsize=256)
 def _attention(form: Form, isa: Isa, atom: Atom, real: Atom) -> tuple[Kernel, Any]:
     kernel = lower_attention(isa, atom, real, form)
-    return kernel, loaded(kernel)
+    return _outline(kernel), loaded(kernel)
 
 
 def attention_unit(held: str, fused: Fused, target: Target, rows: int) -> tuple[Isa, Atom, Atom]:

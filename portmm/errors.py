@@ -18,7 +18,19 @@ class ScheduleError(PortmmError):
 
 
 class BuildError(PortmmError):
-    """A compiler failed, or produced something that cannot be loaded."""
+    """A compiler failed, or produced something that cannot be loaded.
+
+    Attributes:
+        retry_at: when it is worth trying again, in seconds of `time.monotonic`; infinite if not in this process.
+    """
+
+    retry_at: float = float("inf")
+
+    def again(self) -> "BuildError":
+        """The same failure, for keeping or raising again: without a traceback, whose frames hold a call's operands."""
+        made = type(self)(*self.args)
+        made.retry_at = self.retry_at
+        return made
 
 
 class NoCompilerError(BuildError):

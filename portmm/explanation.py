@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from portmm import detect, dispatch, foreign, settings
+from portmm import detect, dispatch, foreign, settings, textbook
 from portmm.calibrate import measured
 from portmm.chosen import Chosen
 from portmm.cost import DEFAULT_BYTES_PER_CYCLE
@@ -21,7 +21,7 @@ from portmm.errors import ScheduleError, TargetError
 from portmm.pose import pose
 from portmm.problem import Problem
 from portmm.schedule import ALL, footprint, registers, spell
-from portmm.target import Target
+from portmm.target import Target, instance
 from portmm.wording import field, flop, size, terms, time
 
 if TYPE_CHECKING:
@@ -145,6 +145,9 @@ def _lines(x: Explanation) -> Iterator[str]:
     yield field("", ", ".join(isa.name for isa in target.isas))
     yield from _rates(x)
     yield field("chosen", f"{x.origin}, from {len(x.runners_up) + 1} candidates, for {_threads(x.workers)}")
+    if x.origin == textbook.ORIGIN:
+        rule = f"a textbook blocking within {1 - textbook.WITHIN:.0%} of the least predicted time"
+        yield field("", f"no search stored for this chip: {rule}")
     yield field("schedule", str(s))
     yield from _tiles(x)
     yield field("predicted", f"{time(x.seconds)}, {x.gflops:.4g} GFLOP/s; {x.cost.bound} decides")
@@ -169,7 +172,9 @@ def _rates(x: Explanation) -> Iterator[str]:
         if not level and name != "memory":
             yield field("", _speed(x.kernel.atom, (value, origin)))
             continue
-        extent = f"{name}, {size(level.bytes)}" if level else name
+        counted = x.target.counted(name)
+        part = f", {size(counted)} counted for one core" if level and counted != level.bytes else ""
+        extent = f"{name}, {size(level.bytes)}{part}" if level else name
         unit = "GB/s" if origin == "measured" else "bytes a cycle"
         yield field("", f"{extent}: {value:.4g} {unit}, {origin}")
 
@@ -259,7 +264,7 @@ def explain(
         out: an example of the output; without one, C-contiguous.
         dtype: of operands that are shapes, where no array says more: "f32", "f64", "bf16",
             "f16", "s8", or those of A, B and C as in "u8-s8-s32".
-        target: a chip, an ISA or a .toml file, here or not; None for the target in force.
+        target: a chip, an ISA, a .toml file or a cloud instance, here or not; None for the target in force.
         threads: the most to use; 0 for every core; None for what is set, or,
             with a `target`, for its cores.
         deterministic: as in `config`; None for what is set, or for the `Problem`'s.
@@ -283,9 +288,27 @@ def explain(
 
         return grid_explanation.of_arrays(a, b, out, epilogue, grouped=grouped)
     machine = target_called(target)
+    family = instance(target) if isinstance(target, str) else None
     if threads is None:
         threads = settings.get_num_threads() if target is None else machine.cores
     threads = threads or max(1, machine.cores)
+    found = _found(a, b, out, (dtype, deterministic, static), machine, threads, epilogue, grouped=grouped)
+    return replace(found, notes=(family.said(str(target)), *found.notes)) if family else found
+
+
+def _found(  # noqa: PLR0917 - what `explain` is asked
+    a: Any,
+    b: Any,
+    out: Any,
+    how: tuple[str, bool | None, bool],
+    machine: Target,
+    threads: int,
+    epilogue: Callable[..., Any] | None,
+    *,
+    grouped: bool,
+) -> Explanation | GridExplanation:
+    """The explanation for a machine: see `explain`."""
+    dtype, deterministic, static = how
     if isinstance(a, Problem):
         if b is not None or out is not None:
             raise ValueError("a Problem already holds both operands; give no b and no out")
@@ -303,7 +326,7 @@ def explain(
     except ScheduleError:
         if problem.b != "packed":
             raise
-    problem = _with(pose(a, tuple(b.shape), out, dtype=b.dtype), deterministic)
+    problem = _with(pose(a, tuple(b.shape), out, dtype=b.dtype.name), deterministic)
     note = f"the weight is packed as {b.family}, which does not suit this call: matmul unpacks it"
     return _explained(problem, machine, threads, (note,))
 

@@ -13,12 +13,12 @@ can, and any product that meets a sum may be fused with it: see
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 
+from portmm import forks
 from portmm.errors import TraceError
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 Literal = int | float | bool
+MOST_POWER = 16
+"""Exponents up to which x ** n is products: six of them."""
 
 
 class Expr:
@@ -133,11 +135,25 @@ class Expr:
         return apply("shr", self, count)
 
     def __pow__(self, power: Any) -> Expr:
-        if isinstance(power, (int, np.integer)) and 0 <= power <= 16:
-            return _power(self, int(power))
-        if isinstance(power, float) and power in (0.5, -0.5):
-            return apply("sqrt", real(self)) if power > 0 else 1.0 / apply("sqrt", real(self))
-        raise TraceError(f"** {power!r} cannot be traced; use an integer from 0 to 16, or 0.5")
+        if isinstance(power, Expr):
+            raise TraceError("** by a value in a tile cannot be traced; write pm.exp(power * pm.log(x))")
+        exponent = _literal(power) if isinstance(power, (float, np.generic, np.ndarray)) else power
+        x = real(self) if isinstance(exponent, float) else self
+        if isinstance(exponent, float) and exponent.is_integer():
+            exponent = int(exponent)
+        if isinstance(exponent, int) and 0 <= exponent <= MOST_POWER:
+            return _power(x, exponent)
+        if isinstance(exponent, int) and -MOST_POWER <= exponent < 0 and x.dtype == "f32":
+            return 1.0 / _power(x, -exponent)
+        if exponent in (0.5, -0.5):
+            return apply("sqrt", x) if exponent > 0 else 1.0 / apply("sqrt", x)
+        raise TraceError(
+            f"** {power!r} cannot be traced; use an integer from 0 to {MOST_POWER}, of floats also a negative one, "
+            "or 0.5; otherwise pm.exp(power * pm.log(x))"
+        )
+
+    def __rpow__(self, base: Any) -> Expr:
+        raise TraceError(f"{base!r} ** a value in a tile cannot be traced; write pm.exp(x * math.log({base!r}))")
 
     def __floordiv__(self, other: Any) -> Expr:
         return apply("shr", self, self._bits(other, "//"))
@@ -184,7 +200,13 @@ class Expr:
     def __float__(self) -> float:
         raise TraceError("a value in a tile is no number yet; use portmm's functions in place of math's")
 
-    __int__ = __index__ = __float__
+    __int__ = __index__ = __complex__ = __float__
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Array:
+        raise TraceError(
+            "a value in a tile has no number yet, so that no array is made of it, nor one indexed by it that is made "
+            "while the function is traced; make the array before, and let the function capture it: table[i.n]"
+        )
 
 
 class MissingError(TraceError, AttributeError):
@@ -203,15 +225,11 @@ def _refusing(said: str) -> Callable[..., Any]:
 
 for _name in "getitem setitem delitem len contains".split():  # noqa: SIM905
     setattr(Expr, f"__{_name}__", _refusing({"len": "len()", "contains": "in"}.get(_name, "[]")))
-for _name in "rmod rfloordiv divmod rdivmod rpow matmul rmatmul round trunc floor ceil rlshift rrshift".split():  # noqa: SIM905
+for _name in "rmod rfloordiv divmod rdivmod matmul rmatmul round trunc floor ceil rlshift rrshift".split():  # noqa: SIM905
     setattr(
         Expr,
         f"__{_name}__",
-        _refusing(
-            {"matmul": "@", "rmatmul": "@", "rpow": "**"}.get(
-                _name, _name.removeprefix("r") if _name != "round" else _name
-            )
-        ),
+        _refusing({"matmul": "@", "rmatmul": "@"}.get(_name, _name.removeprefix("r") if _name != "round" else _name)),
     )
 
 
@@ -272,7 +290,7 @@ UFUNCS: dict[str, Callable[..., Any]] = {}
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
 """The same for functions that are no ufuncs."""
 
-_making = threading.Lock()
+_making = forks.lock()
 _known: WeakValueDictionary[tuple[Any, ...], Expr] = WeakValueDictionary()
 
 
@@ -345,6 +363,7 @@ def apply(op: str, *values: Any) -> Expr:
     if op == "select":
         mask, *rest = values
         if not isinstance(mask, Expr):
+            mask = _literal(mask)
             return real(rest[0] if mask else rest[1])
         first, second = _alike(tuple(rest))
         args: tuple[Expr, ...] = (mask if mask.dtype == "mask" else apply("ne", mask, 0), first, second)

@@ -2,7 +2,7 @@
 
 Owns `Folded`, panels of codes with the scales of their groups (kernels/codes.py
 has the layout), how a `Quantized` weight becomes one and back, and the product
-with one. Imports `arrays`, `dispatch`, `memory`, `quantized`, `settings`.
+with one. Imports `arrays`, `dispatch`, `fallback`, `memory`, `quantized`, `settings`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm import arrays, settings
+from portmm import arrays, fallback, settings
 from portmm.dtype import CODE_BITS, CODES_AT, CODES_KR
-from portmm.errors import NoCompilerError, PackError, ScheduleError
+from portmm.errors import BuildError, PackError, ScheduleError
 from portmm.memory import Memory
 from portmm.problem import Family, Problem, family
 from portmm.quantized import Quantized, dequantize
@@ -51,9 +51,14 @@ class Folded:
         return 2
 
     @property
-    def dtype(self) -> str:
-        """What it holds: codes of four bits."""
-        return "u4"
+    def dtype(self) -> np.dtype[np.float32]:
+        """The type of the numbers that its codes stand for, scale * code + offset: float32."""
+        return np.dtype(np.float32)
+
+    @property
+    def size(self) -> int:
+        """Elements of the weight."""
+        return self.shape[0] * self.shape[1]
 
     @property
     def b_k(self) -> int:
@@ -95,14 +100,19 @@ def restore(owner: Array, shape: tuple[int, ...], family_name: str) -> Folded:
     if kept.dtype != "u4" or kept.kr != CODES_KR or kept.group % CODES_KR or len(shape) != 2 or min(shape) < 0:
         raise PackError(f"a weight of four bits cannot have family {family_name} and shape {shape}")
     k, n = shape
-    needed = -(-n // kept.nr) * kept.panel(k)
+    if not arrays.can_be_addressed(shape, kept.nr * CODES_KR * owner.itemsize):
+        raise PackError(f"a folded weight of shape {shape} is larger than what can be addressed")
+    needed = _words(kept, k, n)
     if owner.dtype != np.int32 or owner.ndim != 1 or owner.size < needed:
         raise PackError(
             f"a folded weight of shape {shape} needs {needed} words of int32; got {owner.size} {owner.dtype}"
         )
-    whole = arrays.aligned_copy(owner)
-    whole.flags.writeable = False
-    return Folded(whole, (k, n), family_name)
+    return Folded(arrays.aligned_readonly(owner, needed), (k, n), family_name)
+
+
+def _words(kept: Family, k: int, n: int) -> int:
+    """Words of all panels; a weight without rows has none, however many columns it claims."""
+    return -(-n // kept.nr) * kept.panel(k) if k else 0
 
 
 def fold(q: Quantized) -> Folded:
@@ -122,11 +132,14 @@ def fold(q: Quantized) -> Folded:
     if group % CODES_KR:
         raise PackError(f"the weight has groups of {q.group} rows; kernels read multiples of {CODES_KR}: dequantize it")
     kept = family_of_codes(settings.target(), group)
-    owner = arrays.aligned_empty(-(-n // kept.nr) * kept.panel(k), np.int32)
+    owner = arrays.aligned_empty(_words(kept, k, n), np.int32)
     if q.codes.size:
         try:
             _fold_by_kernel(q, kept, owner)
-        except (NoCompilerError, ScheduleError):
+        except ScheduleError:
+            _fold_by_numpy(q, kept, owner)
+        except BuildError as error:
+            fallback.fall_back(error)
             _fold_by_numpy(q, kept, owner)
     else:
         owner[...] = 0
@@ -166,6 +179,9 @@ def _fold_by_numpy(q: Quantized, kept: Family, owner: Array) -> None:
 def unfold(w: Folded) -> Quantized:
     """The weight that was folded."""
     kept, (k, n) = family(w.family), w.shape
+    if not k or not n:
+        codes, wide = np.empty((k, n), np.uint8), np.empty((-(-k // (kept.group or max(k, 1))), n), np.float32)
+        return Quantized(codes, wide, wide, CODE_BITS, kept.group or max(k, 1))
     nr, units, groups = kept.nr, -(-k // CODES_KR), kept.groups(k)
     panels = -(-n // nr)
     rows = w.owner[: panels * kept.panel(k)].reshape(panels, -1, nr)
@@ -241,7 +257,10 @@ def _run(  # noqa: PLR0917 - one place calls it
     p = Problem(m, n, k, word, a=operand.layout, b="codes", family=w.family, deterministic=deterministic)
     try:
         route = ways[0](p)
-    except ScheduleError:  # folded on another machine
+    except (BuildError, ScheduleError) as error:
+        if isinstance(error, BuildError):
+            fallback.fall_back(error)
+        # Else it was folded on another machine.
         weight = dequantize(unfold(w))
         np.copyto(result.reshape(m, n), ways[1](rows, weight), casting="same_kind")
         return

@@ -127,6 +127,8 @@ def from_gguf(data: Any, shape: tuple[int, int], *, kind: str = "Q4_0") -> Quant
     k, n = (operator.index(x) for x in shape)
     if k < 0 or n < 0 or k % GGUF_BLOCK:
         raise ValueError(f"shape is {(k, n)}; k must be a multiple of {GGUF_BLOCK}, the rows of a block")
+    if max(k, 1) * max(n, 1) >= 1 << 63:  # an extent of 0 does not make the other one possible
+        raise ValueError(f"shape is {(k, n)}, more than can be addressed")
     fields = [("d", "<f2"), ("m", "<f2"), ("q", "u1", 16)]
     block = np.dtype([f for f in fields if f[0] != "m" or kind == "Q4_1"])
     raw = np.frombuffer(data, np.uint8) if memoryview(data).nbytes else np.empty(0, np.uint8)

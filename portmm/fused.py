@@ -12,7 +12,7 @@ is C = acc + x0[n] + x1[m, n], written to the operand x2 as s8 too.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -65,10 +65,14 @@ class Fused:
     operands: tuple[Operand, ...]
     results: tuple[tuple[int, Expr], ...]
 
-    @cached_property
+    @property
     def steps(self) -> list[Expr]:
         """Every expression, operands first."""
-        return ordered(tuple(x for _, x in self.results))
+        known = self.__dict__  # functools.cached_property has a lock, which a forked child may find held
+        if "steps" not in known:
+            known["steps"] = ordered(tuple(x for _, x in self.results))
+        found: list[Expr] = known["steps"]
+        return found
 
     @property
     def reductions(self) -> list[Expr]:

@@ -9,7 +9,6 @@ the expression that it is of its operands.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from portmm import api, arrays, foreign
 from portmm.dtype import accumulator
 from portmm.errors import TraceError
 from portmm.expr import OPS, Expr, apply, node, ordered, real
+from portmm.frames import caller
 from portmm.fused import given, reduction
 from portmm.memory import Memory
 from portmm.vocabulary import Typed
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
-_OURS = str(Path(__file__).parent)
-_NUMPYS = str(Path(np.__file__).parent)
 _READ = dict.fromkeys(("float32", "float16", "bfloat16", "int8", "uint8"), "f32") | {"int32": "s32", "bool": "mask"}
 """Types that expressions read -> what they are read as."""
 _MADE = {"float32": "f32", "float16": "f32", "bfloat16": "f32", "int32": "s32", "bool": "mask"}
@@ -102,13 +100,8 @@ class Node:
 
 def here() -> tuple[str, int]:
     """The line of the user's function that is running."""
-    frame: Any = sys._getframe(1)  # noqa: SLF001 - what tracebacks are made of
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((_OURS, _NUMPYS)):
-            return name, frame.f_lineno
-        frame = frame.f_back
-    return "", 0
+    frame = caller()
+    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 def refuse(text: str) -> TraceError:
@@ -269,8 +262,8 @@ class Graph:
         template = reduction(kind, given(0, "f32"))
         return self.add("reduce", (*x.shape[:-1], 1), x.dtype, (x,), plain, name, template=template)
 
-    def matmul(self, name: str, a: Node, b: Node, dtype: Any = None) -> Node:
-        """A product, as `numpy.matmul`, of a type that may be asked for."""
+    def matmul(self, name: str, a: Node, b: Node, dtype: Any = None, given: Any = None) -> Node:
+        """A product, as `numpy.matmul`, of a type that may be asked for; its operands had the shapes `given`."""
         for x in (a, b):
             if x.kind == "number" or not x.shape:
                 raise ValueError("matmul: an operand is a scalar; use * to scale")
@@ -278,7 +271,7 @@ class Graph:
             raise refuse("a packed weight stands on the right of @")
         if len(a.shape) == 1 or len(b.shape) == 1:
             return self._vectors(name, a, b, dtype)
-        batch, (m, n) = arrays.result_shape(np.broadcast_to(np.zeros((), np.int8), a.shape), b.shape)
+        batch, (m, n) = arrays.result_shape(np.broadcast_to(np.zeros((), np.int8), a.shape), b.shape, given)
         shape = (*batch, m, n)
         result, why = self._product(a, b, dtype, by_numpy=name == "@")
         if why:
@@ -292,7 +285,7 @@ class Graph:
         row, column = len(a.shape) == 1, len(b.shape) == 1
         left = self.view("reshape", lambda x: x[None, :], a) if row else a
         right = self.view("reshape", lambda x: x[:, None], b) if column else b
-        found: Node = self.matmul(name, left, right, dtype)
+        found: Node = self.matmul(name, left, right, dtype, (a.shape, b.shape))
         index = (..., *((0,) if row else (slice(None),)), *((0,) if column else (slice(None),)))
         return self.view("[]", lambda x: x[index], found)  # type: ignore[no-any-return]
 

@@ -4,8 +4,8 @@ Owns the enumeration, and what makes a schedule of a device legal: at each level
 needs is no more than there is. Imports `schedule`, `problem`, `target`. As for CPUs, a
 handful of tiles serves every shape.
 
-Registers of a thread: MR x NR sums, a row and a column of operands, and what is on its way
-to shared memory; addresses take some `ADDRESSES` more. A block of threads must leave room for
+Registers of a thread: MR x NR sums, of floats twice but for few (`beside`), a row and a column of operands,
+and what is on its way to shared memory; addresses take some `ADDRESSES` more. A block of threads must leave room for
 `resident` blocks, so that one computes while another waits. Shared memory: BM x BK of A and
 BK x BN of B, as often as there are stages.
 """
@@ -20,6 +20,7 @@ from portmm.dtype import BY_NAME, CODES_KR, types, unfolded
 from portmm.errors import ScheduleError
 from portmm.grid_target import STATIC_SHARED
 from portmm.schedule import ALL, Schedule, Tile
+from portmm.summation import sets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -58,6 +59,9 @@ _MATRIX = {"warp": grid_matrix.candidates, "warpgroup": grid_warpgroup.candidate
 """Who multiplies together -> its schedules."""
 AHEAD = 64
 """Registers for the sums of slices that are on their way."""
+FEW = 8
+"""Sums of a thread, at most, whose totals wait in shared memory: those of the largest tile, 2 x 4, of devices with 64
+registers for a thread, which has no room for a second set there; those of larger tiles would fill shared memory."""
 TICKET = 16
 """Bytes of shared memory in which the threads of a block learn whether it is the last of its tile."""
 BUSY = 2
@@ -193,14 +197,25 @@ def _of_threads(s: Schedule) -> int:
     a, b, _ = s.types
     sizes = ((s.block.m, a), (s.block.n, b))
     waiting = 0 if s.copies else sum(-(-x * s.block.k * s.kr * BY_NAME[t].bytes // (4 * s.threads)) for x, t in sizes)
-    return s.mr * s.nr + s.mr + s.nr + waiting + ADDRESSES + _turns(s, 0) + _turns(s, 1)
+    sums = s.mr * s.nr * (1 if beside(s) else sets(a, b))
+    return sums + s.mr + s.nr + waiting + ADDRESSES + _turns(s, 0) + _turns(s, 1)
+
+
+def beside(s: Schedule) -> bool:
+    """Sums of runs of k wait in shared memory, not in registers, of threads that multiply what lies there."""
+    return s.mr * s.nr <= FEW and sets(*s.types[:2]) > 1
+
+
+def _totals(s: Schedule) -> int:
+    """Bytes of shared memory in which they wait."""
+    return 4 * s.mr * s.nr * s.threads if beside(s) else 0
 
 
 def _of_readers(s: Schedule) -> int:
     """Registers of a thread that reads operands where they lie."""
     words = 2 if s.types[0] == s.types[1] == "f64" else 1
     parts = s.mr + s.nr
-    return words * (s.mr * s.nr + parts) + 2 * parts + DIRECT_ADDRESSES
+    return words * (sets(*s.types[:2]) * s.mr * s.nr + parts) + 2 * parts + DIRECT_ADDRESSES
 
 
 def _turns(s: Schedule, side: int) -> int:
@@ -235,7 +250,7 @@ class Program:
 _CODED = Program(grid_codes.registers, grid_codes.shared_bytes, asks=True)
 PROGRAMS = {
     "simt": Program(
-        _of_threads, lambda s: (s.block.m + s.block.n) * s.block.k * 4 * s.stages, grouped=True, joins=True
+        _of_threads, lambda s: (s.block.m + s.block.n) * s.block.k * 4 * s.stages + _totals(s), grouped=True, joins=True
     ),
     "direct": Program(_of_readers, lambda _: 0, grouped=True),
     "stream": Program(grid_stream.registers, grid_stream.shared_bytes),

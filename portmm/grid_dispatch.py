@@ -7,11 +7,11 @@ replaces what its description says of counts; the rest is the description's.
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from portmm import forks
 from portmm.choice import Choice, overlaid
 from portmm.dtype import BY_NAME
 from portmm.errors import ScheduleError
@@ -166,7 +166,7 @@ class Machine:
 
 
 _machines: dict[tuple[Any, ...], Machine] = {}
-_lock = threading.Lock()
+_lock = forks.lock()
 
 
 def machine(key: tuple[Any, ...], handle: Any) -> Machine:

@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm import api, arrays, foreign
+from portmm.array_class import refuse_class
 from portmm.dtype import BY_NAME
+from portmm.errors import BuildError
 from portmm.expr import Expr, apply
+from portmm.fallback import fall_back
 from portmm.fused import acc, number
 from portmm.fusing import Around, Bound, dense, substituted, typed
 from portmm.memory import Memory
-from portmm.packed import items, packed_class
+from portmm.packed import current, is_packed, items
 from portmm.run.host import runtime
 from portmm.surroundings import resolve
 from portmm.trace import Indices
@@ -75,7 +78,12 @@ def grouped_matmul(
         return grouped_on_device.matmul(grouped_on_device.given(a, b, ends, out), dtype, epilogue)
     groups = _groups(a, b, ends)
     if epilogue is not None:
-        return _surrounded(groups, out, None if dtype is None else np.dtype(dtype), epilogue)
+        wanted = None if dtype is None else np.dtype(dtype)
+        try:
+            return _surrounded(groups, out, wanted, epilogue)
+        except BuildError as error:
+            fall_back(error)
+            return _by_numpy(groups, out, wanted, epilogue)
     return _plain(groups, out, None if dtype is None else np.dtype(dtype))
 
 
@@ -119,11 +127,11 @@ def _groups(a: Any, b: Any, ends: Any) -> _Groups:
         TypeError: a type is not supported.
         ValueError: they do not fit.
     """
-    left = arrays.as_operand(a, "a")
+    left = arrays.as_operand(a, "a", matrix=False)
     if isinstance(b, (list, tuple)):
         weights = [_weight(x) for x in b]
     elif hasattr(b, "family"):
-        weights = items(b) if isinstance(b, packed_class()) and len(b.shape) == 3 else []
+        weights = items(current(b)) if is_packed(b) and len(b.shape) == 3 else []
     else:
         whole = arrays.as_operand(b, "b")
         weights = list(whole) if whole.ndim == 3 else []
@@ -132,7 +140,8 @@ def _groups(a: Any, b: Any, ends: Any) -> _Groups:
         said = [x.shape for x in b] if isinstance(b, (list, tuple)) else b.shape
         raise ValueError(f"a has shape {left.shape} and b {said}; groups take (rows, k) and (groups, k, n)")
     if left.shape[1] != shape[0]:
-        raise ValueError(f"cannot multiply {left.shape} by {shape}: {left.shape[1]} columns meet {shape[0]} rows")
+        given = [*map(tuple, [x.shape for x in b])] if isinstance(b, (list, tuple)) else tuple(b.shape)
+        raise ValueError(f"cannot multiply {left.shape} by {given}: {left.shape[1]} columns meet {shape[0]} rows")
     return _Groups(left, weights, _ends(ends, len(weights), left.shape[0]))
 
 
@@ -142,7 +151,7 @@ def _weight(x: Any) -> Any:
         from portmm.folded import fold
 
         return fold(x)
-    return x if hasattr(x, "family") else arrays.as_operand(x, "b")
+    return current(x) if hasattr(x, "family") else arrays.as_operand(x, "b")
 
 
 def _ends(ends: Any, groups: int, rows: int) -> list[int]:
@@ -152,6 +161,7 @@ def _ends(ends: Any, groups: int, rows: int) -> list[int]:
         TypeError: they are no integers.
         ValueError: there are not as many as groups, or they descend, or pass the last row.
     """
+    refuse_class(ends, "ends")
     found = np.asarray(ends)
     if found.dtype.kind not in "iu":
         raise TypeError(f"ends has dtype {found.dtype}; it holds integers")
@@ -169,12 +179,12 @@ def _plain(x: _Groups, out: Any, dtype: np.dtype[Any] | None) -> Any:
     """Products alone."""
     (m, n, _), first = x.size, x.b[0]
     held = first.dtype if isinstance(first, np.ndarray) else getattr(getattr(first, "owner", None), "dtype", None)
-    coded = held is None or not isinstance(first, (np.ndarray, packed_class()))
+    coded = held is None or (not isinstance(first, np.ndarray) and not is_packed(first))
     usual = x.a.dtype.newbyteorder("=") if coded else arrays.types_of(x.a.dtype, held)[2]  # type: ignore[arg-type]
     direct = out is not None and not any(np.may_share_memory(out, y) for y in x.memory)
     result = arrays.check_out(out, (m, n), usual) if direct else np.empty((m, n), dtype or usual)
     for begin, end, i in x.runs():
-        api.matmul(x.a[begin:end], x.b[i], result[begin:end])
+        api.matmul(x.a[begin:end], x.b[i], result[begin:end], dtype=dtype)
     result[x.ends[-1] :] = 0
     if out is None or direct:
         return result
@@ -225,6 +235,24 @@ def _surrounded(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: Cal
             _run(x, (begin, end, i), call, ready, (results[0], table, numbers))
     del alive
     return around.fit(results, out, several=ready.step.traced.several)
+
+
+def _by_numpy(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: Callable[..., Any]) -> Any:
+    """Products with an epilogue, as NumPy computes them."""
+    from types import SimpleNamespace
+
+    from portmm import around, rows
+
+    m, n, _ = x.size
+    first = out.dtype.newbyteorder("=") if dtype is None and isinstance(out, np.ndarray) else None
+    call = around.Call(x.a, x.b[0], dtype, None)
+    sums = np.dtype(np.int32 if call.sums() == "s32" else np.float32)
+    group = np.minimum(np.searchsorted(x.ends, np.arange(m), "right"), len(x.b) - 1)
+    places = SimpleNamespace(m=np.arange(m)[:, None], n=np.arange(n)[None, :], b=group[:, None])
+    whole = _plain(x, None, sums).astype(np.float32, copy=False)
+    usual = first if first is not None and first != np.float64 else call.types()[2]
+    results, several = rows.by_numpy(epilogue, (whole,), {}, usual, places)
+    return around.fit(list(results), out, several=several)
 
 
 def _free(out: Array, dtype: np.dtype[Any], others: list[Any]) -> bool:
@@ -284,7 +312,7 @@ def _run(x: _Groups, at: tuple[int, int, int], call: Any, ready: _Ready, held: t
         numbers = np.concatenate([numbers[: ready.places], place])
     vectors: tuple[Any, ...] = (None,) * 6
     if p.post:
-        vectors = (np.ones(rows, np.float32), np.ones(-(-n // around.PAD) * around.PAD, np.float32), *vectors[2:])
+        vectors = (arrays.ones(rows), arrays.ones(-(-n // around.PAD) * around.PAD), *vectors[2:])
     array, *steps = b
     runtime().execute(
         _route(p), rows, n, k, 1, a.array, a.row, a.col, 0, array, *steps, 0, c[begin:end], n, 1, rows * n, None,

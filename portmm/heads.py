@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm import arrays
+from portmm.array_class import refuse_class
 from portmm.dtype import BY_NAME
 from portmm.vocabulary import where
 
@@ -56,6 +57,7 @@ def array(x: Any, name: str) -> Array:
         TypeError: it is of another.
         ValueError: it has no heads.
     """
+    refuse_class(x, name, matrix=False)
     found = np.asarray(x)
     if arrays.name_of(found.dtype) not in HELD:
         said = ", ".join(BY_NAME[y].numpy for y in HELD)
@@ -144,6 +146,7 @@ def starts_of(x: Any, shape: Shape) -> Array:
 
 def _by_item(x: Any, name: str, shape: Shape, least: int) -> Array:
     """An integer for each item."""
+    refuse_class(x, name, matrix=False)
     found = np.asarray(x)
     if found.dtype.kind not in "iu":
         raise TypeError(f"{name} have dtype {found.dtype}; give integers")

@@ -112,7 +112,7 @@ def run(kernel: Kernel, ints: Mapping[str, int], arrays: Mapping[str, Address], 
 def numpy_type(name: str) -> np.dtype:
     """The NumPy type of a type's elements, or of those of a unit."""
     wanted = BY_NAME[name].numpy
-    if name in FOREIGN:
+    if base(name) in FOREIGN:
         import ml_dtypes
 
         found: np.dtype = np.dtype(getattr(ml_dtypes, wanted))
@@ -224,8 +224,9 @@ class _Machine:
             f.regs[s.d] = _multiplied(f.regs[s.d], f.regs[s.a], f.regs[s.b], atom.k_pack)
         elif s.name == "unshift":
             f.regs[s.d] = f.regs[s.d] - f.regs[s.b] * f.regs[s.d].dtype.type(128 if atom.a == "u8" else -128)
-        elif s.name == "amax":
-            f.regs[s.d] = np.maximum(f.regs[s.d], np.abs(f.regs[s.a]))
+        elif s.name in ("add", "amax"):
+            d, a = f.regs[s.d], f.regs[s.a]
+            f.regs[s.d] = d + a if s.name == "add" else np.maximum(d, np.abs(a))
         elif s.name == "code":
             bits = self.value(s.count, f) if s.count else 0
             codes = np.stack([f.regs[s.a].view(np.uint32) >> (bits + 8 * e) & 15 for e in range(atom.k_pack)], -1)
@@ -285,6 +286,9 @@ class _Machine:
         if s.name == "zero":
             f.regs[s.d] = np.zeros((rows, atom.n), numpy_type(atom.acc))
             return
+        if s.name == "add":
+            f.regs[s.d] = f.regs[s.d] + f.regs[s.a]
+            return
         if s.name == "mac":
             d, a, b = (f.regs[x] for x in (s.d, s.a, s.b))
             if (len(a), len(b)) != (len(d), a.shape[1]):
@@ -329,8 +333,11 @@ class _Machine:
 
     def do_total(self, s: Total, f: _Frame) -> None:
         (to, i, _), (src, j, _) = self.at(s.to, f, 1), self.at(s.src, f, s.count)
+        x = src[j : j + s.count]
         with np.errstate(all="ignore"):
-            to[i] = (np.add if s.kind == "add" else np.maximum).reduce(src[j : j + s.count])
+            while s.kind == "add" and len(x) > 1:
+                x = x[: len(x) // 2] + x[len(x) // 2 :]
+            to[i] = np.maximum.reduce(x)
 
     def do_shuffle(self, s: Shuffle, f: _Frame) -> None:
         f.regs[s.d] = np.concatenate([f.regs[s.a], f.regs[s.b]])[list(s.pick)]

@@ -193,7 +193,7 @@ class Map:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """*to = the sum ("add") or the largest ("max") of `count` f32 at `src`; of a NaN, NaN."""
+    """*to = the sum ("add") or the largest ("max") of `count` f32, a power of two, at `src`; of a NaN, NaN."""
 
     kind: str
     to: Ptr

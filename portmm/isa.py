@@ -33,6 +33,7 @@ PLACEHOLDERS = {
     "code": {"d", "a", "count"},
     "amax": {"d", "a"},
     "real": {"d", "a"},
+    "add": {"d", "a"},
     "configure": {"rows"},
     "release": set(),
 }
@@ -98,6 +99,7 @@ class Atom:
         code: {d} = the code of four bits that begins at bit {count} of each 32-bit lane of {a}, as a
             number; in units, with those that begin 8 bits further each.
         real: {d} = the s32 lanes of {a} as numbers of f32.
+        add: {d} += {a}, both accumulators; as it is spelled for numbers and GNU vectors.
         configure: give the tiles {rows} rows, a number for each of them, and clear them.
         release: give all tiles up.
         unit: of a device, who multiplies together: "warp" or "warpgroup", whose lanes hold fragments; empty:
@@ -133,6 +135,7 @@ class Atom:
     code: str = ""
     amax: str = ""
     real: str = ""
+    add: str = "{d} += {a};"
     configure: str = ""
     release: str = ""
     unit: str = ""

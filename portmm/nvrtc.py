@@ -1,7 +1,7 @@
 """CUDA source to a cubin, through the cache.
 
 Owns the search for NVRTC, NVIDIA's compiler as a library, and every call of
-it. May import `build`, `cache`, `errors`, `version`.
+it. May import `build`, `cache`, `errors`, `failures`, `version`.
 
 No driver and no GPU are needed. A warm hit does not load the library, which
 takes 0.1 s and 140 MB: in the key its file stands for its version. The calls
@@ -20,7 +20,7 @@ from functools import cache as memo
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portmm import cache
+from portmm import cache, failures
 from portmm.build import failure
 from portmm.errors import BuildError, NoCompilerError, TargetError
 from portmm.version import VERSION
@@ -231,11 +231,14 @@ def _cubin(entry: cache.Entry, code: bytes, architecture: str, *, cached: bool) 
 def _make(library: Path, source: str, stem: str, options: tuple[str, ...], key: str) -> tuple[cache.Entry, bytes]:
     nvrtc = _open(library)
     words = ("nvrtc", *options)
+    refused = failures.known(key)
+    if refused is not None:
+        raise refused
     start = time.perf_counter()
     code, said = _run(nvrtc.handle, source, stem, options)
     seconds = time.perf_counter() - start
     if code[:4] != b"\x7fELF":
-        raise failure(
+        error = failure(
             words,
             key,
             source,
@@ -243,6 +246,7 @@ def _make(library: Path, source: str, stem: str, options: tuple[str, ...], key: 
             suffix=".cu",
             advice=f"try a newer NVRTC than {library}: `pip install -U nvidia-cuda-nvrtc`",
         )
+        raise (failures.passing if failures.passes(None, said) else failures.lasting)(key, error)
     version = ".".join(map(str, nvrtc.version))
     compiler, command = f"nvrtc {version}", " ".join((*words, f"{stem}.cu"))
     more = {"log": said}

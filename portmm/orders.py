@@ -52,6 +52,11 @@ def renew() -> None:
     runtime().clear_memo()
 
 
+def active() -> bool:
+    """Whether products are ordered or asked for, one by one: no choice holds for more than one problem then."""
+    return _asking or bool(_orders)
+
+
 def given(p: Problem) -> tuple[Schedule, int] | None:
     """What is ordered for a problem.
 

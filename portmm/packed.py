@@ -2,41 +2,66 @@
 
 Owns `pack` and the class it returns. The layout, panels of NR columns, belongs
 to a micro-kernel family and not to one M, one blocking or one thread count:
-see kernels/packing.py. Imports `dispatch`, `problem`, `settings`, `arrays`.
+see kernels/packing.py. Imports `dispatch`, `fallback`, `problem`, `settings`, `arrays`.
 """
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from portmm import arrays, foreign, settings
-from portmm.errors import PackError
+from portmm import arrays, fallback, foreign, settings
+from portmm.errors import BuildError, PackError
 from portmm.problem import Family
 from portmm.problem import family as family_of
+from portmm.run.host import runtime, types
+
+
+def packed_class() -> type[Any]:
+    """The class of packed weights, on top of what the run time reads without Python."""
+    return _class_over(types().Packed)
+
+
+def is_packed(b: Any) -> bool:
+    """Whether an object is a packed weight."""
+    return type(b) in _classes
+
+
+def current(b: Any) -> Any:
+    """A packed weight that the run time reads: one that was packed before it could be built has another class."""
+    if is_packed(b) and type(b) is not packed_class():
+        return _made(b.owner, b.shape, family_of(b.family))
+    return b
+
+
+def fixed(b: Any) -> Any:
+    """A packed weight as plans in Python take it."""
+    from portmm.run.records import Packed
+
+    return Packed(b.owner, b.k, b.n, b.element, b.family, b.b_k, b.b_n, b.b_batch, b.shape)
+
+
+_classes: list[type[Any]] = []
 
 
 @cache
-def packed_class() -> type[Any]:
-    """The class of packed weights, on top of what the run time reads without Python."""
-    from portmm.run.host import runtime
-
-    base: Any = runtime().Packed
-
+def _class_over(base: Any) -> type[Any]:
     class Packed(base):  # type: ignore[misc]
         """A weight in panels, usable wherever `b` is.
 
         Attributes:
             shape: shape of the weight it was made from.
             family: element type and panel width, for example "f32x32".
+            element: portmm's name of the element type, for example "f32".
         """
 
-        __slots__ = ()
+        __slots__ = ("__weakref__",)
 
         def __reduce__(self) -> tuple[Any, ...]:
-            return (restore, (np.asarray(self.owner), self.shape, self.dtype, self.family))
+            return (restore, (np.asarray(self.owner), self.shape, self.element, self.family))
 
         def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
             del copy
@@ -48,6 +73,17 @@ def packed_class() -> type[Any]:
             return len(self.shape)
 
         @property
+        def dtype(self) -> np.dtype[Any]:
+            """NumPy's type of the weight's elements."""
+            held: np.dtype[Any] = self.owner.dtype
+            return held
+
+        @property
+        def size(self) -> int:
+            """Elements of the weight."""
+            return math.prod(self.shape)
+
+        @property
         def nbytes(self) -> int:
             """Bytes of the panels."""
             return int(self.owner.nbytes)
@@ -57,6 +93,7 @@ def packed_class() -> type[Any]:
 
     Packed.__module__ = "portmm"
     Packed.__qualname__ = "Packed"
+    _classes.append(Packed)
     return Packed
 
 
@@ -72,16 +109,18 @@ def restore(owner: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: str, fam
         raise PackError(str(error)) from error
     if layout.dtype != dtype or arrays.name_of(owner.dtype) != dtype or len(shape) < 2 or min(shape) < 0:
         raise PackError(f"a packed weight of shape {shape} and type {dtype} cannot be of family {family}")
-    count = int(np.prod(shape[:-2]))
-    needed = _item(layout, *shape[-2:]) * layout.kr * count
+    # Extents beside one of 0 need no elements, so that only this bounds them.
+    if not arrays.can_be_addressed(shape, layout.nr * layout.kr * owner.itemsize):
+        raise PackError(f"a packed weight of shape {shape} is larger than what can be addressed")
+    needed = _item(layout, *shape[-2:]) * layout.kr * math.prod(shape[:-2])
     if owner.size < needed:
         raise PackError(f"packed weight of shape {shape} needs {needed} elements; it has {owner.size}")
-    return _made(arrays.aligned_copy(owner), tuple(shape), layout)
+    return _made(arrays.aligned_readonly(owner, needed), tuple(shape), layout)
 
 
 def _item(layout: Family, k: int, n: int) -> int:
-    """Units of the panels of one item."""
-    return -(-n // layout.nr) * layout.panel(k)
+    """Units of the panels of one item; a weight without rows has none, however many columns it claims."""
+    return -(-n // layout.nr) * layout.panel(k) if k else 0
 
 
 def _made(owner: np.ndarray[Any, Any], shape: tuple[int, ...], layout: Family) -> Any:
@@ -92,12 +131,14 @@ def _made(owner: np.ndarray[Any, Any], shape: tuple[int, ...], layout: Family) -
     return packed_class()(owner, k, n, layout.dtype, str(layout), *strides, shape)
 
 
-@cache
 def register_dtype(dtype: np.dtype[Any]) -> None:
     """Tell the run time of bfloat16, which is not NumPy's."""
-    from portmm.run.host import runtime
+    _register(types(), dtype)
 
-    runtime().register_dtype("bf16", dtype)
+
+@cache
+def _register(runtime: Any, dtype: np.dtype[Any]) -> None:
+    runtime.register_dtype("bf16", dtype)
 
 
 def _coded(b: Any, like: Any) -> Any:
@@ -129,10 +170,8 @@ def pack(b: Any, *, activations: Any = None, like: Any = None) -> Any:
     Raises:
         TypeError: a dtype is not supported, or the two do not multiply.
         ValueError: `b` has fewer than two dimensions.
-        NoCompilerError: there is no compiler, so that no kernel could use it.
     """
     from portmm import dispatch
-    from portmm.run.host import runtime
 
     if type(b).__name__ == "Quantized":
         return _coded(b, like)
@@ -154,23 +193,35 @@ def pack(b: Any, *, activations: Any = None, like: Any = None) -> Any:
     layout = family_of(dispatch.family(word, target))
     k, n = array.shape[-2:]
     item = _item(layout, k, n) * layout.kr
-    owner = arrays.aligned_empty(item * int(np.prod(array.shape[:-2])), dtype)
+    owner = arrays.aligned_empty(item * math.prod(array.shape[:-2]), dtype)
     made = _made(owner, array.shape, layout)
     if owner.size and array.size:
-        src = arrays.canonical(array, dtype)
-        steps = (arrays.strides_over(src.array, array.shape[:-2]), (0,) * (array.ndim - 2), _dense(array, item))
-        walk = arrays.collapse(array.shape[:-2], (steps[1], steps[0], steps[2]))
-        isa, _ = dispatch.packing_unit(word, target)
-        route = dispatch.pack_route(isa, word, layout.nr, src.layout, settings.get_num_threads())
-        address = int(owner.__array_interface__["data"][0])
-        numbers = (1, n, k, walk.count, src.address, 0, 0, 0, src.address, src.row, src.col, walk.strides[1])
-        # Each run along `outer` has another C, whose pages are not known.
-        ends = (0, 0) if walk.outer is not None else arrays.page_ends(owner, layout.kr * dtype.itemsize)
-        runtime().execute(route, *numbers, address, *ends, walk.strides[2] // layout.kr, walk.outer)
+        try:
+            _pack_by_kernel(array, owner, layout, word)
+        except BuildError as error:
+            fallback.fall_back(error)
+            fallback.pack(array.astype(dtype, copy=False), owner, layout)
     elif owner.size:
         owner[...] = 0  # sums over nothing
     owner.flags.writeable = False
     return made
+
+
+def _pack_by_kernel(array: np.ndarray[Any, Any], owner: np.ndarray[Any, Any], layout: Family, word: str) -> None:
+    from portmm import dispatch
+
+    target, dtype, (k, n) = settings.target(), owner.dtype, array.shape[-2:]
+    src = arrays.canonical(array, dtype)
+    item = _item(layout, k, n) * layout.kr
+    steps = (arrays.strides_over(src.array, array.shape[:-2]), (0,) * (array.ndim - 2), _dense(array, item))
+    walk = arrays.collapse(array.shape[:-2], (steps[1], steps[0], steps[2]))
+    isa, _ = dispatch.packing_unit(word, target)
+    route = dispatch.pack_route(isa, word, layout.nr, src.layout, settings.get_num_threads())
+    address = int(owner.__array_interface__["data"][0])
+    numbers = (1, n, k, walk.count, src.address, 0, 0, 0, src.address, src.row, src.col, walk.strides[1])
+    # Each run along `outer` has another C, whose pages are not known.
+    ends = (0, 0) if walk.outer is not None else arrays.page_ends(owner, layout.kr * dtype.itemsize)
+    runtime().execute(route, *numbers, address, *ends, walk.strides[2] // layout.kr, walk.outer)
 
 
 def join(weights: tuple[Any, ...]) -> Any:
@@ -203,12 +254,27 @@ def items(p: Any) -> list[Any]:
     return [_made(p.owner[i * item : (i + 1) * item], (k, n), layout) for i in range(count)]
 
 
+_DEVICE_CODES = "portmm.device_codes"
+
+
+def of_codes(b: Any) -> bool:
+    """A weight of four bits on a device, whose module need not have been imported."""
+    return type(b).__module__ == _DEVICE_CODES
+
+
+def is_coded(b: Any) -> bool:
+    """A quantised weight, told without importing what makes one."""
+    return type(b).__module__ in ("portmm.folded", "portmm.quantized", _DEVICE_CODES)
+
+
 def unpack(p: Any) -> np.ndarray[Any, Any]:
     """The weight that was packed, as an ordinary array."""
     layout = family_of(p.family)
     *batch, k, n = p.shape
+    if 0 in p.shape:
+        return np.empty(p.shape, p.owner.dtype)
     nr, kr = layout.nr, layout.kr
-    panels, depth, count = -(-n // nr), -(-k // kr), int(np.prod(batch))
+    panels, depth, count = -(-n // nr), -(-k // kr), math.prod(batch)
     whole = p.owner[: count * _item(layout, k, n) * kr].reshape(count, panels, layout.panel(k) * kr)
     units = whole[:, :, : depth * nr * kr].reshape(count, panels, depth, nr, kr).transpose(0, 2, 4, 1, 3)
     return np.ascontiguousarray(units.reshape(count, depth * kr, panels * nr)[:, :k, :n]).reshape(p.shape)

@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from portmm import foreign, rows_on_device
+from portmm.arrays import numpy_of
 from portmm.dtype import BY_NAME
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from portmm.foreign import Foreign
 
 
@@ -26,12 +29,26 @@ class PackedThere:
     Attributes:
         array: of the library that the weight came from, dense.
         shape: of the weight.
-        dtype: portmm's name of its elements' type.
+        element: portmm's name of its elements' type.
     """
 
     array: Any
     shape: tuple[int, ...]
-    dtype: str
+    element: str
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """NumPy's type of the weight's elements.
+
+        Raises:
+            TypeError: NumPy lacks it, and there is no ml_dtypes.
+        """
+        return numpy_of(self.element)
+
+    @property
+    def size(self) -> int:
+        """Elements of the weight."""
+        return math.prod(self.shape)
 
     @property
     def ndim(self) -> int:
@@ -41,10 +58,10 @@ class PackedThere:
     @property
     def nbytes(self) -> int:
         """Bytes of the weight."""
-        return math.prod(self.shape) * BY_NAME[self.dtype].bytes
+        return self.size * BY_NAME[self.element].bytes
 
     def __repr__(self) -> str:
-        return f"<portmm.PackedThere {self.shape} {self.dtype}>"
+        return f"<portmm.PackedThere {self.shape} {self.element}>"
 
 
 def pack(b: Foreign) -> PackedThere:

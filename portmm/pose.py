@@ -35,9 +35,10 @@ def pose(a: Any, b: Any, out: Any = None, *, dtype: str = "f32", static: bool = 
     if hasattr(b, "family") and not is_packed:
         b = tuple(b.shape)  # matmul unpacks a weight of another type
     left, right = _example(a, "a", types[0]), b if is_packed else _example(b, "b", types[1])
+    given = (left.shape, tuple(right.shape))
     left = left[np.newaxis, :] if left.ndim == 1 else left
     right = right[:, np.newaxis] if not is_packed and right.ndim == 1 else right
-    batch, (m, n) = arrays.result_shape(left, right.shape)
+    batch, (m, n) = arrays.result_shape(left, right.shape, given)
     shape = (*batch, m, n)
     if 0 in shape or 0 in left.shape:
         return Problem(m, n, left.shape[-1], arrays.word(types), int(np.prod(batch)))

@@ -88,8 +88,8 @@ class Problem:
             four bits with the scales of their groups, likewise).
         c: layout of C: "row" (n contiguous) or "col" (m contiguous).
         family: for a packed B or one of codes, the family that fixes its layout.
-        deterministic: every element of C is one chain of multiply-adds in the
-            order of k, whatever m, the thread count or the blocking.
+        deterministic: the additions of every element of C have one order, whatever m, the
+            thread count or the blocking: runs of k, as `summation` has them, one after the other.
         static: m, n and k (and dense strides) are compiled in as constants.
         post: what becomes of sums on their way to C, as in a quantised product, words with
             "+" between: "scale" by row and column always, "azero" and "bzero" for zero

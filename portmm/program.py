@@ -2,19 +2,21 @@
 
 Owns `Writer`, which writes a function of a call's arrays as text, with all shapes and
 strides in it, and `Kernel`, what is told of a step. Imports `arrays`, `places`, and the run
-time. What does not change from call to call is kept in `State`: memory between
-kernels, their arguments, and the tables of their operands. A call fills in addresses.
+time. What does not change from call to call is kept, as a tuple: the arguments of kernels, the tables of
+their operands, and arrays in the memory between kernels, which lies in the arena of a thread (`scratch`). A call
+fills in addresses.
 """
 
 from __future__ import annotations
 
+import re
 from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm import arrays
+from portmm import arrays, scratch
 from portmm.fused import AXES
 from portmm.places import Arena, Place
 from portmm.run.host import runtime
@@ -28,10 +30,9 @@ WORDS = 26
 """Integers of a step of `execute_all`."""
 ARENA, TABLE, NUMBERS = "A", "t", "n"
 """Addresses that belong to a state: of memory between kernels, of operands, of numbers."""
-MOST_KEPT = 1 << 26
-"""Bytes of memory between kernels that a function keeps for its next call."""
 MOST_STATES = 2
-"""States that are kept: calls in as many threads need nothing new."""
+"""States of a program without memory between kernels that are kept: calls in as many threads need nothing new."""
+_USED = re.compile(r"\bS\[(\d+)\]")
 
 
 class ChangedError(Exception):
@@ -67,7 +68,7 @@ class Writer:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.names: dict[str, Any] = {
-            "empty": np.empty, "execute": runtime().execute_all, "address": runtime().address, "free": [],
+            "empty": np.empty, "execute": runtime().execute_all, "address": runtime().address,
         }  # fmt: skip
         self.arena = Arena()
         self.table: list[int] = []
@@ -137,37 +138,45 @@ class Writer:
         return NUMBERS, 4 * start
 
     def room(self, like: Any, at: int) -> str:
-        """Memory between kernels, as an array in the text."""
+        """Memory between kernels, as an array in the text; the first is all of it."""
         self.held.append((at, like.shape, like.dtype))
-        return f"S[{len(self.held) - 1}]"
+        return f"S[{len(self.held)}]"
 
     def program(self, leaves: int, result: str) -> tuple[Callable[[Any], Any], str]:
         """A function of the arrays, weights and numbers of a call, and its text."""
         self.flush()
         given = [f"{''.join(f'L{i}, ' for i in range(leaves))}= leaves"] if leaves else []
-        last = [f"if len(free) < {MOST_STATES}: free.append(state)"] if self.arena.size <= MOST_KEPT else []
-        body = [
-            "try: state = free.pop()", "except IndexError: state = make()", "T, W, N, S, w = state", *given,
-            *self.lines, f"result = {result}", *last, "return result",
-        ]  # fmt: skip
-        text = "def run(leaves):\n" + "".join(f"  {x}\n" for x in body)
-        space = {**self.names, "make": self.maker()}
+        body = ["T, W, N, S, w = state", *given, *self.lines]
+        make = self.maker([*body, result])
+        if self.arena.size:
+            need = scratch.layout(self.arena.size, 8 * (len(self.table) + len(self.words)), make)
+            lines, names = scratch.text([*body, f"return {result}"], need)
+        else:
+            keep = f"if len(free) < {MOST_STATES}: free.append(state)"
+            lines = [
+                "try: state = free.pop()", "except IndexError: state = make()",
+                *body, f"result = {result}", keep, "return result",
+            ]  # fmt: skip
+            names = {"free": [], "make": lambda: make(arrays.aligned_empty(1, np.uint8), 0)}
+        text = "def run(leaves):\n" + "".join(f"  {x}\n" for x in lines)
+        space = {**self.names, **names}
         exec(compile(text, "<portmm.fuse>", "exec"), space)  # noqa: S102 - the text above, of literals and our names
         return space["run"], text
 
-    def maker(self) -> Callable[[], tuple[Any, ...]]:
-        """What makes the memory of a call."""
-        size, fixed, held = max(self.arena.size, 1), self.fixed, self.held
+    def maker(self, body: list[str]) -> scratch.Make:
+        """The maker of a program's tables, and of those arrays between kernels that its text names."""
+        fixed = self.fixed
+        used = {int(i) for line in body for i in _USED.findall(line)}
+        held = [x if i in used else None for i, x in enumerate(self.held, 1)]
         table, words, numbers = self.table or [0], self.words or [0], [0.0] * max(self.numbers, 1)
 
-        def make() -> tuple[Any, ...]:
-            memory = arrays.aligned_empty(size, np.uint8)
+        def make(memory: np.ndarray[Any, Any], address: int) -> tuple[Any, ...]:
             filled: dict[str, Any] = {"T": array("q", table), "W": array("q", words), "N": array("f", numbers)}
-            roots = {ARENA: runtime().address(memory)}
+            roots = {ARENA: address}
             roots |= {TABLE: filled["T"].buffer_info()[0], NUMBERS: filled["N"].buffer_info()[0]}
             for where, at, root, offset in fixed:
                 filled[where][at] = roots[root] + offset
-            views = tuple(np.ndarray(shape, dtype, memory, at) for at, shape, dtype in held)
-            return (*filled.values(), views or (memory,), filled["W"].buffer_info()[0])
+            views = [None if x is None else np.ndarray(x[1], x[2], memory, x[0]) for x in held]
+            return (*filled.values(), (memory, *views), filled["W"].buffer_info()[0])
 
         return make

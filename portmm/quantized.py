@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm import tensorfile
+from portmm.array_class import refuse_class
 from portmm.errors import PackError
 
 if TYPE_CHECKING:
@@ -83,6 +84,21 @@ class Quantized:
         """The weight's (k, n)."""
         k, n = self.codes.shape
         return k, n
+
+    @property
+    def ndim(self) -> int:
+        """Two."""
+        return 2
+
+    @property
+    def dtype(self) -> np.dtype[np.float32]:
+        """The type of the numbers that it stands for, scale * code + offset: float32."""
+        return np.dtype(np.float32)
+
+    @property
+    def size(self) -> int:
+        """Elements of the weight."""
+        return int(self.codes.size)
 
     @property
     def groups(self) -> int:
@@ -157,6 +173,7 @@ def quantize(w: Any, *, bits: int = 4, group: int | None = 128, symmetric: bool 
         ValueError: `w` is not a matrix or not finite, its values exceed what float32
             can scale (about 1.5e38), or `bits` or `group` is not as above.
     """
+    refuse_class(w, "w")
     weight = np.asarray(w)
     if weight.dtype.name not in FLOATS:
         raise TypeError(f"w has dtype {weight.dtype}; quantize takes {', '.join(FLOATS)}")
@@ -169,7 +186,7 @@ def quantize(w: Any, *, bits: int = 4, group: int | None = 128, symmetric: bool 
         raise ValueError(f"group is {group}; give the rows of a group, or None for all of them")
     codes = np.empty((k, n), np.uint8)
     scales, offsets = (np.empty((-(-k // rows), n), np.float32) for _ in range(2))
-    for g in range(len(scales)):
+    for g in range(len(scales) if n else 0):  # without columns rows may be without number
         part = weight[g * rows : (g + 1) * rows].astype(np.float64)
         if not np.isfinite(part).all():
             i, j = (int(x) for x in np.argwhere(~np.isfinite(part))[0])
@@ -217,7 +234,7 @@ def dequantize(q: Quantized, dtype: Any = np.float32) -> Array:
         raise TypeError(f"dtype is {to}; weights are dequantized to {', '.join(FLOATS)}")
     wide = np.float64 if to.name == "float64" else np.float32
     out = np.empty(q.shape, to)
-    for g in range(q.groups):
+    for g in range(q.groups if q.codes.size else 0):
         rows = slice(g * q.group, (g + 1) * q.group)
         out[rows] = q.codes[rows].astype(wide) * q.scales[g].astype(wide) + q.offsets[g]
     return out
@@ -257,7 +274,7 @@ def load_quantized(path: Location) -> Quantized:
         return _restored(tensors, about)
     except KeyError as error:
         raise PackError(f"{path} has no entry {error} and is no whole quantized weight") from error
-    except ValueError as error:
+    except (OverflowError, ValueError) as error:
         raise PackError(f"{path} is no sound quantized weight: {error}") from error
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from portmm import settings
 from portmm.memory import Memory
 from portmm.run.host import runtime
+from portmm.run.host import types as types_of_runtime
 from portmm.surroundings import fixed as is_fixed
 from portmm.surroundings import global_names
 
@@ -76,7 +77,7 @@ def see(function: Any, left: Array, right: Any, out: Any, dtype: Any) -> Seen | 
             fixed.append((place, x))
         else:
             return None
-    held = runtime().describe(tuple(operands))
+    held = types_of_runtime().describe(tuple(operands))
     if held is None:
         return None
     weight = None if packed is None else (right.family, right.shape)

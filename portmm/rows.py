@@ -17,6 +17,7 @@ from portmm import api, settings
 from portmm.dtype import BY_NAME
 from portmm.errors import BuildError, ScheduleError, TraceError
 from portmm.expr import ordered
+from portmm.fallback import fall_back
 from portmm.folds import down
 from portmm.fused import Operand
 from portmm.fused import given as of_given
@@ -51,12 +52,16 @@ class _Numbers:
 
 
 def by_numpy(
-    function: Callable[..., Any], given: tuple[Array, ...], names: dict[str, str], usual: np.dtype[Any]
+    function: Callable[..., Any],
+    given: tuple[Array, ...],
+    names: dict[str, str],
+    usual: np.dtype[Any],
+    places: Any = None,
 ) -> tuple[tuple[Array, ...], bool]:
-    """What `over_rows` gives, computed with NumPy in float32."""
+    """The results of `over_rows`, computed with NumPy in float32; `places` are those of elements, if not the usual."""
     shape = given[0].shape
     values = [x.astype(np.float32) if element(x.dtype)[0] != "s32" else x for x in given]
-    both = (*values, _Numbers(shape, names))
+    both = (*values, _Numbers(shape, names) if places is None else places)
     found = function(*both[: arity(function, len(both))])
     results = []
     for x in found if isinstance(found, tuple) else (found,):
@@ -141,6 +146,7 @@ def over_rows(
 
     def make(traced: Traced) -> tuple[_Rows, ...]:
         api.begin()
+        runtime()  # without one, there is no use in making a kernel
         traced = typed(traced, first)
         return _once(traced, made)
 
@@ -159,7 +165,7 @@ def over_rows(
     try:
         ready: tuple[_Rows, ...] = around.ready(key, make, leaves, 3 if lead else 2)
     except BuildError as error:
-        api.fall_back(error)
+        fall_back(error)
         return by_numpy(function, given, names, usual)
     head = ready[0]
     if head.order is None:

@@ -8,21 +8,23 @@ to the vectors that a kernel's last step reads (kernels/finish.py). Imports
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from portmm import api, arrays, foreign, settings
+from portmm import api, arrays, fallback, foreign, settings
+from portmm.array_class import refuse_class
 from portmm.dtype import spell
-from portmm.errors import ScheduleError
+from portmm.errors import BuildError, ScheduleError
 from portmm.folded import Folded, fold, unfold
 from portmm.memory import Memory
-from portmm.packed import pack, packed_class, unpack
+from portmm.packed import current, is_packed, pack, unpack
 from portmm.problem import Problem, family
-from portmm.quantized import Quantized
+from portmm.quantized import Quantized, dequantize
 from portmm.run.host import runtime
+from portmm.run.host import types as runtime_types
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,7 +94,6 @@ def linear(
         ValueError: shapes do not fit, a scale is negative or not finite, or a zero point
             does not fit 16 bits.
         ScheduleError: `w` was packed for other activations.
-        NoCompilerError: there is no compiler.
     """
     if (taker := arrays.taker(x, w, bias, x_scale, w_scale)) is not None:
         more = {"x_scale": x_scale, "x_zero": x_zero, "w_scale": w_scale, "w_zero": w_zero, "out_scale": out_scale}
@@ -104,8 +105,12 @@ def linear(
         options = {"x_scale": x_scale, "x_zero": x_zero, "w_scale": w_scale, "w_zero": w_zero}
         options |= {"out_scale": out_scale, "out_zero": out_zero, "dynamic": dynamic}
         return there(x, w, bias, options, dtype, out, epilogue)
-    left = arrays.as_operand(x, "x")
-    weight = w if isinstance(w, (Folded, packed_class())) else _weight(w, np.dtype(np.int8) if dynamic else left.dtype)
+    left = arrays.as_operand(x, "x", matrix=False)
+    weight = (
+        current(w)
+        if isinstance(w, Folded) or is_packed(w)
+        else _weight(w, np.dtype(np.int8) if dynamic else left.dtype)
+    )
     given = (not _is_default(x_zero, 0), not _is_default(w_zero, 0), not _is_default(x_scale, 1))
     asked = _Asked(None if dtype is None else np.dtype(dtype), dynamic, *given, bias is not None, out_scale is not None)
     key = (left.shape, left.strides, left.dtype, left.flags.aligned, weight.family, weight.shape, asked)
@@ -181,6 +186,8 @@ def _fused(left: Array, weight: Any, asked: _Asked, traced: Any) -> _Call | None
         call = _prepared(left, weight, asked, step)
     except ScheduleError:
         return None
+    if call.plain:
+        return None
     (m, _), n = left.shape, weight.shape[1]
     size = (m, n, 1)
     bound = Bound(traced, size, [], [dense(x, size) for x in step.axes[1:]])
@@ -222,6 +229,7 @@ class _Call:
         bound: the operands of an epilogue.
         results: shapes and types of its results.
         several: it gives a tuple.
+        plain: there is no kernel, and NumPy computes.
     """
 
     shape: tuple[int, ...]
@@ -234,6 +242,7 @@ class _Call:
     bound: Any = None
     results: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...] = ()
     several: bool = False
+    plain: bool = False
 
 
 def _is_default(x: Any, value: int) -> bool:
@@ -251,6 +260,7 @@ def _weight(w: Any, activations: np.dtype[Any]) -> Any:
     """A weight that is not packed yet, packed."""
     if isinstance(w, Quantized):
         return fold(w)
+    refuse_class(w, "w")
     codes = np.asarray(w)
     if codes.ndim != 2:
         raise ValueError(f"w has shape {codes.shape}; it must be a matrix")
@@ -263,7 +273,7 @@ def _remembered(key: tuple[Any, ...], left: Array, weight: Any, asked: _Asked) -
     found = _calls.get(key)
     if found is None:
         found = _prepared(left, weight, asked)
-        if found.weight is None:
+        if found.weight is None and not found.plain:
             _calls.keep(key, found)
     return found
 
@@ -285,9 +295,10 @@ def _prepared(left: Array, weight: Any, asked: _Asked, step: Any = None) -> _Cal
     in_place = operand.address == left.__array_interface__["data"][0]
     layout, strides = (operand.layout, (operand.row, operand.col)) if in_place else ("row", None)
     deterministic = settings.current().deterministic
-    word = spell(arrays.name_of(types[0]), weight.dtype, arrays.name_of(step.types[0] if step else types[2]))
+    held = family(weight.family).dtype
+    word = spell(arrays.name_of(types[0]), held, arrays.name_of(step.types[0] if step else types[2]))
     p = Problem(
-        m, n, k, word, a="row" if source else layout, b="codes" if weight.dtype == "u4" else "packed",
+        m, n, k, word, a="row" if source else layout, b="codes" if held == "u4" else "packed",
         family=weight.family, deterministic=deterministic, post=asked.post, source=source,
         fused=step.text if step else "",
     )  # fmt: skip
@@ -296,10 +307,14 @@ def _prepared(left: Array, weight: Any, asked: _Asked, step: Any = None) -> _Cal
     api.begin()
     again = None
     try:
-        route = api.route(p)
-    except ScheduleError:  # packed on another machine
-        again = fold(unfold(weight)) if p.b == "codes" else pack(unpack(weight), activations=types[0])
-        route = api.route(replace(p, family=again.family))
+        try:
+            route = api.route(p)
+        except ScheduleError:  # packed on another machine
+            again = fold(unfold(weight)) if p.b == "codes" else pack(unpack(weight), activations=types[0])
+            route = api.route(replace(p, family=again.family))
+    except BuildError as error:
+        fallback.fall_back(error)
+        return _Call(shape, m, types[2], source, None, None, None, plain=True)
     return _Call(shape, m, types[2], source, route, strides, again)
 
 
@@ -308,13 +323,14 @@ def _check(left: Array, weight: Any, types: arrays.DTypes, asked: _Asked) -> Non
     k = left.shape[-1]
     if len(weight.shape) != 2 or weight.shape[0] != k:
         raise ValueError(f"w has shape {weight.shape}; x has {k} columns, so w must have shape ({k}, n)")
-    if weight.dtype not in ("s8", "u4"):
-        raise TypeError(f"w has type {weight.dtype}; linear takes int8 codes or four bits, use matmul for floats")
+    held = family(weight.family).dtype
+    if held not in ("s8", "u4"):
+        raise TypeError(f"w has dtype {weight.dtype}; linear takes int8 codes or four bits, use matmul for floats")
     if arrays.name_of(left.dtype) not in ("s8", "u8") and (asked.x_scale or asked.x_zero):
         raise ValueError(f"x has dtype {left.dtype}: only integer codes have a scale and a zero point")
     if asked.dynamic and asked.w_zero:
         raise ValueError("w_zero is given: with dynamic rows the weight has none; quantise x first, and give x_scale")
-    if weight.dtype == "s8":
+    if held == "s8":
         return
     if asked.x_zero or asked.w_zero:
         raise ValueError("x_zero or w_zero is given: with a weight of four bits there is no zero point beside its own")
@@ -345,16 +361,9 @@ def _types(x: np.dtype[Any], dtype: np.dtype[Any] | None, *, again: bool, dynami
     return (left, right, wanted), source
 
 
-@lru_cache(maxsize=64)
-def _ones(count: int) -> Array:
-    """The scales of values that are what their codes are."""
-    made = np.ones(count, np.float32)
-    made.flags.writeable = False
-    return made
-
-
 def _spread(name: str, given: Any, count: int, dtype: Any, pad: int = 1) -> Array:
     """A number, or one for each row or column, as a vector; padded with zeros."""
+    refuse_class(given, name)
     values = np.asarray(given)
     if values.dtype.kind not in "biuf" and values.dtype.name != "bfloat16":
         raise TypeError(f"{name} has dtype {values.dtype}; give numbers")
@@ -371,15 +380,16 @@ def _spread(name: str, given: Any, count: int, dtype: Any, pad: int = 1) -> Arra
 
 def _scales(name: str, given: Any, count: int, pad: int = 1) -> Array:
     if _is_default(given, 1):
-        return _ones(-(-count // pad) * pad)
+        return arrays.ones(-(-count // pad) * pad)
     found = _spread(name, given, count, np.float32, pad)
-    if not runtime().are_scales(found):
+    if not runtime_types().are_scales(found):
         known = found[:count]
         raise ValueError(f"{name} must be finite and not negative; it goes from {known.min()} to {known.max()}")
     return found
 
 
 def _zeros(name: str, given: Any, count: int, pad: int = 1) -> Array:
+    refuse_class(given, name)
     values = np.asarray(given)
     if values.dtype.kind not in "iu" or (values.size and (values.min() < -(1 << 15) or values.max() >= 1 << 15)):
         raise ValueError(f"{name} must be integers that fit 16 bits; got {values.dtype}")
@@ -425,6 +435,9 @@ def _run(  # noqa: PLR0917 - operands, then what follows them
     call: _Call, left: Array, weight: Any, out: Array, vectors: tuple[Array | None, ...], table: tuple[Any, ...] = ()
 ) -> None:
     k, n = weight.shape
+    if call.plain:
+        out[...] = _by_numpy(left.reshape(call.m, k), weight, call.source, vectors, out.dtype).reshape(out.shape)
+        return
     if call.route is None:
         out[...] = _last(np.zeros(out.shape), vectors, out.dtype)
         return
@@ -436,6 +449,24 @@ def _run(  # noqa: PLR0917 - operands, then what follows them
         call.route, call.m, n, k, 1, left, *strides, 0,
         b.owner, b.b_k, b.b_n, b.b_batch, out, n, 1, 0, None, *vectors, *table,
     )  # fmt: skip
+
+
+def _by_numpy(left: Array, weight: Any, source: str, vectors: tuple[Array | None, ...], dtype: np.dtype[Any]) -> Array:
+    """The product, and the last step."""
+    a_scale, b_scale, *rest = vectors
+    if source:
+        left, scales = fallback.quantised_rows(left)
+        a_scale = scales if a_scale is None else a_scale * scales
+    columns: Array = np.zeros(1, np.int64)
+    if isinstance(weight, Folded):
+        # Codes and their scales are exact in float64, where groups are summed, too.
+        sums = left.astype(np.float64) @ dequantize(unfold(weight), np.float64)
+    elif left.dtype.kind in "iu":
+        whole = unpack(weight).astype(np.int64)
+        sums, columns = (left.astype(np.int64) @ whole).astype(np.int32), whole.sum(axis=0)
+    else:
+        sums = left.astype(np.float32) @ unpack(weight).astype(np.float32)
+    return fallback.scaled(sums, (a_scale, b_scale, *rest), columns, dtype)
 
 
 def _last(sums: Array, vectors: tuple[Array | None, ...], dtype: np.dtype[Any]) -> Array:

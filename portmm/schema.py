@@ -9,9 +9,12 @@ from __future__ import annotations
 import string
 import tomllib
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from portmm.errors import TargetError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 def parse(text: str, where: str) -> tuple[dict[str, Any], str]:
@@ -84,3 +87,13 @@ def placeholders(text: str, where: str) -> set[str]:
         return {name for _, name, _, _ in string.Formatter().parse(text) if name is not None}
     except ValueError as error:
         raise TargetError(f"{where}: {error}; write {{{{ and }}}} for braces of C") from error
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of an error about a target's name: those that are spelled like it, or where all are listed."""
+    from difflib import get_close_matches
+
+    spelled = {x.lower().replace("-", "_"): x for x in known}
+    near = get_close_matches(str(name).lower().replace("-", "_"), spelled, n=3)
+    found = f"; did you mean {' or '.join(spelled[x] for x in near)}?" if near else ";"
+    return f"{found} `portmm targets` lists chips and cloud instances, `portmm target` the ISAs of this machine"

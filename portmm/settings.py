@@ -7,7 +7,6 @@ Imports `calibrate` and `detect` only when a target is first asked for.
 from __future__ import annotations
 
 import os
-import warnings
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from operator import index
 from typing import TYPE_CHECKING
 
 from portmm.dtype import types
+from portmm.frames import warn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,7 +110,7 @@ def _environment_threads(text: str) -> int:
         return _checked(int(text))
     except ValueError:
         message = f"PORTMM_NUM_THREADS is {text!r}, not a number from 0 to {MOST_THREADS}: every core is used"
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        warn(message)
         return 0
 
 
@@ -125,9 +125,10 @@ def config(
     """Change settings for a block of code; blocks nest, and each thread has its own.
 
     Args:
-        target: name of a chip, an ISA or a .toml file.
+        target: name of a chip, an ISA, a .toml file or a cloud instance.
         threads: the most threads that one call may use; 0 for all cores.
-        deterministic: one chain of multiply-adds per element of C, in the order of k.
+        deterministic: additions in one order per element of C, which K alone decides: the same bits for any number of
+            threads, and for a row by itself and among others.
         tf32: products of float32 by float32 on a device may round each element of A and B to tf32, 11 bits of
             precision: by at most 2**-11 of it, half away from zero. Tensor cores then multiply them, and sums
             stay in float32. Off unless asked for, and where results are deterministic.

@@ -188,7 +188,7 @@ def entry_data(entry: Entry) -> dict[str, Any]:
     }
 
 
-def cache_view(entries: Iterable[Entry], place: str, total: int) -> RenderableType:
+def cache_view(entries: Iterable[Entry], place: str, total: int, limit: int | None) -> RenderableType:
     """The cache for a terminal."""
     from rich.console import Group
     from rich.markup import escape
@@ -199,7 +199,8 @@ def cache_view(entries: Iterable[Entry], place: str, total: int) -> RenderableTy
         count += 1
         table.add_row(escape(entry.name), entry.key[:12], size(entry.bytes), f"{entry.seconds * 1e3:.0f} ms")
     parts: list[RenderableType] = [table] if count else []
-    return Group(*parts, f"{escape(place)}: {count} kernels, {size(total)} with notes and logs")
+    most = "no limit" if limit is None else f"the limit is {size(limit)}"
+    return Group(*parts, f"{escape(place)}: {count} kernels, {size(total)} with notes and logs; {most}")
 
 
 def check_view(check: Check) -> RenderableType:

@@ -51,20 +51,21 @@ def route(p: Problem) -> Any:
 def _found(p: Problem, about: Any) -> Any:
     book = recall.book(settings.current().target or os.environ.get("PORTMM_TARGET", ""))
     found = recall.route(book, f"{p!r} {settings.limit()}", runtime(), p) if book is not None else None
-    if about not in _first:
-        _first[about] = p
+    first = _first.setdefault(about, p)
+    if first is p:
         return found or api.route(p)
     if found is not None:
         return found
     from portmm import dispatch
 
     target, threads = settings.target(), settings.get_num_threads()
-    if about not in _schedules:
-        _schedules[about] = [dispatch.choose(_first[about], target, threads).schedule]
+    schedules = _schedules.get(about)
+    if schedules is None:
+        schedules = _schedules[about] = [dispatch.choose(first, target, threads).schedule]
     choice = dispatch.choose(p, target, threads)
     costs = {choice.schedule: choice.cost.seconds} | {s: c.seconds for s, c in choice.runners_up}
-    known = [s for s in _schedules[about] if costs.get(s, float("inf")) <= NEARLY * choice.cost.seconds]
+    known = [s for s in schedules if costs.get(s, float("inf")) <= NEARLY * choice.cost.seconds]
     if not known:
-        _schedules[about].append(choice.schedule)
+        schedules.append(choice.schedule)
         return api.route(p)
     return dispatch.route_by(min(known, key=costs.__getitem__), p, target, choice.workers)

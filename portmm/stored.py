@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from portmm import folded, packed
 from portmm.errors import PackError
-from portmm.tensorfile import read, write
+from portmm.tensorfile import LINE, read, write
 
 if TYPE_CHECKING:
     import os
@@ -37,11 +39,17 @@ def save_packed(weights: Any, path: str | os.PathLike[str]) -> None:
     """
     many: Mapping[str, Any] = weights if isinstance(weights, dict) else {_ONE: weights}
     for name, w in many.items():
-        if not isinstance(w, (folded.Folded, packed.packed_class())):
+        if not isinstance(w, folded.Folded) and not packed.is_packed(w):
             raise TypeError(f"{name} is {type(w).__name__}; save what pack returns")
     about = {name: {"shape": list(w.shape), "family": w.family} for name, w in many.items()}
     words = {"format": FORMAT, "version": VERSION, "weights": json.dumps(about), "one": str(many is not weights)}
-    write(path, {name: w.owner for name, w in many.items()}, words)
+    write(path, {name: _whole_lines(w.owner) for name, w in many.items()}, words)
+
+
+def _whole_lines(panels: Any) -> Any:
+    """Panels padded to whole cache lines, so that every weight of a file starts on one and is used in place."""
+    ragged = -panels.nbytes % LINE // panels.itemsize
+    return np.pad(panels, (0, ragged)) if ragged else panels
 
 
 def load_packed(path: str | os.PathLike[str], *, mmap: bool = True) -> Any:
@@ -65,7 +73,7 @@ def load_packed(path: str | os.PathLike[str], *, mmap: bool = True) -> Any:
         about = json.loads(words["weights"])
         found = {name: _restored(tensors[name], entry["shape"], entry["family"]) for name, entry in about.items()}
         one = words["one"] == "True"
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise PackError(f"{path} does not say what its weights are: {error!r}") from error
     if one and list(found) != [_ONE]:
         raise PackError(f"{path} does not hold the one weight that it says it does")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from portmm.array_class import refuse_class
 from portmm.foreign import lay, on_device
 
 PLAIN = (int, str, bytes, bool, type(None), np.integer, np.bool_, np.dtype)
@@ -79,6 +80,8 @@ def _look(  # noqa: C901, PLR0911, PLR0917 - a kind each
 ) -> bool:
     """As `Tracer.wrapped` does, see what there is: all of it, known or not; of modules and classes, what is named."""
     if isinstance(value, np.ndarray) and value.ndim:
+        if type(value) is not np.ndarray:  # asked here, as every call comes by
+            refuse_class(value, "a captured array", matrix=False)
         kind.append((value.shape, value.strides, value.dtype, value.flags.aligned))
         found[key] = value
         return True

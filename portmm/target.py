@@ -1,7 +1,7 @@
 """What a machine is: instruction sets, memory levels, rates.
 
 Owns the records that describe a machine, what makes one well-formed, and the
-loader that reads them from TOML. May import `errors`, `grid_target`, `isa`,
+loader that reads them from TOML. May import `clouds`, `errors`, `grid_target`, `isa`, `levels`,
 `schema`. Pure: it never looks at the host; that is `detect`'s work.
 """
 
@@ -14,11 +14,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from portmm.clouds import CloudFamily, family_of
+from portmm.clouds import read as read_clouds
 from portmm.errors import TargetError
 from portmm.grid_target import Device, check_device
 from portmm.isa import Atom, Isa, Primitive, Transfer, check_atom, check_transfer
 from portmm.lanes import lanes_of
-from portmm.schema import parse, record, require
+from portmm.levels import MemoryLevel, check_level
+from portmm.schema import nearest, parse, record, require
 
 __all__ = [
     "Atom",
@@ -34,6 +37,7 @@ __all__ = [
     "described",
     "device_target",
     "families_of",
+    "instance",
     "load_isa",
     "load_target",
     "names",
@@ -48,29 +52,6 @@ GENERIC_DEVICES = ("opencl_gpu", "cuda_gpu", "opencl_cpu")
 """What stands for a device that has no description of its own."""
 DOT4_SINCE = (6, 1)
 """PTX ISA, dp4a: the capability that has it."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryLevel:
-    """A cache or memory.
-
-    Attributes:
-        name: "L1", "L2", "L3"; main memory is not listed.
-        bytes: capacity seen by one core (whole cache if `shared`).
-        line: bytes of a line.
-        ways: associativity; 8 is assumed where it is not known.
-        shared: more than one core uses it.
-        load_bytes_per_cycle: what one core can read from it per cycle, 0 if unknown.
-        source: where the numbers come from.
-    """
-
-    name: str
-    bytes: int
-    line: int = 64
-    ways: int = 8
-    shared: bool = False
-    load_bytes_per_cycle: float = 0.0
-    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +103,8 @@ class Target:
         source: manual the facts come from.
         measured: measured rates that replace derived ones: "<atom>" in GFLOP/s
             and "<level>" or "memory" in GB/s, one core each.
+        searches: exhaustive searches of this chip that are stored in `bench/results`, which the model's
+            choices are judged by; without any, see `textbook` and `counted`.
         match: how to recognise it, any one of them.
         device: the limits of a device, None for a CPU.
     """
@@ -138,12 +121,22 @@ class Target:
     rows_ahead: int = 0
     source: str = ""
     measured: dict[str, float] = field(default_factory=dict)
+    searches: tuple[str, ...] = ()
     match: tuple[Match, ...] = ()
     device: Device | None = None
 
     def level(self, name: str) -> MemoryLevel | None:
         """The memory level called `name`, or None."""
         return next((x for x in self.levels if x.name == name), None)
+
+    def counted(self, name: str) -> int:
+        """Bytes of a memory level that one core may count on, 0 if there is no such level.
+
+        The neighbours' work is unknown, so it is a share of a level that cores share; on a chip whose searches are
+        stored it is all of it, as when these were made.
+        """
+        level = self.level(name)
+        return 0 if level is None else level.bytes if self.searches else level.share
 
     def isa(self, name: str) -> Isa | None:
         """The ISA called `name` if this machine has it."""
@@ -159,32 +152,6 @@ class Target:
         if isa not in names:
             raise TargetError(f"target {self.name} has no ISA {isa!r}; it has {', '.join(names)}")
         return replace(self, isas=self.isas[names.index(isa) :])
-
-
-@dataclass(frozen=True, slots=True)
-class CloudFamily:
-    """A family of cloud instances.
-
-    Attributes:
-        cloud: "AWS", "Google" or "Azure".
-        name: the family, as in an instance's name.
-        chips: names of the chips that an instance may be given.
-        source: title of the page that says so.
-    """
-
-    cloud: str
-    name: str
-    chips: tuple[str, ...]
-    source: str
-
-
-def _check_level(level: MemoryLevel, where: str) -> MemoryLevel:
-    where = f"{where} {level.name}"
-    require(level.bytes > 0, where, f"bytes must be positive, got {level.bytes}")
-    require(level.line > 0 and level.line & (level.line - 1) == 0, where, f"line {level.line} is no power of two")
-    require(level.ways > 0, where, f"ways must be positive, got {level.ways}")
-    require(level.load_bytes_per_cycle >= 0, where, "load_bytes_per_cycle must not be negative")
-    return level
 
 
 def _check_target(target: Target, where: str) -> Target:
@@ -211,7 +178,7 @@ def _root() -> Path:
 
 def _read(folder: str, name: str) -> tuple[dict[str, Any], str]:
     if name not in names(folder):
-        raise TargetError(f"no {folder} called {name!r}; known are {', '.join(names(folder))}")
+        raise TargetError(f"no {folder} called {name!r}{nearest(name, names(folder))}")
     return parse((_root() / folder / f"{name}.toml").read_text(), f"{folder}/{name}.toml")
 
 
@@ -284,7 +251,7 @@ def parse_target(table: dict[str, Any], where: str) -> Target:
         raise TargetError(f"{where}: needs a [chip] table")
     chip = dict(table["chip"])
     levels = tuple(
-        _check_level(record(MemoryLevel, row, f"{where}: level"), f"{where}: level") for row in chip.pop("level", [])
+        check_level(record(MemoryLevel, row, f"{where}: level"), f"{where}: level") for row in chip.pop("level", [])
     )
     matches = tuple(_match(row, f"{where}: match") for row in chip.pop("match", []))
     own = {isa.name: isa for isa in (parse_isa(t, f"{where}: [[define]]") for t in table.get("define", []))}
@@ -313,7 +280,7 @@ def load_target(name: str) -> Target:
         TargetError: there is none, or its file is malformed.
     """
     if not name.endswith(".toml"):
-        return _shipped(name.lower().replace("-", "_"))
+        return _shipped(_spelled(name))
     try:
         text = Path(name).read_text()
     except OSError as error:
@@ -327,19 +294,26 @@ def chips_mentioning(text: str) -> list[Target]:
 
 
 def described(name: str) -> Target:
-    """A target that need not be able to run here: a chip, a `*.toml` file, or an ISA.
+    """A target that need not be able to run here: a chip, a `*.toml` file, an ISA, or a cloud instance.
 
-    An ISA's name gives the most modest shipped machine that has it.
+    An ISA's name gives the most modest shipped machine that has it, a cloud instance's the likeliest of its chips.
 
     Raises:
         TargetError: `name` is none of these, or its file is malformed.
     """
     if name in names("isa"):
         return _modest(load_isa(name))
-    if name.endswith(".toml") or name.lower().replace("-", "_") in names("chip"):
+    if name.endswith(".toml") or _spelled(name) in names("chip"):
         return load_target(name)
-    known = f"chips {', '.join(names('chip'))}; ISAs {', '.join(names('isa'))}; or a .toml file"
-    raise TargetError(f"no target called {name!r}; known are: {known}")
+    if (family := instance(name)) is not None:
+        return _shipped(family.likeliest)
+    families = [x.name for x in clouds()]
+    raise TargetError(f"no target called {name!r}{nearest(name, (*names('chip'), *names('isa'), *families))}")
+
+
+def _spelled(name: str) -> str:
+    """A chip's name as its file has it."""
+    return name.lower().replace("-", "_")
 
 
 def _humble(chip: Target) -> tuple[int, float]:
@@ -406,6 +380,7 @@ def _modest(isa: Isa) -> Target:
     return replace(generic[-1], isas=(isa, *generic[-1].isas))
 
 
+@cache
 def clouds() -> tuple[CloudFamily, ...]:
     """All cloud families, in the order of `clouds.toml`.
 
@@ -413,17 +388,20 @@ def clouds() -> tuple[CloudFamily, ...]:
         TargetError: the table is malformed, or names a chip that does not exist.
     """
     where = "clouds.toml"
-    table, _ = parse((_root() / where).read_text(), where)
-    found: list[CloudFamily] = []
-    for row in table["family"]:
-        shared = {k: v for k, v in row.items() if k != "names"}
-        found += [record(CloudFamily, {**shared, "name": name}, where) for name in row["names"]]
-    for family in found:
-        strange = sorted(set(family.chips) - set(names("chip")))
-        require(not strange, where, f"{family.cloud} {family.name} names unknown chips {strange}")
-    return tuple(found)
+    return read_clouds((_root() / where).read_text(), where, names("chip"))
 
 
 def families_of(chip: str) -> tuple[CloudFamily, ...]:
     """The cloud families whose instances may run on `chip`."""
     return tuple(family for family in clouds() if chip.replace("-", "_") in family.chips)
+
+
+def instance(name: str) -> CloudFamily | None:
+    """The family of a cloud instance, by the instance's name or its own; None for any other name of a target.
+
+    Raises:
+        TargetError: families of several clouds have this name.
+    """
+    if name in names("isa") or name.endswith(".toml") or _spelled(name) in names("chip"):
+        return None
+    return family_of(name, clouds())

@@ -19,6 +19,7 @@ import json
 import math
 import os
 import reprlib
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -122,12 +123,20 @@ def read(path: Location, *, mmap: bool = True) -> tuple[dict[str, Array], dict[s
         OSError: the file cannot be opened or read.
     """
     where = os.fspath(path)
-    with Path(path).open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
+    with open(path, "rb", opener=_opened) as file:
+        info = os.fstat(file.fileno())
+        if not stat.S_ISREG(info.st_mode):
+            raise _fault(where, "it is no regular file")
+        size = info.st_size
         raw = _header_bytes(where, file, size)
         entries, metadata = _header(where, raw, size - 8 - len(raw))
         data = _mapped(where, file, size)[8 + len(raw) :] if mmap else _loaded(where, file, size - 8 - len(raw))
     return {e.name: _tensor(where, data, e) for e in entries}, metadata
+
+
+def _opened(path: str, flags: int) -> int:
+    # To open a pipe that nobody writes to would wait for ever.
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _grain(nbytes: int) -> int:

@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.array_class import refuse_class
 from portmm.errors import TraceError
 from portmm.expr import Expr, apply, real
 from portmm.foreign import adopt, on_device, standin
+from portmm.frames import caller, is_users
 from portmm.fused import AXES, PRODUCT, Operand, index, load, number
 from portmm.names import CHANGES
 from portmm.surroundings import PLAIN, filled, fixed, global_names, ours
@@ -143,6 +145,7 @@ class Tracer:
     ) -> Any:
         """What a traced function finds in place of what it captured."""
         if isinstance(value, np.ndarray):
+            refuse_class(value, "a captured array", matrix=False)
             self.lasting &= value.ndim > 0
             return Tensor(self, value, key) if value.ndim else value
         if isinstance(value, (float, np.floating)) and not self.by_value:
@@ -468,13 +471,14 @@ def _located(error: TraceError, function: Any) -> TraceError:
     line, name = 0, ""
     step = error.__traceback__
     while step is not None:
-        code = step.tb_frame.f_code
-        if "portmm" not in code.co_filename.replace("\\", "/").split("/")[-2:-1] and code.co_name != "trace":
-            line, name = step.tb_lineno, code.co_filename
+        if is_users(step.tb_frame.f_globals):
+            line, name = step.tb_lineno, step.tb_frame.f_code.co_filename
         step = step.tb_next
     own: types.CodeType | None = getattr(function, "__code__", None)
-    if not line and own is not None:
+    if not line and own is not None and is_users(function.__globals__):
         line, name = own.co_firstlineno, own.co_filename
+    if not line and (frame := caller()) is not None:
+        line, name = frame.f_lineno, frame.f_code.co_filename
     made = TraceError(f"{name}, line {line}: {error}" if name else str(error))
     made.located = True  # type: ignore[attr-defined]
     return made

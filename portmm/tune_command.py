@@ -53,11 +53,12 @@ def tune(
     save: Annotated[Path | None, typer.Option(help="Write all trials to this JSON file.", show_default=False)] = None,
 ) -> None:
     """Find the fastest schedules for some products, and remember them; Ctrl-C ends it, and the same command goes on."""
+    from portmm.comparison.command import own_shapes
     from portmm.tuning import tune as run
     from portmm.tuning.terminal import bar, predictions, view
 
     try:
-        chosen = [*_named(suite), *_read(shapes, from_onnx, from_torch)] or _named("quick")
+        chosen = [*_named(suite), *own_shapes(shapes, from_onnx, from_torch or "")] or _named("quick")
         with bar(console(stderr=True), budget) as tell:
             found = run(
                 chosen,
@@ -94,17 +95,3 @@ def _named(words: str) -> list[Case | tuple[int, ...]]:
         is_shape = len(sizes) > 1 and all(x.isdigit() for x in sizes)
         found += [tuple(map(int, sizes))] if is_shape else cases(word)
     return list(dict.fromkeys(found))
-
-
-def _read(shapes: Path | None, from_onnx: Path | None, from_torch: str | None) -> list[Case]:
-    """The user's own shapes."""
-    from portmm.comparison import shapes as own
-
-    found: list[Case] = []
-    if shapes:
-        found += own.from_csv(shapes)
-    if from_onnx:
-        found += own.from_onnx(from_onnx)
-    if from_torch:
-        found += own.from_torch(from_torch)
-    return list(own.merged(found)) if found else []

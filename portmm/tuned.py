@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -328,6 +328,52 @@ def find(p: Problem, target: Target, threads: int) -> list[Tuned]:
         like = [x for x in known if _same(x, level, wanted) and x not in found]
         found += sorted(like, key=lambda x: x.cold)
     return found
+
+
+def tuned_rows(p: Problem, target: Target, threads: int) -> frozenset[int]:
+    """Values of M for which there may be findings, of problems that are like `p` but for M.
+
+    Raises:
+        DatabaseError: the user's database cannot be read.
+    """
+    path = tuned_database()
+    if path is None:
+        return frozenset()
+    try:
+        info = path.stat()
+    except OSError:
+        kept: dict[Any, frozenset[int]] = {}
+    else:
+        kept = _rows_kept(path, (info.st_mtime_ns, info.st_ino, info.st_size))
+    shipped = _rows_shipped(target.vendor, architecture(target))
+    if not (kept or shipped):
+        return frozenset()
+    key = (replace(p, m=0), threads)
+    return kept.get(key, frozenset()) | shipped.get(key, frozenset())
+
+
+@lru_cache(maxsize=4)
+def _rows_kept(path: Path, state: tuple[int, int, int]) -> dict[Any, frozenset[int]]:
+    """Rows of the findings in a database; `state` tells whether it has been written since."""
+    del state
+    with opened(path) as base:
+        found = base.execute("SELECT DISTINCT problem, threads FROM findings").fetchall()
+    try:
+        return _by_kind((Problem(**json.loads(text)), int(threads)) for text, threads in found)
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise DatabaseError(f"{path} has a problem that is none ({error!r}); remove the row") from error
+
+
+@lru_cache(maxsize=16)
+def _rows_shipped(vendor: str, built: str) -> dict[Any, frozenset[int]]:
+    return _by_kind((x.problem, x.threads) for found in _shipped(vendor, built).values() for x in found)
+
+
+def _by_kind(found: Iterable[tuple[Problem, int]]) -> dict[Any, frozenset[int]]:
+    rows: dict[Any, set[int]] = {}
+    for p, threads in found:
+        rows.setdefault((replace(p, m=0), threads), set()).add(p.m)
+    return {key: frozenset(values) for key, values in rows.items()}
 
 
 def _same(x: Tuned, level: str, wanted: dict[str, str]) -> bool:

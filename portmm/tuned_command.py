@@ -6,10 +6,11 @@ Owns the command. Imports `tuned` and what the command line shares.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from portmm.console import console, print_json
 from portmm.errors import DatabaseError
 
 if TYPE_CHECKING:
@@ -51,21 +52,9 @@ def tuned(
         export.write_text(base.to_toml(found))
         typer.echo(f"{len(found)} findings written to {export}")
     elif as_json:
-        _print_json([x.row() for x in found])
+        print_json([x.row() for x in found])
     elif not merge:
-        _print_view(found, path)
-
-
-def _print_json(rows: list[dict[str, Any]]) -> None:
-    import json
-
-    typer.echo(json.dumps(rows, indent=1))
-
-
-def _print_view(found: list[Tuned], path: Path) -> None:
-    from rich.console import Console
-
-    Console(highlight=False).print(_view(found, path))
+        console().print(_view(found, path))
 
 
 def _view(found: list[Tuned], path: Path) -> RenderableType:

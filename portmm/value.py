@@ -149,7 +149,16 @@ class Value:
         return called(self.graph, f"np.{name}", function, args, options, own=name in COPIES)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        raise refuse("a traced array is no array of numbers yet; NumPy's functions take it as it is")
+        if self.node.kind == "number":
+            raise ByValueError("NumPy makes an array of a number")
+        held = self.graph.leaves[self.node.leaf] if self.node.leaf >= 0 else None
+        if not self.shape and isinstance(held, np.ndarray):
+            self.graph.lasting = False  # the next call may give another number
+            return np.array(held, dtype)
+        raise refuse(
+            "a traced array has no numbers yet, so that no array is made of it; write x.astype(np.float32) in place "
+            "of np.float32(x) and np.asarray(x), np.stack([x, y]) in place of np.array([x, y])"
+        )
 
     def __bool__(self) -> bool:
         if self.node.kind == "number":
@@ -361,7 +370,7 @@ def _node(graph: Graph, x: Any) -> Node:
 
 
 def _mapped(graph: Graph, name: str, traced: Any, plain: Any, values: tuple[Any, ...]) -> Any:
-    """A function of each element; literals stay what they are, a float64 that is no array being a Python float."""
+    """A function of each element; literals stay what they are, but a float64 or an integer of NumPy's is Python's."""
     given: list[Any] = []
     for x in values:
         if isinstance(x, Value):
@@ -373,7 +382,8 @@ def _mapped(graph: Graph, name: str, traced: Any, plain: Any, values: tuple[Any,
         elif isinstance(x, (int, np.integer)):
             given.append(int(x))
         elif isinstance(x, (float, np.floating)) or (isinstance(x, np.ndarray) and x.dtype.kind == "f"):
-            given.append(float(x))
+            # One of few bits decides the type of the result, as in NumPy.
+            given.append(np.asarray(x)[()] if np.asarray(x).dtype in (np.float32, np.float16) else float(x))
         elif x is None or isinstance(x, str):
             raise refuse(f"{name} of {x!r}")
         else:

@@ -68,13 +68,14 @@ def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _either(name: str, traced: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+def _either(name: str, meaning: str, traced: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
     """A function of values in a tile, or of arrays."""
 
     def function(x: Any) -> Any:
         return traced(real(_value(x))) if _traced(x) else plain(x)
 
     function.__name__ = function.__qualname__ = name
+    function.__doc__ = meaning
     return recorded(function)
 
 
@@ -111,29 +112,39 @@ def _gated(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda x: np.where(x == -np.inf, 0, function(x))
 
 
-_expressions: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "exp": (vecmath.exp, np.exp),
-    "log": (vecmath.log, np.log),
-    "tanh": (vecmath.tanh, np.tanh),
-    "erf": (vecmath.erf, _erf),
-    "sigmoid": (vecmath.sigmoid, lambda x: 1 / (1 + np.exp(-x))),
-    "sqrt": (lambda x: apply("sqrt", x), np.sqrt),
-    "rsqrt": (lambda x: 1.0 / apply("sqrt", x), lambda x: 1 / np.sqrt(x)),
-    "silu": (vecmath.silu, _gated(lambda x: x / (1 + np.exp(-x)))),
-    "gelu": (vecmath.gelu, _gated(lambda x: 0.5 * x * (1 + _erf(x * math.sqrt(0.5))))),
+_expressions: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
+    "exp": ("The exponential.", vecmath.exp, np.exp),
+    "log": ("The natural logarithm; of what is negative, NaN.", vecmath.log, np.log),
+    "tanh": ("The hyperbolic tangent.", vecmath.tanh, np.tanh),
+    "erf": ("The error function.", vecmath.erf, _erf),
+    "sigmoid": ("The logistic function, 1 / (1 + exp(-x)).", vecmath.sigmoid, lambda x: 1 / (1 + np.exp(-x))),
+    "sqrt": ("The square root; of what is negative, NaN.", lambda x: apply("sqrt", x), np.sqrt),
+    "rsqrt": ("One over the square root.", lambda x: 1.0 / apply("sqrt", x), lambda x: 1 / np.sqrt(x)),
+    "silu": ("X times its `sigmoid`.", vecmath.silu, _gated(lambda x: x / (1 + np.exp(-x)))),
+    "gelu": (
+        "X times the normal distribution's probability of less than x, by `erf`.",
+        vecmath.gelu,
+        _gated(lambda x: 0.5 * x * (1 + _erf(x * math.sqrt(0.5)))),
+    ),
     "gelu_tanh": (
+        "The approximation of `gelu` by a hyperbolic tangent.",
         vecmath.gelu_tanh,
         _gated(lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))),
     ),
     "fast_gelu": (
+        "`gelu_tanh`, written as x times a sigmoid.",
         vecmath.fast_gelu,
         _gated(lambda x: x / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))),
     ),
-    "expm1": (vecmath.expm1, np.expm1),
-    "softplus": (vecmath.softplus, lambda x: np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))),
+    "expm1": ("The exponential less 1, precise near 0.", vecmath.expm1, np.expm1),
+    "softplus": (
+        "The logarithm of 1 + exp(x).",
+        vecmath.softplus,
+        lambda x: np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x))),
+    ),
 }
 exp, log, tanh, erf, sigmoid, sqrt, rsqrt, silu, gelu, gelu_tanh, fast_gelu, expm1, softplus = (
-    _either(name, traced, _quiet(plain)) for name, (traced, plain) in _expressions.items()
+    _either(name, meaning, traced, _quiet(plain)) for name, (meaning, traced, plain) in _expressions.items()
 )
 
 
@@ -351,7 +362,7 @@ UFUNCS.update(
     equal=lambda a, b: apply("eq", a, b), not_equal=lambda a, b: apply("ne", a, b),
     logical_and=lambda a, b: apply("and", a, b), bitwise_and=lambda a, b: apply("and", a, b),
     logical_or=lambda a, b: apply("or", a, b), bitwise_or=lambda a, b: apply("or", a, b),
-    logical_not=lambda x: ~x, invert=lambda x: ~x, power=lambda x, y: x**y,
+    logical_not=lambda x: ~x, invert=lambda x: ~x, power=lambda x, y: (x if isinstance(x, Expr) else real(x)) ** y,
     reciprocal=lambda x: 1.0 / real(x), isnan=lambda x: x != x,  # noqa: PLR0124 - only a NaN differs from itself
 )  # fmt: skip
 FUNCTIONS.update(where=where, clip=clip)

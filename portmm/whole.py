@@ -8,25 +8,28 @@ arguments, and from then on runs as a program of few kernels. Imports `captures`
 from __future__ import annotations
 
 import functools
+import math
 import types
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakSet
 
 import numpy as np
 
-from portmm import api, settings
+from portmm import api, forks, settings
 from portmm.abreast import abreast
 from portmm.axes import applied
 from portmm.builder import Builder
 from portmm.captures import Scope, arguments, found
-from portmm.errors import BuildError, NoCompilerError, ScheduleError, TraceError
+from portmm.errors import BuildError, ScheduleError, TraceError
+from portmm.fallback import fall_back
 from portmm.flash import flash
 from portmm.foreign import on_device
 from portmm.graph import ByValueError, Graph, Node
 from portmm.memory import Memory
 from portmm.names import rebuilt
 from portmm.program import ChangedError, Kernel
-from portmm.run.host import runtime
+from portmm.run import host
 from portmm.splitter import Splitter
 from portmm.value import AROUND, Value
 
@@ -41,6 +44,10 @@ MOST_KINDS = 256
 """Kinds of arguments that a function remembers before it starts afresh."""
 MOST_WAYS = 4
 """Of these, by what the function captures."""
+MOST_KERNELS = 12288
+"""Kernels of all programs that are remembered in a process, 4 KiB of objects each, before it starts afresh."""
+KIND = 4
+"""Memory of a program beside its kernels, counted in kernels."""
 MOST_TRIES = 64
 BY_VALUE = "by value"
 
@@ -109,17 +116,19 @@ class Whole:
         self.memo = Memory(MOST_KINDS)
         self.quick: tuple[Any, Memory] = (None, Memory(MOST_KINDS))
         self.describe: Callable[[Any], bytes | None] = self.begin
+        with _making:
+            _wholes.add(self)
 
     def begin(self, args: Any) -> bytes | None:
         """Have the run time ready; from then on, it describes arrays. A device needs none."""
         if any(on_device(x) for x in args):
             return None
         api.begin()
-        try:
-            self.describe = runtime().describe
-        except BuildError:  # nothing to describe arrays for
-            self.describe = lambda _: None
-        return self.describe(args)
+        found = host.types()
+        if host.has_kernels(found):  # else there is nothing to describe arrays for, yet
+            self.describe = found.describe
+        described: bytes | None = found.describe(args)
+        return described
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
         """The method of an object."""
@@ -154,9 +163,13 @@ class Whole:
 
     def again(self, args: Any, options: Any) -> Any:
         """NumPy gives a shape that the program does not expect: forget it, and run the function itself."""
+        self.forget()
+        return self.__wrapped__(*args, **options)
+
+    def forget(self) -> None:
+        """Drop all programs."""
         self.memo.clear()
         self.quick[1].clear()
-        return self.__wrapped__(*args, **options)
 
     def known(self, key: Any, leaves: list[Any]) -> tuple[Made | None, list[Any]]:
         """What was made for this kind of call, and what it captures now."""
@@ -201,8 +214,10 @@ class Whole:
             if by_value:
                 self.memo.keep(key, BY_VALUE)
                 key = _with_numbers(key, leaves)
+            _make_room(len(made.explained.kernels) + KIND)
             self.memo.keep(key, [made, *self.memo.get(key, ())[: MOST_WAYS - 1]])
-        return made, graph.leaves
+        leaves, graph.leaves, graph.values = graph.leaves, [], {}  # what is remembered must not keep arrays alive
+        return made, leaves
 
     def trace(self, args: Any, options: Any, *, by_value: bool) -> tuple[Graph, Any, Scope]:
         """Run the function on values that take down what happens to them."""
@@ -230,7 +245,7 @@ class Whole:
         if any(x.kind == "number" for x in outputs):
             raise ByValueError("a number is returned")
         run, kernels, apart, source, notes = _program(graph, outputs, result)
-        if not graph.lasting:
+        if not graph.lasting and not notes:
             notes.append(
                 "arrays arise while the function is traced, or are found where a call cannot find them again: "
                 "each call traces it anew"
@@ -238,6 +253,22 @@ class Whole:
         blocked = tuple(dict.fromkeys([*graph.blocked, *apart]))
         explained = Explained(getattr(self, "__name__", "function"), tuple(kernels), blocked, tuple(notes), source)
         return Made(run, scope.checks, [*kept, *scope.kept], explained, graph.lasting)
+
+
+_making = forks.reentrant_lock()
+_wholes: WeakSet[Whole] = WeakSet()
+_kernels = 0
+
+
+def _make_room(more: int) -> None:
+    """Forget the programs of all functions if there are too many with these."""
+    global _kernels  # noqa: PLW0603 - of the whole process
+    with _making:
+        _kernels += more
+        if _kernels > MOST_KERNELS:
+            _kernels = more
+            for x in tuple(_wholes):
+                x.forget()
 
 
 def _leaves(args: tuple[Any, ...], more: list[Any]) -> list[Any]:
@@ -267,8 +298,8 @@ def _program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[
         if not plain and not numpy and (said := abreast(graph, split)) is not None:
             beside = said
             split = Splitter(graph, outputs, plain, numpy).split()
-        builder = Builder(graph, outputs, split)
         try:
+            builder = Builder(graph, outputs, split)
             failed = _built(builder, split, plain, numpy)
             if failed:
                 continue
@@ -276,8 +307,8 @@ def _program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[
         except ScheduleError as error:
             return _evaluated(graph, result, f"no kernel: {error}")
         except BuildError as error:
-            if isinstance(error, NoCompilerError):
-                api.fall_back(error)
+            fall_back(error)
+            graph.lasting = graph.lasting and math.isinf(error.retry_at)
             return _evaluated(graph, result, f"no kernel: {error}")
         apart = [*stored, *split.apart, *beside, *((x.where, f"{x.name}: {why}") for x, why in numpy.items())]
         return made, builder.kernels, apart, source, []
@@ -337,7 +368,8 @@ def fuse(function: Callable[..., Any] | None = None, *, on_unfusable: Literal["s
     looked up at each call: new values, and new arrays in their places, are seen.
 
     Undecorated (`__wrapped__`), the function runs as NumPy does, and is its own reference.
-    A float64 that is no array counts as a Python float: it takes the type of what it meets.
+    A float64 or an integer of NumPy's that is no array counts as Python's: it takes the type of what it meets.
+    A number that is converted (`np.float32(scale)`) is a constant of the trace: each value is traced anew.
 
     Args:
         function: the function; it may take and return lists, tuples and dicts of arrays.

@@ -35,6 +35,15 @@ class Emulated:
     def empty(self, shape, dtype):
         return self.cupy.empty(shape, numpy_of(dtype))
 
+    def move(self, x, to):
+        to.host[...] = x.host
+
+    def host(self, x):
+        return x.host.astype(np.float32)
+
+    def copy(self, x):
+        return self.cupy.array(x.host)
+
     def wide(self, x):
         return x.host.astype(np.float64)
 

@@ -7,9 +7,11 @@ import time
 
 import numpy as np
 
-from portmm.comparison import fused
+import portmm as pm
+from portmm.comparison import fused, native
 from portmm.comparison.data import Arrays
 from portmm.comparison.peers import Library, MissingError, UnsupportedError, repeat, returning
+from portmm.errors import BuildError
 
 
 def _matmul(data):
@@ -203,3 +205,31 @@ def crashing_fused(_setup):
         os.kill(os.getpid(), signal.SIGSEGV)
 
     return Library("crashing 1", prepare, fused=True)
+
+
+def unbuildable(_setup):
+    """Its kernels do not link."""
+
+    def prepare(_case, _data):
+        raise BuildError("cc did not build a kernel; it said:\n  /usr/bin/ld: cannot find -lnosuch\nsource: /x.c")
+
+    return Library("unbuildable 1", prepare)
+
+
+def unlinked(_setup):
+    """There is no library to link with."""
+    native.compile_driver(["-lnosuchlibrary"])
+
+
+def unmade(_setup):
+    """A library's own compiler fails, in an exception of many lines."""
+
+    def prepare(_case, _data):
+        raise RuntimeError("CppCompileError: C++ compile error\n\nCommand:\ng++ x.cpp\n/usr/bin/ld: cannot find -lx")
+
+    return Library("unmade 1", prepare)
+
+
+def tuned(_setup):
+    """Tells whose choice a schedule is for portmm's calls in this process."""
+    return Library(pm.explain((8, 16), (16, 12)).choice.origin, lambda _case, data: {"matmul": _matmul(data)})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from portmm.comparison import Case, Entrant, Entry, Report, Result
 
 PEERS = ("numpy", "mkl", "mkl-jit", "onednn", "torch", "blis", "onnxruntime-8bit")
@@ -39,3 +41,16 @@ def sample(count=200):
     return Report(
         "A chip", "zen4", 1, "", "full", entrants, results, "2026-01-01", ("left-out",), ("OMP_X",), dict(RATES)
     )
+
+
+def noisy(report, rounds=5):
+    """The same on a busy machine: in every other case the rounds of portmm lie far apart, and some load is told."""
+    results = []
+    for i, r in enumerate(report.results):
+        shaken = {n: e if e.state != "ok" else replace(e, samples=(e.seconds,) * rounds) for n, e in r.entries.items()}
+        own = shaken["portmm"]
+        if i % 2:
+            spoilt = tuple(own.seconds * (1 + 2 * abs(j - rounds // 2) / rounds) for j in range(rounds))
+            shaken["portmm"] = replace(own, samples=spoilt)
+        results.append(replace(r, entries=shaken, load=0.25 * (i % 8), roof="avx512_f32"))
+    return replace(report, results=tuple(results), load=0.875, cores=2)

@@ -13,8 +13,9 @@ import opencl_cpu
 import pytest
 from build_compilers import fake_compiler
 
-from portmm import api, cache, compiler, dispatch, settings
+from portmm import api, cache, compiler, dispatch, failures, fallback, settings
 from portmm.build import find_compiler
+from portmm.run import host
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,12 +30,28 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PORTMM_TUNED"] = "off"
     if hasattr(config, "workerinput"):
         return
+    config.pluginmanager.register(Reports(config))
     kept = os.environ.get("PORTMM_TEST_CACHE", "")
     folder = kept or tempfile.mkdtemp(prefix="portmm-tests-")
     os.environ["PORTMM_CACHE"] = folder
     icd = opencl_cpu.announce()
     for made in filter(None, (icd, "" if kept else folder)):
         config.add_cleanup(partial(shutil.rmtree, made, ignore_errors=True))
+
+
+class Reports:
+    """Prints each failure as it happens, with its name and the line that failed; tracebacks come at the end."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.plugins = config.pluginmanager
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self.plugins.get_plugin("terminalreporter")
+        if not report.failed or terminal is None:
+            return
+        crash = getattr(report.longrepr, "reprcrash", None)
+        why = (crash.message if crash else str(report.longrepr).strip()).partition("\n")[0]
+        terminal.write_line(f"\nFAILED {report.nodeid} ({report.when}): {why}", red=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,6 +80,8 @@ def _anew():
     """The run time is one per process, and the tests of it register resolvers of their own."""
     api._fast = api._start
     api._state.clear()
+    fallback.forget()
+    host.forget_refusal()
     settings._listeners.clear()
     settings.set_num_threads(0)
     yield
@@ -75,6 +94,7 @@ def empty_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("PORTMM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "_warned", set())
     compiler._find.cache_clear()
+    failures.forget()
     yield
     compiler._find.cache_clear()
 

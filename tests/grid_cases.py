@@ -74,9 +74,14 @@ def drawn(rng, dtype, shape):
 def case(p, vectors, seed=0, shared=""):
     """Operands for a problem, aligned to vectors and no better; `shared` names one that serves the whole batch."""
     rng = np.random.default_rng(seed)
-    lead = seed % 2
     x = drawn(rng, p.types[0], (1 if shared == "a" else p.batch, p.m, p.k))
     y = drawn(rng, p.types[1], (1 if shared == "b" else p.batch, p.k, p.n))
+    return case_of(p, vectors, x, y, seed, shared)
+
+
+def case_of(p, vectors, x, y, seed=0, shared=""):  # noqa: PLR0917 - one call
+    """The same of given values."""
+    rng, lead = np.random.default_rng(seed), seed % 2
     a, b, c = laid(x, p.a, vectors[0], lead), laid(y, p.b, vectors[1], lead), blank(p, vectors[2], lead)
     fields = {"m": p.m, "n": p.n, "k": p.k, "batch": p.batch}
     fields |= {"a_m": a.row, "a_k": a.col, "a_batch": 0 if shared == "a" else a.item}

@@ -20,7 +20,7 @@ import test_compiles
 from support import case, execute, interpret, pose, small
 
 from portmm import build as building
-from portmm import calibrate, dispatch, probe
+from portmm import dispatch, gauge, probe
 from portmm.build import build
 from portmm.candidates import candidates
 from portmm.emit.c import source
@@ -257,7 +257,7 @@ def test_the_peak_loop_multiplies_every_step(name, row, monkeypatch):
     flags = tuple(x for x in isa.flags if "amx" not in x)
     shim = partial(build, text, flags=flags, name=found.kernel.name)
     monkeypatch.setattr(building, "build", lambda *_args, **_more: shim())
-    calibrate._open(found).start(3, steps, a, b, c)
+    gauge.open_loop(found).start(3, steps, a, b, c)
     np.testing.assert_array_equal(c.reshape(2, 2, 16, 16), want)
     assert found.flops == 2 * found.c * atom.k
 

@@ -17,14 +17,16 @@ from portmm.comparison.tables_device import device
 
 BENCH = Path(__file__).parent.parent / "bench"
 MODULES = (
-    "gpu_arrays", "gpu_cases", "gpu_peers", "gpu_families", "gpu_measure", "gpu_schedules", "gpu_run", "gpu",
+    "gpu_arrays", "gpu_cases", "gpu_run", "gpu_peers", "gpu_families", "gpu_measure", "gpu_schedules", "gpu_compile",
+    "gpu_tools", "gpu_load", "gpu", "lease_plan", "lease", "profile_one",
 )  # fmt: skip
 CHIPS = {
     "v100": (b"Tesla V100-SXM2-16GB", 7, 0), "a100": (b"NVIDIA A100-SXM4-40GB", 8, 0),
     "h100": (b"NVIDIA H100 80GB HBM3", 9, 0),
 }  # fmt: skip
 SECTIONS = (
-    "squares", "prefill", "decode", "epilogue", "attention", "int8", "w4a16", "fp8", "tf32", "grouped", "f32"
+    "squares", "prefill", "decode", "epilogue", "attention", "int8", "w4a16", "fp8", "tf32", "grouped", "f32",
+    "bias", "few", "rows",
 )  # fmt: skip
 LATER = {"fp8", "tf32"}
 """Sections that chips before Ampere may refuse."""
@@ -62,9 +64,11 @@ def chip(request, monkeypatch):
 
 @pytest.fixture
 def quick(bench, monkeypatch):
-    """One call for each turn, and none to warm up."""
-    monkeypatch.setattr(bench.gpu_measure, "MOST_CALLS", 1)
-    monkeypatch.setattr(bench.gpu_measure, "WARM", 0)
+    """One call for each turn and each graph, and none to warm up."""
+    for name, value in {"MOST_CALLS": 1, "WARM": 0, "FIRST_GRAPH": 1, "MOST_GRAPH": 1, "SUSTAINED": 0.01}.items():
+        monkeypatch.setattr(bench.gpu_measure, name, value)
+    for name in ("ROUNDS", "MANY"):
+        monkeypatch.setattr(bench.gpu_schedules, name, 1)
     monkeypatch.setattr(bench.gpu, "clocks", dict)
 
 
@@ -84,7 +88,7 @@ def test_every_section_runs(bench, section, monkeypatch):
         assert row["error"] > 0 or row["dtype"] == "s8"
         assert set(row["seconds"]) == {"portmm", "host"}
         assert row["ratio"] == row["seconds"]["host"] / row["seconds"]["portmm"]
-        assert ("graph" in row) == (case.m <= bench.gpu_cases.GRAPHED and case.kind != "attention")
+        assert "graph" in row
         json.dumps(row)
 
 
@@ -114,7 +118,7 @@ def test_a_wrong_result_is_seen(bench, monkeypatch):
     assert "WRONG" in bench.gpu_run.spelt(row)
 
 
-@pytest.mark.usefixtures("chip")
+@pytest.mark.usefixtures("quick", "chip")
 def test_candidates_are_surveyed(bench, monkeypatch):
     on = bench_arrays.Emulated(emulated_cuda.install(monkeypatch))
     for case in (bench.gpu.product("33x48x96:bf16:col"), bench.gpu.product("40x1x64:f32:row")):
@@ -170,10 +174,10 @@ def test_a_worker_says_all_that_it_finds(bench, monkeypatch, capsys):
 STUB = """
 import json, os, sys, time
 def say(kind, value): print(json.dumps({"kind": kind, "value": value}), flush=True)
-jobs = json.load(sys.stdin)
 say("device", {"title": "stub"})
 print("a library says something")
-for job in jobs:
+for line in sys.stdin:
+    job = json.loads(line)
     say("begin", job["name"])
     if job["name"] == "dies": os._exit(3)
     if job["name"] == "hangs": time.sleep(60)
@@ -230,9 +234,9 @@ def test_sanitizers_are_run(bench, tmp_path, monkeypatch):
     stub = tmp_path / "compute-sanitizer"
     stub.write_text(SANITIZER)
     stub.chmod(0o755)
-    run = bench.gpu_run.sanitized
+    run = bench.gpu_tools.sanitized
     assert run("memcheck", ["x"], sanitizers=(str(tmp_path / "none"),))["state"] == "missing"
-    for errors, status, state in ((0, 0, "clean"), (2, bench.gpu_run.FOUND, "errors"), (0, 1, "failed")):
+    for errors, status, state in ((0, 0, "clean"), (2, bench.gpu_tools.FOUND, "errors"), (0, 1, "failed")):
         monkeypatch.setenv("ERRORS", str(errors))
         monkeypatch.setenv("STATUS", str(status))
         found = run("racecheck", ["x"], sanitizers=(str(stub),))
@@ -253,8 +257,8 @@ def test_a_run_is_judged(bench, tmp_path, monkeypatch, capsys):
     assert len(kept["rows"]) == 5
     assert {bar["state"] for bar in kept["bars"]} == {"not measured"}
     assert "not measured: attention, each" in capsys.readouterr().out
-    monkeypatch.setattr(bench.gpu_run, "TOOLS", ("memcheck",))
-    monkeypatch.setattr(bench.gpu_run, "SANITIZERS", ())
+    monkeypatch.setattr(bench.gpu_tools, "TOOLS", ("memcheck",))
+    monkeypatch.setattr(bench.gpu_tools, "SANITIZERS", ())
     assert bench.gpu.main(["--sanitize", "--save", str(save)]) == 1
     assert json.loads(save.read_text())["sanitizer"][0]["tool"] == "memcheck"
 
@@ -321,7 +325,7 @@ def test_pytorchs_half_runs(bench, section, monkeypatch):
         assert row["state"] == "ok", row
         assert row["right"], row
         assert len(row["seconds"]) > 1, row
-        assert "cublaslt" in row["seconds"] or section in ("attention", "grouped"), row
+        assert "cublaslt" in row["seconds"] or section in ("attention", "grouped", "few", "rows"), row
     assert bench.gpu_measure.overhead(on, 2)["torch.matmul"] > 0
     assert bench.gpu_measure.bandwidth(on, 1 << 10) > 0
 

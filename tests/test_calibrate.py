@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support import require
 
-from portmm import build, calibrate, detect, probe, settings
+from portmm import build, calibrate, detect, gauge, probe, settings
 from portmm.dtype import BY_NAME
 from portmm.emit.c import source
 from portmm.errors import TargetError
@@ -61,7 +61,7 @@ def test_the_peak_loop_multiplies_every_step(isa, atom):
     cols = found.b // atom.n
     panel_a, panel_b = a.reshape(steps, -1, kr).astype(float), b.reshape(steps, cols, atom.n, kr).astype(float)
     expect = c.reshape(-1, cols, atom.n) + repeats * np.einsum("kre,kcne->rcn", panel_a, panel_b)
-    calibrate._open(found).start(repeats, steps, a, b, c)
+    gauge.open_loop(found).start(repeats, steps, a, b, c)
     np.testing.assert_allclose(c.reshape(expect.shape), expect, rtol=1e-5)
     assert found.flops == 2 * found.c * atom.k
 
@@ -72,7 +72,7 @@ def test_the_stream_loop_reads_every_element(isa, atom):
     steps = 4
     b = drawn(found.b * steps, atom.right, np.random.default_rng(0))
     a, c = np.full(found.a * atom.k_pack, 2, numpy_type(atom.left)), np.zeros(found.c, numpy_type(atom.acc))
-    calibrate._open(found).start(2, steps, a, b, c)
+    gauge.open_loop(found).start(2, steps, a, b, c)
     np.testing.assert_allclose(c, 2 * 2 * b.reshape(steps, -1, atom.k_pack).astype(float).sum((0, 2)), rtol=1e-5)
 
 
@@ -100,19 +100,46 @@ def test_every_atom_and_level_gets_a_rate():
     expect += ["memory@all"] if HERE.cores > 1 else []
     assert list(rates) == expect
     assert all(math.isfinite(value) and value > 0 for value in rates.values())
-    assert [name for _, _, name in told] == [*expect, "done"]
-    assert told[-1][:2] == (len(expect), len(expect))
+    # Every gauge is made, and has a turn in each round.
+    steps = len(expect) * (1 + calibrate.ROUNDS)
+    assert [name for _, _, name in told] == [*expect * (1 + calibrate.ROUNDS), "done"]
+    assert [(done, of) for done, of, _ in told] == [(i, steps) for i in range(steps + 1)]
+
+
+class Machine:
+    """A clock that runs only while something is measured, at a speed that the tests set."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.turns, self.slowed = 0.0, [], set()
+        monkeypatch.setattr(gauge.time, "perf_counter", lambda: self.now)
+
+    def gauge(self, name):
+        def run(repeats):
+            if self.turns[-1:] != [name]:
+                self.turns.append(name)
+            self.now += repeats * 1e-3 * (7.0 if len(self.turns) in self.slowed else 1.0)
+
+        return lambda: gauge.Gauge(name, 2.0, run)
+
+
+def test_rates_are_the_best_of_interleaved_rounds(monkeypatch):
+    machine = Machine(monkeypatch)
+    makers = {name: machine.gauge(name) for name in ("one", "two", "three")}
+    machine.slowed = {1, 4, 5, 8, 10, 12, 15, 16, 17, 18}  # the last turn of each, and others
+    rates = calibrate._measured(makers, lambda *_: None, 0.05)
+    assert machine.turns == ["one", "two", "three"] * (1 + calibrate.ROUNDS)
+    assert rates == pytest.approx(dict.fromkeys(makers, 2000.0))
 
 
 @pytest.mark.usefixtures("small")
 def test_memory_is_left_out_where_little_is_free(monkeypatch):
-    monkeypatch.setattr(calibrate, "_free_memory", lambda: 2 << 20)
+    monkeypatch.setattr(calibrate, "free_memory", lambda: 2 << 20)
     target = replace(HERE, isas=HERE.isas[-1:], levels=())
     assert list(calibrate.probe(target, seconds=0.001)) == [atom.name for atom in target.isas[0].atoms]
 
 
 def test_the_buffer_for_memory_outgrows_the_caches(monkeypatch):
-    monkeypatch.setattr(calibrate, "_free_memory", lambda: 1 << 40)
+    monkeypatch.setattr(calibrate, "free_memory", lambda: 1 << 40)
     last = replace(HERE.levels[-1], bytes=1 << 30)
     assert calibrate.memory_buffer(replace(HERE, levels=(last,))) == 4 << 30
     assert calibrate.memory_buffer(replace(HERE, levels=())) == calibrate.MEMORY_BYTES
@@ -134,9 +161,27 @@ def test_an_interrupted_run_does_not_shorten_the_others(monkeypatch):
         now += repeats * 1e-6 + 5e-6 + (0.02 if not runs else 0)
         runs.append(repeats)
 
-    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: now)
-    assert calibrate._median(run, 0.05) == pytest.approx(1e-6, rel=0.02)
-    assert runs[-1] * 1e-6 >= 0.9 * calibrate.SHORTEST
+    monkeypatch.setattr(gauge.time, "perf_counter", lambda: now)
+    assert gauge.least(run, gauge.repetitions(run), 0.05) == pytest.approx(1e-6, rel=0.02)
+    assert runs[-1] * 1e-6 >= 0.9 * gauge.SHORTEST
+
+
+@pytest.mark.parametrize("window", [0, 1 << 12])
+def test_a_bandwidth_is_of_the_whole_buffer(window):
+    """In windows, successive repetitions read the whole buffer before any of it comes again."""
+    read = []
+    loop = gauge.open_loop(probe.stream(HERE.isas[-1], HERE.isas[-1].atoms[0]))
+    spied = replace(
+        loop, start=lambda repeats, steps, _a, b, _c: read.append((repeats, steps, b.ctypes.data, b.nbytes))
+    )
+    found = gauge.bandwidth(spied, "L2", 1 << 14, window)
+    found.run(4)
+    assert sum(repeats * steps for repeats, steps, *_ in read) * loop.step_bytes == pytest.approx(4e9 * found.work)
+    if window:
+        assert 0.9 * window <= found.work * 1e9 <= window
+        assert len({place for *_, place, _ in read}) == 4
+    else:
+        assert 0.9 * (1 << 14) <= found.work * 1e9 <= 1 << 14
 
 
 # --- what is remembered ------------------------------------------------------
@@ -153,9 +198,26 @@ def test_rates_come_back_to_the_machine_they_were_measured_on():
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_a_new_measurement_replaces_the_old():
+def test_a_disturbed_measurement_does_not_lower_a_better_one():
     calibrate.remember(HERE, {**RATES, "L2": 7.0})
+    calibrate.remember(HERE, {name: 0.54 * value for name, value in RATES.items()})
+    assert calibrate.measured(HERE).measured == {**RATES, "L2": 7.0}
+    calibrate.remember(HERE, {"memory": 13.0})
+    assert calibrate.measured(HERE).measured == {**RATES, "L2": 7.0, "memory": 13.0}
+
+
+def test_rates_are_forgotten_of_this_machine_only(own_cache, monkeypatch):
+    assert not calibrate.forget(HERE)
     calibrate.remember(HERE, RATES)
+    monkeypatch.setattr(calibrate, "_processor", lambda: "another model")
+    calibrate.remember(HERE, {"L1": 1.0})
+    assert calibrate.forget(HERE)
+    assert not calibrate.forget(HERE)
+    assert calibrate.measured(HERE) is HERE
+    monkeypatch.undo()
+    monkeypatch.setenv("PORTMM_CACHE", str(own_cache))
+    assert calibrate.measured(HERE).measured == RATES
+    calibrate.remember(HERE, {"L1": 2.0})
     assert calibrate.measured(HERE).measured == RATES
 
 

@@ -15,7 +15,7 @@ import pytest
 from support import TINY, require
 from typer.testing import CliRunner
 
-from portmm import cache, calibrate, cli, compiler, detect, doctor, settings
+from portmm import busy, cache, calibrate, cli, compiler, detect, doctor, settings
 from portmm.comparison import Entrant, Report
 from portmm.comparison.report import from_json
 from portmm.errors import NoCompilerError, PortmmError, TargetError
@@ -31,6 +31,7 @@ HOST = detect.host()
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("PORTMM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(settings, "_targets", {})
+    monkeypatch.setattr(busy, "now", lambda: 0.0)
 
 
 @pytest.fixture
@@ -160,6 +161,27 @@ def test_a_probe_is_shown():
     assert all(atom.name in text for atom in HOST.isas[-1].atoms)
     assert "GB/s" in text
     assert "kept in" in text
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_busy_machine_is_not_probed_unless_it_is_forced(monkeypatch):
+    monkeypatch.setattr(busy, "now", lambda: 0.9 * busy.cores())
+    with pytest.raises(PortmmError, match=r"keep .* cores busy.*--force"):
+        run("probe", "--seconds", "0.001")
+    here = HOST.limited_to(HOST.isas[-1].name)
+    assert not calibrate.measured(here).measured
+    assert data("probe", "--seconds", "0.001", "--force")["rates"] == calibrate.measured(here).measured
+    monkeypatch.setattr(busy, "others", lambda *_: 0.9 * busy.cores())
+    assert "the machine was busy" in run("probe", "--seconds", "0.001", "--force").output
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_probe_is_forgotten():
+    here = HOST.limited_to(HOST.isas[-1].name)
+    calibrate.remember(here, {"L1": 5.0})
+    assert "are forgotten" in run("probe", "--forget").stdout
+    assert not calibrate.measured(here).measured
+    assert "nothing was remembered" in run("probe", "--forget").stdout
 
 
 # --- explain and emit --------------------------------------------------------

@@ -13,7 +13,8 @@ from portmm.comparison import Case, Contender, cold, compare
 from portmm.comparison.data import EXACT, arrays, judge
 from portmm.comparison.limit import Limits
 from portmm.comparison.peers import Fetched, Library, UnsupportedError, repeat, returning
-from portmm.comparison.report import from_json, heading, notes
+from portmm.comparison.report import from_json
+from portmm.comparison.text import heading, notes
 from portmm.target import MemoryLevel
 
 SMALL = Case("small", "cube", 8, 12, 16)

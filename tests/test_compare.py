@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from portmm.cache import read_note
 from portmm.comparison import CONTENDERS, Case, Contender, Entrant, Entry, Report, Result, cases, compare
 from portmm.comparison import data as inputs
-from portmm.comparison.contest import _Lane, _result
+from portmm.comparison.contest import _result
 from portmm.comparison.environment import Setup, environment, removed
+from portmm.comparison.lane import LOG, SEE, Lane
 from portmm.comparison.limit import Limits, forced_isa
 from portmm.comparison.native import flags
 from portmm.comparison.peers import find, open_adapter
 from portmm.comparison.plot import plot
-from portmm.comparison.report import from_json, geomean, heading, markdown, notes, summaries, terminal
+from portmm.comparison.report import from_json, geomean, summaries
 from portmm.comparison.suite import QUICK, SMOKE
+from portmm.comparison.text import heading, markdown, notes, terminal
 from portmm.comparison.worker import seconds_per_call
 from portmm.detect import host
 from portmm.errors import TargetError
@@ -207,18 +210,18 @@ def test_a_slow_one_takes_part():
 
 
 def test_the_ratio_is_taken_within_rounds_and_against_the_fastest_peer():
-    lanes = [_Lane(fake("mine", peer=False)), _Lane(fake("fast")), _Lane(fake("slow")), _Lane(fake("bad"))]
+    lanes = [Lane(fake("mine", peer=False)), Lane(fake("fast")), Lane(fake("slow")), Lane(fake("bad"))]
     entries = {
         "mine": Entry("ok", 2.0, (1.0, 2.0, 3.0)),
         "fast": Entry("ok", 4.0, (3.0, 4.0, 4.5)),
         "slow": Entry("ok", 5.0, (5.0, 5.0, 5.0)),
         "bad": Entry("wrong"),
     }
-    result = _result(SMALL, lanes, entries, None)
+    result = _result(SMALL, lanes, entries)
     assert result.best == "fast"
     assert result.ratio == 2.0  # of 3, 2 and 1.5
-    assert _result(SMALL, lanes[1:], entries, None).ratio is None
-    assert _result(SMALL, lanes[:1], entries, None).best == ""
+    assert _result(SMALL, lanes[1:], entries).ratio is None
+    assert _result(SMALL, lanes[:1], entries).best == ""
 
 
 @pytest.mark.parametrize(("name", "reason"), [("wrong", "exceeds"), ("unfinished", "inf exceeds")])
@@ -265,7 +268,9 @@ def test_a_hang_is_ended():
 def test_one_that_cannot_be_opened_is_reported_with_its_last_words():
     report = contest("raising", "absent", "right")
     states = {e.name: (e.state, e.reason) for e in report.entrants}
-    assert states["raising"] == ("crashed", "ended with status 1: RuntimeError: no licence file")
+    assert states["raising"] == ("crashed", "ended with status 1: RuntimeError: no licence file" + SEE)
+    assert "Traceback" in read_note(LOG)
+    assert "in open_adapter" in read_note(LOG)
     assert states["absent"] == ("missing", "no libabsent.so")
     assert "absent: not found (no libabsent.so): pip install absent" in notes(report)
     assert set(report.results[0].entries) == {"right"}
@@ -283,7 +288,8 @@ def test_printing_libraries_disturb_nobody():
 def test_cases_without_time_are_named():
     report = contest("right", suite=(SMALL, OTHER), budget_s=0.0)
     assert report.skipped == ("small", "other")
-    assert "no time was left for: small, other" in notes(report)
+    assert any(x.startswith("no time was left for: small, other; ") and "--budget" in x for x in notes(report))
+    assert [(e.state, "--budget" in e.reason) for e in report.entrants] == [("timeout", True)]
 
 
 def test_progress_is_told():
@@ -417,7 +423,7 @@ def test_tables_say_everything():
         assert "no time was left for: cube-128" in text
         assert "picky: picky 1" in text
     assert "| picky |" not in written
-    assert "| cube-64 | 64x64x64 | 524 | 262 | numpy | 2.00 | 0% | 87 |" in written
+    assert "| cube-64 | 64x64x64 | 524 | 262 | numpy | 2.00 | win | 0% | 87 |" in written
 
 
 def test_a_report_without_portmm_has_no_ratio():
@@ -450,4 +456,5 @@ def test_shapes_are_cases_and_no_shape_is_too_large_to_be_judged_so():
     report = compare([(4, 4, 4), (1 << 24, 1 << 24, 1 << 24)], contenders=[fake("right")], rounds=1, limits=False)
     small, large = report.results
     assert small.entries["right"].state == "ok"
-    assert large.entries["right"].state == "crashed"
+    assert large.entries["right"].state == "unsupported"
+    assert "GiB of memory are free" in large.entries["right"].reason

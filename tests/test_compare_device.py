@@ -24,7 +24,8 @@ from portmm.comparison.clblast import Blast, BlastError
 from portmm.comparison.device_arrays import TorchArrays, parsed
 from portmm.comparison.environment import Setup
 from portmm.comparison.peers import CONTENDERS, MissingError, UnsupportedError, find, open_adapter
-from portmm.comparison.report import from_json, heading, notes
+from portmm.comparison.report import from_json
+from portmm.comparison.text import heading, notes
 from portmm.comparison.worker import prepare
 from portmm.errors import NoDeviceError
 from portmm.run import cuda

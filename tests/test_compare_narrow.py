@@ -14,7 +14,8 @@ from portmm.comparison import data as inputs
 from portmm.comparison.data import APPROXIMATE, EXACT, INPUTS, judge
 from portmm.comparison.environment import FORCED, Setup
 from portmm.comparison.limit import Limits
-from portmm.comparison.report import from_json, markdown, notes
+from portmm.comparison.report import from_json
+from portmm.comparison.text import markdown, notes
 from portmm.comparison.worker import prepare
 from portmm.detect import host
 from portmm.target import MemoryLevel

@@ -59,7 +59,7 @@ def test_a_compiler_that_lies(monkeypatch, tmp_path, body, words):
 
 
 def test_a_compiler_that_hangs(fake, monkeypatch):
-    monkeypatch.setattr(build_module, "COMPILE_SECONDS", 0.2)
+    monkeypatch.setattr(compiler, "COMPILE_SECONDS", 0.2)
     fake.stall.touch()
     with pytest.raises(BuildError, match="no answer"):
         build(SOURCE, flags=())

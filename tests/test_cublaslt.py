@@ -66,6 +66,18 @@ def test_cublaslt_is_asked_as_its_manual_says():
     ]  # fmt: skip
 
 
+def test_epilogues_are_asked_for_by_the_numbers_of_the_header():
+    """cublasLtMatmulDescAttributes_t, cublasLtEpilogue_t of cublasLt.h 13.1."""
+    assert cublaslt.EPILOGUES == {"bias": 4, "relu bias": 6, "gelu bias": 36}
+    fake = FakeLt()
+    product = cublaslt.open_library(fake).product(("bf16", "bf16", "bf16"), (3, 5, 7), by_columns=True)
+    product.follow("gelu bias", 1 << 40)
+    found = {g[1]: (g[2]._obj.value, g[3]) for name, g in fake.log if name == "cublasLtMatmulDescSetAttribute"}
+    assert found == {3: (1, 4), 4: (0, 4), 7: (36, 4), 8: (1 << 40, 8)}
+    product.close()
+    assert fake.alive == 0
+
+
 def test_a_missing_library_is_said(monkeypatch):
     monkeypatch.setattr(cublaslt, "find", lambda: ["/nowhere/libcublasLt.so"])
     with pytest.raises(cublaslt.LtError, match="no libcublasLt"):

@@ -16,7 +16,9 @@ from portmm.explanation import SHOWN, target_called
 from portmm.problem import Problem
 from portmm.run.host import runtime
 from portmm.schedule import parse, spell
+from portmm.selection import MOST_LOSS
 from portmm.target import load_target, names_of
+from portmm.textbook import WITHIN, follows
 
 SHAPES = (
     (1024, 1024, 1024, "row", "row"),
@@ -45,9 +47,11 @@ def test_every_chip_explains_and_emits(chip, dtype):
         assert found.target.name == chip
         assert found.kernel.isa in target.isas
         assert found.workers in (1, 3)
-        assert found.origin == "analytical"
+        assert found.origin in (("analytical",) if target.searches else ("analytical", "textbook"))
         assert found.seconds > 0
-        assert all(cost.seconds >= found.seconds for _, cost in found.runners_up)
+        others = [cost.seconds for s, cost in found.runners_up if not (target.searches and follows(s, problem, target))]
+        # The choice is that of a class of row counts, of which this is one.
+        assert all(MOST_LOSS * x >= found.seconds * (WITHIN if found.origin == "textbook" else 1) for x in others)
         assert found.source.count(f"void {found.kernel.name}(") == 1
         assert f"--schedule {spell(found.schedule)} " in found.source
         assert parse(spell(found.schedule)) == found.schedule
@@ -59,7 +63,7 @@ def test_what_is_printed_holds_everything():
     for part in (
         str(found.problem),
         found.target.title,
-        "analytical",
+        found.origin,
         str(found.schedule),
         found.cost.bound,
         *found.cost.overlapped,
@@ -142,13 +146,13 @@ CASES = {
 def posed(monkeypatch):
     """The problems that matmul asks routes for."""
     asked = []
-    real = api.route
+    real = api.routed
 
     def watch(p):
         asked.append(p)
         return real(p)
 
-    monkeypatch.setattr(api, "route", watch)
+    monkeypatch.setattr(api, "routed", watch)
     return asked
 
 

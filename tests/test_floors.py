@@ -13,25 +13,28 @@ import pytest
 # By module, or by package for all in it; "." is portmm/__init__.py.
 FLOORS = {
     # what is computed
-    0: "abi coords dtype errors expr formats fused memory naming problem quantized targets tensorfile vecmath version "
-    "vocabulary",
-    1: "capable grid_target isa lanes schema target",  # what it runs on
+    0: "abi array_class coords dtype errors expr forks formats frames fused memory naming problem quantized "
+    "row_classes targets tensorfile vecmath version vocabulary",
+    1: "capable clouds grid_target isa lanes levels schema summation target",  # what it runs on
     # legal tiles and predicted time
-    2: "attention_tiling candidates cost grid_candidates grid_codes grid_cost grid_matrix grid_stream grid_warpgroup "
-    "matrix_attention_tiling schedule space",
+    2: "attention_tiling candidate_sets candidates cost cost_columns grid_candidates grid_codes grid_cost grid_matrix "
+    "grid_stream grid_warpgroup "
+    "matrix_attention_tiling schedule space textbook",
     3: "grid index interp ir kernels lower probe threads",  # loops and their meaning
     4: "emit",  # loops to text
-    5: "build cache calibrate compiler detect nvrtc permission snapshot",  # the host: compile, look, measure
+    5: "build busy cache calibrate child compiler detect elf eviction failures gauge nvrtc permission sealed snapshot "
+    "tempdirs trusted",  # the host: compile, look, measure
     6: "run",  # load, launch, threads
-    7: "choice dispatch grid_dispatch grid_rows_dispatch orders tuned",  # a problem to a ready plan
+    7: "choice dispatch grid_dispatch grid_rows_dispatch orders selection tuned",  # a problem to a ready plan
     # for users
     8: ". abreast api around around_device arrays attend attend_on_device axes builder builder_on_device call "
-    "captures chosen cli comparison console device_arrays device_codes doctor explanation expressions "
+    "captures chosen cli comparison console device_arrays device_codes doctor explanation expressions fallback "
     "flash folded cli_report "
     "folds foreign fusing graph grid_explanation grouped grouped_on_device heads launching launching_on_device names "
-    "on_device packed packed_device places pose program program_on_device quick relaid rows rows_on_device scaled "
-    "scaled_on_device tuned_command "
-    "settings show splitter steady stored surroundings trace tune_command tuning value warm whole wording",
+    "on_device packed packed_device places pose probe_command program program_on_device quick relaid rows "
+    "rows_on_device scaled scaled_on_device tuned_command "
+    "scratch settings show splitter steady stored surroundings trace tune_command tuning typed value warm whole "
+    "wording",
 }
 FLOOR_OF = {name.strip("."): floor for floor, names in FLOORS.items() for name in names.split()}
 

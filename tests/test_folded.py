@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap as memory_map
 import pickle
 
 import ml_dtypes
@@ -102,8 +103,21 @@ def weights():
     return made | {"int4": pm.pack(pm.quantize(rng.standard_normal((70, 33)), group=32))}
 
 
+def root(array):
+    while getattr(array, "base", None) is not None:
+        array = array.base
+    return array
+
+
+@pytest.mark.parametrize("target", HERE)
 @pytest.mark.parametrize("mmap", [True, False])
-def test_weights_come_back_from_a_file(tmp_path, mmap):
+def test_weights_come_back_from_a_file(tmp_path, mmap, target):
+    """Panels of every width, also those that are no multiple of a cache line, are used where the file has them."""
+    with pm.config(target=target):
+        check_stored(tmp_path, mmap=mmap)
+
+
+def check_stored(tmp_path, *, mmap):
     made = weights()
     pm.save_packed(made, tmp_path / "all")
     found = pm.load_packed(tmp_path / "all", mmap=mmap)
@@ -112,6 +126,10 @@ def test_weights_come_back_from_a_file(tmp_path, mmap):
         assert (found[name].family, found[name].shape) == (w.family, w.shape)
         assert np.asarray(found[name].owner).tobytes() == np.asarray(w.owner).tobytes()
         assert not found[name].owner.flags.writeable
+        assert found[name].owner.ctypes.data % 64 == 0
+        assert isinstance(root(found[name].owner), memory_map.mmap if mmap else np.ndarray)
+        copied = pickle.loads(pickle.dumps(w))  # noqa: S301 - our own
+        assert not copied.owner.flags.writeable
         x = np.ones((4, 70), np.int8 if name == "int8" else np.float32)
         np.testing.assert_array_equal(pm.matmul(x, found[name]), pm.matmul(x, w))
     pm.save_packed(made["int4"], tmp_path / "one")

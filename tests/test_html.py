@@ -9,7 +9,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from comparisons import PEERS, RATES, ran, sample
+from comparisons import PEERS, RATES, noisy, ran, sample
 
 from portmm.comparison import Case, Entrant, Entry, Report, Result
 from portmm.comparison.html import fragment, page
@@ -103,6 +103,53 @@ def test_losses_show_as_wins_do():
     wins = sum(r.ratio >= 1 for r in report.results)
     assert f"▲ {wins} win" in text
     assert f"▼ {40 - wins} loss" in text
+
+
+def test_draws_are_marked_and_counted():
+    report = noisy(sample(40))
+    text = page(report)
+    words = [report.verdict(r) for r in report.results]
+    assert min(map(words.count, ("win", "draw", "loss"))) > 1
+    for kind, mark in (("win", "▲"), ("draw", "="), ("loss", "▼")):
+        count = words.count(kind)
+        assert sum(f'class="verdict {kind}"' in row for row in rows(text)) == count
+        assert sum(f'data_state="{kind}'.replace("_", "-") in row for row in rows(text)) == count
+        assert len(re.findall(rf'<g class="case {kind}">', text)) == count
+        assert f"{mark} {count} {kind}" in text
+    assert text.count('class="drawn"') >= words.count("draw")
+    assert f'<td class="n">{words.count("draw")}</td>' in fragment(report)
+
+
+def test_the_summary_comes_first_and_contenders_below():
+    text = page(noisy(sample(8)))
+    order = [text.index(f'<h2 id="{x}"') for x in ("summary", "roofline", "every-case", "all-figures", "contenders")]
+    assert order == sorted(order)
+    assert "numpy 1.2.3" not in text[: order[0]]
+    assert text.index("numpy 1.2.3") > order[-1]
+    assert "The machine was busy (others kept 0.88 of 2 cores busy)" in text[: order[1]]
+
+
+def test_the_table_has_spread_and_load_and_no_share_above_the_whole():
+    report = noisy(sample(40))
+    low = replace(report, results=tuple(replace(r, limit=1.0) for r in report.results))
+    text = page(low)
+    heads = re.findall(r"<th scope=\"col\"[^>]*>([^<]*)</th>", text[text.index('class="all"') :])
+    at = {name: heads.index(name) for name in ("ratio", "spread", "% of limit", "load", "portmm")}
+    for row, r in zip(rows(text), low.results, strict=True):
+        cells = [re.sub("<[^>]*>", "", x) for x in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row)]
+        assert cells[at["spread"]] == f"{100 * low.spread(r):.0f}%"
+        assert cells[at["load"]] == f"{r.load:.2f}"
+        assert 0 < float(cells[at["% of limit"]]) <= 100
+    assert "Load is how many cores" in text
+    assert "Load is how many cores" not in page(sample(4))
+    assert f"{low.results[0].case.name}, " in text[text.index("The limit is the fastest contender") :]
+
+
+def test_the_roof_of_a_type_is_the_one_that_its_cases_name():
+    report = noisy(sample(4))
+    report = replace(report, rates={**report.rates, "avx512_f32x4": 300.0})
+    assert peaks(report) == {"avx512_f32": 116.0}
+    assert "limit 116 by avx512_f32" in page(report)
 
 
 def test_it_is_its_own_data():

@@ -9,11 +9,14 @@ import re
 import shutil
 import subprocess
 from itertools import combinations
+from pathlib import Path
 
 import pytest
-from comparisons import sample
+from comparisons import noisy, sample
 
 from portmm.comparison.html import page
+from portmm.comparison.report import from_json
+from portmm.comparison.roofline import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
 
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome", "chrome")
 PROBE = """<script>
@@ -52,6 +55,43 @@ out.id = "seen";
 out.textContent = JSON.stringify(seen);
 document.body.append(out);
 </script></body>"""
+LABELS = """<script>
+const plot = document.querySelector("figure svg[role=img]");
+const back = plot.getScreenCTM().inverse();
+const labels = [...plot.querySelectorAll("text")].map((e) => {
+  const b = e.getBBox();
+  const to = back.multiply(e.getScreenCTM());
+  const corners = [[b.x, b.y], [b.x + b.width, b.y], [b.x + b.width, b.y + b.height], [b.x, b.y + b.height]];
+  const placed = corners.map(([x, y]) => new DOMPoint(x, y).matrixTransform(to)).map((p) => [p.x, p.y]);
+  return [e.textContent, e.getAttribute("class"), placed];
+});
+const out = document.createElement("pre");
+out.id = "seen";
+out.textContent = JSON.stringify(labels);
+document.body.append(out);
+</script></body>"""
+PHONE = """<script>
+const wide = (e) => e.getBoundingClientRect().width > document.documentElement.clientWidth;
+const scrolls = (e) => e && (getComputedStyle(e).overflowX === "auto" || scrolls(e.parentElement));
+const loose = [...document.querySelectorAll("main *, header *, footer *")]
+  .filter((e) => e.getBoundingClientRect().right > innerWidth + 1 && !scrolls(e));
+const out = document.createElement("pre");
+out.id = "seen";
+out.textContent = JSON.stringify({
+  body: [document.documentElement.scrollWidth, innerWidth],
+  loose: loose.map((e) => e.outerHTML.slice(0, 80)),
+  wide: [...document.querySelectorAll("table")].filter(wide).map((e) => e.caption.textContent),
+  small: [...document.querySelectorAll("main *, header *")]
+    .filter((e) => e.childNodes.length && e.childNodes[0].nodeType === 3 && e.childNodes[0].data.trim())
+    .filter((e) => e.getBoundingClientRect().height && !e.closest("script,style,option,.all caption"))
+    .filter((e) => {
+      const to = e.closest("svg") ? e.getScreenCTM() : { a: 1, b: 0 };
+      return parseFloat(getComputedStyle(e).fontSize) * Math.hypot(to.a, to.b) < 10;
+    }).map((e) => e.outerHTML.slice(0, 80)),
+});
+document.body.append(out);
+</script></body>"""
+STORED = Path(__file__).resolve().parent.parent / "bench" / "results"
 LIGHT, DARK = (
     {"us": 0x0067A5, "best": 0xC24E00, "paper": 0xFFFFFF},
     {"us": 0x58B4EE, "best": 0xFF9147, "paper": 0x14171A},
@@ -116,6 +156,45 @@ def test_a_browser_lays_it_out(browse, width):
     assert seen["counts"] == {"loss": 40 - wins, "win": wins, "bad": 1, "": 40}
     ratios = [float(text.split()[-1]) for text in seen["sorted"]]
     assert ratios == sorted(ratios, reverse=True)
+
+
+def seen_by(browse, report, script, width):
+    shown = browse(page(report).replace("</body>", script), width, 2000, "--dump-dom")
+    return json.loads(re.search(r'<pre id="seen">(.*?)</pre>', shown)[1].replace("&lt;", "<").replace("&amp;", "&"))
+
+
+@pytest.mark.parametrize("rounds", [1, 5])
+def test_a_phone_shows_it(browse, rounds):
+    """Wide tables and the plot scroll by themselves, and nothing is too small to be read."""
+    report = noisy(sample(40), rounds)
+    seen = seen_by(browse, report, PHONE, 380)
+    assert seen["body"] == [380, 380]
+    assert seen["loose"] == []
+    assert seen["small"] == []
+    assert "Rates in GFLOP/s" in seen["wide"]
+
+
+def apart(a, b):
+    """Whether an edge of one convex polygon separates it from the other, but for a touch."""
+    for polygon in (a, b):
+        for (x, y), (u, v) in zip(polygon, (*polygon[1:], polygon[0]), strict=True):
+            across = [[(px * (v - y) - py * (u - x)) / math.hypot(u - x, v - y) for px, py in c] for c in (a, b)]
+            if min(map(max, across)) - max(map(min, across)) <= 1:
+                return True
+    return False
+
+
+@pytest.mark.parametrize("width", [1200, 800, 380])
+@pytest.mark.parametrize("name", ["zen5-1t-f32", "zen4-1t-narrow-quantised", "sapphire_rapids-1t-narrow-packed"])
+def test_labels_of_the_roofline_keep_clear(browse, name, width):
+    """Turned ones too: of one another, of the numbers at the axes, and of the frame."""
+    labels = seen_by(browse, from_json((STORED / f"{name}.json").read_text()), LABELS, width)
+    assert [(a[0], b[0]) for a, b in combinations(labels, 2) if not apart(a[2], b[2])] == []
+    for text, kind, corners in labels:
+        edges = (LEFT, TOP, WIDTH - RIGHT, HEIGHT - BOTTOM) if kind == "label" else (0, 0, WIDTH, HEIGHT)
+        for x, y in corners:
+            assert edges[0] <= x <= edges[2], text
+            assert edges[1] <= y <= edges[3], text
 
 
 @pytest.mark.parametrize(("palette", "options"), [(LIGHT, ()), (DARK, ("--blink-settings=preferredColorScheme=0",))])

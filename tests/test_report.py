@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 from portmm import cli
 from portmm.comparison import tables
 from portmm.comparison.case import Case
-from portmm.comparison.report import from_json, markdown
+from portmm.comparison.report import from_json
 from portmm.comparison.suite import cases
 from portmm.comparison.tables_chips import kind
+from portmm.comparison.text import markdown
 from portmm.detect import host
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -221,7 +221,7 @@ def test_matmul_with_a_packed_weight(rt):
         assert rt.matmul(a[:, :5], p)[0] == "slow"
         assert rt.matmul(a.astype(np.float64), p)[0] == "slow"
         assert rt.matmul(a, p, p.owner[:20].reshape(4, 5))[0] == "slow"
-        assert (p.k, p.n, p.dtype, p.family, p.b_k, p.b_n, p.b_batch) == (6, 5, "f32", "plain", 1, 6, 0)
+        assert (p.k, p.n, p.element, p.family, p.b_k, p.b_n, p.b_batch) == (6, 5, "f32", "plain", 1, 6, 0)
     assert asked == [("f32", 4, 5, 6, "row", "packed", "row", "plain")]
     rk.close(rt.matmul(a, rk.pack(rt, b, "other")), a, b)
     assert asked[-1][-1] == "other"

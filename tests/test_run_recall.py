@@ -51,10 +51,12 @@ def test_a_second_process_neither_detects_nor_generates(tmp_path):
     else:
         assert "portmm.dispatch" not in child(tmp_path)
     whole = book.read_text()
-    for damaged in (whole[:-9], "", "x" + whole, whole.replace("\t1\n", "\t9\n") + "1"):
+    renamed = whole.replace("\tportmm_", "\tportmn_")
+    for damaged in (whole[:-9], "", whole.replace("\tbook\t", "\tbool\t"), renamed, whole.replace("\n", "\nx")):
+        assert damaged != whole
         book.write_text(damaged)
         assert "portmm.dispatch" in child(tmp_path)
-        assert book.read_text().count("\n") == whole.count("\n")
+        assert "portmm.dispatch" not in child(tmp_path)
     for lost in list(tmp_path.glob("*.so")):
         lost.write_bytes(lost.read_bytes()[:100])
     child(tmp_path)
@@ -148,6 +150,72 @@ def test_a_book_is_bounded(kept, monkeypatch):
     for i in range(5):
         recall.keep(book, f"question {i}", answer, settings.target())
     assert list(kept().lines) == ["question 2", "question 3", "question 4"]
+
+
+def test_a_book_is_appended_to_and_compacted(kept, monkeypatch):
+    """A new answer is one line more; a book of twice its bound is written anew with its newest answers."""
+    monkeypatch.setattr(recall, "MOST_LINES", 8)
+    book = kept()
+    answer = recall.route(book, next(iter(book.lines)), host.runtime(), F32)
+    file = cache.cache_dir() / f"{book.name}.note"
+    before = file.read_text()
+    recall.keep(book, "a question", answer, settings.target())
+    assert file.read_text().startswith(before)
+    assert file.read_text().count("\n") == before.count("\n") + 1
+    for i in range(60):
+        recall.keep(book, f"question {i}", answer, settings.target())
+        assert file.read_text().count("\n") <= 2 * 8 + 2
+    assert list(kept().lines) == [f"question {i}" for i in range(52, 60)]
+
+
+def test_processes_that_share_a_book_lose_no_answers(kept):
+    first = kept()
+    recall._books.clear()
+    second = recall.book("")
+    assert first is not second
+    answer = recall.route(first, next(iter(first.lines)), host.runtime(), F32)
+    for i in range(10):
+        recall.keep((first, second)[i % 2], f"question {i}", answer, settings.target())
+    assert {f"question {i}" for i in range(10)} <= kept().lines.keys()
+
+
+def test_damaged_lines_are_left_out_alone(kept):
+    book = kept()
+    answer = recall.route(book, next(iter(book.lines)), host.runtime(), F32)
+    for i in range(5):
+        recall.keep(book, f"question {i}", answer, settings.target())
+    file = cache.cache_dir() / f"{book.name}.note"
+    whole = file.read_text()
+    assert len(kept().lines) == 6
+    file.write_text(whole.replace("question 3", "question 7") + "\n" + "0" * 40 + "\ttorn li")
+    assert [x for x in kept().lines if x.startswith("question")] == [f"question {i}" for i in (0, 1, 2, 4)]
+    recall.keep(kept(), "after", answer, settings.target())
+    assert "after" in kept().lines
+
+
+def test_answers_of_other_rates_do_not_mix(kept, monkeypatch):
+    """Lines hold under the heading that they were written for, whichever process wrote the last heading."""
+    old = kept()
+    answer = recall.route(old, next(iter(old.lines)), host.runtime(), F32)
+    target = settings.target()
+    calibrate.remember(target, {target.isas[0].atoms[0].name: 50.0})
+    new = kept()
+    recall.keep(new, "of new rates", answer, target)
+    with monkeypatch.context() as m:
+        m.setattr(recall, "_state", lambda path: f"0 {path}")
+        recall.keep(old, "of no rates", answer, target)
+    assert list(kept().lines) == ["of new rates"]
+
+
+def test_a_book_that_others_can_write_is_not_used(kept):
+    book = kept()
+    answer = recall.route(book, next(iter(book.lines)), host.runtime(), F32)
+    file = cache.cache_dir() / f"{book.name}.note"
+    file.chmod(0o622)
+    before = file.read_bytes()
+    recall.keep(book, "a question", answer, settings.target())
+    assert file.read_bytes() == before
+    assert not kept().lines
 
 
 def test_a_read_only_cache_keeps_nothing(kept, monkeypatch):

@@ -10,9 +10,10 @@ from typer.testing import CliRunner
 
 from portmm import cli
 from portmm.comparison import Case, Entrant, Entry, Report, Result
-from portmm.comparison.report import from_json, notes
+from portmm.comparison.report import from_json
 from portmm.comparison.seen import merged
 from portmm.comparison.shapes import from_csv, from_onnx, from_torch
+from portmm.comparison.text import notes
 
 
 def read(folder, text, name="own.csv"):

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 import portmm as pm
-from portmm import settings, tuned
+from portmm import busy, settings, tuned
 from portmm.comparison import Case
 from portmm.errors import DatabaseError, PortmmError
 from portmm.schedule import parse
@@ -139,6 +139,13 @@ def test_without_optuna_every_candidate_is_measured_and_it_is_said(monkeypatch, 
     found = run(path=path, search="auto")
     assert found.notes[0] == MISSING
     assert len(found.cases[0].trials) == len(order())
+
+
+@pytest.mark.parametrize("others", [0.0, 0.9])
+def test_a_busy_machine_is_told(monkeypatch, path, others):
+    monkeypatch.setattr(busy, "others", lambda *_: others * busy.cores())
+    note = "".join(run(path=path).notes)
+    assert ("the machine was busy" in note) == bool(others)
 
 
 def test_threads_are_searched_too(rules, path):

@@ -224,7 +224,10 @@ BREAKS = {
     "negative": lambda s: replace(s, tiles=(*s.tiles[:3], replace(s.tiles[3], n=-s.nr))),
     "ragged": lambda s: replace(s, tiles=(*s.tiles[:2], replace(s.tiles[2], n=s.nr + 1), s.tiles[3])),
     "depths": lambda s: replace(s, tiles=(*s.tiles[:3], replace(s.tiles[3], k=s.kc + 8))),
-    "too much": lambda s: replace(s, tiles=(*s.tiles[:2], *(Tile(t.level, s.mr << 12, t.n, t.k) for t in s.tiles[2:]))),
+    # All of A and B, in blocks of a run of k: 3 MB.
+    "too much": lambda s: replace(
+        s, tiles=(*s.tiles[:2], *(Tile(t.level, s.mr << 12, t.n << 4, t.k) for t in s.tiles[2:]))
+    ),
     "prefetch": lambda s: replace(s, prefetch=1 << 20),
     "fused": lambda s: replace(s, fused="relu"),
     "panels": lambda s: replace(s, panels=9),

@@ -18,10 +18,10 @@ from portmm.comparison.markup import (
     figure,
     joined,
     outcome,
+    percent,
     rate,
     tag,
     unit,
-    verdict,
 )
 from portmm.comparison.report import geomean
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from portmm.comparison.report import Report, Result
 
-MARKS = {"win": "▲", "loss": "▼"}
-"""A win and a loss are told apart by their marks and words, not by colour alone."""
+MARKS = {"win": "▲", "draw": "=", "loss": "▼"}
+"""Verdicts are told apart by their marks and words, not by colour alone."""
 IN_SIGHT = 1.6
 """A limit farther above the fastest than this would only make the bars short."""
 STRIP_WIDTH, STRIP_HEIGHT = 300.0, 22.0
@@ -39,18 +39,18 @@ FARTHEST = 8.0
 """Ratios beyond this, or its inverse, are drawn at the edge of a strip."""
 
 
-def badge(result: Result) -> Markup:
-    """The ratio with what it means."""
-    kind = verdict(result)
+def badge(report: Report, result: Result) -> Markup:
+    """The ratio with its verdict."""
+    kind = report.verdict(result)
     if result.ratio is None:
         return tag("span", "no ratio: portmm or a peer is missing", class_="verdict")
     return tag("span", f"{MARKS[kind]} {kind} {result.ratio:.2f}", class_=f"verdict {kind}")
 
 
-def state(result: Result) -> str:
+def state(report: Report, result: Result) -> str:
     """Words to filter a case by: its verdict, and "bad" if anything on it went wrong."""
     bad = "bad" if any(fault(e) for e in result.entries.values()) else ""
-    return f"{verdict(result)} {bad}".strip()
+    return f"{report.verdict(result)} {bad}".strip()
 
 
 def bars(report: Report) -> Markup:
@@ -66,8 +66,9 @@ def _group(report: Report, name: str, rows: Sequence[Result]) -> Markup:
     mean = geomean(ratios)
     said = counted(len(rows), "case")
     if mean is not None:
-        wins = sum(x >= 1 for x in ratios)
-        said += f", geometric mean {mean:.2f}: {wins} won, {len(ratios) - wins} lost"
+        words = [report.verdict(r) for r in rows]
+        won, drawn, lost = (words.count(x) for x in MARKS)
+        said += f", geometric mean {mean:.2f}: {won} won, {drawn} drawn, {lost} lost"
     head = tag("summary", tag("h3", name), " ", tag("span", said))
     return tag("details", head, tag("div", *(_card(report, r) for r in rows), class_="cards"), open="open")
 
@@ -78,25 +79,27 @@ def _card(report: Report, result: Result) -> Markup:
     absent = [name for name in others if result.entries[name].state == "unsupported"]
     failed = [name for name in others if name not in absent]
     fastest = max((x.high for x in found.values()), default=1.0)
-    near = result.limit is not None and result.limit < IN_SIGHT * fastest
-    top = max(fastest, result.limit) if near and result.limit else fastest
+    limit = report.ceiling(result)
+    near = limit is not None and limit < IN_SIGHT * fastest
+    top = max(fastest, limit) if near and limit else fastest
     ranked = sorted(found, key=lambda name: -found[name].middle)
-    notes = [f"limit {figure(result.limit)}"] if result.limit else []
+    notes = [f"limit {figure(limit)}" + (f" by {result.roof}" if result.roof else "")] if limit else []
+    notes += [f"spread of the ratio {percent(report.spread(result))}"] if report.verdict(result) == "draw" else []
     notes += [f"does not offer it: {', '.join(absent)}"] if absent else []
     return tag(
         "article",
         tag("h4", result.case.name, " ", tag("small", result.case.shape)),
-        tag("p", badge(result), f" of {result.best}" if result.best and result.ratio is not None else None),
+        tag("p", badge(report, result), f" of {result.best}" if result.best and result.ratio is not None else None),
         tag(
             "ul",
             *(_bar(report, result, name, found[name], top) for name in ranked),
             *(_failure(report, result, name) for name in failed),
-            style=f"--limit:{100 * result.limit / top:.1f}" if near and result.limit else None,
+            style=f"--limit:{100 * limit / top:.1f}" if near and limit else None,
         ),
         tag("p", "; ".join(notes), class_="notes") if notes else None,
         class_="case",
         data_name=f"{result.case.name} {result.case.shape} {result.case.group}",
-        data_state=state(result),
+        data_state=state(report, result),
     )
 
 
@@ -123,10 +126,11 @@ def role(report: Report, result: Result, name: str) -> str:
     return "us" if name == report.ours else "best" if name == result.best else ""
 
 
-def strip(rows: Sequence[Result], farthest: float) -> Markup:
+def strip(report: Report, rows: Sequence[Result], farthest: float) -> Markup:
     """The ratios of a group on a logarithmic line, equality in the middle.
 
     Args:
+        report: that they are of.
         rows: cases, some with a ratio.
         farthest: the ratio at the right edge, its inverse at the left one.
     """
@@ -137,13 +141,13 @@ def strip(rows: Sequence[Result], farthest: float) -> Markup:
             continue
         x = half + (half - 7) * max(-1.0, min(1.0, math.log(r.ratio) / math.log(farthest)))
         y = middle
-        shape = (
-            tag("circle", class_="us", cx=x, cy=y, r=4)
-            if r.ratio >= 1
-            else tag("path", class_="best", d=f"M{x - 4.5:.1f} {y - 4:.1f}h9l-4.5 8z")
-        )
-        dots.append(tag("g", tag("title", f"{r.case.name}: {r.ratio:.2f} of {r.best}"), shape))
-    lost = sum(r.ratio is not None and r.ratio < 1 for r in rows)
+        shape = {
+            "win": tag("circle", class_="us", cx=x, cy=y, r=4),
+            "draw": tag("line", class_="drawn", x1=x, y1=y - 5, x2=x, y2=y + 5),
+            "loss": tag("path", class_="best", d=f"M{x - 4.5:.1f} {y - 4:.1f}h9l-4.5 8z"),
+        }[report.verdict(r)]
+        dots.append(tag("g", tag("title", f"{r.case.name}: {r.ratio:.2f} of {r.best}, a {report.verdict(r)}"), shape))
+    lost = sum(report.verdict(r) == "loss" for r in rows)
     return tag(
         "svg",
         tag("line", class_="axis", x1=0, y1=middle, x2=STRIP_WIDTH, y2=middle),
@@ -152,7 +156,7 @@ def strip(rows: Sequence[Result], farthest: float) -> Markup:
         class_="strip",
         viewBox=f"0 0 {STRIP_WIDTH:.0f} {STRIP_HEIGHT:.0f}",
         role="img",
-        aria_label=f"{counted(len(dots), 'ratio')}, {lost} below one",
+        aria_label=f"{counted(len(dots), 'ratio')}, {lost} lost",
         xmlns="http://www.w3.org/2000/svg",
     )
 

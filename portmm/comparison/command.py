@@ -58,14 +58,14 @@ def compare(
     from portmm import settings
     from portmm.comparison import compare as contest
     from portmm.comparison.formats import check, write
-    from portmm.comparison.report import terminal
+    from portmm.comparison.text import terminal
 
     ours = ("portmm", *filter(None, (x.strip() for x in peers.split(",")))) if peers else None
     try:
         for path in save or ():
             check(path)
-        own = _own(shapes, from_onnx, from_torch, dim or ())
-        with progress("comparing") as tell:
+        own = own_shapes(shapes, from_onnx, from_torch, dim or ())
+        with progress("comparing", budget) as tell:
             report = contest(
                 _with(own, suite) if own else suite or "quick",
                 threads=threads or settings.target().cores,
@@ -84,14 +84,15 @@ def compare(
     if as_json:
         typer.echo(report.to_json(), nl=False)
     else:
-        console().print(terminal(report))
+        shown = console()
+        shown.print(terminal(report, shown.width))
     if plot:
         from portmm.comparison.plot import plot as draw
 
         draw(report, plot)
 
 
-def _own(shapes: Path | None, model: Path | None, program: str, dims: Iterable[str]) -> tuple[Case, ...]:
+def own_shapes(shapes: Path | None, model: Path | None, program: str, dims: Iterable[str] = ()) -> tuple[Case, ...]:
     """The user's shapes, from wherever they come.
 
     Raises:

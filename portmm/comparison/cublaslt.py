@@ -38,8 +38,10 @@ TYPES = {"f32": 0, "f16": 2, "s8": 3, "s32": 10, "bf16": 14, "e4m3": 28, "e5m2":
 # cublasComputeType_t.
 COMPUTE_F32, COMPUTE_TF32, COMPUTE_S32 = 68, 77, 72
 # Attributes of cublasLtMatmulDesc_t and cublasLtMatmulPreference_t.
-TRANSPOSE_A, TRANSPOSE_B, MAX_WORKSPACE = 3, 4, 1
+TRANSPOSE_A, TRANSPOSE_B, EPILOGUE, BIAS_POINTER, MAX_WORKSPACE = 3, 4, 7, 8, 1
 PLAIN, TRANSPOSED = 0, 1
+# cublasLtEpilogue_t; its GELU is the one by tanh.
+EPILOGUES = {"bias": 4, "relu bias": 6, "gelu bias": 36}
 
 _pointer, _size, _long, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64, ctypes.c_int
 
@@ -151,9 +153,7 @@ class Lt:
         made = Product(self, (m, n, k), number(1), number(0))
         made.create("operation", "MatmulDesc", compute, TYPES["s32" if integers else "f32"])
         for attribute, value in ((TRANSPOSE_A, TRANSPOSED if by_columns else PLAIN), (TRANSPOSE_B, PLAIN)):
-            word = ctypes.c_int32(value)
-            wide = ctypes.sizeof(word)
-            self.call("cublasLtMatmulDescSetAttribute", made.operation, attribute, ctypes.byref(word), wide)
+            made.describe(attribute, ctypes.c_int32(value))
         # Rows, columns and the leading dimension of what lies in memory, seen by columns.
         made.create("first", "MatrixLayout", TYPES[b], *((k, n, k) if by_columns else (n, k, n)))
         made.create("second", "MatrixLayout", TYPES[a], k, m, k)
@@ -187,6 +187,24 @@ class Product:
         self.lt.call(f"cublasLt{kind}Create", ctypes.byref(made), *given)
         self.made.append((kind, made))
         setattr(self, name, made)
+
+    def describe(self, attribute: int, value: Any) -> None:
+        """Set an attribute of the operation."""
+        wide = ctypes.sizeof(value)
+        self.lt.call("cublasLtMatmulDescSetAttribute", self.operation, attribute, ctypes.byref(value), wide)
+
+    def follow(self, epilogue: str, bias: int) -> None:
+        """Have a row of n elements, of the result's type, added to each row, and maybe an activation taken.
+
+        Args:
+            epilogue: a name of `EPILOGUES`.
+            bias: the address of the row; the heuristic looks at its alignment.
+
+        Raises:
+            LtError: the library refuses.
+        """
+        self.describe(EPILOGUE, ctypes.c_uint32(EPILOGUES[epilogue]))
+        self.describe(BIAS_POINTER, ctypes.c_uint64(bias))
 
     def close(self) -> None:
         """Free what the library holds."""

@@ -20,8 +20,8 @@ PREFIXES = (
     "NVPL_", "ATEN_", "TORCH_", "TORCHINDUCTOR_", "ORT_", "OPENVINO_", "OV_", "PORTMM_",
     "CUBLAS", "NVIDIA_TF32_", "CUPY_TF32", "CUPY_ACCELERATORS",
 )  # fmt: skip
-# Kernels stay cached where the user put them.
-KEPT = ("PORTMM_CACHE", "TORCHINDUCTOR_CACHE_DIR")
+# Kernels stay cached where the user put them, and portmm computes with the tuned schedules that the user's calls find.
+KEPT = ("PORTMM_CACHE", "PORTMM_TUNED", "TORCHINDUCTOR_CACHE_DIR")
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "PORTMM_NUM_THREADS")
 
 # What makes each library act as on a machine whose best ISA is this one. OpenVINO's own oneDNN obeys what oneDNN does.

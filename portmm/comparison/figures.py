@@ -22,6 +22,11 @@ def spread(values: Sequence[float]) -> float | None:
     return (high - low) / middle if middle else None
 
 
+def decided(ratio: float, spread: float | None) -> bool:
+    """Whether a ratio differs from one by more than its spread, the faster over the slower; so if that is unknown."""
+    return spread is None or ratio <= 0 or max(ratio, 1 / ratio) - 1 > spread
+
+
 @dataclass(frozen=True, slots=True)
 class Counted:
     """A product of a model.

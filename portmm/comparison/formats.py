@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portmm.comparison.figures import spread
-from portmm.comparison.report import markdown
+from portmm.comparison.text import markdown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +24,8 @@ SUFFIXES = (".json", ".csv", ".md", ".html")
 COLUMNS = (
     "case", "group", "m", "n", "k", "batch", "dtype", "a", "b", "c", "packed", "block", "dynamic", "count",
     "contender", "peer", "state", "method", "seconds", "spread", "fastest", "slowest", "gflops", "best", "ratio",
-    "ratio_spread", "limit", "error", "bound", "reason", "chip", "machine", "threads", "isa", "device", "cold", "date",
+    "ratio_spread", "verdict", "limit", "load", "error", "bound", "reason",
+    "chip", "machine", "threads", "isa", "device", "cold", "date",
 )  # fmt: skip
 """Columns of the records, all of them in each."""
 _OF_CASE = COLUMNS[1 : COLUMNS.index("contender")]
@@ -35,8 +36,9 @@ def records(report: Report) -> list[dict[str, Any]]:
 
     Seconds are per call, the median over rounds; `fastest` and `slowest` are those of a round;
     `spread` is the range of the middle half over the median. `gflops` and `limit` are in GFLOP/s, `best` is
-    the fastest peer of the case, `ratio` is portmm's rate over that one's, with a spread of its own. `error` and
-    `bound` are absolute.
+    the fastest peer of the case, `ratio` is portmm's rate over that one's, with a spread of its own; `verdict` is
+    "win", "loss", or "draw" where the ratio lies within its spread. `limit` is no less than the fastest contender's
+    rate. `load` is in cores that other processes kept busy. `error` and `bound` are absolute.
     """
     peers = {e.name: e.peer for e in report.entrants}
     common = {
@@ -62,8 +64,10 @@ def _of_case(report: Report, result: Result) -> dict[str, Any]:
         "case": result.case.name,
         "best": result.best or None,
         "ratio": result.ratio,
-        "ratio_spread": spread(result.ratios(report.ours)),
-        "limit": result.limit,
+        "ratio_spread": report.spread(result),
+        "verdict": report.verdict(result) or None,
+        "limit": report.ceiling(result),
+        "load": result.load,
     }
 
 

@@ -1,7 +1,7 @@
 """A comparison as one HTML page that needs nothing else.
 
 Owns the page, the fragment that notebooks show, and their style and script, which lie
-beside this file. Imports `comparison.report`, and its parts from `comparison.markup`,
+beside this file. Imports `busy`, `comparison.report`, `comparison.text`, and its parts from `comparison.markup`,
 `comparison.roofline` and `comparison.bars`.
 
 The page fetches nothing. It carries the report as JSON, so that it is its own data:
@@ -17,27 +17,29 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from portmm import busy
 from portmm.comparison.bars import FARTHEST, MARKS, badge, bars, reach, role, state, strip
-from portmm.comparison.markup import NONE, Markup, counted, fault, joined, outcome, rate, tag, tidy, unit
-from portmm.comparison.report import Report, Result, Summary, heading, summaries
+from portmm.comparison.markup import NONE, Markup, counted, fault, joined, outcome, percent, tag, tidy, unit
+from portmm.comparison.report import Report, Result, Summary, summaries
 from portmm.comparison.roofline import legend, roofline
+from portmm.comparison.text import EXCEEDED, MORE_TIME, explained, heading
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 # Nothing may be fetched, whatever the page says.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-FACTS = {"isa": "all held to", "machine": "taken for", "chip": "", "threads": ""}
+FACTS = {"isa": "all held to", "machine": "taken for", "chip": "", "threads": "", "load": "", "cores": "cores to use"}
 """Fields of a report -> what the page calls them, empty for those of the heading; others go by their name."""
 
 METHOD = (
     "A ratio is formed within a round and its median shown: it may differ a little from the quotient of two medians.",
-    "A win is a ratio of one or more.",
+    "A ratio that differs from 1 by no more than its spread, the middle half of the rounds' ratios, is a draw.",
     "Each contender has a process of its own, and only one works at a time; variables that bend a library are removed.",
     "All take turns within each round: a clock that drifts, drifts for all.",
     "Every contender does a case in each way that its library offers, and the fastest counts.",
     "Results are checked against a wider type before and after they are timed; what is wrong is named, never counted.",
-    "The limit is measured in the same run: multiply-adds from registers, or the bandwidth of where the operands lie.",
+    "The limit is measured in the same rounds: multiply-adds from registers, or the bandwidth of the operands' level.",
 )
 
 
@@ -68,6 +70,7 @@ def page(report: Report) -> str:
             _section("Every case", _tools(), *_cases(known)),
             _section("All figures", *_figures(known)),
             _section("What went wrong", wrong(known)),
+            _section("Contenders", *_contenders(known)),
             _section("How it was measured", *_method(known)),
         ),
         _data(report),
@@ -96,18 +99,22 @@ def _section(title: str, *content: Markup | str) -> Markup:
 
 
 def _header(report: Report) -> Markup:
+    return tag(
+        "header",
+        tag("h1", "portmm beside ", "its peers" if any(e.peer for e in report.entrants) else "nobody"),
+        tag("p", heading(report), class_="lead"),
+    )
+
+
+def _contenders(report: Report) -> list[Markup | str]:
+    """Who took part, and on what."""
     rows = [tag("div", tag("dt", name), tag("dd", text)) for name, text in _facts(report)]
     contenders = [
         (e.name, e.version if e.state == "ok" else f"{e.state}: {e.reason}", "rounds to 8 bits (~)" * e.approximate)
         for e in report.entrants
     ]
-    return tag(
-        "header",
-        tag("h1", "portmm beside ", "its peers" if any(e.peer for e in report.entrants) else "nobody"),
-        tag("p", heading(report), class_="lead"),
-        tag("dl", *rows),
-        _table("Contenders", ("contender", "version", ""), contenders, left=3) if contenders else None,
-    )
+    listed = [_table("Contenders", ("contender", "version", ""), contenders, left=3)] if contenders else []
+    return [tag("dl", *rows), *listed]
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:
@@ -136,17 +143,17 @@ def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], lef
         )
         for row in rows
     )
-    return tag("table", tag("caption", caption), tag("thead", tag("tr", *heads)), tag("tbody", *lines))
+    table = tag("table", tag("caption", caption), tag("thead", tag("tr", *heads)), tag("tbody", *lines))
+    return tag("div", table, class_="scroll", tabindex=0)
 
 
 def summary(report: Report) -> Markup:
-    """The geometric means, with wins, losses and the lowest ratio."""
+    """The geometric means, with wins, draws, losses and the lowest ratio, and how busy the machine was."""
     rows = summaries(report)
     if not rows:
         why = "no case has both portmm and a peer" if report.results else "nothing was measured"
         return tag("p", f"There is no ratio to show: {why}.")
     last = rows[-1]
-    losses = last.count - last.wins
     said = tag(
         "p",
         "Over ",
@@ -156,19 +163,24 @@ def summary(report: Report) -> Markup:
         " of the rate of the best peer of each case (geometric mean): ",
         tag("strong", f"{MARKS['win']} {counted(last.wins, 'win')}", class_="win"),
         ", ",
-        tag("strong", f"{MARKS['loss']} {losses} {'loss' if losses == 1 else 'losses'}", class_="loss"),
+        tag("strong", f"{MARKS['draw']} {counted(last.draws, 'draw')}"),
+        ", ",
+        tag("strong", f"{MARKS['loss']} {last.losses} {'loss' if last.losses == 1 else 'losses'}", class_="loss"),
         f", the lowest {last.lowest:.2f} at {last.lowest_case}.",
         class_="lead",
     )
+    loaded = busy.sentence(report.load, report.cores)
     edge = reach(report)
-    head = ("group", "cases", "geometric mean", "wins", "losses", "lowest", "where")
+    head = ("group", "cases", "geometric mean", "wins", "draws", "losses", "lowest", "where")
     beyond = ("≤ ", "≥ ") if edge == FARTHEST else ("", "")
     bounds = tag("span", f"{beyond[0]}{1 / edge:.2g}"), tag("span", "1"), tag("span", f"{beyond[1]}{edge:.2g}")
-    heads = [tag("th", x, scope="col", class_="n" if 0 < i < 6 else None) for i, x in enumerate(head)]
+    heads = [tag("th", x, scope="col", class_="n" if 0 < i < 7 else None) for i, x in enumerate(head)]
     heads.append(tag("th", tag("span", *bounds, class_="bounds"), scope="col", class_="ratios"))
     return joined(
         [
             said,
+            tag("p", f"{loaded[0].upper()}{loaded[1:]}.") if loaded else None,
+            tag("p", f"{explained(report)}."),
             tag(
                 "div",
                 tag(
@@ -190,12 +202,13 @@ def _summary_row(report: Report, s: Summary, edge: float) -> Markup:
         (str(s.count), "n"),
         (f"{s.mean:.2f}", "n win" if s.mean >= 1 else "n loss"),
         (str(s.wins), "n"),
-        (str(s.count - s.wins), "n"),
+        (str(s.draws), "n"),
+        (str(s.losses), "n"),
         (f"{s.lowest:.2f}", "n"),
         (s.lowest_case, None),
     )
     row = [tag("th", s.group, scope="row"), *(tag("td", x, class_=kind) for x, kind in cells)]
-    row.append(tag("td", strip(own or report.results, edge), class_="ratios"))
+    row.append(tag("td", strip(report, own or report.results, edge), class_="ratios"))
     return tag("tr", *row, class_=None if own else "total")
 
 
@@ -206,11 +219,11 @@ def _roofline(report: Report) -> list[Markup | str]:
     said = "Each case is a line between portmm and the best peer of that case; point at one to read its figures."
     if report.threads > 1:
         said += f" Roofs are of one core times {report.threads}; caches that cores share give less."
-    return [tag("p", said), tag("figure", legend(report), drawn)]
+    return [tag("p", said), tag("figure", legend(report), tag("div", drawn, class_="scroll", tabindex=0))]
 
 
 def _tools() -> Markup:
-    kinds = {"": "all cases", "loss": "losses", "win": "wins", "bad": "with failures"}
+    kinds = {"": "all cases", "loss": "losses", "draw": "draws", "win": "wins", "bad": "with failures"}
     options = [tag("option", text, value=value) for value, text in kinds.items()]
     return tag(
         "form",
@@ -234,21 +247,28 @@ def _figures(report: Report) -> list[Markup | str]:
     if not report.results:
         return [tag("p", "No case was measured.")]
     said = f"{unit(report)}; the best peer is underlined; {NONE} a contender that does not offer the case."
+    if _loads(report):
+        said += " Load is how many cores other processes kept busy meanwhile."
     return [tag("p", said), tag("div", table(report), class_="scroll", tabindex=0)]
 
 
 def table(report: Report) -> Markup:
     """All cases and contenders."""
     names = report.shown
-    ours = ["ratio"] if report.ours else []
+    ours = ["ratio", "spread"] if report.ours else []
     share = ["% of limit"] if report.ours and any(r.limit for r in report.results) else []
+    loads = ["load"] if _loads(report) else []
     words = ["case", "MxNxK", "group"]
     heads = [tag("th", x, scope="col") for x in words]
-    heads += [tag("th", x, scope="col", class_="n") for x in (*names, *ours, *share)]
+    heads += [tag("th", x, scope="col", class_="n") for x in (*names, *ours, *share, *loads)]
     heads.append(tag("th", "best peer", scope="col"))
     rows = (_row(report, r, names, share=bool(share)) for r in report.results)
     caption = tag("caption", f"Rates in {unit(report)}")
     return tag("table", caption, tag("thead", tag("tr", *heads)), tag("tbody", *rows), class_="all")
+
+
+def _loads(report: Report) -> bool:
+    return any(r.load is not None for r in report.results)
 
 
 def _row(report: Report, result: Result, names: Sequence[str], *, share: bool) -> Markup:
@@ -260,12 +280,14 @@ def _row(report: Report, result: Result, names: Sequence[str], *, share: bool) -
         kind = f"n {role(report, result, name)} {bad}".split()
         cells.append(tag("td", outcome(report, result, name), class_=" ".join(kind)))
     if report.ours:
-        cells.append(tag("td", badge(result) if result.ratio is not None else NONE, class_="n"))
+        cells.append(tag("td", badge(report, result) if result.ratio is not None else NONE, class_="n"))
+        cells.append(tag("td", percent(report.spread(result)), class_="n"))
     if share:
-        own = rate(result, report.ours)
-        cells.append(tag("td", f"{100 * own.middle / result.limit:.0f}" if own and result.limit else NONE, class_="n"))
+        cells.append(tag("td", percent(report.share(result)).rstrip("%"), class_="n"))
+    if _loads(report):
+        cells.append(tag("td", NONE if result.load is None else f"{result.load:.2f}", class_="n"))
     cells.append(tag("td", result.best or NONE))
-    return tag("tr", *cells, data_name=f"{case.name} {case.shape} {case.group}", data_state=state(result))
+    return tag("tr", *cells, data_name=f"{case.name} {case.shape} {case.group}", data_state=state(report, result))
 
 
 def wrong(report: Report) -> Markup:
@@ -286,7 +308,7 @@ def wrong(report: Report) -> Markup:
         parts.append(_table("Results that do not count", ("case", "contender", "state", "reason"), failed, 4))
     if report.skipped:
         said = f"No time was left for {counted(len(report.skipped), 'case')}: "
-        parts.append(tag("p", said, ", ".join(report.skipped), "."))
+        parts.append(tag("p", said, ", ".join(report.skipped), f"; {MORE_TIME}."))
     return joined(parts) or tag(
         "p", "Nothing: every contender was found, every result was right, no case was left out."
     )
@@ -299,6 +321,8 @@ def _method(report: Report) -> list[Markup | str]:
         said.append(
             "A contender marked ~ rounds activations to 8 bits; it enters ratios only where a case allows that."
         )
+    if report.exceeded:
+        said.append(f"{EXCEEDED[0].upper()}{EXCEEDED[1:]}: {', '.join(report.exceeded)}.")
     if report.removed:
         said.append(f"Not passed on to any contender: {', '.join(report.removed)}.")
     return [tag("ul", *(tag("li", text) for text in said), class_="said")]

@@ -1,28 +1,28 @@
-"""What the machine could reach.
+"""Limits that this machine sets to rates.
 
 Owns the limit that rates are held against, and which ISA a target allows.
-Imports `candidates`, `detect`, `comparison.suite`, and `calibrate` when asked. The
-limit is the roofline: the measured multiply-add rate, or, where the operands
+Imports `detect`. The limit is the roofline: the measured multiply-add rate, or, where the operands
 outgrow the caches, the measured bandwidth of the memory they live in, over the
-compulsory traffic.
+compulsory traffic. `comparison.limit_worker` measures both.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib import import_module
+from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from portmm.candidates import units
-from portmm.comparison.suite import cases
 from portmm.detect import host, resolve
-from portmm.errors import ScheduleError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from portmm.comparison.case import Case
     from portmm.target import MemoryLevel
+
+MEMORY = "memory"
+"""Name of the level that every case fits in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,31 +49,26 @@ class Limits:
         peak = self.rates.get(self.atoms.get(case.problem.dtype, ""))
         if peak is None:
             return None
-        level = next((x.name for x in self.levels if case.bytes <= x.bytes and not cold), "memory")
-        bandwidth = self.rates.get(level)
-        if bandwidth is None:
-            return peak * threads
-        bound = bandwidth * case.flops / case.bytes
+        bound = self._bound(case, cold=cold)
         if bound < peak and threads > 1:
             return None
         return min(peak, bound) * threads
 
+    def roof(self, case: Case, *, cold: bool = False) -> str:
+        """Name of the rate that sets the limit of a case."""
+        atom = self.atoms.get(case.problem.dtype, "")
+        peak = self.rates.get(atom, 0.0)
+        return level_of(case, self.levels, cold=cold) if self._bound(case, cold=cold) < peak else atom
 
-def measured(target: str) -> Limits:
-    """Probe this machine as `target`; empty `Limits` where portmm cannot."""
-    try:
-        probe: Any = import_module("portmm.calibrate").probe
-    except ImportError:
-        return Limits()
-    wanted = resolve(target)
-    # The first atom of a type is the ISA's widest; the best ISA comes first.
-    atoms = {t.a: t.name for isa in reversed(wanted.isas) for t in reversed(isa.atoms) if t.a == t.b}
-    rates = dict(probe(wanted))
-    for word in {case.problem.dtype for case in cases("narrow")}:
-        with suppress(ScheduleError):
-            names = [atom.name for _, atom in units(word, wanted)]
-            atoms[word] = max(names, key=lambda name: rates.get(name, 0.0))
-    return Limits(rates, host().levels, atoms)
+    def _bound(self, case: Case, *, cold: bool) -> float:
+        """GFLOP/s of one core that bandwidth allows, infinite if that is not known."""
+        bandwidth = self.rates.get(level_of(case, self.levels, cold=cold), inf)
+        return bandwidth * case.flops / case.bytes
+
+
+def level_of(case: Case, levels: Sequence[MemoryLevel], *, cold: bool = False) -> str:
+    """Name of the nearest level that holds all operands of a case; with cold caches they come from memory."""
+    return next((x.name for x in levels if case.bytes <= x.bytes and not cold), MEMORY)
 
 
 def forced_isa(target: str) -> str:

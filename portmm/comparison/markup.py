@@ -1,7 +1,7 @@
 """Elements of a page, and the figures that stand in them.
 
 Owns `Markup` and `tag`, which escape whatever is not markup, and what the parts of a
-page ask of a report: rates with their spread, verdicts, numbers as text. Imports
+page ask of a report: rates with their spread, numbers as text. Imports
 `comparison.report`.
 """
 
@@ -60,6 +60,11 @@ def _text(value: Content) -> str:
     return "" if value is None else str(value)
 
 
+def percent(share: float | None) -> str:
+    """A share of one, in whole percents; `NONE` for None."""
+    return NONE if share is None else f"{100 * share:.0f}%"
+
+
 def figure(value: float | None) -> str:
     """A rate with three digits, empty for None."""
     return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
@@ -112,11 +117,6 @@ def rate(result: Result, name: str) -> Rate | None:
     times = [x for x in entry.samples if _real(x)] or [entry.seconds]
     work = result.case.flops / 1e9
     return Rate(work / entry.seconds, work / max(times), work / min(times), entry.seconds)
-
-
-def verdict(result: Result) -> str:
-    """The word "win" or "loss", empty without a ratio."""
-    return "" if result.ratio is None else "win" if result.ratio >= 1 else "loss"
 
 
 def fault(entry: Entry) -> str:

@@ -158,7 +158,7 @@ def compile_driver(extra: Sequence[str] = ()) -> ctypes.CDLL:
     """Compile and load the C driver, with `extra` linker arguments.
 
     Raises:
-        MissingError: there is no C compiler, or it failed.
+        MissingError: there is no C compiler, or it failed; its words follow the message's first line.
     """
     from portmm.compiler import find_compiler
     from portmm.errors import NoCompilerError
@@ -173,7 +173,9 @@ def compile_driver(extra: Sequence[str] = ()) -> ctypes.CDLL:
         command = [*compiler.argv, "-O3", "-shared", "-fPIC", str(source), "-o", str(library), *extra]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         if done.returncode:
-            raise MissingError(f"{compiler.argv[0]} could not build the driver: {done.stderr.strip()[-300:]}")
+            linked = next((f" with {x}" for x in extra if x.startswith("-l")), "")
+            name = Path(compiler.argv[0]).name
+            raise MissingError(f"{name} could not build the driver that repeats calls{linked}\n{done.stderr}")
         return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 

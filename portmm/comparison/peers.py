@@ -31,7 +31,7 @@ Run: TypeAlias = Callable[[int], object]
 
 
 class MissingError(Exception):
-    """The library is not on this machine; the message says so."""
+    """The library is not on this machine; the message's first line says so, further ones are details."""
 
 
 class UnsupportedError(Exception):

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from portmm.comparison.report import Report, Result, heading
+from portmm.comparison.text import heading
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from portmm.comparison.report import Report, Result
 
 OURS, LOSS = "#c1272d", "#4d4d4d"
 # Dark enough on white, and told apart without colour by their markers.
@@ -37,7 +39,7 @@ def plot(report: Report, path: str | Path) -> None:
     FigureCanvasAgg(figure)
     rates, ratios = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     _rates(rates, report, results)
-    _ratios(ratios, results)
+    _ratios(ratios, report, results)
     figure.suptitle(heading(report))
     figure.savefig(path, format="png", dpi=120)
 
@@ -51,7 +53,7 @@ def _rates(ax: Any, report: Report, results: tuple[Result, ...]) -> None:
         style = {"color": OURS, "zorder": 3, "s": 42} if ours else {"color": PEERS[i % len(PEERS)], "alpha": 0.8}
         x, y = zip(*points, strict=True)
         ax.scatter(x, y, marker=MARKERS[i % len(MARKERS)], label=name, **style)
-    limits = [(r.limit, y) for y, r in enumerate(results) if r.limit]
+    limits = [(limit, y) for y, r in enumerate(results) if (limit := report.ceiling(r))]
     if limits:
         x, y = zip(*limits, strict=True)
         ax.scatter(x, y, marker="|", s=120, color="black", label="limit")
@@ -63,11 +65,12 @@ def _rates(ax: Any, report: Report, results: tuple[Result, ...]) -> None:
         ax.legend(loc="lower left", fontsize="small")
 
 
-def _ratios(ax: Any, results: tuple[Result, ...]) -> None:
+def _ratios(ax: Any, report: Report, results: tuple[Result, ...]) -> None:
     for y, r in enumerate(results):
         if r.ratio is not None:
             ax.barh(y, r.ratio - 1, left=1, color=OURS if r.ratio >= 1 else LOSS)
-            ax.text(max(r.ratio, 1), y, f" {r.ratio:.2f} {r.best}", va="center", fontsize="x-small")
+            draw = "=" if report.verdict(r) == "draw" else ""
+            ax.text(max(r.ratio, 1), y, f" {r.ratio:.2f}{draw} {r.best}", va="center", fontsize="x-small")
     ax.axvline(1, color="black", linewidth=0.8)
     ax.set_xlabel("rate of portmm / rate of the best peer")
     ax.grid(alpha=0.3, axis="x")

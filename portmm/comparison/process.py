@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -25,14 +26,30 @@ if TYPE_CHECKING:
     from portmm.comparison.peers import Contender
 
 PATIENCE = 2.0
+RAISED = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Missing)\b.*")
+"""The line of a traceback that names the exception; further lines of its message, a compiler's often, follow."""
 
 
 class WorkerError(Exception):
-    """A worker is gone: `state` is "crashed" or "timeout", the message says how."""
+    """A worker is gone: `state` is "crashed" or "timeout", the message is one line on how.
 
-    def __init__(self, state: str, reason: str) -> None:
+    Attributes:
+        state: what became of it.
+        details: all that it had printed.
+    """
+
+    def __init__(self, state: str, reason: str, details: str = "") -> None:
         super().__init__(reason)
-        self.state = state
+        self.state, self.details = state, details
+
+
+def last_words(text: str) -> str:
+    """The line that says most about the end of a process: its exception, else the last line that it printed."""
+    lines = text.strip().splitlines()
+    raised = [
+        line for line in lines[text.count("\n", 0, max(text.rfind("Traceback (most"), 0)) :] if RAISED.match(line)
+    ]
+    return next(iter(raised[:1] or lines[-1:]), "").strip()[:300]
 
 
 class Worker:
@@ -91,7 +108,7 @@ class Worker:
             while b"\n" not in self._rest:
                 if not selector.select(max(deadline - time.monotonic(), 0)):
                     self._kill()
-                    raise WorkerError("timeout", f"no answer in {timeout:.0f} s")
+                    raise WorkerError("timeout", f"no answer in {timeout:.0f} s", self._log_text())
                 data = os.read(self._read, 1 << 16)
                 if not data:
                     raise self._ended()
@@ -110,23 +127,33 @@ class Worker:
             self._kill()
             return WorkerError("crashed", "closed its pipe")
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        last = self._last_line()
-        return WorkerError("crashed", f"{how}: {last}" if last else how)
+        said = self._log_text()
+        last = last_words(said)
+        return WorkerError("crashed", f"{how}: {last}" if last else how, said)
 
-    def _last_line(self) -> str:
+    def _log_text(self) -> str:
         self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").strip().splitlines()
-        return lines[-1].strip()[:300] if lines else ""
+        return self._log.read().decode(errors="replace")
 
-    def close(self) -> None:
-        """End the worker: close its pipe, and kill it if it lingers."""
-        if not self._open:
+    @property
+    def pid(self) -> int:
+        """The id of the process."""
+        return self._process.pid
+
+    def hang_up(self) -> None:
+        """Close the pipe, whereupon the worker ends by itself."""
+        if self._open:
+            self._open = False
+            for fd in (self._write, self._read):
+                os.close(fd)
+
+    def close(self, patience: float = PATIENCE) -> None:
+        """End the worker: close its pipe, and kill it if it lingers for longer than `patience` seconds."""
+        self.hang_up()
+        if self._log.closed:
             return
-        self._open = False
-        for fd in (self._write, self._read):
-            os.close(fd)
         try:
-            self._process.wait(PATIENCE)
+            self._process.wait(patience)
         except subprocess.TimeoutExpired:
             self._kill()
         self._log.close()

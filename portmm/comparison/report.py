@@ -1,9 +1,10 @@
-"""What a comparison found, and how it is shown.
+"""Records of a comparison, and their JSON form.
 
-Owns the records of a comparison, their JSON form, and the terminal and
-Markdown tables. Imports `comparison.case` and `comparison.figures`.
+Owns both, and what follows from them: verdicts, shares of the limit, means over
+groups. Imports `comparison.case` and `comparison.figures`.
 
-The JSON form is the records below, field by field, plus "schema": `SCHEMA`.
+The JSON form is the records below, field by field, plus "schema": `SCHEMA`, and for each result
+that has a ratio its "spread" and "verdict", which follow from the samples and are not read back.
 Times are seconds per call of the whole case (all matrices of a batch); rates
 are GFLOP/s and are derived, never stored, except `limit`.
 """
@@ -18,14 +19,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from portmm.comparison.case import Case
-from portmm.comparison.figures import conditions, spread, total_lines
+from portmm.comparison.figures import decided, spread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from rich.console import RenderableType
-
 SCHEMA = 1
+DERIVED = ("spread", "verdict")
+"""Keys of the JSON form of a result besides its fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,10 @@ class Result:
         best: the fastest peer, empty if none.
         ratio: portmm's rate over the best peer's: the median over rounds of the
             ratio within a round; None without either.
-        limit: GFLOP/s that this machine could reach on this case, None if unknown.
+        limit: GFLOP/s that this machine could reach on this case, as it was measured in turn with the
+            contenders, None if unknown; see `Report.ceiling`.
+        roof: name of the rate that sets the limit, as in `Report.rates`; empty if unknown.
+        load: cores that other processes kept busy meanwhile, None if unknown.
     """
 
     case: Case
@@ -93,6 +97,8 @@ class Result:
     best: str = ""
     ratio: float | None = None
     limit: float | None = None
+    roof: str = ""
+    load: float | None = None
 
     def gflops(self, name: str) -> float | None:
         """Rate of a contender in GFLOP/s, None if it has none."""
@@ -122,10 +128,13 @@ class Report:
         date: ISO date, may be empty.
         skipped: cases for which no time was left.
         removed: environment variables that contenders did not get to see.
-        rates: the rates behind the limits: measured GFLOP/s and GB/s of one core, or those of a described device.
+        rates: the rates behind the limits: GFLOP/s and GB/s of one core, the best that were measured, or those of a
+            described device.
         cold: bytes after which no cache holds what was used before, 0 if caches were warm.
         device: where the arrays were, as `compare` was told; empty for the processor.
         alone: the instruction set that portmm was held to and the others could not be, empty for none.
+        load: cores that other processes kept busy on average, None if unknown.
+        cores: cores that a process could use, 0 if unknown.
     """
 
     chip: str
@@ -142,6 +151,8 @@ class Report:
     cold: int = 0
     device: str = ""
     alone: str = ""
+    load: float | None = None
+    cores: int = 0
 
     @property
     def ours(self) -> str:
@@ -164,14 +175,51 @@ class Report:
         """Names of the contenders that round activations to 8 bits."""
         return frozenset(e.name for e in self.entrants if e.approximate)
 
+    def spread(self, result: Result) -> float | None:
+        """The spread of a case's ratio over rounds, None of fewer than two."""
+        return spread(result.ratios(self.ours))
+
+    def verdict(self, result: Result) -> str:
+        """The word "win" or "loss"; "draw" if the ratio lies within its spread; empty without a ratio."""
+        if result.ratio is None:
+            return ""
+        if not decided(result.ratio, self.spread(result)):
+            return "draw"
+        return "win" if result.ratio >= 1 else "loss"
+
+    def ceiling(self, result: Result) -> float | None:
+        """GFLOP/s that this machine could reach on a case: the limit, or the fastest contender's rate if that is more.
+
+        One that rounds activations to 8 bits computes something else, and counts only where the case allows that.
+        """
+        if result.limit is None:
+            return None
+        names = [name for name in result.entries if result.case.dynamic or name not in self.approximate]
+        rates = [x for name in names if (x := result.gflops(name)) is not None and math.isfinite(x)]
+        return max([result.limit, *rates])
+
+    def share(self, result: Result) -> float | None:
+        """The rate of portmm over what this machine could reach on a case, at most 1; None if unknown."""
+        rate, ceiling = result.gflops(self.ours), self.ceiling(result)
+        return rate / ceiling if rate and ceiling else None
+
+    @property
+    def exceeded(self) -> tuple[str, ...]:
+        """Names of the cases on which a contender was faster than the limit that was measured."""
+        return tuple(r.case.name for r in self.results if r.limit is not None and self.ceiling(r) != r.limit)
+
     def to_json(self) -> str:
         """The report as JSON text."""
         table = {"schema": SCHEMA, **asdict(self)}
+        for row, result in zip(table["results"], self.results, strict=True):
+            if result.ratio is not None:
+                row |= {"spread": self.spread(result), "verdict": self.verdict(result)}
         # What few reports have is written where it says something.
         unsaid: tuple[tuple[Any, dict[str, Any]], ...] = (
             (table["entrants"], {"approximate": False}),
             ([r["case"] for r in table["results"]], {"block": 0, "dynamic": False, "fused": "", "count": 1}),
-            ([table], {"cold": 0, "device": "", "alone": ""}),
+            (table["results"], {"roof": "", "load": None}),
+            ([table], {"cold": 0, "device": "", "alone": "", "load": None, "cores": 0}),
         )
         for row, name, value in ((row, *item) for rows, usual in unsaid for row in rows for item in usual.items()):
             if row[name] == value:
@@ -208,7 +256,8 @@ def from_json(text: str) -> Report:
 
 def _result(row: dict[str, Any]) -> Result:
     entries = {name: Entry(**{**e, "samples": tuple(e["samples"])}) for name, e in row["entries"].items()}
-    return Result(**{**row, "case": Case(**row["case"]), "entries": entries})
+    kept = {name: value for name, value in row.items() if name not in DERIVED}
+    return Result(**{**kept, "case": Case(**row["case"]), "entries": entries})
 
 
 def geomean(values: Iterable[float]) -> float | None:
@@ -227,7 +276,8 @@ class Summary:
         mean: geometric mean of the ratios.
         lowest: the worst ratio.
         lowest_case: the shape it belongs to.
-        wins: cases with a ratio of at least one.
+        wins: cases with a ratio above one by more than its spread.
+        draws: cases with a ratio within its spread.
     """
 
     group: str
@@ -236,163 +286,29 @@ class Summary:
     lowest: float
     lowest_case: str
     wins: int
+    draws: int = 0
+
+    @property
+    def losses(self) -> int:
+        """Cases with a ratio below one by more than its spread."""
+        return self.count - self.wins - self.draws
 
 
 def summaries(report: Report) -> list[Summary]:
     """One summary per group, then one of all if there are several."""
-    groups: dict[str, list[tuple[float, str]]] = {}
+    groups: dict[str, list[Result]] = {}
     for result in report.results:
         if result.ratio is not None:
-            groups.setdefault(result.case.group, []).append((result.ratio, result.case.shape))
-    made = [_summary(name, rows) for name, rows in groups.items()]
+            groups.setdefault(result.case.group, []).append(result)
+    made = [_summary(report, name, rows) for name, rows in groups.items()]
     if len(made) > 1:
-        made.append(_summary("all", [row for rows in groups.values() for row in rows]))
+        made.append(_summary(report, "all", [row for rows in groups.values() for row in rows]))
     return made
 
 
-def _summary(group: str, rows: Sequence[tuple[float, str]]) -> Summary:
-    ratios = [ratio for ratio, _ in rows]
-    lowest, shape = min(rows)
-    return Summary(group, len(rows), geomean(ratios) or 0.0, lowest, shape, sum(ratio >= 1 for ratio in ratios))
-
-
-def failures(report: Report) -> list[str]:
-    """A sentence for each contender and case that went wrong."""
-    said = []
-    for result in report.results:
-        for name, entry in result.entries.items():
-            if entry.state in ("wrong", "crashed", "timeout"):
-                said.append(f"{name} on {result.case.name}: {entry.state}: {entry.reason}")
-            elif entry.state == "unsupported" and name == report.ours:
-                said.append(f"{name} on {result.case.name}: not done: {entry.reason}")
-            elif entry.reason and entry.state == "ok":
-                said.append(f"{name} on {result.case.name}: a method was wrong: {entry.reason}")
-    return said
-
-
-def absences(report: Report) -> list[str]:
-    """A sentence for each contender that could not be opened."""
-    said = []
-    for e in report.entrants:
-        if e.state == "missing":
-            said.append(f"{e.name}: not found ({e.reason})" + (f": {e.hint}" if e.hint else ""))
-        elif e.state != "ok":
-            said.append(f"{e.name}: {e.state} when opened: {e.reason}")
-    return said
-
-
-def _rate(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
-
-
-def _cell(report: Report, result: Result, name: str) -> str:
-    entry = result.entries.get(name)
-    if entry is None or entry.state == "unsupported":
-        return "-"
-    mark = "~" if name in report.approximate else ""
-    return mark + _rate(result.gflops(name)) if entry.state == "ok" else entry.state
-
-
-def heading(report: Report) -> str:
-    """One line: processor, threads, what was forced, unit."""
-    threads = "1 thread" if report.threads == 1 else f"{report.threads} threads"
-    forced = f", all held to {report.isa}" if report.isa else ""
-    forced += f", portmm alone held to {report.alone}" if report.alone else ""
-    narrow = any(result.case.narrow for result in report.results)
-    cold = ", cold caches" if report.cold else ""
-    where = cold if report.device else f", {threads}{forced}{cold}"
-    return f"{report.chip}{where}, {'narrow types, GOP/s' if narrow else 'f32, GFLOP/s'}"
-
-
-def _columns(report: Report) -> list[str]:
-    limit = ["% limit"] if report.ours and any(r.limit for r in report.results) else []
-    verdict = ["best peer", "ratio", "spread"] if report.ours else ["best peer"]
-    return ["case", "MxNxK", *report.shown, *verdict, *limit]
-
-
-def _row(report: Report, result: Result) -> list[str]:
-    row = [
-        result.case.name,
-        result.case.shape,
-        *(_cell(report, result, name) for name in report.shown),
-        result.best or "-",
-    ]
-    if not report.ours:
-        return row
-    row.append("" if result.ratio is None else f"{result.ratio:.2f}")
-    row.append("" if (wide := spread(result.ratios(report.ours))) is None else f"{100 * wide:.0f}%")
-    if any(r.limit for r in report.results):
-        rate = result.gflops(report.ours)
-        row.append(f"{100 * rate / result.limit:.0f}" if rate and result.limit else "")
-    return row
-
-
-def terminal(report: Report) -> RenderableType:
-    """The report for a terminal: the table, the means, and all that went wrong."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Group
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title=escape(heading(report)), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    # The shape says what a case's name says, and bold who is the best peer: a terminal is narrow.
-    columns = _columns(report)
-    kept = [i for i, name in enumerate(columns) if name not in ("case", "best peer")]
-    for i in kept:
-        numbers = columns[i] != "MxNxK"
-        table.add_column(
-            columns[i],
-            justify="right" if numbers else "left",
-            no_wrap=numbers,
-            min_width=len(columns[i]) if numbers else None,
-        )
-    for result in report.results:
-        style = "" if result.ratio is None else "green" if result.ratio >= 1 else "red"
-        row = [escape(x) for x in _row(report, result)]
-        table.add_row(*(f"[bold]{row[i]}[/bold]" if columns[i] == result.best else row[i] for i in kept), style=style)
-    means = Table(title="ratio to the best peer (bold) of each case", title_justify="left", box=SIMPLE_HEAD)
-    for name in ("group", "cases", "geometric mean", "wins", "lowest", "where"):
-        means.add_column(name, justify="left" if name in ("group", "where") else "right")
-    for s in summaries(report):
-        means.add_row(s.group, str(s.count), f"{s.mean:.2f}", str(s.wins), f"{s.lowest:.2f}", escape(s.lowest_case))
-    parts: list[RenderableType] = [table, *([means] if means.row_count else [])]
-    return Group(*parts, *(f"[dim]{escape(line)}[/dim]" for line in notes(report)))
-
-
-def notes(report: Report) -> list[str]:
-    """What a reader must know besides the tables: versions, absences, failures, cases left out."""
-    lines = [f"{e.name}: {e.version}" for e in report.entrants if e.state == "ok"]
-    lines += [
-        f"{name}: rounds activations to 8 bits: its rates (~) enter ratios only where a case allows that"
-        for name in sorted(report.approximate)
-    ]
-    lines += [*conditions(report), *total_lines(report)]
-    lines += absences(report) + failures(report)
-    if report.skipped:
-        lines.append(f"no time was left for: {', '.join(report.skipped)}")
-    if report.removed:
-        lines.append(f"not passed on to any contender: {', '.join(report.removed)}")
-    return lines
-
-
-def _markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> str:
-    rule = ["---" if i < left else "--:" for i in range(len(head))]
-    # Names come from users' files.
-    lines = ([" ".join(x.replace("|", "\\|").split()) for x in row] for row in (head, rule, *rows))
-    return "\n".join("| " + " | ".join(row) + " |" for row in lines)
-
-
-def markdown(report: Report, *, per_case: bool = True) -> str:
-    """The report as Markdown tables, losses as plainly as wins."""
-    parts = [f"**{heading(report)}**"]
-    rows = [
-        [s.group, str(s.count), f"{s.mean:.2f}", f"{s.wins}", f"{s.lowest:.2f}", s.lowest_case]
-        for s in summaries(report)
-    ]
-    if rows:
-        head = ("group", "cases", "geometric mean", "wins", "lowest", "where")
-        parts.append("Ratio to the best peer of each case:\n\n" + _markdown_table(head, rows, 1))
-    if per_case:
-        parts.append(_markdown_table(_columns(report), (_row(report, r) for r in report.results), 2))
-    parts.append("\n".join(f"- {line}" for line in notes(report)))
-    return "\n\n".join(parts) + "\n"
+def _summary(report: Report, group: str, rows: Sequence[Result]) -> Summary:
+    ratios = [(row.ratio or 0.0, row.case.shape) for row in rows]
+    lowest, shape = min(ratios)
+    words = [report.verdict(row) for row in rows]
+    mean = geomean(ratio for ratio, _ in ratios) or 0.0
+    return Summary(group, len(rows), mean, lowest, shape, words.count("win"), words.count("draw"))

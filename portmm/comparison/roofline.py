@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.comparison.markup import Markup, Rate, figure, rate, tag, unit, verdict
+from portmm.comparison.markup import Markup, Rate, figure, rate, tag, unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -25,6 +25,8 @@ WIDTH, HEIGHT = 1080.0, 600.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 18.0, 28.0, 50.0
 CLEAR = 17.0
 """Labels of roofs nearer than this would touch."""
+ABOVE, INSIDE = 5.0, 4.0
+"""Distances of a label from its roof, and from the axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +77,18 @@ def points(report: Report) -> list[Point]:
 def peaks(report: Report) -> dict[str, float]:
     """Multiply-add -> GFLOP/s of all threads, for those that bound a case of the report.
 
-    Which one bounds a type is seen from the limits of its cases; where memory bounds them
+    Which one bounds a type the cases tell, in older reports their limits; where memory bounds them
     all, it is the fastest one of a float's own name.
     """
     atoms = {name: x * report.threads for name, x in report.rates.items() if "_" in name}
+    roofs = {r.case.problem.dtype: r.roof for r in report.results if r.roof in atoms}
     limits: dict[str, list[float]] = {}
     for r in report.results:
         limits.setdefault(r.case.problem.dtype, []).extend([r.limit] if r.limit else [])
     found: dict[str, float] = {}
     for word, known in limits.items():
         hit = {name: x for name, x in atoms.items() if any(math.isclose(x, y, rel_tol=1e-9) for y in known)}
+        hit = {roofs[word]: atoms[roofs[word]]} if word in roofs else hit
         own = {name: x for name, x in atoms.items() if name.rpartition("_")[2] == word}
         found |= hit or dict(sorted(own.items(), key=lambda row: row[1])[-1:])
     return found
@@ -174,8 +178,11 @@ def _slanted(slopes: dict[str, float], top: float, x: Axis, y: Axis) -> Iterable
     for label, value in _shared(slopes, abs(y.decade) * math.cos(turn)):
         begin, end = spans[value]
         if begin < end:
-            px = x.at(begin) + 8 * math.cos(turn) + 5 * math.sin(turn)
-            py = y.at(begin * value) + 8 * math.sin(turn) - 5 * math.cos(turn)
+            # As far along its roof as keeps the first letter's upper corner right of the axis and its numbers.
+            left = (ABOVE + CLEAR) * abs(math.sin(turn)) + INSIDE - (x.at(begin) - x.start)
+            along = max(2 * INSIDE, left / math.cos(turn))
+            px = x.at(begin) + along * math.cos(turn) + ABOVE * math.sin(turn)
+            py = y.at(begin * value) + along * math.sin(turn) - ABOVE * math.cos(turn)
             yield _words("label", (px, py), f"{label} GB/s", "start", math.degrees(turn))
 
 
@@ -200,7 +207,7 @@ def _case(report: Report, p: Point, x: Axis, y: Axis) -> Markup:
         parts.append(tag("path", class_="best", d=diamond(px, y.at(p.best.middle))))
     if p.ours:
         parts.append(tag("circle", class_="us", cx=px, cy=y.at(p.ours.middle), r=4))
-    return tag("g", tag("title", _title(report, p)), *parts, class_=f"case {verdict(p.result)}".strip())
+    return tag("g", tag("title", _title(report, p)), *parts, class_=f"case {report.verdict(p.result)}".strip())
 
 
 def diamond(x: float, y: float, size: float = 5.0) -> str:
@@ -214,9 +221,9 @@ def _title(report: Report, p: Point) -> str:
     named: Sequence[tuple[str, Rate | None]] = ((report.ours, p.ours), (r.best, p.best))
     lines += [f"{name}: {found.words} {unit(report)}" for name, found in named if found]
     if r.ratio is not None:
-        lines.append(f"{verdict(r)}: ratio {r.ratio:.2f}")
-    if r.limit:
-        lines.append(f"limit {figure(r.limit)}")
+        lines.append(f"{report.verdict(r)}: ratio {r.ratio:.2f}")
+    if limit := report.ceiling(r):
+        lines.append(f"limit {figure(limit)}" + (f" by {r.roof}" if r.roof else ""))
     return "\n".join(lines)
 
 
@@ -227,6 +234,7 @@ def legend(report: Report) -> Markup:
         (tag("path", class_="best", d=diamond(12, 7)), "best peer of the case"),
         (tag("g", _line("tie", 0, 7, 24, 7), class_="win"), "portmm ahead"),
         (tag("g", _line("tie", 0, 7, 24, 7), class_="loss"), "portmm behind"),
+        (tag("g", _line("tie", 0, 7, 24, 7), class_="draw"), "a draw"),
         (_line("spread", 12, 0, 12, 14), "range over rounds"),
         (_line("level", 0, 7, 24, 7), "multiply-adds, as measured"),
         (_line("slope", 0, 7, 24, 7), "bandwidths, as measured"),

@@ -16,12 +16,13 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from portmm.comparison.report import Report, from_json, markdown
+from portmm.comparison.report import Report, from_json
 from portmm.comparison.tables_chips import chips
 from portmm.comparison.tables_device import device
 from portmm.comparison.tables_fusion import fusion, fusion_cases
 from portmm.comparison.tables_products import cliff, overhead, packing, ratios, search
 from portmm.comparison.tables_tuning import is_tuning, tuning, tuning_cases
+from portmm.comparison.text import markdown
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,9 +6,10 @@ with two inherited pipe descriptors; one JSON object per line each way, so that
 whatever a library prints on its standard output harms nobody.
 
 Requests: {"do": "prepare", "case": {...}, "seed": int}, {"do": "time",
-"seconds": float}, {"do": "drop"}. Replies carry "state": "ok", "unsupported"
-or "wrong" and, when not ok, "reason". The first message is sent unasked: the
-library's version and whether it only approximates, or "state": "missing".
+"seconds": float}, {"do": "drop"}. Replies carry "state": "ok", "unsupported",
+"wrong" or "crashed" and, when not ok, "reason", one line, with "details" if there is more
+to say. The first message is sent unasked: the library's version and whether it only
+approximates, or "state": "missing".
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from portmm.calibrate import free_memory
 from portmm.comparison import cold
 from portmm.comparison.case import Case
 from portmm.comparison.data import APPROXIMATE, EXACT, Arrays, arrays, judge
 from portmm.comparison.environment import Setup
 from portmm.comparison.peers import Fetched, Library, MissingError, Run, UnsupportedError, open_adapter
+from portmm.errors import BuildError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+GIB = 1 << 30
 SAMPLES = 3
 # Seconds for each method when the fastest is picked.
 TRIAL = 0.01
@@ -105,10 +109,8 @@ def prepare(
     Returns:
         What to time, None if no method is right, and the reply.
     """
-    if library.dtypes is not None and case.dtype not in library.dtypes:
-        return None, {"state": "unsupported", "reason": f"does not multiply {case.dtype}"}
-    if case.fused and not library.fused:
-        return None, {"state": "unsupported", "reason": "fuses nothing"}
+    if reason := _refusal(library, case):
+        return None, {"state": "unsupported", "reason": reason}
     try:
         data = arrays(case, seed)
     except TypeError as missing:
@@ -121,8 +123,9 @@ def prepare(
             methods, copies = cold.rounds(library, case, data, setup.cold, setup.threads)
         else:
             methods = library.prepare(case, data)
-    except UnsupportedError as unsupported:
-        return None, {"state": "unsupported", "reason": str(unsupported)}
+    except (UnsupportedError, BuildError) as refused:
+        state = "unsupported" if isinstance(refused, UnsupportedError) else "crashed"
+        return None, {"state": state, **told(refused)}
     right: dict[str, float] = {}
     wrong: list[str] = []
     worst = allowed = 0.0
@@ -138,6 +141,24 @@ def prepare(
     best = min(right, key=lambda name: right[name])
     reply = {"state": "ok", "method": best, "methods": right, "wrong": wrong, "error": worst, "bound": allowed}
     return Prepared(case, copies, methods[best], library.precision), reply
+
+
+def told(error: Exception) -> dict[str, str]:
+    """The first line of an error's message as the reason, and all of it as details if there is more."""
+    reason, _, more = str(error).strip().partition("\n")
+    return {"reason": reason.rstrip(":; ")} | ({"details": str(error)} if more else {})
+
+
+def _refusal(library: Library, case: Case) -> str:
+    """Why a case is not even tried, empty if it is."""
+    if library.dtypes is not None and case.dtype not in library.dtypes:
+        return f"does not multiply {case.dtype}"
+    if case.fused and not library.fused:
+        return "fuses nothing"
+    # The kernel of the system would hand out more, and end some process when it is written to.
+    if 0 < (free := free_memory()) < case.bytes:
+        return f"operands take {case.bytes / GIB:.3g} GiB, and {free / GIB:.3g} GiB of memory are free"
+    return ""
 
 
 def _checked(prepared: Prepared) -> tuple[float, float]:
@@ -203,7 +224,7 @@ def main(arguments: list[str]) -> int:
         try:
             library = open_adapter(adapter, setup)
         except MissingError as error:
-            send({"state": "missing", "reason": str(error)})
+            send({"state": "missing", **told(error)})
             return 0
         send({"state": "ok", "version": library.version, "approximate": library.precision == APPROXIMATE})
         requests = (json.loads(line) for line in source)

@@ -172,13 +172,27 @@ class _Printer(Printer):
         self.put(depth, text.format(rows=", ".join(index(x) for x in s.rows)))
 
     def do_total(self, s: Total, depth: int) -> None:
+        if s.kind == "add":
+            self.halves(s, depth)
+            return
         self.put(depth, "{")
         self.put(depth + 1, f"float all = *({address(s.src)});")
         self.put(depth + 1, f"for (int i = 1; i < {s.count}; ++i) {{")
         self.put(depth + 2, f"const float x = ({address(s.src)})[i];")
-        self.put(depth + 2, "all += x;" if s.kind == "add" else "if (x > all || x != x) all = x;")
+        self.put(depth + 2, "if (x > all || x != x) all = x;")
         self.put(depth + 1, "}")
         self.put(depth + 1, f"*({address(s.to)}) = all;")
+        self.put(depth, "}")
+
+    def halves(self, s: Total, depth: int) -> None:
+        """The sum of a power of two of numbers, the upper half added to the lower until one is left."""
+        self.put(depth, "{")
+        self.put(depth + 1, f"float x[{s.count}];")
+        self.put(depth + 1, f"for (int i = 0; i < {s.count}; ++i) x[i] = ({address(s.src)})[i];")
+        self.put(depth + 1, f"for (int half = {s.count} / 2; half; half /= 2) {{")
+        self.put(depth + 2, "for (int i = 0; i < half; ++i) x[i] += x[i + half];")
+        self.put(depth + 1, "}")
+        self.put(depth + 1, f"*({address(s.to)}) = x[0];")
         self.put(depth, "}")
 
     def do_shuffle(self, s: Shuffle, depth: int) -> None:

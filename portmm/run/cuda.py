@@ -7,7 +7,6 @@ first use. May import `errors`, `nvrtc`, `run.devices`.
 from __future__ import annotations
 
 import sys
-import threading
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm import forks
 from portmm.errors import BuildError, DeviceError, NoDeviceError
 from portmm.run.devices import Facts
 
@@ -41,7 +41,7 @@ _LEGACY = 1
 # cudaDeviceAttr, of driver_types.h.
 _CLOCKS = {"clockRate": 13, "memoryClockRate": 36}
 
-_lock = threading.Lock()
+_lock = forks.lock()
 _banks: dict[int, _Bank] = {}
 _kept: list[_Bank] = []
 _functions: dict[tuple[int, str | bytes, str], Function] = {}

@@ -52,6 +52,7 @@ static element_type elements[] = {
 };
 /* Products of one of the first few with itself are of that type as well. */
 enum { ELEMENTS = sizeof elements / sizeof *elements, CLOSED = 4 };
+enum { F32, F64, F16, BF16, S8, U8, S32 };
 
 #pragma GCC push_options
 #pragma GCC optimize("O0")
@@ -177,10 +178,10 @@ static void raise_build_error(PyObject *path, const char *why) {
 }
 
 static PyObject *py_load(PyObject *module, PyObject *args) {
-  PyObject *path, *symbol, *bytes;
+  PyObject *path, *symbol, *file = NULL, *bytes;
   (void)module;
-  if (!PyArg_ParseTuple(args, "OU:load", &path, &symbol)) return NULL;
-  if (!PyUnicode_FSConverter(path, &bytes)) return NULL;
+  if (!PyArg_ParseTuple(args, "OU|O:load", &path, &symbol, &file)) return NULL;
+  if (!PyUnicode_FSConverter(file ? file : path, &bytes)) return NULL;
   kernel_object *k = PyObject_New(kernel_object, &kernel_type);
   if (!k) { Py_DECREF(bytes); return NULL; }
   k->path = PyOS_FSPath(path);

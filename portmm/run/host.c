@@ -1,6 +1,6 @@
 /* Loading a kernel and running it: workspace, thread count, shifted operands.
  * Follows portmm_args and pool.c in one translation unit. */
-#define WORK_KEEP (256l << 20) /* larger workspaces go back after the call */
+#define WORK_OWN (1l << 20) /* smaller workspaces stay with their thread, and do not count */
 #define HUGE_PAGE (2l << 20)
 
 typedef void (*kernel_function)(const portmm_args *args);
@@ -13,20 +13,62 @@ typedef struct {
   long bytes[3]; /* of an element of A, of B, or of a unit of a packed B, and of C */
 } launch;
 
-/* This thread's workspace of at least `bytes`, or NULL. Panels that span many
+/* Memory of at least `*bytes`, and how much, or NULL. Panels that span many
  * pages are walked with large strides, hence the huge pages. */
-static char *workspace(thread_state *s, size_t bytes) {
+static char *new_work(size_t *bytes) {
+  size_t unit = *bytes >= 2 * (size_t)HUGE_PAGE ? (size_t)HUGE_PAGE : LINE;
+  if (*bytes > PTRDIFF_MAX - unit) return NULL;
+  *bytes = (*bytes + unit - 1) / unit * unit;
+  char *work = aligned_alloc(unit, *bytes);
+#ifdef MADV_HUGEPAGE
+  if (work && unit != LINE) madvise(work, *bytes, MADV_HUGEPAGE);
+#endif
+  return work;
+}
+
+/* This thread's own workspace of at least `bytes`, or NULL. */
+static char *own_work(thread_state *s, size_t bytes) {
   if (s->bytes >= bytes) return s->work;
   free(s->work);
-  size_t unit = bytes >= 2 * (size_t)HUGE_PAGE ? (size_t)HUGE_PAGE : LINE;
   s->bytes = 0;
-  s->work = bytes > PTRDIFF_MAX - unit ? NULL : aligned_alloc(unit, (bytes + unit - 1) / unit * unit);
-  if (!s->work) return NULL;
-  s->bytes = (bytes + unit - 1) / unit * unit;
-#ifdef MADV_HUGEPAGE
-  if (unit != LINE) madvise(s->work, s->bytes, MADV_HUGEPAGE);
-#endif
+  if ((s->work = new_work(&bytes))) s->bytes = bytes;
   return s->work;
+}
+
+/* Free workspaces that wait until all others and `bytes` more are within `limit`, or none waits. */
+static void make_room(long bytes, long limit) {
+  for (long i = 0; i < SLOTS && atomic_load(&spaces.kept) > limit - bytes; i++)
+    if (atomic_load_explicit(&spaces.waiting[i], memory_order_relaxed))
+      drop_space(atomic_exchange(&spaces.waiting[i], NULL));
+}
+
+/* Bound the workspaces that are kept between calls; those that wait beyond the bound are freed. */
+static void set_scratch(long bytes) {
+  atomic_store(&spaces.limit, bytes);
+  make_room(0, bytes);
+}
+
+/* A workspace of at least `bytes` for one call: that of the thread if it is large enough, or a new one, for which
+ * others that wait are given up where there is no room for all. */
+static space *take_space(thread_state *s, size_t bytes) {
+  if (!s->slot) s->slot = 1 + atomic_fetch_add(&spaces.next, 1) % SLOTS;
+  space *x = atomic_exchange(&spaces.waiting[s->slot % SLOTS], NULL);
+  if (x && x->bytes >= bytes) return x;
+  drop_space(x);
+  const long limit = atomic_load(&spaces.limit);
+  if ((long)bytes <= limit) make_room((long)bytes, limit);
+  if (!(x = malloc(sizeof *x))) return NULL;
+  x->bytes = bytes;
+  if (!(x->data = new_work(&x->bytes))) return free(x), NULL;
+  atomic_fetch_add(&spaces.kept, (long)x->bytes);
+  return x;
+}
+
+/* After the call: it waits for the thread's next one if there is room. */
+static void leave_space(thread_state *s, space *x) {
+  if (!x) return;
+  if (atomic_load(&spaces.kept) > atomic_load(&spaces.limit)) drop_space(x);
+  else drop_space(atomic_exchange(&spaces.waiting[s->slot % SLOTS], x)); /* threads may share a slot */
 }
 
 static void clear_result(const portmm_args *p, long element) {
@@ -40,6 +82,7 @@ static void clear_result(const portmm_args *p, long element) {
  * -1 when there is no memory for the workspace. A sum over nothing is zero. */
 static int run_launch(const launch *r, const portmm_args *given, const long *offsets, long count) {
   portmm_args p = *given;
+  space *large = NULL;
   thread_state *s = NULL;
   long limit = atomic_load_explicit(&pool.limit, memory_order_relaxed);
   /* A sum over no columns is still one for each row. */
@@ -47,7 +90,12 @@ static int run_launch(const launch *r, const portmm_args *given, const long *off
   p.workers = r->workers < limit ? r->workers : limit;
   p.pool = NULL;
   p.parallel = pool_parallel;
-  if (r->work && p.k > 0 && (!(s = own_state()) || !(p.work = workspace(s, r->work)))) return -1;
+  if (r->work && p.k > 0) {
+    if (!(s = own_state())) return -1;
+    if (r->work <= WORK_OWN) p.work = own_work(s, r->work);
+    else p.work = (large = take_space(s, r->work)) ? large->data : NULL;
+    if (!p.work) return -1;
+  }
   for (long i = 0; i < count; i++, offsets += 3) {
     p.a = (const char *)given->a + offsets[0] * r->bytes[0];
     p.b = (const char *)given->b + offsets[1] * r->bytes[1];
@@ -55,11 +103,7 @@ static int run_launch(const launch *r, const portmm_args *given, const long *off
     if (p.k > 0) r->function(&p);
     else clear_result(&p, r->bytes[2]);
   }
-  if (s && s->bytes > WORK_KEEP) {
-    free(s->work);
-    s->work = NULL;
-    s->bytes = 0;
-  }
+  leave_space(s, large);
   return 0;
 }
 
@@ -70,6 +114,8 @@ EXPORT int portmm_start(void) { return host_start(); }
 EXPORT long portmm_get_num_threads(void) { return atomic_load(&pool.limit); }
 EXPORT long portmm_pool_threads(void) { return atomic_load(&pool.spawned); }
 EXPORT void portmm_set_num_threads(long threads) { atomic_store(&pool.limit, threads); }
+EXPORT void portmm_set_scratch(long bytes) { set_scratch(bytes); }
+EXPORT long portmm_scratch(void) { return atomic_load(&spaces.kept); }
 
 /* The address of `symbol` in `path`, or NULL with the loader's words in `error`. */
 EXPORT void *portmm_open(const char *path, const char *symbol, char *error, long size) {

@@ -1,7 +1,7 @@
 """Running kernels on this machine: the run time, built at first use.
 
 Owns the choice between the C extension and its twin through cffi, and the
-interface both offer. May import `abi`, `build`, `errors`.
+interface both offer. May import `abi`, `build`, `errors`, `sealed`.
 
 The C makes one translation unit: pool.c (threads), host.c (workspace, launch),
 and, with Python's headers, the files for NumPy arrays. What is called in a hot
@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from portmm import forks
 from portmm.abi import ARGS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from portmm.build import Artifact
+    from portmm.errors import BuildError
 
 _C_ONLY = ("pool.c", "host.c")
 _WITH_PYTHON = ("extension.c", "memo.c", "matmul.c", "plan.c", "general.c", "module.c")
@@ -32,7 +35,7 @@ _ARCH_FLAGS = {"aarch64": ("-mno-outline-atomics",)}
 
 _MODULE = "_portmm_run"
 
-_lock = threading.Lock()
+_lock = forks.lock()
 
 
 class Runtime(Protocol):
@@ -49,8 +52,10 @@ class Runtime(Protocol):
     Route: type[Any]
     Plan: type[Any]
 
-    def load(self, path: str | Path, symbol: str) -> Any:
+    def load(self, path: str | Path, symbol: str, file: str | Path = "") -> Any:
         """The kernel `symbol` in the shared object at `path`.
+
+        The loader is given `file` instead, if that is another name of the same bytes: see `sealed`.
 
         Raises:
             BuildError: it cannot be loaded.
@@ -103,7 +108,7 @@ class Runtime(Protocol):
     def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
         """The product of two arrays, or of an array and a `Packed`.
 
-        2-D arrays of one native float type with a unit stride go straight to
+        2-D arrays with a unit stride, of native types that multiply as they are, go straight to
         the kernel that the resolver names. Other aligned, native arrays, not
         empty and of at most 8 dimensions, run the plan that the planner made
         for their types, shapes and strides. All else, and an `out`
@@ -141,7 +146,9 @@ class Runtime(Protocol):
 
         Called as function(dtype, m, n, k, a, b, c, family), with layouts "row",
         "col" and, for b, "packed"; family is "" unless b is packed. It returns
-        a Route, which is remembered, or None for the slow path. With `density`
+        a Route, which is remembered, or None for the slow path; or a Route and True
+        if it serves every M of a class (see `row_classes`), for which it is remembered
+        then. `dtype` names all types where they differ, "u8-s8-s32". With `density`
         it also gets a boolean: every operand is dense (leading stride equal to
         the extent), and dense and other operands are remembered apart.
         """
@@ -174,6 +181,18 @@ class Runtime(Protocol):
     def get_num_threads(self) -> int:
         """The bound on the threads of one call; at first, the processors of this process."""
 
+    def set_scratch(self, size: int) -> None:
+        """Bound the bytes of workspaces that all threads together keep between calls.
+
+        Workspaces of a MiB or less stay with their threads, and do not count.
+
+        Raises:
+            ValueError: `size` is negative.
+        """
+
+    def scratch(self) -> int:
+        """Bytes of the workspaces that count."""
+
     def pool_threads(self) -> int:
         """How many threads the pool has started in this process."""
 
@@ -203,55 +222,89 @@ def flags() -> tuple[str, ...]:
     return _FLAGS + _ARCH_FLAGS.get(os.uname().machine, ())
 
 
-def load_extension(path: Path | None = None) -> Runtime:
-    """Load the extension module, built before if `path` is not given.
+def load_extension(code: bytes = b"", path: Path | None = None) -> Runtime:
+    """Load the extension module, built now if it is not given.
+
+    Args:
+        code: the bytes of the shared object, which were checked.
+        path: where they were read from.
 
     Raises:
-        BuildError: the compiler failed, or there are no Python headers.
+        BuildError: the compiler failed, there are no Python headers, or what was built cannot be loaded.
     """
-    from importlib.machinery import ExtensionFileLoader, ModuleSpec
-    from importlib.util import module_from_spec
+    from portmm.errors import BuildError
+    from portmm.sealed import load
 
-    where = str(path or _build_extension())
-    loader = ExtensionFileLoader(_MODULE, where)
-    module: Any = module_from_spec(ModuleSpec(_MODULE, loader, origin=where))
-    loader.exec_module(module)
+    if path is None:
+        artifact = _build_extension()
+        code, path = artifact.code, artifact.path
+    try:
+        module = load(code, path, _extension_at)
+    except ImportError as error:
+        raise BuildError(f"{path} cannot be loaded: {error}") from error
+    module.__file__ = str(path)  # where it is kept; it was loaded by another name
     return module  # type: ignore[no-any-return]
 
 
-def _build_extension() -> Path:
+def _extension_at(where: str) -> Any:
+    from importlib.machinery import ExtensionFileLoader, ModuleSpec
+    from importlib.util import module_from_spec
+
+    loader = ExtensionFileLoader(_MODULE, where)
+    module: Any = module_from_spec(ModuleSpec(_MODULE, loader, origin=where))
+    loader.exec_module(module)
+    return module
+
+
+def _build_extension() -> Artifact:
     from portmm.build import build
     from portmm.errors import BuildError
 
     headers = python_headers()
     if headers is None:
         raise BuildError("Python.h is not installed; install your Python's development package, or use the cffi twin")
-    return build(source(python=True), flags=flags(), name=_MODULE, include=(headers,)).path
+    symbols = (f"PyInit_{_MODULE}",)
+    return build(source(python=True), flags=flags(), name=_MODULE, include=(headers,), symbols=symbols)
 
 
 def load_twin() -> Runtime:
     """Build the Python-free half and drive it through cffi.
 
     Raises:
-        BuildError: the compiler failed.
+        BuildError: the compiler failed, or what was built cannot be loaded.
     """
     from portmm.build import build
-    from portmm.run.twin import Twin
+    from portmm.run.twin import SYMBOLS, Twin
+    from portmm.sealed import load
 
-    return Twin(str(build(source(python=False), flags=flags(), name="portmm_run").path))
+    artifact = build(source(python=False), flags=flags(), name="portmm_run", symbols=SYMBOLS)
+    return load(artifact.code, artifact.path, Twin)
+
+
+def load_kernel(runtime: Any, code: bytes, path: Path, symbol: str) -> Any:
+    """A kernel of a shared object whose bytes were checked.
+
+    Raises:
+        BuildError: it cannot be loaded.
+    """
+    from portmm.sealed import load
+
+    return load(code, path, lambda file: runtime.load(str(path), symbol, file))
 
 
 _loaded: list[Runtime] = []
+_refused: list[BuildError] = []
 
 
-def runtime(path: Path | None = None) -> Runtime:
+def runtime(code: bytes = b"", path: Path | None = None) -> Runtime:
     """The run time of this process, built and loaded by the first caller.
 
     The extension where Python's headers are, else the twin: the same meaning,
     some microseconds more per call.
 
     Args:
-        path: the extension's file, where it is known to be that of this source and interpreter.
+        code: the extension's bytes, where they are known to be those of this source and interpreter.
+        path: where they were read from.
 
     Raises:
         NoCompilerError: there is no compiler.
@@ -261,5 +314,48 @@ def runtime(path: Path | None = None) -> Runtime:
         return _loaded[0]
     with _lock:
         if not _loaded:
-            _loaded.append(load_extension(path) if path or python_headers() else load_twin())
+            _loaded.append(_load(code, path))
         return _loaded[0]
+
+
+def _load(code: bytes, path: Path | None) -> Runtime:
+    """The run time; a failure to build it is remembered, since even to look it up takes a millisecond.
+
+    Raises:
+        BuildError: it cannot be built, now or when that was tried.
+    """
+    import time
+
+    from portmm.errors import BuildError
+
+    if _refused and time.monotonic() < _refused[0].retry_at:
+        raise _refused[0].again()
+    try:
+        return load_extension(code, path) if path is not None or python_headers() else load_twin()
+    except BuildError as error:
+        _refused[:] = [error.again()]
+        raise
+
+
+def types() -> Any:
+    """The run time, or where it cannot be built what of it needs no compiler: see `plain`."""
+    if _loaded:
+        return _loaded[0]
+    from portmm.errors import BuildError
+
+    try:
+        return runtime()
+    except BuildError:
+        from portmm.run.plain import PLAIN
+
+        return PLAIN
+
+
+def has_kernels(found: Any) -> bool:
+    """Whether what `types` gave is the run time itself."""
+    return bool(_loaded) and found is _loaded[0]
+
+
+def forget_refusal() -> None:
+    """Build the run time again when it is next asked for."""
+    _refused.clear()

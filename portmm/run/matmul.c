@@ -1,8 +1,9 @@
 /* Packed, and the product of two ordinary matrices: one look-up, then the kernel.
  * Follows memo.c in one translation unit.
  *
- * Routes are remembered by what schedules depend on: sizes, layouts and
- * density, but not leading strides. */
+ * Routes are remembered by what schedules depend on: sizes, types, layouts and
+ * density, but not leading strides; and, where the resolver says so, by the
+ * class of M, so that another M of the class runs no Python. */
 
 /* Packed: a weight laid out for one family of micro-kernels. */
 typedef struct {
@@ -66,7 +67,7 @@ static void packed_dealloc(packed_object *p) {
   Py_TYPE(p)->tp_free((PyObject *)p);
 }
 
-static PyObject *packed_dtype(packed_object *p, void *unused) {
+static PyObject *packed_element(packed_object *p, void *unused) {
   (void)unused;
   return Py_NewRef(elements[p->element].text);
 }
@@ -82,11 +83,12 @@ static PyMemberDef packed_members[] = {
     {"b_batch", T_LONG, offsetof(packed_object, b_batch), READONLY, "portmm_args.b_batch"},
     {NULL, 0, 0, 0, NULL},
 };
-static PyGetSetDef packed_getset[] = {{"dtype", (getter)packed_dtype, NULL, "element type", NULL},
+static PyGetSetDef packed_getset[] = {{"element", (getter)packed_element, NULL, "portmm's name of the element type", NULL},
                                       {NULL, NULL, NULL, NULL, NULL}};
 
 static PyTypeObject packed_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "portmm.run.Packed",
+    .tp_doc = "A weight laid out for one family of micro-kernels.",
     .tp_basicsize = sizeof(packed_object),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
     .tp_new = packed_new,
@@ -98,10 +100,11 @@ static PyTypeObject packed_type = {
 #pragma GCC pop_options
 
 typedef struct {
-  long m, n, k, form; /* form: element type, layouts, density */
+  long m, n, k, form; /* m: of a class, its last M, negated; form: element types, layouts, density */
   long family;        /* address of the packed family's name, "" when B is not packed */
 } route_key;
 enum { ROUTE_WORDS = sizeof(route_key) / sizeof(long) };
+enum { CLASSES = 16 }; /* of M, from a power of two to the next: `row_classes.PER_OCTAVE` */
 
 static PyObject *slow_path, *resolver, *planner, *no_family;
 static int override, resolver_wants_density;
@@ -146,6 +149,29 @@ static int overlap(const char *a, const char *a_end, const char *b, const char *
   return a < a_end && b < b_end && a < b_end && b < a_end;
 }
 
+/* The type of a product of two types that needs no conversion first, or -1: `dtype.natural`. */
+static inline int product_of(int a, int b) {
+  if (a == b && a < CLOSED) return a;
+  if ((a == S8 || a == U8) && b == S8) return S32;
+  return a < CLOSED && b < CLOSED && a != F64 && b != F64 ? F32 : -1;
+}
+
+/* The largest M of the class of m: `row_classes.row_class`. */
+static inline long last_of_class(long m) {
+  if (m <= 2 * CLASSES) return m;
+  const long step = 1L << (__builtin_clzl(CLASSES) - __builtin_clzl((unsigned long)(m - 1)));
+  return (m + step - 1) / step * step;
+}
+
+/* The types of a product as the resolver takes them: "f32", "u8-s8-s32". A borrowed reference. */
+static PyObject *types_word(int a, int b) {
+  static PyObject *words[ELEMENTS][ELEMENTS];
+  const int c = product_of(a, b);
+  if (a == b && b == c) return elements[a].text;
+  if (!words[a][b]) words[a][b] = PyUnicode_FromFormat("%s-%s-%s", elements[a].name, elements[b].name, elements[c].name);
+  return words[a][b];
+}
+
 static PyObject *layout_name(unsigned col) {
   static PyObject *names[2];
   if (!names[col]) names[col] = PyUnicode_InternFromString(col ? "col" : "row");
@@ -154,20 +180,25 @@ static PyObject *layout_name(unsigned col) {
 
 /* A new reference to the route for `key`; Py_None sends the call the slow way;
  * NULL with an exception. */
-static PyObject *resolve(const route_key *key, int element, const matrix *a, const matrix *b, const matrix *c, int dense) {
+static PyObject *resolve(route_key *key, const matrix *a, const matrix *b, const matrix *c, int dense) {
   if (!resolver) return Py_NewRef(Py_None);
   unsigned long epoch = memo_epoch;
-  PyObject *family = (PyObject *)key->family;
+  PyObject *family = (PyObject *)key->family, *types = types_word(a->element, b->element);
+  if (!types) return NULL;
   PyObject *packed = family == no_family ? NULL : PyUnicode_InternFromString("packed");
   PyObject *route = PyObject_CallFunction(
-      resolver, resolver_wants_density ? "OlllOOOOO" : "OlllOOOO", elements[element].text, key->m, key->n, key->k,
+      resolver, resolver_wants_density ? "OlllOOOOO" : "OlllOOOO", types, key->m, key->n, key->k,
       layout_name(a->col), packed ? packed : layout_name(b->col), layout_name(c->col), family,
       dense ? Py_True : Py_False);
   Py_XDECREF(packed);
   if (!route || route == Py_None) return route;
-  const int *types = ((route_object *)route)->elements;
-  if (Py_TYPE(route) != &route_type || types[0] != element || types[1] != element || types[2] != element) {
-    PyErr_Format(PyExc_TypeError, "the resolver returned %R; need a Route for %s, or None", route, elements[element].name);
+  if (PyTuple_CheckExact(route) && PyTuple_GET_SIZE(route) == 2) {
+    if (PyTuple_GET_ITEM(route, 1) == Py_True) key->m = -last_of_class(key->m);
+    Py_SETREF(route, Py_NewRef(PyTuple_GET_ITEM(route, 0)));
+  }
+  const int *found = ((route_object *)route)->elements;
+  if (Py_TYPE(route) != &route_type || found[0] != a->element || found[1] != b->element || found[2] != c->element) {
+    PyErr_Format(PyExc_TypeError, "the resolver returned %R; need a Route for %U, or None", route, types);
     Py_DECREF(route);
     return NULL;
   }
@@ -183,18 +214,20 @@ static PyObject *multiply(PyObject *a_object, PyObject *b_object, PyObject *out)
   const packed_object *packed = NULL;
   const char *b_data, *b_end;
   portmm_args p;
-  if (override || !get_matrix(a_object, &a) || a.element >= CLOSED) return Py_NotImplemented;
+  if (override || !get_matrix(a_object, &a)) return Py_NotImplemented;
   if (Py_TYPE(b_object) != array_type && PyObject_TypeCheck(b_object, &packed_type)) {
     packed = (const packed_object *)b_object;
-    if (packed->element != a.element || packed->k != a.cols || packed->n <= 0 || PyTuple_GET_SIZE(packed->shape) != 2) return Py_NotImplemented;
+    if ((c.element = product_of(a.element, packed->element)) < 0 || packed->k != a.cols || packed->n <= 0 || PyTuple_GET_SIZE(packed->shape) != 2) return Py_NotImplemented;
     b.cols = packed->n;
+    b.element = packed->element;
     b.col = 0;
     b.dense = 1;
     b_data = packed->owner->data;
-    b_end = b_data + packed->owner->shape[0] * elements[a.element].bytes;
+    b_end = b_data + packed->owner->shape[0] * elements[b.element].bytes;
     key.family = (long)packed->family;
   } else {
-    if (!get_matrix(b_object, &b) || b.element != a.element || b.rows != a.cols) return Py_NotImplemented;
+    if (!get_matrix(b_object, &b) || (c.element = product_of(a.element, b.element)) < 0 || b.rows != a.cols)
+      return Py_NotImplemented;
     b_data = b.data;
     b_end = b.end;
     key.family = (long)no_family;
@@ -204,27 +237,31 @@ static PyObject *multiply(PyObject *a_object, PyObject *b_object, PyObject *out)
     c.s_col = 1;
     c.col = 0;
     c.dense = 1;
-  } else if (!get_matrix(out, &c) || c.element != a.element || c.rows != a.rows || c.cols != b.cols ||
+  } else if (!get_matrix(out, &c) || c.element != product_of(a.element, b.element) || c.rows != a.rows || c.cols != b.cols ||
              !(((array_object *)out)->flags & NUMPY_WRITEABLE) || overlap(c.data, c.end, a.data, a.end) ||
              overlap(c.data, c.end, b_data, b_end)) {
     return Py_NotImplemented;
   }
-  key.m = a.rows;
+  key.m = a.rows > 2 * CLASSES ? -last_of_class(a.rows) : a.rows;
   key.n = b.cols;
   key.k = a.cols;
   const unsigned dense = a.dense & b.dense & c.dense & (unsigned)resolver_wants_density;
-  key.form = (long)((unsigned)a.element << 4 | dense << 3 | a.col << 2 | b.col << 1 | c.col);
+  key.form = (long)((unsigned)a.element << 8 | (unsigned)b.element << 4 | dense << 3 | a.col << 2 | b.col << 1 | c.col);
   PyObject *route = memo_get(&routes, (const long *)&key, ROUTE_WORDS);
-  route = route ? Py_NewRef(route) : resolve(&key, a.element, &a, &b, &c, (int)dense);
+  if (!route && a.rows > 2 * CLASSES) {
+    key.m = a.rows;
+    route = memo_get(&routes, (const long *)&key, ROUTE_WORDS);
+  }
+  route = route ? Py_NewRef(route) : resolve(&key, &a, &b, &c, (int)dense);
   if (!route) return NULL;
   if (route == Py_None) {
     Py_DECREF(route);
     return Py_NotImplemented;
   }
-  const Py_ssize_t shape[2] = {key.m, key.n};
-  PyObject *result = out == Py_None ? empty_array(a.element, 2, shape) : Py_NewRef(out);
+  const Py_ssize_t shape[2] = {a.rows, key.n};
+  PyObject *result = out == Py_None ? empty_array(c.element, 2, shape) : Py_NewRef(out);
   if (result) {
-    p = (portmm_args){.m = key.m, .n = key.n, .k = key.k, .batch = 1, .a = a.data, .a_m = a.s_row, .a_k = a.s_col,
+    p = (portmm_args){.m = a.rows, .n = key.n, .k = key.k, .batch = 1, .a = a.data, .a_m = a.s_row, .a_k = a.s_col,
                       .b = b_data, .b_k = packed ? packed->b_k : b.s_row, .b_n = packed ? packed->b_n : b.s_col,
                       .b_batch = packed ? packed->b_batch : 0, .c = ((array_object *)result)->data, .c_m = c.s_row,
                       .c_n = c.s_col};

@@ -83,6 +83,20 @@ static PyObject *py_get_num_threads(PyObject *module, PyObject *unused) {
   return PyLong_FromLong(atomic_load(&pool.limit));
 }
 
+static PyObject *py_set_scratch(PyObject *module, PyObject *value) {
+  (void)module;
+  long bytes = PyLong_AsLong(value);
+  if (bytes == -1 && PyErr_Occurred()) return NULL;
+  if (bytes < 0) return PyErr_Format(PyExc_ValueError, "the limit of workspaces is %ld bytes; it must be at least 0", bytes);
+  set_scratch(bytes);
+  return Py_NewRef(Py_None);
+}
+
+static PyObject *py_scratch(PyObject *module, PyObject *unused) {
+  (void)module, (void)unused;
+  return PyLong_FromLong(atomic_load(&spaces.kept));
+}
+
 static PyObject *py_pool_threads(PyObject *module, PyObject *unused) {
   (void)module, (void)unused;
   return PyLong_FromLong(atomic_load(&pool.spawned));
@@ -124,7 +138,7 @@ static PyObject *py_describe(PyObject *module, PyObject *x) {
 }
 
 static PyMethodDef functions[] = {
-    {"load", py_load, METH_VARARGS, "load(path, symbol) -> Kernel"},
+    {"load", py_load, METH_VARARGS, "load(path, symbol, file=path) -> Kernel"},
     {"make_route", py_make_route, METH_VARARGS, "make_route(kernel, work_bytes, workers, dtype, unit=1) -> Route"},
     {"register_dtype", py_register_dtype, METH_VARARGS, "register_dtype(name, dtype): arrays of a type from elsewhere"},
     {"execute", FUNCTION(py_execute), METH_FASTCALL, "execute(route, m, n, k, batch, a, ..., c_batch, outer=None)"},
@@ -143,6 +157,8 @@ static PyMethodDef functions[] = {
     {"memo_size", py_memo_size, METH_NOARGS, "memo_size() -> routes and plans remembered"},
     {"set_num_threads", py_set_num_threads, METH_O, "set_num_threads(n)"},
     {"get_num_threads", py_get_num_threads, METH_NOARGS, "get_num_threads() -> n"},
+    {"set_scratch", py_set_scratch, METH_O, "set_scratch(bytes): bound the workspaces that are kept between calls"},
+    {"scratch", py_scratch, METH_NOARGS, "scratch() -> bytes of workspaces, without those of a MiB or less"},
     {"pool_threads", py_pool_threads, METH_NOARGS, "pool_threads() -> threads started, without the callers"},
     {NULL, NULL, 0, NULL},
 };

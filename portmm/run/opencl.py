@@ -10,7 +10,6 @@ used: it trusts what it finds, and it is of no use where the driver has one too.
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm import cache
+from portmm import cache, forks
 from portmm.build import failure
 from portmm.errors import BuildError, DeviceError, NoDeviceError
 from portmm.run.devices import Facts
@@ -27,6 +26,7 @@ from portmm.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from threading import Lock
 
 _SUFFIX = ".clbin"
 
@@ -37,7 +37,7 @@ _KINDS = ("pointer", *_SCALARS)
 # What drivers call the number of threads that run in step, the most standard first.
 _WARPS = ("preferred_work_group_size_multiple", "warp_size_nv", "wavefront_width_amd")
 
-_lock = threading.Lock()
+_lock = forks.lock()
 _queues: dict[int, tuple[Any, Any]] = {}
 
 
@@ -75,7 +75,7 @@ class Function:
 
     kernel: Any
     name: str
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: Lock = field(default_factory=forks.lock)
 
 
 def pyopencl() -> Any:

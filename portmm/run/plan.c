@@ -86,12 +86,22 @@ static array_object *refuse(const char *name, const char *what, int nd, const Py
 
 #pragma GCC pop_options
 
+/* 1, or an exception for an array whose class gives arithmetic another meaning. */
+static int is_plain_class(PyObject *object, const char *name) {
+  PyObject *module = PyImport_ImportModule("portmm.array_class");
+  PyObject *done = module ? PyObject_CallMethod(module, "refuse_class", "OsO", object, name, Py_False) : NULL;
+  Py_XDECREF(module);
+  Py_XDECREF(done);
+  return done != NULL;
+}
+
 /* The array in `object` if it is what the plan was made for, or an exception. */
 static array_object *check_operand(PyObject *object, const operand *want, const char *name) {
   if (Py_TYPE(object) != array_type && !PyObject_TypeCheck(object, array_type)) {
     PyErr_Format(PyExc_TypeError, "%s is %s; a plan takes numpy arrays", name, Py_TYPE(object)->tp_name);
     return NULL;
   }
+  if (Py_TYPE(object) != array_type && !is_plain_class(object, name)) return NULL;
   array_object *a = (array_object *)object;
   if (element_of(a) != want->element) {
     PyErr_Format(PyExc_TypeError, "%s has dtype %S; this plan is for %s", name, a->descr, elements[want->element].numpy);
@@ -178,6 +188,7 @@ static PyMemberDef plan_members[] = {
 
 static PyTypeObject plan_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "portmm.run.Plan",
+    .tp_doc = "A product whose shapes and strides are settled: plan(a, b, out=None), or plan(a, out=None) of a packed b.",
     .tp_basicsize = sizeof(plan_object),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
     .tp_dealloc = (destructor)plan_dealloc,

@@ -62,8 +62,28 @@ typedef struct {
   char *work;
   size_t bytes;
   int inside; /* runs tasks of a job: a nested job is serial */
+  long slot;  /* where its larger workspaces wait, counted from 1; 0 before the first */
 } thread_state;
 static pthread_key_t state_key;
+
+/* Larger workspaces. One belongs to the call that runs; between calls it waits in the slot of its thread, from where a
+ * thread takes it that would otherwise exceed what all may have: threads that rest keep nothing from others. */
+enum { SLOTS = 256 };
+typedef struct {
+  char *data;
+  size_t bytes;
+} space;
+static struct {
+  _Atomic(space *) waiting[SLOTS];
+  _Atomic long next, kept, limit; /* the next thread's slot; bytes of all spaces; how many there may be between calls */
+} spaces = {.limit = 160l << 20};
+
+static void drop_space(space *x) {
+  if (!x) return;
+  atomic_fetch_sub(&spaces.kept, (long)x->bytes);
+  free(x->data);
+  free(x);
+}
 
 static thread_state *own_state(void) {
   thread_state *s = pthread_getspecific(state_key);
@@ -75,6 +95,7 @@ static thread_state *own_state(void) {
 
 static void drop_state(void *p) {
   thread_state *s = p;
+  if (s->slot) drop_space(atomic_exchange(&spaces.waiting[s->slot % SLOTS], NULL));
   free(s->work);
   free(s);
 }
@@ -247,6 +268,13 @@ static void after_fork(void) {
   atomic_store(&pool.waiting, 0);
   atomic_store(&pool.spawned, 0);
   atomic_store(&pool.busy, 0);
+  /* spaces that other threads' calls had are lost, and their memory is shared with the parent */
+  long kept = 0;
+  for (long i = 0; i < SLOTS; i++) {
+    space *x = atomic_load(&spaces.waiting[i]);
+    kept += x ? (long)x->bytes : 0;
+  }
+  atomic_store(&spaces.kept, kept);
 }
 
 /* pthread_atfork refers to it; crtbegin.o defines it, but -nostdlib leaves that out. */

@@ -9,34 +9,45 @@ A book counts only where everything that its answers were made from is as it
 was: what the host says about itself, word for word, the target asked for, the
 interpreter, the compiler, the measured rates, the tuned schedules, and the files
 of the generator itself. All else is a different book, so that a cache directory may move to, or
-be shared with, another machine. A book that is damaged, or whose kernel is gone
+be shared with, another machine. A line that is damaged, or whose kernel is gone
 or damaged, is as good as none.
+
+Answers are appended, a line each, in one write: processes that share a book do not
+read it again or lose each other's lines. A line has a checksum and the digest of the
+*heading* under which it holds, a line with the state of the files that answers rest on.
+A book that has grown to twice its bound is written anew.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import threading
 from dataclasses import dataclass, field
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portmm import abi
-from portmm.cache import cache_dir, digest, find, read_note, tuned_database, write_note
+from portmm import abi, forks
+from portmm.cache import append_note, cache_dir, digest, load, read_note, tuned_database, write_note
+from portmm.memory import forget_all
 from portmm.run import host
 from portmm.snapshot import snapshot
 from portmm.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from portmm.problem import Problem
     from portmm.target import Target
 
 MOST_LINES = 1024
-"""Answers in a book, 200 bytes each: reading it stays under a millisecond."""
+"""Answers in a book, 300 bytes each: reading it takes two milliseconds."""
+CHECK = 16
+"""Hexadecimal digits of a line's checksum, and of a heading's digest."""
+HEADING = "book"
+
+MOST_KERNELS = 1024
+"""Kernels that are loaded before starting afresh, as in `dispatch`."""
 
 DEPENDS = 3
 """Files that a book rests on: the compiler, the measured rates, the tuned schedules."""
@@ -68,6 +79,8 @@ class Book:
         runtime: key of the extension module, or empty.
         depends: files that the answers rest on, with their state.
         lines: question -> "key, symbol, workspace bytes, workers", with tabs between.
+        size: lines in the file, stale and damaged ones too, so far as this process knows.
+        files: names of the files of `depends`, once an answer has been kept: what they follow from names the book.
     """
 
     name: str
@@ -75,9 +88,21 @@ class Book:
     runtime: str = ""
     depends: tuple[str, ...] = ()
     lines: dict[str, str] = field(default_factory=dict)
+    size: int = 0
+    files: tuple[str, ...] = ()
+
+    @property
+    def heading(self) -> str:
+        """The line that says what answers rest on."""
+        return "\t".join((HEADING, str(self.cores), self.runtime, *self.depends))
+
+    def answers(self) -> list[str]:
+        """The lines of all answers."""
+        under = digest(self.heading.encode("utf-8", "surrogateescape"))[:CHECK]
+        return [f"{under}\t{question}\t{answer}" for question, answer in self.lines.items()]
 
 
-_lock = threading.Lock()
+_lock = forks.lock()
 _closed = False
 _books: dict[tuple[Path, str], Book] = {}
 _kernels: dict[tuple[int, str], Any] = {}
@@ -113,15 +138,40 @@ def _state(path: str) -> str:
     return f"{info.st_mtime_ns},{info.st_ino},{info.st_size} {path}"
 
 
+def _checked(line: str) -> str:
+    """A line with its checksum."""
+    return f"{digest(line.encode('utf-8', 'surrogateescape'))[:CHECK]}\t{line}"
+
+
 def _read(name: str) -> Book:
-    checksum, _, body = (read_note(name) or "").partition("\n")
-    if not body or digest(body.encode()) != checksum:
-        return Book(name)
-    cores, runtime, *rest = body.split("\n")
-    depends, rest = tuple(rest[:DEPENDS]), rest[DEPENDS:]
-    if any(_state(x.partition(" ")[2]) != x for x in depends):
-        return Book(name)
-    return Book(name, int(cores), runtime, depends, dict(line.partition("\t")[::2] for line in rest))
+    """The sound part of a book: a heading whose files are as they were, and the sound lines under it."""
+    sound, size = [], 0
+    for line in (read_note(name) or "").split("\n"):
+        size += bool(line)
+        body = line[CHECK + 1 :]
+        if body and _checked(body) == line:
+            sound.append(body)
+    found = Book(name)
+    for body in sound:
+        kind, *rest = body.split("\t")
+        if kind == HEADING and len(rest) == DEPENDS + 2 and all(_state(x.partition(" ")[2]) == x for x in rest[2:]):
+            found = Book(name, int(rest[0]), rest[1], tuple(rest[2:]))
+    found.size = size
+    under = digest(found.heading.encode("utf-8", "surrogateescape"))[:CHECK]
+    for body in sound:
+        kind, _, told = body.partition("\t")
+        if kind == under:
+            question, _, answer = told.partition("\t")
+            found.lines.pop(question, None)  # the newest lines last
+            found.lines[question] = answer
+    _bound(found)
+    return found
+
+
+def _bound(kept: Book) -> None:
+    """Keep the newest answers only."""
+    for question in list(kept.lines)[:-MOST_LINES]:
+        del kept.lines[question]
 
 
 def book(target: str) -> Book | None:
@@ -157,8 +207,8 @@ def runtime(kept: Book | None) -> host.Runtime:
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    entry = find(kept.runtime) if kept is not None and kept.runtime else None
-    return host.runtime(None if entry is None else entry.path)
+    found = load(kept.runtime) if kept is not None and kept.runtime else None
+    return host.runtime() if found is None else host.runtime(found[1], found[0].path)
 
 
 def route(kept: Book, question: str, runtime: Any, p: Problem) -> Any:
@@ -169,30 +219,47 @@ def route(kept: Book, question: str, runtime: Any, p: Problem) -> Any:
     symbol, work, workers = rest.split("\t")
     kernel = _kernels.get((id(runtime), key))
     if kernel is None:
-        entry = find(key)
-        if entry is None:
+        found = load(key)
+        if found is None:
             return None
-        kernel = _kernels[id(runtime), key] = runtime.load(str(entry.path), symbol)
+        if len(_kernels) >= MOST_KERNELS:  # what is remembered keeps them loaded
+            _kernels.clear()
+            forget_all()
+            runtime.clear_memo()
+        entry, code = found
+        kernel = _kernels[id(runtime), key] = host.load_kernel(runtime, code, entry.path, symbol)
     return runtime.make_route(kernel, int(work), int(workers), p.held, p.unit)
 
 
 def keep(kept: Book, question: str, answer: Any, target: Target) -> None:
-    """Write the route that answers a question into the book."""
-    from portmm.calibrate import note_name
-    from portmm.compiler import find_compiler
-
-    path, folder = Path(answer.kernel.path), cache_dir()
-    if path.parent != folder:
+    """Add the route that answers a question to the book."""
+    folder, name = os.path.split(str(answer.kernel.path))
+    if folder != str(cache_dir()):
         return  # of this process alone
-    files = (find_compiler().argv[0], folder / f"{note_name(target)}.note", tuned_database() or "no database")
-    depends = tuple(_state(str(x)) for x in files)
+    if not kept.files:
+        from portmm.calibrate import note_name
+        from portmm.compiler import find_compiler
+
+        note = os.path.join(folder, f"{note_name(target)}.note")  # noqa: PTH118 - on the way to every first call
+        kept.files = (find_compiler().argv[0], note, str(tuned_database() or "no database"))
+    depends = tuple(map(_state, kept.files))
+    line = f"{name.removesuffix('.so')}\t{answer.kernel.symbol}\t{answer.work_bytes}\t{answer.workers}"
     with _lock:
-        there = _read(kept.name)
-        kept.lines = {**there.lines, **(kept.lines if kept.depends in ((), depends) else {})}
-        kept.lines[question] = f"{path.stem}\t{answer.kernel.symbol}\t{answer.work_bytes}\t{answer.workers}"
-        kept.lines = dict(list(kept.lines.items())[-MOST_LINES:])
-        kept.cores, kept.depends = target.cores, depends
-        kept.runtime = Path(getattr(host.runtime(), "__file__", "")).stem
-        answers = (f"{q}\t{a}" for q, a in kept.lines.items())
-        body = "\n".join((str(kept.cores), kept.runtime, *depends, *answers))
-        write_note(kept.name, f"{digest(body.encode())}\n{body}")
+        runtime = os.path.basename(getattr(host.runtime(), "__file__", "")).removesuffix(".so")  # noqa: PTH119
+        fresh = (kept.cores, kept.runtime, kept.depends) != (target.cores, runtime, depends)
+        if kept.depends not in ((), depends):
+            kept.lines.clear()  # of other rates, or another compiler
+        kept.cores, kept.runtime, kept.depends = target.cores, runtime, depends
+        kept.lines[question] = line
+        _bound(kept)
+        if kept.size > 2 * MOST_LINES:
+            kept.lines = {**_read(kept.name).lines, **kept.lines}
+            _bound(kept)
+            lines = list(map(_checked, (kept.heading, *kept.answers())))
+            write_note(kept.name, "\n".join(lines))
+            kept.size = len(lines)
+            return
+        one = Book(kept.name, kept.cores, kept.runtime, kept.depends, {question: line})
+        added = list(map(_checked, (*((kept.heading,) if fresh else ()), *one.answers())))
+        append_note(kept.name, "\n".join(added))
+        kept.size += len(added)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.array_class import refuse_class
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -81,7 +83,7 @@ class Route:
 class Packed:
     """A weight laid out for one family of micro-kernels."""
 
-    __slots__ = ("b_batch", "b_k", "b_n", "dtype", "family", "k", "n", "owner", "shape")
+    __slots__ = ("b_batch", "b_k", "b_n", "element", "family", "k", "n", "owner", "shape")
 
     def __init__(  # noqa: PLR0917
         self,
@@ -95,13 +97,13 @@ class Packed:
         b_batch: int,
         shape: tuple[int, ...] | None = None,
     ) -> None:
-        element = _dtype(dtype)
+        held = _dtype(dtype)
         if not isinstance(owner, np.ndarray):
             raise TypeError(f"packed data is {type(owner).__name__}; need a numpy array")
         flags = owner.flags
-        if owner.ndim != 1 or owner.dtype != element or not (flags.aligned and flags.c_contiguous) or min(k, n) < 0:
-            raise ValueError(f"packed data must be a contiguous 1-D {element} array and k, n >= 0 (got {k = }, {n = })")
-        self.owner, self.k, self.n, self.dtype, self.family = owner, k, n, dtype, family
+        if owner.ndim != 1 or owner.dtype != held or not (flags.aligned and flags.c_contiguous) or min(k, n) < 0:
+            raise ValueError(f"packed data must be a contiguous 1-D {held} array and k, n >= 0 (got {k = }, {n = })")
+        self.owner, self.k, self.n, self.element, self.family = owner, k, n, dtype, family
         self.b_k, self.b_n, self.b_batch = b_k, b_n, b_batch
         if not isinstance(shape, (tuple, type(None))):
             raise TypeError(f"shape is {shape!r}; need a tuple")
@@ -171,7 +173,7 @@ def signature(a: Any, b: Any, out: Any) -> tuple[Any, ...] | None:
     if not isinstance(b, Packed):
         right = _signed(b)
     elif len(b.shape) <= _MAX_ND and min(b.shape) > 0:
-        right = (b.dtype, b.family, b.owner.size, b.b_k, b.b_n, b.b_batch, b.shape)
+        right = (b.element, b.family, b.owner.size, b.b_k, b.b_n, b.b_batch, b.shape)
     if out is not None:
         into = _signed(out) if type(out) is np.ndarray and out.flags.writeable else None
     return None if left is None or right is None or into is None else (left, right, into)
@@ -205,6 +207,7 @@ class Operand:
         """Raise unless `x` is such an array."""
         if not isinstance(x, np.ndarray):
             raise TypeError(f"{name} is {type(x).__name__}; a plan takes numpy arrays")
+        refuse_class(x, name, matrix=False)
         if x.dtype != self.dtype:
             raise TypeError(f"{name} has dtype {x.dtype}; this plan is for {self.dtype}")
         if x.shape != self.shape:
@@ -227,7 +230,7 @@ class Plan:
         self._a, self._c = Operand(a, route.dtypes[0]), Operand(c, route.dtypes[2])
         self.packed = b if isinstance(b, Packed) else None
         self._b = None if isinstance(b, Packed) else Operand(b, route.dtypes[1])
-        if self.packed is not None and _dtype(self.packed.dtype) != route.dtypes[1]:
+        if self.packed is not None and _dtype(self.packed.element) != route.dtypes[1]:
             raise TypeError("b is packed for another dtype than the route")
         if not isinstance(numbers, tuple) or len(numbers) != _NUMBERS:
             raise ValueError(f"numbers must be a tuple of {_NUMBERS} integers; got {numbers!r}")

@@ -8,6 +8,7 @@ cffi. The threads and the launch are the extension's own C.
 from __future__ import annotations
 
 import operator
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from cffi import FFI  # type: ignore[import-untyped]
 
 from portmm.abi import ARGS
 from portmm.errors import BuildError
+from portmm.row_classes import row_class
 from portmm.run.records import (
     CLOSED,
     NAMES,
@@ -42,11 +44,16 @@ int portmm_start(void);
 long portmm_get_num_threads(void);
 long portmm_pool_threads(void);
 void portmm_set_num_threads(long threads);
+void portmm_set_scratch(long bytes);
+long portmm_scratch(void);
 void *portmm_open(const char *path, const char *symbol, char *error, long size);
 int portmm_run(void *function, long work, long workers, const long *bytes, const portmm_args *args,
                const long *offsets, long count);
 """
 )
+_TYPES = ("char[512]", "char *", "long *", "long[]", "void *", "portmm_args *")
+SYMBOLS = tuple(re.findall(r"(portmm_\w+)\(", _DECLARATIONS.removeprefix(ARGS)))
+"""Functions of the library."""
 VECTORS = {
     "a_scale": "float *", "b_scale": "float *", "bias": "float *",
     "a_zero": "int *", "a_sum": "int *", "b_zero": "int *",
@@ -69,6 +76,11 @@ class Twin:
             self._lib: Any = self._ffi.dlopen(path)
         except OSError as error:
             raise BuildError(f"{path} cannot be loaded: {error}") from error
+        # cffi resolves names under locks of its own, which a forked child may find held: none is new to it later.
+        for text in (*_TYPES, *VECTORS.values()):
+            self._ffi.typeof(text)
+        for name in SYMBOLS:
+            getattr(self._lib, name)
         if self._lib.portmm_start():
             raise RuntimeError("the thread pool cannot be started")
         self._slow: Callable[..., Any] | None = None
@@ -78,12 +90,12 @@ class Twin:
         self._memo: dict[tuple[Any, ...], Route] = {}
         self._plans: dict[tuple[Any, ...], Plan | None] = {}
 
-    def load(self, path: str | Path, symbol: str) -> Kernel:
+    def load(self, path: str | Path, symbol: str, file: str | Path = "") -> Kernel:
         """See `host.Runtime`."""
         import os
 
         error = self._ffi.new("char[512]")
-        function = self._lib.portmm_open(os.fsencode(path), symbol.encode(), error, 512)
+        function = self._lib.portmm_open(os.fsencode(file or path), symbol.encode(), error, 512)
         if not function:
             raise BuildError(f"{path} cannot be loaded: {self._ffi.string(error).decode(errors='replace')}")
         return Kernel(path, symbol, function)
@@ -158,14 +170,16 @@ class Twin:
         if self._resolver is None:
             return None
         memo = self._memo
-        route = self._resolver(*(key if self._density else key[:-1]))
-        if route is None:
+        found = self._resolver(*(key if self._density else key[:-1]))
+        if found is None:
             return None
+        route, shared = found if isinstance(found, tuple) else (found, False)
         if not isinstance(route, Route) or route.dtype != dtype:
             raise TypeError(f"the resolver returned {route!r}; need a Route for {dtype}, or None")
         if len(memo) >= _MOST_ROUTES:
             memo.clear()
-        memo[key] = route  # a memo cleared meanwhile is another dictionary
+        # A memo cleared meanwhile is another dictionary.
+        memo[_of_class(key) if shared else key] = route
         return route
 
     def _ask_planner(self, key: tuple[Any, ...], a: Any, b: Any, data: Any, out: Any) -> Plan | None:
@@ -202,7 +216,7 @@ class Twin:
         packed = b if isinstance(b, Packed) else None
         right: tuple[str, int, int, bool] | None
         if packed is not None:
-            if packed.dtype != dtype or packed.k != a.shape[1] or packed.n <= 0 or len(packed.shape) != 2:
+            if packed.element != dtype or packed.k != a.shape[1] or packed.n <= 0 or len(packed.shape) != 2:
                 return NotImplemented
             n, right, batch, data = packed.n, ("packed", packed.b_k, packed.b_n, True), packed.b_batch, packed.owner
         else:
@@ -217,7 +231,7 @@ class Twin:
         dense = self._density and left[3] and right[3] and into[3]
         family = packed.family if packed is not None else ""
         key = (dtype, shape[0], n, a.shape[1], left[0], right[0], into[0], family, dense)
-        route = self._memo.get(key) or self._resolve(key, dtype)
+        route = self._memo.get(_of_class(key)) or self._memo.get(key) or self._resolve(key, dtype)
         if route is None:
             return NotImplemented
         c = np.empty(shape, a.dtype) if out is None else out
@@ -295,9 +309,25 @@ class Twin:
         """See `host.Runtime`."""
         return int(self._lib.portmm_get_num_threads())
 
+    def set_scratch(self, size: int) -> None:
+        """See `host.Runtime`."""
+        size = operator.index(size)
+        if size < 0:
+            raise ValueError(f"the limit of workspaces is {size} bytes; it must be at least 0")
+        self._lib.portmm_set_scratch(size)
+
+    def scratch(self) -> int:
+        """See `host.Runtime`."""
+        return int(self._lib.portmm_scratch())
+
     def pool_threads(self) -> int:
         """See `host.Runtime`."""
         return int(self._lib.portmm_pool_threads())
+
+
+def _of_class(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The key of all M of a class."""
+    return (key[0], -row_class(key[1])[1], *key[2:])
 
 
 def _address(x: Any) -> int:

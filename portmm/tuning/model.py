@@ -6,12 +6,12 @@ Owns `Candidate` and their order. Imports `candidates`, `dispatch`, `schedule`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from portmm.candidates import candidates
 from portmm.dispatch import predicted
 from portmm.schedule import spell
+from portmm.textbook import preferred
 
 if TYPE_CHECKING:
     from portmm.problem import Problem
@@ -33,10 +33,14 @@ class Candidate:
     workers: int
     predicted: float
 
-    @cached_property
+    @property
     def text(self) -> str:
         """The schedule in one word."""
-        return spell(self.schedule)
+        known = self.__dict__  # functools.cached_property has a lock, which a forked child may find held
+        if "text" not in known:
+            known["text"] = spell(self.schedule)
+        found: str = known["text"]
+        return found
 
     @property
     def key(self) -> tuple[str, int]:
@@ -45,11 +49,13 @@ class Candidate:
 
 
 def ranked(p: Problem, target: Target, threads: int) -> list[Candidate]:
-    """All candidates for as many threads, and for one, by predicted time: the first is the analytical choice.
+    """All candidates for as many threads, and for one, by predicted time, but the analytical choice first.
 
     Raises:
         ScheduleError: nothing is legal.
     """
     counts = dict.fromkeys((1, max(1, threads)))
     found = [Candidate(s, w, predicted(p, s, target, w).seconds) for s in candidates(p, target) for w in counts]
-    return sorted(found, key=lambda x: x.predicted)
+    found.sort(key=lambda x: x.predicted)
+    first = preferred([(x.predicted, x.schedule) for x in found], p, target)
+    return [found[first], *found[:first], *found[first + 1 :]]

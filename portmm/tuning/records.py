@@ -172,6 +172,7 @@ class Tuning:
     def to_json(self) -> str:
         """All of it."""
         data = {"schema": SCHEMA, **asdict(self)}
+        del data["database"]  # a place on one machine, and results are shared
         data |= {"geomean": self.geomean, "rank_correlation": self.rank_correlation}
         data["choices_correlation"] = self.choices_correlation
         for row, found in zip(data["cases"], self.cases, strict=True):

@@ -245,7 +245,7 @@ def short_list(order: Sequence[Candidate], *, everything: bool) -> Sequence[Cand
     """The candidates that are worth measuring, best first."""
     if everything:
         return order
-    least = order[0].predicted
+    least = min(x.predicted for x in order)
     return [x for i, x in enumerate(order) if i < SHORT or x.predicted <= NEAR * least]
 
 

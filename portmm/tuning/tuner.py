@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portmm import settings
+from portmm import busy, settings
 from portmm.cache import tuned_database
 from portmm.comparison.cold import enough
 from portmm.comparison.environment import Setup
@@ -50,8 +50,6 @@ PASSES = 3
 WORTHWHILE = 1.0
 """Seconds for each case without which no further pass is made."""
 TURN, COLD_TURN = 0.01, 0.1
-BUSY = 1.0
-"""Load, for each core, above which a machine is not idle."""
 
 
 @dataclass(slots=True)
@@ -130,8 +128,8 @@ def tune(
     path = tuned_database() if database is None else Path(database)
     flushed = enough(target.levels, threads) if cold else 0
     setup = Setup(threads, cold=flushed, target=settings.current().target or os.environ.get("PORTMM_TARGET", ""))
-    rules = Rules(turn_s or (COLD_TURN if cold else TURN), max(1, host_cores()), start + budget_s)
-    busy = _busy()
+    rules = Rules(turn_s or (COLD_TURN if cold else TURN), max(1, busy.cores()), start + budget_s)
+    before = busy.snapshot()
     effort = f"{search if installed() else 'candidates'} {most or 'all'}"
     run = _Run(
         Lane(setup, seed, patience_s, opener),
@@ -163,25 +161,18 @@ def tune(
         date=datetime.now(UTC).date().isoformat(),
         database=str(path or ""),
         interrupted=interrupted,
-        notes=(*_notes(run, chosen), *busy),
+        notes=(*_notes(run, chosen), *_load(before)),
     )
 
 
-def _busy() -> tuple[str, ...]:
-    """A warning, if others compute on this machine too."""
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load <= BUSY * host_cores():
-        return ()
-    return (f"others were computing too (load {load:.1f} on {host_cores()} cores): measure again on an idle machine",)
+def _load(before: busy.Snapshot) -> tuple[str, ...]:
+    """A warning, if others computed on this machine too."""
+    load = busy.others(before, busy.snapshot())
+    return (busy.sentence(load, busy.cores()),) if busy.is_busy(load, busy.cores()) else ()
 
 
 def _silent(_left: float, _text: str) -> None:
     pass
-
-
-def host_cores() -> int:
-    """Cores that compilers may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def generator() -> str:

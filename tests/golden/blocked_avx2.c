@@ -1,6 +1,6 @@
 /* portmm_gemm_f32_f32_f32_2x16x1_avx2, made by portmm 0.1.0 for AVX2 and FMA */
-/* gemm avx2: registers 2x16x1, L1 2x16x64, L2 8x16x64, L3 8x64x64; A packed, B packed, threads over tiles */
-/* made again by: portmm emit --schedule gemm:avx2:f32:2x16x1/2x16x64/8x16x64/8x64x64:1-2:a=row,b=row,panels=1,over=tiles,lanes=0,prefetch=0,pack_a,pack_b,ahead */
+/* gemm avx2: registers 2x16x1, L1 2x16x384, L2 8x16x384, L3 8x64x384; A packed, B packed, threads over tiles */
+/* made again by: portmm emit --schedule gemm:avx2:f32:2x16x1/2x16x384/8x16x384/8x64x384:1-2:a=row,b=row,panels=1,over=tiles,lanes=0,prefetch=0,pack_a,pack_b,ahead */
 
 typedef float v8f __attribute__((vector_size(32)));
 typedef float v8f_u __attribute__((vector_size(32), aligned(4), may_alias));
@@ -143,28 +143,13 @@ static __attribute__((noinline)) void pack_b(long k, long columns, const float *
 /* C[1][columns] (+)= A[1][k] . B[k][16] */
 static __attribute__((noinline)) void ukr_1x16(long k, const float *a, const float *b, float *c, long c_m, long columns, long accumulate, float *c_next) {
   v8i m0, m1;
-  v8f c0_0, c0_1, b0, b1;
+  v8f c0_0, c0_1, b0, b1, before0, before1;
   float a0;
   __builtin_prefetch(c_next, 1, 3);
   m0 = (v8i){0, 1, 2, 3, 4, 5, 6, 7} < (v8i){0} + (int)(max_(0, min_(columns, 8)));
   m1 = (v8i){0, 1, 2, 3, 4, 5, 6, 7} < (v8i){0} + (int)(max_(0, min_(columns - 8, 8)));
-  if (columns < 16) {
-    if (accumulate) {
-      __asm__("vmaskmovps %1, %2, %0" : "=x"(c0_0) : "m"(*(const v8f_u *)(c)), "x"(m0));
-      __asm__("vmaskmovps %1, %2, %0" : "=x"(c0_1) : "m"(*(const v8f_u *)(c + 8)), "x"(m1));
-    } else {
-      c0_0 = (v8f){0};
-      c0_1 = (v8f){0};
-    }
-  } else {
-    if (accumulate) {
-      c0_0 = *(const v8f_u *)(c);
-      c0_1 = *(const v8f_u *)(c + 8);
-    } else {
-      c0_0 = (v8f){0};
-      c0_1 = (v8f){0};
-    }
-  }
+  c0_0 = (v8f){0};
+  c0_1 = (v8f){0};
   #pragma GCC unroll 4
   for (long p = 0; p < k; ++p) {
     b0 = *(const v8f_u *)(b + p * 16);
@@ -174,9 +159,21 @@ static __attribute__((noinline)) void ukr_1x16(long k, const float *a, const flo
     c0_1 += a0 * b1;
   }
   if (columns < 16) {
+    if (accumulate) {
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(before0) : "m"(*(const v8f_u *)(c)), "x"(m0));
+      c0_0 += before0;
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(before1) : "m"(*(const v8f_u *)(c + 8)), "x"(m1));
+      c0_1 += before1;
+    }
     __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(c)) : "x"(c0_0), "x"(m0));
     __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(c + 8)) : "x"(c0_1), "x"(m1));
   } else {
+    if (accumulate) {
+      before0 = *(const v8f_u *)(c);
+      c0_0 += before0;
+      before1 = *(const v8f_u *)(c + 8);
+      c0_1 += before1;
+    }
     *(v8f_u *)(c) = c0_0;
     *(v8f_u *)(c + 8) = c0_1;
   }
@@ -185,37 +182,16 @@ static __attribute__((noinline)) void ukr_1x16(long k, const float *a, const flo
 /* C[2][columns] (+)= A[2][k] . B[k][16] */
 static __attribute__((noinline)) void ukr_2x16(long k, const float *a, const float *b, float *c, long c_m, long columns, long accumulate, float *c_next) {
   v8i m0, m1;
-  v8f c0_0, c0_1, c1_0, c1_1, b0, b1;
+  v8f c0_0, c0_1, c1_0, c1_1, b0, b1, before0, before1, before2, before3;
   float a0, a1;
   __builtin_prefetch(c_next, 1, 3);
   __builtin_prefetch(c_next + c_m, 1, 3);
   m0 = (v8i){0, 1, 2, 3, 4, 5, 6, 7} < (v8i){0} + (int)(max_(0, min_(columns, 8)));
   m1 = (v8i){0, 1, 2, 3, 4, 5, 6, 7} < (v8i){0} + (int)(max_(0, min_(columns - 8, 8)));
-  if (columns < 16) {
-    if (accumulate) {
-      __asm__("vmaskmovps %1, %2, %0" : "=x"(c0_0) : "m"(*(const v8f_u *)(c)), "x"(m0));
-      __asm__("vmaskmovps %1, %2, %0" : "=x"(c0_1) : "m"(*(const v8f_u *)(c + 8)), "x"(m1));
-      __asm__("vmaskmovps %1, %2, %0" : "=x"(c1_0) : "m"(*(const v8f_u *)(c + c_m)), "x"(m0));
-      __asm__("vmaskmovps %1, %2, %0" : "=x"(c1_1) : "m"(*(const v8f_u *)(c + c_m + 8)), "x"(m1));
-    } else {
-      c0_0 = (v8f){0};
-      c0_1 = (v8f){0};
-      c1_0 = (v8f){0};
-      c1_1 = (v8f){0};
-    }
-  } else {
-    if (accumulate) {
-      c0_0 = *(const v8f_u *)(c);
-      c0_1 = *(const v8f_u *)(c + 8);
-      c1_0 = *(const v8f_u *)(c + c_m);
-      c1_1 = *(const v8f_u *)(c + c_m + 8);
-    } else {
-      c0_0 = (v8f){0};
-      c0_1 = (v8f){0};
-      c1_0 = (v8f){0};
-      c1_1 = (v8f){0};
-    }
-  }
+  c0_0 = (v8f){0};
+  c0_1 = (v8f){0};
+  c1_0 = (v8f){0};
+  c1_1 = (v8f){0};
   #pragma GCC unroll 4
   for (long p = 0; p < k; ++p) {
     b0 = *(const v8f_u *)(b + p * 16);
@@ -228,11 +204,31 @@ static __attribute__((noinline)) void ukr_2x16(long k, const float *a, const flo
     c1_1 += a1 * b1;
   }
   if (columns < 16) {
+    if (accumulate) {
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(before0) : "m"(*(const v8f_u *)(c)), "x"(m0));
+      c0_0 += before0;
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(before1) : "m"(*(const v8f_u *)(c + 8)), "x"(m1));
+      c0_1 += before1;
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(before2) : "m"(*(const v8f_u *)(c + c_m)), "x"(m0));
+      c1_0 += before2;
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(before3) : "m"(*(const v8f_u *)(c + c_m + 8)), "x"(m1));
+      c1_1 += before3;
+    }
     __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(c)) : "x"(c0_0), "x"(m0));
     __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(c + 8)) : "x"(c0_1), "x"(m1));
     __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(c + c_m)) : "x"(c1_0), "x"(m0));
     __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(c + c_m + 8)) : "x"(c1_1), "x"(m1));
   } else {
+    if (accumulate) {
+      before0 = *(const v8f_u *)(c);
+      c0_0 += before0;
+      before1 = *(const v8f_u *)(c + 8);
+      c0_1 += before1;
+      before2 = *(const v8f_u *)(c + c_m);
+      c1_0 += before2;
+      before3 = *(const v8f_u *)(c + c_m + 8);
+      c1_1 += before3;
+    }
     *(v8f_u *)(c) = c0_0;
     *(v8f_u *)(c + 8) = c0_1;
     *(v8f_u *)(c + c_m) = c1_0;
@@ -269,24 +265,24 @@ static void block(const long *ctx, long task, long worker) {
   const long slices = (rows + 1) / 2;
   const long height = rows / slices;
   const long taller = rows % slices;
-  const long kb = (k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64);
+  const long kb = ((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32;
   for (long pc = 0; pc < k; pc += kb) {
     const long kd = min_(kb, k - pc);
-    float *ap = work + worker * (((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) * 16 + 63) / 64 * 64 + (min_(m, 8) * ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64)) + 8 + 63) / 64 * 64) + ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) * 16 + 63) / 64 * 64;
+    float *ap = work + worker * ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 16 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32) + 8 + 63) / 64 * 64) + (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 16 + 63) / 64 * 64;
     for (long i = 0; i < slices; ++i) {
       const long h = height + (i < taller);
       const long r = i * height + min_(i, taller);
       pack_a(kd, h, a + item * a_batch + (row + r) * a_m + pc * a_k, a_m, a_k, ap + r * kd);
     }
     for (long jg = first; jg < last; ++jg) {
-      float *panels = work + worker * (((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) * 16 + 63) / 64 * 64 + (min_(m, 8) * ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64)) + 8 + 63) / 64 * 64);
+      float *panels = work + worker * ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 16 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32) + 8 + 63) / 64 * 64);
       for (long q = jg; q < min_(last, jg + 1); ++q) {
         pack_b(kd, min_(n - q * 16, 16), b + item * b_batch + pc * b_k + q * 16, b_k, b_n, panels + (q - jg) * (kd * 16));
       }
       for (long j = jg; j < min_(last, jg + 1); ++j) {
         const long column = j * 16;
         const long columns = min_(n - column, 16);
-        const float *bp = work + worker * (((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) * 16 + 63) / 64 * 64 + (min_(m, 8) * ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64)) + 8 + 63) / 64 * 64) + (j - jg) * (kd * 16);
+        const float *bp = work + worker * ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 16 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32) + 8 + 63) / 64 * 64) + (j - jg) * (kd * 16);
         for (long i = 0; i < slices; ++i) {
           const long h = height + (i < taller);
           const long r = i * height + min_(i, taller);

@@ -1,6 +1,6 @@
 /* portmm_gemm_f32_f32_f32_2x32x1_avx512, made by portmm 0.1.0 for AVX-512 */
-/* gemm avx512: registers 2x32x1, L1 2x32x64, L2 8x32x64, L3 8x128x64; A packed, B packed, threads over tiles */
-/* made again by: portmm emit --schedule gemm:avx512:f32:2x32x1/2x32x64/8x32x64/8x128x64:1-2:a=row,b=row,panels=1,over=tiles,lanes=0,prefetch=0,pack_a,pack_b,ahead */
+/* gemm avx512: registers 2x32x1, L1 2x32x384, L2 8x32x384, L3 8x128x384; A packed, B packed, threads over tiles */
+/* made again by: portmm emit --schedule gemm:avx512:f32:2x32x1/2x32x384/8x32x384/8x128x384:1-2:a=row,b=row,panels=1,over=tiles,lanes=0,prefetch=0,pack_a,pack_b,ahead */
 
 typedef float v16f __attribute__((vector_size(64)));
 typedef float v16f_u __attribute__((vector_size(64), aligned(4), may_alias));
@@ -213,19 +213,14 @@ static __attribute__((noinline)) void pack_b(long k, long columns, const float *
 /* C[1][columns] (+)= A[1][k] . B[k][32] */
 static __attribute__((noinline)) void ukr_1x32(long k, const float *a, const float *b, float *c, long c_m, long columns, long accumulate, float *c_next) {
   unsigned short m0, m1;
-  v16f c0_0, c0_1, b0, b1;
+  v16f c0_0, c0_1, b0, b1, before0, before1;
   float a0;
   __builtin_prefetch(c_next, 1, 3);
   __builtin_prefetch(c_next + 16, 1, 3);
   m0 = (unsigned short)((1u << (max_(0, min_(columns, 16)))) - 1);
   m1 = (unsigned short)((1u << (max_(0, min_(columns - 16, 16)))) - 1);
-  if (accumulate) {
-    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(c0_0) : "m"(*(const v16f_u *)(c)), "Yk"(m0));
-    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(c0_1) : "m"(*(const v16f_u *)(c + 16)), "Yk"(m1));
-  } else {
-    c0_0 = (v16f){0};
-    c0_1 = (v16f){0};
-  }
+  c0_0 = (v16f){0};
+  c0_1 = (v16f){0};
   #pragma GCC unroll 4
   for (long p = 0; p < k; ++p) {
     b0 = *(const v16f_u *)(b + p * 32);
@@ -234,6 +229,12 @@ static __attribute__((noinline)) void ukr_1x32(long k, const float *a, const flo
     c0_0 += a0 * b0;
     c0_1 += a0 * b1;
   }
+  if (accumulate) {
+    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(before0) : "m"(*(const v16f_u *)(c)), "Yk"(m0));
+    c0_0 += before0;
+    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(before1) : "m"(*(const v16f_u *)(c + 16)), "Yk"(m1));
+    c0_1 += before1;
+  }
   __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(c)) : "v"(c0_0), "Yk"(m0));
   __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(c + 16)) : "v"(c0_1), "Yk"(m1));
 }
@@ -241,7 +242,7 @@ static __attribute__((noinline)) void ukr_1x32(long k, const float *a, const flo
 /* C[2][columns] (+)= A[2][k] . B[k][32] */
 static __attribute__((noinline)) void ukr_2x32(long k, const float *a, const float *b, float *c, long c_m, long columns, long accumulate, float *c_next) {
   unsigned short m0, m1;
-  v16f c0_0, c0_1, c1_0, c1_1, b0, b1;
+  v16f c0_0, c0_1, c1_0, c1_1, b0, b1, before0, before1, before2, before3;
   float a0, a1;
   __builtin_prefetch(c_next, 1, 3);
   __builtin_prefetch(c_next + 16, 1, 3);
@@ -249,17 +250,10 @@ static __attribute__((noinline)) void ukr_2x32(long k, const float *a, const flo
   __builtin_prefetch(c_next + c_m + 16, 1, 3);
   m0 = (unsigned short)((1u << (max_(0, min_(columns, 16)))) - 1);
   m1 = (unsigned short)((1u << (max_(0, min_(columns - 16, 16)))) - 1);
-  if (accumulate) {
-    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(c0_0) : "m"(*(const v16f_u *)(c)), "Yk"(m0));
-    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(c0_1) : "m"(*(const v16f_u *)(c + 16)), "Yk"(m1));
-    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(c1_0) : "m"(*(const v16f_u *)(c + c_m)), "Yk"(m0));
-    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(c1_1) : "m"(*(const v16f_u *)(c + c_m + 16)), "Yk"(m1));
-  } else {
-    c0_0 = (v16f){0};
-    c0_1 = (v16f){0};
-    c1_0 = (v16f){0};
-    c1_1 = (v16f){0};
-  }
+  c0_0 = (v16f){0};
+  c0_1 = (v16f){0};
+  c1_0 = (v16f){0};
+  c1_1 = (v16f){0};
   #pragma GCC unroll 4
   for (long p = 0; p < k; ++p) {
     b0 = *(const v16f_u *)(b + p * 32);
@@ -270,6 +264,16 @@ static __attribute__((noinline)) void ukr_2x32(long k, const float *a, const flo
     a1 = *(a + p * 2 + 1);
     c1_0 += a1 * b0;
     c1_1 += a1 * b1;
+  }
+  if (accumulate) {
+    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(before0) : "m"(*(const v16f_u *)(c)), "Yk"(m0));
+    c0_0 += before0;
+    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(before1) : "m"(*(const v16f_u *)(c + 16)), "Yk"(m1));
+    c0_1 += before1;
+    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(before2) : "m"(*(const v16f_u *)(c + c_m)), "Yk"(m0));
+    c1_0 += before2;
+    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(before3) : "m"(*(const v16f_u *)(c + c_m + 16)), "Yk"(m1));
+    c1_1 += before3;
   }
   __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(c)) : "v"(c0_0), "Yk"(m0));
   __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(c + 16)) : "v"(c0_1), "Yk"(m1));
@@ -306,24 +310,24 @@ static void block(const long *ctx, long task, long worker) {
   const long slices = (rows + 1) / 2;
   const long height = rows / slices;
   const long taller = rows % slices;
-  const long kb = (k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64);
+  const long kb = ((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32;
   for (long pc = 0; pc < k; pc += kb) {
     const long kd = min_(kb, k - pc);
-    float *ap = work + worker * (((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) * 32 + 63) / 64 * 64 + (min_(m, 8) * ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64)) + 16 + 63) / 64 * 64) + ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) * 32 + 63) / 64 * 64;
+    float *ap = work + worker * ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 32 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32) + 16 + 63) / 64 * 64) + (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 32 + 63) / 64 * 64;
     for (long i = 0; i < slices; ++i) {
       const long h = height + (i < taller);
       const long r = i * height + min_(i, taller);
       pack_a(kd, h, a + item * a_batch + (row + r) * a_m + pc * a_k, a_m, a_k, ap + r * kd);
     }
     for (long jg = first; jg < last; ++jg) {
-      float *panels = work + worker * (((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) * 32 + 63) / 64 * 64 + (min_(m, 8) * ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64)) + 16 + 63) / 64 * 64);
+      float *panels = work + worker * ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 32 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32) + 16 + 63) / 64 * 64);
       for (long q = jg; q < min_(last, jg + 1); ++q) {
         pack_b(kd, min_(n - q * 32, 32), b + item * b_batch + pc * b_k + q * 32, b_k, b_n, panels + (q - jg) * (kd * 32));
       }
       for (long j = jg; j < min_(last, jg + 1); ++j) {
         const long column = j * 32;
         const long columns = min_(n - column, 32);
-        const float *bp = work + worker * (((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) * 32 + 63) / 64 * 64 + (min_(m, 8) * ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64)) + 16 + 63) / 64 * 64) + (j - jg) * (kd * 32);
+        const float *bp = work + worker * ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 32 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32) + 16 + 63) / 64 * 64) + (j - jg) * (kd * 32);
         for (long i = 0; i < slices; ++i) {
           const long h = height + (i < taller);
           const long r = i * height + min_(i, taller);

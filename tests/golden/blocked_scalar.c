@@ -1,6 +1,6 @@
 /* portmm_gemm_f32_f32_f32_2x2x1_scalar, made by portmm 0.1.0 for Scalar C */
-/* gemm scalar: registers 2x2x1, L1 2x2x64, L2 8x2x64, L3 8x8x64; A packed, B packed, threads over tiles */
-/* made again by: portmm emit --schedule gemm:scalar:f32:2x2x1/2x2x64/8x2x64/8x8x64:1-2:a=row,b=row,panels=1,over=tiles,lanes=0,prefetch=0,pack_a,pack_b,ahead */
+/* gemm scalar: registers 2x2x1, L1 2x2x384, L2 8x2x384, L3 8x8x384; A packed, B packed, threads over tiles */
+/* made again by: portmm emit --schedule gemm:scalar:f32:2x2x1/2x2x384/8x2x384/8x8x384:1-2:a=row,b=row,panels=1,over=tiles,lanes=0,prefetch=0,pack_a,pack_b,ahead */
 
 typedef struct {
   void *p;
@@ -64,31 +64,11 @@ static __attribute__((noinline)) void pack_b(long k, long columns, const float *
 
 /* C[1][columns] (+)= A[1][k] . B[k][2] */
 static __attribute__((noinline)) void ukr_1x2(long k, const float *a, const float *b, float *c, long c_m, long columns, long accumulate, float *c_next) {
-  float c0_0, c0_1, b0, b1, a0;
+  float c0_0, c0_1, b0, b1, a0, before0, before1;
   __builtin_prefetch(c_next, 1, 3);
   float tile[2] __attribute__((aligned(64)));
-  if (columns < 2) {
-    if (accumulate) {
-      for (long row = 0; row < 1; ++row) {
-        for (long col = 0; col < columns; ++col) {
-          *(tile + row * 2 + col) = *(c + row * c_m + col);
-        }
-      }
-      c0_0 = *(tile);
-      c0_1 = *(tile + 1);
-    } else {
-      c0_0 = 0;
-      c0_1 = 0;
-    }
-  } else {
-    if (accumulate) {
-      c0_0 = *(c);
-      c0_1 = *(c + 1);
-    } else {
-      c0_0 = 0;
-      c0_1 = 0;
-    }
-  }
+  c0_0 = 0;
+  c0_1 = 0;
   #pragma GCC unroll 4
   for (long p = 0; p < k; ++p) {
     b0 = *(b + p * 2);
@@ -98,6 +78,17 @@ static __attribute__((noinline)) void ukr_1x2(long k, const float *a, const floa
     c0_1 += a0 * b1;
   }
   if (columns < 2) {
+    if (accumulate) {
+      for (long row = 0; row < 1; ++row) {
+        for (long col = 0; col < columns; ++col) {
+          *(tile + row * 2 + col) = *(c + row * c_m + col);
+        }
+      }
+      before0 = *(tile);
+      c0_0 += before0;
+      before1 = *(tile + 1);
+      c0_1 += before1;
+    }
     *(tile) = c0_0;
     *(tile + 1) = c0_1;
     for (long row = 0; row < 1; ++row) {
@@ -106,6 +97,12 @@ static __attribute__((noinline)) void ukr_1x2(long k, const float *a, const floa
       }
     }
   } else {
+    if (accumulate) {
+      before0 = *(c);
+      c0_0 += before0;
+      before1 = *(c + 1);
+      c0_1 += before1;
+    }
     *(c) = c0_0;
     *(c + 1) = c0_1;
   }
@@ -113,40 +110,14 @@ static __attribute__((noinline)) void ukr_1x2(long k, const float *a, const floa
 
 /* C[2][columns] (+)= A[2][k] . B[k][2] */
 static __attribute__((noinline)) void ukr_2x2(long k, const float *a, const float *b, float *c, long c_m, long columns, long accumulate, float *c_next) {
-  float c0_0, c0_1, c1_0, c1_1, b0, b1, a0, a1;
+  float c0_0, c0_1, c1_0, c1_1, b0, b1, a0, a1, before0, before1, before2, before3;
   __builtin_prefetch(c_next, 1, 3);
   __builtin_prefetch(c_next + c_m, 1, 3);
   float tile[4] __attribute__((aligned(64)));
-  if (columns < 2) {
-    if (accumulate) {
-      for (long row = 0; row < 2; ++row) {
-        for (long col = 0; col < columns; ++col) {
-          *(tile + row * 2 + col) = *(c + row * c_m + col);
-        }
-      }
-      c0_0 = *(tile);
-      c0_1 = *(tile + 1);
-      c1_0 = *(tile + 2);
-      c1_1 = *(tile + 3);
-    } else {
-      c0_0 = 0;
-      c0_1 = 0;
-      c1_0 = 0;
-      c1_1 = 0;
-    }
-  } else {
-    if (accumulate) {
-      c0_0 = *(c);
-      c0_1 = *(c + 1);
-      c1_0 = *(c + c_m);
-      c1_1 = *(c + c_m + 1);
-    } else {
-      c0_0 = 0;
-      c0_1 = 0;
-      c1_0 = 0;
-      c1_1 = 0;
-    }
-  }
+  c0_0 = 0;
+  c0_1 = 0;
+  c1_0 = 0;
+  c1_1 = 0;
   #pragma GCC unroll 4
   for (long p = 0; p < k; ++p) {
     b0 = *(b + p * 2);
@@ -159,6 +130,21 @@ static __attribute__((noinline)) void ukr_2x2(long k, const float *a, const floa
     c1_1 += a1 * b1;
   }
   if (columns < 2) {
+    if (accumulate) {
+      for (long row = 0; row < 2; ++row) {
+        for (long col = 0; col < columns; ++col) {
+          *(tile + row * 2 + col) = *(c + row * c_m + col);
+        }
+      }
+      before0 = *(tile);
+      c0_0 += before0;
+      before1 = *(tile + 1);
+      c0_1 += before1;
+      before2 = *(tile + 2);
+      c1_0 += before2;
+      before3 = *(tile + 3);
+      c1_1 += before3;
+    }
     *(tile) = c0_0;
     *(tile + 1) = c0_1;
     *(tile + 2) = c1_0;
@@ -169,6 +155,16 @@ static __attribute__((noinline)) void ukr_2x2(long k, const float *a, const floa
       }
     }
   } else {
+    if (accumulate) {
+      before0 = *(c);
+      c0_0 += before0;
+      before1 = *(c + 1);
+      c0_1 += before1;
+      before2 = *(c + c_m);
+      c1_0 += before2;
+      before3 = *(c + c_m + 1);
+      c1_1 += before3;
+    }
     *(c) = c0_0;
     *(c + 1) = c0_1;
     *(c + c_m) = c1_0;
@@ -205,24 +201,24 @@ static void block(const long *ctx, long task, long worker) {
   const long slices = (rows + 1) / 2;
   const long height = rows / slices;
   const long taller = rows % slices;
-  const long kb = (k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64);
+  const long kb = ((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32;
   for (long pc = 0; pc < k; pc += kb) {
     const long kd = min_(kb, k - pc);
-    float *ap = work + worker * (((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) * 2 + 63) / 64 * 64 + (min_(m, 8) * ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64)) + 1 + 63) / 64 * 64) + ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) * 2 + 63) / 64 * 64;
+    float *ap = work + worker * ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 2 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32) + 1 + 63) / 64 * 64) + (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 2 + 63) / 64 * 64;
     for (long i = 0; i < slices; ++i) {
       const long h = height + (i < taller);
       const long r = i * height + min_(i, taller);
       pack_a(kd, h, a + item * a_batch + (row + r) * a_m + pc * a_k, a_m, a_k, ap + r * kd);
     }
     for (long jg = first; jg < last; ++jg) {
-      float *panels = work + worker * (((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) * 2 + 63) / 64 * 64 + (min_(m, 8) * ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64)) + 1 + 63) / 64 * 64);
+      float *panels = work + worker * ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 2 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32) + 1 + 63) / 64 * 64);
       for (long q = jg; q < min_(last, jg + 1); ++q) {
         pack_b(kd, min_(n - q * 2, 2), b + item * b_batch + pc * b_k + q * 2, b_k, b_n, panels + (q - jg) * (kd * 2));
       }
       for (long j = jg; j < min_(last, jg + 1); ++j) {
         const long column = j * 2;
         const long columns = min_(n - column, 2);
-        const float *bp = work + worker * (((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) * 2 + 63) / 64 * 64 + (min_(m, 8) * ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64)) + 1 + 63) / 64 * 64) + (j - jg) * (kd * 2);
+        const float *bp = work + worker * ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 2 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32) + 1 + 63) / 64 * 64) + (j - jg) * (kd * 2);
         for (long i = 0; i < slices; ++i) {
           const long h = height + (i < taller);
           const long r = i * height + min_(i, taller);

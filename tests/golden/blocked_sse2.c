@@ -1,6 +1,6 @@
 /* portmm_gemm_f32_f32_f32_2x8x1_sse2, made by portmm 0.1.0 for SSE2 */
-/* gemm sse2: registers 2x8x1, L1 2x8x64, L2 8x8x64, L3 8x32x64; A packed, B packed, threads over tiles */
-/* made again by: portmm emit --schedule gemm:sse2:f32:2x8x1/2x8x64/8x8x64/8x32x64:1-2:a=row,b=row,panels=1,over=tiles,lanes=0,prefetch=0,pack_a,pack_b,ahead */
+/* gemm sse2: registers 2x8x1, L1 2x8x384, L2 8x8x384, L3 8x32x384; A packed, B packed, threads over tiles */
+/* made again by: portmm emit --schedule gemm:sse2:f32:2x8x1/2x8x384/8x8x384/8x32x384:1-2:a=row,b=row,panels=1,over=tiles,lanes=0,prefetch=0,pack_a,pack_b,ahead */
 
 typedef float v4f __attribute__((vector_size(16)));
 typedef float v4f_u __attribute__((vector_size(16), aligned(4), may_alias));
@@ -103,32 +103,12 @@ static __attribute__((noinline)) void pack_b(long k, long columns, const float *
 
 /* C[1][columns] (+)= A[1][k] . B[k][8] */
 static __attribute__((noinline)) void ukr_1x8(long k, const float *a, const float *b, float *c, long c_m, long columns, long accumulate, float *c_next) {
-  v4f c0_0, c0_1, b0, b1;
+  v4f c0_0, c0_1, b0, b1, before0, before1;
   float a0;
   __builtin_prefetch(c_next, 1, 3);
   float tile[8] __attribute__((aligned(64)));
-  if (columns < 8) {
-    if (accumulate) {
-      for (long row = 0; row < 1; ++row) {
-        for (long col = 0; col < columns; ++col) {
-          *(tile + row * 8 + col) = *(c + row * c_m + col);
-        }
-      }
-      c0_0 = *(const v4f_u *)(tile);
-      c0_1 = *(const v4f_u *)(tile + 4);
-    } else {
-      c0_0 = (v4f){0};
-      c0_1 = (v4f){0};
-    }
-  } else {
-    if (accumulate) {
-      c0_0 = *(const v4f_u *)(c);
-      c0_1 = *(const v4f_u *)(c + 4);
-    } else {
-      c0_0 = (v4f){0};
-      c0_1 = (v4f){0};
-    }
-  }
+  c0_0 = (v4f){0};
+  c0_1 = (v4f){0};
   #pragma GCC unroll 4
   for (long p = 0; p < k; ++p) {
     b0 = *(const v4f_u *)(b + p * 8);
@@ -138,6 +118,17 @@ static __attribute__((noinline)) void ukr_1x8(long k, const float *a, const floa
     c0_1 += a0 * b1;
   }
   if (columns < 8) {
+    if (accumulate) {
+      for (long row = 0; row < 1; ++row) {
+        for (long col = 0; col < columns; ++col) {
+          *(tile + row * 8 + col) = *(c + row * c_m + col);
+        }
+      }
+      before0 = *(const v4f_u *)(tile);
+      c0_0 += before0;
+      before1 = *(const v4f_u *)(tile + 4);
+      c0_1 += before1;
+    }
     *(v4f_u *)(tile) = c0_0;
     *(v4f_u *)(tile + 4) = c0_1;
     for (long row = 0; row < 1; ++row) {
@@ -146,6 +137,12 @@ static __attribute__((noinline)) void ukr_1x8(long k, const float *a, const floa
       }
     }
   } else {
+    if (accumulate) {
+      before0 = *(const v4f_u *)(c);
+      c0_0 += before0;
+      before1 = *(const v4f_u *)(c + 4);
+      c0_1 += before1;
+    }
     *(v4f_u *)(c) = c0_0;
     *(v4f_u *)(c + 4) = c0_1;
   }
@@ -153,41 +150,15 @@ static __attribute__((noinline)) void ukr_1x8(long k, const float *a, const floa
 
 /* C[2][columns] (+)= A[2][k] . B[k][8] */
 static __attribute__((noinline)) void ukr_2x8(long k, const float *a, const float *b, float *c, long c_m, long columns, long accumulate, float *c_next) {
-  v4f c0_0, c0_1, c1_0, c1_1, b0, b1;
+  v4f c0_0, c0_1, c1_0, c1_1, b0, b1, before0, before1, before2, before3;
   float a0, a1;
   __builtin_prefetch(c_next, 1, 3);
   __builtin_prefetch(c_next + c_m, 1, 3);
   float tile[16] __attribute__((aligned(64)));
-  if (columns < 8) {
-    if (accumulate) {
-      for (long row = 0; row < 2; ++row) {
-        for (long col = 0; col < columns; ++col) {
-          *(tile + row * 8 + col) = *(c + row * c_m + col);
-        }
-      }
-      c0_0 = *(const v4f_u *)(tile);
-      c0_1 = *(const v4f_u *)(tile + 4);
-      c1_0 = *(const v4f_u *)(tile + 8);
-      c1_1 = *(const v4f_u *)(tile + 12);
-    } else {
-      c0_0 = (v4f){0};
-      c0_1 = (v4f){0};
-      c1_0 = (v4f){0};
-      c1_1 = (v4f){0};
-    }
-  } else {
-    if (accumulate) {
-      c0_0 = *(const v4f_u *)(c);
-      c0_1 = *(const v4f_u *)(c + 4);
-      c1_0 = *(const v4f_u *)(c + c_m);
-      c1_1 = *(const v4f_u *)(c + c_m + 4);
-    } else {
-      c0_0 = (v4f){0};
-      c0_1 = (v4f){0};
-      c1_0 = (v4f){0};
-      c1_1 = (v4f){0};
-    }
-  }
+  c0_0 = (v4f){0};
+  c0_1 = (v4f){0};
+  c1_0 = (v4f){0};
+  c1_1 = (v4f){0};
   #pragma GCC unroll 4
   for (long p = 0; p < k; ++p) {
     b0 = *(const v4f_u *)(b + p * 8);
@@ -200,6 +171,21 @@ static __attribute__((noinline)) void ukr_2x8(long k, const float *a, const floa
     c1_1 += a1 * b1;
   }
   if (columns < 8) {
+    if (accumulate) {
+      for (long row = 0; row < 2; ++row) {
+        for (long col = 0; col < columns; ++col) {
+          *(tile + row * 8 + col) = *(c + row * c_m + col);
+        }
+      }
+      before0 = *(const v4f_u *)(tile);
+      c0_0 += before0;
+      before1 = *(const v4f_u *)(tile + 4);
+      c0_1 += before1;
+      before2 = *(const v4f_u *)(tile + 8);
+      c1_0 += before2;
+      before3 = *(const v4f_u *)(tile + 12);
+      c1_1 += before3;
+    }
     *(v4f_u *)(tile) = c0_0;
     *(v4f_u *)(tile + 4) = c0_1;
     *(v4f_u *)(tile + 8) = c1_0;
@@ -210,6 +196,16 @@ static __attribute__((noinline)) void ukr_2x8(long k, const float *a, const floa
       }
     }
   } else {
+    if (accumulate) {
+      before0 = *(const v4f_u *)(c);
+      c0_0 += before0;
+      before1 = *(const v4f_u *)(c + 4);
+      c0_1 += before1;
+      before2 = *(const v4f_u *)(c + c_m);
+      c1_0 += before2;
+      before3 = *(const v4f_u *)(c + c_m + 4);
+      c1_1 += before3;
+    }
     *(v4f_u *)(c) = c0_0;
     *(v4f_u *)(c + 4) = c0_1;
     *(v4f_u *)(c + c_m) = c1_0;
@@ -246,24 +242,24 @@ static void block(const long *ctx, long task, long worker) {
   const long slices = (rows + 1) / 2;
   const long height = rows / slices;
   const long taller = rows % slices;
-  const long kb = (k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64);
+  const long kb = ((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32;
   for (long pc = 0; pc < k; pc += kb) {
     const long kd = min_(kb, k - pc);
-    float *ap = work + worker * (((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) * 8 + 63) / 64 * 64 + (min_(m, 8) * ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64)) + 4 + 63) / 64 * 64) + ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) * 8 + 63) / 64 * 64;
+    float *ap = work + worker * ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 8 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32) + 4 + 63) / 64 * 64) + (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 8 + 63) / 64 * 64;
     for (long i = 0; i < slices; ++i) {
       const long h = height + (i < taller);
       const long r = i * height + min_(i, taller);
       pack_a(kd, h, a + item * a_batch + (row + r) * a_m + pc * a_k, a_m, a_k, ap + r * kd);
     }
     for (long jg = first; jg < last; ++jg) {
-      float *panels = work + worker * (((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) * 8 + 63) / 64 * 64 + (min_(m, 8) * ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64)) + 4 + 63) / 64 * 64);
+      float *panels = work + worker * ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 8 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32) + 4 + 63) / 64 * 64);
       for (long q = jg; q < min_(last, jg + 1); ++q) {
         pack_b(kd, min_(n - q * 8, 8), b + item * b_batch + pc * b_k + q * 8, b_k, b_n, panels + (q - jg) * (kd * 8));
       }
       for (long j = jg; j < min_(last, jg + 1); ++j) {
         const long column = j * 8;
         const long columns = min_(n - column, 8);
-        const float *bp = work + worker * (((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) * 8 + 63) / 64 * 64 + (min_(m, 8) * ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64)) + 4 + 63) / 64 * 64) + (j - jg) * (kd * 8);
+        const float *bp = work + worker * ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 8 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32) + 4 + 63) / 64 * 64) + (j - jg) * (kd * 8);
         for (long i = 0; i < slices; ++i) {
           const long h = height + (i < taller);
           const long r = i * height + min_(i, taller);

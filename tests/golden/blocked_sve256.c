@@ -1,6 +1,6 @@
 /* portmm_gemm_f32_f32_f32_2x16x1_sve256, made by portmm 0.1.0 for SVE, 256-bit vectors */
-/* gemm sve256: registers 2x16x1, L1 2x16x64, L2 8x16x64, L3 8x64x64; A packed, B packed, threads over tiles */
-/* made again by: portmm emit --schedule gemm:sve256:f32:2x16x1/2x16x64/8x16x64/8x64x64:1-2:a=row,b=row,panels=1,over=tiles,lanes=0,prefetch=0,pack_a,pack_b,ahead */
+/* gemm sve256: registers 2x16x1, L1 2x16x384, L2 8x16x384, L3 8x64x384; A packed, B packed, threads over tiles */
+/* made again by: portmm emit --schedule gemm:sve256:f32:2x16x1/2x16x384/8x16x384/8x64x384:1-2:a=row,b=row,panels=1,over=tiles,lanes=0,prefetch=0,pack_a,pack_b,ahead */
 
 #include <arm_sve.h>
 
@@ -71,27 +71,12 @@ static __attribute__((noinline)) void pack_b(long k, long columns, const float *
 /* C[1][columns] (+)= A[1][k] . B[k][16] */
 static __attribute__((noinline)) void ukr_1x16(long k, const float *a, const float *b, float *c, long c_m, long columns, long accumulate, float *c_next) {
   svbool_t m0, m1;
-  svfloat32_t c0_0, c0_1, b0, b1, a0;
+  svfloat32_t c0_0, c0_1, b0, b1, a0, before0, before1;
   __builtin_prefetch(c_next, 1, 3);
   m0 = svwhilelt_b32_u32(0, (unsigned)(max_(0, min_(columns, 8))));
   m1 = svwhilelt_b32_u32(0, (unsigned)(max_(0, min_(columns - 8, 8))));
-  if (columns < 16) {
-    if (accumulate) {
-      c0_0 = svld1_f32(m0, c);
-      c0_1 = svld1_f32(m1, c + 8);
-    } else {
-      c0_0 = svdup_n_f32(0);
-      c0_1 = svdup_n_f32(0);
-    }
-  } else {
-    if (accumulate) {
-      c0_0 = svld1_f32(svptrue_b32(), c);
-      c0_1 = svld1_f32(svptrue_b32(), c + 8);
-    } else {
-      c0_0 = svdup_n_f32(0);
-      c0_1 = svdup_n_f32(0);
-    }
-  }
+  c0_0 = svdup_n_f32(0);
+  c0_1 = svdup_n_f32(0);
   #pragma GCC unroll 4
   for (long p = 0; p < k; ++p) {
     b0 = svld1_f32(svptrue_b32(), b + p * 16);
@@ -101,9 +86,21 @@ static __attribute__((noinline)) void ukr_1x16(long k, const float *a, const flo
     c0_1 = svmla_f32_x(svptrue_b32(), c0_1, a0, b1);
   }
   if (columns < 16) {
+    if (accumulate) {
+      before0 = svld1_f32(m0, c);
+      c0_0 = svadd_f32_x(svptrue_b32(), c0_0, before0);
+      before1 = svld1_f32(m1, c + 8);
+      c0_1 = svadd_f32_x(svptrue_b32(), c0_1, before1);
+    }
     svst1_f32(m0, c, c0_0);
     svst1_f32(m1, c + 8, c0_1);
   } else {
+    if (accumulate) {
+      before0 = svld1_f32(svptrue_b32(), c);
+      c0_0 = svadd_f32_x(svptrue_b32(), c0_0, before0);
+      before1 = svld1_f32(svptrue_b32(), c + 8);
+      c0_1 = svadd_f32_x(svptrue_b32(), c0_1, before1);
+    }
     svst1_f32(svptrue_b32(), c, c0_0);
     svst1_f32(svptrue_b32(), c + 8, c0_1);
   }
@@ -112,36 +109,15 @@ static __attribute__((noinline)) void ukr_1x16(long k, const float *a, const flo
 /* C[2][columns] (+)= A[2][k] . B[k][16] */
 static __attribute__((noinline)) void ukr_2x16(long k, const float *a, const float *b, float *c, long c_m, long columns, long accumulate, float *c_next) {
   svbool_t m0, m1;
-  svfloat32_t c0_0, c0_1, c1_0, c1_1, b0, b1, a0, a1;
+  svfloat32_t c0_0, c0_1, c1_0, c1_1, b0, b1, a0, a1, before0, before1, before2, before3;
   __builtin_prefetch(c_next, 1, 3);
   __builtin_prefetch(c_next + c_m, 1, 3);
   m0 = svwhilelt_b32_u32(0, (unsigned)(max_(0, min_(columns, 8))));
   m1 = svwhilelt_b32_u32(0, (unsigned)(max_(0, min_(columns - 8, 8))));
-  if (columns < 16) {
-    if (accumulate) {
-      c0_0 = svld1_f32(m0, c);
-      c0_1 = svld1_f32(m1, c + 8);
-      c1_0 = svld1_f32(m0, c + c_m);
-      c1_1 = svld1_f32(m1, c + c_m + 8);
-    } else {
-      c0_0 = svdup_n_f32(0);
-      c0_1 = svdup_n_f32(0);
-      c1_0 = svdup_n_f32(0);
-      c1_1 = svdup_n_f32(0);
-    }
-  } else {
-    if (accumulate) {
-      c0_0 = svld1_f32(svptrue_b32(), c);
-      c0_1 = svld1_f32(svptrue_b32(), c + 8);
-      c1_0 = svld1_f32(svptrue_b32(), c + c_m);
-      c1_1 = svld1_f32(svptrue_b32(), c + c_m + 8);
-    } else {
-      c0_0 = svdup_n_f32(0);
-      c0_1 = svdup_n_f32(0);
-      c1_0 = svdup_n_f32(0);
-      c1_1 = svdup_n_f32(0);
-    }
-  }
+  c0_0 = svdup_n_f32(0);
+  c0_1 = svdup_n_f32(0);
+  c1_0 = svdup_n_f32(0);
+  c1_1 = svdup_n_f32(0);
   #pragma GCC unroll 4
   for (long p = 0; p < k; ++p) {
     b0 = svld1_f32(svptrue_b32(), b + p * 16);
@@ -154,11 +130,31 @@ static __attribute__((noinline)) void ukr_2x16(long k, const float *a, const flo
     c1_1 = svmla_f32_x(svptrue_b32(), c1_1, a1, b1);
   }
   if (columns < 16) {
+    if (accumulate) {
+      before0 = svld1_f32(m0, c);
+      c0_0 = svadd_f32_x(svptrue_b32(), c0_0, before0);
+      before1 = svld1_f32(m1, c + 8);
+      c0_1 = svadd_f32_x(svptrue_b32(), c0_1, before1);
+      before2 = svld1_f32(m0, c + c_m);
+      c1_0 = svadd_f32_x(svptrue_b32(), c1_0, before2);
+      before3 = svld1_f32(m1, c + c_m + 8);
+      c1_1 = svadd_f32_x(svptrue_b32(), c1_1, before3);
+    }
     svst1_f32(m0, c, c0_0);
     svst1_f32(m1, c + 8, c0_1);
     svst1_f32(m0, c + c_m, c1_0);
     svst1_f32(m1, c + c_m + 8, c1_1);
   } else {
+    if (accumulate) {
+      before0 = svld1_f32(svptrue_b32(), c);
+      c0_0 = svadd_f32_x(svptrue_b32(), c0_0, before0);
+      before1 = svld1_f32(svptrue_b32(), c + 8);
+      c0_1 = svadd_f32_x(svptrue_b32(), c0_1, before1);
+      before2 = svld1_f32(svptrue_b32(), c + c_m);
+      c1_0 = svadd_f32_x(svptrue_b32(), c1_0, before2);
+      before3 = svld1_f32(svptrue_b32(), c + c_m + 8);
+      c1_1 = svadd_f32_x(svptrue_b32(), c1_1, before3);
+    }
     svst1_f32(svptrue_b32(), c, c0_0);
     svst1_f32(svptrue_b32(), c + 8, c0_1);
     svst1_f32(svptrue_b32(), c + c_m, c1_0);
@@ -195,24 +191,24 @@ static void block(const long *ctx, long task, long worker) {
   const long slices = (rows + 1) / 2;
   const long height = rows / slices;
   const long taller = rows % slices;
-  const long kb = (k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64);
+  const long kb = ((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32;
   for (long pc = 0; pc < k; pc += kb) {
     const long kd = min_(kb, k - pc);
-    float *ap = work + worker * (((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) * 16 + 63) / 64 * 64 + (min_(m, 8) * ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64)) + 8 + 63) / 64 * 64) + ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) * 16 + 63) / 64 * 64;
+    float *ap = work + worker * ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 16 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32) + 8 + 63) / 64 * 64) + (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 16 + 63) / 64 * 64;
     for (long i = 0; i < slices; ++i) {
       const long h = height + (i < taller);
       const long r = i * height + min_(i, taller);
       pack_a(kd, h, a + item * a_batch + (row + r) * a_m + pc * a_k, a_m, a_k, ap + r * kd);
     }
     for (long jg = first; jg < last; ++jg) {
-      float *panels = work + worker * (((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) * 16 + 63) / 64 * 64 + (min_(m, 8) * ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64)) + 8 + 63) / 64 * 64);
+      float *panels = work + worker * ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 16 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32) + 8 + 63) / 64 * 64);
       for (long q = jg; q < min_(last, jg + 1); ++q) {
         pack_b(kd, min_(n - q * 16, 16), b + item * b_batch + pc * b_k + q * 16, b_k, b_n, panels + (q - jg) * (kd * 16));
       }
       for (long j = jg; j < min_(last, jg + 1); ++j) {
         const long column = j * 16;
         const long columns = min_(n - column, 16);
-        const float *bp = work + worker * (((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) * 16 + 63) / 64 * 64 + (min_(m, 8) * ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64)) + 8 + 63) / 64 * 64) + (j - jg) * (kd * 16);
+        const float *bp = work + worker * ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 16 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32) + 8 + 63) / 64 * 64) + (j - jg) * (kd * 16);
         for (long i = 0; i < slices; ++i) {
           const long h = height + (i < taller);
           const long r = i * height + min_(i, taller);

@@ -24,6 +24,8 @@ static __device__ __forceinline__ float fma_f32(float a, float b, float c) { ret
 
 static __device__ __forceinline__ int min_(int x, int y) { return x < y ? x : y; }
 
+static __device__ __forceinline__ int max_(int x, int y) { return x > y ? x : y; }
+
 extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x1_simt(
     const int m,
     const int n,
@@ -42,6 +44,7 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
   const int block = (int)blockIdx.x;
   __shared__ __align__(16) float a_tile[192];
   __shared__ __align__(16) float b_tile[768];
+  __shared__ __align__(16) float totals[256];
   __align__(16) float acc[8];
   __align__(16) float a_part[2];
   __align__(16) float b_part[4];
@@ -110,49 +113,66 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
     }
   }
   copy_async_commit();
-  for (int step = 0; step < steps; ++step) {
-    copy_async_wait_1();
-    __syncthreads();
-    if (step + 2 < steps) {
-      #pragma unroll
-      for (int turn = 0; turn < 1; ++turn) {
-        const int a_piece = thread + turn * 32;
-        const int a_row = a_piece >> 2;
-        const int a_unit = (a_piece & 3) * 2;
-        const int a_at = k_0 + (step + 2) * 8 + a_unit;
-        const float *a_from = a_item + (min_(row_0 + a_row, m - 1) * a_m + a_at);
-        copy_async_4(a_tile + ((step + 2) % 3 * 64 + a_unit * 8 + a_row), a_from, (a_at < k_end) ? 4 : 0);
-        copy_async_4(a_tile + ((step + 2) % 3 * 64 + (a_unit + 1) * 8 + a_row), a_from + 1, (a_at + 1 < k_end) ? 4 : 0);
-      }
-      #pragma unroll
-      for (int turn = 0; turn < 2; ++turn) {
-        const int b_piece = thread + turn * 32;
-        const int b_row = (b_piece & 7) * 4;
-        const int b_unit = b_piece >> 3;
-        const int b_at = k_0 + (step + 2) * 8 + b_unit;
-        const float *b_from = b_item + (min_(column_0 + b_row, n - 4) + b_at * b_k);
-        copy_async_16(b_tile + ((step + 2) % 3 * 256 + b_unit * 32 + b_row), b_from, (b_at < k_end) ? 16 : 0);
-      }
-    }
-    copy_async_commit();
-    const int stage = step % 3;
+  #pragma unroll
+  for (int i = 0; i < 8; ++i) acc[i] = 0;
+  #pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    totals[i * 32 + thread] = acc[i];
+  }
+  const int run = max_(1, ((((k_end - k_0 + max_(1, (k_end - k_0 + 383) / 384) - 1) / max_(1, (k_end - k_0 + 383) / 384) + 31) >> 5) * 32) >> 3);
+  for (int run_begin = 0; run_begin < steps; run_begin += run) {
+    const int run_end = min_(run_begin + run, steps);
     #pragma unroll
-    for (int unit = 0; unit < 8; ++unit) {
-      #pragma unroll
-      for (int g = 0; g < 1; ++g) {
-        *(uint2 *)(a_part + g * 2) = *(const uint2 *)(a_tile + (stage * 64 + unit * 8 + cell_m * 2 + g * 8));
-      }
-      #pragma unroll
-      for (int g = 0; g < 1; ++g) {
-        *(uint4 *)(b_part + g * 4) = *(const uint4 *)(b_tile + (stage * 256 + unit * 32 + cell_n * 4 + g * 32));
-      }
-      #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < 8; ++i) acc[i] = 0;
+    for (int step = run_begin; step < run_end; ++step) {
+      copy_async_wait_1();
+      __syncthreads();
+      if (step + 2 < steps) {
         #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          acc[i * 4 + j] = fma_f32(a_part[i], b_part[j], acc[i * 4 + j]);
+        for (int turn = 0; turn < 1; ++turn) {
+          const int a_piece = thread + turn * 32;
+          const int a_row = a_piece >> 2;
+          const int a_unit = (a_piece & 3) * 2;
+          const int a_at = k_0 + (step + 2) * 8 + a_unit;
+          const float *a_from = a_item + (min_(row_0 + a_row, m - 1) * a_m + a_at);
+          copy_async_4(a_tile + ((step + 2) % 3 * 64 + a_unit * 8 + a_row), a_from, (a_at < k_end) ? 4 : 0);
+          copy_async_4(a_tile + ((step + 2) % 3 * 64 + (a_unit + 1) * 8 + a_row), a_from + 1, (a_at + 1 < k_end) ? 4 : 0);
+        }
+        #pragma unroll
+        for (int turn = 0; turn < 2; ++turn) {
+          const int b_piece = thread + turn * 32;
+          const int b_row = (b_piece & 7) * 4;
+          const int b_unit = b_piece >> 3;
+          const int b_at = k_0 + (step + 2) * 8 + b_unit;
+          const float *b_from = b_item + (min_(column_0 + b_row, n - 4) + b_at * b_k);
+          copy_async_16(b_tile + ((step + 2) % 3 * 256 + b_unit * 32 + b_row), b_from, (b_at < k_end) ? 16 : 0);
         }
       }
+      copy_async_commit();
+      const int stage = step % 3;
+      #pragma unroll
+      for (int unit = 0; unit < 8; ++unit) {
+        #pragma unroll
+        for (int g = 0; g < 1; ++g) {
+          *(uint2 *)(a_part + g * 2) = *(const uint2 *)(a_tile + (stage * 64 + unit * 8 + cell_m * 2 + g * 8));
+        }
+        #pragma unroll
+        for (int g = 0; g < 1; ++g) {
+          *(uint4 *)(b_part + g * 4) = *(const uint4 *)(b_tile + (stage * 256 + unit * 32 + cell_n * 4 + g * 32));
+        }
+        #pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          #pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            acc[i * 4 + j] = fma_f32(a_part[i], b_part[j], acc[i * 4 + j]);
+          }
+        }
+      }
+    }
+    #pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      acc[i] += totals[i * 32 + thread];
+      totals[i * 32 + thread] = acc[i];
     }
   }
   float *c_item = c + item * c_batch;

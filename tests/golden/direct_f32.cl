@@ -6,6 +6,8 @@ static inline float fma_f32(float a, float b, float c) { return fma(a, b, c); }
 
 static inline int min_(int x, int y) { return x < y ? x : y; }
 
+static inline int max_(int x, int y) { return x > y ? x : y; }
+
 __kernel __attribute__((reqd_work_group_size(32, 1, 1)))
 void portmm_direct_f32_f32_f32_2x2x1_simt(
     const int m,
@@ -35,6 +37,7 @@ void portmm_direct_f32_f32_f32_2x2x1_simt(
   const int block = (int)get_group_id(0);
   float a0, l1, t2, t3;
   float acc[4] __attribute__((aligned(16)));
+  float run_acc[4] __attribute__((aligned(16)));
   float a_part[2] __attribute__((aligned(16)));
   float b_part[2] __attribute__((aligned(16)));
   const int down = (m + 3) >> 2;
@@ -58,17 +61,27 @@ void portmm_direct_f32_f32_f32_2x2x1_simt(
     __global const float *a_1 = a_item + (row_0 + 1 + cell_m * 2) * a_m;
     __global const float *b_0 = b_item + (column_0 + cell_n) * b_n;
     __global const float *b_1 = b_item + (column_0 + 16 + cell_n) * b_n;
-    for (int at = 0; at < k; ++at) {
-      a_part[0] = *(a_0 + at);
-      a_part[1] = *(a_1 + at);
-      b_part[0] = *(b_0 + at * b_k);
-      b_part[1] = *(b_1 + at * b_k);
+    const int run = (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) >> 5) * 32;
+    for (int run_begin = 0; run_begin < k; run_begin += run) {
+      const int run_end = min_(run_begin + run, k);
       #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < 4; ++i) run_acc[i] = 0;
+      for (int at = run_begin; at < run_end; ++at) {
+        a_part[0] = *(a_0 + at);
+        a_part[1] = *(a_1 + at);
+        b_part[0] = *(b_0 + at * b_k);
+        b_part[1] = *(b_1 + at * b_k);
         #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          acc[i * 2 + j] = fma_f32(a_part[i], b_part[j], acc[i * 2 + j]);
+        for (int i = 0; i < 2; ++i) {
+          #pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            run_acc[i * 2 + j] = fma_f32(a_part[i], b_part[j], run_acc[i * 2 + j]);
+          }
         }
+      }
+      #pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        acc[i] += run_acc[i];
       }
     }
   } else {
@@ -76,17 +89,27 @@ void portmm_direct_f32_f32_f32_2x2x1_simt(
     __global const float *a_1 = a_item + min_(row_0 + 1 + cell_m * 2, m - 1) * a_m;
     __global const float *b_0 = b_item + min_(column_0 + cell_n, n - 1) * b_n;
     __global const float *b_1 = b_item + min_(column_0 + 16 + cell_n, n - 1) * b_n;
-    for (int at = 0; at < k; ++at) {
-      a_part[0] = *(a_0 + at);
-      a_part[1] = *(a_1 + at);
-      b_part[0] = *(b_0 + at * b_k);
-      b_part[1] = *(b_1 + at * b_k);
+    const int run = (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) >> 5) * 32;
+    for (int run_begin = 0; run_begin < k; run_begin += run) {
+      const int run_end = min_(run_begin + run, k);
       #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < 4; ++i) run_acc[i] = 0;
+      for (int at = run_begin; at < run_end; ++at) {
+        a_part[0] = *(a_0 + at);
+        a_part[1] = *(a_1 + at);
+        b_part[0] = *(b_0 + at * b_k);
+        b_part[1] = *(b_1 + at * b_k);
         #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          acc[i * 2 + j] = fma_f32(a_part[i], b_part[j], acc[i * 2 + j]);
+        for (int i = 0; i < 2; ++i) {
+          #pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            run_acc[i * 2 + j] = fma_f32(a_part[i], b_part[j], run_acc[i * 2 + j]);
+          }
         }
+      }
+      #pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        acc[i] += run_acc[i];
       }
     }
   }

@@ -56,17 +56,32 @@ typedef int lanes_t __attribute__((vector_size(32)));
 
 /* C[1][2] = A[1][k] . B[2][k] */
 static __attribute__((noinline)) void dot_1x2(long k, const float *a, long a_m, const float *b, long b_n, float *c, long c_m) {
-  v8f c0_0, c0_1, a0, b0, b1;
+  v8f c0_0, c0_1, a0, b0, b1, t;
   v8i m0;
   c0_0 = (v8f){0};
   c0_1 = (v8f){0};
-  #pragma GCC unroll 2
-  for (long p = 0; p < k - k % 8; p += 8) {
-    a0 = *(const v8f_u *)(a + p);
-    b0 = *(const v8f_u *)(b + p);
-    c0_0 += a0 * b0;
-    b1 = *(const v8f_u *)(b + b_n + p);
-    c0_1 += a0 * b1;
+  float kept[16] __attribute__((aligned(64)));
+  for (long p_run = 0; p_run < k - k % 8; p_run += 3072) {
+    #pragma GCC unroll 2
+    for (long p = p_run; p < min_(k - k % 8, p_run + 3072); p += 8) {
+      a0 = *(const v8f_u *)(a + p);
+      b0 = *(const v8f_u *)(b + p);
+      c0_0 += a0 * b0;
+      b1 = *(const v8f_u *)(b + b_n + p);
+      c0_1 += a0 * b1;
+    }
+    if (p_run + 3072 < k - k % 8) {
+      if (0 < p_run) {
+        t = *(const v8f_u *)(kept);
+        c0_0 += t;
+        t = *(const v8f_u *)(kept + 8);
+        c0_1 += t;
+      }
+      *(v8f_u *)(kept) = c0_0;
+      *(v8f_u *)(kept + 8) = c0_1;
+      c0_0 = (v8f){0};
+      c0_1 = (v8f){0};
+    }
   }
   if (0 < k % 8) {
     const long p = k - k % 8;
@@ -76,6 +91,12 @@ static __attribute__((noinline)) void dot_1x2(long k, const float *a, long a_m, 
     c0_0 += a0 * b0;
     __asm__("vmaskmovps %1, %2, %0" : "=x"(b1) : "m"(*(const v8f_u *)(b + b_n + p)), "x"(m0));
     c0_1 += a0 * b1;
+  }
+  if (3072 < k - k % 8) {
+    t = *(const v8f_u *)(kept);
+    c0_0 += t;
+    t = *(const v8f_u *)(kept + 8);
+    c0_1 += t;
   }
   {
     float sum;
@@ -97,14 +118,25 @@ static __attribute__((noinline)) void dot_1x2(long k, const float *a, long a_m, 
 
 /* C[1][1] = A[1][k] . B[1][k] */
 static __attribute__((noinline)) void dot_1x1(long k, const float *a, long a_m, const float *b, long b_n, float *c, long c_m) {
-  v8f c0_0, a0, b0;
+  v8f c0_0, a0, b0, t;
   v8i m0;
   c0_0 = (v8f){0};
-  #pragma GCC unroll 2
-  for (long p = 0; p < k - k % 8; p += 8) {
-    a0 = *(const v8f_u *)(a + p);
-    b0 = *(const v8f_u *)(b + p);
-    c0_0 += a0 * b0;
+  float kept[8] __attribute__((aligned(64)));
+  for (long p_run = 0; p_run < k - k % 8; p_run += 3072) {
+    #pragma GCC unroll 2
+    for (long p = p_run; p < min_(k - k % 8, p_run + 3072); p += 8) {
+      a0 = *(const v8f_u *)(a + p);
+      b0 = *(const v8f_u *)(b + p);
+      c0_0 += a0 * b0;
+    }
+    if (p_run + 3072 < k - k % 8) {
+      if (0 < p_run) {
+        t = *(const v8f_u *)(kept);
+        c0_0 += t;
+      }
+      *(v8f_u *)(kept) = c0_0;
+      c0_0 = (v8f){0};
+    }
   }
   if (0 < k % 8) {
     const long p = k - k % 8;
@@ -112,6 +144,10 @@ static __attribute__((noinline)) void dot_1x1(long k, const float *a, long a_m, 
     __asm__("vmaskmovps %1, %2, %0" : "=x"(a0) : "m"(*(const v8f_u *)(a + p)), "x"(m0));
     __asm__("vmaskmovps %1, %2, %0" : "=x"(b0) : "m"(*(const v8f_u *)(b + p)), "x"(m0));
     c0_0 += a0 * b0;
+  }
+  if (3072 < k - k % 8) {
+    t = *(const v8f_u *)(kept);
+    c0_0 += t;
   }
   {
     float sum;

@@ -250,6 +250,40 @@ static __attribute__((noinline)) void ukr_2x32(long k, const float *a, const flo
   __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(c + c_m + 16)) : "v"(c1_1), "Yk"(m1));
 }
 
+/* kept[rows][columns] (+)= C, or C += kept after the last run of k */
+static __attribute__((noinline)) void carry(long rows, long columns, float *c, long c_m, float *kept, long wide, long first, long more) {
+  v16f x, y;
+  unsigned short m;
+  for (long i = 0; i < rows; ++i) {
+    for (long j = 0; j < columns - columns % 16; j += 16) {
+      x = *(const v16f_u *)(c + i * c_m + j);
+      if (1 - first) {
+        y = *(const v16f_u *)(kept + i * wide + j);
+        x += y;
+      }
+      if (more) {
+        *(v16f_u *)(kept + i * wide + j) = x;
+      } else {
+        *(v16f_u *)(c + i * c_m + j) = x;
+      }
+    }
+    if (columns - columns % 16 < columns) {
+      const long j = columns - columns % 16;
+      m = (unsigned short)((1u << (max_(0, min_(columns - (columns - columns % 16), 16)))) - 1);
+      __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(x) : "m"(*(const v16f_u *)(c + i * c_m + j)), "Yk"(m));
+      if (1 - first) {
+        y = *(const v16f_u *)(kept + i * wide + j);
+        x += y;
+      }
+      if (more) {
+        *(v16f_u *)(kept + i * wide + j) = x;
+      } else {
+        __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(c + i * c_m + j)) : "v"(x), "Yk"(m));
+      }
+    }
+  }
+}
+
 /* C[rows][columns] = expressions of sums,  as f32 */
 static __attribute__((noinline)) void finish(long rows, long columns, float *sums, long wide, float *c, long c_m, long item, long row, long column, const float *numbers, const float *x0, const unsigned short *x1, long x1_m, signed char *x2, long x2_m) {
   float t0_one;
@@ -333,37 +367,46 @@ static void block(const long *ctx, long task, long worker) {
   const long slices = (rows + 1) / 2;
   const long height = rows / slices;
   const long taller = rows % slices;
-  const long kb = (k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64);
-  float *cp = work + worker * ((min_(m, 8) * ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64)) + 16 + 63) / 64 * 64 + (max_(64, ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32))) + 63) / 64 * 64) + (min_(m, 8) * ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64)) + 16 + 63) / 64 * 64;
+  const long kb = (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64);
+  float *cp = work + worker * ((min_(m, 8) * ((min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64)) + 16 + 63) / 64 * 64 + (max_(64, ((min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32))) + 63) / 64 * 64 + ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32)) + 63) / 64 * 64) + (min_(m, 8) * ((min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64)) + 16 + 63) / 64 * 64;
   const long deep = kb < k;
   const long c_wide = deep * ((last - first) * 32) + (1 - deep) * 32;
-  for (long pc = 0; pc < k; pc += kb) {
-    const long kd = min_(kb, k - pc);
-    float *ap = work + worker * ((min_(m, 8) * ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64)) + 16 + 63) / 64 * 64 + (max_(64, ((k + max_(1, (k + 63) / 64) - 1) / max_(1, (k + 63) / 64) < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32))) + 63) / 64 * 64);
-    for (long i = 0; i < slices; ++i) {
-      const long h = height + (i < taller);
-      const long r = i * height + min_(i, taller);
-      pack_a(kd, h, a + item * a_batch + (row + r) * a_m + pc * a_k, a_m, a_k, ap + r * kd);
-    }
-    for (long j = first; j < last; ++j) {
-      const long column = j * 32;
-      const long columns = min_(n - column, 32);
-      const float *bp = b + item * b_batch + j * b_n + pc * 32;
+  float *kept = work + worker * ((min_(m, 8) * ((min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64)) + 16 + 63) / 64 * 64 + (max_(64, ((min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32))) + 63) / 64 * 64 + ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32)) + 63) / 64 * 64) + (min_(m, 8) * ((min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64)) + 16 + 63) / 64 * 64 + (max_(64, ((min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32))) + 63) / 64 * 64 + ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32)) + 63) / 64 * 64 - ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32)) + 63) / 64 * 64;
+  const long run = ((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32;
+  for (long run_start = 0; run_start < k; run_start += run) {
+    for (long pc = run_start; pc < min_(k, run_start + run); pc += kb) {
+      const long kd = min_(kb, min_(k, run_start + run) - pc);
+      float *ap = work + worker * ((min_(m, 8) * ((min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64)) + 16 + 63) / 64 * 64 + (max_(64, ((min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32))) + 63) / 64 * 64 + ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32)) + 63) / 64 * 64);
       for (long i = 0; i < slices; ++i) {
         const long h = height + (i < taller);
         const long r = i * height + min_(i, taller);
-        switch (h) {
-          case 1:
-            ukr_1x32(kd, ap + r * kd, bp, cp + deep * ((row + r - row) * c_wide + column - first * 32), c_wide, columns, 0 < pc);
-            break;
-          case 2:
-            ukr_2x32(kd, ap + r * kd, bp, cp + deep * ((row + r - row) * c_wide + column - first * 32), c_wide, columns, 0 < pc);
-            break;
-          default:
-            __builtin_trap();
-        }
-        if (pc + kd == k) {
-          finish(h, columns, cp + deep * ((row + r - row) * c_wide + column - first * 32), c_wide, c + item * c_batch + (row + r) * c_m + column, c_m, item, row + r, column, numbers, x0 + column, x1 + item * x1_b + (row + r) * x1_m + column, x1_m, x2 + item * x2_b + (row + r) * x2_m + column, x2_m);
+        pack_a(kd, h, a + item * a_batch + (row + r) * a_m + pc * a_k, a_m, a_k, ap + r * kd);
+      }
+      for (long j = first; j < last; ++j) {
+        const long column = j * 32;
+        const long columns = min_(n - column, 32);
+        const float *bp = b + item * b_batch + j * b_n + pc * 32;
+        for (long i = 0; i < slices; ++i) {
+          const long h = height + (i < taller);
+          const long r = i * height + min_(i, taller);
+          switch (h) {
+            case 1:
+              ukr_1x32(kd, ap + r * kd, bp, cp + deep * ((row + r - row) * c_wide + column - first * 32), c_wide, columns, run_start < pc);
+              break;
+            case 2:
+              ukr_2x32(kd, ap + r * kd, bp, cp + deep * ((row + r - row) * c_wide + column - first * 32), c_wide, columns, run_start < pc);
+              break;
+            default:
+              __builtin_trap();
+          }
+          if (run < k) {
+            if (pc + kd == min_(k, run_start + run)) {
+              carry(h, columns, cp + deep * ((row + r - row) * c_wide + column - first * 32), c_wide, kept + (row + r - row) * ((last - first) * 32) + column - first * 32, (last - first) * 32, run_start == 0, pc + kd < k);
+            }
+          }
+          if (pc + kd == k) {
+            finish(h, columns, cp + deep * ((row + r - row) * c_wide + column - first * 32), c_wide, c + item * c_batch + (row + r) * c_m + column, c_m, item, row + r, column, numbers, x0 + column, x1 + item * x1_b + (row + r) * x1_m + column, x1_m, x2 + item * x2_b + (row + r) * x2_m + column, x2_m);
+          }
         }
       }
     }

@@ -13,6 +13,8 @@ static inline unsigned short bf16_of_f32(float x) {
 
 static inline int min_(int x, int y) { return x < y ? x : y; }
 
+static inline int max_(int x, int y) { return x > y ? x : y; }
+
 __kernel __attribute__((reqd_work_group_size(32, 1, 1)))
 void portmm_simt_f32_f32_f32_2x4x1_simt(
     const int m,
@@ -38,6 +40,7 @@ void portmm_simt_f32_f32_f32_2x4x1_simt(
   const int block = (int)get_group_id(0);
   __local float a_tile[128] __attribute__((aligned(16)));
   __local float b_tile[512] __attribute__((aligned(16)));
+  __local float totals[256] __attribute__((aligned(16)));
   float acc[8] __attribute__((aligned(16)));
   float a_part[2] __attribute__((aligned(16)));
   float b_part[4] __attribute__((aligned(16)));
@@ -109,77 +112,94 @@ void portmm_simt_f32_f32_f32_2x4x1_simt(
     b_tile[(b_unit + 3) * 32 + (b_row ^ (((b_unit >> 2) & 1) * 16))] = f32_of_bf16(b_next[turn * 4 + 3]);
   }
   barrier(CLK_LOCAL_MEM_FENCE);
-  for (int step = 0; step < steps; ++step) {
-    if (step + 1 < steps) {
-      #pragma unroll
-      for (int turn = 0; turn < 2; ++turn) {
-        const int a_piece = thread + turn * 32;
-        const int a_row = a_piece >> 3;
-        const int a_unit = a_piece & 7;
-        const int a_at = k_0 + (step + 1) * 8 + a_unit;
-        __global const unsigned short *a_from = a_item + (min_(row_0 + a_row, m - 1) * a_m + a_at);
-        if (a_at < k_end) {
-          a_next[turn] = *(a_from);
-        } else {
-          a_next[turn] = 0;
+  #pragma unroll
+  for (int i = 0; i < 8; ++i) acc[i] = 0;
+  #pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    totals[i * 32 + thread] = acc[i];
+  }
+  const int run = max_(1, ((((k_end - k_0 + max_(1, (k_end - k_0 + 383) / 384) - 1) / max_(1, (k_end - k_0 + 383) / 384) + 31) >> 5) * 32) >> 3);
+  for (int run_begin = 0; run_begin < steps; run_begin += run) {
+    const int run_end = min_(run_begin + run, steps);
+    #pragma unroll
+    for (int i = 0; i < 8; ++i) acc[i] = 0;
+    for (int step = run_begin; step < run_end; ++step) {
+      if (step + 1 < steps) {
+        #pragma unroll
+        for (int turn = 0; turn < 2; ++turn) {
+          const int a_piece = thread + turn * 32;
+          const int a_row = a_piece >> 3;
+          const int a_unit = a_piece & 7;
+          const int a_at = k_0 + (step + 1) * 8 + a_unit;
+          __global const unsigned short *a_from = a_item + (min_(row_0 + a_row, m - 1) * a_m + a_at);
+          if (a_at < k_end) {
+            a_next[turn] = *(a_from);
+          } else {
+            a_next[turn] = 0;
+          }
         }
-      }
-      #pragma unroll
-      for (int turn = 0; turn < 2; ++turn) {
-        const int b_piece = thread + turn * 32;
-        const int b_row = b_piece >> 1;
-        const int b_unit = (b_piece & 1) * 4;
-        const int b_at = k_0 + (step + 1) * 8 + b_unit;
-        __global const unsigned short *b_from = b_item + (min_(column_0 + b_row, n - 1) * b_n + b_at);
-        if (b_at < k_end) {
-          *(uint2 *)(b_next + turn * 4) = *(__global const uint2 *)(b_from);
-        } else {
-          #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            b_next[turn * 4 + e] = 0;
+        #pragma unroll
+        for (int turn = 0; turn < 2; ++turn) {
+          const int b_piece = thread + turn * 32;
+          const int b_row = b_piece >> 1;
+          const int b_unit = (b_piece & 1) * 4;
+          const int b_at = k_0 + (step + 1) * 8 + b_unit;
+          __global const unsigned short *b_from = b_item + (min_(column_0 + b_row, n - 1) * b_n + b_at);
+          if (b_at < k_end) {
+            *(uint2 *)(b_next + turn * 4) = *(__global const uint2 *)(b_from);
+          } else {
+            #pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              b_next[turn * 4 + e] = 0;
+            }
           }
         }
       }
-    }
-    const int stage = step & 1;
-    #pragma unroll
-    for (int unit = 0; unit < 8; ++unit) {
+      const int stage = step & 1;
       #pragma unroll
-      for (int g = 0; g < 1; ++g) {
-        *(uint2 *)(a_part + g * 2) = *(__local const uint2 *)(a_tile + (stage * 64 + unit * 8 + cell_m * 2 + g * 8));
-      }
-      #pragma unroll
-      for (int g = 0; g < 1; ++g) {
-        *(uint4 *)(b_part + g * 4) = *(__local const uint4 *)(b_tile + (stage * 256 + unit * 32 + ((cell_n * 4 + g * 32) ^ (((unit >> 2) & 1) * 16))));
-      }
-      #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int unit = 0; unit < 8; ++unit) {
         #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          acc[i * 4 + j] = fma_f32(a_part[i], b_part[j], acc[i * 4 + j]);
+        for (int g = 0; g < 1; ++g) {
+          *(uint2 *)(a_part + g * 2) = *(__local const uint2 *)(a_tile + (stage * 64 + unit * 8 + cell_m * 2 + g * 8));
+        }
+        #pragma unroll
+        for (int g = 0; g < 1; ++g) {
+          *(uint4 *)(b_part + g * 4) = *(__local const uint4 *)(b_tile + (stage * 256 + unit * 32 + ((cell_n * 4 + g * 32) ^ (((unit >> 2) & 1) * 16))));
+        }
+        #pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          #pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            acc[i * 4 + j] = fma_f32(a_part[i], b_part[j], acc[i * 4 + j]);
+          }
         }
       }
-    }
-    if (step + 1 < steps) {
-      #pragma unroll
-      for (int turn = 0; turn < 2; ++turn) {
-        const int a_piece = thread + turn * 32;
-        const int a_row = a_piece >> 3;
-        const int a_unit = a_piece & 7;
-        a_tile[(1 - stage) * 64 + a_unit * 8 + a_row] = f32_of_bf16(a_next[turn]);
+      if (step + 1 < steps) {
+        #pragma unroll
+        for (int turn = 0; turn < 2; ++turn) {
+          const int a_piece = thread + turn * 32;
+          const int a_row = a_piece >> 3;
+          const int a_unit = a_piece & 7;
+          a_tile[(1 - stage) * 64 + a_unit * 8 + a_row] = f32_of_bf16(a_next[turn]);
+        }
+        #pragma unroll
+        for (int turn = 0; turn < 2; ++turn) {
+          const int b_piece = thread + turn * 32;
+          const int b_row = b_piece >> 1;
+          const int b_unit = (b_piece & 1) * 4;
+          b_tile[(1 - stage) * 256 + b_unit * 32 + (b_row ^ (((b_unit >> 2) & 1) * 16))] = f32_of_bf16(b_next[turn * 4]);
+          b_tile[(1 - stage) * 256 + (b_unit + 1) * 32 + (b_row ^ (((b_unit >> 2) & 1) * 16))] = f32_of_bf16(b_next[turn * 4 + 1]);
+          b_tile[(1 - stage) * 256 + (b_unit + 2) * 32 + (b_row ^ (((b_unit >> 2) & 1) * 16))] = f32_of_bf16(b_next[turn * 4 + 2]);
+          b_tile[(1 - stage) * 256 + (b_unit + 3) * 32 + (b_row ^ (((b_unit >> 2) & 1) * 16))] = f32_of_bf16(b_next[turn * 4 + 3]);
+        }
       }
-      #pragma unroll
-      for (int turn = 0; turn < 2; ++turn) {
-        const int b_piece = thread + turn * 32;
-        const int b_row = b_piece >> 1;
-        const int b_unit = (b_piece & 1) * 4;
-        b_tile[(1 - stage) * 256 + b_unit * 32 + (b_row ^ (((b_unit >> 2) & 1) * 16))] = f32_of_bf16(b_next[turn * 4]);
-        b_tile[(1 - stage) * 256 + (b_unit + 1) * 32 + (b_row ^ (((b_unit >> 2) & 1) * 16))] = f32_of_bf16(b_next[turn * 4 + 1]);
-        b_tile[(1 - stage) * 256 + (b_unit + 2) * 32 + (b_row ^ (((b_unit >> 2) & 1) * 16))] = f32_of_bf16(b_next[turn * 4 + 2]);
-        b_tile[(1 - stage) * 256 + (b_unit + 3) * 32 + (b_row ^ (((b_unit >> 2) & 1) * 16))] = f32_of_bf16(b_next[turn * 4 + 3]);
-      }
+      barrier(CLK_LOCAL_MEM_FENCE);
     }
-    barrier(CLK_LOCAL_MEM_FENCE);
+    #pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      acc[i] += totals[i * 32 + thread];
+      totals[i * 32 + thread] = acc[i];
+    }
   }
   __global unsigned short *c_item = c + item * c_batch;
   unsigned short c_out[2] __attribute__((aligned(16)));

@@ -110,6 +110,40 @@ static __attribute__((noinline)) void ukr_1x16(long k, const float *a, long a_m,
   }
 }
 
+/* kept[rows][columns] (+)= C, or C += kept after the last run of k */
+static __attribute__((noinline)) void carry(long rows, long columns, float *c, long c_m, float *kept, long wide, long first, long more) {
+  v8f x, y;
+  v8i m;
+  for (long i = 0; i < rows; ++i) {
+    for (long j = 0; j < columns - columns % 8; j += 8) {
+      x = *(const v8f_u *)(c + i * c_m + j);
+      if (1 - first) {
+        y = *(const v8f_u *)(kept + i * wide + j);
+        x += y;
+      }
+      if (more) {
+        *(v8f_u *)(kept + i * wide + j) = x;
+      } else {
+        *(v8f_u *)(c + i * c_m + j) = x;
+      }
+    }
+    if (columns - columns % 8 < columns) {
+      const long j = columns - columns % 8;
+      m = (v8i){0, 1, 2, 3, 4, 5, 6, 7} < (v8i){0} + (int)(max_(0, min_(columns - (columns - columns % 8), 8)));
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(x) : "m"(*(const v8f_u *)(c + i * c_m + j)), "x"(m));
+      if (1 - first) {
+        y = *(const v8f_u *)(kept + i * wide + j);
+        x += y;
+      }
+      if (more) {
+        *(v8f_u *)(kept + i * wide + j) = x;
+      } else {
+        __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(c + i * c_m + j)) : "x"(x), "x"(m));
+      }
+    }
+  }
+}
+
 /* All of C over a run of k */
 static void run_of_k(const long *ctx, long task, long worker) {
   const portmm_args *g = (const portmm_args *)ctx[0];
@@ -126,12 +160,12 @@ static void run_of_k(const long *ctx, long task, long worker) {
   const float *a = (const float *)g->a;
   const float *b = (const float *)g->b;
   float *work = (float *)g->work;
-  const long kb = (k + max_(1, (k + 7) / 8) - 1) / max_(1, (k + 7) / 8);
+  const long kb = (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 7) / 8) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 7) / 8);
   const long steps = (k + kb - 1) / kb;
   const long runs = min_(workers, steps);
   const long k_first = steps * task / runs * kb;
   const long k_last = min_(k, steps * (task + 1) / runs * kb);
-  float *cp = work + task * (m * n);
+  float *cp = work + ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64 * workers + task * (m * n);
   for (long block = 0; block < 1; ++block) {
     const long row = 0;
     const long rows = m;
@@ -140,15 +174,25 @@ static void run_of_k(const long *ctx, long task, long worker) {
     const long slices = rows;
     const long height = rows / slices;
     const long taller = rows % slices;
-    for (long pc = k_first; pc < k_last; pc += kb) {
-      const long kd = min_(kb, k_last - pc);
-      for (long j = first; j < last; ++j) {
-        const long column = j * 16;
-        const long columns = min_(n - column, 16);
-        const float *bp = b + item * b_batch + pc * b_k + column;
-        for (long i = 0; i < slices; ++i) {
-          const long r = i * height + min_(i, taller);
-          ukr_1x16(kd, a + item * a_batch + (row + r) * a_m + pc, a_m, 1, bp, b_k, cp + (row + r) * n + column, n, columns, k_first < pc);
+    float *kept = work + worker * (((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64) + ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64 - ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64;
+    const long run = ((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32;
+    for (long run_start = k_first; run_start < k_last; run_start += run) {
+      for (long pc = run_start; pc < min_(k_last, run_start + run); pc += kb) {
+        const long kd = min_(kb, min_(k_last, run_start + run) - pc);
+        for (long j = first; j < last; ++j) {
+          const long column = j * 16;
+          const long columns = min_(n - column, 16);
+          const float *bp = b + item * b_batch + pc * b_k + column;
+          for (long i = 0; i < slices; ++i) {
+            const long h = height + (i < taller);
+            const long r = i * height + min_(i, taller);
+            ukr_1x16(kd, a + item * a_batch + (row + r) * a_m + pc, a_m, 1, bp, b_k, cp + (row + r) * n + column, n, columns, run_start < pc);
+            if (run < k_last - k_first) {
+              if (pc + kd == min_(k_last, run_start + run)) {
+                carry(h, columns, cp + (row + r) * n + column, n, kept + (row + r - row) * ((last - first) * 16) + column - first * 16, (last - first) * 16, run_start == k_first, pc + kd < k_last);
+              }
+            }
+          }
         }
       }
     }
@@ -171,15 +215,15 @@ static void sum_runs(const long *ctx, long task, long worker) {
   const long i = task / ((n + 1023) / 1024);
   const long j_first = task % ((n + 1023) / 1024) * 1024;
   const long j_last = min_(n, j_first + 1024);
-  const long kb = (k + max_(1, (k + 7) / 8) - 1) / max_(1, (k + 7) / 8);
+  const long kb = (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 7) / 8) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 7) / 8);
   const long steps = (k + kb - 1) / kb;
   const long runs = min_(workers, steps);
   for (long j = j_first; j < j_last; ++j) {
-    *(c + item * c_batch + i * c_m + j) = *(work + i * n + j);
+    *(c + item * c_batch + i * c_m + j) = *(work + ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64 * workers + i * n + j);
   }
   for (long run = 1; run < runs; ++run) {
     for (long j = j_first; j < j_last; ++j) {
-      *(c + item * c_batch + i * c_m + j) += *(work + i * n + j + run * (m * n));
+      *(c + item * c_batch + i * c_m + j) += *(work + ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64 * workers + i * n + j + run * (m * n));
     }
   }
 }
@@ -194,7 +238,7 @@ void portmm_gemm_f32_f32_f32_1x16x1_avx2(const portmm_args *g) {
   for (long item = 0; item < batch; ++item) {
     {
       const long task_ctx[] = {(long)g, item};
-      g->parallel(g->pool, run_of_k, task_ctx, min_(workers, (k + (k + max_(1, (k + 7) / 8) - 1) / max_(1, (k + 7) / 8) - 1) / ((k + max_(1, (k + 7) / 8) - 1) / max_(1, (k + 7) / 8))), workers);
+      g->parallel(g->pool, run_of_k, task_ctx, min_(workers, (k + (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 7) / 8) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 7) / 8) - 1) / ((min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 7) / 8) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 7) / 8))), workers);
     }
     {
       const long task_ctx[] = {(long)g, item};

@@ -60,19 +60,12 @@ typedef int lanes_t __attribute__((vector_size(64)));
 
 /* C[4][columns] (+)= A[4][k] . B[k][16] */
 static inline __attribute__((always_inline)) void ukr_4x16(long k, const float *a, long a_m, long a_k, const float *b, long b_k, float *c, long c_m, long columns, long accumulate) {
-  v16f c0_0, c1_0, c2_0, c3_0, b0;
+  v16f c0_0, c1_0, c2_0, c3_0, b0, before0, before1, before2, before3;
   float a0, a1;
-  if (accumulate) {
-    c0_0 = *(const v16f_u *)(c);
-    c1_0 = *(const v16f_u *)(c + c_m);
-    c2_0 = *(const v16f_u *)(c + 2 * c_m);
-    c3_0 = *(const v16f_u *)(c + 3 * c_m);
-  } else {
-    c0_0 = (v16f){0};
-    c1_0 = (v16f){0};
-    c2_0 = (v16f){0};
-    c3_0 = (v16f){0};
-  }
+  c0_0 = (v16f){0};
+  c1_0 = (v16f){0};
+  c2_0 = (v16f){0};
+  c3_0 = (v16f){0};
   #pragma GCC unroll 8
   for (long p = 0; p < k; ++p) {
     b0 = *(const v16f_u *)(b + p * b_k);
@@ -84,6 +77,16 @@ static inline __attribute__((always_inline)) void ukr_4x16(long k, const float *
     c2_0 += a0 * b0;
     a1 = *(a + 3 * a_m + p * a_k);
     c3_0 += a1 * b0;
+  }
+  if (accumulate) {
+    before0 = *(const v16f_u *)(c);
+    c0_0 += before0;
+    before1 = *(const v16f_u *)(c + c_m);
+    c1_0 += before1;
+    before2 = *(const v16f_u *)(c + 2 * c_m);
+    c2_0 += before2;
+    before3 = *(const v16f_u *)(c + 3 * c_m);
+    c3_0 += before3;
   }
   *(v16f_u *)(c) = c0_0;
   *(v16f_u *)(c + c_m) = c1_0;

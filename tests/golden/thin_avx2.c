@@ -56,19 +56,12 @@ typedef int lanes_t __attribute__((vector_size(32)));
 
 /* C[1][columns] (+)= A[1][k] . B[k][32] */
 static __attribute__((noinline)) void ukr_1x32(long k, const float *a, long a_m, long a_k, const float *b, long b_panel, float *c, long c_m, long columns, long accumulate) {
-  v8f c0_0, c0_1, c0_2, c0_3, b0, b1, b2, b3;
+  v8f c0_0, c0_1, c0_2, c0_3, b0, b1, b2, b3, before0, before1, before2, before3;
   float a0;
-  if (accumulate) {
-    c0_0 = *(const v8f_u *)(c);
-    c0_1 = *(const v8f_u *)(c + 8);
-    c0_2 = *(const v8f_u *)(c + 16);
-    c0_3 = *(const v8f_u *)(c + 24);
-  } else {
-    c0_0 = (v8f){0};
-    c0_1 = (v8f){0};
-    c0_2 = (v8f){0};
-    c0_3 = (v8f){0};
-  }
+  c0_0 = (v8f){0};
+  c0_1 = (v8f){0};
+  c0_2 = (v8f){0};
+  c0_3 = (v8f){0};
   #pragma GCC unroll 4
   for (long p = 0; p < k; ++p) {
     b0 = *(const v8f_u *)(b + p * 16);
@@ -81,6 +74,16 @@ static __attribute__((noinline)) void ukr_1x32(long k, const float *a, long a_m,
     c0_2 += a0 * b2;
     c0_3 += a0 * b3;
   }
+  if (accumulate) {
+    before0 = *(const v8f_u *)(c);
+    c0_0 += before0;
+    before1 = *(const v8f_u *)(c + 8);
+    c0_1 += before1;
+    before2 = *(const v8f_u *)(c + 16);
+    c0_2 += before2;
+    before3 = *(const v8f_u *)(c + 24);
+    c0_3 += before3;
+  }
   *(v8f_u *)(c) = c0_0;
   *(v8f_u *)(c + 8) = c0_1;
   *(v8f_u *)(c + 16) = c0_2;
@@ -90,27 +93,12 @@ static __attribute__((noinline)) void ukr_1x32(long k, const float *a, long a_m,
 /* C[1][columns] (+)= A[1][k] . B[k][16] */
 static __attribute__((noinline)) void ukr_1x16(long k, const float *a, long a_m, long a_k, const float *b, float *c, long c_m, long columns, long accumulate) {
   v8i m0, m1;
-  v8f c0_0, c0_1, b0, b1;
+  v8f c0_0, c0_1, b0, b1, before0, before1;
   float a0;
   m0 = (v8i){0, 1, 2, 3, 4, 5, 6, 7} < (v8i){0} + (int)(max_(0, min_(columns, 8)));
   m1 = (v8i){0, 1, 2, 3, 4, 5, 6, 7} < (v8i){0} + (int)(max_(0, min_(columns - 8, 8)));
-  if (columns < 16) {
-    if (accumulate) {
-      __asm__("vmaskmovps %1, %2, %0" : "=x"(c0_0) : "m"(*(const v8f_u *)(c)), "x"(m0));
-      __asm__("vmaskmovps %1, %2, %0" : "=x"(c0_1) : "m"(*(const v8f_u *)(c + 8)), "x"(m1));
-    } else {
-      c0_0 = (v8f){0};
-      c0_1 = (v8f){0};
-    }
-  } else {
-    if (accumulate) {
-      c0_0 = *(const v8f_u *)(c);
-      c0_1 = *(const v8f_u *)(c + 8);
-    } else {
-      c0_0 = (v8f){0};
-      c0_1 = (v8f){0};
-    }
-  }
+  c0_0 = (v8f){0};
+  c0_1 = (v8f){0};
   #pragma GCC unroll 4
   for (long p = 0; p < k; ++p) {
     b0 = *(const v8f_u *)(b + p * 16);
@@ -120,9 +108,21 @@ static __attribute__((noinline)) void ukr_1x16(long k, const float *a, long a_m,
     c0_1 += a0 * b1;
   }
   if (columns < 16) {
+    if (accumulate) {
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(before0) : "m"(*(const v8f_u *)(c)), "x"(m0));
+      c0_0 += before0;
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(before1) : "m"(*(const v8f_u *)(c + 8)), "x"(m1));
+      c0_1 += before1;
+    }
     __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(c)) : "x"(c0_0), "x"(m0));
     __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(c + 8)) : "x"(c0_1), "x"(m1));
   } else {
+    if (accumulate) {
+      before0 = *(const v8f_u *)(c);
+      c0_0 += before0;
+      before1 = *(const v8f_u *)(c + 8);
+      c0_1 += before1;
+    }
     *(v8f_u *)(c) = c0_0;
     *(v8f_u *)(c + 8) = c0_1;
   }
@@ -154,7 +154,7 @@ static void block(const long *ctx, long task, long worker) {
   const long slices = rows;
   const long height = rows / slices;
   const long taller = rows % slices;
-  const long kd = k;
+  const long run = ((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32;
   const long wide = first + max_(0, min_((last - first) / 2 * 2, (n / 16 - first) / 2 * 2));
   for (long j = first; j < wide; j += 2) {
     const long column = j * 16;
@@ -162,7 +162,9 @@ static void block(const long *ctx, long task, long worker) {
     const float *bp = b + item * b_batch + j * b_n;
     for (long i = 0; i < slices; ++i) {
       const long r = i * height + min_(i, taller);
-      ukr_1x32(kd, a + item * a_batch + (row + r) * a_m, a_m, 1, bp, b_n, c + item * c_batch + (row + r) * c_m + column, c_m, columns, 0);
+      for (long p_run = 0; p_run < k; p_run += run) {
+        ukr_1x32(min_(run, k - p_run), a + item * a_batch + (row + r) * a_m + p_run, a_m, 1, bp + p_run * 16, b_n, c + item * c_batch + (row + r) * c_m + column, c_m, columns, 0 < p_run);
+      }
     }
   }
   for (long j = wide; j < last; ++j) {
@@ -171,7 +173,9 @@ static void block(const long *ctx, long task, long worker) {
     const float *bp = b + item * b_batch + j * b_n;
     for (long i = 0; i < slices; ++i) {
       const long r = i * height + min_(i, taller);
-      ukr_1x16(kd, a + item * a_batch + (row + r) * a_m, a_m, 1, bp, c + item * c_batch + (row + r) * c_m + column, c_m, columns, 0);
+      for (long p_run = 0; p_run < k; p_run += run) {
+        ukr_1x16(min_(run, k - p_run), a + item * a_batch + (row + r) * a_m + p_run, a_m, 1, bp + p_run * 16, c + item * c_batch + (row + r) * c_m + column, c_m, columns, 0 < p_run);
+      }
     }
   }
 }

@@ -1,0 +1,170 @@
+"""Contenders' workers during a comparison, asked within the time that is left.
+
+Owns `Lane`: starting, asking and ending one contender's worker, and the details of failures.
+Imports `cache`, `comparison.environment`, `comparison.peers`, `comparison.process` and `comparison.report`.
+
+Nothing outlasts the deadline: whoever works when it comes is ended, and its answer is "late".
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from portmm.cache import write_note
+from portmm.comparison.peers import Contender
+from portmm.comparison.process import PATIENCE, Worker, WorkerError
+from portmm.comparison.report import Entrant
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from portmm.comparison.case import Case
+    from portmm.comparison.environment import Setup
+
+OPENING = 120.0
+# The slowest contender that is still waited for, in flop/s, with some calls to make.
+SLOWEST = 1e8
+LONGEST = 3600.0
+LIVES = 3
+LATE = "late"
+"""State of an answer for which no time was left."""
+LIMIT = Contender("limit", "", "a C compiler; see `portmm doctor`")
+"""Takes turns with the contenders to measure what the machine could reach."""
+LIMIT_WORKER = "portmm.comparison.limit_worker"
+LOG = "compare-log"
+"""Name of the cache note with the details of what failed in the last comparison."""
+SEE = f"; the rest is in {LOG}.note, in the folder that `portmm cache --where` names"
+UNOPENED = "no time was left to open it; give more with --budget SECONDS, in Python budget_s"
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The rules of a whole comparison.
+
+    Attributes:
+        setup: how workers run.
+        rounds: turns of each contender on each case, at most.
+        turn: seconds of one.
+        patience: seconds before one that does not answer is ended.
+        seed: of the inputs.
+        deadline: when the comparison ends, by `time.monotonic`.
+        log: contender, case, and all that was said of a failure.
+    """
+
+    setup: Setup
+    rounds: int
+    turn: float
+    patience: float
+    seed: int
+    deadline: float
+    log: list[tuple[str, str, str]] = field(default_factory=list)
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left, none if it is below zero."""
+        return self.deadline - time.monotonic()
+
+
+@dataclass(slots=True)
+class Lane:
+    """A contender during a comparison.
+
+    Attributes:
+        contender: who it is.
+        worker: its process, None while it has none.
+        entrant: how it turned up, None before it was opened.
+        lives: times that its worker may still end.
+        samples: seconds per call of the case in hand, round by round.
+        module: what its worker runs.
+    """
+
+    contender: Contender
+    worker: Worker | None = None
+    entrant: Entrant | None = None
+    lives: int = LIVES
+    samples: list[float] = field(default_factory=list)
+    module: str = "portmm.comparison.worker"
+
+    @property
+    def name(self) -> str:
+        """The contender's name."""
+        return self.contender.name
+
+    @property
+    def opened(self) -> bool:
+        """It could be opened."""
+        return self.entrant is not None and self.entrant.state == "ok"
+
+
+def launch(lane: Lane, rules: Rules) -> None:
+    """Start a lane's worker, which opens its library; nothing is timed meanwhile, so that several may do so at once."""
+    if rules.left > 0:
+        lane.worker = Worker(lane.contender, rules.setup, lane.module)
+
+
+def greet(lane: Lane, rules: Rules) -> None:
+    """Hear of a lane's worker how its library turned up; one that is not there is an answer, not an error."""
+    contender = lane.contender
+    hello: dict[str, Any] = {"state": "timeout", "reason": UNOPENED}
+    if lane.worker is not None:
+        try:
+            hello = lane.worker.hear(max(0.0, min(OPENING, rules.left)))
+        except WorkerError as error:
+            late = rules.left <= 0
+            hello = {"state": error.state, "reason": UNOPENED if late else str(error), "details": error.details}
+    hello |= {"reason": _brief(hello, contender.name, "opening", rules)}
+    if hello["state"] != "ok":
+        close([lane], 0.0)
+    if lane.entrant is None:
+        version, rough = hello.get("version", ""), hello.get("approximate", False)
+        lane.entrant = Entrant(
+            contender.name, contender.peer, hello["state"], version, hello["reason"], contender.hint, rough
+        )
+
+
+def ask(lane: Lane, request: dict[str, Any], case: Case, rules: Rules) -> dict[str, Any]:
+    """Ask a lane's worker; the end of the worker comes back as an answer too, and so does that of the time."""
+    left = rules.left
+    if left <= 0:
+        return {"state": LATE, "reason": "no time was left"}
+    if lane.worker is None:
+        return {"state": "crashed", "reason": "crashed before, given up"}
+    try:
+        answer = lane.worker.ask(request, min(rules.patience + case.flops / SLOWEST, LONGEST, left))
+    except WorkerError as error:
+        close([lane], 0.0)
+        if rules.left <= 0:
+            return {"state": LATE, "reason": "no time was left"}
+        lane.lives -= 1
+        answer = {"state": error.state, "reason": str(error), "details": error.details}
+    return answer if answer["state"] == "ok" else answer | {"reason": _brief(answer, lane.name, case.name, rules)}
+
+
+def close(lanes: Iterable[Lane], patience: float = PATIENCE) -> None:
+    """End the workers of lanes: those that linger for longer than `patience` seconds in all are killed."""
+    workers = [lane.worker for lane in lanes if lane.worker]
+    for lane in lanes:
+        lane.worker = None
+    for worker in workers:
+        worker.hang_up()
+    end = time.monotonic() + patience
+    for worker in workers:
+        worker.close(max(0.0, end - time.monotonic()))
+
+
+def _brief(answer: dict[str, str], name: str, where: str, rules: Rules) -> str:
+    """The reason of an answer, and where its details are, which go into the log."""
+    reason, details = answer.get("reason", ""), answer.get("details", "").strip()
+    # A traceback, or what a compiler said, tells more; that a library printed a line and hung does not.
+    if "\n" not in details:
+        return reason
+    rules.log.append((name, where, details))
+    return f"{reason}{SEE}"
+
+
+def keep_log(log: Sequence[tuple[str, str, str]]) -> None:
+    """Write the details of what failed into the cache."""
+    if log:
+        write_note(LOG, "\n".join(f"{name}, {where}:\n{text.strip()}\n" for name, where, text in log))

@@ -1,0 +1,205 @@
+"""A comparison as text: for a terminal, and as Markdown.
+
+Owns both, and the sentences that a reader must know besides the tables. Imports `busy`,
+`comparison.figures` and `comparison.report`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portmm import busy
+from portmm.comparison.figures import conditions, total_lines
+from portmm.comparison.report import Report, Result, summaries
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from rich.console import RenderableType
+
+WIDE = 140
+"""Columns of a page that no terminal shows."""
+GAP = 2
+"""Columns of a terminal between two cells, and at the table's edges in all."""
+SUMMARY = ("group", "cases", "geometric mean", "wins", "draws", "losses", "lowest", "where")
+RATIO = "ratio: portmm's rate over the best peer's; spread: range of the middle half of the rounds' ratios"
+LEGEND = f"{RATIO}; a ratio that differs from 1 by no more than its spread is a draw (=)"
+MORE_TIME = "give it with --budget SECONDS, in Python budget_s"
+EXCEEDED = (
+    "the limit is the fastest contender's rate, since less was measured (something disturbed the measurement, or "
+    "operands stayed in a nearer cache)"
+)
+LIMIT = "% limit: portmm's rate over what this machine reached in the same rounds"
+
+
+def failures(report: Report) -> list[str]:
+    """A sentence for each contender and case that went wrong."""
+    said = []
+    for result in report.results:
+        for name, entry in result.entries.items():
+            if entry.state in ("wrong", "crashed", "timeout"):
+                said.append(f"{name} on {result.case.name}: {entry.state}: {entry.reason}")
+            elif entry.state == "unsupported" and name == report.ours:
+                said.append(f"{name} on {result.case.name}: not done: {entry.reason}")
+            elif entry.reason and entry.state == "ok":
+                said.append(f"{name} on {result.case.name}: a method was wrong: {entry.reason}")
+    return said
+
+
+def absences(report: Report) -> list[str]:
+    """A sentence for each contender that could not be opened."""
+    said = []
+    for e in report.entrants:
+        if e.state == "missing":
+            said.append(f"{e.name}: not found ({e.reason})" + (f": {e.hint}" if e.hint else ""))
+        elif e.state != "ok":
+            said.append(f"{e.name}: {e.state} when opened: {e.reason}")
+    return said
+
+
+def _rate(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def _cell(report: Report, result: Result, name: str) -> str:
+    entry = result.entries.get(name)
+    if entry is None or entry.state == "unsupported":
+        return "-"
+    mark = "~" if name in report.approximate else ""
+    return mark + _rate(result.gflops(name)) if entry.state == "ok" else entry.state
+
+
+def heading(report: Report) -> str:
+    """One line: processor, threads, what was forced, unit."""
+    threads = "1 thread" if report.threads == 1 else f"{report.threads} threads"
+    forced = f", all held to {report.isa}" if report.isa else ""
+    forced += f", portmm alone held to {report.alone}" if report.alone else ""
+    narrow = any(result.case.narrow for result in report.results)
+    cold = ", cold caches" if report.cold else ""
+    where = cold if report.device else f", {threads}{forced}{cold}"
+    return f"{report.chip}{where}, {'narrow types, GOP/s' if narrow else 'f32, GFLOP/s'}"
+
+
+def _columns(report: Report) -> list[str]:
+    limit = ["% limit"] if report.ours and any(r.limit for r in report.results) else []
+    verdict = ["best peer", "ratio", "verdict", "spread"] if report.ours else ["best peer"]
+    return ["case", "MxNxK", *report.shown, *verdict, *limit]
+
+
+def _row(report: Report, result: Result) -> list[str]:
+    row = [
+        result.case.name,
+        result.case.shape,
+        *(_cell(report, result, name) for name in report.shown),
+        result.best or "-",
+    ]
+    if not report.ours:
+        return row
+    row += ["" if result.ratio is None else f"{result.ratio:.2f}", report.verdict(result)]
+    row.append("" if (wide := report.spread(result)) is None else f"{100 * wide:.0f}%")
+    if any(r.limit for r in report.results):
+        row.append("" if (share := report.share(result)) is None else f"{100 * share:.0f}")
+    return row
+
+
+def explained(report: Report) -> str:
+    """One line about the columns that are no rates; empty where there are none."""
+    if not any(r.ratio is not None for r in report.results):
+        return ""
+    limit = "% limit" in _columns(report)
+    return f"{LEGEND}; {LIMIT}" if limit else LEGEND
+
+
+STYLES = {"win": "green", "loss": "red"}
+
+
+def terminal(report: Report, width: int = WIDE) -> RenderableType:
+    """The report for a terminal: the table, the means, and all that went wrong.
+
+    Args:
+        report: what to show.
+        width: columns of the terminal; shapes, which names mostly tell, are left out where they do not fit.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Group
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=escape(heading(report)), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    rows = [dict(zip(_columns(report), _row(report, result), strict=True)) for result in report.results]
+    # Bold says who is the best peer, a mark and colours say the verdict.
+    columns = [name for name in _columns(report) if name not in ("best peer", "verdict")]
+    for row in rows:
+        if row.get("verdict") == "draw":
+            row["ratio"] += "="
+    taken = sum(GAP + max(map(len, (name, *(row[name] for row in rows)))) for name in columns)
+    if taken + GAP > width:
+        columns.remove("MxNxK")
+    for name in columns:
+        words = name in ("case", "MxNxK")
+        table.add_column(
+            name,
+            justify="left" if words else "right",
+            no_wrap=not words,
+            overflow="fold" if words else "ellipsis",
+            min_width=None if words else len(name),
+        )
+    for row in rows:
+        cells = {name: escape(row[name]) for name in columns}
+        if row["best peer"] in cells:
+            cells[row["best peer"]] = f"[bold]{cells[row['best peer']]}[/bold]"
+        table.add_row(*cells.values(), style=STYLES.get(row.get("verdict", ""), ""))
+    means = Table(title="ratio to the best peer (bold) of each case", title_justify="left", box=SIMPLE_HEAD)
+    for name in SUMMARY:
+        means.add_column(name, justify="left" if name in ("group", "where") else "right")
+    for cells_ in _summary_rows(report):
+        means.add_row(*map(escape, cells_))
+    said = explained(report)
+    parts: list[RenderableType] = [table, *([escape(said)] if said else []), *([means] if means.row_count else [])]
+    return Group(*parts, *(f"[dim]{escape(line)}[/dim]" for line in notes(report)))
+
+
+def _summary_rows(report: Report) -> list[list[str]]:
+    return [
+        [s.group, *map(str, (s.count, f"{s.mean:.2f}", s.wins, s.draws, s.losses, f"{s.lowest:.2f}")), s.lowest_case]
+        for s in summaries(report)
+    ]
+
+
+def notes(report: Report) -> list[str]:
+    """Notes beside the tables: versions, absences, failures, cases left out."""
+    lines = [f"{e.name}: {e.version}" for e in report.entrants if e.state == "ok"]
+    lines += [
+        f"{name}: rounds activations to 8 bits: its rates (~) enter ratios only where a case allows that"
+        for name in sorted(report.approximate)
+    ]
+    lines += [*conditions(report), *total_lines(report)]
+    lines += absences(report) + failures(report)
+    if report.skipped:
+        lines.append(f"no time was left for: {', '.join(report.skipped)}; {MORE_TIME}")
+    if report.removed:
+        lines.append(f"not passed on to any contender: {', '.join(report.removed)}")
+    if report.exceeded:
+        lines.append(f"{EXCEEDED}: {', '.join(report.exceeded)}")
+    load = busy.sentence(report.load, report.cores)
+    return [*lines, load] if load else lines
+
+
+def _markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> str:
+    rule = ["---" if i < left else "--:" for i in range(len(head))]
+    # Names come from users' files.
+    lines = ([" ".join(x.replace("|", "\\|").split()) for x in row] for row in (head, rule, *rows))
+    return "\n".join("| " + " | ".join(row) + " |" for row in lines)
+
+
+def markdown(report: Report, *, per_case: bool = True) -> str:
+    """The report as Markdown tables, losses as plainly as wins."""
+    parts = [f"**{heading(report)}**"]
+    rows = _summary_rows(report)
+    if rows:
+        parts.append("Ratio to the best peer of each case:\n\n" + _markdown_table(SUMMARY, rows, 1))
+        parts.append(f"{explained(report)}.")
+    if per_case:
+        parts.append(_markdown_table(_columns(report), (_row(report, r) for r in report.results), 2))
+    parts.append("\n".join(f"- {line}" for line in notes(report)))
+    return "\n\n".join(parts) + "\n"

@@ -1,0 +1,44 @@
+"""Lines of the user's program.
+
+Owns the search for the line that called portmm, and `warn`, which points there: every warning of the package goes
+through it. Imports nothing of portmm.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import FrameType
+
+_PASSED = frozenset(("portmm", "numpy", "contextlib", "functools", "threading", "typer", "click"))
+"""Packages whose frames may lie between portmm and its caller."""
+
+
+def is_users(names: Mapping[str, Any]) -> bool:
+    """Whether the globals of some code are those of a module that is neither portmm's nor lies between it and users."""
+    return str(names.get("__name__", "")).partition(".")[0] not in _PASSED
+
+
+def caller() -> FrameType | None:
+    """The innermost frame of the user's code; None in a thread that has none."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - what tracebacks are made of
+    while frame is not None and not is_users(frame.f_globals):
+        frame = frame.f_back
+    return frame
+
+
+def warn(message: str) -> None:
+    """A RuntimeWarning at the line of the user's code that called portmm."""
+    frame = caller() or sys._getframe(1)  # noqa: SLF001
+    warnings.warn_explicit(
+        message,
+        RuntimeWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        frame.f_globals.get("__name__", "<unknown>"),
+        frame.f_globals.setdefault("__warningregistry__", {}),
+    )

@@ -1,0 +1,170 @@
+"""Files and directories that no other user can have written.
+
+Owns the decision whether to trust a directory with all that lies above it, and how files in it are read, written and
+made. Imports nothing of portmm. A user who can write to a directory can rename whatever is in it, so that checking the
+last directory is not enough: every directory and symbolic link on the way belongs to root or to this user, and is
+closed to writers other than these, or has the sticky bit, which keeps them from renaming what is not theirs.
+
+It is on the way to every first call of a new process, so nothing imported at the top is slow to import.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+MOST_LINKS = 40
+"""Symbolic links that a path may lead through; the Linux kernel's own limit."""
+
+_OVERFLOW_UID = "/proc/sys/kernel/overflowuid"
+_UID_MAP = "/proc/self/uid_map"
+
+_known: dict[str, tuple[int, int]] = {}
+
+
+def private(info: os.stat_result) -> bool:
+    """Whether this user owns a file, and nobody else may write to it."""
+    return info.st_uid == os.geteuid() and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _from_outside(uid: int) -> bool:
+    """Whether an owner has no number in this user namespace: root of the machine, as sandboxes without root see it."""
+    try:
+        if uid != int(Path(_OVERFLOW_UID).read_text(encoding="ascii")):
+            return False
+        ranges = [[int(x) for x in line.split()] for line in Path(_UID_MAP).read_text(encoding="ascii").splitlines()]
+    except (OSError, ValueError):
+        return False
+    return not any(first <= uid < first + count for first, _, count in ranges)
+
+
+def _own_group(gid: int) -> bool:
+    """Whether a group is this user's own: of the same name, and without other members."""
+    import grp
+    import pwd
+
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return user.pw_gid == gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+
+
+def _owner_fault(info: os.stat_result, path: str) -> str:
+    if info.st_uid in (0, os.geteuid()) or _from_outside(info.st_uid):
+        return ""
+    return f"{path} belongs to another user, with number {info.st_uid}"
+
+
+def _fault(info: os.stat_result, path: str) -> str:
+    """The reason why what lies in a directory may be another user's."""
+    if not stat.S_ISDIR(info.st_mode):
+        return f"{path} is no directory"
+    said = _owner_fault(info, path)
+    if said or info.st_mode & stat.S_ISVTX:
+        return said
+    if info.st_mode & stat.S_IWOTH or (info.st_mode & stat.S_IWGRP and not _own_group(info.st_gid)):
+        return f"other users may write to {path}, which has no sticky bit"
+    return ""
+
+
+def chain_fault(path: str | os.PathLike[str]) -> str:
+    """The reason why other users may replace a directory, or "": it and all above it are looked at, links too.
+
+    Raises:
+        OSError: some of it cannot be looked at.
+    """
+    rest = [x for x in os.path.abspath(path).split("/") if x][::-1]  # noqa: PTH100 - once per process, but early
+    at, links = "", 0
+    said = _fault(os.lstat("/"), "/")
+    while rest and not said:
+        part = rest.pop()
+        if part in (".", ".."):
+            at = at.rpartition("/")[0] if part == ".." else at
+            continue
+        here = f"{at}/{part}"
+        info = os.lstat(here)
+        if not stat.S_ISLNK(info.st_mode):
+            at, said = here, _fault(info, here)
+            continue
+        # The link of another user, in a directory with the sticky bit, leads where that user wants.
+        links, said = links + 1, _owner_fault(info, here)
+        if links > MOST_LINKS:
+            return f"{here} leads through more than {MOST_LINKS} symbolic links"
+        to = os.readlink(here)  # noqa: PTH115 - as above
+        at = "" if to.startswith("/") else at
+        rest += [x for x in to.split("/") if x][::-1]
+    return said
+
+
+def _make(path: Path) -> None:
+    """Make a directory and all that is missing above it, for this user alone."""
+    missing = [path]
+    while not missing[-1].parent.exists():
+        missing.append(missing[-1].parent)
+    for x in reversed(missing):
+        x.mkdir(mode=0o700, exist_ok=True)
+
+
+def why_not(path: Path) -> str:
+    """The reason why a directory cannot hold machine code, or "" when it can; it is made where it is missing."""
+    try:
+        if not path.is_dir():
+            _make(path)
+        info = path.stat()
+        if not private(info):
+            return "another user owns it or may write to it"
+        # Whoever replaces a directory gives it another inode: one that was looked at need not be again.
+        identity, text = (info.st_dev, info.st_ino), str(path)
+        if _known.get(text) != identity:
+            said = chain_fault(path)
+            if said:
+                return said
+            _known[text] = identity
+        if os.statvfs(path).f_flag & os.ST_NOEXEC:
+            return "its file system is mounted noexec"
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def read(path: str | os.PathLike[str]) -> bytes | None:
+    """The bytes of a regular file that no other user can have written, or None."""
+    found = read_with(path)
+    return None if found is None else found[0]
+
+
+def read_with(path: str | os.PathLike[str]) -> tuple[bytes, os.stat_result] | None:
+    """As `read`, and what the system says about the file."""
+    try:
+        # O_NONBLOCK: to open a pipe that nobody writes to would wait for ever.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode) or not private(info):
+            return None
+        with open(fd, "rb", closefd=False) as file:
+            return file.read(), info
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+
+
+def write(path: Path, data: bytes) -> None:
+    """Put `data` at `path` in one step; readers see the old file or the new one."""
+    import tempfile
+
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".tmp")
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+        Path(temporary).rename(path)
+    except BaseException:
+        with suppress(OSError):
+            Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,165 @@
+"""Accuracy of long sums: within twice the errors of NumPy's own products, and the same for every schedule."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import support
+from portmm.kernels.blocks import run_of
+from support import HERE
+
+import portmm as pm
+from portmm.candidates import candidates
+from portmm.index import var
+from portmm.interp import evaluate
+from portmm.lower import lower
+from portmm.schedule import ALL
+from portmm.summation import RUN, STEP
+from portmm.target import described
+
+LEAST = 0.5
+"""Errors, in units of 2**-24, that are no more than those of rounding once; ratios of less say nothing."""
+SIZES = {1024: (24, 40), 16_384: (24, 40), 262_144: (16, 24), 1_000_000: (8, 16)}
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """(K, kind) -> A, B, what is exact, the sum of magnitudes, and NumPy's errors; each is made once."""
+    made = {}
+
+    def draw(k, kind):
+        if (k, kind) not in made:
+            m, n = SIZES[k]
+            rng = np.random.default_rng(k)
+            a, b = (
+                (rng.random(x, dtype=np.float32) if kind == "uniform" else rng.standard_normal(x, dtype=np.float32))
+                for x in ((m, k), (k, n))
+            )
+            want = a.astype(np.float64) @ b.astype(np.float64)
+            scale = np.abs(a).astype(np.float64) @ np.abs(b).astype(np.float64)
+            made.clear()  # operands are large
+            made[k, kind] = a, b, want, scale, errors(a @ b, want, scale)
+        return made[k, kind]
+
+    return draw
+
+
+def errors(got, want, scale):
+    """The largest and the rms error, in units of 2**-24 of the sum of magnitudes."""
+    off = np.abs(np.asarray(got, np.float64) - want) / scale * 2**24
+    return np.array([off.max(), np.sqrt(np.mean(off**2))])
+
+
+def within(got, want, scale, bar, said):
+    found = errors(got, want, scale)
+    assert np.all(found <= 2 * np.maximum(bar, [LEAST, LEAST / 4])), f"{said}: {found} beside NumPy's {bar}"
+
+
+@pm.fuse
+def epilogue(a, b):
+    return np.maximum(a @ b, np.float32(-np.inf))
+
+
+@pytest.mark.parametrize("kind", ["uniform", "normal"])
+@pytest.mark.parametrize("k", SIZES)
+@pytest.mark.parametrize("target", HERE)
+def test_products(target, k, kind, drawn):
+    """Of all programs: few rows and many; B in place, along k, and packed; in a batch; with an epilogue."""
+    if k > 300_000 and target not in (HERE[0], HERE[-1]):
+        pytest.skip("a K of a million for the first and the last instruction set only")
+    a, b, want, scale, bar = drawn(k, kind)
+    few = slice(0, 4)
+    with pm.config(target=target, threads=2):
+        for deterministic in (False, True):
+            with pm.config(deterministic=deterministic):
+                ways = {"row": b, "col": np.asfortranarray(b), "packed": pm.pack(b)}
+                for name, weight in ways.items() if k < 300_000 else [("row", b)]:
+                    said = f"{name}, deterministic={deterministic}"
+                    within(pm.matmul(a, weight), want, scale, bar, said)
+                    within(pm.matmul(a[few], weight), want[few], scale[few], bar, f"few rows, {said}")
+                within(pm.matmul(a[:1], b), want[:1], scale[:1], bar, f"one row, deterministic={deterministic}")
+        if k < 20_000:
+            within(epilogue(a, b), want, scale, bar, "fused")
+            within(pm.matmul(a[None, few], b[None])[0], want[few], scale[few], bar, "batch")
+
+
+@pytest.mark.parametrize("target", HERE)
+def test_narrow_floats_and_codes(target, drawn):
+    """Sums of bf16, and of weights of four bits, are as accurate as NumPy's of the same values in f32."""
+    a, b, _, scale, _ = drawn(16_384, "uniform")
+    few = slice(0, 4)
+    with pm.config(target=target, deterministic=True):
+        q = pm.quantize(b - np.float32(0.5), group=32)
+        back = pm.dequantize(q)
+        want = a.astype(np.float64) @ back.astype(np.float64)
+        scale = a.astype(np.float64) @ np.abs(back).astype(np.float64)
+        bar = errors(a @ back, want, scale)
+        for rows in (slice(None), few):
+            within(pm.matmul(a[rows], pm.pack(q)), want[rows], scale[rows], bar, "codes")
+        x, y = a.astype(ml_dtypes.bfloat16), b.astype(ml_dtypes.bfloat16)
+        wide = x.astype(np.float32), y.astype(np.float32)
+        want = wide[0].astype(np.float64) @ wide[1].astype(np.float64)
+        bar = errors(wide[0] @ wide[1], want, want)
+        for rows in (slice(None), few):
+            within(pm.matmul(x[rows], y, dtype=np.float32), want[rows], want[rows], bar, "bf16")
+
+
+@pytest.mark.parametrize("n", [1024, 16_384, 200_000])
+@pytest.mark.parametrize("target", [x for x in HERE if x not in ("scalar", "sse2")])
+def test_sums_of_rows(target, n):
+    """Within twice NumPy's, whose sums are pairwise."""
+
+    @pm.fuse
+    def total(x):
+        return x.sum(axis=1, keepdims=True) * np.float32(1)
+
+    x = np.random.default_rng(n).random((64, n), dtype=np.float32)
+    want = x.sum(axis=1, keepdims=True, dtype=np.float64)
+    with pm.config(target=target):
+        within(total(x), want, want, errors(x.sum(axis=1, keepdims=True), want, want), "sum")
+
+
+def test_runs():
+    """Runs are of whole steps, none longer than RUN, as few as can be, and all but the last are equal."""
+    for kr in (1, 2, 4):
+        for k in (1, 31, RUN - 1, RUN, RUN + 1, 1000, 1024, 4096, 10**6):
+            units = -(-k // kr)
+            run = evaluate(run_of(var("k"), kr), {"k": units})
+            assert 0 < run <= RUN // kr
+            assert run % (STEP // kr) == 0
+            assert -(-units // run) <= -(-units // (RUN // kr))
+
+
+@pytest.mark.parametrize("k", [RUN + 1, 1000])
+@pytest.mark.parametrize("target", HERE)
+def test_schedules_of_a_unit_give_the_same_bits(target, k):
+    """Whatever blocks, packs, streams or looks ahead, where neither threads nor lanes share out k."""
+    chip = described(target)
+    chosen = []
+    for size, layouts in (
+        ((3, 37), ("row", "row", "row")),
+        ((29, 70), ("row", "row", "row")),
+        ((29, 70), ("col",) * 3),
+    ):
+        p = support.pose((*size, k), layouts, chip)[0]
+        found = [s for s in candidates(p, chip) if s.program == "gemm" and s.over != "k"]
+        kinds = {(s.lanes, s.kc == ALL, s.kc < 96, s.pack_a, s.pack_b, s.once): s for s in found}
+        chosen += [(p, s) for s in kinds.values()]
+        # A schedule of another chip, or of a search, may have any KC.
+        blocked = next((s for s in found if s.kc != ALL), None)
+        for kc in (24, 100, 700) if blocked else ():
+            tiles = (blocked.tiles[0], *(replace(t, k=kc) for t in blocked.tiles[1:]))
+            chosen.append((p, replace(blocked, tiles=tiles)))
+    isa = chip.isas[0]
+    with ThreadPoolExecutor(2) as compilers:
+        built = list(compilers.map(lambda x: support.load(lower(x[1], isa)), chosen))
+    wanted = {}
+    for (p, s), code in zip(chosen, built, strict=True):
+        one = support.case(p, seed=k, floats=True)
+        for workers in (1, 3):
+            got = support.execute(lower(s, isa), one, workers, code=code)[one.c.places()]
+            np.testing.assert_array_equal(got, wanted.setdefault((p.m, s.isa), got), err_msg=str(s))

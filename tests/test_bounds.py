@@ -1,0 +1,113 @@
+"""Memory that remembered calls take: no arrays, one copy for all kinds that share it, and a bound on everything."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+
+import portmm as pm
+from portmm import abreast, arrays, dispatch, scaled, whole
+from portmm.run import recall
+from portmm.run.host import runtime
+
+
+def ones(*shape, dtype=np.float32):
+    return np.ones(shape, dtype)
+
+
+@pytest.mark.parametrize("rows", [0, 5])  # NumPy computes an empty product, a kernel the other
+def test_a_program_keeps_no_operands(rows):
+    f = pm.fuse(lambda x, w, v: np.maximum(x @ w, 0) @ v)
+    args = [ones(rows, 7), ones(7, 9), ones(9, 3)]
+    refs = [weakref.ref(x) for x in args]
+    f(*args)
+    f(*args)
+    args.clear()
+    gc.collect()
+    assert [x() for x in refs] == [None] * 3
+    assert f(ones(rows, 7), ones(7, 9), ones(9, 3)).shape == (rows, 3)
+
+
+def test_vectors_of_ones_share_memory():
+    first, second = arrays.ones(100), arrays.ones(700)
+    assert np.shares_memory(second, arrays.ones(1024))
+    assert (first == 1).all()
+    assert (arrays.ones(5000) == 1).all()
+    assert not second.flags.writeable
+    assert arrays.ones(0).size == 0
+    a, b = ones(50, 32, dtype=np.int8), ones(32, 40, dtype=np.int8)
+    np.testing.assert_array_equal(pm.matmul(a, b, epilogue=lambda x, _: x * 2.0), np.full((50, 40), 64))
+    assert scaled._scales("x_scale", 1.0, 70).base is arrays.ones(7).base
+
+
+def test_joined_weights_are_one_copy_for_all_shapes(monkeypatch):
+    joins = []
+
+    def join(weights):
+        joins.append(weakref.ref(made := joined(weights)))
+        return made
+
+    joined = abreast.join
+    monkeypatch.setattr(abreast, "join", join)
+
+    def pair():
+        a, b = pm.pack(ones(16, 32)), pm.pack(ones(16, 64))
+        return pm.fuse(lambda x: (x @ a, x @ b))
+
+    functions = [pair() for _ in range(20)]
+    for rows in (3, 4):
+        for f in functions:
+            assert all((y == 16).all() for y in f(ones(rows, 16)))
+    assert len(joins) == len(functions)
+    del f
+    functions.clear()
+    gc.collect()
+    assert not any(x() for x in joins)  # nothing but programs keeps them
+    pair()(ones(3, 16))
+    assert sum(refs[0]() is not None for refs in abreast._joined.values()) <= 1
+
+
+def test_programs_are_bounded_by_their_kernels(monkeypatch):
+    monkeypatch.setattr(whole, "MOST_KERNELS", 40)
+    monkeypatch.setattr(whole, "_kernels", 0)
+    functions = [pm.fuse(lambda x, w, v: np.maximum(x @ w, 0) @ v) for _ in range(2)]
+    for rows in range(1, 20):
+        for f in functions:
+            assert (f(ones(rows, 7), ones(7, 9), ones(9, 3)) == 63).all()
+            assert sum(len(x.memo) for x in functions) * (2 + whole.KIND) <= 40
+
+
+@pytest.fixture
+def few_kernels(monkeypatch):
+    """Only three kernels are loaded at once, as far as anything remembers them."""
+    dispatch.forget()
+    runtime().clear_memo()
+    monkeypatch.setattr(dispatch, "MOST_LOADED", 3)
+    monkeypatch.setattr(recall, "MOST_KERNELS", 3)
+    monkeypatch.setattr(recall, "_kernels", {})
+    yield
+    dispatch.forget()
+    runtime().clear_memo()
+
+
+@pytest.mark.usefixtures("few_kernels")
+def test_kernels_that_are_loaded_are_bounded():
+    f = pm.fuse(lambda x, w: np.maximum(x @ w, 0))
+    for n in (3, 5, 7, 9, 11):  # sizes are compiled into the kernels of such batches
+        a, b = ones(20, 4, 6), ones(20, 6, n)
+        assert (pm.matmul(a, b) == 6).all()
+        assert (f(ones(n, 6), ones(6, 4)) == 6).all()
+        assert len(dispatch._loaded) <= 3
+        assert len(recall._kernels) <= 3
+
+
+def test_what_is_loaded_keeps_no_loops():
+    assert (pm.matmul(ones(33, 6), ones(6, 4)) == 6).all()
+    assert dispatch.kernel_of.cache_info().maxsize <= 64
+    schedule = dispatch.choose(pm.explain(ones(33, 6), ones(6, 4)).problem, pm.settings.target()).schedule
+    isa = dispatch.isa_of(schedule, pm.settings.target())
+    outline, code = dispatch._code(schedule, isa)
+    assert not outline.entry.body
+    assert outline.workspace == dispatch.kernel_of(schedule, isa).workspace
+    assert code.symbol == outline.name

@@ -1,0 +1,147 @@
+"""Forked children of processes with threads: no lock of portmm's, and no import, stays held in a child."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import portmm
+
+SOURCES = Path(portmm.__file__).parent
+
+# Each child has 60 seconds for a product, which takes milliseconds, or a compile.
+START = """
+import os, signal, sys, threading, time, warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads is the point
+import numpy as np
+import portmm as pm
+def child(rows):
+    pid = os.fork()
+    if not pid:
+        signal.alarm(60)
+        a = np.ones((rows, 50), np.float32)
+        os._exit(0 if (pm.matmul(a, a.T) == 50).all() else 9)
+    _, status = os.waitpid(pid, 0)
+    assert status == 0, (rows, status)
+"""
+
+FIRST_CALLS = (
+    START
+    + """
+seed = int(sys.argv[1])
+stop = threading.Event()
+def work(i):
+    draw = np.random.default_rng([seed, i])
+    fused = pm.fuse(lambda x, w, v: np.maximum(x @ w, 0) @ v)
+    while not stop.is_set():
+        m, k, n = map(int, draw.integers(1, 12, 3))
+        x, w, v = (np.ones(s, np.float32) for s in ((m, k), (k, n), (n, 5)))
+        pm.matmul(x, w)
+        fused(x, w, v)
+        pm.matmul(x, w, epilogue=lambda acc, i: acc * 2.0 + m)
+threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(3)]
+for x in threads:
+    x.start()
+draw = np.random.default_rng(seed)
+for i in range(25):
+    time.sleep(draw.random() * 0.01)  # anywhere in a call
+    child(41 + i)
+stop.set()
+for x in threads:
+    x.join()
+print("done")
+"""
+)
+
+HELD = (
+    START
+    + """
+from importlib import import_module
+pm.matmul(np.ones((3, 3), np.float32), np.ones((3, 3), np.float32))
+locks = [getattr(import_module(m), n) for m, n in {locks!r}]
+ready, leave = threading.Event(), threading.Event()
+def hold():
+    for x in locks:
+        x.acquire()
+    ready.set()
+    leave.wait()
+    for x in locks:
+        x.release()
+holder = threading.Thread(target=hold)
+holder.start()
+ready.wait()
+child(77)
+assert all(x.locked() for x in locks)
+leave.set()
+holder.join()
+print("done")
+"""
+)
+
+IMPORTING = (
+    START
+    + """
+folder = sys.argv[1]
+open(folder + "/slow.py", "w").write("import time; time.sleep(0.3)")
+pm.__path__.append(folder)
+importer = threading.Thread(target=lambda: __import__("portmm.slow"))
+importer.start()
+while "portmm.slow" not in sys.modules:
+    time.sleep(0.001)
+pid = os.fork()
+if not pid:
+    signal.alarm(20)
+    import portmm.slow
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+importer.join()
+print("done")
+"""
+)
+
+LOCKS = [
+    ("portmm.api", "_lock"),
+    ("portmm.dispatch", "_lock"),
+    ("portmm.expr", "_making"),
+    ("portmm.grid_dispatch", "_lock"),
+    ("portmm.run.cuda", "_lock"),
+    ("portmm.run.host", "_lock"),
+    ("portmm.run.opencl", "_lock"),
+    ("portmm.run.recall", "_lock"),
+]
+
+
+def run(script, *args, timeout=300):
+    done = subprocess.run(
+        [sys.executable, "-c", script, *args], capture_output=True, text=True, check=False, timeout=timeout
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("seed", range(4))  # four fresh processes, whose first calls import and load as well
+def test_children_of_threads_in_first_calls(seed):
+    run(FIRST_CALLS, str(seed))
+
+
+def test_a_child_finds_locks_free_that_another_thread_holds():
+    run(HELD.format(locks=LOCKS))
+
+
+def test_a_fork_waits_for_another_threads_import(tmp_path):
+    run(IMPORTING, str(tmp_path))
+
+
+def test_every_lock_is_of_the_kind_that_children_find_free():
+    pattern = re.compile(r"\b(?:Lock|RLock|Condition|Semaphore|allocate_lock)\(|\bcached_property\b\s*\n")
+    found = {
+        f"{path.relative_to(SOURCES)}:{text[: hit.start()].count(chr(10)) + 1}"
+        for path in SOURCES.rglob("*.py")
+        if path.name != "forks.py"
+        for text in [path.read_text()]
+        for hit in pattern.finditer(text)
+    }
+    assert not found, f"made elsewhere than in forks.lock: {sorted(found)}"
+    assert os.register_at_fork  # what all of it rests on
