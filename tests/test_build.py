@@ -229,9 +229,13 @@ def test_a_full_disk(fake, monkeypatch):
 
 
 READ_ONLY = """
-import os, subprocess, tempfile, fcntl, shlex, shutil, sys, warnings
+import os, pkgutil, subprocess, tempfile, fcntl, shlex, shutil, sys, warnings
+import portmm
 from portmm import cache
 from portmm.build import build
+# A user without rights may not be able to read the package.
+for module in pkgutil.iter_modules(portmm.__path__, "portmm."):
+    __import__(module.name)
 source, uid = sys.argv[1], int(sys.argv[2])
 cache.digest(b"")
 if uid:
