@@ -158,7 +158,7 @@ class Runner:
         else:
             self.report.notes.pop("not run", None)
         if self.spent:
-            self.report.notes["phases"] = {name: round(x, 1) for name, x in self.spent.items()}
+            self.report.notes["phases"] = {name: round(x, 3) for name, x in self.spent.items()}
         self.report.save(self.save)
 
     def next(self):

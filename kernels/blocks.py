@@ -15,7 +15,7 @@ from portmm.candidates import PACK_ROWS, RUN_BYTES
 from portmm.dtype import BY_NAME, CODES_KR
 from portmm.ir import Index, LetPtr, Ptr, ceil_div, const, maximum, minimum, round_up, var
 from portmm.schedule import finishes, shifts
-from portmm.summation import RUN, STEP, chained, parts
+from portmm.summation import RUN, STEP, chained, parts, runs_in
 
 if TYPE_CHECKING:
     from portmm.ir import Stmt
@@ -65,13 +65,17 @@ class Blocks:
 
     @property
     def kb(self) -> Index:
-        """Depth of a block of k: a run, or equal parts of one; of chained sums, equal blocks; of codes, whole units."""
+        """Depth of a block of k: of some runs, or a part of one; of chained sums, any; of codes, whole units."""
         if not self.s.kc:
             return self.whole(self.k)
         if self.chained:
             return self.whole(ceil_div(self.k, maximum(1, ceil_div(self.k, self.s.kc))))
         if not self.parts:
-            return self.run
+            most = runs_in(self.s.kc, self.s.kr)
+            if most == 1:
+                return self.run
+            count = ceil_div(self.k, maximum(1, self.run))
+            return self.run * ceil_div(count, maximum(1, ceil_div(count, most)))
         run = minimum(self.run, self.k)
         return self.whole(ceil_div(run, maximum(1, ceil_div(run, self.s.kc))))
 
@@ -94,7 +98,8 @@ class Blocks:
     def many(self) -> bool:
         """A visit of a register tile may be of many runs."""
         short = self.s.static is not None and self.s.static[2] <= RUN
-        return not (self.chained or self.s.kc or short)
+        deep = runs_in(self.s.kc, self.s.kr) > 1 if self.s.kc else not short
+        return deep and not self.chained
 
     def whole(self, depth: Index) -> Index:
         """Steps of k that there is room for: those of whole words, where B is of codes."""

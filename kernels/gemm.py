@@ -37,7 +37,7 @@ from portmm.kernels.finish import ROWS, finish, needed
 from portmm.kernels.lookahead import next_item, next_panel
 from portmm.kernels.microkernel import Shape, micro_kernel
 from portmm.kernels.rowwise import quantise
-from portmm.kernels.runs import carried, over_k
+from portmm.kernels.runs import in_parts, over_k
 
 from portmm.candidates import PACK_ROWS, SUM_COLUMNS
 from portmm.dtype import CODES_KR
@@ -302,7 +302,7 @@ class Gemm(Blocks):
                 const(0),
                 var("slices"),
                 const(1),
-                (*self.slice_(), *self.visit(panels), *carried(self), *self.finish()),
+                (*self.slice_(), *self.visit(panels), *self.finish()),
             ),
         )
         return For("j", begin, end, const(panels), body)
@@ -313,8 +313,12 @@ class Gemm(Blocks):
 
     def visit(self, panels: int) -> tuple[Stmt, ...]:
         """The micro-kernel of the slice's height, for each run of a block of k that has many."""
-        visit = self.by_height(lambda height: self.call(height, panels))
-        return (For("p_run", const(0), self.k, var("run"), visit),) if self.many else visit
+        row = var("row") + var("r")
+        if self.parts:
+            return in_parts(self, row, lambda *sums: self.by_height(lambda height: self.call(height, panels, *sums)))
+        sums = (self.result(row, var("column")), self.c_step)
+        visit = self.by_height(lambda height: self.call(height, panels, *sums))
+        return (For("p_run", const(0), var("kd"), var("run"), visit),) if self.many else visit
 
     def by_height(self, call: Callable[[int], Stmt]) -> tuple[Stmt, ...]:
         """What `call` gives for the slice's height."""
@@ -374,8 +378,8 @@ class Gemm(Blocks):
         whole = minimum(end * s.nr, N)
         return (panels, If(whole.lt((jg + near) * s.nr), singly, together))
 
-    def call(self, height: int, panels: int) -> Stmt:
-        """One visit of the micro-kernel of that height."""
+    def call(self, height: int, panels: int, c: Ptr, c_step: Index, *to: Index | Ptr) -> Stmt:
+        """One visit of the micro-kernel of that height; sums are in `c`, and those of parts of runs written `to` it."""
         s = self.s
         shape = Shape(
             rows=height,
@@ -393,11 +397,12 @@ class Gemm(Blocks):
             final=s.types[2] if self.finishes else "",
             unshift=("" if not self.unshifts else "block" if s.pack_b and not s.once else "whole"),
             chained=self.chained or self.parts,
+            parts=self.parts,
         )
         if self.decodes:
             return Call(decoding(self.isa, self.atom, family(s.family), shape), self.decoded())
         row = var("row") + var("r")
-        args: list[Index | Ptr] = [minimum(var("run"), self.k - var("p_run")) if self.many else var("kd")]
+        args: list[Index | Ptr] = [minimum(var("run"), var("kd") - var("p_run")) if self.many else var("kd")]
         args += self.rows_of_a(self.before)
         args.append(Ptr("bp", self.before * (s.nr if shape.b_packed else var("b_k"))))
         if not shape.b_packed:
@@ -406,12 +411,8 @@ class Gemm(Blocks):
             args.append(self.panel_step or const(0))
         if shape.unshift:
             args.append(packing.sums_at(var("kd") if shape.unshift == "block" else self.k, s.nr, self.given[1]))
-        args += [
-            self.result(row, var("column")),
-            self.c_step,
-            var("columns"),
-            (var("run_start") if self.parts else self.start).lt(self.pc + self.before),
-        ]
+        before = (var("run_start") if self.parts else self.start).lt(self.pc + self.before)
+        args += [c, c_step, var("columns"), before, *to]
         if shape.ahead is not None:
             args += next_item(self, row) if s.over == "batch" else next_panel(self, height)
         return Call(micro_kernel(self.atom, shape), tuple(args))

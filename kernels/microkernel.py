@@ -52,6 +52,7 @@ class Shape:
         final: the type of the C that is asked for ahead, where sums are elsewhere until they are
             finished; "" where they are C.
         chained: C is loaded before the loop, whose chains continue those of C; else added to after it.
+        parts: of chains that go on, sums are written to `to`, and added to what is there where they are `more`.
     """
 
     rows: int
@@ -69,6 +70,17 @@ class Shape:
     unshift: str = ""
     final: str = ""
     chained: bool = False
+    parts: bool = False
+
+    @property
+    def to(self) -> str:
+        """The parameter that says where sums are written."""
+        return "to" if self.parts else "c"
+
+    @property
+    def added(self) -> str:
+        """The parameter that says whether to add what is there, or an empty string."""
+        return "more" if self.parts else "" if self.chained else "accumulate"
 
 
 def micro_kernel(atom: Atom, s: Shape) -> Function:
@@ -93,6 +105,7 @@ def micro_kernel(atom: Atom, s: Shape) -> Function:
     params += [Param("b_panel")] if s.panels > 1 else []
     params += [Param("sums_at")] if s.unshift else []
     params += [Param("c", atom.acc), Param("c_m"), Param("columns"), Param("accumulate")]
+    params += [Param("to", atom.acc), Param("to_m"), Param("more")] if s.parts else []
     if s.ahead is not None:
         params.append(Param("c_next", s.final or atom.acc))
         params += [Param("next_m")] if s.final else []
@@ -141,8 +154,8 @@ def element_of_a(s: Shape, i: int, p: Index) -> Ptr:
     return Ptr("a", p * s.rows + i) if s.a_packed else Ptr("a", const(i) * var("a_m") + p * var("a_k"))
 
 
-def _c(atom: Atom, i: int, v: int) -> Ptr:
-    return Ptr("c", const(i) * var("c_m") + v * atom.n)
+def _at(atom: Atom, c: str, i: int, v: int) -> Ptr:
+    return Ptr(c, const(i) * var(f"{c}_m") + v * atom.n)
 
 
 def spare(atom: Atom, s: Shape) -> tuple[Stmt, ...]:
@@ -163,14 +176,16 @@ def _begin(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
         zero, less = (*zero, *less), ()
     load: tuple[Stmt, ...]
     if not edge:
-        load = tuple(_sums("load_c", atom, s, i, v) for i, v in cells)
+        load = tuple(_sums("load_c", atom, s, i, v, "c") for i, v in cells)
         return (If(var("accumulate"), load, zero), *less)
     if atom.mask:
-        load = tuple(Verb("load_mask", acc_of(i, v), p=_c(atom, i, v), mask=f"m{v}", to=atom.acc) for i, v in cells)
+        load = tuple(
+            Verb("load_mask", acc_of(i, v), p=_at(atom, "c", i, v), mask=f"m{v}", to=atom.acc) for i, v in cells
+        )
         return (If(var("accumulate"), load, zero), *less)
     load = (
         *_copy(s, Ptr("tile"), Ptr("c"), const(s.nr), var("c_m")),
-        *(_sums("load_c", atom, s, i, v, spare=True) for i, v in cells),
+        *(_sums("load_c", atom, s, i, v, "tile") for i, v in cells),
     )
     return (If(var("accumulate"), load, zero), *less)
 
@@ -191,40 +206,40 @@ def _unshift(atom: Atom, s: Shape) -> tuple[Stmt, ...]:
     return tuple(out)
 
 
-def _add_c(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
-    """Add C to the accumulators, unless it is still to be written."""
-    if s.chained:
+def _add(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
+    """Add what is there to the accumulators, unless it is still to be written."""
+    if not s.added:
         return ()
     before: tuple[Stmt, ...] = ()
     spare_tile = edge and not atom.mask
     if spare_tile:
-        before = _copy(s, Ptr("tile"), Ptr("c"), const(s.nr), var("c_m"))
+        before = _copy(s, Ptr("tile"), Ptr(s.to), const(s.nr), var(f"{s.to}_m"))
     adds: list[Stmt] = []
     for number, (i, v) in enumerate(_cells(atom, s)):
         d = f"before{number % AT_ONCE}"
         if edge and atom.mask:
-            adds.append(Verb("load_mask", d, p=_c(atom, i, v), mask=f"m{v}", to=atom.acc))
+            adds.append(Verb("load_mask", d, p=_at(atom, s.to, i, v), mask=f"m{v}", to=atom.acc))
         else:
-            adds.append(_sums("load_c", atom, s, i, v, spare=spare_tile, d=d))
+            adds.append(_sums("load_c", atom, s, i, v, "tile" if spare_tile else s.to, d=d))
         adds.append(Verb("add", acc_of(i, v), d))
-    return (If(var("accumulate"), (*before, *adds)),)
+    return (If(var(s.added), (*before, *adds)),)
 
 
 def write_back(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
     """Write the accumulators to C, or add them to it."""
-    cells, more = _cells(atom, s), _add_c(atom, s, edge=edge)
+    cells, more = _cells(atom, s), _add(atom, s, edge=edge)
     if not edge:
-        return (*more, *(_sums("store", atom, s, i, v) for i, v in cells))
+        return (*more, *(_sums("store", atom, s, i, v, s.to) for i, v in cells))
     if atom.mask:
-        return (*more, *(Verb("store_mask", acc_of(i, v), p=_c(atom, i, v), mask=f"m{v}") for i, v in cells))
-    stores = (_sums("store", atom, s, i, v, spare=True) for i, v in cells)
-    return (*more, *stores, *_copy(s, Ptr("c"), Ptr("tile"), var("c_m"), const(s.nr)))
+        return (*more, *(Verb("store_mask", acc_of(i, v), p=_at(atom, s.to, i, v), mask=f"m{v}") for i, v in cells))
+    stores = (_sums("store", atom, s, i, v, "tile") for i, v in cells)
+    return (*more, *stores, *_copy(s, Ptr(s.to), Ptr("tile"), var(f"{s.to}_m"), const(s.nr)))
 
 
-def _sums(verb: str, atom: Atom, s: Shape, i: int, v: int, *, spare: bool = False, d: str = "") -> Verb:
-    """Load or store an accumulator, or register `d`: in C, or in the spare tile."""
-    p = Ptr("tile") + (i * s.nr + v * atom.n) if spare else _c(atom, i, v)
-    return Verb(verb, d or acc_of(i, v), p=p, step=_apart(atom, s, i, const(s.nr) if spare else var("c_m")))
+def _sums(verb: str, atom: Atom, s: Shape, i: int, v: int, c: str, *, d: str = "") -> Verb:  # noqa: PLR0917
+    """Load or store an accumulator, or register `d`: in memory named `c`, or in the spare "tile"."""
+    p = Ptr("tile") + (i * s.nr + v * atom.n) if c == "tile" else _at(atom, c, i, v)
+    return Verb(verb, d or acc_of(i, v), p=p, step=_apart(atom, s, i, const(s.nr) if c == "tile" else var(f"{c}_m")))
 
 
 def _copy(s: Shape, to: Ptr, src: Ptr, to_m: Index, src_m: Index) -> tuple[Stmt, ...]:

@@ -2,7 +2,7 @@
 
 Owns the loop over runs, and where a thread keeps the sums of those before, its totals: in a second set of registers,
 or in words of shared memory that are its own, where registers are scarce and sums few. A run ends with one addition
-for each sum, less than 1 % of the multiply-adds of its 384 elements; the loop inside is the one without runs.
+for each sum, less than 1 % of the multiply-adds of its 320 elements; the loop inside is the one without runs.
 """
 
 from __future__ import annotations

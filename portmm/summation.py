@@ -18,10 +18,11 @@ from portmm.dtype import accumulator
 if TYPE_CHECKING:
     from portmm.isa import Atom
 
-RUN = 384
+RUN = 320
 """Longest run, in elements of k. OpenBLAS adds to C once per block of k, of 320 to 448 elements on x86-64, and its
-errors are the measure: rms 2.9 units for uniform values at K = 1024 where OpenBLAS has 2.8, 5.9 at K = 262,144 where
-it has 5.3. A run is also a block of k (KC), so that nothing but an addition is done for it."""
+errors are the measure: for uniform values rms 2.0 units (2**-24) at K = 1024 where OpenBLAS for Haswell, whose runs
+are as long, has 2.0, and 6.3 at K = 262,144 where it has 6.3. With runs of 384 C of 4 x 16, which OpenBLAS sums in
+several chains, had more than twice its errors."""
 STEP = 32
 """Runs are multiples of this: of whole units, words of codes, and the blocks of k of streams."""
 
@@ -40,8 +41,13 @@ def sets(a: str, b: str) -> int:
     return 1 if accumulator(a, b) == "s32" else 2
 
 
+def runs_in(kc: int, kr: int) -> int:
+    """Runs in a block of KC units of k."""
+    return max(1, kc * kr // RUN)
+
+
 def parts(kc: int, kr: int) -> bool:
-    """Whether blocks of KC units are parts of a run; larger ones are one run each.
+    """Whether blocks of KC units are parts of a run; larger ones are of whole runs.
 
     Sums of a run that has parts are stored and loaded once more in each of them, so only streams, of few rows, have
     them; KC from the size of L1 is 100 to 600, and panels of B of a whole run stream well from L2.
@@ -50,14 +56,16 @@ def parts(kc: int, kr: int) -> bool:
 
 
 def depth(kc: int, atom: Atom, most: int) -> int:
-    """KC, in units: that of a run where it is not much less.
+    """KC, in units: that of whole runs where it is not much less.
 
     Args:
         kc: the depth that suits L1.
         atom: the unit that multiplies.
-        most: the depth that L2 has room for; a run that is longer is cut into parts.
+        most: the depth that L2 has room for; where a run is longer, it is cut into parts.
     """
     if chained(atom) or parts(kc, atom.k_pack):
         return kc
     run = RUN // atom.k_pack
-    return run if run <= most else max(1, min(most, run // 4 - 1))
+    if run > most:
+        return max(1, min(most, run // 4 - 1))
+    return run * max(1, min(round(kc / run), most // run))

@@ -1,7 +1,7 @@
 """Block sizes of the literature: those that are right within a few per cent on any chip.
 
 Owns which block sizes these are, and the rule by which they win on a chip whose searches are not
-stored. Imports `schedule`, `problem`, `target`. A is packed by blocks, B in passing;
+stored. Imports `schedule`, `summation`, `problem`, `target`. A is packed by blocks, B in passing;
 block sizes follow from capacities alone (Goto & van de Geijn, ACM TOMS 34(3), 2008; Low et al.,
 "Analytical Modeling Is Enough for High-Performance BLIS", ACM TOMS 43(2), 2016).
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from portmm.dtype import BY_NAME, size
 from portmm.schedule import ALL, Tile
+from portmm.summation import RUN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
     from portmm.schedule import Schedule
     from portmm.target import Atom, Target
 
-DEPTH = 384
-"""KC, in elements. The panels of 6x16 and 4x24 floats take 33 and 42 KiB: what fits an L1 of 32 KiB, rounded to a
-multiple of 128, and BLIS's KC for Skylake. On Zen 4 with AVX2 256, 320 and 384 are within 2 % of each other."""
+DEPTH = RUN
+"""KC, in elements: one run. The panels of 6x16 and 4x24 floats take 27 and 35 KiB beside an L1 of 32 KiB. On Zen 4
+with AVX2 256, 320 and 384 are within 2 % of each other; 320 is also OpenBLAS's for Haswell."""
 BEYOND_L1 = 3.5
 """KC, at most, over what fits L1: a deeper panel streams from L2, beside the loads of A."""
 PART_OF_L2 = (0.5, 1.0)

@@ -32,7 +32,7 @@ def tiles(mr, nr, kc, mc, nc):
 def blocked(name):
     """Small heights keep the file short."""
     nr = 2 * load_isa(name).atom("f32").n
-    return lower(Schedule("gemm", name, "f32", tiles(2, nr, 384, 8, 4 * nr), (1, 2), ahead=True), load_isa(name))
+    return lower(Schedule("gemm", name, "f32", tiles(2, nr, 320, 8, 4 * nr), (1, 2), ahead=True), load_isa(name))
 
 
 def thin():
@@ -48,7 +48,7 @@ def split():
 
 def once():
     """All of B packed first."""
-    return lower(Schedule("gemm", "avx2", "f32", tiles(2, 16, 384, 8, 64), (2,), once=True), load_isa("avx2"))
+    return lower(Schedule("gemm", "avx2", "f32", tiles(2, 16, 320, 8, 64), (2,), once=True), load_isa("avx2"))
 
 
 def dot():

@@ -1,6 +1,6 @@
 /* portmm_gemm_f32_f32_f32_2x2x1_scalar, made by portmm 0.1.0 for Scalar C */
-/* gemm scalar: registers 2x2x1, L1 2x2x384, L2 8x2x384, L3 8x8x384; A packed, B packed, threads over tiles */
-/* made again by: portmm emit --schedule gemm:scalar:f32:2x2x1/2x2x384/8x2x384/8x8x384:1-2:a=row,b=row,panels=1,over=tiles,lanes=0,prefetch=0,pack_a,pack_b,ahead */
+/* gemm scalar: registers 2x2x1, L1 2x2x320, L2 8x2x320, L3 8x8x320; A packed, B packed, threads over tiles */
+/* made again by: portmm emit --schedule gemm:scalar:f32:2x2x1/2x2x320/8x2x320/8x8x320:1-2:a=row,b=row,panels=1,over=tiles,lanes=0,prefetch=0,pack_a,pack_b,ahead */
 
 typedef struct {
   void *p;
@@ -201,24 +201,24 @@ static void block(const long *ctx, long task, long worker) {
   const long slices = (rows + 1) / 2;
   const long height = rows / slices;
   const long taller = rows % slices;
-  const long kb = ((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32;
+  const long kb = ((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32;
   for (long pc = 0; pc < k; pc += kb) {
     const long kd = min_(kb, k - pc);
-    float *ap = work + worker * ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 2 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32) + 1 + 63) / 64 * 64) + (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 2 + 63) / 64 * 64;
+    float *ap = work + worker * ((((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 * 2 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32) + 1 + 63) / 64 * 64) + (((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 * 2 + 63) / 64 * 64;
     for (long i = 0; i < slices; ++i) {
       const long h = height + (i < taller);
       const long r = i * height + min_(i, taller);
       pack_a(kd, h, a + item * a_batch + (row + r) * a_m + pc * a_k, a_m, a_k, ap + r * kd);
     }
     for (long jg = first; jg < last; ++jg) {
-      float *panels = work + worker * ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 2 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32) + 1 + 63) / 64 * 64);
+      float *panels = work + worker * ((((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 * 2 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32) + 1 + 63) / 64 * 64);
       for (long q = jg; q < min_(last, jg + 1); ++q) {
         pack_b(kd, min_(n - q * 2, 2), b + item * b_batch + pc * b_k + q * 2, b_k, b_n, panels + (q - jg) * (kd * 2));
       }
       for (long j = jg; j < min_(last, jg + 1); ++j) {
         const long column = j * 2;
         const long columns = min_(n - column, 2);
-        const float *bp = work + worker * ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 2 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32) + 1 + 63) / 64 * 64) + (j - jg) * (kd * 2);
+        const float *bp = work + worker * ((((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 * 2 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32) + 1 + 63) / 64 * 64) + (j - jg) * (kd * 2);
         for (long i = 0; i < slices; ++i) {
           const long h = height + (i < taller);
           const long r = i * height + min_(i, taller);

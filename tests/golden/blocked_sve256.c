@@ -1,6 +1,6 @@
 /* portmm_gemm_f32_f32_f32_2x16x1_sve256, made by portmm 0.1.0 for SVE, 256-bit vectors */
-/* gemm sve256: registers 2x16x1, L1 2x16x384, L2 8x16x384, L3 8x64x384; A packed, B packed, threads over tiles */
-/* made again by: portmm emit --schedule gemm:sve256:f32:2x16x1/2x16x384/8x16x384/8x64x384:1-2:a=row,b=row,panels=1,over=tiles,lanes=0,prefetch=0,pack_a,pack_b,ahead */
+/* gemm sve256: registers 2x16x1, L1 2x16x320, L2 8x16x320, L3 8x64x320; A packed, B packed, threads over tiles */
+/* made again by: portmm emit --schedule gemm:sve256:f32:2x16x1/2x16x320/8x16x320/8x64x320:1-2:a=row,b=row,panels=1,over=tiles,lanes=0,prefetch=0,pack_a,pack_b,ahead */
 
 #include <arm_sve.h>
 
@@ -191,24 +191,24 @@ static void block(const long *ctx, long task, long worker) {
   const long slices = (rows + 1) / 2;
   const long height = rows / slices;
   const long taller = rows % slices;
-  const long kb = ((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32;
+  const long kb = ((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32;
   for (long pc = 0; pc < k; pc += kb) {
     const long kd = min_(kb, k - pc);
-    float *ap = work + worker * ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 16 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32) + 8 + 63) / 64 * 64) + (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 16 + 63) / 64 * 64;
+    float *ap = work + worker * ((((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 * 16 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32) + 8 + 63) / 64 * 64) + (((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 * 16 + 63) / 64 * 64;
     for (long i = 0; i < slices; ++i) {
       const long h = height + (i < taller);
       const long r = i * height + min_(i, taller);
       pack_a(kd, h, a + item * a_batch + (row + r) * a_m + pc * a_k, a_m, a_k, ap + r * kd);
     }
     for (long jg = first; jg < last; ++jg) {
-      float *panels = work + worker * ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 16 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32) + 8 + 63) / 64 * 64);
+      float *panels = work + worker * ((((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 * 16 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32) + 8 + 63) / 64 * 64);
       for (long q = jg; q < min_(last, jg + 1); ++q) {
         pack_b(kd, min_(n - q * 16, 16), b + item * b_batch + pc * b_k + q * 16, b_k, b_n, panels + (q - jg) * (kd * 16));
       }
       for (long j = jg; j < min_(last, jg + 1); ++j) {
         const long column = j * 16;
         const long columns = min_(n - column, 16);
-        const float *bp = work + worker * ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 * 16 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32) + 8 + 63) / 64 * 64) + (j - jg) * (kd * 16);
+        const float *bp = work + worker * ((((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 * 16 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32) + 8 + 63) / 64 * 64) + (j - jg) * (kd * 16);
         for (long i = 0; i < slices; ++i) {
           const long h = height + (i < taller);
           const long r = i * height + min_(i, taller);

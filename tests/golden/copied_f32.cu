@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
   for (int i = 0; i < 8; ++i) {
     totals[i * 32 + thread] = acc[i];
   }
-  const int run = max_(1, ((((k_end - k_0 + max_(1, (k_end - k_0 + 383) / 384) - 1) / max_(1, (k_end - k_0 + 383) / 384) + 31) >> 5) * 32) >> 3);
+  const int run = max_(1, ((((k_end - k_0 + max_(1, (k_end - k_0 + 319) / 320) - 1) / max_(1, (k_end - k_0 + 319) / 320) + 31) >> 5) * 32) >> 3);
   for (int run_begin = 0; run_begin < steps; run_begin += run) {
     const int run_end = min_(run_begin + run, steps);
     #pragma unroll

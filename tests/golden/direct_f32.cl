@@ -61,7 +61,7 @@ void portmm_direct_f32_f32_f32_2x2x1_simt(
     __global const float *a_1 = a_item + (row_0 + 1 + cell_m * 2) * a_m;
     __global const float *b_0 = b_item + (column_0 + cell_n) * b_n;
     __global const float *b_1 = b_item + (column_0 + 16 + cell_n) * b_n;
-    const int run = (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) >> 5) * 32;
+    const int run = (((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) >> 5) * 32;
     for (int run_begin = 0; run_begin < k; run_begin += run) {
       const int run_end = min_(run_begin + run, k);
       #pragma unroll
@@ -89,7 +89,7 @@ void portmm_direct_f32_f32_f32_2x2x1_simt(
     __global const float *a_1 = a_item + min_(row_0 + 1 + cell_m * 2, m - 1) * a_m;
     __global const float *b_0 = b_item + min_(column_0 + cell_n, n - 1) * b_n;
     __global const float *b_1 = b_item + min_(column_0 + 16 + cell_n, n - 1) * b_n;
-    const int run = (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) >> 5) * 32;
+    const int run = (((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) >> 5) * 32;
     for (int run_begin = 0; run_begin < k; run_begin += run) {
       const int run_end = min_(run_begin + run, k);
       #pragma unroll

@@ -61,16 +61,16 @@ static __attribute__((noinline)) void dot_1x2(long k, const float *a, long a_m, 
   c0_0 = (v8f){0};
   c0_1 = (v8f){0};
   float kept[16] __attribute__((aligned(64)));
-  for (long p_run = 0; p_run < k - k % 8; p_run += 3072) {
+  for (long p_run = 0; p_run < k - k % 8; p_run += 2560) {
     #pragma GCC unroll 2
-    for (long p = p_run; p < min_(k - k % 8, p_run + 3072); p += 8) {
+    for (long p = p_run; p < min_(k - k % 8, p_run + 2560); p += 8) {
       a0 = *(const v8f_u *)(a + p);
       b0 = *(const v8f_u *)(b + p);
       c0_0 += a0 * b0;
       b1 = *(const v8f_u *)(b + b_n + p);
       c0_1 += a0 * b1;
     }
-    if (p_run + 3072 < k - k % 8) {
+    if (p_run + 2560 < k - k % 8) {
       if (0 < p_run) {
         t = *(const v8f_u *)(kept);
         c0_0 += t;
@@ -92,7 +92,7 @@ static __attribute__((noinline)) void dot_1x2(long k, const float *a, long a_m, 
     __asm__("vmaskmovps %1, %2, %0" : "=x"(b1) : "m"(*(const v8f_u *)(b + b_n + p)), "x"(m0));
     c0_1 += a0 * b1;
   }
-  if (3072 < k - k % 8) {
+  if (2560 < k - k % 8) {
     t = *(const v8f_u *)(kept);
     c0_0 += t;
     t = *(const v8f_u *)(kept + 8);
@@ -122,14 +122,14 @@ static __attribute__((noinline)) void dot_1x1(long k, const float *a, long a_m, 
   v8i m0;
   c0_0 = (v8f){0};
   float kept[8] __attribute__((aligned(64)));
-  for (long p_run = 0; p_run < k - k % 8; p_run += 3072) {
+  for (long p_run = 0; p_run < k - k % 8; p_run += 2560) {
     #pragma GCC unroll 2
-    for (long p = p_run; p < min_(k - k % 8, p_run + 3072); p += 8) {
+    for (long p = p_run; p < min_(k - k % 8, p_run + 2560); p += 8) {
       a0 = *(const v8f_u *)(a + p);
       b0 = *(const v8f_u *)(b + p);
       c0_0 += a0 * b0;
     }
-    if (p_run + 3072 < k - k % 8) {
+    if (p_run + 2560 < k - k % 8) {
       if (0 < p_run) {
         t = *(const v8f_u *)(kept);
         c0_0 += t;
@@ -145,7 +145,7 @@ static __attribute__((noinline)) void dot_1x1(long k, const float *a, long a_m, 
     __asm__("vmaskmovps %1, %2, %0" : "=x"(b0) : "m"(*(const v8f_u *)(b + p)), "x"(m0));
     c0_0 += a0 * b0;
   }
-  if (3072 < k - k % 8) {
+  if (2560 < k - k % 8) {
     t = *(const v8f_u *)(kept);
     c0_0 += t;
   }

@@ -190,9 +190,9 @@ static __attribute__((noinline)) void pack_a(long k, long rows, const float *a, 
 }
 
 /* C[1][columns] (+)= A[1][k] . B[k][32] */
-static __attribute__((noinline)) void ukr_1x32(long k, const float *a, const float *b, float *c, long c_m, long columns, long accumulate) {
+static __attribute__((noinline)) void ukr_1x32(long k, const float *a, const float *b, float *c, long c_m, long columns, long accumulate, float *to, long to_m, long more) {
   unsigned short m0, m1;
-  v16f c0_0, c0_1, b0, b1;
+  v16f c0_0, c0_1, b0, b1, before0, before1;
   float a0;
   m0 = (unsigned short)((1u << (max_(0, min_(columns, 16)))) - 1);
   m1 = (unsigned short)((1u << (max_(0, min_(columns - 16, 16)))) - 1);
@@ -211,14 +211,20 @@ static __attribute__((noinline)) void ukr_1x32(long k, const float *a, const flo
     c0_0 += a0 * b0;
     c0_1 += a0 * b1;
   }
-  __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(c)) : "v"(c0_0), "Yk"(m0));
-  __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(c + 16)) : "v"(c0_1), "Yk"(m1));
+  if (more) {
+    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(before0) : "m"(*(const v16f_u *)(to)), "Yk"(m0));
+    c0_0 += before0;
+    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(before1) : "m"(*(const v16f_u *)(to + 16)), "Yk"(m1));
+    c0_1 += before1;
+  }
+  __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(to)) : "v"(c0_0), "Yk"(m0));
+  __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(to + 16)) : "v"(c0_1), "Yk"(m1));
 }
 
 /* C[2][columns] (+)= A[2][k] . B[k][32] */
-static __attribute__((noinline)) void ukr_2x32(long k, const float *a, const float *b, float *c, long c_m, long columns, long accumulate) {
+static __attribute__((noinline)) void ukr_2x32(long k, const float *a, const float *b, float *c, long c_m, long columns, long accumulate, float *to, long to_m, long more) {
   unsigned short m0, m1;
-  v16f c0_0, c0_1, c1_0, c1_1, b0, b1;
+  v16f c0_0, c0_1, c1_0, c1_1, b0, b1, before0, before1, before2, before3;
   float a0, a1;
   m0 = (unsigned short)((1u << (max_(0, min_(columns, 16)))) - 1);
   m1 = (unsigned short)((1u << (max_(0, min_(columns - 16, 16)))) - 1);
@@ -244,44 +250,20 @@ static __attribute__((noinline)) void ukr_2x32(long k, const float *a, const flo
     c1_0 += a1 * b0;
     c1_1 += a1 * b1;
   }
-  __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(c)) : "v"(c0_0), "Yk"(m0));
-  __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(c + 16)) : "v"(c0_1), "Yk"(m1));
-  __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(c + c_m)) : "v"(c1_0), "Yk"(m0));
-  __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(c + c_m + 16)) : "v"(c1_1), "Yk"(m1));
-}
-
-/* kept[rows][columns] (+)= C, or C += kept after the last run of k */
-static __attribute__((noinline)) void carry(long rows, long columns, float *c, long c_m, float *kept, long wide, long first, long more) {
-  v16f x, y;
-  unsigned short m;
-  for (long i = 0; i < rows; ++i) {
-    for (long j = 0; j < columns - columns % 16; j += 16) {
-      x = *(const v16f_u *)(c + i * c_m + j);
-      if (1 - first) {
-        y = *(const v16f_u *)(kept + i * wide + j);
-        x += y;
-      }
-      if (more) {
-        *(v16f_u *)(kept + i * wide + j) = x;
-      } else {
-        *(v16f_u *)(c + i * c_m + j) = x;
-      }
-    }
-    if (columns - columns % 16 < columns) {
-      const long j = columns - columns % 16;
-      m = (unsigned short)((1u << (max_(0, min_(columns - (columns - columns % 16), 16)))) - 1);
-      __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(x) : "m"(*(const v16f_u *)(c + i * c_m + j)), "Yk"(m));
-      if (1 - first) {
-        y = *(const v16f_u *)(kept + i * wide + j);
-        x += y;
-      }
-      if (more) {
-        *(v16f_u *)(kept + i * wide + j) = x;
-      } else {
-        __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(c + i * c_m + j)) : "v"(x), "Yk"(m));
-      }
-    }
+  if (more) {
+    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(before0) : "m"(*(const v16f_u *)(to)), "Yk"(m0));
+    c0_0 += before0;
+    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(before1) : "m"(*(const v16f_u *)(to + 16)), "Yk"(m1));
+    c0_1 += before1;
+    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(before2) : "m"(*(const v16f_u *)(to + to_m)), "Yk"(m0));
+    c1_0 += before2;
+    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(before3) : "m"(*(const v16f_u *)(to + to_m + 16)), "Yk"(m1));
+    c1_1 += before3;
   }
+  __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(to)) : "v"(c0_0), "Yk"(m0));
+  __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(to + 16)) : "v"(c0_1), "Yk"(m1));
+  __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(to + to_m)) : "v"(c1_0), "Yk"(m0));
+  __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(to + to_m + 16)) : "v"(c1_1), "Yk"(m1));
 }
 
 /* C[rows][columns] = expressions of sums,  as f32 */
@@ -367,16 +349,16 @@ static void block(const long *ctx, long task, long worker) {
   const long slices = (rows + 1) / 2;
   const long height = rows / slices;
   const long taller = rows % slices;
-  const long kb = (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64);
-  float *cp = work + worker * ((min_(m, 8) * ((min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64)) + 16 + 63) / 64 * 64 + (max_(64, ((min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32))) + 63) / 64 * 64 + ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32)) + 63) / 64 * 64) + (min_(m, 8) * ((min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64)) + 16 + 63) / 64 * 64;
+  const long kb = (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 63) / 64);
+  float *cp = work + worker * ((min_(m, 8) * ((min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 63) / 64)) + 16 + 63) / 64 * 64 + (max_(64, ((min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 63) / 64) < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32))) + 63) / 64 * 64 + ((((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32)) + 63) / 64 * 64) + (min_(m, 8) * ((min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 63) / 64)) + 16 + 63) / 64 * 64;
   const long deep = kb < k;
   const long c_wide = deep * ((last - first) * 32) + (1 - deep) * 32;
-  float *kept = work + worker * ((min_(m, 8) * ((min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64)) + 16 + 63) / 64 * 64 + (max_(64, ((min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32))) + 63) / 64 * 64 + ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32)) + 63) / 64 * 64) + (min_(m, 8) * ((min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64)) + 16 + 63) / 64 * 64 + (max_(64, ((min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32))) + 63) / 64 * 64 + ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32)) + 63) / 64 * 64 - ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32)) + 63) / 64 * 64;
-  const long run = ((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32;
+  float *kept = work + worker * ((min_(m, 8) * ((min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 63) / 64)) + 16 + 63) / 64 * 64 + (max_(64, ((min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 63) / 64) < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32))) + 63) / 64 * 64 + ((((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32)) + 63) / 64 * 64) + (min_(m, 8) * ((min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 63) / 64)) + 16 + 63) / 64 * 64 + (max_(64, ((min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 63) / 64) < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32))) + 63) / 64 * 64 + ((((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32)) + 63) / 64 * 64 - ((((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32)) + 63) / 64 * 64;
+  const long run = ((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32;
   for (long run_start = 0; run_start < k; run_start += run) {
     for (long pc = run_start; pc < min_(k, run_start + run); pc += kb) {
       const long kd = min_(kb, min_(k, run_start + run) - pc);
-      float *ap = work + worker * ((min_(m, 8) * ((min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64)) + 16 + 63) / 64 * 64 + (max_(64, ((min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 63) / 64) < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32))) + 63) / 64 * 64 + ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32)) + 63) / 64 * 64);
+      float *ap = work + worker * ((min_(m, 8) * ((min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 63) / 64)) + 16 + 63) / 64 * 64 + (max_(64, ((min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 63) / 64) - 1) / max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 63) / 64) < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32))) + 63) / 64 * 64 + ((((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 < k) * (min_(m, 8) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))) * 32)) + 63) / 64 * 64);
       for (long i = 0; i < slices; ++i) {
         const long h = height + (i < taller);
         const long r = i * height + min_(i, taller);
@@ -389,19 +371,40 @@ static void block(const long *ctx, long task, long worker) {
         for (long i = 0; i < slices; ++i) {
           const long h = height + (i < taller);
           const long r = i * height + min_(i, taller);
-          switch (h) {
-            case 1:
-              ukr_1x32(kd, ap + r * kd, bp, cp + deep * ((row + r - row) * c_wide + column - first * 32), c_wide, columns, run_start < pc);
-              break;
-            case 2:
-              ukr_2x32(kd, ap + r * kd, bp, cp + deep * ((row + r - row) * c_wide + column - first * 32), c_wide, columns, run_start < pc);
-              break;
-            default:
-              __builtin_trap();
-          }
-          if (run < k) {
+          if (run_start == 0) {
+            switch (h) {
+              case 1:
+                ukr_1x32(kd, ap + r * kd, bp, cp + deep * ((row + r - row) * c_wide + column - first * 32), c_wide, columns, run_start < pc, cp + deep * ((row + r - row) * c_wide + column - first * 32), c_wide, 0);
+                break;
+              case 2:
+                ukr_2x32(kd, ap + r * kd, bp, cp + deep * ((row + r - row) * c_wide + column - first * 32), c_wide, columns, run_start < pc, cp + deep * ((row + r - row) * c_wide + column - first * 32), c_wide, 0);
+                break;
+              default:
+                __builtin_trap();
+            }
+          } else {
             if (pc + kd == min_(k, run_start + run)) {
-              carry(h, columns, cp + deep * ((row + r - row) * c_wide + column - first * 32), c_wide, kept + (row + r - row) * ((last - first) * 32) + column - first * 32, (last - first) * 32, run_start == 0, pc + kd < k);
+              switch (h) {
+                case 1:
+                  ukr_1x32(kd, ap + r * kd, bp, kept + (row + r - row) * ((last - first) * 32) + column - first * 32, (last - first) * 32, columns, run_start < pc, cp + deep * ((row + r - row) * c_wide + column - first * 32), c_wide, 1);
+                  break;
+                case 2:
+                  ukr_2x32(kd, ap + r * kd, bp, kept + (row + r - row) * ((last - first) * 32) + column - first * 32, (last - first) * 32, columns, run_start < pc, cp + deep * ((row + r - row) * c_wide + column - first * 32), c_wide, 1);
+                  break;
+                default:
+                  __builtin_trap();
+              }
+            } else {
+              switch (h) {
+                case 1:
+                  ukr_1x32(kd, ap + r * kd, bp, kept + (row + r - row) * ((last - first) * 32) + column - first * 32, (last - first) * 32, columns, run_start < pc, kept + (row + r - row) * ((last - first) * 32) + column - first * 32, (last - first) * 32, 0);
+                  break;
+                case 2:
+                  ukr_2x32(kd, ap + r * kd, bp, kept + (row + r - row) * ((last - first) * 32) + column - first * 32, (last - first) * 32, columns, run_start < pc, kept + (row + r - row) * ((last - first) * 32) + column - first * 32, (last - first) * 32, 0);
+                  break;
+                default:
+                  __builtin_trap();
+              }
             }
           }
           if (pc + kd == k) {

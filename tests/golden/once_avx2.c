@@ -1,6 +1,6 @@
 /* portmm_gemm_f32_f32_f32_2x16x1_avx2, made by portmm 0.1.0 for AVX2 and FMA */
-/* gemm avx2: registers 2x16x1, L1 2x16x384, L2 8x16x384, L3 8x64x384; A packed, B packed once, threads over tiles */
-/* made again by: portmm emit --schedule gemm:avx2:f32:2x16x1/2x16x384/8x16x384/8x64x384:2-2:a=row,b=row,panels=1,over=tiles,lanes=0,prefetch=0,pack_a,pack_b,once */
+/* gemm avx2: registers 2x16x1, L1 2x16x320, L2 8x16x320, L3 8x64x320; A packed, B packed once, threads over tiles */
+/* made again by: portmm emit --schedule gemm:avx2:f32:2x16x1/2x16x320/8x16x320/8x64x320:2-2:a=row,b=row,panels=1,over=tiles,lanes=0,prefetch=0,pack_a,pack_b,once */
 
 typedef float v8f __attribute__((vector_size(32)));
 typedef float v8f_u __attribute__((vector_size(32), aligned(4), may_alias));
@@ -331,10 +331,10 @@ static void block(const long *ctx, long task, long worker) {
   const long slices = (rows + 1) / 2;
   const long height = rows / slices;
   const long taller = rows % slices;
-  const long kb = ((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32;
+  const long kb = ((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32;
   for (long pc = 0; pc < k; pc += kb) {
     const long kd = min_(kb, k - pc);
-    float *ap = work + ((n + 15) / 16 * (k * 16) + 63) / 64 * 64 + worker * ((min_(m, 8) * (((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32) + 8 + 63) / 64 * 64);
+    float *ap = work + ((n + 15) / 16 * (k * 16) + 63) / 64 * 64 + worker * ((min_(m, 8) * (((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32) + 8 + 63) / 64 * 64);
     for (long i = 0; i < slices; ++i) {
       const long h = height + (i < taller);
       const long r = i * height + min_(i, taller);

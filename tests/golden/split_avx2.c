@@ -55,9 +55,9 @@ static inline long max_(long x, long y) { return x > y ? x : y; }
 typedef int lanes_t __attribute__((vector_size(32)));
 
 /* C[1][columns] (+)= A[1][k] . B[k][16] */
-static __attribute__((noinline)) void ukr_1x16(long k, const float *a, long a_m, long a_k, const float *b, long b_k, float *c, long c_m, long columns, long accumulate) {
+static __attribute__((noinline)) void ukr_1x16(long k, const float *a, long a_m, long a_k, const float *b, long b_k, float *c, long c_m, long columns, long accumulate, float *to, long to_m, long more) {
   v8i m0, m1;
-  v8f c0_0, c0_1, b0, b1;
+  v8f c0_0, c0_1, b0, b1, before0, before1;
   float a0;
   m0 = (v8i){0, 1, 2, 3, 4, 5, 6, 7} < (v8i){0} + (int)(max_(0, min_(columns, 8)));
   m1 = (v8i){0, 1, 2, 3, 4, 5, 6, 7} < (v8i){0} + (int)(max_(0, min_(columns - 8, 8)));
@@ -102,45 +102,23 @@ static __attribute__((noinline)) void ukr_1x16(long k, const float *a, long a_m,
     }
   }
   if (columns < 16) {
-    __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(c)) : "x"(c0_0), "x"(m0));
-    __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(c + 8)) : "x"(c0_1), "x"(m1));
+    if (more) {
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(before0) : "m"(*(const v8f_u *)(to)), "x"(m0));
+      c0_0 += before0;
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(before1) : "m"(*(const v8f_u *)(to + 8)), "x"(m1));
+      c0_1 += before1;
+    }
+    __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(to)) : "x"(c0_0), "x"(m0));
+    __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(to + 8)) : "x"(c0_1), "x"(m1));
   } else {
-    *(v8f_u *)(c) = c0_0;
-    *(v8f_u *)(c + 8) = c0_1;
-  }
-}
-
-/* kept[rows][columns] (+)= C, or C += kept after the last run of k */
-static __attribute__((noinline)) void carry(long rows, long columns, float *c, long c_m, float *kept, long wide, long first, long more) {
-  v8f x, y;
-  v8i m;
-  for (long i = 0; i < rows; ++i) {
-    for (long j = 0; j < columns - columns % 8; j += 8) {
-      x = *(const v8f_u *)(c + i * c_m + j);
-      if (1 - first) {
-        y = *(const v8f_u *)(kept + i * wide + j);
-        x += y;
-      }
-      if (more) {
-        *(v8f_u *)(kept + i * wide + j) = x;
-      } else {
-        *(v8f_u *)(c + i * c_m + j) = x;
-      }
+    if (more) {
+      before0 = *(const v8f_u *)(to);
+      c0_0 += before0;
+      before1 = *(const v8f_u *)(to + 8);
+      c0_1 += before1;
     }
-    if (columns - columns % 8 < columns) {
-      const long j = columns - columns % 8;
-      m = (v8i){0, 1, 2, 3, 4, 5, 6, 7} < (v8i){0} + (int)(max_(0, min_(columns - (columns - columns % 8), 8)));
-      __asm__("vmaskmovps %1, %2, %0" : "=x"(x) : "m"(*(const v8f_u *)(c + i * c_m + j)), "x"(m));
-      if (1 - first) {
-        y = *(const v8f_u *)(kept + i * wide + j);
-        x += y;
-      }
-      if (more) {
-        *(v8f_u *)(kept + i * wide + j) = x;
-      } else {
-        __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(c + i * c_m + j)) : "x"(x), "x"(m));
-      }
-    }
+    *(v8f_u *)(to) = c0_0;
+    *(v8f_u *)(to + 8) = c0_1;
   }
 }
 
@@ -160,12 +138,12 @@ static void run_of_k(const long *ctx, long task, long worker) {
   const float *a = (const float *)g->a;
   const float *b = (const float *)g->b;
   float *work = (float *)g->work;
-  const long kb = (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 7) / 8) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 7) / 8);
+  const long kb = (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 7) / 8) - 1) / max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 7) / 8);
   const long steps = (k + kb - 1) / kb;
   const long runs = min_(workers, steps);
   const long k_first = steps * task / runs * kb;
   const long k_last = min_(k, steps * (task + 1) / runs * kb);
-  float *cp = work + ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64 * workers + task * (m * n);
+  float *cp = work + ((((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64 * workers + task * (m * n);
   for (long block = 0; block < 1; ++block) {
     const long row = 0;
     const long rows = m;
@@ -174,8 +152,8 @@ static void run_of_k(const long *ctx, long task, long worker) {
     const long slices = rows;
     const long height = rows / slices;
     const long taller = rows % slices;
-    float *kept = work + worker * (((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64) + ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64 - ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64;
-    const long run = ((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32;
+    float *kept = work + worker * (((((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64) + ((((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64 - ((((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64;
+    const long run = ((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32;
     for (long run_start = k_first; run_start < k_last; run_start += run) {
       for (long pc = run_start; pc < min_(k_last, run_start + run); pc += kb) {
         const long kd = min_(kb, min_(k_last, run_start + run) - pc);
@@ -184,12 +162,14 @@ static void run_of_k(const long *ctx, long task, long worker) {
           const long columns = min_(n - column, 16);
           const float *bp = b + item * b_batch + pc * b_k + column;
           for (long i = 0; i < slices; ++i) {
-            const long h = height + (i < taller);
             const long r = i * height + min_(i, taller);
-            ukr_1x16(kd, a + item * a_batch + (row + r) * a_m + pc, a_m, 1, bp, b_k, cp + (row + r) * n + column, n, columns, run_start < pc);
-            if (run < k_last - k_first) {
+            if (run_start == k_first) {
+              ukr_1x16(kd, a + item * a_batch + (row + r) * a_m + pc, a_m, 1, bp, b_k, cp + (row + r) * n + column, n, columns, run_start < pc, cp + (row + r) * n + column, n, 0);
+            } else {
               if (pc + kd == min_(k_last, run_start + run)) {
-                carry(h, columns, cp + (row + r) * n + column, n, kept + (row + r - row) * ((last - first) * 16) + column - first * 16, (last - first) * 16, run_start == k_first, pc + kd < k_last);
+                ukr_1x16(kd, a + item * a_batch + (row + r) * a_m + pc, a_m, 1, bp, b_k, kept + (row + r - row) * ((last - first) * 16) + column - first * 16, (last - first) * 16, columns, run_start < pc, cp + (row + r) * n + column, n, 1);
+              } else {
+                ukr_1x16(kd, a + item * a_batch + (row + r) * a_m + pc, a_m, 1, bp, b_k, kept + (row + r - row) * ((last - first) * 16) + column - first * 16, (last - first) * 16, columns, run_start < pc, kept + (row + r - row) * ((last - first) * 16) + column - first * 16, (last - first) * 16, 0);
               }
             }
           }
@@ -215,15 +195,15 @@ static void sum_runs(const long *ctx, long task, long worker) {
   const long i = task / ((n + 1023) / 1024);
   const long j_first = task % ((n + 1023) / 1024) * 1024;
   const long j_last = min_(n, j_first + 1024);
-  const long kb = (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 7) / 8) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 7) / 8);
+  const long kb = (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 7) / 8) - 1) / max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 7) / 8);
   const long steps = (k + kb - 1) / kb;
   const long runs = min_(workers, steps);
   for (long j = j_first; j < j_last; ++j) {
-    *(c + item * c_batch + i * c_m + j) = *(work + ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64 * workers + i * n + j);
+    *(c + item * c_batch + i * c_m + j) = *(work + ((((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64 * workers + i * n + j);
   }
   for (long run = 1; run < runs; ++run) {
     for (long j = j_first; j < j_last; ++j) {
-      *(c + item * c_batch + i * c_m + j) += *(work + ((((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64 * workers + i * n + j + run * (m * n));
+      *(c + item * c_batch + i * c_m + j) += *(work + ((((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64 * workers + i * n + j + run * (m * n));
     }
   }
 }
@@ -238,7 +218,7 @@ void portmm_gemm_f32_f32_f32_1x16x1_avx2(const portmm_args *g) {
   for (long item = 0; item < batch; ++item) {
     {
       const long task_ctx[] = {(long)g, item};
-      g->parallel(g->pool, run_of_k, task_ctx, min_(workers, (k + (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 7) / 8) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 7) / 8) - 1) / ((min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 7) / 8) - 1) / max_(1, (min_(((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32, k) + 7) / 8))), workers);
+      g->parallel(g->pool, run_of_k, task_ctx, min_(workers, (k + (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 7) / 8) - 1) / max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 7) / 8) - 1) / ((min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 7) / 8) - 1) / max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 7) / 8))), workers);
     }
     {
       const long task_ctx[] = {(long)g, item};

@@ -154,7 +154,8 @@ static void block(const long *ctx, long task, long worker) {
   const long slices = rows;
   const long height = rows / slices;
   const long taller = rows % slices;
-  const long run = ((k + max_(1, (k + 383) / 384) - 1) / max_(1, (k + 383) / 384) + 31) / 32 * 32;
+  const long run = ((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32;
+  const long kd = k;
   const long wide = first + max_(0, min_((last - first) / 2 * 2, (n / 16 - first) / 2 * 2));
   for (long j = first; j < wide; j += 2) {
     const long column = j * 16;
@@ -162,8 +163,8 @@ static void block(const long *ctx, long task, long worker) {
     const float *bp = b + item * b_batch + j * b_n;
     for (long i = 0; i < slices; ++i) {
       const long r = i * height + min_(i, taller);
-      for (long p_run = 0; p_run < k; p_run += run) {
-        ukr_1x32(min_(run, k - p_run), a + item * a_batch + (row + r) * a_m + p_run, a_m, 1, bp + p_run * 16, b_n, c + item * c_batch + (row + r) * c_m + column, c_m, columns, 0 < p_run);
+      for (long p_run = 0; p_run < kd; p_run += run) {
+        ukr_1x32(min_(run, kd - p_run), a + item * a_batch + (row + r) * a_m + p_run, a_m, 1, bp + p_run * 16, b_n, c + item * c_batch + (row + r) * c_m + column, c_m, columns, 0 < p_run);
       }
     }
   }
@@ -173,8 +174,8 @@ static void block(const long *ctx, long task, long worker) {
     const float *bp = b + item * b_batch + j * b_n;
     for (long i = 0; i < slices; ++i) {
       const long r = i * height + min_(i, taller);
-      for (long p_run = 0; p_run < k; p_run += run) {
-        ukr_1x16(min_(run, k - p_run), a + item * a_batch + (row + r) * a_m + p_run, a_m, 1, bp + p_run * 16, c + item * c_batch + (row + r) * c_m + column, c_m, columns, 0 < p_run);
+      for (long p_run = 0; p_run < kd; p_run += run) {
+        ukr_1x16(min_(run, kd - p_run), a + item * a_batch + (row + r) * a_m + p_run, a_m, 1, bp + p_run * 16, c + item * c_batch + (row + r) * c_m + column, c_m, columns, 0 < p_run);
       }
     }
   }
