@@ -325,15 +325,6 @@ class Blocks:
         a_m, a_k = var("a_m"), var("a_k")
         return self.operand("a", row * a_m + self.pc * (a_k * self.s.kr)), a_m, a_k
 
-    def kept(self, row: Index, column: Index) -> Ptr:
-        """The sum of the runs before."""
-        return Ptr("kept", (row - var("row")) * self.kept_wide + (column - var("first") * self.s.nr))
-
-    @property
-    def kept_wide(self) -> Index:
-        """Elements from one row of these to the next."""
-        return (var("last") - var("first")) * self.s.nr
-
     def private(self) -> Ptr:
         """This worker's scratch: a panel of B, then a block of A, then sums."""
         return Ptr("work", self.shared_size + var("worker") * self.own_size)
@@ -341,6 +332,11 @@ class Blocks:
     def operand(self, name: str, offset: Index) -> Ptr:
         """An element of A, B or C of the current item."""
         return Ptr(name, var("item") * var(f"{name}_batch") + offset)
+
+    @property
+    def first_column(self) -> Index:
+        """The first column of a share of a block."""
+        return var("first") * self.s.nr
 
     def result(self, row: Index, column: Index) -> Ptr:
         """An element of C, or of this run's own C, or of the sums that will become it."""
@@ -354,7 +350,7 @@ class Blocks:
         """A sum that is not yet an element of C: in one tile, or at its place in the block."""
         if not self.s.kc:
             return Ptr("cp")
-        place = (row - var("row")) * var("c_wide") + (column - var("first") * self.s.nr)
+        place = (row - var("row")) * var("c_wide") + (column - self.first_column)
         return Ptr("cp", var("deep") * place)
 
     @property

@@ -37,7 +37,7 @@ from portmm.kernels.finish import ROWS, finish, needed
 from portmm.kernels.lookahead import next_item, next_panel
 from portmm.kernels.microkernel import Shape, micro_kernel
 from portmm.kernels.rowwise import quantise
-from portmm.kernels.runs import in_parts, over_k
+from portmm.kernels.runs import kept, over_k
 
 from portmm.candidates import PACK_ROWS, SUM_COLUMNS
 from portmm.dtype import CODES_KR
@@ -313,11 +313,7 @@ class Gemm(Blocks):
 
     def visit(self, panels: int) -> tuple[Stmt, ...]:
         """The micro-kernel of the slice's height, for each run of a block of k that has many."""
-        row = var("row") + var("r")
-        if self.parts:
-            return in_parts(self, row, lambda *sums: self.by_height(lambda height: self.call(height, panels, *sums)))
-        sums = (self.result(row, var("column")), self.c_step)
-        visit = self.by_height(lambda height: self.call(height, panels, *sums))
+        visit = self.by_height(lambda height: self.call(height, panels))
         return (For("p_run", const(0), var("kd"), var("run"), visit),) if self.many else visit
 
     def by_height(self, call: Callable[[int], Stmt]) -> tuple[Stmt, ...]:
@@ -378,8 +374,8 @@ class Gemm(Blocks):
         whole = minimum(end * s.nr, N)
         return (panels, If(whole.lt((jg + near) * s.nr), singly, together))
 
-    def call(self, height: int, panels: int, c: Ptr, c_step: Index, *to: Index | Ptr) -> Stmt:
-        """One visit of the micro-kernel of that height; sums are in `c`, and those of parts of runs written `to` it."""
+    def call(self, height: int, panels: int) -> Stmt:
+        """One visit of the micro-kernel of that height."""
         s = self.s
         shape = Shape(
             rows=height,
@@ -412,7 +408,8 @@ class Gemm(Blocks):
         if shape.unshift:
             args.append(packing.sums_at(var("kd") if shape.unshift == "block" else self.k, s.nr, self.given[1]))
         before = (var("run_start") if self.parts else self.start).lt(self.pc + self.before)
-        args += [c, c_step, var("columns"), before, *to]
+        args += [self.result(row, var("column")), self.c_step, var("columns"), before]
+        args += kept(self, row, var("column")) if self.parts else ()
         if shape.ahead is not None:
             args += next_item(self, row) if s.over == "batch" else next_panel(self, height)
         return Call(micro_kernel(self.atom, shape), tuple(args))

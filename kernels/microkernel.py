@@ -52,7 +52,8 @@ class Shape:
         final: the type of the C that is asked for ahead, where sums are elsewhere until they are
             finished; "" where they are C.
         chained: C is loaded before the loop, whose chains continue those of C; else added to after it.
-        parts: of chains that go on, sums are written to `to`, and added to what is there where they are `more`.
+        parts: chains go on from visit to visit; at the end of one, `add` what is `kept` of those before, and `keep`
+            the sum there unless it is that of the last.
     """
 
     rows: int
@@ -71,16 +72,6 @@ class Shape:
     final: str = ""
     chained: bool = False
     parts: bool = False
-
-    @property
-    def to(self) -> str:
-        """The parameter that says where sums are written."""
-        return "to" if self.parts else "c"
-
-    @property
-    def added(self) -> str:
-        """The parameter that says whether to add what is there, or an empty string."""
-        return "more" if self.parts else "" if self.chained else "accumulate"
 
 
 def micro_kernel(atom: Atom, s: Shape) -> Function:
@@ -105,7 +96,7 @@ def micro_kernel(atom: Atom, s: Shape) -> Function:
     params += [Param("b_panel")] if s.panels > 1 else []
     params += [Param("sums_at")] if s.unshift else []
     params += [Param("c", atom.acc), Param("c_m"), Param("columns"), Param("accumulate")]
-    params += [Param("to", atom.acc), Param("to_m"), Param("more")] if s.parts else []
+    params += [Param("kept", atom.acc), Param("kept_m"), Param("add"), Param("keep")] if s.parts else []
     if s.ahead is not None:
         params.append(Param("c_next", s.final or atom.acc))
         params += [Param("next_m")] if s.final else []
@@ -206,34 +197,43 @@ def _unshift(atom: Atom, s: Shape) -> tuple[Stmt, ...]:
     return tuple(out)
 
 
-def _add(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
-    """Add what is there to the accumulators, unless it is still to be written."""
-    if not s.added:
-        return ()
+def _add(atom: Atom, s: Shape, c: str, *, edge: bool) -> tuple[Stmt, ...]:
+    """Add what is at `c` to the accumulators."""
     before: tuple[Stmt, ...] = ()
     spare_tile = edge and not atom.mask
     if spare_tile:
-        before = _copy(s, Ptr("tile"), Ptr(s.to), const(s.nr), var(f"{s.to}_m"))
+        before = _copy(s, Ptr("tile"), Ptr(c), const(s.nr), var(f"{c}_m"))
     adds: list[Stmt] = []
     for number, (i, v) in enumerate(_cells(atom, s)):
         d = f"before{number % AT_ONCE}"
         if edge and atom.mask:
-            adds.append(Verb("load_mask", d, p=_at(atom, s.to, i, v), mask=f"m{v}", to=atom.acc))
+            adds.append(Verb("load_mask", d, p=_at(atom, c, i, v), mask=f"m{v}", to=atom.acc))
         else:
-            adds.append(_sums("load_c", atom, s, i, v, "tile" if spare_tile else s.to, d=d))
+            adds.append(_sums("load_c", atom, s, i, v, "tile" if spare_tile else c, d=d))
         adds.append(Verb("add", acc_of(i, v), d))
-    return (If(var(s.added), (*before, *adds)),)
+    return (*before, *adds)
+
+
+def _store(atom: Atom, s: Shape, c: str, *, edge: bool) -> tuple[Stmt, ...]:
+    """Write the accumulators to `c`."""
+    cells = _cells(atom, s)
+    if not edge:
+        return tuple(_sums("store", atom, s, i, v, c) for i, v in cells)
+    if atom.mask:
+        return tuple(Verb("store_mask", acc_of(i, v), p=_at(atom, c, i, v), mask=f"m{v}") for i, v in cells)
+    stores = (_sums("store", atom, s, i, v, "tile") for i, v in cells)
+    return (*stores, *_copy(s, Ptr(c), Ptr("tile"), var(f"{c}_m"), const(s.nr)))
 
 
 def write_back(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
     """Write the accumulators to C, or add them to it."""
-    cells, more = _cells(atom, s), _add(atom, s, edge=edge)
-    if not edge:
-        return (*more, *(_sums("store", atom, s, i, v, s.to) for i, v in cells))
-    if atom.mask:
-        return (*more, *(Verb("store_mask", acc_of(i, v), p=_at(atom, s.to, i, v), mask=f"m{v}") for i, v in cells))
-    stores = (_sums("store", atom, s, i, v, "tile") for i, v in cells)
-    return (*more, *stores, *_copy(s, Ptr(s.to), Ptr("tile"), var(f"{s.to}_m"), const(s.nr)))
+    store = _store(atom, s, "c", edge=edge)
+    if s.parts:
+        add, keep_ = _add(atom, s, "kept", edge=edge), _store(atom, s, "kept", edge=edge)
+        return (If(var("add"), add), If(var("keep"), keep_, store))
+    if s.chained:
+        return store
+    return (If(var("accumulate"), _add(atom, s, "c", edge=edge)), *store)
 
 
 def _sums(verb: str, atom: Atom, s: Shape, i: int, v: int, c: str, *, d: str = "") -> Verb:  # noqa: PLR0917

@@ -1,20 +1,19 @@
 """Runs of k, each with accumulators of its own: see `portmm.summation`.
 
-Owns the loop over k of a block of C, and what the parts of a run do with its sums.
+Owns the loop over k of a block of C, and where the sums of runs are kept while parts of the next are added.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.ir import For, If, Let, LetPtr, const, var
+from portmm.index import Ptr
+from portmm.ir import For, Let, LetPtr, var
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.kernels.blocks import Blocks
 
-    from portmm.index import Index, Ptr
+    from portmm.index import Index
     from portmm.ir import Stmt
 
 
@@ -29,19 +28,12 @@ def over_k(g: Blocks, inside: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
     return (Let("run", g.run), *inside) if g.many else inside
 
 
-def in_parts(g: Blocks, row: Index, call: Callable[..., tuple[Stmt, ...]]) -> tuple[Stmt, ...]:
-    """A visit of a tile for a part of a run.
+def kept(g: Blocks, row: Index, column: Index) -> tuple[Index | Ptr, ...]:
+    """The sums of the runs before the current one, from a row to the next, whether to add them, and to keep the sum.
 
-    The sums of the first run are those of C. Sums of a later one are kept apart until its last part, which adds C.
-
-    Args:
-        g: the blocks.
-        row: the first row of the tile.
-        call: the visit, given where the sums of the parts before are, where to write, the elements from a row to the
-            next of each, and whether to add what is there.
+    The chains of a run are in C, part by part; in the last part of a run they are added up.
     """
-    c: tuple[Ptr, Index] = (g.result(row, var("column")), g.c_step)
-    kept: tuple[Ptr, Index] = (g.kept(row, var("column")), g.kept_wide)
-    last = (var("pc") + var("kd")).eq(g.last_of_run)
-    later = (If(last, call(*kept, *c, const(1)), call(*kept, *kept, const(0))),)
-    return (If(var("run_start").eq(g.start), call(*c, *c, const(0)), later),)
+    wide = (var("last") - var("first")) * g.s.nr
+    place = Ptr("kept", (row - var("row")) * wide + (column - g.first_column))
+    ends = (var("pc") + var("kd")).eq(g.last_of_run)
+    return place, wide, ends * g.start.lt(var("run_start")), ends * g.last_of_run.lt(g.end)

@@ -190,7 +190,7 @@ static __attribute__((noinline)) void pack_a(long k, long rows, const float *a, 
 }
 
 /* C[1][columns] (+)= A[1][k] . B[k][32] */
-static __attribute__((noinline)) void ukr_1x32(long k, const float *a, const float *b, float *c, long c_m, long columns, long accumulate, float *to, long to_m, long more) {
+static __attribute__((noinline)) void ukr_1x32(long k, const float *a, const float *b, float *c, long c_m, long columns, long accumulate, float *kept, long kept_m, long add, long keep) {
   unsigned short m0, m1;
   v16f c0_0, c0_1, b0, b1, before0, before1;
   float a0;
@@ -211,18 +211,23 @@ static __attribute__((noinline)) void ukr_1x32(long k, const float *a, const flo
     c0_0 += a0 * b0;
     c0_1 += a0 * b1;
   }
-  if (more) {
-    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(before0) : "m"(*(const v16f_u *)(to)), "Yk"(m0));
+  if (add) {
+    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(before0) : "m"(*(const v16f_u *)(kept)), "Yk"(m0));
     c0_0 += before0;
-    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(before1) : "m"(*(const v16f_u *)(to + 16)), "Yk"(m1));
+    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(before1) : "m"(*(const v16f_u *)(kept + 16)), "Yk"(m1));
     c0_1 += before1;
   }
-  __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(to)) : "v"(c0_0), "Yk"(m0));
-  __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(to + 16)) : "v"(c0_1), "Yk"(m1));
+  if (keep) {
+    __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(kept)) : "v"(c0_0), "Yk"(m0));
+    __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(kept + 16)) : "v"(c0_1), "Yk"(m1));
+  } else {
+    __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(c)) : "v"(c0_0), "Yk"(m0));
+    __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(c + 16)) : "v"(c0_1), "Yk"(m1));
+  }
 }
 
 /* C[2][columns] (+)= A[2][k] . B[k][32] */
-static __attribute__((noinline)) void ukr_2x32(long k, const float *a, const float *b, float *c, long c_m, long columns, long accumulate, float *to, long to_m, long more) {
+static __attribute__((noinline)) void ukr_2x32(long k, const float *a, const float *b, float *c, long c_m, long columns, long accumulate, float *kept, long kept_m, long add, long keep) {
   unsigned short m0, m1;
   v16f c0_0, c0_1, c1_0, c1_1, b0, b1, before0, before1, before2, before3;
   float a0, a1;
@@ -250,20 +255,27 @@ static __attribute__((noinline)) void ukr_2x32(long k, const float *a, const flo
     c1_0 += a1 * b0;
     c1_1 += a1 * b1;
   }
-  if (more) {
-    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(before0) : "m"(*(const v16f_u *)(to)), "Yk"(m0));
+  if (add) {
+    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(before0) : "m"(*(const v16f_u *)(kept)), "Yk"(m0));
     c0_0 += before0;
-    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(before1) : "m"(*(const v16f_u *)(to + 16)), "Yk"(m1));
+    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(before1) : "m"(*(const v16f_u *)(kept + 16)), "Yk"(m1));
     c0_1 += before1;
-    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(before2) : "m"(*(const v16f_u *)(to + to_m)), "Yk"(m0));
+    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(before2) : "m"(*(const v16f_u *)(kept + kept_m)), "Yk"(m0));
     c1_0 += before2;
-    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(before3) : "m"(*(const v16f_u *)(to + to_m + 16)), "Yk"(m1));
+    __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(before3) : "m"(*(const v16f_u *)(kept + kept_m + 16)), "Yk"(m1));
     c1_1 += before3;
   }
-  __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(to)) : "v"(c0_0), "Yk"(m0));
-  __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(to + 16)) : "v"(c0_1), "Yk"(m1));
-  __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(to + to_m)) : "v"(c1_0), "Yk"(m0));
-  __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(to + to_m + 16)) : "v"(c1_1), "Yk"(m1));
+  if (keep) {
+    __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(kept)) : "v"(c0_0), "Yk"(m0));
+    __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(kept + 16)) : "v"(c0_1), "Yk"(m1));
+    __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(kept + kept_m)) : "v"(c1_0), "Yk"(m0));
+    __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(kept + kept_m + 16)) : "v"(c1_1), "Yk"(m1));
+  } else {
+    __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(c)) : "v"(c0_0), "Yk"(m0));
+    __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(c + 16)) : "v"(c0_1), "Yk"(m1));
+    __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(c + c_m)) : "v"(c1_0), "Yk"(m0));
+    __asm__("vmovups %1, %0%{%2%}" : "+m"(*(v16f_u *)(c + c_m + 16)) : "v"(c1_1), "Yk"(m1));
+  }
 }
 
 /* C[rows][columns] = expressions of sums,  as f32 */
@@ -371,41 +383,15 @@ static void block(const long *ctx, long task, long worker) {
         for (long i = 0; i < slices; ++i) {
           const long h = height + (i < taller);
           const long r = i * height + min_(i, taller);
-          if (run_start == 0) {
-            switch (h) {
-              case 1:
-                ukr_1x32(kd, ap + r * kd, bp, cp + deep * ((row + r - row) * c_wide + column - first * 32), c_wide, columns, run_start < pc, cp + deep * ((row + r - row) * c_wide + column - first * 32), c_wide, 0);
-                break;
-              case 2:
-                ukr_2x32(kd, ap + r * kd, bp, cp + deep * ((row + r - row) * c_wide + column - first * 32), c_wide, columns, run_start < pc, cp + deep * ((row + r - row) * c_wide + column - first * 32), c_wide, 0);
-                break;
-              default:
-                __builtin_trap();
-            }
-          } else {
-            if (pc + kd == min_(k, run_start + run)) {
-              switch (h) {
-                case 1:
-                  ukr_1x32(kd, ap + r * kd, bp, kept + (row + r - row) * ((last - first) * 32) + column - first * 32, (last - first) * 32, columns, run_start < pc, cp + deep * ((row + r - row) * c_wide + column - first * 32), c_wide, 1);
-                  break;
-                case 2:
-                  ukr_2x32(kd, ap + r * kd, bp, kept + (row + r - row) * ((last - first) * 32) + column - first * 32, (last - first) * 32, columns, run_start < pc, cp + deep * ((row + r - row) * c_wide + column - first * 32), c_wide, 1);
-                  break;
-                default:
-                  __builtin_trap();
-              }
-            } else {
-              switch (h) {
-                case 1:
-                  ukr_1x32(kd, ap + r * kd, bp, kept + (row + r - row) * ((last - first) * 32) + column - first * 32, (last - first) * 32, columns, run_start < pc, kept + (row + r - row) * ((last - first) * 32) + column - first * 32, (last - first) * 32, 0);
-                  break;
-                case 2:
-                  ukr_2x32(kd, ap + r * kd, bp, kept + (row + r - row) * ((last - first) * 32) + column - first * 32, (last - first) * 32, columns, run_start < pc, kept + (row + r - row) * ((last - first) * 32) + column - first * 32, (last - first) * 32, 0);
-                  break;
-                default:
-                  __builtin_trap();
-              }
-            }
+          switch (h) {
+            case 1:
+              ukr_1x32(kd, ap + r * kd, bp, cp + deep * ((row + r - row) * c_wide + column - first * 32), c_wide, columns, run_start < pc, kept + (row + r - row) * ((last - first) * 32) + column - first * 32, (last - first) * 32, (pc + kd == min_(k, run_start + run)) * (0 < run_start), (pc + kd == min_(k, run_start + run)) * (min_(k, run_start + run) < k));
+              break;
+            case 2:
+              ukr_2x32(kd, ap + r * kd, bp, cp + deep * ((row + r - row) * c_wide + column - first * 32), c_wide, columns, run_start < pc, kept + (row + r - row) * ((last - first) * 32) + column - first * 32, (last - first) * 32, (pc + kd == min_(k, run_start + run)) * (0 < run_start), (pc + kd == min_(k, run_start + run)) * (min_(k, run_start + run) < k));
+              break;
+            default:
+              __builtin_trap();
           }
           if (pc + kd == k) {
             finish(h, columns, cp + deep * ((row + r - row) * c_wide + column - first * 32), c_wide, c + item * c_batch + (row + r) * c_m + column, c_m, item, row + r, column, numbers, x0 + column, x1 + item * x1_b + (row + r) * x1_m + column, x1_m, x2 + item * x2_b + (row + r) * x2_m + column, x2_m);

@@ -55,7 +55,7 @@ static inline long max_(long x, long y) { return x > y ? x : y; }
 typedef int lanes_t __attribute__((vector_size(32)));
 
 /* C[1][columns] (+)= A[1][k] . B[k][16] */
-static __attribute__((noinline)) void ukr_1x16(long k, const float *a, long a_m, long a_k, const float *b, long b_k, float *c, long c_m, long columns, long accumulate, float *to, long to_m, long more) {
+static __attribute__((noinline)) void ukr_1x16(long k, const float *a, long a_m, long a_k, const float *b, long b_k, float *c, long c_m, long columns, long accumulate, float *kept, long kept_m, long add, long keep) {
   v8i m0, m1;
   v8f c0_0, c0_1, b0, b1, before0, before1;
   float a0;
@@ -102,23 +102,33 @@ static __attribute__((noinline)) void ukr_1x16(long k, const float *a, long a_m,
     }
   }
   if (columns < 16) {
-    if (more) {
-      __asm__("vmaskmovps %1, %2, %0" : "=x"(before0) : "m"(*(const v8f_u *)(to)), "x"(m0));
+    if (add) {
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(before0) : "m"(*(const v8f_u *)(kept)), "x"(m0));
       c0_0 += before0;
-      __asm__("vmaskmovps %1, %2, %0" : "=x"(before1) : "m"(*(const v8f_u *)(to + 8)), "x"(m1));
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(before1) : "m"(*(const v8f_u *)(kept + 8)), "x"(m1));
       c0_1 += before1;
     }
-    __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(to)) : "x"(c0_0), "x"(m0));
-    __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(to + 8)) : "x"(c0_1), "x"(m1));
+    if (keep) {
+      __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(kept)) : "x"(c0_0), "x"(m0));
+      __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(kept + 8)) : "x"(c0_1), "x"(m1));
+    } else {
+      __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(c)) : "x"(c0_0), "x"(m0));
+      __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(c + 8)) : "x"(c0_1), "x"(m1));
+    }
   } else {
-    if (more) {
-      before0 = *(const v8f_u *)(to);
+    if (add) {
+      before0 = *(const v8f_u *)(kept);
       c0_0 += before0;
-      before1 = *(const v8f_u *)(to + 8);
+      before1 = *(const v8f_u *)(kept + 8);
       c0_1 += before1;
     }
-    *(v8f_u *)(to) = c0_0;
-    *(v8f_u *)(to + 8) = c0_1;
+    if (keep) {
+      *(v8f_u *)(kept) = c0_0;
+      *(v8f_u *)(kept + 8) = c0_1;
+    } else {
+      *(v8f_u *)(c) = c0_0;
+      *(v8f_u *)(c + 8) = c0_1;
+    }
   }
 }
 
@@ -163,15 +173,7 @@ static void run_of_k(const long *ctx, long task, long worker) {
           const float *bp = b + item * b_batch + pc * b_k + column;
           for (long i = 0; i < slices; ++i) {
             const long r = i * height + min_(i, taller);
-            if (run_start == k_first) {
-              ukr_1x16(kd, a + item * a_batch + (row + r) * a_m + pc, a_m, 1, bp, b_k, cp + (row + r) * n + column, n, columns, run_start < pc, cp + (row + r) * n + column, n, 0);
-            } else {
-              if (pc + kd == min_(k_last, run_start + run)) {
-                ukr_1x16(kd, a + item * a_batch + (row + r) * a_m + pc, a_m, 1, bp, b_k, kept + (row + r - row) * ((last - first) * 16) + column - first * 16, (last - first) * 16, columns, run_start < pc, cp + (row + r) * n + column, n, 1);
-              } else {
-                ukr_1x16(kd, a + item * a_batch + (row + r) * a_m + pc, a_m, 1, bp, b_k, kept + (row + r - row) * ((last - first) * 16) + column - first * 16, (last - first) * 16, columns, run_start < pc, kept + (row + r - row) * ((last - first) * 16) + column - first * 16, (last - first) * 16, 0);
-              }
-            }
+            ukr_1x16(kd, a + item * a_batch + (row + r) * a_m + pc, a_m, 1, bp, b_k, cp + (row + r) * n + column, n, columns, run_start < pc, kept + (row + r - row) * ((last - first) * 16) + column - first * 16, (last - first) * 16, (pc + kd == min_(k_last, run_start + run)) * (k_first < run_start), (pc + kd == min_(k_last, run_start + run)) * (min_(k_last, run_start + run) < k_last));
           }
         }
       }
