@@ -40,7 +40,7 @@ def held(s):
 
 @pytest.mark.parametrize("p", CUBES, ids=str)
 def test_schedules_that_experts_force_are_candidates(p):
-    """On Zen 3, 6x16, KC 372, MC 240 beat the choices of the model, and 4x24, MC 504 those at 2048 cubed; KC is a run."""
+    """On Zen 3, 6x16, KC 372, MC 240 beat the choices of the model, and 4x24, MC 504 those at 2048 cubed."""
     found = {(s.mr, s.nr): [] for s in textbook(p, ZEN3)}
     for s in textbook(p, ZEN3):
         assert s.pack_b
