@@ -28,7 +28,7 @@ from portmm.candidates import (
     proposals,
     units,
 )
-from portmm.cost import Table, table
+from portmm.cost_table import Table, table
 from portmm.dtype import BY_NAME
 from portmm.memory import Memory
 from portmm.schedule import illegal

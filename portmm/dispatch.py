@@ -17,7 +17,8 @@ from portmm import forks
 from portmm.candidates import PACKED_VECTORS, units
 from portmm.capable import lacks
 from portmm.choice import Choice, overlaid
-from portmm.cost import Cost, cost, macs_per_cycle
+from portmm.cost import Cost, cost
+from portmm.cost_table import macs_per_cycle
 from portmm.dtype import BY_NAME, CODES_KR, types
 from portmm.errors import BuildError, DatabaseError, ScheduleError, TargetError
 from portmm.fused import parse as parse_fused
