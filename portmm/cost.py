@@ -20,7 +20,7 @@ import numpy as np
 
 from portmm.candidates import PACK_ROWS, RUN_BYTES, SUM_COLUMNS
 from portmm.cost_table import hertz, table
-from portmm.cost_terms import Extents, compute, packing_b, shared, tile_setup, traffic
+from portmm.cost_terms import Extents, Sizes, compute, packing_b, shared, tile_setup, traffic
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,38 +116,60 @@ def costs(t: Table, q: Problem, rows: Sequence[int], workers: Sequence[int]) -> 
     Returns:
         The predictions for each number of threads.
     """
-    v = Extents.of(t, q, rows)
-    loads, slowed = traffic(v)
-    work, setup, packing = {"compute": compute(v), **loads}, tile_setup(v), packing_b(v)
-    return [_timed(v, work, slowed, setup, packing, n) for n in workers]
+    v = Extents.of(t, Sizes.of(t, q, rows))
+    work = Work.of(v)
+    return [timed(v, work, n, shared(v, n)) for n in workers]
 
 
-def _timed(  # noqa: PLR0917 - one place calls it
-    v: Extents,
-    work: dict[str, Array],
-    slowed: dict[str, Array],
-    setup: Array,
-    packing_b: Array,
-    workers: int,
-) -> Costs:
-    """Times of cut-up work that several threads share."""
-    t, q, x = v.t, v.q, v.t.x
-    shares, tasks, threads, share = shared(v, workers)
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What takes time, in cycles of one item, however many threads share it.
+
+    Attributes:
+        overlapped: multiply-adds, and the loads of each level.
+        slowed: the loads of the levels that are slower where threads cut rows of B.
+        setup: of register tiles.
+        packing: of B.
+    """
+
+    overlapped: dict[str, Array]
+    slowed: dict[str, Array]
+    setup: Array
+    packing: Array
+
+    @classmethod
+    def of(cls, v: Extents) -> Work:
+        """The work of problems."""
+        loads, slowed = traffic(v)
+        return cls({"compute": compute(v), **loads}, slowed, tile_setup(v), packing_b(v))
+
+
+def timed(v: Extents, work: Work, workers: int, among: tuple[Array, Array, Array, Array]) -> Costs:
+    """Times of cut-up work that several threads share.
+
+    Args:
+        v: the problems.
+        work: the same, as work.
+        workers: threads that share it.
+        among: how they do, as `shared` says.
+    """
+    t, q, x = v.t, v.sizes, v.t.x
+    shares, tasks, threads, share = among
     # A block of A is packed once per share of columns.
-    packing = packing_b + (v.m * v.k) * shares * t.copy_a if "pack_a" in t.some else packing_b
+    packing = work.packing + (v.m * v.k) * shares * t.copy_a if "pack_a" in t.some else work.packing
     scale = q.batch / hertz(t.target)
     part = share * scale
-    overlapped = {name: each * part for name, each in work.items()}
-    if workers > 1 and slowed:
-        overlapped |= {name: np.where(threads > 1, each, work[name]) * part for name, each in slowed.items()}
+    overlapped = {name: each * part for name, each in work.overlapped.items()}
+    if workers > 1:
+        slowed = {name: np.where(threads > 1, each, work.overlapped[name]) for name, each in work.slowed.items()}
+        overlapped |= {name: each * part for name, each in slowed.items()}
     packers = threads
     if "once" in t.some:
         most = np.ceil(q.n * x.b / RUN_BYTES) * np.ceil(v.k / PACK_ROWS)
         packers = np.where(x.once, np.minimum(threads, most), threads)
-    added = {"tiles": setup * part, "packing": packing * scale / packers}
+    added = {"tiles": work.setup * part, "packing": packing * scale / packers}
     if "over_k" in t.some:
-        size = v.m * q.n * tasks * x.c
-        sums = 2 * size / t.bandwidth[v.home(size)]
+        sums = 2 * v.outward(v.m * q.n * tasks * x.c)
         added["sums"] = x.over_k * (sums * scale / np.minimum(threads, v.m * np.ceil(q.n / SUM_COLUMNS)))
     if workers > 1:
         phases = np.where(x.over_batch, 1.0, np.where(x.over_k, 2.0 * q.batch, q.batch)) + x.once * q.batch

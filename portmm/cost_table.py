@@ -87,6 +87,7 @@ class Table:
     Attributes:
         target: the machine.
         x: the candidates.
+        elements: bytes of an element of A, B and C.
         rate: multiply-add instructions per cycle.
         steps: cycles of a step beside its multiply-adds and loads.
         crowded: slowdown where rows of A in place start in one set of L1.
@@ -105,6 +106,7 @@ class Table:
 
     target: Target
     x: Columns
+    elements: tuple[float, float, float]
     rate: Column
     steps: Column
     crowded: Column
@@ -138,6 +140,7 @@ def table(q: Problem, schedules: Sequence[Schedule], atoms: Sequence[Atom], targ
     return Table(
         target,
         x,
+        tuple([each.bytes for each in q.elements]),
         rate=np.array([macs_per_cycle(target, target.isa(s.isa), atom, s.dtype) for s, atom in pairs]),
         steps=LOOP_CYCLES + AHEAD_CYCLES * streams,
         crowded=np.where(x.rows_in_place, tight, 1.0),

@@ -57,13 +57,48 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of problems that differ in M.
+
+    Attributes:
+        m: values of M, one below the other.
+        n, k, batch: those of all of them.
+        reached: sets of a level that rows of a B in place start in, by the level's name.
+    """
+
+    m: Array
+    n: float
+    k: float
+    batch: float
+    reached: dict[str, float]
+
+    @classmethod
+    def of(cls, t: Table, q: Problem, rows: Sequence[int]) -> Sizes:
+        """The sizes of a problem, for several values of M."""
+        m = np.array(rows, np.float64)[:, np.newaxis]
+        return cls(m, float(q.n), float(q.k), float(q.batch), reached(t, q.n))
+
+
+def reached(t: Table, n: int) -> dict[str, float]:
+    """Sets of each level that rows of a B in place of `n` columns start in."""
+    if "strided" not in t.some:
+        return {}
+    # All rows in place hold elements of one type.
+    row = int(n * t.x.b[t.x.strided][0])
+    found = {}
+    for level in t.target.levels:
+        sets = level.bytes // (level.line * level.ways)
+        found[level.name] = float(sets // gcd(max(1, row // level.line), sets))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
 class Extents:
     """A problem cut into the blocks of each candidate.
 
     Attributes:
         t: the candidates.
-        q: the problem, whatever its M.
-        m: values of M.
+        sizes: those of the problem.
         k: steps of a full sum: units of k.
         visits: visits of the micro-kernel across C.
         blocks: blocks of rows.
@@ -77,8 +112,7 @@ class Extents:
     """
 
     t: Table
-    q: Problem
-    m: Array
+    sizes: Sizes
     k: Array
     visits: Array
     blocks: Array
@@ -91,9 +125,9 @@ class Extents:
     counts: Array
 
     @classmethod
-    def of(cls, t: Table, q: Problem, rows: Sequence[int]) -> Extents:
-        """The extents of a problem, for several values of M."""
-        x, m = t.x, np.array(rows, np.float64)[:, np.newaxis]
+    def of(cls, t: Table, q: Sizes) -> Extents:
+        """The extents of problems of these sizes."""
+        x, m = t.x, q.m
         k = np.ceil(q.k / x.k_pack)
         slices = np.ceil(m / x.mr)
         low = np.floor(m / slices)
@@ -101,7 +135,6 @@ class Extents:
         return cls(
             t,
             q,
-            m,
             k,
             visits=np.ceil(q.n / x.wide),
             blocks=np.ceil(m / x.mc),
@@ -110,13 +143,22 @@ class Extents:
             depth=np.minimum(k, x.kc),
             rows=np.minimum(m, x.mc),
             fewest=np.ceil(q.n / x.nc),
-            heights=np.array((low + 1, low)),
-            counts=np.array((taller, slices - taller)),
+            heights=np.stack((low + 1, low)),
+            counts=np.stack((taller, slices - taller)),
         )
+
+    @property
+    def m(self) -> Array:
+        """Values of M."""
+        return self.sizes.m
 
     def home(self, size: Array) -> Any:
         """The nearest level that can hold `size` bytes: its place among the levels, memory being last."""
-        return self.t.reach.searchsorted(size)
+        return np.searchsorted(self.t.reach, size)
+
+    def outward(self, size: Array) -> Any:
+        """Cycles in which `size` bytes pass between a core and the nearest level that can hold them."""
+        return size / np.choose(self.home(size), self.t.bandwidth)
 
 
 def compute(v: Extents) -> Array:
@@ -147,7 +189,7 @@ def _group_ends(v: Extents) -> Array:
 
 def _short(v: Extents) -> Flags:
     """B is read in place, and its rows lie apart."""
-    return v.t.x.strided & (v.q.n > v.t.x.wide)
+    return v.t.x.strided & (v.sizes.n > v.t.x.wide)
 
 
 def _crowding(v: Extents) -> Array | float:
@@ -155,13 +197,13 @@ def _crowding(v: Extents) -> Array | float:
     level = v.t.target.level("L1")
     if level is None or "rows_in_place" not in v.t.some:
         return 1.0
-    aligned = (v.q.k * v.t.x.a) % (level.bytes // level.ways) == 0
-    return np.where(aligned & (v.m != 1), v.t.crowded, 1.0) if aligned.any() else 1.0
+    aligned = (v.sizes.k * v.t.x.a) % (level.bytes // level.ways) == 0
+    return np.where(aligned & (v.m != 1), v.t.crowded, 1.0)
 
 
 def tile_setup(v: Extents) -> Array:
     """Cycles to start and finish register tiles: one access to C per vector and block of k."""
-    t, x, q = v.t, v.t.x, v.q
+    t, x, q = v.t, v.t.x, v.sizes
     # A sum over lanes folds them in half, a shuffle and an addition each time.
     each = np.where(v.passes > 1, t.carried[1], t.carried[0])
     one = (v.counts * (TILE_CYCLES + x.latency + v.heights * (x.vectors * each))).sum(axis=0)
@@ -175,15 +217,14 @@ def tile_setup(v: Extents) -> Array:
 
 def packing_b(v: Extents) -> Array:
     """Cycles to pack B: a panel once per block of rows, or all of it once for all threads."""
-    t, x, q = v.t, v.t.x, v.q
+    t, x, q = v.t, v.t.x, v.sizes
     cycles = t.packs
     if "pack_b" in t.some:
         columns = v.visits * x.wide if "panels" not in t.some else np.ceil(q.n * x.panels / x.wide) * x.wide / x.panels
         cycles = cycles + v.k * columns * np.where(x.once, 1.0, v.blocks) * t.copy_b
     if "once" in t.some:
         # The copy is written to, and comes back from, where it fits; half of that overlaps.
-        size = v.k * q.n * x.b
-        cycles = cycles + x.once * (size / t.bandwidth[v.home(size)])
+        cycles = cycles + x.once * v.outward(v.k * q.n * x.b)
     return cycles
 
 
@@ -206,18 +247,16 @@ def _b_stays(v: Extents, name: str) -> Flags:
     if level is None or "strided" not in v.t.some:
         return fits
     sets = level.bytes // (level.line * level.ways)
-    # All rows in place hold elements of one type.
-    step = max(1, int(v.q.n * x.b[x.strided][0]) // level.line)
     lines = np.maximum(1.0, x.wide * x.b // level.line)
     panels = np.where(x.ahead, 2.0, 1.0) if name != "L1" else 1.0
-    room = level.ways * np.minimum(sets // gcd(step, sets), sets // lines)
-    stays: Flags = fits & (~x.strided | (np.minimum(x.kc, v.q.k) * panels <= room))
+    room = level.ways * np.minimum(v.sizes.reached[name], sets // lines)
+    stays: Flags = fits & (~x.strided | (np.minimum(x.kc, v.sizes.k) * panels <= room))
     return stays
 
 
 def traffic(v: Extents) -> tuple[dict[str, Array], dict[str, Array]]:
     """Cycles that each level's loads take for one item; and where threads cut rows of B, for those levels it slows."""
-    t, x, q, levels = v.t, v.t.x, v.q, v.t.target
+    t, x, q, levels = v.t, v.t.x, v.sizes, v.t.target
     names = [level.name for level in levels.levels]
     capacity = {level.name: levels.counted(level.name) for level in levels.levels}
     stays, short = _b_stays(v, "L1"), _short(v)
@@ -243,8 +282,6 @@ def traffic(v: Extents) -> tuple[dict[str, Array], dict[str, Array]]:
     home = v.home(_bytes(v))
     nearest = sum(name in ("L1", "L2") for name in names)
     beyond = home >= nearest
-    if not beyond.any():
-        return terms, {}
     # L2 <- further out: B once per block of rows, C once per pass, A again if its block does not fit.
     a_fits = block <= capacity.get("L2", 0)
     b_again = np.where(a_fits & _b_stays(v, "L2"), v.blocks, v.slices)
@@ -264,14 +301,13 @@ def traffic(v: Extents) -> tuple[dict[str, Array], dict[str, Array]]:
         return {"memory": np.where(in_memory, from_memory, beyond * (outer * slow / bandwidth["memory"]))}
 
     cut = short & t.cut
-    return terms | outside(slow), outside(slow * np.where(cut, CUT_RUNS, 1.0)) if cut.any() else {}
+    return terms | outside(slow), outside(slow * np.where(cut, CUT_RUNS, 1.0)) if t.cut.any() else {}
 
 
 def _bytes(v: Extents) -> Array:
     """Compulsory traffic, as `Problem.bytes` has it, by number of rows."""
-    q = v.q
-    a, b, c = (x.bytes for x in q.elements)
-    return q.batch * (v.m * q.k * a + q.k * q.n * b + v.m * q.n * c)
+    q, (a, b, c) = v.sizes, v.t.elements
+    return q.batch * (q.m * q.k * a + q.k * q.n * b + q.m * q.n * c)
 
 
 def shared(v: Extents, workers: int) -> tuple[Array, Array, Array, Array]:
@@ -279,7 +315,7 @@ def shared(v: Extents, workers: int) -> tuple[Array, Array, Array, Array]:
 
     A task is taken by the next thread that is free.
     """
-    t, x, q = v.t, v.t.x, v.q
+    t, x, q = v.t, v.t.x, v.sizes
     if workers == 1:
         one = np.ones(1)
         return np.where(x.over_k | x.over_batch, 1.0, v.fewest), one, one, one

@@ -146,6 +146,7 @@ static PyMethodDef functions[] = {
     {"describe", py_describe, METH_O, "describe(arrays) -> bytes, or None"},
     {"address", py_address, METH_O, "address(array) -> where its first element lies"},
     {"are_scales", py_are_scales, METH_O, "are_scales(vector) -> whether all are finite and not negative"},
+    {"tape", FUNCTION(py_tape), METH_FASTCALL, "tape(code, constants, sizes, shared) -> what the cost model predicts"},
     {"matmul", FUNCTION(py_matmul), METH_FASTCALL | METH_KEYWORDS,
      "matmul($module, /, a, b, out=None)\n--\n\nMatrix product of two arrays."},
     {"make_plan", FUNCTION(py_make_plan), KEYWORDS, "make_plan(route, a, b, c, numbers, outer=None, *, detail=None) -> Plan"},
