@@ -96,8 +96,11 @@ class Runtime(Protocol):
             MemoryError: no memory for a workspace.
         """
 
-    def describe(self, values: tuple[Any, ...]) -> bytes | None:
-        """What decides how a function of native arrays, packed weights and integers runs; None for others."""
+    def describe(self, values: tuple[Any, ...], rows: int = 0) -> bytes | None:
+        """What decides how a function of native arrays, packed weights and integers runs; None for others.
+
+        Extents that are as many as `rows` stand for the class of that (see `row_classes`).
+        """
 
     def address(self, array: Any) -> int:
         """Where the first element of an array lies."""
