@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 
 from exhaustive import problem_of, write
 
-from portmm import cost as model
-from portmm import dispatch, settings
+from portmm import cost, cost_table, cost_terms, dispatch, settings
 from portmm.comparison.suite import cases
 from portmm.lower import atom_of
 from portmm.schedule import parse
@@ -36,6 +35,8 @@ FREE = (
     *("CONFLICTS", "APART", "TILE_CYCLES", "LOOP_CYCLES", *FACTORS),
 )
 """What one thread shows; CUT_RUNS and what threads cost are not in it."""
+MODULES = (cost, cost_table, cost_terms)
+"""Where the constants are."""
 NEAR = 1.6
 """Times of the best up to which the shape of the prediction counts: what is slower need not be ranked."""
 
@@ -62,7 +63,7 @@ class Search:
         q = p.transposed() if p.c == "col" else p
         rows, schedules, atoms = zip(*self.tried, strict=True)
         counts = sorted({row["workers"] for row in rows})
-        every = model.costs(model.table(q, schedules, atoms, self.target), q, (q.m,), counts)
+        every = cost.costs(cost_table.table(q, schedules, atoms, self.target), q, (q.m,), counts)
         seconds = {count: x.seconds[0].tolist() for count, x in zip(counts, every, strict=True)}
         return [seconds[row["workers"]][i] for i, row in enumerate(rows)]
 
@@ -115,23 +116,28 @@ def quality(found):
     return regret + 0.3 * math.sqrt(sum(spreads) / len(spreads)) + 0.02 * max(regrets), math.exp(-regret)
 
 
+def give(values):
+    """Let the model have these constants."""
+    for name, value in values.items():
+        setattr(next(x for x in MODULES if hasattr(x, name)), name, value)
+
+
 def fit(found, steps, seed=1):
     """Constants that serve better, by random steps from the present ones."""
     rng = random.Random(seed)  # noqa: S311 - no secret
-    best, kept = quality(found), {name: getattr(model, name) for name in FREE}
+    best, kept = quality(found), {name: next(getattr(x, name) for x in MODULES if hasattr(x, name)) for name in FREE}
     for step in range(steps):
         tried = dict(kept)
         for name in rng.sample(FREE, rng.choice((1, 1, 2, 3))):
             above = 1.0 if name in FACTORS else 0.0
             tried[name] = above + (kept[name] - above) * math.exp(rng.gauss(0, 0.35))
-        for name, value in tried.items():
-            setattr(model, name, value)
+        give(tried)
         now = quality(found)
         if now[0] < best[0]:
             best, kept = now, tried
             print(f"step {step}: {best[1]:.4f} of the best, objective {best[0]:.4f}", flush=True)
+    give(kept)
     for name, value in kept.items():
-        setattr(model, name, value)
         print(f"{name} = {value:.3g}")
 
 

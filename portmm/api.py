@@ -14,7 +14,6 @@ import os
 import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -259,26 +258,25 @@ def routed(p: Problem) -> tuple[Any, bool]:
     """
     name, limit = _target_name(), settings.limit()
     least, most = rows(p)
-    about = (most, p.n, p.k, p.dtype, p.batch, p.a, p.b, p.c, p.family, p.deterministic, p.static, p.post, p.source)
-    key = (about, p.fused, name, limit)
+    about = p.but_rows
+    key = (most, about, name, limit)
     found = _classes.get(key)
     if found is not None:
         return found, True
     kept = recall.book(name)
     if kept is not None:
-        whole = p if p.m == most else replace(p, m=most)
-        questions = (f"{least}-{most} {whole!r} {limit}", f"{p!r} {limit}")
-        for question in questions[least == most :]:
-            found = recall.route(kept, question, runtime(), p)
-            if found is not None:
-                shared = least == most or question is questions[0]
-                return (_classes.keep(key, found), True) if shared else (found, False)
+        whole, alone = recall.question(p, (least, most), limit), recall.question(p, (p.m, p.m), limit)
+        found = recall.route(kept, whole, runtime(), p)
+        if found is not None:
+            return _classes.keep(key, found), True
+        if least < most and (found := recall.route(kept, alone, runtime(), p)) is not None:
+            return found, False
     from portmm import dispatch
 
     found, served = dispatch.routed(p, settings.target(), settings.get_num_threads())
     shared = served == (least, most)
     if kept is not None:
-        recall.keep(kept, questions[least == most or not shared], found, settings.target())
+        recall.keep(kept, whole if shared else alone, found, settings.target())
     return (_classes.keep(key, found), True) if shared else (found, False)
 
 

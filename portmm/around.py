@@ -22,6 +22,7 @@ from portmm.fused import acc
 from portmm.fusing import Around, Bound, dense, native, settle, typed
 from portmm.packed import current, is_packed, of_codes
 from portmm.problem import Problem
+from portmm.row_classes import row_class
 from portmm.rows import BYTES_PER_SECOND, over_rows
 from portmm.run.host import runtime
 from portmm.surroundings import resolve
@@ -131,6 +132,8 @@ class _Ready:
         several: the function gives a tuple.
         vectors: what the last step of integer sums reads: scales of 1.
         direct: A and B are read where they lie.
+        rows: the least and the largest M that it serves.
+        shared: all M of the class have this kernel.
     """
 
     route: Any
@@ -141,6 +144,16 @@ class _Ready:
     several: bool
     vectors: tuple[Any, ...]
     direct: bool
+    rows: tuple[int, int]
+    shared: bool
+
+    def at(self, m: int) -> _Ready:
+        """The same for another M of those that it serves."""
+        if m == self.size[0]:
+            return self
+        results = tuple([((m, *shape[1:]), t) for shape, t in self.results])
+        vectors = self.vectors if self.vectors[0] is None else (arrays.ones(m), *self.vectors[1:])
+        return replace(self, size=(m, *self.size[1:]), results=results, vectors=vectors)
 
 
 class Call:
@@ -190,7 +203,7 @@ class Call:
         if (rows.layout, p.b) == ("row", "col") and _better_apart(p, step):
             raise ScheduleError("the product alone, and a kernel over its rows, are predicted to be faster")
         api.begin()
-        route = api.route(p)
+        route, shared = api.routed(p)
         strides = (right.row, right.col, _apart(right, size)) if right else (other.b_k, other.b_n, 0)
         numbers = (rows.row, rows.col, _apart(rows, size), *strides)
         seen = (self.m, self.n, self.items)
@@ -201,7 +214,10 @@ class Call:
             vectors = (arrays.ones(size[0]), arrays.ones(-(-self.n // PAD) * PAD), *vectors[2:])
         direct = _lies(self.left, rows) and (right is None or _lies(self.right, right))
         results = tuple(zip(shapes, step.types, strict=True))
-        return _Ready(route, bound, numbers, size, results, traced.several, vectors, direct)
+        # Whether a B by columns is better multiplied apart depends on M.
+        shared &= self.left.ndim == len(self.right.shape) == 2 and (rows.layout, p.b) != ("row", "col")
+        served = bound.served(row_class(size[0])) if shared else (size[0], size[0])
+        return _Ready(route, bound, numbers, size, results, traced.several, vectors, direct, served, shared)
 
     def settled(self, traced: Traced) -> Step:
         """What is fused.
@@ -310,6 +326,18 @@ def _lies(x: Array, read: arrays.Operand) -> bool:
     return bool(read.address == x.__array_interface__["data"][0])
 
 
+def _kind(around: Around, call: Call, about: tuple[Any, ...]) -> _Ready | ScheduleError:
+    """The kernel for calls of a kind, or why there is none: that for the class of M, if it serves this M."""
+    left = call.left
+    if left.ndim == len(call.right.shape) == 2:
+        m, k = left.shape
+        found: _Ready | ScheduleError = around.ready((row_class(m)[1], k, about), call.ready, _VALUES, 2)
+        if isinstance(found, _Ready) and found.rows[0] <= m <= found.rows[1]:
+            return found.at(m)
+        return around.ready((left.shape, about), call.ready, _VALUES, 2)  # type: ignore[no-any-return]
+    return around.ready((left.shape, about), call.ready, _VALUES, 3)  # type: ignore[no-any-return]
+
+
 def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[..., Any]) -> Any:
     """A product and its epilogue, in one kernel or in two."""
     dtype = None if dtype is None else np.dtype(dtype)
@@ -323,15 +351,14 @@ def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[
     around = Around.of(epilogue)
     panels = getattr(right, "owner", right)
     held = (right.strides, right.dtype, right.flags.aligned) if panels is right else right.family
-    key = (left.shape, left.strides, left.dtype, left.flags.aligned, right.shape, held, dtype, first)
+    about = (left.strides, left.dtype, left.flags.aligned, right.shape, held, dtype, first)
     call = Call(left, right, dtype, first)
-    rank = 2 if left.ndim == len(right.shape) == 2 else 3
     try:
-        ready: _Ready | ScheduleError = around.ready(key, call.ready, _VALUES, rank)
+        ready = _kind(around, call, about)
     except BuildError as error:
         fall_back(error)
         return call.split(epilogue, out)
-    if isinstance(ready, ScheduleError):
+    if not isinstance(ready, _Ready):
         return call.split(epilogue, out)
     results = [np.empty(s, t) for s, t in ready.results]
     if out is not None and _writable(out, results[0], (left, panels), ready.bound, around.found):
@@ -350,12 +377,14 @@ def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[
     del alive
     if seen is not None and around.lasting and ready.direct and (out is None or out is results[0]):
 
-        def made(template: Array, sources: tuple[int, ...], taken: tuple[int, ...]) -> quick.Quick:
+        def made(template: Array, sources: tuple[int, ...], taken: tuple[int, ...], *, whole: bool) -> quick.Quick:
             middle = (ready.numbers[:3], ready.numbers[3:])
-            before, after = (ready.route, m, n, left.shape[-1], batch), (n, 1, m * n, None, *ready.vectors)
-            return quick.Quick(before, middle, after, template, sources, taken, ready.results, ready.several)
+            sizes, after = (0 if whole else m, n, left.shape[-1], batch), (n, 1, m * n, None, *ready.vectors)
+            return quick.Quick(
+                ready.route, sizes, middle, after, template, sources, taken, ready.results, ready.several
+            )
 
-        quick.keep(seen, ready.bound, made, 2 + (out is not None))
+        quick.keep(seen, ready.bound, made, 2 + (out is not None), shared=ready.shared)
     return results[0] if out is None and not ready.several else fit(results, out, several=ready.several)
 
 

@@ -93,6 +93,14 @@ def digest(data: bytes) -> str:
     return str(_sha256()(data).hexdigest())
 
 
+def _place(chosen: str) -> Path:
+    """The directory or file that a user names."""
+    return _path(chosen) if chosen[0] == "/" else Path(chosen).absolute()
+
+
+_path = lru_cache(maxsize=16)(Path)  # asked for on the way to every first call
+
+
 def cache_dir() -> Path:
     """Where kernels are kept: `$PORTMM_CACHE`, else `portmm` in the user's cache.
 
@@ -101,15 +109,23 @@ def cache_dir() -> Path:
     """
     chosen = os.environ.get("PORTMM_CACHE", "").strip()
     if chosen:
-        return Path(chosen).absolute()
-    root = Path(os.environ.get("XDG_CACHE_HOME", "").strip())
-    # The XDG specification tells readers to ignore a relative path.
-    if not root.is_absolute():
-        try:
-            root = Path.home() / ".cache"
-        except RuntimeError:  # a user id without a home, as in some containers
-            root = Path("/.cache")
-    return root / "portmm"
+        return _place(chosen)
+    return _usual("XDG_CACHE_HOME", ".cache", "portmm")
+
+
+def _usual(variable: str, below: str, name: str) -> Path:
+    """Where a user's files of a kind are, by the XDG specification, which tells readers to ignore a relative path."""
+    root = os.environ.get(variable, "").strip()
+    if root[:1] == "/":
+        return _path(f"{root}/{name}")
+    try:
+        return _path(f"{_home()}/{below}/{name}")
+    except RuntimeError:  # a user id without a home, as in some containers
+        return _path(f"/{below}/{name}")
+
+
+def _home() -> str:
+    return os.environ.get("HOME") or str(Path.home())
 
 
 def tuned_database() -> Path | None:
@@ -119,14 +135,8 @@ def tuned_database() -> Path | None:
     """
     chosen = os.environ.get("PORTMM_TUNED", "").strip()
     if chosen:
-        return None if chosen == "off" else Path(chosen).absolute()
-    root = Path(os.environ.get("XDG_DATA_HOME", "").strip())
-    if not root.is_absolute():
-        try:
-            root = Path.home() / ".local" / "share"
-        except RuntimeError:
-            root = Path("/.local/share")
-    return root / "portmm" / "tuned.sqlite"
+        return None if chosen == "off" else _place(chosen)
+    return _usual("XDG_DATA_HOME", ".local/share", "portmm/tuned.sqlite")
 
 
 def _warn(path: Path, reason: str) -> None:

@@ -7,8 +7,9 @@ them have the same candidates. tests/test_candidate_sets.py holds this against f
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import gcd, lcm
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +29,8 @@ from portmm.candidates import (
     proposals,
     units,
 )
-from portmm.cost import Table, table
+from portmm.cost_table import Table, table
+from portmm.cost_tape import Tape
 from portmm.dtype import BY_NAME
 from portmm.memory import Memory
 from portmm.schedule import illegal
@@ -59,11 +61,24 @@ class CandidateSet:
         schedules: in the order of `candidates`.
         table: the same, as columns.
         textbook: which of them are a textbook's.
+        tapes: those of the table that have been asked for.
     """
 
     schedules: tuple[Schedule, ...]
     table: Table
     textbook: Flags
+    tapes: dict[tuple[int, bool], Tape | None] = field(default_factory=dict, compare=False)
+
+    def tape(self, rows: int, *, several: bool) -> Tape | None:
+        """The tape of the table, for so many numbers of rows; None the first time, when NumPy takes less."""
+        key = rows, several
+        if key not in self.tapes:
+            self.tapes[key] = None
+            return None
+        found = self.tapes[key]
+        if found is None:
+            found = self.tapes[key] = Tape.of(self.table, rows, several=several)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +115,15 @@ class _Kind:
     deep: bool
     chains: bool
 
-    def features(self, p: Problem) -> tuple[Any, ...]:
-        """What the enumeration for `p` depends on beside its kind."""
-        m, n, k = (p.n, p.m, p.k) if self.swap else (p.m, p.n, p.k)
+    def features(self, p: Problem, rows: int) -> tuple[Any, ...]:
+        """What the enumeration for problems like `p`, of so many rows, depends on beside its kind."""
+        m, n, k = (p.n, rows, p.k) if self.swap else (rows, p.n, p.k)
         if self.exact:
             return m, n, k, p.batch
         split = not self.chains and k > SPLIT_DEPTH * max(m, n)
         batched: tuple[Any, ...] = ()
         if p.batch > 1:
-            held = p.bytes
+            held = replace(p, m=rows).bytes
             batched = (held // p.batch <= self.private, held > self.l2, held > FEW_BYTES * p.batch)
         return (
             m if m <= self.rows else (m <= FEW_ROWS, m <= CODED_BLOCK),
@@ -128,15 +143,17 @@ class _Kind:
 _kinds, _sets = Memory(MOST_KINDS), Memory(MOST_SETS)
 
 
-def candidate_set(p: Problem, target: Target) -> CandidateSet:
-    """The candidates for a problem.
+def candidate_set(p: Problem, target: Target, rows: int | None = None) -> CandidateSet:
+    """The candidates for a problem, or for one like it of so many rows.
 
     Raises:
         ScheduleError: nothing is legal.
     """
-    key, kind = _key(p, target)
+    rows = p.m if rows is None else rows
+    key, kind = _key(p, target, rows)
     found: CandidateSet | None = _sets.get(key)
     if found is None:
+        p = replace(p, m=rows)
         found = _made(p, target, candidates(p, target))
         if kind.exact or _fits_alike(p, target):
             _sets.keep(key, found)
@@ -158,14 +175,15 @@ def _fits_alike(p: Problem, target: Target) -> bool:
     )
 
 
-def _key(p: Problem, target: Target) -> tuple[Any, _Kind]:
-    about = (
-        id(target), p.dtype, p.a, p.b, p.c, p.family, p.deterministic, p.static, p.post, p.source, p.fused,
-    )  # fmt: skip
+_about = attrgetter("dtype", "a", "b", "c", "family", "deterministic", "static", "post", "source", "fused")
+
+
+def _key(p: Problem, target: Target, rows: int) -> tuple[Any, _Kind]:
+    about = (id(target), _about(p))
     kind: _Kind | None = _kinds.get(about)
     if kind is None or kind.target is not target:
         kind = _kinds.keep(about, _kind(p, target))
-    return (about, kind.features(p)), kind
+    return (about, kind.features(p, rows)), kind
 
 
 def _kind(p: Problem, target: Target) -> _Kind:

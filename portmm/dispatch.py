@@ -9,7 +9,7 @@ here.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,12 @@ from portmm import forks
 from portmm.candidates import PACKED_VECTORS, units
 from portmm.capable import lacks
 from portmm.choice import Choice, overlaid
-from portmm.cost import Cost, cost, macs_per_cycle
+from portmm.cost import Cost, cost
+from portmm.cost_table import macs_per_cycle
 from portmm.dtype import BY_NAME, CODES_KR, types
 from portmm.errors import BuildError, DatabaseError, ScheduleError, TargetError
 from portmm.fused import parse as parse_fused
+from portmm.index import meaning
 from portmm.lower import atom_of, lower, lower_attention, lower_fold, lower_pack, lower_rows
 from portmm.memory import Memory, forget_all
 from portmm.orders import active, given
@@ -30,7 +32,7 @@ from portmm.row_classes import rows
 from portmm.selection import predict, select
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from portmm.build import Artifact
     from portmm.fused import Fused
@@ -192,37 +194,63 @@ def loaded(kernel: Kernel) -> Any:
     return found
 
 
-def _scratch_bytes(kernel: Kernel, fields: dict[str, int]) -> int:
-    from portmm.interp import evaluate
+@dataclass(frozen=True, slots=True)
+class _Code:
+    """A kernel whose code is in this process.
 
-    return evaluate(kernel.workspace, fields) * BY_NAME[kernel.atom.acc].bytes
+    Attributes:
+        kernel: its outline.
+        code: what the run time launches.
+        workspace: elements of scratch that it needs, from fields of the argument block.
+    """
+
+    kernel: Kernel
+    code: Any
+    workspace: Callable[[Mapping[str, int]], int]
+
+    @classmethod
+    def of(cls, kernel: Kernel) -> _Code:
+        """A kernel, built and loaded."""
+        return cls(_outline(kernel), loaded(kernel), meaning(kernel.workspace))
+
+    def scratch(self, fields: Mapping[str, int]) -> int:
+        """Bytes of scratch that it needs."""
+        return self.workspace(fields) * BY_NAME[self.kernel.atom.acc].bytes
 
 
 def workspace_bytes(kernel: Kernel, p: Problem, workers: int) -> int:
     """Scratch that a kernel needs for a problem, in bytes."""
-    m, n = (p.n, p.m) if kernel.swap else (p.m, p.n)
-    return _scratch_bytes(kernel, {"m": m, "n": n, "k": p.k, "batch": p.batch, "workers": workers})
+    return meaning(kernel.workspace)(_fields(kernel, p, p.m, workers)) * BY_NAME[kernel.atom.acc].bytes
+
+
+def _fields(kernel: Kernel, p: Problem, rows: int, workers: int) -> dict[str, int]:
+    m, n = (p.n, rows) if kernel.swap else (rows, p.n)
+    return {"m": m, "n": n, "k": p.k, "batch": p.batch, "workers": workers}
 
 
 def route_of(kernel: Kernel, code: Any, fields: dict[str, int], dtype: str) -> Any:
     """A launchable kernel whose code is loaded, with scratch for these fields of the argument block."""
     from portmm.run.host import runtime
 
-    return runtime().make_route(code, _scratch_bytes(kernel, fields), fields["workers"], dtype)
+    work = meaning(kernel.workspace)(fields) * BY_NAME[kernel.atom.acc].bytes
+    return runtime().make_route(code, work, fields["workers"], dtype)
 
 
 @lru_cache(maxsize=1024)
-def _code(s: Schedule, isa: Isa) -> tuple[Kernel, Any]:
-    """The outline and code of a schedule, in this process: other sizes need no source."""
-    kernel = kernel_of(s, isa)
-    return _outline(kernel), loaded(kernel)
+def _code(s: Schedule, isa: Isa) -> _Code:
+    """The code of a schedule, in this process: other sizes need no source."""
+    return _Code.of(kernel_of(s, isa))
 
 
-def _route(s: Schedule, isa: Isa, p: Problem, workers: int) -> Any:
+def _route(s: Schedule, isa: Isa, p: Problem, workers: int, rows: int | None = None) -> Any:
+    """A launchable kernel for problems like `p`, of so many rows at most."""
     from portmm.run.host import runtime
 
-    kernel, code = _code(s, isa)
-    return runtime().make_route(code, workspace_bytes(kernel, p, workers), workers, p.held, p.unit)
+    most = p.m if rows is None else rows
+    found = _code(s, isa)
+    return runtime().make_route(
+        found.code, found.scratch(_fields(found.kernel, p, most, workers)), workers, p.held, p.unit
+    )
 
 
 def route_by(s: Schedule, p: Problem, target: Target, workers: int) -> Any:
@@ -254,20 +282,20 @@ def routed(p: Problem, target: Target, threads: int) -> tuple[Any, tuple[int, in
     """
     own, served = (p.m, p.m), rows(p)
     if served != own and not active():
-        found = _kept(replace(p, m=served[1]), target, (threads, served), lambda q: _shared(q, served, target, threads))
+        found = _kept(p, target, (threads, served), lambda: _shared(p, served, target, threads))
         if found is not None:
             return found, served
-    return _kept(p, target, (threads, own), lambda q: _alone(q, target, threads)), own
+    return _kept(p, target, (threads, own), lambda: _alone(p, target, threads)), own
 
 
-def _kept(p: Problem, target: Target, about: Any, make: Callable[[Problem], Any]) -> Any:
-    """A value made once for a problem on a target."""
+def _kept(p: Problem, target: Target, about: Any, make: Callable[[], Any]) -> Any:
+    """A value made once for problems like `p` on a target, `about` saying for how many rows."""
     # A target holds dicts, so its identity stands for it; the entry keeps it alive.
-    key = (p, id(target), about)
+    key = (p.but_rows, id(target), about)
     found = _routes.get(key)
     if found is None or (isinstance(found[1], BuildError) and time.monotonic() >= found[1].retry_at):
         try:
-            made = make(p)
+            made = make()
         except BuildError as error:
             _routes.keep(key, (target, error.again()))
             raise
@@ -278,14 +306,14 @@ def _kept(p: Problem, target: Target, about: Any, make: Callable[[Problem], Any]
 
 
 def _shared(p: Problem, served: tuple[int, int], target: Target, threads: int) -> Any:
-    """The route of a class, `p` being its largest problem; None if its problems have different ones."""
+    """The route of the class of a problem; None if its problems have different ones."""
     _check(p, target)
     if _tuned_within(p, served, target, threads):
         return None
     found = select(p, target, threads)
     if found.rows != served:
         return None
-    return _route(found.schedule, isa_of(found.schedule, target), p, found.workers)
+    return _route(found.schedule, isa_of(found.schedule, target), p, found.workers, served[1])
 
 
 def _alone(p: Problem, target: Target, threads: int) -> Any:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from portmm import detect, dispatch, foreign, settings, textbook
 from portmm.calibrate import measured
 from portmm.chosen import Chosen
-from portmm.cost import DEFAULT_BYTES_PER_CYCLE
+from portmm.cost_table import DEFAULT_BYTES_PER_CYCLE
 from portmm.emit.c import source
 from portmm.errors import ScheduleError, TargetError
 from portmm.pose import pose

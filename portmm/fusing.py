@@ -232,10 +232,18 @@ class Bound:
             )
         # What is remembered must not keep arrays alive.
         self.traced = replace(traced, sources=tuple([replace(x, array=_GONE) for x in traced.sources]))
+        named = [(x, zip(x.view, x.array.shape, strict=True)) for x in traced.sources]
+        self.along = [(length, x.exact) for x, axes in named for name, length in axes if name == "m"]
         self.converts = [i for i, x in enumerate(traced.sources) if native(x.array) is not x.array]
         rows = [located(native(x.array), x, size) for x in traced.sources]
         self.template = np.array([_row(x) for x in given] + rows + [_row(x) for x in results] or [_row(())], np.int64)
         self.none = np.zeros(1, np.float32)
+
+    def served(self, rows: tuple[int, int]) -> tuple[int, int]:
+        """Of rows from the least to the largest, those that operands laid out like these have: they may end before."""
+        if any(exact for _, exact in self.along):
+            return self.size[0], self.size[0]
+        return rows[0], min([rows[1], *[length for length, _ in self.along]])
 
     def fill(self, found: dict[Any, Any], before: list[Any], after: list[Any]) -> tuple[Array, Array, Any]:
         """The table of a call, its numbers, and what must live as long."""

@@ -257,6 +257,9 @@ class Isa:
     words: tuple[Lanes, ...] = field(default=(), hash=False)
     primitives: tuple[Primitive, ...] = ()
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # asked for in every first call; those of one name are nearly always one
+
     def lanes(self, n: int) -> Lanes | None:
         """The words for operations on `n` lanes of f32."""
         own = next((x for x in self.words if x.n == n), None)

@@ -7,8 +7,9 @@ Imports `dtype`, `errors`.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
+from operator import attrgetter
 
 from portmm.dtype import BY_NAME, DType, accumulator, spell, types
 from portmm.errors import ScheduleError
@@ -190,6 +191,11 @@ class Problem:
         a, b, c = self.elements
         return self.batch * (self.m * self.k * a.bytes + self.k * self.n * b.bytes + self.m * self.n * c.bytes)
 
+    @property
+    def but_rows(self) -> tuple[object, ...]:
+        """All that it says but M, for keys of what is alike for many M."""
+        return _but_rows(self)
+
     def transposed(self) -> Problem:
         """The same product written as C^T = B^T . A^T.
 
@@ -223,3 +229,6 @@ class Problem:
         marks += ["rows in groups"] if self.grouped else []
         marks += [f"A quantised from {self.source}"] if self.source else []
         return f"{batch}{self.m} x {self.n} x {self.k} {self.dtype} ({', '.join(marks)})"
+
+
+_but_rows = attrgetter(*[x.name for x in fields(Problem) if x.name != "m"])

@@ -2,7 +2,8 @@
 
 Owns `Quick`, all that such a call needs beside addresses, and how its kind is told with
 little work: after a kernel has walked through megabytes, every object that a call
-touches is a miss. Imports `host`, `memory`, `settings`, `surroundings`. Functions that capture
+touches is a miss. Imports `arrays`, `host`, `memory`, `row_classes`, `settings`, `surroundings`. All M of a class
+are one kind, where nothing else depends on M. Functions that capture
 arrays, floats and modules are told here; others, and what must be converted
 first, go the long way each time.
 """
@@ -16,20 +17,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm import settings
+from portmm.arrays import ones
 from portmm.memory import Memory
+from portmm.row_classes import row_class
 from portmm.run.host import runtime
 from portmm.run.host import types as types_of_runtime
 from portmm.surroundings import fixed as is_fixed
 from portmm.surroundings import global_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from portmm.fusing import Bound
+    from portmm.trace import Source
 
 Array = np.ndarray[Any, Any]
 MOST = 1024
 """Kinds of calls remembered before starting afresh."""
+SCALES = 4
+"""Place of the scales of rows among the arguments after the address of C."""
 _PLAIN = (int, bool, str, type(None))
 
 
@@ -38,13 +44,15 @@ class Seen:
     """A call, so far as its kind depends on it.
 
     Attributes:
-        key: its kind.
+        key: its kind, whichever M of a class it has.
+        rows: M, if the operands are matrices, or 0.
         operands: A, B or its panels, `out`, if there is one, and the arrays that the function captures.
         numbers: the floats that it captures.
         places: where each of the arrays and floats comes from, as `trace` says it.
     """
 
     key: Any
+    rows: int
     operands: list[Array]
     numbers: list[float]
     places: list[Any]
@@ -77,13 +85,14 @@ def see(function: Any, left: Array, right: Any, out: Any, dtype: Any) -> Seen | 
             fixed.append((place, x))
         else:
             return None
-    held = types_of_runtime().describe(tuple(operands))
+    rows = left.shape[0] if left.ndim == len(right.shape) == 2 else 0
+    held = types_of_runtime().describe(tuple(operands), rows)
     if held is None:
         return None
     weight = None if packed is None else (right.family, right.shape)
     places = (tuple(arrays_at), tuple(numbers_at), tuple(fixed))
     key = (function.__code__, held, places, weight, out is None, dtype, settings.current())
-    return Seen(key, operands, numbers, [*arrays_at, *numbers_at])
+    return Seen(key, rows, operands, numbers, [*arrays_at, *numbers_at])
 
 
 def _given(function: types.FunctionType) -> list[tuple[tuple[str, Any], Any]]:
@@ -98,17 +107,19 @@ class Quick:
     """One kind of call.
 
     Attributes:
-        before: the arguments of `execute` before the address of A.
-        middle: those between the addresses of A, B and C.
+        route: the kernel.
+        sizes: M, N, K and items of a batch; an M of 0 stands for that of the call.
+        middle: the arguments of `execute` between the addresses of A, B and C.
         after: those that follow, as far as the vectors.
         template: the operands' table without addresses.
         sources: for each operand that is read, which of those seen it is.
         numbers: for each number that the kernel takes, which of those seen it is.
-        results: shapes and types.
+        results: shapes, with M where there is one, and types.
         several: the function gives a tuple.
     """
 
-    before: tuple[Any, ...]
+    route: Any
+    sizes: tuple[int, int, int, int]
     middle: tuple[tuple[int, ...], tuple[int, ...]]
     after: tuple[Any, ...]
     template: Array
@@ -121,8 +132,14 @@ class Quick:
         """The results."""
         rt = runtime()
         address, operands = rt.address, seen.operands
-        first = np.empty(*self.results[0]) if out is None else out
-        rest = [np.empty(s, t) for s, t in self.results[1:]] if self.several else []
+        (m, n, k, batch), results, after = self.sizes, self.results, self.after
+        if not m:
+            m = seen.rows
+            results = tuple([((m, *s[1:]), t) for s, t in results])
+            if after[SCALES] is not None:
+                after = (*after[:SCALES], ones(m), *after[SCALES + 1 :])
+        first = np.empty(*results[0]) if out is None else out
+        rest = [np.empty(s, t) for s, t in results[1:]] if self.several else []
         table, numbers = self.template, None
         if self.sources or rest:
             table = table.copy()
@@ -130,7 +147,7 @@ class Quick:
         if self.numbers:
             numbers = np.array([seen.numbers[i] for i in self.numbers], np.float32)
         a, b = self.middle
-        rt.execute(*self.before, operands[0], *a, operands[1], *b, first, *self.after, table, numbers)
+        rt.execute(self.route, m, n, k, batch, operands[0], *a, operands[1], *b, first, *after, table, numbers)
         return (first, *rest) if self.several else first
 
 
@@ -139,7 +156,7 @@ _known = Memory(MOST)
 
 def known(seen: Seen, out: Any) -> Quick | None:
     """What is remembered of such calls, if `out` lies apart from what is read."""
-    found: Quick | None = _known.get(seen.key)
+    found: Quick | None = _known.get(seen.key) or _known.get((seen.key, seen.rows))
     if found is not None and out is not None:
         if not out.flags.writeable:
             return None
@@ -149,14 +166,15 @@ def known(seen: Seen, out: Any) -> Quick | None:
     return found
 
 
-def keep(seen: Seen, bound: Bound, made: Callable[..., Quick], skip: int) -> None:
+def keep(seen: Seen, bound: Bound, made: Callable[..., Quick], skip: int, *, shared: bool) -> None:
     """Remember a kind of call, if each operand and number is one that was seen as it is.
 
     Args:
         seen: the call.
         bound: its operands.
-        made: the record, given template, sources and numbers.
+        made: the record, given whether it is for the class of M, template, sources and numbers.
         skip: operands seen that the function does not capture.
+        shared: one kernel serves the class.
     """
     traced, count = bound.traced, len(seen.operands) - skip
     arrays_at = {place: i + skip for i, place in enumerate(seen.places[:count])}
@@ -167,4 +185,24 @@ def keep(seen: Seen, bound: Bound, made: Callable[..., Quick], skip: int) -> Non
     if seen.numbers and not numbers:
         return  # the function looks at them
     places = tuple(arrays_at[x] for x in sources), tuple(numbers_at[x] for x in numbers)
-    _known.keep(seen.key, made(bound.template, *places))
+    whole = shared and _by_class(seen, traced.sources, arrays_at, skip)
+    _known.keep(seen.key if whole else (seen.key, seen.rows), made(bound.template, *places, whole=whole))
+
+
+def _by_class(seen: Seen, sources: Sequence[Source], arrays_at: dict[Any, int], skip: int) -> bool:
+    """Whether what holds for a call holds for each M of its class.
+
+    No extent but those along M may be as many, and what is longer must be long enough for all.
+    """
+    last = row_class(seen.rows)[1]
+    along = {(0, 0), (2, 0)} if skip > 2 else {(0, 0)}
+    for source in sources:
+        at = arrays_at[source.key]
+        for axis, name in enumerate(source.view):
+            if name == "m":
+                along.add((at, axis))
+                length = seen.operands[at].shape[axis]
+                if length != seen.rows and (source.exact or length < last):
+                    return False
+    extents = ((i, axis, n) for i, x in enumerate(seen.operands) for axis, n in enumerate(x.shape))
+    return all(n != seen.rows or (i, axis) in along for i, axis, n in extents)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +24,7 @@ from portmm.memory import Memory
 from portmm.packed import current, is_packed, pack, unpack
 from portmm.problem import Problem, family
 from portmm.quantized import Quantized, dequantize
+from portmm.row_classes import row_class
 from portmm.run.host import runtime
 from portmm.run.host import types as runtime_types
 
@@ -113,21 +115,22 @@ def linear(
     )
     given = (not _is_default(x_zero, 0), not _is_default(w_zero, 0), not _is_default(x_scale, 1))
     asked = _Asked(None if dtype is None else np.dtype(dtype), dynamic, *given, bias is not None, out_scale is not None)
-    key = (left.shape, left.strides, left.dtype, left.flags.aligned, weight.family, weight.shape, asked)
+    m = prod(left.shape[:-1])
+    key = (row_class(m)[1], *_laid(left), left.dtype, left.flags.aligned, weight.family, weight.shape, asked)
     if epilogue is not None:
         said = (x_scale, x_zero, w_scale, w_zero, out_scale, out_zero)
         return _surrounded(key, left, weight, asked, out, epilogue, bias, said)
-    call = _remembered(key, left, weight, asked)
-    vectors = _vectors(left, call, bias, (x_scale, x_zero, w_scale, w_zero, out_scale, out_zero))
+    call, shape = _remembered(key, m, left, weight, asked), (*left.shape[:-1], weight.shape[1])
+    vectors = _vectors(left, (m, shape[-1]), call.source, bias, (x_scale, x_zero, w_scale, w_zero, out_scale, out_zero))
     if out is None:
-        result = np.empty(call.shape, call.dtype)
+        result = np.empty(shape, call.dtype)
         to = result
     else:
-        result = _checked_out(out, call.shape, call.dtype)
+        result = _checked_out(out, shape, call.dtype)
         free = arrays.dense_at(result, call.dtype, left) and not any(np.may_share_memory(x, result) for x in vectors)
-        to = result if free else np.empty(call.shape, call.dtype)
+        to = result if free else np.empty(shape, call.dtype)
     if result.size:
-        _run(call, left, weight, to, vectors)
+        _run(call, m, left, weight, to, vectors)
         if to is not result:
             result[...] = to
     return result if out is not None or dtype is None else result.astype(dtype, copy=False)
@@ -153,10 +156,14 @@ def _surrounded(  # noqa: PLR0917 - one place calls it
     if asked.again:
         raise ValueError("out_scale is given beside an epilogue; let that scale and cast the result")
     around = Around.of(epilogue)
-    values = (acc(), Indices(NAMES))
-    call: _Call | None = around.ready(
-        ("linear", key), lambda traced: _fused(left, weight, asked, traced), values, 2 if left.ndim == 2 else 3
-    )
+    values, rank, m = (acc(), Indices(NAMES)), 2 if left.ndim == 2 else 3, prod(left.shape[:-1])
+
+    def made(traced: Any) -> _Call | None:
+        return _fused(left, weight, asked, traced)
+
+    call: _Call | None = around.ready(("linear", rank, key), made, values, rank)
+    if call is not None and not call.rows[0] <= m <= call.rows[1]:
+        call = around.ready(("linear", rank, m, key), made, values, rank)
     if call is None or call.bound is None:
         wide = np.dtype(np.float32)
         usual = wide if asked.dtype is None else asked.dtype
@@ -165,10 +172,10 @@ def _surrounded(  # noqa: PLR0917 - one place calls it
         whole = linear(left, weight, bias, **options, dynamic=asked.dynamic, dtype=wide)
         found, several = over_rows(epilogue, (whole,), NAMES, dtype=usual)
         return fit(list(found), out, several=several)
-    vectors = _vectors(left, call, bias, given)
-    results = [np.empty(s, t) for s, t in call.results]
+    vectors = _vectors(left, (m, weight.shape[1]), call.source, bias, given)
+    results = [np.empty((m, width), t) for width, t in call.results]
     table = call.bound.fill(around.found, [], results[1:])
-    _run(call, left, weight, results[0], vectors, table[:2])
+    _run(call, m, left, weight, results[0], vectors, table[:2])
     return fit(results, out, several=call.several)
 
 
@@ -191,8 +198,10 @@ def _fused(left: Array, weight: Any, asked: _Asked, traced: Any) -> _Call | None
     (m, _), n = left.shape, weight.shape[1]
     size = (m, n, 1)
     bound = Bound(traced, size, [], [dense(x, size) for x in step.axes[1:]])
-    shapes = [(m, n if "n" in axes else 1) for axes in step.axes]
-    return replace(call, bound=bound, results=tuple(zip(shapes, step.types, strict=True)), several=traced.several)
+    widths = [n if "n" in axes else 1 for axes in step.axes]
+    served = call.rows if call.rows == (m, m) else bound.served(call.rows)
+    results = tuple(zip(widths, step.types, strict=True))
+    return replace(call, bound=bound, rows=served, results=results, several=traced.several)
 
 
 class _Asked(NamedTuple):
@@ -219,28 +228,26 @@ class _Call:
     """How operands like these are multiplied.
 
     Attributes:
-        shape: of the result.
-        m: rows of x.
+        rows: the least and the largest number of rows of x that it serves.
         dtype: of the result, in native order.
         source: the type that rows are quantised from, or "".
         route: the kernel; None if there is nothing to sum.
         strides: of x, by rows and by columns, in elements; None if it must be copied first.
         weight: as the kernel reads it, if it had to be packed again.
         bound: the operands of an epilogue.
-        results: shapes and types of its results.
+        results: columns and types of its results.
         several: it gives a tuple.
         plain: there is no kernel, and NumPy computes.
     """
 
-    shape: tuple[int, ...]
-    m: int
+    rows: tuple[int, int]
     dtype: np.dtype[Any]
     source: str
     route: Any
     strides: tuple[int, int] | None
     weight: Any
     bound: Any = None
-    results: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...] = ()
+    results: tuple[tuple[int, np.dtype[Any]], ...] = ()
     several: bool = False
     plain: bool = False
 
@@ -267,14 +274,21 @@ def _weight(w: Any, activations: np.dtype[Any]) -> Any:
     return pack(codes, activations=activations.newbyteorder("="))
 
 
-def _remembered(key: tuple[Any, ...], left: Array, weight: Any, asked: _Asked) -> _Call:
-    """How operands like these are multiplied, worked out once."""
+def _laid(x: Array) -> tuple[Any, ...]:
+    """Columns and strides of x, whatever its number of rows where that is possible."""
+    if x.ndim == 2:
+        return x.shape[1], x.strides
+    return (x.shape[-1], None) if x.flags.c_contiguous else (x.shape, x.strides)
+
+
+def _remembered(key: tuple[Any, ...], m: int, left: Array, weight: Any, asked: _Asked) -> _Call:
+    """How operands like these are multiplied, worked out once: for the class of M, where that has one kernel."""
     key = (*key, settings.current(), settings.limit())
-    found = _calls.get(key)
+    found: _Call | None = _calls.get(key) or _calls.get((m, key))
     if found is None:
         found = _prepared(left, weight, asked)
         if found.weight is None and not found.plain:
-            _calls.keep(key, found)
+            _calls.keep(key if found.rows == row_class(m) else (m, key), found)
     return found
 
 
@@ -285,9 +299,9 @@ def _prepared(left: Array, weight: Any, asked: _Asked, step: Any = None) -> _Cal
     types, source = _types(left.dtype, asked.dtype, again=asked.again, dynamic=asked.dynamic)
     _check(left, weight, types, asked)
     k, n = weight.shape
-    shape, m = (*left.shape[:-1], n), int(np.prod(left.shape[:-1]))
+    m = prod(left.shape[:-1])
     if k == 0 or m == 0 or n == 0:
-        return _Call(shape, m, types[2], source, None, None, None)
+        return _Call(row_class(m), types[2], source, None, None, None)
     rows = left if left.ndim == 2 else left.reshape(m, k)
     if source and rows.strides[1] != rows.itemsize:
         rows = np.ascontiguousarray(rows)
@@ -308,14 +322,14 @@ def _prepared(left: Array, weight: Any, asked: _Asked, step: Any = None) -> _Cal
     again = None
     try:
         try:
-            route = api.route(p)
+            route, shared = api.routed(p)
         except ScheduleError:  # packed on another machine
             again = fold(unfold(weight)) if p.b == "codes" else pack(unpack(weight), activations=types[0])
-            route = api.route(replace(p, family=again.family))
+            route, shared = api.routed(replace(p, family=again.family))
     except BuildError as error:
         fallback.fall_back(error)
-        return _Call(shape, m, types[2], source, None, None, None, plain=True)
-    return _Call(shape, m, types[2], source, route, strides, again)
+        return _Call((m, m), types[2], source, None, None, None, plain=True)
+    return _Call(row_class(m) if shared else (m, m), types[2], source, route, strides, again)
 
 
 def _check(left: Array, weight: Any, types: arrays.DTypes, asked: _Asked) -> None:
@@ -404,12 +418,14 @@ def _out_zero(given: Any) -> int:
     return zero
 
 
-def _vectors(left: Array, call: _Call, bias: Any, given: tuple[Any, ...]) -> tuple[Array | None, ...]:
+def _vectors(
+    left: Array, size: tuple[int, int], source: str, bias: Any, given: tuple[Any, ...]
+) -> tuple[Array | None, ...]:
     """The six vectors of a kernel's last step."""
     x_scale, x_zero, w_scale, w_zero, out_scale, out_zero = given
-    n = call.shape[-1]
-    a_scale, b_scale = _scales("x_scale", x_scale, call.m), _scales("w_scale", w_scale, n, PAD)
-    a_zero = None if _is_default(x_zero, 0) else _zeros("x_zero", x_zero, call.m)
+    m, n = size
+    a_scale, b_scale = _scales("x_scale", x_scale, m), _scales("w_scale", w_scale, n, PAD)
+    a_zero = None if _is_default(x_zero, 0) else _zeros("x_zero", x_zero, m)
     b_zero = None if _is_default(w_zero, 0) else _zeros("w_zero", w_zero, n, PAD)
     shift = (
         None if bias is None and out_scale is None else _spread("bias", 0 if bias is None else bias, n, np.float32, PAD)
@@ -419,7 +435,7 @@ def _vectors(left: Array, call: _Call, bias: Any, given: tuple[Any, ...]) -> tup
         if not step:
             raise ValueError("out_scale is 0; it must be positive")
         # Rows that are quantised on the way have their scales from there.
-        a_scale, b_scale = (a_scale, b_scale / step) if call.source else (a_scale / step, b_scale)
+        a_scale, b_scale = (a_scale, b_scale / step) if source else (a_scale / step, b_scale)
         shift = (shift.astype(np.float64) / step + _out_zero(out_zero)).astype(np.float32)  # type: ignore[union-attr]
     elif not _is_default(out_zero, 0):
         raise ValueError(f"out_zero is {out_zero!r}, but there is no out_scale: the result has no zero point")
@@ -432,11 +448,17 @@ def _vectors(left: Array, call: _Call, bias: Any, given: tuple[Any, ...]) -> tup
 
 
 def _run(  # noqa: PLR0917 - operands, then what follows them
-    call: _Call, left: Array, weight: Any, out: Array, vectors: tuple[Array | None, ...], table: tuple[Any, ...] = ()
+    call: _Call,
+    m: int,
+    left: Array,
+    weight: Any,
+    out: Array,
+    vectors: tuple[Array | None, ...],
+    table: tuple[Any, ...] = (),
 ) -> None:
     k, n = weight.shape
     if call.plain:
-        out[...] = _by_numpy(left.reshape(call.m, k), weight, call.source, vectors, out.dtype).reshape(out.shape)
+        out[...] = _by_numpy(left.reshape(m, k), weight, call.source, vectors, out.dtype).reshape(out.shape)
         return
     if call.route is None:
         out[...] = _last(np.zeros(out.shape), vectors, out.dtype)
@@ -446,7 +468,7 @@ def _run(  # noqa: PLR0917 - operands, then what follows them
         left, strides = np.require(left, left.dtype.newbyteorder("="), ("C", "A")), (k, 1)
     b = weight if call.weight is None else call.weight
     runtime().execute(
-        call.route, call.m, n, k, 1, left, *strides, 0,
+        call.route, m, n, k, 1, left, *strides, 0,
         b.owner, b.b_k, b.b_n, b.b_batch, out, n, 1, 0, None, *vectors, *table,
     )  # fmt: skip
 

@@ -1,13 +1,13 @@
 """The schedule with the least predicted time, for a class of row counts.
 
-Owns the comparison of all candidates for a problem at once. Imports `candidate_sets`, `cost`, `row_classes`. The
-candidate that is selected is the one whose predicted time is nearest to the best at every M that is looked at: a
+Owns the comparison of all candidates for a problem at once. Imports `candidate_sets`, `cost`, `host`, `row_classes`.
+The candidate that is selected is the one whose predicted time is nearest to the best at every M that is looked at: a
 class has one schedule, and no M of it should lose much by that.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,10 +15,12 @@ import numpy as np
 from portmm.candidate_sets import CandidateSet, candidate_set
 from portmm.cost import costs
 from portmm.row_classes import rows
+from portmm.run.host import replayer
 from portmm.textbook import ORIGIN, WITHIN, preferred
 
 if TYPE_CHECKING:
     from portmm.cost import Costs
+    from portmm.cost_terms import Array
     from portmm.problem import Problem
     from portmm.schedule import Schedule
     from portmm.target import Target
@@ -67,9 +69,9 @@ def select(p: Problem, target: Target, threads: int) -> Selection:
     counts = tuple(dict.fromkeys((1, max(1, threads))))
     least, most = rows(p)
     if least < most:
-        listed = candidate_set(replace(p, m=least), target)
+        listed = candidate_set(p, target, least)
         # A kernel is legal throughout the class if it is at both ends.
-        if listed.schedules == candidate_set(replace(p, m=most), target).schedules:
+        if listed.schedules == candidate_set(p, target, most).schedules:
             found = _fastest(p, listed, tuple(dict.fromkeys((least, (least + most) // 2, most))), counts, target)
             if found is not None:
                 return Selection(listed, (least, most), *found)
@@ -87,24 +89,36 @@ def _fastest(
     Round numbers, which are the most frequent, are the last of their classes. On chips with stored searches, to which
     the model was fitted, textbook blockings take no part; on others `textbook.preferred` has the last word.
     """
-    seconds = np.stack([x.seconds for x in predict(p, listed, ms, counts)], axis=2).reshape(len(ms), -1)
-    textbook = np.repeat(listed.textbook, len(counts))
+    seconds = _seconds(p, listed, ms, counts)
+    textbook = listed.textbook if len(counts) == 1 else np.repeat(listed.textbook, len(counts))
     if target.searches and not textbook.all():
         seconds = np.where(textbook, np.inf, seconds)
-    relative = seconds / seconds.min(axis=1, keepdims=True)
-    good = (relative <= MOST_LOSS).all(axis=0)
+    losses, allowed = (seconds / seconds.min(axis=1, keepdims=True)).max(axis=0), MOST_LOSS
     # Of equals, the first candidate, on one thread.
-    first, origin = int(np.where(good, seconds[-1], np.inf).argmin()), ANALYTICAL
+    first, origin = int(np.where(losses <= allowed, seconds[-1], np.inf).argmin()), ANALYTICAL
     if not target.searches and textbook.any():
-        order = np.argsort(seconds[-1], kind="stable").tolist()
-        ranked = [(float(seconds[-1, i]), listed.schedules[i // len(counts)]) for i in order]
-        found = order[preferred(ranked, p, target)]
-        if found != order[0]:
-            first, origin, good = found, ORIGIN, (relative <= MOST_LOSS / WITHIN).all(axis=0)
-    if not good[first]:
+        last = seconds[-1]
+        near = sorted((WITHIN * last <= last.min()).nonzero()[0].tolist(), key=last.__getitem__)
+        ranked = [(float(last[i]), listed.schedules[i // len(counts)]) for i in near]
+        found = near[preferred(ranked, p, target, [bool(textbook[i]) for i in near])]
+        if found != near[0]:
+            first, origin, allowed = found, ORIGIN, MOST_LOSS / WITHIN
+    if losses[first] > allowed:
         return None
     index, at = divmod(first, len(counts))
     return index, counts[at], origin
+
+
+def _seconds(p: Problem, listed: CandidateSet, ms: tuple[int, ...], counts: tuple[int, ...]) -> Array:
+    """Predicted seconds by number of rows, then by candidate and number of threads."""
+    run = replayer()
+    tapes = [listed.tape(len(ms), several=x > 1) for x in counts] if run is not None else []
+    if run is None or None in tapes:
+        every = [x.seconds for x in predict(p, listed, ms, counts)]
+    else:
+        q = p.transposed() if p.c == "col" else p
+        every = [x.replayed(run, listed.table, q, ms, n) for x, n in zip(tapes, counts, strict=True) if x is not None]
+    return every[0] if len(every) == 1 else np.stack(every, axis=2).reshape(len(ms), -1)
 
 
 def predict(p: Problem, listed: CandidateSet, ms: tuple[int, ...], counts: tuple[int, ...]) -> list[Costs]:

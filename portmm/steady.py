@@ -50,7 +50,8 @@ def route(p: Problem) -> Any:
 
 def _found(p: Problem, about: Any) -> Any:
     book = recall.book(settings.current().target or os.environ.get("PORTMM_TARGET", ""))
-    found = recall.route(book, f"{p!r} {settings.limit()}", runtime(), p) if book is not None else None
+    asked = recall.question(p, (p.m, p.m), settings.limit())
+    found = None if book is None else recall.route(book, asked, runtime(), p)
     first = _first.setdefault(about, p)
     if first is p:
         return found or api.route(p)

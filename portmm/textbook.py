@@ -108,7 +108,9 @@ def follows(s: Schedule, p: Problem, target: Target) -> bool:
     return atom is not None and fits(s, q, atom) and s.tiles in blockings(q, target, atom, s.mr, s.nr)
 
 
-def preferred(ranked: Sequence[tuple[float, Schedule]], p: Problem, target: Target) -> int:
+def preferred(
+    ranked: Sequence[tuple[float, Schedule]], p: Problem, target: Target, told: Sequence[bool] | None = None
+) -> int:
     """Index of the candidate that is chosen, of candidates by predicted time.
 
     On a chip whose searches are stored it is the first of those that were searched: the model was fitted to these,
@@ -121,6 +123,7 @@ def preferred(ranked: Sequence[tuple[float, Schedule]], p: Problem, target: Targ
         ranked: predicted seconds and schedules.
         p: what they compute.
         target: the machine.
+        told: which of them follow a textbook, if that is known.
     """
     if target.searches:
         return next((i for i, (_, s) in enumerate(ranked) if not follows(s, p, target)), 0)
@@ -132,6 +135,6 @@ def preferred(ranked: Sequence[tuple[float, Schedule]], p: Problem, target: Targ
     for i, (seconds, s) in enumerate(ranked):
         if least < WITHIN * seconds:
             break
-        if (s.isa, s.kr) == (best.isa, best.kr) and follows(s, p, target):
+        if (s.isa, s.kr) == (best.isa, best.kr) and (follows(s, p, target) if told is None else told[i]):
             return i
     return 0

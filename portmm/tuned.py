@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -348,7 +348,7 @@ def tuned_rows(p: Problem, target: Target, threads: int) -> frozenset[int]:
     shipped = _rows_shipped(target.vendor, architecture(target))
     if not (kept or shipped):
         return frozenset()
-    key = (replace(p, m=0), threads)
+    key = (p.but_rows, threads)
     return kept.get(key, frozenset()) | shipped.get(key, frozenset())
 
 
@@ -372,7 +372,7 @@ def _rows_shipped(vendor: str, built: str) -> dict[Any, frozenset[int]]:
 def _by_kind(found: Iterable[tuple[Problem, int]]) -> dict[Any, frozenset[int]]:
     rows: dict[Any, set[int]] = {}
     for p, threads in found:
-        rows.setdefault((replace(p, m=0), threads), set()).add(p.m)
+        rows.setdefault((p.but_rows, threads), set()).add(p.m)
     return {key: frozenset(values) for key, values in rows.items()}
 
 

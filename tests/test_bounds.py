@@ -107,7 +107,8 @@ def test_what_is_loaded_keeps_no_loops():
     assert dispatch.kernel_of.cache_info().maxsize <= 64
     schedule = dispatch.choose(pm.explain(ones(33, 6), ones(6, 4)).problem, pm.settings.target()).schedule
     isa = dispatch.isa_of(schedule, pm.settings.target())
-    outline, code = dispatch._code(schedule, isa)
+    found = dispatch._code(schedule, isa)
+    outline, code = found.kernel, found.code
     assert not outline.entry.body
     assert outline.workspace == dispatch.kernel_of(schedule, isa).workspace
     assert code.symbol == outline.name

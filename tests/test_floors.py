@@ -17,8 +17,8 @@ FLOORS = {
     "row_classes targets tensorfile vecmath version vocabulary",
     1: "capable clouds grid_target isa lanes levels schema summation target",  # what it runs on
     # legal tiles and predicted time
-    2: "attention_tiling candidate_sets candidates cost cost_columns grid_candidates grid_codes grid_cost grid_matrix "
-    "grid_stream grid_warpgroup "
+    2: "attention_tiling candidate_sets candidates cost cost_columns cost_table cost_tape cost_terms grid_candidates "
+    "grid_codes grid_cost grid_matrix grid_stream grid_warpgroup "
     "matrix_attention_tiling schedule space textbook",
     3: "grid index interp ir kernels lower probe threads",  # loops and their meaning
     4: "emit",  # loops to text

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from portmm.errors import BuildError
 
 _C_ONLY = ("pool.c", "host.c")
-_WITH_PYTHON = ("extension.c", "memo.c", "matmul.c", "plan.c", "general.c", "module.c")
+_WITH_PYTHON = ("extension.c", "memo.c", "matmul.c", "tape.c", "plan.c", "general.c", "module.c")
 
 # -Og halves the compile time of -O2 for five nanoseconds a call. -lc brings
 # libc back, which kernels do without; libgcc, home of the out-of-line atomics
@@ -96,8 +96,11 @@ class Runtime(Protocol):
             MemoryError: no memory for a workspace.
         """
 
-    def describe(self, values: tuple[Any, ...]) -> bytes | None:
-        """What decides how a function of native arrays, packed weights and integers runs; None for others."""
+    def describe(self, values: tuple[Any, ...], rows: int = 0) -> bytes | None:
+        """What decides how a function of native arrays, packed weights and integers runs; None for others.
+
+        Extents that are as many as `rows` stand for the class of that (see `row_classes`).
+        """
 
     def address(self, array: Any) -> int:
         """Where the first element of an array lies."""
@@ -354,6 +357,11 @@ def types() -> Any:
 def has_kernels(found: Any) -> bool:
     """Whether what `types` gave is the run time itself."""
     return bool(_loaded) and found is _loaded[0]
+
+
+def replayer() -> Callable[..., Any] | None:
+    """What does the operations of a `cost_tape.Tape`: the extension's, if it is loaded."""
+    return getattr(_loaded[0], "tape", None) if _loaded else None
 
 
 def forget_refusal() -> None:

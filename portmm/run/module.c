@@ -105,12 +105,16 @@ static PyObject *py_pool_threads(PyObject *module, PyObject *unused) {
 #define KEYWORDS METH_VARARGS | METH_KEYWORDS
 #define FUNCTION(f) (PyCFunction)(void (*)(void))f
 /* What kernels see of a tuple of arrays and packed weights, but for their addresses, and integers, as bytes; None
- * for others. */
-static PyObject *py_describe(PyObject *module, PyObject *x) {
+ * for others. Extents that are as many as `rows`, if there are more than make a class alone, stand for their class. */
+static PyObject *py_describe(PyObject *module, PyObject *const *args, Py_ssize_t count) {
   enum { MOST = 32, WORDS = 2 + 2 * MAX_ND };
   long words[MOST * WORDS];
   size_t used = 0;
   (void)module;
+  if (count != 1 && count != 2) return PyErr_Format(PyExc_TypeError, "describe takes a tuple, and a number of rows");
+  PyObject *x = args[0];
+  const long rows = count == 2 ? PyLong_AsLong(args[1]) : 0;
+  if (rows == -1 && PyErr_Occurred()) return NULL;
   if (!PyTuple_CheckExact(x) || PyTuple_GET_SIZE(x) > MOST) return Py_NewRef(Py_None);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(x); i++) {
     const array_object *a = (const array_object *)PyTuple_GET_ITEM(x, i);
@@ -130,7 +134,7 @@ static PyObject *py_describe(PyObject *module, PyObject *x) {
     words[used++] = a->nd;
     words[used++] = element_of(a) * 2 + !!(a->flags & NUMPY_ALIGNED);
     for (int j = 0; j < a->nd; j++) {
-      words[used++] = a->shape[j];
+      words[used++] = a->shape[j] == rows && rows > 2 * CLASSES ? -last_of_class(rows) : a->shape[j];
       words[used++] = a->strides[j];
     }
   }
@@ -143,9 +147,10 @@ static PyMethodDef functions[] = {
     {"register_dtype", py_register_dtype, METH_VARARGS, "register_dtype(name, dtype): arrays of a type from elsewhere"},
     {"execute", FUNCTION(py_execute), METH_FASTCALL, "execute(route, m, n, k, batch, a, ..., c_batch, outer=None)"},
     {"execute_all", FUNCTION(py_execute_all), METH_FASTCALL, "execute_all(routes, words): kernels in a row"},
-    {"describe", py_describe, METH_O, "describe(arrays) -> bytes, or None"},
+    {"describe", FUNCTION(py_describe), METH_FASTCALL, "describe(arrays, rows=0) -> bytes, or None"},
     {"address", py_address, METH_O, "address(array) -> where its first element lies"},
     {"are_scales", py_are_scales, METH_O, "are_scales(vector) -> whether all are finite and not negative"},
+    {"tape", FUNCTION(py_tape), METH_FASTCALL, "tape(code, constants, sizes, shared) -> what the cost model predicts"},
     {"matmul", FUNCTION(py_matmul), METH_FASTCALL | METH_KEYWORDS,
      "matmul($module, /, a, b, out=None)\n--\n\nMatrix product of two arrays."},
     {"make_plan", FUNCTION(py_make_plan), KEYWORDS, "make_plan(route, a, b, c, numbers, outer=None, *, detail=None) -> Plan"},

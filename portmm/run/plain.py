@@ -32,7 +32,7 @@ class Plain:
         raise BuildError(f"{symbol} of {path} cannot be loaded: there is no run time to call it")
 
     @staticmethod
-    def describe(_: Any) -> None:
+    def describe(*_: Any) -> None:
         """See `host.Runtime`: nothing is told here."""
 
     @staticmethod

@@ -81,6 +81,7 @@ class Book:
         lines: question -> "key, symbol, workspace bytes, workers", with tabs between.
         size: lines in the file, stale and damaged ones too, so far as this process knows.
         files: names of the files of `depends`, once an answer has been kept: what they follow from names the book.
+        own: key of the extension module of this process, likewise.
     """
 
     name: str
@@ -90,16 +91,17 @@ class Book:
     lines: dict[str, str] = field(default_factory=dict)
     size: int = 0
     files: tuple[str, ...] = ()
+    own: str = ""
 
     @property
     def heading(self) -> str:
         """The line that says what answers rest on."""
         return "\t".join((HEADING, str(self.cores), self.runtime, *self.depends))
 
-    def answers(self) -> list[str]:
-        """The lines of all answers."""
-        under = digest(self.heading.encode("utf-8", "surrogateescape"))[:CHECK]
-        return [f"{under}\t{question}\t{answer}" for question, answer in self.lines.items()]
+    def answers(self, given: dict[str, str]) -> list[str]:
+        """The lines of answers."""
+        under = _short(self.heading)
+        return [f"{under}\t{question}\t{answer}" for question, answer in given.items()]
 
 
 _lock = forks.lock()
@@ -140,7 +142,11 @@ def _state(path: str) -> str:
 
 def _checked(line: str) -> str:
     """A line with its checksum."""
-    return f"{digest(line.encode('utf-8', 'surrogateescape'))[:CHECK]}\t{line}"
+    return f"{_short(line)}\t{line}"
+
+
+def _short(text: str) -> str:
+    return digest(text.encode("utf-8", "surrogateescape"))[:CHECK]
 
 
 def _read(name: str) -> Book:
@@ -157,7 +163,7 @@ def _read(name: str) -> Book:
         if kind == HEADING and len(rest) == DEPENDS + 2 and all(_state(x.partition(" ")[2]) == x for x in rest[2:]):
             found = Book(name, int(rest[0]), rest[1], tuple(rest[2:]))
     found.size = size
-    under = digest(found.heading.encode("utf-8", "surrogateescape"))[:CHECK]
+    under = _short(found.heading)
     for body in sound:
         kind, _, told = body.partition("\t")
         if kind == under:
@@ -211,6 +217,12 @@ def runtime(kept: Book | None) -> host.Runtime:
     return host.runtime() if found is None else host.runtime(found[1], found[0].path)
 
 
+def question(p: Problem, served: tuple[int, int], limit: int) -> str:
+    """What is asked for problems like `p` with M from the least to the largest of those served, on so many threads."""
+    least, most = served
+    return f"{least if least == most else f'{least}-{most}'} {limit} {p.but_rows}"
+
+
 def route(kept: Book, question: str, runtime: Any, p: Problem) -> Any:
     """The route that answers a question, or None if nothing sound is remembered."""
     key, _, rest = kept.lines.get(question, "").partition("\t")
@@ -241,25 +253,24 @@ def keep(kept: Book, question: str, answer: Any, target: Target) -> None:
         from portmm.compiler import find_compiler
 
         note = os.path.join(folder, f"{note_name(target)}.note")  # noqa: PTH118 - on the way to every first call
+        kept.own = os.path.basename(getattr(host.runtime(), "__file__", "")).removesuffix(".so")  # noqa: PTH119
         kept.files = (find_compiler().argv[0], note, str(tuned_database() or "no database"))
     depends = tuple(map(_state, kept.files))
     line = f"{name.removesuffix('.so')}\t{answer.kernel.symbol}\t{answer.work_bytes}\t{answer.workers}"
     with _lock:
-        runtime = os.path.basename(getattr(host.runtime(), "__file__", "")).removesuffix(".so")  # noqa: PTH119
-        fresh = (kept.cores, kept.runtime, kept.depends) != (target.cores, runtime, depends)
+        fresh = (kept.cores, kept.runtime, kept.depends) != (target.cores, kept.own, depends)
         if kept.depends not in ((), depends):
             kept.lines.clear()  # of other rates, or another compiler
-        kept.cores, kept.runtime, kept.depends = target.cores, runtime, depends
+        kept.cores, kept.runtime, kept.depends = target.cores, kept.own, depends
         kept.lines[question] = line
         _bound(kept)
         if kept.size > 2 * MOST_LINES:
             kept.lines = {**_read(kept.name).lines, **kept.lines}
             _bound(kept)
-            lines = list(map(_checked, (kept.heading, *kept.answers())))
+            lines = list(map(_checked, (kept.heading, *kept.answers(kept.lines))))
             write_note(kept.name, "\n".join(lines))
             kept.size = len(lines)
             return
-        one = Book(kept.name, kept.cores, kept.runtime, kept.depends, {question: line})
-        added = list(map(_checked, (*((kept.heading,) if fresh else ()), *one.answers())))
+        added = list(map(_checked, (*((kept.heading,) if fresh else ()), *kept.answers({question: line}))))
         append_note(kept.name, "\n".join(added))
         kept.size += len(added)

@@ -145,7 +145,7 @@ class Twin:
             self.launch(route, tuple(w[:16]), outer, tuple(w[18:]))
 
     @staticmethod
-    def describe(_: Any) -> None:
+    def describe(*_: Any) -> None:
         """See `host.Runtime`: nothing is told here."""
 
     @staticmethod
