@@ -48,7 +48,7 @@ def folding(name, k, n, group):
 
 
 def packing_of_all_bits(name, word, layout):
-    """The kernel that packs a type of 16 bits, a weight of all bits, the panels due, and which elements mean something."""
+    """The kernel that packs a type of 16 bits, a weight of all bits, the panels due, and which elements count."""
     isa, kept = load_isa(name), family(packed_families(small(name), word)[-1])
     k, n = 512, 128
     b = np.arange(1 << 16, dtype=np.uint16).view(numpy_type(kept.dtype)).reshape(1, k, n)
