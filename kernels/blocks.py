@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portmm.kernels.codes import starts_of_group
 from portmm.kernels.packing import line_of, sum_units
 
 from portmm.candidates import PACK_ROWS, RUN_BYTES
@@ -272,10 +273,23 @@ class Blocks:
         return ceil_div(var("k"), self.s.group) if self.s.group else const(1)
 
     @property
+    def totalled(self) -> dict[str, tuple[str, Index]]:
+        """What is kept of sums of A over groups of codes: its type, and how many there are of a row."""
+        kept = {"totals": ("f32", self.groups_of_k)}
+        if not self.atom.centred:
+            kept["starts"] = (self.atom.acc, self.groups_of_k * starts_of_group(self.atom, self.s.group))
+        return kept
+
+    def kept_of_rows(self, count: Index) -> Index:
+        """Elements of one worker's scratch for so many of each row."""
+        rows = minimum(M, self.s.mc) if self.s.mc else M
+        return round_up(rows * count, 64)
+
+    @property
     def t_size(self) -> Index:
         """Elements of one worker's sums of A over groups of k."""
-        rows = minimum(M, self.s.mc) if self.s.mc else M
-        return round_up(rows * self.groups_of_k, 64) if self.decodes else const(0)
+        sizes = (self.kept_of_rows(count) for _, count in self.totalled.values())
+        return sum(sizes, const(0)) if self.decodes else const(0)
 
     def workspace(self) -> Index:
         """Elements of scratch for all workers."""

@@ -417,8 +417,9 @@ class Gemm(Blocks):
     def decoded(self) -> tuple[Index | Ptr, ...]:
         """The arguments of a visit of the micro-kernel that reads codes."""
         row, groups = var("row") + var("r"), self.groups_of_k
+        sums = [Ptr(x, var("r") * count) for x, (_, count) in self.totalled.items()]
         rest = (groups, self.result(row, var("column")), self.c_step, var("columns"))
-        return (var("k"), *self.rows_of_a(const(0)), Ptr("bp"), Ptr("totals", var("r") * groups), *rest)
+        return (var("k"), *self.rows_of_a(const(0)), Ptr("bp"), *sums, *rest)
 
     def rows_of_a(self, before: Index) -> tuple[Index | Ptr, ...]:
         """The slice of A, from so many units on: where it is packed, or where it lies."""
@@ -435,14 +436,20 @@ class Gemm(Blocks):
 
         def call(height: int) -> Stmt:
             shape = Shape(rows=height, nr=s.nr, a_packed=s.pack_a, a=self.given[0])
-            to = Ptr("totals", var("r") * self.groups_of_k)
+            to = [Ptr(x, var("r") * count) for x, (_, count) in self.totalled.items()]
+            real = self.isa.vector("f32", self.atom.n)
+            assert real is not None  # noqa: S101 - or the atom would not serve codes
             return Call(
-                totalling(self.atom, family(s.family), shape),
-                (var("k"), *self.rows_of_a(const(0)), to, self.groups_of_k),
+                totalling(self.atom, real, family(s.family), shape),
+                (var("k"), *self.rows_of_a(const(0)), *to, self.groups_of_k),
             )
 
         loop = For("i", const(0), var("slices"), const(1), (*self.slice_(), *self.by_height(call)))
-        return (LetPtr("totals", place, "f32"), loop)
+        names = []
+        for name, (dtype, count) in self.totalled.items():
+            names.append(LetPtr(name, place, dtype))
+            place += self.kept_of_rows(count)
+        return (*names, loop)
 
     def finish(self) -> tuple[Stmt, ...]:
         """Turn the sums of the tile into C after the last block of k."""

@@ -21,6 +21,7 @@ from portmm.dtype import CODE_BITS, CODES_AT, CODES_KR
 from portmm.errors import PackError
 from portmm.memory import Memory
 from portmm.problem import Family
+from portmm.quantized import CodedMatrix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +36,7 @@ FLOATS = ("f32", "f16", "bf16")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeviceCoded:
+class DeviceCoded(CodedMatrix):
     """A weight of four bits on a device: w[k, n] ~= scale * code + offset. Made by `to_device`.
 
     Attributes:
@@ -51,21 +52,6 @@ class DeviceCoded:
     offsets: Foreign
     shape: tuple[int, int]
     group: int
-
-    @property
-    def ndim(self) -> int:
-        """Two."""
-        return 2
-
-    @property
-    def dtype(self) -> np.dtype[np.float32]:
-        """The type of the numbers that its codes stand for, scale * code + offset: float32."""
-        return np.dtype(np.float32)
-
-    @property
-    def size(self) -> int:
-        """Elements of the weight."""
-        return self.shape[0] * self.shape[1]
 
     @property
     def nbytes(self) -> int:

@@ -69,6 +69,8 @@ _UNITS = tuple(_unit(t, pack) for t in (*_PLAIN, U4) for pack in (2, 4, 8) if 2 
 CODE_BITS = 4
 CODES_KR = 8
 """Codes of four bits of one column in a word of 32, an s32."""
+ZERO_CODE = 8
+"""The code of zero in a weight without zero points; others have theirs near it."""
 CODES_AT = (0, 8, 16, 24, 4, 12, 20, 28)
 """The bit where each code of a word begins: those of four neighbours of k are the lower, or the upper, halves of
 the four bytes, so that a mask makes of them what instructions for units of four bytes multiply."""

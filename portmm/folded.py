@@ -18,7 +18,7 @@ from portmm.dtype import CODE_BITS, CODES_AT, CODES_KR
 from portmm.errors import BuildError, PackError, ScheduleError
 from portmm.memory import Memory
 from portmm.problem import Family, Problem, family
-from portmm.quantized import Quantized, dequantize
+from portmm.quantized import CodedMatrix, Quantized, dequantize
 from portmm.run.host import runtime
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Folded:
+class Folded(CodedMatrix):
     """A weight of four bits in panels, usable wherever `b` is, beside float activations.
 
     Attributes:
@@ -44,21 +44,6 @@ class Folded:
     shape: tuple[int, int]
     family: str
     _calls: Memory = field(default_factory=lambda: Memory(MOST_CALLS), repr=False)
-
-    @property
-    def ndim(self) -> int:
-        """Two."""
-        return 2
-
-    @property
-    def dtype(self) -> np.dtype[np.float32]:
-        """The type of the numbers that its codes stand for, scale * code + offset: float32."""
-        return np.dtype(np.float32)
-
-    @property
-    def size(self) -> int:
-        """Elements of the weight."""
-        return self.shape[0] * self.shape[1]
 
     @property
     def b_k(self) -> int:

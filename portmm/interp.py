@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from portmm.dtype import BY_NAME, CODES_AT, CODES_KR, FOREIGN, base
+from portmm.dtype import BY_NAME, CODES_AT, CODES_KR, FOREIGN, ZERO_CODE, base
 from portmm.expr import OPS
 from portmm.ir import (
     FIELDS,
@@ -61,6 +61,8 @@ if TYPE_CHECKING:
 Address = tuple[np.ndarray, int]
 Typed = tuple[np.ndarray, int, str]
 """A flat array of the type's elements (those of a unit count singly), where the pointer is, and the type."""
+LESS = {"code": 0, "centred": ZERO_CODE, "below": 2 * ZERO_CODE}
+"""Verb -> what it takes from a code."""
 UNWRITTEN = 0xFF
 """A byte of scratch that was never written: NaN as a float, -1 as an integer."""
 
@@ -227,10 +229,11 @@ class _Machine:
         elif s.name in ("add", "amax"):
             d, a = f.regs[s.d], f.regs[s.a]
             f.regs[s.d] = d + a if s.name == "add" else np.maximum(d, np.abs(a))
-        elif s.name == "code":
+        elif s.name in LESS:
             bits = self.value(s.count, f) if s.count else 0
             codes = np.stack([f.regs[s.a].view(np.uint32) >> (bits + 8 * e) & 15 for e in range(atom.k_pack)], -1)
-            f.regs[s.d] = codes.astype(numpy_type(atom.b)).reshape((-1, atom.k_pack) if atom.k_pack > 1 else -1)
+            numbers = codes.astype(np.int32) - LESS[s.name]
+            f.regs[s.d] = numbers.astype(numpy_type(atom.b)).reshape((-1, atom.k_pack) if atom.k_pack > 1 else -1)
         elif s.name == "ones":
             f.regs[s.d] = np.ones(atom.k_pack, numpy_type(base(atom.a))) if atom.k_pack > 1 else np.asarray(1, np.int32)
         elif s.name in ("zero", "real"):

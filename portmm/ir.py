@@ -142,7 +142,7 @@ class Verb:
         b: right operand of a mac.
         p: address of a load or store.
         mask: mask register of a masked load or store.
-        count: lanes kept by "mask"; the bit where the codes of "code" begin.
+        count: lanes kept by "mask"; the bit where the codes of "code", "centred" and "below" begin.
         step: elements, or units, from one row to the next for "load_rows", and for atoms of several rows.
         to: type of the register, where it is not what the verb is usually for.
         of: name of the atom whose word it is, where it is not the kernel's.

@@ -31,6 +31,8 @@ PLACEHOLDERS = {
     "ones": {"d"},
     "unshift": {"d", "b"},
     "code": {"d", "a", "count"},
+    "centred": {"d", "a", "count"},
+    "below": {"d", "a", "count"},
     "amax": {"d", "a"},
     "real": {"d", "a"},
     "add": {"d", "a"},
@@ -98,6 +100,8 @@ class Atom:
         amax: {d} = the larger of {d} and the magnitude of {a}, lane by lane; a NaN stays.
         code: {d} = the code of four bits that begins at bit {count} of each 32-bit lane of {a}, as a
             number; in units, with those that begin 8 bits further each.
+        centred: {d} = the same less 8, of floats, where that takes no more instructions.
+        below: {d} = the same less 16, of other floats.
         real: {d} = the s32 lanes of {a} as numbers of f32.
         add: {d} += {a}, both accumulators; as it is spelled for numbers and GNU vectors.
         configure: give the tiles {rows} rows, a number for each of them, and clear them.
@@ -133,6 +137,8 @@ class Atom:
     ones: str = ""
     unshift: str = ""
     code: str = ""
+    centred: str = ""
+    below: str = ""
     amax: str = ""
     real: str = ""
     add: str = "{d} += {a};"
@@ -342,7 +348,7 @@ class Isa:
     def _decodes(self, atom: Atom, a: str) -> bool:
         """The atom can be given words of codes, beside elements of `a`."""
         words, real = self.vector("s32", atom.n), self.vector("f32", atom.n)
-        if not (atom.code and words and real and real.real):
+        if not ((atom.code or atom.centred) and words and real and real.real):
             return False
         given = unit(a, atom.k_pack)
         return given in BY_NAME and bool(self.spelling(atom, "load_b", given, atom.left))

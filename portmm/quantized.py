@@ -1,6 +1,6 @@
 """Weights of 4 and 8 bits, as data.
 
-Owns the record `Quantized`, how a float weight becomes one and back, and its
+Owns `CodedMatrix`, the record `Quantized`, how a float weight becomes one and back, and its
 files. Has no kernels; others' formats are read by `formats`.
 Imports NumPy, `errors` and `tensorfile`; arrays of `ml_dtypes` bring their
 types with them.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -33,8 +33,35 @@ VERSION = "1"
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 
 
+class _Shaped(Protocol):
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+
+class CodedMatrix:
+    """Attributes that a weight of codes shares with the matrix of floats that it stands for."""
+
+    __slots__ = ()
+
+    @property
+    def ndim(self) -> int:
+        """Two."""
+        return 2
+
+    @property
+    def dtype(self) -> np.dtype[np.float32]:
+        """The type of the numbers that its codes stand for, scale * code + offset: float32."""
+        return np.dtype(np.float32)
+
+    @property
+    def size(self: _Shaped) -> int:
+        """Elements of the weight."""
+        k, n = self.shape
+        return k * n
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Quantized:
+class Quantized(CodedMatrix):
     """A weight w[k, n] ~= scales[g, n] * codes[k, n] + offsets[g, n], g = k // group.
 
     Signed codes are stored biased, q + 2**(bits - 1), and the offset undoes it, so
@@ -84,21 +111,6 @@ class Quantized:
         """The weight's (k, n)."""
         k, n = self.codes.shape
         return k, n
-
-    @property
-    def ndim(self) -> int:
-        """Two."""
-        return 2
-
-    @property
-    def dtype(self) -> np.dtype[np.float32]:
-        """The type of the numbers that it stands for, scale * code + offset: float32."""
-        return np.dtype(np.float32)
-
-    @property
-    def size(self) -> int:
-        """Elements of the weight."""
-        return int(self.codes.size)
 
     @property
     def groups(self) -> int:

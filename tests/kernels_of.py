@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 from portmm.kernels.packing import transpose
-from support import Case, Laid, load_isa
+from support import Case, Laid, lay, load_isa, numpy_type, packed_families, panels_of, small, valid_of
 
 from portmm.candidates import PACKED_VECTORS
 from portmm.dtype import CODES_AT, CODES_KR
-from portmm.lower import lower_fold
-from portmm.problem import Family, Problem
+from portmm.lower import lower_fold, lower_pack
+from portmm.problem import Family, Problem, family
 
 
 def transposed(lines: np.ndarray) -> np.ndarray:
@@ -45,3 +45,18 @@ def folding(name, k, n, group):
     vectors = {"b_scale": a, "bias": a}
     case = Case(Problem(1, n, k), fields, a, 0, codes.ravel(), 0, c, want, np.zeros(1), vectors)
     return lower_fold(isa, kept), case, want
+
+
+def packing_of_all_bits(name, word, layout):
+    """The kernel that packs a type of 16 bits, a weight of all bits, the panels due, and which elements count."""
+    isa, kept = load_isa(name), family(packed_families(small(name), word)[-1])
+    k, n = 512, 128
+    b = np.arange(1 << 16, dtype=np.uint16).view(numpy_type(kept.dtype)).reshape(1, k, n)
+    laid, want = lay(b, layout, 3), panels_of(b, kept).ravel().view(np.uint16)
+    fields = dict.fromkeys(["a_m", "a_k", "a_batch", "c_m", "c_n"], 0)
+    fields |= {"m": 1, "n": n, "k": k, "batch": 1, "b_k": laid.row, "b_n": laid.col, "b_batch": laid.item}
+    fields["c_batch"] = want.size // kept.kr
+    c = Laid(np.zeros(want.size, np.uint16), 0, 0, 0, 0, (1, 1, 1))
+    none = np.zeros(1, np.float32)
+    case = Case(Problem(1, n, k), fields, none, 0, laid.flat, laid.offset, c, want, np.zeros(1))
+    return lower_pack(isa, word, kept.nr, layout), case, want, valid_of(kept, k, n)

@@ -108,6 +108,29 @@ def test_narrow_floats_and_codes(target, drawn):
             within(pm.matmul(x[rows], y, dtype=np.float32), want[rows], want[rows], bar, "bf16")
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.int8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("target", HERE)
+def test_codes_of_few_rows(target, group, symmetric, dtype):
+    """Codes that are multiplied as they lie give sums as accurate as weights made of them, however large all codes."""
+    for k, kind in ((4096, "uniform"), (16_384, "uniform"), (4096, "normal")):
+        rng = np.random.default_rng(k)
+        x = rng.random((24, k)) if kind == "uniform" else rng.standard_normal((24, k))
+        a = (np.clip(x * 30, -127, 127) if dtype == np.int8 else x).astype(dtype)
+        q = pm.quantize(rng.standard_normal((k, 64), dtype=np.float32), group=group, symmetric=symmetric)
+        back = pm.dequantize(q, np.float64)
+        want, scale = a.astype(np.float64) @ back, np.abs(a.astype(np.float64)) @ np.abs(back)
+        with pm.config(target=target, threads=1):
+            weight = pm.pack(q)
+            bar = errors(pm.matmul(a.astype(np.float32), weight), want, scale)[1]
+            multiply = pm.linear if dtype == np.int8 else pm.matmul
+            for m in (1, 2, 3, 4):
+                got = np.concatenate([multiply(a[i : i + m], weight) for i in range(0, 24, m)])
+                found = errors(got, want, scale)[1]  # the largest of so few says more of chance
+                assert found <= 2 * bar, f"K = {k}, M = {m}, {kind}: {found} beside {bar} of weights made of codes"
+
+
 @pytest.mark.parametrize("n", [1024, 16_384, 200_000])
 @pytest.mark.parametrize("target", [x for x in HERE if x not in ("scalar", "sse2")])
 def test_sums_of_rows(target, n):

@@ -15,7 +15,7 @@ import pytest
 import support
 import test_fused
 from fused_cases import by_rows, every_operation, every_type, gemm_case, rows_case
-from kernels_of import folding
+from kernels_of import folding, packing_of_all_bits
 from support import case, interpret, require, selection, small
 
 from portmm.candidates import candidates
@@ -116,6 +116,17 @@ def test_arm_folds_codes(name, arm_driver):
     results = driver.run([*arm_driver(name), *driver.objects([kernel for kernel, *_ in made])], jobs)
     for (*_, want), got in zip(made, results, strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("name", EVERY_ARM)
+def test_arm_packs_bits_as_they_are(name, arm_driver):
+    """Of every bfloat16 and float16, signalling NaNs too."""
+    words = [word for word in ("bf16", "f16") if load_isa(name).atom(word)]
+    made = [packing_of_all_bits(name, word, layout) for word in words for layout in ("row", "col", "any")]
+    jobs = [(i, kernel, k, 1 + i % 2) for i, (kernel, k, *_) in enumerate(made)]
+    results = driver.run([*arm_driver(name), *driver.objects([kernel for kernel, *_ in made])], jobs)
+    for (*_, want, valid), got in zip(made, results, strict=True):
+        np.testing.assert_array_equal(got[valid], want[valid])
 
 
 @pytest.mark.parametrize("name", EVERY_ARM)

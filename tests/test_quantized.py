@@ -645,3 +645,16 @@ def test_metadata_that_lack_an_entry_are_refused(file):
     file.write_bytes(b"no tensors")
     with pytest.raises(PackError, match="not a sound safetensors file"):
         load_quantized(file)
+
+
+def test_attributes_of_the_matrix_are_written_once():
+    from portmm.device_codes import DeviceCoded
+    from portmm.folded import Folded
+    from portmm.quantized import CodedMatrix
+
+    for kind in (Quantized, Folded, DeviceCoded):
+        assert issubclass(kind, CodedMatrix)
+        assert not {"ndim", "dtype", "size"} & set(vars(kind)), kind
+    q = record(5, 3)
+    assert (q.ndim, q.dtype, q.size) == (2, np.float32, 15)
+    assert not hasattr(q, "__dict__")
