@@ -28,6 +28,7 @@ from portmm.target import load_target
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from portmm.fused import Fused
     from portmm.schedule import Schedule
     from portmm.target import Target
 
@@ -35,16 +36,19 @@ LANGUAGES = ("cuda", "opencl")
 CHIPS = {"mma_sm75": "t4", "mma_sm80": "a100", "mma_sm89": "l4", "wgmma": "h200"}
 """Whose units of fragments are looked at; all others are of the tiny device of tests."""
 MAIN = {
-    True: ("f32", "bf16", "f16-f16-f32", "s8-s8-s32", "u8-s8-s32", "bf16-u4-bf16", "e4m3-e4m3-bf16"),
-    False: ("f32", "f64", "bf16", "f32-s8-f32", "s8-s8-s32", "bf16-u4-bf16"),
-}
+    True: (
+        "f32", "bf16", "f16", "f16-f16-f32", "s8-s8-s32", "u8-s8-s32", "bf16-u4-bf16", "f16-u4-f16", "e4m3-e4m3-bf16",
+    ),
+    False: ("f32", "f64", "bf16", "f32-s8-f32", "s8-s8-s32", "bf16-u4-bf16", "e4m3-e5m2-f32"),
+}  # fmt: skip
 """Products of which all layouts are looked at, of units of fragments and of threads; of the others some."""
 LAYOUTS = tuple(product(("row", "col", "any"), ("row", "col", "any"), ("row", "col")))
-PROBLEMS = {True: 48, False: 24}
-"""Of a main type."""
+OTHERS = 2
+PROBLEMS = {True: 30, False: 18}
+"""Problems that are looked at: of each other type, and of a main one."""
 SIZES = {
     "vector": (1, 256, 4096, 1), "thin": (5, 320, 2048, 1), "blocks": (500, 384, 512, 1),
-    "deep": (64, 64, 16384, 1), "batch": (40, 96, 256, 3),
+    "deep": (64, 64, 16384, 1), "large": (3000, 4096, 1024, 1), "batch": (40, 96, 256, 3),
 }  # fmt: skip
 VECTORS = {"aligned": 16, "of 4 bytes": 4, "odd": 1}
 """Bytes that operands are aligned to."""
@@ -94,7 +98,7 @@ def _products(name: str, target: Target, language: str) -> Iterator[Case]:
     alone = replace(target, isas=(isa,))
     for word in _words_in_pairs(name, alone):
         pool = {}
-        posed = few(_posed(word, matrix=matrix), PROBLEMS[matrix] if word in MAIN[matrix] else 2)
+        posed = few(_posed(word, matrix=matrix), PROBLEMS[matrix] if word in MAIN[matrix] else OTHERS)
         for named, (p, vectors, *about) in posed.items():
             for kind, s in _schedules(p, alone, vectors).items():
                 moved = "x".join(map(str, s.vectors))
@@ -170,9 +174,14 @@ def _words(s: Schedule) -> str:
 # -- expressions and attention --------------------------------------------------------------
 
 
+def bytes_of_all_kinds() -> Fused:
+    """Operands of types that only devices have."""
+    return every_type(("e4m3", "e5m2", "u8"))
+
+
 def _rows(isa: Any, language: str) -> Iterator[Case]:
     """Expressions over rows and down columns, and copies of operands."""
-    for make, form in product((every_operation, every_type, by_rows), ROW_FORMS):
+    for make, form in product((every_operation, every_type, bytes_of_all_kinds, by_rows), ROW_FORMS):
         if form.exchange <= (language == "cuda"):
             name = f"rows {make.__name__} {form.threads}-{form.team}-{form.cells}-{form.vector}"
             yield from on_device(name, language, lower_grid_rows, isa, str(make()), form)

@@ -21,6 +21,7 @@ from portmm.capable import lacks
 from portmm.dispatch import attention_unit
 from portmm.dtype import CODES_KR, types
 from portmm.errors import ScheduleError
+from portmm.expr import apply, sqrt
 from portmm.fused import C, Fused, Operand, acc, load, number, parse
 from portmm.lower import lower, lower_attention, lower_fold, lower_pack, lower_rows
 from portmm.problem import LAYOUTS_B, Family
@@ -34,17 +35,22 @@ if TYPE_CHECKING:
     from portmm.schedule import Schedule
     from portmm.target import Target
 
-MAIN = ("f32", "f64", "bf16", "f16-f16-f32", "f32-s8-f32", "s8-s8-s32", "u8-s8-s32")
+MAIN = ("f32", "f64", "bf16", "s8-s8-s32", "u8-s8-s32")
 """Products of which all layouts are looked at; of the others, that take the same ways, some."""
 MAIN_ENDS = ("f32", "bf16", "f32-u4-f32", "bf16-u4-bf16", "s8-s8-f32", "s8-s8-s8", "u8-s8-f32", "s8-u4-f32")
 """The same for products that something is done to."""
-KINDS, ENDS, OTHERS = 2, 14, 1
-"""Problems that are looked at: of each layout of a main type, with something done to sums, and of each other type."""
+KINDS, OTHERS = 2, 2
+"""Problems that are looked at: of each layout of a main type, and of each other type."""
 REGISTERS = 7
 """Of the machine: few make small tiles, and short texts; `manifest_chosen` has large ones."""
 ROWS_AHEAD = 2
 GROUPS = (0, 8, 64)
 POSTS = ("scale", "scale+bias", "scale+azero", "scale+azero+bzero+bias")
+
+
+NARROW = ("root", "scale")
+"""What half a vector of every instruction set can do."""
+FUSIONS = epilogues() | {"root": Fused((Operand("f32", "n"),), ((C, sqrt(apply("max", acc() + load(0, "f32"), 0.0))),))}
 
 
 def cases(name: str) -> Iterator[Case]:
@@ -74,6 +80,8 @@ def _sizes(lanes: int) -> dict[str, tuple[tuple[int, int, int], dict[str, Any]]]
     return {
         "vector": ((1, 3 * lanes, 40), {}),
         "thin": ((3, ragged, 2 * lanes + 3), {}),
+        "half a vector": ((5, max(1, lanes // 2 - 1), 40), {}),
+        "a quarter": ((5, max(1, lanes // 4 - 1), 40), {}),
         "blocks": ((17, ragged, 13), {}),
         "whole blocks": ((18, whole, 40), {}),
         "deep": ((5, lanes + 1, 600), {}),
@@ -93,13 +101,14 @@ def _plain(isa: Isa, target: Target) -> Iterator[Case]:
         posed = {}
         for layouts in LAYOUTS:
             kinds = {kind: x for kind, x in _sizes(lanes).items() if "static" not in x[1] or _dense(layouts)}
-            for kind in few(kinds, KINDS if word in MAIN else 1):
-                posed[f"{word} {'.'.join(layouts)} {kind}"] = (layouts, kind, *kinds[kind])
+            lie = f"{word} {'.'.join(layouts)}"
+            every = {f"{lie} {kind}": (layouts, kind, *x) for kind, x in kinds.items()}
+            posed |= few(every, KINDS if word == "f32" else 1)
         pool = {}
         for named, (layouts, kind, size, more) in (posed if word in MAIN else few(posed, OTHERS)).items():
             p = _posed(size, layouts, target, dtype=word, **more)
             for words, s in _schedules(p, isa, target).items():
-                about = (layouts, kind, words) if word in MAIN else (word,)
+                about = (layouts, (kind, s.pack_b), words) if word in MAIN else (word,)
                 pool[f"{named} {words}"] = ((*about, (layouts, s.program)) if word == "f32" else about, s)
         yield from _lowered(pool, isa)
 
@@ -155,19 +164,21 @@ def _words(s: Schedule, isa: Isa) -> str:
 
 def _finished(isa: Isa, target: Target) -> Iterator[Case]:
     """Products with codes of four bits, scales, rows that are quantised first, and expressions."""
-    fusions = {name: str(x) for name, x in epilogues().items()}
     for word in _words_in_pairs(isa, MAIN_ENDS):
         lanes, pool = isa.columns(isa.atom(word)), {}
         sizes = {"thin": (3, 2 * lanes + 1, 37), "blocks": (20, 2 * lanes, 150)}
-        posed = {}
-        ends = _ends(word)
+        if word in MAIN_ENDS:
+            sizes |= {"half a vector": (5, max(1, lanes // 2 - 1), 37), "a quarter": (5, max(1, lanes // 4 - 1), 37)}
+        machine = small(isa.name) if types(word)[1] == "u4" else target  # codes as they lie take more registers
+        posed, ends = {}, _ends(word)
         for (kind, size), (label, end), a, b in product(sizes.items(), ends.items(), ("row", "col"), _ways(word)):
-            more = end | ({"fused": fusions[end["fused"]]} if "fused" in end else {})
-            posed[f"{word} {a}.{b} {kind} {label}"] = (size, a, b, kind, label, more)
-        for named, (size, a, b, kind, label, more) in few(posed, ENDS if word in MAIN_ENDS else OTHERS).items():
-            p = _with_weight(size, word, a, b, lanes, target, more)
-            for words, s in _schedules(p, isa, target).items():
-                about = (label, a, b, kind, words) if word in MAIN_ENDS else (word,)
+            about = (label, kind, (a, b), (label in NARROW, kind))
+            posed[f"{word} {a}.{b} {kind} {label}"] = (about, (size, a, b, kind, label, end))
+        chosen = covering(posed) if word in MAIN_ENDS else few({name: x for name, (_, x) in posed.items()}, OTHERS)
+        for named, (size, a, b, kind, label, end) in chosen.items():
+            p = _with_weight(size, word, a, b, lanes, machine, end)
+            for words, s in _schedules(p, isa, machine).items():
+                about = (label, kind, a, b, words) if word in MAIN_ENDS else (word,)
                 pool[f"{named} {words}"] = (about, s)
         yield from _lowered(pool, isa)
 
@@ -176,13 +187,16 @@ def _ends(word: str) -> dict[str, dict[str, Any]]:
     """What may become of sums of some types."""
     a, b, to = types(word)
     integers = a in ("s8", "u8") and b in ("s8", "u4")
-    ends: list[dict[str, Any]] = [{}] if b == "u4" and (not integers or to == "f32") else []
+    ends: dict[str, dict[str, Any]] = {}
+    if b == "u4" and (not integers or to == "f32"):
+        ends |= {"alone": {}, "deterministic": {"deterministic": True}}
     if to != "s32" and (integers or to in ("s8", "u8")):
-        ends += [{"post": x} for x in POSTS]
-        ends += [{"post": "scale", "source": x} for x in ("f32", "bf16", "f16") if integers and a == "s8"]
+        ends |= {x: {"post": x} for x in POSTS}
+        sources = ("f32", "bf16", "f16") if integers and a == "s8" else ()
+        ends |= {f"of {x}": {"post": "scale", "source": x} for x in sources}
     if to in ("f32", "bf16"):
-        ends += [{"fused": x, **({"post": "scale"} if integers else {})} for x in epilogues()]
-    return {" ".join(end.values()) or "alone": end for end in ends}
+        ends |= {name: {"fused": str(x), **({"post": "scale"} if integers else {})} for name, x in FUSIONS.items()}
+    return ends
 
 
 def _ways(word: str) -> tuple[Any, ...]:
@@ -256,7 +270,7 @@ def _attention(target: Target) -> Iterator[Case]:
             if not (is_few and packs):
                 words = " few queries" if is_few else " V packed" if packs else ""
                 named[name + words] = replace(form, few=is_few, packs=packs)
-        for name, form in few(named, 7).items():
+        for name, form in few(named, 6).items():
             yield from on_host(name, _attending, form, held, target)
 
 
