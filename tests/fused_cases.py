@@ -15,7 +15,7 @@ from support import Case, Extra, Laid, guarded, lay, poison
 
 from portmm.dtype import BY_NAME, spell
 from portmm.expr import OPS, apply, bits, const, fma, from_bits, ordered, real, select, sqrt
-from portmm.fused import AXES, PRODUCT, C, Fused, Operand, acc, extent, index, load, number, reduction, varies
+from portmm.fused import AXES, PRODUCT, C, Fused, Operand, acc, extent, fold, index, load, number, reduction, varies
 from portmm.interp import numpy_type
 from portmm.ir import VECTORS
 from portmm.problem import Problem
@@ -206,6 +206,15 @@ def by_rows():
     axes = ["bmn", "bmn", "bm", "bm", "bm", "bm", "bmn", "bmn"]
     results = tuple(Operand("f32", a) for a in axes)
     return Fused((*operands, *results), tuple((3 + i, v) for i, v in enumerate(roots)))
+
+
+def columns():
+    """Sums and maxima down columns, of values by every axis, and what becomes of them."""
+    operands = (Operand("f32", "bmn"), Operand("bf16", "n"), Operand("f32", "bm"), Operand("s8", "mn", dense=False))
+    x, w, y, z = (load(i, o.dtype) for i, o in enumerate(operands))
+    roots = [fold("add", x * y) * w, fold("max", x + z), fold("add", const(1.0) * w) + fold("add", x) + index("n")]
+    results = tuple(Operand(t, "bn") for t in ("f32", "f16", "f32"))
+    return Fused((*operands, *results), tuple((4 + i, v) for i, v in enumerate(roots)))
 
 
 def epilogues():

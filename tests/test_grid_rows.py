@@ -8,15 +8,15 @@ import cuda_shim
 import fused_cases
 import numpy as np
 import pytest
-from fused_cases import by_rows, every_operation, every_type, rows_case
+from fused_cases import by_rows, columns, every_operation, every_type, rows_case
 from opencl_cpu import missing, opencl_device
 from portmm.kernels.grid_rows import Form
 
 import portmm as pm
 from portmm.emit import cuda, opencl
 from portmm.errors import NoCompilerError
-from portmm.expr import const, real, sqrt
-from portmm.fused import PRODUCT, Fused, Operand, extent, fold, index, load, reduction
+from portmm.expr import real, sqrt
+from portmm.fused import PRODUCT, Fused, Operand, extent, load, reduction
 from portmm.grid_dispatch import Machine
 from portmm.grid_rows_dispatch import form_of
 from portmm.interp import evaluate
@@ -131,15 +131,6 @@ def test_rows_by_cuda(make, form):
         if wide_enough(form, fused, size[1]):
             f = rows_case(fused, size, batch, i, special=i % 2 > 0)
             f.check(by_shim([kernel], f), (size, batch))
-
-
-def columns():
-    """Sums and maxima down columns, of values by every axis, and what becomes of them."""
-    operands = (Operand("f32", "bmn"), Operand("bf16", "n"), Operand("f32", "bm"), Operand("s8", "mn", dense=False))
-    x, w, y, z = (load(i, o.dtype) for i, o in enumerate(operands))
-    roots = [fold("add", x * y) * w, fold("max", x + z), fold("add", const(1.0) * w) + fold("add", x) + index("n")]
-    results = tuple(Operand(t, "bn") for t in ("f32", "f16", "f32"))
-    return Fused((*operands, *results), tuple((4 + i, v) for i, v in enumerate(roots)))
 
 
 def down(fused, f):

@@ -1,0 +1,211 @@
+"""The manifest's cases of an instruction set of devices, in each language that has words for it.
+
+Products for threads alone, or that multiply fragments together; copies of operands; expressions over rows and
+down columns; attention.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from fused_cases import by_rows, columns, epilogues, every_operation, every_type
+from grid_cases import MACHINE
+from manifest_case import Case, all_words, covering, few, on_device, smallest
+from manifest_host import forms
+from portmm.kernels.grid_rows import Form as RowForm
+
+from portmm import attention_tiling, matrix_attention_tiling
+from portmm.dtype import BY_NAME, CODES_KR, types
+from portmm.errors import ScheduleError
+from portmm.grid_candidates import candidates, units
+from portmm.lower import lower_grid, lower_grid_attention, lower_grid_columns, lower_grid_rows, lower_lines
+from portmm.problem import Family, Problem
+from portmm.target import load_target
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from portmm.fused import Fused
+    from portmm.schedule import Schedule
+    from portmm.target import Target
+
+LANGUAGES = ("cuda", "opencl")
+CHIPS = {"mma_sm75": "t4", "mma_sm80": "a100", "mma_sm89": "l4", "wgmma": "h200"}
+"""Whose units of fragments are looked at; all others are of the tiny device of tests."""
+MAIN = {
+    True: (
+        "f32", "bf16", "f16", "f16-f16-f32", "s8-s8-s32", "u8-s8-s32", "bf16-u4-bf16", "f16-u4-f16", "e4m3-e4m3-bf16",
+    ),
+    False: ("f32", "f64", "bf16", "f32-s8-f32", "s8-s8-s32", "bf16-u4-bf16", "e4m3-e5m2-f32"),
+}  # fmt: skip
+"""Products of which all layouts are looked at, of units of fragments and of threads; of the others some."""
+LAYOUTS = tuple(product(("row", "col", "any"), ("row", "col", "any"), ("row", "col")))
+OTHERS = 2
+PROBLEMS = {True: 30, False: 18}
+"""Problems that are looked at: of each other type, and of a main one."""
+SIZES = {
+    "vector": (1, 256, 4096, 1), "thin": (5, 320, 2048, 1), "blocks": (500, 384, 512, 1),
+    "deep": (64, 64, 16384, 1), "large": (3000, 4096, 1024, 1), "batch": (40, 96, 256, 3),
+}  # fmt: skip
+VECTORS = {"aligned": 16, "of 4 bytes": 4, "odd": 1}
+"""Bytes that operands are aligned to."""
+GROUPS = (0, 8, 32, 128)
+ROW_FORMS = (
+    RowForm(16, 16), RowForm(64, 64, 4), RowForm(256, 32, 4, 4), RowForm(64, 16, 4), RowForm(128, 64, 1, 1, True),
+    RowForm(256, 256, 0, 4, True), RowForm(128, 128, 8, 4, True),
+)  # fmt: skip
+HEADS = ((64, 64), (128, 128), (80, 48), (7, 5))
+"""Elements of a head of K, and of V."""
+ATTENDING = {"many": (512, 1), "four": (4, 1), "together": (2, 8)}
+"""Queries of a head, and heads that share keys."""
+
+
+FAMILIES = {
+    **{f"{name} cuda": (chip, chip) for name, chip in CHIPS.items()},
+    **{f"simt_dot4 {language}": ("", "") for language in LANGUAGES},
+    "simt cuda": ("", "a100"),
+    "simt opencl": ("", "mi300x"),
+    "simt opencl-cpu": ("opencl_cpu", "opencl_cpu"),
+}
+"""An instruction set and a language -> the chip for products, if not the tiny device of tests, and for attention."""
+
+
+def cases(family: str) -> Iterator[Case]:
+    """All cases of a family."""
+    chip, attending = FAMILIES[family]
+    name, _, language = family.partition(" ")
+    language = language.removesuffix("-cpu")
+    target = load_target(chip) if chip else MACHINE
+    if target.device.language != language:
+        target = replace(target, device=replace(target.device, language=language, architecture=""))
+    yield from _products(name, target, language)
+    if name == "simt":
+        yield from _rows(target.isa(name), language)
+    if attending:
+        found = load_target(attending)
+        yield from _attention(found if name in CHIPS else found.limited_to(name), language)
+
+
+# -- products -------------------------------------------------------------------------------
+
+
+def _products(name: str, target: Target, language: str) -> Iterator[Case]:
+    """Products: of the main types all layouts and all kinds of schedules, of each other type one."""
+    isa, matrix = target.isa(name), name in CHIPS
+    alone = replace(target, isas=(isa,))
+    for word in _words_in_pairs(name, alone):
+        pool = {}
+        posed = few(_posed(word, matrix=matrix), PROBLEMS[matrix] if word in MAIN[matrix] else OTHERS)
+        for named, (p, vectors, *about) in posed.items():
+            for kind, s in _schedules(p, alone, vectors).items():
+                moved = "x".join(map(str, s.vectors))
+                found = (*about, kind, (about[0], s.program), s.vectors) if word in MAIN[matrix] else (word,)
+                pool[f"{named} {kind} {moved}"] = (found, s)
+        for named, s in covering(pool).items():
+            yield from on_device(named, language, lower_grid, s, isa)
+
+
+def _words_in_pairs(name: str, target: Target) -> list[str]:
+    """The main types, and of the others that an instruction set multiplies some in which every two types meet."""
+    pool, main = {}, []
+    for word in all_words():
+        a, b, c = types(word)
+        try:
+            found = [isa.name for isa, _ in units(word, target, tf32=word == "f32")]
+        except ScheduleError:
+            continue
+        if name in found:
+            pool[f"{name} {word}"] = (((a, b), (b, c), (a, c)), word)
+            main += [word] if word in MAIN[name in CHIPS] else []
+    return sorted({*main, *covering(pool).values()})
+
+
+def _posed(word: str, *, matrix: bool) -> dict[str, Any]:
+    """Problems of some types, by name, each with the elements that may be moved at once, and what it is like.
+
+    Those of `matrix` units lie by rows or columns, and are aligned.
+    """
+    found = {}
+    codes = types(word)[1] == "u4"
+    layouts = [x for x in LAYOUTS if not matrix or "any" not in x]
+    layouts = [(a, "codes", c) for a, b, c in layouts if b == "row"] if codes else layouts
+    aligned = [x for x in VECTORS if not matrix or x != "odd"]
+    ways = GROUPS if codes else (None,)
+    for size, lie, (label, more), at, group in product(SIZES, layouts, _kinds(word).items(), aligned, ways):
+        m, n, k, batch = SIZES[size]
+        a, b, c = lie
+        family = str(Family("u4", 1, CODES_KR, group=group)) if codes else ""
+        first, second, last = (max(1, VECTORS[at] // BY_NAME[x].bytes) for x in types(word))
+        vectors = (first, next(x for x in (32, 16, 8) if group % x == 0) if codes else second, last)
+        named = " ".join(filter(None, [word, ".".join(lie), size, label, at, f"groups of {group}" if codes else ""]))
+        with suppress(ValueError):
+            p = Problem(m, n, k, word, batch, a, b, c, family, **more)
+            found[named] = (p, vectors, lie, size, label, at, group)
+    return found
+
+
+def _kinds(word: str) -> dict[str, dict[str, Any]]:
+    """What else may be asked of products of some types."""
+    a, b, to = types(word)
+    found = {x: {x: True} for x in ("deterministic", "static", "grouped")}
+    found |= {"": {}, "tf32": {"tf32": True}} if word == "f32" else {"": {}}
+    scaled = {"post": "scale"} if a in ("s8", "u8") and b in ("s8", "u4") else {}
+    return found | ({name: {"fused": str(x), **scaled} for name, x in epilogues().items()} if to != "s32" else {})
+
+
+def _schedules(p: Problem, target: Target, vectors: tuple[int, int, int]) -> dict[str, Schedule]:
+    """The schedules of a problem whose loops differ, by words that say how."""
+    return smallest(lambda: candidates(p, target, vectors), _words)
+
+
+def _words(s: Schedule) -> str:
+    """What sets a schedule apart for the loops that it becomes, sizes aside."""
+    marks = {
+        "stages": s.stages > 1, "copies": s.copies, "joined": s.joined, "slices": s.slices, "swap": s.swap,
+        f"groups-{s.groups}": s.groups, "pingpong": s.pingpong, "clusters": s.cluster > 1, "persistent": s.persistent,
+        "cell": max(s.cell) > 1, "resident": s.resident,
+    }  # fmt: skip
+    return " ".join([s.program, *(name for name, there in marks.items() if there)])
+
+
+# -- expressions and attention --------------------------------------------------------------
+
+
+def bytes_of_all_kinds() -> Fused:
+    """Operands of types that only devices have."""
+    return every_type(("e4m3", "e5m2", "u8"))
+
+
+def _rows(isa: Any, language: str) -> Iterator[Case]:
+    """Expressions over rows and down columns, and copies of operands."""
+    for make, form in product((every_operation, every_type, bytes_of_all_kinds, by_rows), ROW_FORMS):
+        if form.exchange <= (language == "cuda"):
+            name = f"rows {make.__name__} {form.threads}-{form.team}-{form.cells}-{form.vector}"
+            yield from on_device(name, language, lower_grid_rows, isa, str(make()), form)
+    for sliced in (False, True):
+        name = f"columns{' in slices' if sliced else ''}"
+        yield from on_device(name, language, lower_grid_columns, isa, str(columns()), 64, sliced=sliced)
+    for kind, along in product(("u8", "s16", "s32"), ("k", "row")):
+        yield from on_device(f"lines {kind} along {along}", language, lower_lines, isa, kind, along)
+
+
+def _attention(target: Target, language: str) -> Iterator[Case]:
+    """Attention of many queries and of few, by threads or by units that multiply fragments."""
+    pool = {}
+    for held in ("f32", "bf16", "f16"):
+        for (d, dv), how, loose, (name, form) in product(HEADS, ATTENDING, ("", "o", "v"), forms(held).items()):
+            queries, group = ATTENDING[how]
+            vector = 1 if d % 4 else 16 // BY_NAME[held].bytes
+            asked = attention_tiling.Asked(held, d, dv, queries, 64, group, 2048, (vector,) * 4, loose)
+            named = f"{name} heads of {d} and {dv}, {how} queries{f', {loose} loose' if loose else ''}"
+            about = (d, how, loose, form.bounds, form.lse, form.starts, form.score, (held, form.to), (d, how))
+            pool[named] = (about, (form, asked))
+    for name, (form, asked) in covering(pool).items():
+        unit = matrix_attention_tiling.unit(form.held, target)
+        tiling = matrix_attention_tiling.choose(asked, target)
+        if tiling is None or unit is None:
+            unit, tiling = (target.isa("simt"), target.isa("simt").atom("f32")), attention_tiling.choose(asked, target)
+        yield from on_device(name, language, lower_grid_attention, *unit, form, tiling)
