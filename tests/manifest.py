@@ -125,7 +125,8 @@ class Difference:
 
 def _kind(name: str) -> str:
     """The program that a case is of."""
-    return next((word for word in name.split() if word in KINDS), name.partition(":")[0])
+    family, _, case = name.partition(": ")
+    return next((word for word in case.split() if word in KINDS), family)
 
 
 def compared(stored: dict[str, dict[str, str]], found: dict[str, dict[str, str]]) -> Difference:

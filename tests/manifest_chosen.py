@@ -38,7 +38,7 @@ MORE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 THREADS = 4
 GROUP = 32
-MOST = 14
+MOST = 10
 """Problems of a chip."""
 
 

@@ -44,7 +44,7 @@ MAIN = {
 """Products of which all layouts are looked at, of units of fragments and of threads; of the others some."""
 LAYOUTS = tuple(product(("row", "col", "any"), ("row", "col", "any"), ("row", "col")))
 OTHERS = 2
-PROBLEMS = {True: 30, False: 18}
+PROBLEMS = {True: 24, False: 14}
 """Problems that are looked at: of each other type, and of a main one."""
 SIZES = {
     "vector": (1, 256, 4096, 1), "thin": (5, 320, 2048, 1), "blocks": (500, 384, 512, 1),

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 MAIN = ("f32", "f64", "bf16", "s8-s8-s32", "u8-s8-s32")
 """Products of which all layouts are looked at; of the others, that take the same ways, some."""
-MAIN_ENDS = ("f32", "bf16", "f32-u4-f32", "bf16-u4-bf16", "s8-s8-f32", "s8-s8-s8", "u8-s8-f32", "s8-u4-f32")
+MAIN_ENDS = ("f32", "bf16", "f32-u4-f32", "bf16-u4-bf16", "s8-s8-f32", "s8-u4-f32")
 """The same for products that something is done to."""
-KINDS, OTHERS = 2, 2
+KINDS, OTHERS = 2, 1
 """Problems that are looked at: of each layout of a main type, and of each other type."""
 REGISTERS = 7
 """Of the machine: few make small tiles, and short texts; `manifest_chosen` has large ones."""
@@ -270,7 +270,7 @@ def _attention(target: Target) -> Iterator[Case]:
             if not (is_few and packs):
                 words = " few queries" if is_few else " V packed" if packs else ""
                 named[name + words] = replace(form, few=is_few, packs=packs)
-        for name, form in few(named, 6).items():
+        for name, form in few(named, 4).items():
             yield from on_host(name, _attending, form, held, target)
 
 

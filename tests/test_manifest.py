@@ -12,7 +12,7 @@ import pytest
 
 from portmm.lower import GRID_PROGRAMS, PROGRAMS
 
-FEW = ("mma_sm89 cuda", "neon_bf16", "chip zen4", "chip h200", "simt_dot4 opencl")
+FEW = ("mma_sm89 cuda", "neon_bf16", "chip zen4", "chip h200")
 """Families of all sorts that are quickly made."""
 
 
