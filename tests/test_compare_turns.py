@@ -204,7 +204,7 @@ def test_a_comparison_uses_what_was_tuned_into_another_database(monkeypatch, tmp
     row = Tuned(problem=p, threads=1, schedule=choice.runners_up[0][0], workers=1, seconds=1.0, analytical=3.2,
                 date="2026-01-01", **facts)  # fmt: skip
     tuned.record(path, [row])
-    for name, origin in ((str(path), "tuned on"), ("off", "analytical")):
+    for name, origin in ((str(path), "tuned on"), ("off", choice.origin)):
         monkeypatch.setenv("PORTMM_TUNED", name)
         report = compare([SMALL], contenders=[fake("tuned", peer=False)], rounds=1, turn_s=0.001, limits=False)
         assert report.entrants[0].version.startswith(origin)
