@@ -248,7 +248,7 @@ def test_a_lesser_machine_is_seen_through_the_kernels_flags(cpu: str, best: str)
     command = [emulator, "-cpu", cpu, sys.executable, "-c", code]
     # NumPy's OpenBLAS asks the emulated cpuid itself and may pick what the model lacks.
     environment = {**os.environ, "OPENBLAS_CORETYPE": cpu}
-    environment.pop("PORTMM_TESTS_HOST", None)  # the emulator alone decides what is there
+    environment.pop("TESTS_HOST", None)  # the emulator alone decides what is there
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     assert done.stdout.split() == [best]
 

@@ -43,7 +43,7 @@ def test_no_digest_depends_on_the_process_or_the_machine(seed):
     here = Path(__file__).parent
     more = {"PYTHONHASHSEED": seed}
     if seed == "2":
-        more |= {"PYTHONPATH": str(here / "lesser"), "PORTMM_TESTS_HOST": "x86-64-v2", "PORTMM_TESTS_PROCESSORS": "1"}
+        more |= {"PYTHONPATH": str(here / "lesser"), "TESTS_HOST": "x86-64-v2", "TESTS_PROCESSORS": "1"}
         more |= {"PORTMM_TARGET": "x86-64-v2", "PORTMM_NUM_THREADS": "1"}
     environment = {name: x for name, x in os.environ.items() if name != "PORTMM_TUNED"} | more
     words = [sys.executable, here / "manifest.py", "--jobs", "1", *FEW]

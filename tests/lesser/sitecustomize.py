@@ -2,10 +2,10 @@
 
 Python imports this module at its start where this folder is on PYTHONPATH, in every process that tests start as well:
 
-    PYTHONPATH=tests/lesser PORTMM_TESTS_HOST=x86-64-v3 pytest
+    PYTHONPATH=tests/lesser TESTS_HOST=x86-64-v3 pytest
 
 runs the tests as a machine with AVX2 and nothing beyond it would; `x86-64-v2` as one with SSE only, and
-PORTMM_TESTS_PROCESSORS=1 as one with a single core. Kernels run natively: no emulator is needed.
+TESTS_PROCESSORS=1 as one with a single core. Kernels run natively: no emulator is needed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import sys
 from importlib.util import find_spec
 
-HOST, PROCESSORS = "PORTMM_TESTS_HOST", "PORTMM_TESTS_PROCESSORS"
+HOST, PROCESSORS = "TESTS_HOST", "TESTS_PROCESSORS"
 
 # FMA, MOVBE, AVX and F16C of leaf 1's ECX; ABM of leaf 80000001's. All other bits stay.
 _ALL, _AVX, _ABM = 0xFFFFFFFF, 1 << 12 | 1 << 22 | 1 << 28 | 1 << 29, 1 << 5
