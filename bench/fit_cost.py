@@ -35,7 +35,7 @@ FREE = (
     *("AHEAD_CYCLES", "EXPOSED", "SHORT_RUNS", "SHORT_AHEAD", "COPY_ONCE", "COPY_PASSING"),
     *("CONFLICTS", "APART", "TILE_CYCLES", "LOOP_CYCLES", *FACTORS),
 )
-"""What one thread shows; CUT_RUNS and what threads cost are not in it."""
+"""Constants that one thread determines; CUT_RUNS and the cost of threads are not among them."""
 NEAR = 1.6
 """Times of the best up to which the shape of the prediction counts: what is slower need not be ranked."""
 
@@ -85,7 +85,7 @@ def searches(rows, target):
 
 
 def choice(search, predicted):
-    """Which candidate the model chooses; of equals the slowest, so that no order decides."""
+    """The index of the candidate that the model chooses; of equals the slowest, so that no order decides."""
     least = min(predicted)
     equals = (i for i, p in enumerate(predicted) if p == least)
     return max(equals, key=lambda i: search.tried[i][0]["seconds"])
@@ -98,7 +98,7 @@ def share(search, predicted):
 
 
 def quality(found):
-    """What a fit makes small, and the geometric mean of the shares.
+    """The objective that a fit minimises, and the geometric mean of the shares.
 
     The mean regret counts most; the spread of predicted over measured times
     among good candidates and the worst regret keep it from chasing noise.

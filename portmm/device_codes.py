@@ -300,7 +300,7 @@ def _posed(a: Foreign, w: DeviceCoded, out: Foreign | None, c: str) -> on_device
 
 
 def _prepare(a: Foreign, w: DeviceCoded, out: Foreign | None, wanted: str) -> _Ready:
-    """What a kind of call comes to."""
+    """The launches of a kind of call."""
     shape, _, size = device_arrays.shapes(a, w.codes)
     if out is not None:
         device_arrays.check_out(out, shape)

@@ -373,7 +373,7 @@ def test_a_plan_for_strides_is_for_them_alone(on):
 
 
 def test_an_epilogue_reads_a_strided_out(monkeypatch):
-    """What is computed beside it lies as a new array does, not as it."""
+    """A result computed beside it has a new array's strides, not its own."""
     memory.forget_all()
     on = install(monkeypatch)
     a, b, c = values((17, 20), np.float32), values((20, 12), np.float32, 1), values((17, 40), np.float32, 2)
