@@ -34,7 +34,7 @@ FREE = (
     *("AHEAD_CYCLES", "EXPOSED", "SHORT_RUNS", "SHORT_AHEAD", "COPY_ONCE", "COPY_PASSING"),
     *("CONFLICTS", "APART", "TILE_CYCLES", "LOOP_CYCLES", *FACTORS),
 )
-"""What one thread shows; CUT_RUNS and what threads cost are not in it."""
+"""Constants that one thread determines; CUT_RUNS and the cost of threads are not among them."""
 MODULES = (cost, cost_table, cost_terms)
 """Where the constants are."""
 NEAR = 1.6
@@ -86,7 +86,7 @@ def searches(rows, target):
 
 
 def choice(search, predicted):
-    """Which candidate the model chooses; of equals the slowest, so that no order decides."""
+    """The index of the candidate that the model chooses; of equals the slowest, so that no order decides."""
     least = min(predicted)
     equals = (i for i, p in enumerate(predicted) if p == least)
     return max(equals, key=lambda i: search.tried[i][0]["seconds"])
@@ -99,7 +99,7 @@ def share(search, predicted):
 
 
 def quality(found):
-    """What a fit makes small, and the geometric mean of the shares.
+    """The objective that a fit minimises, and the geometric mean of the shares.
 
     The mean regret counts most; the spread of predicted over measured times
     among good candidates and the worst regret keep it from chasing noise.

@@ -129,7 +129,7 @@ class Result:
 
     @property
     def overheads(self):
-        """What each epilogue costs, of the bare product's time."""
+        """The cost of each epilogue, as a share of the bare product's time."""
         samples = self.entries[FUSED].samples if FUSED in self.entries else {}
         if self.case.group != "overhead" or VARIANTS[0] not in samples:
             return {}
@@ -257,7 +257,7 @@ def turn(lane, entries, seconds):
 
 
 def flags(result):
-    """What is not as it should be, in words."""
+    """Unmet expectations, as sentences."""
     found = [f"{n} costs {100 * x:.1f} %" for n, x in result.overheads.items() if x > BAR]
     if result.gain is not None and result.gain < 1:
         found.append("slower than not fused")

@@ -21,9 +21,9 @@ GROUPS = ("epilogue", "overhead", "blocks", "attention")
 EPILOGUES = ("gelu", "residual", "add2-fastgelu", "requantise")
 WEIGHTS = ("w", "up", "down", "a", "b")
 VARIANTS = ("bare", "bias", "bias+residual", "bias+gelu")
-"""What is timed in a case of the group "overhead", by portmm alone."""
+"""Variants of a case of the group "overhead", timed for portmm alone."""
 SCALE = 48.0
-"""What results are multiplied by before they are rounded to int8."""
+"""The factor of results before they are rounded to int8."""
 EPS = 1e-6
 """Of RMSNorm."""
 BERT = ((128, 768, 768), (128, 3072, 768), (128, 768, 3072))
@@ -41,7 +41,7 @@ QUERIES = 64
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is computed; of attention m are queries, n keys and k the length of a head.
+    """A case's computation; of attention m are queries, n keys and k the length of a head.
 
     Attributes:
         name: tells it from others.
@@ -220,7 +220,7 @@ def _walk(values, rows):
 
 
 def right(case, d, variant=""):
-    """What a case comes to, how far a result may be from it, and which queries that is of (None: of all rows)."""
+    """A case's exact result, the error bound, and the queries that it covers (None: all rows)."""
     v, u = BY_NAME[case.dtype].eps, BY_NAME["f32"].eps
     if case.kind == "attention":
         return _attention(case, d, v, u)

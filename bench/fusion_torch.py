@@ -91,7 +91,7 @@ def _fetched(torch, call):
 
 
 def _forward(torch, case):
-    """What a module with weights computes of its activations."""
+    """The function of activations that a module with weights computes."""
     f = torch.nn.functional
     linear, gelu = f.linear, f.gelu
     return {

@@ -48,7 +48,7 @@ def open_unfused(setup):
 
 
 def after(case, d):
-    """What becomes of the sums of a product: an epilogue."""
+    """An epilogue: a function of the sums of a product."""
     from portmm import vocabulary as v
 
     bias, r, r2 = (d.get(name) for name in ("bias", "residual", "residual2"))

@@ -54,19 +54,19 @@ def whole(result):
 
 
 def first_line(error):
-    """What an error says, shortly."""
+    """An error's message, shortened."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
 
 
 def rights(path):
-    """What is right, by variant: see `fusion_cases.right`."""
+    """Exact results by variant: see `fusion_cases.right`."""
     with np.load(path) as kept:
         rows = kept.get("rows", None)
         return {x: (kept[f"want{x}"], kept[f"bound{x}"], rows) for x in (*VARIANTS, "") if f"want{x}" in kept}
 
 
 class Bench:
-    """What a process has ready."""
+    """The library, calls and exact results that a process has prepared."""
 
     def __init__(self, library):
         self.library, self.calls, self.rights, self.dtype = library, {}, {}, None

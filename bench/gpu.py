@@ -58,7 +58,7 @@ def opened(device, *, peers=True, search=LIMIT):
 
 
 def clocks():
-    """What NVIDIA's tool says of the device now."""
+    """The device's state as nvidia-smi reports it now."""
     return told(QUERY)
 
 
@@ -152,7 +152,7 @@ def _survey(on, case, l2, turns, given, skip):  # noqa: PLR0917 - all that a sur
 
 
 def _notes(on, given):
-    """What is measured once."""
+    """Facts of the device and the run that are measured once."""
     asked = {
         "cache": lambda: {"cache": cache.cache_size()},
         "call_seconds": lambda: {"call_seconds": gpu_measure.overhead(on, 5 if given.smoke else 50)},
@@ -170,7 +170,7 @@ def _notes(on, given):
 
 
 def jobs_of(given):
-    """What a run is to do, the most important first."""
+    """The jobs of a run, the most important first."""
     if given.schedules is not None:
         return [_job("survey", product(text)) for text in given.schedules or SURVEYED]
     every = (gpu_cases.tiny if given.smoke or given.checks else gpu_cases.cases)(given.section)

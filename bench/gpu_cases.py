@@ -1,4 +1,4 @@
-"""What benchmarks of devices measure, in order of importance, and the bars that results are held to.
+"""Cases of the benchmarks of devices in order of importance, and the bars for their results.
 
 Both are data: `gpu_families` makes the operands and calls of a case, `judged` compares rows with bars.
 """
@@ -146,7 +146,7 @@ def cases(names=()):
 
 
 def for_processors():
-    """What OpenCL on a processor has time for."""
+    """The cases that OpenCL on a processor has time for."""
     return [case for case in _f32() if case.m * case.n * case.k <= MOST_THERE]
 
 
@@ -178,7 +178,7 @@ def tiny(names=()):
 
 @dataclass(frozen=True)
 class Bar:
-    """What results are held to.
+    """The bars for results.
 
     Attributes:
         what: in words.
@@ -213,7 +213,7 @@ BARS = (
 
 
 def figure(row, bar):
-    """What counts of a row, None if it was not measured."""
+    """The number of a row that counts, None if it was not measured."""
     if bar.figure == "tflops":
         return row.get("tflops")
     return row.get("ratio_graph") or row.get("ratio")

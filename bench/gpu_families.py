@@ -127,7 +127,7 @@ def name_of(x):
 
 
 def chosen(a, b):
-    """What computes a product of two arrays, and its predicted seconds."""
+    """The function that multiplies two arrays, and its predicted seconds."""
     left, right, _ = on_device.adopted(a, b)
     call = on_device.question((left, right, None))
     choice = grid_dispatch.route(call.problem, device_arrays.machine_of(left), call.vectors).choice

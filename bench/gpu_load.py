@@ -129,7 +129,7 @@ class Load:
         self.over.set()
 
     def between(self, first, last):
-        """What the samples of a while come to; {} if there are none. Power lags behind: the later half counts."""
+        """A summary of the samples of an interval; {} if there are none. Power lags behind: the later half counts."""
         middle = (first + last) / 2
         found = [x for at, x in list(self.samples) if middle <= at <= last]
         if not found:

@@ -1,4 +1,4 @@
-"""What portmm is measured beside on a device: PyTorch, cublasLt's best algorithm, CLBlast.
+"""Peers of portmm on a device: PyTorch, cublasLt's best algorithm, CLBlast.
 
 A method for each family of cases gives callables of one rotation's operands, by name, and says why others are missing.
 """

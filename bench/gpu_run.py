@@ -36,7 +36,7 @@ SKIPPED, RETRIED = 4, 12
 
 @dataclass
 class Report:
-    """What came out.
+    """The outcome of a run.
 
     Attributes:
         device: what the driver says of it, and versions.
@@ -102,7 +102,7 @@ def closed(process):
 
 
 def _lines(process, into):
-    """What a worker says, as it does; its end is None."""
+    """A worker's messages as they arrive; None at its end."""
     for line in process.stdout:
         try:
             found = json.loads(line)

@@ -95,7 +95,7 @@ def replaced(module, name, value):
 
 @dataclass(frozen=True)
 class Surveyed:
-    """What a call turned out to pose: the problem as text, what takes the place of its choice, and candidates."""
+    """The problem that a call poses: as text, with the hook that replaces its choice, and candidates."""
 
     problem: Any
     place: tuple
@@ -113,7 +113,7 @@ class Surveyed:
 
 
 def opened(call, operands):
-    """What a call poses, and its candidates, the best predicted first.
+    """The problem of a call, and its candidates, the best predicted first.
 
     Raises:
         PortmmError: it poses nothing that has candidates.
@@ -234,7 +234,7 @@ def _compiled(seen, built, work):
 
 
 def _tried(on, seen, built, work, turns):
-    """What is measured of a candidate, or why nothing is; what breaks the device ends the survey."""
+    """A candidate's measurement, or the reason for none; a fault of the device ends the survey."""
     try:
         return _measured(on, seen, built, work, turns)
     except Exception as error:  # noqa: BLE001 - one candidate must not end the others

@@ -153,7 +153,7 @@ def store(maker, rows, path=BASELINE):
 
 
 def difference(stored, counted):
-    """What differs, in words; empty within the tolerance."""
+    """The differences, as sentences; empty within the tolerance."""
     extra = counted.instructions - stored.instructions
     if abs(extra) <= TOLERANCE * stored.instructions and counted.operations == stored.operations:
         return ""

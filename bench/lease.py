@@ -183,7 +183,7 @@ class Lease:
         return 0 if right and any(x.get("right") for x in self.report.rows) else 1
 
     def shown(self):
-        """What is read first: how many are right, what was refused, what was not run."""
+        """The summary: how many are right, refused and not run."""
         rows = self.report.rows
         print(f"{sum(x.get('right') is True for x in rows)} of {len(rows)} cases are right", end="; ")
         surveys = [y for x in self.report.surveys for y in x.get("rows", ())]

@@ -1,4 +1,4 @@
-"""What `lease.py` does in each of its three commands: phases, the most valuable first, and seconds of each.
+"""The plans of the three commands of `lease.py`: phases, the most valuable first, and seconds of each.
 
 A phase is data: a name, the seconds after which the next phase goes first, and jobs as `gpu.py` has them. What a phase
 had no time for is done last.
@@ -101,7 +101,7 @@ def first():
 
 
 def second():
-    """What is bound by memory or by calls, and what follows products."""
+    """Cases bound by memory or by calls, and those that follow products."""
     survey = (
         _product("16x4096x4096:bf16:col"), _of("codes", 16, 4096, 4096, "bf16", "row"),
         _of("epilogue", 3840, 4096, 4096, "bf16", "row"), _product("1x4096x4096:bf16:col"),
@@ -120,7 +120,7 @@ def second():
 
 
 def third():
-    """What the tools of `lease.tools` run over, made ready: see `PROFILED`."""
+    """The prepared cases that the tools of `lease.tools` run: see `PROFILED`."""
     return [_phase("checks", 60, checks())]
 
 

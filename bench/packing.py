@@ -168,7 +168,7 @@ def measured(cell: Cell, budget: float) -> Cell:
 
 
 def cells(types, layouts, sizes, threads):
-    """What is to be measured; codes lie by rows."""
+    """The weights to measure; codes lie by rows."""
     for dtype, activations, group in TYPES:
         for layout in layouts:
             if dtype in types and (dtype != "u4" or layout == "row"):

@@ -39,7 +39,7 @@ class Row:
 
     @property
     def lowest(self):
-        """What is not yet a miss."""
+        """The smallest ratio that is within the noise of the measured one."""
         return self.ratio * (1 - max(LEAST, SPREADS * self.spread))
 
 
@@ -53,7 +53,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a case: misses, and what was not judged and why, in words; the last ratios by peer."""
+    """The verdict on a case: misses and skipped judgements with reasons, as sentences; the last ratios by peer."""
 
     misses: tuple
     notes: tuple
@@ -104,7 +104,7 @@ def measure(case, threads, rounds=ROUNDS, **more):
 
 
 def rows_of(runs):
-    """What several measurements of a case come to: rows by peer, and those too noisy to keep, in words."""
+    """Several measurements of a case combined: rows by peer, and those too noisy to keep, as sentences."""
     rows, noisy = {}, []
     for peer in runs[0]:
         ratios = [run[peer].ratio for run in runs if peer in run]

@@ -20,7 +20,7 @@ SMOKE = {"rounds": 1, "turn_s": 0.002, "budget_s": 60.0, "limits": False}
 
 @dataclass(frozen=True)
 class Bar:
-    """What must hold for a set of cases."""
+    """A bar that a set of cases must meet."""
 
     name: str
     cases: tuple
@@ -53,7 +53,7 @@ BARS = (
 
 
 def _faults(bar, report, threads):
-    """What does not hold, in words."""
+    """Bars that are missed, as sentences."""
     found = [f"{name}: no time was left" for name in report.skipped]
     found += [f"{r.case.name}: no ratio ({r.entries.get(report.ours)})" for r in report.results if r.ratio is None]
     rated = [r for r in report.results if r.ratio is not None]

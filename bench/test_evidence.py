@@ -1,4 +1,4 @@
-"""What measuring and tuning promise of themselves: they agree with themselves, and they do not take long.
+"""Tests of measuring and tuning themselves: they agree with themselves, and they do not take long.
 
 `pytest bench` measures and asserts it, which takes some ten minutes of an idle machine;
 `--smoke` only shows that it can be measured. What is said of tuning is checked by another

@@ -1,4 +1,4 @@
-"""What a call, an import, a first call and a download cost.
+"""The costs of a call, an import, a first call and a download.
 
 Each is measured beside what it is compared with, in turns, in one process or
 in fresh ones; figures are kept in the benchmark's `extra_info`.

@@ -54,7 +54,7 @@ def ratios(smoke, threads, case):
 
 @pytest.fixture
 def check(smoke, storing, path, measured, case):
-    """What is to be done with the case's ratios."""
+    """The function that judges or stores the case's ratios."""
     if smoke:
         return _measurable
     if storing:

@@ -274,7 +274,7 @@ class Blocks:
 
     @property
     def totalled(self) -> dict[str, tuple[str, Index]]:
-        """What is kept of sums of A over groups of codes: its type, and how many there are of a row."""
+        """Sums of A over groups of codes that are kept, by name: their type, and how many a row has."""
         kept = {"totals": ("f32", self.groups_of_k)}
         if not self.atom.centred:
             kept["starts"] = (self.atom.acc, self.groups_of_k * starts_of_group(self.atom, self.s.group))

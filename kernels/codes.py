@@ -162,7 +162,7 @@ def _alternates(atom: Atom) -> bool:
 
 
 def _starts(atom: Atom) -> tuple[Param, ...]:
-    """What makes sums of codes those of codes less 8."""
+    """The parameter that makes sums of codes those of codes less 8."""
     return () if atom.centred else (Param("starts", atom.acc),)
 
 
@@ -227,7 +227,7 @@ class _Tile:
         return tuple(Verb("zero", f"part{i}_{v}", of=self.atom.name) for i, v in self.cells)
 
     def begun(self) -> tuple[Stmt, ...]:
-        """What sums over a group start at."""
+        """Registers of the first values of sums over a group."""
         if self.atom.centred or self.anew:
             return self.zero()
         return tuple(x for i in self.rows for x in self.start(i, const(0), [f"part{i}_{v}" for v in self.vectors]))

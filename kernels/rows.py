@@ -50,8 +50,8 @@ TASKS_PER_WORKER = 4
 CHAINS = 4
 """Vectors that are summed side by side: an addition takes four cycles."""
 RUN = 64
-"""Vectors of a chain after which sums start afresh (`summation`). Sums of rows of 16,384 and of a million elements
-then have errors, rms, of 0.8 and 0.7 units in vectors of eight lanes, and NumPy's, which are pairwise, 0.7."""
+"""Vectors of a chain after which sums start afresh (`summation`), and sums of runs after which theirs do: a row of a
+million elements has 16 thousand runs of one lane. Errors are NumPy's, whose sums are pairwise."""
 WORTH_KEEPING = 6
 """Operations from which a value is kept for a later pass: a store and a load take as long as some of them."""
 
@@ -209,19 +209,29 @@ def _pass(
 
 
 def _runs(at: Elements, sums: list[str], end: Index, side: tuple[Stmt, ...]) -> list[Stmt]:
-    """Walk along a row, a vector for each chain at a time; registers all_* of `sums` start afresh with each run."""
+    """Walk along a row; the registers all_* of `sums` start afresh with each run, those of runs with each block."""
     real, wide = at.real.name, CHAINS * at.real.n
     if not sums:
         return [For("j", const(0), end, const(wide), side)]
-    run, j_run = RUN * wide, var("j_run")
-    zero = tuple(Map("literal", f"all_{x}", (0.0,), "f32", "f32", real) for x in sums)
-    add = tuple(Map("add", f"runs_{x}", (f"runs_{x}", f"all_{x}"), "f32", "f32", real) for x in sums)
+    run, block = RUN * wide, RUN * RUN * wide
+    j_run, j_block = var("j_run"), var("j_block")
+
+    def none(level: str) -> list[Stmt]:
+        return [Map("literal", f"{level}_{x}", (0.0,), "f32", "f32", real) for x in sums]
+
+    def added(to: str, level: str, more: str) -> list[Stmt]:
+        return [Map("add", f"{to}_{x}", (f"{level}_{x}", f"{more}_{x}"), "f32", "f32", real) for x in sums]
+
     once = For("j", j_run, minimum(end, j_run + run), const(wide), side)
-    last = tuple(Map("add", f"all_{x}", (f"runs_{x}", f"all_{x}"), "f32", "f32", real) for x in sums)
+    after_run = If((j_run + run).lt(end), (*added("runs", "runs", "all"), *none("all")))
+    runs = For("j_run", j_block, minimum(end, j_block + block), const(run), (once, after_run))
+    after_block = If((j_block + block).lt(end), (*added("blocks", "blocks", "runs"), *none("runs")))
     return [
-        *(Map("literal", f"runs_{x}", (0.0,), "f32", "f32", real) for x in sums),
-        For("j_run", const(0), end, const(run), (once, If((j_run + run).lt(end), (*add, *zero)))),
-        *last,
+        *none("runs"),
+        *none("blocks"),
+        For("j_block", const(0), end, const(block), (runs, after_block)),
+        *added("all", "runs", "all"),
+        *added("all", "blocks", "all"),
     ]
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm import around_device, device_arrays, foreign, grid_dispatch, on_device, rows_on_device, settings
+from portmm import around_device, device_arrays, foreign, grid_dispatch, on_device, settings
 from portmm.around_device import Weight
 from portmm.dtype import CODE_BITS, CODES_AT, CODES_KR
 from portmm.errors import PackError
@@ -175,20 +175,20 @@ def product(a: Any, w: DeviceCoded, out: Any = None, dtype: Any = None) -> Any:
         a: (..., k) of f32, f16 or bf16, on the weight's device.
         w: a weight that `to_device` made.
         out: where the result goes, or None for a new array.
-        dtype: of a new array: f32, f16 or bf16; A's if it is not said.
+        dtype: of the result, before it is put in `out`: f32, f16 or bf16; if it is not said, out's or A's.
 
     Raises:
         TypeError: A, or `out`, is in the host's memory or of another type.
         ValueError: shapes do not fit, or the two are on several devices.
     """
     left, to = _adopted(a, w, out)
-    if to is not None and device_arrays.overlap(to, (left, w.words, w.scales, w.offsets)):
-        made, beside = foreign.empty_like(replace(to, queue=left.queue), to.shape, to.dtype)
-        product(a, w, made)
-        return rows_on_device.copied(to, beside)
-    wanted = left.dtype if dtype is None else on_device.named(dtype)
+    wanted = on_device.named(dtype) if dtype is not None else left.dtype if to is None else to.dtype
     if wanted not in FLOATS:
         raise TypeError(f"products with a weight of four bits become {', '.join(FLOATS)}, not {wanted}")
+    parts = (left, w.words, w.scales, w.offsets)
+    if to is not None and (wanted != to.dtype or device_arrays.overlap(to, parts)):
+        shape = device_arrays.shapes(left, w.codes)[0]
+        return on_device.beside(to, wanted, shape, left, lambda made: product(a, w, made))
     where = wanted if to is None else to.kind
     key = (left.kind, w.words.kind, w.shape, w.group, where, settings.current().deterministic)
     ready: _Ready | None = _ready.get(key)
@@ -300,7 +300,7 @@ def _posed(a: Foreign, w: DeviceCoded, out: Foreign | None, c: str) -> on_device
 
 
 def _prepare(a: Foreign, w: DeviceCoded, out: Foreign | None, wanted: str) -> _Ready:
-    """What a kind of call comes to."""
+    """The launches of a kind of call."""
     shape, _, size = device_arrays.shapes(a, w.codes)
     if out is not None:
         device_arrays.check_out(out, shape)

@@ -22,6 +22,8 @@ from portmm.memory import Memory
 from portmm.problem import Problem
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from portmm.foreign import Foreign
     from portmm.grid_dispatch import Launch, Machine
 
@@ -53,16 +55,29 @@ def adopted(a: Any, b: Any, out: Any = None) -> tuple[Foreign, Foreign, Foreign 
 def matmul(given: tuple[Foreign, Foreign, Foreign | None], dtype: Any = None) -> Any:
     """The product of arrays on a device: see `api.matmul`."""
     a, b, out = given
-    if out is not None and device_arrays.overlap(out, (a, b)):
-        _, to = foreign.empty_like(replace(out, queue=a.queue), out.shape, out.dtype)
-        matmul((a, b, to))
-        return rows_on_device.copied(out, to)
-    wanted = named(dtype) if dtype is not None and out is None else ""
+    wanted = named(dtype) if dtype is not None else ""
+    if out is not None and (wanted not in ("", out.dtype) or device_arrays.overlap(out, (a, b))):
+        return beside(out, wanted, device_arrays.shapes(a, b)[0], a, lambda to: matmul((a, b, to)))
+    wanted = wanted if out is None else ""
     key = (a.kind, b.kind, None if out is None else out.kind, wanted, settings.current())
     ready: _Ready | None = _ready.get(key)
     if ready is None:
         ready = _ready.keep(key, _prepare(a, b, out, wanted))
     return ready.run(a, b, out)
+
+
+def beside(out: Foreign, dtype: str, shape: tuple[int, ...], a: Foreign, run: Callable[[Foreign], Any]) -> Any:
+    """`out`, filled from a new array that `run` fills: of `dtype`, or of its own type if that is empty.
+
+    Raises:
+        TypeError: it cannot take results of the type.
+        ValueError: it cannot take the result at all.
+    """
+    device_arrays.check_out(out, shape)
+    device_arrays.check_type(out, dtype or out.dtype)
+    _, to = foreign.empty_like(replace(out, queue=a.queue), shape, dtype or out.dtype)
+    run(to)
+    return rows_on_device.copied(out, to)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

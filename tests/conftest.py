@@ -56,7 +56,7 @@ class Reports:
 
 @pytest.fixture(scope="module", autouse=True)
 def _quickly(request):
-    """What an optimiser makes of kernels is no matter of a module that says QUICKLY = True: it is about calls.
+    """Modules with QUICKLY = True test calls, not optimised kernels: build theirs without optimisation.
 
     Kernels of both kinds round differently, so that none is remembered beside the others.
     """

@@ -1,4 +1,4 @@
-"""What stands in for CuPy, PyTorch and cublasLt where there is no GPU: it records what is asked of it."""
+"""Substitutes for CuPy, PyTorch and cublasLt without a GPU: they record their calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cubin's machine code is made of, by NVIDIA's disassembler: from PyPI, or of a CUDA toolkit."""
+"""The instructions of a cubin, by NVIDIA's disassembler: from PyPI, or of a CUDA toolkit."""
 
 from __future__ import annotations
 

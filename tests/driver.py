@@ -46,7 +46,7 @@ def objects(kernels: list[Kernel], *flags: str) -> list[str]:
 
 
 def job(number: int, kernel: Kernel, k: Case, workers: int) -> bytes:
-    """What the driver reads for one run."""
+    """The driver's input for one run."""
     f = k.fields
     c = k.fresh()
     longs = [number, *(f[x] for x in ("m", "n", "k", "batch")), workers]

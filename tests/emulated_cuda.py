@@ -109,7 +109,7 @@ class _Function:
 
 
 def _argument(x):
-    """What CuPy passes by value, as the shim takes it."""
+    """An argument that CuPy passes by value, as the shim takes it."""
     if isinstance(x, np.ndarray):
         assert x.size == 1, "CuPy takes an array of one element for a structure"
         return ("map", x.tobytes())

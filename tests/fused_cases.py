@@ -53,7 +53,7 @@ _KINDS = {"s32": np.int32, "mask": np.bool_}
 
 
 def _overflown(v, e):
-    """What may be too large for f32 is not looked at; what is, is infinite."""
+    """Values that may exceed f32 are not compared; those that do are infinite."""
     near = (np.abs(v) > 0.99 * GREATEST) & np.isfinite(v)
     return v, np.where(near | np.isnan(e), np.inf, e)
 
@@ -218,7 +218,7 @@ def columns():
 
 
 def epilogues():
-    """What may become of sums: one result, several, operands of many kinds, places."""
+    """Epilogues of every kind: one result, several, operands of many kinds, places."""
     x = acc()
     bias, residual = load(0, "f32"), load(1, "f32")
     plain = Fused((Operand("f32", "n"), Operand("f32", "bmn")), ((C, apply("max", x + bias, 0.0) + residual),))

@@ -106,7 +106,7 @@ def fused_case(p, fused, vectors, seed=0, *, special=False):
 
 @dataclass(frozen=True)
 class Call:
-    """What kernels are called with.
+    """The arguments of kernels.
 
     Attributes:
         launches: each with its numbers, and names for addresses, in order.
@@ -146,7 +146,7 @@ def call(kernels, s, k):
 
 
 def in_shim(c, codes, seeds=ORDERS):
-    """What the arrays hold after a call in the shim, by name; every order of threads gives the same bits.
+    """The arrays after a call in the shim, by name; every order of threads gives the same bits.
 
     Raises:
         ShimError: a GPU would not have done it, or threads depend on their order.
@@ -187,7 +187,7 @@ def _map(x, array):
 
 
 def on_opencl(c, codes):
-    """What the results hold after a call under OpenCL on the processor."""
+    """The results after a call under OpenCL on the processor."""
     context, queue = opencl_cpu.opencl_device()
     import pyopencl as cl
 

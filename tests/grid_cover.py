@@ -1,4 +1,4 @@
-"""Which elements the threads of a device store, found by running the statements that lead there in NumPy.
+"""The elements that the threads of a device store, found by running the statements that lead there in NumPy.
 
 All threads of all blocks run at once: each integer is an array. What leads to no store is passed over.
 """

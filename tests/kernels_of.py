@@ -13,7 +13,7 @@ from portmm.problem import Family, Problem, family
 
 
 def transposed(lines: np.ndarray) -> np.ndarray:
-    """What the packer's shuffles make of the lines of a square block."""
+    """The packer's shuffles applied to the lines of a square block."""
     registers = {f"t0_{j}": line for j, line in enumerate(lines)}
     body, last = transpose(len(lines))
     for s in body:

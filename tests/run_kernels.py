@@ -1,4 +1,4 @@
-"""What the tests of the run time share: plain kernels that follow the ABI, and both run times."""
+"""Shared parts of the tests of the run time: plain kernels that follow the ABI, and both run times."""
 
 import functools
 

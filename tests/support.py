@@ -1,4 +1,4 @@
-"""What the tests of kernels share: machines, problems, operands with guards, and ways to run."""
+"""Shared parts of the tests of kernels: machines, problems, operands with guards, and ways to run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EVERY_ISA = names_of("cpu", "isa")
 
 
 def poison(dtype: np.dtype) -> Any:
-    """What lies around operands: no result has this value."""
+    """The value around operands: no result has it."""
     return np.asarray({1: 85, 2: -7777.0}.get(dtype.itemsize, -77777.0)).astype(dtype)
 
 
@@ -96,7 +96,7 @@ def coded(size: tuple[int, int, int], word: str, nr: int, group: int, a: str = "
 
 
 def shape_of(s):
-    """What sets a schedule apart for the code it becomes, sizes aside."""
+    """The key of a schedule by the code it becomes, sizes aside."""
     kind = (s.program, s.a, s.b, s.pack_a, s.pack_b, s.swap, s.over, s.lanes, s.panels > 1, s.static is not None)
     return (*kind, s.nr) if s.b == "packed" else kind
 
@@ -338,7 +338,7 @@ def folded(p: Problem, rng: Any) -> tuple[np.ndarray, int, np.ndarray]:
 
 
 def valid_of(kept: Family, k: int, n: int) -> np.ndarray:
-    """Which elements of panels mean something: no padded column, but every sum of one that is none."""
+    """A mask of the elements of panels that count: no padded column, but every sum of one that is none."""
     columns = np.arange(-(-n // kept.nr) * kept.nr).reshape(-1, 1, kept.nr, 1) < n
     units = np.broadcast_to(columns, (len(columns), -(-k // kept.kr), kept.nr, kept.kr)).reshape(len(columns), -1)
     if not kept.sums:
@@ -352,7 +352,7 @@ def valid_of(kept: Family, k: int, n: int) -> np.ndarray:
 def packed_by(  # noqa: PLR0917
     kernel: Any, b: Laid, like: np.ndarray, kept: Family, k: int, n: int
 ) -> np.ndarray:
-    """What a packer makes of an operand."""
+    """A packer's result for an operand."""
     from portmm.run.host import runtime
 
     flat, to = guarded(b.flat), guarded(np.zeros_like(like))
@@ -368,7 +368,7 @@ LARGEST = 64
 
 
 def quantised(p: Problem, x: np.ndarray, y: np.ndarray, rng: Any) -> tuple[dict[str, Any], np.ndarray]:
-    """What a quantised product needs beside its operands, and its exact result."""
+    """Inputs of a quantised product beside its operands, and its exact result."""
     rows, columns = (p.m,), (-(-p.n // 64) * 64,)
     span = 1.0 if BY_NAME[p.types[2]].eps else 1e-2
     a_scale, b_scale = rng.random(rows).astype(np.float32) * span, rng.random(columns).astype(np.float32)

@@ -131,16 +131,18 @@ def test_codes_of_few_rows(target, group, symmetric, dtype):
                 assert found <= 2 * bar, f"K = {k}, M = {m}, {kind}: {found} beside {bar} of weights made of codes"
 
 
-@pytest.mark.parametrize("n", [1024, 16_384, 200_000])
-@pytest.mark.parametrize("target", [x for x in HERE if x not in ("scalar", "sse2")])
+@pytest.mark.parametrize("n", [1024, 16_384, 200_000, 1_000_000])
+@pytest.mark.parametrize("target", HERE)
 def test_sums_of_rows(target, n):
     """Within twice NumPy's, whose sums are pairwise."""
+    if n == 1_000_000 and target == "scalar":
+        pytest.skip("four chains of one lane have two and a half times NumPy's errors at a million elements")
 
     @pm.fuse
     def total(x):
         return x.sum(axis=1, keepdims=True) * np.float32(1)
 
-    x = np.random.default_rng(n).random((64, n), dtype=np.float32)
+    x = np.random.default_rng(n).random((32 if n == 1_000_000 else 64, n), dtype=np.float32)
     want = x.sum(axis=1, keepdims=True, dtype=np.float64)
     with pm.config(target=target):
         within(total(x), want, want, errors(x.sum(axis=1, keepdims=True), want, want), "sum")

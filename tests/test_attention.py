@@ -359,7 +359,7 @@ def test_other_types_are_named():
 
 
 def interpreted(target, dtype, shape, how, step, *, few=False):
-    """What the interpreter makes of a kernel."""
+    """The interpreter's result of a kernel."""
     x = operands(shape, dtype)
     b, h, kv, m, n, d, dv = shape
     scored = acc() * number(0)

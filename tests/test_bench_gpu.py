@@ -44,7 +44,7 @@ def bench(monkeypatch):
 
 
 def known_as(monkeypatch, chip):
-    """What the driver says of the device, with a small cache so that few operands rotate."""
+    """The driver's facts about the device, with a small cache so that few operands rotate."""
     name, major, minor = CHIPS[chip]
     more = {"name": name, "major": major, "minor": minor, "l2CacheSize": 1 << 12}
     monkeypatch.setattr(cuda_fakes, "PROPERTIES", cuda_fakes.PROPERTIES | more)

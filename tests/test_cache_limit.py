@@ -193,7 +193,7 @@ def old(path):
 
 
 def test_a_killed_process_leaves_nothing(place, tmp_path, fake):
-    """What it left is swept by the next that builds, when it is old enough."""
+    """Files left behind are removed by the next that builds, when it is old enough."""
     fake.stall.touch()
     worker = start_worker(SOURCE, tmp_path, 0)
     (tmp_path / "go").touch()

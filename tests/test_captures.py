@@ -1,4 +1,4 @@
-"""What a traced function captures: told apart from call to call, and what it may not do."""
+"""Captures of traced functions: told apart from call to call, and refused where they cannot be."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ MACS = {
     "neon": r"fmla\s+v\d+\.4s",
     "sve": r"fm(la|ad)\s+z\d+\.s",
 }
-"""What a multiply-add looks like, in the words of objdump. An ISA that is not here fails the gate."""
+"""Patterns of a multiply-add in the output of objdump. An ISA that is not here fails the gate."""
 
 # A loop's bound may be compared where it lies.
 STACK = re.compile(r"^(?!cmp).*\(%[re][sb]p|\[(sp|x29)\b")
@@ -127,7 +127,7 @@ def listing(path, arch):
 
 
 def reach(start, edges):
-    """What `edges` lead to from `start`, in one step or more."""
+    """Nodes that `edges` lead to from `start`, in one step or more."""
     found, todo = set(), [start]
     while todo:
         new = edges[todo.pop()] - found
@@ -155,7 +155,7 @@ def loops_of(instructions, pattern):
 
 
 def gate(kernel, name):
-    """What is wrong with the micro-kernels of a kernel, in sentences.
+    """Faults of the micro-kernels of a kernel, as sentences.
 
     Where A and B are packed nothing may touch the stack. Reading A in place
     takes an address for each row, and those may come from the stack.

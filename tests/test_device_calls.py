@@ -49,6 +49,26 @@ def close(found, wanted, k, dtype):
     np.testing.assert_allclose(found.astype(np.float64), wanted, rtol=2 * eps, atol=bound)
 
 
+@pytest.mark.parametrize("coded", [False, True])
+def test_a_type_beside_an_output_is_that_of_the_product(on, coded):
+    """As in NumPy the result has the type that was asked for, and is then cast into `out`, or is refused."""
+    a, b = values((3, 64), np.float32), values((64, 32), np.float32, 1)
+    left = on.array(a)
+    right = pm.pack(pm.quantize(b, group=32), like=left) if coded else on.array(b)
+    out = on.array(np.zeros((3, 32), np.float32))
+    assert pm.matmul(left, right, out, dtype="float16") is out
+    rounded = pm.matmul(left, right, dtype="float16").get()
+    np.testing.assert_array_equal(out.get(), rounded.astype(np.float32))
+    assert not np.array_equal(out.get(), pm.matmul(left, right).get())
+    narrow = on.array(np.zeros((3, 32), np.float16))
+    np.testing.assert_array_equal(pm.matmul(left, right, narrow, dtype="float32").get(), rounded)
+    whole = on.array(np.zeros((3, 32), np.int32))
+    with pytest.raises(TypeError, match=r"cannot hold|elements of s32"):
+        pm.matmul(left, right, whole, dtype="float16")
+    with pytest.raises(ValueError, match="shape"):
+        pm.matmul(left, right, on.array(np.zeros((4, 32), np.float32)), dtype="float16")
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, BF16, np.int8], ids=str)
 @pytest.mark.parametrize("size", [(5, 7, 9), (64, 48, 32), (1, 33, 70), (65, 1, 20)], ids=str)
 def test_a_product_is_that_of_numpy(on, size, dtype):
@@ -353,7 +373,7 @@ def test_a_plan_for_strides_is_for_them_alone(on):
 
 
 def test_an_epilogue_reads_a_strided_out(monkeypatch):
-    """What is computed beside it lies as a new array does, not as it."""
+    """A result computed beside it has a new array's strides, not its own."""
     memory.forget_all()
     on = install(monkeypatch)
     a, b, c = values((17, 20), np.float32), values((20, 12), np.float32, 1), values((17, 40), np.float32, 2)

@@ -324,7 +324,7 @@ def test_out(how, epilogue):
 
 
 def test_out_over_operands():
-    """What is read may lie under what is written."""
+    """Operands may overlap the output."""
     n = 24
     for ends, read in (
         (lambda o: lambda acc, i: acc + o[i.m, i.n], lambda o: o),

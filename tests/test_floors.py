@@ -50,7 +50,7 @@ def floor(module):
 
 
 def imported(tree, module, *, package):
-    """What a module imports of portmm, each name as long as the syntax allows."""
+    """The imports that a module makes of portmm, each name as long as the syntax allows."""
     here = ["portmm", *module.split(".")] if module else ["portmm"]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -98,7 +98,7 @@ def cycle(graph):
 
 
 def faults(sources):
-    """What is wrong with the imports, in words."""
+    """Faults of the imports, as sentences."""
     homeless = sorted(m for m in sources if floor(m) is None)
     if homeless:
         return [f"portmm.{m} has no floor: give it one in FLOORS and in its docstring" for m in homeless]

@@ -77,7 +77,7 @@ def of_two_warps(layouts=ROWS, size=SIZE, dtype="f32", machine=MACHINE, **wanted
 
 
 def outcome(s, change):
-    """What the shim says of a changed kernel, or that its result is wrong, or an empty string."""
+    """The shim's complaint about a changed kernel, or that its result is wrong, or an empty string."""
     (kernel,) = kernels_of(s)
     kernel = replace(kernel, body=changed(kernel.body, change))
     k = grid_cases.case(posed("f32", (s.a, s.b, "row"), s.vectors, SIZE, 2), s.vectors)
@@ -127,7 +127,7 @@ def test_what_is_whole_passes(stages):
 
 
 def oclgrind(kernel, s, folder):
-    """What oclgrind says of a kernel, run on a small product."""
+    """The output of oclgrind for a kernel, run on a small product."""
     tool = shutil.which("oclgrind-kernel")
     if not tool:
         opencl_cpu.missing("oclgrind is not installed")

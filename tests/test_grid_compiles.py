@@ -48,7 +48,7 @@ def nvrtc():
 
 
 def most_registers(s, target):
-    """What is left for each thread of as many blocks as a schedule counts on."""
+    """The registers that each thread can have with as many resident blocks as a schedule assumes."""
     device = target.device
     warps = -(-s.resident * s.threads // (PARTS * device.warp))
     return min(device.registers // PARTS // (warps * device.warp) // 8 * 8, device.thread_registers)

@@ -134,7 +134,7 @@ def test_rows_by_cuda(make, form):
 
 
 def down(fused, f):
-    """What columns come to, in float64, results in order."""
+    """Exact results over columns, in float64, in order."""
     k, extents = f.case, dict(zip(PRODUCT, (f.case.fields[x] for x in ("batch", "m", "n")), strict=True))
     read = []
     for x, at in zip(fused.operands[:4], k.operands, strict=False):

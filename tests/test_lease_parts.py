@@ -1,4 +1,4 @@
-"""What bench/lease.sh stands on: compiling beforehand, surveys, graphs, what a device's faults do, fits."""
+"""The parts of bench/lease.sh: compiling beforehand, surveys, graphs, what a device's faults do, fits."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ for line in sys.stdin:
 
 
 def compiled(facts, every):
-    """What compilers make of jobs: sources by name of the job."""
+    """The compiled jobs: sources by name of the job."""
     text = "\n".join(json.dumps(x) for x in (facts, *every))
     done = subprocess.run(
         [sys.executable, "-c", COMPILE.format(bench=str(BENCH))], input=text, capture_output=True, text=True,
@@ -224,7 +224,7 @@ def test_a_peer_that_fails_is_left_out(bench, emulated):
 
 
 def test_a_broken_device_ends_the_worker(bench, emulated, monkeypatch, capsys):
-    """What a fault leaves of a context would fail all cases that follow."""
+    """The context that a fault leaves behind would fail all cases that follow."""
 
     def fault(*_, **__):
         raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")

@@ -1,4 +1,4 @@
-"""What kernels compute: every candidate in the interpreter, then as built code against the interpreter."""
+"""Results of kernels: every candidate in the interpreter, then as built code against the interpreter."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def one(layouts=BY_K, target=MATRIX, **wanted):
 
 
 def outcome(s, change, target):
-    """What the shim says of a changed kernel, or that its result is wrong, or an empty string."""
+    """The shim's complaint about a changed kernel, or that its result is wrong, or an empty string."""
     (kernel,) = kernels_of(s, target)
     kernel = replace(kernel, body=changed(kernel.body, change))
     k = grid_cases.case(posed("f16", (s.a, s.b, "row"), s.vectors, SIZE), s.vectors)

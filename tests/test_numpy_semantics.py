@@ -1,4 +1,4 @@
-"""What NumPy means by dtype=, out=, subclasses and scalars, `matmul` means as well."""
+"""`matmul` treats dtype=, out=, subclasses and scalars as NumPy does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user sees of the package: names, documentation, messages about shapes, lines of warnings."""
+"""The public side of the package: names, documentation, messages about shapes, lines of warnings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said to CUDA's driver, recorded by a module in CuPy's place; and all of it on a real device."""
+"""Calls to CUDA's driver, recorded by a module in CuPy's place; and all of it on a real device."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_the_planner_is_not_asked_for_strange_operands(rt, name):
 
 
 def test_operands_of_different_types_have_plans_of_their_own(rt):
-    """What to do with them is the planner's to say, once for each combination."""
+    """The planner decides how they run, once for each combination."""
     asked = []
     rt.set_planner(lambda *args: asked.append(args))
     a, b = rk.random((2, 3, 4)), rk.random((2, 4, 5))

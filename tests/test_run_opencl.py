@@ -222,6 +222,20 @@ def test_a_source_that_does_not_compile(device):
     assert str(kept) in str(caught.value)
 
 
+@pytest.mark.usefixtures("empty_cache")
+def test_a_source_that_does_not_compile_is_not_tried_again(device, monkeypatch):
+    tried, build = [], opencl._built
+    monkeypatch.setattr(opencl, "_built", lambda *given: (tried.append(given), build(*given))[1])
+    source = "__kernel void f(int a) { a = nowhere_else; }"
+    for _ in range(3):
+        with pytest.raises(BuildError, match="undeclared identifier 'nowhere_else'"):
+            opencl.compile_opencl(source, "f", device[0])
+    assert len(tried) == 1
+    with pytest.raises(BuildError):
+        opencl.compile_opencl(source + "\n", "f", device[0])
+    assert len(tried) == 2
+
+
 def test_a_kernel_that_is_not_there(program):
     with pytest.raises(BuildError, match="program scale has no kernel nothing"):
         opencl.load(program, "nothing")

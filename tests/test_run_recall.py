@@ -1,4 +1,4 @@
-"""What one process finds out, the next one remembers: and only where it still holds."""
+"""Findings of one process that the next one remembers, only where they still hold."""
 
 from __future__ import annotations
 

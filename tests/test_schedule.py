@@ -154,7 +154,7 @@ def test_packing_once_needs_threads_that_share_tiles(changes):
 
 
 def test_runs_of_k_are_shared_where_their_sums_add_up():
-    """What is taken off a shifted A is the sum over all of a column: once, not once a run."""
+    """The correction of a shifted A is the sum over all of a column: once, not once a run."""
     target = load_target("zen4")
 
     def shared(dtype):

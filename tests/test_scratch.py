@@ -110,7 +110,7 @@ def between(function, step, *args):
 
 @pytest.mark.parametrize("rows", [5, 33])
 def test_a_residual_does_not_overwrite_the_operand_of_its_product(rows):
-    """What is added to a product dies with it, but is also multiplied: later tiles of columns still read it."""
+    """An addend of a product dies with it, but is also multiplied: later tiles of columns still read it."""
 
     @pm.fuse
     def blocks(x, w):

@@ -19,7 +19,7 @@ HELD = {"scale": 0.75}
 
 
 def expected(function):
-    """What an epilogue makes of the product in NumPy."""
+    """The epilogue applied to the product in NumPy."""
     return function(X @ W)
 
 

@@ -120,7 +120,7 @@ def test_another_user_swaps_the_directory(monkeypatch):
 @as_root
 @pytest.mark.usefixtures("fake")
 def test_another_user_swaps_the_directory_and_nothing_looks_above_it(monkeypatch):
-    """What is loaded is what was checked, even if the directories above were never looked at."""
+    """The file that is loaded is the one that was checked, even if the directories above were never looked at."""
     monkeypatch.setattr(
         sys.modules[__name__], "VICTIM", VICTIM.replace("warnings.s", "trusted.chain_fault = lambda _: ''; warnings.s")
     )

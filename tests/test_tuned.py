@@ -339,7 +339,7 @@ print(api.route(Problem(333, 444, 222)).kernel.symbol)
 
 
 def test_processes_that_come_later_use_it(base, tmp_path):
-    """What is remembered between processes is of one database."""
+    """The memory between processes belongs to one database."""
 
     def symbol(database):
         env = {**os.environ, "PORTMM_TUNED": str(database), "PORTMM_CACHE": str(tmp_path / "cache")}

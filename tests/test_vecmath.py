@@ -109,7 +109,7 @@ def call(name, x, world="fma"):
 
 
 def bound(name, world):
-    """What the docstring promises."""
+    """The error bounds that the docstring promises."""
     numbers = re.search(r"Bound: ([\d.]+)(?:, ([\d.]+))? ulp", getattr(vecmath, name).__doc__).groups()
     return float(numbers[1] or numbers[0]) if world == "none" else float(numbers[0])
 

@@ -81,7 +81,7 @@ CASES = {
 
 
 def outcome(s, change):
-    """What the shim says of a changed kernel, or that its result is wrong, or an empty string."""
+    """The shim's complaint about a changed kernel, or that its result is wrong, or an empty string."""
     (kernel,) = kernels_of(s, HOPPER)
     kernel = replace(kernel, body=changed(kernel.body, change))
     p = posed(s.dtype, BY_K, SIZE)

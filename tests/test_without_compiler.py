@@ -44,7 +44,7 @@ def usual(folder):
 
 @pytest.fixture(scope="module", params=[*FAILING, "missing"])
 def failing(request, folder, usual, tmp_path_factory):  # noqa: ARG001 - the weights come from there
-    """What happens with a compiler that fails in one of these ways; how often it was run."""
+    """The outcome with a compiler that fails in one of these ways; how often it was run."""
     here = tmp_path_factory.mktemp("cc")
     program, log = here / "cc", here / "log"
     if request.param != "missing":

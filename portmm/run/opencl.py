@@ -1,7 +1,7 @@
 """OpenCL devices: what they are, building programs through the cache, launching kernels.
 
 Owns all that is said to OpenCL's drivers, through PyOpenCL, which is imported
-at the first use. May import `build`, `cache`, `detect`, `errors`, `version`,
+at the first use. May import `build`, `cache`, `detect`, `errors`, `failures`, `version`,
 `run.devices`.
 
 A driver's binary is kept as other machine code is. PyOpenCL's own cache is not
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm import cache, forks
+from portmm import cache, failures, forks
 from portmm.build import failure
 from portmm.errors import BuildError, DeviceError, NoDeviceError
 from portmm.run.devices import Facts
@@ -239,7 +239,8 @@ def _cold(  # noqa: PLR0917 - one place calls it
         program = _built(cl, raw, device, options)
     except cl.Error as error:
         said = (_log(cl, raw, device) if raw is not None else "") or str(error)
-        raise failure(words, key, source, said, suffix=".cl", advice="try a newer driver") from error
+        refused = failure(words, key, source, said, suffix=".cl", advice="try a newer driver")
+        raise (failures.passing if failures.passes(None, said) else failures.lasting)(key, refused) from error
     seconds = time.perf_counter() - start
     return Program(program, stem, _log(cl, raw, device), seconds, cached=False, key=key)
 
@@ -271,6 +272,9 @@ def compile_opencl(source: str, name: str, context: Any, device: Any = None, opt
     with cache.lock(key):
         found = _warm(cl, context, device, options, key)
         if found is None:
+            refused = failures.known(key)
+            if refused is not None:
+                raise refused
             found = _cold(cl, context, device, source, stem, options, key)
             _keep(cl, found, device, options)
     return found
