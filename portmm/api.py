@@ -273,7 +273,7 @@ def routed(p: Problem) -> tuple[Any, bool]:
             return found, False
     from portmm import dispatch
 
-    found, served = dispatch.routed(p, settings.target(), settings.get_num_threads())
+    found, served = dispatch.routed(p, settings.target(), settings.get_num_threads(), kept)
     shared = served == (least, most)
     if kept is not None:
         recall.keep(kept, whole if shared else alone, found, settings.target())
