@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import portmm as pm
-from portmm import abreast, arrays, dispatch, scaled, whole
+from portmm import abreast, arrays, dispatch, scaled_vectors, whole
 from portmm.ir import Kernel
 from portmm.run import recall
 from portmm.run.host import runtime
@@ -39,7 +39,7 @@ def test_vectors_of_ones_share_memory():
     assert arrays.ones(0).size == 0
     a, b = ones(50, 32, dtype=np.int8), ones(32, 40, dtype=np.int8)
     np.testing.assert_array_equal(pm.matmul(a, b, epilogue=lambda x, _: x * 2.0), np.full((50, 40), 64))
-    assert scaled._scales("x_scale", 1.0, 70).base is arrays.ones(7).base
+    assert scaled_vectors._scales("x_scale", 1.0, 70).base is arrays.ones(7).base
 
 
 def test_joined_weights_are_one_copy_for_all_shapes(monkeypatch):
