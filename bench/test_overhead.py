@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import first_calls
 import numpy as np
 import pytest
 
@@ -77,6 +78,40 @@ def test_first_calls(benchmark, smoke):
     benchmark.extra_info["seconds, warm cache"] = statistics.median(warm)
     assert smoke or statistics.median(cold) <= 0.300
     assert smoke or statistics.median(warm) <= 0.005
+
+
+@pytest.fixture
+def one_thread():
+    pm.set_num_threads(1)
+    yield
+    pm.set_num_threads(0)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_new_shapes(benchmark, smoke):
+    took = first_calls.new_shapes()
+    benchmark.pedantic(first_calls.new_shapes, rounds=1)
+    benchmark.extra_info["microseconds to find a known kernel"] = took
+    assert smoke or took <= 150
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("kind", ["matmul", "packed", "linear", "linear with an epilogue", "epilogue"])
+def test_another_m_of_a_class(benchmark, smoke, kind):
+    over = first_calls.second_shapes(kind)
+    benchmark.pedantic(first_calls.second_shapes, args=(kind,), rounds=1)
+    benchmark.extra_info["microseconds over a repeated shape"] = over
+    assert smoke or over <= 5
+
+
+def test_a_sweep(benchmark, smoke):
+    if smoke:
+        pytest.skip("compiles for seconds")
+    cold, warm = first_calls.sweeps()
+    benchmark.pedantic(lambda: None, rounds=1)
+    benchmark.extra_info["seconds beyond the products, cold cache"] = cold
+    benchmark.extra_info["seconds beyond the products, warm cache"] = warm
+    assert warm <= 0.050
 
 
 def test_wheel(benchmark, tmp_path):

@@ -265,7 +265,8 @@ def routed(p: Problem) -> tuple[Any, bool]:
         return found, True
     kept = recall.book(name)
     if kept is not None:
-        whole, alone = recall.question(p, (least, most), limit), recall.question(p, (p.m, p.m), limit)
+        whole = recall.question(p, (least, most), limit)
+        alone = recall.question(p, (p.m, p.m), limit) if least < most else whole
         found = recall.route(kept, whole, runtime(), p)
         if found is not None:
             return _classes.keep(key, found), True
@@ -273,10 +274,11 @@ def routed(p: Problem) -> tuple[Any, bool]:
             return found, False
     from portmm import dispatch
 
-    found, served = dispatch.routed(p, settings.target(), settings.get_num_threads())
+    target = settings.target()
+    found, served = dispatch.routed(p, target, limit or settings.get_num_threads(), kept)
     shared = served == (least, most)
     if kept is not None:
-        recall.keep(kept, whole if shared else alone, found, settings.target())
+        recall.keep(kept, whole if shared else alone, found, target)
     return (_classes.keep(key, found), True) if shared else (found, False)
 
 

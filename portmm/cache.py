@@ -353,7 +353,7 @@ def append_note(name: str, lines: str) -> None:
         return
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with suppress(OSError):
-        fd = os.open(shared / f"{name}.note", flags, 0o600)
+        fd = os.open(f"{shared}/{name}.note", flags, 0o600)
         try:
             info = os.fstat(fd)
             if S_ISREG(info.st_mode) and private(info):

@@ -7,6 +7,7 @@ them have the same candidates. tests/test_candidate_sets.py holds this against f
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from math import gcd, lcm
 from operator import attrgetter
@@ -133,7 +134,7 @@ class _Kind:
             k * n * BY_NAME[p.types[1]].bytes > self.l2,
             *(k > SPLIT_STEPS * depth for depth in STREAM_DEPTHS),
             *(n <= most for most in self.few),
-            _reach(m, n, k),
+            (bisect_left(REACHES, m), bisect_left(REACHES, n), bisect_left(REACHES, k)),
             k if split or self.deep else 0,
             split,
             batched,
@@ -160,14 +161,9 @@ def candidate_set(p: Problem, target: Target, rows: int | None = None) -> Candid
     return found
 
 
-def _reach(*sizes: int) -> tuple[int, ...]:
-    """The least of `REACHES` that covers each size."""
-    return tuple(next(x for x in REACHES if size <= x) for size in sizes)
-
-
 def _fits_alike(p: Problem, target: Target) -> bool:
     """Whether the same blocks fit their levels for all problems of the reach of `p`."""
-    m, n, k = _reach(p.m, p.n, p.k)
+    m, n, k = (REACHES[bisect_left(REACHES, size)] for size in (p.m, p.n, p.k))
     least, most = replace(p, m=1, n=1, k=1), replace(p, m=m, n=n, k=k)
     return all(
         bool(illegal(s, least, isa, atom, target)) == bool(illegal(s, most, isa, atom, target))

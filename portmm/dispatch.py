@@ -22,13 +22,15 @@ from portmm.cost_table import macs_per_cycle
 from portmm.dtype import BY_NAME, CODES_KR, types
 from portmm.errors import BuildError, DatabaseError, ScheduleError, TargetError
 from portmm.fused import parse as parse_fused
-from portmm.index import meaning
+from portmm.index import meaning, parsed, spelled
 from portmm.lower import atom_of, lower, lower_attention, lower_fold, lower_pack, lower_rows
 from portmm.memory import Memory, forget_all
 from portmm.orders import active, given
 from portmm.problem import Family
 from portmm.problem import family as family_of
 from portmm.row_classes import rows
+from portmm.run import recall
+from portmm.schedule import spell
 from portmm.selection import predict, select
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from portmm.ir import Kernel
     from portmm.kernels.heads import Form
     from portmm.problem import Problem
+    from portmm.run.recall import Book
     from portmm.schedule import Schedule
     from portmm.target import Atom, Isa, Target
 
@@ -196,35 +199,32 @@ def loaded(kernel: Kernel) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Code:
-    """A kernel whose code is in this process.
+    """The code of a schedule, in this process: other sizes need no source.
 
     Attributes:
-        kernel: its outline.
         code: what the run time launches.
+        swap: the kernel computes the transpose.
         workspace: elements of scratch that it needs, from fields of the argument block.
+        bytes: those of an element of scratch.
     """
 
-    kernel: Kernel
     code: Any
+    swap: bool
     workspace: Callable[[Mapping[str, int]], int]
+    bytes: int
 
-    @classmethod
-    def of(cls, kernel: Kernel) -> _Code:
-        """A kernel, built and loaded."""
-        return cls(_outline(kernel), loaded(kernel), meaning(kernel.workspace))
-
-    def scratch(self, fields: Mapping[str, int]) -> int:
-        """Bytes of scratch that it needs."""
-        return self.workspace(fields) * BY_NAME[self.kernel.atom.acc].bytes
+    def scratch(self, p: Problem, rows: int, workers: int) -> int:
+        """Bytes of scratch that it needs for problems like `p` of so many rows."""
+        return self.workspace(_fields(p, rows, workers, swap=self.swap)) * self.bytes
 
 
 def workspace_bytes(kernel: Kernel, p: Problem, workers: int) -> int:
     """Scratch that a kernel needs for a problem, in bytes."""
-    return meaning(kernel.workspace)(_fields(kernel, p, p.m, workers)) * BY_NAME[kernel.atom.acc].bytes
+    return meaning(kernel.workspace)(_fields(p, p.m, workers, swap=kernel.swap)) * BY_NAME[kernel.atom.acc].bytes
 
 
-def _fields(kernel: Kernel, p: Problem, rows: int, workers: int) -> dict[str, int]:
-    m, n = (p.n, rows) if kernel.swap else (rows, p.n)
+def _fields(p: Problem, rows: int, workers: int, *, swap: bool) -> dict[str, int]:
+    m, n = (p.n, rows) if swap else (rows, p.n)
     return {"m": m, "n": n, "k": p.k, "batch": p.batch, "workers": workers}
 
 
@@ -236,26 +236,50 @@ def route_of(kernel: Kernel, code: Any, fields: dict[str, int], dtype: str) -> A
     return runtime().make_route(code, work, fields["workers"], dtype)
 
 
-@lru_cache(maxsize=1024)
-def _code(s: Schedule, isa: Isa) -> _Code:
-    """The code of a schedule, in this process: other sizes need no source."""
-    return _Code.of(kernel_of(s, isa))
+_codes = Memory(MOST_LOADED)
 
 
-def _route(s: Schedule, isa: Isa, p: Problem, workers: int, rows: int | None = None) -> Any:
+def _code(s: Schedule, target: Target, kept: Book | None = None) -> _Code:
+    """The code of a schedule: in this process, in the book, or built now."""
+    isa = isa_of(s, target)
+    key = s, isa
+    found: _Code | None = _codes.get(key)
+    if found is None:
+        found = (_recalled(s, isa, kept) if kept is not None else None) or _built(s, isa, target, kept)
+        _codes.keep(key, found)
+    return found
+
+
+def _recalled(s: Schedule, isa: Isa, kept: Book) -> _Code | None:
+    """The code that an earlier process built, found without its source."""
+    from portmm.run.host import runtime
+
+    found = recall.code(kept, spell(s), runtime())
+    if found is None:
+        return None
+    code, workspace = found
+    return _Code(code, s.swap, meaning(parsed(workspace)), BY_NAME[atom_of(isa, s.dtype, s.lanes).acc].bytes)
+
+
+def _built(s: Schedule, isa: Isa, target: Target, kept: Book | None) -> _Code:
+    kernel = kernel_of(s, isa)
+    code = loaded(kernel)
+    if kept is not None:
+        recall.keep_code(kept, spell(s), code, spelled(kernel.workspace), target)
+    return _Code(code, kernel.swap, meaning(kernel.workspace), BY_NAME[kernel.atom.acc].bytes)
+
+
+def _route(found: _Code, p: Problem, workers: int, rows: int | None = None) -> Any:
     """A launchable kernel for problems like `p`, of so many rows at most."""
     from portmm.run.host import runtime
 
-    most = p.m if rows is None else rows
-    found = _code(s, isa)
-    return runtime().make_route(
-        found.code, found.scratch(_fields(found.kernel, p, most, workers)), workers, p.held, p.unit
-    )
+    work = found.scratch(p, p.m if rows is None else rows, workers)
+    return runtime().make_route(found.code, work, workers, p.held, p.unit)
 
 
 def route_by(s: Schedule, p: Problem, target: Target, workers: int) -> Any:
     """A launchable kernel for a problem by a schedule that is legal for it."""
-    return _route(s, isa_of(s, target), p, workers)
+    return _route(_code(s, target), p, workers)
 
 
 _routes = Memory(MOST_ROUTES)
@@ -272,8 +296,14 @@ def route_for(p: Problem, target: Target, threads: int) -> Any:
     return routed(p, target, threads)[0]
 
 
-def routed(p: Problem, target: Target, threads: int) -> tuple[Any, tuple[int, int]]:
+def routed(p: Problem, target: Target, threads: int, kept: Book | None = None) -> tuple[Any, tuple[int, int]]:
     """A launchable kernel for a problem, and the least and the largest M that it serves.
+
+    Args:
+        p: the problem.
+        target: the machine.
+        threads: the most threads to use.
+        kept: the book of this target, which knows code that was built for it.
 
     Raises:
         ScheduleError: nothing is legal.
@@ -282,10 +312,10 @@ def routed(p: Problem, target: Target, threads: int) -> tuple[Any, tuple[int, in
     """
     own, served = (p.m, p.m), rows(p)
     if served != own and not active():
-        found = _kept(p, target, (threads, served), lambda: _shared(p, served, target, threads))
+        found = _kept(p, target, (threads, served), lambda: _shared(p, served, target, threads, kept))
         if found is not None:
             return found, served
-    return _kept(p, target, (threads, own), lambda: _alone(p, target, threads)), own
+    return _kept(p, target, (threads, own), lambda: _alone(p, target, threads, kept)), own
 
 
 def _kept(p: Problem, target: Target, about: Any, make: Callable[[], Any]) -> Any:
@@ -305,7 +335,7 @@ def _kept(p: Problem, target: Target, about: Any, make: Callable[[], Any]) -> An
     return found[1]
 
 
-def _shared(p: Problem, served: tuple[int, int], target: Target, threads: int) -> Any:
+def _shared(p: Problem, served: tuple[int, int], target: Target, threads: int, kept: Book | None) -> Any:
     """The route of the class of a problem; None if its problems have different ones."""
     _check(p, target)
     if _tuned_within(p, served, target, threads):
@@ -313,10 +343,10 @@ def _shared(p: Problem, served: tuple[int, int], target: Target, threads: int) -
     found = select(p, target, threads)
     if found.rows != served:
         return None
-    return _route(found.schedule, isa_of(found.schedule, target), p, found.workers, served[1])
+    return _route(_code(found.schedule, target, kept), p, found.workers, served[1])
 
 
-def _alone(p: Problem, target: Target, threads: int) -> Any:
+def _alone(p: Problem, target: Target, threads: int, kept: Book | None) -> Any:
     """The route of one problem."""
     ordered = given(p)
     if ordered is None and not _tuned_within(p, (p.m, p.m), target, threads):
@@ -327,7 +357,7 @@ def _alone(p: Problem, target: Target, threads: int) -> Any:
         choice = choose(p, target, threads)
         ordered = choice.schedule, choice.workers
     schedule, workers = ordered
-    return _route(schedule, isa_of(schedule, target), p, workers)
+    return _route(_code(schedule, target, kept), p, workers)
 
 
 def _tuned_within(p: Problem, served: tuple[int, int], target: Target, threads: int) -> bool:
@@ -458,7 +488,7 @@ def attention_route(form: Form, unit: tuple[Isa, Atom, Atom], fields: dict[str, 
 
 def forget() -> None:
     """Drop every memo of this process; the cache on disk stays."""
-    for memo in (kernel_of, _code, _packer, _folder, _rows, _attention):
+    for memo in (kernel_of, _packer, _folder, _rows, _attention):
         memo.cache_clear()
     forget_all()
     with _lock:

@@ -87,6 +87,35 @@ def meaning(x: Index) -> Callable[[Mapping[str, int]], int]:
     return lambda ints: op(left(ints), right(ints))
 
 
+def spelled(x: Index) -> str:
+    """An expression as words, operators before what they take: what `parsed` reads."""
+    if x.op in ("const", "var"):
+        return str(x.args[0])
+    return " ".join((x.op, *[spelled(y) for y in x.args]))  # type: ignore[arg-type]
+
+
+def parsed(text: str) -> Index:
+    """The expression that words spell.
+
+    Raises:
+        ValueError: they spell none.
+    """
+    words = text.split()
+    found = _parsed(words)
+    if words:
+        raise ValueError(f"{text!r} is no expression: it goes on after its end")
+    return found
+
+
+def _parsed(words: list[str]) -> Index:
+    if not words:
+        raise ValueError("an expression ends too early")
+    word = words.pop(0)
+    if word in FOLD:
+        return Index(word, (_parsed(words), _parsed(words)))
+    return const(int(word)) if word.lstrip("-").isdigit() else var(word)
+
+
 _NEUTRAL = {("+", 0), ("-", 0), ("*", 1), ("/", 1), ("^", 0)}
 
 

@@ -2,7 +2,7 @@
 
 Owns `linear`: what a caller says about scales, zero points and a bias, reduced
 to the vectors that a kernel's last step reads (kernels/finish.py). Imports
-`api`, `arrays`, `packed`, `problem`, `settings`.
+`api`, `arrays`, `packed`, `problem`, `scaled_vectors`, `settings`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
-from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -26,13 +25,11 @@ from portmm.problem import Problem, family
 from portmm.quantized import Quantized, dequantize
 from portmm.row_classes import row_class
 from portmm.run.host import runtime
-from portmm.run.host import types as runtime_types
+from portmm.scaled_vectors import is_default, last_step, vectors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PAD = 64
-"""Vectors by columns reach to a multiple of this: kernels read whole vectors of them."""
 LONGEST_GROUP = (2**31 - 1) // (128 * 15)
 """Rows of codes of four bits whose sum with int8 stays under 2**31."""
 MOST_CALLS = 1024
@@ -113,15 +110,15 @@ def linear(
         if isinstance(w, Folded) or is_packed(w)
         else _weight(w, np.dtype(np.int8) if dynamic else left.dtype)
     )
-    given = (not _is_default(x_zero, 0), not _is_default(w_zero, 0), not _is_default(x_scale, 1))
+    given = (not is_default(x_zero, 0), not is_default(w_zero, 0), not is_default(x_scale, 1))
     asked = _Asked(None if dtype is None else np.dtype(dtype), dynamic, *given, bias is not None, out_scale is not None)
     m = prod(left.shape[:-1])
     key = (row_class(m)[1], *_laid(left), left.dtype, left.flags.aligned, weight.family, weight.shape, asked)
+    said = (x_scale, x_zero, w_scale, w_zero, out_scale, out_zero)
     if epilogue is not None:
-        said = (x_scale, x_zero, w_scale, w_zero, out_scale, out_zero)
         return _surrounded(key, left, weight, asked, out, epilogue, bias, said)
     call, shape = _remembered(key, m, left, weight, asked), (*left.shape[:-1], weight.shape[1])
-    vectors = _vectors(left, (m, shape[-1]), call.source, bias, (x_scale, x_zero, w_scale, w_zero, out_scale, out_zero))
+    vectors = vectors_of(left, (m, shape[-1]), call.source, bias, said)
     if out is None:
         result = np.empty(shape, call.dtype)
         to = result
@@ -172,7 +169,7 @@ def _surrounded(  # noqa: PLR0917 - one place calls it
         whole = linear(left, weight, bias, **options, dynamic=asked.dynamic, dtype=wide)
         found, several = over_rows(epilogue, (whole,), NAMES, dtype=usual)
         return fit(list(found), out, several=several)
-    vectors = _vectors(left, (m, weight.shape[1]), call.source, bias, given)
+    vectors = vectors_of(left, (m, weight.shape[1]), call.source, bias, given)
     results = [np.empty((m, width), t) for width, t in call.results]
     table = call.bound.fill(around.found, [], results[1:])
     _run(call, m, left, weight, results[0], vectors, table[:2])
@@ -250,10 +247,6 @@ class _Call:
     results: tuple[tuple[int, np.dtype[Any]], ...] = ()
     several: bool = False
     plain: bool = False
-
-
-def _is_default(x: Any, value: int) -> bool:
-    return isinstance(x, (int, float, np.number)) and x == value
 
 
 def _checked_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -375,78 +368,6 @@ def _types(x: np.dtype[Any], dtype: np.dtype[Any] | None, *, again: bool, dynami
     return (left, right, wanted), source
 
 
-def _spread(name: str, given: Any, count: int, dtype: Any, pad: int = 1) -> Array:
-    """A number, or one for each row or column, as a vector; padded with zeros."""
-    refuse_class(given, name)
-    values = np.asarray(given)
-    if values.dtype.kind not in "biuf" and values.dtype.name != "bfloat16":
-        raise TypeError(f"{name} has dtype {values.dtype}; give numbers")
-    if values.size not in (1, count):
-        raise ValueError(f"{name} has shape {values.shape}; give a number, or {count} of them")
-    if values.shape == (count,) and values.dtype == dtype and count % pad == 0:
-        flags = values.flags
-        if flags.c_contiguous and flags.aligned:
-            return values
-    whole = np.zeros(-(-count // pad) * pad, dtype)
-    whole[:count] = values.ravel()
-    return whole
-
-
-def _scales(name: str, given: Any, count: int, pad: int = 1) -> Array:
-    if _is_default(given, 1):
-        return arrays.ones(-(-count // pad) * pad)
-    found = _spread(name, given, count, np.float32, pad)
-    if not runtime_types().are_scales(found):
-        known = found[:count]
-        raise ValueError(f"{name} must be finite and not negative; it goes from {known.min()} to {known.max()}")
-    return found
-
-
-def _zeros(name: str, given: Any, count: int, pad: int = 1) -> Array:
-    refuse_class(given, name)
-    values = np.asarray(given)
-    if values.dtype.kind not in "iu" or (values.size and (values.min() < -(1 << 15) or values.max() >= 1 << 15)):
-        raise ValueError(f"{name} must be integers that fit 16 bits; got {values.dtype}")
-    return _spread(name, values, count, np.int32, pad)
-
-
-def _out_zero(given: Any) -> int:
-    """The zero point of a result of integers."""
-    zero = index(given)
-    if not -(1 << 15) <= zero < 1 << 15:
-        raise ValueError(f"out_zero is {zero}; give an integer that fits 16 bits")
-    return zero
-
-
-def _vectors(
-    left: Array, size: tuple[int, int], source: str, bias: Any, given: tuple[Any, ...]
-) -> tuple[Array | None, ...]:
-    """The six vectors of a kernel's last step."""
-    x_scale, x_zero, w_scale, w_zero, out_scale, out_zero = given
-    m, n = size
-    a_scale, b_scale = _scales("x_scale", x_scale, m), _scales("w_scale", w_scale, n, PAD)
-    a_zero = None if _is_default(x_zero, 0) else _zeros("x_zero", x_zero, m)
-    b_zero = None if _is_default(w_zero, 0) else _zeros("w_zero", w_zero, n, PAD)
-    shift = (
-        None if bias is None and out_scale is None else _spread("bias", 0 if bias is None else bias, n, np.float32, PAD)
-    )
-    if out_scale is not None:
-        step = _scales("out_scale", out_scale, 1)[0]
-        if not step:
-            raise ValueError("out_scale is 0; it must be positive")
-        # Rows that are quantised on the way have their scales from there.
-        a_scale, b_scale = (a_scale, b_scale / step) if source else (a_scale / step, b_scale)
-        shift = (shift.astype(np.float64) / step + _out_zero(out_zero)).astype(np.float32)  # type: ignore[union-attr]
-    elif not _is_default(out_zero, 0):
-        raise ValueError(f"out_zero is {out_zero!r}, but there is no out_scale: the result has no zero point")
-    a_sum = None
-    if b_zero is not None:
-        zeros = 0 if a_zero is None else a_zero.astype(np.int64)
-        sums = left.sum(axis=-1, dtype=np.int64).ravel() - left.shape[-1] * zeros
-        a_sum = (-sums).astype(np.int32)
-    return a_scale, b_scale, shift, None if a_zero is None else -a_zero, a_sum, b_zero
-
-
 def _run(  # noqa: PLR0917 - operands, then what follows them
     call: _Call,
     m: int,
@@ -461,7 +382,7 @@ def _run(  # noqa: PLR0917 - operands, then what follows them
         out[...] = _by_numpy(left.reshape(m, k), weight, call.source, vectors, out.dtype).reshape(out.shape)
         return
     if call.route is None:
-        out[...] = _last(np.zeros(out.shape), vectors, out.dtype)
+        out[...] = last_step(np.zeros(out.shape), vectors, out.dtype)
         return
     strides = call.strides
     if strides is None:
@@ -489,13 +410,3 @@ def _by_numpy(left: Array, weight: Any, source: str, vectors: tuple[Array | None
     else:
         sums = left.astype(np.float32) @ unpack(weight).astype(np.float32)
     return fallback.scaled(sums, (a_scale, b_scale, *rest), columns, dtype)
-
-
-def _last(sums: Array, vectors: tuple[Array | None, ...], dtype: np.dtype[Any]) -> Array:
-    """The last step for sums over nothing."""
-    shift = vectors[2]
-    values = sums if shift is None else sums + shift[: sums.shape[-1]]
-    if dtype.kind in "iu":
-        info = np.iinfo(dtype)
-        values = np.clip(np.rint(values), info.min, info.max)
-    return values.astype(dtype)

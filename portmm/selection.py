@@ -91,20 +91,27 @@ def _fastest(
     """
     seconds = _seconds(p, listed, ms, counts)
     textbook = listed.textbook if len(counts) == 1 else np.repeat(listed.textbook, len(counts))
-    if target.searches and not textbook.all():
+    if target.searches and not np.logical_and.reduce(textbook):
         seconds = np.where(textbook, np.inf, seconds)
-    losses, allowed = (seconds / seconds.min(axis=1, keepdims=True)).max(axis=0), MOST_LOSS
+    every = seconds.tolist()  # a few dozen numbers: NumPy would take three times as long
+    least, last = [min(row) for row in every], every[-1]
+
+    def loss(i: int) -> float:
+        return max([row[i] / best for row, best in zip(every, least, strict=True)])
+
     # Of equals, the first candidate, on one thread.
-    first, origin = int(np.where(losses <= allowed, seconds[-1], np.inf).argmin()), ANALYTICAL
-    if not target.searches and textbook.any():
-        last = seconds[-1]
-        near = sorted((WITHIN * last <= last.min()).nonzero()[0].tolist(), key=last.__getitem__)
-        ranked = [(float(last[i]), listed.schedules[i // len(counts)]) for i in near]
+    first, origin, allowed = last.index(least[-1]), ANALYTICAL, MOST_LOSS
+    if not target.searches and np.logical_or.reduce(textbook):
+        near = sorted([i for i, x in enumerate(last) if WITHIN * x <= least[-1]], key=last.__getitem__)
+        ranked = [(last[i], listed.schedules[i // len(counts)]) for i in near]
         found = near[preferred(ranked, p, target, [bool(textbook[i]) for i in near])]
-        if found != near[0]:
+        if found != first:
             first, origin, allowed = found, ORIGIN, MOST_LOSS / WITHIN
-    if losses[first] > allowed:
-        return None
+    if loss(first) > allowed:
+        good = [i for i in range(len(last)) if loss(i) <= MOST_LOSS] if origin == ANALYTICAL else []
+        if not good:
+            return None
+        first = min(good, key=last.__getitem__)
     index, at = divmod(first, len(counts))
     return index, counts[at], origin
 

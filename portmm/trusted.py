@@ -111,9 +111,13 @@ def _make(path: Path) -> None:
 def why_not(path: Path) -> str:
     """The reason why a directory cannot hold machine code, or "" when it can; it is made where it is missing."""
     try:
-        if not path.is_dir():
+        try:
+            info = os.stat(path)  # noqa: PTH116 - on the way to every first call
+        except FileNotFoundError:
             _make(path)
-        info = path.stat()
+            info = path.stat()
+        if not stat.S_ISDIR(info.st_mode):
+            return "it is no directory"
         if not private(info):
             return "another user owns it or may write to it"
         # Whoever replaces a directory gives it another inode: one that was looked at need not be again.

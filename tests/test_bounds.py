@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import portmm as pm
-from portmm import abreast, arrays, dispatch, scaled, whole
+from portmm import abreast, arrays, dispatch, scaled_vectors, whole
+from portmm.ir import Kernel
 from portmm.run import recall
 from portmm.run.host import runtime
 
@@ -38,7 +39,7 @@ def test_vectors_of_ones_share_memory():
     assert arrays.ones(0).size == 0
     a, b = ones(50, 32, dtype=np.int8), ones(32, 40, dtype=np.int8)
     np.testing.assert_array_equal(pm.matmul(a, b, epilogue=lambda x, _: x * 2.0), np.full((50, 40), 64))
-    assert scaled._scales("x_scale", 1.0, 70).base is arrays.ones(7).base
+    assert scaled_vectors._scales("x_scale", 1.0, 70).base is arrays.ones(7).base
 
 
 def test_joined_weights_are_one_copy_for_all_shapes(monkeypatch):
@@ -105,10 +106,9 @@ def test_kernels_that_are_loaded_are_bounded():
 def test_what_is_loaded_keeps_no_loops():
     assert (pm.matmul(ones(33, 6), ones(6, 4)) == 6).all()
     assert dispatch.kernel_of.cache_info().maxsize <= 64
-    schedule = dispatch.choose(pm.explain(ones(33, 6), ones(6, 4)).problem, pm.settings.target()).schedule
-    isa = dispatch.isa_of(schedule, pm.settings.target())
-    found = dispatch._code(schedule, isa)
-    outline, code = found.kernel, found.code
-    assert not outline.entry.body
-    assert outline.workspace == dispatch.kernel_of(schedule, isa).workspace
-    assert code.symbol == outline.name
+    target = pm.settings.target()
+    schedule = dispatch.choose(pm.explain(ones(33, 6), ones(6, 4)).problem, target).schedule
+    found, kernel = dispatch._code(schedule, target), dispatch.kernel_of(schedule, dispatch.isa_of(schedule, target))
+    assert found.code.symbol == kernel.name
+    assert kernel.entry.body
+    assert not any(isinstance(x, Kernel) for x in gc.get_referents(found))

@@ -204,6 +204,13 @@ def test_a_new_class_with_a_known_kernel_takes_few_calls():
     assert min(counts) <= LIMIT
 
 
+@pytest.mark.parametrize("m", [1, 4, 32, 33, 200])
+def test_a_repeated_shape_runs_no_python(m):
+    a, out = X[:m], np.empty((m, N), np.float32)
+    pm.matmul(a, W, out)
+    assert calls(api._fast, a, W, out) <= 2  # the call itself, and the end of the count
+
+
 def test_another_row_count_of_a_class_runs_no_python():
     for m in ROWS:
         a, out = X[:m], np.empty((m, N), np.float32)

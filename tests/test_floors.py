@@ -32,7 +32,7 @@ FLOORS = {
     "flash folded cli_report "
     "folds foreign fusing graph grid_explanation grouped grouped_on_device heads launching launching_on_device names "
     "on_device packed packed_device places pose probe_command program program_on_device quick relaid rows "
-    "rows_on_device scaled scaled_on_device tuned_command "
+    "rows_on_device scaled scaled_on_device scaled_vectors tuned_command "
     "scratch settings show splitter steady stored surroundings trace tune_command tuning typed value warm whole "
     "wording",
 }

@@ -17,6 +17,7 @@ from portmm.candidates import candidates
 from portmm.dtype import F32
 from portmm.emit.c import source
 from portmm.emit.printer import address, index
+from portmm.index import ceil_div, maximum, meaning, minimum, parsed, round_up, spelled
 from portmm.interp import evaluate
 from portmm.ir import Call, For, Function, If, Index, Kernel, Let, Move, Param, Ptr, Switch, Verb, const, var
 from portmm.lower import lower
@@ -158,3 +159,13 @@ def test_constants_are_of_the_type():
     assert Index("const", (3,)) == const(3)
     assert F32.eps == 2.0**-24
     np.testing.assert_array_equal(transposed(np.eye(4)), np.eye(4))
+
+
+def test_expressions_are_spelled_and_read_back():
+    m, k = var("m"), var("k")
+    for x in (const(7), m, ceil_div(m, 16) * round_up(k, 4) + 3, minimum(m - 5, maximum(k, 2)) % 7, m.lt(k) ^ m.eq(4)):
+        assert parsed(spelled(x)) == x
+        assert meaning(parsed(spelled(x)))({"m": 35, "k": 18}) == meaning(x)({"m": 35, "k": 18})
+    for text in ("", "+ m", "m k"):
+        with pytest.raises(ValueError, match="expression"):
+            parsed(text)

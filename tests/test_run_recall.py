@@ -245,3 +245,27 @@ def test_a_failure_ahead_is_told_where_it_matters(monkeypatch):
     q = pm.Quantized(np.full((3, 2), 9, np.uint8), np.ones((1, 2), np.float32), np.full((1, 2), -8, np.float32), 4, 8)
     for weight in (q, pm.pack(q)):
         np.testing.assert_array_equal(pm.matmul(a, weight), np.full((3, 2), 3.0))
+
+
+def test_code_that_another_process_built_needs_no_source(kept, monkeypatch):
+    """Another size with a schedule that is known is neither lowered nor emitted; damaged code is made again."""
+    from portmm import dispatch
+
+    expected = np.full((7, 5), 8.0, np.float32)
+
+    def product():
+        """The same schedule as the answer in the book has, for another K."""
+        dispatch.forget()
+        recall._kernels.clear()
+        api._state["runtime"].clear_memo()
+        return pm.matmul(np.ones((7, 8), np.float32), np.ones((8, 5), np.float32))
+
+    (schedule, line) = next(iter(kept().codes.items()))
+    assert schedule.startswith(("gemm:", "dot:", "tiles:"))
+    with monkeypatch.context() as m:
+        m.setattr(dispatch, "lower", None)
+        np.testing.assert_array_equal(product(), expected)
+    assert len(kept().lines) == 2
+    (cache.cache_dir() / f"{line.split()[0]}.so").write_bytes(b"damaged")
+    (cache.cache_dir() / f"{next(iter(kept().lines.values())).split()[0]}.so").unlink(missing_ok=True)
+    np.testing.assert_array_equal(product(), expected)

@@ -100,7 +100,7 @@ static PyTypeObject packed_type = {
 #pragma GCC pop_options
 
 typedef struct {
-  long m, n, k, form; /* m: of a class, its last M, negated; form: element types, layouts, density */
+  long m, n, k, form; /* m: of a class of several, its last M, negated; form: element types, layouts, density */
   long family;        /* address of the packed family's name, "" when B is not packed */
 } route_key;
 enum { ROUTE_WORDS = sizeof(route_key) / sizeof(long) };
@@ -193,7 +193,7 @@ static PyObject *resolve(route_key *key, const matrix *a, const matrix *b, const
   Py_XDECREF(packed);
   if (!route || route == Py_None) return route;
   if (PyTuple_CheckExact(route) && PyTuple_GET_SIZE(route) == 2) {
-    if (PyTuple_GET_ITEM(route, 1) == Py_True) key->m = -last_of_class(key->m);
+    if (PyTuple_GET_ITEM(route, 1) == Py_True && key->m > 2 * CLASSES) key->m = -last_of_class(key->m);
     Py_SETREF(route, Py_NewRef(PyTuple_GET_ITEM(route, 0)));
   }
   const int *found = ((route_object *)route)->elements;

@@ -44,7 +44,8 @@ MOST_LINES = 1024
 """Answers in a book, 300 bytes each: reading it takes two milliseconds."""
 CHECK = 16
 """Hexadecimal digits of a line's checksum, and of a heading's digest."""
-HEADING = "book"
+HEADING, CODE = "book", "code "
+"""Of lines: what answers rest on, and the code of a schedule."""
 
 MOST_KERNELS = 1024
 """Kernels that are loaded before starting afresh, as in `dispatch`."""
@@ -79,6 +80,7 @@ class Book:
         runtime: key of the extension module, or empty.
         depends: files that the answers rest on, with their state.
         lines: question -> "key, symbol, workspace bytes, workers", with tabs between.
+        codes: a schedule's spelling -> "key, symbol, workspace", likewise, where a workspace is an `index` as words.
         size: lines in the file, stale and damaged ones too, so far as this process knows.
         files: names of the files of `depends`, once an answer has been kept: what they follow from names the book.
         own: key of the extension module of this process, likewise.
@@ -89,6 +91,7 @@ class Book:
     runtime: str = ""
     depends: tuple[str, ...] = ()
     lines: dict[str, str] = field(default_factory=dict)
+    codes: dict[str, str] = field(default_factory=dict)
     size: int = 0
     files: tuple[str, ...] = ()
     own: str = ""
@@ -98,10 +101,11 @@ class Book:
         """The line that says what answers rest on."""
         return "\t".join((HEADING, str(self.cores), self.runtime, *self.depends))
 
-    def answers(self, given: dict[str, str]) -> list[str]:
-        """The lines of answers."""
+    def checked(self, lines: dict[str, str], codes: dict[str, str]) -> list[str]:
+        """Answers as lines of the file."""
         under = _short(self.heading)
-        return [f"{under}\t{question}\t{answer}" for question, answer in given.items()]
+        every = (*lines.items(), *((f"{CODE}{schedule}", said) for schedule, said in codes.items()))
+        return [_checked(f"{under}\t{question}\t{answer}") for question, answer in every]
 
 
 _lock = forks.lock()
@@ -168,16 +172,19 @@ def _read(name: str) -> Book:
         kind, _, told = body.partition("\t")
         if kind == under:
             question, _, answer = told.partition("\t")
-            found.lines.pop(question, None)  # the newest lines last
-            found.lines[question] = answer
+            is_code = question.startswith(CODE)
+            held, name = (found.codes, question[len(CODE) :]) if is_code else (found.lines, question)
+            held.pop(name, None)  # the newest lines last
+            held[name] = answer
     _bound(found)
     return found
 
 
 def _bound(kept: Book) -> None:
     """Keep the newest answers only."""
-    for question in list(kept.lines)[:-MOST_LINES]:
-        del kept.lines[question]
+    for held in (kept.lines, kept.codes):
+        for question in list(held)[:-MOST_LINES]:
+            del held[question]
 
 
 def book(target: str) -> Book | None:
@@ -225,10 +232,25 @@ def question(p: Problem, served: tuple[int, int], limit: int) -> str:
 
 def route(kept: Book, question: str, runtime: Any, p: Problem) -> Any:
     """The route that answers a question, or None if nothing sound is remembered."""
-    key, _, rest = kept.lines.get(question, "").partition("\t")
+    found = _loaded(kept.lines.get(question, ""), runtime)
+    if found is None:
+        return None
+    kernel, work, workers = found
+    return runtime.make_route(kernel, int(work), int(workers), p.held, p.unit)
+
+
+def code(kept: Book, schedule: str, runtime: Any) -> tuple[Any, str] | None:
+    """The code of a schedule as it is spelled, and its workspace; None if nothing sound is remembered."""
+    found = _loaded(kept.codes.get(schedule, ""), runtime)
+    return None if found is None else (found[0], found[1])
+
+
+def _loaded(line: str, runtime: Any) -> tuple[Any, ...] | None:
+    """The kernel that a line names, and the rest of the line."""
+    key, _, rest = line.partition("\t")
     if not key:
         return None
-    symbol, work, workers = rest.split("\t")
+    symbol, *about = rest.split("\t")
     kernel = _kernels.get((id(runtime), key))
     if kernel is None:
         found = load(key)
@@ -238,14 +260,26 @@ def route(kept: Book, question: str, runtime: Any, p: Problem) -> Any:
             _kernels.clear()
             forget_all()
             runtime.clear_memo()
-        entry, code = found
-        kernel = _kernels[id(runtime), key] = host.load_kernel(runtime, code, entry.path, symbol)
-    return runtime.make_route(kernel, int(work), int(workers), p.held, p.unit)
+        entry, held = found
+        kernel = _kernels[id(runtime), key] = host.load_kernel(runtime, held, entry.path, symbol)
+    return kernel, *about
 
 
 def keep(kept: Book, question: str, answer: Any, target: Target) -> None:
     """Add the route that answers a question to the book."""
-    folder, name = os.path.split(str(answer.kernel.path))
+    about = f"{answer.kernel.symbol}\t{answer.work_bytes}\t{answer.workers}"
+    _keep(kept, kept.lines, question, answer.kernel, about, target)
+
+
+def keep_code(kept: Book, schedule: str, kernel: Any, workspace: str, target: Target) -> None:
+    """Add the code of a schedule to the book, so that other sizes need no source in another process."""
+    _keep(kept, kept.codes, schedule, kernel, f"{kernel.symbol}\t{workspace}", target)
+
+
+def _keep(  # noqa: PLR0917 - two functions call it
+    kept: Book, held: dict[str, str], name: str, kernel: Any, about: str, target: Target
+) -> None:
+    folder, file = os.path.split(str(kernel.path))
     if folder != str(cache_dir()):
         return  # of this process alone
     if not kept.files:
@@ -256,21 +290,24 @@ def keep(kept: Book, question: str, answer: Any, target: Target) -> None:
         kept.own = os.path.basename(getattr(host.runtime(), "__file__", "")).removesuffix(".so")  # noqa: PTH119
         kept.files = (find_compiler().argv[0], note, str(tuned_database() or "no database"))
     depends = tuple(map(_state, kept.files))
-    line = f"{name.removesuffix('.so')}\t{answer.kernel.symbol}\t{answer.work_bytes}\t{answer.workers}"
+    line = f"{file.removesuffix('.so')}\t{about}"
     with _lock:
         fresh = (kept.cores, kept.runtime, kept.depends) != (target.cores, kept.own, depends)
         if kept.depends not in ((), depends):
             kept.lines.clear()  # of other rates, or another compiler
+            kept.codes.clear()
         kept.cores, kept.runtime, kept.depends = target.cores, kept.own, depends
-        kept.lines[question] = line
+        held[name] = line
         _bound(kept)
         if kept.size > 2 * MOST_LINES:
-            kept.lines = {**_read(kept.name).lines, **kept.lines}
+            there = _read(kept.name)
+            kept.lines, kept.codes = {**there.lines, **kept.lines}, {**there.codes, **kept.codes}
             _bound(kept)
-            lines = list(map(_checked, (kept.heading, *kept.answers(kept.lines))))
+            lines = [_checked(kept.heading), *kept.checked(kept.lines, kept.codes)]
             write_note(kept.name, "\n".join(lines))
             kept.size = len(lines)
             return
-        added = list(map(_checked, (*((kept.heading,) if fresh else ()), *kept.answers({question: line}))))
+        added = [_checked(kept.heading)] if fresh else []
+        added += kept.checked({name: line}, {}) if held is kept.lines else kept.checked({}, {name: line})
         append_note(kept.name, "\n".join(added))
         kept.size += len(added)
