@@ -22,7 +22,7 @@ MACHINES = {
     "avx512": load_target("zen4"),
     "avx2": load_target("zen4").limited_to("avx2"),
     "scalar": load_target("zen4").limited_to("scalar"),
-    "unsearched": load_target("zen5"),
+    "unsearched": load_target("zen3"),
     "amx": load_target("sapphire_rapids"),
     "neon": load_target("neoverse_n1"),
     "i8mm": load_target("neoverse_v2"),
