@@ -23,7 +23,8 @@ Array = np.ndarray[Any, Any]
 
 def is_default(x: Any, value: int) -> bool:
     """Whether a number is the one that stands for nothing given."""
-    return isinstance(x, (int, float, np.number)) and x == value
+    kind = type(x)
+    return (kind is int or kind is float or isinstance(x, (int, float, np.number))) and x == value
 
 
 def _spread(name: str, given: Any, count: int, dtype: Any, pad: int = 1) -> Array:
