@@ -5,10 +5,11 @@ enum { ADD, SUBTRACT, MULTIPLY, DIVIDE, MINIMUM, MAXIMUM, CEIL, FLOOR, REMAINDER
 enum { STEP = 5 }; /* integers of an operation: what it does, the column made, three that are read */
 #define EXACT 4503599627370496.0 /* 2**52: doubles from here on are integers */
 
+/* Zeros keep their sign, as in NumPy: they may be divided by. */
 static double rounded_down(double x) {
   if (!(x > -EXACT && x < EXACT)) return x;
   const double whole = (double)(long)x;
-  return whole > x ? whole - 1 : whole;
+  return __builtin_copysign(whole > x ? whole - 1 : whole, x);
 }
 
 /* Of integers that are not negative. */
