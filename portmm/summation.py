@@ -46,13 +46,18 @@ def runs_in(kc: int, kr: int) -> int:
     return max(1, kc * kr // RUN)
 
 
+def _shortest(kr: int) -> int:
+    """Units of the shortest blocks of k that are of whole runs."""
+    return RUN // kr // 4
+
+
 def parts(kc: int, kr: int) -> bool:
     """Whether blocks of KC units are parts of a run; larger ones are of whole runs.
 
     Sums of a run that has parts are stored and loaded once more in each of them, so only streams, of few rows, have
     them; KC from the size of L1 is 100 to 600, and panels of B of a whole run stream well from L2.
     """
-    return 0 < kc < RUN // kr // 4
+    return 0 < kc < _shortest(kr)
 
 
 def depth(kc: int, atom: Atom, most: int) -> int:
@@ -67,5 +72,5 @@ def depth(kc: int, atom: Atom, most: int) -> int:
         return kc
     run = RUN // atom.k_pack
     if run > most:
-        return max(1, min(most, run // 4 - 1))
+        return max(1, min(most, _shortest(atom.k_pack) - 1))
     return run * max(1, min(round(kc / run), most // run))

@@ -12,7 +12,7 @@ static double rounded_down(double x) {
   return __builtin_copysign(whole > x ? whole - 1 : whole, x);
 }
 
-/* Of integers that are not negative. */
+/* Of integers that are not negative, and below 2**63. */
 static double remainder_of(double x, double y) {
   const long by = (long)y;
   return by ? (double)((long)x % by) : 0;
