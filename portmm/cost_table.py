@@ -136,11 +136,12 @@ def table(q: Problem, schedules: Sequence[Schedule], atoms: Sequence[Atom], targ
     folds = np.array([atom.n.bit_length() if s.program == "dot" else 0 for s, atom in pairs])
     over = np.where(x.over_k, x.kc, np.where(x.over_batch, -1.0, 0.0))
     kinds = np.stack((x.wide, x.mc, x.nc, over), axis=1)
+    a, b, c = q.elements
     _, firsts, group_of = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
     return Table(
         target,
         x,
-        tuple([each.bytes for each in q.elements]),
+        (a.bytes, b.bytes, c.bytes),
         rate=np.array([macs_per_cycle(target, target.isa(s.isa), atom, s.dtype) for s, atom in pairs]),
         steps=LOOP_CYCLES + AHEAD_CYCLES * streams,
         crowded=np.where(x.rows_in_place, tight, 1.0),

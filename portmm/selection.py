@@ -93,7 +93,7 @@ def _fastest(
     textbook = listed.textbook if len(counts) == 1 else np.repeat(listed.textbook, len(counts))
     if target.searches and not np.logical_and.reduce(textbook):
         seconds = np.where(textbook, np.inf, seconds)
-    every = seconds.tolist()  # a few dozen numbers: NumPy would take three times as long
+    every: list[list[float]] = seconds.tolist()  # a few dozen numbers: NumPy would take three times as long
     least, last = [min(row) for row in every], every[-1]
 
     def loss(i: int) -> float:
