@@ -1,4 +1,4 @@
-"""What the first calls of shapes cost beyond the products themselves, on one thread.
+"""Time of the first calls of shapes beyond that of the products themselves, on one thread.
 
     python bench/first_calls.py
 

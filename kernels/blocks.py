@@ -240,8 +240,7 @@ class Blocks:
         if not self.s.kc:
             return const(-(-tile // 64) * 64)
         rows = minimum(M, self.s.mc) if self.s.mc else M
-        width = ceil_div(self.groups, self.shares) * (self.s.nr * self.s.panels)
-        return round_up(maximum(tile, self.kb.lt(self.k) * (rows * width)), 64)
+        return round_up(maximum(tile, self.kb.lt(self.k) * (rows * self.share_width)), 64)
 
     @property
     def own_size(self) -> Index:
@@ -249,13 +248,17 @@ class Blocks:
         return self.b_size + self.a_size + self.c_size + self.t_size + self.kept_size
 
     @property
+    def share_width(self) -> Index:
+        """Columns of the widest share of a block, whole panels."""
+        return ceil_div(self.groups, self.shares) * (self.s.nr * self.s.panels)
+
+    @property
     def kept_size(self) -> Index:
         """Elements of one worker's sums of runs, where blocks of k are parts of them."""
         if not self.parts:
             return const(0)
         rows = minimum(M, self.s.mc) if self.s.mc else M
-        width = ceil_div(self.groups, self.shares) * (self.s.nr * self.s.panels)
-        return round_up(self.run.lt(self.k) * (rows * width), 64)
+        return round_up(self.run.lt(self.k) * (rows * self.share_width), 64)
 
     @property
     def decodes(self) -> bool:

@@ -297,13 +297,7 @@ class Gemm(Blocks):
             Let("columns", minimum(N - var("column"), panels * s.nr)),
             LetPtr("bp", self.panel(), self.given[1], readonly=True),
             *self.across(panels),
-            For(
-                "i",
-                const(0),
-                var("slices"),
-                const(1),
-                (*self.slice_(), *self.visit(panels), *self.finish()),
-            ),
+            For("i", const(0), var("slices"), const(1), (*self.slice_(), *self.visit(panels), *self.finish())),
         )
         return For("j", begin, end, const(panels), body)
 

@@ -46,8 +46,7 @@ def next_panel(g: Blocks, height: int) -> list[Index | Ptr]:
 
 def _deeper(g: Blocks) -> Index:
     """1 if another block of k follows this one."""
-    last = var("k_last") if g.s.over == "k" else g.k
-    return (g.pc + var("kd")).lt(last) if g.s.kc else const(0)
+    return (g.pc + var("kd")).lt(g.end) if g.s.kc else const(0)
 
 
 def _next_a(g: Blocks, height: int) -> list[Index | Ptr]:

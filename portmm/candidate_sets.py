@@ -117,7 +117,7 @@ class _Kind:
     chains: bool
 
     def features(self, p: Problem, rows: int) -> tuple[Any, ...]:
-        """What the enumeration for problems like `p`, of so many rows, depends on beside its kind."""
+        """Features of problems like `p`, of so many rows, that the enumeration depends on beside the kind."""
         m, n, k = (p.n, rows, p.k) if self.swap else (rows, p.n, p.k)
         if self.exact:
             return m, n, k, p.batch

@@ -123,7 +123,7 @@ def costs(t: Table, q: Problem, rows: Sequence[int], workers: Sequence[int]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What takes time, in cycles of one item, however many threads share it.
+    """Cycles of one item, however many threads share it.
 
     Attributes:
         overlapped: multiply-adds, and the loads of each level.

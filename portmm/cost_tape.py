@@ -101,7 +101,7 @@ _FUNCTIONS: dict[Any, Callable[..., Recorded]] = {
 
 
 class _Recorder:
-    """What has been recorded: columns are numbered as they come, constants apart, below zero."""
+    """Operations and constants recorded so far: columns are numbered as they come, constants apart, below zero."""
 
     def __init__(self, shape: tuple[int, int], given: int) -> None:
         self.shape, self.count = shape, given

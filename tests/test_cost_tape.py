@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support import SEVEN, TINY
+from test_candidate_sets import MACHINES as SEARCHED
 
 from portmm import dispatch, selection
 from portmm.candidate_sets import CandidateSet, candidate_set
@@ -18,17 +18,7 @@ from portmm.run import host
 from portmm.selection import predict, select
 from portmm.target import load_target
 
-MACHINES = {
-    "avx512": load_target("zen4"),
-    "avx2": load_target("zen4").limited_to("avx2"),
-    "scalar": load_target("zen4").limited_to("scalar"),
-    "unsearched": load_target("zen3"),
-    "amx": load_target("sapphire_rapids"),
-    "neon": load_target("neoverse_n1"),
-    "i8mm": load_target("neoverse_v2"),
-    "tiny": TINY,
-    "seven": SEVEN,
-}
+MACHINES = {**SEARCHED, "unsearched": load_target("zen3")}
 KINDS = (
     Problem(1, 1, 1),
     Problem(1, 1, 1, b="col"),
