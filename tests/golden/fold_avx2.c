@@ -29,7 +29,7 @@ typedef struct {
 typedef struct portmm_args {
   long m, n, k, batch;               /* C[batch][m][n] = A[batch][m][k] . B[batch][k][n] */
   const void *a; long a_m, a_k, a_batch;  /* strides in elements */
-  const void *b; long b_k, b_n, b_batch;  /* a packed B: panels, see kernels/packing.py */
+  const void *b; long b_k, b_n, b_batch;  /* a packed B lies in panels of columns */
   void *c; long c_m, c_n, c_batch;
   char *work;                        /* scratch, 64-byte aligned, Kernel.workspace() bytes */
   long workers;                      /* at most this many threads run tasks at once */
@@ -37,9 +37,9 @@ typedef struct portmm_args {
   void (*parallel)(void *pool, void (*body)(const long *ctx, long task, long worker),
                    const long *ctx, long tasks, long workers);
   const float *a_scale, *b_scale, *bias; /* of a quantised product: a value for each row, each column, */
-  const int *a_zero, *a_sum, *b_zero;    /* see kernels/finish.py; those by columns reach to a multiple of 64 */
-  const portmm_operand *operands;        /* of the expressions that are fused in, and the numbers of this call: */
-  const float *numbers;                  /* see kernels/elementwise.py */
+  const int *a_zero, *a_sum, *b_zero;    /* of the epilogue; those by columns reach to a multiple of 64 */
+  const portmm_operand *operands;        /* of fused expressions */
+  const float *numbers;                  /* their constants, by call */
 } portmm_args;
 
 #if defined(__clang__)
