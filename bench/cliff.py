@@ -22,14 +22,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from portmm.calibrate import probe
 from portmm.comparison import Case
 from portmm.comparison.case import BLOCK
 from portmm.comparison.environment import Setup
 from portmm.comparison.limit import chip
 from portmm.comparison.peers import find
 from portmm.comparison.process import Worker, WorkerError
-from portmm.detect import host
+from portmm.host.calibrate import probe
+from portmm.host.detect import host
 
 RESULTS = Path(__file__).parent / "results"
 SIZE = 1024

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from portmm import dispatch, settings
 from portmm.comparison import cases
+from portmm.dispatch import config
+from portmm.dispatch import cpu as cpu_dispatch
 from portmm.tuning import tune
 from portmm.tuning.terminal import bar, view
 
@@ -26,10 +27,10 @@ DAY = 86400.0
 
 def problem_of(case):
     """The problem that `pm.matmul` poses for a case."""
-    from portmm.call import STATIC_BATCH, problem
+    from portmm.arrays.call import STATIC_BATCH, problem
 
     b = "packed" if case.packed else case.b
-    family = dispatch.family(case.dtype, settings.target()) if case.packed else ""
+    family = cpu_dispatch.family(case.dtype, config.target()) if case.packed else ""
     static = case.batch >= STATIC_BATCH and not case.packed
     size = (case.m, case.n, case.k)
     return problem(case.dtype, size, (case.a, b, case.c), family, case.batch, dense=True, static=static)

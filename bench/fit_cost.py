@@ -20,14 +20,16 @@ from typing import TYPE_CHECKING
 
 from exhaustive import problem_of, write
 
-from portmm import cost, cost_table, cost_terms, dispatch, settings
+from portmm.codegen.lower import atom_of
 from portmm.comparison.suite import cases
-from portmm.lower import atom_of
-from portmm.schedule import parse
+from portmm.dispatch import config
+from portmm.dispatch import cpu as cpu_dispatch
+from portmm.schedule import cost_table, cost_terms, cpu_cost
+from portmm.schedule.schedule import parse
 
 if TYPE_CHECKING:
-    from portmm.problem import Problem
-    from portmm.target import Target
+    from portmm.spec.problem import Problem
+    from portmm.target.target import Target
 
 FACTORS = ("CROWDED", "THRASHED", "OVERFULL")
 FREE = (
@@ -35,7 +37,7 @@ FREE = (
     *("CONFLICTS", "APART", "TILE_CYCLES", "LOOP_CYCLES", *FACTORS),
 )
 """Constants that one thread determines; CUT_RUNS and the cost of threads are not among them."""
-MODULES = (cost, cost_table, cost_terms)
+MODULES = (cpu_cost, cost_table, cost_terms)
 """Where the constants are."""
 NEAR = 1.6
 """Times of the best up to which the shape of the prediction counts: what is slower need not be ranked."""
@@ -63,7 +65,7 @@ class Search:
         q = p.transposed() if p.c == "col" else p
         rows, schedules, atoms = zip(*self.tried, strict=True)
         counts = sorted({row["workers"] for row in rows})
-        every = cost.costs(cost_table.table(q, schedules, atoms, self.target), q, (q.m,), counts)
+        every = cpu_cost.costs(cost_table.table(q, schedules, atoms, self.target), q, (q.m,), counts)
         seconds = {count: x.seconds[0].tolist() for count, x in zip(counts, every, strict=True)}
         return [seconds[row["workers"]][i] for i, row in enumerate(rows)]
 
@@ -79,7 +81,7 @@ def searches(rows, target):
         schedules = [parse(row["schedule"]) for row in mine]
         held = target.limited_to(schedules[0].isa)
         tried = tuple(
-            (row, s, atom_of(dispatch.isa_of(s, held), s.dtype, s.lanes))
+            (row, s, atom_of(cpu_dispatch.isa_of(s, held), s.dtype, s.lanes))
             for row, s in zip(mine, schedules, strict=True)
         )
         yield Search(name, problem_of(known[name]), held, tried)
@@ -148,9 +150,9 @@ def main():
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--rechoose", action="store_true", help="mark the present choices in the files")
     options = parser.parse_args()
-    with settings.config(**({"target": options.target} if options.target else {})):
+    with config.config(**({"target": options.target} if options.target else {})):
         files = {path: json.loads(path.read_text()) for path in options.files}
-        found = [x for rows in files.values() for x in searches(rows, settings.target())]
+        found = [x for rows in files.values() for x in searches(rows, config.target())]
     if options.steps:
         fit(found, options.steps)
     shares = [(share(x, x.predicted()), x.name, x.target.isas[0].name) for x in found]

@@ -42,7 +42,7 @@ from portmm.comparison.peers import Contender
 from portmm.comparison.process import Worker, WorkerError
 from portmm.comparison.report import geomean
 from portmm.comparison.worker import TRIAL
-from portmm.detect import host
+from portmm.host.detect import host
 
 RESULTS = Path(__file__).parent / "results"
 FUSED, UNFUSED = "portmm", "unfused"

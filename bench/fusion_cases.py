@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from portmm.arrays import numpy_of
+from portmm.arrays.numpy_arrays import numpy_of
 from portmm.comparison.data import POOL, TOLERANCE
-from portmm.dtype import BY_NAME
+from portmm.spec.dtype import BY_NAME
 
 DTYPES = ("f32", "bf16")
 GROUPS = ("epilogue", "overhead", "blocks", "attention")

@@ -10,7 +10,7 @@ import numpy as np
 from fusion_cases import EPS, SCALE, WEIGHTS
 from fusion_ways import cut
 
-from portmm.arrays import numpy_of
+from portmm.arrays.numpy_arrays import numpy_of
 from portmm.comparison.peers import Library, MissingError, UnsupportedError
 
 VECTORS = ("bias", "gain")

@@ -13,7 +13,7 @@ import numpy as np
 from fusion_cases import EPS, SCALE, WEIGHTS
 
 import portmm as pm
-from portmm.arrays import numpy_of
+from portmm.arrays.numpy_arrays import numpy_of
 from portmm.comparison.peers import Library, MissingError, UnsupportedError
 
 MOST_SCORES = 1 << 29
@@ -31,7 +31,7 @@ def cut(y, parts):
 
 
 def _opened(setup, prepare):
-    if util.find_spec("portmm.vocabulary") is None:
+    if util.find_spec("portmm.spec.elementwise") is None:
         raise MissingError("this portmm fuses nothing")
     pm.set_num_threads(setup.threads)
     return Library(f"portmm {metadata.version('portmm')}", prepare, dtypes=None)
@@ -49,7 +49,7 @@ def open_unfused(setup):
 
 def after(case, d):
     """An epilogue: a function of the sums of a product."""
-    from portmm import vocabulary as v
+    from portmm.spec import elementwise as v
 
     bias, r, r2 = (d.get(name) for name in ("bias", "residual", "residual2"))
     return {
@@ -66,7 +66,7 @@ def _epilogue(case, d):
 
 
 def _overhead(case, d):
-    from portmm import vocabulary as v
+    from portmm.spec import elementwise as v
 
     x, w, bias, r = d["x"], pm.pack(d["w"]), d["bias"], d["residual"]
     out = np.empty((case.m, case.n), x.dtype)
@@ -92,7 +92,7 @@ def _block(case, d):
 
 
 def _mlp(_case, d):
-    from portmm import vocabulary as v
+    from portmm.spec import elementwise as v
 
     x, gate, up, down = d["x"], *(pm.pack(d[name]) for name in ("w", "up", "down"))
 
@@ -120,7 +120,7 @@ def _lora(_case, d):
 
 
 def _rmsnorm(_case, d):
-    from portmm import vocabulary as v
+    from portmm.spec import elementwise as v
 
     x, gain, w = d["x"], d["gain"], pm.pack(d["w"])
 
@@ -155,7 +155,7 @@ _FUSED = {"epilogue": _epilogue, "overhead": _overhead, "blocks": _block, "atten
 
 def _rows(function, *arrays, dtype=None):
     """A kernel over rows."""
-    from portmm.rows import over_rows
+    from portmm.ops.rowwise import over_rows
 
     return over_rows(function, arrays, NAMES, dtype=dtype)[0][0]
 
@@ -176,7 +176,7 @@ def _unfused(case, d):
 
 def _by_rows(case, d):
     """Products, and kernels over rows between them."""
-    from portmm import vocabulary as v
+    from portmm.spec import elementwise as v
 
     x, w, up, down, a, b, gain = (d.get(name) for name in ("x", *WEIGHTS, "gain"))
     end, narrow = after(case, d) if case.group == "epilogue" else None, numpy_of(case.dtype)
@@ -199,7 +199,7 @@ def _by_rows(case, d):
 
 def _scored(case, d):
     """Attention by two products and a softmax between."""
-    from portmm import vocabulary as v
+    from portmm.spec import elementwise as v
 
     _fits(case)
     q, k, values = grouped(case, d)

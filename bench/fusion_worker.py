@@ -22,7 +22,7 @@ from contextlib import contextmanager
 import numpy as np
 from fusion_cases import VARIANTS, case_of, operands, worst
 
-from portmm.arrays import numpy_of
+from portmm.arrays.numpy_arrays import numpy_of
 from portmm.comparison.environment import Setup
 from portmm.comparison.peers import MissingError, UnsupportedError, open_adapter, repeat
 from portmm.comparison.worker import seconds_per_call, settle

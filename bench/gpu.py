@@ -32,12 +32,14 @@ import gpu_schedules
 import gpu_tools
 import numpy as np
 
-from portmm import cache, device_arrays, on_device
+from portmm.arrays import device_arrays
+from portmm.build import cache
+from portmm.build.nvrtc import find_nvrtc
 from portmm.comparison.cublaslt import LIMIT
 from portmm.comparison.device_facts import told
-from portmm.dtype import BY_NAME
 from portmm.errors import NoCompilerError
-from portmm.nvrtc import find_nvrtc
+from portmm.ops import matmul_gpu
+from portmm.spec.dtype import BY_NAME
 from portmm.version import VERSION
 
 SURVEYED = ("4096x4096x4096:bf16:col", "8192x8192x8192:bf16:col", "16x4096x4096:bf16:col", "4096x4096x4096:s8:col")
@@ -65,7 +67,7 @@ def clocks():
 def machine_of(on):
     """The device of arrays, as portmm sees it."""
     probe = on.random((8, 8), "f32", 0)
-    return device_arrays.machine_of(on_device.adopted(probe, probe)[0])
+    return device_arrays.machine_of(matmul_gpu.adopted(probe, probe)[0])
 
 
 def facts(on, peers, machine):

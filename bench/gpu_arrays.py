@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from portmm.arrays import numpy_of
+from portmm.arrays.numpy_arrays import numpy_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 

@@ -15,8 +15,10 @@ import numpy as np
 from gpu_arrays import drawn
 
 import portmm as pm
-from portmm import device_arrays, foreign, grid_dispatch, on_device
-from portmm.dtype import BY_NAME
+from portmm.arrays import device_arrays, interop
+from portmm.dispatch import gpu as gpu_dispatch
+from portmm.ops import matmul_gpu
+from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -123,14 +125,14 @@ def share_of(on, found, a, b, *, eps=0.0, exact=False, end=None):
 
 def name_of(x):
     """Portmm's name of an array's type."""
-    return foreign.adopt(x).dtype
+    return interop.adopt(x).dtype
 
 
 def chosen(a, b):
     """The function that multiplies two arrays, and its predicted seconds."""
-    left, right, _ = on_device.adopted(a, b)
-    call = on_device.question((left, right, None))
-    choice = grid_dispatch.route(call.problem, device_arrays.machine_of(left), call.vectors).choice
+    left, right, _ = matmul_gpu.adopted(a, b)
+    call = matmul_gpu.question((left, right, None))
+    choice = gpu_dispatch.route(call.problem, device_arrays.machine_of(left), call.vectors).choice
     return {"schedule": str(choice.schedule), "predicted": choice.cost.seconds}
 
 
@@ -240,7 +242,7 @@ _PARTS = ("words", "scales", "offsets")
 def _packed(on, weight, like, count):
     """A weight on the device, so many times: packed once, as that takes the host seconds, and copied there."""
     first = pm.pack(weight, like=like)
-    copies = [{name: foreign.adopt(on.copy(getattr(first, name).source)) for name in _PARTS} for _ in range(count - 1)]
+    copies = [{name: interop.adopt(on.copy(getattr(first, name).source)) for name in _PARTS} for _ in range(count - 1)]
     return [first, *(replace(first, **x) for x in copies)]
 
 

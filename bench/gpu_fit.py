@@ -5,7 +5,7 @@
     python gpu_fit.py results/h100-lease-*.json --toml ../targets/tuned/h100.toml    # what was faster than the choice
 
 Each file is what `lease.py` or `gpu.py --schedules --save` wrote. A row of a survey has its problem, its schedule as
-`portmm.schedule.parse` reads it, the terms of its prediction, and seconds. A fit finds for each term the factor
+`portmm.schedule.schedule.parse` reads it, the terms of its prediction, and seconds. A fit finds for each term the factor
 by which predictions come nearest; a person decides which constant of `grid_cost` it stands for.
 """
 
@@ -22,11 +22,11 @@ from pathlib import Path
 
 import numpy as np
 
-from portmm.grid_cost import EXPOSED
-from portmm.problem import Problem
-from portmm.schedule import parse
-from portmm.target import load_target
-from portmm.tuned import Tuned, architecture, to_toml
+from portmm.dispatch.tuning_database import Tuned, architecture, to_toml
+from portmm.schedule.gpu_cost import EXPOSED
+from portmm.schedule.schedule import parse
+from portmm.spec.problem import Problem
+from portmm.target.target import load_target
 from portmm.version import VERSION
 
 LEAST_GAIN = 1.03

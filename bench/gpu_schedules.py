@@ -17,15 +17,17 @@ import numpy as np
 from gpu_peers import NoPeers
 from gpu_run import say
 
-from portmm import attend_on_device, attention_tiling, grid_dispatch, matrix_attention_tiling
-from portmm.choice import Choice
+from portmm.codegen.lower import grid_atom
+from portmm.dispatch import gpu as gpu_dispatch
+from portmm.dispatch.selection import Choice
+from portmm.dispatch.tuning_database import told
 from portmm.errors import PortmmError
-from portmm.grid_candidates import candidates
-from portmm.grid_cost import cost
-from portmm.lower import grid_atom
-from portmm.memory import forget_all
-from portmm.schedule import spell
-from portmm.tuned import told
+from portmm.ops import attention_gpu
+from portmm.schedule import gpu_attention, gpu_mma_attention
+from portmm.schedule.gpu_candidates import candidates
+from portmm.schedule.gpu_cost import cost
+from portmm.schedule.schedule import spell
+from portmm.util.memo import forget_all
 
 BEST = 2 / 3
 """Of those measured, the share that are predicted to be the fastest; the rest is spread over all others."""
@@ -119,7 +121,7 @@ def opened(call, operands):
         PortmmError: it poses nothing that has candidates.
     """
     routes, tiles = [], []
-    route, tiled = grid_dispatch.route, attend_on_device._tiled  # noqa: SLF001
+    route, tiled = gpu_dispatch.route, attention_gpu._tiled  # noqa: SLF001
 
     def seen(p, on, vectors):
         routes.append((p, on, vectors))
@@ -130,14 +132,14 @@ def opened(call, operands):
         return tiled(wanted, target)
 
     forget_all()
-    with replaced(grid_dispatch, "route", seen), replaced(attend_on_device, "_tiled", seen_tiles):
+    with replaced(gpu_dispatch, "route", seen), replaced(attention_gpu, "_tiled", seen_tiles):
         call(operands)
     if tiles:
-        return Surveyed(asdict(tiles[0][0]), (attend_on_device, "_tiled"), tuple(_tilings(*tiles[0])))
+        return Surveyed(asdict(tiles[0][0]), (attention_gpu, "_tiled"), tuple(_tilings(*tiles[0])))
     if not routes:
         raise PortmmError("the call poses no problem that has candidates")
     p, on, vectors = max(routes, key=lambda x: x[0].m * x[0].n * x[0].k * x[0].batch)
-    return Surveyed(p, (grid_dispatch, "route"), tuple(_schedules(p, on, vectors)))
+    return Surveyed(p, (gpu_dispatch, "route"), tuple(_schedules(p, on, vectors)))
 
 
 def _schedules(p, on, vectors):
@@ -147,7 +149,7 @@ def _schedules(p, on, vectors):
 
         def build(s=s, terms=terms):
             choice = Choice(p, on.target, 1, s, terms, ())
-            return grid_dispatch.Route(choice, *grid_dispatch._code(s, on))  # noqa: SLF001
+            return gpu_dispatch.Route(choice, *gpu_dispatch._code(s, on))  # noqa: SLF001
 
         kind = (s.program, s.isa, s.copies, s.swap, s.split > 1, *shared)
         yield Candidate(
@@ -158,13 +160,13 @@ def _schedules(p, on, vectors):
 def _tilings(wanted, target):
     """Candidates of attention, of which one compiles when it is first called."""
     found = []
-    if not matrix_attention_tiling.lacks(wanted, target):
+    if not gpu_mma_attention.lacks(wanted, target):
         hertz = 1e9 * (target.frequency_ghz or 1)
-        for t in matrix_attention_tiling.tilings(wanted, target):
-            seconds = matrix_attention_tiling.time(t, wanted, target) / hertz
-            found.append((t, "mma_attention", seconds, matrix_attention_tiling.runs_of(t, wanted, target)))
-    threads = attention_tiling.tilings(wanted, target)
-    found += [(t, "grid_attention", None, attention_tiling.runs_of(t, wanted, target)) for t in threads]
+        for t in gpu_mma_attention.tilings(wanted, target):
+            seconds = gpu_mma_attention.time(t, wanted, target) / hertz
+            found.append((t, "mma_attention", seconds, gpu_mma_attention.runs_of(t, wanted, target)))
+    threads = gpu_attention.tilings(wanted, target)
+    found += [(t, "grid_attention", None, gpu_attention.runs_of(t, wanted, target)) for t in threads]
     for t, program, seconds, runs in found:
         text = f"{program} {t.queries}x{t.keys} threads {t.threads}" + (f" slots {t.slots}" if seconds else "")
         kind = (program, t.threads, getattr(t, "slots", 0))

@@ -17,13 +17,13 @@ import driver
 import numpy as np
 import support
 
-from portmm.compiler import find_compiler
-from portmm.dispatch import choose, family, family_of_codes, isa_of
-from portmm.lower import lower, lower_pack
-from portmm.problem import Problem
-from portmm.problem import family as family_of
-from portmm.schedule import spell
-from portmm.target import load_isa, load_target
+from portmm.build.compiler import find_compiler
+from portmm.codegen.lower import lower, lower_pack
+from portmm.dispatch.cpu import choose, family, family_of_codes, isa_of
+from portmm.schedule.schedule import spell
+from portmm.spec.problem import Problem
+from portmm.spec.problem import family as family_of
+from portmm.target.target import load_isa, load_target
 
 BASELINE = Path(__file__).parent / "baselines" / "instructions.json"
 CHIP = "haswell"

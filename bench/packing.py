@@ -32,9 +32,9 @@ from statistics import median
 import numpy as np
 
 import portmm as pm
-from portmm.arrays import numpy_of
+from portmm.arrays.numpy_arrays import numpy_of
 from portmm.comparison.limit import chip
-from portmm.detect import host
+from portmm.host.detect import host
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = ((1024, 1024), (4096, 4096), (4096, 11008))

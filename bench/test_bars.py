@@ -12,7 +12,7 @@ import pytest
 from portmm.comparison import cases, compare
 from portmm.comparison.report import geomean
 from portmm.comparison.text import markdown
-from portmm.detect import host
+from portmm.host.detect import host
 
 SECONDS = 1800.0
 SMOKE = {"rounds": 1, "turn_s": 0.002, "budget_s": 60.0, "limits": False}

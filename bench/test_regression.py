@@ -12,7 +12,7 @@ import regression
 from regression import ROUNDS
 
 from portmm.comparison import cases
-from portmm.detect import host
+from portmm.host.detect import host
 
 CASES = (
     "cube-256", "cube-1024", "bert-128-768x768", "resnet-784x128x1152", "llama-m1-q", "llama-m16-q", "dlrm-256x512",

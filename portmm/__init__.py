@@ -6,7 +6,7 @@ first call.
 
 from typing import TYPE_CHECKING
 
-from portmm.api import matmul, plan, surrounded_by
+from portmm.dispatch.config import config, get_num_threads, set_num_threads
 from portmm.errors import (
     BuildError,
     NoCompilerError,
@@ -16,22 +16,21 @@ from portmm.errors import (
     TargetError,
     TraceError,
 )
-from portmm.packed import pack
-from portmm.settings import config, get_num_threads, set_num_threads
+from portmm.ops.matmul import matmul, plan, surrounded_by
+from portmm.ops.prepack import pack
 from portmm.version import VERSION
 
 if TYPE_CHECKING:
-    from portmm.attend import attention
     from portmm.comparison import compare
-    from portmm.explanation import Explanation, explain
-    from portmm.formats import from_awq, from_gguf, from_gptq, from_int4
-    from portmm.grouped import grouped_matmul
-    from portmm.launching import launch
-    from portmm.quantized import Quantized, dequantize, load_quantized, quantize, save_quantized
-    from portmm.scaled import linear
-    from portmm.stored import load_packed, save_packed
-    from portmm.tuning import tune
-    from portmm.vocabulary import (
+    from portmm.explanation.cpu import Explanation, explain
+    from portmm.fusion.fuse import fuse
+    from portmm.ops.attention import attention
+    from portmm.ops.grouped_matmul import grouped_matmul
+    from portmm.ops.launch import launch
+    from portmm.ops.linear import linear
+    from portmm.ops.packed_files import load_packed, save_packed
+    from portmm.ops.warmup import warmup
+    from portmm.spec.elementwise import (
         cast,
         clip,
         dropout,
@@ -68,8 +67,9 @@ if TYPE_CHECKING:
         tanh,
         where,
     )
-    from portmm.warm import warmup
-    from portmm.whole import fuse
+    from portmm.tuning import tune
+    from portmm.weights.checkpoints import from_awq, from_gguf, from_gptq, from_int4
+    from portmm.weights.quantized import Quantized, dequantize, load_quantized, quantize, save_quantized
 
 __version__ = VERSION
 
@@ -147,18 +147,18 @@ __all__ = [
 ]
 
 _LATER = {
-    "attention": "attend",
+    "attention": "ops.attention",
     "compare": "comparison",
-    **dict.fromkeys(("Explanation", "explain"), "explanation"),
-    **dict.fromkeys(("Quantized", "dequantize", "load_quantized", "quantize", "save_quantized"), "quantized"),
-    **dict.fromkeys(("from_awq", "from_gguf", "from_gptq", "from_int4"), "formats"),
-    **dict.fromkeys(("load_packed", "save_packed"), "stored"),
-    "grouped_matmul": "grouped",
-    "launch": "launching",
-    "linear": "scaled",
-    "fuse": "whole",
+    **dict.fromkeys(("Explanation", "explain"), "explanation.cpu"),
+    **dict.fromkeys(("Quantized", "dequantize", "load_quantized", "quantize", "save_quantized"), "weights.quantized"),
+    **dict.fromkeys(("from_awq", "from_gguf", "from_gptq", "from_int4"), "weights.checkpoints"),
+    **dict.fromkeys(("load_packed", "save_packed"), "ops.packed_files"),
+    "grouped_matmul": "ops.grouped_matmul",
+    "launch": "ops.launch",
+    "linear": "ops.linear",
+    "fuse": "fusion.fuse",
     "tune": "tuning",
-    "warmup": "warm",
+    "warmup": "ops.warmup",
     **dict.fromkeys(
         (
             "cast",
@@ -197,7 +197,7 @@ _LATER = {
             "tanh",
             "where",
         ),
-        "vocabulary",
+        "spec.elementwise",
     ),
 }
 """Name -> module, of what a matmul from the cache does not need."""
@@ -205,7 +205,7 @@ _LATER = {
 
 def _surrounded(*operands: object) -> object:
     """The product with what surrounds it, which a plain one does not load."""
-    from portmm.around import matmul as with_surroundings
+    from portmm.ops.fused_matmul import matmul as with_surroundings
 
     return with_surroundings(*operands)  # type: ignore[arg-type]
 

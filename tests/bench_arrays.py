@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from portmm import foreign
-from portmm.arrays import numpy_of
+from portmm.arrays import interop
+from portmm.arrays.numpy_arrays import numpy_of
 
 
 class Emulated:
@@ -109,12 +109,12 @@ def tensors_there(monkeypatch):
 
     def adopted(x):
         size = x.element_size()
-        name = foreign._named(str(x.dtype).removeprefix("torch."), native=True, what="a tensor")
+        name = interop._named(str(x.dtype).removeprefix("torch."), native=True, what="a tensor")
         strides = tuple(s * size for s in x.stride())
-        return foreign.Foreign(x, "cuda", ("cuda", 0), x.data_ptr(), tuple(x.shape), strides, name, 100, readonly=False)
+        return interop.Foreign(x, "cuda", ("cuda", 0), x.data_ptr(), tuple(x.shape), strides, name, 100, readonly=False)
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _x: True), raising=False)
-    monkeypatch.setitem(foreign._LIBRARIES, "torch", adopted)
+    monkeypatch.setitem(interop._LIBRARIES, "torch", adopted)
     for name, value in {
         "Event": _Event, "_sleep": lambda _cycles: None, "synchronize": lambda: None, "CUDAGraph": _Graph,
         "graph": lambda _graph: contextlib.nullcontext(), "empty_cache": lambda: None,

@@ -27,12 +27,12 @@ def answer(artifact):
 WORKER = """
 import sys, time
 from pathlib import Path
-import portmm.build
+import portmm.build.shared_object
 source, ready, go = sys.argv[1:4]
 Path(ready).touch()
 while not Path(go).exists():
     time.sleep(0.001)
-artifact = portmm.build.build(source, flags=())
+artifact = portmm.build.shared_object.build(source, flags=())
 print(artifact.path, artifact.cached)
 """
 

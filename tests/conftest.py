@@ -13,9 +13,13 @@ import opencl_cpu
 import pytest
 from build_compilers import fake_compiler
 
-from portmm import api, cache, compiler, dispatch, failures, fallback, settings
-from portmm.build import find_compiler
-from portmm.run import host
+from portmm.arrays import numpy_fallback
+from portmm.build import cache, compiler, failed_builds
+from portmm.build.shared_object import find_compiler
+from portmm.dispatch import config as settings
+from portmm.dispatch import cpu as cpu_dispatch
+from portmm.ops import matmul as matmul_op
+from portmm.runtime import cpu as cpu_runtime
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -68,20 +72,20 @@ def _quickly(request):
     quick.mkdir(mode=0o700, exist_ok=True)
     compiler._BASE = tuple("-O0" if x == "-O2" else x for x in words)
     os.environ["PORTMM_CACHE"] = str(quick)
-    dispatch.forget()
+    cpu_dispatch.forget()
     yield
     compiler._BASE = words
     os.environ["PORTMM_CACHE"] = str(place)
-    dispatch.forget()
+    cpu_dispatch.forget()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _anew():
     """The run time is one per process, and the tests of it register resolvers of their own."""
-    api._fast = api._start
-    api._state.clear()
-    fallback.forget()
-    host.forget_refusal()
+    matmul_op._fast = matmul_op._start
+    matmul_op._state.clear()
+    numpy_fallback.forget()
+    cpu_runtime.forget_refusal()
     settings._listeners.clear()
     settings.set_num_threads(0)
     yield
@@ -94,7 +98,7 @@ def empty_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("PORTMM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "_warned", set())
     compiler._find.cache_clear()
-    failures.forget()
+    failed_builds.forget()
     yield
     compiler._find.cache_clear()
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from support import Guarded, poison, require
 
-from portmm.cache import cache_dir, digest
+from portmm.build.cache import cache_dir, digest
 
 SOURCES = Path(__file__).with_name("shim")
 IN_ORDER, BACKWARDS, SHUFFLED = range(3)

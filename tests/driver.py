@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from portmm.abi import ARGS
-from portmm.build import build
-from portmm.dispatch import workspace_bytes
-from portmm.emit.c import source
-from portmm.ir import VECTORS
+from portmm.build.shared_object import build
+from portmm.codegen.c_kernel import source
+from portmm.dispatch.cpu import workspace_bytes
+from portmm.ir.abi import ARGS
+from portmm.ir.nodes import VECTORS
 
 if TYPE_CHECKING:
     from support import Case
 
-    from portmm.ir import Kernel
+    from portmm.ir.nodes import Kernel
 
 JOB = struct.Struct("1l5l6l6l6l1l6l2l")
 OPERAND = struct.Struct("6l")

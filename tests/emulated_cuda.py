@@ -10,9 +10,10 @@ import cuda_shim
 import numpy as np
 from cuda_fakes import FakeCupy
 
-from portmm import grid_dispatch, nvrtc
-from portmm.dtype import BY_NAME
-from portmm.nvrtc import Cubin
+from portmm.build import nvrtc
+from portmm.build.nvrtc import Cubin
+from portmm.dispatch import gpu as gpu_dispatch
+from portmm.spec.dtype import BY_NAME
 
 
 class ndarray:  # noqa: N801 - CuPy's name
@@ -138,7 +139,7 @@ def install(monkeypatch):
     """The device, for one test."""
     from cuda_fakes import install as put
 
-    from portmm.run import cuda, tensor_map
+    from portmm.runtime import cuda, tensor_map
 
     monkeypatch.setattr(tensor_map, "tensor_map", mapped)
     monkeypatch.setattr(nvrtc, "compile_cuda", compiled)
@@ -146,5 +147,5 @@ def install(monkeypatch):
         getattr(known, "cache_clear", lambda: None)()
     for known in ("_functions", "_banks"):
         monkeypatch.setattr(cuda, known, {})
-    monkeypatch.setattr(grid_dispatch, "_machines", {})
+    monkeypatch.setattr(gpu_dispatch, "_machines", {})
     return put(monkeypatch, EmulatedCupy())

@@ -13,12 +13,26 @@ import numpy as np
 import support
 from support import Case, Extra, Laid, guarded, lay, poison
 
-from portmm.dtype import BY_NAME, spell
-from portmm.expr import OPS, apply, bits, const, fma, from_bits, ordered, real, select, sqrt
-from portmm.fused import AXES, PRODUCT, C, Fused, Operand, acc, extent, fold, index, load, number, reduction, varies
-from portmm.interp import numpy_type
-from portmm.ir import VECTORS
-from portmm.problem import Problem
+from portmm.ir.interpreter import numpy_type
+from portmm.ir.nodes import VECTORS
+from portmm.spec.dtype import BY_NAME, spell
+from portmm.spec.epilogue import (
+    AXES,
+    PRODUCT,
+    C,
+    Fused,
+    Operand,
+    acc,
+    extent,
+    fold,
+    index,
+    load,
+    number,
+    reduction,
+    varies,
+)
+from portmm.spec.expr import OPS, apply, bits, const, fma, from_bits, ordered, real, select, sqrt
+from portmm.spec.problem import Problem
 
 U = 2.0**-24
 TINY = 2.0**-149
@@ -387,7 +401,7 @@ def gemm_case(p, fused, seed=0, *, special=False):
 
 def interpreted(kernel, f, workers=1, shuffle=0):
     """C and the operands as the interpreter leaves them."""
-    from portmm.interp import run
+    from portmm.ir.interpreter import run
 
     k = f.case
     c, flats = k.fresh(), [x.flat.copy() for x in k.operands]
@@ -401,11 +415,11 @@ def interpreted(kernel, f, workers=1, shuffle=0):
 
 def executed(kernel, f, workers=1, *, code=None, end=True):
     """C and the operands as the built kernel leaves them, each beside a guard page."""
-    from portmm import dispatch
-    from portmm.run.host import runtime
+    from portmm.dispatch import cpu as cpu_dispatch
+    from portmm.runtime.cpu import runtime
 
     k = f.case
-    work = dispatch.workspace_bytes(kernel, k.problem, workers)
+    work = cpu_dispatch.workspace_bytes(kernel, k.problem, workers)
     route = runtime().make_route(code or support.load(kernel), work, workers, k.problem.held, k.problem.unit)
     a, b, c, numbers, *flats = (
         guarded(x, end=end) for x in (k.a, k.b, k.fresh(), k.numbers, *(x.flat for x in k.operands))

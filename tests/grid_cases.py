@@ -16,12 +16,12 @@ import opencl_cpu
 from cuda_shim import ORDERS, ShimError
 from support import Case, expected, lay, poison
 
-from portmm.dtype import BY_NAME, accumulator, spell
-from portmm.fused import PRODUCT
-from portmm.grid_dispatch import bind, source
-from portmm.interp import numpy_type
-from portmm.lower import lower_grid
-from portmm.target import load_target
+from portmm.codegen.lower import lower_grid
+from portmm.dispatch.gpu import bind, source
+from portmm.ir.interpreter import numpy_type
+from portmm.spec.dtype import BY_NAME, accumulator, spell
+from portmm.spec.epilogue import PRODUCT
+from portmm.target.target import load_target
 
 MACHINE = load_target(str(Path(__file__).with_name("targets") / "tiny_device.toml"))
 OLDER = replace(MACHINE, device=replace(MACHINE.device, architecture="75"))
@@ -191,7 +191,7 @@ def on_opencl(c, codes):
     context, queue = opencl_cpu.opencl_device()
     import pyopencl as cl
 
-    from portmm.run import opencl
+    from portmm.runtime import opencl
 
     flags = cl.mem_flags.READ_WRITE | cl.mem_flags.COPY_HOST_PTR
     buffers = {name: cl.Buffer(context, flags, hostbuf=x) for name, (x, _) in c.memory.items()}
@@ -220,7 +220,7 @@ def compiled(kernels, language):
     if language == "cuda":
         return [cuda_shim.compile(source(x, language), x.name) for x in kernels]
     context, _ = opencl_cpu.opencl_device()
-    from portmm.run import opencl
+    from portmm.runtime import opencl
 
     return [opencl.load(opencl.compile_opencl(source(x, language), x.name, context), x.name) for x in kernels]
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from portmm.index import FOLD
-from portmm.ir import For, If, Let, LetPtr, Move, children
-from portmm.threads import Vector
+from portmm.ir.index import FOLD
+from portmm.ir.nodes import For, If, Let, LetPtr, Move, children
+from portmm.ir.thread_nodes import Vector
 
 
 def value(x, env):

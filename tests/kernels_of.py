@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from portmm.kernels.packing import transpose
 from support import Case, Laid, lay, load_isa, numpy_type, packed_families, panels_of, small, valid_of
 
-from portmm.candidates import PACKED_VECTORS
-from portmm.dtype import CODES_AT, CODES_KR
-from portmm.lower import lower_fold, lower_pack
-from portmm.problem import Family, Problem, family
+from portmm.codegen.lower import lower_fold, lower_pack
+from portmm.kernels.cpu.packing import transpose
+from portmm.schedule.cpu_candidates import PACKED_VECTORS
+from portmm.spec.dtype import CODES_AT, CODES_KR
+from portmm.spec.problem import Family, Problem, family
 
 
 def transposed(lines: np.ndarray) -> np.ndarray:

@@ -26,10 +26,10 @@ import manifest_devices
 import manifest_host
 from manifest_case import Case
 
-from portmm import abi
-from portmm.lower import GRID_PROGRAMS, PROGRAMS
-from portmm.run import host
-from portmm.target import names_of
+from portmm.codegen.lower import GRID_PROGRAMS, PROGRAMS
+from portmm.ir import abi
+from portmm.runtime import cpu as cpu_runtime
+from portmm.target.target import names_of
 from portmm.version import VERSION
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ KINDS = (*PROGRAMS, *GRID_PROGRAMS, "attention", "rows", "columns", "lines", "pa
 def _runtime() -> Iterator[Case]:
     """The C of the run time, in files and as it is put together."""
     yield Case("abi", abi.ARGS)
-    yield Case("extension", host.source(python=True))
-    yield Case("twin", host.source(python=False))
-    for path in sorted(Path(host.__file__).parent.glob("*.[ch]")):
+    yield Case("extension", cpu_runtime.source(python=True))
+    yield Case("twin", cpu_runtime.source(python=False))
+    for path in sorted(Path(cpu_runtime.__file__).parent.glob("*.[ch]")):
         yield Case(path.name, path.read_text(encoding="utf-8"))
 
 

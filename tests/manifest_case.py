@@ -12,16 +12,16 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from portmm.dtype import BY_NAME, accumulator, spell, types
-from portmm.emit import c
+from portmm.codegen import c_kernel
+from portmm.dispatch.gpu import source as device_source
 from portmm.errors import ScheduleError
-from portmm.grid_dispatch import source as device_source
+from portmm.spec.dtype import BY_NAME, accumulator, spell, types
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from portmm.ir import Kernel
-    from portmm.schedule import Schedule
+    from portmm.ir.nodes import Kernel
+    from portmm.schedule.schedule import Schedule
 
 
 ELEMENTS = [x.name for x in BY_NAME.values() if x.pack == 1 and x.name not in ("b32", "b64", "s16")]
@@ -47,7 +47,7 @@ def on_host(name: str, build: Callable[..., Kernel], *given: Any) -> Iterator[Ca
     """What a builder makes of what it is given, in C; nothing where there is no such kernel."""
     with suppress(ScheduleError):
         kernel = build(*given)
-        yield Case(name, c.source(replace(kernel, header=())), "\n".join(kernel.header))
+        yield Case(name, c_kernel.source(replace(kernel, header=())), "\n".join(kernel.header))
 
 
 def on_device(name: str, language: str, build: Callable[..., Any], *given: Any, **more: Any) -> Iterator[Case]:

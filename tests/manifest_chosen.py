@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any
 from fused_cases import epilogues
 from manifest_case import Case, few, on_device, on_host
 
-from portmm import dispatch, grid_dispatch
-from portmm.dtype import BY_NAME, CODES_KR, types
-from portmm.lower import lower, lower_grid
-from portmm.problem import Family, Problem
-from portmm.target import load_target
+from portmm.codegen.lower import lower, lower_grid
+from portmm.dispatch import cpu as cpu_dispatch
+from portmm.dispatch import gpu as gpu_dispatch
+from portmm.spec.dtype import BY_NAME, CODES_KR, types
+from portmm.spec.problem import Family, Problem
+from portmm.target.target import load_target
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from portmm.grid import GridKernel
-    from portmm.ir import Kernel
-    from portmm.target import Target
+    from portmm.ir.grid_kernel import GridKernel
+    from portmm.ir.nodes import Kernel
+    from portmm.target.target import Target
 
 SIZES = ((1, 4096, 4096), (4, 1024, 4096), (16, 4096, 1024), (64, 64, 64), (200, 768, 768), (1024, 1024, 1024))
 WORDS = {
@@ -69,11 +70,11 @@ def _on_host(p: Problem, target: Target) -> Kernel:
         ScheduleError: nothing is.
     """
     if p.types[1] == "u4":
-        p = replace(p, b="codes", family=str(dispatch.family_of_codes(target, GROUP)))
+        p = replace(p, b="codes", family=str(cpu_dispatch.family_of_codes(target, GROUP)))
     elif p.b == "packed":
-        p = replace(p, family=dispatch.family(p.dtype, target))
-    s = dispatch.choose(p, target, THREADS, tuned=False).schedule
-    return lower(s, dispatch.isa_of(s, target))
+        p = replace(p, family=cpu_dispatch.family(p.dtype, target))
+    s = cpu_dispatch.choose(p, target, THREADS, tuned=False).schedule
+    return lower(s, cpu_dispatch.isa_of(s, target))
 
 
 def _on_device(p: Problem, target: Target) -> tuple[GridKernel, ...]:
@@ -85,5 +86,5 @@ def _on_device(p: Problem, target: Target) -> tuple[GridKernel, ...]:
     first, second, last = (16 // BY_NAME[x].bytes for x in p.types)
     if p.types[1] == "u4":
         p, second = replace(p, b="codes", family=str(Family("u4", 1, CODES_KR, group=GROUP))), GROUP
-    s = grid_dispatch.choose(p, target, (first, second, last), tuned=False).schedule
+    s = gpu_dispatch.choose(p, target, (first, second, last), tuned=False).schedule
     return lower_grid(s, target.isa(s.isa))

@@ -15,22 +15,22 @@ from fused_cases import by_rows, columns, epilogues, every_operation, every_type
 from grid_cases import MACHINE
 from manifest_case import Case, all_words, covering, few, on_device, smallest
 from manifest_host import forms
-from portmm.kernels.grid_rows import Form as RowForm
 
-from portmm import attention_tiling, matrix_attention_tiling
-from portmm.dtype import BY_NAME, CODES_KR, types
+from portmm.codegen.lower import lower_grid, lower_grid_attention, lower_grid_columns, lower_grid_rows, lower_lines
 from portmm.errors import ScheduleError
-from portmm.grid_candidates import candidates, units
-from portmm.lower import lower_grid, lower_grid_attention, lower_grid_columns, lower_grid_rows, lower_lines
-from portmm.problem import Family, Problem
-from portmm.target import load_target
+from portmm.kernels.gpu.rowwise import Form as RowForm
+from portmm.schedule import gpu_attention, gpu_mma_attention
+from portmm.schedule.gpu_candidates import candidates, units
+from portmm.spec.dtype import BY_NAME, CODES_KR, types
+from portmm.spec.problem import Family, Problem
+from portmm.target.target import load_target
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from portmm.fused import Fused
-    from portmm.schedule import Schedule
-    from portmm.target import Target
+    from portmm.schedule.schedule import Schedule
+    from portmm.spec.epilogue import Fused
+    from portmm.target.target import Target
 
 LANGUAGES = ("cuda", "opencl")
 CHIPS = {"mma_sm75": "t4", "mma_sm80": "a100", "mma_sm89": "l4", "wgmma": "h200"}
@@ -199,13 +199,13 @@ def _attention(target: Target, language: str) -> Iterator[Case]:
         for (d, dv), how, loose, (name, form) in product(HEADS, ATTENDING, ("", "o", "v"), forms(held).items()):
             queries, group = ATTENDING[how]
             vector = 1 if d % 4 else 16 // BY_NAME[held].bytes
-            asked = attention_tiling.Asked(held, d, dv, queries, 64, group, 2048, (vector,) * 4, loose)
+            asked = gpu_attention.Asked(held, d, dv, queries, 64, group, 2048, (vector,) * 4, loose)
             named = f"{name} heads of {d} and {dv}, {how} queries{f', {loose} loose' if loose else ''}"
             about = (d, how, loose, form.bounds, form.lse, form.starts, form.score, (held, form.to), (d, how))
             pool[named] = (about, (form, asked))
     for name, (form, asked) in covering(pool).items():
-        unit = matrix_attention_tiling.unit(form.held, target)
-        tiling = matrix_attention_tiling.choose(asked, target)
+        unit = gpu_mma_attention.unit(form.held, target)
+        tiling = gpu_mma_attention.choose(asked, target)
         if tiling is None or unit is None:
-            unit, tiling = (target.isa("simt"), target.isa("simt").atom("f32")), attention_tiling.choose(asked, target)
+            unit, tiling = (target.isa("simt"), target.isa("simt").atom("f32")), gpu_attention.choose(asked, target)
         yield from on_device(name, language, lower_grid_attention, *unit, form, tiling)

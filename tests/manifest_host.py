@@ -11,29 +11,29 @@ from typing import TYPE_CHECKING, Any
 
 from fused_cases import by_rows, columns, epilogues, every_operation, every_type
 from manifest_case import Case, all_words, covering, few, on_host, smallest
-from portmm.kernels.heads import Form
-from portmm.kernels.online import Bounds
 from support import LAYOUTS, coded, pose, small
 
-from portmm import probe
-from portmm.candidates import PACKED_VECTORS, candidates
-from portmm.capable import lacks
-from portmm.dispatch import attention_unit
-from portmm.dtype import CODES_KR, types
+from portmm.codegen.lower import lower, lower_attention, lower_fold, lower_pack, lower_rows
+from portmm.dispatch.cpu import attention_unit
 from portmm.errors import ScheduleError
-from portmm.expr import apply, sqrt
-from portmm.fused import C, Fused, Operand, acc, load, number, parse
-from portmm.lower import lower, lower_attention, lower_fold, lower_pack, lower_rows
-from portmm.problem import LAYOUTS_B, Family
+from portmm.host import microbenchmarks
+from portmm.kernels.cpu.attention_geometry import Form
+from portmm.kernels.cpu.online_softmax import Bounds
+from portmm.schedule.cpu_candidates import PACKED_VECTORS, candidates
+from portmm.spec.dtype import CODES_KR, types
+from portmm.spec.epilogue import C, Fused, Operand, acc, load, number, parse
+from portmm.spec.expr import apply, sqrt
+from portmm.spec.problem import LAYOUTS_B, Family
+from portmm.target.supports import lacks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from portmm.ir import Kernel
-    from portmm.isa import Atom, Isa
-    from portmm.problem import Problem
-    from portmm.schedule import Schedule
-    from portmm.target import Target
+    from portmm.ir.nodes import Kernel
+    from portmm.schedule.schedule import Schedule
+    from portmm.spec.problem import Problem
+    from portmm.target.isa import Atom, Isa
+    from portmm.target.target import Target
 
 MAIN = ("f32", "f64", "bf16", "s8-s8-s32", "u8-s8-s32")
 """Products of which all layouts are looked at; of the others, that take the same ways, some."""
@@ -63,11 +63,11 @@ def cases(name: str) -> Iterator[Case]:
     yield from _packers(isa)
     yield from _rows(isa)
     yield from _attention(target)
-    for atom, make in product(isa.atoms, (probe.peak, probe.stream)):
+    for atom, make in product(isa.atoms, (microbenchmarks.peak, microbenchmarks.stream)):
         yield from on_host(f"{atom.name} {make.__name__}", _probing, make, isa, atom)
 
 
-def _probing(make: Callable[[Isa, Atom], probe.Probe], isa: Isa, atom: Atom) -> Kernel:
+def _probing(make: Callable[[Isa, Atom], microbenchmarks.Probe], isa: Isa, atom: Atom) -> Kernel:
     return make(isa, atom).kernel
 
 

@@ -5,9 +5,9 @@ import functools
 import numpy as np
 import pytest
 
-from portmm.abi import ARGS
-from portmm.build import build
-from portmm.run import host
+from portmm.build.shared_object import build
+from portmm.ir.abi import ARGS
+from portmm.runtime import cpu as cpu_runtime
 
 _GEMM = """
 static void gemm_row_{t}(const long *ctx, long task, long worker) {{
@@ -122,12 +122,12 @@ def library():
 
 @functools.cache
 def extension():
-    return host.load_extension()
+    return cpu_runtime.load_extension()
 
 
 @functools.cache
 def twin():
-    return host.load_twin()
+    return cpu_runtime.load_twin()
 
 
 RUNTIMES = {"extension": extension, "twin": twin}
@@ -173,7 +173,7 @@ def slow(a, b, out):
 @pytest.fixture(params=list(RUNTIMES))
 def rt(request):
     """A run time in its initial state; a test module binds it to a name of its own."""
-    if request.param == "extension" and host.python_headers() is None:
+    if request.param == "extension" and cpu_runtime.python_headers() is None:
         pytest.skip("Python.h is not installed")
     module = RUNTIMES[request.param]()
     threads = module.get_num_threads()

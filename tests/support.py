@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from portmm.candidates import candidates
-from portmm.detect import host_features
-from portmm.dtype import BY_NAME, CODES_AT, CODES_KR
-from portmm.interp import numpy_type
-from portmm.ir import VECTORS
-from portmm.problem import LAYOUTS_A, LAYOUTS_B, LAYOUTS_C, Family, Problem, family
-from portmm.target import load_isa, load_target, names_of
+from portmm.host.detect import host_features
+from portmm.ir.interpreter import numpy_type
+from portmm.ir.nodes import VECTORS
+from portmm.schedule.cpu_candidates import candidates
+from portmm.spec.dtype import BY_NAME, CODES_AT, CODES_KR
+from portmm.spec.problem import LAYOUTS_A, LAYOUTS_B, LAYOUTS_C, Family, Problem, family
+from portmm.target.target import load_isa, load_target, names_of
 
 NUMPY = {"f32": np.float32, "f64": np.float64}
 NARROW = (
@@ -353,7 +353,7 @@ def packed_by(  # noqa: PLR0917
     kernel: Any, b: Laid, like: np.ndarray, kept: Family, k: int, n: int
 ) -> np.ndarray:
     """A packer's result for an operand."""
-    from portmm.run.host import runtime
+    from portmm.runtime.cpu import runtime
 
     flat, to = guarded(b.flat), guarded(np.zeros_like(like))
     route = runtime().make_route(load(kernel), 1024, 2, kept.dtype)
@@ -402,7 +402,7 @@ def quantised(p: Problem, x: np.ndarray, y: np.ndarray, rng: Any) -> tuple[dict[
 
 def interpret(kernel: Any, k: Case, workers: int = 1, shuffle: int = 0, c: np.ndarray | None = None) -> np.ndarray:
     """C as the interpreter computes it."""
-    from portmm.interp import run
+    from portmm.ir.interpreter import run
 
     c = k.fresh() if c is None else c
     arrays = {"a": (k.a, k.a_offset), "b": (k.b, k.b_offset), "c": (c, k.c.offset)}
@@ -438,19 +438,19 @@ def guarded(x: np.ndarray, *, end: bool = True) -> np.ndarray:
 
 def load(kernel: Any) -> Any:
     """A kernel built and loaded through the real pipeline."""
-    from portmm import dispatch
+    from portmm.dispatch import cpu as cpu_dispatch
 
-    return dispatch.loaded(kernel)
+    return cpu_dispatch.loaded(kernel)
 
 
 def execute(kernel: Any, k: Case, workers: int = 1, *, code: Any = None, end: bool = True) -> np.ndarray:
     """C as the built kernel computes it, every operand beside a guard page."""
-    from portmm import dispatch
-    from portmm.run.host import runtime
+    from portmm.dispatch import cpu as cpu_dispatch
+    from portmm.runtime.cpu import runtime
 
     route = runtime().make_route(
         code or load(kernel),
-        dispatch.workspace_bytes(kernel, k.problem, workers),
+        cpu_dispatch.workspace_bytes(kernel, k.problem, workers),
         workers,
         k.problem.held,
         k.problem.unit,

@@ -9,17 +9,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 import support
-from portmm.kernels.blocks import run_of
 from support import HERE
 
 import portmm as pm
-from portmm.candidates import candidates
-from portmm.index import var
-from portmm.interp import evaluate
-from portmm.lower import lower
-from portmm.schedule import ALL
-from portmm.summation import RUN, STEP
-from portmm.target import described
+from portmm.codegen.lower import lower
+from portmm.ir.index import var
+from portmm.ir.interpreter import evaluate
+from portmm.kernels.cpu.blocking import run_of
+from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.schedule import ALL
+from portmm.target.summation import RUN, STEP
+from portmm.target.target import described
 
 LEAST = 0.5
 """Errors, in units of 2**-24, that are no more than those of rounding once; ratios of less say nothing."""

@@ -19,17 +19,18 @@ import support
 import test_compiles
 from support import case, execute, interpret, pose, small
 
-from portmm import build as building
-from portmm import dispatch, gauge, probe
-from portmm.build import build
-from portmm.candidates import candidates
-from portmm.emit.c import source
+from portmm.build import shared_object as building
+from portmm.build.shared_object import build
+from portmm.codegen.c_kernel import source
+from portmm.codegen.lower import lower, lower_pack
+from portmm.dispatch import cpu as cpu_dispatch
 from portmm.errors import ScheduleError
-from portmm.ir import Configure, Function, If, walk
-from portmm.lower import lower, lower_pack
-from portmm.problem import Problem, family
-from portmm.schedule import parse, spell
-from portmm.target import load_isa, load_target
+from portmm.host import gauge, microbenchmarks
+from portmm.ir.nodes import Configure, Function, If, walk
+from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.schedule import parse, spell
+from portmm.spec.problem import Problem, family
+from portmm.target.target import load_isa, load_target
 
 ISAS = ("amx_bf16", "amx_int8")
 WORDS = [("amx_bf16", "bf16"), ("amx_bf16", "bf16-bf16-f32"), ("amx_int8", "s8"), ("amx_int8", "u8-s8-s32")]
@@ -52,7 +53,7 @@ needs_avx512 = pytest.mark.skipif(not LINES_RUN, reason="lines are moved by AVX-
 
 def shimmed(kernel):
     """A kernel whose tiles are arrays, loaded here."""
-    from portmm.run.host import runtime
+    from portmm.runtime.cpu import runtime
 
     flags = tuple(x for x in kernel.isa.flags if "amx" not in x)
     return runtime().load(build(SHIM + source(kernel), flags=flags, name=kernel.name).path, kernel.name)
@@ -170,7 +171,7 @@ def test_extremes_are_exact(word):
 def test_a_weight_is_packed_as_for_vectors(name, word, layout):
     isa, k, n = load_isa(name), 71, 45
     atom = isa.atom(word)
-    kept = family(dispatch.family(word, small(name)))
+    kept = family(cpu_dispatch.family(word, small(name)))
     assert str(kept) == {"bf16": "bf16x32k2", "s8": "s8x32k4s"}[word]
     b = np.random.default_rng(0).integers(-128, 128, (1, k, n)).astype(support.numpy_type(atom.b))
     want = support.panels_of(b, kept).ravel()
@@ -188,21 +189,21 @@ def test_a_weight_is_packed_as_for_vectors(name, word, layout):
 @pytest.mark.parametrize(("name", "word"), WORDS)
 def test_tiles_are_chosen_where_they_pay(chip, name, word):
     target = load_target(chip)
-    kept = dispatch.family(word, target)
+    kept = cpu_dispatch.family(word, target)
     for b in ("row", "packed"):
         many = Problem(1024, 1024, 1024, word, b=b, family=kept if b == "packed" else "")
-        assert dispatch.choose(many, target).schedule.isa == name
+        assert cpu_dispatch.choose(many, target).schedule.isa == name
     programs = {s.program for s in candidates(many, target)}
     assert programs == {"tiles", "gemm"}, "one packed weight serves both"
     one = Problem(1, 4096, 4096, word, b="packed", family=kept)
     assert {s.program for s in candidates(one, target)} == {"tiles", "gemm"}
-    assert dispatch.choose(replace(one, m=16), target).schedule.isa == name
+    assert cpu_dispatch.choose(replace(one, m=16), target).schedule.isa == name
 
 
 @pytest.mark.parametrize("b", ["row", "packed"])
 def test_one_unit_serves_all_shapes_where_results_must_not_depend_on_them(b):
     target = load_target("sapphire_rapids")
-    kept = dispatch.family("bf16", target) if b == "packed" else ""
+    kept = cpu_dispatch.family("bf16", target) if b == "packed" else ""
     shapes = [(1, 64, 64), (3, 1, 4096), (16, 5000, 64), (100, 33, 7), (1024, 1024, 1024)]
     posed = [Problem(*x, "bf16", b=b, family=kept, deterministic=True) for x in shapes]
     assert {s.isa for p in posed for s in candidates(p, target)} == {"amx_bf16"}
@@ -243,13 +244,13 @@ def test_schedules_read_back(name, word):
 def test_the_peak_loop_multiplies_every_step(name, row, monkeypatch):
     isa = load_isa(name)
     atom = isa.word(row)
-    found = probe.peak(isa, atom)
+    found = microbenchmarks.peak(isa, atom)
     steps, kr, rng = 6, atom.k_pack, np.random.default_rng(0)
     types = [support.numpy_type(x) for x in (atom.a, atom.b, atom.acc)]
     sizes = (found.a * steps * kr, found.b * steps * kr, found.c)
     a, b, c = (rng.integers(0, 9, n).astype(t) for n, t in zip(sizes, types, strict=True))
     before = c.reshape(2, 2, 16, 16).astype(float)
-    seen = [i % probe.TILE_STEPS for i in range(steps)]
+    seen = [i % microbenchmarks.TILE_STEPS for i in range(steps)]
     wide_a = a.reshape(steps, 2, 16, 16 * kr)[seen].astype(float)
     wide_b = b.reshape(steps, 2, 16, 16, kr)[seen].transpose(0, 1, 2, 4, 3).reshape(steps, 2, 16 * kr, 16).astype(float)
     want = before + 3 * np.einsum("srik,scko->rcio", wide_a, wide_b)

@@ -8,17 +8,20 @@ import cover
 import numpy as np
 import pytest
 import test_amx
-from portmm.kernels.heads import Form, Geometry
-from portmm.kernels.online import Bounds
 from support import HERE, TINY, guarded, small
 
 import portmm as pm
-from portmm import attend, dispatch, fallback, fusing
+from portmm.arrays import numpy_fallback
+from portmm.codegen.lower import lower_attention
+from portmm.dispatch import cpu as cpu_dispatch
 from portmm.errors import NoCompilerError, TraceError
-from portmm.fused import C, Fused, acc, number, parse
-from portmm.interp import run
-from portmm.lower import lower_attention
-from portmm.target import load_isa, load_target
+from portmm.ir.interpreter import run
+from portmm.kernels.cpu.attention_geometry import Form, Geometry
+from portmm.kernels.cpu.online_softmax import Bounds
+from portmm.ops import attention
+from portmm.spec.epilogue import C, Fused, acc, number, parse
+from portmm.target.target import load_isa, load_target
+from portmm.trace import bind
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -246,10 +249,10 @@ def test_without_a_compiler(monkeypatch):
     calls = [{}, {"causal": True}, {"window": 7}, {"lengths": [5, 0]}, {"mask": lambda i: i.q != i.kv}]
     calls += [{"score": lambda s, i: s * 0.1 - slopes[i.h] * abs(i.q - i.kv), "causal": True, "window": 9}]
     want = [pm.attention(q, k, v, return_lse=True, **how) for how in calls]
-    monkeypatch.setattr(dispatch, "attention_route", none)
-    monkeypatch.setattr(fusing, "_ready", {})
-    monkeypatch.setattr(attend, "_plain", {})
-    monkeypatch.setattr(fallback, "_said", ["once"])
+    monkeypatch.setattr(cpu_dispatch, "attention_route", none)
+    monkeypatch.setattr(bind, "_ready", {})
+    monkeypatch.setattr(attention, "_plain", {})
+    monkeypatch.setattr(numpy_fallback, "_said", ["once"])
     for how, (result, lse) in zip(calls, want, strict=True):
         got = pm.attention(q, k, v, return_lse=True, **how)
         np.testing.assert_allclose(got[0], result, rtol=2e-5, atol=2e-5)
@@ -365,7 +368,7 @@ def interpreted(target, dtype, shape, how, step, *, few=False):
     scored = acc() * number(0)
     text = str(Fused((), ((C, scored),)))
     held = {"float32": "f32", "bfloat16": "bf16"}[np.dtype(dtype).name]
-    isa, atom, real = unit = dispatch.attention_unit(held, parse(text), target, m)
+    isa, atom, real = unit = cpu_dispatch.attention_unit(held, parse(text), target, m)
     wide = Geometry.of(isa, atom).wide
     bounds = Bounds(how.get("causal", False), "window" in how)
     packs = not few and (atom.k_pack > 1 or atom.m > 1 or not (isa.spelling(atom, "load_mask", held) or dv % wide == 0))
@@ -420,13 +423,13 @@ def test_tiles_that_are_arrays(how, monkeypatch):
     if not test_amx.LINES_RUN:
         pytest.skip("lines are moved by AVX-512")
     machine = replace(load_target("sapphire_rapids"), isas=(amx[0], *(x for x in amx[0].below)))
-    monkeypatch.setattr(dispatch, "loaded", test_amx.shimmed)
-    monkeypatch.setattr(attend.settings, "target", lambda: machine)
-    dispatch.forget()
+    monkeypatch.setattr(cpu_dispatch, "loaded", test_amx.shimmed)
+    monkeypatch.setattr(attention.settings, "target", lambda: machine)
+    cpu_dispatch.forget()
     for shape in [(2, 4, 2, 33, 70, 64, 64), (2, 2, 1, 70, 130, 40, 72), (2, 1, 1, 17, 37, 7, 5)]:
         x = [guarded(y.reshape(-1)).reshape(y.shape) for y in operands(shape, BF16)]
         want = exact(*x, **how)
         for item, most in enumerate(how.get("lengths", ())):
             x[1][item, :, most:] = x[2][item, :, most:] = np.nan
         check(*x, want, **how)
-    dispatch.forget()
+    cpu_dispatch.forget()

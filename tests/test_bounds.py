@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 
 import portmm as pm
-from portmm import abreast, arrays, dispatch, scaled_vectors, whole
-from portmm.ir import Kernel
-from portmm.run import recall
-from portmm.run.host import runtime
+from portmm.arrays import numpy_arrays
+from portmm.dispatch import cpu as cpu_dispatch
+from portmm.fusion import fuse, horizontal_fusion
+from portmm.ir.nodes import Kernel
+from portmm.ops import linear_vectors
+from portmm.runtime import route_cache
+from portmm.runtime.cpu import runtime
 
 
 def ones(*shape, dtype=np.float32):
@@ -31,15 +34,15 @@ def test_a_program_keeps_no_operands(rows):
 
 
 def test_vectors_of_ones_share_memory():
-    first, second = arrays.ones(100), arrays.ones(700)
-    assert np.shares_memory(second, arrays.ones(1024))
+    first, second = numpy_arrays.ones(100), numpy_arrays.ones(700)
+    assert np.shares_memory(second, numpy_arrays.ones(1024))
     assert (first == 1).all()
-    assert (arrays.ones(5000) == 1).all()
+    assert (numpy_arrays.ones(5000) == 1).all()
     assert not second.flags.writeable
-    assert arrays.ones(0).size == 0
+    assert numpy_arrays.ones(0).size == 0
     a, b = ones(50, 32, dtype=np.int8), ones(32, 40, dtype=np.int8)
     np.testing.assert_array_equal(pm.matmul(a, b, epilogue=lambda x, _: x * 2.0), np.full((50, 40), 64))
-    assert scaled_vectors._scales("x_scale", 1.0, 70).base is arrays.ones(7).base
+    assert linear_vectors._scales("x_scale", 1.0, 70).base is numpy_arrays.ones(7).base
 
 
 def test_joined_weights_are_one_copy_for_all_shapes(monkeypatch):
@@ -49,8 +52,8 @@ def test_joined_weights_are_one_copy_for_all_shapes(monkeypatch):
         joins.append(weakref.ref(made := joined(weights)))
         return made
 
-    joined = abreast.join
-    monkeypatch.setattr(abreast, "join", join)
+    joined = horizontal_fusion.join
+    monkeypatch.setattr(horizontal_fusion, "join", join)
 
     def pair():
         a, b = pm.pack(ones(16, 32)), pm.pack(ones(16, 64))
@@ -66,29 +69,29 @@ def test_joined_weights_are_one_copy_for_all_shapes(monkeypatch):
     gc.collect()
     assert not any(x() for x in joins)  # nothing but programs keeps them
     pair()(ones(3, 16))
-    assert sum(refs[0]() is not None for refs in abreast._joined.values()) <= 1
+    assert sum(refs[0]() is not None for refs in horizontal_fusion._joined.values()) <= 1
 
 
 def test_programs_are_bounded_by_their_kernels(monkeypatch):
-    monkeypatch.setattr(whole, "MOST_KERNELS", 40)
-    monkeypatch.setattr(whole, "_kernels", 0)
+    monkeypatch.setattr(fuse, "MOST_KERNELS", 40)
+    monkeypatch.setattr(fuse, "_kernels", 0)
     functions = [pm.fuse(lambda x, w, v: np.maximum(x @ w, 0) @ v) for _ in range(2)]
     for rows in range(1, 20):
         for f in functions:
             assert (f(ones(rows, 7), ones(7, 9), ones(9, 3)) == 63).all()
-            assert sum(len(x.memo) for x in functions) * (2 + whole.KIND) <= 40
+            assert sum(len(x.memo) for x in functions) * (2 + fuse.KIND) <= 40
 
 
 @pytest.fixture
 def few_kernels(monkeypatch):
     """Only three kernels are loaded at once, as far as anything remembers them."""
-    dispatch.forget()
+    cpu_dispatch.forget()
     runtime().clear_memo()
-    monkeypatch.setattr(dispatch, "MOST_LOADED", 3)
-    monkeypatch.setattr(recall, "MOST_KERNELS", 3)
-    monkeypatch.setattr(recall, "_kernels", {})
+    monkeypatch.setattr(cpu_dispatch, "MOST_LOADED", 3)
+    monkeypatch.setattr(route_cache, "MOST_KERNELS", 3)
+    monkeypatch.setattr(route_cache, "_kernels", {})
     yield
-    dispatch.forget()
+    cpu_dispatch.forget()
     runtime().clear_memo()
 
 
@@ -99,16 +102,19 @@ def test_kernels_that_are_loaded_are_bounded():
         a, b = ones(20, 4, 6), ones(20, 6, n)
         assert (pm.matmul(a, b) == 6).all()
         assert (f(ones(n, 6), ones(6, 4)) == 6).all()
-        assert len(dispatch._loaded) <= 3
-        assert len(recall._kernels) <= 3
+        assert len(cpu_dispatch._loaded) <= 3
+        assert len(route_cache._kernels) <= 3
 
 
 def test_what_is_loaded_keeps_no_loops():
     assert (pm.matmul(ones(33, 6), ones(6, 4)) == 6).all()
-    assert dispatch.kernel_of.cache_info().maxsize <= 64
+    assert cpu_dispatch.kernel_of.cache_info().maxsize <= 64
     target = pm.settings.target()
-    schedule = dispatch.choose(pm.explain(ones(33, 6), ones(6, 4)).problem, target).schedule
-    found, kernel = dispatch._code(schedule, target), dispatch.kernel_of(schedule, dispatch.isa_of(schedule, target))
+    schedule = cpu_dispatch.choose(pm.explain(ones(33, 6), ones(6, 4)).problem, target).schedule
+    found, kernel = (
+        cpu_dispatch._code(schedule, target),
+        cpu_dispatch.kernel_of(schedule, cpu_dispatch.isa_of(schedule, target)),
+    )
     assert found.code.symbol == kernel.name
     assert kernel.entry.body
     assert not any(isinstance(x, Kernel) for x in gc.get_referents(found))

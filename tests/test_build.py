@@ -14,9 +14,9 @@ import platformdirs
 import pytest
 from build_compilers import SOURCE, answer, fake_compiler, start_worker, wait_until
 
-from portmm import build as build_module
-from portmm import cache, compiler
-from portmm.build import build, cache_clear, cache_dir, cache_entries, cache_size, find_compiler
+from portmm.build import cache, compiler
+from portmm.build import shared_object as build_module
+from portmm.build.shared_object import build, cache_clear, cache_dir, cache_entries, cache_size, find_compiler
 from portmm.errors import BuildError
 
 NOBODY = 65534
@@ -89,7 +89,7 @@ sys.meta_path.insert(0, Blocked())
 def audit(event, args):
     assert event not in ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.exec"), event
 sys.addaudithook(audit)
-from portmm.build import build
+from portmm.build.shared_object import build
 assert build({SOURCE!r}, flags=()).cached
 """
     subprocess.run([sys.executable, "-c", script], check=True)
@@ -231,8 +231,8 @@ def test_a_full_disk(fake, monkeypatch):
 READ_ONLY = """
 import os, pkgutil, subprocess, tempfile, fcntl, shlex, shutil, sys, warnings
 import portmm
-from portmm import cache
-from portmm.build import build
+from portmm.build import cache
+from portmm.build.shared_object import build
 # A user without rights may not be able to read the package.
 for module in pkgutil.iter_modules(portmm.__path__, "portmm."):
     __import__(module.name)
@@ -278,7 +278,7 @@ def test_the_private_directory_goes_with_its_process(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     script = """
 import os, sys
-from portmm import cache
+from portmm.build import cache
 place = cache.private_dir()
 child = os.fork()
 if child == 0:

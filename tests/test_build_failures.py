@@ -12,11 +12,15 @@ import numpy as np
 import pytest
 from build_compilers import SOURCE, answer, wait_until
 
-from portmm import around, child, compiler, dispatch, failures, problem, settings
-from portmm import build as build_module
-from portmm.build import build, cache_dir, find_compiler
+from portmm.build import child_process, compiler, failed_builds
+from portmm.build import shared_object as build_module
+from portmm.build.shared_object import build, cache_dir, find_compiler
+from portmm.dispatch import config
+from portmm.dispatch import cpu as cpu_dispatch
 from portmm.errors import BuildError, NoCompilerError, ScheduleError
-from portmm.run import host
+from portmm.ops import fused_matmul
+from portmm.runtime import cpu as cpu_runtime
+from portmm.spec import problem
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
@@ -27,7 +31,7 @@ OTHER = SOURCE.replace("42", "43")
 def clock(monkeypatch):
     """Times of the memory of failures, moved on by hand."""
     now = [1000.0]
-    monkeypatch.setattr(failures.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(failed_builds.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -66,7 +70,7 @@ def test_a_refusal_is_not_asked_for_again(program, clock):
 def test_a_refusal_lasts_for_one_process(program):
     program("exit 1")
     refused()
-    failures.forget()
+    failed_builds.forget()
     refused()
     assert program.runs() == 2
 
@@ -85,7 +89,7 @@ def test_a_passing_failure_is_tried_again_later(program, clock, real, body):
     import shlex
 
     program(body)
-    assert refused().retry_at == clock[0] + failures.FIRST_DELAY
+    assert refused().retry_at == clock[0] + failed_builds.FIRST_DELAY
     refused()
     assert program.runs() == 1
     waits = []
@@ -94,7 +98,7 @@ def test_a_passing_failure_is_tried_again_later(program, clock, real, body):
         waits.append(refused().retry_at - before)
     assert program.runs() == 11
     assert waits[:3] == [2, 4, 8]
-    assert waits[-1] == failures.LONGEST_DELAY
+    assert waits[-1] == failed_builds.LONGEST_DELAY
     program(f'exec {shlex.join(real)} "$@"')
     clock[0] = refused().retry_at
     assert answer(build(SOURCE, flags=())) == 42
@@ -140,11 +144,11 @@ def test_a_compiler_that_hangs_is_left_alone(fake, clock, monkeypatch):
     assert "no answer within" in str(refused())
     refused(OTHER)
     assert len(fake.runs()) == 1
-    failures.forget()  # as a new process
+    failed_builds.forget()  # as a new process
     refused()
     assert len(fake.runs()) == 1
-    clock[0] += failures.HUNG_SECONDS
-    monkeypatch.setattr(failures.time, "time", lambda: failures.HUNG_SECONDS + 1 + fake.log.stat().st_mtime)
+    clock[0] += failed_builds.HUNG_SECONDS
+    monkeypatch.setattr(failed_builds.time, "time", lambda: failed_builds.HUNG_SECONDS + 1 + fake.log.stat().st_mtime)
     fake.stall.unlink()
     assert answer(build(SOURCE, flags=())) == 42
 
@@ -193,14 +197,18 @@ def test_an_interrupt_ends_the_compiler(monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        child.run(["sleep", "600"], 600)
+        child_process.run(["sleep", "600"], 600)
     assert not alive(pids[0])
 
 
 def test_output_of_a_program():
-    assert child.run(["sh", "-c", "echo said; echo loud >&2; exit 3"], 60) == child.Finished(3, "said\nloud\n")
-    assert child.run(["sh", "-c", "echo said; echo loud >&2"], 60, errors=False) == child.Finished(0, "said\n")
-    assert child.run(["sh", "-c", "kill -9 $$"], 60).status == -9
+    assert child_process.run(["sh", "-c", "echo said; echo loud >&2; exit 3"], 60) == child_process.Finished(
+        3, "said\nloud\n"
+    )
+    assert child_process.run(["sh", "-c", "echo said; echo loud >&2"], 60, errors=False) == child_process.Finished(
+        0, "said\n"
+    )
+    assert child_process.run(["sh", "-c", "kill -9 $$"], 60).status == -9
 
 
 def test_limits():
@@ -261,15 +269,15 @@ def test_a_run_time_that_is_not_built_keeps_no_operands(monkeypatch):
     def first_call():
         operand = np.zeros(8)
         with pytest.raises(BuildError, match="no"):
-            host.runtime()
+            cpu_runtime.runtime()
         return weakref.ref(operand)
 
-    monkeypatch.setattr(host, "_loaded", [])
-    monkeypatch.setattr(host, "_refused", [])
-    monkeypatch.setattr(host, "load_extension", refuse)
-    monkeypatch.setattr(host, "load_twin", refuse)
+    monkeypatch.setattr(cpu_runtime, "_loaded", [])
+    monkeypatch.setattr(cpu_runtime, "_refused", [])
+    monkeypatch.setattr(cpu_runtime, "load_extension", refuse)
+    monkeypatch.setattr(cpu_runtime, "load_twin", refuse)
     gone = first_call()
-    assert host._refused
+    assert cpu_runtime._refused
     assert gone() is None
 
 
@@ -283,12 +291,12 @@ def test_a_route_that_is_not_built_keeps_no_operands(monkeypatch):
         operand = np.zeros(8)
         p = problem.Problem(61, 67, 71, "f32")
         with pytest.raises(BuildError, match="no"):
-            dispatch.route_for(p, target, 1)
+            cpu_dispatch.route_for(p, target, 1)
         return weakref.ref(operand)
 
-    target = settings.target()
-    monkeypatch.setattr(dispatch, "_route", refuse)
-    monkeypatch.setattr(dispatch, "_routes", type(dispatch._routes)(8))
+    target = config.target()
+    monkeypatch.setattr(cpu_dispatch, "_route", refuse)
+    monkeypatch.setattr(cpu_dispatch, "_routes", type(cpu_dispatch._routes)(8))
     gone = first_call()
     assert gone() is None
 
@@ -299,10 +307,10 @@ def test_a_remembered_refusal_of_a_fused_call_keeps_no_operands(monkeypatch):
     def refuse(*_):
         raise ScheduleError("no kernel")
 
-    monkeypatch.setattr(around.Call, "chosen", refuse)
-    monkeypatch.setattr(around, "typed", lambda *_: None)
+    monkeypatch.setattr(fused_matmul.Call, "chosen", refuse)
+    monkeypatch.setattr(fused_matmul, "typed", lambda *_: None)
     left = np.zeros((4, 4), np.float32)
-    call = around.Call(left, left, None, None)
+    call = fused_matmul.Call(left, left, None, None)
     said = call.ready(None)
     gone = weakref.ref(call.left)
     del call, left

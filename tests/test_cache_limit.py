@@ -13,9 +13,9 @@ import pytest
 from build_compilers import SOURCE, answer, start_worker, wait_until
 from typer.testing import CliRunner
 
-from portmm import cache, compiler, eviction, tempdirs
-from portmm.build import build, cache_dir, cache_entries, cache_size
-from portmm.cli import app
+from portmm.build import cache, cache_eviction, compiler, temp_directories
+from portmm.build.shared_object import build, cache_dir, cache_entries, cache_size
+from portmm.cli.main import app
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
 DAY = 86400.0
@@ -23,7 +23,7 @@ DAY = 86400.0
 
 @pytest.fixture(autouse=True)
 def _looked_at_nothing(monkeypatch):
-    monkeypatch.setattr(tempdirs, "_swept", set())
+    monkeypatch.setattr(temp_directories, "_swept", set())
     monkeypatch.setattr(cache, "_kept", {})
     monkeypatch.delenv("PORTMM_CACHE_LIMIT", raising=False)
 
@@ -37,7 +37,7 @@ def keep(i, size=1000, suffix=".so", age=0.0):
 
 
 def tidy():
-    return eviction.tidy(cache_dir(), cache.VERSION)
+    return cache_eviction.tidy(cache_dir(), cache.VERSION)
 
 
 # -- the limit -----------------------------------------------------------------------------
@@ -63,9 +63,9 @@ def test_limits(monkeypatch, text, count):
 @pytest.mark.parametrize("text", ["0", "-5", "many", "1X", "nan", "1e400"])
 def test_a_limit_that_is_none(monkeypatch, text):
     monkeypatch.setenv("PORTMM_CACHE_LIMIT", text)
-    eviction._limit.cache_clear()
+    cache_eviction._limit.cache_clear()
     with pytest.warns(RuntimeWarning, match="PORTMM_CACHE_LIMIT"):
-        assert cache.cache_limit() == eviction.DEFAULT_LIMIT
+        assert cache.cache_limit() == cache_eviction.DEFAULT_LIMIT
 
 
 def test_the_least_recently_used_goes_first(monkeypatch):
@@ -93,10 +93,10 @@ def test_what_is_loaded_counts_as_used(fake):
 
 def test_keeping_an_entry_evicts_others(monkeypatch):
     monkeypatch.setenv("PORTMM_CACHE_LIMIT", "100k")
-    for i in range(3 * eviction.EVERY):
+    for i in range(3 * cache_eviction.EVERY):
         keep(i, 5000, age=10.0 * (200 - i))
-    assert cache_size() < 100_000 + (eviction.EVERY + 1) * 5500
-    assert f"k{3 * eviction.EVERY - 1}" in {e.name for e in cache_entries()}
+    assert cache_size() < 100_000 + (cache_eviction.EVERY + 1) * 5500
+    assert f"k{3 * cache_eviction.EVERY - 1}" in {e.name for e in cache_entries()}
 
 
 def test_versions_that_are_gone(monkeypatch):
@@ -133,11 +133,11 @@ def test_notes_that_stay_and_notes_that_go():
 
 READER = """
 import sys, time
-from portmm.build import build
+from portmm.build.shared_object import build
 source, seconds = sys.argv[1], float(sys.argv[2])
 end, sound = time.monotonic() + seconds, 0
 import ctypes
-from portmm import sealed
+from portmm.build import sealed_library as sealed
 while time.monotonic() < end:
     artifact = build(source, flags=())
     assert sealed.load(artifact.code, artifact.path, lambda p: ctypes.CDLL(p).answer()) == 42
@@ -189,7 +189,7 @@ def place(tmp_path, monkeypatch):
 
 
 def old(path):
-    os.utime(path, (time.time() - 2 * tempdirs.LEFT_SECONDS,) * 2)
+    os.utime(path, (time.time() - 2 * temp_directories.LEFT_SECONDS,) * 2)
 
 
 def test_a_killed_process_leaves_nothing(place, tmp_path, fake):
@@ -200,14 +200,14 @@ def test_a_killed_process_leaves_nothing(place, tmp_path, fake):
     fake.wait_for_runs(1)
     (left,) = place.glob("portmm-build-*")
     old(left)
-    tempdirs.sweep(place)
+    temp_directories.sweep(place)
     assert left.exists()  # its owner lives
     worker.send_signal(signal.SIGKILL)
     worker.communicate()
     fake.release()
     wait_until(lambda: not any(os.path.exists(f"/proc/{line.split()[0]}") for line in fake.runs()))  # noqa: PTH110
     old(left)
-    tempdirs._swept.clear()
+    temp_directories._swept.clear()
     assert answer(build(SOURCE, flags=())) == 42
     assert list(place.iterdir()) == []
 
@@ -224,16 +224,16 @@ def test_what_is_swept(place):
     (place / "portmm-build-file").touch()
     for path in (dead, other, aim, place / "portmm-build-file"):
         old(path)
-    assert tempdirs.sweep(place) == 1
-    held, number = tempdirs.make(tempdirs.BUILD_PREFIX, place)
+    assert temp_directories.sweep(place) == 1
+    held, number = temp_directories.make(temp_directories.BUILD_PREFIX, place)
     old(held)
-    tempdirs._swept.clear()
-    assert tempdirs.sweep(place) == 0
+    temp_directories._swept.clear()
+    assert temp_directories.sweep(place) == 0
     assert not dead.exists()
     assert all(p.exists() for p in (young, other, aim / "x", held, place / "portmm-build-file"))
     os.close(number)
-    tempdirs._swept.clear()
-    assert tempdirs.sweep(place) == 1
+    temp_directories._swept.clear()
+    assert temp_directories.sweep(place) == 1
     assert not held.exists()
 
 
@@ -243,16 +243,18 @@ def test_another_users_directories_stay(place):
     left.mkdir()
     os.chown(left, 65534, 65534)
     old(left)
-    assert tempdirs.sweep(place) == 0
+    assert temp_directories.sweep(place) == 0
     assert left.exists()
 
 
 def test_the_private_directory_of_a_killed_process(place):
-    script = "import os, signal; from portmm import cache; cache.private_dir(); os.kill(os.getpid(), signal.SIGKILL)"
+    script = (
+        "import os, signal; from portmm.build import cache; cache.private_dir(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
     subprocess.run([sys.executable, "-c", script], check=False)
     (left,) = place.iterdir()
     old(left)
-    tempdirs.sweep(place)
+    temp_directories.sweep(place)
     assert list(place.iterdir()) == []
 
 

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from support import require
 
-from portmm import build, calibrate, detect, gauge, probe, settings
-from portmm.dtype import BY_NAME
-from portmm.emit.c import source
+from portmm.build import shared_object
+from portmm.codegen.c_kernel import source
+from portmm.dispatch import config
 from portmm.errors import TargetError
-from portmm.interp import numpy_type
-from portmm.target import load_isa, load_target, names_of
+from portmm.host import calibrate, detect, gauge, microbenchmarks
+from portmm.ir.interpreter import numpy_type
+from portmm.spec.dtype import BY_NAME
+from portmm.target.target import load_isa, load_target, names_of
 
 HERE = detect.host()
 ISAS = [load_isa(name) for name in names_of("cpu", "isa")]
@@ -25,7 +27,7 @@ RATES = {HERE.isas[0].atoms[0].name: 123.5, "L1": 400.25, "memory": 12.0}
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("PORTMM_CACHE", str(tmp_path))
-    monkeypatch.setattr(settings, "_targets", {})
+    monkeypatch.setattr(config, "_targets", {})
     return tmp_path
 
 
@@ -50,7 +52,7 @@ def drawn(count, name, rng):
 
 @pytest.mark.parametrize(("isa", "atom"), atoms_here(), ids=lambda x: x.name)
 def test_the_peak_loop_multiplies_every_step(isa, atom):
-    found = probe.peak(isa, atom)
+    found = microbenchmarks.peak(isa, atom)
     repeats, steps, kr = 3, 5, atom.k_pack
     rng = np.random.default_rng(0)
     a, b, c = (
@@ -68,7 +70,7 @@ def test_the_peak_loop_multiplies_every_step(isa, atom):
 
 @pytest.mark.parametrize(("isa", "atom"), atoms_here(), ids=lambda x: x.name)
 def test_the_stream_loop_reads_every_element(isa, atom):
-    found = probe.stream(isa, atom)
+    found = microbenchmarks.stream(isa, atom)
     steps = 4
     b = drawn(found.b * steps, atom.right, np.random.default_rng(0))
     a, c = np.full(found.a * atom.k_pack, 2, numpy_type(atom.left)), np.zeros(found.c, numpy_type(atom.acc))
@@ -81,12 +83,14 @@ def test_the_loops_of_every_isa_fit_its_registers_and_compile(isa):
     if isa.arch not in ("any", platform.machine()):
         require(f"{isa.arch}-linux-gnu-gcc")
     for atom in isa.atoms if isa.atoms[0].m == 1 else ():
-        found = probe.peak(isa, atom)
+        found = microbenchmarks.peak(isa, atom)
         sums, cols = found.c // (atom.m * atom.n), found.b // atom.n
         assert min(12, isa.registers - 4) <= sums <= isa.registers - cols - 1
-        for made in (found, probe.stream(isa, atom)):
+        for made in (found, microbenchmarks.stream(isa, atom)):
             arch = None if isa.arch == "any" else isa.arch
-            assert build.build(source(made.kernel), flags=isa.flags, arch=arch, name=made.kernel.name).path.is_file()
+            assert shared_object.build(
+                source(made.kernel), flags=isa.flags, arch=arch, name=made.kernel.name
+            ).path.is_file()
 
 
 # --- the measurement ---------------------------------------------------------
@@ -170,7 +174,7 @@ def test_an_interrupted_run_does_not_shorten_the_others(monkeypatch):
 def test_a_bandwidth_is_of_the_whole_buffer(window):
     """In windows, successive repetitions read the whole buffer before any of it comes again."""
     read = []
-    loop = gauge.open_loop(probe.stream(HERE.isas[-1], HERE.isas[-1].atoms[0]))
+    loop = gauge.open_loop(microbenchmarks.stream(HERE.isas[-1], HERE.isas[-1].atoms[0]))
     spied = replace(
         loop, start=lambda repeats, steps, _a, b, _c: read.append((repeats, steps, b.ctypes.data, b.nbytes))
     )
@@ -194,7 +198,7 @@ def test_rates_come_back_to_the_machine_they_were_measured_on():
     found = calibrate.measured(HERE)
     assert found.measured == RATES
     assert replace(found, measured={}, frequency_ghz=0) == replace(HERE, frequency_ghz=0)
-    assert settings.target() == found
+    assert config.target() == found
 
 
 @pytest.mark.usefixtures("own_cache")

@@ -15,13 +15,16 @@ import pytest
 from support import TINY, require
 from typer.testing import CliRunner
 
-from portmm import busy, cache, calibrate, cli, compiler, detect, doctor, settings
+from portmm.build import cache, compiler
+from portmm.cli import doctor, main
 from portmm.comparison import Entrant, Report
 from portmm.comparison.report import from_json
+from portmm.dispatch import config
 from portmm.errors import NoCompilerError, PortmmError, TargetError
-from portmm.explanation import explain
-from portmm.problem import Problem
-from portmm.target import clouds, names
+from portmm.explanation.cpu import explain
+from portmm.host import calibrate, detect, machine_load
+from portmm.spec.problem import Problem
+from portmm.target.target import clouds, names
 
 SCRIPT = Path(sysconfig.get_path("scripts"), "portmm")
 HOST = detect.host()
@@ -30,8 +33,8 @@ HOST = detect.host()
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("PORTMM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(settings, "_targets", {})
-    monkeypatch.setattr(busy, "now", lambda: 0.0)
+    monkeypatch.setattr(config, "_targets", {})
+    monkeypatch.setattr(machine_load, "now", lambda: 0.0)
 
 
 @pytest.fixture
@@ -39,11 +42,11 @@ def quick(monkeypatch):
     """Measurements that take no time."""
     monkeypatch.setattr(calibrate, "MEMORY_BYTES", 1 << 20)
     monkeypatch.setattr(calibrate, "MEMORY_CACHES", 0)
-    monkeypatch.setattr(settings, "_targets", {"": HOST.limited_to(HOST.isas[-1].name)})
+    monkeypatch.setattr(config, "_targets", {"": HOST.limited_to(HOST.isas[-1].name)})
 
 
 def run(*words, status=0):
-    done = CliRunner().invoke(cli.app, [str(w) for w in words], catch_exceptions=False)
+    done = CliRunner().invoke(main.app, [str(w) for w in words], catch_exceptions=False)
     assert done.exit_code == status, done.output
     return done
 
@@ -87,9 +90,9 @@ def test_a_target_that_cannot_run_here_is_refused_by_name():
 
 def test_help_loads_nothing_slow():
     code = (
-        "import sys\nfrom portmm import cli\nfrom typer.testing import CliRunner\n"
+        "import sys\nfrom portmm.cli import main as cli\nfrom typer.testing import CliRunner\n"
         "assert CliRunner().invoke(cli.app, ['--help']).exit_code == 0\n"
-        "slow = {'cffi', 'cpuinfo', 'torch', 'matplotlib', 'portmm.emit.c', 'portmm.comparison.contest'}\n"
+        "slow = {'cffi', 'cpuinfo', 'torch', 'matplotlib', 'portmm.codegen.c_kernel', 'portmm.comparison.contest'}\n"
         "slow &= set(sys.modules)\n"
         "assert not slow, slow"
     )
@@ -150,7 +153,7 @@ def test_a_probe_is_remembered():
     atoms = {atom.name for atom in HOST.isas[-1].atoms}
     levels = {level.name for level in HOST.levels}
     assert atoms | levels | {"memory"} <= set(found["rates"])
-    settings._targets.clear()
+    config._targets.clear()
     with_rates = calibrate.measured(HOST.limited_to(HOST.isas[-1].name))
     assert with_rates.measured == found["rates"]
 
@@ -165,13 +168,13 @@ def test_a_probe_is_shown():
 
 @pytest.mark.usefixtures("quick")
 def test_a_busy_machine_is_not_probed_unless_it_is_forced(monkeypatch):
-    monkeypatch.setattr(busy, "now", lambda: 0.9 * busy.cores())
+    monkeypatch.setattr(machine_load, "now", lambda: 0.9 * machine_load.cores())
     with pytest.raises(PortmmError, match=r"keep .* cores busy.*--force"):
         run("probe", "--seconds", "0.001")
     here = HOST.limited_to(HOST.isas[-1].name)
     assert not calibrate.measured(here).measured
     assert data("probe", "--seconds", "0.001", "--force")["rates"] == calibrate.measured(here).measured
-    monkeypatch.setattr(busy, "others", lambda *_: 0.9 * busy.cores())
+    monkeypatch.setattr(machine_load, "others", lambda *_: 0.9 * machine_load.cores())
     assert "the machine was busy" in run("probe", "--seconds", "0.001", "--force").output
 
 
@@ -250,9 +253,9 @@ def test_errors_pass_through_to_main(monkeypatch, capsys):
     with pytest.raises(TargetError):
         run("emit", 3, 4, 5, "--target", "nosuch")
     for error in (PortmmError("several\nlines [red]"), ImportError("a plot needs x"), OSError("no space")):
-        monkeypatch.setattr(cli, "app", lambda error=error: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(main, "app", lambda error=error: (_ for _ in ()).throw(error))
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            main.main()
         assert ended.value.code == 1
         assert capsys.readouterr().err == f"portmm: {error}\n"
 
@@ -450,6 +453,6 @@ def test_developers_learn_what_to_install(monkeypatch):
 
 
 def test_missing_headers_are_noticed(monkeypatch):
-    monkeypatch.setattr("portmm.run.host.python_headers", lambda: None)
+    monkeypatch.setattr("portmm.runtime.cpu.python_headers", lambda: None)
     (check,) = doctor.run(("Python headers", doctor._headers))
     assert check.state == "warn"

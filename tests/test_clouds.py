@@ -10,8 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 import portmm as pm
-from portmm import cli, settings, target
-from portmm.target import clouds, described, instance, names
+from portmm.cli import main
+from portmm.dispatch import config
+from portmm.target import target
+from portmm.target.target import clouds, described, instance, names
 
 INSTANCES = {
     "c5.4xlarge": ("AWS", "c5"), "c7i-flex.large": ("AWS", "c7i-flex"), "m6g.metal": ("AWS", "m6g"),
@@ -69,24 +71,24 @@ def test_explain_says_which_chips_an_instance_may_be():
 
 def test_the_command_line_takes_instances():
     run = CliRunner().invoke
-    shown = " ".join(run(cli.app, ["explain", "64", "64", "64", "--target", "c5.4xlarge"]).output.split())
+    shown = " ".join(run(main.app, ["explain", "64", "64", "64", "--target", "c5.4xlarge"]).output.split())
     assert "skylake_sp or cascade_lake" in shown
-    told = run(cli.app, ["emit", "64", "64", "64", "--target", "c5.4xlarge"])
+    told = run(main.app, ["emit", "64", "64", "64", "--target", "c5.4xlarge"])
     assert "skylake_sp or cascade_lake" in told.stderr
     assert "skylake_sp or" not in told.stdout
-    assert told.stdout == run(cli.app, ["emit", "64", "64", "64", "--target", "cascade_lake"]).stdout
-    assert "skylake_sp or cascade_lake" in " ".join(run(cli.app, ["target", "c5.4xlarge"]).output.split())
-    data = json.loads(run(cli.app, ["target", "c5.4xlarge", "--json"]).stdout)
+    assert told.stdout == run(main.app, ["emit", "64", "64", "64", "--target", "cascade_lake"]).stdout
+    assert "skylake_sp or cascade_lake" in " ".join(run(main.app, ["target", "c5.4xlarge"]).output.split())
+    data = json.loads(run(main.app, ["target", "c5.4xlarge", "--json"]).stdout)
     assert (data["name"], data["chips"]) == ("cascade_lake", ["skylake_sp", "cascade_lake"])
 
 
 def test_config_takes_instances(monkeypatch):
-    own = target.load_target("x86_64_v1" if settings.target().arch == "x86_64" else "armv8a")
+    own = target.load_target("x86_64_v1" if config.target().arch == "x86_64" else "armv8a")
     family = target.CloudFamily("AWS", "own1", (own.name,), "a test")
     monkeypatch.setattr(target, "clouds", lambda: (family,))
-    monkeypatch.setattr(settings, "_targets", {})
+    monkeypatch.setattr(config, "_targets", {})
     with pm.config(target="own1.large"):
-        assert settings.target().name == own.name
+        assert config.target().name == own.name
         assert (pm.matmul(np.ones((2, 3), np.float32), np.ones((3, 2), np.float32)) == 3).all()
 
 

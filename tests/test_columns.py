@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 
 import portmm as pm
-from portmm import settings
-from portmm.rows import over_rows
+from portmm.dispatch import config
+from portmm.ops.rowwise import over_rows
 
 NAMES = {"b": "b", "m": "m", "n": "n"}
 SIZES = [(5, 37), (300, 129), (1, 16), (64, 1), (3, 260)]
 
 
 def targets():
-    return [isa.name for isa in settings.target().isas if isa.atom("f32")]
+    return [isa.name for isa in config.target().isas if isa.atom("f32")]
 
 
 @pytest.mark.parametrize("target", targets())

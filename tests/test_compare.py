@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from portmm.cache import read_note
+from portmm.build.cache import read_note
 from portmm.comparison import CONTENDERS, Case, Contender, Entrant, Entry, Report, Result, cases, compare
 from portmm.comparison import data as inputs
 from portmm.comparison.contest import _result
@@ -23,9 +23,9 @@ from portmm.comparison.report import from_json, geomean, summaries
 from portmm.comparison.suite import QUICK, SMOKE
 from portmm.comparison.text import heading, markdown, notes, terminal
 from portmm.comparison.worker import seconds_per_call
-from portmm.detect import host
 from portmm.errors import TargetError
-from portmm.target import MemoryLevel
+from portmm.host.detect import host
+from portmm.target.target import MemoryLevel
 
 HERE = Path(__file__).parent
 SMALL = Case("small", "cube", 8, 12, 16)

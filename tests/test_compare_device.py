@@ -17,7 +17,7 @@ import opencl_cpu
 import pytest
 from typer.testing import CliRunner
 
-from portmm import cli
+from portmm.cli import main
 from portmm.comparison import Case, Contender, cases, compare, device, device_facts, device_suite
 from portmm.comparison import data as inputs
 from portmm.comparison.clblast import Blast, BlastError
@@ -28,7 +28,7 @@ from portmm.comparison.report import from_json
 from portmm.comparison.text import heading, notes
 from portmm.comparison.worker import prepare
 from portmm.errors import NoDeviceError
-from portmm.run import cuda
+from portmm.runtime import cuda
 
 SMALL = Case("small", "x", 20, 24, 32)
 PORTMM = "portmm.comparison.device:open_portmm"
@@ -318,7 +318,7 @@ def test_a_missing_device_is_said(monkeypatch):
 def test_a_device_is_held_to_no_target():
     with pytest.raises(ValueError, match="cannot be held to target 'avx2'"):
         compare([SMALL], device="opencl", target="avx2")
-    done = CliRunner().invoke(cli.app, ["compare", "smoke", "--device", "tpu"])
+    done = CliRunner().invoke(main.app, ["compare", "smoke", "--device", "tpu"])
     assert done.exit_code == 2
     assert "unknown" in done.output
 

@@ -17,8 +17,8 @@ from portmm.comparison.limit import Limits
 from portmm.comparison.report import from_json
 from portmm.comparison.text import markdown, notes
 from portmm.comparison.worker import prepare
-from portmm.detect import host
-from portmm.target import MemoryLevel
+from portmm.host.detect import host
+from portmm.target.target import MemoryLevel
 
 pytest.importorskip("ml_dtypes")
 

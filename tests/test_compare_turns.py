@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from portmm import busy, cli, dispatch, settings, tuned
-from portmm import cache as kept
+from portmm.build import cache as kept
+from portmm.cli import main
 from portmm.comparison import Case, Contender, compare, contest, lane
 from portmm.comparison.environment import Setup, environment, removed
 from portmm.comparison.lane import LOG, SEE
@@ -17,9 +17,12 @@ from portmm.comparison.limit import MEMORY, Limits, level_of
 from portmm.comparison.limit_worker import Machine, prepare, rates
 from portmm.comparison.process import WorkerError, last_words
 from portmm.comparison.text import notes
-from portmm.detect import host
-from portmm.target import MemoryLevel
-from portmm.tuned import Tuned
+from portmm.dispatch import config, tuning_database
+from portmm.dispatch import cpu as cpu_dispatch
+from portmm.dispatch.tuning_database import Tuned
+from portmm.host import machine_load
+from portmm.host.detect import host
+from portmm.target.target import MemoryLevel
 
 SMALL = Case("small", "cube", 8, 12, 16)
 
@@ -46,7 +49,9 @@ class Clock:
         monkeypatch.setattr(contest, "time", self)
         monkeypatch.setattr(lane, "time", self)
         monkeypatch.setattr(lane, "Worker", lambda contender, _setup, _module: FakeWorker(self, contender.name))
-        monkeypatch.setattr(busy, "snapshot", lambda _workers=(): busy.Snapshot(self.now, None, 0.0, None))
+        monkeypatch.setattr(
+            machine_load, "snapshot", lambda _workers=(): machine_load.Snapshot(self.now, None, 0.0, None)
+        )
 
     def monotonic(self):
         return self.now
@@ -186,7 +191,7 @@ def test_a_comparison_measures_its_limits_in_its_own_process():
     assert result.limit > 0
     assert result.roof in report.rates
     assert 0 < report.share(result) <= 1
-    assert report.cores == busy.cores()
+    assert report.cores == machine_load.cores()
     assert (result.load is None) == (report.load is None)
 
 
@@ -197,13 +202,13 @@ def test_a_comparison_uses_what_was_tuned_into_another_database(monkeypatch, tmp
     """The contender's own process finds the database that PORTMM_TUNED names."""
     path = tmp_path / "tuned.sqlite"
     monkeypatch.setenv("PORTMM_TUNED", str(path))
-    here = settings.target()
+    here = config.target()
     p = SMALL.problem
-    choice = dispatch.choose(p, here, 1, tuned=False)
-    facts = {"chip": here.name, "architecture": tuned.architecture(here), "vendor": here.vendor}
+    choice = cpu_dispatch.choose(p, here, 1, tuned=False)
+    facts = {"chip": here.name, "architecture": tuning_database.architecture(here), "vendor": here.vendor}
     row = Tuned(problem=p, threads=1, schedule=choice.runners_up[0][0], workers=1, seconds=1.0, analytical=3.2,
                 date="2026-01-01", **facts)  # fmt: skip
-    tuned.record(path, [row])
+    tuning_database.record(path, [row])
     for name, origin in ((str(path), "tuned on"), ("off", choice.origin)):
         monkeypatch.setenv("PORTMM_TUNED", name)
         report = compare([SMALL], contenders=[fake("tuned", peer=False)], rounds=1, turn_s=0.001, limits=False)
@@ -257,7 +262,7 @@ def test_without_a_terminal_there_is_a_line_for_each_case_with_the_time_that_is_
         raise ValueError("that is all")
 
     monkeypatch.setattr("portmm.comparison.compare", contest_)
-    done = CliRunner().invoke(cli.app, ["compare", "smoke", "--budget", "60"])
+    done = CliRunner().invoke(main.app, ["compare", "smoke", "--budget", "60"])
     first, second, *_ = done.stderr.splitlines()
     assert first == "comparing 1/2: cube-64, 60 s left"
     assert second.startswith("comparing 2/2: tiny-4, ")

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from build_compilers import SOURCE, answer, fake_compiler
 
-from portmm import build as build_module
-from portmm import compiler
-from portmm.build import build, cache_entries, find_compiler
+from portmm.build import compiler
+from portmm.build import shared_object as build_module
+from portmm.build.shared_object import build, cache_entries, find_compiler
 from portmm.errors import BuildError, NoCompilerError
 
 pytestmark = pytest.mark.usefixtures("empty_cache")

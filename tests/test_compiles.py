@@ -19,12 +19,12 @@ from fused_cases import by_rows, epilogues, every_operation, every_type
 from kernels_of import folding
 from support import pose, require, selection, small
 
-from portmm.build import build
-from portmm.candidates import candidates
-from portmm.emit.c import source
-from portmm.lower import lower, lower_pack, lower_rows
-from portmm.problem import Problem
-from portmm.target import described, load_isa
+from portmm.build.shared_object import build
+from portmm.codegen.c_kernel import source
+from portmm.codegen.lower import lower, lower_pack, lower_rows
+from portmm.schedule.cpu_candidates import candidates
+from portmm.spec.problem import Problem
+from portmm.target.target import described, load_isa
 
 WARNINGS = (
     "-Wall",

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from test_candidate_sets import MACHINES as SEARCHED
 
-from portmm import dispatch, selection
-from portmm.candidate_sets import CandidateSet, candidate_set
-from portmm.cost_tape import OPERATIONS, Tape
+from portmm.dispatch import cost_selection
+from portmm.dispatch import cpu as cpu_dispatch
+from portmm.dispatch.cost_selection import predict, select
 from portmm.errors import ScheduleError
-from portmm.problem import Problem
-from portmm.run import host
-from portmm.selection import predict, select
-from portmm.target import load_target
+from portmm.runtime import cpu as cpu_runtime
+from portmm.schedule.candidate_sets import CandidateSet, candidate_set
+from portmm.schedule.cost_tape import OPERATIONS, Tape
+from portmm.spec.problem import Problem
+from portmm.target.target import load_target
 
 MACHINES = {**SEARCHED, "unsearched": load_target("zen3")}
 KINDS = (
@@ -42,8 +43,8 @@ ALIKE = 12
 @pytest.fixture(scope="module")
 def run():
     """What replays tapes."""
-    host.runtime()
-    found = host.replayer()
+    cpu_runtime.runtime()
+    found = cpu_runtime.replayer()
     if found is None:
         pytest.skip("the twin of the extension leaves tapes to NumPy")
     return found
@@ -53,7 +54,7 @@ def drawn(target, rng):
     """A problem of any kind that the target multiplies."""
     kind = rng.choice(KINDS)
     m, n, k = (rng.choice(ROUND) if rng.random() < 0.4 else int(2 ** rng.uniform(0, 13)) for _ in range(3))
-    family = dispatch.family(kind.dtype, target) if kind.b in ("packed", "codes") else ""
+    family = cpu_dispatch.family(kind.dtype, target) if kind.b in ("packed", "codes") else ""
     return replace(kind, m=m, n=n, k=k, family=family)
 
 
@@ -88,7 +89,7 @@ def test_both_evaluators_select_the_same(name, run, monkeypatch):
     target, rng = MACHINES[name], random.Random(name)  # noqa: S311 - no secret
     asked = [(p, rng.choice((1, 1, 2, 8))) for p in some(target, rng, PROBLEMS)]
     with monkeypatch.context() as m:
-        m.setattr(selection, "replayer", lambda: None)
+        m.setattr(cost_selection, "replayer", lambda: None)
         by_numpy = [select(p, target, threads) for p, threads in asked]
     replays = []
 
@@ -96,7 +97,7 @@ def test_both_evaluators_select_the_same(name, run, monkeypatch):
         replays.append(args)
         return run(*args)
 
-    monkeypatch.setattr(selection, "replayer", lambda: counted)
+    monkeypatch.setattr(cost_selection, "replayer", lambda: counted)
     monkeypatch.setattr(CandidateSet, "tape", lambda x, rows, *, several: Tape.of(x.table, rows, several=several))
     for (p, threads), one in zip(asked, by_numpy, strict=True):
         other = select(p, target, threads)

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from portmm import detect, permission, target
-from portmm import snapshot as snapshot_module
 from portmm.errors import TargetError
-from portmm.snapshot import cgroup_folders, parse_list
+from portmm.host import amx_permission, detect
+from portmm.host import host_probe as snapshot_module
+from portmm.host.host_probe import cgroup_folders, parse_list
+from portmm.target import target
 
 HOSTS = sorted(Path(__file__).with_name("hosts").glob("*.json"))
 TINY = str(Path(__file__).with_name("targets") / "tiny.toml")
@@ -141,7 +142,7 @@ def test_a_chip_that_nobody_has_described_has_tiles() -> None:
 
 def test_leave_is_asked_for_only_where_tiles_are(monkeypatch) -> None:
     asked = []
-    monkeypatch.setattr(permission, "tiles", lambda: asked.append(1) or True)
+    monkeypatch.setattr(amx_permission, "tiles", lambda: asked.append(1) or True)
     monkeypatch.setattr(snapshot_module, "_first_processor", lambda: "flags : avx512f amx_bf16")
     assert not snapshot_module.snapshot().tiles
     assert not asked
@@ -153,19 +154,19 @@ def test_leave_is_asked_for_only_where_tiles_are(monkeypatch) -> None:
 @pytest.mark.parametrize("trial", ["raise SystemExit(0)", "raise SystemExit(1)", "import os; os.kill(os.getpid(), 9)"])
 def test_a_trial_may_end_in_any_way_and_is_made_once(monkeypatch, tmp_path: Path, trial: str) -> None:
     monkeypatch.setenv("PORTMM_CACHE", str(tmp_path))
-    monkeypatch.setattr(permission, "_TRIAL", trial)
-    assert permission._tried() == ("(0)" in trial)
+    monkeypatch.setattr(amx_permission, "_TRIAL", trial)
+    assert amx_permission._tried() == ("(0)" in trial)
     monkeypatch.setattr(subprocess, "run", lambda *_args, **_more: pytest.fail("tried again"))
-    assert permission._tried() == ("(0)" in trial)
+    assert amx_permission._tried() == ("(0)" in trial)
 
 
 @pytest.mark.skipif(not X86, reason="asks for state of x86")
 def test_leave_agrees_with_what_this_host_shows(monkeypatch, tmp_path: Path) -> None:
     """The real trial: where the kernel names no AMX, it is refused, and this process lives on."""
     monkeypatch.setenv("PORTMM_CACHE", str(tmp_path))
-    permission.tiles.cache_clear()
-    found = permission.tiles()
-    permission.tiles.cache_clear()
+    amx_permission.tiles.cache_clear()
+    found = amx_permission.tiles()
+    amx_permission.tiles.cache_clear()
     assert not found or "amx_tile" in detect.snapshot().cpuinfo
 
 
@@ -241,7 +242,7 @@ def test_the_second_opinion_is_optional_text(monkeypatch) -> None:
 @pytest.mark.skipif(not X86, reason="emulates lesser machines of the host's own architecture")
 @pytest.mark.parametrize(("cpu", "best"), [("Nehalem", "sse2"), ("Haswell", "avx2")])
 def test_a_lesser_machine_is_seen_through_the_kernels_flags(cpu: str, best: str) -> None:
-    code = "from portmm import detect; print(detect.host().isas[0].name)"
+    code = "from portmm.host import detect; print(detect.host().isas[0].name)"
     emulator = shutil.which("qemu-x86_64")
     if not emulator:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("qemu-x86_64 is not installed")

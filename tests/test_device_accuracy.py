@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from grid_cases import MACHINE, OLDER, compiled, kernels_of, run
 
-from portmm.grid_candidates import beside, candidates
-from portmm.grid_stream import shares
-from portmm.problem import Problem
+from portmm.schedule.gpu_candidates import beside, candidates
+from portmm.schedule.gpu_gemv import shares
+from portmm.spec.problem import Problem
 
 LEAST = 0.5
 """Errors, in units of 2**-24, that are no more than those of rounding once; ratios of less say nothing."""

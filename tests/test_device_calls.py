@@ -9,9 +9,11 @@ from emulated_cuda import install
 from opencl_cpu import OpenCl
 
 import portmm as pm
-from portmm import device_arrays, foreign, grid_dispatch, memory
+from portmm.arrays import device_arrays, interop
+from portmm.dispatch import gpu as gpu_dispatch
 from portmm.errors import ScheduleError, TraceError
-from portmm.problem import Problem
+from portmm.spec.problem import Problem
+from portmm.util import memo
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -19,9 +21,9 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 @pytest.fixture(params=["opencl", "cuda"])
 def on(request, monkeypatch):
     """A device."""
-    memory.forget_all()
+    memo.forget_all()
     yield OpenCl() if request.param == "opencl" else install(monkeypatch)
-    memory.forget_all()
+    memo.forget_all()
 
 
 def values(shape, dtype, seed=0):
@@ -323,7 +325,7 @@ def test_a_product_of_arrays_is_explained(on):
 
 @pytest.mark.usefixtures("on")
 def test_the_doctor_names_devices():
-    from portmm import doctor
+    from portmm.cli import doctor
 
     found = {check.name: check for check in doctor.run(("devices", doctor._devices))}
     assert set(found) == {"CUDA", "OpenCL"}
@@ -335,7 +337,7 @@ def test_the_doctor_names_devices():
 
 def test_long_sums_are_cut_in_slices(monkeypatch):
     """Where there are few blocks: the last of each tile adds, in the order of k."""
-    memory.forget_all()
+    memo.forget_all()
     on = install(monkeypatch)
     a, b = values((32, 4096), np.float32), values((4096, 32), np.float32, 1)
     for _ in range(2):
@@ -343,11 +345,11 @@ def test_long_sums_are_cut_in_slices(monkeypatch):
         close(found, product(a, b), 4096, np.float32)
     assert len(on.launches) == 2
     assert all(grid[1] > 1 for _, grid, *_ in on.launches)
-    memory.forget_all()
+    memo.forget_all()
 
 
 def test_kernels_run_on_the_stream_of_the_operands(monkeypatch):
-    memory.forget_all()
+    memo.forget_all()
     on = install(monkeypatch)
     on.streams[0] = 1234
     a, b = values((33, 40), np.float32), values((40, 50), np.float32, 1)
@@ -357,7 +359,7 @@ def test_kernels_run_on_the_stream_of_the_operands(monkeypatch):
     assert name.startswith("portmm_")
     assert len(grid) == 2
     assert block[0] % 32 == 0
-    memory.forget_all()
+    memo.forget_all()
 
 
 def test_a_plan_for_strides_is_for_them_alone(on):
@@ -374,7 +376,7 @@ def test_a_plan_for_strides_is_for_them_alone(on):
 
 def test_an_epilogue_reads_a_strided_out(monkeypatch):
     """A result computed beside it has a new array's strides, not its own."""
-    memory.forget_all()
+    memo.forget_all()
     on = install(monkeypatch)
     a, b, c = values((17, 20), np.float32), values((20, 12), np.float32, 1), values((17, 40), np.float32, 2)
     left, right, whole = map(on.array, (a, b, c))
@@ -383,11 +385,11 @@ def test_an_epilogue_reads_a_strided_out(monkeypatch):
         assert pm.matmul(left, right, out, epilogue=lambda acc, i: acc + out[i.m, i.n]) is out
         close(out, c[:, :12] + i * product(a, b), 20, np.float32)
     np.testing.assert_array_equal(whole.get()[:, 12:], c[:, 12:])
-    memory.forget_all()
+    memo.forget_all()
 
 
 def test_a_reduction_reads_a_row_of_its_out(monkeypatch):
-    memory.forget_all()
+    memo.forget_all()
     on = install(monkeypatch)
     a, b, c = values((9, 20), np.float32), values((20, 16), np.float32, 1), values((9, 16), np.float32, 2)
     left, right, out = map(on.array, (a, b, c))
@@ -395,7 +397,7 @@ def test_a_reduction_reads_a_row_of_its_out(monkeypatch):
     pm.matmul(left, right, out, epilogue=lambda acc, i: (acc + bias[i.n]) - pm.sum(acc))
     sums = product(a, b)
     np.testing.assert_allclose(out.get(), sums + c[0] - sums.sum(1, keepdims=True), rtol=1e-4, atol=1e-4)
-    memory.forget_all()
+    memo.forget_all()
 
 
 def test_numbers_that_are_looked_at_beside_arrays(on):
@@ -408,31 +410,31 @@ def test_numbers_that_are_looked_at_beside_arrays(on):
 
 def test_more_than_kernels_count_is_said(on):
     one = np.ones((1, 4), np.float32)
-    kernel = device_arrays.machine_of(foreign.adopt(on.array(one)))
-    found = grid_dispatch.route(Problem(64, 64, 64, "f32"), kernel, (1, 1, 1))
+    kernel = device_arrays.machine_of(interop.adopt(on.array(one)))
+    found = gpu_dispatch.route(Problem(64, 64, 64, "f32"), kernel, (1, 1, 1))
     with pytest.raises(ScheduleError, match="m is 2147483647: kernels count in 32 bits"):
-        grid_dispatch.bind(found.kernels[0], found.functions[0], {"m": (1 << 31) - 1, "n": 1, "k": 1, "batch": 1})
+        gpu_dispatch.bind(found.kernels[0], found.functions[0], {"m": (1 << 31) - 1, "n": 1, "k": 1, "batch": 1})
 
 
 def test_parts_of_one_buffer_overlap():
     import pyopencl as cl
 
-    memory.forget_all()
+    memo.forget_all()
     on = OpenCl()
     a, b = values((64, 64), np.float32), values((64, 64), np.float32, 1)
     left, right = on.array(a), on.array(b)
     part = left.base_data[0 : a.nbytes]
     out = on.module.Array(on.queue, a.shape, a.dtype, data=part)
     assert isinstance(part, cl.MemoryObjectHolder)
-    assert device_arrays.overlap(foreign.adopt(out), (foreign.adopt(left),))
+    assert device_arrays.overlap(interop.adopt(out), (interop.adopt(left),))
     close(pm.matmul(left, right, out), product(a, b), 64, np.float32)
-    memory.forget_all()
+    memo.forget_all()
 
 
 def test_a_queue_out_of_order_waits_for_what_comes_first():
     import pyopencl as cl
 
-    memory.forget_all()
+    memo.forget_all()
     on = OpenCl()
     on.queue = cl.CommandQueue(on.queue.context, properties=cl.command_queue_properties.OUT_OF_ORDER_EXEC_MODE_ENABLE)
     a, b = values((256, 256), np.float32), values((256, 256), np.float32, 1) / 16
@@ -441,4 +443,4 @@ def test_a_queue_out_of_order_waits_for_what_comes_first():
     for _ in range(8):
         left, wanted = pm.matmul(left, right), product(wanted, b)
     np.testing.assert_allclose(left.get(), wanted, rtol=1e-3, atol=1e-3)
-    memory.forget_all()
+    memo.forget_all()

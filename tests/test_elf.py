@@ -8,10 +8,10 @@ import sys
 import pytest
 from build_compilers import SOURCE
 
-from portmm import cache, elf
-from portmm.build import build
+from portmm.build import cache, elf
+from portmm.build.shared_object import build
 from portmm.errors import BuildError
-from portmm.run import host
+from portmm.runtime import cpu as cpu_runtime
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
@@ -97,9 +97,9 @@ def test_an_object_without_the_wanted_function(fake):
 
 @pytest.mark.usefixtures("fake")
 def test_an_extension_without_its_entry_point(monkeypatch):
-    monkeypatch.setattr(host, "source", lambda **_: SOURCE)
+    monkeypatch.setattr(cpu_runtime, "source", lambda **_: SOURCE)
     with pytest.raises(BuildError, match="does not define PyInit"):
-        host.load_extension()
+        cpu_runtime.load_extension()
 
 
 @pytest.mark.usefixtures("fake")
@@ -107,7 +107,7 @@ def test_an_extension_in_the_cache_without_its_entry_point():
     """Kept by an earlier version that did not look."""
     artifact = build(SOURCE, flags=())
     with pytest.raises(BuildError, match="cannot be loaded"):
-        host.load_extension(artifact.code, artifact.path)
+        cpu_runtime.load_extension(artifact.code, artifact.path)
 
 
 def test_a_truncated_entry_with_a_matching_sum_is_built_again(fake):

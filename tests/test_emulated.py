@@ -18,9 +18,9 @@ from fused_cases import by_rows, every_operation, every_type, gemm_case, rows_ca
 from kernels_of import folding, packing_of_all_bits
 from support import case, interpret, require, selection, small
 
-from portmm.candidates import candidates
-from portmm.lower import lower, lower_rows
-from portmm.target import load_isa
+from portmm.codegen.lower import lower, lower_rows
+from portmm.schedule.cpu_candidates import candidates
+from portmm.target.target import load_isa
 
 pytestmark = pytest.mark.emulated
 
@@ -158,7 +158,7 @@ PRODUCTS = """
 import json, sys
 import numpy as np
 import portmm
-from portmm import settings
+from portmm.dispatch import config as settings
 rng = np.random.default_rng(0)
 worst, said = 0.0, {}
 for m, n, k in [(1, 40, 33), (5, 17, 64), (64, 48, 32), (33, 1, 20)]:

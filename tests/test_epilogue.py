@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from support import HERE
 
 import portmm as pm
-from portmm import dispatch, vocabulary
+from portmm.dispatch import cpu as cpu_dispatch
 from portmm.errors import TraceError
-from portmm.rows import over_rows
+from portmm.ops.rowwise import over_rows
+from portmm.spec import elementwise
 
 QUICKLY = True
 
@@ -44,8 +45,8 @@ def close(got, want, size=1.0):
 def compiled(monkeypatch):
     """How many kernels were asked for."""
     names = []
-    build = dispatch.build_kernel
-    monkeypatch.setattr(dispatch, "build_kernel", lambda kernel: (names.append(kernel.name), build(kernel))[1])
+    build = cpu_dispatch.build_kernel
+    monkeypatch.setattr(cpu_dispatch, "build_kernel", lambda kernel: (names.append(kernel.name), build(kernel))[1])
     return names
 
 
@@ -99,7 +100,7 @@ def test_arrays_are_found_wherever_they_are():
         (lambda acc, i: acc + i.n - i.m * 2, PRODUCT + np.arange(N) - 2 * np.arange(M)[:, None]),
         (lambda *_: 2.5, np.full((M, N), 2.5)),
         (lambda *_: bias, np.broadcast_to(bias, (M, N))),
-        (lambda acc: vocabulary.where(acc > 0, acc, acc * SLOPE), np.where(PRODUCT > 0, PRODUCT, PRODUCT / 2)),
+        (lambda acc: elementwise.where(acc > 0, acc, acc * SLOPE), np.where(PRODUCT > 0, PRODUCT, PRODUCT / 2)),
         (lambda acc: acc * float(bias.shape[0]), PRODUCT * N),
     ):  # fmt: skip
         for _ in range(2):
@@ -180,10 +181,10 @@ def test_operands_of_every_dtype_and_layout(dtype):
 
     def ends(x, y):
         def broadcast(acc):
-            return vocabulary.where(x, acc, 1.0) if x.dtype.kind == "b" else acc + x
+            return elementwise.where(x, acc, 1.0) if x.dtype.kind == "b" else acc + x
 
         def turned(acc, i):
-            return vocabulary.where(y[i.n, i.m], acc, 1.0) if y.dtype.kind == "b" else acc + y[i.n, i.m] * 2.0
+            return elementwise.where(y[i.n, i.m], acc, 1.0) if y.dtype.kind == "b" else acc + y[i.n, i.m] * 2.0
 
         return broadcast, turned
 
@@ -246,7 +247,7 @@ def test_no_operand_is_read_beyond_its_end():
         lambda acc: acc + RESIDUAL[:, :5],
         lambda acc, i: acc + RESIDUAL[M, i.n],
         lambda acc: acc + RESIDUAL.T,
-        lambda acc: vocabulary.softmax(acc + BIAS[1:]),
+        lambda acc: elementwise.softmax(acc + BIAS[1:]),
         lambda acc: acc + np.full(N, 2**40)[:],
         lambda acc: acc + LARGE,
     ],
@@ -290,7 +291,7 @@ def test_several_results():
     assert ((mask == 1) == (PRODUCT + BIAS > 0))[abs(PRODUCT + BIAS) > 1e-4].all()
     assert (abs(whole - PRODUCT * 1e3) <= 1.01).all()
     np.testing.assert_array_equal(places, 2 * np.arange(N) + np.arange(M)[:, None])
-    for epilogue in (lambda acc: (acc,), lambda acc: (vocabulary.softmax(acc),)):
+    for epilogue in (lambda acc: (acc,), lambda acc: (elementwise.softmax(acc),)):
         assert isinstance(pm.matmul(A, B, epilogue=epilogue), tuple)
 
 
@@ -300,12 +301,12 @@ def test_casts_round_and_saturate():
     for name in HERE:
         for dtype in (np.int8, np.uint8, np.int32, np.float16, BF16):
             with pm.config(target=name), np.errstate(over="ignore"):
-                (got,), _ = over_rows(lambda v: vocabulary.cast(v, dtype), (x,), {"m": "m", "n": "n"})  # noqa: B023 - used at once
-                np.testing.assert_array_equal(got, vocabulary.cast(x, dtype), err_msg=f"{name} {dtype}")
+                (got,), _ = over_rows(lambda v: elementwise.cast(v, dtype), (x,), {"m": "m", "n": "n"})  # noqa: B023 - used at once
+                np.testing.assert_array_equal(got, elementwise.cast(x, dtype), err_msg=f"{name} {dtype}")
 
 
 @pytest.mark.parametrize("how", ["dense", "by columns", "float16", "float64", "int32", "unaligned", "strided"])
-@pytest.mark.parametrize("epilogue", [lambda acc: acc * 8.0 + BIAS, lambda acc: (acc + BIAS) - vocabulary.max(acc)])
+@pytest.mark.parametrize("epilogue", [lambda acc: acc * 8.0 + BIAS, lambda acc: (acc + BIAS) - elementwise.max(acc)])
 def test_out(how, epilogue):
     raw = np.empty(M * N * 4 + 1, np.uint8)[1:]
     out = {
@@ -332,7 +333,7 @@ def test_out_over_operands():
         (lambda o: lambda acc: acc + o, lambda o: o),
         (lambda o: lambda acc: acc + o.T, lambda o: o.T),
         (lambda o: lambda acc, i: acc + o[0, i.n], lambda o: o[0]),
-        (lambda o: lambda acc: vocabulary.relu(acc) + o[1:2], lambda o: o[1]),
+        (lambda o: lambda acc: elementwise.relu(acc) + o[1:2], lambda o: o[1]),
         (lambda o: lambda acc: (acc + o, acc - o)[0], lambda o: o),
         (lambda o: lambda acc: acc + o[::-1], lambda o: o[::-1]),
     ):
@@ -355,8 +356,8 @@ def ends_of(product):
     bias = floats(product.shape[-1])
     top = product.max(-1, keepdims=True)
     return (
-        (lambda acc: vocabulary.relu(acc) * 0.5 + bias, np.maximum(product, 0) * 0.5 + bias),
-        (lambda acc: (acc - vocabulary.max(acc)) * 0.5, (product - top) * 0.5),
+        (lambda acc: elementwise.relu(acc) * 0.5 + bias, np.maximum(product, 0) * 0.5 + bias),
+        (lambda acc: (acc - elementwise.max(acc)) * 0.5, (product - top) * 0.5),
     )
 
 
@@ -408,14 +409,14 @@ def test_batches():
             (lambda acc, i: acc + i.b, product + np.arange(3)[:, None, None]),
             (lambda acc: acc + wide, product + all_),
             (
-                lambda acc, i: acc - vocabulary.max(acc) + all_[i.b, i.m, 0],
+                lambda acc, i: acc - elementwise.max(acc) + all_[i.b, i.m, 0],
                 product - product.max(-1, keepdims=True) + all_[..., :1],
             ),
         )[:: 1 if right is b else 2]:
             close(pm.matmul(a, right, epilogue=epilogue), want, 3)
     many = floats(2, 3, M, K)
     close(pm.matmul(many, b, epilogue=lambda acc: acc + BIAS), many.astype(float) @ b + BIAS, 3)
-    got = pm.matmul(many, shared, epilogue=lambda acc, i: (acc * 2.0, row[i.m, 0] + 0.0, vocabulary.sum(acc)))
+    got = pm.matmul(many, shared, epilogue=lambda acc, i: (acc * 2.0, row[i.m, 0] + 0.0, elementwise.sum(acc)))
     assert [x.shape for x in got] == [(2, 3, M, N), (2, 3, M, 1), (2, 3, M, 1)]
     close(got[2][..., 0], (many.astype(float) @ shared).sum(-1), 30)
 
@@ -425,7 +426,7 @@ def test_nothing_to_multiply(size):
     m, n, k = size
     a, b = floats(m, k), floats(k, n)
     np.testing.assert_array_equal(pm.matmul(a, b, epilogue=lambda acc: acc + 1.0), np.ones((m, n)))
-    total, top = pm.matmul(a, b, epilogue=lambda acc: (vocabulary.sum(acc + 1.0), vocabulary.max(acc)))
+    total, top = pm.matmul(a, b, epilogue=lambda acc: (elementwise.sum(acc + 1.0), elementwise.max(acc)))
     np.testing.assert_array_equal(total, np.full((m, 1), n))
     np.testing.assert_array_equal(top, np.full((m, 1), 0 if n else -np.inf))
 
@@ -437,12 +438,12 @@ def test_prologues():
     got = pm.matmul(
         A, B,
         prologue_a=lambda x, i: x * scale[i.m, 0] + shift[i.k],
-        prologue_b=lambda x, i: vocabulary.relu(x) + i.k * 0.1,
+        prologue_b=lambda x, i: elementwise.relu(x) + i.k * 0.1,
         epilogue=lambda acc: acc + BIAS,
     )  # fmt: skip
     close(got, a.astype(float) @ b + BIAS, 10)
-    normal = pm.matmul(A, pm.pack(B), prologue_a=lambda x: vocabulary.rms_norm(x) * 1.0)
-    close(normal, vocabulary.rms_norm(A).astype(float) @ B, 3)
+    normal = pm.matmul(A, pm.pack(B), prologue_a=lambda x: elementwise.rms_norm(x) * 1.0)
+    close(normal, elementwise.rms_norm(A).astype(float) @ B, 3)
     batch = floats(2, 3, M, K)
     close(pm.matmul(batch, B, prologue_a=lambda x: x * 2.0), 2 * batch.astype(float) @ B, 5)
     with pytest.raises(TypeError, match="packed"):
@@ -470,10 +471,10 @@ def test_prologues():
         (lambda acc, i: acc + BIAS[i.n, i.m], "1 dimensions"),
         (lambda acc: acc + "x", "str"),
         (lambda *_: None, "NoneType"),
-        (lambda acc: vocabulary.sum(acc, axis=0), "axis"),
+        (lambda acc: elementwise.sum(acc, axis=0), "axis"),
         (lambda acc: acc + COMPLEX, "complex"),
         (lambda acc: acc << 1, "integers"),
-        (lambda acc: vocabulary.cast(acc, np.float64), "float64"),
+        (lambda acc: elementwise.cast(acc, np.float64), "float64"),
     ],
 )
 def test_errors_name_the_line(bad, said):
@@ -519,15 +520,15 @@ def test_any_product(  # noqa: PLR0917 - a product's geometry
         epilogue, want = (
             (lambda acc: (acc + x, acc * row), (product + x, product * row)),
             (
-                lambda acc, i: (acc - x[i.m, 0] + i.n, vocabulary.cast(acc, np.int8)),
+                lambda acc, i: (acc - x[i.m, 0] + i.n, elementwise.cast(acc, np.int8)),
                 (product - row + np.arange(n), np.clip(product, -128, 127)),
             ),
             (
-                lambda acc: (vocabulary.maximum(acc, column) * 0.5, acc > x),
+                lambda acc: (elementwise.maximum(acc, column) * 0.5, acc > x),
                 (np.maximum(product, column) * 0.5, product > x),
             ),
             (
-                lambda acc: (acc - vocabulary.max(acc * row), vocabulary.sum(acc)),
+                lambda acc: (acc - elementwise.max(acc * row), elementwise.sum(acc)),
                 (product - (product * row).max(-1, keepdims=True), product.sum(-1, keepdims=True)),
             ),
         )[kind]
@@ -538,7 +539,7 @@ def test_any_product(  # noqa: PLR0917 - a product's geometry
 
 def test_a_function_of_the_vocabulary_is_an_epilogue():
     for name in ("relu", "softmax", "gelu", "sum", "max", "layer_norm", "leaky_relu", "tanh"):
-        function = getattr(vocabulary, name)
+        function = getattr(elementwise, name)
         close(pm.matmul(A, B, epilogue=lambda acc: function(acc) * 1.0), function(PRODUCT), 30)  # noqa: B023 - used at once
         close(pm.matmul(A, B, epilogue=function), function(PRODUCT), 30)
     close(pm.matmul(A, B, epilogue=lambda acc, bias=BIAS: acc + bias), PRODUCT + BIAS)

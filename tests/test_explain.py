@@ -11,14 +11,16 @@ import pytest
 from support import require
 
 import portmm as pm
-from portmm import api, calibrate, detect, settings
-from portmm.explanation import SHOWN, target_called
-from portmm.problem import Problem
-from portmm.run.host import runtime
-from portmm.schedule import parse, spell
-from portmm.selection import MOST_LOSS
-from portmm.target import load_target, names_of
-from portmm.textbook import WITHIN, follows
+from portmm.dispatch import config
+from portmm.dispatch.cost_selection import MOST_LOSS
+from portmm.explanation.cpu import SHOWN, target_called
+from portmm.host import calibrate, detect
+from portmm.ops import matmul as matmul_op
+from portmm.runtime.cpu import runtime
+from portmm.schedule.schedule import parse, spell
+from portmm.schedule.textbook import WITHIN, follows
+from portmm.spec.problem import Problem
+from portmm.target.target import load_target, names_of
 
 SHAPES = (
     (1024, 1024, 1024, "row", "row"),
@@ -146,13 +148,13 @@ CASES = {
 def posed(monkeypatch):
     """The problems that matmul asks routes for."""
     asked = []
-    real = api.routed
+    real = matmul_op.routed
 
     def watch(p):
         asked.append(p)
         return real(p)
 
-    monkeypatch.setattr(api, "routed", watch)
+    monkeypatch.setattr(matmul_op, "routed", watch)
     return asked
 
 
@@ -213,7 +215,7 @@ def test_settings_are_those_in_force():
 
 
 def test_a_name_means_what_it_means_to_config():
-    assert target_called(None) == settings.target()
+    assert target_called(None) == config.target()
     best = detect.host().isas[-1].name
     assert target_called(best) == calibrate.measured(detect.resolve(best))
     assert target_called(load_target("zen2")).name == "zen2"
@@ -221,12 +223,12 @@ def test_a_name_means_what_it_means_to_config():
 
 def test_rates_say_where_they_come_from(monkeypatch, tmp_path):
     monkeypatch.setenv("PORTMM_CACHE", str(tmp_path))
-    monkeypatch.setattr(settings, "_targets", {})
+    monkeypatch.setattr(config, "_targets", {})
     here = detect.host()
     atom = next(isa for isa in here.isas if isa.base is None).atom("f32").name
     assert "measured" not in {origin for _, origin in pm.explain((9, 9), (9, 9)).rates.values()}
     calibrate.remember(here, {atom: 77.0, "memory": 5.5})
-    monkeypatch.setattr(settings, "_targets", {})
+    monkeypatch.setattr(config, "_targets", {})
     found = pm.explain((9, 9), (9, 9))
     assert found.rates[atom] == (77.0, "measured")
     assert found.rates["memory"] == (5.5, "measured")
@@ -259,8 +261,8 @@ def test_what_cannot_be_explained(args, options, error, words):
 
 def test_an_import_does_not_load_what_explaining_needs():
     code = (
-        "import sys, portmm; assert 'portmm.explanation' not in sys.modules; "
-        "import portmm.explanation; assert callable(portmm.explain); portmm.Explanation; "
+        "import sys, portmm; assert 'portmm.explanation.cpu' not in sys.modules; "
+        "import portmm.explanation.cpu; assert callable(portmm.explain); portmm.Explanation; "
         "assert not hasattr(portmm, 'nosuch')"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

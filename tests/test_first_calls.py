@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 
 import portmm as pm
-from portmm import api, dispatch, fusing, memory, settings
-from portmm.problem import Problem
-from portmm.row_classes import row_class
+from portmm.dispatch import config
+from portmm.dispatch import cpu as cpu_dispatch
+from portmm.ops import matmul as matmul_op
+from portmm.spec.problem import Problem
+from portmm.spec.row_classes import row_class
+from portmm.trace import bind
+from portmm.util import memo
 
 K, N = 48, 40
 ROWS = (200, 199, 193, 196)
@@ -34,8 +38,8 @@ def one_class():
     """All `ROWS` are of one class; nothing is remembered."""
     assert {row_class(m) for m in ROWS} == {(193, 200)}
     pm.matmul(X[:2], W)
-    memory.forget_all()
-    api._state["runtime"].clear_memo()
+    memo.forget_all()
+    matmul_op._state["runtime"].clear_memo()
 
 
 @pytest.fixture
@@ -52,8 +56,8 @@ def work(monkeypatch):
 
         monkeypatch.setattr(module, name, call)
 
-    counted(api, "routed")
-    counted(fusing, "trace")
+    counted(matmul_op, "routed")
+    counted(bind, "trace")
     return done
 
 
@@ -198,8 +202,8 @@ def test_a_new_class_with_a_known_kernel_takes_few_calls():
     counts = []
     for k in range(64, 64 + 12):
         about = ("f32", 200, 96, k, "row", "row", "row", "", True)
-        counts.append(calls(api._resolve, *about))
-    candidates = len(dispatch.choose(Problem(200, 96, 70), settings.target()).runners_up)
+        counts.append(calls(matmul_op._resolve, *about))
+    candidates = len(cpu_dispatch.choose(Problem(200, 96, 70), config.target()).runners_up)
     assert candidates > 20
     assert min(counts) <= LIMIT
 
@@ -208,11 +212,11 @@ def test_a_new_class_with_a_known_kernel_takes_few_calls():
 def test_a_repeated_shape_runs_no_python(m):
     a, out = X[:m], np.empty((m, N), np.float32)
     pm.matmul(a, W, out)
-    assert calls(api._fast, a, W, out) <= 2  # the call itself, and the end of the count
+    assert calls(matmul_op._fast, a, W, out) <= 2  # the call itself, and the end of the count
 
 
 def test_another_row_count_of_a_class_runs_no_python():
     for m in ROWS:
         a, out = X[:m], np.empty((m, N), np.float32)
-        counted = calls(api._fast, a, W, out)
+        counted = calls(matmul_op._fast, a, W, out)
         assert m == ROWS[0] or counted <= 2

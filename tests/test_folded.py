@@ -12,8 +12,8 @@ import pytest
 from support import HERE
 
 import portmm as pm
-from portmm.folded import unfold
-from portmm.tensorfile import read, write
+from portmm.ops.int4_panels import unfold
+from portmm.weights.safetensors import read, write
 
 QUICKLY = True
 

@@ -12,10 +12,10 @@ import pytest
 from cuda_fakes import FakeCupy, FakeTorch, Tensor, install, ndarray
 from opencl_cpu import opencl_device
 
-from portmm import foreign
+from portmm.arrays import interop
+from portmm.arrays.interop import adopt, argument, empty_like, same_device
 from portmm.errors import NoDeviceError
-from portmm.foreign import adopt, argument, empty_like, same_device
-from portmm.run import opencl
+from portmm.runtime import opencl
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_nothing_is_imported_for_it():
     script = """
 import sys
 import numpy
-from portmm.foreign import adopt
+from portmm.arrays.interop import adopt
 assert adopt(numpy.zeros(3)) is None
 assert adopt(object()) is None
 assert not {"cupy", "torch", "pyopencl", "ctypes.util", "numba"} & set(sys.modules)
@@ -372,9 +372,9 @@ def test_elements_that_are_not_aligned(cl, queue, cupy):
 @pytest.mark.parametrize(("shape", "size"), [((3, 4, 5), 4), ((0, 4), 2), ((), 8), ((7,), 1)])
 def test_strides_in_order(shape, size):
     if 0 in shape:
-        assert foreign.contiguous(shape, size) == (8, 2)
+        assert interop.contiguous(shape, size) == (8, 2)
     else:
-        assert foreign.contiguous(shape, size) == np.empty(shape, f"V{size}").strides
+        assert interop.contiguous(shape, size) == np.empty(shape, f"V{size}").strides
 
 
 @pytest.mark.device

@@ -103,14 +103,14 @@ print("done")
 )
 
 LOCKS = [
-    ("portmm.api", "_lock"),
-    ("portmm.dispatch", "_lock"),
-    ("portmm.expr", "_making"),
-    ("portmm.grid_dispatch", "_lock"),
-    ("portmm.run.cuda", "_lock"),
-    ("portmm.run.host", "_lock"),
-    ("portmm.run.opencl", "_lock"),
-    ("portmm.run.recall", "_lock"),
+    ("portmm.ops.matmul", "_lock"),
+    ("portmm.dispatch.cpu", "_lock"),
+    ("portmm.spec.expr", "_making"),
+    ("portmm.dispatch.gpu", "_lock"),
+    ("portmm.runtime.cuda", "_lock"),
+    ("portmm.runtime.cpu", "_lock"),
+    ("portmm.runtime.opencl", "_lock"),
+    ("portmm.runtime.route_cache", "_lock"),
 ]
 
 

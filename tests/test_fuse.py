@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import portmm as pm
-from portmm import build
-from portmm import vocabulary as v
+from portmm.build import shared_object
 from portmm.errors import TraceError
+from portmm.spec import elementwise as v
 
 QUICKLY = True
 
@@ -287,8 +287,8 @@ def test_lists_and_dicts():
 def compiled(monkeypatch):
     """A list that grows with every source that is looked for among those that are compiled."""
     found = []
-    real = build.build
-    monkeypatch.setattr(build, "build", lambda source, **more: (found.append(source), real(source, **more))[1])
+    real = shared_object.build
+    monkeypatch.setattr(shared_object, "build", lambda source, **more: (found.append(source), real(source, **more))[1])
     return found
 
 

@@ -12,8 +12,9 @@ from emulated_cuda import install
 from test_device_calls import OpenCl
 
 import portmm as pm
-from portmm import builder_on_device, memory
 from portmm.errors import ScheduleError, TraceError
+from portmm.fusion import plan_gpu
+from portmm.util import memo
 
 BF16 = ml_dtypes.bfloat16
 
@@ -21,9 +22,9 @@ BF16 = ml_dtypes.bfloat16
 @pytest.fixture(params=["opencl", "cuda"])
 def on(request, monkeypatch):
     """A device."""
-    memory.forget_all()
+    memo.forget_all()
     yield OpenCl() if request.param == "opencl" else install(monkeypatch)
-    memory.forget_all()
+    memo.forget_all()
 
 
 def numbers(*shape, dtype=np.float32, seed=0):
@@ -157,7 +158,7 @@ def test_no_elements(on):
 def test_a_kind_of_call_is_made_once(on, monkeypatch):
     fused = pm.fuse(softmax)
     fused(on.array(numbers(4, 9)))
-    monkeypatch.setattr(builder_on_device, "program", None)
+    monkeypatch.setattr(plan_gpu, "program", None)
     close(fused(on.array(numbers(4, 9, seed=1))), softmax(numbers(4, 9, seed=1)))
 
 

@@ -13,15 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import EVERY_ISA, HERE, ISAS, require, runs_here, small
 
-from portmm import settings as of_portmm
-from portmm.candidates import candidates
-from portmm.dispatch import build_kernel
+from portmm.codegen.lower import lower, lower_rows
+from portmm.dispatch import config as of_portmm
+from portmm.dispatch.cpu import build_kernel
 from portmm.errors import ScheduleError
-from portmm.expr import apply, bits, fma, from_bits, real, select, sqrt
-from portmm.fused import Fused, Operand, extent, index, load, number, parse, reduction
-from portmm.lower import lower, lower_rows
-from portmm.run.host import runtime
-from portmm.target import load_isa
+from portmm.runtime.cpu import runtime
+from portmm.schedule.cpu_candidates import candidates
+from portmm.spec.epilogue import Fused, Operand, extent, index, load, number, parse, reduction
+from portmm.spec.expr import apply, bits, fma, from_bits, real, select, sqrt
+from portmm.target.target import load_isa
 
 ROWS = {"every operation": every_operation, "every type": every_type, "by rows": by_rows}
 WORDS = (
@@ -226,7 +226,7 @@ def test_passes_keep_numbers_only():
 
 def test_lanes_that_are_lacking_are_told():
     """A type that a machine cannot store is no crash of the compiler."""
-    from portmm.dispatch import unit_for
+    from portmm.dispatch.cpu import unit_for
 
     fused = Fused((Operand("f64", "mn"), Operand("f32", "mn")), ((1, real(load(0, "f32"))),))
     with pytest.raises(ScheduleError, match="f64"):

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from support import ISAS
 
-from portmm import vocabulary
-from portmm.emit.c import source
-from portmm.expr import apply
-from portmm.fused import C, Fused, Operand, acc, load, number
-from portmm.grid_dispatch import source as device_source
-from portmm.lower import lower, lower_fold, lower_grid, lower_pack, lower_rows
-from portmm.problem import Family
-from portmm.schedule import ALL, Schedule, Tile
-from portmm.target import load_isa
+from portmm.codegen.c_kernel import source
+from portmm.codegen.lower import lower, lower_fold, lower_grid, lower_pack, lower_rows
+from portmm.dispatch.gpu import source as device_source
+from portmm.schedule.schedule import ALL, Schedule, Tile
+from portmm.spec import elementwise
+from portmm.spec.epilogue import C, Fused, Operand, acc, load, number
+from portmm.spec.expr import apply
+from portmm.spec.problem import Family
+from portmm.target.target import load_isa
 
 FOLDER = Path(__file__).with_name("golden")
 
@@ -89,9 +89,9 @@ def fused():
 
 def softmax(name):
     x = load(0, "f32")
-    e = vocabulary.exp(x - vocabulary.max(x))
+    e = elementwise.exp(x - elementwise.max(x))
     isa, operands = load_isa(name), (Operand("f32", "bmn"), Operand("f32", "bmn"))
-    return lower_rows(isa, isa.atom("f32"), str(Fused(operands, ((1, e / vocabulary.sum(e)),))))
+    return lower_rows(isa, isa.atom("f32"), str(Fused(operands, ((1, e / elementwise.sum(e)),))))
 
 
 KERNELS = {

@@ -11,19 +11,22 @@ import numpy as np
 import pytest
 from emulated_cuda import install
 from opencl_cpu import OpenCl, missing
-from portmm.kernels.heads import Form
-from portmm.kernels.online import Bounds
 from test_attention import TOLERANCE, exact, operands
 
 import portmm as pm
-from portmm import attend_on_device, attention_tiling, memory, nvrtc
-from portmm.attention_tiling import Asked, Tiling, runs_of, tilings
-from portmm.emit import cuda
+from portmm.build import nvrtc
+from portmm.codegen import cuda
+from portmm.codegen.lower import lower_grid_attention
 from portmm.errors import NoCompilerError, ScheduleError, TraceError
-from portmm.fused import C, Fused, acc, number
-from portmm.interp import evaluate
-from portmm.lower import lower_grid_attention
-from portmm.target import load_isa, load_target
+from portmm.ir.interpreter import evaluate
+from portmm.kernels.cpu.attention_geometry import Form
+from portmm.kernels.cpu.online_softmax import Bounds
+from portmm.ops import attention_gpu
+from portmm.schedule import gpu_attention
+from portmm.schedule.gpu_attention import Asked, Tiling, runs_of, tilings
+from portmm.spec.epilogue import C, Fused, acc, number
+from portmm.target.target import load_isa, load_target
+from portmm.util import memo
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F16, F32 = np.float16, np.float32
@@ -31,16 +34,16 @@ F16, F32 = np.float16, np.float32
 
 @pytest.fixture
 def cl():
-    memory.forget_all()
+    memo.forget_all()
     yield OpenCl()
-    memory.forget_all()
+    memo.forget_all()
 
 
 @pytest.fixture
 def cupy(monkeypatch):
-    memory.forget_all()
+    memo.forget_all()
     yield install(monkeypatch)
-    memory.forget_all()
+    memo.forget_all()
 
 
 def check(on, x, want, **how):
@@ -204,7 +207,7 @@ def test_items_of_other_ranks(cl):
 def test_items_that_are_broadcast_do_not_lie_evenly():
     laid = SimpleNamespace(shape=(2, 3, 2, 9, 8), strides=(0, 576, 288, 32, 4), dtype="f32", at=0)
     with pytest.raises(ValueError, match="the items of k do not lie evenly"):
-        attend_on_device._laid(laid, "k")
+        attention_gpu._laid(laid, "k")
 
 
 @pytest.mark.parametrize("m", [2, 20])
@@ -339,7 +342,7 @@ def test_tiles_are_legal(chip):
                 found = tilings(wanted, target)
                 for t in found:
                     assert t.threads <= target.device.block_threads
-                    assert t.shared_bytes <= min(target.device.shared_bytes, attention_tiling.STATIC)
+                    assert t.shared_bytes <= min(target.device.shared_bytes, gpu_attention.STATIC)
                     assert t.wide >= d
                     assert t.depth * t.chunks >= d
                     assert not t.keys % t.values

@@ -16,11 +16,11 @@ from cuda_shim import ShimError
 from grid_cases import MACHINE, call, in_shim, kernels_of
 from test_grid_kernels import BY_K, ROWS, posed
 
-from portmm.grid_candidates import candidates
-from portmm.grid_dispatch import source
-from portmm.index import Index
-from portmm.ir import For, If
-from portmm.threads import Barrier, CopyCommit, CopyWait, Vector
+from portmm.dispatch.gpu import source
+from portmm.ir.index import Index
+from portmm.ir.nodes import For, If
+from portmm.ir.thread_nodes import Barrier, CopyCommit, CopyWait, Vector
+from portmm.schedule.gpu_candidates import candidates
 
 SIZE = (20, 18, 100)
 

@@ -7,15 +7,15 @@ from functools import cache
 import opencl_cpu
 import pytest
 
+from portmm.build.nvrtc import compile_cuda, find_nvrtc
+from portmm.codegen.lower import lower_grid
+from portmm.dispatch.gpu import choose, source
 from portmm.errors import NoCompilerError
-from portmm.expr import apply
-from portmm.fused import C, Fused, Operand, acc, load, number
-from portmm.grid_candidates import PARTS, asynchronous, registers, shared_bytes
-from portmm.grid_dispatch import choose, source
-from portmm.lower import lower_grid
-from portmm.nvrtc import compile_cuda, find_nvrtc
-from portmm.problem import Problem
-from portmm.target import load_target
+from portmm.schedule.gpu_candidates import PARTS, asynchronous, registers, shared_bytes
+from portmm.spec.epilogue import C, Fused, Operand, acc, load, number
+from portmm.spec.expr import apply
+from portmm.spec.problem import Problem
+from portmm.target.target import load_target
 
 CHIPS = ("t4", "a100", "a10g", "l4", "h200", "b200", "rtx_pro_6000")
 ENDING = str(

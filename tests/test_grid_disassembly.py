@@ -6,14 +6,14 @@ import disassembly
 import pytest
 from opencl_cpu import missing
 
+from portmm.build.nvrtc import compile_cuda, find_nvrtc
+from portmm.codegen.lower import grid_atom, lower_grid
+from portmm.dispatch.gpu import source
 from portmm.errors import NoCompilerError, ScheduleError
-from portmm.grid_candidates import asynchronous, candidates, units
-from portmm.grid_cost import cost
-from portmm.grid_dispatch import source
-from portmm.lower import grid_atom, lower_grid
-from portmm.nvrtc import compile_cuda, find_nvrtc
-from portmm.problem import Problem
-from portmm.target import load_target
+from portmm.schedule.gpu_candidates import asynchronous, candidates, units
+from portmm.schedule.gpu_cost import cost
+from portmm.spec.problem import Problem
+from portmm.target.target import load_target
 
 CHIPS = ("t4", "a100", "a10g", "l4", "h200", "b200", "rtx_pro_6000")
 SEVERAL = ("t4", "a100", "h200", "b200")

@@ -9,8 +9,8 @@ import pytest
 from fused_cases import epilogues
 from grid_cases import MACHINE, compiled, fused_case, kernels_of, rounded, run
 
-from portmm.grid_candidates import candidates
-from portmm.problem import Problem
+from portmm.schedule.gpu_candidates import candidates
+from portmm.spec.problem import Problem
 
 ROWS, BY_K, BY_ROW, TURNED = ("row", "row", "row"), ("row", "col", "row"), ("col", "row", "row"), ("col", "col", "row")
 ANY, C_BY_COLUMNS, ANY_B = ("any", "any", "row"), ("row", "row", "col"), ("col", "any", "col")

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 from fused_cases import by_rows, columns, every_operation, every_type, rows_case
 from opencl_cpu import missing, opencl_device
-from portmm.kernels.grid_rows import Form
 
 import portmm as pm
-from portmm.emit import cuda, opencl
+from portmm.build.nvrtc import compile_cuda, find_nvrtc
+from portmm.codegen import cuda, opencl
+from portmm.codegen.lower import lower_grid_columns, lower_grid_rows
+from portmm.dispatch.gpu import Machine
+from portmm.dispatch.gpu_rows import form_of
 from portmm.errors import NoCompilerError
-from portmm.expr import real, sqrt
-from portmm.fused import PRODUCT, Fused, Operand, extent, load, reduction
-from portmm.grid_dispatch import Machine
-from portmm.grid_rows_dispatch import form_of
-from portmm.interp import evaluate
-from portmm.lower import lower_grid_columns, lower_grid_rows
-from portmm.nvrtc import compile_cuda, find_nvrtc
-from portmm.target import load_isa, load_target
+from portmm.ir.interpreter import evaluate
+from portmm.kernels.gpu.rowwise import Form
+from portmm.spec.epilogue import PRODUCT, Fused, Operand, extent, load, reduction
+from portmm.spec.expr import real, sqrt
+from portmm.target.target import load_isa, load_target
 
 ROWS = {"every operation": every_operation, "every type": every_type, "by rows": by_rows}
 ISA = load_isa("simt")
@@ -47,7 +47,7 @@ def values(kernel, f, extra):
 
 @functools.cache
 def built(source, name):
-    from portmm.run import opencl as run
+    from portmm.runtime import opencl as run
 
     context, _ = opencl_device()
     return run.load(run.compile_opencl(source, name, context), name)
@@ -58,7 +58,7 @@ def by_opencl(kernels, f, extra=None, work=1):
     _, queue = opencl_device()
     import pyopencl as cl
 
-    from portmm.run import opencl as run
+    from portmm.runtime import opencl as run
 
     flats = [x.flat.copy() for x in f.case.operands]
     buffers = {"work": (cl.Buffer(queue.context, cl.mem_flags.READ_WRITE, 4 * work), 0)}

@@ -7,21 +7,21 @@ from dataclasses import replace
 import pytest
 from grid_cases import MACHINE, OLDER
 from grid_cover import counted
-from portmm.kernels.simt import Work
 
-from portmm import naming
-from portmm.dtype import BY_NAME, accumulator
-from portmm.grid_candidates import asynchronous, candidates, illegal, on_gpu, registers, resident, shared_bytes
-from portmm.grid_cost import cost
-from portmm.grid_dispatch import described
-from portmm.grid_explanation import explained
-from portmm.index import const
-from portmm.interp import evaluate
-from portmm.lower import grid_atom, lower_grid
-from portmm.problem import Problem
-from portmm.run.devices import Facts
-from portmm.schedule import parse, spell
-from portmm.target import load_target, names_of
+from portmm.codegen.lower import grid_atom, lower_grid
+from portmm.dispatch.gpu import described
+from portmm.explanation.gpu import explained
+from portmm.ir.index import const
+from portmm.ir.interpreter import evaluate
+from portmm.kernels.gpu.simt import Work
+from portmm.runtime.device_facts import Facts
+from portmm.schedule.gpu_candidates import asynchronous, candidates, illegal, on_gpu, registers, resident, shared_bytes
+from portmm.schedule.gpu_cost import cost
+from portmm.schedule.schedule import parse, spell
+from portmm.spec import kernel_name
+from portmm.spec.dtype import BY_NAME, accumulator
+from portmm.spec.problem import Problem
+from portmm.target.target import load_target, names_of
 
 DEVICES = [MACHINE, OLDER, *map(load_target, names_of("device"))]
 PROBLEMS = (
@@ -55,7 +55,7 @@ def test_candidates_are_legal_and_read_back(target):
         assert on_gpu(target) or s.program != "simt"
         assert all(x <= y for x, y in zip(s.vectors, vectors, strict=True))
         assert parse(spell(s)) == s
-        assert naming.parse(str(s.name(atom))) == s.name(atom)
+        assert kernel_name.parse(str(s.name(atom))) == s.name(atom)
         assert cost(p, s, atom, target).seconds > 0
         seen.append((p, s))
     assert len(set(seen)) == len(seen)

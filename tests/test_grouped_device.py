@@ -11,15 +11,15 @@ from grid_cases import MACHINE
 from opencl_cpu import OpenCl
 
 import portmm as pm
-from portmm import memory
-from portmm.dtype import BY_NAME, types
+from portmm.codegen.lower import lower_grid
+from portmm.dispatch.gpu import bind, source
 from portmm.errors import ScheduleError
-from portmm.grid_candidates import candidates
-from portmm.grid_dispatch import bind, source
-from portmm.lower import lower_grid
-from portmm.problem import Problem
-from portmm.schedule import parse, spell
-from portmm.target import load_target
+from portmm.schedule.gpu_candidates import candidates
+from portmm.schedule.schedule import parse, spell
+from portmm.spec.dtype import BY_NAME, types
+from portmm.spec.problem import Problem
+from portmm.target.target import load_target
+from portmm.util import memo
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -27,9 +27,9 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 @pytest.fixture(params=["opencl", "cuda"])
 def on(request, monkeypatch):
     """A device."""
-    memory.forget_all()
+    memo.forget_all()
     yield OpenCl() if request.param == "opencl" else install(monkeypatch)
-    memory.forget_all()
+    memo.forget_all()
 
 
 def values(shape, dtype, seed=0):

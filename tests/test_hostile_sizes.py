@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import portmm as pm
-from portmm import folded, packed, tensorfile
 from portmm.errors import PackError
+from portmm.ops import int4_panels, prepack
+from portmm.weights import safetensors
 
 HUGE = 2**28
 LIMIT = """
@@ -61,7 +62,7 @@ def test_empty_weights_multiply(shape, dtype):
     else:
         w = pm.pack(pm.quantize(b, group=8))
         np.testing.assert_array_equal(pm.matmul(a, w), np.zeros((3, shape[1])))
-        assert folded.unfold(w).shape == shape
+        assert int4_panels.unfold(w).shape == shape
 
 
 EXTENTS = [(2**32, 2**32, 4, 4), (2**70, 0), (0, 2**70), (2**62, 0), (0, 2**62), (2**40, 2**40, 0, 8), (2**64, 0, 0)]
@@ -72,9 +73,9 @@ def test_extents_beyond_what_can_be_addressed(shape):
     """Their product, modulo 2**64, may be 0; and an extent of 0 hides the others."""
     for family, dtype in (("f32x32", np.float32), ("s8x32k4s", np.int8)):
         with pytest.raises(PackError, match="shape"):
-            packed.restore(np.empty(0, dtype), shape, family.partition("x")[0], family)
+            prepack.restore(np.empty(0, dtype), shape, family.partition("x")[0], family)
     with pytest.raises(PackError, match="shape"):
-        folded.restore(np.empty(0, np.int32), shape, "u4x32k8g32")
+        int4_panels.restore(np.empty(0, np.int32), shape, "u4x32k8g32")
 
 
 @pytest.mark.parametrize("shape", EXTENTS)
@@ -83,8 +84,8 @@ def test_huge_extents_in_a_file(tmp_path, shape, family):
     place = tmp_path / "w"
     dtype = {"f": np.float32, "s": np.int8, "u": np.int32}[family[0]]
     about = {"weight": {"shape": list(shape), "family": family}}
-    words = {"format": "portmm.packed", "version": "2", "weights": json.dumps(about), "one": "True"}
-    tensorfile.write(place, {"weight": np.empty(0, dtype)}, words)
+    words = {"format": "portmm.ops.prepack", "version": "2", "weights": json.dumps(about), "one": "True"}
+    safetensors.write(place, {"weight": np.empty(0, dtype)}, words)
     with pytest.raises(PackError):
         pm.load_packed(place)
 
@@ -97,9 +98,9 @@ def test_huge_extents_of_a_format(shape):
 
 def test_a_huge_extent_in_a_quantized_file(tmp_path):
     place = tmp_path / "q"
-    words = {"format": "portmm.quantized", "version": "1", "bits": "4", "group": "32", "rows": str(2**63)}
+    words = {"format": "portmm.weights.quantized", "version": "1", "bits": "4", "group": "32", "rows": str(2**63)}
     tensors = {"codes": np.empty((2**62, 0), np.uint8), "scales": np.empty((2**58, 0), np.float32)}
-    tensorfile.write(place, tensors, words)
+    safetensors.write(place, tensors, words)
     with pytest.raises(PackError):
         pm.load_quantized(place)
 

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from kernels_of import transposed
 from support import TINY, case, execute, interpret
 
-from portmm import ir
-from portmm.candidates import candidates
-from portmm.dtype import F32
-from portmm.emit.c import source
-from portmm.emit.printer import address, index
-from portmm.index import ceil_div, maximum, meaning, minimum, parsed, round_up, spelled
-from portmm.interp import evaluate
-from portmm.ir import Call, For, Function, If, Index, Kernel, Let, Move, Param, Ptr, Switch, Verb, const, var
-from portmm.lower import lower
-from portmm.problem import Problem
+from portmm.codegen.c_kernel import source
+from portmm.codegen.c_like import address, index
+from portmm.codegen.lower import lower
+from portmm.ir import nodes
+from portmm.ir.index import ceil_div, maximum, meaning, minimum, parsed, round_up, spelled
+from portmm.ir.interpreter import evaluate
+from portmm.ir.nodes import Call, For, Function, If, Index, Kernel, Let, Move, Param, Ptr, Switch, Verb, const, var
+from portmm.schedule.cpu_candidates import candidates
+from portmm.spec.dtype import F32
+from portmm.spec.problem import Problem
 
 NAMES = ("x", "y", "z")
 
@@ -34,12 +34,12 @@ def expressions(draw, depth=4):
     op = draw(st.sampled_from(["+", "-", "*", "/", "%", "<", "==", "min", "max"]))
     left, right = draw(expressions(depth=depth - 1)), draw(expressions(depth=depth - 1))
     if op in ("<", "=="):  # Python would chain comparisons
-        left, right = (ir.maximum(x, 0) if x.op in ("<", "==") else x for x in (left, right))
+        left, right = (nodes.maximum(x, 0) if x.op in ("<", "==") else x for x in (left, right))
     if op in ("/", "%"):
-        left, right = ir.maximum(left, 0), ir.maximum(right, 1)
+        left, right = nodes.maximum(left, 0), nodes.maximum(right, 1)
         return left // right if op == "/" else left % right
     if op in ("min", "max"):
-        return ir.minimum(left, right) if op == "min" else ir.maximum(left, right)
+        return nodes.minimum(left, right) if op == "min" else nodes.maximum(left, right)
     return {"+": left + right, "-": left - right, "*": left * right, "<": left.lt(right), "==": left.eq(right)}[op]
 
 
@@ -56,17 +56,17 @@ def test_printed_expressions_mean_what_they_are(x, values):
 @given(expressions(), expressions(), st.tuples(*[st.integers(0, 20)] * 3))
 def test_folding_keeps_the_value(x, y, values):
     ints = dict(zip(NAMES, values, strict=True))
-    for op, folded in [("+", x + y), ("-", x - y), ("*", x * y), ("<", x.lt(y)), ("min", ir.minimum(x, y))]:
-        assert evaluate(folded, ints) == ir.FOLD[op](evaluate(x, ints), evaluate(y, ints))
+    for op, folded in [("+", x + y), ("-", x - y), ("*", x * y), ("<", x.lt(y)), ("min", nodes.minimum(x, y))]:
+        assert evaluate(folded, ints) == nodes.FOLD[op](evaluate(x, ints), evaluate(y, ints))
 
 
 def test_neutral_elements_fold_away():
     x = var("x")
-    for same in (x + 0, 0 + x, x - 0, x * 1, 1 * x, x // 1, ir.minimum(x, x), ir.maximum(x, x)):
+    for same in (x + 0, 0 + x, x - 0, x * 1, 1 * x, x // 1, nodes.minimum(x, x), nodes.maximum(x, x)):
         assert same == x
     assert x * 0 == 0 * x == const(0)
-    assert ir.ceil_div(7, 2) == const(4)
-    assert ir.round_up(const(7), 4) == const(8)
+    assert nodes.ceil_div(7, 2) == const(4)
+    assert nodes.round_up(const(7), 4) == const(8)
 
 
 def test_addresses():
@@ -128,13 +128,13 @@ def test_calls_bind_every_parameter():
 def test_walking_reaches_everything_once():
     for s in candidates(Problem(9, 8, 7), TINY):
         kernel = lower(s, TINY.isas[0])
-        functions = ir.functions(kernel)
+        functions = nodes.functions(kernel)
         assert functions[-1] == kernel.entry
         assert len({f.name for f in functions}) == len(functions)
         done = set()
         for f in functions:  # callees first
-            for x in ir.walk(f.body):
-                if isinstance(x, Call | ir.Parallel):
+            for x in nodes.walk(f.body):
+                if isinstance(x, Call | nodes.Parallel):
                     assert x.function.name in done
             done.add(f.name)
 
@@ -149,8 +149,8 @@ def test_unread_names_are_not_printed():
 
 
 def test_swapping_is_an_involution():
-    assert all(ir.SWAPPED[ir.SWAPPED[name]] == name for name in ir.SWAPPED)
-    assert set(ir.FIELDS) | set(ir.OPERANDS) == set(ir.SWAPPED)
+    assert all(nodes.SWAPPED[nodes.SWAPPED[name]] == name for name in nodes.SWAPPED)
+    assert set(nodes.FIELDS) | set(nodes.OPERANDS) == set(nodes.SWAPPED)
     p = Problem(3, 4, 5, a="col", b="any")
     assert replace(p.transposed().transposed(), b=p.b) == p
 

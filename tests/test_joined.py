@@ -13,14 +13,14 @@ from fused_cases import epilogues
 from grid_cases import MACHINE, compiled, fused_case, kernels_of, run
 
 import portmm as pm
-from portmm import memory
+from portmm.dispatch.gpu import choose
 from portmm.errors import DeviceError
-from portmm.grid_candidates import candidates
-from portmm.grid_dispatch import choose
-from portmm.problem import Problem
-from portmm.run import cuda
-from portmm.schedule import parse, spell
-from portmm.target import load_target
+from portmm.runtime import cuda
+from portmm.schedule.gpu_candidates import candidates
+from portmm.schedule.schedule import parse, spell
+from portmm.spec.problem import Problem
+from portmm.target.target import load_target
+from portmm.util import memo
 
 QUICKLY = True
 
@@ -88,9 +88,9 @@ def test_one_launch_costs_less():
 
 @pytest.fixture
 def on(monkeypatch):
-    memory.forget_all()
+    memo.forget_all()
     yield install(monkeypatch)
-    memory.forget_all()
+    memo.forget_all()
 
 
 def test_each_launch_counts_for_itself(on, monkeypatch):

@@ -8,11 +8,11 @@ import support
 from support import HERE
 
 import portmm as pm
-from portmm.candidates import candidates
+from portmm.codegen.lower import lower
 from portmm.errors import TargetError
-from portmm.lower import lower
-from portmm.problem import Problem
-from portmm.target import load_isa
+from portmm.schedule.cpu_candidates import candidates
+from portmm.spec.problem import Problem
+from portmm.target.target import load_isa
 
 RNG = np.random.default_rng(0)
 

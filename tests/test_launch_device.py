@@ -9,23 +9,23 @@ from support import HERE, small
 from test_device_calls import OpenCl
 
 import portmm as pm
-from portmm import memory
-from portmm.candidates import candidates
-from portmm.grid import Argument, GridKernel
-from portmm.index import Ptr, ceil_div, const, var
-from portmm.ir import For, If, Let, Move, Scratch
-from portmm.lower import lower
-from portmm.problem import Problem
-from portmm.target import load_isa
-from portmm.threads import Clear, Mac
+from portmm.codegen.lower import lower
+from portmm.ir.grid_kernel import Argument, GridKernel
+from portmm.ir.index import Ptr, ceil_div, const, var
+from portmm.ir.nodes import For, If, Let, Move, Scratch
+from portmm.ir.thread_nodes import Clear, Mac
+from portmm.schedule.cpu_candidates import candidates
+from portmm.spec.problem import Problem
+from portmm.target.target import load_isa
+from portmm.util import memo
 
 
 @pytest.fixture(params=["opencl", "cuda"])
 def on(request, monkeypatch):
     """A device."""
-    memory.forget_all()
+    memo.forget_all()
     yield OpenCl() if request.param == "opencl" else install(monkeypatch)
-    memory.forget_all()
+    memo.forget_all()
 
 
 def product(extra=()):

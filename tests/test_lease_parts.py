@@ -13,10 +13,12 @@ import cuda_fakes
 import pytest
 from bench_scripts import BENCH, jobs
 
-from portmm import grid_dispatch, nvrtc, tuned
-from portmm.problem import Problem
-from portmm.schedule import spell
-from portmm.target import load_target
+from portmm.build import nvrtc
+from portmm.dispatch import gpu as gpu_dispatch
+from portmm.dispatch import tuning_database
+from portmm.schedule.schedule import spell
+from portmm.spec.problem import Problem
+from portmm.target.target import load_target
 
 
 @pytest.fixture
@@ -35,8 +37,8 @@ COMPILE = """
 import json, sys
 sys.path.insert(0, {bench!r})
 import gpu, gpu_compile, gpu_run
-from portmm import nvrtc
-from portmm.nvrtc import Cubin
+from portmm.build import nvrtc
+from portmm.build.nvrtc import Cubin
 def compiled(source, name, architecture):
     gpu_run.say("source", [name, architecture, source])
     return Cubin(b"", "", 0, 0, 0, 0.0, False, (13, 0), architecture, name)
@@ -253,7 +255,7 @@ def surveyed(bench, device="h100"):
          "terms": {"overlapped": c.overlapped, "added": c.added}, "seconds": c.seconds * (0.5 if i == 1 else 1.0)}
         for i, (c, s) in enumerate(ranked[:12])
     ]  # fmt: skip
-    survey = {"name": "s", "problem": tuned.told(problem), "rows": rows}
+    survey = {"name": "s", "problem": tuning_database.told(problem), "rows": rows}
     return {"device": {"target": device}, "surveys": [survey]}, problem, ranked
 
 
@@ -263,13 +265,13 @@ def test_the_fastest_schedules_can_be_read_as_tuned_ones(bench, tmp_path, monkey
     file.write_text(json.dumps(data))
     assert bench.gpu_fit.main([str(file), "--toml", str(toml)]) == 0
     assert "rank correlation" in capsys.readouterr().out
-    (found,) = tuned.from_toml(toml.read_text())
+    (found,) = tuning_database.from_toml(toml.read_text())
     assert (found.schedule, found.problem, found.chip) == (ranked[1][1], problem, "h100")
     assert found.gain == pytest.approx(ranked[0][0].seconds / ranked[1][0].seconds / 0.5, rel=1e-3)
     database = tmp_path / "tuned.sqlite"
-    tuned.merge(database, [toml])
+    tuning_database.merge(database, [toml])
     monkeypatch.setenv("PORTMM_TUNED", str(database))
-    choice = grid_dispatch.choose(problem, load_target("h100"), (8, 8, 8))
+    choice = gpu_dispatch.choose(problem, load_target("h100"), (8, 8, 8))
     assert choice.schedule == ranked[1][1]
     assert "tuned on" in choice.origin
 

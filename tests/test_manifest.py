@@ -10,7 +10,7 @@ from pathlib import Path
 import manifest
 import pytest
 
-from portmm.lower import GRID_PROGRAMS, PROGRAMS
+from portmm.codegen.lower import GRID_PROGRAMS, PROGRAMS
 
 FEW = ("mma_sm89 cuda", "neon_bf16", "chip zen4", "chip h200")
 """Families of all sorts that are quickly made."""

@@ -11,11 +11,11 @@ import pytest
 import support
 from support import HERE, LAYOUTS, SEVEN, TINY, case, execute, interpret, pose, selection
 
-from portmm import settings
-from portmm.candidates import ROWS_AHEAD_FROM, candidates
-from portmm.lower import lower
-from portmm.problem import Problem
-from portmm.run.host import runtime
+from portmm.codegen.lower import lower
+from portmm.dispatch import config
+from portmm.runtime.cpu import runtime
+from portmm.schedule.cpu_candidates import ROWS_AHEAD_FROM, candidates
+from portmm.spec.problem import Problem
 
 SIZES = [
     (1, 1, 1), (1, 7, 5), (5, 1, 4), (2, 3, 9), (3, 5, 7), (4, 4, 8), (7, 9, 11), (13, 2, 10),
@@ -140,10 +140,10 @@ def test_the_interpreter_guards_bounds():
 @pytest.fixture
 def _three_threads():
     """As many as the tests ask of a kernel, however many cores there are."""
-    settings.set_num_threads(3)
+    config.set_num_threads(3)
     runtime().set_num_threads(3)
     yield
-    settings.set_num_threads(0)
+    config.set_num_threads(0)
 
 
 @pytest.mark.usefixtures("_three_threads")

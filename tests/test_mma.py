@@ -10,10 +10,10 @@ import pytest
 from fused_cases import epilogues
 from grid_cases import compiled, fused_case, kernels_of, rounded, run
 
-from portmm.grid_candidates import candidates
-from portmm.problem import Problem
-from portmm.schedule import parse, spell
-from portmm.target import load_isa, load_target
+from portmm.schedule.gpu_candidates import candidates
+from portmm.schedule.schedule import parse, spell
+from portmm.spec.problem import Problem
+from portmm.target.target import load_isa, load_target
 
 MATRIX = load_target(str(Path(__file__).with_name("targets") / "tiny_matrix.toml"))
 TURING = replace(

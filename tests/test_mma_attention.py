@@ -9,19 +9,20 @@ import numpy as np
 import pytest
 from emulated_cuda import install
 from opencl_cpu import missing
-from portmm.kernels.heads import Form
-from portmm.kernels.online import Bounds
 from test_attention import TOLERANCE, exact, operands
 from test_grid_attention import SCALED, asked, check, close, in_shim
 
 import portmm as pm
-from portmm import matrix_attention_tiling as matrix
-from portmm import memory, nvrtc
-from portmm.emit import cuda
+from portmm.build import nvrtc
+from portmm.codegen import cuda
+from portmm.codegen.lower import lower_grid_attention
 from portmm.errors import NoCompilerError
-from portmm.lower import lower_grid_attention
-from portmm.matrix_attention_tiling import MatrixTiling
-from portmm.target import load_target
+from portmm.kernels.cpu.attention_geometry import Form
+from portmm.kernels.cpu.online_softmax import Bounds
+from portmm.schedule import gpu_mma_attention as matrix
+from portmm.schedule.gpu_mma_attention import MatrixTiling
+from portmm.target.target import load_target
+from portmm.util import memo
 
 BF16, F16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
 HELD = {F16: "f16", BF16: "bf16"}
@@ -29,9 +30,9 @@ HELD = {F16: "f16", BF16: "bf16"}
 
 @pytest.fixture
 def cupy(monkeypatch):
-    memory.forget_all()
+    memo.forget_all()
     yield install(monkeypatch)
-    memory.forget_all()
+    memo.forget_all()
 
 
 def ran(cupy):

@@ -13,8 +13,8 @@ from grid_cases import call, in_shim, kernels_of
 from test_grid_broken import _plain, changed, impatient, without
 from test_mma import BY_K, MATRIX, ROWS, TURING, posed, schedules
 
-from portmm.grid_dispatch import source
-from portmm.threads import Barrier, CopyCommit, CopyWait, Do, Mac
+from portmm.dispatch.gpu import source
+from portmm.ir.thread_nodes import Barrier, CopyCommit, CopyWait, Do, Mac
 
 SIZE = (40, 40, 200)
 

@@ -14,16 +14,16 @@ from test_device_codes import check, posed
 from test_grid_compiles import most_registers, nvrtc
 
 import portmm as pm
-from portmm import device_codes
-from portmm.expr import apply
-from portmm.fused import C, Fused, Operand, acc, load
-from portmm.grid_candidates import candidates, shared_bytes
-from portmm.grid_codes import PROGRAMS
-from portmm.grid_dispatch import choose, source
-from portmm.lower import lower_grid
-from portmm.nvrtc import compile_cuda
-from portmm.problem import Problem
-from portmm.target import load_target
+from portmm.build.nvrtc import compile_cuda
+from portmm.codegen.lower import lower_grid
+from portmm.dispatch.gpu import choose, source
+from portmm.ops import int4_gpu
+from portmm.schedule.gpu_candidates import candidates, shared_bytes
+from portmm.schedule.gpu_w4a16 import PROGRAMS
+from portmm.spec.epilogue import C, Fused, Operand, acc, load
+from portmm.spec.expr import apply
+from portmm.spec.problem import Problem
+from portmm.target.target import load_target
 
 GPU = load_target("a100")
 CASES = (
@@ -47,7 +47,7 @@ def posed_call(kernels, s, p, seed, group):
     # The operands of an ordinary product, of which the weight is replaced.
     plain = Problem(p.m, p.n, p.k, p.dtype.replace("u4", "f32"), p.batch, b="col")
     case = grid_cases.case(plain, s.vectors, seed)
-    words = device_codes._words(w.codes)
+    words = int4_gpu._words(w.codes)
     fields = case.fields | {"words": words.shape[1], "groups": w.groups}
     case = replace(case, b=words.ravel(), b_offset=0, fields=fields)
     c = grid_cases.call(kernels, s, case)

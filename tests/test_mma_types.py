@@ -11,12 +11,12 @@ from grid_cases import compiled, kernels_of, run
 from test_grid_compiles import most_registers, nvrtc
 from test_mma import BY_K, BY_ROW, FEW, MATRIX, ROWS, TURNED, check, posed, schedules
 
-from portmm.grid_candidates import candidates
-from portmm.grid_dispatch import choose, source
-from portmm.lower import lower_lines
-from portmm.nvrtc import compile_cuda
-from portmm.problem import Problem
-from portmm.target import load_isa, load_target
+from portmm.build.nvrtc import compile_cuda
+from portmm.codegen.lower import lower_lines
+from portmm.dispatch.gpu import choose, source
+from portmm.schedule.gpu_candidates import candidates
+from portmm.spec.problem import Problem
+from portmm.target.target import load_isa, load_target
 
 ADA = replace(
     MATRIX, isas=(load_isa("mma_sm89"), *MATRIX.isas), device=replace(MATRIX.device, architecture="89"),

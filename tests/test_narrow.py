@@ -8,10 +8,10 @@ import pytest
 import support
 from support import EVERY_ISA, LAYOUTS, case, execute, interpret, pose, runs_here, small
 
-from portmm.candidates import candidates
-from portmm.dtype import types
-from portmm.lower import lower, lower_pack
-from portmm.target import load_isa
+from portmm.codegen.lower import lower, lower_pack
+from portmm.schedule.cpu_candidates import candidates
+from portmm.spec.dtype import types
+from portmm.target.target import load_isa
 
 PLAIN = [(name, word) for name in EVERY_ISA for word in support.NARROW if load_isa(name).atom(word)]
 GROUPS = (0, 8, 32)

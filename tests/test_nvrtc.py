@@ -12,9 +12,9 @@ import time
 import pytest
 from opencl_cpu import missing
 
-from portmm import cache, nvrtc
+from portmm.build import cache, nvrtc
+from portmm.build.nvrtc import compile_cuda
 from portmm.errors import BuildError, NoCompilerError, TargetError
-from portmm.nvrtc import compile_cuda
 
 ARCHITECTURES = ("75", "80", "86", "89", "90a", "100a", "120")
 
@@ -144,7 +144,7 @@ def test_a_warm_hit_is_quick():
     compile_cuda(SOURCE, "scale", "80")
     script = f"""
 import sys, time, ctypes
-from portmm.nvrtc import compile_cuda
+from portmm.build.nvrtc import compile_cuda
 def audit(event, args):
     assert event != "ctypes.dlopen", args
     assert not event.startswith(("subprocess", "os.fork", "os.exec", "os.posix_spawn")), event

@@ -12,10 +12,10 @@ from kernels_of import transposed
 from support import HERE, case, guarded, interpret, panels_of
 
 import portmm as pm
-from portmm.lower import lower_pack
-from portmm.packed import unpack
-from portmm.problem import Family, Problem, family
-from portmm.run.host import runtime
+from portmm.codegen.lower import lower_pack
+from portmm.ops.prepack import unpack
+from portmm.runtime.cpu import runtime
+from portmm.spec.problem import Family, Problem, family
 
 QUICKLY = True
 

@@ -15,12 +15,14 @@ from kernels_of import folding
 from support import HERE, interpret, panels_of, valid_of
 
 import portmm as pm
-from portmm import arrays, dispatch, fallback, folded
-from portmm.abi import HUGE_PAGE
+from portmm.arrays import numpy_arrays, numpy_fallback
 from portmm.comparison import tables
+from portmm.dispatch import cpu as cpu_dispatch
 from portmm.errors import NoCompilerError
-from portmm.packed import unpack
-from portmm.problem import family
+from portmm.ir.abi import HUGE_PAGE
+from portmm.ops import int4_panels
+from portmm.ops.prepack import unpack
+from portmm.spec.problem import family
 
 QUICKLY = True
 
@@ -43,7 +45,7 @@ def by_numpy(q, name):
     """The panels of a weight, laid out without a kernel."""
     kept = family(name)
     owner = np.full(-(-q.shape[1] // kept.nr) * kept.panel(q.shape[0]), -1, np.int32)
-    folded._fold_by_numpy(q, kept, owner)
+    int4_panels._fold_by_numpy(q, kept, owner)
     return owner
 
 
@@ -82,7 +84,7 @@ def test_ends_of_pages_are_found():
     start = -whole.ctypes.data % HUGE_PAGE
     for begin, end in ((0, 1), (0, HUGE_PAGE), (64, HUGE_PAGE - 4), (64, HUGE_PAGE + 64), (0, 2 * HUGE_PAGE)):
         part = whole[start + begin : start + end].view(np.int8)
-        first, count = arrays.page_ends(part, 4)
+        first, count = numpy_arrays.page_ends(part, 4)
         pages = (end // HUGE_PAGE) * HUGE_PAGE - begin
         assert [first + i * HUGE_PAGE // 4 for i in range(count)] == list(
             range((HUGE_PAGE - begin) // 4 - 1, pages // 4, HUGE_PAGE // 4)
@@ -124,8 +126,8 @@ def test_codes_are_folded_without_a_compiler(monkeypatch):
     def none(*_):
         raise NoCompilerError("none here")
 
-    monkeypatch.setattr(dispatch, "fold_route", none)
-    monkeypatch.setattr(fallback, "_said", [])
+    monkeypatch.setattr(cpu_dispatch, "fold_route", none)
+    monkeypatch.setattr(numpy_fallback, "_said", [])
     with pytest.warns(RuntimeWarning, match="computes with NumPy, which is slower: none here"):
         np.testing.assert_array_equal(pm.pack(q).owner, want)
 

@@ -11,8 +11,12 @@ import numpy as np
 import pytest
 
 import portmm as pm
-from portmm import api, cache, choice, fallback, frames, settings
+from portmm.arrays import numpy_fallback
+from portmm.build import cache
+from portmm.dispatch import config, selection
 from portmm.errors import NoCompilerError
+from portmm.ops import matmul as matmul_op
+from portmm.util import user_warnings
 
 QUICKLY = True
 ONES = np.ones((4, 4), np.float32)
@@ -113,36 +117,36 @@ def test_without_a_compiler_the_warning_points_at_the_call(monkeypatch):
     def failing(_):
         raise NoCompilerError("none")
 
-    monkeypatch.setattr(api.recall, "runtime", failing)
+    monkeypatch.setattr(matmul_op.recall, "runtime", failing)
     for way in (
         lambda: pm.matmul(ONES, ONES),
         lambda: pm.matmul(ONES, ONES, dtype=np.float64),
         lambda: pm.fuse(lambda x: x @ x)(ONES),
     ):
-        monkeypatch.setattr(api, "_state", {})
-        monkeypatch.setattr(api, "_fast", api._start)
-        monkeypatch.setattr(fallback, "_said", [])
+        monkeypatch.setattr(matmul_op, "_state", {})
+        monkeypatch.setattr(matmul_op, "_fast", matmul_op._start)
+        monkeypatch.setattr(numpy_fallback, "_said", [])
         assert line_of(way) == way.__code__.co_firstlineno
 
 
 def test_warnings_of_settings_and_schedules_and_the_cache_point_at_the_call(monkeypatch, tmp_path):
     monkeypatch.setenv("PORTMM_NUM_THREADS", "many")
-    settings._environment_threads.cache_clear()
+    config._environment_threads.cache_clear()
     here = inspect.currentframe().f_lineno
     assert line_of(lambda: pm.get_num_threads()) == here + 1  # noqa: PLW0108 - the line that calls
-    settings._environment_threads.cache_clear()
+    config._environment_threads.cache_clear()
     here = inspect.currentframe().f_lineno
     assert line_of(lambda: pm.config(deterministic=True).__enter__() and pm.get_num_threads()) == here + 1
-    monkeypatch.setattr(choice, "_warned", set())
+    monkeypatch.setattr(selection, "_warned", set())
     here = inspect.currentframe().f_lineno
-    assert line_of(lambda: choice._warn_once("a schedule")) == here + 1
+    assert line_of(lambda: selection._warn_once("a schedule")) == here + 1
     monkeypatch.setattr(cache, "_warned", set())
     here = inspect.currentframe().f_lineno
     assert line_of(lambda: cache._warn(tmp_path, "a reason")) == here + 1
 
 
 def test_a_warning_in_a_thread_without_user_code_is_given_all_the_same():
-    space = {"__name__": "portmm.made_up", "warn": frames.warn}
+    space = {"__name__": "portmm.made_up", "warn": user_warnings.warn}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         exec("def f(): warn('said')", space)  # noqa: S102 - a function of a module of portmm's
@@ -151,8 +155,8 @@ def test_a_warning_in_a_thread_without_user_code_is_given_all_the_same():
 
 
 def test_every_warning_goes_through_one_function():
-    root = Path(frames.__file__).parent
+    root = Path(user_warnings.__file__).parent
     for path in root.rglob("*.py"):
         calls = [x.func for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Call)]
         direct = [x for x in calls if ast.unparse(x) in ("warnings.warn", "warnings.warn_explicit")]
-        assert len(direct) == (path == Path(frames.__file__)), path
+        assert len(direct) == (path == Path(user_warnings.__file__)), path

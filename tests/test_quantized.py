@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from portmm import tensorfile
 from portmm.errors import PackError
-from portmm.formats import from_awq, from_gguf, from_gptq, from_int4
-from portmm.quantized import Quantized, dequantize, load_quantized, quantize, save_quantized
+from portmm.weights import safetensors
+from portmm.weights.checkpoints import from_awq, from_gguf, from_gptq, from_int4
+from portmm.weights.quantized import Quantized, dequantize, load_quantized, quantize, save_quantized
 
 BOTH = pytest.mark.parametrize("symmetric", [True, False])
 WIDTHS = pytest.mark.parametrize("bits", [4, 8])
@@ -590,8 +590,8 @@ def test_files_have_the_information_and_no_more(file):
 def test_a_file_by_hand(file):
     q = Quantized(np.array([[1], [2], [3]], np.uint8), np.ones((1, 1), np.float32), np.zeros((1, 1), np.float32), 4, 9)
     save_quantized(q, file)
-    tensors, about = tensorfile.read(file)
-    assert about == {"format": "portmm.quantized", "version": "1", "bits": "4", "group": "9", "rows": "3"}
+    tensors, about = safetensors.read(file)
+    assert about == {"format": "portmm.weights.quantized", "version": "1", "bits": "4", "group": "9", "rows": "3"}
     np.testing.assert_array_equal(tensors["codes"], [[0x21], [0x03]])
     assert set(tensors) == {"codes", "scales", "offsets"}
 
@@ -607,7 +607,7 @@ def test_codes_of_eight_bits_stay_in_the_file(file):
 @pytest.mark.parametrize(
     ("drop", "change", "about", "words"),
     [
-        ("", {}, {"format": "pt"}, "has format 'pt', version '1'; expected 'portmm.quantized'"),
+        ("", {}, {"format": "pt"}, "has format 'pt', version '1'; expected 'portmm.weights.quantized'"),
         ("", {}, {"version": "2"}, "version '2'"),
         ("codes", {}, {}, "no entry 'codes'"),
         ("scales", {}, {}, "no entry 'scales'"),
@@ -627,9 +627,9 @@ def test_codes_of_eight_bits_stay_in_the_file(file):
 )
 def test_other_files_are_refused_in_words(file, drop, change, about, words):
     save_quantized(record(), file)
-    tensors, meta = tensorfile.read(file, mmap=False)
+    tensors, meta = safetensors.read(file, mmap=False)
     tensors.pop(drop, None)
-    tensorfile.write(file, tensors | change, meta | about)
+    safetensors.write(file, tensors | change, meta | about)
     with pytest.raises(PackError, match=words) as caught:
         load_quantized(file)
     assert str(file) in str(caught.value)
@@ -637,9 +637,9 @@ def test_other_files_are_refused_in_words(file, drop, change, about, words):
 
 def test_metadata_that_lack_an_entry_are_refused(file):
     save_quantized(record(), file)
-    tensors, meta = tensorfile.read(file, mmap=False)
+    tensors, meta = safetensors.read(file, mmap=False)
     del meta["rows"]
-    tensorfile.write(file, tensors, meta)
+    safetensors.write(file, tensors, meta)
     with pytest.raises(PackError, match="no entry 'rows'"):
         load_quantized(file)
     file.write_bytes(b"no tensors")
@@ -648,9 +648,9 @@ def test_metadata_that_lack_an_entry_are_refused(file):
 
 
 def test_attributes_of_the_matrix_are_written_once():
-    from portmm.device_codes import DeviceCoded
-    from portmm.folded import Folded
-    from portmm.quantized import CodedMatrix
+    from portmm.ops.int4_gpu import DeviceCoded
+    from portmm.ops.int4_panels import Folded
+    from portmm.weights.quantized import CodedMatrix
 
     for kind in (Quantized, Folded, DeviceCoded):
         assert issubclass(kind, CodedMatrix)

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from portmm import cli
+from portmm.cli import main
 from portmm.comparison import tables
 from portmm.comparison.case import Case
 from portmm.comparison.report import from_json
 from portmm.comparison.suite import cases
 from portmm.comparison.tables_chips import kind
 from portmm.comparison.text import markdown
-from portmm.detect import host
+from portmm.host.detect import host
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -103,7 +103,7 @@ def stored(tmp_path):
 
 
 def run(*words, status=0):
-    done = CliRunner().invoke(cli.app, ["report", *map(str, words)], catch_exceptions=False)
+    done = CliRunner().invoke(main.app, ["report", *map(str, words)], catch_exceptions=False)
     assert done.exit_code == status, done.output
     return done
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from portmm import cli
+from portmm.cli import main
 from portmm.comparison import Case, Entrant, Entry, Report, Result
 from portmm.comparison.figures import duration, spread
 from portmm.comparison.formats import COLUMNS, csv_text, records, write
@@ -72,7 +72,7 @@ def test_a_file_says_its_format(report, tmp_path, monkeypatch):
 def test_the_command_saves_several(report, tmp_path, monkeypatch):
     monkeypatch.setattr("portmm.comparison.compare", lambda *_, **__: report)
     words = ["--save", str(tmp_path / "r.json"), "--save", str(tmp_path / "r.csv")]
-    assert CliRunner().invoke(cli.app, ["compare", *words], catch_exceptions=False).exit_code == 0
+    assert CliRunner().invoke(main.app, ["compare", *words], catch_exceptions=False).exit_code == 0
     assert sorted(x.name for x in tmp_path.iterdir()) == ["r.csv", "r.json"]
 
 

@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 
 import portmm as pm
-from portmm import api, dispatch, memory, settings, tuned
-from portmm.candidate_sets import candidate_set
-from portmm.candidates import candidates
-from portmm.problem import Problem
-from portmm.row_classes import PER_OCTAVE, SINGLE, row_class, rows
-from portmm.selection import MOST_LOSS, predict, select
-from portmm.target import load_target
-from portmm.textbook import WITHIN
+from portmm.dispatch import config, tuning_database
+from portmm.dispatch import cpu as cpu_dispatch
+from portmm.dispatch.cost_selection import MOST_LOSS, predict, select
+from portmm.ops import matmul as matmul_op
+from portmm.schedule.candidate_sets import candidate_set
+from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.textbook import WITHIN
+from portmm.spec.problem import Problem
+from portmm.spec.row_classes import PER_OCTAVE, SINGLE, row_class, rows
+from portmm.target.target import load_target
+from portmm.util import memo
 
 TARGETS = {
     "avx512": load_target("zen4"),
@@ -48,7 +51,7 @@ def test_a_class_has_one_choice_that_is_legal_and_near_the_best_throughout(name)
     target, rng = TARGETS[name], random.Random(name)  # noqa: S311 - no secret
     for _ in range(40):
         m, n, k = (int(2 ** rng.uniform(5, 12)) for _ in range(3))
-        family = dispatch.family("f32", target)
+        family = cpu_dispatch.family("f32", target)
         p = rng.choice((Problem(m, n, k), Problem(m, n, k, batch=9), Problem(m, n, k, b="packed", family=family)))
         threads = rng.choice((1, 2, 8))
         found = select(p, target, threads)
@@ -59,7 +62,7 @@ def test_a_class_has_one_choice_that_is_legal_and_near_the_best_throughout(name)
             one = replace(p, m=m)
             again = select(one, target, threads)
             assert (again.schedule, again.workers) == (found.schedule, found.workers)
-            assert dispatch.choose(one, target, threads, tuned=False).schedule == found.schedule
+            assert cpu_dispatch.choose(one, target, threads, tuned=False).schedule == found.schedule
             assert found.schedule in candidates(one, target)
             listed = candidate_set(one, target)
             seconds = [predict(one, listed, (m,), (w,))[0].seconds[0] for w in {1, threads}]
@@ -76,8 +79,8 @@ def test_the_workspace_of_a_class_is_that_of_its_largest_problem(name):
         p = Problem(rng.randrange(33, 3000), rng.randrange(1, 900), rng.randrange(1, 3000))
         least, most = rows(p)
         for s in rng.sample(candidates(replace(p, m=most), target), 3):
-            kernel = dispatch.kernel_of(s, dispatch.isa_of(s, target))
-            sizes = [dispatch.workspace_bytes(kernel, replace(p, m=m), 3) for m in range(least, most + 1)]
+            kernel = cpu_dispatch.kernel_of(s, cpu_dispatch.isa_of(s, target))
+            sizes = [cpu_dispatch.workspace_bytes(kernel, replace(p, m=m), 3) for m in range(least, most + 1)]
             assert sizes == sorted(sizes)
 
 
@@ -86,10 +89,10 @@ def runtime():
     """The run time, with nothing remembered and one thread."""
     a = np.ones((2, 2), np.float32)
     pm.matmul(a, a)
-    rt = api._state["runtime"]
+    rt = matmul_op._state["runtime"]
 
     def forget():
-        memory.forget_all()
+        memo.forget_all()
         rt.clear_memo()
 
     forget()
@@ -114,7 +117,7 @@ def test_the_run_time_asks_once_for_a_class(runtime, types, packed):
 
     def resolve(*about):
         asked.append(about)
-        return api._resolve(*about)
+        return matmul_op._resolve(*about)
 
     if packed and left is np.float32 and right is np.float16:
         pytest.skip("a weight is packed for activations of its own type")
@@ -129,7 +132,7 @@ def test_the_run_time_asks_once_for_a_class(runtime, types, packed):
             assert made.dtype == result
             np.testing.assert_array_equal(made, a.astype(np.float64) @ b.astype(np.float64))
     finally:
-        runtime.set_resolver(api._resolve, True)
+        runtime.set_resolver(matmul_op._resolve, True)
     expected = {row_class(m) for m in (65, 67, 66, 68, 80)}
     assert len(asked) == len(expected)
 
@@ -140,7 +143,7 @@ def test_classes_of_the_run_time_are_those_of_python(runtime):
 
     def resolve(*about):
         asked.append(about[1])
-        return api._resolve(*about)
+        return matmul_op._resolve(*about)
 
     b = np.ones((3, 2), np.float32)
     runtime.set_resolver(resolve, True)
@@ -148,11 +151,11 @@ def test_classes_of_the_run_time_are_those_of_python(runtime):
         for m in range(1, 600):
             pm.matmul(np.ones((m, 3), np.float32), b)
     finally:
-        runtime.set_resolver(api._resolve, True)
+        runtime.set_resolver(matmul_op._resolve, True)
     shared = {m for m in range(1, 600) if row_class(m)[0] == m}
     alone = {m for m in asked if m not in shared}
     for m in alone:  # of classes whose problems have different schedules
-        assert not api.routed(Problem(m, 2, 3))[1]
+        assert not matmul_op.routed(Problem(m, 2, 3))[1]
     assert shared <= set(asked)
     assert len(alone) < 300
 
@@ -164,21 +167,23 @@ def test_the_first_row_count_of_a_class_decides_nothing():
     for least, most in (row_class(100), row_class(300)):
         kernels = set()
         for m in (least, most, (least + most) // 2):
-            memory.forget_all()
-            kernels.add(api.route(replace(p, m=m)).kernel.symbol)
+            memo.forget_all()
+            kernels.add(matmul_op.route(replace(p, m=m)).kernel.symbol)
         assert len(kernels) == 1
 
 
 @pytest.mark.usefixtures("runtime")
 def test_a_finding_is_for_its_own_rows_only(monkeypatch):
     """A tuned schedule in the midst of a class is used where it was found, and nowhere else."""
-    target, threads = settings.target(), settings.get_num_threads()
+    target, threads = config.target(), config.get_num_threads()
     p = Problem(100, 64, 64)
-    monkeypatch.setattr(tuned, "tuned_rows", lambda q, *_: frozenset({100}) if (q.n, q.k) == (64, 64) else frozenset())
+    monkeypatch.setattr(
+        tuning_database, "tuned_rows", lambda q, *_: frozenset({100}) if (q.n, q.k) == (64, 64) else frozenset()
+    )
     assert rows(p)[0] < 100
-    assert dispatch.routed(p, target, threads)[1] == (100, 100)
-    assert dispatch.routed(replace(p, m=98), target, threads)[1] == (98, 98)
-    assert dispatch.routed(replace(p, n=65), target, threads)[1] == row_class(100)
+    assert cpu_dispatch.routed(p, target, threads)[1] == (100, 100)
+    assert cpu_dispatch.routed(replace(p, m=98), target, threads)[1] == (98, 98)
+    assert cpu_dispatch.routed(replace(p, n=65), target, threads)[1] == row_class(100)
 
 
 def test_ten_thousand_row_counts_are_a_few_classes(runtime):

@@ -9,10 +9,12 @@ from emulated_cuda import install
 from test_device_calls import OpenCl
 
 import portmm as pm
-from portmm import grid_rows_dispatch, memory, rows
+from portmm.arrays.interop import adopt
+from portmm.dispatch import gpu_rows
 from portmm.errors import TraceError
-from portmm.foreign import adopt
-from portmm.rows_on_device import over_rows
+from portmm.ops import rowwise
+from portmm.ops.rowwise_gpu import over_rows
+from portmm.util import memo
 
 NAMES = {"b": "b", "m": "m", "n": "n"}
 BF16 = ml_dtypes.bfloat16
@@ -22,9 +24,9 @@ EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 3e-6}
 @pytest.fixture(params=["opencl", "cuda"])
 def on(request, monkeypatch):
     """A device."""
-    memory.forget_all()
+    memo.forget_all()
     yield OpenCl() if request.param == "opencl" else install(monkeypatch)
-    memory.forget_all()
+    memo.forget_all()
 
 
 def numbers(shape, dtype=np.float32, seed=0):
@@ -35,7 +37,7 @@ def numbers(shape, dtype=np.float32, seed=0):
 def same(function, given, host, dtype=""):
     """Results are as those of the same function of arrays in the host's memory."""
     found, several = over_rows(function, tuple(adopt(x) for x in given), NAMES, dtype=dtype)
-    want, as_many = rows.over_rows(host, tuple(x.get() for x in given), NAMES, dtype=np.float32 if dtype else None)
+    want, as_many = rowwise.over_rows(host, tuple(x.get() for x in given), NAMES, dtype=np.float32 if dtype else None)
     assert several == as_many
     for (x, _), y in zip(found, want, strict=True):
         got = x.get()
@@ -107,7 +109,7 @@ def test_strides(on):
     looks = [np.s_[1::2, 3:], np.s_[:, ::3], np.s_[5:6], np.s_[:, :1], np.s_[2:, 4:16], np.s_[::-1, ::-1]]
     for view, host in [(x.T, whole.T), *((x[look], whole[look]) for look in looks)]:
         (found, _), *_ = over_rows(softmax, (adopt(view),), NAMES)[0]
-        (want,), _ = rows.over_rows(softmax, (np.ascontiguousarray(host),), NAMES)
+        (want,), _ = rowwise.over_rows(softmax, (np.ascontiguousarray(host),), NAMES)
         np.testing.assert_allclose(found.get(), want, rtol=3e-6)
         (found, _), *_ = over_rows(lambda x: x * 2 + 1, (adopt(view),), NAMES)[0]
         np.testing.assert_array_equal(found.get(), host * 2 + 1)
@@ -118,7 +120,7 @@ def test_a_batch_that_does_not_lie_evenly_is_copied(on):
     x = on.array(host)
     view, there = x[:, 1:3], host[:, 1:3]
     (found, _), *_ = over_rows(softmax, (adopt(view),), NAMES)[0]
-    (want,), _ = rows.over_rows(softmax, (there,), NAMES)
+    (want,), _ = rowwise.over_rows(softmax, (there,), NAMES)
     np.testing.assert_allclose(found.get(), want, rtol=3e-6)
 
 
@@ -154,7 +156,7 @@ def test_no_elements(on):
 def test_a_result_goes_where_it_should(on):
     host = numbers((6, 20))
     x, out, narrow = on.array(host), on.array(host * 0), on.array(np.zeros((6, 20), np.float16))
-    (want,), _ = rows.over_rows(softmax, (host,), NAMES)
+    (want,), _ = rowwise.over_rows(softmax, (host,), NAMES)
     for to, first in ((out, ""), (narrow, "f16"), (x, "")):
         (found, _), *_ = over_rows(softmax, (adopt(x),), NAMES, adopt(to), first=first)[0]
         assert found is to
@@ -166,9 +168,9 @@ def test_a_result_goes_where_it_should(on):
 def test_a_kind_of_call_is_made_once(on, monkeypatch):
     x, y = on.array(numbers((6, 20))), on.array(numbers((6, 20), seed=1))
     over_rows(softmax, (adopt(x),), NAMES)
-    monkeypatch.setattr(grid_rows_dispatch, "launches", None)
+    monkeypatch.setattr(gpu_rows, "launches", None)
     (found, _), *_ = over_rows(softmax, (adopt(y),), NAMES)[0]
-    (want,), _ = rows.over_rows(softmax, (y.get(),), NAMES)
+    (want,), _ = rowwise.over_rows(softmax, (y.get(),), NAMES)
     np.testing.assert_allclose(found.get(), want, rtol=3e-6)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import run_kernels as rk
 
-from portmm.compiler import find_compiler
+from portmm.build.compiler import find_compiler
 from portmm.errors import BuildError, NoCompilerError
 
 rt = rk.rt

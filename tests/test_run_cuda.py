@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from cuda_fakes import FakeCupy, install
 
+from portmm.build.nvrtc import Cubin, compile_cuda
+from portmm.dispatch.gpu import described
 from portmm.errors import BuildError, DeviceError, NoDeviceError
-from portmm.grid_dispatch import described
-from portmm.nvrtc import Cubin, compile_cuda
-from portmm.run import cuda
+from portmm.runtime import cuda
 
 CUBIN = Cubin(b"\x7fELF code", "", 32, 0, 0, 0.1, cached=True, version=(13, 0), architecture="90a", key="k")
 

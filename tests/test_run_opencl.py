@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from opencl_cpu import opencl_device
 
-from portmm import cache
+from portmm.build import cache
 from portmm.errors import BuildError, DeviceError, NoDeviceError
-from portmm.run import opencl
+from portmm.runtime import opencl
 
 SOURCE = """
 __kernel void scale(__global const float *a, long ao, __global float *b, long bo, int n, float s)
@@ -270,7 +270,7 @@ def test_without_a_driver(tmp_path):
     (tmp_path / "broken.icd").write_text("/nowhere/libintelocl.so\n")
     script = """
 from portmm.errors import NoDeviceError
-from portmm.run import opencl
+from portmm.runtime import opencl
 try:
     opencl.facts()
 except NoDeviceError as error:

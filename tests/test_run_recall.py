@@ -11,10 +11,14 @@ import numpy as np
 import pytest
 
 import portmm as pm
-from portmm import api, cache, calibrate, settings
+from portmm.build import cache
+from portmm.dispatch import config
 from portmm.errors import NoCompilerError
-from portmm.problem import Problem
-from portmm.run import host, recall
+from portmm.host import calibrate
+from portmm.ops import matmul as matmul_op
+from portmm.runtime import cpu as cpu_runtime
+from portmm.runtime import route_cache
+from portmm.spec.problem import Problem
 
 F32 = Problem(1, 1, 1)
 CHILD = """
@@ -24,7 +28,7 @@ a = np.arange(12.0).reshape(3, 4)
 assert (pm.matmul(a, a.T) == a @ a.T).all()
 v = np.ones((2, 3, 4), np.float32)
 assert (pm.matmul(v, v.swapaxes(1, 2)) == 4).all()
-print(*sorted(m for m in sys.modules if m in ("portmm.detect", "portmm.emit.c", "portmm.dispatch", "subprocess")))
+print(*sorted(m for m in sys.modules if m in ("portmm.host.detect", "portmm.codegen.c_kernel", "portmm.dispatch.cpu", "subprocess")))
 """
 
 
@@ -38,55 +42,55 @@ def child(folder, **variables):
 @pytest.fixture(autouse=True)
 def needs_a_compiler():
     try:
-        host.runtime()
+        cpu_runtime.runtime()
     except NoCompilerError:
         pytest.skip("no compiler")
 
 
 def test_a_second_process_neither_detects_nor_generates(tmp_path):
-    assert "portmm.dispatch" in child(tmp_path)
+    assert "portmm.dispatch.cpu" in child(tmp_path)
     (book,) = tmp_path.glob("book-*.note")
-    if host.python_headers():
+    if cpu_runtime.python_headers():
         assert child(tmp_path) == []
     else:
-        assert "portmm.dispatch" not in child(tmp_path)
+        assert "portmm.dispatch.cpu" not in child(tmp_path)
     whole = book.read_text()
     renamed = whole.replace("\tportmm_", "\tportmn_")
     for damaged in (whole[:-9], "", whole.replace("\tbook\t", "\tbool\t"), renamed, whole.replace("\n", "\nx")):
         assert damaged != whole
         book.write_text(damaged)
-        assert "portmm.dispatch" in child(tmp_path)
-        assert "portmm.dispatch" not in child(tmp_path)
+        assert "portmm.dispatch.cpu" in child(tmp_path)
+        assert "portmm.dispatch.cpu" not in child(tmp_path)
     for lost in list(tmp_path.glob("*.so")):
         lost.write_bytes(lost.read_bytes()[:100])
     child(tmp_path)
-    assert "portmm.dispatch" not in child(tmp_path)
-    assert "portmm.dispatch" in child(tmp_path, PORTMM_TARGET="scalar")
-    assert "portmm.dispatch" in child(tmp_path, PORTMM_NUM_THREADS="1")
-    assert "portmm.dispatch" not in child(tmp_path, PORTMM_NUM_THREADS="1")
+    assert "portmm.dispatch.cpu" not in child(tmp_path)
+    assert "portmm.dispatch.cpu" in child(tmp_path, PORTMM_TARGET="scalar")
+    assert "portmm.dispatch.cpu" in child(tmp_path, PORTMM_NUM_THREADS="1")
+    assert "portmm.dispatch.cpu" not in child(tmp_path, PORTMM_NUM_THREADS="1")
 
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
     """A fresh cache with a book of one answer, and a way to read it as a new process would."""
     monkeypatch.setenv("PORTMM_CACHE", str(tmp_path))
-    monkeypatch.setattr(settings, "_targets", {})
-    monkeypatch.setattr(recall, "_books", {})
-    monkeypatch.setattr(recall, "_kernels", {})
-    from portmm import dispatch
+    monkeypatch.setattr(config, "_targets", {})
+    monkeypatch.setattr(route_cache, "_books", {})
+    monkeypatch.setattr(route_cache, "_kernels", {})
+    from portmm.dispatch import cpu as cpu_dispatch
 
-    dispatch.forget()
+    cpu_dispatch.forget()
     pm.matmul(np.ones((7, 9), np.float32), np.ones((9, 5), np.float32))
-    api._state["runtime"].clear_memo()
+    matmul_op._state["runtime"].clear_memo()
     pm.matmul(np.ones((7, 9), np.float32), np.ones((9, 5), np.float32))
 
     def again(target=""):
-        recall._books.clear()
-        return recall.book(target)
+        route_cache._books.clear()
+        return route_cache.book(target)
 
     assert len(again().lines) == 1
     yield again
-    dispatch.forget()
+    cpu_dispatch.forget()
 
 
 def test_what_a_book_depends_on(kept, monkeypatch):
@@ -97,13 +101,13 @@ def test_what_a_book_depends_on(kept, monkeypatch):
             m.setenv(name, value)
             assert not kept().lines
     with monkeypatch.context() as m:
-        m.setattr(recall, "generator", lambda: ["another.py 1 2"])
+        m.setattr(route_cache, "generator", lambda: ["another.py 1 2"])
         assert not kept().lines
     assert kept().lines
 
 
 def test_another_host_has_another_book(kept, monkeypatch):
-    shot = recall.snapshot()
+    shot = route_cache.snapshot()
     changes = {
         "cpuinfo": shot.cpuinfo + "\nflags : more",
         "files": {**shot.files, "/sys/x": "1"},
@@ -116,113 +120,113 @@ def test_another_host_has_another_book(kept, monkeypatch):
     }
     for field, value in changes.items():
         other = replace(shot, **{field: value})
-        monkeypatch.setattr(recall, "snapshot", lambda other=other: other)
+        monkeypatch.setattr(route_cache, "snapshot", lambda other=other: other)
         assert not kept().lines, field
     answers = dict(shot.cpuid)
     if "1.0" in answers:
         a, b, c, d = answers["1.0"]
         answers["1.0"] = (a, b ^ 1 << 24, c, d)
     same = replace(shot, cpuid=answers, cpuinfo=shot.cpuinfo + "\ncpu MHz : 1")
-    monkeypatch.setattr(recall, "snapshot", lambda: same)
+    monkeypatch.setattr(route_cache, "snapshot", lambda: same)
     assert kept().lines
 
 
 def test_new_rates_make_a_book_stale(kept):
-    target = settings.target()
+    target = config.target()
     calibrate.remember(target, {target.isas[0].atoms[0].name: 50.0})
     assert not kept().lines
 
 
 def test_a_kernel_that_is_gone_is_no_answer(kept):
     (question, line) = next(iter(kept().lines.items()))
-    rt = host.runtime()
-    assert recall.route(kept(), question, rt, F32) is not None
-    assert recall.route(kept(), "another question", rt, F32) is None
-    recall._kernels.clear()
+    rt = cpu_runtime.runtime()
+    assert route_cache.route(kept(), question, rt, F32) is not None
+    assert route_cache.route(kept(), "another question", rt, F32) is None
+    route_cache._kernels.clear()
     (cache.cache_dir() / f"{line.split()[0]}.so").unlink()
-    assert recall.route(kept(), question, rt, F32) is None
+    assert route_cache.route(kept(), question, rt, F32) is None
 
 
 def test_a_book_is_bounded(kept, monkeypatch):
-    monkeypatch.setattr(recall, "MOST_LINES", 3)
+    monkeypatch.setattr(route_cache, "MOST_LINES", 3)
     book = kept()
-    answer = recall.route(book, next(iter(book.lines)), host.runtime(), F32)
+    answer = route_cache.route(book, next(iter(book.lines)), cpu_runtime.runtime(), F32)
     for i in range(5):
-        recall.keep(book, f"question {i}", answer, settings.target())
+        route_cache.keep(book, f"question {i}", answer, config.target())
     assert list(kept().lines) == ["question 2", "question 3", "question 4"]
 
 
 def test_a_book_is_appended_to_and_compacted(kept, monkeypatch):
     """A new answer is one line more; a book of twice its bound is written anew with its newest answers."""
-    monkeypatch.setattr(recall, "MOST_LINES", 8)
+    monkeypatch.setattr(route_cache, "MOST_LINES", 8)
     book = kept()
-    answer = recall.route(book, next(iter(book.lines)), host.runtime(), F32)
+    answer = route_cache.route(book, next(iter(book.lines)), cpu_runtime.runtime(), F32)
     file = cache.cache_dir() / f"{book.name}.note"
     before = file.read_text()
-    recall.keep(book, "a question", answer, settings.target())
+    route_cache.keep(book, "a question", answer, config.target())
     assert file.read_text().startswith(before)
     assert file.read_text().count("\n") == before.count("\n") + 1
     for i in range(60):
-        recall.keep(book, f"question {i}", answer, settings.target())
+        route_cache.keep(book, f"question {i}", answer, config.target())
         assert file.read_text().count("\n") <= 2 * 8 + 2
     assert list(kept().lines) == [f"question {i}" for i in range(52, 60)]
 
 
 def test_processes_that_share_a_book_lose_no_answers(kept):
     first = kept()
-    recall._books.clear()
-    second = recall.book("")
+    route_cache._books.clear()
+    second = route_cache.book("")
     assert first is not second
-    answer = recall.route(first, next(iter(first.lines)), host.runtime(), F32)
+    answer = route_cache.route(first, next(iter(first.lines)), cpu_runtime.runtime(), F32)
     for i in range(10):
-        recall.keep((first, second)[i % 2], f"question {i}", answer, settings.target())
+        route_cache.keep((first, second)[i % 2], f"question {i}", answer, config.target())
     assert {f"question {i}" for i in range(10)} <= kept().lines.keys()
 
 
 def test_damaged_lines_are_left_out_alone(kept):
     book = kept()
-    answer = recall.route(book, next(iter(book.lines)), host.runtime(), F32)
+    answer = route_cache.route(book, next(iter(book.lines)), cpu_runtime.runtime(), F32)
     for i in range(5):
-        recall.keep(book, f"question {i}", answer, settings.target())
+        route_cache.keep(book, f"question {i}", answer, config.target())
     file = cache.cache_dir() / f"{book.name}.note"
     whole = file.read_text()
     assert len(kept().lines) == 6
     file.write_text(whole.replace("question 3", "question 7") + "\n" + "0" * 40 + "\ttorn li")
     assert [x for x in kept().lines if x.startswith("question")] == [f"question {i}" for i in (0, 1, 2, 4)]
-    recall.keep(kept(), "after", answer, settings.target())
+    route_cache.keep(kept(), "after", answer, config.target())
     assert "after" in kept().lines
 
 
 def test_answers_of_other_rates_do_not_mix(kept, monkeypatch):
     """Lines hold under the heading that they were written for, whichever process wrote the last heading."""
     old = kept()
-    answer = recall.route(old, next(iter(old.lines)), host.runtime(), F32)
-    target = settings.target()
+    answer = route_cache.route(old, next(iter(old.lines)), cpu_runtime.runtime(), F32)
+    target = config.target()
     calibrate.remember(target, {target.isas[0].atoms[0].name: 50.0})
     new = kept()
-    recall.keep(new, "of new rates", answer, target)
+    route_cache.keep(new, "of new rates", answer, target)
     with monkeypatch.context() as m:
-        m.setattr(recall, "_state", lambda path: f"0 {path}")
-        recall.keep(old, "of no rates", answer, target)
+        m.setattr(route_cache, "_state", lambda path: f"0 {path}")
+        route_cache.keep(old, "of no rates", answer, target)
     assert list(kept().lines) == ["of new rates"]
 
 
 def test_a_book_that_others_can_write_is_not_used(kept):
     book = kept()
-    answer = recall.route(book, next(iter(book.lines)), host.runtime(), F32)
+    answer = route_cache.route(book, next(iter(book.lines)), cpu_runtime.runtime(), F32)
     file = cache.cache_dir() / f"{book.name}.note"
     file.chmod(0o622)
     before = file.read_bytes()
-    recall.keep(book, "a question", answer, settings.target())
+    route_cache.keep(book, "a question", answer, config.target())
     assert file.read_bytes() == before
     assert not kept().lines
 
 
 def test_a_read_only_cache_keeps_nothing(kept, monkeypatch):
     book = kept()
-    answer = recall.route(book, next(iter(book.lines)), host.runtime(), F32)
+    answer = route_cache.route(book, next(iter(book.lines)), cpu_runtime.runtime(), F32)
     monkeypatch.setenv("PORTMM_CACHE", "/proc/nowhere")
-    recall.keep(book, "question", answer, settings.target())
+    route_cache.keep(book, "question", answer, config.target())
     assert "question" not in book.lines
 
 
@@ -232,12 +236,12 @@ def test_a_failure_ahead_is_told_where_it_matters(monkeypatch):
     def fails(*_args):
         raise NoCompilerError("no compiler here")
 
-    monkeypatch.setattr(host, "_loaded", [])
-    monkeypatch.setattr(host, "load_extension", fails)
-    monkeypatch.setattr(host, "load_twin", fails)
-    monkeypatch.setattr(recall, "book", lambda _: None)
-    monkeypatch.setattr(api, "_fast", api._start)
-    monkeypatch.setattr(api, "_state", {})
+    monkeypatch.setattr(cpu_runtime, "_loaded", [])
+    monkeypatch.setattr(cpu_runtime, "load_extension", fails)
+    monkeypatch.setattr(cpu_runtime, "load_twin", fails)
+    monkeypatch.setattr(route_cache, "book", lambda _: None)
+    monkeypatch.setattr(matmul_op, "_fast", matmul_op._start)
+    monkeypatch.setattr(matmul_op, "_state", {})
     a = np.ones((3, 3), np.float32)
     with pytest.warns(RuntimeWarning, match="no compiler here"):
         assert (pm.matmul(a, a) == 3).all()
@@ -249,21 +253,21 @@ def test_a_failure_ahead_is_told_where_it_matters(monkeypatch):
 
 def test_code_that_another_process_built_needs_no_source(kept, monkeypatch):
     """Another size with a schedule that is known is neither lowered nor emitted; damaged code is made again."""
-    from portmm import dispatch
+    from portmm.dispatch import cpu as cpu_dispatch
 
     expected = np.full((7, 5), 8.0, np.float32)
 
     def product():
         """The same schedule as the answer in the book has, for another K."""
-        dispatch.forget()
-        recall._kernels.clear()
-        api._state["runtime"].clear_memo()
+        cpu_dispatch.forget()
+        route_cache._kernels.clear()
+        matmul_op._state["runtime"].clear_memo()
         return pm.matmul(np.ones((7, 8), np.float32), np.ones((8, 5), np.float32))
 
     (schedule, line) = next(iter(kept().codes.items()))
     assert schedule.startswith(("gemm:", "dot:", "tiles:"))
     with monkeypatch.context() as m:
-        m.setattr(dispatch, "lower", None)
+        m.setattr(cpu_dispatch, "lower", None)
         np.testing.assert_array_equal(product(), expected)
     assert len(kept().lines) == 2
     (cache.cache_dir() / f"{line.split()[0]}.so").write_bytes(b"damaged")

@@ -16,9 +16,9 @@ from fused_cases import by_rows, epilogues, every_operation, every_type, gemm_ca
 from kernels_of import folding
 from support import HERE, case, require, selection, small
 
-from portmm.candidates import candidates
-from portmm.lower import lower, lower_rows
-from portmm.target import load_isa
+from portmm.codegen.lower import lower, lower_rows
+from portmm.schedule.cpu_candidates import candidates
+from portmm.target.target import load_isa
 
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1", "-O0")
 """Nothing is optimised away that a sanitizer could look at, and compiling takes a tenth of the time."""

@@ -8,22 +8,23 @@ import pytest
 from emulated_cuda import install
 
 import portmm as pm
-from portmm import grid_dispatch, memory
+from portmm.dispatch import gpu as gpu_dispatch
+from portmm.util import memo
 
 
 @pytest.fixture
 def cupy(monkeypatch):
     """A device whose kernels are those of tensor cores, in tiles that the shim compiles fast."""
-    memory.forget_all()
-    every = grid_dispatch.candidates
+    memo.forget_all()
+    every = gpu_dispatch.candidates
 
     def some(*given):
         found = every(*given)
         return [s for s in found if s.program == "mma" and s.mr * s.nr <= 16 and s.split == 1] or found
 
-    monkeypatch.setattr(grid_dispatch, "candidates", some)
+    monkeypatch.setattr(gpu_dispatch, "candidates", some)
     yield install(monkeypatch)
-    memory.forget_all()
+    memo.forget_all()
 
 
 def operands(m=37, n=48, k=64):

@@ -6,14 +6,14 @@ import pytest
 import support
 from support import LAYOUTS, SEVEN, TINY, pose
 
-from portmm import naming
-from portmm.candidates import candidates
-from portmm.cost import cost
+from portmm.codegen.lower import lower
 from portmm.errors import ScheduleError
-from portmm.lower import lower
-from portmm.problem import Problem
-from portmm.schedule import ALL, illegal, parse, registers, spell
-from portmm.target import described, load_target, names_of
+from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.cpu_cost import cost
+from portmm.schedule.schedule import ALL, illegal, parse, registers, spell
+from portmm.spec import kernel_name
+from portmm.spec.problem import Problem
+from portmm.target.target import described, load_target, names_of
 
 SIZES = [(1, 1, 1), (1, 9, 300), (7, 9, 11), (16, 64, 16), (3, 1, 5), (100, 37, 64), (1024, 1024, 1024), (5000, 3, 70)]
 MACHINES = [SEVEN, *(load_target(name) for name in names_of("cpu"))]
@@ -85,7 +85,7 @@ def test_schedules_and_names_read_back(target):
         for s in candidates(p, target):
             assert parse(spell(s)) == s
             name = s.name(target.isa(s.isa).atom(s.dtype, s.lanes))
-            assert naming.parse(str(name)) == name
+            assert kernel_name.parse(str(name)) == name
             assert (name.op, name.mr, name.nr, name.isa) == (s.program, s.mr, s.nr, s.isa)
 
 
@@ -101,7 +101,7 @@ def test_a_wrong_spelling_is_refused(text):
 @pytest.mark.parametrize("text", ["", "gemm", "portmm_gemm_f32_f32_f32_14x32_avx512", "portmm_gemm_f32_f32_f32_1x2x3_"])
 def test_a_wrong_name_is_refused(text):
     with pytest.raises(ValueError, match="not a kernel name"):
-        naming.parse(text)
+        kernel_name.parse(text)
 
 
 @pytest.mark.parametrize("target", FEW, ids=lambda t: f"{t.name}-{t.isas[0].name}")

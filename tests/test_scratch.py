@@ -13,9 +13,9 @@ import run_kernels as rk
 from typer.testing import CliRunner
 
 import portmm as pm
-from portmm import scratch
-from portmm.cli import app
-from portmm.run.host import runtime
+from portmm.arrays import scratch_arena
+from portmm.cli.main import app
+from portmm.runtime.cpu import runtime
 
 rt = rk.rt
 MIB = 1 << 20
@@ -46,10 +46,10 @@ def right(function, *args):
 @pytest.fixture
 def no_arenas():
     """As in a new process."""
-    scratch._waiting.clear()
-    assert scratch.kept() == 0
+    scratch_arena._waiting.clear()
+    assert scratch_arena.kept() == 0
     yield
-    scratch._waiting.clear()
+    scratch_arena._waiting.clear()
 
 
 SIXTY = """
@@ -82,8 +82,8 @@ def test_programs_of_one_thread_share_an_arena_that_grows():
         for f in functions:
             right(f, *operands(rows))
             right(f, *operands(rows))
-    assert len(scratch._waiting) == 1
-    assert scratch.kept() == 1 << 17  # 700 rows of 40 numbers, doubled up to a power of two
+    assert len(scratch_arena._waiting) == 1
+    assert scratch_arena.kept() == 1 << 17  # 700 rows of 40 numbers, doubled up to a power of two
 
 
 @pytest.mark.usefixtures("no_arenas")
@@ -91,7 +91,7 @@ def test_results_are_no_part_of_the_arena():
     for f in (two_products(), with_numpy_between(), pm.fuse(lambda x, w, v: (np.maximum(x @ w, 0).T, x @ w @ v))):
         results = f(*operands())
         for y in results if isinstance(results, tuple) else (results,):
-            assert not any(np.may_share_memory(y, x[scratch.OWN].bytes) for x in scratch._waiting)
+            assert not any(np.may_share_memory(y, x[scratch_arena.OWN].bytes) for x in scratch_arena._waiting)
 
 
 def between(function, step, *args):
@@ -139,10 +139,10 @@ def test_a_program_inside_a_program_has_an_arena_of_its_own():
     between(outer, lambda: right(inner, *operands(64)), *args)
     for _ in range(3):
         right(outer, *args)
-    assert len(scratch._waiting) == 2
-    first = [id(x) for x in scratch._waiting]
+    assert len(scratch_arena._waiting) == 2
+    first = [id(x) for x in scratch_arena._waiting]
     right(outer, *args)
-    assert [id(x) for x in scratch._waiting] == first
+    assert [id(x) for x in scratch_arena._waiting] == first
 
 
 @pytest.mark.usefixtures("no_arenas")
@@ -159,7 +159,7 @@ def test_an_error_between_kernels_gives_the_arena_back():
     for _ in range(3):
         with pytest.raises(RuntimeError, match="between"):
             f(*args)
-    assert len(scratch._waiting) == 1
+    assert len(scratch_arena._waiting) == 1
     failing = False
     right(f, *args)
 
@@ -183,56 +183,56 @@ def test_threads_have_arenas_of_their_own_that_others_take_over():
     for x in threads:
         x.join(300)
     assert not wrong
-    assert 1 <= len(scratch._waiting) <= len(threads)
+    assert 1 <= len(scratch_arena._waiting) <= len(threads)
     right(functions[0], *operands())
-    assert scratch.kept() == sum(x[scratch.OWN].bytes.size for x in scratch._waiting)
+    assert scratch_arena.kept() == sum(x[scratch_arena.OWN].bytes.size for x in scratch_arena._waiting)
 
 
 @pytest.mark.usefixtures("no_arenas")
 def test_arenas_stay_within_their_share(monkeypatch):
-    monkeypatch.setenv(scratch.VARIABLE, "5")  # 2 MiB for arenas
+    monkeypatch.setenv(scratch_arena.VARIABLE, "5")  # 2 MiB for arenas
     f, args = two_products(), operands(1000)
     inner, outer = two_products(), with_numpy_between()
     right(f, *args)
-    assert scratch.kept() == 256 << 10
+    assert scratch_arena.kept() == 256 << 10
     right(f, *operands(12_000))  # 1.9 MB: there is room when the other is dropped
-    assert scratch.kept() == 2 * MIB
-    before = dict(scratch._waiting[0])
+    assert scratch_arena.kept() == 2 * MIB
+    before = dict(scratch_arena._waiting[0])
     right(f, *operands(20_000))  # 3.2 MB: for this call
-    assert scratch.kept() == 2 * MIB
-    assert scratch._waiting == [before]  # and what others have is left alone
+    assert scratch_arena.kept() == 2 * MIB
+    assert scratch_arena._waiting == [before]  # and what others have is left alone
     del before
     right(outer, *operands(9000))
     between(outer, lambda: right(inner, *operands(9000)), *operands(9000))
     for _ in range(2):
         right(outer, *operands(9000))  # two arenas of 1.4 MB do not fit
-        assert scratch.kept() <= 2 * MIB
-    monkeypatch.setenv(scratch.VARIABLE, "0")
-    scratch._waiting.clear()
+        assert scratch_arena.kept() <= 2 * MIB
+    monkeypatch.setenv(scratch_arena.VARIABLE, "0")
+    scratch_arena._waiting.clear()
     right(f, *args)
-    assert scratch.kept() == 0
+    assert scratch_arena.kept() == 0
 
 
 @pytest.mark.usefixtures("no_arenas")
 def test_tables_in_an_arena_are_bounded(monkeypatch):
-    monkeypatch.setattr(scratch, "MOST_TABLES", 4000)
+    monkeypatch.setattr(scratch_arena, "MOST_TABLES", 4000)
     f = two_products()
     for _ in range(2):
         for rows in range(1, 40):
             right(f, *operands(rows))
-            assert len(scratch._waiting[0]) <= 4000 // 400 + 3
+            assert len(scratch_arena._waiting[0]) <= 4000 // 400 + 3
 
 
 @pytest.mark.parametrize("text", ["-1", "many", "1.5"])
 def test_a_wrong_budget_is_not_taken(monkeypatch, text):
-    monkeypatch.setenv(scratch.VARIABLE, text)
-    scratch._bytes.cache_clear()
-    with pytest.warns(RuntimeWarning, match=scratch.VARIABLE):
-        assert scratch.budget() == scratch.DEFAULT_MIB * MIB
+    monkeypatch.setenv(scratch_arena.VARIABLE, text)
+    scratch_arena._bytes.cache_clear()
+    with pytest.warns(RuntimeWarning, match=scratch_arena.VARIABLE):
+        assert scratch_arena.budget() == scratch_arena.DEFAULT_MIB * MIB
 
 
 def test_the_command_shows_the_budget(monkeypatch):
-    monkeypatch.setenv(scratch.VARIABLE, "48")
+    monkeypatch.setenv(scratch_arena.VARIABLE, "48")
     assert "at most 48 MiB" in CliRunner().invoke(app, ["cache"]).stdout
     assert json.loads(CliRunner().invoke(app, ["cache", "--json"]).stdout)["scratch_bytes"] == 48 * MIB
 
@@ -241,7 +241,7 @@ FORK = """
 import os, threading
 import numpy as np
 import portmm as pm
-from portmm import scratch
+from portmm.arrays import scratch_arena as scratch
 f = pm.fuse(lambda x, w, v: np.maximum(x @ w, 0) @ v)
 x, w, v = np.ones((99, 20), np.float32), np.ones((20, 40), np.float32), np.ones((40, 8), np.float32)
 f(x, w, v)
@@ -299,7 +299,7 @@ def test_workspaces_stay_within_their_limit(rt):
             rt.set_scratch(-1)
     finally:
         leave.set()
-        rt.set_scratch(scratch.budget())
+        rt.set_scratch(scratch_arena.budget())
 
 
 def test_a_thread_that_ends_leaves_no_workspace(rt):
@@ -327,9 +327,9 @@ def test_arenas_leave_the_rest_to_workspaces(monkeypatch):
         def set_scratch(self, size):
             asked.append(size)
 
-    monkeypatch.setattr(scratch, "runtime", Noting)
+    monkeypatch.setattr(scratch_arena, "runtime", Noting)
     right(two_products(), *operands(700))
-    assert asked == [scratch.budget() - (1 << 17)]
+    assert asked == [scratch_arena.budget() - (1 << 17)]
     monkeypatch.undo()
-    scratch.bound(runtime())
-    assert os.environ.get(scratch.VARIABLE) is None
+    scratch_arena.bound(runtime())
+    assert os.environ.get(scratch_arena.VARIABLE) is None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from portmm import cli
+from portmm.cli import main
 from portmm.comparison import Case, Entrant, Entry, Report, Result
 from portmm.comparison.report import from_json
 from portmm.comparison.seen import merged
@@ -303,7 +303,7 @@ def contest(monkeypatch):
 
 
 def command(*words):
-    return CliRunner().invoke(cli.app, ["compare", *map(str, words)], catch_exceptions=False)
+    return CliRunner().invoke(main.app, ["compare", *map(str, words)], catch_exceptions=False)
 
 
 def test_the_command_takes_shapes_from_everywhere(contest, layers, tmp_path):

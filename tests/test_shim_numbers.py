@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cuda_shim import kernel
 
-from portmm.target import load_isa
+from portmm.target.target import load_isa
 
 
 def test_dot4_wraps_and_takes_bytes_for_what_they_are():

@@ -12,13 +12,14 @@ from fused_cases import epilogues
 from grid_cases import MACHINE, compiled, fused_case, kernels_of, rounded, run
 
 import portmm as pm
-from portmm import grid_stream, nvrtc
+from portmm.build import nvrtc
+from portmm.codegen.lower import lower_grid
+from portmm.dispatch.gpu import choose, source
 from portmm.errors import NoCompilerError
-from portmm.grid_candidates import candidates, resident
-from portmm.grid_dispatch import choose, source
-from portmm.lower import lower_grid
-from portmm.problem import Problem
-from portmm.target import load_target
+from portmm.schedule import gpu_gemv
+from portmm.schedule.gpu_candidates import candidates, resident
+from portmm.spec.problem import Problem
+from portmm.target.target import load_target
 
 ALONG_N, ALONG_K = ("row", "row", "row"), ("row", "col", "row")
 PRODUCTS = (
@@ -114,7 +115,7 @@ def test_a_row_is_bound_by_memory(dtype, vectors, b):
     # What is on its way hides 700 ns, Little's law; and all processors work.
     blocks = 4096 // s.block.n
     together = min(resident(s, H200), -(-blocks // device.processors))
-    assert together * s.threads * grid_stream.flying(s) >= device.memory_gbs * 700 / device.processors
+    assert together * s.threads * gpu_gemv.flying(s) >= device.memory_gbs * 700 / device.processors
     assert blocks >= 0.9 * device.processors
 
 
@@ -130,7 +131,7 @@ def test_what_is_chosen_spills_nothing_in_its_loop(m, dtype, vectors, b):
     s = choose(Problem(m, 4096, 4096, dtype, b=b), H200, vectors).schedule
     kernel = lower_grid(s, H200.isa(s.isa))[0]
     made = nvrtc.compile_cuda(source(kernel, "cuda"), kernel.name, "90a")
-    assert made.registers <= 1.2 * grid_stream.registers(s)
+    assert made.registers <= 1.2 * gpu_gemv.registers(s)
     # A register or two of what is only needed after the loop may be put away before it.
     assert made.spills <= 16
 
@@ -141,7 +142,7 @@ def test_few_columns_split_k():
 
 
 def test_many_rows_and_single_chains_do_not_stream():
-    assert not streams("f32", ALONG_N, (4, 4, 4), grid_stream.ROWS + 1)
+    assert not streams("f32", ALONG_N, (4, 4, 4), gpu_gemv.ROWS + 1)
     assert not streams("f32", ALONG_N, (4, 4, 4), 1, deterministic=True)
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from portmm import detect, target
-from portmm.dtype import BY_NAME
 from portmm.errors import TargetError
+from portmm.host import detect
+from portmm.spec.dtype import BY_NAME
+from portmm.target import target
 
 ATOMS = [(isa, x.name) for isa in target.names_of("cpu", "isa") for x in target.load_isa(isa).atoms if x.m == 1]
 """Those of one row; for tiles see test_amx.py, for two rows test_two_rows.py."""

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from portmm.errors import PackError
-from portmm.tensorfile import read, write
+from portmm.weights.safetensors import read, write
 
 DTYPES = ["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "bool"]
 fuzz = settings(derandomize=True, deadline=None, max_examples=200, database=None)

@@ -10,13 +10,14 @@ import pytest
 from support import HERE, TINY
 
 import portmm as pm
-from portmm import detect, orders
-from portmm.candidates import candidates
-from portmm.dispatch import choose
-from portmm.problem import Problem
-from portmm.snapshot import CPU
-from portmm.target import load_target, names_of
-from portmm.textbook import DEPTH, WITHIN, follows, preferred
+from portmm.dispatch import overrides
+from portmm.dispatch.cpu import choose
+from portmm.host import detect
+from portmm.host.host_probe import CPU
+from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.textbook import DEPTH, WITHIN, follows, preferred
+from portmm.spec.problem import Problem
+from portmm.target.target import load_target, names_of
 from portmm.tuning.model import ranked
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
@@ -192,7 +193,7 @@ def test_textbook_blockings_compute_products(isa):
         assert found or isa == "scalar"
         try:
             for s in found[:2]:
-                orders.order(p, s, 1)
+                overrides.order(p, s, 1)
                 assert np.array_equal(pm.matmul(a, b), a @ b), s
         finally:
-            orders.withdraw()
+            overrides.withdraw()

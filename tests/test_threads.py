@@ -14,8 +14,8 @@ import pytest
 from arrays_of import close
 
 import portmm as pm
-from portmm import settings
-from portmm.run import host
+from portmm.dispatch import config
+from portmm.runtime import cpu as cpu_runtime
 
 
 def operands(seed):
@@ -142,12 +142,12 @@ def test_impossible_numbers_of_threads(threads, error):
 @pytest.mark.parametrize("text", ["abc", "-3", "1e3", "100000"])
 def test_a_wrong_variable_warns_and_takes_every_core(monkeypatch, text):
     monkeypatch.setenv("PORTMM_NUM_THREADS", text)
-    settings._environment_threads.cache_clear()
+    config._environment_threads.cache_clear()
     with pytest.warns(RuntimeWarning, match="PORTMM_NUM_THREADS"):
-        assert settings.limit() == 0
+        assert config.limit() == 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert settings.limit() == 0
+        assert config.limit() == 0
 
 
 def test_a_target_is_a_string():
@@ -156,4 +156,4 @@ def test_a_target_is_a_string():
 
 
 def test_the_most_threads_are_what_the_pool_has_room_for():
-    assert f"POOL_MAX = {settings.MOST_THREADS}," in host.source(python=False)
+    assert f"POOL_MAX = {config.MOST_THREADS}," in cpu_runtime.source(python=False)

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from build_compilers import SOURCE, answer
 
-from portmm import cache, child, sealed, trusted
-from portmm.build import build, cache_dir
+from portmm.build import cache, child_process, sealed_library, trusted_files
+from portmm.build.shared_object import build, cache_dir
 from portmm.errors import BuildError
-from portmm.run import host
+from portmm.runtime import cpu as cpu_runtime
 
 NOBODY = 65534
 pytestmark = pytest.mark.usefixtures("empty_cache")
@@ -26,7 +26,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two use
 
 @pytest.fixture(autouse=True)
 def _looked_at_nothing(monkeypatch):
-    monkeypatch.setattr(trusted, "_known", {})
+    monkeypatch.setattr(trusted_files, "_known", {})
 
 
 # -- the swap ------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ while os.getppid() != 1:  # RENAME_EXCHANGE: there is always a directory of that
 VICTIM = """
 import ctypes, os, sys, warnings
 from pathlib import Path
-from portmm import cache, sealed, trusted
+from portmm.build import cache, sealed_library as sealed, trusted_files as trusted
 warnings.simplefilter("ignore")
 key, rounds = sys.argv[1], int(sys.argv[2])
 cache.digest(b"")
@@ -112,7 +112,7 @@ def test_another_user_swaps_the_directory(monkeypatch):
         folder.chmod(0o777)
         (folder / "cache").mkdir(mode=0o700)
         monkeypatch.setenv("PORTMM_CACHE", str(folder / "cache"))
-        monkeypatch.setattr(trusted, "chain_fault", lambda _: "")  # to fill the cache
+        monkeypatch.setattr(trusted_files, "chain_fault", lambda _: "")  # to fill the cache
         found = swapping(folder, NOBODY, 100)
         assert found == {0: 100}
 
@@ -129,7 +129,7 @@ def test_another_user_swaps_the_directory_and_nothing_looks_above_it(monkeypatch
         folder.chmod(0o777)
         (folder / "cache").mkdir(mode=0o700)
         monkeypatch.setenv("PORTMM_CACHE", str(folder / "cache"))
-        monkeypatch.setattr(trusted, "chain_fault", lambda _: "")
+        monkeypatch.setattr(trusted_files, "chain_fault", lambda _: "")
         found = swapping(folder, NOBODY)
         assert found.keys() == {0, 42}
         assert sum(found.values()) == ROUNDS
@@ -151,7 +151,7 @@ def test_a_swap_between_check_and_load(tmp_path):
         entry, code = cache.load(artifact.key)
         entry.path.rename(tmp_path / "kept")
         entry.path.write_bytes(b"foreign")
-        library = sealed.load(code, entry.path, lambda path: __import__("ctypes").CDLL(path))
+        library = sealed_library.load(code, entry.path, lambda path: __import__("ctypes").CDLL(path))
         loaded.append(library.answer())
         (tmp_path / "kept").rename(entry.path)
     assert set(loaded) == {42}
@@ -168,23 +168,23 @@ def test_what_is_loaded_cannot_be_changed():
         os.close(fd)
         assert Path(path).read_bytes() == artifact.code
 
-    sealed.load(artifact.code, artifact.path, tampered)
+    sealed_library.load(artifact.code, artifact.path, tampered)
 
 
 @pytest.mark.usefixtures("fake")
 def test_the_run_time_is_loaded_as_it_was_checked(monkeypatch, tmp_path):
     """A swap right before the loader opens the extension, and a kernel."""
-    before = sealed.load
+    before = sealed_library.load
 
     def swapped(code, path, opener):
         path.rename(tmp_path / path.name)
         path.write_bytes(b"foreign")
         return before(code, path, opener)
 
-    monkeypatch.setattr(sealed, "load", swapped)
-    runtime = host.load_extension() if host.python_headers() else host.load_twin()
+    monkeypatch.setattr(sealed_library, "load", swapped)
+    runtime = cpu_runtime.load_extension() if cpu_runtime.python_headers() else cpu_runtime.load_twin()
     artifact = build(SOURCE, flags=())
-    kernel = host.load_kernel(runtime, artifact.code, artifact.path, "answer")
+    kernel = cpu_runtime.load_kernel(runtime, artifact.code, artifact.path, "answer")
     assert kernel.path == str(artifact.path)
 
 
@@ -193,7 +193,7 @@ def test_many_libraries_through_one_descriptor(real):  # noqa: ARG001
     import ctypes
 
     every = [build(SOURCE.replace("42", str(i)), flags=()) for i in range(8)]
-    libraries = [sealed.load(x.code, x.path, ctypes.CDLL) for x in every]
+    libraries = [sealed_library.load(x.code, x.path, ctypes.CDLL) for x in every]
     assert [x.answer() for x in libraries] == list(range(8))
     assert len({x._name for x in libraries}) == 8
 
@@ -207,7 +207,9 @@ def test_without_files_in_memory(monkeypatch, missing):
     def refuse(*_):
         raise PermissionError("a policy")
 
-    monkeypatch.setattr(*((sealed, "_sealed", refuse) if missing == "memfd" else (sealed, "_path_of", lambda _: "/no")))
+    monkeypatch.setattr(
+        *((sealed_library, "_sealed", refuse) if missing == "memfd" else (sealed_library, "_path_of", lambda _: "/no"))
+    )
     artifact, seen = build(SOURCE, flags=()), []
 
     def opener(path):
@@ -215,7 +217,7 @@ def test_without_files_in_memory(monkeypatch, missing):
         seen.append((Path(path).parent.stat().st_mode & 0o777, Path(path).stat().st_mode & 0o077))
         return library
 
-    assert sealed.load(artifact.code, artifact.path, opener).answer() == 42
+    assert sealed_library.load(artifact.code, artifact.path, opener).answer() == 42
     assert seen == [(0o700, 0)]
     assert not list(cache_dir().glob("portmm-*"))
 
@@ -224,15 +226,15 @@ def test_without_files_in_memory(monkeypatch, missing):
 def test_the_file_itself_for_debuggers(monkeypatch):
     monkeypatch.setenv("PORTMM_LOAD", "file")
     artifact = build(SOURCE, flags=())
-    assert sealed.load(artifact.code, artifact.path, str) == str(artifact.path)
+    assert sealed_library.load(artifact.code, artifact.path, str) == str(artifact.path)
 
 
 @pytest.mark.usefixtures("fake")
 def test_an_object_that_cannot_be_loaded():
     artifact = build("int missing(void); int answer(void) { return missing(); }\n", flags=("-Wl,-z,now",))
-    rt = host.load_twin()
+    rt = cpu_runtime.load_twin()
     with pytest.raises(BuildError, match="cannot be loaded"):
-        host.load_kernel(rt, artifact.code, artifact.path, "answer")
+        cpu_runtime.load_kernel(rt, artifact.code, artifact.path, "answer")
 
 
 # -- what lies above -----------------------------------------------------------------------
@@ -251,19 +253,19 @@ def above():
 def test_modes_above(above, mode, sound):
     (above / "a" / "b").mkdir(parents=True)
     (above / "a").chmod(mode)
-    assert (trusted.chain_fault(above / "a" / "b") == "") is sound
+    assert (trusted_files.chain_fault(above / "a" / "b") == "") is sound
     place = above / "a" / "b"
     place.chmod(0o700)
-    assert (trusted.why_not(place) == "") is sound
+    assert (trusted_files.why_not(place) == "") is sound
 
 
 def test_a_group_above(above, monkeypatch):
     (above / "a").mkdir(mode=0o700)
     above.chmod(0o775)
-    monkeypatch.setattr(trusted, "_own_group", lambda _: False)
-    assert "sticky" in trusted.chain_fault(above / "a")
-    monkeypatch.setattr(trusted, "_own_group", lambda _: True)
-    assert trusted.chain_fault(above / "a") == ""
+    monkeypatch.setattr(trusted_files, "_own_group", lambda _: False)
+    assert "sticky" in trusted_files.chain_fault(above / "a")
+    monkeypatch.setattr(trusted_files, "_own_group", lambda _: True)
+    assert trusted_files.chain_fault(above / "a") == ""
 
 
 def test_ones_own_group(monkeypatch):
@@ -277,15 +279,15 @@ def test_ones_own_group(monkeypatch):
     monkeypatch.setattr(pwd, "getpwuid", lambda _: Record(pw_gid=7, pw_name="me"))
     for name, members, own in (("me", [], True), ("me", ["me"], True), ("me", ["you"], False), ("users", [], False)):
         monkeypatch.setattr(grp, "getgrgid", lambda _, n=name, m=members: Record(gr_name=n, gr_mem=m))
-        assert trusted._own_group(7) is own
-    assert not trusted._own_group(8)
+        assert trusted_files._own_group(7) is own
+    assert not trusted_files._own_group(8)
 
 
 @as_root
 def test_owners_above(above):
     (above / "a" / "b").mkdir(parents=True, mode=0o700)
     os.chown(above / "a", NOBODY, NOBODY)
-    assert "another user" in trusted.chain_fault(above / "a" / "b")
+    assert "another user" in trusted_files.chain_fault(above / "a" / "b")
 
 
 @as_root
@@ -296,18 +298,18 @@ def test_links_above(above, owner):
     (above / "real" / "in").mkdir(parents=True, mode=0o755)
     (above / "link").symlink_to("real")
     os.chown(above / "link", owner, owner, follow_symlinks=False)
-    assert bool(trusted.chain_fault(above / "link" / "in")) is (owner != 0)
+    assert bool(trusted_files.chain_fault(above / "link" / "in")) is (owner != 0)
 
 
 def test_links_are_followed_to_what_lies_above_them(above):
     (above / "open" / "real").mkdir(parents=True)
     (above / "open").chmod(0o777)
     (above / "link").symlink_to(above / "open" / "real")
-    assert "sticky" in trusted.chain_fault(above / "link")
+    assert "sticky" in trusted_files.chain_fault(above / "link")
     (above / "up").symlink_to("open/../open/real")
-    assert "sticky" in trusted.chain_fault(above / "up")
+    assert "sticky" in trusted_files.chain_fault(above / "up")
     (above / "loop").symlink_to("loop")
-    assert "symbolic links" in trusted.chain_fault(above / "loop")
+    assert "symbolic links" in trusted_files.chain_fault(above / "loop")
 
 
 def test_what_is_made_is_closed_to_others(monkeypatch, above):
@@ -339,13 +341,13 @@ def test_nothing_is_built_in_an_open_temporary_directory(monkeypatch, above):
     (above / "open").chmod(0o777)
     monkeypatch.setattr(tempfile, "tempdir", str(above / "open"))
     monkeypatch.setattr(cache, "_private", {})  # kernels of other tests
-    seen, before = [], child.run
+    seen, before = [], child_process.run
 
     def watched(words, seconds, *, folder=None, errors=True):
         seen.append(folder)
         return before(words, seconds, folder=folder, errors=errors)
 
-    monkeypatch.setattr(child, "run", watched)
+    monkeypatch.setattr(child_process, "run", watched)
     assert answer(build(SOURCE, flags=())) == 42
     assert seen[-1].parent == cache_dir()
     assert not list(cache_dir().glob("portmm-*"))
@@ -357,11 +359,11 @@ def test_nothing_is_built_in_an_open_temporary_directory(monkeypatch, above):
 
 def test_a_swapped_directory_is_looked_at_again(above):
     (above / "a" / "b").mkdir(parents=True, mode=0o700)
-    assert trusted.why_not(above / "a" / "b") == ""
+    assert trusted_files.why_not(above / "a" / "b") == ""
     (above / "a" / "b").rename(above / "a" / "c")
     (above / "a" / "b").mkdir(mode=0o700)
     (above / "a").chmod(0o777)
-    assert "sticky" in trusted.why_not(above / "a" / "b")
+    assert "sticky" in trusted_files.why_not(above / "a" / "b")
 
 
 # -- what is no file -----------------------------------------------------------------------
@@ -403,7 +405,7 @@ def test_what_is_no_file_is_no_entry(tmp_path, fake, kind, suffix):
         pytest.skip(f"{kind} cannot be made here: {error}")
     if suffix == ".lock":
         first.path.unlink()
-    script = f"import sys\nfrom portmm.build import build\nprint(build({SOURCE!r}, flags=()).cached)"
+    script = f"import sys\nfrom portmm.build.shared_object import build\nprint(build({SOURCE!r}, flags=()).cached)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert cache.cache_size() > 0
@@ -415,5 +417,5 @@ def test_what_is_no_file_is_no_entry(tmp_path, fake, kind, suffix):
 def test_a_directory_as_entry_leaves_no_descriptor_open(tmp_path):
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     for _ in range(10):
-        assert trusted.read(tmp_path) is None
+        assert trusted_files.read(tmp_path) is None
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208

@@ -14,10 +14,11 @@ import pytest
 from rich.console import Console
 
 import portmm as pm
-from portmm import busy, settings, tuned
 from portmm.comparison import Case
+from portmm.dispatch import config, tuning_database
 from portmm.errors import DatabaseError, PortmmError
-from portmm.schedule import parse
+from portmm.host import machine_load
+from portmm.schedule.schedule import parse
 from portmm.tuning import Trial, TunedCase, Tuning, proposals
 from portmm.tuning.model import ranked
 from portmm.tuning.proposals import MISSING
@@ -52,7 +53,7 @@ def path(tmp_path):
 
 
 def order(case=CUBE, threads=1):
-    return ranked(case.problem, settings.target(), threads)
+    return ranked(case.problem, config.target(), threads)
 
 
 # --- candidates that misbehave -------------------------------------------------
@@ -73,7 +74,7 @@ def test_a_bad_candidate_costs_only_itself(rules, path):
     assert "no answer" in reasons[1]
     assert "exceeds" in reasons[2]
     assert "the compiler says no" in reasons[3]
-    (kept,) = tuned.rows(path)
+    (kept,) = tuning_database.rows(path)
     assert (kept.schedule, kept.workers) == (parse(found.tuned), 1)
     assert kept.gain == pytest.approx(2.1)
     assert kept.problem == CUBE.problem
@@ -88,7 +89,7 @@ def test_nothing_slower_than_the_analytical_choice_is_chosen(rules, path, tmp_pa
     # What a process was kind to is measured again in another.
     lucky = next(x for x in found.trials if (x.schedule, x.workers) == order()[3].key)
     assert lucky.seconds > found.seconds
-    assert [x.gain for x in tuned.rows(path)] == [1]
+    assert [x.gain for x in tuning_database.rows(path)] == [1]
 
 
 def test_a_broken_analytical_choice_is_replaced(rules, path):
@@ -102,7 +103,7 @@ def test_what_cannot_be_tuned_says_why(path):
     (found,) = run(Case("odd", "impossible", 8, 8, 8), path=path).cases
     assert found.reason == "there is nothing to tune"
     assert found.ratio == 0
-    assert tuned.rows(path) == [] if path.exists() else True
+    assert tuning_database.rows(path) == [] if path.exists() else True
 
 
 def test_a_worker_that_cannot_start_is_an_error(path):
@@ -127,7 +128,7 @@ def test_the_search_is_the_same_for_the_same_seed():
     listed = order()
 
     def asked(seed):
-        made = proposals.proposals(CUBE.problem, settings.target(), listed, seed)
+        made = proposals.proposals(CUBE.problem, config.target(), listed, seed)
         return [x.key for x in made.ask(4, {})]
 
     assert asked(1) == asked(1)
@@ -143,7 +144,7 @@ def test_without_optuna_every_candidate_is_measured_and_it_is_said(monkeypatch, 
 
 @pytest.mark.parametrize("others", [0.0, 0.9])
 def test_a_busy_machine_is_told(monkeypatch, path, others):
-    monkeypatch.setattr(busy, "others", lambda *_: others * busy.cores())
+    monkeypatch.setattr(machine_load, "others", lambda *_: others * machine_load.cores())
     note = "".join(run(path=path).notes)
     assert ("the machine was busy" in note) == bool(others)
 
@@ -153,13 +154,13 @@ def test_threads_are_searched_too(rules, path):
     rules(**{str(last): "fast"})
     (found,) = run(path=path, threads=2).cases
     assert (found.tuned, found.tuned_workers) == order(threads=2)[last].key
-    assert tuned.rows(path)[0].threads == 2
+    assert tuning_database.rows(path)[0].threads == 2
 
 
 def test_cold_caches_are_their_own_finding(path):
     warm, cold = run(path=path), run(path=path, cold=True)
     assert cold.cases[0].seconds == pytest.approx(2 * warm.cases[0].seconds)
-    assert [x.cold for x in tuned.rows(path)] == [False, True]
+    assert [x.cold for x in tuning_database.rows(path)] == [False, True]
 
 
 def test_the_budget_is_kept_and_shared(rules, path):
@@ -196,7 +197,7 @@ def test_a_finished_case_is_not_measured_again(path, log):
 PROGRAM = """
 import portmm as pm, sys
 from portmm.comparison import Case
-from portmm.tune_command import tune
+from portmm.cli.tune import tune
 import portmm.tuning as t
 whole = t.tune
 def faked(suite, **options):
@@ -279,7 +280,7 @@ def test_two_tuners_share_a_database(rules, path, log):
     for process in both:
         _, err = process.communicate(timeout=90)
         assert process.returncode == 0, err
-    (kept,) = tuned.rows(path)
+    (kept,) = tuning_database.rows(path)
     assert kept.problem == CUBE.problem
     assert len(log()) >= len(order())
 
@@ -363,7 +364,7 @@ def test_real_kernels_of_every_kind_of_call(path):
     found = pm.tune(kinds, threads=1, budget_s=100, turn_s=0.001, most=2, database=path)
     assert [x.case.name for x in found.cases if x.seconds and not x.reason] == [x.name for x in kinds]
     assert not [y for x in found.cases for y in x.failed]
-    assert len(tuned.rows(path)) == len(kinds)
+    assert len(tuning_database.rows(path)) == len(kinds)
 
 
 def test_real_calls_that_find_cold_caches(path):

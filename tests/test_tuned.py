@@ -13,15 +13,16 @@ import pytest
 from typer.testing import CliRunner
 
 import portmm as pm
-from portmm import choice, dispatch, tuned
-from portmm.candidates import candidates
-from portmm.cli import app
+from portmm.cli.main import app
+from portmm.dispatch import cpu as cpu_dispatch
+from portmm.dispatch import selection, tuning_database
+from portmm.dispatch.tuning_database import Tuned
 from portmm.errors import DatabaseError
-from portmm.problem import Problem
-from portmm.schedule import Tile
-from portmm.space import KNOBS, skeleton, space, unsound
-from portmm.target import load_target
-from portmm.tuned import Tuned
+from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.neighbourhood import KNOBS, skeleton, space, unsound
+from portmm.schedule.schedule import Tile
+from portmm.spec.problem import Problem
+from portmm.target.target import load_target
 
 HERE = load_target("sapphire_rapids")
 LARGE = Problem(1000, 1000, 1000)
@@ -31,14 +32,14 @@ LARGE = Problem(1000, 1000, 1000)
 def base(tmp_path, monkeypatch):
     path = tmp_path / "tuned.sqlite"
     monkeypatch.setenv("PORTMM_TUNED", str(path))
-    choice._warned.clear()
+    selection._warned.clear()
     return path
 
 
 def finding(p=LARGE, target=HERE, threads=1, which=3, **more):
     """A finding whose schedule is not the model's choice."""
-    choice = dispatch.choose(p, target, threads, tuned=False)
-    facts = {"chip": target.name, "architecture": tuned.architecture(target), "vendor": target.vendor}
+    choice = cpu_dispatch.choose(p, target, threads, tuned=False)
+    facts = {"chip": target.name, "architecture": tuning_database.architecture(target), "vendor": target.vendor}
     s = choice.runners_up[which][0]
     return Tuned(**({"problem": p, "threads": threads, "schedule": s, "workers": 1, "seconds": 1.0} | facts
                     | {"analytical": 1.5, "date": "2026-01-01"} | more))  # fmt: skip
@@ -49,17 +50,17 @@ def finding(p=LARGE, target=HERE, threads=1, which=3, **more):
 
 def test_kept_and_found(base):
     x = finding()
-    assert tuned.record(base, [x]) == 1
-    assert tuned.rows(base) == [x]
-    assert x in tuned.find(LARGE, HERE, 1)
-    assert not tuned.find(replace(LARGE, m=999), HERE, 1)
-    assert not tuned.find(LARGE, HERE, 2)
+    assert tuning_database.record(base, [x]) == 1
+    assert tuning_database.rows(base) == [x]
+    assert x in tuning_database.find(LARGE, HERE, 1)
+    assert not tuning_database.find(replace(LARGE, m=999), HERE, 1)
+    assert not tuning_database.find(LARGE, HERE, 2)
 
 
 def test_later_findings_replace_earlier_ones(base):
-    tuned.record(base, [finding()])
-    tuned.record(base, [finding(which=5)])
-    assert [x.schedule for x in tuned.rows(base)] == [finding(which=5).schedule]
+    tuning_database.record(base, [finding()])
+    tuning_database.record(base, [finding(which=5)])
+    assert [x.schedule for x in tuning_database.rows(base)] == [finding(which=5).schedule]
 
 
 @pytest.mark.parametrize("p", [
@@ -70,24 +71,24 @@ def test_later_findings_replace_earlier_ones(base):
 ])  # fmt: skip
 def test_toml_says_everything(p):
     x = replace(finding(), problem=p, seconds=1.25e-3, analytical=2.5e-3, cold=True, title='a "chip"', version="1")
-    assert tuned.from_toml(tuned.to_toml([x, finding()])) == [x, finding()]
+    assert tuning_database.from_toml(tuning_database.to_toml([x, finding()])) == [x, finding()]
 
 
 def test_merge_takes_what_is_better(base, tmp_path):
     other, third = tmp_path / "other.sqlite", tmp_path / "third.toml"
     mine, better = finding(), finding(which=5, seconds=0.5)
     new = finding(replace(LARGE, m=77))
-    tuned.record(base, [mine])
-    tuned.record(other, [better])
-    third.write_text(tuned.to_toml([new, finding(which=6, seconds=1.4)]))
-    assert tuned.merge(base, [other, third]) == 2
-    assert {x.problem.m: x.schedule for x in tuned.rows(base)} == {1000: better.schedule, 77: new.schedule}
-    assert tuned.merge(base, [other, third]) == 0
+    tuning_database.record(base, [mine])
+    tuning_database.record(other, [better])
+    third.write_text(tuning_database.to_toml([new, finding(which=6, seconds=1.4)]))
+    assert tuning_database.merge(base, [other, third]) == 2
+    assert {x.problem.m: x.schedule for x in tuning_database.rows(base)} == {1000: better.schedule, 77: new.schedule}
+    assert tuning_database.merge(base, [other, third]) == 0
 
 
 def _write(path, start):
     for m in range(start, start + 25):
-        tuned.record(path, [finding(replace(LARGE, m=m))])
+        tuning_database.record(path, [finding(replace(LARGE, m=m))])
 
 
 def test_two_writers(base):
@@ -99,7 +100,7 @@ def test_two_writers(base):
     for x in writers:
         x.join(60)
         assert x.exitcode == 0
-    assert len(tuned.rows(base)) == 50
+    assert len(tuning_database.rows(base)) == 50
 
 
 ROWS = {
@@ -116,7 +117,7 @@ ROWS = {
 
 @pytest.mark.parametrize("damage", ["text", "cut", "folder", *ROWS])
 def test_damage_is_told_once_and_harms_nothing(base, damage):
-    tuned.record(base, [finding()])
+    tuning_database.record(base, [finding()])
     if damage == "text":
         base.write_text("no database at all, but long enough to be taken for one" * 9)
     elif damage == "cut":
@@ -129,12 +130,12 @@ def test_damage_is_told_once_and_harms_nothing(base, damage):
             raw.execute(ROWS[damage])
         raw.close()
     with pytest.warns(RuntimeWarning):
-        choice = dispatch.choose(LARGE, HERE, 1)
+        choice = cpu_dispatch.choose(LARGE, HERE, 1)
     assert choice.origin == "analytical"
-    assert dispatch.choose(LARGE, HERE, 1).origin == "analytical"
+    assert cpu_dispatch.choose(LARGE, HERE, 1).origin == "analytical"
     if damage in ("text", "cut", "version", "folder"):
         with pytest.raises(DatabaseError, match="PORTMM_TUNED"):
-            tuned.record(base, [finding()])
+            tuning_database.record(base, [finding()])
 
 
 # -- who may use it
@@ -144,16 +145,16 @@ def test_chip_before_architecture_before_vendor(base):
     other = {"chip": "granite_rapids"}
     vendors = {"chip": "skylake_sp", "architecture": "x86_64/avx512"}
     rows = [finding(which=i, **x) for i, x in enumerate((vendors, other, {}), 1)]
-    tuned.record(base, rows)
-    assert [x for x in tuned.find(LARGE, HERE, 1) if x in rows] == rows[::-1]
-    assert not {x.chip for x in tuned.find(LARGE, load_target("zen4"), 1)} & {x.chip for x in rows}
+    tuning_database.record(base, rows)
+    assert [x for x in tuning_database.find(LARGE, HERE, 1) if x in rows] == rows[::-1]
+    assert not {x.chip for x in tuning_database.find(LARGE, load_target("zen4"), 1)} & {x.chip for x in rows}
 
 
 def test_choice_says_where_it_comes_from(base):
     x = finding(title="Xeon of tests")
-    tuned.record(base, [x])
-    choice = dispatch.choose(LARGE, HERE, 1)
-    analytical = dispatch.choose(LARGE, HERE, 1, tuned=False)
+    tuning_database.record(base, [x])
+    choice = cpu_dispatch.choose(LARGE, HERE, 1)
+    analytical = cpu_dispatch.choose(LARGE, HERE, 1, tuned=False)
     assert (choice.schedule, choice.workers, choice.origin) == (x.schedule, 1, "tuned on Xeon of tests")
     assert choice.runners_up[0] == (analytical.schedule, analytical.cost)
     assert x.schedule not in [s for s, _ in choice.runners_up]
@@ -161,30 +162,30 @@ def test_choice_says_where_it_comes_from(base):
 
 
 def test_neighbours_are_believed_only_where_the_model_agrees(base):
-    slow = max(range(len(dispatch.choose(LARGE, HERE).runners_up)), key=int)
-    tuned.record(base, [finding(chip="granite_rapids", which=slow)])
-    assert dispatch.choose(LARGE, HERE, 1).origin == "analytical"
-    tuned.record(base, [finding(which=slow)])
-    assert dispatch.choose(LARGE, HERE, 1).origin.startswith("tuned")
+    slow = max(range(len(cpu_dispatch.choose(LARGE, HERE).runners_up)), key=int)
+    tuning_database.record(base, [finding(chip="granite_rapids", which=slow)])
+    assert cpu_dispatch.choose(LARGE, HERE, 1).origin == "analytical"
+    tuning_database.record(base, [finding(which=slow)])
+    assert cpu_dispatch.choose(LARGE, HERE, 1).origin.startswith("tuned")
 
 
 def test_off(base, monkeypatch):
-    tuned.record(base, [finding()])
+    tuning_database.record(base, [finding()])
     monkeypatch.setenv("PORTMM_TUNED", "off")
-    assert dispatch.choose(LARGE, HERE, 1).origin == "analytical"
+    assert cpu_dispatch.choose(LARGE, HERE, 1).origin == "analytical"
 
 
 def test_a_limited_chip_is_another(base):
-    tuned.record(base, [finding()])
-    assert dispatch.choose(LARGE, HERE.limited_to("avx2"), 1).origin == "analytical"
+    tuning_database.record(base, [finding()])
+    assert cpu_dispatch.choose(LARGE, HERE.limited_to("avx2"), 1).origin == "analytical"
 
 
 def test_unsound_findings_are_told_and_not_used(base):
     s = finding().schedule
     tiles = (*s.tiles[:2], replace(s.tiles[2], m=s.mc + 1), replace(s.tiles[3], m=s.mc + 1))
-    tuned.record(base, [replace(finding(), schedule=replace(s, tiles=tiles))])
+    tuning_database.record(base, [replace(finding(), schedule=replace(s, tiles=tiles))])
     with pytest.warns(RuntimeWarning, match="whole tiles"):
-        assert dispatch.choose(LARGE, HERE, 1).origin == "analytical"
+        assert cpu_dispatch.choose(LARGE, HERE, 1).origin == "analytical"
 
 
 # -- what is sound
@@ -253,25 +254,25 @@ def test_what_is_sound_is_right(base, dtype):
     word = {"f32": np.float32, "s8-s8-s32": np.int8}.get(dtype)
     if word is None:
         word = pytest.importorskip("ml_dtypes").bfloat16
-    facts = {"chip": target.name, "architecture": tuned.architecture(target), "vendor": target.vendor}
+    facts = {"chip": target.name, "architecture": tuning_database.architecture(target), "vendor": target.vendor}
     tried = 0
     while tried < 6:
         s = found.schedule({k: rng.choice(v) for k, v in found.knobs.items()})
         if s is None or s in found.listed:
             continue
         tried += 1
-        tuned.record(base, [Tuned(p, 1, s, 1, 1.0, 1.0, **facts)])
-        dispatch.forget()
-        choice = dispatch.choose(p, target, 1)
+        tuning_database.record(base, [Tuned(p, 1, s, 1, 1.0, 1.0, **facts)])
+        cpu_dispatch.forget()
+        choice = cpu_dispatch.choose(p, target, 1)
         assert choice.schedule == s
-        from portmm.run.host import runtime
+        from portmm.runtime.cpu import runtime
 
         left, right = a.astype(word), b.astype(word)
         out = np.full(exact.shape, 77, np.int32 if dtype.startswith("s8") else np.float32)
         numbers = [*size[:2], size[2], 1]
         for x in (left, right, out):
             numbers += [x.ctypes.data, *(n // x.itemsize for n in x.strides), 0]
-        runtime().execute(dispatch.route_for(p, target, 1), *numbers)
+        runtime().execute(cpu_dispatch.route_for(p, target, 1), *numbers)
         assert (out == exact).all(), s
 
 
@@ -291,47 +292,50 @@ def test_command(base, tmp_path):
     assert run("--where").output.strip() == str(base)
     assert "0 findings" in run().output
     other, text = tmp_path / "other.sqlite", tmp_path / "out.toml"
-    tuned.record(other, [finding()])
+    tuning_database.record(other, [finding()])
     assert "1 findings taken over" in run("--merge", other).output
     assert json.loads(run("--json").output)[0]["chip"] == "sapphire_rapids"
     assert "1.50" in run().output
     assert run("--export", text).exit_code == 0
-    assert tuned.from_toml(text.read_text()) == [finding()]
+    assert tuning_database.from_toml(text.read_text()) == [finding()]
     assert "1 findings forgotten" in run("--clear").output
-    assert tuned.rows(base) == []
+    assert tuning_database.rows(base) == []
 
 
 def test_explain_says_tuned(base):
     here = pm.explain((333, 444), (444, 555)).target
     p = Problem(333, 555, 444)
-    tuned.record(base, [finding(p, here, pm.get_num_threads(), title="this chip")])
+    tuning_database.record(base, [finding(p, here, pm.get_num_threads(), title="this chip")])
     found = pm.explain((333, 444), (444, 555))
     assert found.origin == "tuned on this chip"
     assert "tuned on this chip" in found.summary()
 
 
 def test_calls_choose_again_after_tuning(base):
-    from portmm import api, orders
+    from portmm.dispatch import overrides
+    from portmm.ops import matmul as matmul_op
 
     a, b = np.ones((333, 222), np.float32), np.ones((222, 444), np.float32)
     p = Problem(333, 444, 222)
     pm.set_num_threads(1)
     pm.matmul(a, b)
-    before = api.route(p).kernel.symbol
+    before = matmul_op.route(p).kernel.symbol
     target = pm.explain(a, b).target
-    choice = dispatch.choose(p, target, 1)
-    other = next(s for s, _ in choice.runners_up if dispatch.kernel_of(s, dispatch.isa_of(s, target)).name != before)
-    facts = {"chip": target.name, "architecture": tuned.architecture(target), "vendor": target.vendor}
-    tuned.record(base, [Tuned(p, 1, other, 1, 1.0, 1.0, **facts)])
-    orders.renew()
+    choice = cpu_dispatch.choose(p, target, 1)
+    other = next(
+        s for s, _ in choice.runners_up if cpu_dispatch.kernel_of(s, cpu_dispatch.isa_of(s, target)).name != before
+    )
+    facts = {"chip": target.name, "architecture": tuning_database.architecture(target), "vendor": target.vendor}
+    tuning_database.record(base, [Tuned(p, 1, other, 1, 1.0, 1.0, **facts)])
+    overrides.renew()
     assert (pm.matmul(a, b) == 222).all()
-    assert api.route(p).kernel.symbol != before
+    assert matmul_op.route(p).kernel.symbol != before
 
 
 LATER = """
 import numpy as np, portmm as pm
-from portmm import api
-from portmm.problem import Problem
+from portmm.ops import matmul as api
+from portmm.spec.problem import Problem
 pm.set_num_threads(1)
 pm.matmul(np.ones((333, 222), np.float32), np.ones((222, 444), np.float32))
 print(api.route(Problem(333, 444, 222)).kernel.symbol)
@@ -348,13 +352,13 @@ def test_processes_that_come_later_use_it(base, tmp_path):
     before = symbol("off")
     p = Problem(333, 444, 222)
     target = pm.explain((333, 222), (222, 444)).target
-    choice = dispatch.choose(p, target, 1)
+    choice = cpu_dispatch.choose(p, target, 1)
     other = next(
-        s for s, _ in choice.runners_up if dispatch.kernel_of(s, dispatch.isa_of(s, target)).name not in before
+        s for s, _ in choice.runners_up if cpu_dispatch.kernel_of(s, cpu_dispatch.isa_of(s, target)).name not in before
     )
-    facts = {"chip": target.name, "architecture": tuned.architecture(target), "vendor": target.vendor}
+    facts = {"chip": target.name, "architecture": tuning_database.architecture(target), "vendor": target.vendor}
     assert symbol(base) == before
-    tuned.record(base, [Tuned(p, 1, other, 1, 1.0, 1.0, **facts)])
+    tuning_database.record(base, [Tuned(p, 1, other, 1, 1.0, 1.0, **facts)])
     assert symbol(base) == symbol(base) != before
     assert symbol("off") == before
 
@@ -364,9 +368,9 @@ def test_other_toml(tmp_path, text):
     path = tmp_path / "other.toml"
     path.write_text(text)
     with pytest.raises(DatabaseError, match="has no tuned schedules"):
-        tuned.read_toml(path)
+        tuning_database.read_toml(path)
 
 
 def test_what_loses_is_not_used(base):
-    tuned.record(base, [finding(seconds=2.0)])
-    assert dispatch.choose(LARGE, HERE, 1).origin == "analytical"
+    tuning_database.record(base, [finding(seconds=2.0)])
+    assert cpu_dispatch.choose(LARGE, HERE, 1).origin == "analytical"

@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from portmm import expr, vecmath
+from portmm.spec import expr, vector_math
 
 INF = math.inf
 TINY = 2.0**-149
@@ -101,7 +101,7 @@ def value(root, x, world):
 
 
 def traced(name):
-    return getattr(vecmath, name)(expr.node("load", (0, ()), "f32"))
+    return getattr(vector_math, name)(expr.node("load", (0, ()), "f32"))
 
 
 def call(name, x, world="fma"):
@@ -110,7 +110,7 @@ def call(name, x, world="fma"):
 
 def bound(name, world):
     """The error bounds that the docstring promises."""
-    numbers = re.search(r"Bound: ([\d.]+)(?:, ([\d.]+))? ulp", getattr(vecmath, name).__doc__).groups()
+    numbers = re.search(r"Bound: ([\d.]+)(?:, ([\d.]+))? ulp", getattr(vector_math, name).__doc__).groups()
     return float(numbers[1] or numbers[0]) if world == "none" else float(numbers[0])
 
 

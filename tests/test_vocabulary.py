@@ -7,8 +7,8 @@ import pytest
 from support import HERE
 
 import portmm as pm
-from portmm import vocabulary as v
-from portmm.rows import over_rows
+from portmm.ops.rowwise import over_rows
+from portmm.spec import elementwise as v
 
 NAMES = {"m": "m", "n": "n", "b": "b"}
 SPECIAL = np.array(

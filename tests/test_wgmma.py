@@ -19,19 +19,21 @@ from fused_cases import epilogues
 from grid_cases import compiled, fused_case, kernels_of, run
 
 import portmm as pm
-from portmm import device_arrays, grid_dispatch, memory
-from portmm.dtype import BY_NAME
+from portmm.arrays import device_arrays
+from portmm.build.nvrtc import compile_cuda, find_nvrtc
+from portmm.codegen.lower import lower_grid
+from portmm.dispatch import gpu as gpu_dispatch
+from portmm.dispatch.gpu import choose, source
 from portmm.errors import DeviceError, NoCompilerError
-from portmm.grid_candidates import candidates, illegal
-from portmm.grid_candidates import shared_bytes as shared_of
-from portmm.grid_dispatch import choose, source
-from portmm.grid_warpgroup import LINE, STRIP, budgets, panel, registers, staged
-from portmm.lower import lower_grid
-from portmm.nvrtc import compile_cuda, find_nvrtc
-from portmm.problem import Problem
-from portmm.run import tensor_map
-from portmm.schedule import ALL, Schedule, Tile, parse, spell
-from portmm.target import load_target
+from portmm.runtime import tensor_map
+from portmm.schedule.gpu_candidates import candidates, illegal
+from portmm.schedule.gpu_candidates import shared_bytes as shared_of
+from portmm.schedule.gpu_wgmma import LINE, STRIP, budgets, panel, registers, staged
+from portmm.schedule.schedule import ALL, Schedule, Tile, parse, spell
+from portmm.spec.dtype import BY_NAME
+from portmm.spec.problem import Problem
+from portmm.target.target import load_target
+from portmm.util import memo
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 HOPPER = load_target(str(Path(__file__).with_name("targets") / "tiny_hopper.toml"))
@@ -165,16 +167,16 @@ def test_products_end_in_expressions(name, way):
 @pytest.mark.parametrize(("m", "k", "dtype"), [(200, 192, BF16), (3, 256, BF16), (160, 256, np.float16)])
 def test_calls_reach_them(m, k, dtype, monkeypatch):
     """From arrays of CuPy's to maps, the grid and shared memory that is asked for."""
-    memory.forget_all()
+    memo.forget_all()
     on = install(monkeypatch)
     rng = np.random.default_rng(m)
     a, b = rng.standard_normal((m, k)).astype(dtype), rng.standard_normal((192, k)).astype(dtype)
-    monkeypatch.setattr(grid_dispatch, "candidates", lambda *x: [s for s in candidates(*x) if s.program == "wgmma"])
+    monkeypatch.setattr(gpu_dispatch, "candidates", lambda *x: [s for s in candidates(*x) if s.program == "wgmma"])
     found = pm.matmul(on.array(a), on.array(b).T).get()
     wanted = a.astype(np.float64) @ b.T.astype(np.float64)
     np.testing.assert_allclose(found.astype(np.float64), wanted, rtol=2.0**-7, atol=1e-4 * k)
     assert any("_wgmma_" in name for name, *_ in on.launches)
-    memory.forget_all()
+    memo.forget_all()
 
 
 def test_what_the_copy_engine_cannot_address_is_not_offered():

@@ -12,9 +12,9 @@ from grid_cases import call, in_shim, kernels_of
 from test_grid_broken import changed
 from test_wgmma import BY_K, COOPERATIVE, HOPPER, posed, schedule
 
-from portmm.grid_dispatch import source
-from portmm.index import const
-from portmm.threads import Do, Get
+from portmm.dispatch.gpu import source
+from portmm.ir.index import const
+from portmm.ir.thread_nodes import Do, Get
 
 SIZE = (130, 70, 400)
 SENT = schedule("bf16", BY_K, 64, 64)

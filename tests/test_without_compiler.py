@@ -100,13 +100,13 @@ def test_the_second_call_is_quick(failing):
 RECOVERY = """
 import sys, time, warnings
 import numpy as np, portmm as pm
-from portmm import api, failures
-from portmm.packed import packed_class
+from portmm.ops import matmul as api; from portmm.build import failed_builds as failures
+from portmm.ops.prepack import packed_class
 now = [time.monotonic()]
 real = time.monotonic
 failures.time = api.time = type("clock", (), {"monotonic": staticmethod(lambda: now[0]), "time": time.time})
-from portmm import dispatch
-from portmm.run import host
+from portmm.dispatch import cpu as dispatch
+from portmm.runtime import cpu as host
 dispatch.time = failures.time
 time.monotonic = lambda: now[0]
 warnings.simplefilter("ignore")

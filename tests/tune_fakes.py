@@ -10,10 +10,10 @@ import signal
 import time
 from pathlib import Path
 
-from portmm import settings
 from portmm.comparison.peers import MissingError
+from portmm.dispatch import config
 from portmm.errors import BuildError, ScheduleError
-from portmm.schedule import spell
+from portmm.schedule.schedule import spell
 from portmm.tuning.model import ranked
 
 FACTORS = {"fast": 0.5, "slow": 3.0, "lucky": 0.5}
@@ -34,7 +34,7 @@ class Fake:
         if case.group == "impossible":
             raise ScheduleError("there is nothing to tune")
         p = case.problem
-        self.places = {x.key: i for i, x in enumerate(ranked(p, settings.target(), self.threads))}
+        self.places = {x.key: i for i, x in enumerate(ranked(p, config.target(), self.threads))}
         return p
 
     def build(self, schedule):

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 import portmm as pm
-from portmm import compiler
+from portmm.build import compiler
 
 OPERATIONS = {}
 

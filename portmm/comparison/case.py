@@ -1,6 +1,6 @@
 """One case of a comparison.
 
-Owns `Case`. Imports `comparison.fused`, `dtype` and `problem`.
+Owns `Case`. Imports `comparison.fused`, `spec.dtype` and `spec.problem`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from portmm.comparison import fused
-from portmm.dtype import BY_NAME, size, spell, types
-from portmm.problem import Problem
+from portmm.spec.dtype import BY_NAME, size, spell, types
+from portmm.spec.problem import Problem
 
 BLOCK = 128
 """Rows of k that share a scale, in weights of four bits."""

@@ -1,6 +1,6 @@
 """`portmm compare`.
 
-Owns the command and what it takes; `cli` registers it. Imports `console`; the
+Owns the command and what it takes; `cli` registers it. Imports `util.console`; the
 comparison itself when it runs.
 """
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from portmm.console import Json, console, progress
+from portmm.util.console import Json, console, progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -55,10 +55,10 @@ def compare(
     plot: Annotated[Path | None, typer.Option(help="Draw the report to this PNG file.", show_default=False)] = None,
 ) -> None:
     """Time portmm beside every library that is found, checked and in turns."""
-    from portmm import settings
     from portmm.comparison import compare as contest
     from portmm.comparison.formats import check, write
     from portmm.comparison.text import terminal
+    from portmm.dispatch import config
 
     ours = ("portmm", *filter(None, (x.strip() for x in peers.split(",")))) if peers else None
     try:
@@ -68,7 +68,7 @@ def compare(
         with progress("comparing", budget) as tell:
             report = contest(
                 _with(own, suite) if own else suite or "quick",
-                threads=threads or settings.target().cores,
+                threads=threads or config.target().cores,
                 contenders=ours and dict.fromkeys(ours),
                 rounds=rounds,
                 budget_s=budget,

@@ -2,7 +2,7 @@
 
 Owns `compare`: it starts one process per contender, lets exactly one of them
 work at a time, and turns their answers into a `Report`. Imports the rest of
-`compare`, `busy` and `detect`.
+`compare`, `host.machine_load` and `host.detect`.
 
 The budget is kept: it counts the start of workers, compilers, checks and turns. A case that is not finished when it
 ends is reported as skipped, as are those that come after it.
@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from portmm import busy
 from portmm.comparison.cold import enough
 from portmm.comparison.device_arrays import parsed
 from portmm.comparison.device_facts import facts
@@ -32,7 +31,8 @@ from portmm.comparison.process import PATIENCE
 from portmm.comparison.report import Entry, Report, Result
 from portmm.comparison.seen import shaped
 from portmm.comparison.suite import cases
-from portmm.detect import host
+from portmm.host import machine_load
+from portmm.host.detect import host
 
 if TYPE_CHECKING:
     from portmm.comparison.case import Case
@@ -139,7 +139,7 @@ def compare(
     everyone = [*lanes, *([gauge.lane] if gauge.lane else [])]
     results: list[Result] = []
     skipped: list[str] = []
-    before = busy.snapshot()
+    before = machine_load.snapshot()
     with ExitStack() as stack:
         stack.callback(lambda: close(everyone, max(0.0, min(PATIENCE, rules.left))))
         for lane in everyone:
@@ -177,8 +177,8 @@ def compare(
         device=device,
         cold=setup.cold,
         alone="" if setup.isa or device else forced_isa(setup.target),
-        load=busy.others(before, busy.snapshot()),
-        cores=busy.cores(),
+        load=machine_load.others(before, machine_load.snapshot()),
+        cores=machine_load.cores(),
     )
 
 
@@ -197,7 +197,7 @@ def _case(lanes: Sequence[Lane], gauge: _Gauge, case: Case, rules: Rules, share:
     """Run one case in about `share` seconds; None if the time of the comparison ends before."""
     began = time.monotonic()
     everyone = [*lanes, *([gauge.lane] if gauge.lane else [])]
-    before = busy.snapshot(_pids(everyone))
+    before = machine_load.snapshot(_pids(everyone))
     entries: dict[str, Entry] = {}
     for lane in lanes:
         lane.samples.clear()
@@ -222,7 +222,7 @@ def _case(lanes: Sequence[Lane], gauge: _Gauge, case: Case, rules: Rules, share:
             if answer["state"] == LATE:
                 return None
             entries[lane.name] = _finished(entries[lane.name], lane.samples, answer)
-    load = busy.others(before, busy.snapshot(_pids(everyone)))
+    load = machine_load.others(before, machine_load.snapshot(_pids(everyone)))
     return _result(case, lanes, entries, _limit(gauge, case, rules), load)
 
 

@@ -1,7 +1,7 @@
 """Random inputs and the judgement of a result.
 
-Owns the arrays of a case and the check against a wider type. Imports `arrays`,
-`dtype`, and `comparison.fused` for what follows a product.
+Owns the arrays of a case and the check against a wider type. Imports `arrays.numpy_arrays`,
+`spec.dtype`, and `comparison.fused` for what follows a product.
 
 Entries are uniform in [-1, 1). Partial sums of k such products walk randomly:
 the i-th is about sqrt(i)/3, each addition rounds it by at most u, the errors
@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import numpy_of
+from portmm.arrays.numpy_arrays import numpy_of
 from portmm.comparison import fused
-from portmm.dtype import BY_NAME, FP8
+from portmm.spec.dtype import BY_NAME, FP8
 
 if TYPE_CHECKING:
     from portmm.comparison.case import Case

@@ -25,8 +25,8 @@ from portmm.comparison import cublaslt
 from portmm.comparison.data import INPUTS, Arrays
 from portmm.comparison.device_arrays import CupyArrays, OpenClArrays, TorchArrays, of_cuda, parsed
 from portmm.comparison.peers import Fetched, Library, MissingError, UnsupportedError
-from portmm.dtype import FP8
 from portmm.errors import PortmmError
+from portmm.spec.dtype import FP8
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

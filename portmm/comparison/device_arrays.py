@@ -2,7 +2,7 @@
 
 Owns `parsed`, and one kind of arrays for each library, which take a case's arrays there, as they
 lie, and bring results back; which wait for the device; and which record calls as a graph. Imports
-`arrays`, `comparison.peers`, `dtype`, `errors`, `run`. A library is imported when its arrays are opened.
+`arrays.numpy_arrays`, `comparison.peers`, `spec.dtype`, `errors`, `run`. A library is imported when its arrays are opened.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from portmm.arrays import numpy_of
+from portmm.arrays.numpy_arrays import numpy_of
 from portmm.comparison.peers import MissingError, UnsupportedError
-from portmm.dtype import BY_NAME, FOREIGN
 from portmm.errors import PortmmError
-from portmm.run import cuda, opencl
+from portmm.runtime import cuda, opencl
+from portmm.spec.dtype import BY_NAME, FOREIGN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

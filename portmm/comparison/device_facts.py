@@ -2,7 +2,7 @@
 
 Owns `Facts`, and the process of its own in which a driver is asked, `python -m
 portmm.comparison.device_facts cuda:1`: the coordinator opens no device. Imports
-`comparison.cold`, `comparison.device_arrays`, `errors`, `grid_dispatch`, `run`, `target`.
+`comparison.cold`, `comparison.device_arrays`, `errors`, `dispatch.gpu`, `run`, `target.target`.
 
 The limit is the roofline of the chip's description, of which nothing is measured: the rate
 of its fastest instruction for the types, or the bandwidth of its memory over the compulsory traffic.
@@ -17,19 +17,19 @@ import sys
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from portmm import grid_dispatch
 from portmm.comparison.cold import UNKNOWN
 from portmm.comparison.device_arrays import parsed
+from portmm.dispatch import gpu as gpu_dispatch
 from portmm.errors import NoDeviceError, PortmmError
-from portmm.run import cuda, opencl
-from portmm.target import GENERIC_DEVICES
+from portmm.runtime import cuda, opencl
+from portmm.target.target import GENERIC_DEVICES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from portmm.comparison.case import Case
-    from portmm.run import devices
-    from portmm.target import Target
+    from portmm.runtime import device_facts
+    from portmm.target.target import Target
 
 OPENING = 120.0
 """Seconds for drivers to wake up."""
@@ -115,7 +115,7 @@ def asked(device: str) -> Facts:
         said = cuda.facts(at)
     else:
         said = opencl.facts()
-    target = grid_dispatch.described(said)
+    target = gpu_dispatch.described(said)
     extra = [f"{said.processors} processors"]
     extra += [f"up to {said.clock_ghz:.2f} GHz"] if said.clock_ghz else []
     extra += [f"driver for CUDA {said.driver}" if language == "cuda" else f"OpenCL, driver {said.driver}"]
@@ -124,7 +124,7 @@ def asked(device: str) -> Facts:
     return Facts(target.name, title, said.kind, said.l2_bytes, peaks(target, said), memory(target))
 
 
-def peaks(target: Target, said: devices.Facts) -> dict[str, float]:
+def peaks(target: Target, said: device_facts.Facts) -> dict[str, float]:
     """Rates of whole devices that a document describes, of the best instruction of each pair of types.
 
     tf32 is left out: it rounds what is asked for in float32.
@@ -144,7 +144,7 @@ def peaks(target: Target, said: devices.Facts) -> dict[str, float]:
 
 
 def _element(name: str) -> str:
-    from portmm.dtype import base
+    from portmm.spec.dtype import base
 
     return base(name)
 

@@ -1,7 +1,7 @@
 """A comparison as one HTML page that needs nothing else.
 
 Owns the page, the fragment that notebooks show, and their style and script, which lie
-beside this file. Imports `busy`, `comparison.report`, `comparison.text`, and its parts from `comparison.markup`,
+beside this file. Imports `host.machine_load`, `comparison.report`, `comparison.text`, and its parts from `comparison.markup`,
 `comparison.roofline` and `comparison.bars`.
 
 The page fetches nothing. It carries the report as JSON, so that it is its own data:
@@ -17,12 +17,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portmm import busy
 from portmm.comparison.bars import FARTHEST, MARKS, badge, bars, reach, role, state, strip
 from portmm.comparison.markup import NONE, Markup, counted, fault, joined, outcome, percent, tag, tidy, unit
 from portmm.comparison.report import Report, Result, Summary, summaries
 from portmm.comparison.roofline import legend, roofline
 from portmm.comparison.text import EXCEEDED, MORE_TIME, explained, heading
+from portmm.host import machine_load
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -169,7 +169,7 @@ def summary(report: Report) -> Markup:
         f", the lowest {last.lowest:.2f} at {last.lowest_case}.",
         class_="lead",
     )
-    loaded = busy.sentence(report.load, report.cores)
+    loaded = machine_load.sentence(report.load, report.cores)
     edge = reach(report)
     head = ("group", "cases", "geometric mean", "wins", "draws", "losses", "lowest", "where")
     beyond = ("≤ ", "≥ ") if edge == FARTHEST else ("", "")

@@ -1,7 +1,7 @@
 """Contenders' workers during a comparison, asked within the time that is left.
 
 Owns `Lane`: starting, asking and ending one contender's worker, and the details of failures.
-Imports `cache`, `comparison.environment`, `comparison.peers`, `comparison.process` and `comparison.report`.
+Imports `build.cache`, `comparison.environment`, `comparison.peers`, `comparison.process` and `comparison.report`.
 
 Nothing outlasts the deadline: whoever works when it comes is ended, and its answer is "late".
 """
@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from portmm.cache import write_note
+from portmm.build.cache import write_note
 from portmm.comparison.peers import Contender
 from portmm.comparison.process import PATIENCE, Worker, WorkerError
 from portmm.comparison.report import Entrant

@@ -1,7 +1,7 @@
 """Limits that this machine sets to rates.
 
 Owns the limit that rates are held against, and which ISA a target allows.
-Imports `detect`. The limit is the roofline: the measured multiply-add rate, or, where the operands
+Imports `host.detect`. The limit is the roofline: the measured multiply-add rate, or, where the operands
 outgrow the caches, the measured bandwidth of the memory they live in, over the
 compulsory traffic. `comparison.limit_worker` measures both.
 """
@@ -13,13 +13,13 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portmm.detect import host, resolve
+from portmm.host.detect import host, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portmm.comparison.case import Case
-    from portmm.target import MemoryLevel
+    from portmm.target.target import MemoryLevel
 
 MEMORY = "memory"
 """Name of the level that every case fits in."""

@@ -3,7 +3,7 @@
 Owns the child's side of that protocol. Started by `comparison.lane` as `python -m
 portmm.comparison.limit_worker ADAPTER READ WRITE SETUP`, as the workers of contenders are, and asked in turn with
 them, so that a limit is of the same moment as the rates that are held against it.
-Imports `calibrate`, `candidates`, `gauge` and the rest of `comparison`.
+Imports `host.calibrate`, `schedule.cpu_candidates`, `host.gauge` and the rest of `comparison`.
 
 Requests are those of `comparison.worker`. "prepare" picks what bounds a case: the fastest atom for
 its types, and the level of memory that its operands lie in; its reply has them as "peak" and "level".
@@ -20,20 +20,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from portmm import calibrate, gauge
-from portmm.candidates import units
 from portmm.comparison.case import Case
 from portmm.comparison.environment import Setup
 from portmm.comparison.limit import level_of
 from portmm.comparison.worker import TRIAL, seconds_per_call, told
-from portmm.detect import host, resolve
 from portmm.errors import PortmmError, ScheduleError
+from portmm.host import calibrate, gauge
+from portmm.host.detect import host, resolve
+from portmm.schedule.cpu_candidates import units
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.gauge import Gauge
-    from portmm.target import Target
+    from portmm.host.gauge import Gauge
+    from portmm.target.target import Target
 
 
 @dataclass(slots=True)

@@ -160,7 +160,7 @@ def compile_driver(extra: Sequence[str] = ()) -> ctypes.CDLL:
     Raises:
         MissingError: there is no C compiler, or it failed; its words follow the message's first line.
     """
-    from portmm.compiler import find_compiler
+    from portmm.build.compiler import find_compiler
     from portmm.errors import NoCompilerError
 
     try:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import numpy_of
+from portmm.arrays.numpy_arrays import numpy_of
 from portmm.comparison import fused, native
 from portmm.comparison.case import BLOCK
 from portmm.comparison.data import INPUTS, ZERO

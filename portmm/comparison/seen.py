@@ -1,7 +1,7 @@
 """Cases from shapes that were seen somewhere.
 
 Owns how shapes of a file or a model become cases: their names, and each once with
-its count. Imports `comparison.suite` and `dtype`.
+its count. Imports `comparison.suite` and `spec.dtype`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from portmm.comparison.case import LAYOUTS, Case
-from portmm.dtype import spell, types
+from portmm.spec.dtype import spell, types
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

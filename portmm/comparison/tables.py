@@ -177,7 +177,7 @@ def keep_overhead(raw: Path, folder: Path) -> Path:
         ValueError: it is no such file.
     """
     from portmm.comparison.limit import chip
-    from portmm.detect import host
+    from portmm.host.detect import host
 
     try:
         rows = json.loads(raw.read_text())["benchmarks"]

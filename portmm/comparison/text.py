@@ -1,6 +1,6 @@
 """A comparison as text: for a terminal, and as Markdown.
 
-Owns both, and the sentences that a reader must know besides the tables. Imports `busy`,
+Owns both, and the sentences that a reader must know besides the tables. Imports `host.machine_load`,
 `comparison.figures` and `comparison.report`.
 """
 
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm import busy
 from portmm.comparison.figures import conditions, total_lines
 from portmm.comparison.report import Report, Result, summaries
+from portmm.host import machine_load
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -181,7 +181,7 @@ def notes(report: Report) -> list[str]:
         lines.append(f"not passed on to any contender: {', '.join(report.removed)}")
     if report.exceeded:
         lines.append(f"{EXCEEDED}: {', '.join(report.exceeded)}")
-    load = busy.sentence(report.load, report.cores)
+    load = machine_load.sentence(report.load, report.cores)
     return [*lines, load] if load else lines
 
 

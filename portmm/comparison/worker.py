@@ -22,13 +22,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from portmm.calibrate import free_memory
 from portmm.comparison import cold
 from portmm.comparison.case import Case
 from portmm.comparison.data import APPROXIMATE, EXACT, Arrays, arrays, judge
 from portmm.comparison.environment import Setup
 from portmm.comparison.peers import Fetched, Library, MissingError, Run, UnsupportedError, open_adapter
 from portmm.errors import BuildError
+from portmm.host.calibrate import free_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -1,6 +1,6 @@
 """What a worker does with one case: pose, build, check, time.
 
-Owns `Bench`. Imports `api`, `comparison`, `dispatch`, `orders`, `settings`. Everything
+Owns `Bench`. Imports `ops.matmul`, `comparison`, `dispatch.cpu`, `dispatch.overrides`, `dispatch.config`. Everything
 goes through the functions that a user calls, so whatever they can compute can be
 tuned: weights packed or quantised, sums with an epilogue, any types.
 """
@@ -10,20 +10,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from portmm import api, dispatch, orders, settings
 from portmm.comparison import cold
 from portmm.comparison.data import EXACT, Arrays, arrays, judge
 from portmm.comparison.ours import open_portmm
 from portmm.comparison.peers import Fetched, Run
 from portmm.comparison.worker import seconds_per_call
+from portmm.dispatch import config, overrides
+from portmm.dispatch import cpu as cpu_dispatch
 from portmm.errors import ScheduleError
+from portmm.ops import matmul as matmul_op
 
 if TYPE_CHECKING:
     from portmm.comparison.case import Case
     from portmm.comparison.environment import Setup
     from portmm.comparison.peers import Library
-    from portmm.problem import Problem
-    from portmm.schedule import Schedule
+    from portmm.schedule.schedule import Schedule
+    from portmm.spec.problem import Problem
 
 
 @dataclass(slots=True)
@@ -57,16 +59,16 @@ class Bench:
         """
         self.case, self.ordered = case, None
         data = arrays(case, seed)
-        orders.withdraw()
+        overrides.withdraw()
         if self.setup.cold:
             ways, self.data = cold.rounds(self.library, case, data, self.setup.cold, self.setup.threads)
             self.run = next(iter(ways.values()))
         else:
             self.run, self.data = next(iter(self.library.prepare(case, data).values())), (data,)
         try:
-            with orders.asking():
+            with overrides.asking():
                 self._call(1)
-        except orders.Asked as asked:
+        except overrides.Asked as asked:
             self.problem = asked.problem
             return asked.problem
         raise ScheduleError(f"{case.name} is computed without a kernel of its own: there is nothing to tune")
@@ -78,7 +80,7 @@ class Bench:
             BuildError: the compiler failed.
             TargetError: this machine lacks its instruction set.
         """
-        dispatch.build_kernel(dispatch.kernel_of(schedule, dispatch.isa_of(schedule, settings.target())))
+        cpu_dispatch.build_kernel(cpu_dispatch.kernel_of(schedule, cpu_dispatch.isa_of(schedule, config.target())))
 
     def check(self, schedule: Schedule, workers: int) -> tuple[float, float]:
         """Compute once by a schedule into a poisoned result; the error and what is allowed.
@@ -112,13 +114,13 @@ class Bench:
         if self.ordered != (schedule, workers):
             assert self.problem  # noqa: S101 - it is posed
             # First without the call around it, which would make do with NumPy if it cannot be loaded.
-            dispatch.route_by(schedule, self.problem, settings.target(), workers)
-            orders.order(self.problem, schedule, workers)
+            cpu_dispatch.route_by(schedule, self.problem, config.target(), workers)
+            overrides.order(self.problem, schedule, workers)
             self.ordered = schedule, workers
 
 
 def open_bench(setup: Setup) -> Any:
     """The bench of this process."""
     library = open_portmm(setup)
-    api.begin()
+    matmul_op.begin()
     return Bench(library, setup)

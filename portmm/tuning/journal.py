@@ -1,7 +1,7 @@
 """What is remembered of tuning that was cut short.
 
 Owns `Journal`: each trial is written as it ends, each case as it ends, to two tables of
-the file that holds the tuned schedules. Imports `tuned`, `tuning.records`. Nothing is
+the file that holds the tuned schedules. Imports `dispatch.tuning_database`, `tuning.records`. Nothing is
 measured twice for the same problem, threads, caches, target and generator; several
 processes may write at once.
 """
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from portmm.tuned import opened
+from portmm.dispatch.tuning_database import opened
 from portmm.tuning.records import Trial
 
 if TYPE_CHECKING:

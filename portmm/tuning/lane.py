@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.comparison.peers import Contender
 from portmm.comparison.process import Worker, WorkerError
 from portmm.errors import PortmmError
-from portmm.problem import Problem
+from portmm.spec.problem import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """What the cost model says of the schedules of a problem.
 
-Owns `Candidate` and their order. Imports `candidates`, `dispatch`, `schedule`.
+Owns `Candidate` and their order. Imports `schedule.cpu_candidates`, `dispatch.cpu`, `schedule.schedule`.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.candidates import candidates
-from portmm.dispatch import predicted
-from portmm.schedule import spell
-from portmm.textbook import preferred
+from portmm.dispatch.cpu import predicted
+from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.schedule import spell
+from portmm.schedule.textbook import preferred
 
 if TYPE_CHECKING:
-    from portmm.problem import Problem
-    from portmm.schedule import Schedule
-    from portmm.target import Target
+    from portmm.schedule.schedule import Schedule
+    from portmm.spec.problem import Problem
+    from portmm.target.target import Target
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What to try beyond the candidates of the cost model.
 
 Owns `Proposals`, which walks the space of legal schedules by Optuna's estimator of
-densities (TPE), seeded. Imports `dispatch`, `space`, `tuning.model`; Optuna when there is one.
+densities (TPE), seeded. Imports `dispatch.cpu`, `schedule.neighbourhood`, `tuning.model`; Optuna when there is one.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from portmm.dispatch import predicted
-from portmm.space import Space, space
+from portmm.dispatch.cpu import predicted
+from portmm.schedule.neighbourhood import Space, space
 from portmm.tuning.model import Candidate
 from portmm.tuning.records import OK
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from portmm.problem import Problem
-    from portmm.target import Target
+    from portmm.spec.problem import Problem
+    from portmm.target.target import Target
     from portmm.tuning.records import Trial
 
 MOST = 64

@@ -1,7 +1,7 @@
 """The search for one case.
 
 Owns `Race`, which measures candidates beside the analytical choice, and `search`,
-which decides who is next. Imports `tuned`, and `tuning`'s lane, model, journal and records.
+which decides who is next. Imports `dispatch.tuning_database`, and `tuning`'s lane, model, journal and records.
 
 No time is compared with one taken earlier: a candidate and the analytical choice are
 timed in turns, and the median of the ratios counts. A candidate that is plainly slower
@@ -19,8 +19,8 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from portmm.schedule import parse
-from portmm.tuned import told
+from portmm.dispatch.tuning_database import told
+from portmm.schedule.schedule import parse
 from portmm.tuning.lane import LostError
 from portmm.tuning.model import Candidate
 from portmm.tuning.records import CRASHED, OK, UNBUILDABLE, WRONG, Trial
@@ -28,7 +28,7 @@ from portmm.tuning.records import CRASHED, OK, UNBUILDABLE, WRONG, Trial
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from portmm.problem import Problem
+    from portmm.spec.problem import Problem
     from portmm.tuning.journal import Journal
     from portmm.tuning.lane import Lane
 

@@ -1,6 +1,6 @@
 """What tuning shows on a terminal.
 
-Owns the bar and the table. Imports `cache`, `tuning.records`; rich.
+Owns the bar and the table. Imports `build.cache`, `tuning.records`; rich.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from portmm.cache import tuned_database
+from portmm.build.cache import tuned_database
 from portmm.tuning.records import COLUMNS, cells, summary
 
 if TYPE_CHECKING:

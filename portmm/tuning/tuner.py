@@ -1,6 +1,6 @@
 """Sharing time among cases.
 
-Owns `tune`. Imports the rest of `tuning`, `comparison`'s cases, `settings` and `tuned`.
+Owns `tune`. Imports the rest of `tuning`, `comparison`'s cases, `dispatch.config` and `dispatch.tuning_database`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portmm import busy, settings
-from portmm.cache import tuned_database
+from portmm.build.cache import tuned_database
 from portmm.comparison.cold import enough
 from portmm.comparison.environment import Setup
 from portmm.comparison.limit import chip
 from portmm.comparison.seen import merged, shaped
 from portmm.comparison.suite import cases
+from portmm.dispatch import config
+from portmm.dispatch.overrides import renew
+from portmm.dispatch.tuning_database import Tuned, architecture, record, told
 from portmm.errors import ScheduleError
-from portmm.orders import renew
-from portmm.problem import Problem
-from portmm.run import recall
-from portmm.schedule import parse
-from portmm.tuned import Tuned, architecture, record, told
+from portmm.host import machine_load
+from portmm.runtime import route_cache
+from portmm.schedule.schedule import parse
+from portmm.spec.problem import Problem
 from portmm.tuning.journal import Journal
 from portmm.tuning.lane import OPENER, Lane
 from portmm.tuning.model import ranked
@@ -38,7 +39,7 @@ from portmm.version import VERSION
 
 if TYPE_CHECKING:
     from portmm.comparison.case import Case
-    from portmm.target import Target
+    from portmm.target.target import Target
     from portmm.tuning.records import Trial
 
 Progress = Callable[[float, str], None]
@@ -123,13 +124,13 @@ def tune(
         raise ValueError(f"budget_s is {budget_s}; give seconds above 0")
     chosen = merged(cases(suite) if isinstance(suite, str) else map(shaped, suite))
     start = time.monotonic()
-    target = settings.target()
-    threads = settings.get_num_threads() if threads is None else threads or max(1, target.cores)
+    target = config.target()
+    threads = config.get_num_threads() if threads is None else threads or max(1, target.cores)
     path = tuned_database() if database is None else Path(database)
     flushed = enough(target.levels, threads) if cold else 0
-    setup = Setup(threads, cold=flushed, target=settings.current().target or os.environ.get("PORTMM_TARGET", ""))
-    rules = Rules(turn_s or (COLD_TURN if cold else TURN), max(1, busy.cores()), start + budget_s)
-    before = busy.snapshot()
+    setup = Setup(threads, cold=flushed, target=config.current().target or os.environ.get("PORTMM_TARGET", ""))
+    rules = Rules(turn_s or (COLD_TURN if cold else TURN), max(1, machine_load.cores()), start + budget_s)
+    before = machine_load.snapshot()
     effort = f"{search if installed() else 'candidates'} {most or 'all'}"
     run = _Run(
         Lane(setup, seed, patience_s, opener),
@@ -165,10 +166,12 @@ def tune(
     )
 
 
-def _load(before: busy.Snapshot) -> tuple[str, ...]:
+def _load(before: machine_load.Snapshot) -> tuple[str, ...]:
     """A warning, if others computed on this machine too."""
-    load = busy.others(before, busy.snapshot())
-    return (busy.sentence(load, busy.cores()),) if busy.is_busy(load, busy.cores()) else ()
+    load = machine_load.others(before, machine_load.snapshot())
+    return (
+        (machine_load.sentence(load, machine_load.cores()),) if machine_load.is_busy(load, machine_load.cores()) else ()
+    )
 
 
 def _silent(_left: float, _text: str) -> None:
@@ -177,7 +180,7 @@ def _silent(_left: float, _text: str) -> None:
 
 def generator() -> str:
     """A word that changes with whatever decides which code a schedule becomes."""
-    return hashlib.sha256("\n".join((VERSION, *recall.generator())).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join((VERSION, *route_cache.generator())).encode()).hexdigest()[:16]
 
 
 def _passes(run: _Run, chosen: Sequence[Case], budget: float) -> None:

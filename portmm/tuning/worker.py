@@ -30,7 +30,7 @@ from portmm.comparison.case import Case
 from portmm.comparison.environment import Setup
 from portmm.comparison.peers import MissingError, UnsupportedError
 from portmm.errors import BuildError, ScheduleError, TargetError
-from portmm.schedule import Schedule, parse
+from portmm.schedule.schedule import Schedule, parse
 
 if TYPE_CHECKING:
     from portmm.tuning.bench import Bench

@@ -68,13 +68,13 @@ def lesser_cpuid(answers: dict[str, tuple[int, int, int, int]], xcr0: int, kept:
 
 
 class Finder:
-    """An import hook that replaces what `portmm.snapshot` reads as soon as that module is there."""
+    """An import hook that replaces what `portmm.host.host_probe` reads as soon as that module is there."""
 
     def __init__(self, kept: dict) -> None:
         self.kept = kept
 
     def find_spec(self, name: str, path=None, target=None):  # noqa: ARG002 - as imports call it
-        if name != "portmm.snapshot":
+        if name != "portmm.host.host_probe":
             return None
         sys.meta_path.remove(self)
         spec = find_spec(name)

@@ -1,0 +1,340 @@
+"""Attention: two products with a softmax in between, block by block.
+
+    for each item of the batch, each head, each block of queries   <- threads
+      for each block of keys                                       (L2)
+        s[key][query] = K . Q^T                                    micro-kernel
+        s becomes weights; what was summed before is changed       kernels/cpu/online_softmax.py
+        o[query][column] += weights^T . V                          micro-kernel
+
+Scores never leave L2. They are computed the other way round, K on the left, which is read in
+place as rows of what is broadcast, and a block of Q as panels on the right; so they are the
+left operand of the second product as they lie, with V, by rows, on the right. Nothing is packed but
+each block of queries, once, and V where it cannot be read in place: first, by all threads.
+
+The keys that bounds exclude are left out by whole blocks; only blocks on an edge look at each key.
+Tasks are blocks of queries, each summed in the order of keys: results do not depend on threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from portmm.ir.nodes import (
+    Call,
+    For,
+    Function,
+    If,
+    Kernel,
+    Let,
+    LetPtr,
+    Map,
+    Move,
+    Parallel,
+    Ptr,
+    Read,
+    Switch,
+    Verb,
+    ceil_div,
+    const,
+    maximum,
+    minimum,
+    round_up,
+    var,
+)
+from portmm.kernels.cpu import packing
+from portmm.kernels.cpu.attention_geometry import FIELDS, D, Form, Heads, M, N
+from portmm.kernels.cpu.elementwise import arguments
+from portmm.kernels.cpu.microkernel import Shape, micro_kernel
+from portmm.kernels.cpu.online_softmax import LOWEST, Bounds, divided, last, rescale, tile
+from portmm.spec.dtype import unit
+
+if TYPE_CHECKING:
+    from portmm.ir.nodes import Index, Stmt
+    from portmm.target.target import Atom, Isa
+
+
+def build(form: Form, isa: Isa, atom: Atom, real: Atom, loops: type[Attention] | None = None) -> Kernel:
+    """The kernel for a kind of attention, whose products are those of `atom`, sums in lanes of `real`."""
+    a = (loops or Attention)(form, isa, atom, real)
+    tasks = (Parallel(a.task(), var("batch") * ceil_div(M, a.g.queries)),)
+    entry = Function("entry", "entry", (), (*a.packs(), *tasks), "All items, heads and queries")
+    name = f"portmm_attention_{form.held}_{atom.name}"
+    return Kernel(name, isa, atom, entry, a.workspace(), operands=a.operands())
+
+
+class Attention(Heads):
+    """The loops of one kernel."""
+
+    __slots__ = ()
+
+    # -- V in panels ---------------------------------------------------------
+
+    def packs(self) -> tuple[Stmt, ...]:
+        """Pack all of V."""
+        if not self.form.packs:
+            return ()
+        g, panels = self.g, ceil_div(var(FIELDS["dv"]), self.g.wide)
+        task, few = var("task"), var("heads") // var("group")
+        # Keys that an item does not have are not read, and what fills their unit up is zero.
+        seen = N
+        many: tuple[Stmt, ...] = ()
+        if self.form.lengths:
+            many = (Read("length", self.place("lengths", ("b", var("item")))),)
+            seen = maximum(0, minimum(N, var("length")))
+        body = (
+            Let("heads", var(FIELDS["heads"])),
+            Let("group", var(FIELDS["group"])),
+            Let("item", task // panels // few),
+            Let("head", task // panels % few),
+            *many,
+            Let("seen", seen),
+            Let("column", task % panels * g.wide),
+            Let("columns", minimum(var(FIELDS["dv"]) - var("column"), g.wide)),
+            LetPtr("to", Ptr("work", task * self.panel), self.atom.right),
+            self.pack_values(self.place("v", ("b", var("item")), ("h", var("head")), ("n", var("column")))),
+        )
+        share = Function("pack_v", "task", (), body, "A panel of V")
+        return (Parallel(share, var("batch") // var(FIELDS["group"]) * panels),)
+
+    def pack_values(self, source: Ptr) -> Stmt:
+        """Pack a panel of V."""
+        pack = packing.pack_b(self.isa, self.atom, self.g.wide, "row", self.form.held, self.atom.right)
+        units = (var("seen"), const(0)) if self.kr > 1 else ()
+        strides = tuple(var(f"{self.at['v']}_{x}") for x in "mn")
+        args = (ceil_div(var("seen"), self.kr), *units, var("columns"), source, *strides, Ptr("to"))
+        return Call(replace(pack, name="pack_values"), args)
+
+    # -- a block of queries --------------------------------------------------
+
+    def task(self) -> Function:
+        """One block of queries of a head."""
+        g, task, blocks = self.g, var("task"), var("blocks")
+        lets: list[Stmt] = [
+            *self.lets(),
+            Let("blocks", ceil_div(M, g.queries)),
+            Let("item", task // blocks // var("heads")),
+            Let("head", task // blocks % var("heads")),
+            self.offset(),
+            Let("other", var("head") // var("group")),
+            # Under causal bounds the last queries see most: first come those that take longest.
+            Let("query", (blocks - 1 - task % blocks) * g.queries),
+            Let("rows", minimum(M - var("query"), g.queries)),
+            *self.reach(),
+        ]
+        body = (
+            *lets,
+            *self.scratch(),
+            *self.ready(),
+            *self.queries(),
+            *self.begin(),
+            For("key", var("first"), var("end"), var("step"), self.block()),
+            *self.done(),
+            *self.finish(),
+        )
+        return Function("block", "task", (), body, "A block of queries of a head, all keys")
+
+    def ready(self) -> tuple[Stmt, ...]:
+        """What comes before the first product."""
+        return ()
+
+    def done(self) -> tuple[Stmt, ...]:
+        """What comes after the last product."""
+        return ()
+
+    def reach(self) -> tuple[Stmt, ...]:
+        """The keys that some query of the block sees: from `first` to `end`."""
+        bounds, at = self.form.bounds, var("query") + var("offset")
+        found: list[Stmt] = []
+        end: Index = N
+        if self.form.lengths:
+            found.append(Read("length", self.place("lengths", ("b", var("item")))))
+            end = maximum(0, minimum(end, var("length")))
+        if bounds.causal:
+            end = minimum(end, at + var("rows"))
+        elif bounds.window:
+            end = minimum(end, at + var("rows") - 1 + var("window"))
+        first = maximum(0, at + 1 - var("window")) // self.atom.k * self.atom.k if bounds.window else const(0)
+        return (*found, Let("first", first), Let("end", maximum(var("first"), end)))
+
+    def queries(self) -> tuple[Stmt, ...]:
+        """Pack the block of queries."""
+        g, c = self.g, var("c")
+        pack = packing.pack_b(self.isa, self.lines, g.nr, "col", self.form.held, self.lines.right)
+        pack = replace(pack, name="pack_queries")
+        units = (D, const(0)) if self.kr > 1 else ()
+        here = self.place("q", ("b", var("item")), ("h", var("head")), ("m", var("query") + c * g.nr))
+        columns = minimum(var("rows") - c * g.nr, g.nr)
+        args = (self.depth, *units, columns, here, const(1), var(f"{self.at['q']}_m"))
+        call = Call(pack, (*args, Ptr("panels", c * (self.depth * g.nr))))
+        return (Let("count", ceil_div(var("rows"), g.nr)), For("c", const(0), var("count"), const(1), (call,)))
+
+    def begin(self) -> tuple[Stmt, ...]:
+        """Nothing has been summed; where there are no keys, that is the result."""
+        g, real, j = self.g, self.real, var("j")
+        clear = (
+            Map("literal", "lowest", (LOWEST,), "f32", "f32", real.name),
+            Map("literal", "none", (0.0,), "f32", "f32", real.name),
+            For(
+                "j",
+                const(0),
+                const(g.queries),
+                const(real.n),
+                (
+                    Verb("store", "lowest", p=Ptr("most", j), of=real.name),
+                    Verb("store", "none", p=Ptr("sums", j), of=real.name),
+                ),
+            ),
+        )
+        zero = For(
+            "j",
+            const(0),
+            self.held_sums,
+            const(real.n),
+            (Verb("store", "none", p=Ptr("o", j), of=real.name),),
+        )
+        return (*clear, If(var("first").eq(var("end")), (zero,)))
+
+    @property
+    def summed(self) -> str:
+        """Where sums lie by rows of queries."""
+        return "o"
+
+    @property
+    def held_sums(self) -> Index:
+        """Elements of `o`."""
+        return var("rows") * self.across
+
+    def block(self) -> tuple[Stmt, ...]:
+        """One block of keys."""
+        bounds, plain = self.form.bounds, self.softmax(Bounds())
+        soft: tuple[Stmt, ...] = (plain,)
+        if bounds:
+            at, key, far = var("query") + var("offset"), var("key"), var("key") + var("keys")
+            edge = const(0)
+            if bounds.causal:
+                edge += (at + 1).lt(far)
+            if bounds.window:
+                edge += key.lt(at + var("rows") - var("window"))
+                edge += const(0) if bounds.causal else (at + var("window")).lt(far)
+            soft = (If(edge, (self.softmax(bounds),), (plain,)),)
+        return (
+            Let("keys", minimum(var("end") - var("key"), var("step"))),
+            *self.scores(),
+            *soft,
+            If(
+                var("first").lt(var("key")),
+                (self.rescaled(),),
+            ),
+            *self.units(),
+            *self.values(),
+        )
+
+    def rescaled(self) -> Stmt:
+        """What was summed before, beside another largest score."""
+        return Call(rescale(self.real), (var("rows"), self.across, Ptr("o"), Ptr("change")))
+
+    def scores(self) -> tuple[Stmt, ...]:
+        """s[key][query] = K . Q^T."""
+        g, c, r, left = self.g, var("c"), var("r"), var("keys") % self.g.mr
+        whole = var("keys") - left
+        here = self.place("k", ("b", var("item")), ("h", var("other")), ("m", var("key") + r))
+
+        def call(height: int) -> tuple[Stmt, ...]:
+            shape = Shape(height, g.nr, a_packed=False, ragged=False, a=self.given, b=self.atom.right)
+            shape = replace(shape, unroll=4 if height == g.mr else 1)
+            f = replace(micro_kernel(self.atom, shape), name=f"scores_{height}")
+            a_m = var(f"{self.at['k']}_m") // self.kr
+            args = (self.depth, here, a_m, const(1), Ptr("panels", c * (self.depth * g.nr)))
+            return (Call(f, (*args, Ptr("s", r * g.queries + c * g.nr), const(g.queries), const(g.nr), const(0))),)
+
+        full = For("r", const(0), whole, const(g.mr), call(g.mr))
+        rest = tuple((h, call(h)) for h in range(1, g.mr))
+        tail: tuple[Stmt, ...] = ()
+        if rest:
+            tail = (If(whole.lt(var("keys")), (Let("r", whole), *((Switch(left, rest),)))),)
+        return (For("c", const(0), var("count"), const(1), (full, *tail)),)
+
+    @property
+    def rows_of_s(self) -> tuple[Index, Index]:
+        """Elements of s from one key to the next, and from one query to the next."""
+        return const(self.g.queries), const(1)
+
+    @property
+    def given(self) -> str:
+        """What the micro-kernel of scores reads of K."""
+        return unit(self.form.held, self.kr)
+
+    def softmax(self, bounds: Bounds) -> Stmt:
+        """Scores become weights."""
+        f = tile(self.isa, self.real, self.form.score, bounds)
+        place = (var("keys"), var("rows"), var("item"), var("head"), var("key"), var("query"))
+        rest = (Ptr("s"), *self.rows_of_s, Ptr("most"), Ptr("sums"), Ptr("change"))
+        more = arguments(self.fused, var("item"), var("key"), var("query"))
+        return Call(f, (*place, var("offset"), var("window"), *rest, *more))
+
+    def units(self) -> tuple[Stmt, ...]:
+        """Weights in units of two keys, the last filled up with zeros."""
+        if self.kr == 1:
+            return ()
+        g, p, j, e, lines = self.g, var("p"), var("j"), var("e"), self.lines
+        weave = self.weave(p * (g.queries * self.kr) + j, g.queries, p * g.queries + j)
+        fill = For("e", const(0), const(g.queries), const(1), (Move(Ptr("s", var("keys") * g.queries + e), None),))
+        every = For("j", const(0), round_up(var("rows"), lines.n), const(lines.n), weave)
+        return (
+            If(var("keys") % self.kr, (fill,)),
+            For("p", const(0), ceil_div(var("keys"), self.kr), const(1), (every,)),
+        )
+
+    def weave(self, at: Index, row: int, to: Index) -> tuple[Stmt, ...]:
+        """A vector of units of the weights at a place of s, whose rows lie `row` apart."""
+        right, of = self.lines.right, self.lines.name
+        return (
+            Verb("load_rows", "v", p=Ptr("s", at), step=const(row), to=right, of=of),
+            Verb("store", "v", p=Ptr("units", to), to=right, of=of),
+        )
+
+    def values(self) -> tuple[Stmt, ...]:
+        """o[query][column] += weights^T . V."""
+        g, i, c = self.g, var("i"), var("c")
+        packed = self.form.packs
+        shape = Shape(g.high, g.wide, a_packed=False, b_packed=packed, a=self.atom.left, b=self.held_v, unroll=2)
+        shape = replace(shape, ragged=not packed)
+        f = replace(micro_kernel(self.atom, shape), name="values")
+        left = Ptr("units" if self.kr > 1 else "s", i)
+        if packed:
+            few = var("heads") // var("group")
+            panels = ceil_div(var("dv"), g.wide)
+            item = (var("item") * few + var("other")) * panels
+            at = (item + c) * self.panel + var("key") // self.kr * g.wide
+            right: tuple[Index | Ptr, ...] = (Ptr("near"),)
+            near: Stmt = LetPtr("near", Ptr("work", at), self.atom.right, readonly=True)
+            columns: Index = const(g.wide)
+        else:
+            here = self.place("v", ("b", var("item")), ("h", var("other")), ("m", var("key")))
+            near = LetPtr("near", here + c * g.wide, self.held_v, readonly=True)
+            right = (Ptr("near"), var(f"{self.at['v']}_m"))
+            columns = minimum(var("dv") - c * g.wide, g.wide)
+        args = (ceil_div(var("keys"), self.kr), left, const(1), const(g.queries), *right)
+        out = (Ptr("o", i * self.across + c * g.wide), self.across, columns, var("first").lt(var("key")))
+        call = Call(f, (*args, *out))
+        inner = For("i", const(0), var("rows"), const(g.high), (call,))
+        return (For("c", const(0), ceil_div(var("dv"), g.wide), const(1), (near, inner)),)
+
+    @property
+    def held_v(self) -> str:
+        """What the micro-kernel of values reads of V."""
+        return self.atom.right if self.form.packs else self.form.held
+
+    def finish(self) -> tuple[Stmt, ...]:
+        """Results, and the logarithms of sums."""
+        lse = self.form.lse
+        found: list[Stmt] = [Call(last(self.isa, self.real, lse=lse), (var("rows"), Ptr("sums"), Ptr("most")))]
+        to = self.place("o", ("b", var("item")), ("h", var("head")), ("m", var("query")))
+        args = (var("rows"), var("dv"), Ptr(self.summed), self.across, Ptr("sums"), to, var(f"{self.at['o']}_m"))
+        found.append(Call(divided(self.isa, self.real, self.form.to), args))
+        if lse:
+            i = var("i")
+            here = self.place("lse", ("b", var("item")), ("h", var("head")), ("m", var("query") + i))
+            found.append(For("i", const(0), var("rows"), const(1), (Move(here, Ptr("most", i)),)))
+        return tuple(found)

@@ -1,0 +1,77 @@
+"""Columns of numbers: sums and maxima down the rows of element-wise expressions.
+
+    for each group of columns           <- threads
+      for each vector of them
+        for each row
+          a value, added to one register
+
+A group is a few lines wide, so that lines of a row lie in L2 when the next
+vector walks down. What comes of the sums is one row for each item of a batch; what is
+made of that and of elements again is a second kernel, over rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, Map, Parallel, Param, ceil_div, const, minimum, var
+from portmm.kernels.cpu.elementwise import Elements, arguments, parameters
+from portmm.spec.epilogue import REDUCTIONS, operand_types
+
+if TYPE_CHECKING:
+    from portmm.ir.nodes import Index, Stmt
+    from portmm.spec.epilogue import Fused
+    from portmm.target.target import Atom, Isa
+
+GROUP = 128
+"""Columns of a group: eight lines of f32, a run that prefetchers follow."""
+
+
+def build(isa: Isa, real: Atom, fused: Fused) -> Kernel:
+    """The kernel that reduces all columns."""
+    n, groups, task = var("n"), ceil_div(var("n"), GROUP), var("task")
+    start = var("column")
+    here = arguments(fused, var("item"), const(0), start)
+    few = minimum(n - start, GROUP)
+    body: tuple[Stmt, ...] = (
+        Let("item", task // groups),
+        Let("column", task % groups * GROUP),
+        Call(group_function(isa, real, fused), (var("m"), n, few, var("item"), start, *here)),
+    )
+    share = Function("some_columns", "task", (), body, "A group of columns")
+    entry = Function("entry", "entry", (), (Parallel(share, groups * var("batch")),), "All columns")
+    return Kernel(f"portmm_columns_{real.name}", isa, real, entry, const(64), operands=operand_types(str(fused)))
+
+
+def group_function(isa: Isa, real: Atom, fused: Fused) -> Function:
+    """All rows of a few columns."""
+    at = Elements(isa, real, fused, inner=var("i"), row=var("i"), column=var("column"))
+    count = var("columns")
+    whole = count - count % real.n
+    body: list[Stmt] = [*at.scratch(), For("j", const(0), whole, const(real.n), _down(at, var("j"), ""))]
+    if real.n > 1:
+        rest = (Let("j", whole), Let("left", count - whole), *at.few(count - whole))
+        body.append(If(whole.lt(count), (*rest, *_down(at, var("j"), "left"))))
+    params = [Param("m"), Param("n"), Param("columns"), Param("item"), Param("column"), *parameters(fused)]
+    return Function("down", "inner", tuple(params), tuple(body), "Sums and maxima of a few columns")
+
+
+def _down(at: Elements, j: Index, few: str) -> tuple[Stmt, ...]:
+    """One vector of columns: every row, then the results."""
+    folds = [x for x in at.fused.steps if x.op == "fold"]
+    values = [x.args[1] for x in folds]
+    at.names = {}
+    found = list(at.once(values, "bn", j, few))
+    fixed = dict(at.names)
+    for i, x in enumerate(folds):
+        found.append(Map("literal", f"all{i}", (REDUCTIONS[x.args[0]],), "f32", "f32", at.real.name))
+    rows = list(at.compute(values, j, few))
+    for i, x in enumerate(folds):
+        register, before = at.value(x.args[1])
+        rows += [*before, Map(x.args[0], f"all{i}", (f"all{i}", register), "f32", "f32", at.real.name)]
+    found.append(For("i", const(0), var("m"), const(1), tuple(rows)))
+    at.names = fixed | {x: f"all{i}" for i, x in enumerate(folds)}
+    found += at.compute([x for _, x in at.fused.results], j, few)
+    for i, x in at.fused.results:
+        found += at.store(x, i, j, few)
+    return tuple(found)

@@ -1,0 +1,151 @@
+"""The product as dot products: A by rows and B by columns, both running along k.
+
+    for each share of the columns   <- threads
+      for each MR rows
+        for each NR columns
+          MR x NR accumulators, vectors along k
+
+Nothing is packed or turned: x . W^T with W as it lies in memory. Each element of
+C is a sum over lanes, so its order of additions differs from the other programs'
+and `deterministic` excludes this one. Runs (`summation`) are counted in steps of all
+lanes. A register tile of MR x NR loads (MR + NR) / (MR * NR) vectors per multiply-add;
+4 x 4 keeps two load ports and two multiply-add ports about equally busy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portmm.ir.nodes import (
+    Call,
+    For,
+    Function,
+    If,
+    Kernel,
+    Let,
+    MacScalar,
+    Parallel,
+    Param,
+    Ptr,
+    Reduce,
+    Scratch,
+    Verb,
+    ceil_div,
+    const,
+    maximum,
+    minimum,
+    var,
+)
+from portmm.target.summation import RUN, chained
+
+if TYPE_CHECKING:
+    from portmm.ir.nodes import Index, Stmt
+    from portmm.schedule.schedule import Schedule
+    from portmm.target.target import Atom, Isa
+
+TASKS_PER_WORKER = 4
+M, N, K = var("m"), var("n"), var("k")
+
+
+def build(s: Schedule, isa: Isa, atom: Atom) -> Kernel:
+    """The kernel that computes C = A . B by schedule `s`."""
+    groups = ceil_div(N, s.nr)
+    chunks = maximum(1, minimum(groups, (var("workers") - 1) * TASKS_PER_WORKER))
+    task = var("task")
+    body: tuple[Stmt, ...] = (
+        Let("chunks", chunks),
+        Let("item", task // var("chunks")),
+        Let("share", task % var("chunks")),
+        Let("first", groups * var("share") // var("chunks") * s.nr),
+        Let("last", minimum(N, groups * (var("share") + 1) // var("chunks") * s.nr)),
+        *_tiles(s, atom),
+    )
+    block = Function("columns_of_c", "task", (), body, "A share of the columns of C, all rows")
+    entry = Function("entry", "entry", (), (Parallel(block, chunks * var("batch")),), "All products of the batch")
+    types = tuple(zip("abc", s.types, strict=True))
+    return Kernel(str(s.name(atom)), isa, atom, entry, const(64), swap=s.swap, types=types)
+
+
+def _tiles(s: Schedule, atom: Atom) -> tuple[Stmt, ...]:
+    """Columns outermost: their lines stay near while all rows of A pass."""
+    last = var("last")
+    whole = var("first") + (last - var("first")) // s.nr * s.nr
+    return (
+        For("j", var("first"), whole, const(s.nr), _rows(s, atom, s.nr)),
+        For("j", whole, last, const(1), _rows(s, atom, 1)) if s.nr > 1 else Let("done", last),
+    )
+
+
+def _rows(s: Schedule, atom: Atom, columns: int) -> tuple[Stmt, ...]:
+    whole = M // s.mr * s.mr
+    rows = (For("i", const(0), whole, const(s.mr), (_call(s, atom, s.mr, columns),)),)
+    return rows if s.mr == 1 else (*rows, For("i", whole, M, const(1), (_call(s, atom, 1, columns),)))
+
+
+def _call(s: Schedule, atom: Atom, rows: int, columns: int) -> Stmt:
+    i, j, item = var("i"), var("j"), var("item")
+    args: tuple[Index | Ptr, ...] = (
+        K,
+        Ptr("a", item * var("a_batch") + i * var("a_m")),
+        var("a_m"),
+        Ptr("b", item * var("b_batch") + j * var("b_n")),
+        var("b_n"),
+        Ptr("c", item * var("c_batch") + i * var("c_m") + j),
+        var("c_m"),
+    )
+    return Call(micro_kernel(atom, rows, columns, s.types), args)
+
+
+def micro_kernel(atom: Atom, rows: int, columns: int, types: tuple[str, str, str], *, short: bool = False) -> Function:
+    """C[rows][columns] = A[rows][k] . B[columns][k], lanes along k, of which there is one run if it is `short`."""
+    cells = [(i, j) for i in range(rows) for j in range(columns)]
+    lanes, p = atom.n, var("p")
+
+    def step(load: str, mask: str) -> tuple[Stmt, ...]:
+        out: list[Stmt] = [Verb(load, f"a{i}", p=Ptr("a", const(i) * var("a_m") + p), mask=mask) for i in range(rows)]
+        for j in range(columns):
+            at = Ptr("b", const(j) * var("b_n") + p)
+            out.append(Verb(load, f"b{j % 2}", p=at, mask=mask))
+            out += [Verb("mac", f"c{i}_{j}", f"a{i}", f"b{j % 2}") for i in range(rows)]
+        return tuple(out)
+
+    end = K - K % lanes
+    zero = tuple(Verb("zero", f"c{i}_{j}") for i, j in cells)
+    unroll = 2 if len(cells) < 8 else 1
+    loop: list[Stmt] = [*zero]
+    added: tuple[Stmt, ...] = ()
+    if short or chained(atom):
+        loop.append(For("p", const(0), end, const(lanes), step("load_b", ""), unroll))
+    else:
+        run, p_run = RUN * lanes, var("p_run")
+        kept = {x: Ptr("kept", const(number * lanes)) for number, x in enumerate(cells)}
+        add = {x: (Verb("load_c", "t", p=kept[x]), Verb("add", f"c{x[0]}_{x[1]}", "t")) for x in cells}
+        store = (Verb("store", f"c{i}_{j}", p=kept[i, j]) for i, j in cells)
+        keep: tuple[Stmt, ...] = (If(const(0).lt(p_run), tuple(s for x in cells for s in add[x])), *store, *zero)
+        once = For("p", p_run, minimum(end, p_run + run), const(lanes), step("load_b", ""), unroll)
+        runs = For("p_run", const(0), end, const(run), (once, If((p_run + run).lt(end), keep)))
+        loop += [Scratch("kept", len(cells) * lanes, atom.acc), runs]
+        added = (If(const(run).lt(end), tuple(s for x in cells for s in add[x])),)
+    at = {(i, j): Ptr("c", const(i) * var("c_m") + j) for i, j in cells}
+    tail: tuple[Stmt, ...] = ()
+    if atom.mask:
+        masked = (Verb("mask", "m0", count=K - end), *step("load_mask", "m0"))
+        loop.append(If(const(0).lt(K % lanes), (Let("p", end), *masked)))
+    elif lanes > 1:
+        scalar = tuple(
+            MacScalar(at[i, j], Ptr("a", const(i) * var("a_m") + p), Ptr("b", const(j) * var("b_n") + p))
+            for i, j in cells
+        )
+        tail = (For("p", end, K, const(1), scalar),)
+    sums = tuple(Reduce(f"c{i}_{j}", at[i, j], const(0)) for i, j in cells)
+    params = (
+        Param("k"),
+        Param("a", types[0], readonly=True),
+        Param("a_m"),
+        Param("b", types[1], readonly=True),
+        Param("b_n"),
+        Param("c", types[2]),
+        Param("c_m"),
+    )
+    comment = f"C[{rows}][{columns}] = A[{rows}][k] . B[{columns}][k]"
+    return Function(f"dot_{rows}x{columns}", "inner", params, (*loop, *added, *sums, *tail), comment)

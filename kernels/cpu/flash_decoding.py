@@ -1,0 +1,387 @@
+"""Attention of a few queries: their keys in runs, and the runs put together.
+
+    for each item of the batch, each head of keys, each run of keys   <- threads
+      for each block of keys
+        s[query][key] = Q . K^T                                       dot products
+        s becomes weights, a query at a time; what was summed before is changed
+        o[query][column] += weights . V                               micro-kernel
+    for each item, each head of keys                                  <- threads
+      the runs' sums become one
+
+K and V are read once, for all heads of Q that share them. Vectors hold keys, as there are too few
+queries to fill one. Runs of keys are joined by the rule that joins blocks (`online`): both sides are
+multiplied by the weight of their own largest beside the largest of both. How many runs there are
+follows from the sizes, so that results do not depend on threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from portmm.ir.nodes import (
+    Call,
+    For,
+    Function,
+    If,
+    Kernel,
+    Let,
+    LetPtr,
+    MacScalar,
+    Map,
+    Move,
+    Parallel,
+    Param,
+    Ptr,
+    Read,
+    Scratch,
+    Total,
+    Verb,
+    ceil_div,
+    const,
+    maximum,
+    minimum,
+    round_up,
+    var,
+)
+from portmm.kernels.cpu import dot
+from portmm.kernels.cpu.attention_geometry import FIELDS, D, Heads, M, N
+from portmm.kernels.cpu.elementwise import Elements, arguments, parameters
+from portmm.kernels.cpu.microkernel import Shape, micro_kernel
+from portmm.kernels.cpu.online_softmax import BEFORE, KEPT, LOWEST, MOST, Bounds, divided, last, rescale, weight
+from portmm.spec.epilogue import C, Fused, acc, parse
+from portmm.spec.expr import select
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.ir.nodes import Index, Stmt
+    from portmm.kernels.cpu.attention_geometry import Form
+    from portmm.spec.expr import Expr
+    from portmm.target.target import Atom, Isa
+
+TALL = 4
+"""Queries beside which a row of K or V is read at once."""
+PAD = 64
+"""Scores that a row has room for past its keys: a vector."""
+ROWS = M * var(FIELDS["group"])
+"""Queries that share keys."""
+
+
+def build(form: Form, isa: Isa, real: Atom) -> Kernel:
+    """The kernel for few queries of a kind of attention, in lanes of `real`."""
+    a = Decode(form, isa, real, real)
+    items = var("batch") // var(FIELDS["group"])
+    body = (Parallel(a.run(), items * a.runs), Parallel(a.join(), items))
+    entry = Function("entry", "entry", (), body, "All items and heads of keys")
+    name = f"portmm_decode_{form.held}_{real.name}"
+    return Kernel(name, isa, real, entry, a.workspace(), operands=a.operands())
+
+
+class Decode(Heads):
+    """The loops of one kernel."""
+
+    @property
+    def runs(self) -> Index:
+        """Runs of keys."""
+        return ceil_div(N, var(FIELDS["run"]))
+
+    @property
+    def across(self) -> Index:
+        """Columns of a row of sums."""
+        return round_up(var(FIELDS["dv"]), self.real.n)
+
+    @property
+    def line(self) -> Index:
+        """Elements for a number of each query."""
+        return round_up(ROWS, 64)
+
+    @property
+    def part(self) -> Index:
+        """Elements for what a run comes to."""
+        return self.line * 3 + round_up(ROWS * self.across, 64)
+
+    @property
+    def shared(self) -> Index:
+        """Elements for all runs."""
+        return var("batch") // var(FIELDS["group"]) * self.runs * self.part
+
+    def sizes(self) -> dict[str, Index]:
+        """Elements of each piece of a worker's scratch."""
+        return {"s": round_up(ROWS * (var(FIELDS["step"]) + PAD), 64)}
+
+    def lets(self) -> tuple[Stmt, ...]:
+        """Names for the sizes."""
+        return (
+            *super().lets(),
+            Let("few", var("heads") // var("group")),
+            Let("rows", ROWS),
+            Let("across", self.across),
+        )
+
+    def pieces(self, number: Index, more: str = "") -> tuple[Stmt, ...]:
+        """Names for what a run comes to."""
+        start = [Let(f"part{more}", number * self.part)]
+        at: Index = var(f"part{more}")
+        names = ("mosts", "sums", "changes", "o")
+        return (*start, *(LetPtr(x + more, Ptr("work", at + self.line * i), "f32") for i, x in enumerate(names)))
+
+    # -- a run of keys -------------------------------------------------------
+
+    def run(self) -> Function:
+        """A run of keys, all queries that share them."""
+        task, bounds = var("task"), self.form.bounds
+        number, key = task % self.runs, var("run")
+        end: Index = minimum(N, (number + 1) * key)
+        body: list[Stmt] = [*self.lets(), *self.scratch(), *self.pieces(task)]
+        body += [Let("item", task // self.runs // var("few")), Let("other", task // self.runs % var("few"))]
+        body.append(self.offset())
+        if self.form.lengths:
+            body.append(Read("length", self.place("lengths", ("b", var("item")))))
+            end = minimum(end, var("length"))
+        start = number * key
+        if bounds.window:
+            start = maximum(start, var("offset") + 1 - var("window"))
+        body += [Let("first", start), Let("end", maximum(end, var("first"))), *self.begin()]
+        body.append(For("key", var("first"), var("end"), var("step"), self.block()))
+        return Function("run_of_keys", "task", (), tuple(body), "A run of keys, all queries that share them")
+
+    def begin(self) -> tuple[Stmt, ...]:
+        """Nothing has been summed."""
+        real, j = self.real, var("j")
+        clear = (
+            Verb("store", "lowest", p=Ptr("mosts", j), of=real.name),
+            Verb("store", "none", p=Ptr("sums", j), of=real.name),
+        )
+        zero = For("j", const(0), var("rows") * var("across"), const(real.n), (Verb("store", "none", p=Ptr("o", j)),))
+        return (
+            Map("literal", "lowest", (LOWEST,), "f32", "f32", real.name),
+            Map("literal", "none", (0.0,), "f32", "f32", real.name),
+            For("j", const(0), var("rows"), const(real.n), clear),
+            If(var("first").eq(var("end")), (zero,)),
+        )
+
+    def block(self) -> tuple[Stmt, ...]:
+        """One block of keys."""
+        r, wide = var("r"), var("wide")
+        head, query = var("other") * var("group") + r // M, r % M
+        place = (var("item"), var("head"), var("key"), query, var("offset"), var("window"))
+        here = (Ptr("s", r * wide), *(Ptr(x, r) for x in ("mosts", "sums", "changes")))
+        more = arguments(self.fused, var("item"), query, var("key"))
+        soft = Call(
+            weights(self.isa, self.real, self.form.score, self.form.bounds), (var("keys"), *place, *here, *more)
+        )
+        change = Call(rescale(self.real), (var("rows"), var("across"), Ptr("o"), Ptr("changes")))
+        return (
+            Let("keys", minimum(var("end") - var("key"), var("step"))),
+            Let("wide", var("step") + PAD),
+            Let("tall", var("rows") // TALL * TALL),
+            *self.scores(TALL, const(0), var("tall"), 4),
+            *self.scores(1, var("tall"), var("rows"), 8),
+            For("r", const(0), var("rows"), const(1), (Let("head", head), soft)),
+            If(var("first").lt(var("key")), (change,)),
+            *self.values(),
+        )
+
+    def scores(self, rows: int, begin: Index, end: Index, columns: int) -> tuple[Stmt, ...]:
+        """s[query][key] = Q . K^T for some queries, as many at once as are told."""
+        r, c, held = var("r"), var("c"), self.form.held
+        whole = var("keys") - var("keys") % columns
+        q = self.place("q", ("b", var("item")), ("h", var("other") * var("group"))) + r * D
+        k = self.place("k", ("b", var("item")), ("h", var("other")), ("m", var("key") + c))
+        masks = self.real.mask and self.isa.spelling(self.real, "load_mask", held)
+        atom = self.real if masks else replace(self.real, mask="")
+
+        def call(many: int) -> tuple[Stmt, ...]:
+            f = dot.micro_kernel(atom, rows, many, (held, held, "f32"), short=True)
+            to = Ptr("s", r * var("wide") + c)
+            return (Call(f, (D, q, D, k, var(f"{self.at['k']}_m"), to, var("wide"))),)
+
+        inner = (
+            For("c", const(0), whole, const(columns), call(columns)),
+            For("c", whole, var("keys"), const(1), call(1)),
+        )
+        return (For("r", begin, end, const(rows), inner),)
+
+    def values(self) -> tuple[Stmt, ...]:
+        """o[query][column] += weights . V."""
+        lanes, dv = self.real.n, var("dv")
+        wide = lanes * (4 if self.isa.registers >= 32 else 2)
+        most, whole = dv // wide * wide, dv // lanes * lanes
+        found = (
+            For("c", const(0), most, const(wide), self.columns(wide)),
+            For("c", most, whole, const(lanes), self.columns(lanes)),
+        )
+        if lanes == 1:
+            return found
+        return (*found, If(whole.lt(dv), (Let("c", whole), *self.last_columns())))
+
+    def columns(self, wide: int, *, ragged: bool = False) -> tuple[Stmt, ...]:
+        """Some columns of V, for all queries."""
+        i, c = var("i"), var("c")
+        near = self.place("v", ("b", var("item")), ("h", var("other")), ("m", var("key"))) + c
+
+        def call(rows: int) -> Stmt:
+            shape = Shape(rows, wide, a_packed=False, b_packed=False, b=self.form.held, ragged=ragged, unroll=2)
+            f = micro_kernel(self.real, shape)
+            f = replace(f, name=f"values_{rows}x{wide}{'_last' if ragged else ''}")
+            args = (var("keys"), Ptr("s", i * var("wide")), var("wide"), const(1), near, var(f"{self.at['v']}_m"))
+            to = (Ptr("o", i * var("across") + c), var("across"))
+            return Call(f, (*args, *to, minimum(var("dv") - c, wide), var("first").lt(var("key"))))
+
+        return (
+            For("i", const(0), var("tall"), const(TALL), (call(TALL),)),
+            For("i", var("tall"), var("rows"), const(1), (call(1),)),
+        )
+
+    def last_columns(self) -> tuple[Stmt, ...]:
+        """Columns of V that do not fill a vector: masked, or one by one."""
+        if self.real.mask and self.isa.spelling(self.real, "load_mask", self.form.held):
+            return self.columns(self.real.n, ragged=True)
+        i, j, p = var("i"), var("j"), var("p")
+        v = self.place("v", ("b", var("item")), ("h", var("other")), ("m", var("key") + p)) + j
+        to = Ptr("o", i * var("across") + j)
+        one = (
+            If(var("first").eq(var("key")), (Move(to, None),)),
+            For("p", const(0), var("keys"), const(1), (MacScalar(to, Ptr("s", i * var("wide") + p), v),)),
+        )
+        across = For("j", var("c"), var("dv"), const(1), one)
+        return (For("i", const(0), var("rows"), const(1), (across,)),)
+
+    # -- all runs ------------------------------------------------------------
+
+    def join(self) -> Function:
+        """The runs of an item and a head of keys become results."""
+        task, i, head = var("task"), var("i"), var("other") * var("group")
+        names = ("mosts", "sums", "changes", "o")
+        args: tuple[Index | Ptr, ...] = (var("rows"), var("across"), *map(Ptr, names))
+        args += tuple(Ptr(f"{x}_next") for x in names)
+        runs = For(
+            "r",
+            const(1),
+            self.runs,
+            const(1),
+            (*self.pieces(task * self.runs + var("r"), "_next"), Call(joined(self.isa, self.real), args)),
+        )
+        to = self.place("o", ("b", var("item")), ("h", head))
+        ends = (var("rows"), var("dv"), Ptr("o"), var("across"), Ptr("sums"), to, var(f"{self.at['o']}_m"))
+        body: list[Stmt] = [*self.lets(), Let("item", task // var("few")), Let("other", task % var("few"))]
+        body += [*self.pieces(task * self.runs), runs]
+        body.append(Call(last(self.isa, self.real, lse=self.form.lse), (var("rows"), Ptr("sums"), Ptr("mosts"))))
+        body.append(Call(divided(self.isa, self.real, self.form.to), ends))
+        if self.form.lse:
+            here = self.place("lse", ("b", var("item")), ("h", head)) + i
+            body.append(For("i", const(0), var("rows"), const(1), (Move(here, Ptr("mosts", i)),)))
+        return Function("join", "task", (), tuple(body), "The runs of an item and a head of keys become results")
+
+
+class _Keys(Elements):
+    """Elements of one query that know its position and the window."""
+
+    __slots__ = ()
+
+    def leaf(self, x: Expr, j: Index, few: str) -> tuple[Stmt, ...]:
+        if x.op == "index" and x.args[0] in ("p", "w"):
+            at = self.row + var("offset") if x.args == ("p",) else var("window")
+            return (Map("whole", self.name(x), (), "s32", "s32", self.real.name, at),)
+        return super().leaf(x, j, few)
+
+
+def weights(isa: Isa, real: Atom, text: str, bounds: Bounds) -> Function:
+    """s[keys], the scores of one query, become weights; its largest, its sum and its change follow."""
+    scores = parse(text)
+    ((_, score),) = scores.results
+    score = select(bounds.seen("p", "n"), score, float("-inf")) if bounds else score
+    weighed, change = weight(KEPT, MOST), weight(BEFORE, MOST)
+    at = _Keys(
+        isa, real, Fused(scores.operands, ((C, score), (C, weighed), (C, change))), const(0), var("query"), var("key")
+    )
+    name, n, lanes = real.name, var("keys"), real.n
+    whole, j = n - n % lanes, var("j")
+    fixed: tuple[Stmt, ...] = at.once([score], "bhmpw")
+    held = dict(at.names)
+
+    def every(step: Callable[[Index, str], tuple[Stmt, ...]]) -> tuple[Stmt, ...]:
+        loop = For("j", const(0), whole, const(lanes), step(j, ""))
+        if lanes == 1:
+            return (loop,)
+        rest = (Let("j", whole), Let("left", n - whole), *at.few(n - whole), *step(j, "left"))
+        return (loop, If(whole.lt(n), rest))
+
+    def largest(j: Index, few: str) -> tuple[Stmt, ...]:
+        at.names = held | {acc(): at.name(acc())}
+        found = [Verb("load_c", at.names[acc()], p=Ptr("s", j), of=name), *at.compute([score], j, few)]
+        value, before = at.value(score)
+        found += before
+        if few:
+            found += [
+                Map("lanes", "place", (), "s32", "s32", name, const(0)),
+                Map("whole", "count", (), "s32", "s32", name, var(few)),
+                Map("lt", "there", ("place", "count"), "mask", "s32", name),
+                Map("select", "kept", ("there", value, float("-inf")), "f32", "f32", name),
+            ]
+            value = "kept"
+        store = Verb("store", value, p=Ptr("s", j), of=name)
+        return (*found, store, Map("greater", "most", (value, "most"), "f32", "f32", name))
+
+    def weigh(j: Index, few: str) -> tuple[Stmt, ...]:  # noqa: ARG001 - past the last key are scores of -inf
+        at.names = {MOST: "largest", KEPT: at.name(KEPT)}
+        found = [Verb("load_c", at.names[KEPT], p=Ptr("s", j), of=name), *at.compute([weighed], j, "")]
+        value = at.names[weighed]
+        store = Verb("store", value, p=Ptr("s", j), of=name)
+        return (*found, store, Map("add", "sum", ("sum", value), "f32", "f32", name))
+
+    def spread(into: str, p: Ptr) -> tuple[Stmt, ...]:
+        one = Verb("load_a", f"{into}_one", p=p, of=name)
+        return (one, Map("splat", into, (f"{into}_one",), "f32", "f32", name))
+
+    body: list[Stmt] = [*at.scratch(), Scratch("lane", lanes, "f32"), Scratch("whole_sum", 1, "f32"), *fixed]
+    body += [*spread("before", Ptr("mosts")), *spread("most", Ptr("mosts")), *every(largest)]
+    body += [Verb("store", "most", p=Ptr("lane"), of=name), Total("max", Ptr("mosts"), Ptr("lane"), lanes)]
+    body += [*spread("largest", Ptr("mosts")), Map("literal", "sum", (0.0,), "f32", "f32", name), *every(weigh)]
+    body += [Verb("store", "sum", p=Ptr("lane"), of=name), Total("add", Ptr("whole_sum"), Ptr("lane"), lanes)]
+    at.names = {MOST: "largest", BEFORE: "before"}
+    body += [*at.compute([change], const(0), ""), Verb("store", at.names[change], p=Ptr("lane"), of=name)]
+    body += [Move(Ptr("changes"), Ptr("lane")), *spread("total", Ptr("sums")), *spread("fresh", Ptr("whole_sum"))]
+    body += [Map("fma", "total", ("total", at.names[change], "fresh"), "f32", "f32", name)]
+    body += [Verb("store", "total", p=Ptr("lane"), of=name), Move(Ptr("sums"), Ptr("lane"))]
+    params = [Param(x) for x in ("keys", "item", "head", "key", "query", "offset", "window")]
+    params += [Param(x, "f32") for x in ("s", "mosts", "sums", "changes")]
+    comment = "s[keys] = weights of the scores of one query, beside those of the blocks before"
+    return Function("weights", "inner", (*params, *parameters(scores)), tuple(body), comment)
+
+
+def joined(isa: Isa, real: Atom) -> Function:
+    """What two runs come to together, in the place of the first."""
+    mine, other = weight(BEFORE, MOST), weight(KEPT, MOST)
+    at = Elements(isa, real, Fused((), ((C, mine), (C, other))))
+    name, j, i = real.name, var("j"), var("i")
+    at.names = {MOST: "most", BEFORE: "before", KEPT: "next"}
+    numbers: list[Stmt] = [Verb("load_c", "before", p=Ptr("mosts", j)), Verb("load_c", "next", p=Ptr("mosts_next", j))]
+    numbers += [Map("greater", "most", ("next", "before"), "f32", "f32", name)]
+    numbers += [*at.compute([mine, other], j, ""), Verb("load_c", "sum", p=Ptr("sums", j))]
+    numbers += [Verb("load_c", "more", p=Ptr("sums_next", j))]
+    numbers += [Map("mul", "sum", ("sum", at.names[mine]), "f32", "f32", name)]
+    numbers += [Map("fma", "sum", ("more", at.names[other], "sum"), "f32", "f32", name)]
+    kept = (("most", "mosts"), ("sum", "sums"), (at.names[mine], "changes"), (at.names[other], "changes_next"))
+    numbers += [Verb("store", x, p=Ptr(to, j)) for x, to in kept]
+    here = i * var("across") + j
+    row: list[Stmt] = []
+    for x, p in (("a", "changes"), ("b", "changes_next")):
+        row += [Verb("load_a", f"{x}_one", p=Ptr(p, i)), Map("splat", x, (f"{x}_one",), "f32", "f32", name)]
+    step = (
+        Verb("load_c", "x", p=Ptr("o", here)),
+        Verb("load_c", "y", p=Ptr("o_next", here)),
+        Map("mul", "x", ("x", "a"), "f32", "f32", name),
+        Map("fma", "x", ("y", "b", "x"), "f32", "f32", name),
+        Verb("store", "x", p=Ptr("o", here)),
+    )
+    row.append(For("j", const(0), var("across"), const(real.n), step))
+    body = (
+        For("j", const(0), var("rows"), const(real.n), tuple(numbers)),
+        For("i", const(0), var("rows"), const(1), tuple(row)),
+    )
+    names = ("mosts", "sums", "changes", "o")
+    params = [Param("rows"), Param("across"), *(Param(x, "f32") for x in names)]
+    params += [Param(f"{x}_next", "f32") for x in names]
+    return Function("joined", "inner", tuple(params), body, "Two runs of keys together")

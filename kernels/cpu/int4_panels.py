@@ -1,0 +1,304 @@
+"""Weights of four bits: panels of codes, unfolded into panels of numbers.
+
+A panel of codes is, for each group of rows, a row of NR scales and one of NR
+offsets, both f32, then the group's words [word][NR]: eight codes of one column,
+at the bits that `dtype.CODES_AT` says. A weight is scale * code + offset, one
+multiply-add in f32, rounded once more where the panel that it goes to holds a
+narrower type. In a last word that k does not fill the codes are zero.
+
+Few rows of floats, and any number of quantised ones, are multiplied by codes as
+they lie: the sum over a group is scale * sum_k a (code - 8) + (offset + 8 scale) * sum_k a,
+so that only the codes become numbers for each element, and scales are applied once
+a group. Codes of weights around 0 are around 8: of codes themselves both sums would
+be large, and cancel. Where that would take more instructions, codes of even k are 16
+less, and others as they are: sums grow as slowly, and start at 8 times the difference
+of sums of A that makes good for it. With an A of s8, sums of codes start at
+-8 * sum_k a; they are exact, in s32: 1920 a step at most, which
+reaches 2**31 at a group of a million rows. Sums over groups, and those of floats within a group that is longer,
+are added up in runs (`summation`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+from portmm.ir.nodes import (
+    Add,
+    For,
+    Function,
+    If,
+    Let,
+    LetPtr,
+    Map,
+    Move,
+    Param,
+    Ptr,
+    Scratch,
+    Verb,
+    ceil_div,
+    const,
+    minimum,
+    var,
+)
+from portmm.kernels.cpu.microkernel import Shape, acc_of, element_of_a, params_of_a, spare, write_back
+from portmm.spec.dtype import CODES_AT, CODES_KR, ZERO_CODE, base
+from portmm.target.summation import RUN, STEP, chained
+
+if TYPE_CHECKING:
+    from portmm.ir.nodes import Index, Stmt
+    from portmm.spec.problem import Family
+    from portmm.target.target import Atom, Isa
+
+
+WORDS = STEP // CODES_KR
+"""Words after which sums of floats whose codes alternate are made those of codes less 8."""
+
+
+def unfolding(isa: Isa, atom: Atom, kept: Family) -> Function:
+    """to[p][j] = the weights of words `first` <= u < `last` of a panel of codes, eight rows each.
+
+    Where the panel holds units, rows are rounded to its elements in scratch, and woven.
+    """
+    words, real = isa.vector("s32", atom.n), isa.vector("f32", atom.n)
+    assert words is not None  # noqa: S101 - or the atom would not serve codes
+    assert real is not None  # noqa: S101 - the same
+    nr, kr, u = kept.nr, atom.k_pack, var("u")
+    vectors = [(v, v * atom.n) for v in range(nr // atom.n)]
+    # Words of a group, after its scales and offsets.
+    long = kept.group // CODES_KR
+    group = u // long if long else const(0)
+    row = Ptr("to", (u - var("first")) * (CODES_KR // kr * nr))
+    body: list[Stmt] = [
+        Let("head", group * ((2 + long) * nr)),
+        LetPtr("scales", Ptr("b", var("head")), "f32", readonly=True),
+        LetPtr("words", Ptr("b", var("head") + (u - group * long + 2) * nr), "s32", readonly=True),
+        Scratch("rows", CODES_KR * nr, base(atom.right)) if kr > 1 else LetPtr("rows", row, atom.right),
+    ]
+    for v, at in vectors:
+        body += [
+            Verb("load_b", f"s{v}", p=Ptr("scales", const(at))),
+            Verb("load_b", f"w{v}", p=Ptr("words", const(at)), of=words.name),
+        ]
+    for e in range(CODES_KR):
+        for v, at in vectors:
+            body += [
+                Verb("load_c", f"x{v}", p=Ptr("scales", const(nr + at))),
+                Verb("code", f"q{v}", f"w{v}", count=const(CODES_AT[e])),
+                Verb("mac", f"x{v}", f"s{v}", f"q{v}"),
+                Verb("store", f"x{v}", p=Ptr("rows", const(e * nr + at))),
+            ]
+    for e, (v, at) in product(range(0, CODES_KR, kr), vectors) if kr > 1 else ():
+        body += [
+            Verb("load_rows", f"u{v}", p=Ptr("rows", const(e * nr + at)), step=const(nr), of=atom.name),
+            Verb("store", f"u{v}", p=row + (e // kr * nr + at), to=atom.right, of=atom.name),
+        ]
+    params = (Param("first"), Param("last"), Param("b", "s32", readonly=True), Param("to", atom.right))
+    loop = For("u", var("first"), var("last"), const(1), tuple(body))
+    return Function("unfold", "inner", params, (loop,), f"to[8 rows][{nr}] = scale * code + offset", of=real.name)
+
+
+def _many(atom: Atom, kept: Family) -> bool:
+    """Whether a group has many runs."""
+    return not chained(atom) and not 0 < kept.group <= RUN
+
+
+def starts_of_group(atom: Atom, group: int) -> Index:
+    """Numbers that make sums over a group those of codes less 8: one for each `STEP` codes of floats."""
+    if atom.centred:
+        return const(0)
+    if atom.acc == "s32":
+        return const(1)
+    return const(-(-group // STEP)) if group else ceil_div(var("k"), STEP)
+
+
+def totalling(atom: Atom, real: Atom, kept: Family, s: Shape) -> Function:
+    """totals[row][g] = the sum of A over group g, starts[row][g][...] = what makes codes of its parts codes less 8."""
+    k, g, first = ceil_div(var("k"), atom.k_pack), var("g"), var("p_run")
+    long = const(kept.group // atom.k_pack) if kept.group else k
+    run = long if atom.acc == "s32" else const(STEP // atom.k_pack)
+    rows, ways = range(s.rows), 2 if _alternates(atom) else 1
+    begin, end = g * long, minimum(k, (g + 1) * long)
+    limit = minimum(end, first + run)
+
+    def step(p: Index, sign: str) -> list[Stmt]:
+        found: list[Stmt] = []
+        for i in rows:
+            a = f"a{i % 2}"
+            found += [Verb("load_a", a, p=element_of_a(s, i, p)), Verb("mac", f"t{i}", a, "one")]
+            found += [Verb("mac", f"d{i}", a, sign)] if ways > 1 else []
+        return found
+
+    each = [*step(var("p"), "eight"), *(step(var("p") + 1, "minus_eight") if ways > 1 else ())]
+    runs: list[Stmt] = [Verb("zero", f"{x}{i}") for i in rows for x in "td"[:ways]]
+    runs.append(For("p", first, limit - (ways - 1), const(ways), tuple(each)))
+    runs += [If((limit % 2).eq(1), tuple(step(limit - 1, "eight")))] if ways > 1 else []
+    # An error of a total is one of every column, and weighs as much as its zero point is off 8.
+    place, lanes = [const(i) * var("groups") + g for i in rows], Ptr("lanes")
+    whole = [Ptr("whole", const(i)) for i in rows]
+    for i in rows:
+        runs += [Verb("store", f"t{i}", p=lanes), Add(whole[i], lanes)]
+        if not atom.centred:
+            less = Map("mul", f"d{i}", (f"t{i}", "minus_eight"), atom.acc, atom.acc, real.name)
+            start = Ptr("starts", place[i] * starts_of_group(atom, kept.group) + (first - begin) // run)
+            runs += [*([less] if ways == 1 else []), Verb("store", f"d{i}", p=lanes), Move(start, lanes)]
+    group: list[Stmt] = [Move(x, None) for x in whole]
+    group.append(For("p_run", begin, end, run, tuple(runs)))
+    group += [Move(Ptr("totals", place[i]), whole[i]) for i in rows]
+    signs = {"minus_eight": -ZERO_CODE, "eight": ZERO_CODE} if not atom.centred else {}
+    body: list[Stmt] = [Scratch("lanes", atom.n, atom.acc), Scratch("whole", s.rows, "f64"), Verb("ones", "one")]
+    body += [Map("literal", x, (signs[x],), atom.acc, atom.acc, real.name) for x in list(signs)[:ways]]
+    body.append(For("g", const(0), var("groups"), const(1), tuple(group)))
+    params = (*params_of_a(s), Param("totals", "f32"), *_starts(atom), Param("groups"))
+    comment = f"totals[{s.rows}][groups] = sums of A over groups of k"
+    return Function(f"totals_{s.rows}", "inner", params, tuple(body), comment)
+
+
+def _alternates(atom: Atom) -> bool:
+    """Whether codes of even k are 16 less, so that sums of floats do not grow."""
+    return bool(atom.below)
+
+
+def _starts(atom: Atom) -> tuple[Param, ...]:
+    """The parameter that makes sums of codes those of codes less 8."""
+    return () if atom.centred else (Param("starts", atom.acc),)
+
+
+def decoding(isa: Isa, atom: Atom, kept: Family, s: Shape) -> Function:
+    """C[rows][columns] = A[rows][k] . B, B a panel of codes."""
+    real = isa.vector("f32", atom.n)
+    assert real is not None  # noqa: S101 - or the atom would not serve codes
+    nr, k, g, here = kept.nr, var("k"), var("g"), var("here")
+    tile = _Tile(isa, atom, real, kept, s)
+    words = ceil_div(k, CODES_KR)
+    long = const(kept.group // CODES_KR) if kept.group else words
+    full: Index = here
+    rest: tuple[Stmt, ...] = ()
+    start: tuple[Stmt, ...] = (Let("start", g * long), Let("here", minimum(long, words - var("start"))))
+    if atom.acc == "f32":  # past k, an A of floats need not be finite
+        full = var("full")
+        start += (Let("full", minimum(here, k // CODES_KR - var("start"))),)
+        rest = (If(full.lt(here), tile.last(full, ceil_div(k % CODES_KR, atom.k_pack))),)
+    sums: tuple[Stmt, ...] = (*tile.begun(), *tile.summed(const(0), full, here), *rest, *tile.scaled(g))
+    if _many(atom, kept):
+        first, run = var("u_run"), RUN // CODES_KR
+        once = tile.summed(first, minimum(full, first + run), minimum(here, first + run))
+        runs = For("u_run", const(0), here, const(run), (*tile.zero(), *once, *tile.scaled()))
+        sums = (runs, *tile.zero(), *rest, *tile.scaled(g))
+    group = (
+        *start,
+        LetPtr("scales", Ptr("b", g * ((long + 2) * nr)), "f32", readonly=True),
+        LetPtr("words", Ptr("b", (g * (long + 2) + 2) * nr), "s32", readonly=True),
+        *sums,
+    )
+    zero = tuple(Verb("zero", acc_of(i, v)) for i, v in tile.cells)
+    s = replace(s, chained=False)
+    end: tuple[Stmt, ...] = write_back(real, s, edge=True)
+    if not real.mask_free:
+        end = (If(var("columns").lt(nr), end, write_back(real, s, edge=False)),)
+    run, first = max(1, RUN // kept.group) if kept.group else 1, var("g_run")
+    few = For("g", first, minimum(var("groups"), first + run), const(1), group)
+    loop = For("g_run", const(0), var("groups"), const(run), (Let("accumulate", const(0).lt(first)), *zero, few, *end))
+    params = [*params_of_a(s), Param("b", "s32", readonly=True), Param("totals", "f32", readonly=True)]
+    params += [*_starts(atom), Param("groups"), Param("c", "f32"), Param("c_m"), Param("columns")]
+    comment = f"C[{s.rows}][columns] = A[{s.rows}][k] . B[k][{nr}], codes of four bits"
+    body = (*spare(real, s), loop)
+    return Function(f"decode_{s.rows}x{nr}", "inner", tuple(params), body, comment, of=real.name)
+
+
+class _Tile:
+    """The statements of a register tile that reads codes: sums over a group, and over all of k in f32."""
+
+    def __init__(self, isa: Isa, atom: Atom, real: Atom, kept: Family, s: Shape) -> None:
+        words = isa.vector("s32", atom.n)
+        assert words is not None  # noqa: S101 - or the atom would not serve codes
+        self.atom, self.real, self.words, self.nr, self.s = atom, real, words, kept.nr, s
+        self.vectors, self.rows = range(self.nr // atom.n), range(s.rows)
+        self.cells = [(i, v) for i in self.rows for v in self.vectors]
+        self.exact = atom.acc == "s32"
+        self.starts = starts_of_group(atom, kept.group)
+        self.anew = _alternates(atom) and not 0 < kept.group <= STEP
+        self.verbs = ("below" if _alternates(atom) else "code", "code")
+
+    def zero(self) -> tuple[Stmt, ...]:
+        """Nothing has been summed."""
+        return tuple(Verb("zero", f"part{i}_{v}", of=self.atom.name) for i, v in self.cells)
+
+    def begun(self) -> tuple[Stmt, ...]:
+        """Registers of the first values of sums over a group."""
+        if self.atom.centred or self.anew:
+            return self.zero()
+        return tuple(x for i in self.rows for x in self.start(i, const(0), [f"part{i}_{v}" for v in self.vectors]))
+
+    def start(self, i: int, part: Index, to: list[str]) -> tuple[Stmt, ...]:
+        """Registers of what makes sums of row i, of a part of the group, those of codes less 8."""
+        at = Ptr("starts", (const(i) * var("groups") + var("g")) * self.starts + part)
+        if self.exact:
+            return tuple(Verb("load_a", x, p=at, of=self.words.name) for x in to)
+        splat = (Map("splat", x, (f"start{i}",), "f32", "f32", self.real.name) for x in to)
+        return (Verb("load_a", f"start{i}", p=at), *splat)
+
+    def summed(self, first: Index, full: Index, last: Index) -> tuple[Stmt, ...]:
+        """Whole words from `first` to `full`, and what makes good for parts that begin before `last`."""
+        u, at = var("u"), var("u_part")
+        if not self.anew:
+            return (For("u", first, full, const(1), self.word(u)),)
+        body: list[Stmt] = []
+        for i in self.rows:
+            body += self.start(i, at // WORDS, [f"from{i}"])
+            parts = [f"part{i}_{v}" for v in self.vectors]
+            body += [Map("add", x, (x, f"from{i}"), "f32", "f32", self.real.name) for x in parts]
+        body.append(For("u", at, minimum(full, at + WORDS), const(1), self.word(u)))
+        return (For("u_part", first, last, const(WORDS), tuple(body)),)
+
+    def load(self, u: Index) -> list[Stmt]:
+        """Word u of the group, of every column."""
+        at = [Ptr("words", u * self.nr + v * self.atom.n) for v in self.vectors]
+        return [Verb("load_b", f"w{v}", p=p, of=self.words.name, to="s32") for v, p in enumerate(at)]
+
+    def step(self, p: Index, bit: Index, verb: str = "code") -> list[Stmt]:
+        """The codes that begin at `bit`, by the unit of A at p."""
+        of, verb = self.atom.name, "centred" if self.atom.centred else verb
+        out: list[Stmt] = [Verb(verb, f"q{v}", f"w{v}", count=bit, of=of) for v in self.vectors]
+        for i in self.rows:
+            out.append(Verb("load_a", f"a{i}", p=element_of_a(self.s, i, p), of=of))
+            out += [Verb("mac", f"part{i}_{v}", f"a{i}", f"q{v}", of=of) for v in self.vectors]
+        return out
+
+    def word(self, u: Index) -> tuple[Stmt, ...]:
+        """A whole word."""
+        kr = self.atom.k_pack
+        first = (var("start") + u) * (CODES_KR // kr)
+        units = range(0, CODES_KR, kr)
+        steps = (self.step(first + e // kr, const(CODES_AT[e]), self.verbs[e % 2]) for e in units)
+        return (*self.load(u), *(x for step in steps for x in step))
+
+    def last(self, u: Index, count: Index) -> tuple[Stmt, ...]:
+        """The first units of word u."""
+        e, kr = var("e"), self.atom.k_pack
+        first, at = (var("start") + u) * (CODES_KR // kr), e * kr
+        bit = at % 4 * CODES_AT[1] + at // 4 * CODES_AT[4]
+        each = tuple(self.step(first + e, bit))
+        if _alternates(self.atom):
+            each = (If((e % 2).eq(0), tuple(self.step(first + e, bit, "below")), each),)
+        return (*self.load(u), For("e", const(0), count, const(1), each))
+
+    def scaled(self, g: Index | None = None) -> tuple[Stmt, ...]:
+        """Add sums over a group to those of all groups, scaled: of its last run, with the offset of group `g`."""
+        out: list[Stmt] = []
+        if g is not None:
+            out.append(Map("literal", "zero_code", (float(ZERO_CODE),), "f32", "f32", self.real.name))
+            out += [Verb("load_a", f"t{i}", p=Ptr("totals", const(i) * var("groups") + g)) for i in self.rows]
+        for v in self.vectors:
+            scale, offset = (Ptr("scales", const(x * self.nr + v * self.atom.n)) for x in (0, 1))
+            out.append(Verb("load_b", f"s{v}", p=scale))
+            if g is not None:
+                centre = Map("fma", f"c{v}", (f"s{v}", "zero_code", f"o{v}"), "f32", "f32", self.real.name)
+                out += [Verb("load_b", f"o{v}", p=offset), centre]
+            for i in self.rows:
+                part = f"part{i}_{v}"
+                out += [Verb("real", "x", a=part)] if self.exact else []
+                out.append(Verb("mac", acc_of(i, v), f"s{v}", "x" if self.exact else part))
+                out += [Verb("mac", acc_of(i, v), f"t{i}", f"c{v}")] * (g is not None)
+        return tuple(out)

@@ -1,0 +1,271 @@
+"""The micro-kernel: a register tile of C, updated over a run of k.
+
+MR rows by NV vectors by P panels of accumulators stay in named registers. Per
+step of k it loads one row of each B panel and, row by row, broadcasts one
+element of A and multiplies: outer products, so that each element is a chain of
+multiply-adds in the order of k. An atom of two rows takes rows by two: a
+last one without a neighbour is there twice, in the fragment of A and in the sums,
+which are the same and are stored in the same place. Floats are added to C after the
+loop, which is one run of k (`summation`): runs do not depend on any blocking, so
+neither does the result. Where chains are longer than the loop, those of integers
+too, C is loaded before it instead. (Goto & van de Geijn, ACM TOMS 34(3), 2008.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from portmm.ir.nodes import For, Function, If, Index, LetPtr, Move, Param, Prefetch, Ptr, Scratch, Verb, const, var
+from portmm.kernels.cpu.packing import keep, line_of
+
+if TYPE_CHECKING:
+    from portmm.ir.nodes import Stmt
+    from portmm.target.target import Atom
+
+
+AT_ONCE = 4
+"""Vectors of C that are loaded before the first of them is added."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Geometry and operand access of a micro-kernel.
+
+    Attributes:
+        rows: register rows.
+        nr: columns of one panel, a multiple of the atom's n.
+        panels: panels side by side, `b_panel` elements apart.
+        a_packed: A is a panel a[k][rows]; else a[row * a_m + k * a_k].
+        b_packed: B is a panel b[k][nr]; else b[k * b_k + column].
+        prefetch: rows of a B in place to ask for ahead, 0 for none.
+        ahead: ask for the next tile of C, and for these streams: at step p, stream s
+            asks for s_next + (p % line) * s_step + (p / line) * s_hop.
+        unroll: steps of k written out.
+        inline: merge into the caller.
+        ragged: the last panel may be short.
+        a: what A holds: left fragments' elements or units, or what converts to them.
+        b: what B holds.
+        unshift: A was shifted, and sums of B's columns lie `sums_at` units past b: "whole",
+            over all of k, or "block", over the k of this visit; "" for neither.
+        final: the type of the C that is asked for ahead, where sums are elsewhere until they are
+            finished; "" where they are C.
+        chained: C is loaded before the loop, whose chains continue those of C; else added to after it.
+        parts: chains go on from visit to visit; at the end of one, `add` what is `kept` of those before, and `keep`
+            the sum there unless it is that of the last.
+    """
+
+    rows: int
+    nr: int
+    panels: int = 1
+    a_packed: bool = True
+    b_packed: bool = True
+    prefetch: int = 0
+    ahead: tuple[str, ...] | None = None
+    unroll: int = 1
+    inline: bool = False
+    ragged: bool = True
+    a: str = "f32"
+    b: str = "f32"
+    unshift: str = ""
+    final: str = ""
+    chained: bool = False
+    parts: bool = False
+
+
+def micro_kernel(atom: Atom, s: Shape) -> Function:
+    """C[rows][columns] (+)= A . B over k steps; `columns` may stop short of a panel."""
+    wide = s.panels * s.nr
+    body: tuple[Stmt, ...]
+    if s.panels > 1 or wide == 1 or not s.ragged:
+        body = (*_begin(atom, s, edge=False), *_loop(atom, s, masked=False), *write_back(atom, s, edge=False))
+    else:
+        short = var("columns").lt(wide)
+        loop = _loop(atom, s, masked=False)
+        if not s.b_packed and atom.mask:
+            # An unpacked B must not be read past its last column.
+            loop = (If(short, _loop(atom, s, masked=True), loop),)
+        begin, end = _begin(atom, s, edge=True), write_back(atom, s, edge=True)
+        if not atom.mask_free:
+            begin = (If(short, begin, _begin(atom, s, edge=False)),) if s.chained else begin
+            end = (If(short, end, write_back(atom, s, edge=False)),)
+        body = (*spare(atom, s), *begin, *loop, *end)
+    params = [*params_of_a(s), Param("b", s.b, readonly=True)]
+    params += [] if s.b_packed else [Param("b_k")]
+    params += [Param("b_panel")] if s.panels > 1 else []
+    params += [Param("sums_at")] if s.unshift else []
+    params += [Param("c", atom.acc), Param("c_m"), Param("columns"), Param("accumulate")]
+    params += [Param("kept", atom.acc), Param("kept_m"), Param("add"), Param("keep")] if s.parts else []
+    if s.ahead is not None:
+        params.append(Param("c_next", s.final or atom.acc))
+        params += [Param("next_m")] if s.final else []
+        for x in s.ahead:
+            given = s.a if x == "a" else s.b
+            params += [Param(f"{x}_next", given, readonly=True), Param(f"{x}_step"), Param(f"{x}_hop")]
+        cells = [(i, j) for i in range(s.rows) for j in range(0, s.nr, line_of(atom, s.final))]
+        step = var("next_m" if s.final else "c_m")
+        asks = (Prefetch(Ptr("c_next", const(i) * step + j), write=True) for i, j in cells)
+        body = (*asks, *body)
+    name = f"ukr_{s.rows}x{wide}"
+    comment = f"C[{s.rows}][columns] (+)= A[{s.rows}][k] . B[k][{wide}]"
+    return Function(name, "inner", tuple(params), body, comment, s.inline)
+
+
+def vectors_of(atom: Atom, s: Shape) -> range:
+    """Numbers of the vectors across a register tile."""
+    return range(s.panels * s.nr // atom.n)
+
+
+def acc_of(i: int, v: int) -> str:
+    """The register that sums row i, and what rows the atom has beside it, of vector v."""
+    return f"c{i}_{v}"
+
+
+def _cells(atom: Atom, s: Shape) -> list[tuple[int, int]]:
+    """Row and vector of each accumulator."""
+    return [(i, v) for i in range(0, s.rows, atom.m) for v in vectors_of(atom, s)]
+
+
+def _apart(atom: Atom, s: Shape, i: int, step: Index) -> Index | None:
+    """How far apart the rows of a register lie that begins with row i: a last one is there twice."""
+    if atom.m == 1:
+        return None
+    return step if i + 1 < s.rows else const(0)
+
+
+def params_of_a(s: Shape) -> tuple[Param, ...]:
+    """The run of k, and the slice of A with its strides if it is not packed."""
+    strides = () if s.a_packed else (Param("a_m"), Param("a_k"))
+    return (Param("k"), Param("a", s.a, readonly=True), *strides)
+
+
+def element_of_a(s: Shape, i: int, p: Index) -> Ptr:
+    """Row i of the slice of A at step p."""
+    return Ptr("a", p * s.rows + i) if s.a_packed else Ptr("a", const(i) * var("a_m") + p * var("a_k"))
+
+
+def _at(atom: Atom, c: str, i: int, v: int) -> Ptr:
+    return Ptr(c, const(i) * var(f"{c}_m") + v * atom.n)
+
+
+def spare(atom: Atom, s: Shape) -> tuple[Stmt, ...]:
+    """What a short panel needs: masks of the valid columns, or a spare tile."""
+    if not atom.mask:
+        return (Scratch("tile", s.rows * s.nr, atom.acc),)
+    return tuple(keep(atom, f"m{v}", var("columns") - v * atom.n) for v in vectors_of(atom, s))
+
+
+def _begin(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
+    """Set the accumulators to zero, or from C where chains go on."""
+    cells = _cells(atom, s)
+    zero: tuple[Stmt, ...] = tuple(Verb("zero", acc_of(i, v)) for i, v in cells)
+    if not s.chained:
+        return zero
+    less = _unshift(atom, s)
+    if s.unshift == "whole":
+        zero, less = (*zero, *less), ()
+    load: tuple[Stmt, ...]
+    if not edge:
+        load = tuple(_sums("load_c", atom, s, i, v, "c") for i, v in cells)
+        return (If(var("accumulate"), load, zero), *less)
+    if atom.mask:
+        load = tuple(
+            Verb("load_mask", acc_of(i, v), p=_at(atom, "c", i, v), mask=f"m{v}", to=atom.acc) for i, v in cells
+        )
+        return (If(var("accumulate"), load, zero), *less)
+    load = (
+        *_copy(s, Ptr("tile"), Ptr("c"), const(s.nr), var("c_m")),
+        *(_sums("load_c", atom, s, i, v, "tile") for i, v in cells),
+    )
+    return (If(var("accumulate"), load, zero), *less)
+
+
+def _unshift(atom: Atom, s: Shape) -> tuple[Stmt, ...]:
+    """Take what a shifted A adds off the accumulators: sums over columns, which lie after each panel."""
+    if not s.unshift:
+        return ()
+    per_panel = s.nr // atom.n
+    out: list[Stmt] = []
+    for v in vectors_of(atom, s):
+        panel = var("b_panel") * (v // per_panel) if s.panels > 1 else const(0)
+        if v % per_panel == 0:
+            out.append(LetPtr(f"sums{v}", Ptr("b", panel + var("sums_at")), atom.acc, readonly=True))
+        at = Ptr(f"sums{v // per_panel * per_panel}", const(v % per_panel * atom.n))
+        out.append(Verb("load_c", f"s{v}", p=at))
+        out += [Verb("unshift", acc_of(i, v), b=f"s{v}") for i in range(0, s.rows, atom.m)]
+    return tuple(out)
+
+
+def _add(atom: Atom, s: Shape, c: str, *, edge: bool) -> tuple[Stmt, ...]:
+    """Add what is at `c` to the accumulators."""
+    before: tuple[Stmt, ...] = ()
+    spare_tile = edge and not atom.mask
+    if spare_tile:
+        before = _copy(s, Ptr("tile"), Ptr(c), const(s.nr), var(f"{c}_m"))
+    adds: list[Stmt] = []
+    for number, (i, v) in enumerate(_cells(atom, s)):
+        d = f"before{number % AT_ONCE}"
+        if edge and atom.mask:
+            adds.append(Verb("load_mask", d, p=_at(atom, c, i, v), mask=f"m{v}", to=atom.acc))
+        else:
+            adds.append(_sums("load_c", atom, s, i, v, "tile" if spare_tile else c, d=d))
+        adds.append(Verb("add", acc_of(i, v), d))
+    return (*before, *adds)
+
+
+def _store(atom: Atom, s: Shape, c: str, *, edge: bool) -> tuple[Stmt, ...]:
+    """Write the accumulators to `c`."""
+    cells = _cells(atom, s)
+    if not edge:
+        return tuple(_sums("store", atom, s, i, v, c) for i, v in cells)
+    if atom.mask:
+        return tuple(Verb("store_mask", acc_of(i, v), p=_at(atom, c, i, v), mask=f"m{v}") for i, v in cells)
+    stores = (_sums("store", atom, s, i, v, "tile") for i, v in cells)
+    return (*stores, *_copy(s, Ptr(c), Ptr("tile"), var(f"{c}_m"), const(s.nr)))
+
+
+def write_back(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
+    """Write the accumulators to C, or add them to it."""
+    store = _store(atom, s, "c", edge=edge)
+    if s.parts:
+        add, keep_ = _add(atom, s, "kept", edge=edge), _store(atom, s, "kept", edge=edge)
+        return (If(var("add"), add), If(var("keep"), keep_, store))
+    if s.chained:
+        return store
+    return (If(var("accumulate"), _add(atom, s, "c", edge=edge)), *store)
+
+
+def _sums(verb: str, atom: Atom, s: Shape, i: int, v: int, c: str, *, d: str = "") -> Verb:  # noqa: PLR0917
+    """Load or store an accumulator, or register `d`: in memory named `c`, or in the spare "tile"."""
+    p = Ptr("tile") + (i * s.nr + v * atom.n) if c == "tile" else _at(atom, c, i, v)
+    return Verb(verb, d or acc_of(i, v), p=p, step=_apart(atom, s, i, const(s.nr) if c == "tile" else var(f"{c}_m")))
+
+
+def _copy(s: Shape, to: Ptr, src: Ptr, to_m: Index, src_m: Index) -> tuple[Stmt, ...]:
+    """Copy the valid columns, one element at a time, for ISAs without masks."""
+    row, col = var("row"), var("col")
+    move = Move(to + (row * to_m + col), src + (row * src_m + col))
+    inner = For("col", const(0), var("columns"), const(1), (move,))
+    return (For("row", const(0), const(s.rows), const(1), (inner,)),)
+
+
+def _loop(atom: Atom, s: Shape, *, masked: bool) -> tuple[Stmt, ...]:
+    """The loop over k: one outer product per step."""
+    p = var("p")
+    row = p * s.nr if s.b_packed else p * var("b_k")
+    per_panel = s.nr // atom.n
+    body: list[Stmt] = []
+    for v in vectors_of(atom, s):
+        panel = var("b_panel") * (v // per_panel) if s.panels > 1 else const(0)
+        at = Ptr("b", panel + row + (v % per_panel) * atom.n)
+        if s.prefetch and not s.b_packed:
+            body.append(Prefetch(at + var("b_k") * s.prefetch))
+        body.append(Verb("load_mask", f"b{v}", p=at, mask=f"m{v}") if masked else Verb("load_b", f"b{v}", p=at))
+    line = line_of(atom)
+    asks = [(f"{x}_next", p % line * var(f"{x}_step") + p // line * var(f"{x}_hop")) for x in s.ahead or ()]
+    body += [Prefetch(Ptr(name, offset), near=False) for name, offset in asks]
+    for i in range(0, s.rows, atom.m):
+        a = f"a{i // atom.m % 2}"
+        body.append(Verb("load_a", a, p=element_of_a(s, i, p), step=_apart(atom, s, i, const(1))))
+        body += [Verb("mac", acc_of(i, v), a, f"b{v}") for v in vectors_of(atom, s)]
+    return (For("p", const(0), var("k"), const(1), tuple(body), s.unroll),)

@@ -1,0 +1,318 @@
+"""A softmax that is found block by block, in lanes of queries.
+
+A sum of weights w(x, r) = exp(x - r), r being the largest x so far, must change when r does.
+Weights that satisfy w(x, r') = w(x, r) w(r, r') make that a product: whatever has been summed
+with them, the weights alone or rows of V, is multiplied by w(r, r'), which is the same
+expression as a weight, of another argument. So all here follows from `weight`, and from what
+the scores are (Milakov & Gimelshein 2018; Dao et al. 2022).
+
+A block of scores is s[key][query]: vectors hold queries, so that the largest and the sum of
+each query's keys are found without looking across lanes, and what comes out is
+the left operand of the product with V as that reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from portmm.ir.nodes import For, Function, If, Let, Map, Param, Ptr, Scratch, Verb, const, round_up, var
+from portmm.kernels.cpu.elementwise import Elements, parameters
+from portmm.spec import vector_math
+from portmm.spec.epilogue import C, Fused, acc, given, index, parse
+from portmm.spec.expr import OPS, Expr, bits, fma, from_bits, ordered, select
+from portmm.spec.expr import const as literal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.ir.nodes import Index, Stmt
+    from portmm.target.target import Atom, Isa
+
+LOWEST = -3.0e38
+"""The largest of no scores: less than any, and a number, as -inf less itself is none."""
+WORTH_KEEPING = 3
+"""Operations from which a score is kept between the passes over a block: a load and a store take as long."""
+MOST, BEFORE, KEPT = (given(i, "f32") for i in range(3))
+"""The largest score of a query, the largest before this block, a score that was kept."""
+
+
+LEAST = -87.0
+"""What a score may be less than the largest: the weight would be no normal number, and is 0."""
+LOG2E = 1.4426950408889634
+_WHOLE = 1.5 * 2**23 + 127  # added to a small number, it leaves a whole one in the last bits: an exponent
+_EXP2 = (1.0, 0.6931472, 0.24022648, 0.0555036, 0.009618506, 0.0013390807, 0.00015326461)  # 2**x up to 1/2, see vecmath
+
+
+def weight(x: Expr, most: Expr) -> Expr:
+    """The weight of a score beside the largest one, exp(x - most).
+
+    The difference is not positive, so that half of what `vecmath.exp` guards against cannot be. The error relative
+    to the weight is that of f32 times the difference; relative to the weight of the largest it is nothing.
+    """
+    # A product that is made anew must be rounded as when the largest was found, and not be one with the difference.
+    less = (fma(x.args[0], x.args[1], 0.0) if x.op == "mul" else x) - most
+    turns = fma(less, LOG2E, _WHOLE)
+    rest = fma(less, LOG2E, -(turns - _WHOLE))
+    power: Expr = literal(_EXP2[-1])
+    for c in reversed(_EXP2[:-1]):
+        power = fma(power, rest, c)
+    return select(less < LEAST, 0.0, power * from_bits(bits(turns) << 23))
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Which keys a query sees beside those that a function says.
+
+    Attributes:
+        causal: none after its own position.
+        window: none as far away as the window is wide.
+    """
+
+    causal: bool = False
+    window: bool = False
+
+    def __bool__(self) -> bool:
+        return self.causal or self.window
+
+    def seen(self, query: str, key: str) -> Expr:
+        """Whether the key on an axis is seen from the position on another."""
+        at, to = index(query), index(key)
+        found = to <= at if self.causal else None
+        if self.window:
+            near = at - index("w") < to
+            found = near if found is None else found & near
+            found = found if self.causal else found & (to < at + index("w"))
+        assert found is not None  # noqa: S101 - there are bounds
+        return found
+
+
+class _Scores(Elements):
+    """Elements that know positions and the window; registers of one of several rows have its number."""
+
+    def __init__(self, isa: Isa, real: Atom, fused: Fused, number: int) -> None:
+        row = var("r") + number
+        super().__init__(isa, real, fused, row, var("key") + row, var("query"))
+        self.number = number
+
+    def name(self, x: Expr) -> str:
+        return f"{super().name(x)}_{self.number}"
+
+    def leaf(self, x: Expr, j: Index, few: str) -> tuple[Stmt, ...]:
+        d, real = self.name(x), self.real.name
+        if x.op == "index" and x.args == ("p",):
+            return (Map("lanes", d, (), "s32", "s32", real, self.column + j + var("offset")),)
+        if x.op == "index" and x.args == ("w",):
+            return (Map("whole", d, (), "s32", "s32", real, var("window")),)
+        return super().leaf(x, j, few)
+
+    def load(self, x: Expr, j: Index, few: str) -> tuple[Stmt, ...]:
+        found = super().load(x, j, few)
+        # What is gathered passes through scratch that all rows share.
+        return (
+            found if len(found) == 1 or "n" not in self.axes[x] else (For("once", const(0), const(1), const(1), found),)
+        )
+
+
+def operations(x: Expr) -> int:
+    """How many operations an expression takes."""
+    return sum(y.op in OPS for y in ordered((x,)))
+
+
+def tile(isa: Isa, real: Atom, text: str, bounds: Bounds) -> Function:
+    """s[keys][queries] become weights; `most`, `sums` and `change` follow.
+
+    `text` is the score. The weights that were summed before are to be multiplied by `change`.
+    """
+    scores = parse(text)
+    ((_, score),) = scores.results
+    score = select(bounds.seen("p", "m"), score, float("-inf")) if bounds else score
+    keeps = operations(score) >= WORTH_KEEPING
+    weighed = weight(KEPT if keeps else score, MOST)
+    wanted = [score, weighed, weight(BEFORE, MOST)]
+    fused = Fused(scores.operands, tuple((C, x) for x in wanted))
+    wide = any(x.registers >= 32 for x in (isa, *isa.below))  # of vectors: tiles are counted elsewhere
+    each = [_Scores(isa, real, fused, e) for e in range(4 if wide else 2)]
+    at = each[0]
+    walk = _Walk(each, score, weighed, wanted[2], keeps)
+    lanes, columns = real.n, var("columns")
+    fixed: tuple[Stmt, ...] = at.once(wanted[:2], "bhw")
+    walk.fixed = dict(at.names)
+    short = any("n" in x.axes for x in scores.operands) and lanes > 1
+    end = columns - columns % lanes if short else round_up(columns, lanes)
+    body: list[Stmt] = [*at.scratch(), *fixed, For("j", const(0), end, const(lanes), walk.step(var("j"), ""))]
+    if short:
+        count = (Let("j", end), Let("left", columns - end), *at.few(columns - end))
+        body.append(If(end.lt(columns), (*count, *walk.step(var("j"), "left"))))
+    params = [Param("rows"), Param("columns"), Param("item"), Param("head"), Param("key"), Param("query")]
+    params += [Param("offset"), Param("window")]
+    params += [Param("s", "f32"), Param("wide"), Param("beside")] + [
+        Param(x, "f32") for x in ("mosts", "sums", "changes")
+    ]
+    name = f"softmax{'_bounded' if bounds else ''}"
+    comment = "s[rows][columns] = weights of scores, beside those of the blocks before; columns are `beside` apart"
+    return Function(name, "inner", (*params, *parameters(scores)), tuple(body), comment)
+
+
+@dataclass(slots=True)
+class _Walk:
+    """The two passes over a vector of queries, some rows at a time: what one waits for, others fill."""
+
+    each: list[_Scores]
+    score: Expr
+    weighed: Expr
+    change: Expr
+    keeps: bool
+    fixed: dict[Expr, str] = field(default_factory=dict)
+
+    @property
+    def real(self) -> str:
+        return self.each[0].real.name
+
+    def step(self, j: Index, few: str) -> tuple[Stmt, ...]:
+        """All rows of one vector of queries."""
+        at, real, count = self.each[0], self.real, len(self.each)
+        at.names = dict(self.fixed)
+        most = [f"most{e}" for e in range(count)]
+        found: list[Stmt] = [Verb("load_c", x, p=Ptr("mosts", j), of=real) for x in ("before", *most)]
+        found += at.once([self.score, self.weighed], "bhnpw", j, few)
+        held = at.names | {MOST: most[0], BEFORE: "before"}
+        found += self.rows(lambda x: self.largest(x, held, j, few))
+        found += [y for x in most[1:] for y in self.larger(most[0], x)]
+        at.names = dict(held)
+        found += at.compute([self.change], j, "")
+        change = at.names[self.change]
+        found.append(Verb("store", change, p=Ptr("changes", j), of=real))
+        found += [Map("literal", f"sum{e}", (0.0,), "f32", "f32", real) for e in range(count)]
+        found += self.rows(lambda x: self.weights(x, held, j, few))
+        found += [Map("add", "sum0", ("sum0", f"sum{e}"), "f32", "f32", real) for e in range(1, count)]
+        found += [Verb("load_c", "total", p=Ptr("sums", j), of=real)]
+        found += [Map("fma", "total", ("total", change, "sum0"), "f32", "f32", real)]
+        found += [Verb("store", "total", p=Ptr("sums", j), of=real), Verb("store", most[0], p=Ptr("mosts", j), of=real)]
+        return tuple(found)
+
+    def rows(self, one: Callable[[_Scores], tuple[Stmt, ...]]) -> tuple[Stmt, ...]:
+        """Rows side by side, statement by statement; then what rows are left."""
+        count, rows = len(self.each), var("rows")
+        whole = rows - rows % count
+        several = [one(x) for x in self.each]
+        together = tuple(s for alike in zip(*several, strict=True) for s in alike)
+        loop = For("r", const(0), whole, const(count), together)
+        return (loop, For("r", whole, rows, const(1), several[0]))
+
+    def load(self, at: _Scores, x: Expr, j: Index) -> Stmt:
+        """A score, as it is or kept."""
+        at.names[x] = at.name(x)
+        return Verb("load_c", at.names[x], p=self.place(at, j), of=self.real)
+
+    @staticmethod
+    def place(at: _Scores, j: Index) -> Ptr:
+        return Ptr("s", at.inner * var("wide") + j * var("beside"))
+
+    def larger(self, most: str, x: str) -> tuple[Stmt, ...]:
+        """A NaN is not the largest; it becomes a weight of NaN."""
+        return (Map("greater", most, (x, most), "f32", "f32", self.real),)
+
+    def largest(self, at: _Scores, held: dict[Expr, str], j: Index, few: str) -> tuple[Stmt, ...]:
+        """A score, and the largest."""
+        at.names = dict(held)
+        found = [self.load(at, acc(), j), *at.compute([self.score], j, few)]
+        value, before = at.value(self.score)
+        found += before
+        found += [Verb("store", value, p=self.place(at, j), of=self.real)] if self.keeps else []
+        return (*found, *self.larger(f"most{at.number}", value))
+
+    def weights(self, at: _Scores, held: dict[Expr, str], j: Index, few: str) -> tuple[Stmt, ...]:
+        """A weight, and their sum."""
+        at.names = dict(held)
+        found = [self.load(at, KEPT if self.keeps else acc(), j), *at.compute([self.weighed], j, few)]
+        value, into = at.names[self.weighed], f"sum{at.number}"
+        store = Verb("store", value, p=self.place(at, j), of=self.real)
+        return (*found, Map("add", into, (into, value), "f32", "f32", self.real), store)
+
+
+def last(isa: Isa, real: Atom, *, lse: bool) -> Function:
+    """`sums` become what a row of results is multiplied by: 0 for a query that saw nothing."""
+    total, most = given(0, "f32"), given(1, "f32")
+    inverse = select(total > 0.0, 1.0 / total, total * 0.0)
+    said = most + vector_math.log(total)
+    fused = Fused((), ((C, inverse), (C, said)))
+    at = Elements(isa, real, fused)
+    at.names = {total: "total", most: "largest"}
+    here, columns = var("j"), var("columns")
+    found: list[Stmt] = [Verb("load_c", "total", p=Ptr("sums", here), of=real.name)]
+    found += at.compute([inverse], here, "")
+    found.append(Verb("store", at.names[inverse], p=Ptr("sums", here), of=real.name))
+    if lse:
+        found.append(Verb("load_c", "largest", p=Ptr("mosts", here), of=real.name))
+        found += at.compute([said], here, "")
+        found.append(Verb("store", at.names[said], p=Ptr("mosts", here), of=real.name))
+    loop = For("j", const(0), round_up(columns, real.n), const(real.n), tuple(found))
+    params = (Param("columns"), Param("sums", "f32"), Param("mosts", "f32"))
+    return Function("last", "inner", params, (loop,), "The inverse of each sum; most = the logarithm of the whole sum")
+
+
+def _scaled(here: Ptr, real: Atom) -> tuple[Stmt, ...]:
+    """A vector of sums is multiplied by `by`."""
+    return (
+        Verb("load_c", "x", p=here, of=real.name),
+        Map("mul", "x", ("x", "by"), "f32", "f32", real.name),
+        Verb("store", "x", p=here, of=real.name),
+    )
+
+
+def rescale(real: Atom) -> Function:
+    """o[row] *= change[row]."""
+    i, j = var("i"), var("j")
+    step = _scaled(Ptr("o", i * var("across") + j), real)
+    row = (
+        Verb("load_a", "one", p=Ptr("change", i), of=real.name),
+        Map("splat", "by", ("one",), "f32", "f32", real.name),
+        For("j", const(0), var("across"), const(real.n), step, 2),
+    )
+    params = (Param("rows"), Param("across"), Param("o", "f32"), Param("change", "f32", readonly=True))
+    return Function(
+        "rescale", "inner", params, (For("i", const(0), var("rows"), const(1), row),), "o[row] *= change[row]"
+    )
+
+
+def rescale_strips(real: Atom) -> Function:
+    """o[j / lanes][row][j % lanes] *= change[j]."""
+    i, j = var("i"), var("j")
+    step = _scaled(Ptr("o", j * var("rows") + i * real.n), real)
+    column = (
+        Verb("load_c", "by", p=Ptr("change", j), of=real.name),
+        For("i", const(0), var("rows"), const(1), step, 4),
+    )
+    params = (Param("rows"), Param("columns"), Param("o", "f32"), Param("change", "f32", readonly=True))
+    loop = For("j", const(0), var("columns"), const(real.n), column)
+    return Function("rescale", "inner", params, (loop,), f"o[j / {real.n}][row][j % {real.n}] *= change[j]")
+
+
+def divided(isa: Isa, real: Atom, to: str) -> Function:
+    """Rows of sums over the sums of weights, in the type of the result."""
+    at = Elements(isa, real, Fused((), ((C, given(0, "f32")),)))
+    value = given(0, "f32")
+    at.names = {value: "x"}
+    i, j, whole = var("i"), var("j"), var("dv") - var("dv") % real.n
+
+    def step(j: Index, few: str) -> tuple[Stmt, ...]:
+        load = Verb("load_c", "x", p=Ptr("o", i * var("across") + j), of=real.name)
+        scale = Map("mul", "x", ("x", "by"), "f32", "f32", real.name)
+        return (load, scale, *at.write(value, to, Ptr("to", i * var("to_m")), j, few, const(1)))
+
+    row: list[Stmt] = [
+        Verb("load_a", "one", p=Ptr("by_row", i), of=real.name),
+        Map("splat", "by", ("one",), "f32", "f32", real.name),
+        For("j", const(0), whole, const(real.n), step(j, "")),
+    ]
+    if real.n > 1:
+        count = (Let("j", whole), Let("left", var("dv") - whole), *at.few(var("dv") - whole))
+        row.append(If(whole.lt(var("dv")), (*count, *step(var("j"), "left"))))
+    params = (
+        Param("rows"), Param("dv"), Param("o", "f32", readonly=True), Param("across"),
+        Param("by_row", "f32", readonly=True), Param("to", to), Param("to_m"),
+    )  # fmt: skip
+    scratch = (Scratch(f"few_{to}", real.n, to),)
+    body = (*scratch, For("i", const(0), var("rows"), const(1), tuple(row)))
+    return Function("divided", "inner", params, body, "to[rows][dv] = o[rows][dv] over sums")

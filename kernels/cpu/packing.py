@@ -1,0 +1,357 @@
+"""Panels: the layouts that micro-kernels read, and how operands get into them.
+
+A panel of B is to[k][NR]: NR columns side by side for each k, padded at the
+right edge (padding is computed with and never stored). A panel of A is
+to[k][rows] with the true number of rows. Both depend on the micro-kernel's width
+only, never on a blocking, so a packed B serves every M, and a block of k is a
+contiguous part of each panel. Where an atom multiplies units of KR elements of
+k, "k" counts units; a last unit that k does not fill is filled with zeros. What
+is copied is converted to what the panel holds.
+
+Operands that run along k are turned in registers: log2(L) rounds of perfect
+shuffles transpose an L x L block, of elements or of units. Units of an operand
+that runs across k are woven from KR rows by the atom's own vocabulary.
+
+A panel of integers may be followed by the sum of each of its columns, which
+makes good for an A that was shifted from signed to unsigned, or has a zero point.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from portmm.ir.nodes import (
+    For,
+    Function,
+    If,
+    LetPtr,
+    Move,
+    Param,
+    Prefetch,
+    Ptr,
+    Shuffle,
+    Verb,
+    ceil_div,
+    const,
+    maximum,
+    minimum,
+    round_up,
+    var,
+)
+from portmm.spec.dtype import BY_NAME, base, unit
+
+if TYPE_CHECKING:
+    from portmm.ir.nodes import Index, Stmt
+    from portmm.target.target import Atom, Isa
+
+
+def line_of(atom: Atom, held: str = "") -> int:
+    """Elements of a cache line, of sums or of type `held`, at least one vector."""
+    return max(atom.n, 64 // BY_NAME[held or atom.acc].bytes)
+
+
+def keep(atom: Atom, register: str, count: Index, of: str = "") -> Verb:
+    """A mask of the first `count` lanes; `count` may be out of range on either side."""
+    return Verb("mask", register, count=maximum(0, minimum(count, atom.n)), of=of)
+
+
+def sum_units(atom: Atom, nr: int, held: str) -> int:
+    """Units of a panel of `held` that the sums of its columns take."""
+    return nr * BY_NAME[atom.acc].bytes // BY_NAME[held].bytes
+
+
+def sums_at(units: Index, nr: int, held: str) -> Index:
+    """Where the sums of a panel of `held` begin, in units: behind it, aligned to themselves."""
+    return round_up(units * nr, max(1, BY_NAME["s32"].bytes // BY_NAME[held].bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    """An operand as lines to be laid side by side.
+
+    Attributes:
+        name: pointer to the operand.
+        held: the type that the operand holds.
+        to: the type of the panel: elements or units.
+        register: the type in between.
+        along: stride within a line, the stride of k.
+        across: stride from one line to the next.
+        valid: how many lines there are; past that, the last one is repeated.
+        width: lines in a panel.
+    """
+
+    name: str
+    held: str
+    to: str
+    register: str
+    along: str
+    across: str
+    valid: str
+    width: Index
+
+    @property
+    def kr(self) -> int:
+        """Elements of k in a unit of the panel."""
+        return BY_NAME[self.to].pack
+
+    @property
+    def whole(self) -> Index:
+        """Units that the operand fills."""
+        return var("elements") // self.kr if self.kr > 1 else var("k")
+
+    def line(self, j: Index | int) -> Ptr:
+        """Start of line j, or of the last one."""
+        return Ptr(self.name, minimum(j, var(self.valid) - 1) * var(self.across))
+
+
+def pack_b_rows(  # noqa: PLR0917 - as a packer's geometry is told everywhere
+    atom: Atom, nr: int, panels: int, prefetch: int, held: str, to: str
+) -> Function:
+    """to[q][p][j] = B[p][q * NR + j]: whole panels at once, from long runs of each row.
+
+    A row at a stride of pages is a miss in cache and address translation each
+    time; the longer the run that is read there, the less that shows, and rows
+    further down are asked for meanwhile. Units that k does not fill are left out.
+    """
+    p, kr = var("p"), BY_NAME[to].pack
+    lanes, line = atom.n, max(atom.n, 64 // BY_NAME[held].bytes)
+    row = Ptr("b", p * (var("b_k") * kr))
+    down = [var("b_k") * (kr * prefetch + e) for e in range(kr)]
+    asks = tuple(Prefetch(row + (d + j)) for d in down for j in range(0, panels * nr, line))
+    copy: list[Stmt] = []
+    for v in range(0, panels * nr, lanes):
+        register, at = f"v{v // lanes % 4}", Ptr("to", var("panel_step") * (v // nr) + p * nr + v % nr)
+        step = var("b_k") if kr > 1 else None
+        copy.append(Verb("load_rows" if kr > 1 else "load_b", register, p=row + v, step=step))
+        copy.append(Verb("store", register, p=at, to=atom.right))
+    params = (Param("k"), Param("b", held, readonly=True), Param("b_k"), Param("to", to), Param("panel_step"))
+    loop = For("p", const(0), var("k"), const(1), (*asks, *copy))
+    comment = f"to[{panels}][k][{nr}] = B[k][{panels * nr}], row layout"
+    return Function("pack_b_rows", "inner", params, (loop,), comment, of=atom.name)
+
+
+def pack_b(  # noqa: PLR0917 - as above
+    isa: Isa, atom: Atom, nr: int, layout: str, held: str, to: str
+) -> Function:
+    """to[p][j] = B[p][j] for `first` <= p < k, j < NR; columns past `columns` hold something or other."""
+    units = BY_NAME[to].pack > 1
+    params = (
+        Param("k"),
+        *((Param("elements"), Param("first")) if units else ()),
+        Param("columns"),
+        Param("b", held, readonly=True),
+        Param("b_k"),
+        Param("b_n"),
+        Param("to", to),
+    )
+    lines = _Lines("b", held, to, atom.right, "b_k", "b_n", "columns", const(nr))
+    turns = layout == "col" and isa.shuffles and atom.n > 1
+    body: tuple[Stmt, ...]
+    if units and turns:
+        start = var("first") + (lines.whole - var("first")) // atom.n * atom.n
+        body = tuple(x for g in range(0, nr, atom.n) for x in _turn(atom, lines, g, var("first")))
+        body += _gather(lines, maximum(var("first"), start))
+    elif units and layout == "row":
+        body = _weave(atom, lines, var("first"))
+    elif units:
+        body = _gather(lines, var("first"))
+    elif layout == "row":
+        body = _rows(atom, nr, lines)
+    elif turns:
+        body = tuple(x for g in range(0, nr, atom.n) for x in _turn(atom, lines, g))
+        body += _gather(lines, var("k") - var("k") % atom.n)
+    else:
+        body = _gather(lines)
+    comment = f"to[k][{nr}] = B[k][columns], {layout} layout, padded"
+    return Function("pack_b", "inner", params, body, comment, of=atom.name)
+
+
+def sum_columns(atom: Atom, nr: int, held: str) -> Function:
+    """The sums of the columns of a panel, behind it: products with ones."""
+    p, vectors = var("p"), range(nr // atom.n)
+    zero = tuple(Verb("zero", f"s{v}") for v in vectors)
+    step = tuple(
+        x
+        for v in vectors
+        for x in (Verb("load_b", f"v{v}", p=Ptr("panel", p * nr + v * atom.n)), Verb("mac", f"s{v}", "one", f"v{v}"))
+    )
+    store = tuple(Verb("store", f"s{v}", p=Ptr("sums", const(v * atom.n))) for v in vectors)
+    loop = For("p", const(0), var("k"), const(1), step)
+    body: tuple[Stmt, ...] = (
+        LetPtr("sums", Ptr("panel", sums_at(var("k"), nr, held)), atom.acc),
+        Verb("ones", "one"),
+        *zero,
+        loop,
+        *store,
+    )
+    params = (Param("k"), Param("panel", held))
+    comment = f"panel[k][j] = the sum of panel[0..k-1][j], j < {nr}"
+    return Function("sum_columns", "inner", params, body, comment, of=atom.name)
+
+
+def pack_a(  # noqa: PLR0917 - as above
+    isa: Isa, atom: Atom, mr: int, layout: str, held: str, to: str
+) -> Function:
+    """to[p][i] = A[i][p] for p < k, i < rows; up to a vector past the end is overwritten."""
+    units = atom.k_pack > 1
+    params = (
+        Param("k"),
+        *((Param("elements"),) if units else ()),
+        Param("rows"),
+        Param("a", held, readonly=True),
+        Param("a_m"),
+        Param("a_k"),
+        Param("to", to),
+    )
+    rows = var("rows")
+    lines = _Lines("a", held, to, to, "a_k", "a_m", "rows", rows)
+    body: tuple[Stmt, ...] = ()
+    if layout == "row" and isa.shuffles and atom.n > 1:
+        # Stores are whole vectors, so each spills over onto what follows: later
+        # groups of rows go first, and a smaller k goes before a larger one.
+        for g in reversed(range(0, mr, atom.n)):
+            body += (If(const(g).lt(rows), _turn(atom, lines, g)),)
+        body += _gather(lines, lines.whole - lines.whole % atom.n)
+    elif layout == "col" and units:
+        body = _weave(atom, lines, const(0), range(0, mr, atom.n))
+    elif layout == "col" and atom.mask:
+        body = _columns(atom, mr)
+    else:
+        body = _gather(lines)
+    return Function("pack_a", "inner", params, body, f"to[k][rows] = A[rows][k], {layout} layout", of=atom.name)
+
+
+def _weave(atom: Atom, lines: _Lines, first: Index, groups: range | None = None) -> tuple[Stmt, ...]:
+    """Units from rows of the operand, as many lines at once as a vector has lanes.
+
+    Whole vectors are read, past the last valid line into the row that follows;
+    the last rows, which nothing may follow, are gathered. Whole vectors are
+    written as well, spilling onto what comes next: see `pack_a`.
+    """
+    p, along, kr = var("p"), var(lines.along), lines.kr
+    if groups is None:  # the panel has whole vectors: one loop
+        assert lines.width.op == "const"  # noqa: S101 - a panel of B
+        groups = range(0, int(lines.width.args[0]), atom.n)  # type: ignore[arg-type]
+
+    def loop(some: tuple[int, ...]) -> tuple[Stmt, ...]:
+        # A row that starts `lost` rows before the end may be read that far.
+        lost = ceil_div(maximum(0, some[-1] + atom.n - var(lines.valid)), maximum(1, along))
+        safe = maximum(first, (var("elements") - lost) // kr)
+        copy = tuple(
+            x
+            for g in some
+            for x in (
+                Verb("load_rows", f"v{g}", p=Ptr(lines.name, p * (along * kr) + g), step=along, to=lines.register),
+                Verb("store", f"v{g}", p=Ptr("to", p * lines.width + g), to=lines.register),
+            )
+        )
+        return (For("p", first, safe, const(1), copy, 2),)
+
+    last = groups[-1] + atom.n
+    lost = ceil_div(maximum(0, last - var(lines.valid)), maximum(1, along))
+    rest = _gather(lines, maximum(first, (var("elements") - lost) // kr))
+    if lines.width.op == "const":
+        return (*loop(tuple(groups)), *rest)
+    return (*(If(const(g).lt(lines.width), loop((g,))) for g in reversed(groups)), *rest)
+
+
+def _gather(lines: _Lines, begin: Index | None = None) -> tuple[Stmt, ...]:
+    """Element by element, from a k on."""
+    p, j, e, kr = var("p"), var("j"), var("e"), lines.kr
+    place = p * lines.width + j
+    if kr == 1:
+        inner: tuple[Stmt, ...] = (Move(Ptr("to", place), lines.line(j) + p * var(lines.along)),)
+        before: tuple[Stmt, ...] = ()
+    else:
+        to = Ptr("parts", place * kr + e)
+        fill = If(
+            (p * kr + e).lt(var("elements")),
+            (Move(to, lines.line(j) + (p * kr + e) * var(lines.along)),),
+            (Move(to, None),),
+        )
+        inner = (For("e", const(0), const(kr), const(1), (fill,)),)
+        before = (LetPtr("parts", Ptr("to"), base(lines.to)),)
+    across = For("j", const(0), lines.width, const(1), inner)
+    return (*before, For("p", begin or const(0), var("k"), const(1), (across,)))
+
+
+def _rows(atom: Atom, nr: int, lines: _Lines) -> tuple[Stmt, ...]:
+    """B already runs along n: copy rows."""
+    p, vectors = var("p"), range(nr // atom.n)
+    copy = tuple(
+        x
+        for v in vectors
+        for x in (
+            Verb("load_b", f"v{v}", p=Ptr("b", p * var("b_k") + v * atom.n)),
+            Verb("store", f"v{v}", p=Ptr("to", p * nr + v * atom.n), to=atom.right),
+        )
+    )
+    full = (For("p", const(0), var("k"), const(1), copy, 4),)
+    if nr == 1:
+        return full
+    edge: tuple[Stmt, ...]
+    if atom.mask:
+        masks = tuple(keep(atom, f"m{v}", var("columns") - v * atom.n) for v in vectors)
+        kept = tuple(
+            x
+            for v in vectors
+            for x in (
+                Verb("load_mask", f"v{v}", p=Ptr("b", p * var("b_k") + v * atom.n), mask=f"m{v}"),
+                Verb("store", f"v{v}", p=Ptr("to", p * nr + v * atom.n), to=atom.right),
+            )
+        )
+        edge = (*masks, For("p", const(0), var("k"), const(1), kept))
+    else:
+        edge = _gather(lines)
+    return (If(var("columns").lt(nr), edge, full),)
+
+
+def _columns(atom: Atom, mr: int) -> tuple[Stmt, ...]:
+    """A already runs along m: copy columns, each store spilling onto the next."""
+    p, rows = var("p"), var("rows")
+    groups = range(0, mr, atom.n)
+    masks = tuple(keep(atom, f"m{g}", rows - g) for g in groups)
+    copy = tuple(
+        x
+        for g in groups
+        for x in (
+            Verb("load_mask", f"v{g}", p=Ptr("a", p * var("a_k") + g), mask=f"m{g}"),
+            Verb("store_mask", f"v{g}", p=Ptr("to", p * rows + g), mask=f"m{g}"),
+        )
+    )
+    return (*masks, For("p", const(0), var("k"), const(1), copy, 2))
+
+
+def _turn(atom: Atom, lines: _Lines, group: int, first: Index | None = None) -> tuple[Stmt, ...]:
+    """Transpose whole L x L blocks of the L lines from `group` on, which run along k."""
+    lanes, p = atom.n, var("p")
+    names = [f"{lines.name}{group + j}" for j in range(lanes)]
+    held = unit(lines.held, lines.kr)
+    starts = tuple(LetPtr(x, lines.line(group + j), held, readonly=True) for j, x in enumerate(names))
+    load = tuple(Verb("load_b", f"t0_{j}", p=Ptr(x, p), to=lines.register) for j, x in enumerate(names))
+    turn, last = transpose(lanes)
+    place = [Ptr("to", (p + i) * lines.width + group) for i in range(lanes)]
+    store = tuple(Verb("store", r, p=to, to=lines.register) for r, to in zip(last, place, strict=True))
+    end = lines.whole - (lanes - 1)
+    return (*starts, For("p", first or const(0), end, const(lanes), (*load, *turn, *store)))
+
+
+def transpose(lanes: int) -> tuple[tuple[Stmt, ...], list[str]]:
+    """Shuffles that transpose registers t0_0 ... t0_{lanes-1}, and the names of the results.
+
+    One round pairs register i with i + lanes/2 and interleaves their lanes; after
+    log2(lanes) rounds, lane j of register i has become lane i of register j.
+    """
+    half = lanes // 2
+    low = tuple(x for i in range(half) for x in (i, lanes + i))
+    high = tuple(x for i in range(half, lanes) for x in (i, lanes + i))
+    body: list[Stmt] = []
+    now = [f"t0_{j}" for j in range(lanes)]
+    for rnd in range(1, lanes.bit_length()):
+        then = [f"t{rnd}_{j}" for j in range(lanes)]
+        for i in range(half):
+            body.append(Shuffle(then[2 * i], now[i], now[i + half], low))
+            body.append(Shuffle(then[2 * i + 1], now[i], now[i + half], high))
+        now = then
+    return tuple(body), now

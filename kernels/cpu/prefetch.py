@@ -1,0 +1,74 @@
+"""What the blocked program asks for while it computes.
+
+A tile's accumulators are in registers for the whole of its loop over k, and the
+load and store ports have room to spare: each step asks for a line or two of what
+comes next. Step p asks for x_next + (p % LINE) * x_step + (p / LINE) * x_hop, so
+that a slice covers LINE lines of an operand that runs along k, or one line of
+each row of an operand that runs across. C is asked for into L1, to be written;
+A and B into L2, where they do not displace the panel that L1 works on. Where sums are
+finished apart, it is the C of the same tile.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portmm.ir.nodes import Index, Ptr, const, var
+
+if TYPE_CHECKING:
+    from portmm.kernels.cpu.blocking import Blocks
+
+
+def next_item(g: Blocks, row: Index) -> list[Index | Ptr]:
+    """The same tile of C in the next item, and the next line of its A and B at each step."""
+    line, done = g.line, (var("i") + (var("j") * var("slices"))) * var("kd")
+    if g.finishes:
+        out: list[Index | Ptr] = [g.operand("c", row * var("c_m") + var("column")), var("c_m")]
+    else:
+        out = [g.result(row, var("column")) + var("c_batch")]
+    for x in g.streams:
+        out += [g.operand(x, var(f"{x}_batch") + (done + g.before) * line), const(line), const(line * line)]
+    return out
+
+
+def next_panel(g: Blocks, height: int) -> list[Index | Ptr]:
+    """The next tile of C, the next slice of A, a share of the next panel of B."""
+    more = (var("i") + 1).lt(var("slices"))
+    next_row = var("row") + more * (var("r") + height)
+    next_column = var("column") + (1 - more) * g.s.nr
+    if g.finishes:  # of this tile: its sums are finished next
+        out: list[Index | Ptr] = [g.operand("c", (var("row") + var("r")) * var("c_m") + var("column")), var("c_m")]
+    else:
+        out = [g.result(next_row, next_column)]
+    out += _next_a(g, height) if "a" in g.streams else []
+    return out + (_next_b(g) if "b" in g.streams else [])
+
+
+def _deeper(g: Blocks) -> Index:
+    """1 if another block of k follows this one."""
+    return (g.pc + var("kd")).lt(g.end) if g.s.kc else const(0)
+
+
+def _next_a(g: Blocks, height: int) -> list[Index | Ptr]:
+    """The same slice in the next block of k, or after the last block the next slice."""
+    s, deeper = g.s, _deeper(g)
+    a_m = const(1) if s.a == "col" else var("a_m")
+    a_k = const(1) if s.a == "row" else var("a_k")
+    here = (var("row") + var("r")) * a_m + g.pc * a_k
+    there = deeper * (var("kd") * a_k) + (1 - deeper) * (a_m * height)
+    step, hop = (a_k, a_k * g.line) if s.a == "col" else (a_m, const(g.line))
+    return [g.operand("a", here + there + g.before // g.line * hop), step, hop]
+
+
+def _next_b(g: Blocks) -> list[Index | Ptr]:
+    """The next panel, or after the last panel the first of the next block of k."""
+    s, line = g.s, g.line
+    part = var("i") % max(1, s.nr // line) * line
+    more = (var("j") + 1).lt(var("last"))
+    back = var("column") - var("first") * s.nr
+    if g.panel_step is not None:
+        back = back // s.nr * g.panel_step
+        there = more * g.panel_step + (1 - more) * (var("kd") * s.nr - back)
+        return [Ptr("bp", there + part * var("kd") + g.before * line), const(line), const(line * line)]
+    there = more * s.nr + (1 - more) * (var("kd") * var("b_k") - back)
+    return [Ptr("bp", there + part + g.before * var("b_k")), var("b_k"), var("b_k") * line]

@@ -1,0 +1,38 @@
+"""Runs of k, each with accumulators of its own: see `portmm.target.summation`.
+
+Owns the loop over k of a block of C, and where the sums of runs are kept while parts of the next are added.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portmm.ir.index import Ptr
+from portmm.ir.nodes import For, Let, LetPtr, var
+
+if TYPE_CHECKING:
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
+    from portmm.kernels.cpu.blocking import Blocks
+
+
+def over_k(g: Blocks, inside: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+    """The loop over blocks of k, each of some runs, or over runs and their parts; where KC is ALL, there is none."""
+    if g.parts:
+        each = For("pc", var("run_start"), g.last_of_run, var("kb"), inside)
+        place = LetPtr("kept", g.private() + (g.own_size - g.kept_size), g.atom.acc)
+        return (place, Let("run", g.run), For("run_start", g.start, g.end, var("run"), (each,)))
+    if g.s.kc:
+        inside = (For("pc", g.start, g.end, var("kb"), inside),)
+    return (Let("run", g.run), *inside) if g.many else inside
+
+
+def kept(g: Blocks, row: Index, column: Index) -> tuple[Index | Ptr, ...]:
+    """The sums of the runs before the current one, from a row to the next, whether to add them, and to keep the sum.
+
+    The chains of a run are in C, part by part; in the last part of a run they are added up.
+    """
+    wide = (var("last") - var("first")) * g.s.nr
+    place = Ptr("kept", (row - var("row")) * wide + (column - g.first_column))
+    ends = (var("pc") + var("kd")).eq(g.last_of_run)
+    return place, wide, ends * g.start.lt(var("run_start")), ends * g.last_of_run.lt(g.end)

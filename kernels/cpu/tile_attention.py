@@ -1,0 +1,156 @@
+"""Attention on units that multiply tiles: the loops of `attention` around other products.
+
+    s[key][query] = K . Q^T            K is the left operand, in place: a row of a tile is a key
+    o[column][query] += V^T . weights  V, turned once, is the left operand; weights, in units of two keys, the right one
+
+So weights become an operand by the same weaving of rows as for vectors, and nothing is turned in a block but,
+when all keys are done, the result. Tiles have all their rows always: keys that fill no tile are copied to where
+rows behind them may be read, whose scores nobody looks at, and weights behind them are zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from portmm.ir.nodes import (
+    TILES,
+    Call,
+    Configure,
+    For,
+    Function,
+    Move,
+    Param,
+    Ptr,
+    Verb,
+    ceil_div,
+    const,
+    round_up,
+    var,
+)
+from portmm.kernels.cpu.attention import Attention
+from portmm.kernels.cpu.attention import build as build_loops
+from portmm.kernels.cpu.attention_geometry import D
+from portmm.kernels.cpu.online_softmax import rescale_strips
+from portmm.kernels.cpu.packing import transpose
+from portmm.kernels.cpu.tile_gemm import Grid, pack_lines, strip_kernel
+
+if TYPE_CHECKING:
+    from portmm.ir.nodes import Index, Kernel, Stmt
+    from portmm.kernels.cpu.attention_geometry import Form
+    from portmm.target.target import Atom, Isa
+
+GRID = Grid(2, 2)
+
+
+def build(form: Form, isa: Isa, atom: Atom, real: Atom) -> Kernel:
+    """The kernel for a kind of attention, whose products are those of `atom`, sums in lanes of `real`."""
+    return build_loops(form, isa, atom, real, Tiled)
+
+
+class Tiled(Attention):
+    """The loops of one kernel, where they differ from those around vectors."""
+
+    __slots__ = ()
+
+    @property
+    def types(self) -> dict[str, str]:
+        """Types of the pieces that do not hold sums."""
+        return super().types | {"units": self.atom.right, "rest": self.atom.left}
+
+    def sizes(self) -> dict[str, Index]:
+        """Elements of each piece of a worker's scratch."""
+        sums = self.across * self.g.queries
+        return super().sizes() | {"turned": round_up(sums, 64), "rest": round_up(self.depth * self.g.mr, 64)}
+
+    @property
+    def held_sums(self) -> Index:
+        """Elements of `o`."""
+        return self.across * self.g.queries
+
+    @property
+    def summed(self) -> str:
+        """Where sums lie by rows of queries."""
+        return "turned"
+
+    def ready(self) -> tuple[Stmt, ...]:
+        """Every thread has tiles of its own."""
+        return (Configure((const(self.atom.m),) * TILES),)
+
+    def done(self) -> tuple[Stmt, ...]:
+        """Tiles that nobody uses need not be saved when threads change."""
+        return (Configure(()),)
+
+    def pack_values(self, source: Ptr) -> Stmt:
+        """Some columns of V, turned: to[step][column][units of a step]."""
+        pack = replace(pack_lines(self.isa, self.atom, self.lines, "col", self.form.held), name="pack_values")
+        strides = (var(f"{self.at['v']}_n"), var(f"{self.at['v']}_m"))
+        return Call(pack, (var("seen"), var("columns"), const(self.g.wide), source, *strides, Ptr("to")))
+
+    @property
+    def rows_of_s(self) -> tuple[Index, Index]:
+        """Elements of s from one key to the next, and from one query to the next: s[strip][key][query]."""
+        return const(self.atom.n), var("step")
+
+    def scores(self) -> tuple[Stmt, ...]:
+        """s[key][query] = K . Q^T."""
+        g, c, r, deep, n = self.g, var("c"), var("r"), self.atom.deep, self.atom.n
+        f, strip = strip_kernel("scores", self.atom, GRID), self.depth * n
+        key_m, left = var(f"{self.at['k']}_m"), var("keys") % g.mr
+        whole = var("keys") - left
+        here = self.place("k", ("b", var("item")), ("h", var("other")), ("m", var("key") + r))
+
+        def panels(keys: Ptr, row: Index, step: Index) -> For:
+            to = Ptr("s", r * n + c * (var("step") * n))
+            args = (self.depth, keys, row, step, Ptr("panels", c * strip), strip, to, var("step") * n, const(0))
+            return For("c", const(0), var("count"), const(GRID.columns), (Call(f, args),))
+
+        full = For("r", const(0), whole, const(g.mr), (panels(here, key_m // self.kr, const(deep)),))
+        copy = replace(pack_lines(self.isa, self.atom, self.lines, "row", self.form.held), name="copy_keys")
+        copied = Call(copy, (D, left, const(g.mr), here, key_m, const(1), Ptr("rest")))
+        some = For("r", whole, var("keys"), const(g.mr), (copied, panels(Ptr("rest"), const(deep), const(deep * g.mr))))
+        return (full, some)
+
+    def rescaled(self) -> Stmt:
+        """What was summed before, beside another largest score."""
+        columns = round_up(var("rows"), self.real.n)
+        return Call(rescale_strips(self.real), (self.across, columns, Ptr("o"), Ptr("change")))
+
+    def units(self) -> tuple[Stmt, ...]:
+        """Weights in units of two keys, what a step of k is short of filled up with zeros."""
+        n, p, j, e = self.atom.n, var("p"), var("j"), var("e")
+        strip, whole = j * var("step"), round_up(var("keys"), self.atom.k)
+        weave = self.weave(strip + p * (n * self.kr), n, strip // self.kr + p * n)
+        fill = For("e", var("keys") * n, whole * n, const(1), (Move(Ptr("s", strip + e), None),))
+        every = For("p", const(0), whole // self.kr, const(1), weave, 4)
+        return (For("j", const(0), var("rows"), const(n), (fill, every)),)
+
+    def values(self) -> tuple[Stmt, ...]:
+        """o[column][query] += V^T . weights."""
+        g, i, c, deep, n = self.g, var("i"), var("c"), self.atom.deep, self.atom.n
+        f, strip = strip_kernel("values", self.atom, GRID), var("step") // self.kr * n
+        few, panels = var("heads") // var("group"), ceil_div(var("dv"), g.wide)
+        item = (var("item") * few + var("other")) * panels
+        left = Ptr("work", (item + i) * self.panel + var("key") // self.kr * g.wide)
+        units = round_up(var("keys"), self.atom.k) // self.kr
+        to = Ptr("o", i * (g.wide * n) + c * (self.across * n))
+        args = (units, left, const(deep), const(deep * g.wide), Ptr("units", c * strip), strip, to, self.across * n)
+        call = Call(f, (*args, var("first").lt(var("key"))))
+        inner = For("c", const(0), var("count"), const(GRID.columns), (call,))
+        return (For("i", const(0), panels, const(1), (inner,)),)
+
+    def finish(self) -> tuple[Stmt, ...]:
+        """Sums are turned first."""
+        return (Call(turn(self.real), (self.across, var("rows"), Ptr("o"), Ptr("turned"))), *super().finish())
+
+
+def turn(real: Atom) -> Function:
+    """to[j][i] = from[j / lanes][i][j % lanes], for all i and, at least, all j."""
+    i, j, n, rows = var("i"), var("j"), real.n, var("rows")
+    shuffles, turned = transpose(n)
+    load = tuple(Verb("load_c", f"t0_{e}", p=Ptr("from", j * rows + (i + e) * n), of=real.name) for e in range(n))
+    store = tuple(Verb("store", x, p=Ptr("to", (j + e) * rows + i), of=real.name) for e, x in enumerate(turned))
+    inner = For("i", const(0), rows, const(n), (*load, *shuffles, *store))
+    params = (Param("rows"), Param("columns"), Param("from", "f32", readonly=True), Param("to", "f32"))
+    loop = For("j", const(0), var("columns"), const(n), (inner,))
+    return Function("turn", "inner", params, (loop,), f"to[j][i] = from[j / {n}][i][j % {n}]", of=real.name)

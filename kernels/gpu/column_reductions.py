@@ -1,0 +1,104 @@
+"""Columns of numbers on a device: sums and maxima down the rows of element-wise expressions.
+
+    for each few columns, and each slice of the rows   <- blocks of threads
+      each thread walks down a column
+
+Neighbouring threads have neighbouring columns. Where a column is cut in slices, each leaves what it has found
+in scratch, and a second kernel takes them together, always in the same order. What comes of
+the sums is one row for each item of a batch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portmm.ir.grid_kernel import Argument, GridKernel
+from portmm.ir.index import Ptr, ceil_div, const, minimum, var
+from portmm.ir.nodes import For, If, Let, Map, Verb
+from portmm.kernels.cpu.elementwise import Elements
+from portmm.kernels.gpu.epilogue_store import fused_arguments, operands
+from portmm.spec.epilogue import REDUCTIONS
+
+if TYPE_CHECKING:
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
+    from portmm.spec.epilogue import Fused
+    from portmm.spec.expr import Expr
+    from portmm.target.isa import Atom, Isa
+
+
+def build(isa: Isa, real: Atom, fused: Fused, threads: int, *, sliced: bool) -> tuple[GridKernel, ...]:
+    """The kernel that reduces all columns, or the two that do where columns are `sliced`."""
+    at = Elements(isa, real, fused, inner=var("i"), row=var("i"))
+    down = _down(at, const(0), var("m"))
+    if not sliced:
+        return (_kernel("portmm_columns", at, threads, (*down, *_results(at)), const(1)),)
+    each = ceil_div(var("m"), var("slices"))
+    share = (
+        Let("first", minimum(var("m"), var("slice") * each)),
+        Let("last", minimum(var("m"), var("first") + each)),
+    )
+    folds = at.fused.folds
+    leave = (Verb("store", f"all{i}", p=_spot(i, len(folds), var("slice")), of=real.name) for i in range(len(folds)))
+    parts = (*share, *_down(at, var("first"), var("last")), *leave)
+    whole: list[Stmt] = [_start(at, i, x) for i, x in enumerate(folds)]
+    for i, x in enumerate(folds):
+        other = Verb("load_c", "other", p=_spot(i, len(folds), var("s")), of=real.name)
+        whole.append(For("s", const(0), var("slices"), const(1), (other, _taken(at, i, x, "other"))))
+    at.names = {x: f"all{i}" for i, x in enumerate(folds)}
+    return (
+        _kernel("portmm_columns", at, threads, parts, var("slices"), sliced=True),
+        _kernel("portmm_columns_whole", at, threads, (*whole, *_results(at)), const(1), sliced=True),
+    )
+
+
+def _kernel(
+    name: str, at: Elements, threads: int, body: tuple[Stmt, ...], slices: Index, *, sliced: bool = False
+) -> GridKernel:
+    across = ceil_div(var("n"), threads)
+    given = [Argument(x, "int") for x in ("m", "n", "batch")]
+    given += [Argument("slices", "int"), Argument("work", "pointer", "f32")] if sliced else []
+    place = (
+        Let("across", across),
+        Let("item", var("block") // var("across")),
+        Let("column", var("block") % var("across") * threads + var("thread")),
+        *operands(at.isa, at.fused),
+        If(var("column").lt(var("n")), body),
+    )
+    grid = (across * var("batch"), slices)
+    return GridKernel(name, at.isa, at.real, (*given, *fused_arguments(str(at.fused))), threads, grid, place)
+
+
+def _spot(fold: int, folds: int, part: Index) -> Ptr:
+    """Where a slice of a column leaves what it has found."""
+    return Ptr("work", ((part * var("batch") + var("item")) * folds + fold) * var("n") + var("column"))
+
+
+def _start(at: Elements, i: int, x: Expr) -> Stmt:
+    return Map("literal", f"all{i}", (REDUCTIONS[x.args[0]],), "f32", "f32", at.real.name)
+
+
+def _taken(at: Elements, i: int, x: Expr, register: str) -> Stmt:
+    return Map(x.args[0], f"all{i}", (f"all{i}", register), "f32", "f32", at.real.name)
+
+
+def _down(at: Elements, begin: Index, end: Index) -> tuple[Stmt, ...]:
+    """Rows of a column: what they come to is in registers."""
+    folds, column = at.fused.folds, var("column")
+    values = [x.args[1] for x in folds]
+    at.names = {}
+    found = [*at.once(values, "bn", column), *(_start(at, i, x) for i, x in enumerate(folds))]
+    fixed = dict(at.names)
+    rows = list(at.compute(values, column, ""))
+    for i, x in enumerate(folds):
+        register, before = at.value(x.args[1])
+        rows += [*before, _taken(at, i, x, register)]
+    at.names = fixed | {x: f"all{i}" for i, x in enumerate(folds)}
+    return (*found, For("i", begin, end, const(1), tuple(rows)))
+
+
+def _results(at: Elements) -> tuple[Stmt, ...]:
+    """What becomes of whole columns."""
+    column = var("column")
+    found = list(at.compute([x for _, x in at.fused.results], column, ""))
+    return (*found, *(s for i, x in at.fused.results for s in at.store(x, i, column, "")))

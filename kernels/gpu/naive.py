@@ -1,0 +1,85 @@
+"""Products by threads that read A and B where they lie, each for itself.
+
+    for each tile BM x BN of C            <- blocks of threads
+      for each k
+        registers[MR, NR] += A[MR, k] B[k, NR]
+      C <- registers
+
+Nothing is shared but what caches hold, and threads do not wait for each other: the program
+for small products, where a few steps of k are over before shared memory is filled; and for
+CPUs under OpenCL, where neighbouring threads are lanes of a vector, a barrier cuts the loop over
+them in two, and registers that live across it go through memory. A thread's columns are
+as far apart as there are threads across, so that lanes read neighbours of a row of B; all lanes
+of a vector have the same rows, so that A is broadcast.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portmm.ir.grid_kernel import GridKernel
+from portmm.ir.index import Ptr, const, minimum, var
+from portmm.ir.nodes import For, If, LetPtr, Move, Scratch
+from portmm.ir.thread_nodes import WHOLE, Clear, Mac
+from portmm.kernels.cpu.blocking import run_of
+from portmm.kernels.gpu.epilogue_store import Storing, bottom
+from portmm.kernels.gpu.simt import arguments, blocks, depth, place, threads
+from portmm.kernels.gpu.summation_runs import accumulators, current, in_runs
+
+if TYPE_CHECKING:
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
+    from portmm.schedule.schedule import Schedule
+    from portmm.target.isa import Atom, Isa
+
+
+def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
+    """The kernel of a schedule."""
+    body = accumulators(atom, s.mr * s.nr)
+    body += [Scratch("a_part", s.mr, atom.acc), Scratch("b_part", s.nr, atom.acc)]
+    body += [*place(s), *threads(s), Clear("acc", s.mr * s.nr)]
+    # Inside, addresses are as regular as lanes of vectors need them.
+    inside = (var("row_0") + (s.block.m - 1)).lt(bottom(s)) * (var("column_0") + (s.block.n - 1)).lt(var("n"))
+    body.append(If(inside, _summed(s, atom, edge=False), _summed(s, atom, edge=True)))
+    body += Storing(s, isa, atom, s.cell).statements()
+    grid = (blocks(s), const(1))
+    return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=False), s.threads, grid, tuple(body))
+
+
+def _summed(s: Schedule, atom: Atom, *, edge: bool) -> tuple[Stmt, ...]:
+    """All of k; past the `edge` the last row and the last column are read again."""
+    i, j = var("i"), var("j")
+    mac = Mac(Ptr(current(atom), i * s.nr + j), Ptr("a_part", i), Ptr("b_part", j))
+    a_step = const(1) if s.a == "row" else var("a_k")
+    b_step = const(1) if s.b == "col" else var("b_k")
+    steps = (
+        *(Move(Ptr("a_part", const(x)), Ptr(f"a_{x}", var("at") * a_step)) for x in range(s.mr)),
+        *(Move(Ptr("b_part", const(x)), Ptr(f"b_{x}", var("at") * b_step)) for x in range(s.nr)),
+        _each("i", s.mr, (_each("j", s.nr, (mac,)),)),
+    )
+    loop = For("at", const(0), depth(s), const(1), steps, s.block.k)
+    return (*_addresses(s, edge=edge), *in_runs(atom, s.mr * s.nr, loop, run_of(depth(s), 1)))
+
+
+def _each(name: str, count: int, body: tuple[Stmt, ...]) -> Stmt:
+    return For(name, const(0), const(count), const(1), body, WHOLE)
+
+
+def _addresses(s: Schedule, *, edge: bool) -> list[Stmt]:
+    """Where a thread's rows of A and columns of B begin."""
+    a_step = const(1) if s.a == "col" else var("a_m")
+    b_step = const(1) if s.b == "row" else var("b_n")
+    found: list[Stmt] = []
+    for x in range(s.mr):
+        at = _at(s.cell[0], s.block.m // s.mr, x, "row_0", "cell_m")
+        at = minimum(at, bottom(s) - 1) if edge else at
+        found.append(LetPtr(f"a_{x}", Ptr("a_item", at * a_step), s.types[0], readonly=True))
+    for x in range(s.nr):
+        at = _at(s.cell[1], s.block.n // s.nr, x, "column_0", "cell_n")
+        at = minimum(at, var("n") - 1) if edge else at
+        found.append(LetPtr(f"b_{x}", Ptr("b_item", at * b_step), s.types[1], readonly=True))
+    return found
+
+
+def _at(cell: int, across: int, x: int, first: str, cells: str) -> Index:
+    return var(first) + (x // cell * (across * cell) + x % cell) + var(cells) * cell

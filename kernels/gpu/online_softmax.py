@@ -1,0 +1,165 @@
+"""A softmax that is found tile by tile, by the threads of a device.
+
+What a tile of keys changes in what was summed with weights follows from the expression of a weight, as on
+CPUs: `kernels.online`. A thread has the scores of some rows and columns; the largest score of a row is found
+from those that its threads leave in shared memory, by each of them in the same order. Sums of weights stay
+apart, one for each thread of a row, until the last tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from portmm.ir.grid_kernel import Argument
+from portmm.ir.index import Ptr, const, minimum, var
+from portmm.ir.nodes import For, If, Let, LetPtr
+from portmm.ir.thread_nodes import Barrier, Vector
+from portmm.kernels.cpu.online_softmax import BEFORE, KEPT, LOWEST, MOST
+from portmm.kernels.gpu.attention_scores import TOTAL, Scores, each
+from portmm.spec.epilogue import acc
+
+if TYPE_CHECKING:
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
+    from portmm.kernels.cpu.attention_geometry import Form
+    from portmm.kernels.gpu.attention_blocks import Tiles
+    from portmm.schedule.gpu_attention import Tiling
+    from portmm.spec.expr import Expr
+    from portmm.target.isa import Atom, Isa
+
+LANES, WORD = 4, 4
+
+
+@dataclass(frozen=True)
+class Softmax(Scores):
+    """What becomes of the scores of a tile, in shared memory."""
+
+    t: Tiling
+
+    # -- parts of the kernel -------------------------------------------------
+
+    def statements(self) -> tuple[Stmt, ...]:
+        """The scores of a tile become weights; sums so far are changed."""
+        held = dict(self.at.names)
+        plain, bounded = self.scored(self.score, held, edge=False), self.scored(self.bounded, held, edge=True)
+        return (If(self.edge, (bounded,), (plain,)), Barrier(), self.weights())
+
+    def scored(self, value: Expr, held: dict[Expr, str], *, edge: bool) -> Stmt:
+        """Scores, and the largest of each row that this thread has."""
+        t, at, i, j = self.t, self.at, var("i"), var("j")
+        row = minimum(var("row_0") + var("down") + i * t.down, var("last"))
+        lets: tuple[Stmt, ...] = (Let("query", row),)
+        if t.runs:
+            head = var("other") * var("group") + var("row") // var("m")
+            lets = (Let("row", row), Let("query", var("row") % var("m")), Let("head", head), *self.operands())
+        at.names = dict(held)
+        fixed = at.once([value], "bhmpwe")
+        key, here = var("key") + var("across") + j * t.across, Ptr("s", i * t.columns + j)
+        column = minimum(var("at_key"), var("end") - 1) if edge else var("at_key")
+        at.names[acc()] = at.name(acc())
+        found = [self.get(at.names[acc()], here), *at.compute([value], var("column"), "")]
+        said, before = at.value(value)
+        found += [*before, self.keep(said, here), self.map("greater", "big", said, "big")]
+        return each(
+            "i", t.rows, *lets, *fixed,
+            self.map("literal", "big", LOWEST),
+            each("j", t.columns, Let("at_key", key), Let("column", column), *found),
+            self.keep("big", self.part(var("across"))),
+        )  # fmt: skip
+
+    def part(self, which: Index) -> Ptr:
+        """What one of the threads of row i has found."""
+        return Ptr("part", (var("down") + var("i") * self.t.down) * self.t.across + which)
+
+    def over(self, op: str, into: str) -> Stmt:
+        """What all threads of row i have found, put together in order."""
+        c, e = var("c"), var("e")
+        one = (self.get("one", Ptr("words", e)), self.map(op, into, "one", into))
+        load = Vector(Ptr("words"), self.part(c * LANES), LANES * WORD)
+        return each("c", self.t.across // LANES, load, each("e", LANES, *one))
+
+    def weights(self) -> Stmt:
+        """Weights, to shared memory; what was summed is multiplied by what the new largest makes of it."""
+        t, at, i, j = self.t, self.at, var("i"), var("j")
+        weighed, change = self.weighed
+        at.names = {MOST: "largest", BEFORE: "before"}
+        first = [self.get(x, Ptr("most", i)) for x in ("before", "largest")]
+        first += [self.over("greater", "largest"), self.keep("largest", Ptr("most", i))]
+        first += [*at.compute([change], const(0), ""), self.get("sum", Ptr("sums", i))]
+        by = at.names[change]
+        at.names = {MOST: "largest", KEPT: at.name(KEPT)}
+        one = [self.get(at.names[KEPT], Ptr("s", i * t.columns + j)), *at.compute([weighed], const(0), "")]
+        to = Ptr("weights", (var("down") + i * t.down) * t.beside + var("across") + j * t.across)
+        one += [self.keep(at.names[weighed], to), self.map("add", "sum", "sum", at.names[weighed])]
+        here = Ptr("o_sums", i * t.sums + var("c"))
+        return each(
+            "i", t.rows, *first,
+            self.map("mul", "sum", "sum", by), each("j", t.columns, *one), self.keep("sum", Ptr("sums", i)),
+            each("c", t.sums, self.get("x", here), self.map("mul", "x", "x", by), self.keep("x", here)),
+        )  # fmt: skip
+
+    def ends(self) -> tuple[Stmt, ...]:
+        """The sum of row i, and what follows from it; one thread stores what it has of a row's numbers."""
+        first = (self.map("literal", "sum", 0.0), self.over("add", "sum"), self.get("largest", Ptr("most", var("i"))))
+        return self.said(first, var("across").eq(0))
+
+    def totals(self) -> tuple[Stmt, ...]:
+        """Sums of weights to shared memory."""
+        own = (self.get("sum", Ptr("sums", var("i"))), self.keep("sum", self.part(var("across"))))
+        return (each("i", self.t.rows, *own), Barrier())
+
+
+def joined(form: Form, t: Tiles, isa: Isa, atom: Atom) -> tuple[tuple[Argument, ...], tuple[Stmt, ...]]:
+    """The parameters and the body of what puts runs together: a block of threads for each query of each head.
+
+    Each thread finds the largest score of all runs, and of its columns the sum of what they have, by the rule
+    that joins tiles: the runs in order, however many blocks there were.
+    """
+    s = Scores(form, t, isa, atom)
+    at, r = s.at, var("r")
+    inverse, said = s.ended
+    weighed, _ = s.weighed
+    row, to_row = var("block"), var("item") * var("o_b") + var("head") * var("o_h") + var("query") * var("o_m")
+    place = r * var("all_rows") + row
+
+    def loop(*body: Stmt) -> Stmt:
+        return For("r", const(0), var("runs"), const(1), body)
+
+    at.names = {MOST: "largest", KEPT: "before"}
+    load = s.get("before", Ptr("work", var("mosts_at") + place))
+    weigh = (load, *at.compute([weighed], const(0), ""))
+    by = at.names[weighed]
+    more = s.get("one", Ptr("work", var("sums_at") + place))
+    at.names = {MOST: "largest", TOTAL: "sum"}
+    ends = at.compute([inverse], const(0), "")
+    scale, held = at.names[inverse], dict(at.names)
+    column = var("column")
+    value = s.get("one", Ptr("work", place * t.dv + column))
+    to = Ptr("to", column * (var("o_d") if "o" in t.loose else const(1)))
+    body: list[Stmt] = [
+        Let("item", row // (var("m") * var("heads"))), Let("head", row // var("m") % var("heads")),
+        Let("query", row % var("m")),
+        LetPtr("to", Ptr("o", to_row), form.to),
+        s.map("literal", "largest", LOWEST), loop(load, s.map("greater", "largest", "before", "largest")),
+        s.map("literal", "sum", 0.0), loop(*weigh, more, s.map("fma", "sum", "one", by, "sum")), *ends,
+        For(
+            "column", var("thread"), const(t.dv), const(THREADS),
+            (
+                s.map("literal", "x", 0.0), loop(*weigh, value, s.map("fma", "x", "one", by, "x")),
+                s.map("mul", "x", "x", scale), s.keep("x", to),
+            ),
+        ),
+    ]  # fmt: skip
+    given = [Argument(x, "int") for x in ("m", "heads", "runs")]
+    given += [Argument("work", "pointer", "f32", readonly=True, alone=True)]
+    given += [Argument(x, "long") for x in ("all_rows", "mosts_at", "sums_at")]
+    if form.lse:
+        at.names = held
+        kept = (*at.compute([said], const(0), ""), s.keep(at.names[said], Ptr("lse", row)))
+        body.append(If(var("thread").eq(0), kept))
+    return tuple(given), tuple(body)
+
+
+THREADS = 64
+"""Of a block that puts runs together."""

@@ -1,0 +1,269 @@
+"""Attention by the threads of a device: no matrix of scores leaves a block.
+
+    for each item, each head, each tile of queries       <- blocks of threads
+      for each tile of keys
+        S = Q K^T                  registers, chunks of the head's elements through shared memory
+        S becomes weights, in shared memory; the sums so far are changed        kernels/gpu/online_softmax.py
+        O += P V                   registers, chunks of the keys through shared memory
+      O over the sums of weights
+
+A chunk waits in registers while the one before is multiplied. Threads of a row of blocks read one row of
+Q, or of P, at the same time, and neighbouring rows of K and columns of V; what they read at once is four words along
+a head, or along keys, so that nothing is transposed. Sizes: `portmm.schedule.gpu_attention`.
+
+Past the last query and the last key that are seen, rows of Q and K are read again: nobody looks at
+their scores. Rows of V there, and elements past the end of a head, are zeros: so a NaN
+in memory does not spread. Blocks of keys that no query of a block sees are left out.
+
+Where there are few queries, those of all heads that share keys make one tile, blocks walk over runs of keys
+along the grid's second axis, and `joined` puts together what they come to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from portmm.ir.grid_kernel import Argument, GridKernel
+from portmm.ir.index import Ptr, const, minimum, var
+from portmm.ir.nodes import For, If, Let, LetPtr, Move, Scratch
+from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, Mac, Shared, Vector
+from portmm.kernels.gpu.attention_blocks import Walk, rows_of
+from portmm.kernels.gpu.attention_scores import each
+from portmm.kernels.gpu.global_to_shared import or_zeros
+from portmm.kernels.gpu.online_softmax import THREADS, Softmax, joined
+from portmm.spec.dtype import BY_NAME
+
+if TYPE_CHECKING:
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
+    from portmm.kernels.cpu.attention_geometry import Form
+    from portmm.kernels.gpu.attention_blocks import Tiles
+    from portmm.schedule.gpu_attention import Tiling
+    from portmm.target.isa import Atom, Isa
+
+LANES, WORD = 4, 4
+LARGE = 256
+"""Threads of a block from which a processor must have registers for two: 128 each, of NVIDIA's 65536."""
+
+
+def build(form: Form, t: Tiling, isa: Isa, atom: Atom) -> GridKernel:
+    """The kernel for a kind of attention, with some tiles."""
+    work = Work(form, t, isa, atom, Softmax(form, t, isa, atom))
+    body: list[Stmt] = [*work.memory(), *work.places(), *work.reach(), *work.begin()]
+    body += [For("key", var("first"), var("end"), const(t.keys), work.step()), *work.finish()]
+    name = f"portmm_attention_{form.held}_{t.d}_{t.dv}_{t.queries}x{t.keys}"
+    resident = 2 if t.threads >= LARGE else 1
+    return GridKernel(name, isa, atom, work.arguments(), t.threads, work.grid, tuple(body), resident=resident)
+
+
+def join(form: Form, t: Tiles, isa: Isa, atom: Atom) -> GridKernel:
+    """The kernel that puts runs of keys together."""
+    given, body = joined(form, t, isa, atom)
+    to = (*rows_of("o", form.to, t.loose, readonly=False), *((Argument("lse", "pointer", "f32"),) if form.lse else ()))
+    grid = (var("items") * var("heads") * var("m"), const(1))
+    return GridKernel(f"portmm_attention_runs_{form.to}_{t.dv}", isa, atom, (*given, *to), THREADS, grid, body)
+
+
+@dataclass(frozen=True, slots=True)
+class Work(Walk):
+    """A kernel in the making.
+
+    Attributes:
+        softmax: what becomes of scores.
+    """
+
+    t: Tiling
+    softmax: Softmax
+
+    def memory(self) -> tuple[Stmt, ...]:
+        """Shared memory, and registers."""
+        t, held = self.t, self.form.held
+        return (
+            Shared("q_tile", t.queries * t.deep, "f32"),
+            Shared("chunk", t.buffer, "f32"),
+            Shared("weights", t.queries * t.beside, "f32"),
+            Shared("part", t.queries * t.across, "f32"),
+            Scratch("next", max(t.waiting, t.vectors[0]), held),
+            Scratch("words", LANES, "f32"),
+            Scratch("s", t.rows * t.columns, "f32"),
+            Scratch("o_sums", t.rows * t.sums, "f32"),
+            Scratch("left", t.rows * LANES, "f32"),
+            Scratch("right", max(LANES, t.sums), "f32"),
+            Scratch("most", t.rows, "f32"),
+            Scratch("sums", t.rows, "f32"),
+        )
+
+    def lanes(self) -> tuple[Stmt, ...]:
+        """Which queries and keys of a tile a thread has."""
+        return (
+            Let("down", var("thread") // self.t.across),
+            Let("across", var("thread") % self.t.across),
+        )
+
+    # -- chunks, from global to shared memory --------------------------------
+
+    def pieces(self, rows: int, width: int, vector: int, *body: Stmt, unroll: int = WHOLE) -> Stmt:
+        """Have the threads do something to each `vector` neighbours of a chunk."""
+        across, threads = width // vector, self.t.threads
+        piece = var("piece")
+        inner: tuple[Stmt, ...] = (Let("line", piece // across), Let("column", piece % across * vector), *body)
+        if rows * across % threads:
+            inner = (If(piece.lt(rows * across), inner),)
+        inner = (Let("piece", var("thread") + var("turn") * threads), *inner)
+        return For("turn", const(0), const(-(-rows * across // threads)), const(1), inner, unroll)
+
+    def load(self, to: Ptr, vector: int, source: Ptr, there: Index) -> tuple[Stmt, ...]:
+        """Load a piece to registers, zeros if it is not there."""
+        held = self.form.held
+        size, here = BY_NAME[held].bytes, LetPtr("from", source, held, readonly=True)
+        if there != const(1):
+            return (here, or_zeros(there, to, Ptr("from"), vector, size))
+        return (here, Move(to, Ptr("from")) if vector == 1 else Vector(to, Ptr("from"), vector * size))
+
+    def store(self, to: Ptr, vector: int, src: Ptr) -> tuple[Stmt, ...]:
+        """Store a piece to shared memory."""
+        wide = min(vector, LANES)
+        body: list[Stmt] = []
+        for i in range(0, vector, wide):
+            given = src + i
+            if self.form.held != "f32" and wide > 1:
+                body.append(each("e", wide, Move(Ptr("words", var("e")), given + var("e"))))
+                given = Ptr("words")
+            body.append(Move(to + i, given) if wide == 1 else Vector(to + i, given, wide * WORD))
+        return tuple(body)
+
+    def put(self, rows: int, width: int, vector: int, step: int) -> Stmt:
+        """Store the pieces in registers to shared memory, rows so many words apart."""
+        to, src = Ptr("chunk", var("line") * step + var("column")), self.waits(vector)
+        return self.pieces(rows, width, vector, *self.store(to, vector, src))
+
+    def begin(self) -> tuple[Stmt, ...]:
+        """Q to shared memory, the first chunk of K to registers; nothing has been summed."""
+        t, line, column = self.t, var("line"), var("column")
+        vector, width = t.vectors[0], t.depth * t.chunks
+        row = minimum(var("row_0") + line, var("last"))
+        there = const(1) if width == t.d else column.lt(t.d)
+        source = Ptr("q_item", self.query(row) + column * self.along("q"))
+        moved = (
+            *self.load(Ptr("next"), vector, source, there),
+            *self.store(Ptr("q_tile", line * t.deep + column), vector, Ptr("next")),
+        )
+        return (
+            self.pieces(t.queries, width, vector, *moved, unroll=1),
+            Clear("o_sums", t.rows * t.sums),
+            *self.softmax.begin(),
+            If(var("first").lt(var("end")), (self.keys(var("first"), const(0)),)),
+        )
+
+    def keys(self, key: Index, chunk: Index) -> Stmt:
+        """Fetch a chunk of K to registers."""
+        t, vector = self.t, self.t.vectors[1]
+        row, at = minimum(key + var("line"), var("end") - 1), chunk * t.depth + var("column")
+        there = const(1) if t.depth * t.chunks == t.d else at.lt(t.d)
+        source = Ptr("k_item", row * var("k_n") + at * self.along("k"))
+        return self.pieces(t.keys, t.depth, vector, *self.load(self.waits(vector), vector, source, there))
+
+    def values(self, chunk: Index) -> Stmt:
+        """Fetch a chunk of V to registers."""
+        t, vector = self.t, self.t.vectors[2]
+        row = var("key") + chunk * t.values + var("line")
+        there = row.lt(var("end"))
+        there = there if t.wide == t.dv else there * var("column").lt(t.dv)
+        source = Ptr("v_item", row * var("v_n") + var("column") * self.along("v"))
+        return self.pieces(t.values, t.wide, vector, *self.load(self.waits(vector), vector, source, there))
+
+    @staticmethod
+    def waits(vector: int) -> Ptr:
+        """Where a thread's pieces wait."""
+        return Ptr("next", var("turn") * vector)
+
+    # -- a tile of keys ------------------------------------------------------
+
+    def step(self) -> tuple[Stmt, ...]:
+        """One tile of keys."""
+        t, chunk, after = self.t, var("chunk_of"), var("key") + self.t.keys
+        more = If((chunk + 1).lt(t.chunks), (self.keys(var("key"), chunk + 1),), (self.values(const(0)),))
+        scores = (
+            Barrier(),
+            self.put(t.keys, t.depth, t.vectors[1], t.step),
+            Barrier(),
+            more if t.chunks > 1 else self.values(const(0)),
+            self.scores(chunk),
+        )
+        parts = t.keys // t.values
+        further = If(after.lt(var("end")), (self.keys(after, const(0)),))
+        rest = If((chunk + 1).lt(parts), (self.values(chunk + 1),), (further,)) if parts > 1 else further
+        sums = (
+            Barrier(),
+            self.put(t.values, t.wide, t.vectors[2], t.wide),
+            Barrier(),
+            rest,
+            self.weighed(chunk),
+        )
+        return (
+            Clear("s", t.rows * t.columns),
+            For("chunk_of", const(0), const(t.chunks), const(1), scores),
+            *self.softmax.statements(),
+            For("chunk_of", const(0), const(parts), const(1), sums),
+        )
+
+    def scores(self, chunk: Index) -> Stmt:
+        """S += Q K^T of a chunk of elements."""
+        t, u, i, j = self.t, var("u"), var("i"), var("j")
+        row, key = var("down") + i * t.down, var("across") + j * t.across
+        mac = Mac(Ptr("s", i * t.columns + j), Ptr("left", i * LANES + var("e")), Ptr("right", var("e")))
+        q = Ptr("q_tile", row * t.deep + chunk * t.depth + u * LANES)
+        return For(
+            "u", const(0), const(t.depth // LANES), const(1),
+            (
+                each("i", t.rows, Vector(Ptr("left", i * LANES), q, LANES * WORD)),
+                each(
+                    "j", t.columns,
+                    Vector(Ptr("right"), Ptr("chunk", key * t.step + u * LANES), LANES * WORD),
+                    each("e", LANES, each("i", t.rows, mac)),
+                ),
+            ),
+        )  # fmt: skip
+
+    def weighed(self, chunk: Index) -> Stmt:
+        """O += P V of a chunk of keys."""
+        t, u, i, e, g = self.t, var("u"), var("i"), var("e"), var("g")
+        row = var("down") + i * t.down
+        p = Ptr("weights", row * t.beside + chunk * t.values + u * LANES)
+        v = Ptr("chunk", (u * LANES + e) * t.wide + (var("across") + g * t.across) * t.cell)
+        mac = Mac(Ptr("o_sums", i * t.sums + var("c")), Ptr("left", i * LANES + e), Ptr("right", var("c")))
+        return For(
+            "u", const(0), const(t.values // LANES), const(1),
+            (
+                each("i", t.rows, Vector(Ptr("left", i * LANES), p, LANES * WORD)),
+                each(
+                    "e", LANES,
+                    each("g", t.sums // t.cell, Vector(Ptr("right", g * t.cell), v, t.cell * WORD)),
+                    each("i", t.rows, each("c", t.sums, mac)),
+                ),
+            ),
+        )  # fmt: skip
+
+    # -- results -------------------------------------------------------------
+
+    def finish(self) -> tuple[Stmt, ...]:
+        """What the sums come to, stored."""
+        t, i = self.t, var("i")
+        row = var("row_0") + var("down") + i * t.down
+        inside = If(var("row").lt(self.height), (*self.result(), *self.softmax.ends(), self.stored()))
+        out = Scratch("o_out", t.vectors[3], "f32" if t.runs else self.form.to)
+        return (out, *self.softmax.totals(), each("i", t.rows, Let("row", row), inside))
+
+    def stored(self) -> Stmt:
+        """A row's columns of O."""
+        t, g, h, e = self.t, var("g"), var("h"), var("e")
+        vector = t.vectors[3]
+        place = var("i") * t.sums + g * t.cell + h * vector + e
+        column = (var("across") + g * t.across) * t.cell + h * vector
+        to = Ptr("to", var("column") * (const(1) if t.runs else self.along("o")))
+        size = BY_NAME["f32" if t.runs else self.form.to].bytes
+        store = Move(to, Ptr("o_out")) if vector == 1 else Vector(to, Ptr("o_out"), vector * size)
+        body = (each("e", vector, *self.softmax.divided(Ptr("o_sums", place), Ptr("o_out", e))), store)
+        inside = body if t.wide == t.dv else (If(var("column").lt(t.dv), body),)
+        return each("g", t.sums // t.cell, each("h", t.cell // vector, Let("column", column), *inside))

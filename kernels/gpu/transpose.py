@@ -1,0 +1,92 @@
+"""A copy of an operand with k side by side, in lines that are filled up with zeros.
+
+Fragments of bytes cannot be loaded transposed, and pieces are copied to shared memory only from where they are aligned.
+A block moves 32 rows of 32 words along k through shared memory: its warps read along what is side by side in
+memory, and write words along k. A row of the array in shared memory has one element more than there are rows, so that
+both ways go through different banks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portmm.ir.grid_kernel import Argument, GridKernel
+from portmm.ir.index import Ptr, ceil_div, const, var
+from portmm.ir.nodes import For, If, Let, LetPtr, Move, Scratch
+from portmm.ir.thread_nodes import WHOLE, Barrier, Shared, Vector
+from portmm.spec.dtype import BY_NAME
+
+if TYPE_CHECKING:
+    from portmm.ir.nodes import Stmt
+    from portmm.target.isa import Atom, Isa
+
+LANES = 32
+WARPS = 8
+WORD = 4
+ALIGNED = 16
+"""Bytes that lines are multiples of."""
+
+
+def lines(k: int, size: int) -> int:
+    """Elements of a line of the copy, for k elements of so many bytes."""
+    each = ALIGNED // size
+    return -(-k // each) * each
+
+
+def build(isa: Isa, atom: Atom, dtype: str, along: str) -> GridKernel:
+    """The kernel for elements of a type; `along` is "row" where rows are side by side in memory, else "k"."""
+    each = WORD // BY_NAME[dtype].bytes
+    deep, across = LANES * each, LANES + 1
+    row, k, lane, warp, turn, e = (var(x) for x in ("row", "at", "lane", "warp", "turn", "e"))
+    inside, beside = var("inside"), var("beside")
+    here = Ptr("x_item", row * var("x_m") + k * var("x_k"))
+    cell = Ptr("tile", inside * across + beside)
+    read = (If(row.lt(var("m")) * k.lt(var("k")), (Move(cell, here),), (Move(cell, None),)),)
+    if along == "row":
+        place = (Let("inside", warp + turn * WARPS), Let("beside", lane))
+        turns = deep // WARPS
+    else:
+        place = (
+            Let("inside", lane + turn % each * LANES),
+            Let("beside", warp + turn // each * WARPS),
+        )
+        turns = LANES // WARPS * each
+    fetch = (*place, Let("row", var("row_0") + beside), Let("at", var("k_0") + inside), *read)
+    gather = For(
+        "e", const(0), const(each), const(1),
+        (Move(Ptr("word", e), Ptr("tile", (lane * each + e) * across + beside)),), WHOLE,
+    )  # fmt: skip
+    put = (
+        Let("beside", warp + turn * WARPS),
+        Let("row", var("row_0") + beside),
+        Let("at", var("k_0") + lane * each),
+        If(
+            row.lt(var("m")) * k.lt(var("line")),
+            (gather, Vector(Ptr("to_item", row * var("to_m") + k), Ptr("word"), WORD)),
+        ),
+    )
+    down = ceil_div(var("m"), LANES)
+    right = ceil_div(var("line"), deep)
+    body: tuple[Stmt, ...] = (
+        Shared("tile", deep * across, dtype),
+        Scratch("word", each, dtype),
+        Let("lane", var("thread") % LANES),
+        Let("warp", var("thread") // LANES),
+        Let("item", var("block") // (down * right)),
+        Let("row_0", var("block") % (down * right) // right * LANES),
+        Let("k_0", var("block") % right * deep),
+        LetPtr("x_item", Ptr("x", var("item") * var("x_batch")), dtype, readonly=True),
+        LetPtr("to_item", Ptr("to", var("item") * var("to_batch")), dtype),
+        For("turn", const(0), const(turns), const(1), fetch, WHOLE),
+        Barrier(),
+        For("turn", const(0), const(LANES // WARPS), const(1), put, WHOLE),
+    )
+    given = (
+        *(Argument(x, "int") for x in ("m", "k", "line", "batch")),
+        Argument("x", "pointer", dtype, readonly=True, alone=True),
+        *(Argument(x, "long") for x in ("x_m", "x_k", "x_batch")),
+        Argument("to", "pointer", dtype),
+        *(Argument(x, "long") for x in ("to_m", "to_batch")),
+    )
+    grid = (down * right * var("batch"), const(1))
+    return GridKernel(f"portmm_lines_{dtype}_{along}", isa, atom, given, LANES * WARPS, grid, body)

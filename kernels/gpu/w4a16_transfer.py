@@ -1,0 +1,43 @@
+"""Weights of four bits, from words in global memory to numbers in shared memory: see `kernels.feeding`.
+
+A thread moves a word at once, eight codes of one column, with the scale and the offset of their group.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portmm.ir.index import Ptr, const, var
+from portmm.ir.nodes import For, If, Let, Move, Scratch
+from portmm.ir.thread_nodes import WHOLE, Codes, Mac
+from portmm.spec.dtype import CODES_KR
+
+if TYPE_CHECKING:
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
+
+_SCALES = {"scale": "scales", "offset": "offsets"}
+
+
+def registers(turns: int) -> tuple[Stmt, ...]:
+    """What is on its way."""
+    waiting = (Scratch(name, turns, "f32") for name in _SCALES)
+    return (Scratch("b_next", turns, "s32"), *waiting, Scratch("code", CODES_KR, "f32"), Scratch("number", 1, "f32"))
+
+
+def fetch(column: Index, group: int, k: Index, end: Index) -> tuple[Stmt, ...]:
+    """Load the word of a piece of the tile at k, zeros from `end` on; so many rows share a scale, or, if 0, all."""
+    turn, at = var("turn"), var("b_at")
+    number = at // group if group else const(0)
+    word = Move(Ptr("b_next", turn), Ptr("b_item", var("b_column") * var("words") + at // CODES_KR))
+    scales = [Move(Ptr(to, turn), Ptr(src, var("b_column") * var("groups") + number)) for to, src in _SCALES.items()]
+    zeros = tuple(Move(Ptr(to, turn), None) for to in ("b_next", *_SCALES))
+    return (Let("b_at", k + var("b_unit")), Let("b_column", column), If(at.lt(end), (word, *scales), zeros))
+
+
+def put(to: Ptr, rows: int) -> tuple[Stmt, ...]:
+    """Store the weights of a piece, so many words apart."""
+    turn, e, number = var("turn"), var("e"), Ptr("number")
+    made = (Move(number, Ptr("offset", turn)), Mac(number, Ptr("scale", turn), Ptr("code", e)))
+    each = (*made, Move(to + e * rows, number))
+    return (Codes(Ptr("code"), Ptr("b_next", turn)), For("e", const(0), const(CODES_KR), const(1), each, WHOLE))

@@ -1,0 +1,303 @@
+"""Products by the tensor cores of Hopper: warpgroups multiply what the copy engine brings.
+
+    blocks stay and take one tile of C after the other                  <- processors
+      producer warpgroup, one thread:                      consumer warpgroups, one or two:
+        for each tile, for each BK of k                      for each tile
+          wait until a stage is empty                          for each BK of k
+          full[stage] expects A[BM, BK], B[BN, BK]               wait until a stage is full
+          start both copies (TMA)                                sums[64, BN] += A B, asynchronously
+                                                                 wait for the multiplication before it
+                                                                 its stage is empty
+                                                               C <- sums (kernels.wgmma_store)
+
+Stages are a ring in shared memory (`kernels.wgmma_feed`), each with two barriers: `full` counts the bytes that
+land, `empty` the warps that have multiplied. A turn, a step of k of any tile, has a number: which stage, and which
+phase of its barriers, follow from it, so the ring goes on from tile to tile.
+
+Two warpgroups either share a block's tile, each with half of its rows, or take turns ("ping-pong"): each has tiles
+of its own, and stores one while the other multiplies; barriers `order` keep their loops over k apart. Two blocks
+of a cluster, one below the other, read the same columns of B: each brings half of them to both (multicast), so a
+stage is empty when both have multiplied it. With `swap` the columns of B take the place of the atom's 64 rows, and
+rows of A, down to 8, that of its columns. Where k is split, the last block of a
+tile adds what all slices left in scratch (`kernels.joining`), or another kernel does (`kernels.slices`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from portmm.ir.grid_kernel import Argument, GridKernel
+from portmm.ir.index import Ptr, ceil_div, const, minimum, var
+from portmm.ir.nodes import Add, For, If, Let, Scratch
+from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, Do, Get, Shared
+from portmm.kernels.gpu.simt import blocks, depth, of_groups, raster, results
+from portmm.kernels.gpu.split_k_fixup import given as joining
+from portmm.kernels.gpu.split_k_fixup import join_groups, ticket
+from portmm.kernels.gpu.tma_transfer import Operand
+from portmm.kernels.gpu.wgmma_store import Ending
+from portmm.schedule.gpu_wgmma import STRIP, budgets, columns, promoted, strips
+from portmm.schedule.schedule import WARPGROUP
+from portmm.spec.dtype import accumulator
+
+if TYPE_CHECKING:
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
+    from portmm.schedule.schedule import Schedule
+    from portmm.target.isa import Atom, Isa
+
+WARPS, LANES = 4, 32
+"""Warps of a warpgroup, and their threads."""
+ALL_GROUPS = 4
+"""The barrier of all warpgroups that multiply."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A kernel in the making.
+
+    Attributes:
+        s: its schedule.
+        isa: the instruction set.
+        atom: multiplies.
+    """
+
+    s: Schedule
+    isa: Isa
+    atom: Atom
+
+    def operand(self, name: str) -> Operand:
+        """An operand of a block's tile."""
+        s, of_a = self.s, name == "a"
+        along = "k" if s.along_k(0 if of_a else 1) else "row"
+        return Operand(
+            name, s.types[0 if of_a else 1], along, s.block.m if of_a else s.block.n, s.block.k, s.stages,
+            var("row_0" if of_a else "column_0"), "m" if of_a else "n", 1 if of_a else s.cluster,
+        )  # fmt: skip
+
+    @property
+    def operands(self) -> tuple[Operand, Operand]:
+        """A and B."""
+        return self.operand("a"), self.operand("b")
+
+    @property
+    def sides(self) -> tuple[Operand, Operand]:
+        """The operands on the left and on the right of the atom."""
+        a, b = self.operands
+        return (b, a) if self.s.swap else (a, b)
+
+    @property
+    def ending(self) -> Ending:
+        """What becomes of sums."""
+        return Ending(self.s, self.isa, self.atom)
+
+    @property
+    def multiply(self) -> str:
+        """The primitive that multiplies."""
+        left, right = self.sides
+        majors = ("k" if left.along == "k" else "m") + ("k" if right.along == "k" else "n")
+        name = self.atom.mac.partition("(")[0]
+        return name.replace("<n>", str(columns(self.s))).replace("<majors>", majors)
+
+
+def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
+    """The kernel of a schedule."""
+    work = Work(s, isa, atom)
+    a, b = work.operands
+    body: list[Stmt] = [a.shared(), b.shared(), *work.ending.shared(), *ticket(s)]
+    body += [Shared("full", s.stages, "b64", 8), Shared("empty", s.stages, "b64", 8)]
+    body += [Shared("order", 2, "b64", 8)] if s.pingpong else []
+    body += [*(of_groups(s) if s.grouped else ()), *_begin(work), *_slice(s), *_tiles(s)]
+    down, up = budgets(s)
+    producer = (*_adjusted("down", down), If(var("thread").eq(s.groups * WARPGROUP), _producer(work)))
+    consumer = (*_adjusted("up", up), *_consumer(work))
+    body.append(If(var("group").eq(s.groups), producer, consumer))
+    # What a block of a cluster has sent must land before the other ends.
+    body += [Do("cluster_sync")] if s.cluster > 1 else []
+    return GridKernel(
+        str(s.name(atom)), isa, atom, _arguments(work), s.threads, _grid(s), tuple(body), cluster=s.cluster
+    )
+
+
+def _arguments(work: Work) -> tuple[Argument, ...]:
+    s = work.s
+    found = [Argument(x, "int") for x in ("m", "n", "k", "batch")]
+    found += [Argument("ends", "pointer", "s32", readonly=True, alone=True)] if s.grouped else []
+    for x in work.operands:
+        found += x.arguments()
+    found += joining(s)
+    if s.slices:
+        sums = Argument("work", "pointer", accumulator(*s.types[:2]))
+        return (*found, sums, Argument("c_m", "long"), Argument("c_batch", "long"))
+    given = results(s, s.types[2])
+    if work.ending.staged:
+        given = (work.ending.argument(), *(x for x in given if x.name not in ("c", "c_m", "c_batch")))
+    return (*found, *given)
+
+
+def _grid(s: Schedule) -> tuple[Index, Index]:
+    if s.grouped:
+        return blocks(s), const(1)
+    tiles = ceil_div(var("m"), s.block.m * s.cluster) * ceil_div(var("n"), s.block.n) * var("batch")
+    places = minimum(tiles, s.persistent // s.cluster) if s.persistent else tiles
+    return places * s.cluster, const(s.split)
+
+
+def _begin(work: Work) -> list[Stmt]:
+    """Set barriers up, and say which part of the work is this thread's."""
+    s, stage = work.s, var("stage")
+    # All warps that multiply a stage say so, to all blocks that brought it.
+    warps = WARPS * (1 if s.pingpong else s.groups) * s.cluster
+    each = (
+        Do("mbarrier_init", (Ptr("full", stage), const(1))),
+        Do("mbarrier_init", (Ptr("empty", stage), const(warps))),
+    )
+    first: list[Stmt] = [Do("tma_prefetch", (Ptr(f"{x.name}_map"),)) for x in work.operands]
+    first.append(For("stage", const(0), const(s.stages), const(1), each))
+    if s.pingpong:
+        first += [Do("mbarrier_init", (Ptr("order", const(i)), const(WARPS))) for i in range(2)]
+    first.append(Do("mbarrier_init_fence"))
+    meet: list[Stmt] = [Get("rank", "cluster_rank"), Do("cluster_sync")] if s.cluster > 1 else [Barrier()]
+    return [
+        If(var("thread").eq(0), tuple(first)),
+        *meet,
+        # The same in all lanes of a warp, as a shuffle tells the compiler.
+        Get("group", "shuffle_idx_s32", (var("thread") // WARPGROUP, const(0))),
+        Let("warp", var("thread") % WARPGROUP // LANES),
+        Let("lane", var("thread") % LANES),
+    ]
+
+
+def _slice(s: Schedule) -> list[Stmt]:
+    """The steps of k of this slice: none is without."""
+    all_steps = ceil_div(depth(s), s.block.k)
+    if s.split == 1:
+        return [Let("step_0", const(0)), Let("steps", all_steps)]
+    return [
+        Let("all_steps", all_steps),
+        Let("step_0", var("slice") * var("all_steps") // s.split),
+        Let("steps", (var("slice") + 1) * var("all_steps") // s.split - var("step_0")),
+    ]
+
+
+def _adjusted(way: str, registers: int) -> tuple[Stmt, ...]:
+    return (Do(f"registers_{way}_{registers}"),) if registers else ()
+
+
+def _tiles(s: Schedule) -> list[Stmt]:
+    """How many tiles this block has."""
+    if s.grouped:
+        return []
+    rows = s.block.m * s.cluster
+    found: list[Stmt] = [Let("down", ceil_div(var("m"), rows)), Let("across", ceil_div(var("n"), s.block.n))]
+    found.append(Let("place", var("block") // s.cluster))
+    if s.persistent:
+        tiles, places = var("down") * var("across") * var("batch"), s.persistent // s.cluster
+        found.append(Let("tiles", ceil_div(tiles - var("place"), places)))
+    return found
+
+
+def _each_tile(s: Schedule, body: tuple[Stmt, ...], *, mine: bool) -> tuple[Stmt, ...]:
+    """Run for each tile of this block, or of this warpgroup: `number` counts the block's."""
+    rows = s.block.m * s.cluster
+    below = var("rank") * s.block.m if s.cluster > 1 else const(0)
+    if s.grouped:
+        return (Let("number", const(0)), *body)
+    if not s.persistent:
+        return (Let("number", const(0)), *raster(s, var("place"), rows, below), *body)
+    found = (*raster(s, var("place") + var("number") * (s.persistent // s.cluster), rows, below), *body)
+    apart = mine and s.pingpong
+    begin, step = (var("group"), const(2)) if apart else (const(0), const(1))
+    return (For("number", begin, var("tiles"), step, found),)
+
+
+def _turn(s: Schedule) -> tuple[Stmt, ...]:
+    """The number of a step of k, of all that the block has, and its stage."""
+    return (Let("turn", var("number") * var("steps") + var("step")), Let("stage", var("turn") % s.stages))
+
+
+def _producer(work: Work) -> tuple[Stmt, ...]:
+    """What the one thread that asks for copies does."""
+    s, (a, b) = work.s, work.operands
+    step, stage = var("step"), var("stage")
+    k = (var("step_0") + step) * s.block.k
+    landing = a.size * a.bytes + b.size * b.bytes
+    one = (
+        *_turn(s),
+        # A barrier's first phase counts as preceded by one that is complete.
+        Do("mbarrier_wait", (Ptr("empty", stage), (var("turn") // s.stages + 1) % 2)),
+        Do("mbarrier_expect", (Ptr("full", stage), const(landing))),
+        *a.load(k, stage),
+        *b.load(k, stage),
+    )
+    loop = For("step", const(0), var("steps"), const(1), one)
+    return _each_tile(s, (*a.place(), *b.place(), loop), mine=False)
+
+
+def _consumer(work: Work) -> tuple[Stmt, ...]:
+    """What warpgroups that multiply do."""
+    s, ending = work.s, work.ending
+    left, right = work.sides
+    first = const(0) if s.pingpong else var("group") * (strips(s) * STRIP)
+    sums = strips(s) * columns(s) * STRIP // WARPGROUP
+    step = var("step")
+    # Numbers of the tiles of this warpgroup, of those of both.
+    time = var("number") // 2
+    before: list[Stmt] = []
+    if s.pingpong:
+        before.append(Do("mbarrier_wait", (Ptr("order", var("group")), (time + 1 - var("group")) % 2)))
+    full = (*_turn(s), Do("mbarrier_wait", (Ptr("full", var("stage")), var("turn") // s.stages % 2)))
+    begun = (*full, Do("wgmma_fence"), *_multiply(work), Do("wgmma_commit"))
+    last: tuple[Stmt, ...] = ()
+    if promoted(s):
+        # What a stage comes to is added here, where nothing is lost; another warpgroup multiplies meanwhile.
+        add = For("i", const(0), const(sums), const(1), (Add(Ptr("acc", var("i")), Ptr("part", var("i"))),), WHOLE)
+        before.append(Clear("acc", sums))
+        one = (*begun, *_waited(work, "part"), *_released(s, var("stage")), add)
+    else:
+        one = (*begun, Do("wgmma_wait_1"), If(const(0).lt(step), _released(s, (var("turn") - 1) % s.stages)))
+        given = _released(s, ((var("number") + 1) * var("steps") - 1) % s.stages)
+        if s.grouped:
+            # Rows past the last group are sums of nothing.
+            before.append(Clear("acc", sums))
+            given = (If(const(0).lt(var("steps")), given),)
+        last = (*_waited(work, "acc"), *given)
+    loop = For("step", const(0), var("steps"), const(1), one)
+    after: list[Stmt] = []
+    if s.pingpong:
+        after.append(If(var("lane").eq(0), (Do("mbarrier_arrive", (Ptr("order", 1 - var("group")),)),)))
+    after += last
+    tiles = ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch")
+    stored = join_groups(s, tiles, s.groups * WARPGROUP, ALL_GROUPS, ending.statements(first))
+    tile = _each_tile(s, (*before, loop, *after, *stored), mine=True)
+    acc = [Scratch(name, sums, work.atom.acc) for name in ("acc", "part")[: 1 + promoted(s)]]
+    made = (*acc, left.describe(first), right.describe(const(0)))
+    return (*made, *ending.before(), *tile, *ending.after())
+
+
+def _multiply(work: Work) -> tuple[Stmt, ...]:
+    """Start the multiplication of a stage."""
+    s, (left, right) = work.s, work.sides
+    strip, unit = var("strip") if strips(s) > 1 else const(0), var("unit")
+    held = columns(s) * STRIP // WARPGROUP
+    # The first product ignores what sums hold.
+    keep = const(1) if s.grouped and not promoted(s) else const(0).lt(unit if promoted(s) else var("step") + unit)
+    x, y = left.matrix(var("stage"), strip, unit), right.matrix(var("stage"), const(0), unit)
+    call: Stmt = Do(work.multiply, (Ptr("part" if promoted(s) else "acc", strip * held), x, y, keep))
+    if strips(s) > 1:
+        call = For("strip", const(0), const(strips(s)), const(1), (call,), WHOLE)
+    return (For("unit", const(0), const(s.block.k // work.atom.k), const(1), (call,), WHOLE),)
+
+
+def _waited(work: Work, sums: str) -> tuple[Stmt, ...]:
+    """Wait for all multiplications: their sums may be read from here on."""
+    held = columns(work.s) * STRIP // WARPGROUP
+    name = f"wgmma_sums_{columns(work.s)}_{work.atom.acc}"
+    return (Do("wgmma_wait_0"), *(Do(name, (Ptr(sums, const(i * held)),)) for i in range(strips(work.s))))
+
+
+def _released(s: Schedule, stage: Index) -> tuple[Stmt, ...]:
+    """This warp no longer needs a stage."""
+    if s.cluster > 1:
+        return (If(var("lane").lt(s.cluster), (Do("mbarrier_arrive_at", (Ptr("empty", stage), var("lane"))),)),)
+    return (If(var("lane").eq(0), (Do("mbarrier_arrive", (Ptr("empty", stage),)),)),)

@@ -1,0 +1,6 @@
+"""`python -m portmm`: the command line."""
+
+from portmm.cli.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Operands: arrays of every library, their layouts, and copies into other layouts."""

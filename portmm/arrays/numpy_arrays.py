@@ -1,0 +1,355 @@
+"""NumPy's matmul semantics, reduced to strided batches.
+
+Owns the rules for dtypes, shapes, broadcasting, strides and `out=`; imports
+`abi`, `dtype`, and NumPy. What it returns is plain: canonical operands, a batch with one
+stride per operand, and a table of offsets for batch shapes that one stride
+cannot express.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from portmm.ir.abi import HUGE_PAGE
+from portmm.spec.dtype import BY_NAME, FOREIGN, FP8, accumulator, natural, spell
+from portmm.util.array_subclasses import refuse_class
+
+_FACTORS = ("f32", "f64", "bf16", "f16", "s8", "u8")
+_BY_NUMPY = {BY_NAME[x].numpy: x for x in (*_FACTORS, "s32", *FP8)}
+_RESULTS = {"f32": ("f32", "bf16", "f16"), "f64": ("f64",), "s32": ("s32",)}
+"""Type that products are summed in -> types of results that kernels write."""
+
+LINE = 64
+"""Bytes of a cache line."""
+
+Array = np.ndarray[Any, Any]
+DTypes = tuple[np.dtype[Any], np.dtype[Any], np.dtype[Any]]
+
+
+@lru_cache(maxsize=256)
+def name_of(dtype: np.dtype[Any]) -> str:
+    """Portmm's name of a type in any byte order; empty for one that it does not know."""
+    return _BY_NUMPY.get(dtype.name, "")
+
+
+def numpy_of(name: str) -> np.dtype[Any]:
+    """NumPy's type of that name.
+
+    Raises:
+        TypeError: NumPy lacks it, and there is no ml_dtypes.
+    """
+    wanted = BY_NAME[name].numpy
+    if name not in FOREIGN:
+        return np.dtype(wanted)
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise TypeError(f"{wanted} arrays need the package ml_dtypes: pip install ml_dtypes") from error
+    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, wanted))
+    return found
+
+
+def word(dtypes: DTypes) -> str:
+    """The types of A, B and C as a `Problem` has them."""
+    a, b, c = map(name_of, dtypes)
+    return spell(a, b, c)
+
+
+def types_of(a: np.dtype[Any], b: np.dtype[Any], out: np.dtype[Any] | None = None) -> DTypes:
+    """The types that A and B are multiplied in, and that of C: `out` if kernels can write it.
+
+    Types that no kernel multiplies are promoted as NumPy does.
+
+    Raises:
+        TypeError: the two do not multiply.
+    """
+    left, right = a.newbyteorder("="), b.newbyteorder("=")
+    try:
+        acc = accumulator(name_of(left), name_of(right))
+    except ValueError as refused:
+        left = right = np.result_type(left, right)
+        if name_of(left) not in ("f32", "f64"):
+            raise TypeError(f"cannot multiply {a} by {b}: {refused}") from refused
+        acc = name_of(left)
+    wanted = name_of(out) if out is not None else ""
+    result = wanted if wanted in _RESULTS[acc] else natural(name_of(left), name_of(right))
+    return left, right, left if name_of(left) == result else numpy_of(result)
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A canonical operand: native, aligned, strides in whole elements.
+
+    Attributes:
+        array: at least 2-D; kept so that its memory stays alive.
+        layout: "row", "col" or "any".
+        row: stride between rows, in elements.
+        col: stride between columns, in elements.
+    """
+
+    array: Array
+    layout: str
+    row: int
+    col: int
+
+    @property
+    def address(self) -> int:
+        """Address of element zero."""
+        return int(self.array.__array_interface__["data"][0])
+
+
+def as_operand(x: Any, name: str, *, matrix: bool = True) -> Array:
+    """`x` as an array of a supported type.
+
+    Raises:
+        TypeError: its type is not supported, or its class: see `refuse_class`.
+        ValueError: it is a scalar.
+    """
+    refuse_class(x, name, matrix=matrix)
+    array = np.asarray(x)
+    if name_of(array.dtype) not in _FACTORS:
+        supported = ", ".join(BY_NAME[x].numpy for x in _FACTORS)
+        where = " in the host's memory, floats of eight bits on devices only" if name_of(array.dtype) in FP8 else ""
+        raise TypeError(f"{name} has dtype {array.dtype}; portmm multiplies {supported}{where}: convert it with astype")
+    if array.ndim == 0:
+        raise ValueError(f"{name} is a scalar; matmul needs at least one dimension, use * to scale")
+    return array
+
+
+def taker(*values: Any) -> Any:
+    """A value that is being traced, and takes down what is called with it, or None."""
+    for x in values:  # a generator takes twice as long, and most calls find none
+        if hasattr(x, "call_"):
+            return x
+    return None
+
+
+def addressable(array: Array, dtype: np.dtype[Any]) -> bool:
+    """Kernels can address the elements where they lie: native, aligned, strides in whole elements."""
+    return array.dtype == dtype and array.flags.aligned and not any(s % dtype.itemsize for s in array.strides)
+
+
+def dense_at(out: Any, dtype: np.dtype[Any], source: Array) -> bool:
+    """A kernel that reads `source` can write a dense result of native `dtype` straight to `out`."""
+    if not isinstance(out, np.ndarray) or not addressable(out, dtype):
+        return False
+    return bool(out.flags.c_contiguous and out.flags.writeable and not np.may_share_memory(out, source))
+
+
+def canonical(array: Array, dtype: np.dtype[Any]) -> Operand:
+    """An operand the kernels can read, copied only if it must be."""
+    size = dtype.itemsize
+    if not addressable(array, dtype):
+        array = np.require(array, dtype, ("C", "A"))
+    rows, cols = array.shape[-2:]
+    row, col = (s // size for s in array.strides[-2:])
+    # The stride of a dimension of extent 1 is never used; take what suits.
+    row, col = (cols if rows == 1 else row), (1 if cols == 1 else col)
+    if col == 1 and (rows == 1 or row >= cols):
+        return Operand(array, "row", row, 1)
+    if rows == 1:
+        return Operand(array, "any", row, col)
+    if row == 1 and (cols == 1 or col >= rows):
+        return Operand(array, "col", 1, col)
+    return Operand(array, "any", row, col)
+
+
+def result_shape(
+    a: Array, b_shape: tuple[int, ...], given: tuple[Any, Any] | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Batch shape and (m, n) of a product of operands with at least two dimensions.
+
+    Args:
+        a: the left operand.
+        b_shape: shape of the right one.
+        given: the shapes that the caller gave, where these were vectors, or parts of others.
+
+    Raises:
+        ValueError: an operand is a scalar, inner dimensions differ, or batch shapes do not broadcast.
+    """
+    if a.ndim < 2 or len(b_shape) < 2:
+        raise ValueError("an operand is a scalar; matmul needs at least one dimension, use * to scale")
+    left, right = given or (a.shape, b_shape)
+    if a.shape[-1] != b_shape[-2]:
+        raise ValueError(
+            f"cannot multiply {left} by {right}: "
+            f"a has {a.shape[-1]} columns and b has {b_shape[-2]} rows; these must be equal"
+        )
+    try:
+        batch = np.broadcast_shapes(a.shape[:-2], b_shape[:-2])
+    except ValueError as error:
+        raise ValueError(
+            f"cannot multiply {left} by {right}: batch dimensions {a.shape[:-2]} and {b_shape[:-2]} do not broadcast"
+        ) from error
+    return batch, (a.shape[-2], b_shape[-1])
+
+
+def shape_of(left: Array, right: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a product, vectors being a row or a column that the result lacks."""
+    rows = left[np.newaxis, :] if left.ndim == 1 else left
+    batch, (m, n) = result_shape(rows, (*right, 1) if len(right) == 1 else right, (left.shape, tuple(right)))
+    return (*batch, *(() if left.ndim == 1 else (m,)), *(() if len(right) == 1 else (n,)))
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """How a batch is walked.
+
+    Attributes:
+        count: items along the stride.
+        strides: element strides of a, b and c from one item to the next.
+        outer: offsets (a, b, c) at which the walk is repeated, int64 triples,
+            or None for once.
+    """
+
+    count: int
+    strides: tuple[int, int, int]
+    outer: Array | None
+
+
+def strides_over(array: Array, batch: tuple[int, ...]) -> tuple[int, ...]:
+    """Element strides of an operand's batch dimensions, 0 where it is broadcast."""
+    own = array.shape[:-2]
+    size = array.dtype.itemsize
+    steps = [0 if n == 1 else s // size for n, s in zip(own, array.strides[:-2], strict=True)]
+    return (0,) * (len(batch) - len(own)) + tuple(steps)
+
+
+def collapse(shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -> Batch:
+    """Merge batch dimensions that lie evenly, and walk the largest that is left."""
+    dims: list[tuple[int, tuple[int, ...]]] = []
+    for i, n in enumerate(shape):
+        if n == 1:
+            continue
+        step = tuple(s[i] for s in strides)
+        if dims and all(x == n * y for x, y in zip(dims[-1][1], step, strict=True)):
+            dims[-1] = (dims[-1][0] * n, step)
+        else:
+            dims.append((n, step))
+    if not dims:
+        return Batch(1, (0, 0, 0), None)
+    inner = max(range(len(dims)), key=lambda i: dims[i][0])
+    count, (a, b, c) = dims.pop(inner)
+    if not dims:
+        return Batch(count, (a, b, c), None)
+    grid = np.indices([n for n, _ in dims]).reshape(len(dims), -1).T
+    outer = grid.astype(np.int64) @ np.array([step for _, step in dims], dtype=np.int64)
+    return Batch(count, (a, b, c), np.ascontiguousarray(outer))
+
+
+def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """`out` as an array that can take the result.
+
+    Raises:
+        TypeError: it is no array, or cannot hold the result's type.
+        ValueError: its shape differs, or it is read-only.
+    """
+    if not isinstance(out, np.ndarray):
+        raise TypeError(f"out is {type(out).__name__}; give a numpy array")
+    refuse_class(out, "out")
+    if out.shape != shape:
+        raise ValueError(f"out has shape {out.shape}; the product has shape {shape}")
+    if not out.flags.writeable:
+        raise ValueError("out is read-only; give a writeable array")
+    if not np.can_cast(dtype, out.dtype, casting="same_kind"):
+        raise TypeError(f"out has dtype {out.dtype}, which cannot hold {dtype} results")
+    return out
+
+
+def single(out: Any) -> Any:
+    """The one array of an `out`, which NumPy also takes as a tuple.
+
+    Raises:
+        ValueError: the tuple has another length.
+    """
+    if type(out) is not tuple:
+        return out
+    if len(out) != 1:
+        raise ValueError(f"out is a tuple of {len(out)}; a product has one result")
+    return out[0]
+
+
+def put(out: Array, result: Array) -> None:
+    """Copy a result to `out` in its type: what is too large becomes an infinity, without a warning."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.copyto(out, result, casting="same_kind")
+
+
+def spread(out: Any, shape: tuple[int, ...], core: int, dtype: np.dtype[Any]) -> tuple[int, ...]:
+    """The product's shape as `out` has it, with whose batch the operands broadcast, as in `numpy.matmul`.
+
+    Args:
+        out: the array that the result is put in.
+        shape: of the product.
+        core: how many of its last dimensions are rows and columns, which never broadcast.
+        dtype: of the product.
+
+    Returns:
+        `shape`, or that without leading dimensions of extent 1 which `out` does not have.
+
+    Raises:
+        TypeError: `out` is no array, or cannot hold the result's type.
+        ValueError: the product does not broadcast to its shape, or it is read-only.
+    """
+    if not isinstance(out, np.ndarray) or out.shape == shape:
+        check_out(out, shape, dtype)
+        return shape
+    own, batch = len(out.shape) - core, shape[: len(shape) - core]
+    spare = max(0, len(batch) - own)
+    spreads = own >= 0 and all(n == 1 for n in batch[:spare]) and out.shape[own:] == shape[len(batch) :]
+    if spreads:
+        spreads = all(n in (1, wide) for n, wide in zip(batch[::-1], out.shape[:own][::-1], strict=False))
+    check_out(out, out.shape if spreads else shape, dtype)
+    return shape[spare:]
+
+
+def aligned_empty(elements: int, dtype: Any) -> Array:
+    """An uninitialised 1-D array that starts on a cache line."""
+    size = np.dtype(dtype).itemsize
+    raw = np.empty(elements * size + LINE, np.uint8)
+    start = -raw.ctypes.data % LINE
+    return raw[start : start + elements * size].view(dtype)
+
+
+_ones = np.ones(0, np.float32)
+
+
+def ones(count: int) -> Array:
+    """A read-only vector of ones in float32, which shares its memory with all others.
+
+    Calls of thousands of shapes are remembered with such vectors: those of one call are never more than its rows.
+    """
+    global _ones  # noqa: PLW0603 - replaced by a longer one
+    whole = _ones
+    if whole.size < count:
+        whole = aligned_empty(max(1024, 1 << (count - 1).bit_length()), np.float32)
+        whole[:] = 1
+        whole.flags.writeable = False
+        _ones = whole
+    return whole[:count]
+
+
+def can_be_addressed(shape: tuple[int, ...], each: int) -> bool:
+    """Whether strides of an array of this shape fit 64 bits, with `each` bytes per element; extents of 0 hide none."""
+    return math.prod(max(n, 1) for n in shape) * each < 1 << 63
+
+
+def page_ends(x: Array, size: int) -> tuple[int, int]:
+    """Which part of `size` bytes is the last of the first huge page that ends in `x`, and how many do."""
+    first = HUGE_PAGE - 1 - x.ctypes.data % HUGE_PAGE
+    return first // size, max(0, -(-(x.nbytes - first) // HUGE_PAGE))
+
+
+def aligned_readonly(x: Array, count: int) -> Array:
+    """The first `count` elements, read-only, on a cache line: a view of `x` where it starts on one, else a copy."""
+    to = x.reshape(-1)[:count]
+    if x.ctypes.data % LINE or not x.flags.c_contiguous:
+        to = aligned_empty(count, x.dtype)
+        to[...] = x.reshape(-1)[:count]
+    to.flags.writeable = False
+    return to

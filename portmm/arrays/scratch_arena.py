@@ -1,0 +1,212 @@
+"""Scratch memory between the kernels of fused programs: an arena for each thread that runs one, within one budget.
+
+Owns `Arena`, the statements by which a program gets one, and the budget. Imports `arrays.numpy_arrays`, `util.locks`, `run`.
+
+A program takes an arena off a list that all programs and threads share, and puts it back at the end, so that a program
+that runs inside it, or in another thread meanwhile, finds another arena: there are as many as programs run at once, and
+threads that rest or end hold none. The list is a stack: a thread alone always gets the same arena. (A list for each
+thread takes `threading.local`, 100 ns of a call of 2 us.)
+
+Tables of operands hold addresses in an arena, so they belong to a program *and* an arena, and lie in the arena: a call
+that finds its tables there computes no address anew, and has them for itself. An arena that is too small is replaced,
+and its tables are made again.
+
+All arenas together stay within `SHARE` of the budget, and the larger workspaces of kernels (run/host.c) within the
+rest. A program for which there is no room even if all arenas that wait are dropped has memory for one call.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import numpy as np
+
+from portmm.arrays import numpy_arrays
+from portmm.runtime.cpu import runtime
+from portmm.util import locks
+from portmm.util.user_warnings import warn
+
+DEFAULT_MIB = 160
+"""Of scratch memory in a process: with the interpreter, NumPy and everything that is remembered of many thousand
+shapes it stays under 256 MiB beside its operands (bench/many_shapes.py)."""
+VARIABLE = "PORTMM_SCRATCH_MIB"
+SHARE = 0.4
+"""Part of the budget that arenas may take: 64 MiB of the usual one."""
+LEAST = 1 << 16
+"""Bytes of an arena, at least: 16 pages."""
+HUGE = 1 << 22
+"""Bytes from which huge pages pay, as in NumPy."""
+MOST_TABLES = 1 << 21
+"""Bytes of tables in an arena before it starts afresh: those of a thousand programs of a few kernels."""
+
+OBJECTS = 512
+"""Bytes of the objects that hold the tables of one program."""
+
+_numbers = count()
+_lock = locks.reentrant_lock()
+
+
+@lru_cache(maxsize=4)
+def _bytes(text: str) -> int:
+    if text:
+        try:
+            wanted = int(text)
+            if wanted >= 0:
+                return wanted << 20
+        except ValueError:
+            pass
+        message = f"{VARIABLE} is {text!r}, not a number of MiB: {DEFAULT_MIB} are used"
+        warn(message)
+    return DEFAULT_MIB << 20
+
+
+def budget() -> int:
+    """Bytes of scratch memory that this process keeps between calls, all threads together."""
+    return _bytes(os.environ.get(VARIABLE, ""))
+
+
+class Memory:
+    """The memory of an arena.
+
+    Attributes:
+        bytes: the memory itself.
+        tables: bytes of the tables that point into it.
+    """
+
+    __slots__ = ("__weakref__", "bytes", "tables")
+
+    def __init__(self, size: int, *, lasts: bool) -> None:
+        self.bytes = _pages(size) if lasts else numpy_arrays.aligned_empty(size, np.uint8)
+        self.tables = 0
+
+
+Arena = dict[int, Any]
+"""The tables of programs, by the programs' numbers, and at `OWN` the memory that they point into."""
+OWN = -1
+
+_waiting: list[Arena] = []
+_lasting: WeakSet[Memory] = WeakSet()
+_NOTHING: Arena = {}
+"""In place of an arena, where none waits."""
+
+
+class Make(Protocol):
+    """The maker of a program's tables for an arena at an address."""
+
+    def __call__(self, memory: np.ndarray[Any, Any], address: int) -> tuple[Any, ...]:
+        """The tables."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """The needs of a program.
+
+    Attributes:
+        number: that of the program.
+        size: bytes of memory.
+        tables: bytes of its tables.
+        make: makes them.
+    """
+
+    number: int
+    size: int
+    tables: int
+    make: Make
+
+
+def layout(size: int, tables: int, make: Make) -> Layout:
+    """The needs of a new program; `tables` are the bytes of its numbers alone."""
+    return Layout(next(_numbers), size, tables + OBJECTS, make)
+
+
+def fitted(arena: Arena, wanted: Layout) -> tuple[list[Arena], Arena, Any]:
+    """Where an arena goes after the call, the arena, and the tables of a program in it.
+
+    Args:
+        arena: one that lacks the tables, or is none.
+        wanted: what the program needs.
+    """
+    after = _waiting
+    if not arena or arena[OWN].bytes.size < wanted.size:
+        after, arena = _larger(arena, wanted.size)
+    memory: Memory = arena[OWN]
+    if memory.tables > MOST_TABLES:
+        arena.clear()
+        arena[OWN], memory.tables = memory, 0
+    made = arena[wanted.number] = wanted.make(memory.bytes, memory.bytes.ctypes.data)
+    memory.tables += wanted.tables
+    return after, arena, made
+
+
+def _larger(old: Arena, size: int) -> tuple[list[Arena], Arena]:
+    """Where a new arena goes after the call, nowhere if the budget has no room for it, and the arena."""
+    most = int(budget() * SHARE)
+    with _lock:
+        others = kept() - (old[OWN].bytes.size if old else 0)
+        with suppress(IndexError):  # none waits any more
+            while most - others < size <= most:
+                dropped = _waiting.pop(0)
+                others -= dropped[OWN].bytes.size
+                dropped.clear()
+        room = most - others
+        if size > room:
+            if old:
+                _waiting.append(old)  # for programs that it is large enough for
+            return [], {OWN: Memory(size, lasts=False)}
+        old.clear()
+        # Doubled, so that shapes that grow little by little do not replace it each time.
+        doubled = max(LEAST, 1 << (size - 1).bit_length())
+        memory = Memory(max(size, min(doubled, room)), lasts=True)
+        _lasting.add(memory)
+        bound(runtime())
+    return _waiting, {OWN: memory}
+
+
+def _pages(size: int) -> np.ndarray[Any, Any]:
+    """Memory that goes back to the system as soon as nobody has it."""
+    try:
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no memory for an arena of {size} bytes") from error
+    if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, np.uint8)
+
+
+def kept() -> int:
+    """Bytes of all arenas of this process."""
+    with _lock:
+        return sum(x.bytes.size for x in _lasting)
+
+
+def bound(rt: Any) -> None:
+    """Leave the rest of the budget to the workspaces of kernels."""
+    rt.set_scratch(max(0, budget() - kept()))
+
+
+def text(body: list[str], need: Layout) -> tuple[list[str], dict[str, Any]]:
+    """The statements of a program around those that use its tables, `state`, and the names that these need."""
+    lines = [
+        "after, arena = waiting, NOTHING",
+        "try:", "  arena = waiting.pop()", f"  state = arena[{need.number}]",
+        "except LookupError: after, arena, state = fitted(arena, need)",
+        "try:", *(f"  {x}" for x in body), "finally: after.append(arena)",
+    ]  # fmt: skip
+    return lines, {"waiting": _waiting, "NOTHING": _NOTHING, "fitted": fitted, "need": need}
+
+
+def _in_child() -> None:
+    """Forget the arenas of programs that ran in other threads when this process was forked."""
+    _lasting.clear()
+    _lasting.update(x[OWN] for x in _waiting)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

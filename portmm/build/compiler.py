@@ -1,0 +1,296 @@
+"""The C compiler: which one, and how to ask it.
+
+Owns the search for a compiler, its identity, and every difference between
+gcc, clang and zig. May import `build.cache`, `build.child_process`, `errors`, `build.failed_builds`.
+
+A compiler is asked for its version once per machine: the answer is a note in
+the cache under the path, time and size of its program, so that a process whose
+kernels are cached starts no other process. One that does not answer is not
+asked again before its program changes; see `failures`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from portmm.build import child_process, failed_builds
+from portmm.build.cache import digest, read_note, write_note
+from portmm.errors import BuildError, NoCompilerError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+VERSION_SECONDS = 5.0
+"""Patience with a compiler that is asked for its version; it takes milliseconds."""
+ZIG_VERSION_SECONDS = 60.0
+"""The same for zig, a file of 170 MB that may have to come from a slow disk, and unpacks itself at first."""
+COMPILE_SECONDS = 30.0
+"""Patience with one compilation; a kernel takes less than one second."""
+ZIG_COMPILE_SECONDS = 120.0
+"""The same for zig, which at first builds parts of a C library as well: seconds where gcc takes a tenth of one."""
+
+_BASE = (
+    "-std=gnu11",  # one language for all; strict c11 would turn contraction off
+    "-O2",
+    "-ffp-contract=fast",  # acc += a * b becomes one FMA
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fPIC",
+    "-shared",
+    "-nostdlib",  # kernels call nothing; also saves zig seconds of building a libc
+    "-fno-stack-protector",
+)
+
+# Kernels arrive vectorised, with as many named accumulators as the registers
+# hold. The automatic vectoriser can only add to that: it interleaves remainder
+# loops and gathers scalar broadcasts into vectors, at the price of spills.
+# Scheduling before registers are allocated, which gcc does for aarch64, moves all
+# loads of a step to its front and spills accumulators. And a short copy at an edge
+# must not become a call of memcpy, which a kernel does not link.
+_CLANG = ("-fno-vectorize", "-fno-slp-vectorize", "-fno-builtin-memcpy", "-fno-builtin-memset")
+_OWN = {
+    # Version 12 takes functions for the same whose inline assembly differs in the sign of its output only.
+    "gcc": ("-fno-tree-vectorize", "-fno-schedule-insns", "-fno-tree-loop-distribute-patterns", "-fno-ipa-icf"),
+    "clang": _CLANG,
+    "zig": (*_CLANG, "-fno-sanitize=undefined", "-g0"),
+}
+
+# zig takes the CPU of the host unless told a target. glibc 2.28 is the oldest
+# in the wheels that NumPy still publishes (manylinux_2_28).
+_ZIG_TARGET = "{arch}-linux-gnu.2.28"
+
+# zig spells -march=armv8.2-a+sve as -mcpu=generic+v8_2a+sve, with LLVM's names.
+_ARM_MARCH = re.compile(r"-march=armv(\d+)(?:\.(\d+))?-a((?:\+\w+)*)")
+_LLVM_NAMES = {"fp16": "fullfp16", "fp16fml": "fp16fml", "simd": "neon", "fp": "fp_armv8"}
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """A C compiler.
+
+    Attributes:
+        argv: the command, its program as an absolute path.
+        kind: "gcc", "clang" or "zig".
+        version: the first line of what it says of itself.
+        arch: architecture of the code it makes, as `uname -m` spells it.
+    """
+
+    argv: tuple[str, ...]
+    kind: str
+    version: str
+    arch: str
+
+
+def _which(program: str, path: str) -> str | None:
+    # shutil.which, without two milliseconds of importing archive formats.
+    for folder in [""] if "/" in program else path.split(os.pathsep):
+        full = Path(folder, program).absolute()
+        if os.access(full, os.X_OK) and full.is_file():
+            return str(full)
+    return None
+
+
+def _ziglang() -> str | None:
+    """The `__init__` of the ziglang package, without importing it."""
+    from importlib.util import find_spec
+
+    try:
+        spec = find_spec("ziglang")
+    except (ImportError, ValueError):
+        return None
+    return None if spec is None or not sys.executable else spec.origin
+
+
+def _candidates(arch: str, path: str, *, native: bool) -> Iterator[tuple[str, ...]]:
+    def on_path(program: str, *options: str) -> Iterator[tuple[str, ...]]:
+        full = _which(program, path)
+        if full is not None:
+            yield (full, *options)
+
+    if native:
+        for program in ("gcc", "cc", "clang"):
+            yield from on_path(program)
+    else:
+        triple = f"{arch}-linux-gnu"
+        yield from on_path(f"{triple}-gcc")
+        # clang makes code for any machine but needs somebody else's linker.
+        if _which(f"{triple}-ld", path):
+            yield from on_path("clang", f"--target={triple}")
+        elif _which("ld.lld", path):
+            yield from on_path("clang", f"--target={triple}", "-fuse-ld=lld")
+    if _ziglang() is not None:
+        yield (sys.executable, "-m", "ziglang", "cc")
+
+
+def _is_zig(argv: tuple[str, ...]) -> bool:
+    return any(Path(word).name.startswith("zig") for word in argv if not word.startswith("-"))
+
+
+def _stamp(argv: tuple[str, ...], path: str) -> str:
+    """The command with path, time and size of each program it names (ccache gcc)."""
+    programs = [_which(word, path) for word in argv if not word.startswith("-")]
+    package = _ziglang() if "ziglang" in argv else None
+    if package is not None:
+        programs += [package, str(Path(package).with_name("zig"))]
+    lines = ["\n".join(argv)]
+    for program in programs:
+        if program is not None and os.access(program, os.R_OK):
+            info = Path(program).stat()
+            lines.append(f"{program} {info.st_mtime_ns} {info.st_size}")
+    return "\n".join(lines)
+
+
+def limit_seconds(kind: str) -> float:
+    """Patience with one compilation by a compiler of this kind."""
+    return ZIG_COMPILE_SECONDS if kind == "zig" else COMPILE_SECONDS
+
+
+def _ask(argv: tuple[str, ...]) -> str:
+    """A compiler's version.
+
+    Raises:
+        OSError: it cannot be run now; it may be later.
+        TimeoutError: it does not answer.
+        BuildError: it is no compiler.
+    """
+    question, seconds = (*argv, "--version"), VERSION_SECONDS
+    if _is_zig(argv):
+        seconds = ZIG_VERSION_SECONDS
+        if "cc" in argv:
+            # `zig cc --version` names the clang inside, which many zigs share.
+            question = (*argv[: argv.index("cc")], "version")
+    done = child_process.run(question, seconds, errors=False)
+    if done.status is None:
+        raise TimeoutError(f"{argv[0]} does not answer --version within {seconds:.0f} s")
+    text = done.output.strip()
+    if failed_builds.passes(done.status, ""):
+        raise InterruptedError(f"{argv[0]} --version was ended by signal {-done.status}")
+    if done.status or not text:
+        raise BuildError(f"{argv[0]} does not answer --version: it ended with status {done.status}")
+    return text
+
+
+def _kind(argv: tuple[str, ...], text: str) -> str:
+    if _is_zig(argv):
+        return "zig"
+    return "clang" if "clang" in text or "InstalledDir" in text else "gcc"
+
+
+def _describe(argv: tuple[str, ...], arch: str, path: str) -> Compiler:
+    """A compiler, with its version.
+
+    Raises:
+        BuildError: it does not answer, now or when it was last asked.
+    """
+    note = "compiler-" + digest(_stamp(argv, path).encode("utf-8", "surrogateescape"))
+    text = read_note(note)
+    if not text:
+        refused = failed_builds.known(note)
+        if refused is not None:
+            raise refused
+        try:
+            text = _ask(argv)
+        except TimeoutError as error:
+            raise failed_builds.hung(note, BuildError(str(error))) from error
+        except OSError as error:
+            keep = (
+                failed_builds.passing
+                if error.errno is None or error.errno in failed_builds.PASSING
+                else failed_builds.lasting
+            )
+            raise keep(note, BuildError(f"{argv[0]} cannot be run: {error}")) from error
+        except BuildError as error:
+            raise failed_builds.lasting(note, error) from error
+        failed_builds.succeeded(note)
+        write_note(note, text)
+    return Compiler(argv, _kind(argv, text), text.splitlines()[0], arch)
+
+
+def _from_cc(cc: str, arch: str, path: str) -> Compiler:
+    import shlex
+
+    try:
+        words = shlex.split(cc)
+    except ValueError as error:
+        raise NoCompilerError(f"CC={cc!r} cannot be split into words: {error}; quote it as for a shell") from error
+    program = _which(words[0], path) if words else None
+    if program is None:
+        raise NoCompilerError(f"CC={cc!r} names no program that can be run; correct it or unset it")
+    try:
+        return _describe((program, *words[1:]), arch, path)
+    except BuildError as error:
+        raise _none(f"CC={cc!r} is no usable compiler: {error}; correct it or unset it", [error]) from error
+
+
+def _none(text: str, refusals: list[BuildError]) -> NoCompilerError:
+    """The error where no compiler answers; it is worth trying again as soon as for the first of them."""
+    error = NoCompilerError(text)
+    error.retry_at = min((x.retry_at for x in refusals), default=error.retry_at)
+    return error
+
+
+@cache
+def _find(arch: str, cc: str, path: str, *, native: bool) -> Compiler:
+    if native and cc:
+        return _from_cc(cc, arch, path)
+    refusals = []
+    for argv in _candidates(arch, path, native=native):
+        try:
+            return _describe(argv, arch, path)
+        except BuildError as error:
+            refusals.append(error)
+    wanted = "$CC, gcc, cc and clang" if native else f"{arch}-linux-gnu-gcc and clang with a linker for {arch}"
+    package = "gcc" if native else f"gcc-{arch.replace('_', '-')}-linux-gnu"
+    said = "".join(f"; {error}" for error in refusals)
+    text = (
+        f"no C compiler that makes {arch} code was found: looked for {wanted}, and the Python package ziglang{said}; "
+        f"install one: `pip install ziglang` (needs no root) or your distribution's {package}"
+    )
+    raise _none(text, refusals)
+
+
+def find_compiler(arch: str | None = None) -> Compiler:
+    """The C compiler for `arch`, by default this machine's.
+
+    For this machine: `$CC`, which may carry options and is not second-guessed;
+    then gcc, cc, clang on PATH; then the ziglang package. For another: its
+    cross gcc, clang where a linker exists, then ziglang.
+
+    Raises:
+        NoCompilerError: there is none; the message says what to install.
+    """
+    machine = os.uname().machine
+    wanted = arch or machine
+    cc = os.environ.get("CC", "").strip()
+    return _find(wanted, cc, os.environ.get("PATH", os.defpath), native=wanted == machine)
+
+
+def _zig_spelling(flag: str) -> str:
+    match = _ARM_MARCH.fullmatch(flag)
+    if match is None:
+        return flag
+    major, minor, extensions = match.groups()
+    words = [f"v{major}_{minor}a" if minor and minor != "0" else f"v{major}a"]
+    words += [_LLVM_NAMES.get(x, x) for x in extensions.split("+")[1:]]
+    return "-mcpu=generic+" + "+".join(words)
+
+
+def command(compiler: Compiler, flags: tuple[str, ...], include: tuple[Path, ...], stem: str) -> tuple[str, ...]:
+    """The command that makes `<stem>.so` of `<stem>.c` in the current directory.
+
+    `flags` come after the source, so that they may name libraries and overrule
+    the base flags; for source that includes libc headers they must hold `-lc`.
+    """
+    words = [*compiler.argv, *_BASE, *_OWN[compiler.kind]]
+    if compiler.kind == "zig":
+        if not any(w.startswith(("-target", "--target")) for w in compiler.argv):
+            words += ["-target", _ZIG_TARGET.format(arch=compiler.arch)]
+        flags = tuple(_zig_spelling(f) for f in flags)
+    words += [f"-I{folder.absolute()}" for folder in include]
+    return (*words, f"{stem}.c", *flags, "-o", f"{stem}.so")

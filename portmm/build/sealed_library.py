@@ -1,0 +1,103 @@
+"""Shared objects, loaded from bytes that were checked.
+
+Owns the way from verified bytes to the dynamic loader, which takes nothing but a path: a sealed file in memory, which
+nobody can change or replace, named by its descriptor in /proc; where there are no such files, or the loader may not
+map them, a copy in a directory of mode 0700 that is removed at once. Imports `build.temp_directories`.
+
+A path under /proc tells debuggers and profilers nothing. With PORTMM_LOAD=file in the environment the loader is given
+the file that the bytes were read from.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+T = TypeVar("T")
+
+# Linux, include/uapi/linux/fcntl.h: no more seals, and no shrinking, growing and writing.
+F_ADD_SEALS, SEALS = 1033, 1 | 2 | 4 | 8
+
+_LONGEST_NAME = 200  # of the 249 bytes that memfd_create(2) takes
+
+_numbers = count()
+
+
+@cache
+def _fcntl() -> Any:
+    # The module of that name takes 0.2 ms to import, and ctypes is there: the snapshot of the host needs it.
+    import ctypes
+
+    return ctypes.CDLL(None, use_errno=True).fcntl
+
+
+def _sealed(name: str, code: bytes) -> int:
+    """The descriptor of a file in memory with these bytes, which cannot be changed any more.
+
+    Raises:
+        OSError: the system gives none.
+    """
+    fd = os.memfd_create(name[:_LONGEST_NAME], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        at = 0
+        while at < len(code):
+            at += os.write(fd, memoryview(code)[at:])
+        if _fcntl()(fd, F_ADD_SEALS, SEALS):
+            raise OSError(f"{name} cannot be sealed")  # noqa: TRY301 - as what the system calls raise
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _path_of(fd: int) -> str:
+    """A path to a descriptor that no earlier load of this process had.
+
+    glibc takes a library that was loaded by the same path for the same library, and numbers of descriptors are used
+    again. So a running number is spelled in the path, with detours for its binary digits.
+    """
+    detours = "".join("../fd/" if digit == "1" else "./" for digit in f"{next(_numbers):b}")
+    return f"/proc/self/fd/{detours}{fd}"
+
+
+def load(code: bytes, path: Path, opener: Callable[[str], T]) -> T:
+    """The result of `opener`, given a path to these bytes of a shared object.
+
+    Args:
+        code: the file's bytes, which were checked.
+        path: where they were read from.
+        opener: loads the shared object at a path.
+
+    Raises:
+        Exception: what `opener` raises for the last path that it is given.
+    """
+    if os.environ.get("PORTMM_LOAD") == "file":
+        return opener(str(path))
+    try:
+        fd = _sealed(path.stem, code)
+    except (AttributeError, OSError):  # no such call in this libc or kernel, or a policy against it
+        return _load_copy(code, path, opener)
+    try:
+        return opener(_path_of(fd))
+    except Exception:  # noqa: BLE001 - no /proc, or a policy against code from memory; a copy tells
+        return _load_copy(code, path, opener)
+    finally:
+        os.close(fd)
+
+
+def _load_copy(code: bytes, path: Path, opener: Callable[[str], T]) -> T:
+    """The result of `opener`, given a copy beside the file, where code may be mapped, in a directory of mode 0700."""
+    from portmm.build.temp_directories import COPY_PREFIX, directory
+
+    with directory(COPY_PREFIX, path.parent) as folder:
+        copy = f"{folder}/{path.name}"
+        fd = os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(code)
+        return opener(copy)

@@ -1,0 +1,375 @@
+"""The command line.
+
+Owns the commands of `portmm` and what they take. On the top floor: imports
+anything; whatever is slow to import, when its command runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, replace
+from typing import Annotated, Any
+
+import typer
+
+from portmm.cli import report
+from portmm.cli.probe import probe
+from portmm.cli.tune import tune
+from portmm.cli.tuned import tuned
+from portmm.comparison.command import compare
+from portmm.errors import PortmmError
+from portmm.util.console import Json, console, print_json, progress
+
+TARGET = "A chip, an ISA, a .toml file or a cloud instance."
+LANGUAGES = ("cuda", "opencl")
+"""Of kernels for devices."""
+
+app = typer.Typer(
+    name="portmm",
+    help="Matmul kernels generated for the machine you are on.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Size = Annotated[int, typer.Argument(min=1, show_default=False)]
+Element = Annotated[
+    str,
+    typer.Option(help="Element types: f32, f64, bf16, f16, s8, or those of A, B and C as in u8-s8-s32 or f32-u4-f32."),
+]
+LayoutA = Annotated[str, typer.Option("--a", help="Layout of A: row, col or any.")]
+LayoutB = Annotated[
+    str, typer.Option("--b", help="Layout of B: row, col, any or packed, as weights of four bits (u4) always are.")
+]
+LayoutC = Annotated[str, typer.Option("--c", help="Layout of C: row or col.")]
+Batch = Annotated[int, typer.Option(min=1, help="Products in one call.")]
+Threads = Annotated[int | None, typer.Option(min=0, help="Threads; 0 for every core.", show_default=False)]
+Where = Annotated[str | None, typer.Option(help=TARGET, show_default="this machine")]
+Deterministic = Annotated[bool, typer.Option("--deterministic", help="One order of summation, whatever the rest.")]
+Language = Annotated[
+    str, typer.Option(help="Of kernels for a device: cuda or opencl.", show_default="the device's own")
+]
+Static = Annotated[bool, typer.Option("--static", help="For this size alone, as a plan is.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from portmm.version import VERSION
+
+        typer.echo(f"portmm {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def target(
+    name: Annotated[
+        str | None,
+        typer.Argument(help=TARGET, show_default="this machine"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show this machine as detected: instruction sets, memory levels, measured rates."""
+    from portmm.cli.views import target_data, target_view
+    from portmm.explanation.cpu import target_called
+    from portmm.target.target import instance
+
+    found = target_called(name)
+    family = instance(name) if name else None
+    if as_json:
+        chips = {"instance": name, "chips": list(family.chips), "families_source": family.source} if family else {}
+        print_json(target_data(found) | chips)
+        return
+    if family and name:
+        console().print(family.said(name), soft_wrap=True, highlight=False)
+    console().print(target_view(found))
+    if name is None and not found.measured:
+        console(stderr=True).print("[dim]Nothing is measured yet: run `portmm probe`.[/dim]")
+
+
+@app.command()
+def targets(as_json: Json = False) -> None:
+    """List the chips that are described, and the cloud instances that may run on each."""
+    from portmm.cli.views import chips, chips_view
+    from portmm.target.target import clouds
+
+    rows = chips(clouds())
+    if as_json:
+        print_json(rows)
+    else:
+        console().print(chips_view(rows))
+
+
+app.command()(probe)
+
+
+def _explained(
+    size: tuple[int, int, int],
+    layouts: tuple[str, str, str],
+    *,
+    dtype: str,
+    batch: int,
+    where: str | None,
+    threads: int | None,
+    deterministic: bool,
+    static: bool,
+) -> Any:
+    from portmm.arrays import call
+    from portmm.dispatch import cpu as cpu_dispatch
+    from portmm.explanation.cpu import explain, target_called
+    from portmm.spec.dtype import accumulator, types
+
+    machine = target_called(where)
+    if threads is None and where is not None:
+        threads = machine.cores
+    try:
+        of_a, of_b, of_c = types(dtype)
+        if of_b == "u4":
+            layouts = (layouts[0], "codes", layouts[2])
+        post = "scale" if accumulator(of_a, of_b) == "s32" != of_c else ""
+        family = cpu_dispatch.family(dtype, machine) if layouts[1] in ("packed", "codes") else ""
+        dense = "any" not in layouts
+        posed = call.problem(dtype, size, layouts, family, batch, dense=dense, static=static, post=post)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    posed = replace(posed, deterministic=deterministic or posed.deterministic)
+    return explain(posed, target=where, threads=threads)
+
+
+@app.command(name="explain")
+def explain_command(
+    m: Size,
+    n: Size,
+    k: Size,
+    *,
+    dtype: Element = "f32",
+    a: LayoutA = "row",
+    b: LayoutB = "row",
+    c: LayoutC = "row",
+    batch: Batch = 1,
+    threads: Threads = None,
+    target: Where = None,
+    deterministic: Deterministic = False,
+    static: Static = False,
+    source: Annotated[bool, typer.Option("--source", help="Print the emitted C as well.")] = False,
+    build: Annotated[bool, typer.Option("--build", help="Compile it too, and say where it lies.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Say how C[M, N] = A[M, K] . B[K, N] would be computed, and why that way."""
+    found = _explained(
+        (m, n, k),
+        (a, b, c),
+        dtype=dtype,
+        batch=batch,
+        where=target,
+        threads=threads,
+        deterministic=deterministic,
+        static=static,
+    )
+    artifact: Any = found.artifact if build else None
+    if as_json:
+        built = {"artifact": str(artifact.path), "command": list(artifact.command)} if hasattr(artifact, "path") else {}
+        print_json(found.as_dict() | built)
+        return
+    typer.echo(found.summary())
+    if artifact:
+        typer.echo(_built(artifact))
+    if source:
+        typer.echo(f"\n{found.source}", nl=False)
+
+
+@app.command()
+def warmup(
+    shapes: Annotated[list[str], typer.Argument(help="MxNxK, or BATCHxMxNxK.", show_default=False)],
+    *,
+    dtype: Element = "f32",
+    b: Annotated[str, typer.Option(help="How B lies: row, or col for a transpose.")] = "row",
+    device: Annotated[str, typer.Option(help="cuda, or cuda:1; nothing for the processor.", show_default=False)] = "",
+    as_json: Json = False,
+) -> None:
+    """Compile the kernels of products into the cache, so that first calls do not wait for a compiler."""
+    from portmm.ops.warmup import warmup as warm
+
+    numbers = [tuple(int(n) if n.isdigit() else 0 for n in x.split("x")) for x in shapes]
+    try:
+        found = warm(numbers, dtype, b=b, device=device or None)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if as_json:
+        print_json(asdict(found))
+        return
+    typer.echo(str(found))
+    for name in found.kernels:
+        typer.echo(f"{'':<4}{name}")
+
+
+def _built(artifact: Any) -> str:
+    """What a compiler made."""
+    if hasattr(artifact, "path"):
+        return f"{'built':<12}{artifact.path}\n{'':<12}{' '.join(artifact.command)}"
+    said = f"{len(artifact.code)} bytes for sm_{artifact.architecture} in {artifact.seconds:.2f} s"
+    return f"{'built':<12}{said}\n{'':<12}{artifact.registers} registers, {artifact.spills} bytes spilled"
+
+
+@app.command()
+def emit(
+    m: Annotated[int | None, typer.Argument(min=1, show_default=False)] = None,
+    n: Annotated[int | None, typer.Argument(min=1, show_default=False)] = None,
+    k: Annotated[int | None, typer.Argument(min=1, show_default=False)] = None,
+    *,
+    dtype: Element = "f32",
+    a: LayoutA = "row",
+    b: LayoutB = "row",
+    c: LayoutC = "row",
+    batch: Batch = 1,
+    threads: Threads = None,
+    target: Where = None,
+    deterministic: Deterministic = False,
+    static: Static = False,
+    schedule: Annotated[
+        str, typer.Option(help="A schedule, as the head of an emitted kernel spells it.", show_default=False)
+    ] = "",
+    language: Language = "",
+) -> None:
+    """Print the source of a kernel, also for a machine that is not here."""
+    if language not in ("", "c", *LANGUAGES):
+        raise typer.BadParameter(f"language {language!r} is unknown; use c, {' or '.join(LANGUAGES)}")
+    if schedule:
+        typer.echo(_scheduled(schedule, language), nl=False)
+        return
+    if m is None or n is None or k is None:
+        raise typer.BadParameter("give M, N and K, or --schedule")
+    from portmm.target.target import instance
+
+    if language in LANGUAGES and target is None:
+        target = f"{language}_gpu"  # no device need be here
+    found = _explained(
+        (m, n, k),
+        (a, b, c),
+        dtype=dtype,
+        batch=batch,
+        where=target,
+        threads=threads,
+        deterministic=deterministic,
+        static=static,
+    )
+    if found.target.device is None and language in LANGUAGES:
+        raise typer.BadParameter(
+            f"{found.target.name} is a CPU, whose kernels are C; name a device, as in --target h200"
+        )
+    if found.target.device is not None and language:
+        if language not in LANGUAGES:
+            raise typer.BadParameter(f"kernels of {found.target.name} are written in {' or '.join(LANGUAGES)}")
+        from portmm.explanation.gpu import explained
+
+        found = explained(found.choice.problem, found.target, language, found.notes)
+    if target and instance(target):
+        typer.echo(found.notes[0], err=True)  # the source is for a compiler
+    typer.echo(found.source, nl=False)
+
+
+def _scheduled(text: str, language: str) -> str:
+    from portmm.codegen.c_kernel import source
+    from portmm.codegen.lower import lower_grid
+    from portmm.dispatch import gpu as gpu_dispatch
+    from portmm.dispatch.cpu import kernel_of
+    from portmm.schedule.schedule import parse
+    from portmm.target.target import load_isa
+
+    try:
+        schedule = parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    isa = load_isa(schedule.isa)
+    if schedule.stages:
+        return "\n".join(gpu_dispatch.source(x, language or "cuda") for x in lower_grid(schedule, isa))
+    return source(kernel_of(schedule, isa))
+
+
+app.command()(compare)
+
+
+app.command()(tune)
+app.command()(tuned)
+
+
+@app.command(name="cache")
+def cache_command(
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all kernels and notes.")] = False,
+    where: Annotated[bool, typer.Option("--where", help="Print only where it is.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List the compiled kernels that are kept, and say how much scratch memory a process keeps."""
+    from portmm.arrays import scratch_arena
+    from portmm.build import cache
+    from portmm.cli.views import cache_view, entry_data
+    from portmm.util.text import size
+
+    place = cache.cache_dir()
+    if where:
+        typer.echo(str(place))
+        return
+    if clear:
+        typer.echo(f"{cache.cache_clear()} files removed from {place}")
+        return
+    entries, total, limit = cache.cache_entries(), cache.cache_size(), cache.cache_limit()
+    if as_json:
+        data = {"path": str(place), "bytes": total, "limit": limit, "scratch_bytes": scratch_arena.budget()}
+        print_json({**data, "kernels": [entry_data(e) for e in entries]})
+    else:
+        console().print(cache_view(entries, str(place), total, limit))
+        said = size(scratch_arena.budget())
+        typer.echo(f"Scratch memory that a process keeps between calls: at most {said} ({scratch_arena.VARIABLE})")
+
+
+@app.command()
+def doctor(
+    libraries: Annotated[bool, typer.Option(help="Open every library that compare knows.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Say what is missing on this machine, and what to do about it; status 0 if portmm works."""
+    from portmm.cli import doctor as ward
+    from portmm.cli.views import check_view
+
+    steps = ward.steps(libraries=libraries)
+    shown = console()
+    checks: list[ward.Check] = []
+    with progress("examining") as tell:
+        for i, step in enumerate(steps):
+            tell(i, len(steps), step[0])
+            checks += ward.run(step)
+    fit = ward.usable(checks)
+    if as_json:
+        print_json({"usable": fit, "checks": [asdict(check) for check in checks]})
+    else:
+        for check in checks:
+            shown.print(check_view(check))
+        shown.print("portmm works on this machine." if fit else "[bold red]portmm cannot make kernels here.[/bold red]")
+    if not fit:
+        raise typer.Exit(1)
+
+
+app.command(name="report")(report.report)
+
+
+def main() -> None:
+    """Run the command line; an error that portmm foresees is one line, and status 1."""
+    try:
+        app()
+    except (PortmmError, ImportError, OSError) as error:
+        from rich.text import Text
+
+        console(stderr=True).print(Text(f"portmm: {error}", style="red"), soft_wrap=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""From loops to C, CUDA and OpenCL."""

@@ -1,0 +1,261 @@
+"""C from the loop language.
+
+Owns functions, arguments and threads in header-free GNU C: vector types come from the
+ISA's preamble, so no <immintrin.h> is parsed (a seventh of the compile time).
+Imports `ir.nodes`, `ir.abi`, `spec.dtype`, `printer`. One pass over an immutable tree; the text of an
+atom's verbs is the only part that depends on an ISA.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from portmm.codegen import vector_ops as lanes_of
+from portmm.codegen.c_like import Printer, address, index, pruned
+from portmm.codegen.conversions import HELPERS, converted
+from portmm.ir import abi
+from portmm.ir.nodes import (
+    FIELDS,
+    LEAST_PEAK,
+    OPERANDS,
+    STRIDES,
+    SWAPPED,
+    Call,
+    Configure,
+    Function,
+    Index,
+    Kernel,
+    LetPtr,
+    MacScalar,
+    Map,
+    Parallel,
+    Param,
+    Prefetch,
+    Ptr,
+    Reduce,
+    RowScale,
+    Scratch,
+    Shuffle,
+    Total,
+    functions,
+    walk,
+)
+from portmm.spec.dtype import BY_NAME
+
+if TYPE_CHECKING:
+    from portmm.target.target import Atom
+
+_PRELUDE = """\
+#if defined(__clang__)
+#define SHUFFLE(x, y, ints, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define SHUFFLE(x, y, ints, ...) __builtin_shuffle(x, y, (ints){__VA_ARGS__})
+#endif
+"""
+_HELPERS = {
+    "min_": "static inline long min_(long x, long y) { return x < y ? x : y; }",
+    "max_": "static inline long max_(long x, long y) { return x > y ? x : y; }",
+}
+
+
+def source(kernel: Kernel) -> str:
+    """The C source of a kernel: self-contained, no headers, one exported symbol."""
+    lane = BY_NAME[kernel.atom.right].bytes
+    lanes = "int" if lane == 4 else "long"
+    code = [_print(kernel, f) for f in functions(kernel)]
+    parts = [
+        "\n".join(f"/* {line} */" for line in kernel.header),
+        kernel.isa.preamble.strip(),
+        abi.ARGS.strip(),
+        _PRELUDE.strip(),
+        *(text for name, text in (_HELPERS | HELPERS).items() if any(re.search(rf"\b{name}\(", c) for c in code)),
+    ]
+    if kernel.isa.shuffles and kernel.atom.n > 1:
+        parts.append(f"typedef {lanes} lanes_t __attribute__((vector_size({kernel.atom.n * lane})));")
+    used = {s.of: None for f in functions(kernel) for s in walk(f.body) if isinstance(s, Map)}
+    parts += [lanes_of.declaration(kernel.isa, kernel.isa.word(name)) for name in used]
+    return "\n\n".join(p for p in (*parts, *code) if p) + "\n"
+
+
+def _print(kernel: Kernel, f: Function) -> str:
+    body, used = pruned(f.body)
+    f = replace(f, body=body)
+    own = kernel.isa.word(f.of) if f.of else kernel.atom
+    return _Printer(kernel.isa, own, _types(kernel, f), [], kernel, f, used).text()
+
+
+def _types(kernel: Kernel, f: Function) -> dict[str, str]:
+    """Pointer -> type of what it points at."""
+    extra = (f"x{i}" for i in range(len(kernel.operands)))
+    found = {} if f.kind == "inner" else {name: kernel.type_of(name) for name in (*OPERANDS, *extra)}
+    found |= {p.name: p.dtype for p in f.params if p.dtype}
+    return found | {s.name: s.dtype for s in walk(f.body) if isinstance(s, LetPtr | Scratch)}
+
+
+@dataclass(slots=True)
+class _Printer(Printer):
+    """A function of a kernel.
+
+    Attributes:
+        kernel: what it belongs to.
+        function: what is printed.
+        used: names that its body reads.
+    """
+
+    kernel: Kernel
+    function: Function
+    used: set[str]
+
+    def text(self) -> str:
+        f = self.function
+        if f.comment:
+            self.lines.append(f"/* {f.comment} */")
+        self.lines.append(f"{self.signature()} {{")
+        self.prologue()
+        for ctype, names in self.registers(f.body).items():
+            self.put(1, f"{ctype} {', '.join(names)};")
+        self.body(f.body, 1)
+        self.lines.append("}")
+        return "\n".join(self.lines)
+
+    def signature(self) -> str:
+        f = self.function
+        if f.kind == "entry":
+            return f"void {self.kernel.name}(const portmm_args *g)"
+        if f.kind == "task":
+            return f"static void {f.name}(const long *ctx, long task, long worker)"
+        params = ", ".join(
+            f"{'const ' if p.readonly else ''}{BY_NAME[p.dtype].c} *{p.name}" if p.dtype else f"long {p.name}"
+            for p in f.params
+        )
+        how = "inline __attribute__((always_inline))" if f.inline else "__attribute__((noinline))"
+        return f"static {how} void {f.name}({params})"
+
+    def prologue(self) -> None:
+        """Bind the fields of the argument block that the body mentions."""
+        f, used = self.function, self.used
+        if f.kind == "inner":
+            return
+        if f.kind == "task":
+            self.put(1, "const portmm_args *g = (const portmm_args *)ctx[0];")
+            for i, p in enumerate(f.params, 1):
+                self.put(1, f"const long {p.name} = ctx[{i}];")
+            self.put(1, "(void)g; (void)task; (void)worker;")
+        source = SWAPPED if self.kernel.swap else {}
+        constants = dict(self.kernel.constants)
+        for name in FIELDS:
+            if name in used and name not in {p.name for p in f.params}:
+                value = constants.get(name, f"g->{source.get(name, name)}")
+                self.put(1, f"const long {name} = {value};")
+        for name, readonly in OPERANDS.items():
+            if name in used:
+                ctype = BY_NAME[self.points[name]].c
+                qualifier = "const " if readonly else ""
+                value = f"({qualifier}{ctype} *)g->{source.get(name, name)}"
+                self.put(1, f"{qualifier}{ctype} *{name} = {value};")
+        self.operands()
+
+    def operands(self) -> None:
+        """Bind the operands of fused expressions, and their strides, that the body mentions."""
+        for i, (dtype, written) in enumerate(self.kernel.operands):
+            ctype = f"{'' if written else 'const '}{BY_NAME[dtype].c} *"
+            if f"x{i}" in self.used:
+                self.put(1, f"{ctype}x{i} = ({ctype})g->operands[{i}].p;")
+            for axis in STRIDES:
+                if f"x{i}_{axis}" in self.used:
+                    self.put(1, f"const long x{i}_{axis} = g->operands[{i}].{axis};")
+
+    def do_configure(self, s: Configure, depth: int) -> None:
+        text = self.own.configure if s.rows else self.own.release
+        self.put(depth, text.format(rows=", ".join(index(x) for x in s.rows)))
+
+    def do_total(self, s: Total, depth: int) -> None:
+        if s.kind == "add":
+            self.halves(s, depth)
+            return
+        self.put(depth, "{")
+        self.put(depth + 1, f"float all = *({address(s.src)});")
+        self.put(depth + 1, f"for (int i = 1; i < {s.count}; ++i) {{")
+        self.put(depth + 2, f"const float x = ({address(s.src)})[i];")
+        self.put(depth + 2, "if (x > all || x != x) all = x;")
+        self.put(depth + 1, "}")
+        self.put(depth + 1, f"*({address(s.to)}) = all;")
+        self.put(depth, "}")
+
+    def halves(self, s: Total, depth: int) -> None:
+        """The sum of a power of two of numbers, the upper half added to the lower until one is left."""
+        self.put(depth, "{")
+        self.put(depth + 1, f"float x[{s.count}];")
+        self.put(depth + 1, f"for (int i = 0; i < {s.count}; ++i) x[i] = ({address(s.src)})[i];")
+        self.put(depth + 1, f"for (int half = {s.count} / 2; half; half /= 2) {{")
+        self.put(depth + 2, "for (int i = 0; i < half; ++i) x[i] += x[i + half];")
+        self.put(depth + 1, "}")
+        self.put(depth + 1, f"*({address(s.to)}) = x[0];")
+        self.put(depth, "}")
+
+    def do_shuffle(self, s: Shuffle, depth: int) -> None:
+        self.put(depth, f"{s.d} = SHUFFLE({s.a}, {s.b}, lanes_t, {', '.join(map(str, s.pick))});")
+
+    def do_reduce(self, s: Reduce, depth: int) -> None:
+        acc = self.kernel.atom.acc
+        old = f"({index(s.accumulate)} ? {self.at(s.p, acc)} : 0)"
+        self.put(depth, "{")
+        self.put(depth + 1, f"{BY_NAME[acc].c} sum;")
+        for line in _reduction(self.kernel.atom, s.d):
+            self.put(depth + 1, line)
+        self.put(depth + 1, f"*({address(s.p)}) = {converted(f'{old} + sum', acc, self.points[s.p.name])};")
+        self.put(depth, "}")
+
+    def do_macscalar(self, s: MacScalar, depth: int) -> None:
+        acc = self.kernel.atom.acc
+        self.put(depth, f"*({address(s.p)}) += {self.at(s.a, acc)} * {self.at(s.b, acc)};")
+
+    def do_rowscale(self, s: RowScale, depth: int) -> None:
+        self.put(depth, "{")
+        self.put(depth + 1, "float most = 0;")
+        self.put(depth + 1, f"for (int i = 0; i < {s.count}; ++i) {{")
+        self.put(depth + 2, f"const float peak = ({address(s.peaks)})[i];")
+        self.put(depth + 2, "if (peak > most || peak != peak) most = peak; /* a NaN stays */")
+        self.put(depth + 1, "}")
+        self.put(depth + 1, f"*({address(s.scale)}) = most / {s.top};")
+        self.put(depth + 1, f"*({address(s.inverse)}) = most >= {LEAST_PEAK}f ? {s.top} / most : 0;")
+        self.put(depth, "}")
+
+    def do_prefetch(self, s: Prefetch, depth: int) -> None:
+        how = f", {int(s.write)}, {3 if s.near else 2}" if s.write or not s.near else ""
+        self.put(depth, f"__builtin_prefetch({address(s.p)}{how});")
+
+    def do_call(self, s: Call, depth: int) -> None:
+        args = ", ".join(self.argument(p, x) for p, x in zip(s.function.params, s.args, strict=True))
+        self.put(depth, f"{s.function.name}({args});")
+
+    def argument(self, p: Param, x: Index | Ptr) -> str:
+        """An argument; a pointer to another type is cast."""
+        if isinstance(x, Index):
+            return index(x)
+        if self.points[x.name] == p.dtype:
+            return address(x)
+        return f"({'const ' if p.readonly else ''}{BY_NAME[p.dtype].c} *)({address(x)})"
+
+    def do_parallel(self, s: Parallel, depth: int) -> None:
+        values = ", ".join(["(long)g", *(index(x) for x in s.args)])
+        self.put(depth, "{")
+        self.put(depth + 1, f"const long task_ctx[] = {{{values}}};")
+        self.put(depth + 1, f"g->parallel(g->pool, {s.function.name}, task_ctx, {index(s.tasks)}, workers);")
+        self.put(depth, "}")
+
+
+def _reduction(atom: Atom, d: str) -> list[str]:
+    """Lines that leave the sum of the lanes in `sum`: fold the upper half onto the lower until one is left."""
+    if atom.reduce:
+        return [atom.reduce.format(s="sum", d=d)]
+    if atom.n == 1:
+        return [f"sum = {d};"]
+    lines, width = [], atom.n // 2
+    while width:
+        pick = ", ".join(str((i + width) % atom.n) for i in range(atom.n))
+        lines.append(f"{d} += SHUFFLE({d}, {d}, lanes_t, {pick});")
+        width //= 2
+    return [*lines, f"sum = {d}[0];"]

@@ -1,0 +1,273 @@
+"""Statements that every language of the C family spells alike.
+
+Owns the spelling of integers, addresses and common statements, and what leaves names out
+that nothing reads. Imports `ir.nodes`, `spec.dtype`. The languages, `c`, `cuda` and `opencl`, differ in
+what surrounds a function, in how a pointer is declared, and in statements of their own. Which
+text of a load or a store is meant follows from the type of the pointer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from portmm.codegen import vector_ops as lanes_of
+from portmm.codegen.conversions import converted
+from portmm.errors import ScheduleError
+from portmm.ir.nodes import (
+    Add,
+    For,
+    If,
+    Index,
+    Let,
+    LetPtr,
+    Map,
+    Move,
+    Parallel,
+    Ptr,
+    Read,
+    Scratch,
+    Shuffle,
+    Stmt,
+    Switch,
+    Verb,
+    walk,
+)
+from portmm.ir.thread_nodes import Exchange
+from portmm.spec.dtype import BY_NAME, base
+
+if TYPE_CHECKING:
+    from portmm.target.target import Atom, Isa
+
+_WRITES = {
+    "zero": "acc_type", "load_c": "acc_type", "load_a": "a_type", "load_b": "b_type",
+    "load_mask": "b_type", "load_rows": "b_type", "mask": "mask_type", "ones": "a_type", "code": "b_type",
+    "centred": "b_type", "below": "b_type", "real": "acc_type",
+}  # fmt: skip
+"""Verb -> the field of an atom that is the C type of the register it writes."""
+
+_BITS = ("^", ">>", "&")
+_PRECEDENCE = {"==": 1, "<": 2, "+": 3, "-": 3, "*": 4, "/": 4, "%": 4}
+SUM, _ALWAYS = _PRECEDENCE["+"], 9
+
+
+def index(x: Index, outer: int = -1) -> str:
+    """The C spelling of an integer expression."""
+    if x.op in ("const", "var"):
+        return str(x.args[0])
+    if x.op in ("min", "max"):
+        left, right = (index(y) for y in x.args)  # type: ignore[arg-type]
+        return f"{x.op}_({left}, {right})"
+    if x.op in _BITS:  # which bind less than a comparison, or a sum: compilers ask for brackets
+        left, right = (index(y, _ALWAYS) for y in x.args)  # type: ignore[arg-type]
+        return f"({left} {x.op} {right})" if outer >= 0 else f"{left} {x.op} {right}"
+    level = _PRECEDENCE[x.op]
+    # Only + may drop the brackets of a right operand: integer division does not associate.
+    text = f"{index(x.args[0], level)} {x.op} {index(x.args[1], level + (x.op != '+'))}"  # type: ignore[arg-type]
+    return f"({text})" if level < outer else text
+
+
+def address(p: Ptr) -> str:
+    """The C spelling of an address."""
+    if p.offset == Index("const", (0,)):
+        return p.name
+    return f"{p.name} + {index(p.offset, _PRECEDENCE['+'])}"
+
+
+def _names(x: Index) -> set[str]:
+    if x.op == "var":
+        return {str(x.args[0])}
+    return set().union(*(_names(y) for y in x.args if isinstance(y, Index)))
+
+
+def _mentions(s: Stmt) -> set[str]:
+    """Every variable and pointer that a statement itself reads."""
+    found: set[str] = set()
+    for slot in s.__slots__:
+        values = getattr(s, slot)
+        for value in values if isinstance(values, tuple) else (values,):
+            if isinstance(value, Ptr):
+                found |= {value.name} | _names(value.offset)
+            elif isinstance(value, Index):
+                found |= _names(value)
+    return found | {"workers"} if isinstance(s, Parallel) else found
+
+
+def pruned(body: tuple[Stmt, ...]) -> tuple[tuple[Stmt, ...], set[str]]:
+    """A block without the names that nothing after them reads, and all names that the rest of it reads."""
+    kept: list[Stmt] = []
+    used: set[str] = set()
+    for s in reversed(body):
+        if isinstance(s, Let | LetPtr | Read | Scratch) and s.name not in used:
+            continue
+        now, inside = _pruned_inside(s)
+        kept.append(now)
+        used |= inside | _mentions(s)
+    return tuple(reversed(kept)), used
+
+
+def _pruned_inside(s: Stmt) -> tuple[Stmt, set[str]]:
+    if isinstance(s, For):
+        body, used = pruned(s.body)
+        return replace(s, body=body), used
+    if isinstance(s, If):
+        (then, used), (orelse, more) = pruned(s.then), pruned(s.orelse)
+        return replace(s, then=then, orelse=orelse), used | more
+    if isinstance(s, Switch):
+        cases = [(number, pruned(body)) for number, body in s.cases]
+        return replace(s, cases=tuple((n, body) for n, (body, _) in cases)), set().union(*(u for _, (_, u) in cases))
+    return s, set()
+
+
+@dataclass(slots=True)
+class Printer:
+    """Lines of one function.
+
+    Attributes:
+        isa: whose words its statements are.
+        own: the atom whose words they are unless they say otherwise.
+        points: pointer -> type of what it points at.
+        lines: what is printed so far.
+    """
+
+    isa: Isa
+    own: Atom
+    points: dict[str, str]
+    lines: list[str]
+
+    def at(self, p: Ptr, to: str) -> str:
+        """The element at an address, as one of type `to`."""
+        return converted(f"*({self.address(p)})", self.points[p.name], to)
+
+    def index(self, x: Index, outer: int = -1) -> str:
+        """The spelling of an integer expression."""
+        return index(x, outer)
+
+    def address(self, p: Ptr) -> str:
+        """The spelling of an address."""
+        return address(p)
+
+    def put(self, depth: int, line: str) -> None:
+        self.lines.append("  " * depth + line)
+
+    def registers(self, body: tuple[Stmt, ...]) -> dict[str, list[str]]:
+        """C type -> names of the registers that verbs write."""
+        found: dict[str, str] = {}
+        for s in walk(body):
+            if isinstance(s, Verb) and s.name in _WRITES:
+                written = "acc_type" if s.to == self.atom(s).acc else _WRITES[s.name]
+                found.setdefault(s.d, getattr(self.atom(s), written))
+            elif isinstance(s, Shuffle):
+                found.setdefault(s.d, self.own.b_type)
+            elif isinstance(s, Exchange):
+                found.setdefault(s.d, "float")
+            elif isinstance(s, Map):
+                found.setdefault(s.d, self.lanes(s)[("f32", "s32", "mask").index(s.dtype)])
+        types: dict[str, list[str]] = {}
+        for name, ctype in found.items():
+            if ctype:  # a tile is no variable
+                types.setdefault(ctype, []).append(name)
+        return types
+
+    def body(self, body: tuple[Stmt, ...], depth: int) -> None:
+        for s in body:
+            getattr(self, f"do_{type(s).__name__.lower()}")(s, depth)
+
+    def do_let(self, s: Let, depth: int) -> None:
+        self.put(depth, f"const long {s.name} = {self.index(s.value)};")
+
+    def do_read(self, s: Read, depth: int) -> None:
+        self.put(depth, f"const long {s.name} = *({self.address(s.p)});")
+
+    def do_letptr(self, s: LetPtr, depth: int) -> None:
+        ctype = f"{'const ' if s.readonly else ''}{BY_NAME[s.dtype].c} *"
+        value = self.address(s.value)
+        if self.points[s.value.name] != s.dtype:
+            value = f"({ctype})({value})"
+        self.put(depth, f"{ctype}{s.name} = {value};")
+
+    def do_scratch(self, s: Scratch, depth: int) -> None:
+        self.put(depth, f"{BY_NAME[s.dtype].c} {s.name}[{s.elements}] __attribute__((aligned(64)));")
+
+    def do_for(self, s: For, depth: int) -> None:
+        if s.unroll > 1:
+            self.put(depth, f"#pragma GCC unroll {s.unroll}")
+        step = f"++{s.var}" if s.step == Index("const", (1,)) else f"{s.var} += {self.index(s.step)}"
+        self.put(
+            depth,
+            f"for (long {s.var} = {self.index(s.begin)}; {s.var} < {self.index(s.end, _PRECEDENCE['+'])}; {step}) {{",
+        )
+        self.body(s.body, depth + 1)
+        self.put(depth, "}")
+
+    def do_if(self, s: If, depth: int) -> None:
+        self.put(depth, f"if ({self.index(s.cond)}) {{")
+        self.body(s.then, depth + 1)
+        if s.orelse:
+            self.put(depth, "} else {")
+            self.body(s.orelse, depth + 1)
+        self.put(depth, "}")
+
+    def do_switch(self, s: Switch, depth: int) -> None:
+        self.put(depth, f"switch ({self.index(s.value)}) {{")
+        for number, body in s.cases:
+            self.put(depth + 1, f"case {number}:")
+            self.body(body, depth + 2)
+            self.put(depth + 2, "break;")
+        self.put(depth + 1, "default:")
+        self.put(depth + 2, "__builtin_trap();")
+        self.put(depth, "}")
+
+    def do_verb(self, s: Verb, depth: int) -> None:
+        memory = self.points[s.p.name] if s.p else ""
+        text = self.isa.spelling(self.atom(s), s.name, memory, s.to)
+        if not text:
+            raise ScheduleError(f"{self.isa.name} has no {s.name} of {memory} for {self.atom(s).name} {s.to}")
+        self.put(
+            depth,
+            text.format(
+                d=s.d,
+                a=s.a,
+                b=s.b,
+                mask=s.mask,
+                p=self.address(s.p) if s.p else "",
+                count=self.index(s.count) if s.count else "",
+                step=self.index(s.step) if s.step else "",
+            ),
+        )
+
+    def lanes(self, s: Map) -> tuple[str, str, str]:
+        """The C types of lanes beside an operation's."""
+        return lanes_of.types(self.isa, self.isa.word(s.of))
+
+    def do_map(self, s: Map, depth: int) -> None:
+        isa, real = self.isa, self.isa.word(s.of)
+        text = lanes_of.text(isa, real, s.op, s.given)
+        if not text:
+            raise ScheduleError(f"{isa.name} has no {s.op} of {real.n} lanes of {s.given}")
+        said = [x if isinstance(x, str) else lanes_of.literal(isa, real, x, s.given) for x in s.args]
+        if s.op == "literal":
+            self.put(depth, f"{s.d} = {said[0]};")
+            return
+        if s.op in ("shl", "shr"):
+            said[1] = str(s.args[1])
+        first, second, third = self.lanes(s)
+        made = {"f32": first, "s32": second, "mask": third}[s.dtype]
+        names = dict(zip("abc", said, strict=False))
+        count = self.index(s.count) if s.count else ""
+        lanes = ", ".join(map(str, range(real.n)))
+        line = text.format(
+            d=s.d, **names, R=first, W=second, U=lanes_of.unsigned(isa, real), T=made, count=count, lanes=lanes
+        )
+        self.put(depth, line)
+
+    def do_move(self, s: Move, depth: int) -> None:
+        value = self.at(s.src, base(self.points[s.to.name])) if s.src else "0"
+        self.put(depth, f"*({self.address(s.to)}) = {value};")
+
+    def do_add(self, s: Add, depth: int) -> None:
+        self.put(depth, f"*({self.address(s.to)}) += *({self.address(s.src)});")
+
+    def atom(self, s: Verb) -> Atom:
+        """The atom whose word a statement is."""
+        return self.isa.word(s.of) if s.of else self.own

@@ -1,0 +1,110 @@
+"""CUDA C++ of kernels, without headers, for NVRTC.
+
+Owns what CUDA spells in its own way. Imports `device`. Instructions that C++ lacks are small
+functions of inline PTX, in between `#ifdef __CUDACC__`: an emulator brings its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portmm.codegen.gpu_kernel import Dialect, declared
+from portmm.codegen.gpu_kernel import source as _source
+from portmm.target.isa import Primitive
+
+if TYPE_CHECKING:
+    from portmm.ir.grid_kernel import GridKernel
+
+
+def _copy(size: int) -> Primitive:
+    """PTX ISA, cp.async: what is not read is filled with zeros. 16 bytes go past L1."""
+    how = "cg" if size == 16 else "ca"
+    return Primitive(
+        f"copy_async_{size}",
+        f"""\
+void copy_async_{size}(void *to, const void *src, int bytes) {{
+  const unsigned at = (unsigned)__cvta_generic_to_shared(to);
+  asm volatile("cp.async.{how}.shared.global [%0], [%1], {size}, %2;" :: "r"(at), "l"(src), "r"(bytes) : "memory");
+}}""",
+        "",
+        hardware=True,
+    )
+
+
+def _wait(pending: int) -> Primitive:
+    text = f'void copy_async_wait_{pending}() {{ asm volatile("cp.async.wait_group {pending};" ::: "memory"); }}'
+    return Primitive(f"copy_async_wait_{pending}", text, "", hardware=True)
+
+
+_FUNCTIONS = (
+    *(_copy(size) for size in (4, 8, 16)),
+    *(_wait(pending) for pending in range(8)),
+    Primitive(
+        "copy_async_commit",
+        'void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }',
+        "",
+        hardware=True,
+    ),
+    Primitive("memory_fence", "void memory_fence() { __threadfence(); }", "", hardware=True),
+    Primitive("atomic_ticket", "int atomic_ticket(int *counter) { return atomicAdd(counter, 1); }", "", hardware=True),
+    Primitive(
+        "shuffle_xor_f32",
+        "float shuffle_xor_f32(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }",
+        "",
+        hardware=True,
+    ),
+)
+
+
+def _signature(kernel: GridKernel) -> str:
+    given = [
+        declared(DIALECT, a, f"__restrict__ {a.name}" if a.alone and a.kind == "pointer" else "")
+        for a in kernel.arguments
+    ]
+    bounds = f"{kernel.threads}, {kernel.resident}" if kernel.resident else str(kernel.threads)
+    cluster = f"__cluster_dims__({kernel.cluster}, 1, 1) " if kernel.cluster > 1 else ""
+    head = f'extern "C" __global__ void {cluster}__launch_bounds__({bounds}) {kernel.name}(\n    '
+    return head + ",\n    ".join(given) + ")"
+
+
+# An emulator has memory, and maps, of its own.
+_DYNAMIC = """\
+#ifdef __CUDACC__
+#define SHARED_BYTES(name) extern __shared__ __align__(1024) unsigned char name[]
+#endif"""
+_MAP = """\
+#ifdef __CUDACC__
+struct __align__(64) TensorMap {
+  unsigned long words[16];
+};
+#endif"""
+
+
+DIALECT = Dialect(
+    name="cuda",
+    prelude="",
+    inline="static __device__ __forceinline__",
+    spaces={"global": "", "shared": "", "private": ""},
+    shared="__shared__ __align__(16) {type} {name}[{elements}];",
+    private="__align__(16) {type} {name}[{elements}];",
+    moved={1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "uint2", 16: "uint4"},
+    barrier="__syncthreads();",
+    unroll="#pragma unroll",
+    places={"thread": "(int)threadIdx.x", "block": "(int)blockIdx.x", "slice": "(int)blockIdx.y"},
+    signature=_signature,
+    opening=lambda _: [],
+    primitive=lambda x: x.cuda,
+    dynamic=_DYNAMIC,
+    map=_MAP,
+    guard=("#ifdef __CUDACC__", "#endif"),
+    functions=_FUNCTIONS,
+    copy="copy_async_{bytes}({to}, {src}, ({there}) ? {bytes} : 0);",
+    commit="copy_async_commit();",
+    wait="copy_async_wait_{pending}();",
+    exchange="shuffle_xor_f32({x}, {mask})",
+)
+
+
+def source(kernel: GridKernel) -> str:
+    """The CUDA C++ of a kernel."""
+    return _source(kernel, DIALECT)

@@ -1,0 +1,225 @@
+"""A schedule becomes loops.
+
+Owns the step from `Schedule` to `Kernel`: it finds the block program and puts
+the header on. Imports `ir.nodes`, `schedule.schedule`, `target.target` and the block programs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from shlex import quote
+from typing import TYPE_CHECKING
+
+from portmm.errors import ScheduleError
+from portmm.ir.index import const
+from portmm.ir.nodes import Let
+from portmm.kernels.cpu import (
+    attention,
+    column_reductions,
+    dot,
+    flash_decoding,
+    gemm,
+    int4_repack,
+    prepack,
+    rowwise,
+    tile_attention,
+    tile_gemm,
+)
+from portmm.kernels.gpu import column_reductions as gpu_column_reductions
+from portmm.kernels.gpu import (
+    gemv,
+    mma,
+    mma_attention,
+    naive,
+    simt,
+    simt_attention,
+    split_k_reduction,
+    transpose,
+    w4a16,
+    w4a16_dequantize,
+    wgmma,
+)
+from portmm.kernels.gpu import rowwise as gpu_rowwise
+from portmm.schedule.cpu_candidates import PACKED_VECTORS
+from portmm.schedule.gpu_mma_attention import MatrixTiling
+from portmm.schedule.gpu_w4a16 import PROGRAMS as MATRIX_PROGRAMS
+from portmm.schedule.schedule import inconsistent, spell
+from portmm.spec.dtype import types, unfolded
+from portmm.spec.epilogue import parse as parse_fused
+from portmm.version import VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.ir.grid_kernel import GridKernel
+    from portmm.ir.nodes import Kernel
+    from portmm.kernels.cpu.attention_geometry import Form
+    from portmm.kernels.gpu.rowwise import Form as RowForm
+    from portmm.schedule.gpu_attention import Tiling
+    from portmm.schedule.schedule import Schedule
+    from portmm.spec.problem import Family
+    from portmm.target.target import Atom, Isa
+
+PROGRAMS: dict[str, Callable[[Schedule, Isa, Atom], Kernel]] = {
+    "gemm": gemm.build,
+    "dot": dot.build,
+    "tiles": tile_gemm.build,
+}
+"""Block programs by name. A new one is a module of `kernels/` and a row here."""
+
+GRID_PROGRAMS: dict[str, Callable[[Schedule, Isa, Atom], GridKernel]] = {
+    "simt": simt.build,
+    "direct": naive.build,
+    "stream": gemv.build,
+    "mma": mma.build,
+    "wgmma": wgmma.build,
+    "coded": w4a16.build,
+    "dequant": w4a16_dequantize.build,
+}
+"""The same for devices."""
+
+
+def atom_of(isa: Isa, dtype: str, lanes: int = 0) -> Atom:
+    """The atom of an ISA for an element type, the widest unless `lanes` says which.
+
+    Raises:
+        ScheduleError: there is none.
+    """
+    atom = isa.atom(dtype, lanes)
+    if atom is None:
+        raise ScheduleError(f"{isa.name} has no atom for {dtype}")
+    return atom
+
+
+def lower(s: Schedule, isa: Isa) -> Kernel:
+    """The loops of a schedule.
+
+    Raises:
+        ScheduleError: the program is unknown or the ISA lacks the type.
+    """
+    if s.program not in PROGRAMS:
+        raise ScheduleError(f"no block program called {s.program!r}; known are {', '.join(PROGRAMS)}")
+    if inconsistent(s):
+        raise ScheduleError(f"schedule {inconsistent(s)}: {spell(s)}")
+    kernel = PROGRAMS[s.program](s, isa, atom_of(isa, s.dtype, s.lanes))
+    return replace(kernel, header=_header(kernel.name, isa, str(s), f"portmm emit --schedule {quote(spell(s))}"))
+
+
+def lower_grid(s: Schedule, isa: Isa) -> tuple[GridKernel, ...]:
+    """The kernels of a schedule of a device, in the order in which they run.
+
+    Raises:
+        ScheduleError: the program is unknown or the ISA lacks the type.
+    """
+    if s.program not in GRID_PROGRAMS:
+        raise ScheduleError(f"no block program called {s.program!r}; devices have {', '.join(GRID_PROGRAMS)}")
+    atom = grid_atom(isa, s)
+    kernels = [replace(GRID_PROGRAMS[s.program](s, isa, atom), resident=s.resident)]
+    kernels += [split_k_reduction.build(s, isa, atom)] if s.slices else []
+    again = f"portmm emit --schedule {quote(spell(s))}"
+    return tuple(replace(_specialised(x, s), header=_header(x.name, isa, str(s), again)) for x in kernels)
+
+
+def _specialised(kernel: GridKernel, s: Schedule) -> GridKernel:
+    """A kernel for the columns and the depth of one problem alone, if its schedule says so."""
+    if s.static is None:
+        return kernel
+    known = dict(zip("nk", s.static[1:], strict=True))
+    fixed = tuple(Let(a.name, const(known[a.name])) for a in kernel.arguments if a.name in known)
+    left = tuple(a for a in kernel.arguments if a.name not in known)
+    return replace(kernel, arguments=left, body=(*fixed, *kernel.body))
+
+
+def grid_atom(isa: Isa, s: Schedule) -> Atom:
+    """The atom that a schedule of a device multiplies with.
+
+    Raises:
+        ScheduleError: the ISA lacks it.
+    """
+    if s.b == "codes" and s.program in MATRIX_PROGRAMS:
+        return next(t for t in isa.atoms if t.unit == "warp" and t.a == t.b == s.types[0])
+    alike = (t for t in isa.atoms if (s.kr > 1 or t.unit) and (t.k_pack, t.a, t.b) == (s.kr, *s.types[:2]))
+    return next(alike, None) or atom_of(isa, unfolded(s.dtype))
+
+
+def lower_pack(isa: Isa, dtype: str, nr: int, layout: str) -> Kernel:
+    """The kernel that packs a whole B into panels of width `nr`, for products of the types `dtype`."""
+    kernel = prepack.build(isa, atom_of(isa, dtype), nr, layout, types(dtype)[1])
+    how = f"packs a {layout}-major B into panels of {nr} columns"
+    return replace(kernel, header=_header(kernel.name, isa, how, f"portmm.pack on {isa.title}"))
+
+
+def lower_fold(isa: Isa, kept: Family) -> Kernel:
+    """The kernel that lays a weight of four bits out as a family of panels.
+
+    Raises:
+        ScheduleError: the ISA has no word for it.
+    """
+    atom = isa.vector("s32", kept.nr // PACKED_VECTORS)
+    if atom is None or not isa.spelling(atom, "load_rows", "u4", "s32"):
+        raise ScheduleError(f"{isa.name} does not fold codes into words")
+    what = f"folds codes of four bits into panels of {kept.nr} columns, groups of {kept.group or 'all'} rows"
+    kernel = int4_repack.build(isa, atom, kept)
+    return replace(kernel, header=_header(kernel.name, isa, what, f"portmm.pack on {isa.title}"))
+
+
+def lower_rows(isa: Isa, real: Atom, text: str) -> Kernel:
+    """The kernel that computes fused expressions over rows, or reduces columns, in lanes of `real`."""
+    fused = parse_fused(text)
+    kernel = column_reductions.build(isa, real, fused) if fused.folds else rowwise.build(isa, real, fused)
+    return replace(kernel, header=_header(kernel.name, isa, text, f"portmm.fuse on {isa.title}"))
+
+
+def lower_grid_rows(isa: Isa, text: str, form: RowForm) -> GridKernel:
+    """The kernel of a device that computes fused expressions over rows."""
+    kernel = gpu_rowwise.build(isa, _one(isa), parse_fused(text), form)
+    return replace(kernel, header=_header(kernel.name, isa, text, f"portmm.fuse on {isa.title}"))
+
+
+def lower_grid_columns(isa: Isa, text: str, threads: int, *, sliced: bool) -> tuple[GridKernel, ...]:
+    """The kernels of a device that reduce columns: two where they are `sliced`."""
+    kernels = gpu_column_reductions.build(isa, _one(isa), parse_fused(text), threads, sliced=sliced)
+    return tuple(replace(x, header=_header(x.name, isa, text, f"portmm.fuse on {isa.title}")) for x in kernels)
+
+
+def lower_lines(isa: Isa, dtype: str, along: str) -> GridKernel:
+    """The kernel of a device that copies an operand, k side by side: see `kernels.transposing`."""
+    kernel = transpose.build(isa, _one(isa), dtype, along)
+    what = f"copies matrices of {dtype} that lie along {along}, k side by side, in aligned lines"
+    return replace(kernel, header=_header(kernel.name, isa, what, f"portmm.matmul on {isa.title}"))
+
+
+def _one(isa: Isa) -> Atom:
+    """The f32 of one thread.
+
+    Raises:
+        ScheduleError: there is none.
+    """
+    real = isa.vector("f32", 1)
+    if real is None:
+        raise ScheduleError(f"{isa.name} has no threads of one element")
+    return real
+
+
+def lower_attention(isa: Isa, atom: Atom, real: Atom, form: Form) -> Kernel:
+    """The kernel for a kind of attention, with products by `atom` and sums in lanes of `real`."""
+    if form.few:
+        kernel = flash_decoding.build(form, isa, real)
+    else:
+        kernel = (tile_attention if atom.tiled else attention).build(form, isa, atom, real)
+    return replace(kernel, header=_header(kernel.name, isa, form.score, f"portmm.attention on {isa.title}"))
+
+
+def lower_grid_attention(isa: Isa, atom: Atom, form: Form, tiling: Tiling | MatrixTiling) -> tuple[GridKernel, ...]:
+    """The kernels of a device for a kind of attention, in the order in which they run."""
+    if isinstance(tiling, MatrixTiling):
+        kernels = [mma_attention.build(form, tiling, isa, atom)]
+    else:
+        kernels = [simt_attention.build(form, tiling, isa, atom)]
+    kernels += [simt_attention.join(form, tiling, isa, atom)] if tiling.runs else []
+    again = f"portmm.attention on {isa.title}"
+    return tuple(replace(x, header=_header(x.name, isa, form.score, again)) for x in kernels)
+
+
+def _header(name: str, isa: Isa, what: str, again: str) -> tuple[str, ...]:
+    return (f"{name}, made by portmm {VERSION} for {isa.title}", what, f"made again by: {again}")

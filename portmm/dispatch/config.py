@@ -1,0 +1,194 @@
+"""What a user may set: target, threads, determinism.
+
+Owns the current configuration: a context variable, with a process-wide default.
+Imports `host.calibrate` and `host.detect` only when a target is first asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import cache
+from operator import index
+from typing import TYPE_CHECKING
+
+from portmm.spec.dtype import types
+from portmm.util.user_warnings import warn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from portmm.target.target import Target
+
+
+MOST_THREADS = 1024
+"""What the pool in run/pool.c has room for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The settings of a call.
+
+    Attributes:
+        target: name of a chip, an ISA or a .toml file; empty for PORTMM_TARGET,
+            or this machine.
+        threads: the most threads that one call may use; 0 for all cores.
+        deterministic: results do not depend on threads or on the other rows.
+        tf32: products of float32 on a device may round their operands to tf32.
+    """
+
+    target: str = ""
+    threads: int = 0
+    deterministic: bool = False
+    tf32: bool = False
+
+
+_default = Config()
+_current: ContextVar[Config | None] = ContextVar("portmm_config", default=None)
+_depth = 0
+_targets: dict[str, Target] = {}
+
+
+def current() -> Config:
+    """The settings in force here."""
+    return _current.get() or _default
+
+
+def overridden() -> bool:
+    """Some thread is inside a `config` block, so that defaults may not hold."""
+    return _depth > 0
+
+
+def rounds(dtype: str) -> bool:
+    """Whether operands of a product of these types, as `Problem` has them, may be rounded to tf32."""
+    return current().tf32 and types(dtype)[:2] == ("f32", "f32")
+
+
+def set_num_threads(threads: int) -> None:
+    """Set how many threads one call may use, for the whole process.
+
+    Args:
+        threads: at least 1; 0 means every core this process may use.
+
+    Raises:
+        TypeError: `threads` is no integer.
+        ValueError: `threads` is negative, or more than the pool has room for.
+    """
+    global _default  # noqa: PLW0603 - the one process-wide setting
+    _default = replace(_default, threads=_checked(threads))
+    _changed()
+
+
+def _checked(threads: int) -> int:
+    """A number of threads that a user gave."""
+    try:
+        count = index(threads)
+    except TypeError:
+        raise TypeError(f"threads is {threads!r}; give an integer") from None
+    if not 0 <= count <= MOST_THREADS:
+        raise ValueError(f"{count} threads; give 1 to {MOST_THREADS}, or 0 for every core")
+    return count
+
+
+def get_num_threads() -> int:
+    """How many threads one call may use now."""
+    return limit() or max(1, target().cores)
+
+
+def limit() -> int:
+    """The most threads that were asked for, 0 for every core."""
+    return current().threads or _environment_threads(os.environ.get("PORTMM_NUM_THREADS", ""))
+
+
+@cache
+def _environment_threads(text: str) -> int:
+    if not text:
+        return 0
+    try:
+        return _checked(int(text))
+    except ValueError:
+        message = f"PORTMM_NUM_THREADS is {text!r}, not a number from 0 to {MOST_THREADS}: every core is used"
+        warn(message)
+        return 0
+
+
+@contextmanager
+def config(
+    *,
+    target: str | None = None,
+    threads: int | None = None,
+    deterministic: bool | None = None,
+    tf32: bool | None = None,
+) -> Iterator[Config]:
+    """Change settings for a block of code; blocks nest, and each thread has its own.
+
+    Args:
+        target: name of a chip, an ISA, a .toml file or a cloud instance.
+        threads: the most threads that one call may use; 0 for all cores.
+        deterministic: additions in one order per element of C, which K alone decides: the same bits for any number of
+            threads, and for a row by itself and among others.
+        tf32: products of float32 by float32 on a device may round each element of A and B to tf32, 11 bits of
+            precision: by at most 2**-11 of it, half away from zero. Tensor cores then multiply them, and sums
+            stay in float32. Off unless asked for, and where results are deterministic.
+
+    Yields:
+        The settings in force.
+
+    Raises:
+        TargetError: there is no such target, or this machine cannot run it.
+        TypeError: `target` is no string, or `threads` no integer.
+        ValueError: `threads` is negative, or more than the pool has room for.
+    """
+    global _depth  # noqa: PLW0603 - counts the blocks that are open in any thread
+    old = current()
+    mine = Config(
+        old.target if target is None else target,
+        old.threads if threads is None else _checked(threads),
+        old.deterministic if deterministic is None else deterministic,
+        old.tf32 if tf32 is None else tf32,
+    )
+    if target is not None:
+        _resolve(target)
+    token = _current.set(mine)
+    _depth += 1
+    _changed()
+    try:
+        yield mine
+    finally:
+        _depth -= 1
+        _current.reset(token)
+        _changed()
+
+
+def target() -> Target:
+    """The machine that calls are made for.
+
+    Raises:
+        TargetError: PORTMM_TARGET or the configured name is unknown or cannot run here.
+    """
+    return _resolve(current().target or os.environ.get("PORTMM_TARGET", ""))
+
+
+def _resolve(name: str) -> Target:
+    found = _targets.get(name)
+    if found is None:
+        from portmm.host.calibrate import measured
+        from portmm.host.detect import resolve
+
+        found = _targets[name] = measured(resolve(name))
+    return found
+
+
+_listeners: list[object] = []
+
+
+def on_change(function: object) -> None:
+    """Have `function()` called whenever a setting changes."""
+    _listeners.append(function)
+
+
+def _changed() -> None:
+    for function in _listeners:
+        function()  # type: ignore[operator]

@@ -1,0 +1,134 @@
+"""The schedule with the least predicted time, for a class of row counts.
+
+Owns the comparison of all candidates for a problem at once. Imports `schedule.candidate_sets`, `schedule.cpu_cost`, `host`, `spec.row_classes`.
+The candidate that is selected is the one whose predicted time is nearest to the best at every M that is looked at: a
+class has one schedule, and no M of it should lose much by that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from portmm.runtime.cpu import replayer
+from portmm.schedule.candidate_sets import CandidateSet, candidate_set
+from portmm.schedule.cpu_cost import costs
+from portmm.schedule.textbook import ORIGIN, WITHIN, preferred
+from portmm.spec.row_classes import rows
+
+if TYPE_CHECKING:
+    from portmm.schedule.cost_terms import Array
+    from portmm.schedule.cpu_cost import Costs
+    from portmm.schedule.schedule import Schedule
+    from portmm.spec.problem import Problem
+    from portmm.target.target import Target
+
+
+ANALYTICAL = "analytical"
+MOST_LOSS = 1.02
+"""Predicted time over the best up to which all M of a class take one schedule: the model is never that exact."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The candidates for a class of problems, and which of them is selected.
+
+    Attributes:
+        listed: the candidates.
+        rows: the least and the largest M that it holds for.
+        index: the place of the selected one.
+        workers: threads that share the work.
+        origin: whose choice it is: the model's, or a textbook's.
+    """
+
+    listed: CandidateSet
+    rows: tuple[int, int]
+    index: int
+    workers: int
+    origin: str
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule that is selected."""
+        return self.listed.schedules[self.index]
+
+
+def select(p: Problem, target: Target, threads: int) -> Selection:
+    """The selection for the class of a problem.
+
+    Args:
+        p: the problem.
+        target: the machine.
+        threads: the most threads to use; one is used if that is predicted faster.
+
+    Raises:
+        ScheduleError: nothing is legal.
+    """
+    counts = tuple(dict.fromkeys((1, max(1, threads))))
+    least, most = rows(p)
+    if least < most:
+        listed = candidate_set(p, target, least)
+        # A kernel is legal throughout the class if it is at both ends.
+        if listed.schedules == candidate_set(p, target, most).schedules:
+            found = _fastest(p, listed, tuple(dict.fromkeys((least, (least + most) // 2, most))), counts, target)
+            if found is not None:
+                return Selection(listed, (least, most), *found)
+    listed = candidate_set(p, target)
+    found = _fastest(p, listed, (p.n if p.c == "col" else p.m,), counts, target)
+    assert found is not None  # noqa: S101 - the best of one M loses nothing
+    return Selection(listed, (p.m, p.m), *found)
+
+
+def _fastest(
+    p: Problem, listed: CandidateSet, ms: tuple[int, ...], counts: tuple[int, ...], target: Target
+) -> tuple[int, int, str] | None:
+    """The candidate, the threads and whose choice it is: the fastest at the last M that loses little at the others.
+
+    Round numbers, which are the most frequent, are the last of their classes. On chips with stored searches, to which
+    the model was fitted, textbook blockings take no part; on others `textbook.preferred` has the last word.
+    """
+    seconds = _seconds(p, listed, ms, counts)
+    textbook = listed.textbook if len(counts) == 1 else np.repeat(listed.textbook, len(counts))
+    if target.searches and not np.logical_and.reduce(textbook):
+        seconds = np.where(textbook, np.inf, seconds)
+    every: list[list[float]] = seconds.tolist()  # a few dozen numbers: NumPy would take three times as long
+    least, last = [min(row) for row in every], every[-1]
+
+    def loss(i: int) -> float:
+        return max([row[i] / best for row, best in zip(every, least, strict=True)])
+
+    # Of equals, the first candidate, on one thread.
+    first, origin, allowed = last.index(least[-1]), ANALYTICAL, MOST_LOSS
+    if not target.searches and np.logical_or.reduce(textbook):
+        near = sorted([i for i, x in enumerate(last) if WITHIN * x <= least[-1]], key=last.__getitem__)
+        ranked = [(last[i], listed.schedules[i // len(counts)]) for i in near]
+        found = near[preferred(ranked, p, target, [bool(textbook[i]) for i in near])]
+        if found != first:
+            first, origin, allowed = found, ORIGIN, MOST_LOSS / WITHIN
+    if loss(first) > allowed:
+        good = [i for i in range(len(last)) if loss(i) <= MOST_LOSS] if origin == ANALYTICAL else []
+        if not good:
+            return None
+        first = min(good, key=last.__getitem__)
+    index, at = divmod(first, len(counts))
+    return index, counts[at], origin
+
+
+def _seconds(p: Problem, listed: CandidateSet, ms: tuple[int, ...], counts: tuple[int, ...]) -> Array:
+    """Predicted seconds by number of rows, then by candidate and number of threads."""
+    run = replayer()
+    tapes = [listed.tape(len(ms), several=x > 1) for x in counts] if run is not None else []
+    if run is None or None in tapes:
+        every = [x.seconds for x in predict(p, listed, ms, counts)]
+    else:
+        q = p.transposed() if p.c == "col" else p
+        every = [x.replayed(run, listed.table, q, ms, n) for x, n in zip(tapes, counts, strict=True) if x is not None]
+    return every[0] if len(every) == 1 else np.stack(every, axis=2).reshape(len(ms), -1)
+
+
+def predict(p: Problem, listed: CandidateSet, ms: tuple[int, ...], counts: tuple[int, ...]) -> list[Costs]:
+    """Costs of candidates for problems that differ in M from `p`, for each number of threads."""
+    q = p.transposed() if p.c == "col" else p
+    return costs(listed.table, q, ms, counts)

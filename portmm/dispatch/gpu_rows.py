@@ -1,0 +1,176 @@
+"""From expressions over rows to kernels that a device can launch.
+
+Owns the choice of how threads share rows, and the memo of what was compiled. Imports `dispatch.gpu`, `codegen.lower`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from portmm.codegen.lower import lower_grid_columns, lower_grid_rows
+from portmm.dispatch.gpu import MOST, MOST_ROUTES, bind
+from portmm.errors import ScheduleError
+from portmm.kernels.gpu.rowwise import WARP, Form, kept
+from portmm.schedule.gpu_candidates import on_gpu
+from portmm.spec.dtype import BY_NAME
+from portmm.spec.epilogue import parse
+from portmm.util.memo import Memory
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portmm.dispatch.gpu import Launch, Machine
+    from portmm.spec.epilogue import Fused
+    from portmm.target.device import Device
+
+Size = tuple[int, int, int]
+"""Rows, columns, items of a batch."""
+NEIGHBOURS = 4
+"""Columns that are moved at once where all operands are aligned: 16 bytes of f32."""
+USUAL = 256
+"""Threads of a block: enough to hide latencies, few enough for several blocks on a processor."""
+LEAST = 128
+LANES = 16
+"""Threads of a row under OpenCL on a CPU: a vector of 512 bits."""
+HELD = 32
+"""Registers of a thread for values of its columns: code is unrolled for each of them."""
+DEEP = 32
+"""Rows of a column, at least, that are worth a slice of their own."""
+WAVES = 4
+"""Blocks for each processor that columns are cut into slices for."""
+MOST_SLICES = 65535
+"""CUDA C++ Programming Guide: blocks along the second axis of a grid."""
+
+_loaded = Memory(MOST_ROUTES)
+
+
+def launches(
+    text: str, size: Size, strides: Sequence[tuple[int, ...]], aligned: list[int], on: Machine
+) -> tuple[tuple[Launch, ...], int]:
+    """The kernels for expressions over rows, or down columns, and the elements of f32 that they need between them.
+
+    Args:
+        text: the expressions.
+        size: rows, columns, items.
+        strides: of each operand, along a batch, rows and columns, in elements.
+        aligned: bytes that each operand's address is a multiple of.
+        on: the device.
+
+    Raises:
+        ScheduleError: there are too many elements.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    fused = parse(text)
+    if not fused.folds:
+        size, strides = merged(fused, size, strides)
+    m, n, batch = size
+    if m * batch > MOST or n > MOST:
+        raise ScheduleError(f"{batch} x {m} rows of {n}: kernels count rows, and columns, in 32 bits; split the array")
+    values: dict[str, Any] = {"m": m, "n": n, "batch": batch}
+    for i, steps in enumerate(strides):
+        values |= {f"x{i}_{axis}": s for axis, s in zip("bmn", steps, strict=False)}
+    if fused.folds:
+        return _columns(text, fused, size, values, on)
+    if 0 in (m, batch):
+        return (), 0
+    form = form_of(fused, size, vector(fused, size, strides, aligned), on)
+    kernel, function = _code((text, form), on)[0]
+    return (bind(kernel, function, values),), 0
+
+
+def merged(fused: Fused, size: Size, strides: Sequence[tuple[int, ...]]) -> tuple[Size, Sequence[tuple[int, ...]]]:
+    """One long row, where every element is for itself and all lie one after the other."""
+    m, n, batch = size
+    alone = fused.reductions or any(x.op in ("index", "extent") for x in fused.steps)
+    if alone or m * batch == 1 or m * n * batch > MOST:
+        return size, strides
+    for x, (b, row, *_) in zip(fused.operands, strides, strict=True):
+        even = x.axes == "bmn" and x.dense and (m == 1 or row == n) and (batch == 1 or b == m * n)
+        if x.axes and not even:
+            return size, strides
+    return (1, m * n * batch, 1), strides
+
+
+def vector(fused: Fused, size: Size, strides: Sequence[tuple[int, ...]], aligned: list[int]) -> int:
+    """Neighbouring columns that may be moved at once."""
+    m, n, batch = size
+    if n % NEIGHBOURS:
+        return 1
+    for x, (b, row, *_), at in zip(fused.operands, strides, aligned, strict=True):
+        if "n" not in x.axes or not x.dense:
+            continue
+        moved = [b] * ("b" in x.axes and batch > 1) + [row] * ("m" in x.axes and m > 1)
+        if any(s % NEIGHBOURS for s in moved) or at % (NEIGHBOURS * BY_NAME[x.dtype].bytes):
+            return 1
+    return NEIGHBOURS
+
+
+def form_of(fused: Fused, size: Size, neighbours: int, on: Machine) -> Form:
+    """How threads share rows."""
+    device = on.target.device
+    assert device is not None  # noqa: S101 - machines have one
+    n = max(size[1], 1)
+    if not on_gpu(on.target):
+        # Lanes of vectors read neighbours by themselves.
+        return Form(LANES, LANES) if fused.reductions else Form(4 * LANES, min(4 * LANES, _power(n)), 4)
+    threads, exchange = min(USUAL, device.block_threads), on.language == "cuda"
+    if not fused.reductions:
+        return Form(threads, min(threads, _power(-(-n // neighbours))), max(neighbours, 4), neighbours)
+    return _reducing(fused, n, neighbours, device, exchange=exchange)
+
+
+def _reducing(fused: Fused, n: int, neighbours: int, device: Device, *, exchange: bool) -> Form:
+    """How threads share rows that are reduced."""
+    most = _floor(min(device.block_threads, 1024))
+    groups = -(-n // neighbours)
+    room = max(1, HELD // max(1, len(kept(fused))) // neighbours)
+    team = min(_power(-(-groups // max(1, 4 // neighbours))), USUAL, most)
+    while team < most and _power(-(-groups // team)) > room:
+        team *= 2
+    held = _power(-(-groups // team))
+    threads = max(team, min(LEAST, most))
+    words = len(fused.reductions) * (4 if not exchange else 4 // WARP or 1)
+    while not exchange and threads > 1 and threads * words > device.shared_bytes:
+        threads, team = threads // 2, min(team, threads // 2)
+        held = _power(-(-groups // team))
+    return Form(threads, team, held * neighbours if held <= room else 0, neighbours, exchange and threads >= WARP)
+
+
+def _power(x: int) -> int:
+    """The least power of two that is no less."""
+    return 1 << max(x - 1, 0).bit_length()
+
+
+def _floor(x: int) -> int:
+    """The greatest power of two that is no greater."""
+    return 1 << x.bit_length() - 1
+
+
+def _columns(
+    text: str, fused: Fused, size: Size, values: dict[str, Any], on: Machine
+) -> tuple[tuple[Launch, ...], int]:
+    """The kernels that reduce columns."""
+    m, n, batch = size
+    device = on.target.device
+    assert device is not None  # noqa: S101 - machines have one
+    if 0 in (n, batch):
+        return (), 0
+    threads = 64 if on_gpu(on.target) else LANES
+    blocks = -(-n // threads) * batch
+    slices = min(m // DEEP, -(-WAVES * device.processors // blocks), MOST_SLICES)
+    sliced = slices > 1
+    kernels = _code((text, threads, sliced), on)
+    found = tuple(bind(k, f, values | ({"slices": slices} if sliced else {})) for k, f in kernels)
+    return found, slices * batch * len(fused.folds) * n if sliced else 0
+
+
+def _code(key: tuple[Any, ...], on: Machine) -> tuple[tuple[Any, Any], ...]:
+    """Kernels and what the driver made of them: of expressions and a form, or of expressions and columns."""
+    found: tuple[tuple[Any, Any], ...] | None = _loaded.get((key, on.key))
+    if found is None:
+        isa = next(x for x in on.target.isas if x.vector("f32", 1))
+        text, form, *rest = key
+        kernels = lower_grid_columns(isa, text, form, sliced=rest[0]) if rest else (lower_grid_rows(isa, text, form),)
+        found = _loaded.keep((key, on.key), tuple((x, on.load(x)) for x in kernels))
+    return found

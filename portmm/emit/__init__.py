@@ -1,1 +1,0 @@
-"""The loop language as text, a module per language."""

@@ -1,0 +1,1 @@
+"""Explanations of what was selected, and why."""

@@ -1,0 +1,360 @@
+"""What was chosen, and why.
+
+Owns `explain` and the record it returns. Imports everything below the command
+line. Explaining never compiles: it poses the problem that `matmul` would pose,
+asks `dispatch` for the choice, and lowers and emits it. So a machine that is
+not here can be explained as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from shlex import quote
+from typing import TYPE_CHECKING, Any
+
+from portmm.arrays import interop
+from portmm.arrays.problem_of import pose
+from portmm.codegen.c_kernel import source
+from portmm.dispatch import config
+from portmm.dispatch import cpu as cpu_dispatch
+from portmm.errors import ScheduleError, TargetError
+from portmm.explanation.summary import Chosen
+from portmm.host import detect
+from portmm.host.calibrate import measured
+from portmm.schedule import textbook
+from portmm.schedule.cost_table import DEFAULT_BYTES_PER_CYCLE
+from portmm.schedule.schedule import ALL, footprint, registers, spell
+from portmm.spec.problem import Problem
+from portmm.target.target import Target, instance
+from portmm.util.text import field, flop, size, terms, time
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from portmm.build.shared_object import Artifact
+    from portmm.explanation.gpu import GridExplanation
+    from portmm.ir.nodes import Kernel
+    from portmm.target.isa import Atom
+
+SHOWN = 5
+"""Runners-up in the printed form; all are in the record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation(Chosen):
+    """The way from a problem to a kernel. `print` it.
+
+    Attributes:
+        choice: the problem, the target, what was chosen for them and what was not.
+        kernel: the loops of the chosen schedule.
+        source: the C that is emitted for them.
+        notes: what else a reader should know.
+    """
+
+    kernel: Kernel
+    source: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def workers(self) -> int:
+        """Threads that share the work."""
+        return self.choice.workers
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What the instruction set asks of the compiler."""
+        return self.kernel.isa.flags
+
+    @property
+    def rates(self) -> dict[str, tuple[float, str]]:
+        """Rates that the prediction rests on -> value, and "measured", "described" or "assumed".
+
+        Multiply-adds in GFLOP/s or, unless measured, instructions per cycle;
+        memory levels in GB/s or, unless measured, bytes per cycle.
+        """
+        target, atom = self.target, self.kernel.atom.name
+        known = _rate(target, atom)
+        found = {atom: known} if known else {}
+        for name, assumed in DEFAULT_BYTES_PER_CYCLE.items():
+            level = target.level(name)
+            if level is None and name != "memory":
+                continue
+            told = level.load_bytes_per_cycle if level else 0.0
+            found[name] = (told, "described") if told else (assumed, "assumed")
+        return found | {x: (target.measured[x], "measured") for x in found if x in target.measured}
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether this machine can run the kernel."""
+        return not detect.missing(self.kernel.isa) and self.target.arch in ("any", detect.host().arch)
+
+    @property
+    def artifact(self) -> Artifact:
+        """The compiled kernel: built now, or found in the cache.
+
+        For another architecture it is cross-compiled.
+
+        Raises:
+            NoCompilerError: there is no compiler for the target.
+            BuildError: the compiler failed.
+        """
+        from portmm.build.shared_object import build
+
+        arch = None if self.target.arch == "any" else self.target.arch
+        return build(self.source, flags=self.flags, arch=arch, name=self.kernel.name)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the artifact, in types that JSON knows."""
+        return {
+            "problem": {**asdict(self.problem), "flops": self.problem.flops, "bytes": self.problem.bytes},
+            "target": self.target.name,
+            "rates": {name: {"value": value, "origin": origin} for name, (value, origin) in self.rates.items()},
+            "threads": self.workers,
+            "origin": self.origin,
+            "schedule": spell(self.schedule),
+            "description": str(self.schedule),
+            "cost": asdict(self.cost),
+            "gflops": self.gflops,
+            "runners_up": [
+                {"schedule": spell(s), "description": str(s), "cost": asdict(cost)} for s, cost in self.runners_up
+            ],
+            "kernel": self.kernel.name,
+            "flags": list(self.flags),
+            "runs_here": self.runs_here,
+            "notes": list(self.notes),
+            "source": self.source,
+        }
+
+    def summary(self) -> str:
+        """The printed form without the source."""
+        return "\n".join(line.rstrip() for line in _lines(self))
+
+    def __str__(self) -> str:
+        return f"{self.summary()}\n\n{self.source}"
+
+
+def _rate(target: Target, atom: str) -> tuple[float, str] | None:
+    """Multiply-adds of an atom: GFLOP/s if measured, else how many it starts in a cycle."""
+    if atom in target.measured:
+        return target.measured[atom], "measured"
+    return (target.rates[atom], "described") if atom in target.rates else None
+
+
+def _lines(x: Explanation) -> Iterator[str]:
+    p, target, s = x.problem, x.target, x.schedule
+    yield field("problem", f"{p}; {flop(p.flops)}, at least {size(p.bytes)} moved")
+    if p.fused:
+        yield field("fused", p.fused)
+    yield field("target", f"{target.name}: {target.title}{'' if x.runs_here else ' (cannot run here)'}")
+    yield field("", ", ".join(isa.name for isa in target.isas))
+    yield from _rates(x)
+    yield field("chosen", f"{x.origin}, from {len(x.runners_up) + 1} candidates, for {_threads(x.workers)}")
+    if x.origin == textbook.ORIGIN:
+        rule = f"a textbook blocking within {1 - textbook.WITHIN:.0%} of the least predicted time"
+        yield field("", f"no search stored for this chip: {rule}")
+    yield field("schedule", str(s))
+    yield from _tiles(x)
+    yield field("predicted", f"{time(x.seconds)}, {x.gflops:.4g} GFLOP/s; {x.cost.bound} decides")
+    yield field("", f"the largest of {terms(x.cost.overlapped)}")
+    yield field("", f"plus {terms(x.cost.added)}")
+    yield from _others(x)
+    yield field("kernel", f"{x.kernel.name}, workspace {size(cpu_dispatch.workspace_bytes(x.kernel, p, x.workers))}")
+    yield field("", f"portmm emit --schedule {quote(spell(s))}")
+    yield field("flags", " ".join(x.flags) or "none beyond those of every kernel")
+    yield field("artifact", "built when asked for, unless the cache has it")
+    for note in x.notes:
+        yield field("note", note)
+
+
+def _threads(count: int) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"
+
+
+def _rates(x: Explanation) -> Iterator[str]:
+    for name, (value, origin) in x.rates.items():
+        level = x.target.level(name)
+        if not level and name != "memory":
+            yield field("", _speed(x.kernel.atom, (value, origin)))
+            continue
+        counted = x.target.counted(name)
+        part = f", {size(counted)} counted for one core" if level and counted != level.bytes else ""
+        extent = f"{name}, {size(level.bytes)}{part}" if level else name
+        unit = "GB/s" if origin == "measured" else "bytes a cycle"
+        yield field("", f"{extent}: {value:.4g} {unit}, {origin}")
+
+
+def _speed(atom: Atom, rate: tuple[float, str]) -> str:
+    value, origin = rate
+    unit = "GFLOP/s" if origin == "measured" else f"macs of {atom.m}x{atom.n}x{atom.k} a cycle"
+    return f"{atom.name}: {value:.4g} {unit}, {origin}"
+
+
+def _tiles(x: Explanation) -> Iterator[str]:
+    """What each tile fills of its level."""
+    s, target = x.schedule, x.target
+    yield field("", f"registers: {registers(s, x.kernel.atom)} of {x.kernel.isa.registers}")
+    for tile in s.tiles[1:]:
+        level = target.level(tile.level)
+        if level and ALL not in (tile.m, tile.n, tile.k):
+            yield field(
+                "", f"{tile.level}: {size(footprint(tile, s, x.problem, x.kernel.atom))} of {size(level.bytes)}"
+            )
+
+
+def _others(x: Explanation) -> Iterator[str]:
+    if not x.runners_up:
+        yield field("runners-up", "none")
+    for i, (s, cost) in enumerate(x.runners_up[:SHOWN]):
+        slower = f"{cost.seconds / x.seconds:.3g}x" if x.seconds else ""
+        yield field("runners-up" if i == 0 else "", f"{time(cost.seconds)} ({slower}) {s}")
+        yield field("", f"  {terms(cost.overlapped)}; plus {terms(cost.added)}")
+    yield from _other_units(x)
+    if len(x.runners_up) > SHOWN:
+        yield field("", f"and {len(x.runners_up) - SHOWN} more in .runners_up")
+
+
+def _other_units(x: Explanation) -> Iterator[str]:
+    """The best that each unit that is not shown yet would do."""
+    seen = {x.schedule.isa, *(s.isa for s, _ in x.runners_up[:SHOWN])}
+    for s, cost in x.runners_up[SHOWN:]:
+        isa = x.target.isa(s.isa)
+        atom = isa.atom(s.dtype, s.lanes) if isa else None
+        if s.isa in seen or atom is None:
+            continue
+        seen.add(s.isa)
+        rate = _rate(x.target, atom.name)
+        told = f" ({_speed(atom, rate)})" if rate else ""
+        yield field("", f"{time(cost.seconds)} ({cost.seconds / x.seconds:.3g}x) by {s.isa}{told}: {s}")
+
+
+def target_called(name: str | Target | None) -> Target:
+    """The machine that a name stands for, whether or not it could run here.
+
+    Args:
+        name: None for the target in force; a chip, an ISA or a .toml file, which
+            mean what they mean to `config` if this machine can run them.
+
+    Raises:
+        TargetError: nothing is called that.
+    """
+    if isinstance(name, Target):
+        return name
+    if name is None:
+        return config.target()
+    try:
+        return measured(detect.resolve(name))
+    except TargetError:
+        return detect.described(name)
+
+
+def explain(
+    a: Any,
+    b: Any = None,
+    *,
+    out: Any = None,
+    dtype: str = "f32",
+    target: str | Target | None = None,
+    threads: int | None = None,
+    deterministic: bool | None = None,
+    static: bool = False,
+    epilogue: Callable[..., Any] | None = None,
+    grouped: bool = False,
+) -> Explanation | GridExplanation:
+    """Say how a product would be computed, and why that way. Nothing is compiled.
+
+    Args:
+        a: an example array or a shape (..., m, k); or a `Problem`, without `b` and `out`.
+        b: an example array, a shape (..., k, n), or a weight from `pack`.
+        out: an example of the output; without one, C-contiguous.
+        dtype: of operands that are shapes, where no array says more: "f32", "f64", "bf16",
+            "f16", "s8", or those of A, B and C as in "u8-s8-s32".
+        target: a chip, an ISA, a .toml file or a cloud instance, here or not; None for the target in force.
+        threads: the most to use; 0 for every core; None for what is set, or,
+            with a `target`, for its cores.
+        deterministic: as in `config`; None for what is set, or for the `Problem`'s.
+        static: for this size alone, as `plan` computes.
+        epilogue: what becomes of the sums, as in `matmul`; `a` and `b` are arrays then.
+        grouped: as `grouped_matmul` computes, (rows, k) by (groups, k, n), rows being shared out evenly; in the
+            host's memory, one group of them.
+
+    Returns:
+        A record that prints, and has all that it prints as attributes; for a device a
+        `GridExplanation`, of operands that are dense and aligned.
+
+    Raises:
+        TypeError: a dtype is not supported.
+        ValueError: shapes do not fit, or there is nothing to multiply.
+        TargetError: no target is called that.
+        ScheduleError: the target has no schedule for the problem.
+    """
+    if interop.on_device(a) or interop.on_device(b):
+        from portmm.explanation import gpu as gpu_explanation
+
+        return gpu_explanation.of_arrays(a, b, out, epilogue, grouped=grouped)
+    machine = target_called(target)
+    family = instance(target) if isinstance(target, str) else None
+    if threads is None:
+        threads = config.get_num_threads() if target is None else machine.cores
+    threads = threads or max(1, machine.cores)
+    found = _found(a, b, out, (dtype, deterministic, static), machine, threads, epilogue, grouped=grouped)
+    return replace(found, notes=(family.said(str(target)), *found.notes)) if family else found
+
+
+def _found(  # noqa: PLR0917 - what `explain` is asked
+    a: Any,
+    b: Any,
+    out: Any,
+    how: tuple[str, bool | None, bool],
+    machine: Target,
+    threads: int,
+    epilogue: Callable[..., Any] | None,
+    *,
+    grouped: bool,
+) -> Explanation | GridExplanation:
+    """The explanation for a machine: see `explain`."""
+    dtype, deterministic, static = how
+    if isinstance(a, Problem):
+        if b is not None or out is not None:
+            raise ValueError("a Problem already holds both operands; give no b and no out")
+        return _explained(_with(a, deterministic), machine, threads)
+    if grouped:
+        return _explained(_with(_group(a, b, dtype, machine), deterministic), machine, threads)
+    if epilogue is not None:
+        from portmm.ops.fused_matmul import posed
+
+        problem, notes = posed(a, b, dtype if out is None else out.dtype, epilogue, given=out is not None)
+        return _explained(_with(problem, deterministic), machine, threads, notes)
+    problem = _with(pose(a, b, out, dtype=dtype, static=static), deterministic)
+    try:
+        return _explained(problem, machine, threads)
+    except ScheduleError:
+        if problem.b != "packed":
+            raise
+    problem = _with(pose(a, tuple(b.shape), out, dtype=b.dtype.name), deterministic)
+    note = f"the weight is packed as {b.family}, which does not suit this call: matmul unpacks it"
+    return _explained(problem, machine, threads, (note,))
+
+
+def _group(a: Any, b: Any, dtype: str, target: Target) -> Problem:
+    """The problem of groups of like sizes, on a device; elsewhere that of one group."""
+    (rows, k), (groups, *one) = (x if isinstance(x, tuple) else x.shape for x in (a, b))
+    each = -(-rows // max(groups, 1))
+    word = dtype if isinstance(a, tuple) else a.dtype.name
+    p = pose((each, k), tuple(one), dtype=word)
+    return p if target.device is None else replace(p, batch=groups, grouped=True)
+
+
+def _with(p: Problem, deterministic: bool | None) -> Problem:
+    return p if deterministic is None else replace(p, deterministic=deterministic)
+
+
+def _explained(p: Problem, target: Target, threads: int, notes: tuple[str, ...] = ()) -> Explanation | GridExplanation:
+    if not p.flops:
+        raise ValueError(f"{p} has nothing to multiply, so no kernel is needed")
+    if target.device is not None:
+        from portmm.explanation import gpu as gpu_explanation
+
+        return gpu_explanation.explained(replace(p, tf32=p.tf32 or config.rounds(p.dtype)), target, notes=notes)
+    choice = cpu_dispatch.choose(p, target, threads)
+    kernel = cpu_dispatch.kernel_of(choice.schedule, cpu_dispatch.isa_of(choice.schedule, target))
+    return Explanation(choice, kernel, source(kernel), notes)

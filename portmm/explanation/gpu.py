@@ -1,0 +1,191 @@
+"""What was chosen for a device, and why.
+
+Owns the record that `explain` returns for devices. Imports `ops.fused_matmul_gpu`, `dispatch.gpu`,
+`ops.grouped_matmul_gpu`, `ops.matmul_gpu`, `util.text`. Nothing is compiled, and no device need be there: operands are then
+taken to be dense and aligned.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from shlex import quote
+from typing import TYPE_CHECKING, Any
+
+from portmm.arrays import device_arrays, relayout
+from portmm.codegen.lower import lower_grid
+from portmm.dispatch import gpu as gpu_dispatch
+from portmm.explanation.summary import Chosen
+from portmm.ops import fused_matmul_gpu, grouped_matmul_gpu, int4_gpu, matmul_gpu
+from portmm.schedule.gpu_candidates import MOST_VECTOR, registers, resident, shared_bytes
+from portmm.schedule.schedule import spell
+from portmm.spec.dtype import BY_NAME
+from portmm.util.text import field, flop, size, terms, time
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from portmm.arrays.interop import Foreign
+    from portmm.ir.grid_kernel import GridKernel
+    from portmm.spec.problem import Problem
+    from portmm.target.target import Target
+
+SHOWN = 5
+"""Runners-up in the printed form; all are in the record."""
+
+
+@dataclass(frozen=True, slots=True)
+class GridExplanation(Chosen):
+    """The way from a problem to kernels of a device. `print` it.
+
+    Attributes:
+        choice: the problem, the target, what was chosen for them and what was not.
+        kernels: in the order in which they run.
+        language: "cuda" or "opencl".
+        notes: what else a reader should know.
+    """
+
+    kernels: tuple[GridKernel, ...]
+    language: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def source(self) -> str:
+        """The kernels' text, one after the other."""
+        return "\n".join(gpu_dispatch.source(x, self.language) for x in self.kernels)
+
+    @property
+    def artifact(self) -> Any:
+        """What NVRTC made of the first kernel: a `Cubin`.
+
+        Raises:
+            ScheduleError: its language is compiled by a device's driver only.
+            NoCompilerError: there is no NVRTC.
+            BuildError: it failed.
+        """
+        from portmm.build.nvrtc import compile_cuda
+        from portmm.errors import ScheduleError
+
+        device = self.target.device
+        if self.language != "cuda" or device is None or not device.architecture:
+            raise ScheduleError(f"{self.language} for {self.target.name} is compiled by the driver of the device")
+        kernel = self.kernels[0]
+        return compile_cuda(gpu_dispatch.source(kernel, "cuda"), kernel.name, device.architecture)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the artifact, in types that JSON knows."""
+        return {
+            "problem": {**asdict(self.problem), "flops": self.problem.flops, "bytes": self.problem.bytes},
+            "target": self.target.name,
+            "language": self.language,
+            "origin": self.origin,
+            "schedule": spell(self.schedule),
+            "description": str(self.schedule),
+            "cost": asdict(self.cost),
+            "gflops": self.gflops,
+            "runners_up": [
+                {"schedule": spell(s), "description": str(s), "cost": asdict(cost)} for s, cost in self.runners_up
+            ],
+            "kernels": [x.name for x in self.kernels],
+            "notes": list(self.notes),
+            "source": self.source,
+        }
+
+    def summary(self) -> str:
+        """The printed form without the source."""
+        return "\n".join(line.rstrip() for line in _lines(self))
+
+    def __str__(self) -> str:
+        return f"{self.summary()}\n\n{self.source}"
+
+
+def of_arrays(a: Any, b: Any, out: Any, epilogue: Any, *, grouped: bool = False) -> GridExplanation:
+    """What `explain` says of arrays on a device: the device is theirs, and they lie as they do.
+
+    Raises:
+        TypeError: one of them is in the host's memory.
+        ValueError: there is nothing to multiply.
+    """
+    notes: tuple[str, ...] = ()
+    call: grouped_matmul_gpu.Posed | matmul_gpu.Posed
+    if isinstance(b, int4_gpu.DeviceCoded):
+        call, notes = int4_gpu.question(a, b, out, epilogue)
+        return _answered(call, b.words, notes)
+    given = matmul_gpu.adopted(a, b, out)
+    assert given is not None  # noqa: S101 - `explain` looked
+    if grouped:
+        call = grouped_matmul_gpu.question(*given, epilogue)
+    elif epilogue is None:
+        call = matmul_gpu.question(given)
+    else:
+        call, notes = fused_matmul_gpu.question(given, epilogue)
+    return _answered(call, given[0], notes)
+
+
+def _answered(call: grouped_matmul_gpu.Posed | matmul_gpu.Posed, a: Foreign, notes: tuple[str, ...]) -> GridExplanation:
+    if not call.problem.flops:
+        raise ValueError(f"{call.problem} has nothing to multiply, so no kernel is needed")
+    on = device_arrays.machine_of(a)
+    p, vectors = call.problem, call.vectors
+    if isinstance(call, matmul_gpu.Posed) and p.b != "codes" and call.walk.outer is None:
+        once = "".join(x for x, step in zip("ab", call.walk.strides, strict=False) if not step)
+        sides, seconds = relayout.faster(p, on.target, vectors, once)
+        notes += relayout.said(p, sides, seconds)
+        p, vectors = relayout.laid(p, sides), relayout.widened(p, vectors, sides)
+    return explained(p, on.target, on.language, notes, vectors)
+
+
+def explained(
+    p: Problem, target: Target, language: str = "", notes: tuple[str, ...] = (),
+    moved: tuple[int, int, int] | None = None,
+) -> GridExplanation:  # fmt: skip
+    """What `explain` says of a problem on a device.
+
+    Raises:
+        ScheduleError: the device has no schedule for the problem.
+    """
+    assert target.device is not None  # noqa: S101 - `explain` looked
+    language = language or target.device.language
+    target = replace(target, device=replace(target.device, language=language))
+    choice = gpu_dispatch.choose(p, target, moved or vectors(p))
+    isa = target.isa(choice.schedule.isa)
+    assert isa is not None  # noqa: S101 - candidates are the target's
+    return GridExplanation(choice, lower_grid(choice.schedule, isa), language, notes)
+
+
+def vectors(p: Problem) -> tuple[int, int, int]:
+    """Elements that may be moved at once, where operands are dense and aligned."""
+    near = {"a": {"row": p.k, "col": p.m}, "b": {"row": p.n, "col": p.k}, "c": {"row": p.n}}
+    sides = zip("abc", (p.a, p.b, p.c), p.types, strict=True)
+    return tuple(math.gcd(near[x].get(at, 1), MOST_VECTOR // BY_NAME[t].bytes) for x, at, t in sides)  # type: ignore[return-value]
+
+
+def _lines(x: GridExplanation) -> Iterator[str]:
+    p, target, s, device = x.problem, x.target, x.schedule, x.target.device
+    assert device is not None  # noqa: S101 - `explain` looked
+    yield field("problem", f"{p}; {flop(p.flops)}, at least {size(p.bytes)} moved")
+    if p.fused:
+        yield field("fused", p.fused)
+    yield field("target", f"{target.name}: {target.title}")
+    yield field(
+        "", f"{device.processors} processors, {device.memory_gbs:.4g} GB/s, {', '.join(y.name for y in target.isas)}"
+    )
+    yield field("chosen", f"{x.origin}, from {len(x.runners_up) + 1} candidates")
+    yield field("schedule", str(s))
+    most = f" of {device.thread_registers}" if device.thread_registers else ""
+    yield field("", f"registers of a thread: about {registers(s)}{most}; blocks of a processor: {resident(s, target)}")
+    if shared_bytes(s):
+        yield field("", f"shared memory of a block: {size(shared_bytes(s))} of {size(device.shared_bytes)}")
+    yield field("predicted", f"{time(x.seconds)}, {x.gflops:.4g} GFLOP/s; {x.cost.bound} decides")
+    yield field("", f"the largest of {terms(x.cost.overlapped)}")
+    yield field("", f"plus {terms(x.cost.added)}")
+    for i, (other, cost) in enumerate(x.runners_up[:SHOWN]):
+        slower = f"{cost.seconds / x.seconds:.3g}x"
+        yield field("runners-up" if i == 0 else "", f"{time(cost.seconds)} ({slower}) {other}")
+    if len(x.runners_up) > SHOWN:
+        yield field("", f"and {len(x.runners_up) - SHOWN} more in .runners_up")
+    for kernel in x.kernels:
+        yield field("kernel", f"{kernel.name}, {x.language}, {kernel.threads} threads a block")
+    yield field("", f"portmm emit --schedule {quote(spell(s))} --language {x.language}")
+    for note in x.notes:
+        yield field("note", note)

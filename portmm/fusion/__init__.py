@@ -1,0 +1,1 @@
+"""Functions on whole arrays, as few kernels as possible."""

@@ -1,0 +1,254 @@
+"""What a function on whole arrays finds around it.
+
+Owns `Scope`, which runs a function with traced arrays in place of its arguments
+and of what it captures (closures, globals, defaults, attributes of captured
+objects), and remembers how to find them again, with a check that they are still
+of the kind that was traced. Imports `arrays.interop`, `fusion.graph`, `fusion.traced_array`.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm.arrays.interop import lay, on_device
+from portmm.fusion.graph import refuse
+from portmm.fusion.traced_array import Value
+from portmm.trace.closures import PLAIN, filled, fixed, global_names, ours
+from portmm.util.array_subclasses import refuse_class
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.fusion.graph import Graph
+
+Array = np.ndarray[Any, Any]
+ITEM, CELL, ATTRIBUTE = range(3)
+SAME, EQUAL, ARRAY, NUMBER, LENGTH, DEVICE = range(6)
+Check = tuple[int, Any, Any, int, Any]
+"""How to get something: from what, by which key; and how to tell that it is what it was."""
+
+
+def form(x: Array) -> tuple[Any, ...]:
+    """What decides which kernels take an array."""
+    return (x.shape, x.strides, x.dtype, x.flags.aligned)
+
+
+def is_weight(x: Any) -> bool:
+    """A packed weight, or one of four bits, which never change."""
+    return type(x).__name__ in ("Packed", "Folded", "Quantized") and type(x).__module__.startswith("portmm")
+
+
+def arguments(values: Any, key: list[Any], leaves: list[Any], kept: list[Any]) -> None:
+    """The kind of some arguments, and what each call gives anew."""
+    for x in values:
+        if type(x) is np.ndarray:
+            key.append((x.shape, x.strides, x.dtype, x.flags.aligned))
+            leaves.append(x)
+        elif isinstance(x, (tuple, list)):
+            key.append((type(x), len(x)))
+            arguments(x, key, leaves, kept)
+        elif isinstance(x, dict):
+            key.append(tuple(x))
+            arguments(x.values(), key, leaves, kept)
+        elif isinstance(x, float):
+            key.append(float)
+            leaves.append(float(x))
+        elif isinstance(x, np.ndarray):
+            refuse_class(x, "an argument", matrix=False)
+            key.append(form(x))
+            leaves.append(np.asarray(x))
+        elif is_weight(x):
+            key.append((id(x), x.shape))
+            leaves.append(x)
+            kept.append(x)
+        elif isinstance(x, (*PLAIN, type)):
+            key.append((type(x), x))
+        elif on_device(x):
+            key.append(lay(x))
+            leaves.append(x)
+        else:
+            key.append(id(x))
+            kept.append(x)
+
+
+class Scope:
+    """The surroundings of a function, while it is traced.
+
+    Args:
+        graph: what is taken down.
+        by_value: numbers are constants.
+    """
+
+    def __init__(self, graph: Graph, *, by_value: bool) -> None:
+        self.graph, self.by_value = graph, by_value
+        self.checks: list[Check] = []
+        self.kept: list[Any] = []
+        self.seen: dict[int, Any] = {}
+
+    def argument(self, x: Any, name: str) -> Any:
+        """An argument, of which the key of the call tells the kind: see `arguments`."""
+        if isinstance(x, np.ndarray):
+            return Value(self.graph, self.graph.leaf(np.asarray(x), name))
+        if is_weight(x) or on_device(x):
+            return Value(self.graph, self.graph.leaf(x, name))
+        if isinstance(x, (tuple, list)):
+            made = [self.argument(y, f"{name}[{i}]") for i, y in enumerate(x)]
+            return type(x)(made) if type(x) in (tuple, list) else type(x)(*made)
+        if isinstance(x, dict):
+            return {k: self.argument(y, f"{name}[{k!r}]") for k, y in x.items()}
+        if isinstance(x, float):
+            leaf = self.graph.leaf(float(x), name)
+            return float(x) if self.by_value else Value(self.graph, leaf)
+        return x if isinstance(x, (*PLAIN, type)) else self.wrapped(x, ITEM, {0: x}, 0, name)
+
+    def check(self, how: int, at: Any, key: Any, kind: int, expected: Any) -> None:
+        """Something must be what it was."""
+        self.checks.append((how, at, key, kind, expected))
+
+    def wrapped(self, x: Any, how: int, at: Any, key: Any, name: str) -> Any:  # noqa: C901, PLR0911, PLR0912
+        """What a traced function finds in place of something that it captured."""
+        if isinstance(x, np.ndarray):
+            refuse_class(x, name, matrix=False)
+            self.check(how, at, key, ARRAY, form(x))
+            return Value(self.graph, self.graph.leaf(np.asarray(x), name))
+        if isinstance(x, float) and not self.by_value:
+            self.check(how, at, key, NUMBER, float)
+            return Value(self.graph, self.graph.leaf(float(x), name))
+        if isinstance(x, (*PLAIN, float)):
+            self.check(how, at, key, EQUAL, x)
+            return x
+        if on_device(x):
+            self.check(how, at, key, DEVICE, lay(x))
+            return Value(self.graph, self.graph.leaf(x, name))
+        if type(x) is list or isinstance(x, dict):
+            self.check(how, at, key, LENGTH, (x, len(x)))
+        elif not isinstance(x, types.MethodType):
+            self.check(how, at, key, SAME, x)
+        self.kept.append(x)
+        if is_weight(x):
+            return Value(self.graph, self.graph.leaf(x, name))
+        function = getattr(x, "__wrapped__", None) if type(x).__name__ == "Whole" else x
+        if isinstance(function, types.FunctionType):
+            return self.rebound(function)
+        if isinstance(x, types.MethodType):
+            return self.method(x)
+        if type(x) in (tuple, list):
+            return type(x)([self.wrapped(y, ITEM, x, i, f"{name}[{i}]") for i, y in enumerate(x)])
+        if isinstance(x, dict):
+            return {k: self.wrapped(y, ITEM, x, k, f"{name}[{k!r}]") for k, y in x.items()}
+        if fixed(x) and not isinstance(x, types.FunctionType):
+            return x
+        if isinstance(x, (types.ModuleType, type)):
+            return self.of_object(x, name)
+        return x if _foreign(type(x)) else _Object(self, x, name)
+
+    def rebound(self, function: types.FunctionType) -> Any:
+        """The function, with traced arrays in place of what it captures."""
+        if ours(function):
+            return function
+        if id(function) in self.seen:
+            return self.seen[id(function)]
+        spaces = dict(function.__globals__)
+        cells = tuple(types.CellType() for _ in function.__closure__ or ())
+        made = types.FunctionType(function.__code__, spaces, function.__name__, None, cells or None)
+        self.seen[id(function)] = made
+        for name in global_names(function.__code__):
+            if name in spaces:
+                spaces[name] = self.wrapped(spaces[name], ITEM, function.__globals__, name, name)
+        names = function.__code__.co_freevars
+        for name, old, new in zip(names, function.__closure__ or (), cells, strict=True):
+            if filled(old):
+                new.cell_contents = self.wrapped(old.cell_contents, CELL, old, 0, name)
+        if function.__defaults__:
+            usual = function.__defaults__
+            made.__defaults__ = tuple(self.wrapped(x, ITEM, usual, i, f"default {i}") for i, x in enumerate(usual))
+        if function.__kwdefaults__:
+            made.__kwdefaults__ = {
+                n: self.wrapped(x, ITEM, function.__kwdefaults__, n, n) for n, x in function.__kwdefaults__.items()
+            }
+        return made
+
+    def method(self, x: types.MethodType) -> Any:
+        """A method, of the object as a traced function sees it."""
+        if not isinstance(x.__func__, types.FunctionType) or _foreign(type(x.__self__)):
+            return x
+        return types.MethodType(self.rebound(x.__func__), self.of_object(x.__self__, "self"))
+
+    def of_object(self, x: Any, name: str) -> Any:
+        """An object as a traced function sees it."""
+        if id(x) not in self.seen:
+            self.seen[id(x)] = _Object(self, x, name)
+        return self.seen[id(x)]
+
+
+def _foreign(kind: type) -> bool:
+    """A class whose objects are none of the user's: they are taken as they are."""
+    return kind.__module__.partition(".")[0] in ("builtins", "portmm", "numpy", "functools", "operator", "ml_dtypes")
+
+
+def found(checks: list[Check]) -> list[Any] | None:
+    """The arrays and numbers that a function captures now; None if something is not of the kind that it was."""
+    leaves: list[Any] = []
+    try:
+        for how, at, key, kind, expected in checks:
+            x = at[key] if how == ITEM else at.cell_contents if how == CELL else getattr(at, key)
+            if not _IS[kind](x, expected):
+                return None
+            if kind in (ARRAY, NUMBER, DEVICE) or (kind == SAME and is_weight(x)):
+                leaves.append(float(x) if kind == NUMBER else x)
+    except (KeyError, IndexError, AttributeError, ValueError):
+        return None
+    return leaves
+
+
+def _is_array(x: Any, expected: tuple[Any, ...]) -> bool:
+    if type(x) is not np.ndarray:  # asked here, as every call comes by
+        refuse_class(x, "a captured array", matrix=False)
+    return isinstance(x, np.ndarray) and form(x) == expected
+
+
+_IS: tuple[Callable[[Any, Any], bool], ...] = (
+    lambda x, expected: x is expected,
+    lambda x, expected: type(x) is type(expected) and x == expected,
+    _is_array,
+    lambda x, _: isinstance(x, float),
+    lambda x, expected: x is expected[0] and len(x) == expected[1],
+    lambda x, expected: on_device(x) and lay(x) == expected,
+)
+"""For each kind of check, whether something is what was expected: SAME, EQUAL, ARRAY, NUMBER, LENGTH, DEVICE."""
+
+
+class _Object:
+    """A captured object, whose arrays are traced."""
+
+    def __init__(self, scope: Scope, x: Any, name: str) -> None:
+        object.__setattr__(self, "_held", (scope, x, name, {}))
+
+    def __getattr__(self, key: str) -> Any:
+        scope, x, name, known = object.__getattribute__(self, "_held")
+        if key not in known:
+            value = getattr(x, key)
+            if isinstance(value, types.MethodType) and value.__self__ is x:
+                return scope.method(value)
+            known[key] = scope.wrapped(value, ATTRIBUTE, x, key, f"{name}.{key}")
+        return known[key]
+
+    def __getitem__(self, key: Any) -> Any:
+        scope, x, name, _ = object.__getattribute__(self, "_held")
+        return scope.wrapped(x[key], ITEM, x, key, f"{name}[{key!r}]")
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        raise refuse(f"setting .{key} of a captured object cannot be traced; return what is to be kept")
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        scope, x, _, _ = object.__getattribute__(self, "_held")
+        if isinstance(x, type):
+            return x(*args, **options)
+        function: Callable[..., Any] = scope.method(x.__call__)
+        return function(*args, **options)
+
+    def __instancecheck__(self, other: Any) -> bool:
+        return isinstance(other, object.__getattribute__(self, "_held")[1])

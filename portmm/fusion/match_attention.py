@@ -1,0 +1,197 @@
+"""A softmax between two products, found in a graph and made one kernel.
+
+Owns `flash`, a rule over exp, sum and product: where exp(s - max(s)), of a product s and what else
+is done to its elements, is multiplied by a matrix, and its sum divides it before or after that, the whole is
+`attention`, which keeps no s. Imports `ops.attention`, `spec.expr`, `trace.bind`, `fusion.graph`. The rule looks at
+what nodes compute, not at what they are called, and at shapes: any scores that are an expression of their product,
+of numbers and of arrays that broadcast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm.fusion.graph import FLOATS, Node
+from portmm.ops.attention import attention
+from portmm.spec.epilogue import given, reduction
+from portmm.spec.expr import apply
+from portmm.trace.bind import filled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.fusion.graph import Graph
+
+LEAST_SCORES = 1 << 18
+"""Scores from which one kernel is faster than three, which run from one call of C."""
+MOST_AXES = 4
+_FIRST, _SECOND = given(0, "f32"), given(1, "f32")
+_OVER, _LESS = apply("div", _FIRST, _SECOND), apply("sub", _FIRST, _SECOND)
+_INVERSE, _TIMES = apply("div", 1.0, _FIRST), apply("mul", _FIRST, _SECOND)
+_SUM, _MOST = reduction("add", _FIRST), reduction("max", _FIRST)
+
+
+def flash(graph: Graph, outputs: list[Node]) -> list[tuple[str, str]]:
+    """Make attention of what comes to that; where something almost does, why not."""
+    apart: list[tuple[str, str]] = []
+    for x in list(graph.nodes):
+        if x.kind == "map" and x.name == "exp" and len(x.inputs) == 1:
+            found = _Softmax.of(x, graph, outputs)
+            if isinstance(found, str):
+                apart.append((x.where, found))
+            elif found is not None:
+                found.replace()
+    return apart
+
+
+@dataclass(eq=False, slots=True)
+class _Softmax:
+    """A softmax between two products.
+
+    Attributes:
+        scores: the first product.
+        steps: what makes scores of it, in order.
+        values: the second product.
+        last: the node that is the result.
+        names: what is computed inside.
+    """
+
+    scores: Node
+    steps: list[Node]
+    values: Node
+    last: Node
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, x: Node, graph: Graph, outputs: list[Node]) -> _Softmax | str | None:
+        """What an exponential is part of: that, or why it is not, or nothing like it."""
+        users: dict[Node, list[Node]] = {}
+        for y in graph.nodes:
+            for z in y.inputs:
+                users.setdefault(z, []).append(y)
+        (less,) = x.inputs
+        if not _is(less, _LESS) or not _is(less.inputs[1], _MOST) or less.inputs[1].inputs[0] is not less.inputs[0]:
+            return None
+        found = _after(x, users)
+        if found is None:
+            return None
+        total, values, last = found
+        scores, steps = _chain(less.inputs[0])
+        if scores is None:
+            return "scores are no expression of one product"
+        inverse = [y for y in users[total] if _is(y, _INVERSE)]
+        inside = {scores, *steps, less.inputs[1], less, x, total, *inverse, values, values.inputs[0]} - {last}
+        for y in sorted(inside, key=lambda y: y.number):
+            if y in outputs or any(z is not last and z not in inside for z in users[y]):
+                return f"{y.name} ({y.where}) is read elsewhere too, so that all scores are stored"
+        names = tuple(y.name for y in sorted(inside | {last}, key=lambda y: y.number))
+        made = cls(scores, steps, values, last, names)
+        return made.refusal() or made
+
+    def refusal(self) -> str:
+        """Why one kernel does not compute it."""
+        (q, k), v = self.scores.inputs, self.values.inputs[1]
+        if any(x.kind == "weight" for x in (k, v)):
+            return "a packed weight is no matrix of keys or values"
+        if not q.dtype == k.dtype == v.dtype == self.last.dtype or q.dtype.name not in FLOATS:
+            return f"operands are {q.dtype}, {k.dtype} and {v.dtype}, and the result {self.last.dtype}"
+        if self.scores.size < LEAST_SCORES:
+            return f"{self.scores.size} scores stay in cache"
+        if not q.shape[:-2] == k.shape[:-2] == v.shape[:-2] or len(q.shape) > MOST_AXES:
+            return "products are of batches that broadcast, or have more than two dimensions"
+        return next((f"{x.name} ({x.where}) rounds scores first" for x in self.steps if x.rounds), "")
+
+    def replace(self) -> None:
+        """Make the last node one call."""
+        (q, k), v, last = self.scores.inputs, self.values.inputs[1], self.last
+        own = {self.scores, *self.steps}
+        extras = list(dict.fromkeys(y for x in self.steps for y in x.inputs if y not in own))
+        last.plain = _call(_score(self.scores, self.steps, extras), len(last.shape) == 2)
+        last.kind, last.inputs, last.template, last.name = "call", (q, k, v, *extras), None, "attention"
+        last.note = ", ".join(self.names)
+
+
+def _is(x: Node, template: Any) -> bool:
+    """A node computes an expression of its inputs."""
+    return x.kind in ("map", "reduce") and x.template is template
+
+
+def _after(x: Node, users: dict[Node, list[Node]]) -> tuple[Node, Node, Node] | None:
+    """The sum of an exponential, the product that it is the left operand of, and the later of product and quotient."""
+    totals = [y for y in users.get(x, ()) if _is(y, _SUM)]
+    rest = [y for y in users.get(x, ()) if y not in totals]
+    if len(totals) != 1 or len(rest) != 1 or len(users.get(totals[0], ())) != 1:
+        return None
+    (total,), (divided,) = totals, users[totals[0]]
+    below, template = total, _OVER
+    if _is(divided, _INVERSE) and len(users.get(divided, ())) == 1:
+        below, template, (divided,) = divided, _TIMES, users[divided]
+    if not _is(divided, template) or divided.inputs[1] is not below:
+        return None
+    if rest[0] is divided:
+        after = users.get(divided, [])
+        values = last = after[0] if len(after) == 1 else divided
+    else:
+        values, last = rest[0], divided
+    left = divided if last is values else x
+    fits = values.kind == "matmul" and values.inputs[0] is left and (last is values or divided.inputs[0] is values)
+    return (total, values, last) if fits else None
+
+
+def _chain(s: Node) -> tuple[Node | None, list[Node]]:
+    """The one product that a score is an expression of, and the steps from there; None if there is none."""
+    depends: dict[Node, bool] = {}
+    steps: list[Node] = []
+    products: list[Node] = []
+
+    def visit(x: Node) -> bool:
+        if x not in depends:
+            if x.kind == "matmul" and x.shape == s.shape:
+                products.append(x)
+                depends[x] = True
+            elif x.kind == "map" and x.shape == s.shape and not x.of("index"):
+                depends[x] = max([visit(y) for y in x.inputs])  # all are seen
+                if depends[x]:
+                    steps.append(x)
+            else:
+                depends[x] = False
+        return depends[x]
+
+    visit(s)
+    return (products[0], steps) if len(products) == 1 else (None, [])
+
+
+def _score(product: Node, steps: list[Node], extras: list[Node]) -> Callable[..., Any]:
+    """Scores, of a product and of arrays and numbers: expressions of expressions, arrays of arrays."""
+
+    def score(s: Any, others: tuple[Any, ...]) -> Any:
+        known = dict(zip(extras, others, strict=True))
+        known[product] = s
+        for x in steps:
+            values = [known[y] for y in x.inputs]
+            if isinstance(s, np.ndarray):
+                known[x] = x.plain(*values)
+            else:
+                assert x.template is not None  # noqa: S101 - `_chain` takes no others
+                known[x] = filled(x.template, [y.broadcast_() if hasattr(y, "broadcast_") else y for y in values])
+        return known[steps[-1]] if steps else s
+
+    return score
+
+
+def _call(score: Callable[..., Any], single: bool) -> Callable[..., Any]:
+    """Attention of queries, turned keys, values, and what scores read beside."""
+
+    def run(q: Any, k: Any, v: Any, *others: Any) -> Any:
+        def scored(s: Any, i: Any) -> Any:  # noqa: ARG001 - arrays broadcast
+            return score(s, others)
+
+        scored.__module__ = "flash"  # what it captures is to be looked at
+        if single:
+            return attention(q[None], k.T[None], v[None], score=scored)[0]
+        return attention(q, k.swapaxes(-1, -2), v, score=scored)
+
+    return run

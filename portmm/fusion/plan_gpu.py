@@ -1,0 +1,352 @@
+"""Units become launches: fused functions of arrays on a device.
+
+Owns `program`, which finds kernels for the units of a graph whose arrays lie on a device. Imports
+`fusion.unit_expressions`, `dispatch.gpu_rows`, `ops.matmul_gpu`, `trace.buffers`, `fusion.program_gpu`, `fusion.partition`. Shapes and strides are
+known when a program is made. What no kernel computes is an error: NumPy does not compute on a device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm.arrays import device_arrays, interop
+from portmm.arrays.interop import WIDEST, Foreign
+from portmm.dispatch import config
+from portmm.dispatch import gpu as gpu_dispatch
+from portmm.dispatch.gpu_rows import launches
+from portmm.errors import ScheduleError
+from portmm.fusion.partition import LEAVES, Splitter
+from portmm.fusion.program_cpu import Kernel
+from portmm.fusion.program_gpu import Make, Output, Own, Run, runner
+from portmm.fusion.traced_array import Value
+from portmm.fusion.unit_expressions import Expressions, kernel_type
+from portmm.ops import matmul_gpu
+from portmm.spec.dtype import spell
+from portmm.spec.problem import Problem
+from portmm.trace.buffers import Place, walk
+from portmm.trace.numpy_names import rebuilt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.dispatch.gpu import Launch
+    from portmm.fusion.graph import Graph, Node
+    from portmm.fusion.partition import Split, Unit
+    from portmm.trace.buffers import Walk
+
+MOST_TRIES = 64
+
+
+def program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[Kernel], list[Any], str, list[str]]:
+    """What runs a graph on a device, its kernels, what is apart, its text, and notes.
+
+    Raises:
+        TypeError: some of its arrays are in the host's memory.
+        ValueError: its arrays are on several devices.
+        ScheduleError: something has no kernel.
+    """
+    interop.same_device(list(graph.there.values()))
+    for x in graph.nodes:
+        if x.leaf >= 0 and x.leaf not in graph.there and x.kind in ("array", "weight"):
+            what = "a packed weight" if x.kind == "weight" else "an array in the host's memory"
+            raise TypeError(f"{x.name} ({x.where}) is {what}, others are on a device: copy it there first")
+    plain: dict[Node, str] = {}
+    for _ in range(MOST_TRIES):
+        split = Splitter(graph, outputs, plain, {}).split()
+        builder = _Builder(graph, outputs, split)
+        if (failed := builder.built()) is None:
+            apart = [*split.apart]
+            return builder.runner(result), builder.kernels, apart, "", []
+        plain.update([failed])
+    raise ScheduleError("no way to split the function into kernels was found")
+
+
+class _Builder:
+    """Makes launches of units.
+
+    Args:
+        graph: what a function does.
+        outputs: what is wanted.
+        split: in which kernels.
+    """
+
+    def __init__(self, graph: Graph, outputs: list[Node], split: Split) -> None:
+        self.graph, self.outputs, self.split = graph, outputs, split
+        self.like = next(iter(graph.there.values()))
+        self.on = device_arrays.machine_of(self.like)
+        self.places: dict[Node, Place] = {}
+        self.steps: list[Make | Run | Own] = []
+        self.kernels: list[Kernel] = []
+        self.aligned = {f"L{i}": math.gcd(x.at, WIDEST) for i, x in graph.there.items()}
+
+    def built(self) -> tuple[Node, str] | None:
+        """Find kernels for all units; a product that has none with what follows it, and why.
+
+        Raises:
+            ScheduleError: a unit has no kernel.
+        """
+        for unit in self.split.units:
+            try:
+                self.step(unit)
+            except ScheduleError as error:
+                if unit.kind == "product" and len(unit.members) > 1:
+                    return unit.members[0], str(error)
+                raise
+        return None
+
+    def step(self, unit: Unit) -> None:
+        """The launches of a unit."""
+        if unit.kind == "rows":
+            fusing = self.expressions(unit)
+            self.store(unit.stored, fusing)
+            if 0 not in unit.shape[:-1]:
+                self.go_over(fusing, whole=_counts(unit))
+                detail, first = " x ".join(map(str, unit.shape)), unit.members[0].name
+                self.kernels.append(Kernel("rows", first, _lines(unit), _names(unit), fusing.text(), detail))
+        elif unit.kind == "product":
+            self.product(unit)
+        else:
+            self.call(unit)
+
+    # Places.
+
+    def place(self, x: Node) -> Place:
+        """Where an array lies."""
+        if x not in self.places:
+            self.places[x] = self.leaf(x) if x.kind in LEAVES else self.view(x)
+        return self.places[x]
+
+    def leaf(self, x: Node) -> Place:
+        """An array of a call."""
+        if x.leaf not in self.graph.there:
+            raise ScheduleError(f"{x.name} ({x.where}) cannot be read on a device")
+        return Place(f"L{x.leaf}", 0, interop.standin(self.graph.there[x.leaf]), "")
+
+    def view(self, x: Node) -> Place:
+        """Another look at a place, or a copy where that cannot be had."""
+        base = self.place(x.inputs[0])
+        found = _looked(base, x.plain)
+        if found is None:
+            to = self.buffer(base.like.shape, base.like.dtype)
+            self.copy(base, to, x)
+            found = _looked(to, x.plain)
+        if found is None:
+            raise ScheduleError(f"{x.name} ({x.where}) moves elements in a way that has no kernel")
+        return found
+
+    def buffer(self, shape: tuple[int, ...], dtype: Any) -> Place:
+        """A new array."""
+        kind, name = kernel_type(np.dtype(dtype)), f"M{len(self.steps)}"
+        if not kind:
+            raise ScheduleError(f"kernels do not write {dtype}")
+        self.steps.append(Make(name, shape, kind))
+        self.aligned[name] = WIDEST
+        return Place(name, 0, _like(shape, np.dtype(dtype)), "")
+
+    def gcd(self, x: Place, moved: list[int]) -> int:
+        """Bytes that an address is a multiple of, wherever a kernel begins."""
+        return math.gcd(self.aligned[x.root], x.offset, *(i * x.like.itemsize for i in moved))
+
+    # Kernels.
+
+    def expressions(self, unit: Unit, product: Node | None = None) -> Expressions:
+        """The expressions of a unit."""
+
+        def inside(x: Node) -> bool:
+            return self.split.of.get(x) is unit or x in self.split.inline
+
+        return Expressions(unit.shape, inside, self.place, product)
+
+    def store(self, stored: list[Node], fusing: Expressions) -> None:
+        """Arrays for what a unit writes."""
+        values = [fusing.of(x) for x in stored]
+        for x, value in zip(stored, values, strict=True):
+            self.places[x] = self.buffer(x.shape, x.dtype)
+            fusing.write(value, self.places[x])
+
+    def go_over(self, fusing: Expressions, *, whole: bool) -> None:
+        """Run expressions over rows."""
+        shape, places = fusing.shape, fusing.places
+        steps = [p.strides(shape) for p in places]
+        w, columns = walk(shape[:-1], [s[:-1] for s in steps], whole=whole), [s[-1] for s in steps]
+        fusing.settle(w, columns)
+        strides = list(zip(w.batch[1], w.rows[1], columns, strict=True))
+        aligned = [self.gcd(p, [moved[i] for moved in w.repeats]) for i, p in enumerate(places)]
+        size = (w.rows[0], shape[-1], w.batch[0])
+        every, workspace = launches(fusing.text(), size, strides, aligned, self.on)
+        for moved in w.repeats:
+            self.launch(every, self.operands(fusing, moved), fusing, workspace)
+
+    @staticmethod
+    def operands(fusing: Expressions, moved: tuple[int, ...]) -> list[tuple[str, str, int]]:
+        """Where operands of expressions are, for one run of a kernel."""
+        return [
+            (f"x{i}_all", p.root, p.offset + far * p.like.itemsize)
+            for i, (p, far) in enumerate(zip(fusing.places, moved, strict=True))
+        ]
+
+    def launch(
+        self, every: tuple[Launch, ...], places: list[tuple[str, str, int]], fusing: Expressions, workspace: int
+    ) -> None:
+        """Kernels, on arrays."""
+        numbers = tuple((f"number_{i}", leaf) for i, leaf in enumerate(fusing.numbers))
+        self.steps.append(Run(self.on, every, tuple(places), numbers, workspace))
+
+    def copy(self, source: Place, to: Place, x: Node) -> None:
+        """Elements moved to where they follow each other."""
+        shape = source.like.shape or (1,)
+        fusing = Expressions(shape, lambda _: False, self.place)
+        fusing.write(fusing.load(source), to)
+        if 0 not in shape:
+            self.go_over(fusing, whole=False)
+        self.kernels.append(Kernel("copy", x.name, (x.where,), detail=" x ".join(map(str, shape))))
+
+    def product(self, unit: Unit) -> None:
+        """A product, and what becomes of its sums."""
+        x = unit.members[0]
+        fusing = self.expressions(unit, x)
+        stored = sorted(unit.stored, key=lambda y: y.dtype.kind in "iub")
+        if stored[0].dtype.kind in "iub":
+            raise ScheduleError("its results are integers or masks, which kernels write beside floats")
+        a, b = (self.place(y) for y in x.inputs)
+        self.store(stored, fusing)
+        c, k, n = fusing.written[0], x.inputs[0].shape[-1], x.shape[-1]
+        if 0 in x.shape:
+            return
+        steps = [p.strides(x.shape) for p in fusing.places]
+        b_steps = (*b.strides((*x.shape[:-2], k, n))[:-2], 0)
+        outer = [a.strides((*x.shape[:-1], k))[:-1], b_steps, c.strides(x.shape)[:-1], *(s[:-1] for s in steps)]
+        w, columns = walk(x.shape[:-1], outer, 1, whole=_counts(unit)), [s[-1] for s in steps]
+        fusing.settle(w, columns, 3)
+        text = fusing.text() if len(unit.members) > 1 else ""
+        p, values, vectors = self.problem((a, b, c), (k, n), w, text)
+        for i, steps_ in enumerate(zip(w.batch[1][3:], w.rows[1][3:], columns, strict=True)):
+            values |= {f"x{i}_{axis}": s for axis, s in zip("bmn", steps_, strict=True)}
+        found = gpu_dispatch.route(replace(p, k=max(k, 1)), self.on, vectors)
+        every, (workspace, _) = matmul_gpu.bound(found, values, p)
+        for moved in w.repeats:
+            at = zip("abc", (a, b, c), moved, strict=False)
+            where = [(name, y.root, y.offset + i * y.like.itemsize) for name, y, i in at]
+            self.launch(every, [*where, *self.operands(fusing, moved[3:])], fusing, workspace)
+        self.kernels.append(Kernel("product", x.name, _lines(unit), _names(unit), text, str(p)))
+
+    def problem(
+        self, operands: tuple[Place, Place, Place], size: tuple[int, int], w: Walk, text: str
+    ) -> tuple[Problem, dict[str, Any], tuple[int, int, int]]:
+        """The problem that kernels solve, its numbers, and what may be moved at once."""
+        a, b, _ = operands
+        (k, n), (m, rows), (items, apart) = size, w.rows, w.batch
+        wide = max(n, 1)
+        parts = []
+        ends = ((m, k, rows[0], _step(a, -1)), (k, n, _step(b, -2), _step(b, -1)), (m, n, rows[2] or wide, 1))
+        for i, (x, (high, across, row, col)) in enumerate(zip(operands, ends, strict=True)):
+            others = (apart[i], *(moved[i] for moved in w.repeats))
+            at = self.gcd(x, [])
+            lain = Foreign(None, "cuda", (), at, (), (), kernel_type(x.like.dtype), None, readonly=False)
+            parts.append(device_arrays.matrix(lain, high, across, (row, col), others))
+        word = spell(*(kernel_type(x.like.dtype) for x in operands))
+        p = Problem(
+            m, n, k, word, items, parts[0].layout, parts[1].layout, "row",
+            deterministic=config.current().deterministic, fused=text, tf32=config.rounds(word),
+        )  # fmt: skip
+        values = {
+            "m": m, "n": n, "k": k, "batch": items, "a_m": parts[0].row, "a_k": parts[0].col, "a_batch": apart[0],
+            "b_k": parts[1].row, "b_n": parts[1].col, "b_batch": apart[1], "c_m": rows[2] or wide, "c_n": 1,
+            "c_batch": apart[2],
+        }  # fmt: skip
+        vector = parts[2].vector if parts[2].layout == "row" else 1
+        return p, values, (parts[0].vector, parts[1].vector, vector)
+
+    def call(self, unit: Unit) -> None:
+        """A function of portmm's, of whole arrays.
+
+        Raises:
+            ScheduleError: it is none, or does not take arrays of a device.
+        """
+        x, *items = unit.members
+        if x.kind != "call" or items:
+            raise ScheduleError(f"{x.name} ({x.where}) has no kernel, and NumPy does not compute on a device")
+        given = tuple(self.whole(y) for y in x.inputs)
+        name = f"M{len(self.steps)}"
+        self.steps.append(Own(name, x.plain, given))
+        self.aligned[name] = WIDEST
+        self.places[x] = Place(name, 0, _like(x.shape, np.dtype(x.dtype)), "")
+        self.kernels.append(Kernel("product", x.name, (x.where,)))
+
+    def whole(self, x: Node) -> str:
+        """The name of an array that is a node, and nothing else."""
+        place = self.place(x)
+        if place.root.startswith("L") and x.kind in LEAVES:
+            return place.root
+        if not place.offset and place.like.flags.c_contiguous and self.shape_of(place.root) == x.shape:
+            return place.root
+        to = self.buffer(x.shape, x.dtype)
+        self.copy(place, to, x)
+        return to.root
+
+    def shape_of(self, root: str) -> tuple[int, ...] | None:
+        """The shape of an array that was made between kernels."""
+        made = next((x for x in self.steps if isinstance(x, Make) and x.name == root), None)
+        own = next((p for p in self.places.values() if p.root == root), None)
+        return made.shape if made is not None else None if own is None else own.like.shape
+
+    def output(self, x: Node) -> Output:
+        """What the caller gets for a node."""
+        place = self.place(x)
+        made = place.root.startswith("M") and not place.offset and place.like.flags.c_contiguous
+        root = place.root if made and math.prod(self.shape_of(place.root) or (0,)) == x.size else self.whole(x)
+        return Output(root, x.shape, bool(x.dtype == np.bool_))
+
+    def runner(self, result: Any) -> Callable[[list[Any]], Any]:
+        """A function of the arrays and numbers of a call."""
+        # The values of the graph, which hold arrays of this call, are left behind.
+        given = rebuilt(result, lambda x: self.output(x.node) if isinstance(x, Value) else x)
+        return runner(tuple(self.steps), tuple(self.graph.there), given)
+
+
+def _step(x: Place, axis: int) -> int:
+    """Elements between neighbours along an axis."""
+    return int(x.like.strides[axis]) // x.like.itemsize if x.like.shape[axis] > 1 else 1 if axis == -1 else 0
+
+
+def _like(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """What stands for a new array: one element of memory, which must not be read."""
+    strides = interop.contiguous(shape, dtype.itemsize)
+    return np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, strides, writeable=False)
+
+
+def _looked(place: Place, function: Any) -> Place | None:
+    """A view of a place; None if that takes a copy.
+
+    The function is tried on memory that nobody has written to: it may be copied, and nothing is read of the device.
+    """
+    like = place.like
+    steps = [(max(n, 1) - 1) * s for n, s in zip(like.shape, like.strides, strict=True)]
+    low, high = sum(s for s in steps if s < 0), sum(s for s in steps if s > 0)
+    memory = np.empty(high - low + like.itemsize, np.uint8)
+    shadow = np.ndarray(like.shape, like.dtype, memory, -low, like.strides)
+    found = function(shadow)
+    if not found.size:
+        return Place(place.root, place.offset, _like(found.shape, like.dtype), "")
+    if not np.may_share_memory(found, memory):
+        return None
+    moved = found.__array_interface__["data"][0] - shadow.__array_interface__["data"][0]
+    stands = np.lib.stride_tricks.as_strided(np.empty(1, like.dtype), found.shape, found.strides, writeable=False)
+    return Place(place.root, place.offset + moved, stands, "")
+
+
+def _counts(unit: Unit) -> bool:
+    """Something in a unit depends on the numbers of rows and columns."""
+    return any(x.of("index") for x in unit.members)
+
+
+def _lines(unit: Unit) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(x.where for x in unit.members))
+
+
+def _names(unit: Unit) -> tuple[str, ...]:
+    return tuple(x.name for x in unit.members[1:])

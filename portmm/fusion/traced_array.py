@@ -1,0 +1,464 @@
+"""An array that is being traced.
+
+Owns `Value`, which stands for an array while a function runs once to be taken
+down, and behaves as one: operators, ufuncs, NumPy's functions, methods, views.
+Imports `fusion.graph`, `spec.elementwise`. What kernels cannot compute becomes a call of NumPy
+between kernels; what looks at data, or changes it in place, is an error that
+names the line.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm.arrays.interop import on_device
+from portmm.errors import TraceError
+from portmm.fusion.graph import ByValueError, Node, refuse
+from portmm.spec import elementwise
+from portmm.spec.expr import FUNCTIONS, UFUNCS
+from portmm.trace.numpy_names import CHANGES, COPIES, LOOKS, METHODS, SIGNS, STATIC, STATIC_METHODS, VIEWS, rebuilt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.fusion.graph import Graph
+
+# ruff: noqa: D102 - most methods here are those of ndarray
+
+AROUND: dict[str, Callable[..., Any]] = {}
+"""What an epilogue or a prologue makes of an array, as "applied": filled by `whole`."""
+
+
+class Value:
+    """An array, or a number that each call gives, while a function is traced."""
+
+    __slots__ = ("graph", "node")
+    __hash__ = object.__hash__
+    __array_priority__ = 1000
+
+    def __init__(self, graph: Graph, node: Node) -> None:
+        self.graph, self.node = graph, node
+
+    def __repr__(self) -> str:
+        return f"<traced {self.node.dtype} {self.node.shape}>"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.node.shape
+
+    @property
+    def dtype(self) -> Any:
+        return np.dtype(float) if self.node.dtype is None else self.node.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.node.shape)
+
+    @property
+    def size(self) -> int:
+        return self.node.size
+
+    @property
+    def T(self) -> Any:  # noqa: N802 - as NumPy calls it
+        return self.transpose()
+
+    @property
+    def mT(self) -> Any:  # noqa: N802 - as NumPy calls it
+        return self.swapaxes(-1, -2)
+
+    # What the values of a graph are taken down by.
+
+    def record_(self, function: Callable[..., Any], values: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """A function of `vocabulary`, called with this among its values."""
+        name = function.__name__
+        if name in ("sum", "max", "mean"):
+            x, axis = values[0], options.get("axis", values[1] if len(values) > 1 else -1)
+            return _reduced(_value(self.graph, x), name, axis, keepdims=True, plain=function)
+        if name == "cast":
+            x, dtype = values[0], np.dtype(options.get("dtype", values[1] if len(values) > 1 else None))
+            traced = self.graph.map(
+                name, lambda y: function(y, dtype), lambda y: function(y, dtype), (_node(self.graph, x),), dtype
+            )
+            return Value(self.graph, traced)
+        if name == "dropout":
+            x, rate, seed = _named(values, options)
+            if isinstance(seed, Value):
+                raise refuse("the seed of dropout is an array; give an integer")
+
+            def dropped(y: Any, r: Any) -> Any:
+                return function(y, r, seed)
+
+            return _mapped(self.graph, name, dropped, dropped, (x, rate))
+        return _mapped(self.graph, name, function, function, values)
+
+    def matmul_(self, a: Any, b: Any, out: Any, dtype: Any, options: dict[str, Any]) -> Any:
+        """`portmm.matmul`, called with this as an operand."""
+        if out is not None:
+            raise refuse("out= changes an array in place; use what matmul returns")
+        left, right = _value(self.graph, a), _value(self.graph, b)
+        if options.get("prologue_a") is not None:
+            left = AROUND["applied"](options["prologue_a"], left, "mk")
+        if options.get("prologue_b") is not None:
+            right = AROUND["applied"](options["prologue_b"], right, "kn")
+        found = _wrap(self.graph, self.graph.matmul("matmul", left.node, right.node, dtype))
+        epilogue = options.get("epilogue")
+        return found if epilogue is None else AROUND["applied"](epilogue, found, "mn")
+
+    def call_(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """A function of portmm's that is a kernel of its own, called with this among its arguments."""
+        if options.get("out") is not None:
+            raise refuse("out= changes an array in place; use what is returned")
+        return called(self.graph, function.__name__, function, args, options, own=True)
+
+    # NumPy's protocols.
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        if options.get("out") is not None:
+            raise refuse(f"out= of np.{ufunc.__name__} changes an array in place; use what it returns")
+        if ufunc is np.matmul and method == "__call__" and not options:
+            return self.matmul(*inputs)
+        known = UFUNCS.get(ufunc.__name__)
+        if method == "__call__" and known is not None and not options:
+            return _mapped(self.graph, ufunc.__name__, known, ufunc, inputs)
+        if method == "reduce" and ufunc in (np.add, np.maximum) and not options.keys() - {"axis", "keepdims"}:
+            axis = options.get("axis", 0)
+            name = "sum" if ufunc is np.add else "max"
+            return _reduced(self, name, axis, keepdims=options.get("keepdims", False), plain=ufunc.reduce)
+        said = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
+        return called(self.graph, f"np.{said}", getattr(ufunc, method), inputs, options)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
+        del types
+        name = function.__name__
+        if options.get("out") is not None:
+            raise refuse(f"out= of np.{name} changes an array in place; use what it returns")
+        if function in STATIC:
+            return STATIC[function](*args)
+        if name in METHODS and isinstance(args[0], Value) and not options.keys() - METHODS[name]:
+            return getattr(args[0], {"amax": "max", "amin": "min"}.get(name, name))(*args[1:], **options)
+        if name in ("dot", "matmul") and len(args) == 2 and not options and all(len(np.shape(x)) <= 2 for x in args):
+            return self.matmul(*args)
+        if name in VIEWS and isinstance(args[0], Value) and not _any_inside((args[1:], options)):
+            return args[0].view_(name, lambda x: function(x, *args[1:], **options))
+        known = FUNCTIONS.get(name)
+        if known is not None and not options:
+            return _mapped(self.graph, name, known, function, args) if name == "where" else known(*args)
+        return called(self.graph, f"np.{name}", function, args, options, own=name in COPIES)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        if self.node.kind == "number":
+            raise ByValueError("NumPy makes an array of a number")
+        held = self.graph.leaves[self.node.leaf] if self.node.leaf >= 0 else None
+        if not self.shape and isinstance(held, np.ndarray):
+            self.graph.lasting = False  # the next call may give another number
+            return np.array(held, dtype)
+        raise refuse(
+            "a traced array has no numbers yet, so that no array is made of it; write x.astype(np.float32) in place "
+            "of np.float32(x) and np.asarray(x), np.stack([x, y]) in place of np.array([x, y])"
+        )
+
+    def __bool__(self) -> bool:
+        if self.node.kind == "number":
+            raise ByValueError("an if looks at a number")
+        raise refuse(
+            "an if, while, and, or, not, min or max looks at values, which differ from call to call; "
+            "use pm.where, & and |, pm.minimum or pm.maximum"
+        )
+
+    def __float__(self) -> float:
+        if self.node.kind == "number":
+            raise ByValueError("a function looks at a number")
+        raise refuse("a traced array is no number; use portmm's or NumPy's functions in place of math's")
+
+    __int__ = __index__ = __complex__ = __float__
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an array without dimensions")
+        return self.shape[0]
+
+    def __iter__(self) -> Any:
+        return (self[i] for i in range(len(self)))
+
+    def __contains__(self, x: Any) -> bool:
+        raise refuse("in looks at values, which differ from call to call")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise refuse("x[...] = changes an array in place; use pm.where, or write what the new array is")
+
+    def __delitem__(self, key: Any) -> None:
+        self.__setitem__(key, None)
+
+    def __neg__(self) -> Any:
+        return _mapped(self.graph, "neg", operator.neg, operator.neg, (self,))
+
+    # Views.
+
+    def view_(self, name: str, function: Callable[[Any], Any]) -> Any:
+        """Another look at the same elements."""
+        return _wrap(self.graph, self.graph.view(name, function, self.node))
+
+    def __getitem__(self, key: Any) -> Any:
+        words = key if isinstance(key, tuple) else (key,)
+        axis = next((x for x in words if hasattr(x, "along_")), None)
+        if axis is not None:
+            return axis.along_(self, words)
+        plain = (int, np.integer, slice, type(None), type(Ellipsis))
+        if _any_inside((words, [(x.start, x.stop, x.step) for x in words if isinstance(x, slice)])):
+            return called(self.graph, "[] by an array", operator.getitem, (self, key), {})
+        if not all(isinstance(x, plain) for x in words):
+            return called(self.graph, "[] by an array", lambda x: x[key], (self,), {})
+        same = all(x is None or x is Ellipsis or x == slice(None) for x in words)
+        return self.view_("reshape" if same else "[]", lambda x: x[key])
+
+    def reshape(self, *shape: Any, order: str = "C") -> Any:
+        wanted = shape[0] if len(shape) == 1 else shape
+        if order == "C":
+            return self.view_("reshape", lambda x: x.reshape(wanted))
+        return self.view_("[]", lambda x: x.reshape(wanted, order=order))
+
+    def transpose(self, *axes: Any) -> Any:
+        return self.view_("transpose", lambda x: x.transpose(*axes))
+
+    def swapaxes(self, a: int, b: int) -> Any:
+        return self.view_("swapaxes", lambda x: x.swapaxes(a, b))
+
+    def squeeze(self, axis: Any = None) -> Any:
+        return self.view_("reshape", lambda x: x.squeeze(axis))
+
+    def ravel(self, order: str = "C") -> Any:
+        return self.reshape(-1, order=order)
+
+    def flatten(self, order: str = "C") -> Any:
+        return self.reshape(-1, order=order)
+
+    def copy(self, order: str = "C") -> Any:
+        del order
+        return self
+
+    def astype(self, dtype: Any, **options: Any) -> Any:
+        del options
+        return _wrap(self.graph, self.graph.convert(self.node, dtype))
+
+    def view(self, *_: Any, **__: Any) -> Any:
+        raise refuse("view() looks at an array's memory; use astype")
+
+    # Reductions.
+
+    def sum(self, axis: Any = None, *, keepdims: bool = False, **options: Any) -> Any:
+        return _reduced(self, "sum", axis, keepdims=keepdims, plain=np.sum, options=options)
+
+    def max(self, axis: Any = None, *, keepdims: bool = False, **options: Any) -> Any:
+        return _reduced(self, "max", axis, keepdims=keepdims, plain=np.max, options=options)
+
+    def mean(self, axis: Any = None, *, keepdims: bool = False, **options: Any) -> Any:
+        return _reduced(self, "mean", axis, keepdims=keepdims, plain=np.mean, options=options)
+
+    def min(self, axis: Any = None, *, keepdims: bool = False, **options: Any) -> Any:
+        if not _last(self, axis) or options or self.dtype.kind != "f":
+            return called(self.graph, "np.min", np.min, (self,), {"axis": axis, "keepdims": keepdims, **options})
+        return _squeezed(-(-self).max(-1, keepdims=True), keepdims)
+
+    def var(self, axis: Any = None, *, keepdims: bool = False, **options: Any) -> Any:
+        if not _last(self, axis) or options:
+            return called(self.graph, "np.var", np.var, (self,), {"axis": axis, "keepdims": keepdims, **options})
+        centred = self - self.mean(-1, keepdims=True)
+        return _squeezed((centred * centred).mean(-1, keepdims=True), keepdims)
+
+    def std(self, axis: Any = None, *, keepdims: bool = False, **options: Any) -> Any:
+        if not _last(self, axis) or options:
+            return called(self.graph, "np.std", np.std, (self,), {"axis": axis, "keepdims": keepdims, **options})
+        return _squeezed(np.sqrt(self.var(-1, keepdims=True)), keepdims)
+
+    # Products, and all else.
+
+    def matmul(self, a: Any, b: Any) -> Any:
+        return _wrap(self.graph, self.graph.matmul("@", _node(self.graph, a), _node(self.graph, b)))
+
+    def __matmul__(self, other: Any) -> Any:
+        return self.matmul(self, other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return self.matmul(other, self)
+
+    def __imatmul__(self, other: Any) -> Any:
+        raise refuse("@= changes an array in place; write x = x @ ...")
+
+    def dot(self, other: Any) -> Any:
+        return np.dot(self, other)
+
+    def clip(self, low: Any = None, high: Any = None) -> Any:
+        return elementwise.clip(self, low, high)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(np.ndarray, name):
+            raise AttributeError(f"an array that is traced has no attribute {name!r}")
+        if name in CHANGES:
+            raise refuse(f"{name}() changes an array in place; use the function of NumPy that returns a new one")
+        if name in LOOKS:
+            raise refuse(f".{name} looks at values or memory, which differ from call to call")
+        if name in STATIC_METHODS:
+            return getattr(np.broadcast_to(np.zeros((), self.dtype), self.shape), name)
+        return lambda *args, **options: called(
+            self.graph, name, lambda x, *a, **o: getattr(x, name)(*a, **o), (self, *args), options
+        )
+
+
+def _operators() -> None:
+    """Give `Value` Python's operators."""
+
+    def binary(name: str, function: Any) -> None:
+        def method(self: Value, other: Any) -> Any:
+            return _mapped(self.graph, name, function, function, (self, other))
+
+        def reflected(self: Value, other: Any) -> Any:
+            return _mapped(self.graph, name, function, function, (other, self))
+
+        def changed(*_: Any) -> Any:
+            raise refuse(f"an operator with = changes an array in place; write x = x {SIGNS[name]} ...")
+
+        setattr(Value, f"__{name}__", method)
+        if name in SIGNS:
+            setattr(Value, f"__r{name}__", reflected)
+            setattr(Value, f"__i{name}__", changed)
+
+    for name in (*SIGNS, "lt", "le", "gt", "ge", "eq", "ne"):
+        binary(name, getattr(operator, f"{name}_" if name in ("and", "or") else name))
+    for name in ("pos", "abs", "invert"):
+        function = getattr(operator, name)
+        setattr(
+            Value, f"__{name}__",
+            lambda self, name=name, function=function: _mapped(self.graph, name, function, function, (self,)),
+        )  # fmt: skip
+
+
+_operators()
+
+
+class Index(Value):
+    """Integers made of the places of elements."""
+
+    __slots__ = ()
+
+
+def _wrap(graph: Graph, found: Any) -> Any:
+    """Values for the nodes that came of something."""
+    return [Value(graph, x) for x in found] if isinstance(found, list) else Value(graph, found)
+
+
+def _value(graph: Graph, x: Any) -> Value:
+    return x if isinstance(x, Value) else Value(graph, _node(graph, x))
+
+
+def _node(graph: Graph, x: Any) -> Node:
+    """The node of something that is an array."""
+    if isinstance(x, Value):
+        return x.node
+    if hasattr(x, "family") or type(x).__name__ == "Quantized":
+        graph.lasting = False
+        return graph.leaf(x, "a weight")
+    if on_device(x):
+        graph.lasting = False
+        return graph.leaf(x, "an array on a device")
+    array = np.asarray(x)
+    if array.dtype == object:
+        raise refuse(f"a {type(x).__name__} cannot meet a traced array")
+    return graph.constant(array)
+
+
+def _mapped(graph: Graph, name: str, traced: Any, plain: Any, values: tuple[Any, ...]) -> Any:
+    """A function of each element; literals stay what they are, but a float64 or an integer of NumPy's is Python's."""
+    given: list[Any] = []
+    for x in values:
+        if isinstance(x, Value):
+            given.append(x.node)
+        elif isinstance(x, (np.ndarray, list, tuple)) and np.ndim(x):
+            given.append(_node(graph, x))
+        elif isinstance(x, (bool, np.bool_)):
+            given.append(bool(x))
+        elif isinstance(x, (int, np.integer)):
+            given.append(int(x))
+        elif isinstance(x, (float, np.floating)) or (isinstance(x, np.ndarray) and x.dtype.kind == "f"):
+            # One of few bits decides the type of the result, as in NumPy.
+            given.append(np.asarray(x)[()] if np.asarray(x).dtype in (np.float32, np.float16) else float(x))
+        elif x is None or isinstance(x, str):
+            raise refuse(f"{name} of {x!r}")
+        else:
+            given.append(_node(graph, x))
+    found = graph.map(name, traced, plain, tuple(given), index=any(isinstance(x, Index) for x in values))
+    if found.dtype == np.int32 and all(isinstance(x, (Index, int, np.integer)) for x in values):
+        return Index(graph, found)
+    return _wrap(graph, found)
+
+
+def _last(x: Value, axis: Any) -> bool:
+    """An axis, or none at all, is the last."""
+    if isinstance(axis, tuple) and len(axis) == 1:
+        axis = axis[0]
+    if x.ndim == 0:
+        return False
+    return (axis is None and x.ndim == 1) or (isinstance(axis, (int, np.integer)) and axis in (-1, x.ndim - 1))
+
+
+def _reduced(
+    x: Value, name: str, axis: Any, *, keepdims: bool, plain: Any, options: dict[str, Any] | None = None
+) -> Any:
+    """A reduction, in a kernel if it goes along the last axis."""
+    if not _last(x, axis) or options or x.node.dtype is None:
+        keeps = {} if plain.__module__ == elementwise.__name__ else {"keepdims": keepdims}
+        given = {"axis": axis, **(options or {}), **keeps}
+        return called(x.graph, name, plain, (x,), given)
+    kind = {"sum": elementwise.sum, "mean": elementwise.sum, "max": elementwise.max}[name]
+    found = _wrap(x.graph, x.graph.reduce(name, "max" if name == "max" else "add", x.node, kind))
+    if name == "mean":
+        found = found / float(x.shape[-1])
+    return _squeezed(found, keepdims)
+
+
+def _squeezed(x: Value, keepdims: bool) -> Any:
+    """A reduction, with or without its last axis."""
+    return x if keepdims else x.view_("reshape", lambda y: y[..., 0])
+
+
+def _named(values: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple((dict(zip(("x", "rate", "seed"), values, strict=False)) | options).values())
+
+
+def _any_inside(x: Any) -> bool:
+    if isinstance(x, (list, tuple)):
+        return any(_any_inside(y) for y in x)
+    return any(_any_inside(y) for y in x.values()) if isinstance(x, dict) else isinstance(x, Value)
+
+
+def called(graph: Graph, name: str, function: Any, args: Any, options: dict[str, Any], *, own: bool = False) -> Any:
+    """A function that runs on arrays between kernels."""
+    inputs: list[Node] = []
+
+    def taken(x: Any) -> Any:
+        if not isinstance(x, Value):
+            return x
+        inputs.append(x.node)
+        return _Place(len(inputs) - 1)
+
+    held = rebuilt((tuple(args), dict(options)), taken)
+
+    def plain(*arrays_: Any) -> Any:
+        given, more = rebuilt(held, lambda x: arrays_[x.number] if isinstance(x, _Place) else x)
+        return function(*given, **more)
+
+    try:
+        return _wrap(graph, graph.call(name, plain, tuple(inputs), "NumPy computes it", own=own))
+    except TraceError:
+        raise
+    except TypeError as error:
+        raise refuse(f"{name}: {error}") from error
+
+
+class _Place:
+    """Where an array goes among the arguments of a call."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number

@@ -1,0 +1,1 @@
+"""The machine portmm runs on: detection, measured rates, load."""

@@ -1,0 +1,381 @@
+"""Which machine this is.
+
+Owns the way from what a host says about itself to a `Target`. May import
+`errors`, `host.host_probe`, `target.target`. Reading the host and judging what was read are
+apart: `snapshot()` does the first, `identify()` is pure, so that tests use
+hosts recorded elsewhere.
+
+What is believed, and why:
+
+- x86 features: `/proc/cpuinfo`, whose flags the kernel has already masked by the
+  register state it saves (XCR0), *and* cpuid with XCR0 themselves where memory
+  may be made executable. A feature counts if both agree: an emulator or a kernel
+  switch may change either alone. AMX counts if Linux has given this process leave
+  to use it as well, and a trial in another process went well.
+- Arm features: the auxiliary vector, which an emulator sets, where
+  `/proc/cpuinfo` would show its host. The length of an SVE vector comes from
+  prctl, because a process may be given less than the chip has.
+- The name of the chip only supplies rates and what else the host hides. Virtual
+  machines mask model numbers, so no instruction is ever used because of a name.
+- Cache sizes: sysfs, then the description of the chip.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from portmm.errors import TargetError
+from portmm.host.host_probe import CACHE_FILES, CPU, Snapshot, cgroup_folders, parse_list, processors, snapshot
+from portmm.target.target import Isa, MemoryLevel, Target, chips_mentioning, described, load_isa, names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from portmm.target.target import Match
+
+__all__ = [
+    "Snapshot",
+    "cross_check",
+    "described",
+    "features",
+    "host",
+    "host_features",
+    "identify",
+    "missing",
+    "resolve",
+    "snapshot",
+]
+
+# Every x86-64 and every AArch64 Linux has these, whatever /proc hides.
+BASELINE = {"x86_64": {"cx8", "cmov", "fxsr", "sse", "sse2"}, "aarch64": {"fp", "asimd"}}
+
+# Intel SDM vol. 1, ch. 13: the parts of XCR0 that an instruction's registers need.
+YMM, ZMM, TMM = 0x6, 0xE6, 0x60000
+EAX, EBX, ECX, EDX = range(4)
+# Intel SDM vol. 2 and AMD APM vol. 3, CPUID: leaf, register, bit, needed state, by Linux's name.
+CPUID = {
+    "cx8": ("1.0", EDX, 8, 0),
+    "cmov": ("1.0", EDX, 15, 0),
+    "fxsr": ("1.0", EDX, 24, 0),
+    "sse": ("1.0", EDX, 25, 0),
+    "sse2": ("1.0", EDX, 26, 0),
+    "pni": ("1.0", ECX, 0, 0),
+    "ssse3": ("1.0", ECX, 9, 0),
+    "fma": ("1.0", ECX, 12, YMM),
+    "cx16": ("1.0", ECX, 13, 0),
+    "sse4_1": ("1.0", ECX, 19, 0),
+    "sse4_2": ("1.0", ECX, 20, 0),
+    "movbe": ("1.0", ECX, 22, 0),
+    "popcnt": ("1.0", ECX, 23, 0),
+    "xsave": ("1.0", ECX, 26, 0),
+    "avx": ("1.0", ECX, 28, YMM),
+    "f16c": ("1.0", ECX, 29, YMM),
+    "bmi1": ("7.0", EBX, 3, 0),
+    "avx2": ("7.0", EBX, 5, YMM),
+    "bmi2": ("7.0", EBX, 8, 0),
+    "avx512f": ("7.0", EBX, 16, ZMM),
+    "avx512dq": ("7.0", EBX, 17, ZMM),
+    "avx512cd": ("7.0", EBX, 28, ZMM),
+    "avx512bw": ("7.0", EBX, 30, ZMM),
+    "avx512vl": ("7.0", EBX, 31, ZMM),
+    "amx_bf16": ("7.0", EDX, 22, TMM),
+    "amx_tile": ("7.0", EDX, 24, TMM),
+    "amx_int8": ("7.0", EDX, 25, TMM),
+    "lahf_lm": ("80000001.0", ECX, 0, 0),
+    "abm": ("80000001.0", ECX, 5, 0),
+}
+
+# Linux, arch/arm64/include/uapi/asm/hwcap.h.
+HWCAP = {0: "fp", 1: "asimd", 9: "fphp", 10: "asimdhp", 20: "asimddp", 22: "sve"}
+HWCAP2 = {1: "sve2", 13: "i8mm", 14: "bf16"}
+
+
+def _decoded(shot: Snapshot) -> set[str]:
+    """The features of the table that cpuid and XCR0 grant."""
+    nothing = (0, 0, 0, 0)
+    return {
+        name
+        for name, (leaf, register, bit, state) in CPUID.items()
+        if shot.cpuid.get(leaf, nothing)[register] >> bit & 1 and shot.xcr0 & state == state
+    }
+
+
+def features(shot: Snapshot) -> frozenset[str]:
+    """What the processor can do and the kernel lets it do, in Linux's names.
+
+    An Arm host with SVE also has "sve_vl<bits>", its vector length.
+    """
+    found: set[str] = set()
+    if shot.machine == "aarch64":
+        found |= {name for bit, name in HWCAP.items() if shot.hwcap >> bit & 1}
+        found |= {name for bit, name in HWCAP2.items() if shot.hwcap2 >> bit & 1}
+        if shot.sve_bytes:
+            found.add(f"sve_vl{8 * shot.sve_bytes}")
+        return frozenset(found or BASELINE["aarch64"])
+    for first in processors(shot.cpuinfo)[:1]:
+        found |= set(first.get("flags", "").split())
+    if shot.cpuid:
+        granted = _decoded(shot)
+        found = found - (CPUID.keys() - granted) if found else granted
+    if not shot.tiles:
+        found = {name for name in found if not name.startswith("amx_")}
+    return frozenset(found | BASELINE.get(shot.machine, set()))
+
+
+def _signature(shot: Snapshot) -> tuple[str, int, int, int]:
+    """Vendor, display family, display model and stepping of an x86 processor."""
+    if "1.0" in shot.cpuid and "0.0" in shot.cpuid:
+        _, b, c, d = shot.cpuid["0.0"]
+        vendor = b"".join(x.to_bytes(4, "little") for x in (b, d, c)).decode("ascii", "replace")
+        eax = shot.cpuid["1.0"][0]
+        family, model = eax >> 8 & 15, eax >> 4 & 15
+        model |= (eax >> 16 & 15) << 4 if family in (6, 15) else 0
+        family += eax >> 20 & 255 if family == 15 else 0
+        return vendor, family, model, eax & 15
+    first = (processors(shot.cpuinfo) or [{}])[0]
+    family, model, stepping = (_number(first.get(key, "")) for key in ("cpu family", "model", "stepping"))
+    return first.get("vendor_id", ""), family, model, stepping
+
+
+def _number(text: str) -> int:
+    try:
+        return int(text, 0)
+    except ValueError:
+        return 0
+
+
+def _cores_by_part(shot: Snapshot) -> dict[tuple[int, int], list[int]]:
+    """Arm (implementer, part) -> processors of that kind, those in the affinity first met first."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for block in processors(shot.cpuinfo):
+        part = (_number(block.get("CPU implementer", "")), _number(block.get("CPU part", "")))
+        if part[0] and _number(block.get("processor", "")) in shot.affinity:
+            found.setdefault(part, []).append(_number(block["processor"]))
+    return found
+
+
+def _within(value: int, ranges: tuple[tuple[int, int], ...]) -> bool:
+    return not ranges or any(first <= value <= last for first, last in ranges)
+
+
+def _generic(match: Match) -> bool:
+    return not match.vendor and not match.implementer
+
+
+def _chip(shot: Snapshot, has: frozenset[str]) -> tuple[Target, tuple[int, ...]]:
+    """The chip, and those processors in the affinity that are of its kind."""
+    for (implementer, part), cpus in _cores_by_part(shot).items():
+        for chip in chips_mentioning(f"implementer = {implementer:#04x}"):
+            if any(m.implementer == implementer and part in m.parts for m in chip.match):
+                return chip, tuple(cpus)
+    # Under user-mode emulation an Arm process reads the x86 host's cpuinfo.
+    vendor, family, model, stepping = _signature(shot) if shot.machine == "x86_64" else ("", 0, 0, 0)
+    named = [(m, chip) for chip in (chips_mentioning(f'"{vendor}"') if vendor else ()) for m in chip.match]
+    # A model that is named says more than features, which a chip may share with its successors.
+    for m, chip in sorted(named, key=lambda x: not x[0].models):
+        same = m.vendor == vendor and m.family == family and has.issuperset(m.features)
+        if same and _within(model, m.models) and _within(stepping, m.steppings):
+            return chip, shot.affinity
+    levels = [
+        (len(m.features), chip.name, chip)
+        for chip in chips_mentioning("features = [")
+        for m in chip.match
+        if chip.arch == shot.machine and _generic(m) and has.issuperset(m.features)
+    ]
+    if levels:
+        return max(levels)[2], shot.affinity
+    plain = described("scalar")
+    return replace(plain, name="unknown", title=f"unknown {shot.machine}", arch=shot.machine), shot.affinity
+
+
+def _size(text: str) -> int:
+    unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:], 1)
+    return _number(text.rstrip("KMG")) * unit
+
+
+def _siblings(shot: Snapshot, cpu: int) -> set[int]:
+    return parse_list(shot.files.get(f"{CPU}/cpu{cpu}/topology/thread_siblings_list", "")) or {cpu}
+
+
+def _sysfs_levels(shot: Snapshot, cpu: int) -> dict[str, MemoryLevel]:
+    found = {}
+    for index in range(8):
+        row = {name: shot.files.get(f"{CPU}/cpu{cpu}/cache/index{index}/{name}", "") for name in CACHE_FILES}
+        size = _size(row["size"])
+        if row["type"] not in ("Data", "Unified") or not size:
+            continue
+        name = f"L{row['level']}"
+        sharing = parse_list(row["shared_cpu_list"])
+        found[name] = MemoryLevel(
+            name,
+            size,
+            _number(row["coherency_line_size"]),
+            _number(row["ways_of_associativity"]),
+            bool(sharing - _siblings(shot, cpu)),
+            len({min(_siblings(shot, x)) for x in sharing}),
+            source="sysfs of this host",
+        )
+    return found
+
+
+def _levels(shot: Snapshot, chip: Target, cpu: int) -> tuple[MemoryLevel, ...]:
+    """What sysfs says; the chip's description fills what it leaves out."""
+    seen = _sysfs_levels(shot, cpu)
+    merged: list[MemoryLevel] = []
+    for name in sorted({*seen, *(level.name for level in chip.levels)}):
+        told = chip.level(name) or MemoryLevel(name, 0)
+        level = told
+        if name in seen:
+            level = replace(
+                seen[name],
+                line=seen[name].line or told.line,
+                ways=seen[name].ways or told.ways,
+                # A guest sees its own processors only; strangers use the others.
+                cores=max(seen[name].cores, told.cores),
+                load_bytes_per_cycle=told.load_bytes_per_cycle,
+            )
+        if not merged or level.bytes > merged[-1].bytes:
+            merged.append(level)
+    return tuple(merged)
+
+
+def _quota(shot: Snapshot) -> float:
+    """Processors' worth of time that the control groups allow, infinite if unbounded."""
+    allowed = math.inf
+    for folder in cgroup_folders(shot.files.get("/proc/self/cgroup", "")):
+        quota, _, period = shot.files.get(f"{folder}/cpu.max", "").partition(" ")
+        if not quota:
+            quota = shot.files.get(f"{folder}/cpu.cfs_quota_us", "")
+            period = shot.files.get(f"{folder}/cpu.cfs_period_us", "")
+        if _number(quota) > 0 and _number(period) > 0:
+            allowed = min(allowed, _number(quota) / _number(period))
+    return allowed
+
+
+def _cores(shot: Snapshot, cpus: Iterable[int]) -> int:
+    """Physical cores that may be used; two threads of one core count once."""
+    physical = {min(_siblings(shot, cpu)) for cpu in cpus}
+    return max(1, min(len(physical), math.ceil(min(_quota(shot), len(physical)))))
+
+
+def _lacking(isa: Isa, machine: str, has: frozenset[str]) -> tuple[str, ...]:
+    if isa.arch not in ("any", machine):
+        return (isa.arch,)
+    return tuple(name for name in isa.features if name not in has)
+
+
+def _isas(chip: Target, machine: str, has: frozenset[str]) -> tuple[Isa, ...]:
+    """What of the chip's ISAs runs; on a generic level also what it does not list."""
+    found = [isa for isa in chip.isas if not _lacking(isa, machine, has)]
+    if not any(_generic(m) for m in chip.match):
+        return tuple(found)
+    listed = {isa.name for isa in chip.isas}
+    others = [load_isa(name) for name in names("isa") if name not in listed]
+    for isa in sorted(others, key=lambda x: len(x.below)):
+        if not _lacking(isa, machine, has):
+            # Before what it adds to, or else behind all that are as wide.
+            after = [
+                i for i, x in enumerate(found) if (x == isa.base if isa.base else x.vector_bytes < isa.vector_bytes)
+            ]
+            found.insert(after[0] if after else len(found) - 1, isa)
+    return tuple(found)
+
+
+def identify(shot: Snapshot) -> Target:
+    """The machine that a snapshot describes. Pure."""
+    has = features(shot)
+    chip, cpus = _chip(shot, has)
+    isas = _isas(chip, shot.machine, has)
+    atoms = {atom.name for isa in isas for atom in isa.atoms}
+    return replace(
+        chip,
+        isas=isas,
+        levels=_levels(shot, chip, cpus[0] if cpus else 0),
+        rates={name: rate for name, rate in chip.rates.items() if name in atoms},
+        cores=_cores(shot, cpus),
+    )
+
+
+@cache
+def host() -> Target:
+    """This machine: under 20 ms the first time, remembered in the process.
+
+    What is remembered includes the processors allowed at the first call.
+    """
+    return identify(snapshot())
+
+
+@cache
+def host_features() -> frozenset[str]:
+    """The features of this machine, in Linux's names."""
+    return features(snapshot())
+
+
+def missing(isa: Isa) -> tuple[str, ...]:
+    """What this machine lacks to run `isa`; empty if it runs."""
+    return _lacking(isa, host().arch, host_features())
+
+
+def _must_run(isa: Isa, what: str) -> None:
+    lacking = missing(isa)
+    if lacking:
+        runs = ", ".join(x.name for x in host().isas)
+        raise TargetError(
+            f"{what} needs {', '.join(lacking)}, which this machine lacks; it runs {runs}. "
+            "Choose one of these, or leave the target (PORTMM_TARGET) empty for the best."
+        )
+
+
+def resolve(name: str | None) -> Target:
+    """The target to run on: what `name` (for example $PORTMM_TARGET) asks for, if it can run here.
+
+    Args:
+        name: None or "" for this machine; an ISA for this machine limited to it;
+            a chip, a `*.toml` file or a cloud instance for its levels and rates with this
+            machine's cores.
+
+    Raises:
+        TypeError: `name` is no string.
+        TargetError: nothing is called `name`, or this machine lacks features
+            that its best instruction set needs, which the message names.
+    """
+    if not name:
+        return host()
+    if not isinstance(name, str):
+        raise TypeError(f"target is {name!r}; give the name of a chip, an ISA, a .toml file or a cloud instance")
+    here = host()
+    if name in names("isa"):
+        isa = load_isa(name)
+        _must_run(isa, f"ISA {name!r}")
+        if here.isa(name):
+            return here.limited_to(name)
+        return replace(here, isas=(isa, *isa.below, *(x for x in here.isas if x.vector_bytes < isa.vector_bytes)))
+    wanted = described(name)
+    if wanted.arch not in ("any", here.arch):
+        raise TargetError(
+            f"target {name!r} is of arch {wanted.arch}, this machine is {here.arch}; only `emit` can use it"
+        )
+    _must_run(wanted.isas[0], f"target {name!r}")
+    return replace(wanted, isas=tuple(isa for isa in wanted.isas if not missing(isa)), cores=here.cores)
+
+
+def cross_check() -> list[str]:
+    """Where py-cpuinfo disagrees with what was detected, in sentences; takes about a second."""
+    told = import_module("cpuinfo").get_cpu_info()
+    flags, here = set(told.get("flags", ())), host()
+    found = [
+        f"{isa.name} is used, but py-cpuinfo does not report {name}"
+        for isa in here.isas
+        for name in isa.features
+        if flags and not name.startswith("sve_vl") and name not in flags
+    ]
+    for level, key in (("L1", "l1_data_cache_size"), ("L2", "l2_cache_size"), ("L3", "l3_cache_size")):
+        ours, theirs = here.level(level), told.get(key)
+        # It reports the sum over all cores for some levels and machines.
+        if ours and isinstance(theirs, int) and theirs and theirs % ours.bytes:
+            found.append(f"{level} has {ours.bytes} bytes, but py-cpuinfo reports {theirs}")
+    return found

@@ -1,0 +1,201 @@
+"""What a host says about itself.
+
+Owns the record of it (`Snapshot`) and the code that reads it: /proc, sysfs,
+cpuid, the auxiliary vector. Imports `host.amx_permission`, and judges nothing: `host.detect`
+does that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CPU = "/sys/devices/system/cpu"
+CACHE_FILES = ("type", "level", "size", "coherency_line_size", "ways_of_associativity", "shared_cpu_list")
+QUOTA_FILES = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
+LEAVES = ((0, 0), (1, 0), (7, 0), (7, 1), (0x80000001, 0))
+OSXSAVE = 27
+
+# Linux, arch/arm64: include/uapi/linux/auxvec.h and prctl.h.
+AT_HWCAP, AT_HWCAP2, PR_SVE_GET_VL, SVE_VL_MASK = 16, 26, 51, 0xFFFF
+
+# void cpuid(unsigned leaf, unsigned sub, unsigned out[4]), System V x86-64:
+# endbr64; push rbx; mov r8, rdx; mov eax, edi; mov ecx, esi; cpuid;
+# mov [r8], eax; mov [r8+4], ebx; mov [r8+8], ecx; mov [r8+12], edx; pop rbx; ret
+CPUID_CODE = bytes.fromhex("f30f1efa 53 4989d0 89f8 89f1 0fa2 418900 41895804 41894808 4189500c 5b c3")
+# unsigned long xgetbv(void): endbr64; xor ecx, ecx; xgetbv; shl rdx, 32; or rax, rdx; ret
+XGETBV_CODE = bytes.fromhex("f30f1efa 31c9 0f01d0 48c1e220 4809d0 c3")
+XGETBV_AT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a host says about itself, unjudged.
+
+    Attributes:
+        machine: "x86_64" or "aarch64", as uname says.
+        cpuinfo: text of /proc/cpuinfo (x86: at least the first processor).
+        files: path -> text, of sysfs and cgroup files.
+        affinity: processors that this process may use.
+        cpuid: "leaf.sub-leaf" in hexadecimal -> eax, ebx, ecx, edx; empty if unknown.
+        xcr0: register state that the kernel saves; 0 without XGETBV.
+        hwcap: Arm AT_HWCAP.
+        hwcap2: Arm AT_HWCAP2.
+        sve_bytes: length of an SVE vector, 0 without SVE.
+        tiles: this process has been given leave to use AMX's tiles, and they work.
+    """
+
+    machine: str
+    cpuinfo: str
+    files: dict[str, str]
+    affinity: tuple[int, ...]
+    cpuid: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
+    xcr0: int = 0
+    hwcap: int = 0
+    hwcap2: int = 0
+    sve_bytes: int = 0
+    tiles: bool = False
+
+
+def parse_list(text: str) -> set[int]:
+    """The numbers in "0-3,8"."""
+    ranges = (part.partition("-") for part in text.split(",") if part.strip())
+    return {cpu for first, dash, last in ranges for cpu in range(int(first), int(last if dash else first) + 1)}
+
+
+def processors(cpuinfo: str) -> list[dict[str, str]]:
+    """The blocks of /proc/cpuinfo."""
+    blocks = (block for block in cpuinfo.split("\n\n") if block.strip())
+    pairs = ([line.partition(":") for line in block.splitlines()] for block in blocks)
+    return [{key.strip(): value.strip() for key, _, value in lines} for lines in pairs]
+
+
+def cgroup_folders(text: str) -> Iterator[str]:
+    """Folders whose CPU quota binds a process with this /proc/self/cgroup, innermost first.
+
+    In a container the path may be one of the machine outside; the mount then
+    starts at the container's own group, so each parent is looked at too.
+    """
+    for line in text.splitlines():
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if not controllers:
+            roots = ("/sys/fs/cgroup", "/sys/fs/cgroup/unified")
+        elif "cpu" in controllers.split(","):
+            roots = ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup/cpu,cpuacct")
+        else:
+            continue
+        inner = PurePosixPath("/") if ".." in path else PurePosixPath(path or "/")
+        for folder in (inner, *inner.parents):
+            yield from (f"{root}{folder}".rstrip("/") for root in roots)
+
+
+def _text(path: str) -> str:
+    # Without pathlib and buffers, the forty small files take half the time.
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    parts = []
+    try:
+        while part := os.read(file, 1 << 16):
+            parts.append(part)
+    except OSError:
+        return ""
+    finally:
+        os.close(file)
+    return b"".join(parts).decode(errors="replace").strip()
+
+
+def _first_processor() -> str:
+    # Each further x86 processor costs the kernel a measurement of its clock.
+    text = b""
+    with suppress(OSError), Path("/proc/cpuinfo").open("rb", buffering=0) as file:
+        while b"\n\n" not in text and (part := file.read(1 << 14)):
+            text += part
+    return text.decode(errors="replace").partition("\n\n")[0]
+
+
+def _cpuid() -> tuple[dict[str, tuple[int, int, int, int]], int]:
+    """Cpuid's answers and XCR0; nothing where memory may not be made executable."""
+    try:
+        page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    except (OSError, ValueError):
+        return {}, 0
+    page[: len(CPUID_CODE)] = CPUID_CODE
+    page[XGETBV_AT : XGETBV_AT + len(XGETBV_CODE)] = XGETBV_CODE
+    view = ctypes.c_char.from_buffer(page)
+    start = ctypes.addressof(view)
+    cpuid = ctypes.CFUNCTYPE(None, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p)(start)
+    xgetbv = ctypes.CFUNCTYPE(ctypes.c_uint64)(start + XGETBV_AT)
+    out = (ctypes.c_uint32 * 4)()
+    answers: dict[str, tuple[int, int, int, int]] = {}
+    for leaf, sub in LEAVES:
+        # A leaf above the last one of its range answers with that one's numbers.
+        cpuid(leaf & 0x80000000, 0, out)
+        if leaf <= out[0]:
+            cpuid(leaf, sub, out)
+            answers[f"{leaf:x}.{sub:x}"] = (out[0], out[1], out[2], out[3])
+    # Without OSXSAVE the instruction does not exist.
+    xcr0 = int(xgetbv()) if answers.get("1.0", (0, 0, 0, 0))[2] >> OSXSAVE & 1 else 0
+    del view
+    page.close()
+    return answers, xcr0
+
+
+def _files(cpuinfo: str, affinity: tuple[int, ...]) -> dict[str, str]:
+    paths = ["/proc/self/cgroup"]
+    paths += [f"{folder}/{name}" for folder in cgroup_folders(_text(paths[0])) for name in QUOTA_FILES]
+    # Of a mixed chip, one processor of each kind shows the caches of its kind.
+    kinds = {b.get("CPU part", ""): int(b["processor"]) for b in reversed(processors(cpuinfo)) if "processor" in b}
+    for cpu in {*affinity[:1], *kinds.values()}:
+        paths += [f"{CPU}/cpu{cpu}/cache/index{index}/{name}" for index in range(5) for name in CACHE_FILES]
+    files = {path: text for path in paths if (text := _text(path))}
+    told: set[int] = set()
+    for cpu in affinity:
+        path = f"{CPU}/cpu{cpu}/topology/thread_siblings_list"
+        if cpu not in told and (text := _text(path)):
+            siblings = parse_list(text)
+            files |= {f"{CPU}/cpu{x}/topology/thread_siblings_list": text for x in siblings}
+            told |= siblings
+    return files
+
+
+def _arm() -> tuple[int, int, int]:
+    libc = ctypes.CDLL(None)
+    libc.getauxval.restype = ctypes.c_ulong
+    hwcap, hwcap2 = (int(libc.getauxval(ctypes.c_ulong(which))) for which in (AT_HWCAP, AT_HWCAP2))
+    length = int(libc.prctl(PR_SVE_GET_VL, 0, 0, 0, 0))
+    return hwcap, hwcap2, length & SVE_VL_MASK if length > 0 else 0
+
+
+def _tiles(cpuinfo: str) -> bool:
+    if "amx_tile" not in cpuinfo.split():
+        return False
+    from portmm.host.amx_permission import tiles
+
+    return tiles()
+
+
+def snapshot() -> Snapshot:
+    """Read this host: a few milliseconds, nothing raised for what is hidden.
+
+    Where AMX is seen for the first time, a subprocess tries it: see `permission`.
+    """
+    machine = platform.machine()
+    affinity = tuple(sorted(os.sched_getaffinity(0)))
+    if machine == "x86_64":
+        cpuinfo = _first_processor()
+        cpuid, xcr0 = _cpuid()
+        return Snapshot(machine, cpuinfo, _files(cpuinfo, affinity), affinity, cpuid, xcr0, tiles=_tiles(cpuinfo))
+    cpuinfo = _text("/proc/cpuinfo")
+    hwcap, hwcap2, sve = _arm() if machine == "aarch64" else (0, 0, 0)
+    return Snapshot(machine, cpuinfo, _files(cpuinfo, affinity), affinity, hwcap=hwcap, hwcap2=hwcap2, sve_bytes=sve)

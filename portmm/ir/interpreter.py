@@ -1,0 +1,414 @@
+"""The meaning of the loop language, in NumPy.
+
+Owns the interpreter that tests hold every emitted kernel against. Imports `ir.nodes`.
+It is slow and strict: every access is checked against the bounds of the array
+it was derived from, reading scratch that was never written yields NaN or a
+telling number, and a register must be written before it is read. Pointers have
+types, as in C: memory is looked at as what the pointer says, and converted to
+what a register holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from portmm.ir.nodes import (
+    FIELDS,
+    LEAST_PEAK,
+    OPERANDS,
+    STRIDES,
+    SWAPPED,
+    TILES,
+    Add,
+    Call,
+    Configure,
+    For,
+    Function,
+    If,
+    Index,
+    Kernel,
+    Let,
+    LetPtr,
+    MacScalar,
+    Map,
+    Move,
+    Parallel,
+    Prefetch,
+    Ptr,
+    Read,
+    Reduce,
+    RowScale,
+    Scratch,
+    Shuffle,
+    Stmt,
+    Switch,
+    Total,
+    Verb,
+    meaning,
+)
+from portmm.spec.dtype import BY_NAME, CODES_AT, CODES_KR, FOREIGN, ZERO_CODE, base
+from portmm.spec.expr import OPS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from portmm.target.target import Atom
+
+Address = tuple[np.ndarray, int]
+Typed = tuple[np.ndarray, int, str]
+"""A flat array of the type's elements (those of a unit count singly), where the pointer is, and the type."""
+LESS = {"code": 0, "centred": ZERO_CODE, "below": 2 * ZERO_CODE}
+"""Verb -> what it takes from a code."""
+UNWRITTEN = 0xFF
+"""A byte of scratch that was never written: NaN as a float, -1 as an integer."""
+
+
+@dataclass(slots=True)
+class _Frame:
+    atom: Atom
+    ints: dict[str, int]
+    ptrs: dict[str, Typed]
+    regs: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+@cache
+def _method(node: str) -> str:
+    return f"do_{node.lower()}"
+
+
+def evaluate(x: Index, ints: Mapping[str, int]) -> int:
+    """The value of an integer expression."""
+    return meaning(x)(ints)
+
+
+def run(kernel: Kernel, ints: Mapping[str, int], arrays: Mapping[str, Address], *, shuffle: int = 0) -> None:
+    """Execute `kernel` as if its entry were called.
+
+    Args:
+        kernel: what to run.
+        ints: the caller's integer fields, in elements.
+        arrays: "a", "b", "c", what a quantised product needs, and operands of fused expressions
+            -> (1-D array, offset of element zero).
+        shuffle: seed for the order of tasks; 0 keeps it.
+
+    Raises:
+        IndexError: an access leaves its array.
+        KeyError: a register or name is read before it is written.
+    """
+    source = SWAPPED if kernel.swap else {name: name for name in SWAPPED}
+    mine = {f: ints[source[f]] for f in FIELDS} | dict(kernel.constants)
+    extra = [f"x{i}" for i in range(len(kernel.operands))]
+    mine |= {f"{x}_{axis}": ints.get(f"{x}_{axis}", 0) for x in extra for axis in STRIDES}
+    work = np.full(evaluate(kernel.workspace, mine) * BY_NAME[kernel.atom.acc].bytes, UNWRITTEN, np.uint8)
+    given: dict[str, Address] = {**arrays, "work": (work, 0)}
+    ptrs = {name: given[source[name]] for name in OPERANDS if source[name] in given} | {x: given[x] for x in extra}
+    typed = {name: _view(x, at, kernel.type_of(name)) for name, (x, at) in ptrs.items()}
+    _Machine(kernel, mine, typed, np.random.default_rng(shuffle) if shuffle else None).call(kernel.entry, {}, {})
+
+
+@cache
+def numpy_type(name: str) -> np.dtype:
+    """The NumPy type of a type's elements, or of those of a unit."""
+    wanted = BY_NAME[name].numpy
+    if base(name) in FOREIGN:
+        import ml_dtypes
+
+        found: np.dtype = np.dtype(getattr(ml_dtypes, wanted))
+        return found
+    return np.dtype(wanted)
+
+
+def _view(array: np.ndarray, at: int, name: str) -> Typed:
+    """The same address, seen as another type."""
+    dtype = numpy_type(name)
+    if array.dtype == dtype:
+        return array, at, name
+    bytes_ = at * array.itemsize
+    if bytes_ % dtype.itemsize:
+        raise IndexError(f"byte {bytes_} of an array is not aligned to {name}")
+    whole = array.nbytes // dtype.itemsize * dtype.itemsize
+    # What is left of a line of units is read element by element.
+    return array.view(np.uint8)[:whole].view(dtype), bytes_ // dtype.itemsize, name
+
+
+def converted(x: np.ndarray, memory: str, register: str) -> np.ndarray:
+    """Elements of one type as those of another: see `isa.Transfer`."""
+    m, r = BY_NAME[memory].base or memory, BY_NAME[register].base or register
+    if m == r:
+        return x
+    if {m, r} == {"s8", "u8"}:
+        return (x.astype(np.int16) + (128 if m == "s8" else -128)).astype(numpy_type(r))
+    if BY_NAME[m].eps and not BY_NAME[r].eps:
+        info = np.iinfo(numpy_type(r))
+        whole: np.ndarray = np.clip(np.rint(x), info.min, info.max)
+        with np.errstate(invalid="ignore"):
+            return whole.astype(numpy_type(r))
+    with np.errstate(over="ignore"):
+        return x.astype(numpy_type(r))
+
+
+@dataclass(slots=True)
+class _Machine:
+    kernel: Kernel
+    block: dict[str, int]
+    pointers: dict[str, Typed]
+    order: np.random.Generator | None
+    tiles: dict[str, int] = field(default_factory=dict)
+    """Tile -> its rows, as the task that is running has configured them."""
+    meanings: dict[int, tuple[Callable[[Mapping[str, int]], int], Index]] = field(default_factory=dict)
+    """Identity of an expression -> what computes it, and the expression, which keeps its identity while it lives."""
+
+    def call(self, f: Function, ints: dict[str, int], ptrs: dict[str, Typed]) -> None:
+        seen = f.kind != "inner"
+        atom = self.kernel.isa.word(f.of) if f.of else self.kernel.atom
+        frame = _Frame(atom, (self.block if seen else {}) | ints, (self.pointers if seen else {}) | ptrs)
+        self.body(f.body, frame)
+
+    def body(self, body: tuple[Stmt, ...], f: _Frame) -> None:
+        for s in body:
+            getattr(self, _method(type(s).__name__))(s, f)
+
+    def value(self, x: Index, f: _Frame) -> int:
+        """The value of an integer expression of the kernel."""
+        found = self.meanings.get(id(x))
+        if found is None:
+            found = self.meanings[id(x)] = (meaning(x), x)
+        return found[0](f.ints)
+
+    def at(self, p: Ptr, f: _Frame, count: int, further: int = 0) -> Typed:
+        """Where `further` than an address lies, after a look at whether `count` elements or units may be touched."""
+        array, base, name = f.ptrs[p.name]
+        pack = BY_NAME[name].pack
+        start = base + (self.value(p.offset, f) + further) * pack
+        if count and (start < 0 or start + count * pack > array.size):
+            raise IndexError(f"{p.name}[{start}:{start + count * pack}] of {array.size} elements in {self.kernel.name}")
+        return array, start, name
+
+    def do_let(self, s: Let, f: _Frame) -> None:
+        f.ints[s.name] = self.value(s.value, f)
+
+    def do_read(self, s: Read, f: _Frame) -> None:
+        array, at, _ = self.at(s.p, f, 1)
+        f.ints[s.name] = int(array[at])
+
+    def do_letptr(self, s: LetPtr, f: _Frame) -> None:
+        array, at, _ = self.at(s.value, f, 0)
+        f.ptrs[s.name] = _view(array, at, s.dtype)
+
+    def do_scratch(self, s: Scratch, f: _Frame) -> None:
+        raw = np.full(s.elements * BY_NAME[s.dtype].bytes, UNWRITTEN, np.uint8)
+        f.ptrs[s.name] = _view(raw, 0, s.dtype)
+
+    def do_for(self, s: For, f: _Frame) -> None:
+        begin, end, step = (self.value(x, f) for x in (s.begin, s.end, s.step))
+        for i in range(begin, end, step):
+            self.block_of(s.body, f, {s.var: i})
+
+    def do_if(self, s: If, f: _Frame) -> None:
+        self.block_of(s.then if self.value(s.cond, f) else s.orelse, f, {})
+
+    def do_switch(self, s: Switch, f: _Frame) -> None:
+        self.block_of(dict(s.cases)[self.value(s.value, f)], f, {})
+
+    def block_of(self, body: tuple[Stmt, ...], f: _Frame, ints: dict[str, int]) -> None:
+        """Run a body with names of its own, as in C; registers belong to the function."""
+        self.body(body, _Frame(f.atom, f.ints | ints, dict(f.ptrs), f.regs))
+
+    def do_verb(self, s: Verb, f: _Frame) -> None:
+        atom = self.kernel.isa.word(s.of) if s.of else f.atom
+        if atom.m > 1:
+            self._block(s, f, atom)
+        elif s.name == "mac":
+            f.regs[s.d] = _multiplied(f.regs[s.d], f.regs[s.a], f.regs[s.b], atom.k_pack)
+        elif s.name == "unshift":
+            f.regs[s.d] = f.regs[s.d] - f.regs[s.b] * f.regs[s.d].dtype.type(128 if atom.a == "u8" else -128)
+        elif s.name in ("add", "amax"):
+            d, a = f.regs[s.d], f.regs[s.a]
+            f.regs[s.d] = d + a if s.name == "add" else np.maximum(d, np.abs(a))
+        elif s.name in LESS:
+            bits = self.value(s.count, f) if s.count else 0
+            codes = np.stack([f.regs[s.a].view(np.uint32) >> (bits + 8 * e) & 15 for e in range(atom.k_pack)], -1)
+            numbers = codes.astype(np.int32) - LESS[s.name]
+            f.regs[s.d] = numbers.astype(numpy_type(atom.b)).reshape((-1, atom.k_pack) if atom.k_pack > 1 else -1)
+        elif s.name == "ones":
+            f.regs[s.d] = np.ones(atom.k_pack, numpy_type(base(atom.a))) if atom.k_pack > 1 else np.asarray(1, np.int32)
+        elif s.name in ("zero", "real"):
+            f.regs[s.d] = (np.zeros(atom.n) if s.name == "zero" else f.regs[s.a]).astype(numpy_type(atom.acc))
+        elif s.name == "mask":
+            assert s.count is not None  # noqa: S101 - a malformed node is a bug of the lowering
+            f.regs[s.d] = np.arange(atom.n) < self.value(s.count, f)
+        elif s.name == "load_rows":
+            self._rows(s, f, atom)
+        else:
+            self._memory(s, f, atom)
+
+    def _memory(self, s: Verb, f: _Frame, atom: Atom) -> None:
+        assert s.p is not None  # noqa: S101 - as above
+        keep = int(np.count_nonzero(f.regs[s.mask])) if s.mask else (1 if s.name == "load_a" else atom.n)
+        array, at, memory = self.at(s.p, f, keep)
+        pack = BY_NAME[memory].pack
+        if s.name in ("store", "store_mask"):
+            array[at : at + keep * pack] = converted(f.regs[s.d][:keep].ravel(), _of(f.regs[s.d].dtype), memory)
+            return
+        own = atom.left if s.name == "load_a" else atom.right if s.name in ("load_b", "load_mask") else atom.acc
+        register = s.to or own
+        x = converted(array[at : at + keep * pack], memory, register)
+        if s.name == "load_a":
+            f.regs[s.d] = x.copy() if pack > 1 else x[0]
+            return
+        whole = np.zeros(atom.n * pack, x.dtype)
+        whole[: keep * pack] = x
+        f.regs[s.d] = whole.reshape(atom.n, pack) if pack > 1 else whole
+
+    def _rows(self, s: Verb, f: _Frame, atom: Atom) -> None:
+        assert s.p is not None  # noqa: S101 - as above
+        assert s.step is not None  # noqa: S101 - as above
+        step, register = self.value(s.step, f), s.to or atom.right
+        codes = f.ptrs[s.p.name][2] == "u4"
+        rows = [self.at(s.p, f, atom.n, step * e) for e in range(CODES_KR if codes else atom.k_pack)]
+        if codes:
+            parts = [x[i : i + atom.n].astype(np.uint32) << CODES_AT[e] for e, (x, i, _) in enumerate(rows)]
+            f.regs[s.d] = np.bitwise_or.reduce(parts).view(np.int32)
+            return
+        f.regs[s.d] = np.stack([converted(x[i : i + atom.n], m, register) for x, i, m in rows], axis=1)
+
+    def do_configure(self, s: Configure, f: _Frame) -> None:
+        if bool(s.rows) == bool(self.tiles):
+            raise ValueError(f"{self.kernel.name} {'configures' if s.rows else 'gives up'} its tiles twice")
+        self.tiles = {str(i): self.value(x, f) for i, x in enumerate(s.rows)}
+        if len(s.rows) > TILES or not set(self.tiles.values()) <= set(range(1, f.atom.m + 1)):
+            raise ValueError(f"{self.kernel.name} configures tiles of {self.tiles} rows")
+
+    def _block(self, s: Verb, f: _Frame, atom: Atom) -> None:
+        """A register of several rows; a tile has those configured, and one that is not configured is a KeyError."""
+        rows = self.tiles[s.d] if atom.tiled else atom.deep if s.name == "load_b" else atom.m
+        if s.name == "zero":
+            f.regs[s.d] = np.zeros((rows, atom.n), numpy_type(atom.acc))
+            return
+        if s.name == "add":
+            f.regs[s.d] = f.regs[s.d] + f.regs[s.a]
+            return
+        if s.name == "mac":
+            d, a, b = (f.regs[x] for x in (s.d, s.a, s.b))
+            if (len(a), len(b)) != (len(d), a.shape[1]):
+                raise ValueError(f"{self.kernel.name} multiplies tiles of {a.shape} and {b.shape} into {d.shape}")
+            wide = np.dtype(np.int64) if d.dtype.kind == "i" else d.dtype
+            f.regs[s.d] = (d + np.einsum("mue,une->mn", a.astype(wide), b.astype(wide))).astype(d.dtype)
+            return
+        assert s.p is not None  # noqa: S101 - as above
+        assert s.step is not None or rows == 1  # noqa: S101 - as above
+        step, columns = self.value(s.step, f) if s.step else 0, atom.deep if s.name == "load_a" else atom.n
+        held = {"load_a": atom.left, "load_b": atom.right}.get(s.name, atom.acc)
+        lines = [self.at(s.p, f, columns, step * r) for r in range(rows)]
+        if {memory for _, _, memory in lines} != {held}:
+            raise ValueError(f"{self.kernel.name} takes rows of {held} from elements of {lines[0][2]}")
+        pack = BY_NAME[held].pack
+        if s.name == "store":
+            for (array, at, _), row in zip(lines, f.regs[s.d], strict=True):
+                array[at : at + columns] = row
+            return
+        found = np.stack([array[at : at + columns * pack] for array, at, _ in lines])
+        f.regs[s.d] = found.reshape(rows, columns, pack) if pack > 1 else found
+
+    def do_map(self, s: Map, f: _Frame) -> None:
+        lanes = self.kernel.isa.word(s.of).n
+        kind = {"f32": np.float32, "s32": np.int32, "mask": np.bool_}
+        if s.op in ("lanes", "whole"):
+            assert s.count is not None  # noqa: S101 - as above
+            f.regs[s.d] = np.int32(self.value(s.count, f)) + np.arange(lanes, dtype=np.int32) * (s.op == "lanes")
+            return
+        args = [f.regs[x] if isinstance(x, str) else kind[s.given](x) for x in s.args]
+        if s.op == "literal":
+            f.regs[s.d] = np.full(lanes, args[0], kind[s.dtype])
+            return
+        if s.op == "splat":
+            f.regs[s.d] = np.full(lanes, args[0], np.float32)
+            return
+        with np.errstate(all="ignore"):
+            found = np.broadcast_to(OPS[s.op][1](*args), lanes)
+        if found.dtype != kind[s.dtype]:
+            raise ValueError(f"{self.kernel.name}: {s.op} gives {found.dtype}, not {s.dtype}")
+        f.regs[s.d] = found
+
+    def do_total(self, s: Total, f: _Frame) -> None:
+        (to, i, _), (src, j, _) = self.at(s.to, f, 1), self.at(s.src, f, s.count)
+        x = src[j : j + s.count]
+        with np.errstate(all="ignore"):
+            while s.kind == "add" and len(x) > 1:
+                x = x[: len(x) // 2] + x[len(x) // 2 :]
+            to[i] = np.maximum.reduce(x)
+
+    def do_shuffle(self, s: Shuffle, f: _Frame) -> None:
+        f.regs[s.d] = np.concatenate([f.regs[s.a], f.regs[s.b]])[list(s.pick)]
+
+    def do_reduce(self, s: Reduce, f: _Frame) -> None:
+        array, at, memory = self.at(s.p, f, 1)
+        total = f.regs[s.d].sum() + (array[at] if self.value(s.accumulate, f) else 0)
+        array[at] = converted(np.asarray(total), self.kernel.atom.acc, memory)
+
+    def do_macscalar(self, s: MacScalar, f: _Frame) -> None:
+        (to, i, _), (x, j, _), (y, k, _) = (self.at(p, f, 1) for p in (s.p, s.a, s.b))
+        acc = numpy_type(self.kernel.atom.acc)
+        to[i] = to[i].astype(acc) + x[j].astype(acc) * y[k].astype(acc)
+
+    def do_move(self, s: Move, f: _Frame) -> None:
+        to, i, into = self.at(s.to, f, 1)
+        if s.src is None:
+            to[i] = 0
+        else:
+            src, j, memory = self.at(s.src, f, 1)
+            to[i] = converted(src[j : j + 1], memory, into)[0]
+
+    def do_add(self, s: Add, f: _Frame) -> None:
+        (to, i, _), (src, j, _) = self.at(s.to, f, 1), self.at(s.src, f, 1)
+        to[i] += src[j]
+
+    def do_rowscale(self, s: RowScale, f: _Frame) -> None:
+        (scale, i, _), (inverse, j, _) = self.at(s.scale, f, 1), self.at(s.inverse, f, 1)
+        peaks, at, _ = self.at(s.peaks, f, s.count)
+        most, top = peaks[at : at + s.count].max(), np.float32(s.top)
+        scale[i] = most / top
+        inverse[j] = top / most if most >= np.float32(LEAST_PEAK) else 0
+
+    def do_prefetch(self, s: Prefetch, f: _Frame) -> None:
+        self.value(s.p.offset, f)
+
+    def do_call(self, s: Call, f: _Frame) -> None:
+        ints: dict[str, int] = {}
+        ptrs: dict[str, Typed] = {}
+        for p, x in zip(s.function.params, s.args, strict=True):
+            if isinstance(x, Ptr):
+                array, at, _ = self.at(x, f, 0)
+                ptrs[p.name] = _view(array, at, p.dtype)
+            else:
+                ints[p.name] = self.value(x, f)
+        self.call(s.function, ints, ptrs)
+
+    def do_parallel(self, s: Parallel, f: _Frame) -> None:
+        tasks = np.arange(self.value(s.tasks, f))
+        if self.order is not None:
+            self.order.shuffle(tasks)
+        args = {p.name: self.value(x, f) for p, x in zip(s.function.params, s.args, strict=True)}
+        workers = self.block["workers"]
+        for i, task in enumerate(tasks):
+            self.call(s.function, args | {"task": int(task), "worker": i % workers}, {})
+            if self.tiles:
+                raise ValueError(f"{s.function.name} of {self.kernel.name} ends with tiles that it has not given up")
+
+
+def _multiplied(d: np.ndarray, a: np.ndarray, b: np.ndarray, pack: int) -> np.ndarray:
+    """D + a . b on each lane; integers wrap around at the accumulator's width."""
+    wide = np.dtype(np.int64) if d.dtype.kind == "i" else d.dtype
+    product = a.astype(wide, copy=False) * b.astype(wide, copy=False)
+    total: np.ndarray = d + (product.sum(-1) if pack > 1 else product)
+    return total.astype(d.dtype, copy=False)
+
+
+@cache
+def _of(dtype: np.dtype) -> str:
+    """Portmm's name of what a register holds."""
+    return next(name for name, t in BY_NAME.items() if t.numpy == dtype.name)

@@ -1,0 +1,442 @@
+"""The loop language that every kernel is written in.
+
+Owns the nodes: pointers, statements, functions, and `Kernel`, a set of functions
+with one entry. Imports `ir.index` for the integers in them, which it passes on, `ir.thread_nodes` for nodes that
+only kernels of devices have, and `target.target` for the atom whose verbs the statements name. Nodes are
+immutable; `interp` gives them their meaning on NumPy arrays, `emit` spells them in C. Vector registers
+are named and typed by the verb that writes them, so a printer can declare them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from portmm.ir.index import FOLD as FOLD
+from portmm.ir.index import Index as Index  # noqa: TC001 - passed on
+from portmm.ir.index import Ptr as Ptr  # noqa: TC001
+from portmm.ir.index import ceil_div as ceil_div
+from portmm.ir.index import const as const
+from portmm.ir.index import maximum as maximum
+from portmm.ir.index import meaning as meaning
+from portmm.ir.index import minimum as minimum
+from portmm.ir.index import round_up as round_up
+from portmm.ir.index import var as var
+from portmm.ir.thread_nodes import (
+    Apply,
+    Barrier,
+    Clear,
+    Codes,
+    CopyAsync,
+    CopyCommit,
+    CopyWait,
+    Do,
+    Exchange,
+    Get,
+    Leave,
+    Mac,
+    Shared,
+    Vector,
+    Weave,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from portmm.target.target import Atom, Isa
+
+FIELDS = (
+    "m n k batch a_m a_k a_batch b_k b_n b_batch c_m c_n c_batch workers".split()  # noqa: SIM905 - reads as the struct
+)
+"""Integer fields of the argument block that an entry or task function may name."""
+
+VECTORS = {"a_scale": "f32", "b_scale": "f32", "bias": "f32", "a_zero": "s32", "a_sum": "s32", "b_zero": "s32"}
+"""Pointer fields of the argument block that hold a value for each row or column -> its type."""
+
+OPERANDS = {"a": True, "b": True, "c": False, "work": False, "numbers": True} | dict.fromkeys(VECTORS, True)
+"""Pointer fields of the argument block -> whether they are read-only."""
+
+STRIDES = "bmnh"
+"""Fields of an operand of a fused expression, beside its address."""
+
+TILES = 8
+"""Tiles that a unit of more than one row has: so it is with the one that is described, Intel's AMX."""
+
+
+@dataclass(frozen=True, slots=True)
+class Let:
+    """Name the value of an integer expression."""
+
+    name: str
+    value: Index
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Name an integer that lies in memory."""
+
+    name: str
+    p: Ptr
+
+
+@dataclass(frozen=True, slots=True)
+class LetPtr:
+    """Name an address of elements of type `dtype`, whatever the pointer it is derived from points at."""
+
+    name: str
+    value: Ptr
+    dtype: str
+    readonly: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """A small array on the stack, 64-byte aligned, not initialised."""
+
+    name: str
+    elements: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class For:
+    """Run `body` for var = begin, begin + step, ... < end; `unroll` is a hint: 0 is not to, 1 says nothing."""
+
+    var: str
+    begin: Index
+    end: Index
+    step: Index
+    body: tuple[Stmt, ...]
+    unroll: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class If:
+    """Run `then` if `cond` is not 0, else `orelse`."""
+
+    cond: Index
+    then: tuple[Stmt, ...]
+    orelse: tuple[Stmt, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """Run the body whose number equals `value`; there always is one."""
+
+    value: Index
+    cases: tuple[tuple[int, tuple[Stmt, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """One word of an atom's vocabulary.
+
+    A load or store converts between the type that its address points at and the
+    register's; both are known where it is spelled.
+
+    Attributes:
+        name: a word of `isa.PLACEHOLDERS`, or "load_rows", which puts rows side by
+            side in units, those of codes in words.
+        d: register written (or stored from).
+        a: left operand of a mac, or the only one of another verb.
+        b: right operand of a mac.
+        p: address of a load or store.
+        mask: mask register of a masked load or store.
+        count: lanes kept by "mask"; the bit where the codes of "code", "centred" and "below" begin.
+        step: elements, or units, from one row to the next for "load_rows", and for atoms of several rows.
+        to: type of the register, where it is not what the verb is usually for.
+        of: name of the atom whose word it is, where it is not the kernel's.
+    """
+
+    name: str
+    d: str
+    a: str = ""
+    b: str = ""
+    p: Ptr | None = None
+    mask: str = ""
+    count: Index | None = None
+    step: Index | None = None
+    to: str = ""
+    of: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Configure:
+    """Give the kernel's tiles, which are called "0", "1" and so on, that many rows each; none: give them up."""
+
+    rows: tuple[Index, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Map:
+    """An operation of `expr.OPS` on every lane, or what makes lanes.
+
+    Attributes:
+        op: the operation; "literal" and "splat", a literal, or a left
+            fragment, in every lane; "lanes", `count` + 0, 1, 2 and so on; "whole", `count` in every lane.
+        d: register written.
+        args: registers, and literals.
+        dtype: "f32", "s32" or "mask", the type of what is written.
+        given: the type of the last operand.
+        count: an integer.
+        of: name of the atom whose lanes these are, of f32.
+    """
+
+    op: str
+    d: str
+    args: tuple[str | int | float, ...]
+    dtype: str
+    given: str
+    of: str
+    count: Index | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """*to = the sum ("add") or the largest ("max") of `count` f32, a power of two, at `src`; of a NaN, NaN."""
+
+    kind: str
+    to: Ptr
+    src: Ptr
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shuffle:
+    """D[i] = concat(a, b)[pick[i]] on vectors of type b_type."""
+
+    d: str
+    a: str
+    b: str
+    pick: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Store the sum of the lanes of `d`, added to *p if `accumulate`, at p."""
+
+    d: str
+    p: Ptr
+    accumulate: Index
+
+
+@dataclass(frozen=True, slots=True)
+class MacScalar:
+    """*p += *a * *b, one element: the tail of a sum along vector lanes."""
+
+    p: Ptr
+    a: Ptr
+    b: Ptr
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copy one element, converted if the types differ; from None: store zero."""
+
+    to: Ptr
+    src: Ptr | None
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """*to += *src, one element."""
+
+    to: Ptr
+    src: Ptr
+
+
+LEAST_PEAK = 1.5e-36
+"""Rows whose largest magnitude is less become zeros: TOP over it would overflow."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowScale:
+    """*scale = m / top and *inverse = top / m, m the largest of `count` f32 at `peaks`; both 0 if m is 0."""
+
+    scale: Ptr
+    inverse: Ptr
+    peaks: Ptr
+    count: int
+    top: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """Ask for the line at an address, which need not be valid.
+
+    Attributes:
+        p: the address.
+        write: to write it, not only to read it.
+        near: into L1; else into L2, where it does not displace what L1 works on.
+    """
+
+    p: Ptr
+    write: bool = False
+    near: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Call an inner function; arguments match its parameters in order."""
+
+    function: Function
+    args: tuple[Index | Ptr, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """Run `function` for task = 0 ... tasks-1 in any order, on at most `workers` threads."""
+
+    function: Function
+    tasks: Index
+    args: tuple[Index, ...] = ()
+
+
+Stmt = (
+    Let
+    | Read
+    | LetPtr
+    | Scratch
+    | For
+    | If
+    | Switch
+    | Verb
+    | Configure
+    | Map
+    | Total
+    | Shuffle
+    | Reduce
+    | MacScalar
+    | Move
+    | Add
+    | RowScale
+    | Prefetch
+    | Call
+    | Parallel
+    | Shared
+    | Barrier
+    | Vector
+    | Clear
+    | Mac
+    | Weave
+    | Codes
+    | CopyAsync
+    | CopyCommit
+    | CopyWait
+    | Exchange
+    | Do
+    | Get
+    | Leave
+    | Apply
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A parameter: an integer, or a pointer to `dtype` if that is given."""
+
+    name: str
+    dtype: str = ""
+    readonly: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function.
+
+    Attributes:
+        name: unique in its kernel.
+        kind: "inner" sees only its parameters; "task" sees the argument block,
+            its integer parameters, `task` and `worker`; "entry" sees the block.
+        params: parameters of an inner or task function.
+        body: statements.
+        comment: what it computes, printed above it.
+        inline: merge it into its caller, so that constants reach it.
+        of: name of the atom whose words its verbs are, where it is not the kernel's.
+    """
+
+    name: str
+    kind: str
+    params: tuple[Param, ...]
+    body: tuple[Stmt, ...]
+    comment: str = ""
+    inline: bool = False
+    of: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A complete kernel.
+
+    Attributes:
+        name: C name of the entry.
+        isa: what the atom's text needs around it.
+        atom: the vocabulary.
+        entry: where it starts.
+        workspace: elements of scratch it needs, over the integer fields.
+        header: lines for the top of the source: target, schedule, how to regenerate.
+        swap: the entry reads the block as C^T = B^T . A^T.
+        types: what "a", "b" and "c" point at, where it is not what the atom multiplies.
+        constants: fields fixed when the kernel was made.
+        operands: types of the operands of fused expressions, "x0" and so on, and whether they are written;
+            their strides are "x0_b", "x0_m", "x0_n" and "x0_h".
+    """
+
+    name: str
+    isa: Isa
+    atom: Atom
+    entry: Function
+    workspace: Index
+    header: tuple[str, ...] = ()
+    swap: bool = False
+    types: tuple[tuple[str, str], ...] = ()
+    constants: tuple[tuple[str, int], ...] = ()
+    operands: tuple[tuple[str, bool], ...] = ()
+
+    def type_of(self, operand: str) -> str:
+        """What "a", "b", "c" or "work" points at."""
+        extra = {f"x{i}": dtype for i, (dtype, _) in enumerate(self.operands)}
+        usual = {"a": self.atom.left, "b": self.atom.right, "numbers": "f32", **VECTORS, **extra}
+        return dict(self.types).get(operand, usual.get(operand, self.atom.acc))
+
+
+SWAPPED = {
+    "m": "n", "n": "m", "k": "k", "batch": "batch", "workers": "workers",
+    "a_m": "b_n", "a_k": "b_k", "a_batch": "b_batch",
+    "b_k": "a_k", "b_n": "a_m", "b_batch": "a_batch",
+    "c_m": "c_n", "c_n": "c_m", "c_batch": "c_batch",
+    "a": "b", "b": "a", "c": "c", "work": "work",
+} | {name: name for name in ("numbers", *VECTORS)}  # fmt: skip
+"""Field of the kernel -> field of the caller, when the product is transposed."""
+
+
+def children(s: Stmt) -> tuple[Stmt, ...]:
+    """The statements directly inside `s`."""
+    if isinstance(s, For):
+        return s.body
+    if isinstance(s, If):
+        return s.then + s.orelse
+    if isinstance(s, Switch):
+        return tuple(x for _, body in s.cases for x in body)
+    return ()
+
+
+def walk(body: tuple[Stmt, ...]) -> Iterator[Stmt]:
+    """All statements of a body, outermost first."""
+    for s in body:
+        yield s
+        yield from walk(children(s))
+
+
+def functions(kernel: Kernel) -> list[Function]:
+    """Every function reachable from the entry, callees first."""
+    seen: dict[str, Function] = {}
+
+    def visit(f: Function) -> None:
+        for s in walk(f.body):
+            if isinstance(s, Call | Parallel) and s.function.name not in seen:
+                visit(s.function)
+        seen[f.name] = f
+
+    visit(kernel.entry)
+    return list(seen.values())

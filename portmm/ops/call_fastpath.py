@@ -1,0 +1,208 @@
+"""Calls with an epilogue, once their kind is known.
+
+Owns `Quick`, all that such a call needs beside addresses, and how its kind is told with
+little work: after a kernel has walked through megabytes, every object that a call
+touches is a miss. Imports `arrays.numpy_arrays`, `host`, `util.memo`, `spec.row_classes`, `dispatch.config`, `trace.closures`. All M of a class
+are one kind, where nothing else depends on M. Functions that capture
+arrays, floats and modules are told here; others, and what must be converted
+first, go the long way each time.
+"""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm.arrays.numpy_arrays import ones
+from portmm.dispatch import config
+from portmm.runtime.cpu import runtime
+from portmm.runtime.cpu import types as types_of_runtime
+from portmm.spec.row_classes import row_class
+from portmm.trace.closures import fixed as is_fixed
+from portmm.trace.closures import global_names
+from portmm.util.memo import Memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from portmm.trace.bind import Bound
+    from portmm.trace.tracer import Source
+
+Array = np.ndarray[Any, Any]
+MOST = 1024
+"""Kinds of calls remembered before starting afresh."""
+SCALES = 4
+"""Place of the scales of rows among the arguments after the address of C."""
+_PLAIN = (int, bool, str, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A call, so far as its kind depends on it.
+
+    Attributes:
+        key: its kind, whichever M of a class it has.
+        rows: M, if the operands are matrices, or 0.
+        operands: A, B or its panels, `out`, if there is one, and the arrays that the function captures.
+        numbers: the floats that it captures.
+        places: where each of the arrays and floats comes from, as `trace` says it.
+    """
+
+    key: Any
+    rows: int
+    operands: list[Array]
+    numbers: list[float]
+    places: list[Any]
+
+
+def see(function: Any, left: Array, right: Any, out: Any, dtype: Any) -> Seen | None:
+    """What decides how a call runs; None if that takes a longer look."""
+    if type(function) is not types.FunctionType or function.__defaults__ or function.__kwdefaults__:
+        return None
+    try:
+        given = _given(function)
+    except ValueError:  # an empty cell
+        return None
+    packed = getattr(right, "owner", None)
+    operands, numbers, arrays_at, numbers_at = [left, right if packed is None else packed], [], [], []
+    fixed: list[Any] = []
+    if out is not None:
+        operands.append(out)
+    for place, x in given:
+        kind = type(x)
+        if kind is np.ndarray and x.ndim:
+            operands.append(x)
+            arrays_at.append((place,))
+        elif kind is float:
+            numbers.append(x)
+            numbers_at.append((place,))
+        elif kind in _PLAIN:
+            fixed.append((place, kind, x))
+        elif is_fixed(x):
+            fixed.append((place, x))
+        else:
+            return None
+    rows = left.shape[0] if left.ndim == len(right.shape) == 2 else 0
+    held = types_of_runtime().describe(tuple(operands), rows)
+    if held is None:
+        return None
+    weight = None if packed is None else (right.family, right.shape)
+    places = (tuple(arrays_at), tuple(numbers_at), tuple(fixed))
+    key = (function.__code__, held, places, weight, out is None, dtype, config.current())
+    return Seen(key, rows, operands, numbers, [*arrays_at, *numbers_at])
+
+
+def _given(function: types.FunctionType) -> list[tuple[tuple[str, Any], Any]]:
+    """What a function captures, and from where."""
+    spaces, cells = function.__globals__, function.__closure__ or ()
+    found: list[tuple[tuple[str, Any], Any]] = [(("closure", i), x.cell_contents) for i, x in enumerate(cells)]
+    return found + [(("global", n), spaces[n]) for n in global_names(function.__code__) if n in spaces]
+
+
+@dataclass(frozen=True, slots=True)
+class Quick:
+    """One kind of call.
+
+    Attributes:
+        route: the kernel.
+        sizes: M, N, K and items of a batch; an M of 0 stands for that of the call.
+        middle: the arguments of `execute` between the addresses of A, B and C.
+        after: those that follow, as far as the vectors.
+        template: the operands' table without addresses.
+        sources: for each operand that is read, which of those seen it is.
+        numbers: for each number that the kernel takes, which of those seen it is.
+        results: shapes, with M where there is one, and types.
+        several: the function gives a tuple.
+    """
+
+    route: Any
+    sizes: tuple[int, int, int, int]
+    middle: tuple[tuple[int, ...], tuple[int, ...]]
+    after: tuple[Any, ...]
+    template: Array
+    sources: tuple[int, ...]
+    numbers: tuple[int, ...]
+    results: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
+    several: bool
+
+    def __call__(self, seen: Seen, out: Any) -> Any:
+        """The results."""
+        rt = runtime()
+        address, operands = rt.address, seen.operands
+        (m, n, k, batch), results, after = self.sizes, self.results, self.after
+        if not m:
+            m = seen.rows
+            results = tuple([((m, *s[1:]), t) for s, t in results])
+            if after[SCALES] is not None:
+                after = (*after[:SCALES], ones(m), *after[SCALES + 1 :])
+        first = np.empty(*results[0]) if out is None else out
+        rest = [np.empty(s, t) for s, t in results[1:]] if self.several else []
+        table, numbers = self.template, None
+        if self.sources or rest:
+            table = table.copy()
+            table[:, 0] += [*[address(operands[i]) for i in self.sources], *[address(x) for x in rest]]
+        if self.numbers:
+            numbers = np.array([seen.numbers[i] for i in self.numbers], np.float32)
+        a, b = self.middle
+        rt.execute(self.route, m, n, k, batch, operands[0], *a, operands[1], *b, first, *after, table, numbers)
+        return (first, *rest) if self.several else first
+
+
+_known = Memory(MOST)
+
+
+def known(seen: Seen, out: Any) -> Quick | None:
+    """What is remembered of such calls, if `out` lies apart from what is read."""
+    found: Quick | None = _known.get(seen.key) or _known.get((seen.key, seen.rows))
+    if found is not None and out is not None:
+        if not out.flags.writeable:
+            return None
+        rest = seen.operands[:2] + seen.operands[3:]
+        if any([np.may_share_memory(out, x) for x in rest]):  # noqa: C419 - faster
+            return None
+    return found
+
+
+def keep(seen: Seen, bound: Bound, made: Callable[..., Quick], skip: int, *, shared: bool) -> None:
+    """Remember a kind of call, if each operand and number is one that was seen as it is.
+
+    Args:
+        seen: the call.
+        bound: its operands.
+        made: the record, given whether it is for the class of M, template, sources and numbers.
+        skip: operands seen that the function does not capture.
+        shared: one kernel serves the class.
+    """
+    traced, count = bound.traced, len(seen.operands) - skip
+    arrays_at = {place: i + skip for i, place in enumerate(seen.places[:count])}
+    numbers_at = {place: i for i, place in enumerate(seen.places[count:])}
+    sources, numbers = [x.key for x in traced.sources], list(traced.numbers)
+    if bound.converts or traced.values or not set(sources) <= arrays_at.keys() or not set(numbers) <= numbers_at.keys():
+        return
+    if seen.numbers and not numbers:
+        return  # the function looks at them
+    places = tuple(arrays_at[x] for x in sources), tuple(numbers_at[x] for x in numbers)
+    whole = shared and _by_class(seen, traced.sources, arrays_at, skip)
+    _known.keep(seen.key if whole else (seen.key, seen.rows), made(bound.template, *places, whole=whole))
+
+
+def _by_class(seen: Seen, sources: Sequence[Source], arrays_at: dict[Any, int], skip: int) -> bool:
+    """Whether what holds for a call holds for each M of its class.
+
+    No extent but those along M may be as many, and what is longer must be long enough for all.
+    """
+    last = row_class(seen.rows)[1]
+    along = {(0, 0), (2, 0)} if skip > 2 else {(0, 0)}
+    for source in sources:
+        at = arrays_at[source.key]
+        for axis, name in enumerate(source.view):
+            if name == "m":
+                along.add((at, axis))
+                length = seen.operands[at].shape[axis]
+                if length != seen.rows and (source.exact or length < last):
+                    return False
+    extents = ((i, axis, n) for i, x in enumerate(seen.operands) for axis, n in enumerate(x.shape))
+    return all(n != seen.rows or (i, axis) in along for i, axis, n in extents)

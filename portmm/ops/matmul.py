@@ -1,0 +1,555 @@
+"""What a user calls.
+
+Owns `matmul` and `plan`: arrays in, problem out, kernel run. Imports everything
+below. Ordinary 2-D arrays never come here: the run time's C goes from arrays to
+kernel by itself and calls `_resolve` once per shape. Batches, vectors and other
+strides come once, to `_planner`, for each set of shapes and strides; what no
+kernel can take where it lies goes to `_general` every time.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm.arrays import interop, numpy_arrays, scratch_arena
+from portmm.arrays.call import Call, problem, reduce_call
+from portmm.arrays.numpy_fallback import fall_back
+from portmm.arrays.numpy_fallback import product as product_by_numpy
+from portmm.dispatch import config
+from portmm.errors import BuildError, PortmmError, ScheduleError
+from portmm.ops.prepack import current, fixed, is_coded, is_packed, of_codes, register_dtype, unpack
+from portmm.runtime import route_cache
+from portmm.runtime.cpu import runtime
+from portmm.spec.row_classes import row_class, rows
+from portmm.util import locks
+from portmm.util.array_subclasses import in_class_of
+from portmm.util.memo import Memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.spec.problem import Problem
+
+MOST_OFFSETS = 512
+"""Repetitions past which a call is not planned: plans are remembered, 24 bytes
+each, and so many kernel calls outweigh the general way's 35 microseconds."""
+HEAD_START = 0.015
+"""Seconds in which the run time's compiler gets going, undisturbed by the imports and choices of this thread."""
+
+MOST_CLASSES = 4096
+"""Routes of classes remembered for calls that come through Python."""
+
+_lock = locks.lock()
+_state: dict[str, Any] = {}
+_classes = Memory(MOST_CLASSES)
+
+
+def matmul(
+    a: Any,
+    b: Any,
+    out: Any = None,
+    *,
+    dtype: Any = None,
+    epilogue: Callable[..., Any] | None = None,
+    prologue_a: Callable[..., Any] | None = None,
+    prologue_b: Callable[..., Any] | None = None,
+) -> Any:
+    """The matrix product of two arrays, as `numpy.matmul`.
+
+    Floats are summed in float32, float64 in float64. Integers, int8 or uint8 by
+    int8, are summed exactly in int32, modulo 2**32 should k be so large. A narrow
+    float result is rounded once, to nearest even, and to infinity if it is too large.
+    Units that multiply bfloat16 (AVX512-BF16, AMX, BFDOT, BFMMLA) take subnormals for zero.
+
+    Arrays of CuPy, PyTorch and PyOpenCL that lie on a device are multiplied there, where they
+    lie, on the stream or queue of `a`; the result is an array of the same library, and nothing waits. There,
+    float8_e4m3fn and float8_e5m2 are multiplied, too: two of them give bfloat16 unless `dtype` says otherwise.
+
+    Args:
+        a: float32, float64, float16, bfloat16 (of ml_dtypes), int8 or uint8,
+            (..., m, k) or (k,); any strides, byte order and alignment.
+        b: as `a`, (..., k, n) or (k,), but no uint8 beside integers; or a weight
+            from `pack`. Floats of two types, and floats by int8 or uint8, multiply
+            as they are, without copies. A weight of four bits is scale * code + offset
+            in float32, which tiles of AMX round to bfloat16 beside bfloat16, and a device's
+            tensor cores, of many rows, to the type of `a` where that is the result's, too;
+            beside one, an infinity in `a` may give NaN.
+        out: where to put the result, an array or a tuple of one; may overlap an input. The operands broadcast with
+            its leading dimensions. Kernels write float32, float16 and bfloat16 results of narrow floats directly.
+        dtype: type of the result, before it is put in `out`. As in NumPy, sums are as precise: for a wider
+            type the operands are converted, which costs a copy, and an unpacked one of a packed weight. By default
+            that of both operands if they have one float type, else float32, float64, or int32.
+        epilogue: what becomes of the sums: a function (acc, i) of an element's sum and its
+            place i.m, i.n, i.b (row, column, item of a batch). It may read arrays that it
+            captures, as in bias[i.n], and return several results; see `portmm.spec.elementwise`.
+        prologue_a: what A is first: a function (a, i) of an element and its place i.m, i.k.
+        prologue_b: what B is first, likewise, i.k and i.n.
+
+    Returns:
+        The product, (..., m, n), with leading dimensions broadcast, of the class that `numpy.matmul` gives it
+        (`np.matrix` and others); `out` if given. Of
+        several results of an epilogue, a tuple; one that is the same along a row has extent 1 there.
+
+    Raises:
+        TypeError: a dtype is not supported, or `dtype` or `out` cannot hold the result; an operand is a masked
+            array, or of a class with arithmetic of its own.
+        ValueError: shapes do not fit.
+        TraceError: a function does what cannot be traced.
+    """
+    if epilogue is not None or prologue_a is not None or prologue_b is not None:
+        if (taker := numpy_arrays.taker(a, b)) is not None:
+            around_it = {"epilogue": epilogue, "prologue_a": prologue_a, "prologue_b": prologue_b}
+            return taker.matmul_(a, b, out, dtype, around_it)
+        return _surrounded[0](a, b, numpy_arrays.single(out), dtype, epilogue, prologue_a, prologue_b)
+    if dtype is not None:
+        return _typed(a, b, out, dtype)
+    return _fast(a, b, out)
+
+
+def surrounded_by(function: Callable[..., Any]) -> None:
+    """Tell what multiplies with an epilogue or prologues: a module that stands on this one."""
+    _surrounded[:] = [function]
+
+
+_surrounded: list[Callable[..., Any]] = []
+
+
+def _there(a: Any, b: Any, out: Any = None) -> Any:
+    """The operands as arrays of a device, if they are; None if they are in the host's memory."""
+    if of_codes(b):
+        return a, b, out
+    if not (interop.on_device(a) or interop.on_device(b)):
+        return None
+    from portmm.ops import matmul_gpu
+
+    return matmul_gpu.adopted(a, b, out)
+
+
+def _on_device(given: Any, dtype: Any = None) -> Any:
+    if of_codes(given[1]):
+        from portmm.ops import int4_gpu
+
+        a, b, out = given
+        return int4_gpu.product(a, b, out, dtype)
+    from portmm.ops import matmul_gpu
+
+    return matmul_gpu.matmul(given, dtype)
+
+
+def _typed(a: Any, b: Any, out: Any, dtype: Any) -> Any:
+    """A product of a type that was asked for."""
+    out = numpy_arrays.single(out)
+    if (there := _there(a, b, out)) is not None:
+        return _on_device(there, dtype)
+    if (taker := numpy_arrays.taker(a, b)) is not None:
+        return taker.matmul_(a, b, out, np.dtype(dtype), {})
+    from portmm.ops import result_dtype
+
+    return result_dtype.product(a, b, out, np.dtype(dtype), _fast)
+
+
+def _start(a: Any, b: Any, out: Any) -> Any:
+    """The first call of a process: build the run time, then go its way. A device needs none."""
+    out = numpy_arrays.single(out)
+    if (there := _there(a, b, out)) is not None:
+        return _on_device(there)
+    begin(a, b, out)
+    return _fast(a, b, out)
+
+
+_fast: Callable[[Any, Any, Any], Any] = _start
+
+
+def begin(a: Any = None, b: Any = None, out: Any = None) -> None:
+    """Have the run time ready, with the settings in force: built now if it is not, beside this product's kernel."""
+    global _fast  # noqa: PLW0603 - replaced once, so that later calls cost nothing
+    if _fast is _start or _is_due():
+        with _lock:
+            if _fast is _start or _is_due():
+                _fast = _begin(a, b, out)
+
+
+def _is_due() -> bool:
+    """There is no compiler, for a reason that may have passed by now."""
+    return _fast is _without_compiler and time.monotonic() >= _state.get("retry_at", math.inf)
+
+
+def _begin(a: Any, b: Any, out: Any) -> Callable[[Any, Any, Any], Any]:
+    kept = route_cache.book(_target_name())
+    try:
+        if kept is None or not kept.lines:
+            _build_ahead(a, b, out)
+        rt = route_cache.runtime(kept)
+    except BuildError as error:
+        fall_back(error)
+        _state["retry_at"] = error.retry_at
+        return _without_compiler
+    rt.set_slow(_general)
+    rt.set_resolver(_resolve, True)
+    rt.set_planner(_planner)
+    config.on_change(_settings)
+    _state["runtime"] = rt
+    _settings()
+    scratch_arena.bound(rt)
+    return rt.matmul
+
+
+def _build_ahead(a: Any, b: Any, out: Any) -> None:
+    """Build the run time and the first product's kernel at once; each waits for a compiler.
+
+    What fails here fails again, and is reported, where the result is needed.
+    """
+
+    def start() -> None:
+        with suppress(Exception):
+            runtime()
+
+    builder = threading.Thread(target=start, name="portmm-build")
+    builder.start()
+    builder.join(HEAD_START)
+    if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
+        return
+    with suppress(PortmmError, TypeError, ValueError):
+        from portmm.dispatch import cpu as cpu_dispatch
+
+        call = _reduce(a, b, out)[0]
+        if call is not None:
+            choice = cpu_dispatch.choose(call.problem, config.target(), config.get_num_threads())
+            isa = cpu_dispatch.isa_of(choice.schedule, choice.target)
+            cpu_dispatch.build_kernel(cpu_dispatch.kernel_of(choice.schedule, isa))
+
+
+def _settings() -> None:
+    rt = _state.get("runtime")
+    if rt is not None:
+        rt.set_override(config.overridden())
+        if not config.overridden():
+            kept = None if config.limit() else route_cache.book(_target_name())
+            rt.set_num_threads(kept.cores if kept and kept.cores else config.get_num_threads())
+
+
+def _target_name() -> str:
+    return config.current().target or os.environ.get("PORTMM_TARGET", "")
+
+
+def route(p: Problem) -> Any:
+    """A launchable kernel for a problem: remembered from earlier calls or processes, or chosen and built now.
+
+    Raises:
+        ScheduleError: nothing is legal.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    return routed(p)[0]
+
+
+def routed(p: Problem) -> tuple[Any, bool]:
+    """The same, and whether it serves all problems of the class of `p` (see `row_classes`).
+
+    Raises:
+        ScheduleError: nothing is legal.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    name, limit = _target_name(), config.limit()
+    least, most = rows(p)
+    about = p.but_rows
+    key = (most, about, name, limit)
+    found = _classes.get(key)
+    if found is not None:
+        return found, True
+    kept = route_cache.book(name)
+    if kept is not None:
+        whole = route_cache.question(p, (least, most), limit)
+        alone = route_cache.question(p, (p.m, p.m), limit) if least < most else whole
+        found = route_cache.route(kept, whole, runtime(), p)
+        if found is not None:
+            return _classes.keep(key, found), True
+        if least < most and (found := route_cache.route(kept, alone, runtime(), p)) is not None:
+            return found, False
+    from portmm.dispatch import cpu as cpu_dispatch
+
+    target = config.target()
+    found, served = cpu_dispatch.routed(p, target, limit or config.get_num_threads(), kept)
+    shared = served == (least, most)
+    if kept is not None:
+        route_cache.keep(kept, whole if shared else alone, found, target)
+    return (_classes.keep(key, found), True) if shared else (found, False)
+
+
+def _without_compiler(a: Any, b: Any, out: Any) -> Any:
+    if _is_due():
+        begin(a, b, out)
+        if _fast is not _without_compiler:
+            return _fast(a, b, out)
+    out = numpy_arrays.single(out)
+    if (taker := numpy_arrays.taker(a, b)) is not None:
+        return taker.matmul_(a, b, out, None, {})
+    if (there := _there(a, b, out)) is not None:
+        return _on_device(there)
+    from portmm.ops.result_dtype import numbers
+
+    left = numpy_arrays.as_operand(a, "a")
+    right = numbers(b, left.dtype.newbyteorder("="))
+    result = product_by_numpy(left, right)
+    if out is None:
+        return in_class_of(result, a, b)
+    core = (left.ndim > 1) + (right.ndim > 1)
+    numpy_arrays.put(out, np.asarray(result).reshape(numpy_arrays.spread(out, np.shape(result), core, result.dtype)))
+    return out
+
+
+def _resolve(  # noqa: PLR0917 - the run time passes positions only
+    dtype: str, m: int, n: int, k: int, a: str, b: str, c: str, family: str, dense: bool
+) -> Any:
+    """Called by the run time for a shape it has not seen: a route and whether it serves a class of rows, or None."""
+    p = problem(dtype, (m, n, k), (a, b, c), family, dense=dense)
+    try:
+        found, shared = routed(p)
+        return found, shared and rows(p) == row_class(m)
+    except ScheduleError:
+        return None  # a packed weight for another machine, or with C by columns
+    except BuildError as error:
+        fall_back(error)
+        return None
+
+
+def _planner(a: Any, b: Any, out: Any) -> Any:
+    """Called by the run time for operands it has not seen: a plan, or None for the general way."""
+    right = b.owner.dtype if is_packed(b) else b.dtype
+    types = numpy_arrays.types_of(a.dtype, right, None if out is None else out.dtype)
+    if (a.dtype, right) != types[:2] or (out is not None and out.dtype != types[2]):
+        return None  # something must be converted first
+    if out is not None and out.shape != numpy_arrays.shape_of(a, b.shape):
+        return None  # the product broadcasts to it
+    try:
+        made = _make_plan(a, b, out, bind=False)
+    except ScheduleError:
+        return None  # a packed weight for another machine
+    except BuildError as error:
+        fall_back(error)
+        return None
+    return made
+
+
+def _general(a: Any, b: Any, out: Any) -> Any:
+    """Any product that NumPy accepts."""
+    out = numpy_arrays.single(out)
+    if (taker := numpy_arrays.taker(a, b)) is not None:
+        return taker.matmul_(a, b, out, None, {})
+    if (there := _there(a, b, out)) is not None:
+        return _on_device(there)
+    result = _by_codes(a, b, out) if is_coded(b) else _product(a, b, out)
+    return in_class_of(result, a, b) if out is None else result
+
+
+def _product(a: Any, b: Any, out: Any) -> Any:
+    """A product of arrays, or of one and a packed weight."""
+    left, b = numpy_arrays.as_operand(a, "a"), current(b)
+    panels = is_packed(b)
+    right: Any = b if panels else numpy_arrays.as_operand(b, "b")
+    held = right.owner.dtype if panels else right.dtype
+    types = numpy_arrays.types_of(left.dtype, held, getattr(out, "dtype", None))
+    _introduce(types)
+    if panels and types[1] != held:
+        right, panels = unpack(b), False
+    dtype, shape = types[2], numpy_arrays.shape_of(left, right.shape)
+    vector_a, vector_b = left.ndim == 1, not panels and right.ndim == 1
+    left = left[np.newaxis, :] if vector_a else left
+    right = right[:, np.newaxis] if vector_b else right
+    placed = shape if out is None else numpy_arrays.spread(out, shape, 2 - vector_a - vector_b, dtype)
+    vectors = {"vector_a": vector_a, "vector_b": vector_b}
+    to = None if out is None or out.shape != shape else np.asarray(out)
+    direct = to is not None and _usable(_matrices(to, **vectors), types, left, right)
+    result = to if to is not None and direct else np.empty(shape, dtype)
+    _compute(left, right, _matrices(result, **vectors), types)
+    if out is None:
+        return result[()] if result.ndim == 0 else result
+    if not direct:
+        numpy_arrays.put(out, result.reshape(placed))
+    return out
+
+
+def _by_codes(a: Any, b: Any, out: Any) -> Any:
+    """A product with a quantised weight, folded now if it is not yet."""
+    from portmm.ops.int4_panels import Folded, fold, product
+
+    return product(a, b if isinstance(b, Folded) else fold(b), out, route, matmul)
+
+
+def _matrices(x: np.ndarray[Any, Any], *, vector_a: bool, vector_b: bool) -> np.ndarray[Any, Any]:
+    """A result with the dimensions that vector operands left out."""
+    view = x[..., np.newaxis] if vector_b else x
+    return view[..., np.newaxis, :] if vector_a else view
+
+
+def _introduce(types: numpy_arrays.DTypes) -> None:
+    """Tell the run time of bfloat16, which is not NumPy's, when it is met first."""
+    for x in types:
+        if numpy_arrays.name_of(x) == "bf16":
+            register_dtype(x)
+
+
+def _usable(out: np.ndarray[Any, Any], types: numpy_arrays.DTypes, left: Any, right: Any) -> bool:
+    """Kernels may write straight to `out`."""
+    if not numpy_arrays.addressable(out, types[2]):
+        return False
+    if any(n > 1 and s == 0 for n, s in zip(out.shape, out.strides, strict=True)):
+        return False
+    sources = [left, right if isinstance(right, np.ndarray) else right.owner]
+    if any(np.may_share_memory(out, x) for x in sources):
+        return False
+    return numpy_arrays.canonical(out, types[2]).layout in _layouts(types, is_packed=not isinstance(right, np.ndarray))
+
+
+def _layouts(types: numpy_arrays.DTypes, *, is_packed: bool) -> tuple[str, ...]:
+    """How C may lie: by columns if A and B can change sides, which neither panels nor types may forbid."""
+    return ("row",) if is_packed or numpy_arrays.name_of(types[0]) == "u8" else ("row", "col")
+
+
+def _compute(left: Any, right: Any, view: np.ndarray[Any, Any], types: numpy_arrays.DTypes) -> None:
+    if view.size == 0:
+        return
+    if left.shape[-1] == 0:
+        view[...] = 0
+        return
+    try:
+        call = reduce_call(left, right, view, types)
+        found = route(call.problem)
+    except ScheduleError:
+        if isinstance(right, np.ndarray):
+            raise
+        _compute(left, unpack(right), view, types)
+        return
+    except BuildError as error:
+        fall_back(error)
+        view[...] = product_by_numpy(left, right if isinstance(right, np.ndarray) else unpack(right))
+        return
+    _state["runtime"].execute(found, *call.numbers(), call.walk.outer)
+
+
+def plan(a: Any, b: Any, out: Any = None) -> Any:
+    """A callable for one shape, resolved now: for hot loops.
+
+    Args:
+        a: an example; its shape, strides and dtype are what the plan takes.
+        b: as `a`, or a weight from `pack`, which is then part of the plan.
+        out: an example of the output; without one, C-contiguous outputs.
+
+    Returns:
+        A callable plan(a, b, out=None), or plan(a, out=None) with a packed
+        weight, that checks its arguments and runs one kernel. `out` must not
+        overlap an input.
+
+    Raises:
+        TypeError: a dtype is not supported, or the two differ.
+        ValueError: shapes do not fit, or an operand does not lie as a kernel needs it.
+        ScheduleError: the packed weight was made for another machine, or `out` is by columns beside one.
+    """
+    if is_coded(b) and not of_codes(b):
+        raise TypeError("a plan takes arrays and packed ones; a weight of four bits remembers its calls: use matmul")
+    if (there := _there(a, b, out)) is not None:
+        if of_codes(b):
+            from portmm.ops import int4_gpu
+
+            return int4_gpu.plan(*there)
+        from portmm.ops import matmul_gpu
+
+        return matmul_gpu.plan(there)
+    left = numpy_arrays.as_operand(a, "a", matrix=False)
+    right = current(b) if is_packed(b) else numpy_arrays.as_operand(b, "b", matrix=False)
+    for name, x in (("a", left), ("b", right), ("out", out)):
+        if not isinstance(x, np.ndarray):
+            continue
+        if x.size == 0:
+            raise ValueError(f"{name} is empty; a plan takes arrays with elements")
+        if not numpy_arrays.addressable(x, x.dtype):
+            raise ValueError(f"{name} is not aligned to its elements, or not strided by whole ones; copy it first")
+    try:
+        made = _make_plan(left, right, out, bind=True, static=True)
+    except BuildError as error:
+        fall_back(error)
+        return _plain_plan(left, right, out)
+    if made is None:
+        raise ValueError(
+            "a plan takes an out by rows or columns, without repeated elements, and an evenly spaced batch"
+        )
+    return made
+
+
+def _make_plan(a: np.ndarray[Any, Any], b: Any, out: Any, *, bind: bool, static: bool = False) -> Any:
+    """The plan for operands like these, or None where a kernel cannot take them as they lie.
+
+    With `bind` a packed b is part of the plan, else its panels are an argument.
+    """
+    packed = is_packed(b)
+    left, right = a.dtype, b.owner.dtype if packed else b.dtype
+    if numpy_arrays.types_of(left, right)[:2] != (left, right):
+        raise TypeError(f"a plan takes native arrays that multiply as they are; got {left} and {right}")
+    if (
+        bind
+        and isinstance(out, np.ndarray)
+        and out.dtype != (wanted := numpy_arrays.types_of(left, right, out.dtype)[2])
+    ):
+        raise TypeError(f"out has dtype {out.dtype}; a plan for these operands writes {wanted}")
+    call, result = _reduce(a, b, out, static=static)
+    if call is None or (call.walk.outer is not None and len(call.walk.outer) > MOST_OFFSETS):
+        return None
+    found = route(call.problem)
+    numbers = call.numbers()
+    bare = (*numbers[:4], *numbers[5:8], *numbers[9:12], *numbers[13:])
+    panels = b.owner if packed else b
+    b_form = b if packed and bind else (panels.shape, panels.strides)
+    return runtime().make_plan(
+        found, (a.shape, a.strides), b_form, (result.shape, result.strides), bare, call.walk.outer
+    )
+
+
+def _plain_plan(a: np.ndarray[Any, Any], b: Any, out: Any) -> Any:
+    """A plan that NumPy computes."""
+    from portmm.runtime.no_compiler import PlainPlan
+
+    whole = unpack(b) if is_packed(b) else None
+    right = b if whole is None else whole
+    types = numpy_arrays.types_of(a.dtype, right.dtype, None if out is None else out.dtype)
+    _introduce(types)
+    result = (
+        np.empty(numpy_arrays.shape_of(a, right.shape), types[2])
+        if out is None
+        else numpy_arrays.check_out(out, numpy_arrays.shape_of(a, b.shape), types[2])
+    )
+    forms = ((a.shape, a.strides), fixed(b) if is_packed(b) else (b.shape, b.strides), (result.shape, result.strides))
+    return PlainPlan(numpy_arrays.word(types), forms, lambda x, y: product_by_numpy(x, y if whole is None else whole))
+
+
+def _reduce(a: np.ndarray[Any, Any], b: Any, out: Any, *, static: bool = False) -> tuple[Call | None, Any]:
+    """The call for native operands of one type, and an array like the result.
+
+    None in place of the call where a kernel cannot take the operands as they lie.
+    """
+    packed = not isinstance(b, np.ndarray)
+    types = numpy_arrays.types_of(a.dtype, b.owner.dtype if packed else b.dtype, None if out is None else out.dtype)
+    _introduce(types)
+    dtype = types[2]
+    vector_a, vector_b = a.ndim == 1, not packed and b.ndim == 1
+    left, right, shape = (
+        a[np.newaxis, :] if vector_a else a,
+        b[:, np.newaxis] if vector_b else b,
+        numpy_arrays.shape_of(a, b.shape),
+    )
+    result = np.empty(shape, dtype) if out is None else numpy_arrays.check_out(out, shape, dtype)
+    if 0 in shape or 0 in left.shape or any(n > 1 and s == 0 for n, s in zip(shape, result.strides, strict=True)):
+        return None, result
+    view = _matrices(result, vector_a=vector_a, vector_b=vector_b)
+    if numpy_arrays.canonical(view, dtype).layout not in ("row", "col"):
+        return None, result
+    call = reduce_call(left, right, view, types, static=static)
+    as_they_lie = call.a.array is left and call.c.array is view and (packed or call.b.array is right)
+    return (call if as_they_lie else None), result

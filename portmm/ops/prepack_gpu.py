@@ -1,0 +1,92 @@
+"""Weights on a device, laid out once.
+
+Owns `PackedThere`, what `pack` makes of a device's array. Imports `arrays.interop`, `ops.matmul_gpu`,
+`ops.rowwise_gpu`. A device's kernels lay tiles out in shared memory, whatever the strides, so
+that a packed weight is no more than a dense copy: of threads that move 16 bytes at once, none
+waits for a stride.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from portmm.arrays import interop
+from portmm.arrays.numpy_arrays import numpy_of
+from portmm.ops import rowwise_gpu
+from portmm.spec.dtype import BY_NAME
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from portmm.arrays.interop import Foreign
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedThere:
+    """A weight, usable wherever `b` is; it does not change with what it was made from.
+
+    Attributes:
+        array: of the library that the weight came from, dense.
+        shape: of the weight.
+        element: portmm's name of its elements' type.
+    """
+
+    array: Any
+    shape: tuple[int, ...]
+    element: str
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """NumPy's type of the weight's elements.
+
+        Raises:
+            TypeError: NumPy lacks it, and there is no ml_dtypes.
+        """
+        return numpy_of(self.element)
+
+    @property
+    def size(self) -> int:
+        """Elements of the weight."""
+        return math.prod(self.shape)
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of the weight."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight."""
+        return self.size * BY_NAME[self.element].bytes
+
+    def __repr__(self) -> str:
+        return f"<portmm.PackedThere {self.shape} {self.element}>"
+
+
+def pack(b: Foreign) -> PackedThere:
+    """A weight on a device, for products on it: see `packed.pack`.
+
+    Raises:
+        ValueError: it has fewer than two dimensions.
+    """
+    if len(b.shape) < 2:
+        raise ValueError(f"b has shape {b.shape}; a weight has at least two dimensions")
+    if 0 in b.shape:
+        return PackedThere(interop.empty_like(b, b.shape, b.dtype)[0], b.shape, b.dtype)
+    turned = _by_columns(b)
+    # What runs along k stays so: kernels read it as well.
+    source = interop.transposed(b) if turned else b
+    made, _ = rowwise_gpu.contiguous(source)
+    return PackedThere(_swapped(made) if turned else made, b.shape, b.dtype)
+
+
+def _by_columns(b: Foreign) -> bool:
+    return b.strides[-2] == BY_NAME[b.dtype].bytes < b.strides[-1]
+
+
+def _swapped(x: Any) -> Any:
+    """The array with its last two dimensions exchanged."""
+    axes = (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2)
+    return x.permute(axes) if hasattr(x, "permute") else x.transpose(axes)

@@ -1,0 +1,222 @@
+"""Kernels made before they are needed.
+
+Owns `warmup`. Imports `ops.matmul`, `dispatch.cpu`, `arrays.problem_of` for the processor, `dispatch.gpu`, `ops.matmul_gpu`, `arrays.relayout` for
+devices. What is compiled here lies in the cache as well, where other processes find it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from operator import index
+from typing import TYPE_CHECKING, Any
+
+from portmm.arrays import interop
+from portmm.arrays.interop import Foreign
+from portmm.dispatch import config
+from portmm.spec.dtype import BY_NAME, BY_NUMPY, natural, spell, types
+
+if TYPE_CHECKING:
+    from portmm.dispatch.gpu import Machine, Vectors
+    from portmm.spec.problem import Problem
+
+MOST_COMPILERS = 16
+"""Threads that compile for a device at once: each takes a core, and some 100 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """What `warmup` has made ready.
+
+    Attributes:
+        shapes: how many were given.
+        kernels: names of the distinct kernels that they need, with those for operands that are copied first and for
+            slices of k; shapes share them, whatever they have as M, where one schedule suits. Kernels of one name
+            differ in their blocks.
+        seconds: that it took; almost nothing where the cache had them.
+        where: "host", "cuda:0", or the name of an OpenCL device's target.
+    """
+
+    shapes: int
+    kernels: tuple[str, ...]
+    seconds: float
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.shapes} shapes on {self.where}: {len(self.kernels)} kernels in {self.seconds:.2f} s"
+
+
+def warmup(shapes: Any, dtype: Any = "f32", *, b: str = "row", device: Any = None) -> Warmed:
+    """Choose, compile and load the kernels of products, so that their first calls do not wait for a compiler.
+
+    Args:
+        shapes: one (m, n, k), or (batch, m, n, k), or an iterable of them. M may be any: kernels do not depend on
+            it, so that a few values stand for those in between.
+        dtype: of A and B, as "bf16", "float8_e4m3fn" or NumPy's; or of A, B and C, as "s8-s8-s32".
+        b: how B lies: "row", or "col" for the transpose of an array by rows, as in x @ w.T.
+        device: None for the processor; "cuda", "cuda:1"; or an array that lies on the device.
+
+    Returns:
+        Which kernels are ready now.
+
+    Raises:
+        TypeError: a type is not supported.
+        ValueError: a shape has not three or four positive numbers, or `b` or `device` is unknown.
+        NoDeviceError: the device is not there.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    if b not in ("row", "col"):
+        raise ValueError(f"b is {b!r}; use row or col")
+    given = _shapes(shapes)
+    word = _word(dtype)
+    start = time.perf_counter()
+    if device is None:
+        names, where = _on_host(given, word, b), "host"
+    else:
+        names, where = _on_device(given, word, b, device)
+    return Warmed(len(given), tuple(names.values()), time.perf_counter() - start, where)
+
+
+def _shapes(shapes: Any) -> list[tuple[int, int, int, int]]:
+    """Batch, m, n and k of each shape.
+
+    Raises:
+        TypeError: they are no shapes.
+        ValueError: a shape is none.
+    """
+    if not isinstance(shapes, Iterable):
+        raise TypeError(f"shapes is {shapes!r}; give (m, n, k), or a list of them")
+    every = list(shapes)
+    if every and not isinstance(every[0], Iterable):
+        every = [every]
+    found = []
+    for x in every:
+        numbers = tuple(index(n) for n in x)
+        if len(numbers) not in (3, 4) or min(numbers) < 1:
+            raise ValueError(f"shape {tuple(x)} is none; give (m, n, k) or (batch, m, n, k), all of them positive")
+        batch, m, n, k = (1, *numbers)[-4:]
+        found.append((batch, m, n, k))
+    return found
+
+
+def _word(dtype: Any) -> str:
+    """The types of A, B and C.
+
+    Raises:
+        TypeError: they are not supported.
+    """
+    text = str(dtype).removeprefix("torch.")
+    if not isinstance(dtype, str) and text not in BY_NUMPY:
+        from portmm.ops.matmul_gpu import named
+
+        text = named(dtype)
+    text = BY_NUMPY[text].name if text in BY_NUMPY else text
+    try:
+        if "-" in text:
+            return spell(*types(text))
+        return spell(text, text, natural(text, text))
+    except (KeyError, ValueError) as error:
+        raise TypeError(f"dtype {dtype!r} is not supported: {error}") from error
+
+
+# -- the processor -------------------------------------------------------------------
+
+
+def _on_host(shapes: list[tuple[int, int, int, int]], word: str, b: str) -> dict[Any, str]:
+    """Names of kernels that the processor has ready, by what tells them apart."""
+    import numpy as np
+
+    from portmm.arrays import numpy_arrays
+    from portmm.arrays.problem_of import pose
+    from portmm.dispatch import cpu as cpu_dispatch
+    from portmm.ops import matmul as matmul_op
+
+    matmul_op.begin()
+    names = {}
+    kinds = [numpy_arrays.numpy_of(x) for x in types(word)]
+    for batch, m, n, k in shapes:
+        lead = (batch,) if batch > 1 else ()
+        left, right = (
+            np.empty((*lead, m, k), kinds[0]),
+            np.empty((*lead, *((k, n) if b == "row" else (n, k))), kinds[1]),
+        )
+        p = pose(left, right if b == "row" else right.swapaxes(-1, -2), dtype=word)
+        matmul_op.route(p)
+        choice = cpu_dispatch.choose(p, config.target(), config.get_num_threads())
+        names[choice.schedule] = cpu_dispatch.kernel_of(
+            choice.schedule, cpu_dispatch.isa_of(choice.schedule, choice.target)
+        ).name
+    return names
+
+
+# -- devices -------------------------------------------------------------------------
+
+
+def _on_device(shapes: list[tuple[int, int, int, int]], word: str, b: str, device: Any) -> tuple[dict[Any, str], str]:
+    """Names of kernels that a device has ready, by what tells them apart, and what it is called."""
+    from portmm.arrays import relayout
+    from portmm.dispatch import gpu as gpu_dispatch
+
+    like, on = _machine(device)
+    asked = []
+    names: dict[Any, str] = {}
+    for shape in shapes:
+        p, vectors, numbers = _posed(shape, word, b, like)
+        p, vectors, _, copies = relayout.arranged(p, vectors, numbers, on)
+        names |= {x.name: x.name for x in copies}
+        asked.append((p, vectors))
+    for route in gpu_dispatch.routes(asked, on, min(MOST_COMPILERS, os.cpu_count() or 1)):
+        names |= {(route.choice.schedule, i): x.name for i, x in enumerate(route.kernels)}
+    where = f"cuda:{on.handle}" if on.language == "cuda" else on.target.name
+    return names, where
+
+
+def _machine(device: Any) -> tuple[Foreign, Machine]:
+    """A device, and an array that stands for those on it.
+
+    Raises:
+        ValueError: nothing is called that.
+        NoDeviceError: it is not there.
+    """
+    from portmm.arrays import device_arrays
+    from portmm.dispatch import gpu as gpu_dispatch
+
+    if not isinstance(device, str):
+        found = interop.adopt(device)
+        if found is None:
+            raise ValueError(f"device is a {type(device).__name__}; give cuda, cuda:1, or an array on a device")
+        return found, device_arrays.machine_of(found)
+    kind, _, number = device.partition(":")
+    if kind != "cuda" or not (number.isdigit() or device == "cuda"):
+        raise ValueError(f"device {device!r} is unknown; give cuda, cuda:1, or an array on the device")
+    from portmm.runtime import cuda
+
+    at = cuda.current(int(number) if number else None)
+    like = Foreign(None, "cuda", ("cuda", at), 0, (), (), "f32", None, readonly=False)
+    return like, gpu_dispatch.machine(("cuda", at), at)
+
+
+def _posed(
+    shape: tuple[int, int, int, int], word: str, b: str, like: Foreign
+) -> tuple[Problem, Vectors, dict[str, Any]]:
+    """The problem that a call with dense operands poses, as `on_device` has it."""
+    from portmm.ops import matmul_gpu
+
+    batch, m, n, k = shape
+    lead = (batch,) if batch > 1 else ()
+    a, right, c = types(word)
+    operands = [_dense(like, (*lead, m, k), a), _dense(like, (*lead, k, n), right), _dense(like, (*lead, m, n), c)]
+    if b == "col":
+        operands[1] = interop.transposed(_dense(like, (*lead, n, k), right))
+    call = matmul_gpu.posed((operands[0], operands[1], operands[2]), lead, (m, n, k))
+    return call.problem, call.vectors, call.values()
+
+
+def _dense(like: Foreign, shape: tuple[int, ...], dtype: str) -> Foreign:
+    """An array in C's order, as well aligned as new ones are."""
+    strides = interop.contiguous(shape, BY_NAME[dtype].bytes)
+    pointer = 0 if like.language == "cuda" else (None, 0)
+    return replace(like, source=None, pointer=pointer, shape=shape, strides=strides, dtype=dtype, readonly=False)

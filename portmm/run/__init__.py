@@ -1,1 +1,0 @@
-"""Loading and launching what was built."""

@@ -1,0 +1,1 @@
+"""Loading and launching kernels, by backend."""

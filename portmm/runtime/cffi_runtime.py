@@ -1,0 +1,343 @@
+"""The run time through cffi, where Python's headers are missing.
+
+Owns the Python twins of the extension's functions: the same meaning, some
+microseconds more per call. May import `ir.abi`, `errors`, `records`, and NumPy and
+cffi. The threads and the launch are the extension's own C.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from cffi import FFI  # type: ignore[import-untyped]
+
+from portmm.errors import BuildError
+from portmm.ir.abi import ARGS
+from portmm.runtime.cffi_records import (
+    CLOSED,
+    NAMES,
+    ORIGIN,
+    Kernel,
+    Packed,
+    Plan,
+    Route,
+    address,
+    layout_of,
+    offsets_of,
+    overlap,
+    register_dtype,
+    signature,
+)
+from portmm.spec.row_classes import row_class
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+_DECLARATIONS = (
+    ARGS
+    + """
+int portmm_start(void);
+long portmm_get_num_threads(void);
+long portmm_pool_threads(void);
+void portmm_set_num_threads(long threads);
+void portmm_set_scratch(long bytes);
+long portmm_scratch(void);
+void *portmm_open(const char *path, const char *symbol, char *error, long size);
+int portmm_run(void *function, long work, long workers, const long *bytes, const portmm_args *args,
+               const long *offsets, long count);
+"""
+)
+_TYPES = ("char[512]", "char *", "long *", "long[]", "void *", "portmm_args *")
+SYMBOLS = tuple(re.findall(r"(portmm_\w+)\(", _DECLARATIONS.removeprefix(ARGS)))
+"""Functions of the library."""
+VECTORS = {
+    "a_scale": "float *", "b_scale": "float *", "bias": "float *",
+    "a_zero": "int *", "a_sum": "int *", "b_zero": "int *",
+    "operands": "portmm_operand *", "numbers": "float *",
+}  # fmt: skip
+"""What may follow the offsets of `execute`, in this order."""
+QUANTISED = 6
+"""How many of them a quantised product takes."""
+_MOST_ROUTES, _MOST_PLANS = 1 << 16, 1 << 12  # as in memo.c
+
+
+class Twin:
+    """`host.Runtime`, in Python over the Python-free library at `path`."""
+
+    def __init__(self, path: str) -> None:
+        self.Packed, self.Kernel, self.Route, self.Plan = Packed, Kernel, Route, Plan
+        self._ffi = FFI()
+        self._ffi.cdef(_DECLARATIONS)
+        try:
+            self._lib: Any = self._ffi.dlopen(path)
+        except OSError as error:
+            raise BuildError(f"{path} cannot be loaded: {error}") from error
+        # cffi resolves names under locks of its own, which a forked child may find held: none is new to it later.
+        for text in (*_TYPES, *VECTORS.values()):
+            self._ffi.typeof(text)
+        for name in SYMBOLS:
+            getattr(self._lib, name)
+        if self._lib.portmm_start():
+            raise RuntimeError("the thread pool cannot be started")
+        self._slow: Callable[..., Any] | None = None
+        self._resolver: Callable[..., Any] | None = None
+        self._planner: Callable[..., Any] | None = None
+        self._density = self._override = False
+        self._memo: dict[tuple[Any, ...], Route] = {}
+        self._plans: dict[tuple[Any, ...], Plan | None] = {}
+
+    def load(self, path: str | Path, symbol: str, file: str | Path = "") -> Kernel:
+        """See `host.Runtime`."""
+        import os
+
+        error = self._ffi.new("char[512]")
+        function = self._lib.portmm_open(os.fsencode(file or path), symbol.encode(), error, 512)
+        if not function:
+            raise BuildError(f"{path} cannot be loaded: {self._ffi.string(error).decode(errors='replace')}")
+        return Kernel(path, symbol, function)
+
+    @staticmethod
+    def register_dtype(name: str, dtype: np.dtype[Any]) -> None:
+        """See `host.Runtime`."""
+        register_dtype(name, dtype)
+
+    def make_route(self, kernel: Kernel, work_bytes: int, workers: int, dtype: str, unit: int = 1) -> Route:
+        """See `host.Runtime`."""
+        return Route(kernel, work_bytes, workers, dtype, unit)
+
+    def launch(self, route: Route, v: tuple[int, ...], outer: bytes, vectors: tuple[int, ...] = ()) -> None:
+        """Run a kernel; `v` as for `execute`, `outer` as bytes."""
+        cast = self._ffi.cast
+        args = self._ffi.new("portmm_args *")
+        args.m, args.n, args.k, args.batch, a, args.a_m, args.a_k, args.a_batch = v[:8]
+        b, args.b_k, args.b_n, args.b_batch, c, args.c_m, args.c_n, args.c_batch = v[8:]
+        args.a, args.b, args.c = cast("void *", a), cast("void *", b), cast("void *", c)
+        for (name, ctype), value in zip(VECTORS.items(), vectors, strict=False):
+            setattr(args, name, cast(ctype, value))
+        offsets = self._ffi.from_buffer("long[]", outer)
+        failed = self._lib.portmm_run(
+            route.kernel.function, route.work_bytes, route.workers, route.bytes, args, offsets, len(outer) // 24
+        )
+        if failed:
+            raise MemoryError(f"no memory for a workspace of {route.work_bytes} bytes")
+
+    def execute(self, route: Route, *numbers: Any) -> None:
+        """See `host.Runtime`."""
+        if not isinstance(route, Route) or len(numbers) not in (16, 17, 17 + QUANTISED, 17 + len(VECTORS)):
+            raise TypeError(
+                f"execute takes a Route, 16 integers, optional offsets, then {QUANTISED}, {len(VECTORS)} "
+                f"or no pointers; got {len(numbers) + 1} arguments"
+            )
+        outer = offsets_of(numbers[16] if len(numbers) > 16 else None)
+        self.launch(route, tuple(map(_address, numbers[:16])), outer, tuple(map(_address, numbers[17:])))
+
+    def execute_all(self, routes: tuple[Route, ...], address: int) -> None:
+        """See `host.Runtime`."""
+        count = 18 + len(VECTORS)
+        words = self._ffi.cast("long *", address)
+        for i, route in enumerate(routes):
+            w = [words[count * i + j] for j in range(count)]
+            outer = bytes(self._ffi.buffer(self._ffi.cast("char *", w[16]), 24 * w[17])) if w[16] else offsets_of(None)
+            self.launch(route, tuple(w[:16]), outer, tuple(w[18:]))
+
+    @staticmethod
+    def describe(*_: Any) -> None:
+        """See `host.Runtime`: nothing is told here."""
+
+    @staticmethod
+    def address(array: np.ndarray[Any, Any]) -> int:
+        """See `host.Runtime`."""
+        if not isinstance(array, np.ndarray):
+            raise TypeError("address takes an array")
+        return int(array.__array_interface__["data"][0])
+
+    @staticmethod
+    def are_scales(vector: np.ndarray[Any, Any]) -> bool:
+        """See `host.Runtime`."""
+        if (
+            not isinstance(vector, np.ndarray)
+            or (vector.ndim, vector.dtype) != (1, np.float32)
+            or not vector.flags.c_contiguous
+        ):
+            raise TypeError("scales must be a contiguous 1-D float32 array")
+        return bool(((vector >= 0) & (vector < np.inf)).all())
+
+    def _resolve(self, key: tuple[Any, ...], dtype: str) -> Route | None:
+        if self._resolver is None:
+            return None
+        memo = self._memo
+        found = self._resolver(*(key if self._density else key[:-1]))
+        if found is None:
+            return None
+        route, shared = found if isinstance(found, tuple) else (found, False)
+        if not isinstance(route, Route) or route.dtype != dtype:
+            raise TypeError(f"the resolver returned {route!r}; need a Route for {dtype}, or None")
+        if len(memo) >= _MOST_ROUTES:
+            memo.clear()
+        # A memo cleared meanwhile is another dictionary.
+        memo[_of_class(key) if shared else key] = route
+        return route
+
+    def _ask_planner(self, key: tuple[Any, ...], a: Any, b: Any, data: Any, out: Any) -> Plan | None:
+        plans = self._plans
+        plan = self._planner(a, b, out) if self._planner else None
+        if plan is not None:
+            if not isinstance(plan, Plan) or plan.packed is not None:
+                raise TypeError(f"the planner returned {plan!r}; need a Plan for these operands, or None")
+            plan.check(a, data, out)
+        if len(plans) >= _MOST_PLANS:
+            plans.clear()
+        plans[key] = plan
+        return plan
+
+    def _planned(self, a: Any, b: Any, out: Any) -> Any:
+        """The product by a plan, or NotImplemented for the slow path."""
+        key = None if self._override or self._planner is None else signature(a, b, out)
+        if key is None:
+            return NotImplemented
+        data = b.owner if isinstance(b, Packed) else b
+        plan = self._plans.get(key, NotImplemented)
+        if plan is NotImplemented:
+            plan = self._ask_planner(key, a, b, data, out)
+        if plan is None or (out is not None and (overlap(out, a) or overlap(out, data))):
+            return NotImplemented
+        return plan.run(a, data, plan.check(a, data, out), scalar=out is None)
+
+    def _fast(self, a: Any, b: Any, out: Any) -> Any:
+        """The product of two matrices, or NotImplemented for other ways."""
+        left = None if self._override else layout_of(a)
+        if left is None or NAMES[a.dtype] not in CLOSED:
+            return NotImplemented
+        dtype = NAMES[a.dtype]
+        packed = b if isinstance(b, Packed) else None
+        right: tuple[str, int, int, bool] | None
+        if packed is not None:
+            if packed.element != dtype or packed.k != a.shape[1] or packed.n <= 0 or len(packed.shape) != 2:
+                return NotImplemented
+            n, right, batch, data = packed.n, ("packed", packed.b_k, packed.b_n, True), packed.b_batch, packed.owner
+        else:
+            right, batch, data = layout_of(b), 0, b
+            if right is None or b.dtype != a.dtype or b.shape[0] != a.shape[1]:
+                return NotImplemented
+            n = b.shape[1]
+        shape = (a.shape[0], n)
+        into = ("row", n, 1, True) if out is None else self._out_layout(out, shape, a, data)
+        if into is None:
+            return NotImplemented
+        dense = self._density and left[3] and right[3] and into[3]
+        family = packed.family if packed is not None else ""
+        key = (dtype, shape[0], n, a.shape[1], left[0], right[0], into[0], family, dense)
+        route = self._memo.get(_of_class(key)) or self._memo.get(key) or self._resolve(key, dtype)
+        if route is None:
+            return NotImplemented
+        c = np.empty(shape, a.dtype) if out is None else out
+        operands = (*self._place(a, left, 0), *self._place(data, right, batch), *self._place(c, into, 0))
+        self.launch(route, (shape[0], n, a.shape[1], 1, *operands), ORIGIN)
+        return c
+
+    @staticmethod
+    def _place(x: Any, layout: tuple[str, int, int, bool], batch: int) -> tuple[int, int, int, int]:
+        return address(x), layout[1], layout[2], batch
+
+    @staticmethod
+    def _out_layout(out: Any, shape: tuple[int, int], a: Any, b: Any) -> tuple[str, int, int, bool] | None:
+        into = layout_of(out)
+        if into is None or out.shape != shape or out.dtype != a.dtype or not out.flags.writeable:
+            return None
+        return None if overlap(out, a) or overlap(out, b) else into
+
+    def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
+        """See `host.Runtime`."""
+        for way in (self._fast, self._planned):
+            result = way(a, b, out)
+            if result is not NotImplemented:
+                return result
+        if self._slow is None:
+            raise RuntimeError("no slow path is registered; call set_slow first")
+        return self._slow(a, b, out)
+
+    def make_plan(  # noqa: PLR0917
+        self, route: Route, a: Any, b: Any, c: Any, numbers: Any, outer: Any = None, *, detail: Any = None
+    ) -> Plan:
+        """See `host.Runtime`."""
+        if not isinstance(route, Route):
+            raise TypeError(f"{route!r} is no Route")
+        plan = Plan(self.launch, route, (a, b, c), numbers, outer)
+        plan.detail = detail
+        return plan
+
+    def set_slow(self, function: Callable[[Any, Any, Any], Any]) -> None:
+        """See `host.Runtime`."""
+        self._slow = _callable(function)
+
+    def set_resolver(self, function: Callable[..., Any], density: bool = False) -> None:
+        """See `host.Runtime`."""
+        self._resolver, self._density = _callable(function), bool(density)
+        self.clear_memo()
+
+    def set_planner(self, function: Callable[[Any, Any, Any], Any]) -> None:
+        """See `host.Runtime`."""
+        self._planner = _callable(function)
+        self.clear_memo()
+
+    def set_override(self, flag: bool) -> None:
+        """See `host.Runtime`."""
+        self._override = bool(flag)
+
+    def clear_memo(self) -> None:
+        """See `host.Runtime`."""
+        self._memo, self._plans = {}, {}
+
+    def memo_size(self) -> int:
+        """See `host.Runtime`."""
+        return len(self._memo) + len(self._plans)
+
+    def set_num_threads(self, threads: int) -> None:
+        """See `host.Runtime`."""
+        threads = operator.index(threads)
+        if threads < 1:
+            raise ValueError(f"the number of threads is {threads}; it must be at least 1")
+        if threads != self._lib.portmm_get_num_threads():
+            self._lib.portmm_set_num_threads(threads)
+            self.clear_memo()
+
+    def get_num_threads(self) -> int:
+        """See `host.Runtime`."""
+        return int(self._lib.portmm_get_num_threads())
+
+    def set_scratch(self, size: int) -> None:
+        """See `host.Runtime`."""
+        size = operator.index(size)
+        if size < 0:
+            raise ValueError(f"the limit of workspaces is {size} bytes; it must be at least 0")
+        self._lib.portmm_set_scratch(size)
+
+    def scratch(self) -> int:
+        """See `host.Runtime`."""
+        return int(self._lib.portmm_scratch())
+
+    def pool_threads(self) -> int:
+        """See `host.Runtime`."""
+        return int(self._lib.portmm_pool_threads())
+
+
+def _of_class(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The key of all M of a class."""
+    return (key[0], -row_class(key[1])[1], *key[2:])
+
+
+def _address(x: Any) -> int:
+    """An integer, or where the first element of an array lies; None is no address."""
+    if isinstance(x, np.ndarray):
+        return int(x.__array_interface__["data"][0])
+    return 0 if x is None else operator.index(x)
+
+
+def _callable(function: Callable[..., Any]) -> Callable[..., Any]:
+    if not callable(function):
+        raise TypeError(f"{function!r} is not callable")
+    return function

@@ -1,0 +1,369 @@
+"""Running kernels on this machine: the run time, built at first use.
+
+Owns the choice between the C extension and its twin through cffi, and the
+interface both offer. May import `ir.abi`, `build.shared_object`, `errors`, `build.sealed_library`.
+
+The C makes one translation unit: pool.c (threads), host.c (workspace, launch),
+and, with Python's headers, the files for NumPy arrays. What is called in a hot
+loop is C from end to end.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from portmm.ir.abi import ARGS
+from portmm.util import locks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.build.shared_object import Artifact
+    from portmm.errors import BuildError
+
+_C_ONLY = ("pool.c", "host.c")
+_WITH_PYTHON = ("extension.c", "memo.c", "matmul.c", "tape.c", "plan.c", "general.c", "module.c")
+
+# -Og halves the compile time of -O2 for five nanoseconds a call. -lc brings
+# libc back, which kernels do without; libgcc, home of the out-of-line atomics
+# of aarch64, stays out. Nobody unwinds through here; the tables take a tenth.
+_FLAGS = ("-Og", "-fno-asynchronous-unwind-tables", "-lc", "-pthread", "-fvisibility=hidden")
+_ARCH_FLAGS = {"aarch64": ("-mno-outline-atomics",)}
+
+_MODULE = "_portmm_run"
+
+_lock = locks.lock()
+
+
+class Runtime(Protocol):
+    """What the extension and its twin both offer.
+
+    Types: `Packed(owner, k, n, dtype, family, b_k, b_n, b_batch, shape=(k, n))`
+    is a weight laid out for a family of micro-kernels, its data in the 1-D array
+    `owner` and its three strides as the kernel wants them; a base for a Python class.
+    `Kernel`, `Route` and `Plan` are made by the functions below.
+    """
+
+    Packed: type[Any]
+    Kernel: type[Any]
+    Route: type[Any]
+    Plan: type[Any]
+
+    def load(self, path: str | Path, symbol: str, file: str | Path = "") -> Any:
+        """The kernel `symbol` in the shared object at `path`.
+
+        The loader is given `file` instead, if that is another name of the same bytes: see `sealed`.
+
+        Raises:
+            BuildError: it cannot be loaded.
+        """
+
+    def make_route(self, kernel: Any, work_bytes: int, workers: int, dtype: str, unit: int = 1) -> Any:
+        """A kernel with the workspace it needs and the most threads it may use.
+
+        `dtype` names the types of A, B and C, "f32" or "u8-s8-s32"; offsets of B
+        count `unit` elements.
+        """
+
+    def register_dtype(self, name: str, dtype: Any) -> None:
+        """Tell what arrays of "bf16" look like, which is not NumPy's own."""
+
+    def execute(self, route: Any, *numbers: Any) -> None:
+        """Run a kernel on raw memory.
+
+        `numbers` are m, n, k, batch, a pointer (an array, or an integer), a_m, a_k, a_batch, b pointer,
+        b_k, b_n, b_batch, c pointer, c_m, c_n, c_batch, with strides in
+        elements, and optionally None or a bytes-like object of int64 triples:
+        the kernel runs once for each triple of offsets (a, b, c), in elements.
+        After that, a quantised product takes a_scale, b_scale, bias, a_zero,
+        a_sum and b_zero, pointers or None: see kernels/cpu/epilogue.py. Fused
+        expressions take two more, their operands and numbers: see `abi.ARGS`.
+
+        Raises:
+            MemoryError: no memory for the workspace.
+        """
+
+    def execute_all(self, routes: tuple[Any, ...], address: int) -> None:
+        """Run kernels one after the other.
+
+        At `address` lie 26 words of 64 bits for each: the 16 numbers of `execute`, the address
+        and the count of its offsets, or 0, and the 8 pointers that follow, or 0.
+
+        Raises:
+            MemoryError: no memory for a workspace.
+        """
+
+    def describe(self, values: tuple[Any, ...], rows: int = 0) -> bytes | None:
+        """What decides how a function of native arrays, packed weights and integers runs; None for others.
+
+        Extents that are as many as `rows` stand for the class of that (see `row_classes`).
+        """
+
+    def address(self, array: Any) -> int:
+        """Where the first element of an array lies."""
+
+    def are_scales(self, vector: Any) -> bool:
+        """Whether all numbers of a contiguous vector of float32 are finite and not negative."""
+
+    def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
+        """The product of two arrays, or of an array and a `Packed`.
+
+        2-D arrays with a unit stride, of native types that multiply as they are, go straight to
+        the kernel that the resolver names. Other aligned, native arrays, not
+        empty and of at most 8 dimensions, run the plan that the planner made
+        for their types, shapes and strides. All else, and an `out`
+        that overlaps an operand, goes to the slow path.
+        """
+
+    def make_plan(  # noqa: PLR0917
+        self,
+        route: Any,
+        a: tuple[tuple[int, ...], tuple[int, ...]],
+        b: Any,
+        c: tuple[tuple[int, ...], tuple[int, ...]],
+        numbers: tuple[int, ...],
+        outer: Any = None,
+        *,
+        detail: Any = None,
+    ) -> Any:
+        """A callable for arrays of these shapes and strides only.
+
+        `a`, `b` and `c` are (shape, strides in bytes); `b` may be a `Packed`,
+        which then is bound. `numbers` are those of `execute` without the
+        pointers; `detail` becomes an attribute. Call the plan as plan(a, b, out=None), or plan(a, out=None).
+
+        Raises:
+            ValueError: shapes, strides or numbers are malformed; when called,
+                an operand differs, or out overlaps an input.
+            TypeError: when called, an operand is no array or of another dtype.
+        """
+
+    def set_slow(self, function: Callable[[Any, Any, Any], Any]) -> None:
+        """Register what `matmul` calls as function(a, b, out) off the fast path."""
+
+    def set_resolver(self, function: Callable[..., Any], density: bool = False) -> None:
+        """Register what names the route of a new shape.
+
+        Called as function(dtype, m, n, k, a, b, c, family), with layouts "row",
+        "col" and, for b, "packed"; family is "" unless b is packed. It returns
+        a Route, which is remembered, or None for the slow path; or a Route and True
+        if it serves every M of a class (see `row_classes`), for which it is remembered
+        then. `dtype` names all types where they differ, "u8-s8-s32". With `density`
+        it also gets a boolean: every operand is dense (leading stride equal to
+        the extent), and dense and other operands are remembered apart.
+        """
+
+    def set_planner(self, function: Callable[[Any, Any, Any], Any]) -> None:
+        """Register what makes the plan for operands not seen before.
+
+        Called as function(a, b, out) with arrays, a `Packed` b, or an out of
+        None. It returns a Plan for just these shapes and strides, or None for
+        the slow path; both are remembered. A `Packed` is not to be bound: its
+        `owner` takes the place of b in the plan. An exception goes to the caller.
+        """
+
+    def set_override(self, flag: bool) -> None:
+        """While true, every `matmul` takes the slow path."""
+
+    def clear_memo(self) -> None:
+        """Forget all routes and plans."""
+
+    def memo_size(self) -> int:
+        """How many routes and plans are remembered."""
+
+    def set_num_threads(self, threads: int) -> None:
+        """Bound the threads of one call; a change forgets all routes and plans.
+
+        Raises:
+            ValueError: `threads` is less than 1.
+        """
+
+    def get_num_threads(self) -> int:
+        """The bound on the threads of one call; at first, the processors of this process."""
+
+    def set_scratch(self, size: int) -> None:
+        """Bound the bytes of workspaces that all threads together keep between calls.
+
+        Workspaces of a MiB or less stay with their threads, and do not count.
+
+        Raises:
+            ValueError: `size` is negative.
+        """
+
+    def scratch(self) -> int:
+        """Bytes of the workspaces that count."""
+
+    def pool_threads(self) -> int:
+        """How many threads the pool has started in this process."""
+
+
+def python_headers() -> Path | None:
+    """The directory of Python.h for this interpreter, or None."""
+    # Nearly always here; sysconfig takes a millisecond to say so.
+    usual = Path(sys.base_prefix, "include", f"python{sys.version_info.major}.{sys.version_info.minor}{sys.abiflags}")
+    if (usual / "Python.h").is_file():
+        return usual
+    import sysconfig
+
+    folder = Path(sysconfig.get_path("include"))
+    return folder if (folder / "Python.h").is_file() else None
+
+
+def source(*, python: bool) -> str:
+    """The C source of the run time, with or without its Python half."""
+    here = Path(__file__).parent
+    names = _C_ONLY + (_WITH_PYTHON if python else ())
+    first = "#define _GNU_SOURCE 1\n" + ("#define PORTMM_PYTHON 1\n" if python else "")
+    return first + ARGS + "".join(f'#line 1 "{n}"\n{(here / n).read_text(encoding="utf-8")}' for n in names)
+
+
+def flags() -> tuple[str, ...]:
+    """Compiler flags for `source` on this machine, beyond those of every kernel."""
+    return _FLAGS + _ARCH_FLAGS.get(os.uname().machine, ())
+
+
+def load_extension(code: bytes = b"", path: Path | None = None) -> Runtime:
+    """Load the extension module, built now if it is not given.
+
+    Args:
+        code: the bytes of the shared object, which were checked.
+        path: where they were read from.
+
+    Raises:
+        BuildError: the compiler failed, there are no Python headers, or what was built cannot be loaded.
+    """
+    from portmm.build.sealed_library import load
+    from portmm.errors import BuildError
+
+    if path is None:
+        artifact = _build_extension()
+        code, path = artifact.code, artifact.path
+    try:
+        module = load(code, path, _extension_at)
+    except ImportError as error:
+        raise BuildError(f"{path} cannot be loaded: {error}") from error
+    module.__file__ = str(path)  # where it is kept; it was loaded by another name
+    return module  # type: ignore[no-any-return]
+
+
+def _extension_at(where: str) -> Any:
+    from importlib.machinery import ExtensionFileLoader, ModuleSpec
+    from importlib.util import module_from_spec
+
+    loader = ExtensionFileLoader(_MODULE, where)
+    module: Any = module_from_spec(ModuleSpec(_MODULE, loader, origin=where))
+    loader.exec_module(module)
+    return module
+
+
+def _build_extension() -> Artifact:
+    from portmm.build.shared_object import build
+    from portmm.errors import BuildError
+
+    headers = python_headers()
+    if headers is None:
+        raise BuildError("Python.h is not installed; install your Python's development package, or use the cffi twin")
+    symbols = (f"PyInit_{_MODULE}",)
+    return build(source(python=True), flags=flags(), name=_MODULE, include=(headers,), symbols=symbols)
+
+
+def load_twin() -> Runtime:
+    """Build the Python-free half and drive it through cffi.
+
+    Raises:
+        BuildError: the compiler failed, or what was built cannot be loaded.
+    """
+    from portmm.build.sealed_library import load
+    from portmm.build.shared_object import build
+    from portmm.runtime.cffi_runtime import SYMBOLS, Twin
+
+    artifact = build(source(python=False), flags=flags(), name="portmm_run", symbols=SYMBOLS)
+    return load(artifact.code, artifact.path, Twin)
+
+
+def load_kernel(runtime: Any, code: bytes, path: Path, symbol: str) -> Any:
+    """A kernel of a shared object whose bytes were checked.
+
+    Raises:
+        BuildError: it cannot be loaded.
+    """
+    from portmm.build.sealed_library import load
+
+    return load(code, path, lambda file: runtime.load(str(path), symbol, file))
+
+
+_loaded: list[Runtime] = []
+_refused: list[BuildError] = []
+
+
+def runtime(code: bytes = b"", path: Path | None = None) -> Runtime:
+    """The run time of this process, built and loaded by the first caller.
+
+    The extension where Python's headers are, else the twin: the same meaning,
+    some microseconds more per call.
+
+    Args:
+        code: the extension's bytes, where they are known to be those of this source and interpreter.
+        path: where they were read from.
+
+    Raises:
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    if _loaded:
+        return _loaded[0]
+    with _lock:
+        if not _loaded:
+            _loaded.append(_load(code, path))
+        return _loaded[0]
+
+
+def _load(code: bytes, path: Path | None) -> Runtime:
+    """The run time; a failure to build it is remembered, since even to look it up takes a millisecond.
+
+    Raises:
+        BuildError: it cannot be built, now or when that was tried.
+    """
+    import time
+
+    from portmm.errors import BuildError
+
+    if _refused and time.monotonic() < _refused[0].retry_at:
+        raise _refused[0].again()
+    try:
+        return load_extension(code, path) if path is not None or python_headers() else load_twin()
+    except BuildError as error:
+        _refused[:] = [error.again()]
+        raise
+
+
+def types() -> Any:
+    """The run time, or where it cannot be built what of it needs no compiler: see `plain`."""
+    if _loaded:
+        return _loaded[0]
+    from portmm.errors import BuildError
+
+    try:
+        return runtime()
+    except BuildError:
+        from portmm.runtime.no_compiler import PLAIN
+
+        return PLAIN
+
+
+def has_kernels(found: Any) -> bool:
+    """Whether what `types` gave is the run time itself."""
+    return bool(_loaded) and found is _loaded[0]
+
+
+def replayer() -> Callable[..., Any] | None:
+    """What does the operations of a `cost_tape.Tape`: the extension's, if it is loaded."""
+    return getattr(_loaded[0], "tape", None) if _loaded else None
+
+
+def forget_refusal() -> None:
+    """Build the run time again when it is next asked for."""
+    _refused.clear()

@@ -1,0 +1,393 @@
+"""OpenCL devices: what they are, building programs through the cache, launching kernels.
+
+Owns all that is said to OpenCL's drivers, through PyOpenCL, which is imported
+at the first use. May import `build.shared_object`, `build.cache`, `host.detect`, `errors`, `build.failed_builds`, `version`,
+`runtime.device_facts`.
+
+A driver's binary is kept as other machine code is. PyOpenCL's own cache is not
+used: it trusts what it finds, and it is of no use where the driver has one too.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from importlib import import_module
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm.build import cache, failed_builds
+from portmm.build.shared_object import failure
+from portmm.errors import BuildError, DeviceError, NoDeviceError
+from portmm.runtime.device_facts import Facts
+from portmm.util import locks
+from portmm.version import VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from threading import Lock
+
+_SUFFIX = ".clbin"
+
+# OpenCL C fixes the sizes of its types, on every device.
+_SCALARS = {"int": np.int32, "long": np.int64, "float": np.float32}
+_KINDS = ("pointer", *_SCALARS)
+
+# What drivers call the number of threads that run in step, the most standard first.
+_WARPS = ("preferred_work_group_size_multiple", "warp_size_nv", "wavefront_width_amd")
+
+_lock = locks.lock()
+_queues: dict[int, tuple[Any, Any]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a driver made of a source.
+
+    Attributes:
+        program: PyOpenCL's, built.
+        name: what the builder called it.
+        log: what the driver said when it compiled.
+        seconds: how long it took to compile, now or when the entry was made.
+        cached: the driver was given a binary.
+        key: SHA-256 of everything that the binary depends on.
+    """
+
+    program: Any
+    name: str
+    log: str
+    seconds: float
+    cached: bool
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A kernel, for all threads.
+
+    Attributes:
+        kernel: PyOpenCL's. It holds its arguments from when they are set until
+            it is launched, so one thread at a time may do both.
+        name: of the kernel.
+        lock: held meanwhile.
+    """
+
+    kernel: Any
+    name: str
+    lock: Lock = field(default_factory=locks.lock)
+
+
+def pyopencl() -> Any:
+    """The module of that name.
+
+    Raises:
+        NoDeviceError: it cannot be imported.
+    """
+    try:
+        return import_module("pyopencl")
+    except ImportError as error:
+        raise NoDeviceError(
+            f"OpenCL devices are reached through PyOpenCL, which cannot be imported: {error}; `pip install pyopencl`, "
+            "and a driver that registers itself (an ICD): the GPU vendor's, or pocl-opencl-icd for processors"
+        ) from error
+
+
+def default_device() -> Any:
+    """The first GPU, or else the first device, that any driver offers.
+
+    Raises:
+        NoDeviceError: there is none, or no PyOpenCL.
+    """
+    cl = pyopencl()
+    found = []
+    reason = "no driver (ICD) is registered"
+    try:
+        platforms = cl.get_platforms()
+    except cl.Error as error:
+        platforms, reason = [], str(error)
+    for platform in platforms:
+        try:
+            found += platform.get_devices()
+        except cl.Error as error:  # one driver's trouble is not another's
+            reason = f"{platform.name}: {error}"
+    if not found:
+        raise NoDeviceError(
+            f"there is no OpenCL device: {reason}; install a driver, the GPU vendor's or pocl-opencl-icd; "
+            "where /etc/OpenCL/vendors cannot be written to, OCL_ICD_VENDORS names a folder with its .icd file"
+        )
+    return next((d for d in found if d.type & cl.device_type.GPU), found[0])
+
+
+def facts(device: Any = None) -> Facts:
+    """What the driver says of a device of PyOpenCL, by default `default_device()`.
+
+    Raises:
+        NoDeviceError: there is no device, or no PyOpenCL.
+        DeviceError: the driver does not describe it.
+    """
+    cl = pyopencl()
+    device = default_device() if device is None else device
+    try:
+        return _facts(cl, device)
+    except cl.Error as error:
+        raise DeviceError(f"the OpenCL driver does not describe {device}: {error}; install a newer driver") from error
+
+
+def _facts(cl: Any, device: Any) -> Facts:
+    kinds = ((cl.device_type.GPU, "gpu"), (cl.device_type.CPU, "cpu"))
+    local = int(device.local_mem_size)
+    return Facts(
+        language="opencl",
+        name=device.name.strip("\0 "),
+        vendor=device.vendor.strip("\0 "),
+        kind=next((kind for bit, kind in kinds if device.type & bit), "accelerator"),
+        processors=int(device.max_compute_units),
+        warp=next(filter(None, (_optional(cl, device, name) for name in _WARPS)), 1),
+        block_threads=int(device.max_work_group_size),
+        shared_bytes=local,
+        registers=_optional(cl, device, "registers_per_block_nv"),
+        l2_bytes=int(device.global_mem_cache_size),
+        memory_bytes=int(device.global_mem_size),
+        clock_ghz=device.max_clock_frequency / 1000,
+        bandwidth_gbs=0.0,
+        architecture="",
+        extensions=tuple(sorted(device.extensions.split())),
+        driver=device.driver_version,
+        shared_most=local,
+    )
+
+
+def _optional(cl: Any, device: Any, name: str) -> int:
+    """A number that some drivers tell, 0 from the others."""
+    try:
+        return int(getattr(device, name))
+    except (cl.Error, AttributeError, TypeError):
+        return 0
+
+
+def default_queue(context: Any) -> Any:
+    """A queue for arrays that have none: the same one for all of a context.
+
+    Raises:
+        DeviceError: the driver makes none.
+    """
+    cl = pyopencl()
+    with _lock:
+        found = _queues.get(context.int_ptr)
+        if found is None:
+            try:
+                # With its context, whose address no other one gets then: not every driver's queue keeps it.
+                found = _queues[context.int_ptr] = (context, cl.CommandQueue(context))
+            except cl.Error as error:
+                raise DeviceError(f"the OpenCL driver makes no queue for {context}: {error}") from error
+    return found[1]
+
+
+# -- building ------------------------------------------------------------------------
+
+
+def _identity(cl: Any, device: Any) -> tuple[str, ...]:
+    """What a binary depends on, apart from its source and options."""
+    platform = device.platform
+    words = (platform.name, platform.version, device.name, device.version, device.driver_version)
+    if not device.type & cl.device_type.CPU:
+        return words
+    # Virtual machines share names of processors that have not the same instructions.
+    from portmm.host.detect import host_features
+
+    return (*words, *sorted(host_features()))
+
+
+def _raw(cl: Any, *made_of: Any) -> Any:
+    # The public class looks into PyOpenCL's cache first, and warns of any word
+    # that a driver says, which some do about every kernel.
+    return cl._cl._Program(*made_of)  # noqa: SLF001
+
+
+def _built(cl: Any, raw: Any, device: Any, options: str) -> Any:
+    """PyOpenCL's program, built by its driver."""
+    raw._build(options.encode(), [device])  # noqa: SLF001
+    return cl.Program(raw)
+
+
+def _log(cl: Any, program: Any, device: Any) -> str:
+    return str(program.get_build_info(device, cl.program_build_info.LOG) or "").strip("\0\n ")
+
+
+def _warm(cl: Any, context: Any, device: Any, options: str, key: str) -> Program | None:
+    """The program from the cache, or None where there is none that the driver takes."""
+    found = cache.load(key, _SUFFIX)
+    if found is None:
+        return None
+    entry, binary = found
+    try:
+        program = _built(cl, _raw(cl, context, [device], [binary]), device, options)
+    except cl.Error:
+        return None
+    return Program(program, entry.name, entry.more.get("log", ""), entry.seconds, cached=True, key=key)
+
+
+def _cold(  # noqa: PLR0917 - one place calls it
+    cl: Any, context: Any, device: Any, source: str, stem: str, options: str, key: str
+) -> Program:
+    start = time.perf_counter()
+    raw = None
+    words = (f"OpenCL's driver for {device.name}", *options.split())
+    try:
+        raw = _raw(cl, context, source)
+        program = _built(cl, raw, device, options)
+    except cl.Error as error:
+        said = (_log(cl, raw, device) if raw is not None else "") or str(error)
+        refused = failure(words, key, source, said, suffix=".cl", advice="try a newer driver")
+        raise (failed_builds.passing if failed_builds.passes(None, said) else failed_builds.lasting)(
+            key, refused
+        ) from error
+    seconds = time.perf_counter() - start
+    return Program(program, stem, _log(cl, raw, device), seconds, cached=False, key=key)
+
+
+def compile_opencl(source: str, name: str, context: Any, device: Any = None, options: str = "") -> Program:
+    """Build `source` for a device, from the cache if its binary is there and the driver takes it.
+
+    Processes that want the same program at the same time compile it once.
+
+    Args:
+        source: OpenCL C.
+        name: for messages and the cache.
+        context: PyOpenCL's.
+        device: one of the context's, by default its first.
+        options: for the driver's compiler, with spaces between.
+
+    Raises:
+        BuildError: the compiler failed; its own words are in the message.
+        NoDeviceError: there is no PyOpenCL.
+    """
+    cl = pyopencl()
+    device = context.devices[0] if device is None else device
+    stem = "".join(c if c.isascii() and (c.isalnum() or c in "_-") else "_" for c in name) or "kernel"
+    text = "\0".join((VERSION, "opencl", *_identity(cl, device), options, source))
+    key = cache.digest(text.encode("utf-8", "replace"))
+    found = _warm(cl, context, device, options, key)
+    if found is not None:
+        return found
+    with cache.lock(key):
+        found = _warm(cl, context, device, options, key)
+        if found is None:
+            refused = failed_builds.known(key)
+            if refused is not None:
+                raise refused
+            found = _cold(cl, context, device, source, stem, options, key)
+            _keep(cl, found, device, options)
+    return found
+
+
+def _keep(cl: Any, made: Program, device: Any, options: str) -> None:
+    """Put a binary into the cache; a driver without one just compiles again."""
+    try:
+        devices = made.program.get_info(cl.program_info.DEVICES)
+        binary = made.program.get_info(cl.program_info.BINARIES)[devices.index(device)]
+    except (cl.Error, ValueError):
+        return
+    if binary:
+        compiler = f"{device.platform.name} {device.driver_version}"
+        command, more = f"{device.name}: {options or 'no options'}", {"log": made.log}
+        try:
+            cache.keep(
+                made.key,
+                bytes(binary),
+                name=made.name,
+                seconds=made.seconds,
+                compiler=compiler,
+                command=command,
+                suffix=_SUFFIX,
+                more=more,
+            )
+        except OSError:
+            return
+
+
+# -- launching -----------------------------------------------------------------------
+
+
+def load(program: Program, name: str) -> Function:
+    """The kernel `name` of a program.
+
+    Raises:
+        BuildError: the program has no such kernel.
+    """
+    cl = pyopencl()
+    try:
+        return Function(cl.Kernel(program.program, name), name)
+    except cl.Error as error:
+        raise BuildError(f"program {program.name} has no kernel {name}: {error}; is it declared __kernel?") from error
+
+
+def launch(  # noqa: PLR0917 - what a launch has
+    function: Function,
+    grid: tuple[int, ...],
+    block: tuple[int, ...],
+    arguments: Sequence[tuple[str, Any]],
+    queue: Any,
+    wait_for: Sequence[Any] | None = None,
+) -> Any:
+    """Put a kernel into a queue, and return before it has run.
+
+    Args:
+        function: what `load` gave.
+        grid: work-groups along each of up to three dimensions; nothing runs if one is 0.
+        block: work-items of a group along each.
+        arguments: pairs of a kind, "pointer", "int", "long" or "float", and a value. A
+            pointer is a buffer, or memory of SVM, and an offset in elements, which the
+            kernel takes as two parameters, the second a long; None is NULL.
+        queue: PyOpenCL's.
+        wait_for: events that come first; of a queue out of order, without them, whatever is in it does, and
+            what is put into it later comes after.
+
+    Returns:
+        PyOpenCL's event of the launch; None if nothing runs.
+
+    Raises:
+        DeviceError: the driver refused an argument or the launch.
+        ValueError: a kind is unknown.
+    """
+    if 0 in grid:
+        return None
+    cl = pyopencl()
+    words = _words(arguments)
+    block += (1,) * (len(grid) - len(block))
+    size = tuple(g * b for g, b in zip_longest(grid, block, fillvalue=1))
+    try:
+        with function.lock:
+            for i, word in enumerate(words):
+                function.kernel.set_arg(i, word)
+            if wait_for is not None or not _loose(cl, queue):
+                return cl.enqueue_nd_range_kernel(queue, function.kernel, size, block, wait_for=wait_for)
+            cl.enqueue_barrier(queue)
+            event = cl.enqueue_nd_range_kernel(queue, function.kernel, size, block)
+            cl.enqueue_barrier(queue)
+            return event
+    except cl.Error as error:
+        raise DeviceError(
+            f"OpenCL did not launch {function.name} with grid {grid}, block {block} and {len(words)} parameters: "
+            f"{error}"
+        ) from error
+
+
+def _loose(cl: Any, queue: Any) -> bool:
+    """A queue runs commands in any order."""
+    return bool(queue.properties & cl.command_queue_properties.OUT_OF_ORDER_EXEC_MODE_ENABLE)
+
+
+def _words(arguments: Sequence[tuple[str, Any]]) -> list[Any]:
+    words: list[Any] = []
+    for kind, value in arguments:
+        if kind == "pointer":
+            buffer, offset = (None, 0) if value is None else value
+            words += (buffer, np.int64(offset))
+        elif kind in _SCALARS:
+            words.append(_SCALARS[kind](value))
+        else:
+            raise ValueError(f"arguments of kind {kind!r} are unknown; use one of {', '.join(_KINDS)}")
+    return words

@@ -1,0 +1,1 @@
+"""How it is computed: candidates, legality, and the cost model."""

@@ -1,0 +1,216 @@
+"""Candidates, enumerated once for all problems that have the same ones.
+
+Owns the cache of candidate lists and of their cost tables. Imports `schedule.cpu_candidates`, `schedule.cpu_cost`, `schedule.schedule`. Enumeration
+looks at sizes through few thresholds only (see `_Kind.features`): problems that lie on the same sides of all of
+them have the same candidates. tests/test_candidate_sets.py holds this against fresh enumerations.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field, replace
+from math import gcd, lcm
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm.schedule.cost_table import Table, table
+from portmm.schedule.cost_tape import Tape
+from portmm.schedule.cpu_candidates import (
+    CODED_BLOCK,
+    DOT_TILES,
+    FEW_BYTES,
+    FEW_ROWS,
+    MOST_PACKED,
+    SPLIT_DEPTH,
+    SPLIT_STEPS,
+    STREAM_DEPTHS,
+    TALLEST,
+    THIN_ROWS,
+    candidates,
+    proposals,
+    units,
+)
+from portmm.schedule.schedule import illegal
+from portmm.schedule.textbook import FEW_VECTORS, follows
+from portmm.spec.dtype import BY_NAME
+from portmm.util.memo import Memory
+
+if TYPE_CHECKING:
+    from portmm.schedule.cost_columns import Flags
+    from portmm.schedule.schedule import Schedule
+    from portmm.spec.problem import Problem
+    from portmm.target.target import Target
+
+MOST_SETS = 256
+"""Sets remembered before starting afresh: about 50 KB each."""
+MOST_KINDS = 256
+UNLIMITED = 1 << 40
+"""An extent beyond all blocks: a footprint that is legal there is legal at any size."""
+REACHES = (2048, 8192, UNLIMITED)
+"""Extents between which what fits a level may differ: blocks of the literature fill levels only if C is large."""
+WIDEST = 4
+"""Vectors of B that a register tile has at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateSet:
+    """Legal schedules for a problem, and the table that their costs come from.
+
+    Attributes:
+        schedules: in the order of `candidates`.
+        table: the same, as columns.
+        textbook: which of them are a textbook's.
+        tapes: those of the table that have been asked for.
+    """
+
+    schedules: tuple[Schedule, ...]
+    table: Table
+    textbook: Flags
+    tapes: dict[tuple[int, bool], Tape | None] = field(default_factory=dict, compare=False)
+
+    def tape(self, rows: int, *, several: bool) -> Tape | None:
+        """The tape of the table, for so many numbers of rows; None the first time, when NumPy takes less."""
+        key = rows, several
+        if key not in self.tapes:
+            self.tapes[key] = None
+            return None
+        found = self.tapes[key]
+        if found is None:
+            found = self.tapes[key] = Tape.of(self.table, rows, several=several)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Thresholds of sizes for problems that differ in sizes only; all are those of the kernel's M, N and K.
+
+    Attributes:
+        target: the machine, kept alive since its identity is part of a key.
+        swap: the kernel computes the transpose.
+        exact: no two sizes have the same candidates.
+        rows: M up to which each M differs.
+        wide: N up to which each N differs.
+        across: N differ by their greatest common divisor with this.
+        strips: rows of the atoms that multiply tiles.
+        packs: k side by side and bytes of a right fragment, of each unit.
+        l2: bytes of L2.
+        private: bytes that a thread keeps to itself.
+        few: N up to which textbook blockings leave A in place.
+        deep: every K differs.
+        chains: sums are one chain, so that k is never shared out.
+    """
+
+    target: Target
+    swap: bool
+    exact: bool
+    rows: int
+    wide: int
+    across: int
+    strips: tuple[int, ...]
+    packs: tuple[tuple[int, int], ...]
+    l2: int
+    private: int
+    few: tuple[int, ...]
+    deep: bool
+    chains: bool
+
+    def features(self, p: Problem, rows: int) -> tuple[Any, ...]:
+        """Features of problems like `p`, of so many rows, that the enumeration depends on beside the kind."""
+        m, n, k = (p.n, rows, p.k) if self.swap else (rows, p.n, p.k)
+        if self.exact:
+            return m, n, k, p.batch
+        split = not self.chains and k > SPLIT_DEPTH * max(m, n)
+        batched: tuple[Any, ...] = ()
+        if p.batch > 1:
+            held = replace(p, m=rows).bytes
+            batched = (held // p.batch <= self.private, held > self.l2, held > FEW_BYTES * p.batch)
+        return (
+            m if m <= self.rows else (m <= FEW_ROWS, m <= CODED_BLOCK),
+            n if n <= self.wide else -gcd(n, self.across),
+            *(min(-(-m // rows), 3) for rows in self.strips),
+            *(-(-k // pack) * n * size <= MOST_PACKED for pack, size in self.packs),
+            k * n * BY_NAME[p.types[1]].bytes > self.l2,
+            *(k > SPLIT_STEPS * depth for depth in STREAM_DEPTHS),
+            *(n <= most for most in self.few),
+            (bisect_left(REACHES, m), bisect_left(REACHES, n), bisect_left(REACHES, k)),
+            k if split or self.deep else 0,
+            split,
+            batched,
+        )
+
+
+_kinds, _sets = Memory(MOST_KINDS), Memory(MOST_SETS)
+
+
+def candidate_set(p: Problem, target: Target, rows: int | None = None) -> CandidateSet:
+    """The candidates for a problem, or for one like it of so many rows.
+
+    Raises:
+        ScheduleError: nothing is legal.
+    """
+    rows = p.m if rows is None else rows
+    key, kind = _key(p, target, rows)
+    found: CandidateSet | None = _sets.get(key)
+    if found is None:
+        p = replace(p, m=rows)
+        found = _made(p, target, candidates(p, target))
+        if kind.exact or _fits_alike(p, target):
+            _sets.keep(key, found)
+    return found
+
+
+def _fits_alike(p: Problem, target: Target) -> bool:
+    """Whether the same blocks fit their levels for all problems of the reach of `p`."""
+    m, n, k = (REACHES[bisect_left(REACHES, size)] for size in (p.m, p.n, p.k))
+    least, most = replace(p, m=1, n=1, k=1), replace(p, m=m, n=n, k=k)
+    return all(
+        bool(illegal(s, least, isa, atom, target)) == bool(illegal(s, most, isa, atom, target))
+        for s, isa, atom in proposals(p, target)
+    )
+
+
+_about = attrgetter("dtype", "a", "b", "c", "family", "deterministic", "static", "post", "source", "fused")
+
+
+def _key(p: Problem, target: Target, rows: int) -> tuple[Any, _Kind]:
+    about = (id(target), _about(p))
+    kind: _Kind | None = _kinds.get(about)
+    if kind is None or kind.target is not target:
+        kind = _kinds.keep(about, _kind(p, target))
+    return (about, kind.features(p, rows)), kind
+
+
+def _kind(p: Problem, target: Target) -> _Kind:
+    swap = p.c == "col"
+    q = p.transposed() if swap else p
+    pairs = units(q.dtype, target)
+    atoms = [t for isa, _ in pairs for x in isa.atoms if (t := isa.atom(q.dtype, x.n)) is not None]
+    lines = {isa.columns(atom) for isa, atom in pairs} | {atom.n for atom in atoms}
+    l1, l2 = target.level("L1"), target.level("L2")
+    own = l2 or l1
+    return _Kind(
+        target,
+        swap,
+        exact=p.static,
+        rows=max(THIN_ROWS, *(TALLEST * atom.m for _, atom in pairs if not atom.tiled), 0),
+        wide=max(WIDEST * max(lines), *(nr for _, nr in DOT_TILES)),
+        # Without masks, B is read in place only if panels cover all of its columns.
+        across=1 if all(atom.mask for _, atom in pairs) else lcm(*(v * x for x in lines for v in range(1, WIDEST + 1))),
+        strips=tuple({atom.m for _, atom in pairs if atom.tiled}),
+        packs=tuple({(atom.k_pack, BY_NAME[atom.right].bytes) for atom in atoms}),
+        l2=l2.bytes if l2 else 0,
+        private=own.bytes if own else UNLIMITED,
+        few=tuple(sorted({FEW_VECTORS * atom.n for atom in atoms})),
+        deep=bool(p.fused),
+        chains=p.deterministic,
+    )
+
+
+def _made(p: Problem, target: Target, schedules: list[Schedule]) -> CandidateSet:
+    q = p.transposed() if p.c == "col" else p
+    isas = [target.isa(s.isa) for s in schedules]
+    atoms = [isa.atom(s.dtype, s.lanes) if isa else None for isa, s in zip(isas, schedules, strict=True)]
+    book = np.array([follows(s, p, target) for s in schedules])
+    return CandidateSet(tuple(schedules), table(q, schedules, [x for x in atoms if x is not None], target), book)

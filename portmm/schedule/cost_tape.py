@@ -1,0 +1,210 @@
+"""The cost model as a list of operations on columns.
+
+Owns `Tape`: what the model's functions do to the columns of one table, recorded by running them once on `Recorded`
+in place of arrays, so that the run time's C can do it without a call of NumPy for each step. Imports `schedule.cpu_cost`,
+`schedule.cost_table`, `schedule.cost_terms`. Both do the same operations on float64 in the same order: predictions are the same to
+the bit. What depends on the table alone is computed when the tape is made.
+
+A column of a tape has an element for each number of rows and candidate. An operation is five integers: what it
+does, the column that it makes, and up to three columns that it reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm.schedule.cost_terms import Array, Extents, Sizes, reached, shared
+from portmm.schedule.cpu_cost import Work, timed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from portmm.schedule.cost_table import Table
+    from portmm.spec.problem import Problem
+
+OPERATIONS = (
+    *("add", "subtract", "multiply", "divide", "minimum", "maximum", "ceil", "floor", "remainder"),
+    *("less", "less_equal", "equal", "not_equal", "where"),
+)
+"""Names of operations; the number of each is its place (see run/tape.c)."""
+_SWAPPED = {"greater": "less", "greater_equal": "less_equal"}
+# Flags are 0 and 1.
+_FLAGS = {"bitwise_and": "multiply", "bitwise_or": "maximum"}
+SHARED = 4
+"""Columns that say how several threads share the work, as `cost_terms.shared` gives them."""
+
+
+class Recorded(np.lib.mixins.NDArrayOperatorsMixin):
+    """A column of a tape that is being recorded, or one for each of several heights."""
+
+    __slots__ = ("places", "recorder")
+
+    def __init__(self, recorder: _Recorder, places: tuple[int, ...]) -> None:
+        self.recorder, self.places = recorder, places
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        """Record a function of elements."""
+        if method != "__call__" or options:
+            return NotImplemented
+        name = ufunc.__name__
+        if name == "invert":
+            return self.recorder.record("subtract", 1.0, self)
+        if name in _SWAPPED:
+            return self.recorder.record(_SWAPPED[name], *reversed(inputs))
+        return self.recorder.record(_FLAGS.get(name, name), *inputs)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
+        """Record a function of arrays."""
+        del types
+        known = _FUNCTIONS.get(function)
+        return NotImplemented if known is None or options else known(self.recorder, *args)
+
+    def sum(self, axis: int) -> Recorded:
+        """The sum over heights."""
+        assert axis == 0  # noqa: S101 - the model sums over nothing else
+        first, *rest = [Recorded(self.recorder, (place,)) for place in self.places]
+        for x in rest:
+            first = first + x
+        return first
+
+
+def _stacked(recorder: _Recorder, columns: Sequence[Any]) -> Recorded:
+    return Recorded(recorder, tuple([place for x in columns for place in recorder.places(x)]))
+
+
+def _found(recorder: _Recorder, bounds: Array, x: Recorded) -> Recorded:
+    """`np.searchsorted`: how many bounds are less."""
+    total = recorder.record("add", 0.0, 0.0)
+    for bound in bounds.tolist():
+        total = total + (x > bound)
+    return total
+
+
+def _chosen(recorder: _Recorder, at: Recorded, values: Array) -> Recorded:
+    """`np.choose`: the value at each place."""
+    *first, last = values.tolist()
+    result: Any = last
+    for i, value in enumerate(first):
+        result = recorder.record("where", at == float(i), value, result)
+    return recorder.record("add", result, 0.0) if isinstance(result, float) else result
+
+
+_FUNCTIONS: dict[Any, Callable[..., Recorded]] = {
+    np.where: lambda recorder, *args: recorder.record("where", *args),
+    np.stack: _stacked,
+    np.searchsorted: _found,
+    np.choose: _chosen,
+}
+
+
+class _Recorder:
+    """Operations and constants recorded so far: columns are numbered as they come, constants apart, below zero."""
+
+    def __init__(self, shape: tuple[int, int], given: int) -> None:
+        self.shape, self.count = shape, given
+        self.constants: dict[bytes, int] = {}
+        self.operations: dict[tuple[int, ...], int] = {}
+
+    def given(self, place: int) -> Recorded:
+        """A column that each use of the tape gives."""
+        return Recorded(self, (place,))
+
+    def places(self, x: Any) -> tuple[int, ...]:
+        """Where the columns of an operand are."""
+        if isinstance(x, Recorded):
+            return x.places
+        column = np.ascontiguousarray(np.broadcast_to(np.asarray(x, np.float64), self.shape))
+        return (self.constants.setdefault(column.tobytes(), -1 - len(self.constants)),)
+
+    def record(self, name: str, *operands: Any) -> Recorded:
+        """An operation, or one for each height; one that is there already is not done again."""
+        read = [self.places(x) for x in operands]
+        made = []
+        for i in range(max(map(len, read))):
+            key = (OPERATIONS.index(name), *[x[i % len(x)] for x in read])
+            if key not in self.operations:
+                self.operations[key] = self.count
+                self.count += 1
+            made.append(self.operations[key])
+        return Recorded(self, tuple(made))
+
+
+@dataclass(frozen=True, slots=True)
+class Tape:
+    """Operations that predict the seconds of all candidates of a table.
+
+    Attributes:
+        code: the operations, five integers each; the last makes the predictions.
+        constants: the first columns.
+        shape: numbers of rows, and candidates.
+        several: threads share the work; how they do follows the constants.
+    """
+
+    code: np.ndarray[Any, np.dtype[np.int32]]
+    constants: Array
+    shape: tuple[int, int]
+    several: bool
+
+    @classmethod
+    def of(cls, t: Table, rows: int, *, several: bool) -> Tape:
+        """The tape of a table, for some number of rows, and one thread or several."""
+        names = tuple([level.name for level in t.target.levels]) if "strided" in t.some else ()
+        among = SHARED if several else 0
+        shape = (rows, t.x.mr.size)
+        recorder = _Recorder(shape, among + 4 + len(names))
+        m, n, k, batch, *sets = [recorder.given(among + i) for i in range(4 + len(names))]
+        sizes = Sizes(m, n, k, batch, dict(zip(names, sets, strict=True)))  # type: ignore[arg-type]
+        v = Extents.of(t, sizes)
+        parts: Any = [recorder.given(i) for i in range(among)] if several else shared(v, 1)
+        seconds: Any = timed(v, Work.of(v), 2 if several else 1, tuple(parts)).seconds
+        constants = np.array([np.frombuffer(x, np.float64) for x in recorder.constants])
+        return cls(_placed(recorder, seconds.places[0], among + 4 + len(names)), constants, shape, several)
+
+    def replayed(self, run: Callable[..., Array], t: Table, q: Problem, rows: Sequence[int], workers: int) -> Array:
+        """Predicted seconds, by number of rows, then by candidate.
+
+        Args:
+            run: what does the operations.
+            t: the table that the tape was made of.
+            q: a problem of the kind that the table is for, with C by rows, whatever its M.
+            rows: values of M, as many as the tape is for.
+            workers: threads that share the work.
+        """
+        alike = (q.n, q.k, q.batch, *reached(t, q.n).values())
+        given = np.array([rows, *[(x,) * len(rows) for x in alike]], np.float64)
+        among = None
+        if self.several:
+            parts = shared(Extents.of(t, Sizes.of(t, q, rows)), workers)
+            among = np.array([np.broadcast_to(x, self.shape).ravel() for x in parts])
+        return run(self.code, self.constants, given, among).reshape(self.shape)
+
+
+def _placed(recorder: _Recorder, result: int, given: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """The operations that the result needs; a column makes room for another after its last use."""
+    by_place = {place: key for key, place in recorder.operations.items()}
+    last, needed = {result: result}, {result}
+    for place in range(result, given - 1, -1):
+        if place in needed:
+            for x in by_place[place][1:]:
+                needed.add(x)
+                last.setdefault(x, place)
+    constants = len(recorder.constants)
+    where = {x: -1 - x for x in range(-constants, 0)} | {x: constants + x for x in range(given)}
+    free: list[int] = []
+    most = constants + given
+    code = []
+    for place in range(given, result + 1):
+        if place not in needed:
+            continue
+        number, *read = by_place[place]
+        at = [where[x] for x in read]
+        free += [where[x] for x in dict.fromkeys(read) if x >= given and last[x] == place]
+        if free:
+            where[place] = free.pop()
+        else:
+            where[place], most = most, most + 1
+        code.append((number, where[place], *at, *(0,) * (3 - len(at))))
+    return np.array(code, np.int32)

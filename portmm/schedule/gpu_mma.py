@@ -1,0 +1,138 @@
+"""The schedules worth considering for units that multiply fragments which a warp holds: see `kernels.mma`.
+
+Owns their enumeration, and what they need of registers and shared memory. Imports `schedule.schedule`, `spec.problem`,
+`target.target`. A warp's part is as square as its registers allow, because it loads (WM + WN) words for WM x WN products;
+of few rows, or columns, a block has no more than there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from portmm.schedule.schedule import ALL, Schedule, Tile
+from portmm.spec.dtype import BY_NAME, FP8
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from portmm.spec.problem import Problem
+    from portmm.target.target import Atom, Isa, Target
+
+WARP = 32
+BLOCKS = (
+    (128, 256, 64, 64), (256, 128, 64, 64), (128, 128, 64, 64), (128, 128, 64, 32), (128, 64, 64, 32),
+    (64, 128, 32, 64), (64, 64, 32, 32), (32, 128, 32, 32), (128, 32, 32, 32), (32, 64, 16, 32), (64, 32, 32, 16),
+    (16, 128, 16, 32), (16, 64, 16, 16), (128, 16, 32, 16), (64, 16, 16, 16),
+    (8, 128, 8, 32), (8, 64, 8, 16), (128, 8, 32, 8), (64, 8, 16, 8),
+)  # fmt: skip
+"""Of a block and of a warp: rows and columns. Those of 8 need an atom with as few rows or columns there."""
+DEPTHS = (64, 128)
+"""Bytes of a row of A, or column of B, in shared memory: two or four atoms."""
+STAGES = (3, 4, 5)
+"""Tiles in shared memory where copies are asynchronous."""
+LEAST_COPY = 4
+"""Bytes of an asynchronous copy, at least: PTX ISA, cp.async."""
+WIDE = (2, 4)
+"""Bytes of elements whose fragments are loaded transposed: PTX ISA, ldmatrix; and word by word."""
+PIECE = 16
+NARROW, LEAST = 2, 8
+"""Bytes of results that go through shared memory, and of what a thread then moves at once, at least: of two lanes'
+16 bits each, memory would move half of what it could."""
+FEW = 32
+"""Rows of a block's tile up to which operands change sides: atoms have half as many columns as rows."""
+GROUP = 8
+SPLITS = (1, 2, 4, 8, 16)
+ADDRESSES, PER_COPY, SWAPPED = 46, 6, 20
+"""Registers of a thread for counters, for each vector that it moves, and for rows of C in two directions; the
+least with which NVRTC 13 spills nothing, of all tiles. It loads the fragments of a next step in between, so that those
+of one are counted."""
+
+
+def candidates(
+    p: Problem, isa: Isa, atom: Atom, target: Target, vectors: tuple[int, int, int], *, asynchronous: bool
+) -> Iterator[Schedule]:
+    """Schedules for a problem, none if its operands lie in ways that fragments cannot be loaded from.
+
+    Args:
+        p: what to compute.
+        isa: the instruction set.
+        atom: multiplies.
+        target: a device.
+        vectors: elements of A, B and C that may be moved at once.
+        asynchronous: the device copies to shared memory past its registers.
+    """
+    if p.a == "any" or p.b not in ("row", "col") or p.deterministic:
+        return
+    sizes = [BY_NAME[x].bytes for x in p.types[:2]]
+    for layout, along_k, size in ((p.a, "row", sizes[0]), (p.b, "col", sizes[1])):
+        if layout != along_k and size not in WIDE:
+            return
+    stored = min(vectors[2], PIECE // BY_NAME[p.types[2]].bytes)
+    moved = [min(v, PIECE // x) for v, x in zip(vectors, sizes, strict=False)]
+    copies = asynchronous and min(v * x for v, x in zip(moved, sizes, strict=True)) >= LEAST_COPY
+    for bm, bn, wm, wn in BLOCKS:
+        for swap in (False, True):
+            high, wide = (atom.n, atom.m) if swap else (atom.m, atom.n)
+            if wm % high or wn % wide or (swap and (bm > FEW or p.types[0] != p.types[1])):
+                continue
+            # A lane has one of four rows, or of eight, and the other way round of columns.
+            down, across = (4, 8) if swap else (8, 4)
+            # Hopper multiplies floats of eight bits as f16: of deeper tiles, compilers keep too much of both.
+            for depth in DEPTHS[:1] if p.types[0] in FP8 else DEPTHS:
+                tiles = (
+                    Tile("registers", wm // down, wn // across, atom.k), Tile("warp", wm, wn, atom.k),
+                    Tile("shared", bm, bn, depth // sizes[0]), Tile("L2", GROUP * bm, ALL, ALL),
+                )  # fmt: skip
+                one = Schedule(
+                    "mma", isa.name, p.dtype, tiles, (tiles[0].m,), a=p.a, b=p.b, pack_a=False, pack_b=False,
+                    swap=swap, fused=p.fused, stages=2, vectors=(moved[0], moved[1], min(stored, bn)),
+                    c="row" if p.c == "row" else "any",
+                )  # fmt: skip
+                yield from _fed(one, p, target, copies=copies)
+
+
+def _fed(s: Schedule, p: Problem, target: Target, *, copies: bool) -> Iterator[Schedule]:
+    """A schedule with its stages, and with slices of k where there are few blocks."""
+    processors = target.device.processors if target.device else 1
+    tiles = -(-p.m // s.block.m) * -(-p.n // s.block.n) * p.batch
+    for stages in STAGES if copies else (2,):
+        for split in SPLITS:
+            if split == 1 or tiles * split <= 2 * processors:
+                yield replace(s, stages=stages, copies=copies, split=split)
+
+
+def fragments(s: Schedule) -> int:
+    """Registers of a lane for the fragments of one step of k."""
+    warp = s.tiles[1]
+    a, b, _ = (BY_NAME[x].bytes for x in s.types)
+    return (warp.m * a + warp.n * b) * warp.k // (4 * WARP)
+
+
+def turns(s: Schedule) -> int:
+    """Vectors that a thread moves for one tile of both operands."""
+    sizes = ((s.block.m, s.vectors[0]), (s.block.n, s.vectors[1]))
+    return sum(-(-x * s.block.k // v // s.threads) for x, v in sizes)
+
+
+def registers(s: Schedule) -> int:
+    """Registers of a thread."""
+    a, b, _ = (BY_NAME[x].bytes for x in s.types)
+    waiting = 0 if s.copies else (s.block.m * a + s.block.n * b) * s.block.k // (4 * s.threads)
+    # Those of floats of eight bits become f16 where there is no unit for them; words are rounded to others.
+    held = fragments(s) * (3 if s.types[0] in FP8 else 2 if s.types[0] == "f32" else 1)
+    return s.mr * s.nr + held + waiting + ADDRESSES + PER_COPY * turns(s) + SWAPPED * s.swap
+
+
+def shared_bytes(s: Schedule) -> int:
+    """Shared memory of a block."""
+    a, b, _ = (BY_NAME[x].bytes for x in s.types)
+    tiles = (s.block.m * a + s.block.n * b) * s.block.k * s.stages
+    return max(tiles, staging(s))
+
+
+def staging(s: Schedule) -> int:
+    """Shared memory in which results wait to be stored: see `kernels.staging`."""
+    size = BY_NAME[s.types[2]].bytes
+    narrow = s.c == "row" and not s.slices and size <= NARROW and s.vectors[2] * size >= LEAST
+    return s.block.m * (s.block.n * size + PIECE) if narrow else 0

@@ -1,0 +1,140 @@
+"""Block sizes of the literature: those that are right within a few per cent on any chip.
+
+Owns which block sizes these are, and the rule by which they win on a chip whose searches are not
+stored. Imports `schedule.schedule`, `target.summation`, `spec.problem`, `target.target`. A is packed by blocks, B in passing;
+block sizes follow from capacities alone (Goto & van de Geijn, ACM TOMS 34(3), 2008; Low et al.,
+"Analytical Modeling Is Enough for High-Performance BLIS", ACM TOMS 43(2), 2016).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portmm.schedule.schedule import ALL, Tile
+from portmm.spec.dtype import BY_NAME, size
+from portmm.target.summation import RUN
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portmm.schedule.schedule import Schedule
+    from portmm.spec.problem import Problem
+    from portmm.target.target import Atom, Target
+
+DEPTH = RUN
+"""KC, in elements: one run. The panels of 6x16 and 4x24 floats take 27 and 35 KiB beside an L1 of 32 KiB. On Zen 4
+with AVX2 256, 320 and 384 are within 2 % of each other; 320 is also OpenBLAS's for Haswell."""
+BEYOND_L1 = 3.5
+"""KC, at most, over what fits L1: a deeper panel streams from L2, beside the loads of A."""
+PART_OF_L2 = (0.5, 1.0)
+"""Parts of L2 that the block of A takes with the panels of B. On Zen 3, 2048 cubed ran at 80 GFLOP/s with all of it,
+and at 62 with a fifth; smaller products run alike with either."""
+PANELS = 2
+"""Panels of B that are packed together: two lines of each row at least, which prefetchers fetch in pairs."""
+FEW_VECTORS = 16
+"""Vectors of a row of B, at most, for which A is read in place: a copy of it is then used too seldom. On Zen 4 packing
+A took 0.8 to 0.9 of the rate for 8 vectors, 0.91 to 0.96 for 16, 0.98 for 24, with AVX2 and with AVX-512."""
+VECTORS = (2, 3)
+"""Vectors of a row of a register tile: 6x16 and 4x24 of AVX2. With fewer, B is loaded too often; with more, A."""
+MOST_VECTORS = 4
+"""The same for an A in place, of which few rows can be addressed: 6x64 of AVX-512."""
+WHOLE_DEPTH = 2.0
+"""KC up to which sums that are finished apart stay in one block of k."""
+SHORT = 0.25
+"""K over KC below which panels are too short for these block sizes to mean anything."""
+LONG_RUN = 192
+"""Bytes of a row of B read in place from which prefetchers keep up: three lines. Of 24 rows by 512 columns, those of
+4x24 and AVX2 (96 bytes) ran at 0.8 of the rate of a B packed in passing, those of 6x64 and AVX-512 at 1.2."""
+ORIGIN = "textbook"
+"""Name of the origin of a choice that the rule below makes."""
+WITHIN = 0.8
+"""Predicted time of the best candidate, at least, over that of a textbook blocking which wins all the same.
+On Zen 3, which the model was not fitted to, its choices ran at 0.86 of their best candidates."""
+
+
+def blockings(p: Problem, target: Target, atom: Atom, mr: int, nr: int) -> tuple[tuple[Tile, ...], ...]:
+    """Tiles of a schedule that packs B in passing, one for each part of L2.
+
+    Empty for a register tile that is too narrow, or too wide, to be a textbook's. KC counts units of k. Where sums
+    become something else, all of k is one block unless that is much deeper: sums of several wait in scratch.
+
+    Args:
+        p: the problem, with C by rows.
+        target: the machine.
+        atom: what multiplies.
+        mr: rows of the register tile.
+        nr: its columns.
+    """
+    if not VECTORS[0] <= nr // atom.n <= MOST_VECTORS:
+        return ()
+    a, b = (BY_NAME[x].bytes for x in (atom.left, atom.right))
+    l1, l2, l3 = (target.counted(x) for x in ("L1", "L2", "L3"))
+    l2 = l2 or 8 * l1
+    fits = max(1, l1 // (mr * a + nr * b))
+    kc = max(1, min(DEPTH // atom.k_pack, int(BEYOND_L1 * fits)) // atom.deep) * atom.deep
+    depth = -(-p.k // atom.k_pack)
+    whole = bool(p.fused) and kc < depth <= WHOLE_DEPTH * kc
+    near = PANELS * nr
+    nc = max(1, max(l2, l3 or 8 * l2) // (kc * b) // near) * near
+    found = []
+    for part in PART_OF_L2:
+        mc = max(mr, (int(part * l2) // (depth if whole else kc) - near * b) // a // mr * mr)
+        k = ALL if whole else kc
+        first = Tile("L1", mr, nr, ALL if whole else min(fits, kc))
+        found.append((Tile("registers", mr, nr, 1), first, Tile("L2", mc, near, k), Tile("L3", mc, nc, k)))
+    return tuple(dict.fromkeys(found))
+
+
+def fits(s: Schedule, p: Problem, atom: Atom) -> bool:
+    """Whether a schedule with these tiles packs what the literature packs: B in passing, and A if it is used enough.
+
+    Args:
+        s: the schedule.
+        p: the problem, with C by rows.
+        atom: what multiplies.
+    """
+    if s.b in ("packed", "codes") or not s.pack_b or s.once or s.over != "tiles":
+        return False
+    return s.nr // atom.n in VECTORS if s.pack_a else p.n <= FEW_VECTORS * atom.n
+
+
+def follows(s: Schedule, p: Problem, target: Target) -> bool:
+    """Whether a schedule for a problem is a textbook's."""
+    if s.program != "gemm" or s.tiles[2].n != PANELS * s.nr:
+        return False
+    isa = target.isa(s.isa)
+    atom = isa.atom(s.dtype, s.lanes) if isa else None
+    q = p.transposed() if s.swap else p
+    return atom is not None and fits(s, q, atom) and s.tiles in blockings(q, target, atom, s.mr, s.nr)
+
+
+def preferred(
+    ranked: Sequence[tuple[float, Schedule]], p: Problem, target: Target, told: Sequence[bool] | None = None
+) -> int:
+    """Index of the candidate that is chosen, of candidates by predicted time.
+
+    On a chip whose searches are stored it is the first of those that were searched: the model was fitted to these,
+    and textbook blockings were not among them. On any other chip the model tells products that deserve blocks from
+    those that do not, but ranks blockings poorly. So where K is not short and the best candidate has blocks of rows
+    and columns, and does not stream B in place in long runs, the first textbook blocking for the same unit is chosen
+    if it is predicted within `WITHIN` of it.
+
+    Args:
+        ranked: predicted seconds and schedules.
+        p: what they compute.
+        target: the machine.
+        told: which of them follow a textbook, if that is known.
+    """
+    if target.searches:
+        return next((i for i, (_, s) in enumerate(ranked) if not follows(s, p, target)), 0)
+    least, best = ranked[0]
+    if p.k < SHORT * DEPTH or best.program != "gemm" or ALL in (best.mc, best.nc):
+        return 0
+    if not best.pack_b and best.b == "row" and best.nr * size(best.types[1]) >= LONG_RUN:
+        return 0
+    for i, (seconds, s) in enumerate(ranked):
+        if least < WITHIN * seconds:
+            break
+        if (s.isa, s.kr) == (best.isa, best.kr) and (follows(s, p, target) if told is None else told[i]):
+            return i
+    return 0

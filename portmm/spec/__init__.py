@@ -1,0 +1,1 @@
+"""What is computed: dtypes, problems, expressions and epilogues."""

@@ -1,0 +1,368 @@
+"""What can be done to each element: functions of arrays, and of values in a tile.
+
+Owns the functions that a traced function may call. Imports `spec.expr`, `spec.epilogue`,
+`spec.vector_math`. Called with arrays they compute with NumPy, so that a function made of
+them runs untraced and is its own reference; called with values of a tile they build
+expressions. Reductions go along the last axis, which stays, with extent 1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm.errors import TraceError
+from portmm.spec import vector_math
+from portmm.spec.epilogue import extent, fold, index, reduction
+from portmm.spec.expr import FUNCTIONS, UFUNCS, Expr, apply, real
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TOP = 127
+"""The code of the largest magnitude of a quantised row."""
+LEAST = 1.5e-36
+"""The largest magnitude under which a row's codes are zeros: `TOP` over it would overflow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """A result, and the type it is to have."""
+
+    value: Any
+    dtype: np.dtype[Any]
+
+    def __array_ufunc__(self, *_: Any, **__: Any) -> Any:
+        raise TraceError("cast says what type a result has; it is the last thing to be done")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __array_ufunc__
+
+
+def _traced(*values: Any) -> bool:
+    """Some value is one in a tile, maybe behind an array that stands for one."""
+    return any(isinstance(x, Expr) or hasattr(x, "broadcast_") for x in values)
+
+
+def _value(x: Any) -> Any:
+    """A value that expressions can be made of."""
+    return x.broadcast_() if hasattr(x, "broadcast_") else x
+
+
+def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which arrays that are being traced take down, to call it with values of a tile later.
+
+    Such an array has a method `record_` of the function, its arguments and its options.
+    """
+
+    @wraps(function)
+    def call(*values: Any, **options: Any) -> Any:
+        for x in (*values, *options.values()):
+            if hasattr(x, "record_"):
+                return x.record_(call, values, options)
+        return function(*values, **options)
+
+    return call
+
+
+def _either(name: str, meaning: str, traced: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of values in a tile, or of arrays."""
+
+    def function(x: Any) -> Any:
+        return traced(real(_value(x))) if _traced(x) else plain(x)
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = meaning
+    return recorded(function)
+
+
+def _float(x: Any) -> Any:
+    """An array of floats: integers become float64, as NumPy has it."""
+    found = np.asarray(x)
+    return found if found.dtype.kind == "f" or found.dtype.name == "bfloat16" else found.astype(np.float64)
+
+
+def _as(x: Any, value: Any) -> Any:
+    """A value computed in float64, in the type of x."""
+    return np.asarray(value).astype(_float(x).dtype)[()]
+
+
+def _quiet(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The function of one array, computed in float64, without warnings."""
+
+    def plain(x: Any) -> Any:
+        with np.errstate(all="ignore"):
+            return _as(x, function(_float(x).astype(np.float64)))
+
+    return plain
+
+
+_erf64 = np.frompyfunc(math.erf, 1, 1)
+
+
+def _erf(x: Any) -> Any:
+    return np.asarray(_erf64(x), np.float64)
+
+
+def _gated(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """X times a gate that closes faster than x grows: 0 at minus infinity, where the formula is none."""
+    return lambda x: np.where(x == -np.inf, 0, function(x))
+
+
+_expressions: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
+    "exp": ("The exponential.", vector_math.exp, np.exp),
+    "log": ("The natural logarithm; of what is negative, NaN.", vector_math.log, np.log),
+    "tanh": ("The hyperbolic tangent.", vector_math.tanh, np.tanh),
+    "erf": ("The error function.", vector_math.erf, _erf),
+    "sigmoid": ("The logistic function, 1 / (1 + exp(-x)).", vector_math.sigmoid, lambda x: 1 / (1 + np.exp(-x))),
+    "sqrt": ("The square root; of what is negative, NaN.", lambda x: apply("sqrt", x), np.sqrt),
+    "rsqrt": ("One over the square root.", lambda x: 1.0 / apply("sqrt", x), lambda x: 1 / np.sqrt(x)),
+    "silu": ("X times its `sigmoid`.", vector_math.silu, _gated(lambda x: x / (1 + np.exp(-x)))),
+    "gelu": (
+        "X times the normal distribution's probability of less than x, by `erf`.",
+        vector_math.gelu,
+        _gated(lambda x: 0.5 * x * (1 + _erf(x * math.sqrt(0.5)))),
+    ),
+    "gelu_tanh": (
+        "The approximation of `gelu` by a hyperbolic tangent.",
+        vector_math.gelu_tanh,
+        _gated(lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))),
+    ),
+    "fast_gelu": (
+        "`gelu_tanh`, written as x times a sigmoid.",
+        vector_math.fast_gelu,
+        _gated(lambda x: x / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))),
+    ),
+    "expm1": ("The exponential less 1, precise near 0.", vector_math.expm1, np.expm1),
+    "softplus": (
+        "The logarithm of 1 + exp(x).",
+        vector_math.softplus,
+        lambda x: np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x))),
+    ),
+}
+exp, log, tanh, erf, sigmoid, sqrt, rsqrt, silu, gelu, gelu_tanh, fast_gelu, expm1, softplus = (
+    _either(name, meaning, traced, _quiet(plain)) for name, (meaning, traced, plain) in _expressions.items()
+)
+
+
+@recorded
+def minimum(a: Any, b: Any) -> Any:
+    """The smaller; of a NaN, NaN."""
+    return apply("min", _value(a), _value(b)) if _traced(a, b) else np.minimum(a, b)
+
+
+@recorded
+def maximum(a: Any, b: Any) -> Any:
+    """The larger; of a NaN, NaN."""
+    return apply("max", _value(a), _value(b)) if _traced(a, b) else np.maximum(a, b)
+
+
+def clip(x: Any, low: Any, high: Any) -> Any:
+    """X, but no less than `low` and no more than `high`; either may be None."""
+    x = x if low is None else maximum(x, low)
+    return x if high is None else minimum(x, high)
+
+
+@recorded
+def where(condition: Any, a: Any, b: Any) -> Any:
+    """A where the condition holds, else b."""
+    if _traced(condition, a, b):
+        return apply("select", _value(condition), _value(a), _value(b))
+    return np.where(condition, a, b)
+
+
+def relu(x: Any) -> Any:
+    """The larger of x and 0."""
+    return maximum(x, 0)
+
+
+def relu6(x: Any) -> Any:
+    """X between 0 and 6."""
+    return clip(x, 0, 6)
+
+
+def leaky_relu(x: Any, slope: Any = 0.01) -> Any:
+    """X, times `slope` where it is negative."""
+    return where(x < 0, x * slope, x)
+
+
+def hard_sigmoid(x: Any) -> Any:
+    """X / 6 + 1 / 2 between 0 and 1."""
+    return clip(x * (1 / 6) + 0.5, 0, 1)
+
+
+def hard_swish(x: Any) -> Any:
+    """X times `hard_sigmoid`, as x * relu6(x + 3) / 6."""
+    return x * (relu6(x + 3) * (1 / 6))
+
+
+def square(x: Any) -> Any:
+    """X times x."""
+    return x * x
+
+
+def elu(x: Any, alpha: Any = 1.0) -> Any:
+    """X, and where it is negative alpha * (exp(x) - 1)."""
+    return where(x > 0, x, alpha * expm1(minimum(x, 0)))
+
+
+@recorded
+def cast(x: Any, dtype: Any) -> Any:
+    """A result of another type: floats round to nearest even, integers saturate.
+
+    Raises:
+        TypeError: no kernel writes this type.
+    """
+    wanted = np.dtype(dtype)
+    if _traced(x):
+        return Typed(_value(x), wanted)
+    found = np.asarray(x)
+    if wanted.kind in "iu" and found.dtype.kind not in "iub":
+        info = np.iinfo(wanted)
+        with np.errstate(all="ignore"):
+            found = np.nan_to_num(np.clip(np.rint(found.astype(np.float64)), info.min, info.max), nan=info.min)
+    return found.astype(wanted)
+
+
+@recorded
+def dropout(x: Any, rate: Any, seed: int) -> Any:
+    """X / (1 - rate), and 0 with probability `rate`: the same elements for the same seed.
+
+    Whether an element is kept follows from its row, its column and the seed, by a hash of
+    32 bits (two rounds of multiplications and shifts, after MurmurHash3's finaliser). Items of
+    a batch are alike. A seed that is an integer is part of a kernel; to change it from call to call,
+    give it as an array of int32 with one element.
+
+    Raises:
+        ValueError: a rate that is a number is not from 0 to 1.
+    """
+    if isinstance(rate, (int, float)) and not 0 <= rate <= 1:
+        raise ValueError(f"a rate of {rate}; give one from 0 to 1")
+    if _traced(x) or _traced(seed):
+        rows, columns = index("m"), index("n")
+        hashed = _hash(rows, columns, seed)
+        uniform = apply("float", (hashed >> 8) & 0xFFFFFF) * 2.0**-24
+        return apply("select", real(rate) <= uniform, _value(x) * (1.0 / (1.0 - real(rate))), 0.0)
+    found = _float(x)
+    rows, columns = (
+        np.indices(found.shape[-2:], np.int32) if found.ndim > 1 else np.indices((1, *found.shape), np.int32)
+    )
+    with np.errstate(all="ignore"):
+        uniform = ((_hash(rows, columns, seed) >> 8) & 0xFFFFFF) * np.float32(2.0**-24)
+    wide = found.astype(np.result_type(found.dtype.newbyteorder("="), np.float32))
+    with np.errstate(all="ignore"):
+        grown = wide * (1 / (1 - wide.dtype.type(rate)))
+    kept = np.where(uniform >= np.float32(rate), grown, 0).astype(found.dtype)
+    return kept if found.ndim > 1 else kept[0]
+
+
+def _wrapped(x: int) -> int:
+    """An integer as one of 32 bits."""
+    return (x + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+def _hash(rows: Any, columns: Any, seed: Any) -> Any:
+    """Bits of a place."""
+    if isinstance(seed, (int, np.integer)):
+        start: Any = _wrapped(int(seed) * 0x85EBCA6B + 0x7F4A7C15)
+    else:
+        seed = np.asarray(seed, np.int32) if not _traced(seed) else _value(seed)
+        start = seed * _wrapped(0x85EBCA6B) + _wrapped(0x7F4A7C15)
+    h = (rows * _wrapped(0x9E3779B1)) ^ (columns + start)
+    for factor in (0x85EBCA6B, 0xC2B2AE35):
+        h = h ^ ((h >> 15) & 0x1FFFF)
+        h = h * _wrapped(factor)
+    return h ^ ((h >> 16) & 0xFFFF)
+
+
+def _reduced(kind: str, x: Any, axis: Any) -> Expr:
+    """A reduction along rows, the last axis, or down columns, the one before."""
+    if axis == -1:
+        return reduction(kind, real(_value(x)))
+    if axis == -2:
+        return fold(kind, real(_value(x)))
+    raise TraceError(f"a reduction along axis {axis!r} cannot be traced; use -1, along rows, or -2, down columns")
+
+
+@recorded
+def sum(x: Any, axis: int = -1) -> Any:  # noqa: A001 - as NumPy calls it
+    """The sum along the last axis, or -2, the one before, which stays with extent 1."""
+    if _traced(x):
+        return _reduced("add", x, axis)
+    return np.sum(x, axis=axis, keepdims=True)
+
+
+@recorded
+def max(x: Any, axis: int = -1) -> Any:  # noqa: A001 - as NumPy calls it
+    """The largest along the last axis, which stays with extent 1."""
+    if _traced(x):
+        return _reduced("max", x, axis)
+    return (
+        np.max(x, axis=axis, keepdims=True, initial=-np.inf)
+        if np.asarray(x).shape[axis] == 0
+        else np.max(x, axis=axis, keepdims=True)
+    )
+
+
+@recorded
+def mean(x: Any, axis: int = -1) -> Any:
+    """The mean along the last axis, which stays with extent 1."""
+    if _traced(x):
+        return sum(x, axis) / real(extent("n" if axis == -1 else "m"))
+    return np.mean(x, axis=axis, keepdims=True)
+
+
+def softmax(x: Any) -> Any:
+    """exp(x) over its sum along the last axis; of a row of -inf, NaN."""
+    e = exp(x - max(x))
+    total = sum(e)
+    return e / total if isinstance(total, np.ndarray) else e * (1.0 / total)  # in kernels, one division a row
+
+
+def logsumexp(x: Any) -> Any:
+    """The logarithm of the sum of exponentials along the last axis, with extent 1."""
+    most = max(x)
+    safe = where(abs(most) < np.inf, most, 0)
+    return log(sum(exp(x - safe))) + safe
+
+
+def log_softmax(x: Any) -> Any:
+    """X minus its `logsumexp`."""
+    return x - logsumexp(x)
+
+
+def rms_norm(x: Any, weight: Any = 1.0, eps: float = 1e-6) -> Any:
+    """X over the root of its mean square along the last axis, times `weight`."""
+    return x * rsqrt(mean(x * x) + eps) * weight
+
+
+def layer_norm(x: Any, weight: Any = 1.0, bias: Any = 0.0, eps: float = 1e-5) -> Any:
+    """X less its mean, over its standard deviation along the last axis, times `weight`, plus `bias`."""
+    centred = x - mean(x)
+    return centred * rsqrt(mean(centred * centred) + eps) * weight + bias
+
+
+def quantize_rows(x: Any) -> tuple[Any, Any]:
+    """Rows as int8 codes and their scales: code * scale is near x, and the largest magnitude has code 127."""
+    most = max(abs(x))
+    inverse = where(most >= LEAST, TOP / maximum(most, LEAST), 0)
+    return cast(x * inverse, np.int8), most / TOP
+
+
+UFUNCS.update(
+    add=lambda a, b: apply("add", a, b), subtract=lambda a, b: apply("sub", a, b),
+    multiply=lambda a, b: apply("mul", a, b), divide=lambda a, b: real(a) / real(b),
+    true_divide=lambda a, b: real(a) / real(b), negative=lambda x: -x, positive=lambda x: x,
+    absolute=abs, fabs=abs, minimum=minimum, maximum=maximum, exp=exp, log=log, tanh=tanh, sqrt=sqrt,
+    square=square, expm1=expm1, less=lambda a, b: apply("lt", a, b), less_equal=lambda a, b: apply("le", a, b),
+    greater=lambda a, b: apply("lt", b, a), greater_equal=lambda a, b: apply("le", b, a),
+    equal=lambda a, b: apply("eq", a, b), not_equal=lambda a, b: apply("ne", a, b),
+    logical_and=lambda a, b: apply("and", a, b), bitwise_and=lambda a, b: apply("and", a, b),
+    logical_or=lambda a, b: apply("or", a, b), bitwise_or=lambda a, b: apply("or", a, b),
+    logical_not=lambda x: ~x, invert=lambda x: ~x, power=lambda x, y: (x if isinstance(x, Expr) else real(x)) ** y,
+    reciprocal=lambda x: 1.0 / real(x), isnan=lambda x: x != x,  # noqa: PLR0124 - only a NaN differs from itself
+)  # fmt: skip
+FUNCTIONS.update(where=where, clip=clip)

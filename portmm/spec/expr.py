@@ -1,0 +1,480 @@
+"""Element-wise expressions: what surrounds a product, one element at a time.
+
+Owns `Expr`, a graph of typed operations on values that are lanes of vectors in
+a kernel, and their meaning in NumPy. Imports `errors`. Python's operators build
+expressions, so that an ordinary function of arrays, called with expressions, is
+traced. Equal expressions are one object: what is computed twice is there once.
+
+Three types: "f32", "s32" (wraps around) and "mask", the result of a comparison.
+A literal takes the type of what it meets. `fma` rounds once where the machine
+can, and any product that meets a sum may be fused with it: see
+`-ffp-contract=fast`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from portmm.errors import TraceError
+from portmm.util import locks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Array = np.ndarray[Any, Any]
+Literal = int | float | bool
+MOST_POWER = 16
+"""Exponents up to which x ** n is products: six of them."""
+
+
+class Expr:
+    """A value in every element of a tile.
+
+    Attributes:
+        op: an operation of `OPS`, or a leaf: "const" (value), "acc" (the product's sum), "index" (an axis:
+            where the element is along it), "extent" (columns of a row), "load" (number of an operand),
+            "given" (number of a value), "number" (one that a caller gives with each call), or "reduce"
+            ("add" or "max", an axis, an expression).
+        args: its operands, or what the leaf says.
+        dtype: "f32", "s32" or "mask".
+    """
+
+    __slots__ = ("__weakref__", "args", "dtype", "op")
+    __hash__ = object.__hash__
+    op: str
+    args: tuple[Any, ...]
+    dtype: str
+
+    @property
+    def inner(self) -> tuple[Expr, ...]:
+        """The expressions that it is made of."""
+        return tuple([x for x in self.args if isinstance(x, Expr)])
+
+    def __repr__(self) -> str:
+        return f"<{self.op} {self.dtype}>"
+
+    def __add__(self, other: Any) -> Expr:
+        return apply("add", self, other)
+
+    def __radd__(self, other: Any) -> Expr:
+        return apply("add", other, self)
+
+    def __sub__(self, other: Any) -> Expr:
+        return apply("sub", self, other)
+
+    def __rsub__(self, other: Any) -> Expr:
+        return apply("sub", other, self)
+
+    def __mul__(self, other: Any) -> Expr:
+        return apply("mul", self, other)
+
+    def __rmul__(self, other: Any) -> Expr:
+        return apply("mul", other, self)
+
+    def __truediv__(self, other: Any) -> Expr:
+        return apply("div", self, other)
+
+    def __rtruediv__(self, other: Any) -> Expr:
+        return apply("div", other, self)
+
+    def __neg__(self) -> Expr:
+        return apply("neg", self)
+
+    def __pos__(self) -> Expr:
+        return self
+
+    def __abs__(self) -> Expr:
+        return apply("abs", self)
+
+    def __lt__(self, other: Any) -> Expr:
+        return apply("lt", self, other)
+
+    def __le__(self, other: Any) -> Expr:
+        return apply("le", self, other)
+
+    def __gt__(self, other: Any) -> Expr:
+        return apply("lt", other, self)
+
+    def __ge__(self, other: Any) -> Expr:
+        return apply("le", other, self)
+
+    def __eq__(self, other: object) -> Expr:  # type: ignore[override]
+        return apply("eq", self, other)
+
+    def __ne__(self, other: object) -> Expr:  # type: ignore[override]
+        return apply("ne", self, other)
+
+    def __and__(self, other: Any) -> Expr:
+        return apply("and", self, other)
+
+    def __rand__(self, other: Any) -> Expr:
+        return apply("and", other, self)
+
+    def __or__(self, other: Any) -> Expr:
+        return apply("or", self, other)
+
+    def __ror__(self, other: Any) -> Expr:
+        return apply("or", other, self)
+
+    def __xor__(self, other: Any) -> Expr:
+        return apply("xor", self, other)
+
+    def __rxor__(self, other: Any) -> Expr:
+        return apply("xor", other, self)
+
+    def __invert__(self) -> Expr:
+        return apply("not", self)
+
+    def __lshift__(self, count: int) -> Expr:
+        return apply("shl", self, count)
+
+    def __rshift__(self, count: int) -> Expr:
+        return apply("shr", self, count)
+
+    def __pow__(self, power: Any) -> Expr:
+        if isinstance(power, Expr):
+            raise TraceError("** by a value in a tile cannot be traced; write pm.exp(power * pm.log(x))")
+        exponent = _literal(power) if isinstance(power, (float, np.generic, np.ndarray)) else power
+        x = real(self) if isinstance(exponent, float) else self
+        if isinstance(exponent, float) and exponent.is_integer():
+            exponent = int(exponent)
+        if isinstance(exponent, int) and 0 <= exponent <= MOST_POWER:
+            return _power(x, exponent)
+        if isinstance(exponent, int) and -MOST_POWER <= exponent < 0 and x.dtype == "f32":
+            return 1.0 / _power(x, -exponent)
+        if exponent in (0.5, -0.5):
+            return apply("sqrt", x) if exponent > 0 else 1.0 / apply("sqrt", x)
+        raise TraceError(
+            f"** {power!r} cannot be traced; use an integer from 0 to {MOST_POWER}, of floats also a negative one, "
+            "or 0.5; otherwise pm.exp(power * pm.log(x))"
+        )
+
+    def __rpow__(self, base: Any) -> Expr:
+        raise TraceError(f"{base!r} ** a value in a tile cannot be traced; write pm.exp(x * math.log({base!r}))")
+
+    def __floordiv__(self, other: Any) -> Expr:
+        return apply("shr", self, self._bits(other, "//"))
+
+    def __mod__(self, other: Any) -> Expr:
+        return apply("and", self, (1 << self._bits(other, "%")) - 1)
+
+    def _bits(self, other: Any, said: str) -> int:
+        """The power of two that an integer is divided by: shifts and masks round down, as Python does."""
+        whole = isinstance(other, (int, np.integer)) and not isinstance(other, bool)
+        if self.dtype != "s32" or not whole or other < 1 or other & (other - 1):
+            raise TraceError(f"{said} {other!r} cannot be traced; integers take a power of two")
+        return int(other).bit_length() - 1
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _METHODS:
+            raise MissingError(
+                f".{name} of a value in a tile: it is one element; pm has functions of elements and rows"
+            )
+        raise AttributeError(f"a value in a tile has no attribute {name!r}")
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        known = UFUNCS.get(ufunc.__name__)
+        if method != "__call__" or options or known is None:
+            said = f"np.{ufunc.__name__}" if method == "__call__" else f"np.{ufunc.__name__}.{method}"
+            raise TraceError(f"{said} cannot be traced{' with options' if options else ''}; pm has what can")
+        return known(*inputs)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
+        known = FUNCTIONS.get(function.__name__)
+        if known is None:
+            raise TraceError(f"np.{function.__name__} cannot be traced; pm has what can")
+        return known(*args, **options)
+
+    def __bool__(self) -> bool:
+        raise TraceError(
+            "an if, while, and, or, not, min or max looks at values that are known in the kernel only; "
+            "use pm.where, & and |, pm.minimum or pm.maximum"
+        )
+
+    def __iter__(self) -> Any:
+        raise TraceError("a value in a tile cannot be iterated over; write what is to happen to each element")
+
+    def __float__(self) -> float:
+        raise TraceError("a value in a tile is no number yet; use portmm's functions in place of math's")
+
+    __int__ = __index__ = __complex__ = __float__
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Array:
+        raise TraceError(
+            "a value in a tile has no number yet, so that no array is made of it, nor one indexed by it that is made "
+            "while the function is traced; make the array before, and let the function capture it: table[i.n]"
+        )
+
+
+class MissingError(TraceError, AttributeError):
+    """A method of arrays that an element does not have."""
+
+
+_METHODS = frozenset(x for x in dir(np.ndarray) if not x.startswith("_"))
+
+
+def _refusing(said: str) -> Callable[..., Any]:
+    def method(*_: Any) -> Any:
+        raise TraceError(f"{said} of a value in a tile cannot be traced: it is one element, of the type of its sum")
+
+    return method
+
+
+for _name in "getitem setitem delitem len contains".split():  # noqa: SIM905
+    setattr(Expr, f"__{_name}__", _refusing({"len": "len()", "contains": "in"}.get(_name, "[]")))
+for _name in "rmod rfloordiv divmod rdivmod matmul rmatmul round trunc floor ceil rlshift rrshift".split():  # noqa: SIM905
+    setattr(
+        Expr,
+        f"__{_name}__",
+        _refusing({"matmul": "@", "rmatmul": "@"}.get(_name, _name.removeprefix("r") if _name != "round" else _name)),
+    )
+
+
+def _f32(x: Any) -> Any:
+    return np.asarray(x, np.float32)
+
+
+def _fused(a: Array, b: Array, c: Array) -> Any:
+    return _f32(a.astype(np.float64) * b + c)
+
+
+def _whole(x: Array) -> Array:
+    """Towards zero; what does not fit is the least integer, as on x86."""
+    fits = (x >= -(2.0**31)) & (x < 2.0**31)
+    return np.where(fits, np.trunc(np.where(fits, x, 0)), -(2.0**31)).astype(np.int32)
+
+
+OPS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "add": ("same", np.add),
+    "sub": ("same", np.subtract),
+    "mul": ("same", np.multiply),
+    "div": ("f32", np.divide),
+    "neg": ("same", np.negative),
+    "abs": ("same", np.abs),
+    "min": ("same", np.minimum),
+    "max": ("same", np.maximum),
+    "greater": ("f32", lambda x, y: np.where(x > y, x, y)),
+    "fma": ("f32", _fused),
+    "sqrt": ("f32", np.sqrt),
+    "lt": ("mask", np.less),
+    "le": ("mask", np.less_equal),
+    "eq": ("mask", np.equal),
+    "ne": ("mask", np.not_equal),
+    "and": ("same", np.bitwise_and),
+    "or": ("same", np.bitwise_or),
+    "xor": ("same", np.bitwise_xor),
+    "not": ("same", np.invert),
+    "shl": ("s32", np.left_shift),
+    "shr": ("s32", np.right_shift),
+    "select": ("second", np.where),
+    "bits": ("s32", lambda x: _f32(x).view(np.int32)),
+    "from_bits": ("f32", lambda x: np.asarray(x, np.int32).view(np.float32)),
+    "float": ("f32", _f32),
+    "int": ("s32", _whole),
+}
+"""Operation -> the type of its result ("same": of its operands; "second": of its second), and its meaning.
+
+min and max of a NaN are NaN. Shifts are by a literal, to the right with the sign. "bits" and "from_bits" look at
+the same 32 bits as the other type; "float" and "int" convert, "int" towards zero.
+"""
+_REAL_ONLY = frozenset(("greater", "div", "fma", "sqrt", "bits", "int"))
+_WHOLE_ONLY = frozenset(("shl", "shr", "from_bits", "float"))
+_BITS = frozenset(("and", "or", "xor", "not"))
+_NUMPY = {"f32": np.float32, "s32": np.int32, "mask": np.bool_}
+
+UFUNCS: dict[str, Callable[..., Any]] = {}
+"""NumPy's name of an element-wise function -> what it is of expressions: filled by `vocabulary`."""
+FUNCTIONS: dict[str, Callable[..., Any]] = {}
+"""The same for functions that are no ufuncs."""
+
+_making = locks.lock()
+_known: WeakValueDictionary[tuple[Any, ...], Expr] = WeakValueDictionary()
+
+
+def node(op: str, args: tuple[Any, ...], dtype: str) -> Expr:
+    """The expression of these parts; the same object for the same parts."""
+    key = (op, dtype, *((id(x),) if isinstance(x, Expr) else (type(x), repr(x)) for x in args))
+    found = _known.get(key)
+    if found is None:
+        with _making:
+            found = _known.get(key)
+            if found is None:
+                found = Expr()
+                found.op, found.args, found.dtype = op, args, dtype
+                _known[key] = found
+    return found
+
+
+def const(value: Literal, dtype: str = "f32") -> Expr:
+    """A literal."""
+    try:
+        return node("const", (_NUMPY[dtype](value).item(),), dtype)
+    except OverflowError:
+        raise TraceError(f"{value} does not fit {dtype}, which whole numbers are computed in") from None
+
+
+def real(x: Any) -> Expr:
+    """A value as f32: an s32 is converted, a mask is 1 where it holds."""
+    if not isinstance(x, Expr):
+        return const(_literal(x))
+    if x.dtype == "mask":
+        return apply("select", x, const(1.0), const(0.0))
+    return apply("float", x) if x.dtype == "s32" else x
+
+
+def _literal(x: Any) -> Literal:
+    if isinstance(x, (bool, np.bool_)):
+        return bool(x)
+    if isinstance(x, (int, np.integer)):
+        return int(x)
+    if isinstance(x, (float, np.floating)) or (isinstance(x, np.generic) and x.dtype.name == "bfloat16"):
+        return float(x)
+    if isinstance(x, np.ndarray) and x.ndim == 0:
+        return _literal(x[()])
+    if isinstance(x, np.ndarray):
+        raise TraceError(
+            f"an array of shape {x.shape}, made while the function is traced, cannot meet a value in a tile; "
+            "make it before, and let the function capture it"
+        )
+    raise TraceError(f"a {type(x).__name__} cannot meet a value in a tile; give values, arrays, numbers, or a tuple")
+
+
+def _alike(values: tuple[Any, ...]) -> tuple[Expr, ...]:
+    """Operands of one type: f32 if any is, literals being what the others are."""
+    types = {x.dtype for x in values if isinstance(x, Expr)}
+    floats = any(isinstance(x, (float, np.floating)) for x in values)
+    if types == {"mask"} and all(isinstance(x, (Expr, bool, np.bool_)) for x in values):
+        return tuple(x if isinstance(x, Expr) else const(bool(x), "mask") for x in values)
+    if types == {"s32"} and not floats:
+        return tuple(x if isinstance(x, Expr) else const(_literal(x), "s32") for x in values)
+    return tuple(real(x) for x in values)
+
+
+def apply(op: str, *values: Any) -> Expr:
+    """An operation on expressions and literals.
+
+    Raises:
+        TraceError: the types do not allow it.
+    """
+    values = tuple(x.broadcast_() if hasattr(x, "broadcast_") else x for x in values)
+    if op == "select":
+        mask, *rest = values
+        if not isinstance(mask, Expr):
+            mask = _literal(mask)
+            return real(rest[0] if mask else rest[1])
+        first, second = _alike(tuple(rest))
+        args: tuple[Expr, ...] = (mask if mask.dtype == "mask" else apply("ne", mask, 0), first, second)
+    elif op in ("shl", "shr"):
+        count = values[1]
+        if not isinstance(count, (int, np.integer)) or not 0 <= count < 32:
+            raise TraceError(f"a shift by {count!r}; give a literal from 0 to 31")
+        args = (values[0], const(int(count), "s32"))
+    elif op in _REAL_ONLY:
+        args = tuple(real(x) for x in values)
+    else:
+        args = _alike(values)
+    kind = args[0 if op in ("shl", "shr") else -1].dtype
+    if (op in _WHOLE_ONLY and kind != "s32") or (op in _BITS and kind == "f32"):
+        raise TraceError(f"{op} is for integers{' and masks' if op in _BITS else ''}, not for {kind}")
+    if kind == "mask" and op not in _BITS | {"select"}:
+        return apply(op, *(real(x) for x in args))
+    result = OPS[op][0]
+    dtype = {"same": args[0].dtype, "second": args[1].dtype}.get(result, result) if len(args) > 1 else result
+    dtype = args[0].dtype if dtype == "same" else dtype
+    return _folded(op, args, dtype)
+
+
+def _folded(op: str, args: tuple[Expr, ...], dtype: str) -> Expr:
+    """The operation, or what it comes to: of literals a literal, and what changes nothing is left out."""
+    if all(x.op == "const" for x in args):
+        with np.errstate(all="ignore"):
+            return const(OPS[op][1](*(_NUMPY[x.dtype](x.args[0]) for x in args)).item(), dtype)
+    first, last = args[0], args[-1]
+    if op in ("mul", "div") and last.op == "const" and last.args[0] == 1:
+        return first
+    if op == "mul" and first.op == "const" and first.args[0] == 1:
+        return last
+    if op in ("neg", "not") and first.op == op:
+        return first.args[0]  # type: ignore[no-any-return]
+    if op == "select" and args[1] is last:
+        return last
+    if op in ("add", "mul", "and", "or", "xor") and first.op == "const":
+        args = (last, first)  # equal expressions, whichever way round
+    return node(op, args, dtype)
+
+
+def _power(x: Expr, power: int) -> Expr:
+    """X times itself, by squaring."""
+    if power == 0:
+        return const(1, x.dtype if x.dtype == "s32" else "f32")
+    half = _power(x, power // 2) if power > 1 else None
+    square = half * half if half is not None else None
+    return x if square is None else square * x if power % 2 else square
+
+
+def fma(a: Any, b: Any, c: Any) -> Expr:
+    """A * b + c, rounded once where the machine can."""
+    return apply("fma", a, b, c)
+
+
+def select(mask: Any, a: Any, b: Any) -> Expr:
+    """A where the mask holds, else b."""
+    return apply("select", mask, a, b)
+
+
+def bits(x: Any) -> Expr:
+    """The 32 bits of an f32 as an s32."""
+    return apply("bits", x)
+
+
+def from_bits(x: Any) -> Expr:
+    """The 32 bits of an s32 as an f32."""
+    return apply("from_bits", x)
+
+
+def rounded(x: Any) -> Expr:
+    """An f32 as the nearest s32, halves to even ones; saturated, a NaN as the least."""
+    whole = 1.5 * 2**23  # added to what has a fraction it leaves the nearest whole number in the last bits
+    less = abs(x)
+    most = select(less < 2.0**22, whole, select(x < 0.0, -(2.0**23), 2.0**23))  # up to 2**23 half an integer is an f32
+    near = select(less < 2.0**23, (x + most) - most, x)
+    beyond = select(near == near, const(2**31 - 1, "s32"), const(-(2**31), "s32"))  # noqa: PLR0124 - or a NaN
+    return select(near < 2.0**31, apply("int", near), beyond)
+
+
+def sqrt(x: Any) -> Expr:
+    """The square root, correctly rounded."""
+    return apply("sqrt", x)
+
+
+def ordered(roots: tuple[Expr, ...]) -> list[Expr]:
+    """Every expression under `roots`, operands before what they are in."""
+    found: dict[int, Expr] = {}
+    stack = [(x, False) for x in reversed(roots)]
+    while stack:
+        x, ready = stack.pop()
+        if id(x) in found:
+            continue
+        if ready:
+            found[id(x)] = x
+        else:
+            stack.append((x, True))
+            stack += [(y, False) for y in reversed(x.inner)]
+    return list(found.values())
+
+
+def evaluate(root: Expr, leaves: Callable[[Expr], Any]) -> Any:
+    """The value of an expression in NumPy, `leaves` being the values of what is neither literal nor operation."""
+    values: dict[int, Any] = {}
+    with np.errstate(all="ignore"):
+        for x in ordered((root,)):
+            if x.op == "const":
+                values[id(x)] = _NUMPY[x.dtype](x.args[0])
+            elif x.op in OPS:
+                values[id(x)] = OPS[x.op][1](*(values[id(y)] for y in x.args))
+            else:
+                values[id(x)] = leaves(x)
+    return values[id(root)]

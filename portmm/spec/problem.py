@@ -1,0 +1,234 @@
+"""What is computed.
+
+Owns `Problem`, the description of one matrix product, free of any machine.
+Imports `spec.dtype`, `errors`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from operator import attrgetter
+
+from portmm.errors import ScheduleError
+from portmm.spec.dtype import BY_NAME, DType, accumulator, spell, types
+
+LAYOUTS_A = ("row", "col", "any")
+LAYOUTS_B = ("row", "col", "any", "packed", "codes")
+LAYOUTS_C = ("row", "col")
+POST = ("scale", "azero", "bzero", "bias")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How a packed B lies, as its family's name says: "f32x32", "s8x32k4s".
+
+    Attributes:
+        dtype: what it holds.
+        nr: columns of a panel.
+        kr: elements of k side by side, a unit.
+        sums: each panel is followed by the sums of its columns, in s32.
+        group: for codes, rows that share a scale, a multiple of KR; 0 for all. Each group
+            is a row of scales, a row of offsets, both f32, and its units.
+    """
+
+    dtype: str
+    nr: int
+    kr: int
+    sums: bool = False
+    group: int = 0
+
+    def __str__(self) -> str:
+        kr, group = f"k{self.kr}" if self.kr > 1 else "", f"g{self.group}" if self.dtype == "u4" else ""
+        return f"{self.dtype}x{self.nr}{kr}{group}{'s' if self.sums else ''}"
+
+    def groups(self, k: int) -> int:
+        """Groups of k rows of codes."""
+        return -(-k // self.group) if self.group else 1
+
+    def panel(self, k: int) -> int:
+        """Units of one panel of k rows, with its sums, or its scales and offsets."""
+        if self.dtype == "u4":
+            return (2 * self.groups(k) + -(-k // self.kr)) * self.nr
+        units, size = -(-k // self.kr) * self.nr, BY_NAME[self.dtype].bytes * self.kr
+        if not self.sums:
+            return units
+        each = max(1, BY_NAME["s32"].bytes // size)
+        return -(-units // each) * each + self.nr * BY_NAME["s32"].bytes // size
+
+
+@cache
+def family(name: str) -> Family:
+    """The family that a name stands for.
+
+    Raises:
+        ValueError: `name` is no family.
+    """
+    dtype, _, rest = name.partition("x")
+    found = re.fullmatch(r"(?P<nr>[1-9]\d*)(?:k(?P<kr>[1-9]\d*))?(?:g(?P<group>\d+))?(?P<sums>s?)", rest)
+    if dtype not in BY_NAME or found is None:
+        raise ValueError(f"{name!r} is no family of packed weights; one is called f32x32 or s8x32k4s")
+    nr, kr, group = (int(found[x] or y) for x, y in (("nr", 1), ("kr", 1), ("group", 0)))
+    return Family(dtype, nr, kr, bool(found["sums"]), group)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """C[batch, m, n] = A[batch, m, k] . B[batch, k, n].
+
+    Attributes:
+        m: rows of A and C.
+        n: columns of B and C.
+        k: the summed dimension.
+        dtype: the element types of A, B and C as `dtype.spell` writes them: "f32", "u8-s8-s32".
+        batch: number of independent products that share one call.
+        a: layout of A: "row" (k contiguous), "col" (m contiguous) or "any".
+        b: layout of B: "row" (n contiguous), "col" (k contiguous), "any",
+            "packed" (panels made by `portmm.pack`), or "codes" (panels of codes of
+            four bits with the scales of their groups, likewise).
+        c: layout of C: "row" (n contiguous) or "col" (m contiguous).
+        family: for a packed B or one of codes, the family that fixes its layout.
+        deterministic: the additions of every element of C have one order, whatever m, the
+            thread count or the blocking: runs of k, as `summation` has them, one after the other.
+        static: m, n and k (and dense strides) are compiled in as constants.
+        post: what becomes of sums on their way to C, as in a quantised product, words with
+            "+" between: "scale" by row and column always, "azero" and "bzero" for zero
+            points of A and B, "bias" added by column.
+        source: a float type, in which A is given: its rows are quantised to s8 first.
+        fused: what C and other results are of the sums, as `fused.Fused` writes it; empty: C is the sums.
+        grouped: the rows of A and C are shared out among the items of B, by ends that are not known before a
+            kernel reads them: each item has m of them, more or less.
+        tf32: elements of A and B, which are f32, may be rounded to tf32.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str = "f32"
+    batch: int = 1
+    a: str = "row"
+    b: str = "row"
+    c: str = "row"
+    family: str = ""
+    deterministic: bool = False
+    static: bool = False
+    post: str = ""
+    source: str = ""
+    fused: str = ""
+    grouped: bool = False
+    tf32: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_post()
+        for name, value, allowed in (("a", self.a, LAYOUTS_A), ("b", self.b, LAYOUTS_B), ("c", self.c, LAYOUTS_C)):
+            if value not in allowed:
+                raise ValueError(f"layout of {name} is {value!r}; use one of {', '.join(allowed)}")
+        if self.source and (self.source not in ("f32", "bf16", "f16") or self.types[0] != "s8" or self.a != "row"):
+            raise ValueError(f"source is {self.source!r}: rows of f32, bf16 or f16 can be quantised to s8, by rows")
+        if self.tf32 and self.types[:2] != ("f32", "f32"):
+            raise ValueError(f"tf32 is what f32 may be rounded to, and {self.dtype} are multiplied")
+        if min(self.m, self.n, self.k, self.batch) < 0:
+            raise ValueError(f"negative dimension in {self.m}x{self.n}x{self.k}, batch {self.batch}")
+
+    def _check_post(self) -> None:
+        """What becomes of sums is possible.
+
+        Raises:
+            ValueError: it is not.
+        """
+        _, b, c = types(self.dtype)
+        words = self.post.split("+") if self.post else []
+        if not set(words) <= {"scale", "azero", "bzero", "bias"} or words != sorted(set(words), key=POST.index):
+            raise ValueError(f"post is {self.post!r}; use some of {', '.join(POST)}, in this order, with + between")
+        whole = self.acc == "s32"
+        if ("scale" not in words and (words or (whole and c != "s32"))) or (words and whole and c == "s32"):
+            raise ValueError(f"post is {self.post!r}: sums in {self.acc} become {c} {'with' if whole else 'by'} scales")
+        if whole and b == "u4" and c == "s32":
+            raise ValueError(f"{self.dtype} has groups with scales: its result is f32, f16 or bf16, or codes with post")
+        if not whole and {"azero", "bzero"} & set(words):
+            raise ValueError(f"post is {self.post!r}: {self.dtype} has no zero points")
+        if "azero" in words and self.b != "packed":
+            raise ValueError("a zero point of A needs the sums of B's columns, which a packed B has: pack B")
+
+    @property
+    def types(self) -> tuple[str, str, str]:
+        """Names of the element types of A, B and C."""
+        return types(self.dtype)
+
+    @property
+    def held(self) -> str:
+        """The types that the operands' arrays have, as one word: codes lie in words of 32 bits."""
+        a, b, c = self.types
+        return spell(self.source or a, "s32" if self.b == "codes" else b, c)
+
+    @property
+    def elements(self) -> tuple[DType, DType, DType]:
+        """The element types of A, B and C."""
+        a, b, c = self.types
+        return BY_NAME[a], BY_NAME[b], BY_NAME[c]
+
+    @property
+    def acc(self) -> str:
+        """Name of the type that products are summed in."""
+        a, b, _ = self.types
+        return accumulator(a, b)
+
+    @property
+    def unit(self) -> int:
+        """Elements of B that its strides count as one: those of a unit, where B is packed in units."""
+        # Codes lie in an array of units.
+        return family(self.family).kr if self.b == "packed" else 1
+
+    @property
+    def flops(self) -> int:
+        """Multiplications plus additions: 2 * batch * m * n * k."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+    @property
+    def bytes(self) -> int:
+        """Compulsory traffic: A, B and C once each, in bytes."""
+        a, b, c = self.elements
+        return self.batch * (self.m * self.k * a.bytes + self.k * self.n * b.bytes + self.m * self.n * c.bytes)
+
+    @property
+    def but_rows(self) -> tuple[object, ...]:
+        """All that it says but M, for keys of what is alike for many M."""
+        return _but_rows(self)
+
+    def transposed(self) -> Problem:
+        """The same product written as C^T = B^T . A^T.
+
+        Raises:
+            ScheduleError: B is packed, and there is no packed A for it to become; or
+                the types only multiply this way round.
+        """
+        if self.b in ("packed", "codes"):
+            raise ScheduleError(f"{self}: a packed B cannot change sides; give C by rows, or unpack B")
+        flip = {"row": "col", "col": "row", "any": "any"}
+        if self.post or self.fused:
+            raise ScheduleError(
+                f"{self} cannot change sides: what is done to sums belongs to rows and columns; give C by rows"
+            )
+        a, b, c = self.types
+        try:
+            accumulator(b, a)
+        except ValueError as error:
+            raise ScheduleError(f"{self} cannot change sides: {error}; give C by rows") from error
+        dtype = spell(b, a, c)
+        return replace(self, m=self.n, n=self.m, a=flip[self.b], b=flip[self.a], c=flip[self.c], dtype=dtype)
+
+    def __str__(self) -> str:
+        batch = f"{self.batch} x " if self.batch != 1 else ""
+        marks = [f"A {self.a}", f"B {self.b}", f"C {self.c}"]
+        marks += ["deterministic"] if self.deterministic else []
+        marks += ["static"] if self.static else []
+        marks += ["rounded to tf32"] if self.tf32 else []
+        marks += [self.post] if self.post else []
+        marks += ["fused"] if self.fused else []
+        marks += ["rows in groups"] if self.grouped else []
+        marks += [f"A quantised from {self.source}"] if self.source else []
+        return f"{batch}{self.m} x {self.n} x {self.k} {self.dtype} ({', '.join(marks)})"
+
+
+_but_rows = attrgetter(*[x.name for x in fields(Problem) if x.name != "m"])

@@ -1,0 +1,45 @@
+"""Classes of row counts that share one schedule.
+
+Owns the boundaries of classes. Imports `spec.problem`. Up to `SINGLE` rows each M is a class of its own: kernels hold
+just so many rows in registers, and one more slice of rows counts. Above, a class covers the values of M that round
+up to the same number of five significant bits, so that there are `PER_OCTAVE` classes between a power of two and
+the next. A class is a function of M alone: neither the order of calls nor the process decides what a product runs
+with. The run time's C computes the same classes (`last_of_class` in run/matmul.c), and finds the route of a class
+without calling Python.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from portmm.spec.problem import Problem
+
+SINGLE = 32
+"""M up to which a class is one number."""
+PER_OCTAVE = 16
+"""Classes from a power of two to the next: M varies by at most 1/16 within one."""
+
+
+def row_class(m: int) -> tuple[int, int]:
+    """The least and the largest M of the class of `m`."""
+    if m <= SINGLE:
+        return m, m
+    step = 1 << ((m - 1).bit_length() - PER_OCTAVE.bit_length())
+    last = -(-m // step) * step
+    return last - step + 1, last
+
+
+def rows(p: Problem) -> tuple[int, int]:
+    """The least and the largest M for which problems like `p` have the same schedule.
+
+    Sizes that are compiled in are exact. Where C is by columns the kernel's rows are the columns of `p`.
+    """
+    return (p.m, p.m) if p.static or p.c == "col" else row_class(p.m)
+
+
+def of_class(p: Problem) -> Problem:
+    """The problem that stands for the class of `p`: that with the largest M."""
+    _, last = rows(p)
+    return p if last == p.m else replace(p, m=last)

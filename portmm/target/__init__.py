@@ -1,0 +1,1 @@
+"""What it is computed on: instruction sets, chips, devices and cloud instances."""

@@ -1,0 +1,26 @@
+"""Whether an instruction set can compute fused expressions.
+
+Owns `lacks`. Imports `spec.epilogue`, `target.isa`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from portmm.spec.epilogue import Fused
+    from portmm.target.isa import Atom, Isa
+
+
+def lacks(isa: Isa, real: Atom, fused: Fused) -> str:
+    """What an instruction set lacks to compute expressions in lanes of `real`, or an empty string."""
+    for i, x in enumerate(fused.operands):
+        whole = isa.vector("s32", real.n)
+        written = i in dict(fused.results)
+        atom = whole if x.dtype == "s32" else real
+        if atom is None or not isa.spelling(atom, "store" if written else "load_b", x.dtype):
+            return f"{'store' if written else 'load'} of {x.dtype}"
+    own = isa.lanes(real.n)
+    if any(x.op == "sqrt" for x in fused.steps) and not (own and "sqrt" in own.words):
+        return "square root"
+    return ""

@@ -1,0 +1,407 @@
+"""What a machine is: instruction sets, memory levels, rates.
+
+Owns the records that describe a machine, what makes one well-formed, and the
+loader that reads them from TOML. May import `target.clouds`, `errors`, `target.device`, `target.isa`, `target.cache_levels`,
+`target.toml_schema`. Pure: it never looks at the host; that is `detect`'s work.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from portmm.errors import TargetError
+from portmm.target.cache_levels import MemoryLevel, check_level
+from portmm.target.clouds import CloudFamily, family_of
+from portmm.target.clouds import read as read_clouds
+from portmm.target.device import Device, check_device
+from portmm.target.isa import Atom, Isa, Primitive, Transfer, check_atom, check_transfer
+from portmm.target.toml_schema import nearest, parse, record, require
+from portmm.target.vector_ops import lanes_of
+
+__all__ = [
+    "Atom",
+    "CloudFamily",
+    "Device",
+    "Isa",
+    "Match",
+    "MemoryLevel",
+    "Target",
+    "Transfer",
+    "chips_mentioning",
+    "clouds",
+    "described",
+    "device_target",
+    "families_of",
+    "instance",
+    "load_isa",
+    "load_target",
+    "names",
+    "names_of",
+    "parse_isa",
+    "parse_target",
+]
+
+ARCHS = ("x86_64", "aarch64", "device", "any")
+
+GENERIC_DEVICES = ("opencl_gpu", "cuda_gpu", "opencl_cpu")
+"""What stands for a device that has no description of its own."""
+DOT4_SINCE = (6, 1)
+"""PTX ISA, dp4a: the capability that has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How a host shows that it is this chip: all fields that are given agree.
+
+    Attributes:
+        vendor: x86 vendor string of cpuid leaf 0.
+        family: x86 display family.
+        models: inclusive ranges of x86 display models.
+        steppings: inclusive ranges of x86 steppings.
+        implementer: Arm MIDR implementer.
+        parts: Arm MIDR part numbers; of a mixed chip, the fast cores only.
+        features: for a generic level, what the host must have, as Linux spells it.
+        names: of a device, words of its name as its driver spells it, in any case; a word
+            that ends in a letter may go on, so that "Mali-G" is in "Mali-G710".
+        capability: of a device for CUDA, as in "9.0".
+    """
+
+    vendor: str = ""
+    family: int = 0
+    models: tuple[tuple[int, int], ...] = ()
+    steppings: tuple[tuple[int, int], ...] = ()
+    implementer: int = 0
+    parts: tuple[int, ...] = ()
+    features: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    capability: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A machine.
+
+    Attributes:
+        name: the chip file's stem.
+        title: for people.
+        arch: "x86_64", "aarch64", "device" for what runs kernels over a grid of
+            blocks of threads, or "any" for an invented machine.
+        vendor: maker of the chip.
+        isas: what it can run, best first.
+        levels: memory levels, nearest first.
+        rates: atom name -> mac instructions that one core starts per cycle; of a
+            device, those that all threads of one processor start.
+        cores: cores that may be used, 0 if unknown.
+        frequency_ghz: sustained clock, of a device its boost clock; 0 if unknown.
+        rows_ahead: rows of a matrix streamed in place that are worth asking for
+            ahead, 0 where the hardware's own prefetching is better left alone.
+        source: manual the facts come from.
+        measured: measured rates that replace derived ones: "<atom>" in GFLOP/s
+            and "<level>" or "memory" in GB/s, one core each.
+        searches: exhaustive searches of this chip that are stored in `bench/results`, which the model's
+            choices are judged by; without any, see `textbook` and `counted`.
+        match: how to recognise it, any one of them.
+        device: the limits of a device, None for a CPU.
+    """
+
+    name: str
+    title: str
+    arch: str
+    vendor: str
+    isas: tuple[Isa, ...]
+    levels: tuple[MemoryLevel, ...]
+    rates: dict[str, float] = field(default_factory=dict)
+    cores: int = 0
+    frequency_ghz: float = 0.0
+    rows_ahead: int = 0
+    source: str = ""
+    measured: dict[str, float] = field(default_factory=dict)
+    searches: tuple[str, ...] = ()
+    match: tuple[Match, ...] = ()
+    device: Device | None = None
+
+    def level(self, name: str) -> MemoryLevel | None:
+        """The memory level called `name`, or None."""
+        return next((x for x in self.levels if x.name == name), None)
+
+    def counted(self, name: str) -> int:
+        """Bytes of a memory level that one core may count on, 0 if there is no such level.
+
+        The neighbours' work is unknown, so it is a share of a level that cores share; on a chip whose searches are
+        stored it is all of it, as when these were made.
+        """
+        level = self.level(name)
+        return 0 if level is None else level.bytes if self.searches else level.share
+
+    def isa(self, name: str) -> Isa | None:
+        """The ISA called `name` if this machine has it."""
+        return next((x for x in self.isas if x.name == name), None)
+
+    def limited_to(self, isa: str) -> Target:
+        """This machine with `isa` as its best instruction set.
+
+        Raises:
+            TargetError: the machine does not have that ISA.
+        """
+        names = [x.name for x in self.isas]
+        if isa not in names:
+            raise TargetError(f"target {self.name} has no ISA {isa!r}; it has {', '.join(names)}")
+        return replace(self, isas=self.isas[names.index(isa) :])
+
+
+def _check_target(target: Target, where: str) -> Target:
+    require(target.arch in ARCHS, where, f"arch {target.arch!r} is unknown; use one of {', '.join(ARCHS)}")
+    require(bool(target.isas), where, 'isas is empty; plain C is "scalar"')
+    described = (target.arch == "device") == (target.device is not None)
+    require(described, where, 'a chip of arch "device", and no other, has a [chip.device] table')
+    for isa in target.isas:
+        require(isa.arch in ("any", target.arch), where, f"ISA {isa.name} is for {isa.arch}, the chip is {target.arch}")
+    sizes = [level.bytes for level in target.levels]
+    require(sizes == sorted(set(sizes)), where, f"levels must grow from the nearest to the farthest, got {sizes} bytes")
+    require(target.rows_ahead >= 0, where, f"rows_ahead must not be negative, got {target.rows_ahead}")
+    atoms = {atom.name for isa in target.isas for atom in isa.atoms}
+    for name, rate in target.rates.items():
+        require(name in atoms, where, f"rates names atom {name!r}, which none of its ISAs has")
+        require(rate > 0, where, f"the rate of {name} must be positive, got {rate}")
+    return target
+
+
+def _root() -> Path:
+    # Not importlib.resources: it costs 4 ms to import, and the wheel is never run from a zip.
+    return Path(import_module("portmm.targets").__path__[0])
+
+
+def _read(folder: str, name: str) -> tuple[dict[str, Any], str]:
+    if name not in names(folder):
+        raise TargetError(f"no {folder} called {name!r}{nearest(name, names(folder))}")
+    return parse((_root() / folder / f"{name}.toml").read_text(), f"{folder}/{name}.toml")
+
+
+@cache
+def names(folder: str) -> tuple[str, ...]:
+    """Names of all shipped descriptions in `folder`, "isa" or "chip"."""
+    return tuple(sorted(path.stem for path in (_root() / folder).glob("*.toml")))
+
+
+@cache
+def names_of(kind: str, folder: str = "chip") -> tuple[str, ...]:
+    """Names of the shipped descriptions in `folder` that are of one kind.
+
+    Args:
+        kind: "cpu" or "device".
+        folder: "isa" or "chip".
+    """
+    load = load_isa if folder == "isa" else load_target
+    return tuple(name for name in names(folder) if (load(name).arch == "device") == (kind == "device"))
+
+
+def parse_isa(table: dict[str, Any], where: str) -> Isa:
+    """Build an `Isa` from a parsed TOML file; `where` names it in errors."""
+    if "isa" not in table or "atom" not in table:
+        raise TargetError(f"{where}: needs an [isa] table and at least one [[atom]]")
+    atoms = tuple(check_atom(record(Atom, row, f"{where}: atom"), f"{where}: atom") for row in table["atom"])
+    moves = tuple(
+        check_transfer(record(Transfer, row, f"{where}: transfer"), f"{where}: transfer")
+        for row in table.get("transfer", [])
+    )
+    words = tuple(lanes_of(row, f"{where}: lanes") for row in table.get("lanes", []))
+    calls = tuple(record(Primitive, row, f"{where}: primitive") for row in table.get("primitive", []))
+    isa = replace(_on_base(dict(table["isa"]), atoms, moves, where), words=words, primitives=calls)
+    require(isa.arch in ARCHS, where, f"arch {isa.arch!r} is unknown; use one of {', '.join(ARCHS)}")
+    require(isa.registers > 0 and isa.vector_bytes > 0, where, "registers and vector_bytes must be positive")
+    return isa
+
+
+def _on_base(fields: dict[str, Any], atoms: tuple[Atom, ...], transfers: tuple[Transfer, ...], where: str) -> Isa:
+    """The ISA with what it takes over from the one it adds to."""
+    name = fields.pop("base", None)
+    base = load_isa(name) if name else None
+    if base is not None:
+        inherited = {x: getattr(base, x) for x in ("arch", "registers", "vector_bytes", "shuffles")}
+        fields = {"preamble": "", **inherited, **fields}
+        fields["flags"] = [*base.flags, *fields.get("flags", [])]
+        fields["features"] = [*base.features, *fields.get("features", [])]
+        fields["preamble"] = f"{base.preamble.strip()}\n{fields['preamble'].strip()}\n"
+    isa: Isa = record(Isa, {**fields, "atoms": atoms, "transfers": transfers}, where)
+    return replace(isa, base=base)
+
+
+@cache
+def load_isa(name: str) -> Isa:
+    """The shipped ISA called `name`.
+
+    Raises:
+        TargetError: there is none, or its file is malformed.
+    """
+    return parse_isa(*_read("isa", name))
+
+
+def parse_target(table: dict[str, Any], where: str) -> Target:
+    """Build a `Target` from a parsed TOML file; `where` names it in errors.
+
+    Raises:
+        TargetError: a field is missing, unknown, of the wrong type, or out of range.
+    """
+    if not isinstance(table.get("chip"), dict):
+        raise TargetError(f"{where}: needs a [chip] table")
+    chip = dict(table["chip"])
+    levels = tuple(
+        check_level(record(MemoryLevel, row, f"{where}: level"), f"{where}: level") for row in chip.pop("level", [])
+    )
+    matches = tuple(_match(row, f"{where}: match") for row in chip.pop("match", []))
+    own = {isa.name: isa for isa in (parse_isa(t, f"{where}: [[define]]") for t in table.get("define", []))}
+    isas = tuple(own.get(name) or load_isa(name) for name in chip.pop("isas", []))
+    fields = {**chip, "isas": isas, "levels": levels, "match": matches}
+    if "device" in chip:
+        fields["device"] = check_device(record(Device, chip["device"], f"{where}: device"), f"{where}: device")
+    return _check_target(record(Target, fields, where), where)
+
+
+def _match(row: dict[str, Any], where: str) -> Match:
+    # A single model or stepping is a range of one.
+    ranges = {k: [x if isinstance(x, list) else [x, x] for x in row[k]] for k in ("models", "steppings") if k in row}
+    return record(Match, {**row, **ranges}, where)  # type: ignore[no-any-return]
+
+
+@cache
+def _shipped(name: str) -> Target:
+    return parse_target(*_read("chip", name))
+
+
+def load_target(name: str) -> Target:
+    """The shipped chip called `name` ("-" reads as "_"), or the description in a file `*.toml`.
+
+    Raises:
+        TargetError: there is none, or its file is malformed.
+    """
+    if not name.endswith(".toml"):
+        return _shipped(_spelled(name))
+    try:
+        text = Path(name).read_text()
+    except OSError as error:
+        raise TargetError(f"cannot read {name}: {error}; give a chip's name or a .toml file") from error
+    return parse_target(*parse(text, name))
+
+
+def chips_mentioning(text: str) -> list[Target]:
+    """The shipped chips whose file holds `text`: parsing all of them takes milliseconds."""
+    return [_shipped(path.stem) for path in sorted((_root() / "chip").glob("*.toml")) if text in path.read_text()]
+
+
+def described(name: str) -> Target:
+    """A target that need not be able to run here: a chip, a `*.toml` file, an ISA, or a cloud instance.
+
+    An ISA's name gives the most modest shipped machine that has it, a cloud instance's the likeliest of its chips.
+
+    Raises:
+        TargetError: `name` is none of these, or its file is malformed.
+    """
+    if name in names("isa"):
+        return _modest(load_isa(name))
+    if name.endswith(".toml") or _spelled(name) in names("chip"):
+        return load_target(name)
+    if (family := instance(name)) is not None:
+        return _shipped(family.likeliest)
+    families = [x.name for x in clouds()]
+    raise TargetError(f"no target called {name!r}{nearest(name, (*names('chip'), *names('isa'), *families))}")
+
+
+def _spelled(name: str) -> str:
+    """A chip's name as its file has it."""
+    return name.lower().replace("-", "_")
+
+
+def _humble(chip: Target) -> tuple[int, float]:
+    """What orders devices from the most modest."""
+    return (chip.device.processors, chip.device.memory_gbs) if chip.device else (0, 0)
+
+
+def _devices() -> list[Target]:
+    return sorted((_shipped(name) for name in names_of("device")), key=_humble)
+
+
+def _mentions(text: str, name: str) -> bool:
+    """Whether the name of a device holds a word of a `Match`."""
+    end = r"(?![0-9a-z])" if name[-1:].isdigit() else ""
+    return re.search(rf"(?<![0-9a-z]){re.escape(name.lower())}{end}", text.lower()) is not None
+
+
+def device_target(name: str, capability: str = "", kind: str = "gpu") -> Target:
+    """The description of a device that a driver reports.
+
+    By its name; else the most modest of those with its capability; else a generic
+    one. What the driver says of the counts of the very device, the caller puts in
+    their place.
+
+    Args:
+        name: as the driver spells it.
+        capability: of a device for CUDA, as in "9.0"; empty for OpenCL.
+        kind: as OpenCL tells: "gpu", "cpu" or "accelerator".
+    """
+    if kind == "cpu":
+        return _shipped("opencl_cpu")
+    chips = _devices()
+    named = [
+        (len(word), chip) for chip in chips for m in chip.match for word in m.names if word and _mentions(name, word)
+    ]
+    if named:
+        return max(named, key=lambda x: x[0])[1]
+    if not capability:
+        return _shipped("opencl_gpu")
+    alike = next((chip for chip in chips if any(m.capability == capability for m in chip.match)), None)
+    return alike or _generic_cuda(capability)
+
+
+def _generic_cuda(capability: str) -> Target:
+    chip = _shipped("cuda_gpu")
+    found = re.fullmatch(r"(\d+)\.(\d+)", capability)
+    if found is None or chip.device is None:
+        return chip
+    told = replace(chip, device=replace(chip.device, architecture="".join(found.groups())))
+    return told if (int(found[1]), int(found[2])) >= DOT4_SINCE else told.limited_to("simt")
+
+
+def _modest(isa: Isa) -> Target:
+    if isa.arch == "device":
+        generic = [_shipped(name) for name in GENERIC_DEVICES]
+        return next(chip for chip in (*generic, *_devices()) if chip.isa(isa.name)).limited_to(isa.name)
+    chips = [_shipped(name) for name in names("chip")]
+    generic = [chip for chip in chips if any(m.features for m in chip.match) and isa.arch in ("any", chip.arch)]
+    generic.sort(key=lambda chip: (chip.arch == "aarch64", sum(len(m.features) for m in chip.match)))
+    having = next((chip for chip in generic if chip.isa(isa.name)), None)
+    if having:
+        return having.limited_to(isa.name)
+    # No generic level has it (SVE has none): the level, with this ISA on top.
+    return replace(generic[-1], isas=(isa, *generic[-1].isas))
+
+
+@cache
+def clouds() -> tuple[CloudFamily, ...]:
+    """All cloud families, in the order of `clouds.toml`.
+
+    Raises:
+        TargetError: the table is malformed, or names a chip that does not exist.
+    """
+    where = "clouds.toml"
+    return read_clouds((_root() / where).read_text(), where, names("chip"))
+
+
+def families_of(chip: str) -> tuple[CloudFamily, ...]:
+    """The cloud families whose instances may run on `chip`."""
+    return tuple(family for family in clouds() if chip.replace("-", "_") in family.chips)
+
+
+def instance(name: str) -> CloudFamily | None:
+    """The family of a cloud instance, by the instance's name or its own; None for any other name of a target.
+
+    Raises:
+        TargetError: families of several clouds have this name.
+    """
+    if name in names("isa") or name.endswith(".toml") or _spelled(name) in names("chip"):
+        return None
+    return family_of(name, clouds())

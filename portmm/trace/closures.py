@@ -1,0 +1,159 @@
+"""What a function captures: closures, globals, defaults, the attributes of captured objects.
+
+Owns `surroundings`, which tells the kind of a function's surroundings, by which what was
+traced is remembered, and finds the arrays and numbers in them. Imports `arrays.interop`.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+import types
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from portmm.arrays.interop import lay, on_device
+from portmm.util.array_subclasses import refuse_class
+
+PLAIN = (int, str, bytes, bool, type(None), np.integer, np.bool_, np.dtype)
+"""Types of values that are part of a function's kind."""
+DEEPEST = 12
+"""Steps from a function to what it captures, at most: modules name each other."""
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Names that code, and the functions inside it, may read from globals."""
+    inner = (_names(x) for x in code.co_consts if isinstance(x, types.CodeType))
+    return {x.argval for x in dis.get_instructions(code) if x.opname in {"LOAD_GLOBAL", "LOAD_NAME"}}.union(*inner)
+
+
+def ours(function: types.FunctionType) -> bool:
+    """A function of portmm's, or of NumPy's."""
+    return (function.__module__ or "").partition(".")[0] in ("portmm", "numpy")
+
+
+def fixed(value: Any) -> bool:
+    """Something that means the same in every call: a function of ours or of C's; a class or module that is nobody's."""
+    if isinstance(value, types.FunctionType):
+        return ours(value)
+    if isinstance(value, types.ModuleType):
+        return _lasts(value.__name__)
+    if isinstance(value, type):
+        return _lasts(value.__module__) or issubclass(value, BaseException)
+    return isinstance(value, (np.ufunc, types.BuiltinFunctionType))
+
+
+@lru_cache(maxsize=1024)
+def _lasts(module: str) -> bool:
+    """What a module holds does not change: it is ours, NumPy's or Python's."""
+    return module.partition(".")[0] in _LASTING
+
+
+_LASTING = frozenset(("portmm", "numpy", "ml_dtypes", *sys.stdlib_module_names)) - {"__main__"}
+
+
+def filled(cell: Any) -> bool:
+    """A variable of a closure has a value."""
+    try:
+        return cell.cell_contents is not None or True
+    except ValueError:
+        return False
+
+
+def surroundings(function: Any) -> tuple[tuple[Any, ...], dict[tuple[Any, ...], Any], bool]:
+    """What a function captures: its kind, arrays and numbers by the steps that lead there, and whether that is all."""
+    kind: list[Any] = []
+    found: dict[tuple[Any, ...], Any] = {}
+    known = isinstance(function, types.FunctionType) and _look(function, (), kind, found, set(), ())
+    return tuple(kind), found, known
+
+
+def _look(  # noqa: C901, PLR0911, PLR0917 - a kind each
+    value: Any,
+    key: tuple[Any, ...],
+    kind: list[Any],
+    found: dict[tuple[Any, ...], Any],
+    seen: set[int],
+    names: tuple[str, ...],
+) -> bool:
+    """As `Tracer.wrapped` does, see what there is: all of it, known or not; of modules and classes, what is named."""
+    if isinstance(value, np.ndarray) and value.ndim:
+        if type(value) is not np.ndarray:  # asked here, as every call comes by
+            refuse_class(value, "a captured array", matrix=False)
+        kind.append((value.shape, value.strides, value.dtype, value.flags.aligned))
+        found[key] = value
+        return True
+    if isinstance(value, (float, np.floating)):
+        kind.append(float)
+        found[key] = value
+        return True
+    if isinstance(value, types.FunctionType):
+        if ours(value):
+            kind.append(value)  # its code may be that of others
+            return True
+        kind.append(value.__code__)
+        if id(value) in seen:
+            return True
+        seen.add(id(value))
+        names = attribute_names(value.__code__)
+        return min([_look(x, (*key, step), kind, found, seen, names) for step, x in _captured(value)], default=True)
+    if isinstance(value, (tuple, list)):
+        kind.append((type(value), len(value)))
+        return min([_look(x, (*key, i), kind, found, seen, names) for i, x in enumerate(value)], default=True)
+    if isinstance(value, dict):
+        kind.append(tuple(map(repr, value)))
+        return min([_look(x, (*key, k), kind, found, seen, names) for k, x in value.items()], default=True)
+    if isinstance(value, PLAIN):
+        kind.append((type(value), value))
+        return True
+    if fixed(value):
+        kind.append(value)
+        return True
+    if on_device(value):
+        kind.append(lay(value))
+        found[key] = value
+        return True
+    if isinstance(value, (types.ModuleType, type)) and len(key) < DEEPEST:
+        kind.append(value)
+        inner = [(n, getattr(value, n)) for n in names if hasattr(value, n)]
+        return min([_look(x, (*key, ("attribute", n)), kind, found, seen, names) for n, x in inner], default=True)
+    return False
+
+
+def _captured(function: types.FunctionType) -> list[tuple[tuple[str, Any], Any]]:
+    """What a function finds around it."""
+    spaces = function.__globals__
+    names = [n for n in global_names(function.__code__) if n in spaces]
+    found: list[tuple[tuple[str, Any], Any]] = [(("global", n), function.__globals__[n]) for n in names]
+    cells = enumerate(function.__closure__ or ())
+    found += [(("closure", i), cell.cell_contents) for i, cell in cells if filled(cell)]
+    found += [(("default", i), x) for i, x in enumerate(function.__defaults__ or ())]
+    return found + [(("keyword", n), x) for n, x in (function.__kwdefaults__ or {}).items()]
+
+
+@lru_cache(maxsize=1024)
+def attribute_names(code: types.CodeType) -> tuple[str, ...]:
+    """Names that code may look up in modules and classes that it captures, in order."""
+    inner = [attribute_names(x) for x in code.co_consts if isinstance(x, types.CodeType)]
+    return tuple(sorted(set(code.co_names).union(*inner)))
+
+
+@lru_cache(maxsize=1024)
+def global_names(code: types.CodeType) -> tuple[str, ...]:
+    """Names that code may read from globals, in order."""
+    return tuple(sorted(_names(code)))
+
+
+def resolve(key: tuple[Any, ...], found: dict[tuple[Any, ...], Any]) -> Any:
+    """The array or number at the end of some steps."""
+    more = 0
+    while key[: len(key) - more] not in found:
+        if more > len(key):
+            raise KeyError(key)
+        more += 1
+    value = found[key[: len(key) - more]]
+    for step in key[len(key) - more :]:
+        value = getattr(value, step[1])
+    return value

@@ -1,0 +1,1 @@
+"""Quantized weights, and the files that hold them."""

@@ -1,0 +1,69 @@
+"""Imports go down the layers of pyproject.toml, and `import portmm` does no work."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import portmm
+
+ROOT = Path(__file__).resolve().parent.parent
+TOP = {"__init__", "__main__", "errors", "version"}
+SLOW_PACKAGES = (
+    "torch cupy pyopencl cffi rich typer cpuinfo platformdirs matplotlib subprocess tempfile multiprocessing"
+)
+
+
+def test_imports_keep_the_contracts():
+    linter = Path(sys.executable).with_name("lint-imports")
+    words = [linter, "--config", ROOT / "pyproject.toml", "--no-cache"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT / "tests")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_modules_live_in_packages():
+    assert {path.stem for path in Path(portmm.__file__).parent.glob("*.py")} == TOP
+
+
+def test_a_checkout_can_be_imported():
+    code = "import portmm; from portmm.kernels.cpu import gemm; print(portmm.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT)},
+    )
+    assert done.stdout.strip() == str(ROOT / "portmm" / "__init__.py"), done.stderr
+
+
+IMPORT = f"""
+import sys
+import numpy
+import os
+before = set(sys.modules)
+tasks = len(os.listdir("/proc/self/task"))  # NumPy's BLAS has threads of its own
+writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+events = []
+def audit(event, args):
+    if event == "open" and (args[2] or 0) & writing:
+        events.append((event, args[0]))
+    if event.startswith(("subprocess.", "os.fork", "os.posix_spawn", "os.exec", "ctypes.dlopen", "_thread.start")):
+        events.append((event, args))
+sys.addaudithook(audit)
+import portmm
+import threading
+assert not events, events
+assert threading.active_count() == 1
+assert len(os.listdir("/proc/self/task")) == tasks
+slow = sorted(set({SLOW_PACKAGES!r}.split()) & (set(sys.modules) - before))
+assert not slow, slow
+"""
+
+
+def test_import_does_no_work():
+    """It starts nothing, writes nothing, and loads nothing slow that NumPy has not loaded."""
+    done = subprocess.run([sys.executable, "-B", "-c", IMPORT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
