@@ -193,7 +193,7 @@ def int8(on, peers, case, l2):
         return [on.array(rng.uniform(0.5, 1.5, n).astype(np.float32) * 1e-3, "f32") for n in (case.m, case.n)]
 
     sets, bytes_ = _pairs(on, case, l2, scales)
-    kind = np.dtype(device_arrays.arrays.numpy_of("bf16"))
+    kind = np.dtype(device_arrays.numpy_arrays.numpy_of("bf16"))
 
     def ours(x):
         a, b, rows, columns = x

@@ -424,7 +424,7 @@ def test_tiles_that_are_arrays(how, monkeypatch):
         pytest.skip("lines are moved by AVX-512")
     machine = replace(load_target("sapphire_rapids"), isas=(amx[0], *(x for x in amx[0].below)))
     monkeypatch.setattr(cpu_dispatch, "loaded", test_amx.shimmed)
-    monkeypatch.setattr(attention.settings, "target", lambda: machine)
+    monkeypatch.setattr(attention.config, "target", lambda: machine)
     cpu_dispatch.forget()
     for shape in [(2, 4, 2, 33, 70, 64, 64), (2, 2, 1, 70, 130, 40, 72), (2, 1, 1, 17, 37, 7, 5)]:
         x = [guarded(y.reshape(-1)).reshape(y.shape) for y in operands(shape, BF16)]

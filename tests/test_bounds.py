@@ -8,6 +8,7 @@ import pytest
 
 import portmm as pm
 from portmm.arrays import numpy_arrays
+from portmm.dispatch import config
 from portmm.dispatch import cpu as cpu_dispatch
 from portmm.fusion import fuse, horizontal_fusion
 from portmm.ir.nodes import Kernel
@@ -109,7 +110,7 @@ def test_kernels_that_are_loaded_are_bounded():
 def test_what_is_loaded_keeps_no_loops():
     assert (pm.matmul(ones(33, 6), ones(6, 4)) == 6).all()
     assert cpu_dispatch.kernel_of.cache_info().maxsize <= 64
-    target = pm.settings.target()
+    target = config.target()
     schedule = cpu_dispatch.choose(pm.explain(ones(33, 6), ones(6, 4)).problem, target).schedule
     found, kernel = (
         cpu_dispatch._code(schedule, target),

@@ -278,8 +278,8 @@ def test_several_results():
     def epilogue(acc, i):
         y = acc + BIAS
         return (
-            y, pm.vocabulary.cast(y * 10.0, np.int8), pm.vocabulary.cast(acc, np.float16), RESIDUAL[i.m, 0] * 2.0,
-            y > 0, pm.vocabulary.cast(acc * 1e3, np.int32), i.n * 2 + i.m,
+            y, pm.cast(y * 10.0, np.int8), pm.cast(acc, np.float16), RESIDUAL[i.m, 0] * 2.0,
+            y > 0, pm.cast(acc * 1e3, np.int32), i.n * 2 + i.m,
         )  # fmt: skip
 
     y, codes, half, rows, mask, whole, places = pm.matmul(A, B, epilogue=epilogue)

@@ -117,7 +117,7 @@ def test_without_a_compiler_the_warning_points_at_the_call(monkeypatch):
     def failing(_):
         raise NoCompilerError("none")
 
-    monkeypatch.setattr(matmul_op.recall, "runtime", failing)
+    monkeypatch.setattr(matmul_op.route_cache, "runtime", failing)
     for way in (
         lambda: pm.matmul(ONES, ONES),
         lambda: pm.matmul(ONES, ONES, dtype=np.float64),

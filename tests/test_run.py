@@ -13,6 +13,7 @@ import run_kernels as rk
 
 from portmm.build.compiler import find_compiler
 from portmm.errors import BuildError, NoCompilerError
+from portmm.runtime import cpu as cpu_runtime
 
 rt = rk.rt
 
@@ -269,7 +270,7 @@ def test_more_threads_than_the_processors(rt):
 
 def test_the_first_callers_share_one_runtime():
     found = []
-    threads = [threading.Thread(target=lambda: found.append(rk.host.runtime())) for _ in range(6)]
+    threads = [threading.Thread(target=lambda: found.append(cpu_runtime.runtime())) for _ in range(6)]
     for t in threads:
         t.start()
     for t in threads:
@@ -279,11 +280,11 @@ def test_the_first_callers_share_one_runtime():
 
 
 def test_without_headers_the_twin_is_taken(monkeypatch):
-    monkeypatch.setattr(rk.host, "python_headers", lambda: None)
-    monkeypatch.setattr(rk.host, "_loaded", [])
-    assert type(rk.host.runtime()).__name__ == "Twin"
+    monkeypatch.setattr(cpu_runtime, "python_headers", lambda: None)
+    monkeypatch.setattr(cpu_runtime, "_loaded", [])
+    assert type(cpu_runtime.runtime()).__name__ == "Twin"
     with pytest.raises(BuildError, match=r"Python\.h"):
-        rk.host.load_extension()
+        cpu_runtime.load_extension()
 
 
 # --- the pool as a C program
@@ -295,7 +296,7 @@ def pool_program(folder, *command):
     trivial.write_text("int main(void) { return 0; }\n")
     if subprocess.run([*command, trivial, "-o", folder / "trivial"], capture_output=True, check=False).returncode:
         return None
-    source = rk.host.source(python=False).replace("__dso_handle", "not_from_crtbegin") + rk.POOL_DRIVER
+    source = cpu_runtime.source(python=False).replace("__dso_handle", "not_from_crtbegin") + rk.POOL_DRIVER
     (folder / "pool.c").write_text(source)
     words = [*command, "-std=gnu11", "-w", "-pthread", folder / "pool.c", "-o", folder / "pool"]
     subprocess.run(words, check=True)

@@ -24,16 +24,12 @@ import numpy as np
 from portmm.arrays.numpy_arrays import numpy_of
 from portmm.errors import NoDeviceError
 from portmm.spec.dtype import BY_NAME, BY_NUMPY, FOREIGN
+from portmm.weights.kinds import WeightKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-_CLASSES = {
-    ("cupy", "ndarray"): "cupy",
-    ("torch", "Tensor"): "torch",
-    ("pyopencl", "Array"): "pyopencl",
-    ("portmm", "PackedThere"): "packed",
-}
+_LIBRARY_TYPES = {"cupy": ("cupy", "ndarray"), "torch": ("torch", "Tensor"), "pyopencl": ("pyopencl.array", "Array")}
 
 WIDEST = 16
 """Bytes that threads move at once."""
@@ -98,10 +94,12 @@ def _kind(x: object) -> str:
 def _kind_of(cls: type) -> str:
     if issubclass(cls, (np.ndarray, np.generic, int, float, complex, str, bytes, list, tuple, dict)):
         return "host"
-    for base in cls.__mro__:
-        found = _CLASSES.get((base.__module__.partition(".")[0], base.__name__))
-        if found:
-            return found
+    if getattr(cls, "weight_kind", None) is WeightKind.DEVICE_PANELS:
+        return "packed"
+    for library, (module, name) in _LIBRARY_TYPES.items():
+        array = getattr(sys.modules.get(module), name, None)  # an array of a library that is not loaded cannot be here
+        if isinstance(array, type) and issubclass(cls, array):
+            return library
     return ""
 
 

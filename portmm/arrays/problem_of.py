@@ -15,6 +15,7 @@ from portmm.arrays import call, numpy_arrays
 from portmm.dispatch import config
 from portmm.spec.dtype import BY_NUMPY, types
 from portmm.spec.problem import Problem
+from portmm.weights.kinds import WeightKind, weight_kind
 
 
 def pose(a: Any, b: Any, out: Any = None, *, dtype: str = "f32", static: bool = False) -> Problem:
@@ -26,7 +27,7 @@ def pose(a: Any, b: Any, out: Any = None, *, dtype: str = "f32", static: bool = 
     """
     if b is None:
         raise ValueError("b is missing; give two operands, or one Problem")
-    if type(b).__module__ == "portmm.weights.quantized":
+    if weight_kind(b) is WeightKind.QUANTIZED:
         raise TypeError("b is not packed; a quantized weight is explained as it is packed: give pack(b)")
     dtype = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     if getattr(b, "family", "").startswith("u4"):

@@ -14,6 +14,7 @@ import numpy as np
 from portmm.comparison import fused
 from portmm.comparison.data import ZERO
 from portmm.comparison.peers import Library, MissingError, Run, UnsupportedError, repeat, returning
+from portmm.trace.closures import traced_through
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,6 +96,4 @@ def _epilogue(pm: Any, words: tuple[str, ...], data: Arrays) -> Callable[[Any, A
         ("bias", "residual"): lambda acc, i: acc + bias[i.n] + residual[i.m, i.n],
     }
     epilogue = bare[words] if last in fused.ADDED else after[tuple(added)]
-    # A function of portmm's modules would be taken for one of its own, which capture nothing.
-    epilogue.__module__ = "__main__"
-    return epilogue
+    return traced_through(epilogue)

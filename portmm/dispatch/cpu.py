@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from portmm.codegen.lower import atom_of, lower, lower_attention, lower_fold, lower_pack, lower_rows
 from portmm.dispatch.cost_selection import predict, select
-from portmm.dispatch.overrides import active, given
+from portmm.dispatch.overrides import active, schedule_for
 from portmm.dispatch.selection import Choice, overlaid
 from portmm.errors import BuildError, DatabaseError, ScheduleError, TargetError
 from portmm.ir.index import meaning, parsed, spelled
@@ -348,7 +348,7 @@ def _shared(p: Problem, served: tuple[int, int], target: Target, threads: int, k
 
 def _alone(p: Problem, target: Target, threads: int, kept: Book | None) -> Any:
     """The route of one problem."""
-    ordered = given(p)
+    ordered = schedule_for(p)
     if ordered is None and not _tuned_within(p, (p.m, p.m), target, threads):
         _check(p, target)
         found = select(p, target, threads)

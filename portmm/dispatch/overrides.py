@@ -1,14 +1,14 @@
-"""Kernels by order, in place of choice: what measurements of schedules rest on.
+"""Schedule overrides, for measurements of schedules.
 
-Owns the orders of this process. Imports `util.memo` and `run`. An order holds for
-every way in which a user may call a product, since all of them ask `dispatch`
-for a route; a process that has given orders reads and writes no book, so that
-no other process ever sees what came of them.
+Owns the overrides of this process, and the interception of a call's problem. An override holds for every way in which
+a user may call a product, since all of them get their routes from `dispatch`; a process with overrides neither reads
+nor writes the route cache, so that no other process sees their effects.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.runtime import route_cache
@@ -21,68 +21,69 @@ if TYPE_CHECKING:
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
 
-_orders: dict[Problem, tuple[Schedule, int]] = {}
-_asking = False
+_overrides: dict[Problem, tuple[Schedule, int]] = {}
+_interceptions: list[Interception] = []
 
 
-class Asked(Exception):  # noqa: N818 - an answer, not an error
-    """What a call would have to be computed: raised out of it while `asking`."""
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(str(problem))
-        self.problem = problem
+class _StopCall(Exception):  # noqa: N818 - ends a call whose problem was intercepted
+    pass
 
 
-def order(p: Problem, schedule: Schedule, workers: int) -> None:
-    """Have a problem computed by a schedule and so many threads from now on, legal or not."""
-    _orders[p] = schedule, workers
+@dataclass(slots=True)
+class Interception:
+    """The problem of the first product inside `intercept`; None if there was none."""
+
+    problem: Problem | None = None
+
+
+def override(p: Problem, schedule: Schedule, workers: int) -> None:
+    """Compute a problem by a schedule and a number of threads from now on, legal or not."""
+    _overrides[p] = schedule, workers
     _forget()
 
 
-def withdraw() -> None:
-    """Drop all orders: `dispatch` chooses again."""
-    _orders.clear()
+def clear_overrides() -> None:
+    """Drop all overrides: `dispatch` selects again."""
+    _overrides.clear()
     _forget()
 
 
 def renew() -> None:
-    """Have all calls of this process choose again: what choices rest on has changed."""
+    """Select again for all calls of this process, after a change of what selections depend on."""
     route_cache.forget()
     forget_all()
     runtime().clear_memo()
 
 
 def active() -> bool:
-    """Whether products are ordered or asked for, one by one: no choice holds for more than one problem then."""
-    return _asking or bool(_orders)
+    """Whether there are overrides or an interception: no selection holds for more than one problem then."""
+    return bool(_interceptions) or bool(_overrides)
 
 
-def given(p: Problem) -> tuple[Schedule, int] | None:
-    """What is ordered for a problem.
-
-    Raises:
-        Asked: somebody is `asking`.
-    """
-    if _asking:
-        raise Asked(p)
-    return _orders.get(p)
+def schedule_for(p: Problem) -> tuple[Schedule, int] | None:
+    """The override of a problem: a schedule and a number of threads. Inside `intercept` the call ends here."""
+    if _interceptions:
+        _interceptions[-1].problem = p
+        raise _StopCall
+    return _overrides.get(p)
 
 
 @contextmanager
-def asking() -> Iterator[None]:
-    """Have the next product raise `Asked` instead of being computed, so that nothing is built."""
-    global _asking  # noqa: PLW0603 - one process asks or computes
-    _asking = True
+def intercept() -> Iterator[Interception]:
+    """Record the problem of the next product in place of computing it: nothing is built, and the block ends there."""
+    interception = Interception()
+    _interceptions.append(interception)
     _forget()
     try:
-        yield
+        with suppress(_StopCall):
+            yield interception
     finally:
-        _asking = False
+        _interceptions.remove(interception)
         _forget()
 
 
 def _forget() -> None:
-    """Calls find their routes anew; code that is loaded stays."""
+    """Forget all routes; code that is loaded stays."""
     route_cache.close()
     forget_all()
     runtime().clear_memo()

@@ -18,6 +18,7 @@ from portmm.fusion.graph import refuse
 from portmm.fusion.traced_array import Value
 from portmm.trace.closures import PLAIN, filled, fixed, global_names, ours
 from portmm.util.array_subclasses import refuse_class
+from portmm.weights.kinds import ON_HOST, weight_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,8 +38,8 @@ def form(x: Array) -> tuple[Any, ...]:
 
 
 def is_weight(x: Any) -> bool:
-    """A packed weight, or one of four bits, which never change."""
-    return type(x).__name__ in ("Packed", "Folded", "Quantized") and type(x).__module__.startswith("portmm")
+    """Whether an object is a packed or quantized weight on the host, which never changes."""
+    return weight_kind(x) in ON_HOST
 
 
 def arguments(values: Any, key: list[Any], leaves: list[Any], kept: list[Any]) -> None:

@@ -19,6 +19,7 @@ from portmm.ops.attention import attention
 from portmm.spec.epilogue import given, reduction
 from portmm.spec.expr import apply
 from portmm.trace.bind import filled
+from portmm.trace.closures import traced_through
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -186,10 +187,10 @@ def _call(score: Callable[..., Any], single: bool) -> Callable[..., Any]:
     """Attention of queries, turned keys, values, and what scores read beside."""
 
     def run(q: Any, k: Any, v: Any, *others: Any) -> Any:
+        @traced_through
         def scored(s: Any, i: Any) -> Any:  # noqa: ARG001 - arrays broadcast
             return score(s, others)
 
-        scored.__module__ = "flash"  # what it captures is to be looked at
         if single:
             return attention(q[None], k.T[None], v[None], score=scored)[0]
         return attention(q, k.swapaxes(-1, -2), v, score=scored)

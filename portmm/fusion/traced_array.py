@@ -408,7 +408,7 @@ def _reduced(
 ) -> Any:
     """A reduction, in a kernel if it goes along the last axis."""
     if not _last(x, axis) or options or x.node.dtype is None:
-        keeps = {} if plain.__module__ == elementwise.__name__ else {"keepdims": keepdims}
+        keeps = {} if plain is getattr(elementwise, plain.__name__, None) else {"keepdims": keepdims}
         given = {"axis": axis, **(options or {}), **keeps}
         return called(x.graph, name, plain, (x,), given)
     kind = {"sum": elementwise.sum, "mean": elementwise.sum, "max": elementwise.max}[name]

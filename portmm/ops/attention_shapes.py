@@ -16,6 +16,7 @@ import numpy as np
 from portmm.arrays import numpy_arrays
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.elementwise import where
+from portmm.trace.closures import traced_through
 from portmm.util.array_subclasses import refuse_class
 
 if TYPE_CHECKING:
@@ -207,8 +208,7 @@ def score_of(score: Any, mask: Any, factor: float | None) -> Callable[..., Any]:
     def function(s: Any, i: Any) -> Any:
         return where(mask(i), scored(s, i), -math.inf)
 
-    function.__module__ = "attention"  # what it captures is the user's
-    return function
+    return traced_through(function)
 
 
 def _scored(score: Any, factor: float | None) -> Callable[..., Any]:
@@ -225,5 +225,4 @@ def _scored(score: Any, factor: float | None) -> Callable[..., Any]:
         def function(s: Any, i: Any) -> Any:
             return score(s * factor, i)
 
-    function.__module__ = "attention"
-    return function
+    return traced_through(function)

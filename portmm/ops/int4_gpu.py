@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from portmm.ops.fused_matmul_gpu import Weight
 from portmm.spec.dtype import CODE_BITS, CODES_AT, CODES_KR
 from portmm.spec.problem import Family
 from portmm.util.memo import Memory
+from portmm.weights.kinds import WeightKind
 from portmm.weights.quantized import CodedMatrix
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class DeviceCoded(CodedMatrix):
         group: rows of k that share a scale, a multiple of 8; 0 for all.
     """
 
+    weight_kind: ClassVar[WeightKind] = WeightKind.DEVICE_INT4
     words: Foreign
     scales: Foreign
     offsets: Foreign

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import CODE_BITS, CODES_AT, CODES_KR
 from portmm.spec.problem import Family, Problem, family
 from portmm.util.memo import Memory
+from portmm.weights.kinds import WeightKind
 from portmm.weights.quantized import CodedMatrix, Quantized, dequantize
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Folded(CodedMatrix):
         family: how it lies, for example "u4x32k8g128".
     """
 
+    weight_kind: ClassVar[WeightKind] = WeightKind.INT4_PANELS
     owner: Array
     shape: tuple[int, int]
     family: str

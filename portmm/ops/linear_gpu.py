@@ -15,6 +15,7 @@ from portmm.arrays import interop
 from portmm.ops import matmul as matmul_op
 from portmm.ops import rowwise_gpu
 from portmm.spec.elementwise import cast, quantize_rows
+from portmm.trace.closures import traced_through
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,6 +87,7 @@ def _ending(bias: Any, said: dict[str, Any], dtype: Any, epilogue: Callable[...,
     kept = bool(said["dynamic"])  # scales of rows that were quantised keep their axis
     several = by_row and len(rows.shape) - kept > 1
 
+    @traced_through
     def ending(acc: Any, i: Any) -> Any:
         value = acc
         if by_row and kept:
@@ -101,6 +103,4 @@ def _ending(bias: Any, said: dict[str, Any], dtype: Any, epilogue: Callable[...,
             return epilogue(value, i)
         return cast(value / last + zero, dtype) if again else value
 
-    # As if it were the caller's: tracing sees through what such functions capture.
-    ending.__module__ = "__main__"
     return ending

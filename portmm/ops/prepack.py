@@ -19,6 +19,7 @@ from portmm.errors import BuildError, PackError
 from portmm.runtime.cpu import runtime, types
 from portmm.spec.problem import Family
 from portmm.spec.problem import family as family_of
+from portmm.weights.kinds import INTEGERS, WeightKind, weight_kind
 
 
 def packed_class() -> type[Any]:
@@ -60,6 +61,8 @@ def _class_over(base: Any) -> type[Any]:
         """
 
         __slots__ = ("__weakref__",)
+        __qualname__ = "Packed"
+        weight_kind = WeightKind.PANELS
 
         def __reduce__(self) -> tuple[Any, ...]:
             return (restore, (np.asarray(self.owner), self.shape, self.element, self.family))
@@ -92,8 +95,6 @@ def _class_over(base: Any) -> type[Any]:
         def __repr__(self) -> str:
             return f"<portmm.Packed {self.shape} {self.dtype}, family {self.family}>"
 
-    Packed.__module__ = "portmm"
-    Packed.__qualname__ = "Packed"
     _classes.append(Packed)
     return Packed
 
@@ -255,17 +256,14 @@ def items(p: Any) -> list[Any]:
     return [_made(p.owner[i * item : (i + 1) * item], (k, n), layout) for i in range(count)]
 
 
-_DEVICE_CODES = "portmm.ops.int4_gpu"
-
-
 def of_codes(b: Any) -> bool:
-    """A weight of four bits on a device, whose module need not have been imported."""
-    return type(b).__module__ == _DEVICE_CODES
+    """Whether an object is a weight of four bits on a device."""
+    return weight_kind(b) is WeightKind.DEVICE_INT4
 
 
 def is_coded(b: Any) -> bool:
-    """A quantised weight, told without importing what makes one."""
-    return type(b).__module__ in ("portmm.ops.int4_panels", "portmm.weights.quantized", _DEVICE_CODES)
+    """Whether an object is a quantized weight."""
+    return weight_kind(b) in INTEGERS
 
 
 def unpack(p: Any) -> np.ndarray[Any, Any]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from portmm.arrays import interop
 from portmm.arrays.numpy_arrays import numpy_of
 from portmm.ops import rowwise_gpu
 from portmm.spec.dtype import BY_NAME
+from portmm.weights.kinds import WeightKind
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,6 +34,7 @@ class PackedThere:
         element: portmm's name of its elements' type.
     """
 
+    weight_kind: ClassVar[WeightKind] = WeightKind.DEVICE_PANELS
     array: Any
     shape: tuple[int, ...]
     element: str

@@ -9,14 +9,16 @@ from __future__ import annotations
 import dis
 import sys
 import types
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from portmm.arrays.interop import lay, on_device
 from portmm.util.array_subclasses import refuse_class
 
+F = TypeVar("F", bound=Callable[..., Any])
 PLAIN = (int, str, bytes, bool, type(None), np.integer, np.bool_, np.dtype)
 """Types of values that are part of a function's kind."""
 DEEPEST = 12
@@ -29,8 +31,16 @@ def _names(code: types.CodeType) -> set[str]:
     return {x.argval for x in dis.get_instructions(code) if x.opname in {"LOAD_GLOBAL", "LOAD_NAME"}}.union(*inner)
 
 
+def traced_through(function: F) -> F:
+    """Mark a function of portmm's that wraps the user's: tracing follows what it captures."""
+    function.portmm_traced_through = True  # type: ignore[attr-defined]
+    return function
+
+
 def ours(function: types.FunctionType) -> bool:
-    """A function of portmm's, or of NumPy's."""
+    """Whether a function is portmm's or NumPy's, and captures nothing of the user's."""
+    if hasattr(function, "portmm_traced_through"):
+        return False
     return (function.__module__ or "").partition(".")[0] in ("portmm", "numpy")
 
 

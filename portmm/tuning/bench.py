@@ -59,18 +59,17 @@ class Bench:
         """
         self.case, self.ordered = case, None
         data = arrays(case, seed)
-        overrides.withdraw()
+        overrides.clear_overrides()
         if self.setup.cold:
             ways, self.data = cold.rounds(self.library, case, data, self.setup.cold, self.setup.threads)
             self.run = next(iter(ways.values()))
         else:
             self.run, self.data = next(iter(self.library.prepare(case, data).values())), (data,)
-        try:
-            with overrides.asking():
-                self._call(1)
-        except overrides.Asked as asked:
-            self.problem = asked.problem
-            return asked.problem
+        with overrides.intercept() as interception:
+            self._call(1)
+        if interception.problem is not None:
+            self.problem = interception.problem
+            return interception.problem
         raise ScheduleError(f"{case.name} is computed without a kernel of its own: there is nothing to tune")
 
     def build(self, schedule: Schedule) -> None:
@@ -115,7 +114,7 @@ class Bench:
             assert self.problem  # noqa: S101 - it is posed
             # First without the call around it, which would make do with NumPy if it cannot be loaded.
             cpu_dispatch.route_by(schedule, self.problem, config.target(), workers)
-            overrides.order(self.problem, schedule, workers)
+            overrides.override(self.problem, schedule, workers)
             self.ordered = schedule, workers
 
 

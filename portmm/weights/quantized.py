@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
 from portmm.errors import PackError
 from portmm.util.array_subclasses import refuse_class
 from portmm.weights import safetensors
+from portmm.weights.kinds import WeightKind
 
 if TYPE_CHECKING:
     from portmm.weights.safetensors import Array, Location
@@ -80,6 +81,7 @@ class Quantized(CodedMatrix):
         ValueError: a dtype, a shape or a value is not as described here.
     """
 
+    weight_kind: ClassVar[WeightKind] = WeightKind.QUANTIZED
     codes: Array
     scales: Array
     offsets: Array

@@ -1,0 +1,35 @@
+"""Kinds of weights.
+
+Owns `WeightKind`, the attribute by which operations recognise a weight without importing the module of its class.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class WeightKind(Enum):
+    """The representation of a weight, an attribute `weight_kind` of its class."""
+
+    PANELS = "panels"
+    """Packed, in panels on the host."""
+    DEVICE_PANELS = "device panels"
+    """Packed, on a device."""
+    QUANTIZED = "quantized"
+    """Integers with scales, not packed."""
+    INT4_PANELS = "int4 panels"
+    """Packed integers of four bits with scales, on the host."""
+    DEVICE_INT4 = "device int4"
+    """Packed integers of four bits with scales, on a device."""
+
+
+INTEGERS = frozenset((WeightKind.QUANTIZED, WeightKind.INT4_PANELS, WeightKind.DEVICE_INT4))
+"""Kinds of quantized weights."""
+ON_HOST = frozenset((WeightKind.PANELS, WeightKind.QUANTIZED, WeightKind.INT4_PANELS))
+"""Kinds whose arrays are NumPy's."""
+
+
+def weight_kind(x: object) -> WeightKind | None:
+    """The kind of a weight; None for anything else."""
+    kind = getattr(type(x), "weight_kind", None)
+    return kind if isinstance(kind, WeightKind) else None
