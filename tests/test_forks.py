@@ -139,9 +139,9 @@ def test_every_lock_is_of_the_kind_that_children_find_free():
     found = {
         f"{path.relative_to(SOURCES)}:{text[: hit.start()].count(chr(10)) + 1}"
         for path in SOURCES.rglob("*.py")
-        if path.name != "forks.py"
+        if path.name != "locks.py"
         for text in [path.read_text()]
         for hit in pattern.finditer(text)
     }
-    assert not found, f"made elsewhere than in forks.lock: {sorted(found)}"
+    assert not found, f"made elsewhere than in util.locks: {sorted(found)}"
     assert os.register_at_fork  # what all of it rests on

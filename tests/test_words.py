@@ -10,9 +10,12 @@ import pytest
 
 import portmm
 
-RETIRED = frozenset(
-    ["abreast", "anew", "around", "asked", "beside", "book", "capable", "chosen", "coded", "dequant", "fed", "feeding", "fold", "folded", "folds", "foreign", "found", "given", "heights", "held", "joining", "lies", "lookahead", "made", "orders", "pose", "posed", "quick", "recall", "relaid", "resident", "said", "settle", "shares", "somebody", "steady", "surrounded", "surroundings", "team", "told", "turned", "twin", "unfold", "vecmath", "vocabulary", "weave", "whoever", "woven"]
+_RETIRED = (
+    "abreast anew around asked beside book capable chosen coded dequant fed feeding fold folded folds foreign found "
+    "given heights held joining lies lookahead made orders pose posed quick recall relaid resident said settle shares "
+    "somebody steady surrounded surroundings team told turned twin unfold vecmath vocabulary weave whoever woven"
 )
+RETIRED = frozenset(_RETIRED.split())
 """Private words that names had; each has a term of the field in its place."""
 OPENINGS = ("What ", "Which ", "Whose ", "Who", "Somebody ", "How far ", "How much ", "How many ", "How ", "That ")
 """Of first sentences that do not name their object."""
