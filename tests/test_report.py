@@ -112,6 +112,7 @@ def test_the_repository_has_the_tables_of_its_results():
     found = tables.load(ROOT / "bench" / "results")
     for path, text in tables.pages(found, ROOT / "README.md", ROOT / "docs" / "performance.md").items():
         assert path.read_text() == text, f"{path.name}: run `portmm report --write`"
+    assert tables.picture_is_current(ROOT / "docs" / "images" / "speed.svg", found), "run `portmm report --write`"
 
 
 def test_tables_say_what_results_say(stored):
@@ -120,6 +121,9 @@ def test_tables_say_what_results_say(stored):
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "stale words" not in text
+    assert "| tiny | 1 thread | 2 threads |" in text
+    assert "| f32 | 1.14 (0.50) of 3 | 1.14 (0.50) of 3 |" in text
+    text = tables.page(found)
     assert "| group | 1 thread | 2 threads, cube,odd |" in text
     assert "| cube | 1.00 (0.50) of 2 | 1.00 (0.50) of 2 |" in text
     assert "| **all** | 1.14 (0.50) of 3 |" in text
@@ -135,10 +139,9 @@ def test_tables_say_what_results_say(stored):
     assert "**i**: 2 of 2 products checked are right." in text
     assert "| 2 threads, cold caches | 2 | 0.71 | 0.50 | cube-2 | 3 | 1 | 0.95 |  |" in text
     assert "| 2 threads | 0 |  |  |  | 0 | 0 |  |  |" in text
-    every = tables.page(found)
-    assert "odd-2" in every
-    assert "| cube-2 | 1 | 2 | 1 | 0.50 | 2 | 0.90 |" in every
-    assert "Not tuned: cube-4 (no time)." in every
+    assert "odd-2" in text
+    assert "| cube-2 | 1 | 2 | 1 | 0.50 | 2 | 0.90 |" in text
+    assert "Not tuned: cube-4 (no time)." in text
 
 
 def test_one_table_has_all_chips_and_types(stored):
@@ -183,7 +186,8 @@ def test_nothing_measured_is_said(tmp_path):
 
 
 def test_the_command_prints_writes_and_checks(stored):
-    places = ("--readme", stored.parent / "README.md", "--page", stored.parent / "page.md")
+    picture = stored.parent / "images" / "speed.svg"
+    places = ("--readme", stored.parent / "README.md", "--page", stored.parent / "page.md", "--picture", picture)
     assert "| type | tiny, 1 thread |" in run(stored).stdout
     assert "stale words" in (stored.parent / "README.md").read_text()
     done = run(stored, "--check", *places, status=1)
@@ -191,6 +195,12 @@ def test_the_command_prints_writes_and_checks(stored):
     assert "page.md is not what" in done.stderr
     assert not (stored.parent / "page.md").exists()
     run(stored, "--write", *places)
+    shown = picture.read_text()
+    assert "tiny: bf16, attention" in shown
+    assert " 3.00 " in shown
+    picture.write_text(shown.replace("data:", "data:0"))
+    assert "speed.svg is not what" in run(stored, "--check", *places, status=1).stderr
+    picture.write_text(shown)
     assert run(stored, "--check", *places).output == ""
     (stored / "a.json").unlink()
     run(stored, "--check", *places, status=1)

@@ -20,6 +20,7 @@ def report(
     check: Annotated[bool, typer.Option("--check", help="Status 1 if a table is not what the results say.")] = False,
     readme: Annotated[Path, typer.Option(help="The text with a place for tables.")] = Path("README.md"),
     page: Annotated[Path, typer.Option(help="The page with every case.")] = Path("docs/performance.md"),
+    picture: Annotated[Path, typer.Option(help="The picture of the text.")] = Path("docs/images/speed.svg"),
     overhead: Annotated[
         Path | None, typer.Option(help="Keep the figures of this file of pytest-benchmark first.", show_default=False)
     ] = None,
@@ -39,8 +40,11 @@ def report(
         typer.echo("\n\n".join(filter(None, parts)))
         return
     stale = {at: text for at, text in due.items() if not at.exists() or at.read_text() != text}
+    if not tables.picture_is_current(picture, found):
+        stale[picture] = tables.picture(found) if write else ""
     for at, text in stale.items():
         if write:
+            at.parent.mkdir(parents=True, exist_ok=True)
             at.write_text(text)
             typer.echo(f"wrote {at}", err=True)
         else:

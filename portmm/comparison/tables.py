@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from portmm.comparison.report import Report, from_json
-from portmm.comparison.tables_chips import chips
+from portmm.comparison.speed_picture import shows, svg
+from portmm.comparison.tables_chips import Ratios, by_chip, chips, ratios_by_setting
 from portmm.comparison.tables_device import device
 from portmm.comparison.tables_fusion import fusion, fusion_cases
 from portmm.comparison.tables_products import cliff, overhead, packing, ratios, search
@@ -106,14 +107,37 @@ def _second(kept: Kept) -> list[Any]:
     return [data for _, data in kept]
 
 
-def overview(found: Found) -> str:
-    """All that was measured, by chip and type."""
+def _measured(found: Found) -> dict[tuple[str, str], Ratios]:
     reports: list[Report] = _second(found.reports)
-    return chips(reports, _second(found.fusions), found.devices)
+    return ratios_by_setting(reports, _second(found.fusions), found.devices)
+
+
+def overview(found: Found) -> str:
+    """All results in one table, by chip and type."""
+    return chips(_measured(found))
+
+
+def speed(found: Found) -> str:
+    """The README's tables: one for each chip."""
+    return by_chip(_measured(found)) or NOTHING
+
+
+def picture(found: Found) -> str:
+    """The README's picture as SVG.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    return svg(_measured(found))
+
+
+def picture_is_current(path: Path, found: Found) -> bool:
+    """Whether a file is the picture of these results."""
+    return path.exists() and shows(path.read_text(), _measured(found))
 
 
 def summary(found: Found) -> str:
-    """What stands in the README: a row for each group of cases."""
+    """Every kind of result, with a row for each group of cases."""
     parts = [*ratios(_second(found.reports)), *(f"{stem}: {search(rows)}" for stem, rows in found.searches)]
     parts += tuning(_second(found.tunings))
     parts += map(overhead, _second(found.overheads))
@@ -143,14 +167,14 @@ def readme(text: str, found: Found) -> str:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"tables have no place in it: it needs a line {BEGIN} and, after it, a line {END}")
-    return f"{before}{BEGIN}\n{summary(found)}\n{END}{after}"
+    return f"{before}{BEGIN}\n{speed(found)}\n{END}{after}"
 
 
 def page(found: Found) -> str:
-    """The text of docs/performance.md: all chips in one table, then every case."""
+    """The text of docs/performance.md: all chips in one table, groups of cases, every case."""
     chips_part = overview(found)
     top = f"## portmm beside the best peer, by chip and type\n\n{chips_part}\n\n" if chips_part else ""
-    return f"{HEAD}\n{top}## Every case\n\n{details(found)}\n"
+    return f"{HEAD}\n{top}## Groups of cases\n\n{summary(found)}\n\n## Every case\n\n{details(found)}\n"
 
 
 def pages(found: Found, readme_path: Path, page_path: Path) -> dict[Path, str]:

@@ -23,6 +23,7 @@ INTEGERS = {"s8": "int8", "u8": "int8", "u4": "int4"}
 
 Ratios = dict[str, dict[str, float]]
 """Type -> case -> ratio."""
+MEANING = "Rate of portmm over that of the best peer of each case: geometric mean, lowest in brackets, cases."
 
 
 def kind(case: Case) -> str:
@@ -34,25 +35,25 @@ def kind(case: Case) -> str:
     return f"{weight}, fused" if case.group.startswith("fused") else weight
 
 
-def chips(
+def ratios_by_setting(
     reports: Iterable[Report], fusions: Sequence[dict[str, Any]], devices: Iterable[tuple[str, dict[str, Any]]]
-) -> str:
-    """A row for each chip and setting, a column for each type; empty of nothing.
+) -> dict[tuple[str, str], Ratios]:
+    """Rates of portmm over those of the best peer, by machine and setting.
 
     Args:
         reports: of `portmm compare`.
         fusions: runs of fused products.
         devices: name of a device's run, and the run.
     """
-    found: dict[str, Ratios] = {}
-    # A case that was measured again counts as it was found last.
+    measured: dict[tuple[str, str], Ratios] = {}
+    # Of a case that was measured again, the latest ratio counts.
     for report in sorted(reports, key=lambda x: x.date):
-        mine = found.setdefault(f"{report.machine}, {held(report)}", {})
+        mine = measured.setdefault((report.machine, held(report)), {})
         for result in report.results:
             if result.ratio is not None:
                 mine.setdefault(kind(result.case), {})[result.case.name] = result.ratio
     for data in sorted(fusions, key=lambda x: str(x["date"])):
-        mine = found.setdefault(f"{data['machine']}, {threads(data['threads'])}", {})
+        mine = measured.setdefault((data["machine"], threads(data["threads"])), {})
         for row in rows_of([data]):
             if row["ratio"] is not None:
                 what = "attention" if row["case"]["group"] == "attention" else "fused"
@@ -61,15 +62,27 @@ def chips(
         for x in data["rows"]:
             ratio = device_ratio(x) if x["state"] == "ok" and x["seconds"] else None
             if ratio is not None:
-                found.setdefault(stem, {}).setdefault(x["dtype"], {})[x["name"]] = ratio
-    return _overview({name: mine for name, mine in found.items() if mine})
+                measured.setdefault((stem, ""), {}).setdefault(x["dtype"], {})[x["name"]] = ratio
+    return {setting: mine for setting, mine in measured.items() if mine}
 
 
-def _overview(found: dict[str, Ratios]) -> str:
-    kinds = dict.fromkeys(name for mine in found.values() for name in mine)
+def chips(measured: dict[tuple[str, str], Ratios]) -> str:
+    """One table with a row for each type and a column for each machine and setting; empty if nothing was measured."""
+    kinds = dict.fromkeys(name for mine in measured.values() for name in mine)
     if not kinds:
         return ""
     # Types stand below one another: there are more of them than of chips.
-    rows = [[name, *(mean(mine.get(name, {}).values()) for mine in found.values())] for name in kinds]
-    said = "Rate of portmm over that of the best peer of each case: geometric mean, lowest in brackets, cases."
-    return f"{said}\n\n{table(['type', *found], rows)}"
+    rows = [[name, *(mean(mine.get(name, {}).values()) for mine in measured.values())] for name in kinds]
+    columns = [", ".join(filter(None, setting)) for setting in measured]
+    return f"{MEANING}\n\n{table(['type', *columns], rows)}"
+
+
+def by_chip(measured: dict[tuple[str, str], Ratios]) -> str:
+    """A small table for each machine: a row for each type, a column for each setting."""
+    parts = []
+    for machine in dict.fromkeys(machine for machine, _ in measured):
+        settings = {setting: mine for (name, setting), mine in measured.items() if name == machine}
+        kinds = dict.fromkeys(name for mine in settings.values() for name in mine)
+        rows = [[name, *(mean(mine.get(name, {}).values()) for mine in settings.values())] for name in kinds]
+        parts.append(table([machine, *(setting or "ratio" for setting in settings)], rows))
+    return "\n\n".join([MEANING, *parts]) if parts else ""
