@@ -211,7 +211,7 @@ def unbuildable(_setup):
     """Its kernels do not link."""
 
     def prepare(_case, _data):
-        raise BuildError("cc did not build a kernel; it said:\n  /usr/bin/ld: cannot find -lnosuch\nsource: /x.c")
+        raise BuildError("cc did not build a kernel; its output:\n  /usr/bin/ld: cannot find -lnosuch\nsource: /x.c")
 
     return Library("unbuildable 1", prepare)
 

@@ -130,7 +130,7 @@ def test_rates_are_the_best_of_interleaved_rounds(monkeypatch):
     machine = Machine(monkeypatch)
     makers = {name: machine.gauge(name) for name in ("one", "two", "three")}
     machine.slowed = {1, 4, 5, 8, 10, 12, 15, 16, 17, 18}  # the last turn of each, and others
-    rates = calibrate._measured(makers, lambda *_: None, 0.05)
+    rates = calibrate._best_rates(makers, lambda *_: None, 0.05)
     assert machine.turns == ["one", "two", "three"] * (1 + calibrate.ROUNDS)
     assert rates == pytest.approx(dict.fromkeys(makers, 2000.0))
 

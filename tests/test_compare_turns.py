@@ -224,7 +224,7 @@ def test_a_comparison_uses_what_was_tuned_into_another_database(monkeypatch, tmp
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("unbuildable", "cc did not build a kernel; it said"),
+        ("unbuildable", "cc did not build a kernel; its output"),
         ("unlinked", "could not build the driver that repeats calls with -lnosuchlibrary"),
         ("unmade", "RuntimeError: CppCompileError: C++ compile error"),
     ],

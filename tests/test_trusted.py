@@ -256,7 +256,7 @@ def test_modes_above(above, mode, sound):
     assert (trusted_files.chain_fault(above / "a" / "b") == "") is sound
     place = above / "a" / "b"
     place.chmod(0o700)
-    assert (trusted_files.why_not(place) == "") is sound
+    assert (trusted_files.directory_fault(place) == "") is sound
 
 
 def test_a_group_above(above, monkeypatch):
@@ -359,11 +359,11 @@ def test_nothing_is_built_in_an_open_temporary_directory(monkeypatch, above):
 
 def test_a_swapped_directory_is_looked_at_again(above):
     (above / "a" / "b").mkdir(parents=True, mode=0o700)
-    assert trusted_files.why_not(above / "a" / "b") == ""
+    assert trusted_files.directory_fault(above / "a" / "b") == ""
     (above / "a" / "b").rename(above / "a" / "c")
     (above / "a" / "b").mkdir(mode=0o700)
     (above / "a").chmod(0o777)
-    assert "sticky" in trusted_files.why_not(above / "a" / "b")
+    assert "sticky" in trusted_files.directory_fault(above / "a" / "b")
 
 
 # -- what is no file -----------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""Compilers, the cache of what they made, and loading it safely."""
+"""Compilers, the cache of compiled kernels, and the loading of verified code."""

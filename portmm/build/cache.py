@@ -1,19 +1,18 @@
-"""Files that outlive the process: compiled kernels and small notes.
+"""Persistent cache of compiled kernels and notes.
 
-Owns the cache directory, and how entries get in and out. May import `build.elf`,
-`build.cache_eviction`, `build.temp_directories`, `build.trusted_files`, `version`.
+Owns the cache directory, and the reading and writing of its entries.
 
 An entry is `<key>.so`, `<key>.cubin` or `<key>.clbin`, for the host, CUDA or
-OpenCL, with `<key>.txt` beside it, which holds the SHA-256 of
-the former; what does not match is treated as absent. Files are never written
+OpenCL, with a manifest `<key>.txt`, which holds the SHA-256 of
+the former; an entry that does not match is treated as absent. Files are never written
 in place: a new one is renamed over the old, so a process that has mapped the
-old one keeps it. Whoever can write to the directory can run code as its
+old one keeps it. A user who can write to the directory can run code as its
 reader, so a directory or file that others can write or replace is not used
-(see `trusted`), and code is loaded from the bytes that were checked (see
-`sealed`). Where the directory cannot be used at all, a private
-one that lives as long as the process stands in.
+(see `build.trusted_files`), and code is loaded from the bytes that were checked
+(see `build.sealed_library`). Where the directory cannot be used at all, a private
+directory, removed when the process ends, replaces it.
 
-A warm hit is on the way to every first call of a new process, so nothing
+A cache hit is on the path of every first call of a new process, so nothing
 imported at the top of this file is slow to import.
 """
 
@@ -31,7 +30,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from portmm.build.cache_eviction import EVERY, limit, tidy, used
 from portmm.build.elf import fault
-from portmm.build.trusted_files import private, read, read_with, why_not
+from portmm.build.trusted_files import directory_fault, private, read, read_with
 from portmm.build.trusted_files import write as _write
 from portmm.util.user_warnings import warn
 from portmm.version import VERSION
@@ -41,12 +40,12 @@ if TYPE_CHECKING:
 
 LOCK_PATIENCE = 60.0
 """Seconds to wait for another process that builds the same entry. Above any
-compilation of one kernel; a stopped process then costs time, not an answer."""
+compilation of one kernel; a stopped process then costs time, not the result."""
 
 _CODE = (".so", ".cubin", ".clbin")
 _SUFFIXES = (*_CODE, ".txt", ".note", ".lock", ".tmp", ".failed.c", ".failed.cu", ".failed.cl")
 
-# Of a manifest, what says which file it belongs to.
+# Fields of a manifest that identify the file it belongs to.
 _ABOUT = ("sha256", "key", "version")
 
 _warned: set[str] = set()
@@ -60,12 +59,12 @@ class Entry:
     Attributes:
         key: the build's SHA-256, the file's stem.
         path: the file with the code.
-        name: what the builder called it.
+        name: the builder's name for it.
         bytes: size of the code.
-        seconds: how long it took to compile.
+        seconds: time of the compilation.
         compiler: version line of the compiler.
-        command: the command that made it.
-        more: what else the builder wants to know on a warm hit.
+        command: the command that compiled it.
+        more: further facts that the builder needs on a cache hit.
     """
 
     key: str
@@ -78,10 +77,10 @@ class Entry:
     more: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
-@lru_cache(maxsize=1)  # a module that is not there is looked for on all paths
+@lru_cache(maxsize=1)  # an import of an absent module searches every path
 def _sha256() -> Callable[[bytes], Any]:
     # hashlib loads OpenSSL, half of the five milliseconds in which a new
-    # process with a warm cache should be ready; CPython's own module needs 0.1.
+    # process with a warm cache should be ready; CPython's own module takes 0.1.
     for module in ("_sha2", "_sha256", "hashlib"):
         with suppress(ImportError):
             return cast("Callable[[bytes], Any]", importlib.import_module(module).sha256)
@@ -93,35 +92,35 @@ def digest(data: bytes) -> str:
     return str(_sha256()(data).hexdigest())
 
 
-def _place(chosen: str) -> Path:
-    """The directory or file that a user names."""
-    return _path(chosen) if chosen[0] == "/" else Path(chosen).absolute()
+def _absolute(path: str) -> Path:
+    """Absolute path of a directory or file that the user names."""
+    return _path(path) if path[0] == "/" else Path(path).absolute()
 
 
-_path = lru_cache(maxsize=16)(Path)  # asked for on the way to every first call
+_path = lru_cache(maxsize=16)(Path)  # on the path of every first call
 
 
 def cache_dir() -> Path:
-    """Where kernels are kept: `$PORTMM_CACHE`, else `portmm` in the user's cache.
+    """Directory of the cache: `$PORTMM_CACHE`, else `portmm` in the user's cache directory.
 
-    The latter is what platformdirs answers on Linux, without its import time.
+    The latter is the result of platformdirs on Linux, without its import time.
     The directory need not exist.
     """
-    chosen = os.environ.get("PORTMM_CACHE", "").strip()
-    if chosen:
-        return _place(chosen)
-    return _usual("XDG_CACHE_HOME", ".cache", "portmm")
+    override = os.environ.get("PORTMM_CACHE", "").strip()
+    if override:
+        return _absolute(override)
+    return _xdg_path("XDG_CACHE_HOME", ".cache", "portmm")
 
 
-def _usual(variable: str, below: str, name: str) -> Path:
-    """Where a user's files of a kind are, by the XDG specification, which tells readers to ignore a relative path."""
+def _xdg_path(variable: str, default: str, name: str) -> Path:
+    """Path of a user's file by the XDG specification, which requires that a relative directory is ignored."""
     root = os.environ.get(variable, "").strip()
     if root[:1] == "/":
         return _path(f"{root}/{name}")
     try:
-        return _path(f"{_home()}/{below}/{name}")
+        return _path(f"{_home()}/{default}/{name}")
     except RuntimeError:  # a user id without a home, as in some containers
-        return _path(f"/{below}/{name}")
+        return _path(f"/{default}/{name}")
 
 
 def _home() -> str:
@@ -129,14 +128,14 @@ def _home() -> str:
 
 
 def tuned_database() -> Path | None:
-    """The user's tuned schedules: `$PORTMM_TUNED`, else `portmm/tuned.sqlite` in the user's data; None if "off".
+    """Path of the tuning database: `$PORTMM_TUNED`, else `portmm/tuned.sqlite` in the user's data; None if "off".
 
-    Unlike what is compiled, they cannot be made again in a second, so they are no part of the cache.
+    Unlike kernels, tuned schedules cannot be reproduced in a second, so they are no part of the cache.
     """
-    chosen = os.environ.get("PORTMM_TUNED", "").strip()
-    if chosen:
-        return None if chosen == "off" else _place(chosen)
-    return _usual("XDG_DATA_HOME", ".local/share", "portmm/tuned.sqlite")
+    override = os.environ.get("PORTMM_TUNED", "").strip()
+    if override:
+        return None if override == "off" else _absolute(override)
+    return _xdg_path("XDG_DATA_HOME", ".local/share", "portmm/tuned.sqlite")
 
 
 def _warn(path: Path, reason: str) -> None:
@@ -149,18 +148,14 @@ def _warn(path: Path, reason: str) -> None:
     )
 
 
-def _shared() -> Path | None:
+def usable_dir() -> Path | None:
+    """The cache directory, created if it is missing; None, with one warning per process, where it cannot be used."""
     path = cache_dir()
-    reason = why_not(path)
+    reason = directory_fault(path)
     if reason:
         _warn(path, reason)
         return None
     return path
-
-
-def usable_dir() -> Path | None:
-    """The cache directory, made if it is missing; None where it cannot be used, which is said once."""
-    return _shared()
 
 
 def _remove(owner: int, path: Path) -> None:
@@ -183,21 +178,22 @@ def private_dir() -> Path:
 
         from portmm.build.temp_directories import PRIVATE_PREFIX, make
 
-        # What holds the directory ends with the process.
+        # The lock on the directory ends with the process.
         path, _ = make(PRIVATE_PREFIX)
         _private[owner] = path
         atexit.register(_remove, owner, path)
     return _private[owner]
 
 
-def _places() -> list[Path]:
-    found = (_shared(), _private.get(os.getpid()))
-    return [p for p in found if p is not None]
+def _directories() -> list[Path]:
+    """Directories that entries are read from."""
+    directories = (usable_dir(), _private.get(os.getpid()))
+    return [p for p in directories if p is not None]
 
 
 def _keep_files(files: dict[str, bytes]) -> Path:
-    """Write the files, in order, into the cache or else the private directory, and return it."""
-    shared = _shared()
+    """Write the files, in order, to the cache or else to the private directory, and return that directory."""
+    shared = usable_dir()
     if shared is not None:
         try:
             for name, data in files.items():
@@ -213,12 +209,12 @@ def _keep_files(files: dict[str, bytes]) -> Path:
 
 
 def _escaped(text: str) -> str:
-    """Any text in one line of ASCII, as Python's literals spell it."""
+    """Text as one line of ASCII, with the escapes of Python's literals."""
     return text.encode("unicode_escape").decode("ascii")
 
 
-def _plain(line: str) -> str:
-    """What `_escaped` was given."""
+def _unescaped(line: str) -> str:
+    """Inverse of `_escaped`."""
     return line.encode("ascii", "replace").decode("unicode_escape")
 
 
@@ -232,7 +228,7 @@ def _entry(path: Path, size: int, fields: dict[str, str]) -> Entry | None:
     try:
         own = {name: fields.pop(name) for name in ("name", "compiler", "command")}
         seconds = float(fields.pop("seconds"))
-        more = {name: _plain(text) for name, text in fields.items() if name not in _ABOUT}
+        more = {name: _unescaped(text) for name, text in fields.items() if name not in _ABOUT}
         return Entry(key=path.stem, path=path, bytes=size, seconds=seconds, **own, more=more)
     except (KeyError, ValueError):
         return None
@@ -241,14 +237,14 @@ def _entry(path: Path, size: int, fields: dict[str, str]) -> Entry | None:
 def load(key: str, suffix: str = ".so") -> tuple[Entry, bytes] | None:
     """The entry of `key` and its code, checked against its SHA-256, or None.
 
-    A shared object is whole, too: what is loaded never ends before one of its segments does.
+    A shared object is also checked for completeness: no segment ends beyond the end of the file.
     """
-    for place in _places():
-        path = place / f"{key}{suffix}"
-        found = read_with(path)
-        if found is None:
+    for directory in _directories():
+        path = directory / f"{key}{suffix}"
+        file = read_with(path)
+        if file is None:
             continue
-        code, info = found
+        code, info = file
         fields = _fields(path.with_suffix(".txt"))
         if fields.get("sha256") != digest(code) or fields.get("key") != key or (suffix == ".so" and fault(code)):
             continue
@@ -261,8 +257,8 @@ def load(key: str, suffix: str = ".so") -> tuple[Entry, bytes] | None:
 
 def find(key: str, suffix: str = ".so") -> Entry | None:
     """The entry of `key`, its bytes checked against their SHA-256, or None."""
-    found = load(key, suffix)
-    return None if found is None else found[0]
+    loaded = load(key, suffix)
+    return None if loaded is None else loaded[0]
 
 
 def keep(
@@ -280,13 +276,13 @@ def keep(
 
     Args:
         key: the build's SHA-256.
-        code: a shared object, or what a device's driver loads.
-        name: what the builder calls it.
-        seconds: how long it took to compile.
+        code: a shared object, or a binary for a device's driver.
+        name: the builder's name for it.
+        seconds: time of the compilation.
         compiler: version line of the compiler.
-        command: the command that made it.
-        suffix: of the file, one of those that the module's docstring names.
-        more: further facts, of any text; their names are words that no field of an entry has.
+        command: the command that compiled it.
+        suffix: suffix of the file, one of those in the module's docstring.
+        more: further facts, of any text; their names differ from the fields of an entry.
 
     Raises:
         OSError: neither the cache nor a temporary directory can be written to.
@@ -296,9 +292,10 @@ def keep(
     more = more or {}
     lines = {**fields, **{k: _escaped(v) for k, v in more.items()}}
     text = "".join(f"{k} {v}\n" for k, v in lines.items()).encode("utf-8", "surrogateescape")
-    place = _keep_files({f"{key}{suffix}": code, f"{key}.txt": text})
-    _tidy(place)
-    return Entry(key, place / f"{key}{suffix}", name, len(code), seconds, fields["compiler"], fields["command"], more)
+    directory = _keep_files({f"{key}{suffix}": code, f"{key}.txt": text})
+    _tidy(directory)
+    path = directory / f"{key}{suffix}"
+    return Entry(key, path, name, len(code), seconds, fields["compiler"], fields["command"], more)
 
 
 def keep_failed(key: str, source: str, suffix: str = ".c") -> Path:
@@ -310,45 +307,46 @@ def keep_failed(key: str, source: str, suffix: str = ".c") -> Path:
 _kept: dict[Path, int] = {}
 
 
-def _tidy(place: Path) -> None:
-    """Now and then, when an entry was written: bring the directory under its limit."""
-    count = _kept.get(place, 0)
-    _kept[place] = count + 1
+def _tidy(directory: Path) -> None:
+    """Bring a directory under its limit, on every `EVERY`-th new entry."""
+    count = _kept.get(directory, 0)
+    _kept[directory] = count + 1
     if count % EVERY == 0:
         from portmm.build.temp_directories import sweep
 
-        sweep(place)
-        tidy(place, VERSION)
+        sweep(directory)
+        tidy(directory, VERSION)
 
 
 def read_note(name: str) -> str | None:
-    """The text kept under `name` by `write_note`, or None.
+    """Text of the note `name`, or None.
 
-    Notes are what is slow to find out about a machine: a compiler's version,
-    measured rates. `name` may hold letters, digits, dots and hyphens.
+    Notes hold facts about a machine that are slow to obtain: a compiler's version,
+    measured rates. `name` may contain letters, digits, dots and hyphens.
     """
-    shared = _shared()
-    found = None if shared is None else read_with(path := shared / f"{name}.note")
-    if found is None:
+    shared = usable_dir()
+    file = None if shared is None else read_with(path := shared / f"{name}.note")
+    if file is None:
         return None
-    used(path, found[1])
-    return found[0].decode("utf-8", "replace")
+    used(path, file[1])
+    return file[0].decode("utf-8", "replace")
 
 
 def write_note(name: str, text: str) -> None:
-    """Keep `text` under `name`; where the cache cannot be written, do nothing."""
-    shared = _shared()
+    """Write the note `name`; where the cache cannot be written, do nothing."""
+    shared = usable_dir()
     if shared is not None:
         with suppress(OSError):
             _write(shared / f"{name}.note", text.encode("utf-8", "replace"))
 
 
 def append_note(name: str, lines: str) -> None:
-    """Add whole lines to what is kept under `name`, in one write; where the cache cannot be written, do nothing.
+    """Append complete lines to the note `name` in one write; where the cache cannot be written, do nothing.
 
-    Lines of several processes do not mix. A line that a full disk cut short stands alone: each begins a new one.
+    Lines of several processes do not mix. Each write begins with a newline, so that a line which a full disk cut
+    short does not spoil the next.
     """
-    shared = _shared()
+    shared = usable_dir()
     if shared is None:
         return
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -363,10 +361,10 @@ def append_note(name: str, lines: str) -> None:
 
 
 def _try_lock(path: Path) -> int | None:
-    """A descriptor that holds the lock, or None while another does.
+    """Descriptor that holds the lock, or None while another process holds it.
 
     Raises:
-        OSError: this directory cannot hold a lock.
+        OSError: this directory does not support locks.
     """
     import fcntl
 
@@ -397,13 +395,13 @@ def _acquire(path: Path) -> int | None:
 
 @contextmanager
 def lock(key: str) -> Iterator[None]:
-    """Keep others from building `key` meanwhile.
+    """Lock on the build of `key`, shared by all processes.
 
-    A courtesy that saves work: where no lock can be had (a read-only or network
-    directory, a holder that does not move) the body runs all the same, and
-    renaming keeps the files whole. The kernel frees the lock of a killed process.
+    It only saves work: where it cannot be acquired (a read-only or network
+    directory, a holder that is stopped) the body runs without it, and
+    renaming keeps the files consistent. The kernel frees the lock of a killed process.
     """
-    shared = _shared()
+    shared = usable_dir()
     path = None if shared is None else shared / f"{key}.lock"
     fd = None if path is None else _acquire(path)
     try:
@@ -417,15 +415,15 @@ def lock(key: str) -> Iterator[None]:
 
 def cache_entries() -> list[Entry]:
     """The kernels in the cache directory, by name; their bytes are not checked."""
-    found = []
+    entries = []
     for path in (p for p in _own_files() if p.suffix in _CODE):
         with suppress(OSError):
-            found.append(_entry(path, path.stat().st_size, _fields(path.with_suffix(".txt"))))
-    return sorted((e for e in found if e is not None), key=lambda e: (e.name, e.key))
+            entries.append(_entry(path, path.stat().st_size, _fields(path.with_suffix(".txt"))))
+    return sorted((e for e in entries if e is not None), key=lambda e: (e.name, e.key))
 
 
 def _own_files() -> list[Path]:
-    # PORTMM_CACHE may name a directory that holds other things as well.
+    # PORTMM_CACHE may name a directory that contains other files as well.
     try:
         return [p for p in cache_dir().iterdir() if p.name.endswith(_SUFFIXES)]
     except OSError:
@@ -433,7 +431,7 @@ def _own_files() -> list[Path]:
 
 
 def cache_size() -> int:
-    """Bytes that portmm's files take in the cache directory."""
+    """Total size in bytes of portmm's files in the cache directory."""
     total = 0
     for path in _own_files():
         with suppress(OSError):
@@ -442,12 +440,12 @@ def cache_size() -> int:
 
 
 def cache_limit() -> int | None:
-    """The most bytes that the cache may take, None for no limit: see `$PORTMM_CACHE_LIMIT`."""
+    """Limit in bytes of the cache's size, None for no limit: see `$PORTMM_CACHE_LIMIT`."""
     return limit()
 
 
 def cache_clear() -> int:
-    """Remove portmm's files from the cache directory; running processes keep what they loaded.
+    """Remove portmm's files from the cache directory; running processes keep the code they loaded.
 
     Returns:
         The number of files removed.

@@ -1,12 +1,12 @@
-"""The size of the cache, and what leaves it.
+"""Size limit of the cache, and eviction.
 
-Owns the limit, and the choice of what is removed. Imports `build.trusted_files`. What was used least recently goes first, entries
-of other versions of portmm before those of this one; those of other versions that were not used for two weeks go in
-any case, and so do notes about failures that are over. Notes of measured rates stay: it takes a quiet machine to
-make them again.
+Owns the limit, and the selection of files to remove. The least recently used are removed first, entries of other
+versions of portmm before those of this one; entries of other versions that were not used for two weeks are removed in
+any case, and so are notes about failures that are over. Notes of measured rates stay: they can be reproduced only on
+an idle machine.
 
-An entry that is removed while another process reads it counts as absent there, and is built again: readers take a
-file's bytes as a whole, check them, and load those bytes.
+An entry that is removed while another process reads it counts as absent there, and is built again: readers read all
+bytes of a file, check them, and load those bytes.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 DEFAULT_LIMIT = 1 << 30
 """Bytes: ten thousand kernels for a processor, of 20 to 60 KB with their manifests, and as many again for devices."""
 KEPT_SHARE = 0.9
-"""Of the limit, what is left after an eviction, so that the next entry does not cause another."""
+"""Share of the limit that an eviction leaves in use, so that the next entry does not cause another."""
 GONE_SECONDS = 14 * 86400.0
-"""After which what another version has made, and nobody used, counts as that of a version that is gone."""
+"""Age of the last use from which entries of another version are removed."""
 PASSED_SECONDS = 86400.0
-"""After which a note about a failure, or a file of a writer that was killed, is of no use."""
+"""Age from which a note about a failure, or a file of a writer that was killed, is removed."""
 USED_SECONDS = 86400.0
-"""How old a time of use may be before it is written again: not on every call, since a file server may hold it."""
+"""Age from which a time of use is written again: not on every call, since the file may be on a file server."""
 EVERY = 32
-"""New entries from one look at the whole directory to the next."""
+"""New entries between two scans of the whole directory."""
 
 _CODE = (".so", ".cubin", ".clbin")
 _FAILED = (".failed.c", ".failed.cu", ".failed.cl")
@@ -49,10 +49,10 @@ class _Group:
     """Files that belong together.
 
     Attributes:
-        names: of the files.
-        bytes: of all.
-        used: when the latest of them was written or used, in seconds of `time.time`.
-        current: they belong to this version of portmm, or to none.
+        names: names of the files.
+        bytes: their total size.
+        used: time of the last write or use of any of them, in seconds of `time.time`.
+        current: whether they belong to this version of portmm, or to none.
     """
 
     names: tuple[str, ...]
@@ -62,7 +62,7 @@ class _Group:
 
 
 def limit() -> int | None:
-    """The most bytes that the cache may take: `$PORTMM_CACHE_LIMIT`, as 500M or 2G; None if that is "off"."""
+    """Limit in bytes of the cache's size: `$PORTMM_CACHE_LIMIT`, as 500M or 2G; None if that is "off"."""
     return _limit(os.environ.get("PORTMM_CACHE_LIMIT", "").strip())
 
 
@@ -74,20 +74,19 @@ def _limit(text: str) -> int | None:
     count = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if 0 < count < 1 << 62:
         return count
-    said = f"PORTMM_CACHE_LIMIT is {text!r}, not a size as 500M or 2G, or off: the limit is 1G"
-    warn(said)
+    warn(f"PORTMM_CACHE_LIMIT is {text!r}, not a size as 500M or 2G, or off: the limit is 1G")
     return DEFAULT_LIMIT
 
 
 def used(path: Path, info: os.stat_result) -> None:
-    """Take down that an entry was used."""
+    """Record the use of an entry in its file's time of modification."""
     if time.time() - info.st_mtime > USED_SECONDS:
         with suppress(OSError):
             os.utime(path)
 
 
 def _stem(name: str) -> str:
-    """The part of a name that files of one entry share; empty for files that stay."""
+    """Part of a name that files of one entry share; empty for files that are never evicted."""
     for suffix in (*_CODE, ".txt", *_FAILED):
         if name.endswith(suffix):
             return name.removesuffix(suffix) + (".failed" if suffix in _FAILED else "")
@@ -104,29 +103,29 @@ def _groups(directory: Path, version: str) -> list[_Group]:
                 if stem:
                     files[stem].append((entry.name, info.st_size, info.st_mtime))
                 elif entry.name.endswith((".tmp", ".lock")) and time.time() - info.st_mtime > PASSED_SECONDS:
-                    os.unlink(entry.path)  # noqa: PTH108 - what writers that were killed have left
-    found = []
+                    os.unlink(entry.path)  # noqa: PTH108 - left by a writer that was killed
+    groups = []
     for stem, every in files.items():
         names = tuple(name for name, _, _ in every)
         manifest = read(directory / f"{stem}.txt") if f"{stem}.txt" in names else None
         current = manifest is None or f"\nversion {version}\n".encode() in manifest
-        found.append(_Group(names, sum(x for _, x, _ in every), max(x for _, _, x in every), current))
-    return found
+        groups.append(_Group(names, sum(x for _, x, _ in every), max(x for _, _, x in every), current))
+    return groups
 
 
 def tidy(directory: Path, version: str) -> int:
-    """Bring a cache directory under its limit, and drop what is of no use.
+    """Bring a cache directory under its limit, and remove expired files.
 
     Args:
         directory: a directory that only this user can write to.
-        version: of portmm, as manifests of entries have it.
+        version: portmm's, as in manifests of entries.
 
     Returns:
         The number of files removed.
     """
     now, most, groups = time.time(), limit(), _groups(directory, version)
-    gone = [g for g in groups if _over(g, now)]
-    left = [g for g in groups if not _over(g, now)]
+    gone = [g for g in groups if _expired(g, now)]
+    left = [g for g in groups if not _expired(g, now)]
     total = sum(g.bytes for g in left)
     if most is not None and total > most:
         for g in sorted(left, key=lambda g: (g.current, g.used)):
@@ -143,8 +142,8 @@ def tidy(directory: Path, version: str) -> int:
     return removed
 
 
-def _over(g: _Group, now: float) -> bool:
-    """Whether files are of no use: about a failure that is over, or of another version and not used any more."""
+def _expired(g: _Group, now: float) -> bool:
+    """Whether files are about a failure that is over, or of another version and no longer used."""
     if g.names[0].startswith("hung-") or ".failed." in g.names[0]:
         return now - g.used > PASSED_SECONDS
     return not g.current and now - g.used > GONE_SECONDS

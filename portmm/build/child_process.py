@@ -1,7 +1,6 @@
-"""Compilers as child processes, with a limit of time.
+"""Compilers as child processes with a time limit.
 
-Owns how a program is run so that nothing of it outlives its limit, and the environment that it gets. Imports nothing
-of portmm.
+Owns running a program so that neither it nor its children outlive the limit, and the environment it runs in.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 GRACE_SECONDS = 1.0
-"""Patience with processes that were killed: one that waits for a dead file server cannot end."""
+"""Seconds to wait for processes that were killed: one that waits for a dead file server cannot end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A program that has run.
+    """Result of a program.
 
     Attributes:
-        status: its exit status, negative for a signal; None if its time was over.
-        output: its standard output, and standard error if that was asked for.
+        status: its exit status, negative for a signal; None if it exceeded its limit.
+        output: its standard output, and standard error if requested.
     """
 
     status: int | None
@@ -34,18 +33,18 @@ class Finished:
 
 
 def environment() -> dict[str, str]:
-    """Variables for running a compiler: this process's own, with English messages."""
+    """Environment variables of a compiler: those of this process, with English messages."""
     return {**os.environ, "LC_ALL": "C"}
 
 
 def run(words: Sequence[str], seconds: float, *, folder: str | Path | None = None, errors: bool = True) -> Finished:
-    """Run a program in a session of its own; when its time is over, kill it and all that it has started.
+    """Run a program in a session of its own; at its time limit, kill it and all its children.
 
     Args:
         words: the command.
-        seconds: limit of time.
-        folder: the directory that it runs in, and puts temporary files in; this process's own by default.
-        errors: standard error is part of the output.
+        seconds: time limit.
+        folder: working directory, and directory for temporary files; by default those of this process.
+        errors: whether standard error is part of the output.
 
     Raises:
         OSError: it cannot be started.
@@ -67,14 +66,14 @@ def run(words: Sequence[str], seconds: float, *, folder: str | Path | None = Non
         _end(child)
         return Finished(None, "")
     except BaseException:
-        # An interrupt from the keyboard does not reach another session by itself.
+        # An interrupt from the keyboard does not reach another session.
         _end(child)
         raise
     return Finished(child.returncode, output.decode("utf-8", "replace"))
 
 
 def _end(child: Any) -> None:
-    """Kill a process and its group. It has not been waited for, so that its number is still its own."""
+    """Kill a process and its group. It has not been waited for, so its id has not been reused."""
     import subprocess
 
     if child.returncode is None:

@@ -1,12 +1,12 @@
-"""The C compiler: which one, and how to ask it.
+"""C compilers: search, identity and commands.
 
 Owns the search for a compiler, its identity, and every difference between
-gcc, clang and zig. May import `build.cache`, `build.child_process`, `errors`, `build.failed_builds`.
+gcc, clang and zig.
 
-A compiler is asked for its version once per machine: the answer is a note in
+A compiler is run with --version once per machine: its output is a note in
 the cache under the path, time and size of its program, so that a process whose
-kernels are cached starts no other process. One that does not answer is not
-asked again before its program changes; see `failures`.
+kernels are cached starts no other process. A compiler that does not answer is not
+run again before its program changes; see `build.failed_builds`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 VERSION_SECONDS = 5.0
-"""Patience with a compiler that is asked for its version; it takes milliseconds."""
+"""Time limit of a compiler's --version, which takes milliseconds."""
 ZIG_VERSION_SECONDS = 60.0
-"""The same for zig, a file of 170 MB that may have to come from a slow disk, and unpacks itself at first."""
+"""The same for zig, a file of 170 MB that may be read from a slow disk, and unpacks itself in its first run."""
 COMPILE_SECONDS = 30.0
-"""Patience with one compilation; a kernel takes less than one second."""
+"""Time limit of one compilation; a kernel takes less than one second."""
 ZIG_COMPILE_SECONDS = 120.0
-"""The same for zig, which at first builds parts of a C library as well: seconds where gcc takes a tenth of one."""
+"""The same for zig, whose first run builds parts of a C library as well: seconds where gcc takes 0.1 s."""
 
 _BASE = (
     "-std=gnu11",  # one language for all; strict c11 would turn contraction off
@@ -47,21 +47,21 @@ _BASE = (
     "-fno-stack-protector",
 )
 
-# Kernels arrive vectorised, with as many named accumulators as the registers
-# hold. The automatic vectoriser can only add to that: it interleaves remainder
+# Kernels are emitted vectorised, with as many named accumulators as there are
+# registers. The automatic vectoriser can only add to that: it interleaves remainder
 # loops and gathers scalar broadcasts into vectors, at the price of spills.
 # Scheduling before registers are allocated, which gcc does for aarch64, moves all
-# loads of a step to its front and spills accumulators. And a short copy at an edge
+# loads of a step to its start and spills accumulators. And a short copy at an edge
 # must not become a call of memcpy, which a kernel does not link.
 _CLANG = ("-fno-vectorize", "-fno-slp-vectorize", "-fno-builtin-memcpy", "-fno-builtin-memset")
 _OWN = {
-    # Version 12 takes functions for the same whose inline assembly differs in the sign of its output only.
+    # Version 12 merges functions whose inline assembly differs only in the sign of its output.
     "gcc": ("-fno-tree-vectorize", "-fno-schedule-insns", "-fno-tree-loop-distribute-patterns", "-fno-ipa-icf"),
     "clang": _CLANG,
     "zig": (*_CLANG, "-fno-sanitize=undefined", "-g0"),
 }
 
-# zig takes the CPU of the host unless told a target. glibc 2.28 is the oldest
+# zig compiles for the CPU of the host unless a target is passed. glibc 2.28 is the oldest
 # in the wheels that NumPy still publishes (manylinux_2_28).
 _ZIG_TARGET = "{arch}-linux-gnu.2.28"
 
@@ -77,8 +77,8 @@ class Compiler:
     Attributes:
         argv: the command, its program as an absolute path.
         kind: "gcc", "clang" or "zig".
-        version: the first line of what it says of itself.
-        arch: architecture of the code it makes, as `uname -m` spells it.
+        version: the first line of its --version.
+        arch: architecture of the code it emits, as `uname -m` spells it.
     """
 
     argv: tuple[str, ...]
@@ -119,7 +119,7 @@ def _candidates(arch: str, path: str, *, native: bool) -> Iterator[tuple[str, ..
     else:
         triple = f"{arch}-linux-gnu"
         yield from on_path(f"{triple}-gcc")
-        # clang makes code for any machine but needs somebody else's linker.
+        # clang compiles for any machine but needs a linker for it.
         if _which(f"{triple}-ld", path):
             yield from on_path("clang", f"--target={triple}")
         elif _which("ld.lld", path):
@@ -133,7 +133,7 @@ def _is_zig(argv: tuple[str, ...]) -> bool:
 
 
 def _stamp(argv: tuple[str, ...], path: str) -> str:
-    """The command with path, time and size of each program it names (ccache gcc)."""
+    """Identity of a command: its words, and path, time and size of each program it names (ccache gcc)."""
     programs = [_which(word, path) for word in argv if not word.startswith("-")]
     package = _ziglang() if "ziglang" in argv else None
     if package is not None:
@@ -147,29 +147,29 @@ def _stamp(argv: tuple[str, ...], path: str) -> str:
 
 
 def limit_seconds(kind: str) -> float:
-    """Patience with one compilation by a compiler of this kind."""
+    """Time limit of one compilation by a compiler of this kind."""
     return ZIG_COMPILE_SECONDS if kind == "zig" else COMPILE_SECONDS
 
 
 def _ask(argv: tuple[str, ...]) -> str:
-    """A compiler's version.
+    """Output of a compiler's --version.
 
     Raises:
         OSError: it cannot be run now; it may be later.
-        TimeoutError: it does not answer.
-        BuildError: it is no compiler.
+        TimeoutError: it does not end within its limit.
+        BuildError: it is not a compiler.
     """
-    question, seconds = (*argv, "--version"), VERSION_SECONDS
+    query, seconds = (*argv, "--version"), VERSION_SECONDS
     if _is_zig(argv):
         seconds = ZIG_VERSION_SECONDS
         if "cc" in argv:
             # `zig cc --version` names the clang inside, which many zigs share.
-            question = (*argv[: argv.index("cc")], "version")
-    done = child_process.run(question, seconds, errors=False)
+            query = (*argv[: argv.index("cc")], "version")
+    done = child_process.run(query, seconds, errors=False)
     if done.status is None:
         raise TimeoutError(f"{argv[0]} does not answer --version within {seconds:.0f} s")
     text = done.output.strip()
-    if failed_builds.passes(done.status, ""):
+    if failed_builds.is_transient(done.status, ""):
         raise InterruptedError(f"{argv[0]} --version was ended by signal {-done.status}")
     if done.status or not text:
         raise BuildError(f"{argv[0]} does not answer --version: it ended with status {done.status}")
@@ -183,30 +183,30 @@ def _kind(argv: tuple[str, ...], text: str) -> str:
 
 
 def _describe(argv: tuple[str, ...], arch: str, path: str) -> Compiler:
-    """A compiler, with its version.
+    """The compiler of a command, with its version.
 
     Raises:
-        BuildError: it does not answer, now or when it was last asked.
+        BuildError: its --version fails, or failed when it was last run.
     """
     note = "compiler-" + digest(_stamp(argv, path).encode("utf-8", "surrogateescape"))
     text = read_note(note)
     if not text:
-        refused = failed_builds.known(note)
-        if refused is not None:
-            raise refused
+        failure = failed_builds.known(note)
+        if failure is not None:
+            raise failure
         try:
             text = _ask(argv)
         except TimeoutError as error:
             raise failed_builds.hung(note, BuildError(str(error))) from error
         except OSError as error:
             keep = (
-                failed_builds.passing
-                if error.errno is None or error.errno in failed_builds.PASSING
-                else failed_builds.lasting
+                failed_builds.transient
+                if error.errno is None or error.errno in failed_builds.TRANSIENT_ERRORS
+                else failed_builds.permanent
             )
             raise keep(note, BuildError(f"{argv[0]} cannot be run: {error}")) from error
         except BuildError as error:
-            raise failed_builds.lasting(note, error) from error
+            raise failed_builds.permanent(note, error) from error
         failed_builds.succeeded(note)
         write_note(note, text)
     return Compiler(argv, _kind(argv, text), text.splitlines()[0], arch)
@@ -221,17 +221,17 @@ def _from_cc(cc: str, arch: str, path: str) -> Compiler:
         raise NoCompilerError(f"CC={cc!r} cannot be split into words: {error}; quote it as for a shell") from error
     program = _which(words[0], path) if words else None
     if program is None:
-        raise NoCompilerError(f"CC={cc!r} names no program that can be run; correct it or unset it")
+        raise NoCompilerError(f"CC={cc!r} names no executable program; correct it or unset it")
     try:
         return _describe((program, *words[1:]), arch, path)
     except BuildError as error:
-        raise _none(f"CC={cc!r} is no usable compiler: {error}; correct it or unset it", [error]) from error
+        raise _no_compiler(f"CC={cc!r} is not a usable compiler: {error}; correct it or unset it", [error]) from error
 
 
-def _none(text: str, refusals: list[BuildError]) -> NoCompilerError:
-    """The error where no compiler answers; it is worth trying again as soon as for the first of them."""
+def _no_compiler(text: str, failures: list[BuildError]) -> NoCompilerError:
+    """The error where no compiler can be used; its time of retry is the earliest of theirs."""
     error = NoCompilerError(text)
-    error.retry_at = min((x.retry_at for x in refusals), default=error.retry_at)
+    error.retry_at = min((x.retry_at for x in failures), default=error.retry_at)
     return error
 
 
@@ -239,28 +239,28 @@ def _none(text: str, refusals: list[BuildError]) -> NoCompilerError:
 def _find(arch: str, cc: str, path: str, *, native: bool) -> Compiler:
     if native and cc:
         return _from_cc(cc, arch, path)
-    refusals = []
+    failures = []
     for argv in _candidates(arch, path, native=native):
         try:
             return _describe(argv, arch, path)
         except BuildError as error:
-            refusals.append(error)
+            failures.append(error)
     wanted = "$CC, gcc, cc and clang" if native else f"{arch}-linux-gnu-gcc and clang with a linker for {arch}"
     package = "gcc" if native else f"gcc-{arch.replace('_', '-')}-linux-gnu"
-    said = "".join(f"; {error}" for error in refusals)
+    reasons = "".join(f"; {error}" for error in failures)
     text = (
-        f"no C compiler that makes {arch} code was found: looked for {wanted}, and the Python package ziglang{said}; "
+        f"no C compiler for {arch} was found: searched for {wanted}, and the Python package ziglang{reasons}; "
         f"install one: `pip install ziglang` (needs no root) or your distribution's {package}"
     )
-    raise _none(text, refusals)
+    raise _no_compiler(text, failures)
 
 
 def find_compiler(arch: str | None = None) -> Compiler:
     """The C compiler for `arch`, by default this machine's.
 
-    For this machine: `$CC`, which may carry options and is not second-guessed;
+    For this machine: `$CC`, which may contain options and has no fallback;
     then gcc, cc, clang on PATH; then the ziglang package. For another: its
-    cross gcc, clang where a linker exists, then ziglang.
+    cross gcc, clang where a linker for it exists, then ziglang.
 
     Raises:
         NoCompilerError: there is none; the message says what to install.
@@ -282,10 +282,10 @@ def _zig_spelling(flag: str) -> str:
 
 
 def command(compiler: Compiler, flags: tuple[str, ...], include: tuple[Path, ...], stem: str) -> tuple[str, ...]:
-    """The command that makes `<stem>.so` of `<stem>.c` in the current directory.
+    """The command that compiles `<stem>.c` to `<stem>.so` in the current directory.
 
-    `flags` come after the source, so that they may name libraries and overrule
-    the base flags; for source that includes libc headers they must hold `-lc`.
+    `flags` follow the source, so that they may name libraries and override
+    the base flags; for source that includes libc headers they must contain `-lc`.
     """
     words = [*compiler.argv, *_BASE, *_OWN[compiler.kind]]
     if compiler.kind == "zig":

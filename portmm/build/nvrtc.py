@@ -1,12 +1,12 @@
-"""CUDA source to a cubin, through the cache.
+"""Compilation of CUDA source to a cubin, through the cache.
 
 Owns the search for NVRTC, NVIDIA's compiler as a library, and every call of
-it. May import `build.shared_object`, `build.cache`, `errors`, `build.failed_builds`, `version`.
+it.
 
-No driver and no GPU are needed. A warm hit does not load the library, which
-takes 0.1 s and 140 MB: in the key its file stands for its version. The calls
-are NVIDIA's C interface through ctypes, because CuPy's `getCUBIN` leaves out
-the last byte of the code.
+No driver and no GPU are needed. A cache hit does not load the library, which
+takes 0.1 s and 140 MB: the key holds the identity of its file instead of its
+version. NVIDIA's C interface is called through ctypes, because CuPy's `getCUBIN`
+leaves out the last byte of the code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SYSTEM = (sys.prefix, "/usr/local/cuda")  # the former with conda
 _LOADER_CONFIGURATION = "/etc/ld.so.conf.d"
 _LOADER_FOLDERS = ("/usr/lib64", "/usr/lib")
 
-# What ptxas prints of a kernel, behind "ptxas info" and a colon.
+# Output of ptxas for a kernel, after "ptxas info" and a colon.
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes spill (?:stores|loads)")
 _SHARED = re.compile(r"(\d+) bytes smem")
@@ -47,14 +47,14 @@ class Cubin:
 
     Attributes:
         code: the ELF file.
-        log: what NVRTC and ptxas said.
-        registers: of a thread; the most that any kernel of the source uses.
-        spills: bytes that threads store to and load from memory because registers ran out.
+        log: messages of NVRTC and ptxas.
+        registers: registers of a thread; the most that any kernel of the source uses.
+        spills: bytes of spill stores and loads.
         shared: bytes of static shared memory of a block; the most of any kernel.
-        seconds: how long NVRTC took, now or when the entry was made.
-        cached: NVRTC was not called.
+        seconds: time of NVRTC, in this call or when the entry was built.
+        cached: whether the code came from the cache.
         version: NVRTC's, as (13, 0).
-        architecture: what the code runs on, as "90a".
+        architecture: the architecture it was compiled for, as "90a".
         key: SHA-256 of everything that it depends on.
     """
 
@@ -70,11 +70,11 @@ class Cubin:
     key: str = ""
 
 
-# -- where the library is ------------------------------------------------------------
+# -- search for the library ----------------------------------------------------------
 
 
 def _packages() -> Iterator[Path]:
-    """The folders of PyPI's packages: nvidia/cuda_nvrtc/lib for CUDA 12, nvidia/cu13/lib for CUDA 13."""
+    """Folders of PyPI's packages: nvidia/cuda_nvrtc/lib for CUDA 12, nvidia/cu13/lib for CUDA 13."""
     from importlib.util import find_spec
 
     try:
@@ -93,7 +93,7 @@ def _toolkits(home: str, path: str) -> Iterator[Path]:
 
 
 def _loader(library_path: str) -> Iterator[Path]:
-    """Where the dynamic loader looks. Asking it would load the library."""
+    """Folders that the dynamic loader searches. To query the loader itself would load the library."""
     yield from (Path(folder) for folder in library_path.split(os.pathsep) if folder)
     for file in sorted(Path(_LOADER_CONFIGURATION).glob("*.conf")):
         try:
@@ -111,28 +111,28 @@ def _numbers(path: Path) -> tuple[int, ...]:
 
 def _newest(folder: Path) -> Path | None:
     try:
-        found = [p for p in folder.glob(f"{_LIBRARY}*") if p.is_file()]
+        libraries = [p for p in folder.glob(f"{_LIBRARY}*") if p.is_file()]
     except OSError:
         return None
-    return max(found, key=_numbers, default=None)
+    return max(libraries, key=_numbers, default=None)
 
 
 @memo
 def _find(home: str, path: str, library_path: str) -> Path:
-    # What pip installed was chosen for this environment; a toolkit is the machine's.
-    for places in (_packages(), _toolkits(home, path), _loader(library_path)):
-        for folder in places:
-            found = _newest(folder)
-            if found is not None:
-                return found.resolve()
+    # A package of pip belongs to this environment; a toolkit belongs to the machine.
+    for folders in (_packages(), _toolkits(home, path), _loader(library_path)):
+        for folder in folders:
+            library = _newest(folder)
+            if library is not None:
+                return library.resolve()
     raise NoCompilerError(
-        "NVRTC, the compiler for CUDA, was not found: looked in the Python packages, $CUDA_HOME, $CUDA_PATH, "
-        f"/usr/local/cuda and where the loader looks, for {_LIBRARY}; install it: `pip install nvidia-cuda-nvrtc`"
+        "NVRTC, the compiler for CUDA, was not found: searched the Python packages, $CUDA_HOME, $CUDA_PATH, "
+        f"/usr/local/cuda and the dynamic loader's folders for {_LIBRARY}; install it: `pip install nvidia-cuda-nvrtc`"
     )
 
 
 def find_nvrtc() -> Path:
-    """The file of NVRTC, which is not loaded.
+    """Path of NVRTC's library, which is not loaded.
 
     PyPI's packages come first, then `$CUDA_HOME`, `$CUDA_PATH`, the Python
     environment, /usr/local/cuda, and the folders of the dynamic loader.
@@ -144,7 +144,7 @@ def find_nvrtc() -> Path:
     return _find(*(os.environ.get(name, "").strip() for name in names))
 
 
-# -- calling it ----------------------------------------------------------------------
+# -- compilation --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ def _open(path: Path) -> _Library:
     import ctypes
 
     try:
-        # It opens its other half by name while it compiles; one that is loaded is found.
+        # NVRTC opens the builtins by name while it compiles; a library that is already loaded is found.
         for builtins in sorted(path.parent.glob(f"{_BUILTINS}*"))[-1:]:
             ctypes.CDLL(str(builtins))
         handle = ctypes.CDLL(str(path))
@@ -173,7 +173,7 @@ def _open(path: Path) -> _Library:
 
 
 def _text(handle: Any, name: str, program: Any) -> bytes:
-    """What the pair of functions nvrtcGet<name>Size and nvrtcGet<name> give; empty if they refuse."""
+    """Result of the functions nvrtcGet<name>Size and nvrtcGet<name>; empty if either fails."""
     import ctypes
 
     size = ctypes.c_size_t()
@@ -184,7 +184,7 @@ def _text(handle: Any, name: str, program: Any) -> bytes:
 
 
 def _run(handle: Any, source: str, stem: str, options: tuple[str, ...]) -> tuple[bytes, str]:
-    """The code, empty if there is none, and what was said."""
+    """The cubin, empty if compilation failed, and the messages of the compiler."""
     import ctypes
 
     program = ctypes.c_void_p()
@@ -194,10 +194,10 @@ def _run(handle: Any, source: str, stem: str, options: tuple[str, ...]) -> tuple
     try:
         words = (ctypes.c_char_p * len(options))(*(x.encode() for x in options))
         status = handle.nvrtcCompileProgram(program, len(options), words)
-        said = _text(handle, "ProgramLog", program).rstrip(b"\0").decode("utf-8", "replace").strip()
+        log = _text(handle, "ProgramLog", program).rstrip(b"\0").decode("utf-8", "replace").strip()
         if status:
-            return b"", said or handle.nvrtcGetErrorString(status).decode("utf-8", "replace")
-        return _text(handle, "CUBIN", program), said
+            return b"", log or handle.nvrtcGetErrorString(status).decode("utf-8", "replace")
+        return _text(handle, "CUBIN", program), log
     finally:
         handle.nvrtcDestroyProgram(ctypes.byref(program))
 
@@ -231,25 +231,26 @@ def _cubin(entry: cache.Entry, code: bytes, architecture: str, *, cached: bool) 
 def _make(library: Path, source: str, stem: str, options: tuple[str, ...], key: str) -> tuple[cache.Entry, bytes]:
     nvrtc = _open(library)
     words = ("nvrtc", *options)
-    refused = failed_builds.known(key)
-    if refused is not None:
-        raise refused
+    earlier = failed_builds.known(key)
+    if earlier is not None:
+        raise earlier
     start = time.perf_counter()
-    code, said = _run(nvrtc.handle, source, stem, options)
+    code, log = _run(nvrtc.handle, source, stem, options)
     seconds = time.perf_counter() - start
     if code[:4] != b"\x7fELF":
         error = failure(
             words,
             key,
             source,
-            said or "the output is not an ELF file",
+            log or "the output is not an ELF file",
             suffix=".cu",
             advice=f"try a newer NVRTC than {library}: `pip install -U nvidia-cuda-nvrtc`",
         )
-        raise (failed_builds.passing if failed_builds.passes(None, said) else failed_builds.lasting)(key, error)
+        keep = failed_builds.transient if failed_builds.is_transient(None, log) else failed_builds.permanent
+        raise keep(key, error)
     version = ".".join(map(str, nvrtc.version))
     compiler, command = f"nvrtc {version}", " ".join((*words, f"{stem}.cu"))
-    more = {"log": said}
+    more = {"log": log}
     entry = cache.keep(
         key, code, name=stem, seconds=seconds, compiler=compiler, command=command, suffix=_SUFFIX, more=more
     )
@@ -257,7 +258,7 @@ def _make(library: Path, source: str, stem: str, options: tuple[str, ...], key: 
 
 
 def compile_cuda(source: str, name: str, architecture: str) -> Cubin:
-    """Compile `source` for one GPU architecture, or find it in the cache.
+    """Compile `source` for one GPU architecture, or load it from the cache.
 
     Processes that want the same code at the same time compile it once.
 
@@ -265,30 +266,30 @@ def compile_cuda(source: str, name: str, architecture: str) -> Cubin:
         source: CUDA C++ without headers; its kernels are `extern "C"`.
         name: for messages, debuggers and profilers.
         architecture: a compute capability without its point: "75", "80", "86", "89",
-            "90a", "100a", "120"; "a" asks for what only that chip has.
+            "90a", "100a", "120"; "a" enables features that only that chip has.
 
     Raises:
-        TargetError: `architecture` is not spelled like one.
+        TargetError: `architecture` is not the spelling of a compute capability.
         NoCompilerError: there is no NVRTC; the message says what to install.
-        BuildError: NVRTC failed; its own words are in the message.
+        BuildError: NVRTC failed; its messages are in that of the error.
     """
     if not re.fullmatch(r"[1-9]\d{1,2}[af]?", architecture):
-        raise TargetError(f"architecture {architecture!r} is no compute capability; write it as 80, 90a or 120")
+        raise TargetError(f"architecture {architecture!r} is no compute capability; spell it as 80, 90a or 120")
     library = find_nvrtc()
     stem = "".join(c if c.isascii() and (c.isalnum() or c in "_-") else "_" for c in name) or "kernel"
     # ptxas reports registers and spills in the log; C++17 is the default of NVRTC 12 and 13.
     options = (f"--gpu-architecture=sm_{architecture}", "--std=c++17", "--ptxas-options=-v")
     try:
         key = cache.digest("\0".join((VERSION, _identity(library), *options, stem, source)).encode())
-        found = cache.load(key, _SUFFIX)
-        cached = found is not None
-        if found is None:
+        entry = cache.load(key, _SUFFIX)
+        cached = entry is not None
+        if entry is None:
             with cache.lock(key):
-                found = cache.load(key, _SUFFIX)
-                cached = found is not None
-                found = found or _make(library, source, stem, options, key)
+                entry = cache.load(key, _SUFFIX)
+                cached = entry is not None
+                entry = entry or _make(library, source, stem, options, key)
     except OSError as error:
         raise BuildError(
-            f"cannot build {name}: {error}; give a writable directory in TMPDIR and PORTMM_CACHE"
+            f"cannot build {name}: {error}; set TMPDIR and PORTMM_CACHE to writable directories"
         ) from error
-    return _cubin(*found, architecture, cached=cached)
+    return _cubin(*entry, architecture, cached=cached)

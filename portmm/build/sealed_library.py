@@ -1,11 +1,11 @@
-"""Shared objects, loaded from bytes that were checked.
+"""Loading of shared objects from verified bytes.
 
-Owns the way from verified bytes to the dynamic loader, which takes nothing but a path: a sealed file in memory, which
-nobody can change or replace, named by its descriptor in /proc; where there are no such files, or the loader may not
-map them, a copy in a directory of mode 0700 that is removed at once. Imports `build.temp_directories`.
+Owns the transfer of verified bytes to the dynamic loader, which accepts only a path: a sealed file in memory, which no
+process can change or replace, named by its descriptor in /proc; where such files do not exist, or the loader may not
+map them, a copy in a directory of mode 0700 that is removed at once.
 
-A path under /proc tells debuggers and profilers nothing. With PORTMM_LOAD=file in the environment the loader is given
-the file that the bytes were read from.
+A path under /proc has no meaning to debuggers and profilers. With PORTMM_LOAD=file in the environment the loader
+opens the file that the bytes were read from.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _numbers = count()
 
 @cache
 def _fcntl() -> Any:
-    # The module of that name takes 0.2 ms to import, and ctypes is there: the snapshot of the host needs it.
+    # The module of that name takes 0.2 ms to import, and ctypes is loaded already: the snapshot of the host needs it.
     import ctypes
 
     return ctypes.CDLL(None, use_errno=True).fcntl
 
 
 def _sealed(name: str, code: bytes) -> int:
-    """The descriptor of a file in memory with these bytes, which cannot be changed any more.
+    """Descriptor of a sealed file in memory with these bytes.
 
     Raises:
-        OSError: the system gives none.
+        OSError: the system does not support one.
     """
     fd = os.memfd_create(name[:_LONGEST_NAME], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -57,25 +57,25 @@ def _sealed(name: str, code: bytes) -> int:
 
 
 def _path_of(fd: int) -> str:
-    """A path to a descriptor that no earlier load of this process had.
+    """Path to a descriptor, different from that of every earlier load of this process.
 
-    glibc takes a library that was loaded by the same path for the same library, and numbers of descriptors are used
-    again. So a running number is spelled in the path, with detours for its binary digits.
+    glibc identifies a library by the path it was loaded from, and numbers of descriptors are reused. So the path
+    encodes a counter, with detours for its binary digits.
     """
     detours = "".join("../fd/" if digit == "1" else "./" for digit in f"{next(_numbers):b}")
     return f"/proc/self/fd/{detours}{fd}"
 
 
 def load(code: bytes, path: Path, opener: Callable[[str], T]) -> T:
-    """The result of `opener`, given a path to these bytes of a shared object.
+    """Result of `opener` for a path to these bytes of a shared object.
 
     Args:
-        code: the file's bytes, which were checked.
-        path: where they were read from.
+        code: the verified bytes of the file.
+        path: the file that they were read from.
         opener: loads the shared object at a path.
 
     Raises:
-        Exception: what `opener` raises for the last path that it is given.
+        Exception: the error of `opener` for the last path tried.
     """
     if os.environ.get("PORTMM_LOAD") == "file":
         return opener(str(path))
@@ -85,14 +85,14 @@ def load(code: bytes, path: Path, opener: Callable[[str], T]) -> T:
         return _load_copy(code, path, opener)
     try:
         return opener(_path_of(fd))
-    except Exception:  # noqa: BLE001 - no /proc, or a policy against code from memory; a copy tells
+    except Exception:  # noqa: BLE001 - no /proc, or a policy against code from memory; the copy decides
         return _load_copy(code, path, opener)
     finally:
         os.close(fd)
 
 
 def _load_copy(code: bytes, path: Path, opener: Callable[[str], T]) -> T:
-    """The result of `opener`, given a copy beside the file, where code may be mapped, in a directory of mode 0700."""
+    """Result of `opener` for a copy in the file's directory, where code may be mapped, in a folder of mode 0700."""
     from portmm.build.temp_directories import COPY_PREFIX, directory
 
     with directory(COPY_PREFIX, path.parent) as folder:

@@ -1,8 +1,7 @@
-"""C source to a shared object, through the cache.
+"""Compilation of C source to a shared object, through the cache.
 
-Owns the cache key and the run of the compiler. May import `ir.abi`, `build.cache`, `build.child_process`,
-`build.compiler`, `build.elf`, `errors`, `build.failed_builds`, `build.temp_directories`, `version`. A build that failed is
-not tried again at once: see `failures`.
+Owns the cache key and the run of the compiler. A build that failed is not retried at once: see
+`build.failed_builds`.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ _ELF_MACHINE = {"x86_64": 62, "aarch64": 183}
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """Machine code in a file, and where it came from.
+    """Machine code in a file, and its provenance.
 
     Attributes:
         path: the shared object.
         source: the C source.
-        flags: the flags that `build` was given.
-        command: the command that makes it, relative to the source's directory.
+        flags: the flags passed to `build`.
+        command: the command that compiles it, relative to the source's directory.
         key: SHA-256 of everything that it depends on.
-        seconds: how long the compiler took, now or when the entry was made.
-        cached: no compiler was run.
-        code: the shared object's bytes, which were checked: load these, and not the file.
+        seconds: time of the compiler, in this call or when the entry was built.
+        cached: whether it came from the cache.
+        code: the verified bytes of the shared object: load these, and not the file.
     """
 
     path: Path
@@ -82,35 +81,35 @@ _NEWER = "try a newer compiler through CC"
 
 
 def failure(
-    words: tuple[str, ...], key: str, source: str, said: str, *, suffix: str = ".c", advice: str = _NEWER
+    words: tuple[str, ...], key: str, source: str, output: str, *, suffix: str = ".c", advice: str = _NEWER
 ) -> BuildError:
-    """The error for a source that did not compile; it is kept for inspection.
+    """The error for a source that did not compile; the source is kept for inspection.
 
     Args:
         words: the command, or the name of the compiler and its options.
         key: the build's SHA-256.
-        source: what did not compile.
-        said: the compiler's words, of which the first lines are shown.
-        suffix: of the file that the source is kept in.
-        advice: what to do about it.
+        source: the source that did not compile.
+        output: the compiler's messages, of which the first lines are shown.
+        suffix: suffix of the file that the source is kept in.
+        advice: the remedy that the message suggests.
     """
-    lines = said.strip().splitlines() or ["(it said nothing)"]
+    lines = output.strip().splitlines() or ["(no output)"]
     left = len(lines) - _SHOWN_LINES
     shown = "\n".join("  " + line for line in lines[:_SHOWN_LINES])
     more = f"\n  ... and {left} more lines" if left > 0 else ""
     try:
         kept = str(cache.keep_failed(key, source, suffix))
     except OSError:
-        kept = "not kept, there is nowhere to write"
+        kept = "not kept, no directory is writable"
     return BuildError(
-        f"{words[0]} did not build a kernel; it said:\n{shown}{more}\n"
+        f"{words[0]} did not build a kernel; its output:\n{shown}{more}\n"
         f"source: {kept}\ncommand: {_shell(words)}\n"
         f"{advice}, or report this with the source"
     )
 
 
 def _run(words: tuple[str, ...], source: str, stem: str, seconds: float) -> tuple[bytes, child_process.Finished]:
-    """The shared object, empty if there is none, and how the compiler ended.
+    """The shared object, empty if there is none, and the result of the compiler.
 
     Raises:
         OSError: there is no temporary directory, or the compiler cannot be run.
@@ -120,14 +119,14 @@ def _run(words: tuple[str, ...], source: str, stem: str, seconds: float) -> tupl
     from portmm.build.temp_directories import BUILD_PREFIX, directory
     from portmm.build.trusted_files import chain_fault
 
-    # Where others can replace what lies among temporary files, they could replace what is compiled.
-    instead = cache.usable_dir() if chain_fault(tempfile.gettempdir()) else None
-    with directory(BUILD_PREFIX, instead) as folder:
+    # Where other users can replace temporary files, they could replace the source or the object.
+    parent = cache.usable_dir() if chain_fault(tempfile.gettempdir()) else None
+    with directory(BUILD_PREFIX, parent) as folder:
         (folder / f"{stem}.c").write_text(source, encoding="utf-8")
         done = child_process.run(words, seconds, folder=folder)
         product = folder / f"{stem}.so"
-        made = done.status == 0 and product.is_file()
-        return product.read_bytes() if made else b"", done
+        exists = done.status == 0 and product.is_file()
+        return product.read_bytes() if exists else b"", done
 
 
 _worked: set[str] = set()
@@ -135,27 +134,27 @@ _worked: set[str] = set()
 
 
 def _hanging(compiler: Compiler) -> str:
-    """The name under which it is remembered that a compiler does not end."""
+    """Name under which it is recorded that a compiler hangs."""
     return "\0".join(("compiler", *compiler.argv, compiler.version, compiler.arch))
 
 
 def _check_known(compiler: Compiler, key: str) -> None:
-    """Raise the failure of an earlier build, if it is too early to try again."""
+    """Raise the failure of an earlier build, unless it is time to retry."""
     names = (key,) if _hanging(compiler) in _worked else (key, _hanging(compiler))
     for name in names:
-        refused = failed_builds.known(name)
-        if refused is not None:
-            raise refused
+        earlier = failed_builds.known(name)
+        if earlier is not None:
+            raise earlier
 
 
-def _make(  # noqa: PLR0917 - what `build` was given, and what it found out
+def _make(  # noqa: PLR0917 - arguments of `build`, and values derived from them
     source: str, compiler: Compiler, words: tuple[str, ...], key: str, stem: str, symbols: tuple[str, ...]
 ) -> tuple[cache.Entry, bytes]:
     """A new entry and its code.
 
     Raises:
         BuildError: the compiler failed, now or before.
-        OSError: there is nowhere to build, or to keep what was built.
+        OSError: there is no directory to build in, or to keep the object in.
     """
     _check_known(compiler, key)
     start, limit = time.perf_counter(), limit_seconds(compiler.kind)
@@ -163,13 +162,13 @@ def _make(  # noqa: PLR0917 - what `build` was given, and what it found out
     seconds = time.perf_counter() - start
     if done.status is None:
         error = failure(words, key, source, f"no answer within {limit:.0f} s; it was stopped")
-        # One source may be too much for a compiler that builds others; one that built nothing yet is left alone.
+        # One source may be too much for a compiler that builds others; one that has built nothing is not run again.
         raise failed_builds.hung(key if _hanging(compiler) in _worked else _hanging(compiler), error)
     wrong = f"exit status {done.status}" if done.status else fault(code, _ELF_MACHINE.get(compiler.arch, 0), symbols)
     if wrong:
-        passes = failed_builds.passes(done.status, done.output)
+        is_transient = failed_builds.is_transient(done.status, done.output)
         error = failure(words, key, source, done.output if done.status and done.output else f"{wrong}\n{done.output}")
-        raise (failed_builds.passing if passes else failed_builds.lasting)(key, error)
+        raise (failed_builds.transient if is_transient else failed_builds.permanent)(key, error)
     _worked.add(_hanging(compiler))
     command = _shell(words)
     entry = cache.keep(key, code, name=stem, seconds=seconds, compiler=compiler.version, command=command)
@@ -186,37 +185,37 @@ def build(
     include: tuple[Path, ...] = (),
     symbols: tuple[str, ...] = (),
 ) -> Artifact:
-    """Compile `source` into a shared object, or find it in the cache.
+    """Compile `source` into a shared object, or load it from the cache.
 
-    Processes that want the same object at the same time compile it once.
+    Processes that need the same object at the same time compile it once.
 
     Args:
-        source: C, self-contained unless `include` or `-lc` is given.
+        source: C, self-contained without `include` and `-lc`.
         flags: the ISA's flags, and any others; never `-march=native`.
-        arch: as `uname -m` spells it; by default this machine's.
-        name: for file names, in messages, debuggers and profilers.
+        arch: architecture as `uname -m` spells it; by default this machine's.
+        name: stem of file names, in messages, debuggers and profilers.
         include: directories with headers.
         symbols: functions that the object must define.
 
     Raises:
-        NoCompilerError: no compiler makes code for `arch`.
-        BuildError: the compiler failed, now or not long ago; its own words are in the message.
+        NoCompilerError: there is no compiler for `arch`.
+        BuildError: the compiler failed, now or recently; its messages are in that of the error.
     """
     compiler = find_compiler(arch)
     stem = "".join(c if c.isascii() and (c.isalnum() or c in "_-") else "_" for c in name) or "kernel"
     words = command(compiler, flags, include, stem)
     key = _key(source, compiler, words, include)
-    found = cache.load(key)
-    cached = found is not None
-    if found is None:
+    loaded = cache.load(key)
+    cached = loaded is not None
+    if loaded is None:
         _check_known(compiler, key)
         with cache.lock(key):
-            found = cache.load(key)
-            cached = found is not None
+            loaded = cache.load(key)
+            cached = loaded is not None
             try:
-                found = found or _make(source, compiler, words, key, stem, symbols)
+                loaded = loaded or _make(source, compiler, words, key, stem, symbols)
             except OSError as error:
-                text = f"cannot build {name}: {error}; give a writable directory in TMPDIR and PORTMM_CACHE"
-                raise failed_builds.passing(key, BuildError(text)) from error
-    entry, code = found
+                text = f"cannot build {name}: {error}; set TMPDIR and PORTMM_CACHE to writable directories"
+                raise failed_builds.transient(key, BuildError(text)) from error
+    entry, code = loaded
     return Artifact(entry.path, source, flags, words, key, entry.seconds, cached, code)

@@ -1,11 +1,11 @@
 """Files and directories that no other user can have written.
 
-Owns the decision whether to trust a directory with all that lies above it, and how files in it are read, written and
-made. Imports nothing of portmm. A user who can write to a directory can rename whatever is in it, so that checking the
-last directory is not enough: every directory and symbolic link on the way belongs to root or to this user, and is
-closed to writers other than these, or has the sticky bit, which keeps them from renaming what is not theirs.
+Owns the check whether to trust a directory and all its parents, and how files in it are read, written and created.
+A user who can write to a directory can rename any file in it, so that a check of the last directory is not enough:
+every directory and symbolic link of a path must belong to root or to this user, and must not be writable by others, or
+must have the sticky bit, which keeps other users from renaming files that they do not own.
 
-It is on the way to every first call of a new process, so nothing imported at the top is slow to import.
+The check is on the path of every first call of a new process, so nothing imported at the top is slow to import.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 MOST_LINKS = 40
-"""Symbolic links that a path may lead through; the Linux kernel's own limit."""
+"""Most symbolic links in a path; the Linux kernel's own limit."""
 
 _OVERFLOW_UID = "/proc/sys/kernel/overflowuid"
 _UID_MAP = "/proc/self/uid_map"
@@ -25,12 +25,12 @@ _known: dict[str, tuple[int, int]] = {}
 
 
 def private(info: os.stat_result) -> bool:
-    """Whether this user owns a file, and nobody else may write to it."""
+    """Whether this user owns a file, and no other user may write to it."""
     return info.st_uid == os.geteuid() and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def _from_outside(uid: int) -> bool:
-    """Whether an owner has no number in this user namespace: root of the machine, as sandboxes without root see it."""
+def _is_unmapped(uid: int) -> bool:
+    """Whether an owner has no number in this user namespace, as the machine's root in sandboxes without root."""
     try:
         if uid != int(Path(_OVERFLOW_UID).read_text(encoding="ascii")):
             return False
@@ -41,7 +41,7 @@ def _from_outside(uid: int) -> bool:
 
 
 def _own_group(gid: int) -> bool:
-    """Whether a group is this user's own: of the same name, and without other members."""
+    """Whether a group is this user's private group: of the same name, and without other members."""
     import grp
     import pwd
 
@@ -53,33 +53,33 @@ def _own_group(gid: int) -> bool:
 
 
 def _owner_fault(info: os.stat_result, path: str) -> str:
-    if info.st_uid in (0, os.geteuid()) or _from_outside(info.st_uid):
+    if info.st_uid in (0, os.geteuid()) or _is_unmapped(info.st_uid):
         return ""
     return f"{path} belongs to another user, with number {info.st_uid}"
 
 
 def _fault(info: os.stat_result, path: str) -> str:
-    """The reason why what lies in a directory may be another user's."""
+    """The reason why files in a directory may be another user's, or ""."""
     if not stat.S_ISDIR(info.st_mode):
-        return f"{path} is no directory"
-    said = _owner_fault(info, path)
-    if said or info.st_mode & stat.S_ISVTX:
-        return said
+        return f"{path} is not a directory"
+    reason = _owner_fault(info, path)
+    if reason or info.st_mode & stat.S_ISVTX:
+        return reason
     if info.st_mode & stat.S_IWOTH or (info.st_mode & stat.S_IWGRP and not _own_group(info.st_gid)):
         return f"other users may write to {path}, which has no sticky bit"
     return ""
 
 
 def chain_fault(path: str | os.PathLike[str]) -> str:
-    """The reason why other users may replace a directory, or "": it and all above it are looked at, links too.
+    """The reason why other users may replace a directory, or "": checks it, its parents, and symbolic links on the way.
 
     Raises:
-        OSError: some of it cannot be looked at.
+        OSError: one of them cannot be examined.
     """
     rest = [x for x in os.path.abspath(path).split("/") if x][::-1]  # noqa: PTH100 - once per process, but early
     at, links = "", 0
-    said = _fault(os.lstat("/"), "/")
-    while rest and not said:
+    reason = _fault(os.lstat("/"), "/")
+    while rest and not reason:
         part = rest.pop()
         if part in (".", ".."):
             at = at.rpartition("/")[0] if part == ".." else at
@@ -87,20 +87,20 @@ def chain_fault(path: str | os.PathLike[str]) -> str:
         here = f"{at}/{part}"
         info = os.lstat(here)
         if not stat.S_ISLNK(info.st_mode):
-            at, said = here, _fault(info, here)
+            at, reason = here, _fault(info, here)
             continue
-        # The link of another user, in a directory with the sticky bit, leads where that user wants.
-        links, said = links + 1, _owner_fault(info, here)
+        # Another user's link, in a directory with the sticky bit, leads to a path of that user's choice.
+        links, reason = links + 1, _owner_fault(info, here)
         if links > MOST_LINKS:
             return f"{here} leads through more than {MOST_LINKS} symbolic links"
         to = os.readlink(here)  # noqa: PTH115 - as above
         at = "" if to.startswith("/") else at
         rest += [x for x in to.split("/") if x][::-1]
-    return said
+    return reason
 
 
 def _make(path: Path) -> None:
-    """Make a directory and all that is missing above it, for this user alone."""
+    """Create a directory and its missing parents, for this user alone."""
     missing = [path]
     while not missing[-1].parent.exists():
         missing.append(missing[-1].parent)
@@ -108,24 +108,24 @@ def _make(path: Path) -> None:
         x.mkdir(mode=0o700, exist_ok=True)
 
 
-def why_not(path: Path) -> str:
-    """The reason why a directory cannot hold machine code, or "" when it can; it is made where it is missing."""
+def directory_fault(path: Path) -> str:
+    """The reason why a directory cannot hold machine code, or "" if it can; it is created where it is missing."""
     try:
         try:
-            info = os.stat(path)  # noqa: PTH116 - on the way to every first call
+            info = os.stat(path)  # noqa: PTH116 - on the path of every first call
         except FileNotFoundError:
             _make(path)
             info = path.stat()
         if not stat.S_ISDIR(info.st_mode):
-            return "it is no directory"
+            return "it is not a directory"
         if not private(info):
             return "another user owns it or may write to it"
-        # Whoever replaces a directory gives it another inode: one that was looked at need not be again.
+        # A directory that was replaced has another inode: one that was checked need not be checked again.
         identity, text = (info.st_dev, info.st_ino), str(path)
         if _known.get(text) != identity:
-            said = chain_fault(path)
-            if said:
-                return said
+            reason = chain_fault(path)
+            if reason:
+                return reason
             _known[text] = identity
         if os.statvfs(path).f_flag & os.ST_NOEXEC:
             return "its file system is mounted noexec"
@@ -136,14 +136,14 @@ def why_not(path: Path) -> str:
 
 def read(path: str | os.PathLike[str]) -> bytes | None:
     """The bytes of a regular file that no other user can have written, or None."""
-    found = read_with(path)
-    return None if found is None else found[0]
+    file = read_with(path)
+    return None if file is None else file[0]
 
 
 def read_with(path: str | os.PathLike[str]) -> tuple[bytes, os.stat_result] | None:
-    """As `read`, and what the system says about the file."""
+    """The bytes of a file as by `read`, and its status."""
     try:
-        # O_NONBLOCK: to open a pipe that nobody writes to would wait for ever.
+        # O_NONBLOCK: opening a pipe without a writer would wait for ever.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:
         return None
@@ -160,7 +160,7 @@ def read_with(path: str | os.PathLike[str]) -> tuple[bytes, os.stat_result] | No
 
 
 def write(path: Path, data: bytes) -> None:
-    """Put `data` at `path` in one step; readers see the old file or the new one."""
+    """Write a file atomically: readers see the old content or the new."""
     import tempfile
 
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".tmp")

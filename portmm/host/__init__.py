@@ -1,1 +1,1 @@
-"""The machine portmm runs on: detection, measured rates, load."""
+"""The host: detection of its features, measured rates, load of other processes."""

@@ -1,9 +1,9 @@
-"""Leave to use tiles.
+"""Permission to use AMX tiles.
 
-Owns asking Linux for the state of AMX, whose registers a process may not touch
-before, and the question whether they work here: some sandboxes refuse the system
-call, and some end whoever makes it. So another process tries first, once per
-machine, kernel and sandbox. Imports `build.cache`.
+Owns the request to Linux for the state of AMX, whose registers a process may not use
+without it, and the test whether tiles work here: some sandboxes refuse the system
+call, and some kill the process that makes it. So another process tries first, once per
+machine, kernel and sandbox.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 
 from portmm.build.cache import digest, read_note, write_note
 
-# Linux, Documentation/arch/x86/xstate.rst: arch_prctl asks for the state of a feature by its bit in XCR0.
+# Linux, Documentation/arch/x86/xstate.rst: arch_prctl requests the state of a feature by its bit in XCR0.
 SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 TRIAL_SECONDS = 20.0
-"""Patience with the process that tries; it takes tens of milliseconds."""
+"""Time limit of the trial process, which takes tens of milliseconds."""
 
 # void try(const void *shapes, void *to), System V x86-64: endbr64; ldtilecfg (rdi); mov eax, 64; tilezero tmm0;
 # tilestored (rsi + rax), tmm0; tilerelease; ret
@@ -40,11 +40,11 @@ start = ctypes.addressof(ctypes.c_char.from_buffer(page))
 ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(start)(ctypes.addressof(shapes), ctypes.addressof(to))
 raise SystemExit(any(to))
 """
-"""A program that ends with 0 if tiles work; it may end in any other way."""
+"""Program of the trial: its exit status is 0 if tiles work, and a signal may end it if not."""
 
 
 def _sandbox() -> str:
-    """What else decides, beside the kernel, as far as it shows."""
+    """Restrictions of a sandbox on this process, as far as /proc shows them."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -52,14 +52,14 @@ def _sandbox() -> str:
     return "\n".join(x for x in lines if x.startswith(("Seccomp", "NoNewPrivs")))
 
 
-def _tried() -> bool:
-    """Whether a process like this one could use tiles, by trying it unless that has been done."""
+def _trial_succeeds() -> bool:
+    """Whether a process like this one can use tiles: the cached result of a trial, or a new trial."""
     system = os.uname()
     words = (system.release, system.version, sys.executable, _sandbox(), _TRIAL)
     note = "tiles-" + digest("\n".join(words).encode("utf-8", "surrogateescape"))
-    found = read_note(note)
-    if found in ("yes", "no"):
-        return found == "yes"
+    result = read_note(note)
+    if result in ("yes", "no"):
+        return result == "yes"
     import subprocess
 
     try:
@@ -79,12 +79,12 @@ def _tried() -> bool:
 
 @cache
 def tiles() -> bool:
-    """Let this process use tiles, if that works here; its threads and children may then use them too.
+    """Request tiles for this process, its threads and its children; returns whether they work.
 
-    To be called only where /proc/cpuinfo names amx_tile. Asks once per process.
+    Call it only where /proc/cpuinfo has the flag amx_tile. The system call is made once per process.
     """
-    if os.uname().machine != "x86_64" or not sys.executable or not _tried():
+    if os.uname().machine != "x86_64" or not sys.executable or not _trial_succeeds():
         return False
-    ask = ctypes.CDLL(None).syscall
-    ask.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_long)
-    return int(ask(SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)) == 0
+    syscall = ctypes.CDLL(None).syscall
+    syscall.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_long)
+    return int(syscall(SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)) == 0

@@ -1,16 +1,15 @@
 """Measured rates of this machine.
 
-Owns the measurement (`probe`) and the file that remembers it (`remember`,
-`measured`, `forget`). May import `build.cache`, `host.detect`, `spec.dtype`, `errors`, `host.gauge`,
-`target.target`, `version`; `gauge` only to measure.
+Owns the measurement (`probe`) and the cache note of its results (`remember`,
+`measured`, `forget`).
 
-One core's rates, each the best of short runs on random data. Multiply-adds: every
+The rates are those of one core, each the best of short runs on random data. Multiply-adds: every
 atom of the target's ISAs, on panels that stay in L1. Bandwidth: the widest atom's loads,
-over a buffer of half of each cache, and over one that no cache holds.
+over a buffer of half of each cache, and over one that exceeds every cache.
 
-A disturbance only ever makes a run slower: the least time counts, and runs of one rate are spread over rounds
+A disturbance only makes a run slower: the shortest time counts, and runs of one rate are spread over rounds
 between those of all others, so that a disturbance of a second spoils a part of each and all of none. For the same
-reason a later measurement only ever raises what is remembered; `forget` starts afresh.
+reason a later measurement only raises a recorded rate; `forget` discards all.
 """
 
 from __future__ import annotations
@@ -33,45 +32,45 @@ if TYPE_CHECKING:
     from portmm.target.target import Atom, Isa, Target
 
 Progress = Callable[[int, int, str], None]
-"""Called with (measurements done, measurements, what happens now)."""
+"""Callback with (measurements done, measurements in all, name of the current one)."""
 
 ALL_CORES = "memory@all"
-"""Name of the bandwidth of memory that all cores reach together."""
+"""Name of the memory bandwidth of all cores together."""
 
 SECONDS = 0.12
-"""For one measurement; of a dozen, so that all take a few seconds."""
+"""Duration of one measurement, of about a dozen."""
 ROUNDS = 5
-"""Parts that the time of a measurement is spread over: with two dozen rates a part comes round each half second."""
+"""Rounds that the time of a measurement is spread over: with two dozen rates each has a turn every half second."""
 MEMORY_BYTES = 256 << 20
-"""The least for main memory; more where the outermost cache is large."""
+"""Smallest buffer for main memory; larger where the outermost cache is large."""
 MEMORY_CACHES = 4
-"""Buffer for memory, in outermost caches: at most a quarter of its lines can be found there."""
+"""Buffer for memory, in sizes of the outermost cache, which then holds at most a quarter of its lines."""
 MEMORY_SHARE = 4
-"""One part in so many of the memory that is free is the most that is taken, for each of the two buffers for memory."""
+"""Divisor of free memory: the most that each of the two buffers for memory takes."""
 
 
 def widest(target: Target) -> Atom:
-    """The atom that loads most at once, the first of equals."""
+    """The atom with the largest loads, the first among equals."""
     return max(basis(target).atoms, key=lambda atom: atom.n * BY_NAME[atom.right].bytes)
 
 
 def basis(target: Target) -> Isa:
-    """The best instruction set that stands on its own: loads are measured with it."""
+    """The best instruction set that extends no other: loads are measured with it."""
     return next((isa for isa in target.isas if isa.base is None), target.isas[0])
 
 
 def free_memory() -> int:
-    """Bytes that can be taken without swapping, 0 if that is unknown."""
+    """Bytes that can be allocated without swapping, 0 if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return 0
-    found = next((line for line in lines if line.startswith("MemAvailable:")), "0 0")
-    return int(found.split()[1]) << 10
+    available = next((line for line in lines if line.startswith("MemAvailable:")), "0 0")
+    return int(available.split()[1]) << 10
 
 
 def memory_buffer(target: Target) -> int:
-    """Bytes over which memory is measured; 0 where there are too few."""
+    """Size of the buffer for measuring memory; 0 where too little memory is free."""
     wanted = max(MEMORY_BYTES, MEMORY_CACHES * max((x.bytes for x in target.levels), default=0))
     return wanted if wanted <= free_memory() // MEMORY_SHARE else 0
 
@@ -80,9 +79,9 @@ def probe(target: Target, progress: Progress | None = None, *, seconds: float = 
     """Measure one core of this machine, in a few seconds.
 
     Args:
-        target: what to measure: this machine, or less of it.
-        progress: called before each gauge is made, and before each part of its measurement.
-        seconds: of each measurement, beyond the compilation.
+        target: this machine, or a subset of its ISAs.
+        progress: called before each gauge is built, and before each part of its measurement.
+        seconds: duration of each measurement, without compilation.
 
     Returns:
         "<atom>" in GFLOP/s, "<level>" and "memory" in GB/s of one core, and
@@ -102,43 +101,43 @@ def probe(target: Target, progress: Progress | None = None, *, seconds: float = 
         if lacking := missing(isa):
             raise TargetError(f"cannot measure {target.name}: this machine lacks {', '.join(lacking)} for {isa.name}")
     loop = gauge.streaming(basis(target), widest(target))
-    far = memory_buffer(target)
+    memory_bytes = memory_buffer(target)
     makers: dict[str, Callable[[], Gauge]] = {
         atom.name: partial(gauge.peak, isa, atom) for isa in target.isas for atom in isa.atoms
     }
     makers |= {level.name: partial(gauge.bandwidth, loop, level.name, level.bytes // 2) for level in target.levels}
     with ExitStack() as stack:
-        if far:
-            makers["memory"] = partial(gauge.bandwidth, loop, "memory", far)
+        if memory_bytes:
+            makers["memory"] = partial(gauge.bandwidth, loop, "memory", memory_bytes)
             if target.cores > 1:
                 pool = stack.enter_context(ThreadPoolExecutor(target.cores))
-                makers[ALL_CORES] = partial(gauge.bandwidth_of_all, loop, ALL_CORES, far, pool, target.cores)
-        return _measured(makers, progress or (lambda _done, _all, _text: None), seconds)
+                makers[ALL_CORES] = partial(gauge.bandwidth_of_all, loop, ALL_CORES, memory_bytes, pool, target.cores)
+        return _best_rates(makers, progress or (lambda _done, _all, _text: None), seconds)
 
 
-def _measured(makers: dict[str, Callable[[], Gauge]], tell: Progress, seconds: float) -> dict[str, float]:
-    """The best rate of each gauge over some rounds, in each of which every gauge has a turn."""
+def _best_rates(makers: dict[str, Callable[[], Gauge]], report: Progress, seconds: float) -> dict[str, float]:
+    """The best rate of each gauge over several rounds, in each of which every gauge has a turn."""
     from portmm.host.gauge import least, repetitions
 
     steps, done = len(makers) * (1 + ROUNDS), 0
-    made: list[tuple[Gauge, int]] = []
+    gauges: list[tuple[Gauge, int]] = []
     for name, make in makers.items():
-        tell(done, steps, name)
-        made.append((found := make(), repetitions(found.run)))
+        report(done, steps, name)
+        gauges.append((gauge := make(), repetitions(gauge.run)))
         done += 1
-    taken = dict.fromkeys(makers, inf)
+    times = dict.fromkeys(makers, inf)
     for _ in range(ROUNDS):
-        for found, repeats in made:
-            tell(done, steps, found.name)
-            taken[found.name] = min(taken[found.name], least(found.run, repeats, seconds / ROUNDS))
+        for gauge, repeats in gauges:
+            report(done, steps, gauge.name)
+            times[gauge.name] = min(times[gauge.name], least(gauge.run, repeats, seconds / ROUNDS))
             done += 1
-    tell(steps, steps, "done")
-    return {found.name: found.work / taken[found.name] for found, _ in made}
+    report(steps, steps, "done")
+    return {gauge.name: gauge.work / times[gauge.name] for gauge, _ in gauges}
 
 
-# -- what is remembered ------------------------------------------------------
-# Lines of machine, rate, value, with tabs between: JSON would cost the first
-# call of every process the import of its parser.
+# -- recorded rates ----------------------------------------------------------
+# Lines of machine, rate, value, separated by tabs: with JSON the first call of
+# every process would import its parser.
 
 
 def note_name(target: Target) -> str:
@@ -147,7 +146,7 @@ def note_name(target: Target) -> str:
 
 
 def _processor() -> str:
-    """The processor's own name for itself."""
+    """Name of the processor in /proc/cpuinfo; on Arm its implementer, part and variant."""
     try:
         with Path("/proc/cpuinfo").open("rb", buffering=0) as file:
             text = (file.read(4096) or b"").decode(errors="replace")
@@ -159,7 +158,7 @@ def _processor() -> str:
 
 
 def _machine(target: Target) -> str:
-    """What rates depend on: the processor, its caches, its cores, the widest loads."""
+    """Key of the rates of a machine: its processor, caches, cores and widest loads."""
     levels = " ".join(f"{x.name}={x.bytes}" for x in target.levels)
     return " ".join(f"{_processor()} {levels} cores={target.cores} {target.isas[0].name}".split())
 
@@ -170,10 +169,10 @@ def _is_host(target: Target) -> bool:
 
 
 def remember(target: Target, rates: dict[str, float]) -> bool:
-    """Keep rates in the cache, where `measured` finds them, each unless a higher one is there.
+    """Record rates in the cache for `measured`, each unless a higher one is recorded.
 
     Returns:
-        False if nothing was kept, because `target` describes another machine.
+        False if nothing was recorded, because `target` describes another machine.
     """
     if not _is_host(target):
         return False
@@ -185,7 +184,7 @@ def remember(target: Target, rates: dict[str, float]) -> bool:
 
 
 def forget(target: Target) -> bool:
-    """Remove from the cache what was measured on this machine; False if there was nothing."""
+    """Remove the rates of this machine from the cache; False if there were none."""
     text = read_note(note_name(target)) or ""
     if not _is_host(target) or not any(line.startswith(f"{_machine(target)}\t") for line in text.splitlines()):
         return False
@@ -194,7 +193,7 @@ def forget(target: Target) -> bool:
 
 
 def _write(target: Target, text: str, rates: dict[str, float]) -> None:
-    """Write a note in which the lines of this machine are replaced, and those of others stay."""
+    """Replace the lines of this machine in a note, and keep those of others."""
     machine = _machine(target)
     others = [line for line in text.splitlines() if not line.startswith(f"{machine}\t")]
     own = [f"{machine}\t{rate}\t{value!r}" for rate, value in rates.items()]
@@ -202,13 +201,12 @@ def _write(target: Target, text: str, rates: dict[str, float]) -> None:
 
 
 def measured(target: Target) -> Target:
-    """`target` with the rates that were remembered for it; itself without any.
+    """`target` with the rates recorded for it; `target` itself if there are none.
 
-    Only this machine, or less of it, has been measured: a chip that was asked
-    for by name keeps its description. A clock that is not described is taken to
-    be the one at which the best atom reaches its measured rate, so that what is
-    described in cycles and what is measured in seconds agree. Takes a fraction
-    of a millisecond.
+    Only this machine, or a subset of its ISAs, has been measured: a chip that was
+    requested by name keeps its description. A clock that is not described is
+    derived from the measured rate of the best atom, so that rates described in
+    cycles and rates measured in seconds agree. Takes a fraction of a millisecond.
     """
     text = read_note(note_name(target)) if _is_host(target) else None
     rates = _rates(target, text) if text else {}
@@ -220,7 +218,7 @@ def measured(target: Target) -> Target:
 
 
 def _clock(target: Target, rates: dict[str, float]) -> float:
-    """Cycles per nanosecond, 0 if they do not follow."""
+    """Clock in GHz, derived from the best atom's measured rate; 0 if that is unknown."""
     best = widest(target)
     flops = 2 * best.m * best.n * best.k * target.rates.get(best.name, 0.0)
     return rates.get(best.name, 0.0) / flops if flops else 0.0
@@ -230,7 +228,7 @@ def _rates(target: Target, text: str) -> dict[str, float]:
     machine = _machine(target)
     known = {atom.name for isa in target.isas for atom in isa.atoms} | {level.name for level in target.levels}
     known |= {"memory", ALL_CORES}
-    found = {}
+    rates = {}
     for line in text.splitlines():
         owner, _, rest = line.partition("\t")
         name, _, number = rest.partition("\t")
@@ -241,5 +239,5 @@ def _rates(target: Target, text: str) -> dict[str, float]:
         except ValueError:
             continue
         if value > 0 and isfinite(value):
-            found[name] = value
-    return found
+            rates[name] = value
+    return rates

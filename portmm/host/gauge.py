@@ -1,11 +1,10 @@
-"""Timed loops that gauge what one core of this machine reaches.
+"""Timed loops that measure rates of this machine.
 
-Owns `Gauge`, a loop of `probe` that is built, loaded and given operands, and the timing of
-repetitions. Imports `ir.abi`, `spec.dtype`, `host.microbenchmarks`, `target.target`; `build` and `emit` when a loop is
-opened, NumPy and cffi only then.
+Owns `Gauge`, a microbenchmark that is built, loaded and bound to operands, and the timing of
+repetitions. NumPy, cffi and the compiler are loaded only when a loop is opened.
 
-Operands are random, since zeros run faster on some units. Multiply-adds work on panels that stay in
-L1, bandwidths on a buffer of a given size.
+Operands are random, since zeros run faster on some units. Multiply-adds run on panels that stay in
+L1, bandwidths on a buffer of a specified size.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ if TYPE_CHECKING:
     from portmm.target.target import Atom, Isa
 
 SHORTEST = 1e-3
-"""Seconds of one timed run: a thousand times the cost of a call and of the clock."""
+"""Least seconds of one timed run: a thousand times the cost of a call and of the clock."""
 PEAK_STEPS = 64
 """Steps of a panel: (14 + 32) * 64 elements of f32 take 12 KB, a part of any L1."""
 WINDOW = 8 << 20
-"""Bytes that a gauge of memory reads in one repetition beside other work: a millisecond's worth, and so much more than
-a page that the prefetchers' start does not count."""
+"""Bytes that a gauge of memory reads in one repetition between other work: a millisecond's worth, and so much more
+than a page that the start of the prefetchers is negligible."""
 _BLOCK = 1 << 20  # bytes of random numbers, repeated to fill a buffer
 _LINE = 64
 _GROWTH = 64
@@ -40,7 +39,7 @@ _GROWTH = 64
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A probe that is loaded: `start` takes repetitions, steps and three arrays."""
+    """A microbenchmark that is loaded: `start` takes repetitions, steps and three arrays."""
 
     probe: Probe
     library: Any
@@ -54,12 +53,12 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """A rate that can be measured at any time.
+    """Measurement of a rate, ready to run.
 
     Attributes:
-        name: of the rate: an atom, a level of memory.
+        name: name of the rate: an atom, or a level of memory.
         work: 1e9 operations, or bytes, of one repetition.
-        run: does so many repetitions.
+        run: runs a number of repetitions.
     """
 
     name: str
@@ -68,7 +67,7 @@ class Gauge:
 
 
 def open_loop(probe: Probe) -> Loop:
-    """Compile and load a probe.
+    """Compile and load a microbenchmark.
 
     Raises:
         NoCompilerError: there is no compiler.
@@ -98,32 +97,32 @@ def open_loop(probe: Probe) -> Loop:
 
 
 def repetitions(run: Callable[[int], object]) -> int:
-    """A number of repetitions that take `SHORTEST` seconds or more."""
+    """Number of repetitions that take `SHORTEST` seconds or more."""
     repeats = 1
-    # The least of some: one that was interrupted, or the first, seems long enough when it is not.
-    while (took := min(timed(run, repeats) for _ in range(3))) < SHORTEST:
-        repeats *= min(_GROWTH, max(2, round(SHORTEST / max(took, 1e-9))))
+    # The shortest of three: the first, or one that was interrupted, can seem long enough when it is not.
+    while (seconds := min(timed(run, repeats) for _ in range(3))) < SHORTEST:
+        repeats *= min(_GROWTH, max(2, round(SHORTEST / max(seconds, 1e-9))))
     return repeats
 
 
 def timed(run: Callable[[int], object], repeats: int) -> float:
-    """Seconds of some repetitions."""
+    """Seconds of a number of repetitions."""
     start = time.perf_counter()
     run(repeats)
     return time.perf_counter() - start
 
 
 def least(run: Callable[[int], object], repeats: int, seconds: float) -> float:
-    """The least seconds of one repetition, over as many runs as fit into some time, and one at least."""
+    """Least seconds of one repetition, over as many runs as fit into `seconds`, at least one."""
     end = time.perf_counter() + seconds
-    found = timed(run, repeats)
+    shortest = timed(run, repeats)
     while time.perf_counter() < end:
-        found = min(found, timed(run, repeats))
-    return found / repeats
+        shortest = min(shortest, timed(run, repeats))
+    return shortest / repeats
 
 
 def peak(isa: Isa, atom: Atom) -> Gauge:
-    """The gauge of an atom's multiply-adds: 1e9 operations."""
+    """Gauge of an atom's multiply-adds, in 1e9 operations."""
     from portmm.host.microbenchmarks import peak as loop_of
 
     loop = open_loop(loop_of(isa, atom))
@@ -134,32 +133,32 @@ def peak(isa: Isa, atom: Atom) -> Gauge:
 
 
 def streaming(isa: Isa, atom: Atom) -> Loop:
-    """The loop that measures bandwidths by an atom's loads."""
+    """Loop that measures bandwidths by an atom's loads."""
     from portmm.host.microbenchmarks import stream
 
     return open_loop(stream(isa, atom))
 
 
 def bandwidth(loop: Loop, name: str, size: int, window: int = 0) -> Gauge:
-    """The gauge of one core's bandwidth over a buffer of about `size` bytes: 1e9 bytes.
+    """Gauge of one core's bandwidth over a buffer of about `size` bytes, in 1e9 bytes.
 
     Args:
-        loop: reads.
-        name: of the level.
+        loop: the loop of `streaming`.
+        name: name of the level.
         size: bytes of the buffer.
-        window: bytes that a repetition reads, each the next ones; 0 for all of the buffer. A buffer that
-            no cache holds is so read in pieces, none of which is in a cache when its turn comes again.
+        window: bytes that a repetition reads, consecutive ones in each; 0 for the whole buffer. A buffer that
+            exceeds every cache is then read in windows, none of which is still cached at its next turn.
     """
     atom = loop.probe.kernel.atom
     steps = max(1, (window or size) // loop.step_bytes)
     parts = max(1, size // window) if window else 1
     a, c = random(loop.probe.a, atom.left), random(loop.probe.c, atom.acc)
     rows = random(parts * steps * loop.probe.b, atom.right).reshape(parts, -1)
-    turns: Iterator[Any] = cycle(rows)
+    next_rows: Iterator[Any] = cycle(rows)
 
     def windows(repeats: int) -> None:
         for _ in range(repeats):
-            loop.start(1, steps, a, next(turns), c)
+            loop.start(1, steps, a, next(next_rows), c)
 
     def whole(repeats: int) -> None:
         loop.start(repeats, steps, a, rows[0], c)
@@ -168,14 +167,14 @@ def bandwidth(loop: Loop, name: str, size: int, window: int = 0) -> Gauge:
 
 
 def bandwidth_of_all(loop: Loop, name: str, size: int, pool: Executor, cores: int) -> Gauge:
-    """The gauge of the bandwidth that all cores reach together over a buffer of about `size` bytes: 1e9 bytes.
+    """Gauge of the bandwidth of all cores together over a buffer of about `size` bytes, in 1e9 bytes.
 
     Args:
-        loop: reads.
-        name: of the rate.
-        size: bytes of the buffer, of which each core has a part.
-        pool: has a thread for each core.
-        cores: how many.
+        loop: the loop of `streaming`.
+        name: name of the rate.
+        size: bytes of the buffer, of which each core reads a part.
+        pool: a pool with one thread for each core.
+        cores: number of cores.
     """
     atom = loop.probe.kernel.atom
     steps = max(1, size // loop.step_bytes // cores)
@@ -185,45 +184,46 @@ def bandwidth_of_all(loop: Loop, name: str, size: int, pool: Executor, cores: in
     # Pages belong to the memory node of the thread that writes them first.
     list(pool.map(_fill, parts))
 
-    def share(repeats: int, core: int) -> None:
+    def run_part(repeats: int, core: int) -> None:
         loop.start(repeats, steps, a, parts[core], sums[core])
 
     return Gauge(
         name,
         cores * steps * loop.step_bytes / 1e9,
-        lambda repeats: list(pool.map(partial(share, repeats), range(cores))),
+        lambda repeats: list(pool.map(partial(run_part, repeats), range(cores))),
     )
 
 
 def random(elements: int, dtype: str) -> Any:
-    """Elements or units: numbers in [-0.5, 0.5), whose products sum to something small, or any integers."""
-    to = aligned(elements, dtype)
-    _fill(to)
-    return to
+    """Array of random elements: numbers in [-0.5, 0.5), whose products have small sums, or any integers."""
+    array = aligned(elements, dtype)
+    _fill(array)
+    return array
 
 
 def aligned(elements: int, dtype: str) -> Any:
-    """An array that starts on a line, as a kernel's panels do: a load across two lines takes twice as long."""
+    """Array that starts at a cache line, as a kernel's panels do: a load across two lines takes twice as long."""
     import numpy as np
 
     bytes_ = elements * BY_NAME[dtype].bytes
     raw = np.empty(bytes_ + _LINE, np.uint8)
     first = -raw.__array_interface__["data"][0] % _LINE
     numpy = BY_NAME[dtype].numpy
-    # NumPy has no bfloat16 of its own: its bits.
+    # NumPy has no bfloat16: the array holds the bits.
     return raw[first : first + bytes_].view("uint16" if numpy == "bfloat16" else numpy)
 
 
-def _fill(to: Any) -> None:
+def _fill(array: Any) -> None:
     import numpy as np
 
-    count, rng = min(to.size, _BLOCK // to.itemsize), np.random.default_rng(0)
-    if to.dtype.kind == "f":
-        block = rng.random(count).astype(to.dtype) - to.dtype.type(0.5)
-    elif to.dtype == np.uint16:
+    count, rng = min(array.size, _BLOCK // array.itemsize), np.random.default_rng(0)
+    if array.dtype.kind == "f":
+        block = rng.random(count).astype(array.dtype) - array.dtype.type(0.5)
+    elif array.dtype == np.uint16:
         block = ((rng.random(count, np.float32) - np.float32(0.5)).view(np.uint32) >> 16).astype(np.uint16)
     else:
-        block = rng.integers(np.iinfo(to.dtype).min, np.iinfo(to.dtype).max, count, to.dtype, endpoint=True)
-    for first in range(0, to.size, block.size):
-        part = to[first : first + block.size]
+        limits = np.iinfo(array.dtype)
+        block = rng.integers(limits.min, limits.max, count, array.dtype, endpoint=True)
+    for first in range(0, array.size, block.size):
+        part = array[first : first + block.size]
         part[:] = block[: part.size]

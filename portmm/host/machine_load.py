@@ -1,12 +1,11 @@
-"""Load that other processes put on the machine.
+"""Load of other processes on the machine.
 
-Owns the measurement of how many cores other processes kept busy, and the words for it.
-Imports nothing of portmm.
+Owns the measurement of the number of cores that other processes kept busy, and its text form.
 
-The source is /proc/stat: the time that the cores which this process may use were busy, less the
-CPU time of this process, of its children that ended, and of workers that are named. Time that a
-hypervisor gave to others (steal) counts as theirs. Where there is no such file, the load average
-of the last minute stands in.
+The source is /proc/stat: the busy time of the cores which this process may use, less the CPU time of
+this process, of its children that ended, and of its workers that still run. Time that a hypervisor
+assigned to other guests (steal) counts as theirs. Where there is no such file, the load average of
+the last minute is used.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 LEAST, SHARE = 0.5, 0.1
-"""Cores, and part of all cores: a machine on which others use more than the larger of both is busy. Half a core is
-what disturbs one thread on two cores noticeably, a tenth of the cores what lowers bandwidths that all share."""
+"""Cores, and share of all cores: a machine on which others use more than the larger of both is busy. Half a core
+disturbs one thread on two cores noticeably; a tenth of the cores lowers bandwidths that all share."""
 NAP = 0.25
-"""Seconds over which the load of the moment is measured: 25 ticks of the kernel's clock."""
+"""Seconds over which the current load is measured: 25 ticks of the kernel's clock."""
 _NOT_BUSY = (3, 4)
 """Columns of /proc/stat: idle, and waiting for a disk."""
 _GUEST = 8
-"""The first column that other columns contain already."""
+"""First of the columns that others include already."""
 _TIMES = slice(11, 15)
-"""Fields of /proc/PID/stat behind the name: CPU time of a process and of its children that ended, in ticks."""
+"""Fields of /proc/PID/stat after the name: CPU time of a process and of its children that ended, in ticks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """CPU time until now.
+    """CPU time at one moment.
 
     Attributes:
-        seconds: of a monotonic clock.
-        used: CPU seconds of all processes on the cores that this one may use, None if that is not told.
+        seconds: time of a monotonic clock.
+        used: CPU seconds of all processes on the cores that this one may use, None if unknown.
         own: CPU seconds of this process and its workers.
         average: the load average of the last minute, None if there is none.
     """
@@ -52,27 +51,27 @@ class Snapshot:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def snapshot(workers: Iterable[int] = ()) -> Snapshot:
-    """CPU time until now; `workers` are the ids of children that have not ended."""
+    """CPU time at this moment; `workers` are the ids of children that have not ended."""
     own = sum(os.times()[:4]) + sum(map(_of_process, workers))
     average = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return Snapshot(time.monotonic(), _used(), own, average)
 
 
 def _used() -> float | None:
-    """CPU seconds of everyone on the cores that this process may use."""
+    """CPU seconds of all processes on the cores that this process may use; None if unknown."""
     mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else frozenset()
-    total, found = 0, 0
+    total, cpus = 0, 0
     for line in _lines("/proc/stat"):
         name, *ticks = line.split()
         if name[:3] == "cpu" and name[3:].isdecimal() and int(name[3:]) in mine:
             total += sum(int(x) for i, x in enumerate(ticks[:_GUEST]) if i not in _NOT_BUSY)
-            found += 1
-    return total / _ticks() if found else None
+            cpus += 1
+    return total / _ticks() if cpus else None
 
 
 def _of_process(pid: int) -> float:
@@ -93,7 +92,7 @@ def _ticks() -> int:
 
 
 def others(before: Snapshot, after: Snapshot) -> float | None:
-    """Cores that other processes kept busy on average between two snapshots, None if that is unknown."""
+    """Average number of cores that other processes kept busy between two snapshots, None if unknown."""
     wall = after.seconds - before.seconds
     if before.used is None or after.used is None or wall <= 0:
         return before.average
@@ -101,7 +100,7 @@ def others(before: Snapshot, after: Snapshot) -> float | None:
 
 
 def now() -> float | None:
-    """Cores that other processes keep busy at the moment, None if that is unknown; takes `NAP` seconds."""
+    """Number of cores that other processes keep busy now, None if unknown; takes `NAP` seconds."""
     before = snapshot()
     time.sleep(NAP)
     return others(before, snapshot())
@@ -113,7 +112,7 @@ def is_busy(load: float | None, of: int) -> bool:
 
 
 def sentence(load: float | None, of: int) -> str:
-    """How busy the machine was, and what to do about it; empty if that is unknown."""
+    """Sentence on the load of the machine during a measurement, with a remedy if it was busy; empty if unknown."""
     if load is None:
         return ""
     used = f"others kept {load:.2g} of {of} cores busy"

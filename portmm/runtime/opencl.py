@@ -241,7 +241,7 @@ def _cold(  # noqa: PLR0917 - one place calls it
     except cl.Error as error:
         said = (_log(cl, raw, device) if raw is not None else "") or str(error)
         refused = failure(words, key, source, said, suffix=".cl", advice="try a newer driver")
-        raise (failed_builds.passing if failed_builds.passes(None, said) else failed_builds.lasting)(
+        raise (failed_builds.transient if failed_builds.is_transient(None, said) else failed_builds.permanent)(
             key, refused
         ) from error
     seconds = time.perf_counter() - start

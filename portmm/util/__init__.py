@@ -1,1 +1,1 @@
-"""Helpers that know nothing of matrix products."""
+"""Helpers that are independent of matrix products."""

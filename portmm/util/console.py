@@ -1,7 +1,7 @@
-"""What the commands print on.
+"""Console of the command line.
 
-Owns the console, the progress bar and what several commands take. Imports nothing
-of portmm; rich, when something is printed.
+Owns the console, the progress bar and the options that several commands share. rich is imported only when
+something is printed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PIPE_WIDTH = 140
-"""Columns of a table that no terminal is there to show."""
+"""Columns of a table where the output is no terminal."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def console(*, stderr: bool = False) -> Console:
-    """The terminal, or a wide page where there is none."""
+    """The console of the terminal, or one of `PIPE_WIDTH` columns where the output is no terminal."""
     from rich.console import Console
 
-    found = Console(stderr=stderr, highlight=False)
-    return found if found.is_terminal else Console(stderr=stderr, highlight=False, width=PIPE_WIDTH)
+    terminal = Console(stderr=stderr, highlight=False)
+    return terminal if terminal.is_terminal else Console(stderr=stderr, highlight=False, width=PIPE_WIDTH)
 
 
 def print_json(data: Any) -> None:
@@ -39,22 +39,22 @@ def print_json(data: Any) -> None:
 
 @contextmanager
 def progress(title: str, budget: float | None = None) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on standard error, fed with (done, all, what happens now).
+    """A progress bar on standard error; yields its update function of (steps done, steps in all, current step).
 
     Args:
-        title: what goes on.
-        budget: seconds for all of it, of which the bar shows those that are left; without a terminal
-            there is a line instead for whatever happens, where a command without a budget says nothing.
+        title: description of the work.
+        budget: seconds for all of it; the bar shows those that are left. Without a terminal, a command with a
+            budget prints a line for each step, and a command without one prints nothing.
     """
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    shown = console(stderr=True)
+    output = console(stderr=True)
     end = time.monotonic() + (budget or 0.0)
 
     def left() -> str:
         return "" if budget is None else f"{max(0.0, end - time.monotonic()):.0f} s left"
 
-    if not shown.is_terminal:
+    if not output.is_terminal:
 
         def line(done: int, total: int, text: str) -> None:
             if budget is not None and done < total:
@@ -64,7 +64,7 @@ def progress(title: str, budget: float | None = None) -> Iterator[Callable[[int,
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     times = (TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
-    with Progress(*columns, *times, console=shown, transient=True) as bar:
+    with Progress(*columns, *times, console=output, transient=True) as bar:
         task = bar.add_task(title, total=None, left=left())
         yield lambda done, total, text: bar.update(
             task, completed=done, total=total, description=f"{title}: {text}", left=left()

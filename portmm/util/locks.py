@@ -1,15 +1,15 @@
 """Locks and imports across `fork`.
 
-Owns `lock` and `reentrant_lock`, the only constructors of locks in portmm, `once`, and two hooks. Imports nothing of
-portmm.
+Owns `lock` and `reentrant_lock`, the only constructors of locks in portmm, `once`, and two hooks of `fork`.
 
-A child has only the thread that forked. A lock that another thread of the parent held stays held there for ever, so
-every lock is made anew in a child. That is sound because all structures that these locks guard are changed by single
-assignments: the locks keep work from being done twice, they do not hide states in between.
+A child has only the thread that forked. A lock that another thread of the parent held would stay locked in the child
+for ever, so every lock is reinitialized in a child. That is sound because all structures that these locks guard are
+changed by single assignments: the locks keep work from being done twice, they do not hide intermediate states.
 
-CPython makes its global import lock anew, but not the lock of a module that another thread was importing: the child
-would wait for it for ever, too. First calls import modules, so a fork waits for imports of the modules below to end,
-which takes milliseconds. An import that begins after the last look is forgotten in the child, which does it itself.
+CPython reinitializes its global import lock, but not the lock of a module that another thread was importing: the
+child would wait for it for ever, too. First calls import modules, so a fork waits until imports of the packages in
+`OURS` have ended, which takes milliseconds. An import that begins after the last check is dropped in the child, which
+repeats it.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ T = TypeVar("T")
 OURS = frozenset(("portmm", "numpy", "ml_dtypes", "cffi", "pycparser", *sys.stdlib_module_names))
 """Packages that a first call may import."""
 PATIENCE = 2.0
-"""Seconds that a fork waits for imports at most: hundreds of times what they take."""
+"""Most seconds that a fork waits for imports: hundreds of times their usual duration."""
 PAUSE = 0.0002
-"""Seconds between two looks, in which the importing thread has the interpreter."""
+"""Seconds between two checks, in which the importing thread has the interpreter."""
 
 _locks: WeakSet[Any] = WeakSet()
 _importing: dict[str, Any] = getattr(_bootstrap, "_module_locks", {})
 
 
 def lock() -> threading.Lock:
-    """A lock that is free in a forked child, whoever held it in the parent."""
-    made = threading.Lock()
-    _locks.add(made)
-    return made
+    """A new lock that is free in a forked child, even if a thread of the parent held it."""
+    new = threading.Lock()
+    _locks.add(new)
+    return new
 
 
 def reentrant_lock() -> Any:
-    """The same for a lock that its holder may take again, as finalizers do that run in between."""
-    made = threading.RLock()
-    _locks.add(made)
-    return made
+    """A new reentrant lock with the same property, for code that finalizers may interrupt and enter again."""
+    new = threading.RLock()
+    _locks.add(new)
+    return new
 
 
 class once(Generic[T]):  # noqa: N801 - a decorator
@@ -61,22 +61,22 @@ class once(Generic[T]):  # noqa: N801 - a decorator
     def __get__(self, instance: Any, owner: Any = None) -> T:
         if instance is None:
             raise AttributeError(self.function.__name__)
-        found = instance.__dict__[self.function.__name__] = self.function(instance)
-        return found
+        value = instance.__dict__[self.function.__name__] = self.function(instance)
+        return value
 
 
 def _imports_elsewhere() -> list[str]:
-    """The modules of `OURS` that other threads are importing."""
+    """Modules of the packages in `OURS` that other threads are importing."""
     me = threading.get_ident()
     locks = [(name, reference()) for name, reference in list(_importing.items())]
-    ours = [(name, held) for name, held in locks if name.partition(".")[0] in OURS]
-    return [name for name, held in ours if getattr(held, "owner", None) not in (None, me)]
+    ours = [(name, module_lock) for name, module_lock in locks if name.partition(".")[0] in OURS]
+    return [name for name, module_lock in ours if getattr(module_lock, "owner", None) not in (None, me)]
 
 
 def _parses() -> bool:
-    """Whether a thread has cffi parse declarations, under a lock that cffi does not make anew."""
-    held = getattr(sys.modules.get("cffi.cparser"), "lock", None)
-    return held is not None and held.locked()
+    """Whether a thread is in cffi's parser, whose lock cffi does not reinitialize in a child."""
+    parser_lock = getattr(sys.modules.get("cffi.cparser"), "lock", None)
+    return parser_lock is not None and parser_lock.locked()
 
 
 def _before() -> None:
@@ -86,8 +86,8 @@ def _before() -> None:
 
 
 def _in_child() -> None:
-    for held in _locks:
-        held._at_fork_reinit()  # noqa: SLF001 - what threading and logging call
+    for each in _locks:
+        each._at_fork_reinit()  # noqa: SLF001 - what threading and logging call
     for name in _imports_elsewhere():
         _importing.pop(name, None)
         if getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False):

@@ -1,6 +1,6 @@
-"""What was made for kinds of calls, all to be forgotten at once.
+"""Memo tables of a process, which are all cleared together.
 
-Owns `Memory`. Imports nothing of portmm.
+Owns `Memory` and the list of its instances.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from typing import Any
 
 
 class Memory(dict[Any, Any]):
-    """What was made for each kind of call: emptied when there are too many kinds, and by `forget_all`."""
+    """A memo table with a bounded number of keys: cleared when it is full, and by `forget_all`."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
         self.most = most
         _all.append(weakref.ref(self, _all.remove))
 
-    def keep(self, key: Any, made: Any) -> Any:
-        """Remember what was made."""
+    def keep(self, key: Any, value: Any) -> Any:
+        """Store a value under a key, and return it."""
         if len(self) >= self.most:
             self.clear()
-        self[key] = made
-        return made
+        self[key] = value
+        return value
 
 
 _all: list[weakref.ref[Memory]] = []
 
 
 def forget_all() -> None:
-    """Empty every memory of this process."""
+    """Clear every `Memory` of this process."""
     for ref in tuple(_all):
         memory = ref()
         if memory is not None:

@@ -1,16 +1,16 @@
-"""Times, sizes and terms, for people.
+"""Text forms of times, sizes and cost terms.
 
-Owns how explanations spell them. Imports nothing of portmm.
+Owns their units and number of digits in explanations and tables.
 """
 
 from __future__ import annotations
 
 INDENT = 12
-"""Columns before what is said of something."""
+"""Columns of the name in a line of an explanation."""
 
 
 def time(seconds: float) -> str:
-    """A time, for people."""
+    """Text of a time, with a unit from ns to s."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
@@ -18,7 +18,7 @@ def time(seconds: float) -> str:
 
 
 def flop(count: float) -> str:
-    """A number of operations, for people."""
+    """Text of a number of operations, with a unit from FLOP to TFLOP."""
     for unit, scale in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
         if count >= scale:
             return f"{count / scale:.4g} {unit}"
@@ -26,7 +26,7 @@ def flop(count: float) -> str:
 
 
 def size(count: float) -> str:
-    """A number of bytes, for people."""
+    """Text of a number of bytes, with a unit up to GiB."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= scale:
             return f"{count / scale:.4g} {unit}"
@@ -34,10 +34,10 @@ def size(count: float) -> str:
 
 
 def field(name: str, text: str) -> str:
-    """A line of what an explanation says of something."""
+    """Line of an explanation: a name, padded, and its text."""
     return f"{name:<{INDENT}}{text}"
 
 
-def terms(found: dict[str, float]) -> str:
-    """Terms of a predicted time."""
-    return ", ".join(f"{name} {time(value)}" for name, value in found.items())
+def terms(seconds: dict[str, float]) -> str:
+    """Text of the terms of a predicted time, in seconds by name."""
+    return ", ".join(f"{name} {time(value)}" for name, value in seconds.items())

@@ -1,7 +1,6 @@
-"""Lines of the user's program.
+"""Warnings at the line of the user's program that called portmm.
 
-Owns the search for the line that called portmm, and `warn`, which points there: every warning of the package goes
-through it. Imports nothing of portmm.
+Owns the search for that line, and `warn`, which every warning of the package goes through.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import FrameType
 
-_PASSED = frozenset(("portmm", "numpy", "contextlib", "functools", "threading", "typer", "click"))
-"""Packages whose frames may lie between portmm and its caller."""
+_PASS_THROUGH = frozenset(("portmm", "numpy", "contextlib", "functools", "threading", "typer", "click"))
+"""Packages whose frames may occur between portmm and its caller."""
 
 
 def is_users(names: Mapping[str, Any]) -> bool:
-    """Whether the globals of some code are those of a module that is neither portmm's nor lies between it and users."""
-    return str(names.get("__name__", "")).partition(".")[0] not in _PASSED
+    """Whether the globals of a frame belong to a module of the user: neither portmm nor a package in between."""
+    return str(names.get("__name__", "")).partition(".")[0] not in _PASS_THROUGH
 
 
 def caller() -> FrameType | None:
-    """The innermost frame of the user's code; None in a thread that has none."""
+    """Innermost frame of the user's code; None in a thread that has none."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - what tracebacks are made of
     while frame is not None and not is_users(frame.f_globals):
         frame = frame.f_back
@@ -32,7 +31,7 @@ def caller() -> FrameType | None:
 
 
 def warn(message: str) -> None:
-    """A RuntimeWarning at the line of the user's code that called portmm."""
+    """Issue a RuntimeWarning at the line of the user's code that called portmm."""
     frame = caller() or sys._getframe(1)  # noqa: SLF001
     warnings.warn_explicit(
         message,
