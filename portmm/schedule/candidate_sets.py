@@ -18,10 +18,10 @@ import numpy as np
 from portmm.schedule.cost_table import Table, table
 from portmm.schedule.cost_tape import Tape
 from portmm.schedule.cpu_candidates import (
-    INT4_BLOCK,
     DOT_TILES,
     FEW_BYTES,
     FEW_ROWS,
+    INT4_BLOCK,
     MOST_PACKED,
     SPLIT_DEPTH,
     SPLIT_STEPS,
