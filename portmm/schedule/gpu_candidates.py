@@ -3,9 +3,9 @@
 Owns the enumeration, and the rules that make a schedule of a device legal: at each level, a tile
 needs no more than the device has. As for CPUs, a handful of tiles serves every shape.
 
-Registers of a thread: MR x NR sums, of floats twice except for small tiles (`beside`), a row and a column of
+Registers of a thread: MR x NR sums, of floats twice except for small tiles (`sums_in_shared`), a row and a column of
 operands, and elements in flight to shared memory; addresses take some `ADDRESSES` more. A block of threads must leave
-room for `resident` blocks, so that one computes while another waits. Shared memory: BM x BK of A and
+room for `occupancy` blocks, so that one computes while another waits. Shared memory: BM x BK of A and
 BK x BN of B, for each stage.
 """
 
@@ -125,7 +125,7 @@ def _bounded(s: Schedule, target: Target) -> Schedule:
     device = target.device
     assert device is not None  # noqa: S101 - checked by `candidates`
     limited = device.language == "cuda" and device.registers and s.program != "stream"
-    bounded = replace(s, resident=resident(s, target)) if limited else s
+    bounded = replace(s, resident=occupancy(s, target)) if limited else s
     if not s.persistent:
         return bounded
     blocks = device.processors * max(1, bounded.resident)
@@ -197,18 +197,18 @@ def _simt_registers(s: Schedule) -> int:
     a, b, _ = s.types
     sizes = ((s.block.m, a), (s.block.n, b))
     waiting = 0 if s.copies else sum(-(-x * s.block.k * s.kr * BY_NAME[t].bytes // (4 * s.threads)) for x, t in sizes)
-    sums = s.mr * s.nr * (1 if beside(s) else sets(a, b))
+    sums = s.mr * s.nr * (1 if sums_in_shared(s) else sets(a, b))
     return sums + s.mr + s.nr + waiting + ADDRESSES + _address_registers(s, 0) + _address_registers(s, 1)
 
 
-def beside(s: Schedule) -> bool:
+def sums_in_shared(s: Schedule) -> bool:
     """Whether totals over runs of k are kept in shared memory, not in registers, by the simt program."""
     return s.mr * s.nr <= FEW and sets(*s.types[:2]) > 1
 
 
 def _totals(s: Schedule) -> int:
     """Bytes of shared memory for totals over runs of k."""
-    return 4 * s.mr * s.nr * s.threads if beside(s) else 0
+    return 4 * s.mr * s.nr * s.threads if sums_in_shared(s) else 0
 
 
 def _naive_registers(s: Schedule) -> int:
@@ -264,7 +264,7 @@ PROGRAMS = {
 """Block programs by name, those of `lower.GRID_PROGRAMS`."""
 
 
-def resident(s: Schedule, target: Target) -> int:
+def occupancy(s: Schedule, target: Target) -> int:
     """Number of blocks that run on a processor at once."""
     device = target.device
     assert device is not None  # noqa: S101 - checked by `candidates`

@@ -12,7 +12,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from portmm.schedule.cpu_cost import Cost
-from portmm.schedule.gpu_candidates import PARTS, at_once, on_gpu, resident
+from portmm.schedule.gpu_candidates import PARTS, at_once, occupancy, on_gpu
 from portmm.schedule.gpu_gemv import along_k, flying, shares, width
 from portmm.schedule.gpu_w4a16 import PROGRAMS, instructions
 from portmm.schedule.gpu_wgmma import STRIP, columns, promoted, staged, sums
@@ -93,7 +93,7 @@ def _by_threads(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     rate = target.rates.get(atom.name, target.rates.get("simt_f32", 32.0))
     tiles = ceil(p.m / s.block.m) * ceil(p.n / s.block.n) * p.batch
     blocks = tiles * s.split
-    occupied = resident(s, target)
+    occupied = occupancy(s, target)
     # A block starts when another ends: in the last wave, some processors have fewer.
     rounds = ceil(blocks / device.processors)
     together = min(occupied, rounds)
@@ -168,7 +168,7 @@ def _by_warps(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     rate = target.rates.get(atom.name, DEFAULT_MATRIX_RATE)
     blocks = ceil(p.m / s.block.m) * ceil(p.n / s.block.n) * p.batch * s.split
     rounds = ceil(blocks / device.processors)
-    together = min(resident(s, target), rounds)
+    together = min(occupancy(s, target), rounds)
     a, b, c = (BY_NAME[x].bytes for x in p.types)
     steps = ceil(ceil(p.k / s.block.k) / s.split)
     depth, warp, warps = steps * s.block.k, s.tiles[1], s.threads // device.warp
@@ -206,12 +206,12 @@ def _by_warpgroups(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     read = (s.block.m * s.block.n // n * a + s.block.m * s.block.n // STRIP * b) + s.block.m * a + s.block.n * b
     copied = s.block.m * a + s.block.n * b / s.cluster
     # Stores, and the waits of a step, are hidden while other warpgroups or blocks multiply.
-    others = max(2 if s.pingpong else 1, min(resident(s, target), rounds))
+    others = max(2 if s.pingpong else 1, min(occupancy(s, target), rounds))
     overlapped = {
         "multiply-adds": rounds * s.block.m * s.block.n * depth / rate / hertz,
         "shared memory": rounds * depth * read / SHARED_BYTES / hertz,
         "L2": rounds * depth * copied / ENGINE_BYTES / hertz,
-        "latency": rounds * steps * ENGINE_WAIT / (s.stages * min(resident(s, target), rounds)) / hertz,
+        "latency": rounds * steps * ENGINE_WAIT / (s.stages * min(occupancy(s, target), rounds)) / hertz,
         "memory": p.batch * (p.m * p.k * a + p.k * p.n * b + p.m * p.n * c) / (1e9 * _bandwidth(target)),
     }
     if promoted(s):
@@ -230,7 +230,7 @@ def _w4a16(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     rate = target.rates.get(atom.name, DEFAULT_MATRIX_RATE)
     blocks = ceil(p.m / s.block.m) * ceil(p.n / s.block.n) * p.batch * s.split
     rounds = ceil(blocks / device.processors)
-    together = min(resident(s, target), rounds)
+    together = min(occupancy(s, target), rounds)
     a, b, c = (size(x) for x in p.types)
     # Int4 values, and for each group of them a scale and an offset.
     b += 8 / (s.group or p.k)
@@ -272,7 +272,7 @@ def _gemv(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     a, b, c = (size(x) for x in p.types)
     blocks = ceil(p.n / s.block.n) * p.batch * s.split
     rounds = ceil(blocks / device.processors)
-    together = min(resident(s, target), rounds)
+    together = min(occupancy(s, target), rounds)
     units = ceil(p.k / s.kr / s.split)
     # Elements narrower than sums are converted: of B once, of A by every thread that reads it.
     of_a, of_b = s.mr * s.block.n // s.nr, s.block.n
