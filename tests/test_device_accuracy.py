@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from grid_cases import MACHINE, OLDER, compiled, kernels_of, run
 
-from portmm.schedule.gpu_candidates import beside, candidates
+from portmm.schedule.gpu_candidates import candidates, sums_in_shared
 from portmm.schedule.gpu_gemv import shares
 from portmm.spec.problem import Problem
 
@@ -58,7 +58,7 @@ def test_schedules_give_the_same_bits(language, k):
     x, y = rng.standard_normal((8, k), dtype=np.float32), rng.standard_normal((k, 36), dtype=np.float32)
     p = Problem(8, 36, k)
     found = [s for name in ("simt", "direct") for s in schedules(p, name)]
-    kinds = {(s.program, s.block.k, s.copies, beside(s), s.cell): s for s in found}
+    kinds = {(s.program, s.block.k, s.copies, sums_in_shared(s), s.cell): s for s in found}
     if language == "opencl":
         kinds = {kind: s for kind, s in kinds.items() if not s.copies}
     assert {("simt", True), ("simt", False)} <= {(kind[0], kind[3]) for kind in kinds}

@@ -15,7 +15,7 @@ from portmm.ir.index import const
 from portmm.ir.interpreter import evaluate
 from portmm.kernels.gpu.simt import Work
 from portmm.runtime.device_facts import Facts
-from portmm.schedule.gpu_candidates import asynchronous, candidates, illegal, on_gpu, registers, resident, shared_bytes
+from portmm.schedule.gpu_candidates import asynchronous, candidates, illegal, occupancy, on_gpu, registers, shared_bytes
 from portmm.schedule.gpu_cost import cost
 from portmm.schedule.schedule import parse, spell
 from portmm.spec import kernel_name
@@ -47,10 +47,10 @@ def test_candidates_are_legal_and_read_back(target):
         assert not illegal(s, p, target), s
         assert s.threads <= device.block_threads
         assert shared_bytes(s) <= device.shared_bytes
-        held = resident(s, target) * s.threads
+        held = occupancy(s, target) * s.threads
         assert not device.registers or registers(s) * held <= device.registers
         assert not device.threads or held <= device.threads
-        assert s.resident in (0, resident(s, target))
+        assert s.resident in (0, occupancy(s, target))
         assert not s.copies or asynchronous(target)
         assert on_gpu(target) or s.program != "simt"
         assert all(x <= y for x, y in zip(s.vectors, vectors, strict=True))

@@ -17,7 +17,7 @@ from portmm.codegen.lower import lower_grid
 from portmm.dispatch.gpu import choose, source
 from portmm.errors import NoCompilerError
 from portmm.schedule import gpu_gemv
-from portmm.schedule.gpu_candidates import candidates, resident
+from portmm.schedule.gpu_candidates import candidates, occupancy
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
 
@@ -114,7 +114,7 @@ def test_a_row_is_bound_by_memory(dtype, vectors, b):
     assert choice.cost.bound == "memory"
     # What is on its way hides 700 ns, Little's law; and all processors work.
     blocks = 4096 // s.block.n
-    together = min(resident(s, H200), -(-blocks // device.processors))
+    together = min(occupancy(s, H200), -(-blocks // device.processors))
     assert together * s.threads * gpu_gemv.flying(s) >= device.memory_gbs * 700 / device.processors
     assert blocks >= 0.9 * device.processors
 

@@ -30,7 +30,7 @@ from portmm.kernels.gpu.global_to_shared import Feed
 from portmm.kernels.gpu.split_k_fixup import given as joining
 from portmm.kernels.gpu.split_k_fixup import join
 from portmm.kernels.gpu.summation_runs import accumulators, current, in_runs, in_runs_beside
-from portmm.schedule.gpu_candidates import beside
+from portmm.schedule.gpu_candidates import sums_in_shared
 from portmm.spec.dtype import BY_NAME, accumulator
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ def _over_k(work: Work, body: tuple[Stmt, ...]) -> list[Stmt]:
     """The loop over tiles of k, nested in one over runs, which are of whole tiles."""
     s, loop = work.s, For("step", const(0), var("steps"), const(1), body)
     run = maximum(1, run_of(var("k_end") - var("k_0"), 1) // s.block.k)
-    if beside(s):
+    if sums_in_shared(s):
         own = Ptr("totals", var("i") * s.threads + var("thread"))
         return list(in_runs_beside(work.atom, s.mr * s.nr, loop, run, lambda _: own))
     return list(in_runs(work.atom, s.mr * s.nr, loop, run))
@@ -292,7 +292,7 @@ def _over_k(work: Work, body: tuple[Stmt, ...]) -> list[Stmt]:
 def _sums(s: Schedule, atom: Atom) -> list[Stmt]:
     """A thread's sums of a run of k, and of all runs before."""
     count = s.mr * s.nr
-    if beside(s):
+    if sums_in_shared(s):
         return [Shared("totals", count * s.threads, atom.acc), Scratch("acc", count, atom.acc)]
     return accumulators(atom, count)
 
@@ -303,7 +303,7 @@ def _multiply(work: Work, a: Feed, b: Feed) -> tuple[Stmt, ...]:
     stage = const(0) if s.stages == 1 else var("stage")
     parts = [_part(a, s.mr, s.cell[0], stage), _part(b, s.nr, s.cell[1], stage)]
     i, j = var("i"), var("j")
-    mac = Mac(Ptr("acc" if beside(s) else current(work.atom), i * s.nr + j), Ptr("a_part", i), Ptr("b_part", j))
+    mac = Mac(Ptr("acc" if sums_in_shared(s) else current(work.atom), i * s.nr + j), Ptr("a_part", i), Ptr("b_part", j))
     columns = For("j", const(0), const(s.nr), const(1), (mac,), WHOLE)
     macs = For("i", const(0), const(s.mr), const(1), (columns,), WHOLE)
     return (For("unit", const(0), const(s.block.k), const(1), (*parts, macs), WHOLE),)

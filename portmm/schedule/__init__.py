@@ -1,1 +1,1 @@
-"""How it is computed: candidates, legality, and the cost model."""
+"""Schedules: candidates, legality and the cost model."""

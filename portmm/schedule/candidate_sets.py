@@ -1,8 +1,8 @@
-"""Candidates, enumerated once for all problems that have the same ones.
+"""Sets of candidates, enumerated once for all problems that share them.
 
-Owns the cache of candidate lists and of their cost tables. Imports `schedule.cpu_candidates`, `schedule.cpu_cost`, `schedule.schedule`. Enumeration
-looks at sizes through few thresholds only (see `_Kind.features`): problems that lie on the same sides of all of
-them have the same candidates. tests/test_candidate_sets.py holds this against fresh enumerations.
+Owns the cache of candidate lists and of their cost tables. Enumeration compares sizes with a few thresholds only
+(see `_Kind.features`): problems on the same sides of all of them have the same candidates.
+tests/test_candidate_sets.py compares this with fresh enumerations.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 from portmm.schedule.cost_table import Table, table
 from portmm.schedule.cost_tape import Tape
 from portmm.schedule.cpu_candidates import (
-    CODED_BLOCK,
     DOT_TILES,
     FEW_BYTES,
     FEW_ROWS,
+    INT4_BLOCK,
     MOST_PACKED,
     SPLIT_DEPTH,
     SPLIT_STEPS,
@@ -44,25 +44,25 @@ if TYPE_CHECKING:
     from portmm.target.target import Target
 
 MOST_SETS = 256
-"""Sets remembered before starting afresh: about 50 KB each."""
+"""Sets cached before the cache is cleared: about 50 KB each."""
 MOST_KINDS = 256
 UNLIMITED = 1 << 40
-"""An extent beyond all blocks: a footprint that is legal there is legal at any size."""
+"""Extent larger than all blocks: a footprint that is legal there is legal at any size."""
 REACHES = (2048, 8192, UNLIMITED)
-"""Extents between which what fits a level may differ: blocks of the literature fill levels only if C is large."""
+"""Extents between which the blocks that fit a level may differ: the literature's fill levels only if C is large."""
 WIDEST = 4
-"""Vectors of B that a register tile has at most."""
+"""Maximum number of vectors of B in a register tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateSet:
-    """Legal schedules for a problem, and the table that their costs come from.
+    """Legal schedules for a problem, with the table of the cost model.
 
     Attributes:
         schedules: in the order of `candidates`.
         table: the same, as columns.
-        textbook: which of them are a textbook's.
-        tapes: those of the table that have been asked for.
+        textbook: flags of the schedules that a textbook gives.
+        tapes: tapes of the table that have been requested.
     """
 
     schedules: tuple[Schedule, ...]
@@ -71,71 +71,71 @@ class CandidateSet:
     tapes: dict[tuple[int, bool], Tape | None] = field(default_factory=dict, compare=False)
 
     def tape(self, rows: int, *, several: bool) -> Tape | None:
-        """The tape of the table, for so many numbers of rows; None the first time, when NumPy takes less."""
+        """The tape of the table for a number of values of M; None the first time, when NumPy takes less time."""
         key = rows, several
         if key not in self.tapes:
             self.tapes[key] = None
             return None
-        found = self.tapes[key]
-        if found is None:
-            found = self.tapes[key] = Tape.of(self.table, rows, several=several)
-        return found
+        tape = self.tapes[key]
+        if tape is None:
+            tape = self.tapes[key] = Tape.of(self.table, rows, several=several)
+        return tape
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Thresholds of sizes for problems that differ in sizes only; all are those of the kernel's M, N and K.
+    """Thresholds of sizes for problems that differ in sizes only; all apply to the kernel's M, N and K.
 
     Attributes:
         target: the machine, kept alive since its identity is part of a key.
         swap: the kernel computes the transpose.
         exact: no two sizes have the same candidates.
-        rows: M up to which each M differs.
-        wide: N up to which each N differs.
-        across: N differ by their greatest common divisor with this.
+        max_m: M up to which each M differs.
+        max_n: N up to which each N differs.
+        n_divisor: larger N differ by their greatest common divisor with this.
         strips: rows of the atoms that multiply tiles.
-        packs: k side by side and bytes of a right fragment, of each unit.
+        packs: k per unit and bytes of a right fragment, of each instruction set.
         l2: bytes of L2.
-        private: bytes that a thread keeps to itself.
-        few: N up to which textbook blockings leave A in place.
-        deep: every K differs.
-        chains: sums are one chain, so that k is never shared out.
+        private: bytes of a thread's private cache.
+        few: N up to which textbook blockings read A in place.
+        exact_k: every K differs.
+        chains: sums are one chain, so that k is never split across threads.
     """
 
     target: Target
     swap: bool
     exact: bool
-    rows: int
-    wide: int
-    across: int
+    max_m: int
+    max_n: int
+    n_divisor: int
     strips: tuple[int, ...]
     packs: tuple[tuple[int, int], ...]
     l2: int
     private: int
     few: tuple[int, ...]
-    deep: bool
+    exact_k: bool
     chains: bool
 
     def features(self, p: Problem, rows: int) -> tuple[Any, ...]:
-        """Features of problems like `p`, of so many rows, that the enumeration depends on beside the kind."""
+        """Features of problems like `p` with `rows` rows that the enumeration depends on besides the kind."""
         m, n, k = (p.n, rows, p.k) if self.swap else (rows, p.n, p.k)
         if self.exact:
             return m, n, k, p.batch
         split = not self.chains and k > SPLIT_DEPTH * max(m, n)
         batched: tuple[Any, ...] = ()
         if p.batch > 1:
-            held = replace(p, m=rows).bytes
-            batched = (held // p.batch <= self.private, held > self.l2, held > FEW_BYTES * p.batch)
+            size = replace(p, m=rows).bytes
+            batched = (size // p.batch <= self.private, size > self.l2, size > FEW_BYTES * p.batch)
         return (
-            m if m <= self.rows else (m <= FEW_ROWS, m <= CODED_BLOCK),
-            n if n <= self.wide else -gcd(n, self.across),
-            *(min(-(-m // rows), 3) for rows in self.strips),
-            *(-(-k // pack) * n * size <= MOST_PACKED for pack, size in self.packs),
+            m if m <= self.max_m else (m <= FEW_ROWS, m <= INT4_BLOCK),
+            n if n <= self.max_n else -gcd(n, self.n_divisor),
+            *(min(-(-m // strip), 3) for strip in self.strips),
+            *(-(-k // pack) * n * each <= MOST_PACKED for pack, each in self.packs),
             k * n * BY_NAME[p.types[1]].bytes > self.l2,
             *(k > SPLIT_STEPS * depth for depth in STREAM_DEPTHS),
             *(n <= most for most in self.few),
             (bisect_left(REACHES, m), bisect_left(REACHES, n), bisect_left(REACHES, k)),
-            k if split or self.deep else 0,
+            k if split or self.exact_k else 0,
             split,
             batched,
         )
@@ -145,24 +145,24 @@ _kinds, _sets = Memory(MOST_KINDS), Memory(MOST_SETS)
 
 
 def candidate_set(p: Problem, target: Target, rows: int | None = None) -> CandidateSet:
-    """The candidates for a problem, or for one like it of so many rows.
+    """The candidates for a problem, or for one like it with `rows` rows.
 
     Raises:
         ScheduleError: nothing is legal.
     """
     rows = p.m if rows is None else rows
     key, kind = _key(p, target, rows)
-    found: CandidateSet | None = _sets.get(key)
-    if found is None:
+    result: CandidateSet | None = _sets.get(key)
+    if result is None:
         p = replace(p, m=rows)
-        found = _made(p, target, candidates(p, target))
+        result = _tabulated(p, target, candidates(p, target))
         if kind.exact or _fits_alike(p, target):
-            _sets.keep(key, found)
-    return found
+            _sets.keep(key, result)
+    return result
 
 
 def _fits_alike(p: Problem, target: Target) -> bool:
-    """Whether the same blocks fit their levels for all problems of the reach of `p`."""
+    """Whether the same blocks fit their levels for all problems between the same extents as `p`."""
     m, n, k = (REACHES[bisect_left(REACHES, size)] for size in (p.m, p.n, p.k))
     least, most = replace(p, m=1, n=1, k=1), replace(p, m=m, n=n, k=k)
     return all(
@@ -187,30 +187,33 @@ def _kind(p: Problem, target: Target) -> _Kind:
     q = p.transposed() if swap else p
     pairs = units(q.dtype, target)
     atoms = [t for isa, _ in pairs for x in isa.atoms if (t := isa.atom(q.dtype, x.n)) is not None]
-    lines = {isa.columns(atom) for isa, atom in pairs} | {atom.n for atom in atoms}
+    vectors = {isa.columns(atom) for isa, atom in pairs} | {atom.n for atom in atoms}
     l1, l2 = target.level("L1"), target.level("L2")
     own = l2 or l1
     return _Kind(
         target,
         swap,
         exact=p.static,
-        rows=max(THIN_ROWS, *(TALLEST * atom.m for _, atom in pairs if not atom.tiled), 0),
-        wide=max(WIDEST * max(lines), *(nr for _, nr in DOT_TILES)),
+        max_m=max(THIN_ROWS, *(TALLEST * atom.m for _, atom in pairs if not atom.tiled), 0),
+        max_n=max(WIDEST * max(vectors), *(nr for _, nr in DOT_TILES)),
         # Without masks, B is read in place only if panels cover all of its columns.
-        across=1 if all(atom.mask for _, atom in pairs) else lcm(*(v * x for x in lines for v in range(1, WIDEST + 1))),
+        n_divisor=1
+        if all(atom.mask for _, atom in pairs)
+        else lcm(*(v * x for x in vectors for v in range(1, WIDEST + 1))),
         strips=tuple({atom.m for _, atom in pairs if atom.tiled}),
         packs=tuple({(atom.k_pack, BY_NAME[atom.right].bytes) for atom in atoms}),
         l2=l2.bytes if l2 else 0,
         private=own.bytes if own else UNLIMITED,
         few=tuple(sorted({FEW_VECTORS * atom.n for atom in atoms})),
-        deep=bool(p.fused),
+        exact_k=bool(p.fused),
         chains=p.deterministic,
     )
 
 
-def _made(p: Problem, target: Target, schedules: list[Schedule]) -> CandidateSet:
+def _tabulated(p: Problem, target: Target, schedules: list[Schedule]) -> CandidateSet:
+    """Schedules with their table of the cost model."""
     q = p.transposed() if p.c == "col" else p
     isas = [target.isa(s.isa) for s in schedules]
     atoms = [isa.atom(s.dtype, s.lanes) if isa else None for isa, s in zip(isas, schedules, strict=True)]
-    book = np.array([follows(s, p, target) for s in schedules])
-    return CandidateSet(tuple(schedules), table(q, schedules, [x for x in atoms if x is not None], target), book)
+    textbook = np.array([follows(s, p, target) for s in schedules])
+    return CandidateSet(tuple(schedules), table(q, schedules, [x for x in atoms if x is not None], target), textbook)

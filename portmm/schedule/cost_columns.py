@@ -1,8 +1,7 @@
-"""Candidates as columns of numbers.
+"""Columns of numbers that describe candidates.
 
 Owns `Columns`: the facts about each of several schedules that the cost model reads, as arrays with one element per
 schedule, so that it prices all candidates for a problem at once. Nothing here depends on the sizes of a problem.
-Imports `spec.dtype`, `schedule.schedule`, `target.target`.
 """
 
 from __future__ import annotations
@@ -30,33 +29,33 @@ WHOLE = 1e300
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Facts about schedules of one type of product, an element each.
+    """Facts about schedules of one type of product, one element per schedule.
 
     Attributes:
         mr, mc, kc, nc: extents of blocks, `WHOLE` for all of a dimension.
-        wide: columns of one visit of the micro-kernel.
+        visit_n: columns of one call of the micro-kernel.
         vectors: fragments of B, or tiles, that a step loads.
         covers: elements or units of k that a step covers.
         deep: `Atom.deep`.
         n, m: columns and rows of the atom.
-        strip_rows: rows that one left fragment holds, 1 for tiles, which take as long as they have rows.
-        k_pack: elements of k side by side in a fragment.
+        strip_rows: rows of one left fragment, 1 for tiles, whose time is proportional to their rows.
+        k_pack: adjacent elements of k in a fragment.
         latency: cycles of a multiply-add.
-        line: sums in a vector.
-        a, b, c: bytes of what micro-kernels read of A and B, and of a sum.
+        vector: sums in a vector.
+        a, b, c: bytes of the elements that micro-kernels read of A and B, and of a sum.
         a_far, b_far: bytes in memory of one unit of A, and of B.
         c_stored: bytes of an element of C.
         registers: of the instruction set.
-        group: rows of codes that share a scale, 0 for none.
-        panels: panels of B that one visit covers.
+        group: rows of int4 or int8 values that share a scale, 0 for none.
+        panels: panels of B that one call of the micro-kernel covers.
         tiled, dots, over_k, over_batch: kind of the atom, program and parallel dimension.
         pack_a, pack_b, once, ahead: as in a schedule.
         left, right: fragments are converted each time they are loaded.
-        decodes: codes are multiplied as they lie; `spans`, by atoms that sum a group at a time.
-        asks: the next rows of a B in place are prefetched.
+        decodes: quantized values are multiplied without repacking; `spans`, by atoms that sum a group at a time.
+        prefetches: the next rows of a B in place are prefetched.
         strided: B is read in place, by rows.
         rows_in_place: A is read in place, by rows.
-        finishes: sums are converted on their way to C.
+        finishes: sums are converted before they are stored in C.
         static: sizes are compiled in.
     """
 
@@ -64,7 +63,7 @@ class Columns:
     mc: Column
     kc: Column
     nc: Column
-    wide: Column
+    visit_n: Column
     vectors: Column
     covers: Column
     deep: Column
@@ -73,7 +72,7 @@ class Columns:
     strip_rows: Column
     k_pack: Column
     latency: Column
-    line: Column
+    vector: Column
     a: Column
     b: Column
     c: Column
@@ -95,7 +94,7 @@ class Columns:
     right: Flags
     decodes: Flags
     spans: Flags
-    asks: Flags
+    prefetches: Flags
     strided: Flags
     rows_in_place: Flags
     finishes: Flags
@@ -110,10 +109,10 @@ def columns(q: Problem, schedules: Sequence[Schedule], atoms: Sequence[Atom], ta
     """Facts about schedules for problems like `q`, which has C by rows."""
     a, b, c = map(size, q.types)
     rows = [_facts(s, atom, target, (a, b)) for s, atom in zip(schedules, atoms, strict=True)]
-    held: dict[str, Any] = {
+    arrays: dict[str, Any] = {
         name: np.array([x[name] for x in rows], np.bool_ if name in FLAGS else np.float64) for name in rows[0]
     }
-    return Columns(c_stored=c, **held)
+    return Columns(c_stored=c, **arrays)
 
 
 def _facts(s: Schedule, atom: Atom, target: Target, sizes: tuple[float, float]) -> dict[str, float]:
@@ -126,7 +125,7 @@ def _facts(s: Schedule, atom: Atom, target: Target, sizes: tuple[float, float]) 
         "mc": s.mc or WHOLE,
         "kc": s.kc or WHOLE,
         "nc": s.nc or WHOLE,
-        "wide": s.nr * s.panels,
+        "visit_n": s.nr * s.panels,
         "vectors": s.nr if dots else s.nr // atom.n * s.panels,
         "covers": atom.n if dots else atom.deep,
         "deep": atom.deep,
@@ -135,7 +134,7 @@ def _facts(s: Schedule, atom: Atom, target: Target, sizes: tuple[float, float]) 
         "strip_rows": 1 if atom.tiled else atom.m,
         "k_pack": atom.k_pack,
         "latency": atom.latency,
-        "line": isa.columns(atom) if isa else atom.n,
+        "vector": isa.columns(atom) if isa else atom.n,
         "a": BY_NAME[left].bytes,
         "b": sizes[1] * atom.k_pack if decodes else BY_NAME[right].bytes,
         "c": BY_NAME[atom.acc].bytes,
@@ -156,7 +155,7 @@ def _facts(s: Schedule, atom: Atom, target: Target, sizes: tuple[float, float]) 
         "right": right != atom.right and not decodes,
         "decodes": decodes,
         "spans": decodes and atom.takes_codes and s.group > 0,
-        "asks": s.ahead or s.prefetch > 0,
+        "prefetches": s.ahead or s.prefetch > 0,
         "strided": s.b == "row" and not s.pack_b,
         "rows_in_place": s.a == "row" and not s.pack_a,
         "finishes": not dots and finishes(s, atom),

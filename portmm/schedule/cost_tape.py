@@ -1,12 +1,12 @@
 """The cost model as a list of operations on columns.
 
 Owns `Tape`: what the model's functions do to the columns of one table, recorded by running them once on `Recorded`
-in place of arrays, so that the run time's C can do it without a call of NumPy for each step. Imports `schedule.cpu_cost`,
-`schedule.cost_table`, `schedule.cost_terms`. Both do the same operations on float64 in the same order: predictions are the same to
-the bit. What depends on the table alone is computed when the tape is made.
+in place of arrays, so that the C of the runtime can repeat it without a call of NumPy for each step. Both do the same
+operations on float64 in the same order: predictions are the same to the bit. Columns that depend on the table alone
+are computed when the tape is recorded.
 
-A column of a tape has an element for each number of rows and candidate. An operation is five integers: what it
-does, the column that it makes, and up to three columns that it reads.
+A column of a tape has an element for each value of M and candidate. An operation is five integers: its number in
+`OPERATIONS`, the column that it writes, and up to three columns that it reads.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ OPERATIONS = (
     *("add", "subtract", "multiply", "divide", "minimum", "maximum", "ceil", "floor", "remainder"),
     *("less", "less_equal", "equal", "not_equal", "where"),
 )
-"""Names of operations; the number of each is its place (see run/tape.c)."""
+"""Names of operations; the number of each is its index (see runtime/tape.c)."""
 _SWAPPED = {"greater": "less", "greater_equal": "less_equal"}
 # Flags are 0 and 1.
 _FLAGS = {"bitwise_and": "multiply", "bitwise_or": "maximum"}
 SHARED = 4
-"""Columns that say how several threads share the work, as `cost_terms.shared` gives them."""
+"""Number of columns about several threads, as `cost_terms.shared` returns them."""
 
 
 class Recorded(np.lib.mixins.NDArrayOperatorsMixin):
-    """A column of a tape that is being recorded, or one for each of several heights."""
+    """A column of a tape that is being recorded, or one for each of several values of MR."""
 
-    __slots__ = ("places", "recorder")
+    __slots__ = ("recorder", "slots")
 
-    def __init__(self, recorder: _Recorder, places: tuple[int, ...]) -> None:
-        self.recorder, self.places = recorder, places
+    def __init__(self, recorder: _Recorder, slots: tuple[int, ...]) -> None:
+        self.recorder, self.slots = recorder, slots
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         """Record a function of elements."""
@@ -63,28 +63,28 @@ class Recorded(np.lib.mixins.NDArrayOperatorsMixin):
         return NotImplemented if known is None or options else known(self.recorder, *args)
 
     def sum(self, axis: int) -> Recorded:
-        """The sum over heights."""
+        """The sum over values of MR."""
         assert axis == 0  # noqa: S101 - the model sums over nothing else
-        first, *rest = [Recorded(self.recorder, (place,)) for place in self.places]
+        first, *rest = [Recorded(self.recorder, (slot,)) for slot in self.slots]
         for x in rest:
             first = first + x
         return first
 
 
 def _stacked(recorder: _Recorder, columns: Sequence[Any]) -> Recorded:
-    return Recorded(recorder, tuple([place for x in columns for place in recorder.places(x)]))
+    return Recorded(recorder, tuple([slot for x in columns for slot in recorder.slots(x)]))
 
 
-def _found(recorder: _Recorder, bounds: Array, x: Recorded) -> Recorded:
-    """`np.searchsorted`: how many bounds are less."""
+def _searchsorted(recorder: _Recorder, bounds: Array, x: Recorded) -> Recorded:
+    """`np.searchsorted`: the number of bounds that are less."""
     total = recorder.record("add", 0.0, 0.0)
     for bound in bounds.tolist():
         total = total + (x > bound)
     return total
 
 
-def _chosen(recorder: _Recorder, at: Recorded, values: Array) -> Recorded:
-    """`np.choose`: the value at each place."""
+def _choose(recorder: _Recorder, at: Recorded, values: Array) -> Recorded:
+    """`np.choose`: the value at each index."""
     *first, last = values.tolist()
     result: Any = last
     for i, value in enumerate(first):
@@ -95,41 +95,41 @@ def _chosen(recorder: _Recorder, at: Recorded, values: Array) -> Recorded:
 _FUNCTIONS: dict[Any, Callable[..., Recorded]] = {
     np.where: lambda recorder, *args: recorder.record("where", *args),
     np.stack: _stacked,
-    np.searchsorted: _found,
-    np.choose: _chosen,
+    np.searchsorted: _searchsorted,
+    np.choose: _choose,
 }
 
 
 class _Recorder:
-    """Operations and constants recorded so far: columns are numbered as they come, constants apart, below zero."""
+    """Operations and constants recorded so far: columns are numbered in order, constants separately, below zero."""
 
-    def __init__(self, shape: tuple[int, int], given: int) -> None:
-        self.shape, self.count = shape, given
+    def __init__(self, shape: tuple[int, int], inputs: int) -> None:
+        self.shape, self.count = shape, inputs
         self.constants: dict[bytes, int] = {}
         self.operations: dict[tuple[int, ...], int] = {}
 
-    def given(self, place: int) -> Recorded:
-        """A column that each use of the tape gives."""
-        return Recorded(self, (place,))
+    def input(self, slot: int) -> Recorded:
+        """A column that is an argument of each run of the tape."""
+        return Recorded(self, (slot,))
 
-    def places(self, x: Any) -> tuple[int, ...]:
-        """Where the columns of an operand are."""
+    def slots(self, x: Any) -> tuple[int, ...]:
+        """Numbers of the columns of an operand."""
         if isinstance(x, Recorded):
-            return x.places
+            return x.slots
         column = np.ascontiguousarray(np.broadcast_to(np.asarray(x, np.float64), self.shape))
         return (self.constants.setdefault(column.tobytes(), -1 - len(self.constants)),)
 
     def record(self, name: str, *operands: Any) -> Recorded:
-        """An operation, or one for each height; one that is there already is not done again."""
-        read = [self.places(x) for x in operands]
-        made = []
+        """An operation, or one for each value of MR; an operation that was recorded before is reused."""
+        read = [self.slots(x) for x in operands]
+        results = []
         for i in range(max(map(len, read))):
             key = (OPERATIONS.index(name), *[x[i % len(x)] for x in read])
             if key not in self.operations:
                 self.operations[key] = self.count
                 self.count += 1
-            made.append(self.operations[key])
-        return Recorded(self, tuple(made))
+            results.append(self.operations[key])
+        return Recorded(self, tuple(results))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +137,10 @@ class Tape:
     """Operations that predict the seconds of all candidates of a table.
 
     Attributes:
-        code: the operations, five integers each; the last makes the predictions.
+        code: the operations, five integers each; the last computes the predictions.
         constants: the first columns.
-        shape: numbers of rows, and candidates.
-        several: threads share the work; how they do follows the constants.
+        shape: number of values of M, and of candidates.
+        several: threads share the work; the columns of `shared` follow the constants.
     """
 
     code: np.ndarray[Any, np.dtype[np.int32]]
@@ -150,61 +150,61 @@ class Tape:
 
     @classmethod
     def of(cls, t: Table, rows: int, *, several: bool) -> Tape:
-        """The tape of a table, for some number of rows, and one thread or several."""
+        """The tape of a table, for a number of values of M, and one thread or several."""
         names = tuple([level.name for level in t.target.levels]) if "strided" in t.some else ()
         among = SHARED if several else 0
         shape = (rows, t.x.mr.size)
         recorder = _Recorder(shape, among + 4 + len(names))
-        m, n, k, batch, *sets = [recorder.given(among + i) for i in range(4 + len(names))]
+        m, n, k, batch, *sets = [recorder.input(among + i) for i in range(4 + len(names))]
         sizes = Sizes(m, n, k, batch, dict(zip(names, sets, strict=True)))  # type: ignore[arg-type]
         v = Extents.of(t, sizes)
-        parts: Any = [recorder.given(i) for i in range(among)] if several else shared(v, 1)
+        parts: Any = [recorder.input(i) for i in range(among)] if several else shared(v, 1)
         seconds: Any = timed(v, Work.of(v), 2 if several else 1, tuple(parts)).seconds
         constants = np.array([np.frombuffer(x, np.float64) for x in recorder.constants])
-        return cls(_placed(recorder, seconds.places[0], among + 4 + len(names)), constants, shape, several)
+        return cls(_placed(recorder, seconds.slots[0], among + 4 + len(names)), constants, shape, several)
 
     def replayed(self, run: Callable[..., Array], t: Table, q: Problem, rows: Sequence[int], workers: int) -> Array:
-        """Predicted seconds, by number of rows, then by candidate.
+        """Predicted seconds, by value of M, then by candidate.
 
         Args:
-            run: what does the operations.
-            t: the table that the tape was made of.
-            q: a problem of the kind that the table is for, with C by rows, whatever its M.
+            run: interpreter of the operations.
+            t: the table that the tape was recorded from.
+            q: a problem of the kind that the table is for, with C by rows, at any M.
             rows: values of M, as many as the tape is for.
             workers: threads that share the work.
         """
         alike = (q.n, q.k, q.batch, *reached(t, q.n).values())
-        given = np.array([rows, *[(x,) * len(rows) for x in alike]], np.float64)
+        sizes = np.array([rows, *[(x,) * len(rows) for x in alike]], np.float64)
         among = None
         if self.several:
             parts = shared(Extents.of(t, Sizes.of(t, q, rows)), workers)
             among = np.array([np.broadcast_to(x, self.shape).ravel() for x in parts])
-        return run(self.code, self.constants, given, among).reshape(self.shape)
+        return run(self.code, self.constants, sizes, among).reshape(self.shape)
 
 
-def _placed(recorder: _Recorder, result: int, given: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """The operations that the result needs; a column makes room for another after its last use."""
-    by_place = {place: key for key, place in recorder.operations.items()}
+def _placed(recorder: _Recorder, result: int, inputs: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """The operations that the result needs; the buffer of a column is reused after its last use."""
+    by_place = {slot: key for key, slot in recorder.operations.items()}
     last, needed = {result: result}, {result}
-    for place in range(result, given - 1, -1):
-        if place in needed:
-            for x in by_place[place][1:]:
+    for slot in range(result, inputs - 1, -1):
+        if slot in needed:
+            for x in by_place[slot][1:]:
                 needed.add(x)
-                last.setdefault(x, place)
+                last.setdefault(x, slot)
     constants = len(recorder.constants)
-    where = {x: -1 - x for x in range(-constants, 0)} | {x: constants + x for x in range(given)}
+    where = {x: -1 - x for x in range(-constants, 0)} | {x: constants + x for x in range(inputs)}
     free: list[int] = []
-    most = constants + given
+    most = constants + inputs
     code = []
-    for place in range(given, result + 1):
-        if place not in needed:
+    for slot in range(inputs, result + 1):
+        if slot not in needed:
             continue
-        number, *read = by_place[place]
+        number, *read = by_place[slot]
         at = [where[x] for x in read]
-        free += [where[x] for x in dict.fromkeys(read) if x >= given and last[x] == place]
+        free += [where[x] for x in dict.fromkeys(read) if x >= inputs and last[x] == slot]
         if free:
-            where[place] = free.pop()
+            where[slot] = free.pop()
         else:
-            where[place], most = most, most + 1
-        code.append((number, where[place], *at, *(0,) * (3 - len(at))))
+            where[slot], most = most, most + 1
+        code.append((number, where[slot], *at, *(0,) * (3 - len(at))))
     return np.array(code, np.int32)

@@ -1,7 +1,6 @@
-"""The terms of the cost model: multiply-adds, tiles, packing, traffic of levels, and what threads share.
+"""Terms of the cost model: multiply-adds, tiles, packing, traffic of cache levels, and load balance of threads.
 
-Owns the terms, each by number of rows, then by candidate. Imports `schedule.cpu_candidates`, `schedule.cost_columns`, `schedule.cost_table`. Most
-of the constants were fitted, as `cost` says.
+Owns the terms, each by value of M, then by candidate. Most of the constants were fitted, as `schedule.cpu_cost` says.
 """
 
 from __future__ import annotations
@@ -26,34 +25,34 @@ if TYPE_CHECKING:
 LOADS_PER_CYCLE = 2.0
 """Load ports of every out-of-order core described so far."""
 CONFLICTS = 0.31
-"""Share of the loads that a multiply-add has to wait for: banks, lines split in two, full queues."""
+"""Share of the loads that delay a multiply-add: bank conflicts, loads across two cache lines, full queues."""
 FILLS, OVERFULL = 24, 1.35
-"""Lines that a core can wait for at once, and the slowdown of a stream that asks for more."""
+"""Outstanding cache lines of a core, and the slowdown of a stream that needs more."""
 TILE_CYCLES = 70.0
-"""Calling a micro-kernel, computing its addresses, leaving its loop."""
+"""Cycles to call a micro-kernel, compute its addresses and leave its loop."""
 CONFIGURE = 100.0
-"""Configuring tiles for a block and giving them up. Assumed."""
+"""Cycles to configure tiles for a block and to release them. Assumed."""
 CUT_RUNS = 1.4
-"""Slowdown of a stream whose rows threads cut: each piece starts with misses. Measured 1.2 to 1.7."""
+"""Slowdown of a stream whose rows are split among threads: each part starts with misses. Measured 1.2 to 1.7."""
 CONVERT = 1.0
-"""Cycles to convert a fragment as it is loaded: two instructions beside the load, on ports that multiply."""
+"""Cycles to convert a fragment as it is loaded: two instructions besides the load, on ports that multiply."""
 DECODE = 1.0
-"""Cycles to make a vector of numbers of codes that are multiplied at once."""
+"""Cycles to convert a vector of int4 or int8 values that is multiplied at once."""
 GROUP_END, GROUP_WAITS = 3.0, 2.0
-"""Multiply-adds' worth of converting a vector of integer sums and adding it scaled, and of fetching
-what it is added to where there is no register for that."""
+"""Cost, in multiply-adds, to convert a vector of integer sums and add it scaled, and to load
+the vector that it is added to where there is no register for that."""
 FINISH = 4.0
-"""Cycles to turn a vector of sums into elements of C."""
+"""Cycles to convert a vector of sums to elements of C."""
 BOTH_FAR = 1.3
 """Slowdown of tiles when both operands come from L2: measured on Sapphire Rapids, 1.90 TFLOP/s for 2.50."""
 STREAMS = 16
-"""Rows that a hardware prefetcher follows at once; past that, each row of a
+"""Rows that a hardware prefetcher follows at once; with more, each row of a
 strided operand starts with a miss."""
 MOST_SIMULATED = 64
-"""Tasks whose hand-over is played through; with more, it would take longer than it is worth."""
+"""Maximum number of tasks whose scheduling is simulated; with more, simulation would take longer than it saves."""
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-"""Numbers by number of rows, or one for all of them, then by candidate."""
+"""Numbers by value of M, or one for all of them, then by candidate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +60,9 @@ class Sizes:
     """Sizes of problems that differ in M.
 
     Attributes:
-        m: values of M, one below the other.
-        n, k, batch: those of all of them.
-        reached: sets of a level that rows of a B in place start in, by the level's name.
+        m: values of M, as a column.
+        n, k, batch: the sizes that all of them share.
+        reached: number of sets of a level that rows of a B in place start in, by the level's name.
     """
 
     m: Array
@@ -80,35 +79,35 @@ class Sizes:
 
 
 def reached(t: Table, n: int) -> dict[str, float]:
-    """Sets of each level that rows of a B in place of `n` columns start in."""
+    """Number of sets of each level that rows of a B in place of `n` columns start in."""
     if "strided" not in t.some:
         return {}
     # All rows in place hold elements of one type.
     row = int(n * t.x.b[t.x.strided][0])
-    found = {}
+    sets_of = {}
     for level in t.target.levels:
         sets = level.bytes // (level.line * level.ways)
-        found[level.name] = float(sets // gcd(max(1, row // level.line), sets))
-    return found
+        sets_of[level.name] = float(sets // gcd(max(1, row // level.line), sets))
+    return sets_of
 
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """A problem cut into the blocks of each candidate.
+    """A problem partitioned into the blocks of each candidate.
 
     Attributes:
         t: the candidates.
-        sizes: those of the problem.
+        sizes: sizes of the problem.
         k: steps of a full sum: units of k.
-        visits: visits of the micro-kernel across C.
+        visits: calls of the micro-kernel along N.
         blocks: blocks of rows.
         slices: register tiles along M.
         passes: blocks of k.
         depth: units of k of a block.
         rows: rows of a block.
-        fewest: pieces that NC cuts the columns into.
-        heights: heights of the slices: at most two.
-        counts: how many slices have each.
+        fewest: blocks of NC columns.
+        mr_variants: rows of the register tiles: at most two values.
+        counts: number of register tiles with each.
     """
 
     t: Table
@@ -121,7 +120,7 @@ class Extents:
     depth: Array
     rows: Array
     fewest: Array
-    heights: Array
+    mr_variants: Array
     counts: Array
 
     @classmethod
@@ -136,14 +135,14 @@ class Extents:
             t,
             q,
             k,
-            visits=np.ceil(q.n / x.wide),
+            visits=np.ceil(q.n / x.visit_n),
             blocks=np.ceil(m / x.mc),
             slices=slices,
             passes=np.ceil(k / x.kc),
             depth=np.minimum(k, x.kc),
             rows=np.minimum(m, x.mc),
             fewest=np.ceil(q.n / x.nc),
-            heights=np.stack((low + 1, low)),
+            mr_variants=np.stack((low + 1, low)),
             counts=np.stack((taller, slices - taller)),
         )
 
@@ -153,26 +152,26 @@ class Extents:
         return self.sizes.m
 
     def home(self, size: Array) -> Any:
-        """The nearest level that can hold `size` bytes: its place among the levels, memory being last."""
+        """The index of the nearest level with room for `size` bytes; that of memory is last."""
         return np.searchsorted(self.t.reach, size)
 
     def outward(self, size: Array) -> Any:
-        """Cycles in which `size` bytes pass between a core and the nearest level that can hold them."""
+        """Cycles to move `size` bytes between a core and the nearest level with room for them."""
         return size / np.choose(self.home(size), self.t.bandwidth)
 
 
 def compute(v: Extents) -> Array:
     """Cycles of one item: per step of k, the slowest of mac ports, load ports and latency."""
-    t, x, h = v.t, v.t.x, v.heights
-    # A tile takes as long as it has rows.
-    strips = np.ceil(h / x.strip_rows) if "strips" in t.some else h
+    t, x, mr = v.t, v.t.x, v.mr_variants
+    # The time of a tile is proportional to its rows.
+    strips = np.ceil(mr / x.strip_rows) if "strips" in t.some else mr
     macs = strips * (x.vectors / np.where(x.tiled, x.m, 1.0))
     if "decodes" in t.some:
-        macs = np.where(x.decodes, h * x.vectors * (1 + _group_ends(v)) + DECODE * x.vectors + h, macs)
+        macs = np.where(x.decodes, mr * x.vectors * (1 + _group_ends(v)) + DECODE * x.vectors + mr, macs)
     if t.some & {"left", "right"}:
-        macs = macs + CONVERT * (h * x.left + x.vectors * x.right) * t.rate
+        macs = macs + CONVERT * (mr * x.left + x.vectors * x.right) * t.rate
     loads = (strips + x.vectors * x.deep) / LOADS_PER_CYCLE
-    # A chain advances one step per latency; unrolling cannot help it.
+    # A chain advances one step per latency, however far it is unrolled.
     step = np.maximum(np.maximum(macs / t.rate, loads), x.latency) + CONFLICTS * loads
     cycles: Array = (v.counts * (step + t.steps)).sum(axis=0) * (v.visits * np.ceil(v.k / x.covers))
     if "tiled" in t.some:
@@ -183,17 +182,17 @@ def compute(v: Extents) -> Array:
 def _group_ends(v: Extents) -> Array:
     """Cost of scaling a group's integer sums, per multiply-add of the group."""
     x = v.t.x
-    waiting = 2 * v.heights * np.floor(x.vectors / x.panels) > x.registers
+    waiting = 2 * v.mr_variants * np.floor(x.vectors / x.panels) > x.registers
     return np.where(x.spans, (GROUP_END + GROUP_WAITS * waiting) * x.k_pack / np.maximum(x.group, 1.0), 0.0)
 
 
 def _short(v: Extents) -> Flags:
-    """B is read in place, and its rows lie apart."""
-    return v.t.x.strided & (v.sizes.n > v.t.x.wide)
+    """Whether B is read in place, in rows with a stride."""
+    return v.t.x.strided & (v.sizes.n > v.t.x.visit_n)
 
 
 def _crowding(v: Extents) -> Array | float:
-    """Slowdown by rows of an A in place that start in one set of L1, of which B and C need ways too."""
+    """Slowdown by rows of an A in place that start in one set of L1, where B and C need ways too."""
     level = v.t.target.level("L1")
     if level is None or "rows_in_place" not in v.t.some:
         return 1.0
@@ -204,12 +203,12 @@ def _crowding(v: Extents) -> Array | float:
 def tile_setup(v: Extents) -> Array:
     """Cycles to start and finish register tiles: one access to C per vector and block of k."""
     t, x, q = v.t, v.t.x, v.sizes
-    # A sum over lanes folds them in half, a shuffle and an addition each time.
+    # A sum over lanes halves them repeatedly, with a shuffle and an addition each time.
     each = np.where(v.passes > 1, t.carried[1], t.carried[0])
-    one = (v.counts * (TILE_CYCLES + x.latency + v.heights * (x.vectors * each))).sum(axis=0)
+    one = (v.counts * (TILE_CYCLES + x.latency + v.mr_variants * (x.vectors * each))).sum(axis=0)
     cycles: Array = one * (v.visits * v.passes) + np.where(x.static, 0.0, 40.0)
     if "finishes" in t.some:
-        cycles = cycles + x.finishes * (FINISH * v.m * np.ceil(q.n / x.line))
+        cycles = cycles + x.finishes * (FINISH * v.m * np.ceil(q.n / x.vector))
     if "tiled" in t.some:
         cycles = cycles + x.tiled * (CONFIGURE * v.blocks)
     return cycles
@@ -220,34 +219,38 @@ def packing_b(v: Extents) -> Array:
     t, x, q = v.t, v.t.x, v.sizes
     cycles = t.packs
     if "pack_b" in t.some:
-        columns = v.visits * x.wide if "panels" not in t.some else np.ceil(q.n * x.panels / x.wide) * x.wide / x.panels
+        columns = (
+            v.visits * x.visit_n
+            if "panels" not in t.some
+            else np.ceil(q.n * x.panels / x.visit_n) * x.visit_n / x.panels
+        )
         cycles = cycles + v.k * columns * np.where(x.once, 1.0, v.blocks) * t.copy_b
     if "once" in t.some:
-        # The copy is written to, and comes back from, where it fits; half of that overlaps.
+        # The copy is written to, and read from, the level that it fits; half of that overlaps.
         cycles = cycles + x.once * v.outward(v.k * q.n * x.b)
     return cycles
 
 
 def _b_fits(v: Extents, name: str) -> Flags:
-    """A panel of B and the slice of A that passes fit a level."""
+    """Whether a panel of B and a slice of A fit a level."""
     x, level = v.t.x, v.t.target.level(name)
-    fits: Flags = (x.wide * x.b + x.mr * x.a) * v.depth <= (level.bytes if level else WHOLE)
+    fits: Flags = (x.visit_n * x.b + x.mr * x.a) * v.depth <= (level.bytes if level else WHOLE)
     return fits
 
 
 def _b_stays(v: Extents, name: str) -> Flags:
-    """A panel of B keeps its place in a level while the slices of A pass.
+    """Whether a panel of B stays in a level while the slices of A pass.
 
-    Rows of a B in place lie a stride apart; only so many of them fit as sets
-    that the stride reaches have ways. So it is in L1, whose sets follow the
-    addresses that a program sees, and in L2, where matrices lie in large pages
-    and the next panel comes in meanwhile.
+    Rows of a B in place have a stride; no more of them fit than the sets that
+    the stride reaches have ways. This holds in L1, whose sets follow virtual
+    addresses, and in L2, where matrices are in large pages
+    and the next panel is prefetched meanwhile.
     """
     x, level, fits = v.t.x, v.t.target.level(name), _b_fits(v, name)
     if level is None or "strided" not in v.t.some:
         return fits
     sets = level.bytes // (level.line * level.ways)
-    lines = np.maximum(1.0, x.wide * x.b // level.line)
+    lines = np.maximum(1.0, x.visit_n * x.b // level.line)
     panels = np.where(x.ahead, 2.0, 1.0) if name != "L1" else 1.0
     room = level.ways * np.minimum(v.sizes.reached[name], sets // lines)
     stays: Flags = fits & (~x.strided | (np.minimum(x.kc, v.sizes.k) * panels <= room))
@@ -255,12 +258,12 @@ def _b_stays(v: Extents, name: str) -> Flags:
 
 
 def traffic(v: Extents) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Cycles that each level's loads take for one item; and where threads cut rows of B, for those levels it slows."""
+    """Cycles of each level's loads for one item; and of the levels that are slower where threads split rows of B."""
     t, x, q, levels = v.t, v.t.x, v.sizes, v.t.target
     names = [level.name for level in levels.levels]
     capacity = {level.name: levels.counted(level.name) for level in levels.levels}
     stays, short = _b_stays(v, "L1"), _short(v)
-    across = v.visits * x.wide * v.k
+    across = v.visits * x.visit_n * v.k
     # Registers <- L1: every step of k reads MR of A and NR of B per tile.
     reads = v.visits * v.m * v.k * x.a + v.slices * across * x.b
     # L1 <- L2: a block of A passes once per visit, B once if it stays.
@@ -270,7 +273,7 @@ def traffic(v: Extents) -> tuple[dict[str, Array], dict[str, Array]]:
     b_l2 = across * np.where(stays, v.blocks, v.slices * np.where(short, t.runs, 1.0))
     c_once = v.m * q.n
     c_again = c_once * (2 * v.passes - 2)
-    # Between passes over k, the block of C waits in the nearest level that holds it.
+    # Between passes over k, the block of C stays in the nearest level with room for it.
     c_home = v.home(np.minimum(c_once, v.rows * np.minimum(x.nc, q.n)) * x.c)
     near = names.index("L1") if "L1" in names else WHOLE
     l2 = a_l2 * x.a + b_l2 * x.b + (c_once + c_again * (c_home != near)) * x.c
@@ -289,7 +292,7 @@ def traffic(v: Extents) -> tuple[dict[str, Array], dict[str, Array]]:
     c_far = c_once * x.c_stored + c_again * x.c * (c_home >= nearest)
     outer = b_bytes * b_again + c_far + a_bytes * np.where(a_fits, 1.0, v.visits)
     slow = np.where(short & (v.depth > STREAMS), t.runs, 1.0)
-    slow = slow * np.where(short & ~x.asks & (v.depth * x.wide * x.b > FILLS * LINE), OVERFULL, 1.0)
+    slow = slow * np.where(short & ~x.prefetches & (v.depth * x.visit_n * x.b > FILLS * LINE), OVERFULL, 1.0)
     far = b_bytes * np.where(b_bytes > capacity.get("L3", 0), b_again, 1.0)
     c_last = c_once * x.c_stored + c_again * x.c * (c_home == len(names))
     in_memory = home == len(names)
@@ -305,13 +308,13 @@ def traffic(v: Extents) -> tuple[dict[str, Array], dict[str, Array]]:
 
 
 def _bytes(v: Extents) -> Array:
-    """Compulsory traffic, as `Problem.bytes` has it, by number of rows."""
+    """Compulsory traffic, as in `Problem.bytes`, by value of M."""
     q, (a, b, c) = v.sizes, v.t.elements
     return q.batch * (q.m * q.k * a + q.k * q.n * b + q.m * q.n * c)
 
 
 def shared(v: Extents, workers: int) -> tuple[Array, Array, Array, Array]:
-    """Pieces of the columns, tasks, threads that have some, and the part of the work that the busiest one does.
+    """Column blocks, tasks, threads with at least one, and the part of the work that the busiest thread does.
 
     A task is taken by the next thread that is free.
     """
@@ -324,12 +327,12 @@ def shared(v: Extents, workers: int) -> tuple[Array, Array, Array, Array]:
     over_k, over_batch = x.over_k[first], x.over_batch[first]
 
     def cut(threads: Any) -> tuple[Array, Array]:
-        shares = np.maximum(fewest, np.minimum(visits, np.ceil((threads - 1) * 4 / blocks)))
-        tasks = np.where(over_k, np.minimum(threads, passes), blocks * shares)
-        return shares, np.where(over_batch, np.minimum(q.batch, threads * 4), tasks)
+        column_blocks = np.maximum(fewest, np.minimum(visits, np.ceil((threads - 1) * 4 / blocks)))
+        tasks = np.where(over_k, np.minimum(threads, passes), blocks * column_blocks)
+        return column_blocks, np.where(over_batch, np.minimum(q.batch, threads * 4), tasks)
 
-    shares, tasks = cut(workers)
-    packed = np.where(over_k | over_batch, 1.0, shares)[:, of]
+    column_blocks, tasks = cut(workers)
+    packed = np.where(over_k | over_batch, 1.0, column_blocks)[:, of]
     threads = np.minimum(workers, tasks)
     parts, mine = cut(threads)
     share = np.ceil(mine / threads) / mine
@@ -340,10 +343,10 @@ def shared(v: Extents, workers: int) -> tuple[Array, Array, Array, Array]:
 
 
 @lru_cache(maxsize=4096)
-def _busiest(visits: int, shares: int, blocks: int, threads: int) -> float:
-    """Part of all visits that the busiest thread makes, each taking the next task when free."""
-    low, wider = divmod(visits, shares)
+def _busiest(visits: int, column_blocks: int, blocks: int, threads: int) -> float:
+    """Part of all calls of the micro-kernel that the busiest thread makes, each taking the next task when free."""
+    low, wider = divmod(visits, column_blocks)
     load = [0] * threads  # a heap
-    for task in range(shares * blocks):
-        heapreplace(load, load[0] + low + (task % shares < wider))
+    for task in range(column_blocks * blocks):
+        heapreplace(load, load[0] + low + (task % column_blocks < wider))
     return max(load) / (visits * blocks)

@@ -1,9 +1,8 @@
-"""The schedules worth considering for a problem on a target.
+"""Candidate schedules for a problem on a CPU.
 
 Owns the enumeration: which block programs, register tiles, blockings and
-packings are tried. Imports `schedule.schedule`, `spec.problem`, `target.target`, `schedule.textbook`. Everything yielded
-is legal. Block sizes depend on the target only, never on the problem, so that a
-handful of kernels serves every shape.
+packings are tried. All candidates are legal. Block sizes depend on the target
+only, never on the problem, so that a handful of kernels serves every shape.
 
 Register tiles: with V vectors of B per row, MR = (registers - V - 1) / V rows of
 accumulators leave room for V of B and one broadcast. KC, MC and NC follow from the
@@ -32,70 +31,70 @@ if TYPE_CHECKING:
     from portmm.target.target import Atom, Isa, Target
 
 SHALLOW, DEEP = 1.5, 3.0
-"""KC over what fits L1. A panel of B somewhat larger than L1 streams well from L2
-and saves passes over C; panels of full depth, one after the other in memory,
+"""KC as a multiple of the depth that fits L1. A panel of B somewhat larger than L1 streams well from L2
+and saves passes over C; panels of full depth, contiguous in memory,
 stream well at any KC. Measured on Zen 5: 0.91, 0.96 and 0.98 of the peak for
 prepacked panels at 1, 1.5 and 4.5."""
 TILE_DEPTHS = (0.8, 6.0)
-"""The same for tiles: a panel of B and the slice of A that passes it in L1, or sums that
+"""The same for tiles: a panel of B and a slice of A in L1, or sums that
 stay in tiles over a long k. Measured on Sapphire Rapids with a block of k of 256 bf16: 0.70 of
-what a long k with B in L1 gives; with both operands from L2, but a long k, 0.76."""
+the rate of a long k with B in L1; with both operands from L2, but a long k, 0.76."""
 TILES_AHEAD = 8
-"""Steps of k ahead of which lines of a B beyond L2 are asked for: 10 to 30 % faster out of L3 on Sapphire Rapids,
+"""Prefetch distance, in steps of k, of a B larger than L2: 10 to 30 % faster out of L3 on Sapphire Rapids,
 and as much slower out of L2."""
 MOST_PACKED = 1 << 29
 """Bytes of B up to which a packed copy of all of it is affordable."""
 WHOLE_DEPTH = 2.0
-"""KC up to which sums that are finished apart stay in one block of k."""
+"""Multiple of KC up to which sums with an epilogue stay in one block of k."""
 A_SHARE = 0.4
-"""Part of L2 given to the block of A."""
+"""Part of L2 for the block of A."""
 B_SHARE = 0.25
-"""Part of L2 given to the panels of B that are packed together; the rest passes through."""
+"""Part of L2 for the panels of B that are packed together; the rest passes through."""
 C_SHARE = 0.25
-"""Part of L3 given to the block of C: other threads have theirs."""
+"""Part of L3 for the block of C: other threads need theirs."""
 RUN_BYTES = 1024
 """Bytes of a row of B that are packed at once: long enough for a hardware prefetcher."""
 PACK_ROWS = 256
 """Rows of k that one task packs where all of B is packed at once: enough tasks for
-every thread of a large machine, each long enough to be worth handing out."""
+every thread of a large machine, each long enough to be worth its overhead."""
 SUM_COLUMNS = 1024
-"""Columns of C that one task sums where threads share k: what stays in L1."""
+"""Columns of C that one task sums where threads share k: these stay in L1."""
 STREAM_DEPTHS = (8, 32)
-"""KC when B streams past in place: few rows, so that each is read along its length."""
+"""KC when B is streamed in place: few rows, so that each is read along its length."""
 ROWS_AHEAD_FROM = 3
-"""M from which the next rows of a B that streams past are asked for. On Zen 5 that took 1.17 and 1.30 of the time at
+"""M from which the next rows of a streamed B are prefetched. On Zen 5 that took 1.17 and 1.30 of the time at
 M = 1 and 2, where loads alone keep up with memory, and 0.95 to 0.78 at M = 3 to 8 (N = K = 4096)."""
-CODES_DEPTHS = (64, RUN)
-"""KC when B is unfolded from codes for a few rows: what is unfolded does not leave L1, or is a run."""
-UNFOLDED_STEPS = 16
+REPACK_DEPTHS = (64, RUN)
+"""KC when int4 or int8 values of B are repacked for a few rows: repacked rows stay in L1, or are a run."""
+REPACK_STEPS = 16
 """The same in steps of tiles: 32 KiB."""
-WOVEN_DEPTHS = (8, 32)
-"""KC, in units, when B is woven into units for a few rows: long runs of a few rows at a time."""
-DECODED_ROWS = 4
-"""Rows that are multiplied by codes as they lie; for more, it pays to unfold the codes first."""
-CODED_ROWS = (1, 2, 4, 6, 8, 10, 12, 14)
-"""Rows of units that are multiplied by a word of codes at once."""
-CODED_BLOCK = 256
-"""Rows of units that should not leave L2 while panels of codes pass."""
+INTERLEAVED_DEPTHS = (8, 32)
+"""KC, in units, when B is interleaved for a few rows: long runs of a few rows at a time."""
+DEINT4_ROWS = 4
+"""Rows of A that are multiplied by quantized values without repacking; for more, repacking first is faster."""
+INT4_ROWS = (1, 2, 4, 6, 8, 10, 12, 14)
+"""Values of MR for units that are multiplied by a word of quantized values at once."""
+INT4_BLOCK = 256
+"""MC that keeps units of A in L2 while panels of quantized values are streamed."""
 IN_PLACE_ROWS = 8
 """Rows of A that can be addressed without running out of integer registers."""
 THIN_ROWS = 16
-"""M up to which all of A stays in registers or L1 and B streams past once."""
+"""M up to which all of A stays in registers or L1 and B is streamed once."""
 PACKED_VECTORS = 2
 """Width of a prepacked panel: with two vectors, 14 rows fit 32 registers, so that
-a weight streams past once for M up to 14, and a large M still runs at full rate."""
+a weight is streamed once for M up to 14, and a large M still runs at full rate."""
 TALLEST = 14
-"""Rows of a register tile past which nothing is gained: B is then loaded once per 14 uses."""
+"""Largest useful MR: B is then loaded once per 14 uses."""
 DOT_TILES = ((4, 4), (2, 4), (1, 4), (1, 8), (4, 1), (1, 1))
 """MR x NR of the dot program."""
 FEW_ROWS = 64
 """M up to which a B in place may be better streamed than packed."""
 FEW_BYTES = 2048
-"""An item of a batch that the hardware prefetcher finds soon enough."""
+"""Bytes of an item of a batch up to which the hardware prefetcher is fast enough."""
 SPLIT_DEPTH = 16
-"""K per M or N from which threads may share out k: C is then small beside what is read."""
+"""K per M or N from which threads may share k: C is then small compared with the operands."""
 SPLIT_STEPS = 16
-"""Blocks of k from which threads may share out a stream along k."""
+"""Blocks of k from which threads may share a stream along k."""
 STATIC_LIMIT = 64
 """Largest dimension for which sizes are compiled in."""
 
@@ -106,14 +105,14 @@ def candidates(p: Problem, target: Target) -> list[Schedule]:
     Raises:
         ScheduleError: the target has no atom for the problem's type.
     """
-    found = dict.fromkeys(s for s, isa, atom in proposals(p, target) if not illegal(s, p, isa, atom, target))
-    if not found:
+    legal = dict.fromkeys(s for s, isa, atom in proposals(p, target) if not illegal(s, p, isa, atom, target))
+    if not legal:
         raise ScheduleError(f"no legal schedule for {p} on {target.name}")
-    return list(found)
+    return list(legal)
 
 
 def proposals(p: Problem, target: Target) -> Iterator[tuple[Schedule, Isa, Atom]]:
-    """Schedules worth considering, legal or not, with the instruction sets and atoms that they name.
+    """Proposed schedules, legal or not, with the instruction sets and atoms that they name.
 
     Raises:
         ScheduleError: the target has no atom for the problem's type.
@@ -143,39 +142,39 @@ def proposals(p: Problem, target: Target) -> Iterator[tuple[Schedule, Isa, Atom]
 
 
 def _fuses(isa: Isa, lanes: int, text: str) -> bool:
-    """Lanes beside an atom's sums can compute fused expressions."""
+    """Whether vectors as wide as an atom's sums support the operations of an epilogue expression."""
     real = isa.vector("f32", lanes)
     return real is not None and not lacks(isa, real, parse(text))
 
 
 def units(dtype: str, target: Target) -> list[tuple[Isa, Atom]]:
-    """The instruction sets worth trying for a product of these types, each with its widest atom.
+    """Instruction sets to try for a product of these types, each with its widest atom.
 
-    These are the target's best, and all before the first that stands on its own:
-    an extension may multiply in larger units, which pays for some shapes only.
+    These are the target's best, and all up to the first that extends no other:
+    an extension may multiply in larger units, which is faster for some shapes only.
 
     Raises:
         ScheduleError: the target has no atom for these types.
     """
-    found = []
+    pairs = []
     for isa in target.isas:
         atom = isa.atom(dtype)
         if atom is not None:
-            found.append((isa, atom))
+            pairs.append((isa, atom))
             if isa.base is None:
                 break
-    if not found:
+    if not pairs:
         have = ", ".join(x.name for x in target.isas) or "none"
         raise ScheduleError(f"no atom for {dtype} on {target.name}; its instruction sets are {have}")
-    return found
+    return pairs
 
 
 def _reads(isa: Isa, atom: Atom, p: Problem) -> bool:
-    """The atom can read the panels of a packed B."""
-    kept = family(p.family)
-    if kept.kr != atom.k_pack or kept.sums != (atom.acc == "s32"):
+    """Whether the atom can read the panels of a packed B."""
+    packed = family(p.family)
+    if packed.kr != atom.k_pack or packed.sums != (atom.acc == "s32"):
         return False
-    return bool(isa.spelling(atom, "load_b", unit(p.types[1], kept.kr)))
+    return bool(isa.spelling(atom, "load_b", unit(p.types[1], packed.kr)))
 
 
 def _programs(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
@@ -183,7 +182,7 @@ def _programs(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sche
         yield from _tiled(p, isa, atom, target)
         return
     if p.b == "codes" and atom.takes_codes:
-        yield from _coded(p, isa, atom)
+        yield from _int4_interleaved(p, isa, atom)
         return
     if p.static or (p.batch > 1 and _small(p, target)):
         yield from _whole(p, isa, atom, target)
@@ -194,24 +193,24 @@ def _programs(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sche
 
 
 def _small(p: Problem, target: Target) -> bool:
-    """One item of a batch fits L2, so a thread can keep it to itself."""
+    """Whether one item of a batch fits L2, the private cache of a thread."""
     level = target.level("L2") or target.level("L1")
     return level is None or p.bytes // max(1, p.batch) <= level.bytes
 
 
 def widths(isa: Isa, atom: Atom, p: Problem) -> list[int]:
-    """Widths of a register tile, in columns, that suit the problem."""
-    line = isa.columns(atom)
+    """Values of NR that suit the problem."""
+    vector = isa.columns(atom)
     if p.b in ("packed", "codes"):
         nr = family(p.family).nr
-        return [nr] if nr % line == 0 and tallest(isa, atom, nr) else []
-    needed = -(-p.n // line)
+        return [nr] if nr % vector == 0 and tallest(isa, atom, nr) else []
+    needed = -(-p.n // vector)
     most = 4 if isa.registers >= 32 else 3
-    return [v * line for v in range(1, most + 1) if v <= max(1, needed) and tallest(isa, atom, v * line)]
+    return [v * vector for v in range(1, most + 1) if v <= max(1, needed) and tallest(isa, atom, v * vector)]
 
 
 def tallest(isa: Isa, atom: Atom, nr: int) -> int:
-    """Rows of accumulators that fit beside NR columns of B and a left fragment."""
+    """Largest MR: rows of accumulators that fit the registers with NR columns of B and a left fragment."""
     v = nr // atom.n
     return min(TALLEST, (isa.registers - v - 1) // v) * atom.m
 
@@ -228,7 +227,7 @@ def _capacity(target: Target, name: str) -> int:
 def blocking(  # noqa: PLR0917 - a tile is two numbers
     p: Problem, target: Target, atom: Atom, mr: int, nr: int, depth: float
 ) -> tuple[Tile, ...]:
-    """Tiles that fill the caches, KC being `depth` times what fits L1 beside a slice of A.
+    """Tiles that fill the caches, KC being `depth` times the depth that fits L1 with a slice of A.
 
     KC counts fragments' units of k, and all sizes are those of fragments.
     """
@@ -251,7 +250,7 @@ def blocking(  # noqa: PLR0917 - a tile is two numbers
 
 
 def _tiled(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
-    """Units that multiply tiles: R by V of them, beside R of A and at least one of B."""
+    """Schedules of units that multiply tiles: R by V of sums, R of A and at least one of B."""
     ready = p.b in ("packed", "codes")
     for nr in [family(p.family).nr] if ready else [atom.n, 2 * atom.n][: -(-p.n // atom.n)]:
         v, odd = divmod(nr, atom.n)
@@ -261,8 +260,8 @@ def _tiled(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedul
         if rows < 1:
             continue
         mr = rows * atom.m
-        whole, heights = _tiles(mr, nr, ALL, ALL, ALL), tuple(range(1, mr + 1))
-        base = Schedule("tiles", isa.name, p.dtype, whole, heights, a=p.a, b=p.b, pack_b=p.b != "packed")
+        whole, mr_variants = _tiles(mr, nr, ALL, ALL, ALL), tuple(range(1, mr + 1))
+        base = Schedule("tiles", isa.name, p.dtype, whole, mr_variants, a=p.a, b=p.b, pack_b=p.b != "packed")
         if p.static or (p.batch > 1 and _small(p, target)):
             yield replace(base, over="batch")
         if p.static:
@@ -280,23 +279,23 @@ def _tiled(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedul
 
 
 def _thin_tiles(base: Schedule, p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
-    """M of one register tile."""
+    """Schedules for an M of one register tile."""
     yield base
     rows, v = base.mr // atom.m, base.nr // atom.n
     if p.b == "codes":
-        yield replace(base, tiles=_tiles(base.mr, base.nr, UNFOLDED_STEPS * atom.deep, ALL, ALL))
-    # The sums of two panels' columns do not lie side by side.
+        yield replace(base, tiles=_tiles(base.mr, base.nr, REPACK_STEPS * atom.deep, ALL, ALL))
+    # The sums of two panels' columns are not adjacent.
     if p.b == "packed" and (2 * v + 1) * rows < isa.registers and "azero" not in p.post:
         yield replace(base, panels=2)
 
 
-def heights_of(mr: int) -> tuple[int, ...]:
-    """Slices of more than MR rows, cut evenly, have heights from about MR/2 to MR."""
+def mr_variants_of(mr: int) -> tuple[int, ...]:
+    """MR variants for more than MR rows: an even partition has slices of about MR/2 to MR rows."""
     return tuple(range((mr + 1) // 2, mr + 1))
 
 
 def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
-    """Large products: A and B packed, or either read in place."""
+    """Schedules for large products: A and B packed, or either read in place."""
     depth = -(-p.k // atom.k_pack)
     split = not p.deterministic and p.k > SPLIT_DEPTH * max(p.m, p.n)
     for nr in widths(isa, atom, p):
@@ -305,7 +304,7 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
             if mr < 1 or p.m <= mr:
                 continue
             tiles = _whole_depth(p, depth, blocking(p, target, atom, mr, nr, DEEP if p.b == "packed" else SHALLOW))
-            base = Schedule("gemm", isa.name, p.dtype, tiles, heights_of(mr), a=p.a, b=p.b, ahead=True)
+            base = Schedule("gemm", isa.name, p.dtype, tiles, mr_variants_of(mr), a=p.a, b=p.b, ahead=True)
             if p.b != "packed" and depth * p.n * BY_NAME[atom.right].bytes <= MOST_PACKED:
                 deep = replace(base, tiles=_whole_depth(p, depth, blocking(p, target, atom, mr, nr, DEEP)), once=True)
                 yield from (s for s in _packings(deep, p, isa, atom) if s.once)
@@ -320,7 +319,7 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
 
 
 def _textbook(base: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
-    """The same register tile with block sizes of the literature, if it is the tallest there is."""
+    """Schedules with the same register tile and block sizes of the literature, if it has the largest MR."""
     top = tallest(isa, atom, base.nr)
     for tiles in blockings(p, target, atom, base.mr, base.nr):
         for s in _packings(replace(base, tiles=tiles), p, isa, atom):
@@ -329,9 +328,9 @@ def _textbook(base: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) 
 
 
 def _whole_depth(p: Problem, depth: int, tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
-    """Where sums become something else, fewer rows in one block of k, if that is not much deeper.
+    """Tiles with all of k in one block and fewer rows, where an epilogue follows and k is not much deeper.
 
-    Sums of more blocks would wait in scratch of the size of C, and be walked over once more.
+    Sums of several blocks would be stored in scratch of the size of C, and read once more.
     """
     kc, mr = tiles[2].k, tiles[0].m
     if not p.fused or not kc < depth <= WHOLE_DEPTH * kc:
@@ -341,7 +340,7 @@ def _whole_depth(p: Problem, depth: int, tiles: tuple[Tile, ...]) -> tuple[Tile,
 
 
 def _packings(s: Schedule, p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
-    """The same schedule with both operands packed, and with what can be read in place left there."""
+    """Variants of a schedule: both operands packed, or those that can be read in place left there."""
     s = replace(s, pack_a=True, pack_b=p.b != "packed")
     yield s
     # A static kernel has the strides of A as constants, and so no rows to address.
@@ -353,17 +352,17 @@ def _packings(s: Schedule, p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedul
 
 
 def _adds_up(s: Schedule, p: Problem, atom: Atom) -> bool:
-    """C over all of k is the sum of what runs of k give: nothing is done to it once, at the start or the end."""
+    """Whether C is the sum over blocks of k alone, with no step at the start or the end that must happen once."""
     return not (p.post or p.fused or finishes(s, atom) or shifts(s, atom))
 
 
 def _a_in_place(p: Problem, isa: Isa, atom: Atom) -> bool:
-    """Left fragments may be read from A where it lies: no units, and a conversion if one is needed."""
+    """Whether left fragments can be read from A in place: no units, and a conversion if one is needed."""
     return p.a != "any" and atom.k_pack == 1 and bool(isa.spelling(atom, "load_a", p.types[0]))
 
 
 def _in_place(p: Problem, isa: Isa, atom: Atom, nr: int) -> bool:
-    """B may be read where it lies: rows along n, and no read past the last column."""
+    """Whether B can be read in place: rows along n, and no read past the last column."""
     if p.b != "row" or atom.k_pack > 1 or not isa.spelling(atom, "load_b", p.types[1]):
         return False
     return p.n % nr == 0 or bool(atom.mask and isa.spelling(atom, "load_mask", p.types[1]))
@@ -374,7 +373,7 @@ def _both_in_place(p: Problem, isa: Isa, atom: Atom, nr: int) -> bool:
 
 
 def _thin(p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedule]:
-    """M of a few rows: every row in registers, B streams past once."""
+    """Schedules for an M of a few rows: every row in registers, B is streamed once."""
     if p.m > THIN_ROWS:
         return
     if p.b == "codes" and not p.deterministic:
@@ -384,11 +383,11 @@ def _thin(p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedul
             continue
         most = max(1, tallest(isa, atom, nr) // p.m) if p.b == "packed" else 1
         if "azero" in p.post:
-            most = 1  # the sums of two panels' columns do not lie side by side
+            most = 1  # the sums of two panels' columns are not adjacent
         for panels in dict.fromkeys((1, min(2, most), min(4, most), min(8, most))):
             base = Schedule("gemm", isa.name, p.dtype, _tiles(p.m, nr, ALL, ALL, ALL), (p.m,), panels, p.a, p.b)
             if p.b == "codes":
-                depths = (replace(base, tiles=_tiles(p.m, nr, kc, ALL, ALL)) for kc in CODES_DEPTHS)
+                depths = (replace(base, tiles=_tiles(p.m, nr, kc, ALL, ALL)) for kc in REPACK_DEPTHS)
                 yield from (s for one in depths for s in _packings(one, p, isa, atom))
             else:
                 if atom.k_pack == 1 or p.b != "row":
@@ -397,14 +396,14 @@ def _thin(p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedul
 
 
 def _streamed(base: Schedule, p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedule]:
-    """B in place, as rows that stream past a few at a time; or, of units, woven a few rows at a time.
+    """Schedules with B in place, streamed a few rows at a time; or, of units, interleaved a few rows at a time.
 
-    Whole columns of units are not woven: each row would be a miss for a few bytes.
+    Whole columns of units are not interleaved: each row would be a miss for a few bytes.
     """
     nr = base.nr
     if atom.k_pack > 1 and p.b == "row":
         near = max(1, RUN_BYTES // (nr * BY_NAME[p.types[1]].bytes)) * nr
-        for kc in WOVEN_DEPTHS:
+        for kc in INTERLEAVED_DEPTHS:
             tiles = _tiles(p.m, nr, kc, ALL, ALL)
             yield replace(base, tiles=(*tiles[:2], replace(tiles[2], n=near), tiles[3]))
     if not _in_place(p, isa, atom, nr):
@@ -422,38 +421,38 @@ def _streamed(base: Schedule, p: Problem, isa: Isa, atom: Atom, rows_ahead: int)
 
 
 def _decoded(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
-    """M of a few rows, times codes as they lie, a few rows at a time."""
+    """Schedules for an M of a few rows, times quantized values without repacking, a few rows at a time."""
     for nr in widths(isa, atom, p):
-        for mr in range(min(p.m, DECODED_ROWS), 0, -1):  # illegal ones, of too many registers, are dropped later
-            base = _by_codes(p, isa, _tiles(mr, nr, ALL, ALL, ALL))
+        for mr in range(min(p.m, DEINT4_ROWS), 0, -1):  # illegal ones, of too many registers, are dropped later
+            base = _int4_schedule(p, isa, _tiles(mr, nr, ALL, ALL, ALL))
             yield base
             if p.a == "row" and _a_in_place(p, isa, atom):
                 yield replace(base, pack_a=False)
 
 
-def _coded(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
-    """Any number of rows, times codes as they lie: units of integers or of bf16.
+def _int4_interleaved(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
+    """Schedules for any M, times quantized values without repacking: units of integers or of bf16.
 
-    What k leaves of a last word has codes of zero, so whatever integers stand for A there,
-    if they can be read: A is packed.
+    The unused part of the last word along k has values of zero, so the integers of A there
+    are arbitrary, if they can be read: A is packed.
     """
     for nr in widths(isa, atom, p):
-        for mr in dict.fromkeys(min(p.m, x) for x in CODED_ROWS):
-            yield _by_codes(p, isa, _tiles(mr, nr, ALL, ALL, ALL))
-            if p.m > CODED_BLOCK:
-                yield _by_codes(p, isa, _tiles(mr, nr, ALL, CODED_BLOCK // mr * mr, ALL))
+        for mr in dict.fromkeys(min(p.m, x) for x in INT4_ROWS):
+            yield _int4_schedule(p, isa, _tiles(mr, nr, ALL, ALL, ALL))
+            if p.m > INT4_BLOCK:
+                yield _int4_schedule(p, isa, _tiles(mr, nr, ALL, INT4_BLOCK // mr * mr, ALL))
 
 
-def _by_codes(p: Problem, isa: Isa, tiles: tuple[Tile, ...]) -> Schedule:
-    heights = (p.m,) if p.m <= tiles[0].m else heights_of(tiles[0].m)
-    return Schedule("gemm", isa.name, p.dtype, tiles, heights, a=p.a, b=p.b, pack_b=False)
+def _int4_schedule(p: Problem, isa: Isa, tiles: tuple[Tile, ...]) -> Schedule:
+    mr_variants = (p.m,) if p.m <= tiles[0].m else mr_variants_of(tiles[0].m)
+    return Schedule("gemm", isa.name, p.dtype, tiles, mr_variants, a=p.a, b=p.b, pack_b=False)
 
 
 def _dots(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
-    """Both operands along k, and k long enough to sum over lanes."""
+    """Schedules of the dot program: both operands along k, and k long enough to sum over lanes."""
     if p.deterministic or p.fused or p.a != "row" or p.b != "col" or (atom.n > 1 and not (isa.shuffles or atom.reduce)):
         return
-    # Without masks, what k leaves over is added to C one by one, rounded each time.
+    # Without masks, the remainder of k is added to C one by one, rounded each time.
     rounds = p.types[2] != atom.acc and not atom.mask and atom.n > 1
     # Vectors of integers have units.
     if atom.k_pack > 1 or rounds or (atom.acc == "s32" and (atom.n > 1 or p.types[2] != atom.acc)):
@@ -465,8 +464,8 @@ def _dots(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
 
 
 def _whole(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
-    """Products that fit a private cache: no loop over blocks, one item after the other."""
-    # A batch that does not stay in L2 is asked for an item ahead.
+    """Schedules for products that fit a private cache: no loop over blocks, one item after the other."""
+    # A batch that does not stay in L2 is prefetched an item ahead.
     ahead = p.bytes > _capacity(target, "L2") and p.bytes > FEW_BYTES * p.batch
     for nr in widths(isa, atom, p):
         top = tallest(isa, atom, nr)
@@ -474,7 +473,7 @@ def _whole(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedul
             slices = -(-p.m // limit)
             # The tallest of equal slices; a kernel for any M keeps the limit itself.
             mr = -(-p.m // slices) if p.static or slices == 1 else limit
-            heights = tuple(sorted({p.m // slices, mr})) if p.static or slices == 1 else heights_of(mr)
+            mr_variants = tuple(sorted({p.m // slices, mr})) if p.static or slices == 1 else mr_variants_of(mr)
             tiles = _tiles(mr, nr, ALL, ALL, ALL)
-            base = Schedule("gemm", isa.name, p.dtype, tiles, heights, a=p.a, b=p.b, over="batch", ahead=ahead)
+            base = Schedule("gemm", isa.name, p.dtype, tiles, mr_variants, a=p.a, b=p.b, over="batch", ahead=ahead)
             yield from _packings(base, p, isa, atom)

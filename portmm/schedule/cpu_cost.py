@@ -1,14 +1,14 @@
-"""How long a schedule will take, and why.
+"""Cost model of CPU schedules: predicted time, by term.
 
-Owns the cost model; its terms are in `cost_terms`. Imports `schedule.cpu_candidates`, `schedule.cost_table`, `schedule.cost_terms`. Predicted time is
-the largest of the terms that overlap (multiply-adds, loads, traffic of each
-level), a share of the others, since overlap is never perfect, and those that do
-not overlap (packing, tile set-up, forking). All terms are kept, so that
-`explain` can show what a choice rests on. Rates are measured ones where the
-target has them, described ones otherwise. Most of the constants
-were fitted to what every candidate took on one thread of a Zen 4, with AVX-512
-and with AVX2 (`bench/exhaustive.py`, `bench/fit_cost.py`); docs/performance.md
-says how near to the best candidate the choices come.
+Owns the cost model; its terms are in `cost_terms`. Predicted time is the largest
+of the terms that overlap (multiply-adds, loads, traffic of each level), a share
+of the others, since overlap is never perfect, and those that do not overlap
+(packing, tile set-up, forking). All terms are kept, so that `explain` can show
+the reasons of a selection. Rates are measured ones where the target has them,
+described ones otherwise. Most of the constants were fitted to the times of
+every candidate on one thread of a Zen 4, with AVX-512 and with AVX2
+(`bench/exhaustive.py`, `bench/fit_cost.py`); docs/performance.md compares
+selected schedules with the best candidates.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from portmm.target.target import Atom, Target
 
 EXPOSED = 0.05
-"""Share of a shorter overlapped term that still shows."""
+"""Share of a shorter overlapped term that adds to the time."""
 FORK_SECONDS = 1.0e-6
-"""One hand-over of tasks to awake threads."""
+"""Time to start a parallel region with threads that are awake."""
 TASK_SECONDS = 1.0e-7
 OPTIONAL = frozenset(("L3", "memory", "sums"))
-"""Terms that not every problem and schedule has."""
+"""Terms that only some problems and schedules have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Cost:
 
     @property
     def bound(self) -> str:
-        """The overlapped term that decides."""
+        """The largest overlapped term."""
         return max(self.overlapped, key=self.overlapped.__getitem__)
 
 
@@ -64,7 +64,7 @@ def cost(p: Problem, s: Schedule, atom: Atom, target: Target, workers: int = 1) 
     """Predict the time of schedule `s` for problem `p` on `target`.
 
     Args:
-        p: the problem, as the caller states it.
+        p: the problem, with C in the caller's layout.
         s: a legal schedule for it.
         atom: the schedule's atom.
         target: the machine.
@@ -79,11 +79,11 @@ def cost(p: Problem, s: Schedule, atom: Atom, target: Target, workers: int = 1) 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Predicted seconds of candidates, by number of rows, then by candidate.
+    """Predicted seconds of candidates, by value of M, then by candidate.
 
     Attributes:
         seconds: the predictions.
-        overlapped: terms of which the largest counts; 0 for levels that nothing comes from.
+        overlapped: terms of which the largest counts; 0 for levels that no data comes from.
         added: terms that add up.
     """
 
@@ -92,12 +92,12 @@ class Costs:
     added: dict[str, Array]
 
     def at(self, row: int) -> list[Cost]:
-        """The costs of all candidates for one number of rows."""
+        """The costs of all candidates for one value of M."""
         shape = self.seconds.shape
 
-        def terms(held: dict[str, Array]) -> list[dict[str, float]]:
-            every = [np.broadcast_to(x, shape)[row].tolist() for x in held.values()]
-            named = (dict(zip(held, one, strict=True)) for one in zip(*every, strict=True))
+        def terms(arrays: dict[str, Array]) -> list[dict[str, float]]:
+            every = [np.broadcast_to(x, shape)[row].tolist() for x in arrays.values()]
+            named = (dict(zip(arrays, one, strict=True)) for one in zip(*every, strict=True))
             return [{name: x for name, x in one.items() if x or name not in OPTIONAL} for one in named]
 
         seconds = self.seconds[row].tolist()
@@ -109,7 +109,7 @@ def costs(t: Table, q: Problem, rows: Sequence[int], workers: Sequence[int]) -> 
 
     Args:
         t: the table.
-        q: a problem of the kind that the table is for, with C by rows, whatever its M.
+        q: a problem of the kind that the table is for, with C by rows, at any M.
         rows: values of M.
         workers: numbers of threads that share the work.
 
@@ -123,11 +123,11 @@ def costs(t: Table, q: Problem, rows: Sequence[int], workers: Sequence[int]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Cycles of one item, however many threads share it.
+    """Cycles of one item, for any number of threads.
 
     Attributes:
         overlapped: multiply-adds, and the loads of each level.
-        slowed: the loads of the levels that are slower where threads cut rows of B.
+        slowed: the loads of the levels that are slower where threads split rows of B.
         setup: of register tiles.
         packing: of B.
     """
@@ -145,18 +145,18 @@ class Work:
 
 
 def timed(v: Extents, work: Work, workers: int, among: tuple[Array, Array, Array, Array]) -> Costs:
-    """Times of cut-up work that several threads share.
+    """Times of partitioned work that several threads share.
 
     Args:
         v: the problems.
-        work: the same, as work.
+        work: their cycles.
         workers: threads that share it.
-        among: how they do, as `shared` says.
+        among: the partition among threads, as `shared` returns it.
     """
     t, q, x = v.t, v.sizes, v.t.x
-    shares, tasks, threads, share = among
-    # A block of A is packed once per share of columns.
-    packing = work.packing + (v.m * v.k) * shares * t.copy_a if "pack_a" in t.some else work.packing
+    column_blocks, tasks, threads, share = among
+    # A block of A is packed once per block of columns.
+    packing = work.packing + (v.m * v.k) * column_blocks * t.copy_a if "pack_a" in t.some else work.packing
     scale = q.batch / hertz(t.target)
     part = share * scale
     overlapped = {name: each * part for name, each in work.overlapped.items()}

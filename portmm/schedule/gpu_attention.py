@@ -1,26 +1,26 @@
-"""Tiles of attention on a device.
+"""Tiles of attention in plain threads of a device.
 
-Owns `Tiling`, and the choice of one. Imports `spec.dtype`, `schedule.gpu_candidates`, `target.target`. A block of threads keeps BM queries
-and their sums O, and walks over blocks of BN keys, whose K and V pass through shared memory in chunks:
+Owns `Tiling`, and its selection. A block of threads keeps BM queries and their sums O, and iterates over blocks of BN
+keys, whose K and V pass through shared memory in chunks:
 
-    Q[BM][d]          for the whole walk
+    Q[BM][d]          for all blocks of keys
     K[BN][depth]      a chunk of the elements of a head, or
-    V[values][dv]     a chunk of the keys, in the same place
+    V[values][dv]     a chunk of the keys, in the same buffer
     P[BM][BN]         weights
-    part[BM][across]  the largest scores, or the sums, that threads of a row have found
+    part[BM][across]  partial maxima, or sums, of the threads of a row
 
 in words of f32, rows of Q, K and P padded to an odd number of vectors of four, so that threads of
-neighbouring rows read other banks. A thread has BM / down rows and BN / across columns of the scores, and
-of the same rows its share of the columns of O. For each four words that it loads of them there are
-as many multiply-adds as the other side has, so tiles are as large as can be with
+neighbouring rows read different banks. A thread computes BM / down rows and BN / across columns of the scores, and
+its part of the columns of O in the same rows. Each four words that it loads of one operand take part in
+as many multiply-adds as the thread has rows or columns of the other, so tiles are as large as possible with
 
 - no more than `STATIC` bytes of shared memory,
 - no more registers than a thread may have,
 - as many blocks as there are processors,
-- room for two of them on a processor, so that one computes while another waits.
+- room for two blocks on a processor, so that one computes while another waits.
 
-Of `TILES`, which go from large to small, the first is taken that lacks least of this, registers counting most:
-what has none spills. On CPUs under OpenCL, which have other registers, those are not counted.
+Of `TILES`, in order from large to small, the first that violates these least is selected, registers first:
+a thread without enough spills. On CPUs under OpenCL, whose registers differ, registers are not counted.
 """
 
 from __future__ import annotations
@@ -37,44 +37,44 @@ if TYPE_CHECKING:
     from portmm.target.target import Target
 
 STATIC = 48 << 10
-"""CUDA C++ Programming Guide: shared memory that a kernel may have without asking for more."""
+"""CUDA C++ Programming Guide: shared memory of a kernel that does not request more."""
 WIDEST = 16
-"""Bytes that a thread moves at once, at most."""
+"""Largest vector that a thread moves at once, in bytes."""
 LANES = 4
 """Words that a thread reads from shared memory at once."""
 DEPTH = 32
-"""Elements of a head in a chunk of K, about."""
+"""Approximate number of elements of a head in a chunk of K."""
 ADDRESSES = 72
-"""Registers of a thread for addresses, counters, an expression and what a compiler needs: with NVRTC 13, 32 x 64
-scores beside 128 columns of O take 168 in all."""
+"""Registers of a thread for addresses, counters, an expression and the compiler's temporaries: with NVRTC 13, 32 x 64
+scores with 128 columns of O take 168 in all."""
 TILES = ((64, 64, 16, 16), (32, 64, 8, 16), (32, 32, 8, 16), (16, 64, 8, 16), (16, 32, 8, 16), (16, 16, 4, 16))
-"""Queries and keys of a block, threads down and across: of many queries."""
+"""Queries and keys of a block, threads down and across, for many queries."""
 FEWEST = ((4, 64, 4, 16), (4, 16, 4, 16))
 FEW = ((16, 64, 8, 16), (16, 32, 8, 16), (16, 16, 4, 16))
-"""The same for few queries, up to 4 and up to 16. Each row of threads reads all of K from shared memory, which is what
-they wait for where memory does not: 4 rows of 16 threads take half of that of 8 rows, whatever is in them."""
+"""The same for few queries, up to 4 and up to 16. Each row of threads reads all of K from shared memory, which limits
+them where memory does not: 4 rows of 16 threads take half of the time of 8 rows, at any number of queries."""
 RUN = 256
-"""Keys that a block walks over, at least, where those of few queries are handed out in runs."""
+"""Minimum number of keys of a KV split."""
 BUSY = 512
-"""Threads for each processor that runs are to make: four vectors that each of them waits for are some 32 KB."""
+"""Threads per processor that KV splits aim for: four vectors in flight of each of them are some 32 KB."""
 MOST_RUNS = 128
-"""Runs that the keys are cut in, at most: a second kernel puts them together."""
+"""Maximum number of KV splits: a second kernel combines them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Sizes of tiles, and how operands lie.
+    """Tile sizes of attention, and the layout of its operands.
 
     Attributes:
         d: elements of a head of Q and K.
         dv: of V.
-        queries: of a block of threads; heads that share keys have theirs in turn where there are `runs`.
+        queries: of a block of threads; with `runs`, queries of all heads that share keys are adjacent.
         keys: of a step.
         down: threads along queries.
         across: threads along keys, and along columns of V.
         vectors: elements of Q, K, V and of the result that are moved at once.
         loose: names of those whose rows are not dense in memory.
-        runs: keys are handed out in runs, for another kernel to put together.
+        runs: keys are partitioned into KV splits, which another kernel combines.
     """
 
     d: int
@@ -89,7 +89,7 @@ class Tiling:
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return self.down * self.across
 
     @property
@@ -104,7 +104,7 @@ class Tiling:
 
     @property
     def chunks(self) -> int:
-        """Of K."""
+        """Chunks of K."""
         return -(-self.d // DEPTH)
 
     @property
@@ -114,22 +114,22 @@ class Tiling:
 
     @property
     def deep(self) -> int:
-        """Words from one row of Q to the next."""
+        """Pitch of Q in shared memory, in words."""
         return _odd(self.depth * self.chunks)
 
     @property
     def step(self) -> int:
-        """Words from one row of a chunk of K to the next."""
+        """Pitch of a chunk of K, in words."""
         return _odd(self.depth)
 
     @property
     def beside(self) -> int:
-        """Words from one row of P to the next."""
+        """Pitch of P, in words."""
         return _odd(self.keys)
 
     @property
     def cell(self) -> int:
-        """Columns of V side by side in a thread: as many as add no more columns than fewer would."""
+        """Adjacent columns of V in a thread: as many as need no more padding than fewer would."""
         return min((4, 2, 1), key=lambda x: (self._padded(x), -x))
 
     def _padded(self, cell: int) -> int:
@@ -137,17 +137,17 @@ class Tiling:
 
     @property
     def wide(self) -> int:
-        """Words from one row of V to the next: columns of all threads."""
+        """Pitch of a chunk of V, in words: columns of all threads."""
         return self._padded(self.cell)
 
     @property
     def sums(self) -> int:
-        """Columns of V of a thread."""
+        """Columns of O that a thread sums."""
         return self.wide // self.across
 
     @property
     def values(self) -> int:
-        """Keys of a chunk of V: what fits in the place of K's, or four."""
+        """Keys of a chunk of V: as many as fit the buffer of K, or four."""
         most = self.keys
         while most > LANES and most * self.wide > max(self.keys * self.step, LANES * self.wide):
             most //= 2
@@ -165,13 +165,13 @@ class Tiling:
 
     @property
     def waiting(self) -> int:
-        """Elements of a thread that are on their way to shared memory, at most."""
+        """Maximum number of elements of a thread in flight to shared memory."""
         parts = ((self.keys * self.depth, self.vectors[1]), (self.values * self.wide, self.vectors[2]))
         return max(-(-size // (vector * self.threads)) * vector for size, vector in parts)
 
-    def registers(self, held: str) -> int:
-        """Registers of a thread, about."""
-        moved = -(-self.waiting * BY_NAME[held].bytes // 4)
+    def registers(self, element: str) -> int:
+        """Approximate number of registers of a thread, for operands of a type."""
+        moved = -(-self.waiting * BY_NAME[element].bytes // 4)
         own = self.rows * (self.columns + self.sums + LANES + 2) + max(LANES, self.sums)
         return own + moved + ADDRESSES
 
@@ -181,20 +181,20 @@ def _whole(x: int) -> int:
 
 
 def _odd(x: int) -> int:
-    """Words of an odd number of vectors, which hold so many."""
+    """A number of words rounded up to an odd number of vectors."""
     return x + LANES if x // LANES % 2 == 0 else x
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What tiles are for.
+    """Sizes, types and layouts of one attention, which tiles are selected for.
 
     Attributes:
         held: type of Q, K and V.
         d: elements of a head of Q and K.
         dv: of V.
         queries: of a head.
-        heads: of all items, of Q.
+        heads: heads of Q, of all items.
         group: heads that share keys.
         keys: of a head.
         vectors: elements of Q, K, V and of the result that may be moved at once.
@@ -212,58 +212,58 @@ class Asked:
     loose: str
 
 
-def tilings(asked: Asked, target: Target) -> list[Tiling]:
-    """Legal tiles, best first: see above."""
+def tilings(shape: Asked, target: Target) -> list[Tiling]:
+    """Legal tiles, best first, in the order that the module's docstring describes."""
     device = target.device
-    assert device is not None  # noqa: S101 - whoever asks has one
-    together = asked.queries * asked.group
-    runs = asked.queries <= FEW[0][0] and together <= TILES[0][0] and asked.keys >= 2 * RUN
-    rows = together if runs else asked.queries
-    found = []
+    assert device is not None  # noqa: S101 - callers have a device
+    together = shape.queries * shape.group
+    runs = shape.queries <= FEW[0][0] and together <= TILES[0][0] and shape.keys >= 2 * RUN
+    rows = together if runs else shape.queries
+    legal = []
     for queries, keys, down, across in FEWEST if rows <= FEWEST[0][0] else FEW if rows <= FEW[0][0] else TILES:
         if queries >= 2 * rows and queries > FEW[0][0]:
             continue  # half of it would be empty
-        t = Tiling(asked.d, asked.dv, queries, keys, down, across, loose=asked.loose, runs=runs)
-        most = WIDEST // BY_NAME[asked.held].bytes
-        q, k, v, o = (min(x, most) for x in asked.vectors)
+        t = Tiling(shape.d, shape.dv, queries, keys, down, across, loose=shape.loose, runs=runs)
+        most = WIDEST // BY_NAME[shape.held].bytes
+        q, k, v, o = (min(x, most) for x in shape.vectors)
         stored = t.cell if runs else min(o, t.cell)
         t = replace(t, vectors=(math.gcd(q, t.depth), math.gcd(k, t.depth), math.gcd(v, t.wide), stored))
         if t.threads <= device.block_threads and t.shared_bytes <= min(STATIC, device.shared_bytes):
-            found.append(t)
-    if not found:
+            legal.append(t)
+    if not legal:
         raise ScheduleError(
-            f"attention of heads of {asked.d} and {asked.dv} elements needs more than the "
+            f"attention of heads of {shape.d} and {shape.dv} elements needs more than the "
             f"{min(STATIC, device.shared_bytes)} bytes of shared memory of {target.name}"
         )
-    return sorted(found, key=lambda t: _lacks(t, asked, target))
+    return sorted(legal, key=lambda t: _lacks(t, shape, target))
 
 
-def _lacks(t: Tiling, asked: Asked, target: Target) -> tuple[int, int, bool]:
-    """What tiles lack of registers, of blocks for all processors, and of room for a second block."""
+def _lacks(t: Tiling, shape: Asked, target: Target) -> tuple[int, int, bool]:
+    """Missing registers, the negated number of busy processors, and whether there is no room for a second block."""
     device = target.device
-    assert device is not None  # noqa: S101 - whoever asks has one
+    assert device is not None  # noqa: S101 - callers have a device
     most = device.thread_registers if on_gpu(target) else 0
-    short = max(0, t.registers(asked.held) - most) if most else 0
-    blocks = min(device.processors, asked.heads * -(-asked.queries // t.queries))
+    short = max(0, t.registers(shape.held) - most) if most else 0
+    blocks = min(device.processors, shape.heads * -(-shape.queries // t.queries))
     return short, 0 if t.runs else -blocks, 2 * t.shared_bytes > device.processor_shared_bytes > 0
 
 
-def choose(asked: Asked, target: Target) -> Tiling:
+def choose(shape: Asked, target: Target) -> Tiling:
     """The tiles to use.
 
     Raises:
         ScheduleError: none are legal.
     """
-    return tilings(asked, target)[0]
+    return tilings(shape, target)[0]
 
 
-def runs_of(t: Tiling, asked: Asked, target: Target) -> tuple[int, int]:
-    """How many runs the keys are cut in, and the keys of each: a number that follows from sizes and device alone."""
+def runs_of(t: Tiling, shape: Asked, target: Target) -> tuple[int, int]:
+    """Number of KV splits, and the keys of each: a function of the sizes and the device alone."""
     device = target.device
-    assert device is not None  # noqa: S101 - whoever asks has one
+    assert device is not None  # noqa: S101 - callers have a device
     if not t.runs:
-        return 1, asked.keys
-    blocks = asked.heads // asked.group
-    wanted = min(MOST_RUNS, max(1, -(-(BUSY // t.threads) * device.processors // blocks)), -(-asked.keys // RUN))
-    each = -(-asked.keys // (wanted * t.keys)) * t.keys
-    return -(-asked.keys // each), each
+        return 1, shape.keys
+    blocks = shape.heads // shape.group
+    wanted = min(MOST_RUNS, max(1, -(-(BUSY // t.threads) * device.processors // blocks)), -(-shape.keys // RUN))
+    each = -(-shape.keys // (wanted * t.keys)) * t.keys
+    return -(-shape.keys // each), each

@@ -1,13 +1,12 @@
-"""The schedules worth considering for a problem on a device.
+"""Candidate schedules for a problem on a device.
 
-Owns the enumeration, and what makes a schedule of a device legal: at each level, what a tile
-needs is no more than there is. Imports `schedule.schedule`, `spec.problem`, `target.target`. As for CPUs, a
-handful of tiles serves every shape.
+Owns the enumeration, and the rules that make a schedule of a device legal: at each level, a tile
+needs no more than the device has. As for CPUs, a handful of tiles serves every shape.
 
-Registers of a thread: MR x NR sums, of floats twice but for few (`beside`), a row and a column of operands,
-and what is on its way to shared memory; addresses take some `ADDRESSES` more. A block of threads must leave room for
-`resident` blocks, so that one computes while another waits. Shared memory: BM x BK of A and
-BK x BN of B, as often as there are stages.
+Registers of a thread: MR x NR sums, of floats twice except for small tiles (`sums_in_shared`), a row and a column of
+operands, and elements in flight to shared memory; addresses take some `ADDRESSES` more. A block of threads must leave
+room for `occupancy` blocks, so that one computes while another waits. Shared memory: BM x BK of A and
+BK x BN of B, for each stage.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ if TYPE_CHECKING:
     from portmm.spec.problem import Problem
     from portmm.target.target import Atom, Isa, Target
 
-ADDRESSES, PIECE, SPREAD_PIECE, DIRECT_ADDRESSES = 30, 4, 5, 36
-"""Registers of a thread for counters and what a compiler needs, for the addresses of a piece that it moves, of one
-whose units go to several rows of shared memory, and of threads that read where operands lie. The least with which
-NVRTC 13 spills nothing, of tiles of all sizes: no document says them."""
+ADDRESSES, PER_VECTOR, PER_SCATTERED_VECTOR, NAIVE_ADDRESSES = 30, 4, 5, 36
+"""Registers of a thread for counters and the compiler's temporaries, for the addresses of a vector that it moves, of
+one whose units go to several rows of shared memory, and of threads that read operands in place. The least with which
+NVRTC 13 spills nothing, of tiles of all sizes: they are not documented."""
 PARTS = 4
 """NVIDIA's processors since Volta have four parts with registers of their own, and a warp stays in one."""
 MOST_VECTOR = 16
-"""Bytes that a thread moves at once, at most."""
+"""Largest vector that a thread moves at once, in bytes."""
 TILES = ((8, 8), (8, 4), (4, 8), (4, 4), (2, 4), (1, 4))
 """MR x NR of a GPU's threads."""
 WARPS = ((1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2))
@@ -47,29 +46,30 @@ LANE_TILES = ((8, 3), (8, 2), (12, 2), (6, 4), (4, 4), (4, 2), (2, 2), (1, 4), (
 LANES = 16
 """Threads of a CPU's block: lanes of its widest vectors."""
 GROUP = 8
-"""Rows of tiles that are swept together: what they read of B stays in L2."""
+"""Rows of tiles that are scheduled together, so that B stays in L2 between them."""
 SPLITS = (1, 2, 4, 8, 16, 32)
 SPLIT_STEPS = 4
-"""Steps of k that a slice has at least."""
+"""Minimum number of steps of k in a slice."""
 ASYNCHRONOUS = 80
 """PTX ISA, cp.async: architectures from sm_80 on."""
 STAGES = 3
 """Tiles in shared memory where copies are asynchronous."""
 _MATRIX = {"warp": gpu_mma.candidates, "warpgroup": gpu_wgmma.candidates}
-"""Who multiplies together -> its schedules."""
+"""Scope of a matrix unit -> its schedules."""
 AHEAD = 64
-"""Registers for the sums of slices that are on their way."""
+"""Registers for the sums of slices in flight."""
 FEW = 8
-"""Sums of a thread, at most, whose totals wait in shared memory: those of the largest tile, 2 x 4, of devices with 64
-registers for a thread, which has no room for a second set there; those of larger tiles would fill shared memory."""
+"""Maximum number of sums of a thread whose totals are kept in shared memory: those of the largest tile, 2 x 4, of
+devices with 64 registers for a thread, which has no registers for a second set; those of larger tiles would fill
+shared memory."""
 TICKET = 16
-"""Bytes of shared memory in which the threads of a block learn whether it is the last of its tile."""
+"""Bytes of shared memory that tell the threads of a block whether it is the last of its tile."""
 BUSY = 2
-"""Blocks for each processor from which k need not be split."""
+"""Blocks per processor from which k need not be split."""
 
 
 def asynchronous(target: Target) -> bool:
-    """The device copies to shared memory past its registers."""
+    """Whether the device copies from global to shared memory without registers."""
     device = target.device
     number = device.architecture.rstrip("af") if device else ""
     return number.isdigit() and int(number) >= ASYNCHRONOUS
@@ -79,7 +79,7 @@ def candidates(p: Problem, target: Target, vectors: tuple[int, int, int]) -> lis
     """Legal schedules for a problem, in a fixed order.
 
     Args:
-        p: what to compute.
+        p: the problem.
         target: a device.
         vectors: elements of A, B and C that may be moved at once, as strides, sizes and
             addresses allow.
@@ -89,43 +89,43 @@ def candidates(p: Problem, target: Target, vectors: tuple[int, int, int]) -> lis
     """
     if target.device is None:
         raise ScheduleError(f"{target.name} is no device")
-    found: dict[Schedule, None] = {}
+    legal: dict[Schedule, None] = {}
     for isa, atom in units(p.dtype, target, tf32=p.tf32):
         if atom.unit:
             make = gpu_w4a16.candidates if p.b == "codes" else _MATRIX[atom.unit]
-            ways = make(p, isa, atom, target, vectors, asynchronous=asynchronous(target))
-            found |= {_bounded(s, target): None for s in _joined(ways, target) if not illegal(s, p, target)}
+            proposed = make(p, isa, atom, target, vectors, asynchronous=asynchronous(target))
+            legal |= {_bounded(s, target): None for s in _with_fixup(proposed, target) if not illegal(s, p, target)}
             continue
-        programs = [] if p.b == "codes" else list(_direct(p, isa, atom, target, vectors))
+        programs = [] if p.b == "codes" else list(_naive(p, isa, atom, target, vectors))
         if (on_gpu(target) and atom.acc != "f64") or p.b == "codes":
             programs = [*_shared(p, isa, atom, target, vectors), *programs]
         if on_gpu(target) or p.b == "codes":
             programs += gpu_gemv.candidates(p, isa, atom, target, vectors)
-        found |= {_bounded(s, target): None for s in _joined(programs, target) if not illegal(s, p, target)}
+        legal |= {_bounded(s, target): None for s in _with_fixup(programs, target) if not illegal(s, p, target)}
     if p.grouped:
-        found = {replace(s, grouped=True): None for s in found if PROGRAMS[s.program].grouped and s.split == 1}
-    if not found:
+        legal = {replace(s, grouped=True): None for s in legal if PROGRAMS[s.program].grouped and s.split == 1}
+    if not legal:
         raise ScheduleError(f"no legal schedule for {p} on {target.name}")
-    # Rows may be any number: batches come in all sizes, weights do not.
-    return [replace(s, static=(ALL, p.n, p.k)) for s in found] if p.static else list(found)
+    # M is not compiled in: batches have all sizes, weights do not.
+    return [replace(s, static=(ALL, p.n, p.k)) for s in legal] if p.static else list(legal)
 
 
-def _joined(every: Iterable[Schedule], target: Target) -> Iterator[Schedule]:
-    """Schedules, and those whose slices of k are added in the same kernel."""
+def _with_fixup(schedules: Iterable[Schedule], target: Target) -> Iterator[Schedule]:
+    """Schedules, and those of them with a split-K fixup: slices of k are added in the same kernel."""
     device = target.device
-    assert device is not None  # noqa: S101 - `candidates` looked
-    for s in every:
+    assert device is not None  # noqa: S101 - checked by `candidates`
+    for s in schedules:
         yield s
-        if s.split > 1 and PROGRAMS[s.program].joins and device.language == "cuda":
+        if s.split > 1 and PROGRAMS[s.program].fixup and device.language == "cuda":
             yield replace(s, joined=True)
 
 
 def _bounded(s: Schedule, target: Target) -> Schedule:
-    """A schedule that says how many blocks share a processor's registers, where its compiler takes that."""
+    """A schedule with its resident, where the device's compiler takes that as a bound."""
     device = target.device
-    assert device is not None  # noqa: S101 - `candidates` looked
+    assert device is not None  # noqa: S101 - checked by `candidates`
     limited = device.language == "cuda" and device.registers and s.program != "stream"
-    bounded = replace(s, resident=resident(s, target)) if limited else s
+    bounded = replace(s, resident=occupancy(s, target)) if limited else s
     if not s.persistent:
         return bounded
     blocks = device.processors * max(1, bounded.resident)
@@ -133,44 +133,44 @@ def _bounded(s: Schedule, target: Target) -> Schedule:
 
 
 def on_gpu(target: Target) -> bool:
-    """Threads run in step and share memory of their own, unlike those of a CPU under OpenCL."""
+    """Whether the device is a GPU, whose threads run in warps with shared memory, and not a CPU under OpenCL."""
     return target.device is not None and not target.device.lanes
 
 
 def units(dtype: str, target: Target, *, tf32: bool = False) -> list[tuple[Isa, Atom]]:
-    """What can multiply these types, best first; with `tf32`, also what rounds f32 to it.
+    """Instruction sets and atoms that multiply these types, best first; with `tf32`, also those that round f32 to it.
 
     Raises:
-        ScheduleError: nothing can.
+        ScheduleError: there are none.
     """
-    found = []
+    pairs = []
     for isa in target.isas:
         a, b, _ = types(dtype)
         exact = (t for t in isa.atoms if (t.k_pack > 1 or t.unit) and [a, b] == [t.a, t.b] and (tf32 or a != "f32"))
         atom = next(exact, None) or isa.atom(unfolded(dtype))
         if atom is not None:
-            found.append((isa, atom))
+            pairs.append((isa, atom))
         if b == "u4":
-            found += [(isa, t) for t in isa.atoms if t.unit == "warp" and t.a == t.b == a]
+            pairs += [(isa, t) for t in isa.atoms if t.unit == "warp" and t.a == t.b == a]
     if target.device is not None and target.device.language != "cuda":
-        # OpenCL has no word for units that threads multiply with together.
-        found = [(isa, atom) for isa, atom in found if not atom.unit]
-    if not found:
+        # OpenCL has no matrix instructions that a warp executes together.
+        pairs = [(isa, atom) for isa, atom in pairs if not atom.unit]
+    if not pairs:
         raise ScheduleError(f"{target.name} does not multiply {dtype}")
-    return found
+    return pairs
 
 
 def illegal(s: Schedule, p: Problem, target: Target) -> str:
     """Why a schedule cannot be used for a problem on a device, or an empty string."""
     device = target.device
-    assert device is not None  # noqa: S101 - `candidates` looked
+    assert device is not None  # noqa: S101 - checked by `candidates`
     if s.threads > device.block_threads:
         return f"needs {s.threads} threads of {device.block_threads} in a block"
     if device.thread_registers and on_gpu(target) and registers(s) > device.thread_registers:
         return f"needs {registers(s)} registers of {device.thread_registers} in a thread"
     if device.registers and registers(s) * s.threads > device.registers:
         return f"needs {registers(s) * s.threads} registers of {device.registers} in a processor"
-    most = device.shared_bytes if PROGRAMS[s.program].asks else min(device.shared_bytes, STATIC_SHARED)
+    most = device.shared_bytes if PROGRAMS[s.program].dynamic_shared else min(device.shared_bytes, STATIC_SHARED)
     if shared_bytes(s) > most:
         return f"needs {shared_bytes(s)} bytes of {device.shared_bytes} of shared memory"
     steps = 1 if s.program == "stream" else SPLIT_STEPS
@@ -188,86 +188,89 @@ def shared_bytes(s: Schedule) -> int:
 
 
 def at_once(s: Schedule) -> int:
-    """Slices whose sums the last block of a tile reads at once."""
+    """Number of slices whose sums the last block of a tile reads at once."""
     return max(1, min(s.split, AHEAD // (s.mr * s.nr)))
 
 
-def _of_threads(s: Schedule) -> int:
-    """Registers of a thread that multiplies what it loads from shared memory."""
+def _simt_registers(s: Schedule) -> int:
+    """Registers of a thread of the simt program, which multiplies operands from shared memory."""
     a, b, _ = s.types
     sizes = ((s.block.m, a), (s.block.n, b))
     waiting = 0 if s.copies else sum(-(-x * s.block.k * s.kr * BY_NAME[t].bytes // (4 * s.threads)) for x, t in sizes)
-    sums = s.mr * s.nr * (1 if beside(s) else sets(a, b))
-    return sums + s.mr + s.nr + waiting + ADDRESSES + _turns(s, 0) + _turns(s, 1)
+    sums = s.mr * s.nr * (1 if sums_in_shared(s) else sets(a, b))
+    return sums + s.mr + s.nr + waiting + ADDRESSES + _address_registers(s, 0) + _address_registers(s, 1)
 
 
-def beside(s: Schedule) -> bool:
-    """Sums of runs of k wait in shared memory, not in registers, of threads that multiply what lies there."""
+def sums_in_shared(s: Schedule) -> bool:
+    """Whether totals over runs of k are kept in shared memory, not in registers, by the simt program."""
     return s.mr * s.nr <= FEW and sets(*s.types[:2]) > 1
 
 
 def _totals(s: Schedule) -> int:
-    """Bytes of shared memory in which they wait."""
-    return 4 * s.mr * s.nr * s.threads if beside(s) else 0
+    """Bytes of shared memory for totals over runs of k."""
+    return 4 * s.mr * s.nr * s.threads if sums_in_shared(s) else 0
 
 
-def _of_readers(s: Schedule) -> int:
-    """Registers of a thread that reads operands where they lie."""
+def _naive_registers(s: Schedule) -> int:
+    """Registers of a thread of the naive program, which reads operands in place."""
     words = 2 if s.types[0] == s.types[1] == "f64" else 1
     parts = s.mr + s.nr
-    return words * (sets(*s.types[:2]) * s.mr * s.nr + parts) + 2 * parts + DIRECT_ADDRESSES
+    return words * (sets(*s.types[:2]) * s.mr * s.nr + parts) + 2 * parts + NAIVE_ADDRESSES
 
 
-def _turns(s: Schedule, side: int) -> int:
-    """Registers for the addresses of the pieces of A (0) or B (1) that a thread moves: see `kernels.feeding`."""
+def _address_registers(s: Schedule, side: int) -> int:
+    """Registers for the addresses of the vectors of A (0) or B (1) that a thread moves: `gpu.global_to_shared`."""
     along_k = s.along_k(side)
     rows, vector = (s.block.m, s.block.n)[side], s.vectors[side]
     units = max(1, vector // s.kr) if along_k else 1
-    lines = 1 if along_k else vector
-    turns = -(-(rows // lines) * (s.block.k // units) // s.threads)
-    return turns * (SPREAD_PIECE + (s.kr > 1) if along_k and not s.copies else PIECE)
+    vector_rows = 1 if along_k else vector
+    transfers = -(-(rows // vector_rows) * (s.block.k // units) // s.threads)
+    return transfers * (PER_SCATTERED_VECTOR + (s.kr > 1) if along_k and not s.copies else PER_VECTOR)
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a block program of devices needs, and what can be asked of it.
+    """Resources and features of a block program of devices.
 
     Attributes:
         registers: of a thread.
         shared_bytes: of a block.
-        asks: it may have more shared memory than a kernel has unasked.
-        grouped: its blocks find the group that their rows are of.
-        joins: its last block of a tile can add what all slices of k summed, on devices that order memory.
+        dynamic_shared: it may have more shared memory than a kernel has statically.
+        grouped: it supports grouped matmuls, whose blocks find the group of their rows.
+        fixup: its last block of a tile can add the sums of all slices of k, on devices that order memory.
     """
 
     registers: Callable[[Schedule], int]
     shared_bytes: Callable[[Schedule], int]
-    asks: bool = False
+    dynamic_shared: bool = False
     grouped: bool = False
-    joins: bool = False
+    fixup: bool = False
 
 
-_CODED = Program(gpu_w4a16.registers, gpu_w4a16.shared_bytes, asks=True)
+_W4A16 = Program(gpu_w4a16.registers, gpu_w4a16.shared_bytes, dynamic_shared=True)
 PROGRAMS = {
     "simt": Program(
-        _of_threads, lambda s: (s.block.m + s.block.n) * s.block.k * 4 * s.stages + _totals(s), grouped=True, joins=True
+        _simt_registers,
+        lambda s: (s.block.m + s.block.n) * s.block.k * 4 * s.stages + _totals(s),
+        grouped=True,
+        fixup=True,
     ),
-    "direct": Program(_of_readers, lambda _: 0, grouped=True),
+    "direct": Program(_naive_registers, lambda _: 0, grouped=True),
     "stream": Program(gpu_gemv.registers, gpu_gemv.shared_bytes),
-    "mma": Program(gpu_mma.registers, gpu_mma.shared_bytes, asks=True, grouped=True, joins=True),
-    "wgmma": Program(gpu_wgmma.registers, gpu_wgmma.shared_bytes, asks=True, grouped=True),
-    **dict.fromkeys(gpu_w4a16.PROGRAMS, _CODED),
+    "mma": Program(gpu_mma.registers, gpu_mma.shared_bytes, dynamic_shared=True, grouped=True, fixup=True),
+    "wgmma": Program(gpu_wgmma.registers, gpu_wgmma.shared_bytes, dynamic_shared=True, grouped=True),
+    **dict.fromkeys(gpu_w4a16.PROGRAMS, _W4A16),
 }
-"""By name; those of `lower.GRID_PROGRAMS`."""
+"""Block programs by name, those of `lower.GRID_PROGRAMS`."""
 
 
-def resident(s: Schedule, target: Target) -> int:
-    """Blocks that a processor holds at once."""
+def occupancy(s: Schedule, target: Target) -> int:
+    """Number of blocks that run on a processor at once."""
     device = target.device
-    assert device is not None  # noqa: S101 - `candidates` looked
+    assert device is not None  # noqa: S101 - checked by `candidates`
     most = [8]
     if device.registers:
-        each = -(-registers(s) // 8) * 8  # registers are given out in groups of 8
+        each = -(-registers(s) // 8) * 8  # registers are allocated in groups of 8
         warps = PARTS * (device.registers // (PARTS * each * device.warp))
         most.append(warps * device.warp // s.threads)
     if device.threads:
@@ -278,65 +281,65 @@ def resident(s: Schedule, target: Target) -> int:
 
 
 def _warp(lanes: int) -> tuple[int, int]:
-    """Threads of a warp, down and across: as square as can be, rather wide."""
+    """Threads of a warp, down and across: as square as possible, with no fewer across than down."""
     down = 1 << (lanes.bit_length() - 1) // 2
     return down, lanes // down
 
 
 def _shared(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: tuple[int, int, int]) -> Iterator[Schedule]:
-    """Tiles that pass through shared memory."""
+    """Schedules of the simt program, with tiles in shared memory."""
     device = target.device
-    assert device is not None  # noqa: S101 - `candidates` looked
+    assert device is not None  # noqa: S101 - checked by `candidates`
     down, across = _warp(max(device.warp, 16))
     for mr, nr in TILES:
-        for high, wide in WARPS:
-            bm, bn = mr * down * high, nr * across * wide
+        for warps_m, warps_n in WARPS:
+            bm, bn = mr * down * warps_m, nr * across * warps_n
             depth = DEPTH if (bm + bn) * DEPTH * 8 <= device.shared_bytes else DEPTH // 2
             warp, block = Tile("warp", mr * down, nr * across, 1), Tile("shared", bm, bn, depth)
             tiles = (Tile("registers", mr, nr, 1), warp, block, Tile("L2", GROUP * bm, ALL, ALL))
             cell = (min(mr, 4), min(nr, 4))
             one = _schedule("simt", p, isa, atom, tiles, cell, vectors)
             if one is not None:
-                yield from _fed(one, p, atom, target)
+                yield from _staged(one, p, atom, target)
 
 
-def _fed(s: Schedule, p: Problem, atom: Atom, target: Target) -> Iterator[Schedule]:
-    """A schedule with its stages, and with slices of k where there are few blocks."""
+def _staged(s: Schedule, p: Problem, atom: Atom, target: Target) -> Iterator[Schedule]:
+    """Variants of a schedule by stages, and by slices of k where there are few blocks."""
     device = target.device
-    assert device is not None  # noqa: S101 - `candidates` looked
+    assert device is not None  # noqa: S101 - checked by `candidates`
     plain = set(s.types[:2]) == {"f32"} and atom.k_pack == 1
-    ways = [replace(s, stages=2)]
+    variants = [replace(s, stages=2)]
     if asynchronous(target) and plain:
-        ways.append(replace(s, stages=STAGES, copies=True))
+        variants.append(replace(s, stages=STAGES, copies=True))
     tiles = -(-p.m // s.block.m) * -(-p.n // s.block.n) * p.batch
-    for way in ways:
+    for variant in variants:
         for split in SPLITS:
             if split == 1 or tiles * split <= BUSY * device.processors:
-                yield replace(way, split=split)
+                yield replace(variant, split=split)
 
 
 def _schedule(  # noqa: PLR0917 - parts of one record
     program: str, p: Problem, isa: Isa, atom: Atom, tiles: tuple[Tile, ...], cell: tuple[int, int],
     vectors: tuple[int, int, int],
 ) -> Schedule | None:  # fmt: skip
-    """A schedule whose operands are moved as wide as they may be, or None if tiles are too small for threads."""
+    """A schedule with the widest transfers of operands, or None if tiles have fewer elements than threads."""
     s = Schedule(
         program, isa.name, p.dtype, tiles, (tiles[0].m,), a=p.a, b=p.b, pack_a=False, pack_b=False, kr=atom.k_pack,
         fused=p.fused, stages=1, cell=cell, c="row" if p.c == "row" else "any", group=gpu_gemv.group_of(p),
     )  # fmt: skip
     if program == "direct":
         return replace(s, vectors=(1, 1, min(vectors[2], cell[1])))
-    wide = [_piece(s, side, vectors[side]) for side in (0, 1)]
-    if 0 in wide:
+    moved = [_transfer_vector(s, side, vectors[side]) for side in (0, 1)]
+    if 0 in moved:
         return None
-    return replace(s, vectors=(wide[0], wide[1], _stored(p, cell, vectors[2])))
+    return replace(s, vectors=(moved[0], moved[1], _stored(p, cell, vectors[2])))
 
 
 def _stored(p: Problem, cell: tuple[int, int], vector: int) -> int:
     return min(vector, cell[1]) if p.c == "row" else 1
 
 
-def _piece(s: Schedule, side: int, vector: int) -> int:
+def _transfer_vector(s: Schedule, side: int, vector: int) -> int:
     """Elements of A (0) or B (1) that a thread moves at once; 0 if there are fewer of them than threads."""
     layout = (s.a, s.b)[side]
     if layout == "codes":
@@ -345,34 +348,34 @@ def _piece(s: Schedule, side: int, vector: int) -> int:
     along_k = s.along_k(side)
     most = min(vector, MOST_VECTOR // size) if layout != "any" else 1
     if s.kr > 1:
-        # Units of four bytes are moved whole, or woven from rows of four.
+        # Units of four bytes are moved whole, or interleaved from rows of four.
         most = (most if along_k else min(most, s.kr)) if most >= s.kr else 1
-        deep = max(1, most // s.kr) if along_k else 1
+        in_k = max(1, most // s.kr) if along_k else 1
     else:
-        deep = most if along_k else 1
-    high = 1 if along_k else most
-    while most > 1 and (s.block.k % deep or rows % high or rows * s.block.k < s.threads * deep * high):
+        in_k = most if along_k else 1
+    in_rows = 1 if along_k else most
+    while most > 1 and (s.block.k % in_k or rows % in_rows or rows * s.block.k < s.threads * in_k * in_rows):
         if s.kr > 1 and most <= s.kr:
             return 1 if rows * s.block.k >= s.threads else 0
         most //= 2
-        deep, high = (max(1, most // s.kr), 1) if along_k else (1, most)
+        in_k, in_rows = (max(1, most // s.kr), 1) if along_k else (1, most)
     return most if rows * s.block.k >= s.threads else 0
 
 
-def _direct(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: tuple[int, int, int]) -> Iterator[Schedule]:
-    """Tiles that are read where they lie."""
+def _naive(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: tuple[int, int, int]) -> Iterator[Schedule]:
+    """Schedules of the naive program, which reads operands in place."""
     if atom.k_pack > 1:
         return
     gpu = on_gpu(target)
     device = target.device
-    assert device is not None  # noqa: S101 - `candidates` looked
+    assert device is not None  # noqa: S101 - checked by `candidates`
     lanes = max(device.warp, 16) if gpu else LANES
     shapes = ((4, 4), (4, 1), (1, 4), (2, 2), (1, 1)) if gpu else LANE_TILES
     for mr, nr in shapes:
-        for high in (1, 4) if gpu else (1,):
+        for warps_m in (1, 4) if gpu else (1,):
             tiles = (
                 Tile("registers", mr, nr, 1), Tile("warp", mr, nr * lanes, 1),
-                Tile("shared", mr * high, nr * lanes, 1), Tile("L2", GROUP * mr * high, ALL, ALL),
+                Tile("shared", mr * warps_m, nr * lanes, 1), Tile("L2", GROUP * mr * warps_m, ALL, ALL),
             )  # fmt: skip
             one = _schedule("direct", p, isa, atom, tiles, (mr, 1), vectors)
             if one is not None:

@@ -1,9 +1,8 @@
-"""The schedules worth considering for a product with few rows on a device: see `kernels.stream`.
+"""Candidate schedules for a product with few rows on a device (gemv, skinny gemm): see `kernels.gpu.gemv`.
 
-Owns their enumeration, and what they need of registers and shared memory. Imports `schedule.schedule`,
-`spec.problem`, `target.target`. What sets them apart is how many bytes are on their way at once, how long
-the runs are that neighbours read, and how many blocks there are; the cost model chooses.
-On CPUs under OpenCL `kernels.direct` streams as fast, without barriers.
+Owns their enumeration, and their registers and shared memory. They differ in the bytes in flight, the length of
+the runs that neighbouring threads read, and the number of blocks; the cost model selects.
+On CPUs under OpenCL `kernels.gpu.naive` streams as fast, without barriers.
 """
 
 from __future__ import annotations
@@ -22,66 +21,66 @@ if TYPE_CHECKING:
     from portmm.target.target import Atom, Isa, Target
 
 ROWS = 8
-"""Rows of A, at most: beyond, multiply-adds take longer than B."""
+"""Maximum M: with more rows, multiply-adds take longer than B."""
 ADDRESSES = 20
-"""Registers of a thread for counters and what a compiler needs, beside two for each address."""
+"""Registers of a thread for counters and the compiler's temporaries, besides two for each address."""
 BANKS = 32
 SPLITS = (2, 4, 8, 16, 32, 64)
 SUMS = 31
 """Sums of a thread that leave room for enough threads."""
 UNROLLED = 256
-"""Multiply-adds in a row, of all that a thread asks for at once: compilers take long over more."""
-FLYING = 128
-"""Bytes that a thread asks for at once, at most: 200 such threads have enough on their way for a processor."""
+"""Maximum number of unrolled multiply-adds, of all elements that a thread loads at once: compilers are slow with more.
+"""
+IN_FLIGHT = 128
+"""Maximum number of bytes in flight of a thread: 200 such threads have enough in flight for a processor."""
 
 
 def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: tuple[int, int, int]) -> Iterator[Schedule]:
     """Schedules for a problem, none if it has many rows.
 
     Args:
-        p: what to compute.
+        p: the problem.
         isa: the instruction set.
-        atom: multiplies.
+        atom: its multiply-add.
         target: a device.
         vectors: elements of A, B and C that may be moved at once.
     """
     if p.m > ROWS or p.deterministic:
         return
-    deep_first = p.b in ("col", "codes")
-    whole_units = deep_first and p.a == "row" and min(vectors[:2]) >= atom.k_pack
+    k_contiguous = p.b in ("col", "codes")
+    whole_units = k_contiguous and p.a == "row" and min(vectors[:2]) >= atom.k_pack
     if atom.k_pack > 1 and not whole_units:
         return
-    wide = vectors[1] if p.b != "any" else 1
-    width = wide // atom.k_pack if deep_first else 1
+    vector = vectors[1] if p.b != "any" else 1
+    width = vector // atom.k_pack if k_contiguous else 1
     warp = target.device.warp if target.device else 1
-    shapes = _along_k(warp) if deep_first else _along_n(warp, wide, p.m)
+    shapes = _along_k(warp) if k_contiguous else _along_n(warp, vector, p.m)
     for nr, shared, across in shapes:
-        turns = -(-p.k // (shared * width * atom.k_pack))
-        most = min(
-            turns, UNROLLED // (p.m * nr * width), int(FLYING // (size(p.types[1]) * nr * (wide if deep_first else 1)))
-        )
-        for deep in _deep(most):
-            one = _schedule(p, isa, atom, (nr, deep, shared, across), (width, wide, vectors[0]), target)
+        loads = -(-p.k // (shared * width * atom.k_pack))
+        elements = nr * (vector if k_contiguous else 1)
+        most = min(loads, UNROLLED // (p.m * nr * width), int(IN_FLIGHT // (size(p.types[1]) * elements)))
+        for unroll in _unrolls(most):
+            one = _schedule(p, isa, atom, (nr, unroll, shared, across), (width, vector, vectors[0]), target)
             yield from _split(one, p, target)
 
 
-def _deep(most: int) -> tuple[int, ...]:
-    """Pieces that a thread asks for at once, two ways; hardly more than there are."""
-    found = [x for x in (8, 4, 2, 1) if x <= max(most, 1)]
-    return tuple(found[:2])
+def _unrolls(most: int) -> tuple[int, ...]:
+    """Numbers of vectors that a thread loads at once: the two largest powers of two that are useful."""
+    unrolls = [x for x in (8, 4, 2, 1) if x <= max(most, 1)]
+    return tuple(unrolls[:2])
 
 
 def _along_k(warp: int) -> Iterator[tuple[int, int, int]]:
-    """Columns of a thread, threads along k and across, where columns are side by side."""
+    """Columns of a thread, threads along k and along n, where k is contiguous in B."""
     for nr in (1, 2, 4):
         for shared in (max(warp // 4, 1), warp, 4 * warp):
             for threads in (4 * warp, 8 * warp):
                 yield nr, shared, threads // shared
 
 
-def _along_n(warp: int, wide: int, m: int) -> Iterator[tuple[int, int, int]]:
-    """The same where rows of n are side by side: a thread's columns are those of a vector, or, of many sums, half."""
-    for nr in (wide, wide // 2) if wide * m > SUMS else (wide,):
+def _along_n(warp: int, vector: int, m: int) -> Iterator[tuple[int, int, int]]:
+    """The same where n is contiguous in B: a thread's columns are those of a vector, or, of many sums, half."""
+    for nr in (vector, vector // 2) if vector * m > SUMS else (vector,):
         for across in (warp // 16, warp // 8, warp // 4, warp // 2, warp):
             for threads in (4 * warp, 8 * warp, 16 * warp, 32 * warp):
                 if across:
@@ -91,34 +90,34 @@ def _along_n(warp: int, wide: int, m: int) -> Iterator[tuple[int, int, int]]:
 def _schedule(  # noqa: PLR0917 - parts of one record
     p: Problem, isa: Isa, atom: Atom, shape: tuple[int, int, int, int], moved: tuple[int, int, int], target: Target
 ) -> Schedule:
-    nr, deep, shared, across = shape
-    width, wide, vector = moved
-    piece, warp = deep * width, target.device.warp if target.device else 1
-    deep_first = p.b in ("col", "codes")
-    near = min(warp, shared if deep_first else across)
-    far = max(1, min(warp // near, across if deep_first else shared))
-    along, beside = (near, far) if deep_first else (far, near)
+    nr, unroll, shared, across = shape
+    width, b_vector, a_vector = moved
+    depth, warp = unroll * width, target.device.warp if target.device else 1
+    k_contiguous = p.b in ("col", "codes")
+    near = min(warp, shared if k_contiguous else across)
+    far = max(1, min(warp // near, across if k_contiguous else shared))
+    lanes_k, lanes_n = (near, far) if k_contiguous else (far, near)
     tiles = (
-        Tile("registers", p.m, nr, piece), Tile("warp", p.m, nr * beside, piece * along),
-        Tile("shared", p.m, nr * across, piece * shared), Tile("L2", p.m, ALL, ALL),
+        Tile("registers", p.m, nr, depth), Tile("warp", p.m, nr * lanes_n, depth * lanes_k),
+        Tile("shared", p.m, nr * across, depth * shared), Tile("L2", p.m, ALL, ALL),
     )  # fmt: skip
-    chunk = min(vector, width * atom.k_pack, CODES_KR if p.b == "codes" else vector) if p.a == "row" else 1
+    chunk = min(a_vector, width * atom.k_pack, CODES_KR if p.b == "codes" else a_vector) if p.a == "row" else 1
     return Schedule(
         "stream", isa.name, p.dtype, tiles, (p.m,), a=p.a, b=p.b, pack_a=False, pack_b=False, kr=atom.k_pack,
-        fused=p.fused, group=group_of(p), stages=1, vectors=(chunk, wide if deep_first else nr, 1),
+        fused=p.fused, group=group_of(p), stages=1, vectors=(chunk, b_vector if k_contiguous else nr, 1),
         c="row" if p.c == "row" else "any",
     )  # fmt: skip
 
 
 def group_of(p: Problem) -> int:
-    """Rows of codes that share a scale, 0 for all."""
+    """Rows of int4 or int8 values that share a scale, 0 for all."""
     return family(p.family).group if p.b == "codes" else 0
 
 
 def _split(s: Schedule, p: Problem, target: Target) -> Iterator[Schedule]:
-    """A schedule, and with slices of k where there are few blocks."""
+    """A schedule, and its variants with slices of k where there are few blocks."""
     device = target.device
-    assert device is not None  # noqa: S101 - `grid_candidates` looked
+    assert device is not None  # noqa: S101 - checked by `gpu_candidates.candidates`
     blocks = -(-p.n // s.block.n) * p.batch
     yield s
     if p.acc != "f64":
@@ -127,22 +126,22 @@ def _split(s: Schedule, p: Problem, target: Target) -> Iterator[Schedule]:
 
 
 def along_k(s: Schedule) -> bool:
-    """B's columns are side by side in memory."""
+    """Whether k is contiguous in B."""
     return s.b in ("col", "codes")
 
 
 def width(s: Schedule) -> int:
-    """Units that a thread takes of k at once."""
+    """Units of k in one vector of a thread."""
     return s.vectors[1] // s.kr if along_k(s) else 1
 
 
 def shares(s: Schedule) -> int:
-    """Threads of a block with the same columns."""
+    """Threads of a block that split k: those with the same columns."""
     return s.block.k // s.tiles[0].k
 
 
 def flying(s: Schedule) -> int:
-    """Bytes of B that a thread has on their way at once."""
+    """Bytes of B that a thread has in flight."""
     return int(s.nr * s.tiles[0].k * s.kr * size(s.types[1]))
 
 
@@ -160,9 +159,9 @@ def registers(s: Schedule) -> int:
 
 
 def apart(s: Schedule) -> tuple[int, int]:
-    """Words of shared memory from one output to the next, and from one thread's sum of it to another's.
+    """Strides of partial sums in shared memory, in words: of outputs, and of the threads that share one.
 
-    Threads of a warp write one output each at a time, and add one each: all of them find banks of their own.
+    Threads of a warp write one output each at a time, and add one each: all of them use different banks.
     """
     across = s.block.n // s.nr
     outputs = s.mr * s.block.n
@@ -172,7 +171,7 @@ def apart(s: Schedule) -> tuple[int, int]:
 
 
 def shared_words(s: Schedule) -> int:
-    """Sums that wait in shared memory of a block."""
+    """Words of shared memory of a block for partial sums."""
     outputs, (far, near) = s.mr * s.block.n, apart(s)
     return (outputs - 1) * far + (shares(s) - 1) * near + 1
 

@@ -1,8 +1,7 @@
-"""The schedules worth considering for units that multiply fragments which a warp holds: see `kernels.mma`.
+"""Candidate schedules for matrix units that multiply fragments of a warp: see `kernels.gpu.mma`.
 
-Owns their enumeration, and what they need of registers and shared memory. Imports `schedule.schedule`, `spec.problem`,
-`target.target`. A warp's part is as square as its registers allow, because it loads (WM + WN) words for WM x WN products;
-of few rows, or columns, a block has no more than there are.
+Owns their enumeration, and their registers and shared memory. A warp's tile is as square as its registers allow,
+because it loads (WM + WN) words for WM x WN products; a block has no more rows, or columns, than the problem.
 """
 
 from __future__ import annotations
@@ -26,41 +25,41 @@ BLOCKS = (
     (16, 128, 16, 32), (16, 64, 16, 16), (128, 16, 32, 16), (64, 16, 16, 16),
     (8, 128, 8, 32), (8, 64, 8, 16), (128, 8, 32, 8), (64, 8, 16, 8),
 )  # fmt: skip
-"""Of a block and of a warp: rows and columns. Those of 8 need an atom with as few rows or columns there."""
+"""Rows and columns of a block and of a warp. Those of 8 need an atom with as few rows or columns."""
 DEPTHS = (64, 128)
 """Bytes of a row of A, or column of B, in shared memory: two or four atoms."""
 STAGES = (3, 4, 5)
 """Tiles in shared memory where copies are asynchronous."""
 LEAST_COPY = 4
-"""Bytes of an asynchronous copy, at least: PTX ISA, cp.async."""
+"""Minimum size of an asynchronous copy, in bytes: PTX ISA, cp.async."""
 WIDE = (2, 4)
 """Bytes of elements whose fragments are loaded transposed: PTX ISA, ldmatrix; and word by word."""
-PIECE = 16
+VECTOR_BYTES = 16
 NARROW, LEAST = 2, 8
-"""Bytes of results that go through shared memory, and of what a thread then moves at once, at least: of two lanes'
-16 bits each, memory would move half of what it could."""
+"""Largest element, in bytes, of results that are stored through shared memory, and the least that a thread then stores
+at once: with 16 bits of each of two lanes, memory would run at half of its bandwidth."""
 FEW = 32
-"""Rows of a block's tile up to which operands change sides: atoms have half as many columns as rows."""
+"""Rows of a block's tile up to which operands are exchanged: atoms have half as many columns as rows."""
 GROUP = 8
 SPLITS = (1, 2, 4, 8, 16)
 ADDRESSES, PER_COPY, SWAPPED = 46, 6, 20
 """Registers of a thread for counters, for each vector that it moves, and for rows of C in two directions; the
-least with which NVRTC 13 spills nothing, of all tiles. It loads the fragments of a next step in between, so that those
-of one are counted."""
+least with which NVRTC 13 spills nothing, of all tiles. The fragments of the next step are loaded in between, so only
+those of one step are counted."""
 
 
 def candidates(
     p: Problem, isa: Isa, atom: Atom, target: Target, vectors: tuple[int, int, int], *, asynchronous: bool
 ) -> Iterator[Schedule]:
-    """Schedules for a problem, none if its operands lie in ways that fragments cannot be loaded from.
+    """Schedules for a problem, none if fragments cannot be loaded from the layouts of its operands.
 
     Args:
-        p: what to compute.
+        p: the problem.
         isa: the instruction set.
-        atom: multiplies.
+        atom: its matrix instruction.
         target: a device.
         vectors: elements of A, B and C that may be moved at once.
-        asynchronous: the device copies to shared memory past its registers.
+        asynchronous: the device copies from global to shared memory without registers.
     """
     if p.a == "any" or p.b not in ("row", "col") or p.deterministic:
         return
@@ -68,17 +67,17 @@ def candidates(
     for layout, along_k, size in ((p.a, "row", sizes[0]), (p.b, "col", sizes[1])):
         if layout != along_k and size not in WIDE:
             return
-    stored = min(vectors[2], PIECE // BY_NAME[p.types[2]].bytes)
-    moved = [min(v, PIECE // x) for v, x in zip(vectors, sizes, strict=False)]
+    stored = min(vectors[2], VECTOR_BYTES // BY_NAME[p.types[2]].bytes)
+    moved = [min(v, VECTOR_BYTES // x) for v, x in zip(vectors, sizes, strict=False)]
     copies = asynchronous and min(v * x for v, x in zip(moved, sizes, strict=True)) >= LEAST_COPY
     for bm, bn, wm, wn in BLOCKS:
         for swap in (False, True):
-            high, wide = (atom.n, atom.m) if swap else (atom.m, atom.n)
-            if wm % high or wn % wide or (swap and (bm > FEW or p.types[0] != p.types[1])):
+            m, n = (atom.n, atom.m) if swap else (atom.m, atom.n)
+            if wm % m or wn % n or (swap and (bm > FEW or p.types[0] != p.types[1])):
                 continue
-            # A lane has one of four rows, or of eight, and the other way round of columns.
+            # Lanes of a warp are 8 x 4 along m and n, or 4 x 8 of exchanged operands.
             down, across = (4, 8) if swap else (8, 4)
-            # Hopper multiplies floats of eight bits as f16: of deeper tiles, compilers keep too much of both.
+            # Hopper multiplies floats of eight bits as f16: of deeper tiles, compilers keep too many of both types.
             for depth in DEPTHS[:1] if p.types[0] in FP8 else DEPTHS:
                 tiles = (
                     Tile("registers", wm // down, wn // across, atom.k), Tile("warp", wm, wn, atom.k),
@@ -89,11 +88,11 @@ def candidates(
                     swap=swap, fused=p.fused, stages=2, vectors=(moved[0], moved[1], min(stored, bn)),
                     c="row" if p.c == "row" else "any",
                 )  # fmt: skip
-                yield from _fed(one, p, target, copies=copies)
+                yield from _staged(one, p, target, copies=copies)
 
 
-def _fed(s: Schedule, p: Problem, target: Target, *, copies: bool) -> Iterator[Schedule]:
-    """A schedule with its stages, and with slices of k where there are few blocks."""
+def _staged(s: Schedule, p: Problem, target: Target, *, copies: bool) -> Iterator[Schedule]:
+    """Variants of a schedule by stages, and by slices of k where there are few blocks."""
     processors = target.device.processors if target.device else 1
     tiles = -(-p.m // s.block.m) * -(-p.n // s.block.n) * p.batch
     for stages in STAGES if copies else (2,):
@@ -119,9 +118,9 @@ def registers(s: Schedule) -> int:
     """Registers of a thread."""
     a, b, _ = (BY_NAME[x].bytes for x in s.types)
     waiting = 0 if s.copies else (s.block.m * a + s.block.n * b) * s.block.k // (4 * s.threads)
-    # Those of floats of eight bits become f16 where there is no unit for them; words are rounded to others.
-    held = fragments(s) * (3 if s.types[0] in FP8 else 2 if s.types[0] == "f32" else 1)
-    return s.mr * s.nr + held + waiting + ADDRESSES + PER_COPY * turns(s) + SWAPPED * s.swap
+    # Floats of eight bits are converted to f16 where there is no unit for them; words are rounded to tf32.
+    operands = fragments(s) * (3 if s.types[0] in FP8 else 2 if s.types[0] == "f32" else 1)
+    return s.mr * s.nr + operands + waiting + ADDRESSES + PER_COPY * turns(s) + SWAPPED * s.swap
 
 
 def shared_bytes(s: Schedule) -> int:
@@ -132,7 +131,7 @@ def shared_bytes(s: Schedule) -> int:
 
 
 def staging(s: Schedule) -> int:
-    """Shared memory in which results wait to be stored: see `kernels.staging`."""
+    """Shared memory of results before they are stored: see `kernels.gpu.epilogue_staging`."""
     size = BY_NAME[s.types[2]].bytes
     narrow = s.c == "row" and not s.slices and size <= NARROW and s.vectors[2] * size >= LEAST
-    return s.block.m * (s.block.n * size + PIECE) if narrow else 0
+    return s.block.m * (s.block.n * size + VECTOR_BYTES) if narrow else 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from portmm.schedule.cpu_candidates import IN_PLACE_ROWS, blocking, heights_of, tallest
+from portmm.schedule.cpu_candidates import IN_PLACE_ROWS, blocking, mr_variants_of, tallest
 from portmm.schedule.schedule import ALL, Tile, illegal
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _too_tall(s: Schedule, q: Problem, isa: Isa, atom: Atom) -> str:
     if not _bends(s):
         return ""
     most = _tallest(s, isa, atom)
-    if s.mr % atom.m or not 0 < s.mr <= most or q.m <= s.mr or s.heights != heights_of(s.mr):
+    if s.mr % atom.m or not 0 < s.mr <= most or q.m <= s.mr or s.heights != mr_variants_of(s.mr):
         return f"{s.mr} rows of registers, of at most {most}, for {q.m} rows"
     return ""
 
@@ -172,7 +172,7 @@ class Space:
             Tile("L2", mc, near, kc),
             Tile("L3", mc, nc, kc),
         )
-        return replace(s, tiles=tiles, heights=heights_of(mr) if _bends(s) else s.heights)
+        return replace(s, tiles=tiles, heights=mr_variants_of(mr) if _bends(s) else s.heights)
 
 
 def _deepened(s: Schedule, atom: Atom, factor: float) -> Schedule:
