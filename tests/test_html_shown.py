@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -184,11 +185,32 @@ def apart(a, b):
     return False
 
 
+def stored(name, group="", threads=0):
+    """A stored report: all of it, or cases of a group or name, as if for more threads."""
+    report = from_json((STORED / f"{name}.json").read_text())
+    own = tuple(r for r in report.results if group in ("", r.case.group, r.case.name))
+    return replace(report, results=own, threads=threads or report.threads)
+
+
 @pytest.mark.parametrize("width", [1200, 800, 380])
-@pytest.mark.parametrize("name", ["zen5-1t-f32", "zen4-1t-narrow-quantised", "sapphire_rapids-1t-narrow-packed"])
-def test_labels_of_the_roofline_keep_clear(browse, name, width):
-    """Turned ones too: of one another, of the numbers at the axes, and of the frame."""
-    labels = seen_by(browse, from_json((STORED / f"{name}.json").read_text()), LABELS, width)
+@pytest.mark.parametrize(
+    "part",
+    [
+        ("zen5-1t-f32",),
+        ("zen4-1t-narrow-quantised",),
+        ("sapphire_rapids-1t-narrow-packed",),
+        ("sapphire_rapids-1t-f32-quick", "bert"),
+        ("sapphire_rapids-1t-narrow-packed", "bf16-llama-down-m16-packed"),
+        ("zen4-1t-narrow-quantised", "w4a8-llama-down-m1"),
+        ("zen4-avx2-1t-narrow-packed", "int4-dynamic"),
+        ("zen4-avx2-1t-narrow-packed", "", 8),
+        ("zen5-1t-f32", "llama-m1-kv"),
+    ],
+    ids=lambda part: "-".join(map(str, part)),
+)
+def test_labels_of_the_roofline_keep_clear(browse, part, width):
+    """Rotated ones too: of one another, of the numbers at the axes, and of the frame."""
+    labels = seen_by(browse, stored(*part), LABELS, width)
     assert [(a[0], b[0]) for a, b in combinations(labels, 2) if not apart(a[2], b[2])] == []
     for text, kind, corners in labels:
         edges = (LEFT, TOP, WIDTH - RIGHT, HEIGHT - BOTTOM) if kind == "label" else (0, 0, WIDTH, HEIGHT)

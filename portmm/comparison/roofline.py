@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from portmm.comparison.report import Report, Result
 
 WIDTH, HEIGHT = 1080.0, 600.0
-LEFT, RIGHT, TOP, BOTTOM = 62.0, 18.0, 28.0, 50.0
-CLEAR = 17.0
-"""Labels of roofs nearer than this would touch."""
+LEFT, RIGHT, TOP, BOTTOM = 62.0, 18.0, 36.0, 50.0
+CLEAR, LETTER = 20.0, 10.0
+"""Height of a line of text and width of a letter, at the largest font that the style sheet sets (16 pixels)."""
 ABOVE, INSIDE = 5.0, 4.0
 """Distances of a label from its roof, and from the axis."""
+STEP, STEPS = 1.25, 40
+"""Factor by which a range is extended for a label that lacks room, and how often at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +113,15 @@ def roofline(report: Report) -> Markup:
     tops, slopes = peaks(report), levels(report)
     rates = [x for p in drawn for r in (p.ours, p.best) if r for x in (r.low, r.high)]
     xs = [p.intensity for p in drawn]
+    high = max(*rates, *tops.values()) * 1.7
+    top = max(tops.values(), default=high)
     # The slanted roofs are labelled left of all points.
-    x = Axis(min(xs) / 5, max(xs) * 2, LEFT, WIDTH - RIGHT)
-    y = Axis(min(rates) / 2, max(*rates, *tops.values()) * 1.7, HEIGHT - BOTTOM, TOP)
+    x, y = _axes((min(xs) / 5, max(xs) * 2), (min(rates) / 2, high), slopes, top)
     what = f"Rate against arithmetic intensity of {len(drawn)} cases, on logarithmic axes"
     return tag(
         "svg",
         _frame(report, x, y),
-        tag("g", *_slanted(slopes, max(tops.values(), default=y.high), x, y), class_="roof"),
+        tag("g", *_slanted(slopes, top, x, y), class_="roof"),
         tag("g", *_level(tops, max(slopes.values(), default=0.0), x, y), class_="roof"),
         *(_case(report, p, x, y) for p in drawn),
         class_="roofline",
@@ -127,6 +130,32 @@ def roofline(report: Report) -> Markup:
         aria_label=what,
         xmlns="http://www.w3.org/2000/svg",
     )
+
+
+def _axes(
+    intensities: tuple[float, float], rates: tuple[float, float], slopes: dict[str, float], top: float
+) -> tuple[Axis, Axis]:
+    """Axes over two ranges, extended downwards until the labels of the slanted roofs fit into the frame.
+
+    Args:
+        intensities: lowest and highest value of the horizontal axis.
+        rates: lowest and highest value of the vertical axis.
+        slopes: level of memory -> bandwidth.
+        top: rate of the highest level roof.
+    """
+    left, bottom = intensities[0], rates[0]
+    for _ in range(STEPS):
+        x, y = Axis(left, intensities[1], LEFT, WIDTH - RIGHT), Axis(bottom, rates[1], HEIGHT - BOTTOM, TOP)
+        cut = [label for label in _labels(slopes, top, x, y) if not label.fits]
+        if not cut:
+            break
+        # A roof that begins at the left edge gains room from a wider plot, one that begins at the bottom from a
+        # higher one.
+        if cut[0].at_left:
+            left /= STEP
+        else:
+            bottom /= STEP
+    return x, y
 
 
 def _frame(report: Report, x: Axis, y: Axis) -> Markup:
@@ -168,22 +197,59 @@ def _shared(roofs: dict[str, float], decade: float) -> list[tuple[str, float]]:
     return rows
 
 
+@dataclass(frozen=True, slots=True)
+class Label:
+    """The label of a slanted roof.
+
+    Attributes:
+        text: its words.
+        x: of the first letter's lower left corner.
+        y: of the same corner.
+        turn: angle of the line of text; negative as it rises to the right.
+        at_left: its roof begins at the left edge of the plot, not at the bottom.
+    """
+
+    text: str
+    x: float
+    y: float
+    turn: float
+    at_left: bool
+
+    @property
+    def fits(self) -> bool:
+        """Whether the last letter's upper corners lie in the frame."""
+        length, height = LETTER * len(self.text), CLEAR
+        right = self.x + length * math.cos(self.turn)
+        upper = self.y + length * math.sin(self.turn) - height * math.cos(self.turn)
+        return right <= WIDTH - RIGHT - INSIDE and upper >= TOP + INSIDE
+
+
+def _spans(slopes: dict[str, float], top: float, x: Axis, y: Axis) -> dict[float, tuple[float, float]]:
+    """Bandwidth -> intensities at which its roof begins and ends, for those that the axes show."""
+    spans = {value: (max(x.low, y.low / value), min(x.high, top / value)) for value in slopes.values()}
+    return {value: (begin, end) for value, (begin, end) in spans.items() if begin < end}
+
+
+def _labels(slopes: dict[str, float], top: float, x: Axis, y: Axis) -> Iterable[Label]:
+    """Labels of the slanted roofs that the axes show."""
+    spans = _spans(slopes, top, x, y)
+    turn = math.atan2(y.decade, x.decade)
+    for text, value in _shared({k: v for k, v in slopes.items() if v in spans}, abs(y.decade) * math.cos(turn)):
+        begin = spans[value][0]
+        # As far along its roof as keeps the first letter's upper corner right of the axis and its numbers.
+        left = (ABOVE + CLEAR) * abs(math.sin(turn)) + INSIDE - (x.at(begin) - x.start)
+        along = max(2 * INSIDE, left / math.cos(turn))
+        px = x.at(begin) + along * math.cos(turn) + ABOVE * math.sin(turn)
+        py = y.at(begin * value) + along * math.sin(turn) - ABOVE * math.cos(turn)
+        yield Label(f"{text} GB/s", px, py, turn, begin == x.low)
+
+
 def _slanted(slopes: dict[str, float], top: float, x: Axis, y: Axis) -> Iterable[Markup]:
     """Roofs of bandwidths: each from the left or the bottom edge up to the highest level roof."""
-    spans = {value: (max(x.low, y.low / value), min(x.high, top / value)) for value in slopes.values()}
-    for value, (begin, end) in spans.items():
-        if begin < end:
-            yield _line("slope", x.at(begin), y.at(begin * value), x.at(end), y.at(end * value))
-    turn = math.atan2(y.decade, x.decade)
-    for label, value in _shared(slopes, abs(y.decade) * math.cos(turn)):
-        begin, end = spans[value]
-        if begin < end:
-            # As far along its roof as keeps the first letter's upper corner right of the axis and its numbers.
-            left = (ABOVE + CLEAR) * abs(math.sin(turn)) + INSIDE - (x.at(begin) - x.start)
-            along = max(2 * INSIDE, left / math.cos(turn))
-            px = x.at(begin) + along * math.cos(turn) + ABOVE * math.sin(turn)
-            py = y.at(begin * value) + along * math.sin(turn) - ABOVE * math.cos(turn)
-            yield _words("label", (px, py), f"{label} GB/s", "start", math.degrees(turn))
+    for value, (begin, end) in _spans(slopes, top, x, y).items():
+        yield _line("slope", x.at(begin), y.at(begin * value), x.at(end), y.at(end * value))
+    for label in _labels(slopes, top, x, y):
+        yield _words("label", (label.x, label.y), label.text, "start", math.degrees(label.turn))
 
 
 def _level(tops: dict[str, float], slope: float, x: Axis, y: Axis) -> Iterable[Markup]:
