@@ -1,9 +1,9 @@
-"""What a function on whole arrays finds around it.
+"""Captured variables of a traced function, and guards on them.
 
-Owns `Scope`, which runs a function with traced arrays in place of its arguments
-and of what it captures (closures, globals, defaults, attributes of captured
-objects), and remembers how to find them again, with a check that they are still
-of the kind that was traced. Imports `arrays.interop`, `fusion.graph`, `fusion.traced_array`.
+Owns `Scope`, which replaces the arguments of a function and its captured variables
+(closures, globals, defaults, attributes of captured objects) by traced arrays. It records
+the access path of each captured object, with a check (guard) that the object is still
+of the kind that was traced.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Array = np.ndarray[Any, Any]
 ITEM, CELL, ATTRIBUTE = range(3)
 SAME, EQUAL, ARRAY, NUMBER, LENGTH, DEVICE = range(6)
 Check = tuple[int, Any, Any, int, Any]
-"""How to get something: from what, by which key; and how to tell that it is what it was."""
+"""A guard: the access (ITEM, CELL, ATTRIBUTE), its container and key; the kind of comparison, the expected value."""
 
 
-def form(x: Array) -> tuple[Any, ...]:
-    """What decides which kernels take an array."""
+def array_key(x: Array) -> tuple[Any, ...]:
+    """The properties of an array that select its kernels."""
     return (x.shape, x.strides, x.dtype, x.flags.aligned)
 
 
@@ -43,7 +43,7 @@ def is_weight(x: Any) -> bool:
 
 
 def arguments(values: Any, key: list[Any], leaves: list[Any], kept: list[Any]) -> None:
-    """The kind of some arguments, and what each call gives anew."""
+    """Append the cache key of some arguments, the values that vary per call (leaves), and objects named by identity."""
     for x in values:
         if type(x) is np.ndarray:
             key.append((x.shape, x.strides, x.dtype, x.flags.aligned))
@@ -59,7 +59,7 @@ def arguments(values: Any, key: list[Any], leaves: list[Any], kept: list[Any]) -
             leaves.append(float(x))
         elif isinstance(x, np.ndarray):
             refuse_class(x, "an argument", matrix=False)
-            key.append(form(x))
+            key.append(array_key(x))
             leaves.append(np.asarray(x))
         elif is_weight(x):
             key.append((id(x), x.shape))
@@ -76,10 +76,10 @@ def arguments(values: Any, key: list[Any], leaves: list[Any], kept: list[Any]) -
 
 
 class Scope:
-    """The surroundings of a function, while it is traced.
+    """The closure of a function while it is traced.
 
     Args:
-        graph: what is taken down.
+        graph: the graph to record in.
         by_value: numbers are constants.
     """
 
@@ -90,14 +90,14 @@ class Scope:
         self.seen: dict[int, Any] = {}
 
     def argument(self, x: Any, name: str) -> Any:
-        """An argument, of which the key of the call tells the kind: see `arguments`."""
+        """The traced replacement of an argument, whose kind is in the key of the call: see `arguments`."""
         if isinstance(x, np.ndarray):
             return Value(self.graph, self.graph.leaf(np.asarray(x), name))
         if is_weight(x) or on_device(x):
             return Value(self.graph, self.graph.leaf(x, name))
         if isinstance(x, (tuple, list)):
-            made = [self.argument(y, f"{name}[{i}]") for i, y in enumerate(x)]
-            return type(x)(made) if type(x) in (tuple, list) else type(x)(*made)
+            items = [self.argument(y, f"{name}[{i}]") for i, y in enumerate(x)]
+            return type(x)(items) if type(x) in (tuple, list) else type(x)(*items)
         if isinstance(x, dict):
             return {k: self.argument(y, f"{name}[{k!r}]") for k, y in x.items()}
         if isinstance(x, float):
@@ -105,33 +105,33 @@ class Scope:
             return float(x) if self.by_value else Value(self.graph, leaf)
         return x if isinstance(x, (*PLAIN, type)) else self.wrapped(x, ITEM, {0: x}, 0, name)
 
-    def check(self, how: int, at: Any, key: Any, kind: int, expected: Any) -> None:
-        """Something must be what it was."""
-        self.checks.append((how, at, key, kind, expected))
+    def check(self, access: int, container: Any, key: Any, kind: int, expected: Any) -> None:
+        """Add a guard: the object is still the expected one."""
+        self.checks.append((access, container, key, kind, expected))
 
-    def wrapped(self, x: Any, how: int, at: Any, key: Any, name: str) -> Any:  # noqa: C901, PLR0911, PLR0912
-        """What a traced function finds in place of something that it captured."""
+    def wrapped(self, x: Any, access: int, container: Any, key: Any, name: str) -> Any:  # noqa: C901, PLR0911, PLR0912
+        """The traced replacement of a captured object."""
         if isinstance(x, np.ndarray):
             refuse_class(x, name, matrix=False)
-            self.check(how, at, key, ARRAY, form(x))
+            self.check(access, container, key, ARRAY, array_key(x))
             return Value(self.graph, self.graph.leaf(np.asarray(x), name))
         if isinstance(x, float) and not self.by_value:
-            self.check(how, at, key, NUMBER, float)
+            self.check(access, container, key, NUMBER, float)
             return Value(self.graph, self.graph.leaf(float(x), name))
         if isinstance(x, (*PLAIN, float)):
-            self.check(how, at, key, EQUAL, x)
+            self.check(access, container, key, EQUAL, x)
             return x
         if on_device(x):
-            self.check(how, at, key, DEVICE, lay(x))
+            self.check(access, container, key, DEVICE, lay(x))
             return Value(self.graph, self.graph.leaf(x, name))
         if type(x) is list or isinstance(x, dict):
-            self.check(how, at, key, LENGTH, (x, len(x)))
+            self.check(access, container, key, LENGTH, (x, len(x)))
         elif not isinstance(x, types.MethodType):
-            self.check(how, at, key, SAME, x)
+            self.check(access, container, key, SAME, x)
         self.kept.append(x)
         if is_weight(x):
             return Value(self.graph, self.graph.leaf(x, name))
-        function = getattr(x, "__wrapped__", None) if type(x).__name__ == "Whole" else x
+        function = getattr(x, "__wrapped__", None) if type(x).__name__ == "FusedFunction" else x
         if isinstance(function, types.FunctionType):
             return self.rebound(function)
         if isinstance(x, types.MethodType):
@@ -144,7 +144,7 @@ class Scope:
             return x
         if isinstance(x, (types.ModuleType, type)):
             return self.of_object(x, name)
-        return x if _foreign(type(x)) else _Object(self, x, name)
+        return x if _of_library(type(x)) else _Object(self, x, name)
 
     def rebound(self, function: types.FunctionType) -> Any:
         """The function, with traced arrays in place of what it captures."""
@@ -152,50 +152,58 @@ class Scope:
             return function
         if id(function) in self.seen:
             return self.seen[id(function)]
-        spaces = dict(function.__globals__)
+        namespace = dict(function.__globals__)
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
-        made = types.FunctionType(function.__code__, spaces, function.__name__, None, cells or None)
-        self.seen[id(function)] = made
+        copy = types.FunctionType(function.__code__, namespace, function.__name__, None, cells or None)
+        self.seen[id(function)] = copy
         for name in global_names(function.__code__):
-            if name in spaces:
-                spaces[name] = self.wrapped(spaces[name], ITEM, function.__globals__, name, name)
+            if name in namespace:
+                namespace[name] = self.wrapped(namespace[name], ITEM, function.__globals__, name, name)
         names = function.__code__.co_freevars
         for name, old, new in zip(names, function.__closure__ or (), cells, strict=True):
             if filled(old):
                 new.cell_contents = self.wrapped(old.cell_contents, CELL, old, 0, name)
         if function.__defaults__:
-            usual = function.__defaults__
-            made.__defaults__ = tuple(self.wrapped(x, ITEM, usual, i, f"default {i}") for i, x in enumerate(usual))
+            defaults = function.__defaults__
+            copy.__defaults__ = tuple(
+                self.wrapped(x, ITEM, defaults, i, f"default {i}") for i, x in enumerate(defaults)
+            )
         if function.__kwdefaults__:
-            made.__kwdefaults__ = {
+            copy.__kwdefaults__ = {
                 n: self.wrapped(x, ITEM, function.__kwdefaults__, n, n) for n, x in function.__kwdefaults__.items()
             }
-        return made
+        return copy
 
     def method(self, x: types.MethodType) -> Any:
-        """A method, of the object as a traced function sees it."""
-        if not isinstance(x.__func__, types.FunctionType) or _foreign(type(x.__self__)):
+        """A method bound to the traced replacement of its object."""
+        if not isinstance(x.__func__, types.FunctionType) or _of_library(type(x.__self__)):
             return x
         return types.MethodType(self.rebound(x.__func__), self.of_object(x.__self__, "self"))
 
     def of_object(self, x: Any, name: str) -> Any:
-        """An object as a traced function sees it."""
+        """The traced replacement of an object."""
         if id(x) not in self.seen:
             self.seen[id(x)] = _Object(self, x, name)
         return self.seen[id(x)]
 
 
-def _foreign(kind: type) -> bool:
-    """A class whose objects are none of the user's: they are taken as they are."""
+def _of_library(kind: type) -> bool:
+    """Test for a class of a library, not of the user: its objects are not traced."""
     return kind.__module__.partition(".")[0] in ("builtins", "portmm", "numpy", "functools", "operator", "ml_dtypes")
 
 
-def found(checks: list[Check]) -> list[Any] | None:
-    """The arrays and numbers that a function captures now; None if something is not of the kind that it was."""
+def captured_values(checks: list[Check]) -> list[Any] | None:
+    """The arrays and numbers that a function captures now; None if a guard fails."""
     leaves: list[Any] = []
     try:
-        for how, at, key, kind, expected in checks:
-            x = at[key] if how == ITEM else at.cell_contents if how == CELL else getattr(at, key)
+        for access, container, key, kind, expected in checks:
+            x = (
+                container[key]
+                if access == ITEM
+                else container.cell_contents
+                if access == CELL
+                else getattr(container, key)
+            )
             if not _IS[kind](x, expected):
                 return None
             if kind in (ARRAY, NUMBER, DEVICE) or (kind == SAME and is_weight(x)):
@@ -206,9 +214,9 @@ def found(checks: list[Check]) -> list[Any] | None:
 
 
 def _is_array(x: Any, expected: tuple[Any, ...]) -> bool:
-    if type(x) is not np.ndarray:  # asked here, as every call comes by
+    if type(x) is not np.ndarray:  # tested here, as every call passes
         refuse_class(x, "a captured array", matrix=False)
-    return isinstance(x, np.ndarray) and form(x) == expected
+    return isinstance(x, np.ndarray) and array_key(x) == expected
 
 
 _IS: tuple[Callable[[Any, Any], bool], ...] = (
@@ -219,17 +227,17 @@ _IS: tuple[Callable[[Any, Any], bool], ...] = (
     lambda x, expected: x is expected[0] and len(x) == expected[1],
     lambda x, expected: on_device(x) and lay(x) == expected,
 )
-"""For each kind of check, whether something is what was expected: SAME, EQUAL, ARRAY, NUMBER, LENGTH, DEVICE."""
+"""The comparison of each kind of check with the expected value: SAME, EQUAL, ARRAY, NUMBER, LENGTH, DEVICE."""
 
 
 class _Object:
     """A captured object, whose arrays are traced."""
 
     def __init__(self, scope: Scope, x: Any, name: str) -> None:
-        object.__setattr__(self, "_held", (scope, x, name, {}))
+        object.__setattr__(self, "_captured", (scope, x, name, {}))
 
     def __getattr__(self, key: str) -> Any:
-        scope, x, name, known = object.__getattribute__(self, "_held")
+        scope, x, name, known = object.__getattribute__(self, "_captured")
         if key not in known:
             value = getattr(x, key)
             if isinstance(value, types.MethodType) and value.__self__ is x:
@@ -238,18 +246,18 @@ class _Object:
         return known[key]
 
     def __getitem__(self, key: Any) -> Any:
-        scope, x, name, _ = object.__getattribute__(self, "_held")
+        scope, x, name, _ = object.__getattribute__(self, "_captured")
         return scope.wrapped(x[key], ITEM, x, key, f"{name}[{key!r}]")
 
     def __setattr__(self, key: str, value: Any) -> None:
-        raise refuse(f"setting .{key} of a captured object cannot be traced; return what is to be kept")
+        raise refuse(f"setting .{key} of a captured object cannot be traced; return what it should hold")
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        scope, x, _, _ = object.__getattribute__(self, "_held")
+        scope, x, _, _ = object.__getattribute__(self, "_captured")
         if isinstance(x, type):
             return x(*args, **options)
         function: Callable[..., Any] = scope.method(x.__call__)
         return function(*args, **options)
 
     def __instancecheck__(self, other: Any) -> bool:
-        return isinstance(other, object.__getattribute__(self, "_held")[1])
+        return isinstance(other, object.__getattribute__(self, "_captured")[1])

@@ -1,8 +1,7 @@
-"""Whole functions of arrays, fused.
+"""Fusion of functions of arrays into few kernels.
 
-Owns `fuse` and what it returns: a function that is traced once for each kind of
-arguments, and from then on runs as a program of few kernels. Imports `fusion.captures`,
-`fusion.graph`, `util.memo`, `fusion.program_cpu`, `fusion.partition`, `fusion.traced_array`.
+Owns `fuse` and the function that it returns, `FusedFunction`: it is traced once for each kind of
+arguments, and from then on runs as a program of few kernels.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from portmm.arrays.interop import on_device
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.dispatch import config as settings
 from portmm.errors import BuildError, ScheduleError, TraceError
-from portmm.fusion.captures import Scope, arguments, found
+from portmm.fusion.captures import Scope, arguments, captured_values
 from portmm.fusion.epilogue_axes import applied
 from portmm.fusion.graph import ByValueError, Graph, Node
-from portmm.fusion.horizontal_fusion import abreast
-from portmm.fusion.match_attention import flash
+from portmm.fusion.horizontal_fusion import join_products
+from portmm.fusion.match_attention import match_attention
 from portmm.fusion.partition import Splitter
 from portmm.fusion.plan_cpu import Builder
 from portmm.fusion.program_cpu import ChangedError, Kernel
-from portmm.fusion.traced_array import AROUND, Value
+from portmm.fusion.traced_array import HOOKS, Value
 from portmm.ops import matmul as matmul_op
 from portmm.runtime import cpu as cpu_runtime
 from portmm.trace.numpy_names import rebuilt
@@ -41,49 +40,49 @@ if TYPE_CHECKING:
     from portmm.fusion.captures import Check
     from portmm.fusion.partition import Split
 
-AROUND["applied"] = applied
+HOOKS["applied"] = applied
 MOST_KINDS = 256
-"""Kinds of arguments that a function remembers before it starts afresh."""
+"""Kinds of arguments that a function remembers before it drops them all."""
 MOST_WAYS = 4
-"""Of these, by what the function captures."""
+"""Programs of one kind of arguments, which differ in what the function captures."""
 MOST_KERNELS = 12288
-"""Kernels of all programs that are remembered in a process, 4 KiB of objects each, before it starts afresh."""
+"""Kernels of all programs that are remembered in a process, 4 KiB of objects each, before all are dropped."""
 KIND = 4
-"""Memory of a program beside its kernels, counted in kernels."""
+"""Memory of a program besides its kernels, counted in kernels."""
 MOST_TRIES = 64
 BY_VALUE = "by value"
 
 
 @dataclass(eq=False, slots=True)
-class Made:
-    """What was made for one kind of arguments.
+class Program:
+    """A compiled program for one kind of arguments.
 
     Attributes:
-        run: a program, of the arrays of a call.
-        checks: what must be as it was.
-        kept: objects whose identity the kind rests on.
-        explained: what `explain` shows.
-        lasting: it may be run again.
-        simple: its arguments are all that it takes.
+        run: the function that runs it, of the arrays of a call.
+        checks: guards on captured objects.
+        kept: objects that the cache key names by identity.
+        explained: the result of `explain`.
+        cacheable: later calls may run it too.
+        simple: its inputs are the arguments, without captured values.
     """
 
     run: Callable[[Any], Any]
     checks: list[Check]
     kept: list[Any]
     explained: Explained
-    lasting: bool
+    cacheable: bool
     simple: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """How a function runs for one kind of arguments.
+    """An explanation of a fused function for one kind of arguments.
 
     Attributes:
         name: of the function.
         kernels: in the order in which they run.
-        blocked: line, and what kept something there out of a kernel.
-        notes: what else there is to say.
+        blocked: line, and the reason why an operation there is not fused.
+        notes: further remarks.
         source: the Python that calls the kernels.
     """
 
@@ -94,105 +93,105 @@ class Explained:
     source: str
 
     def __str__(self) -> str:
-        found = [f"{self.name}: {len(self.kernels)} kernel{'s' * (len(self.kernels) != 1)}"]
+        lines = [f"{self.name}: {len(self.kernels)} kernel{'s' * (len(self.kernels) != 1)}"]
         for i, k in enumerate(self.kernels, 1):
             kind = "NumPy: " if k.kind == "numpy" else "" if k.kind == k.what else f"{k.kind}: "
-            found.append(f"  {i}. {kind}{k.what}{f'  {k.detail}' if k.detail else ''}  [{', '.join(k.lines)}]")
+            lines.append(f"  {i}. {kind}{k.what}{f'  {k.detail}' if k.detail else ''}  [{', '.join(k.lines)}]")
             if k.fused:
-                found.append(f"     fused: {', '.join(k.fused)}")
-            found += [f"     {x}" for x in k.notes]
+                lines.append(f"     fused: {', '.join(k.fused)}")
+            lines += [f"     {x}" for x in k.notes]
         if self.blocked:
-            found.append("not fused:")
-            found += [f"  {where}: {why}" for where, why in self.blocked]
-        found += [f"note: {x}" for x in self.notes]
-        return "\n".join(found)
+            lines.append("not fused:")
+            lines += [f"  {where}: {why}" for where, why in self.blocked]
+        lines += [f"note: {x}" for x in self.notes]
+        return "\n".join(lines)
 
 
-class Whole:
-    """A function whose calls run as few kernels. See `fuse`."""
+class FusedFunction:
+    """A callable that runs a function as few kernels. See `fuse`."""
 
     def __init__(self, function: Callable[..., Any], *, strict: bool) -> None:
         functools.update_wrapper(self, function)
         self.__wrapped__ = function
         self.strict = strict
         self.memo = Memory(MOST_KINDS)
-        self.quick: tuple[Any, Memory] = (None, Memory(MOST_KINDS))
+        self.fast_path: tuple[Any, Memory] = (None, Memory(MOST_KINDS))
         self.describe: Callable[[Any], bytes | None] = self.begin
         with _making:
-            _wholes.add(self)
+            _functions.add(self)
 
     def begin(self, args: Any) -> bytes | None:
-        """Have the run time ready; from then on, it describes arrays. A device needs none."""
+        """Load the run time, which describes arrays from then on; arrays on a device need no run time."""
         if any(on_device(x) for x in args):
             return None
         matmul_op.begin()
-        found = cpu_runtime.types()
-        if cpu_runtime.has_kernels(found):  # else there is nothing to describe arrays for, yet
-            self.describe = found.describe
-        described: bytes | None = found.describe(args)
+        cpu_types = cpu_runtime.types()
+        if cpu_runtime.has_kernels(cpu_types):  # without kernels there are no fast paths to look up yet
+            self.describe = cpu_types.describe
+        described: bytes | None = cpu_types.describe(args)
         return described
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
-        """The method of an object."""
+        """Bind the function to an object, as methods are."""
         return self if owner is None else types.MethodType(self, owner)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """What the function computes."""
-        told = self.describe(args) if not options else None
-        config, quick = self.quick  # together, as other threads may change them
-        if told is not None and settings.current() is config:
-            made: Made | None = quick.get(told)
-            if made is not None:
-                more = found(made.checks) if made.checks else []
-                if more is not None:
+        """Run the program of this kind of call; compile it first if there is none."""
+        description = self.describe(args) if not options else None
+        config, fast_path = self.fast_path  # together, as other threads may change them
+        if description is not None and settings.current() is config:
+            program: Program | None = fast_path.get(description)
+            if program is not None:
+                captured = captured_values(program.checks) if program.checks else []
+                if captured is not None:
                     try:
-                        return made.run(args if made.simple else _leaves(args, more))
+                        return program.run(args if program.simple else _leaves(args, captured))
                     except ChangedError:
                         return self.again(args, options)
         key, leaves, kept = self.kind(args, options)
-        made, more = self.known(key, leaves)
-        if made is None:
-            made, leaves = self.make(args, options, key, leaves, kept)
-        elif told is not None:
+        program, captured = self.known(key, leaves)
+        if program is None:
+            program, leaves = self.make(args, options, key, leaves, kept)
+        elif description is not None:
             if settings.current() is not config:
-                self.quick = config, quick = settings.current(), Memory(MOST_KINDS)
-            quick.keep(told, made)
-            made.simple = not made.checks and not any(type(x) is int for x in args)
+                self.fast_path = config, fast_path = settings.current(), Memory(MOST_KINDS)
+            fast_path.keep(description, program)
+            program.simple = not program.checks and not any(type(x) is int for x in args)
         try:
-            return made.run([*leaves, *more])
+            return program.run([*leaves, *captured])
         except ChangedError:
             return self.again(args, options)
 
     def again(self, args: Any, options: Any) -> Any:
-        """NumPy gives a shape that the program does not expect: forget it, and run the function itself."""
+        """Run the undecorated function, and drop its programs: NumPy returned a shape that they do not expect."""
         self.forget()
         return self.__wrapped__(*args, **options)
 
     def forget(self) -> None:
         """Drop all programs."""
         self.memo.clear()
-        self.quick[1].clear()
+        self.fast_path[1].clear()
 
-    def known(self, key: Any, leaves: list[Any]) -> tuple[Made | None, list[Any]]:
-        """What was made for this kind of call, and what it captures now."""
+    def known(self, key: Any, leaves: list[Any]) -> tuple[Program | None, list[Any]]:
+        """The program of this kind of call, or None, and the values that it captures now."""
         known = self.memo.get(key)
         if known is BY_VALUE:
             known = self.memo.get(_with_numbers(key, leaves))
-        for made in known or ():
-            more = found(made.checks) if made.checks else []
-            if more is not None:
-                return made, more
+        for program in known or ():
+            captured = captured_values(program.checks) if program.checks else []
+            if captured is not None:
+                return program, captured
         return None, []
 
     def explain(self, *args: Any, **options: Any) -> Explained:
-        """How a call with these arguments runs: kernels, what is fused, what is not, and on which line."""
+        """An explanation of a call with these arguments: kernels, fused operations, lines of those not fused."""
         key, leaves, kept = self.kind(args, options)
-        made, _ = self.known(key, leaves)
-        return (made or self.make(args, options, key, leaves, kept)[0]).explained
+        program, _ = self.known(key, leaves)
+        return (program or self.make(args, options, key, leaves, kept)[0]).explained
 
     @staticmethod
     def kind(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, list[Any], list[Any]]:
-        """The kind of a call, what it gives anew, and objects that the kind names by identity."""
+        """The cache key of a call, the values that vary per call, and objects that the key names by identity."""
         kinds: list[Any] = []
         leaves: list[Any] = []
         kept: list[Any] = []
@@ -202,37 +201,37 @@ class Whole:
             arguments(options.values(), kinds, leaves, kept)
         return (*kinds, settings.current(), settings.limit()), leaves, kept
 
-    def make(self, args: Any, options: Any, key: Any, leaves: list[Any], kept: list[Any]) -> tuple[Made, list[Any]]:
-        """Trace the function, make a program of it, and remember it."""
+    def make(self, args: Any, options: Any, key: Any, leaves: list[Any], kept: list[Any]) -> tuple[Program, list[Any]]:
+        """Trace the function, compile a program, and cache it."""
         for by_value in (False, True):
             try:
                 graph, result, scope = self.trace(args, options, by_value=by_value)
-                made = self.compiled(graph, result, scope, kept)
+                program = self.compiled(graph, result, scope, kept)
                 break
             except ByValueError:
                 if by_value:
                     raise
-        if made.lasting:
+        if program.cacheable:
             if by_value:
                 self.memo.keep(key, BY_VALUE)
                 key = _with_numbers(key, leaves)
-            _make_room(len(made.explained.kernels) + KIND)
-            self.memo.keep(key, [made, *self.memo.get(key, ())[: MOST_WAYS - 1]])
-        leaves, graph.leaves, graph.values = graph.leaves, [], {}  # what is remembered must not keep arrays alive
-        return made, leaves
+            _make_room(len(program.explained.kernels) + KIND)
+            self.memo.keep(key, [program, *self.memo.get(key, ())[: MOST_WAYS - 1]])
+        leaves, graph.leaves, graph.values = graph.leaves, [], {}  # a cached program must not keep arrays alive
+        return program, leaves
 
     def trace(self, args: Any, options: Any, *, by_value: bool) -> tuple[Graph, Any, Scope]:
-        """Run the function on values that take down what happens to them."""
+        """Run the function on traced values, which record its operations."""
         graph = Graph(strict=self.strict)
         scope = Scope(graph, by_value=by_value)
         function = self.__wrapped__
         names = getattr(getattr(function, "__code__", None), "co_varnames", ())
-        given = [scope.argument(x, names[i] if i < len(names) else f"argument {i}") for i, x in enumerate(args)]
+        positional = [scope.argument(x, names[i] if i < len(names) else f"argument {i}") for i, x in enumerate(args)]
         named = {n: scope.argument(x, n) for n, x in options.items()}
         bound = scope.rebound(function) if isinstance(function, types.FunctionType) else function
-        return graph, bound(*given, **named), scope
+        return graph, bound(*positional, **named), scope
 
-    def compiled(self, graph: Graph, result: Any, scope: Scope, kept: list[Any]) -> Made:
+    def compiled(self, graph: Graph, result: Any, scope: Scope, kept: list[Any]) -> Program:
         """The program of a graph."""
         outputs: list[Node] = []
 
@@ -240,41 +239,41 @@ class Whole:
             if isinstance(x, Value):
                 outputs.append(x.node)
             elif isinstance(x, np.ndarray):
-                graph.lasting = False
+                graph.cacheable = False
             return x
 
         rebuilt(result, seen)
         if any(x.kind == "number" for x in outputs):
             raise ByValueError("a number is returned")
         run, kernels, apart, source, notes = _program(graph, outputs, result)
-        if not graph.lasting and not notes:
+        if not graph.cacheable and not notes:
             notes.append(
-                "arrays arise while the function is traced, or are found where a call cannot find them again: "
-                "each call traces it anew"
+                "arrays are created while the function is traced, or captured where a later call cannot look them up: "
+                "each call traces it again"
             )
         blocked = tuple(dict.fromkeys([*graph.blocked, *apart]))
         explained = Explained(getattr(self, "__name__", "function"), tuple(kernels), blocked, tuple(notes), source)
-        return Made(run, scope.checks, [*kept, *scope.kept], explained, graph.lasting)
+        return Program(run, scope.checks, [*kept, *scope.kept], explained, graph.cacheable)
 
 
 _making = locks.reentrant_lock()
-_wholes: WeakSet[Whole] = WeakSet()
+_functions: WeakSet[FusedFunction] = WeakSet()
 _kernels = 0
 
 
 def _make_room(more: int) -> None:
-    """Forget the programs of all functions if there are too many with these."""
+    """Drop the programs of all functions if there are too many kernels with these."""
     global _kernels  # noqa: PLW0603 - of the whole process
     with _making:
         _kernels += more
         if _kernels > MOST_KERNELS:
             _kernels = more
-            for x in tuple(_wholes):
+            for x in tuple(_functions):
                 x.forget()
 
 
 def _leaves(args: tuple[Any, ...], more: list[Any]) -> list[Any]:
-    """What a call gives anew, integers being part of the program."""
+    """The values of a call that vary; integers are part of the program."""
     return [*(x for x in args if type(x) is not int), *more]
 
 
@@ -283,8 +282,8 @@ def _with_numbers(key: Any, leaves: list[Any]) -> Any:
 
 
 def _program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[Kernel], list[Any], str, list[str]]:
-    """What runs a graph, its kernels, what is apart, its text, and notes."""
-    if graph.there:
+    """The function that runs a graph, its kernels, reasons for operations that are not fused, its text, and notes."""
+    if graph.device_arrays:
         from portmm.fusion import plan_gpu
 
         return plan_gpu.program(graph, outputs, result)
@@ -293,32 +292,32 @@ def _program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[
         return _evaluated(graph, result, "an array is empty: NumPy does what is left")
     plain: dict[Node, str] = {}
     numpy: dict[Node, str] = {}
-    beside: list[tuple[str, str]] = []
-    stored = flash(graph, outputs)
+    unjoined: list[tuple[str, str]] = []
+    stored = match_attention(graph, outputs)
     for _ in range(MOST_TRIES):
         split = Splitter(graph, outputs, plain, numpy).split()
-        if not plain and not numpy and (said := abreast(graph, split)) is not None:
-            beside = said
+        if not plain and not numpy and (reasons := join_products(graph, split)) is not None:
+            unjoined = reasons
             split = Splitter(graph, outputs, plain, numpy).split()
         try:
             builder = Builder(graph, outputs, split)
             failed = _built(builder, split, plain, numpy)
             if failed:
                 continue
-            made, source = builder.writer.program(len(graph.leaves), _result(builder, result))
+            run, source = builder.writer.program(len(graph.leaves), _result(builder, result))
         except ScheduleError as error:
             return _evaluated(graph, result, f"no kernel: {error}")
         except BuildError as error:
             fall_back(error)
-            graph.lasting = graph.lasting and math.isinf(error.retry_at)
+            graph.cacheable = graph.cacheable and math.isinf(error.retry_at)
             return _evaluated(graph, result, f"no kernel: {error}")
-        apart = [*stored, *split.apart, *beside, *((x.where, f"{x.name}: {why}") for x, why in numpy.items())]
-        return made, builder.kernels, apart, source, []
+        apart = [*stored, *split.apart, *unjoined, *((x.where, f"{x.name}: {why}") for x, why in numpy.items())]
+        return run, builder.kernels, apart, source, []
     return _evaluated(graph, result, "no way to split it was found")
 
 
 def _built(builder: Builder, split: Split, plain: dict[Node, str], numpy: dict[Node, str]) -> bool:
-    """Find the kernels of all units; whether some could not be found, and what they hold is to be split further."""
+    """Build the kernels of all units; True if a unit has no kernel and the graph must be split further."""
     for i, unit in enumerate(split.units):
         builder.now = i
         try:
@@ -337,7 +336,7 @@ def _built(builder: Builder, split: Split, plain: dict[Node, str], numpy: dict[N
 
 
 def _result(builder: Builder, x: Any) -> str:
-    """What the caller gets, in a program's text."""
+    """The expression of the result in a program's text."""
     if isinstance(x, Value):
         return builder.text(x.node)
     if type(x) is tuple:
@@ -350,7 +349,7 @@ def _result(builder: Builder, x: Any) -> str:
 
 
 def _evaluated(graph: Graph, result: Any, why: str) -> tuple[Any, list[Kernel], list[Any], str, list[str]]:
-    """The graph as NumPy computes it, one operation after the other."""
+    """A program that evaluates the graph with NumPy, one operation after the other."""
 
     def run(leaves: list[Any]) -> Any:
         values: dict[Node, Any] = {}
@@ -361,17 +360,17 @@ def _evaluated(graph: Graph, result: Any, why: str) -> tuple[Any, list[Kernel], 
 
 
 def fuse(function: Callable[..., Any] | None = None, *, on_unfusable: Literal["split", "error"] = "split") -> Any:
-    """Make a function of matrix products, element-wise operations, reductions and reshapes run as few kernels.
+    """Fuse a function of matrix products, element-wise operations, reductions and reshapes into few kernels.
 
     The function is traced once for each kind of arguments (shapes, strides, types), with its
-    arrays, those that it captures too, replaced by ones that take down what happens to them. Products then take
-    the element-wise operations that follow them into their kernels; what reduces rows
-    runs as one kernel over them; NumPy does what no kernel can, in between. Arrays are
-    looked up at each call: new values, and new arrays in their places, are seen.
+    arrays, including captured ones, replaced by traced arrays that record the operations on them. Element-wise
+    operations that follow a product become its epilogue; operations that reduce rows
+    run as one kernel over rows; NumPy computes between kernels what no kernel can. Arrays are
+    looked up at each call: new values, and rebound variables, are seen.
 
     Undecorated (`__wrapped__`), the function runs as NumPy does, and is its own reference.
     A float64 or an integer of NumPy's that is no array counts as Python's: it takes the type of what it meets.
-    A number that is converted (`np.float32(scale)`) is a constant of the trace: each value is traced anew.
+    A number that is converted (`np.float32(scale)`) is a constant of the trace: each new value traces again.
 
     Args:
         function: the function; it may take and return lists, tuples and dicts of arrays.
@@ -382,14 +381,14 @@ def fuse(function: Callable[..., Any] | None = None, *, on_unfusable: Literal["s
         A function with the same arguments, and a method `explain` that takes them too.
 
     Raises:
-        ValueError: `on_unfusable` is neither of both.
-        TraceError: when called, the function's way depends on values, or it changes an array in place.
+        ValueError: `on_unfusable` is neither of these.
+        TraceError: when called, the control flow of the function depends on values, or it changes an array in place.
     """
     if on_unfusable not in ("split", "error"):
         raise ValueError(f"on_unfusable is {on_unfusable!r}; use 'split' or 'error'")
     if function is None:
         return functools.partial(fuse, on_unfusable=on_unfusable)
-    return Whole(function, strict=on_unfusable == "error")
+    return FusedFunction(function, strict=on_unfusable == "error")
 
 
-__all__ = ["Explained", "TraceError", "Whole", "fuse"]
+__all__ = ["Explained", "FusedFunction", "TraceError", "fuse"]

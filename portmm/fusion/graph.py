@@ -1,10 +1,9 @@
-"""What a function of arrays does, as a graph.
+"""Computation graph of a traced function of arrays.
 
-Owns `Node`, one operation on whole arrays with its shape, its type and the line
-of the user's function that asked for it, and `Graph`, which takes them down.
-Imports `ops.matmul`, `arrays.numpy_arrays`, `spec.expr`, `spec.epilogue`. A node knows what it means in NumPy, so
+Owns `Node`, one operation on whole arrays with its shape, its type and its line
+in the user's function, and `Graph`, which records nodes. A node holds its NumPy function, so
 that a graph can be evaluated as it was written, and, where kernels can compute it,
-the expression that it is of its operands.
+its expression of its operands.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
-_READ = dict.fromkeys(("float32", "float16", "bfloat16", "int8", "uint8"), "f32") | {"int32": "s32", "bool": "mask"}
-"""Types that expressions read -> what they are read as."""
-_MADE = {"float32": "f32", "float16": "f32", "bfloat16": "f32", "int32": "s32", "bool": "mask"}
-"""Types that kernels compute results of -> the type of the expression."""
+_READS = dict.fromkeys(("float32", "float16", "bfloat16", "int8", "uint8"), "f32") | {"int32": "s32", "bool": "mask"}
+"""Types that expressions read -> their type in expressions."""
+_WRITES = {"float32": "f32", "float16": "f32", "bfloat16": "f32", "int32": "s32", "bool": "mask"}
+"""Types of results that kernels compute -> the type of the expression."""
 FLOATS = ("float32", "float16", "bfloat16")
 _NARROW = frozenset(("float16", "bfloat16", "int8", "uint8"))
 
 
 class ByValueError(TraceError):
-    """A number that each call gives must be known to go on: trace again, with its value."""
+    """Raised where tracing needs the value of a number that varies per call: trace again, with its value."""
 
 
 @dataclass(eq=False, slots=True)
@@ -51,16 +50,16 @@ class Node:
             (along the last axis, which stays), "matmul", "call" (NumPy, between kernels) or "item"
             (one of the results of a call).
         shape: of the result.
-        dtype: of the result; None for a number, which takes the type of what it meets.
-        inputs: what it is computed from.
-        plain: its meaning in NumPy, of arrays for `inputs`.
-        name: what the user called it.
-        line: where that was: file and line.
-        number: where it comes in the order of the graph.
-        template: for "map" and "reduce", the expression, of values given.
-        leaf: which of the arrays, weights and numbers of a call it is.
-        rounds: what follows must see the narrow type, so that it is stored before it is read.
-        note: what else there is to say of it.
+        dtype: of the result; None for a number, which takes the type of the other operand.
+        inputs: its operands.
+        plain: its function in NumPy, of arrays for `inputs`.
+        name: its name in the user's function.
+        line: file and line of the operation.
+        number: its index in the order of the graph.
+        template: for "map" and "reduce", the expression of its operands.
+        leaf: its index among the arrays, weights and numbers of a call.
+        rounds: operations that follow must read the narrow type, so that it is stored before it is read.
+        note: a further remark.
     """
 
     kind: str
@@ -78,24 +77,24 @@ class Node:
 
     @property
     def where(self) -> str:
-        """The line, shortly."""
+        """The line, with the name of the file."""
         file, line = self.line
         return f"{Path(file).name}:{line}" if file else "?"
 
     @property
     def size(self) -> int:
-        """Elements."""
-        found = 1
+        """Number of elements."""
+        elements = 1
         for n in self.shape:
-            found *= n
-        return found
+            elements *= n
+        return elements
 
     def of(self, op: str) -> bool:
-        """The expression holds an operation."""
+        """Test whether the expression contains an operation."""
         return self.template is not None and any(x.op == op for x in ordered((self.template,)))
 
     def operations(self) -> int:
-        """Operations for each element."""
+        """Number of operations for each element."""
         return sum(x.op in OPS for x in ordered((self.template,))) if self.template is not None else 0
 
 
@@ -115,18 +114,18 @@ _dtypes = Memory(1024)
 
 
 def _dtype_of(plain: Callable[..., Any], values: tuple[Any, ...]) -> np.dtype[Any]:
-    """The type that NumPy gives a function of arrays (nodes) and literals."""
+    """The result type in NumPy of a function of arrays (nodes) and literals."""
     key = (plain, *((x.dtype, bool(x.shape)) if isinstance(x, Node) else (type(x), x) for x in values))
-    found = _dtypes.get(key)
-    if found is None:
+    dtype = _dtypes.get(key)
+    if dtype is None:
         like = [
             x if not isinstance(x, Node) else 1.0 if x.dtype is None else np.zeros((0,) if x.shape else (), x.dtype)
             for x in values
         ]
         with np.errstate(all="ignore"):
-            found = np.asarray(plain(*like)).dtype
-        _dtypes.keep(key, found)
-    return found
+            dtype = np.asarray(plain(*like)).dtype
+        _dtypes.keep(key, dtype)
+    return dtype
 
 
 def _itself(x: Array) -> Array:
@@ -135,59 +134,59 @@ def _itself(x: Array) -> Array:
 
 @dataclass(eq=False, slots=True)
 class Graph:
-    """What is taken down while a function runs.
+    """The operations recorded while a function is traced.
 
     Attributes:
-        strict: what no kernel computes is an error.
-        nodes: in the order in which they arose.
+        strict: an operation without a kernel is an error.
+        nodes: in the order in which they were recorded.
         leaves: the arrays, weights and numbers of this call.
-        blocked: line -> why something there is no part of a kernel.
-        lasting: the same will come of the next call.
-        values: of nodes that were needed while tracing.
-        fixed: weights that no call gives, made of others.
-        there: leaves that lie on a device, and what is known of them.
+        blocked: line -> the reason why an operation there is not part of a kernel.
+        cacheable: the next call would record the same.
+        values: of nodes that were evaluated while tracing.
+        fixed: weights that are not arguments, but joined from others.
+        device_arrays: leaves on a device, with their layouts.
     """
 
     strict: bool = False
     nodes: list[Node] = field(default_factory=list)
     leaves: list[Any] = field(default_factory=list)
     blocked: list[tuple[str, str]] = field(default_factory=list)
-    lasting: bool = True
+    cacheable: bool = True
     values: dict[Node, Any] = field(default_factory=dict)
     fixed: dict[Node, Any] = field(default_factory=dict)
-    there: dict[int, interop.Foreign] = field(default_factory=dict)
+    device_arrays: dict[int, interop.Foreign] = field(default_factory=dict)
 
-    def add(  # noqa: PLR0917 - what a node is
+    def add(  # noqa: PLR0917 - the fields of a node
         self, kind: str, shape: Shape, dtype: Any, inputs: tuple[Node, ...], plain: Any, name: str, **more: Any
     ) -> Node:
-        """Take an operation down."""
-        made = Node(kind, tuple(shape), dtype, inputs, plain, name, here(), len(self.nodes), **more)
-        self.nodes.append(made)
-        return made
+        """Record an operation."""
+        node = Node(kind, tuple(shape), dtype, inputs, plain, name, here(), len(self.nodes), **more)
+        self.nodes.append(node)
+        return node
 
     def leaf(self, value: Any, name: str) -> Node:
-        """An array, a weight or a number that each call gives anew."""
+        """Record an array, a weight or a number that varies per call."""
         self.leaves.append(value)
-        where = len(self.leaves) - 1
+        index = len(self.leaves) - 1
         if isinstance(value, np.ndarray):
             kind, shape, dtype = "array", value.shape, value.dtype.newbyteorder("=")
         elif isinstance(value, float):
             kind, shape, dtype = "number", (), None
-        elif (found := interop.adopt(value) if interop.on_device(value) else None) is not None:
-            self.there[where] = found
-            kind, shape, dtype = "array", found.shape, numpy_arrays.numpy_of(found.dtype)
+        elif (layout := interop.adopt(value) if interop.on_device(value) else None) is not None:
+            self.device_arrays[index] = layout
+            kind, shape, dtype = "array", layout.shape, numpy_arrays.numpy_of(layout.dtype)
         else:
-            # One of four bits is multiplied as numbers of the type of what it meets.
+            # An int4 weight is dequantized to the type of the other operand.
             kind, shape, dtype = "weight", value.shape, value.owner.dtype if type(value).__name__ == "Packed" else None
-        return self.add(kind, shape, dtype, (), _itself, name, leaf=where)
+        return self.add(kind, shape, dtype, (), _itself, name, leaf=index)
 
     def constant(self, value: Array) -> Node:
-        """An array that arose while tracing: the next call must look again."""
-        self.lasting = False
+        """Record an array created while tracing: the next call must trace again."""
+        self.cacheable = False
         return self.leaf(value, "an array made while tracing")
 
     def evaluate(self, wanted: Node, leaves: list[Any], values: dict[Node, Any]) -> Any:
-        """The value of a node, as NumPy computes it."""
+        """The value of a node, computed by NumPy."""
         stack = [wanted]
         while stack:
             x = stack[-1]
@@ -196,23 +195,23 @@ class Graph:
             if not missing:
                 stack.pop()
                 if x not in values:
-                    given_ = [values[y] for y in x.inputs]
-                    values[x] = leaves[x.leaf] if x.leaf >= 0 else x.plain(*given_)
+                    operands = [values[y] for y in x.inputs]
+                    values[x] = leaves[x.leaf] if x.leaf >= 0 else x.plain(*operands)
         return values[wanted]
 
     def map(
         self, name: str, traced: Any, plain: Any, values: tuple[Any, ...], dtype: Any = None, *, index: bool = False
     ) -> Node:
-        """A function of each element of some arrays and literals.
+        """Record an element-wise function of arrays and literals.
 
-        Results of a type that is given are rounded to it, where it is narrow. With `index`
-        some of the values are integers that count elements: they take the type of what they meet.
+        Results are rounded to `dtype` where it is passed and narrow. With `index`
+        some of the values are element indices: they take the type of the other operands.
         """
         nodes = tuple(x for x in values if isinstance(x, Node))
         if all(x.kind == "number" for x in nodes):
             raise ByValueError("numbers meet")
         if any(x.kind == "weight" for x in nodes):
-            raise refuse(f"{name} of a packed weight; pack what it makes of the weight instead")
+            raise refuse(f"{name} of a packed weight; pack its result instead")
         shape = np.broadcast_shapes(*(x.shape for x in nodes))
         kind = dtype if dtype is not None else _dtype_of(plain, values)
         if index and kind == np.float64:
@@ -222,49 +221,49 @@ class Graph:
             def plain(*xs: Any) -> Any:
                 return np.asarray(function(*xs)).astype(kind)
 
-        places = iter(range(len(nodes)))
-        at = [(next(places), x) if isinstance(x, Node) else (-1, x) for x in values]
+        positions = iter(range(len(nodes)))
+        at = [(next(positions), x) if isinstance(x, Node) else (-1, x) for x in values]
 
-        def filled(function: Any, given_: Any) -> Any:
-            return function(*(x if i < 0 else given_[i] for i, x in at))
+        def filled(function: Any, operands: Any) -> Any:
+            return function(*(x if i < 0 else operands[i] for i, x in at))
 
         template, why = self._template(filled, traced, nodes, kind)
         if template is None:
             called: Node = self.call(name, lambda *xs: filled(plain, xs), nodes, why, shape=shape, dtype=kind)
             return called
-        whole, rounds = (lambda *xs: filled(plain, xs)), dtype is not None and kind.name in _NARROW
-        return self.add("map", shape, kind, nodes, whole, name, template=template, rounds=rounds)
+        numpy_function, rounds = (lambda *xs: filled(plain, xs)), dtype is not None and kind.name in _NARROW
+        return self.add("map", shape, kind, nodes, numpy_function, name, template=template, rounds=rounds)
 
     @staticmethod
     def _template(filled: Any, traced: Any, nodes: tuple[Node, ...], dtype: Any) -> tuple[Expr | None, str]:
-        """The expression of values given, or None and why there is none."""
-        strange = [x.dtype for x in nodes if x.dtype is not None and x.dtype.name not in _READ]
+        """The expression of an operation, or None and the reason why it has none."""
+        strange = [x.dtype for x in nodes if x.dtype is not None and x.dtype.name not in _READS]
         if strange:
             return None, f"{strange[0]} is computed by NumPy; kernels compute float32, float16, bfloat16 and int32"
-        if dtype.name not in _MADE and dtype.name not in _NARROW:
+        if dtype.name not in _WRITES and dtype.name not in _NARROW:
             return None, f"its result is {dtype}, which NumPy computes"
-        leaves = [node("given", (i,), "f32" if x.dtype is None else _READ[x.dtype.name]) for i, x in enumerate(nodes)]
+        leaves = [node("given", (i,), "f32" if x.dtype is None else _READS[x.dtype.name]) for i, x in enumerate(nodes)]
         try:
-            found = filled(traced, leaves)
+            result = filled(traced, leaves)
         except TraceError as error:
             return None, str(error)
-        if isinstance(found, Typed):
-            found = found.value
-        elif dtype.name in _MADE and isinstance(found, Expr) and found.dtype != _MADE[dtype.name]:
+        if isinstance(result, Typed):
+            result = result.value
+        elif dtype.name in _WRITES and isinstance(result, Expr) and result.dtype != _WRITES[dtype.name]:
             return None, f"NumPy makes {dtype} of it, which kernels do not"
-        elif dtype.name not in _MADE:
+        elif dtype.name not in _WRITES:
             return None, f"its result is {dtype}, which NumPy computes"
-        return (found, "") if isinstance(found, Expr) else (real(found), "")
+        return (result, "") if isinstance(result, Expr) else (real(result), "")
 
     def reduce(self, name: str, kind: str, x: Node, plain: Any) -> Node:
-        """A sum ("add") or maximum ("max") along the last axis, which stays."""
+        """Record a sum ("add") or maximum ("max") along the last axis, which stays."""
         if x.dtype.name not in FLOATS:
             return self.call(name, plain, (x,), f"NumPy reduces {x.dtype}")  # type: ignore[no-any-return]
         template = reduction(kind, given(0, "f32"))
         return self.add("reduce", (*x.shape[:-1], 1), x.dtype, (x,), plain, name, template=template)
 
-    def matmul(self, name: str, a: Node, b: Node, dtype: Any = None, given: Any = None) -> Node:
-        """A product, as `numpy.matmul`, of a type that may be asked for; its operands had the shapes `given`."""
+    def matmul(self, name: str, a: Node, b: Node, dtype: Any = None, shapes: Any = None) -> Node:
+        """Record a product as `numpy.matmul`, of type `dtype` if passed; `shapes` are the caller's, of operands."""
         for x in (a, b):
             if x.kind == "number" or not x.shape:
                 raise ValueError("matmul: an operand is a scalar; use * to scale")
@@ -272,7 +271,7 @@ class Graph:
             raise refuse("a packed weight stands on the right of @")
         if len(a.shape) == 1 or len(b.shape) == 1:
             return self._vectors(name, a, b, dtype)
-        batch, (m, n) = numpy_arrays.result_shape(np.broadcast_to(np.zeros((), np.int8), a.shape), b.shape, given)
+        batch, (m, n) = numpy_arrays.result_shape(np.broadcast_to(np.zeros((), np.int8), a.shape), b.shape, shapes)
         shape = (*batch, m, n)
         result, why = self._product(a, b, dtype, by_numpy=name == "@")
         if why:
@@ -282,59 +281,63 @@ class Graph:
         return self.add("matmul", shape, result, (a, b), lambda x, y: matmul_op.matmul(x, y, dtype=result), name)
 
     def _vectors(self, name: str, a: Node, b: Node, dtype: Any) -> Node:
-        """A product with vectors, as one of matrices."""
+        """Record a product with vectors, as one of matrices."""
         row, column = len(a.shape) == 1, len(b.shape) == 1
         left = self.view("reshape", lambda x: x[None, :], a) if row else a
         right = self.view("reshape", lambda x: x[:, None], b) if column else b
-        found: Node = self.matmul(name, left, right, dtype, (a.shape, b.shape))
+        product: Node = self.matmul(name, left, right, dtype, (a.shape, b.shape))
         index = (..., *((0,) if row else (slice(None),)), *((0,) if column else (slice(None),)))
-        return self.view("[]", lambda x: x[index], found)  # type: ignore[no-any-return]
+        return self.view("[]", lambda x: x[index], product)  # type: ignore[no-any-return]
 
     @staticmethod
     def _product(a: Node, b: Node, wanted: Any, *, by_numpy: bool) -> tuple[Any, str]:
-        """The type of a product, and why no kernel of a fused function computes it; None for the type if NumPy must."""
-        coded = b.kind == "weight" and b.dtype is None
-        held = a.dtype if coded else b.dtype
-        if by_numpy and a.dtype.kind in "iub" and held.kind in "iub":
-            return None, f"{a.dtype} @ {held} wraps around in NumPy; write portmm.matmul for sums in int32"
-        if coded:
+        """The type of a product, or None if NumPy must compute it, and the reason why it is not fused, or ""."""
+        int4 = b.kind == "weight" and b.dtype is None
+        storage = a.dtype if int4 else b.dtype
+        if by_numpy and a.dtype.kind in "iub" and storage.kind in "iub":
+            return None, f"{a.dtype} @ {storage} wraps around in NumPy; write portmm.matmul for sums in int32"
+        if int4:
             return np.dtype(wanted or a.dtype), ""
-        types = numpy_arrays.types_of(a.dtype, held, np.dtype(wanted) if wanted is not None else None)
-        usual = np.result_type(a.dtype, held) if by_numpy and "bfloat16" not in (a.dtype.name, held.name) else types[2]
+        types = numpy_arrays.types_of(a.dtype, storage, np.dtype(wanted) if wanted is not None else None)
+        usual = (
+            np.result_type(a.dtype, storage)
+            if by_numpy and "bfloat16" not in (a.dtype.name, storage.name)
+            else types[2]
+        )
         result = np.dtype(wanted) if wanted is not None else usual
-        if types[:2] != (a.dtype, held) or accumulator(*map(numpy_arrays.name_of, types[:2])) != "f32":
-            return result, f"{a.dtype} by {held} is a product of its own"
+        if types[:2] != (a.dtype, storage) or accumulator(*map(numpy_arrays.name_of, types[:2])) != "f32":
+            return result, f"{a.dtype} by {storage} is a product of its own"
         if result.name not in FLOATS:
             return result, f"its result is {result}"
         return result, ""
 
     def view(self, name: str, function: Any, x: Node) -> Any:
-        """Other looks at the same elements: a node, or a list of them."""
+        """Record a view of the same elements: a node, or a list of them."""
         if x.kind in ("number", "weight"):
             raise refuse(f"{name} of a {'number' if x.kind == 'number' else 'packed weight'}")
         like = np.broadcast_to(np.zeros((), x.dtype), x.shape)
-        found = function(like)
-        if isinstance(found, (list, tuple)):
-            return [self.view(name, lambda y, i=i: function(y)[i], x) for i in range(len(found))]
+        looked = function(like)
+        if isinstance(looked, (list, tuple)):
+            return [self.view(name, lambda y, i=i: function(y)[i], x) for i in range(len(looked))]
         base = x.inputs[0] if x.kind == "view" else x
-        if found.shape == x.shape and name == "reshape":
+        if looked.shape == x.shape and name == "reshape":
             return x
-        if x.kind == "view" and name == x.name == "reshape" and base.shape == found.shape:
-            return base  # there and back again
-        return self.add("view", found.shape, found.dtype, (x,), function, name)
+        if x.kind == "view" and name == x.name == "reshape" and base.shape == looked.shape:
+            return base  # the inverse reshape
+        return self.add("view", looked.shape, looked.dtype, (x,), function, name)
 
     def call(
         self, name: str, plain: Any, inputs: tuple[Node, ...], why: str, *, shape: Any = None, dtype: Any = None,
         own: bool = False,
     ) -> Any:  # fmt: skip
-        """What NumPy computes between kernels: a node, or a list of them.
+        """Record a function that NumPy computes between kernels: a node, or a list of them.
 
         Raises:
-            TraceError: nothing but kernels is wanted, or what comes of it is no array.
+            TraceError: only kernels are allowed, or the result is no array.
         """
         if any(x.kind == "number" for x in inputs):
             raise ByValueError("NumPy is given a number")
-        if self.there and not (own and shape is not None):
+        if self.device_arrays and not (own and shape is not None):
             raise refuse(f"{name} has no kernel, and NumPy does not compute on a device: {why}")
         if not own:
             if self.strict:
@@ -342,20 +345,20 @@ class Graph:
             self.blocked.append((_short(here()), f"{name}: {why}"))
         if shape is not None and dtype is not None:
             return self.add("call", shape, dtype, inputs, plain, name)
-        made = self.add("call", (), None, inputs, plain, name)
-        found = self.evaluate(made, self.leaves, self.values)
-        if isinstance(found, (list, tuple)) and all(isinstance(x, (np.ndarray, np.generic)) for x in found):
-            made.kind = "several"
+        node = self.add("call", (), None, inputs, plain, name)
+        value = self.evaluate(node, self.leaves, self.values)
+        if isinstance(value, (list, tuple)) and all(isinstance(x, (np.ndarray, np.generic)) for x in value):
+            node.kind = "several"
             return [
-                self.add("item", x.shape, x.dtype, (made,), lambda xs, i=i: xs[i], name) for i, x in enumerate(found)
+                self.add("item", x.shape, x.dtype, (node,), lambda xs, i=i: xs[i], name) for i, x in enumerate(value)
             ]
-        if not isinstance(found, (np.ndarray, np.generic)):
-            raise refuse(f"{name} gives a {type(found).__name__}, which depends on data")
-        made.shape, made.dtype = found.shape, found.dtype
-        return made
+        if not isinstance(value, (np.ndarray, np.generic)):
+            raise refuse(f"{name} gives a {type(value).__name__}, which depends on data")
+        node.shape, node.dtype = value.shape, value.dtype
+        return node
 
     def convert(self, x: Node, dtype: Any) -> Node:
-        """As `ndarray.astype`."""
+        """Record a conversion, as `ndarray.astype`."""
         wanted = np.dtype(dtype)
         if wanted == x.dtype:
             return x
@@ -363,7 +366,7 @@ class Graph:
             why = "kernels write numbers in the machine's order of bytes"
             swapped: Node = self.call("astype", lambda y: y.astype(wanted), (x,), why, shape=x.shape, dtype=wanted)
             return swapped
-        kinds = (_READ.get(x.dtype.name), _MADE.get(wanted.name))
+        kinds = (_READS.get(x.dtype.name), _WRITES.get(wanted.name))
         known: dict[Any, Any] = {
             ("f32", "f32"): lambda y: y, ("s32", "f32"): real, ("mask", "f32"): real,
             ("f32", "s32"): lambda y: apply("int", y), ("mask", "s32"): lambda y: apply("int", real(y)),

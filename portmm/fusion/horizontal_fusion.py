@@ -1,9 +1,9 @@
-"""Products of the same rows, side by side.
+"""Horizontal fusion of products that share A.
 
-Owns `abreast`, which makes one product of several that share their first operand,
-and says why where it does not. Imports `fusion.graph`, `ops.prepack`, `fusion.partition`. One product packs
-or streams A once and hands work to threads once; its weights must lie side by side,
-so only weights that never change are joined: packed ones, once, kept as long as a program uses them.
+Owns `join_products`, which makes one product of several that share their first operand,
+and returns the reasons where it does not. One product packs
+or streams A once and forks threads once; its weights must be adjacent in memory,
+so only immutable weights are joined: packed ones, once, kept as long as a program uses them.
 """
 
 from __future__ import annotations
@@ -18,38 +18,40 @@ if TYPE_CHECKING:
     from portmm.fusion.partition import Split
 
 MOST_BYTES = 1 << 26
-"""Weights that are joined, in bytes: they are then in memory twice. What that saves is the handing-over of
-one product to threads, a microsecond, and reading A again, which wide weights dwarf."""
+"""Weights that are joined, in bytes: they are then in memory twice. It saves one fork of threads,
+a microsecond, and reading A again, which is little beside weights with many columns."""
 _joined: dict[tuple[int, ...], tuple[weakref.ref[Any], ...]] = {}
-"""Weights, by identity -> what they were joined to, and they themselves: kept by the programs that use them."""
+"""Weights, by identity -> the joined weight, and they themselves: kept by the programs that use them."""
 
 
-def abreast(graph: Graph, split: Split) -> list[tuple[str, str]] | None:
-    """Make one product of those that share A where that pays: line, and why it does not; None if there are none."""
+def join_products(graph: Graph, split: Split) -> list[tuple[str, str]] | None:
+    """Join products that share A where that pays; return (line, reason) where it does not, None if no two share A."""
     groups: dict[Node, list[Node]] = {}
     for unit in split.units:
         if unit.kind == "product":
             groups.setdefault(unit.members[0].inputs[0], []).append(unit.members[0])
-    said: list[tuple[str, str]] = []
-    found = False
+    reasons: list[tuple[str, str]] = []
+    shared = False
     for products in groups.values():
         if len(products) < 2:
             continue
-        found = True
+        shared = True
         alone = [x for x in products if len(split.of[x].members) == 1]
         packed = [x for x in alone if x.inputs[1].kind == "weight" and x.inputs[1].dtype is not None]
         for x in products:
             if x not in alone:
-                said.append((x.where, f"{x.name} stays apart from others of its rows: it takes what follows it"))
+                reasons.append((x.where, f"{x.name} stays apart from others of its rows: it takes what follows it"))
             elif x not in packed:
-                said.append((x.where, f"{x.name} stays apart from others of its rows: its weight may change; pack it"))
+                reasons.append(
+                    (x.where, f"{x.name} stays apart from others of its rows: its weight may change; pack it")
+                )
         if len(packed) > 1:
-            said += _join(graph, sorted(packed, key=lambda x: x.number))
-    return said if found else None
+            reasons += _join(graph, sorted(packed, key=lambda x: x.number))
+    return reasons if shared else None
 
 
 def _join(graph: Graph, products: list[Node]) -> list[tuple[str, str]]:
-    """One product in place of several, whose results become views of its own."""
+    """Replace several products by one, whose result theirs become views of."""
     weights = tuple(graph.leaves[x.inputs[1].leaf] for x in products)
     if len({x.dtype for x in products}) > 1 or len(set(map(id, weights))) < len(weights):
         return []
@@ -57,22 +59,22 @@ def _join(graph: Graph, products: list[Node]) -> list[tuple[str, str]]:
     if size > MOST_BYTES:
         why = f"their weights of {size >> 20} MiB would be there twice"
         return [(x.where, f"{x.name} stays apart from others of its rows: {why}") for x in products]
-    whole = _weight(weights)
-    if whole is None:
+    joined = _weight(weights)
+    if joined is None:
         why = "their panels do not fit together"
         return [(x.where, f"{x.name} stays apart from others of its rows: {why}") for x in products]
     first = products[0]
     kind = type(first)
-    weight = kind("weight", whole.shape, whole.owner.dtype, (), lambda: whole, "weights", first.line, first.number)
-    graph.fixed[weight] = whole
-    shape = (*first.shape[:-1], whole.shape[1])
+    weight = kind("weight", joined.shape, joined.owner.dtype, (), lambda: joined, "weights", first.line, first.number)
+    graph.fixed[weight] = joined
+    shape = (*first.shape[:-1], joined.shape[1])
     lines = ", ".join(dict.fromkeys(x.where for x in products))
     product = kind(
         "matmul", shape, first.dtype, (first.inputs[0], weight), first.plain, first.name, first.line, first.number,
         note=f"{len(products)} products of the same rows ({lines}), their packed weights joined once",
     )  # fmt: skip
-    at = graph.nodes.index(first)
-    graph.nodes[at:at] = [weight, product]
+    position = graph.nodes.index(first)
+    graph.nodes[position:position] = [weight, product]
     start = 0
     for x in products:
         columns = slice(start, start + x.shape[-1])
@@ -83,18 +85,18 @@ def _join(graph: Graph, products: list[Node]) -> list[tuple[str, str]]:
 
 
 def _weight(weights: tuple[Any, ...]) -> Any:
-    """Packed weights side by side, the same for all programs: however many shapes, there is one copy."""
+    """Packed weights joined along n, one copy for all programs and shapes."""
     key = tuple(map(id, weights))
     first, *rest = (x() for x in _joined.get(key, ()) or (_gone,))
     if first is not None and all(x is y for x, y in zip(rest, weights, strict=True)):
         return first
-    made = join(weights)
-    if made is not None:
+    joined = join(weights)
+    if joined is not None:
         for old in [k for k, refs in tuple(_joined.items()) if refs[0]() is None]:
             _joined.pop(old, None)
-        _joined[key] = tuple(map(weakref.ref, (made, *weights)))
-    return made
+        _joined[key] = tuple(map(weakref.ref, (joined, *weights)))
+    return joined
 
 
 def _gone() -> None:
-    """In place of a reference to what is there no more."""
+    """A stand-in for a dead weak reference."""

@@ -1,9 +1,9 @@
-"""A softmax between two products, found in a graph and made one kernel.
+"""Pattern match of attention in a graph: a softmax between two products, replaced by one kernel.
 
-Owns `flash`, a rule over exp, sum and product: where exp(s - max(s)), of a product s and what else
-is done to its elements, is multiplied by a matrix, and its sum divides it before or after that, the whole is
-`attention`, which keeps no s. Imports `ops.attention`, `spec.expr`, `trace.bind`, `fusion.graph`. The rule looks at
-what nodes compute, not at what they are called, and at shapes: any scores that are an expression of their product,
+Owns `match_attention`, a rule over exp, sum and product: where exp(s - max(s)), with s an element-wise expression
+of a product, is multiplied by a matrix, and its sum divides it before or after that, they are replaced by
+`attention`, which does not store s. The rule compares
+expressions and shapes of nodes, not their names: scores may be any expression of their product,
 of numbers and of arrays that broadcast.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from portmm.fusion.graph import Graph
 
 LEAST_SCORES = 1 << 18
-"""Scores from which one kernel is faster than three, which run from one call of C."""
+"""Scores from which one kernel is faster than three that run in one call of C."""
 MOST_AXES = 4
 _FIRST, _SECOND = given(0, "f32"), given(1, "f32")
 _OVER, _LESS = apply("div", _FIRST, _SECOND), apply("sub", _FIRST, _SECOND)
@@ -35,16 +35,16 @@ _INVERSE, _TIMES = apply("div", 1.0, _FIRST), apply("mul", _FIRST, _SECOND)
 _SUM, _MOST = reduction("add", _FIRST), reduction("max", _FIRST)
 
 
-def flash(graph: Graph, outputs: list[Node]) -> list[tuple[str, str]]:
-    """Make attention of what comes to that; where something almost does, why not."""
+def match_attention(graph: Graph, outputs: list[Node]) -> list[tuple[str, str]]:
+    """Replace each softmax between products by attention; return (line, reason) of near matches that are kept."""
     apart: list[tuple[str, str]] = []
     for x in list(graph.nodes):
         if x.kind == "map" and x.name == "exp" and len(x.inputs) == 1:
-            found = _Softmax.of(x, graph, outputs)
-            if isinstance(found, str):
-                apart.append((x.where, found))
-            elif found is not None:
-                found.replace()
+            match = _Softmax.of(x, graph, outputs)
+            if isinstance(match, str):
+                apart.append((x.where, match))
+            elif match is not None:
+                match.replace()
     return apart
 
 
@@ -54,10 +54,10 @@ class _Softmax:
 
     Attributes:
         scores: the first product.
-        steps: what makes scores of it, in order.
+        steps: the element-wise operations on it, in order.
         values: the second product.
         last: the node that is the result.
-        names: what is computed inside.
+        names: of all operations replaced.
     """
 
     scores: Node
@@ -68,7 +68,7 @@ class _Softmax:
 
     @classmethod
     def of(cls, x: Node, graph: Graph, outputs: list[Node]) -> _Softmax | str | None:
-        """What an exponential is part of: that, or why it is not, or nothing like it."""
+        """The softmax of an exponential; or the reason why attention cannot replace it; or None if it is no softmax."""
         users: dict[Node, list[Node]] = {}
         for y in graph.nodes:
             for z in y.inputs:
@@ -76,10 +76,10 @@ class _Softmax:
         (less,) = x.inputs
         if not _is(less, _LESS) or not _is(less.inputs[1], _MOST) or less.inputs[1].inputs[0] is not less.inputs[0]:
             return None
-        found = _after(x, users)
-        if found is None:
+        products = _after(x, users)
+        if products is None:
             return None
-        total, values, last = found
+        total, values, last = products
         scores, steps = _chain(less.inputs[0])
         if scores is None:
             return "scores are no expression of one product"
@@ -89,11 +89,11 @@ class _Softmax:
             if y in outputs or any(z is not last and z not in inside for z in users[y]):
                 return f"{y.name} ({y.where}) is read elsewhere too, so that all scores are stored"
         names = tuple(y.name for y in sorted(inside | {last}, key=lambda y: y.number))
-        made = cls(scores, steps, values, last, names)
-        return made.refusal() or made
+        match = cls(scores, steps, values, last, names)
+        return match.refusal() or match
 
     def refusal(self) -> str:
-        """Why one kernel does not compute it."""
+        """The reason why one kernel does not compute it, or ""."""
         (q, k), v = self.scores.inputs, self.values.inputs[1]
         if any(x.kind == "weight" for x in (k, v)):
             return "a packed weight is no matrix of keys or values"
@@ -106,7 +106,7 @@ class _Softmax:
         return next((f"{x.name} ({x.where}) rounds scores first" for x in self.steps if x.rounds), "")
 
     def replace(self) -> None:
-        """Make the last node one call."""
+        """Turn the last node into a call of attention."""
         (q, k), v, last = self.scores.inputs, self.values.inputs[1], self.last
         own = {self.scores, *self.steps}
         extras = list(dict.fromkeys(y for x in self.steps for y in x.inputs if y not in own))
@@ -116,7 +116,7 @@ class _Softmax:
 
 
 def _is(x: Node, template: Any) -> bool:
-    """A node computes an expression of its inputs."""
+    """Test whether a node computes this expression of its inputs."""
     return x.kind in ("map", "reduce") and x.template is template
 
 
@@ -127,10 +127,10 @@ def _after(x: Node, users: dict[Node, list[Node]]) -> tuple[Node, Node, Node] | 
     if len(totals) != 1 or len(rest) != 1 or len(users.get(totals[0], ())) != 1:
         return None
     (total,), (divided,) = totals, users[totals[0]]
-    below, template = total, _OVER
+    divisor, template = total, _OVER
     if _is(divided, _INVERSE) and len(users.get(divided, ())) == 1:
-        below, template, (divided,) = divided, _TIMES, users[divided]
-    if not _is(divided, template) or divided.inputs[1] is not below:
+        divisor, template, (divided,) = divided, _TIMES, users[divided]
+    if not _is(divided, template) or divided.inputs[1] is not divisor:
         return None
     if rest[0] is divided:
         after = users.get(divided, [])
@@ -143,7 +143,7 @@ def _after(x: Node, users: dict[Node, list[Node]]) -> tuple[Node, Node, Node] | 
 
 
 def _chain(s: Node) -> tuple[Node | None, list[Node]]:
-    """The one product that a score is an expression of, and the steps from there; None if there is none."""
+    """The one product that a score is an expression of, and the steps from it; None if there is not exactly one."""
     depends: dict[Node, bool] = {}
     steps: list[Node] = []
     products: list[Node] = []
@@ -154,7 +154,7 @@ def _chain(s: Node) -> tuple[Node | None, list[Node]]:
                 products.append(x)
                 depends[x] = True
             elif x.kind == "map" and x.shape == s.shape and not x.of("index"):
-                depends[x] = max([visit(y) for y in x.inputs])  # all are seen
+                depends[x] = max([visit(y) for y in x.inputs])  # a list, so that all are visited
                 if depends[x]:
                     steps.append(x)
             else:
@@ -166,7 +166,7 @@ def _chain(s: Node) -> tuple[Node | None, list[Node]]:
 
 
 def _score(product: Node, steps: list[Node], extras: list[Node]) -> Callable[..., Any]:
-    """Scores, of a product and of arrays and numbers: expressions of expressions, arrays of arrays."""
+    """The score function of a product, arrays and numbers: of expressions or of arrays."""
 
     def score(s: Any, others: tuple[Any, ...]) -> Any:
         known = dict(zip(extras, others, strict=True))
@@ -184,7 +184,7 @@ def _score(product: Node, steps: list[Node], extras: list[Node]) -> Callable[...
 
 
 def _call(score: Callable[..., Any], single: bool) -> Callable[..., Any]:
-    """Attention of queries, turned keys, values, and what scores read beside."""
+    """A call of attention with queries, transposed keys, values, and other operands of the scores."""
 
     def run(q: Any, k: Any, v: Any, *others: Any) -> Any:
         @traced_through

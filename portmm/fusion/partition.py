@@ -1,11 +1,11 @@
-"""A graph becomes kernels: which operations run together.
+"""Partition of a graph into kernels.
 
-Owns `Unit`, the operations of one kernel, and `split`, which makes units of a
-graph. Imports `fusion.graph`. A product takes the element-wise operations that follow it
-and have its shape; what is left, with reductions along rows, goes over rows; what
-NumPy computes stands alone. An operation joins a kernel that computes one of its
-operands, if all others are there before that kernel runs: it then saves reading what
-it takes from there, and writing that too, if nobody else wants it.
+Owns `Unit`, the operations of one kernel, and `Splitter`, which partitions a
+graph into units. A product takes the element-wise operations that follow it
+and have its shape; the rest, with reductions along rows, run over rows; a call of
+NumPy is a unit of its own. An operation joins a kernel that computes one of its
+operands, if all others are computed before that kernel runs: it then saves reading that
+operand, and writing it too, if no other kernel reads it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ LEAVES = ("array", "weight", "number")
 _EACH = ("map", "reduce")
 FAR = 1 << 62
 MOST_INLINE, MOST_ONCE = 8, 64
-"""Operations up to which a value is computed where it is used: one that is smaller than its users, one used once."""
+"""Operations up to which a value is recomputed at its uses: for one smaller than its users, and for one used once."""
 
 
 @dataclass(eq=False, slots=True)
 class Unit:
-    """What runs as one kernel, or as one call of NumPy.
+    """The operations of one kernel, or of one call of NumPy.
 
     Attributes:
         kind: "product", "rows", "copy" (a reshape that moves elements) or "call".
-        shape: of what it goes over; the last axis is a row.
+        shape: its iteration shape; the last axis is a row.
         members: its nodes, first the product.
-        stored: those that others need.
+        stored: those that other units or the caller read.
     """
 
     kind: str
@@ -49,8 +49,8 @@ class Split:
     Attributes:
         units: in the order in which they run.
         of: node -> its unit.
-        inline: nodes that are computed wherever they are used.
-        apart: line -> why something there is a kernel of its own.
+        inline: nodes that are recomputed at each use.
+        apart: line -> the reason why an operation there is a kernel of its own.
     """
 
     units: list[Unit]
@@ -60,13 +60,13 @@ class Split:
 
 
 class Splitter:
-    """Makes units.
+    """A builder of units.
 
     Args:
         graph: the graph.
-        outputs: what is wanted of it.
-        plain: products that take nothing else -> why.
-        numpy: what NumPy computes -> why.
+        outputs: its results.
+        plain: products without a fused epilogue -> the reason.
+        numpy: nodes that NumPy computes -> the reason.
     """
 
     def __init__(self, graph: Graph, outputs: list[Node], plain: dict[Node, str], numpy: dict[Node, str]) -> None:
@@ -83,20 +83,20 @@ class Splitter:
         self.effort: dict[Node, int] = {}
 
     def split(self) -> Split:
-        """All of it."""
+        """Partition the graph."""
         for x in self.live:
             if x.kind in _EACH and x not in self.numpy and self.small(x):
                 self.inline.add(x)
         for x in self.live:
-            if x.kind in ("view", *LEAVES) or (x in self.inline and not self.wanted(x)):
+            if x.kind in ("view", *LEAVES) or (x in self.inline and not self.materialized(x)):
                 continue
-            self.place(x)
+            self.assign(x)
         for unit in self.units:
             unit.stored = [x for x in unit.members if self.leaves_unit(x, unit)]
         return Split(self.ordered(), self.of, self.inline, self.apart)
 
     def small(self, x: Node) -> bool:
-        """A value is worth computing where it is used: it is made of arrays, and used once, or by what is larger."""
+        """Test whether to recompute a value at its uses: it is computed from arrays, and used once, or by larger nodes."""
         ready = all(self.root(y).kind in LEAVES or y in self.inline for y in x.inputs)
         if not ready or x.kind != "map" or x.rounds or x.of("index"):
             return False
@@ -106,23 +106,23 @@ class Splitter:
             return self.effort[x] <= MOST_ONCE
         return bool(users) and self.effort[x] <= MOST_INLINE and all(y.size > x.size for y in users)
 
-    def wanted(self, x: Node) -> bool:
-        """Somebody needs it in memory."""
+    def materialized(self, x: Node) -> bool:
+        """Test whether a value must be stored in memory."""
         return x in self.outputs or any(y.kind not in _EACH or y in self.numpy for y in self.users[x])
 
     @staticmethod
     def root(x: Node) -> Node:
-        """What a view looks at."""
+        """The node that a view is a view of."""
         while x.kind == "view":
             x = x.inputs[0]
         return x
 
     def leaves_unit(self, x: Node, unit: Unit) -> bool:
-        """A result is needed outside the unit that computes it."""
+        """Test whether a result is read outside the unit that computes it."""
         return x in self.outputs or any(self.of.get(y) is not unit for y in self.users[x])
 
-    def place(self, x: Node) -> None:
-        """Put a node in a unit."""
+    def assign(self, x: Node) -> None:
+        """Assign a node to a unit."""
         if x.kind == "matmul" and x not in self.numpy:
             self.start("product", x)
         elif x.kind == "item":
@@ -135,24 +135,24 @@ class Splitter:
             self.join(x)
 
     def start(self, kind: str, x: Node) -> Unit:
-        """A kernel that begins with a node."""
+        """A new unit that begins with a node."""
         unit = Unit(kind, x.inputs[0].shape if x.kind == "reduce" else x.shape, [x])
         self.units.append(unit)
         self.of[x] = unit
         return unit
 
     def join(self, x: Node) -> None:
-        """Put an operation on elements where it fits, or start a kernel with it."""
-        near = list(dict.fromkeys(self.of[y] for y in self.read(x) if y in self.of))
+        """Assign an element-wise operation or a reduction to a unit that can take it, or start a unit with it."""
+        producers = list(dict.fromkeys(self.of[y] for y in self.read(x) if y in self.of))
         fits, reasons = [], []
-        for unit in near:
+        for unit in producers:
             why = self.refusal(x, unit)
             if why:
                 reasons.append((unit, why))
             else:
                 fits.append(unit)
-        beside = [u for u in self.units if u.kind == "rows" and u not in near and self.shares(x, u)]
-        fits += [u for u in beside if not self.refusal(x, u)]
+        others = [u for u in self.units if u.kind == "rows" and u not in producers and self.reads_same(x, u)]
+        fits += [u for u in others if not self.refusal(x, u)]
         if not fits:
             for unit, why in reasons:
                 if unit.kind in ("product", "rows"):
@@ -160,14 +160,14 @@ class Splitter:
                     self.apart.append((x.where, f"{x.name} is not in the kernel of {kernel}: {why}"))
             self.start("rows", x)
             return
-        # The shorter its sums, the nearer a product's tile is when they are whole: x W + (x A) B is 2 to 6 %
-        # faster for adding to (x A) B, on Zen 4.
+        # The smaller k is, the closer to the core a product's tile is cached when its sums are complete:
+        # x W + (x A) B is 2 to 6 % faster if the addition is fused with (x A) B, on Zen 4.
         best = min(fits, key=lambda u: u.members[0].inputs[0].shape[-1] if u.kind == "product" else FAR)
         best.members.append(x)
         self.of[x] = best
 
     def refusal(self, x: Node, unit: Unit) -> str:
-        """Why a node cannot be in a unit, or nothing."""
+        """The reason why a node cannot be in a unit, or ""."""
         why = self.in_product(x, unit) if unit.kind == "product" else self.in_rows(x, unit)
         for y in x.inputs if not why else ():
             if self.of.get(y) is unit:
@@ -177,7 +177,7 @@ class Splitter:
         return why
 
     def in_product(self, x: Node, unit: Unit) -> str:
-        """Why a node cannot follow a product in its kernel, for what it is."""
+        """The reason why a node of this kind and shape cannot follow a product in its kernel, or ""."""
         if unit.members[0] in self.plain:
             return self.plain[unit.members[0]]
         if x.kind == "reduce":
@@ -186,7 +186,7 @@ class Splitter:
 
     @staticmethod
     def in_rows(x: Node, unit: Unit) -> str:
-        """Why a node cannot be computed with others over rows, for what it is."""
+        """The reason why a node of this kind and shape cannot be computed with others over rows, or ""."""
         if unit.kind != "rows":
             return "NumPy computes that"
         if x.kind == "reduce":
@@ -195,18 +195,18 @@ class Splitter:
         fits = x.shape == unit.shape or (x.shape == (*unit.shape[:-1], 1) and not x.of("index"))
         return "" if fits else f"its shape is {x.shape}, not {unit.shape}"
 
-    def shares(self, x: Node, unit: Unit) -> bool:
-        """A node reads a whole array that a unit reads too."""
+    def reads_same(self, x: Node, unit: Unit) -> bool:
+        """Test whether a node reads an array of the unit's shape that the unit reads too."""
         theirs = {y for z in unit.members for y in self.read(z) if y.shape == unit.shape}
         return any(y in theirs for y in self.read(x))
 
     def read(self, x: Node) -> list[Node]:
-        """What a node reads, through what is computed where it is used."""
+        """The nodes that a node reads, through inlined ones."""
         return [z for y in x.inputs for z in (self.read(y) if y in self.inline else (y,))]
 
     def needs(self, x: Node) -> set[Unit]:
-        """Units that must have run before a node is there, its own among them."""
-        found: set[Unit] = set()
+        """Units that must have run before a node is computed, its own among them."""
+        units: set[Unit] = set()
         seen: set[Node] = set()
         stack = [x]
         while stack:
@@ -217,13 +217,13 @@ class Splitter:
             unit = self.of.get(y)
             if unit is None:
                 stack += y.inputs
-            elif unit not in found:
-                found.add(unit)
+            elif unit not in units:
+                units.add(unit)
                 stack += [z for member in unit.members for z in member.inputs]
-        return found
+        return units
 
     def ordered(self) -> list[Unit]:
-        """Units, each after those that it needs; else as they come."""
+        """Units in topological order; otherwise in the order of the graph."""
         done: list[Unit] = []
         started: set[Unit] = set()
 
@@ -241,7 +241,7 @@ class Splitter:
 
     def before(self, unit: Unit) -> Iterable[Unit]:
         """Units whose results a unit reads."""
-        found = set()
+        units = set()
         stack = [y for x in unit.members for y in x.inputs]
         while stack:
             y = stack.pop()
@@ -249,12 +249,12 @@ class Splitter:
             if other is None:
                 stack += y.inputs
             elif other is not unit:
-                found.add(other)
-        return found
+                units.add(other)
+        return units
 
 
 def _live(graph: Graph, outputs: list[Node]) -> list[Node]:
-    """What outputs need, in order."""
+    """Nodes that outputs depend on, in order."""
     needed: set[Node] = set()
     stack = list(outputs)
     while stack:

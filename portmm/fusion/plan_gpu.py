@@ -1,8 +1,7 @@
-"""Units become launches: fused functions of arrays on a device.
+"""Plan of a fused function on a device: launches of units.
 
-Owns `program`, which finds kernels for the units of a graph whose arrays lie on a device. Imports
-`fusion.unit_expressions`, `dispatch.gpu_rows`, `ops.matmul_gpu`, `trace.buffers`, `fusion.program_gpu`, `fusion.partition`. Shapes and strides are
-known when a program is made. What no kernel computes is an error: NumPy does not compute on a device.
+Owns `program`, which selects kernels for the units of a graph whose arrays are on a device. Shapes and strides are
+known when a program is built. An operation without a kernel is an error: NumPy does not compute on a device.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ MOST_TRIES = 64
 
 
 def program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[Kernel], list[Any], str, list[str]]:
-    """What runs a graph on a device, its kernels, what is apart, its text, and notes.
+    """The function that runs a graph, its kernels, reasons for operations that are not fused, its text, and notes.
 
     Raises:
         TypeError: some of its arrays are in the host's memory.
         ValueError: its arrays are on several devices.
         ScheduleError: something has no kernel.
     """
-    interop.same_device(list(graph.there.values()))
+    interop.same_device(list(graph.device_arrays.values()))
     for x in graph.nodes:
-        if x.leaf >= 0 and x.leaf not in graph.there and x.kind in ("array", "weight"):
+        if x.leaf >= 0 and x.leaf not in graph.device_arrays and x.kind in ("array", "weight"):
             what = "a packed weight" if x.kind == "weight" else "an array in the host's memory"
             raise TypeError(f"{x.name} ({x.where}) is {what}, others are on a device: copy it there first")
     plain: dict[Node, str] = {}
@@ -66,25 +65,25 @@ def program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[K
 
 
 class _Builder:
-    """Makes launches of units.
+    """A builder of the launches of units.
 
     Args:
-        graph: what a function does.
-        outputs: what is wanted.
-        split: in which kernels.
+        graph: the graph of a function.
+        outputs: its results.
+        split: its partition into units.
     """
 
     def __init__(self, graph: Graph, outputs: list[Node], split: Split) -> None:
         self.graph, self.outputs, self.split = graph, outputs, split
-        self.like = next(iter(graph.there.values()))
+        self.like = next(iter(graph.device_arrays.values()))
         self.on = device_arrays.machine_of(self.like)
-        self.places: dict[Node, Place] = {}
+        self.buffers: dict[Node, Place] = {}
         self.steps: list[Make | Run | Own] = []
         self.kernels: list[Kernel] = []
-        self.aligned = {f"L{i}": math.gcd(x.at, WIDEST) for i, x in graph.there.items()}
+        self.aligned = {f"L{i}": math.gcd(x.at, WIDEST) for i, x in graph.device_arrays.items()}
 
     def built(self) -> tuple[Node, str] | None:
-        """Find kernels for all units; a product that has none with what follows it, and why.
+        """Build all units; return a product that has no kernel with its epilogue, and the reason, or None.
 
         Raises:
             ScheduleError: a unit has no kernel.
@@ -99,12 +98,12 @@ class _Builder:
         return None
 
     def step(self, unit: Unit) -> None:
-        """The launches of a unit."""
+        """Add the launches of a unit."""
         if unit.kind == "rows":
             fusing = self.expressions(unit)
             self.store(unit.stored, fusing)
             if 0 not in unit.shape[:-1]:
-                self.go_over(fusing, whole=_counts(unit))
+                self.run_rows(fusing, whole=_counts(unit))
                 detail, first = " x ".join(map(str, unit.shape)), unit.members[0].name
                 self.kernels.append(Kernel("rows", first, _lines(unit), _names(unit), fusing.text(), detail))
         elif unit.kind == "product":
@@ -112,43 +111,43 @@ class _Builder:
         else:
             self.call(unit)
 
-    # Places.
+    # Buffers.
 
-    def place(self, x: Node) -> Place:
-        """Where an array lies."""
-        if x not in self.places:
-            self.places[x] = self.leaf(x) if x.kind in LEAVES else self.view(x)
-        return self.places[x]
+    def buffer_of(self, x: Node) -> Place:
+        """The buffer of a node."""
+        if x not in self.buffers:
+            self.buffers[x] = self.leaf(x) if x.kind in LEAVES else self.view(x)
+        return self.buffers[x]
 
     def leaf(self, x: Node) -> Place:
-        """An array of a call."""
-        if x.leaf not in self.graph.there:
+        """The buffer of an argument."""
+        if x.leaf not in self.graph.device_arrays:
             raise ScheduleError(f"{x.name} ({x.where}) cannot be read on a device")
-        return Place(f"L{x.leaf}", 0, interop.standin(self.graph.there[x.leaf]), "")
+        return Place(f"L{x.leaf}", 0, interop.standin(self.graph.device_arrays[x.leaf]), "")
 
     def view(self, x: Node) -> Place:
-        """Another look at a place, or a copy where that cannot be had."""
-        base = self.place(x.inputs[0])
-        found = _looked(base, x.plain)
-        if found is None:
-            to = self.buffer(base.like.shape, base.like.dtype)
+        """A view of a buffer, or a copy where strides cannot express the view."""
+        base = self.buffer_of(x.inputs[0])
+        viewed = _viewed(base, x.plain)
+        if viewed is None:
+            to = self.allocate(base.like.shape, base.like.dtype)
             self.copy(base, to, x)
-            found = _looked(to, x.plain)
-        if found is None:
+            viewed = _viewed(to, x.plain)
+        if viewed is None:
             raise ScheduleError(f"{x.name} ({x.where}) moves elements in a way that has no kernel")
-        return found
+        return viewed
 
-    def buffer(self, shape: tuple[int, ...], dtype: Any) -> Place:
-        """A new array."""
+    def allocate(self, shape: tuple[int, ...], dtype: Any) -> Place:
+        """Allocate an array."""
         kind, name = kernel_type(np.dtype(dtype)), f"M{len(self.steps)}"
         if not kind:
             raise ScheduleError(f"kernels do not write {dtype}")
         self.steps.append(Make(name, shape, kind))
         self.aligned[name] = WIDEST
-        return Place(name, 0, _like(shape, np.dtype(dtype)), "")
+        return Place(name, 0, _placeholder(shape, np.dtype(dtype)), "")
 
     def gcd(self, x: Place, moved: list[int]) -> int:
-        """Bytes that an address is a multiple of, wherever a kernel begins."""
+        """The alignment in bytes of a buffer at all offsets from which kernels run."""
         return math.gcd(self.aligned[x.root], x.offset, *(i * x.like.itemsize for i in moved))
 
     # Kernels.
@@ -159,23 +158,23 @@ class _Builder:
         def inside(x: Node) -> bool:
             return self.split.of.get(x) is unit or x in self.split.inline
 
-        return Expressions(unit.shape, inside, self.place, product)
+        return Expressions(unit.shape, inside, self.buffer_of, product)
 
     def store(self, stored: list[Node], fusing: Expressions) -> None:
-        """Arrays for what a unit writes."""
+        """Allocate buffers for the results of a unit."""
         values = [fusing.of(x) for x in stored]
         for x, value in zip(stored, values, strict=True):
-            self.places[x] = self.buffer(x.shape, x.dtype)
-            fusing.write(value, self.places[x])
+            self.buffers[x] = self.allocate(x.shape, x.dtype)
+            fusing.write(value, self.buffers[x])
 
-    def go_over(self, fusing: Expressions, *, whole: bool) -> None:
-        """Run expressions over rows."""
-        shape, places = fusing.shape, fusing.places
-        steps = [p.strides(shape) for p in places]
+    def run_rows(self, fusing: Expressions, *, whole: bool) -> None:
+        """Add launches over rows for the expressions."""
+        shape, buffers = fusing.shape, fusing.buffers
+        steps = [p.strides(shape) for p in buffers]
         w, columns = walk(shape[:-1], [s[:-1] for s in steps], whole=whole), [s[-1] for s in steps]
-        fusing.settle(w, columns)
+        fusing.bind(w, columns)
         strides = list(zip(w.batch[1], w.rows[1], columns, strict=True))
-        aligned = [self.gcd(p, [moved[i] for moved in w.repeats]) for i, p in enumerate(places)]
+        aligned = [self.gcd(p, [moved[i] for moved in w.repeats]) for i, p in enumerate(buffers)]
         size = (w.rows[0], shape[-1], w.batch[0])
         every, workspace = launches(fusing.text(), size, strides, aligned, self.on)
         for moved in w.repeats:
@@ -183,71 +182,71 @@ class _Builder:
 
     @staticmethod
     def operands(fusing: Expressions, moved: tuple[int, ...]) -> list[tuple[str, str, int]]:
-        """Where operands of expressions are, for one run of a kernel."""
+        """The buffers and offsets of the operands of expressions, for one run of a kernel."""
         return [
             (f"x{i}_all", p.root, p.offset + far * p.like.itemsize)
-            for i, (p, far) in enumerate(zip(fusing.places, moved, strict=True))
+            for i, (p, far) in enumerate(zip(fusing.buffers, moved, strict=True))
         ]
 
     def launch(
-        self, every: tuple[Launch, ...], places: list[tuple[str, str, int]], fusing: Expressions, workspace: int
+        self, every: tuple[Launch, ...], buffers: list[tuple[str, str, int]], fusing: Expressions, workspace: int
     ) -> None:
-        """Kernels, on arrays."""
+        """Add a launch of kernels on buffers."""
         numbers = tuple((f"number_{i}", leaf) for i, leaf in enumerate(fusing.numbers))
-        self.steps.append(Run(self.on, every, tuple(places), numbers, workspace))
+        self.steps.append(Run(self.on, every, tuple(buffers), numbers, workspace))
 
     def copy(self, source: Place, to: Place, x: Node) -> None:
-        """Elements moved to where they follow each other."""
+        """Add a copy of elements into a contiguous buffer."""
         shape = source.like.shape or (1,)
-        fusing = Expressions(shape, lambda _: False, self.place)
+        fusing = Expressions(shape, lambda _: False, self.buffer_of)
         fusing.write(fusing.load(source), to)
         if 0 not in shape:
-            self.go_over(fusing, whole=False)
+            self.run_rows(fusing, whole=False)
         self.kernels.append(Kernel("copy", x.name, (x.where,), detail=" x ".join(map(str, shape))))
 
     def product(self, unit: Unit) -> None:
-        """A product, and what becomes of its sums."""
+        """Add a product with its epilogue."""
         x = unit.members[0]
         fusing = self.expressions(unit, x)
         stored = sorted(unit.stored, key=lambda y: y.dtype.kind in "iub")
         if stored[0].dtype.kind in "iub":
             raise ScheduleError("its results are integers or masks, which kernels write beside floats")
-        a, b = (self.place(y) for y in x.inputs)
+        a, b = (self.buffer_of(y) for y in x.inputs)
         self.store(stored, fusing)
         c, k, n = fusing.written[0], x.inputs[0].shape[-1], x.shape[-1]
         if 0 in x.shape:
             return
-        steps = [p.strides(x.shape) for p in fusing.places]
+        steps = [p.strides(x.shape) for p in fusing.buffers]
         b_steps = (*b.strides((*x.shape[:-2], k, n))[:-2], 0)
         outer = [a.strides((*x.shape[:-1], k))[:-1], b_steps, c.strides(x.shape)[:-1], *(s[:-1] for s in steps)]
         w, columns = walk(x.shape[:-1], outer, 1, whole=_counts(unit)), [s[-1] for s in steps]
-        fusing.settle(w, columns, 3)
+        fusing.bind(w, columns, 3)
         text = fusing.text() if len(unit.members) > 1 else ""
         p, values, vectors = self.problem((a, b, c), (k, n), w, text)
         for i, steps_ in enumerate(zip(w.batch[1][3:], w.rows[1][3:], columns, strict=True)):
             values |= {f"x{i}_{axis}": s for axis, s in zip("bmn", steps_, strict=True)}
-        found = gpu_dispatch.route(replace(p, k=max(k, 1)), self.on, vectors)
-        every, (workspace, _) = matmul_gpu.bound(found, values, p)
+        route = gpu_dispatch.route(replace(p, k=max(k, 1)), self.on, vectors)
+        every, (workspace, _) = matmul_gpu.bound(route, values, p)
         for moved in w.repeats:
             at = zip("abc", (a, b, c), moved, strict=False)
-            where = [(name, y.root, y.offset + i * y.like.itemsize) for name, y, i in at]
-            self.launch(every, [*where, *self.operands(fusing, moved[3:])], fusing, workspace)
+            buffers = [(name, y.root, y.offset + i * y.like.itemsize) for name, y, i in at]
+            self.launch(every, [*buffers, *self.operands(fusing, moved[3:])], fusing, workspace)
         self.kernels.append(Kernel("product", x.name, _lines(unit), _names(unit), text, str(p)))
 
     def problem(
         self, operands: tuple[Place, Place, Place], size: tuple[int, int], w: Walk, text: str
     ) -> tuple[Problem, dict[str, Any], tuple[int, int, int]]:
-        """The problem that kernels solve, its numbers, and what may be moved at once."""
+        """The problem, its sizes and strides by parameter, and the vector widths of A, B and C."""
         a, b, _ = operands
         (k, n), (m, rows), (items, apart) = size, w.rows, w.batch
-        wide = max(n, 1)
+        columns = max(n, 1)
         parts = []
-        ends = ((m, k, rows[0], _step(a, -1)), (k, n, _step(b, -2), _step(b, -1)), (m, n, rows[2] or wide, 1))
-        for i, (x, (high, across, row, col)) in enumerate(zip(operands, ends, strict=True)):
+        ends = ((m, k, rows[0], _step(a, -1)), (k, n, _step(b, -2), _step(b, -1)), (m, n, rows[2] or columns, 1))
+        for i, (x, (rows_, columns_, row, col)) in enumerate(zip(operands, ends, strict=True)):
             others = (apart[i], *(moved[i] for moved in w.repeats))
             at = self.gcd(x, [])
-            lain = Foreign(None, "cuda", (), at, (), (), kernel_type(x.like.dtype), None, readonly=False)
-            parts.append(device_arrays.matrix(lain, high, across, (row, col), others))
+            stand_in = Foreign(None, "cuda", (), at, (), (), kernel_type(x.like.dtype), None, readonly=False)
+            parts.append(device_arrays.matrix(stand_in, rows_, columns_, (row, col), others))
         word = spell(*(kernel_type(x.like.dtype) for x in operands))
         p = Problem(
             m, n, k, word, items, parts[0].layout, parts[1].layout, "row",
@@ -255,92 +254,94 @@ class _Builder:
         )  # fmt: skip
         values = {
             "m": m, "n": n, "k": k, "batch": items, "a_m": parts[0].row, "a_k": parts[0].col, "a_batch": apart[0],
-            "b_k": parts[1].row, "b_n": parts[1].col, "b_batch": apart[1], "c_m": rows[2] or wide, "c_n": 1,
+            "b_k": parts[1].row, "b_n": parts[1].col, "b_batch": apart[1], "c_m": rows[2] or columns, "c_n": 1,
             "c_batch": apart[2],
         }  # fmt: skip
         vector = parts[2].vector if parts[2].layout == "row" else 1
         return p, values, (parts[0].vector, parts[1].vector, vector)
 
     def call(self, unit: Unit) -> None:
-        """A function of portmm's, of whole arrays.
+        """Add a call of a function of portmm.
 
         Raises:
-            ScheduleError: it is none, or does not take arrays of a device.
+            ScheduleError: it is another function, or does not take arrays on a device.
         """
         x, *items = unit.members
         if x.kind != "call" or items:
             raise ScheduleError(f"{x.name} ({x.where}) has no kernel, and NumPy does not compute on a device")
-        given = tuple(self.whole(y) for y in x.inputs)
+        arguments = tuple(self.contiguous(y) for y in x.inputs)
         name = f"M{len(self.steps)}"
-        self.steps.append(Own(name, x.plain, given))
+        self.steps.append(Own(name, x.plain, arguments))
         self.aligned[name] = WIDEST
-        self.places[x] = Place(name, 0, _like(x.shape, np.dtype(x.dtype)), "")
+        self.buffers[x] = Place(name, 0, _placeholder(x.shape, np.dtype(x.dtype)), "")
         self.kernels.append(Kernel("product", x.name, (x.where,)))
 
-    def whole(self, x: Node) -> str:
-        """The name of an array that is a node, and nothing else."""
-        place = self.place(x)
-        if place.root.startswith("L") and x.kind in LEAVES:
-            return place.root
-        if not place.offset and place.like.flags.c_contiguous and self.shape_of(place.root) == x.shape:
-            return place.root
-        to = self.buffer(x.shape, x.dtype)
-        self.copy(place, to, x)
+    def contiguous(self, x: Node) -> str:
+        """The name of an array with the elements of a node only; copied if needed."""
+        buffer = self.buffer_of(x)
+        if buffer.root.startswith("L") and x.kind in LEAVES:
+            return buffer.root
+        if not buffer.offset and buffer.like.flags.c_contiguous and self.shape_of(buffer.root) == x.shape:
+            return buffer.root
+        to = self.allocate(x.shape, x.dtype)
+        self.copy(buffer, to, x)
         return to.root
 
     def shape_of(self, root: str) -> tuple[int, ...] | None:
-        """The shape of an array that was made between kernels."""
-        made = next((x for x in self.steps if isinstance(x, Make) and x.name == root), None)
-        own = next((p for p in self.places.values() if p.root == root), None)
-        return made.shape if made is not None else None if own is None else own.like.shape
+        """The shape of an array allocated between kernels."""
+        allocated = next((x for x in self.steps if isinstance(x, Make) and x.name == root), None)
+        own = next((p for p in self.buffers.values() if p.root == root), None)
+        return allocated.shape if allocated is not None else None if own is None else own.like.shape
 
     def output(self, x: Node) -> Output:
-        """What the caller gets for a node."""
-        place = self.place(x)
-        made = place.root.startswith("M") and not place.offset and place.like.flags.c_contiguous
-        root = place.root if made and math.prod(self.shape_of(place.root) or (0,)) == x.size else self.whole(x)
+        """The returned array of a node."""
+        buffer = self.buffer_of(x)
+        own = buffer.root.startswith("M") and not buffer.offset and buffer.like.flags.c_contiguous
+        root = buffer.root if own and math.prod(self.shape_of(buffer.root) or (0,)) == x.size else self.contiguous(x)
         return Output(root, x.shape, bool(x.dtype == np.bool_))
 
     def runner(self, result: Any) -> Callable[[list[Any]], Any]:
         """A function of the arrays and numbers of a call."""
-        # The values of the graph, which hold arrays of this call, are left behind.
-        given = rebuilt(result, lambda x: self.output(x.node) if isinstance(x, Value) else x)
-        return runner(tuple(self.steps), tuple(self.graph.there), given)
+        # `outputs` drops the values of the graph, which refer to arrays of this call.
+        outputs = rebuilt(result, lambda x: self.output(x.node) if isinstance(x, Value) else x)
+        return runner(tuple(self.steps), tuple(self.graph.device_arrays), outputs)
 
 
 def _step(x: Place, axis: int) -> int:
-    """Elements between neighbours along an axis."""
+    """The stride along an axis, in elements."""
     return int(x.like.strides[axis]) // x.like.itemsize if x.like.shape[axis] > 1 else 1 if axis == -1 else 0
 
 
-def _like(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """What stands for a new array: one element of memory, which must not be read."""
+def _placeholder(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """A placeholder of a new array: strides over one element of memory, which must not be read."""
     strides = interop.contiguous(shape, dtype.itemsize)
     return np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, strides, writeable=False)
 
 
-def _looked(place: Place, function: Any) -> Place | None:
-    """A view of a place; None if that takes a copy.
+def _viewed(buffer: Place, function: Any) -> Place | None:
+    """A view of a buffer; None if it needs a copy.
 
-    The function is tried on memory that nobody has written to: it may be copied, and nothing is read of the device.
+    The function is applied to uninitialized host memory: it may be copied, and nothing is read from the device.
     """
-    like = place.like
+    like = buffer.like
     steps = [(max(n, 1) - 1) * s for n, s in zip(like.shape, like.strides, strict=True)]
     low, high = sum(s for s in steps if s < 0), sum(s for s in steps if s > 0)
     memory = np.empty(high - low + like.itemsize, np.uint8)
     shadow = np.ndarray(like.shape, like.dtype, memory, -low, like.strides)
-    found = function(shadow)
-    if not found.size:
-        return Place(place.root, place.offset, _like(found.shape, like.dtype), "")
-    if not np.may_share_memory(found, memory):
+    viewed = function(shadow)
+    if not viewed.size:
+        return Place(buffer.root, buffer.offset, _placeholder(viewed.shape, like.dtype), "")
+    if not np.may_share_memory(viewed, memory):
         return None
-    moved = found.__array_interface__["data"][0] - shadow.__array_interface__["data"][0]
-    stands = np.lib.stride_tricks.as_strided(np.empty(1, like.dtype), found.shape, found.strides, writeable=False)
-    return Place(place.root, place.offset + moved, stands, "")
+    moved = viewed.__array_interface__["data"][0] - shadow.__array_interface__["data"][0]
+    placeholder = np.lib.stride_tricks.as_strided(
+        np.empty(1, like.dtype), viewed.shape, viewed.strides, writeable=False
+    )
+    return Place(buffer.root, buffer.offset + moved, placeholder, "")
 
 
 def _counts(unit: Unit) -> bool:
-    """Something in a unit depends on the numbers of rows and columns."""
+    """Test whether an expression of a unit depends on row and column indices."""
     return any(x.of("index") for x in unit.members)
 
 

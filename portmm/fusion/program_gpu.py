@@ -1,9 +1,8 @@
-"""Launches one after the other: what a fused function of arrays on a device runs as.
+"""Programs of fused functions on a device: a sequence of launches.
 
-Owns the steps of such a program, and `runner`, which makes a function of them. Imports `arrays.interop`,
-`ops.matmul_gpu`, `ops.rowwise_gpu`. Arrays between kernels are made by each call, in the library of its first
-array, and on its queue; when nobody reads them any more they are dropped, and their library frees them when the queue
-is done with them.
+Owns the steps of such a program, and `runner`, which returns a function that runs them. Each call allocates
+the arrays between kernels in the library of its first array, and on its queue; it drops them after their last
+read, and their library frees them when the queue is done with them.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ if TYPE_CHECKING:
     from portmm.dispatch.gpu import Launch, Machine
 
 State = dict[str, Foreign]
-"""Arrays of a call, by their names."""
+"""Arrays of a call, by name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Make:
-    """A new array.
+    """A step that allocates an array.
 
     Attributes:
         name: of the array.
@@ -44,58 +43,58 @@ class Make:
     dtype: str
 
     def run(self, state: State, like: Foreign, _: list[Any]) -> None:
-        """Make it."""
+        """Allocate it."""
         state[self.name] = interop.empty_like(like, self.shape, self.dtype)[1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """Kernels.
+    """A step that launches kernels.
 
     Attributes:
         on: the device.
         every: the kernels.
-        places: parameter -> array, and bytes from its first element.
+        buffers: parameter -> array, and bytes from its first element.
         numbers: parameter -> leaf.
-        workspace: elements of 32 bits between them.
+        workspace: elements of 32 bits shared by the kernels.
     """
 
     on: Machine
     every: tuple[Launch, ...]
-    places: tuple[tuple[str, str, int], ...]
+    buffers: tuple[tuple[str, str, int], ...]
     numbers: tuple[tuple[str, int], ...]
     workspace: int = 0
 
     def run(self, state: State, like: Foreign, leaves: list[Any]) -> None:
         """Launch them."""
         values: dict[str, Any] = {}
-        for name, root, at in self.places:
+        for name, root, at in self.buffers:
             x = state[root]
-            place = interop.argument(x)[1]
-            values[name] = device_arrays.shifted(place, at // BY_NAME[x.dtype].bytes, x) if at else place
+            argument = interop.argument(x)[1]
+            values[name] = device_arrays.shifted(argument, at // BY_NAME[x.dtype].bytes, x) if at else argument
         values |= {name: float(leaves[i]) for name, i in self.numbers}
         start(self.every, self.on, values, self.workspace, like)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Own:
-    """A function of portmm's, called as it is.
+    """A step that calls a function of portmm.
 
     Attributes:
-        name: of what it gives.
-        function: what is called.
-        given: the names of its arrays.
+        name: of its result.
+        function: the function.
+        arguments: the names of its arrays.
     """
 
     name: str
     function: Callable[..., Any]
-    given: tuple[str, ...]
+    arguments: tuple[str, ...]
 
     def run(self, state: State, _: Foreign, __: list[Any]) -> None:
         """Call it."""
-        found = interop.adopt(self.function(*(state[x].source for x in self.given)))
-        assert found is not None  # noqa: S101 - of arrays on a device
-        state[self.name] = found
+        result = interop.adopt(self.function(*(state[x].source for x in self.arguments)))
+        assert result is not None  # noqa: S101 - of arrays on a device
+        state[self.name] = result
 
 
 Step = Make | Run | Own
@@ -103,20 +102,20 @@ Step = Make | Run | Own
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """An array that the caller gets.
+    """An array that is returned.
 
     Attributes:
         root: its name.
-        shape: in which it is given.
-        masks: it holds bytes of 0 and 1.
+        shape: of the returned array.
+        masks: its elements are bytes of 0 and 1.
     """
 
     root: str
     shape: tuple[int, ...]
     masks: bool
 
-    def given(self, state: State) -> Any:
-        """The array."""
+    def array(self, state: State) -> Any:
+        """The array to return."""
         source = state[self.root].source
         if self.masks:
             own = isinstance(source.dtype, np.dtype)
@@ -126,13 +125,13 @@ class Output:
         )
 
 
-def runner(every: tuple[Step, ...], there: tuple[int, ...], result: Any) -> Callable[[list[Any]], Any]:
+def runner(every: tuple[Step, ...], arrays: tuple[int, ...], result: Any) -> Callable[[list[Any]], Any]:
     """A function of the arrays and numbers of a call.
 
     Args:
-        every: what runs.
-        there: which of the leaves are arrays.
-        result: what the caller gets, with an `Output` for each array.
+        every: the steps.
+        arrays: indices of the leaves that are arrays.
+        result: the value to return, with an `Output` for each array.
     """
     kept: set[str] = set()
     rebuilt(result, lambda x: kept.add(x.root) if isinstance(x, Output) else None)
@@ -140,27 +139,27 @@ def runner(every: tuple[Step, ...], there: tuple[int, ...], result: Any) -> Call
 
     def run(leaves: list[Any]) -> Any:
         state: State = {}
-        for i in there:
-            found = interop.adopt(leaves[i])
-            assert found is not None  # noqa: S101 - the kind of a call says so
-            state[f"L{i}"] = found
-        like = state[f"L{there[0]}"]
+        for i in arrays:
+            array = interop.adopt(leaves[i])
+            assert array is not None  # noqa: S101 - the key of the call says so
+            state[f"L{i}"] = array
+        like = state[f"L{arrays[0]}"]
         for step, done in steps:
             step.run(state, like, leaves)
             for name in done:
                 del state[name]
-        return rebuilt(result, lambda x: x.given(state) if isinstance(x, Output) else x)
+        return rebuilt(result, lambda x: x.array(state) if isinstance(x, Output) else x)
 
     return run
 
 
 def _until(steps: tuple[Step, ...], kept: set[str]) -> tuple[tuple[Step, tuple[str, ...]], ...]:
-    """Steps, each with the arrays between kernels that nobody reads after it."""
+    """Steps, each with the arrays between kernels that no later step reads."""
     last: dict[str, int] = {}
     for i, step in enumerate(steps):
         if isinstance(step, Run):
-            names = [root for _, root, _ in step.places]
+            names = [root for _, root, _ in step.buffers]
         else:
-            names = [step.name, *(step.given if isinstance(step, Own) else ())]
+            names = [step.name, *(step.arguments if isinstance(step, Own) else ())]
         last |= {x: i for x in names if x.startswith("M") and x not in kept}
     return tuple((x, tuple(n for n, at in last.items() if at == i)) for i, x in enumerate(steps))

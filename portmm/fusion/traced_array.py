@@ -1,10 +1,9 @@
-"""An array that is being traced.
+"""Traced arrays, which record operations in a graph.
 
-Owns `Value`, which stands for an array while a function runs once to be taken
-down, and behaves as one: operators, ufuncs, NumPy's functions, methods, views.
-Imports `fusion.graph`, `spec.elementwise`. What kernels cannot compute becomes a call of NumPy
-between kernels; what looks at data, or changes it in place, is an error that
-names the line.
+Owns `Value`, which stands for an array while a function is traced,
+with its interface: operators, ufuncs, NumPy's functions, methods, views.
+Operations without a kernel become calls of NumPy between kernels; an operation
+that reads data, or changes it in place, is an error that names the line.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ if TYPE_CHECKING:
 
 # ruff: noqa: D102 - most methods here are those of ndarray
 
-AROUND: dict[str, Callable[..., Any]] = {}
-"""What an epilogue or a prologue makes of an array, as "applied": filled by `whole`."""
+HOOKS: dict[str, Callable[..., Any]] = {}
+"""The function "applied", which applies an epilogue or a prologue to an array: set by `fusion.fuse`."""
 
 
 class Value:
-    """An array, or a number that each call gives, while a function is traced."""
+    """A traced array, or a number that varies per call."""
 
     __slots__ = ("graph", "node")
     __hash__ = object.__hash__
@@ -69,10 +68,10 @@ class Value:
     def mT(self) -> Any:  # noqa: N802 - as NumPy calls it
         return self.swapaxes(-1, -2)
 
-    # What the values of a graph are taken down by.
+    # The protocol by which portmm's functions record themselves.
 
     def record_(self, function: Callable[..., Any], values: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """A function of `vocabulary`, called with this among its values."""
+        """Record a function of `elementwise`, called with this among its operands."""
         name = function.__name__
         if name in ("sum", "max", "mean"):
             x, axis = values[0], options.get("axis", values[1] if len(values) > 1 else -1)
@@ -95,20 +94,20 @@ class Value:
         return _mapped(self.graph, name, function, function, values)
 
     def matmul_(self, a: Any, b: Any, out: Any, dtype: Any, options: dict[str, Any]) -> Any:
-        """`portmm.matmul`, called with this as an operand."""
+        """Record `portmm.matmul`, called with this as an operand."""
         if out is not None:
             raise refuse("out= changes an array in place; use what matmul returns")
         left, right = _value(self.graph, a), _value(self.graph, b)
         if options.get("prologue_a") is not None:
-            left = AROUND["applied"](options["prologue_a"], left, "mk")
+            left = HOOKS["applied"](options["prologue_a"], left, "mk")
         if options.get("prologue_b") is not None:
-            right = AROUND["applied"](options["prologue_b"], right, "kn")
-        found = _wrap(self.graph, self.graph.matmul("matmul", left.node, right.node, dtype))
+            right = HOOKS["applied"](options["prologue_b"], right, "kn")
+        product = _wrap(self.graph, self.graph.matmul("matmul", left.node, right.node, dtype))
         epilogue = options.get("epilogue")
-        return found if epilogue is None else AROUND["applied"](epilogue, found, "mn")
+        return product if epilogue is None else HOOKS["applied"](epilogue, product, "mn")
 
     def call_(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """A function of portmm's that is a kernel of its own, called with this among its arguments."""
+        """Record a function of portmm with a kernel of its own, called with this among its arguments."""
         if options.get("out") is not None:
             raise refuse("out= changes an array in place; use what is returned")
         return called(self.graph, function.__name__, function, args, options, own=True)
@@ -127,8 +126,8 @@ class Value:
             axis = options.get("axis", 0)
             name = "sum" if ufunc is np.add else "max"
             return _reduced(self, name, axis, keepdims=options.get("keepdims", False), plain=ufunc.reduce)
-        said = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
-        return called(self.graph, f"np.{said}", getattr(ufunc, method), inputs, options)
+        name_of_call = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
+        return called(self.graph, f"np.{name_of_call}", getattr(ufunc, method), inputs, options)
 
     def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
         del types
@@ -151,10 +150,10 @@ class Value:
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         if self.node.kind == "number":
             raise ByValueError("NumPy makes an array of a number")
-        held = self.graph.leaves[self.node.leaf] if self.node.leaf >= 0 else None
-        if not self.shape and isinstance(held, np.ndarray):
-            self.graph.lasting = False  # the next call may give another number
-            return np.array(held, dtype)
+        value = self.graph.leaves[self.node.leaf] if self.node.leaf >= 0 else None
+        if not self.shape and isinstance(value, np.ndarray):
+            self.graph.cacheable = False  # the next call may have another number
+            return np.array(value, dtype)
         raise refuse(
             "a traced array has no numbers yet, so that no array is made of it; write x.astype(np.float32) in place "
             "of np.float32(x) and np.asarray(x), np.stack([x, y]) in place of np.array([x, y])"
@@ -198,20 +197,20 @@ class Value:
     # Views.
 
     def view_(self, name: str, function: Callable[[Any], Any]) -> Any:
-        """Another look at the same elements."""
+        """A view of the same elements."""
         return _wrap(self.graph, self.graph.view(name, function, self.node))
 
     def __getitem__(self, key: Any) -> Any:
-        words = key if isinstance(key, tuple) else (key,)
-        axis = next((x for x in words if hasattr(x, "along_")), None)
+        indices = key if isinstance(key, tuple) else (key,)
+        axis = next((x for x in indices if hasattr(x, "along_")), None)
         if axis is not None:
-            return axis.along_(self, words)
+            return axis.along_(self, indices)
         plain = (int, np.integer, slice, type(None), type(Ellipsis))
-        if _any_inside((words, [(x.start, x.stop, x.step) for x in words if isinstance(x, slice)])):
+        if _any_inside((indices, [(x.start, x.stop, x.step) for x in indices if isinstance(x, slice)])):
             return called(self.graph, "[] by an array", operator.getitem, (self, key), {})
-        if not all(isinstance(x, plain) for x in words):
+        if not all(isinstance(x, plain) for x in indices):
             return called(self.graph, "[] by an array", lambda x: x[key], (self,), {})
-        same = all(x is None or x is Ellipsis or x == slice(None) for x in words)
+        same = all(x is None or x is Ellipsis or x == slice(None) for x in indices)
         return self.view_("reshape" if same else "[]", lambda x: x[key])
 
     def reshape(self, *shape: Any, order: str = "C") -> Any:
@@ -273,7 +272,7 @@ class Value:
             return called(self.graph, "np.std", np.std, (self,), {"axis": axis, "keepdims": keepdims, **options})
         return _squeezed(np.sqrt(self.var(-1, keepdims=True)), keepdims)
 
-    # Products, and all else.
+    # Products, and other methods.
 
     def matmul(self, a: Any, b: Any) -> Any:
         return _wrap(self.graph, self.graph.matmul("@", _node(self.graph, a), _node(self.graph, b)))
@@ -308,7 +307,7 @@ class Value:
 
 
 def _operators() -> None:
-    """Give `Value` Python's operators."""
+    """Define Python's operators on `Value`."""
 
     def binary(name: str, function: Any) -> None:
         def method(self: Value, other: Any) -> Any:
@@ -339,14 +338,14 @@ _operators()
 
 
 class Index(Value):
-    """Integers made of the places of elements."""
+    """Traced integers computed from element indices."""
 
     __slots__ = ()
 
 
-def _wrap(graph: Graph, found: Any) -> Any:
-    """Values for the nodes that came of something."""
-    return [Value(graph, x) for x in found] if isinstance(found, list) else Value(graph, found)
+def _wrap(graph: Graph, nodes: Any) -> Any:
+    """Traced values for a node or a list of nodes."""
+    return [Value(graph, x) for x in nodes] if isinstance(nodes, list) else Value(graph, nodes)
 
 
 def _value(graph: Graph, x: Any) -> Value:
@@ -354,48 +353,48 @@ def _value(graph: Graph, x: Any) -> Value:
 
 
 def _node(graph: Graph, x: Any) -> Node:
-    """The node of something that is an array."""
+    """The node of an array-like operand."""
     if isinstance(x, Value):
         return x.node
     if hasattr(x, "family") or type(x).__name__ == "Quantized":
-        graph.lasting = False
+        graph.cacheable = False
         return graph.leaf(x, "a weight")
     if on_device(x):
-        graph.lasting = False
+        graph.cacheable = False
         return graph.leaf(x, "an array on a device")
-    array = np.asarray(x)
-    if array.dtype == object:
+    value = np.asarray(x)
+    if value.dtype == object:
         raise refuse(f"a {type(x).__name__} cannot meet a traced array")
-    return graph.constant(array)
+    return graph.constant(value)
 
 
 def _mapped(graph: Graph, name: str, traced: Any, plain: Any, values: tuple[Any, ...]) -> Any:
-    """A function of each element; literals stay what they are, but a float64 or an integer of NumPy's is Python's."""
-    given: list[Any] = []
+    """Record an element-wise function; NumPy scalars of float64 or integer type become Python literals."""
+    operands: list[Any] = []
     for x in values:
         if isinstance(x, Value):
-            given.append(x.node)
+            operands.append(x.node)
         elif isinstance(x, (np.ndarray, list, tuple)) and np.ndim(x):
-            given.append(_node(graph, x))
+            operands.append(_node(graph, x))
         elif isinstance(x, (bool, np.bool_)):
-            given.append(bool(x))
+            operands.append(bool(x))
         elif isinstance(x, (int, np.integer)):
-            given.append(int(x))
+            operands.append(int(x))
         elif isinstance(x, (float, np.floating)) or (isinstance(x, np.ndarray) and x.dtype.kind == "f"):
-            # One of few bits decides the type of the result, as in NumPy.
-            given.append(np.asarray(x)[()] if np.asarray(x).dtype in (np.float32, np.float16) else float(x))
+            # A float32 or float16 scalar takes part in the type of the result, as in NumPy.
+            operands.append(np.asarray(x)[()] if np.asarray(x).dtype in (np.float32, np.float16) else float(x))
         elif x is None or isinstance(x, str):
             raise refuse(f"{name} of {x!r}")
         else:
-            given.append(_node(graph, x))
-    found = graph.map(name, traced, plain, tuple(given), index=any(isinstance(x, Index) for x in values))
-    if found.dtype == np.int32 and all(isinstance(x, (Index, int, np.integer)) for x in values):
-        return Index(graph, found)
-    return _wrap(graph, found)
+            operands.append(_node(graph, x))
+    node = graph.map(name, traced, plain, tuple(operands), index=any(isinstance(x, Index) for x in values))
+    if node.dtype == np.int32 and all(isinstance(x, (Index, int, np.integer)) for x in values):
+        return Index(graph, node)
+    return _wrap(graph, node)
 
 
 def _last(x: Value, axis: Any) -> bool:
-    """An axis, or none at all, is the last."""
+    """Test whether an axis, possibly None, is the last and only one to reduce."""
     if isinstance(axis, tuple) and len(axis) == 1:
         axis = axis[0]
     if x.ndim == 0:
@@ -406,20 +405,20 @@ def _last(x: Value, axis: Any) -> bool:
 def _reduced(
     x: Value, name: str, axis: Any, *, keepdims: bool, plain: Any, options: dict[str, Any] | None = None
 ) -> Any:
-    """A reduction, in a kernel if it goes along the last axis."""
+    """Record a reduction, in a kernel if it is along the last axis."""
     if not _last(x, axis) or options or x.node.dtype is None:
         keeps = {} if plain is getattr(elementwise, plain.__name__, None) else {"keepdims": keepdims}
-        given = {"axis": axis, **(options or {}), **keeps}
-        return called(x.graph, name, plain, (x,), given)
+        arguments = {"axis": axis, **(options or {}), **keeps}
+        return called(x.graph, name, plain, (x,), arguments)
     kind = {"sum": elementwise.sum, "mean": elementwise.sum, "max": elementwise.max}[name]
-    found = _wrap(x.graph, x.graph.reduce(name, "max" if name == "max" else "add", x.node, kind))
+    value = _wrap(x.graph, x.graph.reduce(name, "max" if name == "max" else "add", x.node, kind))
     if name == "mean":
-        found = found / float(x.shape[-1])
-    return _squeezed(found, keepdims)
+        value = value / float(x.shape[-1])
+    return _squeezed(value, keepdims)
 
 
 def _squeezed(x: Value, keepdims: bool) -> Any:
-    """A reduction, with or without its last axis."""
+    """The result of a reduction, with or without its last axis."""
     return x if keepdims else x.view_("reshape", lambda y: y[..., 0])
 
 
@@ -434,20 +433,20 @@ def _any_inside(x: Any) -> bool:
 
 
 def called(graph: Graph, name: str, function: Any, args: Any, options: dict[str, Any], *, own: bool = False) -> Any:
-    """A function that runs on arrays between kernels."""
+    """Record a function that NumPy or portmm runs on arrays between kernels."""
     inputs: list[Node] = []
 
-    def taken(x: Any) -> Any:
+    def replaced(x: Any) -> Any:
         if not isinstance(x, Value):
             return x
         inputs.append(x.node)
-        return _Place(len(inputs) - 1)
+        return _Slot(len(inputs) - 1)
 
-    held = rebuilt((tuple(args), dict(options)), taken)
+    arguments = rebuilt((tuple(args), dict(options)), replaced)
 
     def plain(*arrays_: Any) -> Any:
-        given, more = rebuilt(held, lambda x: arrays_[x.number] if isinstance(x, _Place) else x)
-        return function(*given, **more)
+        positional, keywords = rebuilt(arguments, lambda x: arrays_[x.number] if isinstance(x, _Slot) else x)
+        return function(*positional, **keywords)
 
     try:
         return _wrap(graph, graph.call(name, plain, tuple(inputs), "NumPy computes it", own=own))
@@ -457,8 +456,8 @@ def called(graph: Graph, name: str, function: Any, args: Any, options: dict[str,
         raise refuse(f"{name}: {error}") from error
 
 
-class _Place:
-    """Where an array goes among the arguments of a call."""
+class _Slot:
+    """A placeholder of an array among the arguments of a call."""
 
     def __init__(self, number: int) -> None:
         self.number = number
