@@ -186,7 +186,7 @@ def test_what_does_not_fit_is_said(on):
         ((left, right, on.array(np.array([[3, 7]], np.int32))), ValueError, "one dense row"),
         ((left, right, on.array(np.array([3, 0, 7, 0], np.int32))[::2]), ValueError, "one dense row"),
         ((right, left, last), ValueError, "groups take"),
-        ((left, on.array(values((2, 9, 9), np.float32)), last), ValueError, "8 columns meet 9 rows"),
+        ((left, on.array(values((2, 9, 9), np.float32)), last), ValueError, "a has 8 columns, b has 9 rows"),
         ((left, right, last, on.array(np.zeros((7, 8), np.float32))), ValueError, "out has shape"),
     ):
         with pytest.raises(error, match=said):

@@ -122,5 +122,5 @@ def test_large_products_are_worth_a_copy():
 def test_explanations_say_so(cupy):
     a, b = (cupy.empty((2048, 2048), np.int8) for _ in range(2))
     found = pm.explain(a, b)
-    assert "first copied, k side by side" in found.notes[0]
+    assert "first copied, contiguous along k" in found.notes[0]
     assert found.schedule.program in ("mma", "wgmma")

@@ -1,9 +1,8 @@
-"""A call reduced to numbers.
+"""Reduction of a matmul call to the numbers of a kernel call.
 
 Owns the step from operands to a `Problem` and the integers of the argument
-block: which layout each operand has, how a batch is walked, what becomes more
-rows of one product, what is compiled for one size. Imports `arrays.numpy_arrays`, `dispatch.config`,
-`spec.problem`.
+block: the layout of each operand, the strides of a batch, the merging of a batch
+into the rows of one product, and compilation for one size.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from portmm.dispatch import config
 from portmm.spec.problem import Problem
 
 STATIC_BATCH = 16
-"""Items of a batch from which it pays to compile for one size."""
+"""Batch size from which compiling for one size pays."""
 
 
 def problem(
@@ -32,10 +31,10 @@ def problem(
     static: bool = False,
     post: str = "",
 ) -> Problem:
-    """The problem that a call poses under the current settings.
+    """The problem of a call under the current settings.
 
-    With one column, B is a vector: if it is dense it runs along k, and C along m
-    as well, so that A decides which way round to multiply; but u8 stays on the left.
+    With one column, B is a vector: if it is dense it is contiguous along k, and C along m
+    as well, so that A determines whether the product is transposed; but u8 stays on the left.
     """
     m, n, k = size
     a, b, c = layouts
@@ -51,7 +50,7 @@ def problem(
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A product reduced to what a kernel takes: everything but the output's address."""
+    """A product reduced to the arguments of a kernel."""
 
     problem: Problem
     a: numpy_arrays.Operand
@@ -60,7 +59,7 @@ class Call:
     walk: numpy_arrays.Batch
 
     def numbers(self) -> tuple[int, ...]:
-        """The integers of the argument block, as `execute` orders them."""
+        """The integers of the argument block, in the order of `execute`."""
         p, w = self.problem, self.walk
         if isinstance(self.b, numpy_arrays.Operand):
             b = (self.b.address, self.b.row, self.b.col)
@@ -77,26 +76,25 @@ class Call:
 def reduce_call(a: Any, b: Any, c: Any, dtypes: numpy_arrays.DTypes, *, static: bool = False) -> Call:
     """Operands with at least two dimensions as one strided batch.
 
-    `b` may be a packed weight; `c` has the product's shape, and the last of the
-    types that A, B and C are to have.
+    `b` may be a packed weight; `c` has the product's shape. The types are those that A, B and C are converted to.
     """
     batch = c.shape[:-2]
     is_packed = not isinstance(b, np.ndarray)
     left, right = numpy_arrays.canonical(a, dtypes[0]), b if is_packed else numpy_arrays.canonical(b, dtypes[1])
     result = numpy_arrays.canonical(c, dtypes[2])
     m, n, k = c.shape[-2], c.shape[-1], a.shape[-1]
-    b_steps = _packed_steps(b, batch) if is_packed else numpy_arrays.strides_over(right.array, batch)
-    a_steps, c_steps = numpy_arrays.strides_over(left.array, batch), numpy_arrays.strides_over(result.array, batch)
-    if left.layout == result.layout == "row" and not any(b_steps):
+    b_strides = _packed_steps(b, batch) if is_packed else numpy_arrays.strides_over(right.array, batch)
+    a_strides, c_strides = numpy_arrays.strides_over(left.array, batch), numpy_arrays.strides_over(result.array, batch)
+    if left.layout == result.layout == "row" and not any(b_strides):
         # One B for the whole batch: its items are more rows of one product.
-        rows = numpy_arrays.collapse((*batch, m), ((*a_steps, left.row), (*b_steps, 0), (*c_steps, result.row)))
+        rows = numpy_arrays.collapse((*batch, m), ((*a_strides, left.row), (*b_strides, 0), (*c_strides, result.row)))
         if rows.outer is None and (m > 1 or rows.strides[0] >= k) and rows.count > m:
             left, result = replace(left, row=rows.strides[0]), replace(result, row=rows.strides[2])
             m, walk = rows.count, numpy_arrays.Batch(1, (0, 0, 0), None)
         else:
-            walk = numpy_arrays.collapse(batch, (a_steps, b_steps, c_steps))
+            walk = numpy_arrays.collapse(batch, (a_strides, b_strides, c_strides))
     else:
-        walk = numpy_arrays.collapse(batch, (a_steps, b_steps, c_steps))
+        walk = numpy_arrays.collapse(batch, (a_strides, b_strides, c_strides))
     b_layout = "packed" if is_packed else right.layout
     dense = _dense(left, m, k) and _dense(result, m, n) and (is_packed or _dense(right, k, n))
     family = b.family if is_packed else ""
@@ -117,8 +115,8 @@ def _dense(x: numpy_arrays.Operand, rows: int, cols: int) -> bool:
 
 def _packed_steps(b: Any, batch: tuple[int, ...]) -> tuple[int, ...]:
     own = b.shape[:-2]
-    steps, total = [], b.b_batch
+    strides, total = [], b.b_batch
     for n in reversed(own):
-        steps.append(0 if n == 1 else total)
+        strides.append(0 if n == 1 else total)
         total *= n
-    return (0,) * (len(batch) - len(own)) + tuple(reversed(steps))
+    return (0,) * (len(batch) - len(own)) + tuple(reversed(strides))

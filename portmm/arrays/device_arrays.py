@@ -1,7 +1,6 @@
-"""Arrays of devices, as products see them: shapes, strides, alignment, memory.
+"""Device arrays as operands of products: shapes, strides, alignment, memory.
 
-Owns `Matrix`, and the questions that all calls on devices ask of their operands. Imports
-`arrays.interop`, `dispatch.gpu`.
+Owns `Matrix`, and the checks that all calls on devices make on their operands.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Matrix:
         layout: "row", "col" or "any".
         row: elements between rows.
         col: elements between columns.
-        vector: elements that may be moved at once.
+        vector: elements of the widest vector access.
     """
 
     layout: str
@@ -48,17 +47,17 @@ class Matrix:
 
 
 def matrix(x: Foreign, rows: int, cols: int, steps: tuple[int, int], others: tuple[int, ...] = ()) -> Matrix:
-    """How a matrix lies, of so many elements from one row to the next, from one column, and between others."""
+    """The operand of a matrix with strides `steps` between rows and columns, and `others` along a batch."""
     row, col = steps
     layout = "row" if col == 1 or cols == 1 else "col" if row == 1 or rows == 1 else "any"
     if layout == "any":
         return Matrix(layout, row, col, 1)
     row, col = (row if rows > 1 else cols, 1) if layout == "row" else (1, col if cols > 1 else rows)
-    far, near = (row, cols) if layout == "row" else (col, rows)
+    major, minor = (row, cols) if layout == "row" else (col, rows)
     size = BY_NAME[x.dtype].bytes
-    # Where lines overlap or go backwards, the copy engine of a GPU cannot address them: it wants whole vectors.
-    most = interop.WIDEST // (2 * size if far < near or min(others, default=0) < 0 else size)
-    vector = math.gcd(far, near, x.at // size, *others, most)
+    # Where rows overlap or have negative strides, the TMA of a GPU cannot address them: it needs whole vectors.
+    most = interop.WIDEST // (2 * size if major < minor or min(others, default=0) < 0 else size)
+    vector = math.gcd(major, minor, x.at // size, *others, most)
     return Matrix(layout, row, col, vector & -vector)
 
 
@@ -66,11 +65,13 @@ def elements(x: Foreign) -> tuple[int, ...]:
     """Strides in elements.
 
     Raises:
-        ValueError: they are no whole ones.
+        ValueError: they are not multiples of the element size.
     """
     size = BY_NAME[x.dtype].bytes
     if any(s % size for s in x.strides):
-        raise ValueError(f"an array of {x.dtype} has strides {x.strides} bytes, which are no whole elements; copy it")
+        raise ValueError(
+            f"an array of {x.dtype} has strides {x.strides} bytes, not multiples of the element size; copy it"
+        )
     return tuple(s // size if n > 1 else 0 for n, s in zip(x.shape, x.strides, strict=True))
 
 
@@ -78,14 +79,14 @@ def shapes(a: Foreign, b: Foreign) -> tuple[tuple[int, ...], tuple[int, ...], tu
     """The shape of a product, that of its batch, and its size m, n, k.
 
     Raises:
-        ValueError: the operands do not fit.
+        ValueError: shapes do not match.
     """
     if not a.shape or not b.shape:
         raise ValueError("matmul takes arrays of one dimension at least, not scalars")
     left = a.shape if len(a.shape) > 1 else (1, *a.shape)
     right = b.shape if len(b.shape) > 1 else (*b.shape, 1)
     if left[-1] != right[-2]:
-        raise ValueError(f"cannot multiply {a.shape} by {b.shape}: {left[-1]} columns meet {right[-2]} rows")
+        raise ValueError(f"cannot multiply {a.shape} by {b.shape}: a has {left[-1]} columns, b has {right[-2]} rows")
     try:
         batch = np.broadcast_shapes(left[:-2], right[:-2])
     except ValueError as error:
@@ -98,33 +99,33 @@ def shapes(a: Foreign, b: Foreign) -> tuple[tuple[int, ...], tuple[int, ...], tu
 
 
 def over(x: Foreign, batch: tuple[int, ...], used: int) -> tuple[int, ...]:
-    """Strides of an operand along a batch, 0 where it is broadcast; its last `used` dimensions are no batch."""
+    """Strides of an operand along a batch, 0 where it is broadcast; its last `used` dimensions are not batch."""
     own = elements(x)[: len(x.shape) - used]
     return (0,) * (len(batch) - len(own)) + own
 
 
-def shifted(place: Any, offset: int, x: Foreign) -> Any:
-    """An address some elements further."""
-    return place + offset * BY_NAME[x.dtype].bytes if isinstance(place, int) else (place[0], place[1] + offset)
+def shifted(address: Any, offset: int, x: Foreign) -> Any:
+    """An address advanced by some elements."""
+    return address + offset * BY_NAME[x.dtype].bytes if isinstance(address, int) else (address[0], address[1] + offset)
 
 
-def result_type(a: str, b: str, wanted: str) -> str:
+def result_type(a: str, b: str, requested: str) -> str:
     """The type of a product's elements.
 
     Raises:
-        TypeError: the two do not multiply, or their sums do not become what is wanted.
+        TypeError: the two types have no product, or kernels do not write it in the requested type.
     """
     try:
-        held = accumulator(a, b)
+        acc = accumulator(a, b)
     except ValueError as error:
         raise TypeError(f"cannot multiply {a} by {b}: {error}") from error
-    if wanted and wanted not in _RESULTS[held]:
-        raise TypeError(f"products of {a} and {b} become {', '.join(_RESULTS[held])}, not {wanted}")
-    return wanted or natural(a, b)
+    if requested and requested not in _RESULTS[acc]:
+        raise TypeError(f"products of {a} and {b} become {', '.join(_RESULTS[acc])}, not {requested}")
+    return requested or natural(a, b)
 
 
 def check_out(out: Foreign, shape: tuple[int, ...]) -> None:
-    """An output can take a result.
+    """Check that an output can hold a result.
 
     Raises:
         ValueError: it has another shape, repeats elements, or is read-only.
@@ -132,33 +133,33 @@ def check_out(out: Foreign, shape: tuple[int, ...]) -> None:
     if out.shape != shape:
         raise ValueError(f"out has shape {out.shape}; the product has {shape}")
     if out.readonly or (out.size and any(n > 1 and s == 0 for n, s in zip(shape, out.strides, strict=True))):
-        raise ValueError("out is read-only, or several of its elements are one")
+        raise ValueError("out is read-only, or some of its elements share memory")
 
 
 def check_type(out: Foreign, dtype: str) -> None:
-    """An output can take results of a type, as NumPy casts them.
+    """Check that an output can hold results of a type, by NumPy's same-kind casting.
 
     Raises:
         TypeError: it cannot.
     """
-    wide = out.dtype == "f64" != dtype
-    if wide or not np.can_cast(numpy_arrays.numpy_of(dtype), numpy_arrays.numpy_of(out.dtype), casting="same_kind"):
+    to_f64 = out.dtype == "f64" != dtype
+    if to_f64 or not np.can_cast(numpy_arrays.numpy_of(dtype), numpy_arrays.numpy_of(out.dtype), casting="same_kind"):
         raise TypeError(f"out has elements of {out.dtype}, which cannot hold results of {dtype} on a device")
 
 
 def check_apart(out: Foreign, operands: dict[str, tuple[Foreign, ...]]) -> None:
-    """The output of a plan lies on none of its operands, by name.
+    """Check that the output of a plan overlaps none of its operands.
 
     Raises:
         ValueError: it overlaps one.
     """
     for name, parts in operands.items():
         if overlap(out, parts):
-            raise ValueError(f"out overlaps {name} in memory; give another array")
+            raise ValueError(f"out overlaps {name} in memory; pass another array")
 
 
 def overlap(out: Foreign, others: tuple[Foreign, ...]) -> bool:
-    """Memory of a result may be that of an operand."""
+    """Whether memory of a result may be that of an operand."""
     return any(_extent(out, x) for x in others)
 
 
@@ -168,7 +169,7 @@ def _extent(x: Foreign, y: Foreign) -> bool:
 
 
 def _span(x: Foreign) -> tuple[Any, int, int]:
-    """Where the bytes of an array lie: in which memory, from where, to where."""
+    """The memory of an array and the range of its bytes there."""
     low = sum(min(0, (n - 1) * s) for n, s in zip(x.shape, x.strides, strict=True))
     high = sum(max(0, (n - 1) * s) for n, s in zip(x.shape, x.strides, strict=True))
     base, at = (0, 0) if x.language == "cuda" else interop.memory(x.pointer[0])

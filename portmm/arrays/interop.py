@@ -1,9 +1,8 @@
-"""Arrays of other libraries, in the memory of a device.
+"""Interop with arrays of other libraries, in the memory of a device.
 
-Owns what portmm knows of CuPy, PyTorch, PyOpenCL, and of objects with
-`__cuda_array_interface__` or `__dlpack__`: how each tells where its elements
-are, and how each makes a new array. On the top floor; may import `arrays`,
-`dtype`, `errors` and `run.opencl`.
+Owns the support of CuPy, PyTorch, PyOpenCL, and of objects with
+`__cuda_array_interface__` or `__dlpack__`: reading the address, strides and type
+of their arrays, and allocating new ones.
 
 A library is recognised by the names of an object's classes and is never
 imported for that: an array of it can only come from where it is loaded.
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 _LIBRARY_TYPES = {"cupy": ("cupy", "ndarray"), "torch": ("torch", "Tensor"), "pyopencl": ("pyopencl.array", "Array")}
 
 WIDEST = 16
-"""Bytes that threads move at once."""
+"""Bytes of the widest vector access."""
 
 # DLPack's device types: CUDA, and CUDA's managed memory.
 _DLPACK_CUDA = frozenset((2, 13))
@@ -49,9 +48,9 @@ class Foreign:
         pointer: of element zero: an address, or a buffer and an offset in bytes;
             (None, 0) of an OpenCL array without elements.
         shape: elements along each dimension.
-        strides: bytes between neighbours along each; any sign.
+        strides: bytes between elements along each dimension; any sign.
         dtype: portmm's name of the elements' type.
-        queue: CUDA's handle of the stream that the library works in here and now, or PyOpenCL's queue.
+        queue: CUDA's handle of the library's current stream, or PyOpenCL's queue.
         readonly: its library forbids writing.
     """
 
@@ -67,12 +66,12 @@ class Foreign:
 
     @property
     def at(self) -> int:
-        """Where element zero is, in bytes: an address, or an offset."""
+        """The address of element zero, or its offset in a buffer, in bytes."""
         return int(self.pointer) if self.language == "cuda" else int(self.pointer[1])
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """All that kernels depend on but the address, of which only the alignment."""
+        """The properties that kernels depend on: all but the address, of which only the alignment."""
         return (self.shape, self.strides, self.dtype, self.device, math.gcd(self.at, WIDEST), self.readonly)
 
     @property
@@ -85,8 +84,8 @@ class Foreign:
 
 
 def _kind(x: object) -> str:
-    """The library that an object comes from, "host" if it is never on a device, or "" if unknown."""
-    cls: Any = type(x)  # which mypy does not take for hashable
+    """The library of an object, "host" if it is never on a device, or "" if unknown."""
+    cls: Any = type(x)  # mypy does not know it as hashable
     return _kind_of(cls)
 
 
@@ -104,11 +103,11 @@ def _kind_of(cls: type) -> str:
 
 
 def adopt(x: Any) -> Foreign | None:
-    """What a kernel must know of an array on a device; None for anything else.
+    """The description of an array on a device; None for anything else.
 
     Raises:
-        TypeError: its element type or layout is none that portmm knows.
-        NoDeviceError: it lies on a CUDA device, and there is no CuPy to find out on which.
+        TypeError: its element type or layout is unknown to portmm.
+        NoDeviceError: it is on a CUDA device, and there is no CuPy to ask which.
     """
     if type(x) is np.ndarray:
         return None
@@ -124,7 +123,7 @@ def adopt(x: Any) -> Foreign | None:
 
 
 def on_device(x: Any) -> bool:
-    """Whether `adopt` takes an object for an array on a device; looks at no more than its class, where that tells."""
+    """Whether `adopt` recognises an array on a device; examines no more than the class, where that suffices."""
     kind = _kind(x)
     if kind == "host":
         return False
@@ -135,10 +134,10 @@ def on_device(x: Any) -> bool:
 
 
 def lay(x: Any) -> tuple[Any, ...]:
-    """All that kernels depend on of an array on a device, but where it is."""
-    found = adopt(x)
-    assert found is not None  # noqa: S101 - `on_device` said so
-    return found.kind
+    """The properties of an array on a device that kernels depend on."""
+    array = adopt(x)
+    assert array is not None  # noqa: S101 - `on_device` is true
+    return array.kind
 
 
 def transposed(x: Foreign) -> Foreign:
@@ -148,36 +147,38 @@ def transposed(x: Foreign) -> Foreign:
 
 
 def standin(x: Foreign) -> np.ndarray[Any, Any]:
-    """An array in the host's memory that lies as one on a device does: functions are traced with it.
+    """A stand-in for an array on a device: in the host's memory, of its shape, strides and type, for tracing.
 
-    It has one element of memory, and must not be read.
+    It has memory of one element, and must not be read.
 
     Raises:
-        TypeError: NumPy lacks their type, and there is no ml_dtypes.
+        TypeError: NumPy lacks the type, and there is no ml_dtypes.
     """
     dtype = numpy_of(x.dtype)
-    # Bytes, then the type: NumPy does not read the name of a float of eight bits.
-    whole = np.empty(1, f"V{dtype.itemsize}")
-    return np.lib.stride_tricks.as_strided(whole, x.shape, x.strides, writeable=False).view(dtype)
+    # A view of raw bytes: NumPy does not parse the name of an 8-bit float.
+    raw = np.empty(1, f"V{dtype.itemsize}")
+    return np.lib.stride_tricks.as_strided(raw, x.shape, x.strides, writeable=False).view(dtype)
 
 
 def _named(numpy_name: str, native: bool, what: str) -> str:
-    """Portmm's name of an element type.
+    """Portmm's name of an element type, from NumPy's name.
 
     Raises:
         TypeError: it has none.
     """
-    found = BY_NUMPY.get(numpy_name)
-    if found is None or not native:
+    known = BY_NUMPY.get(numpy_name)
+    if known is None or not native:
         order = "" if native else " of the other byte order"
-        known = ", ".join(BY_NUMPY)
-        raise TypeError(f"{what} has elements of type {numpy_name}{order}; portmm takes {known}: convert them first")
-    return found.name
+        supported = ", ".join(BY_NUMPY)
+        raise TypeError(
+            f"{what} has elements of type {numpy_name}{order}; portmm takes {supported}: convert them first"
+        )
+    return known.name
 
 
 @lru_cache(maxsize=64)
 def _known(dtype: np.dtype[Any], what: str) -> str:
-    """Portmm's name of an element type of NumPy, which takes its time to say how it calls one.
+    """Portmm's name of an element type of NumPy, remembered as the `name` of a dtype is slow.
 
     Raises:
         TypeError: it has none.
@@ -256,7 +257,7 @@ def _from_interface(x: Any, interface: dict[str, Any]) -> Foreign:
     cupy = _cupy(f"an array of type {type(x).__name__}")
     what = f"an array of type {type(x).__name__}"
     if interface.get("mask") is not None:
-        raise TypeError(f"{what} has a mask; portmm multiplies whole arrays: fill it first")
+        raise TypeError(f"{what} has a mask; portmm multiplies arrays without masks: fill it first")
     dtype = np.dtype(interface["typestr"])
     shape = tuple(int(n) for n in interface["shape"])
     strides = interface.get("strides")
@@ -315,14 +316,14 @@ def _read_only(memory: Any) -> bool:
 
 
 def memory(buffer: Any) -> tuple[int, int]:
-    """Which memory a buffer of OpenCL is of, and how many bytes into it: a part of another is of that one."""
+    """The root allocation of an OpenCL buffer, and the offset in it: a sub-buffer has that of its parent."""
     info = sys.modules["pyopencl"].mem_info
     if not hasattr(buffer, "get_info"):
         return 0, int(getattr(buffer, "svm_ptr", 0))
-    whole = buffer.get_info(info.ASSOCIATED_MEMOBJECT)
-    if whole is None:
+    root = buffer.get_info(info.ASSOCIATED_MEMOBJECT)
+    if root is None:
         return int(buffer.int_ptr), 0
-    return int(whole.int_ptr), int(buffer.get_info(info.OFFSET))
+    return int(root.int_ptr), int(buffer.get_info(info.OFFSET))
 
 
 _LIBRARIES: dict[str, Callable[[Any], Foreign | None]] = {
@@ -337,28 +338,28 @@ _LIBRARIES: dict[str, Callable[[Any], Foreign | None]] = {
 
 
 def empty_like(x: Foreign, shape: tuple[int, ...], dtype: str) -> tuple[Any, Foreign]:
-    """A new array of the same library, on the same device and queue, in C's order; its elements are anything.
+    """A new array of the same library, on the same device and queue, C-contiguous and uninitialised.
 
-    Arrays of libraries that are known by an interface only get one of CuPy's.
+    Arrays of libraries that are known only by an interface get one of CuPy's.
 
     Args:
-        x: what `adopt` gave.
+        x: the result of `adopt`.
         shape: of the new array.
         dtype: portmm's name of its elements' type.
 
     Returns:
-        The array, and what a kernel must know of it.
+        The array, and its description.
 
     Raises:
         TypeError: the library has no such element type.
     """
     kind = _kind(x.source)
     make = {"torch": _torch_empty, "pyopencl": _pyopencl_empty}.get(kind, _cupy_empty)
-    made = make(x, shape, dtype)
-    found = _LIBRARIES[_kind(made)](made)
-    if found is None:
-        raise TypeError(f"{type(made).__name__} was made in the host's memory, not on {_spell(x.device)}")
-    return made, found if found.queue == x.queue else replace(found, queue=x.queue)
+    array = make(x, shape, dtype)
+    described = _LIBRARIES[_kind(array)](array)
+    if described is None:
+        raise TypeError(f"{type(array).__name__} was allocated in the host's memory, not on {_spell(x.device)}")
+    return array, described if described.queue == x.queue else replace(described, queue=x.queue)
 
 
 def _torch_empty(x: Foreign, shape: tuple[int, ...], dtype: str) -> Any:
@@ -375,9 +376,10 @@ def _cupy_empty(x: Foreign, shape: tuple[int, ...], dtype: str) -> Any:
         except (TypeError, ValueError) as error:
             if dtype not in FOREIGN:
                 raise
-            wanted = BY_NAME[dtype].numpy
+            name = BY_NAME[dtype].numpy
             raise TypeError(
-                f"CuPy {cupy.__version__} makes no array of {wanted}: {error}; give an out, or a dtype that it has"
+                f"CuPy {cupy.__version__} cannot allocate an array of {name}: {error}; "
+                f"pass out, or a dtype that it supports"
             ) from error
 
 
@@ -392,12 +394,12 @@ class _Handle:
 
 
 def _working_in(cupy: Any, device: Any, queue: int) -> AbstractContextManager[Any]:
-    """Have CuPy allocate for a stream: its pool hands out memory that earlier work of the stream may still use."""
+    """A context in which CuPy allocates for a stream: its pool reuses memory that the stream may still use."""
     if _current_stream(cupy, device) == queue:
         return nullcontext()
     make: Any = getattr(cupy.cuda.Stream, "from_external", None)
-    found: AbstractContextManager[Any] = make(_Handle(queue)) if make else cupy.cuda.ExternalStream(queue)
-    return found
+    stream: AbstractContextManager[Any] = make(_Handle(queue)) if make else cupy.cuda.ExternalStream(queue)
+    return stream
 
 
 def _pyopencl_empty(x: Foreign, shape: tuple[int, ...], dtype: str) -> Any:
@@ -414,10 +416,10 @@ def _spell(device: tuple[Hashable, ...]) -> str:
 
 
 def same_device(arrays: Sequence[Foreign]) -> tuple[Hashable, ...]:
-    """The device that all arrays are on.
+    """The one device of all arrays.
 
     Raises:
-        ValueError: they are on several; the message says which.
+        ValueError: they are on several; the message names two.
     """
     first = arrays[0].device
     for i, x in enumerate(arrays):
@@ -429,7 +431,7 @@ def same_device(arrays: Sequence[Foreign]) -> tuple[Hashable, ...]:
 
 
 def argument(x: Foreign) -> tuple[str, Any]:
-    """An array as `launch` of its language takes it, from its element zero.
+    """An argument of `launch` for an array, at its element zero.
 
     Raises:
         ValueError: its elements are not aligned to their size.

@@ -1,9 +1,8 @@
 """NumPy's matmul semantics, reduced to strided batches.
 
-Owns the rules for dtypes, shapes, broadcasting, strides and `out=`; imports
-`abi`, `dtype`, and NumPy. What it returns is plain: canonical operands, a batch with one
-stride per operand, and a table of offsets for batch shapes that one stride
-cannot express.
+Owns the rules for dtypes, shapes, broadcasting, strides and `out=`. It returns
+canonical operands, a batch with one stride per operand, and a table of offsets
+for batch shapes that one stride cannot express.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from portmm.util.array_subclasses import refuse_class
 _FACTORS = ("f32", "f64", "bf16", "f16", "s8", "u8")
 _BY_NUMPY = {BY_NAME[x].numpy: x for x in (*_FACTORS, "s32", *FP8)}
 _RESULTS = {"f32": ("f32", "bf16", "f16"), "f64": ("f64",), "s32": ("s32",)}
-"""Type that products are summed in -> types of results that kernels write."""
+"""Accumulator type -> types of results that kernels write."""
 
 LINE = 64
 """Bytes of a cache line."""
@@ -33,40 +32,40 @@ DTypes = tuple[np.dtype[Any], np.dtype[Any], np.dtype[Any]]
 
 @lru_cache(maxsize=256)
 def name_of(dtype: np.dtype[Any]) -> str:
-    """Portmm's name of a type in any byte order; empty for one that it does not know."""
+    """Portmm's name of a type in any byte order; empty for an unsupported one."""
     return _BY_NUMPY.get(dtype.name, "")
 
 
 def numpy_of(name: str) -> np.dtype[Any]:
-    """NumPy's type of that name.
+    """NumPy's type of a name of portmm's.
 
     Raises:
         TypeError: NumPy lacks it, and there is no ml_dtypes.
     """
-    wanted = BY_NAME[name].numpy
+    numpy_name = BY_NAME[name].numpy
     if name not in FOREIGN:
-        return np.dtype(wanted)
+        return np.dtype(numpy_name)
     try:
         import ml_dtypes
     except ImportError as error:
-        raise TypeError(f"{wanted} arrays need the package ml_dtypes: pip install ml_dtypes") from error
-    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, wanted))
-    return found
+        raise TypeError(f"{numpy_name} arrays need the package ml_dtypes: pip install ml_dtypes") from error
+    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, numpy_name))
+    return dtype
 
 
 def word(dtypes: DTypes) -> str:
-    """The types of A, B and C as a `Problem` has them."""
+    """The types of A, B and C as spelled in a `Problem`."""
     a, b, c = map(name_of, dtypes)
     return spell(a, b, c)
 
 
 def types_of(a: np.dtype[Any], b: np.dtype[Any], out: np.dtype[Any] | None = None) -> DTypes:
-    """The types that A and B are multiplied in, and that of C: `out` if kernels can write it.
+    """The operand types of A and B, and the result type: `out` if kernels can write it.
 
     Types that no kernel multiplies are promoted as NumPy does.
 
     Raises:
-        TypeError: the two do not multiply.
+        TypeError: the two types have no product.
     """
     left, right = a.newbyteorder("="), b.newbyteorder("=")
     try:
@@ -76,8 +75,8 @@ def types_of(a: np.dtype[Any], b: np.dtype[Any], out: np.dtype[Any] | None = Non
         if name_of(left) not in ("f32", "f64"):
             raise TypeError(f"cannot multiply {a} by {b}: {refused}") from refused
         acc = name_of(left)
-    wanted = name_of(out) if out is not None else ""
-    result = wanted if wanted in _RESULTS[acc] else natural(name_of(left), name_of(right))
+    requested = name_of(out) if out is not None else ""
+    result = requested if requested in _RESULTS[acc] else natural(name_of(left), name_of(right))
     return left, right, left if name_of(left) == result else numpy_of(result)
 
 
@@ -86,7 +85,7 @@ class Operand:
     """A canonical operand: native, aligned, strides in whole elements.
 
     Attributes:
-        array: at least 2-D; kept so that its memory stays alive.
+        array: at least 2-D; referenced to keep its memory alive.
         layout: "row", "col" or "any".
         row: stride between rows, in elements.
         col: stride between columns, in elements.
@@ -122,33 +121,33 @@ def as_operand(x: Any, name: str, *, matrix: bool = True) -> Array:
 
 
 def taker(*values: Any) -> Any:
-    """A value that is being traced, and takes down what is called with it, or None."""
-    for x in values:  # a generator takes twice as long, and most calls find none
+    """The first value that is being traced, which records the operation, or None."""
+    for x in values:  # a generator takes twice as long, and most calls have none
         if hasattr(x, "call_"):
             return x
     return None
 
 
 def addressable(array: Array, dtype: np.dtype[Any]) -> bool:
-    """Kernels can address the elements where they lie: native, aligned, strides in whole elements."""
+    """Whether kernels can address the elements in place: native, aligned, strides in whole elements."""
     return array.dtype == dtype and array.flags.aligned and not any(s % dtype.itemsize for s in array.strides)
 
 
 def dense_at(out: Any, dtype: np.dtype[Any], source: Array) -> bool:
-    """A kernel that reads `source` can write a dense result of native `dtype` straight to `out`."""
+    """Whether a kernel that reads `source` can write a dense result of native `dtype` straight to `out`."""
     if not isinstance(out, np.ndarray) or not addressable(out, dtype):
         return False
     return bool(out.flags.c_contiguous and out.flags.writeable and not np.may_share_memory(out, source))
 
 
 def canonical(array: Array, dtype: np.dtype[Any]) -> Operand:
-    """An operand the kernels can read, copied only if it must be."""
+    """An operand that kernels can read, copied only if it must be."""
     size = dtype.itemsize
     if not addressable(array, dtype):
         array = np.require(array, dtype, ("C", "A"))
     rows, cols = array.shape[-2:]
     row, col = (s // size for s in array.strides[-2:])
-    # The stride of a dimension of extent 1 is never used; take what suits.
+    # The stride of a dimension of extent 1 is never used; choose the one that makes it contiguous.
     row, col = (cols if rows == 1 else row), (1 if cols == 1 else col)
     if col == 1 and (rows == 1 or row >= cols):
         return Operand(array, "row", row, 1)
@@ -160,21 +159,21 @@ def canonical(array: Array, dtype: np.dtype[Any]) -> Operand:
 
 
 def result_shape(
-    a: Array, b_shape: tuple[int, ...], given: tuple[Any, Any] | None = None
+    a: Array, b_shape: tuple[int, ...], user_shapes: tuple[Any, Any] | None = None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Batch shape and (m, n) of a product of operands with at least two dimensions.
 
     Args:
         a: the left operand.
         b_shape: shape of the right one.
-        given: the shapes that the caller gave, where these were vectors, or parts of others.
+        user_shapes: the shapes for messages, where the user passed vectors or other arrays.
 
     Raises:
         ValueError: an operand is a scalar, inner dimensions differ, or batch shapes do not broadcast.
     """
     if a.ndim < 2 or len(b_shape) < 2:
         raise ValueError("an operand is a scalar; matmul needs at least one dimension, use * to scale")
-    left, right = given or (a.shape, b_shape)
+    left, right = user_shapes or (a.shape, b_shape)
     if a.shape[-1] != b_shape[-2]:
         raise ValueError(
             f"cannot multiply {left} by {right}: "
@@ -190,7 +189,7 @@ def result_shape(
 
 
 def shape_of(left: Array, right: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a product, vectors being a row or a column that the result lacks."""
+    """The shape of a product; vectors are a row or a column that the result lacks."""
     rows = left[np.newaxis, :] if left.ndim == 1 else left
     batch, (m, n) = result_shape(rows, (*right, 1) if len(right) == 1 else right, (left.shape, tuple(right)))
     return (*batch, *(() if left.ndim == 1 else (m,)), *(() if len(right) == 1 else (n,)))
@@ -198,12 +197,12 @@ def shape_of(left: Array, right: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """How a batch is walked.
+    """The strides of a batch.
 
     Attributes:
         count: items along the stride.
         strides: element strides of a, b and c from one item to the next.
-        outer: offsets (a, b, c) at which the walk is repeated, int64 triples,
+        outer: offsets (a, b, c) at which the batch is repeated, int64 triples,
             or None for once.
     """
 
@@ -221,7 +220,7 @@ def strides_over(array: Array, batch: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def collapse(shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -> Batch:
-    """Merge batch dimensions that lie evenly, and walk the largest that is left."""
+    """Merge evenly strided batch dimensions, and take the largest of the rest as the batch."""
     dims: list[tuple[int, tuple[int, ...]]] = []
     for i, n in enumerate(shape):
         if n == 1:
@@ -250,19 +249,19 @@ def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         ValueError: its shape differs, or it is read-only.
     """
     if not isinstance(out, np.ndarray):
-        raise TypeError(f"out is {type(out).__name__}; give a numpy array")
+        raise TypeError(f"out is {type(out).__name__}; pass a numpy array")
     refuse_class(out, "out")
     if out.shape != shape:
         raise ValueError(f"out has shape {out.shape}; the product has shape {shape}")
     if not out.flags.writeable:
-        raise ValueError("out is read-only; give a writeable array")
+        raise ValueError("out is read-only; pass a writeable array")
     if not np.can_cast(dtype, out.dtype, casting="same_kind"):
         raise TypeError(f"out has dtype {out.dtype}, which cannot hold {dtype} results")
     return out
 
 
 def single(out: Any) -> Any:
-    """The one array of an `out`, which NumPy also takes as a tuple.
+    """The array of an `out`, which may be a tuple of one, as in NumPy.
 
     Raises:
         ValueError: the tuple has another length.
@@ -275,26 +274,26 @@ def single(out: Any) -> Any:
 
 
 def put(out: Array, result: Array) -> None:
-    """Copy a result to `out` in its type: what is too large becomes an infinity, without a warning."""
+    """Copy a result to `out` in its type: overflow becomes an infinity, without a warning."""
     with np.errstate(over="ignore", invalid="ignore"):
         np.copyto(out, result, casting="same_kind")
 
 
 def spread(out: Any, shape: tuple[int, ...], core: int, dtype: np.dtype[Any]) -> tuple[int, ...]:
-    """The product's shape as `out` has it, with whose batch the operands broadcast, as in `numpy.matmul`.
+    """The product's shape as `out` has it: operands broadcast with the batch of `out`, as in `numpy.matmul`.
 
     Args:
-        out: the array that the result is put in.
+        out: the array of the result.
         shape: of the product.
-        core: how many of its last dimensions are rows and columns, which never broadcast.
+        core: the number of its last dimensions that are rows and columns, which never broadcast.
         dtype: of the product.
 
     Returns:
-        `shape`, or that without leading dimensions of extent 1 which `out` does not have.
+        `shape`, without leading dimensions of extent 1 which `out` does not have.
 
     Raises:
         TypeError: `out` is no array, or cannot hold the result's type.
-        ValueError: the product does not broadcast to its shape, or it is read-only.
+        ValueError: the product does not broadcast to the shape of `out`, or `out` is read-only.
     """
     if not isinstance(out, np.ndarray) or out.shape == shape:
         check_out(out, shape, dtype)
@@ -303,7 +302,7 @@ def spread(out: Any, shape: tuple[int, ...], core: int, dtype: np.dtype[Any]) ->
     spare = max(0, len(batch) - own)
     spreads = own >= 0 and all(n == 1 for n in batch[:spare]) and out.shape[own:] == shape[len(batch) :]
     if spreads:
-        spreads = all(n in (1, wide) for n, wide in zip(batch[::-1], out.shape[:own][::-1], strict=False))
+        spreads = all(n in (1, extent) for n, extent in zip(batch[::-1], out.shape[:own][::-1], strict=False))
     check_out(out, out.shape if spreads else shape, dtype)
     return shape[spare:]
 
@@ -322,34 +321,34 @@ _ones = np.ones(0, np.float32)
 def ones(count: int) -> Array:
     """A read-only vector of ones in float32, which shares its memory with all others.
 
-    Calls of thousands of shapes are remembered with such vectors: those of one call are never more than its rows.
+    Calls of thousands of shapes keep such vectors: each is no longer than the rows of its call.
     """
     global _ones  # noqa: PLW0603 - replaced by a longer one
-    whole = _ones
-    if whole.size < count:
-        whole = aligned_empty(max(1024, 1 << (count - 1).bit_length()), np.float32)
-        whole[:] = 1
-        whole.flags.writeable = False
-        _ones = whole
-    return whole[:count]
+    vector = _ones
+    if vector.size < count:
+        vector = aligned_empty(max(1024, 1 << (count - 1).bit_length()), np.float32)
+        vector[:] = 1
+        vector.flags.writeable = False
+        _ones = vector
+    return vector[:count]
 
 
-def can_be_addressed(shape: tuple[int, ...], each: int) -> bool:
-    """Whether strides of an array of this shape fit 64 bits, with `each` bytes per element; extents of 0 hide none."""
-    return math.prod(max(n, 1) for n in shape) * each < 1 << 63
+def can_be_addressed(shape: tuple[int, ...], item_bytes: int) -> bool:
+    """Whether strides of an array of this shape and bytes per element fit 64 bits; extents of 0 count as 1."""
+    return math.prod(max(n, 1) for n in shape) * item_bytes < 1 << 63
 
 
 def page_ends(x: Array, size: int) -> tuple[int, int]:
-    """Which part of `size` bytes is the last of the first huge page that ends in `x`, and how many do."""
+    """The index, in units of `size` bytes, of the end of the first huge page that ends in `x`, and their count."""
     first = HUGE_PAGE - 1 - x.ctypes.data % HUGE_PAGE
     return first // size, max(0, -(-(x.nbytes - first) // HUGE_PAGE))
 
 
 def aligned_readonly(x: Array, count: int) -> Array:
     """The first `count` elements, read-only, on a cache line: a view of `x` where it starts on one, else a copy."""
-    to = x.reshape(-1)[:count]
+    target = x.reshape(-1)[:count]
     if x.ctypes.data % LINE or not x.flags.c_contiguous:
-        to = aligned_empty(count, x.dtype)
-        to[...] = x.reshape(-1)[:count]
-    to.flags.writeable = False
-    return to
+        target = aligned_empty(count, x.dtype)
+        target[...] = x.reshape(-1)[:count]
+    target.flags.writeable = False
+    return target

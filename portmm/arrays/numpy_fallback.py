@@ -1,7 +1,6 @@
-"""NumPy in place of kernels.
+"""NumPy fallback: products and panels computed without kernels.
 
-Owns the one warning that it computes, and products and panels as kernels make them: slow and right. Imports `arrays.numpy_arrays`,
-`spec.dtype`, `spec.problem`.
+Owns the one warning that NumPy computes, and products and panels equal to those of kernels: slow and correct.
 """
 
 from __future__ import annotations
@@ -20,91 +19,91 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-_said: list[str] = []
+_warned: list[str] = []
 
 
 def fall_back(error: Exception) -> None:
-    """Say once per process that NumPy does the work, and why."""
-    if not _said:
-        _said.append(str(error))
+    """Warn once per process that NumPy computes, and why."""
+    if not _warned:
+        _warned.append(str(error))
         warn(f"portmm computes with NumPy, which is slower: {error}")
 
 
 def forget() -> None:
-    """Say it again when it happens again."""
-    _said.clear()
+    """Repeat the warning at the next fallback."""
+    _warned.clear()
 
 
 def product(left: Array, right: Array) -> Any:
-    """The product in the type that kernels sum in, then in that of the result."""
+    """The product in the accumulator's type, converted to that of the result."""
     types = numpy_arrays.types_of(left.dtype, right.dtype)
-    wide = numpy_arrays.numpy_of(accumulator(*map(numpy_arrays.name_of, types[:2])))
-    return np.matmul(left.astype(wide, copy=False), right.astype(wide, copy=False)).astype(types[2], copy=False)
+    acc = numpy_arrays.numpy_of(accumulator(*map(numpy_arrays.name_of, types[:2])))
+    return np.matmul(left.astype(acc, copy=False), right.astype(acc, copy=False)).astype(types[2], copy=False)
 
 
 def pack(array: Array, owner: Array, layout: Family) -> None:
-    """Fill the panels of a packed weight, with the sums of their columns if they have them.
+    """Fill the panels of a packed weight, with column sums if the layout has them.
 
     Args:
         array: the weight, (..., k, n), of the panels' type.
         owner: the panels' memory.
-        layout: how they lie.
+        layout: of the panels.
     """
     *batch, k, n = array.shape
     nr, kr, count = layout.nr, layout.kr, math.prod(batch)
-    panels, depth = -(-n // nr), -(-k // kr)
-    whole = np.zeros((count, depth * kr, panels * nr), owner.dtype)
-    whole[:, :k, :n] = array.reshape(count, k, n)
-    units = whole.reshape(count, depth, kr, panels, nr).transpose(0, 3, 1, 4, 2)
+    panels, k_groups = -(-n // nr), -(-k // kr)
+    padded = np.zeros((count, k_groups * kr, panels * nr), owner.dtype)
+    padded[:, :k, :n] = array.reshape(count, k, n)
+    units = padded.reshape(count, k_groups, kr, panels, nr).transpose(0, 3, 1, 4, 2)
     owner[...] = 0
     rows = owner.reshape(count, panels, layout.panel(k) * kr)
-    rows[:, :, : depth * nr * kr] = units.reshape(count, panels, depth * nr * kr)
+    rows[:, :, : k_groups * nr * kr] = units.reshape(count, panels, k_groups * nr * kr)
     if layout.sums:
-        sums = whole.sum(axis=1, dtype=np.int32).reshape(count, panels, nr)
+        sums = padded.sum(axis=1, dtype=np.int32).reshape(count, panels, nr)
         ends = rows[:, :, -nr * sums.itemsize // owner.itemsize :]
         ends[...] = sums.view(owner.dtype).reshape(ends.shape)
 
 
 def quantised_rows(left: Array) -> tuple[Array, Array]:
-    """Codes of s8 and the scale of each row, in float32; a row that is not finite has a scale that is not, either."""
+    """Int8 values and the float32 scale of each row; the scale of a row that is not finite is not finite, either."""
     rows = left.astype(np.float32)
     with np.errstate(all="ignore"):
-        most = np.abs(rows).max(axis=-1, initial=0)
-        inverse = np.where(most > 0, np.float32(127) / most, np.float32(0))
+        absmax = np.abs(rows).max(axis=-1, initial=0)
+        inverse = np.where(absmax > 0, np.float32(127) / absmax, np.float32(0))
         scaled = np.where(np.isfinite(rows) & np.isfinite(inverse[..., None]), rows * inverse[..., None], 0)
-        codes = np.clip(np.rint(scaled), -127, 127).astype(np.int8)
-        return codes, np.where(np.isnan(most), most, most / np.float32(127)).reshape(-1)
+        values = np.clip(np.rint(scaled), -127, 127).astype(np.int8)
+        return values, np.where(np.isnan(absmax), absmax, absmax / np.float32(127)).reshape(-1)
 
 
 def scaled(sums: Array, vectors: tuple[Array | None, ...], columns: Array, dtype: np.dtype[Any]) -> Array:
-    """The last step of quantised products (kernels/cpu/epilogue.py): zero points, scales, bias, rounding.
+    """The epilogue of quantized products (kernels/cpu/epilogue.py): zero points, scales, bias, rounding.
 
     Args:
-        sums: int32, (m, n), or floats that only scales and a bias are for.
-        vectors: a_scale, b_scale, bias, a_zero, a_sum, b_zero, as kernels take them; of columns, padded.
+        sums: int32, (m, n), or floats with only scales and a bias.
+        vectors: a_scale, b_scale, bias, a_zero, a_sum, b_zero, as kernels take them; those of columns are padded.
         columns: sums of the columns of B, for zero points of A.
         dtype: of the result.
     """
     a_scale, b_scale, bias, a_zero, a_sum, b_zero = vectors
     m, n = sums.shape
     if sums.dtype.kind == "i":
-        whole = sums.astype(np.int64)
+        exact = sums.astype(np.int64)
         if a_zero is not None:
-            whole += np.asarray(a_zero[:m], np.int64)[:, None] * columns
+            exact += np.asarray(a_zero[:m], np.int64)[:, None] * columns
         if a_sum is not None and b_zero is not None:
-            whole += np.asarray(a_sum[:m], np.int64)[:, None] * np.asarray(b_zero[:n], np.int64)
-        sums = whole.astype(np.int32)  # modulo 2**32, as kernels sum
+            exact += np.asarray(a_sum[:m], np.int64)[:, None] * np.asarray(b_zero[:n], np.int64)
+        sums = exact.astype(np.int32)  # modulo 2**32, as kernels sum
     with np.errstate(all="ignore"):
         values = sums.astype(np.float32)
         if b_scale is not None:
             values *= b_scale[:n]
-        wide = values.astype(np.float64)
+        precise = values.astype(np.float64)
         if a_scale is not None:
-            wide *= a_scale[:m, None]
+            precise *= a_scale[:m, None]
         if bias is not None:
-            wide += bias[:n]
-        found: Array = wide.astype(np.float32)
+            precise += bias[:n]
+        result: Array = precise.astype(np.float32)
         if dtype.kind in "iu":
             info = np.iinfo(dtype)
-            found = np.clip(np.rint(found), info.min, info.max)
-        return found.astype(dtype)
+            result = np.clip(np.rint(result), info.min, info.max)
+        return result.astype(dtype)

@@ -1,8 +1,7 @@
-"""The problem that a call poses.
+"""The problem of a call.
 
 Owns the way from operands, or only their shapes, to the `Problem` that
-`matmul` would solve for them. Imports `ops.matmul`, `arrays.numpy_arrays`, `spec.dtype`, `spec.problem`.
-Nothing is computed, and no operand is read.
+`matmul` would solve for them. Nothing is computed, and no operand is read.
 """
 
 from __future__ import annotations
@@ -19,43 +18,43 @@ from portmm.weights.kinds import WeightKind, weight_kind
 
 
 def pose(a: Any, b: Any, out: Any = None, *, dtype: str = "f32", static: bool = False) -> Problem:
-    """The problem that `matmul` poses for two operands: arrays, shapes or a packed weight.
+    """The problem of a product of two operands: arrays, shapes or a packed weight.
 
     Raises:
         TypeError: a dtype is not supported.
-        ValueError: shapes do not fit.
+        ValueError: shapes do not match.
     """
     if b is None:
-        raise ValueError("b is missing; give two operands, or one Problem")
+        raise ValueError("b is missing; pass two operands, or one Problem")
     if weight_kind(b) is WeightKind.QUANTIZED:
-        raise TypeError("b is not packed; a quantized weight is explained as it is packed: give pack(b)")
+        raise TypeError("b is not packed; pass pack(b) to explain a quantized weight")
     dtype = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     if getattr(b, "family", "").startswith("u4"):
-        return _by_codes(a, b, out, dtype)
+        return _int4_problem(a, b, out, dtype)
     types = _types(a, b, out, dtype)
     is_packed = hasattr(b, "family") and b.owner.dtype == types[1]
     if hasattr(b, "family") and not is_packed:
         b = tuple(b.shape)  # matmul unpacks a weight of another type
     left, right = _example(a, "a", types[0]), b if is_packed else _example(b, "b", types[1])
-    given = (left.shape, tuple(right.shape))
+    user_shapes = (left.shape, tuple(right.shape))
     left = left[np.newaxis, :] if left.ndim == 1 else left
     right = right[:, np.newaxis] if not is_packed and right.ndim == 1 else right
-    batch, (m, n) = numpy_arrays.result_shape(left, right.shape, given)
+    batch, (m, n) = numpy_arrays.result_shape(left, right.shape, user_shapes)
     shape = (*batch, m, n)
     if 0 in shape or 0 in left.shape:
         return Problem(m, n, left.shape[-1], numpy_arrays.word(types), int(np.prod(batch)))
     return call.reduce_call(left, right, _result(out, shape, types[2], is_packed), types, static=static).problem
 
 
-def _by_codes(a: Any, b: Any, out: Any, dtype: str) -> Problem:
-    """The problem of activations, floats or int8, and a weight of four bits."""
+def _int4_problem(a: Any, b: Any, out: Any, dtype: str) -> Problem:
+    """The problem of activations, floats or int8, and an int4 weight."""
     left = _example(a, "a", _named(dtype)[0])
     rows = left[np.newaxis, :] if left.ndim == 1 else left.reshape(-1, left.shape[-1])
     if rows.shape[1] != b.shape[0]:
         raise ValueError(f"cannot multiply {left.shape} by {b.shape}: a has {rows.shape[1]} columns")
     names = [numpy_arrays.name_of(x) for x in (left.dtype, left.dtype if out is None else out.dtype)]
     post = ""
-    if names[0] == "s8":  # as `linear` multiplies it
+    if names[0] == "s8":  # the product that `linear` computes
         names[1], post = "f32" if out is None else names[1], "scale"
     layout = numpy_arrays.canonical(rows, rows.dtype).layout
     deterministic = config.current().deterministic
@@ -64,21 +63,21 @@ def _by_codes(a: Any, b: Any, out: Any, dtype: str) -> Problem:
 
 
 def _types(a: Any, b: Any, out: Any, dtype: str) -> numpy_arrays.DTypes:
-    """The types that are computed in: those of the arrays, or the ones named.
+    """The types that are computed in: those of the arrays, or the named ones.
 
-    A shape beside an array has the array's type, unless `dtype` names three.
+    A shape next to an array has the array's type, unless `dtype` names three.
     """
     named = _named(dtype)
-    held = [None if _is_shape(x) else x.owner.dtype if hasattr(x, "family") else np.asarray(x).dtype for x in (a, b)]
-    if named[0] == named[1] and any(held):
-        known = next(x for x in held if x is not None)
+    owned = [None if _is_shape(x) else x.owner.dtype if hasattr(x, "family") else np.asarray(x).dtype for x in (a, b)]
+    if named[0] == named[1] and any(owned):
+        known = next(x for x in owned if x is not None)
         named = (known, known, None)
-    left, right = (x or y for x, y in zip(held, named, strict=False))
+    left, right = (x or y for x, y in zip(owned, named, strict=False))
     return numpy_arrays.types_of(left, right, named[2] if out is None else out.dtype)
 
 
 def _named(dtype: str) -> tuple[Any, Any, Any]:
-    """NumPy's types for a word of portmm's, or the name of one of NumPy's."""
+    """NumPy's types for a spelling of portmm's, or the name of one of NumPy's."""
     short = BY_NUMPY[dtype].name if dtype in BY_NUMPY else dtype
     try:
         a, b, c = map(numpy_arrays.numpy_of, types(short))
@@ -93,16 +92,16 @@ def _is_shape(x: Any) -> bool:
 
 
 def _example(x: Any, name: str, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """An operand; for a shape, one that takes no memory and must not be read."""
+    """An operand; for a shape, an array that takes no memory and must not be read."""
     if not _is_shape(x):
         return numpy_arrays.as_operand(x, name)
     if not x or min(x) < 0:
-        raise ValueError(f"{name} has shape {x}; give at least one dimension, none negative")
+        raise ValueError(f"{name} has shape {x}; pass at least one dimension, none negative")
     return _unwritten(x, dtype)
 
 
 def _unwritten(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """A dense array of one element's memory: only its shape and strides may be used."""
+    """A dense array with memory of one element: only its shape and strides may be used."""
     strides = [dtype.itemsize]
     for n in reversed(shape[1:]):
         strides.append(strides[-1] * max(n, 1))
@@ -110,7 +109,7 @@ def _unwritten(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, 
 
 
 def _result(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], is_packed: bool) -> np.ndarray[Any, Any]:
-    """What kernels write to: `out`, or a dense array where they cannot write there."""
+    """The array that kernels write: `out`, or a dense array where they cannot write it."""
     dense = _unwritten(shape, dtype)
     if out is None:
         return dense

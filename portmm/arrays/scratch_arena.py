@@ -1,18 +1,18 @@
 """Scratch memory between the kernels of fused programs: an arena for each thread that runs one, within one budget.
 
-Owns `Arena`, the statements by which a program gets one, and the budget. Imports `arrays.numpy_arrays`, `util.locks`, `run`.
+Owns `Arena`, the statements by which a program acquires one, and the budget.
 
 A program takes an arena off a list that all programs and threads share, and puts it back at the end, so that a program
-that runs inside it, or in another thread meanwhile, finds another arena: there are as many as programs run at once, and
-threads that rest or end hold none. The list is a stack: a thread alone always gets the same arena. (A list for each
-thread takes `threading.local`, 100 ns of a call of 2 us.)
+that runs inside it, or in another thread meanwhile, gets another arena: there are as many as programs run at once, and
+threads that are idle or end hold none. The list is a stack: a single thread always gets the same arena. (A list for
+each thread takes `threading.local`, 100 ns of a call of 2 us.)
 
-Tables of operands hold addresses in an arena, so they belong to a program *and* an arena, and lie in the arena: a call
-that finds its tables there computes no address anew, and has them for itself. An arena that is too small is replaced,
-and its tables are made again.
+Tables of operands contain addresses in an arena, so they belong to a program *and* an arena, and are stored in the
+arena: a call whose tables are there computes no address, and has exclusive use of them. An arena that is too small is
+replaced, and its tables are rebuilt.
 
 All arenas together stay within `SHARE` of the budget, and the larger workspaces of kernels (run/host.c) within the
-rest. A program for which there is no room even if all arenas that wait are dropped has memory for one call.
+rest. A program for which there is no room even if all free arenas are dropped gets memory for one call.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from portmm.util import locks
 from portmm.util.user_warnings import warn
 
 DEFAULT_MIB = 160
-"""Of scratch memory in a process: with the interpreter, NumPy and everything that is remembered of many thousand
-shapes it stays under 256 MiB beside its operands (bench/many_shapes.py)."""
+"""Scratch memory of a process: with the interpreter, NumPy and all memos of many thousand
+shapes it stays under 256 MiB, operands not counted (bench/many_shapes.py)."""
 VARIABLE = "PORTMM_SCRATCH_MIB"
 SHARE = 0.4
-"""Part of the budget that arenas may take: 64 MiB of the usual one."""
+"""Fraction of the budget for arenas: 64 MiB of the default."""
 LEAST = 1 << 16
-"""Bytes of an arena, at least: 16 pages."""
+"""Least bytes of an arena: 16 pages."""
 HUGE = 1 << 22
 """Bytes from which huge pages pay, as in NumPy."""
 MOST_TABLES = 1 << 21
-"""Bytes of tables in an arena before it starts afresh: those of a thousand programs of a few kernels."""
+"""Bytes of tables in an arena before they are dropped: those of a thousand programs of a few kernels."""
 
 OBJECTS = 512
 """Bytes of the objects that hold the tables of one program."""
@@ -57,12 +57,12 @@ _lock = locks.reentrant_lock()
 def _bytes(text: str) -> int:
     if text:
         try:
-            wanted = int(text)
-            if wanted >= 0:
-                return wanted << 20
+            mebibytes = int(text)
+            if mebibytes >= 0:
+                return mebibytes << 20
         except ValueError:
             pass
-        message = f"{VARIABLE} is {text!r}, not a number of MiB: {DEFAULT_MIB} are used"
+        message = f"{VARIABLE} is {text!r}, not a number of MiB: the default of {DEFAULT_MIB} is used"
         warn(message)
     return DEFAULT_MIB << 20
 
@@ -88,13 +88,13 @@ class Memory:
 
 
 Arena = dict[int, Any]
-"""The tables of programs, by the programs' numbers, and at `OWN` the memory that they point into."""
+"""Tables of programs, by the programs' numbers, and at `OWN` the memory that they point into."""
 OWN = -1
 
 _waiting: list[Arena] = []
 _lasting: WeakSet[Memory] = WeakSet()
 _NOTHING: Arena = {}
-"""In place of an arena, where none waits."""
+"""Stands for an arena where none is free."""
 
 
 class Make(Protocol):
@@ -106,13 +106,13 @@ class Make(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """The needs of a program.
+    """The scratch memory and tables that a program needs.
 
     Attributes:
-        number: that of the program.
+        number: of the program.
         size: bytes of memory.
         tables: bytes of its tables.
-        make: makes them.
+        make: builds them.
     """
 
     number: int
@@ -122,16 +122,16 @@ class Layout:
 
 
 def layout(size: int, tables: int, make: Make) -> Layout:
-    """The needs of a new program; `tables` are the bytes of its numbers alone."""
+    """The layout of a new program; `tables` are the bytes of its numbers alone."""
     return Layout(next(_numbers), size, tables + OBJECTS, make)
 
 
 def fitted(arena: Arena, wanted: Layout) -> tuple[list[Arena], Arena, Any]:
-    """Where an arena goes after the call, the arena, and the tables of a program in it.
+    """The list that the arena returns to after the call, the arena, and the tables of a program in it.
 
     Args:
-        arena: one that lacks the tables, or is none.
-        wanted: what the program needs.
+        arena: a free one that lacks the tables, or an empty one.
+        wanted: the needs of the program.
     """
     after = _waiting
     if not arena or arena[OWN].bytes.size < wanted.size:
@@ -140,17 +140,17 @@ def fitted(arena: Arena, wanted: Layout) -> tuple[list[Arena], Arena, Any]:
     if memory.tables > MOST_TABLES:
         arena.clear()
         arena[OWN], memory.tables = memory, 0
-    made = arena[wanted.number] = wanted.make(memory.bytes, memory.bytes.ctypes.data)
+    tables = arena[wanted.number] = wanted.make(memory.bytes, memory.bytes.ctypes.data)
     memory.tables += wanted.tables
-    return after, arena, made
+    return after, arena, tables
 
 
 def _larger(old: Arena, size: int) -> tuple[list[Arena], Arena]:
-    """Where a new arena goes after the call, nowhere if the budget has no room for it, and the arena."""
+    """A larger arena, and the list that it returns to after the call: none if it is beyond the budget."""
     most = int(budget() * SHARE)
     with _lock:
         others = kept() - (old[OWN].bytes.size if old else 0)
-        with suppress(IndexError):  # none waits any more
+        with suppress(IndexError):  # no free one is left
             while most - others < size <= most:
                 dropped = _waiting.pop(0)
                 others -= dropped[OWN].bytes.size
@@ -158,10 +158,10 @@ def _larger(old: Arena, size: int) -> tuple[list[Arena], Arena]:
         room = most - others
         if size > room:
             if old:
-                _waiting.append(old)  # for programs that it is large enough for
+                _waiting.append(old)  # for programs that it still fits
             return [], {OWN: Memory(size, lasts=False)}
         old.clear()
-        # Doubled, so that shapes that grow little by little do not replace it each time.
+        # Doubled, so that slowly growing shapes do not replace it each time.
         doubled = max(LEAST, 1 << (size - 1).bit_length())
         memory = Memory(max(size, min(doubled, room)), lasts=True)
         _lasting.add(memory)
@@ -170,7 +170,7 @@ def _larger(old: Arena, size: int) -> tuple[list[Arena], Arena]:
 
 
 def _pages(size: int) -> np.ndarray[Any, Any]:
-    """Memory that goes back to the system as soon as nobody has it."""
+    """Memory that returns to the system as soon as its last reference goes."""
     try:
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -187,12 +187,12 @@ def kept() -> int:
 
 
 def bound(rt: Any) -> None:
-    """Leave the rest of the budget to the workspaces of kernels."""
+    """Limit the workspaces of kernels to the rest of the budget."""
     rt.set_scratch(max(0, budget() - kept()))
 
 
 def text(body: list[str], need: Layout) -> tuple[list[str], dict[str, Any]]:
-    """The statements of a program around those that use its tables, `state`, and the names that these need."""
+    """The statements of a program around its body, which uses its tables as `state`, and the names that they need."""
     lines = [
         "after, arena = waiting, NOTHING",
         "try:", "  arena = waiting.pop()", f"  state = arena[{need.number}]",

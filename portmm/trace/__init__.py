@@ -1,1 +1,1 @@
-"""From a Python function to expressions."""
+"""Tracing: a Python function becomes expressions."""

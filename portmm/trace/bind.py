@@ -1,8 +1,7 @@
-"""From a traced function to what a kernel takes: expressions, and a table of operands.
+"""Binding of a traced function to a kernel: expressions with numbered operands, and the table of operands of a call.
 
-Owns `settle`, which numbers operands and results, `Bound`, which lays them out once for
-all calls of a kind, and `Around`, which remembers what was made of a function. Imports
-`arrays.numpy_arrays`, `spec.epilogue`, `util.memo`, `dispatch.config`, `trace.tracer`.
+Owns `settle`, which numbers operands and results; `Bound`, which computes the table's strides once for all calls of
+a kind; and `Around`, a user's function at one call, with the memo of the kernels of functions.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 MOST_KINDS = 1024
-"""Kinds of calls remembered before starting afresh."""
+"""Kinds of calls remembered before the memo is emptied."""
 WRITTEN = ("f32", "f16", "bf16", "e4m3", "e5m2", "s8", "u8", "s32")
 """Types that results may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One kernel over rows, or the end of a product.
+    """A kernel over rows, or the epilogue of a product.
 
     Attributes:
         traced: the function.
-        text: the expressions, results numbered after what is read.
-        first: operands that come before those that the function captures: values that it is given.
+        text: the expressions; results are numbered after the operands.
+        first: number of operands before the captured ones: the values that the function takes as arguments.
         types: of the results.
         axes: of the results.
-        wide: the first varies along a row, or is the same everywhere.
+        wide: the first result varies along a row, or is constant.
     """
 
     traced: Traced
@@ -61,24 +60,24 @@ class Step:
 
 
 def result_types(traced: Traced, usual: np.dtype[Any]) -> tuple[np.dtype[Any], ...]:
-    """The type of each result: as `cast` said, else the usual one.
+    """The type of each result: the one of `cast`, else the usual one.
 
     Raises:
-        TraceError: kernels do not write it.
+        TraceError: kernels cannot write a type.
     """
-    found = []
-    for x, asked in traced.results:
-        wanted = (
-            np.dtype(asked).newbyteorder("=")
-            if asked is not None
+    dtypes = []
+    for x, cast_to in traced.results:
+        dtype = (
+            np.dtype(cast_to).newbyteorder("=")
+            if cast_to is not None
             else np.dtype(np.uint8 if x.dtype == "mask" else np.int32)
             if x.dtype != "f32"
             else usual
         )
-        if numpy_arrays.name_of(wanted) not in WRITTEN:
-            raise TraceError(f"a result of {wanted} cannot be written; cast it to one of {', '.join(WRITTEN)}")
-        found.append(wanted)
-    return tuple(found)
+        if numpy_arrays.name_of(dtype) not in WRITTEN:
+            raise TraceError(f"a result of {dtype} cannot be written; cast it to one of {', '.join(WRITTEN)}")
+        dtypes.append(dtype)
+    return tuple(dtypes)
 
 
 def substituted(root: Expr, change: Callable[[Expr], Expr | None], done: dict[Expr, Expr]) -> Expr:
@@ -93,52 +92,52 @@ def substituted(root: Expr, change: Callable[[Expr], Expr | None], done: dict[Ex
 
 
 def filled(template: Expr, values: list[Any]) -> Expr:
-    """An expression of values given, of these."""
+    """An expression whose placeholders of arguments are replaced by these values."""
     return substituted(template, lambda x: values[x.args[0]] if x.op == "given" else None, {})
 
 
-def settle(traced: Traced, given: tuple[Operand, ...], usual: np.dtype[Any], *, ends: bool) -> Step:
-    """The expressions as a kernel takes them: values given first, then operands, then results.
+def settle(traced: Traced, arguments: tuple[Operand, ...], usual: np.dtype[Any], *, ends: bool) -> Step:
+    """The expressions as a kernel takes them: arguments first, then captured operands, then results.
 
-    With `ends` they are the end of a product: the first result is C.
+    With `ends` they are the epilogue of a product: the first result is C.
     """
-    first = len(given)
+    first = len(arguments)
 
     def change(x: Expr) -> Expr | None:
         if x.op == "load":
-            return load(x.args[0] + first, (*given, *traced.operands)[x.args[0] + first].dtype)
-        return load(x.args[0], given[x.args[0]].dtype) if x.op == "given" else None
+            return load(x.args[0] + first, (*arguments, *traced.operands)[x.args[0] + first].dtype)
+        return load(x.args[0], arguments[x.args[0]].dtype) if x.op == "given" else None
 
     done: dict[Expr, Expr] = {}
     values = [substituted(x, change, done) for x, _ in traced.results]
     values = [node("select", (x, *_one_or_none()), "f32") if x.dtype == "mask" else x for x in values]
     types = result_types(traced, usual)
     values = [_converted(x, t) for x, t in zip(values, types, strict=True)]
-    operands = [*given, *traced.operands]
+    operands = [*arguments, *traced.operands]
     along = varies(ordered(tuple(values)), tuple(operands))
     results, axes = [], []
     for i, x in enumerate(values):
-        whole = ends and i == 0
+        is_product = ends and i == 0
         down_only = "m" not in along[x] and any(y.op == "fold" for y in ordered((x,)))
-        axes.append(PRODUCT if whole else f"b{'' if down_only else 'm'}{'n' if 'n' in along[x] else ''}")
-        results.append((C if whole else len(operands), x))
-        if not whole:
+        axes.append(PRODUCT if is_product else f"b{'' if down_only else 'm'}{'n' if 'n' in along[x] else ''}")
+        results.append((C if is_product else len(operands), x))
+        if not is_product:
             operands.append(Operand(numpy_arrays.name_of(types[i]), axes[i]))
     text = str(Fused(tuple(operands), tuple(results)))
     return Step(traced, text, first, types, tuple(axes), "n" in along[values[0]] or not along[values[0]])
 
 
 def _converted(x: Expr, dtype: np.dtype[Any]) -> Expr:
-    """A value as a result of some type takes it."""
+    """A value converted for a result of some type."""
     if dtype == np.int32:
         return rounded(x) if x.dtype == "f32" else x
     return real(x)
 
 
 def typed(traced: Traced, first: np.dtype[Any] | None) -> Traced:
-    """The same with a type for the first result, where nobody asked for one."""
-    (x, asked), *rest = traced.results
-    return traced if first is None or asked is not None else replace(traced, results=((x, first), *rest))
+    """The traced function with a type for its first result, unless `cast` set one."""
+    (x, cast_to), *rest = traced.results
+    return traced if first is None or cast_to is not None else replace(traced, results=((x, first), *rest))
 
 
 def _one_or_none() -> tuple[Expr, Expr]:
@@ -148,20 +147,20 @@ def _one_or_none() -> tuple[Expr, Expr]:
 _ready = Memory(MOST_KINDS)
 
 
-def remember(key: Any, made: Any) -> Any:
-    """Keep what was made for a kind of call, unless the kind is None."""
-    return made if key is None else _ready.keep(key, made)
+def remember(key: Any, kernel: Any) -> Any:
+    """Keep the kernel of a kind of call, unless the kind is None."""
+    return kernel if key is None else _ready.keep(key, kernel)
 
 
 @dataclass(slots=True)
 class Around:
-    """A function, seen at one call.
+    """A user's function at one call.
 
     Attributes:
         function: the function.
-        kind: of what it captures; None if that cannot be told.
-        found: the arrays and numbers that it captures.
-        lasting: the next function of this kind comes to the same.
+        kind: of its closure; None if that is unknown.
+        found: the arrays and numbers that it captures, by their keys.
+        lasting: the next function of this kind is traced to the same expressions.
     """
 
     function: Callable[..., Any]
@@ -171,18 +170,18 @@ class Around:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Around:
-        """What a function captures now."""
-        kind, found, known = surroundings(function)
-        return cls(function, kind if known else None, found)
+        """The function with its closure as it is now."""
+        kind, captured, known = surroundings(function)
+        return cls(function, kind if known else None, captured)
 
     def ready(self, key: tuple[Any, ...], make: Callable[[Traced], Any], values: tuple[Any, ...], rank: int) -> Any:
-        """What was, or is now, made of the function for a kind of call."""
-        whole = None if self.kind is None else (self.kind, key, config.current(), config.limit())
-        found = _ready.get(whole) if whole is not None else None
-        known = found is BY_VALUE
-        found = _ready.get((whole, self.numbers())) if known else found
-        if found is not None:
-            return found
+        """The kernel of the function for a kind of call, from the memo or by `make`."""
+        memo_key = None if self.kind is None else (self.kind, key, config.current(), config.limit())
+        kernel = _ready.get(memo_key) if memo_key is not None else None
+        known = kernel is BY_VALUE
+        kernel = _ready.get((memo_key, self.numbers())) if known else kernel
+        if kernel is not None:
+            return kernel
         by_value = known
         try:
             traced, lasting = trace(self.function, values, by_value=by_value, rank=rank)
@@ -190,66 +189,68 @@ class Around:
             by_value = True
             traced, lasting = trace(self.function, values, by_value=by_value, rank=rank)
         if by_value and lasting:
-            remember(whole, BY_VALUE)
-            whole = None if whole is None else (whole, self.numbers())  # type: ignore[assignment]
+            remember(memo_key, BY_VALUE)
+            memo_key = None if memo_key is None else (memo_key, self.numbers())  # type: ignore[assignment]
         self.lasting = lasting
         if not lasting:
             self.found.update({x.key: x.there if x.device else x.array for x in traced.sources} | dict(traced.values))
-        return remember(whole if lasting else None, make(traced))
+        return remember(memo_key if lasting else None, make(traced))
 
     def numbers(self) -> tuple[str, ...]:
-        """The numbers that it captures, told apart by their bits."""
+        """The numbers that it captures, as the text of their bits."""
         return tuple([float(x).hex() for x in self.found.values() if isinstance(x, (float, np.floating))])
 
 
 BY_VALUE = object()
-"""In place of a kernel: the function looks at numbers that it captures."""
+"""In place of a kernel: the function's control flow depends on numbers that it captures."""
 
 
 _GONE = np.empty(0, np.float32)
 
 
 class Bound:
-    """The operands of a kernel, laid out once for all calls of a kind.
+    """The operands of a kernel: a table computed once for all calls of a kind.
 
     Args:
-        traced: the function's.
-        size: rows, columns and items of a batch, and maybe heads, as operands see them.
-        given: strides, along a batch, rows and columns, of the operands that come before the function's.
-        results: those of operands that come after.
+        traced: the function.
+        size: rows, columns and items of a batch, and possibly heads, as operands see them.
+        arguments: strides, along a batch, rows and columns, of the operands before the captured ones.
+        results: those of the operands after them.
     """
 
     def __init__(
         self,
         traced: Traced,
         size: tuple[int, ...],
-        given: list[tuple[int, ...]],
+        arguments: list[tuple[int, ...]],
         results: list[tuple[int, ...]],
     ) -> None:
-        self.size, self.first = size, len(given)
+        self.size, self.first = size, len(arguments)
         if any(x.device for x in traced.sources):
             raise TypeError(
-                "the function captures an array on a device, and is given one in the host's memory; copy it"
+                "the function captures an array on a device, but its argument is in the host's memory; copy it"
             )
-        # What is remembered must not keep arrays alive.
+        # The memo must not keep arrays alive.
         self.traced = replace(traced, sources=tuple([replace(x, array=_GONE) for x in traced.sources]))
         named = [(x, zip(x.view, x.array.shape, strict=True)) for x in traced.sources]
         self.along = [(length, x.exact) for x, axes in named for name, length in axes if name == "m"]
         self.converts = [i for i, x in enumerate(traced.sources) if native(x.array) is not x.array]
         rows = [located(native(x.array), x, size) for x in traced.sources]
-        self.template = np.array([_row(x) for x in given] + rows + [_row(x) for x in results] or [_row(())], np.int64)
+        self.template = np.array(
+            [_row(x) for x in arguments] + rows + [_row(x) for x in results] or [_row(())], np.int64
+        )
         self.none = np.zeros(1, np.float32)
 
     def served(self, rows: tuple[int, int]) -> tuple[int, int]:
-        """Of rows from the least to the largest, those that operands laid out like these have: they may end before."""
+        """The range of rows for which operands of these layouts are long enough, within a range of rows."""
         if any(exact for _, exact in self.along):
             return self.size[0], self.size[0]
         return rows[0], min([rows[1], *[length for length, _ in self.along]])
 
-    def fill(self, found: dict[Any, Any], before: list[Any], after: list[Any]) -> tuple[Array, Array, Any]:
-        """The table of a call, its numbers, and what must live as long."""
+    def fill(self, captured: dict[Any, Any], before: list[Any], after: list[Any]) -> tuple[Array, Array, Any]:
+        """The table of a call, its numbers, and the converted arrays that must outlive the call."""
         traced, table, alive = self.traced, self.template.copy(), None
-        arrays_ = [found[x.key] if x.key in found else resolve(x.key, found) for x in traced.sources]
+        arrays_ = [captured[x.key] if x.key in captured else resolve(x.key, captured) for x in traced.sources]
         if self.converts:
             alive = [native(x) for x in arrays_]
             for i in self.converts:
@@ -260,16 +261,16 @@ class Bound:
             table[:, 0] += list(map(runtime().address, everything))
         if not traced.numbers:
             return table, self.none, alive
-        return table, np.array([resolve(x, found) for x in traced.numbers], np.float32), alive
+        return table, np.array([resolve(x, captured) for x in traced.numbers], np.float32), alive
 
 
 def _row(strides: tuple[int, ...]) -> tuple[int, ...]:
-    """An address to come, and strides, 0 where there are no more."""
+    """A row of the table: an address of 0, filled in by each call, and strides, padded with zeros."""
     return (0, *strides, *(0,) * (len(AXES) - len(strides)))
 
 
 def native(x: Array) -> Array:
-    """An operand that kernels can read."""
+    """An operand that kernels can read, converted if need be."""
     if lies(x):
         return x
     if x.dtype.kind in "iu" and x.size and x.dtype.itemsize > 4 and (x.min() < -(2**31) or x.max() >= 2**31):
@@ -278,10 +279,10 @@ def native(x: Array) -> Array:
 
 
 def located(x: Array, source: Source, size: tuple[int, ...]) -> tuple[int, ...]:
-    """How far the first element of an operand lies from the array's, in bytes, and its strides, in elements.
+    """The offset of an operand's first element, in bytes, and its strides, in elements.
 
     Raises:
-        ValueError: the array does not reach as far as the result.
+        ValueError: the array is shorter than the result.
     """
     extents, at, strides = dict(zip("mnbh", size, strict=False)), 0, dict.fromkeys(AXES, 0)
     for axis, length, step in zip(source.view, x.shape, x.strides, strict=True):
@@ -290,10 +291,10 @@ def located(x: Array, source: Source, size: tuple[int, ...]) -> tuple[int, ...]:
                 raise ValueError(f"an operand of shape {x.shape} is indexed by {axis}")
             at += (axis % length) * step
         elif axis:
-            wanted = extents[axis]
-            if length < wanted or (source.exact and length != wanted):
+            extent = extents[axis]
+            if length < extent or (source.exact and length != extent):
                 raise ValueError(
-                    f"an operand of shape {x.shape} does not fit: {axis} goes to {wanted}, its axis to {length}"
+                    f"an operand of shape {x.shape} does not fit: {axis} needs {extent}, its axis has {length}"
                 )
             strides[axis] += step // x.itemsize
     return (at, *strides.values())
@@ -302,5 +303,5 @@ def located(x: Array, source: Source, size: tuple[int, ...]) -> tuple[int, ...]:
 def dense(axes: str, size: tuple[int, int, int]) -> tuple[int, int, int]:
     """Strides of a dense result along a batch, rows and columns."""
     m, n, _ = size
-    width, height = n if "n" in axes else 1, m if "m" in axes else 1
-    return height * width, width if "m" in axes else 0, 1 if "n" in axes else 0
+    columns, rows = n if "n" in axes else 1, m if "m" in axes else 1
+    return rows * columns, columns if "m" in axes else 0, 1 if "n" in axes else 0

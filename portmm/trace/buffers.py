@@ -1,8 +1,7 @@
-"""Where arrays lie, and how kernels walk over them.
+"""Buffers of a program: addresses, strides, and the loops of kernels over them.
 
-Owns `Place`, an array of a program before it is called, and `walk`, which makes
-one or two loops of many dimensions. Imports `arrays.numpy_arrays`, `spec.epilogue`. Shapes and strides
-are known when a program is made; only addresses come with a call.
+Owns `Place`, an array of a program before it is called; `walk`, which makes one or two loops of many dimensions; and
+`Arena`, the memory plan. Shapes and strides are known when a program is made; only addresses come with a call.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ class Place:
     """An array of a program.
 
     Attributes:
-        root: the name, in a program's text, of the address that it is counted from.
-        offset: how far from there its first element lies, in bytes.
+        root: the name, in a program's text, of the base address.
+        offset: bytes from there to its first element.
         like: an array of this shape, type and strides.
-        text: what makes the array, in a program's text.
+        text: the expression of the array, in a program's text.
     """
 
     root: str
@@ -38,33 +37,33 @@ class Place:
 
     @property
     def address(self) -> str:
-        """Where its first element is, in a program's text."""
+        """The address of its first element, in a program's text."""
         return f"{self.root}+{self.offset}" if self.offset else self.root
 
     def strides(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Elements from one to the next along each dimension of a shape that it is broadcast to."""
+        """Strides, in elements, along each dimension of a shape that it is broadcast to."""
         x = self.like
         own = [0 if n == 1 else s // x.itemsize for n, s in zip(x.shape, x.strides, strict=True)]
         return (*(0,) * (len(shape) - len(own)), *own)
 
 
 def looked(place: Place, function: Any, text: str) -> Place | None:
-    """A view of a place; None if that takes a copy."""
-    found = function(place.like)
-    if found.size and not np.may_share_memory(found, place.like):
+    """A view of a buffer; None if that takes a copy."""
+    view = function(place.like)
+    if view.size and not np.may_share_memory(view, place.like):
         return None
-    moved = found.__array_interface__["data"][0] - place.like.__array_interface__["data"][0]
-    return Place(place.root, place.offset + (moved if found.size else 0), found, text)
+    offset = view.__array_interface__["data"][0] - place.like.__array_interface__["data"][0]
+    return Place(place.root, place.offset + (offset if view.size else 0), view, text)
 
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """How a kernel goes over some dimensions of several arrays.
+    """The loops of a kernel over some dimensions of several arrays.
 
     Attributes:
-        rows: how many, and the stride of each array.
+        rows: their number, and the stride of each array.
         batch: items, and strides.
-        repeats: offsets of each array, in elements, for every time that the kernel runs.
+        repeats: offsets of each array, in elements, for every launch of the kernel.
     """
 
     rows: tuple[int, tuple[int, ...]]
@@ -73,16 +72,16 @@ class Walk:
 
 
 def walk(shape: tuple[int, ...], strides: list[tuple[int, ...]], still: int = -1, *, whole: bool = False) -> Walk:
-    """The loops over all dimensions of a shape.
+    """The loops over all dimensions of a shape, with dimensions merged where strides allow it.
 
     Args:
         shape: dimensions, the rows of a matrix last.
         strides: of each array.
-        still: an array that must stay where it is along rows.
-        whole: rows stay those of a matrix, as their numbers matter.
+        still: an array that must not advance along rows.
+        whole: rows stay those of a matrix, as the kernel depends on their indices.
 
     Raises:
-        ScheduleError: there are too many loops.
+        ScheduleError: the dimensions need too many launches.
     """
     none = (0,) * len(strides)
     dims: list[tuple[int, tuple[int, ...]]] = []
@@ -103,22 +102,22 @@ def walk(shape: tuple[int, ...], strides: list[tuple[int, ...]], still: int = -1
     count = int(np.prod([n for n, _ in dims]))
     if count > MOST_REPEATS:
         raise ScheduleError(f"{count} calls of a kernel for the dimensions of {shape}")
-    places = product(*(range(n) for n, _ in dims))
+    indices = product(*(range(n) for n, _ in dims))
     repeats = [
-        tuple(sum(i * s[a] for i, (_, s) in zip(at, dims, strict=True)) for a in range(len(strides))) for at in places
+        tuple(sum(i * s[a] for i, (_, s) in zip(at, dims, strict=True)) for a in range(len(strides))) for at in indices
     ]
     return Walk(rows, batch, repeats)
 
 
 class Arena:
-    """Memory for what lives between kernels: bytes that are free again when the last reader has run."""
+    """Memory of intermediate results: bytes are reused after the last reader has run."""
 
     def __init__(self) -> None:
         self.size = 0
         self.taken: list[tuple[int, int, int]] = []
 
     def take(self, size: int, now: int, until: int) -> int:
-        """Room from one step to another: where it begins."""
+        """The offset of new memory that is live from one step to another."""
         size = -(-max(size, 1) // 64) * 64
         self.taken = [x for x in self.taken if x[2] >= now]
         at = 0
@@ -131,5 +130,5 @@ class Arena:
         return at
 
     def keep(self, at: int, until: int) -> None:
-        """Let what begins there live longer."""
+        """Extend the lifetime of the memory at an offset."""
         self.taken = [(s, e, max(u, until) if s == at else u) for s, e, u in self.taken]

@@ -1,7 +1,7 @@
-"""What a function captures: closures, globals, defaults, the attributes of captured objects.
+"""Closures: the arrays and numbers that a function captures, by closure, globals, defaults and attributes of objects.
 
-Owns `surroundings`, which tells the kind of a function's surroundings, by which what was
-traced is remembered, and finds the arrays and numbers in them. Imports `arrays.interop`.
+Owns `surroundings`, which returns the kind of a function's closure, by which its kernels are remembered, and the arrays
+and numbers in it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 PLAIN = (int, str, bytes, bool, type(None), np.integer, np.bool_, np.dtype)
 """Types of values that are part of a function's kind."""
 DEEPEST = 12
-"""Steps from a function to what it captures, at most: modules name each other."""
+"""Steps from a function to a captured value, at most: modules refer to each other."""
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -45,7 +45,7 @@ def ours(function: types.FunctionType) -> bool:
 
 
 def fixed(value: Any) -> bool:
-    """Something that means the same in every call: a function of ours or of C's; a class or module that is nobody's."""
+    """Whether a value means the same in every call: functions of portmm, NumPy and C; their classes and modules."""
     if isinstance(value, types.FunctionType):
         return ours(value)
     if isinstance(value, types.ModuleType):
@@ -57,7 +57,7 @@ def fixed(value: Any) -> bool:
 
 @lru_cache(maxsize=1024)
 def _lasts(module: str) -> bool:
-    """What a module holds does not change: it is ours, NumPy's or Python's."""
+    """Whether the attributes of a module are constant: it is portmm's, NumPy's or Python's."""
     return module.partition(".")[0] in _LASTING
 
 
@@ -65,7 +65,7 @@ _LASTING = frozenset(("portmm", "numpy", "ml_dtypes", *sys.stdlib_module_names))
 
 
 def filled(cell: Any) -> bool:
-    """A variable of a closure has a value."""
+    """Whether a variable of a closure has a value."""
     try:
         return cell.cell_contents is not None or True
     except ValueError:
@@ -73,48 +73,50 @@ def filled(cell: Any) -> bool:
 
 
 def surroundings(function: Any) -> tuple[tuple[Any, ...], dict[tuple[Any, ...], Any], bool]:
-    """What a function captures: its kind, arrays and numbers by the steps that lead there, and whether that is all."""
+    """The closure of a function: its kind, arrays and numbers by their keys, and whether all of it is known."""
     kind: list[Any] = []
-    found: dict[tuple[Any, ...], Any] = {}
-    known = isinstance(function, types.FunctionType) and _look(function, (), kind, found, set(), ())
-    return tuple(kind), found, known
+    captured: dict[tuple[Any, ...], Any] = {}
+    known = isinstance(function, types.FunctionType) and _collect(function, (), kind, captured, set(), ())
+    return tuple(kind), captured, known
 
 
-def _look(  # noqa: C901, PLR0911, PLR0917 - a kind each
+def _collect(  # noqa: C901, PLR0911, PLR0917 - one branch for each kind
     value: Any,
     key: tuple[Any, ...],
     kind: list[Any],
-    found: dict[tuple[Any, ...], Any],
+    captured: dict[tuple[Any, ...], Any],
     seen: set[int],
     names: tuple[str, ...],
 ) -> bool:
-    """As `Tracer.wrapped` does, see what there is: all of it, known or not; of modules and classes, what is named."""
+    """Collect what `Tracer.wrapped` replaces; False if some value is unknown. Of modules and classes, only `names`."""
     if isinstance(value, np.ndarray) and value.ndim:
-        if type(value) is not np.ndarray:  # asked here, as every call comes by
+        if type(value) is not np.ndarray:  # checked here, as every call passes
             refuse_class(value, "a captured array", matrix=False)
         kind.append((value.shape, value.strides, value.dtype, value.flags.aligned))
-        found[key] = value
+        captured[key] = value
         return True
     if isinstance(value, (float, np.floating)):
         kind.append(float)
-        found[key] = value
+        captured[key] = value
         return True
     if isinstance(value, types.FunctionType):
         if ours(value):
-            kind.append(value)  # its code may be that of others
+            kind.append(value)  # other functions may share its code
             return True
         kind.append(value.__code__)
         if id(value) in seen:
             return True
         seen.add(id(value))
         names = attribute_names(value.__code__)
-        return min([_look(x, (*key, step), kind, found, seen, names) for step, x in _captured(value)], default=True)
+        return min(
+            [_collect(x, (*key, step), kind, captured, seen, names) for step, x in _captured(value)], default=True
+        )
     if isinstance(value, (tuple, list)):
         kind.append((type(value), len(value)))
-        return min([_look(x, (*key, i), kind, found, seen, names) for i, x in enumerate(value)], default=True)
+        return min([_collect(x, (*key, i), kind, captured, seen, names) for i, x in enumerate(value)], default=True)
     if isinstance(value, dict):
         kind.append(tuple(map(repr, value)))
-        return min([_look(x, (*key, k), kind, found, seen, names) for k, x in value.items()], default=True)
+        return min([_collect(x, (*key, k), kind, captured, seen, names) for k, x in value.items()], default=True)
     if isinstance(value, PLAIN):
         kind.append((type(value), value))
         return True
@@ -123,24 +125,24 @@ def _look(  # noqa: C901, PLR0911, PLR0917 - a kind each
         return True
     if on_device(value):
         kind.append(lay(value))
-        found[key] = value
+        captured[key] = value
         return True
     if isinstance(value, (types.ModuleType, type)) and len(key) < DEEPEST:
         kind.append(value)
         inner = [(n, getattr(value, n)) for n in names if hasattr(value, n)]
-        return min([_look(x, (*key, ("attribute", n)), kind, found, seen, names) for n, x in inner], default=True)
+        return min([_collect(x, (*key, ("attribute", n)), kind, captured, seen, names) for n, x in inner], default=True)
     return False
 
 
 def _captured(function: types.FunctionType) -> list[tuple[tuple[str, Any], Any]]:
-    """What a function finds around it."""
-    spaces = function.__globals__
-    names = [n for n in global_names(function.__code__) if n in spaces]
-    found: list[tuple[tuple[str, Any], Any]] = [(("global", n), function.__globals__[n]) for n in names]
+    """The values that a function captures, by the step that leads to each."""
+    namespace = function.__globals__
+    names = [n for n in global_names(function.__code__) if n in namespace]
+    values: list[tuple[tuple[str, Any], Any]] = [(("global", n), function.__globals__[n]) for n in names]
     cells = enumerate(function.__closure__ or ())
-    found += [(("closure", i), cell.cell_contents) for i, cell in cells if filled(cell)]
-    found += [(("default", i), x) for i, x in enumerate(function.__defaults__ or ())]
-    return found + [(("keyword", n), x) for n, x in (function.__kwdefaults__ or {}).items()]
+    values += [(("closure", i), cell.cell_contents) for i, cell in cells if filled(cell)]
+    values += [(("default", i), x) for i, x in enumerate(function.__defaults__ or ())]
+    return values + [(("keyword", n), x) for n, x in (function.__kwdefaults__ or {}).items()]
 
 
 @lru_cache(maxsize=1024)
@@ -156,14 +158,14 @@ def global_names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(sorted(_names(code)))
 
 
-def resolve(key: tuple[Any, ...], found: dict[tuple[Any, ...], Any]) -> Any:
-    """The array or number at the end of some steps."""
+def resolve(key: tuple[Any, ...], captured: dict[tuple[Any, ...], Any]) -> Any:
+    """The array or number of a key."""
     more = 0
-    while key[: len(key) - more] not in found:
+    while key[: len(key) - more] not in captured:
         if more > len(key):
             raise KeyError(key)
         more += 1
-    value = found[key[: len(key) - more]]
+    value = captured[key[: len(key) - more]]
     for step in key[len(key) - more :]:
         value = getattr(value, step[1])
     return value

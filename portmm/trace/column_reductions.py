@@ -1,6 +1,6 @@
-"""Functions that reduce columns, in two: what is to be known of whole columns first, and the rest.
+"""Column reductions of a function, split into a kernel that reduces whole columns and one for the rest.
 
-Owns `down`. Imports `spec.expr`, `spec.epilogue`, `trace.bind`, `trace.tracer`.
+Owns `down`.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ if TYPE_CHECKING:
     from portmm.trace.tracer import Traced
 
 
-def down(traced: Traced, given: int, usual: np.dtype[Any]) -> tuple[Traced, Traced, tuple[int, ...], int] | None:
-    """What is to be known of whole columns first, and the rest, which is given it; None where there is nothing.
+def down(traced: Traced, first: int, usual: np.dtype[Any]) -> tuple[Traced, Traced, tuple[int, ...], int] | None:
+    """The function split in two, the reductions of columns and the rest; None where no column is reduced.
 
-    Then come the places of the results among those of the first, or, counted down from -1, among the rest; and
-    how many of the first are given to the rest.
+    The two come with the index of each result, among those of the first function or, counted down from -1, among the
+    rest, and with the number of reductions, which are arguments of the rest after the `first` ones.
 
     Raises:
-        TraceError: columns are reduced of what is reduced along rows.
+        TraceError: columns are reduced of values that are reduced along rows.
     """
     steps = ordered(tuple(x for x, _ in traced.results))
-    folds = [x for x in steps if x.op == "fold"]
-    if not folds:
+    reductions = [x for x in steps if x.op == "fold"]
+    if not reductions:
         return None
-    if any(y.op == "reduce" for x in folds for y in ordered(x.inner)):
-        raise TraceError("columns of what is reduced along rows cannot be reduced in kernels: take two steps")
+    if any(y.op == "reduce" for x in reductions for y in ordered(x.inner)):
+        raise TraceError("columns of values that are reduced along rows cannot be reduced in kernels: take two steps")
     along = varies(steps, traced.operands)
     whole: dict[Expr, Expr] = {}
 
     def change(x: Expr) -> Expr | None:
         if x.dtype != "f32" or "m" in along[x] or not any(y.op == "fold" for y in ordered((x,))):
             return None
-        return whole.setdefault(x, of_given(given + len(whole), "f32"))
+        return whole.setdefault(x, of_given(first + len(whole), "f32"))
 
     done: dict[Expr, Expr] = {}
     results = [(substituted(x, change, done), dtype) for x, dtype in traced.results]

@@ -1,7 +1,6 @@
-"""NumPy's names, by what they mean to an array that is being traced.
+"""Tables of NumPy's functions and methods, by their effect on an array that is being traced.
 
-Owns tables of functions and methods, and `rebuilt`, which goes through nested
-lists, tuples and dicts. Imports nothing of portmm.
+Owns those tables, and `rebuilt`, which maps a function over nested lists, tuples and dicts.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 STATIC: dict[Any, Callable[[Any], Any]] = {
     np.shape: lambda x: x.shape, np.ndim: lambda x: x.ndim, np.size: lambda x: x.size,
 }  # fmt: skip
-"""Functions that say what is known of an array before it is there."""
+"""Functions of an array's layout, known while it is traced."""
 VIEWS = frozenset(
     (
         "transpose", "swapaxes", "moveaxis", "rollaxis", "squeeze", "expand_dims", "broadcast_to", "split",
@@ -34,16 +33,16 @@ METHODS = {
     "var": {"axis", "keepdims"}, "std": {"axis", "keepdims"}, "reshape": {"order"}, "ravel": {"order"},
     "squeeze": {"axis"}, "astype": set(), "copy": set(),
 }  # fmt: skip
-"""Functions that are methods -> the options that these take."""
+"""Functions that are methods -> their options."""
 SIGNS = {
     "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**",
     "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>",
 }  # fmt: skip
-"""Operators of two arrays, of which each has a form that changes the first."""
+"""Operators of two arrays; each has a form that works in place."""
 
 
 def rebuilt(x: Any, change: Callable[[Any], Any]) -> Any:
-    """Lists, tuples and dicts with some of what is in them changed."""
+    """Nested lists, tuples and dicts with `change` applied to their leaves."""
     if type(x) in (list, tuple):
         return type(x)([rebuilt(y, change) for y in x])
     if type(x) is dict:

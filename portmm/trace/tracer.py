@@ -1,15 +1,13 @@
-"""A function of arrays becomes expressions.
+"""Tracing of a function: it runs on values of a tile, and its operations become expressions.
 
-Owns `Traced`: what a function, called with values of a tile in place of arrays,
-came to; what of its surroundings it read; and the memory of that, so that a
-function is traced once for each kind of surroundings. Imports `spec.expr`, `arrays.interop`, `spec.epilogue`,
-`errors`.
+Owns `Traced`, the expressions of a function with the operands and numbers that it captured, and `trace`, whose
+results are remembered for each kind of closure, so that a function is traced once for each.
 
 A traced function sees the arrays that it captures (closures, globals,
 defaults, attributes of captured objects) as `Tensor`, which can be indexed by
-axes. Captured floats become numbers that each call gives, so that a new value
+axes. Captured floats become numbers that each call passes, so that a new value
 compiles nothing; where Python must know them (an if, math.sqrt), they are
-constants, and each value is a kernel of its own.
+constants, and each value has a kernel of its own.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ _AS_OTHERS = {"float64": np.float32, "int16": np.int32, "uint16": np.int32, "int
 
 
 class Indices:
-    """Where an element of the result is along each axis: of a product, in row m, column n, item b of a batch."""
+    """Indices of an element of the result along each axis: of a product, row m, column n, item b of a batch."""
 
     def __init__(self, names: dict[str, str]) -> None:
         self._names = tuple(names.items())
@@ -58,22 +56,22 @@ class Indices:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What it calls which axis."""
+        """The names of the indices, with their axes."""
         return self._names
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where an operand comes from, and how it is read.
+    """The array of an operand, and the view of it that is read.
 
     Attributes:
-        key: how to find the array again: steps from the function.
+        key: the steps from the function to the array.
         array: as it was when it was traced.
-        view: the axis of the result for each of the array's, an integer for one place along it, or "" for
+        view: the axis of the result for each of the array's, an integer for one index along it, or "" for
             one that is broadcast.
         exact: its axes are as long as the result's; else they are no shorter.
-        device: where the array lies, if that is a device: `array` stands for it, and must not be read.
-        there: the array that it stands for, if only this call can find it.
+        device: the array's device, if it is not the host: `array` is a stand-in, and must not be read.
+        there: the device's array, if only this call can find it.
     """
 
     key: tuple[Any, ...]
@@ -85,7 +83,7 @@ class Source:
 
 
 class Tracer:
-    """What is found while one function runs."""
+    """The record of one trace: operands and numbers that the function reads."""
 
     def __init__(self, *, by_value: bool, rank: int) -> None:
         self.by_value = by_value
@@ -95,7 +93,7 @@ class Tracer:
         self.numbers: list[tuple[Any, ...]] = []
         self.values: dict[tuple[Any, ...], float] = {}
         self.standins: dict[int, Array] = {}
-        self.there: dict[int, tuple[Array, Any, tuple[Any, ...]]] = {}  # by what stands for it
+        self.there: dict[int, tuple[Array, Any, tuple[Any, ...]]] = {}  # by the identity of the stand-in
         self.kept: list[Any] = []  # objects that keys name by identity
         self.lasting = True
 
@@ -117,33 +115,33 @@ class Tracer:
         return apply("ne", value, 0) if array.dtype.kind == "b" else value
 
     def standin(self, value: Any) -> Array:
-        """What a function is traced with in place of an array on a device: one for each."""
-        found = self.standins.get(id(value))
-        if found is None:
+        """The stand-in for an array on a device, the same each time."""
+        stand_in = self.standins.get(id(value))
+        if stand_in is None:
             there = adopt(value)
             assert there is not None  # noqa: S101 - it is on a device
             self.kept.append(value)
-            found = self.standins[id(value)] = standin(there)
-            self.there[id(found)] = (found, value, there.device)
-        return found
+            stand_in = self.standins[id(value)] = standin(there)
+            self.there[id(stand_in)] = (stand_in, value, there.device)
+        return stand_in
 
     def look(self, array: Array, view: Array, function: Callable[[Any], Any]) -> Array:
-        """A view of an array that a function makes; of one that stands for another, so does its view."""
+        """A view of an array; the view of a stand-in is a stand-in for the same view of the device's array."""
         if id(array) in self.there:
             _, value, device = self.there[id(array)]
             self.there[id(view)] = (view, function(value), device)
         return view
 
     def number(self, key: tuple[Any, ...]) -> Expr:
-        """The number that a call finds at the end of these steps."""
+        """The number that each call reads by this key."""
         if key not in self.numbers:
             self.numbers.append(key)
         return number(self.numbers.index(key))
 
-    def wrapped(  # noqa: C901, PLR0911 - a kind each
+    def wrapped(  # noqa: C901, PLR0911 - one branch for each kind
         self, value: Any, key: tuple[Any, ...], seen: dict[int, Any]
     ) -> Any:
-        """What a traced function finds in place of what it captured."""
+        """The value that replaces a captured one in a traced function."""
         if isinstance(value, np.ndarray):
             refuse_class(value, "a captured array", matrix=False)
             self.lasting &= value.ndim > 0
@@ -158,8 +156,8 @@ class Tracer:
                 seen[id(value)] = self.rebound(value, key, seen)
             return seen[id(value)]
         if isinstance(value, (tuple, list)):
-            made = [self.wrapped(x, (*key, i), seen) for i, x in enumerate(value)]
-            return type(value)(made) if type(value) in (tuple, list) else value
+            items = [self.wrapped(x, (*key, i), seen) for i, x in enumerate(value)]
+            return type(value)(items) if type(value) in (tuple, list) else value
         if isinstance(value, dict):
             return {k: self.wrapped(x, (*key, k), seen) for k, x in value.items()}
         if isinstance(value, (*PLAIN, float, np.floating)) or fixed(value):
@@ -173,13 +171,13 @@ class Tracer:
         return self.callable(value, key, seen) if through else _Object(self, value)
 
     def callable(self, value: Any, key: tuple[Any, ...], seen: dict[int, Any]) -> Any:
-        """A method, a partial, or an object that can be called, with what it holds seen through."""
+        """A method, a partial, or a callable object whose captured values are replaced."""
         if isinstance(value, types.FunctionType):
             return value if ours(value) else self.rebound(value, key, seen)
         if isinstance(value, partial):
-            given = [self.wrapped(x, (*key, i), seen) for i, x in enumerate(value.args)]
+            args = [self.wrapped(x, (*key, i), seen) for i, x in enumerate(value.args)]
             named = {k: self.wrapped(x, (*key, k), seen) for k, x in value.keywords.items()}
-            return partial(self.callable(value.func, (*key, "func"), seen), *given, **named)
+            return partial(self.callable(value.func, (*key, "func"), seen), *args, **named)
         owner, function = (value.__self__, value.__func__) if isinstance(value, types.MethodType) else (value, None)
         calls = next((vars(t)["__call__"] for t in type(value).__mro__ if "__call__" in vars(t)), None)
         function = function or calls
@@ -191,9 +189,9 @@ class Tracer:
         """The function, with tensors in place of what it captures."""
         code = function.__code__
         names = [n for n in global_names(code) if n in function.__globals__]
-        spaces = dict(function.__globals__)
+        namespace = dict(function.__globals__)
         for name in names:
-            spaces[name] = self.wrapped(spaces[name], (*key, ("global", name)), seen)
+            namespace[name] = self.wrapped(namespace[name], (*key, ("global", name)), seen)
         cells = tuple(
             types.CellType(self.wrapped(cell.cell_contents, (*key, ("closure", i)), seen)) if filled(cell) else cell
             for i, cell in enumerate(function.__closure__ or ())
@@ -201,24 +199,24 @@ class Tracer:
         defaults = function.__defaults__ and tuple(
             self.wrapped(x, (*key, ("default", i)), seen) for i, x in enumerate(function.__defaults__)
         )
-        made = types.FunctionType(code, spaces, function.__name__, defaults, cells)
+        function_ = types.FunctionType(code, namespace, function.__name__, defaults, cells)
         if function.__kwdefaults__:
-            made.__kwdefaults__ = {
+            function_.__kwdefaults__ = {
                 n: self.wrapped(x, (*key, ("keyword", n)), seen) for n, x in function.__kwdefaults__.items()
             }
-        return made
+        return function_
 
 
 _LAID = frozenset(("shape", "ndim", "dtype", "size", "strides", "itemsize", "nbytes"))
-"""What an array says of itself without a look at its values."""
+"""Attributes that do not depend on values."""
 _VIEWS = frozenset(("T", "mT", "transpose", "swapaxes", "squeeze"))
-"""What gives another look at the same elements."""
+"""Attributes and methods that return views."""
 _SOUGHT = frozenset(("record_", "call_", "along_"))
-"""What words look for, and other values of traced functions have."""
+"""Attributes that portmm's functions look for on other traced values."""
 
 
 class Tensor:
-    """An array that a traced function captured: index it by axes, or let it broadcast as in NumPy."""
+    """An array that a traced function captured: indexed by axes, or broadcast as in NumPy."""
 
     def __init__(self, tracer: Tracer, array: Array, key: tuple[Any, ...]) -> None:
         self._tracer, self._array, self._key = tracer, array, key
@@ -229,53 +227,55 @@ class Tensor:
         if name in _SOUGHT:
             raise AttributeError(name)
         self._seen(name, name in (*_LAID, *_VIEWS))
-        found = getattr(self._array, name)
-        if isinstance(found, np.ndarray):
-            found = self._tracer.look(self._array, found, lambda x: getattr(x, name))
-            return Tensor(self._tracer, found, (*self._key, ("attribute", name)))
-        self._tracer.lasting &= name in _LAID  # else its values are being looked at
-        return partial(self._called, name, found) if isinstance(found, types.BuiltinMethodType) else found
+        attribute = getattr(self._array, name)
+        if isinstance(attribute, np.ndarray):
+            attribute = self._tracer.look(self._array, attribute, lambda x: getattr(x, name))
+            return Tensor(self._tracer, attribute, (*self._key, ("attribute", name)))
+        self._tracer.lasting &= name in _LAID  # else the result depends on its values
+        return partial(self._called, name, attribute) if isinstance(attribute, types.BuiltinMethodType) else attribute
 
     def _seen(self, what: str, known: bool = False) -> None:
-        """Refuse what looks at elements that are on a device."""
+        """Refuse operations on the elements of an array on a device."""
         if not known and id(self._array) in self._tracer.there:
-            raise TraceError(f"{what} of an array on a device; make it before, and let the function capture it")
+            raise TraceError(f"{what} of an array on a device; compute it before, and let the function capture it")
 
     def _called(self, name: str, method: Any, *values: Any, **options: Any) -> Any:
-        """What a method gives now: an array of it is an operand as others are."""
-        found = method(*values, **options)
-        if not isinstance(found, np.ndarray) or not found.ndim:
-            return found
-        found = self._tracer.look(self._array, found, lambda x: getattr(x, name)(*values, **options))
-        return Tensor(self._tracer, found, (*self._key, ("called", name, repr((values, options)))))
+        """The result of a method; an array becomes an operand."""
+        result = method(*values, **options)
+        if not isinstance(result, np.ndarray) or not result.ndim:
+            return result
+        result = self._tracer.look(self._array, result, lambda x: getattr(x, name)(*values, **options))
+        return Tensor(self._tracer, result, (*self._key, ("called", name, repr((values, options)))))
 
     def __setitem__(self, key: Any, value: Any) -> None:
         raise TraceError("[...] = changes an array in place, once, while the function is traced")
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Array:
         self._seen("the values")
-        self._tracer.lasting = False  # its values are being looked at
+        self._tracer.lasting = False  # the result depends on its values
         return np.asarray(self._array, dtype)
 
     def __len__(self) -> int:
         return len(self._array)
 
     def __getitem__(self, key: Any) -> Any:
-        words = key if isinstance(key, tuple) else (key,)
-        if not any(isinstance(x, Expr) for x in words):
-            whole = [x for x in words if isinstance(x, (int, np.integer)) and not isinstance(x, bool)]
-            basic = all(x is None or x is ... or isinstance(x, (slice, int, np.integer)) for x in words)
-            self._seen(f"[{key!r}]", basic and len(whole) < self._array.ndim)
-            found = self._array[key]
+        indices = key if isinstance(key, tuple) else (key,)
+        if not any(isinstance(x, Expr) for x in indices):
+            integers = [x for x in indices if isinstance(x, (int, np.integer)) and not isinstance(x, bool)]
+            basic = all(x is None or x is ... or isinstance(x, (slice, int, np.integer)) for x in indices)
+            self._seen(f"[{key!r}]", basic and len(integers) < self._array.ndim)
+            item = self._array[key]
             where = (*self._key, ("item", repr(key)))
-            if isinstance(found, np.ndarray) and found.ndim:
+            if isinstance(item, np.ndarray) and item.ndim:
                 self._tracer.lasting = False
-                return Tensor(self._tracer, self._tracer.look(self._array, found, lambda x: x[key]), where)
+                return Tensor(self._tracer, self._tracer.look(self._array, item, lambda x: x[key]), where)
             self._tracer.lasting = False
-            return found
-        if len(words) != self._array.ndim:
-            raise TraceError(f"an array of {self._array.ndim} dimensions is indexed by {len(words)}; give one for each")
-        return self._tracer.operand(self._key, self._array, tuple(self._word(x) for x in words))
+            return item
+        if len(indices) != self._array.ndim:
+            raise TraceError(
+                f"an array of {self._array.ndim} dimensions is indexed by {len(indices)}; give one for each"
+            )
+        return self._tracer.operand(self._key, self._array, tuple(self._word(x) for x in indices))
 
     def _word(self, x: Any) -> str | int:
         if isinstance(x, Expr) and x.op == "index":
@@ -285,7 +285,7 @@ class Tensor:
         raise TraceError(f"an array is indexed by {x!r}; use an index as it is (i.m, i.n), or an integer")
 
     def broadcast_(self) -> Expr:
-        """The array as an operand of NumPy's rules: its last axes are the result's."""
+        """The array as an operand that broadcasts as in NumPy: its last axes are the result's."""
         shape = self._array.shape
         if len(shape) > self._tracer.rank:
             raise TraceError(f"an array of shape {shape} has more dimensions than the result")
@@ -299,9 +299,9 @@ class Tensor:
 
 def _operator(name: str) -> Any:
     def method(self: Tensor, *others: Any) -> Any:
-        mine = self.broadcast_()
-        given = [x.broadcast_() if isinstance(x, Tensor) else x for x in others]
-        return getattr(mine, name)(*given)
+        own = self.broadcast_()
+        args = [x.broadcast_() if isinstance(x, Tensor) else x for x in others]
+        return getattr(own, name)(*args)
 
     return method
 
@@ -313,20 +313,20 @@ for _name in (
 
 
 def _by_numpy(ufunc: Any, method: str, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    given = tuple(y.broadcast_() if isinstance(y, Tensor) else y for y in inputs)
-    expressions = [y for y in given if isinstance(y, Expr)]
-    return expressions[0].__array_ufunc__(ufunc, method, *given, **options)
+    args = tuple(y.broadcast_() if isinstance(y, Tensor) else y for y in inputs)
+    expressions = [y for y in args if isinstance(y, Expr)]
+    return expressions[0].__array_ufunc__(ufunc, method, *args, **options)
 
 
 class _Space:
-    """A captured module or class, whose arrays are seen as tensors, and numbers as given by each call."""
+    """A captured module or class, whose arrays are seen as tensors, and numbers as arguments of each call."""
 
     def __init__(self, tracer: Tracer, value: Any, key: tuple[Any, ...]) -> None:
         self.__tracer, self.__value, self.__key = tracer, value, key
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.__value, name)
-        return self.__tracer.wrapped(found, (*self.__key, ("attribute", name)), {})
+        attribute = getattr(self.__value, name)
+        return self.__tracer.wrapped(attribute, (*self.__key, ("attribute", name)), {})
 
     def __call__(self, *values: Any, **options: Any) -> Any:
         return self.__value(*values, **options)
@@ -343,8 +343,8 @@ class _Object:
         tracer.kept.append(value)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.__value, name)
-        return self.__tracer.wrapped(found, ("object", id(self.__value), name), {})
+        attribute = getattr(self.__value, name)
+        return self.__tracer.wrapped(attribute, ("object", id(self.__value), name), {})
 
     def __getitem__(self, key: Any) -> Any:
         return self.__tracer.wrapped(self.__value[key], ("object", id(self.__value), repr(key)), {})
@@ -355,7 +355,7 @@ class _Object:
 
 @lru_cache(maxsize=256)
 def element(dtype: np.dtype[Any]) -> tuple[str, bool]:
-    """The type that elements of arrays of a type are read as, "" for none, and whether they are so where they lie."""
+    """The type that kernels read elements of a dtype as, "" for none, and whether that needs no conversion."""
     if dtype.kind == "b":
         return "u8", True
     known = _KNOWN.get(dtype.name, "")
@@ -366,7 +366,7 @@ def element(dtype: np.dtype[Any]) -> tuple[str, bool]:
 
 
 def described(array: Array, view: tuple[str | int, ...]) -> Operand:
-    """How an array is read by a view of its axes."""
+    """The operand that a view of an array is."""
     kind = element(array.dtype)[0]
     axes = "".join([x for x in AXES if x in view])
     if "n" not in axes:
@@ -379,21 +379,21 @@ def described(array: Array, view: tuple[str | int, ...]) -> Operand:
 
 
 def lies(array: Array) -> bool:
-    """Kernels can read an array where it lies."""
-    as_it_is = element(array.dtype)[1]
-    return as_it_is and array.flags.aligned and not any([s % array.itemsize for s in array.strides])  # noqa: C419 - faster
+    """Whether kernels can read an array in place."""
+    same_type = element(array.dtype)[1]
+    return same_type and array.flags.aligned and not any([s % array.itemsize for s in array.strides])  # noqa: C419 - faster
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """What a function came to.
+    """The expressions of a function, with the operands and numbers that it reads.
 
     Attributes:
-        results: an expression for each value that it returned, and the NumPy type that was asked for, or None.
+        results: an expression for each value that it returned, and the NumPy type of a `cast`, or None.
         several: it returned a tuple.
-        operands: what it reads.
-        sources: where that is.
-        numbers: where the numbers of a call come from.
+        operands: the arrays that it reads.
+        sources: the views of captured arrays that these are.
+        numbers: keys of the numbers of a call.
         values: of numbers that objects hold, as they were when the function was traced.
     """
 
@@ -408,36 +408,36 @@ class Traced:
 def trace(
     function: Callable[..., Any], values: tuple[Any, ...], *, by_value: bool, rank: int = 2
 ) -> tuple[Traced, bool]:
-    """Run a function on values of a tile; also whether the same may be said of the next call.
+    """Run a function on values of a tile; also whether the result holds for the next call.
 
     Raises:
-        TraceError: it does what cannot be traced; the message names its line.
+        TraceError: the function cannot be traced; the message names the line.
     """
     tracer = Tracer(by_value=by_value, rank=rank)
     try:
         if not callable(function):
             raise TypeError(f"{function!r} is no function")
-        found = tracer.callable(function, (), {})(*values[: arity(function, len(values))])
-        results = tuple(_result(x, tracer) for x in _values_of(found))
+        result = tracer.callable(function, (), {})(*values[: arity(function, len(values))])
+        results = tuple(_result(x, tracer) for x in _values_of(result))
     except TraceError as error:
         raise _located(error, function) from error.__cause__
     lasting = tracer.lasting and isinstance(function, types.FunctionType)
-    several, values_ = isinstance(found, tuple), tuple(tracer.values.items())
-    # What is remembered must not keep arrays alive, and finds them again.
+    several, values_ = isinstance(result, tuple), tuple(tracer.values.items())
+    # The memo must not keep arrays alive; calls look them up by their keys.
     sources = tuple(replace(x, there=None) if lasting else x for x in tracer.sources)
     reads = (tuple(tracer.operands), sources, tuple(tracer.numbers), values_)
     return Traced(results, several, *reads), lasting
 
 
-def _values_of(found: Any) -> tuple[Any, ...]:
-    """What a function gives, one value or several."""
-    if isinstance(found, tuple) and not found:
-        raise TraceError("an empty tuple is no result")
-    return found if isinstance(found, tuple) else (found,)
+def _values_of(result: Any) -> tuple[Any, ...]:
+    """The results of a function as a tuple."""
+    if isinstance(result, tuple) and not result:
+        raise TraceError("the function returns an empty tuple; return a value")
+    return result if isinstance(result, tuple) else (result,)
 
 
 def arity(function: Any, most: int) -> int:
-    """How many of the values a function takes: those of its parameters that have no defaults."""
+    """The number of values that a function takes: its parameters without defaults, at most `most`."""
     function = getattr(function, "__wrapped__", function)
     if isinstance(function, np.ufunc):
         return min(most, function.nin)
@@ -465,7 +465,7 @@ def _result(x: Any, tracer: Tracer) -> tuple[Expr, Any]:
 
 
 def _located(error: TraceError, function: Any) -> TraceError:
-    """The error, with the line of the user's function where it arose."""
+    """The error, with the line of the user's function that raised it."""
     if getattr(error, "located", False):
         return error
     line, name = 0, ""
@@ -479,6 +479,6 @@ def _located(error: TraceError, function: Any) -> TraceError:
         line, name = own.co_firstlineno, own.co_filename
     if not line and (frame := caller()) is not None:
         line, name = frame.f_lineno, frame.f_code.co_filename
-    made = TraceError(f"{name}, line {line}: {error}" if name else str(error))
-    made.located = True  # type: ignore[attr-defined]
-    return made
+    located = TraceError(f"{name}, line {line}: {error}" if name else str(error))
+    located.located = True  # type: ignore[attr-defined]
+    return located
