@@ -12,6 +12,7 @@ from portmm.codegen.lower import atom_of
 from portmm.dispatch import cpu as cpu_dispatch
 from portmm.dispatch.cost_selection import predict
 from portmm.errors import ScheduleError
+from portmm.schedule import cpu_candidates as enumeration
 from portmm.schedule.candidate_sets import candidate_set
 from portmm.schedule.cpu_candidates import candidates
 from portmm.schedule.cpu_cost import cost
@@ -63,6 +64,20 @@ def drawn(target, kind, rng):
     except ScheduleError:
         return None
     return p
+
+
+def test_a_new_set_is_enumerated_once(monkeypatch):
+    asked, programs = [], enumeration._programs
+
+    def counted(p, isa, *rest):
+        asked.append(isa.name)
+        return programs(p, isa, *rest)
+
+    monkeypatch.setattr(enumeration, "_programs", counted)
+    target = load_target("zen4")
+    candidate_set(Problem(7, 4096, 8192), target)
+    assert asked
+    assert len(asked) == len(set(asked))
 
 
 @pytest.mark.parametrize("name", MACHINES)

@@ -220,3 +220,18 @@ def test_another_row_count_of_a_class_runs_no_python():
         a, out = X[:m], np.empty((m, N), np.float32)
         counted = calls(matmul_op._fast, a, W, out)
         assert m == ROWS[0] or counted <= 2
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_stack_of_a_class_runs_no_python(packed):
+    """A stack by one matrix is a taller matrix: of the class of all its rows, and of the route of that matrix."""
+    w = pm.pack(W) if packed else W
+    near(matmul_op._fast(X[:200], w), X[:200] @ W)
+    for items in (2, 4, 5, 8):
+        a, out = X[:200].reshape(items, 200 // items, K), np.empty((items, 200 // items, N), np.float32)
+        assert calls(matmul_op._fast, a, w, out) <= 2
+        near(out, a @ W)
+        near(matmul_op._fast(a, w), a @ W)
+    a = X[:198].reshape(2, 99, K)
+    assert calls(matmul_op._fast, a, w, None) <= 2
+    near(matmul_op._fast(a, w), a @ W)

@@ -108,7 +108,11 @@ def cases_for_the_slow_path():
         "subclass": (a.view(np.matrix), b, None),
         "list": (a.tolist(), b, None),
         "1-D": (a[0], b, None),
-        "3-D": (a[None], b, None),
+        "3-D": (a[None], b[None], None),
+        "3-D by columns": (np.stack([a, a]).transpose(0, 2, 1), b, None),
+        "a stack with gaps": (np.stack([a, a, a])[:, :5], b, None),
+        "nine dimensions": (a[(None,) * 7], b, None),
+        "out of another stack": (np.stack([a, a]), b, np.zeros((12, 6), np.float32)),
         "misaligned": (misaligned, b, None),
         "shapes": (a[:, :5], b, None),
         "empty m": (a[:0], b, None),
@@ -135,6 +139,44 @@ def test_all_else_goes_the_slow_way(rt, name):
     assert got[3] is out
     if out is None and name != "shapes":
         assert rt.matmul(b, a)[0] == "slow"
+
+
+def stacks():
+    """Arrays that are taller matrices, and what may take their products with a matrix of six columns."""
+    x, wide = rk.random((4, 3, 6)), rk.random((4, 3, 10))
+    return {
+        "dense": (x, np.zeros((4, 3, 6), np.float32)),
+        "wide rows": (wide[..., :6], wide[..., 4:].copy()),
+        "of stacks": (x.reshape(2, 2, 3, 6), np.zeros((2, 2, 3, 10), np.float32)[..., 2:8]),
+        "of rows": (x.reshape(12, 1, 6), np.zeros((12, 1, 6), np.float32)),
+        "extents of one": (x[:1, None, :, :], np.zeros((1, 1, 3, 6), np.float32)),
+        "a step of nothing": (np.lib.stride_tricks.as_strided(x, (1, 12, 6), (-8, 24, 4)), x.copy().reshape(1, 12, 6)),
+    }
+
+
+@pytest.mark.parametrize("name", list(stacks()))
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_stack_by_one_matrix_is_a_taller_matrix(rt, name, packed):
+    shapes = rk.use_gemm(rt)
+    (a, out), b = stacks()[name], rk.random((6, 6), seed=1)
+    right = rt.Packed(np.ascontiguousarray(b.T).ravel(), 6, 6, "f32", "plain", 1, 6, 0) if packed else b
+    rk.close(rt.matmul(a, right), a, b)
+    assert rt.matmul(a, right).shape == (*a.shape[:-1], 6)
+    assert rt.matmul(a, right, out) is out
+    rk.close(out, a, b)
+    flat = np.ascontiguousarray(a).reshape(-1, 6)
+    rk.close(rt.matmul(flat, right), flat, b)
+    assert len(shapes) == 1  # the matrix itself has the same route
+
+
+def test_a_stack_keeps_off_what_it_reads(rt):
+    """An `out` that overlaps an operand, or is read-only, or has other extents, is not written by a kernel."""
+    rk.use_gemm(rt)
+    a, b = rk.random((2, 3, 6)), rk.random((6, 6), seed=1)
+    fixed = np.zeros((2, 3, 6), np.float32)
+    fixed.flags.writeable = False
+    for out in (a, a[::-1], fixed, np.zeros((3, 2, 6), np.float32), np.zeros((1, 2, 3, 6), np.float32)):
+        assert rt.matmul(a, b, out)[0] == "slow"
 
 
 def test_an_override_goes_the_slow_way(rt):

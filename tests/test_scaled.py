@@ -302,3 +302,18 @@ def test_threads_share_no_k_where_sums_are_finished():
     with pm.config(threads=2):
         np.testing.assert_allclose(pm.linear(x, pm.pack(q)), x @ pm.dequantize(q), rtol=1e-4)
         np.testing.assert_allclose(pm.linear(x, pm.pack(codes, activations=np.float32)), x @ codes)
+
+
+def test_a_scale_is_a_number_or_as_many_as_it_serves():
+    """A Python float is not looked at as an array, and means what one does."""
+    x, w = np.ones((3, 8), np.int8), pm.pack(np.ones((8, 5), np.int8))
+    for scale in (0.0, -0.0, 0.3, 1e-45, 3.4e38):
+        for others in (np.float32(scale), np.float64(scale), np.full(3, scale, np.float32)):
+            given = {"x_scale": scale}, {"x_scale": others}
+            np.testing.assert_array_equal(*(pm.linear(x, w, **more) for more in given))
+        given = {"w_scale": scale}, {"w_scale": np.full(5, scale, np.float32)}
+        np.testing.assert_array_equal(*(pm.linear(x, w, **more) for more in given))
+    for scale in (-1.0, float("nan"), float("inf")):
+        for name in ("x_scale", "w_scale"):
+            with pytest.raises(ValueError, match=f"{name} must be finite and not negative"):
+                pm.linear(x, w, **{name: scale})

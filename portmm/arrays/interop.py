@@ -124,6 +124,8 @@ def adopt(x: Any) -> Foreign | None:
 
 def on_device(x: Any) -> bool:
     """Whether `adopt` recognises an array on a device; examines no more than the class, where that suffices."""
+    if type(x) is np.ndarray:
+        return False
     kind = _kind(x)
     if kind == "host":
         return False

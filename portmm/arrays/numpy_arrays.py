@@ -109,8 +109,11 @@ def as_operand(x: Any, name: str, *, matrix: bool = True) -> Array:
         TypeError: its type is not supported, or its class: see `refuse_class`.
         ValueError: it is a scalar.
     """
-    refuse_class(x, name, matrix=matrix)
-    array = np.asarray(x)
+    if type(x) is np.ndarray:  # a call less for the usual one
+        array = x
+    else:
+        refuse_class(x, name, matrix=matrix)
+        array = np.asarray(x)
     if name_of(array.dtype) not in _FACTORS:
         supported = ", ".join(BY_NAME[x].numpy for x in _FACTORS)
         where = " in the host's memory, floats of eight bits on devices only" if name_of(array.dtype) in FP8 else ""

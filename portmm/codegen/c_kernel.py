@@ -64,19 +64,25 @@ def source(kernel: Kernel) -> str:
     """The C source of a kernel: self-contained, no headers, one exported symbol."""
     lane = BY_NAME[kernel.atom.right].bytes
     lanes = "int" if lane == 4 else "long"
-    code = [_print(kernel, f) for f in functions(kernel)]
+    every = functions(kernel)
+    code = [_print(kernel, f) for f in every]
     parts = [
         "\n".join(f"/* {line} */" for line in kernel.header),
         kernel.isa.preamble.strip(),
         abi.ARGS.strip(),
         _PRELUDE.strip(),
-        *(text for name, text in (_HELPERS | HELPERS).items() if any(re.search(rf"\b{name}\(", c) for c in code)),
+        *(text for name, text in (_HELPERS | HELPERS).items() if any(_calls(c, name) for c in code)),
     ]
     if kernel.isa.shuffles and kernel.atom.n > 1:
         parts.append(f"typedef {lanes} lanes_t __attribute__((vector_size({kernel.atom.n * lane})));")
-    used = {s.of: None for f in functions(kernel) for s in walk(f.body) if isinstance(s, Map)}
+    used = {s.of: None for f in every for s in walk(f.body) if isinstance(s, Map)}
     parts += [lanes_of.declaration(kernel.isa, kernel.isa.word(name)) for name in used]
     return "\n\n".join(p for p in (*parts, *code) if p) + "\n"
+
+
+def _calls(code: str, name: str) -> bool:
+    """Whether a function calls another; nearly always it is enough to look for the letters."""
+    return f"{name}(" in code and re.search(rf"\b{name}\(", code) is not None
 
 
 def _print(kernel: Kernel, f: Function) -> str:

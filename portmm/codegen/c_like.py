@@ -15,6 +15,7 @@ from portmm.codegen import vector_ops as lanes_of
 from portmm.codegen.conversions import converted
 from portmm.errors import ScheduleError
 from portmm.ir.nodes import (
+    BLOCKS,
     Add,
     For,
     If,
@@ -77,7 +78,7 @@ def address(p: Ptr) -> str:
 def _names(x: Index) -> set[str]:
     if x.op == "var":
         return {str(x.args[0])}
-    return set().union(*(_names(y) for y in x.args if isinstance(y, Index)))
+    return set() if x.op == "const" else set().union(*[_names(y) for y in x.args])  # type: ignore[arg-type]
 
 
 def _mentions(s: Stmt) -> set[str]:
@@ -85,10 +86,12 @@ def _mentions(s: Stmt) -> set[str]:
     found: set[str] = set()
     for slot in s.__slots__:
         values = getattr(s, slot)
-        for value in values if isinstance(values, tuple) else (values,):
-            if isinstance(value, Ptr):
-                found |= {value.name} | _names(value.offset)
-            elif isinstance(value, Index):
+        for value in values if type(values) is tuple else (values,):
+            kind = type(value)
+            if kind is Ptr:
+                found.add(value.name)
+                found |= _names(value.offset)
+            elif kind is Index:
                 found |= _names(value)
     return found | {"workers"} if isinstance(s, Parallel) else found
 
@@ -107,16 +110,16 @@ def pruned(body: tuple[Stmt, ...]) -> tuple[tuple[Stmt, ...], set[str]]:
 
 
 def _pruned_inside(s: Stmt) -> tuple[Stmt, set[str]]:
+    if not isinstance(s, BLOCKS):
+        return s, set()
     if isinstance(s, For):
         body, used = pruned(s.body)
         return replace(s, body=body), used
     if isinstance(s, If):
         (then, used), (orelse, more) = pruned(s.then), pruned(s.orelse)
         return replace(s, then=then, orelse=orelse), used | more
-    if isinstance(s, Switch):
-        cases = [(number, pruned(body)) for number, body in s.cases]
-        return replace(s, cases=tuple((n, body) for n, (body, _) in cases)), set().union(*(u for _, (_, u) in cases))
-    return s, set()
+    cases = [(number, pruned(body)) for number, body in s.cases]
+    return replace(s, cases=tuple((n, body) for n, (body, _) in cases)), set().union(*(u for _, (_, u) in cases))
 
 
 @dataclass(slots=True)

@@ -410,6 +410,10 @@ SWAPPED = {
 """Field of the kernel -> field of the caller, when the product is transposed."""
 
 
+BLOCKS = (For, If, Switch)
+"""Statements that others are inside of."""
+
+
 def children(s: Stmt) -> tuple[Stmt, ...]:
     """The statements directly inside `s`."""
     if isinstance(s, For):
@@ -423,9 +427,12 @@ def children(s: Stmt) -> tuple[Stmt, ...]:
 
 def walk(body: tuple[Stmt, ...]) -> Iterator[Stmt]:
     """All statements of a body, outermost first."""
-    for s in body:
+    rest = list(reversed(body))
+    while rest:
+        s = rest.pop()
         yield s
-        yield from walk(children(s))
+        if isinstance(s, BLOCKS):  # most are not
+            rest += reversed(children(s))
 
 
 def functions(kernel: Kernel) -> list[Function]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import types
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -39,8 +39,7 @@ SCALES = 4
 _PLAIN = (int, bool, str, type(None))
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
+class Seen(NamedTuple):
     """A call, so far as its kind depends on it.
 
     Attributes:

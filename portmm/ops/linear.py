@@ -24,7 +24,7 @@ from portmm.ops.prepack import current, is_packed, pack, unpack
 from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import spell
 from portmm.spec.problem import Problem, family
-from portmm.spec.row_classes import row_class
+from portmm.spec.row_classes import last_of_class, row_class
 from portmm.util.array_subclasses import refuse_class
 from portmm.util.memo import Memory
 from portmm.weights.quantized import Quantized, dequantize
@@ -107,15 +107,16 @@ def linear(
         options |= {"out_scale": out_scale, "out_zero": out_zero, "dynamic": dynamic}
         return there(x, w, bias, options, dtype, out, epilogue)
     left = numpy_arrays.as_operand(x, "x", matrix=False)
-    weight = (
-        current(w)
-        if isinstance(w, Folded) or is_packed(w)
-        else _weight(w, np.dtype(np.int8) if dynamic else left.dtype)
-    )
+    if isinstance(w, Folded):
+        weight = w
+    elif is_packed(w):
+        weight = current(w)
+    else:
+        weight = _weight(w, np.dtype(np.int8) if dynamic else left.dtype)
     given = (not is_default(x_zero, 0), not is_default(w_zero, 0), not is_default(x_scale, 1))
     asked = _Asked(None if dtype is None else np.dtype(dtype), dynamic, *given, bias is not None, out_scale is not None)
-    m = prod(left.shape[:-1])
-    key = (row_class(m)[1], *_laid(left), left.dtype, left.flags.aligned, weight.family, weight.shape, asked)
+    m = left.shape[0] if left.ndim == 2 else prod(left.shape[:-1])
+    key = (last_of_class(m), *_laid(left), left.dtype, left.flags.aligned, weight.family, weight.shape, asked)
     said = (x_scale, x_zero, w_scale, w_zero, out_scale, out_zero)
     if epilogue is not None:
         return _surrounded(key, left, weight, asked, out, epilogue, bias, said)

@@ -17,6 +17,8 @@ from portmm.util.array_subclasses import refuse_class
 
 PAD = 64
 """Vectors by columns reach to a multiple of this: kernels read whole vectors of them."""
+LARGEST = float(np.finfo(np.float32).max)
+"""A scale that is a number, at most."""
 
 Array = np.ndarray[Any, Any]
 
@@ -47,6 +49,10 @@ def _spread(name: str, given: Any, count: int, dtype: Any, pad: int = 1) -> Arra
 def _scales(name: str, given: Any, count: int, pad: int = 1) -> Array:
     if is_default(given, 1):
         return numpy_arrays.ones(-(-count // pad) * pad)
+    if type(given) is float and 0 <= given <= LARGEST:
+        same = np.empty(-(-count // pad) * pad, np.float32)
+        same.fill(given)
+        return same
     found = _spread(name, given, count, np.float32, pad)
     if not runtime_types().are_scales(found):
         known = found[:count]

@@ -145,17 +145,37 @@ def overlap(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> bool:
 
 
 def layout_of(x: Any) -> tuple[str, int, int, bool] | None:
-    """Layout, both strides in elements, and density of a matrix; None off the fast path."""
-    if type(x) is not np.ndarray or x.ndim != 2 or x.dtype not in NAMES or not x.flags.aligned or x.size == 0:
+    """Layout, both strides in elements, and density of a matrix; None off the fast path.
+
+    A stack of matrices by rows that follow each other is a taller one.
+    """
+    if type(x) is not np.ndarray or not 2 <= x.ndim <= _MAX_ND or x.dtype not in NAMES:
         return None
-    (rows, cols), (s0, s1), size = x.shape, x.strides, x.itemsize
+    joined = _joined(x) if x.ndim > 2 else (x.shape[0], x.strides[0])
+    if joined is None or not x.flags.aligned or x.size == 0:
+        return None
+    (rows, s0), cols, s1, size = joined, x.shape[-1], x.strides[-1], x.itemsize
     if (s1 == size or cols == 1) and (rows == 1 or (s0 >= cols * size and s0 % size == 0)):
         lead = cols if rows == 1 else s0 // size
         return "row", lead, 1, lead == cols
-    if (s0 == size or rows == 1) and (cols == 1 or (s1 >= rows * size and s1 % size == 0)):
+    if x.ndim == 2 and (s0 == size or rows == 1) and (cols == 1 or (s1 >= rows * size and s1 % size == 0)):
         lead = rows if cols == 1 else s1 // size
         return "col", 1, lead, lead == rows
     return None
+
+
+def _joined(x: Any) -> tuple[int, int] | None:
+    """Extent and step of all dimensions but the last as one; None if they are not evenly spaced."""
+    rows, step = 1, 0
+    for extent, stride in zip(x.shape[-2::-1], x.strides[-2::-1], strict=True):
+        if extent == 1:
+            continue  # whose stride means nothing
+        if rows == 1:
+            step = stride
+        elif stride != rows * step:
+            return None
+        rows *= extent
+    return rows, step
 
 
 def _signed(x: Any) -> tuple[Any, ...] | None:

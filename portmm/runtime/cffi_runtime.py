@@ -208,7 +208,7 @@ class Twin:
         return plan.run(a, data, plan.check(a, data, out), scalar=out is None)
 
     def _fast(self, a: Any, b: Any, out: Any) -> Any:
-        """The product of two matrices, or NotImplemented for other ways."""
+        """The product of two matrices, the first of which may be a stack, or NotImplemented for other ways."""
         left = None if self._override else layout_of(a)
         if left is None or NAMES[a.dtype] not in CLOSED:
             return NotImplemented
@@ -216,27 +216,27 @@ class Twin:
         packed = b if isinstance(b, Packed) else None
         right: tuple[str, int, int, bool] | None
         if packed is not None:
-            if packed.element != dtype or packed.k != a.shape[1] or packed.n <= 0 or len(packed.shape) != 2:
+            if packed.element != dtype or packed.k != a.shape[-1] or packed.n <= 0 or len(packed.shape) != 2:
                 return NotImplemented
             n, right, batch, data = packed.n, ("packed", packed.b_k, packed.b_n, True), packed.b_batch, packed.owner
         else:
             right, batch, data = layout_of(b), 0, b
-            if right is None or b.dtype != a.dtype or b.shape[0] != a.shape[1]:
+            if right is None or b.ndim != 2 or b.dtype != a.dtype or b.shape[0] != a.shape[-1]:
                 return NotImplemented
             n = b.shape[1]
-        shape = (a.shape[0], n)
+        shape, rows, k = (*a.shape[:-1], n), a.size // a.shape[-1], a.shape[-1]
         into = ("row", n, 1, True) if out is None else self._out_layout(out, shape, a, data)
         if into is None:
             return NotImplemented
         dense = self._density and left[3] and right[3] and into[3]
         family = packed.family if packed is not None else ""
-        key = (dtype, shape[0], n, a.shape[1], left[0], right[0], into[0], family, dense)
+        key = (dtype, rows, n, k, left[0], right[0], into[0], family, dense)
         route = self._memo.get(_of_class(key)) or self._memo.get(key) or self._resolve(key, dtype)
         if route is None:
             return NotImplemented
         c = np.empty(shape, a.dtype) if out is None else out
         operands = (*self._place(a, left, 0), *self._place(data, right, batch), *self._place(c, into, 0))
-        self.launch(route, (shape[0], n, a.shape[1], 1, *operands), ORIGIN)
+        self.launch(route, (rows, n, k, 1, *operands), ORIGIN)
         return c
 
     @staticmethod
@@ -244,7 +244,7 @@ class Twin:
         return address(x), layout[1], layout[2], batch
 
     @staticmethod
-    def _out_layout(out: Any, shape: tuple[int, int], a: Any, b: Any) -> tuple[str, int, int, bool] | None:
+    def _out_layout(out: Any, shape: tuple[int, ...], a: Any, b: Any) -> tuple[str, int, int, bool] | None:
         into = layout_of(out)
         if into is None or out.shape != shape or out.dtype != a.dtype or not out.flags.writeable:
             return None

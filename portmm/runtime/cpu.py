@@ -112,7 +112,8 @@ class Runtime(Protocol):
         """The product of two arrays, or of an array and a `Packed`.
 
         2-D arrays with a unit stride, of native types that multiply as they are, go straight to
-        the kernel that the resolver names. Other aligned, native arrays, not
+        the kernel that the resolver names; so do stacks of matrices by rows that follow each other
+        evenly, which are one taller matrix, by a 2-D array. Other aligned, native arrays, not
         empty and of at most 8 dimensions, run the plan that the planner made
         for their types, shapes and strides. All else, and an `out`
         that overlaps an operand, goes to the slow path.

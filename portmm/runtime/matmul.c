@@ -87,7 +87,7 @@ static PyGetSetDef packed_getset[] = {{"element", (getter)packed_element, NULL, 
                                       {NULL, NULL, NULL, NULL, NULL}};
 
 static PyTypeObject packed_type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "portmm.runtime.Packed",
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "portmm.run.Packed",
     .tp_doc = "A weight laid out for one family of micro-kernels.",
     .tp_basicsize = sizeof(packed_object),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
@@ -109,7 +109,7 @@ enum { CLASSES = 16 }; /* of M, from a power of two to the next: `row_classes.PE
 static PyObject *slow_path, *resolver, *planner, *no_family;
 static int override, resolver_wants_density;
 
-/* A 2-D operand: unit stride along the columns ("row"), or along the rows. */
+/* An operand: unit stride along the columns ("row"), or along the rows. */
 typedef struct {
   char *data, *end;
   long rows, cols, s_row, s_col;
@@ -117,13 +117,29 @@ typedef struct {
   unsigned col, dense;
 } matrix;
 
+/* All dimensions but the last as one, where its steps are even; 0 if they are not. */
+static int join_rows(const array_object *a, long *rows, long *step) {
+  *rows = 1;
+  for (int i = a->nd - 2; i >= 0; i--) {
+    if (a->shape[i] == 1) continue; /* whose stride means nothing */
+    if (*rows == 1) *step = a->strides[i];
+    else if (a->strides[i] % *rows || a->strides[i] / *rows != *step) return 0;
+    *rows *= a->shape[i];
+    if (*rows <= 0) return 0;
+  }
+  return 1;
+}
+
+/* A matrix; or of more dimensions a stack of matrices by rows that follow each other, which is a taller one. */
+
 static inline int get_matrix(PyObject *object, matrix *v) {
   if (Py_TYPE(object) != array_type) return 0;
   const array_object *a = (const array_object *)object;
-  if (a->nd != 2 || !(a->flags & NUMPY_ALIGNED) || (v->element = element_of(a)) < 0) return 0;
-  const long bytes = elements[v->element].bytes;
-  const long rows = a->shape[0], cols = a->shape[1], s0 = a->strides[0], s1 = a->strides[1];
-  if (rows <= 0 || cols <= 0) return 0;
+  const int nd = a->nd;
+  if (nd < 2 || nd > MAX_ND || !(a->flags & NUMPY_ALIGNED) || (v->element = element_of(a)) < 0) return 0;
+  const long bytes = elements[v->element].bytes, cols = a->shape[nd - 1], s1 = a->strides[nd - 1];
+  long rows = a->shape[nd - 2], s0 = a->strides[nd - 2];
+  if (rows <= 0 || cols <= 0 || (nd > 2 && !join_rows(a, &rows, &s0))) return 0;
   v->rows = rows;
   v->cols = cols;
   v->data = a->data;
@@ -133,7 +149,7 @@ static inline int get_matrix(PyObject *object, matrix *v) {
     v->s_col = 1;
     v->col = 0;
     v->dense = v->s_row == cols;
-  } else if ((s0 == bytes || rows == 1) && (cols == 1 || (s1 >= rows * bytes && s1 % bytes == 0))) {
+  } else if (nd == 2 && (s0 == bytes || rows == 1) && (cols == 1 || (s1 >= rows * bytes && s1 % bytes == 0))) {
     v->s_row = 1;
     v->s_col = cols == 1 ? rows : s1 / bytes;
     v->col = 1;
@@ -143,6 +159,13 @@ static inline int get_matrix(PyObject *object, matrix *v) {
   }
   v->end = v->data + ((rows - 1) * v->s_row + (cols - 1) * v->s_col + 1) * bytes;
   return 1;
+}
+
+/* Whether all extents but the last are equal. */
+static inline int same_rows(const array_object *x, const array_object *y) {
+  int same = x->nd == y->nd;
+  for (int i = 0; same && i < x->nd - 1; i++) same = x->shape[i] == y->shape[i];
+  return same;
 }
 
 static int overlap(const char *a, const char *a_end, const char *b, const char *b_end) {
@@ -206,7 +229,15 @@ static PyObject *resolve(route_key *key, const matrix *a, const matrix *b, const
   return route;
 }
 
-/* Two ordinary matrices: a new reference to the result, Py_NotImplemented
+/* A new array with the rows of `a`, or NULL with an exception. */
+static inline PyObject *result_of(const array_object *a, long columns, int element) {
+  Py_ssize_t shape[MAX_ND];
+  for (int i = 0; i < a->nd - 1; i++) shape[i] = a->shape[i];
+  shape[a->nd - 1] = columns;
+  return empty_array(element, a->nd, shape);
+}
+
+/* Two ordinary matrices, the first of which may be a stack: a new reference to the result, Py_NotImplemented
  * (borrowed) for other ways, NULL with an exception. */
 static PyObject *multiply(PyObject *a_object, PyObject *b_object, PyObject *out) {
   matrix a, b, c;
@@ -214,7 +245,9 @@ static PyObject *multiply(PyObject *a_object, PyObject *b_object, PyObject *out)
   const packed_object *packed = NULL;
   const char *b_data, *b_end;
   portmm_args p;
-  if (override || !get_matrix(a_object, &a)) return Py_NotImplemented;
+  /* B is one matrix: batches are soon told */
+  if (override || (Py_TYPE(b_object) == array_type && ((array_object *)b_object)->nd != 2) || !get_matrix(a_object, &a))
+    return Py_NotImplemented;
   if (Py_TYPE(b_object) != array_type && PyObject_TypeCheck(b_object, &packed_type)) {
     packed = (const packed_object *)b_object;
     if ((c.element = product_of(a.element, packed->element)) < 0 || packed->k != a.cols || packed->n <= 0 || PyTuple_GET_SIZE(packed->shape) != 2) return Py_NotImplemented;
@@ -237,8 +270,8 @@ static PyObject *multiply(PyObject *a_object, PyObject *b_object, PyObject *out)
     c.s_col = 1;
     c.col = 0;
     c.dense = 1;
-  } else if (!get_matrix(out, &c) || c.element != product_of(a.element, b.element) || c.rows != a.rows || c.cols != b.cols ||
-             !(((array_object *)out)->flags & NUMPY_WRITEABLE) || overlap(c.data, c.end, a.data, a.end) ||
+  } else if (!get_matrix(out, &c) || c.element != product_of(a.element, b.element) || c.cols != b.cols ||
+             !same_rows((array_object *)a_object, (array_object *)out) || !(((array_object *)out)->flags & NUMPY_WRITEABLE) || overlap(c.data, c.end, a.data, a.end) ||
              overlap(c.data, c.end, b_data, b_end)) {
     return Py_NotImplemented;
   }
@@ -258,8 +291,7 @@ static PyObject *multiply(PyObject *a_object, PyObject *b_object, PyObject *out)
     Py_DECREF(route);
     return Py_NotImplemented;
   }
-  const Py_ssize_t shape[2] = {a.rows, key.n};
-  PyObject *result = out == Py_None ? empty_array(c.element, 2, shape) : Py_NewRef(out);
+  PyObject *result = out == Py_None ? result_of((array_object *)a_object, key.n, c.element) : Py_NewRef(out);
   if (result) {
     p = (portmm_args){.m = a.rows, .n = key.n, .k = key.k, .batch = 1, .a = a.data, .a_m = a.s_row, .a_k = a.s_col,
                       .b = b_data, .b_k = packed ? packed->b_k : b.s_row, .b_n = packed ? packed->b_n : b.s_col,

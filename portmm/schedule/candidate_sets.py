@@ -28,7 +28,7 @@ from portmm.schedule.cpu_candidates import (
     STREAM_DEPTHS,
     TALLEST,
     THIN_ROWS,
-    candidates,
+    legal_of,
     proposals,
     units,
 )
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from portmm.schedule.cost_columns import Flags
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
-    from portmm.target.target import Target
+    from portmm.target.target import Atom, Isa, Target
 
 MOST_SETS = 256
 """Sets cached before the cache is cleared: about 50 KB each."""
@@ -155,19 +155,20 @@ def candidate_set(p: Problem, target: Target, rows: int | None = None) -> Candid
     result: CandidateSet | None = _sets.get(key)
     if result is None:
         p = replace(p, m=rows)
-        result = _tabulated(p, target, candidates(p, target))
-        if kind.exact or _fits_alike(p, target):
+        proposed = list(proposals(p, target))
+        result = _tabulated(p, target, legal_of(proposed, p, target))
+        if kind.exact or _fits_alike(proposed, p, target):
             _sets.keep(key, result)
     return result
 
 
-def _fits_alike(p: Problem, target: Target) -> bool:
+def _fits_alike(proposed: list[tuple[Schedule, Isa, Atom]], p: Problem, target: Target) -> bool:
     """Whether the same blocks fit their levels for all problems between the same extents as `p`."""
     m, n, k = (REACHES[bisect_left(REACHES, size)] for size in (p.m, p.n, p.k))
     least, most = replace(p, m=1, n=1, k=1), replace(p, m=m, n=n, k=k)
     return all(
         bool(illegal(s, least, isa, atom, target)) == bool(illegal(s, most, isa, atom, target))
-        for s, isa, atom in proposals(p, target)
+        for s, isa, atom in proposed
     )
 
 

@@ -12,7 +12,7 @@ capacities of L1, L2 and L3 (Low et al. 2016).
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from portmm.errors import ScheduleError
 from portmm.schedule.schedule import ALL, Schedule, Tile, finishes, illegal, shifts
@@ -25,7 +25,7 @@ from portmm.target.summation import depth as whole_run
 from portmm.target.supports import lacks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from portmm.spec.problem import Problem
     from portmm.target.target import Atom, Isa, Target
@@ -105,7 +105,16 @@ def candidates(p: Problem, target: Target) -> list[Schedule]:
     Raises:
         ScheduleError: the target has no atom for the problem's type.
     """
-    legal = dict.fromkeys(s for s, isa, atom in proposals(p, target) if not illegal(s, p, isa, atom, target))
+    return legal_of(proposals(p, target), p, target)
+
+
+def legal_of(proposed: Iterable[tuple[Schedule, Isa, Atom]], p: Problem, target: Target) -> list[Schedule]:
+    """Legal schedules among proposals, each once.
+
+    Raises:
+        ScheduleError: none is legal.
+    """
+    legal = dict.fromkeys(s for s, isa, atom in proposed if not illegal(s, p, isa, atom, target))
     if not legal:
         raise ScheduleError(f"no legal schedule for {p} on {target.name}")
     return list(legal)
@@ -120,7 +129,11 @@ def proposals(p: Problem, target: Target) -> Iterator[tuple[Schedule, Isa, Atom]
     swap = p.c == "col"
     q = p.transposed() if swap else p
     group = family(p.family).group if p.b == "codes" else 0
-    static = (q.m, q.n, q.k) if p.static else None
+    # What schedules have by default is not set again: copies take most of the time.
+    said = {"swap": swap, "post": p.post, "group": group, "source": p.source, "fused": p.fused}
+    about: dict[str, Any] = {name: x for name, x in said.items() if x}
+    if p.static:
+        about["static"] = (q.m, q.n, q.k)
     legal = False
     for isa, atom in units(q.dtype, target):
         if legal and p.deterministic and p.acc != "s32":
@@ -133,9 +146,7 @@ def proposals(p: Problem, target: Target) -> Iterator[tuple[Schedule, Isa, Atom]
         narrow = None if narrow and p.fused and not _fuses(isa, narrow.n, p.fused) else narrow
         few = (replace(s, lanes=narrow.n) for s in _programs(q, isa, narrow, target)) if narrow else ()
         for s in (*few, *_programs(q, isa, atom, target)):
-            one = replace(
-                s, swap=swap, kr=atom.k_pack, post=p.post, group=group, source=p.source, static=static, fused=p.fused
-            )
+            one = replace(s, **about, kr=atom.k_pack) if about or atom.k_pack > 1 else s
             own = isa.atom(q.dtype, s.lanes) or atom
             legal = legal or not illegal(one, p, isa, own, target)
             yield one, isa, own

@@ -31,6 +31,11 @@ def row_class(m: int) -> tuple[int, int]:
     return last - step + 1, last
 
 
+def last_of_class(m: int) -> int:
+    """The largest M of the class of `m`."""
+    return m if m <= SINGLE else row_class(m)[1]
+
+
 def rows(p: Problem) -> tuple[int, int]:
     """The least and the largest M for which problems like `p` have the same schedule.
 
