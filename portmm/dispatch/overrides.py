@@ -1,9 +1,9 @@
-"""Kernels by order, in place of choice: what measurements of schedules rest on.
+"""Schedule overrides, by which tuning measures schedules.
 
-Owns the orders of this process. Imports `util.memo` and `run`. An order holds for
-every way in which a user may call a product, since all of them ask `dispatch`
-for a route; a process that has given orders reads and writes no book, so that
-no other process ever sees what came of them.
+Owns the overrides of this process. An override applies to
+every form of a call, since all of them get their routes from `dispatch`;
+a process with overrides neither reads nor writes a route cache, so that
+no other process uses a route of an override.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
 
-_orders: dict[Problem, tuple[Schedule, int]] = {}
+_overrides: dict[Problem, tuple[Schedule, int]] = {}
 _asking = False
 
 
-class Asked(Exception):  # noqa: N818 - an answer, not an error
-    """What a call would have to be computed: raised out of it while `asking`."""
+class Asked(Exception):  # noqa: N818 - control flow, not a fault
+    """Raised out of a call while `asking`, with the problem that it would compute."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(str(problem))
@@ -34,44 +34,44 @@ class Asked(Exception):  # noqa: N818 - an answer, not an error
 
 
 def order(p: Problem, schedule: Schedule, workers: int) -> None:
-    """Have a problem computed by a schedule and so many threads from now on, legal or not."""
-    _orders[p] = schedule, workers
+    """Override the schedule and the number of threads of a problem from now on; legality is not checked."""
+    _overrides[p] = schedule, workers
     _forget()
 
 
 def withdraw() -> None:
-    """Drop all orders: `dispatch` chooses again."""
-    _orders.clear()
+    """Drop all overrides: `dispatch` selects schedules again."""
+    _overrides.clear()
     _forget()
 
 
 def renew() -> None:
-    """Have all calls of this process choose again: what choices rest on has changed."""
+    """Drop all selections of this process, after a change of the tuning database."""
     route_cache.forget()
     forget_all()
     runtime().clear_memo()
 
 
 def active() -> bool:
-    """Whether products are ordered or asked for, one by one: no choice holds for more than one problem then."""
-    return _asking or bool(_orders)
+    """Test whether overrides or `asking` apply to single problems: a selection then serves one problem only."""
+    return _asking or bool(_overrides)
 
 
-def given(p: Problem) -> tuple[Schedule, int] | None:
-    """What is ordered for a problem.
+def override_of(p: Problem) -> tuple[Schedule, int] | None:
+    """The override of a problem: schedule and threads, or None.
 
     Raises:
-        Asked: somebody is `asking`.
+        Asked: inside `asking`.
     """
     if _asking:
         raise Asked(p)
-    return _orders.get(p)
+    return _overrides.get(p)
 
 
 @contextmanager
 def asking() -> Iterator[None]:
-    """Have the next product raise `Asked` instead of being computed, so that nothing is built."""
-    global _asking  # noqa: PLW0603 - one process asks or computes
+    """Make the next product raise `Asked` instead of being computed, so that nothing is built."""
+    global _asking  # noqa: PLW0603 - of the whole process
     _asking = True
     _forget()
     try:
@@ -82,7 +82,7 @@ def asking() -> Iterator[None]:
 
 
 def _forget() -> None:
-    """Calls find their routes anew; code that is loaded stays."""
+    """Drop routes, so that calls look them up again; loaded code stays."""
     route_cache.close()
     forget_all()
     runtime().clear_memo()
