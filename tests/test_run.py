@@ -281,7 +281,7 @@ def test_the_first_callers_share_one_runtime():
 def test_without_headers_the_twin_is_taken(monkeypatch):
     monkeypatch.setattr(rk.host, "python_headers", lambda: None)
     monkeypatch.setattr(rk.host, "_loaded", [])
-    assert type(rk.host.runtime()).__name__ == "Twin"
+    assert type(rk.host.runtime()).__name__ == "CffiRuntime"
     with pytest.raises(BuildError, match=r"Python\.h"):
         rk.host.load_extension()
 

@@ -193,7 +193,7 @@ def test_textbook_blockings_compute_products(isa):
         assert found or isa == "scalar"
         try:
             for s in found[:2]:
-                overrides.order(p, s, 1)
+                overrides.override(p, s, 1)
                 assert np.array_equal(pm.matmul(a, b), a @ b), s
         finally:
             overrides.withdraw()

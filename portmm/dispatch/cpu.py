@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from portmm.build.shared_object import Artifact
     from portmm.ir.nodes import Kernel
     from portmm.kernels.cpu.attention_geometry import Form
-    from portmm.runtime.route_cache import Book
+    from portmm.runtime.route_cache import RouteCache
     from portmm.schedule.schedule import Schedule
     from portmm.spec.epilogue import Fused
     from portmm.spec.problem import Problem
@@ -238,7 +238,7 @@ def route_of(kernel: Kernel, code: Any, fields: dict[str, int], dtype: str) -> A
 _codes = Memory(MOST_LOADED)
 
 
-def _code(s: Schedule, target: Target, kept: Book | None = None) -> _Code:
+def _code(s: Schedule, target: Target, kept: RouteCache | None = None) -> _Code:
     """The code of a schedule: from this process, from the route cache, or built now."""
     isa = isa_of(s, target)
     key = s, isa
@@ -249,7 +249,7 @@ def _code(s: Schedule, target: Target, kept: Book | None = None) -> _Code:
     return code
 
 
-def _looked_up(s: Schedule, isa: Isa, kept: Book) -> _Code | None:
+def _looked_up(s: Schedule, isa: Isa, kept: RouteCache) -> _Code | None:
     """Code that an earlier process built, looked up without its source."""
     from portmm.runtime.cpu import runtime
 
@@ -260,7 +260,7 @@ def _looked_up(s: Schedule, isa: Isa, kept: Book) -> _Code | None:
     return _Code(code, s.swap, meaning(parsed(workspace)), BY_NAME[atom_of(isa, s.dtype, s.lanes).acc].bytes)
 
 
-def _built(s: Schedule, isa: Isa, target: Target, kept: Book | None) -> _Code:
+def _built(s: Schedule, isa: Isa, target: Target, kept: RouteCache | None) -> _Code:
     kernel = kernel_of(s, isa)
     code = loaded(kernel)
     if kept is not None:
@@ -295,7 +295,7 @@ def route_for(p: Problem, target: Target, threads: int) -> Any:
     return routed(p, target, threads)[0]
 
 
-def routed(p: Problem, target: Target, threads: int, kept: Book | None = None) -> tuple[Any, tuple[int, int]]:
+def routed(p: Problem, target: Target, threads: int, kept: RouteCache | None = None) -> tuple[Any, tuple[int, int]]:
     """A route for a problem, and the least and the largest M that it serves.
 
     Args:
@@ -334,7 +334,7 @@ def _kept(p: Problem, target: Target, about: Any, make: Callable[[], Any]) -> An
     return entry[1]
 
 
-def _shared(p: Problem, served: tuple[int, int], target: Target, threads: int, kept: Book | None) -> Any:
+def _shared(p: Problem, served: tuple[int, int], target: Target, threads: int, kept: RouteCache | None) -> Any:
     """The route of the class of a problem; None if its problems need different ones."""
     _check(p, target)
     if _tuned_within(p, served, target, threads):
@@ -345,7 +345,7 @@ def _shared(p: Problem, served: tuple[int, int], target: Target, threads: int, k
     return _route(_code(best.schedule, target, kept), p, best.workers, served[1])
 
 
-def _alone(p: Problem, target: Target, threads: int, kept: Book | None) -> Any:
+def _alone(p: Problem, target: Target, threads: int, kept: RouteCache | None) -> Any:
     """The route of a single problem."""
     selected = override_of(p)
     if selected is None and not _tuned_within(p, (p.m, p.m), target, threads):
@@ -392,7 +392,7 @@ def _repacker(isa: Isa, kept: Family) -> Any:
     return loaded(lower_fold(isa, kept))
 
 
-def fold_route(kept: Family, target: Target, threads: int) -> Any:
+def int4_repack_route(kept: Family, target: Target, threads: int) -> Any:
     """A route of the kernel that repacks an int4 weight.
 
     Raises:

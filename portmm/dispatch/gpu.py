@@ -194,7 +194,7 @@ class Launch:
         function: the function that the driver launches.
         grid: blocks.
         threads: of a block.
-        given: kind and value of each argument; the value of a map is all but its address.
+        arguments: kind and value of each argument; the value of a map is all but its address.
         open: index and name of those that vary per call.
         shared: bytes of dynamic shared memory.
         counters: number of zeros that the kernel counts in, and restores.
@@ -203,14 +203,14 @@ class Launch:
     function: Any
     grid: tuple[int, int]
     threads: int
-    given: tuple[tuple[str, Any], ...]
+    arguments: tuple[tuple[str, Any], ...]
     open: tuple[tuple[int, str], ...]
     shared: int = 0
     counters: int = 0
 
     def run(self, on: Machine, values: dict[str, Any], queue: Any) -> None:
         """Launch with the addresses and numbers of a call."""
-        arguments = list(self.given)
+        arguments = list(self.arguments)
         if self.counters:
             values = values | {"counters": on.counters(self.counters, queue)}
         for i, name in self.open:

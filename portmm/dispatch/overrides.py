@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from portmm.spec.problem import Problem
 
 _overrides: dict[Problem, tuple[Schedule, int]] = {}
-_asking = False
+_capturing = False
 
 
-class Asked(Exception):  # noqa: N818 - control flow, not a fault
-    """Raised out of a call while `asking`, with the problem that it would compute."""
+class Captured(Exception):  # noqa: N818 - control flow, not a fault
+    """Raised out of a call while `capturing`, with the problem that it would compute."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(str(problem))
         self.problem = problem
 
 
-def order(p: Problem, schedule: Schedule, workers: int) -> None:
+def override(p: Problem, schedule: Schedule, workers: int) -> None:
     """Override the schedule and the number of threads of a problem from now on; legality is not checked."""
     _overrides[p] = schedule, workers
     _forget()
@@ -53,31 +53,31 @@ def renew() -> None:
 
 
 def active() -> bool:
-    """Test whether overrides or `asking` apply to single problems: a selection then serves one problem only."""
-    return _asking or bool(_overrides)
+    """Test whether overrides or `capturing` apply to single problems: a selection then serves one problem only."""
+    return _capturing or bool(_overrides)
 
 
 def override_of(p: Problem) -> tuple[Schedule, int] | None:
     """The override of a problem: schedule and threads, or None.
 
     Raises:
-        Asked: inside `asking`.
+        Captured: inside `capturing`.
     """
-    if _asking:
-        raise Asked(p)
+    if _capturing:
+        raise Captured(p)
     return _overrides.get(p)
 
 
 @contextmanager
-def asking() -> Iterator[None]:
-    """Make the next product raise `Asked` instead of being computed, so that nothing is built."""
-    global _asking  # noqa: PLW0603 - of the whole process
-    _asking = True
+def capturing() -> Iterator[None]:
+    """Make the next product raise `Captured` instead of being computed, so that nothing is built."""
+    global _capturing  # noqa: PLW0603 - of the whole process
+    _capturing = True
     _forget()
     try:
         yield
     finally:
-        _asking = False
+        _capturing = False
         _forget()
 
 

@@ -100,7 +100,7 @@ class Tuned:
         plain = {name: getattr(self, name) for name in _COLUMNS}
         return {
             **plain,
-            "problem": told(self.problem),
+            "problem": problem_text(self.problem),
             "schedule": spell(self.schedule),
             "cold": int(self.cold),
         }
@@ -111,7 +111,7 @@ def architecture(target: Target) -> str:
     return f"{target.arch}/{target.isas[0].name}"
 
 
-def told(p: Problem) -> str:
+def problem_text(p: Problem) -> str:
     """A problem as JSON: its sizes, and fields that differ from their defaults."""
     usual = Problem(0, 0, 0)
     changed = {k: v for k, v in asdict(p).items() if v != getattr(usual, k) or k in ("m", "n", "k")}
@@ -320,7 +320,7 @@ def find(p: Problem, target: Target, threads: int) -> list[Tuned]:
         DatabaseError: the user's database cannot be read.
     """
     path = tuned_database()
-    text, isa_key = told(p), architecture(target)
+    text, isa_key = problem_text(p), architecture(target)
     kept: list[Tuned] = []
     if path is not None and path.exists():
         near = "problem = ? AND threads = ? AND (architecture = ? OR vendor = ?)"
@@ -398,5 +398,5 @@ def _shipped(vendor: str, built: str) -> dict[tuple[str, int], list[Tuned]]:
         # Parsing TOML is slow: only files with a matching row are parsed.
         if file.name.endswith(".toml") and any(mark in (text := file.read_text()) for mark in marks):
             for x in from_toml(text):
-                by_problem.setdefault((told(x.problem), x.threads), []).append(x)
+                by_problem.setdefault((problem_text(x.problem), x.threads), []).append(x)
     return by_problem

@@ -64,7 +64,7 @@ QUANTISED = 6
 _MOST_ROUTES, _MOST_PLANS = 1 << 16, 1 << 12  # as in memo.c
 
 
-class Twin:
+class CffiRuntime:
     """The `Runtime` in Python, over the Python-free library at `path`."""
 
     def __init__(self, path: str) -> None:

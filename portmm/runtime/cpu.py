@@ -272,7 +272,7 @@ def _build_extension() -> Artifact:
     return build(source(python=True), flags=flags(), name=_MODULE, include=(headers,), symbols=symbols)
 
 
-def load_twin() -> Runtime:
+def load_cffi_runtime() -> Runtime:
     """Build the Python-free files of the run time, and load them through cffi.
 
     Raises:
@@ -280,10 +280,10 @@ def load_twin() -> Runtime:
     """
     from portmm.build.sealed_library import load
     from portmm.build.shared_object import build
-    from portmm.runtime.cffi_runtime import SYMBOLS, Twin
+    from portmm.runtime.cffi_runtime import SYMBOLS, CffiRuntime
 
     artifact = build(source(python=False), flags=flags(), name="portmm_run", symbols=SYMBOLS)
-    return load(artifact.code, artifact.path, Twin)
+    return load(artifact.code, artifact.path, CffiRuntime)
 
 
 def load_kernel(runtime: Any, code: bytes, path: Path, symbol: str) -> Any:
@@ -336,7 +336,7 @@ def _load(code: bytes, path: Path | None) -> Runtime:
     if _refused and time.monotonic() < _refused[0].retry_at:
         raise _refused[0].again()
     try:
-        return load_extension(code, path) if path is not None or python_headers() else load_twin()
+        return load_extension(code, path) if path is not None or python_headers() else load_cffi_runtime()
     except BuildError as error:
         _refused[:] = [error.again()]
         raise

@@ -1,6 +1,6 @@
 """Route cache: routes selected by earlier processes on this machine, on disk.
 
-Owns `Book`, a note in the build cache with the routes of `dispatch` and the key of
+Owns `RouteCache`, a note in the build cache with the routes of `dispatch` and the key of
 the run time, so that a new process with a warm cache needs no
 detection, no selection and no source before its first product.
 
@@ -60,7 +60,7 @@ _ROOTS = ("portmm", "portmm.kernels", "portmm.targets")
 
 
 @dataclass(slots=True)
-class Book:
+class RouteCache:
     """The routes cached for one machine, target and interpreter.
 
     Attributes:
@@ -99,7 +99,7 @@ class Book:
 
 _lock = locks.lock()
 _closed = False
-_books: dict[tuple[Path, str], Book] = {}
+_caches: dict[tuple[Path, str], RouteCache] = {}
 _kernels: dict[tuple[int, str], Any] = {}
 
 
@@ -145,7 +145,7 @@ def _short(text: str) -> str:
     return digest(text.encode("utf-8", "surrogateescape"))[:CHECK]
 
 
-def _read(name: str) -> Book:
+def _read(name: str) -> RouteCache:
     """Read the valid part of a cache: a heading with the current state of its files, and the valid lines under it."""
     sound, size = [], 0
     for line in (read_note(name) or "").split("\n"):
@@ -153,11 +153,11 @@ def _read(name: str) -> Book:
         body = line[CHECK + 1 :]
         if body and _checked(body) == line:
             sound.append(body)
-    kept = Book(name)
+    kept = RouteCache(name)
     for body in sound:
         kind, *rest = body.split("\t")
         if kind == HEADING and len(rest) == DEPENDS + 2 and all(_state(x.partition(" ")[2]) == x for x in rest[2:]):
-            kept = Book(name, int(rest[0]), rest[1], tuple(rest[2:]))
+            kept = RouteCache(name, int(rest[0]), rest[1], tuple(rest[2:]))
     kept.size = size
     under = _short(kept.heading)
     for body in sound:
@@ -172,20 +172,20 @@ def _read(name: str) -> Book:
     return kept
 
 
-def _bound(kept: Book) -> None:
+def _bound(kept: RouteCache) -> None:
     """Drop all but the newest entries."""
     for entries in (kept.lines, kept.codes):
         for question in list(entries)[:-MOST_LINES]:
             del entries[question]
 
 
-def book(target: str) -> Book | None:
+def of_target(target: str) -> RouteCache | None:
     """The route cache for a target's name in the settings, which may be empty; None if caching is off."""
     if _closed or target.endswith(".toml"):
         return None
     key = (cache_dir(), target)
     with _lock:
-        kept = _books.get(key)
+        kept = _caches.get(key)
         if kept is None:
             tools = (
                 sys.version,
@@ -194,14 +194,14 @@ def book(target: str) -> Book | None:
                 os.environ.get("PATH", ""),
             )
             words = (VERSION, str(abi.VERSION), target, str(tuned_database()), *tools, *generator(), _host())
-            kept = _books[key] = _read("book-" + digest("\0".join(words).encode("utf-8", "surrogateescape")))
+            kept = _caches[key] = _read("book-" + digest("\0".join(words).encode("utf-8", "surrogateescape")))
         return kept
 
 
 def forget() -> None:
     """Drop caches in memory: they are read from disk at the next use."""
     with _lock:
-        _books.clear()
+        _caches.clear()
 
 
 def close() -> None:
@@ -210,7 +210,7 @@ def close() -> None:
     _closed = True
 
 
-def runtime(kept: Book | None) -> cpu_runtime.Runtime:
+def runtime(kept: RouteCache | None) -> cpu_runtime.Runtime:
     """The run time of this process; loaded without reading its source if the cache has its key.
 
     Raises:
@@ -227,7 +227,7 @@ def question(p: Problem, served: tuple[int, int], limit: int) -> str:
     return f"{least if least == most else f'{least}-{most}'} {limit} {p.but_rows}"
 
 
-def route(kept: Book, question: str, runtime: Any, p: Problem) -> Any:
+def route(kept: RouteCache, question: str, runtime: Any, p: Problem) -> Any:
     """The cached route of a question; None if there is no valid one."""
     fields = _loaded(kept.lines.get(question, ""), runtime)
     if fields is None:
@@ -236,7 +236,7 @@ def route(kept: Book, question: str, runtime: Any, p: Problem) -> Any:
     return runtime.make_route(kernel, int(work), int(workers), p.held, p.unit)
 
 
-def code(kept: Book, schedule: str, runtime: Any) -> tuple[Any, str] | None:
+def code(kept: RouteCache, schedule: str, runtime: Any) -> tuple[Any, str] | None:
     """The cached code of a spelled schedule, and its workspace; None if there is no valid one."""
     fields = _loaded(kept.codes.get(schedule, ""), runtime)
     return None if fields is None else (fields[0], fields[1])
@@ -262,19 +262,19 @@ def _loaded(line: str, runtime: Any) -> tuple[Any, ...] | None:
     return kernel, *about
 
 
-def keep(kept: Book, question: str, answer: Any, target: Target) -> None:
+def keep(kept: RouteCache, question: str, answer: Any, target: Target) -> None:
     """Store the route of a question."""
     about = f"{answer.kernel.symbol}\t{answer.work_bytes}\t{answer.workers}"
     _keep(kept, kept.lines, question, answer.kernel, about, target)
 
 
-def keep_code(kept: Book, schedule: str, kernel: Any, workspace: str, target: Target) -> None:
+def keep_code(kept: RouteCache, schedule: str, kernel: Any, workspace: str, target: Target) -> None:
     """Store the code of a schedule, so that other processes need no source for other sizes."""
     _keep(kept, kept.codes, schedule, kernel, f"{kernel.symbol}\t{workspace}", target)
 
 
 def _keep(  # noqa: PLR0917 - two functions call it
-    kept: Book, entries: dict[str, str], name: str, kernel: Any, about: str, target: Target
+    kept: RouteCache, entries: dict[str, str], name: str, kernel: Any, about: str, target: Target
 ) -> None:
     folder, file = os.path.split(str(kernel.path))
     if folder != str(cache_dir()):

@@ -66,11 +66,11 @@ class Bench:
         else:
             self.run, self.data = next(iter(self.library.prepare(case, data).values())), (data,)
         try:
-            with overrides.asking():
+            with overrides.capturing():
                 self._call(1)
-        except overrides.Asked as asked:
-            self.problem = asked.problem
-            return asked.problem
+        except overrides.Captured as captured:
+            self.problem = captured.problem
+            return captured.problem
         raise ScheduleError(f"{case.name} is computed without a kernel of its own: there is nothing to tune")
 
     def build(self, schedule: Schedule) -> None:
@@ -115,7 +115,7 @@ class Bench:
             assert self.problem  # noqa: S101 - it is posed
             # First without the call around it, which would make do with NumPy if it cannot be loaded.
             cpu_dispatch.route_by(schedule, self.problem, config.target(), workers)
-            overrides.order(self.problem, schedule, workers)
+            overrides.override(self.problem, schedule, workers)
             self.ordered = schedule, workers
 
 
