@@ -107,7 +107,7 @@ def new_shapes():
     runtime = matmul_op._state["runtime"]  # noqa: SLF001 - the resolver's place
     for more in (0, 1, 2):
         took.clear()
-        book = route_cache.book(matmul_op._target_name())  # noqa: SLF001 - the book in use
+        book = route_cache.of_target(matmul_op._target_name())  # noqa: SLF001 - the book in use
         if book is not None:
             book.lines.clear()  # of earlier runs
         runtime.set_resolver(resolve, True)

@@ -20,7 +20,7 @@ from gpu_run import say
 from portmm.codegen.lower import grid_atom
 from portmm.dispatch import gpu as gpu_dispatch
 from portmm.dispatch.selection import Choice
-from portmm.dispatch.tuning_database import told
+from portmm.dispatch.tuning_database import problem_text
 from portmm.errors import PortmmError
 from portmm.ops import attention_gpu
 from portmm.schedule import gpu_attention, gpu_mma_attention
@@ -226,7 +226,7 @@ def survey(on, case, *, l2, most=36, turns=5, threads=8, skip=(), part=(0, 1), c
 
 
 def _text(problem):
-    return problem if isinstance(problem, dict) else told(problem)
+    return problem if isinstance(problem, dict) else problem_text(problem)
 
 
 def _compiled(seen, built, work):

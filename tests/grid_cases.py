@@ -176,7 +176,7 @@ def _given(launch, arrays):
         else (kind, _map(value, arrays[names[i]]))
         if kind == "map"
         else (kind, value)
-        for i, (kind, value) in enumerate(launch.given)
+        for i, (kind, value) in enumerate(launch.arguments)
     ]
 
 
@@ -197,7 +197,8 @@ def on_opencl(c, codes):
     buffers = {name: cl.Buffer(context, flags, hostbuf=x) for name, (x, _) in c.memory.items()}
     for launch, code in zip(c.launches, codes, strict=True):
         given = [
-            (kind, (buffers[value], c.memory[value][1]) if kind == "pointer" else value) for kind, value in launch.given
+            (kind, (buffers[value], c.memory[value][1]) if kind == "pointer" else value)
+            for kind, value in launch.arguments
         ]
         opencl.launch(code, launch.grid, (launch.threads, 1), given, queue)
     found = []

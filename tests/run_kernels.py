@@ -127,7 +127,7 @@ def extension():
 
 @functools.cache
 def twin():
-    return cpu_runtime.load_twin()
+    return cpu_runtime.load_cffi_runtime()
 
 
 RUNTIMES = {"extension": extension, "twin": twin}

@@ -275,7 +275,7 @@ def test_a_run_time_that_is_not_built_keeps_no_operands(monkeypatch):
     monkeypatch.setattr(cpu_runtime, "_loaded", [])
     monkeypatch.setattr(cpu_runtime, "_refused", [])
     monkeypatch.setattr(cpu_runtime, "load_extension", refuse)
-    monkeypatch.setattr(cpu_runtime, "load_twin", refuse)
+    monkeypatch.setattr(cpu_runtime, "load_cffi_runtime", refuse)
     gone = first_call()
     assert cpu_runtime._refused
     assert gone() is None

@@ -147,7 +147,7 @@ def simulation(kernel, s, k):
     c = call([kernel], s, k)
     (launch,) = c.launches
     lines = ["kernel.cl", kernel.name, f"{launch.grid[0] * kernel.threads} {launch.grid[1]} 1", f"{kernel.threads} 1 1"]
-    for kind, value in launch.given:
+    for kind, value in launch.arguments:
         if kind == "pointer":
             x, at = c.memory[value]
             lines += [f"<size={-(-x.nbytes // 4) * 4} fill=1 float>", "<size=8 long>", str(at)]

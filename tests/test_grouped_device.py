@@ -263,7 +263,7 @@ def test_no_byte_but_those_of_a_call_is_touched(name, dtype):
             names = dict(launch.open)
             given = [
                 memory[v] if kind == "pointer" else _map(v, memory[names[i]]) if kind == "map" else (kind, v)
-                for i, (kind, v) in enumerate(launch.given)
+                for i, (kind, v) in enumerate(launch.arguments)
             ]
             code.launch_in_orders((*launch.grid, 1), launch.threads, given, shared=launch.shared)
             np.testing.assert_array_equal(c, looped(a, b, ends).astype(c.dtype), err_msg=str(s))

@@ -75,7 +75,7 @@ def kept(tmp_path, monkeypatch):
     """A fresh cache with a book of one answer, and a way to read it as a new process would."""
     monkeypatch.setenv("PORTMM_CACHE", str(tmp_path))
     monkeypatch.setattr(config, "_targets", {})
-    monkeypatch.setattr(route_cache, "_books", {})
+    monkeypatch.setattr(route_cache, "_caches", {})
     monkeypatch.setattr(route_cache, "_kernels", {})
     from portmm.dispatch import cpu as cpu_dispatch
 
@@ -85,8 +85,8 @@ def kept(tmp_path, monkeypatch):
     pm.matmul(np.ones((7, 9), np.float32), np.ones((9, 5), np.float32))
 
     def again(target=""):
-        route_cache._books.clear()
-        return route_cache.book(target)
+        route_cache._caches.clear()
+        return route_cache.of_target(target)
 
     assert len(again().lines) == 1
     yield again
@@ -174,8 +174,8 @@ def test_a_book_is_appended_to_and_compacted(kept, monkeypatch):
 
 def test_processes_that_share_a_book_lose_no_answers(kept):
     first = kept()
-    route_cache._books.clear()
-    second = route_cache.book("")
+    route_cache._caches.clear()
+    second = route_cache.of_target("")
     assert first is not second
     answer = route_cache.route(first, next(iter(first.lines)), cpu_runtime.runtime(), F32)
     for i in range(10):
@@ -238,8 +238,8 @@ def test_a_failure_ahead_is_told_where_it_matters(monkeypatch):
 
     monkeypatch.setattr(cpu_runtime, "_loaded", [])
     monkeypatch.setattr(cpu_runtime, "load_extension", fails)
-    monkeypatch.setattr(cpu_runtime, "load_twin", fails)
-    monkeypatch.setattr(route_cache, "book", lambda _: None)
+    monkeypatch.setattr(cpu_runtime, "load_cffi_runtime", fails)
+    monkeypatch.setattr(route_cache, "of_target", lambda _: None)
     monkeypatch.setattr(matmul_op, "_fast", matmul_op._start)
     monkeypatch.setattr(matmul_op, "_state", {})
     a = np.ones((3, 3), np.float32)

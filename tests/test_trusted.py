@@ -182,7 +182,7 @@ def test_the_run_time_is_loaded_as_it_was_checked(monkeypatch, tmp_path):
         return before(code, path, opener)
 
     monkeypatch.setattr(sealed_library, "load", swapped)
-    runtime = cpu_runtime.load_extension() if cpu_runtime.python_headers() else cpu_runtime.load_twin()
+    runtime = cpu_runtime.load_extension() if cpu_runtime.python_headers() else cpu_runtime.load_cffi_runtime()
     artifact = build(SOURCE, flags=())
     kernel = cpu_runtime.load_kernel(runtime, artifact.code, artifact.path, "answer")
     assert kernel.path == str(artifact.path)
@@ -232,7 +232,7 @@ def test_the_file_itself_for_debuggers(monkeypatch):
 @pytest.mark.usefixtures("fake")
 def test_an_object_that_cannot_be_loaded():
     artifact = build("int missing(void); int answer(void) { return missing(); }\n", flags=("-Wl,-z,now",))
-    rt = cpu_runtime.load_twin()
+    rt = cpu_runtime.load_cffi_runtime()
     with pytest.raises(BuildError, match="cannot be loaded"):
         cpu_runtime.load_kernel(rt, artifact.code, artifact.path, "answer")
 

@@ -1,1 +1,1 @@
-"""From a problem to a kernel that is ready to run."""
+"""Dispatch: from a problem to a kernel that is loaded."""

@@ -1,7 +1,7 @@
-"""What a user may set: target, threads, determinism.
+"""Settings of calls: target, threads, determinism, tf32.
 
 Owns the current configuration: a context variable, with a process-wide default.
-Imports `host.calibrate` and `host.detect` only when a target is first asked for.
+The target is detected and calibrated on first use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 MOST_THREADS = 1024
-"""What the pool in run/pool.c has room for."""
+"""Capacity of the thread pool in runtime/pool.c."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +52,22 @@ _targets: dict[str, Target] = {}
 
 
 def current() -> Config:
-    """The settings in force here."""
+    """The current settings."""
     return _current.get() or _default
 
 
 def overridden() -> bool:
-    """Some thread is inside a `config` block, so that defaults may not hold."""
+    """Test whether some thread is inside a `config` block, so that defaults may not apply."""
     return _depth > 0
 
 
 def rounds(dtype: str) -> bool:
-    """Whether operands of a product of these types, as `Problem` has them, may be rounded to tf32."""
+    """Test whether operands of a product may be rounded to tf32; `dtype` is spelled as in `Problem`."""
     return current().tf32 and types(dtype)[:2] == ("f32", "f32")
 
 
 def set_num_threads(threads: int) -> None:
-    """Set how many threads one call may use, for the whole process.
+    """Set the number of threads that one call may use, for the whole process.
 
     Args:
         threads: at least 1; 0 means every core this process may use.
@@ -82,7 +82,7 @@ def set_num_threads(threads: int) -> None:
 
 
 def _checked(threads: int) -> int:
-    """A number of threads that a user gave."""
+    """A validated number of threads."""
     try:
         count = index(threads)
     except TypeError:
@@ -93,12 +93,12 @@ def _checked(threads: int) -> int:
 
 
 def get_num_threads() -> int:
-    """How many threads one call may use now."""
+    """The number of threads that one call may use now."""
     return limit() or max(1, target().cores)
 
 
 def limit() -> int:
-    """The most threads that were asked for, 0 for every core."""
+    """The configured limit of threads, 0 for every core."""
     return current().threads or _environment_threads(os.environ.get("PORTMM_NUM_THREADS", ""))
 
 
@@ -127,14 +127,14 @@ def config(
     Args:
         target: name of a chip, an ISA, a .toml file or a cloud instance.
         threads: the most threads that one call may use; 0 for all cores.
-        deterministic: additions in one order per element of C, which K alone decides: the same bits for any number of
+        deterministic: additions in one order per element of C, a function of K alone: the same bits for any number of
             threads, and for a row by itself and among others.
         tf32: products of float32 by float32 on a device may round each element of A and B to tf32, 11 bits of
             precision: by at most 2**-11 of it, half away from zero. Tensor cores then multiply them, and sums
-            stay in float32. Off unless asked for, and where results are deterministic.
+            stay in float32. Off by default, and where results are deterministic.
 
     Yields:
-        The settings in force.
+        The settings of the block.
 
     Raises:
         TargetError: there is no such target, or this machine cannot run it.
@@ -142,20 +142,20 @@ def config(
         ValueError: `threads` is negative, or more than the pool has room for.
     """
     global _depth  # noqa: PLW0603 - counts the blocks that are open in any thread
-    old = current()
-    mine = Config(
-        old.target if target is None else target,
-        old.threads if threads is None else _checked(threads),
-        old.deterministic if deterministic is None else deterministic,
-        old.tf32 if tf32 is None else tf32,
+    outer = current()
+    settings = Config(
+        outer.target if target is None else target,
+        outer.threads if threads is None else _checked(threads),
+        outer.deterministic if deterministic is None else deterministic,
+        outer.tf32 if tf32 is None else tf32,
     )
     if target is not None:
         _resolve(target)
-    token = _current.set(mine)
+    token = _current.set(settings)
     _depth += 1
     _changed()
     try:
-        yield mine
+        yield settings
     finally:
         _depth -= 1
         _current.reset(token)
@@ -163,7 +163,7 @@ def config(
 
 
 def target() -> Target:
-    """The machine that calls are made for.
+    """The target of calls.
 
     Raises:
         TargetError: PORTMM_TARGET or the configured name is unknown or cannot run here.
@@ -172,20 +172,20 @@ def target() -> Target:
 
 
 def _resolve(name: str) -> Target:
-    found = _targets.get(name)
-    if found is None:
+    resolved = _targets.get(name)
+    if resolved is None:
         from portmm.host.calibrate import measured
         from portmm.host.detect import resolve
 
-        found = _targets[name] = measured(resolve(name))
-    return found
+        resolved = _targets[name] = measured(resolve(name))
+    return resolved
 
 
 _listeners: list[object] = []
 
 
 def on_change(function: object) -> None:
-    """Have `function()` called whenever a setting changes."""
+    """Register a function to be called after each change of a setting."""
     _listeners.append(function)
 
 

@@ -1,8 +1,8 @@
-"""The schedule with the least predicted time, for a class of row counts.
+"""Selection of the schedule with the least predicted time, for a class of row counts.
 
-Owns the comparison of all candidates for a problem at once. Imports `schedule.candidate_sets`, `schedule.cpu_cost`, `host`, `spec.row_classes`.
-The candidate that is selected is the one whose predicted time is nearest to the best at every M that is looked at: a
-class has one schedule, and no M of it should lose much by that.
+Owns the comparison of all candidates for a problem at once. The selected candidate is the one whose
+predicted time is nearest to the best at every sampled M: a class has one schedule, and no M of it
+should lose much by that.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 ANALYTICAL = "analytical"
 MOST_LOSS = 1.02
-"""Predicted time over the best up to which all M of a class take one schedule: the model is never that exact."""
+"""Predicted time over the best up to which all M of a class share one schedule: the model is less exact than that."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The candidates for a class of problems, and which of them is selected.
+    """The candidates for a class of problems, and the selected one.
 
     Attributes:
         listed: the candidates.
-        rows: the least and the largest M that it holds for.
-        index: the place of the selected one.
+        rows: the least and the largest M of the class.
+        index: that of the selected candidate.
         workers: threads that share the work.
-        origin: whose choice it is: the model's, or a textbook's.
+        origin: of the selection: "analytical" (the cost model) or "textbook".
     """
 
     listed: CandidateSet
@@ -51,7 +51,7 @@ class Selection:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule that is selected."""
+        """The selected schedule."""
         return self.listed.schedules[self.index]
 
 
@@ -70,30 +70,30 @@ def select(p: Problem, target: Target, threads: int) -> Selection:
     least, most = rows(p)
     if least < most:
         listed = candidate_set(p, target, least)
-        # A kernel is legal throughout the class if it is at both ends.
+        # A kernel is legal for the whole class if it is legal at both ends.
         if listed.schedules == candidate_set(p, target, most).schedules:
-            found = _fastest(p, listed, tuple(dict.fromkeys((least, (least + most) // 2, most))), counts, target)
-            if found is not None:
-                return Selection(listed, (least, most), *found)
+            best = _fastest(p, listed, tuple(dict.fromkeys((least, (least + most) // 2, most))), counts, target)
+            if best is not None:
+                return Selection(listed, (least, most), *best)
     listed = candidate_set(p, target)
-    found = _fastest(p, listed, (p.n if p.c == "col" else p.m,), counts, target)
-    assert found is not None  # noqa: S101 - the best of one M loses nothing
-    return Selection(listed, (p.m, p.m), *found)
+    best = _fastest(p, listed, (p.n if p.c == "col" else p.m,), counts, target)
+    assert best is not None  # noqa: S101 - with one M, the best has no loss
+    return Selection(listed, (p.m, p.m), *best)
 
 
 def _fastest(
     p: Problem, listed: CandidateSet, ms: tuple[int, ...], counts: tuple[int, ...], target: Target
 ) -> tuple[int, int, str] | None:
-    """The candidate, the threads and whose choice it is: the fastest at the last M that loses little at the others.
+    """Index, threads and origin of the candidate that is fastest at the last M and loses little at the others.
 
     Round numbers, which are the most frequent, are the last of their classes. On chips with stored searches, to which
-    the model was fitted, textbook blockings take no part; on others `textbook.preferred` has the last word.
+    the model was fitted, textbook blockings are excluded; on others `textbook.preferred` decides.
     """
     seconds = _seconds(p, listed, ms, counts)
     textbook = listed.textbook if len(counts) == 1 else np.repeat(listed.textbook, len(counts))
     if target.searches and not np.logical_and.reduce(textbook):
         seconds = np.where(textbook, np.inf, seconds)
-    every: list[list[float]] = seconds.tolist()  # a few dozen numbers: NumPy would take three times as long
+    every: list[list[float]] = seconds.tolist()  # a few dozen numbers: NumPy takes three times as long
     least, last = [min(row) for row in every], every[-1]
 
     def loss(i: int) -> float:
@@ -104,20 +104,20 @@ def _fastest(
     if not target.searches and np.logical_or.reduce(textbook):
         near = sorted([i for i, x in enumerate(last) if WITHIN * x <= least[-1]], key=last.__getitem__)
         ranked = [(last[i], listed.schedules[i // len(counts)]) for i in near]
-        found = near[preferred(ranked, p, target, [bool(textbook[i]) for i in near])]
-        if found != first:
-            first, origin, allowed = found, ORIGIN, MOST_LOSS / WITHIN
+        index = near[preferred(ranked, p, target, [bool(textbook[i]) for i in near])]
+        if index != first:
+            first, origin, allowed = index, ORIGIN, MOST_LOSS / WITHIN
     if loss(first) > allowed:
         good = [i for i in range(len(last)) if loss(i) <= MOST_LOSS] if origin == ANALYTICAL else []
         if not good:
             return None
         first = min(good, key=last.__getitem__)
-    index, at = divmod(first, len(counts))
-    return index, counts[at], origin
+    candidate, at = divmod(first, len(counts))
+    return candidate, counts[at], origin
 
 
 def _seconds(p: Problem, listed: CandidateSet, ms: tuple[int, ...], counts: tuple[int, ...]) -> Array:
-    """Predicted seconds by number of rows, then by candidate and number of threads."""
+    """Predicted seconds, indexed by number of rows, then by candidate and number of threads."""
     run = replayer()
     tapes = [listed.tape(len(ms), several=x > 1) for x in counts] if run is not None else []
     if run is None or None in tapes:

@@ -1,9 +1,8 @@
-"""From a problem to something that runs.
+"""Dispatch of problems to compiled kernels on the CPU.
 
-Owns the choice of a schedule, and the memos of kernels and routes that this
-process has made. Imports everything below. Nothing under this floor looks at
-which problem, target or thread count is current; it is all passed down from
-here.
+Owns the selection of a schedule, and the memos of kernels and routes of this
+process. Modules below do not read the current problem, target or number of
+threads: they are passed from here.
 """
 
 from __future__ import annotations
@@ -39,43 +38,43 @@ if TYPE_CHECKING:
     from portmm.build.shared_object import Artifact
     from portmm.ir.nodes import Kernel
     from portmm.kernels.cpu.attention_geometry import Form
-    from portmm.runtime.route_cache import Book
+    from portmm.runtime.route_cache import RouteCache
     from portmm.schedule.schedule import Schedule
     from portmm.spec.epilogue import Fused
     from portmm.spec.problem import Problem
     from portmm.target.target import Atom, Isa, Target
 
 USUAL_GROUP = 128
-"""Rows of a weight of four bits that share a scale, where nobody says how many."""
+"""Rows of an int4 weight that share a scale, by default."""
 MOST_ROUTES = 4096
-"""Routes remembered before starting afresh: endless new shapes must not fill memory."""
+"""Routes kept before all are dropped: an endless series of new shapes must not fill memory."""
 MOST_LOADED = 1024
-"""Kernels that are loaded before starting afresh: each takes some 30 KiB, and five of the 65,530 mappings that Linux
+"""Kernels loaded before all are dropped: each takes some 30 KiB, and five of the 65,530 mappings that Linux
 lets a process have."""
 
 
 def choose(p: Problem, target: Target, threads: int = 1, *, tuned: bool = True) -> Choice:
-    """The schedule that was measured to be fastest, or the model's choice.
+    """The schedule measured to be fastest, or the model's selection.
 
-    That is the one with the least predicted time, the first of equals, unless `textbook.preferred` finds another.
+    The model selects the least predicted time, the first of equals, unless `textbook.preferred` selects another.
 
     Args:
-        p: what to compute.
-        target: the machine to compute it on.
+        p: the problem.
+        target: the machine.
         threads: the most threads to use; one is used if that is predicted faster.
-        tuned: ask the database of tuned schedules.
+        tuned: look in the database of tuned schedules.
 
     Raises:
-        ScheduleError: nothing is legal, or there is nothing to multiply.
+        ScheduleError: no schedule is legal, or the product is empty.
     """
     _check(p, target)
-    found = select(p, target, threads)
-    schedules = found.listed.schedules
-    (costs,) = predict(p, found.listed, (p.n if p.c == "col" else p.m,), (found.workers,))
+    best = select(p, target, threads)
+    schedules = best.listed.schedules
+    (costs,) = predict(p, best.listed, (p.n if p.c == "col" else p.m,), (best.workers,))
     terms = costs.at(0)
     order = sorted(range(len(schedules)), key=lambda i: terms[i].seconds)
-    rest = tuple((schedules[i], terms[i]) for i in order if i != found.index)
-    choice = Choice(p, target, found.workers, found.schedule, terms[found.index], rest, found.origin)
+    rest = tuple((schedules[i], terms[i]) for i in order if i != best.index)
+    choice = Choice(p, target, best.workers, best.schedule, terms[best.index], rest, best.origin)
     return overlaid(choice, schedules, threads, predicted) if tuned else choice
 
 
@@ -85,20 +84,20 @@ def predicted(p: Problem, s: Schedule, target: Target, workers: int) -> Cost:
 
 
 def _check(p: Problem, target: Target) -> None:
-    """There is something to multiply, and B is not packed for another machine, whose panels no vectors here make up.
+    """Check that a product is not empty, and that panels of a packed B are multiples of this target's vectors.
 
     Raises:
-        ScheduleError: it is otherwise.
+        ScheduleError: it is empty, or B is packed for another target.
     """
     if 0 in (p.m, p.n, p.k, p.batch):
         raise ScheduleError(f"{p} has no products: there is nothing to choose")
     if p.b != "packed":
         return
     takes = [(isa.columns(atom), atom.k_pack) for isa, atom in units(p.dtype, target)]
-    kept = family_of(p.family)
-    if not any(kept.nr % n == 0 and kept.kr == kr for n, kr in takes):
-        said = " or ".join(f"multiples of {n}{f' by {kr}' if kr > 1 else ''}" for n, kr in takes)
-        raise ScheduleError(f"B is packed as {p.family}; {target.name} takes {said}: pack it again here")
+    layout = family_of(p.family)
+    if not any(layout.nr % n == 0 and layout.kr == kr for n, kr in takes):
+        multiples = " or ".join(f"multiples of {n}{f' by {kr}' if kr > 1 else ''}" for n, kr in takes)
+        raise ScheduleError(f"B is packed as {p.family}; {target.name} takes {multiples}: pack it again here")
 
 
 def isa_of(s: Schedule, target: Target) -> Isa:
@@ -114,7 +113,7 @@ def isa_of(s: Schedule, target: Target) -> Isa:
 
 
 def packing_unit(dtype: str, target: Target) -> tuple[Isa, Atom]:
-    """The unit that a weight for products of these types is packed for: the one that multiplies fastest.
+    """The unit that weights for products of these types are packed for: the fastest one.
 
     Raises:
         ScheduleError: no atom of the target multiplies these types.
@@ -128,7 +127,7 @@ def packing_unit(dtype: str, target: Target) -> tuple[Isa, Atom]:
 
 
 def family(dtype: str, target: Target) -> str:
-    """The packed layout that suits a target: see `candidates.PACKED_VECTORS`; of codes, in the usual groups.
+    """The packed layout that suits a target: see `PACKED_VECTORS`; of int4 values, in groups of the default size.
 
     Raises:
         ScheduleError: no atom of the target multiplies these types.
@@ -140,27 +139,27 @@ def family(dtype: str, target: Target) -> str:
 
 
 def family_of_codes(target: Target, group: int) -> Family:
-    """How a weight of four bits lies on a target: one layout, whatever it is multiplied by.
+    """The packed layout of an int4 weight on a target: one for all types of A.
 
     Raises:
-        ScheduleError: no atom of the target multiplies codes.
+        ScheduleError: no atom of the target multiplies int4 values.
     """
-    _, atom = _folding_unit(target)
+    _, atom = _int4_unit(target)
     return Family("u4", atom.n * PACKED_VECTORS, CODES_KR, group=group)
 
 
-def _folding_unit(target: Target) -> tuple[Isa, Atom]:
+def _int4_unit(target: Target) -> tuple[Isa, Atom]:
     return units("f32-u4-f32", target)[0]
 
 
 @lru_cache(maxsize=64)  # 150 KiB each
 def kernel_of(s: Schedule, isa: Isa) -> Kernel:
-    """The loops of a schedule, made once."""
+    """The loop nest of a schedule, lowered once."""
     return lower(s, isa)
 
 
 def _outline(kernel: Kernel) -> Kernel:
-    """A kernel without its loops, which take most of its memory and of which code that is loaded has no need."""
+    """A kernel without its loop nest, which takes most of its memory and is not needed once code is loaded."""
     return replace(kernel, entry=replace(kernel.entry, body=()))
 
 
@@ -188,24 +187,24 @@ def loaded(kernel: Kernel) -> Any:
 
     artifact = build_kernel(kernel)
     if len(_loaded) >= MOST_LOADED and artifact.key not in _loaded:
-        forget()  # what is remembered keeps code loaded
+        forget()  # memos keep code loaded
         runtime().clear_memo()
     with _lock:
-        found = _loaded.get(artifact.key)
-        if found is None:
-            found = _loaded[artifact.key] = load_kernel(runtime(), artifact.code, artifact.path, kernel.name)
-    return found
+        code = _loaded.get(artifact.key)
+        if code is None:
+            code = _loaded[artifact.key] = load_kernel(runtime(), artifact.code, artifact.path, kernel.name)
+    return code
 
 
 @dataclass(frozen=True, slots=True)
 class _Code:
-    """The code of a schedule, in this process: other sizes need no source.
+    """The loaded code of a schedule, which serves other sizes too.
 
     Attributes:
-        code: what the run time launches.
+        code: the function that the run time launches.
         swap: the kernel computes the transpose.
-        workspace: elements of scratch that it needs, from fields of the argument block.
-        bytes: those of an element of scratch.
+        workspace: elements of its scratch, from fields of the argument block.
+        bytes: of an element of scratch.
     """
 
     code: Any
@@ -214,12 +213,12 @@ class _Code:
     bytes: int
 
     def scratch(self, p: Problem, rows: int, workers: int) -> int:
-        """Bytes of scratch that it needs for problems like `p` of so many rows."""
+        """Bytes of its scratch for problems like `p` with `rows` rows."""
         return self.workspace(_fields(p, rows, workers, swap=self.swap)) * self.bytes
 
 
 def workspace_bytes(kernel: Kernel, p: Problem, workers: int) -> int:
-    """Scratch that a kernel needs for a problem, in bytes."""
+    """Bytes of scratch of a kernel for a problem."""
     return meaning(kernel.workspace)(_fields(p, p.m, workers, swap=kernel.swap)) * BY_NAME[kernel.atom.acc].bytes
 
 
@@ -229,7 +228,7 @@ def _fields(p: Problem, rows: int, workers: int, *, swap: bool) -> dict[str, int
 
 
 def route_of(kernel: Kernel, code: Any, fields: dict[str, int], dtype: str) -> Any:
-    """A launchable kernel whose code is loaded, with scratch for these fields of the argument block."""
+    """A route for loaded code, with scratch for these fields of the argument block."""
     from portmm.runtime.cpu import runtime
 
     work = meaning(kernel.workspace)(fields) * BY_NAME[kernel.atom.acc].bytes
@@ -239,29 +238,29 @@ def route_of(kernel: Kernel, code: Any, fields: dict[str, int], dtype: str) -> A
 _codes = Memory(MOST_LOADED)
 
 
-def _code(s: Schedule, target: Target, kept: Book | None = None) -> _Code:
-    """The code of a schedule: in this process, in the book, or built now."""
+def _code(s: Schedule, target: Target, kept: RouteCache | None = None) -> _Code:
+    """The code of a schedule: from this process, from the route cache, or built now."""
     isa = isa_of(s, target)
     key = s, isa
-    found: _Code | None = _codes.get(key)
-    if found is None:
-        found = (_recalled(s, isa, kept) if kept is not None else None) or _built(s, isa, target, kept)
-        _codes.keep(key, found)
-    return found
+    code: _Code | None = _codes.get(key)
+    if code is None:
+        code = (_looked_up(s, isa, kept) if kept is not None else None) or _built(s, isa, target, kept)
+        _codes.keep(key, code)
+    return code
 
 
-def _recalled(s: Schedule, isa: Isa, kept: Book) -> _Code | None:
-    """The code that an earlier process built, found without its source."""
+def _looked_up(s: Schedule, isa: Isa, kept: RouteCache) -> _Code | None:
+    """Code that an earlier process built, looked up without its source."""
     from portmm.runtime.cpu import runtime
 
-    found = route_cache.code(kept, spell(s), runtime())
-    if found is None:
+    entry = route_cache.code(kept, spell(s), runtime())
+    if entry is None:
         return None
-    code, workspace = found
+    code, workspace = entry
     return _Code(code, s.swap, meaning(parsed(workspace)), BY_NAME[atom_of(isa, s.dtype, s.lanes).acc].bytes)
 
 
-def _built(s: Schedule, isa: Isa, target: Target, kept: Book | None) -> _Code:
+def _built(s: Schedule, isa: Isa, target: Target, kept: RouteCache | None) -> _Code:
     kernel = kernel_of(s, isa)
     code = loaded(kernel)
     if kept is not None:
@@ -269,16 +268,16 @@ def _built(s: Schedule, isa: Isa, target: Target, kept: Book | None) -> _Code:
     return _Code(code, kernel.swap, meaning(kernel.workspace), BY_NAME[kernel.atom.acc].bytes)
 
 
-def _route(found: _Code, p: Problem, workers: int, rows: int | None = None) -> Any:
-    """A launchable kernel for problems like `p`, of so many rows at most."""
+def _route(code: _Code, p: Problem, workers: int, rows: int | None = None) -> Any:
+    """A route for problems like `p`, of at most `rows` rows."""
     from portmm.runtime.cpu import runtime
 
-    work = found.scratch(p, p.m if rows is None else rows, workers)
-    return runtime().make_route(found.code, work, workers, p.held, p.unit)
+    work = code.scratch(p, p.m if rows is None else rows, workers)
+    return runtime().make_route(code.code, work, workers, p.held, p.unit)
 
 
 def route_by(s: Schedule, p: Problem, target: Target, workers: int) -> Any:
-    """A launchable kernel for a problem by a schedule that is legal for it."""
+    """A route for a problem by a schedule that is legal for it."""
     return _route(_code(s, target), p, workers)
 
 
@@ -286,82 +285,82 @@ _routes = Memory(MOST_ROUTES)
 
 
 def route_for(p: Problem, target: Target, threads: int) -> Any:
-    """A launchable kernel for a problem, chosen or ordered once per class of problems, target and thread bound.
+    """A route for a problem, selected or overridden once per class of problems, target and limit of threads.
 
     Raises:
-        ScheduleError: nothing is legal.
+        ScheduleError: no schedule is legal.
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
     return routed(p, target, threads)[0]
 
 
-def routed(p: Problem, target: Target, threads: int, kept: Book | None = None) -> tuple[Any, tuple[int, int]]:
-    """A launchable kernel for a problem, and the least and the largest M that it serves.
+def routed(p: Problem, target: Target, threads: int, kept: RouteCache | None = None) -> tuple[Any, tuple[int, int]]:
+    """A route for a problem, and the least and the largest M that it serves.
 
     Args:
         p: the problem.
         target: the machine.
         threads: the most threads to use.
-        kept: the book of this target, which knows code that was built for it.
+        kept: the route cache of this target, which finds code built for it.
 
     Raises:
-        ScheduleError: nothing is legal.
+        ScheduleError: no schedule is legal.
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
     own, served = (p.m, p.m), rows(p)
     if served != own and not active():
-        found = _kept(p, target, (threads, served), lambda: _shared(p, served, target, threads, kept))
-        if found is not None:
-            return found, served
+        route = _kept(p, target, (threads, served), lambda: _shared(p, served, target, threads, kept))
+        if route is not None:
+            return route, served
     return _kept(p, target, (threads, own), lambda: _alone(p, target, threads, kept)), own
 
 
 def _kept(p: Problem, target: Target, about: Any, make: Callable[[], Any]) -> Any:
-    """A value made once for problems like `p` on a target, `about` saying for how many rows."""
+    """A value computed once for problems like `p` on a target; `about` holds the range of rows."""
     # A target holds dicts, so its identity stands for it; the entry keeps it alive.
     key = (p.but_rows, id(target), about)
-    found = _routes.get(key)
-    if found is None or (isinstance(found[1], BuildError) and time.monotonic() >= found[1].retry_at):
+    entry = _routes.get(key)
+    if entry is None or (isinstance(entry[1], BuildError) and time.monotonic() >= entry[1].retry_at):
         try:
-            made = make()
+            value = make()
         except BuildError as error:
             _routes.keep(key, (target, error.again()))
             raise
-        found = _routes.keep(key, (target, made))
-    if isinstance(found[1], BuildError):
-        raise found[1].again()
-    return found[1]
+        entry = _routes.keep(key, (target, value))
+    if isinstance(entry[1], BuildError):
+        raise entry[1].again()
+    return entry[1]
 
 
-def _shared(p: Problem, served: tuple[int, int], target: Target, threads: int, kept: Book | None) -> Any:
-    """The route of the class of a problem; None if its problems have different ones."""
+def _shared(p: Problem, served: tuple[int, int], target: Target, threads: int, kept: RouteCache | None) -> Any:
+    """The route of the class of a problem; None if its problems need different ones."""
     _check(p, target)
     if _tuned_within(p, served, target, threads):
         return None
-    found = select(p, target, threads)
-    if found.rows != served:
+    best = select(p, target, threads)
+    if best.rows != served:
         return None
-    return _route(_code(found.schedule, target, kept), p, found.workers, served[1])
+    return _route(_code(best.schedule, target, kept), p, best.workers, served[1])
 
 
-def _alone(p: Problem, target: Target, threads: int, kept: Book | None) -> Any:
-    """The route of one problem."""
-    ordered = schedule_for(p)
-    if ordered is None and not _tuned_within(p, (p.m, p.m), target, threads):
+def _alone(p: Problem, target: Target, threads: int, kept: RouteCache | None) -> Any:
+    """The route of a single problem."""
+    selected = schedule_for(p)
+    if selected is None and not _tuned_within(p, (p.m, p.m), target, threads):
         _check(p, target)
-        found = select(p, target, threads)
-        ordered = found.schedule, found.workers
-    if ordered is None:
+        best = select(p, target, threads)
+        selected = best.schedule, best.workers
+    if selected is None:
         choice = choose(p, target, threads)
-        ordered = choice.schedule, choice.workers
-    schedule, workers = ordered
+        selected = choice.schedule, choice.workers
+    schedule, workers = selected
     return _route(_code(schedule, target, kept), p, workers)
 
 
 def _tuned_within(p: Problem, served: tuple[int, int], target: Target, threads: int) -> bool:
-    """Whether there may be findings for problems with so many rows; a database that cannot be read is asked again."""
+    """Test for tuned schedules of problems in a range of rows; True if the database is unreadable: `choose` retries."""
     from portmm.dispatch.tuning_database import tuned_rows
 
     try:
@@ -376,7 +375,7 @@ def _packer(isa: Isa, dtype: str, nr: int, layout: str) -> Any:
 
 
 def pack_route(isa: Isa, dtype: str, nr: int, layout: str, threads: int) -> Any:
-    """A launchable kernel that packs a B.
+    """A route of the kernel that packs a B.
 
     Raises:
         NoCompilerError: there is no compiler.
@@ -384,27 +383,27 @@ def pack_route(isa: Isa, dtype: str, nr: int, layout: str, threads: int) -> Any:
     """
     from portmm.runtime.cpu import runtime
 
-    held = types(dtype)[1]
-    return runtime().make_route(_packer(isa, dtype, nr, layout), 1024, threads, held)
+    storage = types(dtype)[1]
+    return runtime().make_route(_packer(isa, dtype, nr, layout), 1024, threads, storage)
 
 
 @lru_cache(maxsize=256)
-def _folder(isa: Isa, kept: Family) -> Any:
+def _repacker(isa: Isa, kept: Family) -> Any:
     return loaded(lower_fold(isa, kept))
 
 
-def fold_route(kept: Family, target: Target, threads: int) -> Any:
-    """A launchable kernel that lays a weight of four bits out.
+def int4_repack_route(kept: Family, target: Target, threads: int) -> Any:
+    """A route of the kernel that repacks an int4 weight.
 
     Raises:
-        ScheduleError: the ISA has no word for it.
+        ScheduleError: the ISA lacks an instruction for it.
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
     from portmm.runtime.cpu import runtime
 
-    isa, _ = _folding_unit(target)
-    return runtime().make_route(_folder(isa, kept), 1024, threads, "s32")
+    isa, _ = _int4_unit(target)
+    return runtime().make_route(_repacker(isa, kept), 1024, threads, "s32")
 
 
 @lru_cache(maxsize=256)
@@ -416,7 +415,7 @@ def _rows(text: str, isa: Isa, lanes: int) -> tuple[Kernel, Any]:
 
 
 def unit_for(fused: Fused, target: Target) -> tuple[Isa, Atom]:
-    """The instruction set, and its lanes of f32, that compute fused expressions.
+    """The instruction set, and its vectors of f32, that compute fused expressions.
 
     Raises:
         ScheduleError: none of the target's can.
@@ -431,7 +430,7 @@ def unit_for(fused: Fused, target: Target) -> tuple[Isa, Atom]:
 
 
 def rows_route(text: str, size: tuple[int, int, int], target: Target, workers: int) -> Any:
-    """A launchable kernel for fused expressions over m rows of n columns, and a batch.
+    """A route for fused expressions over m rows of n columns, and a batch.
 
     Raises:
         ScheduleError: no unit of the target computes them.
@@ -449,35 +448,35 @@ def _attention(form: Form, isa: Isa, atom: Atom, real: Atom) -> tuple[Kernel, An
     return _outline(kernel), loaded(kernel)
 
 
-def attention_unit(held: str, fused: Fused, target: Target, rows: int) -> tuple[Isa, Atom, Atom]:
-    """The fastest unit for products of a type among those that attention is written for, and its lanes of f32.
+def attention_unit(dtype: str, fused: Fused, target: Target, rows: int) -> tuple[Isa, Atom, Atom]:
+    """The fastest unit for products of a type that attention kernels support, and its vectors of f32.
 
-    A unit whose rows are not filled by as many `rows` of queries is left out.
+    Units with more rows than there are `rows` of queries are excluded.
 
     Raises:
         ScheduleError: there is none.
     """
-    found = []
-    for isa, atom in units(f"{held}-{held}-f32" if held != "f32" else held, target):
+    fits = []
+    for isa, atom in units(f"{dtype}-{dtype}-f32" if dtype != "f32" else dtype, target):
         real = isa.vector("f32", atom.n)
         lines = isa.by_lines(atom) or atom
-        weaves = atom.k_pack == 1 or isa.spelling(lines, "load_rows", "f32", atom.right)
+        interleaves = atom.k_pack == 1 or isa.spelling(lines, "load_rows", "f32", atom.right)
         if (
             (rows >= atom.m if atom.tiled else atom.m == 1)
             and atom.acc == "f32"
-            and weaves
+            and interleaves
             and real
             and not lacks(isa, real, fused)
         ):
-            rate = macs_per_cycle(target, isa, atom, held) * atom.m * atom.n * atom.k
-            found.append((rate, isa, atom, real))
-    if not found:
-        raise ScheduleError(f"{target.name} has no unit that computes {fused} of {held}")
-    return max(found, key=lambda x: x[0])[1:]
+            rate = macs_per_cycle(target, isa, atom, dtype) * atom.m * atom.n * atom.k
+            fits.append((rate, isa, atom, real))
+    if not fits:
+        raise ScheduleError(f"{target.name} has no unit that computes {fused} of {dtype}")
+    return max(fits, key=lambda x: x[0])[1:]
 
 
 def attention_route(form: Form, unit: tuple[Isa, Atom, Atom], fields: dict[str, int]) -> Any:
-    """A launchable kernel for a kind of attention; `fields` are those of the argument block.
+    """A route for a form of attention; `fields` are those of the argument block.
 
     Raises:
         NoCompilerError: there is no compiler.
@@ -487,8 +486,8 @@ def attention_route(form: Form, unit: tuple[Isa, Atom, Atom], fields: dict[str, 
 
 
 def forget() -> None:
-    """Drop every memo of this process; the cache on disk stays."""
-    for memo in (kernel_of, _packer, _folder, _rows, _attention):
+    """Drop all memos of this process; the cache on disk stays."""
+    for memo in (kernel_of, _packer, _repacker, _rows, _attention):
         memo.cache_clear()
     forget_all()
     with _lock:

@@ -1,8 +1,8 @@
-"""From a problem to kernels that a device can launch.
+"""Dispatch of problems to compiled kernels on a device.
 
-Owns the choice of a schedule for a device, `Machine`, a device as its driver reports it, and the
-memo of what was compiled for it. Imports everything below. What drivers say of a device
-replaces what its description says of counts; the rest is the description's.
+Owns the selection of a schedule for a device, `Machine`, a device as its driver reports it, and the
+memo of kernels compiled for it. Counts that a driver reports replace those of the device's
+description; everything else is taken from the description.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ if TYPE_CHECKING:
     from portmm.target.target import Isa, Target
 
 MOST_ROUTES = 4096
-"""Routes remembered before starting afresh: endless new shapes must not fill memory."""
+"""Routes kept before all are dropped: an endless series of new shapes must not fill memory."""
 
 MOST = (1 << 31) - 1 - (1 << 16)
-"""Integers of kernels have 32 bits; the last turn of a loop, and the last tile, reach past the end."""
+"""Integers of kernels have 32 bits; the last iteration of a loop, and the last tile, reach past the end."""
 
 MAPPED = 16
-"""Bytes that steps of tensor maps are multiples of."""
+"""Alignment in bytes of the strides of tensor maps."""
 
 Vectors = tuple[int, int, int]
 
 
 def choose(p: Problem, target: Target, vectors: Vectors, *, tuned: bool = True) -> Choice:
-    """The schedule that was measured to be fastest, or the one with the least predicted time; the first of equals.
+    """The schedule measured to be fastest, or the one with the least predicted time; the first of equals.
 
     Args:
-        p: what to compute.
+        p: the problem.
         target: the device.
-        vectors: elements of A, B and C that may be moved at once.
-        tuned: ask the database of tuned schedules.
+        vectors: elements of a vector access to A, B and C.
+        tuned: look in the database of tuned schedules.
 
     Raises:
-        ScheduleError: nothing is legal, or there is nothing to multiply.
+        ScheduleError: no schedule is legal, or the product is empty.
     """
     if 0 in (p.m, p.n, p.k, p.batch):
         raise ScheduleError(f"{p} has no products: there is nothing to choose")
     listed = candidates(p, target, vectors)
-    found = [(_predicted(p, s, target), s) for s in listed]
-    ranked = sorted(enumerate(found), key=lambda x: (x[1][0].seconds, x[0]))
+    timed = [(_predicted(p, s, target), s) for s in listed]
+    ranked = sorted(enumerate(timed), key=lambda x: (x[1][0].seconds, x[0]))
     (_, (terms, best)), *rest = ranked
     choice = Choice(p, target, 1, best, terms, tuple((s, c) for _, (c, s) in rest))
     return overlaid(choice, listed, 1, _predicted) if tuned else choice
@@ -71,13 +71,13 @@ def _predicted(p: Problem, s: Schedule, target: Target, _workers: int = 1) -> Co
 
 
 def _isa(s: Schedule, target: Target) -> Isa:
-    found = target.isa(s.isa)
-    assert found is not None  # noqa: S101 - candidates are the target's
-    return found
+    isa = target.isa(s.isa)
+    assert isa is not None  # noqa: S101 - candidates are the target's
+    return isa
 
 
 def source(kernel: GridKernel, language: str) -> str:
-    """The text of a kernel in "cuda" or "opencl"."""
+    """The source of a kernel in "cuda" or "opencl"."""
     from portmm.codegen import cuda, opencl
 
     return cuda.source(kernel) if language == "cuda" else opencl.source(kernel)
@@ -86,23 +86,23 @@ def source(kernel: GridKernel, language: str) -> str:
 def described(facts: Facts) -> Target:
     """The description of a device that a driver reports."""
     digits = facts.architecture.rstrip("af")
-    found = device_target(facts.name, f"{digits[:-1]}.{digits[-1]}" if digits else "", facts.kind)
-    device = found.device
+    target = device_target(facts.name, f"{digits[:-1]}.{digits[-1]}" if digits else "", facts.kind)
+    device = target.device
     assert device is not None  # noqa: S101 - devices have one
-    told = replace(
+    reported = replace(
         device,
         block_threads=min(device.block_threads, facts.block_threads),
         shared_bytes=min(device.shared_bytes, facts.shared_most or facts.shared_bytes),
         memory_bytes=facts.memory_bytes,
     )
-    # OpenCL's compute units are what each vendor calls so; a description counts processors.
-    if facts.language == "cuda" or found.name in GENERIC_DEVICES:
-        told = replace(told, processors=facts.processors)
-    # A GPU for CUDA may be reached through OpenCL, which has no word for some of what it can do.
-    told = replace(told, language=facts.language, architecture=facts.architecture)
+    # OpenCL's compute units differ by vendor; a description counts multiprocessors.
+    if facts.language == "cuda" or target.name in GENERIC_DEVICES:
+        reported = replace(reported, processors=facts.processors)
+    # A CUDA GPU may be used through OpenCL, which lacks some of its instructions.
+    reported = replace(reported, language=facts.language, architecture=facts.architecture)
     if facts.language == "cuda":
-        told = replace(told, memory_gbs=facts.bandwidth_gbs or device.memory_gbs)
-    return replace(found, device=told)
+        reported = replace(reported, memory_gbs=facts.bandwidth_gbs or device.memory_gbs)
+    return replace(target, device=reported)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +110,7 @@ class Machine:
     """A device that kernels can be launched on.
 
     Attributes:
-        key: tells devices of a process apart.
+        key: identifies a device in the process.
         language: of its kernels.
         handle: CUDA's number of the device, or OpenCL's context and device.
         target: its description.
@@ -140,29 +140,29 @@ class Machine:
         return opencl.load(opencl.compile_opencl(text, kernel.name, *self.handle), kernel.name)
 
     def mapped(self, x: Mapping, address: int) -> Any:
-        """A tensor map, as a kernel takes it."""
+        """A tensor map as a kernel argument."""
         from portmm.runtime import tensor_map
 
         return tensor_map.tensor_map(x.dtype, address, x.sizes, x.strides, x.box, x.swizzle)
 
     def counters(self, count: int, queue: Any) -> Any:
-        """The address of at least so many zeros, for kernels of a stream of CUDA that leave them so."""
+        """The address of at least `count` zeros, for kernels of a CUDA stream that restore them."""
         from portmm.runtime import cuda
 
         return cuda.counters(self.handle, count, queue)
 
-    def launch(  # noqa: PLR0917 - what a launch has
-        self, function: Any, grid: tuple[int, int], threads: int, given: Sequence[Any], queue: Any, shared: int = 0
+    def launch(  # noqa: PLR0917 - the parameters of a launch
+        self, function: Any, grid: tuple[int, int], threads: int, arguments: Sequence[Any], queue: Any, shared: int = 0
     ) -> None:
-        """Put a kernel into a stream or a queue; `shared` bytes of memory are asked for."""
+        """Enqueue a kernel in a stream or a queue, with `shared` bytes of shared memory."""
         if self.language == "cuda":
             from portmm.runtime import cuda
 
-            cuda.launch(function, grid, (threads,), given, queue, shared)
+            cuda.launch(function, grid, (threads,), arguments, queue, shared)
         else:
             from portmm.runtime import opencl
 
-            opencl.launch(function, grid, (threads, 1), given, queue)
+            opencl.launch(function, grid, (threads, 1), arguments, queue)
 
 
 _machines: dict[tuple[Any, ...], Machine] = {}
@@ -171,8 +171,8 @@ _lock = locks.lock()
 
 def machine(key: tuple[Any, ...], handle: Any) -> Machine:
     """The device of a key: ("cuda", number), or ("opencl", ...) with a context and a device as the handle."""
-    found = _machines.get(key)
-    if found is None:
+    device = _machines.get(key)
+    if device is None:
         if key[0] == "cuda":
             from portmm.runtime import cuda
 
@@ -182,50 +182,50 @@ def machine(key: tuple[Any, ...], handle: Any) -> Machine:
 
             facts = opencl.facts(handle[1])
         with _lock:
-            found = _machines.setdefault(key, Machine(key, key[0], handle, described(facts)))
-    return found
+            device = _machines.setdefault(key, Machine(key, key[0], handle, described(facts)))
+    return device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:
-    """One kernel of a call, all but what each call gives filled in.
+    """One kernel of a call, with all arguments bound that do not vary per call.
 
     Attributes:
-        function: what the driver launches.
+        function: the function that the driver launches.
         grid: blocks.
         threads: of a block.
-        given: kind and value of each argument; the value of a map is all but its address.
-        open: which of them each call gives, and their names.
-        shared: bytes of shared memory that are asked for.
-        counters: zeros that the kernel counts in, and leaves as they were.
+        arguments: kind and value of each argument; the value of a map is all but its address.
+        open: index and name of those that vary per call.
+        shared: bytes of dynamic shared memory.
+        counters: number of zeros that the kernel counts in, and restores.
     """
 
     function: Any
     grid: tuple[int, int]
     threads: int
-    given: tuple[tuple[str, Any], ...]
+    arguments: tuple[tuple[str, Any], ...]
     open: tuple[tuple[int, str], ...]
     shared: int = 0
     counters: int = 0
 
     def run(self, on: Machine, values: dict[str, Any], queue: Any) -> None:
-        """Launch with addresses, and the numbers of this call."""
-        given = list(self.given)
+        """Launch with the addresses and numbers of a call."""
+        arguments = list(self.arguments)
         if self.counters:
             values = values | {"counters": on.counters(self.counters, queue)}
         for i, name in self.open:
-            kind, value = given[i]
-            given[i] = (kind, on.mapped(value, values[name]) if kind == "map" else values[name])
-        on.launch(self.function, self.grid, self.threads, given, queue, self.shared)
+            kind, value = arguments[i]
+            arguments[i] = (kind, on.mapped(value, values[name]) if kind == "map" else values[name])
+        on.launch(self.function, self.grid, self.threads, arguments, queue, self.shared)
 
 
 def bind(kernel: GridKernel, function: Any, values: dict[str, Any]) -> Launch:
-    """A kernel with its numbers, by name; pointers, and what else is not among them, are given by each call.
+    """A launch of a kernel with numbers bound by name; pointers, and names not among `values`, vary per call.
 
     Raises:
         ScheduleError: a number does not fit the kernel's integers, or there are too many blocks.
     """
-    given = tuple((x.kind, _mapping(x.map, values) if x.map else values.get(x.name)) for x in kernel.arguments)
+    arguments = tuple((x.kind, _mapping(x.map, values) if x.map else values.get(x.name)) for x in kernel.arguments)
     named = ((x.name, values.get(x.name)) for x in kernel.arguments if x.kind == "int")
     large = [f"{name} is {v}" for name, v in named if v is not None and v > MOST]
     blocks, slices = (evaluate(x, values) for x in kernel.grid)
@@ -236,12 +236,12 @@ def bind(kernel: GridKernel, function: Any, values: dict[str, Any]) -> Launch:
     )
     shared = kernel.shared_bytes if kernel.dynamic else 0
     counters = blocks if any(x.name == "counters" for x in kernel.arguments) else 0
-    return Launch(function, (blocks, slices), kernel.threads, given, left, shared, counters)
+    return Launch(function, (blocks, slices), kernel.threads, arguments, left, shared, counters)
 
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """All of a tensor map but its address: see `grid.MapOf`; strides are in bytes."""
+    """A tensor map without its address: see `MapOf`; strides are in bytes."""
 
     dtype: str
     sizes: tuple[int, ...]
@@ -253,19 +253,19 @@ class Mapping:
 def _mapping(x: MapOf, values: dict[str, Any]) -> Mapping:
     size = BY_NAME[x.dtype].bytes
     sizes, strides = (tuple(evaluate(y, values) for y in z) for z in (x.sizes, x.strides))
-    # Of an axis with one place, any step will do, but it must be one that the copy engine takes.
+    # The stride of an axis of length 1 is unused, but the copy engine (TMA) checks its alignment.
     steps = [s * size if n > 1 else MAPPED for n, s in zip(sizes[1:], strides, strict=True)]
     return Mapping(x.dtype, sizes, tuple(steps), x.box, x.swizzle)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """What computes a problem on a device.
+    """The compiled kernels of a problem on a device.
 
     Attributes:
-        choice: the schedule, and why.
+        choice: the schedule, and its alternatives.
         kernels: in the order in which they run.
-        functions: what the driver made of them.
+        functions: their compiled functions.
     """
 
     choice: Choice
@@ -273,9 +273,9 @@ class Route:
     functions: tuple[Any, ...]
 
     def workspace(self, m: int, n: int, batch: int) -> int:
-        """Elements of 32 bits that slices of k leave their sums in, for another kernel or block to add."""
+        """Elements of 32 bits for the partial sums of k splits, which another kernel or block reduces."""
         s = self.choice.schedule
-        if s.joined:  # whole tiles
+        if s.joined:  # full tiles
             return s.split * batch * -(-m // s.block.m) * -(-n // s.block.n) * s.block.m * s.block.n
         return s.split * batch * m * n if s.split > 1 else 0
 
@@ -285,39 +285,39 @@ _loaded = Memory(MOST_ROUTES)
 
 
 def route(p: Problem, on: Machine, vectors: Vectors) -> Route:
-    """Kernels for a problem, chosen and compiled once per problem and device.
+    """Kernels for a problem, selected and compiled once per problem and device.
 
     Raises:
-        ScheduleError: nothing is legal.
+        ScheduleError: no schedule is legal.
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
     key = (p, on.key, vectors)
-    found: Route | None = _routes.get(key)
-    if found is None:
+    kept: Route | None = _routes.get(key)
+    if kept is None:
         choice = choose(p, on.target, vectors)
-        found = _routes.keep(key, Route(choice, *_code(choice.schedule, on)))
-    return found
+        kept = _routes.keep(key, Route(choice, *_code(choice.schedule, on)))
+    return kept
 
 
-def routes(asked: Sequence[tuple[Problem, Vectors]], on: Machine, compilers: int) -> list[Route]:
-    """Routes for several problems, whose kernels are compiled at once by so many threads.
+def routes(requested: Sequence[tuple[Problem, Vectors]], on: Machine, compilers: int) -> list[Route]:
+    """Routes for several problems, whose kernels are compiled in parallel by `compilers` threads.
 
     Raises:
-        ScheduleError: nothing is legal for one of them.
+        ScheduleError: no schedule is legal for one of them.
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    new = [choose(p, on.target, vectors).schedule for p, vectors in asked if (p, on.key, vectors) not in _routes]
+    new = [choose(p, on.target, vectors).schedule for p, vectors in requested if (p, on.key, vectors) not in _routes]
     with ThreadPoolExecutor(compilers) as pool:
         list(pool.map(lambda s: _code(s, on), dict.fromkeys(new)))
-    return [route(p, on, vectors) for p, vectors in asked]
+    return [route(p, on, vectors) for p, vectors in requested]
 
 
 def _code(s: Schedule, on: Machine) -> tuple[tuple[GridKernel, ...], tuple[Any, ...]]:
-    """The kernels of a schedule: other sizes need no source."""
-    found: tuple[tuple[GridKernel, ...], tuple[Any, ...]] | None = _loaded.get((s, on.key))
-    if found is None:
+    """The compiled kernels of a schedule, which serve other sizes too."""
+    compiled: tuple[tuple[GridKernel, ...], tuple[Any, ...]] | None = _loaded.get((s, on.key))
+    if compiled is None:
         kernels = lower_grid(s, _isa(s, on.target))
-        found = _loaded.keep((s, on.key), (kernels, tuple(on.load(x) for x in kernels)))
-    return found
+        compiled = _loaded.keep((s, on.key), (kernels, tuple(on.load(x) for x in kernels)))
+    return compiled

@@ -1,6 +1,6 @@
-"""From expressions over rows to kernels that a device can launch.
+"""Dispatch of expressions over rows, and of column reductions, on a device.
 
-Owns the choice of how threads share rows, and the memo of what was compiled. Imports `dispatch.gpu`, `codegen.lower`.
+Owns the selection of how threads share rows, and the memo of compiled kernels.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 Size = tuple[int, int, int]
 """Rows, columns, items of a batch."""
 NEIGHBOURS = 4
-"""Columns that are moved at once where all operands are aligned: 16 bytes of f32."""
+"""Columns of a vector access where all operands are aligned: 16 bytes of f32."""
 USUAL = 256
-"""Threads of a block: enough to hide latencies, few enough for several blocks on a processor."""
+"""Threads of a block: enough to hide latencies, few enough for several blocks on a multiprocessor."""
 LEAST = 128
 LANES = 16
 """Threads of a row under OpenCL on a CPU: a vector of 512 bits."""
-HELD = 32
-"""Registers of a thread for values of its columns: code is unrolled for each of them."""
-DEEP = 32
-"""Rows of a column, at least, that are worth a slice of their own."""
+MOST_REGISTERS = 32
+"""Registers of a thread for values of its columns; loops over them are unrolled."""
+LEAST_ROWS = 32
+"""The least number of rows that is worth a slice of a column."""
 WAVES = 4
-"""Blocks for each processor that columns are cut into slices for."""
+"""Blocks per multiprocessor up to which columns are cut into slices."""
 MOST_SLICES = 65535
 """CUDA C++ Programming Guide: blocks along the second axis of a grid."""
 
@@ -47,7 +47,7 @@ _loaded = Memory(MOST_ROUTES)
 def launches(
     text: str, size: Size, strides: Sequence[tuple[int, ...]], aligned: list[int], on: Machine
 ) -> tuple[tuple[Launch, ...], int]:
-    """The kernels for expressions over rows, or down columns, and the elements of f32 that they need between them.
+    """The kernels for expressions over rows, or down columns, and the f32 elements of their workspace.
 
     Args:
         text: the expressions.
@@ -80,7 +80,7 @@ def launches(
 
 
 def merged(fused: Fused, size: Size, strides: Sequence[tuple[int, ...]]) -> tuple[Size, Sequence[tuple[int, ...]]]:
-    """One long row, where every element is for itself and all lie one after the other."""
+    """The size and strides as one long row, if expressions are element-wise and operands contiguous."""
     m, n, batch = size
     alone = fused.reductions or any(x.op in ("index", "extent") for x in fused.steps)
     if alone or m * batch == 1 or m * n * batch > MOST:
@@ -93,7 +93,7 @@ def merged(fused: Fused, size: Size, strides: Sequence[tuple[int, ...]]) -> tupl
 
 
 def vector(fused: Fused, size: Size, strides: Sequence[tuple[int, ...]], aligned: list[int]) -> int:
-    """Neighbouring columns that may be moved at once."""
+    """The number of neighbouring columns that a vector access may cover."""
     m, n, batch = size
     if n % NEIGHBOURS:
         return 1
@@ -107,12 +107,12 @@ def vector(fused: Fused, size: Size, strides: Sequence[tuple[int, ...]], aligned
 
 
 def form_of(fused: Fused, size: Size, neighbours: int, on: Machine) -> Form:
-    """How threads share rows."""
+    """The distribution of rows over threads."""
     device = on.target.device
     assert device is not None  # noqa: S101 - machines have one
     n = max(size[1], 1)
     if not on_gpu(on.target):
-        # Lanes of vectors read neighbours by themselves.
+        # OpenCL compilers for CPUs vectorize over neighbouring columns.
         return Form(LANES, LANES) if fused.reductions else Form(4 * LANES, min(4 * LANES, _power(n)), 4)
     threads, exchange = min(USUAL, device.block_threads), on.language == "cuda"
     if not fused.reductions:
@@ -121,29 +121,31 @@ def form_of(fused: Fused, size: Size, neighbours: int, on: Machine) -> Form:
 
 
 def _reducing(fused: Fused, n: int, neighbours: int, device: Device, *, exchange: bool) -> Form:
-    """How threads share rows that are reduced."""
+    """The distribution over threads of rows that are reduced."""
     most = _floor(min(device.block_threads, 1024))
-    groups = -(-n // neighbours)
-    room = max(1, HELD // max(1, len(kept(fused))) // neighbours)
-    team = min(_power(-(-groups // max(1, 4 // neighbours))), USUAL, most)
-    while team < most and _power(-(-groups // team)) > room:
-        team *= 2
-    held = _power(-(-groups // team))
-    threads = max(team, min(LEAST, most))
+    vectors = -(-n // neighbours)
+    room = max(1, MOST_REGISTERS // max(1, len(kept(fused))) // neighbours)
+    subgroup = min(_power(-(-vectors // max(1, 4 // neighbours))), USUAL, most)
+    while subgroup < most and _power(-(-vectors // subgroup)) > room:
+        subgroup *= 2
+    columns = _power(-(-vectors // subgroup))
+    threads = max(subgroup, min(LEAST, most))
     words = len(fused.reductions) * (4 if not exchange else 4 // WARP or 1)
     while not exchange and threads > 1 and threads * words > device.shared_bytes:
-        threads, team = threads // 2, min(team, threads // 2)
-        held = _power(-(-groups // team))
-    return Form(threads, team, held * neighbours if held <= room else 0, neighbours, exchange and threads >= WARP)
+        threads, subgroup = threads // 2, min(subgroup, threads // 2)
+        columns = _power(-(-vectors // subgroup))
+    return Form(
+        threads, subgroup, columns * neighbours if columns <= room else 0, neighbours, exchange and threads >= WARP
+    )
 
 
 def _power(x: int) -> int:
-    """The least power of two that is no less."""
+    """The least power of two not below x."""
     return 1 << max(x - 1, 0).bit_length()
 
 
 def _floor(x: int) -> int:
-    """The greatest power of two that is no greater."""
+    """The greatest power of two not above x."""
     return 1 << x.bit_length() - 1
 
 
@@ -158,19 +160,19 @@ def _columns(
         return (), 0
     threads = 64 if on_gpu(on.target) else LANES
     blocks = -(-n // threads) * batch
-    slices = min(m // DEEP, -(-WAVES * device.processors // blocks), MOST_SLICES)
+    slices = min(m // LEAST_ROWS, -(-WAVES * device.processors // blocks), MOST_SLICES)
     sliced = slices > 1
     kernels = _code((text, threads, sliced), on)
-    found = tuple(bind(k, f, values | ({"slices": slices} if sliced else {})) for k, f in kernels)
-    return found, slices * batch * len(fused.folds) * n if sliced else 0
+    launches_ = tuple(bind(k, f, values | ({"slices": slices} if sliced else {})) for k, f in kernels)
+    return launches_, slices * batch * len(fused.folds) * n if sliced else 0
 
 
 def _code(key: tuple[Any, ...], on: Machine) -> tuple[tuple[Any, Any], ...]:
-    """Kernels and what the driver made of them: of expressions and a form, or of expressions and columns."""
-    found: tuple[tuple[Any, Any], ...] | None = _loaded.get((key, on.key))
-    if found is None:
+    """Kernels and their compiled functions: of expressions and a form, or of expressions and columns."""
+    compiled: tuple[tuple[Any, Any], ...] | None = _loaded.get((key, on.key))
+    if compiled is None:
         isa = next(x for x in on.target.isas if x.vector("f32", 1))
         text, form, *rest = key
         kernels = lower_grid_columns(isa, text, form, sliced=rest[0]) if rest else (lower_grid_rows(isa, text, form),)
-        found = _loaded.keep((key, on.key), tuple((x, on.load(x)) for x in kernels))
-    return found
+        compiled = _loaded.keep((key, on.key), tuple((x, on.load(x)) for x in kernels))
+    return compiled

@@ -1,7 +1,6 @@
-"""What was chosen for a problem, by the model or by measurement.
+"""Selection of a schedule for a problem, by the cost model or by measurement.
 
-Owns `Choice`, and the decision whether a tuned schedule replaces the model's choice.
-Imports `dispatch.tuning_database`, `schedule.neighbourhood`, `errors`.
+Owns `Choice`, and the decision whether a tuned schedule replaces the model's.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ if TYPE_CHECKING:
     from portmm.target.target import Target
 
 TRUST = 1.25
-"""Times of the model's best up to which it lets another chip's finding pass."""
+"""Predicted time over the model's best up to which a schedule tuned on another chip is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen for a problem, and what was not.
+    """The selected schedule of a problem, and the runners-up.
 
     Attributes:
         problem: the problem.
         target: the machine.
         workers: threads that will share the work.
-        schedule: the winner.
+        schedule: the selected one.
         cost: its predicted time, with terms.
         runners_up: the other candidates, best first.
         origin: "analytical", "textbook" (see `textbook.preferred`), or "tuned on" which chip.
@@ -54,24 +53,24 @@ def overlaid(
     threads: int,
     predict: Callable[[Problem, Schedule, Target, int], Cost],
 ) -> Choice:
-    """The model's choice, or what was measured to be faster: on this chip, or on one like it if the model agrees.
+    """The model's selection, or a schedule tuned on this chip, or on a similar one if the model predicts no loss.
 
     Args:
-        choice: the model's.
+        choice: the model's selection.
         listed: the candidates.
         threads: the most that may be used.
-        predict: the model.
+        predict: the cost model.
     """
     from portmm.dispatch import tuning_database
 
     p, target = choice.problem, choice.target
     least = min(c.seconds for c in (choice.cost, *(c for _, c in choice.runners_up[:1])))
     try:
-        found = tuning_database.find(p, target, threads)
+        tuned = tuning_database.find(p, target, threads)
     except DatabaseError as error:
         _warn_once(str(error))
         return choice
-    for x in found:
+    for x in tuned:
         own = (x.chip, x.architecture) == (target.name, tuning_database.architecture(target))
         if x.gain < 1 and x.schedule != choice.schedule:
             continue

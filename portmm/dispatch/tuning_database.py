@@ -1,13 +1,12 @@
-"""Schedules that were measured to be faster than what the model chooses.
+"""Database of tuned schedules, measured to be faster than the cost model's.
 
-Owns `Tuned`, and the database of them: one SQLite file, and TOML for people and for
-what the package ships. Imports `build.cache`, `errors`, `spec.problem`, `schedule.schedule`, `target.target`.
-Nothing here measures; `tuning` does.
+Owns `Tuned`, and the database of them: one SQLite file, and TOML for export and for
+the tables that the package ships. `tuning` measures.
 
-A finding is looked for under the chip, then under the architecture, its best
-instruction set, then under the vendor; each in the user's database before the shipped
-one. Whoever uses a finding checks first that it is sound (`space.unsound`): a database
-is data, from another version perhaps, or another's hand.
+A tuned schedule is looked up by chip, then by architecture (its best
+instruction set), then by vendor; each in the user's database before the shipped
+one. Callers must check that it is legal (`neighbourhood.unsound`): a database
+is data, perhaps of another version or from another person.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 PATIENCE = 30.0
-"""Seconds to wait for another process that writes."""
+"""Seconds to wait for another process that is writing."""
 SHORTEST, LONGEST = 1e-10, 1e6
-"""Seconds; no product takes less, or more."""
+"""Bounds in seconds of a plausible measurement."""
 LEVELS = ("chip", "architecture", "vendor")
-"""Whose finding it is, the nearest first."""
+"""Levels of a lookup, the nearest first."""
 _COLUMNS = {
     "chip": "TEXT",
     "architecture": "TEXT",
@@ -59,22 +58,22 @@ _KEY = ("chip", "architecture", "problem", "threads", "cold")
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """The fastest schedule that was found for a problem.
+    """The fastest measured schedule of a problem.
 
     Attributes:
         problem: the problem.
-        threads: the most that might be used.
-        schedule: what was fastest.
+        threads: the limit of threads.
+        schedule: the fastest.
         workers: threads that share its work.
-        seconds: what it took.
-        analytical: what the model's choice took, in turns with it.
+        seconds: its time.
+        analytical: time of the model's schedule, measured interleaved with it.
         chip: name of the target.
         architecture: see `architecture`.
         vendor: maker of the chip.
         cold: operands were not in any cache.
         date: ISO date.
         version: portmm's.
-        title: the chip, as it calls itself.
+        title: the brand name of the chip.
     """
 
     problem: Problem
@@ -93,43 +92,48 @@ class Tuned:
 
     @property
     def gain(self) -> float:
-        """How many times as fast as the model's choice."""
+        """The speed-up over the model's schedule."""
         return self.analytical / self.seconds if self.seconds else 1.0
 
     def row(self) -> dict[str, Any]:
         """The columns of the database, by name."""
         plain = {name: getattr(self, name) for name in _COLUMNS}
-        return {**plain, "problem": told(self.problem), "schedule": spell(self.schedule), "cold": int(self.cold)}
+        return {
+            **plain,
+            "problem": problem_text(self.problem),
+            "schedule": spell(self.schedule),
+            "cold": int(self.cold),
+        }
 
 
 def architecture(target: Target) -> str:
-    """What targets have in common that run the same kernels: "x86_64/avx512vnni"."""
+    """The key shared by targets that run the same kernels: "x86_64/avx512vnni"."""
     return f"{target.arch}/{target.isas[0].name}"
 
 
-def told(p: Problem) -> str:
-    """A problem as text: its sizes, and what is not usual, by name."""
+def problem_text(p: Problem) -> str:
+    """A problem as JSON: its sizes, and fields that differ from their defaults."""
     usual = Problem(0, 0, 0)
-    said = {k: v for k, v in asdict(p).items() if v != getattr(usual, k) or k in ("m", "n", "k")}
-    return json.dumps(said, sort_keys=True)
+    changed = {k: v for k, v in asdict(p).items() if v != getattr(usual, k) or k in ("m", "n", "k")}
+    return json.dumps(changed, sort_keys=True)
 
 
 def _tuned(row: dict[str, Any]) -> Tuned:
-    """What a row says.
+    """The tuned schedule of a row of the database.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: the row is invalid.
     """
     try:
-        given = {x.name: row[x.name] for x in fields(Tuned) if x.name in row}
-        given["problem"] = Problem(**json.loads(row["problem"]))
-        given["schedule"] = parse(row["schedule"])
+        values = {x.name: row[x.name] for x in fields(Tuned) if x.name in row}
+        values["problem"] = Problem(**json.loads(row["problem"]))
+        values["schedule"] = parse(row["schedule"])
         numbers = {name: kind(row[name]) for name, kind in _NUMBERS.items()}
         strange = [x for x in ("seconds", "analytical") if not SHORTEST < numbers[x] < LONGEST]
-        strange += [x for x, kind in _COLUMNS.items() if kind == "TEXT" and x in given and not _plain(given[x])]
+        strange += [x for x, kind in _COLUMNS.items() if kind == "TEXT" and x in values and not _plain(values[x])]
         if strange:
             raise ValueError(f"no tuned schedule: {', '.join(strange)} of {row}")
-        return Tuned(**{**given, **numbers, "cold": bool(row.get("cold"))})
+        return Tuned(**{**values, **numbers, "cold": bool(row.get("cold"))})
     except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"no tuned schedule: {error!r} in {row}") from error
 
@@ -140,7 +144,7 @@ def _plain(x: Any) -> bool:
 
 @contextmanager
 def opened(path: Path, *, write: bool = False) -> Iterator[Connection]:
-    """A database, made if it is to be written and is not there; what is written is kept if all of it is.
+    """A connection to a database, created if it is missing and to be written; writes are one transaction.
 
     Raises:
         DatabaseError: the file is no such database, is of another version, or cannot be used.
@@ -180,16 +184,16 @@ def _checked(base: Connection, path: Path, *, write: bool) -> None:
         )
 
 
-def record(path: Path, found: Iterable[Tuned]) -> int:
-    """Keep findings, in place of what was kept for the same problems; all or nothing.
+def record(path: Path, schedules: Iterable[Tuned]) -> int:
+    """Store tuned schedules, replacing those of the same problems, in one transaction.
 
     Returns:
-        How many.
+        Their number.
 
     Raises:
         DatabaseError: the database cannot be written.
     """
-    return _put(path, [x.row() for x in found])
+    return _put(path, [x.row() for x in schedules])
 
 
 def _put(path: Path, table: list[dict[str, Any]]) -> int:
@@ -201,7 +205,7 @@ def _put(path: Path, table: list[dict[str, Any]]) -> int:
 
 
 def rows(path: Path) -> list[Tuned]:
-    """All findings of a database, in an order that does not depend on when they were made.
+    """All tuned schedules of a database, in an order that does not depend on their dates.
 
     Raises:
         DatabaseError: it is no such database.
@@ -211,8 +215,8 @@ def rows(path: Path) -> list[Tuned]:
 
 def _select(path: Path, where: str, values: tuple[Any, ...]) -> list[dict[str, Any]]:
     with opened(path) as base:
-        found = base.execute(f"SELECT {', '.join(_COLUMNS)} FROM findings WHERE {where}", values)  # noqa: S608
-        return [dict(zip(_COLUMNS, row, strict=True)) for row in found]
+        cursor = base.execute(f"SELECT {', '.join(_COLUMNS)} FROM findings WHERE {where}", values)  # noqa: S608
+        return [dict(zip(_COLUMNS, row, strict=True)) for row in cursor]
 
 
 def _sound(table: Iterable[dict[str, Any]], path: Path) -> Iterator[Tuned]:
@@ -224,10 +228,10 @@ def _sound(table: Iterable[dict[str, Any]], path: Path) -> Iterator[Tuned]:
 
 
 def merge(path: Path, others: Iterable[Path]) -> int:
-    """Take over what other databases, or files in TOML, know better: new problems, and greater gains.
+    """Merge other databases, or files in TOML, into one: problems that it lacks, and greater gains.
 
     Returns:
-        How many findings were taken.
+        The number of schedules taken over.
 
     Raises:
         DatabaseError: one of them is no such database.
@@ -243,10 +247,10 @@ def merge(path: Path, others: Iterable[Path]) -> int:
 
 
 def clear(path: Path) -> int:
-    """Forget all findings, and all that tuning has tried, so that it begins anew.
+    """Delete all tuned schedules and the journal of tuning, so that tuning starts from the beginning.
 
     Returns:
-        Findings that there were.
+        The number of schedules deleted.
 
     Raises:
         DatabaseError: it is no such database.
@@ -264,10 +268,10 @@ def _key(x: Tuned) -> tuple[Any, ...]:
     return tuple(row[name] for name in _KEY)
 
 
-def to_toml(found: Iterable[Tuned]) -> str:
-    """Findings as TOML, a table each, for people, for review, and to be shipped."""
+def to_toml(schedules: Iterable[Tuned]) -> str:
+    """Tuned schedules as TOML, a table each, for review and for shipping."""
     parts = []
-    for x in found:
+    for x in schedules:
         row = x.row()
         size = {f"problem.{name}": value for name, value in json.loads(row.pop("problem")).items()}
         row["cold"] = x.cold
@@ -281,10 +285,10 @@ def _literal(value: Any) -> str:
 
 
 def from_toml(text: str) -> list[Tuned]:
-    """What `to_toml` wrote.
+    """The tuned schedules in a text of `to_toml`.
 
     Raises:
-        ValueError: it is not that.
+        ValueError: the text is not of that form.
     """
     import tomllib
 
@@ -296,10 +300,10 @@ def from_toml(text: str) -> list[Tuned]:
 
 
 def read_toml(path: Path) -> list[Tuned]:
-    """Findings of a file in TOML.
+    """The tuned schedules in a file of TOML.
 
     Raises:
-        DatabaseError: it has others.
+        DatabaseError: the file is invalid.
     """
     try:
         return from_toml(path.read_text())
@@ -308,7 +312,7 @@ def read_toml(path: Path) -> list[Tuned]:
 
 
 def find(p: Problem, target: Target, threads: int) -> list[Tuned]:
-    """Findings for a problem, the nearest first: of this chip, architecture, vendor; the user's, then those shipped.
+    """Tuned schedules of a problem, by chip, architecture, vendor; the user's before the shipped ones.
 
     Those with warm caches come before those with cold ones.
 
@@ -316,22 +320,22 @@ def find(p: Problem, target: Target, threads: int) -> list[Tuned]:
         DatabaseError: the user's database cannot be read.
     """
     path = tuned_database()
-    text, built = told(p), architecture(target)
+    text, isa_key = problem_text(p), architecture(target)
     kept: list[Tuned] = []
     if path is not None and path.exists():
         near = "problem = ? AND threads = ? AND (architecture = ? OR vendor = ?)"
-        kept = list(_sound(_select(path, near, (text, threads, built, target.vendor)), path))
-    known = kept + ([] if path is None else _shipped(target.vendor, built).get((text, threads), []))
-    wanted = {"chip": target.name, "architecture": built, "vendor": target.vendor}
-    found = []
+        kept = list(_sound(_select(path, near, (text, threads, isa_key, target.vendor)), path))
+    known = kept + ([] if path is None else _shipped(target.vendor, isa_key).get((text, threads), []))
+    wanted = {"chip": target.name, "architecture": isa_key, "vendor": target.vendor}
+    matches = []
     for level in LEVELS:
-        like = [x for x in known if _same(x, level, wanted) and x not in found]
-        found += sorted(like, key=lambda x: x.cold)
-    return found
+        like = [x for x in known if _same(x, level, wanted) and x not in matches]
+        matches += sorted(like, key=lambda x: x.cold)
+    return matches
 
 
 def tuned_rows(p: Problem, target: Target, threads: int) -> frozenset[int]:
-    """Values of M for which there may be findings, of problems that are like `p` but for M.
+    """Values of M that may have tuned schedules, of problems that equal `p` except for M.
 
     Raises:
         DatabaseError: the user's database cannot be read.
@@ -354,30 +358,30 @@ def tuned_rows(p: Problem, target: Target, threads: int) -> frozenset[int]:
 
 @lru_cache(maxsize=4)
 def _rows_kept(path: Path, state: tuple[int, int, int]) -> dict[Any, frozenset[int]]:
-    """Rows of the findings in a database; `state` tells whether it has been written since."""
+    """Values of M in a database, by kind of problem; `state` changes when the file is written."""
     del state
     with opened(path) as base:
-        found = base.execute("SELECT DISTINCT problem, threads FROM findings").fetchall()
+        pairs = base.execute("SELECT DISTINCT problem, threads FROM findings").fetchall()
     try:
-        return _by_kind((Problem(**json.loads(text)), int(threads)) for text, threads in found)
+        return _by_kind((Problem(**json.loads(text)), int(threads)) for text, threads in pairs)
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
         raise DatabaseError(f"{path} has a problem that is none ({error!r}); remove the row") from error
 
 
 @lru_cache(maxsize=16)
 def _rows_shipped(vendor: str, built: str) -> dict[Any, frozenset[int]]:
-    return _by_kind((x.problem, x.threads) for found in _shipped(vendor, built).values() for x in found)
+    return _by_kind((x.problem, x.threads) for schedules in _shipped(vendor, built).values() for x in schedules)
 
 
-def _by_kind(found: Iterable[tuple[Problem, int]]) -> dict[Any, frozenset[int]]:
+def _by_kind(problems: Iterable[tuple[Problem, int]]) -> dict[Any, frozenset[int]]:
     rows: dict[Any, set[int]] = {}
-    for p, threads in found:
+    for p, threads in problems:
         rows.setdefault((p.but_rows, threads), set()).add(p.m)
     return {key: frozenset(values) for key, values in rows.items()}
 
 
 def _same(x: Tuned, level: str, wanted: dict[str, str]) -> bool:
-    """A finding is of this chip, of like ones, or of this vendor's for the same architecture family."""
+    """Test whether a schedule was tuned on this chip, on this architecture, or on this vendor's with the same ISA."""
     if level == "chip":
         return (x.chip, x.architecture) == (wanted["chip"], wanted["architecture"])
     if level == "architecture":
@@ -387,12 +391,12 @@ def _same(x: Tuned, level: str, wanted: dict[str, str]) -> bool:
 
 @lru_cache(maxsize=16)
 def _shipped(vendor: str, built: str) -> dict[tuple[str, int], list[Tuned]]:
-    """Shipped findings of a vendor or an architecture, by problem and threads."""
-    found: dict[tuple[str, int], list[Tuned]] = {}
+    """Shipped schedules of a vendor or an architecture, by problem and threads."""
+    by_problem: dict[tuple[str, int], list[Tuned]] = {}
     marks = (f'\nvendor = "{vendor}"\n', f'\narchitecture = "{built}"\n')
     for file in sorted(resources.files("portmm.targets.tuned").iterdir(), key=lambda x: x.name):
-        # Reading TOML is slow: only what may be of use.
+        # Parsing TOML is slow: only files with a matching row are parsed.
         if file.name.endswith(".toml") and any(mark in (text := file.read_text()) for mark in marks):
             for x in from_toml(text):
-                found.setdefault((told(x.problem), x.threads), []).append(x)
-    return found
+                by_problem.setdefault((problem_text(x.problem), x.threads), []).append(x)
+    return by_problem

@@ -1,1 +1,1 @@
-"""Explanations of what was selected, and why."""
+"""Explanations of selected schedules and their predictions."""

@@ -1,9 +1,8 @@
-"""What was chosen, and why.
+"""Explanations of schedules that were selected for the CPU.
 
-Owns `explain` and the record it returns. Imports everything below the command
-line. Explaining never compiles: it poses the problem that `matmul` would pose,
-asks `dispatch` for the choice, and lowers and emits it. So a machine that is
-not here can be explained as well.
+Owns `explain` and the record it returns. Explaining never compiles: it makes the
+problem that `matmul` would make, gets the schedule from `dispatch`, and lowers and emits it.
+So other machines than this one can be explained as well.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from portmm.codegen.c_kernel import source
 from portmm.dispatch import config
 from portmm.dispatch import cpu as cpu_dispatch
 from portmm.errors import ScheduleError, TargetError
-from portmm.explanation.summary import Chosen
+from portmm.explanation.summary import Selected
 from portmm.host import detect
 from portmm.host.calibrate import measured
 from portmm.schedule import textbook
@@ -41,14 +40,14 @@ SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation(Chosen):
-    """The way from a problem to a kernel. `print` it.
+class Explanation(Selected):
+    """An explanation of a problem's kernel: schedule, prediction, source. `print` it.
 
     Attributes:
-        choice: the problem, the target, what was chosen for them and what was not.
-        kernel: the loops of the chosen schedule.
-        source: the C that is emitted for them.
-        notes: what else a reader should know.
+        choice: the problem, the target, the selected schedule and the runners-up.
+        kernel: the loop nest of the schedule.
+        source: the C that is emitted for it.
+        notes: further remarks.
     """
 
     kernel: Kernel
@@ -62,35 +61,35 @@ class Explanation(Chosen):
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """What the instruction set asks of the compiler."""
+        """Compiler flags of the instruction set."""
         return self.kernel.isa.flags
 
     @property
     def rates(self) -> dict[str, tuple[float, str]]:
-        """Rates that the prediction rests on -> value, and "measured", "described" or "assumed".
+        """Rates of the prediction -> value, and its origin: "measured", "described" or "assumed".
 
         Multiply-adds in GFLOP/s or, unless measured, instructions per cycle;
         memory levels in GB/s or, unless measured, bytes per cycle.
         """
         target, atom = self.target, self.kernel.atom.name
         known = _rate(target, atom)
-        found = {atom: known} if known else {}
+        rates_ = {atom: known} if known else {}
         for name, assumed in DEFAULT_BYTES_PER_CYCLE.items():
             level = target.level(name)
             if level is None and name != "memory":
                 continue
-            told = level.load_bytes_per_cycle if level else 0.0
-            found[name] = (told, "described") if told else (assumed, "assumed")
-        return found | {x: (target.measured[x], "measured") for x in found if x in target.measured}
+            described = level.load_bytes_per_cycle if level else 0.0
+            rates_[name] = (described, "described") if described else (assumed, "assumed")
+        return rates_ | {x: (target.measured[x], "measured") for x in rates_ if x in target.measured}
 
     @property
     def runs_here(self) -> bool:
-        """Whether this machine can run the kernel."""
+        """Test whether this machine can run the kernel."""
         return not detect.missing(self.kernel.isa) and self.target.arch in ("any", detect.host().arch)
 
     @property
     def artifact(self) -> Artifact:
-        """The compiled kernel: built now, or found in the cache.
+        """The compiled kernel: built now, or loaded from the cache.
 
         For another architecture it is cross-compiled.
 
@@ -104,7 +103,7 @@ class Explanation(Chosen):
         return build(self.source, flags=self.flags, arch=arch, name=self.kernel.name)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but the artifact, in types that JSON knows."""
+        """All fields but the artifact, in types of JSON."""
         return {
             "problem": {**asdict(self.problem), "flops": self.problem.flops, "bytes": self.problem.bytes},
             "target": self.target.name,
@@ -134,7 +133,7 @@ class Explanation(Chosen):
 
 
 def _rate(target: Target, atom: str) -> tuple[float, str] | None:
-    """Multiply-adds of an atom: GFLOP/s if measured, else how many it starts in a cycle."""
+    """The rate of an atom's multiply-adds: GFLOP/s if measured, else instructions per cycle."""
     if atom in target.measured:
         return target.measured[atom], "measured"
     return (target.rates[atom], "described") if atom in target.rates else None
@@ -190,7 +189,7 @@ def _speed(atom: Atom, rate: tuple[float, str]) -> str:
 
 
 def _tiles(x: Explanation) -> Iterator[str]:
-    """What each tile fills of its level."""
+    """Lines with the footprint of each tile in its level of memory."""
     s, target = x.schedule, x.target
     yield field("", f"registers: {registers(s, x.kernel.atom)} of {x.kernel.isa.registers}")
     for tile in s.tiles[1:]:
@@ -214,7 +213,7 @@ def _others(x: Explanation) -> Iterator[str]:
 
 
 def _other_units(x: Explanation) -> Iterator[str]:
-    """The best that each unit that is not shown yet would do."""
+    """Lines with the best schedule of each instruction set not shown yet."""
     seen = {x.schedule.isa, *(s.isa for s, _ in x.runners_up[:SHOWN])}
     for s, cost in x.runners_up[SHOWN:]:
         isa = x.target.isa(s.isa)
@@ -223,19 +222,19 @@ def _other_units(x: Explanation) -> Iterator[str]:
             continue
         seen.add(s.isa)
         rate = _rate(x.target, atom.name)
-        told = f" ({_speed(atom, rate)})" if rate else ""
-        yield field("", f"{time(cost.seconds)} ({cost.seconds / x.seconds:.3g}x) by {s.isa}{told}: {s}")
+        speed = f" ({_speed(atom, rate)})" if rate else ""
+        yield field("", f"{time(cost.seconds)} ({cost.seconds / x.seconds:.3g}x) by {s.isa}{speed}: {s}")
 
 
 def target_called(name: str | Target | None) -> Target:
-    """The machine that a name stands for, whether or not it could run here.
+    """The target of a name, whether or not this machine can run its code.
 
     Args:
-        name: None for the target in force; a chip, an ISA or a .toml file, which
-            mean what they mean to `config` if this machine can run them.
+        name: None for the current target; a chip, an ISA or a .toml file, resolved
+            as in `config` if this machine can run them.
 
     Raises:
-        TargetError: nothing is called that.
+        TargetError: there is no target of that name.
     """
     if isinstance(name, Target):
         return name
@@ -260,31 +259,31 @@ def explain(
     epilogue: Callable[..., Any] | None = None,
     grouped: bool = False,
 ) -> Explanation | GridExplanation:
-    """Say how a product would be computed, and why that way. Nothing is compiled.
+    """Explain how a product would be computed, without compiling anything.
 
     Args:
         a: an example array or a shape (..., m, k); or a `Problem`, without `b` and `out`.
         b: an example array, a shape (..., k, n), or a weight from `pack`.
         out: an example of the output; without one, C-contiguous.
-        dtype: of operands that are shapes, where no array says more: "f32", "f64", "bf16",
+        dtype: of operands that are shapes, unless an array determines it: "f32", "f64", "bf16",
             "f16", "s8", or those of A, B and C as in "u8-s8-s32".
-        target: a chip, an ISA, a .toml file or a cloud instance, here or not; None for the target in force.
-        threads: the most to use; 0 for every core; None for what is set, or,
+        target: a chip, an ISA, a .toml file or a cloud instance, here or not; None for the current target.
+        threads: the most to use; 0 for every core; None for the current setting, or,
             with a `target`, for its cores.
-        deterministic: as in `config`; None for what is set, or for the `Problem`'s.
-        static: for this size alone, as `plan` computes.
-        epilogue: what becomes of the sums, as in `matmul`; `a` and `b` are arrays then.
-        grouped: as `grouped_matmul` computes, (rows, k) by (groups, k, n), rows being shared out evenly; in the
-            host's memory, one group of them.
+        deterministic: as in `config`; None for the current setting, or the `Problem`'s.
+        static: for this size only, as `plan` computes.
+        epilogue: the epilogue function, as in `matmul`; `a` and `b` are arrays then.
+        grouped: as `grouped_matmul` computes, (rows, k) by (groups, k, n), with rows distributed evenly; in the
+            host's memory, one of the groups.
 
     Returns:
-        A record that prints, and has all that it prints as attributes; for a device a
-        `GridExplanation`, of operands that are dense and aligned.
+        A record that prints, with all that it prints as attributes; for a device a
+        `GridExplanation`, for contiguous and aligned operands.
 
     Raises:
         TypeError: a dtype is not supported.
-        ValueError: shapes do not fit, or there is nothing to multiply.
-        TargetError: no target is called that.
+        ValueError: shapes do not match, or the product is empty.
+        TargetError: there is no target of that name.
         ScheduleError: the target has no schedule for the problem.
     """
     if interop.on_device(a) or interop.on_device(b):
@@ -296,11 +295,11 @@ def explain(
     if threads is None:
         threads = config.get_num_threads() if target is None else machine.cores
     threads = threads or max(1, machine.cores)
-    found = _found(a, b, out, (dtype, deterministic, static), machine, threads, epilogue, grouped=grouped)
-    return replace(found, notes=(family.said(str(target)), *found.notes)) if family else found
+    explanation = _explanation(a, b, out, (dtype, deterministic, static), machine, threads, epilogue, grouped=grouped)
+    return replace(explanation, notes=(family.said(str(target)), *explanation.notes)) if family else explanation
 
 
-def _found(  # noqa: PLR0917 - what `explain` is asked
+def _explanation(  # noqa: PLR0917 - the arguments of `explain`
     a: Any,
     b: Any,
     out: Any,
@@ -336,7 +335,7 @@ def _found(  # noqa: PLR0917 - what `explain` is asked
 
 
 def _group(a: Any, b: Any, dtype: str, target: Target) -> Problem:
-    """The problem of groups of like sizes, on a device; elsewhere that of one group."""
+    """The problem of groups of equal sizes on a device; for a CPU that of one group."""
     (rows, k), (groups, *one) = (x if isinstance(x, tuple) else x.shape for x in (a, b))
     each = -(-rows // max(groups, 1))
     word = dtype if isinstance(a, tuple) else a.dtype.name

@@ -1,8 +1,7 @@
-"""What was chosen for a device, and why.
+"""Explanations of schedules that were selected for a device.
 
-Owns the record that `explain` returns for devices. Imports `ops.fused_matmul_gpu`, `dispatch.gpu`,
-`ops.grouped_matmul_gpu`, `ops.matmul_gpu`, `util.text`. Nothing is compiled, and no device need be there: operands are then
-taken to be dense and aligned.
+Owns the record that `explain` returns for devices. Nothing is compiled, and no device is needed: operands are then
+assumed contiguous and aligned.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.arrays import device_arrays, relayout
 from portmm.codegen.lower import lower_grid
 from portmm.dispatch import gpu as gpu_dispatch
-from portmm.explanation.summary import Chosen
+from portmm.explanation.summary import Selected
 from portmm.ops import fused_matmul_gpu, grouped_matmul_gpu, int4_gpu, matmul_gpu
 from portmm.schedule.gpu_candidates import MOST_VECTOR, occupancy, registers, shared_bytes
 from portmm.schedule.schedule import spell
@@ -35,14 +34,14 @@ SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
-class GridExplanation(Chosen):
-    """The way from a problem to kernels of a device. `print` it.
+class GridExplanation(Selected):
+    """An explanation of a problem's kernels on a device: schedule, prediction, source. `print` it.
 
     Attributes:
-        choice: the problem, the target, what was chosen for them and what was not.
+        choice: the problem, the target, the selected schedule and the runners-up.
         kernels: in the order in which they run.
         language: "cuda" or "opencl".
-        notes: what else a reader should know.
+        notes: further remarks.
     """
 
     kernels: tuple[GridKernel, ...]
@@ -51,17 +50,17 @@ class GridExplanation(Chosen):
 
     @property
     def source(self) -> str:
-        """The kernels' text, one after the other."""
+        """The source of the kernels, one after the other."""
         return "\n".join(gpu_dispatch.source(x, self.language) for x in self.kernels)
 
     @property
     def artifact(self) -> Any:
-        """What NVRTC made of the first kernel: a `Cubin`.
+        """The first kernel, compiled by NVRTC: a `Cubin`.
 
         Raises:
-            ScheduleError: its language is compiled by a device's driver only.
+            ScheduleError: only a device's driver compiles its language.
             NoCompilerError: there is no NVRTC.
-            BuildError: it failed.
+            BuildError: NVRTC failed.
         """
         from portmm.build.nvrtc import compile_cuda
         from portmm.errors import ScheduleError
@@ -73,7 +72,7 @@ class GridExplanation(Chosen):
         return compile_cuda(gpu_dispatch.source(kernel, "cuda"), kernel.name, device.architecture)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but the artifact, in types that JSON knows."""
+        """All fields but the artifact, in types of JSON."""
         return {
             "problem": {**asdict(self.problem), "flops": self.problem.flops, "bytes": self.problem.bytes},
             "target": self.target.name,
@@ -100,26 +99,26 @@ class GridExplanation(Chosen):
 
 
 def of_arrays(a: Any, b: Any, out: Any, epilogue: Any, *, grouped: bool = False) -> GridExplanation:
-    """What `explain` says of arrays on a device: the device is theirs, and they lie as they do.
+    """The explanation for arrays on a device, with their device and layouts.
 
     Raises:
         TypeError: one of them is in the host's memory.
-        ValueError: there is nothing to multiply.
+        ValueError: the product is empty.
     """
     notes: tuple[str, ...] = ()
     call: grouped_matmul_gpu.Posed | matmul_gpu.Posed
     if isinstance(b, int4_gpu.DeviceCoded):
         call, notes = int4_gpu.question(a, b, out, epilogue)
         return _answered(call, b.words, notes)
-    given = matmul_gpu.adopted(a, b, out)
-    assert given is not None  # noqa: S101 - `explain` looked
+    operands = matmul_gpu.adopted(a, b, out)
+    assert operands is not None  # noqa: S101 - checked by `explain`
     if grouped:
-        call = grouped_matmul_gpu.question(*given, epilogue)
+        call = grouped_matmul_gpu.question(*operands, epilogue)
     elif epilogue is None:
-        call = matmul_gpu.question(given)
+        call = matmul_gpu.question(operands)
     else:
-        call, notes = fused_matmul_gpu.question(given, epilogue)
-    return _answered(call, given[0], notes)
+        call, notes = fused_matmul_gpu.question(operands, epilogue)
+    return _answered(call, operands[0], notes)
 
 
 def _answered(call: grouped_matmul_gpu.Posed | matmul_gpu.Posed, a: Foreign, notes: tuple[str, ...]) -> GridExplanation:
@@ -139,12 +138,12 @@ def explained(
     p: Problem, target: Target, language: str = "", notes: tuple[str, ...] = (),
     moved: tuple[int, int, int] | None = None,
 ) -> GridExplanation:  # fmt: skip
-    """What `explain` says of a problem on a device.
+    """The explanation for a problem on a device.
 
     Raises:
         ScheduleError: the device has no schedule for the problem.
     """
-    assert target.device is not None  # noqa: S101 - `explain` looked
+    assert target.device is not None  # noqa: S101 - checked by `explain`
     language = language or target.device.language
     target = replace(target, device=replace(target.device, language=language))
     choice = gpu_dispatch.choose(p, target, moved or vectors(p))
@@ -154,7 +153,7 @@ def explained(
 
 
 def vectors(p: Problem) -> tuple[int, int, int]:
-    """Elements that may be moved at once, where operands are dense and aligned."""
+    """Elements of a vector access to A, B and C, for contiguous and aligned operands."""
     near = {"a": {"row": p.k, "col": p.m}, "b": {"row": p.n, "col": p.k}, "c": {"row": p.n}}
     sides = zip("abc", (p.a, p.b, p.c), p.types, strict=True)
     return tuple(math.gcd(near[x].get(at, 1), MOST_VECTOR // BY_NAME[t].bytes) for x, at, t in sides)  # type: ignore[return-value]
@@ -162,7 +161,7 @@ def vectors(p: Problem) -> tuple[int, int, int]:
 
 def _lines(x: GridExplanation) -> Iterator[str]:
     p, target, s, device = x.problem, x.target, x.schedule, x.target.device
-    assert device is not None  # noqa: S101 - `explain` looked
+    assert device is not None  # noqa: S101 - checked by `explain`
     yield field("problem", f"{p}; {flop(p.flops)}, at least {size(p.bytes)} moved")
     if p.fused:
         yield field("fused", p.fused)

@@ -1,6 +1,6 @@
-"""What every explanation says of a choice.
+"""Common part of explanations for CPUs and devices.
 
-Owns `Chosen`, of which explanations for CPUs and for devices are made. Imports `dispatch.cpu`.
+Owns `Selected`, their base class.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """A choice, and what follows from it.
+class Selected:
+    """A selected schedule, with its problem and prediction.
 
     Attributes:
-        choice: the problem, the target, what was chosen for them and what was not.
+        choice: the problem, the target, the selected schedule and the runners-up.
     """
 
     choice: Choice
 
     @property
     def problem(self) -> Problem:
-        """What is computed."""
+        """The problem."""
         return self.choice.problem
 
     @property
     def target(self) -> Target:
-        """The machine that it is computed for."""
+        """The target."""
         return self.choice.target
 
     @property
     def schedule(self) -> Schedule:
-        """How it is computed."""
+        """The selected schedule."""
         return self.choice.schedule
 
     @property
@@ -63,5 +63,5 @@ class Chosen:
 
     @property
     def origin(self) -> str:
-        """Whose choice it is: "analytical" for the cost model's, "textbook" by `textbook.preferred`."""
+        """The origin: "analytical" (the cost model), "textbook" (`textbook.preferred`), or "tuned on" a chip."""
         return self.choice.origin

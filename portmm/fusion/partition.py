@@ -96,7 +96,7 @@ class Splitter:
         return Split(self.ordered(), self.of, self.inline, self.apart)
 
     def small(self, x: Node) -> bool:
-        """Test whether to recompute a value at its uses: it is computed from arrays, and used once, or by larger nodes."""
+        """Test whether to recompute a value at its uses: computed from arrays, and used once, or by larger nodes."""
         ready = all(self.root(y).kind in LEAVES or y in self.inline for y in x.inputs)
         if not ready or x.kind != "map" or x.rounds or x.of("index"):
             return False

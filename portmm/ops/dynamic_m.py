@@ -50,7 +50,7 @@ def route(p: Problem) -> Any:
 
 
 def _found(p: Problem, about: Any) -> Any:
-    book = route_cache.book(config.current().target or os.environ.get("PORTMM_TARGET", ""))
+    book = route_cache.of_target(config.current().target or os.environ.get("PORTMM_TARGET", ""))
     asked = route_cache.question(p, (p.m, p.m), config.limit())
     found = None if book is None else route_cache.route(book, asked, runtime(), p)
     first = _first.setdefault(about, p)

@@ -136,9 +136,9 @@ def fold(q: Quantized) -> Folded:
 
 
 def _fold_by_kernel(q: Quantized, kept: Family, owner: Array) -> None:
-    from portmm.dispatch.cpu import fold_route
+    from portmm.dispatch.cpu import int4_repack_route
 
-    route = fold_route(kept, config.target(), config.get_num_threads())
+    route = int4_repack_route(kept, config.target(), config.get_num_threads())
     (k, n), (codes, c, scales, offsets) = q.shape, (x.ctypes.data for x in (q.codes, owner, q.scales, q.offsets))
     numbers = (1, n, k, 1, codes, 0, 0, 0, codes, n, 1, 0, c, *numpy_arrays.page_ends(owner, owner.itemsize), 0)
     runtime().execute(route, *numbers, None, 0, scales, offsets, 0, 0, 0)

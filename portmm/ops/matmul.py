@@ -182,7 +182,7 @@ def _is_due() -> bool:
 
 
 def _begin(a: Any, b: Any, out: Any) -> Callable[[Any, Any, Any], Any]:
-    kept = route_cache.book(_target_name())
+    kept = route_cache.of_target(_target_name())
     try:
         if kept is None or not kept.lines:
             _build_ahead(a, b, out)
@@ -231,7 +231,7 @@ def _settings() -> None:
     if rt is not None:
         rt.set_override(config.overridden())
         if not config.overridden():
-            kept = None if config.limit() else route_cache.book(_target_name())
+            kept = None if config.limit() else route_cache.of_target(_target_name())
             rt.set_num_threads(kept.cores if kept and kept.cores else config.get_num_threads())
 
 
@@ -265,7 +265,7 @@ def routed(p: Problem) -> tuple[Any, bool]:
     found = _classes.get(key)
     if found is not None:
         return found, True
-    kept = route_cache.book(name)
+    kept = route_cache.of_target(name)
     if kept is not None:
         whole = route_cache.question(p, (least, most), limit)
         alone = route_cache.question(p, (p.m, p.m), limit) if least < most else whole

@@ -1,7 +1,7 @@
-"""What the twin of the extension works with: kernels, routes, weights, plans.
+"""Types of the cffi runtime: kernels, routes, packed weights, plans.
 
-Owns the Python twins of the extension's types, and what both sides of a call
-must agree on: layouts, overlap, signatures. Imports NumPy only.
+Owns the Python counterparts of the extension's types, and the rules that both
+implementations share: layouts, overlap, signatures.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_ND = 8
 
 
 def register_dtype(name: str, dtype: np.dtype[Any]) -> None:
-    """Tell what arrays of a type look like that NumPy does not have itself."""
+    """Register the NumPy dtype of an element type that NumPy does not define."""
     if name != "bf16":
         raise ValueError(f"{name!r} is not a type from elsewhere; NumPy has it itself, or nobody does")
     _DTYPES[name] = dtype
@@ -66,7 +66,7 @@ class Kernel:
 
 
 class Route:
-    """A kernel that is ready to be launched."""
+    """A kernel that is ready to be launched, with its workspace and threads."""
 
     __slots__ = ("bytes", "dtype", "dtypes", "kernel", "work_bytes", "workers")
 
@@ -81,7 +81,7 @@ class Route:
 
 
 class Packed:
-    """A weight laid out for one family of micro-kernels."""
+    """A weight in a packed layout."""
 
     __slots__ = ("b_batch", "b_k", "b_n", "element", "family", "k", "n", "owner", "shape")
 
@@ -97,12 +97,12 @@ class Packed:
         b_batch: int,
         shape: tuple[int, ...] | None = None,
     ) -> None:
-        held = _dtype(dtype)
+        storage = _dtype(dtype)
         if not isinstance(owner, np.ndarray):
             raise TypeError(f"packed data is {type(owner).__name__}; need a numpy array")
         flags = owner.flags
-        if owner.ndim != 1 or owner.dtype != held or not (flags.aligned and flags.c_contiguous) or min(k, n) < 0:
-            raise ValueError(f"packed data must be a contiguous 1-D {held} array and k, n >= 0 (got {k = }, {n = })")
+        if owner.ndim != 1 or owner.dtype != storage or not (flags.aligned and flags.c_contiguous) or min(k, n) < 0:
+            raise ValueError(f"packed data must be a contiguous 1-D {storage} array and k, n >= 0 (got {k = }, {n = })")
         self.owner, self.k, self.n, self.element, self.family = owner, k, n, dtype, family
         self.b_k, self.b_n, self.b_batch = b_k, b_n, b_batch
         if not isinstance(shape, (tuple, type(None))):
@@ -123,7 +123,7 @@ def offsets_of(outer: Any) -> bytes:
 
 
 def address(x: np.ndarray[Any, Any]) -> int:
-    """Where element zero lies."""
+    """The address of element zero."""
     # x.ctypes would import ctypes
     return int(x.__array_interface__["data"][0])
 
@@ -139,7 +139,7 @@ def _span(x: np.ndarray[Any, Any]) -> tuple[int, int]:
 
 
 def overlap(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> bool:
-    """The bytes that two arrays span have some in common."""
+    """Test whether the spans of two arrays in memory overlap."""
     (low, high), (other_low, other_high) = _span(x), _span(y)
     return max(low, other_low) < min(high, other_high)
 
@@ -186,7 +186,7 @@ def _signed(x: Any) -> tuple[Any, ...] | None:
 
 
 def signature(a: Any, b: Any, out: Any) -> tuple[Any, ...] | None:
-    """All that a plan for these operands depends on, or None if there can be none."""
+    """The key of a plan for these operands, or None if no plan can take them."""
     left = _signed(a)
     right: tuple[Any, ...] | None = None
     into: tuple[Any, ...] | None = ()
@@ -200,7 +200,7 @@ def signature(a: Any, b: Any, out: Any) -> tuple[Any, ...] | None:
 
 
 class Operand:
-    """What a plan expects of one operand."""
+    """The type, shape and strides that a plan requires of one operand."""
 
     __slots__ = ("dtype", "shape", "strides")
 
@@ -218,13 +218,13 @@ class Operand:
             raise ValueError(f"negative dimension in {self.shape}")
 
     def same_strides(self, strides: tuple[int, ...]) -> bool:
-        """Whether an array of this shape with `strides` is meant; extent 1 has no stride."""
+        """Test whether `strides` equal these, except for axes of extent 1."""
         if 0 in self.shape:
             return True
         return all(n == 1 or s == t for n, s, t in zip(self.shape, self.strides, strides, strict=True))
 
     def check(self, x: Any, name: str) -> None:
-        """Raise unless `x` is such an array."""
+        """Raise unless `x` has this type, shape and strides."""
         if not isinstance(x, np.ndarray):
             raise TypeError(f"{name} is {type(x).__name__}; a plan takes numpy arrays")
         refuse_class(x, name, matrix=False)
@@ -239,7 +239,7 @@ class Operand:
 
 
 class Plan:
-    """A product whose shapes and strides are settled."""
+    """A product with fixed shapes and strides."""
 
     __slots__ = ("_a", "_b", "_c", "_launch", "_numbers", "_outer", "detail", "packed", "route")
 
@@ -269,7 +269,7 @@ class Plan:
         return self._run(a, b, out)
 
     def check(self, a: Any, b: Any, out: Any) -> Any:
-        """Raise unless the plan can take these operands; the array for the result."""
+        """The array for the result; raises unless the plan can take these operands."""
         self._a.check(a, "a")
         if self._b is not None:
             self._b.check(b, "b")
@@ -291,7 +291,7 @@ class Plan:
         return self.run(a, b, into, scalar=out is None)
 
     def run(self, a: Any, b: Any, out: Any, *, scalar: bool) -> Any:
-        """Fill `out`, which fits; with `scalar`, one without dimensions comes back as a number."""
+        """Compute into a checked `out`; with `scalar`, return a 0-D result as a number."""
         m, n, k, batch, a_m, a_k, a_b, b_k, b_n, b_b, c_m, c_n, c_b = self._numbers
         pa, pb, pc = address(a), address(b), address(out)
         numbers = (m, n, k, batch, pa, a_m, a_k, a_b, pb, b_k, b_n, b_b, pc, c_m, c_n, c_b)

@@ -1,8 +1,7 @@
 """The run time through cffi, where Python's headers are missing.
 
-Owns the Python twins of the extension's functions: the same meaning, some
-microseconds more per call. May import `ir.abi`, `errors`, `records`, and NumPy and
-cffi. The threads and the launch are the extension's own C.
+Owns the Python counterparts of the extension's functions: the same interface, some
+microseconds more per call. The thread pool and the launch are the extension's C.
 """
 
 from __future__ import annotations
@@ -59,14 +58,14 @@ VECTORS = {
     "a_zero": "int *", "a_sum": "int *", "b_zero": "int *",
     "operands": "portmm_operand *", "numbers": "float *",
 }  # fmt: skip
-"""What may follow the offsets of `execute`, in this order."""
+"""Pointers that may follow the offsets of `execute`, in this order."""
 QUANTISED = 6
-"""How many of them a quantised product takes."""
+"""The number of them that a quantised product takes."""
 _MOST_ROUTES, _MOST_PLANS = 1 << 16, 1 << 12  # as in memo.c
 
 
-class Twin:
-    """`host.Runtime`, in Python over the Python-free library at `path`."""
+class CffiRuntime:
+    """The `Runtime` in Python, over the Python-free library at `path`."""
 
     def __init__(self, path: str) -> None:
         self.Packed, self.Kernel, self.Route, self.Plan = Packed, Kernel, Route, Plan
@@ -76,7 +75,7 @@ class Twin:
             self._lib: Any = self._ffi.dlopen(path)
         except OSError as error:
             raise BuildError(f"{path} cannot be loaded: {error}") from error
-        # cffi resolves names under locks of its own, which a forked child may find held: none is new to it later.
+        # cffi resolves names under its own locks, which a forked child may inherit locked: all are resolved now.
         for text in (*_TYPES, *VECTORS.values()):
             self._ffi.typeof(text)
         for name in SYMBOLS:
@@ -91,7 +90,7 @@ class Twin:
         self._plans: dict[tuple[Any, ...], Plan | None] = {}
 
     def load(self, path: str | Path, symbol: str, file: str | Path = "") -> Kernel:
-        """See `host.Runtime`."""
+        """See `Runtime`."""
         import os
 
         error = self._ffi.new("char[512]")
@@ -102,11 +101,11 @@ class Twin:
 
     @staticmethod
     def register_dtype(name: str, dtype: np.dtype[Any]) -> None:
-        """See `host.Runtime`."""
+        """See `Runtime`."""
         register_dtype(name, dtype)
 
     def make_route(self, kernel: Kernel, work_bytes: int, workers: int, dtype: str, unit: int = 1) -> Route:
-        """See `host.Runtime`."""
+        """See `Runtime`."""
         return Route(kernel, work_bytes, workers, dtype, unit)
 
     def launch(self, route: Route, v: tuple[int, ...], outer: bytes, vectors: tuple[int, ...] = ()) -> None:
@@ -126,7 +125,7 @@ class Twin:
             raise MemoryError(f"no memory for a workspace of {route.work_bytes} bytes")
 
     def execute(self, route: Route, *numbers: Any) -> None:
-        """See `host.Runtime`."""
+        """See `Runtime`."""
         if not isinstance(route, Route) or len(numbers) not in (16, 17, 17 + QUANTISED, 17 + len(VECTORS)):
             raise TypeError(
                 f"execute takes a Route, 16 integers, optional offsets, then {QUANTISED}, {len(VECTORS)} "
@@ -136,7 +135,7 @@ class Twin:
         self.launch(route, tuple(map(_address, numbers[:16])), outer, tuple(map(_address, numbers[17:])))
 
     def execute_all(self, routes: tuple[Route, ...], address: int) -> None:
-        """See `host.Runtime`."""
+        """See `Runtime`."""
         count = 18 + len(VECTORS)
         words = self._ffi.cast("long *", address)
         for i, route in enumerate(routes):
@@ -146,18 +145,18 @@ class Twin:
 
     @staticmethod
     def describe(*_: Any) -> None:
-        """See `host.Runtime`: nothing is told here."""
+        """See `Runtime`: without the extension there is no fast path for descriptions."""
 
     @staticmethod
     def address(array: np.ndarray[Any, Any]) -> int:
-        """See `host.Runtime`."""
+        """See `Runtime`."""
         if not isinstance(array, np.ndarray):
             raise TypeError("address takes an array")
         return int(array.__array_interface__["data"][0])
 
     @staticmethod
     def are_scales(vector: np.ndarray[Any, Any]) -> bool:
-        """See `host.Runtime`."""
+        """See `Runtime`."""
         if (
             not isinstance(vector, np.ndarray)
             or (vector.ndim, vector.dtype) != (1, np.float32)
@@ -170,15 +169,15 @@ class Twin:
         if self._resolver is None:
             return None
         memo = self._memo
-        found = self._resolver(*(key if self._density else key[:-1]))
-        if found is None:
+        answer = self._resolver(*(key if self._density else key[:-1]))
+        if answer is None:
             return None
-        route, shared = found if isinstance(found, tuple) else (found, False)
+        route, shared = answer if isinstance(answer, tuple) else (answer, False)
         if not isinstance(route, Route) or route.dtype != dtype:
             raise TypeError(f"the resolver returned {route!r}; need a Route for {dtype}, or None")
         if len(memo) >= _MOST_ROUTES:
             memo.clear()
-        # A memo cleared meanwhile is another dictionary.
+        # `memo` is the dictionary from before the call, even if the memo was cleared since.
         memo[_of_class(key) if shared else key] = route
         return route
 
@@ -195,7 +194,7 @@ class Twin:
         return plan
 
     def _planned(self, a: Any, b: Any, out: Any) -> Any:
-        """The product by a plan, or NotImplemented for the slow path."""
+        """The product by a plan; NotImplemented for the slow path."""
         key = None if self._override or self._planner is None else signature(a, b, out)
         if key is None:
             return NotImplemented
@@ -208,7 +207,7 @@ class Twin:
         return plan.run(a, data, plan.check(a, data, out), scalar=out is None)
 
     def _fast(self, a: Any, b: Any, out: Any) -> Any:
-        """The product of two matrices, the first of which may be a stack, or NotImplemented for other ways."""
+        """The product of two matrices, the first possibly a stack, by a route; NotImplemented for other calls."""
         left = None if self._override else layout_of(a)
         if left is None or NAMES[a.dtype] not in CLOSED:
             return NotImplemented
@@ -251,7 +250,7 @@ class Twin:
         return None if overlap(out, a) or overlap(out, b) else into
 
     def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
-        """See `host.Runtime`."""
+        """See `Runtime`."""
         for way in (self._fast, self._planned):
             result = way(a, b, out)
             if result is not NotImplemented:
@@ -263,7 +262,7 @@ class Twin:
     def make_plan(  # noqa: PLR0917
         self, route: Route, a: Any, b: Any, c: Any, numbers: Any, outer: Any = None, *, detail: Any = None
     ) -> Plan:
-        """See `host.Runtime`."""
+        """See `Runtime`."""
         if not isinstance(route, Route):
             raise TypeError(f"{route!r} is no Route")
         plan = Plan(self.launch, route, (a, b, c), numbers, outer)
@@ -271,33 +270,33 @@ class Twin:
         return plan
 
     def set_slow(self, function: Callable[[Any, Any, Any], Any]) -> None:
-        """See `host.Runtime`."""
+        """See `Runtime`."""
         self._slow = _callable(function)
 
     def set_resolver(self, function: Callable[..., Any], density: bool = False) -> None:
-        """See `host.Runtime`."""
+        """See `Runtime`."""
         self._resolver, self._density = _callable(function), bool(density)
         self.clear_memo()
 
     def set_planner(self, function: Callable[[Any, Any, Any], Any]) -> None:
-        """See `host.Runtime`."""
+        """See `Runtime`."""
         self._planner = _callable(function)
         self.clear_memo()
 
     def set_override(self, flag: bool) -> None:
-        """See `host.Runtime`."""
+        """See `Runtime`."""
         self._override = bool(flag)
 
     def clear_memo(self) -> None:
-        """See `host.Runtime`."""
+        """See `Runtime`."""
         self._memo, self._plans = {}, {}
 
     def memo_size(self) -> int:
-        """See `host.Runtime`."""
+        """See `Runtime`."""
         return len(self._memo) + len(self._plans)
 
     def set_num_threads(self, threads: int) -> None:
-        """See `host.Runtime`."""
+        """See `Runtime`."""
         threads = operator.index(threads)
         if threads < 1:
             raise ValueError(f"the number of threads is {threads}; it must be at least 1")
@@ -306,32 +305,32 @@ class Twin:
             self.clear_memo()
 
     def get_num_threads(self) -> int:
-        """See `host.Runtime`."""
+        """See `Runtime`."""
         return int(self._lib.portmm_get_num_threads())
 
     def set_scratch(self, size: int) -> None:
-        """See `host.Runtime`."""
+        """See `Runtime`."""
         size = operator.index(size)
         if size < 0:
             raise ValueError(f"the limit of workspaces is {size} bytes; it must be at least 0")
         self._lib.portmm_set_scratch(size)
 
     def scratch(self) -> int:
-        """See `host.Runtime`."""
+        """See `Runtime`."""
         return int(self._lib.portmm_scratch())
 
     def pool_threads(self) -> int:
-        """See `host.Runtime`."""
+        """See `Runtime`."""
         return int(self._lib.portmm_pool_threads())
 
 
 def _of_class(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The key of all M of a class."""
+    """The key shared by all M of a class."""
     return (key[0], -row_class(key[1])[1], *key[2:])
 
 
 def _address(x: Any) -> int:
-    """An integer, or where the first element of an array lies; None is no address."""
+    """An address: an integer, or that of the first element of an array; 0 for None."""
     if isinstance(x, np.ndarray):
         return int(x.__array_interface__["data"][0])
     return 0 if x is None else operator.index(x)

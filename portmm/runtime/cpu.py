@@ -1,11 +1,11 @@
-"""Running kernels on this machine: the run time, built at first use.
+"""The run time of CPU kernels: threads, launches and memos, built at first use.
 
-Owns the choice between the C extension and its twin through cffi, and the
-interface both offer. May import `ir.abi`, `build.shared_object`, `errors`, `build.sealed_library`.
+Owns the selection between the C extension and the cffi runtime, and the
+interface of both.
 
-The C makes one translation unit: pool.c (threads), host.c (workspace, launch),
-and, with Python's headers, the files for NumPy arrays. What is called in a hot
-loop is C from end to end.
+The C files form one translation unit: pool.c (threads), host.c (workspace, launch),
+and, with Python's headers, the files for NumPy arrays. Functions called in a hot
+loop are C throughout.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _C_ONLY = ("pool.c", "host.c")
 _WITH_PYTHON = ("extension.c", "memo.c", "matmul.c", "tape.c", "plan.c", "general.c", "module.c")
 
 # -Og halves the compile time of -O2 for five nanoseconds a call. -lc brings
-# libc back, which kernels do without; libgcc, home of the out-of-line atomics
-# of aarch64, stays out. Nobody unwinds through here; the tables take a tenth.
+# libc back, which kernels do without; libgcc, which has the out-of-line atomics
+# of aarch64, stays out. Nothing unwinds through here; the tables are a tenth of the size.
 _FLAGS = ("-Og", "-fno-asynchronous-unwind-tables", "-lc", "-pthread", "-fvisibility=hidden")
 _ARCH_FLAGS = {"aarch64": ("-mno-outline-atomics",)}
 
@@ -39,12 +39,12 @@ _lock = locks.lock()
 
 
 class Runtime(Protocol):
-    """What the extension and its twin both offer.
+    """The interface of the extension and of the cffi runtime.
 
     Types: `Packed(owner, k, n, dtype, family, b_k, b_n, b_batch, shape=(k, n))`
-    is a weight laid out for a family of micro-kernels, its data in the 1-D array
-    `owner` and its three strides as the kernel wants them; a base for a Python class.
-    `Kernel`, `Route` and `Plan` are made by the functions below.
+    is a weight in a packed layout, its data in the 1-D array
+    `owner` and its three strides as the kernel takes them; a base for a Python class.
+    `Kernel`, `Route` and `Plan` are created by the functions below.
     """
 
     Packed: type[Any]
@@ -53,23 +53,23 @@ class Runtime(Protocol):
     Plan: type[Any]
 
     def load(self, path: str | Path, symbol: str, file: str | Path = "") -> Any:
-        """The kernel `symbol` in the shared object at `path`.
+        """Load the kernel `symbol` of the shared object at `path`.
 
-        The loader is given `file` instead, if that is another name of the same bytes: see `sealed`.
+        The loader opens `file` instead, if that names a sealed copy of the same bytes: see `sealed_library`.
 
         Raises:
             BuildError: it cannot be loaded.
         """
 
     def make_route(self, kernel: Any, work_bytes: int, workers: int, dtype: str, unit: int = 1) -> Any:
-        """A kernel with the workspace it needs and the most threads it may use.
+        """Make a route: a kernel with its workspace and the most threads it may use.
 
         `dtype` names the types of A, B and C, "f32" or "u8-s8-s32"; offsets of B
         count `unit` elements.
         """
 
     def register_dtype(self, name: str, dtype: Any) -> None:
-        """Tell what arrays of "bf16" look like, which is not NumPy's own."""
+        """Register the NumPy dtype of "bf16", which NumPy does not define."""
 
     def execute(self, route: Any, *numbers: Any) -> None:
         """Run a kernel on raw memory.
@@ -89,7 +89,7 @@ class Runtime(Protocol):
     def execute_all(self, routes: tuple[Any, ...], address: int) -> None:
         """Run kernels one after the other.
 
-        At `address` lie 26 words of 64 bits for each: the 16 numbers of `execute`, the address
+        `address` points to 26 words of 64 bits for each: the 16 numbers of `execute`, the address
         and the count of its offsets, or 0, and the 8 pointers that follow, or 0.
 
         Raises:
@@ -97,26 +97,26 @@ class Runtime(Protocol):
         """
 
     def describe(self, values: tuple[Any, ...], rows: int = 0) -> bytes | None:
-        """What decides how a function of native arrays, packed weights and integers runs; None for others.
+        """The key by which a call with native arrays, packed weights and integers is cached; None for other arguments.
 
-        Extents that are as many as `rows` stand for the class of that (see `row_classes`).
+        Extents equal to `rows` are replaced by their class (see `row_classes`).
         """
 
     def address(self, array: Any) -> int:
-        """Where the first element of an array lies."""
+        """The address of the first element of an array."""
 
     def are_scales(self, vector: Any) -> bool:
-        """Whether all numbers of a contiguous vector of float32 are finite and not negative."""
+        """Test whether all numbers of a contiguous vector of float32 are finite and not negative."""
 
     def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
         """The product of two arrays, or of an array and a `Packed`.
 
-        2-D arrays with a unit stride, of native types that multiply as they are, go straight to
-        the kernel that the resolver names; so do stacks of matrices by rows that follow each other
-        evenly, which are one taller matrix, by a 2-D array. Other aligned, native arrays, not
-        empty and of at most 8 dimensions, run the plan that the planner made
-        for their types, shapes and strides. All else, and an `out`
-        that overlaps an operand, goes to the slow path.
+        2-D arrays with a unit stride, of native types that kernels multiply without conversion, run
+        the route that the resolver returns; so do stacks of matrices with evenly spaced rows, which
+        are one taller matrix, by a 2-D array. Other aligned, native arrays, not
+        empty and of at most 8 dimensions, run the plan that the planner returns
+        for their types, shapes and strides. Other calls, and those with an `out`
+        that overlaps an operand, take the slow path.
         """
 
     def make_plan(  # noqa: PLR0917
@@ -130,7 +130,7 @@ class Runtime(Protocol):
         *,
         detail: Any = None,
     ) -> Any:
-        """A callable for arrays of these shapes and strides only.
+        """Make a plan: a callable for arrays of these shapes and strides only.
 
         `a`, `b` and `c` are (shape, strides in bytes); `b` may be a `Packed`,
         which then is bound. `numbers` are those of `execute` without the
@@ -143,40 +143,40 @@ class Runtime(Protocol):
         """
 
     def set_slow(self, function: Callable[[Any, Any, Any], Any]) -> None:
-        """Register what `matmul` calls as function(a, b, out) off the fast path."""
+        """Register the slow path, which `matmul` calls as function(a, b, out) off the fast path."""
 
     def set_resolver(self, function: Callable[..., Any], density: bool = False) -> None:
-        """Register what names the route of a new shape.
+        """Register the resolver, which returns the route of a new shape.
 
         Called as function(dtype, m, n, k, a, b, c, family), with layouts "row",
         "col" and, for b, "packed"; family is "" unless b is packed. It returns
-        a Route, which is remembered, or None for the slow path; or a Route and True
-        if it serves every M of a class (see `row_classes`), for which it is remembered
-        then. `dtype` names all types where they differ, "u8-s8-s32". With `density`
+        a Route, which is cached, or None for the slow path; or a Route and True
+        if it serves every M of a class (see `row_classes`), for which it is
+        cached then. `dtype` names all types where they differ, "u8-s8-s32". With `density`
         it also gets a boolean: every operand is dense (leading stride equal to
-        the extent), and dense and other operands are remembered apart.
+        the extent), and dense and other operands are cached separately.
         """
 
     def set_planner(self, function: Callable[[Any, Any, Any], Any]) -> None:
-        """Register what makes the plan for operands not seen before.
+        """Register the planner, which returns the plan for operands not seen before.
 
         Called as function(a, b, out) with arrays, a `Packed` b, or an out of
-        None. It returns a Plan for just these shapes and strides, or None for
-        the slow path; both are remembered. A `Packed` is not to be bound: its
+        None. It returns a Plan for these shapes and strides only, or None for
+        the slow path; both are cached. A `Packed` is not to be bound: its
         `owner` takes the place of b in the plan. An exception goes to the caller.
         """
 
     def set_override(self, flag: bool) -> None:
-        """While true, every `matmul` takes the slow path."""
+        """Make every `matmul` take the slow path while `flag` is true."""
 
     def clear_memo(self) -> None:
-        """Forget all routes and plans."""
+        """Drop all cached routes and plans."""
 
     def memo_size(self) -> int:
-        """How many routes and plans are remembered."""
+        """The number of cached routes and plans."""
 
     def set_num_threads(self, threads: int) -> None:
-        """Bound the threads of one call; a change forgets all routes and plans.
+        """Bound the threads of one call; a change drops all routes and plans.
 
         Raises:
             ValueError: `threads` is less than 1.
@@ -195,15 +195,15 @@ class Runtime(Protocol):
         """
 
     def scratch(self) -> int:
-        """Bytes of the workspaces that count."""
+        """Bytes of the workspaces that count towards the bound."""
 
     def pool_threads(self) -> int:
-        """How many threads the pool has started in this process."""
+        """The number of threads that the pool has started in this process."""
 
 
 def python_headers() -> Path | None:
     """The directory of Python.h for this interpreter, or None."""
-    # Nearly always here; sysconfig takes a millisecond to say so.
+    # Nearly always here; importing sysconfig takes a millisecond.
     usual = Path(sys.base_prefix, "include", f"python{sys.version_info.major}.{sys.version_info.minor}{sys.abiflags}")
     if (usual / "Python.h").is_file():
         return usual
@@ -214,7 +214,7 @@ def python_headers() -> Path | None:
 
 
 def source(*, python: bool) -> str:
-    """The C source of the run time, with or without its Python half."""
+    """The C source of the run time, with or without its files for Python."""
     here = Path(__file__).parent
     names = _C_ONLY + (_WITH_PYTHON if python else ())
     first = "#define _GNU_SOURCE 1\n" + ("#define PORTMM_PYTHON 1\n" if python else "")
@@ -227,14 +227,14 @@ def flags() -> tuple[str, ...]:
 
 
 def load_extension(code: bytes = b"", path: Path | None = None) -> Runtime:
-    """Load the extension module, built now if it is not given.
+    """Load the extension module, built now if its path is not passed.
 
     Args:
-        code: the bytes of the shared object, which were checked.
-        path: where they were read from.
+        code: the bytes of the shared object, which were verified.
+        path: the file that they were read from.
 
     Raises:
-        BuildError: the compiler failed, there are no Python headers, or what was built cannot be loaded.
+        BuildError: the compiler failed, there are no Python headers, or the module cannot be loaded.
     """
     from portmm.build.sealed_library import load
     from portmm.errors import BuildError
@@ -246,7 +246,7 @@ def load_extension(code: bytes = b"", path: Path | None = None) -> Runtime:
         module = load(code, path, _extension_at)
     except ImportError as error:
         raise BuildError(f"{path} cannot be loaded: {error}") from error
-    module.__file__ = str(path)  # where it is kept; it was loaded by another name
+    module.__file__ = str(path)  # its path in the cache; it was loaded from a sealed copy
     return module  # type: ignore[no-any-return]
 
 
@@ -266,27 +266,29 @@ def _build_extension() -> Artifact:
 
     headers = python_headers()
     if headers is None:
-        raise BuildError("Python.h is not installed; install your Python's development package, or use the cffi twin")
+        raise BuildError(
+            "Python.h is not installed; install your Python's development package, or use the run time through cffi"
+        )
     symbols = (f"PyInit_{_MODULE}",)
     return build(source(python=True), flags=flags(), name=_MODULE, include=(headers,), symbols=symbols)
 
 
-def load_twin() -> Runtime:
-    """Build the Python-free half and drive it through cffi.
+def load_cffi_runtime() -> Runtime:
+    """Build the Python-free files of the run time, and load them through cffi.
 
     Raises:
-        BuildError: the compiler failed, or what was built cannot be loaded.
+        BuildError: the compiler failed, or the library cannot be loaded.
     """
     from portmm.build.sealed_library import load
     from portmm.build.shared_object import build
-    from portmm.runtime.cffi_runtime import SYMBOLS, Twin
+    from portmm.runtime.cffi_runtime import SYMBOLS, CffiRuntime
 
     artifact = build(source(python=False), flags=flags(), name="portmm_run", symbols=SYMBOLS)
-    return load(artifact.code, artifact.path, Twin)
+    return load(artifact.code, artifact.path, CffiRuntime)
 
 
 def load_kernel(runtime: Any, code: bytes, path: Path, symbol: str) -> Any:
-    """A kernel of a shared object whose bytes were checked.
+    """Load a kernel of a shared object whose bytes were verified.
 
     Raises:
         BuildError: it cannot be loaded.
@@ -303,12 +305,12 @@ _refused: list[BuildError] = []
 def runtime(code: bytes = b"", path: Path | None = None) -> Runtime:
     """The run time of this process, built and loaded by the first caller.
 
-    The extension where Python's headers are, else the twin: the same meaning,
-    some microseconds more per call.
+    The extension where Python's headers are installed, else the cffi runtime: the same
+    interface, some microseconds more per call.
 
     Args:
-        code: the extension's bytes, where they are known to be those of this source and interpreter.
-        path: where they were read from.
+        code: the extension's bytes, if known to be those of this source and interpreter.
+        path: the file that they were read from.
 
     Raises:
         NoCompilerError: there is no compiler.
@@ -323,10 +325,10 @@ def runtime(code: bytes = b"", path: Path | None = None) -> Runtime:
 
 
 def _load(code: bytes, path: Path | None) -> Runtime:
-    """The run time; a failure to build it is remembered, since even to look it up takes a millisecond.
+    """Load the run time; a failure is cached in memory, since even its lookup on disk takes a millisecond.
 
     Raises:
-        BuildError: it cannot be built, now or when that was tried.
+        BuildError: it cannot be built, now or at the last attempt.
     """
     import time
 
@@ -335,14 +337,14 @@ def _load(code: bytes, path: Path | None) -> Runtime:
     if _refused and time.monotonic() < _refused[0].retry_at:
         raise _refused[0].again()
     try:
-        return load_extension(code, path) if path is not None or python_headers() else load_twin()
+        return load_extension(code, path) if path is not None or python_headers() else load_cffi_runtime()
     except BuildError as error:
         _refused[:] = [error.again()]
         raise
 
 
 def types() -> Any:
-    """The run time, or where it cannot be built what of it needs no compiler: see `plain`."""
+    """The run time, or where it cannot be built the part that needs no compiler: see `no_compiler`."""
     if _loaded:
         return _loaded[0]
     from portmm.errors import BuildError
@@ -355,16 +357,16 @@ def types() -> Any:
         return PLAIN
 
 
-def has_kernels(found: Any) -> bool:
-    """Whether what `types` gave is the run time itself."""
-    return bool(_loaded) and found is _loaded[0]
+def has_kernels(types_: Any) -> bool:
+    """Test whether a result of `types` is the run time itself."""
+    return bool(_loaded) and types_ is _loaded[0]
 
 
 def replayer() -> Callable[..., Any] | None:
-    """What does the operations of a `cost_tape.Tape`: the extension's, if it is loaded."""
+    """The extension's function that replays a `cost_tape.Tape`; None if it is not loaded."""
     return getattr(_loaded[0], "tape", None) if _loaded else None
 
 
 def forget_refusal() -> None:
-    """Build the run time again when it is next asked for."""
+    """Drop a cached failure: the next call of `runtime` builds again."""
     _refused.clear()

@@ -1,7 +1,7 @@
-"""CUDA devices: what they are, loading cubins, launching kernels.
+"""CUDA devices: facts, loading of cubins, launches of kernels.
 
-Owns all that is said to CUDA's driver, through CuPy, which is imported at the
-first use. May import `errors`, `build.nvrtc`, `runtime.device_facts`.
+Owns the calls of CUDA's driver, through CuPy, which is imported at the
+first use.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
     from portmm.build.nvrtc import Cubin
 
-# CUDA C++ Programming Guide, "Compute Capabilities": more has to be asked for, kernel by kernel.
-_SHARED_UNASKED = 48 << 10
+# CUDA C++ Programming Guide, "Compute Capabilities": more needs an opt-in per kernel.
+_SHARED_DEFAULT = 48 << 10
 
-# Chips whose matrix instructions exist only in code for that very chip.
+# Major versions whose matrix instructions exist only in architecture-specific code (sm_90a, sm_100a).
 _SPECIFIC = frozenset((9, 10))
 
 # CuPy passes NumPy's scalars by value, in their own sizes.
 _SCALARS = {"pointer": np.uint64, "int": np.int32, "long": np.int64, "float": np.float32}
 
-# Zeros of 32 bits: those that launches take in turn, more than can be on their way at once, and those that captured
-# launches keep, as a model's graphs have thousands, and no memory can be asked for while a stream is being captured.
-# They are given in multiples of a line; a new bank is made when fewer than the last are left.
+# Zeros of 32 bits: a ring for launches, more than can be in flight at once, and those reserved for captured
+# launches, as a model's graphs have thousands, and memory cannot be allocated while a stream is being captured.
+# They are allocated in multiples of a cache line; a new bank is made when fewer than the last of these are left.
 _RING, _KEPT, _LINE, _ENOUGH = 1 << 21, 1 << 20, 1 << 5, 1 << 16
 # CUDA's handle of the default stream of a process: cudaStreamLegacy.
 _LEGACY = 1
@@ -55,7 +55,7 @@ class Function:
         call: CuPy's function, which keeps its module loaded.
         name: of the kernel.
         device: the number of its device.
-        cubin: what it was loaded from.
+        cubin: the cubin that it was loaded from.
     """
 
     call: Any
@@ -66,24 +66,24 @@ class Function:
 
 @dataclass(slots=True)
 class _Bank:
-    """Zeros in a device's memory: how many are taken of those that are taken in turn, and of the others, for good."""
+    """Zeros in a device's memory: the position in the ring, and the number reserved for captured launches."""
 
     array: Any
-    turn: int = 0
-    given: int = 0
+    next: int = 0
+    reserved: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """A stream as CuPy's functions want it: they read `ptr` alone."""
+    """A stream as CuPy's functions take it: they read `ptr` only."""
 
     ptr: int
 
 
 def _cupy() -> Any:
-    found = sys.modules.get("cupy")  # a launch has no time for an import
-    if found is not None:
-        return found
+    cupy = sys.modules.get("cupy")  # a launch has no time for an import
+    if cupy is not None:
+        return cupy
     try:
         return import_module("cupy")
     except ImportError as error:
@@ -93,11 +93,11 @@ def _cupy() -> Any:
         ) from error
 
 
-# CuPy's errors, of the run time and of the driver, are RuntimeErrors.
+# CuPy's errors of CUDA's run time and driver are RuntimeErrors.
 
 
 def _number(device: int | None) -> int:
-    """The number of a device that exists, by default the current one.
+    """The validated number of a device, by default the current one.
 
     Raises:
         NoDeviceError: there is none, or none of this number.
@@ -123,12 +123,12 @@ def current(device: int | None = None) -> int:
 
 
 def architecture(major: int, minor: int) -> str:
-    """What code for a compute capability is compiled for: "80", "90a", "120"."""
+    """The architecture that code for a compute capability is compiled for: "80", "90a", "120"."""
     return f"{major}{minor}{'a' if major in _SPECIFIC else ''}"
 
 
 def facts(device: int | None = None) -> Facts:
-    """What the driver says of a device, by default the current one.
+    """The facts of a device from the driver, by default of the current one.
 
     Raises:
         NoDeviceError: there is no such device, or no CuPy.
@@ -139,8 +139,8 @@ def facts(device: int | None = None) -> Facts:
 @cache
 def _facts(device: int) -> Facts:
     runtime = _cupy().cuda.runtime
-    found = runtime.getDeviceProperties(device)
-    name = found["name"]
+    properties = runtime.getDeviceProperties(device)
+    name = properties["name"]
     driver = int(runtime.driverGetVersion())
     most = getattr(runtime, "cudaDevAttrMaxSharedMemoryPerBlockOptin", None)
     registers = getattr(runtime, "cudaDevAttrMaxRegistersPerMultiprocessor", None)
@@ -149,27 +149,27 @@ def _facts(device: int) -> Facts:
         name=name.decode("utf-8", "replace") if isinstance(name, bytes) else str(name),
         vendor="NVIDIA",
         kind="gpu",
-        processors=int(found["multiProcessorCount"]),
-        warp=int(found["warpSize"]),
-        block_threads=int(found["maxThreadsPerBlock"]),
-        shared_bytes=int(found["sharedMemPerBlock"]),
+        processors=int(properties["multiProcessorCount"]),
+        warp=int(properties["warpSize"]),
+        block_threads=int(properties["maxThreadsPerBlock"]),
+        shared_bytes=int(properties["sharedMemPerBlock"]),
         registers=0 if registers is None else int(runtime.deviceGetAttribute(registers, device)),
-        l2_bytes=int(found["l2CacheSize"]),
-        memory_bytes=int(found["totalGlobalMem"]),
-        clock_ghz=_clock(runtime, found, "clockRate", device) / 1e6,
+        l2_bytes=int(properties["l2CacheSize"]),
+        memory_bytes=int(properties["totalGlobalMem"]),
+        clock_ghz=_clock(runtime, properties, "clockRate", device) / 1e6,
         # The clock is in kHz, the bus in bits, and data move on both edges.
-        bandwidth_gbs=2e-6 * _clock(runtime, found, "memoryClockRate", device) * found["memoryBusWidth"] / 8,
-        architecture=architecture(int(found["major"]), int(found["minor"])),
+        bandwidth_gbs=2e-6 * _clock(runtime, properties, "memoryClockRate", device) * properties["memoryBusWidth"] / 8,
+        architecture=architecture(int(properties["major"]), int(properties["minor"])),
         extensions=(),
         driver=f"{driver // 1000}.{driver % 1000 // 10}",
-        shared_most=int(found["sharedMemPerBlock"] if most is None else runtime.deviceGetAttribute(most, device)),
+        shared_most=int(properties["sharedMemPerBlock"] if most is None else runtime.deviceGetAttribute(most, device)),
     )
 
 
-def _clock(runtime: Any, found: dict[str, Any], name: str, device: int) -> int:
-    """A clock in kHz, 0 if nobody says: CUDA 13 has it among the attributes, no longer among the properties."""
-    if name in found:
-        return int(found[name])
+def _clock(runtime: Any, properties: dict[str, Any], name: str, device: int) -> int:
+    """A clock in kHz, 0 if unknown: CUDA 13 has it among the attributes, no longer among the properties."""
+    if name in properties:
+        return int(properties[name])
     try:
         return int(runtime.deviceGetAttribute(_CLOCKS[name], device))
     except RuntimeError:
@@ -177,19 +177,19 @@ def _clock(runtime: Any, found: dict[str, Any], name: str, device: int) -> int:
 
 
 def load(cubin: Cubin, name: str, device: int | None = None) -> Function:
-    """The kernel `name` of `cubin` on a device, by default the current one; loaded once.
+    """Load the kernel `name` of `cubin` on a device, by default the current one, once.
 
     Raises:
         NoDeviceError: there is no such device, or no CuPy.
-        BuildError: the device does not take the code, or the code has no such kernel.
+        BuildError: the device does not load the code, or the code has no such kernel.
     """
     number = _number(device)
     key = (number, cubin.key or cubin.code, name)
     with _lock:
-        found = _functions.get(key)
-        if found is None:
-            found = _functions[key] = _load(cubin, name, number)
-    return found
+        function = _functions.get(key)
+        if function is None:
+            function = _functions[key] = _load(cubin, name, number)
+    return function
 
 
 def _load(cubin: Cubin, name: str, device: int) -> Function:
@@ -210,30 +210,30 @@ def _load(cubin: Cubin, name: str, device: int) -> Function:
 
 
 def _grant(function: Function, shared: int) -> None:
-    """Let a kernel have more shared memory than it may have unasked."""
+    """Raise the limit of dynamic shared memory of a kernel above the default."""
     cuda, ptr = _cupy().cuda, function.call.ptr
     driver = cuda.driver
     attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     try:
-        held = driver.funcGetAttribute(attribute, ptr)
+        limit = driver.funcGetAttribute(attribute, ptr)
     except RuntimeError:
-        # A thread that has not used CUDA's run time yet has no context, which the driver's own calls do not make.
+        # A thread that has not used CUDA's run time yet has no context, and driver calls do not create one.
         cuda.runtime.memGetInfo()
-        held = driver.funcGetAttribute(attribute, ptr)
-    if held < shared:
+        limit = driver.funcGetAttribute(attribute, ptr)
+    if limit < shared:
         driver.funcSetAttribute(ptr, attribute, shared)
 
 
-def _start(  # noqa: PLR0917 - what a launch has
+def _start(  # noqa: PLR0917 - the parameters of a launch
     function: Function, grid: tuple[int, ...], block: tuple[int, ...], words: tuple[Any, ...], stream: int, shared: int
 ) -> None:
     """Launch on the current device, which is the function's."""
-    if shared + function.cubin.shared > _SHARED_UNASKED:
+    if shared + function.cubin.shared > _SHARED_DEFAULT:
         _grant(function, shared)
     function.call(grid, block, words, shared, _Stream(stream))
 
 
-def launch(  # noqa: PLR0917 - what a launch has
+def launch(  # noqa: PLR0917 - the parameters of a launch
     function: Function,
     grid: tuple[int, ...],
     block: tuple[int, ...],
@@ -241,17 +241,17 @@ def launch(  # noqa: PLR0917 - what a launch has
     stream: int,
     shared: int = 0,
 ) -> None:
-    """Put a kernel into a stream, and return before it has run.
+    """Launch a kernel on a stream, asynchronously.
 
-    The memory it uses must live until then; libraries whose memory is bound to
-    a stream see to that for the stream that they use themselves.
+    The memory it uses must live until it has run; stream-ordered allocators of
+    libraries ensure that on the stream that they use themselves.
 
     Args:
-        function: what `load` gave.
+        function: a result of `load`.
         grid: blocks along each of up to three dimensions; nothing runs if one is 0.
         block: threads along each.
         arguments: pairs of a kind, "pointer", "int", "long", "float" or "map", and a value;
-            of a pointer its address, None for NULL; of a map what `tensor_map.tensor_map` gave.
+            of a pointer its address, None for NULL; of a map a result of `tensor_map.tensor_map`.
         stream: CUDA's handle; 0 is the default stream.
         shared: bytes of dynamic shared memory.
 
@@ -284,38 +284,38 @@ def _words(arguments: Sequence[tuple[str, Any]]) -> tuple[Any, ...]:
 
 
 def counters(device: int, count: int, stream: int) -> int:
-    """The address of at least `count` integers of 32 bits that are 0 when a kernel that is launched next begins.
+    """The address of at least `count` integers of 32 bits that are 0 when the next launched kernel begins.
 
-    Kernels leave them so. Each launch has its own: a handle of a stream may be another's before what it was used for
-    has run. A launch that is captured keeps them, as its graph may run at any time; but a graph must not run beside
-    another one of the same capture.
+    Kernels restore the zeros. Each launch has its own: the handle of a destroyed stream may be reused before its
+    kernels have run. A captured launch reserves them, as its graph may run at any time; but a graph must not run
+    concurrently with another one of the same capture.
 
     Raises:
         DeviceError: a stream is being captured, and there are none left.
     """
     cuda = _cupy().cuda
-    # The default stream cannot be captured, and must not be asked while another is.
+    # The default stream cannot be captured, and must not be queried while another is.
     captured = stream > _LEGACY and bool(cuda.runtime.streamIsCapturing(stream))
     wanted = -(-count // _LINE) * _LINE
     with _lock:
         bank = _bank(device, wanted if captured else _ENOUGH, captured=captured)
         if captured:
-            bank.given += wanted
-            at = _RING + bank.given - wanted
+            bank.reserved += wanted
+            at = _RING + bank.reserved - wanted
         else:
-            at = bank.turn if bank.turn + wanted <= _RING else 0
-            bank.turn = at + wanted
+            at = bank.next if bank.next + wanted <= _RING else 0
+            bank.next = at + wanted
     return int(bank.array.data.ptr) + at * 4
 
 
 def _bank(device: int, wanted: int, *, captured: bool) -> _Bank:
-    """A device's zeros, of which so many are not given yet; the device is waited for when they are made.
+    """A bank of zeros on a device with `wanted` unreserved ones; a new bank synchronizes with the device.
 
     Raises:
-        DeviceError: they would have to be made while a stream is being captured.
+        DeviceError: a new bank is needed while a stream is being captured.
     """
     bank = _banks.get(device)
-    if bank is not None and bank.given + wanted <= _KEPT:
+    if bank is not None and bank.reserved + wanted <= _KEPT:
         return bank
     if captured:
         raise DeviceError(

@@ -1,7 +1,7 @@
 """The run time without a compiler: its types, and no kernels.
 
-Owns `PLAIN`, which stands in for the run time where that cannot be built: packed weights can be made and read, and
-plans made, which NumPy computes. Imports `errors`, `records`, NumPy.
+Owns `PLAIN`, the fallback of the run time where that cannot be built: weights can be packed and read, and
+plans built, which NumPy computes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Plain:
-    """The part of `host.Runtime` that needs no machine code."""
+    """The part of `Runtime` that needs no machine code."""
 
     Packed, Kernel, Route, Plan = Packed, Kernel, Route, Plan
     register_dtype = staticmethod(register_dtype)
@@ -27,27 +27,27 @@ class Plain:
 
     @staticmethod
     def load(path: str | Path, symbol: str, file: str | Path = "") -> Any:
-        """See `host.Runtime`: nothing can be loaded here."""
+        """See `Runtime`: nothing can be loaded here."""
         del file
         raise BuildError(f"{symbol} of {path} cannot be loaded: there is no run time to call it")
 
     @staticmethod
     def describe(*_: Any) -> None:
-        """See `host.Runtime`: nothing is told here."""
+        """See `Runtime`: there is no fast path here."""
 
     @staticmethod
     def are_scales(vector: np.ndarray[Any, Any]) -> bool:
-        """See `host.Runtime`."""
+        """See `Runtime`."""
         return bool(((vector >= 0) & (vector < np.inf)).all())
 
 
 class PlainPlan(Plan):
-    """A plan that NumPy computes: the same checks, and `product(a, b)` for a kernel.
+    """A plan that NumPy computes: the same checks, and `product(a, b)` in place of a kernel.
 
     Args:
-        word: types of A, B and C, as routes have them.
-        operands: shape and strides of A and C, of B too or a packed weight.
-        product: the product of two arrays, of which the second is that of a packed weight's panels if it is bound.
+        word: types of A, B and C, spelled as in routes.
+        operands: shapes and strides of A, B and C, or a packed weight for B.
+        product: computes the product of two arrays, the second being the array of panels of a packed weight.
     """
 
     __slots__ = ("_product",)

@@ -1,11 +1,10 @@
-"""OpenCL devices: what they are, building programs through the cache, launching kernels.
+"""OpenCL devices: facts, builds of programs through the cache, launches of kernels.
 
-Owns all that is said to OpenCL's drivers, through PyOpenCL, which is imported
-at the first use. May import `build.shared_object`, `build.cache`, `host.detect`, `errors`, `build.failed_builds`, `version`,
-`runtime.device_facts`.
+Owns the calls of OpenCL's drivers, through PyOpenCL, which is imported
+at the first use.
 
-A driver's binary is kept as other machine code is. PyOpenCL's own cache is not
-used: it trusts what it finds, and it is of no use where the driver has one too.
+A driver's binary is cached as other machine code is. PyOpenCL's own cache is not
+used: it does not verify its entries, and it is redundant where the driver has one too.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _SUFFIX = ".clbin"
 _SCALARS = {"int": np.int32, "long": np.int64, "float": np.float32}
 _KINDS = ("pointer", *_SCALARS)
 
-# What drivers call the number of threads that run in step, the most standard first.
+# Names in drivers of the size of a subgroup, the most standard first.
 _WARPS = ("preferred_work_group_size_multiple", "warp_size_nv", "wavefront_width_amd")
 
 _lock = locks.lock()
@@ -44,14 +43,14 @@ _queues: dict[int, tuple[Any, Any]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a driver made of a source.
+    """A compiled program.
 
     Attributes:
         program: PyOpenCL's, built.
-        name: what the builder called it.
-        log: what the driver said when it compiled.
-        seconds: how long it took to compile, now or when the entry was made.
-        cached: the driver was given a binary.
+        name: for messages and the cache.
+        log: of the driver's compiler.
+        seconds: time of the compilation, now or when the entry was stored.
+        cached: it was loaded from a binary.
         key: SHA-256 of everything that the binary depends on.
     """
 
@@ -68,10 +67,10 @@ class Function:
     """A kernel, for all threads.
 
     Attributes:
-        kernel: PyOpenCL's. It holds its arguments from when they are set until
-            it is launched, so one thread at a time may do both.
+        kernel: PyOpenCL's. Its arguments are state between `set_arg` and the
+            launch, so one thread at a time may do both.
         name: of the kernel.
-        lock: held meanwhile.
+        lock: taken for both.
     """
 
     kernel: Any
@@ -80,7 +79,7 @@ class Function:
 
 
 def pyopencl() -> Any:
-    """The module of that name.
+    """The module `pyopencl`.
 
     Raises:
         NoDeviceError: it cannot be imported.
@@ -101,7 +100,7 @@ def default_device() -> Any:
         NoDeviceError: there is none, or no PyOpenCL.
     """
     cl = pyopencl()
-    found = []
+    devices = []
     reason = "no driver (ICD) is registered"
     try:
         platforms = cl.get_platforms()
@@ -109,19 +108,19 @@ def default_device() -> Any:
         platforms, reason = [], str(error)
     for platform in platforms:
         try:
-            found += platform.get_devices()
-        except cl.Error as error:  # one driver's trouble is not another's
+            devices += platform.get_devices()
+        except cl.Error as error:  # other drivers may work
             reason = f"{platform.name}: {error}"
-    if not found:
+    if not devices:
         raise NoDeviceError(
             f"there is no OpenCL device: {reason}; install a driver, the GPU vendor's or pocl-opencl-icd; "
             "where /etc/OpenCL/vendors cannot be written to, OCL_ICD_VENDORS names a folder with its .icd file"
         )
-    return next((d for d in found if d.type & cl.device_type.GPU), found[0])
+    return next((d for d in devices if d.type & cl.device_type.GPU), devices[0])
 
 
 def facts(device: Any = None) -> Facts:
-    """What the driver says of a device of PyOpenCL, by default `default_device()`.
+    """The facts of a device of PyOpenCL from its driver, by default of `default_device()`.
 
     Raises:
         NoDeviceError: there is no device, or no PyOpenCL.
@@ -160,7 +159,7 @@ def _facts(cl: Any, device: Any) -> Facts:
 
 
 def _optional(cl: Any, device: Any, name: str) -> int:
-    """A number that some drivers tell, 0 from the others."""
+    """A number that only some drivers report; 0 from others."""
     try:
         return int(getattr(device, name))
     except (cl.Error, AttributeError, TypeError):
@@ -168,42 +167,42 @@ def _optional(cl: Any, device: Any, name: str) -> int:
 
 
 def default_queue(context: Any) -> Any:
-    """A queue for arrays that have none: the same one for all of a context.
+    """A queue for arrays without one: one per context.
 
     Raises:
-        DeviceError: the driver makes none.
+        DeviceError: the driver fails to create one.
     """
     cl = pyopencl()
     with _lock:
-        found = _queues.get(context.int_ptr)
-        if found is None:
+        entry = _queues.get(context.int_ptr)
+        if entry is None:
             try:
-                # With its context, whose address no other one gets then: not every driver's queue keeps it.
-                found = _queues[context.int_ptr] = (context, cl.CommandQueue(context))
+                # Stored with its context, so that its address is not reused: not every driver's queue refers to it.
+                entry = _queues[context.int_ptr] = (context, cl.CommandQueue(context))
             except cl.Error as error:
                 raise DeviceError(f"the OpenCL driver makes no queue for {context}: {error}") from error
-    return found[1]
+    return entry[1]
 
 
 # -- building ------------------------------------------------------------------------
 
 
 def _identity(cl: Any, device: Any) -> tuple[str, ...]:
-    """What a binary depends on, apart from its source and options."""
+    """The names and versions that a binary depends on, besides its source and options."""
     platform = device.platform
     words = (platform.name, platform.version, device.name, device.version, device.driver_version)
     if not device.type & cl.device_type.CPU:
         return words
-    # Virtual machines share names of processors that have not the same instructions.
+    # Virtual machines report the same processor name for different instruction sets.
     from portmm.host.detect import host_features
 
     return (*words, *sorted(host_features()))
 
 
-def _raw(cl: Any, *made_of: Any) -> Any:
-    # The public class looks into PyOpenCL's cache first, and warns of any word
-    # that a driver says, which some do about every kernel.
-    return cl._cl._Program(*made_of)  # noqa: SLF001
+def _raw(cl: Any, *arguments: Any) -> Any:
+    # The public class looks in PyOpenCL's cache first, and warns of any
+    # compiler output, which some drivers produce for every kernel.
+    return cl._cl._Program(*arguments)  # noqa: SLF001
 
 
 def _built(cl: Any, raw: Any, device: Any, options: str) -> Any:
@@ -217,11 +216,11 @@ def _log(cl: Any, program: Any, device: Any) -> str:
 
 
 def _warm(cl: Any, context: Any, device: Any, options: str, key: str) -> Program | None:
-    """The program from the cache, or None where there is none that the driver takes."""
-    found = cache.load(key, _SUFFIX)
-    if found is None:
+    """The program from the cache; None if there is none, or the driver rejects it."""
+    cached = cache.load(key, _SUFFIX)
+    if cached is None:
         return None
-    entry, binary = found
+    entry, binary = cached
     try:
         program = _built(cl, _raw(cl, context, [device], [binary]), device, options)
     except cl.Error:
@@ -239,9 +238,9 @@ def _cold(  # noqa: PLR0917 - one place calls it
         raw = _raw(cl, context, source)
         program = _built(cl, raw, device, options)
     except cl.Error as error:
-        said = (_log(cl, raw, device) if raw is not None else "") or str(error)
-        refused = failure(words, key, source, said, suffix=".cl", advice="try a newer driver")
-        raise (failed_builds.transient if failed_builds.is_transient(None, said) else failed_builds.permanent)(
+        message = (_log(cl, raw, device) if raw is not None else "") or str(error)
+        refused = failure(words, key, source, message, suffix=".cl", advice="try a newer driver")
+        raise (failed_builds.transient if failed_builds.is_transient(None, message) else failed_builds.permanent)(
             key, refused
         ) from error
     seconds = time.perf_counter() - start
@@ -249,9 +248,9 @@ def _cold(  # noqa: PLR0917 - one place calls it
 
 
 def compile_opencl(source: str, name: str, context: Any, device: Any = None, options: str = "") -> Program:
-    """Build `source` for a device, from the cache if its binary is there and the driver takes it.
+    """Build `source` for a device, or load it from the cache if the driver accepts the binary.
 
-    Processes that want the same program at the same time compile it once.
+    Concurrent processes compile the same program once.
 
     Args:
         source: OpenCL C.
@@ -261,7 +260,7 @@ def compile_opencl(source: str, name: str, context: Any, device: Any = None, opt
         options: for the driver's compiler, with spaces between.
 
     Raises:
-        BuildError: the compiler failed; its own words are in the message.
+        BuildError: the compiler failed; its output is in the message.
         NoDeviceError: there is no PyOpenCL.
     """
     cl = pyopencl()
@@ -269,36 +268,36 @@ def compile_opencl(source: str, name: str, context: Any, device: Any = None, opt
     stem = "".join(c if c.isascii() and (c.isalnum() or c in "_-") else "_" for c in name) or "kernel"
     text = "\0".join((VERSION, "opencl", *_identity(cl, device), options, source))
     key = cache.digest(text.encode("utf-8", "replace"))
-    found = _warm(cl, context, device, options, key)
-    if found is not None:
-        return found
+    program = _warm(cl, context, device, options, key)
+    if program is not None:
+        return program
     with cache.lock(key):
-        found = _warm(cl, context, device, options, key)
-        if found is None:
+        program = _warm(cl, context, device, options, key)
+        if program is None:
             refused = failed_builds.known(key)
             if refused is not None:
                 raise refused
-            found = _cold(cl, context, device, source, stem, options, key)
-            _keep(cl, found, device, options)
-    return found
+            program = _cold(cl, context, device, source, stem, options, key)
+            _keep(cl, program, device, options)
+    return program
 
 
-def _keep(cl: Any, made: Program, device: Any, options: str) -> None:
-    """Put a binary into the cache; a driver without one just compiles again."""
+def _keep(cl: Any, program: Program, device: Any, options: str) -> None:
+    """Store a binary in the cache; drivers without binaries compile again."""
     try:
-        devices = made.program.get_info(cl.program_info.DEVICES)
-        binary = made.program.get_info(cl.program_info.BINARIES)[devices.index(device)]
+        devices = program.program.get_info(cl.program_info.DEVICES)
+        binary = program.program.get_info(cl.program_info.BINARIES)[devices.index(device)]
     except (cl.Error, ValueError):
         return
     if binary:
         compiler = f"{device.platform.name} {device.driver_version}"
-        command, more = f"{device.name}: {options or 'no options'}", {"log": made.log}
+        command, more = f"{device.name}: {options or 'no options'}", {"log": program.log}
         try:
             cache.keep(
-                made.key,
+                program.key,
                 bytes(binary),
-                name=made.name,
-                seconds=made.seconds,
+                name=program.name,
+                seconds=program.seconds,
                 compiler=compiler,
                 command=command,
                 suffix=_SUFFIX,
@@ -312,7 +311,7 @@ def _keep(cl: Any, made: Program, device: Any, options: str) -> None:
 
 
 def load(program: Program, name: str) -> Function:
-    """The kernel `name` of a program.
+    """Create the kernel `name` of a program.
 
     Raises:
         BuildError: the program has no such kernel.
@@ -324,7 +323,7 @@ def load(program: Program, name: str) -> Function:
         raise BuildError(f"program {program.name} has no kernel {name}: {error}; is it declared __kernel?") from error
 
 
-def launch(  # noqa: PLR0917 - what a launch has
+def launch(  # noqa: PLR0917 - the parameters of a launch
     function: Function,
     grid: tuple[int, ...],
     block: tuple[int, ...],
@@ -332,18 +331,18 @@ def launch(  # noqa: PLR0917 - what a launch has
     queue: Any,
     wait_for: Sequence[Any] | None = None,
 ) -> Any:
-    """Put a kernel into a queue, and return before it has run.
+    """Launch a kernel on a queue, asynchronously.
 
     Args:
-        function: what `load` gave.
+        function: a result of `load`.
         grid: work-groups along each of up to three dimensions; nothing runs if one is 0.
         block: work-items of a group along each.
         arguments: pairs of a kind, "pointer", "int", "long" or "float", and a value. A
             pointer is a buffer, or memory of SVM, and an offset in elements, which the
             kernel takes as two parameters, the second a long; None is NULL.
         queue: PyOpenCL's.
-        wait_for: events that come first; of a queue out of order, without them, whatever is in it does, and
-            what is put into it later comes after.
+        wait_for: events to wait for; without them, a launch on an out-of-order queue is ordered after
+            all earlier commands and before all later ones.
 
     Returns:
         PyOpenCL's event of the launch; None if nothing runs.
@@ -362,7 +361,7 @@ def launch(  # noqa: PLR0917 - what a launch has
         with function.lock:
             for i, word in enumerate(words):
                 function.kernel.set_arg(i, word)
-            if wait_for is not None or not _loose(cl, queue):
+            if wait_for is not None or not _out_of_order(cl, queue):
                 return cl.enqueue_nd_range_kernel(queue, function.kernel, size, block, wait_for=wait_for)
             cl.enqueue_barrier(queue)
             event = cl.enqueue_nd_range_kernel(queue, function.kernel, size, block)
@@ -375,8 +374,8 @@ def launch(  # noqa: PLR0917 - what a launch has
         ) from error
 
 
-def _loose(cl: Any, queue: Any) -> bool:
-    """A queue runs commands in any order."""
+def _out_of_order(cl: Any, queue: Any) -> bool:
+    """Test whether a queue is out of order."""
     return bool(queue.properties & cl.command_queue_properties.OUT_OF_ORDER_EXEC_MODE_ENABLE)
 
 

@@ -1,21 +1,20 @@
-"""What earlier processes found out: which kernel suits which product on this machine.
+"""Route cache: routes selected by earlier processes on this machine, on disk.
 
-Owns the *book*, a note in the cache that holds the answers of `dispatch` and
-where the run time lies, so that a new process with a warm cache needs no
-detection, no choice and no source before its first product. May import `ir.abi`,
-`build.cache`, `host.calibrate`, `build.compiler`, `host`, `host.host_probe`, `version`.
+Owns `RouteCache`, a note in the build cache with the routes of `dispatch` and the key of
+the run time, so that a new process with a warm cache needs no
+detection, no selection and no source before its first product.
 
-A book counts only where everything that its answers were made from is as it
-was: what the host says about itself, word for word, the target asked for, the
+A route cache is valid only for the state that its routes were derived from:
+the host's facts, the target's name, the
 interpreter, the compiler, the measured rates, the tuned schedules, and the files
-of the generator itself. All else is a different book, so that a cache directory may move to, or
-be shared with, another machine. A line that is damaged, or whose kernel is gone
-or damaged, is as good as none.
+of the generator. Any other state has a cache of its own, so that a cache directory may move to, or
+be shared with, another machine. A line that is damaged, or whose kernel is missing
+or damaged, is ignored.
 
-Answers are appended, a line each, in one write: processes that share a book do not
-read it again or lose each other's lines. A line has a checksum and the digest of the
-*heading* under which it holds, a line with the state of the files that answers rest on.
-A book that has grown to twice its bound is written anew.
+Routes are appended, a line each, in one write: processes that share a cache neither
+read it again nor lose each other's lines. A line has a checksum and the digest of its
+*heading*, a line with the state of the files that routes depend on.
+A cache that has grown to twice its bound is rewritten.
 """
 
 from __future__ import annotations
@@ -42,37 +41,37 @@ if TYPE_CHECKING:
     from portmm.target.target import Target
 
 MOST_LINES = 1024
-"""Answers in a book, 300 bytes each: reading it takes two milliseconds."""
+"""Routes in a cache, 300 bytes each: reading it takes two milliseconds."""
 CHECK = 16
 """Hexadecimal digits of a line's checksum, and of a heading's digest."""
 HEADING, CODE = "book", "code "
-"""Of lines: what answers rest on, and the code of a schedule."""
+"""Kinds of lines: the heading, and the code of a schedule."""
 
 MOST_KERNELS = 1024
-"""Kernels that are loaded before starting afresh, as in `dispatch`."""
+"""Kernels loaded before all are dropped, as in `dispatch`."""
 
 DEPENDS = 3
-"""Files that a book rests on: the compiler, the measured rates, the tuned schedules."""
+"""Number of files that a cache depends on: the compiler, the measured rates, the tuned schedules."""
 
-# The clock moves; what else /proc/cpuinfo says does not.
+# Fields of /proc/cpuinfo that change with the clock.
 _MOVING = ("cpu MHz", "bogomips", "BogoMIPS")
-# In a checkout, kernels and targets lie elsewhere than the rest.
+# In a checkout, kernels and targets are in other folders than the rest.
 _ROOTS = ("portmm", "portmm.kernels", "portmm.targets")
 
 
 @dataclass(slots=True)
-class Book:
-    """The answers kept for one machine, target and interpreter.
+class RouteCache:
+    """The routes cached for one machine, target and interpreter.
 
     Attributes:
         name: of the note.
-        cores: how many cores the target has here; 0 in a new book.
+        cores: of the target here; 0 in a new cache.
         runtime: key of the extension module, or empty.
-        depends: files that the answers rest on, with their state.
-        lines: question -> "key, symbol, workspace bytes, workers", with tabs between.
-        codes: a schedule's spelling -> "key, symbol, workspace", likewise, where a workspace is an `index` as words.
-        size: lines in the file, stale and damaged ones too, so far as this process knows.
-        files: names of the files of `depends`, once an answer has been kept: what they follow from names the book.
+        depends: files that the routes depend on, with their state.
+        lines: question -> "key, symbol, workspace bytes, workers", separated by tabs.
+        codes: a schedule's spelling -> "key, symbol, workspace", likewise; a workspace is a spelled `index`.
+        size: lines in the file as last known to this process, stale and damaged ones too.
+        files: names of the files of `depends`, set with the first stored route; the cache's name determines them.
         own: key of the extension module of this process, likewise.
     """
 
@@ -88,35 +87,35 @@ class Book:
 
     @property
     def heading(self) -> str:
-        """The line that says what answers rest on."""
+        """The line with the state that routes depend on."""
         return "\t".join((HEADING, str(self.cores), self.runtime, *self.depends))
 
     def checked(self, lines: dict[str, str], codes: dict[str, str]) -> list[str]:
-        """Answers as lines of the file."""
+        """Entries as lines of the file, with checksums."""
         under = _short(self.heading)
-        every = (*lines.items(), *((f"{CODE}{schedule}", said) for schedule, said in codes.items()))
+        every = (*lines.items(), *((f"{CODE}{schedule}", entry) for schedule, entry in codes.items()))
         return [_checked(f"{under}\t{question}\t{answer}") for question, answer in every]
 
 
 _lock = locks.lock()
 _closed = False
-_books: dict[tuple[Path, str], Book] = {}
+_caches: dict[tuple[Path, str], RouteCache] = {}
 _kernels: dict[tuple[int, str], Any] = {}
 
 
 def _host() -> str:
-    """What the host says about itself: all that detection looks at, less what changes by itself."""
+    """The facts of the host that detection reads, without those that vary."""
     shot = snapshot()
-    steady = (line for line in shot.cpuinfo.splitlines() if not line.startswith(_MOVING))
-    # EBX of leaf 1 holds the number of the processor that happens to answer.
+    constant = (line for line in shot.cpuinfo.splitlines() if not line.startswith(_MOVING))
+    # EBX of leaf 1 has the number of the processor that executes CPUID.
     cpuid = [(leaf, a, b if leaf != "1.0" else 0, c, d) for leaf, (a, b, c, d) in shot.cpuid.items()]
     files = sorted(shot.files.items())
     rest = (shot.machine, files, shot.affinity, cpuid, shot.xcr0, shot.hwcap, shot.hwcap2, shot.sve_bytes, shot.tiles)
-    return "\n".join((*steady, repr(rest)))
+    return "\n".join((*constant, repr(rest)))
 
 
 def generator() -> Iterator[str]:
-    """Name, time and size of each file that decides what is generated."""
+    """Name, time and size of each file of the code generator."""
     folders = [import_module(package).__path__[0] for package in _ROOTS]
     for folder in folders:
         with os.scandir(folder) as entries:
@@ -129,7 +128,7 @@ def generator() -> Iterator[str]:
 
 
 def _state(path: str) -> str:
-    """The path, and a word that changes when the file is written."""
+    """A path with the state of the file, which changes when it is written."""
     try:
         info = os.stat(path)  # noqa: PTH116 - on the way to every first call
     except OSError:
@@ -146,48 +145,48 @@ def _short(text: str) -> str:
     return digest(text.encode("utf-8", "surrogateescape"))[:CHECK]
 
 
-def _read(name: str) -> Book:
-    """The sound part of a book: a heading whose files are as they were, and the sound lines under it."""
+def _read(name: str) -> RouteCache:
+    """Read the valid part of a cache: a heading with the current state of its files, and the valid lines under it."""
     sound, size = [], 0
     for line in (read_note(name) or "").split("\n"):
         size += bool(line)
         body = line[CHECK + 1 :]
         if body and _checked(body) == line:
             sound.append(body)
-    found = Book(name)
+    kept = RouteCache(name)
     for body in sound:
         kind, *rest = body.split("\t")
         if kind == HEADING and len(rest) == DEPENDS + 2 and all(_state(x.partition(" ")[2]) == x for x in rest[2:]):
-            found = Book(name, int(rest[0]), rest[1], tuple(rest[2:]))
-    found.size = size
-    under = _short(found.heading)
+            kept = RouteCache(name, int(rest[0]), rest[1], tuple(rest[2:]))
+    kept.size = size
+    under = _short(kept.heading)
     for body in sound:
-        kind, _, told = body.partition("\t")
+        kind, _, entry = body.partition("\t")
         if kind == under:
-            question, _, answer = told.partition("\t")
+            question, _, answer = entry.partition("\t")
             is_code = question.startswith(CODE)
-            held, name = (found.codes, question[len(CODE) :]) if is_code else (found.lines, question)
-            held.pop(name, None)  # the newest lines last
-            held[name] = answer
-    _bound(found)
-    return found
+            entries, name = (kept.codes, question[len(CODE) :]) if is_code else (kept.lines, question)
+            entries.pop(name, None)  # the newest lines last
+            entries[name] = answer
+    _bound(kept)
+    return kept
 
 
-def _bound(kept: Book) -> None:
-    """Keep the newest answers only."""
-    for held in (kept.lines, kept.codes):
-        for question in list(held)[:-MOST_LINES]:
-            del held[question]
+def _bound(kept: RouteCache) -> None:
+    """Drop all but the newest entries."""
+    for entries in (kept.lines, kept.codes):
+        for question in list(entries)[:-MOST_LINES]:
+            del entries[question]
 
 
-def book(target: str) -> Book | None:
-    """The book for a target's name as a user gives it, perhaps empty; None where none is kept."""
+def of_target(target: str) -> RouteCache | None:
+    """The route cache for a target's name in the settings, which may be empty; None if caching is off."""
     if _closed or target.endswith(".toml"):
         return None
-    place = (cache_dir(), target)
+    key = (cache_dir(), target)
     with _lock:
-        found = _books.get(place)
-        if found is None:
+        kept = _caches.get(key)
+        if kept is None:
             tools = (
                 sys.version,
                 str(cpu_runtime.python_headers()),
@@ -195,91 +194,91 @@ def book(target: str) -> Book | None:
                 os.environ.get("PATH", ""),
             )
             words = (VERSION, str(abi.VERSION), target, str(tuned_database()), *tools, *generator(), _host())
-            found = _books[place] = _read("book-" + digest("\0".join(words).encode("utf-8", "surrogateescape")))
-        return found
+            kept = _caches[key] = _read("book-" + digest("\0".join(words).encode("utf-8", "surrogateescape")))
+        return kept
 
 
 def forget() -> None:
-    """Read books again when they are next asked for."""
+    """Drop caches in memory: they are read from disk at the next use."""
     with _lock:
-        _books.clear()
+        _caches.clear()
 
 
 def close() -> None:
-    """Keep no book in this process from now on: its answers are not those of `dispatch`."""
+    """Disable route caches in this process, whose routes may be overridden."""
     global _closed  # noqa: PLW0603 - of the whole process
     _closed = True
 
 
-def runtime(kept: Book | None) -> cpu_runtime.Runtime:
-    """The run time of this process; loaded without looking at its source if the book knows it.
+def runtime(kept: RouteCache | None) -> cpu_runtime.Runtime:
+    """The run time of this process; loaded without reading its source if the cache has its key.
 
     Raises:
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    found = load(kept.runtime) if kept is not None and kept.runtime else None
-    return cpu_runtime.runtime() if found is None else cpu_runtime.runtime(found[1], found[0].path)
+    loaded = load(kept.runtime) if kept is not None and kept.runtime else None
+    return cpu_runtime.runtime() if loaded is None else cpu_runtime.runtime(loaded[1], loaded[0].path)
 
 
 def question(p: Problem, served: tuple[int, int], limit: int) -> str:
-    """What is asked for problems like `p` with M from the least to the largest of those served, on so many threads."""
+    """The key of a route: problems like `p` with M in the range `served`, and a limit of threads."""
     least, most = served
     return f"{least if least == most else f'{least}-{most}'} {limit} {p.but_rows}"
 
 
-def route(kept: Book, question: str, runtime: Any, p: Problem) -> Any:
-    """The route that answers a question, or None if nothing sound is remembered."""
-    found = _loaded(kept.lines.get(question, ""), runtime)
-    if found is None:
+def route(kept: RouteCache, question: str, runtime: Any, p: Problem) -> Any:
+    """The cached route of a question; None if there is no valid one."""
+    fields = _loaded(kept.lines.get(question, ""), runtime)
+    if fields is None:
         return None
-    kernel, work, workers = found
+    kernel, work, workers = fields
     return runtime.make_route(kernel, int(work), int(workers), p.held, p.unit)
 
 
-def code(kept: Book, schedule: str, runtime: Any) -> tuple[Any, str] | None:
-    """The code of a schedule as it is spelled, and its workspace; None if nothing sound is remembered."""
-    found = _loaded(kept.codes.get(schedule, ""), runtime)
-    return None if found is None else (found[0], found[1])
+def code(kept: RouteCache, schedule: str, runtime: Any) -> tuple[Any, str] | None:
+    """The cached code of a spelled schedule, and its workspace; None if there is no valid one."""
+    fields = _loaded(kept.codes.get(schedule, ""), runtime)
+    return None if fields is None else (fields[0], fields[1])
 
 
 def _loaded(line: str, runtime: Any) -> tuple[Any, ...] | None:
-    """The kernel that a line names, and the rest of the line."""
+    """Load the kernel of a line; return it with the other fields of the line."""
     key, _, rest = line.partition("\t")
     if not key:
         return None
     symbol, *about = rest.split("\t")
     kernel = _kernels.get((id(runtime), key))
     if kernel is None:
-        found = load(key)
-        if found is None:
+        loaded = load(key)
+        if loaded is None:
             return None
-        if len(_kernels) >= MOST_KERNELS:  # what is remembered keeps them loaded
+        if len(_kernels) >= MOST_KERNELS:  # memos keep them loaded
             _kernels.clear()
             forget_all()
             runtime.clear_memo()
-        entry, held = found
-        kernel = _kernels[id(runtime), key] = cpu_runtime.load_kernel(runtime, held, entry.path, symbol)
+        entry, bytes_ = loaded
+        kernel = _kernels[id(runtime), key] = cpu_runtime.load_kernel(runtime, bytes_, entry.path, symbol)
     return kernel, *about
 
 
-def keep(kept: Book, question: str, answer: Any, target: Target) -> None:
-    """Add the route that answers a question to the book."""
+def keep(kept: RouteCache, question: str, answer: Any, target: Target) -> None:
+    """Store the route of a question."""
     about = f"{answer.kernel.symbol}\t{answer.work_bytes}\t{answer.workers}"
     _keep(kept, kept.lines, question, answer.kernel, about, target)
 
 
-def keep_code(kept: Book, schedule: str, kernel: Any, workspace: str, target: Target) -> None:
-    """Add the code of a schedule to the book, so that other sizes need no source in another process."""
+def keep_code(kept: RouteCache, schedule: str, kernel: Any, workspace: str, target: Target) -> None:
+    """Store the code of a schedule, so that other processes need no source for other sizes."""
     _keep(kept, kept.codes, schedule, kernel, f"{kernel.symbol}\t{workspace}", target)
 
 
 def _keep(  # noqa: PLR0917 - two functions call it
-    kept: Book, held: dict[str, str], name: str, kernel: Any, about: str, target: Target
+    kept: RouteCache, entries: dict[str, str], name: str, kernel: Any, about: str, target: Target
 ) -> None:
     folder, file = os.path.split(str(kernel.path))
     if folder != str(cache_dir()):
-        return  # of this process alone
+        return  # built into a private directory of this process
     if not kept.files:
         from portmm.build.compiler import find_compiler
         from portmm.host.calibrate import note_name
@@ -292,20 +291,20 @@ def _keep(  # noqa: PLR0917 - two functions call it
     with _lock:
         fresh = (kept.cores, kept.runtime, kept.depends) != (target.cores, kept.own, depends)
         if kept.depends not in ((), depends):
-            kept.lines.clear()  # of other rates, or another compiler
+            kept.lines.clear()  # of other measured rates, or another compiler
             kept.codes.clear()
         kept.cores, kept.runtime, kept.depends = target.cores, kept.own, depends
-        held[name] = line
+        entries[name] = line
         _bound(kept)
         if kept.size > 2 * MOST_LINES:
-            there = _read(kept.name)
-            kept.lines, kept.codes = {**there.lines, **kept.lines}, {**there.codes, **kept.codes}
+            current = _read(kept.name)
+            kept.lines, kept.codes = {**current.lines, **kept.lines}, {**current.codes, **kept.codes}
             _bound(kept)
             lines = [_checked(kept.heading), *kept.checked(kept.lines, kept.codes)]
             write_note(kept.name, "\n".join(lines))
             kept.size = len(lines)
             return
         added = [_checked(kept.heading)] if fresh else []
-        added += kept.checked({name: line}, {}) if held is kept.lines else kept.checked({}, {name: line})
+        added += kept.checked({name: line}, {}) if entries is kept.lines else kept.checked({}, {name: line})
         append_note(kept.name, "\n".join(added))
         kept.size += len(added)

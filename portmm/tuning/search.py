@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from portmm.dispatch.tuning_database import told
+from portmm.dispatch.tuning_database import problem_text
 from portmm.schedule.schedule import parse
 from portmm.tuning.lane import LostError
 from portmm.tuning.model import Candidate
@@ -105,7 +105,7 @@ class Race:
 
     def begin(self, order: Sequence[Candidate]) -> None:
         """Find the first candidate that is right; what earlier runs know is known."""
-        self.trials = {(x.schedule, x.workers): x for x in self.journal.trials(told(self.problem))}
+        self.trials = {(x.schedule, x.workers): x for x in self.journal.trials(problem_text(self.problem))}
         for one in order:
             before = self.trials.get(one.key)
             if before and before.state == WRONG:
@@ -220,7 +220,7 @@ class Race:
     def _keep(self, one: Candidate, state: str, reason: str, seconds: float = 0.0) -> Trial:
         trial = Trial(one.text, one.workers, state, one.predicted, seconds if state == OK else 0.0, reason)
         self.trials[one.key] = trial
-        self.journal.keep(told(self.problem), trial)
+        self.journal.keep(problem_text(self.problem), trial)
         return trial
 
 

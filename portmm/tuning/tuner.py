@@ -23,7 +23,7 @@ from portmm.comparison.seen import merged, shaped
 from portmm.comparison.suite import cases
 from portmm.dispatch import config
 from portmm.dispatch.overrides import renew
-from portmm.dispatch.tuning_database import Tuned, architecture, record, told
+from portmm.dispatch.tuning_database import Tuned, architecture, problem_text, record
 from portmm.errors import ScheduleError
 from portmm.host import machine_load
 from portmm.runtime import route_cache
@@ -240,10 +240,12 @@ def _found(case: Case, race: Race, *, finished: bool) -> TunedCase:
     base, chosen = race.base, race.chosen
     if base is None or chosen is None:
         why = trials[-1].reason if trials else "interrupted"
-        return TunedCase(case, told(race.problem), trials=trials, finished=finished, reason=f"nothing worked: {why}")
+        return TunedCase(
+            case, problem_text(race.problem), trials=trials, finished=finished, reason=f"nothing worked: {why}"
+        )
     return TunedCase(
         case,
-        told(race.problem),
+        problem_text(race.problem),
         *base.candidate.key,
         *chosen.candidate.key,
         base.seconds,
