@@ -16,7 +16,7 @@ import numpy as np
 
 from portmm.errors import TraceError
 from portmm.spec import vector_math
-from portmm.spec.epilogue import extent, fold, index, reduction
+from portmm.spec.epilogue import column_reduction, extent, index, reduction
 from portmm.spec.expr import FUNCTIONS, UFUNCS, Expr, apply, real
 
 if TYPE_CHECKING:
@@ -282,7 +282,7 @@ def _reduced(kind: str, x: Any, axis: Any) -> Expr:
     if axis == -1:
         return reduction(kind, real(_value(x)))
     if axis == -2:
-        return fold(kind, real(_value(x)))
+        return column_reduction(kind, real(_value(x)))
     raise TraceError(f"a reduction along axis {axis!r} cannot be traced; use -1, along rows, or -2, down columns")
 
 

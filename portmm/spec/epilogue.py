@@ -145,7 +145,7 @@ def _read(words: list[str], steps: list[Expr], operands: tuple[Operand, ...]) ->
         "const": lambda kind, value: const(float(value) if kind == "f32" else int(value), kind),
         "acc": acc,
         "extent": extent,
-        "fold": lambda kind, i: fold(kind, steps[int(i)]),
+        "fold": lambda kind, i: column_reduction(kind, steps[int(i)]),
         "index": index,
         "number": lambda i: number(int(i)),
         "load": lambda i: load(int(i), operands[int(i)].dtype),
@@ -194,7 +194,7 @@ def reduction(kind: str, x: Expr) -> Expr:
     return node("reduce", (kind, x), "f32")
 
 
-def fold(kind: str, x: Expr) -> Expr:
+def column_reduction(kind: str, x: Expr) -> Expr:
     """The sum ("add") or the maximum ("max") of a column of values."""
     return node("fold", (kind, x), "f32")
 
