@@ -23,8 +23,8 @@ from portmm.spec.epilogue import (
     Fused,
     Operand,
     acc,
+    column_reduction,
     extent,
-    fold,
     index,
     load,
     number,
@@ -226,7 +226,11 @@ def columns():
     """Sums and maxima down columns, of values by every axis, and what becomes of them."""
     operands = (Operand("f32", "bmn"), Operand("bf16", "n"), Operand("f32", "bm"), Operand("s8", "mn", dense=False))
     x, w, y, z = (load(i, o.dtype) for i, o in enumerate(operands))
-    roots = [fold("add", x * y) * w, fold("max", x + z), fold("add", const(1.0) * w) + fold("add", x) + index("n")]
+    roots = [
+        column_reduction("add", x * y) * w,
+        column_reduction("max", x + z),
+        column_reduction("add", const(1.0) * w) + column_reduction("add", x) + index("n"),
+    ]
     results = tuple(Operand(t, "bn") for t in ("f32", "f16", "f32"))
     return Fused((*operands, *results), tuple((4 + i, v) for i, v in enumerate(roots)))
 

@@ -1,9 +1,9 @@
-"""The schedules worth considering for weights of four bits beside floats of 16: `kernels.coded`, `kernels.dequant`.
+"""Candidate schedules for w4a16: `kernels.gpu.w4a16`, `kernels.gpu.w4a16_dequantize`.
 
-Owns their enumeration, what they need of registers and shared memory, and how many instructions they take. Imports
-`schedule.gpu_mma`, `schedule.schedule`, `spec.problem`, `target.target`. Of few rows of A, warps share out k: memory is then the limit, and
-blocks with few columns leave none of its paths idle. Of more, a warp has as many rows as registers allow, because it
-turns the words of its columns into floats by itself; of many, a block does that once.
+Owns their enumeration, their registers and shared memory, and their numbers of instructions. For few rows of A, warps
+split k (slice-K): memory is then the limit, and blocks with few columns keep all of its channels busy. For more, a
+warp has as many rows as registers allow, because it dequantizes the words of its columns by itself; for many, a block
+dequantizes them once.
 """
 
 from __future__ import annotations
@@ -32,39 +32,39 @@ BLOCKS = (
     (16, 128, 16, 32, 256, 1), (16, 64, 16, 32, 256, 2), (16, 32, 16, 32, 512, 4), (16, 16, 16, 16, 512, 4),
     (8, 128, 8, 32, 256, 1), (8, 64, 8, 32, 256, 2), (8, 32, 8, 32, 512, 4), (8, 16, 8, 16, 512, 4),
 )  # fmt: skip
-"""Of a block and of a warp: rows and columns; of a block elements of k, which so many warps share out."""
+"""Rows and columns of a block and of a warp, elements of k of a block, and the warps that split these."""
 LARGE_BLOCKS = (
     (128, 256, 64, 64, 32), (256, 128, 64, 64, 32), (128, 128, 64, 64, 32), (128, 128, 64, 32, 64),
     (64, 256, 32, 64, 64),
 )  # fmt: skip
-"""Rows and columns of a block and of a warp where a block makes floats of words, and the k of which it makes them."""
+"""Rows and columns of a block and of a warp where a block dequantizes words, and the depth that it dequantizes."""
 LARGE_STAGES = (3, 4, 5)
 STAGES = (2, 3, 4, 6)
 LEAST_COPY = 4
-"""Bytes of an asynchronous copy, at least: PTX ISA, cp.async."""
-PIECE = 16
+"""Minimum size of an asynchronous copy, in bytes: PTX ISA, cp.async."""
+VECTOR_BYTES = 16
 TOGETHER = 4
-"""Words that a thread takes at once."""
+"""Words that a thread loads at once."""
 LARGE = 32 * 64
-"""Sums of a warp that leave its lanes registers for one."""
+"""Sums of a warp from which its lanes have registers for one word only."""
 ROUND = 4 * CODES_KR
-"""Elements of k that four lanes' words are of: all of one group."""
+"""Elements of k in the words of four lanes: all of one group."""
 GROUP = 8
 SPLITS = (1, 2, 4, 8)
 ADDRESSES = 44
 """Registers of a thread for counters and addresses; the least with which NVRTC 13 spills nothing."""
-UNFOLDING = 8
-"""Registers of a thread that makes floats of words."""
-UNFOLDED, SCALED = 16, 12
-"""Instructions that make eight rounded floats of a word: on bits, and on floats."""
+DEQUANTIZE_REGISTERS = 8
+"""Registers of a thread that dequantizes words."""
+BIT_OPERATIONS, FLOAT_OPERATIONS = 16, 12
+"""Instructions that dequantize a word to eight rounded floats: on bits, and on floats."""
 PER_WORD = 10
-"""Instructions that make eight floats of a word: see `kernels.coded`."""
+"""Instructions that dequantize a word to eight floats: see `kernels.gpu.w4a16`."""
 PER_ATOM = 8
 """Instructions that scale the sums of an atom."""
 
 
 def serves(p: Problem, atom: Atom) -> bool:
-    """Whether an atom multiplies these codes: their A as it lies, whole words of four lanes being of one group."""
+    """Whether an atom multiplies these int4 values: by A of its own type, with all words of four lanes in one group."""
     fits = p.b == "codes" and p.types[1] == "u4" and atom.unit == "warp" and atom.a == atom.b == p.types[0]
     return fits and (atom.m, atom.k) == (16, 16) and atom.acc == "f32" and group_of(p) % ROUND == 0
 
@@ -72,72 +72,72 @@ def serves(p: Problem, atom: Atom) -> bool:
 def candidates(
     p: Problem, isa: Isa, atom: Atom, target: Target, vectors: tuple[int, int, int], *, asynchronous: bool
 ) -> Iterator[Schedule]:
-    """Schedules for a problem, none if A lies in ways that cannot be copied.
+    """Schedules for a problem, none if the layout of A does not allow asynchronous copies.
 
     Args:
-        p: what to compute.
+        p: the problem.
         isa: the instruction set.
-        atom: multiplies.
+        atom: its matrix instruction.
         target: a device.
         vectors: elements of A, B and C that may be moved at once.
-        asynchronous: the device copies to shared memory past its registers.
+        asynchronous: the device copies from global to shared memory without registers.
     """
     size = BY_NAME[p.types[0]].bytes
-    moved = min(vectors[0], PIECE // size)
+    moved = min(vectors[0], VECTOR_BYTES // size)
     if not (serves(p, atom) and asynchronous and p.a == "row" and moved * size >= LEAST_COPY) or p.deterministic:
         return
     group = group_of(p)
     for bm, bn, wm, wn, bk, shared in BLOCKS:
         part = bk // shared
         most = TOGETHER if wm * wn < LARGE else 1
-        wide = next(x for x in (4, 2, 1) if x <= most and gcd(group, part) % (ROUND * x) == 0)
+        words = next(x for x in (4, 2, 1) if x <= most and gcd(group, part) % (ROUND * x) == 0)
         tiles = (
             Tile("registers", wm // 4, wn // 8, part), Tile("warp", wm, wn, part), Tile("shared", bm, bn, bk),
             Tile("L2", GROUP * bm, ALL, ALL),
         )  # fmt: skip
         one = Schedule(
             "coded", isa.name, p.dtype, tiles, (tiles[0].m,), a=p.a, b=p.b, pack_a=False, pack_b=False, swap=True,
-            fused=p.fused, group=group, vectors=(moved, wide * CODES_KR, min(2, vectors[2])), copies=True,
+            fused=p.fused, group=group, vectors=(moved, words * CODES_KR, min(2, vectors[2])), copies=True,
             c="row" if p.c == "row" else "any",
         )  # fmt: skip
-        yield from _fed(one, p, target, STAGES)
-    # A weight that is rounded costs no more than a result that is.
+        yield from _staged(one, p, target, STAGES)
+    # Rounding a weight loses no more accuracy than rounding a result to the same type.
     rounded = BY_NAME[p.types[2]].bytes == size
-    for bm, bn, wm, wn, deep in LARGE_BLOCKS if rounded else ():
+    for bm, bn, wm, wn, bk in LARGE_BLOCKS if rounded else ():
         tiles = (
-            Tile("registers", wm // 8, wn // 4, atom.k), Tile("warp", wm, wn, atom.k), Tile("shared", bm, bn, deep),
+            Tile("registers", wm // 8, wn // 4, atom.k), Tile("warp", wm, wn, atom.k), Tile("shared", bm, bn, bk),
             Tile("L2", GROUP * bm, ALL, ALL),
         )  # fmt: skip
         one = Schedule(
             "dequant", isa.name, p.dtype, tiles, (tiles[0].m,), a=p.a, b=p.b, pack_a=False, pack_b=False,
-            fused=p.fused, group=group, vectors=(moved, TOGETHER * CODES_KR, min(vectors[2], PIECE // size)),
+            fused=p.fused, group=group, vectors=(moved, TOGETHER * CODES_KR, min(vectors[2], VECTOR_BYTES // size)),
             copies=True, c="row" if p.c == "row" else "any",
         )  # fmt: skip
-        yield from _fed(one, p, target, LARGE_STAGES)
+        yield from _staged(one, p, target, LARGE_STAGES)
 
 
-def _fed(s: Schedule, p: Problem, target: Target, ways: tuple[int, ...]) -> Iterator[Schedule]:
-    """A schedule with its stages, and with slices of k where there are few blocks."""
+def _staged(s: Schedule, p: Problem, target: Target, stages: tuple[int, ...]) -> Iterator[Schedule]:
+    """Variants of a schedule by stages, and by slices of k where there are few blocks."""
     processors = target.device.processors if target.device else 1
     tiles = -(-p.m // s.block.m) * -(-p.n // s.block.n) * p.batch
-    for stages in ways:
+    for number in stages:
         for split in SPLITS:
             if split == 1 or tiles * split <= 2 * processors:
-                yield replace(s, stages=stages, split=split)
+                yield replace(s, stages=number, split=split)
 
 
 def span(s: Schedule) -> int:
-    """Elements of k that a warp sums before it scales."""
+    """Number of elements of k that a warp sums before it scales."""
     return gcd(s.group, s.tiles[1].k)
 
 
 def warps_along_k(s: Schedule) -> int:
-    """Warps of a block that have parts of k of the same sums."""
+    """Warps of a block that split k: those with the same sums."""
     return s.block.k // s.tiles[1].k
 
 
 def plain(s: Schedule) -> Schedule:
-    """The schedule of `kernels.mma` for the floats that a block makes of words."""
+    """The schedule of `kernels.gpu.mma` for the floats that a block dequantizes."""
     a, _, c = s.types
     return replace(s, b="col", dtype=spell(a, a, c))
 
@@ -145,10 +145,10 @@ def plain(s: Schedule) -> Schedule:
 def registers(s: Schedule) -> int:
     """Registers of a thread."""
     if s.program == "dequant":
-        return gpu_mma.registers(plain(s)) + UNFOLDING
+        return gpu_mma.registers(plain(s)) + DEQUANTIZE_REGISTERS
     warp = s.tiles[1]
-    rows, columns, wide = warp.m // 8, warp.n // 16, s.vectors[1] // CODES_KR
-    return 8 * rows * columns + 10 * rows + 2 * columns * wide + 8 + ADDRESSES
+    rows, columns, words = warp.m // 8, warp.n // 16, s.vectors[1] // CODES_KR
+    return 8 * rows * columns + 10 * rows + 2 * columns * words + 8 + ADDRESSES
 
 
 def shared_bytes(s: Schedule) -> int:
@@ -159,17 +159,17 @@ def shared_bytes(s: Schedule) -> int:
     block, each = s.block, s.block.k // span(s)
     stage = block.m * block.k * BY_NAME[s.types[0]].bytes + block.n * block.k // 2
     ends = (stage * s.stages, 4 * block.n * each * s.stages, 4 * block.n * each * s.stages)
-    joined = 4 * block.m * block.n * (warps_along_k(s) - 1)
-    return sum(ends) + joined
+    partial_sums = 4 * block.m * block.n * (warps_along_k(s) - 1)
+    return sum(ends) + partial_sums
 
 
 def instructions(s: Schedule) -> tuple[float, float]:
-    """Instructions of all lanes of a block, for each element of k: that make floats of words, and all others."""
+    """Instructions of all lanes of a block, for each element of k: those that dequantize, and all others."""
     warp = s.tiles[1]
     if s.program == "dequant":
         words, warps = s.block.n / CODES_KR / WARP, s.threads // WARP
         multiplied = warps * ((warp.m // 16) * (warp.n // 8) + (warp.m + warp.n) / 32) / 16
-        return UNFOLDED * words, (SCALED + 1.5) * words + multiplied
+        return BIT_OPERATIONS * words, (FLOAT_OPERATIONS + 1.5) * words + multiplied
     rows, columns = warp.m // 8, warp.n // 16
     words = 2 * columns * PER_WORD / ROUND
     scaled = (PER_ATOM * rows * columns + 4 * rows + 4 * columns) / span(s)

@@ -1,8 +1,7 @@
-"""The schedules worth considering for units that whole warpgroups multiply with: see `kernels.wgmma`.
+"""Candidate schedules for the matrix units of warpgroups: see `kernels.gpu.wgmma`.
 
-Owns their enumeration, what they need of registers and shared memory, and the shape of what a warpgroup has.
-Imports `schedule.schedule`, `spec.problem`, `target.target`. The copy engine wants addresses and strides of 16 bytes: where
-operands lie otherwise, nothing is offered here.
+Owns their enumeration, their registers and shared memory, and the shape of a warpgroup's tile. The copy engine needs
+addresses and strides that are multiples of 16 bytes: for other operands there are no candidates here.
 """
 
 from __future__ import annotations
@@ -22,32 +21,32 @@ if TYPE_CHECKING:
 STRIP = 64
 """Rows that one instruction multiplies."""
 LINE = 128
-"""Bytes of a line of shared memory whose pieces are exchanged: the depth of a tile."""
+"""Bytes of a swizzled row of shared memory: the depth of a tile."""
 SWIZZLED = 1024
-"""What tiles are aligned to: eight lines."""
+"""Alignment of tiles, in bytes: eight swizzled rows."""
 WIDE_ROWS = 64
-"""Rows of a line where rows are side by side, of elements of two bytes."""
+"""Rows of a tile in one swizzled row where M or N is contiguous, for elements of two bytes."""
 WIDE = 2
 ALIGNED = 16
-"""Bytes that the copy engine wants addresses and strides to be multiples of."""
+"""Alignment in bytes that the copy engine needs of addresses and strides."""
 BARRIERS = 1024
-"""Bytes of shared memory for barriers, and for aligning what is behind them."""
+"""Bytes of shared memory for barriers, and for the alignment of the buffers behind them."""
 BUFFERS = 2
-"""Pieces of C in shared memory, of each warpgroup: one is filled while the other is read."""
+"""Buffers for panels of C in shared memory, per warpgroup: one is filled while the other is read."""
 MOST_STAGES, LEAST_STAGES = 16, 3
 FEW = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
-"""Rows of A that take the place of the atom's columns."""
+"""Rows of A that replace the atom's columns."""
 RESERVED = 1024
-"""Bytes of shared memory that each block on a processor takes besides: CUDA C++ Programming Guide, "Shared Memory"."""
+"""Further bytes of shared memory of each block on a processor: CUDA C++ Programming Guide, "Shared Memory"."""
 MOST_COLUMNS = 256
 GROUP = 8
 SPLITS = (1, 2, 4, 8, 16)
 ADDRESSES = 64
-"""Registers of a thread beside its sums; the least with which NVRTC 13 spills nothing."""
+"""Registers of a thread besides its sums; the least with which NVRTC 13 spills nothing."""
 ENTRY = 168
-"""Registers of a thread as a block of three warpgroups begins, most."""
+"""Maximum number of registers of a thread at the start of a block of three warpgroups."""
 DOWN, UP = 40, 232
-"""What the warpgroup that asks for copies gives back, so that two others may have more."""
+"""Registers of a thread of the producer warpgroup after it releases some, and of two consumers that take these."""
 
 
 # -- the shape of a schedule ---------------------------------------------------
@@ -59,26 +58,26 @@ def columns(s: Schedule) -> int:
 
 
 def strips(s: Schedule) -> int:
-    """Instructions below each other of a warpgroup."""
+    """Number of instructions of a warpgroup along M."""
     return (s.tiles[1].n if s.swap else s.tiles[1].m) // STRIP
 
 
 def held_rows(rows: int, *, along_k: bool) -> int:
-    """Rows of a tile in shared memory: whole lines."""
+    """Rows of a tile in shared memory, padded to whole swizzled rows."""
     return rows if along_k else -(-rows // WIDE_ROWS) * WIDE_ROWS
 
 
 def staged(s: Schedule) -> bool:
-    """C passes through shared memory: halves in rows that the copy engine can address."""
+    """Whether C is stored through shared memory: elements of 16 bits in rows that the copy engine can address."""
     size = BY_NAME[s.types[2]].bytes
     sent = s.c == "row" and not (s.slices or s.grouped)
     return sent and s.vectors[2] * size == ALIGNED and size == WIDE and bool(panel(s))
 
 
 def panel(s: Schedule) -> int:
-    """Columns of C that are sent at once: as many as fill a line of shared memory, or a half or a quarter; or 0."""
-    wide = STRIP if s.swap else columns(s)
-    return next((x for x in (64, 32, 16) if wide % x == 0), 0)
+    """Columns of C that are stored at once: as many as fill a swizzled row, or a half or a quarter of it; or 0."""
+    n = STRIP if s.swap else columns(s)
+    return next((x for x in (64, 32, 16) if n % x == 0), 0)
 
 
 def sums(s: Schedule) -> int:
@@ -87,28 +86,28 @@ def sums(s: Schedule) -> int:
 
 
 def promoted(s: Schedule) -> bool:
-    """Products of a stage are summed apart, and added to sums of f32 by threads.
+    """Whether products of a stage have their own sums, which threads add to sums of f32.
 
-    Of floats of eight bits the units keep 14 bits or so as they sum, which is seen from a few hundred products
+    For floats of eight bits the units keep about 14 bits of a sum, which is measurable from a few hundred products
     on: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2.
     """
     kind = BY_NAME[s.types[0]]
     return kind.bytes == 1 and kind.eps > 0
 
 
-def held(s: Schedule) -> int:
+def sum_registers(s: Schedule) -> int:
     """Registers of a lane for sums, and for those of a stage."""
     return sums(s) * (2 if promoted(s) else 1)
 
 
 def budgets(s: Schedule) -> tuple[int, int]:
-    """Registers of a thread once warpgroups have shared them out: of the one that feeds, of others; zeros: as begun."""
-    return (DOWN, UP) if s.groups > 1 and held(s) + ADDRESSES > ENTRY else (0, 0)
+    """Registers of a thread of the producer and of the consumer warpgroups; zeros where they stay as allocated."""
+    return (DOWN, UP) if s.groups > 1 and sum_registers(s) + ADDRESSES > ENTRY else (0, 0)
 
 
 def registers(s: Schedule) -> int:
-    """Registers of a thread as a block begins."""
-    return min(held(s) + ADDRESSES, ENTRY) if s.groups > 1 else held(s) + ADDRESSES
+    """Registers of a thread at the start of a block."""
+    return min(sum_registers(s) + ADDRESSES, ENTRY) if s.groups > 1 else sum_registers(s) + ADDRESSES
 
 
 def stage_bytes(s: Schedule) -> int:
@@ -122,8 +121,8 @@ def result_bytes(s: Schedule) -> int:
     """Shared memory for C."""
     if not staged(s):
         return 0
-    lines, across = (columns(s), 1) if s.swap else (STRIP, columns(s) // panel(s))
-    return s.groups * min(BUFFERS, strips(s) * across) * lines * panel(s) * WIDE
+    rows, panels = (columns(s), 1) if s.swap else (STRIP, columns(s) // panel(s))
+    return s.groups * min(BUFFERS, strips(s) * panels) * rows * panel(s) * WIDE
 
 
 def shared_bytes(s: Schedule) -> int:
@@ -141,12 +140,12 @@ def candidates(
     """Schedules for a problem, none if the copy engine cannot address its operands.
 
     Args:
-        p: what to compute.
+        p: the problem.
         isa: the instruction set.
-        atom: multiplies.
+        atom: its matrix instruction.
         target: a device.
         vectors: elements of A, B and C that may be moved at once.
-        asynchronous: the device copies to shared memory past its registers.
+        asynchronous: the device copies from global to shared memory without registers.
     """
     device = target.device
     sizes = [BY_NAME[x].bytes for x in p.types]
@@ -162,11 +161,11 @@ def candidates(
     sent = p.c == "row" and not p.grouped and sizes[2] == WIDE
     stored = ALIGNED // sizes[2] if sent and vectors[2] * sizes[2] >= ALIGNED else 0
     for block, part, swap, groups, pingpong in _shapes(p, atom):
-        if _in_parts(p, block) or (p.grouped and pingpong):
+        if _partly_filled(p, block) or (p.grouped and pingpong):
             continue
         n = part[0] if swap else part[1]
-        below = 2 * (part[1] if swap else part[0]) // STRIP
-        mr, nr = (n // 4, below) if swap else (below, n // 4)
+        rows = 2 * (part[1] if swap else part[0]) // STRIP
+        mr, nr = (n // 4, rows) if swap else (rows, n // 4)
         tiles = (
             Tile("registers", mr, nr, atom.k), Tile("warp", *part, atom.k),
             Tile("shared", *block, LINE // sizes[0]), Tile("L2", GROUP * block[0], ALL, ALL),
@@ -177,21 +176,21 @@ def candidates(
             c="row" if p.c == "row" else "any", groups=groups, pingpong=pingpong, persistent=0 if p.grouped else 1,
             grouped=p.grouped,
         )  # fmt: skip
-        if held(one) + ADDRESSES > UP:
+        if sum_registers(one) + ADDRESSES > UP:
             continue
         if not panel(one) or not stored:
             one = replace(one, vectors=(*one.vectors[:2], min(2, vectors[2])))
-        yield from _fed(one, p, target)
+        yield from _staged(one, p, target)
 
 
-def _in_parts(p: Problem, block: tuple[int, int]) -> bool:
-    """Rows that lie side by side would fill a part of a line only: descriptors of that are in no published kernel."""
-    beside = (p.a != "row", p.b != "col")
-    return any(rows % WIDE_ROWS for rows, side in zip(block, beside, strict=True) if side)
+def _partly_filled(p: Problem, block: tuple[int, int]) -> bool:
+    """Whether M or N is contiguous and fills a part of a swizzled row: no published kernel has descriptors of that."""
+    contiguous = (p.a != "row", p.b != "col")
+    return any(rows % WIDE_ROWS for rows, side in zip(block, contiguous, strict=True) if side)
 
 
 def _shapes(p: Problem, atom: Atom) -> Iterator[tuple[tuple[int, int], tuple[int, int], bool, int, bool]]:
-    """Tiles of a block and of a warpgroup, whether operands are exchanged, warpgroups, and whether they take turns."""
+    """Tiles of a block and of a warpgroup, whether operands are exchanged, warpgroups, and whether they alternate."""
     for n in range(64, MOST_COLUMNS + 1, 16) if p.m > STRIP else ():
         yield (2 * STRIP, n), (STRIP, n), False, 2, False
         yield (STRIP, n), (STRIP, n), False, 2, True
@@ -203,14 +202,14 @@ def _shapes(p: Problem, atom: Atom) -> Iterator[tuple[tuple[int, int], tuple[int
         yield (2 * STRIP, n), (2 * STRIP, n), False, 2, True
     few = next((n for n in FEW if n >= p.m and n % atom.n == 0), 0)
     if few and p.types[0] == p.types[1]:
-        for groups, below in ((1, 1), (1, 2), (2, 1), (2, 2)):
-            yield (few, groups * below * STRIP), (few, below * STRIP), True, groups, False
+        for groups, strip in ((1, 1), (1, 2), (2, 1), (2, 2)):
+            yield (few, groups * strip * STRIP), (few, strip * STRIP), True, groups, False
 
 
-def _fed(s: Schedule, p: Problem, target: Target) -> Iterator[Schedule]:
-    """A schedule with as many stages as fit, in clusters, and with slices of k where there are few blocks."""
+def _staged(s: Schedule, p: Problem, target: Target) -> Iterator[Schedule]:
+    """Variants with as many stages as fit, in clusters, and with slices of k where there are few blocks."""
     device = target.device
-    assert device is not None  # noqa: S101 - `candidates` looked
+    assert device is not None  # noqa: S101 - checked by `candidates`
     tiles = -(-p.m // s.block.m) * -(-p.n // s.block.n) * p.batch
     several = s.groups == 1 and 2 * registers(s) * s.threads <= device.registers
     for blocks in (1, 2) if several else (1,):
@@ -218,7 +217,7 @@ def _fed(s: Schedule, p: Problem, target: Target) -> Iterator[Schedule]:
             if split > 1 and (tiles * split > 2 * device.processors or s.pingpong or s.grouped):
                 continue
             steps = -(-p.k // s.block.k) // split
-            # What slices leave is added in the same kernel: a second one takes longer to launch than that.
+            # Sums of slices are added in the same kernel: that takes less time than a second launch.
             one = replace(s, split=split, joined=split > 1, persistent=s.persistent if split == 1 else 0)
             stages = min(_stages(one, target, blocks), MOST_STAGES, max(steps, LEAST_STAGES))
             if stages >= LEAST_STAGES:
@@ -226,16 +225,16 @@ def _fed(s: Schedule, p: Problem, target: Target) -> Iterator[Schedule]:
 
 
 def _stages(s: Schedule, target: Target, blocks: int) -> int:
-    """Stages that fit, of so many blocks on a processor."""
+    """Number of stages that fit, for a number of blocks on a processor."""
     device = target.device
-    assert device is not None  # noqa: S101 - `candidates` looked
+    assert device is not None  # noqa: S101 - checked by `candidates`
     whole = device.processor_shared_bytes or device.shared_bytes
     room = min(device.shared_bytes, whole // blocks - RESERVED) - BARRIERS - result_bytes(s)
     return room // stage_bytes(s)
 
 
 def _paired(s: Schedule, p: Problem, many: bool) -> Iterator[Schedule]:
-    """A schedule, and the same in clusters, where halves of B are whole lines."""
+    """A schedule, and the same in clusters, where halves of B are whole swizzled rows."""
     yield s
     pairs = (s.b == "col" and s.block.n % 16 == 0) or s.block.n % (2 * WIDE_ROWS) == 0
     if many and pairs and not (s.swap or s.grouped) and s.split == 1 and p.m > s.block.m:

@@ -1,8 +1,8 @@
-"""How a product is computed.
+"""Schedule of a product.
 
-Owns `Schedule` and `Tile`. Imports `spec.problem`, `target.target`. A schedule has one tile
-per memory level; it is legal if every tile's footprint fits its level, on every
-kind of machine alike. Nothing here chooses: see `candidates` and `cost`.
+Owns `Schedule` and `Tile`. A schedule has one tile per memory level; it is legal
+if every tile's footprint fits its level, on every kind of machine alike. Selection
+is in other modules: see `candidates` and `cost`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 ALL = 0
 TALLEST = 1024
-"""No register tile has more rows, so nothing is lost where a word says so."""
+"""Largest MR of any register tile, so that a parsed string can be bounded by it."""
 WARPGROUP = 128
 """Threads that multiply together on Hopper."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The part of the product that is worked on while in one memory level.
+    """The block of the product that is computed from one memory level.
 
-    An extent of `ALL` means the whole of that dimension, whatever it is, so that
+    An extent of `ALL` means the whole of that dimension, at any size, so that
     one kernel serves many problems.
 
     Attributes:
@@ -51,47 +51,47 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A way to compute a product.
+    """The parameters that define the kernel of a product.
 
     Attributes:
         program: the block program, a module of `kernels/`: "gemm", "dot" or "tiles".
         isa: name of the instruction set.
-        dtype: element types of A, B and C, as a `Problem` has them.
+        dtype: element types of A, B and C, as in a `Problem`.
         tiles: one per memory level, nearest first: registers, L1, L2, L3.
-        heights: register-tile heights that the kernel contains; a dynamic M is
-            cut into panels of nearly equal height, all in this tuple.
-        panels: B panels that one visit of the micro-kernel covers.
-        a: how A is read: "row", "col" or "any".
-        b: how B is read: "row", "col", "any" or "packed".
+        heights: MR variants, the rows of register tiles that the kernel contains; a dynamic M is
+            partitioned into panels of nearly equal rows, all in this tuple.
+        panels: B panels that one call of the micro-kernel covers.
+        a: layout of A: "row", "col" or "any".
+        b: layout of B: "row", "col", "any" or "packed".
         pack_a: A is copied to panels first.
         pack_b: B is copied to panels first.
-        once: all of B is packed before any work, by all threads for all of them;
-            else each thread packs what it needs just before.
+        once: all of B is packed before any product, by all threads for all of them;
+            else each thread packs its panels just before use.
         swap: the kernel computes C^T = B^T . A^T.
-        over: what threads share out: "tiles" of C, "batch" items, or "k".
+        over: the parallel dimension: "tiles" of C, "batch" items, or "k".
         lanes: lanes of the atom, 0 for the ISA's widest.
-        prefetch: rows of a B in place, or for tiles steps of a B in panels, that are asked for ahead, 0 for none.
-        ahead: the micro-kernel asks for the next tile of C and the next B panel.
-        kr: elements of k that sit side by side in a fragment; extents of k count such units.
+        prefetch: prefetch distance in rows of a B in place, or for tiles in steps of a B in panels, 0 for none.
+        ahead: the micro-kernel prefetches the next tile of C and the next B panel.
+        kr: adjacent elements of k in a fragment; extents of k count such units.
         static: m, n, k if they are compiled in; of a device, n and k.
-        post: what becomes of sums on their way to C, as a `Problem` has it.
-        group: of a B of codes, rows that share a scale.
-        source: the type that A is given in, before its rows are quantised.
-        fused: expressions of sums that C and other results are, as a `Problem` has them.
-        stages: of a device, tiles of A and B in shared memory, one being computed with, others being filled.
-        copies: tiles are filled by asynchronous copies, past the registers.
-        split: blocks along k; where there are several, a second kernel adds what they leave,
+        post: conversion of sums to elements of C, as in a `Problem`.
+        group: of a B of int4 or int8 values, rows that share a scale.
+        source: the type of A before its rows are quantised.
+        fused: expressions of sums for C and other results, as in a `Problem`.
+        stages: of a device, tiles of A and B in shared memory, one in use while the others are filled.
+        copies: tiles are filled by asynchronous copies, without registers.
+        split: blocks along k; where there are several, a second kernel adds their sums,
         joined: or the last block of each tile does, in the same kernel.
         vectors: elements of A, B and C that a thread moves at once.
-        cell: rows and columns of C side by side in one thread.
-        c: how C lies on a device: "row" or "any".
-        grouped: of a device, rows are shared out among the items of B, by ends that lie in memory.
-        resident: blocks that a processor is to hold at once, for which compilers must leave registers; 0 if
-            they need not care.
-        groups: warpgroups of a block that multiply, beside one that feeds them; 0 where threads do both.
+        cell: adjacent rows and columns of C in one thread.
+        c: layout of C on a device: "row" or "any".
+        grouped: of a device, rows are partitioned among the items of B, by row offsets in memory.
+        resident: occupancy, the number of blocks per processor that compilers must leave registers for; 0 for
+            no bound.
+        groups: consumer warpgroups of a block, besides the producer; 0 where threads do both.
         pingpong: each of two warpgroups has tiles of its own, and stores one while the other multiplies.
-        cluster: neighbouring blocks along the rows that read the same columns of B once for all.
-        persistent: blocks, at most, which take one tile after the other; 0 if each has one.
+        cluster: neighbouring blocks along the rows that load the same columns of B once for all.
+        persistent: maximum number of blocks, which process one tile after the other; 0 if each has one.
     """
 
     program: str
@@ -142,7 +142,7 @@ class Schedule:
 
     @property
     def kc(self) -> int:
-        """Depth of a block of k: what L2 holds of A and B."""
+        """Depth of a block of k: that of the blocks of A and B in L2."""
         return self.tiles[2].k
 
     @property
@@ -157,7 +157,7 @@ class Schedule:
 
     @property
     def family(self) -> str:
-        """What a packed B depends on: element type, panel width, and elements of k side by side."""
+        """The packed layout of B: element type, panel width, and adjacent elements of k."""
         a, b, _ = self.types
         if self.b == "codes":
             return str(Family(b, self.nr, CODES_KR, group=self.group))
@@ -169,32 +169,32 @@ class Schedule:
         return types(self.dtype)
 
     def given(self, atom: Atom) -> tuple[str, str]:
-        """What micro-kernels read of A and B: fragments where it is packed here, else the operand's own type."""
+        """Element types that micro-kernels read of A and B: fragments of a packed operand, else the operand's own."""
         a, b, _ = self.types
         in_b = unit(b, self.kr) if self.b == "packed" else "s32" if self.b == "codes" else b
         return (atom.left if self.pack_a else a), (atom.right if self.pack_b else in_b)
 
     @property
     def slices(self) -> bool:
-        """Of a device, sums are left for another kernel to add."""
+        """Whether, on a device, slices of k are added by another kernel (split-K reduction)."""
         return self.split > 1 and not self.joined
 
     def along_k(self, side: int) -> bool:
-        """Whether elements of A (0), or of B (1), that lie side by side are of one row, or column."""
+        """Whether k is contiguous in A (0), or in B (1)."""
         return (self.a, self.b)[side] == ("row", "col")[side]
 
     @property
     def block(self) -> Tile:
-        """Of a device, the tile of a block of threads."""
+        """The tile of a block of threads of a device."""
         return self.tiles[2]
 
     @property
     def threads(self) -> int:
-        """Of a device, the threads of a block."""
+        """The threads of a block of a device."""
         if self.groups:
             return WARPGROUP * (self.groups + 1)
-        shares = self.block.k // self.tiles[0].k if self.program in ("stream", "coded") else 1  # they share out k, too
-        return (self.block.m // self.mr) * (self.block.n // self.nr) * shares
+        along_k = self.block.k // self.tiles[0].k if self.program in ("stream", "coded") else 1  # threads split k, too
+        return (self.block.m // self.mr) * (self.block.n // self.nr) * along_k
 
     def _b(self) -> str:
         if self.pack_b:
@@ -232,7 +232,7 @@ class Schedule:
         return f"{self.program} {self.isa}: {', '.join(map(str, self.tiles))}; {', '.join(how)}"
 
     def _groups(self) -> list[str]:
-        """How warpgroups share the work."""
+        """Description of the warpgroups of a block."""
         how = [f"{self.groups} warpgroup{'s' if self.groups > 1 else ''}{' in turns' if self.pingpong else ''}"]
         how += ["operands exchanged"] if self.swap else []
         how += [f"clusters of {self.cluster}"] if self.cluster > 1 else []
@@ -250,7 +250,7 @@ def shifts(s: Schedule, atom: Atom) -> bool:
 
 
 def registers(s: Schedule, atom: Atom) -> int:
-    """Vector registers, or tiles, that the widest micro-kernel of a schedule keeps alive."""
+    """Number of live vector registers, or tiles, of the largest micro-kernel of a schedule."""
     if s.program == "tiles":
         rows, columns = s.mr // atom.m, s.nr // atom.n * s.panels
         return rows * columns + rows + 1
@@ -258,21 +258,21 @@ def registers(s: Schedule, atom: Atom) -> int:
         return s.mr * s.nr + s.mr + 2
     columns = s.nr // atom.n * s.panels
     if s.b == "codes" and not s.pack_b:
-        # Sums over a group and over all of k; words, codes, a broadcast, a table. Where a group
-        # takes few steps, sums over all of k may wait in memory.
+        # Sums over a group and over all of k; words, int4 values, a broadcast, a table. Where a group
+        # takes few steps, sums over all of k may stay in memory.
         sums = 1 if atom.takes_codes else 2
         return (max(s.heights) * sums + 2) * columns + 2
     return atom.strips(max(s.heights)) * columns + columns + 1
 
 
 def footprint(tile: Tile, s: Schedule, p: Problem, atom: Atom) -> int:
-    """Bytes that must stay resident in a tile's level while it is worked on.
+    """Bytes that must stay in a tile's level while the tile is computed.
 
-    L1 holds a panel of B and the slice of A that passes, or, of a panel that
-    streams from L2, as much of its depth as fits; L2
-    the block of A (MC x KC) beside the panels of B that are packed together: Low et al., "Analytical Modeling
+    L1 has a panel of B and a slice of A, or, of a panel that
+    is streamed from L2, as much of its depth as fits; L2
+    the block of A (MC x KC) and the panels of B that are packed together: Low et al., "Analytical Modeling
     Is Enough for High-Performance BLIS", ACM TOMS 43(2), 2016, section 4. L3
-    holds the block of C (MC x NC) between passes over k.
+    has the block of C (MC x NC) between passes over k.
     """
     m, n = (p.n, p.m) if s.swap else (p.m, p.n)
     depth = -(-p.k // s.kr)
@@ -286,17 +286,17 @@ def footprint(tile: Tile, s: Schedule, p: Problem, atom: Atom) -> int:
 
 
 def inconsistent(s: Schedule) -> str:
-    """What contradicts itself in a schedule, whatever the problem, or an empty string."""
+    """The contradiction between parameters of a schedule, for any problem, or an empty string."""
     if s.once and not (s.pack_b and s.over == "tiles"):
-        return "packs B once for all threads, but does not pack B or does not share out tiles"
+        return "packs B once for all threads, but does not pack B or does not have over=tiles"
     return ""
 
 
 def illegal(s: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) -> str:
-    """Why a schedule cannot be used for a problem on a target, or an empty string.
+    """The reason why a schedule cannot be used for a problem on a target, or an empty string.
 
-    A level is a limit only for what the schedule means to keep there: a tile
-    whose extents are ALL streams through it.
+    A level limits only the tiles that the schedule keeps there: a tile
+    whose extents are ALL is streamed through it.
     """
     if inconsistent(s):
         return inconsistent(s)
@@ -312,9 +312,9 @@ def illegal(s: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) -> st
 
 
 def spell(s: Schedule) -> str:
-    """A schedule as one word, for a kernel's header and the command line."""
+    """A schedule as one string, for a kernel's header and the command line."""
     tiles = "/".join(f"{t.m}x{t.n}x{t.k}" for t in s.tiles)
-    heights = f"{s.heights[0]}-{s.heights[-1]}"
+    mr_range = f"{s.heights[0]}-{s.heights[-1]}"
     marks = [f"{name}={getattr(s, name)}" for name in _NAMED]
     marks += [f"kr={s.kr}"] if s.kr > 1 else []
     marks += [f"post={s.post}"] if s.post else []
@@ -330,19 +330,19 @@ def spell(s: Schedule) -> str:
         marks += [f"groups={s.groups}", f"cluster={s.cluster}"] if s.groups else []
         marks += [f"persistent={s.persistent}"] if s.persistent else []
     marks += [f"static={'x'.join(map(str, s.static))}"] if s.static else []
-    return ":".join([s.program, s.isa, s.dtype, tiles, heights, ",".join(marks)])
+    return ":".join([s.program, s.isa, s.dtype, tiles, mr_range, ",".join(marks)])
 
 
 def parse(text: str) -> Schedule:
     """The schedule that `spell` wrote.
 
     Raises:
-        ValueError: `text` is not such a word.
+        ValueError: `text` is not such a string.
     """
     try:
-        program, isa, dtype, tiles, heights, marks = text.split(":")
+        program, isa, dtype, tiles, mr_range, marks = text.split(":")
         sizes = [[int(x) for x in t.split("x")] for t in tiles.split("/")]
-        low, high = (min(int(x), TALLEST) for x in heights.split("-"))
+        least, most = (min(int(x), TALLEST) for x in mr_range.split("-"))
         named = dict(x.partition("=")[::2] for x in marks.split(","))
         static = named.get("static")
         return Schedule(
@@ -350,7 +350,7 @@ def parse(text: str) -> Schedule:
             isa,
             dtype,
             tuple(Tile(level, *size) for level, size in zip(_levels(named), sizes, strict=True)),
-            tuple(range(low, high + 1)),
+            tuple(range(least, most + 1)),
             int(named["panels"]),
             named["a"],
             named["b"],
@@ -382,7 +382,7 @@ _NAMED = ("a", "b", "panels", "over", "lanes", "prefetch")
 _MARKS = ("pack_a", "pack_b", "once", "swap", "ahead", "copies", "pingpong", "grouped", "joined")
 _LEVELS = ("registers", "L1", "L2", "L3")
 DEVICE_LEVELS = ("registers", "warp", "shared", "L2")
-"""Levels of a device: a thread's, a warp's, a block's, and all blocks'."""
+"""Memory levels of a device: of a thread, a warp, a block, and all blocks."""
 
 
 def _levels(named: dict[str, str]) -> tuple[str, ...]:

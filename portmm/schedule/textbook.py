@@ -1,8 +1,7 @@
-"""Block sizes of the literature: those that are right within a few per cent on any chip.
+"""Block sizes of the literature, which are within a few per cent of the best on any chip.
 
-Owns which block sizes these are, and the rule by which they win on a chip whose searches are not
-stored. Imports `schedule.schedule`, `target.summation`, `spec.problem`, `target.target`. A is packed by blocks, B in passing;
-block sizes follow from capacities alone (Goto & van de Geijn, ACM TOMS 34(3), 2008; Low et al.,
+Owns these block sizes, and the rule that selects them on a chip without stored searches. A is packed by blocks, B
+just before use; block sizes follow from capacities alone (Goto & van de Geijn, ACM TOMS 34(3), 2008; Low et al.,
 "Analytical Modeling Is Enough for High-Performance BLIS", ACM TOMS 43(2), 2016).
 """
 
@@ -22,46 +21,46 @@ if TYPE_CHECKING:
     from portmm.target.target import Atom, Target
 
 DEPTH = RUN
-"""KC, in elements: one run. The panels of 6x16 and 4x24 floats take 27 and 35 KiB beside an L1 of 32 KiB. On Zen 4
+"""KC, in elements: one run. The panels of 6x16 and 4x24 floats take 27 and 35 KiB, for an L1 of 32 KiB. On Zen 4
 with AVX2 256, 320 and 384 are within 2 % of each other; 320 is also OpenBLAS's for Haswell."""
 BEYOND_L1 = 3.5
-"""KC, at most, over what fits L1: a deeper panel streams from L2, beside the loads of A."""
+"""Maximum KC, as a multiple of the depth that fits L1: a deeper panel is streamed from L2, with the loads of A."""
 PART_OF_L2 = (0.5, 1.0)
 """Parts of L2 that the block of A takes with the panels of B. On Zen 3, 2048 cubed ran at 80 GFLOP/s with all of it,
 and at 62 with a fifth; smaller products run alike with either."""
 PANELS = 2
-"""Panels of B that are packed together: two lines of each row at least, which prefetchers fetch in pairs."""
+"""Panels of B that are packed together: at least two lines of each row, which prefetchers fetch in pairs."""
 FEW_VECTORS = 16
-"""Vectors of a row of B, at most, for which A is read in place: a copy of it is then used too seldom. On Zen 4 packing
-A took 0.8 to 0.9 of the rate for 8 vectors, 0.91 to 0.96 for 16, 0.98 for 24, with AVX2 and with AVX-512."""
+"""Maximum number of vectors of a row of B for which A is read in place: a copy of it is then used too seldom. On Zen 4
+packing A took 0.8 to 0.9 of the rate for 8 vectors, 0.91 to 0.96 for 16, 0.98 for 24, with AVX2 and with AVX-512."""
 VECTORS = (2, 3)
 """Vectors of a row of a register tile: 6x16 and 4x24 of AVX2. With fewer, B is loaded too often; with more, A."""
 MOST_VECTORS = 4
 """The same for an A in place, of which few rows can be addressed: 6x64 of AVX-512."""
 WHOLE_DEPTH = 2.0
-"""KC up to which sums that are finished apart stay in one block of k."""
+"""Multiple of KC up to which sums with an epilogue stay in one block of k."""
 SHORT = 0.25
-"""K over KC below which panels are too short for these block sizes to mean anything."""
+"""Ratio of K to KC below which panels are too short for these block sizes to apply."""
 LONG_RUN = 192
 """Bytes of a row of B read in place from which prefetchers keep up: three lines. Of 24 rows by 512 columns, those of
-4x24 and AVX2 (96 bytes) ran at 0.8 of the rate of a B packed in passing, those of 6x64 and AVX-512 at 1.2."""
+4x24 and AVX2 (96 bytes) ran at 0.8 of the rate of a B packed just before use, those of 6x64 and AVX-512 at 1.2."""
 ORIGIN = "textbook"
-"""Name of the origin of a choice that the rule below makes."""
+"""Name of the origin of a selection by the rule below."""
 WITHIN = 0.8
-"""Predicted time of the best candidate, at least, over that of a textbook blocking which wins all the same.
-On Zen 3, which the model was not fitted to, its choices ran at 0.86 of their best candidates."""
+"""Minimum predicted time of the best candidate, relative to a textbook blocking, for which that is selected.
+On Zen 3, which the model was not fitted to, its selections ran at 0.86 of the rate of their best candidates."""
 
 
 def blockings(p: Problem, target: Target, atom: Atom, mr: int, nr: int) -> tuple[tuple[Tile, ...], ...]:
-    """Tiles of a schedule that packs B in passing, one for each part of L2.
+    """Tiles of a schedule that packs B just before use, one for each part of L2.
 
-    Empty for a register tile that is too narrow, or too wide, to be a textbook's. KC counts units of k. Where sums
-    become something else, all of k is one block unless that is much deeper: sums of several wait in scratch.
+    Empty for a register tile that is too narrow, or too wide, to be a textbook's. KC counts units of k. Where an
+    epilogue follows, all of k is one block unless that is much deeper: sums of several blocks are stored in scratch.
 
     Args:
         p: the problem, with C by rows.
         target: the machine.
-        atom: what multiplies.
+        atom: its multiply-add.
         mr: rows of the register tile.
         nr: its columns.
     """
@@ -76,22 +75,22 @@ def blockings(p: Problem, target: Target, atom: Atom, mr: int, nr: int) -> tuple
     whole = bool(p.fused) and kc < depth <= WHOLE_DEPTH * kc
     near = PANELS * nr
     nc = max(1, max(l2, l3 or 8 * l2) // (kc * b) // near) * near
-    found = []
+    variants = []
     for part in PART_OF_L2:
         mc = max(mr, (int(part * l2) // (depth if whole else kc) - near * b) // a // mr * mr)
         k = ALL if whole else kc
         first = Tile("L1", mr, nr, ALL if whole else min(fits, kc))
-        found.append((Tile("registers", mr, nr, 1), first, Tile("L2", mc, near, k), Tile("L3", mc, nc, k)))
-    return tuple(dict.fromkeys(found))
+        variants.append((Tile("registers", mr, nr, 1), first, Tile("L2", mc, near, k), Tile("L3", mc, nc, k)))
+    return tuple(dict.fromkeys(variants))
 
 
 def fits(s: Schedule, p: Problem, atom: Atom) -> bool:
-    """Whether a schedule with these tiles packs what the literature packs: B in passing, and A if it is used enough.
+    """Whether a schedule with these tiles packs as the literature does: B just before use, and A if it is reused.
 
     Args:
         s: the schedule.
         p: the problem, with C by rows.
-        atom: what multiplies.
+        atom: its multiply-add.
     """
     if s.b in ("packed", "codes") or not s.pack_b or s.once or s.over != "tiles":
         return False
@@ -109,21 +108,21 @@ def follows(s: Schedule, p: Problem, target: Target) -> bool:
 
 
 def preferred(
-    ranked: Sequence[tuple[float, Schedule]], p: Problem, target: Target, told: Sequence[bool] | None = None
+    ranked: Sequence[tuple[float, Schedule]], p: Problem, target: Target, textbook: Sequence[bool] | None = None
 ) -> int:
-    """Index of the candidate that is chosen, of candidates by predicted time.
+    """Index of the selected candidate, of candidates by predicted time.
 
     On a chip whose searches are stored it is the first of those that were searched: the model was fitted to these,
-    and textbook blockings were not among them. On any other chip the model tells products that deserve blocks from
-    those that do not, but ranks blockings poorly. So where K is not short and the best candidate has blocks of rows
-    and columns, and does not stream B in place in long runs, the first textbook blocking for the same unit is chosen
+    and textbook blockings were not among them. On any other chip the model separates products that need blocks from
+    others, but ranks blockings poorly. So where K is not short and the best candidate has blocks of rows
+    and columns, and does not stream B in place in long runs, the first textbook blocking for the same unit is selected
     if it is predicted within `WITHIN` of it.
 
     Args:
         ranked: predicted seconds and schedules.
-        p: what they compute.
+        p: their problem.
         target: the machine.
-        told: which of them follow a textbook, if that is known.
+        textbook: flags of the schedules that follow a textbook, if known.
     """
     if target.searches:
         return next((i for i, (_, s) in enumerate(ranked) if not follows(s, p, target)), 0)
@@ -135,6 +134,6 @@ def preferred(
     for i, (seconds, s) in enumerate(ranked):
         if least < WITHIN * seconds:
             break
-        if (s.isa, s.kr) == (best.isa, best.kr) and (follows(s, p, target) if told is None else told[i]):
+        if (s.isa, s.kr) == (best.isa, best.kr) and (follows(s, p, target) if textbook is None else textbook[i]):
             return i
     return 0

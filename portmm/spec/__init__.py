@@ -1,1 +1,1 @@
-"""What is computed: dtypes, problems, expressions and epilogues."""
+"""Specification of computations: dtypes, problems, expressions and epilogues."""

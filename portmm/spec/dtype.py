@@ -1,9 +1,8 @@
 """Element types.
 
 Owns the names, sizes and C spellings of element types, of the *units* in which
-some instructions read them, and of the triples (A, B, C) that a product has.
-Imports nothing of portmm. A type that is not listed here does not exist for the
-generator.
+some instructions read them, and of the triples (A, B, C) of products. The
+generator supports no other types.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from functools import cache
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """An element type, or a unit of `pack` elements that lie side by side along k.
+    """An element type, or a unit of `pack` adjacent elements along k.
 
     Attributes:
         name: portmm's short name, as used in kernel names and target files.
-        numpy: the NumPy name; of a unit, that of its elements.
+        numpy: the NumPy name; for a unit, that of its elements.
         bytes: size of one element, or of one unit.
-        c: the C spelling. Types that C lacks are integers of their size.
+        c: the C spelling. Types that C does not have are integers of their size.
         eps: unit round-off, for error bounds; 0 for integers.
         pack: elements in a unit.
         base: name of the type of a unit's elements.
@@ -48,7 +47,7 @@ S16 = DType("s16", "int16", 2, "short", 0.0)
 S32 = DType("s32", "int32", 4, "int", 0.0)
 
 U4 = DType("u4", "uint8", 1, "unsigned char", 0.0)
-"""Codes of four bits: half a byte each in memory, where they lie in words only; in registers a byte, 0 to 15."""
+"""Int4 values: half a byte each in memory, where they are in words only; in registers a byte, 0 to 15."""
 
 _PLAIN = (F32, F64, BF16, F16, S8, U8, S16, S32)
 _FP8 = (E4M3, E5M2)
@@ -62,18 +61,18 @@ def _unit(t: DType, pack: int) -> DType:
 
 B32 = DType("b32", "uint32", 4, "unsigned", 0.0)
 B64 = DType("b64", "uint64", 8, "unsigned long", 0.0)
-"""Bits that instructions give a meaning: fragments of matrices, barriers."""
+"""Untyped bits, interpreted by instructions: fragments of matrices, barriers."""
 
 _UNITS = tuple(_unit(t, pack) for t in (*_PLAIN, U4) for pack in (2, 4, 8) if 2 <= t.bytes * pack <= 8 and t.bytes < 4)
 
 CODE_BITS = 4
 CODES_KR = 8
-"""Codes of four bits of one column in a word of 32, an s32."""
+"""Int4 values of one column in a word of 32 bits, an s32."""
 ZERO_CODE = 8
-"""The code of zero in a weight without zero points; others have theirs near it."""
+"""The int4 value of zero in a weight without zero points; zero points are near it."""
 CODES_AT = (0, 8, 16, 24, 4, 12, 20, 28)
-"""The bit where each code of a word begins: those of four neighbours of k are the lower, or the upper, halves of
-the four bytes, so that a mask makes of them what instructions for units of four bytes multiply."""
+"""Bit offset of each int4 value in a word: those of four neighbours along k are the lower, or the upper, halves of
+the four bytes, so that a mask yields operands of instructions for units of four bytes."""
 
 BY_NAME: dict[str, DType] = {t.name: t for t in (*_PLAIN, *_FP8, U4, B32, B64, *_UNITS)}
 BY_NUMPY: dict[str, DType] = {t.numpy: t for t in (*_PLAIN, *_FP8)}
@@ -81,7 +80,7 @@ BY_NUMPY: dict[str, DType] = {t.numpy: t for t in (*_PLAIN, *_FP8)}
 _INTEGERS = frozenset(t.name for t in (*_PLAIN, U4) if not t.eps)
 FP8 = frozenset(t.name for t in _FP8)
 FOREIGN = frozenset(("bf16", *FP8))
-"""Types that NumPy does not have itself: those of ml_dtypes."""
+"""Types of ml_dtypes, which NumPy does not have."""
 _SIDES = frozenset(("f32", "bf16", "f16", *FP8))
 
 
@@ -96,25 +95,25 @@ def base(name: str) -> str:
 
 
 def size(name: str) -> float:
-    """Bytes of an element in memory: half of one for a code of four bits."""
+    """Bytes of an element in memory: 0.5 for int4."""
     return 0.5 if name == "u4" else float(BY_NAME[name].bytes)
 
 
 def spell(a: str, b: str, c: str) -> str:
-    """The types of A, B and C as one word: "f32" if all are that float, else "u8-s8-s32"."""
+    """The types of A, B and C as one string: "f32" if all are that float, else "u8-s8-s32"."""
     return a if a == b == c and a not in _INTEGERS else f"{a}-{b}-{c}"
 
 
 @cache
 def types(word: str) -> tuple[str, str, str]:
-    """The types of A, B and C that `spell` wrote; "s8" alone gives products in s32.
+    """The types of A, B and C from the string of `spell`; "s8" alone means products in s32.
 
     Raises:
         ValueError: a type is unknown, or the three cannot make a product.
     """
     parts = word.split("-")
-    strange = [x for x in parts if x not in BY_NAME]
-    if strange or len(parts) not in (1, 3):
+    unknown = [x for x in parts if x not in BY_NAME]
+    if unknown or len(parts) not in (1, 3):
         known = ", ".join(t.name for t in (*_PLAIN, *_FP8))
         raise ValueError(f"dtype {word!r} is unknown; use one of {known}, or three of them as in u8-s8-s32")
     if len(parts) == 1:
@@ -126,13 +125,13 @@ def types(word: str) -> tuple[str, str, str]:
 
 
 def accumulator(a: str, b: str) -> str:
-    """The type that products of `a` and `b` are summed in.
+    """The accumulator type of products of `a` and `b`.
 
-    Integers sum exactly in s32, modulo 2**32, of codes of four bits those of a group; the narrow
+    Integers are summed exactly in s32, modulo 2**32, int4 values within a group; the narrow
     floats, and floats times integers, in f32.
 
     Raises:
-        ValueError: the two are not multiplied.
+        ValueError: this pair of types is not supported.
     """
     if a == b == "f64":
         return "f64"
@@ -146,15 +145,15 @@ def accumulator(a: str, b: str) -> str:
 
 
 def unfolded(word: str) -> str:
-    """The types of a product once codes have become numbers."""
+    """The types of a product after int4 values are dequantized."""
     a, b, c = types(word)
     return spell(a, "f32", c) if b == "u4" and a in _SIDES else word
 
 
 def natural(a: str, b: str) -> str:
-    """The type of a product that is asked for without one: what NumPy's promotion says, s32 for integers.
+    """The default type of a product's result: that of NumPy's promotion, s32 for integers.
 
-    Of two floats of eight bits it is bf16, where NumPy would have one of them: their products are soon too large.
+    For two floats of eight bits it is bf16, where NumPy would return one of them: products soon overflow these.
     """
     acc = accumulator(a, b)
     if a in FP8 and b in FP8:

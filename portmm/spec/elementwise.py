@@ -1,9 +1,8 @@
-"""What can be done to each element: functions of arrays, and of values in a tile.
+"""Element-wise functions of arrays, and of values in a tile.
 
-Owns the functions that a traced function may call. Imports `spec.expr`, `spec.epilogue`,
-`spec.vector_math`. Called with arrays they compute with NumPy, so that a function made of
-them runs untraced and is its own reference; called with values of a tile they build
-expressions. Reductions go along the last axis, which stays, with extent 1.
+Owns the functions that a traced function may call. Called with arrays they compute with NumPy, so that a function
+that calls them runs untraced and is its own reference; called with values of a tile they build expressions.
+Reductions are along the last axis, which is kept, with extent 1.
 """
 
 from __future__ import annotations
@@ -17,45 +16,45 @@ import numpy as np
 
 from portmm.errors import TraceError
 from portmm.spec import vector_math
-from portmm.spec.epilogue import extent, fold, index, reduction
+from portmm.spec.epilogue import column_reduction, extent, index, reduction
 from portmm.spec.expr import FUNCTIONS, UFUNCS, Expr, apply, real
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 TOP = 127
-"""The code of the largest magnitude of a quantised row."""
+"""The int8 value of the largest magnitude of a quantised row."""
 LEAST = 1.5e-36
-"""The largest magnitude under which a row's codes are zeros: `TOP` over it would overflow."""
+"""The magnitude below which a row is quantised to zeros: `TOP` divided by a smaller one would overflow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """A result, and the type it is to have."""
+    """A result with its output type."""
 
     value: Any
     dtype: np.dtype[Any]
 
     def __array_ufunc__(self, *_: Any, **__: Any) -> Any:
-        raise TraceError("cast says what type a result has; it is the last thing to be done")
+        raise TraceError("cast sets the type of a result; no operation can follow it")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __array_ufunc__
 
 
 def _traced(*values: Any) -> bool:
-    """Some value is one in a tile, maybe behind an array that stands for one."""
+    """Whether a value is one in a tile, or an array that represents one."""
     return any(isinstance(x, Expr) or hasattr(x, "broadcast_") for x in values)
 
 
 def _value(x: Any) -> Any:
-    """A value that expressions can be made of."""
+    """A value as an operand of expressions."""
     return x.broadcast_() if hasattr(x, "broadcast_") else x
 
 
 def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which arrays that are being traced take down, to call it with values of a tile later.
+    """A wrapper of a function that traced arrays record, to call it with values of a tile later.
 
-    Such an array has a method `record_` of the function, its arguments and its options.
+    Such an array has a method `record_` with the function, its arguments and its options.
     """
 
     @wraps(function)
@@ -80,9 +79,9 @@ def _either(name: str, meaning: str, traced: Callable[..., Any], plain: Callable
 
 
 def _float(x: Any) -> Any:
-    """An array of floats: integers become float64, as NumPy has it."""
-    found = np.asarray(x)
-    return found if found.dtype.kind == "f" or found.dtype.name == "bfloat16" else found.astype(np.float64)
+    """An array of floats: integers are converted to float64, as in NumPy."""
+    array = np.asarray(x)
+    return array if array.dtype.kind == "f" or array.dtype.name == "bfloat16" else array.astype(np.float64)
 
 
 def _as(x: Any, value: Any) -> Any:
@@ -91,7 +90,7 @@ def _as(x: Any, value: Any) -> Any:
 
 
 def _quiet(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The function of one array, computed in float64, without warnings."""
+    """A function of one array, computed in float64, without warnings."""
 
     def plain(x: Any) -> Any:
         with np.errstate(all="ignore"):
@@ -108,17 +107,17 @@ def _erf(x: Any) -> Any:
 
 
 def _gated(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """X times a gate that closes faster than x grows: 0 at minus infinity, where the formula is none."""
+    """X times a gate that tends to 0 faster than x grows: 0 at minus infinity, where the formula is NaN."""
     return lambda x: np.where(x == -np.inf, 0, function(x))
 
 
 _expressions: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "exp": ("The exponential.", vector_math.exp, np.exp),
-    "log": ("The natural logarithm; of what is negative, NaN.", vector_math.log, np.log),
+    "log": ("The natural logarithm; NaN for negative x.", vector_math.log, np.log),
     "tanh": ("The hyperbolic tangent.", vector_math.tanh, np.tanh),
     "erf": ("The error function.", vector_math.erf, _erf),
     "sigmoid": ("The logistic function, 1 / (1 + exp(-x)).", vector_math.sigmoid, lambda x: 1 / (1 + np.exp(-x))),
-    "sqrt": ("The square root; of what is negative, NaN.", lambda x: apply("sqrt", x), np.sqrt),
+    "sqrt": ("The square root; NaN for negative x.", lambda x: apply("sqrt", x), np.sqrt),
     "rsqrt": ("One over the square root.", lambda x: 1.0 / apply("sqrt", x), lambda x: 1 / np.sqrt(x)),
     "silu": ("X times its `sigmoid`.", vector_math.silu, _gated(lambda x: x / (1 + np.exp(-x)))),
     "gelu": (
@@ -150,18 +149,18 @@ exp, log, tanh, erf, sigmoid, sqrt, rsqrt, silu, gelu, gelu_tanh, fast_gelu, exp
 
 @recorded
 def minimum(a: Any, b: Any) -> Any:
-    """The smaller; of a NaN, NaN."""
+    """The smaller of a and b; NaN if either is NaN."""
     return apply("min", _value(a), _value(b)) if _traced(a, b) else np.minimum(a, b)
 
 
 @recorded
 def maximum(a: Any, b: Any) -> Any:
-    """The larger; of a NaN, NaN."""
+    """The larger of a and b; NaN if either is NaN."""
     return apply("max", _value(a), _value(b)) if _traced(a, b) else np.maximum(a, b)
 
 
 def clip(x: Any, low: Any, high: Any) -> Any:
-    """X, but no less than `low` and no more than `high`; either may be None."""
+    """X limited to the range from `low` to `high`; either may be None."""
     x = x if low is None else maximum(x, low)
     return x if high is None else minimum(x, high)
 
@@ -211,7 +210,7 @@ def elu(x: Any, alpha: Any = 1.0) -> Any:
 
 @recorded
 def cast(x: Any, dtype: Any) -> Any:
-    """A result of another type: floats round to nearest even, integers saturate.
+    """X converted to another type: floats round to nearest even, integers saturate.
 
     Raises:
         TypeError: no kernel writes this type.
@@ -219,44 +218,44 @@ def cast(x: Any, dtype: Any) -> Any:
     wanted = np.dtype(dtype)
     if _traced(x):
         return Typed(_value(x), wanted)
-    found = np.asarray(x)
-    if wanted.kind in "iu" and found.dtype.kind not in "iub":
+    array = np.asarray(x)
+    if wanted.kind in "iu" and array.dtype.kind not in "iub":
         info = np.iinfo(wanted)
         with np.errstate(all="ignore"):
-            found = np.nan_to_num(np.clip(np.rint(found.astype(np.float64)), info.min, info.max), nan=info.min)
-    return found.astype(wanted)
+            array = np.nan_to_num(np.clip(np.rint(array.astype(np.float64)), info.min, info.max), nan=info.min)
+    return array.astype(wanted)
 
 
 @recorded
 def dropout(x: Any, rate: Any, seed: int) -> Any:
     """X / (1 - rate), and 0 with probability `rate`: the same elements for the same seed.
 
-    Whether an element is kept follows from its row, its column and the seed, by a hash of
-    32 bits (two rounds of multiplications and shifts, after MurmurHash3's finaliser). Items of
+    A hash of 32 bits of the row, the column and the seed selects the elements that are kept
+    (two rounds of multiplications and shifts, after MurmurHash3's finaliser). Items of
     a batch are alike. A seed that is an integer is part of a kernel; to change it from call to call,
-    give it as an array of int32 with one element.
+    pass it as an array of int32 with one element.
 
     Raises:
         ValueError: a rate that is a number is not from 0 to 1.
     """
     if isinstance(rate, (int, float)) and not 0 <= rate <= 1:
-        raise ValueError(f"a rate of {rate}; give one from 0 to 1")
+        raise ValueError(f"the rate is {rate}; use one from 0 to 1")
     if _traced(x) or _traced(seed):
         rows, columns = index("m"), index("n")
         hashed = _hash(rows, columns, seed)
         uniform = apply("float", (hashed >> 8) & 0xFFFFFF) * 2.0**-24
         return apply("select", real(rate) <= uniform, _value(x) * (1.0 / (1.0 - real(rate))), 0.0)
-    found = _float(x)
+    array = _float(x)
     rows, columns = (
-        np.indices(found.shape[-2:], np.int32) if found.ndim > 1 else np.indices((1, *found.shape), np.int32)
+        np.indices(array.shape[-2:], np.int32) if array.ndim > 1 else np.indices((1, *array.shape), np.int32)
     )
     with np.errstate(all="ignore"):
         uniform = ((_hash(rows, columns, seed) >> 8) & 0xFFFFFF) * np.float32(2.0**-24)
-    wide = found.astype(np.result_type(found.dtype.newbyteorder("="), np.float32))
+    widened = array.astype(np.result_type(array.dtype.newbyteorder("="), np.float32))
     with np.errstate(all="ignore"):
-        grown = wide * (1 / (1 - wide.dtype.type(rate)))
-    kept = np.where(uniform >= np.float32(rate), grown, 0).astype(found.dtype)
-    return kept if found.ndim > 1 else kept[0]
+        scaled = widened * (1 / (1 - widened.dtype.type(rate)))
+    kept = np.where(uniform >= np.float32(rate), scaled, 0).astype(array.dtype)
+    return kept if array.ndim > 1 else kept[0]
 
 
 def _wrapped(x: int) -> int:
@@ -265,7 +264,7 @@ def _wrapped(x: int) -> int:
 
 
 def _hash(rows: Any, columns: Any, seed: Any) -> Any:
-    """Bits of a place."""
+    """Hash of a row, a column and a seed."""
     if isinstance(seed, (int, np.integer)):
         start: Any = _wrapped(int(seed) * 0x85EBCA6B + 0x7F4A7C15)
     else:
@@ -279,17 +278,17 @@ def _hash(rows: Any, columns: Any, seed: Any) -> Any:
 
 
 def _reduced(kind: str, x: Any, axis: Any) -> Expr:
-    """A reduction along rows, the last axis, or down columns, the one before."""
+    """A reduction along rows (axis -1), or down columns (axis -2)."""
     if axis == -1:
         return reduction(kind, real(_value(x)))
     if axis == -2:
-        return fold(kind, real(_value(x)))
+        return column_reduction(kind, real(_value(x)))
     raise TraceError(f"a reduction along axis {axis!r} cannot be traced; use -1, along rows, or -2, down columns")
 
 
 @recorded
 def sum(x: Any, axis: int = -1) -> Any:  # noqa: A001 - as NumPy calls it
-    """The sum along the last axis, or -2, the one before, which stays with extent 1."""
+    """The sum along the last axis, or axis -2, which is kept with extent 1."""
     if _traced(x):
         return _reduced("add", x, axis)
     return np.sum(x, axis=axis, keepdims=True)
@@ -297,7 +296,7 @@ def sum(x: Any, axis: int = -1) -> Any:  # noqa: A001 - as NumPy calls it
 
 @recorded
 def max(x: Any, axis: int = -1) -> Any:  # noqa: A001 - as NumPy calls it
-    """The largest along the last axis, which stays with extent 1."""
+    """The maximum along the last axis, which is kept with extent 1."""
     if _traced(x):
         return _reduced("max", x, axis)
     return (
@@ -309,14 +308,14 @@ def max(x: Any, axis: int = -1) -> Any:  # noqa: A001 - as NumPy calls it
 
 @recorded
 def mean(x: Any, axis: int = -1) -> Any:
-    """The mean along the last axis, which stays with extent 1."""
+    """The mean along the last axis, which is kept with extent 1."""
     if _traced(x):
         return sum(x, axis) / real(extent("n" if axis == -1 else "m"))
     return np.mean(x, axis=axis, keepdims=True)
 
 
 def softmax(x: Any) -> Any:
-    """exp(x) over its sum along the last axis; of a row of -inf, NaN."""
+    """exp(x) divided by its sum along the last axis; NaN for a row of -inf."""
     e = exp(x - max(x))
     total = sum(e)
     return e / total if isinstance(total, np.ndarray) else e * (1.0 / total)  # in kernels, one division a row
@@ -335,18 +334,18 @@ def log_softmax(x: Any) -> Any:
 
 
 def rms_norm(x: Any, weight: Any = 1.0, eps: float = 1e-6) -> Any:
-    """X over the root of its mean square along the last axis, times `weight`."""
+    """X divided by the root of its mean square along the last axis, times `weight`."""
     return x * rsqrt(mean(x * x) + eps) * weight
 
 
 def layer_norm(x: Any, weight: Any = 1.0, bias: Any = 0.0, eps: float = 1e-5) -> Any:
-    """X less its mean, over its standard deviation along the last axis, times `weight`, plus `bias`."""
+    """X minus its mean, divided by its standard deviation along the last axis, times `weight`, plus `bias`."""
     centred = x - mean(x)
     return centred * rsqrt(mean(centred * centred) + eps) * weight + bias
 
 
 def quantize_rows(x: Any) -> tuple[Any, Any]:
-    """Rows as int8 codes and their scales: code * scale is near x, and the largest magnitude has code 127."""
+    """Rows as int8 values and their scales: value * scale approximates x, and the largest magnitude is 127."""
     most = max(abs(x))
     inverse = where(most >= LEAST, TOP / maximum(most, LEAST), 0)
     return cast(x * inverse, np.int8), most / TOP

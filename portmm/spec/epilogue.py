@@ -1,8 +1,8 @@
-"""What surrounds a product, as a word: operands, expressions, results.
+"""Epilogue expression of a product, as a string: operands, expressions, results.
 
-Owns `Fused`, the part of a `Problem` that says what becomes of sums on their
-way to memory, and of a row of numbers that is no product at all. Imports `spec.dtype`,
-`spec.expr`. Written as text and read back, it can be compared, remembered and printed:
+Owns `Fused`, the part of a `Problem` that defines the computation on sums before they
+are stored, and on rows of numbers that are no product. As a string that can be parsed, it is
+compared, cached and printed:
 
     f32.n f32.mn s8.mn | acc; load 0; add 0 1; load 1; add 2 3 | C 4; 2 4
 
@@ -30,9 +30,9 @@ PRODUCT = "bmn"
 C = -1
 """The number of the product's own result."""
 SEEN = {"s32": "s32"}
-"""The type that elements of a type are read as, where it is not f32."""
+"""Element type -> the type that its elements are read as, where that is not f32."""
 REDUCTIONS = {"add": 0.0, "max": float("-inf")}
-"""What a row can be reduced by -> what that is of no elements."""
+"""Reductions of a row -> the result for no elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Operand:
 
     Attributes:
         dtype: type of its elements.
-        axes: along which it varies, a subsequence of `AXES`; along others it is the same everywhere.
-        dense: neighbours along n are neighbours in memory.
+        axes: along which it varies, a subsequence of `AXES`; it is broadcast along others.
+        dense: n is contiguous in memory.
     """
 
     dtype: str
@@ -55,11 +55,11 @@ class Operand:
 
 @dataclass(frozen=True)
 class Fused:
-    """Expressions and what they read and write.
+    """Epilogue expressions with their operands and results.
 
     Attributes:
         operands: arrays, those that are read and those that are written.
-        results: number of an operand, or `C`, and what is written there.
+        results: number of an operand, or `C`, and the expression that is written to it.
     """
 
     operands: tuple[Operand, ...]
@@ -68,11 +68,11 @@ class Fused:
     @property
     def steps(self) -> list[Expr]:
         """Every expression, operands first."""
-        known = self.__dict__  # functools.cached_property has a lock, which a forked child may find held
+        known = self.__dict__  # functools.cached_property has a lock, which may be locked in a forked child
         if "steps" not in known:
             known["steps"] = ordered(tuple(x for _, x in self.results))
-        found: list[Expr] = known["steps"]
-        return found
+        steps: list[Expr] = known["steps"]
+        return steps
 
     @property
     def reductions(self) -> list[Expr]:
@@ -86,45 +86,45 @@ class Fused:
 
     @property
     def numbers(self) -> int:
-        """How many numbers each call gives."""
+        """Number of scalar arguments of each call."""
         return max((x.args[0] + 1 for x in self.steps if x.op == "number"), default=0)
 
     def __str__(self) -> str:
-        place = {x: i for i, x in enumerate(self.steps)}
-        said = "; ".join(_said(x, place) for x in self.steps)
-        results = "; ".join(f"{'C' if i == C else i} {place[x]}" for i, x in self.results)
-        return f"{' '.join(map(str, self.operands))} | {said} | {results}"
+        numbers = {x: i for i, x in enumerate(self.steps)}
+        steps = "; ".join(_spelled(x, numbers) for x in self.steps)
+        results = "; ".join(f"{'C' if i == C else i} {numbers[x]}" for i, x in self.results)
+        return f"{' '.join(map(str, self.operands))} | {steps} | {results}"
 
 
 def shortest(value: float) -> str:
-    """The fewest digits that say which f32 a number is."""
+    """The shortest decimal spelling of an f32."""
     return str(np.float32(value))
 
 
-def _said(x: Expr, place: dict[Expr, int]) -> str:
+def _spelled(x: Expr, numbers: dict[Expr, int]) -> str:
     if x.op == "const":
         value = x.args[0]
         return f"const {x.dtype} {shortest(value) if isinstance(value, float) else int(value)}"
-    words = (str(place[y]) if isinstance(y, Expr) else str(y) for y in x.args)
+    words = (str(numbers[y]) if isinstance(y, Expr) else str(y) for y in x.args)
     return " ".join((x.op, *words))
 
 
 @lru_cache(maxsize=1024)
 def parse(text: str) -> Fused:
-    """What `str` of a `Fused` wrote.
+    """The `Fused` of a string that `str` of one returned.
 
     Raises:
-        ValueError: `text` is no such word.
+        ValueError: `text` is not such a string.
     """
     try:
-        given, said, written = (x.strip() for x in text.split("|"))
-        operands = tuple(_operand(x) for x in given.split())
+        operand_text, step_text, result_text = (x.strip() for x in text.split("|"))
+        operands = tuple(_operand(x) for x in operand_text.split())
         steps: list[Expr] = []
-        for line in said.split(";"):
-            steps.append(_read(line.split(), steps, operands))
+        for step in step_text.split(";"):
+            steps.append(_read(step.split(), steps, operands))
         results = []
-        for line in written.split(";"):
-            to, value = line.split()
+        for result in result_text.split(";"):
+            to, value = result.split()
             results.append((C if to == "C" else int(to), steps[int(value)]))
     except (KeyError, IndexError, ValueError) as error:
         raise ValueError(f"{text!r} is no fused expression ({error})") from error
@@ -145,7 +145,7 @@ def _read(words: list[str], steps: list[Expr], operands: tuple[Operand, ...]) ->
         "const": lambda kind, value: const(float(value) if kind == "f32" else int(value), kind),
         "acc": acc,
         "extent": extent,
-        "fold": lambda kind, i: fold(kind, steps[int(i)]),
+        "fold": lambda kind, i: column_reduction(kind, steps[int(i)]),
         "index": index,
         "number": lambda i: number(int(i)),
         "load": lambda i: load(int(i), operands[int(i)].dtype),
@@ -160,63 +160,63 @@ def _read(words: list[str], steps: list[Expr], operands: tuple[Operand, ...]) ->
 
 
 def acc() -> Expr:
-    """The sum of the product."""
+    """The accumulator: the sum of the product."""
     return node("acc", (), "f32")
 
 
 def load(operand: int, dtype: str) -> Expr:
-    """The element of an operand, whose type is given."""
+    """The element of an operand of a type."""
     return node("load", (operand,), SEEN.get(dtype, "f32"))
 
 
 def given(i: int, dtype: str) -> Expr:
-    """The i-th value that a function is given, of whatever it will be an element."""
+    """The i-th argument of a function, before its operand is known."""
     return node("given", (i,), SEEN.get(dtype, "f32"))
 
 
 def number(i: int) -> Expr:
-    """The i-th number that a call gives."""
+    """The i-th scalar argument of a call."""
     return node("number", (i,), "f32")
 
 
 def index(axis: str) -> Expr:
-    """Where the element is along an axis."""
+    """The index of the element along an axis."""
     return node("index", (axis,), "s32")
 
 
 def extent(axis: str) -> Expr:
-    """How long an axis is: "n", the columns of a row, or "m", the rows of a column."""
+    """The extent of an axis: "n", the columns of a row, or "m", the rows of a column."""
     return node("extent", (axis,), "s32")
 
 
 def reduction(kind: str, x: Expr) -> Expr:
-    """The sum ("add") or the largest ("max") of a row of values."""
+    """The sum ("add") or the maximum ("max") of a row of values."""
     return node("reduce", (kind, x), "f32")
 
 
-def fold(kind: str, x: Expr) -> Expr:
-    """The sum ("add") or the largest ("max") of a column of values."""
+def column_reduction(kind: str, x: Expr) -> Expr:
+    """The sum ("add") or the maximum ("max") of a column of values."""
     return node("fold", (kind, x), "f32")
 
 
 def varies(steps: list[Expr], operands: tuple[Operand, ...]) -> dict[Expr, frozenset[str]]:
     """The axes along which each expression varies."""
-    found: dict[Expr, frozenset[str]] = {}
+    axes: dict[Expr, frozenset[str]] = {}
     for x in steps:
         if x.op in ("acc", "given"):
-            found[x] = frozenset(AXES)
+            axes[x] = frozenset(AXES)
         elif x.op == "load":
-            found[x] = frozenset(operands[x.args[0]].axes)
+            axes[x] = frozenset(operands[x.args[0]].axes)
         elif x.op == "index":
-            found[x] = frozenset(x.args)
+            axes[x] = frozenset(x.args)
         else:
-            inner = (found[y] for y in x.inner)
-            found[x] = frozenset().union(*inner) - frozenset({"reduce": "n", "fold": "m"}.get(x.op, ""))
-    return found
+            inner = (axes[y] for y in x.inner)
+            axes[x] = frozenset().union(*inner) - frozenset({"reduce": "n", "fold": "m"}.get(x.op, ""))
+    return axes
 
 
 def operand_types(text: str) -> tuple[tuple[str, bool], ...]:
-    """The type of each operand of a fused expression, and whether it is written."""
+    """The type of each operand of an epilogue expression, and whether it is written."""
     if not text:
         return ()
     fused = parse(text)

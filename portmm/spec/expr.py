@@ -1,13 +1,13 @@
-"""Element-wise expressions: what surrounds a product, one element at a time.
+"""Element-wise expressions of prologues and epilogues.
 
 Owns `Expr`, a graph of typed operations on values that are lanes of vectors in
-a kernel, and their meaning in NumPy. Imports `errors`. Python's operators build
-expressions, so that an ordinary function of arrays, called with expressions, is
-traced. Equal expressions are one object: what is computed twice is there once.
+a kernel, and their meaning in NumPy. Python's operators build expressions, so
+that an ordinary function of arrays, called with expressions, is traced. Equal
+expressions are one object, so that common subexpressions are computed once.
 
 Three types: "f32", "s32" (wraps around) and "mask", the result of a comparison.
-A literal takes the type of what it meets. `fma` rounds once where the machine
-can, and any product that meets a sum may be fused with it: see
+A literal takes the type of the other operand. `fma` rounds once where the machine
+can, and any product that is an operand of a sum may be contracted to one: see
 `-ffp-contract=fast`.
 """
 
@@ -35,10 +35,10 @@ class Expr:
 
     Attributes:
         op: an operation of `OPS`, or a leaf: "const" (value), "acc" (the product's sum), "index" (an axis:
-            where the element is along it), "extent" (columns of a row), "load" (number of an operand),
-            "given" (number of a value), "number" (one that a caller gives with each call), or "reduce"
+            the element's index along it), "extent" (columns of a row), "load" (number of an operand),
+            "given" (number of a function's argument), "number" (a scalar argument of each call), or "reduce"
             ("add" or "max", an axis, an expression).
-        args: its operands, or what the leaf says.
+        args: its operands, or the parameters of a leaf.
         dtype: "f32", "s32" or "mask".
     """
 
@@ -50,7 +50,7 @@ class Expr:
 
     @property
     def inner(self) -> tuple[Expr, ...]:
-        """The expressions that it is made of."""
+        """The operands that are expressions."""
         return tuple([x for x in self.args if isinstance(x, Expr)])
 
     def __repr__(self) -> str:
@@ -161,11 +161,11 @@ class Expr:
     def __mod__(self, other: Any) -> Expr:
         return apply("and", self, (1 << self._bits(other, "%")) - 1)
 
-    def _bits(self, other: Any, said: str) -> int:
-        """The power of two that an integer is divided by: shifts and masks round down, as Python does."""
+    def _bits(self, other: Any, operator: str) -> int:
+        """The exponent of a divisor that is a power of two: shifts and masks round down, as Python does."""
         whole = isinstance(other, (int, np.integer)) and not isinstance(other, bool)
         if self.dtype != "s32" or not whole or other < 1 or other & (other - 1):
-            raise TraceError(f"{said} {other!r} cannot be traced; integers take a power of two")
+            raise TraceError(f"{operator} {other!r} cannot be traced; integers take a power of two")
         return int(other).bit_length() - 1
 
     def __getattr__(self, name: str) -> Any:
@@ -178,8 +178,8 @@ class Expr:
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         known = UFUNCS.get(ufunc.__name__)
         if method != "__call__" or options or known is None:
-            said = f"np.{ufunc.__name__}" if method == "__call__" else f"np.{ufunc.__name__}.{method}"
-            raise TraceError(f"{said} cannot be traced{' with options' if options else ''}; pm has what can")
+            name = f"np.{ufunc.__name__}" if method == "__call__" else f"np.{ufunc.__name__}.{method}"
+            raise TraceError(f"{name} cannot be traced{' with options' if options else ''}; pm has what can")
         return known(*inputs)
 
     def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
@@ -195,7 +195,7 @@ class Expr:
         )
 
     def __iter__(self) -> Any:
-        raise TraceError("a value in a tile cannot be iterated over; write what is to happen to each element")
+        raise TraceError("a value in a tile cannot be iterated over; write the computation of one element")
 
     def __float__(self) -> float:
         raise TraceError("a value in a tile is no number yet; use portmm's functions in place of math's")
@@ -210,15 +210,15 @@ class Expr:
 
 
 class MissingError(TraceError, AttributeError):
-    """A method of arrays that an element does not have."""
+    """Error of a method of arrays that an element does not have."""
 
 
 _METHODS = frozenset(x for x in dir(np.ndarray) if not x.startswith("_"))
 
 
-def _refusing(said: str) -> Callable[..., Any]:
+def _refusing(name: str) -> Callable[..., Any]:
     def method(*_: Any) -> Any:
-        raise TraceError(f"{said} of a value in a tile cannot be traced: it is one element, of the type of its sum")
+        raise TraceError(f"{name} of a value in a tile cannot be traced: it is one element, of the type of its sum")
 
     return method
 
@@ -242,7 +242,7 @@ def _fused(a: Array, b: Array, c: Array) -> Any:
 
 
 def _whole(x: Array) -> Array:
-    """Towards zero; what does not fit is the least integer, as on x86."""
+    """Conversion to s32 towards zero; the least integer where a value does not fit, as on x86."""
     fits = (x >= -(2.0**31)) & (x < 2.0**31)
     return np.where(fits, np.trunc(np.where(fits, x, 0)), -(2.0**31)).astype(np.int32)
 
@@ -277,7 +277,7 @@ OPS: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 """Operation -> the type of its result ("same": of its operands; "second": of its second), and its meaning.
 
-min and max of a NaN are NaN. Shifts are by a literal, to the right with the sign. "bits" and "from_bits" look at
+min and max of a NaN are NaN. Shifts are by a literal, to the right with the sign. "bits" and "from_bits" reinterpret
 the same 32 bits as the other type; "float" and "int" convert, "int" towards zero.
 """
 _REAL_ONLY = frozenset(("greater", "div", "fma", "sqrt", "bits", "int"))
@@ -286,7 +286,7 @@ _BITS = frozenset(("and", "or", "xor", "not"))
 _NUMPY = {"f32": np.float32, "s32": np.int32, "mask": np.bool_}
 
 UFUNCS: dict[str, Callable[..., Any]] = {}
-"""NumPy's name of an element-wise function -> what it is of expressions: filled by `vocabulary`."""
+"""NumPy's name of an element-wise function -> the function of expressions: filled by `elementwise`."""
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
 """The same for functions that are no ufuncs."""
 
@@ -295,25 +295,25 @@ _known: WeakValueDictionary[tuple[Any, ...], Expr] = WeakValueDictionary()
 
 
 def node(op: str, args: tuple[Any, ...], dtype: str) -> Expr:
-    """The expression of these parts; the same object for the same parts."""
+    """The expression of an operation and its arguments; the same object for the same arguments."""
     key = (op, dtype, *((id(x),) if isinstance(x, Expr) else (type(x), repr(x)) for x in args))
-    found = _known.get(key)
-    if found is None:
+    expr = _known.get(key)
+    if expr is None:
         with _making:
-            found = _known.get(key)
-            if found is None:
-                found = Expr()
-                found.op, found.args, found.dtype = op, args, dtype
-                _known[key] = found
-    return found
+            expr = _known.get(key)
+            if expr is None:
+                expr = Expr()
+                expr.op, expr.args, expr.dtype = op, args, dtype
+                _known[key] = expr
+    return expr
 
 
 def const(value: Literal, dtype: str = "f32") -> Expr:
-    """A literal."""
+    """A literal of a type."""
     try:
         return node("const", (_NUMPY[dtype](value).item(),), dtype)
     except OverflowError:
-        raise TraceError(f"{value} does not fit {dtype}, which whole numbers are computed in") from None
+        raise TraceError(f"{value} does not fit {dtype}, the type of integers in expressions") from None
 
 
 def real(x: Any) -> Expr:
@@ -343,7 +343,7 @@ def _literal(x: Any) -> Literal:
 
 
 def _alike(values: tuple[Any, ...]) -> tuple[Expr, ...]:
-    """Operands of one type: f32 if any is, literals being what the others are."""
+    """Operands converted to one type: f32 if any is; literals take the type of the others."""
     types = {x.dtype for x in values if isinstance(x, Expr)}
     floats = any(isinstance(x, (float, np.floating)) for x in values)
     if types == {"mask"} and all(isinstance(x, (Expr, bool, np.bool_)) for x in values):
@@ -370,7 +370,7 @@ def apply(op: str, *values: Any) -> Expr:
     elif op in ("shl", "shr"):
         count = values[1]
         if not isinstance(count, (int, np.integer)) or not 0 <= count < 32:
-            raise TraceError(f"a shift by {count!r}; give a literal from 0 to 31")
+            raise TraceError(f"a shift by {count!r}; use a literal from 0 to 31")
         args = (values[0], const(int(count), "s32"))
     elif op in _REAL_ONLY:
         args = tuple(real(x) for x in values)
@@ -384,11 +384,11 @@ def apply(op: str, *values: Any) -> Expr:
     result = OPS[op][0]
     dtype = {"same": args[0].dtype, "second": args[1].dtype}.get(result, result) if len(args) > 1 else result
     dtype = args[0].dtype if dtype == "same" else dtype
-    return _folded(op, args, dtype)
+    return _simplified(op, args, dtype)
 
 
-def _folded(op: str, args: tuple[Expr, ...], dtype: str) -> Expr:
-    """The operation, or what it comes to: of literals a literal, and what changes nothing is left out."""
+def _simplified(op: str, args: tuple[Expr, ...], dtype: str) -> Expr:
+    """The operation, simplified: constants are folded, and operations without effect are removed."""
     if all(x.op == "const" for x in args):
         with np.errstate(all="ignore"):
             return const(OPS[op][1](*(_NUMPY[x.dtype](x.args[0]) for x in args)).item(), dtype)
@@ -402,7 +402,7 @@ def _folded(op: str, args: tuple[Expr, ...], dtype: str) -> Expr:
     if op == "select" and args[1] is last:
         return last
     if op in ("add", "mul", "and", "or", "xor") and first.op == "const":
-        args = (last, first)  # equal expressions, whichever way round
+        args = (last, first)  # one order of operands, so that equal expressions are one object
     return node(op, args, dtype)
 
 
@@ -436,8 +436,8 @@ def from_bits(x: Any) -> Expr:
 
 
 def rounded(x: Any) -> Expr:
-    """An f32 as the nearest s32, halves to even ones; saturated, a NaN as the least."""
-    whole = 1.5 * 2**23  # added to what has a fraction it leaves the nearest whole number in the last bits
+    """An f32 rounded to the nearest s32, halves to even; saturated, a NaN to the least."""
+    whole = 1.5 * 2**23  # added to a number with a fraction it leaves the nearest integer in the last bits
     less = abs(x)
     most = select(less < 2.0**22, whole, select(x < 0.0, -(2.0**23), 2.0**23))  # up to 2**23 half an integer is an f32
     near = select(less < 2.0**23, (x + most) - most, x)
@@ -451,23 +451,23 @@ def sqrt(x: Any) -> Expr:
 
 
 def ordered(roots: tuple[Expr, ...]) -> list[Expr]:
-    """Every expression under `roots`, operands before what they are in."""
-    found: dict[int, Expr] = {}
+    """All expressions under `roots` in topological order, operands first."""
+    visited: dict[int, Expr] = {}
     stack = [(x, False) for x in reversed(roots)]
     while stack:
         x, ready = stack.pop()
-        if id(x) in found:
+        if id(x) in visited:
             continue
         if ready:
-            found[id(x)] = x
+            visited[id(x)] = x
         else:
             stack.append((x, True))
             stack += [(y, False) for y in reversed(x.inner)]
-    return list(found.values())
+    return list(visited.values())
 
 
 def evaluate(root: Expr, leaves: Callable[[Expr], Any]) -> Any:
-    """The value of an expression in NumPy, `leaves` being the values of what is neither literal nor operation."""
+    """The value of an expression in NumPy, `leaves` being the values of leaves that are no literals."""
     values: dict[int, Any] = {}
     with np.errstate(all="ignore"):
         for x in ordered((root,)):

@@ -1,8 +1,8 @@
-"""Names of kernels, as a grammar that reads both ways.
+"""Names of kernels, as a grammar that is written and parsed.
 
-Owns the grammar `portmm_<op>_<acc>_<a>_<b>_<MR>x<NR>x<KR>_<isa>`. Imports
-nothing of portmm. The name says which micro-kernel family a kernel belongs to;
-two kernels of one family differ in blocking, which their header lines give.
+Owns the grammar `portmm_<op>_<acc>_<a>_<b>_<MR>x<NR>x<KR>_<isa>`. The name
+identifies the micro-kernel family of a kernel; two kernels of one family differ
+in blocking, which their header lines state.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class KernelName:
         b: right element type.
         mr: rows of the register tile.
         nr: columns of the register tile.
-        kr: elements of k side by side in a fragment.
+        kr: adjacent elements of k in a fragment.
         isa: name of the instruction set.
     """
 
@@ -45,7 +45,7 @@ class KernelName:
 
 
 def parse(name: str) -> KernelName:
-    """Take a kernel's name apart.
+    """The parts of a kernel's name.
 
     Raises:
         ValueError: `name` does not follow the grammar.

@@ -1,7 +1,6 @@
-"""What is computed.
+"""Matrix product to compute.
 
-Owns `Problem`, the description of one matrix product, free of any machine.
-Imports `spec.dtype`, `errors`.
+Owns `Problem`, the description of one matrix product, independent of any machine.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ POST = ("scale", "azero", "bzero", "bias")
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How a packed B lies, as its family's name says: "f32x32", "s8x32k4s".
+    """Packed layout of B, with a name such as "f32x32" or "s8x32k4s".
 
     Attributes:
-        dtype: what it holds.
+        dtype: type of its elements.
         nr: columns of a panel.
-        kr: elements of k side by side, a unit.
+        kr: adjacent elements of k, a unit.
         sums: each panel is followed by the sums of its columns, in s32.
-        group: for codes, rows that share a scale, a multiple of KR; 0 for all. Each group
+        group: for int4 values, rows that share a scale, a multiple of KR; 0 for all. Each group
             is a row of scales, a row of offsets, both f32, and its units.
     """
 
@@ -44,7 +43,7 @@ class Family:
         return f"{self.dtype}x{self.nr}{kr}{group}{'s' if self.sums else ''}"
 
     def groups(self, k: int) -> int:
-        """Groups of k rows of codes."""
+        """Number of groups in k rows of int4 values."""
         return -(-k // self.group) if self.group else 1
 
     def panel(self, k: int) -> int:
@@ -60,17 +59,17 @@ class Family:
 
 @cache
 def family(name: str) -> Family:
-    """The family that a name stands for.
+    """The packed layout of a name.
 
     Raises:
-        ValueError: `name` is no family.
+        ValueError: `name` is no packed layout.
     """
     dtype, _, rest = name.partition("x")
-    found = re.fullmatch(r"(?P<nr>[1-9]\d*)(?:k(?P<kr>[1-9]\d*))?(?:g(?P<group>\d+))?(?P<sums>s?)", rest)
-    if dtype not in BY_NAME or found is None:
+    match = re.fullmatch(r"(?P<nr>[1-9]\d*)(?:k(?P<kr>[1-9]\d*))?(?:g(?P<group>\d+))?(?P<sums>s?)", rest)
+    if dtype not in BY_NAME or match is None:
         raise ValueError(f"{name!r} is no family of packed weights; one is called f32x32 or s8x32k4s")
-    nr, kr, group = (int(found[x] or y) for x, y in (("nr", 1), ("kr", 1), ("group", 0)))
-    return Family(dtype, nr, kr, bool(found["sums"]), group)
+    nr, kr, group = (int(match[x] or y) for x, y in (("nr", 1), ("kr", 1), ("group", 0)))
+    return Family(dtype, nr, kr, bool(match["sums"]), group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +84,20 @@ class Problem:
         batch: number of independent products that share one call.
         a: layout of A: "row" (k contiguous), "col" (m contiguous) or "any".
         b: layout of B: "row" (n contiguous), "col" (k contiguous), "any",
-            "packed" (panels made by `portmm.pack`), or "codes" (panels of codes of
-            four bits with the scales of their groups, likewise).
+            "packed" (panels made by `portmm.pack`), or "codes" (panels of int4
+            values with the scales of their groups, likewise).
         c: layout of C: "row" (n contiguous) or "col" (m contiguous).
-        family: for a packed B or one of codes, the family that fixes its layout.
-        deterministic: the additions of every element of C have one order, whatever m, the
-            thread count or the blocking: runs of k, as `summation` has them, one after the other.
+        family: for a B that is packed or of int4 values, its packed layout.
+        deterministic: the additions of every element of C have one order, independent of m, the
+            thread count and the blocking: runs of k, as in `summation`, one after the other.
         static: m, n and k (and dense strides) are compiled in as constants.
-        post: what becomes of sums on their way to C, as in a quantised product, words with
-            "+" between: "scale" by row and column always, "azero" and "bzero" for zero
+        post: conversion of sums to elements of C, as in a quantised product, words joined
+            by "+": "scale" by row and column always, "azero" and "bzero" for zero
             points of A and B, "bias" added by column.
-        source: a float type, in which A is given: its rows are quantised to s8 first.
-        fused: what C and other results are of the sums, as `fused.Fused` writes it; empty: C is the sums.
-        grouped: the rows of A and C are shared out among the items of B, by ends that are not known before a
-            kernel reads them: each item has m of them, more or less.
+        source: a float type of A, whose rows are quantised to s8 first.
+        fused: C and other results as expressions of the sums, a string of `epilogue.Fused`; empty: C is the sums.
+        grouped: the rows of A and C are partitioned among the items of B, by row offsets that only the kernel
+            reads: each item has m of them on average.
         tf32: elements of A and B, which are f32, may be rounded to tf32.
     """
 
@@ -127,15 +126,15 @@ class Problem:
         if self.source and (self.source not in ("f32", "bf16", "f16") or self.types[0] != "s8" or self.a != "row"):
             raise ValueError(f"source is {self.source!r}: rows of f32, bf16 or f16 can be quantised to s8, by rows")
         if self.tf32 and self.types[:2] != ("f32", "f32"):
-            raise ValueError(f"tf32 is what f32 may be rounded to, and {self.dtype} are multiplied")
+            raise ValueError(f"only f32 may be rounded to tf32, and {self.dtype} are multiplied")
         if min(self.m, self.n, self.k, self.batch) < 0:
             raise ValueError(f"negative dimension in {self.m}x{self.n}x{self.k}, batch {self.batch}")
 
     def _check_post(self) -> None:
-        """What becomes of sums is possible.
+        """Check of `post` against the types and the layout of B.
 
         Raises:
-            ValueError: it is not.
+            ValueError: they do not agree.
         """
         _, b, c = types(self.dtype)
         words = self.post.split("+") if self.post else []
@@ -158,7 +157,7 @@ class Problem:
 
     @property
     def held(self) -> str:
-        """The types that the operands' arrays have, as one word: codes lie in words of 32 bits."""
+        """The storage types of the operands' arrays, as one string: int4 values are in words of 32 bits."""
         a, b, c = self.types
         return spell(self.source or a, "s32" if self.b == "codes" else b, c)
 
@@ -170,14 +169,14 @@ class Problem:
 
     @property
     def acc(self) -> str:
-        """Name of the type that products are summed in."""
+        """Name of the accumulator type."""
         a, b, _ = self.types
         return accumulator(a, b)
 
     @property
     def unit(self) -> int:
         """Elements of B that its strides count as one: those of a unit, where B is packed in units."""
-        # Codes lie in an array of units.
+        # Int4 values are in an array of units.
         return family(self.family).kr if self.b == "packed" else 1
 
     @property
@@ -193,28 +192,26 @@ class Problem:
 
     @property
     def but_rows(self) -> tuple[object, ...]:
-        """All that it says but M, for keys of what is alike for many M."""
+        """All fields but M, as a key for values that many M share."""
         return _but_rows(self)
 
     def transposed(self) -> Problem:
         """The same product written as C^T = B^T . A^T.
 
         Raises:
-            ScheduleError: B is packed, and there is no packed A for it to become; or
-                the types only multiply this way round.
+            ScheduleError: B is packed, and there is no layout of a packed A; or
+                the types are supported in this order only.
         """
         if self.b in ("packed", "codes"):
-            raise ScheduleError(f"{self}: a packed B cannot change sides; give C by rows, or unpack B")
+            raise ScheduleError(f"{self}: a packed B cannot be transposed; use a C by rows, or unpack B")
         flip = {"row": "col", "col": "row", "any": "any"}
         if self.post or self.fused:
-            raise ScheduleError(
-                f"{self} cannot change sides: what is done to sums belongs to rows and columns; give C by rows"
-            )
+            raise ScheduleError(f"{self} cannot be transposed: its epilogue is by rows and columns; use a C by rows")
         a, b, c = self.types
         try:
             accumulator(b, a)
         except ValueError as error:
-            raise ScheduleError(f"{self} cannot change sides: {error}; give C by rows") from error
+            raise ScheduleError(f"{self} cannot be transposed: {error}; use a C by rows") from error
         dtype = spell(b, a, c)
         return replace(self, m=self.n, n=self.m, a=flip[self.b], b=flip[self.a], c=flip[self.c], dtype=dtype)
 

@@ -1,11 +1,11 @@
-"""Classes of row counts that share one schedule.
+"""Classes of values of M that share one schedule.
 
-Owns the boundaries of classes. Imports `spec.problem`. Up to `SINGLE` rows each M is a class of its own: kernels hold
-just so many rows in registers, and one more slice of rows counts. Above, a class covers the values of M that round
+Owns the boundaries of classes. Up to `SINGLE` rows each M is a class of its own: kernels keep that many rows in
+registers, and one more slice of rows matters. Above, a class covers the values of M that round
 up to the same number of five significant bits, so that there are `PER_OCTAVE` classes between a power of two and
-the next. A class is a function of M alone: neither the order of calls nor the process decides what a product runs
-with. The run time's C computes the same classes (`last_of_class` in run/matmul.c), and finds the route of a class
-without calling Python.
+the next. A class is a function of M alone: neither the order of calls nor the process changes the schedule of a
+product. The C of the runtime computes the same classes (`last_of_class` in runtime/matmul.c), and looks up the route
+of a class without calling Python.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from portmm.spec.problem import Problem
 
 SINGLE = 32
-"""M up to which a class is one number."""
+"""M up to which a class is one value."""
 PER_OCTAVE = 16
 """Classes from a power of two to the next: M varies by at most 1/16 within one."""
 
@@ -45,6 +45,6 @@ def rows(p: Problem) -> tuple[int, int]:
 
 
 def of_class(p: Problem) -> Problem:
-    """The problem that stands for the class of `p`: that with the largest M."""
+    """The representative of the class of `p`: the problem with the largest M."""
     _, last = rows(p)
     return p if last == p.m else replace(p, m=last)

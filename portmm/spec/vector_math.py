@@ -1,21 +1,21 @@
-"""Functions of vectors: exp, tanh, erf and their like, as expressions.
+"""Vector math: exp, tanh, erf and similar functions, as expressions.
 
-Owns their reductions and polynomials. Imports `spec.expr`.
+Owns their range reductions and polynomials.
 
-Every operation is one of C's on vectors, so that one expansion serves every
+Every operation is a vector operation of C, so that one expansion serves every
 machine, and there is no branch. A bound is in units in the last place of the
 exact result, and 2**-149 where that is subnormal. It was measured over all
-2**32 arguments against float64, and holds whatever becomes of the products that
-meet a sum: only those of `fma` fused, all of them, or none; where none being
-fused is worse, it is the second number. Other products that meet a sum are by a
-power of two, and exact, but for `gelu_tanh`'s, whose bound has room. A NaN gives
-a NaN; infinities give the limit.
+2**32 arguments against float64, and holds for any contraction of products with
+sums: only those of `fma`, all of them, or none; where the bound is worse without
+any, it is the second number. Other products that are added are by a power of two,
+and exact, except for that of `gelu_tanh`, whose bound has a margin. The result of
+a NaN is a NaN; that of an infinity is the limit.
 
 Method: Cody and Waite's reduction, with ln 2 in two parts (Muller et al., Handbook
 of Floating-Point Arithmetic, 2nd ed., 11.1), rounding by a large addend, and
-polynomials of least greatest error relative to the function, fitted by Lawson's
+minimax polynomials of the error relative to the function, fitted by Lawson's
 iteration; coefficients were rounded to float32 one after the other from the lowest,
-the rest being fitted anew each time.
+the others being fitted again each time.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _NAN = float("nan")
 _SIGN = -(2**31)
 _EXPONENT = 127  # of 1, as it is stored
 
-# Times a count of up to eight bits the high part is exact.
+# The product of the high part and a count of up to eight bits is exact.
 _LN2_HIGH = float.fromhex("0x1.62e4p-1")
 _LN2_LOW = float.fromhex("0x1.7f7d1cp-20")
 _LOG2E = 1.4426950408889634
 _LN2 = 0.6931471805599453
 
-_WHOLE = 1.5 * 2**23  # added to a float32 below 2**22 it leaves the nearest whole number in the last bits
+_WHOLE = 1.5 * 2**23  # added to a float32 below 2**22 it leaves the nearest integer in the last bits
 
 # exp(x) for |x| up to ln 2, and 2**x for |x| up to 1/2.
 _EXP = (1.0, 1.0, 0.50000036, 0.16666618, 0.04166123, 0.008335929, 0.0014104752, 0.00019630798)
@@ -81,7 +81,7 @@ _GELU = (
     2.7823943e-12,
 )
 
-# Powers of two from 2**-159, where x * sigmoid(x) is 0, are normal with so much more in their exponents.
+# With this much added to their exponents, powers of two from 2**-159 on, where x * sigmoid(x) is 0, are normal.
 _SCALE = 40
 
 
@@ -94,36 +94,37 @@ def _poly(x: Expr, coefficients: Sequence[float]) -> Expr:
 
 
 def _at_most(x: Expr, high: float) -> Expr:
-    """The lesser; a NaN is less than nothing, and stays."""
+    """The lesser of x and `high`; a NaN stays."""
     return select(x > high, high, x)
 
 
 def _at_least(x: Expr, low: float) -> Expr:
+    """The greater of x and `low`; a NaN stays."""
     return select(x < low, low, x)
 
 
 def _with_sign(x: Expr, of: Expr) -> Expr:
-    """X with the sign of another; its own is + or the same."""
+    """X with the sign of another value; its own must be + or the same."""
     return from_bits(bits(x) | (bits(of) & _SIGN))
 
 
 def _reduced(x: Expr, rate: float, exponent: int = 0) -> tuple[Expr, Expr]:
-    """Cody and Waite's reduction: x = n * ln2 / rate + r, n being whole and of eight bits at most.
+    """Cody and Waite's reduction: x = n * ln2 / rate + r, n being an integer of at most eight bits.
 
     Returns:
         r, of at most ln2 / |rate| / 2, and 2.0**(n + exponent).
     """
     whole = _WHOLE + _EXPONENT + exponent
-    turns = fma(x, _LOG2E * rate, whole)
-    # Where n is 0 it is +0, and its product by what is negative -0: r keeps the sign of x.
-    n = turns - whole if rate > 0 else whole - turns
+    shifted = fma(x, _LOG2E * rate, whole)
+    # Where n is 0 it is +0, and its product with a negative number -0: r keeps the sign of x.
+    n = shifted - whole if rate > 0 else whole - shifted
     part = 1.0 / abs(rate)
     r = fma(n, -_LN2_LOW * part, fma(n, -_LN2_HIGH * part, x))
-    return r, from_bits(bits(turns) << 23)
+    return r, from_bits(bits(shifted) << 23)
 
 
 def _lost(r: Expr, coefficients: Sequence[float]) -> Expr:
-    """1 - exp(-r), or half of 1 - exp(-2 * r): r less a product, so that a zero keeps its sign."""
+    """1 - exp(-r), or half of 1 - exp(-2 * r): r minus a product, so that a zero keeps its sign."""
     return fma(r * r, _poly(r, coefficients), r)
 
 
@@ -132,7 +133,7 @@ def exp(x: Expr) -> Expr:
 
     Bound: 1.66, 1.96 ulp.
     Method: reduced by even multiples of ln 2, so that one power of two is built and multiplied by twice,
-    which neither overflows nor is subnormal on the way.
+    with no overflow or subnormal number in between.
     """
     r, root = _reduced(_at_least(_at_most(x, 89.0), -104.0), 0.5)
     return _poly(r, _EXP) * root * root
@@ -142,9 +143,9 @@ def expm1(x: Expr) -> Expr:
     """e**x - 1, for all x, -0 for -0.
 
     Bound: 1.53, 1.66 ulp.
-    Method: -2 * (h * (1 - e**-r) - (h - 1/2)), with h = 2**n / 2, as 2**128 is no number.
+    Method: -2 * (h * (1 - e**-r) - (h - 1/2)), with h = 2**n / 2, as 2**128 is not an f32.
     """
-    # What is subtracted is +0 where x is 0.
+    # The subtrahend is +0 where x is 0.
     r, half = _reduced(-_at_least(_at_most(x, 89.0), -18.0), -1.0, -1)
     return (half * _lost(r, _EXPM1) - (half - 0.5)) * -2.0
 
@@ -154,7 +155,7 @@ def log(x: Expr) -> Expr:
 
     Bound: 1.14, 1.22 ulp.
     Method: x = 2**e * (1 + f) with 1 + f from sqrt(1/2) to sqrt(2), and log(1 + f) = f + f**2 * q(f). As f is
-    exact, so nearly is what is near 1.
+    exact, results near x = 1 nearly are.
     """
     low = x < 2.0**-126
     root = 0x3F3504F3  # the bits of sqrt(1/2)
@@ -184,7 +185,7 @@ def tanh(x: Expr) -> Expr:
 
     Bound: 1.96, 1.99 ulp.
     Method: (1 - e) / (1 + e), e = exp(-2 * |x|), both halved, from (1 - exp(-2 * r)) / 2: so the numerator has
-    no cancellation, and the denominator, just below 1 for a small x, loses half of what it would above.
+    no cancellation, and the denominator, just below 1 for a small x, has half of the error that it would have above 1.
     """
     r, power = _reduced(_at_most(abs(x), 9.1), -2.0)
     part = power * _lost(r, _TANH)
@@ -194,9 +195,9 @@ def tanh(x: Expr) -> Expr:
 
 
 def _gate(x: Expr) -> Expr:
-    """What a sigmoid divides by, (1 + exp(-x)) * 2.0**-_SCALE, which is finite where exp(-x) is not.
+    """Denominator of a sigmoid, (1 + exp(-x)) * 2.0**-_SCALE, which is finite where exp(-x) is not.
 
-    In this order of terms the first sum is rounded by little where the second is rounded by much.
+    In this order of terms the error of the first sum is small where that of the second is large.
     """
     r, power = _reduced(x, -1.0, -_SCALE)
     return 2.0**-_SCALE - power * _lost(r, _EXPM1) + power
@@ -227,7 +228,7 @@ def erf(x: Expr) -> Expr:
 
 
 def _gated(x: Expr, gate: Expr, open_from: float) -> Expr:
-    """X * sigmoid(gate), and x itself where it is so great that the gate is open.
+    """X * sigmoid(gate), and x itself where it is so large that the gate is 1.
 
     Only the last product may be subnormal.
     """
@@ -247,8 +248,8 @@ def silu(x: Expr) -> Expr:
 def gelu_tanh(x: Expr) -> Expr:
     """GELU by tanh, x * (1 + tanh(z)) / 2, z = sqrt(2 / pi) * (x + 0.044715 * x**3), for all x.
 
-    Bound: 2.9 ulp times max(1, x**2 for x < 0): no more than if x were changed by as many ulp. To round
-    less, z would have to be held in two numbers.
+    Bound: 2.9 ulp times max(1, x**2 for x < 0): no more than if x were changed by as many ulp. A smaller
+    error would take z in two numbers.
     Method: (1 + tanh(z)) / 2 is sigmoid(2 * z), which does not cancel on the left.
     """
     x = _at_least(x, -11.0)
@@ -261,17 +262,17 @@ fast_gelu = gelu_tanh
 
 
 def gelu(x: Expr) -> Expr:
-    """GELU, x * (1 + erf(x / sqrt(2))) / 2, for all x; what is left of it far on the left is not cancelled.
+    """GELU, x * (1 + erf(x / sqrt(2))) / 2, for all x, without cancellation for large negative x.
 
-    Bound: 2.3, 3.2 ulp times max(1, x**2 for x < 0) for x >= -6: no more than if x were changed by as many ulp. To
-    round less, x**2 would have to be held in two numbers. Further on the left, where the result is below 1e-8,
+    Bound: 2.3, 3.2 ulp times max(1, x**2 for x < 0) for x >= -6: no more than if x were changed by as many ulp. A
+    smaller error would take x**2 in two numbers. For smaller x, where the result is below 1e-8,
     the relative error grows: 2e-5 at -7, 1e-3 at -11, and 2e-2 at -14, where the result vanishes.
     Method: max(x, 0) - |x| * 2**t / 2, where t = log2(erfc(|x| / sqrt(2))) = |x| * h(|x|) by a polynomial.
     """
     size = _at_most(abs(x), 14.5)
     h = _poly(size, _GELU)
     whole = _WHOLE + _EXPONENT + _SCALE
-    turns = fma(size, h, whole)
-    f = fma(size, h, whole - turns)
-    tail = size * _poly(f, _EXP2) * from_bits(bits(turns) << 23)
+    shifted = fma(size, h, whole)
+    f = fma(size, h, whole - shifted)
+    tail = size * _poly(f, _EXP2) * from_bits(bits(shifted) << 23)
     return fma(tail, -(2.0 ** -(_SCALE + 1)), select(x < 0.0, 0.0, x))

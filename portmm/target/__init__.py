@@ -1,1 +1,1 @@
-"""What it is computed on: instruction sets, chips, devices and cloud instances."""
+"""Targets: instruction sets, chips, devices and cloud instances."""

@@ -1,6 +1,6 @@
 """The caches of a machine.
 
-Owns the record that describes one, and what makes it well-formed. Imports `target.toml_schema`.
+Owns the record of a memory level, and its checks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class MemoryLevel:
         line: bytes of a line.
         ways: associativity; 8 is assumed where it is not known.
         shared: more than one core uses it.
-        cores: cores that share it, 0 if that is not known.
-        load_bytes_per_cycle: what one core can read from it per cycle, 0 if unknown.
-        source: where the numbers come from.
+        cores: cores that share it, 0 if unknown.
+        load_bytes_per_cycle: bytes that one core can read from it per cycle, 0 if unknown.
+        source: source of the numbers.
     """
 
     name: str
@@ -36,12 +36,12 @@ class MemoryLevel:
 
     @property
     def share(self) -> int:
-        """Bytes that are left to a core when all that share the level use it alike."""
+        """Bytes per core when all cores that share the level use it equally."""
         return self.bytes // max(1, self.cores) if self.shared else self.bytes
 
 
 def check_level(level: MemoryLevel, where: str) -> MemoryLevel:
-    """The level itself.
+    """The level itself, after its checks.
 
     Raises:
         TargetError: a number is out of range.

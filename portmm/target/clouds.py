@@ -1,7 +1,7 @@
-"""Instances of clouds.
+"""Cloud instances.
 
-Owns `CloudFamily`, which chips an instance may be given, and the way from an instance's name to its family. May
-import `errors`, `schema`. The facts are in `targets/clouds.toml`; how many cores an instance has is not among them.
+Owns `CloudFamily`, the chips that an instance may run on, and the mapping from an instance's name to its family. The
+facts are in `targets/clouds.toml`; numbers of cores are not among them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _GOOGLE = re.compile(
     r"([a-z]\d[a-z]?)-(standard|highmem|highcpu|custom|micro|small|medium|(?:high|mega|edge|ultra)gpu)(?:-[a-z0-9-]+)?"
 )
 _AZURE = re.compile(r"(?:Standard_)?([A-Z]+)\d+(?:-\d+)?([a-z]*)(?:_([A-Z][A-Z0-9]*))?(?:_(v\d+))?")
-"""Names of instances, of which groups make the family: c5.4xlarge, n2-standard-8, Standard_D4s_v5."""
+"""Patterns of instance names, whose groups form the family: c5.4xlarge, n2-standard-8, Standard_D4s_v5."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class CloudFamily:
     Attributes:
         cloud: "AWS", "Google" or "Azure".
         name: the family, as in an instance's name.
-        chips: names of the chips that an instance may be given, from the oldest to the newest.
-        source: title of the page that says so.
+        chips: names of the chips that an instance may run on, from the oldest to the newest.
+        source: title of the page with these facts.
     """
 
     cloud: str
@@ -42,11 +42,11 @@ class CloudFamily:
 
     @property
     def likeliest(self) -> str:
-        """The chip that an instance is taken to have: the newest, as clouds replace their machines."""
+        """The chip that is assumed for an instance: the newest, as clouds replace their machines."""
         return self.chips[-1]
 
     def said(self, instance: str) -> str:
-        """The chips of an instance, and which is taken, in a sentence."""
+        """A sentence with the chips of an instance, and the one that is assumed."""
         if len(self.chips) == 1:
             return f"{instance} ({self.cloud}) is {self.likeliest}; {self.source}"
         return (
@@ -59,22 +59,22 @@ def read(text: str, where: str, chips: Iterable[str]) -> tuple[CloudFamily, ...]
     """The families of a table, in its order.
 
     Raises:
-        TargetError: the table is malformed, or names a chip that is none of `chips`.
+        TargetError: the table is malformed, or names a chip that is not in `chips`.
     """
     table, _ = parse(text, where)
-    found: list[CloudFamily] = []
+    families: list[CloudFamily] = []
     for row in table["family"]:
         shared = {k: v for k, v in row.items() if k != "names"}
-        found += [record(CloudFamily, {**shared, "name": name}, where) for name in row["names"]]
-    for family in found:
-        strange = sorted(set(family.chips) - set(chips))
-        require(not strange, where, f"{family.cloud} {family.name} names unknown chips {strange}")
+        families += [record(CloudFamily, {**shared, "name": name}, where) for name in row["names"]]
+    for family in families:
+        unknown = sorted(set(family.chips) - set(chips))
+        require(not unknown, where, f"{family.cloud} {family.name} names unknown chips {unknown}")
         require(bool(family.chips), where, f"{family.cloud} {family.name} names no chip")
-    return tuple(found)
+    return tuple(families)
 
 
 def _azure(letters: str, features: str, accelerator: str, version: str) -> tuple[str, ...]:
-    """Names that the family of an Azure instance may have, the most special first."""
+    """Possible names of the family of an Azure instance, the most specific first."""
     if accelerator:
         memory = "m" if "m" in features else ""
         ends = f"{accelerator}_{version}"
@@ -97,9 +97,9 @@ def family_of(name: str, families: Iterable[CloudFamily]) -> CloudFamily | None:
     elif match := _AZURE.fullmatch(name):
         wanted = [("Azure", x) for x in _azure(*match.groups(default=""))]
     every = {(x.cloud, x.name): x for x in families}
-    found = next((every[x] for x in wanted if x in every), None)
-    if found is not None:
-        return found
+    family = next((every[x] for x in wanted if x in every), None)
+    if family is not None:
+        return family
     alike = [x for x in every.values() if x.name == name]
     if len(alike) > 1:
         clouds = " and ".join(x.cloud for x in alike)

@@ -1,6 +1,6 @@
-"""What a machine is that runs a kernel over a grid of blocks of threads: a GPU, or what OpenCL makes look like one.
+"""Device that runs a kernel over a grid of blocks of threads: a GPU, or any device of OpenCL.
 
-Owns the record of its limits, and what makes one well-formed. May import `target.toml_schema`. Pure.
+Owns the record of its limits, and its checks. Pure.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from portmm.target.toml_schema import require
 
 LANGUAGES = ("cuda", "opencl")
 STATIC_SHARED = 48 << 10
-"""CUDA C++ Programming Guide: shared memory that a kernel may have without asking for more."""
+"""CUDA C++ Programming Guide: shared memory of a kernel that does not request more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """How many threads and how much memory a device has; 0 where no document says.
+    """Limits of a device: its threads and its memory; 0 where they are not documented.
 
-    Of a chip that is sold with several counts, the numbers are those of the part in the cloud.
+    For a chip that is sold with several counts, the numbers are those of the part in the cloud.
 
     Attributes:
-        language: "cuda" or "opencl": what its kernels are written in unless somebody asks for the other.
+        language: "cuda" or "opencl", the default language of its kernels.
         processors: streaming multiprocessors, compute units, Xe-cores, shader cores.
-        warp: threads that run in step: a warp, wavefront or sub-group.
-        block_threads: most threads of a block (work-group).
-        shared_bytes: most shared (local) memory of one block.
-        architecture: what NVRTC compiles for, as in "90a"; empty for OpenCL.
-        threads: most threads that a processor holds at once.
+        warp: threads that run in lockstep: a warp, wavefront or sub-group.
+        block_threads: maximum number of threads of a block (work-group).
+        shared_bytes: maximum shared (local) memory of one block.
+        architecture: architecture that NVRTC compiles for, as in "90a"; empty for OpenCL.
+        threads: maximum number of threads that run on a processor at once.
         registers: 32-bit registers of a processor.
-        thread_registers: most 32-bit registers of one thread.
+        thread_registers: maximum number of 32-bit registers of one thread.
         processor_shared_bytes: shared memory of all blocks on a processor.
         memory_gbs: bandwidth of its memory in GB/s.
         memory_bytes: capacity of its memory.
@@ -51,25 +51,25 @@ class Device:
     lanes: bool = False
 
 
-# A schedule cannot do without these.
+# Limits that schedules need.
 _NEEDED = ("processors", "warp", "block_threads", "shared_bytes")
-_PERHAPS = ("threads", "registers", "thread_registers", "processor_shared_bytes", "memory_gbs", "memory_bytes")
+_OPTIONAL = ("threads", "registers", "thread_registers", "processor_shared_bytes", "memory_gbs", "memory_bytes")
 
 
 def check_device(device: Device, where: str) -> Device:
-    """The device itself.
+    """The device itself, after its checks.
 
     Raises:
-        TargetError: a field is out of range, or two of them contradict each other; `where` says in which file.
+        TargetError: a field is out of range, or two of them contradict each other; `where` names the file.
     """
     require(device.language in LANGUAGES, where, f"language {device.language!r} is unknown; use cuda or opencl")
     require(device.language == "cuda" or not device.architecture, where, "only a device for CUDA has an architecture")
     for name in _NEEDED:
         require(getattr(device, name) > 0, where, f"{name} must be positive, got {getattr(device, name)}")
-    for name in _PERHAPS:
+    for name in _OPTIONAL:
         require(getattr(device, name) >= 0, where, f"{name} must not be negative, got {getattr(device, name)}")
-    in_step = device.block_threads % device.warp == 0
-    require(in_step, where, f"block_threads {device.block_threads} is no multiple of warp {device.warp}")
+    whole_warps = device.block_threads % device.warp == 0
+    require(whole_warps, where, f"block_threads {device.block_threads} is no multiple of warp {device.warp}")
     for part, whole in (
         ("block_threads", "threads"),
         ("shared_bytes", "processor_shared_bytes"),

@@ -1,7 +1,7 @@
-"""What instructions do: atoms, transfers, instruction sets.
+"""Instruction sets: atoms, transfers, primitives.
 
-Owns the records, what makes one well-formed, and the choice of the text that a
-verb is spelled with. May import `spec.dtype`, `errors`, `target.vector_ops`, `target.toml_schema`. Pure.
+Owns the records, their checks, and the selection of the text that spells a verb.
+Pure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from portmm.target.toml_schema import placeholders, require
 if TYPE_CHECKING:
     from portmm.target.vector_ops import Lanes
 
-# What each row of the vocabulary may mention.
+# Placeholders that each field of an atom may have.
 PLACEHOLDERS = {
     "zero": {"d"},
     "load_a": {"d", "p", "step"},
@@ -58,16 +58,15 @@ _BY_TRANSFER = {
 class Atom:
     """One multiply-accumulate instruction: its shape and its spelling.
 
-    The *vocabulary* fields are C statements with placeholders: {d} the
+    The *verbs* are C statements with placeholders: {d} the
     destination, {a} {b} operands, {p} an element pointer, {mask} a mask
     register, {count} a number of lanes. An empty string means that the ISA has
-    no such instruction and the generator does without.
+    no such instruction and the generator uses none.
 
-    Of an atom of more than one row, a left fragment holds a unit of each row, and
-    an accumulator its columns of each; {step} is how many elements, or units, lie
-    between rows in memory. Where it has `configure`, it multiplies *tiles*, whose
-    registers are no variables of C: their types are empty, and {d}, {a} and {b}
-    are numbers.
+    For an atom of more than one row, a left fragment has a unit of each row, and
+    an accumulator its columns of each; {step} is the stride of rows in memory, in
+    elements or units. With `configure`, it multiplies *tiles*, whose registers are
+    not C variables: their types are empty, and {d}, {a} and {b} are numbers.
 
     Attributes:
         name: unique name, ISA then types.
@@ -77,8 +76,8 @@ class Atom:
         m: rows of the accumulator tile.
         n: columns of the accumulator tile.
         k: depth of one step.
-        k_pack: elements of k that sit side by side in a fragment (KR).
-        latency: cycles from one mac to the next that depends on it.
+        k_pack: adjacent elements of k in a fragment (KR).
+        latency: cycles from one mac to the next dependent one.
         a_type: C type of a left fragment.
         b_type: C type of a right fragment.
         acc_type: C type of an accumulator.
@@ -92,22 +91,22 @@ class Atom:
         mask: make a mask that keeps the first {count} lanes.
         load_mask: load the kept lanes, zero the others, touch no other byte.
         store_mask: store the kept lanes, touch no other byte.
-        mask_free: a masked access costs no more than a whole one.
+        mask_free: a masked access takes no longer than an unmasked one.
         reduce: {s} = sum of the lanes of {d}; empty: through memory.
-        ones: {d} = a fragment of ones, left or right: what the other operand is summed with.
-        unshift: take the sums {b} of the columns of B from {d}, 128 times: what
-            an A of the other signedness, shifted to this atom's, has added.
+        ones: {d} = a fragment of ones, left or right, which sums the other operand.
+        unshift: subtract 128 times the sums {b} of the columns of B from {d}: the
+            contribution of the shift of an A of the other signedness to this atom's.
         amax: {d} = the larger of {d} and the magnitude of {a}, lane by lane; a NaN stays.
-        code: {d} = the code of four bits that begins at bit {count} of each 32-bit lane of {a}, as a
+        code: {d} = the int4 value that begins at bit {count} of each 32-bit lane of {a}, as a
             number; in units, with those that begin 8 bits further each.
-        centred: {d} = the same less 8, of floats, where that takes no more instructions.
-        below: {d} = the same less 16, of other floats.
+        centred: {d} = the same minus 8, of floats, where that takes no more instructions.
+        below: {d} = the same minus 16, of other floats.
         real: {d} = the s32 lanes of {a} as numbers of f32.
         add: {d} += {a}, both accumulators; as it is spelled for numbers and GNU vectors.
-        configure: give the tiles {rows} rows, a number for each of them, and clear them.
-        release: give all tiles up.
-        unit: of a device, who multiplies together: "warp" or "warpgroup", whose lanes hold fragments; empty:
-            each thread alone.
+        configure: set the rows of the tiles to {rows}, a number for each of them, and clear them.
+        release: release all tiles.
+        unit: of a device, the scope of the instruction: "warp" or "warpgroup", whose lanes have the fragments;
+            empty: each thread alone.
     """
 
     name: str
@@ -148,16 +147,16 @@ class Atom:
 
     @property
     def tiled(self) -> bool:
-        """It multiplies tiles."""
+        """Whether it multiplies tiles."""
         return bool(self.configure)
 
     def strips(self, rows: int) -> int:
-        """Left fragments, or accumulators one below the other, that hold so many rows."""
+        """Number of left fragments, or of accumulators along m, for a number of rows."""
         return -(-rows // self.m)
 
     @property
     def takes_codes(self) -> bool:
-        """Codes of four bits are multiplied as they lie for any number of rows: a group takes few steps."""
+        """Whether int4 values are multiplied without repacking for any number of rows: a group takes few steps."""
         return self.acc == "s32" or self.k_pack > 1
 
     @property
@@ -167,22 +166,22 @@ class Atom:
 
     @property
     def left(self) -> str:
-        """What a left fragment holds: elements, or units of `k_pack` of them."""
+        """Type of a left fragment: an element, or a unit of `k_pack` of them."""
         return unit(self.a, self.k_pack)
 
     @property
     def right(self) -> str:
-        """What a right fragment holds."""
+        """Type of a right fragment, likewise."""
         return unit(self.b, self.k_pack)
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """How elements of one type in memory come to be elements of another in a register, and back.
+    """Conversion of elements of a type in memory to those of another in a register, and back.
 
-    Rounding is to nearest even. Floats become integers saturated. An s8 becomes
-    a u8 by adding 128, which the program makes good for. Of the statements below
-    those that are absent cannot be done.
+    Rounding is to nearest even. Floats are converted to integers with saturation. An s8 is
+    converted to a u8 by adding 128, which the program compensates. Operations whose
+    statement is empty are not supported.
 
     Attributes:
         memory: the type, or unit, in memory.
@@ -193,8 +192,8 @@ class Transfer:
         load_mask: load the kept lanes, zero the others, touch no other byte.
         store: n of them from {d}.
         store_mask: store the kept lanes, touch no other byte.
-        rows: {d} = n units, each of elements that lie {step} apart, one below the other;
-            of codes of four bits that have a byte each: words of eight, at the bits of `dtype.CODES_AT`.
+        rows: {d} = n units, each of elements of one column, with rows at a stride of {step};
+            for int4 values in bytes: words of eight, at the bits of `dtype.CODES_AT`.
     """
 
     memory: str
@@ -210,13 +209,13 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Primitive:
-    """A function that words call, in each language of devices; emitted where it is called.
+    """A function that verbs call, in each language of devices; emitted where it is called.
 
     Attributes:
         name: of the function.
         cuda: its definition in CUDA C++.
-        opencl: its definition in OpenCL C 1.2; empty if that has no such thing.
-        hardware: it is an instruction, so that an emulator of CUDA brings a definition of its own.
+        opencl: its definition in OpenCL C 1.2; empty if that cannot express it.
+        hardware: it is an instruction, for which an emulator of CUDA has its own definition.
     """
 
     name: str
@@ -227,24 +226,24 @@ class Primitive:
 
 @dataclass(frozen=True, slots=True)
 class Isa:
-    """An instruction set: what it needs, how to ask a compiler for it, its atoms.
+    """An instruction set: required features, compiler flags and atoms.
 
     Attributes:
         name: unique name, the file's stem.
-        title: for people.
+        title: full name, for messages.
         arch: "x86_64", "aarch64", or "any".
         features: names, as the host's detector spells them, that must all be present.
         flags: compiler flags, one per feature, never a CPU model.
         registers: vector registers for a micro-kernel's operands and sums (scalar FP registers for scalar C).
         vector_bytes: width of a register.
         shuffles: vectors are GNU C vectors, so `__builtin_shuffle` applies.
-        preamble: C declarations that the vocabulary uses.
-        source: manual the facts come from.
+        preamble: C declarations that the verbs use.
+        source: manual with the facts.
         atoms: its multiply-accumulate instructions.
         transfers: its conversions between memory and registers.
-        base: the ISA that it adds to: flags, features and preamble are both their own.
-        words: operations on lanes that are not spelled as on any GNU vector.
-        primitives: functions that the vocabulary of a device calls.
+        base: the ISA that it extends: flags, features and preamble include those of the base.
+        words: vector operations that are not spelled as on any GNU vector.
+        primitives: functions that the verbs of a device call.
     """
 
     name: str
@@ -264,27 +263,27 @@ class Isa:
     primitives: tuple[Primitive, ...] = ()
 
     def __hash__(self) -> int:
-        return hash(self.name)  # asked for in every first call; those of one name are nearly always one
+        return hash(self.name)  # used in every first call; two ISAs of one name are rare
 
     def lanes(self, n: int) -> Lanes | None:
-        """The words for operations on `n` lanes of f32."""
+        """The spellings of operations on `n` lanes of f32."""
         own = next((x for x in self.words if x.n == n), None)
         return own or (self.base.lanes(n) if self.base else None)
 
     @property
     def functions(self) -> tuple[Primitive, ...]:
-        """Its primitives, after those of the ISAs that it adds to and does not spell anew."""
+        """All primitives: those of its base ISAs that it does not redefine, then its own."""
         own = {x.name for x in self.primitives}
-        below = self.base.functions if self.base else ()
-        return (*(x for x in below if x.name not in own), *self.primitives)
+        inherited = self.base.functions if self.base else ()
+        return (*(x for x in inherited if x.name not in own), *self.primitives)
 
     @property
     def below(self) -> tuple[Isa, ...]:
-        """The ISAs that it adds to, nearest first."""
+        """The base ISAs, nearest first."""
         return (self.base, *self.base.below) if self.base else ()
 
     def word(self, name: str) -> Atom:
-        """The atom called `name`, of this ISA or of one that it adds to."""
+        """The atom called `name`, of this ISA or of a base."""
         own = next((t for t in self.atoms if t.name == name), None)
         if own is None and self.base is None:
             raise TargetError(f"{self.name} has no atom called {name!r}")
@@ -296,13 +295,13 @@ class Isa:
         return own or (self.base.transfer(memory, register, n) if self.base else None)
 
     def spelling(self, atom: Atom, verb: str, memory: str = "", register: str = "") -> str:
-        """The text of a verb for a type in memory; empty if this ISA cannot do it.
+        """The text of a verb for a type in memory; empty if this ISA does not support it.
 
         Args:
-            atom: whose vocabulary.
-            verb: its word.
-            memory: the type of what lies at the address; "" for what the verb expects.
-            register: the type of the register; "" for what the verb expects.
+            atom: the atom.
+            verb: name of its verb.
+            memory: the type of the elements in memory; "" for the type that the verb expects.
+            register: the type of the register; "" for the type that the verb expects.
         """
         text: str = getattr(atom, verb, "")
         row = _BY_TRANSFER.get(verb)
@@ -313,52 +312,52 @@ class Isa:
         register = register or usual
         if text and _raw(memory, register) and BY_NAME[register].bytes == BY_NAME[usual].bytes:
             return text
-        found = self.transfer(memory, register, atom.n)
-        return str(getattr(found, row)) if found else ""
+        conversion = self.transfer(memory, register, atom.n)
+        return str(getattr(conversion, row)) if conversion else ""
 
     def _serves(self, atom: Atom, dtype: str) -> bool:
-        """The atom sums what products of these types are summed in, and can be given them."""
+        """Whether an atom has the accumulator of products of these types, and transfers of their elements."""
         a, b, c = types(dtype)
         if accumulator(a, b) != atom.acc:
             return False
         if a == b == c == atom.a == atom.b and atom.m == 1:
             return True
         if atom.m > 1:
-            lines = self.sums_by_lines(atom)
-            fits = (a, b) == (atom.a, atom.b) or (b == "u4" and atom.tiled and self._unfolds(atom, a))
-            return fits and lines is not None and self._becomes(lines, c)
+            by_rows = self.sums_by_lines(atom)
+            fits = (a, b) == (atom.a, atom.b) or (b == "u4" and atom.tiled and self._repacks(atom, a))
+            return fits and by_rows is not None and self._stores(by_rows, c)
         kr = atom.k_pack
         if b == "u4":
-            return self._decodes(atom, a) and self._becomes(atom, c)
+            return self._decodes(atom, a) and self._stores(atom, c)
         if not {unit(a, kr), unit(b, kr)} <= BY_NAME.keys():
             return False
         return (
             bool(self.spelling(atom, "load_b", unit(b, kr)))
             and bool(self.spelling(atom, "load_b", unit(a, kr), atom.left))
-            and self._becomes(atom, c)
+            and self._stores(atom, c)
         )
 
-    def _unfolds(self, atom: Atom, a: str) -> bool:
-        """Codes can be unfolded into panels of what tiles multiply elements of `a` by: floats."""
-        lines, real = self.by_lines(atom), self.vector("f32", atom.n)
-        if a != atom.a or atom.acc != "f32" or lines is None or real is None or not real.code:
+    def _repacks(self, atom: Atom, a: str) -> bool:
+        """Whether int4 values can be repacked to panels of floats, which tiles multiply by elements of `a`."""
+        by_rows, real = self.by_lines(atom), self.vector("f32", atom.n)
+        if a != atom.a or atom.acc != "f32" or by_rows is None or real is None or not real.code:
             return False
-        return bool(self.spelling(real, "store", atom.b) and self.spelling(lines, "load_rows", atom.b, atom.right))
+        return bool(self.spelling(real, "store", atom.b) and self.spelling(by_rows, "load_rows", atom.b, atom.right))
 
     def _decodes(self, atom: Atom, a: str) -> bool:
-        """The atom can be given words of codes, beside elements of `a`."""
+        """Whether an atom supports words of int4 values, multiplied by elements of `a`."""
         words, real = self.vector("s32", atom.n), self.vector("f32", atom.n)
         if not ((atom.code or atom.centred) and words and real and real.real):
             return False
-        given = unit(a, atom.k_pack)
-        return given in BY_NAME and bool(self.spelling(atom, "load_b", given, atom.left))
+        left = unit(a, atom.k_pack)
+        return left in BY_NAME and bool(self.spelling(atom, "load_b", left, atom.left))
 
-    def _becomes(self, atom: Atom, c: str) -> bool:
-        """Sums of this atom can be stored as `c`."""
+    def _stores(self, atom: Atom, c: str) -> bool:
+        """Whether sums of this atom can be stored as `c`."""
         return self._scales(atom.n, c) if atom.acc == "s32" != c else bool(self.spelling(atom, "store", c))
 
     def by_lines(self, atom: Atom) -> Atom | None:
-        """The atom of one row whose registers hold a line of this one's right operand, of this ISA or one below."""
+        """The atom of one row whose registers are a row of this one's right operand, of this ISA or a base."""
         if atom.m == 1:
             return atom
         kind = (1, atom.b, atom.acc, atom.n, atom.k_pack)
@@ -366,15 +365,15 @@ class Isa:
         return next(alike, None) or (self.base.by_lines(atom) if self.base else None)
 
     def sums_by_lines(self, atom: Atom) -> Atom | None:
-        """The atom of one row whose registers hold a line of this one's sums."""
-        lines = self.by_lines(atom)
+        """The atom of one row whose registers are a row of this one's sums."""
+        by_rows = self.by_lines(atom)
         whole = self.vector_bytes // BY_NAME[atom.acc].bytes
-        return lines if lines is None or atom.m == 1 or lines.n == whole else self.vector(atom.acc, whole)
+        return by_rows if by_rows is None or atom.m == 1 or by_rows.n == whole else self.vector(atom.acc, whole)
 
     def columns(self, atom: Atom) -> int:
-        """What the widths of panels are multiples of: a line of sums."""
-        lines = self.sums_by_lines(atom)
-        return lines.n if lines else atom.n
+        """Columns of a vector of sums, which the widths of panels are multiples of."""
+        by_rows = self.sums_by_lines(atom)
+        return by_rows.n if by_rows else atom.n
 
     def vector(self, dtype: str, n: int) -> Atom | None:
         """The atom that multiplies `n` lanes of a type by lanes of that type."""
@@ -382,14 +381,14 @@ class Isa:
         return next(own, None) or (self.base.vector(dtype, n) if self.base else None)
 
     def quantises(self, atom: Atom, source: str) -> Atom | None:
-        """What turns rows of `source` into codes beside an atom for integers, or None."""
+        """The atom of f32 that quantises rows of `source` for an atom of integers, or None."""
         real = self.vector("f32", self.columns(atom))
         if real is None or not real.amax or not self.spelling(real, "load_b", source):
             return None
         return real if self.spelling(real, "store", "s8") else None
 
     def _scales(self, n: int, c: str) -> bool:
-        """Integer sums can be scaled in vectors of `n` lanes and stored as `c`."""
+        """Whether integer sums can be scaled in vectors of `n` lanes and stored as `c`."""
         whole, real = self.vector("s32", n), self.vector("f32", n)
         return bool(whole and real and self.spelling(real, "load_c", "s32") and self.spelling(real, "store", c))
 
@@ -406,16 +405,16 @@ class Isa:
 
 
 def _raw(memory: str, register: str) -> bool:
-    """Bits go to and fro as they are: one type, or a unit in a lane of the accumulator's."""
+    """Whether bits are loaded and stored without conversion: one type, or a unit in a lane of the accumulator's."""
     m, r = BY_NAME[memory], BY_NAME[register]
     return memory == register or (m.bytes == r.bytes and (m.pack > 1) != (r.pack > 1))
 
 
 def check_atom(atom: Atom, where: str) -> Atom:
-    """`atom`, if it is well-formed.
+    """The atom itself, after its checks.
 
     Raises:
-        TargetError: it is not; `where` says in which file.
+        TargetError: it is malformed; `where` names the file.
     """
     where = f"{where} {atom.name}"
     for name in (atom.a, atom.b, atom.acc):
@@ -423,30 +422,30 @@ def check_atom(atom: Atom, where: str) -> Atom:
     for name in ("m", "n", "k", "k_pack", "latency"):
         require(getattr(atom, name) > 0, where, f"{name} must be positive, got {getattr(atom, name)}")
     for row, allowed in PLACEHOLDERS.items():
-        strange = sorted(placeholders(getattr(atom, row), f"{where}: {row}") - allowed)
-        require(not strange, where, f"row {row!r} mentions {strange}; it may mention {sorted(allowed)}")
+        unknown = sorted(placeholders(getattr(atom, row), f"{where}: {row}") - allowed)
+        require(not unknown, where, f"row {row!r} mentions {unknown}; it may mention {sorted(allowed)}")
     masks = {bool(x) for x in (atom.mask_type, atom.mask, atom.load_mask, atom.store_mask)}
     require(len(masks) == 1, where, "mask_type, mask, load_mask and store_mask come together or not at all")
     require(atom.tiled == bool(atom.release), where, "configure and release come together or not at all")
     require(atom.m > 1 or not atom.tiled, where, "tiles have an m above 1")
     if atom.m > 1 and not atom.tiled and not atom.unit:
-        # A row that is left over takes both places of a fragment.
+        # A remaining row takes both rows of a fragment.
         require(atom.m == 2, where, f"without configure, m is 1 or 2, got {atom.m}")
         require(atom.deep == 1 and not atom.mask, where, "two rows have a k of k_pack, and no masks")
     return atom
 
 
 def check_transfer(transfer: Transfer, where: str) -> Transfer:
-    """`transfer`, if it is well-formed.
+    """The transfer itself, after its checks.
 
     Raises:
-        TargetError: it is not; `where` says in which file.
+        TargetError: it is malformed; `where` names the file.
     """
     where = f"{where} {transfer.memory} to {transfer.register}"
     for name in (transfer.memory, transfer.register):
         require(name in BY_NAME, where, f"element type {name!r} is unknown")
     require(transfer.n > 0, where, f"n must be positive, got {transfer.n}")
     for row, allowed in TRANSFERS.items():
-        strange = sorted(placeholders(getattr(transfer, row), f"{where}: {row}") - allowed)
-        require(not strange, where, f"row {row!r} mentions {strange}; it may mention {sorted(allowed)}")
+        unknown = sorted(placeholders(getattr(transfer, row), f"{where}: {row}") - allowed)
+        require(not unknown, where, f"row {row!r} mentions {unknown}; it may mention {sorted(allowed)}")
     return transfer

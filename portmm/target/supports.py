@@ -1,6 +1,6 @@
-"""Whether an instruction set can compute fused expressions.
+"""Support of an instruction set for epilogue expressions.
 
-Owns `lacks`. Imports `spec.epilogue`, `target.isa`.
+Owns `lacks`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def lacks(isa: Isa, real: Atom, fused: Fused) -> str:
-    """What an instruction set lacks to compute expressions in lanes of `real`, or an empty string."""
+    """The first operation of an epilogue that an instruction set lacks in lanes of `real`, or an empty string."""
     for i, x in enumerate(fused.operands):
         whole = isa.vector("s32", real.n)
         written = i in dict(fused.results)

@@ -1,8 +1,7 @@
-"""What a machine is: instruction sets, memory levels, rates.
+"""Target machine: instruction sets, memory levels, rates.
 
-Owns the records that describe a machine, what makes one well-formed, and the
-loader that reads them from TOML. May import `target.clouds`, `errors`, `target.device`, `target.isa`, `target.cache_levels`,
-`target.toml_schema`. Pure: it never looks at the host; that is `detect`'s work.
+Owns the records that describe a machine, their checks, and the loader that reads
+them from TOML. Pure: it never queries the host; `host.detect` does.
 """
 
 from __future__ import annotations
@@ -49,14 +48,14 @@ __all__ = [
 ARCHS = ("x86_64", "aarch64", "device", "any")
 
 GENERIC_DEVICES = ("opencl_gpu", "cuda_gpu", "opencl_cpu")
-"""What stands for a device that has no description of its own."""
+"""Targets for devices that have no description of their own."""
 DOT4_SINCE = (6, 1)
-"""PTX ISA, dp4a: the capability that has it."""
+"""PTX ISA, dp4a: the first capability with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How a host shows that it is this chip: all fields that are given agree.
+    """Identification of a chip by the properties of a host: all fields that are set must agree.
 
     Attributes:
         vendor: x86 vendor string of cpuid leaf 0.
@@ -65,9 +64,9 @@ class Match:
         steppings: inclusive ranges of x86 steppings.
         implementer: Arm MIDR implementer.
         parts: Arm MIDR part numbers; of a mixed chip, the fast cores only.
-        features: for a generic level, what the host must have, as Linux spells it.
+        features: for a generic level, the features that the host must have, as Linux spells them.
         names: of a device, words of its name as its driver spells it, in any case; a word
-            that ends in a letter may go on, so that "Mali-G" is in "Mali-G710".
+            that ends in a letter may be a prefix, so that "Mali-G" matches "Mali-G710".
         capability: of a device for CUDA, as in "9.0".
     """
 
@@ -84,28 +83,28 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A machine.
+    """A target machine.
 
     Attributes:
         name: the chip file's stem.
-        title: for people.
-        arch: "x86_64", "aarch64", "device" for what runs kernels over a grid of
+        title: full name, for messages.
+        arch: "x86_64", "aarch64", "device" for a machine that runs kernels over a grid of
             blocks of threads, or "any" for an invented machine.
         vendor: maker of the chip.
-        isas: what it can run, best first.
+        isas: its instruction sets, best first.
         levels: memory levels, nearest first.
         rates: atom name -> mac instructions that one core starts per cycle; of a
             device, those that all threads of one processor start.
         cores: cores that may be used, 0 if unknown.
         frequency_ghz: sustained clock, of a device its boost clock; 0 if unknown.
-        rows_ahead: rows of a matrix streamed in place that are worth asking for
-            ahead, 0 where the hardware's own prefetching is better left alone.
-        source: manual the facts come from.
+        rows_ahead: useful prefetch distance, in rows of a matrix that is streamed in place,
+            0 where software prefetches only disturb the hardware's.
+        source: manual with the facts.
         measured: measured rates that replace derived ones: "<atom>" in GFLOP/s
             and "<level>" or "memory" in GB/s, one core each.
-        searches: exhaustive searches of this chip that are stored in `bench/results`, which the model's
-            choices are judged by; without any, see `textbook` and `counted`.
-        match: how to recognise it, any one of them.
+        searches: exhaustive searches of this chip that are stored in `bench/results`, which selections of
+            the model are compared with; without any, see `textbook` and `counted`.
+        match: identifications, any of which suffices.
         device: the limits of a device, None for a CPU.
     """
 
@@ -130,10 +129,10 @@ class Target:
         return next((x for x in self.levels if x.name == name), None)
 
     def counted(self, name: str) -> int:
-        """Bytes of a memory level that one core may count on, 0 if there is no such level.
+        """Bytes of a memory level that schedules for one core may use, 0 if there is no such level.
 
-        The neighbours' work is unknown, so it is a share of a level that cores share; on a chip whose searches are
-        stored it is all of it, as when these were made.
+        The load of other cores is unknown, so it is an equal part of a level that cores share; on a chip with stored
+        searches it is all of the level, as in these searches.
         """
         level = self.level(name)
         return 0 if level is None else level.bytes if self.searches else level.share
@@ -201,7 +200,7 @@ def names_of(kind: str, folder: str = "chip") -> tuple[str, ...]:
 
 
 def parse_isa(table: dict[str, Any], where: str) -> Isa:
-    """Build an `Isa` from a parsed TOML file; `where` names it in errors."""
+    """The `Isa` of a parsed TOML file; `where` names the file in errors."""
     if "isa" not in table or "atom" not in table:
         raise TargetError(f"{where}: needs an [isa] table and at least one [[atom]]")
     atoms = tuple(check_atom(record(Atom, row, f"{where}: atom"), f"{where}: atom") for row in table["atom"])
@@ -218,7 +217,7 @@ def parse_isa(table: dict[str, Any], where: str) -> Isa:
 
 
 def _on_base(fields: dict[str, Any], atoms: tuple[Atom, ...], transfers: tuple[Transfer, ...], where: str) -> Isa:
-    """The ISA with what it takes over from the one it adds to."""
+    """The ISA with the fields that it inherits from its base."""
     name = fields.pop("base", None)
     base = load_isa(name) if name else None
     if base is not None:
@@ -242,7 +241,7 @@ def load_isa(name: str) -> Isa:
 
 
 def parse_target(table: dict[str, Any], where: str) -> Target:
-    """Build a `Target` from a parsed TOML file; `where` names it in errors.
+    """The `Target` of a parsed TOML file; `where` names the file in errors.
 
     Raises:
         TargetError: a field is missing, unknown, of the wrong type, or out of range.
@@ -289,20 +288,20 @@ def load_target(name: str) -> Target:
 
 
 def chips_mentioning(text: str) -> list[Target]:
-    """The shipped chips whose file holds `text`: parsing all of them takes milliseconds."""
+    """The shipped chips whose file contains `text`: parsing all files would take milliseconds."""
     return [_shipped(path.stem) for path in sorted((_root() / "chip").glob("*.toml")) if text in path.read_text()]
 
 
 def described(name: str) -> Target:
-    """A target that need not be able to run here: a chip, a `*.toml` file, an ISA, or a cloud instance.
+    """The target of a name, which need not run on this machine: a chip, a `*.toml` file, an ISA, or a cloud instance.
 
-    An ISA's name gives the most modest shipped machine that has it, a cloud instance's the likeliest of its chips.
+    An ISA's name selects the smallest shipped machine that has it, a cloud instance's the likeliest of its chips.
 
     Raises:
         TargetError: `name` is none of these, or its file is malformed.
     """
     if name in names("isa"):
-        return _modest(load_isa(name))
+        return _smallest(load_isa(name))
     if name.endswith(".toml") or _spelled(name) in names("chip"):
         return load_target(name)
     if (family := instance(name)) is not None:
@@ -312,21 +311,21 @@ def described(name: str) -> Target:
 
 
 def _spelled(name: str) -> str:
-    """A chip's name as its file has it."""
+    """A chip's name as in its file name."""
     return name.lower().replace("-", "_")
 
 
-def _humble(chip: Target) -> tuple[int, float]:
-    """What orders devices from the most modest."""
+def _device_size(chip: Target) -> tuple[int, float]:
+    """Sort key of devices, the smallest first."""
     return (chip.device.processors, chip.device.memory_gbs) if chip.device else (0, 0)
 
 
 def _devices() -> list[Target]:
-    return sorted((_shipped(name) for name in names_of("device")), key=_humble)
+    return sorted((_shipped(name) for name in names_of("device")), key=_device_size)
 
 
 def _mentions(text: str, name: str) -> bool:
-    """Whether the name of a device holds a word of a `Match`."""
+    """Whether the name of a device contains a word of a `Match`."""
     end = r"(?![0-9a-z])" if name[-1:].isdigit() else ""
     return re.search(rf"(?<![0-9a-z]){re.escape(name.lower())}{end}", text.lower()) is not None
 
@@ -334,14 +333,14 @@ def _mentions(text: str, name: str) -> bool:
 def device_target(name: str, capability: str = "", kind: str = "gpu") -> Target:
     """The description of a device that a driver reports.
 
-    By its name; else the most modest of those with its capability; else a generic
-    one. What the driver says of the counts of the very device, the caller puts in
-    their place.
+    By its name; else the smallest of those with its capability; else a generic
+    one. The caller replaces its counts with those that the driver reports for the
+    device itself.
 
     Args:
         name: as the driver spells it.
         capability: of a device for CUDA, as in "9.0"; empty for OpenCL.
-        kind: as OpenCL tells: "gpu", "cpu" or "accelerator".
+        kind: type that OpenCL reports: "gpu", "cpu" or "accelerator".
     """
     if kind == "cpu":
         return _shipped("opencl_cpu")
@@ -359,14 +358,15 @@ def device_target(name: str, capability: str = "", kind: str = "gpu") -> Target:
 
 def _generic_cuda(capability: str) -> Target:
     chip = _shipped("cuda_gpu")
-    found = re.fullmatch(r"(\d+)\.(\d+)", capability)
-    if found is None or chip.device is None:
+    version = re.fullmatch(r"(\d+)\.(\d+)", capability)
+    if version is None or chip.device is None:
         return chip
-    told = replace(chip, device=replace(chip.device, architecture="".join(found.groups())))
-    return told if (int(found[1]), int(found[2])) >= DOT4_SINCE else told.limited_to("simt")
+    target = replace(chip, device=replace(chip.device, architecture="".join(version.groups())))
+    return target if (int(version[1]), int(version[2])) >= DOT4_SINCE else target.limited_to("simt")
 
 
-def _modest(isa: Isa) -> Target:
+def _smallest(isa: Isa) -> Target:
+    """The smallest shipped machine that has an ISA, limited to it."""
     if isa.arch == "device":
         generic = [_shipped(name) for name in GENERIC_DEVICES]
         return next(chip for chip in (*generic, *_devices()) if chip.isa(isa.name)).limited_to(isa.name)
@@ -376,7 +376,7 @@ def _modest(isa: Isa) -> Target:
     having = next((chip for chip in generic if chip.isa(isa.name)), None)
     if having:
         return having.limited_to(isa.name)
-    # No generic level has it (SVE has none): the level, with this ISA on top.
+    # No generic level has it (SVE has none): the highest level, with this ISA added.
     return replace(generic[-1], isas=(isa, *generic[-1].isas))
 
 

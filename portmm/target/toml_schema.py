@@ -1,7 +1,7 @@
-"""Reading TOML tables into records, with checks.
+"""TOML schema: tables parsed to records, with checks.
 
-Owns the checks that do not depend on what a record means: names and types of
-fields, and the placeholders of a row of text. May import `errors`.
+Owns the checks that do not depend on the meaning of a record: names and types of
+fields, and the placeholders of a row of text.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def parse(text: str, where: str) -> tuple[dict[str, Any], str]:
-    """The table that `text` holds, and `where` for the errors of those who read it.
+    """The table of a TOML text, and `where` for the errors of callers.
 
     Raises:
-        TargetError: it is not TOML.
+        TargetError: the text is not TOML.
     """
     try:
         return tomllib.loads(text), where
@@ -41,7 +41,7 @@ def _fits(value: Any, annotation: str) -> bool:
         return isinstance(value, dict) and all(_fits(x, "float") for x in value.values())
     if annotation == "dict[str, str]":
         return isinstance(value, dict) and all(isinstance(x, str) for x in value.values())
-    # What is left are records, made and checked before, and the plain types.
+    # All others are records, which were made and checked before, and plain types.
     return type(value).__name__ == annotation.removesuffix(" | None")
 
 
@@ -50,11 +50,11 @@ def _frozen(value: Any) -> Any:
 
 
 def record(cls: type, table: Any, where: str) -> Any:
-    """An instance of the dataclass `cls` made of a parsed TOML table.
+    """An instance of the dataclass `cls` from a parsed TOML table.
 
     Raises:
         TargetError: a field is missing, unknown, or of the wrong type; `where`
-            says in which file.
+            names the file.
     """
     if not isinstance(table, dict):
         raise TargetError(f"{where}: expected a table, got {table!r}")
@@ -72,16 +72,16 @@ def record(cls: type, table: Any, where: str) -> Any:
 
 
 def require(holds: bool, where: str, what: str) -> None:
-    """Raise `TargetError` with `where` and `what` unless `holds`."""
+    """A check: raises `TargetError` with `where` and `what` unless `holds`."""
     if not holds:
         raise TargetError(f"{where}: {what}")
 
 
 def placeholders(text: str, where: str) -> set[str]:
-    """Names in braces that a row of the vocabulary mentions.
+    """Names of the placeholders in a row of text.
 
     Raises:
-        TargetError: the braces do not pair.
+        TargetError: braces are not balanced.
     """
     try:
         return {name for _, name, _, _ in string.Formatter().parse(text) if name is not None}
@@ -90,10 +90,10 @@ def placeholders(text: str, where: str) -> set[str]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error about a target's name: those that are spelled like it, or where all are listed."""
+    """The end of an error about an unknown target: similar names, and the commands that list all."""
     from difflib import get_close_matches
 
     spelled = {x.lower().replace("-", "_"): x for x in known}
     near = get_close_matches(str(name).lower().replace("-", "_"), spelled, n=3)
-    found = f"; did you mean {' or '.join(spelled[x] for x in near)}?" if near else ";"
-    return f"{found} `portmm targets` lists chips and cloud instances, `portmm target` the ISAs of this machine"
+    guess = f"; did you mean {' or '.join(spelled[x] for x in near)}?" if near else ";"
+    return f"{guess} `portmm targets` lists chips and cloud instances, `portmm target` the ISAs of this machine"

@@ -1,7 +1,7 @@
-"""Operations on lanes: what an instruction set says of them.
+"""Vector operations of an instruction set.
 
-Owns `Lanes`. Imports `spec.expr`, `target.toml_schema`. Most instruction sets say next to
-nothing: C spells operations on GNU vectors (`emit.lanes`).
+Owns `Lanes`. Most instruction sets define few of them: C spells operations on GNU vectors
+(`codegen.vector_ops`).
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from portmm.spec.expr import OPS
 from portmm.target.toml_schema import placeholders, record, require
 
 MAKES_LANES = {"splat", "lanes", "whole", "literal", "infinity", "nan"}
-"""Words that make lanes, beside operations; the last two are numbers in one lane."""
+"""Words that create vectors, besides operations; the last two are numbers in one lane."""
 _IN_LANES = {"d", "a", "b", "c", "R", "W", "U", "T", "count", "lanes"}
 
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Words for operations on lanes, where GNU vectors have none, or no good one: see `emit.lanes`.
+    """Spellings of vector operations that GNU vectors do not have, or have as slower code: see `codegen.vector_ops`.
 
     Attributes:
         n: lanes of f32 of a register.
-        whole_type: C type of a register of s32, where vectors of C are not GNU's; then every operation is a word here.
+        whole_type: C type of a register of s32, where vectors of C are not GNU's; then every operation is spelled here.
         mask_type: C type of a comparison's result, likewise.
-        words: an operation, maybe with the type of its operands, as in "max f32" -> statement.
+        words: an operation, optionally with the type of its operands, as in "max f32" -> statement.
     """
 
     n: int
@@ -43,12 +43,12 @@ def lanes_of(row: dict[str, Any], where: str) -> Lanes:
     known = {"n", "whole_type", "mask_type"}
     words = {name: text for name, text in row.items() if name not in known}
     for name, text in words.items():
-        op, _, given = name.partition(" ")
+        op, _, operand = name.partition(" ")
         require(op in OPS or op in MAKES_LANES, where, f"operation {op!r} is unknown; expr.OPS has them all")
-        require(given in {"", "f32", "s32", "mask"}, where, f"{name!r} is for operands of {given!r}")
-        strange = sorted(placeholders(str(text), f"{where}: {name}") - _IN_LANES)
-        require(not strange, where, f"row {name!r} mentions {strange}; it may mention {sorted(_IN_LANES)}")
+        require(operand in {"", "f32", "s32", "mask"}, where, f"{name!r} is for operands of {operand!r}")
+        unknown = sorted(placeholders(str(text), f"{where}: {name}") - _IN_LANES)
+        require(not unknown, where, f"row {name!r} mentions {unknown}; it may mention {sorted(_IN_LANES)}")
     fixed = {name: value for name, value in row.items() if name in known}
-    made: Lanes = record(Lanes, {**fixed, "words": words}, where)
-    require(bool(made.whole_type) == bool(made.mask_type), where, "whole_type and mask_type come together")
-    return made
+    lanes: Lanes = record(Lanes, {**fixed, "words": words}, where)
+    require(bool(lanes.whole_type) == bool(lanes.mask_type), where, "whole_type and mask_type come together")
+    return lanes

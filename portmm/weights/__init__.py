@@ -1,1 +1,1 @@
-"""Quantized weights, and the files that hold them."""
+"""Quantized weights and their files."""

@@ -1,8 +1,7 @@
-"""Quantised weights as others lay them out.
+"""Quantised weights of other libraries' formats.
 
-Owns the importers of GPTQ, AWQ, GGUF and int4 arrays, each after its format's
-public description. Imports NumPy and `weights.quantized`; arrays of `ml_dtypes` bring
-their types with them.
+Owns the importers of GPTQ, AWQ, GGUF and int4 arrays, each by its format's
+public description. Arrays of `ml_dtypes` have its types without an import here.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from portmm.weights.quantized import FLOATS, Quantized, checked_bits
 if TYPE_CHECKING:
     from portmm.weights.safetensors import Array
 
-# In AWQ's words column i of eight lies in the nibble of this number: the inverse of 0 2 4 6 1 3 5 7.
+# Index of the nibble of column i of eight in a word of AWQ: the inverse of 0 2 4 6 1 3 5 7.
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 # QK4_0 and QK4_1 of llama.cpp: rows per block.
 GGUF_BLOCK = 32
@@ -42,9 +41,9 @@ def from_gptq(
         qweight: int32, (k * bits / 32, n); a word has consecutive rows, the first in the lowest bits.
         qzeros: int32, (groups, n * bits / 32); a word has consecutive columns likewise.
         scales: float, (groups, n).
-        g_idx: integers, (k,): the group of each row. Only k // group is taken.
+        g_idx: integers, (k,): the group of each row. Only k // group is supported.
         bits: 4 or 8.
-        v1: qzeros holds zero - 1, modulo 2**bits, which is checkpoint_format "gptq" and
+        v1: qzeros are zero - 1, modulo 2**bits, as in checkpoint_format "gptq" and
             all files without the entry; False for "gptq_v2". Symmetric weights of 4 bits
             store 7 in v1 and 8 in v2: some writers name the wrong one.
         group: rows per group; by default from g_idx, or k / groups.
@@ -111,8 +110,8 @@ def from_gguf(data: Any, shape: tuple[int, int], *, kind: str = "Q4_0") -> Quant
 
     The layout is that of block_q4_0 and block_q4_1 in llama.cpp (ggml-common.h,
     ggml-quants.c). GGUF stores the transpose: rows are output features n, and blocks
-    of 32 lie along k. A block is d in float16, for Q4_1 also m, then 16 bytes whose
-    low nibbles are elements 0 to 15 and whose high nibbles are 16 to 31.
+    of 32 are along k. A block is d in float16, for Q4_1 also m, then 16 bytes with
+    elements 0 to 15 in the low nibbles and 16 to 31 in the high nibbles.
 
     Args:
         data: the tensor's bytes, or a contiguous buffer of them.
@@ -120,14 +119,14 @@ def from_gguf(data: Any, shape: tuple[int, int], *, kind: str = "Q4_0") -> Quant
         kind: "Q4_0" or "Q4_1".
 
     Raises:
-        ValueError: the kind is another, 32 does not divide k, or the bytes are not as many as the shape needs.
+        ValueError: the kind is not supported, 32 does not divide k, or the number of bytes is not that of the shape.
     """
     if kind not in ("Q4_0", "Q4_1"):
         raise ValueError(f"kind is {kind!r}; known are Q4_0 and Q4_1")
     k, n = (operator.index(x) for x in shape)
     if k < 0 or n < 0 or k % GGUF_BLOCK:
         raise ValueError(f"shape is {(k, n)}; k must be a multiple of {GGUF_BLOCK}, the rows of a block")
-    if max(k, 1) * max(n, 1) >= 1 << 63:  # an extent of 0 does not make the other one possible
+    if max(k, 1) * max(n, 1) >= 1 << 63:  # too large also where the other extent is 0
         raise ValueError(f"shape is {(k, n)}, more than can be addressed")
     fields = [("d", "<f2"), ("m", "<f2"), ("q", "u1", 16)]
     block = np.dtype([f for f in fields if f[0] != "m" or kind == "Q4_1"])
@@ -150,7 +149,7 @@ def from_int4(w: Any, scales: Any, zeros: Any = None, *, group: int | None = Non
     Args:
         w: int4 or uint4, (k, n).
         scales: float, (groups, n).
-        zeros: numbers, (groups, n), whole or not, in the domain of `w`; None for 0.
+        zeros: numbers, (groups, n), integers or not, in the domain of `w`; None for 0.
         group: rows per group; by default k / groups.
 
     Raises:
@@ -186,7 +185,7 @@ def _floats(name: str, x: Any) -> Array:
         raise TypeError(f"{name} has dtype {array.dtype}; it must be one of {', '.join(FLOATS)}")
     if array.ndim != 2:
         raise ValueError(f"{name} has shape {array.shape}; it must be (groups, n)")
-    # What float32 cannot hold becomes infinite, which the record refuses by name.
+    # Values outside the range of float32 become infinite, which the record rejects with a message.
     with np.errstate(over="ignore"):
         return array.astype(np.float32)
 

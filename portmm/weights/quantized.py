@@ -1,12 +1,11 @@
 """Weights of 4 and 8 bits, as data.
 
-Owns `CodedMatrix`, the record `Quantized`, how a float weight becomes one and back, and its
-files. Has no kernels; others' formats are read by `formats`.
-Imports NumPy, `errors` and `weights.safetensors`; arrays of `ml_dtypes` bring their
-types with them.
+Owns `CodedMatrix`, the record `Quantized`, its quantization and dequantization, and its
+files. Has no kernels; formats of other libraries are read by `weights.checkpoints`.
 
-A weight w[k, n] is stored as codes q[k, n], with a scale and an offset for each
-column of a group of rows: w ~= scale[g, n] * q[k, n] + offset[g, n], g = k // group.
+A weight w[k, n] is stored as codes q[k, n] (int4 or int8 values), with a scale and an
+offset for each column of a group of rows:
+w ~= scale[g, n] * q[k, n] + offset[g, n], g = k // group.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 FORMAT = "portmm.weights.quantized"
 VERSION = "1"
 
-# A smaller scale would be subnormal, of few bits, and zero where a kernel flushes those.
+# A smaller scale would be subnormal, with few bits, and zero where a kernel flushes subnormals.
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 
 
@@ -40,23 +39,23 @@ class _Shaped(Protocol):
 
 
 class CodedMatrix:
-    """Attributes that a weight of codes shares with the matrix of floats that it stands for."""
+    """Attributes that a quantized weight shares with the matrix of floats that it represents."""
 
     __slots__ = ()
 
     @property
     def ndim(self) -> int:
-        """Two."""
+        """Number of dimensions: two."""
         return 2
 
     @property
     def dtype(self) -> np.dtype[np.float32]:
-        """The type of the numbers that its codes stand for, scale * code + offset: float32."""
+        """The type of its dequantized values, scale * code + offset: float32."""
         return np.dtype(np.float32)
 
     @property
     def size(self: _Shaped) -> int:
-        """Elements of the weight."""
+        """Number of elements of the weight."""
         k, n = self.shape
         return k * n
 
@@ -65,10 +64,10 @@ class CodedMatrix:
 class Quantized(CodedMatrix):
     """A weight w[k, n] ~= scales[g, n] * codes[k, n] + offsets[g, n], g = k // group.
 
-    Signed codes are stored biased, q + 2**(bits - 1), and the offset undoes it, so
+    Signed codes are stored biased, q + 2**(bits - 1), and the offset removes the bias, so
     that one formula serves all weights. The formula is finite in float32 for every
     code, product and sum, which `__post_init__` checks. The arrays are kept as
-    read-only views and copied only if they are strided: leave what they came from alone.
+    read-only views and copied only if they are strided: do not modify the originals.
 
     Attributes:
         codes: uint8, (k, n), from 0 to 2**bits - 1.
@@ -116,23 +115,27 @@ class Quantized(CodedMatrix):
 
     @property
     def groups(self) -> int:
-        """Groups of rows."""
+        """Number of groups of rows."""
         return int(self.scales.shape[0])
 
     @property
     def symmetric(self) -> bool:
-        """All offsets are -2**(bits - 1) * scale exactly: signed codes without a zero point."""
+        """Whether all offsets are -2**(bits - 1) * scale exactly: signed codes without a zero point."""
         return bool((self.offsets == -(2 ** (self.bits - 1)) * self.scales).all())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the information: packed codes, scales, and offsets unless they follow from the scales."""
+        """Bytes in packed form: codes, scales, and offsets unless they follow from the scales."""
         packed = -(-self.codes.size * self.bits // 8)
         return int(packed + self.scales.nbytes + (0 if self.symmetric else self.offsets.nbytes))
 
 
 def checked_bits(bits: int) -> int:
-    """`bits` if codes may have so many."""
+    """The number of bits itself, if it is supported.
+
+    Raises:
+        ValueError: it is not.
+    """
     bits = operator.index(bits)
     if bits not in BITS:
         raise ValueError(f"bits is {bits}; codes have 4 or 8 bits")
@@ -140,7 +143,7 @@ def checked_bits(bits: int) -> int:
 
 
 def _matrix(name: str, x: Any, dtype: type[np.generic]) -> Array:
-    """`x` as a read-only, contiguous and aligned matrix of exactly this type."""
+    """A read-only, contiguous and aligned view of `x`, a matrix of exactly this type."""
     array = np.asarray(x)
     if array.dtype != dtype or array.ndim != 2:
         wanted = np.dtype(dtype).name
@@ -151,7 +154,7 @@ def _matrix(name: str, x: Any, dtype: type[np.generic]) -> Array:
 
 
 def _check_finite(scales: Array, offsets: Array, bits: int) -> None:
-    # Linear in the code, so the ends decide. A kernel without FMA rounds the product first.
+    # Weights are linear in the code, so only the extreme codes matter. A kernel without FMA rounds the product first.
     with np.errstate(over="ignore", invalid="ignore"):
         top = scales * np.float32(2**bits - 1)
         bad = ~(np.isfinite(top) & np.isfinite(offsets) & np.isfinite(top + offsets))
@@ -164,14 +167,14 @@ def _check_finite(scales: Array, offsets: Array, bits: int) -> None:
 
 
 def quantize(w: Any, *, bits: int = 4, group: int | None = 128, symmetric: bool = True) -> Quantized:
-    """Round a weight to codes of few bits.
+    """A weight rounded to codes of 4 or 8 bits.
 
     Symmetric: scale = absmax / 7 (127 for 8 bits), never negative; q = w / scale
     rounded half to even is a signed code from -7 to 7 (-127 to 127), stored with
     8 (128) added. Asymmetric: the range includes 0, scale = (max - min) / (2**bits - 1),
-    and the zero point is a whole code, so that 0 stays exactly 0. In both, a weight
-    differs from what it becomes by at most half a scale, and float32 rounding.
-    Scales are at least the smallest normal float32, and all-zero groups give zeros.
+    and the zero point is an integer code, so that 0 stays exactly 0. In both, a weight
+    differs from its dequantized value by at most half a scale, and float32 rounding.
+    Scales are at least the smallest normal float32, and all-zero groups stay zeros.
 
     Args:
         w: float16, bfloat16, float32 or float64, (k, n), finite.
@@ -197,10 +200,10 @@ def quantize(w: Any, *, bits: int = 4, group: int | None = 128, symmetric: bool 
     k, n = weight.shape
     rows = operator.index(group or max(k, 1))
     if rows < 0:
-        raise ValueError(f"group is {group}; give the rows of a group, or None for all of them")
+        raise ValueError(f"group is {group}; use the number of rows of a group, or None for all of them")
     codes = np.empty((k, n), np.uint8)
     scales, offsets = (np.empty((-(-k // rows), n), np.float32) for _ in range(2))
-    for g in range(len(scales) if n else 0):  # without columns rows may be without number
+    for g in range(len(scales) if n else 0):  # without columns the number of rows has no limit
         part = weight[g * rows : (g + 1) * rows].astype(np.float64)
         if not np.isfinite(part).all():
             i, j = (int(x) for x in np.argwhere(~np.isfinite(part))[0])
@@ -230,7 +233,7 @@ def _scale_and_zero(part: Array, bits: int, *, symmetric: bool) -> tuple[Array, 
 
 
 def dequantize(q: Quantized, dtype: Any = np.float32) -> Array:
-    """The weight that a record stands for.
+    """The float weight of a record.
 
     Args:
         q: a quantized weight.
@@ -241,27 +244,27 @@ def dequantize(q: Quantized, dtype: Any = np.float32) -> Array:
         (k, n), of `dtype`.
 
     Raises:
-        TypeError: `dtype` is another.
+        TypeError: `dtype` is not one of these.
     """
     to = np.dtype(dtype)
     if to.name not in FLOATS:
         raise TypeError(f"dtype is {to}; weights are dequantized to {', '.join(FLOATS)}")
-    wide = np.float64 if to.name == "float64" else np.float32
+    computed = np.float64 if to.name == "float64" else np.float32
     out = np.empty(q.shape, to)
     for g in range(q.groups if q.codes.size else 0):
         rows = slice(g * q.group, (g + 1) * q.group)
-        out[rows] = q.codes[rows].astype(wide) * q.scales[g].astype(wide) + q.offsets[g]
+        out[rows] = q.codes[rows].astype(computed) * q.scales[g].astype(computed) + q.offsets[g]
     return out
 
 
 def save_quantized(q: Quantized, path: Location) -> None:
-    """Write a quantized weight to a safetensors file that describes itself.
+    """Write a quantized weight to a self-describing safetensors file.
 
     Codes of 4 bits are packed, two rows to a byte, the even row in the low
-    nibble; offsets that follow from the scales are left out.
+    nibble; offsets that follow from the scales are omitted.
 
     Raises:
-        OSError: the file cannot be written; nothing is left behind.
+        OSError: the file cannot be written; no partial file remains.
     """
     codes = q.codes
     if q.bits == 4:
@@ -274,10 +277,10 @@ def save_quantized(q: Quantized, path: Location) -> None:
 
 
 def load_quantized(path: Location) -> Quantized:
-    """Read what `save_quantized` wrote; codes of 8 bits stay in the mapped file.
+    """Read a file of `save_quantized`; codes of 8 bits stay in the mapped file.
 
     Raises:
-        PackError: the file is malformed, or holds something else.
+        PackError: the file is malformed, or has another format.
         OSError: the file cannot be read.
     """
     tensors, about = safetensors.read(path)

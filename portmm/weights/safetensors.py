@@ -1,16 +1,16 @@
 """Files of named arrays, in the safetensors format.
 
-Owns `read` and `write`. Imports NumPy and `errors` only; `ml_dtypes` where a
-file holds bfloat16. A file is eight bytes with the length of a header, the
-header in JSON, and the data of the tensors, little-endian, in C order and
-without gaps: https://huggingface.co/docs/safetensors#format. Nothing in a file
-is executed, and no size is believed before it is compared with the file's.
+Owns `read` and `write`. `ml_dtypes` is needed only for files with bfloat16. A file
+is eight bytes with the length of a header, the header in JSON, and the data of the
+tensors, little-endian, in C order and without gaps:
+https://huggingface.co/docs/safetensors#format. Nothing in a file is executed, and
+every size is compared with the file's before use.
 
-The format has no room between tensors, and so no file can start each of them on
-a cache line. `write` does what can be done: its data start at a multiple of 64
-bytes, and tensors are ordered by the largest power of two, up to 64, that
-divides their sizes. So all elements are aligned, and tensors of whole cache
-lines start on one. Who needs more copies the tensor.
+The format has no padding between tensors, and so no file can start each of them on
+a cache line. The data of `write` start at a multiple of 64 bytes, and tensors are
+ordered by the largest power of two, up to 64, that divides their sizes. So all
+elements are aligned, and tensors of whole cache lines start on one. Stronger
+alignment takes a copy of the tensor.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ class _Entry:
 
 
 def write(path: Location, tensors: Mapping[str, Array], metadata: Mapping[str, str] | None = None) -> None:
-    """Write arrays to a file in one step: readers see the old file or the new one.
+    """Write arrays to a file atomically: readers see the old file or the new one.
 
     Args:
-        path: where to; an existing file is replaced.
+        path: the file; an existing one is replaced.
         tensors: arrays by name, of float16, bfloat16, float32, float64, int8 to
             int64, uint8 to uint32 or bool; strided ones are copied, one at a time.
-        metadata: text by name, kept beside the arrays.
+        metadata: text by name, stored with the arrays.
 
     Raises:
         TypeError: an array has another dtype, or a name or a text is no string.
         ValueError: a tensor has the name "__metadata__", a name cannot be spelled
             in UTF-8, or the header is longer than readers accept.
-        OSError: the file cannot be written; nothing is left behind.
+        OSError: the file cannot be written; no partial file remains.
     """
     arrays = {name: np.asarray(x) for name, x in tensors.items()}
     order = sorted(arrays, key=lambda name: -_grain(arrays[name].nbytes))
@@ -89,8 +89,8 @@ def write(path: Location, tensors: Mapping[str, Array], metadata: Mapping[str, s
     text += b" " * (-(8 + len(text)) % LINE)
     if len(text) > MAX_HEADER:
         raise ValueError(f"the header has {len(text)} bytes; readers accept {MAX_HEADER}: store fewer tensors")
-    place = Path(path)
-    temporary = place.with_name(f"{place.name}.{os.urandom(8).hex()}.tmp")
+    target = Path(path)
+    temporary = target.with_name(f"{target.name}.{os.urandom(8).hex()}.tmp")
     try:
         with temporary.open("xb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
@@ -99,27 +99,27 @@ def write(path: Location, tensors: Mapping[str, Array], metadata: Mapping[str, s
             file.flush()
             # Without it, a crash soon after may leave the new name on an empty file.
             os.fsync(file.fileno())
-        temporary.replace(place)
+        temporary.replace(target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
 def read(path: Location, *, mmap: bool = True) -> tuple[dict[str, Array], dict[str, str]]:
-    """Read the arrays of a file, whoever wrote it.
+    """Read the arrays of a safetensors file.
 
     Args:
         path: a file of this module or of any safetensors library.
         mmap: map the file instead of reading it: bytes come from disk when they
-            are used, and processes share them. The file must not be cut short
-            meanwhile; `write` never does that to a file in use.
+            are used, and processes share them. The file must not be truncated
+            meanwhile; `write` never truncates a file in use.
 
     Returns:
         Arrays by name, read-only and with aligned elements (copied where the
         file has them unaligned), and the metadata.
 
     Raises:
-        PackError: the file is malformed, or holds bfloat16 and ml_dtypes is missing.
+        PackError: the file is malformed, or has bfloat16 and ml_dtypes is not installed.
         OSError: the file cannot be opened or read.
     """
     where = os.fspath(path)
@@ -135,7 +135,7 @@ def read(path: Location, *, mmap: bool = True) -> tuple[dict[str, Array], dict[s
 
 
 def _opened(path: str, flags: int) -> int:
-    # To open a pipe that nobody writes to would wait for ever.
+    # Opening a pipe without a writer would block for ever.
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -160,18 +160,18 @@ def _tensor_name(name: object) -> str:
 
 
 def _spelling(name: str, dtype: np.dtype[Any]) -> str:
-    """How the format spells a dtype."""
+    """Name of a dtype in the format."""
     if dtype.name == "bfloat16":
         return _BFLOAT16
-    found = _NAMES.get(dtype.newbyteorder("<"))
-    if found is None:
+    spelling = _NAMES.get(dtype.newbyteorder("<"))
+    if spelling is None:
         supported = ", ".join([*(d.name for d in _NAMES), "bfloat16"])
         raise TypeError(f"tensor {name!r} has dtype {dtype}; a file holds {supported}")
-    return found
+    return spelling
 
 
 def _bytes(array: Array) -> Array:
-    """The bytes of an array as the format has them."""
+    """The bytes of an array in the format's order."""
     dtype = array.dtype if array.dtype.name == "bfloat16" else array.dtype.newbyteorder("<")
     return np.asarray(array, dtype, order="C").reshape(-1).view(np.uint8)
 
@@ -193,12 +193,12 @@ def _header_bytes(where: str, file: BufferedReader, size: int) -> bytes:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    mapping: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in mapping:
             raise ValueError(f"the key {reprlib.repr(name)} occurs twice")
-        found[name] = value
-    return found
+        mapping[name] = value
+    return mapping
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -206,7 +206,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _header(where: str, raw: bytes, size: int) -> tuple[list[_Entry], dict[str, str]]:
-    """The tensors of a header, which together are `size` bytes, and the metadata."""
+    """The tensors of a header, `size` bytes in total, and the metadata."""
     try:
         header = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
@@ -232,7 +232,7 @@ def _entry(where: str, name: str, value: Any) -> _Entry:
     shape = _counts(where, f"{label} has shape", value["shape"])
     offsets = _counts(where, f"{label} has data_offsets", value["data_offsets"])
     dtype = _dtype(where, label, value["dtype"])
-    # NumPy refuses the strides of an empty array whose other extents are absurd.
+    # NumPy rejects the strides of an empty array whose other extents are too large.
     if len(shape) > MAX_NDIM or math.prod(max(n, 1) for n in shape) * dtype.itemsize >= 2**63:
         raise _fault(where, f"{label} has shape {reprlib.repr(shape)}, more than can be addressed")
     if len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
@@ -245,7 +245,7 @@ def _entry(where: str, name: str, value: Any) -> _Entry:
 
 
 def _counts(where: str, label: str, value: Any) -> tuple[int, ...]:
-    """A list of extents or offsets; JSON's numbers may be anything."""
+    """A list of extents or offsets; numbers of JSON can be of any size or type."""
     if not isinstance(value, list) or not all(type(n) is int and 0 <= n < 2**63 for n in value):
         raise _fault(where, f"{label} {reprlib.repr(value)}, not a list of counts below 2**63")
     return tuple(value)
@@ -259,8 +259,8 @@ def _dtype(where: str, label: str, name: Any) -> np.dtype[Any]:
             raise PackError(
                 f"{where}: {label} is bfloat16, which NumPy lacks: install it with pip install ml_dtypes"
             ) from error
-        found: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-        return found
+        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return bfloat16
     if not isinstance(name, str) or name not in _DTYPES:
         supported = ", ".join([*_DTYPES, _BFLOAT16])
         raise _fault(where, f"{label} has dtype {reprlib.repr(name)}; supported are {supported}")
@@ -276,7 +276,7 @@ def _mapped(where: str, file: BufferedReader, size: int) -> Array:
 
 
 def _loaded(where: str, file: BufferedReader, size: int) -> Array:
-    """The next bytes of a file, from a cache line on, as they lie in a mapped file."""
+    """The next bytes of a file, aligned to a cache line as in a mapped file."""
     raw = np.empty(size + LINE, np.uint8)
     start = -raw.ctypes.data % LINE
     data = raw[start : start + size]
@@ -289,11 +289,11 @@ def _loaded(where: str, file: BufferedReader, size: int) -> Array:
 
 def _tensor(where: str, data: Array, entry: _Entry) -> Array:
     raw = data[entry.begin : entry.end]
-    # What NumPy makes of a bool that is neither 0 nor 1 depends on the operation.
+    # NumPy's operations differ in their results for a bool that is neither 0 nor 1.
     if entry.dtype == np.bool_ and raw.size and raw.max() > 1:
         raise _fault(where, f"tensor {reprlib.repr(entry.name)} is BOOL and has a byte {raw.max()}")
-    found = raw.view(entry.dtype).reshape(entry.shape)
-    if not found.flags.aligned:
-        found = found.copy()
-        found.flags.writeable = False
-    return found
+    array = raw.view(entry.dtype).reshape(entry.shape)
+    if not array.flags.aligned:
+        array = array.copy()
+        array.flags.writeable = False
+    return array
