@@ -11,6 +11,8 @@ Sources, and why they are trusted:
   may be executable. A feature counts if both agree: an emulator or a kernel
   option may change either alone. AMX also requires that Linux has given this process
   permission to use it, and that a trial in another process succeeded.
+  Where there is no `/proc/cpuinfo`, py-cpuinfo supplies vendor, name and flags; its
+  flags count only where cpuid and XCR0 confirm the register state that they need.
 - Arm features: the auxiliary vector, which an emulator sets, where
   `/proc/cpuinfo` would show its host. The length of an SVE vector comes from
   prctl, because a process may be restricted to less than the chip has.
@@ -24,11 +26,19 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from portmm.errors import TargetError
-from portmm.host.host_probe import CACHE_FILES, CPU, Snapshot, cgroup_folders, parse_list, processors, snapshot
+from portmm.host.host_probe import (
+    CACHE_FILES,
+    CPU,
+    Snapshot,
+    cgroup_folders,
+    package_facts,
+    parse_list,
+    processors,
+    snapshot,
+)
 from portmm.target.target import Isa, MemoryLevel, Target, chips_mentioning, described, load_isa, names
 
 if TYPE_CHECKING:
@@ -363,18 +373,22 @@ def resolve(name: str | None) -> Target:
 
 
 def cross_check() -> list[str]:
-    """Where py-cpuinfo disagrees with what was detected, in sentences; takes about a second."""
-    told = import_module("cpuinfo").get_cpu_info()
-    flags, here = set(told.get("flags", ())), host()
-    found = [
+    """Sentences on differences between py-cpuinfo and the detected vendor, name and features; takes up to a second."""
+    facts, shot = package_facts(), snapshot()
+    first = (processors(shot.cpuinfo) or [{}])[0]
+    detected = {
+        "vendor": (_signature(shot)[0] if shot.machine == "x86_64" else "", facts.get("vendor_id_raw", "")),
+        "name": (first.get("model name", ""), facts.get("brand_raw", "")),
+    }
+    differences = [
+        f"the processor's {field} is {ours!r}, but py-cpuinfo reports {theirs!r}"
+        for field, (ours, theirs) in detected.items()
+        if ours and theirs and ours.split() != theirs.split()
+    ]
+    flags = set(facts["flags"])
+    return differences + [
         f"{isa.name} is used, but py-cpuinfo does not report {name}"
-        for isa in here.isas
+        for isa in host().isas
         for name in isa.features
         if flags and not name.startswith("sve_vl") and name not in flags
     ]
-    for level, key in (("L1", "l1_data_cache_size"), ("L2", "l2_cache_size"), ("L3", "l3_cache_size")):
-        ours, theirs = here.level(level), told.get(key)
-        # It reports the sum over all cores for some levels and machines.
-        if ours and isinstance(theirs, int) and theirs and theirs % ours.bytes:
-            found.append(f"{level} has {ours.bytes} bytes, but py-cpuinfo reports {theirs}")
-    return found

@@ -1,7 +1,8 @@
 """Raw facts about the host.
 
 Owns the record of them (`Snapshot`) and the code that reads them: /proc, sysfs,
-cpuid, the auxiliary vector. `host.detect` interprets them.
+cpuid, the auxiliary vector, and py-cpuinfo where there is no /proc/cpuinfo.
+`host.detect` interprets them.
 """
 
 from __future__ import annotations
@@ -12,17 +13,36 @@ import os
 import platform
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+CPUINFO = "/proc/cpuinfo"
 CPU = "/sys/devices/system/cpu"
 CACHE_FILES = ("type", "level", "size", "coherency_line_size", "ways_of_associativity", "shared_cpu_list")
 QUOTA_FILES = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
 LEAVES = ((0, 0), (1, 0), (7, 0), (7, 1), (0x80000001, 0))
 OSXSAVE = 27
+
+# Fields of /proc/cpuinfo, and the names of py-cpuinfo for them.
+PACKAGE_FIELDS = {
+    "vendor_id": "vendor_id_raw",
+    "cpu family": "family",
+    "model": "model",
+    "model name": "brand_raw",
+    "stepping": "stepping",
+}
+# Flags that py-cpuinfo spells differently from Linux when it reads them by cpuid: its name, Linux's name.
+PACKAGE_FLAGS = {
+    "avx512bitalg": "avx512_bitalg",
+    "avx512vbmi2": "avx512_vbmi2",
+    "avx512vnni": "avx512_vnni",
+    "avx512vpopcntdq": "avx512_vpopcntdq",
+}
 
 # Linux, arch/arm64: include/uapi/linux/auxvec.h and prctl.h.
 AT_HWCAP, AT_HWCAP2, PR_SVE_GET_VL, SVE_VL_MASK = 16, 26, 51, 0xFFFF
@@ -42,7 +62,7 @@ class Snapshot:
 
     Attributes:
         machine: "x86_64" or "aarch64", from uname.
-        cpuinfo: text of /proc/cpuinfo (x86: at least the first processor).
+        cpuinfo: text of /proc/cpuinfo (x86: at least the first processor), or its substitute.
         files: path -> text, of sysfs and cgroup files.
         affinity: processors that this process may use.
         cpuid: "leaf.sub-leaf" in hexadecimal -> eax, ebx, ecx, edx; empty if unknown.
@@ -117,10 +137,41 @@ def _text(path: str) -> str:
 def _first_processor() -> str:
     # Each further x86 processor costs the kernel a measurement of its clock.
     text = b""
-    with suppress(OSError), Path("/proc/cpuinfo").open("rb", buffering=0) as file:
+    with suppress(OSError), Path(CPUINFO).open("rb", buffering=0) as file:
         while b"\n\n" not in text and (part := file.read(1 << 14)):
             text += part
     return text.decode(errors="replace").partition("\n\n")[0]
+
+
+def package_facts() -> dict[str, Any]:
+    """Facts about the processor from py-cpuinfo, with the flags in Linux's names; takes up to a second.
+
+    Its cache sizes are left out: some are of one core, some sums over all, depending on the source that it finds.
+
+    Raises:
+        Exception: py-cpuinfo is not installed, or does not support this machine.
+    """
+    facts = import_module("cpuinfo").get_cpu_info()
+    flags = sorted(PACKAGE_FLAGS.get(flag, flag) for flag in facts.get("flags") or ())
+    return {name: facts[name] for name in PACKAGE_FIELDS.values() if facts.get(name) is not None} | {"flags": flags}
+
+
+@cache
+def substitute_cpuinfo(*, flags: bool) -> str:
+    """Text in the format of /proc/cpuinfo from py-cpuinfo, for a host without that file; empty where it fails.
+
+    Args:
+        flags: whether to include flags. Unlike those of the kernel, they are not masked by the register state that the
+            kernel saves: include them only where XCR0 is known.
+    """
+    try:
+        facts = package_facts()
+    except Exception:  # noqa: BLE001 - the package raises plain exceptions; without it the host is still usable
+        return ""
+    lines = [f"{field}\t: {facts[name]}" for field, name in PACKAGE_FIELDS.items() if name in facts]
+    if flags and facts["flags"]:
+        lines.append(f"flags\t: {' '.join(facts['flags'])}")
+    return "\n".join(lines)
 
 
 def _cpuid() -> tuple[dict[str, tuple[int, int, int, int]], int]:
@@ -192,9 +243,9 @@ def snapshot() -> Snapshot:
     machine = platform.machine()
     affinity = tuple(sorted(os.sched_getaffinity(0)))
     if machine == "x86_64":
-        cpuinfo = _first_processor()
         cpuid, xcr0 = _cpuid()
+        cpuinfo = _first_processor() or substitute_cpuinfo(flags=bool(cpuid))
         return Snapshot(machine, cpuinfo, _files(cpuinfo, affinity), affinity, cpuid, xcr0, tiles=_tiles(cpuinfo))
-    cpuinfo = _text("/proc/cpuinfo")
+    cpuinfo = _text(CPUINFO) or substitute_cpuinfo(flags=False)
     hwcap, hwcap2, sve = _arm() if machine == "aarch64" else (0, 0, 0)
     return Snapshot(machine, cpuinfo, _files(cpuinfo, affinity), affinity, hwcap=hwcap, hwcap2=hwcap2, sve_bytes=sve)
