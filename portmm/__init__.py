@@ -1,6 +1,6 @@
-"""portmm: matmul kernels generated for the machine you are on.
+"""Matmul kernels that are generated for this machine: the public API of portmm.
 
-Importing does no work: nothing is detected, compiled or started before the
+The import does no work: nothing is detected, compiled or started before the
 first call.
 """
 
@@ -146,7 +146,7 @@ __all__ = [
     "where",
 ]
 
-_LATER = {
+_LAZY = {
     "attention": "ops.attention",
     "compare": "comparison",
     **dict.fromkeys(("Explanation", "explain"), "explanation.cpu"),
@@ -200,25 +200,25 @@ _LATER = {
         "spec.elementwise",
     ),
 }
-"""Name -> module, of what a matmul from the cache does not need."""
+"""Modules of the names that are imported at their first use, since a matmul from the cache does not need them."""
 
 
-def _surrounded(*operands: object) -> object:
-    """The product with what surrounds it, which a plain one does not load."""
-    from portmm.ops.fused_matmul import matmul as with_surroundings
+def _fused_matmul(*operands: object) -> object:
+    """Fused matmul, whose module a plain matmul does not load."""
+    from portmm.ops.fused_matmul import matmul as fused_matmul
 
-    return with_surroundings(*operands)  # type: ignore[arg-type]
+    return fused_matmul(*operands)  # type: ignore[arg-type]
 
 
-surrounded_by(_surrounded)
+surrounded_by(_fused_matmul)
 
 
 def __getattr__(name: str) -> object:
-    if name not in _LATER:
+    if name not in _LAZY:
         raise AttributeError(f"module 'portmm' has no attribute {name!r}")
     from importlib import import_module
 
-    return globals().setdefault(name, getattr(import_module(f"portmm.{_LATER[name]}"), name))
+    return globals().setdefault(name, getattr(import_module(f"portmm.{_LAZY[name]}"), name))
 
 
 def __dir__() -> list[str]:

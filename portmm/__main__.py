@@ -1,4 +1,4 @@
-"""`python -m portmm`: the command line."""
+"""Entry point of `python -m portmm`: the command line."""
 
 from portmm.cli.main import main
 

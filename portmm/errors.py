@@ -1,57 +1,57 @@
-"""The exceptions portmm raises.
+"""Exceptions of portmm.
 
-Owns every exception class. Imports nothing. Each message says what was wrong,
-with which value, and what to do about it.
+Owns every exception class. Each message describes the fault, the value that
+caused it, and the remedy.
 """
 
 
 class PortmmError(Exception):
-    """Base of every error that portmm raises on purpose."""
+    """Base class of all errors that portmm raises on purpose."""
 
 
 class TargetError(PortmmError):
-    """A target or ISA description is unknown, malformed, or cannot run on this host."""
+    """Error for a target or ISA that is unknown, malformed, or cannot run on this host."""
 
 
 class ScheduleError(PortmmError):
-    """No legal schedule exists for a problem on a target."""
+    """Error for a problem without a legal schedule on a target."""
 
 
 class BuildError(PortmmError):
-    """A compiler failed, or produced something that cannot be loaded.
+    """Error of a compiler that failed, or whose output cannot be loaded.
 
     Attributes:
-        retry_at: when it is worth trying again, in seconds of `time.monotonic`; infinite if not in this process.
+        retry_at: earliest time of a retry, in seconds of `time.monotonic`; infinite if there is none in this process.
     """
 
     retry_at: float = float("inf")
 
     def again(self) -> "BuildError":
-        """The same failure, for keeping or raising again: without a traceback, whose frames hold a call's operands."""
-        made = type(self)(*self.args)
-        made.retry_at = self.retry_at
-        return made
+        """A copy to store or raise, without a traceback, whose frames would keep a call's operands alive."""
+        copy = type(self)(*self.args)
+        copy.retry_at = self.retry_at
+        return copy
 
 
 class NoCompilerError(BuildError):
-    """No usable compiler was found, for C or for CUDA."""
+    """Error for a machine without a usable compiler, for C or for CUDA."""
 
 
 class DeviceError(PortmmError):
-    """A device or its driver refused a kernel."""
+    """Error of a device or its driver."""
 
 
 class NoDeviceError(DeviceError):
-    """There is no device to run on, or no package that reaches it."""
+    """Error for a missing device, or a missing package for it."""
 
 
 class PackError(PortmmError):
-    """A packed weight does not fit the call it is used in."""
+    """Error for a packed weight that does not match the call."""
 
 
 class TraceError(PortmmError):
-    """A function cannot be turned into a kernel; `matmul` and `fuse` name its line."""
+    """Error for a function that cannot be traced into a kernel; `matmul` and `fuse` name its line."""
 
 
 class DatabaseError(PortmmError):
-    """A database of tuned schedules is damaged, of another version, or cannot be written."""
+    """Error of a tuning database that is damaged, of another version, or cannot be written."""

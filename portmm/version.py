@@ -1,7 +1,7 @@
-"""The version of portmm.
+"""Version of portmm.
 
-Owns one string, kept apart so that a cache key can name it without importing
-package metadata (several milliseconds). Imports nothing.
+Owns one string, in a module of its own so that a cache key can contain it without an
+import of package metadata (several milliseconds).
 """
 
 VERSION = "0.1.0"

@@ -182,9 +182,9 @@ def test_a_busy_machine_is_not_probed_unless_it_is_forced(monkeypatch):
 def test_a_probe_is_forgotten():
     here = HOST.limited_to(HOST.isas[-1].name)
     calibrate.remember(here, {"L1": 5.0})
-    assert "are forgotten" in run("probe", "--forget").stdout
+    assert "are removed" in run("probe", "--forget").stdout
     assert not calibrate.measured(here).measured
-    assert "nothing was remembered" in run("probe", "--forget").stdout
+    assert "there are no measured rates" in run("probe", "--forget").stdout
 
 
 # --- explain and emit --------------------------------------------------------
@@ -235,8 +235,8 @@ def test_what_is_emitted_for_another_machine_compiles(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("emit",), "give M, N and K"),
-        (("emit", 3, 4), "give M, N and K"),
+        (("emit",), "pass M, N and K"),
+        (("emit", 3, 4), "pass M, N and K"),
         (("emit", "--schedule", "nonsense"), "is not a schedule"),
         (("explain", 3, 4, 5, "--a", "diagonal"), "'diagonal'"),
         (("explain", 3, 4, 5, "--dtype", "f8"), "'f8'"),

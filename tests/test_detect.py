@@ -230,12 +230,130 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
         detect.resolve("zen33")
 
 
-def test_the_second_opinion_is_optional_text(monkeypatch) -> None:
-    told = {"flags": ["sse2"], "l1_data_cache_size": 1}
-    module = type(sys)("cpuinfo")
-    module.get_cpu_info = lambda: told
-    monkeypatch.setitem(sys.modules, "cpuinfo", module)
-    assert all(isinstance(line, str) for line in detect.cross_check())
+@pytest.fixture
+def package(monkeypatch):
+    """Replace py-cpuinfo by facts of one's choice; None for a package that fails."""
+
+    def install(facts: dict | None) -> None:
+        module = type(sys)("cpuinfo")
+        module.get_cpu_info = (lambda: facts) if facts is not None else (lambda: 1 / 0)
+        monkeypatch.setitem(sys.modules, "cpuinfo", module)
+
+    snapshot_module.substitute_cpuinfo.cache_clear()
+    yield install
+    snapshot_module.substitute_cpuinfo.cache_clear()
+
+
+def agreeing() -> dict:
+    """Facts of py-cpuinfo that agree with this host."""
+    shot = detect.snapshot()
+    name = snapshot_module.processors(shot.cpuinfo)[0].get("model name", "")
+    vendor = detect._signature(shot)[0] if X86 else ""
+    return {"vendor_id_raw": vendor, "brand_raw": name, "flags": sorted(detect.host_features())}
+
+
+def test_cross_check_agrees_with_this_host(package) -> None:
+    package(agreeing())
+    assert detect.cross_check() == []
+
+
+def test_cross_check_ignores_caches(package) -> None:
+    """py-cpuinfo takes the "cache size" of /proc/cpuinfo, on AMD the L2 of a core, for an L3."""
+    package(agreeing() | {"l1_data_cache_size": 1, "l2_cache_size": 3, "l3_cache_size": 5})
+    assert detect.cross_check() == []
+
+
+@pytest.mark.skipif(not X86, reason="only x86 has a vendor and a name in /proc/cpuinfo")
+@pytest.mark.parametrize(
+    ("fact", "text"),
+    [
+        ({"vendor_id_raw": "SomebodyElse"}, "py-cpuinfo reports 'SomebodyElse'"),
+        ({"brand_raw": "Some Processor"}, "py-cpuinfo reports 'Some Processor'"),
+        ({"flags": ["fpu"]}, "sse2 is used, but py-cpuinfo does not report sse2"),
+    ],
+)
+def test_cross_check_compares_vendor_name_and_flags(package, fact: dict, text: str) -> None:
+    package(agreeing() | fact)
+    differences = detect.cross_check()
+    assert any(text in line for line in differences)
+    assert len(differences) == 1 or "flags" in fact
+
+
+def test_cross_check_survives_missing_facts(package) -> None:
+    package({})
+    assert detect.cross_check() == []
+
+
+@pytest.mark.skipif(not X86, reason="features of Arm come from the auxiliary vector")
+def test_py_cpuinfo_replaces_proc_cpuinfo(package, monkeypatch) -> None:
+    """With the flags that it reads by cpuid, which it spells in its own way."""
+    package(
+        {
+            "vendor_id_raw": "SomeVendor",
+            "brand_raw": "Some Processor",
+            "family": 6,
+            "model": 0,
+            "flags": ["sse2", "avx512vnni", "avx512f"],
+        }
+    )
+    monkeypatch.setattr(snapshot_module, "CPUINFO", "/nosuch/cpuinfo")
+    monkeypatch.setattr(snapshot_module, "_cpuid", lambda: ({"7.0": (0, 0, 0, 0)}, 7))
+    shot = detect.snapshot()
+    fields = snapshot_module.processors(shot.cpuinfo)[0]
+    assert fields == {
+        "vendor_id": "SomeVendor",
+        "cpu family": "6",
+        "model": "0",
+        "model name": "Some Processor",
+        "flags": "avx512_vnni avx512f sse2",
+    }
+    assert "avx512_vnni" in detect.features(shot)
+    assert "avx512f" not in detect.features(shot), "cpuid does not confirm it"
+
+
+@pytest.mark.skipif(not X86, reason="features of Arm come from the auxiliary vector")
+def test_flags_of_py_cpuinfo_need_xcr0(package, monkeypatch) -> None:
+    package({"vendor_id_raw": "SomeVendor", "flags": ["sse2", "avx2", "fma", "f16c"]})
+    monkeypatch.setattr(snapshot_module, "CPUINFO", "/nosuch/cpuinfo")
+    monkeypatch.setattr(snapshot_module, "_cpuid", lambda: ({}, 0))
+    shot = detect.snapshot()
+    assert "SomeVendor" in shot.cpuinfo
+    assert "flags" not in shot.cpuinfo
+    assert [isa.name for isa in detect.identify(shot).isas] == ["sse2", "scalar"]
+
+
+def test_a_host_without_proc_cpuinfo_and_py_cpuinfo_is_detected(package, monkeypatch) -> None:
+    package(None)
+    monkeypatch.setattr(snapshot_module, "CPUINFO", "/nosuch/cpuinfo")
+    shot = detect.snapshot()
+    assert shot.cpuinfo == ""
+    assert detect.identify(shot).isas
+
+
+@pytest.mark.skipif(not X86, reason="features of Arm come from the auxiliary vector")
+def test_py_cpuinfo_itself_replaces_proc_cpuinfo(monkeypatch) -> None:
+    pytest.importorskip("cpuinfo")
+    monkeypatch.setattr(snapshot_module, "CPUINFO", "/nosuch/cpuinfo")
+    snapshot_module.substitute_cpuinfo.cache_clear()
+    substitute = detect.identify(detect.snapshot())
+    assert substitute.name == detect.host().name
+    assert {isa.name for isa in substitute.isas} <= {isa.name for isa in detect.host().isas}
+    assert substitute.isas[0].vector_bytes == detect.host().isas[0].vector_bytes
+    snapshot_module.substitute_cpuinfo.cache_clear()
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="py-cpuinfo is needed without /proc/cpuinfo")
+def test_a_call_does_not_load_py_cpuinfo() -> None:
+    code = (
+        "import sys, numpy, portmm\n"
+        "a = numpy.ones((8, 8), numpy.float32)\n"
+        "portmm.matmul(a, a)\n"
+        "from portmm.host import detect\n"
+        "detect.host()\n"
+        "assert 'cpuinfo' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.emulated

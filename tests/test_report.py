@@ -191,8 +191,8 @@ def test_the_command_prints_writes_and_checks(stored):
     assert "| type | tiny, 1 thread |" in run(stored).stdout
     assert "stale words" in (stored.parent / "README.md").read_text()
     done = run(stored, "--check", *places, status=1)
-    assert "README.md is not what" in done.stderr
-    assert "page.md is not what" in done.stderr
+    assert "README.md differs from" in done.stderr
+    assert "page.md differs from" in done.stderr
     assert not (stored.parent / "page.md").exists()
     run(stored, "--write", *places)
     shown = picture.read_text()

@@ -293,12 +293,12 @@ def test_command(base, tmp_path):
     assert "0 findings" in run().output
     other, text = tmp_path / "other.sqlite", tmp_path / "out.toml"
     tuning_database.record(other, [finding()])
-    assert "1 findings taken over" in run("--merge", other).output
+    assert "1 findings merged" in run("--merge", other).output
     assert json.loads(run("--json").output)[0]["chip"] == "sapphire_rapids"
     assert "1.50" in run().output
     assert run("--export", text).exit_code == 0
     assert tuning_database.from_toml(text.read_text()) == [finding()]
-    assert "1 findings forgotten" in run("--clear").output
+    assert "1 findings removed" in run("--clear").output
     assert tuning_database.rows(base) == []
 
 

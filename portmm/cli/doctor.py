@@ -1,8 +1,7 @@
-"""What this machine lacks, and what to do about it.
+"""Diagnosis of this machine: missing requirements, and their remedies.
 
-Owns the checks of `portmm doctor`. On the top floor: imports anything below,
-and `compare` to see which libraries are there. A check never raises: what goes
-wrong in it is its finding.
+Owns the checks of `portmm doctor`. A check never raises: an error in it is its
+finding.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 STATES = ("ok", "note", "warn", "fail")
-"""Fine; worth knowing; works, but not as well as it could; portmm cannot do its work."""
+"""Correct; worth knowing; works, but not as well as possible; portmm does not work."""
 
 TRIAL_SECONDS = 120.0
-"""Patience with the process that builds and runs a kernel."""
+"""Time limit of the process that builds and runs a kernel."""
 OPENING_SECONDS = 60.0
-"""Patience with a library that is opened."""
+"""Time limit of opening a library."""
 
-# What developers run other machines' code with: program, what for, Debian's package.
+# Programs with which developers run code of other machines: program, purpose, Debian's package.
 EMULATORS = (
     ("aarch64-linux-gnu-gcc", "to compile for AArch64", "gcc-aarch64-linux-gnu libc6-dev-arm64-cross"),
     ("qemu-aarch64", "to run AArch64 kernels", "qemu-user"),
@@ -54,13 +53,13 @@ assert np.allclose(portmm.matmul(a, b), a @ b, rtol=1e-4), "the kernel's result 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding.
+    """Finding of a check.
 
     Attributes:
-        name: what was looked at.
+        name: subject of the check.
         state: one of `STATES`.
-        text: what was found.
-        remedy: what to do about it, empty if nothing.
+        text: the finding.
+        remedy: the action to take, empty if none is needed.
     """
 
     name: str
@@ -73,12 +72,12 @@ Step = tuple[str, Callable[[], "list[Check]"]]
 
 
 def steps(*, libraries: bool = True) -> list[Step]:
-    """The checks in order: what each looks at, and the function that does.
+    """The checks in order: the subject of each, and its function.
 
     Args:
-        libraries: open every library that `compare` knows, which takes some seconds.
+        libraries: open every library that `compare` supports, which takes some seconds.
     """
-    found: list[Step] = [
+    fixed: list[Step] = [
         ("Python", _python),
         ("machine", _machine),
         ("instruction sets", _isas),
@@ -93,20 +92,20 @@ def steps(*, libraries: bool = True) -> list[Step]:
         ("devices", _devices),
         ("emulators", _emulators),
     ]
-    return found + [(name, partial(_library, name)) for name in (_peers() if libraries else ())]
+    return fixed + [(name, partial(_library, name)) for name in (_peers() if libraries else ())]
 
 
 def run(step: Step) -> list[Check]:
     """The findings of one step; an error in it is one of them."""
-    name, look = step
+    name, check = step
     try:
-        return look()
+        return check()
     except (PortmmError, OSError, ValueError) as error:
         return [Check(name, "fail", str(error))]
 
 
 def usable(checks: list[Check]) -> bool:
-    """Whether portmm can do its work: nothing failed."""
+    """Whether portmm works: no check failed."""
     return all(check.state != "fail" for check in checks)
 
 
@@ -127,7 +126,7 @@ def _machine() -> list[Check]:
             Check(
                 "machine",
                 "note",
-                f"{here.title}: this chip has no description of its own, so a generic one is used",
+                f"{here.title}: there is no description of this chip, so a generic one is used",
                 "run `portmm probe`, and describe the chip in targets/chip/",
             )
         ]
@@ -135,7 +134,7 @@ def _machine() -> list[Check]:
 
 
 def _isas() -> list[Check]:
-    """What the chip has, but this (virtual) machine or kernel hides."""
+    """ISAs of the host, and ISAs of its chip that the (virtual) machine or kernel masks."""
     here = detect.host()
     checks = [Check("instruction sets", "ok", ", ".join(isa.name for isa in here.isas))]
     described = load_target(here.name).isas if here.name in names("chip") else ()
@@ -148,7 +147,7 @@ def _isas() -> list[Check]:
                     "instruction sets",
                     "warn",
                     f"the chip has {isa.title}, but here {lacking} is masked",
-                    "if this is a virtual machine, give it the host's CPU model; else look at the kernel's options",
+                    "on a virtual machine, select the host's CPU model; else check the options of the kernel",
                 )
             )
     return checks
@@ -162,64 +161,66 @@ def _cores() -> list[Check]:
 
 def _cross_check() -> list[Check]:
     try:
-        said = detect.cross_check()
-    except Exception as error:  # noqa: BLE001 - a second opinion; whatever goes wrong in it is not portmm's
-        return [Check("py-cpuinfo", "note", f"has no opinion: {error}")]
-    return [Check("py-cpuinfo", "note", line) for line in said] or [Check("py-cpuinfo", "ok", "agrees")]
+        differences = detect.cross_check()
+    except Exception as error:  # noqa: BLE001 - an error of py-cpuinfo is not one of portmm
+        return [Check("py-cpuinfo", "note", f"cannot describe this machine: {error}")]
+    agreement = Check("py-cpuinfo", "ok", "agrees on vendor, name and flags")
+    return [Check("py-cpuinfo", "note", line) for line in differences] or [agreement]
 
 
 def _target() -> list[Check]:
-    asked = os.environ.get("PORTMM_TARGET", "")
+    requested = os.environ.get("PORTMM_TARGET", "")
     try:
-        found = config.target()
+        selected = config.target()
     except PortmmError as error:
         return [Check("target", "fail", str(error), "correct or unset PORTMM_TARGET")]
-    if asked:
-        return [Check("target", "note", f"PORTMM_TARGET={asked}: {found.title} with {found.isas[0].title}")]
-    return [Check("target", "ok", f"{found.title} with {found.isas[0].title}")]
+    text = f"{selected.title} with {selected.isas[0].title}"
+    if requested:
+        return [Check("target", "note", f"PORTMM_TARGET={requested}: {text}")]
+    return [Check("target", "ok", text)]
 
 
 def _compiler() -> list[Check]:
     from portmm.build.compiler import find_compiler
 
     try:
-        found = find_compiler()
+        compiler = find_compiler()
     except PortmmError as error:
         return [Check("compiler", "fail", str(error), "pip install 'portmm[compiler]', or install gcc")]
-    return [Check("compiler", "ok", f"{found.kind}: {' '.join(found.argv)} ({found.version})")]
+    return [Check("compiler", "ok", f"{compiler.kind}: {' '.join(compiler.argv)} ({compiler.version})")]
 
 
 def _headers() -> list[Check]:
     from portmm.runtime.cpu import python_headers
 
-    found = python_headers()
-    if found is None:
+    headers = python_headers()
+    if headers is None:
         return [
             Check(
                 "Python headers",
                 "warn",
-                "none: calls go through cffi, some microseconds slower each",
+                "none: calls use cffi, and are some microseconds slower",
                 "install the development package of this Python, for example python3-dev",
             )
         ]
-    return [Check("Python headers", "ok", str(found))]
+    return [Check("Python headers", "ok", str(headers))]
 
 
 def _cache() -> list[Check]:
-    place = cache.cache_dir()
+    directory = cache.cache_dir()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         cache.write_note("doctor", "written")
         works = cache.read_note("doctor") == "written"
     if not works:
-        said = "; ".join(str(w.message) for w in caught) or f"nothing can be kept in {place}"
-        return [Check("cache", "warn", said, "set PORTMM_CACHE to a directory that only you can write to")]
+        reason = "; ".join(str(w.message) for w in caught) or f"{directory} cannot be written to"
+        return [Check("cache", "warn", reason, "set PORTMM_CACHE to a directory that only you can write to")]
     count, size = len(cache.cache_entries()), cache.cache_size()
-    return [Check("cache", "ok", f"{place}: {count} kernels, {size / 1e6:.1f} MB")]
+    return [Check("cache", "ok", f"{directory}: {count} kernels, {size / 1e6:.1f} MB")]
 
 
 def _kernel() -> list[Check]:
-    """Build and run one, in a process of its own: it may die of an illegal instruction."""
+    """Build and run of a kernel in a process of its own, since an illegal instruction may kill it."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", _TRIAL], capture_output=True, text=True, timeout=TRIAL_SECONDS, check=False
@@ -229,29 +230,29 @@ def _kernel() -> list[Check]:
     if done.returncode == 0:
         return [Check("kernel", "ok", "one was built, run and compared with NumPy")]
     last = (done.stderr.strip().splitlines() or [f"its process ended with status {done.returncode}"])[-1]
-    return [Check("kernel", "fail", last, "mend what is said above; else report this with `portmm target --json`")]
+    return [Check("kernel", "fail", last, "fix the failures above; else report this with `portmm target --json`")]
 
 
 def _measured() -> list[Check]:
     try:
-        found = config.target().measured
+        rates = config.target().measured
     except PortmmError:
         return []
-    if not found:
-        return [Check("measured rates", "note", "none: choices rest on the description", "portmm probe")]
-    return [Check("measured rates", "ok", f"{len(found)} for this machine")]
+    if not rates:
+        return [Check("measured rates", "note", "none: selection uses the chip's description", "portmm probe")]
+    return [Check("measured rates", "ok", f"{len(rates)} for this machine")]
 
 
 def _devices() -> list[Check]:
-    """What arrays of devices need: none is a fault where there are none."""
+    """Requirements of arrays on devices; a missing one is only a note, since there may be no device."""
     from portmm.build import nvrtc
     from portmm.dispatch import gpu as gpu_dispatch
     from portmm.runtime import cuda, opencl
 
     checks = []
-    for name, ask in (("CUDA", cuda.facts), ("OpenCL", opencl.facts)):
+    for name, query in (("CUDA", cuda.facts), ("OpenCL", opencl.facts)):
         try:
-            facts = ask()
+            facts = query()
             if facts.language == "cuda":
                 nvrtc.find_nvrtc()
             checks.append(Check(name, "ok", f"{facts.name}: {gpu_dispatch.described(facts).title}"))
@@ -264,10 +265,10 @@ def _emulators() -> list[Check]:
     from shutil import which
 
     return [
-        Check("emulators", "ok", f"{program}, {why}")
+        Check("emulators", "ok", f"{program}, {purpose}")
         if which(program)
-        else Check("emulators", "note", f"no {program}, {why} (developers only)", f"apt install {package}")
-        for program, why, package in EMULATORS
+        else Check("emulators", "note", f"no {program}, {purpose} (developers only)", f"apt install {package}")
+        for program, purpose, package in EMULATORS
     ]
 
 
@@ -278,7 +279,7 @@ def _peers() -> Iterator[str]:
 
 
 def _library(name: str) -> list[Check]:
-    """Whether `compare` finds a library: opened as it would be, in a process of its own."""
+    """Finding on a library of `compare`: opened as there, in a process of its own."""
     from portmm.comparison.environment import Setup
     from portmm.comparison.peers import find
     from portmm.comparison.process import Worker, WorkerError
@@ -286,11 +287,11 @@ def _library(name: str) -> list[Check]:
     contender = find([name])[0]
     worker = Worker(contender, Setup())
     try:
-        hello = worker.hear(OPENING_SECONDS)
+        greeting = worker.hear(OPENING_SECONDS)
     except WorkerError as error:
         return [Check(name, "note", f"cannot be opened: {error}", contender.hint)]
     finally:
         worker.close()
-    if hello["state"] != "ok":
+    if greeting["state"] != "ok":
         return [Check(name, "note", "not found, so `portmm compare` does without", contender.hint)]
-    return [Check(name, "ok", hello["version"])]
+    return [Check(name, "ok", greeting["version"])]

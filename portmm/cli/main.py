@@ -1,7 +1,7 @@
-"""The command line.
+"""Commands of the command line.
 
-Owns the commands of `portmm` and what they take. On the top floor: imports
-anything; whatever is slow to import, when its command runs.
+Owns the commands of `portmm` and their parameters. Modules that are slow to
+import are imported when their command runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from portmm.util.console import Json, console, print_json, progress
 
 TARGET = "A chip, an ISA, a .toml file or a cloud instance."
 LANGUAGES = ("cuda", "opencl")
-"""Of kernels for devices."""
+"""Languages of kernels for devices."""
 
 app = typer.Typer(
     name="portmm",
@@ -45,15 +45,17 @@ LayoutC = Annotated[str, typer.Option("--c", help="Layout of C: row or col.")]
 Batch = Annotated[int, typer.Option(min=1, help="Products in one call.")]
 Threads = Annotated[int | None, typer.Option(min=0, help="Threads; 0 for every core.", show_default=False)]
 Where = Annotated[str | None, typer.Option(help=TARGET, show_default="this machine")]
-Deterministic = Annotated[bool, typer.Option("--deterministic", help="One order of summation, whatever the rest.")]
-Language = Annotated[
-    str, typer.Option(help="Of kernels for a device: cuda or opencl.", show_default="the device's own")
+Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help="One order of summation for every M and thread count.")
 ]
-Static = Annotated[bool, typer.Option("--static", help="For this size alone, as a plan is.")]
+Language = Annotated[
+    str, typer.Option(help="Language of kernels for a device: cuda or opencl.", show_default="the device's own")
+]
+Static = Annotated[bool, typer.Option("--static", help="Only for this size, as for a plan.")]
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         from portmm.version import VERSION
 
         typer.echo(f"portmm {VERSION}")
@@ -63,7 +65,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _common(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass
@@ -82,22 +84,22 @@ def target(
     from portmm.explanation.cpu import target_called
     from portmm.target.target import instance
 
-    found = target_called(name)
+    machine = target_called(name)
     family = instance(name) if name else None
     if as_json:
         chips = {"instance": name, "chips": list(family.chips), "families_source": family.source} if family else {}
-        print_json(target_data(found) | chips)
+        print_json(target_data(machine) | chips)
         return
     if family and name:
         console().print(family.said(name), soft_wrap=True, highlight=False)
-    console().print(target_view(found))
-    if name is None and not found.measured:
-        console(stderr=True).print("[dim]Nothing is measured yet: run `portmm probe`.[/dim]")
+    console().print(target_view(machine))
+    if name is None and not machine.measured:
+        console(stderr=True).print("[dim]No rate is measured yet: run `portmm probe`.[/dim]")
 
 
 @app.command()
 def targets(as_json: Json = False) -> None:
-    """List the chips that are described, and the cloud instances that may run on each."""
+    """List the described chips, and the cloud instances that may run on each."""
     from portmm.cli.views import chips, chips_view
     from portmm.target.target import clouds
 
@@ -137,11 +139,11 @@ def _explained(
         post = "scale" if accumulator(of_a, of_b) == "s32" != of_c else ""
         family = cpu_dispatch.family(dtype, machine) if layouts[1] in ("packed", "codes") else ""
         dense = "any" not in layouts
-        posed = call.problem(dtype, size, layouts, family, batch, dense=dense, static=static, post=post)
+        problem = call.problem(dtype, size, layouts, family, batch, dense=dense, static=static, post=post)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    posed = replace(posed, deterministic=deterministic or posed.deterministic)
-    return explain(posed, target=where, threads=threads)
+    problem = replace(problem, deterministic=deterministic or problem.deterministic)
+    return explain(problem, target=where, threads=threads)
 
 
 @app.command(name="explain")
@@ -159,12 +161,12 @@ def explain_command(
     target: Where = None,
     deterministic: Deterministic = False,
     static: Static = False,
-    source: Annotated[bool, typer.Option("--source", help="Print the emitted C as well.")] = False,
-    build: Annotated[bool, typer.Option("--build", help="Compile it too, and say where it lies.")] = False,
+    source: Annotated[bool, typer.Option("--source", help="Also print the emitted C.")] = False,
+    build: Annotated[bool, typer.Option("--build", help="Also compile it, and print the path.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Say how C[M, N] = A[M, K] . B[K, N] would be computed, and why that way."""
-    found = _explained(
+    """Explain how C[M, N] = A[M, K] . B[K, N] would be computed, and why."""
+    explanation = _explained(
         (m, n, k),
         (a, b, c),
         dtype=dtype,
@@ -174,16 +176,16 @@ def explain_command(
         deterministic=deterministic,
         static=static,
     )
-    artifact: Any = found.artifact if build else None
+    artifact: Any = explanation.artifact if build else None
     if as_json:
         built = {"artifact": str(artifact.path), "command": list(artifact.command)} if hasattr(artifact, "path") else {}
-        print_json(found.as_dict() | built)
+        print_json(explanation.as_dict() | built)
         return
-    typer.echo(found.summary())
+    typer.echo(explanation.summary())
     if artifact:
         typer.echo(_built(artifact))
     if source:
-        typer.echo(f"\n{found.source}", nl=False)
+        typer.echo(f"\n{explanation.source}", nl=False)
 
 
 @app.command()
@@ -191,8 +193,8 @@ def warmup(
     shapes: Annotated[list[str], typer.Argument(help="MxNxK, or BATCHxMxNxK.", show_default=False)],
     *,
     dtype: Element = "f32",
-    b: Annotated[str, typer.Option(help="How B lies: row, or col for a transpose.")] = "row",
-    device: Annotated[str, typer.Option(help="cuda, or cuda:1; nothing for the processor.", show_default=False)] = "",
+    b: Annotated[str, typer.Option(help="Layout of B: row, or col for a transpose.")] = "row",
+    device: Annotated[str, typer.Option(help="cuda, or cuda:1; by default the CPU.", show_default=False)] = "",
     as_json: Json = False,
 ) -> None:
     """Compile the kernels of products into the cache, so that first calls do not wait for a compiler."""
@@ -200,23 +202,23 @@ def warmup(
 
     numbers = [tuple(int(n) if n.isdigit() else 0 for n in x.split("x")) for x in shapes]
     try:
-        found = warm(numbers, dtype, b=b, device=device or None)
+        result = warm(numbers, dtype, b=b, device=device or None)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if as_json:
-        print_json(asdict(found))
+        print_json(asdict(result))
         return
-    typer.echo(str(found))
-    for name in found.kernels:
+    typer.echo(str(result))
+    for name in result.kernels:
         typer.echo(f"{'':<4}{name}")
 
 
 def _built(artifact: Any) -> str:
-    """What a compiler made."""
+    """Text on a compiled kernel: its file and command, or its size and registers."""
     if hasattr(artifact, "path"):
         return f"{'built':<12}{artifact.path}\n{'':<12}{' '.join(artifact.command)}"
-    said = f"{len(artifact.code)} bytes for sm_{artifact.architecture} in {artifact.seconds:.2f} s"
-    return f"{'built':<12}{said}\n{'':<12}{artifact.registers} registers, {artifact.spills} bytes spilled"
+    size = f"{len(artifact.code)} bytes for sm_{artifact.architecture} in {artifact.seconds:.2f} s"
+    return f"{'built':<12}{size}\n{'':<12}{artifact.registers} registers, {artifact.spills} bytes spilled"
 
 
 @app.command()
@@ -235,23 +237,23 @@ def emit(
     deterministic: Deterministic = False,
     static: Static = False,
     schedule: Annotated[
-        str, typer.Option(help="A schedule, as the head of an emitted kernel spells it.", show_default=False)
+        str, typer.Option(help="A schedule, as spelled in the header of an emitted kernel.", show_default=False)
     ] = "",
     language: Language = "",
 ) -> None:
-    """Print the source of a kernel, also for a machine that is not here."""
+    """Print the source of a kernel, also for another machine."""
     if language not in ("", "c", *LANGUAGES):
         raise typer.BadParameter(f"language {language!r} is unknown; use c, {' or '.join(LANGUAGES)}")
     if schedule:
         typer.echo(_scheduled(schedule, language), nl=False)
         return
     if m is None or n is None or k is None:
-        raise typer.BadParameter("give M, N and K, or --schedule")
+        raise typer.BadParameter("pass M, N and K, or --schedule")
     from portmm.target.target import instance
 
     if language in LANGUAGES and target is None:
-        target = f"{language}_gpu"  # no device need be here
-    found = _explained(
+        target = f"{language}_gpu"  # no device is needed
+    explanation = _explained(
         (m, n, k),
         (a, b, c),
         dtype=dtype,
@@ -261,19 +263,20 @@ def emit(
         deterministic=deterministic,
         static=static,
     )
-    if found.target.device is None and language in LANGUAGES:
+    if explanation.target.device is None and language in LANGUAGES:
         raise typer.BadParameter(
-            f"{found.target.name} is a CPU, whose kernels are C; name a device, as in --target h200"
+            f"{explanation.target.name} is a CPU, whose kernels are C; name a device, as in --target h200"
         )
-    if found.target.device is not None and language:
+    if explanation.target.device is not None and language:
         if language not in LANGUAGES:
-            raise typer.BadParameter(f"kernels of {found.target.name} are written in {' or '.join(LANGUAGES)}")
+            name = explanation.target.name
+            raise typer.BadParameter(f"kernels of {name} are written in {' or '.join(LANGUAGES)}")
         from portmm.explanation.gpu import explained
 
-        found = explained(found.choice.problem, found.target, language, found.notes)
+        explanation = explained(explanation.choice.problem, explanation.target, language, explanation.notes)
     if target and instance(target):
-        typer.echo(found.notes[0], err=True)  # the source is for a compiler
-    typer.echo(found.source, nl=False)
+        typer.echo(explanation.notes[0], err=True)  # standard output is input of a compiler
+    typer.echo(explanation.source, nl=False)
 
 
 def _scheduled(text: str, language: str) -> str:
@@ -304,56 +307,57 @@ app.command()(tuned)
 @app.command(name="cache")
 def cache_command(
     clear: Annotated[bool, typer.Option("--clear", help="Remove all kernels and notes.")] = False,
-    where: Annotated[bool, typer.Option("--where", help="Print only where it is.")] = False,
+    where: Annotated[bool, typer.Option("--where", help="Print only its path.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List the compiled kernels that are kept, and say how much scratch memory a process keeps."""
+    """List the compiled kernels in the cache, and the scratch memory that a process keeps."""
     from portmm.arrays import scratch_arena
     from portmm.build import cache
     from portmm.cli.views import cache_view, entry_data
     from portmm.util.text import size
 
-    place = cache.cache_dir()
+    directory = cache.cache_dir()
     if where:
-        typer.echo(str(place))
+        typer.echo(str(directory))
         return
     if clear:
-        typer.echo(f"{cache.cache_clear()} files removed from {place}")
+        typer.echo(f"{cache.cache_clear()} files removed from {directory}")
         return
     entries, total, limit = cache.cache_entries(), cache.cache_size(), cache.cache_limit()
     if as_json:
-        data = {"path": str(place), "bytes": total, "limit": limit, "scratch_bytes": scratch_arena.budget()}
+        data = {"path": str(directory), "bytes": total, "limit": limit, "scratch_bytes": scratch_arena.budget()}
         print_json({**data, "kernels": [entry_data(e) for e in entries]})
     else:
-        console().print(cache_view(entries, str(place), total, limit))
-        said = size(scratch_arena.budget())
-        typer.echo(f"Scratch memory that a process keeps between calls: at most {said} ({scratch_arena.VARIABLE})")
+        console().print(cache_view(entries, str(directory), total, limit))
+        budget = size(scratch_arena.budget())
+        typer.echo(f"Scratch memory that a process keeps between calls: at most {budget} ({scratch_arena.VARIABLE})")
 
 
 @app.command()
 def doctor(
-    libraries: Annotated[bool, typer.Option(help="Open every library that compare knows.")] = True,
+    libraries: Annotated[bool, typer.Option(help="Open every library that compare supports.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Say what is missing on this machine, and what to do about it; status 0 if portmm works."""
-    from portmm.cli import doctor as ward
+    """Diagnose this machine: missing requirements and their remedies; status 0 if portmm works."""
+    from portmm.cli import doctor as diagnosis
     from portmm.cli.views import check_view
 
-    steps = ward.steps(libraries=libraries)
-    shown = console()
-    checks: list[ward.Check] = []
-    with progress("examining") as tell:
+    steps = diagnosis.steps(libraries=libraries)
+    output = console()
+    checks: list[diagnosis.Check] = []
+    with progress("checking") as report_step:
         for i, step in enumerate(steps):
-            tell(i, len(steps), step[0])
-            checks += ward.run(step)
-    fit = ward.usable(checks)
+            report_step(i, len(steps), step[0])
+            checks += diagnosis.run(step)
+    usable = diagnosis.usable(checks)
     if as_json:
-        print_json({"usable": fit, "checks": [asdict(check) for check in checks]})
+        print_json({"usable": usable, "checks": [asdict(check) for check in checks]})
     else:
         for check in checks:
-            shown.print(check_view(check))
-        shown.print("portmm works on this machine." if fit else "[bold red]portmm cannot make kernels here.[/bold red]")
-    if not fit:
+            output.print(check_view(check))
+        failure = "[bold red]portmm cannot make kernels here.[/bold red]"
+        output.print("portmm works on this machine." if usable else failure)
+    if not usable:
         raise typer.Exit(1)
 
 
@@ -361,7 +365,7 @@ app.command(name="report")(report.report)
 
 
 def main() -> None:
-    """Run the command line; an error that portmm foresees is one line, and status 1."""
+    """Run the command line; an error of portmm, of an import or of the system is one line, with status 1."""
     try:
         app()
     except (PortmmError, ImportError, OSError) as error:

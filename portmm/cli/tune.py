@@ -1,6 +1,6 @@
-"""`portmm tune`: measures which schedules are fastest.
+"""Command `portmm tune`, which measures the fastest schedules.
 
-Owns the command. Imports `util.console`; `tuning` when it runs.
+Owns the command.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from portmm.comparison import Case
 
 INTERRUPTED = 130
-"""Status of a command that Ctrl-C ended."""
+"""Exit status after Ctrl-C."""
 
 
 def tune(
@@ -30,38 +30,32 @@ def tune(
     *,
     budget: Annotated[float, typer.Option(min=0.1, help="Seconds for all of it.")] = 120.0,
     threads: Annotated[
-        int | None, typer.Option(min=0, help="The most threads of a call; 0 for every core.", show_default="as calls")
+        int | None, typer.Option(min=0, help="Most threads of a call; 0 for every core.", show_default="as calls")
     ] = None,
     cold: Annotated[bool, typer.Option("--cold", help="Empty the caches before each call.")] = False,
-    database: Annotated[
-        Path | None, typer.Option(help="Another file than the usual one.", show_default="the user's")
-    ] = None,
-    search: Annotated[
-        str, typer.Option(help="auto, or candidates: every one of the model's, and nothing beyond.")
-    ] = "auto",
-    most: Annotated[
-        int | None, typer.Option(min=1, help="Candidates of each case, at most.", show_default=False)
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the inputs and of the search.")] = 0,
-    shapes: Annotated[Path | None, typer.Option(help="Shapes of this file, CSV.", show_default=False)] = None,
-    from_onnx: Annotated[Path | None, typer.Option(help="Products of this model.", show_default=False)] = None,
+    database: Annotated[Path | None, typer.Option(help="Path of another database.", show_default="the user's")] = None,
+    search: Annotated[str, typer.Option(help="auto, or candidates: only the candidates of the cost model.")] = "auto",
+    most: Annotated[int | None, typer.Option(min=1, help="Most candidates of each case.", show_default=False)] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the inputs and of the search.")] = 0,
+    shapes: Annotated[Path | None, typer.Option(help="Shapes from this CSV file.", show_default=False)] = None,
+    from_onnx: Annotated[Path | None, typer.Option(help="Products in this model.", show_default=False)] = None,
     from_torch: Annotated[
-        str | None, typer.Option(help="Products that this function runs, as module:function.", show_default=False)
+        str | None, typer.Option(help="Products of this function, as module:function.", show_default=False)
     ] = None,
-    report: Annotated[bool, typer.Option("--report", help="Show predicted beside measured time, by trial.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="Show predicted and measured time of each trial.")] = False,
     as_json: Json = False,
     save: Annotated[Path | None, typer.Option(help="Write all trials to this JSON file.", show_default=False)] = None,
 ) -> None:
-    """Find the fastest schedules for some products, and remember them; Ctrl-C ends it, and the same command goes on."""
+    """Find and store the fastest schedules of products; Ctrl-C stops it, and the same command resumes."""
     from portmm.comparison.command import own_shapes
     from portmm.tuning import tune as run
     from portmm.tuning.terminal import bar, predictions, view
 
     try:
-        chosen = [*_named(suite), *own_shapes(shapes, from_onnx, from_torch or "")] or _named("quick")
-        with bar(console(stderr=True), budget) as tell:
-            found = run(
-                chosen,
+        cases = [*_named(suite), *own_shapes(shapes, from_onnx, from_torch or "")] or _named("quick")
+        with bar(console(stderr=True), budget) as report_step:
+            result = run(
+                cases,
                 threads=threads,
                 budget_s=budget,
                 cold=cold,
@@ -69,29 +63,29 @@ def tune(
                 search=search,
                 most=most,
                 seed=seed,
-                progress=tell,
+                progress=report_step,
             )
     except ValueError as wrong:
         raise typer.BadParameter(str(wrong)) from wrong
     if save:
-        save.write_text(found.to_json())
+        save.write_text(result.to_json())
     if as_json:
-        typer.echo(found.to_json(), nl=False)
+        typer.echo(result.to_json(), nl=False)
     else:
-        console().print(view(found))
+        console().print(view(result))
         if report:
-            console().print(predictions(found))
-    if found.interrupted:
+            console().print(predictions(result))
+    if result.interrupted:
         sys.exit(INTERRUPTED)
 
 
 def _named(words: str) -> list[Case | tuple[int, ...]]:
-    """Suites, groups and cases by name, and shapes."""
+    """Cases of suites, groups and case names, and shapes as MxNxK, from a list with commas."""
     from portmm.comparison import cases
 
-    found: list[Case | tuple[int, ...]] = []
+    selected: list[Case | tuple[int, ...]] = []
     for word in filter(None, words.split(",")):
         sizes = word.split("x")
         is_shape = len(sizes) > 1 and all(x.isdigit() for x in sizes)
-        found += [tuple(map(int, sizes))] if is_shape else cases(word)
-    return list(dict.fromkeys(found))
+        selected += [tuple(map(int, sizes))] if is_shape else cases(word)
+    return list(dict.fromkeys(selected))

@@ -1,6 +1,6 @@
-"""`portmm tuned`: what has been found to be fastest, and how it travels.
+"""Command `portmm tuned`, which lists, merges and exports tuned schedules.
 
-Owns the command. Imports `dispatch.tuning_database` and what the command line shares.
+Owns the command.
 """
 
 from __future__ import annotations
@@ -18,46 +18,44 @@ if TYPE_CHECKING:
 
     from portmm.dispatch.tuning_database import Tuned
 
-Paths = Annotated[list[Path] | None, typer.Option(help="Take findings over from this database or TOML file.")]
+Paths = Annotated[list[Path] | None, typer.Option(help="Merge the findings of this database or TOML file.")]
 
 
 def tuned(
     *,
-    database: Annotated[
-        Path | None, typer.Option(help="Another file than the usual one.", show_default="the user's")
-    ] = None,
+    database: Annotated[Path | None, typer.Option(help="Path of another database.", show_default="the user's")] = None,
     merge: Paths = None,
     export: Annotated[Path | None, typer.Option(help="Write all findings to this TOML file.")] = None,
-    clear: Annotated[bool, typer.Option("--clear", help="Forget all findings and trials, to tune anew.")] = False,
-    where: Annotated[bool, typer.Option("--where", help="Print only where it is.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all findings and trials.")] = False,
+    where: Annotated[bool, typer.Option("--where", help="Print only its path.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the schedules that `portmm tune` found; merge, export or forget them."""
+    """List the schedules that `portmm tune` found; merge, export or remove them."""
     from portmm.build.cache import tuned_database
     from portmm.dispatch import tuning_database as base
 
     path = database or tuned_database()
     if path is None:
-        raise DatabaseError("PORTMM_TUNED is off, so there is no database; unset it, or give --database")
+        raise DatabaseError("PORTMM_TUNED is off, so there is no database; unset it, or pass --database")
     if where:
         typer.echo(str(path))
         return
     if clear:
-        typer.echo(f"{base.clear(path) if path.exists() else 0} findings forgotten in {path}")
+        typer.echo(f"{base.clear(path) if path.exists() else 0} findings removed from {path}")
         return
     if merge:
-        typer.echo(f"{base.merge(path, merge)} findings taken over into {path}")
-    found = base.rows(path) if path.exists() else []
+        typer.echo(f"{base.merge(path, merge)} findings merged into {path}")
+    findings = base.rows(path) if path.exists() else []
     if export:
-        export.write_text(base.to_toml(found))
-        typer.echo(f"{len(found)} findings written to {export}")
+        export.write_text(base.to_toml(findings))
+        typer.echo(f"{len(findings)} findings written to {export}")
     elif as_json:
-        print_json([x.row() for x in found])
+        print_json([x.row() for x in findings])
     elif not merge:
-        console().print(_view(found, path))
+        console().print(_view(findings, path))
 
 
-def _view(found: list[Tuned], path: Path) -> RenderableType:
+def _view(findings: list[Tuned], path: Path) -> RenderableType:
     from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.markup import escape
@@ -68,8 +66,8 @@ def _view(found: list[Tuned], path: Path) -> RenderableType:
     table = Table(box=SIMPLE_HEAD)
     for name in ("chip", "problem", "threads", "time", "gain", "schedule"):
         table.add_column(name, justify="right" if name in ("threads", "time", "gain") else "left")
-    for x in found:
+    for x in findings:
         cold = " (cold)" if x.cold else ""
         row = (x.chip, str(x.problem) + cold, str(x.threads), time(x.seconds), f"{x.gain:.2f}", str(x.schedule))
         table.add_row(*map(escape, row))
-    return Group(*([table] if found else []), f"{escape(str(path))}: {len(found)} findings")
+    return Group(*([table] if findings else []), f"{escape(str(path))}: {len(findings)} findings")

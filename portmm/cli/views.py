@@ -1,8 +1,7 @@
-"""What the command line prints.
+"""Output of the command line.
 
 Owns the tables and the JSON forms of targets, rates, cache entries and
-findings. Imports `host.calibrate`, `cli.doctor`, `explanation.cpu`, `target.target`; rich only when
-a table is made.
+findings. rich is imported only when a table is printed.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def _number(value: float) -> str:
 
 
 def target_data(target: Target) -> dict[str, Any]:
-    """A target in types that JSON knows."""
+    """Target in types of JSON."""
     return {
         "name": target.name,
         "title": target.title,
@@ -85,7 +84,7 @@ def target_data(target: Target) -> dict[str, Any]:
 
 
 def target_view(target: Target) -> RenderableType:
-    """A target for a terminal: what it is, its atoms, its levels."""
+    """Target for a terminal: description, atoms, memory levels."""
     from rich.console import Group
     from rich.markup import escape
 
@@ -122,9 +121,9 @@ def target_view(target: Target) -> RenderableType:
 
 
 def _limits(device: Device) -> list[str]:
-    """What a device has, in lines; what is unknown is left out."""
+    """Limits of a device as one line; unknown ones are left out."""
     compiled = f" for {device.architecture}" if device.architecture else ""
-    told = {
+    limits = {
         f"{device.language}{compiled}": True,
         f"{device.processors} processors": True,
         f"warps of {device.warp}": True,
@@ -135,11 +134,11 @@ def _limits(device: Device) -> list[str]:
         f"{device.memory_bytes / 1e9:.4g} GB of memory": device.memory_bytes,
         f"{device.memory_gbs:.4g} GB/s": device.memory_gbs,
     }
-    return [", ".join(text for text, known in told.items() if known)]
+    return [", ".join(text for text, known in limits.items() if known)]
 
 
 def chips(clouds: Iterable[CloudFamily]) -> list[dict[str, Any]]:
-    """Every described chip, with the cloud families that may run on it."""
+    """Rows of all described chips, with the cloud families that may run on each."""
     families = list(clouds)
     rows = []
     for chip in map(load_target, names("chip")):
@@ -157,27 +156,27 @@ def chips(clouds: Iterable[CloudFamily]) -> list[dict[str, Any]]:
 
 
 def chips_view(rows: Iterable[Mapping[str, Any]]) -> RenderableType:
-    """The chips for a terminal."""
+    """Table of chips for a terminal."""
     from rich.markup import escape
 
-    table = _table("", "target", "what it is", "best", "cloud families that may run on it")
+    table = _table("", "target", "description", "best ISA", "cloud families that may run on it")
     for row in rows:
-        clouds = "; ".join(f"{cloud} {', '.join(found)}" for cloud, found in row["clouds"].items())
+        clouds = "; ".join(f"{cloud} {', '.join(families)}" for cloud, families in row["clouds"].items())
         table.add_row(f"[bold]{escape(row['name'])}[/bold]", escape(row["title"]), row["isas"][0], escape(clouds))
     return table
 
 
 def rates_view(rates: Mapping[str, float], target: Target) -> RenderableType:
-    """Measured rates for a terminal."""
+    """Table of measured rates for a terminal."""
     atoms = {atom.name for isa in target.isas for atom in isa.atoms}
-    table = _table(f"measured on {target.name}, one core", "what", "rate", "unit", right=("rate",))
+    table = _table(f"measured on {target.name}, one core", "measurement", "rate", "unit", right=("rate",))
     for name, value in rates.items():
         table.add_row(name, _number(value), "GFLOP/s" if name in atoms else "GB/s")
     return table
 
 
 def entry_data(entry: Entry) -> dict[str, Any]:
-    """A cache entry in types that JSON knows."""
+    """Cache entry in types of JSON."""
     return {
         "key": entry.key,
         "name": entry.name,
@@ -188,8 +187,8 @@ def entry_data(entry: Entry) -> dict[str, Any]:
     }
 
 
-def cache_view(entries: Iterable[Entry], place: str, total: int, limit: int | None) -> RenderableType:
-    """The cache for a terminal."""
+def cache_view(entries: Iterable[Entry], directory: str, total: int, limit: int | None) -> RenderableType:
+    """Table of cache entries for a terminal."""
     from rich.console import Group
     from rich.markup import escape
 
@@ -200,11 +199,11 @@ def cache_view(entries: Iterable[Entry], place: str, total: int, limit: int | No
         table.add_row(escape(entry.name), entry.key[:12], size(entry.bytes), f"{entry.seconds * 1e3:.0f} ms")
     parts: list[RenderableType] = [table] if count else []
     most = "no limit" if limit is None else f"the limit is {size(limit)}"
-    return Group(*parts, f"{escape(place)}: {count} kernels, {size(total)} with notes and logs; {most}")
+    return Group(*parts, f"{escape(directory)}: {count} kernels, {size(total)} with notes and logs; {most}")
 
 
 def check_view(check: Check) -> RenderableType:
-    """A finding for a terminal."""
+    """Finding of `doctor` for a terminal."""
     from rich.text import Text
 
     text = Text.assemble((f"{check.state:<5}", STYLES[check.state]), f"{check.name}: {check.text}")

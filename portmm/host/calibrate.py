@@ -15,6 +15,7 @@ reason a later measurement only raises a recorded rate; `forget` discards all.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import inf, isfinite
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING
 from portmm.build.cache import read_note, write_note
 from portmm.errors import TargetError
 from portmm.host.detect import host, missing
+from portmm.host.host_probe import CPUINFO, processors, substitute_cpuinfo
 from portmm.spec.dtype import BY_NAME
 from portmm.version import VERSION
 
@@ -47,6 +49,7 @@ MEMORY_CACHES = 4
 """Buffer for memory, in sizes of the outermost cache, which then holds at most a quarter of its lines."""
 MEMORY_SHARE = 4
 """Divisor of free memory: the most that each of the two buffers for memory takes."""
+_NAME_FIELDS = ("model name", "CPU implementer", "CPU part", "CPU variant")
 
 
 def widest(target: Target) -> Atom:
@@ -146,15 +149,12 @@ def note_name(target: Target) -> str:
 
 
 def _processor() -> str:
-    """Name of the processor in /proc/cpuinfo; on Arm its implementer, part and variant."""
-    try:
-        with Path("/proc/cpuinfo").open("rb", buffering=0) as file:
-            text = (file.read(4096) or b"").decode(errors="replace")
-    except OSError:
-        return ""
-    wanted = ("model name", "CPU implementer", "CPU part", "CPU variant")
-    pairs = (line.partition(":")[::2] for line in text.partition("\n\n")[0].splitlines())
-    return " ".join(value.strip() for key, value in pairs if key.strip() in wanted)
+    """Name of the processor in /proc/cpuinfo or from py-cpuinfo; on Arm its implementer, part and variant."""
+    text = ""
+    with suppress(OSError), Path(CPUINFO).open("rb", buffering=0) as file:
+        text = (file.read(4096) or b"").decode(errors="replace")
+    fields = (processors(text or substitute_cpuinfo(flags=False)) or [{}])[0]
+    return " ".join(value for key, value in fields.items() if key in _NAME_FIELDS)
 
 
 def _machine(target: Target) -> str:

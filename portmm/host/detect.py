@@ -1,22 +1,23 @@
-"""Which machine this is.
+"""Detection of the host.
 
-Owns the way from what a host says about itself to a `Target`. May import
-`errors`, `host.host_probe`, `target.target`. Reading the host and judging what was read are
-apart: `snapshot()` does the first, `identify()` is pure, so that tests use
-hosts recorded elsewhere.
+Owns the mapping from raw facts about a host to a `Target`. Reading and interpreting
+them are separate: `snapshot()` reads, `identify()` is pure, so that tests use
+recorded hosts.
 
-What is believed, and why:
+Sources, and why they are trusted:
 
 - x86 features: `/proc/cpuinfo`, whose flags the kernel has already masked by the
   register state it saves (XCR0), *and* cpuid with XCR0 themselves where memory
-  may be made executable. A feature counts if both agree: an emulator or a kernel
-  switch may change either alone. AMX counts if Linux has given this process leave
-  to use it as well, and a trial in another process went well.
+  may be executable. A feature counts if both agree: an emulator or a kernel
+  option may change either alone. AMX also requires that Linux has given this process
+  permission to use it, and that a trial in another process succeeded.
+  Where there is no `/proc/cpuinfo`, py-cpuinfo supplies vendor, name and flags; its
+  flags count only where cpuid and XCR0 confirm the register state that they need.
 - Arm features: the auxiliary vector, which an emulator sets, where
   `/proc/cpuinfo` would show its host. The length of an SVE vector comes from
-  prctl, because a process may be given less than the chip has.
-- The name of the chip only supplies rates and what else the host hides. Virtual
-  machines mask model numbers, so no instruction is ever used because of a name.
+  prctl, because a process may be restricted to less than the chip has.
+- The name of the chip only supplies rates and facts that the host hides. Virtual
+  machines mask model numbers, so no instruction is used because of a name.
 - Cache sizes: sysfs, then the description of the chip.
 """
 
@@ -25,11 +26,19 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from portmm.errors import TargetError
-from portmm.host.host_probe import CACHE_FILES, CPU, Snapshot, cgroup_folders, parse_list, processors, snapshot
+from portmm.host.host_probe import (
+    CACHE_FILES,
+    CPU,
+    Snapshot,
+    cgroup_folders,
+    package_facts,
+    parse_list,
+    processors,
+    snapshot,
+)
 from portmm.target.target import Isa, MemoryLevel, Target, chips_mentioning, described, load_isa, names
 
 if TYPE_CHECKING:
@@ -95,7 +104,7 @@ HWCAP2 = {1: "sve2", 13: "i8mm", 14: "bf16"}
 
 
 def _decoded(shot: Snapshot) -> set[str]:
-    """The features of the table that cpuid and XCR0 grant."""
+    """Features of the table `CPUID` that cpuid and XCR0 enable."""
     nothing = (0, 0, 0, 0)
     return {
         name
@@ -105,25 +114,25 @@ def _decoded(shot: Snapshot) -> set[str]:
 
 
 def features(shot: Snapshot) -> frozenset[str]:
-    """What the processor can do and the kernel lets it do, in Linux's names.
+    """Features that the processor has and the kernel enables, in Linux's names.
 
     An Arm host with SVE also has "sve_vl<bits>", its vector length.
     """
-    found: set[str] = set()
+    flags: set[str] = set()
     if shot.machine == "aarch64":
-        found |= {name for bit, name in HWCAP.items() if shot.hwcap >> bit & 1}
-        found |= {name for bit, name in HWCAP2.items() if shot.hwcap2 >> bit & 1}
+        flags |= {name for bit, name in HWCAP.items() if shot.hwcap >> bit & 1}
+        flags |= {name for bit, name in HWCAP2.items() if shot.hwcap2 >> bit & 1}
         if shot.sve_bytes:
-            found.add(f"sve_vl{8 * shot.sve_bytes}")
-        return frozenset(found or BASELINE["aarch64"])
+            flags.add(f"sve_vl{8 * shot.sve_bytes}")
+        return frozenset(flags or BASELINE["aarch64"])
     for first in processors(shot.cpuinfo)[:1]:
-        found |= set(first.get("flags", "").split())
+        flags |= set(first.get("flags", "").split())
     if shot.cpuid:
-        granted = _decoded(shot)
-        found = found - (CPUID.keys() - granted) if found else granted
+        enabled = _decoded(shot)
+        flags = flags - (CPUID.keys() - enabled) if flags else enabled
     if not shot.tiles:
-        found = {name for name in found if not name.startswith("amx_")}
-    return frozenset(found | BASELINE.get(shot.machine, set()))
+        flags = {name for name in flags if not name.startswith("amx_")}
+    return frozenset(flags | BASELINE.get(shot.machine, set()))
 
 
 def _signature(shot: Snapshot) -> tuple[str, int, int, int]:
@@ -149,13 +158,13 @@ def _number(text: str) -> int:
 
 
 def _cores_by_part(shot: Snapshot) -> dict[tuple[int, int], list[int]]:
-    """Arm (implementer, part) -> processors of that kind, those in the affinity first met first."""
-    found: dict[tuple[int, int], list[int]] = {}
+    """Processors in the affinity by Arm (implementer, part), in the order of /proc/cpuinfo."""
+    cores: dict[tuple[int, int], list[int]] = {}
     for block in processors(shot.cpuinfo):
         part = (_number(block.get("CPU implementer", "")), _number(block.get("CPU part", "")))
         if part[0] and _number(block.get("processor", "")) in shot.affinity:
-            found.setdefault(part, []).append(_number(block["processor"]))
-    return found
+            cores.setdefault(part, []).append(_number(block["processor"]))
+    return cores
 
 
 def _within(value: int, ranges: tuple[tuple[int, int], ...]) -> bool:
@@ -167,7 +176,7 @@ def _generic(match: Match) -> bool:
 
 
 def _chip(shot: Snapshot, has: frozenset[str]) -> tuple[Target, tuple[int, ...]]:
-    """The chip, and those processors in the affinity that are of its kind."""
+    """The chip, and the processors of its kind in the affinity."""
     for (implementer, part), cpus in _cores_by_part(shot).items():
         for chip in chips_mentioning(f"implementer = {implementer:#04x}"):
             if any(m.implementer == implementer and part in m.parts for m in chip.match):
@@ -175,7 +184,7 @@ def _chip(shot: Snapshot, has: frozenset[str]) -> tuple[Target, tuple[int, ...]]
     # Under user-mode emulation an Arm process reads the x86 host's cpuinfo.
     vendor, family, model, stepping = _signature(shot) if shot.machine == "x86_64" else ("", 0, 0, 0)
     named = [(m, chip) for chip in (chips_mentioning(f'"{vendor}"') if vendor else ()) for m in chip.match]
-    # A model that is named says more than features, which a chip may share with its successors.
+    # A listed model is more specific than features, which a chip may share with its successors.
     for m, chip in sorted(named, key=lambda x: not x[0].models):
         same = m.vendor == vendor and m.family == family and has.issuperset(m.features)
         if same and _within(model, m.models) and _within(stepping, m.steppings):
@@ -202,7 +211,7 @@ def _siblings(shot: Snapshot, cpu: int) -> set[int]:
 
 
 def _sysfs_levels(shot: Snapshot, cpu: int) -> dict[str, MemoryLevel]:
-    found = {}
+    levels = {}
     for index in range(8):
         row = {name: shot.files.get(f"{CPU}/cpu{cpu}/cache/index{index}/{name}", "") for name in CACHE_FILES}
         size = _size(row["size"])
@@ -210,7 +219,7 @@ def _sysfs_levels(shot: Snapshot, cpu: int) -> dict[str, MemoryLevel]:
             continue
         name = f"L{row['level']}"
         sharing = parse_list(row["shared_cpu_list"])
-        found[name] = MemoryLevel(
+        levels[name] = MemoryLevel(
             name,
             size,
             _number(row["coherency_line_size"]),
@@ -219,24 +228,24 @@ def _sysfs_levels(shot: Snapshot, cpu: int) -> dict[str, MemoryLevel]:
             len({min(_siblings(shot, x)) for x in sharing}),
             source="sysfs of this host",
         )
-    return found
+    return levels
 
 
 def _levels(shot: Snapshot, chip: Target, cpu: int) -> tuple[MemoryLevel, ...]:
-    """What sysfs says; the chip's description fills what it leaves out."""
+    """Memory levels from sysfs, with the chip's description for facts that sysfs lacks."""
     seen = _sysfs_levels(shot, cpu)
     merged: list[MemoryLevel] = []
     for name in sorted({*seen, *(level.name for level in chip.levels)}):
-        told = chip.level(name) or MemoryLevel(name, 0)
-        level = told
+        described_level = chip.level(name) or MemoryLevel(name, 0)
+        level = described_level
         if name in seen:
             level = replace(
                 seen[name],
-                line=seen[name].line or told.line,
-                ways=seen[name].ways or told.ways,
-                # A guest sees its own processors only; strangers use the others.
-                cores=max(seen[name].cores, told.cores),
-                load_bytes_per_cycle=told.load_bytes_per_cycle,
+                line=seen[name].line or described_level.line,
+                ways=seen[name].ways or described_level.ways,
+                # A guest sees only its own processors; other guests use the rest.
+                cores=max(seen[name].cores, described_level.cores),
+                load_bytes_per_cycle=described_level.load_bytes_per_cycle,
             )
         if not merged or level.bytes > merged[-1].bytes:
             merged.append(level)
@@ -244,7 +253,7 @@ def _levels(shot: Snapshot, chip: Target, cpu: int) -> tuple[MemoryLevel, ...]:
 
 
 def _quota(shot: Snapshot) -> float:
-    """Processors' worth of time that the control groups allow, infinite if unbounded."""
+    """CPU time per second that the control groups allow, in processors; infinite without a limit."""
     allowed = math.inf
     for folder in cgroup_folders(shot.files.get("/proc/self/cgroup", "")):
         quota, _, period = shot.files.get(f"{folder}/cpu.max", "").partition(" ")
@@ -257,7 +266,7 @@ def _quota(shot: Snapshot) -> float:
 
 
 def _cores(shot: Snapshot, cpus: Iterable[int]) -> int:
-    """Physical cores that may be used; two threads of one core count once."""
+    """Number of physical cores that may be used; two threads of one core count once."""
     physical = {min(_siblings(shot, cpu)) for cpu in cpus}
     return max(1, min(len(physical), math.ceil(min(_quota(shot), len(physical)))))
 
@@ -269,24 +278,24 @@ def _lacking(isa: Isa, machine: str, has: frozenset[str]) -> tuple[str, ...]:
 
 
 def _isas(chip: Target, machine: str, has: frozenset[str]) -> tuple[Isa, ...]:
-    """What of the chip's ISAs runs; on a generic level also what it does not list."""
-    found = [isa for isa in chip.isas if not _lacking(isa, machine, has)]
+    """ISAs of the chip that run; on a generic chip also those that it does not list."""
+    isas = [isa for isa in chip.isas if not _lacking(isa, machine, has)]
     if not any(_generic(m) for m in chip.match):
-        return tuple(found)
+        return tuple(isas)
     listed = {isa.name for isa in chip.isas}
     others = [load_isa(name) for name in names("isa") if name not in listed]
     for isa in sorted(others, key=lambda x: len(x.below)):
         if not _lacking(isa, machine, has):
-            # Before what it adds to, or else behind all that are as wide.
+            # Before the ISA that it extends, or else after all of its vector width.
             after = [
-                i for i, x in enumerate(found) if (x == isa.base if isa.base else x.vector_bytes < isa.vector_bytes)
+                i for i, x in enumerate(isas) if (x == isa.base if isa.base else x.vector_bytes < isa.vector_bytes)
             ]
-            found.insert(after[0] if after else len(found) - 1, isa)
-    return tuple(found)
+            isas.insert(after[0] if after else len(isas) - 1, isa)
+    return tuple(isas)
 
 
 def identify(shot: Snapshot) -> Target:
-    """The machine that a snapshot describes. Pure."""
+    """The target that a snapshot describes; a pure function."""
     has = features(shot)
     chip, cpus = _chip(shot, has)
     isas = _isas(chip, shot.machine, has)
@@ -302,55 +311,55 @@ def identify(shot: Snapshot) -> Target:
 
 @cache
 def host() -> Target:
-    """This machine: under 20 ms the first time, remembered in the process.
+    """The target of this machine, cached in the process; the first call takes less than 20 ms.
 
-    What is remembered includes the processors allowed at the first call.
+    The number of cores is that of the processors allowed at the first call.
     """
     return identify(snapshot())
 
 
 @cache
 def host_features() -> frozenset[str]:
-    """The features of this machine, in Linux's names."""
+    """Features of this machine, in Linux's names, cached in the process."""
     return features(snapshot())
 
 
 def missing(isa: Isa) -> tuple[str, ...]:
-    """What this machine lacks to run `isa`; empty if it runs."""
+    """Features of `isa` that this machine lacks; empty if the ISA runs."""
     return _lacking(isa, host().arch, host_features())
 
 
-def _must_run(isa: Isa, what: str) -> None:
+def _require(isa: Isa, subject: str) -> None:
     lacking = missing(isa)
     if lacking:
         runs = ", ".join(x.name for x in host().isas)
         raise TargetError(
-            f"{what} needs {', '.join(lacking)}, which this machine lacks; it runs {runs}. "
+            f"{subject} needs {', '.join(lacking)}, which this machine lacks; it runs {runs}. "
             "Choose one of these, or leave the target (PORTMM_TARGET) empty for the best."
         )
 
 
 def resolve(name: str | None) -> Target:
-    """The target to run on: what `name` (for example $PORTMM_TARGET) asks for, if it can run here.
+    """The target that `name` (for example $PORTMM_TARGET) specifies, if it can run here.
 
     Args:
-        name: None or "" for this machine; an ISA for this machine limited to it;
+        name: None or "" for this machine; an ISA for this machine restricted to it;
             a chip, a `*.toml` file or a cloud instance for its levels and rates with this
             machine's cores.
 
     Raises:
-        TypeError: `name` is no string.
-        TargetError: nothing is called `name`, or this machine lacks features
+        TypeError: `name` is not a string.
+        TargetError: there is no target `name`, or this machine lacks features
             that its best instruction set needs, which the message names.
     """
     if not name:
         return host()
     if not isinstance(name, str):
-        raise TypeError(f"target is {name!r}; give the name of a chip, an ISA, a .toml file or a cloud instance")
+        raise TypeError(f"target is {name!r}; pass the name of a chip, an ISA, a .toml file or a cloud instance")
     here = host()
     if name in names("isa"):
         isa = load_isa(name)
-        _must_run(isa, f"ISA {name!r}")
+        _require(isa, f"ISA {name!r}")
         if here.isa(name):
             return here.limited_to(name)
         return replace(here, isas=(isa, *isa.below, *(x for x in here.isas if x.vector_bytes < isa.vector_bytes)))
@@ -359,23 +368,27 @@ def resolve(name: str | None) -> Target:
         raise TargetError(
             f"target {name!r} is of arch {wanted.arch}, this machine is {here.arch}; only `emit` can use it"
         )
-    _must_run(wanted.isas[0], f"target {name!r}")
+    _require(wanted.isas[0], f"target {name!r}")
     return replace(wanted, isas=tuple(isa for isa in wanted.isas if not missing(isa)), cores=here.cores)
 
 
 def cross_check() -> list[str]:
-    """Where py-cpuinfo disagrees with what was detected, in sentences; takes about a second."""
-    told = import_module("cpuinfo").get_cpu_info()
-    flags, here = set(told.get("flags", ())), host()
-    found = [
+    """Sentences on differences between py-cpuinfo and the detected vendor, name and features; takes up to a second."""
+    facts, shot = package_facts(), snapshot()
+    first = (processors(shot.cpuinfo) or [{}])[0]
+    detected = {
+        "vendor": (_signature(shot)[0] if shot.machine == "x86_64" else "", facts.get("vendor_id_raw", "")),
+        "name": (first.get("model name", ""), facts.get("brand_raw", "")),
+    }
+    differences = [
+        f"the processor's {field} is {ours!r}, but py-cpuinfo reports {theirs!r}"
+        for field, (ours, theirs) in detected.items()
+        if ours and theirs and ours.split() != theirs.split()
+    ]
+    flags = set(facts["flags"])
+    return differences + [
         f"{isa.name} is used, but py-cpuinfo does not report {name}"
-        for isa in here.isas
+        for isa in host().isas
         for name in isa.features
         if flags and not name.startswith("sve_vl") and name not in flags
     ]
-    for level, key in (("L1", "l1_data_cache_size"), ("L2", "l2_cache_size"), ("L3", "l3_cache_size")):
-        ours, theirs = here.level(level), told.get(key)
-        # It reports the sum over all cores for some levels and machines.
-        if ours and isinstance(theirs, int) and theirs and theirs % ours.bytes:
-            found.append(f"{level} has {ours.bytes} bytes, but py-cpuinfo reports {theirs}")
-    return found

@@ -1,8 +1,8 @@
-"""What a host says about itself.
+"""Raw facts about the host.
 
-Owns the record of it (`Snapshot`) and the code that reads it: /proc, sysfs,
-cpuid, the auxiliary vector. Imports `host.amx_permission`, and judges nothing: `host.detect`
-does that.
+Owns the record of them (`Snapshot`) and the code that reads them: /proc, sysfs,
+cpuid, the auxiliary vector, and py-cpuinfo where there is no /proc/cpuinfo.
+`host.detect` interprets them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,36 @@ import os
 import platform
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+CPUINFO = "/proc/cpuinfo"
 CPU = "/sys/devices/system/cpu"
 CACHE_FILES = ("type", "level", "size", "coherency_line_size", "ways_of_associativity", "shared_cpu_list")
 QUOTA_FILES = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
 LEAVES = ((0, 0), (1, 0), (7, 0), (7, 1), (0x80000001, 0))
 OSXSAVE = 27
+
+# Fields of /proc/cpuinfo, and the names of py-cpuinfo for them.
+PACKAGE_FIELDS = {
+    "vendor_id": "vendor_id_raw",
+    "cpu family": "family",
+    "model": "model",
+    "model name": "brand_raw",
+    "stepping": "stepping",
+}
+# Flags that py-cpuinfo spells differently from Linux when it reads them by cpuid: its name, Linux's name.
+PACKAGE_FLAGS = {
+    "avx512bitalg": "avx512_bitalg",
+    "avx512vbmi2": "avx512_vbmi2",
+    "avx512vnni": "avx512_vnni",
+    "avx512vpopcntdq": "avx512_vpopcntdq",
+}
 
 # Linux, arch/arm64: include/uapi/linux/auxvec.h and prctl.h.
 AT_HWCAP, AT_HWCAP2, PR_SVE_GET_VL, SVE_VL_MASK = 16, 26, 51, 0xFFFF
@@ -39,11 +58,11 @@ XGETBV_AT = 64
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a host says about itself, unjudged.
+    """Raw facts about a host.
 
     Attributes:
-        machine: "x86_64" or "aarch64", as uname says.
-        cpuinfo: text of /proc/cpuinfo (x86: at least the first processor).
+        machine: "x86_64" or "aarch64", from uname.
+        cpuinfo: text of /proc/cpuinfo (x86: at least the first processor), or its substitute.
         files: path -> text, of sysfs and cgroup files.
         affinity: processors that this process may use.
         cpuid: "leaf.sub-leaf" in hexadecimal -> eax, ebx, ecx, edx; empty if unknown.
@@ -51,7 +70,7 @@ class Snapshot:
         hwcap: Arm AT_HWCAP.
         hwcap2: Arm AT_HWCAP2.
         sve_bytes: length of an SVE vector, 0 without SVE.
-        tiles: this process has been given leave to use AMX's tiles, and they work.
+        tiles: whether this process has permission to use AMX's tiles, and they work.
     """
 
     machine: str
@@ -67,23 +86,23 @@ class Snapshot:
 
 
 def parse_list(text: str) -> set[int]:
-    """The numbers in "0-3,8"."""
+    """Set of the numbers in a list as "0-3,8"."""
     ranges = (part.partition("-") for part in text.split(",") if part.strip())
     return {cpu for first, dash, last in ranges for cpu in range(int(first), int(last if dash else first) + 1)}
 
 
 def processors(cpuinfo: str) -> list[dict[str, str]]:
-    """The blocks of /proc/cpuinfo."""
+    """Fields of each processor in /proc/cpuinfo."""
     blocks = (block for block in cpuinfo.split("\n\n") if block.strip())
     pairs = ([line.partition(":") for line in block.splitlines()] for block in blocks)
     return [{key.strip(): value.strip() for key, _, value in lines} for lines in pairs]
 
 
 def cgroup_folders(text: str) -> Iterator[str]:
-    """Folders whose CPU quota binds a process with this /proc/self/cgroup, innermost first.
+    """Folders whose CPU quota applies to a process with this /proc/self/cgroup, innermost first.
 
     In a container the path may be one of the machine outside; the mount then
-    starts at the container's own group, so each parent is looked at too.
+    starts at the container's own group, so every parent is included.
     """
     for line in text.splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
@@ -118,14 +137,45 @@ def _text(path: str) -> str:
 def _first_processor() -> str:
     # Each further x86 processor costs the kernel a measurement of its clock.
     text = b""
-    with suppress(OSError), Path("/proc/cpuinfo").open("rb", buffering=0) as file:
+    with suppress(OSError), Path(CPUINFO).open("rb", buffering=0) as file:
         while b"\n\n" not in text and (part := file.read(1 << 14)):
             text += part
     return text.decode(errors="replace").partition("\n\n")[0]
 
 
+def package_facts() -> dict[str, Any]:
+    """Facts about the processor from py-cpuinfo, with the flags in Linux's names; takes up to a second.
+
+    Its cache sizes are left out: some are of one core, some sums over all, depending on the source that it finds.
+
+    Raises:
+        Exception: py-cpuinfo is not installed, or does not support this machine.
+    """
+    facts = import_module("cpuinfo").get_cpu_info()
+    flags = sorted(PACKAGE_FLAGS.get(flag, flag) for flag in facts.get("flags") or ())
+    return {name: facts[name] for name in PACKAGE_FIELDS.values() if facts.get(name) is not None} | {"flags": flags}
+
+
+@cache
+def substitute_cpuinfo(*, flags: bool) -> str:
+    """Text in the format of /proc/cpuinfo from py-cpuinfo, for a host without that file; empty where it fails.
+
+    Args:
+        flags: whether to include flags. Unlike those of the kernel, they are not masked by the register state that the
+            kernel saves: include them only where XCR0 is known.
+    """
+    try:
+        facts = package_facts()
+    except Exception:  # noqa: BLE001 - the package raises plain exceptions; without it the host is still usable
+        return ""
+    lines = [f"{field}\t: {facts[name]}" for field, name in PACKAGE_FIELDS.items() if name in facts]
+    if flags and facts["flags"]:
+        lines.append(f"flags\t: {' '.join(facts['flags'])}")
+    return "\n".join(lines)
+
+
 def _cpuid() -> tuple[dict[str, tuple[int, int, int, int]], int]:
-    """Cpuid's answers and XCR0; nothing where memory may not be made executable."""
+    """Results of cpuid and XCR0; empty where memory may not be executable."""
     try:
         page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
     except (OSError, ValueError):
@@ -137,42 +187,42 @@ def _cpuid() -> tuple[dict[str, tuple[int, int, int, int]], int]:
     cpuid = ctypes.CFUNCTYPE(None, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p)(start)
     xgetbv = ctypes.CFUNCTYPE(ctypes.c_uint64)(start + XGETBV_AT)
     out = (ctypes.c_uint32 * 4)()
-    answers: dict[str, tuple[int, int, int, int]] = {}
+    results: dict[str, tuple[int, int, int, int]] = {}
     for leaf, sub in LEAVES:
-        # A leaf above the last one of its range answers with that one's numbers.
+        # A leaf above the last one of its range returns the numbers of that one.
         cpuid(leaf & 0x80000000, 0, out)
         if leaf <= out[0]:
             cpuid(leaf, sub, out)
-            answers[f"{leaf:x}.{sub:x}"] = (out[0], out[1], out[2], out[3])
+            results[f"{leaf:x}.{sub:x}"] = (out[0], out[1], out[2], out[3])
     # Without OSXSAVE the instruction does not exist.
-    xcr0 = int(xgetbv()) if answers.get("1.0", (0, 0, 0, 0))[2] >> OSXSAVE & 1 else 0
+    xcr0 = int(xgetbv()) if results.get("1.0", (0, 0, 0, 0))[2] >> OSXSAVE & 1 else 0
     del view
     page.close()
-    return answers, xcr0
+    return results, xcr0
 
 
 def _files(cpuinfo: str, affinity: tuple[int, ...]) -> dict[str, str]:
     paths = ["/proc/self/cgroup"]
     paths += [f"{folder}/{name}" for folder in cgroup_folders(_text(paths[0])) for name in QUOTA_FILES]
-    # Of a mixed chip, one processor of each kind shows the caches of its kind.
+    # On a chip with several kinds of cores, one processor of each kind has the caches of its kind.
     kinds = {b.get("CPU part", ""): int(b["processor"]) for b in reversed(processors(cpuinfo)) if "processor" in b}
     for cpu in {*affinity[:1], *kinds.values()}:
         paths += [f"{CPU}/cpu{cpu}/cache/index{index}/{name}" for index in range(5) for name in CACHE_FILES]
     files = {path: text for path in paths if (text := _text(path))}
-    told: set[int] = set()
+    known: set[int] = set()
     for cpu in affinity:
         path = f"{CPU}/cpu{cpu}/topology/thread_siblings_list"
-        if cpu not in told and (text := _text(path)):
+        if cpu not in known and (text := _text(path)):
             siblings = parse_list(text)
             files |= {f"{CPU}/cpu{x}/topology/thread_siblings_list": text for x in siblings}
-            told |= siblings
+            known |= siblings
     return files
 
 
 def _arm() -> tuple[int, int, int]:
     libc = ctypes.CDLL(None)
     libc.getauxval.restype = ctypes.c_ulong
-    hwcap, hwcap2 = (int(libc.getauxval(ctypes.c_ulong(which))) for which in (AT_HWCAP, AT_HWCAP2))
+    hwcap, hwcap2 = (int(libc.getauxval(ctypes.c_ulong(entry))) for entry in (AT_HWCAP, AT_HWCAP2))
     length = int(libc.prctl(PR_SVE_GET_VL, 0, 0, 0, 0))
     return hwcap, hwcap2, length & SVE_VL_MASK if length > 0 else 0
 
@@ -186,16 +236,16 @@ def _tiles(cpuinfo: str) -> bool:
 
 
 def snapshot() -> Snapshot:
-    """Read this host: a few milliseconds, nothing raised for what is hidden.
+    """Facts about this host, read in a few milliseconds; hidden facts are left out without an error.
 
-    Where AMX is seen for the first time, a subprocess tries it: see `permission`.
+    Where AMX is detected for the first time, a subprocess tries it: see `host.amx_permission`.
     """
     machine = platform.machine()
     affinity = tuple(sorted(os.sched_getaffinity(0)))
     if machine == "x86_64":
-        cpuinfo = _first_processor()
         cpuid, xcr0 = _cpuid()
+        cpuinfo = _first_processor() or substitute_cpuinfo(flags=bool(cpuid))
         return Snapshot(machine, cpuinfo, _files(cpuinfo, affinity), affinity, cpuid, xcr0, tiles=_tiles(cpuinfo))
-    cpuinfo = _text("/proc/cpuinfo")
+    cpuinfo = _text(CPUINFO) or substitute_cpuinfo(flags=False)
     hwcap, hwcap2, sve = _arm() if machine == "aarch64" else (0, 0, 0)
     return Snapshot(machine, cpuinfo, _files(cpuinfo, affinity), affinity, hwcap=hwcap, hwcap2=hwcap2, sve_bytes=sve)

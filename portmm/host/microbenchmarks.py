@@ -1,13 +1,12 @@
-"""The loops that measure a machine.
+"""Microbenchmarks of an atom, as kernels of the loop IR.
 
-Owns two kernels made from an atom's own rows: `peak` multiplies as fast as the
-atom can, `stream` reads as fast as it can. Imports `schedule.cpu_candidates`, `spec.dtype`, `ir.nodes`,
-`spec.kernel_name`, `target.target`; `calibrate` builds and times them.
+Owns two kernels that use an atom's own instructions: `peak` reaches its multiply-add
+rate, `stream` its load bandwidth. `host.gauge` builds and times them.
 
 Both take the argument block of every kernel: m is the number of repetitions,
-k the steps of one. They are loops that no compiler may shorten: every
-accumulator has operands of its own, loaded again in every step, because a
-product that is the same each time would be computed once.
+k the steps of one. No compiler may shorten the loops: every accumulator has
+operands of its own, loaded again in every step, because a product that does not
+change would be computed once.
 """
 
 from __future__ import annotations
@@ -25,25 +24,25 @@ if TYPE_CHECKING:
     from portmm.target.target import Atom, Isa
 
 STREAM_LOADS = 12
-"""Loads of one step of a stream, each summed on its own: at two multiply-adds a
-cycle with a latency of four, eight chains are busy; twelve leave registers to spare
-in a file of sixteen."""
+"""Loads of one step of a stream, each with its own accumulator: two multiply-adds a
+cycle with a latency of four keep eight chains busy; twelve leave registers free
+of sixteen."""
 
 TILE_STEPS = 4
-"""Steps of a panel of tiles, which are read over and over: 4 KiB each, a part of any L1."""
+"""Steps of a panel of tiles, which are read repeatedly: 4 KiB each, a fraction of any L1."""
 
 _ONE = const(1)
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A kernel that measures, and what one step of it does.
+    """A microbenchmark, and the work of one of its steps.
 
     Attributes:
         kernel: the loops.
-        a: elements, or units, of A that a step reads; none past the first for a stream.
+        a: elements, or units, of A that a step reads; a stream reads them only in its first step.
         b: elements, or units, of B that a step reads.
-        c: elements of C, once.
+        c: elements of C, independent of the number of steps.
         flops: multiplications plus additions of a step.
     """
 
@@ -55,7 +54,7 @@ class Probe:
 
 
 def peak(isa: Isa, atom: Atom) -> Probe:
-    """Outer products in registers, the largest square-ish tile that fits.
+    """Microbenchmark of outer products in registers, with the largest nearly square tile that fits.
 
     With 6 x 2 accumulators or more a step loads fewer fragments than it
     multiplies, so that two load ports keep up with two multipliers.
@@ -64,12 +63,12 @@ def peak(isa: Isa, atom: Atom) -> Probe:
         return _peak_of_tiles(isa, atom)
     cols = 2 if tallest(isa, atom, 2 * atom.n) >= 2 * atom.m else 1
     rows = max(1, tallest(isa, atom, cols * atom.n) // atom.m)
-    deep = atom.k // atom.k_pack
-    a_size, b_size, c_size = atom.m * deep, deep * atom.n, atom.m * atom.n
+    units = atom.k // atom.k_pack
+    a_size, b_size, c_size = atom.m * units, units * atom.n, atom.m * atom.n
     step = var("i")
     body: list[Stmt] = [_load("load_b", f"b{j}", "b", step * (cols * b_size) + j * b_size) for j in range(cols)]
     for r in range(rows):
-        body.append(_load("load_a", f"a{r}", "a", step * (rows * a_size) + r * a_size, deep))
+        body.append(_load("load_a", f"a{r}", "a", step * (rows * a_size) + r * a_size, units))
         body += [Verb("mac", f"c{r}_{j}", f"a{r}", f"b{j}") for j in range(cols)]
     sums = [f"c{r}_{j}" for r in range(rows) for j in range(cols)]
     entry = _repeat((), tuple(body), sums, atom, "Outer products of panels that stay in L1")
@@ -83,25 +82,25 @@ def peak(isa: Isa, atom: Atom) -> Probe:
 
 
 def _peak_of_tiles(isa: Isa, atom: Atom) -> Probe:
-    """Outer products of 2 by 2 tiles, which lie one after the other."""
+    """Microbenchmark of outer products of 2 by 2 contiguous tiles."""
     grid = Grid(2, 2)
     a_size, b_size, c_size = atom.m * atom.deep, atom.deep * atom.n, atom.m * atom.n
-    at, line, wide = var("i") % TILE_STEPS, const(atom.deep), const(atom.n)
-    body = [Verb("load_a", str(grid.a(r)), p=Ptr("a", (at * 2 + r) * a_size), step=line) for r in range(2)]
-    body += [Verb("load_b", str(grid.b(v)), p=Ptr("b", (at * 2 + v) * b_size), step=wide) for v in range(2)]
-    cells = [(r, v) for r in range(2) for v in range(2)]
-    body += [Verb("mac", str(grid.c(*x)), str(grid.a(x[0])), str(grid.b(x[1]))) for x in cells]
+    step, a_stride, n_stride = var("i") % TILE_STEPS, const(atom.deep), const(atom.n)
+    body = [Verb("load_a", str(grid.a(r)), p=Ptr("a", (step * 2 + r) * a_size), step=a_stride) for r in range(2)]
+    body += [Verb("load_b", str(grid.b(v)), p=Ptr("b", (step * 2 + v) * b_size), step=n_stride) for v in range(2)]
+    tiles = [(r, v) for r in range(2) for v in range(2)]
+    body += [Verb("mac", str(grid.c(*x)), str(grid.a(x[0])), str(grid.b(x[1]))) for x in tiles]
     loop = For("i", const(0), var("k"), _ONE, tuple(body))
-    sums = [(str(grid.c(*x)), Ptr("c", const(i * c_size))) for i, x in enumerate(cells)]
+    sums = [(str(grid.c(*x)), Ptr("c", const(i * c_size))) for i, x in enumerate(tiles)]
     entry = Function(
         "entry",
         "entry",
         (),
         (
             Configure((const(atom.m),) * 8),
-            *(Verb("load_c", d, p=p, step=wide) for d, p in sums),
+            *(Verb("load_c", d, p=p, step=n_stride) for d, p in sums),
             For("again", const(0), var("m"), _ONE, (loop,)),
-            *(Verb("store", d, p=p, step=wide) for d, p in sums),
+            *(Verb("store", d, p=p, step=n_stride) for d, p in sums),
             Configure(()),
         ),
         "Outer products of tiles that stay in L1",
@@ -111,19 +110,19 @@ def _peak_of_tiles(isa: Isa, atom: Atom) -> Probe:
 
 
 def stream(isa: Isa, atom: Atom) -> Probe:
-    """Load all of B in order, and multiply it into sums, so that every load is needed."""
-    deep = atom.k // atom.k_pack
-    size, c_size = deep * atom.n, atom.m * atom.n
+    """Microbenchmark that loads all of B in order, and accumulates it, so that every load is needed."""
+    units = atom.k // atom.k_pack
+    size, c_size = units * atom.n, atom.m * atom.n
     names = [f"c{j}" for j in range(STREAM_LOADS)]
     body: list[Stmt] = []
     for j, name in enumerate(names):
         body.append(_load("load_b", f"b{j}", "b", var("i") * (STREAM_LOADS * size) + j * size))
         body.append(Verb("mac", name, "a0", f"b{j}"))
-    first = (_load("load_a", "a0", "a", const(0), deep),)
+    first = (_load("load_a", "a0", "a", const(0), units),)
     entry = _repeat(first, tuple(body), names, atom, "Reads of B from end to end")
     return Probe(
         _kernel("stream", isa, atom, (atom.m, STREAM_LOADS * atom.n), entry),
-        atom.m * deep,
+        atom.m * units,
         STREAM_LOADS * size,
         STREAM_LOADS * c_size,
         2 * STREAM_LOADS * atom.m * atom.n * atom.k,
@@ -135,11 +134,11 @@ def _load(verb: str, register: str, operand: str, offset: Index, step: int = 0) 
 
 
 def _repeat(first: tuple[Stmt, ...], body: tuple[Stmt, ...], sums: list[str], atom: Atom, comment: str) -> Function:
-    """K steps, m times over, between loading and storing the sums."""
+    """Entry of m repetitions of k steps, between loads and stores of the accumulators."""
     loop = For("i", const(0), var("k"), _ONE, body)
-    size, line = atom.m * atom.n, atom.n
-    before = tuple(_load("load_c", name, "c", const(i * size), line) for i, name in enumerate(sums))
-    after = tuple(_load("store", name, "c", const(i * size), line) for i, name in enumerate(sums))
+    size, stride = atom.m * atom.n, atom.n
+    before = tuple(_load("load_c", name, "c", const(i * size), stride) for i, name in enumerate(sums))
+    after = tuple(_load("store", name, "c", const(i * size), stride) for i, name in enumerate(sums))
     again = For("again", const(0), var("m"), _ONE, (loop,))
     return Function("entry", "entry", (), (*first, *before, again, *after), comment)
 
