@@ -96,7 +96,7 @@ def test_new_shapes(benchmark, smoke):
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("kind", ["matmul", "packed", "linear", "linear with an epilogue", "epilogue"])
+@pytest.mark.parametrize("kind", ["matmul", "packed", "linear", "linear with an epilogue", "epilogue", "batch"])
 def test_another_m_of_a_class(benchmark, smoke, kind):
     over = first_calls.second_shapes(kind)
     benchmark.pedantic(first_calls.second_shapes, args=(kind,), rounds=1)

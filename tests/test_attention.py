@@ -22,6 +22,7 @@ from portmm.ops import attention
 from portmm.spec.epilogue import C, Fused, acc, number, parse
 from portmm.target.target import load_isa, load_target
 from portmm.trace import bind
+from portmm.util import memo
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -257,6 +258,93 @@ def test_without_a_compiler(monkeypatch):
         got = pm.attention(q, k, v, return_lse=True, **how)
         np.testing.assert_allclose(got[0], result, rtol=2e-5, atol=2e-5)
         np.testing.assert_allclose(got[1], lse, rtol=1e-5, atol=2e-5)
+
+
+# -- classes of queries and keys ---------------------------------------------------
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The sizes of calls that a kernel is sought for; nothing is remembered before."""
+    memo.forget_all()
+    found, make = [], attention._make
+
+    def counted(traced, shape, flags, result):
+        found.append((shape.m, shape.n))
+        return make(traced, shape, flags, result)
+
+    monkeypatch.setattr(attention, "_make", counted)
+    return found
+
+
+SIZES = {
+    "prefill": ((200, 200), (193, 199), (199, 193), (196, 200)),
+    "largest last": ((193, 193), (196, 193), (200, 200)),
+    "decode": ((1, 1344), (1, 1281), (1, 1300)),
+    "few": ((7, 47), (7, 48)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("how", [{}, {"causal": True, "window": 33}], ids=str)
+@pytest.mark.parametrize("heads", [(2, 4, 2, 10, 12), (1, 1, 1, 64, 64)], ids=str)
+def test_a_class_of_queries_and_keys_has_one_kernel(made, dtype, sizes, how, heads):
+    items, h, few, d, dv = heads
+    for seed, (m, n) in enumerate(sizes):
+        x = operands((items, h, few, m, n, d, dv), BF16 if dtype == "bfloat16" else dtype, seed)
+        check(*x, exact(*x, **how), **how)
+        if items == 1:
+            want = exact(*x, **how)
+            check(*(y[0] for y in x), tuple(y[0] for y in want), **how)
+    assert len(made) == 2  # with logarithms and without
+
+
+def test_rows_beyond_a_class_are_another(made):
+    for m, n in ((200, 200), (201, 200), (200, 201), (192, 200)):
+        x = operands((1, 2, 1, m, n, 16, 16))
+        check(*x, exact(*x))
+    assert sorted(set(made)) == [(192, 200), (200, 200), (200, 201), (201, 200)]
+
+
+def test_what_is_not_dense_is_of_no_class(made):
+    x = operands((2, 2, 2, 200, 200, 16, 16))
+    check(*x, exact(*x))
+    for m in (199, 198):
+        y = tuple(z[:, :, :m] for z in x)
+        check(*y, exact(*y))
+    assert len(made) == 6
+    y = tuple(np.ascontiguousarray(z[:, :, :198]) for z in x)
+    check(*y, exact(*y))
+    assert len(made) == 6
+
+
+@pytest.mark.usefixtures("made")
+def test_a_known_class_refuses_what_it_did():
+    q, k, v = operands((1, 2, 1, 200, 200, 16, 16))
+    pm.attention(q, k, v)
+    for wrong in ((q, k, v[:, :, :199]), (q, k[..., :8].copy(), v), (q, k[0], v[0]), (q[:, :, :, :8].copy(), k, v)):
+        with pytest.raises(ValueError, match=r"fit|columns"):
+            pm.attention(*wrong)
+    with pytest.raises(TypeError, match="dtypes"):
+        pm.attention(q, k, v.astype(np.float16))
+    with pytest.raises(TypeError, match="masked"):
+        pm.attention(np.ma.asarray(q), k, v)
+    assert pm.attention(q[:, :, :0], k, v).shape == (1, 2, 0, 16)
+    assert not pm.attention(q, k[:, :, :0], v[:, :, :0]).any()
+
+
+def test_threads_of_small_and_of_large_calls_of_a_class(made):
+    """Calls of a class may lie on both sides of where work is shared out."""
+    pm.set_num_threads(2)
+    try:
+        for n in (1056, 1025, 1040):
+            x = operands((1, 1, 1, 60, n, 8, 8))
+            check(*x, exact(*x))
+        assert len({60 * n * 16 > attention.FORK for n in (1056, 1025)}) == 2
+        assert len(made) == 4
+    finally:
+        pm.set_num_threads(0)
 
 
 # -- arrays ------------------------------------------------------------------------

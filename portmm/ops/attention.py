@@ -33,6 +33,7 @@ from portmm.ops.attention_shapes import (
 from portmm.runtime.cpu import runtime
 from portmm.spec.epilogue import C, Fused, acc, index
 from portmm.spec.expr import Expr, real
+from portmm.spec.row_classes import last_of_class
 from portmm.trace.bind import Around, Bound, substituted
 from portmm.trace.tracer import Indices, Traced, described
 from portmm.util.memo import Memory
@@ -112,7 +113,7 @@ def attention(
     if score is None and mask is None and lengths is None and out is None and offset is None:
         plain = _kind(q, k, v, scale, causal, window, return_lse)
         known: _Again | None = _plain.get(plain) if plain else None
-        if known:
+        if known is not None:
             return known(q, k, v)
     refuse_others(score=score, mask=mask)
     if (taker := numpy_arrays.taker(q, k, v, lengths, offset)) is not None:
@@ -134,8 +135,8 @@ def attention(
     starts = None if offset is None else starts_of(offset, shape)
     result, lse, ready = _computed(shape, asked, many, starts, out)
     if plain and ready is not None and all(map(_same, shape.operands, (q, k, v))):
-        found = dict.fromkeys(ready.bound.traced.numbers, factor)
-        _plain.keep(plain, _Again(ready, replace(shape, operands=()), found, far, shape.result, return_lse))
+        numbers = [factor] * len(ready.bound.traced.numbers)
+        _plain.keep(plain, _Again(ready, shape, window, numbers, lse=return_lse))
     return _given(result, lse, out)
 
 
@@ -203,12 +204,20 @@ _plain = Memory(MOST_KINDS)
 
 
 def _kind(q: Any, k: Any, v: Any, *how: Any) -> Any:
-    """What sets calls without functions apart; None if that is not said so soon."""
-    if not type(q) is type(k) is type(v) is np.ndarray:
+    """What sets calls without functions apart; None if that is not said so soon.
+
+    Numbers of queries and of keys stand for their classes where operands are dense: strides follow from them.
+    """
+    if not type(q) is type(k) is type(v) is np.ndarray or not q.ndim == k.ndim == v.ndim > 2:
         return None
-    forms = (q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype)
-    at = (k.__array_interface__["data"][0] % 4, q.flags.aligned and k.flags.aligned and v.flags.aligned)
-    return (*forms, *at, *how, config.current(), config.limit())
+    a, b, c = q.flags, k.flags, v.flags
+    at = (k.__array_interface__["data"][0] % 4, a.aligned and b.aligned and c.aligned)
+    rest = (q.dtype, k.dtype, v.dtype, *at, *how, config.current(), config.limit())
+    (*lead, m, d), (*heads, n, e), (*others, rows, dv) = q.shape, k.shape, v.shape
+    if not (a.c_contiguous and b.c_contiguous and c.c_contiguous and heads == others and n == rows):
+        return (q.shape, q.strides, k.shape, k.strides, v.shape, v.strides, *rest)
+    spread = math.prod(lead) * m * n * (d + dv) > FORK
+    return (last_of_class(m), last_of_class(n), spread, *lead, *heads, d, e, dv, *rest)
 
 
 def _same(x: Array, y: Array) -> bool:
@@ -216,25 +225,51 @@ def _same(x: Array, y: Array) -> bool:
     return bool(x.__array_interface__["data"] == y.__array_interface__["data"] and x.strides[-3:] == y.strides[-3:])
 
 
-@dataclass(frozen=True, slots=True)
 class _Again:
-    """A call without functions, like one before."""
+    """Calls without functions, like one before, which may differ in the numbers of queries and keys.
 
-    ready: _Ready
-    shape: Shape
-    found: dict[Any, Any]
-    far: int
-    wanted: tuple[int, ...]
-    lse: bool
+    Args:
+        ready: the kernel.
+        shape: of the call before.
+        window: how near a key must be, or None.
+        numbers: what the kernel takes.
+        lse: logarithms are wanted.
+    """
 
-    def __call__(self, *operands: Array) -> Any:
-        result = np.empty(self.wanted, self.shape.dtype)
-        if not self.lse:
-            self.ready.execute(self.shape, operands, self.found, [result], self.far)
-            return result
-        lse = np.empty(self.wanted[:-1], np.float32)
-        self.ready.execute(self.shape, operands, self.found, [result, lse], self.far)
-        return result, lse
+    def __init__(self, ready: _Ready, shape: Shape, window: int | None, numbers: list[Any], *, lse: bool) -> None:
+        self.ready, self.window, self.lse, self.dtype = ready, window, lse, shape.dtype
+        self.numbers = np.array(numbers or [0], np.float32)
+        self.sizes = shape.items * shape.heads, shape.heads, shape.group, shape.dv
+        self.last = shape.m, shape.n, ready.bound.template
+        # Strides of dense operands along items, rows, columns and heads: what is fixed, and what a query or key adds.
+        h, few = shape.heads, shape.heads // shape.group
+        self.fixed, self.by_query, self.by_key = (np.zeros_like(ready.bound.template) for _ in range(3))
+        d = -(-shape.d // ready.deep) * ready.deep if ready.kr > 1 and not ready.run else shape.d  # see `readable`
+        widths = (d, d, shape.dv, shape.dv)
+        for i, (width, many, steps) in enumerate(zip(widths, (h, few, few, h), "qkkq", strict=True)):
+            self.fixed[i, 2:4] = width, 1
+            (self.by_query if steps == "q" else self.by_key)[i, [1, 4]] = many * width, width
+        if lse:
+            self.fixed[4, 2] = 1
+            self.by_query[4, [1, 4]] = h, 1
+
+    def template(self, m: int, n: int) -> Array:
+        """The table of operands with so many queries and keys, without addresses."""
+        last = self.last
+        if last[0] != m or last[1] != n:
+            last = self.last = m, n, self.fixed + self.by_query * m + self.by_key * n
+        return last[2]
+
+    def __call__(self, q: Array, k: Array, v: Array) -> Any:
+        (*_, m, d), n, (batch, heads, group, dv) = q.shape, k.shape[-2], self.sizes
+        result = np.empty((*q.shape[:-1], dv), self.dtype)
+        lse = np.empty(q.shape[:-1], np.float32) if self.lse else None
+        q, k, d = self.ready.readable(q, k)
+        table = self.template(m, n).copy()
+        table[:, 0] = list(map(runtime().address, (q, k, v, result) if lse is None else (q, k, v, result, lse)))
+        far = n if self.window is None else min(self.window, m + n)
+        self.ready.launch((m, n, d, batch, heads, group, dv), far, table, self.numbers)
+        return result if lse is None else (result, lse)
 
 
 @cache
@@ -283,17 +318,33 @@ class _Ready:
     ) -> None:
         """Run the kernel; of operands that are in order, only the addresses matter."""
         q, k, v = operands
-        d = shape.d
-        if self.run:
-            q = np.ascontiguousarray(q)
-        elif self.kr > 1:
-            q, k, d = _whole(q, k, self.kr, self.deep)
+        q, k, d = self.readable(q, k)
         table, numbers, alive = self.bound.fill(found, [], [q, k, v, *results])
-        runtime().execute(
-            self.route, shape.m, shape.n, d, shape.items * shape.heads, 0, shape.heads, shape.group, 0,
-            0, far, self.step, 0, 0, shape.n - shape.m, shape.dv, self.run, *_NOTHING, table, numbers,
-        )  # fmt: skip
+        sizes = shape.m, shape.n, d, shape.items * shape.heads, shape.heads, shape.group, shape.dv
+        self.launch(sizes, far, table, numbers)
         del alive
+
+    def readable(self, q: Array, k: Array) -> tuple[Array, Array, int]:
+        """Queries and keys as the kernel reads them, and how long they are."""
+        if self.run:
+            return np.ascontiguousarray(q), k, q.shape[-1]
+        return _whole(q, k, self.kr, self.deep) if self.kr > 1 else (q, k, q.shape[-1])
+
+    def launch(self, sizes: tuple[int, ...], far: int, table: Array, numbers: Array) -> None:
+        """Run the kernel.
+
+        Args:
+            sizes: queries, keys, elements of a head of Q, heads of all items, of one item, heads that share keys, and
+                elements of a head of V.
+            far: how near a key must be.
+            table: the operands.
+            numbers: those of the score.
+        """
+        m, n, d, batch, heads, group, dv = sizes
+        runtime().execute(
+            self.route, m, n, d, batch, 0, heads, group, 0,
+            0, far, self.step, 0, 0, n - m, dv, self.run, *_NOTHING, table, numbers,
+        )  # fmt: skip
 
 
 def _whole(q: Array, k: Array, kr: int, deep: int) -> tuple[Array, Array, int]:
@@ -339,7 +390,7 @@ def _make(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: Array) 
     matmul_op.begin()
     runtime()  # without one, there is no use in making a kernel
     wanted = Fused(made.operands, ((C, made.results[0][0]),))
-    isa, atom, _ = unit = cpu_dispatch.attention_unit(held, wanted, target, shape.m)
+    isa, atom, _ = unit = cpu_dispatch.attention_unit(held, wanted, target, last_of_class(shape.m))
     few = shape.m <= FEW // atom.k_pack
     made = made if few else turned(traced)
     fused = Fused(made.operands, ((C, made.results[0][0]),))
@@ -362,7 +413,7 @@ def _make(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: Array) 
     run = 0
     if few:
         items = shape.items * shape.heads // shape.group
-        run = max(SHORTEST, -(-shape.n // max(1, TASKS // items)))
+        run = max(SHORTEST, -(-last_of_class(shape.n) // max(1, TASKS // items)))
         step = 256
     macs = shape.items * shape.heads * shape.m * shape.n * (shape.d + shape.dv)
     workers = config.get_num_threads() if macs > FORK else 1
@@ -371,7 +422,14 @@ def _make(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: Array) 
         q = np.ascontiguousarray(q)
     elif atom.k_pack > 1:
         q, k, _ = _whole(q, k, atom.k_pack, atom.k)
-    fields = {"m": shape.m, "n": shape.n, "k": q.shape[-1], "batch": shape.items * shape.heads, "workers": workers}
+    # Scratch is that of the largest of the classes of both, for which the route may be kept.
+    fields = {
+        "m": last_of_class(shape.m),
+        "n": last_of_class(shape.n),
+        "k": q.shape[-1],
+        "batch": shape.items * shape.heads,
+        "workers": workers,
+    }
     fields |= {"a_m": shape.heads, "a_k": shape.group, "b_n": step, "c_n": shape.dv, "c_batch": run}
     route = cpu_dispatch.attention_route(form, unit, fields)
     rows = [_strides(x) for x in (q, k, v, result)]
