@@ -255,7 +255,7 @@ def surveyed(bench, device="h100"):
          "terms": {"overlapped": c.overlapped, "added": c.added}, "seconds": c.seconds * (0.5 if i == 1 else 1.0)}
         for i, (c, s) in enumerate(ranked[:12])
     ]  # fmt: skip
-    survey = {"name": "s", "problem": tuning_database.told(problem), "rows": rows}
+    survey = {"name": "s", "problem": tuning_database.problem_text(problem), "rows": rows}
     return {"device": {"target": device}, "surveys": [survey]}, problem, ranked
 
 

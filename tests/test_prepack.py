@@ -127,7 +127,7 @@ def test_codes_are_folded_without_a_compiler(monkeypatch):
         raise NoCompilerError("none here")
 
     monkeypatch.setattr(cpu_dispatch, "int4_repack_route", none)
-    monkeypatch.setattr(numpy_fallback, "_said", [])
+    monkeypatch.setattr(numpy_fallback, "_warned", [])
     with pytest.warns(RuntimeWarning, match="computes with NumPy, which is slower: none here"):
         np.testing.assert_array_equal(pm.pack(q).owner, want)
 
