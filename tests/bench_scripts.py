@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 
 import bench_arrays
 import cuda_fakes
 import emulated_cuda
+from places import BENCH
 
-BENCH = Path(__file__).parent.parent / "bench"
 MODULES = (
     "gpu_arrays", "gpu_cases", "gpu_run", "gpu_peers", "gpu_families", "gpu_measure", "gpu_schedules", "gpu_compile",
     "gpu_tools", "gpu_load", "gpu_fit", "gpu", "lease_plan", "lease", "profile_one",

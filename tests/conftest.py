@@ -11,6 +11,7 @@ from pathlib import Path
 import cover
 import opencl_cpu
 import pytest
+import tiers
 from build_compilers import fake_compiler
 
 from portmm.arrays import numpy_fallback
@@ -24,6 +25,7 @@ from portmm.runtime import cpu as cpu_runtime
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden/ instead of comparing")
+    parser.addoption("--record", action="store_true", help="after a full run, write the runs that passed to passed.txt")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Workers have the cache of the process that started them: what one has compiled, the others find.
     """
     os.environ["PORTMM_TUNED"] = "off"
+    config.pluginmanager.register(tiers.Tiers(config))
     if hasattr(config, "workerinput"):
         return
     config.pluginmanager.register(Reports(config))

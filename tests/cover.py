@@ -1,4 +1,4 @@
-"""How much of a product of configurations the tests run.
+"""How much the tests run: which tier, and how much of a product of configurations.
 
 Faults come from one value, or from two that meet; seldom from three. So by default a product of axes is thinned to
 combinations in which every two values of different axes meet, and PORTMM_TESTS=all runs the whole of it.
@@ -14,8 +14,13 @@ from zlib import crc32
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-ALL = os.environ.get("PORTMM_TESTS", "") == "all"
+TIERS = ("fast", "rest", "full", "all")
+TIER = os.environ.get("PORTMM_TESTS", "") or TIERS[0]
+"""The fast tier, what it leaves, both with every run of a kernel repeated, or that without thinning of products."""
+ALL = TIER == "all"
 """Leave out nothing, however long it takes."""
+EVERY_RUN = TIER in ("full", "all")
+"""Repeat runs of kernels that have passed; see passed.py."""
 
 
 def pairs(*axes: Iterable[Any], turn: int = 0, where: Callable[..., Any] | None = None) -> list[tuple[Any, ...]]:

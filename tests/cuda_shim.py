@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import passed
 from support import Guarded, poison, require
 
 from portmm.build.cache import cache_dir, digest
@@ -272,6 +273,12 @@ def _made(name: str, text: str, flags: tuple[str, ...], make: Any) -> Path:
 
 
 @functools.cache
+def version() -> str:
+    """The shim and its compiler."""
+    return " ".join((passed.version("g++"), passed.folder_text("shim"), *_FLAGS, *_KERNEL_FLAGS, *_host_flags()))
+
+
+@functools.cache
 def _runtime(flags: tuple[str, ...]) -> Path:
     flags = (*_FLAGS, "-O2", *flags)
     argv = [require("g++"), *flags, "-c", SOURCES / "runtime.cpp", "-o", "runtime.o"]
@@ -281,6 +288,17 @@ def _runtime(flags: tuple[str, ...]) -> Path:
         return folder / "runtime.o"
 
     return _made("runtime.o", "", flags, make)
+
+
+@functools.cache
+def _header(flags: tuple[str, ...]) -> Path:
+    """The shim's header, precompiled for kernels; what is to be included is this without its last suffix."""
+
+    def make(folder: Path, _source: Path) -> Path:
+        _run([require("g++"), *flags, "-w", "-x", "c++-header", SOURCES / "cuda.h", "-o", "cuda.h.gch"], folder)
+        return folder / "cuda.h.gch"
+
+    return _made("cuda.h.gch", "", flags, make)
 
 
 @functools.cache
@@ -294,7 +312,8 @@ def compile(source: str, name: str, runtime: tuple[str, ...] = ()) -> Kernel:  #
 
     def make(folder: Path, text: Path) -> Path:
         gcc = require("g++")
-        words = [*flags, f"-I{SOURCES}", "-include", "cuda.h", "-x", "c++", "-c", text.name]
+        ready = _header(flags)
+        words = [*flags, f"-I{ready.parent}", f"-I{SOURCES}", "-include", ready.stem, "-x", "c++", "-c", text.name]
         _run([gcc, *words, "-o", "kernel.o"], folder)
         # The run time comes last: its part of the section of shared memory is the end of it.
         _run([gcc, "-shared", "-Wl,-Bsymbolic,-z,defs", "kernel.o", _runtime(runtime), "-o", "kernel.so"], folder)

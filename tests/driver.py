@@ -6,9 +6,10 @@ import struct
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from passed import compiled_by, folder_text, processor, unchanged, version
 
 from portmm.build.shared_object import build
 from portmm.codegen.c_kernel import source
@@ -65,6 +66,30 @@ def job(number: int, kernel: Kernel, k: Case, workers: int) -> bytes:
         head = OPERAND.pack(x.flat.nbytes, x.offset * x.flat.itemsize, *x.steps, x.flat.itemsize)
         parts += [head, x.flat.tobytes()]
     return b"".join(parts)
+
+
+def check(
+    command: list[str], jobs: list[tuple[Kernel, Any, int, object]], *flags: str, env: dict[str, str] | None = None
+) -> None:
+    """Each job (kernel, case, workers, what is said of it) gives what it should, or did so before.
+
+    Kernels are built with `flags` beside their own; a case may end in fused expressions.
+    """
+    tools = (*command[:-1], *(version(x) for x in command[:-1][:1]), folder_text("driver.c"), processor())
+    todo = []
+    for kernel, case, workers, what in jobs:
+        base = getattr(case, "case", case)
+        more = () if base is case else case.parts()
+        compiler = compiled_by((*kernel.isa.flags, *flags), None if kernel.isa.arch == "any" else kernel.isa.arch)
+        text = (source(kernel), kernel.name, compiler, workspace_bytes(kernel, base.problem, workers), workers)
+        if not unchanged(*text, *tools, *base.parts(), *more):
+            todo.append((kernel, case, base, workers, what))
+    kernels = list({id(kernel): kernel for kernel, *_ in todo}.values())
+    numbers = {id(kernel): i for i, kernel in enumerate(kernels)}
+    jobs = [(numbers[id(kernel)], kernel, base, workers) for kernel, _, base, workers, _ in todo]
+    results = run_all([*command, *objects(kernels, *flags)], jobs, env) if jobs else []
+    for (_, case, base, _, what), got in zip(todo, results, strict=True):
+        case.check(got[0] if base is case else got, what)
 
 
 def run(

@@ -275,6 +275,10 @@ class Fusing:
     results: tuple[tuple[int, str, np.ndarray, np.ndarray], ...]
     written: dict[int, Laid]
 
+    def parts(self) -> tuple[object, ...]:
+        """What the judgement of results depends on, beside the operands."""
+        return tuple(x for result in self.results for x in result)
+
     def check(self, found: list[np.ndarray], what: object = "") -> None:
         """All results, and nothing beside them was written; operands that are read are as they were."""
         for to, dtype, want, bound in self.results:
@@ -417,14 +421,20 @@ def interpreted(kernel, f, workers=1, shuffle=0):
     return [c, *flats]
 
 
-def executed(kernel, f, workers=1, *, code=None, end=True):
+def check_built(kernel, f, workers=1, what="", *, end=True):
+    """The built kernel leaves what it should, or did so before."""
+    if not support.called_as_before(kernel, f.case, workers, end, *f.parts()):
+        f.check(executed(kernel, f, workers, end=end), what)
+
+
+def executed(kernel, f, workers=1, *, end=True):
     """C and the operands as the built kernel leaves them, each beside a guard page."""
     from portmm.dispatch import cpu as cpu_dispatch
     from portmm.runtime.cpu import runtime
 
     k = f.case
     work = cpu_dispatch.workspace_bytes(kernel, k.problem, workers)
-    route = runtime().make_route(code or support.load(kernel), work, workers, k.problem.held, k.problem.unit)
+    route = runtime().make_route(support.load(kernel), work, workers, k.problem.held, k.problem.unit)
     a, b, c, numbers, *flats = (
         guarded(x, end=end) for x in (k.a, k.b, k.fresh(), k.numbers, *(x.flat for x in k.operands))
     )

@@ -13,6 +13,7 @@ import cuda_shim
 import fused_cases
 import numpy as np
 import opencl_cpu
+import passed
 from cuda_shim import ORDERS, ShimError
 from support import Case, expected, lay, poison
 
@@ -226,7 +227,25 @@ def compiled(kernels, language):
     return [opencl.load(opencl.compile_opencl(source(x, language), x.name, context), x.name) for x in kernels]
 
 
-def run(s, kernels, codes, language, k, seeds=ORDERS):  # noqa: PLR0917 - one call
+def run(s, kernels, language, k, seeds=ORDERS):
     """C, then the operands of fused expressions, as kernels leave them."""
     c = call(kernels, s, k)
+    codes = compiled(kernels, language)
     return in_shim(c, codes, seeds) if language == "cuda" else on_opencl(c, codes)
+
+
+def same_as_before(c, language, *parts):
+    """The kernels of a call are compiled from a text and called as they were when they passed."""
+    tools = (opencl_cpu.version() if language == "opencl" else cuda_shim.version(), passed.processor())
+    texts = (source(x, language) for x in c.kernels)
+    memory = (x for name, (array, at) in sorted(c.memory.items()) for x in (name, array, at))
+    return passed.unchanged(*tools, *texts, *c.launches, *memory, *parts)
+
+
+def check_run(s, kernels, language, k, what, seeds=ORDERS):  # noqa: PLR0917 - one call
+    """Kernels leave what they should, or did so before; `k` may end in fused expressions."""
+    fused = isinstance(k, fused_cases.Fusing)
+    base, more = (k.case, k.parts()) if fused else (k, ())
+    if not same_as_before(call(kernels, s, base), language, seeds, *base.parts(), *more):
+        found = run(s, kernels, language, base, seeds)
+        k.check(found if fused else found[0], what)

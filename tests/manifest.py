@@ -25,6 +25,7 @@ import manifest_chosen
 import manifest_devices
 import manifest_host
 from manifest_case import Case
+from places import TESTS
 
 from portmm.codegen.lower import GRID_PROGRAMS, PROGRAMS
 from portmm.ir import abi
@@ -35,7 +36,7 @@ from portmm.version import VERSION
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-FILE = Path(__file__).with_suffix(".txt")
+FILE = TESTS / "manifest.txt"
 DIGITS = 16
 """Hexadecimal, of a digest."""
 SHOWN = 20

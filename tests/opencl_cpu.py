@@ -56,6 +56,13 @@ def opencl_device():
     return context, cl.CommandQueue(context)
 
 
+@cache
+def version():
+    """The driver, and the device that it shows."""
+    device = opencl_device()[0].devices[0]
+    return f"{device.platform.version} {device.driver_version} {device.version} {device.name}"
+
+
 class OpenCl:
     """Arrays of PyOpenCL on that device."""
 

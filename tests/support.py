@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import passed
 import pytest
 
 from portmm.host.detect import host_features
@@ -213,6 +214,14 @@ class Case:
     def fresh(self) -> np.ndarray:
         """Memory for C: unset elements are NaN, all others poison."""
         return self.c.flat.copy()
+
+    def parts(self) -> tuple[object, ...]:
+        """All that a run on these operands depends on."""
+        extra = [x for y in self.operands for x in (y.flat, y.offset, y.steps)]
+        more = [x for name in sorted(self.vectors) for x in (name, self.vectors[name])]
+        c = (self.c.flat, self.c.offset, self.c.item, self.c.row, self.c.col, self.c.shape)
+        memory = (self.a, self.a_offset, self.b, self.b_offset, *c, self.numbers)
+        return (self.problem, sorted(self.fields.items()), *memory, self.want, self.bound, *more, *extra)
 
     def check(self, c: np.ndarray, what: object = "") -> None:
         """C is the product, and nothing beside it was written."""
@@ -466,3 +475,29 @@ def execute(kernel: Any, k: Case, workers: int = 1, *, code: Any = None, end: bo
     numbers += [None, *(vectors[name].ctypes.data if name in vectors else 0 for name in VECTORS)]
     runtime().execute(route, *numbers)
     return c.copy()
+
+
+def same_as_before(kernel: Any, *parts: object) -> bool:
+    """A kernel is built from a text and run as it was when it passed."""
+    from portmm.codegen.c_kernel import source
+
+    arch = None if kernel.isa.arch == "any" else kernel.isa.arch
+    tools = (passed.compiled_by(kernel.isa.flags, arch), passed.run_time(), passed.processor())
+    return passed.unchanged(source(kernel), kernel.name, *tools, passed.folder_text("tiles.h"), *parts)
+
+
+def called_as_before(kernel: Any, k: Case, workers: int, *more: object) -> bool:
+    """A kernel is called in this process as it was when it passed, with a scratch of the same size."""
+    from portmm.dispatch import cpu as cpu_dispatch
+
+    p = k.problem
+    work = cpu_dispatch.workspace_bytes(kernel, p, workers)
+    return same_as_before(kernel, "here", work, workers, p.held, p.unit, *more, *k.parts())
+
+
+def check_built(
+    kernel: Any, k: Case, workers: int = 1, what: object = "", *, code: Any = load, end: bool = True
+) -> None:
+    """C as the built kernel computes it is the product, or was so before. `code` builds and loads a kernel."""
+    if not called_as_before(kernel, k, workers, code.__name__, end):
+        k.check(execute(kernel, k, workers, code=code(kernel), end=end), what)

@@ -24,6 +24,8 @@ from portmm.target.target import load_isa, load_target
 from portmm.trace import bind
 from portmm.util import memo
 
+pytestmark = pytest.mark.calls
+
 ml_dtypes = pytest.importorskip("ml_dtypes")
 BF16 = np.dtype(ml_dtypes.bfloat16)
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
@@ -96,6 +98,7 @@ HOW = [
 ]
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("shape", "dtype", "how"), cover.pairs(SHAPES, ["float32", "bfloat16", "float16"], HOW), ids=str
 )
@@ -106,6 +109,7 @@ def test_it_is_attention(shape, dtype, how):
     check(*x, exact(*x, **how), **how)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("target", HERE)
 def test_every_instruction_set(target, dtype):
@@ -125,6 +129,7 @@ CACHES = {
 SEEN = [{"causal": True}, {"causal": True, "window": 8}, {"window": 9}]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("dtype", "m", "how", "cache"), cover.pairs([np.float32, BF16], [1, 5, 40], SEEN, CACHES), ids=str
 )
@@ -383,6 +388,7 @@ def test_out():
     np.testing.assert_array_equal(q, want)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("end", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nothing_beside_the_operands_is_touched(dtype, end):

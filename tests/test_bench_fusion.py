@@ -5,16 +5,17 @@ import json
 import math
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from places import BENCH
 
 import portmm as pm
 from portmm.comparison import tables
 from portmm.comparison.environment import Setup
 
-BENCH = Path(__file__).parent.parent / "bench"
+pytestmark = pytest.mark.rest("scripts of bench/")
+
 MODULES = ("fusion_cases", "fusion_ways", "fusion_worker", "fusion_torch", "fusion")
 
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from pathlib import Path
 
 import bench_arrays
 import cuda_fakes
 import emulated_cuda
 import pytest
+from places import BENCH
 
 from portmm.comparison import cublaslt
 from portmm.comparison.tables_device import device
 
-BENCH = Path(__file__).parent.parent / "bench"
+pytestmark = pytest.mark.rest("scripts of bench/")
+
 MODULES = (
     "gpu_arrays", "gpu_cases", "gpu_run", "gpu_peers", "gpu_families", "gpu_measure", "gpu_schedules", "gpu_compile",
     "gpu_tools", "gpu_load", "gpu", "lease_plan", "lease", "profile_one",

@@ -4,16 +4,17 @@ import importlib
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import driver
 import pytest
 import support
+from places import BENCH
 
 from portmm.comparison.report import Entrant, Entry, Report, Result
 from portmm.comparison.suite import cases
 
-BENCH = Path(__file__).parent.parent / "bench"
+pytestmark = pytest.mark.rest("scripts of bench/")
+
 MODULES = ("regression", "instructions")
 (CASE,) = cases("cube-64")
 

@@ -146,6 +146,7 @@ print(sound)
 """
 
 
+@pytest.mark.rest("takes long for what it finds")
 def test_eviction_beside_processes_that_load(fake, monkeypatch):
     """They find an entry or build it; none ever loads half of one."""
     build(SOURCE, flags=())

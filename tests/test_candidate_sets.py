@@ -80,6 +80,7 @@ def test_a_new_set_is_enumerated_once(monkeypatch):
     assert len(asked) == len(set(asked))
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("name", MACHINES)
 def test_shared_enumerations_are_fresh_ones(name):
     target, rng = MACHINES[name], random.Random(name)  # noqa: S311 - no secret

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from places import HOSTS, MACHINES
 from support import TINY, require
 from typer.testing import CliRunner
 
@@ -122,7 +123,7 @@ def test_this_machine_is_shown():
 def test_another_machine_is_shown():
     assert data("target", "neoverse-n1")["arch"] == "aarch64"
     assert "Graviton2" in run("target", "neoverse-n1").stdout
-    assert data("target", Path(__file__).with_name("targets") / "tiny.toml")["name"] == TINY.name
+    assert data("target", MACHINES / "tiny.toml")["name"] == TINY.name
 
 
 def test_a_device_is_shown_with_its_limits():
@@ -394,7 +395,7 @@ def elsewhere(monkeypatch):
     """Pretend to be a recorded host."""
 
     def pretend(name):
-        shot = json.loads((Path(__file__).parent / "hosts" / f"{name}.json").read_text())["snapshot"]
+        shot = json.loads((HOSTS / f"{name}.json").read_text())["snapshot"]
         recorded = detect.Snapshot(**{**shot, "affinity": tuple(shot["affinity"])})
         monkeypatch.setattr(detect, "snapshot", lambda: recorded)
         detect.host.cache_clear()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
+from places import HELPERS
 
 from portmm.comparison import Case, Contender, cold, compare
 from portmm.comparison.data import EXACT, arrays, judge
@@ -170,7 +170,7 @@ def contest(*names, **options):
 
 
 def test_a_contest_with_cold_caches(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(HELPERS))
     monkeypatch.setattr("portmm.comparison.contest.enough", lambda _levels, threads: threads << 20)
     report = contest("right", "slow", "forgetful", "unfinished", "elsewhere", threads=2)
     (result,) = report.results

@@ -3,10 +3,10 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from places import HELPERS
 from rich.console import Console
 
 from portmm.build.cache import read_note
@@ -27,7 +27,6 @@ from portmm.errors import TargetError
 from portmm.host.detect import host
 from portmm.target.target import MemoryLevel
 
-HERE = Path(__file__).parent
 SMALL = Case("small", "cube", 8, 12, 16)
 OTHER = Case("other", "cube", 9, 12, 16)
 
@@ -38,7 +37,7 @@ def fake(name, *, peer=True):
 
 @pytest.fixture(autouse=True)
 def _fakes(monkeypatch):
-    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.syspath_prepend(str(HELPERS))
 
 
 def contest(*names, suite=(SMALL,), ours="", **options):
@@ -319,6 +318,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", [c.name for c in CONTENDERS if c.peer])
 def test_every_adapter_is_right_in_all_its_methods(name):
     report = compare(SHAPES, contenders=[name], rounds=1, turn_s=0.0005, limits=False)

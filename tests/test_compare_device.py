@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -15,6 +14,7 @@ import emulated_cuda
 import numpy as np
 import opencl_cpu
 import pytest
+from places import HELPERS
 from typer.testing import CliRunner
 
 from portmm.cli import main
@@ -49,10 +49,11 @@ def installed():
     return ("clblast",)
 
 
+@pytest.mark.rest("takes long for what it finds")
 def test_a_comparison_through_opencl(monkeypatch):
     """portmm is right; a peer that is wrong, and one that crashes, are named."""
     opencl_cpu.opencl_device()
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(HELPERS))
     every = [SMALL, Case("tt", "x", 9, 10, 11, a="col", b="col", c="col", dtype="s8-s8-s32")]
     report = compare(
         every, device="opencl", contenders=["portmm", *installed(), there("wrong"), there("crashing"), there("absent")],

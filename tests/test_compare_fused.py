@@ -3,10 +3,10 @@
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from places import HELPERS
 
 from portmm.comparison import CONTENDERS, Case, Contender, cases, compare, fused
 from portmm.comparison import data as inputs
@@ -16,7 +16,6 @@ from portmm.comparison.peers import find, open_adapter
 from portmm.comparison.report import from_json
 from portmm.comparison.worker import prepare
 
-HERE = Path(__file__).parent
 WORDS = ("bias", "bias+gelu", "bias+gelu_tanh", "bias+relu", "silu", "residual", "bias+residual", "bias+residual+relu")
 NARROW = ("bf16", "f16", "u8-s8-f32", "s8-s8-f32", "f32-s8-f32", "f32-u4-f32")
 QUICK = {"rounds": 1, "turn_s": 0.001, "limits": False}
@@ -69,7 +68,7 @@ def right(which, made, precision=EXACT):
 
 @pytest.fixture(autouse=True)
 def _fakes(monkeypatch):
-    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.syspath_prepend(str(HELPERS))
 
 
 # --- words, cases and suites ----------------------------------------------------
@@ -265,6 +264,7 @@ def test_fakes_on_a_fused_case():
 # --- adapters -------------------------------------------------------------------
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", ["portmm", *UNASKED])
 def test_every_adapter_is_right_in_all_its_methods(name):
     suite = [case(words, packed=i % 2 == 0, m=5) for i, words in enumerate(WORDS)]

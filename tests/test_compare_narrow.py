@@ -3,11 +3,11 @@
 import importlib.util
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import compare_fakes
 import numpy as np
 import pytest
+from places import BENCH, HELPERS
 
 from portmm.comparison import Case, Contender, cases, compare, peers, suite
 from portmm.comparison import data as inputs
@@ -22,7 +22,6 @@ from portmm.target.target import MemoryLevel
 
 pytest.importorskip("ml_dtypes")
 
-HERE = Path(__file__).parent
 BLOCK = 32
 WORDS = (
     "bf16", "f16", "bf16-bf16-f32", "s8-s8-s32", "u8-s8-s32", "u8-s8-f32", "s8-s8-f32", "f32-s8-f32", "f32-u4-f32",
@@ -50,7 +49,7 @@ def right(which, made, precision=EXACT):
 
 @pytest.fixture(autouse=True)
 def _fakes(monkeypatch):
-    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.syspath_prepend(str(HELPERS))
 
 
 def fake(name, *, peer=True):
@@ -302,6 +301,7 @@ def test_libraries_without_narrow_types_refuse_them():
     assert {e.state for e in report.results[0].entries.values()} == {"unsupported"}
 
 
+@pytest.mark.rest("takes long for what it finds")
 def test_portmm_does_everything():
     report = compare(SHAPES, contenders=["portmm"], rounds=1, turn_s=0.0005, limits=False)
     for result in report.results:
@@ -319,7 +319,7 @@ def test_onnxruntime_cannot_be_held_to_less():
 
 @pytest.fixture(scope="module")
 def cliff():
-    spec = importlib.util.spec_from_file_location("cliff", HERE.parent / "bench" / "cliff.py")
+    spec = importlib.util.spec_from_file_location("cliff", BENCH / "cliff.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from places import HELPERS
 from typer.testing import CliRunner
 
 from portmm.build import cache as kept
@@ -33,7 +33,7 @@ def fake(name, *, peer=True):
 
 @pytest.fixture(autouse=True)
 def _fakes(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(HELPERS))
 
 
 # --- the budget --------------------------------------------------------------

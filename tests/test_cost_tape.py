@@ -84,6 +84,7 @@ def test_tapes_predict_to_the_bit(name, run):
         np.testing.assert_array_equal(tape.replayed(run, listed.table, q, rows, threads), by_numpy.seconds)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("name", MACHINES)
 def test_both_evaluators_select_the_same(name, run, monkeypatch):
     target, rng = MACHINES[name], random.Random(name)  # noqa: S311 - no secret

@@ -9,9 +9,10 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from places import HOSTS, MACHINES
 
 from portmm.errors import TargetError
 from portmm.host import amx_permission, detect
@@ -19,8 +20,13 @@ from portmm.host import host_probe as snapshot_module
 from portmm.host.host_probe import cgroup_folders, parse_list
 from portmm.target import target
 
-HOSTS = sorted(Path(__file__).with_name("hosts").glob("*.json"))
-TINY = str(Path(__file__).with_name("targets") / "tiny.toml")
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.calls
+
+RECORDED = sorted(HOSTS.glob("*.json"))
+TINY = str(MACHINES / "tiny.toml")
 X86 = platform.machine() == "x86_64"
 
 
@@ -35,7 +41,7 @@ def elsewhere(monkeypatch):
     """Pretend to be a recorded host."""
 
     def pretend(name: str) -> None:
-        shot, _ = recorded(Path(__file__).parent / "hosts" / f"{name}.json")
+        shot, _ = recorded(HOSTS / f"{name}.json")
         monkeypatch.setattr(detect, "snapshot", lambda: shot)
         detect.host.cache_clear()
         detect.host_features.cache_clear()
@@ -45,7 +51,7 @@ def elsewhere(monkeypatch):
     detect.host_features.cache_clear()
 
 
-@pytest.mark.parametrize("path", HOSTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_recorded_host(path: Path) -> None:
     shot, expect = recorded(path)
     found = detect.identify(shot)
@@ -118,7 +124,7 @@ def with_tiles(shot: detect.Snapshot, *, tiles: bool = True, xcr0: int = 0x600E7
     [({}, True), ({"tiles": False}, False), ({"xcr0": 0xE7}, False), ({"xcr0": 0x200E7}, False)],
 )
 def test_tiles_need_leave_and_state(more: dict, *, usable: bool) -> None:
-    shot, _ = recorded(Path(__file__).parent / "hosts" / "sapphire_rapids_quota.json")
+    shot, _ = recorded(HOSTS / "sapphire_rapids_quota.json")
     found = detect.features(with_tiles(shot, **more))
     assert ("amx_int8" in found) == usable
     spoken = replace(with_tiles(shot, **more), cpuid={}, xcr0=0)
@@ -129,7 +135,7 @@ def test_tiles_need_leave_and_state(more: dict, *, usable: bool) -> None:
 
 def test_a_chip_that_nobody_has_described_has_tiles() -> None:
     """Each extension comes before what it adds to, and after nothing that it is better than."""
-    shot, _ = recorded(Path(__file__).parent / "hosts" / "sapphire_rapids_quota.json")
+    shot, _ = recorded(HOSTS / "sapphire_rapids_quota.json")
     named = replace(with_tiles(shot), cpuid={}, xcr0=0)
     found = detect.identify(replace(named, cpuinfo=named.cpuinfo.replace("GenuineIntel", "SomebodyElse")))
     order = [isa.name for isa in found.isas]
@@ -372,7 +378,7 @@ def test_a_lesser_machine_is_seen_through_the_kernels_flags(cpu: str, best: str)
     assert done.stdout.split() == [best]
 
 
-@pytest.mark.parametrize("path", HOSTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_no_host_is_taken_for_a_device(path: Path) -> None:
     found = detect.identify(recorded(path)[0])
     assert found.device is None

@@ -9,6 +9,8 @@ from support import HERE
 
 import portmm as pm
 
+pytestmark = pytest.mark.calls
+
 SIZES = [(37, 1, 700), (35, 5, 64), (16, 200, 300), (5, 33, 1500)]
 
 
@@ -28,6 +30,7 @@ def weights(b):
     }
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("target", HERE)
 def test_threads_do_not_matter(target, dtype):
@@ -42,6 +45,7 @@ def test_threads_do_not_matter(target, dtype):
                         np.testing.assert_array_equal(pm.matmul(a, weight), want, err_msg=f"{size} {name} {threads}")
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("target", HERE)
 def test_other_rows_do_not_matter(target, dtype):
@@ -57,6 +61,7 @@ def test_other_rows_do_not_matter(target, dtype):
                 np.testing.assert_array_equal(pm.matmul(a[2], weight), want[2], err_msg=f"{size} {name} vector")
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("target", HERE)
 def test_how_operands_lie_does_not_matter(target):
     for size in SIZES:
@@ -80,6 +85,7 @@ def test_the_same_call_gives_the_same_bits():
         np.testing.assert_array_equal(pm.matmul(a, b), want)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("target", HERE)
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_narrow_floats_are_deterministic_as_well(target, dtype):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grid_cases
 import numpy as np
 import pytest
-from grid_cases import MACHINE, OLDER, compiled, kernels_of, run
+from grid_cases import MACHINE, OLDER, kernels_of, run
 
 from portmm.schedule.gpu_candidates import candidates, sums_in_shared
 from portmm.schedule.gpu_gemv import shares
@@ -34,7 +34,7 @@ def errors(got, want, scale):
 def multiplied(s, language, p, x, y):
     """C as a schedule's kernels leave it."""
     kernels, k = kernels_of(s), grid_cases.case_of(p, s.vectors, x[None], y[None])
-    found = run(s, kernels, compiled(kernels, language), language, k, seeds=(1,))[0]
+    found = run(s, kernels, language, k, seeds=(1,))[0]
     return found[k.c.places()][0]
 
 
@@ -49,6 +49,7 @@ def schedules(p, program):
     return sorted(dict.fromkeys(found), key=lambda s: (s.block.m * s.block.n, s.threads))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("language", SIZES)
 @pytest.mark.parametrize("k", [385, 1000, 2048])
 def test_schedules_give_the_same_bits(language, k):
@@ -67,6 +68,7 @@ def test_schedules_give_the_same_bits(language, k):
         np.testing.assert_array_equal(other, first, err_msg=str(s))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("language", "k", "kind", "b"), CASES)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_products(program, language, k, kind, b):

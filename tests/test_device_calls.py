@@ -71,6 +71,7 @@ def test_a_type_beside_an_output_is_that_of_the_product(on, coded):
         pm.matmul(left, right, on.array(np.zeros((4, 32), np.float32)), dtype="float16")
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, BF16, np.int8], ids=str)
 @pytest.mark.parametrize("size", [(5, 7, 9), (64, 48, 32), (1, 33, 70), (65, 1, 20)], ids=str)
 def test_a_product_is_that_of_numpy(on, size, dtype):

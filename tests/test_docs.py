@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.rest("runs the documentation")
+
 PAGES = [*(ROOT / n for n in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = ("python", "console", "toml", "sh", "text")
 COMMENT = re.compile(r"<!-- (file|not run|ci|instead of \"[^\"]*\"): (.+?) -->")

@@ -58,13 +58,12 @@ def test_arm_kernels_agree_with_the_interpreter(name, dtype, arm_driver):
     chosen = cover.some(chosen, ARM.index(name), 3 if dtype == "f32" and name in ("neon", "sve256") else 7)
     kernels = [lower(s, isa) for _, s in chosen]
     jobs = []
-    for i, ((p, _), kernel) in enumerate(zip(chosen, kernels, strict=True)):
-        jobs += [(i, kernel, case(p, seed=i), 1 + i % 3), (i, kernel, case(p, seed=i, floats=True), 1)]
-    results = driver.run([*arm_driver(name), *driver.objects(kernels)], jobs)
-    for (i, kernel, k, _), got in zip(jobs, results, strict=True):
-        k.check(got, chosen[i][1])
-        if not k.bound.any():
-            np.testing.assert_array_equal(got, interpret(kernel, k), err_msg=str(chosen[i][1]))
+    for i, ((p, s), kernel) in enumerate(zip(chosen, kernels, strict=True)):
+        exact = case(p, seed=i)
+        exact.check(interpret(kernel, exact), s)
+        assert not exact.bound.any(), "what is within no bound is the same to the bit"
+        jobs += [(kernel, exact, 1 + i % 3, s), (kernel, case(p, seed=i, floats=True), 1, s)]
+    driver.check(arm_driver(name), jobs)
 
 
 @pytest.mark.parametrize(("name", "word"), NARROW)
@@ -76,11 +75,9 @@ def test_arm_multiplies_narrow_types(name, word, arm_driver):
     chosen = cover.some(chosen, NARROW.index((name, word)), 16)
     kernels = [lower(s, isa) for _, s in chosen]
     jobs = []
-    for i, ((p, _), kernel) in enumerate(zip(chosen, kernels, strict=True)):
-        jobs += [(i, kernel, case(p, seed=i), 1 + i % 3), (i, kernel, case(p, seed=i, floats=True), 1)]
-    results = driver.run([*arm_driver(name), *driver.objects(kernels)], jobs)
-    for (i, _, k, _), got in zip(jobs, results, strict=True):
-        k.check(got, chosen[i][1])
+    for i, ((p, s), kernel) in enumerate(zip(chosen, kernels, strict=True)):
+        jobs += [(kernel, case(p, seed=i), 1 + i % 3, s), (kernel, case(p, seed=i, floats=True), 1, s)]
+    driver.check(arm_driver(name), jobs)
 
 
 @pytest.mark.parametrize("name", EVERY_ARM)
@@ -102,11 +99,9 @@ def test_arm_scales_sums_and_reads_codes(name, arm_driver):
             posed.append(support.coded((3 + 9 * i, 21, 45), word, 2 * isa.atom(word).n, 8 * i, **post, **source))
     turn = EVERY_ARM.index(name)
     chosen = [(p, s) for i, p in enumerate(posed) for s in cover.some(candidates(p, target), i + turn, 6)]
-    kernels = [lower(s, isa) for _, s in chosen]
-    jobs = [(i, kernels[i], case(p, seed=i, floats=True), 2) for i, (p, _) in enumerate(chosen)]
-    results = driver.run([*arm_driver(name), *driver.objects(kernels)], jobs)
-    for (i, _, k, _), got in zip(jobs, results, strict=True):
-        k.check(got, chosen[i][1])
+    driver.check(
+        arm_driver(name), [(lower(s, isa), case(p, seed=i, floats=True), 2, s) for i, (p, s) in enumerate(chosen)]
+    )
 
 
 @pytest.mark.parametrize("name", ARM)
@@ -133,24 +128,21 @@ def test_arm_packs_bits_as_they_are(name, arm_driver):
 def test_arm_computes_expressions(name, arm_driver):
     """Fused kernels: every operation and type over rows, reductions, and ends of products of narrow types."""
     isa, words = load_isa(name), ("f32", "f32-s8-f32", "f16", "bf16", "s8-s8-f32", "u8-s8-bf16", "bf16-u4-bf16")
-    jobs, kernels = [], []
+    jobs = []
     for make in (every_operation, every_type, by_rows) if isa.base is None else ():
-        kernels.append(lower_rows(isa, isa.atom("f32"), str(make())))
-        n = kernels[-1].atom.n
+        kernel = lower_rows(isa, isa.atom("f32"), str(make()))
+        n = kernel.atom.n
         for i, size in enumerate(((1, 1), (3, 2 * n + 3), (2, n), (4, 0))):
             f = rows_case(make(), size, 1 + i % 2, i, special=i % 2 > 0)
-            jobs.append((len(kernels) - 1, kernels[-1], f, 1 + i % 3))
+            jobs.append((kernel, f, 1 + i % 3, kernel.header[1]))
     for at, word in enumerate(x for x in words if isa.atom(x)):
         kind = list(test_fused.EPILOGUES)[at % 3]
         found = list(test_fused.products(name, word, kind))
         for p, s in found[at % len(found) :: len(found)] if word != "f32" else found[:: len(found) // 2]:
-            kernels.append(lower(s, small(name).isa(s.isa)))
+            kernel = lower(s, small(name).isa(s.isa))
             f = gemm_case(p, test_fused.EPILOGUES[kind], at, special=at % 2 > 0)
-            jobs.append((len(kernels) - 1, kernels[-1], f, 1 + at % 3))
-    command = [*arm_driver(name), *driver.objects(kernels)]
-    results = driver.run_all(command, [(i, kernel, f.case, workers) for i, kernel, f, workers in jobs])
-    for (_, kernel, f, _), got in zip(jobs, results, strict=True):
-        f.check(got, kernel.header[1])
+            jobs.append((kernel, f, 1 + at % 3, kernel.header[1]))
+    driver.check(arm_driver(name), jobs)
 
 
 # Runs in a whole Python under the emulator; prints what it found as JSON.

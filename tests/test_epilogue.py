@@ -18,6 +18,8 @@ from portmm.errors import TraceError
 from portmm.ops.rowwise import over_rows
 from portmm.spec import elementwise
 
+pytestmark = pytest.mark.calls
+
 QUICKLY = True
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -361,6 +363,7 @@ def ends_of(product):
     )
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", HERE)
 @pytest.mark.parametrize(
     ("left", "right"),

@@ -22,6 +22,8 @@ from portmm.schedule.textbook import WITHIN, follows
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target, names_of
 
+pytestmark = pytest.mark.calls
+
 SHAPES = (
     (1024, 1024, 1024, "row", "row"),
     (1, 4096, 4096, "row", "row"),
@@ -39,6 +41,7 @@ def problems(dtype):
 # --- any machine -------------------------------------------------------------
 
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("chip", names_of("cpu"))
 @pytest.mark.parametrize("dtype", ["f32", "f64"])
 def test_every_chip_explains_and_emits(chip, dtype):

@@ -15,11 +15,14 @@ import portmm as pm
 from portmm.ops.int4_panels import unfold
 from portmm.weights.safetensors import read, write
 
+pytestmark = pytest.mark.calls
+
 QUICKLY = True
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("target", HERE)
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("group", [32, 64, 128, None])

@@ -121,6 +121,7 @@ def run(script, *args, timeout=300):
     assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr[-2000:]
 
 
+@pytest.mark.rest("takes long for what it finds")
 @pytest.mark.parametrize("seed", range(4))  # four fresh processes, whose first calls import and load as well
 def test_children_of_threads_in_first_calls(seed):
     run(FIRST_CALLS, str(seed))

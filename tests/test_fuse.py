@@ -15,6 +15,8 @@ from portmm.build import shared_object
 from portmm.errors import TraceError
 from portmm.spec import elementwise as v
 
+pytestmark = pytest.mark.calls
+
 QUICKLY = True
 
 HERE = Path(__file__).name
@@ -100,6 +102,7 @@ def attention(x, wq, wk, wv, wo, heads):  # noqa: PLR0917 - its weights
 SIZES = [(0, 8, 8), (1, 1, 1), (1, 64, 96), (5, 1, 7), (7, 13, 33), (16, 64, 96), (3, 8, 1), (4, 0, 5)]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_shapes(size):
     m, k, n = size

@@ -55,6 +55,7 @@ def kinds(fused, *args):
     return [k.kind for k in fused.explain(*args).kernels]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("shape", [(5, 33), (2, 3, 64), (1, 1)], ids=str)
 def test_functions_of_rows(on, shape):
     x, w, b = numbers(*shape), numbers(shape[-1], seed=1), numbers(shape[-1], seed=2)

@@ -8,7 +8,7 @@ import fused_cases
 import numpy as np
 import pytest
 import support
-from fused_cases import by_rows, epilogues, every_operation, every_type, executed, gemm_case, interpreted, rows_case
+from fused_cases import by_rows, check_built, epilogues, every_operation, every_type, gemm_case, interpreted, rows_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import EVERY_ISA, HERE, ISAS, require, runs_here, small
@@ -22,6 +22,8 @@ from portmm.schedule.cpu_candidates import candidates
 from portmm.spec.epilogue import Fused, Operand, extent, index, load, number, parse, reduction
 from portmm.spec.expr import apply, bits, fma, from_bits, real, select, sqrt
 from portmm.target.target import load_isa
+
+pytestmark = pytest.mark.calls
 
 ROWS = {"every operation": every_operation, "every type": every_type, "by rows": by_rows}
 WORDS = (
@@ -68,11 +70,10 @@ def test_rows_mean_their_expressions(name, make):
 def test_built_rows_mean_their_expressions(name, make):
     fused = ROWS[make]()
     kernel = over_rows(name, fused)
-    code = support.load(kernel)
     for i, (size, batch) in enumerate([*sizes(kernel.atom.n), ((40, 33), 1)]):
         for special in (False, True):
             f = rows_case(fused, size, batch, i, special=special)
-            f.check(executed(kernel, f, 1 + i % 3, code=code, end=special), (size, batch))
+            check_built(kernel, f, 1 + i % 3, (size, batch), end=special)
 
 
 # -- any expression ---------------------------------------------------------------
@@ -131,7 +132,7 @@ def test_any_expression_over_rows(fused, seed, m, n, special):
 def test_any_built_expression_over_rows(fused, seed, n, special):
     name = HERE[seed % len(HERE)]
     f = rows_case(fused, (2, n), 2, seed, special=special)
-    f.check(executed(over_rows(name, fused), f, 1 + seed % 2), (name, str(fused)))
+    check_built(over_rows(name, fused), f, 1 + seed % 2, (name, str(fused)))
 
 
 # -- the end of a product ---------------------------------------------------------
@@ -162,6 +163,7 @@ EPILOGUES = epilogues()
 SERVED = [(name, word) for name in EVERY_ISA for word in WORDS if load_isa(name).atom(word)]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("name", "word"), SERVED)
 def test_products_end_in_expressions(name, word):
     for at, kind in enumerate(EPILOGUES):
@@ -181,10 +183,9 @@ def test_built_products_end_in_expressions(name, word):
         found = list(products(name, word, kind))
         p, s = found[turn % len(found)]
         kernel = lower(s, small(name).isa(s.isa))
-        code = support.load(kernel)
         for i in range(3):
             f = gemm_case(p, EPILOGUES[kind], i, special=i > 0)
-            f.check(executed(kernel, f, 1 + i, code=code, end=i % 2 > 0), s)
+            check_built(kernel, f, 1 + i, s, end=i % 2 > 0)
 
 
 # -- what may go wrong ------------------------------------------------------------
@@ -221,7 +222,7 @@ def test_passes_keep_numbers_only():
     for name in HERE:
         f, kernel = rows_case(fused, (3, 37)), over_rows(name, fused)
         f.check(interpreted(kernel, f), name)
-        f.check(executed(kernel, f), name)
+        check_built(kernel, f, 1, name)
 
 
 def test_lanes_that_are_lacking_are_told():

@@ -7,9 +7,9 @@ these files: only a change of the emitted text does.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from places import GOLDEN
 from support import ISAS
 
 from portmm.codegen.c_kernel import source
@@ -21,8 +21,6 @@ from portmm.spec.epilogue import C, Fused, Operand, acc, load, number
 from portmm.spec.expr import apply
 from portmm.spec.problem import Family
 from portmm.target.target import load_isa
-
-FOLDER = Path(__file__).with_name("golden")
 
 
 def tiles(mr, nr, kc, mc, nc):
@@ -141,7 +139,7 @@ TEXTS = {f"{name}.c": lambda make=make: source(make()) for name, make in KERNELS
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_the_text_is_the_one_looked_at(name, request):
-    text, path = TEXTS[name](), FOLDER / name
+    text, path = TEXTS[name](), GOLDEN / name
     if request.config.getoption("--update-golden"):
         path.write_text(text)
     assert path.is_file(), "no such file; write it with --update-golden"
@@ -149,7 +147,7 @@ def test_the_text_is_the_one_looked_at(name, request):
 
 
 def test_every_file_is_of_a_kernel():
-    assert {path.name for path in FOLDER.glob("*")} == set(TEXTS)
+    assert {path.name for path in GOLDEN.glob("*.c*")} == set(TEXTS)
 
 
 @pytest.mark.parametrize("name", TEXTS)

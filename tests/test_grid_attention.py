@@ -78,6 +78,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_it_is_attention(cl, case):
     shape, dtype, how = case
@@ -85,6 +86,7 @@ def test_it_is_attention(cl, case):
     check(cl, x, exact(*x, **how), **how)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("case", [SHAPES[i] for i in (2, 6, 8)], ids=str)
 def test_it_is_attention_in_cuda(cupy, case):
     shape, dtype, how = case
@@ -95,6 +97,7 @@ def test_it_is_attention_in_cuda(cupy, case):
     np.testing.assert_array_equal(got.get(), pm.attention(*map(cupy.array, x), **how).get())
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("m", [3, 40])
 def test_lengths_and_positions_of_items(cl, m):
     """A cache filled up to other lengths for each item; what lies behind is not looked at."""
@@ -134,6 +137,7 @@ def _moved(cl, x):
 # -- functions -------------------------------------------------------------------------------
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("m", [2, 40])
 def test_scores_and_masks(cl, m):
     x = operands((2, 4, 2, m, 520, 32, 32))
@@ -180,6 +184,7 @@ def strided(cl, x, order):
     return laid.transpose([order.index(i) for i in range(x.ndim)])
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("m", [2, 40])
 def test_any_strides(cl, m):
     x = operands((2, 4, 2, m, 530, 24, 20), F16)
@@ -367,6 +372,7 @@ def test_tiles_are_large_where_there_is_work():
     assert tilings(asked(d=16), few)[0].shared_bytes <= few.device.shared_bytes
 
 
+@pytest.mark.rest("NVRTC")
 @pytest.mark.parametrize("architecture", ["80", "90a"])
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("held", ["f32", "f16"])

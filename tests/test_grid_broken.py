@@ -22,6 +22,8 @@ from portmm.ir.nodes import For, If
 from portmm.ir.thread_nodes import Barrier, CopyCommit, CopyWait, Vector
 from portmm.schedule.gpu_candidates import candidates
 
+pytestmark = pytest.mark.rest("of the shim itself")
+
 SIZE = (20, 18, 100)
 
 

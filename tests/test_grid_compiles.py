@@ -17,6 +17,8 @@ from portmm.spec.expr import apply
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
 
+pytestmark = pytest.mark.rest("NVRTC")
+
 CHIPS = ("t4", "a100", "a10g", "l4", "h200", "b200", "rtx_pro_6000")
 ENDING = str(
     Fused(

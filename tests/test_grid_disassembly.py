@@ -15,6 +15,8 @@ from portmm.schedule.gpu_cost import cost
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
 
+pytestmark = pytest.mark.rest("NVIDIA's disassembler")
+
 CHIPS = ("t4", "a100", "a10g", "l4", "h200", "b200", "rtx_pro_6000")
 SEVERAL = ("t4", "a100", "h200", "b200")
 """Of which all problems are disassembled."""

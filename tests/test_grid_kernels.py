@@ -7,7 +7,7 @@ from dataclasses import replace
 import grid_cases
 import pytest
 from fused_cases import epilogues
-from grid_cases import MACHINE, compiled, fused_case, kernels_of, rounded, run
+from grid_cases import MACHINE, check_run, fused_case, kernels_of, rounded
 
 from portmm.schedule.gpu_candidates import candidates
 from portmm.spec.problem import Problem
@@ -58,10 +58,9 @@ def several(dtype, layouts, vectors, turn):
 def check(s, language, layouts, dtype, what=SIZES):
     """A schedule's kernels on problems of several sizes."""
     kernels = kernels_of(s)
-    codes = compiled(kernels, language)
     for i, (*size, batch, shared) in enumerate(what):
         k = grid_cases.case(posed(dtype, layouts, s.vectors, size, batch), s.vectors, i, shared)
-        k.check(run(s, kernels, codes, language, k)[0], (k.problem, s))
+        check_run(s, kernels, language, k, (k.problem, s))
 
 
 @pytest.mark.parametrize("language", ["cuda", "opencl"])
@@ -122,7 +121,6 @@ def test_products_end_in_expressions(ending, language):
             ways[5 * at % len(ways)], split=3 if kind == "split" else 1, copies=False, stages=min(ways[0].stages, 2)
         )
         kernels = kernels_of(s)
-        codes = compiled(kernels, language)
         for i, (*size, batch) in enumerate([(33, 19, 37, 2), (1, 1, 1, 1), (4, 8, 70, 3)]):
             f = fused_case(replace(posed(dtype, layouts, s.vectors, size, batch), fused=p.fused), fused, s.vectors, i)
-            f.check(run(s, kernels, codes, language, f.case), (f.case.problem, s))
+            check_run(s, kernels, language, f, (f.case.problem, s))

@@ -104,6 +104,7 @@ def wide_enough(form, fused, n):
     return not form.cells or not fused.reductions or n <= form.width
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("form", FORMS, ids=lambda x: f"{x.threads}-{x.team}-{x.cells}")
 @pytest.mark.parametrize("make", ROWS)
 def test_rows_by_opencl(make, form):
@@ -115,6 +116,7 @@ def test_rows_by_opencl(make, form):
             f.check(by_opencl([kernel], f), (size, batch))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("make", "form"),
     [

@@ -38,6 +38,7 @@ def every(target):
             yield p, vectors, s
 
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("target", DEVICES, ids=lambda t: f"{t.name}-{t.device.architecture}")
 def test_candidates_are_legal_and_read_back(target):
     seen = []

@@ -10,6 +10,8 @@ from test_grouped_device import groups_of, looped, values
 import portmm as pm
 from portmm.errors import ScheduleError
 
+pytestmark = pytest.mark.calls
+
 QUICKLY = True
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import cuda_shim
 import ml_dtypes
 import numpy as np
+import passed
 import pytest
 from emulated_cuda import install
 from grid_cases import MACHINE
@@ -60,6 +61,7 @@ CASES = (
 )  # fmt: skip
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("dtype", [np.float32, BF16, np.int8], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_groups_are_those_of_a_loop(on, case, dtype):
@@ -89,6 +91,7 @@ def there(on, x):
     return on.array(base)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
 @pytest.mark.parametrize("layout", range(len(LAYOUTS)))
 def test_operands_are_read_where_they_lie(on, layout, dtype):
@@ -239,6 +242,7 @@ def sample(target, dtype, vectors):
         yield from found[:: max(1, len(found) // 3)][:4]
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(("name", "dtype"), [("h100", "bf16"), ("t4", "f16-f16-f32"), ("", "f32"), ("", "s8-s8-s32")])
 def test_no_byte_but_those_of_a_call_is_touched(name, dtype):
     """In every order of threads, whatever `ends` holds: guard pages lie around all arrays."""
@@ -251,7 +255,7 @@ def test_no_byte_but_those_of_a_call_is_touched(name, dtype):
     assert name != "h100" or any(s.program == "wgmma" for s in found)
     for s in found:
         (kernel,) = lower_grid(s, target.isa(s.isa))
-        code = cuda_shim.compile(source(kernel, "cuda"), kernel.name)
+        text = source(kernel, "cuda")
         numbers = {
             "m": m, "n": n, "k": k, "batch": 3, "a_m": k, "a_batch": 0, "b_k": n, "b_batch": k * n, "c_m": n, "c_n": 1,
             "c_batch": 0,
@@ -260,6 +264,10 @@ def test_no_byte_but_those_of_a_call_is_touched(name, dtype):
             c = np.full((m, n), 99, kinds[2])
             memory = {"a": a, "b": b, "ends": np.array(ends, np.int32), "c": c}
             launch = bind(kernel, None, numbers | {x: x for x in memory})
+            what = (x for name in memory for x in (name, memory[name]))
+            if passed.unchanged(text, cuda_shim.version(), passed.processor(), launch, *what):
+                continue
+            code = cuda_shim.compile(text, kernel.name)
             names = dict(launch.open)
             given = [
                 memory[v] if kind == "pointer" else _map(v, memory[names[i]]) if kind == "map" else (kind, v)

@@ -43,6 +43,7 @@ CLAIMS = {
 }
 
 
+@pytest.mark.rest("takes long for what it finds")
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS.keys())
 def test_a_claim_costs_nothing(claim, tmp_path):
     script = f"{LIMIT}P = {str(tmp_path / 'w')!r}\n{claim}"

@@ -10,14 +10,16 @@ import shutil
 import subprocess
 from dataclasses import replace
 from itertools import combinations
-from pathlib import Path
 
 import pytest
 from comparisons import noisy, sample
+from places import BENCH
 
 from portmm.comparison.html import page
 from portmm.comparison.report import from_json
 from portmm.comparison.roofline import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
+
+pytestmark = pytest.mark.rest("a browser")
 
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome", "chrome")
 PROBE = """<script>
@@ -92,7 +94,7 @@ out.textContent = JSON.stringify({
 });
 document.body.append(out);
 </script></body>"""
-STORED = Path(__file__).resolve().parent.parent / "bench" / "results"
+STORED = BENCH / "results"
 LIGHT, DARK = (
     {"us": 0x0067A5, "best": 0xC24E00, "paper": 0xFFFFFF},
     {"us": 0x58B4EE, "best": 0xFF9147, "paper": 0x14171A},

@@ -52,6 +52,7 @@ def test_printed_expressions_mean_what_they_are(x, values):
     assert eval(text, {"min_": min, "max_": max}, ints) == evaluate(x, ints)  # noqa: S307 - our own text
 
 
+@pytest.mark.rest("takes long for what it finds")
 @settings(derandomize=True, deadline=None, max_examples=200, database=None)
 @given(expressions(), expressions(), st.tuples(*[st.integers(0, 20)] * 3))
 def test_folding_keeps_the_value(x, y, values):

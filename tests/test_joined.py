@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from emulated_cuda import install
 from fused_cases import epilogues
-from grid_cases import MACHINE, compiled, fused_case, kernels_of, run
+from grid_cases import MACHINE, check_run, fused_case, kernels_of, run
 
 import portmm as pm
 from portmm.dispatch.gpu import choose
@@ -21,6 +21,8 @@ from portmm.schedule.schedule import parse, spell
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
 from portmm.util import memo
+
+pytestmark = pytest.mark.calls
 
 QUICKLY = True
 
@@ -55,14 +57,15 @@ def test_the_sums_are_those_of_two_launches(case):
     for s in chosen(case):
         kernels, apart = kernels_of(s, case[0]), kernels_of(replace(s, joined=False), case[0])
         assert (len(kernels), len(apart)) == (1, 2)
-        codes, others = compiled(kernels, "cuda"), compiled(apart, "cuda")
         for i, size in enumerate(SIZES):
             k = grid_cases.case(posed(case, size), s.vectors, i)
-            found = run(s, kernels, codes, "cuda", k)[0]
-            k.check(found, (k.problem, s))
-            if i == 0:
-                two = replace(s, joined=False)
-                assert found.tobytes() == run(two, apart, others, "cuda", k)[0].tobytes()
+            check_run(s, kernels, "cuda", k, (k.problem, s))
+            two = replace(s, joined=False)
+            calls = [grid_cases.call(x, how, k) for x, how in ((kernels, s), (apart, two))]
+            same = [grid_cases.same_as_before(x, "cuda") for x in calls] if i == 0 else [True]
+            if not all(same):
+                found, wanted = (run(how, x, "cuda", k)[0] for x, how in ((kernels, s), (apart, two)))
+                assert found.tobytes() == wanted.tobytes()
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=lambda x: x[1])
@@ -70,10 +73,9 @@ def test_they_end_in_expressions(case):
     fused = epilogues()["many"]
     s = next(chosen(case, fused=str(fused)))
     kernels = kernels_of(s, case[0])
-    codes = compiled(kernels, "cuda")
     for i, size in enumerate(SIZES[:2]):
         f = fused_case(posed(case, size, fused=str(fused)), fused, s.vectors, i)
-        f.check(run(s, kernels, codes, "cuda", f.case), (f.case.problem, s))
+        check_run(s, kernels, "cuda", f, (f.case.problem, s))
 
 
 def test_one_launch_costs_less():

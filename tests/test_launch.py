@@ -14,6 +14,8 @@ from portmm.schedule.cpu_candidates import candidates
 from portmm.spec.problem import Problem
 from portmm.target.target import load_isa
 
+pytestmark = pytest.mark.calls
+
 RNG = np.random.default_rng(0)
 
 

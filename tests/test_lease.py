@@ -12,6 +12,8 @@ import bench_scripts
 import pytest
 from bench_scripts import BENCH, jobs
 
+pytestmark = pytest.mark.rest("scripts of bench/")
+
 
 @pytest.fixture
 def bench(monkeypatch):

@@ -20,6 +20,8 @@ from portmm.schedule.schedule import spell
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
 
+pytestmark = pytest.mark.rest("scripts of bench/")
+
 
 @pytest.fixture
 def bench(monkeypatch):

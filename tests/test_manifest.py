@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import manifest
 import pytest
+from places import HELPERS, LESSER
 
 from portmm.codegen.lower import GRID_PROGRAMS, PROGRAMS
 
@@ -37,16 +37,16 @@ def test_every_program_has_cases():
     assert words >= {*PROGRAMS, *GRID_PROGRAMS, "attention", "rows", "columns", "lines", "pack", "fold", "peak"}
 
 
+@pytest.mark.rest("takes long for what it finds")
 @pytest.mark.parametrize("seed", ["1", "2"])
 def test_no_digest_depends_on_the_process_or_the_machine(seed):
     """Other orders of sets; a machine with SSE only and one core, tuned schedules allowed, and a path of its own."""
-    here = Path(__file__).parent
     more = {"PYTHONHASHSEED": seed}
     if seed == "2":
-        more |= {"PYTHONPATH": str(here / "lesser"), "TESTS_HOST": "x86-64-v2", "TESTS_PROCESSORS": "1"}
+        more |= {"PYTHONPATH": str(LESSER), "TESTS_HOST": "x86-64-v2", "TESTS_PROCESSORS": "1"}
         more |= {"PORTMM_TARGET": "x86-64-v2", "PORTMM_NUM_THREADS": "1"}
     environment = {name: x for name, x in os.environ.items() if name != "PORTMM_TUNED"} | more
-    words = [sys.executable, here / "manifest.py", "--jobs", "1", *FEW]
+    words = [sys.executable, HELPERS / "manifest.py", "--jobs", "1", *FEW]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "nothing has changed\n"

@@ -11,6 +11,8 @@ from support import HERE
 
 import portmm as pm
 
+pytestmark = pytest.mark.calls
+
 QUICKLY = True
 
 EXTENTS = st.sampled_from([0, 1, 1, 2, 3, 4, 5, 8, 13, 16, 17, 33, 64, 100])
@@ -49,6 +51,7 @@ def products(draw):
     return a, b, how
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("target", HERE)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_any_product(target, deterministic):

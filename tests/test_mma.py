@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import grid_cases
 import pytest
 from fused_cases import epilogues
-from grid_cases import compiled, fused_case, kernels_of, rounded, run
+from grid_cases import check_run, fused_case, kernels_of, rounded
+from places import MACHINES
 
 from portmm.schedule.gpu_candidates import candidates
 from portmm.schedule.schedule import parse, spell
 from portmm.spec.problem import Problem
 from portmm.target.target import load_isa, load_target
 
-MATRIX = load_target(str(Path(__file__).with_name("targets") / "tiny_matrix.toml"))
+MATRIX = load_target(str(MACHINES / "tiny_matrix.toml"))
 TURING = replace(
     MATRIX, isas=(load_isa("mma_sm75"), *MATRIX.isas[1:]), device=replace(MATRIX.device, architecture="75"),
     rates=MATRIX.rates | {"mma_sm75_f16": 512.0, "mma_sm75_s8s8": 1024.0, "mma_sm75_u8s8": 1024.0},
@@ -47,11 +47,10 @@ def schedules(dtype, layouts, vectors, target=MATRIX, most=FEW):
 
 def check(s, layouts, dtype, target=MATRIX, sizes=SIZES):
     kernels = kernels_of(s, target)
-    codes = compiled(kernels, "cuda")
     for i, (*size, batch, shared) in enumerate(sizes):
         k = grid_cases.case(posed(dtype, layouts, s.vectors, size, batch), s.vectors, i, shared)
         seeds = (i % 3,) if i else (0, 2)
-        k.check(run(s, kernels, codes, "cuda", k, seeds)[0], (k.problem, s))
+        check_run(s, kernels, "cuda", k, (k.problem, s), seeds)
 
 
 @pytest.mark.parametrize("product", PRODUCTS, ids=lambda x: "{}-{}".format(x[0], "x".join(map(str, x[2]))))
@@ -116,7 +115,6 @@ def test_products_end_in_expressions(name, kind):
     s = next(s for s in ways if s.swap == (kind == "swap"))
     s = replace(s, split=3 if kind == "split" else 1)
     kernels = kernels_of(s, MATRIX)
-    codes = compiled(kernels, "cuda")
     for i, (*size, batch) in enumerate([(33, 19, 37, 2), (1, 1, 1, 1), (4, 8, 70, 3)]):
         f = fused_case(replace(posed(dtype, layouts, s.vectors, size, batch), fused=p.fused), fused, s.vectors, i)
-        f.check(run(s, kernels, codes, "cuda", f.case), (f.case.problem, s))
+        check_run(s, kernels, "cuda", f, (f.case.problem, s))

@@ -59,6 +59,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_it_is_attention(cupy, case):
     shape, dtype, how = case
@@ -68,6 +69,7 @@ def test_it_is_attention(cupy, case):
     assert len(cupy.launches) == 1 + (shape[4] >= 512)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("m", "n"), [(3, 530), (40, 190)])
 def test_what_lies_behind_the_end_is_not_looked_at(cupy, m, n):
     q, k, v = operands((3, 2, 1, m, n, 32, 32), F16)
@@ -97,6 +99,7 @@ def test_queries_without_keys(cupy):
     assert (lse.get() == -np.inf).all()
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("m", [2, 40])
 def test_scores_and_masks(cupy, m):
     x = operands((2, 4, 2, m, 520, 32, 32), BF16)
@@ -128,6 +131,7 @@ def test_large_scores_weigh_as_they_do(cupy):
 # -- how arrays lie --------------------------------------------------------------------------
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("m", "n"), [(2, 530), (40, 130)])
 def test_strides(cupy, m, n):
     x = operands((2, 4, 2, m, n, 32, 16), F16)
@@ -171,6 +175,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("case", SMALL, ids=lambda x: f"{x[0].d}-{x[1]}-{'copies' if x[0].copies else 'registers'}")
 def test_tiles_in_every_order_of_threads(case):
     t, dtype, bounds, (b, h, few, m, n) = case
@@ -236,6 +241,7 @@ def test_what_is_lacking_is_said():
 CASES = [*itertools.product([x for x in CHIPS if x != "75"], (64, 128, 256)), ("75", 64), ("75", 128), ("80", 80)]
 
 
+@pytest.mark.rest("NVRTC")
 @pytest.mark.parametrize(("architecture", "d"), CASES)
 def test_nothing_is_spilled(architecture, d):
     try:

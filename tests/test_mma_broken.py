@@ -16,6 +16,8 @@ from test_mma import BY_K, MATRIX, ROWS, TURING, posed, schedules
 from portmm.dispatch.gpu import source
 from portmm.ir.thread_nodes import Barrier, CopyCommit, CopyWait, Do, Mac
 
+pytestmark = pytest.mark.rest("of the shim itself")
+
 SIZE = (40, 40, 200)
 
 

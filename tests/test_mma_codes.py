@@ -67,11 +67,11 @@ def test_kernels(what):
     s = next(s for s in found if (s.block.m, s.block.n, s.block.k) == block)
     s = replace(s, split=split, stages=stages, resident=0)
     kernels = kernels_of(s, GPU)
-    codes = compiled(kernels, "cuda")
     for i, (rows, n, k, batch) in enumerate([(m, 33, deep // 2 + 8 * 13, 1), (m + 3, 5, 32 * 5, 2), (1, 2, 8, 1)]):
         p = posed(dtype, rows, -(-n // s.vectors[2]) * s.vectors[2], k, group, batch=batch)
         c, case, w = posed_call(kernels, s, p, i, group)
-        check(case, w, in_shim(c, codes, grid_cases.ORDERS[:2])[0])
+        if not grid_cases.same_as_before(c, "cuda"):
+            check(case, w, in_shim(c, compiled(kernels, "cuda"), grid_cases.ORDERS[:2])[0])
 
 
 @pytest.fixture
@@ -136,6 +136,7 @@ PROBLEMS = (
 )  # fmt: skip
 
 
+@pytest.mark.rest("NVRTC")
 @pytest.mark.parametrize("what", PROBLEMS, ids=lambda x: f"{x[0]}-{x[1].m}")
 def test_what_is_chosen_compiles(what):
     nvrtc()
@@ -149,6 +150,7 @@ def test_what_is_chosen_compiles(what):
     assert (made.spills, made.registers <= most_registers(s, target)) == (0, True), (made.registers, s)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(("chip", "most"), [("h200", 32), ("a100", 512)])
 @pytest.mark.parametrize("shape", [(4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192)], ids=str)
 def test_codes_are_predicted_to_be_faster(chip, most, shape):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import grid_cases
 import numpy as np
 import pytest
-from grid_cases import compiled, kernels_of, run
+from grid_cases import check_run, kernels_of
 from test_grid_compiles import most_registers, nvrtc
 from test_mma import BY_K, BY_ROW, FEW, MATRIX, ROWS, TURNED, check, posed, schedules
 
@@ -58,12 +58,10 @@ def test_tf32(way):
     at = TF32.index(way)
     for s in (found[(7 * at) % len(found)], found[(11 * at + 4) % len(found)]):
         kernels = kernels_of(s, MATRIX)
-        codes = compiled(kernels, "cuda")
         for i, (*size, batch, shared) in enumerate(SIZES):
             k = grid_cases.case(posed("f32", layouts, s.vectors, size, batch, tf32=True), s.vectors, i, shared)
             halved = _rounded(k)
-            c = run(s, kernels, codes, "cuda", k, (i,))[0]
-            halved.check(c, (k.problem, s))
+            check_run(s, kernels, "cuda", halved, (k.problem, s), (i,))
 
 
 def _rounded(k):

@@ -10,6 +10,8 @@ from support import HERE
 
 import portmm as pm
 
+pytestmark = pytest.mark.calls
+
 QUICKLY = True
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -57,6 +59,7 @@ def check(got, a, b):
     assert not off.any(), np.argwhere(off)[0]
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize(
     ("target", "left", "right"),
     [

@@ -16,6 +16,8 @@ from portmm.build import cache, nvrtc
 from portmm.build.nvrtc import compile_cuda
 from portmm.errors import BuildError, NoCompilerError, TargetError
 
+pytestmark = pytest.mark.rest("NVRTC")
+
 ARCHITECTURES = ("75", "80", "86", "89", "90a", "100a", "120")
 
 SOURCE = """

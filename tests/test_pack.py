@@ -17,6 +17,8 @@ from portmm.ops.prepack import unpack
 from portmm.runtime.cpu import runtime
 from portmm.spec.problem import Family, Problem, family
 
+pytestmark = pytest.mark.calls
+
 QUICKLY = True
 
 
@@ -70,6 +72,7 @@ def test_shuffles_transpose(lanes):
     np.testing.assert_array_equal(transposed(lines), lines.T)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("target", HERE)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_packed_weights_multiply(target, dtype):

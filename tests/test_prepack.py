@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 import support
 from kernels_of import folding
+from places import BENCH
 from support import HERE, interpret, panels_of, valid_of
 
 import portmm as pm
@@ -23,6 +23,8 @@ from portmm.ir.abi import HUGE_PAGE
 from portmm.ops import int4_panels
 from portmm.ops.prepack import unpack
 from portmm.spec.problem import family
+
+pytestmark = pytest.mark.calls
 
 QUICKLY = True
 
@@ -151,7 +153,7 @@ def test_folding_means_words(name):
 
 def script(name, monkeypatch):
     """A script of bench/ as a module."""
-    path = Path(__file__).parent.parent / "bench" / f"{name}.py"
+    path = BENCH / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, module)  # where its dataclasses look

@@ -15,6 +15,8 @@ from portmm.weights import safetensors
 from portmm.weights.checkpoints import from_awq, from_gguf, from_gptq, from_int4
 from portmm.weights.quantized import Quantized, dequantize, load_quantized, quantize, save_quantized
 
+pytestmark = pytest.mark.calls
+
 BOTH = pytest.mark.parametrize("symmetric", [True, False])
 WIDTHS = pytest.mark.parametrize("bits", [4, 8])
 F32 = np.finfo(np.float32)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
+from places import ROOT
 from typer.testing import CliRunner
 
 from portmm.cli import main
@@ -16,8 +16,6 @@ from portmm.comparison.suite import cases
 from portmm.comparison.tables_chips import kind
 from portmm.comparison.text import markdown
 from portmm.host.detect import host
-
-ROOT = Path(__file__).resolve().parent.parent
 
 REPORT = {
     "schema": 1, "chip": "A chip", "machine": "tiny", "threads": 1, "isa": "", "suite": "full", "date": "2026-01-02",

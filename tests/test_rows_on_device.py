@@ -59,6 +59,7 @@ def layer_norm(x):
     return centred / pm.sqrt(pm.mean(centred * centred) + 1e-5)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("function", [softmax, layer_norm])
 @pytest.mark.parametrize("n", [1, 3, 16, 100, 300, 1024, 5000])
 def test_rows_of_any_length(on, n, function):
@@ -66,6 +67,7 @@ def test_rows_of_any_length(on, n, function):
     same(function, (x,), function)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("dtype", [np.float16, BF16, np.int8, np.uint8, np.int32], ids=lambda t: np.dtype(t).name)
 @pytest.mark.parametrize("n", [7, 64])
 def test_elements_of_any_type(on, dtype, n):

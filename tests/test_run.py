@@ -10,10 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import run_kernels as rk
+from places import HELPERS
 
 from portmm.build.compiler import find_compiler
 from portmm.errors import BuildError, NoCompilerError
 from portmm.runtime import cpu as cpu_runtime
+
+pytestmark = pytest.mark.calls
 
 rt = rk.rt
 
@@ -256,7 +259,7 @@ print("done")
 
 @pytest.mark.parametrize("name", list(rk.RUNTIMES))
 def test_fork_while_the_pool_is_busy(name):
-    script = FORK.format(tests=str(Path(__file__).parent), name=name)
+    script = FORK.format(tests=str(HELPERS), name=name)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 

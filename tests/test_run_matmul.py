@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import run_kernels as rk
 
+pytestmark = pytest.mark.calls
+
 rt = rk.rt
 
 

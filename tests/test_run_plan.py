@@ -10,6 +10,8 @@ import run_kernels as rk
 
 from portmm.errors import BuildError
 
+pytestmark = pytest.mark.calls
+
 rt = rk.rt
 
 
@@ -171,6 +173,7 @@ def grown_once(work, rounds):
         tracemalloc.stop()
 
 
+@pytest.mark.rest("takes long for what it finds")
 def test_nothing_leaks(rt):
     a, b = rk.random((4, 6)), rk.random((6, 5), seed=1)
     c = np.zeros((4, 5), np.float32)

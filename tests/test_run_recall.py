@@ -47,6 +47,7 @@ def needs_a_compiler():
         pytest.skip("no compiler")
 
 
+@pytest.mark.rest("takes long for what it finds")
 def test_a_second_process_neither_detects_nor_generates(tmp_path):
     assert "portmm.dispatch.cpu" in child(tmp_path)
     (book,) = tmp_path.glob("book-*.note")

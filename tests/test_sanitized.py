@@ -20,6 +20,8 @@ from portmm.codegen.lower import lower, lower_rows
 from portmm.schedule.cpu_candidates import candidates
 from portmm.target.target import load_isa
 
+pytestmark = pytest.mark.rest("sanitizers")
+
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1", "-O0")
 """Nothing is optimised away that a sanitizer could look at, and compiling takes a tenth of the time."""
 
@@ -40,12 +42,8 @@ def test_kernels_are_clean(name, dtype, program, monkeypatch):
     chosen = chosen[:: 6 if dtype == "f32" else 20]
     kernels = [lower(s, isa) for _, s in chosen]
     cases = [case(p, seed=i) for i, (p, _) in enumerate(chosen)]
-    jobs = [(i, kernel, k, w) for i, (kernel, k) in enumerate(zip(kernels, cases, strict=True)) for w in (1, 3)]
-    environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
-    for (i, _, k, _), got in zip(
-        jobs, driver.run([program, *driver.objects(kernels, *FLAGS)], jobs, environment), strict=True
-    ):
-        k.check(got, chosen[i][1])
+    jobs = [(x, k, w, s) for x, k, (_, s) in zip(kernels, cases, chosen, strict=True) for w in (1, 3)]
+    driver.check([program], jobs, *FLAGS, env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"})
 
 
 @pytest.mark.parametrize("name", HERE)
@@ -63,17 +61,13 @@ def test_folding_is_clean(name, program, monkeypatch):
 def test_expressions_are_clean(name, program, monkeypatch):
     monkeypatch.setenv("CC", require("gcc"))
     target, isa = small(name), load_isa(name)
-    n, kernels, jobs = isa.atom("f32").n, [], []
+    n, jobs = isa.atom("f32").n, []
     for make in (every_operation, every_type, by_rows):
-        kernels.append(lower_rows(isa, isa.atom("f32"), str(make())))
+        kernel = lower_rows(isa, isa.atom("f32"), str(make()))
         for i, size in enumerate(((1, 1), (3, 2 * n + 3), (2, n))):
-            jobs.append((len(kernels) - 1, kernels[-1], rows_case(make(), size, 1 + i % 2, i), 1 + i))
+            jobs.append((kernel, rows_case(make(), size, 1 + i % 2, i), 1 + i, kernel.header[1]))
     for i, fused in enumerate(epilogues().values()):
         p = support.pose((9, 2 * n + 3, 40), ("row", "row", "row"), target, fused=str(fused))[-1]
-        kernels.append(lower(candidates(p, target)[i], isa))
-        jobs.append((len(kernels) - 1, kernels[-1], gemm_case(p, fused, i), 2))
-    command = [program, *driver.objects(kernels, *FLAGS)]
-    environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
-    results = driver.run_all(command, [(i, kernel, f.case, workers) for i, kernel, f, workers in jobs], environment)
-    for (_, kernel, f, _), got in zip(jobs, results, strict=True):
-        f.check(got, kernel.header[1])
+        kernel = lower(candidates(p, target)[i], isa)
+        jobs.append((kernel, gemm_case(p, fused, i), 2, kernel.header[1]))
+    driver.check([program], jobs, *FLAGS, env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"})

@@ -10,6 +10,8 @@ from support import HERE
 
 import portmm as pm
 
+pytestmark = pytest.mark.calls
+
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SHAPES = [(5, 33, 70), (1, 300, 77), (64, 48, 129)]
 QUICKLY = True
@@ -39,6 +41,7 @@ def exact(x, w, bias, *, x_scale=1.0, x_zero=0, w_scale=1.0, w_zero=0):
 CASES = cover.pairs(HERE, [np.int8, np.uint8], SHAPES)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("target", "dtype", "shape"), CASES)
 def test_linear(target, dtype, shape):
     x, w, bias, all_ = operands(shape, dtype)
@@ -225,6 +228,7 @@ def of_four_bits(k, n, group, seed=0):
     return q, pm.dequantize(q).astype(np.float64)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("group", [8, 32, 0])
 @pytest.mark.parametrize("size", [(1, 40, 33), (3, 1, 1), (5, 100, 70), (17, 9, 64), (300, 64, 40)])
 def test_eight_bits_by_four_are_exact(size, group):

@@ -28,6 +28,7 @@ def problems(target, dtype):
     yield from (Problem(*size, dtype, b="col", deterministic=True) for size in SIZES)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("target", MACHINES, ids=lambda t: t.name)
 @pytest.mark.parametrize("dtype", support.NUMPY)
 def test_candidates_are_legal_and_told_apart(target, dtype):
@@ -52,6 +53,7 @@ def test_candidates_are_legal_and_told_apart(target, dtype):
                 assert (s.family, s.b, s.pack_b) == (p.family, "packed", False)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("target", MACHINES, ids=lambda t: t.name)
 def test_block_extents_fill_no_level_over(target):
     for p in problems(target, "f32"):
@@ -104,6 +106,7 @@ def test_a_wrong_name_is_refused(text):
         kernel_name.parse(text)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("target", FEW, ids=lambda t: f"{t.name}-{t.isas[0].name}")
 def test_costs_are_positive_and_keep_their_terms(target):
     for p in problems(target, "f32"):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import cuda_shim
 import numpy as np
 import pytest
 from cuda_shim import ORDERS, ShimError, kernel
+from places import HELPERS
+
+pytestmark = pytest.mark.rest("of the shim itself")
 
 SGEMM = """
 extern "C" __global__ void __launch_bounds__(256) sgemm(int n, const float *__restrict__ a,
@@ -400,8 +402,7 @@ def test_signals_are_the_process_s_own_again():
         "except cuda_shim.ShimError as e:\n    print('caught')\n"
         "ctypes.string_at(8)\n"
     )
-    here = Path(__file__).parent
-    done = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], cwd=HELPERS, capture_output=True, text=True, check=False)
     assert "caught" in done.stdout
     assert done.returncode < 0
     assert "Segmentation fault" in done.stderr

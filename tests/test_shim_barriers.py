@@ -11,6 +11,8 @@ import pytest
 from cuda_shim import IN_ORDER, ORDERS, ShimError, kernel, shim_map
 from test_shim import broken
 
+pytestmark = pytest.mark.rest("of the shim itself")
+
 # -- a pipeline of boxes: one warp loads, two warps add up columns ------------------------------------
 
 SUMS = """

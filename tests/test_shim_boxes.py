@@ -9,6 +9,8 @@ from cuda_shim import ORDERS, ShimError, kernel, shim_map
 from test_shim import broken
 from test_shim_barriers import refused
 
+pytestmark = pytest.mark.rest("of the shim itself")
+
 # -- boxes --------------------------------------------------------------------------------------------
 
 MOVE = """

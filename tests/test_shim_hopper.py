@@ -10,6 +10,8 @@ from test_shim import broken
 from test_shim_barriers import refused
 from test_shim_matrix import U16, bf16, codes
 
+pytestmark = pytest.mark.rest("of the shim itself")
+
 SWIZZLES = {0: 0, 128: 1, 64: 2, 32: 3}
 
 

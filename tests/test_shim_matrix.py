@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from cuda_shim import ShimError, kernel
 
+pytestmark = pytest.mark.rest("of the shim itself")
+
 U32, U16, U8 = np.uint32, np.uint16, np.uint8
 
 

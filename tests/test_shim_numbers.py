@@ -8,6 +8,8 @@ from cuda_shim import kernel
 
 from portmm.target.target import load_isa
 
+pytestmark = pytest.mark.rest("of the shim itself")
+
 
 def test_dot4_wraps_and_takes_bytes_for_what_they_are():
     rng = np.random.default_rng(2)

@@ -9,7 +9,7 @@ import numpy as np
 import opencl_cpu
 import pytest
 from fused_cases import epilogues
-from grid_cases import MACHINE, compiled, fused_case, kernels_of, rounded, run
+from grid_cases import MACHINE, check_run, fused_case, kernels_of, rounded
 
 import portmm as pm
 from portmm.build import nvrtc
@@ -56,12 +56,11 @@ def test_products(product, language):
     found = [s for s in found if s.mr * s.nr * s.tiles[0].k <= max(least, LARGEST)]
     for s in found[PRODUCTS.index(product) % 7 :: -(-len(found) // 2)]:
         kernels = kernels_of(s)
-        codes = compiled(kernels, language)
         # More rows than a kernel has, and fewer.
         for i, (n, k, batch, shared) in enumerate(SIZES):
             size = ((m, 2 * m + 1, 1)[i % 3], n, k)
             case = grid_cases.case(posed(dtype, layouts, s.vectors, size, batch), s.vectors, i, shared)
-            case.check(run(s, kernels, codes, language, case)[0], (case.problem, s))
+            check_run(s, kernels, language, case, (case.problem, s))
 
 
 @pytest.mark.parametrize("language", ["cuda", "opencl"])
@@ -69,10 +68,9 @@ def test_products(product, language):
 def test_slices_of_k_some_of_them_empty(layouts, language):
     s = replace(streams("f16-f16-f32", layouts, (4, 4, 1), 2)[5], split=3)
     kernels = kernels_of(s)
-    codes = compiled(kernels, language)
     for i, k in enumerate((4, 64, 1000)):
         case = grid_cases.case(posed("f16-f16-f32", layouts, s.vectors, (2, 37, k), 2), s.vectors, i)
-        case.check(run(s, kernels, codes, language, case)[0], (case.problem, s))
+        check_run(s, kernels, language, case, (case.problem, s))
 
 
 EPILOGUES = epilogues()
@@ -89,11 +87,10 @@ def test_products_end_in_expressions(ending, language):
     fused = EPILOGUES[name]
     s = replace(streams(dtype, layouts, vectors, 2, fused=str(fused))[3], split=split)
     kernels = kernels_of(s)
-    codes = compiled(kernels, language)
     for i, (m, n, k, batch) in enumerate([(2, 19, 37, 2), (1, 1, 1, 1), (3, 8, 200, 3)]):
         p = posed(dtype, layouts, s.vectors, (m, n, k), batch, fused=str(fused))
         f = fused_case(p, fused, s.vectors, i)
-        f.check(run(s, kernels, codes, language, f.case), (p, s))
+        check_run(s, kernels, language, f, (p, s))
 
 
 # -- what is chosen -----------------------------------------------------------------

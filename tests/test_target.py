@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from places import MACHINES
 
 from portmm.errors import TargetError
 from portmm.host import detect
@@ -19,7 +20,7 @@ from portmm.target import target
 
 ATOMS = [(isa, x.name) for isa in target.names_of("cpu", "isa") for x in target.load_isa(isa).atoms if x.m == 1]
 """Those of one row; for tiles see test_amx.py, for two rows test_two_rows.py."""
-TINY = Path(__file__).with_name("targets") / "tiny.toml"
+TINY = MACHINES / "tiny.toml"
 FLAGS = ["-O2", "-ffp-contract=fast", "-Wall", "-Werror"]
 
 # One page of data ends where an inaccessible page starts, so that a masked
@@ -132,6 +133,7 @@ def compilers(arch: str, family: str) -> tuple[list[str], list[str]]:
     return [*command, "-static"], [emulator, "-cpu", "max"]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("family", ["gcc", "clang"])
 @pytest.mark.parametrize(("name", "row"), ATOMS)
 def test_rows_do_what_they_say(name: str, row: str, family: str, tmp_path: Path) -> None:

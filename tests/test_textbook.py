@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from places import BENCH
 from support import HERE, TINY
 
 import portmm as pm
@@ -20,7 +20,7 @@ from portmm.spec.problem import Problem
 from portmm.target.target import load_target, names_of
 from portmm.tuning.model import ranked
 
-RESULTS = Path(__file__).parents[1] / "bench" / "results"
+RESULTS = BENCH / "results"
 ZEN3 = load_target("zen3")
 SEARCHED = replace(ZEN3, searches=("a-search",))
 CUBES = [Problem(n, n, n) for n in (128, 192, 240, 256, 384, 512, 768, 1024, 2048)]
@@ -88,6 +88,7 @@ def test_predictions_within_a_fifth_do_not_count(target, slower, index):
     assert preferred(sorted(pair, key=lambda x: x[0]), p, target) == index
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("chip", names_of("cpu"))
 def test_a_textbook_blocking_is_never_predicted_far_from_the_best(chip):
     target = load_target(chip)

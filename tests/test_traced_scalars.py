@@ -63,6 +63,7 @@ SCALARS = (np.float32(2), np.float64(2), np.float16(2), np.int32(2), np.int64(2)
            np.array(2.0, np.float32), np.array(2.0), np.array(2))  # fmt: skip
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", ["add", "sub", "mul", "truediv", "lt", "le", "gt", "ge", "eq", "ne"])
 def test_scalars_stand_on_either_side_of_operators(name):
     function = getattr(operator, name)

@@ -117,6 +117,7 @@ def test_another_user_swaps_the_directory(monkeypatch):
         assert found == {0: 100}
 
 
+@pytest.mark.rest("takes long for what it finds")
 @as_root
 @pytest.mark.usefixtures("fake")
 def test_another_user_swaps_the_directory_and_nothing_looks_above_it(monkeypatch):

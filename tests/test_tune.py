@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from places import HELPERS
 from rich.console import Console
 
 import portmm as pm
@@ -25,14 +26,13 @@ from portmm.tuning.proposals import MISSING
 from portmm.tuning.records import spearman
 from portmm.tuning.terminal import view
 
-HERE = Path(__file__).parent
 CUBE = Case("cube", "cube", 256, 256, 256)
 WIDE = Case("wide", "cube", 64, 512, 256)
 
 
 @pytest.fixture(autouse=True)
 def _fakes(monkeypatch):
-    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.syspath_prepend(str(HELPERS))
     for name in ("FAKE_TUNE", "FAKE_LOG"):
         monkeypatch.delenv(name, raising=False)
 
@@ -163,6 +163,7 @@ def test_cold_caches_are_their_own_finding(path):
     assert [x.cold for x in tuning_database.rows(path)] == [False, True]
 
 
+@pytest.mark.rest("takes long for what it finds")
 def test_the_budget_is_kept_and_shared(rules, path):
     rules(delay=0.3)
     start = time.monotonic()
@@ -212,7 +213,7 @@ app(sys.argv[1:])
 
 
 def command(path):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HELPERS), *filter(None, sys.path)])}
     words = [
         sys.executable,
         "-P",
@@ -248,6 +249,7 @@ def alive(pid):
         return False
 
 
+@pytest.mark.rest("takes long for what it finds")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill -9"])
 def test_a_run_that_was_cut_short_goes_on(rules, path, log, how):
     rules(delay=0.2, **{"2": "fast"})
@@ -274,6 +276,7 @@ def test_a_run_that_was_cut_short_goes_on(rules, path, log, how):
     assert len(found.trials) == len(order())
 
 
+@pytest.mark.rest("takes long for what it finds")
 def test_two_tuners_share_a_database(rules, path, log):
     rules(delay=0.02)
     both = [command(path), command(path)]
@@ -353,6 +356,7 @@ def test_rank_correlation():
 # --- the real thing --------------------------------------------------------------
 
 
+@pytest.mark.rest("takes long for what it finds")
 def test_real_kernels_of_every_kind_of_call(path):
     kinds = (
         Case("plain", "x", 24, 40, 32),

@@ -202,6 +202,7 @@ SAMPLES = [
 ]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("chip", ["sapphire_rapids", "zen4", "haswell", "neoverse_v1"])
 @pytest.mark.parametrize("p", SAMPLES, ids=str)
 def test_spaces_hold_what_is_sound(p, chip):
@@ -241,6 +242,7 @@ def test_unsound(how):
     assert unsound(BREAKS[how](s), LARGE, HERE, candidates(LARGE, HERE))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("dtype", ["f32", "bf16-bf16-f32", "s8-s8-s32"])
 def test_what_is_sound_is_right(base, dtype):
     """Products by schedules that no candidate is."""
@@ -342,6 +344,7 @@ print(api.route(Problem(333, 444, 222)).kernel.symbol)
 """
 
 
+@pytest.mark.rest("takes long for what it finds")
 def test_processes_that_come_later_use_it(base, tmp_path):
     """The memory between processes belongs to one database."""
 

@@ -55,6 +55,7 @@ def posed(name, word, **more):
                 yield i, p, candidates(p, target)
 
 
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("more", [{}, {"batch": 3}, {"deterministic": True}], ids=str)
 @pytest.mark.parametrize(("name", "word"), WORDS)
 def test_two_rows_mean_the_product(name, word, more):
@@ -224,6 +225,7 @@ def test_the_measured_loops_multiply_every_step(name, row, loop):
 # -- machine code -----------------------------------------------------------------
 
 
+@pytest.mark.rest("cross compilers")
 @pytest.mark.skipif(platform.machine() == "aarch64", reason="CC would be a cross compiler")
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
 @pytest.mark.parametrize(("name", "word"), WORDS)

@@ -143,6 +143,7 @@ def ulps(got, exact):
     return np.where(np.isnan(exact), 0, error)
 
 
+@pytest.mark.thin(2)
 @FUNCTIONS
 @pytest.mark.parametrize("world", ["fma", "none", "all", "addend"])
 def test_within_its_bound(name, world, arguments):
@@ -200,6 +201,7 @@ def test_nan_of_any_payload(name):
         assert np.isnan(call(name, x)).all()
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", ["exp", "expm1", "log", "tanh", "erf", "sigmoid", "softplus"])
 def test_no_step_back(name):
     """These only grow, but for two units in the last place, on both sides of every change."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from places import ROOT
 from rich.console import Console
 
 from portmm.comparison import Case, Entrant, Entry, Report, Result
@@ -15,7 +16,6 @@ from portmm.comparison.formats import records
 from portmm.comparison.report import from_json, summaries
 from portmm.comparison.text import explained, markdown, notes, terminal
 
-ROOT = Path(__file__).resolve().parent.parent
 SIZE = 64
 
 

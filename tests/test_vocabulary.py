@@ -106,6 +106,7 @@ def test_functions_of_elements(name):
             np.testing.assert_array_equal(np.signbit(got[zero]), np.signbit(want[zero]), err_msg=function)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", HERE)
 @pytest.mark.parametrize("n", [1, 7, 37, 200])
 def test_functions_of_rows(name, n):

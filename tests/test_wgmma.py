@@ -16,7 +16,8 @@ import opencl_cpu
 import pytest
 from emulated_cuda import install
 from fused_cases import epilogues
-from grid_cases import compiled, fused_case, kernels_of, run
+from grid_cases import check_run, fused_case, kernels_of
+from places import MACHINES
 
 import portmm as pm
 from portmm.arrays import device_arrays
@@ -36,7 +37,7 @@ from portmm.target.target import load_target
 from portmm.util import memo
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-HOPPER = load_target(str(Path(__file__).with_name("targets") / "tiny_hopper.toml"))
+HOPPER = load_target(str(MACHINES / "tiny_hopper.toml"))
 H200 = load_target("h200")
 ROWS, BY_K, BY_ROW, TURNED = ("row", "row", "row"), ("row", "col", "row"), ("col", "row", "row"), ("col", "col", "row")
 C_BY_COLUMNS = ("row", "col", "col")
@@ -77,12 +78,11 @@ def check(s, layouts, sizes, seeds=(0, 1, 2)):
     """A schedule's kernels on m, n, k, the items of a batch, and what all of them share."""
     assert parse(spell(s)) == s
     kernels = kernels_of(s, HOPPER)
-    codes = compiled(kernels, "cuda")
     for i, (*size, batch, shared) in enumerate(sizes):
         p = posed(s.dtype, layouts, size, batch)
         assert not illegal(s, p, HOPPER) or s.split > 1
         k = grid_cases.case(p, (*s.vectors[:2], 8 if staged(s) else 2), i, shared)
-        k.check(run(s, kernels, codes, "cuda", k, seeds if i == 0 else seeds[i % 3 :][:1])[0], (p, s))
+        check_run(s, kernels, "cuda", k, (p, s), seeds if i == 0 else seeds[i % 3 :][:1])
 
 
 EDGES = (130, 70, 200, 1, "")
@@ -154,11 +154,10 @@ def test_products_end_in_expressions(name, way):
     s = s if "sent" in way else replace(s, vectors=(8, 8, 2))
     assert staged(s) == ("sent" in way)
     kernels = kernels_of(s, HOPPER)
-    codes = compiled(kernels, "cuda")
     vectors = (8, 8, 8)
     for i, (*size, batch) in enumerate([(8, 80, 72, 2), (72, 40, 136, 1)][: 1 if "swap" in more else 2]):
         f = fused_case(posed("bf16", BY_K, size, batch, fused=str(fused)), fused, vectors, i)
-        f.check(run(s, kernels, codes, "cuda", f.case, (i,)), (f.case.problem, s))
+        check_run(s, kernels, "cuda", f, (f.case.problem, s), (i,))
 
 
 # -- calls --------------------------------------------------------------------------
@@ -273,6 +272,7 @@ def disassembled(code, folder):
     return subprocess.run([tool, path], capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.rest("NVRTC")
 @pytest.mark.parametrize("name", GATES)
 def test_machine_code(name, tmp_path):
     """Nothing spilled, nothing serialised, registers shared out, and the units that were meant."""

@@ -16,6 +16,8 @@ from portmm.dispatch.gpu import source
 from portmm.ir.index import const
 from portmm.ir.thread_nodes import Do, Get
 
+pytestmark = pytest.mark.rest("of the shim itself")
+
 SIZE = (130, 70, 400)
 SENT = schedule("bf16", BY_K, 64, 64)
 LONG = schedule("bf16", BY_K, 64, 192)

@@ -16,11 +16,13 @@ from importlib import import_module, metadata
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
 import portmm
 from portmm.version import VERSION
 
-ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.rest("what is installed")
+
 BYTES = 1_000_000
 # Where the checkout has what the wheel carries, and where it lies in the wheel.
 CARRIED = {"portmm": "portmm", "kernels": "portmm/kernels", "targets": "portmm/targets"}

@@ -55,6 +55,7 @@ def failing(request, folder, usual, tmp_path_factory):  # noqa: ARG001 - the wei
     return request.param, results, said, seconds, runs
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", without_compiler.OPERATIONS)
 def test_an_operation(failing, usual, name):
     found, wanted = failing[1][name], usual[name]

@@ -1,0 +1,106 @@
+"""Which tests a session runs, and what it says and keeps of the runs of kernels in them.
+
+PORTMM_TESTS is `fast` (unless it says otherwise), `rest`, `full` or `all`; see CONTRIBUTING.md. Marks say where a test
+belongs:
+
+    @pytest.mark.rest("why")   the rest has it: it asks other tools than a user has, or takes long for what it finds
+    @pytest.mark.thin(n)       the fast tier has each n-th of its cases, the rest the others
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import cover
+import passed
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+
+def is_fast(item: pytest.Item, number: int) -> bool:
+    """The fast tier has a test, which is the case of its function with a number."""
+    thin = item.get_closest_marker("thin")
+    elsewhere = item.get_closest_marker("rest") or item.get_closest_marker("emulated")
+    return elsewhere is None and (thin is None or number % thin.args[0] == 0)
+
+
+def chosen(items: Iterable[pytest.Item], tier: str) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """The tests of a tier, and the others."""
+    kept: list[pytest.Item] = []
+    left: list[pytest.Item] = []
+    cases: dict[str, int] = {}
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        number = cases[function] = cases.get(function, -1) + 1
+        wanted = tier in ("full", "all") or is_fast(item, number) == (tier == "fast")
+        (kept if wanted else left).append(item)
+    return kept, left
+
+
+class Tiers:
+    """Leaves out the tests of other tiers; sums up, and keeps, what workers know of the runs of kernels."""
+
+    def __init__(self, config: pytest.Config, path: Path = passed.FILE) -> None:
+        if cover.TIER not in cover.TIERS:
+            raise pytest.UsageError(f"PORTMM_TESTS={cover.TIER!r} is none of {', '.join(cover.TIERS)}")
+        self.config, self.path = config, path
+        self.record = config.getoption("--record")
+        if self.record and not cover.EVERY_RUN:
+            raise pytest.UsageError("--record keeps what a full run has found: it needs PORTMM_TESTS=full, or =all")
+        self.failed = False
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        items[:], left = chosen(items, cover.TIER)
+        if left:
+            config.hook.pytest_deselected(items=left)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:  # noqa: ARG002 - as pytest calls it
+        self.failed = False
+        answer = yield
+        passed.LEDGER.end(well=not self.failed)
+        return answer
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Any:
+        report = yield
+        self.failed = self.failed or not report.passed
+        return report
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        ledger = passed.LEDGER
+        if hasattr(session.config, "workeroutput"):
+            counts = (ledger.counts.repeated, ledger.counts.unchanged, ledger.counts.left_out)
+            session.config.workeroutput["runs"] = json.dumps([counts, sorted(ledger.passed)])
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """A worker of xdist has ended, or died."""
+        if "runs" in getattr(node, "workeroutput", {}):
+            counts, keys = json.loads(node.workeroutput["runs"])
+            passed.LEDGER.counts.add(counts)
+            passed.LEDGER.passed.update(keys)
+
+    def pytest_terminal_summary(self, terminalreporter: Any, exitstatus: int) -> None:
+        counts = passed.LEDGER.counts
+        if counts != passed.Counts():
+            terminalreporter.write_line(counts.said())
+        if self.record:
+            # A session that was cut short has not seen what it would drop.
+            ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+            whole = ended and not self.config.getoption("maxfail") and _everything(self.config, self.path.parent)
+            before = frozenset() if whole else passed.read(self.path)
+            keys = passed.LEDGER.passed | before
+            passed.write(keys, self.path)
+            terminalreporter.write_line(f"{len(keys)} runs of kernels are recorded in {self.path}")
+
+
+def _everything(config: pytest.Config, folder: Path) -> bool:
+    """The session was asked for all tests in a folder."""
+    if config.getoption("keyword") or config.getoption("markexpr"):
+        return False
+    return all(folder.is_relative_to(config.invocation_params.dir / x.partition("::")[0]) for x in config.args)
