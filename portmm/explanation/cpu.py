@@ -160,7 +160,7 @@ def _lines(x: Explanation) -> Iterator[str]:
     yield field("kernel", f"{x.kernel.name}, workspace {size(cpu_dispatch.workspace_bytes(x.kernel, p, x.workers))}")
     yield field("", f"portmm emit --schedule {quote(spell(s))}")
     yield field("flags", " ".join(x.flags) or "none beyond those of every kernel")
-    yield field("artifact", "built when asked for, unless the cache has it")
+    yield field("artifact", "built on first access, unless the cache has it")
     for note in x.notes:
         yield field("note", note)
 
@@ -314,7 +314,7 @@ def _explanation(  # noqa: PLR0917 - the arguments of `explain`
     dtype, deterministic, static = how
     if isinstance(a, Problem):
         if b is not None or out is not None:
-            raise ValueError("a Problem already holds both operands; give no b and no out")
+            raise ValueError("a Problem describes both operands; pass no b and no out")
         return _explained(_with(a, deterministic), machine, threads)
     if grouped:
         return _explained(_with(_group(a, b, dtype, machine), deterministic), machine, threads)

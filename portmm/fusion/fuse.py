@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 HOOKS["applied"] = applied
 MOST_KINDS = 256
-"""Kinds of arguments that a function remembers before it drops them all."""
+"""Kinds of arguments whose programs a function caches before it drops them all."""
 MOST_WAYS = 4
 """Programs of one kind of arguments, which differ in what the function captures."""
 MOST_KERNELS = 12288
-"""Kernels of all programs that are remembered in a process, 4 KiB of objects each, before all are dropped."""
+"""Kernels of all cached programs of a process, 4 KiB of objects each, before all are dropped."""
 KIND = 4
 """Memory of a program besides its kernels, counted in kernels."""
 MOST_TRIES = 64
@@ -289,7 +289,7 @@ def _program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[
         return plan_gpu.program(graph, outputs, result)
     matmul_op.begin()
     if any(0 in x.shape or (x.kind == "matmul" and 0 in x.inputs[0].shape) for x in graph.nodes):
-        return _evaluated(graph, result, "an array is empty: NumPy does what is left")
+        return _evaluated(graph, result, "an array is empty: NumPy computes the function")
     plain: dict[Node, str] = {}
     numpy: dict[Node, str] = {}
     unjoined: list[tuple[str, str]] = []
@@ -369,7 +369,7 @@ def fuse(function: Callable[..., Any] | None = None, *, on_unfusable: Literal["s
     looked up at each call: new values, and rebound variables, are seen.
 
     Undecorated (`__wrapped__`), the function runs as NumPy does, and is its own reference.
-    A float64 or an integer of NumPy's that is no array counts as Python's: it takes the type of what it meets.
+    NumPy scalars of float64 or integer type are treated as Python's: they take the type of the other operand.
     A number that is converted (`np.float32(scale)`) is a constant of the trace: each new value traces again.
 
     Args:

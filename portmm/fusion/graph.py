@@ -209,7 +209,7 @@ class Graph:
         """
         nodes = tuple(x for x in values if isinstance(x, Node))
         if all(x.kind == "number" for x in nodes):
-            raise ByValueError("numbers meet")
+            raise ByValueError("an operation on numbers alone")
         if any(x.kind == "weight" for x in nodes):
             raise refuse(f"{name} of a packed weight; pack its result instead")
         shape = np.broadcast_shapes(*(x.shape for x in nodes))
@@ -241,7 +241,7 @@ class Graph:
         if strange:
             return None, f"{strange[0]} is computed by NumPy; kernels compute float32, float16, bfloat16 and int32"
         if dtype.name not in _WRITES and dtype.name not in _NARROW:
-            return None, f"its result is {dtype}, which NumPy computes"
+            return None, f"its result is {dtype}, which only NumPy computes"
         leaves = [node("given", (i,), "f32" if x.dtype is None else _READS[x.dtype.name]) for i, x in enumerate(nodes)]
         try:
             result = filled(traced, leaves)
@@ -250,9 +250,9 @@ class Graph:
         if isinstance(result, Typed):
             result = result.value
         elif dtype.name in _WRITES and isinstance(result, Expr) and result.dtype != _WRITES[dtype.name]:
-            return None, f"NumPy makes {dtype} of it, which kernels do not"
+            return None, f"its result in NumPy is {dtype}, which kernels do not compute"
         elif dtype.name not in _WRITES:
-            return None, f"its result is {dtype}, which NumPy computes"
+            return None, f"its result is {dtype}, which only NumPy computes"
         return (result, "") if isinstance(result, Expr) else (real(result), "")
 
     def reduce(self, name: str, kind: str, x: Node, plain: Any) -> Node:
@@ -268,7 +268,7 @@ class Graph:
             if x.kind == "number" or not x.shape:
                 raise ValueError("matmul: an operand is a scalar; use * to scale")
         if a.kind == "weight":
-            raise refuse("a packed weight stands on the right of @")
+            raise refuse("a packed weight must be the right operand of @")
         if len(a.shape) == 1 or len(b.shape) == 1:
             return self._vectors(name, a, b, dtype)
         batch, (m, n) = numpy_arrays.result_shape(np.broadcast_to(np.zeros((), np.int8), a.shape), b.shape, shapes)
@@ -306,7 +306,7 @@ class Graph:
         )
         result = np.dtype(wanted) if wanted is not None else usual
         if types[:2] != (a.dtype, storage) or accumulator(*map(numpy_arrays.name_of, types[:2])) != "f32":
-            return result, f"{a.dtype} by {storage} is a product of its own"
+            return result, f"{a.dtype} by {storage} needs a kernel of its own"
         if result.name not in FLOATS:
             return result, f"its result is {result}"
         return result, ""
@@ -336,7 +336,7 @@ class Graph:
             TraceError: only kernels are allowed, or the result is no array.
         """
         if any(x.kind == "number" for x in inputs):
-            raise ByValueError("NumPy is given a number")
+            raise ByValueError("NumPy is called with a number")
         if self.device_arrays and not (own and shape is not None):
             raise refuse(f"{name} has no kernel, and NumPy does not compute on a device: {why}")
         if not own:
@@ -353,7 +353,7 @@ class Graph:
                 self.add("item", x.shape, x.dtype, (node,), lambda xs, i=i: xs[i], name) for i, x in enumerate(value)
             ]
         if not isinstance(value, (np.ndarray, np.generic)):
-            raise refuse(f"{name} gives a {type(value).__name__}, which depends on data")
+            raise refuse(f"{name} returns a {type(value).__name__}, which depends on data")
         node.shape, node.dtype = value.shape, value.dtype
         return node
 
@@ -363,7 +363,7 @@ class Graph:
         if wanted == x.dtype:
             return x
         if not wanted.isnative:
-            why = "kernels write numbers in the machine's order of bytes"
+            why = "kernels write numbers in native byte order"
             swapped: Node = self.call("astype", lambda y: y.astype(wanted), (x,), why, shape=x.shape, dtype=wanted)
             return swapped
         kinds = (_READS.get(x.dtype.name), _WRITES.get(wanted.name))
@@ -374,7 +374,7 @@ class Graph:
         }  # fmt: skip
         traced = known.get(kinds)
         if traced is None or (kinds[1] == "s32" and x.dtype.name in ("int8", "uint8")):
-            why = f"{x.dtype} becomes {wanted} by NumPy"
+            why = f"only NumPy converts {x.dtype} to {wanted}"
             return self.call("astype", lambda y: y.astype(wanted), (x,), why, shape=x.shape, dtype=wanted)  # type: ignore[no-any-return]
         return self.map("astype", traced, lambda y: y.astype(wanted), (x,), dtype=wanted)
 

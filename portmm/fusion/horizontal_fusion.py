@@ -40,29 +40,29 @@ def join_products(graph: Graph, split: Split) -> list[tuple[str, str]] | None:
         packed = [x for x in alone if x.inputs[1].kind == "weight" and x.inputs[1].dtype is not None]
         for x in products:
             if x not in alone:
-                reasons.append((x.where, f"{x.name} stays apart from others of its rows: it takes what follows it"))
+                reasons.append(_unjoined(x, "it has an epilogue"))
             elif x not in packed:
-                reasons.append(
-                    (x.where, f"{x.name} stays apart from others of its rows: its weight may change; pack it")
-                )
+                reasons.append(_unjoined(x, "its weight may change; pack it"))
         if len(packed) > 1:
             reasons += _join(graph, sorted(packed, key=lambda x: x.number))
     return reasons if shared else None
 
 
+def _unjoined(x: Node, why: str) -> tuple[str, str]:
+    return x.where, f"{x.name} is not joined with other products of the same rows: {why}"
+
+
 def _join(graph: Graph, products: list[Node]) -> list[tuple[str, str]]:
-    """Replace several products by one, whose result theirs become views of."""
+    """Replace several products by one; their results become views of its result."""
     weights = tuple(graph.leaves[x.inputs[1].leaf] for x in products)
     if len({x.dtype for x in products}) > 1 or len(set(map(id, weights))) < len(weights):
         return []
     size = sum(w.nbytes for w in weights)
     if size > MOST_BYTES:
-        why = f"their weights of {size >> 20} MiB would be there twice"
-        return [(x.where, f"{x.name} stays apart from others of its rows: {why}") for x in products]
+        return [_unjoined(x, f"their weights of {size >> 20} MiB would be in memory twice") for x in products]
     joined = _weight(weights)
     if joined is None:
-        why = "their panels do not fit together"
-        return [(x.where, f"{x.name} stays apart from others of its rows: {why}") for x in products]
+        return [_unjoined(x, "their packed layouts cannot be joined") for x in products]
     first = products[0]
     kind = type(first)
     weight = kind("weight", joined.shape, joined.owner.dtype, (), lambda: joined, "weights", first.line, first.number)

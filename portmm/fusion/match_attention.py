@@ -82,12 +82,12 @@ class _Softmax:
         total, values, last = products
         scores, steps = _chain(less.inputs[0])
         if scores is None:
-            return "scores are no expression of one product"
+            return "scores are not an expression of one product"
         inverse = [y for y in users[total] if _is(y, _INVERSE)]
         inside = {scores, *steps, less.inputs[1], less, x, total, *inverse, values, values.inputs[0]} - {last}
         for y in sorted(inside, key=lambda y: y.number):
             if y in outputs or any(z is not last and z not in inside for z in users[y]):
-                return f"{y.name} ({y.where}) is read elsewhere too, so that all scores are stored"
+                return f"{y.name} ({y.where}) is also read elsewhere, so that all scores must be stored"
         names = tuple(y.name for y in sorted(inside | {last}, key=lambda y: y.number))
         match = cls(scores, steps, values, last, names)
         return match.refusal() or match
@@ -96,13 +96,13 @@ class _Softmax:
         """The reason why one kernel does not compute it, or ""."""
         (q, k), v = self.scores.inputs, self.values.inputs[1]
         if any(x.kind == "weight" for x in (k, v)):
-            return "a packed weight is no matrix of keys or values"
+            return "keys or values are a packed weight"
         if not q.dtype == k.dtype == v.dtype == self.last.dtype or q.dtype.name not in FLOATS:
             return f"operands are {q.dtype}, {k.dtype} and {v.dtype}, and the result {self.last.dtype}"
         if self.scores.size < LEAST_SCORES:
-            return f"{self.scores.size} scores stay in cache"
+            return f"{self.scores.size} scores fit in cache"
         if not q.shape[:-2] == k.shape[:-2] == v.shape[:-2] or len(q.shape) > MOST_AXES:
-            return "products are of batches that broadcast, or have more than two dimensions"
+            return "batches of the products broadcast, or have more than two dimensions"
         return next((f"{x.name} ({x.where}) rounds scores first" for x in self.steps if x.rounds), "")
 
     def replace(self) -> None:

@@ -173,7 +173,7 @@ class Splitter:
             if self.of.get(y) is unit:
                 why = f"{y.name} rounds to {y.dtype} first" if y.rounds else why
             elif unit in self.needs(y):
-                why = f"{y.name} ({y.where}), which it reads, comes after that"
+                why = f"{y.name} ({y.where}), which it reads, is computed after that kernel"
         return why
 
     def in_product(self, x: Node, unit: Unit) -> str:
@@ -181,14 +181,14 @@ class Splitter:
         if unit.members[0] in self.plain:
             return self.plain[unit.members[0]]
         if x.kind == "reduce":
-            return "a reduction needs whole rows of sums"
+            return "a reduction needs complete rows of the product"
         return "" if x.shape == unit.shape else f"its shape is {x.shape}, not the product's {unit.shape}"
 
     @staticmethod
     def in_rows(x: Node, unit: Unit) -> str:
         """The reason why a node of this kind and shape cannot be computed with others over rows, or ""."""
         if unit.kind != "rows":
-            return "NumPy computes that"
+            return "NumPy computes that operation"
         if x.kind == "reduce":
             same = x.inputs[0].shape == unit.shape
             return "" if same else f"it reduces {x.inputs[0].shape}, not {unit.shape}"

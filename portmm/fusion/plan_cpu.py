@@ -272,10 +272,10 @@ class Builder:
         fusing = self.expressions(unit, x)
         stored = sorted(unit.stored, key=lambda y: y.dtype.kind in "iub")
         if stored[0].dtype.kind in "iub":
-            raise ScheduleError("its results are integers or masks, which kernels write beside floats")
+            raise ScheduleError("its results are integers or masks, which kernels write only together with floats")
         weight = self.weight(x.inputs[1])
         if weight is not None and (len(weight.shape) > 2 or not hasattr(weight, "owner")):
-            raise ScheduleError("such a weight takes nothing else")
+            raise ScheduleError("a product with such a weight takes no epilogue")
         a, b = self.buffer_of(x.inputs[0]), self.right(x.inputs[1])
         self.store(stored, fusing)
         c, k, n = fusing.written[0], x.inputs[0].shape[-1], x.shape[-1]

@@ -210,7 +210,7 @@ class _Builder:
         fusing = self.expressions(unit, x)
         stored = sorted(unit.stored, key=lambda y: y.dtype.kind in "iub")
         if stored[0].dtype.kind in "iub":
-            raise ScheduleError("its results are integers or masks, which kernels write beside floats")
+            raise ScheduleError("its results are integers or masks, which kernels write only together with floats")
         a, b = (self.buffer_of(y) for y in x.inputs)
         self.store(stored, fusing)
         c, k, n = fusing.written[0], x.inputs[0].shape[-1], x.shape[-1]

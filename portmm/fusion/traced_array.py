@@ -155,7 +155,7 @@ class Value:
             self.graph.cacheable = False  # the next call may have another number
             return np.array(value, dtype)
         raise refuse(
-            "a traced array has no numbers yet, so that no array is made of it; write x.astype(np.float32) in place "
+            "a traced array has no values yet, so it cannot be converted; write x.astype(np.float32) in place "
             "of np.float32(x) and np.asarray(x), np.stack([x, y]) in place of np.array([x, y])"
         )
 
@@ -170,7 +170,7 @@ class Value:
     def __float__(self) -> float:
         if self.node.kind == "number":
             raise ByValueError("a function looks at a number")
-        raise refuse("a traced array is no number; use portmm's or NumPy's functions in place of math's")
+        raise refuse("a traced array is not a number; use portmm's or NumPy's functions in place of math's")
 
     __int__ = __index__ = __complex__ = __float__
 
@@ -186,7 +186,7 @@ class Value:
         raise refuse("in looks at values, which differ from call to call")
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        raise refuse("x[...] = changes an array in place; use pm.where, or write what the new array is")
+        raise refuse("x[...] = changes an array in place; use pm.where, or compute a new array")
 
     def __delitem__(self, key: Any) -> None:
         self.__setitem__(key, None)
@@ -364,7 +364,7 @@ def _node(graph: Graph, x: Any) -> Node:
         return graph.leaf(x, "an array on a device")
     value = np.asarray(x)
     if value.dtype == object:
-        raise refuse(f"a {type(x).__name__} cannot meet a traced array")
+        raise refuse(f"a {type(x).__name__} cannot be an operand beside a traced array")
     return graph.constant(value)
 
 

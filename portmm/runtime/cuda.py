@@ -319,8 +319,8 @@ def _bank(device: int, wanted: int, *, captured: bool) -> _Bank:
         return bank
     if captured:
         raise DeviceError(
-            "a stream is being captured, and kernels whose blocks share a tile need memory that cannot be asked "
-            "for now: call the same product once outside of the capture first, or capture fewer calls in all"
+            "a stream is being captured, and kernels whose blocks share a tile need memory that cannot be "
+            "allocated now: call the same product once outside of the capture first, or capture fewer calls in all"
         )
     cupy = _cupy()
     with cupy.cuda.Device(device):
