@@ -335,7 +335,7 @@ def _require(isa: Isa, subject: str) -> None:
         runs = ", ".join(x.name for x in host().isas)
         raise TargetError(
             f"{subject} needs {', '.join(lacking)}, which this machine lacks; it runs {runs}. "
-            "Choose one of these, or leave the target (PORTMM_TARGET) empty for the best."
+            "Select one of these, or unset the target (PORTMM_TARGET) for the best."
         )
 
 
