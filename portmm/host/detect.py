@@ -311,7 +311,7 @@ def identify(shot: Snapshot) -> Target:
 
 @cache
 def host() -> Target:
-    """The target of this machine, cached in the process; the first call takes less than 20 ms.
+    """The target of this machine, cached in the process; under 20 ms at first where /proc/cpuinfo exists.
 
     The number of cores is that of the processors allowed at the first call.
     """
