@@ -99,7 +99,7 @@ assert build({SOURCE!r}, flags=()).cached
 def test_the_compiler_is_asked_once(fake, monkeypatch):
     first = find_compiler()
     compiler._find.cache_clear()
-    monkeypatch.setattr(compiler, "_ask", lambda _: pytest.fail("asked again"))
+    monkeypatch.setattr(compiler, "_query_version", lambda _: pytest.fail("queried again"))
     assert find_compiler() == first
     assert first.argv == (str(fake.path),)
 
@@ -367,7 +367,7 @@ def test_without_locks_the_build_goes_on(fake, monkeypatch, error):
 
 
 def test_a_lock_that_is_never_released(fake, monkeypatch):
-    monkeypatch.setattr(cache, "LOCK_PATIENCE", 0.05)
+    monkeypatch.setattr(cache, "LOCK_SECONDS", 0.05)
     monkeypatch.setattr(cache, "_try_lock", lambda _: None)
     assert answer(build(SOURCE, flags=())) == 42
     assert len(fake.runs()) == 1

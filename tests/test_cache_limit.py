@@ -226,7 +226,7 @@ def test_what_is_swept(place):
     for path in (dead, other, aim, place / "portmm-build-file"):
         old(path)
     assert temp_directories.sweep(place) == 1
-    held, number = temp_directories.make(temp_directories.BUILD_PREFIX, place)
+    held, number = temp_directories.create(temp_directories.BUILD_PREFIX, place)
     old(held)
     temp_directories._swept.clear()
     assert temp_directories.sweep(place) == 0

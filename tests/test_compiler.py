@@ -94,7 +94,9 @@ def test_no_compiler(arch):
 
 def test_the_order_of_compilers(bare, monkeypatch):
     monkeypatch.setattr(compiler, "_ziglang", lambda: str(bare / "ziglang" / "__init__.py"))
-    monkeypatch.setattr(compiler, "_ask", lambda argv: "0.1" if "ziglang" in argv else Path(argv[0]).name + " 1")
+    monkeypatch.setattr(
+        compiler, "_query_version", lambda argv: "0.1" if "ziglang" in argv else Path(argv[0]).name + " 1"
+    )
     found = [find_compiler()]
     for name in ("clang", "cc", "gcc"):
         stub(bare, name, name)

@@ -38,7 +38,7 @@ from portmm.version import VERSION
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-LOCK_PATIENCE = 60.0
+LOCK_SECONDS = 60.0
 """Seconds to wait for another process that builds the same entry. Above any
 compilation of one kernel; a stopped process then costs time, not the result."""
 
@@ -176,10 +176,10 @@ def private_dir() -> Path:
     if owner not in _private:
         import atexit
 
-        from portmm.build.temp_directories import PRIVATE_PREFIX, make
+        from portmm.build.temp_directories import PRIVATE_PREFIX, create
 
         # The lock on the directory ends with the process.
-        path, _ = make(PRIVATE_PREFIX)
+        path, _ = create(PRIVATE_PREFIX)
         _private[owner] = path
         atexit.register(_remove, owner, path)
     return _private[owner]
@@ -384,7 +384,7 @@ def _try_lock(path: Path) -> int | None:
 
 
 def _acquire(path: Path) -> int | None:
-    deadline = time.monotonic() + LOCK_PATIENCE
+    deadline = time.monotonic() + LOCK_SECONDS
     try:
         while (fd := _try_lock(path)) is None and time.monotonic() < deadline:
             time.sleep(0.01)

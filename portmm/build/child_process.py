@@ -37,11 +37,11 @@ def environment() -> dict[str, str]:
     return {**os.environ, "LC_ALL": "C"}
 
 
-def run(words: Sequence[str], seconds: float, *, folder: str | Path | None = None, errors: bool = True) -> Finished:
+def run(argv: Sequence[str], seconds: float, *, folder: str | Path | None = None, errors: bool = True) -> Finished:
     """Run a program in a session of its own; at its time limit, kill it and all its children.
 
     Args:
-        words: the command.
+        argv: the command.
         seconds: time limit.
         folder: working directory, and directory for temporary files; by default those of this process.
         errors: whether standard error is part of the output.
@@ -52,7 +52,7 @@ def run(words: Sequence[str], seconds: float, *, folder: str | Path | None = Non
     import subprocess
 
     child = subprocess.Popen(
-        words,
+        argv,
         cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

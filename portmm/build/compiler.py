@@ -151,7 +151,7 @@ def limit_seconds(kind: str) -> float:
     return ZIG_COMPILE_SECONDS if kind == "zig" else COMPILE_SECONDS
 
 
-def _ask(argv: tuple[str, ...]) -> str:
+def _query_version(argv: tuple[str, ...]) -> str:
     """Output of a compiler's --version.
 
     Raises:
@@ -195,7 +195,7 @@ def _describe(argv: tuple[str, ...], arch: str, path: str) -> Compiler:
         if failure is not None:
             raise failure
         try:
-            text = _ask(argv)
+            text = _query_version(argv)
         except TimeoutError as error:
             raise failed_builds.hung(note, BuildError(str(error))) from error
         except OSError as error:
@@ -216,14 +216,14 @@ def _from_cc(cc: str, arch: str, path: str) -> Compiler:
     import shlex
 
     try:
-        words = shlex.split(cc)
+        argv = shlex.split(cc)
     except ValueError as error:
         raise NoCompilerError(f"CC={cc!r} cannot be split into words: {error}; quote it as for a shell") from error
-    program = _which(words[0], path) if words else None
+    program = _which(argv[0], path) if argv else None
     if program is None:
         raise NoCompilerError(f"CC={cc!r} names no executable program; correct it or unset it")
     try:
-        return _describe((program, *words[1:]), arch, path)
+        return _describe((program, *argv[1:]), arch, path)
     except BuildError as error:
         raise _no_compiler(f"CC={cc!r} is not a usable compiler: {error}; correct it or unset it", [error]) from error
 
@@ -287,10 +287,10 @@ def command(compiler: Compiler, flags: tuple[str, ...], include: tuple[Path, ...
     `flags` follow the source, so that they may name libraries and override
     the base flags; for source that includes libc headers they must contain `-lc`.
     """
-    words = [*compiler.argv, *_BASE, *_OWN[compiler.kind]]
+    argv = [*compiler.argv, *_BASE, *_OWN[compiler.kind]]
     if compiler.kind == "zig":
         if not any(w.startswith(("-target", "--target")) for w in compiler.argv):
-            words += ["-target", _ZIG_TARGET.format(arch=compiler.arch)]
+            argv += ["-target", _ZIG_TARGET.format(arch=compiler.arch)]
         flags = tuple(_zig_spelling(f) for f in flags)
-    words += [f"-I{folder.absolute()}" for folder in include]
-    return (*words, f"{stem}.c", *flags, "-o", f"{stem}.so")
+    argv += [f"-I{folder.absolute()}" for folder in include]
+    return (*argv, f"{stem}.c", *flags, "-o", f"{stem}.so")

@@ -230,7 +230,7 @@ def _cubin(entry: cache.Entry, code: bytes, architecture: str, *, cached: bool) 
 
 def _make(library: Path, source: str, stem: str, options: tuple[str, ...], key: str) -> tuple[cache.Entry, bytes]:
     nvrtc = _open(library)
-    words = ("nvrtc", *options)
+    argv = ("nvrtc", *options)
     earlier = failed_builds.known(key)
     if earlier is not None:
         raise earlier
@@ -239,7 +239,7 @@ def _make(library: Path, source: str, stem: str, options: tuple[str, ...], key: 
     seconds = time.perf_counter() - start
     if code[:4] != b"\x7fELF":
         error = failure(
-            words,
+            argv,
             key,
             source,
             log or "the output is not an ELF file",
@@ -249,7 +249,7 @@ def _make(library: Path, source: str, stem: str, options: tuple[str, ...], key: 
         keep = failed_builds.transient if failed_builds.is_transient(None, log) else failed_builds.permanent
         raise keep(key, error)
     version = ".".join(map(str, nvrtc.version))
-    compiler, command = f"nvrtc {version}", " ".join((*words, f"{stem}.cu"))
+    compiler, command = f"nvrtc {version}", " ".join((*argv, f"{stem}.cu"))
     more = {"log": log}
     entry = cache.keep(
         key, code, name=stem, seconds=seconds, compiler=compiler, command=command, suffix=_SUFFIX, more=more

@@ -63,30 +63,30 @@ class Artifact:
     code: bytes = field(default=b"", repr=False, compare=False)
 
 
-def _key(source: str, compiler: Compiler, words: tuple[str, ...], include: tuple[Path, ...]) -> str:
+def _key(source: str, compiler: Compiler, argv: tuple[str, ...], include: tuple[Path, ...]) -> str:
     identity = (VERSION, str(abi.VERSION), compiler.kind, compiler.version, compiler.arch)
     # Installing other headers at the same path changes their directory's time.
     headers = tuple(str(f.stat().st_mtime_ns) for f in include if f.is_dir())
-    text = "\0".join((*identity, *words, *headers, source))
+    text = "\0".join((*identity, *argv, *headers, source))
     return cache.digest(text.encode("utf-8", "surrogateescape"))
 
 
-def _shell(words: tuple[str, ...]) -> str:
+def _shell(argv: tuple[str, ...]) -> str:
     import shlex
 
-    return shlex.join(words)
+    return shlex.join(argv)
 
 
 _NEWER = "try a newer compiler through CC"
 
 
 def failure(
-    words: tuple[str, ...], key: str, source: str, output: str, *, suffix: str = ".c", advice: str = _NEWER
+    argv: tuple[str, ...], key: str, source: str, output: str, *, suffix: str = ".c", advice: str = _NEWER
 ) -> BuildError:
     """The error for a source that did not compile; the source is kept for inspection.
 
     Args:
-        words: the command, or the name of the compiler and its options.
+        argv: the command, or the name of the compiler and its options.
         key: the build's SHA-256.
         source: the source that did not compile.
         output: the compiler's messages, of which the first lines are shown.
@@ -102,13 +102,13 @@ def failure(
     except OSError:
         kept = "not kept, no directory is writable"
     return BuildError(
-        f"{words[0]} did not build a kernel; its output:\n{shown}{more}\n"
-        f"source: {kept}\ncommand: {_shell(words)}\n"
+        f"{argv[0]} did not build a kernel; its output:\n{shown}{more}\n"
+        f"source: {kept}\ncommand: {_shell(argv)}\n"
         f"{advice}, or report this with the source"
     )
 
 
-def _run(words: tuple[str, ...], source: str, stem: str, seconds: float) -> tuple[bytes, child_process.Finished]:
+def _run(argv: tuple[str, ...], source: str, stem: str, seconds: float) -> tuple[bytes, child_process.Finished]:
     """The shared object, empty if there is none, and the result of the compiler.
 
     Raises:
@@ -123,7 +123,7 @@ def _run(words: tuple[str, ...], source: str, stem: str, seconds: float) -> tupl
     parent = cache.usable_dir() if chain_fault(tempfile.gettempdir()) else None
     with directory(BUILD_PREFIX, parent) as folder:
         (folder / f"{stem}.c").write_text(source, encoding="utf-8")
-        done = child_process.run(words, seconds, folder=folder)
+        done = child_process.run(argv, seconds, folder=folder)
         product = folder / f"{stem}.so"
         exists = done.status == 0 and product.is_file()
         return product.read_bytes() if exists else b"", done
@@ -148,7 +148,7 @@ def _check_known(compiler: Compiler, key: str) -> None:
 
 
 def _make(  # noqa: PLR0917 - arguments of `build`, and values derived from them
-    source: str, compiler: Compiler, words: tuple[str, ...], key: str, stem: str, symbols: tuple[str, ...]
+    source: str, compiler: Compiler, argv: tuple[str, ...], key: str, stem: str, symbols: tuple[str, ...]
 ) -> tuple[cache.Entry, bytes]:
     """A new entry and its code.
 
@@ -158,19 +158,19 @@ def _make(  # noqa: PLR0917 - arguments of `build`, and values derived from them
     """
     _check_known(compiler, key)
     start, limit = time.perf_counter(), limit_seconds(compiler.kind)
-    code, done = _run(words, source, stem, limit)
+    code, done = _run(argv, source, stem, limit)
     seconds = time.perf_counter() - start
     if done.status is None:
-        error = failure(words, key, source, f"no answer within {limit:.0f} s; it was stopped")
+        error = failure(argv, key, source, f"no answer within {limit:.0f} s; it was stopped")
         # One source may be too much for a compiler that builds others; one that has built nothing is not run again.
         raise failed_builds.hung(key if _hanging(compiler) in _worked else _hanging(compiler), error)
     wrong = f"exit status {done.status}" if done.status else fault(code, _ELF_MACHINE.get(compiler.arch, 0), symbols)
     if wrong:
         is_transient = failed_builds.is_transient(done.status, done.output)
-        error = failure(words, key, source, done.output if done.status and done.output else f"{wrong}\n{done.output}")
+        error = failure(argv, key, source, done.output if done.status and done.output else f"{wrong}\n{done.output}")
         raise (failed_builds.transient if is_transient else failed_builds.permanent)(key, error)
     _worked.add(_hanging(compiler))
-    command = _shell(words)
+    command = _shell(argv)
     entry = cache.keep(key, code, name=stem, seconds=seconds, compiler=compiler.version, command=command)
     failed_builds.succeeded(key)
     return entry, code
@@ -203,8 +203,8 @@ def build(
     """
     compiler = find_compiler(arch)
     stem = "".join(c if c.isascii() and (c.isalnum() or c in "_-") else "_" for c in name) or "kernel"
-    words = command(compiler, flags, include, stem)
-    key = _key(source, compiler, words, include)
+    argv = command(compiler, flags, include, stem)
+    key = _key(source, compiler, argv, include)
     loaded = cache.load(key)
     cached = loaded is not None
     if loaded is None:
@@ -213,9 +213,9 @@ def build(
             loaded = cache.load(key)
             cached = loaded is not None
             try:
-                loaded = loaded or _make(source, compiler, words, key, stem, symbols)
+                loaded = loaded or _make(source, compiler, argv, key, stem, symbols)
             except OSError as error:
                 text = f"cannot build {name}: {error}; set TMPDIR and PORTMM_CACHE to writable directories"
                 raise failed_builds.transient(key, BuildError(text)) from error
     entry, code = loaded
-    return Artifact(entry.path, source, flags, words, key, entry.seconds, cached, code)
+    return Artifact(entry.path, source, flags, argv, key, entry.seconds, cached, code)

@@ -40,7 +40,7 @@ def _lock(path: str) -> int | None:
     return fd
 
 
-def make(prefix: str, parent: Path | None = None) -> tuple[Path, int | None]:
+def create(prefix: str, parent: Path | None = None) -> tuple[Path, int | None]:
     """A new directory of mode 0700, and the descriptor that holds its lock until it is closed.
 
     Args:
@@ -63,14 +63,14 @@ def make(prefix: str, parent: Path | None = None) -> tuple[Path, int | None]:
 
 @contextmanager
 def directory(prefix: str, parent: Path | None = None) -> Iterator[Path]:
-    """A directory of `make`, removed at the end of the block.
+    """A directory of `create`, removed at the end of the block.
 
     Raises:
-        OSError: as for `make`.
+        OSError: as for `create`.
     """
     import shutil
 
-    path, lock = make(prefix, parent)
+    path, lock = create(prefix, parent)
     try:
         yield path
     finally:

@@ -293,5 +293,5 @@ def _library(name: str) -> list[Check]:
     finally:
         worker.close()
     if greeting["state"] != "ok":
-        return [Check(name, "note", "not found, so `portmm compare` does without", contender.hint)]
+        return [Check(name, "note", "not found, so `portmm compare` leaves it out", contender.hint)]
     return [Check(name, "ok", greeting["version"])]

@@ -311,7 +311,7 @@ def identify(shot: Snapshot) -> Target:
 
 @cache
 def host() -> Target:
-    """The target of this machine, cached in the process; the first call takes less than 20 ms.
+    """The target of this machine, cached in the process; under 20 ms at first where /proc/cpuinfo exists.
 
     The number of cores is that of the processors allowed at the first call.
     """
@@ -335,7 +335,7 @@ def _require(isa: Isa, subject: str) -> None:
         runs = ", ".join(x.name for x in host().isas)
         raise TargetError(
             f"{subject} needs {', '.join(lacking)}, which this machine lacks; it runs {runs}. "
-            "Choose one of these, or leave the target (PORTMM_TARGET) empty for the best."
+            "Select one of these, or unset the target (PORTMM_TARGET) for the best."
         )
 
 

@@ -156,14 +156,14 @@ def bandwidth(loop: Loop, name: str, size: int, window: int = 0) -> Gauge:
     rows = random(parts * steps * loop.probe.b, atom.right).reshape(parts, -1)
     next_rows: Iterator[Any] = cycle(rows)
 
-    def windows(repeats: int) -> None:
+    def read_windows(repeats: int) -> None:
         for _ in range(repeats):
             loop.start(1, steps, a, next(next_rows), c)
 
-    def whole(repeats: int) -> None:
+    def read_all(repeats: int) -> None:
         loop.start(repeats, steps, a, rows[0], c)
 
-    return Gauge(name, steps * loop.step_bytes / 1e9, windows if window else whole)
+    return Gauge(name, steps * loop.step_bytes / 1e9, read_windows if window else read_all)
 
 
 def bandwidth_of_all(loop: Loop, name: str, size: int, pool: Executor, cores: int) -> Gauge:

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-LEAST, SHARE = 0.5, 0.1
+BUSY_CORES, BUSY_SHARE = 0.5, 0.1
 """Cores, and share of all cores: a machine on which others use more than the larger of both is busy. Half a core
 disturbs one thread on two cores noticeably; a tenth of the cores lowers bandwidths that all share."""
-NAP = 0.25
+SAMPLE_SECONDS = 0.25
 """Seconds over which the current load is measured: 25 ticks of the kernel's clock."""
 _NOT_BUSY = (3, 4)
 """Columns of /proc/stat: idle, and waiting for a disk."""
@@ -100,15 +100,15 @@ def others(before: Snapshot, after: Snapshot) -> float | None:
 
 
 def now() -> float | None:
-    """Number of cores that other processes keep busy now, None if unknown; takes `NAP` seconds."""
+    """Number of cores that other processes keep busy now, None if unknown; takes `SAMPLE_SECONDS` seconds."""
     before = snapshot()
-    time.sleep(NAP)
+    time.sleep(SAMPLE_SECONDS)
     return others(before, snapshot())
 
 
 def is_busy(load: float | None, of: int) -> bool:
     """Whether a load disturbs measurements on a machine of `of` cores."""
-    return load is not None and load > max(LEAST, SHARE * of)
+    return load is not None and load > max(BUSY_CORES, BUSY_SHARE * of)
 
 
 def sentence(load: float | None, of: int) -> str:

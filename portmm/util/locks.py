@@ -7,9 +7,8 @@ for ever, so every lock is reinitialized in a child. That is sound because all s
 changed by single assignments: the locks keep work from being done twice, they do not hide intermediate states.
 
 CPython reinitializes its global import lock, but not the lock of a module that another thread was importing: the
-child would wait for it for ever, too. First calls import modules, so a fork waits until imports of the packages in
-`OURS` have ended, which takes milliseconds. An import that begins after the last check is dropped in the child, which
-repeats it.
+child would wait for it for ever, too. First calls import modules, so a fork waits until imports of `PACKAGES` have
+ended, which takes milliseconds. An import that begins after the last check is dropped in the child, which repeats it.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-OURS = frozenset(("portmm", "numpy", "ml_dtypes", "cffi", "pycparser", *sys.stdlib_module_names))
+PACKAGES = frozenset(("portmm", "numpy", "ml_dtypes", "cffi", "pycparser", *sys.stdlib_module_names))
 """Packages that a first call may import."""
-PATIENCE = 2.0
+IMPORT_SECONDS = 2.0
 """Most seconds that a fork waits for imports: hundreds of times their usual duration."""
-PAUSE = 0.0002
+POLL_SECONDS = 0.0002
 """Seconds between two checks, in which the importing thread has the interpreter."""
 
 _locks: WeakSet[Any] = WeakSet()
@@ -66,10 +65,10 @@ class once(Generic[T]):  # noqa: N801 - a decorator
 
 
 def _imports_elsewhere() -> list[str]:
-    """Modules of the packages in `OURS` that other threads are importing."""
+    """Modules of `PACKAGES` that other threads are importing."""
     me = threading.get_ident()
     locks = [(name, reference()) for name, reference in list(_importing.items())]
-    ours = [(name, module_lock) for name, module_lock in locks if name.partition(".")[0] in OURS]
+    ours = [(name, module_lock) for name, module_lock in locks if name.partition(".")[0] in PACKAGES]
     return [name for name, module_lock in ours if getattr(module_lock, "owner", None) not in (None, me)]
 
 
@@ -80,9 +79,9 @@ def _parses() -> bool:
 
 
 def _before() -> None:
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + IMPORT_SECONDS
     while (_imports_elsewhere() or _parses()) and time.monotonic() < until:
-        time.sleep(PAUSE)
+        time.sleep(POLL_SECONDS)
 
 
 def _in_child() -> None:
