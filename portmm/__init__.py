@@ -16,7 +16,7 @@ from portmm.errors import (
     TargetError,
     TraceError,
 )
-from portmm.ops.matmul import matmul, plan, surrounded_by
+from portmm.ops.matmul import matmul, plan, register_fused
 from portmm.ops.prepack import pack
 from portmm.version import VERSION
 
@@ -203,14 +203,14 @@ _LATER = {
 """Name -> module, of what a matmul from the cache does not need."""
 
 
-def _surrounded(*operands: object) -> object:
-    """The product with what surrounds it, which a plain one does not load."""
-    from portmm.ops.fused_matmul import matmul as with_surroundings
+def _fused_matmul(*operands: object) -> object:
+    """The product with prologues and an epilogue, imported on its first use."""
+    from portmm.ops.fused_matmul import matmul as fused_matmul
 
-    return with_surroundings(*operands)  # type: ignore[arg-type]
+    return fused_matmul(*operands)  # type: ignore[arg-type]
 
 
-surrounded_by(_surrounded)
+register_fused(_fused_matmul)
 
 
 def __getattr__(name: str) -> object:

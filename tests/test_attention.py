@@ -252,7 +252,7 @@ def test_without_a_compiler(monkeypatch):
     monkeypatch.setattr(cpu_dispatch, "attention_route", none)
     monkeypatch.setattr(bind, "_ready", {})
     monkeypatch.setattr(attention, "_plain", {})
-    monkeypatch.setattr(numpy_fallback, "_said", ["once"])
+    monkeypatch.setattr(numpy_fallback, "_warned", ["once"])
     for how, (result, lse) in zip(calls, want, strict=True):
         got = pm.attention(q, k, v, return_lse=True, **how)
         np.testing.assert_allclose(got[0], result, rtol=2e-5, atol=2e-5)

@@ -45,7 +45,7 @@ def by_numpy(q, name):
     """The panels of a weight, laid out without a kernel."""
     kept = family(name)
     owner = np.full(-(-q.shape[1] // kept.nr) * kept.panel(q.shape[0]), -1, np.int32)
-    int4_panels._fold_by_numpy(q, kept, owner)
+    int4_panels._pack_by_numpy(q, kept, owner)
     return owner
 
 
@@ -127,7 +127,7 @@ def test_codes_are_folded_without_a_compiler(monkeypatch):
         raise NoCompilerError("none here")
 
     monkeypatch.setattr(cpu_dispatch, "fold_route", none)
-    monkeypatch.setattr(numpy_fallback, "_said", [])
+    monkeypatch.setattr(numpy_fallback, "_warned", [])
     with pytest.warns(RuntimeWarning, match="computes with NumPy, which is slower: none here"):
         np.testing.assert_array_equal(pm.pack(q).owner, want)
 

@@ -125,7 +125,7 @@ def test_without_a_compiler_the_warning_points_at_the_call(monkeypatch):
     ):
         monkeypatch.setattr(matmul_op, "_state", {})
         monkeypatch.setattr(matmul_op, "_fast", matmul_op._start)
-        monkeypatch.setattr(numpy_fallback, "_said", [])
+        monkeypatch.setattr(numpy_fallback, "_warned", [])
         assert line_of(way) == way.__code__.co_firstlineno
 
 

@@ -322,7 +322,7 @@ def _found(  # noqa: PLR0917 - what `explain` is asked
     if epilogue is not None:
         from portmm.ops.fused_matmul import posed
 
-        problem, notes = posed(a, b, dtype if out is None else out.dtype, epilogue, given=out is not None)
+        problem, notes = posed(a, b, dtype if out is None else out.dtype, epilogue, typed_result=out is not None)
         return _explained(_with(problem, deterministic), machine, threads, notes)
     problem = _with(pose(a, b, out, dtype=dtype, static=static), deterministic)
     try:
