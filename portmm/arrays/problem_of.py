@@ -16,7 +16,7 @@ from portmm.spec.dtype import BY_NUMPY, types
 from portmm.spec.problem import Problem
 
 
-def pose(a: Any, b: Any, out: Any = None, *, dtype: str = "f32", static: bool = False) -> Problem:
+def problem_of_call(a: Any, b: Any, out: Any = None, *, dtype: str = "f32", static: bool = False) -> Problem:
     """The problem of a product of two operands: arrays, shapes or a packed weight.
 
     Raises:

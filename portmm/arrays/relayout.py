@@ -22,7 +22,7 @@ from portmm.spec.dtype import BY_NAME
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
-    from portmm.arrays.interop import Foreign
+    from portmm.arrays.interop import DeviceArray
     from portmm.dispatch.gpu import Launch, Machine, Vectors
     from portmm.spec.problem import Problem
     from portmm.target.target import Target
@@ -158,7 +158,7 @@ def _load(kind: str, along: str, on: Machine) -> tuple[Any, Any]:
     return kernel, on.load(kernel)
 
 
-def run(copies: tuple[Copy, ...], on: Machine, pointers: dict[str, Any], like: Foreign) -> list[Any]:
+def run(copies: tuple[Copy, ...], on: Machine, pointers: dict[str, Any], like: DeviceArray) -> list[Any]:
     """Launch the copies, replace the operands' addresses by theirs, and return the arrays that own their memory."""
     arrays = []
     for x in copies:
@@ -170,7 +170,7 @@ def run(copies: tuple[Copy, ...], on: Machine, pointers: dict[str, Any], like: F
     return arrays
 
 
-def said(p: Problem, sides: str, seconds: float) -> tuple[str, ...]:
+def copy_notes(p: Problem, sides: str, seconds: float) -> tuple[str, ...]:
     """The lines of `explain` about copies."""
     names = " and ".join(x.upper() for x in sides)
     return (f"{names} of {p} first copied, contiguous along k, in {seconds * 1e6:.3g} us",) if sides else ()

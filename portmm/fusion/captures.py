@@ -38,7 +38,7 @@ def form(x: Array) -> tuple[Any, ...]:
 
 def is_weight(x: Any) -> bool:
     """A packed weight, or one of four bits, which never change."""
-    return type(x).__name__ in ("Packed", "Folded", "Quantized") and type(x).__module__.startswith("portmm")
+    return type(x).__name__ in ("Packed", "PackedInt4", "Quantized") and type(x).__module__.startswith("portmm")
 
 
 def arguments(values: Any, key: list[Any], leaves: list[Any], kept: list[Any]) -> None:

@@ -155,7 +155,7 @@ class Graph:
     lasting: bool = True
     values: dict[Node, Any] = field(default_factory=dict)
     fixed: dict[Node, Any] = field(default_factory=dict)
-    there: dict[int, interop.Foreign] = field(default_factory=dict)
+    there: dict[int, interop.DeviceArray] = field(default_factory=dict)
 
     def add(  # noqa: PLR0917 - what a node is
         self, kind: str, shape: Shape, dtype: Any, inputs: tuple[Node, ...], plain: Any, name: str, **more: Any

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.arrays import device_arrays, interop
-from portmm.arrays.interop import WIDEST, Foreign
+from portmm.arrays.interop import WIDEST, DeviceArray
 from portmm.dispatch import config
 from portmm.dispatch import gpu as gpu_dispatch
 from portmm.dispatch.gpu_rows import launches
@@ -246,7 +246,7 @@ class _Builder:
         for i, (x, (high, across, row, col)) in enumerate(zip(operands, ends, strict=True)):
             others = (apart[i], *(moved[i] for moved in w.repeats))
             at = self.gcd(x, [])
-            lain = Foreign(None, "cuda", (), at, (), (), kernel_type(x.like.dtype), None, readonly=False)
+            lain = DeviceArray(None, "cuda", (), at, (), (), kernel_type(x.like.dtype), None, readonly=False)
             parts.append(device_arrays.matrix(lain, high, across, (row, col), others))
         word = spell(*(kernel_type(x.like.dtype) for x in operands))
         p = Problem(

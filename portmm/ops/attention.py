@@ -32,7 +32,7 @@ from portmm.ops.attention_shapes import (
 from portmm.runtime.cpu import runtime
 from portmm.spec.epilogue import C, Fused, acc, index
 from portmm.spec.expr import Expr, real
-from portmm.trace.bind import Around, Bound, substituted
+from portmm.trace.bind import Bound, UserFunction, substituted
 from portmm.trace.tracer import Indices, Traced, described
 from portmm.util.memo import Memory
 
@@ -168,24 +168,24 @@ def _computed(
         if lse is not None:
             lse[...] = -np.inf
         return result, lse, None
-    around = Around.of(options.function)
+    user_function = UserFunction.of(options.function)
     flags = (options.causal, options.window is None, options.lse, many is None, starts is None)
     forms = tuple([(x.shape, x.strides, x.__array_interface__["data"][0] % 4) for x in operands])
     results = [_four(result, shape)]
     key = ("attention", dtype, forms, flags, results[0].strides)
     try:
-        ready: _Ready = around.ready(key, lambda traced: _make(traced, shape, flags, results[0]), _leaves(), 4)
+        ready: _Ready = user_function.ready(key, lambda traced: _make(traced, shape, flags, results[0]), _leaves(), 4)
     except BuildError as error:
         fall_back(error)
         fallback = by_numpy(shape, options.function, options.causal, options.window, many, starts)
         result[...] = fallback[0].reshape(result_shape)
         return result, fallback[1].reshape(result_shape[:-1]) if options.lse else None, None
-    if result is out and _overlaps(out, around.found.values()):
+    if result is out and _overlaps(out, user_function.closure.values()):
         result = np.empty(result_shape, dtype)  # scores would read what the kernel overwrites
         results = [_four(result, shape)]
     results += [_four(lse[..., None], shape)] if lse is not None else []
     results += [x for x in (many, starts) if x is not None]
-    ready.execute(shape, operands, around.found, results, options.far)
+    ready.execute(shape, operands, user_function.closure, results, options.far)
     return result, lse, ready
 
 

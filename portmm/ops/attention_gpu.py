@@ -18,22 +18,22 @@ from portmm.codegen.lower import lower_grid_attention
 from portmm.dispatch import gpu as gpu_dispatch
 from portmm.errors import TraceError
 from portmm.ops import rowwise_gpu
-from portmm.ops.attention_shapes import HELD, NAMES, score_of, sizes_of
+from portmm.ops.attention_shapes import NAMES, STORAGE_TYPES, score_of, sizes_of
 from portmm.schedule import gpu_attention, gpu_mma_attention
 from portmm.schedule.gpu_candidates import units
 from portmm.schedule.gpu_mma_attention import MatrixTiling
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import C, Fused, acc
 from portmm.spec.expr import real
-from portmm.trace.bind import Around, located
+from portmm.trace.bind import UserFunction, located
 from portmm.trace.closures import resolve
-from portmm.trace.tracer import Indices, lies
+from portmm.trace.tracer import Indices, readable_in_place
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.arrays.interop import Foreign
+    from portmm.arrays.interop import DeviceArray
     from portmm.dispatch.gpu import Launch, Machine
     from portmm.kernels.cpu.attention_geometry import Form
     from portmm.schedule.gpu_attention import Tiling
@@ -73,12 +73,12 @@ class _Call:
         sizes: see `attention_shapes.sizes_of`.
     """
 
-    q: Foreign
-    k: Foreign
-    v: Foreign
-    out: Foreign | None
-    lengths: Foreign | None
-    starts: Foreign | None
+    q: DeviceArray
+    k: DeviceArray
+    v: DeviceArray
+    out: DeviceArray | None
+    lengths: DeviceArray | None
+    starts: DeviceArray | None
     sizes: tuple[int, int, int, int, int, int, int]
 
     @property
@@ -104,19 +104,19 @@ def attention(operands: tuple[Any, Any, Any, Any], options: Options) -> Any:
     """
     call, numbers = _adopted(operands, options)
     scale = 1 / math.sqrt(call.sizes[5]) if options.scale is None and options.score is None else options.scale
-    around = Around.of(score_of(options.score, options.mask, scale))
+    user_function = UserFunction.of(score_of(options.score, options.mask, scale))
     flags = (options.causal, options.window is not None, options.lse)
     arrays = (call.q, call.k, call.v, call.out, call.lengths, call.starts)
     key = ("attention on device", *(None if x is None else x.kind for x in arrays), flags)
-    ready: _Ready = around.ready(key, lambda traced: _prepare(call, flags, traced), _VALUES, 4)
-    read = ready.captured(around.found, call.q)
+    ready: _Ready = user_function.ready(key, lambda traced: _prepare(call, flags, traced), _VALUES, 4)
+    read = ready.captured(user_function.closure, call.q)
     others = (*(x for x in arrays if x is not None and x is not call.out), *read)
     if call.out is not None and device_arrays.overlap(call.out, others):
         result_array, described = interop.empty_like(replace(call.out, queue=call.q.queue), call.shape, call.out.dtype)
         result = attention((*operands[:3], result_array), options)
         copied = rowwise_gpu.copied(call.out, described)
         return (copied, result[1]) if options.lse else copied
-    return ready.run(call, numbers, read, around.found)
+    return ready.run(call, numbers, read, user_function.closure)
 
 
 # -- operands --------------------------------------------------------------------------------
@@ -127,8 +127,10 @@ def _adopted(operands: tuple[Any, Any, Any, Any], options: Options) -> tuple[_Ca
     q, k, v = (_there(x, name) for x, name in zip(operands, "qkv", strict=False))
     out = None if operands[3] is None else _there(operands[3], "out")
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype not in HELD:
-            raise TypeError(f"{name} has elements of {_long_type(x)}; attention takes {', '.join(map(_long, HELD))}")
+        if x.dtype not in STORAGE_TYPES:
+            raise TypeError(
+                f"{name} has elements of {_long_type(x)}; attention takes {', '.join(map(_long, STORAGE_TYPES))}"
+            )
         if len(x.shape) < 3:
             raise ValueError(f"{name} has shape {x.shape}; pass (..., heads, rows, columns)")
     if not q.dtype == k.dtype == v.dtype:
@@ -142,13 +144,15 @@ def _adopted(operands: tuple[Any, Any, Any, Any], options: Options) -> tuple[_Ca
     interop.same_device([x for x in (q, k, v, out, lengths, starts) if x is not None])
     if out is not None:
         device_arrays.check_out(out, call.shape)
-        if out.dtype not in HELD:
-            raise TypeError(f"out has elements of {_long_type(out)}; attention writes {', '.join(map(_long, HELD))}")
+        if out.dtype not in STORAGE_TYPES:
+            raise TypeError(
+                f"out has elements of {_long_type(out)}; attention writes {', '.join(map(_long, STORAGE_TYPES))}"
+            )
     window = m + n if options.window is None else min(options.window, m + n)
     return call, {"n": min(seen, n), "offset": offset, "window": window}
 
 
-def _there(x: Any, name: str) -> Foreign:
+def _there(x: Any, name: str) -> DeviceArray:
     """An array on a device.
 
     Raises:
@@ -165,13 +169,13 @@ def _long(name: str) -> str:
     return BY_NAME[name].numpy
 
 
-def _long_type(x: Foreign) -> str:
+def _long_type(x: DeviceArray) -> str:
     return _long(x.dtype)
 
 
 def _by_item(
     x: Any, name: str, lead: tuple[int, ...], limits: tuple[int, int], usual: int
-) -> tuple[int, Foreign | None]:
+) -> tuple[int, DeviceArray | None]:
     """One integer for all items, or an array on the device of one for each.
 
     Raises:
@@ -211,7 +215,7 @@ class _Layout:
         return self.steps[3] != 1
 
 
-def _layout(x: Foreign, name: str) -> _Layout:
+def _layout(x: DeviceArray, name: str) -> _Layout:
     """The layout of an operand.
 
     Raises:
@@ -253,11 +257,11 @@ class _Ready:
     sources: tuple[tuple[Source, int], ...]
     numbers: tuple[tuple[Any, ...], ...]
 
-    def captured(self, closure: dict[Any, Any], like: Foreign) -> list[Foreign]:
+    def captured(self, closure: dict[Any, Any], like: DeviceArray) -> list[DeviceArray]:
         """The arrays that functions capture, on the device of the operands."""
         return [rowwise_gpu.captured(x, closure, like) for x, _ in self.sources]
 
-    def run(self, call: _Call, numbers: dict[str, int], read: list[Foreign], closure: dict[Any, Any]) -> Any:
+    def run(self, call: _Call, numbers: dict[str, int], read: list[DeviceArray], closure: dict[Any, Any]) -> Any:
         """Launch the kernels and return the results."""
         q, out = call.q, call.out
         result, described = (out.source, out) if out is not None else interop.empty_like(q, call.shape, self.to)
@@ -287,7 +291,7 @@ def _prepare(call: _Call, flags: tuple[bool, bool, bool], traced: Traced) -> _Re
     for x in traced.sources:
         if not x.device:
             raise TypeError("a function captures an array in the host's memory; copy it to the device of the operands")
-        if not lies(x.array):
+        if not readable_in_place(x.array):
             raise TypeError(f"a function captures an array of {x.array.dtype}, which kernels cannot read; convert it")
     to = call.q.dtype if call.out is None else call.out.dtype
     items, heads, group, m, n, d, dv = call.sizes

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 Sizes = tuple[int, ...]
-HELD = ("f32", "bf16", "f16")
+STORAGE_TYPES = ("f32", "bf16", "f16")
 """Storage types of operands."""
 NAMES = {"b": "b", "h": "h", "q": "m", "kv": "n"}
 """Names of the axes in score and mask: kernels have queries along rows and keys along columns, or transposed."""
@@ -58,8 +58,8 @@ def array(x: Any, name: str) -> Array:
     """
     refuse_class(x, name, matrix=False)
     operand = np.asarray(x)
-    if numpy_arrays.name_of(operand.dtype) not in HELD:
-        supported = ", ".join(BY_NAME[y].numpy for y in HELD)
+    if numpy_arrays.name_of(operand.dtype) not in STORAGE_TYPES:
+        supported = ", ".join(BY_NAME[y].numpy for y in STORAGE_TYPES)
         raise TypeError(f"{name} has dtype {operand.dtype}; attention takes {supported}: convert it with astype")
     if operand.ndim < 3:
         raise ValueError(f"{name} has shape {operand.shape}; pass (..., heads, rows, columns)")

@@ -1,6 +1,6 @@
 """The fast path of calls with an epilogue, whose kind is in a memo.
 
-Owns `Quick`, all that such a call needs but addresses, and `see`, which computes the key of its kind with
+Owns `FastPath`, all that such a call needs but addresses, and `see`, which computes the key of its kind with
 little work: after a kernel has streamed through megabytes, every object that a call
 touches is a cache miss. All M of a class are one kind, where nothing else depends on M. Functions that capture
 arrays, floats and modules are handled here; others, and operands that must be converted
@@ -102,7 +102,7 @@ def _captured(function: types.FunctionType) -> list[tuple[tuple[str, Any], Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Quick:
+class FastPath:
     """The kernel of one kind of call, and its arguments.
 
     Attributes:
@@ -153,9 +153,9 @@ class Quick:
 _known = Memory(MOST)
 
 
-def known(seen: Seen, out: Any) -> Quick | None:
+def known(seen: Seen, out: Any) -> FastPath | None:
     """The fast path of a kind of call, if `out` overlaps nothing that is read."""
-    fast_path: Quick | None = _known.get(seen.key) or _known.get((seen.key, seen.rows))
+    fast_path: FastPath | None = _known.get(seen.key) or _known.get((seen.key, seen.rows))
     if fast_path is not None and out is not None:
         if not out.flags.writeable:
             return None
@@ -165,7 +165,7 @@ def known(seen: Seen, out: Any) -> Quick | None:
     return fast_path
 
 
-def keep(seen: Seen, bound: Bound, build: Callable[..., Quick], skip: int, *, shared: bool) -> None:
+def keep(seen: Seen, bound: Bound, build: Callable[..., FastPath], skip: int, *, shared: bool) -> None:
     """Remember a kind of call, if each operand and number is used without conversion.
 
     Args:

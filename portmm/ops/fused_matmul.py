@@ -25,7 +25,7 @@ from portmm.spec.dtype import BY_NAME, accumulator, spell
 from portmm.spec.epilogue import acc
 from portmm.spec.problem import Problem
 from portmm.spec.row_classes import row_class
-from portmm.trace.bind import Around, Bound, dense, native, settle, typed
+from portmm.trace.bind import Bound, UserFunction, bind_operands, dense, native, typed
 from portmm.trace.closures import resolve
 from portmm.trace.tracer import Indices, trace
 from portmm.util.array_subclasses import in_class_of
@@ -109,9 +109,9 @@ def _plain(b: Any) -> Any:
     from portmm.weights.quantized import Quantized
 
     if isinstance(b, Quantized):
-        from portmm.ops.int4_panels import fold
+        from portmm.ops.int4_panels import pack_int4
 
-        return fold(b)
+        return pack_int4(b)
     return numpy_arrays.as_operand(b, "b")
 
 
@@ -241,7 +241,7 @@ class Call:
         sums = self.sums()
         if sums == "f64" or (self.int4 and sums == "s32"):
             raise ScheduleError(f"expressions are in float32, not in {sums}")
-        step = settle(traced, (), self.types()[2], ends=True)
+        step = bind_operands(traced, (), self.types()[2], ends=True)
         if not step.wide:
             raise ScheduleError("its first result is constant along a row")
         if step.fused.reductions or step.fused.folds:
@@ -328,16 +328,16 @@ def _in_place(x: Array, read: numpy_arrays.Operand) -> bool:
     return bool(read.address == x.__array_interface__["data"][0])
 
 
-def _kind(around: Around, call: Call, other_keys: tuple[Any, ...]) -> _Ready | ScheduleError:
+def _kind(user_function: UserFunction, call: Call, other_keys: tuple[Any, ...]) -> _Ready | ScheduleError:
     """The kernel for calls of a kind, that of the class of M if it supports this M, or the reason why there is none."""
     left = call.left
     if left.ndim == len(call.right.shape) == 2:
         m, k = left.shape
-        ready: _Ready | ScheduleError = around.ready((row_class(m)[1], k, other_keys), call.ready, _VALUES, 2)
+        ready: _Ready | ScheduleError = user_function.ready((row_class(m)[1], k, other_keys), call.ready, _VALUES, 2)
         if isinstance(ready, _Ready) and ready.rows[0] <= m <= ready.rows[1]:
             return ready.at(m)
-        return around.ready((left.shape, other_keys), call.ready, _VALUES, 2)  # type: ignore[no-any-return]
-    return around.ready((left.shape, other_keys), call.ready, _VALUES, 3)  # type: ignore[no-any-return]
+        return user_function.ready((left.shape, other_keys), call.ready, _VALUES, 2)  # type: ignore[no-any-return]
+    return user_function.ready((left.shape, other_keys), call.ready, _VALUES, 3)  # type: ignore[no-any-return]
 
 
 def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[..., Any]) -> Any:
@@ -350,26 +350,26 @@ def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[
     first = out.dtype.newbyteorder("=") if dtype is None and isinstance(out, np.ndarray) else None
     if first == np.float64:
         first = None  # results in float32 are converted
-    around = Around.of(epilogue)
+    user_function = UserFunction.of(epilogue)
     panels = getattr(right, "owner", right)
     b_kind = (right.strides, right.dtype, right.flags.aligned) if panels is right else right.family
     other_keys = (left.strides, left.dtype, left.flags.aligned, right.shape, b_kind, dtype, first)
     call = Call(left, right, dtype, first)
     try:
-        ready = _kind(around, call, other_keys)
+        ready = _kind(user_function, call, other_keys)
     except BuildError as error:
         fall_back(error)
         return call.split(epilogue, out)
     if not isinstance(ready, _Ready):
         return call.split(epilogue, out)
     results = [np.empty(s, t) for s, t in ready.results]
-    if out is not None and _writable(out, results[0], (left, panels), ready.bound, around.found):
+    if out is not None and _writable(out, results[0], (left, panels), ready.bound, user_function.closure):
         results[0] = out
     a, b = left, panels
     if not ready.direct:
         rows, other = call.operands(ready.size, call.types())
         a, b = rows.array, other.array if isinstance(other, numpy_arrays.Operand) else panels
-    operands, numbers, alive = ready.bound.fill(around.found, [], results[1:])
+    operands, numbers, alive = ready.bound.fill(user_function.closure, [], results[1:])
     m, n, batch = ready.size
     a_m, a_k, a_batch, b_k, b_n, b_batch = ready.numbers
     runtime().execute(
@@ -377,14 +377,14 @@ def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[
         results[0], n, 1, m * n, None, *ready.vectors, operands, numbers,
     )  # fmt: skip
     del alive
-    if seen is not None and around.lasting and ready.direct and (out is None or out is results[0]):
+    if seen is not None and user_function.lasting and ready.direct and (out is None or out is results[0]):
 
         def build(
             template: Array, sources: tuple[int, ...], taken: tuple[int, ...], *, by_class: bool
-        ) -> call_fastpath.Quick:
+        ) -> call_fastpath.FastPath:
             middle = (ready.numbers[:3], ready.numbers[3:])
             sizes, after = (0 if by_class else m, n, left.shape[-1], batch), (n, 1, m * n, None, *ready.vectors)
-            return call_fastpath.Quick(
+            return call_fastpath.FastPath(
                 ready.route, sizes, middle, after, template, sources, taken, ready.results, ready.several
             )
 
@@ -416,7 +416,7 @@ def fit(results: list[Array], out: Any, *, several: bool) -> Any:
     return tuple(results) if several else results[0]
 
 
-def posed(
+def fused_problem(
     a: Any, b: Any, dtype: Any, epilogue: Callable[..., Any], *, typed_result: bool
 ) -> tuple[Problem, tuple[str, ...]]:
     """The problem of a product with an epilogue, and notes for `explain`.
@@ -434,9 +434,9 @@ def posed(
     try:
         step = call.fusible_step(traced)
     except ScheduleError as error:
-        from portmm.arrays.problem_of import pose
+        from portmm.arrays.problem_of import problem_of_call
 
-        return pose(a, b), (f"the epilogue is a separate kernel, over the rows of the product: {error}",)
+        return problem_of_call(a, b), (f"the epilogue is a separate kernel, over the rows of the product: {error}",)
     rows, other = call.operands(call.size(step), call.types())
     p = call.problem(step, rows.layout, other.layout if isinstance(other, numpy_arrays.Operand) else "")
     if (p.a, p.b) == ("row", "col") and _better_unfused(p, step):

@@ -20,14 +20,14 @@ from portmm.ops import matmul_gpu, rowwise_gpu
 from portmm.ops.rowwise_gpu import addresses, captured, contiguous, over_rows, start
 from portmm.spec.dtype import accumulator
 from portmm.spec.epilogue import acc, operand_types
-from portmm.trace.bind import Around, dense, located, settle, typed
+from portmm.trace.bind import UserFunction, bind_operands, dense, located, typed
 from portmm.trace.closures import resolve
 from portmm.trace.tracer import Indices, trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.arrays.interop import Foreign
+    from portmm.arrays.interop import DeviceArray
     from portmm.dispatch.gpu import Launch, Machine
     from portmm.trace.bind import Step
     from portmm.trace.tracer import Source, Traced
@@ -51,12 +51,12 @@ class Weight:
     family: str
     vector: int
     numbers: dict[str, int]
-    parts: dict[str, Foreign]
-    product: Callable[[Foreign], Any]
+    parts: dict[str, DeviceArray]
+    product: Callable[[DeviceArray], Any]
 
 
 def matmul(
-    operands: tuple[Foreign, Foreign, Foreign | None], dtype: Any, epilogue: Callable[..., Any],
+    operands: tuple[DeviceArray, DeviceArray, DeviceArray | None], dtype: Any, epilogue: Callable[..., Any],
     weight: Weight | None = None,
 ) -> Any:  # fmt: skip
     """The product of arrays on a device with an epilogue: see `matmul.matmul`; B may be a `weight`.
@@ -68,7 +68,7 @@ def matmul(
     a, b, out = operands
     if len(a.shape) < 2 or len(b.shape) < 2:
         raise ValueError(f"an epilogue takes matrices; got {a.shape} by {b.shape}: add a dimension of 1")
-    around = Around.of(epilogue)
+    user_function = UserFunction.of(epilogue)
     requested = matmul_gpu.named(dtype) if dtype is not None else ""
     b_kind = b.kind if weight is None else (b.kind, weight.family)
     key = ("device", a.kind, b_kind, None if out is None else out.kind, requested)
@@ -80,19 +80,19 @@ def matmul(
         except ScheduleError as error:
             return ScheduleError(str(error))  # for the memo without its traceback, whose frames reference operands
 
-    ready: _Ready | ScheduleError = around.ready(key, make, _VALUES, rank)
+    ready: _Ready | ScheduleError = user_function.ready(key, make, _VALUES, rank)
     if isinstance(ready, ScheduleError):
         return _split(operands, requested, epilogue, weight)
-    read, parts = ready.captured(around.found, a), {"b": b} if weight is None else weight.parts
+    read, parts = ready.captured(user_function.closure, a), {"b": b} if weight is None else weight.parts
     if out is None or ready.apart or not device_arrays.overlap(out, (a, *parts.values(), *read)):
-        return ready.run(operands, parts, read, around.found)
+        return ready.run(operands, parts, read, user_function.closure)
     _, to = interop.empty_like(replace(out, queue=a.queue), out.shape, out.dtype)
     results = matmul((a, b, to), dtype, epilogue, weight)
     result = rowwise_gpu.copied(out, to)
     return (result, *results[1:]) if ready.several else result
 
 
-def before(function: Callable[..., Any], x: Foreign, name: str, names: dict[str, str]) -> Foreign:
+def before(function: Callable[..., Any], x: DeviceArray, name: str, names: dict[str, str]) -> DeviceArray:
     """An operand after its prologue.
 
     Raises:
@@ -109,7 +109,7 @@ def before(function: Callable[..., Any], x: Foreign, name: str, names: dict[str,
 
 
 def _split(
-    operands: tuple[Foreign, Foreign, Foreign | None],
+    operands: tuple[DeviceArray, DeviceArray, DeviceArray | None],
     requested: str,
     epilogue: Callable[..., Any],
     weight: Weight | None,
@@ -158,12 +158,13 @@ class _Ready:
     apart: bool = False
     copies: tuple[relayout.Copy, ...] = ()
 
-    def captured(self, closure: dict[Any, Any], like: Foreign) -> list[Foreign]:
+    def captured(self, closure: dict[Any, Any], like: DeviceArray) -> list[DeviceArray]:
         """The arrays that the function captures."""
         return [captured(x, closure, like) for x, _ in self.sources]
 
     def run(
-        self, operands: tuple[Foreign, Foreign, Foreign | None], parts: dict[str, Foreign], read: list[Foreign],
+        self, operands: tuple[DeviceArray, DeviceArray, DeviceArray | None], parts: dict[str, DeviceArray],
+        read: list[DeviceArray],
         closure: dict[Any, Any],
     ) -> Any:  # fmt: skip
         """Launch the kernels and return the results; `parts` are the arrays of B."""
@@ -177,7 +178,7 @@ class _Ready:
             results[0] = (rowwise_gpu.copied(out, results[0][1]), out)
         return tuple(x for x, _ in results) if self.several else results[0][0]
 
-    def launch(self, product: dict[str, Foreign], others: list[Foreign], closure: dict[Any, Any]) -> None:
+    def launch(self, product: dict[str, DeviceArray], others: list[DeviceArray], closure: dict[Any, Any]) -> None:
         """Launch the kernels with their addresses and numbers."""
         values = {name: interop.argument(x)[1] for name, x in product.items()}
         values |= addresses(others, [at for _, at in self.sources] + [0] * (len(others) - len(self.sources)))
@@ -189,7 +190,7 @@ class _Ready:
 
 
 def _prepare(
-    operands: tuple[Foreign, Foreign, Foreign | None], requested: str, traced: Traced, weight: Weight | None
+    operands: tuple[DeviceArray, DeviceArray, DeviceArray | None], requested: str, traced: Traced, weight: Weight | None
 ) -> _Ready:
     """The kernels of a kind of call.
 
@@ -198,7 +199,7 @@ def _prepare(
         ScheduleError: no kernel computes it.
     """
     a, b, out = operands
-    step, kinds, call = _posed(operands, requested, traced, weight)
+    step, kinds, call = _fused_problem(operands, requested, traced, weight)
     apart = out is not None and out.dtype != kinds[0][1]
     shape, batch, size = device_arrays.shapes(a, b)
     m, n, items = size[0], size[1], math.prod(batch)
@@ -224,9 +225,9 @@ def _prepare(
 Kinds = list[tuple[tuple[int, ...], str]]
 
 
-def _posed(
-    operands: tuple[Foreign, Foreign, Foreign | None], requested: str, traced: Traced, weight: Weight | None
-) -> tuple[Step, Kinds, matmul_gpu.Posed]:
+def _fused_problem(
+    operands: tuple[DeviceArray, DeviceArray, DeviceArray | None], requested: str, traced: Traced, weight: Weight | None
+) -> tuple[Step, Kinds, matmul_gpu.DeviceProblem]:
     """The expressions, shapes and types of results, and the problem.
 
     Raises:
@@ -247,41 +248,43 @@ def _posed(
         device_arrays.check_type(out, types[0])
     direct = out is not None and out.dtype == types[0]
     to = out if out is not None and direct else interop.empty_like(a, *kinds[0])[1]
-    call = matmul_gpu.posed((a, b, to), batch, size, step.text)
+    call = matmul_gpu.device_problem((a, b, to), batch, size, step.text)
     if call.walk.outer is not None:
         raise ScheduleError("an epilogue takes an evenly strided batch; copy the operands first")
     return step, kinds, call if weight is None else weighed(call, weight)
 
 
-def weighed(call: matmul_gpu.Posed, weight: Weight) -> matmul_gpu.Posed:
+def weighed(call: matmul_gpu.DeviceProblem, weight: Weight) -> matmul_gpu.DeviceProblem:
     """The problem with an int4 weight as B."""
     p = replace(call.problem, b="codes", family=weight.family)
     return replace(call, problem=p, vectors=(call.vectors[0], weight.vector, call.vectors[2]))
 
 
 def question(
-    operands: tuple[Foreign, Foreign, Foreign | None], epilogue: Callable[..., Any], weight: Weight | None = None
-) -> tuple[matmul_gpu.Posed, tuple[str, ...]]:
+    operands: tuple[DeviceArray, DeviceArray, DeviceArray | None],
+    epilogue: Callable[..., Any],
+    weight: Weight | None = None,
+) -> tuple[matmul_gpu.DeviceProblem, tuple[str, ...]]:
     """The problem of a call with an epilogue, and notes for `explain`."""
     a, b, _ = operands
     rank = 2 if len(a.shape) == len(b.shape) == 2 else 3
     traced, _ = trace(epilogue, _VALUES, by_value=False, rank=rank)
     try:
-        return _posed(operands, "", traced, weight)[2], ("the epilogue is part of the kernel",)
+        return _fused_problem(operands, "", traced, weight)[2], ("the epilogue is part of the kernel",)
     except ScheduleError as error:
         note = f"the epilogue is a separate kernel, over the rows of the product: {error}"
         call = matmul_gpu.question(operands)
         return call if weight is None else weighed(call, weight), (note,)
 
 
-def _usual(a: Foreign, b: Foreign) -> str:
+def _usual(a: DeviceArray, b: DeviceArray) -> str:
     """The default type of a result: that of A for an int4 B."""
     if accumulator(a.dtype, b.dtype) == "s32":
         return "f32"
     return a.dtype if b.dtype == "u4" else device_arrays.result_type(a.dtype, b.dtype, "")
 
 
-def fusible_step(a: Foreign, b: Foreign, out: Foreign | None, requested: str, traced: Traced) -> Step:
+def fusible_step(a: DeviceArray, b: DeviceArray, out: DeviceArray | None, requested: str, traced: Traced) -> Step:
     """The epilogue as expressions, if it can be fused.
 
     Raises:
@@ -292,7 +295,7 @@ def fusible_step(a: Foreign, b: Foreign, out: Foreign | None, requested: str, tr
         raise ScheduleError("expressions are in float32; convert float64 operands, or multiply without an epilogue")
     usual = requested or _usual(a, b)
     first = None if out is None else numpy_arrays.numpy_of(out.dtype)
-    step = settle(typed(traced, first), (), numpy_arrays.numpy_of(usual), ends=True)
+    step = bind_operands(typed(traced, first), (), numpy_arrays.numpy_of(usual), ends=True)
     if not step.wide:
         raise ScheduleError("its first result is constant along a row")
     if step.fused.reductions or step.fused.folds:

@@ -21,7 +21,7 @@ from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import acc, number
 from portmm.spec.expr import Expr, apply
-from portmm.trace.bind import Around, Bound, dense, substituted, typed
+from portmm.trace.bind import Bound, UserFunction, dense, substituted, typed
 from portmm.trace.closures import resolve
 from portmm.trace.tracer import Indices
 from portmm.util.array_subclasses import refuse_class
@@ -150,9 +150,9 @@ def _groups(a: Any, b: Any, ends: Any) -> _Groups:
 def _weight(x: Any) -> Any:
     """The matrix of a group."""
     if type(x).__name__ == "Quantized":
-        from portmm.ops.int4_panels import fold
+        from portmm.ops.int4_panels import pack_int4
 
-        return fold(x)
+        return pack_int4(x)
     return current(x) if hasattr(x, "family") else numpy_arrays.as_operand(x, "b")
 
 
@@ -220,7 +220,7 @@ def _with_epilogue(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: 
     first = out.dtype.newbyteorder("=") if dtype is None and isinstance(out, np.ndarray) else None
     first = None if first == np.float64 else first  # results in float32 are converted
     call = fused_matmul.Call(x.a, x.b[0], dtype, first)
-    user_function = Around.of(epilogue)
+    user_function = UserFunction.of(epilogue)
     b_kind = x.b[0].dtype if call.array else x.b[0].family
     key = ("groups", x.a.shape, x.a.dtype, len(x.b), n, b_kind, dtype, first)
     ready: _Ready = user_function.ready(key, lambda traced: _ready(traced, call, len(x.b), first), _VALUES, 3)
@@ -229,11 +229,12 @@ def _with_epilogue(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: 
     ]
     keys = [s.key for s in ready.bound.traced.sources]
     captured = [
-        user_function.found[key] if key in user_function.found else resolve(key, user_function.found) for key in keys
+        user_function.closure[key] if key in user_function.closure else resolve(key, user_function.closure)
+        for key in keys
     ]
     if isinstance(out, np.ndarray) and out.shape == (m, n) and _free(out, results[0].dtype, [*x.memory, *captured]):
         results[0] = out
-    table, numbers, alive = ready.bound.fill(user_function.found, [], results[1:])
+    table, numbers, alive = ready.bound.fill(user_function.closure, [], results[1:])
     for begin, end, i in [*x.runs(), (x.ends[-1], m, len(x.b))]:
         if end > begin and n:
             _run(x, (begin, end, i), call, ready, (results[0], table, numbers))

@@ -17,7 +17,7 @@ from portmm.ops import fused_matmul_gpu, matmul_gpu, rowwise_gpu
 from portmm.spec.dtype import accumulator, spell
 from portmm.spec.epilogue import acc
 from portmm.spec.problem import Problem
-from portmm.trace.bind import Around, dense, located
+from portmm.trace.bind import UserFunction, dense, located
 from portmm.trace.closures import resolve
 from portmm.trace.tracer import Indices, trace
 from portmm.util.memo import Memory
@@ -25,7 +25,7 @@ from portmm.util.memo import Memory
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.arrays.interop import Foreign
+    from portmm.arrays.interop import DeviceArray
     from portmm.dispatch.gpu import Launch, Machine
     from portmm.trace.tracer import Source, Traced
 
@@ -42,10 +42,10 @@ _ready = Memory(MOST_KINDS)
 class Groups:
     """The arrays of a call: rows, a matrix for each group, ends of groups, and the output."""
 
-    a: Foreign
-    b: Foreign
-    ends: Foreign
-    out: Foreign | None
+    a: DeviceArray
+    b: DeviceArray
+    ends: DeviceArray
+    out: DeviceArray | None
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -65,7 +65,7 @@ def adopted(a: Any, b: Any, ends: Any, out: Any) -> Groups:
         TypeError: some are in the host's memory, or `ends` is not of s32.
         ValueError: shapes do not match, or are on several devices.
     """
-    arrays: list[Foreign] = []
+    arrays: list[DeviceArray] = []
     for name, x in (("a", a), ("b", b), ("ends", ends), *((("out", out),) if out is not None else ())):
         array = interop.adopt(x)
         if array is None:
@@ -112,10 +112,10 @@ def matmul(x: Groups, dtype: Any, epilogue: Callable[..., Any] | None) -> Any:
         key = (*x.kind, requested, config.current().deterministic)
         ready = _ready.get(key) or _ready.keep(key, _plain(x, requested))
     else:
-        around = Around.of(epilogue)
+        user_function = UserFunction.of(epilogue)
         key = ("groups on a device", *x.kind, requested)
-        ready = around.ready(key, lambda traced: _fused(x, requested, traced), _VALUES, 3)
-        closure = around.found
+        ready = user_function.ready(key, lambda traced: _fused(x, requested, traced), _VALUES, 3)
+        closure = user_function.closure
     read = [rowwise_gpu.captured(s, closure, x.a) for s, _ in ready.sources]
     if x.out is None or ready.apart or not device_arrays.overlap(x.out, (x.a, x.b, x.ends, *read)):
         return ready.call(x, read, closure)
@@ -148,7 +148,7 @@ class _Ready:
     numbers: tuple[tuple[Any, ...], ...] = ()
     apart: bool = False
 
-    def call(self, x: Groups, read: list[Foreign], closure: dict[Any, Any]) -> Any:
+    def call(self, x: Groups, read: list[DeviceArray], closure: dict[Any, Any]) -> Any:
         """Launch the kernels and return the results; `read` are the captured arrays."""
         out = x.out
         results = [interop.empty_like(x.a, *result) for result in self.results]
@@ -160,7 +160,7 @@ class _Ready:
             results[0] = (rowwise_gpu.copied(out, results[0][1]), out)
         return tuple(y for y, _ in results) if self.several else results[0][0]
 
-    def launch(self, x: Groups, read: list[Foreign], results: list[Foreign], closure: dict[Any, Any]) -> None:
+    def launch(self, x: Groups, read: list[DeviceArray], results: list[DeviceArray], closure: dict[Any, Any]) -> None:
         """Launch the kernels with their addresses and numbers."""
         first, *others = results
         pointers = {"a": x.a, "b": x.b, "ends": x.ends, "c": first}
@@ -186,7 +186,7 @@ class GroupedProblem:
     vectors: tuple[int, int, int]
 
 
-def grouped_problem(x: Groups, to: Foreign, fused: str = "") -> GroupedProblem:
+def grouped_problem(x: Groups, to: DeviceArray, fused: str = "") -> GroupedProblem:
     """The problem of a call whose result is laid out like an array."""
     (m, n, k), groups = x.size, x.b.shape[0]
     (a_m, a_k), (b_batch, b_k, b_n), (c_m, c_n) = map(device_arrays.elements, (x.a, x.b, to))
@@ -209,7 +209,9 @@ def grouped_problem(x: Groups, to: Foreign, fused: str = "") -> GroupedProblem:
     return GroupedProblem(p, values, vectors)
 
 
-def question(a: Foreign, b: Foreign, out: Foreign | None, epilogue: Callable[..., Any] | None) -> GroupedProblem:
+def question(
+    a: DeviceArray, b: DeviceArray, out: DeviceArray | None, epilogue: Callable[..., Any] | None
+) -> GroupedProblem:
     """The problem of a call, whatever the ends of groups."""
     check_shapes(a.shape, b.shape, *b.shape[:1])
     x = Groups(a, b, a, out)
@@ -222,7 +224,7 @@ def question(a: Foreign, b: Foreign, out: Foreign | None, epilogue: Callable[...
     return grouped_problem(x, to if c == first else interop.empty_like(a, to.shape, first)[1], step.text)
 
 
-def _result(x: Groups, requested: str) -> tuple[str, Foreign]:
+def _result(x: Groups, requested: str) -> tuple[str, DeviceArray]:
     """The type of the result, and an array like it."""
     shape = (x.size[0], x.size[1])
     c = device_arrays.result_type(x.a.dtype, x.b.dtype, requested if x.out is None else x.out.dtype)

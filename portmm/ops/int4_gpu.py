@@ -1,6 +1,6 @@
 """Int4 weights on devices.
 
-Owns `DeviceCoded`, a quantized weight in a device's memory, and its products. One layout
+Owns `DeviceInt4`, a quantized weight in a device's memory, and its products. One layout
 serves few rows and many: for each column, words of eight int4 values along k (`dtype.CODES_AT`), zero-padded to a
 multiple of four words, so that a thread's 16 bytes are 32 values; and for each column the scales, and the offsets, of
 its groups. Words are dequantized in registers, or on their way to shared memory (`kernels/gpu/w4a16*.py`).
@@ -29,7 +29,7 @@ from portmm.weights.quantized import CodedMatrix
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.arrays.interop import Foreign
+    from portmm.arrays.interop import DeviceArray
     from portmm.dispatch.gpu import Launch
     from portmm.weights.quantized import Quantized
 
@@ -39,7 +39,7 @@ FLOATS = ("f32", "f16", "bf16")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeviceCoded(CodedMatrix):
+class DeviceInt4(CodedMatrix):
     """An int4 weight on a device: w[k, n] ~= scale * code + offset. Built by `to_device`.
 
     Attributes:
@@ -50,9 +50,9 @@ class DeviceCoded(CodedMatrix):
         group: rows of k that share a scale, a multiple of 8; 0 for all.
     """
 
-    words: Foreign
-    scales: Foreign
-    offsets: Foreign
+    words: DeviceArray
+    scales: DeviceArray
+    offsets: DeviceArray
     shape: tuple[int, int]
     group: int
 
@@ -67,12 +67,12 @@ class DeviceCoded(CodedMatrix):
         return next(x for x in (32, 16, 8) if self.group % x == 0)
 
     @property
-    def codes(self) -> Foreign:
+    def codes(self) -> DeviceArray:
         """The weight as an array of u4, k times n, by shape and strides."""
         return replace(self.words, shape=self.shape, strides=(1, self.words.shape[1] * CODES_KR), dtype="u4")
 
     @property
-    def parts(self) -> dict[str, Foreign]:
+    def parts(self) -> dict[str, DeviceArray]:
         """Pointer parameters of kernels -> their arrays."""
         return {"b": self.words, "scales": self.scales, "offsets": self.offsets}
 
@@ -87,14 +87,14 @@ class DeviceCoded(CodedMatrix):
         return product(a, self)
 
 
-def to_device(w: Quantized, like: Any) -> DeviceCoded:
+def to_device(w: Quantized, like: Any) -> DeviceInt4:
     """A copy of a quantized weight on the device of an array, in an array of the same library.
 
     Raises:
         TypeError: `like` is in the host's memory.
         PackError: the weight has another number of bits, or its groups are not multiples of 8 rows.
     """
-    where = like if isinstance(like, interop.Foreign) else interop.adopt(like)
+    where = like if isinstance(like, interop.DeviceArray) else interop.adopt(like)
     if where is None:
         raise TypeError(f"like is a {type(like).__name__} in the host's memory; pass an array on a device")
     if w.bits != CODE_BITS:
@@ -105,7 +105,7 @@ def to_device(w: Quantized, like: Any) -> DeviceCoded:
         raise PackError(f"the weight has groups of {w.group} rows; kernels read multiples of {CODES_KR}: dequantize it")
     parts = (_words(w.codes), _columns(w.scales), _columns(w.offsets))
     words, scales, offsets = (_uploaded(where, x) for x in parts)
-    return DeviceCoded(words, scales, offsets, w.shape, group)
+    return DeviceInt4(words, scales, offsets, w.shape, group)
 
 
 def _columns(x: Any) -> Any:
@@ -125,7 +125,7 @@ def _words(codes: Any) -> Any:
     return np.ascontiguousarray(words.T).view(np.int32)
 
 
-def _uploaded(like: Foreign, x: Any) -> Foreign:
+def _uploaded(like: DeviceArray, x: Any) -> DeviceArray:
     """A copy on a device."""
     array, described = interop.empty_like(like, x.shape, {"int32": "s32", "float32": "f32"}[x.dtype.name])
     if hasattr(array, "copy_"):
@@ -151,7 +151,7 @@ class _Ready:
     launches: tuple[tuple[Launch, tuple[int, int]], ...]
     workspace: tuple[int, str]
 
-    def run(self, a: Foreign, w: DeviceCoded, out: Foreign | None) -> Any:
+    def run(self, a: DeviceArray, w: DeviceInt4, out: DeviceArray | None) -> Any:
         """Launch the kernels and return the result."""
         result, described = (out.source, out) if out is not None else interop.empty_like(a, self.shape, self.dtype)
         pointers = {name: interop.argument(x)[1] for name, x in w.parts.items()} if self.launches else {}
@@ -171,7 +171,7 @@ class _Ready:
 _ready = Memory(matmul_gpu.MOST_KINDS)
 
 
-def product(a: Any, w: DeviceCoded, out: Any = None, dtype: Any = None) -> Any:
+def product(a: Any, w: DeviceInt4, out: Any = None, dtype: Any = None) -> Any:
     """A @ w, on the stream or queue of A.
 
     Args:
@@ -200,14 +200,14 @@ def product(a: Any, w: DeviceCoded, out: Any = None, dtype: Any = None) -> Any:
     return ready.run(left, w, to)
 
 
-def _adopted(a: Any, w: DeviceCoded, out: Any) -> tuple[Foreign, Foreign | None]:
+def _adopted(a: Any, w: DeviceInt4, out: Any) -> tuple[DeviceArray, DeviceArray | None]:
     """A, and the output, adopted.
 
     Raises:
         TypeError: one of them is in the host's memory or of another type.
         ValueError: they are on several devices.
     """
-    left, to = (x if x is None or isinstance(x, interop.Foreign) else interop.adopt(x) for x in (a, out))
+    left, to = (x if x is None or isinstance(x, interop.DeviceArray) else interop.adopt(x) for x in (a, out))
     for name, x, original in (("a", left, a), ("out", to, out)):
         if x is None and original is not None:
             raise TypeError(
@@ -222,7 +222,7 @@ def _adopted(a: Any, w: DeviceCoded, out: Any) -> tuple[Foreign, Foreign | None]
 
 
 def fused_matmul(
-    operands: tuple[Any, DeviceCoded, Any], dtype: Any, epilogue: Callable[..., Any] | None,
+    operands: tuple[Any, DeviceInt4, Any], dtype: Any, epilogue: Callable[..., Any] | None,
     prologue_a: Callable[..., Any] | None, prologue_b: Callable[..., Any] | None,
 ) -> Any:  # fmt: skip
     """A @ w with a prologue and an epilogue: see `matmul.matmul`.
@@ -256,7 +256,7 @@ class Plan:
         ready: the kernels.
     """
 
-    weight: DeviceCoded
+    weight: DeviceInt4
     kinds: tuple[tuple[Any, ...], tuple[Any, ...] | None]
     ready: _Ready
 
@@ -280,7 +280,7 @@ class Plan:
         return self.ready.run(left, self.weight, to)
 
 
-def plan(a: Any, w: DeviceCoded, out: Any = None) -> Plan:
+def plan(a: Any, w: DeviceInt4, out: Any = None) -> Plan:
     """A callable for arrays of these kinds: see `matmul.plan`.
 
     Raises:
@@ -291,7 +291,7 @@ def plan(a: Any, w: DeviceCoded, out: Any = None) -> Plan:
     return Plan(w, (left.kind, None if to is None else to.kind), _prepare(left, w, to, left.dtype))
 
 
-def question(a: Any, w: DeviceCoded, out: Any, epilogue: Any) -> tuple[matmul_gpu.Posed, tuple[str, ...]]:
+def question(a: Any, w: DeviceInt4, out: Any, epilogue: Any) -> tuple[matmul_gpu.DeviceProblem, tuple[str, ...]]:
     """The problem of a call, and notes for `explain`."""
     left, to = _adopted(a, w, out)
     if epilogue is not None:
@@ -299,14 +299,14 @@ def question(a: Any, w: DeviceCoded, out: Any, epilogue: Any) -> tuple[matmul_gp
     return _problem(left, w, to, left.dtype), ()
 
 
-def _problem(a: Foreign, w: DeviceCoded, out: Foreign | None, c: str) -> matmul_gpu.Posed:
+def _problem(a: DeviceArray, w: DeviceInt4, out: DeviceArray | None, c: str) -> matmul_gpu.DeviceProblem:
     """The problem of a product whose result is of type `c`."""
     shape, batch, size = device_arrays.shapes(a, w.codes)
-    call = matmul_gpu.posed((a, w.codes, out or interop.empty_like(a, shape, c)[1]), batch, size)
+    call = matmul_gpu.device_problem((a, w.codes, out or interop.empty_like(a, shape, c)[1]), batch, size)
     return fused_matmul_gpu.weighed(call, w.weight)
 
 
-def _prepare(a: Foreign, w: DeviceCoded, out: Foreign | None, requested: str) -> _Ready:
+def _prepare(a: DeviceArray, w: DeviceInt4, out: DeviceArray | None, requested: str) -> _Ready:
     """The launches of a kind of call."""
     shape, _, size = device_arrays.shapes(a, w.codes)
     if out is not None:

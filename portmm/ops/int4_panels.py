@@ -1,6 +1,6 @@
 """Prepacked int4 weights.
 
-Owns `Folded`, panels of int4 values with the scales of their groups (layout: kernels/cpu/int4_panels.py),
+Owns `PackedInt4`, panels of int4 values with the scales of their groups (layout: kernels/cpu/int4_panels.py),
 packing from and unpacking to `Quantized`, and the product with such a weight.
 """
 
@@ -31,7 +31,7 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Folded(CodedMatrix):
+class PackedInt4(CodedMatrix):
     """An int4 weight in panels, usable as any `b` with float activations.
 
     Attributes:
@@ -69,10 +69,10 @@ class Folded(CodedMatrix):
         return (restore, (np.asarray(self.owner), self.shape, self.family))
 
     def __repr__(self) -> str:
-        return f"<portmm.Folded {self.shape} u4, family {self.family}>"
+        return f"<portmm.PackedInt4 {self.shape} u4, family {self.family}>"
 
 
-def restore(owner: Array, shape: tuple[int, ...], family_name: str) -> Folded:
+def restore(owner: Array, shape: tuple[int, ...], family_name: str) -> PackedInt4:
     """A prepacked weight from its panels.
 
     Raises:
@@ -92,7 +92,7 @@ def restore(owner: Array, shape: tuple[int, ...], family_name: str) -> Folded:
         raise PackError(
             f"an int4 weight of shape {shape} needs {needed} words of int32; got {owner.size} {owner.dtype}"
         )
-    return Folded(numpy_arrays.aligned_readonly(owner, needed), (k, n), family_name)
+    return PackedInt4(numpy_arrays.aligned_readonly(owner, needed), (k, n), family_name)
 
 
 def _words(layout: Family, k: int, n: int) -> int:
@@ -100,7 +100,7 @@ def _words(layout: Family, k: int, n: int) -> int:
     return -(-n // layout.nr) * layout.panel(k) if k else 0
 
 
-def fold(q: Quantized) -> Folded:
+def pack_int4(q: Quantized) -> PackedInt4:
     """A quantized int4 weight prepacked for the kernels of the current target.
 
     Raises:
@@ -129,7 +129,7 @@ def fold(q: Quantized) -> Folded:
     else:
         owner[...] = 0
     owner.flags.writeable = False
-    return Folded(owner, (k, n), str(layout))
+    return PackedInt4(owner, (k, n), str(layout))
 
 
 def _pack_by_kernel(q: Quantized, layout: Family, owner: Array) -> None:
@@ -161,7 +161,7 @@ def _pack_by_numpy(q: Quantized, layout: Family, owner: Array) -> None:
     rows[:, rows_at] = words.view(np.int32).reshape(units, panels, nr).transpose(1, 0, 2)
 
 
-def unfold(w: Folded) -> Quantized:
+def unpack_int4(w: PackedInt4) -> Quantized:
     """The quantized weight of a prepacked one."""
     layout, (k, n) = family(w.family), w.shape
     if not k or not n:
@@ -184,7 +184,7 @@ def unfold(w: Folded) -> Quantized:
     return Quantized(codes[:k], scales, offsets, CODE_BITS, layout.group or max(k, 1))
 
 
-def product(a: Any, w: Folded, out: Any, routed: Callable[[Problem], Any], dense: Callable[[Any, Any], Any]) -> Any:
+def product(a: Any, w: PackedInt4, out: Any, routed: Callable[[Problem], Any], dense: Callable[[Any, Any], Any]) -> Any:
     """The product of float activations and a prepacked int4 weight: see `matmul.matmul`.
 
     `routed` returns the kernel for a problem; `dense` multiplies by the dequantized weight.
@@ -204,7 +204,7 @@ def product(a: Any, w: Folded, out: Any, routed: Callable[[Problem], Any], dense
 
 
 def _product(
-    left: Array, w: Folded, out: Any, key: Any, routed_and_dense: tuple[Callable[..., Any], Callable[..., Any]]
+    left: Array, w: PackedInt4, out: Any, key: Any, routed_and_dense: tuple[Callable[..., Any], Callable[..., Any]]
 ) -> Any:
     k, n = w.shape
     if left.shape[-1] != k:
@@ -240,7 +240,7 @@ def _product(
 
 def _run(  # noqa: PLR0917 - one caller
     rows: Array,
-    w: Folded,
+    w: PackedInt4,
     result: Array,
     types: numpy_arrays.DTypes,
     key: Any,
@@ -257,7 +257,7 @@ def _run(  # noqa: PLR0917 - one caller
         if isinstance(error, BuildError):
             numpy_fallback.fall_back(error)
         # Else it was packed on another machine.
-        weight = dequantize(unfold(w))
+        weight = dequantize(unpack_int4(w))
         np.copyto(result.reshape(m, n), routed_and_dense[1](rows, weight), casting="same_kind")
         return
     address, c = (int(x.__array_interface__["data"][0]) for x in (w.owner, result))

@@ -12,7 +12,7 @@ from portmm.dispatch import gpu as gpu_dispatch
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
-    from portmm.arrays.interop import Foreign
+    from portmm.arrays.interop import DeviceArray
     from portmm.ir.grid_kernel import GridKernel
 
 MOST_KERNELS = 256
@@ -49,7 +49,7 @@ def launch(kernel: GridKernel, a: Any, b: Any, c: Any) -> Any:
     return c
 
 
-def _adopted(name: str, x: Any, kernel: GridKernel) -> Foreign:
+def _adopted(name: str, x: Any, kernel: GridKernel) -> DeviceArray:
     """An array on a device.
 
     Raises:
@@ -61,7 +61,7 @@ def _adopted(name: str, x: Any, kernel: GridKernel) -> Foreign:
     return array
 
 
-def _values(a: Foreign, b: Foreign, c: Foreign) -> dict[str, int]:
+def _values(a: DeviceArray, b: DeviceArray, c: DeviceArray) -> dict[str, int]:
     """The sizes and strides of a product.
 
     Raises:

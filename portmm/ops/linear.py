@@ -17,7 +17,7 @@ from portmm.arrays import interop, numpy_arrays, numpy_fallback
 from portmm.dispatch import config
 from portmm.errors import BuildError, ScheduleError
 from portmm.ops import matmul as matmul_op
-from portmm.ops.int4_panels import Folded, fold, unfold
+from portmm.ops.int4_panels import PackedInt4, pack_int4, unpack_int4
 from portmm.ops.linear_vectors import is_default, last_step, vectors_of
 from portmm.ops.prepack import current, is_packed, pack, unpack
 from portmm.runtime.cpu import runtime
@@ -108,7 +108,7 @@ def linear(
     left = numpy_arrays.as_operand(x, "x", matrix=False)
     weight = (
         current(w)
-        if isinstance(w, Folded) or is_packed(w)
+        if isinstance(w, PackedInt4) or is_packed(w)
         else _weight(w, np.dtype(np.int8) if dynamic else left.dtype)
     )
     options_used = (not is_default(x_zero, 0), not is_default(w_zero, 0), not is_default(x_scale, 1))
@@ -152,20 +152,20 @@ def _with_epilogue(  # noqa: PLR0917 - one caller
     from portmm.ops.fused_matmul import NAMES, fit
     from portmm.ops.rowwise import over_rows
     from portmm.spec.epilogue import acc
-    from portmm.trace.bind import Around
+    from portmm.trace.bind import UserFunction
     from portmm.trace.tracer import Indices
 
     if options.again:
         raise ValueError("out_scale is passed with an epilogue; let that scale and cast the result")
-    around = Around.of(epilogue)
+    user_function = UserFunction.of(epilogue)
     values, rank, m = (acc(), Indices(NAMES)), 2 if left.ndim == 2 else 3, prod(left.shape[:-1])
 
     def build(traced: Any) -> _Call | None:
         return _fused(left, weight, options, traced)
 
-    call: _Call | None = around.ready(("linear", rank, key), build, values, rank)
+    call: _Call | None = user_function.ready(("linear", rank, key), build, values, rank)
     if call is not None and not call.rows[0] <= m <= call.rows[1]:
-        call = around.ready(("linear", rank, m, key), build, values, rank)
+        call = user_function.ready(("linear", rank, m, key), build, values, rank)
     if call is None or call.bound is None:
         f32 = np.dtype(np.float32)
         usual = f32 if options.dtype is None else options.dtype
@@ -176,19 +176,19 @@ def _with_epilogue(  # noqa: PLR0917 - one caller
         return fit(list(results), out, several=several)
     vectors = vectors_of(left, (m, weight.shape[1]), call.source, bias, scaling)
     results = [np.empty((m, width), t) for width, t in call.results]
-    table = call.bound.fill(around.found, [], results[1:])
+    table = call.bound.fill(user_function.closure, [], results[1:])
     _run(call, m, left, weight, results[0], vectors, table[:2])
     return fit(results, out, several=call.several)
 
 
 def _fused(left: Array, weight: Any, options: _Options, traced: Any) -> _Call | None:
     """The kernel of a product and its epilogue; None if they need two."""
-    from portmm.trace.bind import Bound, dense, settle
+    from portmm.trace.bind import Bound, bind_operands, dense
 
     if left.ndim != 2 or 0 in (*left.shape, *weight.shape):
         return None
     types, _ = _types(left.dtype, options.dtype, requantize=False, dynamic=options.dynamic)
-    step = settle(traced, (), types[2], ends=True)
+    step = bind_operands(traced, (), types[2], ends=True)
     if step.fused.reductions or step.fused.folds or not step.wide or step.types[0] == np.int32:
         return None
     try:
@@ -264,7 +264,7 @@ def _checked_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Arra
 def _weight(w: Any, activations: np.dtype[Any]) -> Any:
     """The packed weight of an unpacked one."""
     if isinstance(w, Quantized):
-        return fold(w)
+        return pack_int4(w)
     refuse_class(w, "w")
     codes = np.asarray(w)
     if codes.ndim != 2:
@@ -322,7 +322,7 @@ def _prepared(left: Array, weight: Any, options: _Options, step: Any = None) -> 
         try:
             route, shared = matmul_op.routed(p)
         except ScheduleError:  # packed on another machine
-            repacked = fold(unfold(weight)) if p.b == "codes" else pack(unpack(weight), activations=types[0])
+            repacked = pack_int4(unpack_int4(weight)) if p.b == "codes" else pack(unpack(weight), activations=types[0])
             route, shared = matmul_op.routed(replace(p, family=repacked.family))
     except BuildError as error:
         numpy_fallback.fall_back(error)
@@ -408,9 +408,9 @@ def _by_numpy(left: Array, weight: Any, source: str, vectors: tuple[Array | None
         left, scales = numpy_fallback.quantised_rows(left)
         a_scale = scales if a_scale is None else a_scale * scales
     columns: Array = np.zeros(1, np.int64)
-    if isinstance(weight, Folded):
+    if isinstance(weight, PackedInt4):
         # Values and scales are exact in float64, in which groups are summed, too.
-        sums = left.astype(np.float64) @ dequantize(unfold(weight), np.float64)
+        sums = left.astype(np.float64) @ dequantize(unpack_int4(weight), np.float64)
     elif left.dtype.kind in "iu":
         dense = unpack(weight).astype(np.int64)
         sums, columns = (left.astype(np.int64) @ dense).astype(np.int32), dense.sum(axis=0)

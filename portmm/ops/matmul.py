@@ -378,9 +378,9 @@ def _product(a: Any, b: Any, out: Any) -> Any:
 
 def _by_quantized(a: Any, b: Any, out: Any) -> Any:
     """A product with a quantized weight, prepacked now if it is not yet."""
-    from portmm.ops.int4_panels import Folded, fold, product
+    from portmm.ops.int4_panels import PackedInt4, pack_int4, product
 
-    return product(a, b if isinstance(b, Folded) else fold(b), out, route, matmul)
+    return product(a, b if isinstance(b, PackedInt4) else pack_int4(b), out, route, matmul)
 
 
 def _matrices(x: np.ndarray[Any, Any], *, vector_a: bool, vector_b: bool) -> np.ndarray[Any, Any]:

@@ -26,14 +26,14 @@ from portmm.util.memo import Memory
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.arrays.interop import Foreign
+    from portmm.arrays.interop import DeviceArray
     from portmm.dispatch.gpu import Launch, Machine
 
 MOST_KINDS = 1024
 """Kinds of calls remembered before the memo is emptied."""
 
 
-def adopted(a: Any, b: Any, out: Any = None) -> tuple[Foreign, Foreign, Foreign | None] | None:
+def adopted(a: Any, b: Any, out: Any = None) -> tuple[DeviceArray, DeviceArray, DeviceArray | None] | None:
     """The operands as a device's arrays; None if neither is one.
 
     Raises:
@@ -54,7 +54,7 @@ def adopted(a: Any, b: Any, out: Any = None) -> tuple[Foreign, Foreign, Foreign 
     return left, right, to
 
 
-def matmul(operands: tuple[Foreign, Foreign, Foreign | None], dtype: Any = None) -> Any:
+def matmul(operands: tuple[DeviceArray, DeviceArray, DeviceArray | None], dtype: Any = None) -> Any:
     """The product of arrays on a device: see `matmul.matmul`."""
     a, b, out = operands
     requested = named(dtype) if dtype is not None else ""
@@ -68,7 +68,9 @@ def matmul(operands: tuple[Foreign, Foreign, Foreign | None], dtype: Any = None)
     return ready.run(a, b, out)
 
 
-def via_temporary(out: Foreign, dtype: str, shape: tuple[int, ...], a: Foreign, run: Callable[[Foreign], Any]) -> Any:
+def via_temporary(
+    out: DeviceArray, dtype: str, shape: tuple[int, ...], a: DeviceArray, run: Callable[[DeviceArray], Any]
+) -> Any:
     """`out`, copied from a new array that `run` fills: of `dtype`, or of its own type if that is empty.
 
     Raises:
@@ -130,7 +132,7 @@ def described(kind: tuple[Any, ...]) -> str:
     return f"{dtype} of shape {shape}, strides {strides}, aligned to {aligned} bytes, on {device[0]}"
 
 
-def plan(operands: tuple[Foreign, Foreign, Foreign | None]) -> Plan:
+def plan(operands: tuple[DeviceArray, DeviceArray, DeviceArray | None]) -> Plan:
     """A callable for arrays of these kinds: see `matmul.plan`."""
     a, b, out = operands
     return Plan((a.kind, b.kind, None if out is None else out.kind), _prepare(a, b, out, "", static=True))
@@ -177,7 +179,7 @@ class _Ready:
     transposed: bool = False
     copies: tuple[relayout.Copy, ...] = ()
 
-    def run(self, a: Foreign, b: Foreign, out: Foreign | None) -> Any:
+    def run(self, a: DeviceArray, b: DeviceArray, out: DeviceArray | None) -> Any:
         """Launch the kernels and return the result."""
         result: Any = None
         if out is None:
@@ -232,7 +234,10 @@ class DeviceProblem:
 
 
 def device_problem(
-    operands: tuple[Foreign, Foreign, Foreign], batch: tuple[int, ...], size: tuple[int, int, int], fused: str = ""
+    operands: tuple[DeviceArray, DeviceArray, DeviceArray],
+    batch: tuple[int, ...],
+    size: tuple[int, int, int],
+    fused: str = "",
 ) -> DeviceProblem:
     """The problem of A, B and a result of the third's layout, with expressions of the sums if there are any."""
     a, b, to = operands
@@ -283,7 +288,9 @@ def _transposes(m: int, n: int, a: str, b: str) -> bool:
     return n <= ROWS < m
 
 
-def result(a: Foreign, b: Foreign, out: Foreign | None, requested: str) -> tuple[tuple[int, ...], str, Foreign]:
+def result(
+    a: DeviceArray, b: DeviceArray, out: DeviceArray | None, requested: str
+) -> tuple[tuple[int, ...], str, DeviceArray]:
     """The shape and type of a product, and an array like it.
 
     Raises:
@@ -297,14 +304,16 @@ def result(a: Foreign, b: Foreign, out: Foreign | None, requested: str) -> tuple
     return shape, c, out or interop.empty_like(a, shape, c)[1]
 
 
-def question(operands: tuple[Foreign, Foreign, Foreign | None]) -> DeviceProblem:
+def question(operands: tuple[DeviceArray, DeviceArray, DeviceArray | None]) -> DeviceProblem:
     """The problem of a call."""
     a, b, out = operands
     _, batch, size = device_arrays.shapes(a, b)
     return device_problem((a, b, result(a, b, out, "")[2]), batch, size)
 
 
-def _prepare(a: Foreign, b: Foreign, out: Foreign | None, requested: str, *, static: bool = False) -> _Ready:
+def _prepare(
+    a: DeviceArray, b: DeviceArray, out: DeviceArray | None, requested: str, *, static: bool = False
+) -> _Ready:
     """The kernels of a kind of call; `static`: specialised for its n and k.
 
     Raises:

@@ -38,7 +38,7 @@ def save_packed(weights: Any, path: str | os.PathLike[str]) -> None:
     """
     many: Mapping[str, Any] = weights if isinstance(weights, dict) else {_ONE: weights}
     for name, w in many.items():
-        if not isinstance(w, int4_panels.Folded) and not prepack.is_packed(w):
+        if not isinstance(w, int4_panels.PackedInt4) and not prepack.is_packed(w):
             raise TypeError(f"{name} is {type(w).__name__}; save results of pack")
     about = {name: {"shape": list(w.shape), "family": w.family} for name, w in many.items()}
     metadata = {"format": FORMAT, "version": VERSION, "weights": json.dumps(about), "one": str(many is not weights)}

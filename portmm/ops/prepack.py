@@ -148,9 +148,9 @@ def _packed_int4(b: Any, like: Any) -> Any:
         from portmm.ops import int4_gpu
 
         return int4_gpu.to_device(b, like)
-    from portmm.ops.int4_panels import fold
+    from portmm.ops.int4_panels import pack_int4
 
-    return fold(b)
+    return pack_int4(b)
 
 
 def pack(b: Any, *, activations: Any = None, like: Any = None) -> Any:

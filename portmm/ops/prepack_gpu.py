@@ -19,7 +19,7 @@ from portmm.spec.dtype import BY_NAME
 if TYPE_CHECKING:
     import numpy as np
 
-    from portmm.arrays.interop import Foreign
+    from portmm.arrays.interop import DeviceArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +64,7 @@ class PackedThere:
         return f"<portmm.PackedThere {self.shape} {self.element}>"
 
 
-def pack(b: Foreign) -> PackedThere:
+def pack(b: DeviceArray) -> PackedThere:
     """A weight on a device, for products on it: see `prepack.pack`.
 
     Raises:
@@ -81,7 +81,7 @@ def pack(b: Foreign) -> PackedThere:
     return PackedThere(_swapped(dense) if transposed else dense, b.shape, b.dtype)
 
 
-def _by_columns(b: Foreign) -> bool:
+def _by_columns(b: DeviceArray) -> bool:
     return b.strides[-2] == BY_NAME[b.dtype].bytes < b.strides[-1]
 
 

@@ -89,7 +89,7 @@ def numbers(b: Any, dtype: Any = np.float32) -> Array:
         return numpy_arrays.as_operand(b, "b")
     if not is_quantized(b):
         return unpack(b)
-    from portmm.ops.int4_panels import Folded, unfold
+    from portmm.ops.int4_panels import PackedInt4, unpack_int4
     from portmm.weights.quantized import dequantize
 
-    return dequantize(unfold(b) if isinstance(b, Folded) else b, dtype)
+    return dequantize(unpack_int4(b) if isinstance(b, PackedInt4) else b, dtype)

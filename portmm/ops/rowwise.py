@@ -22,7 +22,7 @@ from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import Operand
 from portmm.spec.epilogue import given as of_given
 from portmm.spec.expr import ordered
-from portmm.trace.bind import Around, Bound, dense, native, settle, typed
+from portmm.trace.bind import Bound, UserFunction, bind_operands, dense, native, typed
 from portmm.trace.column_reductions import down
 from portmm.trace.tracer import Indices, Traced, arity, described, element
 
@@ -141,7 +141,7 @@ def over_rows(
     size = (m, n, math.prod(lead))
     values = [native(x.reshape(size[2], m, n)) for x in arrays]
     usual = np.dtype(dtype) if dtype is not None else arrays[0].dtype.newbyteorder("=")
-    around = Around.of(function)
+    user_function = UserFunction.of(function)
     key = ("rows", tuple([(x.shape, x.strides, x.dtype) for x in values]), len(lead), usual, first, tuple(names))
 
     views = tuple([described(x, ("b", "m", "n")) for x in values])
@@ -166,17 +166,17 @@ def over_rows(
 
     leaves = _leaves(tuple([element(x.dtype)[0] for x in values]), tuple(names.items()))
     try:
-        ready: tuple[_Rows, ...] = around.ready(key, make, leaves, 3 if lead else 2)
+        ready: tuple[_Rows, ...] = user_function.ready(key, make, leaves, 3 if lead else 2)
     except BuildError as error:
         fall_back(error)
         return by_numpy(function, arrays, names, usual)
     head = ready[0]
     if head.order is None:
-        return tuple(head.run(around.found, values, out)), head.several
+        return tuple(head.run(user_function.closure, values, out)), head.several
     if not m:  # a kernel without rows writes nothing
         return by_numpy(function, arrays, names, usual)
-    sums = head.run(around.found, values, None)
-    rest = ready[1].run(around.found, values + sums[: head.passed], None) if len(ready) > 1 else []
+    sums = head.run(user_function.closure, values, None)
+    rest = ready[1].run(user_function.closure, values + sums[: head.passed], None) if len(ready) > 1 else []
     results = [sums[i] if i >= 0 else rest[-1 - i] for i in head.order]
     if out is not None:
         np.copyto(out, results[0])
@@ -206,7 +206,7 @@ def _rows(  # noqa: PLR0917 - three describe operands
     from portmm.dispatch import cpu as cpu_dispatch
 
     m, n, _ = size
-    step = settle(traced, views, usual, ends=False)
+    step = bind_operands(traced, views, usual, ends=False)
     bytes_ = math.prod(size) * 4 * len(step.fused.operands)
     workers = config.get_num_threads() if bytes_ > FORK * BYTES_PER_SECOND else 1
     route = cpu_dispatch.rows_route(step.text, size, config.target(), workers)

@@ -18,22 +18,22 @@ from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import Fused, Operand, load
 from portmm.spec.epilogue import given as of_given
 from portmm.spec.expr import ordered, real, rounded
-from portmm.trace.bind import WRITTEN, Around, dense, located, settle, typed
+from portmm.trace.bind import WRITTEN, UserFunction, bind_operands, dense, located, typed
 from portmm.trace.buffers import walk
 from portmm.trace.closures import resolve
 from portmm.trace.column_reductions import down
-from portmm.trace.tracer import Indices, described, element, lies
+from portmm.trace.tracer import Indices, described, element, readable_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import numpy as np
 
-    from portmm.arrays.interop import Foreign
+    from portmm.arrays.interop import DeviceArray
     from portmm.dispatch.gpu import Launch, Machine
     from portmm.trace.tracer import Source, Traced
 
-NewArray = tuple[Any, "Foreign"]
+NewArray = tuple[Any, "DeviceArray"]
 """An array of its library, and its description for kernels."""
 
 
@@ -63,7 +63,9 @@ class _Rows:
     order: tuple[int, ...] | None = None
     passed: int = 0
 
-    def run(self, closure: dict[Any, Any], arrays: list[Foreign], like: Foreign, out: Foreign | None) -> list[NewArray]:
+    def run(
+        self, closure: dict[Any, Any], arrays: list[DeviceArray], like: DeviceArray, out: DeviceArray | None
+    ) -> list[NewArray]:
         """Launch the kernels and return the results; the first is `out` if there is one."""
         read = [captured(x, closure, like) for x, _ in self.sources]
         results = [interop.empty_like(like, *x) for x in self.results]
@@ -76,7 +78,7 @@ class _Rows:
         return results
 
 
-def addresses(operands: list[Foreign], starts: list[int]) -> dict[str, Any]:
+def addresses(operands: list[DeviceArray], starts: list[int]) -> dict[str, Any]:
     """The addresses of operands, at offsets into their arrays, in bytes, by the names of kernel parameters."""
     pointers = [interop.argument(x)[1] for x in operands]
     return {
@@ -86,7 +88,12 @@ def addresses(operands: list[Foreign], starts: list[int]) -> dict[str, Any]:
 
 
 def start(  # noqa: PLR0917 - arguments of a launch
-    every: tuple[Launch, ...], on: Machine, values: dict[str, Any], workspace: int, like: Foreign, dtype: str = "f32"
+    every: tuple[Launch, ...],
+    on: Machine,
+    values: dict[str, Any],
+    workspace: int,
+    like: DeviceArray,
+    dtype: str = "f32",
 ) -> None:
     """Launch kernels on the queue of an array, with a workspace of elements of type `dtype`."""
     scratch: Any = None
@@ -98,7 +105,7 @@ def start(  # noqa: PLR0917 - arguments of a launch
     del scratch  # its library frees it when the queue is done with it
 
 
-def captured(source: Source, closure: dict[Any, Any], like: Foreign) -> Foreign:
+def captured(source: Source, closure: dict[Any, Any], like: DeviceArray) -> DeviceArray:
     """An array that a function captures, on the device of the others."""
     x = interop.adopt(closure[source.key] if source.key in closure else resolve(source.key, closure))
     assert x is not None  # noqa: S101 - it was adopted when the function was traced
@@ -108,9 +115,9 @@ def captured(source: Source, closure: dict[Any, Any], like: Foreign) -> Foreign:
 
 def over_rows(
     function: Callable[..., Any],
-    arrays: tuple[Foreign, ...],
+    arrays: tuple[DeviceArray, ...],
     names: dict[str, str],
-    out: Foreign | None = None,
+    out: DeviceArray | None = None,
     dtype: str = "",
     *,
     first: str = "",
@@ -139,25 +146,25 @@ def over_rows(
     size = (m, n, math.prod(lead))
     values = [flat(readable(x), size) for x in arrays]
     usual = numpy_arrays.numpy_of(dtype or like.dtype)
-    around = Around.of(function)
+    user_function = UserFunction.of(function)
     key = ("rows on a device", tuple([x.kind for x in values]), tuple(lead), usual, first, tuple(names.items()))
 
     def make(traced: Traced) -> tuple[_Rows, ...]:
         traced = typed(traced, numpy_arrays.numpy_of(first) if first else None)
-        return _prepare(traced, around.found, values, usual, lead)
+        return _prepare(traced, user_function.closure, values, usual, lead)
 
     types = [element(numpy_arrays.numpy_of(x.dtype))[0] for x in values]
     leaves = (*(of_given(i, x) for i, x in enumerate(types)), Indices(names))
-    ready: tuple[_Rows, ...] = around.ready(key, make, leaves, 3 if lead else 2)
+    ready: tuple[_Rows, ...] = user_function.ready(key, make, leaves, 3 if lead else 2)
     head = ready[0]
     direct = None
     if out is not None and head.order is None:
-        read = [*values, *(captured(x, around.found, like) for x, _ in head.sources)]
+        read = [*values, *(captured(x, user_function.closure, like) for x, _ in head.sources)]
         direct = out if _takes(out, head.results[0], read) else None
-    results = head.run(around.found, values, like, direct)
+    results = head.run(user_function.closure, values, like, direct)
     if head.order is not None:
         passed = [x for _, x in results[: head.passed]]
-        rest = ready[1].run(around.found, [*values, *passed], like, None) if len(ready) > 1 else []
+        rest = ready[1].run(user_function.closure, [*values, *passed], like, None) if len(ready) > 1 else []
         results = [results[i] if i >= 0 else rest[-1 - i] for i in head.order]
     if out is not None and direct is None:
         device_arrays.check_out(out, results[0][1].shape)
@@ -166,7 +173,7 @@ def over_rows(
     return tuple(results), head.several
 
 
-def readable(x: Foreign) -> Foreign:
+def readable(x: DeviceArray) -> DeviceArray:
     """The array, if expressions read its type.
 
     Raises:
@@ -177,7 +184,7 @@ def readable(x: Foreign) -> Foreign:
     return x
 
 
-def flat(x: Foreign, size: tuple[int, int, int]) -> Foreign:
+def flat(x: DeviceArray, size: tuple[int, int, int]) -> DeviceArray:
     """The array as (batch, m, n), copied where its batch is not evenly strided."""
     m, n, batch = size
     *lead, row, column = device_arrays.elements(x)
@@ -189,14 +196,14 @@ def flat(x: Foreign, size: tuple[int, int, int]) -> Foreign:
     return replace(x, shape=(batch, m, n), strides=(step * width, row * width, column * width))
 
 
-def contiguous(x: Foreign, dtype: str = "") -> NewArray:
+def contiguous(x: DeviceArray, dtype: str = "") -> NewArray:
     """A C-contiguous copy, of another type if one is requested."""
     copied_array, to = interop.empty_like(x, x.shape, dtype or x.dtype)
     copy(x, to)
     return copied_array, to
 
 
-def copy(x: Foreign, to: Foreign) -> None:
+def copy(x: DeviceArray, to: DeviceArray) -> None:
     """Copy the elements of an array to another of its shape, whatever the strides of both."""
     if not x.size:
         return
@@ -215,23 +222,23 @@ def copy(x: Foreign, to: Foreign) -> None:
         start(every, on, addresses([x, to], starts), workspace, x)
 
 
-def copied(out: Foreign, result: Foreign) -> Any:
+def copied(out: DeviceArray, result: DeviceArray) -> Any:
     """The array of a call's `out`, after a copy of the result on the queue of `result`."""
     copy(result, out)
     return out.source
 
 
-def _words(x: Foreign) -> Foreign:
+def _words(x: DeviceArray) -> DeviceArray:
     """An array of float64 as one of pairs of s32: expressions have no float64."""
     return replace(x, shape=(*x.shape, 2), strides=(*x.strides, 4), dtype="s32")
 
 
-def _as(x: Foreign, to: Foreign) -> Any:
+def _as(x: DeviceArray, to: DeviceArray) -> Any:
     value = load(0, x.dtype)
     return real(value) if to.dtype != "s32" else rounded(value) if value.dtype == "f32" else value
 
 
-def _takes(out: Foreign, result: tuple[tuple[int, ...], str], operands: list[Foreign]) -> bool:
+def _takes(out: DeviceArray, result: tuple[tuple[int, ...], str], operands: list[DeviceArray]) -> bool:
     """Whether kernels can write their first result to `out`: dense, aligned, and no overlap with operands.
 
     Raises:
@@ -247,7 +254,7 @@ def _takes(out: Foreign, result: tuple[tuple[int, ...], str], operands: list[For
 
 
 def _prepare(
-    traced: Traced, closure: dict[Any, Any], arrays: list[Foreign], usual: np.dtype[Any], lead: list[int]
+    traced: Traced, closure: dict[Any, Any], arrays: list[DeviceArray], usual: np.dtype[Any], lead: list[int]
 ) -> tuple[_Rows, ...]:
     """The kernels of a function.
 
@@ -277,7 +284,7 @@ def _prepare(
         raise TraceError("results of column reductions cannot be reduced down columns again: take two steps") from error
 
 
-def _sources(traced: Traced, closure: dict[Any, Any], like: Foreign) -> list[Foreign]:
+def _sources(traced: Traced, closure: dict[Any, Any], like: DeviceArray) -> list[DeviceArray]:
     """The arrays that a function captures.
 
     Raises:
@@ -286,7 +293,7 @@ def _sources(traced: Traced, closure: dict[Any, Any], like: Foreign) -> list[For
     for x in traced.sources:
         if not x.device:
             raise TypeError("the function captures an array in the host's memory; copy it to the device of the others")
-        if not lies(x.array):
+        if not readable_in_place(x.array):
             raise TypeError(f"the function captures an array of {x.array.dtype}, which kernels cannot read: convert it")
     return [captured(x, closure, like) for x in traced.sources]
 
@@ -306,13 +313,13 @@ class _Call:
     size: tuple[int, int, int]
     lead: list[int]
     usual: np.dtype[Any]
-    like: Foreign
-    sources: list[Foreign]
+    like: DeviceArray
+    sources: list[DeviceArray]
 
     def rows(self, traced: Traced, views: tuple[Operand, ...], layouts: list[tuple[tuple[int, ...], int]]) -> _Rows:
         """The kernels of a function over rows, or of sums down columns."""
         m, n, _ = self.size
-        step = settle(traced, views, self.usual, ends=False)
+        step = bind_operands(traced, views, self.usual, ends=False)
         at = [located(x.array, x, self.size) for x in traced.sources]
         layouts = [
             *layouts,

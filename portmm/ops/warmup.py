@@ -13,7 +13,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from portmm.arrays import interop
-from portmm.arrays.interop import Foreign
+from portmm.arrays.interop import DeviceArray
 from portmm.dispatch import config
 from portmm.spec.dtype import BY_NAME, BY_NUMPY, natural, spell, types
 
@@ -129,7 +129,7 @@ def _on_host(shapes: list[tuple[int, int, int, int]], word: str, b: str) -> dict
     import numpy as np
 
     from portmm.arrays import numpy_arrays
-    from portmm.arrays.problem_of import pose
+    from portmm.arrays.problem_of import problem_of_call
     from portmm.dispatch import cpu as cpu_dispatch
     from portmm.ops import matmul as matmul_op
 
@@ -142,7 +142,7 @@ def _on_host(shapes: list[tuple[int, int, int, int]], word: str, b: str) -> dict
             np.empty((*lead, m, k), kinds[0]),
             np.empty((*lead, *((k, n) if b == "row" else (n, k))), kinds[1]),
         )
-        p = pose(left, right if b == "row" else right.swapaxes(-1, -2), dtype=word)
+        p = problem_of_call(left, right if b == "row" else right.swapaxes(-1, -2), dtype=word)
         matmul_op.route(p)
         choice = cpu_dispatch.choose(p, config.target(), config.get_num_threads())
         names[choice.schedule] = cpu_dispatch.kernel_of(
@@ -173,7 +173,7 @@ def _on_device(shapes: list[tuple[int, int, int, int]], word: str, b: str, devic
     return names, where
 
 
-def _machine(device: Any) -> tuple[Foreign, Machine]:
+def _machine(device: Any) -> tuple[DeviceArray, Machine]:
     """A device, and an array as an example of those on it.
 
     Raises:
@@ -194,12 +194,12 @@ def _machine(device: Any) -> tuple[Foreign, Machine]:
     from portmm.runtime import cuda
 
     at = cuda.current(int(number) if number else None)
-    like = Foreign(None, "cuda", ("cuda", at), 0, (), (), "f32", None, readonly=False)
+    like = DeviceArray(None, "cuda", ("cuda", at), 0, (), (), "f32", None, readonly=False)
     return like, gpu_dispatch.machine(("cuda", at), at)
 
 
 def _dense_problem(
-    shape: tuple[int, int, int, int], word: str, b: str, like: Foreign
+    shape: tuple[int, int, int, int], word: str, b: str, like: DeviceArray
 ) -> tuple[Problem, Vectors, dict[str, Any]]:
     """The problem, vector widths and numbers of a call with dense operands."""
     from portmm.ops import matmul_gpu
@@ -210,11 +210,11 @@ def _dense_problem(
     operands = [_dense(like, (*lead, m, k), a), _dense(like, (*lead, k, n), right), _dense(like, (*lead, m, n), c)]
     if b == "col":
         operands[1] = interop.transposed(_dense(like, (*lead, n, k), right))
-    call = matmul_gpu.posed((operands[0], operands[1], operands[2]), lead, (m, n, k))
+    call = matmul_gpu.device_problem((operands[0], operands[1], operands[2]), lead, (m, n, k))
     return call.problem, call.vectors, call.values()
 
 
-def _dense(like: Foreign, shape: tuple[int, ...], dtype: str) -> Foreign:
+def _dense(like: DeviceArray, shape: tuple[int, ...], dtype: str) -> DeviceArray:
     """A C-contiguous array, aligned like a new one."""
     strides = interop.contiguous(shape, BY_NAME[dtype].bytes)
     pointer = 0 if like.language == "cuda" else (None, 0)
