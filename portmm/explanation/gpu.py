@@ -133,7 +133,7 @@ def _answered(
         once = "".join(x for x, step in zip("ab", call.walk.strides, strict=False) if not step)
         sides, seconds = relayout.faster(p, on.target, vectors, once)
         notes += relayout.copy_notes(p, sides, seconds)
-        p, vectors = relayout.laid(p, sides), relayout.widened(p, vectors, sides)
+        p, vectors = relayout.after_copies(p, sides), relayout.vectors_after_copies(p, vectors, sides)
     return explained(p, on.target, on.language, notes, vectors)
 
 

@@ -113,7 +113,7 @@ def attention(
         if known:
             return known(q, k, v)
     refuse_others(score=score, mask=mask)
-    if (tracer := numpy_arrays.taker(q, k, v, lengths, offset)) is not None:
+    if (tracer := numpy_arrays.tracing_operand(q, k, v, lengths, offset)) is not None:
         more = {"score": score, "mask": mask, "scale": scale, "causal": causal, "window": window, "out": out}
         more |= {"lengths": lengths, "offset": offset, "return_lse": return_lse}
         return tracer.call_(attention, (q, k, v), more)

@@ -27,7 +27,7 @@ def launch(kernel: Kernel | GridKernel, a: Any, b: Any, c: Any) -> Any:
     """Run a kernel: C[m, n] of A[m, k] and B[k, n], or of a batch of each.
 
     Nothing restricts what a kernel does. Threads are those of
-    `config` and `set_num_threads`. A kernel of a device (`grid.GridKernel`) takes arrays on one, and is launched on the
+    `config` and `set_num_threads`. A kernel of a device (`GridKernel`) takes arrays on one, and is launched on the
     stream or queue of `a`.
 
     Args:

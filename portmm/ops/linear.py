@@ -95,7 +95,7 @@ def linear(
             does not fit 16 bits.
         ScheduleError: `w` was packed for other activations.
     """
-    if (tracer := numpy_arrays.taker(x, w, bias, x_scale, w_scale)) is not None:
+    if (tracer := numpy_arrays.tracing_operand(x, w, bias, x_scale, w_scale)) is not None:
         more = {"x_scale": x_scale, "x_zero": x_zero, "w_scale": w_scale, "w_zero": w_zero, "out_scale": out_scale}
         more |= {"out_zero": out_zero, "dynamic": dynamic, "dtype": dtype, "out": out, "epilogue": epilogue}
         return tracer.call_(linear, (x, w, bias), more)
@@ -405,7 +405,7 @@ def _by_numpy(left: Array, weight: Any, source: str, vectors: tuple[Array | None
     """The product and its epilogue, computed by NumPy."""
     a_scale, b_scale, *rest = vectors
     if source:
-        left, scales = numpy_fallback.quantised_rows(left)
+        left, scales = numpy_fallback.quantized_rows(left)
         a_scale = scales if a_scale is None else a_scale * scales
     columns: Array = np.zeros(1, np.int64)
     if isinstance(weight, PackedInt4):

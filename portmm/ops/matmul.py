@@ -103,7 +103,7 @@ def matmul(
         TraceError: a function cannot be traced.
     """
     if epilogue is not None or prologue_a is not None or prologue_b is not None:
-        if (tracer := numpy_arrays.taker(a, b)) is not None:
+        if (tracer := numpy_arrays.tracing_operand(a, b)) is not None:
             functions = {"epilogue": epilogue, "prologue_a": prologue_a, "prologue_b": prologue_b}
             return tracer.matmul_(a, b, out, dtype, functions)
         return _fused_matmul[0](a, b, numpy_arrays.single(out), dtype, epilogue, prologue_a, prologue_b)
@@ -147,7 +147,7 @@ def _typed(a: Any, b: Any, out: Any, dtype: Any) -> Any:
     out = numpy_arrays.single(out)
     if (there := _there(a, b, out)) is not None:
         return _on_device(there, dtype)
-    if (tracer := numpy_arrays.taker(a, b)) is not None:
+    if (tracer := numpy_arrays.tracing_operand(a, b)) is not None:
         return tracer.matmul_(a, b, out, np.dtype(dtype), {})
     from portmm.ops import result_dtype
 
@@ -289,7 +289,7 @@ def _without_compiler(a: Any, b: Any, out: Any) -> Any:
         if _fast is not _without_compiler:
             return _fast(a, b, out)
     out = numpy_arrays.single(out)
-    if (tracer := numpy_arrays.taker(a, b)) is not None:
+    if (tracer := numpy_arrays.tracing_operand(a, b)) is not None:
         return tracer.matmul_(a, b, out, None, {})
     if (there := _there(a, b, out)) is not None:
         return _on_device(there)
@@ -341,7 +341,7 @@ def _planner(a: Any, b: Any, out: Any) -> Any:
 def _general(a: Any, b: Any, out: Any) -> Any:
     """The general path: any product that NumPy accepts."""
     out = numpy_arrays.single(out)
-    if (tracer := numpy_arrays.taker(a, b)) is not None:
+    if (tracer := numpy_arrays.tracing_operand(a, b)) is not None:
         return tracer.matmul_(a, b, out, None, {})
     if (there := _there(a, b, out)) is not None:
         return _on_device(there)

@@ -158,7 +158,7 @@ def pack(b: Any, *, activations: Any = None, like: Any = None) -> Any:
 
     Args:
         b: float32, float64, float16, bfloat16, int8 or uint8, at least 2-D; (..., k, n);
-            or a `Quantized` weight of four bits; or an array on a device, which is copied there.
+            or a `Quantized` int4 weight; or an array on a device, which is copied there.
         activations: dtype of the left operand, if not its own. An
             int8 weight is packed for int8 or uint8, a uint8 weight for float32.
         like: an array on a device, to whose device a `Quantized` weight is copied.

@@ -23,7 +23,7 @@ from portmm.spec.epilogue import Operand
 from portmm.spec.epilogue import given as of_given
 from portmm.spec.expr import ordered
 from portmm.trace.bind import Bound, UserFunction, bind_operands, dense, native, typed
-from portmm.trace.column_reductions import down
+from portmm.trace.column_reductions import split_column_reductions
 from portmm.trace.tracer import Indices, Traced, arity, described, element
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class _Rows:
         size: rows, columns, items of a batch.
         results: shapes and types.
         several: the function returns a tuple.
-        order: of a kernel that reduces columns, the indices of the function's results: see `down`.
+        order: of a kernel that reduces columns, the indices of the function's results: see `split_column_reductions`.
         passed: the number of its results that are operands of the next kernel.
     """
 
@@ -154,7 +154,7 @@ def over_rows(
         return _checked(traced, build)
 
     def build(traced: Traced) -> tuple[_Rows, ...]:
-        split = down(traced, len(values), usual)
+        split = split_column_reductions(traced, len(values), usual)
         if split is None:
             return (_rows(traced, size, views, strides, usual, lead),)
         sums, rest, order, passed = split

@@ -21,7 +21,7 @@ from portmm.spec.expr import ordered, real, rounded
 from portmm.trace.bind import WRITTEN, UserFunction, bind_operands, dense, located, typed
 from portmm.trace.buffers import walk
 from portmm.trace.closures import resolve
-from portmm.trace.column_reductions import down
+from portmm.trace.column_reductions import split_column_reductions
 from portmm.trace.tracer import Indices, described, element, readable_in_place
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class _Rows:
         numbers: keys of the numbers of a call.
         results: shapes and types.
         several: the function returns a tuple.
-        order: of kernels that reduce columns, the indices of the function's results: see `column_reductions.down`.
+        order: of kernels that reduce columns, the indices of the function's results: see `column_reductions`.
         passed: the number of their results that are operands of the next kernel.
     """
 
@@ -267,7 +267,7 @@ def _prepare(
     call = _Call((m, n, batch), lead, usual, arrays[0], _sources(traced, closure, arrays[0]))
     views = tuple([described(interop.standin(x), ("b", "m", "n")) for x in arrays])
     layouts = list(zip(map(device_arrays.elements, arrays), aligned, strict=True))
-    split = down(traced, len(arrays), usual)
+    split = split_column_reductions(traced, len(arrays), usual)
     if split is None:
         return (call.rows(traced, views, layouts),)
     sums, rest, order, passed = split
