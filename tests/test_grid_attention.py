@@ -240,7 +240,7 @@ def test_operands_that_do_not_fit(cl):
         ((there[0], k, there[2]), {}, TypeError, "k is a ndarray in the host's memory"),
         (there, {"out": q.copy()}, TypeError, "out is a ndarray in the host's memory"),
         (there, {"lengths": lengths}, TypeError, "lengths is a ndarray in the host's memory"),
-        (there, {"lengths": cl.array(lengths.astype(np.uint8))}, TypeError, "give int32"),
+        (there, {"lengths": cl.array(lengths.astype(np.uint8))}, TypeError, "pass int32"),
         (there, {"lengths": cl.array(lengths[:1])}, ValueError, r"lengths has shape \(1,\)"),
         (there, {"lengths": 5}, ValueError, "give 0 to 4"),
         (there, {"offset": -4}, ValueError, "give -3 to 4"),
