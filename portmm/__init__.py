@@ -16,7 +16,7 @@ from portmm.errors import (
     TargetError,
     TraceError,
 )
-from portmm.ops.matmul import matmul, plan, surrounded_by
+from portmm.ops.matmul import matmul, plan, register_fused
 from portmm.ops.prepack import pack
 from portmm.version import VERSION
 
@@ -204,13 +204,13 @@ _LAZY = {
 
 
 def _fused_matmul(*operands: object) -> object:
-    """Fused matmul, whose module a plain matmul does not load."""
+    """The product with prologues and an epilogue, imported on its first use."""
     from portmm.ops.fused_matmul import matmul as fused_matmul
 
     return fused_matmul(*operands)  # type: ignore[arg-type]
 
 
-surrounded_by(_fused_matmul)
+register_fused(_fused_matmul)
 
 
 def __getattr__(name: str) -> object:

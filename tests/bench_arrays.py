@@ -111,7 +111,9 @@ def tensors_there(monkeypatch):
         size = x.element_size()
         name = interop._named(str(x.dtype).removeprefix("torch."), native=True, what="a tensor")
         strides = tuple(s * size for s in x.stride())
-        return interop.Foreign(x, "cuda", ("cuda", 0), x.data_ptr(), tuple(x.shape), strides, name, 100, readonly=False)
+        return interop.DeviceArray(
+            x, "cuda", ("cuda", 0), x.data_ptr(), tuple(x.shape), strides, name, 100, readonly=False
+        )
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _x: True), raising=False)
     monkeypatch.setitem(interop._LIBRARIES, "torch", adopted)

@@ -307,7 +307,7 @@ def test_a_remembered_refusal_of_a_fused_call_keeps_no_operands(monkeypatch):
     def refuse(*_):
         raise ScheduleError("no kernel")
 
-    monkeypatch.setattr(fused_matmul.Call, "chosen", refuse)
+    monkeypatch.setattr(fused_matmul.Call, "selected", refuse)
     monkeypatch.setattr(fused_matmul, "typed", lambda *_: None)
     left = np.zeros((4, 4), np.float32)
     call = fused_matmul.Call(left, left, None, None)

@@ -12,7 +12,7 @@ import pytest
 from support import HERE
 
 import portmm as pm
-from portmm.ops.int4_panels import unfold
+from portmm.ops.int4_panels import unpack_int4
 from portmm.weights.safetensors import read, write
 
 pytestmark = pytest.mark.calls
@@ -33,7 +33,7 @@ def test_products_are_those_of_the_weight(target, group, symmetric):
         for m, n, k in ((1, 33, 70), (3, 64, 256), (21, 5, 300), (2, 3, 1), (4, 40, 8), (70, 31, 129)):
             q = pm.quantize(rng.standard_normal((k, n)), group=group, symmetric=symmetric)
             w, packed = pm.dequantize(q, np.float64), pm.pack(q)
-            back = unfold(packed)
+            back = unpack_int4(packed)
             for name in ("codes", "scales", "offsets"):
                 np.testing.assert_array_equal(getattr(back, name), getattr(q, name))
             for dtype, eps in ((np.float32, 2.0**-24), (BF16, 2.0**-8), (np.float16, 2.0**-11)):

@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_said():
         ((a, b[0], [3, 7]), ValueError, "groups take"),
         ((a, [b[0], b[1][:, :4]], [3, 7]), ValueError, "groups take"),
         ((a, [], []), ValueError, "groups take"),
-        ((a[:, :4], b, [3, 7]), ValueError, "4 columns meet 8 rows"),
+        ((a[:, :4], b, [3, 7]), ValueError, "a has 4 columns, b has 8 rows"),
         ((a, b, [3, 7], np.zeros((7, 8), np.float32)), ValueError, "out has shape"),
         ((a, b.astype(np.int64), [3, 7]), TypeError, "int64"),
     ):

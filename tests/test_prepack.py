@@ -47,7 +47,7 @@ def by_numpy(q, name):
     """The panels of a weight, laid out without a kernel."""
     kept = family(name)
     owner = np.full(-(-q.shape[1] // kept.nr) * kept.panel(q.shape[0]), -1, np.int32)
-    int4_panels._fold_by_numpy(q, kept, owner)
+    int4_panels._pack_by_numpy(q, kept, owner)
     return owner
 
 

@@ -184,7 +184,7 @@ def test_what_is_refused(on):
         over_rows(lambda x: x + 1, (adopt(on.array(host.astype(np.float64)[None])),), NAMES)
     there = on.array(host)
     for bad in (lambda x: x + there.sum(), lambda x: x + float(there[0]), lambda x: x + np.asarray(there)):
-        with pytest.raises(TraceError, match="of an array on a device; make it before"):
+        with pytest.raises(TraceError, match="of an array on a device; compute it before"):
             over_rows(bad, (adopt(x),), NAMES)
 
 

@@ -96,7 +96,7 @@ def test_rows_of_nothing_are_quantised(cupy):
 def test_linear_refuses(cupy):
     a, b, *_ = operands(4, 8)
     x, w = cupy.array(a), cupy.array(np.ascontiguousarray(b.T))
-    with pytest.raises(TypeError, match="x_zero is given: on a device codes have no zero points"):
+    with pytest.raises(TypeError, match="x_zero is set: on a device values have no zero points"):
         pm.linear(x, w, x_zero=3)
     with pytest.raises(TypeError, match="w is a ndarray in the host's memory"):
         pm.linear(x, np.ascontiguousarray(b.T))

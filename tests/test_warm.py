@@ -57,7 +57,7 @@ def test_the_processor_is_ready():
 
 @pytest.mark.usefixtures("cupy")
 def test_what_is_no_shape_is_refused():
-    with pytest.raises(ValueError, match="shape \\(3, 4\\) is none; give"):
+    with pytest.raises(ValueError, match="shape \\(3, 4\\) is invalid; pass"):
         pm.warmup([(3, 4)])
     with pytest.raises(ValueError, match="all of them positive"):
         pm.warmup((0, 4, 4))

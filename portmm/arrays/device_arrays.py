@@ -16,13 +16,13 @@ from portmm.dispatch import gpu as gpu_dispatch
 from portmm.spec.dtype import BY_NAME, accumulator, natural
 
 if TYPE_CHECKING:
-    from portmm.arrays.interop import Foreign
+    from portmm.arrays.interop import DeviceArray
     from portmm.dispatch.gpu import Machine
 
 _RESULTS = {"f32": ("f32", "f16", "bf16", "e4m3", "e5m2"), "s32": ("s32",), "f64": ("f64",)}
 
 
-def machine_of(x: Foreign) -> Machine:
+def machine_of(x: DeviceArray) -> Machine:
     """The device of an array."""
     if x.language == "cuda":
         return gpu_dispatch.machine(x.device, x.device[1])
@@ -46,7 +46,7 @@ class Matrix:
     vector: int
 
 
-def matrix(x: Foreign, rows: int, cols: int, steps: tuple[int, int], others: tuple[int, ...] = ()) -> Matrix:
+def matrix(x: DeviceArray, rows: int, cols: int, steps: tuple[int, int], others: tuple[int, ...] = ()) -> Matrix:
     """The operand of a matrix with strides `steps` between rows and columns, and `others` along a batch."""
     row, col = steps
     layout = "row" if col == 1 or cols == 1 else "col" if row == 1 or rows == 1 else "any"
@@ -61,7 +61,7 @@ def matrix(x: Foreign, rows: int, cols: int, steps: tuple[int, int], others: tup
     return Matrix(layout, row, col, vector & -vector)
 
 
-def elements(x: Foreign) -> tuple[int, ...]:
+def elements(x: DeviceArray) -> tuple[int, ...]:
     """Strides in elements.
 
     Raises:
@@ -75,7 +75,7 @@ def elements(x: Foreign) -> tuple[int, ...]:
     return tuple(s // size if n > 1 else 0 for n, s in zip(x.shape, x.strides, strict=True))
 
 
-def shapes(a: Foreign, b: Foreign) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int]]:
+def shapes(a: DeviceArray, b: DeviceArray) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int]]:
     """The shape of a product, that of its batch, and its size m, n, k.
 
     Raises:
@@ -98,13 +98,13 @@ def shapes(a: Foreign, b: Foreign) -> tuple[tuple[int, ...], tuple[int, ...], tu
     return (*batch, *rows, *columns), batch, (m, n, left[-1])
 
 
-def over(x: Foreign, batch: tuple[int, ...], used: int) -> tuple[int, ...]:
+def over(x: DeviceArray, batch: tuple[int, ...], used: int) -> tuple[int, ...]:
     """Strides of an operand along a batch, 0 where it is broadcast; its last `used` dimensions are not batch."""
     own = elements(x)[: len(x.shape) - used]
     return (0,) * (len(batch) - len(own)) + own
 
 
-def shifted(address: Any, offset: int, x: Foreign) -> Any:
+def shifted(address: Any, offset: int, x: DeviceArray) -> Any:
     """An address advanced by some elements."""
     return address + offset * BY_NAME[x.dtype].bytes if isinstance(address, int) else (address[0], address[1] + offset)
 
@@ -124,7 +124,7 @@ def result_type(a: str, b: str, requested: str) -> str:
     return requested or natural(a, b)
 
 
-def check_out(out: Foreign, shape: tuple[int, ...]) -> None:
+def check_out(out: DeviceArray, shape: tuple[int, ...]) -> None:
     """Check that an output can hold a result.
 
     Raises:
@@ -136,7 +136,7 @@ def check_out(out: Foreign, shape: tuple[int, ...]) -> None:
         raise ValueError("out is read-only, or some of its elements share memory")
 
 
-def check_type(out: Foreign, dtype: str) -> None:
+def check_type(out: DeviceArray, dtype: str) -> None:
     """Check that an output can hold results of a type, by NumPy's same-kind casting.
 
     Raises:
@@ -147,7 +147,7 @@ def check_type(out: Foreign, dtype: str) -> None:
         raise TypeError(f"out has elements of {out.dtype}, which cannot hold results of {dtype} on a device")
 
 
-def check_apart(out: Foreign, operands: dict[str, tuple[Foreign, ...]]) -> None:
+def check_apart(out: DeviceArray, operands: dict[str, tuple[DeviceArray, ...]]) -> None:
     """Check that the output of a plan overlaps none of its operands.
 
     Raises:
@@ -158,17 +158,17 @@ def check_apart(out: Foreign, operands: dict[str, tuple[Foreign, ...]]) -> None:
             raise ValueError(f"out overlaps {name} in memory; pass another array")
 
 
-def overlap(out: Foreign, others: tuple[Foreign, ...]) -> bool:
+def overlap(out: DeviceArray, others: tuple[DeviceArray, ...]) -> bool:
     """Whether memory of a result may be that of an operand."""
     return any(_extent(out, x) for x in others)
 
 
-def _extent(x: Foreign, y: Foreign) -> bool:
+def _extent(x: DeviceArray, y: DeviceArray) -> bool:
     (base, first, last), (other, begin, end) = _span(x), _span(y)
     return bool(x.size and y.size and base == other and first < end and begin < last)
 
 
-def _span(x: Foreign) -> tuple[Any, int, int]:
+def _span(x: DeviceArray) -> tuple[Any, int, int]:
     """The memory of an array and the range of its bytes there."""
     low = sum(min(0, (n - 1) * s) for n, s in zip(x.shape, x.strides, strict=True))
     high = sum(max(0, (n - 1) * s) for n, s in zip(x.shape, x.strides, strict=True))

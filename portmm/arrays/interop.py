@@ -38,7 +38,7 @@ _DLPACK_CUDA = frozenset((2, 13))
 
 
 @dataclass(frozen=True, slots=True)
-class Foreign:
+class DeviceArray:
     """An array on a device, as its library describes it.
 
     Attributes:
@@ -102,7 +102,7 @@ def _kind_of(cls: type) -> str:
     return ""
 
 
-def adopt(x: Any) -> Foreign | None:
+def adopt(x: Any) -> DeviceArray | None:
     """The description of an array on a device; None for anything else.
 
     Raises:
@@ -142,13 +142,13 @@ def lay(x: Any) -> tuple[Any, ...]:
     return array.kind
 
 
-def transposed(x: Foreign) -> Foreign:
+def transposed(x: DeviceArray) -> DeviceArray:
     """The array with its last two dimensions exchanged."""
     shape, strides = (*x.shape[:-2], *x.shape[:-3:-1]), (*x.strides[:-2], *x.strides[:-3:-1])
     return replace(x, shape=shape, strides=strides)
 
 
-def standin(x: Foreign) -> np.ndarray[Any, Any]:
+def standin(x: DeviceArray) -> np.ndarray[Any, Any]:
     """A stand-in for an array on a device: in the host's memory, of its shape, strides and type, for tracing.
 
     It has memory of one element, and must not be read.
@@ -209,9 +209,9 @@ def _cupy(why: str) -> Any:
         ) from error
 
 
-def _from_cupy(x: Any) -> Foreign:
+def _from_cupy(x: Any) -> DeviceArray:
     number = int(x.device.id)
-    return Foreign(
+    return DeviceArray(
         source=x,
         language="cuda",
         device=("cuda", number),
@@ -228,7 +228,7 @@ def _current_stream(cupy: Any, device: int) -> int:
     return int(cupy.cuda.get_current_stream(device).ptr)
 
 
-def _from_torch(x: Any) -> Foreign | None:
+def _from_torch(x: Any) -> DeviceArray | None:
     if not x.is_cuda:
         return None
     torch = sys.modules["torch"]
@@ -241,7 +241,7 @@ def _from_torch(x: Any) -> Foreign | None:
     if x.is_neg():
         raise TypeError("a tensor is a view that changes signs when it is read; use resolve_neg()")
     size = x.element_size()
-    return Foreign(
+    return DeviceArray(
         source=x,
         language="cuda",
         device=("cuda", int(x.device.index)),
@@ -254,7 +254,7 @@ def _from_torch(x: Any) -> Foreign | None:
     )
 
 
-def _from_interface(x: Any, interface: dict[str, Any]) -> Foreign:
+def _from_interface(x: Any, interface: dict[str, Any]) -> DeviceArray:
     """From the CUDA array interface, versions 0 to 3."""
     cupy = _cupy(f"an array of type {type(x).__name__}")
     what = f"an array of type {type(x).__name__}"
@@ -266,7 +266,7 @@ def _from_interface(x: Any, interface: dict[str, Any]) -> Foreign:
     address, readonly = interface["data"]
     number = _device_of(cupy, address)
     stream = interface.get("stream")
-    return Foreign(
+    return DeviceArray(
         source=x,
         language="cuda",
         device=("cuda", number),
@@ -285,7 +285,7 @@ def _device_of(cupy: Any, address: int | None) -> int:
     return int(runtime.pointerGetAttributes(address).device if address else runtime.getDevice())
 
 
-def _from_dlpack(x: Any) -> Foreign | None:
+def _from_dlpack(x: Any) -> DeviceArray | None:
     where = getattr(x, "__dlpack_device__", None)
     if where is None or not hasattr(x, "__dlpack__") or int(where()[0]) not in _DLPACK_CUDA:
         return None
@@ -295,11 +295,11 @@ def _from_dlpack(x: Any) -> Foreign | None:
 # -- OpenCL --------------------------------------------------------------------------
 
 
-def _from_pyopencl(x: Any) -> Foreign:
+def _from_pyopencl(x: Any) -> DeviceArray:
     from portmm.runtime.opencl import default_queue
 
     queue = x.queue if x.queue is not None else default_queue(x.context)
-    return Foreign(
+    return DeviceArray(
         source=x,
         language="opencl",
         device=("opencl", queue.context.int_ptr, queue.device.int_ptr),
@@ -328,7 +328,7 @@ def memory(buffer: Any) -> tuple[int, int]:
     return int(root.int_ptr), int(buffer.get_info(info.OFFSET))
 
 
-_LIBRARIES: dict[str, Callable[[Any], Foreign | None]] = {
+_LIBRARIES: dict[str, Callable[[Any], DeviceArray | None]] = {
     "cupy": _from_cupy,
     "torch": _from_torch,
     "pyopencl": _from_pyopencl,
@@ -339,7 +339,7 @@ _LIBRARIES: dict[str, Callable[[Any], Foreign | None]] = {
 # -- new arrays ----------------------------------------------------------------------
 
 
-def empty_like(x: Foreign, shape: tuple[int, ...], dtype: str) -> tuple[Any, Foreign]:
+def empty_like(x: DeviceArray, shape: tuple[int, ...], dtype: str) -> tuple[Any, DeviceArray]:
     """A new array of the same library, on the same device and queue, C-contiguous and uninitialised.
 
     Arrays of libraries that are known only by an interface get one of CuPy's.
@@ -364,12 +364,12 @@ def empty_like(x: Foreign, shape: tuple[int, ...], dtype: str) -> tuple[Any, For
     return array, described if described.queue == x.queue else replace(described, queue=x.queue)
 
 
-def _torch_empty(x: Foreign, shape: tuple[int, ...], dtype: str) -> Any:
+def _torch_empty(x: DeviceArray, shape: tuple[int, ...], dtype: str) -> Any:
     torch = sys.modules["torch"]
     return torch.empty(shape, dtype=getattr(torch, BY_NAME[dtype].numpy), device=x.source.device)
 
 
-def _cupy_empty(x: Foreign, shape: tuple[int, ...], dtype: str) -> Any:
+def _cupy_empty(x: DeviceArray, shape: tuple[int, ...], dtype: str) -> Any:
     cupy = _cupy("a new array")
     number = x.device[1]
     with cupy.cuda.Device(number), _working_in(cupy, number, x.queue):
@@ -404,7 +404,7 @@ def _working_in(cupy: Any, device: Any, queue: int) -> AbstractContextManager[An
     return stream
 
 
-def _pyopencl_empty(x: Foreign, shape: tuple[int, ...], dtype: str) -> Any:
+def _pyopencl_empty(x: DeviceArray, shape: tuple[int, ...], dtype: str) -> Any:
     array = import_module("pyopencl.array")
     return array.Array(x.queue, shape, numpy_of(dtype), allocator=x.source.allocator)
 
@@ -417,7 +417,7 @@ def _spell(device: tuple[Hashable, ...]) -> str:
     return f"{language}:{where[0]}" if language == "cuda" else f"OpenCL device {where[-1]:#x} of context {where[0]:#x}"
 
 
-def same_device(arrays: Sequence[Foreign]) -> tuple[Hashable, ...]:
+def same_device(arrays: Sequence[DeviceArray]) -> tuple[Hashable, ...]:
     """The one device of all arrays.
 
     Raises:
@@ -432,7 +432,7 @@ def same_device(arrays: Sequence[Foreign]) -> tuple[Hashable, ...]:
     return first
 
 
-def argument(x: Foreign) -> tuple[str, Any]:
+def argument(x: DeviceArray) -> tuple[str, Any]:
     """An argument of `launch` for an array, at its element zero.
 
     Raises:

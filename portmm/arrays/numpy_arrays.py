@@ -123,7 +123,7 @@ def as_operand(x: Any, name: str, *, matrix: bool = True) -> Array:
     return array
 
 
-def taker(*values: Any) -> Any:
+def tracing_operand(*values: Any) -> Any:
     """The first value that is being traced, which records the operation, or None."""
     for x in values:  # a generator takes twice as long, and most calls have none
         if hasattr(x, "call_"):

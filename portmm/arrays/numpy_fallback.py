@@ -64,7 +64,7 @@ def pack(array: Array, owner: Array, layout: Family) -> None:
         ends[...] = sums.view(owner.dtype).reshape(ends.shape)
 
 
-def quantised_rows(left: Array) -> tuple[Array, Array]:
+def quantized_rows(left: Array) -> tuple[Array, Array]:
     """Int8 values and the float32 scale of each row; the scale of a row that is not finite is not finite, either."""
     rows = left.astype(np.float32)
     with np.errstate(all="ignore"):

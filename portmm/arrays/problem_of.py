@@ -17,7 +17,7 @@ from portmm.spec.problem import Problem
 from portmm.weights.kinds import WeightKind, weight_kind
 
 
-def pose(a: Any, b: Any, out: Any = None, *, dtype: str = "f32", static: bool = False) -> Problem:
+def problem_of_call(a: Any, b: Any, out: Any = None, *, dtype: str = "f32", static: bool = False) -> Problem:
     """The problem of a product of two operands: arrays, shapes or a packed weight.
 
     Raises:

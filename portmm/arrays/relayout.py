@@ -1,7 +1,7 @@
 """Relayout of operands: copies into another layout before a product.
 
 Owns `arranged`, which decides whether a product is faster when operands are first copied so that they are contiguous
-along k, in aligned rows: matrix units cannot load fragments from every layout (`kernels.transposing`). The time of
+along k, in aligned rows: matrix units cannot load fragments from every layout (`kernels/gpu/transpose.py`). The time of
 copies is a term of the cost, so that operands of small products stay in place.
 """
 
@@ -22,7 +22,7 @@ from portmm.spec.dtype import BY_NAME
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
-    from portmm.arrays.interop import Foreign
+    from portmm.arrays.interop import DeviceArray
     from portmm.dispatch.gpu import Launch, Machine, Vectors
     from portmm.spec.problem import Problem
     from portmm.target.target import Target
@@ -79,7 +79,7 @@ def faster(p: Problem, target: Target, vectors: Vectors, once: str = "") -> tupl
             if spent >= best_seconds:
                 continue
             try:
-                rest = gpu_dispatch.choose(laid(p, sides), target, widened(p, vectors, sides))
+                rest = gpu_dispatch.choose(after_copies(p, sides), target, vectors_after_copies(p, vectors, sides))
             except ScheduleError:
                 continue
             if rest.schedule.program in ("simt", "direct", "stream"):
@@ -105,12 +105,12 @@ def _bytes(p: Problem, side: str, once: bool) -> int:
     return (p.m, p.n)[i] * (p.k + lines(p.k, size)) * size * (1 if once else p.batch)
 
 
-def laid(p: Problem, sides: Any) -> Problem:
+def after_copies(p: Problem, sides: Any) -> Problem:
     """The problem after the copies of some operands."""
     return replace(p, a="row" if "a" in sides else p.a, b="col" if "b" in sides else p.b)
 
 
-def widened(p: Problem, vectors: Vectors, sides: Any) -> Vectors:
+def vectors_after_copies(p: Problem, vectors: Vectors, sides: Any) -> Vectors:
     """Elements of the widest vector accesses after the copies."""
     own = [ALIGNED // BY_NAME[t].bytes if x in sides else v for x, t, v in zip(SIDES, p.types, vectors, strict=False)]
     return own[0], own[1], vectors[2]
@@ -134,7 +134,7 @@ def arranged(
         rows, outer = (p.m, "m") if x == "a" else (p.n, "n")
         row_stride = lines(p.k, BY_NAME[copy.dtype].bytes)
         values |= {f"{x}_{outer}": row_stride, f"{x}_k": 1, f"{x}_batch": 0 if x in once else rows * row_stride}
-    return laid(p, sides), widened(p, vectors, sides), values, copies
+    return after_copies(p, sides), vectors_after_copies(p, vectors, sides), values, copies
 
 
 def _copy(p: Problem, side: str, values: dict[str, Any], on: Machine) -> Copy:
@@ -158,7 +158,7 @@ def _load(kind: str, along: str, on: Machine) -> tuple[Any, Any]:
     return kernel, on.load(kernel)
 
 
-def run(copies: tuple[Copy, ...], on: Machine, pointers: dict[str, Any], like: Foreign) -> list[Any]:
+def run(copies: tuple[Copy, ...], on: Machine, pointers: dict[str, Any], like: DeviceArray) -> list[Any]:
     """Launch the copies, replace the operands' addresses by theirs, and return the arrays that own their memory."""
     arrays = []
     for x in copies:
@@ -170,7 +170,7 @@ def run(copies: tuple[Copy, ...], on: Machine, pointers: dict[str, Any], like: F
     return arrays
 
 
-def said(p: Problem, sides: str, seconds: float) -> tuple[str, ...]:
+def copy_notes(p: Problem, sides: str, seconds: float) -> tuple[str, ...]:
     """The lines of `explain` about copies."""
     names = " and ".join(x.upper() for x in sides)
     return (f"{names} of {p} first copied, contiguous along k, in {seconds * 1e6:.3g} us",) if sides else ()

@@ -11,7 +11,7 @@ Tables of operands contain addresses in an arena, so they belong to a program *a
 arena: a call whose tables are there computes no address, and has exclusive use of them. An arena that is too small is
 replaced, and its tables are rebuilt.
 
-All arenas together stay within `SHARE` of the budget, and the larger workspaces of kernels (run/host.c) within the
+All arenas together stay within `SHARE` of the budget, and the larger workspaces of kernels (runtime/host.c) within the
 rest. A program for which there is no room even if all free arenas are dropped gets memory for one call.
 """
 

@@ -12,7 +12,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from portmm.arrays import interop
-from portmm.arrays.problem_of import pose
+from portmm.arrays.problem_of import problem_of_call
 from portmm.codegen.c_kernel import source
 from portmm.dispatch import config
 from portmm.dispatch import cpu as cpu_dispatch
@@ -319,17 +319,19 @@ def _explanation(  # noqa: PLR0917 - the arguments of `explain`
     if grouped:
         return _explained(_with(_group(a, b, dtype, machine), deterministic), machine, threads)
     if epilogue is not None:
-        from portmm.ops.fused_matmul import posed
+        from portmm.ops.fused_matmul import fused_problem
 
-        problem, notes = posed(a, b, dtype if out is None else out.dtype, epilogue, given=out is not None)
+        problem, notes = fused_problem(
+            a, b, dtype if out is None else out.dtype, epilogue, typed_result=out is not None
+        )
         return _explained(_with(problem, deterministic), machine, threads, notes)
-    problem = _with(pose(a, b, out, dtype=dtype, static=static), deterministic)
+    problem = _with(problem_of_call(a, b, out, dtype=dtype, static=static), deterministic)
     try:
         return _explained(problem, machine, threads)
     except ScheduleError:
         if problem.b != "packed":
             raise
-    problem = _with(pose(a, tuple(b.shape), out, dtype=b.dtype.name), deterministic)
+    problem = _with(problem_of_call(a, tuple(b.shape), out, dtype=b.dtype.name), deterministic)
     note = f"the weight is packed as {b.family}, which does not suit this call: matmul unpacks it"
     return _explained(problem, machine, threads, (note,))
 
@@ -339,7 +341,7 @@ def _group(a: Any, b: Any, dtype: str, target: Target) -> Problem:
     (rows, k), (groups, *one) = (x if isinstance(x, tuple) else x.shape for x in (a, b))
     each = -(-rows // max(groups, 1))
     word = dtype if isinstance(a, tuple) else a.dtype.name
-    p = pose((each, k), tuple(one), dtype=word)
+    p = problem_of_call((each, k), tuple(one), dtype=word)
     return p if target.device is None else replace(p, batch=groups, grouped=True)
 
 

@@ -24,7 +24,7 @@ from portmm.util.text import field, flop, size, terms, time
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from portmm.arrays.interop import Foreign
+    from portmm.arrays.interop import DeviceArray
     from portmm.ir.grid_kernel import GridKernel
     from portmm.spec.problem import Problem
     from portmm.target.target import Target
@@ -106,8 +106,8 @@ def of_arrays(a: Any, b: Any, out: Any, epilogue: Any, *, grouped: bool = False)
         ValueError: the product is empty.
     """
     notes: tuple[str, ...] = ()
-    call: grouped_matmul_gpu.Posed | matmul_gpu.Posed
-    if isinstance(b, int4_gpu.DeviceCoded):
+    call: grouped_matmul_gpu.GroupedProblem | matmul_gpu.DeviceProblem
+    if isinstance(b, int4_gpu.DeviceInt4):
         call, notes = int4_gpu.question(a, b, out, epilogue)
         return _answered(call, b.words, notes)
     operands = matmul_gpu.adopted(a, b, out)
@@ -121,16 +121,18 @@ def of_arrays(a: Any, b: Any, out: Any, epilogue: Any, *, grouped: bool = False)
     return _answered(call, operands[0], notes)
 
 
-def _answered(call: grouped_matmul_gpu.Posed | matmul_gpu.Posed, a: Foreign, notes: tuple[str, ...]) -> GridExplanation:
+def _answered(
+    call: grouped_matmul_gpu.GroupedProblem | matmul_gpu.DeviceProblem, a: DeviceArray, notes: tuple[str, ...]
+) -> GridExplanation:
     if not call.problem.flops:
         raise ValueError(f"{call.problem} has nothing to multiply, so no kernel is needed")
     on = device_arrays.machine_of(a)
     p, vectors = call.problem, call.vectors
-    if isinstance(call, matmul_gpu.Posed) and p.b != "codes" and call.walk.outer is None:
+    if isinstance(call, matmul_gpu.DeviceProblem) and p.b != "codes" and call.walk.outer is None:
         once = "".join(x for x, step in zip("ab", call.walk.strides, strict=False) if not step)
         sides, seconds = relayout.faster(p, on.target, vectors, once)
-        notes += relayout.said(p, sides, seconds)
-        p, vectors = relayout.laid(p, sides), relayout.widened(p, vectors, sides)
+        notes += relayout.copy_notes(p, sides, seconds)
+        p, vectors = relayout.after_copies(p, sides), relayout.vectors_after_copies(p, vectors, sides)
     return explained(p, on.target, on.language, notes, vectors)
 
 

@@ -154,7 +154,7 @@ class Graph:
     cacheable: bool = True
     values: dict[Node, Any] = field(default_factory=dict)
     fixed: dict[Node, Any] = field(default_factory=dict)
-    device_arrays: dict[int, interop.Foreign] = field(default_factory=dict)
+    device_arrays: dict[int, interop.DeviceArray] = field(default_factory=dict)
 
     def add(  # noqa: PLR0917 - the fields of a node
         self, kind: str, shape: Shape, dtype: Any, inputs: tuple[Node, ...], plain: Any, name: str, **more: Any

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.arrays import device_arrays, interop
-from portmm.arrays.interop import WIDEST, Foreign
+from portmm.arrays.interop import WIDEST, DeviceArray
 from portmm.dispatch import config
 from portmm.dispatch import gpu as gpu_dispatch
 from portmm.dispatch.gpu_rows import launches
@@ -245,7 +245,7 @@ class _Builder:
         for i, (x, (rows_, columns_, row, col)) in enumerate(zip(operands, ends, strict=True)):
             others = (apart[i], *(moved[i] for moved in w.repeats))
             at = self.gcd(x, [])
-            stand_in = Foreign(None, "cuda", (), at, (), (), kernel_type(x.like.dtype), None, readonly=False)
+            stand_in = DeviceArray(None, "cuda", (), at, (), (), kernel_type(x.like.dtype), None, readonly=False)
             parts.append(device_arrays.matrix(stand_in, rows_, columns_, (row, col), others))
         word = spell(*(kernel_type(x.like.dtype) for x in operands))
         p = Problem(

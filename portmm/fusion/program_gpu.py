@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.arrays import device_arrays, interop
-from portmm.arrays.interop import Foreign
+from portmm.arrays.interop import DeviceArray
 from portmm.ops.rowwise_gpu import start
 from portmm.spec.dtype import BY_NAME
 from portmm.trace.numpy_names import rebuilt
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from portmm.dispatch.gpu import Launch, Machine
 
-State = dict[str, Foreign]
+State = dict[str, DeviceArray]
 """Arrays of a call, by name."""
 
 
@@ -42,7 +42,7 @@ class Make:
     shape: tuple[int, ...]
     dtype: str
 
-    def run(self, state: State, like: Foreign, _: list[Any]) -> None:
+    def run(self, state: State, like: DeviceArray, _: list[Any]) -> None:
         """Allocate it."""
         state[self.name] = interop.empty_like(like, self.shape, self.dtype)[1]
 
@@ -65,7 +65,7 @@ class Run:
     numbers: tuple[tuple[str, int], ...]
     workspace: int = 0
 
-    def run(self, state: State, like: Foreign, leaves: list[Any]) -> None:
+    def run(self, state: State, like: DeviceArray, leaves: list[Any]) -> None:
         """Launch them."""
         values: dict[str, Any] = {}
         for name, root, at in self.buffers:
@@ -90,7 +90,7 @@ class Own:
     function: Callable[..., Any]
     arguments: tuple[str, ...]
 
-    def run(self, state: State, _: Foreign, __: list[Any]) -> None:
+    def run(self, state: State, _: DeviceArray, __: list[Any]) -> None:
         """Call it."""
         result = interop.adopt(self.function(*(state[x].source for x in self.arguments)))
         assert result is not None  # noqa: S101 - of arrays on a device

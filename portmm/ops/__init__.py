@@ -1,1 +1,1 @@
-"""Public operations."""
+"""Public operations: products, attention, packing of weights, and warmup."""

@@ -1,7 +1,6 @@
-"""Attention: softmax(Q . K^T) . V, in one kernel that keeps no matrix of scores.
+"""Attention: softmax(Q . K^T) . V, in one kernel that stores no matrix of scores.
 
-Owns `attention`. Imports `arrays.numpy_arrays`, `ops.attention_gpu`, `dispatch.cpu`, `arrays.interop`,
-`trace.bind`, `ops.attention_shapes`, `kernels`, `util.memo`, `dispatch.config`, `trace.tracer`.
+Owns `attention` in the host's memory.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from portmm.runtime.cpu import runtime
 from portmm.spec.epilogue import C, Fused, acc, index
 from portmm.spec.expr import Expr, real
 from portmm.spec.row_classes import last_of_class
-from portmm.trace.bind import Around, Bound, substituted
+from portmm.trace.bind import Bound, UserFunction, substituted
 from portmm.trace.tracer import Indices, Traced, described
 from portmm.util.memo import Memory
 
@@ -44,18 +43,18 @@ if TYPE_CHECKING:
     from portmm.target.target import Target
 
 Array = np.ndarray[Any, Any]
-TURNED = {"m": "n", "n": "m"}
+_TRANSPOSED = {"m": "n", "n": "m"}
 FEW = 16
-"""Queries of a head up to which it is faster not to fill vectors with them (kernels/cpu/flash_decoding.py): measured on Zen 4, with
-2048 keys; half as many where products are of units of two, which that program does not use."""
+"""Queries of a head up to which vectors along queries are slower (kernels/cpu/flash_decoding.py): measured on Zen 4,
+with 2048 keys; half as many for atoms that multiply units of two, which that program does not use."""
 TASKS = 64
-"""Runs that keys of few queries are cut in, all heads together: for that many threads."""
+"""KV splits of few queries, all heads together: for that many threads."""
 SHORTEST = 512
-"""Keys of a run, at least: enough to be worth handing out."""
+"""Least keys of a KV split: enough to be worth a task."""
 FORK = 1e6
-"""Multiply-adds from which threads share the work: some 30 us."""
+"""Multiply-adds from which threads pay: some 30 us."""
 MOST_KINDS = 1024
-"""Kinds of calls remembered before starting afresh."""
+"""Kinds of calls remembered before the memo is emptied."""
 _NOTHING = (None,) * 7
 
 
@@ -74,38 +73,37 @@ def attention(
     return_lse: bool = False,
     out: Any = None,
 ) -> Any:
-    """The mean of rows of v, weighted for each query by the softmax of its scores over the keys.
+    """Attention: for each query the mean of the rows of v, weighted by the softmax of its scores over the keys.
 
-    Each head of k and v serves as many neighbouring heads of q as there are more of these (grouped and multi-query
-    attention). Sums and the softmax are computed in float32. A query that sees no key has a result of zeros. Memory
-    beside the result grows with the sequence, not with its square. `score` and `mask` are traced as an epilogue of
-    `matmul` is: they may read arrays by axes (`slopes[i.h]`), and numbers that they capture may change from call to
-    call.
+    Each head of k and v serves a group of consecutive heads of q (grouped and multi-query attention). Sums and the
+    softmax are computed in float32. A query that sees no key has a result of zeros. Memory in addition to the result
+    grows linearly with the sequence. `score` and `mask` are traced like an epilogue of `matmul`: they may read arrays
+    by axes (`slopes[i.h]`), and numbers that they capture may change from call to call.
 
     Args:
         q: queries, (..., heads, queries, d), of float32, bfloat16 or float16.
         k: keys, (..., heads of keys, keys, d), of the same type.
         v: values, (..., heads of keys, keys, dv), of the same type.
         score: score(s, i) of a product s of query i.q and key i.kv, of item i.b and head i.h.
-        mask: mask(i) says whether query i.q sees key i.kv.
-        scale: what products are multiplied by, before `score`; by default 1 / sqrt(d), or 1 where `score` is given.
+        mask: mask(i) is true where query i.q sees key i.kv.
+        scale: the factor of products, before `score`; by default 1 / sqrt(d), or 1 where `score` is given.
         causal: no query sees keys after its own position.
-        window: queries see keys less than so far from their position, which is as for `causal`.
-        lengths: how many of its keys each item has, an integer or one for each item; the others are not read.
+        window: queries see only keys at distances less than this from their position, which is as for `causal`.
+        lengths: the number of keys of each item, an integer or one for each item; the others are not read.
         offset: the position of the first query among the keys, an integer or one for each item; the others follow.
-            By default the last query is at the last key there is room for, keys less queries. Beside a cache
-            that is filled up to `lengths`, give `lengths` less the number of queries. (Functions have i.q
-            count from 0 all the same.)
+            By default the last query is at the last key, keys less queries. For a cache that is filled up to
+            `lengths`, pass `lengths` less the number of queries. (In functions i.q still
+            counts from 0.)
         return_lse: also return the logarithms of the sums of the exponentials of scores, (..., heads, queries).
-        out: where to put the result.
+        out: the array of the result.
 
     Returns:
         An array (..., heads, queries, dv) of the type of q, or that and the logarithms (-inf where there is no key).
 
     Raises:
-        TypeError: the types of q, k and v differ, or are others; a setting has the wrong type.
-        ValueError: shapes do not fit.
-        TraceError: `score` or `mask` does what cannot be traced.
+        TypeError: the types of q, k and v differ, or are not supported; a setting has the wrong type.
+        ValueError: shapes do not match.
+        TraceError: `score` or `mask` cannot be traced.
     """
     scale = None if scale is None else float(scale)
     window = None if window is None else count(window, "window", 1)
@@ -116,40 +114,40 @@ def attention(
         if known is not None:
             return known(q, k, v)
     refuse_others(score=score, mask=mask)
-    if (taker := numpy_arrays.taker(q, k, v, lengths, offset)) is not None:
+    if (tracer := numpy_arrays.tracing_operand(q, k, v, lengths, offset)) is not None:
         more = {"score": score, "mask": mask, "scale": scale, "causal": causal, "window": window, "out": out}
         more |= {"lengths": lengths, "offset": offset, "return_lse": return_lse}
-        return taker.call_(attention, (q, k, v), more)
+        return tracer.call_(attention, (q, k, v), more)
     if interop.on_device(q) or interop.on_device(k) or interop.on_device(v):
         from portmm.ops import attention_gpu
 
-        asked_for = attention_gpu.Asked(score, mask, scale, causal, window, lengths, offset, return_lse)
-        return attention_gpu.attention((q, k, v, out), asked_for)
+        options = attention_gpu.Options(score, mask, scale, causal, window, lengths, offset, return_lse)
+        return attention_gpu.attention((q, k, v, out), options)
     shape = shape_of(*(array(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))))
     far = shape.n if window is None else min(window, shape.m + shape.n)
     if out is not None:
         numpy_arrays.check_out(out, shape.result, shape.dtype)
     factor = 1 / math.sqrt(shape.d) if scale is None and score is None else scale
-    asked = _Asked(score_of(score, mask, factor), causal, window, far, return_lse)
+    options = _Options(score_of(score, mask, factor), causal, window, far, return_lse)
     many = None if lengths is None else lengths_of(lengths, shape)
     starts = None if offset is None else starts_of(offset, shape)
-    result, lse, ready = _computed(shape, asked, many, starts, out)
+    result, lse, ready = _computed(shape, options, many, starts, out)
     if plain and ready is not None and all(map(_same, shape.operands, (q, k, v))):
         numbers = [factor] * len(ready.bound.traced.numbers)
         _plain.keep(plain, _Again(ready, shape, window, numbers, lse=return_lse))
-    return _given(result, lse, out)
+    return _put(result, lse, out)
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """What attention is to be.
+class _Options:
+    """The options of an attention call.
 
     Attributes:
-        function: what a score is, and whether it counts.
-        causal: keys after a query's position are not seen.
-        window: how near a key must be, or None.
-        far: the same as a number.
-        lse: logarithms are wanted.
+        function: the score, -inf where masked.
+        causal: keys after a query's position are masked.
+        window: distance from which keys are masked, or None.
+        far: the window as a number.
+        lse: logarithms are returned.
     """
 
     function: Callable[..., Any]
@@ -160,40 +158,40 @@ class _Asked:
 
 
 def _computed(
-    shape: Shape, asked: _Asked, many: Array | None, starts: Array | None, out: Any
+    shape: Shape, options: _Options, many: Array | None, starts: Array | None, out: Any
 ) -> tuple[Array, Array | None, _Ready | None]:
-    """The result, the logarithms if they are wanted, and what computed them."""
-    operands, dtype, wanted = shape.operands, shape.dtype, shape.result
-    result = out if out is not None and _writes(out, dtype, operands) else np.empty(wanted, dtype)
-    lse = np.empty(wanted[:-1], np.float32) if asked.lse else None
+    """The result, the logarithms if they are returned, and the kernel."""
+    operands, dtype, result_shape = shape.operands, shape.dtype, shape.result
+    result = out if out is not None and _writes(out, dtype, operands) else np.empty(result_shape, dtype)
+    lse = np.empty(result_shape[:-1], np.float32) if options.lse else None
     if 0 in (shape.items, shape.heads, shape.m, shape.dv, shape.n):
         result[...] = 0
         if lse is not None:
             lse[...] = -np.inf
         return result, lse, None
-    around = Around.of(asked.function)
-    flags = (asked.causal, asked.window is None, asked.lse, many is None, starts is None)
+    user_function = UserFunction.of(options.function)
+    flags = (options.causal, options.window is None, options.lse, many is None, starts is None)
     forms = tuple([(x.shape, x.strides, x.__array_interface__["data"][0] % 4) for x in operands])
     results = [_four(result, shape)]
     key = ("attention", dtype, forms, flags, results[0].strides)
     try:
-        ready: _Ready = around.ready(key, lambda traced: _make(traced, shape, flags, results[0]), _leaves(), 4)
+        ready: _Ready = user_function.ready(key, lambda traced: _make(traced, shape, flags, results[0]), _leaves(), 4)
     except BuildError as error:
         fall_back(error)
-        made = by_numpy(shape, asked.function, asked.causal, asked.window, many, starts)
-        result[...] = made[0].reshape(wanted)
-        return result, made[1].reshape(wanted[:-1]) if asked.lse else None, None
-    if result is out and _overlaps(out, around.found.values()):
-        result = np.empty(wanted, dtype)  # scores read what would be written
+        fallback = by_numpy(shape, options.function, options.causal, options.window, many, starts)
+        result[...] = fallback[0].reshape(result_shape)
+        return result, fallback[1].reshape(result_shape[:-1]) if options.lse else None, None
+    if result is out and _overlaps(out, user_function.closure.values()):
+        result = np.empty(result_shape, dtype)  # scores would read what the kernel overwrites
         results = [_four(result, shape)]
     results += [_four(lse[..., None], shape)] if lse is not None else []
     results += [x for x in (many, starts) if x is not None]
-    ready.execute(shape, operands, around.found, results, asked.far)
+    ready.execute(shape, operands, user_function.closure, results, options.far)
     return result, lse, ready
 
 
-def _given(result: Array, lse: Array | None, out: Any) -> Any:
-    """What a call returns."""
+def _put(result: Array, lse: Array | None, out: Any) -> Any:
+    """The values that a call returns, after the copy to `out`."""
     if out is not None and result is not out:
         out[...] = result
         result = out
@@ -203,16 +201,17 @@ def _given(result: Array, lse: Array | None, out: Any) -> Any:
 _plain = Memory(MOST_KINDS)
 
 
-def _kind(q: Any, k: Any, v: Any, *how: Any) -> Any:
-    """What sets calls without functions apart; None if that is not said so soon.
+def _kind(q: Any, k: Any, v: Any, *options: Any) -> Any:
+    """The memo key of calls without functions; None if a call needs the general path.
 
-    Numbers of queries and of keys stand for their classes where operands are dense: strides follow from them.
+    Numbers of queries and keys are replaced by the last of their classes where operands are dense: strides follow from
+    them.
     """
     if not type(q) is type(k) is type(v) is np.ndarray or not q.ndim == k.ndim == v.ndim > 2:
         return None
     a, b, c = q.flags, k.flags, v.flags
     at = (k.__array_interface__["data"][0] % 4, a.aligned and b.aligned and c.aligned)
-    rest = (q.dtype, k.dtype, v.dtype, *at, *how, config.current(), config.limit())
+    rest = (q.dtype, k.dtype, v.dtype, *at, *options, config.current(), config.limit())
     (*lead, m, d), (*heads, n, e), (*others, rows, dv) = q.shape, k.shape, v.shape
     if not (a.c_contiguous and b.c_contiguous and c.c_contiguous and heads == others and n == rows):
         return (q.shape, q.strides, k.shape, k.strides, v.shape, v.strides, *rest)
@@ -221,19 +220,19 @@ def _kind(q: Any, k: Any, v: Any, *how: Any) -> Any:
 
 
 def _same(x: Array, y: Array) -> bool:
-    """An operand is where and as it was given."""
+    """Whether an operand was used without a copy."""
     return bool(x.__array_interface__["data"] == y.__array_interface__["data"] and x.strides[-3:] == y.strides[-3:])
 
 
 class _Again:
-    """Calls without functions, like one before, which may differ in the numbers of queries and keys.
+    """The kernel of a call without functions, for calls whose numbers of queries and keys are of the same classes.
 
     Args:
         ready: the kernel.
-        shape: of the call before.
-        window: how near a key must be, or None.
-        numbers: what the kernel takes.
-        lse: logarithms are wanted.
+        shape: of the first call.
+        window: the distance of keys from a query, or None.
+        numbers: of the score.
+        lse: also return the logarithms of the sums.
     """
 
     def __init__(self, ready: _Ready, shape: Shape, window: int | None, numbers: list[Any], *, lse: bool) -> None:
@@ -241,12 +240,12 @@ class _Again:
         self.numbers = np.array(numbers or [0], np.float32)
         self.sizes = shape.items * shape.heads, shape.heads, shape.group, shape.dv
         self.last = shape.m, shape.n, ready.bound.template
-        # Strides of dense operands along items, rows, columns and heads: what is fixed, and what a query or key adds.
-        h, few = shape.heads, shape.heads // shape.group
+        # Strides of dense operands along items, rows, columns and heads: a fixed part, and parts by query and by key.
+        h, kv_heads = shape.heads, shape.heads // shape.group
         self.fixed, self.by_query, self.by_key = (np.zeros_like(ready.bound.template) for _ in range(3))
-        d = -(-shape.d // ready.deep) * ready.deep if ready.kr > 1 and not ready.run else shape.d  # see `readable`
+        d = -(-shape.d // ready.k_step) * ready.k_step if ready.kr > 1 and not ready.run else shape.d  # see `readable`
         widths = (d, d, shape.dv, shape.dv)
-        for i, (width, many, steps) in enumerate(zip(widths, (h, few, few, h), "qkkq", strict=True)):
+        for i, (width, many, steps) in enumerate(zip(widths, (h, kv_heads, kv_heads, h), "qkkq", strict=True)):
             self.fixed[i, 2:4] = width, 1
             (self.by_query if steps == "q" else self.by_key)[i, [1, 4]] = many * width, width
         if lse:
@@ -254,7 +253,7 @@ class _Again:
             self.by_query[4, [1, 4]] = h, 1
 
     def template(self, m: int, n: int) -> Array:
-        """The table of operands with so many queries and keys, without addresses."""
+        """The table of operands for m queries and n keys, without addresses."""
         last = self.last
         if last[0] != m or last[1] != n:
             last = self.last = m, n, self.fixed + self.by_query * m + self.by_key * n
@@ -274,18 +273,18 @@ class _Again:
 
 @cache
 def _leaves() -> tuple[Expr, Indices]:
-    """What score and mask are given."""
+    """The placeholder arguments of score and mask."""
     return acc(), Indices(NAMES)
 
 
 def _writes(out: Array, dtype: np.dtype[Any], operands: tuple[Array, ...]) -> bool:
-    """A kernel can write straight to `out`."""
+    """Whether a kernel can write straight to `out`."""
     dense = numpy_arrays.addressable(out, dtype) and out.strides[-1] == dtype.itemsize and out.flags.c_contiguous
     return dense and not _overlaps(out, operands)
 
 
 def _overlaps(out: Array, read: Iterable[Any]) -> bool:
-    """Some array may share memory with the result."""
+    """Whether an array may share memory with the result."""
     return any(isinstance(x, np.ndarray) and np.may_share_memory(out, x) for x in read)
 
 
@@ -295,15 +294,15 @@ def _four(x: Array, shape: Shape) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A kernel for one kind of call.
+    """The kernel for one kind of call.
 
     Attributes:
         route: the kernel.
         bound: its operands.
         step: keys of a block.
-        run: keys of a run, 0 if there are no runs.
-        kr: elements of a head that lie side by side in a unit.
-        deep: elements of a head that one step multiplies.
+        run: keys of a KV split, 0 without splits.
+        kr: consecutive elements of a head in a unit of the atom.
+        k_step: elements of a head that one step multiplies.
     """
 
     route: Any
@@ -311,24 +310,24 @@ class _Ready:
     step: int
     run: int
     kr: int
-    deep: int
+    k_step: int
 
     def execute(
-        self, shape: Shape, operands: tuple[Array, ...], found: dict[Any, Any], results: list[Array], far: int
+        self, shape: Shape, operands: tuple[Array, ...], captured: dict[Any, Any], results: list[Array], far: int
     ) -> None:
-        """Run the kernel; of operands that are in order, only the addresses matter."""
+        """Run the kernel; operands differ from those it was made for only in addresses."""
         q, k, v = operands
         q, k, d = self.readable(q, k)
-        table, numbers, alive = self.bound.fill(found, [], [q, k, v, *results])
+        table, numbers, alive = self.bound.fill(captured, [], [q, k, v, *results])
         sizes = shape.m, shape.n, d, shape.items * shape.heads, shape.heads, shape.group, shape.dv
         self.launch(sizes, far, table, numbers)
         del alive
 
     def readable(self, q: Array, k: Array) -> tuple[Array, Array, int]:
-        """Queries and keys as the kernel reads them, and how long they are."""
+        """Queries and keys as the kernel reads them, and the elements of a head."""
         if self.run:
             return np.ascontiguousarray(q), k, q.shape[-1]
-        return _whole(q, k, self.kr, self.deep) if self.kr > 1 else (q, k, q.shape[-1])
+        return _whole_steps(q, k, self.kr, self.k_step) if self.kr > 1 else (q, k, q.shape[-1])
 
     def launch(self, sizes: tuple[int, ...], far: int, table: Array, numbers: Array) -> None:
         """Run the kernel.
@@ -347,31 +346,31 @@ class _Ready:
         )  # fmt: skip
 
 
-def _whole(q: Array, k: Array, kr: int, deep: int) -> tuple[Array, Array, int]:
-    """Queries and keys in whole steps: zeros are added, and keys copied, where need be."""
-    size, odd = k.itemsize, q.shape[-1] % deep
-    if odd:
-        more = [(0, 0)] * (q.ndim - 1) + [(0, deep - odd)]
-        q, k = np.pad(q, more), np.pad(k, more)
+def _whole_steps(q: Array, k: Array, kr: int, k_step: int) -> tuple[Array, Array, int]:
+    """Queries and keys padded with zeros to whole steps, and keys copied where they are misaligned."""
+    size, remainder = k.itemsize, q.shape[-1] % k_step
+    if remainder:
+        padding = [(0, 0)] * (q.ndim - 1) + [(0, k_step - remainder)]
+        q, k = np.pad(q, padding), np.pad(k, padding)
     elif k.__array_interface__["data"][0] % (kr * size) or any([s % (kr * size) for s in k.strides[:-1]]):  # noqa: C419
         k = np.ascontiguousarray(k).copy()
     return q, k, q.shape[-1]
 
 
 def _real(traced: Traced) -> Traced:
-    """The same with a result of f32."""
+    """The traced function with a result of f32."""
     return replace(traced, results=tuple((real(x), None) for x, _ in traced.results))
 
 
-def turned(traced: Traced) -> Traced:
-    """The same with rows and columns exchanged."""
+def transposed(traced: Traced) -> Traced:
+    """The traced function with rows and columns exchanged."""
 
     def change(x: Expr) -> Expr | None:
-        return index(TURNED.get(x.args[0], x.args[0])) if x.op == "index" else None
+        return index(_TRANSPOSED.get(x.args[0], x.args[0])) if x.op == "index" else None
 
     done: dict[Expr, Expr] = {}
     results = tuple((real(substituted(x, change, done)), None) for x, _ in traced.results)
-    views = [tuple(TURNED.get(x, x) if isinstance(x, str) else x for x in s.view) for s in traced.sources]
+    views = [tuple(_TRANSPOSED.get(x, x) if isinstance(x, str) else x for x in s.view) for s in traced.sources]
     sources = tuple(replace(s, view=view) for s, view in zip(traced.sources, views, strict=True))
     operands = tuple(described(s.array, s.view) for s in sources)
     return replace(traced, results=results, sources=sources, operands=operands)
@@ -382,26 +381,26 @@ def _make(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: Array) 
     from portmm.kernels.cpu.attention_geometry import Form, Geometry, keys_of
     from portmm.kernels.cpu.online_softmax import Bounds
 
-    causal, endless, with_lse, all_keys, no_starts = flags
+    causal, no_window, with_lse, all_keys, no_starts = flags
     if len(traced.results) > 1:
         raise TraceError("a score is one value, not a tuple")
-    made, target = _real(traced), config.target()
-    held = numpy_arrays.name_of(shape.dtype)
+    function, target = _real(traced), config.target()
+    dtype = numpy_arrays.name_of(shape.dtype)
     matmul_op.begin()
-    runtime()  # without one, there is no use in making a kernel
-    wanted = Fused(made.operands, ((C, made.results[0][0]),))
-    isa, atom, _ = unit = cpu_dispatch.attention_unit(held, wanted, target, last_of_class(shape.m))
+    runtime()  # raises before a kernel is lowered in vain
+    fused = Fused(function.operands, ((C, function.results[0][0]),))
+    isa, atom, _ = unit = cpu_dispatch.attention_unit(dtype, fused, target, last_of_class(shape.m))
     few = shape.m <= FEW // atom.k_pack
-    made = made if few else turned(traced)
-    fused = Fused(made.operands, ((C, made.results[0][0]),))
+    function = function if few else transposed(traced)
+    fused = Fused(function.operands, ((C, function.results[0][0]),))
     geometry = Geometry.of(isa, atom)
-    masks = bool(isa.spelling(atom, "load_mask", held))
+    masks = bool(isa.spelling(atom, "load_mask", dtype))
     reads = atom.k_pack == 1 and not atom.tiled and (masks or not shape.dv % geometry.wide)
-    bounds = Bounds(causal, not endless)
+    bounds = Bounds(causal, not no_window)
     form = Form(
         str(fused),
-        held,
-        held,
+        dtype,
+        dtype,
         bounds,
         lengths=not all_keys,
         starts=not no_starts,
@@ -421,7 +420,7 @@ def _make(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: Array) 
     if few:
         q = np.ascontiguousarray(q)
     elif atom.k_pack > 1:
-        q, k, _ = _whole(q, k, atom.k_pack, atom.k)
+        q, k, _ = _whole_steps(q, k, atom.k_pack, atom.k)
     # Scratch is that of the largest of the classes of both, for which the route may be kept.
     fields = {
         "m": last_of_class(shape.m),
@@ -436,7 +435,7 @@ def _make(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: Array) 
     rows += [(shape.heads * shape.m, 1, 0, shape.m)] if with_lse else []
     rows += [(1,)] * ((not all_keys) + (not no_starts))
     size = (shape.m, shape.n) if few else (shape.n, shape.m)
-    bound = Bound(made, (*size, shape.items, shape.heads), [], rows)
+    bound = Bound(function, (*size, shape.items, shape.heads), [], rows)
     return _Ready(route, bound, step, run, atom.k_pack, atom.k)
 
 
@@ -447,6 +446,6 @@ def _strides(x: Array) -> tuple[int, ...]:
 
 
 def _near(target: Target) -> int:
-    """Bytes of the cache that a block should stay in."""
+    """Bytes of the cache in which a block should fit."""
     level = target.level("L2") or target.level("L1")
     return level.bytes if level else 1 << 18

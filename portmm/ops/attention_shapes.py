@@ -1,7 +1,6 @@
-"""What attention is of: shapes that fit, and its meaning in NumPy.
+"""Shapes and types of attention, and its reference in NumPy.
 
-Owns the rules for shapes and types of `attend`, and what it gives where there is no compiler.
-Imports `arrays.numpy_arrays`, `spec.dtype`, `spec.elementwise`.
+Owns the checks of `attention`'s operands, and the computation where there is no compiler.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 Sizes = tuple[int, ...]
-HELD = ("f32", "bf16", "f16")
-"""Types of operands."""
+STORAGE_TYPES = ("f32", "bf16", "f16")
+"""Storage types of operands."""
 NAMES = {"b": "b", "h": "h", "q": "m", "kv": "n"}
-"""What score and mask call the axes: kernels have queries by rows and keys by columns, or the other way round."""
+"""Names of the axes in score and mask: kernels have queries along rows and keys along columns, or transposed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes, and the operands as (items, heads, rows, columns)."""
+    """Sizes of attention, and the operands as (items, heads, rows, columns)."""
 
     lead: tuple[int, ...]
     items: int
@@ -55,25 +54,25 @@ def array(x: Any, name: str) -> Array:
     """An operand of a type that kernels read.
 
     Raises:
-        TypeError: it is of another.
+        TypeError: it is of another type.
         ValueError: it has no heads.
     """
     refuse_class(x, name, matrix=False)
-    found = np.asarray(x)
-    if numpy_arrays.name_of(found.dtype) not in HELD:
-        said = ", ".join(BY_NAME[y].numpy for y in HELD)
-        raise TypeError(f"{name} has dtype {found.dtype}; attention takes {said}: convert it with astype")
-    if found.ndim < 3:
-        raise ValueError(f"{name} has shape {found.shape}; give (..., heads, rows, columns)")
-    return found
+    operand = np.asarray(x)
+    if numpy_arrays.name_of(operand.dtype) not in STORAGE_TYPES:
+        supported = ", ".join(BY_NAME[y].numpy for y in STORAGE_TYPES)
+        raise TypeError(f"{name} has dtype {operand.dtype}; attention takes {supported}: convert it with astype")
+    if operand.ndim < 3:
+        raise ValueError(f"{name} has shape {operand.shape}; pass (..., heads, rows, columns)")
+    return operand
 
 
 def shape_of(q: Array, k: Array, v: Array) -> Shape:
-    """Sizes that fit.
+    """The shape of attention, checked.
 
     Raises:
         TypeError: types differ.
-        ValueError: shapes do not fit.
+        ValueError: shapes do not match.
     """
     dtype = q.dtype.newbyteorder("=")
     if not dtype == k.dtype.newbyteorder("=") == v.dtype.newbyteorder("="):
@@ -85,10 +84,10 @@ def shape_of(q: Array, k: Array, v: Array) -> Shape:
 
 
 def sizes_of(q: Sizes, k: Sizes, v: Sizes) -> tuple[int, int, int, int, int, int, int]:
-    """Items, heads, heads that share keys, queries, keys, and elements of heads of K and of V, from three shapes.
+    """Items, heads, heads per KV head, queries, keys, and elements of heads of K and of V, from three shapes.
 
     Raises:
-        ValueError: they do not fit.
+        ValueError: they do not match.
     """
     if not q[:-3] == k[:-3] == v[:-3] or k[-3:-1] != v[-3:-1]:
         raise ValueError(
@@ -96,51 +95,51 @@ def sizes_of(q: Sizes, k: Sizes, v: Sizes) -> tuple[int, int, int, int, int, int
         )
     if q[-1] != k[-1] or not q[-1]:
         raise ValueError(f"q has {q[-1]} columns and k {k[-1]}; these must be equal, and not 0")
-    heads, few = q[-3], k[-3]
-    if not few or heads % few:
-        raise ValueError(f"q has {heads} heads and k {few}; the first must be a multiple of the second")
-    return math.prod(q[:-3]), heads, heads // few, q[-2], k[-2], q[-1], v[-1]
+    heads, kv_heads = q[-3], k[-3]
+    if not kv_heads or heads % kv_heads:
+        raise ValueError(f"q has {heads} heads and k {kv_heads}; the first must be a multiple of the second")
+    return math.prod(q[:-3]), heads, heads // kv_heads, q[-2], k[-2], q[-1], v[-1]
 
 
 def _readable(x: Array, dtype: np.dtype[Any]) -> Array:
-    """An operand whose rows are dense."""
+    """An operand with contiguous rows."""
     if numpy_arrays.addressable(x, dtype) and (x.strides[-1] == dtype.itemsize or x.shape[-1] == 1):
         return x
     return np.require(x, dtype, ("C", "A"))
 
 
 def count(x: Any, name: str, least: int) -> int:
-    """An integer that is not too small.
+    """An integer that is not less than `least`.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not an integer.
         ValueError: it is less.
     """
     try:
-        found = x.__index__()
+        integer = x.__index__()
     except AttributeError:
-        raise TypeError(f"{name} is {x!r}; give an integer") from None
-    if found < least:
-        raise ValueError(f"{name} is {found}; give at least {least}")
-    return int(found)
+        raise TypeError(f"{name} is {x!r}; pass an integer") from None
+    if integer < least:
+        raise ValueError(f"{name} is {integer}; pass at least {least}")
+    return int(integer)
 
 
 def lengths_of(x: Any, shape: Shape) -> Array:
-    """How many keys each item has.
+    """The number of keys of each item.
 
     Raises:
-        TypeError: these are no integers.
-        ValueError: they do not fit.
+        TypeError: these are not integers.
+        ValueError: their shape or range is wrong.
     """
     return _by_item(x, "lengths", shape, 0)
 
 
 def starts_of(x: Any, shape: Shape) -> Array:
-    """At which position each item's first query is.
+    """The position of each item's first query.
 
     Raises:
-        TypeError: these are no integers.
-        ValueError: they do not fit.
+        TypeError: these are not integers.
+        ValueError: their shape or range is wrong.
     """
     return _by_item(x, "offsets", shape, -shape.m)
 
@@ -148,17 +147,17 @@ def starts_of(x: Any, shape: Shape) -> Array:
 def _by_item(x: Any, name: str, shape: Shape, least: int) -> Array:
     """An integer for each item."""
     refuse_class(x, name, matrix=False)
-    found = np.asarray(x)
-    if found.dtype.kind not in "iu":
-        raise TypeError(f"{name} have dtype {found.dtype}; give integers")
-    if found.shape not in ((), shape.lead):
-        raise ValueError(f"{name} have shape {found.shape}; the items have {shape.lead}")
-    if found.size and not (found.min() >= least and found.max() <= shape.n):
-        raise ValueError(f"{name} go from {found.min()} to {found.max()}; there are {shape.n} keys")
-    return np.broadcast_to(found, shape.lead).astype(np.int32).reshape(shape.items)
+    values = np.asarray(x)
+    if values.dtype.kind not in "iu":
+        raise TypeError(f"{name} have dtype {values.dtype}; pass integers")
+    if values.shape not in ((), shape.lead):
+        raise ValueError(f"{name} have shape {values.shape}; the items have {shape.lead}")
+    if values.size and not (values.min() >= least and values.max() <= shape.n):
+        raise ValueError(f"{name} go from {values.min()} to {values.max()}; there are {shape.n} keys")
+    return np.broadcast_to(values, shape.lead).astype(np.int32).reshape(shape.items)
 
 
-def by_numpy(  # noqa: PLR0917 - what attention is told
+def by_numpy(  # noqa: PLR0917 - the options of attention
     shape: Shape,
     function: Callable[[Any, Any], Any],
     causal: bool,
@@ -166,7 +165,7 @@ def by_numpy(  # noqa: PLR0917 - what attention is told
     lengths: Array | None,
     starts: Array | None,
 ) -> tuple[Array, Array]:
-    """The result in float32 and the logarithms, (items, heads, queries, columns): of all scores at once."""
+    """The result in float32 and the logarithms, (items, heads, queries, columns); it stores all scores."""
     q, k, v = (x.astype(np.float32) for x in shape.operands)
     k, v = np.repeat(k, shape.group, 1), np.repeat(v, shape.group, 1)
     item, head = np.arange(shape.items)[:, None, None, None], np.arange(shape.heads)[:, None, None]
@@ -174,33 +173,35 @@ def by_numpy(  # noqa: PLR0917 - what attention is told
     with np.errstate(all="ignore"):
         s = function(q @ k.swapaxes(-1, -2), SimpleNamespace(b=item, h=head, q=row, kv=key))
         offset = shape.n - shape.m if starts is None else starts[:, None, None, None]
-        at, seen = row + offset, np.ones((shape.m, shape.n), bool)
+        position, seen = row + offset, np.ones((shape.m, shape.n), bool)
         if causal:
-            seen = seen & (key <= at)
+            seen = seen & (key <= position)
         if window is not None:
-            seen = seen & (key > at - window) & (causal | (key < at + window))
+            seen = seen & (key > position - window) & (causal | (key < position + window))
         if lengths is not None:
             seen = seen & (key < lengths[:, None, None, None])
         s = np.where(seen, s, np.float32(-np.inf)).astype(np.float32)
-        most = np.maximum(s.max(-1, keepdims=True), np.float32(-3e38))
-        w = np.exp(s - most)
+        maximum = np.maximum(s.max(-1, keepdims=True), np.float32(-3e38))
+        w = np.exp(s - maximum)
         total = w.sum(-1, keepdims=True)
-        return np.where(total == 0, np.float32(0), w @ v / total), (most + np.log(total))[..., 0]
+        return np.where(total == 0, np.float32(0), w @ v / total), (maximum + np.log(total))[..., 0]
 
 
-def refuse_others(**given: Any) -> None:
-    """Refuse what is no function.
+def refuse_others(**functions: Any) -> None:
+    """Refuse a score or mask that is not callable.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not.
     """
-    for name, function in given.items():
+    for name, function in functions.items():
         if function is not None and not callable(function):
-            raise TypeError(f"{name} is no function: let one read the array, as in {name}=lambda i: seen[i.q, i.kv]")
+            raise TypeError(
+                f"{name} is no function: pass one that reads the array, as in {name}=lambda i: seen[i.q, i.kv]"
+            )
 
 
 def score_of(score: Any, mask: Any, factor: float | None) -> Callable[..., Any]:
-    """What becomes of a product before the softmax."""
+    """The function of a product before the softmax: score and mask."""
     scored = _scored(score, factor)
     if mask is None:
         return scored
@@ -214,7 +215,7 @@ def score_of(score: Any, mask: Any, factor: float | None) -> Callable[..., Any]:
 def _scored(score: Any, factor: float | None) -> Callable[..., Any]:
     if score is None:
 
-        def function(s: Any, i: Any) -> Any:  # noqa: ARG001 - as the others
+        def function(s: Any, i: Any) -> Any:  # noqa: ARG001 - the signature of all
             return s * factor
     elif factor is None:
 

@@ -1,11 +1,10 @@
-"""Calls with an epilogue, once their kind is known.
+"""The fast path of calls with an epilogue, whose kind is in a memo.
 
-Owns `Quick`, all that such a call needs beside addresses, and how its kind is told with
-little work: after a kernel has walked through megabytes, every object that a call
-touches is a miss. Imports `arrays.numpy_arrays`, `host`, `util.memo`, `spec.row_classes`, `dispatch.config`, `trace.closures`. All M of a class
-are one kind, where nothing else depends on M. Functions that capture
-arrays, floats and modules are told here; others, and what must be converted
-first, go the long way each time.
+Owns `FastPath`, all that such a call needs but addresses, and `see`, which computes the key of its kind with
+little work: after a kernel has streamed through megabytes, every object that a call
+touches is a cache miss. All M of a class are one kind, where nothing else depends on M. Functions that capture
+arrays, floats and modules are handled here; others, and operands that must be converted
+first, take the general path each time.
 """
 
 from __future__ import annotations
@@ -33,21 +32,21 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 MOST = 1024
-"""Kinds of calls remembered before starting afresh."""
+"""Kinds of calls remembered before the memo is emptied."""
 SCALES = 4
-"""Place of the scales of rows among the arguments after the address of C."""
+"""Index of the scales of rows among the arguments after the address of C."""
 _PLAIN = (int, bool, str, type(None))
 
 
 class Seen(NamedTuple):
-    """A call, so far as its kind depends on it.
+    """A call, reduced to the properties that its kind depends on.
 
     Attributes:
-        key: its kind, whichever M of a class it has.
+        key: its kind, the same for all M of a class.
         rows: M, if the operands are matrices, or 0.
         operands: A, B or its panels, `out`, if there is one, and the arrays that the function captures.
         numbers: the floats that it captures.
-        places: where each of the arrays and floats comes from, as `trace` says it.
+        places: the keys of the arrays and floats, as in `trace`.
     """
 
     key: Any
@@ -58,11 +57,11 @@ class Seen(NamedTuple):
 
 
 def see(function: Any, left: Array, right: Any, out: Any, dtype: Any) -> Seen | None:
-    """What decides how a call runs; None if that takes a longer look."""
+    """The kind of a call; None if the call needs the general path."""
     if type(function) is not types.FunctionType or function.__defaults__ or function.__kwdefaults__:
         return None
     try:
-        given = _given(function)
+        captured = _captured(function)
     except ValueError:  # an empty cell
         return None
     packed = getattr(right, "owner", None)
@@ -70,7 +69,7 @@ def see(function: Any, left: Array, right: Any, out: Any, dtype: Any) -> Seen | 
     fixed: list[Any] = []
     if out is not None:
         operands.append(out)
-    for place, x in given:
+    for place, x in captured:
         kind = type(x)
         if kind is np.ndarray and x.ndim:
             operands.append(x)
@@ -85,36 +84,36 @@ def see(function: Any, left: Array, right: Any, out: Any, dtype: Any) -> Seen | 
         else:
             return None
     rows = left.shape[0] if left.ndim == len(right.shape) == 2 else 0
-    held = types_of_runtime().describe(tuple(operands), rows)
-    if held is None:
+    described = types_of_runtime().describe(tuple(operands), rows)
+    if described is None:
         return None
     weight = None if packed is None else (right.family, right.shape)
     places = (tuple(arrays_at), tuple(numbers_at), tuple(fixed))
-    key = (function.__code__, held, places, weight, out is None, dtype, config.current())
+    key = (function.__code__, described, places, weight, out is None, dtype, config.current())
     return Seen(key, rows, operands, numbers, [*arrays_at, *numbers_at])
 
 
-def _given(function: types.FunctionType) -> list[tuple[tuple[str, Any], Any]]:
-    """What a function captures, and from where."""
-    spaces, cells = function.__globals__, function.__closure__ or ()
-    found: list[tuple[tuple[str, Any], Any]] = [(("closure", i), x.cell_contents) for i, x in enumerate(cells)]
-    return found + [(("global", n), spaces[n]) for n in global_names(function.__code__) if n in spaces]
+def _captured(function: types.FunctionType) -> list[tuple[tuple[str, Any], Any]]:
+    """The values that a function captures, by the step that leads to each."""
+    namespace, cells = function.__globals__, function.__closure__ or ()
+    values: list[tuple[tuple[str, Any], Any]] = [(("closure", i), x.cell_contents) for i, x in enumerate(cells)]
+    return values + [(("global", n), namespace[n]) for n in global_names(function.__code__) if n in namespace]
 
 
 @dataclass(frozen=True, slots=True)
-class Quick:
-    """One kind of call.
+class FastPath:
+    """The kernel of one kind of call, and its arguments.
 
     Attributes:
         route: the kernel.
         sizes: M, N, K and items of a batch; an M of 0 stands for that of the call.
         middle: the arguments of `execute` between the addresses of A, B and C.
-        after: those that follow, as far as the vectors.
+        after: those after C, up to the vectors.
         template: the operands' table without addresses.
-        sources: for each operand that is read, which of those seen it is.
-        numbers: for each number that the kernel takes, which of those seen it is.
+        sources: for each operand that is read, its index among the operands of `Seen`.
+        numbers: for each number that the kernel takes, its index among the numbers of `Seen`.
         results: shapes, with M where there is one, and types.
-        several: the function gives a tuple.
+        several: the function returns a tuple.
     """
 
     route: Any
@@ -128,7 +127,7 @@ class Quick:
     several: bool
 
     def __call__(self, seen: Seen, out: Any) -> Any:
-        """The results."""
+        """The results of a call."""
         rt = runtime()
         address, operands = rt.address, seen.operands
         (m, n, k, batch), results, after = self.sizes, self.results, self.after
@@ -153,25 +152,25 @@ class Quick:
 _known = Memory(MOST)
 
 
-def known(seen: Seen, out: Any) -> Quick | None:
-    """What is remembered of such calls, if `out` lies apart from what is read."""
-    found: Quick | None = _known.get(seen.key) or _known.get((seen.key, seen.rows))
-    if found is not None and out is not None:
+def known(seen: Seen, out: Any) -> FastPath | None:
+    """The fast path of a kind of call, if `out` overlaps nothing that is read."""
+    fast_path: FastPath | None = _known.get(seen.key) or _known.get((seen.key, seen.rows))
+    if fast_path is not None and out is not None:
         if not out.flags.writeable:
             return None
         rest = seen.operands[:2] + seen.operands[3:]
         if any([np.may_share_memory(out, x) for x in rest]):  # noqa: C419 - faster
             return None
-    return found
+    return fast_path
 
 
-def keep(seen: Seen, bound: Bound, made: Callable[..., Quick], skip: int, *, shared: bool) -> None:
-    """Remember a kind of call, if each operand and number is one that was seen as it is.
+def keep(seen: Seen, bound: Bound, build: Callable[..., FastPath], skip: int, *, shared: bool) -> None:
+    """Remember a kind of call, if each operand and number is used without conversion.
 
     Args:
         seen: the call.
         bound: its operands.
-        made: the record, given whether it is for the class of M, template, sources and numbers.
+        build: makes the record from template, sources, numbers, and whether it is for the class of M.
         skip: operands seen that the function does not capture.
         shared: one kernel serves the class.
     """
@@ -182,16 +181,16 @@ def keep(seen: Seen, bound: Bound, made: Callable[..., Quick], skip: int, *, sha
     if bound.converts or traced.values or not set(sources) <= arrays_at.keys() or not set(numbers) <= numbers_at.keys():
         return
     if seen.numbers and not numbers:
-        return  # the function looks at them
+        return  # the function's control flow depends on them
     places = tuple(arrays_at[x] for x in sources), tuple(numbers_at[x] for x in numbers)
-    whole = shared and _by_class(seen, traced.sources, arrays_at, skip)
-    _known.keep(seen.key if whole else (seen.key, seen.rows), made(bound.template, *places, whole=whole))
+    by_class = shared and _by_class(seen, traced.sources, arrays_at, skip)
+    _known.keep(seen.key if by_class else (seen.key, seen.rows), build(bound.template, *places, by_class=by_class))
 
 
 def _by_class(seen: Seen, sources: Sequence[Source], arrays_at: dict[Any, int], skip: int) -> bool:
-    """Whether what holds for a call holds for each M of its class.
+    """Whether the kernel of a call serves each M of its class.
 
-    No extent but those along M may be as many, and what is longer must be long enough for all.
+    No extent but those along M may equal M, and longer arrays must be long enough for all M.
     """
     last = row_class(seen.rows)[1]
     along = {(0, 0), (2, 0)} if skip > 2 else {(0, 0)}

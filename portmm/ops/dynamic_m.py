@@ -1,9 +1,8 @@
-"""Kernels for any number of rows.
+"""Dynamic M: kernels for any number of rows.
 
-Owns `route`, which finds a kernel for a product of a fused function, and takes one
-that another number of rows has led to if that is nearly as good as the best:
-a kernel serves any number of rows, and compiling another takes a thousand calls'
-time. Imports `ops.matmul`, `dispatch.cpu`, `util.memo`, `dispatch.config`.
+Owns `route`, which returns a kernel for a product of a fused function, preferring one
+that is compiled for another number of rows if that is nearly as fast as the best:
+a kernel serves any number of rows, and compiling another takes as long as a thousand calls.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ if TYPE_CHECKING:
     from portmm.spec.problem import Problem
 
 NEARLY = 1.15
-"""Predicted time, over that of the best kernel, up to which one that is there is taken."""
+"""Predicted time, relative to the best kernel, up to which a compiled kernel is preferred."""
 MOST = 1024
-"""Products that are remembered before starting afresh."""
+"""Products remembered before the memo is emptied."""
 
 _first, _schedules, _routes = Memory(MOST), Memory(MOST), Memory(MOST)
 
@@ -33,37 +32,37 @@ def route(p: Problem) -> Any:
     """A launchable kernel.
 
     Raises:
-        ScheduleError: nothing is legal.
+        ScheduleError: no schedule is legal.
         BuildError: it cannot be compiled.
     """
     if p.static:
         return matmul_op.route(p)
-    about = (replace(p, m=0), config.current(), config.limit())
-    found = _routes.get((p.m, about))
-    if found is None:
-        found = _found(p, about)
+    but_rows = (replace(p, m=0), config.current(), config.limit())
+    kernel = _routes.get((p.m, but_rows))
+    if kernel is None:
+        kernel = _find(p, but_rows)
         if len(_routes) >= MOST:
             for memo in (_routes, _first, _schedules):
                 memo.clear()
-        _routes[p.m, about] = found
-    return found
+        _routes[p.m, but_rows] = kernel
+    return kernel
 
 
-def _found(p: Problem, about: Any) -> Any:
-    book = route_cache.of_target(config.current().target or os.environ.get("PORTMM_TARGET", ""))
-    asked = route_cache.question(p, (p.m, p.m), config.limit())
-    found = None if book is None else route_cache.route(book, asked, runtime(), p)
-    first = _first.setdefault(about, p)
+def _find(p: Problem, but_rows: Any) -> Any:
+    cache = route_cache.of_target(config.current().target or os.environ.get("PORTMM_TARGET", ""))
+    question = route_cache.question(p, (p.m, p.m), config.limit())
+    kernel = None if cache is None else route_cache.route(cache, question, runtime(), p)
+    first = _first.setdefault(but_rows, p)
     if first is p:
-        return found or matmul_op.route(p)
-    if found is not None:
-        return found
+        return kernel or matmul_op.route(p)
+    if kernel is not None:
+        return kernel
     from portmm.dispatch import cpu as cpu_dispatch
 
     target, threads = config.target(), config.get_num_threads()
-    schedules = _schedules.get(about)
+    schedules = _schedules.get(but_rows)
     if schedules is None:
-        schedules = _schedules[about] = [cpu_dispatch.choose(first, target, threads).schedule]
+        schedules = _schedules[but_rows] = [cpu_dispatch.choose(first, target, threads).schedule]
     choice = cpu_dispatch.choose(p, target, threads)
     costs = {choice.schedule: choice.cost.seconds} | {s: c.seconds for s, c in choice.runners_up}
     known = [s for s in schedules if costs.get(s, float("inf")) <= NEARLY * choice.cost.seconds]

@@ -1,8 +1,7 @@
-"""`matmul` with prologues and an epilogue.
+"""Fused matmul: products with prologues and an epilogue.
 
-Owns the call: what a function makes of the sums is part of the product's kernel,
-unless a reduction needs whole rows of them, or no kernel can be made; then it goes
-over the result. Imports `ops.matmul`, `arrays.numpy_arrays`, `trace.bind`, `spec.problem`.
+Owns the call: the epilogue is part of the product's kernel, unless a reduction needs whole rows
+of the product, or no kernel can be built; then it is a kernel over the rows of the result.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from portmm.dispatch import config
 from portmm.errors import BuildError, ScheduleError, TraceError
 from portmm.ops import call_fastpath
 from portmm.ops import matmul as matmul_op
-from portmm.ops.prepack import current, is_packed, of_codes
+from portmm.ops.prepack import current, is_int4_on_device, is_packed
 from portmm.ops.rowwise import BYTES_PER_SECOND, over_rows
 from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import BY_NAME, accumulator, spell
 from portmm.spec.epilogue import acc
 from portmm.spec.problem import Problem
 from portmm.spec.row_classes import last_of_class, row_class
-from portmm.trace.bind import Around, Bound, dense, native, settle, typed
+from portmm.trace.bind import Bound, UserFunction, bind_operands, dense, native, typed
 from portmm.trace.closures import resolve
 from portmm.trace.tracer import Indices, trace
 from portmm.util.array_subclasses import in_class_of
@@ -42,12 +41,12 @@ NAMES = {"m": "m", "n": "n", "b": "b"}
 _INDICES = Indices(NAMES)
 _VALUES = (acc(), _INDICES)
 CALL = 20e-6
-"""Seconds of one more call of a kernel."""
+"""Seconds of an additional kernel call."""
 PAD = 64
-"""Vectors by columns reach to a multiple of this."""
+"""Vectors along columns are padded to a multiple of this."""
 
 
-def matmul(  # noqa: PLR0917 - the operands, then what surrounds them
+def matmul(  # noqa: PLR0917 - the operands, then the functions
     a: Any,
     b: Any,
     out: Any,
@@ -56,7 +55,7 @@ def matmul(  # noqa: PLR0917 - the operands, then what surrounds them
     prologue_a: Callable[..., Any] | None,
     prologue_b: Callable[..., Any] | None,
 ) -> Any:
-    """See `api.matmul`."""
+    """The product with prologues and an epilogue: see `matmul.matmul`."""
     if interop.on_device(a) or interop.on_device(b):
         return _on_device((a, b, out), dtype, epilogue, prologue_a, prologue_b)
     left = numpy_arrays.as_operand(a, "a")
@@ -65,7 +64,7 @@ def matmul(  # noqa: PLR0917 - the operands, then what surrounds them
         left = _before(prologue_a, _rows(left, "a"), {"m": "m", "k": "n", "b": "b"})
     if prologue_b is not None:
         if not isinstance(right, np.ndarray):
-            raise TypeError("b is packed; give prologue_b the weight as it was, or pack what it makes of it")
+            raise TypeError("b is packed; apply prologue_b to the original weight, or pack its result")
         right = _before(prologue_b, _rows(right, "b"), {"k": "m", "n": "n", "b": "b"})
     if epilogue is None:
         result = matmul_op.matmul(left, right, out, dtype=dtype)
@@ -79,16 +78,16 @@ def matmul(  # noqa: PLR0917 - the operands, then what surrounds them
 
 
 def _on_device(operands: tuple[Any, Any, Any], dtype: Any, epilogue: Any, prologue_a: Any, prologue_b: Any) -> Any:
-    """The same of arrays on a device."""
+    """The same for arrays on a device."""
     from portmm.ops import fused_matmul_gpu, matmul_gpu
 
-    if of_codes(operands[1]):
+    if is_int4_on_device(operands[1]):
         from portmm.ops import int4_gpu
 
-        return int4_gpu.around(operands, dtype, epilogue, prologue_a, prologue_b)
-    given = matmul_gpu.adopted(*operands)
-    assert given is not None  # noqa: S101 - one of them is there
-    left, right, out = given
+        return int4_gpu.fused_matmul(operands, dtype, epilogue, prologue_a, prologue_b)
+    adopted = matmul_gpu.adopted(*operands)
+    assert adopted is not None  # noqa: S101 - one of them is on a device
+    left, right, out = adopted
     right = replace(right, queue=left.queue)  # one queue for all, that of A
     if prologue_a is not None:
         left = fused_matmul_gpu.before(prologue_a, left, "a", {"m": "m", "k": "n", "b": "b"})
@@ -100,21 +99,21 @@ def _on_device(operands: tuple[Any, Any, Any], dtype: Any, epilogue: Any, prolog
 
 
 def _before(function: Callable[..., Any], x: Array, names: dict[str, str]) -> Array:
-    """What a prologue makes of an operand."""
+    """An operand after its prologue."""
     results, several = over_rows(function, (x,), names)
     if several:
-        raise TraceError(f"a prologue gives one value, not a tuple of {len(results)}")
+        raise TraceError(f"a prologue returns one value, not a tuple of {len(results)}")
     return np.ascontiguousarray(np.broadcast_to(results[0], x.shape))
 
 
 def _plain(b: Any) -> Any:
-    """A weight that is no packed one."""
+    """A weight that is not prepacked, as an operand."""
     from portmm.weights.quantized import Quantized
 
     if isinstance(b, Quantized):
-        from portmm.ops.int4_panels import fold
+        from portmm.ops.int4_panels import pack_int4
 
-        return fold(b)
+        return pack_int4(b)
     return numpy_arrays.as_operand(b, "b")
 
 
@@ -126,7 +125,7 @@ def _rows(x: Array, name: str) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """One kind of call.
+    """The kernel of one kind of call.
 
     Attributes:
         route: the kernel.
@@ -134,10 +133,10 @@ class _Ready:
         numbers: strides of the operands of the product, a_m to b_batch.
         size: rows, columns and items of a batch.
         results: shapes and types.
-        several: the function gives a tuple.
-        vectors: what the last step of integer sums reads: scales of 1.
-        direct: A and B are read where they lie.
-        rows: the least and the largest M that it serves.
+        several: the function returns a tuple.
+        vectors: inputs of the epilogue of integer sums: scales of 1.
+        direct: A and B are read in place.
+        rows: the least and the largest M that it supports.
         shared: all M of the class have this kernel.
     """
 
@@ -153,7 +152,7 @@ class _Ready:
     shared: bool
 
     def at(self, m: int) -> _Ready:
-        """The same for another M of those that it serves."""
+        """The same for another M of those that it supports."""
         if m == self.size[0]:
             return self
         results = tuple([((m, *shape[1:]), t) for shape, t in self.results])
@@ -162,18 +161,18 @@ class _Ready:
 
 
 class Call:
-    """A product and what becomes of it."""
+    """A product with an epilogue."""
 
     def __init__(self, left: Array, right: Any, wanted: np.dtype[Any] | None, first: np.dtype[Any] | None) -> None:
         self.left, self.right, self.wanted, self.first = left, right, wanted, first
         self.array = isinstance(right, np.ndarray)
-        self.coded = not self.array and not is_packed(right)
+        self.int4 = not self.array and not is_packed(right)
         self.batch, (self.m, self.n) = numpy_arrays.result_shape(left, right.shape)
         self.k, self.items = left.shape[-1], math.prod(self.batch)
 
     def types(self) -> numpy_arrays.DTypes:
-        """The types of the operands, and the usual one of a result."""
-        if self.coded:
+        """The types of the operands, and the default one of a result."""
+        if self.int4:
             left = self.left.dtype.newbyteorder("=")
             return left, np.dtype(np.uint8), self.wanted or left
         left, right, usual = numpy_arrays.types_of(
@@ -183,70 +182,70 @@ class Call:
         return left, right, (self.wanted or usual).newbyteorder("=")
 
     def sums(self) -> str:
-        """The type of the sums."""
+        """The accumulator's type."""
         types = self.types()
-        return accumulator(numpy_arrays.name_of(types[0]), "u4" if self.coded else numpy_arrays.name_of(types[1]))
+        return accumulator(numpy_arrays.name_of(types[0]), "u4" if self.int4 else numpy_arrays.name_of(types[1]))
 
     def ready(self, traced: Traced) -> _Ready | ScheduleError:
-        """The kernel for calls of this kind, or why there is none."""
+        """The kernel for calls of this kind, or the reason why there is none."""
         try:
-            return self.chosen(typed(traced, self.first))
+            return self.selected(typed(traced, self.first))
         except ScheduleError as error:
-            return ScheduleError(str(error))  # without its traceback, whose frames hold operands: it is remembered
+            return ScheduleError(str(error))  # for the memo without its traceback, whose frames reference operands
 
-    def chosen(self, traced: Traced) -> _Ready:
+    def selected(self, traced: Traced) -> _Ready:
         """The kernel for calls of this kind.
 
         Raises:
             ScheduleError: there is none.
         """
-        step = self.settled(traced)
+        step = self.fusible_step(traced)
         size = self.size(step)
         rows, other = self.operands(size, self.types())
         right = other if isinstance(other, numpy_arrays.Operand) else None
         p = self.problem(step, rows.layout, right.layout if right else "")
-        if (rows.layout, p.b) == ("row", "col") and _better_apart(p, step):
-            raise ScheduleError("the product alone, and a kernel over its rows, are predicted to be faster")
+        if (rows.layout, p.b) == ("row", "col") and _better_unfused(p, step):
+            raise ScheduleError("the product, and a separate kernel over its rows, are predicted to be faster")
         matmul_op.begin()
         route, shared = matmul_op.routed(p)
-        strides = (right.row, right.col, _apart(right, size)) if right else (other.b_k, other.b_n, 0)
-        numbers = (rows.row, rows.col, _apart(rows, size), *strides)
+        strides = (right.row, right.col, _item_stride(right, size)) if right else (other.b_k, other.b_n, 0)
+        numbers = (rows.row, rows.col, _item_stride(rows, size), *strides)
         seen = (self.m, self.n, self.items)
         bound = Bound(traced, seen, [], [dense(x, seen) for x in step.axes[1:]])
         shapes = [(*self.batch, self.m, self.n if "n" in axes else 1) for axes in step.axes]
         vectors: tuple[Any, ...] = (None,) * 6
         if p.post:
             vectors = (numpy_arrays.ones(size[0]), numpy_arrays.ones(-(-self.n // PAD) * PAD), *vectors[2:])
-        direct = _lies(self.left, rows) and (right is None or _lies(self.right, right))
+        direct = _in_place(self.left, rows) and (right is None or _in_place(self.right, right))
         results = tuple(zip(shapes, step.types, strict=True))
-        # Whether a B by columns is better multiplied apart depends on M.
+        # Whether fusing pays with a column-major B depends on M.
         shared &= self.left.ndim == len(self.right.shape) == 2 and (rows.layout, p.b) != ("row", "col")
         served = bound.served(row_class(size[0])) if shared else (size[0], size[0])
         return _Ready(route, bound, numbers, size, results, traced.several, vectors, direct, served, shared)
 
-    def settled(self, traced: Traced) -> Step:
-        """What is fused.
+    def fusible_step(self, traced: Traced) -> Step:
+        """The epilogue as expressions, if it can be fused.
 
         Raises:
-            ScheduleError: it cannot be, or there is nothing to multiply.
+            ScheduleError: it cannot be, or the product is empty.
         """
         step = self.step(traced)
         if 0 in (self.items, self.m, self.n, self.k):
-            raise ScheduleError("there is nothing to multiply")
+            raise ScheduleError("the product is empty")
         return step
 
     def step(self, traced: Traced) -> Step:
-        """What is fused, whatever the size.
+        """The epilogue as expressions, whatever the size.
 
         Raises:
             ScheduleError: it cannot be.
         """
         sums = self.sums()
-        if sums == "f64" or (self.coded and sums == "s32"):
+        if sums == "f64" or (self.int4 and sums == "s32"):
             raise ScheduleError(f"expressions are in float32, not in {sums}")
-        step = settle(traced, (), self.types()[2], ends=True)
+        step = bind_operands(traced, (), self.types()[2], ends=True)
         if not step.wide:
-            raise ScheduleError("its first result is the same along a row")
+            raise ScheduleError("its first result is constant along a row")
         if step.fused.reductions or step.fused.folds:
             raise ScheduleError("a reduction needs whole rows, or columns, of sums")
         if sums == "s32" and step.types[0] == np.int32:
@@ -254,17 +253,17 @@ class Call:
         return step
 
     def size(self, step: Step) -> tuple[int, int, int]:
-        """Rows, columns, items: where items share B and are alike, all rows are of one."""
-        joined = self.items == 1 or (len(self.right.shape) == 2 and self.joins(step))
-        return (self.m * self.items, self.n, 1) if joined else (self.m, self.n, self.items)
+        """Rows, columns, items; where B is shared and rows are alike, all items are rows of one."""
+        merges = self.items == 1 or (len(self.right.shape) == 2 and self.merges(step))
+        return (self.m * self.items, self.n, 1) if merges else (self.m, self.n, self.items)
 
     def problem(self, step: Step, a: str, b: str) -> Problem:
-        """What is computed, A and B having these layouts."""
+        """The problem with A and B in these layouts."""
         types, (m, n, items) = self.types(), self.size(step)
-        held = "u4" if self.coded else numpy_arrays.name_of(types[1])
-        word = spell(numpy_arrays.name_of(types[0]), held, numpy_arrays.name_of(step.types[0]))
+        b_type = "u4" if self.int4 else numpy_arrays.name_of(types[1])
+        word = spell(numpy_arrays.name_of(types[0]), b_type, numpy_arrays.name_of(step.types[0]))
         return Problem(
-            m, n, self.k, word, items, a, b or ("codes" if self.coded else "packed"), fused=step.text,
+            m, n, self.k, word, items, a, b or ("codes" if self.int4 else "packed"), fused=step.text,
             family="" if self.array else self.right.family, deterministic=config.current().deterministic,
             post="scale" if self.sums() == "s32" else "",
         )  # fmt: skip
@@ -286,15 +285,15 @@ class Call:
             right = right.reshape(self.k, n)
         return rows, numpy_arrays.canonical(right, types[1])
 
-    def joins(self, step: Step) -> bool:
-        """Rows of all items are alike: no operand or index tells items apart in another way than rows."""
+    def merges(self, step: Step) -> bool:
+        """Whether the items are rows of one product: no operand or index separates items from rows."""
         if any(x.op == "index" and x.args[0] in "bm" for x in step.fused.steps):
             return False
         for source in step.traced.sources:
             at = [source.view.index(x) for x in "bm" if source.view.count(x) == 1]
             if not {"b", "m"} & set(source.view):
                 continue
-            steps = native(source.array).strides  # of the copy, where one is read
+            steps = native(source.array).strides  # of the copy, where one is made
             if len(at) != len("bm") or steps[at[0]] != self.m * steps[at[1]]:
                 return False
         return True
@@ -310,8 +309,8 @@ class Call:
         return fit(list(results), out, several=several)
 
 
-def _better_apart(p: Problem, step: Step) -> bool:
-    """Programs that cannot fuse, the dot products of a B by columns, are faster by more than another pass takes."""
+def _better_unfused(p: Problem, step: Step) -> bool:
+    """Whether kernels that cannot fuse, dot products with a column-major B, gain more than another pass costs."""
     from portmm.dispatch import cpu as cpu_dispatch
 
     target, threads = config.target(), config.get_num_threads()
@@ -321,58 +320,58 @@ def _better_apart(p: Problem, step: Step) -> bool:
     return seconds[1] + passes + CALL < seconds[0]
 
 
-def _apart(x: numpy_arrays.Operand, size: tuple[int, int, int]) -> int:
-    """Elements from one item of a batch to the next."""
+def _item_stride(x: numpy_arrays.Operand, size: tuple[int, int, int]) -> int:
+    """Stride of the items of a batch, in elements."""
     return x.array.strides[0] // x.array.itemsize if size[2] > 1 and x.array.ndim == 3 else 0
 
 
-def _lies(x: Array, read: numpy_arrays.Operand) -> bool:
-    """An operand is read where it lies."""
+def _in_place(x: Array, read: numpy_arrays.Operand) -> bool:
+    """Whether an operand is read without a copy."""
     return bool(read.address == x.__array_interface__["data"][0])
 
 
-def _kind(around: Around, call: Call, about: tuple[Any, ...]) -> _Ready | ScheduleError:
-    """The kernel for calls of a kind, or why there is none: that for the class of M, if it serves this M."""
+def _kind(user_function: UserFunction, call: Call, other_keys: tuple[Any, ...]) -> _Ready | ScheduleError:
+    """The kernel for calls of a kind, that of the class of M if it supports this M, or the reason why there is none."""
     left = call.left
     if left.ndim == len(call.right.shape) == 2:
         m, k = left.shape
-        found: _Ready | ScheduleError = around.ready((row_class(m)[1], k, about), call.ready, _VALUES, 2)
-        if isinstance(found, _Ready) and found.rows[0] <= m <= found.rows[1]:
-            return found.at(m)
-        return around.ready((left.shape, about), call.ready, _VALUES, 2)  # type: ignore[no-any-return]
-    return around.ready((left.shape, about), call.ready, _VALUES, 3)  # type: ignore[no-any-return]
+        ready: _Ready | ScheduleError = user_function.ready((row_class(m)[1], k, other_keys), call.ready, _VALUES, 2)
+        if isinstance(ready, _Ready) and ready.rows[0] <= m <= ready.rows[1]:
+            return ready.at(m)
+        return user_function.ready((left.shape, other_keys), call.ready, _VALUES, 2)  # type: ignore[no-any-return]
+    return user_function.ready((left.shape, other_keys), call.ready, _VALUES, 3)  # type: ignore[no-any-return]
 
 
 def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[..., Any]) -> Any:
     """A product and its epilogue, in one kernel or in two."""
     dtype = None if dtype is None else np.dtype(dtype)
     seen = call_fastpath.see(epilogue, left, right, out, dtype)
-    found = None if seen is None else call_fastpath.known(seen, out)
-    if seen is not None and found is not None:
-        return found(seen, out)
+    fast_path = None if seen is None else call_fastpath.known(seen, out)
+    if seen is not None and fast_path is not None:
+        return fast_path(seen, out)
     first = out.dtype.newbyteorder("=") if dtype is None and isinstance(out, np.ndarray) else None
     if first == np.float64:
-        first = None  # what is computed in float32 is converted
-    around = Around.of(epilogue)
+        first = None  # results in float32 are converted
+    user_function = UserFunction.of(epilogue)
     panels = getattr(right, "owner", right)
-    held = (right.strides, right.dtype, right.flags.aligned) if panels is right else right.family
-    about = (left.strides, left.dtype, left.flags.aligned, right.shape, held, dtype, first)
+    b_kind = (right.strides, right.dtype, right.flags.aligned) if panels is right else right.family
+    other_keys = (left.strides, left.dtype, left.flags.aligned, right.shape, b_kind, dtype, first)
     call = Call(left, right, dtype, first)
     try:
-        ready = _kind(around, call, about)
+        ready = _kind(user_function, call, other_keys)
     except BuildError as error:
         fall_back(error)
         return call.split(epilogue, out)
     if not isinstance(ready, _Ready):
         return call.split(epilogue, out)
     results = [np.empty(s, t) for s, t in ready.results]
-    if out is not None and _writable(out, results[0], (left, panels), ready.bound, around.found):
+    if out is not None and _writable(out, results[0], (left, panels), ready.bound, user_function.closure):
         results[0] = out
     a, b = left, panels
     if not ready.direct:
         rows, other = call.operands(ready.size, call.types())
         a, b = rows.array, other.array if isinstance(other, numpy_arrays.Operand) else panels
-    operands, numbers, alive = ready.bound.fill(around.found, [], results[1:])
+    operands, numbers, alive = ready.bound.fill(user_function.closure, [], results[1:])
     m, n, batch = ready.size
     a_m, a_k, a_batch, b_k, b_n, b_batch = ready.numbers
     runtime().execute(
@@ -380,39 +379,39 @@ def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[
         results[0], n, 1, m * n, None, *ready.vectors, operands, numbers,
     )  # fmt: skip
     del alive
-    if seen is not None and around.lasting and ready.direct and (out is None or out is results[0]):
+    if seen is not None and user_function.lasting and ready.direct and (out is None or out is results[0]):
 
-        def made(
-            template: Array, sources: tuple[int, ...], taken: tuple[int, ...], *, whole: bool
-        ) -> call_fastpath.Quick:
+        def build(
+            template: Array, sources: tuple[int, ...], taken: tuple[int, ...], *, by_class: bool
+        ) -> call_fastpath.FastPath:
             middle = (ready.numbers[:3], ready.numbers[3:])
-            several = whole and last_of_class(m) != row_class(m)[0]
+            several = by_class and last_of_class(m) != row_class(m)[0]
             sizes, after = (0 if several else m, n, left.shape[-1], batch), (n, 1, m * n, None, *ready.vectors)
-            return call_fastpath.Quick(
+            return call_fastpath.FastPath(
                 ready.route, sizes, middle, after, template, sources, taken, ready.results, ready.several
             )
 
-        call_fastpath.keep(seen, ready.bound, made, 2 + (out is not None), shared=ready.shared)
+        call_fastpath.keep(seen, ready.bound, build, 2 + (out is not None), shared=ready.shared)
     return results[0] if out is None and not ready.several else fit(results, out, several=ready.several)
 
 
-def _writable(out: Any, like: Array, inputs: tuple[Array, ...], bound: Bound, found: dict[Any, Any]) -> bool:
-    """Kernels can write the first result to `out`, where what they read may lie only element upon element."""
+def _writable(out: Any, like: Array, inputs: tuple[Array, ...], bound: Bound, captured: dict[Any, Any]) -> bool:
+    """Whether kernels can write the first result to `out`: inputs overlap it only element by element."""
     numpy_arrays.check_out(out, like.shape, like.dtype)
     if out.dtype != like.dtype or not (out.flags.aligned and out.flags.c_contiguous):
         return False
     if any(np.may_share_memory(out, x) for x in inputs):
         return False
-    place = (out.__array_interface__["data"], out.shape, out.strides, tuple("bmn"[-out.ndim :]))
+    layout = (out.__array_interface__["data"], out.shape, out.strides, tuple("bmn"[-out.ndim :]))
     for source in bound.traced.sources:
-        x = resolve(source.key, found)
-        if np.may_share_memory(out, x) and (x.__array_interface__["data"], x.shape, x.strides, source.view) != place:
+        x = resolve(source.key, captured)
+        if np.may_share_memory(out, x) and (x.__array_interface__["data"], x.shape, x.strides, source.view) != layout:
             return False
     return True
 
 
 def fit(results: list[Array], out: Any, *, several: bool) -> Any:
-    """What the caller gets."""
+    """The results of a call, the first copied to `out` if it is not that."""
     if out is not None and results[0] is not out:
         numpy_arrays.check_out(out, results[0].shape, results[0].dtype)
         np.copyto(out, results[0], casting="same_kind")
@@ -420,27 +419,29 @@ def fit(results: list[Array], out: Any, *, several: bool) -> Any:
     return tuple(results) if several else results[0]
 
 
-def posed(a: Any, b: Any, dtype: Any, epilogue: Callable[..., Any], *, given: bool) -> tuple[Problem, tuple[str, ...]]:
-    """The problem that `matmul` poses with an epilogue, and what is to be said of it.
+def fused_problem(
+    a: Any, b: Any, dtype: Any, epilogue: Callable[..., Any], *, typed_result: bool
+) -> tuple[Problem, tuple[str, ...]]:
+    """The problem of a product with an epilogue, and notes for `explain`.
 
     Args:
         a: an array.
         b: an array, or a packed weight.
-        dtype: of the result, if that is `given`.
+        dtype: of the result, if `typed_result`.
         epilogue: the function.
-        given: the caller says what type the result has.
+        typed_result: the user has passed a result type.
     """
     left, right = numpy_arrays.as_operand(a, "a"), b if hasattr(b, "family") else _plain(b)
-    call = Call(left, right, np.dtype(dtype) if given else None, None)
+    call = Call(left, right, np.dtype(dtype) if typed_result else None, None)
     traced, _ = trace(epilogue, (acc(), _INDICES), by_value=False, rank=2 if left.ndim == len(right.shape) == 2 else 3)
     try:
-        step = call.settled(traced)
+        step = call.fusible_step(traced)
     except ScheduleError as error:
-        from portmm.arrays.problem_of import pose
+        from portmm.arrays.problem_of import problem_of_call
 
-        return pose(a, b), (f"the epilogue is a kernel of its own, over the rows of the product: {error}",)
+        return problem_of_call(a, b), (f"the epilogue is a separate kernel, over the rows of the product: {error}",)
     rows, other = call.operands(call.size(step), call.types())
     p = call.problem(step, rows.layout, other.layout if isinstance(other, numpy_arrays.Operand) else "")
-    if (p.a, p.b) == ("row", "col") and _better_apart(p, step):
-        return replace(p, fused=""), ("the epilogue is a kernel of its own: predicted to be faster",)
+    if (p.a, p.b) == ("row", "col") and _better_unfused(p, step):
+        return replace(p, fused=""), ("the epilogue is a separate kernel: predicted to be faster",)
     return p, ("the epilogue is part of the kernel",)

@@ -1,9 +1,8 @@
-"""Products of rows in groups, each group with a matrix of its own: experts, ragged batches.
+"""Grouped matmul: products of groups of rows, each with a matrix of its own (experts, ragged batches).
 
-Owns `grouped_matmul`. Imports `ops.matmul`, `ops.fused_matmul`; for arrays of devices `grouped_on_device`. In the host's memory a
-group is a product like others. An epilogue is traced once for all of them: a group's kernel is given addresses of
-captured arrays that are moved to its first row and its item, and, where the function asks for its place, both as
-numbers.
+Owns `grouped_matmul`. In the host's memory each group is an ordinary product. An epilogue is traced once for all of
+them: a group's kernel gets addresses of captured arrays at its first row and its item, and, where the function uses
+row or group indices, both as numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import acc, number
 from portmm.spec.expr import Expr, apply
-from portmm.trace.bind import Around, Bound, dense, substituted, typed
+from portmm.trace.bind import Bound, UserFunction, dense, substituted, typed
 from portmm.trace.closures import resolve
 from portmm.trace.tracer import Indices
 from portmm.util.array_subclasses import refuse_class
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 MOST_ROUTES = 4096
-"""Sizes of groups remembered before starting afresh."""
+"""Sizes of groups remembered before the memo is emptied."""
 _VALUES = (acc(), Indices({"m": "m", "n": "n", "b": "b"}))
 _routes = Memory(MOST_ROUTES)
 
@@ -45,46 +44,46 @@ _routes = Memory(MOST_ROUTES)
 def grouped_matmul(
     a: Any, b: Any, ends: Any, out: Any = None, *, dtype: Any = None, epilogue: Callable[..., Any] | None = None
 ) -> Any:
-    """The products of groups of rows, each with a matrix of its own, as of tokens that are sorted by expert.
+    """The products of groups of rows, each with a matrix of its own, as for tokens that are sorted by expert.
 
     Rows ends[g - 1] to ends[g] of the result are those of `a` times b[g]. Groups may be empty. Rows from the last
-    end on are sums of nothing: zeros, of which an epilogue makes what it makes of zeros.
+    end on are zeros, or the epilogue of zeros.
 
-    On a device, `ends` lies there as well and is read by the kernel: nothing waits for it, and it may change from
-    call to call, in a captured graph too. Kernels touch no other memory, whatever it holds: an end that is less than
-    the one before, or more than there are rows, is taken for that. In the host's memory it is an error.
+    On a device, `ends` is there as well and is read by the kernel, without synchronisation, and it may change from
+    call to call, in a captured graph too. Kernels never access memory out of bounds, whatever its values: an end below
+    the one before, or above the number of rows, is clamped. In the host's memory it is an error.
 
     Args:
         a: (rows, k), of the types that `matmul` takes.
         b: (groups, k, n), any strides; in the host's memory also such a batch from `pack`, or a list of weights of
             one shape (k, n) and type: arrays, packed, or quantized.
         ends: the row after the last of each group, in ascending order; int32 on a device.
-        out: where to put the result; may overlap an input.
+        out: the array of the result; may overlap an input.
         dtype: type of the result, as in `matmul`.
-        epilogue: what becomes of the sums, as in `matmul`: a function (acc, i), with i.b the group, that of rows
-            of none being the last, and i.m the row among all. It has no reductions.
+        epilogue: a function (acc, i) of the sums, as in `matmul`, with i.b the group, for rows
+            of no group the last one, and i.m the row among all. It has no reductions.
 
     Returns:
         The products, (rows, n); `out` if given; of several results of an epilogue, a tuple.
 
     Raises:
-        TypeError: a dtype is not supported, or `ends` holds no integers.
-        ValueError: shapes do not fit, or ends in the host's memory are none.
+        TypeError: a dtype is not supported, or `ends` is not of integers.
+        ValueError: shapes do not match, or ends in the host's memory are invalid.
         ScheduleError: the epilogue reduces.
-        TraceError: the epilogue does what cannot be traced.
+        TraceError: the epilogue cannot be traced.
     """
     if any(map(interop.on_device, (a, b, ends))):
         from portmm.ops import grouped_matmul_gpu
 
-        return grouped_matmul_gpu.matmul(grouped_matmul_gpu.given(a, b, ends, out), dtype, epilogue)
+        return grouped_matmul_gpu.matmul(grouped_matmul_gpu.adopted(a, b, ends, out), dtype, epilogue)
     groups = _groups(a, b, ends)
     if epilogue is not None:
-        wanted = None if dtype is None else np.dtype(dtype)
+        requested = None if dtype is None else np.dtype(dtype)
         try:
-            return _surrounded(groups, out, wanted, epilogue)
+            return _with_epilogue(groups, out, requested, epilogue)
         except BuildError as error:
             fall_back(error)
-            return _by_numpy(groups, out, wanted, epilogue)
+            return _by_numpy(groups, out, requested, epilogue)
     return _plain(groups, out, None if dtype is None else np.dtype(dtype))
 
 
@@ -108,7 +107,7 @@ class _Groups:
         return self.a.shape[0], self.b[0].shape[1], self.a.shape[1]
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
-        """The first row, the one after the last, and the number of each group that has some."""
+        """The first row, the end and the index of each group that is not empty."""
         begin = 0
         for i, end in enumerate(self.ends):
             if end > begin:
@@ -117,7 +116,7 @@ class _Groups:
 
     @property
     def memory(self) -> list[Array]:
-        """What holds the operands, where that is an array."""
+        """The operands that are arrays."""
         return [self.a, *(x for x in self.b if isinstance(x, np.ndarray))]
 
 
@@ -126,7 +125,7 @@ def _groups(a: Any, b: Any, ends: Any) -> _Groups:
 
     Raises:
         TypeError: a type is not supported.
-        ValueError: they do not fit.
+        ValueError: their shapes do not match.
     """
     left = numpy_arrays.as_operand(a, "a", matrix=False)
     if isinstance(b, (list, tuple)):
@@ -134,54 +133,56 @@ def _groups(a: Any, b: Any, ends: Any) -> _Groups:
     elif hasattr(b, "family"):
         weights = items(current(b)) if is_packed(b) and len(b.shape) == 3 else []
     else:
-        whole = numpy_arrays.as_operand(b, "b")
-        weights = list(whole) if whole.ndim == 3 else []
+        batch = numpy_arrays.as_operand(b, "b")
+        weights = list(batch) if batch.ndim == 3 else []
     shapes = {tuple(x.shape) for x in weights}
     if left.ndim != 2 or len(shapes) != 1 or len(shape := shapes.pop()) != 2:
-        said = [x.shape for x in b] if isinstance(b, (list, tuple)) else b.shape
-        raise ValueError(f"a has shape {left.shape} and b {said}; groups take (rows, k) and (groups, k, n)")
+        shapes_of_b = [x.shape for x in b] if isinstance(b, (list, tuple)) else b.shape
+        raise ValueError(f"a has shape {left.shape} and b {shapes_of_b}; groups take (rows, k) and (groups, k, n)")
     if left.shape[1] != shape[0]:
-        given = [*map(tuple, [x.shape for x in b])] if isinstance(b, (list, tuple)) else tuple(b.shape)
-        raise ValueError(f"cannot multiply {left.shape} by {given}: {left.shape[1]} columns meet {shape[0]} rows")
+        shape_of_b = [*map(tuple, [x.shape for x in b])] if isinstance(b, (list, tuple)) else tuple(b.shape)
+        raise ValueError(
+            f"cannot multiply {left.shape} by {shape_of_b}: a has {left.shape[1]} columns, b has {shape[0]} rows"
+        )
     return _Groups(left, weights, _ends(ends, len(weights), left.shape[0]))
 
 
 def _weight(x: Any) -> Any:
     """The matrix of a group."""
     if type(x).__name__ == "Quantized":
-        from portmm.ops.int4_panels import fold
+        from portmm.ops.int4_panels import pack_int4
 
-        return fold(x)
+        return pack_int4(x)
     return current(x) if hasattr(x, "family") else numpy_arrays.as_operand(x, "b")
 
 
 def _ends(ends: Any, groups: int, rows: int) -> list[int]:
-    """Where groups end.
+    """The ends of groups.
 
     Raises:
-        TypeError: they are no integers.
-        ValueError: there are not as many as groups, or they descend, or pass the last row.
+        TypeError: they are not integers.
+        ValueError: their number is not that of groups, or they descend, or exceed the rows.
     """
     refuse_class(ends, "ends")
-    found = np.asarray(ends)
-    if found.dtype.kind not in "iu":
-        raise TypeError(f"ends has dtype {found.dtype}; it holds integers")
-    if found.shape != (groups,):
-        raise ValueError(f"ends has shape {found.shape}, b has {groups} matrices; there is one end for each group")
+    values = np.asarray(ends)
+    if values.dtype.kind not in "iu":
+        raise TypeError(f"ends has dtype {values.dtype}; pass integers")
+    if values.shape != (groups,):
+        raise ValueError(f"ends has shape {values.shape}, b has {groups} matrices; there is one end for each group")
     last = 0
-    for i, end in enumerate(map(int, found)):
+    for i, end in enumerate(map(int, values)):
         if not last <= end <= rows:
             raise ValueError(f"ends[{i}] is {end}; it is from {last}, where the group begins, to {rows}, the rows of a")
         last = end
-    return [int(x) for x in found]
+    return [int(x) for x in values]
 
 
 def _plain(x: _Groups, out: Any, dtype: np.dtype[Any] | None) -> Any:
-    """Products alone."""
+    """The products without an epilogue."""
     (m, n, _), first = x.size, x.b[0]
-    held = first.dtype if isinstance(first, np.ndarray) else getattr(getattr(first, "owner", None), "dtype", None)
-    coded = held is None or (not isinstance(first, np.ndarray) and not is_packed(first))
-    usual = x.a.dtype.newbyteorder("=") if coded else numpy_arrays.types_of(x.a.dtype, held)[2]  # type: ignore[arg-type]
+    b_type = first.dtype if isinstance(first, np.ndarray) else getattr(getattr(first, "owner", None), "dtype", None)
+    int4 = b_type is None or (not isinstance(first, np.ndarray) and not is_packed(first))
+    usual = x.a.dtype.newbyteorder("=") if int4 else numpy_arrays.types_of(x.a.dtype, b_type)[2]  # type: ignore[arg-type]
     direct = out is not None and not any(np.may_share_memory(out, y) for y in x.memory)
     result = numpy_arrays.check_out(out, (m, n), usual) if direct else np.empty((m, n), dtype or usual)
     for begin, end, i in x.runs():
@@ -198,12 +199,12 @@ def _plain(x: _Groups, out: Any, dtype: np.dtype[Any] | None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """What an epilogue came to.
+    """The expressions of an epilogue, and its operands.
 
     Attributes:
         step: the expressions.
-        bound: what they read and write, seen from the first row and the first group.
-        places: numbers of a call beside which the first row and the group are given; -1 if nobody asks.
+        bound: operands and results, at the first row and the first group.
+        places: index of the first row and the group among the numbers of a call; -1 if they are not used.
     """
 
     step: Step
@@ -211,26 +212,29 @@ class _Ready:
     places: int
 
 
-def _surrounded(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: Callable[..., Any]) -> Any:
-    """Products with an epilogue."""
+def _with_epilogue(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: Callable[..., Any]) -> Any:
+    """The products with an epilogue."""
     from portmm.ops import fused_matmul
 
     m, n, _ = x.size
     first = out.dtype.newbyteorder("=") if dtype is None and isinstance(out, np.ndarray) else None
-    first = None if first == np.float64 else first  # what is computed in float32 is converted
+    first = None if first == np.float64 else first  # results in float32 are converted
     call = fused_matmul.Call(x.a, x.b[0], dtype, first)
-    seen = Around.of(epilogue)
-    held = x.b[0].dtype if call.array else x.b[0].family
-    key = ("groups", x.a.shape, x.a.dtype, len(x.b), n, held, dtype, first)
-    ready: _Ready = seen.ready(key, lambda traced: _ready(traced, call, len(x.b), first), _VALUES, 3)
+    user_function = UserFunction.of(epilogue)
+    b_kind = x.b[0].dtype if call.array else x.b[0].family
+    key = ("groups", x.a.shape, x.a.dtype, len(x.b), n, b_kind, dtype, first)
+    ready: _Ready = user_function.ready(key, lambda traced: _ready(traced, call, len(x.b), first), _VALUES, 3)
     results = [
         np.empty((m, n if "n" in axes else 1), t) for axes, t in zip(ready.step.axes, ready.step.types, strict=True)
     ]
     keys = [s.key for s in ready.bound.traced.sources]
-    captured = [seen.found[key] if key in seen.found else resolve(key, seen.found) for key in keys]
+    captured = [
+        user_function.closure[key] if key in user_function.closure else resolve(key, user_function.closure)
+        for key in keys
+    ]
     if isinstance(out, np.ndarray) and out.shape == (m, n) and _free(out, results[0].dtype, [*x.memory, *captured]):
         results[0] = out
-    table, numbers, alive = ready.bound.fill(seen.found, [], results[1:])
+    table, numbers, alive = ready.bound.fill(user_function.closure, [], results[1:])
     for begin, end, i in [*x.runs(), (x.ends[-1], m, len(x.b))]:
         if end > begin and n:
             _run(x, (begin, end, i), call, ready, (results[0], table, numbers))
@@ -239,7 +243,7 @@ def _surrounded(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: Cal
 
 
 def _by_numpy(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: Callable[..., Any]) -> Any:
-    """Products with an epilogue, as NumPy computes them."""
+    """The products with an epilogue, computed by NumPy."""
     from types import SimpleNamespace
 
     from portmm.ops import fused_matmul, rowwise
@@ -249,51 +253,51 @@ def _by_numpy(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: Calla
     call = fused_matmul.Call(x.a, x.b[0], dtype, None)
     sums = np.dtype(np.int32 if call.sums() == "s32" else np.float32)
     group = np.minimum(np.searchsorted(x.ends, np.arange(m), "right"), len(x.b) - 1)
-    places = SimpleNamespace(m=np.arange(m)[:, None], n=np.arange(n)[None, :], b=group[:, None])
-    whole = _plain(x, None, sums).astype(np.float32, copy=False)
+    indices = SimpleNamespace(m=np.arange(m)[:, None], n=np.arange(n)[None, :], b=group[:, None])
+    products = _plain(x, None, sums).astype(np.float32, copy=False)
     usual = first if first is not None and first != np.float64 else call.types()[2]
-    results, several = rowwise.by_numpy(epilogue, (whole,), {}, usual, places)
+    results, several = rowwise.by_numpy(epilogue, (products,), {}, usual, indices)
     return fused_matmul.fit(list(results), out, several=several)
 
 
 def _free(out: Array, dtype: np.dtype[Any], others: list[Any]) -> bool:
-    """Kernels can write the first result straight to `out`."""
-    lies = out.dtype == dtype and out.flags.aligned and out.flags.c_contiguous and out.flags.writeable
-    return bool(lies and not any(np.may_share_memory(out, y) for y in others))
+    """Whether kernels can write the first result straight to `out`."""
+    writable = out.dtype == dtype and out.flags.aligned and out.flags.c_contiguous and out.flags.writeable
+    return bool(writable and not any(np.may_share_memory(out, y) for y in others))
 
 
 def _ready(traced: Traced, call: Any, groups: int, first: np.dtype[Any] | None) -> _Ready:
-    """What an epilogue comes to.
+    """The expressions of an epilogue, and its operands.
 
     Raises:
         ScheduleError: it reduces, or the sums are in float64.
     """
     count = len(traced.numbers)
-    asked = False
+    indexed = False
 
     def change(e: Expr) -> Expr | None:
-        nonlocal asked
+        nonlocal indexed
         if e.op != "index" or e.args[0] not in ("m", "b"):
             return None
-        asked = True
+        indexed = True
         # Numbers are passed as floats: these are the bits of integers.
         return e + apply("bits", number(count)) if e.args[0] == "m" else apply("bits", number(count + 1))
 
     step = call.step(typed(traced, first))
     done: dict[Expr, Expr] = {}
     values = tuple((substituted(e, change, done), t) for e, t in traced.results)
-    if asked:
+    if indexed:
         step = call.step(typed(replace(traced, results=values), first))
     size = (call.m, call.n, groups)
     bound = Bound(traced, size, [], [(0, *dense(axes, size)[1:]) for axes in step.axes[1:]])
-    return _Ready(replace(step, traced=bound.traced), bound, count if asked else -1)
+    return _Ready(replace(step, traced=bound.traced), bound, count if indexed else -1)
 
 
-def _run(x: _Groups, at: tuple[int, int, int], call: Any, ready: _Ready, held: tuple[Array, Array, Array]) -> None:
-    """One group: its first row, the one after its last, and its number, which past the last is that of no group."""
+def _run(x: _Groups, at: tuple[int, int, int], call: Any, ready: _Ready, arrays: tuple[Array, Array, Array]) -> None:
+    """Run the product of a group: its first row, its end, and its index, which past the last is that of no group."""
     from portmm.ops import fused_matmul
 
-    (begin, end, group), (c, table, numbers) = at, held
+    (begin, end, group), (c, table, numbers) = at, arrays
     n, k, rows = c.shape[1], x.size[2], end - begin
     types = call.types()
     item = min(group, len(x.b) - 1)
@@ -302,15 +306,15 @@ def _run(x: _Groups, at: tuple[int, int, int], call: Any, ready: _Ready, held: t
     else:
         zeros = np.zeros(max(rows, n), np.float32)
         types = (zeros.dtype, zeros.dtype, types[2])
-        nothing = fused_matmul.Call(zeros[:rows, np.newaxis], zeros[np.newaxis, :n], call.wanted, call.first)
-        p, a, b = _operands(nothing, ready.step, nothing.left, nothing.right)
+        empty = fused_matmul.Call(zeros[:rows, np.newaxis], zeros[np.newaxis, :n], call.wanted, call.first)
+        p, a, b = _operands(empty, ready.step, empty.left, empty.right)
         k = 1
     table = table.copy()
     for row, operand in zip(table, ready.step.fused.operands, strict=False):
         row[0] += (begin * row[2] + item * row[1]) * BY_NAME[operand.dtype].bytes
     if ready.places >= 0:
-        place = np.array([begin, item], np.int32).view(np.float32)
-        numbers = np.concatenate([numbers[: ready.places], place])
+        indices = np.array([begin, item], np.int32).view(np.float32)
+        numbers = np.concatenate([numbers[: ready.places], indices])
     vectors: tuple[Any, ...] = (None,) * 6
     if p.post:
         vectors = (
@@ -326,7 +330,7 @@ def _run(x: _Groups, at: tuple[int, int, int], call: Any, ready: _Ready, held: t
 
 
 def _operands(call: Any, step: Step, left: Array, right: Any) -> tuple[Problem, numpy_arrays.Operand, tuple[Any, ...]]:
-    """The problem of one group, and its operands as kernels read them."""
+    """The problem of one group, and its operands as kernels take them."""
     from portmm.ops import fused_matmul
 
     one = fused_matmul.Call(left, right, call.wanted, call.first)
@@ -337,9 +341,9 @@ def _operands(call: Any, step: Step, left: Array, right: Any) -> tuple[Problem, 
 
 
 def _route(p: Problem) -> Any:
-    """The kernel of a group, remembered by its size."""
-    found = _routes.get(p)
-    if found is None:
+    """The kernel of a group, from the memo by its size."""
+    route = _routes.get(p)
+    if route is None:
         matmul_op.begin()
-        found = _routes.keep(p, matmul_op.route(p))
-    return found
+        route = _routes.keep(p, matmul_op.route(p))
+    return route

@@ -1,8 +1,7 @@
-"""Products of rows in groups, each group with a matrix of its own, of arrays on a device.
+"""Grouped matmul of arrays on a device.
 
-Owns `matmul` of such groups. Where they end lies on the device as well and is read by the kernel, so that nothing
-waits for it: there are as many blocks as the most unfortunate groups need, and each finds its group, or has nothing
-to do. Imports `ops.fused_matmul_gpu`, `ops.matmul_gpu`, `dispatch.gpu`.
+Owns `matmul` of such groups. Their ends are on the device as well and are read by the kernel, without
+synchronisation: the grid has the blocks of the worst case, and each block searches for its group, or exits.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from portmm.ops import fused_matmul_gpu, matmul_gpu, rowwise_gpu
 from portmm.spec.dtype import accumulator, spell
 from portmm.spec.epilogue import acc
 from portmm.spec.problem import Problem
-from portmm.trace.bind import Around, dense, located
+from portmm.trace.bind import UserFunction, dense, located
 from portmm.trace.closures import resolve
 from portmm.trace.tracer import Indices, trace
 from portmm.util.memo import Memory
@@ -26,27 +25,27 @@ from portmm.util.memo import Memory
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.arrays.interop import Foreign
+    from portmm.arrays.interop import DeviceArray
     from portmm.dispatch.gpu import Launch, Machine
     from portmm.trace.tracer import Source, Traced
 
 MOST_KINDS = 1024
-"""Kinds of calls remembered before starting afresh."""
+"""Kinds of calls remembered before the memo is emptied."""
 TALLEST = 256
-"""Rows of the largest tile: a group ends in a part of one."""
+"""Rows of the largest tile: the last tile of a group is partial."""
 NAMES = {"m": "m", "n": "n", "b": "b"}
 _VALUES = (acc(), Indices(NAMES))
 _ready = Memory(MOST_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """The arrays of a call: rows, a matrix for each group, where groups end, and where results go."""
+class Groups:
+    """The arrays of a call: rows, a matrix for each group, ends of groups, and the output."""
 
-    a: Foreign
-    b: Foreign
-    ends: Foreign
-    out: Foreign | None
+    a: DeviceArray
+    b: DeviceArray
+    ends: DeviceArray
+    out: DeviceArray | None
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -55,38 +54,38 @@ class Given:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """All that kernels depend on but addresses."""
+        """All that kernels depend on, without addresses."""
         return self.a.kind, self.b.kind, None if self.out is None else self.out.kind
 
 
-def given(a: Any, b: Any, ends: Any, out: Any) -> Given:
+def adopted(a: Any, b: Any, ends: Any, out: Any) -> Groups:
     """The arrays of a call.
 
     Raises:
-        TypeError: some are in the host's memory, or `ends` holds no s32.
-        ValueError: they do not fit, or are on several devices.
+        TypeError: some are in the host's memory, or `ends` is not of s32.
+        ValueError: shapes do not match, or are on several devices.
     """
-    found: list[Foreign] = []
+    arrays: list[DeviceArray] = []
     for name, x in (("a", a), ("b", b), ("ends", ends), *((("out", out),) if out is not None else ())):
-        there = interop.adopt(x)
-        if there is None:
+        array = interop.adopt(x)
+        if array is None:
             kind = type(x).__name__
             raise TypeError(f"{name} is a {kind} in the host's memory, others are on a device: copy it there first")
-        found.append(there)
-    interop.same_device(found)
-    left, right, last, *to = found
+        arrays.append(array)
+    interop.same_device(arrays)
+    left, right, last, *to = arrays
     if last.dtype != "s32":
         raise TypeError(f"ends has elements of {last.dtype}; they are int32: convert them")
     if len(last.shape) != 1 or (last.shape[0] > 1 and device_arrays.elements(last)[0] != 1):
-        raise ValueError(f"ends has shape {last.shape}, strides {last.strides}; give one dense row of integers")
+        raise ValueError(f"ends has shape {last.shape}, strides {last.strides}; pass one dense row of integers")
     check_shapes(left.shape, right.shape, last.shape[0])
     if left.shape[0] + right.shape[0] * TALLEST > gpu_dispatch.MOST:
         raise ScheduleError(f"{left.shape[0]} rows in {right.shape[0]} groups: kernels count in 32 bits; split a")
-    return Given(left, right, last, to[0] if to else None)
+    return Groups(left, right, last, to[0] if to else None)
 
 
 def check_shapes(a: tuple[int, ...], b: tuple[int, ...], ends: int) -> None:
-    """Rows and matrices fit.
+    """Check the shapes of rows and matrices.
 
     Raises:
         ValueError: they do not.
@@ -94,33 +93,33 @@ def check_shapes(a: tuple[int, ...], b: tuple[int, ...], ends: int) -> None:
     if len(a) != 2 or len(b) != 3:
         raise ValueError(f"a has shape {a} and b {b}; groups take (rows, k) and (groups, k, n)")
     if a[1] != b[1]:
-        raise ValueError(f"cannot multiply {a} by {b}: {a[1]} columns meet {b[1]} rows")
+        raise ValueError(f"cannot multiply {a} by {b}: a has {a[1]} columns, b has {b[1]} rows")
     if ends != b[0] or not ends:
         raise ValueError(f"ends has {ends} elements, b has {b[0]} matrices; there is one for each group, at least one")
 
 
-def matmul(x: Given, dtype: Any, epilogue: Callable[..., Any] | None) -> Any:
-    """The products of groups on a device: see `grouped.grouped_matmul`.
+def matmul(x: Groups, dtype: Any, epilogue: Callable[..., Any] | None) -> Any:
+    """The products of groups on a device: see `grouped_matmul.grouped_matmul`.
 
     Raises:
-        TypeError: types do not multiply, or the epilogue captures an array in the host's memory.
+        TypeError: the types have no product, or the epilogue captures an array in the host's memory.
         ScheduleError: no kernel computes it.
     """
-    wanted = matmul_gpu.named(dtype) if dtype is not None and x.out is None else ""
-    found: dict[Any, Any] = {}
+    requested = matmul_gpu.named(dtype) if dtype is not None and x.out is None else ""
+    closure: dict[Any, Any] = {}
     ready: _Ready
     if epilogue is None:
-        key = (*x.kind, wanted, config.current().deterministic)
-        ready = _ready.get(key) or _ready.keep(key, _plain(x, wanted))
+        key = (*x.kind, requested, config.current().deterministic)
+        ready = _ready.get(key) or _ready.keep(key, _plain(x, requested))
     else:
-        around = Around.of(epilogue)
-        key = ("groups on a device", *x.kind, wanted)
-        ready = around.ready(key, lambda traced: _fused(x, wanted, traced), _VALUES, 3)
-        found = around.found
-    read = [rowwise_gpu.captured(s, found, x.a) for s, _ in ready.sources]
+        user_function = UserFunction.of(epilogue)
+        key = ("groups on a device", *x.kind, requested)
+        ready = user_function.ready(key, lambda traced: _fused(x, requested, traced), _VALUES, 3)
+        closure = user_function.closure
+    read = [rowwise_gpu.captured(s, closure, x.a) for s, _ in ready.sources]
     if x.out is None or ready.apart or not device_arrays.overlap(x.out, (x.a, x.b, x.ends, *read)):
-        return ready.call(x, read, found)
-    # Kernels are made for how a result lies: beside, it lies in another way.
+        return ready.call(x, read, closure)
+    # Kernels are specialised for the layout of a result: a temporary has another.
     _, to = interop.empty_like(replace(x.out, queue=x.a.queue), x.out.shape, x.out.dtype)
     results = matmul(replace(x, out=to), dtype, epilogue)
     result = rowwise_gpu.copied(x.out, to)
@@ -129,15 +128,15 @@ def matmul(x: Given, dtype: Any, epilogue: Callable[..., Any] | None) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ready:
-    """One kind of call.
+    """The kernels of one kind of call.
 
     Attributes:
         on: the device.
         results: shapes and types.
         launches: kernels.
-        several: the function gives a tuple.
-        sources: arrays that the function captures, and how far into each, in bytes, its first element is.
-        numbers: where the numbers of a call come from.
+        several: the function returns a tuple.
+        sources: captured arrays, and offsets of their first elements, in bytes.
+        numbers: keys of the numbers of a call.
         apart: `out` is of another type than the result, which is converted to it.
     """
 
@@ -149,37 +148,37 @@ class _Ready:
     numbers: tuple[tuple[Any, ...], ...] = ()
     apart: bool = False
 
-    def call(self, x: Given, read: list[Foreign], found: dict[Any, Any]) -> Any:
-        """Launch everything, captured arrays being `read`."""
+    def call(self, x: Groups, read: list[DeviceArray], closure: dict[Any, Any]) -> Any:
+        """Launch the kernels and return the results; `read` are the captured arrays."""
         out = x.out
-        made = [interop.empty_like(x.a, *result) for result in self.results]
+        results = [interop.empty_like(x.a, *result) for result in self.results]
         if out is not None and not self.apart:
-            made[0] = (out.source, out)
+            results[0] = (out.source, out)
         if self.launches:
-            self.launch(x, read, [y for _, y in made], found)
+            self.launch(x, read, [y for _, y in results], closure)
         if out is not None and self.apart:
-            made[0] = (rowwise_gpu.copied(out, made[0][1]), out)
-        return tuple(y for y, _ in made) if self.several else made[0][0]
+            results[0] = (rowwise_gpu.copied(out, results[0][1]), out)
+        return tuple(y for y, _ in results) if self.several else results[0][0]
 
-    def launch(self, x: Given, read: list[Foreign], made: list[Foreign], found: dict[Any, Any]) -> None:
-        """Give kernels their addresses and numbers."""
-        first, *others = made
+    def launch(self, x: Groups, read: list[DeviceArray], results: list[DeviceArray], closure: dict[Any, Any]) -> None:
+        """Launch the kernels with their addresses and numbers."""
+        first, *others = results
         pointers = {"a": x.a, "b": x.b, "ends": x.ends, "c": first}
         values = {name: interop.argument(y)[1] for name, y in pointers.items()}
         starts = [at for _, at in self.sources] + [0] * len(others)
         values |= rowwise_gpu.addresses([*read, *others], starts)
-        values |= {f"number_{i}": float(resolve(key, found)) for i, key in enumerate(self.numbers)}
+        values |= {f"number_{i}": float(resolve(key, closure)) for i, key in enumerate(self.numbers)}
         rowwise_gpu.start(self.launches, self.on, values, 0, x.a)
 
 
 @dataclass(frozen=True, slots=True)
-class Posed:
+class GroupedProblem:
     """A call reduced to a problem.
 
     Attributes:
-        problem: of groups of like sizes.
+        problem: of groups of equal sizes.
         values: the numbers of a kernel, by name.
-        vectors: elements that may be moved at once.
+        vectors: elements of the widest vector accesses.
     """
 
     problem: Problem
@@ -187,8 +186,8 @@ class Posed:
     vectors: tuple[int, int, int]
 
 
-def posed(x: Given, to: Foreign, fused: str = "") -> Posed:
-    """The problem of a call whose result lies like an array."""
+def grouped_problem(x: Groups, to: DeviceArray, fused: str = "") -> GroupedProblem:
+    """The problem of a call whose result is laid out like an array."""
     (m, n, k), groups = x.size, x.b.shape[0]
     (a_m, a_k), (b_batch, b_k, b_n), (c_m, c_n) = map(device_arrays.elements, (x.a, x.b, to))
     a = device_arrays.matrix(x.a, m, k, (a_m, a_k))
@@ -207,51 +206,53 @@ def posed(x: Given, to: Foreign, fused: str = "") -> Posed:
         "m": m, "n": n, "k": k, "batch": groups, "a_m": a.row, "a_k": a.col, "a_batch": 0, "b_k": b.row, "b_n": b.col,
         "b_batch": b_batch, "c_m": c.row, "c_n": c.col, "c_batch": 0,
     }  # fmt: skip
-    return Posed(p, values, vectors)
+    return GroupedProblem(p, values, vectors)
 
 
-def question(a: Foreign, b: Foreign, out: Foreign | None, epilogue: Callable[..., Any] | None) -> Posed:
-    """The problem that a call poses, wherever groups end."""
+def question(
+    a: DeviceArray, b: DeviceArray, out: DeviceArray | None, epilogue: Callable[..., Any] | None
+) -> GroupedProblem:
+    """The problem of a call, whatever the ends of groups."""
     check_shapes(a.shape, b.shape, *b.shape[:1])
-    x = Given(a, b, a, out)
+    x = Groups(a, b, a, out)
     c, to = _result(x, "")
     if epilogue is None:
-        return posed(x, to)
+        return grouped_problem(x, to)
     traced, _ = trace(epilogue, _VALUES, by_value=False, rank=3)
-    step = fused_matmul_gpu.settled(a, b, out, "", traced)
+    step = fused_matmul_gpu.fusible_step(a, b, out, "", traced)
     first = matmul_gpu.named(step.types[0])
-    return posed(x, to if c == first else interop.empty_like(a, to.shape, first)[1], step.text)
+    return grouped_problem(x, to if c == first else interop.empty_like(a, to.shape, first)[1], step.text)
 
 
-def _result(x: Given, wanted: str) -> tuple[str, Foreign]:
+def _result(x: Groups, requested: str) -> tuple[str, DeviceArray]:
     """The type of the result, and an array like it."""
     shape = (x.size[0], x.size[1])
-    c = device_arrays.result_type(x.a.dtype, x.b.dtype, wanted if x.out is None else x.out.dtype)
+    c = device_arrays.result_type(x.a.dtype, x.b.dtype, requested if x.out is None else x.out.dtype)
     if x.out is not None:
         device_arrays.check_out(x.out, shape)
     return c, x.out or interop.empty_like(x.a, shape, c)[1]
 
 
-def _launches(x: Given, call: Posed, values: dict[str, Any]) -> tuple[Launch, ...]:
+def _launches(x: Groups, call: GroupedProblem, values: dict[str, Any]) -> tuple[Launch, ...]:
     """The kernels of a call with their numbers."""
-    found = gpu_dispatch.route(call.problem, device_arrays.machine_of(x.a), call.vectors)
+    route = gpu_dispatch.route(call.problem, device_arrays.machine_of(x.a), call.vectors)
     return tuple(
         gpu_dispatch.bind(kernel, function, values)
-        for kernel, function in zip(found.kernels, found.functions, strict=True)
+        for kernel, function in zip(route.kernels, route.functions, strict=True)
     )
 
 
-def _plain(x: Given, wanted: str) -> _Ready:
-    """What a kind of call without an epilogue comes to."""
-    c, to = _result(x, wanted)
+def _plain(x: Groups, requested: str) -> _Ready:
+    """The kernels of a kind of call without an epilogue."""
+    c, to = _result(x, requested)
     shape = (x.size[0], x.size[1])
-    call = posed(x, to)
+    call = grouped_problem(x, to)
     launches = _launches(x, call, call.values) if 0 not in shape else ()
     return _Ready(device_arrays.machine_of(x.a), ((shape, c),), launches)
 
 
-def _fused(x: Given, wanted: str, traced: Traced) -> _Ready:
-    """What a kind of call with an epilogue comes to.
+def _fused(x: Groups, requested: str, traced: Traced) -> _Ready:
+    """The kernels of a kind of call with an epilogue.
 
     Raises:
         TypeError: a captured array is in the host's memory.
@@ -260,7 +261,7 @@ def _fused(x: Given, wanted: str, traced: Traced) -> _Ready:
     if not all(y.device for y in traced.sources):
         raise TypeError("the epilogue captures an array in the host's memory; copy it to the device of the operands")
     m, n, _ = x.size
-    step = fused_matmul_gpu.settled(x.a, x.b, x.out, wanted, traced)
+    step = fused_matmul_gpu.fusible_step(x.a, x.b, x.out, requested, traced)
     types = [matmul_gpu.named(y) for y in step.types]
     if x.out is not None:
         device_arrays.check_out(x.out, (m, n))
@@ -272,7 +273,7 @@ def _fused(x: Given, wanted: str, traced: Traced) -> _Ready:
     size = (m, n, x.b.shape[0])
     sources = [(y, located(y.array, y, size)) for y in traced.sources]
     strides = [steps[1:4] for _, steps in sources] + [(0, *dense(y, size)[1:]) for y in step.axes[1:]]
-    call = posed(x, to, step.text)
+    call = grouped_problem(x, to, step.text)
     values: dict[str, Any] = dict(call.values)
     for i, (b_step, m_step, n_step) in enumerate(strides):
         values |= {f"x{i}_b": b_step, f"x{i}_m": m_step, f"x{i}_n": n_step}

@@ -1,7 +1,7 @@
-"""Kernels of one's own, on arrays.
+"""Launch of user-written kernels on arrays.
 
-Owns `launch`, the last step of a block program that somebody wrote: a `Kernel` is compiled, once, and runs
-on arrays that lie as they lie. Imports `arrays.numpy_arrays`, `host.detect`, `dispatch.cpu`, `ir.grid_kernel`, `dispatch.config`.
+Owns `launch`, the last step of a user's block program: a `Kernel` is compiled, once, and runs
+on arrays of any strides, without copies.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def launch(kernel: Kernel | GridKernel, a: Any, b: Any, c: Any) -> Any:
     """Run a kernel: C[m, n] of A[m, k] and B[k, n], or of a batch of each.
 
-    What it does with them is its own affair; this machine keeps it from nothing. Threads are those of
-    `config` and `set_num_threads`. A kernel of a device (`grid.GridKernel`) takes arrays on one, and is put on the
+    Nothing restricts what a kernel does. Threads are those of
+    `config` and `set_num_threads`. A kernel of a device (`GridKernel`) takes arrays on one, and is launched on the
     stream or queue of `a`.
 
     Args:
@@ -42,7 +42,7 @@ def launch(kernel: Kernel | GridKernel, a: Any, b: Any, c: Any) -> Any:
     Raises:
         TargetError: this machine lacks instructions.
         TypeError: an array is of another type than the kernel's.
-        ValueError: shapes do not fit, or `c` cannot be written.
+        ValueError: shapes do not match, or `c` cannot be written.
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
@@ -59,9 +59,9 @@ def launch(kernel: Kernel | GridKernel, a: Any, b: Any, c: Any) -> Any:
         _check(name, x, kernel)
     (*lead, m, k), n = a.shape, b.shape[-1]
     if b.shape != (*lead, k, n) or c.shape != (*lead, m, n) or len(lead) > 1:
-        raise ValueError(f"a {a.shape}, b {b.shape} and c {c.shape} do not fit: give (m, k), (k, n) and (m, n)")
+        raise ValueError(f"a {a.shape}, b {b.shape} and c {c.shape} do not fit: pass (m, k), (k, n) and (m, n)")
     if not c.flags.writeable:
-        raise ValueError("c is read-only; give a writeable array")
+        raise ValueError("c is read-only; pass a writeable array")
     matmul_op.begin()
     fields = {"m": m, "n": n, "k": k, "batch": lead[0] if lead else 1, "workers": config.get_num_threads()}
     numbers: list[Any] = [fields[x] for x in ("m", "n", "k", "batch")]
@@ -76,12 +76,12 @@ def launch(kernel: Kernel | GridKernel, a: Any, b: Any, c: Any) -> Any:
 
 
 def _check(name: str, x: Any, kernel: Kernel) -> None:
-    """Refuse what a kernel cannot read."""
+    """Check that a kernel can read an array."""
     if on_device(x):
         raise TypeError(f"{name} is on a device; this kernel is for arrays in the host's memory")
     wanted = base(kernel.type_of(name))
     if not isinstance(x, np.ndarray) or numpy_arrays.name_of(x.dtype) != wanted or x.ndim < 2:
-        said = f"an array of {x.dtype}, shape {x.shape}" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
-        raise TypeError(f"{name} is {said}; this kernel takes matrices of {BY_NAME[wanted].numpy}")
+        actual = f"an array of {x.dtype}, shape {x.shape}" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
+        raise TypeError(f"{name} is {actual}; this kernel takes matrices of {BY_NAME[wanted].numpy}")
     if not numpy_arrays.addressable(x, x.dtype.newbyteorder("=")):
-        raise ValueError(f"{name} is not aligned to its elements, or of another order of bytes; copy it first")
+        raise ValueError(f"{name} is not aligned to its elements, or of another byte order; copy it first")

@@ -1,8 +1,7 @@
-"""Products of quantised operands, with their scales.
+"""Quantized linear layers: products of quantized operands, with their scales.
 
-Owns `linear`: what a caller says about scales, zero points and a bias, reduced
-to the vectors that a kernel's last step reads (kernels/cpu/epilogue.py). Imports
-`ops.matmul`, `arrays.numpy_arrays`, `ops.prepack`, `spec.problem`, `ops.linear_vectors`, `dispatch.config`.
+Owns `linear`: scales, zero points and a bias, reduced to the vectors that a kernel's epilogue
+reads (kernels/cpu/epilogue.py).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from portmm.arrays import interop, numpy_arrays, numpy_fallback
 from portmm.dispatch import config
 from portmm.errors import BuildError, ScheduleError
 from portmm.ops import matmul as matmul_op
-from portmm.ops.int4_panels import Folded, fold, unfold
+from portmm.ops.int4_panels import PackedInt4, pack_int4, unpack_int4
 from portmm.ops.linear_vectors import is_default, last_step, vectors_of
 from portmm.ops.prepack import current, is_packed, pack, unpack
 from portmm.runtime.cpu import runtime
@@ -33,9 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LONGEST_GROUP = (2**31 - 1) // (128 * 15)
-"""Rows of codes of four bits whose sum with int8 stays under 2**31."""
+"""Rows of int4 values whose sum of products with int8 is below 2**31."""
 MOST_CALLS = 1024
-"""Kinds of calls remembered before starting afresh."""
+"""Kinds of calls remembered before the memo is emptied."""
 
 Array = np.ndarray[Any, Any]
 
@@ -56,72 +55,74 @@ def linear(
     out: Any = None,
     epilogue: Callable[..., Any] | None = None,
 ) -> Any:
-    """X . w + bias for quantised operands: values are scale * (code - zero).
+    """X . w + bias for quantized operands: values are scale * (code - zero).
 
-    The sum over k is exact in integers, zero points included, modulo 2**32; then
-    come three roundings in float32 and one to the result. With a weight of four bits
+    The sum over k is exact in integers, zero points included, modulo 2**32; then follow
+    three roundings in float32 and one to the result. With an int4 weight
     sums are exact within a group, and the groups are summed in float32.
 
     Args:
-        x: int8 or uint8 codes (..., k), or float32, float16 or bfloat16 values,
-            which take no scale or zero point and are multiplied as they are, or `dynamic`. Arrays on a
-            device are codes, or dynamic, and have no zero points; w, scales and a bias lie there too.
-        w: int8 codes (k, n), or those packed by `pack` for the dtype of `x`, or a weight
-            of four bits from `quantize`, packed or not. What is not packed is packed in
+        x: int8 or uint8 values (..., k), or float32, float16 or bfloat16 values,
+            which have no scale or zero point and are multiplied without conversion, or are `dynamic`. Arrays on a
+            device are integers, or dynamic, and have no zero points; w, scales and a bias are there too.
+        w: int8 values (k, n), or those packed by `pack` for the dtype of `x`, or an int4 weight
+            from `quantize`, packed or not. An unpacked weight is packed in
             every call.
         bias: (n,), of the result's values; none by default.
         x_scale: a number, or one for each row: x's shape without k.
         x_zero: as `x_scale`, integers.
         w_scale: a number, or one for each column, (n,).
-        w_zero: as `w_scale`, integers, not beside `dynamic`. Zero points of w cost a sum
-            over x. A weight of four bits has its own, and takes an `x` without any.
-        out_scale: quantise the result again: round to nearest even, saturate.
+        w_zero: as `w_scale`, integers, not with `dynamic`. Zero points of w cost a sum
+            over x. An int4 weight has its own, and takes an `x` without any.
+        out_scale: quantize the result: round to nearest even, saturate.
         out_zero: zero point of the result.
-        dynamic: quantise the float rows of `x` to int8 on the way, each by its largest
-            magnitude: codes are x * (127 / max |x|), in float32, rounded half to even, and
-            their scale is max |x| / 127. A row with a NaN or an infinity gives none but
-            such. `w` is then to be packed for int8.
+        dynamic: dynamic quantization: quantize the float rows of `x` to int8, each by its largest
+            magnitude: values are x * (127 / max |x|), in float32, rounded half to even, and
+            their scale is max |x| / 127. The results of a row with a NaN or an infinity are all
+            not finite. `w` must be packed for int8.
         dtype: float32, float16 or bfloat16; with `out_scale` int8 or uint8. By
             default float32, or the type of `x` with `out_scale`.
-        out: where to put the result, an array of that type.
-        epilogue: what becomes of the scaled sums, as in `matmul`, before they are rounded.
-            Not beside `out_scale`: `quantize_rows` and `cast` do that.
+        out: the array of the result, of that type.
+        epilogue: a function of the scaled sums, as in `matmul`, before they are rounded.
+            Not with `out_scale`: `quantize_rows` and `cast` do that.
 
     Returns:
         The result, (..., n), of type `dtype`.
 
     Raises:
         TypeError: a dtype is not supported.
-        ValueError: shapes do not fit, a scale is negative or not finite, or a zero point
+        ValueError: shapes do not match, a scale is negative or not finite, or a zero point
             does not fit 16 bits.
         ScheduleError: `w` was packed for other activations.
     """
-    if (taker := numpy_arrays.taker(x, w, bias, x_scale, w_scale)) is not None:
+    if (tracer := numpy_arrays.tracing_operand(x, w, bias, x_scale, w_scale)) is not None:
         more = {"x_scale": x_scale, "x_zero": x_zero, "w_scale": w_scale, "w_zero": w_zero, "out_scale": out_scale}
         more |= {"out_zero": out_zero, "dynamic": dynamic, "dtype": dtype, "out": out, "epilogue": epilogue}
-        return taker.call_(linear, (x, w, bias), more)
+        return tracer.call_(linear, (x, w, bias), more)
     if interop.on_device(x) or interop.on_device(w):
-        from portmm.ops.linear_gpu import linear as there
+        from portmm.ops.linear_gpu import linear as linear_on_device
 
-        options = {"x_scale": x_scale, "x_zero": x_zero, "w_scale": w_scale, "w_zero": w_zero}
-        options |= {"out_scale": out_scale, "out_zero": out_zero, "dynamic": dynamic}
-        return there(x, w, bias, options, dtype, out, epilogue)
+        scaling_options = {"x_scale": x_scale, "x_zero": x_zero, "w_scale": w_scale, "w_zero": w_zero}
+        scaling_options |= {"out_scale": out_scale, "out_zero": out_zero, "dynamic": dynamic}
+        return linear_on_device(x, w, bias, scaling_options, dtype, out, epilogue)
     left = numpy_arrays.as_operand(x, "x", matrix=False)
-    if isinstance(w, Folded):
+    if isinstance(w, PackedInt4):
         weight = w
     elif is_packed(w):
         weight = current(w)
     else:
         weight = _weight(w, np.dtype(np.int8) if dynamic else left.dtype)
-    given = (not is_default(x_zero, 0), not is_default(w_zero, 0), not is_default(x_scale, 1))
-    asked = _Asked(None if dtype is None else np.dtype(dtype), dynamic, *given, bias is not None, out_scale is not None)
+    options_used = (not is_default(x_zero, 0), not is_default(w_zero, 0), not is_default(x_scale, 1))
+    options = _Options(
+        None if dtype is None else np.dtype(dtype), dynamic, *options_used, bias is not None, out_scale is not None
+    )
     m = left.shape[0] if left.ndim == 2 else prod(left.shape[:-1])
-    key = (last_of_class(m), *_laid(left), left.dtype, left.flags.aligned, weight.family, weight.shape, asked)
-    said = (x_scale, x_zero, w_scale, w_zero, out_scale, out_zero)
+    key = (last_of_class(m), *_layout(left), left.dtype, left.flags.aligned, weight.family, weight.shape, options)
+    scaling = (x_scale, x_zero, w_scale, w_zero, out_scale, out_zero)
     if epilogue is not None:
-        return _surrounded(key, left, weight, asked, out, epilogue, bias, said)
-    call, shape = _remembered(key, m, left, weight, asked), (*left.shape[:-1], weight.shape[1])
-    vectors = vectors_of(left, (m, shape[-1]), call.source, bias, said)
+        return _with_epilogue(key, left, weight, options, out, epilogue, bias, scaling)
+    call, shape = _remembered(key, m, left, weight, options), (*left.shape[:-1], weight.shape[1])
+    vectors = vectors_of(left, (m, shape[-1]), call.source, bias, scaling)
     if out is None:
         result = np.empty(shape, call.dtype)
         to = result
@@ -138,61 +139,61 @@ def linear(
     return result if out is not None or dtype is None else result.astype(dtype, copy=False)
 
 
-def _surrounded(  # noqa: PLR0917 - one place calls it
+def _with_epilogue(  # noqa: PLR0917 - one caller
     key: tuple[Any, ...],
     left: Array,
     weight: Any,
-    asked: _Asked,
+    options: _Options,
     out: Any,
     epilogue: Callable[..., Any],
     bias: Any,
-    given: tuple[Any, ...],
+    scaling: tuple[Any, ...],
 ) -> Any:
-    """The product, and what an epilogue makes of it: in one kernel, or over its rows."""
+    """The product with an epilogue: in one kernel, or with a second one over its rows."""
     from portmm.ops.fused_matmul import NAMES, fit
     from portmm.ops.rowwise import over_rows
     from portmm.spec.epilogue import acc
-    from portmm.trace.bind import Around
+    from portmm.trace.bind import UserFunction
     from portmm.trace.tracer import Indices
 
-    if asked.again:
-        raise ValueError("out_scale is given beside an epilogue; let that scale and cast the result")
-    around = Around.of(epilogue)
+    if options.again:
+        raise ValueError("out_scale is passed with an epilogue; let that scale and cast the result")
+    user_function = UserFunction.of(epilogue)
     values, rank, m = (acc(), Indices(NAMES)), 2 if left.ndim == 2 else 3, prod(left.shape[:-1])
 
-    def made(traced: Any) -> _Call | None:
-        return _fused(left, weight, asked, traced)
+    def build(traced: Any) -> _Call | None:
+        return _fused(left, weight, options, traced)
 
-    call: _Call | None = around.ready(("linear", rank, key), made, values, rank)
+    call: _Call | None = user_function.ready(("linear", rank, key), build, values, rank)
     if call is not None and not call.rows[0] <= m <= call.rows[1]:
-        call = around.ready(("linear", rank, m, key), made, values, rank)
+        call = user_function.ready(("linear", rank, m, key), build, values, rank)
     if call is None or call.bound is None:
-        wide = np.dtype(np.float32)
-        usual = wide if asked.dtype is None else asked.dtype
+        f32 = np.dtype(np.float32)
+        usual = f32 if options.dtype is None else options.dtype
         names = ("x_scale", "x_zero", "w_scale", "w_zero", "out_scale", "out_zero")
-        options = dict(zip(names, given, strict=True))
-        whole = linear(left, weight, bias, **options, dynamic=asked.dynamic, dtype=wide)
-        found, several = over_rows(epilogue, (whole,), NAMES, dtype=usual)
-        return fit(list(found), out, several=several)
-    vectors = vectors_of(left, (m, weight.shape[1]), call.source, bias, given)
+        scaling_by_name = dict(zip(names, scaling, strict=True))
+        product = linear(left, weight, bias, **scaling_by_name, dynamic=options.dynamic, dtype=f32)
+        results, several = over_rows(epilogue, (product,), NAMES, dtype=usual)
+        return fit(list(results), out, several=several)
+    vectors = vectors_of(left, (m, weight.shape[1]), call.source, bias, scaling)
     results = [np.empty((m, width), t) for width, t in call.results]
-    table = call.bound.fill(around.found, [], results[1:])
+    table = call.bound.fill(user_function.closure, [], results[1:])
     _run(call, m, left, weight, results[0], vectors, table[:2])
     return fit(results, out, several=call.several)
 
 
-def _fused(left: Array, weight: Any, asked: _Asked, traced: Any) -> _Call | None:
-    """The kernel of a product and its epilogue; None where it takes two."""
-    from portmm.trace.bind import Bound, dense, settle
+def _fused(left: Array, weight: Any, options: _Options, traced: Any) -> _Call | None:
+    """The kernel of a product and its epilogue; None if they need two."""
+    from portmm.trace.bind import Bound, bind_operands, dense
 
     if left.ndim != 2 or 0 in (*left.shape, *weight.shape):
         return None
-    types, _ = _types(left.dtype, asked.dtype, again=False, dynamic=asked.dynamic)
-    step = settle(traced, (), types[2], ends=True)
+    types, _ = _types(left.dtype, options.dtype, requantize=False, dynamic=options.dynamic)
+    step = bind_operands(traced, (), types[2], ends=True)
     if step.fused.reductions or step.fused.folds or not step.wide or step.types[0] == np.int32:
         return None
     try:
-        call = _prepared(left, weight, asked, step)
+        call = _prepared(left, weight, options, step)
     except ScheduleError:
         return None
     if call.plain:
@@ -206,8 +207,8 @@ def _fused(left: Array, weight: Any, asked: _Asked, traced: Any) -> _Call | None
     return replace(call, bound=bound, rows=served, results=results, several=traced.several)
 
 
-class _Asked(NamedTuple):
-    """What a caller wants, so far as kernels depend on it: which vectors there are, and types."""
+class _Options(NamedTuple):
+    """The options of a call that kernels depend on: vectors that are not default, and types."""
 
     dtype: np.dtype[Any] | None
     dynamic: bool
@@ -215,30 +216,30 @@ class _Asked(NamedTuple):
     w_zero: bool
     x_scale: bool
     bias: bool
-    again: bool
+    requantize: bool
 
     @property
     def post(self) -> str:
-        """The steps of a kernel's end."""
-        shift = self.bias or self.again
+        """The steps of a kernel's epilogue."""
+        shift = self.bias or self.requantize
         words = ("scale", "azero" * self.x_zero, "bzero" * self.w_zero, "bias" * shift)
         return "+".join(filter(None, words))
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """How operands like these are multiplied.
+    """The kernel of one kind of call.
 
     Attributes:
-        rows: the least and the largest number of rows of x that it serves.
+        rows: the least and the largest number of rows of x that it supports.
         dtype: of the result, in native order.
-        source: the type that rows are quantised from, or "".
-        route: the kernel; None if there is nothing to sum.
-        strides: of x, by rows and by columns, in elements; None if it must be copied first.
-        weight: as the kernel reads it, if it had to be packed again.
+        source: the type that rows are quantized from, or "".
+        route: the kernel; None for empty sums.
+        strides: of x, between rows and columns, in elements; None if it must be copied first.
+        weight: the weight, if it had to be repacked.
         bound: the operands of an epilogue.
         results: columns and types of its results.
-        several: it gives a tuple.
+        several: it returns a tuple.
         plain: there is no kernel, and NumPy computes.
     """
 
@@ -257,14 +258,14 @@ class _Call:
 def _checked_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     into = numpy_arrays.check_out(out, shape, dtype)
     if into.dtype.newbyteorder("=") != dtype:
-        raise TypeError(f"out has dtype {into.dtype}; the result is {dtype}: say so with dtype=")
+        raise TypeError(f"out has dtype {into.dtype}; the result is {dtype}: set it with dtype=")
     return into
 
 
 def _weight(w: Any, activations: np.dtype[Any]) -> Any:
-    """A weight that is not packed yet, packed."""
+    """The packed weight of an unpacked one."""
     if isinstance(w, Quantized):
-        return fold(w)
+        return pack_int4(w)
     refuse_class(w, "w")
     codes = np.asarray(w)
     if codes.ndim != 2:
@@ -272,30 +273,30 @@ def _weight(w: Any, activations: np.dtype[Any]) -> Any:
     return pack(codes, activations=activations.newbyteorder("="))
 
 
-def _laid(x: Array) -> tuple[Any, ...]:
-    """Columns and strides of x, whatever its number of rows where that is possible."""
+def _layout(x: Array) -> tuple[Any, ...]:
+    """Columns and strides of x, independent of its number of rows where possible."""
     if x.ndim == 2:
         return x.shape[1], x.strides
     return (x.shape[-1], None) if x.flags.c_contiguous else (x.shape, x.strides)
 
 
-def _remembered(key: tuple[Any, ...], m: int, left: Array, weight: Any, asked: _Asked) -> _Call:
-    """How operands like these are multiplied, worked out once: for the class of M, where that has one kernel."""
+def _remembered(key: tuple[Any, ...], m: int, left: Array, weight: Any, options: _Options) -> _Call:
+    """The kernel for operands of this kind, from the memo: for the class of M, where that has one kernel."""
     key = (*key, config.current(), config.limit())
-    found: _Call | None = _calls.get(key) or _calls.get((m, key))
-    if found is None:
-        found = _prepared(left, weight, asked)
-        if found.weight is None and not found.plain:
-            _calls.keep(key if found.rows == row_class(m) else (m, key), found)
-    return found
+    call: _Call | None = _calls.get(key) or _calls.get((m, key))
+    if call is None:
+        call = _prepared(left, weight, options)
+        if call.weight is None and not call.plain:
+            _calls.keep(key if call.rows == row_class(m) else (m, key), call)
+    return call
 
 
 _calls = Memory(MOST_CALLS)
 
 
-def _prepared(left: Array, weight: Any, asked: _Asked, step: Any = None) -> _Call:
-    types, source = _types(left.dtype, asked.dtype, again=asked.again, dynamic=asked.dynamic)
-    _check(left, weight, types, asked)
+def _prepared(left: Array, weight: Any, options: _Options, step: Any = None) -> _Call:
+    types, source = _types(left.dtype, options.dtype, requantize=options.requantize, dynamic=options.dynamic)
+    _check(left, weight, types, options)
     k, n = weight.shape
     m = prod(left.shape[:-1])
     if k == 0 or m == 0 or n == 0:
@@ -307,47 +308,47 @@ def _prepared(left: Array, weight: Any, asked: _Asked, step: Any = None) -> _Cal
     in_place = operand.address == left.__array_interface__["data"][0]
     layout, strides = (operand.layout, (operand.row, operand.col)) if in_place else ("row", None)
     deterministic = config.current().deterministic
-    held = family(weight.family).dtype
-    word = spell(numpy_arrays.name_of(types[0]), held, numpy_arrays.name_of(step.types[0] if step else types[2]))
+    w_type = family(weight.family).dtype
+    word = spell(numpy_arrays.name_of(types[0]), w_type, numpy_arrays.name_of(step.types[0] if step else types[2]))
     p = Problem(
-        m, n, k, word, a="row" if source else layout, b="codes" if held == "u4" else "packed",
-        family=weight.family, deterministic=deterministic, post=asked.post, source=source,
+        m, n, k, word, a="row" if source else layout, b="codes" if w_type == "u4" else "packed",
+        family=weight.family, deterministic=deterministic, post=options.post, source=source,
         fused=step.text if step else "",
     )  # fmt: skip
     if p.acc == "s32" and p.b == "packed" and not family(weight.family).sums:
         raise ScheduleError(f"w is packed as {weight.family}, for activations of another type: pack it for {types[0]}")
     matmul_op.begin()
-    again = None
+    repacked = None
     try:
         try:
             route, shared = matmul_op.routed(p)
         except ScheduleError:  # packed on another machine
-            again = fold(unfold(weight)) if p.b == "codes" else pack(unpack(weight), activations=types[0])
-            route, shared = matmul_op.routed(replace(p, family=again.family))
+            repacked = pack_int4(unpack_int4(weight)) if p.b == "codes" else pack(unpack(weight), activations=types[0])
+            route, shared = matmul_op.routed(replace(p, family=repacked.family))
     except BuildError as error:
         numpy_fallback.fall_back(error)
         return _Call((m, m), types[2], source, None, None, None, plain=True)
-    return _Call(row_class(m) if shared else (m, m), types[2], source, route, strides, again)
+    return _Call(row_class(m) if shared else (m, m), types[2], source, route, strides, repacked)
 
 
-def _check(left: Array, weight: Any, types: numpy_arrays.DTypes, asked: _Asked) -> None:
-    """That operands fit each other, and what was given of scales and zero points fits them."""
+def _check(left: Array, weight: Any, types: numpy_arrays.DTypes, options: _Options) -> None:
+    """Check shapes and types of operands, and the options for them."""
     k = left.shape[-1]
     if len(weight.shape) != 2 or weight.shape[0] != k:
         raise ValueError(f"w has shape {weight.shape}; x has {k} columns, so w must have shape ({k}, n)")
-    held = family(weight.family).dtype
-    if held not in ("s8", "u4"):
-        raise TypeError(f"w has dtype {weight.dtype}; linear takes int8 codes or four bits, use matmul for floats")
-    if numpy_arrays.name_of(left.dtype) not in ("s8", "u8") and (asked.x_scale or asked.x_zero):
-        raise ValueError(f"x has dtype {left.dtype}: only integer codes have a scale and a zero point")
-    if asked.dynamic and asked.w_zero:
-        raise ValueError("w_zero is given: with dynamic rows the weight has none; quantise x first, and give x_scale")
-    if held == "s8":
+    w_type = family(weight.family).dtype
+    if w_type not in ("s8", "u4"):
+        raise TypeError(f"w has dtype {weight.dtype}; linear takes int8 or int4 values, use matmul for floats")
+    if numpy_arrays.name_of(left.dtype) not in ("s8", "u8") and (options.x_scale or options.x_zero):
+        raise ValueError(f"x has dtype {left.dtype}: only integers have a scale and a zero point")
+    if options.dynamic and options.w_zero:
+        raise ValueError("w_zero is set: with dynamic rows the weight has none; quantize x first, and pass x_scale")
+    if w_type == "s8":
         return
-    if asked.x_zero or asked.w_zero:
-        raise ValueError("x_zero or w_zero is given: with a weight of four bits there is no zero point beside its own")
+    if options.x_zero or options.w_zero:
+        raise ValueError("x_zero or w_zero is set: an int4 weight has zero points of its own only")
     if types[0] == np.uint8:
-        raise TypeError("x has dtype uint8; a weight of four bits is multiplied by int8 or floats")
+        raise TypeError("x has dtype uint8; an int4 weight is multiplied by int8 or floats")
     group = family(weight.family).group or k
     if types[0] == np.int8 and group > LONGEST_GROUP:
         raise ValueError(
@@ -357,25 +358,25 @@ def _check(left: Array, weight: Any, types: numpy_arrays.DTypes, asked: _Asked) 
 
 @cache
 def _types(
-    x: np.dtype[Any], dtype: np.dtype[Any] | None, *, again: bool, dynamic: bool
+    x: np.dtype[Any], dtype: np.dtype[Any] | None, *, requantize: bool, dynamic: bool
 ) -> tuple[numpy_arrays.DTypes, str]:
-    """The types of the product, and that which rows of A are quantised from."""
+    """The types of the product, and the type that rows of A are quantized from."""
     source = numpy_arrays.name_of(x) if dynamic else ""
     if dynamic and source not in ("f32", "f16", "bf16"):
-        raise TypeError(f"x has dtype {x}: only float32, float16 and bfloat16 rows are quantised")
+        raise TypeError(f"x has dtype {x}: only float32, float16 and bfloat16 rows are quantized")
     factor = np.dtype(np.int8) if dynamic else x
     if numpy_arrays.name_of(factor) not in ("s8", "u8", "f32", "f16", "bf16"):
         raise TypeError(f"x has dtype {x}; linear takes int8, uint8, float32, float16 and bfloat16")
-    usual = factor if again else np.dtype(np.float32)
-    wanted = (usual if dtype is None else dtype).newbyteorder("=")
-    allowed = ("s8", "u8") if again else ("f32", "f16", "bf16")
-    if numpy_arrays.name_of(wanted) not in allowed:
-        raise TypeError(f"dtype is {wanted}; {'with' if again else 'without'} out_scale use one of {allowed}")
+    usual = factor if requantize else np.dtype(np.float32)
+    result = (usual if dtype is None else dtype).newbyteorder("=")
+    allowed = ("s8", "u8") if requantize else ("f32", "f16", "bf16")
+    if numpy_arrays.name_of(result) not in allowed:
+        raise TypeError(f"dtype is {result}; {'with' if requantize else 'without'} out_scale use one of {allowed}")
     left, right, _ = numpy_arrays.types_of(factor, np.dtype(np.int8))
-    return (left, right, wanted), source
+    return (left, right, result), source
 
 
-def _run(  # noqa: PLR0917 - operands, then what follows them
+def _run(  # noqa: PLR0917 - operands, then options
     call: _Call,
     m: int,
     left: Array,
@@ -402,18 +403,18 @@ def _run(  # noqa: PLR0917 - operands, then what follows them
 
 
 def _by_numpy(left: Array, weight: Any, source: str, vectors: tuple[Array | None, ...], dtype: np.dtype[Any]) -> Array:
-    """The product, and the last step."""
+    """The product and its epilogue, computed by NumPy."""
     a_scale, b_scale, *rest = vectors
     if source:
-        left, scales = numpy_fallback.quantised_rows(left)
+        left, scales = numpy_fallback.quantized_rows(left)
         a_scale = scales if a_scale is None else a_scale * scales
     columns: Array = np.zeros(1, np.int64)
-    if isinstance(weight, Folded):
-        # Codes and their scales are exact in float64, where groups are summed, too.
-        sums = left.astype(np.float64) @ dequantize(unfold(weight), np.float64)
+    if isinstance(weight, PackedInt4):
+        # Values and scales are exact in float64, in which groups are summed, too.
+        sums = left.astype(np.float64) @ dequantize(unpack_int4(weight), np.float64)
     elif left.dtype.kind in "iu":
-        whole = unpack(weight).astype(np.int64)
-        sums, columns = (left.astype(np.int64) @ whole).astype(np.int32), whole.sum(axis=0)
+        dense = unpack(weight).astype(np.int64)
+        sums, columns = (left.astype(np.int64) @ dense).astype(np.int32), dense.sum(axis=0)
     else:
         sums = left.astype(np.float32) @ unpack(weight).astype(np.float32)
     return numpy_fallback.scaled(sums, (a_scale, b_scale, *rest), columns, dtype)

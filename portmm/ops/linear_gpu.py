@@ -1,8 +1,7 @@
-"""Products of quantised operands that lie on a device, with their scales.
+"""Quantized linear layers of arrays on a device.
 
-Owns `linear` for such arrays: what a caller says about scales and a bias becomes an epilogue, so that codes are
-multiplied by whatever multiplies integers, and nothing else passes through memory. Imports `ops.matmul`, `arrays.interop`,
-`ops.rowwise_gpu`, `spec.elementwise`.
+Owns `linear` for such arrays: scales and a bias become an epilogue of an integer
+product, so that nothing else passes through memory.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ if TYPE_CHECKING:
 _ROWS = {"m": "m", "n": "n", "b": "b"}
 
 
-def linear(  # noqa: PLR0917 - operands, then what `scaled.linear` was told
-    x: Any, w: Any, bias: Any, said: dict[str, Any], dtype: Any, out: Any, epilogue: Callable[..., Any] | None
+def linear(  # noqa: PLR0917 - operands, then the options of `linear.linear`
+    x: Any, w: Any, bias: Any, options: dict[str, Any], dtype: Any, out: Any, epilogue: Callable[..., Any] | None
 ) -> Any:
-    """X . w + bias of arrays on one device: see `scaled.linear`.
+    """X . w + bias of arrays on one device: see `linear.linear`.
 
     Args:
-        x: codes of int8 or uint8, or floats that are `dynamic`, (..., m, k).
-        w: codes of int8, (k, n).
+        x: int8 or uint8 values, or floats that are `dynamic`, (..., m, k).
+        w: int8 values, (k, n).
         bias: (n,), or None.
-        said: its other options, by name.
+        options: the other options, by name.
         dtype: of the result, or None.
-        out: where to put it, or None.
-        epilogue: what becomes of the scaled sums, or None.
+        out: the array of the result, or None.
+        epilogue: a function of the scaled sums, or None.
 
     Raises:
         TypeError: an operand is in the host's memory or of another type, or there are zero points.
-        ValueError: shapes do not fit, or `out_scale` stands beside an epilogue.
+        ValueError: shapes do not match, or `out_scale` is passed with an epilogue.
     """
     left, weight = interop.adopt(x), interop.adopt(w)
     if left is None or weight is None:
@@ -48,49 +47,55 @@ def linear(  # noqa: PLR0917 - operands, then what `scaled.linear` was told
             f"{name} is a {type(kind).__name__} in the host's memory, the other is on a device: copy it there"
         )
     for name in ("x_zero", "w_zero"):
-        if not isinstance(said[name], (int, np.integer)) or said[name] != 0:
+        if not isinstance(options[name], (int, np.integer)) or options[name] != 0:
             raise TypeError(
-                f"{name} is given: on a device codes have no zero points; add what they come to, "
+                f"{name} is set: on a device values have no zero points; add their contribution, "
                 "- x_zero * x_scale * w_scale * (sums of w's columns), to the bias"
             )
-    if said["dynamic"] and not left.shape[-1]:
-        # Rows of nothing have no largest element.
+    if options["dynamic"] and not left.shape[-1]:
+        # Empty rows have no largest element.
         x, left = interop.empty_like(left, left.shape, "s8")
-        said = said | {"x_scale": 1.0, "dynamic": False}
-    elif said["dynamic"]:
-        # Scales of small rows would be none of float16's numbers.
-        found, _ = rowwise_gpu.over_rows(lambda v, _i: quantize_rows(v), (left,), _ROWS, dtype="f32")
-        (made, _), (scales, _) = found
-        x, left, said = made, interop.adopt(made), said | {"x_scale": scales}
-        assert left is not None  # noqa: S101 - made on the device
+        options = options | {"x_scale": 1.0, "dynamic": False}
+    elif options["dynamic"]:
+        # Scales of small rows would underflow in float16.
+        results, _ = rowwise_gpu.over_rows(lambda v, _i: quantize_rows(v), (left,), _ROWS, dtype="f32")
+        (values, _), (scales, _) = results
+        x, left, options = values, interop.adopt(values), options | {"x_scale": scales}
+        assert left is not None  # noqa: S101 - allocated on the device
     if left.dtype not in ("s8", "u8") or weight.dtype != "s8":
         raise TypeError(
             f"x has elements of {left.dtype} and w of {weight.dtype}; on a device linear takes int8 or uint8 by int8, "
             "and floats that are dynamic: multiply others with matmul"
         )
-    if epilogue is not None and said["out_scale"] is not None:
-        raise ValueError("out_scale is given beside an epilogue; let that scale and cast the result")
-    wanted = dtype
-    if said["out_scale"] is not None and dtype is None:
-        wanted = np.int8 if left.dtype == "s8" else np.uint8
-    usual = None if said["out_scale"] is not None else wanted
-    return matmul_op.matmul(x, w, out, dtype=usual, epilogue=_ending(bias, said, wanted, epilogue))
+    if epilogue is not None and options["out_scale"] is not None:
+        raise ValueError("out_scale is passed with an epilogue; let that scale and cast the result")
+    result_type = dtype
+    if options["out_scale"] is not None and dtype is None:
+        result_type = np.int8 if left.dtype == "s8" else np.uint8
+    usual = None if options["out_scale"] is not None else result_type
+    return matmul_op.matmul(x, w, out, dtype=usual, epilogue=_epilogue(bias, options, result_type, epilogue))
 
 
-def _ending(bias: Any, said: dict[str, Any], dtype: Any, epilogue: Callable[..., Any] | None) -> Callable[..., Any]:
-    """What becomes of a sum: a function of it and its place."""
+def _epilogue(
+    bias: Any, options: dict[str, Any], dtype: Any, epilogue: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """The function of a sum and its indices: scales, bias, zero point and the user's epilogue."""
     rows: Any
     columns: Any
-    rows, columns = (x if interop.on_device(x) else float(x) for x in (said["x_scale"], said["w_scale"]))
-    by_row, by_column, again = interop.on_device(rows), interop.on_device(columns), said["out_scale"] is not None
-    last, zero = float(said["out_scale"] or 1.0), float(said["out_zero"])
-    kept = bool(said["dynamic"])  # scales of rows that were quantised keep their axis
-    several = by_row and len(rows.shape) - kept > 1
+    rows, columns = (x if interop.on_device(x) else float(x) for x in (options["x_scale"], options["w_scale"]))
+    by_row, by_column, requantize = (
+        interop.on_device(rows),
+        interop.on_device(columns),
+        options["out_scale"] is not None,
+    )
+    last, zero = float(options["out_scale"] or 1.0), float(options["out_zero"])
+    kept_axis = bool(options["dynamic"])  # scales of dynamic rows keep their axis
+    several = by_row and len(rows.shape) - kept_axis > 1
 
     @traced_through
-    def ending(acc: Any, i: Any) -> Any:
+    def apply(acc: Any, i: Any) -> Any:
         value = acc
-        if by_row and kept:
+        if by_row and kept_axis:
             value = value * (rows[i.b, i.m, 0] if several else rows[i.m, 0])
         elif by_row:
             value = value * (rows[i.b, i.m] if several else rows[i.m])
@@ -101,6 +106,6 @@ def _ending(bias: Any, said: dict[str, Any], dtype: Any, epilogue: Callable[...,
             value = value + bias[i.n]
         if epilogue is not None:
             return epilogue(value, i)
-        return cast(value / last + zero, dtype) if again else value
+        return cast(value / last + zero, dtype) if requantize else value
 
-    return ending
+    return apply

@@ -1,7 +1,7 @@
-"""The vectors that the last step of a quantised product reads.
+"""The vectors that the epilogue of a quantized product reads.
 
-Owns what a caller says of scales, zero points and a bias, as vectors by rows and columns (kernels/cpu/epilogue.py), and that
-step by NumPy for sums over nothing. Imports `util.array_subclasses`, `arrays.numpy_arrays`, `host`.
+Owns the conversion of scales, zero points and a bias to vectors along rows and columns (kernels/cpu/epilogue.py), and
+the epilogue by NumPy for empty sums.
 """
 
 from __future__ import annotations
@@ -16,71 +16,71 @@ from portmm.runtime.cpu import types as runtime_types
 from portmm.util.array_subclasses import refuse_class
 
 PAD = 64
-"""Vectors by columns reach to a multiple of this: kernels read whole vectors of them."""
+"""Vectors along columns are padded to a multiple of this: kernels read whole vectors of them."""
 LARGEST = float(np.finfo(np.float32).max)
-"""A scale that is a number, at most."""
+"""The largest scale that is a number."""
 
 Array = np.ndarray[Any, Any]
 
 
 def is_default(x: Any, value: int) -> bool:
-    """Whether a number is the one that stands for nothing given."""
+    """Whether a number is the default one."""
     kind = type(x)
     return (kind is int or kind is float or isinstance(x, (int, float, np.number))) and x == value
 
 
-def _spread(name: str, given: Any, count: int, dtype: Any, pad: int = 1) -> Array:
+def _spread(name: str, value: Any, count: int, dtype: Any, pad: int = 1) -> Array:
     """A number, or one for each row or column, as a vector; padded with zeros."""
-    refuse_class(given, name)
-    values = np.asarray(given)
+    refuse_class(value, name)
+    values = np.asarray(value)
     if values.dtype.kind not in "biuf" and values.dtype.name != "bfloat16":
-        raise TypeError(f"{name} has dtype {values.dtype}; give numbers")
+        raise TypeError(f"{name} has dtype {values.dtype}; pass numbers")
     if values.size not in (1, count):
-        raise ValueError(f"{name} has shape {values.shape}; give a number, or {count} of them")
+        raise ValueError(f"{name} has shape {values.shape}; pass a number, or {count} of them")
     if values.shape == (count,) and values.dtype == dtype and count % pad == 0:
         flags = values.flags
         if flags.c_contiguous and flags.aligned:
             return values
-    whole = np.zeros(-(-count // pad) * pad, dtype)
-    whole[:count] = values.ravel()
-    return whole
+    padded = np.zeros(-(-count // pad) * pad, dtype)
+    padded[:count] = values.ravel()
+    return padded
 
 
-def _scales(name: str, given: Any, count: int, pad: int = 1) -> Array:
-    if is_default(given, 1):
+def _scales(name: str, value: Any, count: int, pad: int = 1) -> Array:
+    if is_default(value, 1):
         return numpy_arrays.ones(-(-count // pad) * pad)
-    if type(given) is float and 0 <= given <= LARGEST:
-        same = np.empty(-(-count // pad) * pad, np.float32)
-        same.fill(given)
-        return same
-    found = _spread(name, given, count, np.float32, pad)
-    if not runtime_types().are_scales(found):
-        known = found[:count]
-        raise ValueError(f"{name} must be finite and not negative; it goes from {known.min()} to {known.max()}")
-    return found
+    if type(value) is float and 0 <= value <= LARGEST:
+        equal = np.empty(-(-count // pad) * pad, np.float32)
+        equal.fill(value)
+        return equal
+    scales = _spread(name, value, count, np.float32, pad)
+    if not runtime_types().are_scales(scales):
+        known = scales[:count]
+        raise ValueError(f"{name} must be finite and not negative; it ranges from {known.min()} to {known.max()}")
+    return scales
 
 
-def _zeros(name: str, given: Any, count: int, pad: int = 1) -> Array:
-    refuse_class(given, name)
-    values = np.asarray(given)
+def _zeros(name: str, value: Any, count: int, pad: int = 1) -> Array:
+    refuse_class(value, name)
+    values = np.asarray(value)
     if values.dtype.kind not in "iu" or (values.size and (values.min() < -(1 << 15) or values.max() >= 1 << 15)):
         raise ValueError(f"{name} must be integers that fit 16 bits; got {values.dtype}")
     return _spread(name, values, count, np.int32, pad)
 
 
-def _out_zero(given: Any) -> int:
-    """The zero point of a result of integers."""
-    zero = index(given)
+def _out_zero(value: Any) -> int:
+    """The zero point of an integer result."""
+    zero = index(value)
     if not -(1 << 15) <= zero < 1 << 15:
-        raise ValueError(f"out_zero is {zero}; give an integer that fits 16 bits")
+        raise ValueError(f"out_zero is {zero}; pass an integer that fits 16 bits")
     return zero
 
 
 def vectors_of(
-    left: Array, size: tuple[int, int], source: str, bias: Any, given: tuple[Any, ...]
+    left: Array, size: tuple[int, int], source: str, bias: Any, scaling: tuple[Any, ...]
 ) -> tuple[Array | None, ...]:
-    """The six vectors of a kernel's last step."""
-    x_scale, x_zero, w_scale, w_zero, out_scale, out_zero = given
+    """The six vectors of a kernel's epilogue."""
+    x_scale, x_zero, w_scale, w_zero, out_scale, out_zero = scaling
     m, n = size
     a_scale, b_scale = _scales("x_scale", x_scale, m), _scales("w_scale", w_scale, n, PAD)
     a_zero = None if is_default(x_zero, 0) else _zeros("x_zero", x_zero, m)
@@ -92,7 +92,7 @@ def vectors_of(
         step = _scales("out_scale", out_scale, 1)[0]
         if not step:
             raise ValueError("out_scale is 0; it must be positive")
-        # Rows that are quantised on the way have their scales from there.
+        # Dynamic rows have scales from the quantization.
         a_scale, b_scale = (a_scale, b_scale / step) if source else (a_scale / step, b_scale)
         shift = (shift.astype(np.float64) / step + _out_zero(out_zero)).astype(np.float32)  # type: ignore[union-attr]
     elif not is_default(out_zero, 0):
@@ -106,7 +106,7 @@ def vectors_of(
 
 
 def last_step(sums: Array, vectors: tuple[Array | None, ...], dtype: np.dtype[Any]) -> Array:
-    """The last step for sums over nothing."""
+    """The epilogue of empty sums."""
     shift = vectors[2]
     values = sums if shift is None else sums + shift[: sums.shape[-1]]
     if dtype.kind in "iu":

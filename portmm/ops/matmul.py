@@ -1,10 +1,9 @@
-"""What a user calls.
+"""Matrix products: `matmul` and `plan`.
 
-Owns `matmul` and `plan`: arrays in, problem out, kernel run. Imports everything
-below. Ordinary 2-D arrays never come here: the run time's C goes from arrays to
-kernel by itself and calls `_resolve` once per shape. Batches, vectors and other
-strides come once, to `_planner`, for each set of shapes and strides; what no
-kernel can take where it lies goes to `_general` every time.
+Owns the path from arrays to a problem and a kernel. Ordinary 2-D arrays never reach this module: the runtime's C
+goes from arrays to the kernel by itself and calls `_resolve` once per shape. Batches, vectors and other
+strides reach `_planner` once for each set of shapes and strides; operands that no
+kernel can read in place go to `_general` every time.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from portmm.arrays.numpy_fallback import fall_back
 from portmm.arrays.numpy_fallback import product as product_by_numpy
 from portmm.dispatch import config
 from portmm.errors import BuildError, PortmmError, ScheduleError
-from portmm.ops.prepack import current, fixed, is_coded, is_packed, of_codes, register_dtype, unpack
+from portmm.ops.prepack import current, fixed, is_int4_on_device, is_packed, is_quantized, register_dtype, unpack
 from portmm.runtime import route_cache
 from portmm.runtime.cpu import runtime
 from portmm.spec.row_classes import row_class, rows
@@ -39,12 +38,12 @@ if TYPE_CHECKING:
 
 MOST_OFFSETS = 512
 """Repetitions past which a call is not planned: plans are remembered, 24 bytes
-each, and so many kernel calls outweigh the general way's 35 microseconds."""
+each, and so many kernel calls outweigh the general path's 35 microseconds."""
 HEAD_START = 0.015
-"""Seconds in which the run time's compiler gets going, undisturbed by the imports and choices of this thread."""
+"""Seconds in which the runtime's compiler starts, undisturbed by the imports and the selection of this thread."""
 
 MOST_CLASSES = 4096
-"""Routes of classes remembered for calls that come through Python."""
+"""Routes of row classes remembered for calls through Python."""
 
 _lock = locks.lock()
 _state: dict[str, Any] = {}
@@ -61,69 +60,69 @@ def matmul(
     prologue_a: Callable[..., Any] | None = None,
     prologue_b: Callable[..., Any] | None = None,
 ) -> Any:
-    """The matrix product of two arrays, as `numpy.matmul`.
+    """The matrix product of two arrays, like `numpy.matmul`.
 
     Floats are summed in float32, float64 in float64. Integers, int8 or uint8 by
     int8, are summed exactly in int32, modulo 2**32 should k be so large. A narrow
-    float result is rounded once, to nearest even, and to infinity if it is too large.
-    Units that multiply bfloat16 (AVX512-BF16, AMX, BFDOT, BFMMLA) take subnormals for zero.
+    float result is rounded once, to nearest even, and to infinity on overflow.
+    Units that multiply bfloat16 (AVX512-BF16, AMX, BFDOT, BFMMLA) flush subnormals to zero.
 
-    Arrays of CuPy, PyTorch and PyOpenCL that lie on a device are multiplied there, where they
-    lie, on the stream or queue of `a`; the result is an array of the same library, and nothing waits. There,
-    float8_e4m3fn and float8_e5m2 are multiplied, too: two of them give bfloat16 unless `dtype` says otherwise.
+    Arrays of CuPy, PyTorch and PyOpenCL on a device are multiplied there, in place,
+    on the stream or queue of `a`, asynchronously; the result is an array of the same library. There,
+    float8_e4m3fn and float8_e5m2 are multiplied, too: two of them give bfloat16 unless `dtype` is set.
 
     Args:
         a: float32, float64, float16, bfloat16 (of ml_dtypes), int8 or uint8,
             (..., m, k) or (k,); any strides, byte order and alignment.
-        b: as `a`, (..., k, n) or (k,), but no uint8 beside integers; or a weight
+        b: as `a`, (..., k, n) or (k,), but no uint8 with integers; or a weight
             from `pack`. Floats of two types, and floats by int8 or uint8, multiply
-            as they are, without copies. A weight of four bits is scale * code + offset
-            in float32, which tiles of AMX round to bfloat16 beside bfloat16, and a device's
+            without copies. An int4 weight is scale * code + offset
+            in float32, which AMX tiles round to bfloat16 if `a` is bfloat16, and a device's
             tensor cores, of many rows, to the type of `a` where that is the result's, too;
-            beside one, an infinity in `a` may give NaN.
-        out: where to put the result, an array or a tuple of one; may overlap an input. The operands broadcast with
+            with one, an infinity in `a` may give NaN.
+        out: the array of the result or a tuple of it; may overlap an input. The operands broadcast with
             its leading dimensions. Kernels write float32, float16 and bfloat16 results of narrow floats directly.
-        dtype: type of the result, before it is put in `out`. As in NumPy, sums are as precise: for a wider
+        dtype: type of the result, before the copy to `out`. As in NumPy, sums have that precision: for a wider
             type the operands are converted, which costs a copy, and an unpacked one of a packed weight. By default
             that of both operands if they have one float type, else float32, float64, or int32.
-        epilogue: what becomes of the sums: a function (acc, i) of an element's sum and its
-            place i.m, i.n, i.b (row, column, item of a batch). It may read arrays that it
+        epilogue: a function (acc, i) of an element's sum and its
+            indices i.m, i.n, i.b (row, column, item of a batch). It may read arrays that it
             captures, as in bias[i.n], and return several results; see `portmm.spec.elementwise`.
-        prologue_a: what A is first: a function (a, i) of an element and its place i.m, i.k.
-        prologue_b: what B is first, likewise, i.k and i.n.
+        prologue_a: a function (a, i) of an element of A and its indices i.m, i.k.
+        prologue_b: likewise of B, i.k and i.n.
 
     Returns:
-        The product, (..., m, n), with leading dimensions broadcast, of the class that `numpy.matmul` gives it
-        (`np.matrix` and others); `out` if given. Of
-        several results of an epilogue, a tuple; one that is the same along a row has extent 1 there.
+        The product, (..., m, n), with leading dimensions broadcast, of the class of the result of `numpy.matmul`
+        (`np.matrix` and others); `out` if passed. Of
+        several results of an epilogue, a tuple; one that is constant along a row has extent 1 there.
 
     Raises:
         TypeError: a dtype is not supported, or `dtype` or `out` cannot hold the result; an operand is a masked
             array, or of a class with arithmetic of its own.
-        ValueError: shapes do not fit.
-        TraceError: a function does what cannot be traced.
+        ValueError: shapes do not match.
+        TraceError: a function cannot be traced.
     """
     if epilogue is not None or prologue_a is not None or prologue_b is not None:
-        if (taker := numpy_arrays.taker(a, b)) is not None:
-            around_it = {"epilogue": epilogue, "prologue_a": prologue_a, "prologue_b": prologue_b}
-            return taker.matmul_(a, b, out, dtype, around_it)
-        return _surrounded[0](a, b, numpy_arrays.single(out), dtype, epilogue, prologue_a, prologue_b)
+        if (tracer := numpy_arrays.tracing_operand(a, b)) is not None:
+            functions = {"epilogue": epilogue, "prologue_a": prologue_a, "prologue_b": prologue_b}
+            return tracer.matmul_(a, b, out, dtype, functions)
+        return _fused_matmul[0](a, b, numpy_arrays.single(out), dtype, epilogue, prologue_a, prologue_b)
     if dtype is not None:
         return _typed(a, b, out, dtype)
     return _fast(a, b, out)
 
 
-def surrounded_by(function: Callable[..., Any]) -> None:
-    """Tell what multiplies with an epilogue or prologues: a module that stands on this one."""
-    _surrounded[:] = [function]
+def register_fused(function: Callable[..., Any]) -> None:
+    """Register the product with an epilogue or prologues, of a module that imports this one."""
+    _fused_matmul[:] = [function]
 
 
-_surrounded: list[Callable[..., Any]] = []
+_fused_matmul: list[Callable[..., Any]] = []
 
 
 def _there(a: Any, b: Any, out: Any = None) -> Any:
-    """The operands as arrays of a device, if they are; None if they are in the host's memory."""
-    if of_codes(b):
+    """The operands as arrays of a device; None if they are in the host's memory."""
+    if is_int4_on_device(b):
         return a, b, out
     if not (interop.on_device(a) or interop.on_device(b)):
         return None
@@ -132,31 +131,31 @@ def _there(a: Any, b: Any, out: Any = None) -> Any:
     return matmul_gpu.adopted(a, b, out)
 
 
-def _on_device(given: Any, dtype: Any = None) -> Any:
-    if of_codes(given[1]):
+def _on_device(operands: Any, dtype: Any = None) -> Any:
+    if is_int4_on_device(operands[1]):
         from portmm.ops import int4_gpu
 
-        a, b, out = given
+        a, b, out = operands
         return int4_gpu.product(a, b, out, dtype)
     from portmm.ops import matmul_gpu
 
-    return matmul_gpu.matmul(given, dtype)
+    return matmul_gpu.matmul(operands, dtype)
 
 
 def _typed(a: Any, b: Any, out: Any, dtype: Any) -> Any:
-    """A product of a type that was asked for."""
+    """A product with a requested result type."""
     out = numpy_arrays.single(out)
     if (there := _there(a, b, out)) is not None:
         return _on_device(there, dtype)
-    if (taker := numpy_arrays.taker(a, b)) is not None:
-        return taker.matmul_(a, b, out, np.dtype(dtype), {})
+    if (tracer := numpy_arrays.tracing_operand(a, b)) is not None:
+        return tracer.matmul_(a, b, out, np.dtype(dtype), {})
     from portmm.ops import result_dtype
 
     return result_dtype.product(a, b, out, np.dtype(dtype), _fast)
 
 
 def _start(a: Any, b: Any, out: Any) -> Any:
-    """The first call of a process: build the run time, then go its way. A device needs none."""
+    """The first call of a process: build the runtime, then multiply. A device needs no runtime."""
     out = numpy_arrays.single(out)
     if (there := _there(a, b, out)) is not None:
         return _on_device(there)
@@ -168,7 +167,7 @@ _fast: Callable[[Any, Any, Any], Any] = _start
 
 
 def begin(a: Any = None, b: Any = None, out: Any = None) -> None:
-    """Have the run time ready, with the settings in force: built now if it is not, beside this product's kernel."""
+    """Load the runtime under the current settings: built now if need be, in parallel with this product's kernel."""
     global _fast  # noqa: PLW0603 - replaced once, so that later calls cost nothing
     if _fast is _start or _is_due():
         with _lock:
@@ -177,7 +176,7 @@ def begin(a: Any = None, b: Any = None, out: Any = None) -> None:
 
 
 def _is_due() -> bool:
-    """There is no compiler, for a reason that may have passed by now."""
+    """Whether to look for a compiler again: the reason why there was none may have passed."""
     return _fast is _without_compiler and time.monotonic() >= _state.get("retry_at", math.inf)
 
 
@@ -202,9 +201,9 @@ def _begin(a: Any, b: Any, out: Any) -> Callable[[Any, Any, Any], Any]:
 
 
 def _build_ahead(a: Any, b: Any, out: Any) -> None:
-    """Build the run time and the first product's kernel at once; each waits for a compiler.
+    """Build the runtime and the first product's kernel in parallel; each waits for a compiler.
 
-    What fails here fails again, and is reported, where the result is needed.
+    Errors are suppressed here: they are raised again where the result is needed.
     """
 
     def start() -> None:
@@ -240,10 +239,10 @@ def _target_name() -> str:
 
 
 def route(p: Problem) -> Any:
-    """A launchable kernel for a problem: remembered from earlier calls or processes, or chosen and built now.
+    """A launchable kernel for a problem: from the memo or the route cache, or selected and built now.
 
     Raises:
-        ScheduleError: nothing is legal.
+        ScheduleError: no schedule is legal.
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
@@ -251,37 +250,37 @@ def route(p: Problem) -> Any:
 
 
 def routed(p: Problem) -> tuple[Any, bool]:
-    """The same, and whether it serves all problems of the class of `p` (see `row_classes`).
+    """A launchable kernel, and whether it serves all problems of the class of `p` (see `row_classes`).
 
     Raises:
-        ScheduleError: nothing is legal.
+        ScheduleError: no schedule is legal.
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
     name, limit = _target_name(), config.limit()
     least, most = rows(p)
-    about = p.but_rows
-    key = (most, about, name, limit)
-    found = _classes.get(key)
-    if found is not None:
-        return found, True
+    but_rows = p.but_rows
+    key = (most, but_rows, name, limit)
+    kernel = _classes.get(key)
+    if kernel is not None:
+        return kernel, True
     kept = route_cache.of_target(name)
     if kept is not None:
-        whole = route_cache.question(p, (least, most), limit)
-        alone = route_cache.question(p, (p.m, p.m), limit) if least < most else whole
-        found = route_cache.route(kept, whole, runtime(), p)
-        if found is not None:
-            return _classes.keep(key, found), True
-        if least < most and (found := route_cache.route(kept, alone, runtime(), p)) is not None:
-            return found, False
+        of_class = route_cache.question(p, (least, most), limit)
+        of_m = route_cache.question(p, (p.m, p.m), limit) if least < most else of_class
+        kernel = route_cache.route(kept, of_class, runtime(), p)
+        if kernel is not None:
+            return _classes.keep(key, kernel), True
+        if least < most and (kernel := route_cache.route(kept, of_m, runtime(), p)) is not None:
+            return kernel, False
     from portmm.dispatch import cpu as cpu_dispatch
 
     target = config.target()
-    found, served = cpu_dispatch.routed(p, target, limit or config.get_num_threads(), kept)
+    kernel, served = cpu_dispatch.routed(p, target, limit or config.get_num_threads(), kept)
     shared = served == (least, most)
     if kept is not None:
-        route_cache.keep(kept, whole if shared else alone, found, target)
-    return (_classes.keep(key, found), True) if shared else (found, False)
+        route_cache.keep(kept, of_class if shared else of_m, kernel, target)
+    return (_classes.keep(key, kernel), True) if shared else (kernel, False)
 
 
 def _without_compiler(a: Any, b: Any, out: Any) -> Any:
@@ -290,8 +289,8 @@ def _without_compiler(a: Any, b: Any, out: Any) -> Any:
         if _fast is not _without_compiler:
             return _fast(a, b, out)
     out = numpy_arrays.single(out)
-    if (taker := numpy_arrays.taker(a, b)) is not None:
-        return taker.matmul_(a, b, out, None, {})
+    if (tracer := numpy_arrays.tracing_operand(a, b)) is not None:
+        return tracer.matmul_(a, b, out, None, {})
     if (there := _there(a, b, out)) is not None:
         return _on_device(there)
     from portmm.ops.result_dtype import numbers
@@ -306,14 +305,14 @@ def _without_compiler(a: Any, b: Any, out: Any) -> Any:
     return out
 
 
-def _resolve(  # noqa: PLR0917 - the run time passes positions only
+def _resolve(  # noqa: PLR0917 - the runtime passes positions only
     dtype: str, m: int, n: int, k: int, a: str, b: str, c: str, family: str, dense: bool
 ) -> Any:
-    """Called by the run time for a shape it has not seen: a route and whether it serves a class of rows, or None."""
+    """Callback of the runtime for a new shape: a route and whether it serves a class of rows, or None."""
     p = problem(dtype, (m, n, k), (a, b, c), family, dense=dense)
     try:
-        found, shared = routed(p)
-        return found, shared and rows(p) == row_class(m)
+        kernel, shared = routed(p)
+        return kernel, shared and rows(p) == row_class(m)
     except ScheduleError:
         return None  # a packed weight for another machine, or with C by columns
     except BuildError as error:
@@ -322,7 +321,7 @@ def _resolve(  # noqa: PLR0917 - the run time passes positions only
 
 
 def _planner(a: Any, b: Any, out: Any) -> Any:
-    """Called by the run time for operands it has not seen: a plan, or None for the general way."""
+    """Callback of the runtime for new operands: a plan, or None for the general path."""
     right = b.owner.dtype if is_packed(b) else b.dtype
     types = numpy_arrays.types_of(a.dtype, right, None if out is None else out.dtype)
     if (a.dtype, right) != types[:2] or (out is not None and out.dtype != types[2]):
@@ -330,75 +329,75 @@ def _planner(a: Any, b: Any, out: Any) -> Any:
     if out is not None and out.shape != numpy_arrays.shape_of(a, b.shape):
         return None  # the product broadcasts to it
     try:
-        made = _make_plan(a, b, out, bind=False)
+        plan_ = _make_plan(a, b, out, bind=False)
     except ScheduleError:
         return None  # a packed weight for another machine
     except BuildError as error:
         fall_back(error)
         return None
-    return made
+    return plan_
 
 
 def _general(a: Any, b: Any, out: Any) -> Any:
-    """Any product that NumPy accepts."""
+    """The general path: any product that NumPy accepts."""
     out = numpy_arrays.single(out)
-    if (taker := numpy_arrays.taker(a, b)) is not None:
-        return taker.matmul_(a, b, out, None, {})
+    if (tracer := numpy_arrays.tracing_operand(a, b)) is not None:
+        return tracer.matmul_(a, b, out, None, {})
     if (there := _there(a, b, out)) is not None:
         return _on_device(there)
-    result = _by_codes(a, b, out) if is_coded(b) else _product(a, b, out)
+    result = _by_quantized(a, b, out) if is_quantized(b) else _product(a, b, out)
     return in_class_of(result, a, b) if out is None else result
 
 
 def _product(a: Any, b: Any, out: Any) -> Any:
-    """A product of arrays, or of one and a packed weight."""
+    """A product of arrays, or of an array and a packed weight."""
     left, b = numpy_arrays.as_operand(a, "a"), current(b)
     panels = is_packed(b)
     right: Any = b if panels else numpy_arrays.as_operand(b, "b")
-    held = right.owner.dtype if panels else right.dtype
-    types = numpy_arrays.types_of(left.dtype, held, getattr(out, "dtype", None))
+    b_type = right.owner.dtype if panels else right.dtype
+    types = numpy_arrays.types_of(left.dtype, b_type, getattr(out, "dtype", None))
     _introduce(types)
-    if panels and types[1] != held:
+    if panels and types[1] != b_type:
         right, panels = unpack(b), False
     dtype, shape = types[2], numpy_arrays.shape_of(left, right.shape)
     vector_a, vector_b = left.ndim == 1, not panels and right.ndim == 1
     left = left[np.newaxis, :] if vector_a else left
     right = right[:, np.newaxis] if vector_b else right
-    placed = shape if out is None else numpy_arrays.spread(out, shape, 2 - vector_a - vector_b, dtype)
+    out_shape = shape if out is None else numpy_arrays.spread(out, shape, 2 - vector_a - vector_b, dtype)
     vectors = {"vector_a": vector_a, "vector_b": vector_b}
-    to = None if out is None or out.shape != shape else np.asarray(out)
-    direct = to is not None and _usable(_matrices(to, **vectors), types, left, right)
-    result = to if to is not None and direct else np.empty(shape, dtype)
+    target = None if out is None or out.shape != shape else np.asarray(out)
+    direct = target is not None and _usable(_matrices(target, **vectors), types, left, right)
+    result = target if target is not None and direct else np.empty(shape, dtype)
     _compute(left, right, _matrices(result, **vectors), types)
     if out is None:
         return result[()] if result.ndim == 0 else result
     if not direct:
-        numpy_arrays.put(out, result.reshape(placed))
+        numpy_arrays.put(out, result.reshape(out_shape))
     return out
 
 
-def _by_codes(a: Any, b: Any, out: Any) -> Any:
-    """A product with a quantised weight, folded now if it is not yet."""
-    from portmm.ops.int4_panels import Folded, fold, product
+def _by_quantized(a: Any, b: Any, out: Any) -> Any:
+    """A product with a quantized weight, prepacked now if it is not yet."""
+    from portmm.ops.int4_panels import PackedInt4, pack_int4, product
 
-    return product(a, b if isinstance(b, Folded) else fold(b), out, route, matmul)
+    return product(a, b if isinstance(b, PackedInt4) else pack_int4(b), out, route, matmul)
 
 
 def _matrices(x: np.ndarray[Any, Any], *, vector_a: bool, vector_b: bool) -> np.ndarray[Any, Any]:
-    """A result with the dimensions that vector operands left out."""
+    """A result with dimensions of 1 in place of those that vector operands lack."""
     view = x[..., np.newaxis] if vector_b else x
     return view[..., np.newaxis, :] if vector_a else view
 
 
 def _introduce(types: numpy_arrays.DTypes) -> None:
-    """Tell the run time of bfloat16, which is not NumPy's, when it is met first."""
+    """Register bfloat16 with the runtime when it first occurs, as it is not NumPy's."""
     for x in types:
         if numpy_arrays.name_of(x) == "bf16":
             register_dtype(x)
 
 
 def _usable(out: np.ndarray[Any, Any], types: numpy_arrays.DTypes, left: Any, right: Any) -> bool:
-    """Kernels may write straight to `out`."""
+    """Whether kernels may write straight to `out`."""
     if not numpy_arrays.addressable(out, types[2]):
         return False
     if any(n > 1 and s == 0 for n, s in zip(out.shape, out.strides, strict=True)):
@@ -410,7 +409,7 @@ def _usable(out: np.ndarray[Any, Any], types: numpy_arrays.DTypes, left: Any, ri
 
 
 def _layouts(types: numpy_arrays.DTypes, *, is_packed: bool) -> tuple[str, ...]:
-    """How C may lie: by columns if A and B can change sides, which neither panels nor types may forbid."""
+    """The layouts of C that kernels write: columns if A and B can be exchanged, which panels and some types forbid."""
     return ("row",) if is_packed or numpy_arrays.name_of(types[0]) == "u8" else ("row", "col")
 
 
@@ -422,7 +421,7 @@ def _compute(left: Any, right: Any, view: np.ndarray[Any, Any], types: numpy_arr
         return
     try:
         call = reduce_call(left, right, view, types)
-        found = route(call.problem)
+        kernel = route(call.problem)
     except ScheduleError:
         if isinstance(right, np.ndarray):
             raise
@@ -432,7 +431,7 @@ def _compute(left: Any, right: Any, view: np.ndarray[Any, Any], types: numpy_arr
         fall_back(error)
         view[...] = product_by_numpy(left, right if isinstance(right, np.ndarray) else unpack(right))
         return
-    _state["runtime"].execute(found, *call.numbers(), call.walk.outer)
+    _state["runtime"].execute(kernel, *call.numbers(), call.walk.outer)
 
 
 def plan(a: Any, b: Any, out: Any = None) -> Any:
@@ -450,13 +449,13 @@ def plan(a: Any, b: Any, out: Any = None) -> Any:
 
     Raises:
         TypeError: a dtype is not supported, or the two differ.
-        ValueError: shapes do not fit, or an operand does not lie as a kernel needs it.
-        ScheduleError: the packed weight was made for another machine, or `out` is by columns beside one.
+        ValueError: shapes do not match, or no kernel can read an operand in place.
+        ScheduleError: the packed weight was made for another machine, or `out` is column-major with one.
     """
-    if is_coded(b) and not of_codes(b):
-        raise TypeError("a plan takes arrays and packed ones; a weight of four bits remembers its calls: use matmul")
+    if is_quantized(b) and not is_int4_on_device(b):
+        raise TypeError("a plan takes arrays and packed weights; an int4 weight has a memo of its calls: use matmul")
     if (there := _there(a, b, out)) is not None:
-        if of_codes(b):
+        if is_int4_on_device(b):
             from portmm.ops import int4_gpu
 
             return int4_gpu.plan(*there)
@@ -471,53 +470,55 @@ def plan(a: Any, b: Any, out: Any = None) -> Any:
         if x.size == 0:
             raise ValueError(f"{name} is empty; a plan takes arrays with elements")
         if not numpy_arrays.addressable(x, x.dtype):
-            raise ValueError(f"{name} is not aligned to its elements, or not strided by whole ones; copy it first")
+            raise ValueError(
+                f"{name} is not aligned to its elements, or its strides are not multiples of their size; copy it first"
+            )
     try:
-        made = _make_plan(left, right, out, bind=True, static=True)
+        plan_ = _make_plan(left, right, out, bind=True, static=True)
     except BuildError as error:
         fall_back(error)
         return _plain_plan(left, right, out)
-    if made is None:
+    if plan_ is None:
         raise ValueError(
             "a plan takes an out by rows or columns, without repeated elements, and an evenly spaced batch"
         )
-    return made
+    return plan_
 
 
 def _make_plan(a: np.ndarray[Any, Any], b: Any, out: Any, *, bind: bool, static: bool = False) -> Any:
-    """The plan for operands like these, or None where a kernel cannot take them as they lie.
+    """The plan for operands of these kinds, or None where a kernel cannot read them in place.
 
     With `bind` a packed b is part of the plan, else its panels are an argument.
     """
     packed = is_packed(b)
     left, right = a.dtype, b.owner.dtype if packed else b.dtype
     if numpy_arrays.types_of(left, right)[:2] != (left, right):
-        raise TypeError(f"a plan takes native arrays that multiply as they are; got {left} and {right}")
+        raise TypeError(f"a plan takes native arrays that multiply without conversion; got {left} and {right}")
     if (
         bind
         and isinstance(out, np.ndarray)
-        and out.dtype != (wanted := numpy_arrays.types_of(left, right, out.dtype)[2])
+        and out.dtype != (result_type := numpy_arrays.types_of(left, right, out.dtype)[2])
     ):
-        raise TypeError(f"out has dtype {out.dtype}; a plan for these operands writes {wanted}")
+        raise TypeError(f"out has dtype {out.dtype}; a plan for these operands writes {result_type}")
     call, result = _reduce(a, b, out, static=static)
     if call is None or (call.walk.outer is not None and len(call.walk.outer) > MOST_OFFSETS):
         return None
-    found = route(call.problem)
+    kernel = route(call.problem)
     numbers = call.numbers()
     bare = (*numbers[:4], *numbers[5:8], *numbers[9:12], *numbers[13:])
     panels = b.owner if packed else b
     b_form = b if packed and bind else (panels.shape, panels.strides)
     return runtime().make_plan(
-        found, (a.shape, a.strides), b_form, (result.shape, result.strides), bare, call.walk.outer
+        kernel, (a.shape, a.strides), b_form, (result.shape, result.strides), bare, call.walk.outer
     )
 
 
 def _plain_plan(a: np.ndarray[Any, Any], b: Any, out: Any) -> Any:
-    """A plan that NumPy computes."""
+    """A plan that NumPy executes."""
     from portmm.runtime.no_compiler import PlainPlan
 
-    whole = unpack(b) if is_packed(b) else None
-    right = b if whole is None else whole
+    unpacked = unpack(b) if is_packed(b) else None
+    right = b if unpacked is None else unpacked
     types = numpy_arrays.types_of(a.dtype, right.dtype, None if out is None else out.dtype)
     _introduce(types)
     result = (
@@ -526,13 +527,15 @@ def _plain_plan(a: np.ndarray[Any, Any], b: Any, out: Any) -> Any:
         else numpy_arrays.check_out(out, numpy_arrays.shape_of(a, b.shape), types[2])
     )
     forms = ((a.shape, a.strides), fixed(b) if is_packed(b) else (b.shape, b.strides), (result.shape, result.strides))
-    return PlainPlan(numpy_arrays.word(types), forms, lambda x, y: product_by_numpy(x, y if whole is None else whole))
+    return PlainPlan(
+        numpy_arrays.word(types), forms, lambda x, y: product_by_numpy(x, y if unpacked is None else unpacked)
+    )
 
 
 def _reduce(a: np.ndarray[Any, Any], b: Any, out: Any, *, static: bool = False) -> tuple[Call | None, Any]:
     """The call for native operands of one type, and an array like the result.
 
-    None in place of the call where a kernel cannot take the operands as they lie.
+    None in place of the call where a kernel cannot read the operands in place.
     """
     packed = not isinstance(b, np.ndarray)
     types = numpy_arrays.types_of(a.dtype, b.owner.dtype if packed else b.dtype, None if out is None else out.dtype)
@@ -551,5 +554,5 @@ def _reduce(a: np.ndarray[Any, Any], b: Any, out: Any, *, static: bool = False) 
     if numpy_arrays.canonical(view, dtype).layout not in ("row", "col"):
         return None, result
     call = reduce_call(left, right, view, types, static=static)
-    as_they_lie = call.a.array is left and call.c.array is view and (packed or call.b.array is right)
-    return (call if as_they_lie else None), result
+    in_place = call.a.array is left and call.c.array is view and (packed or call.b.array is right)
+    return (call if in_place else None), result

@@ -1,9 +1,8 @@
-"""Products of arrays that lie on a device.
+"""Products of arrays on a device.
 
-Owns `matmul` and `plan` of CuPy's, PyTorch's and PyOpenCL's arrays: they are read where they
-lie, whatever their strides, on the stream or queue of the first, and nothing waits. What was
-found out about a kind of call is remembered, so that a further one fills in addresses and
-launches. Imports `arrays.interop`, `dispatch.gpu`.
+Owns `matmul` and `plan` of CuPy's, PyTorch's and PyOpenCL's arrays: they are read in
+place, whatever their strides, on the stream or queue of the first, asynchronously. The kernels
+of a kind of call are remembered, so that a further one fills in addresses and launches.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from portmm.util.memo import Memory
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.arrays.interop import Foreign
+    from portmm.arrays.interop import DeviceArray
     from portmm.dispatch.gpu import Launch, Machine
 
 MOST_KINDS = 1024
-"""Kinds of calls remembered before starting afresh."""
+"""Kinds of calls remembered before the memo is emptied."""
 
 
-def adopted(a: Any, b: Any, out: Any = None) -> tuple[Foreign, Foreign, Foreign | None] | None:
+def adopted(a: Any, b: Any, out: Any = None) -> tuple[DeviceArray, DeviceArray, DeviceArray | None] | None:
     """The operands as a device's arrays; None if neither is one.
 
     Raises:
@@ -45,9 +44,9 @@ def adopted(a: Any, b: Any, out: Any = None) -> tuple[Foreign, Foreign, Foreign 
     if left is None and right is None:
         return None
     to = None if out is None else interop.adopt(out)
-    for name, x, given in (("a", left, a), ("b", right, b), ("out", to, out)):
-        if x is None and given is not None:
-            kind = type(given).__name__
+    for name, x, original in (("a", left, a), ("b", right, b), ("out", to, out)):
+        if x is None and original is not None:
+            kind = type(original).__name__
             raise TypeError(f"{name} is a {kind} in the host's memory, others are on a device: copy it there first")
     assert left is not None  # noqa: S101 - shown above
     assert right is not None  # noqa: S101
@@ -55,22 +54,24 @@ def adopted(a: Any, b: Any, out: Any = None) -> tuple[Foreign, Foreign, Foreign 
     return left, right, to
 
 
-def matmul(given: tuple[Foreign, Foreign, Foreign | None], dtype: Any = None) -> Any:
-    """The product of arrays on a device: see `api.matmul`."""
-    a, b, out = given
-    wanted = named(dtype) if dtype is not None else ""
-    if out is not None and (wanted not in ("", out.dtype) or device_arrays.overlap(out, (a, b))):
-        return beside(out, wanted, device_arrays.shapes(a, b)[0], a, lambda to: matmul((a, b, to)))
-    wanted = wanted if out is None else ""
-    key = (a.kind, b.kind, None if out is None else out.kind, wanted, config.current())
+def matmul(operands: tuple[DeviceArray, DeviceArray, DeviceArray | None], dtype: Any = None) -> Any:
+    """The product of arrays on a device: see `matmul.matmul`."""
+    a, b, out = operands
+    requested = named(dtype) if dtype is not None else ""
+    if out is not None and (requested not in ("", out.dtype) or device_arrays.overlap(out, (a, b))):
+        return via_temporary(out, requested, device_arrays.shapes(a, b)[0], a, lambda to: matmul((a, b, to)))
+    requested = requested if out is None else ""
+    key = (a.kind, b.kind, None if out is None else out.kind, requested, config.current())
     ready: _Ready | None = _ready.get(key)
     if ready is None:
-        ready = _ready.keep(key, _prepare(a, b, out, wanted))
+        ready = _ready.keep(key, _prepare(a, b, out, requested))
     return ready.run(a, b, out)
 
 
-def beside(out: Foreign, dtype: str, shape: tuple[int, ...], a: Foreign, run: Callable[[Foreign], Any]) -> Any:
-    """`out`, filled from a new array that `run` fills: of `dtype`, or of its own type if that is empty.
+def via_temporary(
+    out: DeviceArray, dtype: str, shape: tuple[int, ...], a: DeviceArray, run: Callable[[DeviceArray], Any]
+) -> Any:
+    """`out`, copied from a new array that `run` fills: of `dtype`, or of its own type if that is empty.
 
     Raises:
         TypeError: it cannot take results of the type.
@@ -85,11 +86,11 @@ def beside(out: Foreign, dtype: str, shape: tuple[int, ...], a: Foreign, run: Ca
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """A product of arrays like those that it was made with, resolved: call it with others of their kind.
+    """A product resolved for arrays of one kind.
 
     Attributes:
         kinds: of A and B, and of C or None.
-        ready: what runs.
+        ready: the kernels.
     """
 
     kinds: tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...] | None]
@@ -97,10 +98,10 @@ class Plan:
 
     @property
     def dense(self) -> bool:
-        """Results lie as those of new arrays do."""
+        """Whether results are laid out as new arrays."""
         shape, strides, dtype, *_ = self.ready.like
-        laid = interop.contiguous(shape, BY_NAME[dtype].bytes)
-        return all(n == 1 or s == t for n, s, t in zip(shape, strides, laid, strict=True))
+        contiguous = interop.contiguous(shape, BY_NAME[dtype].bytes)
+        return all(n == 1 or s == t for n, s, t in zip(shape, strides, contiguous, strict=True))
 
     def __call__(self, a: Any, b: Any, out: Any = None) -> Any:
         """The product.
@@ -109,31 +110,31 @@ class Plan:
             TypeError: an operand is not on a device.
             ValueError: an operand is not like that of the plan, or `out` overlaps one.
         """
-        found = adopted(a, b, out)
-        if found is None:
+        arrays = adopted(a, b, out)
+        if arrays is None:
             raise TypeError("this plan is for arrays on a device, and these are in the host's memory")
-        for name, x, kind in zip(("a", "b", "out"), found, self.kinds, strict=True):
+        for name, x, kind in zip(("a", "b", "out"), arrays, self.kinds, strict=True):
             if x is not None and kind is not None and x.kind != kind:
-                raise ValueError(f"{name} is {said(x.kind)}, the plan takes {said(kind)}")
-        if found[2] is not None:
-            device_arrays.check_out(found[2], self.ready.shape)
-            device_arrays.check_apart(found[2], {"a": (found[0],), "b": (found[1],)})
-            if self.kinds[2] is None and found[2].kind != self.ready.like:
-                raise ValueError("the plan was made for an out in C's order; give one when it is made")
+                raise ValueError(f"{name} is {described(x.kind)}, the plan takes {described(kind)}")
+        if arrays[2] is not None:
+            device_arrays.check_out(arrays[2], self.ready.shape)
+            device_arrays.check_apart(arrays[2], {"a": (arrays[0],), "b": (arrays[1],)})
+            if self.kinds[2] is None and arrays[2].kind != self.ready.like:
+                raise ValueError("the plan was made for an out that is C-contiguous; pass an out when making the plan")
         elif self.kinds[2] is not None and not self.dense:
-            raise ValueError("the plan was made for an out of other strides than a new array's; give one like it")
-        return self.ready.run(*found)
+            raise ValueError("the plan was made for an out of other strides than a new array's; pass one like it")
+        return self.ready.run(*arrays)
 
 
-def said(kind: tuple[Any, ...]) -> str:
-    """A kind of array, in words."""
+def described(kind: tuple[Any, ...]) -> str:
+    """A kind of array, as text for messages."""
     shape, strides, dtype, device, aligned, _ = kind
     return f"{dtype} of shape {shape}, strides {strides}, aligned to {aligned} bytes, on {device[0]}"
 
 
-def plan(given: tuple[Foreign, Foreign, Foreign | None]) -> Plan:
-    """A callable for arrays like these: see `api.plan`."""
-    a, b, out = given
+def plan(operands: tuple[DeviceArray, DeviceArray, DeviceArray | None]) -> Plan:
+    """A callable for arrays of these kinds: see `matmul.plan`."""
+    a, b, out = operands
     return Plan((a.kind, b.kind, None if out is None else out.kind), _prepare(a, b, out, "", static=True))
 
 
@@ -142,10 +143,10 @@ _ready = Memory(MOST_KINDS)
 
 @lru_cache(maxsize=64)
 def named(dtype: Any) -> str:
-    """The type that was asked for, by NumPy's, PyTorch's or their names.
+    """Portmm's name of a requested type, by NumPy's, PyTorch's or its own name.
 
     Raises:
-        TypeError: there is none.
+        TypeError: it is unknown.
     """
     text = str(dtype).removeprefix("torch.")
     name = text if text in BY_NUMPY else np.dtype(dtype).name
@@ -156,17 +157,17 @@ def named(dtype: Any) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ready:
-    """One kind of call.
+    """The kernels of one kind of call.
 
     Attributes:
         on: the device.
         shape: of the result.
         dtype: of the result.
-        launches: kernels, and how far into A, B and C each begins, in elements.
+        launches: kernels, with offsets into A, B and C, in elements.
         workspace: elements of 32 bits, and their type.
-        like: the kind of a result that is made by a call.
-        turned: kernels compute C^T = B^T . A^T.
-        copies: operands that are laid out anew first.
+        like: the kind of a result that a call allocates.
+        transposed: kernels compute C^T = B^T . A^T.
+        copies: relayout copies that come first.
     """
 
     on: Machine
@@ -175,53 +176,53 @@ class _Ready:
     like: tuple[Any, ...]
     launches: tuple[tuple[Launch, tuple[int, int, int]], ...]
     workspace: tuple[int, str] = (0, "f32")
-    turned: bool = False
+    transposed: bool = False
     copies: tuple[relayout.Copy, ...] = ()
 
-    def run(self, a: Foreign, b: Foreign, out: Foreign | None) -> Any:
-        """Launch everything."""
-        made: Any = None
+    def run(self, a: DeviceArray, b: DeviceArray, out: DeviceArray | None) -> Any:
+        """Launch the kernels and return the result."""
+        result: Any = None
         if out is None:
-            made, out = interop.empty_like(a, self.shape, self.dtype)
+            result, out = interop.empty_like(a, self.shape, self.dtype)
         else:
-            made = out.source
-        places: dict[str, Any] = {}
+            result = out.source
+        pointers: dict[str, Any] = {}
         scratch: Any = None
         copies: list[Any] = []
         if self.workspace[0]:
             scratch, work = interop.empty_like(a, (self.workspace[0],), self.workspace[1])
-            places["work"] = interop.argument(work)[1]
-        whole = [interop.argument(x)[1] for x in (a, b, out)]
-        names = "bac" if self.turned else "abc"
+            pointers["work"] = interop.argument(work)[1]
+        addresses = [interop.argument(x)[1] for x in (a, b, out)]
+        names = "bac" if self.transposed else "abc"
         if self.copies:
-            places |= dict(zip(names, whole, strict=True))
-            copies = relayout.run(self.copies, self.on, places, a)
-            whole = [places[x] for x in names]
+            pointers |= dict(zip(names, addresses, strict=True))
+            copies = relayout.run(self.copies, self.on, pointers, a)
+            addresses = [pointers[x] for x in names]
         for launch, moved in self.launches:
-            for name, place, x, offset in zip(names, whole, (a, b, out), moved, strict=True):
-                places[name] = device_arrays.shifted(place, offset, x) if offset else place
-            launch.run(self.on, places, a.queue)
+            for name, address, x, offset in zip(names, addresses, (a, b, out), moved, strict=True):
+                pointers[name] = device_arrays.shifted(address, offset, x) if offset else address
+            launch.run(self.on, pointers, a.queue)
         del scratch, copies  # their library frees them when the queue is done with them
-        return made
+        return result
 
 
 @dataclass(frozen=True, slots=True)
-class Posed:
+class DeviceProblem:
     """A call reduced to a problem.
 
     Attributes:
-        problem: of one item, or one evenly spaced run of them.
+        problem: of one item, or one evenly strided batch of them.
         parts: A, B and C.
-        walk: the runs.
-        vectors: elements that may be moved at once.
-        turned: A is what the caller calls B^T, and so on.
+        walk: the batches.
+        vectors: elements of the widest vector accesses.
+        transposed: A is the user's B^T, and so on.
     """
 
     problem: Problem
     parts: tuple[device_arrays.Matrix, device_arrays.Matrix, device_arrays.Matrix]
     walk: numpy_arrays.Batch
     vectors: tuple[int, int, int]
-    turned: bool = False
+    transposed: bool = False
 
     def values(self) -> dict[str, int]:
         """The numbers of a kernel, by name."""
@@ -232,11 +233,14 @@ class Posed:
         }  # fmt: skip
 
 
-def posed(
-    given: tuple[Foreign, Foreign, Foreign], batch: tuple[int, ...], size: tuple[int, int, int], fused: str = ""
-) -> Posed:
-    """The problem of A, B and a result that lies like the third, with expressions of the sums if there are any."""
-    a, b, to = given
+def device_problem(
+    operands: tuple[DeviceArray, DeviceArray, DeviceArray],
+    batch: tuple[int, ...],
+    size: tuple[int, int, int],
+    fused: str = "",
+) -> DeviceProblem:
+    """The problem of A, B and a result of the third's layout, with expressions of the sums if there are any."""
+    a, b, to = operands
     m, n, k = size
     used = (min(2, len(a.shape)), min(2, len(b.shape)), (len(a.shape) > 1) + (len(b.shape) > 1))
     steps = [device_arrays.over(x, batch, count) for x, count in zip((a, b, to), used, strict=True)]
@@ -246,13 +250,13 @@ def posed(
     c_m = ends.pop(0) if used[0] == 2 else 0
     c_n = ends.pop(0) if used[1] == 2 else 0
     if not fused and not any(steps[1]):
-        # One B for the whole batch: its items are more rows of one product, if they lie evenly. Expressions count rows.
+        # One B for the whole batch: evenly strided items are more rows of one product. Expressions depend on rows.
         rows = numpy_arrays.collapse((*batch, m), tuple((*s, x) for s, x in zip(steps, (a_m, 0, c_m), strict=True)))
         if rows.outer is None and rows.count == math.prod(batch) * m <= gpu_dispatch.MOST:
             m, (a_m, _, c_m) = rows.count, rows.strides
             batch, steps = (), [(), (), ()]
-    turned = not fused and _turns(m, n, a.dtype, b.dtype)
-    if turned:
+    transposed = not fused and _transposes(m, n, a.dtype, b.dtype)
+    if transposed:
         a, b, m, n, steps = b, a, n, m, [steps[1], steps[0], steps[2]]
         (a_m, a_k), (b_k, b_n), (c_m, c_n) = (b_n, b_k), (a_k, a_m), (c_n, c_m)
     walk = numpy_arrays.collapse(batch, tuple(steps))
@@ -262,7 +266,7 @@ def posed(
         device_arrays.matrix(a, m, k, (a_m, a_k), strides[0]), device_arrays.matrix(b, k, n, (b_k, b_n), strides[1]),
         device_arrays.matrix(to, m, n, (c_m, c_n), strides[2]),
     )  # fmt: skip
-    # By columns or with any strides: kernels take both.
+    # Column-major or any strides: kernels support both.
     c = "row" if parts[2].layout == "row" else "col"
     vector = parts[2].vector if c == "row" else 1
     word = spell(a.dtype, b.dtype, to.dtype)
@@ -272,11 +276,11 @@ def posed(
         m, n, k, word, walk.count, parts[0].layout, parts[1].layout, c, deterministic=deterministic, post=post,
         fused=fused, tf32=config.rounds(word),
     )  # fmt: skip
-    return Posed(p, parts, walk, (parts[0].vector, parts[1].vector, vector), turned)
+    return DeviceProblem(p, parts, walk, (parts[0].vector, parts[1].vector, vector), transposed)
 
 
-def _turns(m: int, n: int, a: str, b: str) -> bool:
-    """Whether C^T = B^T . A^T is the better product: few rows stream the other operand past."""
+def _transposes(m: int, n: int, a: str, b: str) -> bool:
+    """Whether C^T = B^T . A^T is faster: with few columns, as the gemv kernels are for few rows."""
     try:
         accumulator(b, a)
     except ValueError:
@@ -284,60 +288,64 @@ def _turns(m: int, n: int, a: str, b: str) -> bool:
     return n <= ROWS < m
 
 
-def result(a: Foreign, b: Foreign, out: Foreign | None, wanted: str) -> tuple[tuple[int, ...], str, Foreign]:
+def result(
+    a: DeviceArray, b: DeviceArray, out: DeviceArray | None, requested: str
+) -> tuple[tuple[int, ...], str, DeviceArray]:
     """The shape and type of a product, and an array like it.
 
     Raises:
-        TypeError: the types do not multiply.
-        ValueError: shapes do not fit.
+        TypeError: the types have no product.
+        ValueError: shapes do not match.
     """
     shape = device_arrays.shapes(a, b)[0]
-    c = device_arrays.result_type(a.dtype, b.dtype, wanted if out is None else out.dtype)
+    c = device_arrays.result_type(a.dtype, b.dtype, requested if out is None else out.dtype)
     if out is not None:
         device_arrays.check_out(out, shape)
     return shape, c, out or interop.empty_like(a, shape, c)[1]
 
 
-def question(given: tuple[Foreign, Foreign, Foreign | None]) -> Posed:
-    """The problem that a call poses."""
-    a, b, out = given
+def question(operands: tuple[DeviceArray, DeviceArray, DeviceArray | None]) -> DeviceProblem:
+    """The problem of a call."""
+    a, b, out = operands
     _, batch, size = device_arrays.shapes(a, b)
-    return posed((a, b, result(a, b, out, "")[2]), batch, size)
+    return device_problem((a, b, result(a, b, out, "")[2]), batch, size)
 
 
-def _prepare(a: Foreign, b: Foreign, out: Foreign | None, wanted: str, *, static: bool = False) -> _Ready:
-    """What a kind of call comes to; `static`: by kernels for its n and k alone.
+def _prepare(
+    a: DeviceArray, b: DeviceArray, out: DeviceArray | None, requested: str, *, static: bool = False
+) -> _Ready:
+    """The kernels of a kind of call; `static`: specialised for its n and k.
 
     Raises:
-        TypeError: the types do not multiply.
-        ValueError: shapes do not fit.
+        TypeError: the types have no product.
+        ValueError: shapes do not match.
     """
-    shape, c, to = result(a, b, out, wanted)
+    shape, c, to = result(a, b, out, requested)
     on = device_arrays.machine_of(a)
     if 0 in shape:
         return _Ready(on, shape, c, to.kind, ())
     _, batch, size = device_arrays.shapes(a, b)
-    call = posed((a, b, to), batch, size)
+    call = device_problem((a, b, to), batch, size)
     p, values, vectors = call.problem, call.values(), call.vectors
     copies: tuple[relayout.Copy, ...] = ()
     if call.walk.outer is None:
         p, vectors, values, copies = relayout.arranged(p, vectors, values, on)
-    # Nothing to sum is a sum of nothing: kernels of any k leave zeros.
-    asked = replace(p, k=max(p.k, 1), static=static and p.k > 0 and on.language == "cuda")
-    found = gpu_dispatch.route(asked, on, vectors)
-    launches, workspace = bound(found, values, p)
+    # An empty sum is zero: kernels of any k write zeros.
+    at_least_one_k = replace(p, k=max(p.k, 1), static=static and p.k > 0 and on.language == "cuda")
+    route = gpu_dispatch.route(at_least_one_k, on, vectors)
+    launches, workspace = bound(route, values, p)
     repeats = [(0, 0, 0)] if call.walk.outer is None else [tuple(map(int, x)) for x in call.walk.outer]
-    if call.turned:
+    if call.transposed:
         repeats = [(left, right, result) for right, left, result in repeats]
     every = tuple((launch, moved) for moved in repeats for launch in launches)
-    return _Ready(on, shape, c, to.kind, every, workspace, call.turned, copies)  # type: ignore[arg-type]
+    return _Ready(on, shape, c, to.kind, every, workspace, call.transposed, copies)  # type: ignore[arg-type]
 
 
-def bound(found: gpu_dispatch.Route, values: dict[str, Any], p: Problem) -> tuple[tuple[Launch, ...], tuple[int, str]]:
-    """The kernels of a route with their numbers, and the elements of 32 bits between them, and their type."""
-    held = (found.workspace(p.m, p.n, p.batch), p.acc)
-    kernels = list(zip(found.kernels, found.functions, strict=True))
-    apart = {"c_m": p.n, "c_batch": p.m * p.n} if found.choice.schedule.slices else {}
+def bound(route: gpu_dispatch.Route, values: dict[str, Any], p: Problem) -> tuple[tuple[Launch, ...], tuple[int, str]]:
+    """The kernels of a route with their numbers, and the elements of 32 bits of their workspace, and its type."""
+    workspace = (route.workspace(p.m, p.n, p.batch), p.acc)
+    kernels = list(zip(route.kernels, route.functions, strict=True))
+    apart = {"c_m": p.n, "c_batch": p.m * p.n} if route.choice.schedule.slices else {}
     launches = [gpu_dispatch.bind(*kernels[0], values | apart)]
     launches += [gpu_dispatch.bind(*x, values | {"work_batch": p.m * p.n}) for x in kernels[1:]]
-    return tuple(launches), held
+    return tuple(launches), workspace

@@ -1,9 +1,8 @@
-"""Packed weights in files.
+"""Files of packed weights.
 
-Owns the form in which packed and folded weights are kept: a file of
-`tensorfile`'s, one tensor of panels for each weight, and words that say what
-they are. Nothing in a file is executed; a file maps into memory, and weights
-are used from there. Imports `ops.int4_panels`, `ops.prepack`, `weights.safetensors`.
+Owns the format in which packed weights are stored: a safetensors file, one tensor of panels for each weight,
+and metadata with shapes and families. Nothing in a file is executed; a file is mapped into memory, and
+weights are used from there.
 """
 
 from __future__ import annotations
@@ -30,54 +29,54 @@ def save_packed(weights: Any, path: str | os.PathLike[str]) -> None:
     """Write packed weights to a file, in the safetensors format.
 
     Args:
-        weights: what `pack` returned, or several of them by name.
-        path: where to; replaced at once when it is complete.
+        weights: a result of `pack`, or several by name.
+        path: the file; replaced atomically when it is complete.
 
     Raises:
-        TypeError: something is no packed weight.
+        TypeError: an object is not a packed weight.
         OSError: the file cannot be written.
     """
     many: Mapping[str, Any] = weights if isinstance(weights, dict) else {_ONE: weights}
     for name, w in many.items():
-        if not isinstance(w, int4_panels.Folded) and not prepack.is_packed(w):
-            raise TypeError(f"{name} is {type(w).__name__}; save what pack returns")
+        if not isinstance(w, int4_panels.PackedInt4) and not prepack.is_packed(w):
+            raise TypeError(f"{name} is {type(w).__name__}; save results of pack")
     about = {name: {"shape": list(w.shape), "family": w.family} for name, w in many.items()}
-    words = {"format": FORMAT, "version": VERSION, "weights": json.dumps(about), "one": str(many is not weights)}
-    write(path, {name: _whole_lines(w.owner) for name, w in many.items()}, words)
+    metadata = {"format": FORMAT, "version": VERSION, "weights": json.dumps(about), "one": str(many is not weights)}
+    write(path, {name: _padded(w.owner) for name, w in many.items()}, metadata)
 
 
-def _whole_lines(panels: Any) -> Any:
+def _padded(panels: Any) -> Any:
     """Panels padded to whole cache lines, so that every weight of a file starts on one and is used in place."""
-    ragged = -panels.nbytes % LINE // panels.itemsize
-    return np.pad(panels, (0, ragged)) if ragged else panels
+    padding = -panels.nbytes % LINE // panels.itemsize
+    return np.pad(panels, (0, padding)) if padding else panels
 
 
 def load_packed(path: str | os.PathLike[str], *, mmap: bool = True) -> Any:
-    """Read what `save_packed` wrote.
+    """Read a file of `save_packed`.
 
     Args:
         path: the file.
-        mmap: use the panels where they lie in the file; else read them now.
+        mmap: map the panels from the file; else read them now.
 
     Returns:
         A packed weight, or a dict of them by name.
 
     Raises:
-        PackError: it is no such file, or is damaged.
+        PackError: the file is of another format, or is damaged.
         OSError: it cannot be read.
     """
-    tensors, words = read(path, mmap=mmap)
-    if words.get("format") != FORMAT or words.get("version") != VERSION:
-        raise PackError(f"{path} holds no packed weights of version {VERSION}: its format is {words.get('format')!r}")
+    tensors, metadata = read(path, mmap=mmap)
+    if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
+        raise PackError(f"{path} has no packed weights of version {VERSION}: its format is {metadata.get('format')!r}")
     try:
-        about = json.loads(words["weights"])
-        found = {name: _restored(tensors[name], entry["shape"], entry["family"]) for name, entry in about.items()}
-        one = words["one"] == "True"
+        about = json.loads(metadata["weights"])
+        weights = {name: _restored(tensors[name], entry["shape"], entry["family"]) for name, entry in about.items()}
+        one = metadata["one"] == "True"
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise PackError(f"{path} does not say what its weights are: {error!r}") from error
-    if one and list(found) != [_ONE]:
-        raise PackError(f"{path} does not hold the one weight that it says it does")
-    return found[_ONE] if one else found
+        raise PackError(f"{path} does not describe its weights: {error!r}") from error
+    if one and list(weights) != [_ONE]:
+        raise PackError(f"{path} lacks the one weight that it declares")
+    return weights[_ONE] if one else weights
 
 
 def _restored(owner: Any, shape: Any, family: Any) -> Any:

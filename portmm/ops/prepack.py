@@ -2,7 +2,7 @@
 
 Owns `pack` and the class it returns. The layout, panels of NR columns, belongs
 to a micro-kernel family and not to one M, one blocking or one thread count:
-see kernels/cpu/packing.py. Imports `dispatch.cpu`, `arrays.numpy_fallback`, `spec.problem`, `dispatch.config`, `arrays.numpy_arrays`.
+see kernels/cpu/packing.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from portmm.weights.kinds import INTEGERS, WeightKind, weight_kind
 
 
 def packed_class() -> type[Any]:
-    """The class of packed weights, on top of what the run time reads without Python."""
+    """The class of packed weights: a subclass of the runtime's, which C reads without Python."""
     return _class_over(types().Packed)
 
 
@@ -33,14 +33,14 @@ def is_packed(b: Any) -> bool:
 
 
 def current(b: Any) -> Any:
-    """A packed weight that the run time reads: one that was packed before it could be built has another class."""
+    """A packed weight of the runtime's class: one that was packed before the runtime was built has another."""
     if is_packed(b) and type(b) is not packed_class():
-        return _made(b.owner, b.shape, family_of(b.family))
+        return _packed(b.owner, b.shape, family_of(b.family))
     return b
 
 
 def fixed(b: Any) -> Any:
-    """A packed weight as plans in Python take it."""
+    """A packed weight in the form that plans in Python take."""
     from portmm.runtime.cffi_records import Packed
 
     return Packed(b.owner, b.k, b.n, b.element, b.family, b.b_k, b.b_n, b.b_batch, b.shape)
@@ -52,10 +52,10 @@ _classes: list[type[Any]] = []
 @cache
 def _class_over(base: Any) -> type[Any]:
     class Packed(base):  # type: ignore[misc]
-        """A weight in panels, usable wherever `b` is.
+        """A weight in panels, usable as any `b`.
 
         Attributes:
-            shape: shape of the weight it was made from.
+            shape: shape of the weight.
             family: element type and panel width, for example "f32x32".
             element: portmm's name of the element type, for example "f32".
         """
@@ -79,8 +79,8 @@ def _class_over(base: Any) -> type[Any]:
         @property
         def dtype(self) -> np.dtype[Any]:
             """NumPy's type of the weight's elements."""
-            held: np.dtype[Any] = self.owner.dtype
-            return held
+            dtype: np.dtype[Any] = self.owner.dtype
+            return dtype
 
         @property
         def size(self) -> int:
@@ -100,10 +100,10 @@ def _class_over(base: Any) -> type[Any]:
 
 
 def restore(owner: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: str, family: str) -> Any:
-    """Make a packed weight from its panels, as unpickling does.
+    """A packed weight from its panels, as in unpickling.
 
     Raises:
-        PackError: there are not as many elements as the shape asks for, or nothing is packed like this.
+        PackError: the panels have too few elements for the shape, or the family is invalid.
     """
     try:
         layout = family_of(family)
@@ -111,21 +111,21 @@ def restore(owner: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: str, fam
         raise PackError(str(error)) from error
     if layout.dtype != dtype or numpy_arrays.name_of(owner.dtype) != dtype or len(shape) < 2 or min(shape) < 0:
         raise PackError(f"a packed weight of shape {shape} and type {dtype} cannot be of family {family}")
-    # Extents beside one of 0 need no elements, so that only this bounds them.
+    # Where an extent is 0 no elements are needed, so that only this bounds the others.
     if not numpy_arrays.can_be_addressed(shape, layout.nr * layout.kr * owner.itemsize):
-        raise PackError(f"a packed weight of shape {shape} is larger than what can be addressed")
+        raise PackError(f"a packed weight of shape {shape} is too large to be addressed")
     needed = _item(layout, *shape[-2:]) * layout.kr * math.prod(shape[:-2])
     if owner.size < needed:
         raise PackError(f"packed weight of shape {shape} needs {needed} elements; it has {owner.size}")
-    return _made(numpy_arrays.aligned_readonly(owner, needed), tuple(shape), layout)
+    return _packed(numpy_arrays.aligned_readonly(owner, needed), tuple(shape), layout)
 
 
 def _item(layout: Family, k: int, n: int) -> int:
-    """Units of the panels of one item; a weight without rows has none, however many columns it claims."""
+    """Units of the panels of one item; 0 for a weight without rows, whatever its number of columns."""
     return -(-n // layout.nr) * layout.panel(k) if k else 0
 
 
-def _made(owner: np.ndarray[Any, Any], shape: tuple[int, ...], layout: Family) -> Any:
+def _packed(owner: np.ndarray[Any, Any], shape: tuple[int, ...], layout: Family) -> Any:
     k, n = shape[-2:]
     if layout.dtype == "bf16":
         register_dtype(owner.dtype)
@@ -134,7 +134,7 @@ def _made(owner: np.ndarray[Any, Any], shape: tuple[int, ...], layout: Family) -
 
 
 def register_dtype(dtype: np.dtype[Any]) -> None:
-    """Tell the run time of bfloat16, which is not NumPy's."""
+    """Register bfloat16 with the runtime, as it is not NumPy's."""
     _register(types(), dtype)
 
 
@@ -143,42 +143,42 @@ def _register(runtime: Any, dtype: np.dtype[Any]) -> None:
     runtime.register_dtype("bf16", dtype)
 
 
-def _coded(b: Any, like: Any) -> Any:
-    """A weight of four bits, in the host's memory or in that of a device."""
+def _packed_int4(b: Any, like: Any) -> Any:
+    """An int4 weight, packed in the host's memory or copied to a device."""
     if like is not None:
         from portmm.ops import int4_gpu
 
         return int4_gpu.to_device(b, like)
-    from portmm.ops.int4_panels import fold
+    from portmm.ops.int4_panels import pack_int4
 
-    return fold(b)
+    return pack_int4(b)
 
 
 def pack(b: Any, *, activations: Any = None, like: Any = None) -> Any:
-    """Lay a weight out for the kernels of the current target.
+    """A weight prepacked for the kernels of the current target.
 
     Args:
         b: float32, float64, float16, bfloat16, int8 or uint8, at least 2-D; (..., k, n);
-            or a `Quantized` weight of four bits; or an array on a device, which is copied there.
-        activations: dtype of what it will be multiplied by, if not its own. An
+            or a `Quantized` int4 weight; or an array on a device, which is copied there.
+        activations: dtype of the left operand, if not its own. An
             int8 weight is packed for int8 or uint8, a uint8 weight for float32.
-        like: an array on a device, to which a `Quantized` weight goes.
+        like: an array on a device, to whose device a `Quantized` weight is copied.
 
     Returns:
         A packed weight: pass it as `b`. It is immutable, may be pickled, and
         serves every number of rows and threads. Activations of a type that the
-        layout does not suit are multiplied as well, by the unpacked weight.
+        layout does not support are multiplied by the unpacked weight.
 
     Raises:
-        TypeError: a dtype is not supported, or the two do not multiply.
+        TypeError: a dtype is not supported, or the two types have no product.
         ValueError: `b` has fewer than two dimensions.
     """
     from portmm.dispatch import cpu as cpu_dispatch
 
     if type(b).__name__ == "Quantized":
-        return _coded(b, like)
+        return _packed_int4(b, like)
     if like is not None:
-        raise TypeError("only a Quantized weight is taken to a device by pack; copy an array there, and pack that")
+        raise TypeError("pack copies only a Quantized weight to a device; copy an array there, and pack that")
     if (there := interop.adopt(b)) is not None:
         from portmm.ops import prepack_gpu
 
@@ -190,13 +190,15 @@ def pack(b: Any, *, activations: Any = None, like: Any = None) -> Any:
     usual = np.float32 if dtype == np.uint8 else dtype
     types = numpy_arrays.types_of(np.dtype(usual if activations is None else activations), dtype)
     if types[1] != dtype:
-        raise TypeError(f"a weight of {dtype} is not multiplied by {np.dtype(activations)} as it is: convert it first")
+        raise TypeError(
+            f"a weight of {dtype} is not multiplied by {np.dtype(activations)} without conversion: convert it first"
+        )
     word, target = numpy_arrays.word(types), config.target()
     layout = family_of(cpu_dispatch.family(word, target))
     k, n = array.shape[-2:]
     item = _item(layout, k, n) * layout.kr
     owner = numpy_arrays.aligned_empty(item * math.prod(array.shape[:-2]), dtype)
-    made = _made(owner, array.shape, layout)
+    weight = _packed(owner, array.shape, layout)
     if owner.size and array.size:
         try:
             _pack_by_kernel(array, owner, layout, word)
@@ -204,9 +206,9 @@ def pack(b: Any, *, activations: Any = None, like: Any = None) -> Any:
             numpy_fallback.fall_back(error)
             numpy_fallback.pack(array.astype(dtype, copy=False), owner, layout)
     elif owner.size:
-        owner[...] = 0  # sums over nothing
+        owner[...] = 0  # empty sums
     owner.flags.writeable = False
-    return made
+    return weight
 
 
 def _pack_by_kernel(array: np.ndarray[Any, Any], owner: np.ndarray[Any, Any], layout: Family, word: str) -> None:
@@ -221,13 +223,13 @@ def _pack_by_kernel(array: np.ndarray[Any, Any], owner: np.ndarray[Any, Any], la
     route = cpu_dispatch.pack_route(isa, word, layout.nr, src.layout, config.get_num_threads())
     address = int(owner.__array_interface__["data"][0])
     numbers = (1, n, k, walk.count, src.address, 0, 0, 0, src.address, src.row, src.col, walk.strides[1])
-    # Each run along `outer` has another C, whose pages are not known.
+    # Each repeat of `outer` has another C, whose pages are unknown.
     ends = (0, 0) if walk.outer is not None else numpy_arrays.page_ends(owner, layout.kr * dtype.itemsize)
     runtime().execute(route, *numbers, address, *ends, walk.strides[2] // layout.kr, walk.outer)
 
 
 def join(weights: tuple[Any, ...]) -> Any:
-    """Packed weights side by side, as one of all their columns; None where their panels do not fit together."""
+    """Packed weights concatenated along columns; None where their panels do not fit together."""
     first = weights[0]
     layout, k = family_of(first.family), first.shape[-2]
     if any(len(w.shape) != 2 or w.shape[0] != k or w.family != first.family for w in weights):
@@ -238,7 +240,7 @@ def join(weights: tuple[Any, ...]) -> Any:
     owner = numpy_arrays.aligned_empty(sum(x.size for x in parts), first.owner.dtype)
     np.concatenate(parts, out=owner)
     owner.flags.writeable = False
-    return _made(owner, (k, sum(w.shape[1] for w in weights)), layout)
+    return _packed(owner, (k, sum(w.shape[1] for w in weights)), layout)
 
 
 def _dense(array: np.ndarray[Any, Any], item: int) -> tuple[int, ...]:
@@ -250,30 +252,30 @@ def _dense(array: np.ndarray[Any, Any], item: int) -> tuple[int, ...]:
 
 
 def items(p: Any) -> list[Any]:
-    """The matrices of a packed batch, each as a packed weight in the same memory."""
+    """The matrices of a packed batch, each as a packed weight that shares the memory."""
     layout, (count, k, n) = family_of(p.family), p.shape
     item = _item(layout, k, n) * layout.kr
-    return [_made(p.owner[i * item : (i + 1) * item], (k, n), layout) for i in range(count)]
+    return [_packed(p.owner[i * item : (i + 1) * item], (k, n), layout) for i in range(count)]
 
 
-def of_codes(b: Any) -> bool:
-    """Whether an object is a weight of four bits on a device."""
+def is_int4_on_device(b: Any) -> bool:
+    """Whether an object is an int4 weight on a device."""
     return weight_kind(b) is WeightKind.DEVICE_INT4
 
 
-def is_coded(b: Any) -> bool:
+def is_quantized(b: Any) -> bool:
     """Whether an object is a quantized weight."""
     return weight_kind(b) in INTEGERS
 
 
 def unpack(p: Any) -> np.ndarray[Any, Any]:
-    """The weight that was packed, as an ordinary array."""
+    """The original weight of a packed one, as an ordinary array."""
     layout = family_of(p.family)
     *batch, k, n = p.shape
     if 0 in p.shape:
         return np.empty(p.shape, p.owner.dtype)
     nr, kr = layout.nr, layout.kr
-    panels, depth, count = -(-n // nr), -(-k // kr), math.prod(batch)
-    whole = p.owner[: count * _item(layout, k, n) * kr].reshape(count, panels, layout.panel(k) * kr)
-    units = whole[:, :, : depth * nr * kr].reshape(count, panels, depth, nr, kr).transpose(0, 2, 4, 1, 3)
-    return np.ascontiguousarray(units.reshape(count, depth * kr, panels * nr)[:, :k, :n]).reshape(p.shape)
+    panels, k_groups, count = -(-n // nr), -(-k // kr), math.prod(batch)
+    flat = p.owner[: count * _item(layout, k, n) * kr].reshape(count, panels, layout.panel(k) * kr)
+    units = flat[:, :, : k_groups * nr * kr].reshape(count, panels, k_groups, nr, kr).transpose(0, 2, 4, 1, 3)
+    return np.ascontiguousarray(units.reshape(count, k_groups * kr, panels * nr)[:, :k, :n]).reshape(p.shape)

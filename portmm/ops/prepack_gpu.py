@@ -1,9 +1,8 @@
-"""Weights on a device, laid out once.
+"""Prepacked weights on a device.
 
-Owns `PackedThere`, what `pack` makes of a device's array. Imports `arrays.interop`, `ops.matmul_gpu`,
-`ops.rowwise_gpu`. A device's kernels lay tiles out in shared memory, whatever the strides, so
-that a packed weight is no more than a dense copy: of threads that move 16 bytes at once, none
-waits for a stride.
+Owns `PackedThere`, the result of `pack` for an array on a device. A device's kernels arrange tiles in shared memory,
+whatever the strides, so that a packed weight is only a dense copy: vector accesses of 16 bytes are
+always possible.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from portmm.weights.kinds import WeightKind
 if TYPE_CHECKING:
     import numpy as np
 
-    from portmm.arrays.interop import Foreign
+    from portmm.arrays.interop import DeviceArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedThere:
-    """A weight, usable wherever `b` is; it does not change with what it was made from.
+    """A dense copy of a weight, usable as any `b`.
 
     Attributes:
         array: of the library that the weight came from, dense.
@@ -44,7 +43,7 @@ class PackedThere:
         """NumPy's type of the weight's elements.
 
         Raises:
-            TypeError: NumPy lacks it, and there is no ml_dtypes.
+            TypeError: NumPy lacks the type, and there is no ml_dtypes.
         """
         return numpy_of(self.element)
 
@@ -67,8 +66,8 @@ class PackedThere:
         return f"<portmm.PackedThere {self.shape} {self.element}>"
 
 
-def pack(b: Foreign) -> PackedThere:
-    """A weight on a device, for products on it: see `packed.pack`.
+def pack(b: DeviceArray) -> PackedThere:
+    """A weight on a device, for products on it: see `prepack.pack`.
 
     Raises:
         ValueError: it has fewer than two dimensions.
@@ -77,14 +76,14 @@ def pack(b: Foreign) -> PackedThere:
         raise ValueError(f"b has shape {b.shape}; a weight has at least two dimensions")
     if 0 in b.shape:
         return PackedThere(interop.empty_like(b, b.shape, b.dtype)[0], b.shape, b.dtype)
-    turned = _by_columns(b)
-    # What runs along k stays so: kernels read it as well.
-    source = interop.transposed(b) if turned else b
-    made, _ = rowwise_gpu.contiguous(source)
-    return PackedThere(_swapped(made) if turned else made, b.shape, b.dtype)
+    transposed = _by_columns(b)
+    # A weight that is contiguous along k stays so: kernels support that.
+    source = interop.transposed(b) if transposed else b
+    dense, _ = rowwise_gpu.contiguous(source)
+    return PackedThere(_swapped(dense) if transposed else dense, b.shape, b.dtype)
 
 
-def _by_columns(b: Foreign) -> bool:
+def _by_columns(b: DeviceArray) -> bool:
     return b.strides[-2] == BY_NAME[b.dtype].bytes < b.strides[-1]
 
 

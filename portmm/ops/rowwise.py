@@ -1,7 +1,7 @@
-"""Functions over rows: element-wise, with reductions along rows or down columns, without a product.
+"""Row-wise functions: element-wise, with reductions along rows or down columns, without a product.
 
-Owns `over_rows`. Imports `ops.matmul`, `dispatch.cpu`, `trace.bind`, `trace.tracer`. A reduction down columns is a
-kernel before: what comes of it is an operand of the kernel over rows.
+Owns `over_rows`. A reduction down columns is a kernel that runs first: its result is an operand of the kernel over
+rows.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import Operand
 from portmm.spec.epilogue import given as of_given
 from portmm.spec.expr import ordered
-from portmm.trace.bind import Around, Bound, dense, native, settle, typed
-from portmm.trace.column_reductions import down
+from portmm.trace.bind import Bound, UserFunction, bind_operands, dense, native, typed
+from portmm.trace.column_reductions import split_column_reductions
 from portmm.trace.tracer import Indices, Traced, arity, described, element
 
 if TYPE_CHECKING:
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 BYTES_PER_SECOND = 8e9
-"""At least what a core moves: rows that one moves in less than FORK are left to it."""
+"""Least bandwidth of a core: rows that one core processes in less than FORK seconds use one thread."""
 FORK = 20e-6
 
 
 @lru_cache(maxsize=64)
 def _leaves(types: tuple[str, ...], names: tuple[tuple[str, str], ...]) -> tuple[Any, ...]:
-    """What a function is given in place of arrays of these types, and the indices."""
+    """The placeholder arguments of a function of arrays of these types, and the indices."""
     return (*(of_given(i, x) for i, x in enumerate(types)), Indices(dict(names)))
 
 
 class _Numbers:
-    """The places of all elements of arrays of a shape (..., m, n), as `Indices` has those of one."""
+    """The indices of all elements of arrays of a shape (..., m, n), in the form of `Indices`."""
 
     def __init__(self, shape: tuple[int, ...], names: dict[str, str]) -> None:
         *lead, m, n = shape
@@ -54,37 +54,39 @@ class _Numbers:
 
 def by_numpy(
     function: Callable[..., Any],
-    given: tuple[Array, ...],
+    arrays: tuple[Array, ...],
     names: dict[str, str],
     usual: np.dtype[Any],
-    places: Any = None,
+    indices: Any = None,
 ) -> tuple[tuple[Array, ...], bool]:
-    """The results of `over_rows`, computed with NumPy in float32; `places` are those of elements, if not the usual."""
-    shape = given[0].shape
-    values = [x.astype(np.float32) if element(x.dtype)[0] != "s32" else x for x in given]
-    both = (*values, _Numbers(shape, names) if places is None else places)
-    found = function(*both[: arity(function, len(both))])
+    """The results of `over_rows`, computed by NumPy in float32; `indices` replace those of the elements."""
+    shape = arrays[0].shape
+    values = [x.astype(np.float32) if element(x.dtype)[0] != "s32" else x for x in arrays]
+    both = (*values, _Numbers(shape, names) if indices is None else indices)
+    result = function(*both[: arity(function, len(both))])
     results = []
-    for x in found if isinstance(found, tuple) else (found,):
-        made = np.asarray(x)
-        made = made.astype(usual) if made.dtype.kind == "f" and made.dtype.itemsize >= BY_NAME["f32"].bytes else made
-        wide = shape[-1] if made.ndim and made.shape[-1] != 1 else 1
-        results.append(np.ascontiguousarray(np.broadcast_to(made, (*shape[:-1], wide))))
-    return tuple(results), isinstance(found, tuple)
+    for x in result if isinstance(result, tuple) else (result,):
+        value = np.asarray(x)
+        value = (
+            value.astype(usual) if value.dtype.kind == "f" and value.dtype.itemsize >= BY_NAME["f32"].bytes else value
+        )
+        columns = shape[-1] if value.ndim and value.shape[-1] != 1 else 1
+        results.append(np.ascontiguousarray(np.broadcast_to(value, (*shape[:-1], columns))))
+    return tuple(results), isinstance(result, tuple)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A kernel over rows for one kind of call.
+    """The kernel of one kind of call.
 
     Attributes:
         route: the kernel.
         bound: its operands.
         size: rows, columns, items of a batch.
         results: shapes and types.
-        several: the function gives a tuple.
-        order: of a kernel that reduces columns, where the function's results are: see `down`.
-        passed: how many of its results the next kernel is given.
+        several: the function returns a tuple.
+        order: of a kernel that reduces columns, the indices of the function's results: see `split_column_reductions`.
+        passed: the number of its results that are operands of the next kernel.
     """
 
     route: Any
@@ -95,12 +97,12 @@ class _Rows:
     order: tuple[int, ...] | None = None
     passed: int = 0
 
-    def run(self, found: dict[Any, Any], values: list[Array], out: Any) -> list[Array]:
-        """The results, of which the first is `out` if that is given."""
+    def run(self, closure: dict[Any, Any], values: list[Array], out: Any) -> list[Array]:
+        """Run the kernel; the first result is `out` if there is one."""
         results = [np.empty(s, t) for s, t in self.results]
         if out is not None:
             results[0] = out
-        operands, numbers, alive = self.bound.fill(found, values, results)
+        operands, numbers, alive = self.bound.fill(closure, values, results)
         m, n, batch = self.size
         if m and batch:
             runtime().execute(
@@ -115,31 +117,31 @@ _NOTHING = (None,) * 7
 
 def over_rows(
     function: Callable[..., Any],
-    given: tuple[Array, ...],
+    arrays: tuple[Array, ...],
     names: dict[str, str],
     out: Any = None,
     dtype: Any = None,
     *,
     first: Any = None,
 ) -> tuple[tuple[Array, ...], bool]:
-    """A function of values in arrays of one shape, element by element, with reductions along the last axis.
+    """The results of a function over arrays of one shape, element-wise, with reductions along the last axis.
 
     Args:
         function: takes a value for each array, and the indices.
-        given: arrays of one shape, (..., m, n).
-        names: what the function calls the axes -> axes.
-        out: where to put the one result, dense and of its type.
-        dtype: type of results that no `cast` gives one, by default that of the first array.
-        first: of the first of them, if it is another.
+        arrays: arrays of one shape, (..., m, n).
+        names: names of indices -> axes.
+        out: the array of a single result, dense and of its type.
+        dtype: type of results without a `cast`, by default that of the first array.
+        first: of the first of them, if different.
 
     Returns:
-        The results, and whether the function gave a tuple of them.
+        The results, and whether the function returned a tuple.
     """
-    *lead, m, n = given[0].shape
+    *lead, m, n = arrays[0].shape
     size = (m, n, math.prod(lead))
-    values = [native(x.reshape(size[2], m, n)) for x in given]
-    usual = np.dtype(dtype) if dtype is not None else given[0].dtype.newbyteorder("=")
-    around = Around.of(function)
+    values = [native(x.reshape(size[2], m, n)) for x in arrays]
+    usual = np.dtype(dtype) if dtype is not None else arrays[0].dtype.newbyteorder("=")
+    user_function = UserFunction.of(function)
     key = ("rows", tuple([(x.shape, x.strides, x.dtype) for x in values]), len(lead), usual, first, tuple(names))
 
     views = tuple([described(x, ("b", "m", "n")) for x in values])
@@ -147,34 +149,34 @@ def over_rows(
 
     def make(traced: Traced) -> tuple[_Rows, ...]:
         matmul_op.begin()
-        runtime()  # without one, there is no use in making a kernel
+        runtime()  # raises before a kernel is lowered in vain
         traced = typed(traced, first)
-        return _once(traced, made)
+        return _checked(traced, build)
 
-    def made(traced: Traced) -> tuple[_Rows, ...]:
-        split = down(traced, len(values), usual)
+    def build(traced: Traced) -> tuple[_Rows, ...]:
+        split = split_column_reductions(traced, len(values), usual)
         if split is None:
             return (_rows(traced, size, views, strides, usual, lead),)
         sums, rest, order, passed = split
         kernel = replace(_rows(sums, size, views, strides, usual, lead), order=order, passed=passed)
         if not rest.results:
             return (kernel,)
-        more, lines = (Operand("f32", "bn"),) * passed, [dense("bn", size)] * passed
-        return kernel, _rows(rest, size, (*views, *more), [*strides, *lines], usual, lead)
+        column_operands, column_strides = (Operand("f32", "bn"),) * passed, [dense("bn", size)] * passed
+        return kernel, _rows(rest, size, (*views, *column_operands), [*strides, *column_strides], usual, lead)
 
     leaves = _leaves(tuple([element(x.dtype)[0] for x in values]), tuple(names.items()))
     try:
-        ready: tuple[_Rows, ...] = around.ready(key, make, leaves, 3 if lead else 2)
+        ready: tuple[_Rows, ...] = user_function.ready(key, make, leaves, 3 if lead else 2)
     except BuildError as error:
         fall_back(error)
-        return by_numpy(function, given, names, usual)
+        return by_numpy(function, arrays, names, usual)
     head = ready[0]
     if head.order is None:
-        return tuple(head.run(around.found, values, out)), head.several
-    if not m:  # a kernel of no rows does nothing
-        return by_numpy(function, given, names, usual)
-    sums = head.run(around.found, values, None)
-    rest = ready[1].run(around.found, values + sums[: head.passed], None) if len(ready) > 1 else []
+        return tuple(head.run(user_function.closure, values, out)), head.several
+    if not m:  # a kernel without rows writes nothing
+        return by_numpy(function, arrays, names, usual)
+    sums = head.run(user_function.closure, values, None)
+    rest = ready[1].run(user_function.closure, values + sums[: head.passed], None) if len(ready) > 1 else []
     results = [sums[i] if i >= 0 else rest[-1 - i] for i in head.order]
     if out is not None:
         np.copyto(out, results[0])
@@ -182,17 +184,17 @@ def over_rows(
     return tuple(results), head.several
 
 
-def _once(traced: Traced, make: Callable[[Traced], tuple[_Rows, ...]]) -> tuple[_Rows, ...]:
-    """The kernels of a function; an error that says so where columns would have to be reduced twice."""
+def _checked(traced: Traced, make: Callable[[Traced], tuple[_Rows, ...]]) -> tuple[_Rows, ...]:
+    """The kernels of a function; an error that explains it where columns would be reduced twice."""
     try:
         return make(traced)
     except ScheduleError as error:
         if not any(x.op == "fold" for x in ordered(tuple(x for x, _ in traced.results))):
             raise
-        raise TraceError("what is reduced down columns cannot be reduced again there: take two steps") from error
+        raise TraceError("results of column reductions cannot be reduced down columns again: take two steps") from error
 
 
-def _rows(  # noqa: PLR0917 - what they read is three of them
+def _rows(  # noqa: PLR0917 - three describe operands
     traced: Traced,
     size: tuple[int, int, int],
     views: tuple[Operand, ...],
@@ -204,7 +206,7 @@ def _rows(  # noqa: PLR0917 - what they read is three of them
     from portmm.dispatch import cpu as cpu_dispatch
 
     m, n, _ = size
-    step = settle(traced, views, usual, ends=False)
+    step = bind_operands(traced, views, usual, ends=False)
     bytes_ = math.prod(size) * 4 * len(step.fused.operands)
     workers = config.get_num_threads() if bytes_ > FORK * BYTES_PER_SECOND else 1
     route = cpu_dispatch.rows_route(step.text, size, config.target(), workers)

@@ -1,7 +1,6 @@
-"""Kernels made before they are needed.
+"""Warmup: selection and compilation of kernels before their first call.
 
-Owns `warmup`. Imports `ops.matmul`, `dispatch.cpu`, `arrays.problem_of` for the processor, `dispatch.gpu`, `ops.matmul_gpu`, `arrays.relayout` for
-devices. What is compiled here lies in the cache as well, where other processes find it.
+Owns `warmup`. Kernels that are compiled here go to the cache on disk as well, for other processes.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from portmm.arrays import interop
-from portmm.arrays.interop import Foreign
+from portmm.arrays.interop import DeviceArray
 from portmm.dispatch import config
 from portmm.spec.dtype import BY_NAME, BY_NUMPY, natural, spell, types
 
@@ -28,14 +27,14 @@ MOST_COMPILERS = 16
 
 @dataclass(frozen=True, slots=True)
 class Warmed:
-    """What `warmup` has made ready.
+    """The kernels that `warmup` has loaded.
 
     Attributes:
-        shapes: how many were given.
-        kernels: names of the distinct kernels that they need, with those for operands that are copied first and for
-            slices of k; shapes share them, whatever they have as M, where one schedule suits. Kernels of one name
+        shapes: number of shapes.
+        kernels: names of the distinct kernels that they need, with those of relayout copies and of
+            split-K; shapes share them, whatever their M, where one schedule suits. Kernels of one name
             differ in their blocks.
-        seconds: that it took; almost nothing where the cache had them.
+        seconds: the time it took; almost nothing where the cache had them.
         where: "host", "cuda:0", or the name of an OpenCL device's target.
     """
 
@@ -49,57 +48,57 @@ class Warmed:
 
 
 def warmup(shapes: Any, dtype: Any = "f32", *, b: str = "row", device: Any = None) -> Warmed:
-    """Choose, compile and load the kernels of products, so that their first calls do not wait for a compiler.
+    """Select, compile and load the kernels of products, so that their first calls do not wait for a compiler.
 
     Args:
         shapes: one (m, n, k), or (batch, m, n, k), or an iterable of them. M may be any: kernels do not depend on
-            it, so that a few values stand for those in between.
+            it, so that a few values cover those in between.
         dtype: of A and B, as "bf16", "float8_e4m3fn" or NumPy's; or of A, B and C, as "s8-s8-s32".
-        b: how B lies: "row", or "col" for the transpose of an array by rows, as in x @ w.T.
-        device: None for the processor; "cuda", "cuda:1"; or an array that lies on the device.
+        b: layout of B: "row", or "col" for the transpose of an array by rows, as in x @ w.T.
+        device: None for the processor; "cuda", "cuda:1"; or an array on the device.
 
     Returns:
-        Which kernels are ready now.
+        The kernels that are ready.
 
     Raises:
         TypeError: a type is not supported.
-        ValueError: a shape has not three or four positive numbers, or `b` or `device` is unknown.
+        ValueError: a shape is not three or four positive numbers, or `b` or `device` is unknown.
         NoDeviceError: the device is not there.
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
     if b not in ("row", "col"):
         raise ValueError(f"b is {b!r}; use row or col")
-    given = _shapes(shapes)
+    sizes = _shapes(shapes)
     word = _word(dtype)
     start = time.perf_counter()
     if device is None:
-        names, where = _on_host(given, word, b), "host"
+        names, where = _on_host(sizes, word, b), "host"
     else:
-        names, where = _on_device(given, word, b, device)
-    return Warmed(len(given), tuple(names.values()), time.perf_counter() - start, where)
+        names, where = _on_device(sizes, word, b, device)
+    return Warmed(len(sizes), tuple(names.values()), time.perf_counter() - start, where)
 
 
 def _shapes(shapes: Any) -> list[tuple[int, int, int, int]]:
     """Batch, m, n and k of each shape.
 
     Raises:
-        TypeError: they are no shapes.
-        ValueError: a shape is none.
+        TypeError: they are not iterable.
+        ValueError: a shape is invalid.
     """
     if not isinstance(shapes, Iterable):
-        raise TypeError(f"shapes is {shapes!r}; give (m, n, k), or a list of them")
+        raise TypeError(f"shapes is {shapes!r}; pass (m, n, k), or a list of them")
     every = list(shapes)
     if every and not isinstance(every[0], Iterable):
         every = [every]
-    found = []
+    sizes = []
     for x in every:
         numbers = tuple(index(n) for n in x)
         if len(numbers) not in (3, 4) or min(numbers) < 1:
-            raise ValueError(f"shape {tuple(x)} is none; give (m, n, k) or (batch, m, n, k), all of them positive")
+            raise ValueError(f"shape {tuple(x)} is invalid; pass (m, n, k) or (batch, m, n, k), all of them positive")
         batch, m, n, k = (1, *numbers)[-4:]
-        found.append((batch, m, n, k))
-    return found
+        sizes.append((batch, m, n, k))
+    return sizes
 
 
 def _word(dtype: Any) -> str:
@@ -126,11 +125,11 @@ def _word(dtype: Any) -> str:
 
 
 def _on_host(shapes: list[tuple[int, int, int, int]], word: str, b: str) -> dict[Any, str]:
-    """Names of kernels that the processor has ready, by what tells them apart."""
+    """Names of the kernels that the host has loaded, by schedule."""
     import numpy as np
 
     from portmm.arrays import numpy_arrays
-    from portmm.arrays.problem_of import pose
+    from portmm.arrays.problem_of import problem_of_call
     from portmm.dispatch import cpu as cpu_dispatch
     from portmm.ops import matmul as matmul_op
 
@@ -143,7 +142,7 @@ def _on_host(shapes: list[tuple[int, int, int, int]], word: str, b: str) -> dict
             np.empty((*lead, m, k), kinds[0]),
             np.empty((*lead, *((k, n) if b == "row" else (n, k))), kinds[1]),
         )
-        p = pose(left, right if b == "row" else right.swapaxes(-1, -2), dtype=word)
+        p = problem_of_call(left, right if b == "row" else right.swapaxes(-1, -2), dtype=word)
         matmul_op.route(p)
         choice = cpu_dispatch.choose(p, config.target(), config.get_num_threads())
         names[choice.schedule] = cpu_dispatch.kernel_of(
@@ -156,53 +155,53 @@ def _on_host(shapes: list[tuple[int, int, int, int]], word: str, b: str) -> dict
 
 
 def _on_device(shapes: list[tuple[int, int, int, int]], word: str, b: str, device: Any) -> tuple[dict[Any, str], str]:
-    """Names of kernels that a device has ready, by what tells them apart, and what it is called."""
+    """Names of the kernels that a device has loaded, by schedule, and the device's name."""
     from portmm.arrays import relayout
     from portmm.dispatch import gpu as gpu_dispatch
 
     like, on = _machine(device)
-    asked = []
+    problems = []
     names: dict[Any, str] = {}
     for shape in shapes:
-        p, vectors, numbers = _posed(shape, word, b, like)
+        p, vectors, numbers = _dense_problem(shape, word, b, like)
         p, vectors, _, copies = relayout.arranged(p, vectors, numbers, on)
         names |= {x.name: x.name for x in copies}
-        asked.append((p, vectors))
-    for route in gpu_dispatch.routes(asked, on, min(MOST_COMPILERS, os.cpu_count() or 1)):
+        problems.append((p, vectors))
+    for route in gpu_dispatch.routes(problems, on, min(MOST_COMPILERS, os.cpu_count() or 1)):
         names |= {(route.choice.schedule, i): x.name for i, x in enumerate(route.kernels)}
     where = f"cuda:{on.handle}" if on.language == "cuda" else on.target.name
     return names, where
 
 
-def _machine(device: Any) -> tuple[Foreign, Machine]:
-    """A device, and an array that stands for those on it.
+def _machine(device: Any) -> tuple[DeviceArray, Machine]:
+    """A device, and an array as an example of those on it.
 
     Raises:
-        ValueError: nothing is called that.
+        ValueError: the name is unknown.
         NoDeviceError: it is not there.
     """
     from portmm.arrays import device_arrays
     from portmm.dispatch import gpu as gpu_dispatch
 
     if not isinstance(device, str):
-        found = interop.adopt(device)
-        if found is None:
-            raise ValueError(f"device is a {type(device).__name__}; give cuda, cuda:1, or an array on a device")
-        return found, device_arrays.machine_of(found)
+        array = interop.adopt(device)
+        if array is None:
+            raise ValueError(f"device is a {type(device).__name__}; pass cuda, cuda:1, or an array on a device")
+        return array, device_arrays.machine_of(array)
     kind, _, number = device.partition(":")
     if kind != "cuda" or not (number.isdigit() or device == "cuda"):
-        raise ValueError(f"device {device!r} is unknown; give cuda, cuda:1, or an array on the device")
+        raise ValueError(f"device {device!r} is unknown; pass cuda, cuda:1, or an array on the device")
     from portmm.runtime import cuda
 
     at = cuda.current(int(number) if number else None)
-    like = Foreign(None, "cuda", ("cuda", at), 0, (), (), "f32", None, readonly=False)
+    like = DeviceArray(None, "cuda", ("cuda", at), 0, (), (), "f32", None, readonly=False)
     return like, gpu_dispatch.machine(("cuda", at), at)
 
 
-def _posed(
-    shape: tuple[int, int, int, int], word: str, b: str, like: Foreign
+def _dense_problem(
+    shape: tuple[int, int, int, int], word: str, b: str, like: DeviceArray
 ) -> tuple[Problem, Vectors, dict[str, Any]]:
-    """The problem that a call with dense operands poses, as `on_device` has it."""
+    """The problem, vector widths and numbers of a call with dense operands."""
     from portmm.ops import matmul_gpu
 
     batch, m, n, k = shape
@@ -211,12 +210,12 @@ def _posed(
     operands = [_dense(like, (*lead, m, k), a), _dense(like, (*lead, k, n), right), _dense(like, (*lead, m, n), c)]
     if b == "col":
         operands[1] = interop.transposed(_dense(like, (*lead, n, k), right))
-    call = matmul_gpu.posed((operands[0], operands[1], operands[2]), lead, (m, n, k))
+    call = matmul_gpu.device_problem((operands[0], operands[1], operands[2]), lead, (m, n, k))
     return call.problem, call.vectors, call.values()
 
 
-def _dense(like: Foreign, shape: tuple[int, ...], dtype: str) -> Foreign:
-    """An array in C's order, as well aligned as new ones are."""
+def _dense(like: DeviceArray, shape: tuple[int, ...], dtype: str) -> DeviceArray:
+    """A C-contiguous array, aligned like a new one."""
     strides = interop.contiguous(shape, BY_NAME[dtype].bytes)
     pointer = 0 if like.language == "cuda" else (None, 0)
     return replace(like, source=None, pointer=pointer, shape=shape, strides=strides, dtype=dtype, readonly=False)

@@ -1,7 +1,7 @@
 """Binding of a traced function to a kernel: expressions with numbered operands, and the table of operands of a call.
 
-Owns `settle`, which numbers operands and results; `Bound`, which computes the table's strides once for all calls of
-a kind; and `Around`, a user's function at one call, with the memo of the kernels of functions.
+Owns `bind_operands`, which numbers operands and results; `Bound`, which computes the table's strides once for all calls
+of a kind; and `UserFunction`, a user's function at one call, with the memo of the kernels of functions.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from portmm.errors import TraceError
 from portmm.runtime.cpu import runtime
 from portmm.spec.epilogue import AXES, PRODUCT, C, Fused, Operand, load, parse, varies
 from portmm.spec.expr import Expr, const, node, ordered, real, rounded
-from portmm.trace.closures import resolve, surroundings
-from portmm.trace.tracer import Traced, element, lies, trace
+from portmm.trace.closures import closure_of, resolve
+from portmm.trace.tracer import Traced, element, readable_in_place, trace
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def filled(template: Expr, values: list[Any]) -> Expr:
     return substituted(template, lambda x: values[x.args[0]] if x.op == "given" else None, {})
 
 
-def settle(traced: Traced, arguments: tuple[Operand, ...], usual: np.dtype[Any], *, ends: bool) -> Step:
+def bind_operands(traced: Traced, arguments: tuple[Operand, ...], usual: np.dtype[Any], *, ends: bool) -> Step:
     """The expressions as a kernel takes them: arguments first, then captured operands, then results.
 
     With `ends` they are the epilogue of a product: the first result is C.
@@ -153,25 +153,25 @@ def remember(key: Any, kernel: Any) -> Any:
 
 
 @dataclass(slots=True)
-class Around:
+class UserFunction:
     """A user's function at one call.
 
     Attributes:
         function: the function.
-        kind: of its closure; None if that is unknown.
-        found: the arrays and numbers that it captures, by their keys.
+        kind: the kind of its closure; None if that is unknown.
+        closure: the arrays and numbers that it captures, by their keys.
         lasting: the next function of this kind is traced to the same expressions.
     """
 
     function: Callable[..., Any]
     kind: Any
-    found: dict[Any, Any]
+    closure: dict[Any, Any]
     lasting: bool = True
 
     @classmethod
-    def of(cls, function: Callable[..., Any]) -> Around:
+    def of(cls, function: Callable[..., Any]) -> UserFunction:
         """The function with its closure as it is now."""
-        kind, captured, known = surroundings(function)
+        kind, captured, known = closure_of(function)
         return cls(function, kind if known else None, captured)
 
     def ready(self, key: tuple[Any, ...], make: Callable[[Traced], Any], values: tuple[Any, ...], rank: int) -> Any:
@@ -193,12 +193,12 @@ class Around:
             memo_key = None if memo_key is None else (memo_key, self.numbers())  # type: ignore[assignment]
         self.lasting = lasting
         if not lasting:
-            self.found.update({x.key: x.there if x.device else x.array for x in traced.sources} | dict(traced.values))
+            self.closure.update({x.key: x.there if x.device else x.array for x in traced.sources} | dict(traced.values))
         return remember(memo_key if lasting else None, make(traced))
 
     def numbers(self) -> tuple[str, ...]:
         """The numbers that it captures, as the text of their bits."""
-        return tuple([float(x).hex() for x in self.found.values() if isinstance(x, (float, np.floating))])
+        return tuple([float(x).hex() for x in self.closure.values() if isinstance(x, (float, np.floating))])
 
 
 BY_VALUE = object()
@@ -271,7 +271,7 @@ def _row(strides: tuple[int, ...]) -> tuple[int, ...]:
 
 def native(x: Array) -> Array:
     """An operand that kernels can read, converted if need be."""
-    if lies(x):
+    if readable_in_place(x):
         return x
     if x.dtype.kind in "iu" and x.size and x.dtype.itemsize > 4 and (x.min() < -(2**31) or x.max() >= 2**31):
         raise ValueError("an operand of int64 has values beyond int32, which expressions compute with")

@@ -1,6 +1,6 @@
 """Closures: the arrays and numbers that a function captures, by closure, globals, defaults and attributes of objects.
 
-Owns `surroundings`, which returns the kind of a function's closure, by which its kernels are remembered, and the arrays
+Owns `closure_of`, which returns the kind of a function's closure, by which its kernels are remembered, and the arrays
 and numbers in it.
 """
 
@@ -72,7 +72,7 @@ def filled(cell: Any) -> bool:
         return False
 
 
-def surroundings(function: Any) -> tuple[tuple[Any, ...], dict[tuple[Any, ...], Any], bool]:
+def closure_of(function: Any) -> tuple[tuple[Any, ...], dict[tuple[Any, ...], Any], bool]:
     """The closure of a function: its kind, arrays and numbers by their keys, and whether all of it is known."""
     kind: list[Any] = []
     captured: dict[tuple[Any, ...], Any] = {}

@@ -1,6 +1,6 @@
 """Column reductions of a function, split into a kernel that reduces whole columns and one for the rest.
 
-Owns `down`.
+Owns `split_column_reductions`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from portmm.trace.tracer import Traced
 
 
-def down(traced: Traced, first: int, usual: np.dtype[Any]) -> tuple[Traced, Traced, tuple[int, ...], int] | None:
+def split_column_reductions(
+    traced: Traced, first: int, usual: np.dtype[Any]
+) -> tuple[Traced, Traced, tuple[int, ...], int] | None:
     """The function split in two, the reductions of columns and the rest; None where no column is reduced.
 
     The two come with the index of each result, among those of the first function or, counted down from -1, among the

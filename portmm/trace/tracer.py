@@ -372,13 +372,13 @@ def described(array: Array, view: tuple[str | int, ...]) -> Operand:
     if "n" not in axes:
         return Operand(kind, axes)
     last = view[-1] == "n" and view.count("n") == 1
-    if not lies(array):  # a copy is read
+    if not readable_in_place(array):  # a copy is read
         return Operand(kind, axes, last)
     step = sum([s for x, s in zip(view, array.strides, strict=True) if x == "n"])
     return Operand(kind, axes, step == array.itemsize or (last and array.shape[-1] == 1))
 
 
-def lies(array: Array) -> bool:
+def readable_in_place(array: Array) -> bool:
     """Whether kernels can read an array in place."""
     same_type = element(array.dtype)[1]
     return same_type and array.flags.aligned and not any([s % array.itemsize for s in array.strides])  # noqa: C419 - faster
