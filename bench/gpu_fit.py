@@ -5,8 +5,8 @@
     python gpu_fit.py results/h100-lease-*.json --toml ../targets/tuned/h100.toml    # what was faster than the choice
 
 Each file is what `lease.py` or `gpu.py --schedules --save` wrote. A row of a survey has its problem, its schedule as
-`portmm.schedule.schedule.parse` reads it, the terms of its prediction, and seconds. A fit finds for each term the factor
-by which predictions come nearest; a person decides which constant of `grid_cost` it stands for.
+`portmm.schedule.schedule.parse` reads it, the terms of its prediction, and seconds. A fit finds for each term the
+factor by which predictions come nearest; a person decides which constant of `schedule.gpu_cost` it stands for.
 """
 
 from __future__ import annotations

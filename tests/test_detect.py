@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from places import HOSTS, MACHINES
@@ -19,9 +19,6 @@ from portmm.host import amx_permission, detect
 from portmm.host import host_probe as snapshot_module
 from portmm.host.host_probe import cgroup_folders, parse_list
 from portmm.target import target
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.calls
 

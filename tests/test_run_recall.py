@@ -28,7 +28,8 @@ a = np.arange(12.0).reshape(3, 4)
 assert (pm.matmul(a, a.T) == a @ a.T).all()
 v = np.ones((2, 3, 4), np.float32)
 assert (pm.matmul(v, v.swapaxes(1, 2)) == 4).all()
-print(*sorted(m for m in sys.modules if m in ("portmm.host.detect", "portmm.codegen.c_kernel", "portmm.dispatch.cpu", "subprocess")))
+late = ("portmm.host.detect", "portmm.codegen.c_kernel", "portmm.dispatch.cpu", "subprocess")
+print(*sorted(m for m in sys.modules if m in late))
 """
 
 
