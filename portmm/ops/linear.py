@@ -102,9 +102,9 @@ def linear(
     if interop.on_device(x) or interop.on_device(w):
         from portmm.ops.linear_gpu import linear as linear_on_device
 
-        options = {"x_scale": x_scale, "x_zero": x_zero, "w_scale": w_scale, "w_zero": w_zero}
-        options |= {"out_scale": out_scale, "out_zero": out_zero, "dynamic": dynamic}
-        return linear_on_device(x, w, bias, options, dtype, out, epilogue)
+        scaling_options = {"x_scale": x_scale, "x_zero": x_zero, "w_scale": w_scale, "w_zero": w_zero}
+        scaling_options |= {"out_scale": out_scale, "out_zero": out_zero, "dynamic": dynamic}
+        return linear_on_device(x, w, bias, scaling_options, dtype, out, epilogue)
     left = numpy_arrays.as_operand(x, "x", matrix=False)
     weight = (
         current(w)
@@ -155,7 +155,7 @@ def _with_epilogue(  # noqa: PLR0917 - one caller
     from portmm.trace.bind import UserFunction
     from portmm.trace.tracer import Indices
 
-    if options.again:
+    if options.requantize:
         raise ValueError("out_scale is passed with an epilogue; let that scale and cast the result")
     user_function = UserFunction.of(epilogue)
     values, rank, m = (acc(), Indices(NAMES)), 2 if left.ndim == 2 else 3, prod(left.shape[:-1])
@@ -172,8 +172,8 @@ def _with_epilogue(  # noqa: PLR0917 - one caller
         names = ("x_scale", "x_zero", "w_scale", "w_zero", "out_scale", "out_zero")
         scaling_by_name = dict(zip(names, scaling, strict=True))
         product = linear(left, weight, bias, **scaling_by_name, dynamic=options.dynamic, dtype=f32)
-        results, several = over_rows(epilogue, (product,), NAMES, dtype=usual)
-        return fit(list(results), out, several=several)
+        row_results, several = over_rows(epilogue, (product,), NAMES, dtype=usual)
+        return fit(list(row_results), out, several=several)
     vectors = vectors_of(left, (m, weight.shape[1]), call.source, bias, scaling)
     results = [np.empty((m, width), t) for width, t in call.results]
     table = call.bound.fill(user_function.closure, [], results[1:])
