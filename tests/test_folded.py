@@ -137,7 +137,7 @@ def check_stored(tmp_path, *, mmap):
         np.testing.assert_array_equal(pm.matmul(x, found[name]), pm.matmul(x, w))
     pm.save_packed(made["int4"], tmp_path / "one")
     assert repr(pm.load_packed(tmp_path / "one")) == repr(made["int4"])
-    with pytest.raises(TypeError, match="what pack returns"):
+    with pytest.raises(TypeError, match="results of pack"):
         pm.save_packed(np.ones(3), tmp_path / "no")
 
 

@@ -121,8 +121,8 @@ def attention(
     if interop.on_device(q) or interop.on_device(k) or interop.on_device(v):
         from portmm.ops import attention_gpu
 
-        options = attention_gpu.Options(score, mask, scale, causal, window, lengths, offset, return_lse)
-        return attention_gpu.attention((q, k, v, out), options)
+        device_options = attention_gpu.Options(score, mask, scale, causal, window, lengths, offset, return_lse)
+        return attention_gpu.attention((q, k, v, out), device_options)
     shape = shape_of(*(array(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))))
     far = shape.n if window is None else min(window, shape.m + shape.n)
     if out is not None:

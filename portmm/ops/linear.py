@@ -156,7 +156,7 @@ def _with_epilogue(  # noqa: PLR0917 - one caller
     from portmm.trace.bind import UserFunction
     from portmm.trace.tracer import Indices
 
-    if options.again:
+    if options.requantize:
         raise ValueError("out_scale is passed with an epilogue; let that scale and cast the result")
     user_function = UserFunction.of(epilogue)
     values, rank, m = (acc(), Indices(NAMES)), 2 if left.ndim == 2 else 3, prod(left.shape[:-1])
@@ -173,8 +173,8 @@ def _with_epilogue(  # noqa: PLR0917 - one caller
         names = ("x_scale", "x_zero", "w_scale", "w_zero", "out_scale", "out_zero")
         scaling_by_name = dict(zip(names, scaling, strict=True))
         product = linear(left, weight, bias, **scaling_by_name, dynamic=options.dynamic, dtype=f32)
-        results, several = over_rows(epilogue, (product,), NAMES, dtype=usual)
-        return fit(list(results), out, several=several)
+        row_results, several = over_rows(epilogue, (product,), NAMES, dtype=usual)
+        return fit(list(row_results), out, several=several)
     vectors = vectors_of(left, (m, weight.shape[1]), call.source, bias, scaling)
     results = [np.empty((m, width), t) for width, t in call.results]
     table = call.bound.fill(user_function.closure, [], results[1:])
