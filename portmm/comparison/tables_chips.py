@@ -1,7 +1,6 @@
-"""portmm beside the best peer, by chip and type: the one table over all that was measured.
+"""Table of portmm's rate over the best peer's, by chip and type, over all results.
 
-Owns that table. Imports `comparison.tables_cells` and the tables of products,
-fused products and devices for what distinguishes their rows.
+Owns that table.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.comparison.tables_cells import mean, table, threads
 from portmm.comparison.tables_device import device_ratio
 from portmm.comparison.tables_fusion import rows_of
-from portmm.comparison.tables_products import held
+from portmm.comparison.tables_products import setting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -26,7 +25,7 @@ Ratios = dict[str, dict[str, float]]
 
 
 def kind(case: Case) -> str:
-    """The type of a product as a column's name: its weight's, where activations are floats or become so."""
+    """Type of a product as a row's name: that of its weight, where activations are floats or are rounded."""
     a, b, _ = case.types
     weight = INTEGERS.get(b, b)
     if weight != b and a not in INTEGERS:
@@ -37,22 +36,22 @@ def kind(case: Case) -> str:
 def chips(
     reports: Iterable[Report], fusions: Sequence[dict[str, Any]], devices: Iterable[tuple[str, dict[str, Any]]]
 ) -> str:
-    """A row for each chip and setting, a column for each type; empty of nothing.
+    """Table with a row for each type and a column for each chip and setting; empty for no results.
 
     Args:
         reports: of `portmm compare`.
         fusions: runs of fused products.
         devices: name of a device's run, and the run.
     """
-    found: dict[str, Ratios] = {}
-    # A case that was measured again counts as it was found last.
+    columns: dict[str, Ratios] = {}
+    # The last measurement of a case counts.
     for report in sorted(reports, key=lambda x: x.date):
-        mine = found.setdefault(f"{report.machine}, {held(report)}", {})
+        mine = columns.setdefault(f"{report.machine}, {setting(report)}", {})
         for result in report.results:
             if result.ratio is not None:
                 mine.setdefault(kind(result.case), {})[result.case.name] = result.ratio
     for data in sorted(fusions, key=lambda x: str(x["date"])):
-        mine = found.setdefault(f"{data['machine']}, {threads(data['threads'])}", {})
+        mine = columns.setdefault(f"{data['machine']}, {threads(data['threads'])}", {})
         for row in rows_of([data]):
             if row["ratio"] is not None:
                 what = "attention" if row["case"]["group"] == "attention" else "fused"
@@ -61,15 +60,15 @@ def chips(
         for x in data["rows"]:
             ratio = device_ratio(x) if x["state"] == "ok" and x["seconds"] else None
             if ratio is not None:
-                found.setdefault(stem, {}).setdefault(x["dtype"], {})[x["name"]] = ratio
-    return _overview({name: mine for name, mine in found.items() if mine})
+                columns.setdefault(stem, {}).setdefault(x["dtype"], {})[x["name"]] = ratio
+    return _overview({name: mine for name, mine in columns.items() if mine})
 
 
-def _overview(found: dict[str, Ratios]) -> str:
-    kinds = dict.fromkeys(name for mine in found.values() for name in mine)
+def _overview(columns: dict[str, Ratios]) -> str:
+    kinds = dict.fromkeys(name for mine in columns.values() for name in mine)
     if not kinds:
         return ""
-    # Types stand below one another: there are more of them than of chips.
-    rows = [[name, *(mean(mine.get(name, {}).values()) for mine in found.values())] for name in kinds]
-    said = "Rate of portmm over that of the best peer of each case: geometric mean, lowest in brackets, cases."
-    return f"{said}\n\n{table(['type', *found], rows)}"
+    # Types are rows: there are more of them than of chips.
+    rows = [[name, *(mean(mine.get(name, {}).values()) for mine in columns.values())] for name in kinds]
+    caption = "Rate of portmm over that of the best peer of each case: geometric mean, lowest in brackets, cases."
+    return f"{caption}\n\n{table(['type', *columns], rows)}"
