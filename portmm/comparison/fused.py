@@ -50,7 +50,7 @@ def steps(words: str) -> tuple[str, ...]:
     names = tuple(words.split("+")) if words else ()
     for word in names:
         if word not in ADDED and word not in STEEPEST:
-            raise ValueError(f"nothing fused is called {word!r}; known are {', '.join((*ADDED, *STEEPEST))}")
+            raise ValueError(f"unknown step {word!r} of an epilogue; known are {', '.join((*ADDED, *STEEPEST))}")
     ranks = [ADDED.index(word) if word in ADDED else len(ADDED) for word in names]
     if any(a >= b for a, b in pairwise(ranks)):
         raise ValueError(f"{words!r} is not a bias, a residual and one function in this order")

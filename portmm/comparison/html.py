@@ -33,10 +33,10 @@ FACTS = {"isa": "all held to", "machine": "taken for", "chip": "", "threads": ""
 METHOD = (
     "A ratio is formed within a round and its median shown: it may differ a little from the quotient of two medians.",
     "A ratio that differs from 1 by no more than its spread, the middle half of the rounds' ratios, is a draw.",
-    "Each contender has a process of its own, and only one works at a time; variables that bend a library are removed.",
-    "All take turns within each round: a clock that drifts, drifts for all.",
-    "Every contender does a case in each way that its library offers, and the fastest counts.",
-    "Results are checked against a wider type before and after they are timed; what is wrong is named, never counted.",
+    "Each contender has a process of its own, and only one runs at a time; variables that tune libraries are removed.",
+    "Contenders alternate within each round, so that a drift of the clock affects all of them.",
+    "Every contender computes a case by each method of its library, and the fastest method counts.",
+    "Results are checked against a wider type before and after the timing; wrong ones are listed, never counted.",
     "The limit is measured in the same rounds: multiply-adds from registers, or the bandwidth of the operands' level.",
 )
 
@@ -99,7 +99,7 @@ def _section(title: str, *content: Markup | str) -> Markup:
 def _header(report: Report) -> Markup:
     return tag(
         "header",
-        tag("h1", "portmm beside ", "its peers" if any(e.peer for e in report.entrants) else "nobody"),
+        tag("h1", "portmm and its peers" if any(e.peer for e in report.entrants) else "portmm without peers"),
         tag("p", heading(report), class_="lead"),
     )
 
@@ -246,7 +246,7 @@ def _figures(report: Report) -> list[Markup | str]:
         return [tag("p", "No case was measured.")]
     text = f"{unit(report)}; the best peer is underlined; {NONE} a contender that does not offer the case."
     if _loads(report):
-        text += " Load is how many cores other processes kept busy meanwhile."
+        text += " Load is the number of cores that other processes kept busy."
     return [tag("p", text), tag("div", table(report), class_="scroll", tabindex=0)]
 
 

@@ -70,7 +70,7 @@ def open_onednn(setup: Setup) -> Library:
     opened = _Opened(library, engine, _created(library.dnnl_stream_create, engine, c_int(IN_ORDER)), setup.threads)
 
     def prepare(case: Case, data: Arrays) -> dict[str, Run]:
-        native.only(not case.block and (case.whole or not case.scaled), "no floats by codes in this version")
+        native.only(not case.block and (case.whole or not case.scaled), "no float-by-integer products in this version")
         methods = {}
         if case.dtype == "f32" and case.batch == 1 and not case.fused:
             methods["sgemm"] = _sgemm(library, case, data)

@@ -87,8 +87,8 @@ def open_8bit(setup: Setup) -> Library:
     opened = _open(setup)
 
     def prepare(case: Case, data: Arrays) -> dict[str, Run]:
-        codes = not case.whole and (case.block or case.scaled)
-        native.only(bool(codes), f"activations of {case.dtype} are not rounded to 8 bits")
+        quantised = not case.whole and (case.block or case.scaled)
+        native.only(bool(quantised), f"activations of {case.dtype} are not rounded to 8 bits")
         methods = {f"MatMulNBits, accuracy level {EIGHT_BITS}": _codes(opened, case, data, EIGHT_BITS)}
         if case.scaled:
             methods["DynamicQuantizeMatMul"] = _dynamic(opened, case, data)
@@ -149,7 +149,7 @@ def _integers(opened: _Opened, case: Case, data: Arrays) -> Run:
 
 def _codes(opened: _Opened, case: Case, data: Arrays, accuracy: int) -> Run:
     """Product of floats by an int4 weight, or by an int8 one, which is then signed and in blocks too."""
-    native.only(case.types[0] in ("f32", "f16"), f"no codes beside {case.types[0]}")
+    native.only(case.types[0] in ("f32", "f16"), f"no quantised weights with activations of {case.types[0]}")
     block = case.block or BLOCK
     native.only(case.k % block == 0, "only whole blocks")
     codes = np.ascontiguousarray(data.b.T).reshape(case.n, -1, block)

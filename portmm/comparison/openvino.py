@@ -46,7 +46,7 @@ def open_openvino(setup: Setup) -> Library:
         activations, _, results = case.types
         native.only(activations == results and not case.whole, f"no layer of {case.dtype}")
         native.only(OFFERED.get(activations) in offered, f"no {activations} on this processor")
-        native.only(case.packed or case.types[1] == activations, "codes only as constants")
+        native.only(case.packed or case.types[1] == activations, "quantised weights only as constants")
         operands = (data.a, data.b, data.c)
         native.only(all(x.flags.c_contiguous for x in operands), "only operands by rows")
         model, inputs, kept = _model(ov, opset, case, data)

@@ -117,7 +117,7 @@ def roofline(report: Report) -> Markup:
     top = max(tops.values(), default=high)
     # The slanted roofs are labelled left of all points.
     x, y = _axes((min(xs) / 5, max(xs) * 2), (min(rates) / 2, high), slopes, top)
-    what = f"Rate against arithmetic intensity of {len(drawn)} cases, on logarithmic axes"
+    title = f"Rate against arithmetic intensity of {len(drawn)} cases, on logarithmic axes"
     return tag(
         "svg",
         _frame(report, x, y),
@@ -127,7 +127,7 @@ def roofline(report: Report) -> Markup:
         class_="roofline",
         viewBox=f"0 0 {WIDTH:.0f} {HEIGHT:.0f}",
         role="img",
-        aria_label=what,
+        aria_label=title,
         xmlns="http://www.w3.org/2000/svg",
     )
 

@@ -54,7 +54,7 @@ def _check_types(own: Case) -> None:
     if own.block and not int4:
         raise ValueError(f"block is {own.block}, and only weights of four bits (u4) have blocks")
     if own.dynamic and (own.types[1] not in ("s8", "u4") or own.whole):
-        raise ValueError(f"dynamic is for activations of floats beside weights of 8 or 4 bits, not {own.dtype}")
+        raise ValueError(f"dynamic is for activations of floats with weights of 8 or 4 bits, not {own.dtype}")
     _ = own.problem
 
 

@@ -184,7 +184,7 @@ def keep_overhead(raw: Path, folder: Path) -> Path:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{raw} is not what `pytest --benchmark-json` writes") from error
     figures = {
-        name: {what: value for what, value in info.items() if isinstance(value, int | float)}
+        name: {figure: value for figure, value in info.items() if isinstance(value, int | float)}
         for name, info in infos.items()
     }
     path = folder / f"overhead-{host().name}.json"

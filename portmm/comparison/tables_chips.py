@@ -54,8 +54,8 @@ def chips(
         mine = columns.setdefault(f"{data['machine']}, {threads(data['threads'])}", {})
         for row in rows_of([data]):
             if row["ratio"] is not None:
-                what = "attention" if row["case"]["group"] == "attention" else "fused"
-                mine.setdefault(f"{row['case']['dtype']}, {what}", {})[row["case"]["name"]] = row["ratio"]
+                group = "attention" if row["case"]["group"] == "attention" else "fused"
+                mine.setdefault(f"{row['case']['dtype']}, {group}", {})[row["case"]["name"]] = row["ratio"]
     for stem, data in devices:
         for x in data["rows"]:
             ratio = device_ratio(x) if x["state"] == "ok" and x["seconds"] else None

@@ -49,6 +49,6 @@ def _timed(x: dict[str, Any]) -> list[str]:
     peers = {name: seconds for name, seconds in times.items() if name != "portmm"}
     best = min(peers, key=lambda name: peers[name], default="")
     rate = f"{x[f'tflops{suffix}']:.3g}"
-    what = ", ".join(filter(None, (x["section"], x["more"])))
+    label = ", ".join(filter(None, (x["section"], x["more"])))
     size, us = f"{x['m']} x {x['n']} x {x['k']}", f"{1e6 * times['portmm']:.1f}"
-    return [size, x["dtype"], x["b"], what, us, rate, best, f"{x[f'ratio{suffix}']:.2f}" if peers else ""]
+    return [size, x["dtype"], x["b"], label, us, rate, best, f"{x[f'ratio{suffix}']:.2f}" if peers else ""]

@@ -84,7 +84,7 @@ def search(rows: Iterable[dict[str, Any]]) -> str:
 
 def overhead(data: dict[str, Any]) -> str:
     """Table of the times of calls, imports and first calls."""
-    rows = [[name, what, f"{value:.3g}"] for name, kept in data["overhead"].items() for what, value in kept.items()]
+    rows = [[name, unit, f"{value:.3g}"] for name, kept in data["overhead"].items() for unit, value in kept.items()]
     return f"**{data['chip']}**\n\n{table(['overhead', 'measured', 'value'], rows)}"
 
 

@@ -205,7 +205,7 @@ class Race:
         try:
             other = self._seconds(self.base.candidate, usual)
         except LostError as lost:
-            raise LostError(CRASHED, f"the analytical choice, right before, failed beside this one: {lost}") from None
+            raise LostError(CRASHED, f"the analytical choice, right before, failed next to this one: {lost}") from None
         return (mine or self._seconds(one, usual)) / other
 
     def _seconds(self, one: Candidate, usual: float) -> float:
