@@ -25,7 +25,7 @@ from fusion_cases import VARIANTS, case_of, operands, worst
 from portmm.arrays.numpy_arrays import numpy_of
 from portmm.comparison.environment import Setup
 from portmm.comparison.peers import MissingError, UnsupportedError, open_adapter, repeat
-from portmm.comparison.worker import seconds_per_call, settle
+from portmm.comparison.worker import seconds_per_call, wait_until_idle
 
 
 class LateError(BaseException):
@@ -156,7 +156,7 @@ def main(arguments):
             request = json.loads(line)
             reply = getattr(bench, request["do"])(request)
             if setup.threads > 1:
-                settle()
+                wait_until_idle()
             send(reply)
     return 0
 

@@ -36,7 +36,7 @@ from portmm.arrays import device_arrays
 from portmm.build import cache
 from portmm.build.nvrtc import find_nvrtc
 from portmm.comparison.cublaslt import LIMIT
-from portmm.comparison.device_facts import told
+from portmm.comparison.device_facts import nvidia_smi
 from portmm.errors import NoCompilerError
 from portmm.ops import matmul_gpu
 from portmm.spec.dtype import BY_NAME
@@ -61,7 +61,7 @@ def opened(device, *, peers=True, search=LIMIT):
 
 def clocks():
     """The device's state as nvidia-smi reports it now."""
-    return told(QUERY)
+    return nvidia_smi(QUERY)
 
 
 def machine_of(on):

@@ -231,7 +231,7 @@ class Graphs:
     def store(self, to, x):
         to[...] = x
 
-    def turned(self, x):
+    def transposed(self, x):
         return x.swapaxes(-1, -2)
 
     host = put
@@ -280,9 +280,9 @@ def test_a_described_gpu_has_limits(monkeypatch):
     more = {"name": b"NVIDIA H100 80GB HBM3", "l2CacheSize": 50 << 20}
     monkeypatch.setattr(cuda_fakes, "PROPERTIES", cuda_fakes.PROPERTIES | more)
     emulated_cuda.install(monkeypatch)
-    monkeypatch.setattr(device_facts, "told", lambda _query, _which: {"power.limit": "700.00 W"})
+    monkeypatch.setattr(device_facts, "nvidia_smi", lambda _query, _which: {"power.limit": "700.00 W"})
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    found = device_facts.asked("cuda")
+    found = device_facts.queried("cuda")
     assert (found.name, found.kind, found.cache) == ("h100", "gpu", 50 << 20)
     assert found.title == (
         "NVIDIA H100 80GB HBM3, 132 processors, up to 1.98 GHz, driver for CUDA 12.9, 700.00 W at most"
@@ -302,7 +302,7 @@ def test_a_device_that_is_not_described_has_none(monkeypatch):
     emulated_cuda.install(monkeypatch)
     monkeypatch.setattr(cuda_fakes, "PROPERTIES", cuda_fakes.PROPERTIES | {"name": b"Strange", "major": 7, "minor": 1})
     cuda._facts.cache_clear()
-    found = device_facts.asked("cuda")
+    found = device_facts.queried("cuda")
     assert (found.peaks, found.rates, found.of(SMALL)) == ({}, {}, None)
 
 
@@ -338,6 +338,7 @@ def test_suites_of_devices():
     assert {case.m for case in quick if case.group == "gpu-decode"} == {1, 16}
     assert cases("gpu-smoke") == cases("device-smoke")
     assert not {case.name for case in quick} & {case.name for case in cases("full,narrow")}
-    assert [device_suite.meant(*x) for x in (("quick", "gpu"), ("quick", "cpu"), ("smoke", "cpu"), ("f16", "gpu"))] == [
+    asked = ("quick", "gpu"), ("quick", "cpu"), ("smoke", "cpu"), ("f16", "gpu")
+    assert [device_suite.suite_of(*x) for x in asked] == [
         "device-quick", "quick", "device-smoke", "f16",
     ]  # fmt: skip

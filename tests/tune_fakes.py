@@ -30,7 +30,7 @@ class Fake:
         self.first = not mark.exists()
         mark.touch()
 
-    def pose(self, case, _seed):
+    def prepare(self, case, _seed):
         if case.group == "impossible":
             raise ScheduleError("there is nothing to tune")
         p = case.problem

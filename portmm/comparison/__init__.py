@@ -1,14 +1,13 @@
-"""portmm beside the libraries that a user could call instead.
+"""Comparison of portmm with other libraries for matrix products.
 
 Owns everything of `portmm compare`: the suite of shapes, one adapter per
 library, the worker process that each library runs in, the coordinator that
-takes turns between them, and the report. On the top floor, F8: it may import
-anything of portmm, and nothing of portmm imports it but the command line.
+alternates between them, and the report.
 
-A ratio is only worth its measurement, so: one process per library, because a
-library's spinning threads and dispatch variables disturb its neighbours; only
-one process runs at a time; contenders take turns within each round, so that a
-clock that drifts drifts for all; the ratio is formed within a round and the
+A ratio is only as good as its measurement, so: one process per library, because a
+library's spinning threads and dispatch variables disturb the others; only
+one process runs at a time; contenders alternate within each round, so that a drift
+of the clock affects all of them; the ratio is formed within a round and the
 median taken over rounds; inputs are random; every result is checked against a
 wider type before and after it is timed.
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CONTENDERS", "Case", "Contender", "Entrant", "Entry", "Report", "Result", "cases", "compare"]
 
-# The command line takes only the command's options from here, so the rest is loaded when it is asked for.
+# The command line needs only the command's options from here, so the rest is loaded on first use.
 _LATER = {
     "compare": "contest",
     **dict.fromkeys(("CONTENDERS", "Contender"), "peers"),

@@ -1,7 +1,6 @@
-"""Bars of each case, and strips of the ratios of each group.
+"""Bar charts of the cases, and strip plots of the ratios of each group.
 
-Owns both as HTML, drawn by style sheet and SVG. Imports `comparison.report` and
-`comparison.markup`.
+Owns both as HTML, drawn by style sheet and SVG.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from typing import TYPE_CHECKING
 from portmm.comparison.markup import (
     Markup,
     Rate,
+    concatenated,
     counted,
     duration,
     fault,
     figure,
-    joined,
     outcome,
     percent,
     rate,
@@ -31,16 +30,16 @@ if TYPE_CHECKING:
     from portmm.comparison.report import Report, Result
 
 MARKS = {"win": "▲", "draw": "=", "loss": "▼"}
-"""Verdicts are told apart by their marks and words, not by colour alone."""
+"""Marks of verdicts, which are distinguished by them and by words, not by colour alone."""
 IN_SIGHT = 1.6
-"""A limit farther above the fastest than this would only make the bars short."""
+"""Largest ratio of the limit to the fastest rate at which it is drawn: a farther one would only shorten the bars."""
 STRIP_WIDTH, STRIP_HEIGHT = 300.0, 22.0
 FARTHEST = 8.0
 """Ratios beyond this, or its inverse, are drawn at the edge of a strip."""
 
 
 def badge(report: Report, result: Result) -> Markup:
-    """The ratio with its verdict."""
+    """Badge of a case: its ratio with the verdict."""
     kind = report.verdict(result)
     if result.ratio is None:
         return tag("span", "no ratio: portmm or a peer is missing", class_="verdict")
@@ -48,41 +47,41 @@ def badge(report: Report, result: Result) -> Markup:
 
 
 def state(report: Report, result: Result) -> str:
-    """Words to filter a case by: its verdict, and "bad" if anything on it went wrong."""
+    """Filter words of a case: its verdict, and "bad" if any contender failed on it."""
     bad = "bad" if any(fault(e) for e in result.entries.values()) else ""
     return f"{report.verdict(result)} {bad}".strip()
 
 
 def bars(report: Report) -> Markup:
-    """The cases, group by group, each with a bar for every contender, fastest first."""
+    """Bar charts of all cases by group, with a bar for every contender, fastest first."""
     groups: dict[str, list[Result]] = {}
     for result in report.results:
         groups.setdefault(result.case.group, []).append(result)
-    return joined(_group(report, name, rows) for name, rows in groups.items())
+    return concatenated(_group(report, name, rows) for name, rows in groups.items())
 
 
 def _group(report: Report, name: str, rows: Sequence[Result]) -> Markup:
     ratios = [r.ratio for r in rows if r.ratio is not None]
     mean = geomean(ratios)
-    said = counted(len(rows), "case")
+    text = counted(len(rows), "case")
     if mean is not None:
         words = [report.verdict(r) for r in rows]
         won, drawn, lost = (words.count(x) for x in MARKS)
-        said += f", geometric mean {mean:.2f}: {won} won, {drawn} drawn, {lost} lost"
-    head = tag("summary", tag("h3", name), " ", tag("span", said))
+        text += f", geometric mean {mean:.2f}: {won} won, {drawn} drawn, {lost} lost"
+    head = tag("summary", tag("h3", name), " ", tag("span", text))
     return tag("details", head, tag("div", *(_card(report, r) for r in rows), class_="cards"), open="open")
 
 
 def _card(report: Report, result: Result) -> Markup:
-    found = {name: x for name in report.ran if (x := rate(result, name))}
-    others = [name for name in report.ran if name not in found and name in result.entries]
+    rates = {name: x for name in report.ran if (x := rate(result, name))}
+    others = [name for name in report.ran if name not in rates and name in result.entries]
     absent = [name for name in others if result.entries[name].state == "unsupported"]
     failed = [name for name in others if name not in absent]
-    fastest = max((x.high for x in found.values()), default=1.0)
+    fastest = max((x.high for x in rates.values()), default=1.0)
     limit = report.ceiling(result)
     near = limit is not None and limit < IN_SIGHT * fastest
     top = max(fastest, limit) if near and limit else fastest
-    ranked = sorted(found, key=lambda name: -found[name].middle)
+    ranked = sorted(rates, key=lambda name: -rates[name].middle)
     notes = [f"limit {figure(limit)}" + (f" by {result.roof}" if result.roof else "")] if limit else []
     notes += [f"spread of the ratio {percent(report.spread(result))}"] if report.verdict(result) == "draw" else []
     notes += [f"does not offer it: {', '.join(absent)}"] if absent else []
@@ -92,7 +91,7 @@ def _card(report: Report, result: Result) -> Markup:
         tag("p", badge(report, result), f" of {result.best}" if result.best and result.ratio is not None else None),
         tag(
             "ul",
-            *(_bar(report, result, name, found[name], top) for name in ranked),
+            *(_bar(report, result, name, rates[name], top) for name in ranked),
             *(_failure(report, result, name) for name in failed),
             style=f"--limit:{100 * limit / top:.1f}" if near and limit else None,
         ),
@@ -103,17 +102,17 @@ def _card(report: Report, result: Result) -> Markup:
     )
 
 
-def _bar(report: Report, result: Result, name: str, found: Rate, top: float) -> Markup:
+def _bar(report: Report, result: Result, name: str, speed: Rate, top: float) -> Markup:
     entry = result.entries[name]
-    low, middle, high = (100 * x / top for x in (found.low, found.middle, found.high))
-    said = f"{found.words} {unit(report)}, {duration(found.seconds)}, {entry.method}"
+    low, middle, high = (100 * x / top for x in (speed.low, speed.middle, speed.high))
+    title = f"{speed.words} {unit(report)}, {duration(speed.seconds)}, {entry.method}"
     return tag(
         "li",
         tag("b", name),
         tag("i", style=f"--v:{middle:.1f};--l:{low:.1f};--h:{high:.1f}"),
         tag("span", outcome(report, result, name) + ("*" if entry.reason else "")),
         class_=role(report, result, name) or None,
-        title=said + (f"; a method was wrong: {entry.reason}" if entry.reason else ""),
+        title=title + (f"; a method was wrong: {entry.reason}" if entry.reason else ""),
     )
 
 
@@ -122,15 +121,15 @@ def _failure(report: Report, result: Result, name: str) -> Markup:
 
 
 def role(report: Report, result: Result, name: str) -> str:
-    """What a contender is on a case: "us", "best", or empty."""
+    """CSS class of a contender on a case: "us", "best", or empty."""
     return "us" if name == report.ours else "best" if name == result.best else ""
 
 
 def strip(report: Report, rows: Sequence[Result], farthest: float) -> Markup:
-    """The ratios of a group on a logarithmic line, equality in the middle.
+    """Strip plot of the ratios of a group on a logarithmic axis, with equality in the middle.
 
     Args:
-        report: that they are of.
+        report: the report of the cases.
         rows: cases, some with a ratio.
         farthest: the ratio at the right edge, its inverse at the left one.
     """
@@ -162,6 +161,6 @@ def strip(report: Report, rows: Sequence[Result], farthest: float) -> Markup:
 
 
 def reach(report: Report) -> float:
-    """The ratio at the edge of all strips: the farthest from one, between 1.5 and `FARTHEST`."""
+    """Ratio at the edge of all strips: the farthest from one, between 1.5 and `FARTHEST`."""
     away = [math.exp(abs(math.log(r.ratio))) for r in report.results if r.ratio is not None]
     return min(FARTHEST, max([1.5, *away]))

@@ -1,8 +1,7 @@
 """BLIS, through its CBLAS.
 
-Owns one contender. Imports `comparison.peers` and `comparison.native`. A BLIS older
-than the processor falls back to portable code; a user who knows picks the
-nearest configuration by hand, so this adapter does.
+Owns one contender. A BLIS older than the processor falls back to portable code; an
+expert user sets the nearest configuration by hand, and so does this adapter.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from portmm.comparison.data import Arrays
     from portmm.comparison.environment import Setup
 
-# A BLIS knows some thirty configurations; the names are asked until they end.
+# More than the some thirty configurations of a BLIS; numbers beyond the last have no name.
 ARCHITECTURES = 64
 # Best first: the cpuinfo flag that a configuration needs.
 NEAREST = (("skx", "avx512f"), ("haswell", "avx2"), ("sandybridge", "avx"))
@@ -47,7 +46,7 @@ def open_blis(setup: Setup) -> Library:
 
 
 def _configure(library: Any, isa: str) -> str:
-    """Choose a configuration before BLIS initialises itself; says which."""
+    """Set a configuration before BLIS initialises itself; return a description of it."""
     library.bli_arch_string.restype = ctypes.c_char_p
     own = _own_choice(library)
     wanted = {"avxvnni": "haswell", "avx2": "haswell", "sse2": "penryn"}.get(isa, "")
@@ -69,7 +68,7 @@ def _name(library: Any, number: int) -> str:
 
 
 def _own_choice(library: Any) -> str:
-    # Asking fixes the answer for the life of a process, so a child asks.
+    # BLIS keeps its first selection for the life of a process, so a child queries it.
     child = os.fork()
     if child == 0:
         os._exit(library.bli_arch_query_id() & 0xFF)

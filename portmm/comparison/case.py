@@ -1,6 +1,6 @@
 """One case of a comparison.
 
-Owns `Case`. Imports `comparison.fused`, `spec.dtype` and `spec.problem`.
+Owns `Case`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ PLAIN = ("f32", "f64")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One product to time: C[batch, m, n] = A[batch, m, k] . B[batch, k, n].
+    """A product to time: C[batch, m, n] = A[batch, m, k] . B[batch, k, n].
 
     Attributes:
         name: unique name, for people and for files.
-        group: the family it belongs to; geometric means are per group.
+        group: the group of the case; geometric means are per group.
         m: rows of A and C.
         n: columns of B and C.
         k: the summed dimension.
@@ -35,16 +35,16 @@ class Case:
         c: "row" (n contiguous) or "col" (m contiguous).
         packed: B is a weight that may be prepared beforehand, untimed.
         dtype: portmm's word for the element types: "f32", "u8-s8-s32". Integers with
-            a result in floats are codes with scales, by row of A and by column of B.
+            a result in floats are quantised values with scales, by row of A and by column of B.
         block: rows of k that share a scale of a weight of four bits.
         dynamic: activations may be rounded to 8 bits, row by row, in the call.
-        fused: what becomes of the product in the same call, words of `comparison.fused`
+        fused: epilogue of the product in the same call, words of `comparison.fused`
             in their order, joined by "+": "bias+gelu".
-        count: how often a run of the user's model computes it.
+        count: number of times that a run of the user's model computes it.
 
     Raises:
-        ValueError: `fused` is not made of such words, or follows sums of integers, a
-            batch, or a result by columns.
+        ValueError: `fused` has unknown words, or follows sums of integers, a batch, or a
+            column-major result.
     """
 
     name: str
@@ -64,13 +64,13 @@ class Case:
     count: int = 1
 
     def __post_init__(self) -> None:
-        """Check what is fused."""
+        """Check the epilogue."""
         if fused.steps(self.fused) and (self.types[2] == "s32" or self.batch > 1 or self.c != "row"):
             raise ValueError(f"{self.name}: {self.fused!r} follows one product of floats by rows, or of scaled codes")
 
     @property
     def problem(self) -> Problem:
-        """The same as a `Problem`; a packed B counts as row-major, rounded activations as what is multiplied."""
+        """The case as a `Problem`; a packed B counts as row-major, rounded activations have the type they round to."""
         post = "scale" if self.scaled or self.dynamic else ""
         word = spell("s8", *self.types[1:]) if self.dynamic else self.dtype
         return Problem(self.m, self.n, self.k, word, self.batch, a=self.a, b=self.b, c=self.c, post=post)
@@ -82,28 +82,28 @@ class Case:
 
     @property
     def narrow(self) -> bool:
-        """The types are others than one plain float."""
+        """Whether the types are others than one plain float."""
         return self.dtype not in PLAIN
 
     @property
     def kinds(self) -> frozenset[str]:
-        """What tells it from a plain product of plain floats: "narrow", "fused", "packed"."""
-        told = {"narrow": self.narrow, "fused": bool(self.fused), "packed": self.packed}
-        return frozenset(name for name, holds in told.items() if holds)
+        """Features beyond a plain product of plain floats: "narrow", "fused", "packed"."""
+        features = {"narrow": self.narrow, "fused": bool(self.fused), "packed": self.packed}
+        return frozenset(name for name, holds in features.items() if holds)
 
     @property
     def whole(self) -> bool:
-        """A and B are integers, so that sums are exact."""
+        """Whether A and B are integers, so that sums are exact."""
         return not any(BY_NAME[x].eps for x in self.types[:2])
 
     @property
     def scaled(self) -> bool:
-        """B is codes with a scale for each column, and A, if it is integers too, codes with one for each row."""
+        """Whether B is quantised with a scale for each column, and A, if it has integers too, with one for each row."""
         return self.types[1] == "s8" and self.types[2] != "s32"
 
     @property
     def bytes(self) -> int:
-        """Compulsory traffic: A, B and C once each, the scales of blocks of B, and what is added."""
+        """Compulsory traffic: A, B and C once each, the scales of blocks of B, bias and residual."""
         a, b, c = (size(x) for x in self.types)
         scales = size("f32") * self.n * -(-self.k // self.block) if self.block else 0
         words = fused.steps(self.fused)
@@ -113,12 +113,12 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Multiplications plus additions of the product alone."""
+        """Multiplications plus additions of the product, without its epilogue."""
         return self.problem.flops
 
     @property
     def shape(self) -> str:
-        """`MxNxK` with batch, layouts, narrow types and what is fused, for people."""
+        """`MxNxK` with batch, layouts, narrow types and epilogue, for display."""
         batch = f"{self.batch} x " if self.batch > 1 else ""
         marks = "".join("t" if x == "col" else "n" for x in (self.a, self.b, self.c))
         layout = "" if marks == "nnn" else f" {marks[:2]}{'' if self.c == 'row' else ', C col'}"

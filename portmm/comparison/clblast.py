@@ -1,7 +1,6 @@
 """CLBlast, by ctypes on its C interface.
 
-Owns `Blast`, its products, and one contender. Imports `comparison.device`,
-`comparison.device_arrays`, `comparison.peers`. Products of half-precision floats are left out:
+Owns `Blast`, its products, and one contender. Products of half-precision floats are left out:
 it sums them in half precision.
 """
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 FILE = "libclblast.so.1"
 BY_ROWS, PLAIN, TRANSPOSED = 101, 111, 112
-"""As CBLAS counts."""
+"""Constants of CBLAS."""
 KINDS = {"f32": ("S", ctypes.c_float), "f64": ("D", ctypes.c_double)}
 
 _int, _size, _pointer = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
@@ -35,10 +34,10 @@ class BlastError(RuntimeError):
 
 
 class Blast:
-    """The library.
+    """CLBlast's shared library.
 
     Raises:
-        BlastError: there is none.
+        BlastError: it is not installed.
     """
 
     def __init__(self) -> None:
@@ -47,28 +46,28 @@ class Blast:
         except OSError as error:
             raise BlastError(str(error)) from error
 
-    def gemm(self, case: Case, places: tuple[int, int, int], queue: int) -> Callable[[], None]:
-        """A call that puts a product into a queue, of buffers by their handles.
+    def gemm(self, case: Case, buffers: tuple[int, int, int], queue: int) -> Callable[[], None]:
+        """Function that enqueues a product of buffers, which are named by their handles.
 
         Raises:
             BlastError: when it is called and fails.
         """
         letter, number = KINDS[case.dtype]
         m, n, k = case.m, case.n, case.k
-        a, b, c = map(_pointer, places)
-        held, nothing = _pointer(queue), _size(0)
-        a_line, b_line = (k if case.a == "row" else m), (n if case.b == "row" else k)
+        a, b, c = map(_pointer, buffers)
+        queue_handle, nothing = _pointer(queue), _size(0)
+        lda, ldb = (k if case.a == "row" else m), (n if case.b == "row" else k)
         step = [(_size(x),) if case.batch > 1 else () for x in (m * k, k * n, m * n)]
         function = getattr(self._library, f"CLBlast{letter}gemm{'StridedBatched' if case.batch > 1 else ''}")
-        given = (
+        arguments = (
             _int(BY_ROWS), *(_int(PLAIN if x == "row" else TRANSPOSED) for x in (case.a, case.b)),
-            _size(m), _size(n), _size(k), number(1), a, nothing, _size(a_line), *step[0],
-            b, nothing, _size(b_line), *step[1], number(0), c, nothing, _size(n), *step[2],
-            *((_size(case.batch),) if case.batch > 1 else ()), ctypes.byref(held), None,
+            _size(m), _size(n), _size(k), number(1), a, nothing, _size(lda), *step[0],
+            b, nothing, _size(ldb), *step[1], number(0), c, nothing, _size(n), *step[2],
+            *((_size(case.batch),) if case.batch > 1 else ()), ctypes.byref(queue_handle), None,
         )  # fmt: skip
 
         def call() -> None:
-            status = function(*given)
+            status = function(*arguments)
             if status:
                 raise BlastError(f"CLBlast{letter}gemm returned status {status}")
 

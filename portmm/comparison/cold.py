@@ -1,13 +1,13 @@
-"""Calls that find cold caches.
+"""Timing of calls with cold caches.
 
-Owns how a contender's operands are kept out of the caches while it is timed, the same for
-all. Imports `comparison.data`, `comparison.peers` and `comparison.suite`.
+Owns the rotation and the flushes that keep a contender's operands out of the caches, the
+same for all.
 
-Calls go round over a few copies of all operands, prepared one by one, weights that are
-packed among them. Where the copies together outgrow the caches, each call finds its own in
+Calls rotate through a few copies of all operands, prepared one by one, packed weights
+among them. Where the copies together exceed the caches, each call finds its own in
 memory. Where they do not, the caches are flushed before each round over the copies, which
-is not timed: memory is written that is larger than they are, by as many threads as the
-library has, since each core has caches of its own. Python calls each copy by itself,
+is not timed: a buffer larger than they are is written by as many threads as the
+library has, since each core has caches of its own. Python calls each copy separately,
 which costs a fraction of a microsecond, and that is part of the times.
 """
 
@@ -35,43 +35,43 @@ if TYPE_CHECKING:
 COPIES = 8
 """Most copies: libraries that compile for each of them must not take minutes."""
 LARGEST = 1 << 30
-"""Bytes that all copies of a case, and what is flushed, may have."""
-# The least recently used line is not always the one that goes.
+"""Most bytes of all copies of a case, and of the buffer that flushes caches."""
+# Caches do not always evict the least recently used line.
 MARGIN = 2
 UNKNOWN = 1 << 26
-"""Bytes of caches that nobody knows the size of."""
+"""Bytes of caches whose size is unknown."""
 LINE = 64
 SAMPLES = 3
 
 
 def enough(levels: Sequence[MemoryLevel], threads: int) -> int:
-    """Bytes after which nothing that was used before is left in any cache of `threads` cores."""
+    """Bytes whose use evicts all earlier data from the caches of `threads` cores."""
     own = max((x.bytes for x in levels if not x.shared), default=0)
     shared = max((x.bytes for x in levels if x.shared), default=0)
     return min(MARGIN * (own * threads + shared) or UNKNOWN, LARGEST)
 
 
 def copies(case: Case, flushed: int) -> int:
-    """How many copies of a case's operands calls go round over, at least two if they fit.
+    """Number of copies of a case's operands through which calls rotate, at least two if they fit.
 
     Args:
-        case: what is computed.
-        flushed: what `enough` says.
+        case: the case.
+        flushed: bytes, as `enough` returns them.
     """
     wanted = -(-flushed // max(case.bytes, 1)) + 1
     return max(1, min(wanted, COPIES, LARGEST // max(case.bytes, 1)))
 
 
 def copied(data: Arrays) -> Arrays:
-    """The same operands elsewhere, in the same layouts."""
-    held = {x.name: getattr(data, x.name) for x in fields(data)}
-    return replace(data, **{name: _copied(x) for name, x in held.items() if isinstance(x, np.ndarray)})
+    """Copies of the operands, in the same layouts."""
+    own = {x.name: getattr(data, x.name) for x in fields(data)}
+    return replace(data, **{name: _copied(x) for name, x in own.items() if isinstance(x, np.ndarray)})
 
 
 def _copied(array: Any) -> Any:
-    made = np.empty_like(array)  # keeps the order of strides
-    made[...] = array
-    return made
+    copy = np.empty_like(array)  # keeps the order of strides
+    copy[...] = array
+    return copy
 
 
 @cache
@@ -85,20 +85,20 @@ def _ballast(flushed: int) -> Any:
 
 
 def flush(flushed: int, threads: int) -> None:
-    """Write so many bytes, each of the threads its part."""
-    # One word of each line is enough, and ordinary stores, unlike those of a fill, go through the caches.
+    """Write a buffer of `flushed` bytes, each thread a part of it."""
+    # One word of each cache line is enough, and ordinary stores, unlike those of a fill, go through the caches.
     lines = _ballast(flushed)[:: LINE // 8]
     list(_pool(threads).map(lambda part: np.add(part, 1, out=part), np.array_split(lines, threads)))
 
 
 @dataclass(slots=True)
 class Round:
-    """One way of computing a case, prepared on each copy of its operands; a call takes the next copy.
+    """A method that computes a case, prepared on each copy of its operands; a call takes the next copy.
 
     Attributes:
         runs: one for each copy.
-        flushed: bytes that are written before each round; 0 if the copies outgrow the caches.
-        threads: that write them.
+        flushed: bytes that are written before each round; 0 if the copies exceed the caches.
+        threads: number of threads that write them.
     """
 
     runs: Sequence[Run]
@@ -114,25 +114,25 @@ class Round:
             yield from self.runs
 
     def __call__(self, count: int) -> None:
-        """Compute so many times."""
+        """Compute `count` times."""
         for run in islice(self._turns, count):
             run(1)
 
     def chill(self) -> None:
-        """Make the copies cold."""
+        """Evict the copies from the caches."""
         if self.flushed:
             flush(self.flushed, self.threads)
 
     @property
     def longest(self) -> int:
-        """Calls until a copy is warm, if one call went before them."""
+        """Number of calls on cold copies after a first call."""
         return max(len(self.runs) - 1, 1) if self.flushed else 1 << 30
 
 
 def rounds(
     library: Library, case: Case, data: Arrays, flushed: int, threads: int
 ) -> tuple[dict[str, Round], tuple[Arrays, ...]]:
-    """Each way that a library knows, over several copies of the operands; and the copies.
+    """Methods of a library by name, over several copies of the operands; and the copies.
 
     Raises:
         UnsupportedError: the library does not compute the case.
@@ -146,7 +146,7 @@ def rounds(
 
 
 def checked(case: Case, run: Round, all_data: Sequence[Arrays], precision: str) -> tuple[float, float]:
-    """Run each copy once; the error and its bound of the worst."""
+    """Run each copy once; return the error and its bound of the worst."""
     for data in all_data:
         data.spoil()
     for each in run.runs:
@@ -154,14 +154,14 @@ def checked(case: Case, run: Round, all_data: Sequence[Arrays], precision: str) 
         if isinstance(each, Fetched):
             each.fetch()
     first = all_data[0]
-    found = [judge(case, first, precision)]
-    # Copies have the same operands; those whose results are the same, bit by bit, are as right.
-    found += [judge(case, x, precision) for x in all_data[1:] if not np.array_equal(x.c, first.c)]
-    return max(found, key=lambda pair: pair[0] / pair[1] if pair[1] else pair[0])
+    errors = [judge(case, first, precision)]
+    # Copies have the same operands: results that are bitwise equal have the same error.
+    errors += [judge(case, x, precision) for x in all_data[1:] if not np.array_equal(x.c, first.c)]
+    return max(errors, key=lambda pair: pair[0] / pair[1] if pair[1] else pair[0])
 
 
 def seconds_per_call(run: Round, seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:
-    """The median of a few samples in about `seconds` with the flushes; each call finds cold operands."""
+    """Median of a few samples in about `seconds`, flushes included; each call finds cold operands."""
     deadline = clock() + seconds
     taken = _sample(run, 1, clock)
     count = int(min(max(seconds / SAMPLES / max(taken, 1e-9), 1), run.longest))
@@ -174,7 +174,7 @@ def seconds_per_call(run: Round, seconds: float, clock: Callable[[], float] = ti
 def _sample(run: Round, count: int, clock: Callable[[], float]) -> float:
     run.chill()
     if len(run.runs) > 1:
-        # The library's threads sleep and its code is cold as well; a program that computes has neither.
+        # After a flush the library's threads sleep and its code is cold too; neither is so in a running program.
         run(1)
     start = clock()
     run(count)

@@ -1,7 +1,7 @@
-"""`portmm compare`.
+"""Command `portmm compare`.
 
-Owns the command and what it takes; `cli` registers it. Imports `util.console`; the
-comparison itself when it runs.
+Owns the command and its options; `cli` registers it. The comparison itself is imported
+when it runs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def compare(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the report to this PNG file.", show_default=False)] = None,
 ) -> None:
-    """Time portmm beside every library that is found, checked and in turns."""
+    """Time portmm and every other installed library, alternating, with checked results."""
     from portmm.comparison import compare as contest
     from portmm.comparison.formats import check, write
     from portmm.comparison.text import terminal
@@ -93,10 +93,10 @@ def compare(
 
 
 def own_shapes(shapes: Path | None, model: Path | None, program: str, dims: Iterable[str] = ()) -> tuple[Case, ...]:
-    """The user's shapes, from wherever they come.
+    """The user's shapes, from a file, a model or a program.
 
     Raises:
-        ValueError: something about them is wrong.
+        ValueError: an option or a shape is invalid.
     """
     if dims and not model:
         raise ValueError("--dim gives sizes of dimensions that an ONNX model leaves open: give --from-onnx too")
@@ -104,10 +104,10 @@ def own_shapes(shapes: Path | None, model: Path | None, program: str, dims: Iter
         return ()
     from portmm.comparison.shapes import from_csv, from_onnx, from_torch, merged
 
-    found = from_csv(shapes) if shapes else ()
-    found += from_onnx(model, _sizes(dims)) if model else ()
-    found += from_torch(program) if program else ()
-    return merged(found)
+    own = from_csv(shapes) if shapes else ()
+    own += from_onnx(model, _sizes(dims)) if model else ()
+    own += from_torch(program) if program else ()
+    return merged(own)
 
 
 def _sizes(dims: Iterable[str]) -> dict[str, int]:
@@ -121,7 +121,7 @@ def _sizes(dims: Iterable[str]) -> dict[str, int]:
 
 
 def _with(own: Sequence[Case], suite: str) -> tuple[Case, ...]:
-    """The user's shapes, and those of a suite that is named besides."""
+    """The user's shapes, then those of a suite if one is named."""
     from portmm.comparison.shapes import merged
     from portmm.comparison.suite import cases
 

@@ -1,12 +1,11 @@
 """PyTorch's compiler.
 
-Owns one contender: a module of the product and what follows it, compiled for inference with
-its weights frozen, in the default way and with every choice of a kernel measured. Imports
-`comparison.peers`, `comparison.pytorch`, `comparison.native`, `comparison.data` and `comparison.fused`.
+Owns one contender: a module of the product and its epilogue, compiled for inference with
+frozen weights, in the default mode and with autotuning.
 
-Its generated code is held to an instruction set by TORCHINDUCTOR_CPP_MARCH and
-ATEN_CPU_CAPABILITY. The latter does not keep its templates for products from tiles of
-AMX, so these are left out beside narrow types where all are held to less.
+Its generated code is restricted to an instruction set by TORCHINDUCTOR_CPP_MARCH and
+ATEN_CPU_CAPABILITY. The latter does not keep its GEMM templates from using AMX tiles, so
+the templates are disabled for narrow types where contenders are restricted to less.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from portmm.comparison.data import Arrays
     from portmm.comparison.environment import Setup
 
-# Seconds of the first way, past which the second, that takes several times as long, is not tried.
+# Seconds of the first mode, above which the second, which takes several times as long, is not tried.
 PATIENCE = 10.0
 LIBRARY_ONLY = "ATEN"
 
@@ -56,7 +55,7 @@ def open_compiled(setup: Setup) -> Library:
 
 
 def _compiled(torch: Any, case: Case, data: Arrays, mode: str) -> Run:
-    """A compiled module, called once."""
+    """Run of a compiled module, after a first call."""
     torch.compiler.reset()
     activations = [tensor(torch, data.a)] + ([tensor(torch, data.residual)] if data.residual is not None else [])
     module, c = _module(torch, case, data), tensor(torch, data.c)
@@ -69,7 +68,7 @@ def _compiled(torch: Any, case: Case, data: Arrays, mode: str) -> Run:
 
 
 def _module(torch: Any, case: Case, data: Arrays) -> Any:
-    """A module of a weight, kept as torch.nn.Linear keeps it, called with activations and a residual."""
+    """Module with a weight, laid out as in torch.nn.Linear, called with activations and a residual."""
     product, words = _product(torch, case, data), fused.steps(case.fused)
     f = torch.nn.functional
     known: dict[str, Callable[[Any], Any]] = {
@@ -80,7 +79,7 @@ def _module(torch: Any, case: Case, data: Arrays) -> Any:
     }
 
     class Layer(torch.nn.Module):  # type: ignore[misc]
-        """The product and what follows."""
+        """The product and its epilogue."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -92,8 +91,7 @@ def _module(torch: Any, case: Case, data: Arrays) -> Any:
                 ("rows", data.rows),
                 ("columns", data.columns),
             ):
-                held = value if value is None or value is weight else tensor(torch, value)
-                self.register_buffer(name, held)
+                self.register_buffer(name, value if value is None or value is weight else tensor(torch, value))
 
         def forward(self, x: Any, residual: Any = None) -> Any:
             y = product(self, x)
@@ -105,21 +103,21 @@ def _module(torch: Any, case: Case, data: Arrays) -> Any:
 
 
 def _product(torch: Any, case: Case, data: Arrays) -> Callable[[Any, Any], Any]:
-    """What a layer makes of activations before a residual and a function."""
-    linear, turned = torch.nn.functional.linear, case.batch == 1 and (case.packed or case.b == "col")
+    """Function of a layer and its activations: the product with scales and bias, before residual and activation."""
+    linear, transposed = torch.nn.functional.linear, case.batch == 1 and (case.packed or case.b == "col")
     biased = data.bias is not None
 
     def sums(layer: Any, x: Any) -> Any:
-        made = torch._int_mm(x, layer.weight.t() if turned else layer.weight)  # noqa: SLF001
+        y = torch._int_mm(x, layer.weight.t() if transposed else layer.weight)  # noqa: SLF001
         if not case.scaled:
-            return made
-        made = made * layer.columns * layer.rows[:, None]
-        return made + layer.bias if biased else made
+            return y
+        y = y * layer.columns * layer.rows[:, None]
+        return y + layer.bias if biased else y
 
     def floats(layer: Any, x: Any) -> Any:
-        if turned:
+        if transposed:
             return linear(x, layer.weight, layer.bias)
-        made = torch.matmul(x, layer.weight)
-        return made + layer.bias if biased else made
+        y = torch.matmul(x, layer.weight)
+        return y + layer.bias if biased else y
 
     return sums if case.whole else floats

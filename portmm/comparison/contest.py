@@ -1,10 +1,9 @@
-"""Turns of contenders, case by case.
+"""Coordinator of a comparison: alternates contenders, case by case.
 
 Owns `compare`: it starts one process per contender, lets exactly one of them
-work at a time, and turns their answers into a `Report`. Imports the rest of
-`compare`, `host.machine_load` and `host.detect`.
+work at a time, and turns their replies into a `Report`.
 
-The budget is kept: it counts the start of workers, compilers, checks and turns. A case that is not finished when it
+The budget covers the start of workers, compilers, checks and turns. A case that is not finished when it
 ends is reported as skipped, as are those that come after it.
 """
 
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.comparison.cold import enough
 from portmm.comparison.device_arrays import parsed
 from portmm.comparison.device_facts import facts
-from portmm.comparison.device_suite import meant
+from portmm.comparison.device_suite import suite_of
 from portmm.comparison.environment import FORCED, Setup, removed
 from portmm.comparison.lane import LATE, LIMIT, LIMIT_WORKER, Lane, Rules, ask, close, greet, keep_log, launch
 from portmm.comparison.limit import Limits, chip, forced_isa
@@ -42,25 +41,25 @@ Progress = Callable[[int, int, str], None]
 
 ROUNDS = 7
 FEWEST_ROUNDS = 3
-# Seconds of one contender's turn: long enough that the clock and a page fault
-# do not matter, short enough for a suite in two minutes.
+# Seconds of one contender's turn: long enough for the clock and a page fault to be
+# negligible, short enough for a suite in two minutes.
 TURN = 0.02
 PATIENT = 60.0
 CHECKING = 0.5
-"""The check after timing takes this part of the time before it, at most: both make results and judge them, and the
-latter makes operands, packs weights and compiles besides."""
+"""Most time of the check after timing, as a share of that of the preparation: both compute results and check them,
+and the preparation also allocates operands, packs weights and compiles."""
 
 
 @dataclass(slots=True)
 class _Gauge:
-    """Measurement of what the machine could reach, in turn with the contenders.
+    """Measurement of the machine's limits, alternating with the contenders.
 
     Attributes:
-        lane: its worker's; None of a device, or where no limits are wanted.
+        lane: its worker's lane; None for a device, or without limits.
         facts: of a device, whose limits are looked up.
-        best: name of a rate -> the best that was measured of it.
-        peak: name of the atom that bounds the case in hand, empty if none does.
-        samples: name of a rate -> its rounds on the case in hand.
+        best: name of a rate -> the highest that was measured.
+        peak: name of the atom that bounds the current case, empty if none does.
+        samples: name of a rate -> its rounds on the current case.
     """
 
     lane: Lane | None = None
@@ -71,7 +70,7 @@ class _Gauge:
 
     @property
     def opened(self) -> bool:
-        """Something is to be measured."""
+        """Whether its worker is there."""
         return self.lane is not None and self.lane.opened
 
 
@@ -91,50 +90,54 @@ def compare(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Report:
-    """Time portmm beside every library that is found, each in its own process.
+    """Time portmm and every other library that is installed, each in its own process.
 
     Args:
         suite: name of a suite, group or case, several joined with commas; or cases; or shapes: (m, n, k) or
             (batch, m, n, k) of float32.
         threads: threads of each contender.
-        contenders: names or records; None for all that are known, but those that add
-            something to some cases only, for these: see `Contender.only`.
+        contenders: names or records; None for all that are known, some of them only for
+            certain cases: see `Contender.only`.
         rounds: turns of each contender on each case; fewer, but at least three,
             where the budget is short.
-        budget_s: seconds for the whole, the start of libraries and all checks among them; cases for
-            which none are left are reported as skipped.
+        budget_s: seconds for the whole comparison, with the start of libraries and all checks; cases for
+            which no time is left are reported as skipped.
         turn_s: seconds of one turn.
-        patience_s: seconds before a contender that does not answer is ended.
+        patience_s: seconds after which a contender that does not reply is ended.
         target: value for PORTMM_TARGET; None takes the caller's. If its best ISA
-            is less than the machine's, every peer is held to the same.
-        device: where the arrays are: "cuda", "cuda:1" or "opencl"; empty for the processor.
-            There "quick" and "smoke" are suites for devices, and the contenders others.
-        limits: measure what the machine could reach, in turn with the contenders; of a device, look it up.
+            is less than the machine's, every peer is restricted to the same ISA.
+        device: device of the arrays: "cuda", "cuda:1" or "opencl"; empty for the processor.
+            On devices "quick" and "smoke" name other suites, and the contenders are others.
+        limits: measure the machine's limits, alternating with the contenders; for a device, look them up.
         cold: each call finds its operands in memory, not in caches.
         seed: of the inputs.
-        progress: called with (cases done, cases, what happens now).
+        progress: called with (cases done, cases, text about the current step).
 
     Raises:
-        ValueError: a suite, contender or device is unknown, or a device is to be held to a target.
+        ValueError: a suite, contender or device is unknown, or a device has a target too.
         TargetError: the target is unknown, or this machine cannot run it.
         NoDeviceError: there is no such device.
     """
     began = time.monotonic()
     if device and target:
         raise ValueError(f"device {device} cannot be held to target {target!r}; leave one of them out")
-    there = facts(device) if device else None
-    if there and isinstance(suite, str):
-        suite = meant(suite, there.kind)
-    chosen = cases(suite) if isinstance(suite, str) else tuple(map(shaped, suite))
-    if threads < 1 or rounds < 1 or not chosen:
-        raise ValueError(f"{threads} threads, {rounds} rounds, {len(chosen)} cases: there must be one of each")
+    chip_facts = facts(device) if device else None
+    if chip_facts and isinstance(suite, str):
+        suite = suite_of(suite, chip_facts.kind)
+    selected = cases(suite) if isinstance(suite, str) else tuple(map(shaped, suite))
+    if threads < 1 or rounds < 1 or not selected:
+        raise ValueError(f"{threads} threads, {rounds} rounds, {len(selected)} cases: there must be one of each")
     field_ = find(contenders, parsed(device)[0] if device else "")
-    asked = contenders is not None
-    field_ = tuple(contender for contender in field_ if asked or any(map(contender.adds_to, chosen)))
-    setup = Setup(device=device, cold=there.cold if cold else 0) if there else _held_to(target, threads, cold=cold)
+    by_name = contenders is not None
+    field_ = tuple(contender for contender in field_ if by_name or any(map(contender.adds_to, selected)))
+    if chip_facts:
+        setup = Setup(device=device, cold=chip_facts.cold if cold else 0)
+    else:
+        setup = _host_setup(target, threads, cold=cold)
     tell = progress or (lambda _done, _all, _text: None)
     rules = Rules(setup, max(rounds, 1), turn_s, patience_s, seed, began + budget_s)
-    gauge = _Gauge(Lane(LIMIT, module=LIMIT_WORKER) if limits and not there else None, there if limits else None)
+    limit_lane = Lane(LIMIT, module=LIMIT_WORKER) if limits and not chip_facts else None
+    gauge = _Gauge(limit_lane, chip_facts if limits else None)
     lanes = [Lane(contender) for contender in field_]
     everyone = [*lanes, *([gauge.lane] if gauge.lane else [])]
     results: list[Result] = []
@@ -145,26 +148,26 @@ def compare(
         for lane in everyone:
             launch(lane, rules)
         for lane in everyone:
-            tell(0, len(chosen), f"opening {lane.name}")
+            tell(0, len(selected), f"opening {lane.name}")
             greet(lane, rules)
-        for i, case in enumerate(chosen):
+        for i, case in enumerate(selected):
             if rules.left <= 0:
                 skipped.append(case.name)
                 continue
-            tell(i, len(chosen), case.name)
-            field_of_it = [lane for lane in lanes if asked or lane.contender.adds_to(case)]
-            result = _case(field_of_it, gauge, case, rules, rules.left / (len(chosen) - i))
+            tell(i, len(selected), case.name)
+            field_of_it = [lane for lane in lanes if by_name or lane.contender.adds_to(case)]
+            result = _case(field_of_it, gauge, case, rules, rules.left / (len(selected) - i))
             if result is None:
                 skipped.append(case.name)
             else:
                 results.append(result)
     keep_log(rules.log)
-    # A limit that could not be measured is missed like a contender.
+    # A limit that could not be measured is reported like a missing contender.
     entrants = tuple(x.entrant for x in everyone if x.entrant and (x is not gauge.lane or not x.opened))
-    tell(len(chosen), len(chosen), "done")
+    tell(len(selected), len(selected), "done")
     return Report(
-        chip=there.title if there else chip(),
-        machine=there.name if there else host().name,
+        chip=chip_facts.title if chip_facts else chip(),
+        machine=chip_facts.name if chip_facts else host().name,
         threads=setup.threads,
         isa=setup.isa,
         suite=suite if isinstance(suite, str) else "custom",
@@ -182,8 +185,8 @@ def compare(
     )
 
 
-def _held_to(target: str | None, threads: int, *, cold: bool) -> Setup:
-    """On the processor: what a target, by default the environment's, asks of everyone."""
+def _host_setup(target: str | None, threads: int, *, cold: bool) -> Setup:
+    """Setup on the processor: the ISA of a target, by default the environment's, restricts all contenders."""
     target = target if target is not None else os.environ.get("PORTMM_TARGET", "")
     isa = forced_isa(target)
     return Setup(threads, isa if isa in FORCED else "", target, cold=enough(host().levels, threads) if cold else 0)
@@ -194,7 +197,7 @@ def _pids(lanes: Iterable[Lane]) -> list[int]:
 
 
 def _case(lanes: Sequence[Lane], gauge: _Gauge, case: Case, rules: Rules, share: float) -> Result | None:
-    """Run one case in about `share` seconds; None if the time of the comparison ends before."""
+    """Result of one case, run for about `share` seconds; None if the budget ends before."""
     began = time.monotonic()
     everyone = [*lanes, *([gauge.lane] if gauge.lane else [])]
     before = machine_load.snapshot(_pids(everyone))
@@ -235,18 +238,19 @@ def _rounds(
     *,
     ends: tuple[float, float],
 ) -> bool:
-    """Each lane's turn, round after round, with another one first each time.
+    """Run rounds with a turn for each lane, each round beginning with another one.
 
     Args:
         lanes: those that are ready.
         gauge: has a turn in each round too.
-        entries: what is known of the lanes; of those that fail, what became of them.
-        case: what is timed.
+        entries: entries of the lanes; updated for those that fail.
+        case: the case that is timed.
         rules: rounds and turns.
-        ends: when no further round starts if the fewest are made; and when the last one must have ended.
+        ends: time after which no further round starts once the fewest are complete; and time at which the last
+            one must have ended.
 
     Returns:
-        Whether the fewest rounds were made.
+        Whether the fewest rounds were completed.
     """
     fewest = min(FEWEST_ROUNDS, rules.rounds)
     began, last = time.monotonic(), 0.0
@@ -271,7 +275,7 @@ def _rounds(
 
 
 def _prepare(gauge: _Gauge, case: Case, rules: Rules) -> None:
-    """Let the gauge pick what bounds a case."""
+    """Have the gauge select the rates that bound a case."""
     gauge.peak = ""
     gauge.samples.clear()
     if gauge.lane and gauge.opened:
@@ -283,7 +287,7 @@ def _prepare(gauge: _Gauge, case: Case, rules: Rules) -> None:
 
 
 def _measure(gauge: _Gauge, case: Case, rules: Rules) -> None:
-    """Let the gauge have its turn."""
+    """Run the gauge's turn."""
     if gauge.lane and gauge.peak:
         answer = ask(gauge.lane, {"do": "time", "seconds": rules.turn}, case, rules)
         for name, rate in answer.get("rates", {}).items():
@@ -292,11 +296,11 @@ def _measure(gauge: _Gauge, case: Case, rules: Rules) -> None:
 
 
 def _limit(gauge: _Gauge, case: Case, rules: Rules) -> tuple[float | None, str]:
-    """GFLOP/s that could be reached on a case, and the name of the rate behind it."""
+    """Limit of a case in GFLOP/s, and the name of the rate that sets it."""
     setup, cold = rules.setup, bool(rules.setup.cold)
     if gauge.facts:
         return gauge.facts.of(case, setup.threads, cold=cold), ""
-    rates = {name: statistics.median(found) for name, found in gauge.samples.items()}
+    rates = {name: statistics.median(values) for name, values in gauge.samples.items()}
     known = Limits(rates, host().levels, {case.problem.dtype: gauge.peak})
     limit = known.of(case, setup.threads, cold=cold)
     return limit, known.roof(case, cold=cold) if limit else ""

@@ -1,14 +1,14 @@
-"""cublasLt's own search: the fastest algorithm that it finds for a product.
+"""Search for the fastest algorithm of cublasLt for a product.
 
     lt = cublaslt.open_library()
     product = lt.product(("bf16", "bf16", "bf16"), (m, n, k), by_columns=True)
-    found = product.search(sets, seconds, workspace)       # each of `sets`: addresses of A, B and C
-    product.run(found[0].algorithm, *sets[0], workspace, stream)
+    fastest = product.search(sets, seconds, workspace)       # each of `sets`: addresses of A, B and C
+    product.run(fastest[0].algorithm, *sets[0], workspace, stream)
 
-Owns what is said to the library. Imports nothing of portmm.
+Owns the calls of the library.
 
-Written from cuBLAS's documentation, by ctypes on the library that PyTorch brings. cublasLt takes matrices by columns:
-C^T = B^T A^T of matrices by rows, so that its first operand is B. All functions return a status, 0 of success.
+Written from cuBLAS's documentation, by ctypes on the library that PyTorch installs. cublasLt takes matrices by columns:
+C^T = B^T A^T of matrices by rows, so that its first operand is B. All functions return a status, 0 for success.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 WORKSPACE = 64 << 20
 """Bytes of memory that an algorithm may take; NVIDIA advises 32 MB on Hopper."""
-ASKED = 64
-"""Algorithms that are asked for; the library has fewer for most products."""
+MOST = 64
+"""Most algorithms that are requested; the library has fewer for most products."""
 LIMIT = 4.0
 """Seconds of a search."""
 NEAR = 1.3
-"""Of the fastest at first sight: slower ones are not timed again."""
+"""Multiple of the fastest first time above which an algorithm is not timed again."""
 
 # cudaDataType_t, of library_types.h.
 TYPES = {"f32": 0, "f16": 2, "s8": 3, "s32": 10, "bf16": 14, "e4m3": 28, "e5m2": 29}
@@ -51,7 +51,7 @@ class LtError(RuntimeError):
 
 
 class Algorithm(ctypes.Structure):
-    """cublasLtMatmulAlgo_t, which only the library reads."""
+    """cublasLtMatmulAlgo_t, which is opaque."""
 
     _fields_ = (("data", ctypes.c_uint64 * 8),)
 
@@ -81,29 +81,29 @@ _SIGNATURES = {
 
 
 def find() -> list[str]:
-    """Files that may be the library, the likeliest first."""
-    found = ["libcublasLt.so.13", "libcublasLt.so.12"]  # one that PyTorch has loaded is found by its name
+    """Candidate files of the library, the likeliest first."""
+    names = ["libcublasLt.so.13", "libcublasLt.so.12"]  # one that PyTorch has loaded is found by its name
     packages = find_spec("nvidia")  # a namespace, not one package: there is nothing to import
     for root in (packages and packages.submodule_search_locations) or ():
-        found += sorted(map(str, Path(root).glob("*/lib/libcublasLt.so.*")), reverse=True)
-    return [*found, "/usr/local/cuda/lib64/libcublasLt.so"]
+        names += sorted(map(str, Path(root).glob("*/lib/libcublasLt.so.*")), reverse=True)
+    return [*names, "/usr/local/cuda/lib64/libcublasLt.so"]
 
 
 def open_library(library: Any = None) -> Lt:
-    """The library with a handle, or one that a test gives.
+    """The library with a handle; tests pass their own `library`.
 
     Raises:
-        LtError: there is none.
+        LtError: it is not installed.
     """
-    said = []
+    errors = []
     for name in [] if library else find():
         try:
             library = ctypes.CDLL(name)
             break
         except OSError as error:
-            said.append(str(error))
+            errors.append(str(error))
     if library is None:
-        raise LtError(f"no libcublasLt: {said[0]}")
+        raise LtError(f"no libcublasLt: {errors[0]}")
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, _int
@@ -141,29 +141,35 @@ class Lt:
     def product(
         self, types: tuple[str, str, str], size: tuple[int, int, int], *, by_columns: bool, tf32: bool = False
     ) -> Product:
-        """A product of types of A, B and C and of a size m, n, k, of matrices by rows, or of B by columns.
+        """Descriptors of a product.
+
+        Args:
+            types: element types of A, B and C.
+            size: m, n and k.
+            by_columns: B is column-major; A and C are row-major, and so is B otherwise.
+            tf32: products of float32 are rounded to tf32.
 
         Raises:
-            LtError: the library does not take it.
+            LtError: the library does not support it.
         """
         (a, b, c), (m, n, k) = types, size
         integers = c == "s32"
         compute = COMPUTE_S32 if integers else COMPUTE_TF32 if tf32 else COMPUTE_F32
         number: Any = _int if integers else ctypes.c_float
-        made = Product(self, (m, n, k), number(1), number(0))
-        made.create("operation", "MatmulDesc", compute, TYPES["s32" if integers else "f32"])
+        product = Product(self, (m, n, k), number(1), number(0))
+        product.create("operation", "MatmulDesc", compute, TYPES["s32" if integers else "f32"])
         for attribute, value in ((TRANSPOSE_A, TRANSPOSED if by_columns else PLAIN), (TRANSPOSE_B, PLAIN)):
-            made.describe(attribute, ctypes.c_int32(value))
-        # Rows, columns and the leading dimension of what lies in memory, seen by columns.
-        made.create("first", "MatrixLayout", TYPES[b], *((k, n, k) if by_columns else (n, k, n)))
-        made.create("second", "MatrixLayout", TYPES[a], k, m, k)
-        made.create("result", "MatrixLayout", TYPES[c], n, m, n)
-        return made
+            product.describe(attribute, ctypes.c_int32(value))
+        # Rows, columns and the leading dimension of the matrices in memory, in column-major terms.
+        product.create("first", "MatrixLayout", TYPES[b], *((k, n, k) if by_columns else (n, k, n)))
+        product.create("second", "MatrixLayout", TYPES[a], k, m, k)
+        product.create("result", "MatrixLayout", TYPES[c], n, m, n)
+        return product
 
 
 @dataclass(frozen=True)
-class Found:
-    """An algorithm, and seconds of a product by it."""
+class Timed:
+    """An algorithm, and the seconds of a product that it computes."""
 
     algorithm: Algorithm
     seconds: float
@@ -171,30 +177,30 @@ class Found:
 
 
 class Product:
-    """A product that the library is asked for."""
+    """A product, with the library's descriptors for it."""
 
     def __init__(self, lt: Lt, size: tuple[int, int, int], one: Any, zero: Any) -> None:
         self.lt, self.size, self.one, self.zero = lt, size, one, zero
-        self.made: list[tuple[str, Any]] = []
+        self.descriptors: list[tuple[str, Any]] = []
         self.operation: Any = None
         self.first: Any = None
         self.second: Any = None
         self.result: Any = None
 
-    def create(self, name: str, kind: str, *given: int) -> None:
-        """Make a descriptor or a layout, which `close` frees, and keep it as an attribute of that name."""
-        made = _pointer()
-        self.lt.call(f"cublasLt{kind}Create", ctypes.byref(made), *given)
-        self.made.append((kind, made))
-        setattr(self, name, made)
+    def create(self, name: str, kind: str, *arguments: int) -> None:
+        """Create a descriptor or a layout, which `close` frees, and store it as an attribute of that name."""
+        descriptor = _pointer()
+        self.lt.call(f"cublasLt{kind}Create", ctypes.byref(descriptor), *arguments)
+        self.descriptors.append((kind, descriptor))
+        setattr(self, name, descriptor)
 
     def describe(self, attribute: int, value: Any) -> None:
         """Set an attribute of the operation."""
-        wide = ctypes.sizeof(value)
-        self.lt.call("cublasLtMatmulDescSetAttribute", self.operation, attribute, ctypes.byref(value), wide)
+        size = ctypes.sizeof(value)
+        self.lt.call("cublasLtMatmulDescSetAttribute", self.operation, attribute, ctypes.byref(value), size)
 
     def follow(self, epilogue: str, bias: int) -> None:
-        """Have a row of n elements, of the result's type, added to each row, and maybe an activation taken.
+        """Set the epilogue: a bias of n elements, of the result's type, and an activation.
 
         Args:
             epilogue: a name of `EPILOGUES`.
@@ -207,13 +213,13 @@ class Product:
         self.describe(BIAS_POINTER, ctypes.c_uint64(bias))
 
     def close(self) -> None:
-        """Free what the library holds."""
-        while self.made:
-            kind, made = self.made.pop()
-            self.lt.call(f"cublasLt{kind}Destroy", made)
+        """Free the library's descriptors."""
+        while self.descriptors:
+            kind, descriptor = self.descriptors.pop()
+            self.lt.call(f"cublasLt{kind}Destroy", descriptor)
 
-    def algorithms(self, asked: int = ASKED, workspace: int = WORKSPACE) -> list[Heuristic]:
-        """What its heuristic proposes, best first by its own guess.
+    def algorithms(self, most: int = MOST, workspace: int = WORKSPACE) -> list[Heuristic]:
+        """Algorithms that the library's heuristic proposes, best first by its own estimate.
 
         Raises:
             LtError: there is none.
@@ -226,27 +232,27 @@ class Product:
                 "cublasLtMatmulPreferenceSetAttribute", preference, MAX_WORKSPACE, ctypes.byref(limit),
                 ctypes.sizeof(limit),
             )  # fmt: skip
-            found = (Heuristic * asked)()
+            proposed = (Heuristic * most)()
             self.lt.call(
                 "cublasLtMatmulAlgoGetHeuristic", self.lt.handle, self.operation, self.first, self.second, self.result,
-                self.result, preference, asked, found, ctypes.byref(count),
+                self.result, preference, most, proposed, ctypes.byref(count),
             )  # fmt: skip
         finally:
             self.lt.call("cublasLtMatmulPreferenceDestroy", preference)
-        return [x for x in found[: count.value] if x.state == 0]
+        return [x for x in proposed[: count.value] if x.state == 0]
 
     def run(  # noqa: PLR0917 - addresses
         self, algorithm: Algorithm, a: int, b: int, c: int, workspace: tuple[int, int], stream: int
     ) -> None:
-        """Put the product into a stream: `workspace` is an address and a number of bytes.
+        """Enqueue the product in a stream: `workspace` is an address and a number of bytes.
 
         Raises:
             LtError: the library refuses.
         """
-        place, size = workspace
+        buffer, size = workspace
         self.lt.call(
             "cublasLtMatmul", self.lt.handle, self.operation, ctypes.byref(self.one), b, self.first, a, self.second,
-            ctypes.byref(self.zero), c, self.result, c, self.result, ctypes.byref(algorithm), place, size, stream,
+            ctypes.byref(self.zero), c, self.result, c, self.result, ctypes.byref(algorithm), buffer, size, stream,
         )  # fmt: skip
 
     def search(
@@ -256,17 +262,17 @@ class Product:
         workspace: tuple[int, int],
         stream: int,
         *,
-        asked: int = ASKED,
+        most: int = MOST,
         limit: float = LIMIT,
-    ) -> list[Found]:
-        """Algorithms that work, the fastest first: all are timed once, those near the fastest again.
+    ) -> list[Timed]:
+        """Algorithms that run, the fastest first: all are timed once, those near the fastest again.
 
         Args:
             sets: addresses of A, B and C of each rotation.
-            seconds: of calls, each: `seconds(calls)` gives what one takes.
+            seconds: times calls: `seconds(calls)` returns the time of one.
             workspace: an address and a number of bytes.
-            stream: where calls are put.
-            asked: how many algorithms, at most.
+            stream: stream of the calls.
+            most: most algorithms.
             limit: seconds after which no further algorithm is tried.
 
         Raises:
@@ -274,21 +280,21 @@ class Product:
         """
         began = time.monotonic()
 
-        def taken(x: Heuristic | Found, turns: int) -> float:
-            places = [sets[turn % len(sets)] for turn in range(turns)]
-            return seconds([partial(self.run, x.algorithm, *place, workspace, stream) for place in places])
+        def taken(x: Heuristic | Timed, turns: int) -> float:
+            buffers = [sets[turn % len(sets)] for turn in range(turns)]
+            return seconds([partial(self.run, x.algorithm, *abc, workspace, stream) for abc in buffers])
 
-        found: list[Found] = []
-        for x in self.algorithms(asked, workspace[1]):
-            if found and time.monotonic() - began > limit:
+        timed: list[Timed] = []
+        for x in self.algorithms(most, workspace[1]):
+            if timed and time.monotonic() - began > limit:
                 break
             try:
                 taken(x, 1)
-                found.append(Found(x.algorithm, taken(x, 2), x.workspace))
+                timed.append(Timed(x.algorithm, taken(x, 2), x.workspace))
             except LtError:
                 continue  # proposed, and yet refused
-        if not found:
+        if not timed:
             raise LtError("no algorithm that it proposes runs")
-        least = min(x.seconds for x in found)
-        near = [x for x in found if x.seconds <= NEAR * least]
-        return sorted((Found(x.algorithm, taken(x, 10), x.workspace) for x in near), key=lambda x: x.seconds)
+        least = min(x.seconds for x in timed)
+        near = [x for x in timed if x.seconds <= NEAR * least]
+        return sorted((Timed(x.algorithm, taken(x, 10), x.workspace) for x in near), key=lambda x: x.seconds)

@@ -1,15 +1,13 @@
-"""Random inputs and the judgement of a result.
+"""Random operands of a case and the check of its result.
 
-Owns the arrays of a case and the check against a wider type. Imports `arrays.numpy_arrays`,
-`spec.dtype`, and `comparison.fused` for what follows a product.
+Owns the arrays of a case and the check against a wider type.
 
 Entries are uniform in [-1, 1). Partial sums of k such products walk randomly:
 the i-th is about sqrt(i)/3, each addition rounds it by at most u, the errors
 add like a random walk too, so the error of one element is near u k / 4 in any
 order of summation. `TOLERANCE` k u is sixteen deviations above that, exceeds
-the worst case for k <= 4, and is still a thousand times less than what one
-lost or doubled term would change, or than what rounding the inputs to a
-narrower type would.
+the worst case for k <= 4, and is still a thousand times less than the error of one
+lost or doubled term, or of inputs that are rounded to a narrower type.
 
 Narrow floats are summed in float32, and a narrow result is rounded once more: u of
 its own size. Integers are exact. With a library that rounds one operand of each
@@ -18,8 +16,8 @@ v/2 each, walk randomly to sqrt(k) v / 4: `TOLERANCE` sqrt(k) v is allowed then,
 k v, which at k = 1024 would exceed the results themselves. Activations in 8 bits,
 steps of 1/127 of their largest, are that with v = 1/127.
 
-What follows a product bends where its sums are near 1, so the weights of a fused case
-are a power of two times such numbers that they are; so are the errors of its sums. A
+Activation functions are curved where sums are near 1, so the weights of a fused case are
+scaled by a power of two that brings its sums there; so are the errors of its sums. A
 library that rounds to narrow operands may round after each step, too.
 """
 
@@ -39,21 +37,21 @@ if TYPE_CHECKING:
     from portmm.comparison.case import Case
 
 TOLERANCE = 4.0
-# A prime, so that rows of any length start at different places of the pool.
+# A prime, so that rows of any length start at different offsets in the pool.
 POOL = 1_000_003
 # Products up to this many multiply-adds are checked whole.
 WHOLE = 1 << 22
 ROWS, COLUMNS, BATCHES = 6, 256, 8
 
 EXACT, INPUTS, APPROXIMATE = PRECISIONS = ("exact", "inputs", "approximate")
-"""How a library may compute: with the sums' type and one rounding of the result; with
-operands rounded to the narrower of their types; with activations of 8 bits."""
+"""Precisions of a library: sums in their type and one rounding of the result; operands rounded
+to the narrower of their types; activations of 8 bits."""
 
 CODES = 16
 ZERO = 8
-"""Codes of four bits, and the one that stands for zero."""
+"""Number of int4 values, and the one that represents zero."""
 LARGEST_CODE = 128
-# No sum of integers that are compared comes near it.
+# Far below any sum of integers of the cases.
 UNWRITTEN = -(2**31)
 BITS_8 = 1 / 127
 # Less than any error that is not zero, for sums that must be exact.
@@ -62,7 +60,7 @@ TINY = 1e-300
 SUMS_OF_FP8 = 2.0**-10
 # Roundings of a scaled sum: to float32, by each scale, and one to spare for another order.
 SCALED_ROUNDINGS = 4
-# Three deviations of uniform numbers, and the same of products of codes of 8 bits.
+# Three standard deviations of uniform numbers, and one of products of int8 values.
 DEVIATIONS = 3.0
 CODES_DEVIATION = 8000.0
 
@@ -72,12 +70,12 @@ class Arrays:
     """The operands of one case, 2-D, or 3-D when the case has a batch.
 
     Attributes:
-        a: A; integers are codes if there are scales.
-        b: B; for four bits codes from 0 to 15, uint8, of which 8 is zero.
-        c: where the result goes.
-        rows: a scale for each row of A, float32, (m,), if A is codes.
+        a: A; integers are quantised values if there are scales.
+        b: B; for four bits values from 0 to 15, uint8, of which 8 is zero.
+        c: the result.
+        rows: a scale for each row of A, float32, (m,), if A is quantised.
         columns: a scale for each column of B, float32, (n,); with blocks one for each of
-            them, (k / block, n), of values that bfloat16 holds.
+            them, (k / block, n), of values that bfloat16 represents.
         bias: (n,), of C's type, if it is fused.
         residual: (m, n), of C's type, if it is fused.
     """
@@ -92,19 +90,19 @@ class Arrays:
 
     @property
     def added(self) -> dict[str, Any]:
-        """The arrays that are added to the product, by the words of `comparison.fused`."""
+        """Arrays that are added to the product, by the words of `comparison.fused`."""
         return {name: x for name in fused.ADDED if (x := getattr(self, name)) is not None}
 
     def spoil(self) -> None:
-        """Make what is left unwritten noticeable."""
+        """Fill the result with a value that marks elements as unwritten."""
         self.c.fill(UNWRITTEN if self.c.dtype.kind == "i" else math.nan)
 
 
 def arrays(case: Case, seed: int = 0) -> Arrays:
-    """Inputs for `case`, the same for the same seed, and a result that is not there yet.
+    """Operands of `case`, the same for the same seed, and an unwritten result.
 
-    Values repeat after `POOL` elements: making fresh random numbers for large
-    weights would take longer than timing them.
+    Values repeat after `POOL` elements: generating random numbers for all of a large
+    weight would take longer than timing it.
 
     Raises:
         TypeError: the case has bfloat16, and there is no ml_dtypes.
@@ -125,24 +123,24 @@ def arrays(case: Case, seed: int = 0) -> Arrays:
     rows = columns = None
     if case.scaled:
         rows = _scales(rng, (case.m,)) if case.whole else None
-        # Beside floats the weights, not their codes, are in [-1, 1).
+        # With activations in floats the dequantised weights are in [-1, 1).
         columns = _scales(rng, (case.n,)) * np.float32(size / (1 if case.whole else LARGEST_CODE))
     elif case.block:
         columns = _scales(rng, (-(-case.k // case.block), case.n)) * np.float32(size / ZERO)
-    made = Arrays(a, b, c, rows, columns, **_added(case, rng, empty.dtype))
-    made.spoil()
-    return made
+    data = Arrays(a, b, c, rows, columns, **_added(case, rng, empty.dtype))
+    data.spoil()
+    return data
 
 
 def _added(case: Case, rng: Any, dtype: Any) -> dict[str, Any]:
-    """What is added to the product, in [-1, 1), by the words of `comparison.fused`."""
+    """Bias and residual of a case, in [-1, 1), by the words of `comparison.fused`."""
     shapes = {"bias": (case.n,), "residual": (case.m, case.n)}
     words = [word for word in fused.steps(case.fused) if word in shapes]
     return {word: np.resize((rng.random(POOL) * 2 - 1).astype(dtype), shapes[word]) for word in words}
 
 
 def weights_size(case: Case) -> float:
-    """The largest weight, a power of two: 1 of a bare product, and so that sums are near 1 in a fused one."""
+    """Largest weight, a power of two: 1 for a bare product; for a fused one such that sums are near 1."""
     if not case.fused:
         return 1.0
     one = CODES_DEVIATION if case.scaled and case.whole else 1 / DEVIATIONS
@@ -161,7 +159,7 @@ def _pool(rng: Any, name: str) -> Any:
 
 
 def _scales(rng: Any, shape: tuple[int, ...]) -> Any:
-    """Random scales from 1/2 to 1, of 8 bits: libraries that keep them in bfloat16 lose nothing."""
+    """Random scales from 1/2 to 1, of 8 bits, which libraries with scales in bfloat16 represent exactly."""
     return (rng.integers(128, 256, shape) / 256).astype(np.float32)
 
 
@@ -173,10 +171,10 @@ def _layout(values: Any, batch: int, rows: int, columns: int, layout: str) -> An
 
 
 def judge(case: Case, data: Arrays, precision: str = EXACT) -> tuple[float, float]:
-    """The error of `data.c` and its bound, where they are nearest among the sampled elements.
+    """Error of `data.c` and its bound, at the sampled element with the largest ratio of the two.
 
-    Both are absolute, for entries in [-1, 1). A result that was left unwritten
-    anywhere, or is not finite, has the error infinity.
+    Both are absolute, for entries in [-1, 1). A result with an unwritten or infinite element has
+    the error infinity.
     """
     if not _written(data.c):
         return math.inf, _bound(case, 0.0, precision)
@@ -189,15 +187,15 @@ def judge(case: Case, data: Arrays, precision: str = EXACT) -> tuple[float, floa
             want, bounds = _finished(case, data, sums, (rows, columns), precision)
             errors = np.abs(c[i][np.ix_(rows, columns)].astype(want.dtype) - want)
             bounds = np.broadcast_to(bounds, errors.shape)
-            shares = errors / np.maximum(bounds, TINY)
-            if shares.max(initial=0) > worst:
-                place = np.unravel_index(int(shares.argmax()), shares.shape)
-                worst, error, bound = float(shares[place]), float(errors[place]), float(bounds[place])
+            ratios = errors / np.maximum(bounds, TINY)
+            if ratios.max(initial=0) > worst:
+                at = np.unravel_index(int(ratios.argmax()), ratios.shape)
+                worst, error, bound = float(ratios[at]), float(errors[at]), float(bounds[at])
     return error, bound
 
 
 def _finished(case: Case, data: Arrays, sums: Any, where: tuple[Any, Any], precision: str) -> tuple[Any, Any]:
-    """What is wanted of sums at some places, and how far each may be off."""
+    """Expected results of sums at rows and columns `where`, and the error allowed in each."""
     if not case.fused:
         return sums, _bound(case, np.abs(sums), precision)
     added = {name: x[where[1]] if x.ndim == 1 else x[np.ix_(*where)] for name, x in data.added.items()}
@@ -211,8 +209,8 @@ def _written(c: Any) -> bool:
 
 
 def _sums(case: Case, data: Arrays, a: Any, b: Any, where: tuple[Any, Any]) -> Any:
-    """The product of some rows and columns in a wider type."""
-    # einsum rather than matmul: it wakes no BLAS and none of its threads.
+    """Product of some rows and columns in a wider type."""
+    # einsum rather than matmul: it calls no BLAS and starts none of its threads.
     if case.whole:
         sums = np.einsum("mk,kn->mn", a.astype(np.int64), b.astype(np.int64))
         return (
@@ -220,22 +218,22 @@ def _sums(case: Case, data: Arrays, a: Any, b: Any, where: tuple[Any, Any]) -> A
             if case.scaled
             else sums
         )
-    wide = np.longdouble if case.dtype == "f64" else np.float64
-    right = b.astype(wide)
+    wider = np.longdouble if case.dtype == "f64" else np.float64
+    right = b.astype(wider)
     if case.scaled:
         right *= data.columns[where[1]]
     elif case.block:
-        right = (right - ZERO) * np.repeat(data.columns[:, where[1]].astype(wide), case.block, axis=0)[: case.k]
-    return np.einsum("mk,kn->mn", a.astype(wide), right)
+        right = (right - ZERO) * np.repeat(data.columns[:, where[1]].astype(wider), case.block, axis=0)[: case.k]
+    return np.einsum("mk,kn->mn", a.astype(wider), right)
 
 
 def _bound(case: Case, size: Any, precision: str) -> Any:
-    """The error allowed in an element of absolute value `size` of a bare product."""
+    """Error allowed in an element of absolute value `size` of a bare product."""
     return _sums_bound(case, size, precision) + _eps(case.types[2], case)[1] * size
 
 
 def _sums_bound(case: Case, size: Any, precision: str) -> Any:
-    """The error allowed in a sum of absolute value `size`, before it is rounded to the result's type."""
+    """Error allowed in a sum of absolute value `size`, before it is rounded to the result's type."""
     k, largest = max(case.k, 1), weights_size(case)
     inner, outer = _eps(case.types[2], case)
     if case.whole:
@@ -245,7 +243,7 @@ def _sums_bound(case: Case, size: Any, precision: str) -> Any:
         return bound
     if not FP8.isdisjoint(case.types[:2]):
         bound, precision = bound + TOLERANCE * math.sqrt(k) * SUMS_OF_FP8, EXACT
-    # A weight of four bits has no exact values beside bfloat16 on units that multiply only that.
+    # Units that multiply only bfloat16 round the dequantised values of a weight of four bits.
     rounded = precision == INPUTS or case.types[:2] == ("bf16", "u4")
     if rounded and not case.dynamic:
         v = max(BY_NAME["bf16"].eps if x == "u4" else BY_NAME[x].eps for x in case.types)
@@ -256,7 +254,7 @@ def _sums_bound(case: Case, size: Any, precision: str) -> Any:
 
 
 def _eps(result: str, case: Case) -> tuple[float, float]:
-    """The unit round-offs of the sums and, if it is another, of the result: a hair more for rounding twice."""
+    """Unit round-offs of the sums and of the result, 0 for one no narrower, 1 % more for rounding twice."""
     inner = BY_NAME[case.problem.acc].eps or BY_NAME["f32"].eps
     outer = BY_NAME[result].eps
     return inner, 1.01 * outer if outer > inner else 0.0

@@ -1,12 +1,11 @@
 """Contenders on a device: portmm, PyTorch, CuPy and cublasLt.
 
-Owns how a case is computed there: its arrays are made in the host's memory, as for all
-contenders, copied to the device before anything is timed and back when they are judged; a
-run puts its calls into the device's queue and waits once, at its end. Imports
-`comparison.cublaslt`, `comparison.data`, `comparison.device_arrays`, `comparison.peers`.
+Owns the runs of a case there: its arrays are allocated in the host's memory, as for all
+contenders, copied to the device before the timing and back for the check; a
+run enqueues its calls and synchronizes once, at its end.
 
-What the host does for a call hides behind the device's work, unless that is short: so small
-products are tried as a CUDA graph of many calls, too, for everyone.
+The host's work for a call overlaps with the device's work, unless that is short: so small
+products are also timed as a CUDA graph of many calls, for every contender.
 """
 
 from __future__ import annotations
@@ -39,17 +38,17 @@ if TYPE_CHECKING:
     Ways: TypeAlias = Callable[["Operands"], Calls]
 
 GRAPHED_ROWS, GRAPHED_FLOPS = 64, 2 * 2048**3
-"""Products of so many rows, or operations, are short enough for the host to be in the way."""
+"""Most rows, or operations, of products that are short enough for the host's overhead to show."""
 IN_A_GRAPH = 16
-"""Calls of a graph, about."""
+"""Approximate number of calls of a graph."""
 MOST_SETS = 64
 FEWEST_ROWS_INT = 17
-"""What `torch._int_mm` takes on CUDA."""
+"""Fewest rows that `torch._int_mm` takes on CUDA."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """A case's arrays on a device: A, B and C as the case sees them, and C's memory by rows."""
+    """Arrays of a case on a device: A, B and C in the case's layouts, and C's memory as a row-major array."""
 
     a: Any
     b: Any
@@ -58,20 +57,20 @@ class Operands:
 
 
 def runs(on: device_arrays.Arrays, case: Case, data: Arrays, ways: Ways, *, cold: int = 0) -> dict[str, Fetched]:
-    """Every way of computing a case, each by calls that give the array with the result.
+    """Runs of a case by method, each of calls that return the array with the result.
 
     Args:
-        on: where the arrays go.
-        case: what is computed.
+        on: the library of the arrays.
+        case: the case.
         data: its arrays in the host's memory.
-        ways: given operands, name of a way -> the call.
-        cold: calls take turns with copies of the operands that have so many bytes together, at least.
+        ways: function of operands that returns calls by method.
+        cold: least bytes of all copies of the operands, through which calls rotate; 0 for one copy.
 
     Raises:
-        UnsupportedError: no way works here; the message says why.
+        UnsupportedError: no method works here; the message says why.
     """
-    sets = [_there(on, data) for _ in range(_turns(case.bytes, cold) if cold else 1)]
-    found: dict[str, Fetched] = {}
+    sets = [_operands(on, data) for _ in range(_turns(case.bytes, cold) if cold else 1)]
+    methods: dict[str, Fetched] = {}
     refused = []
     by_name: dict[str, list[Callable[[], Any]]] = {}
     for x in sets:
@@ -85,29 +84,29 @@ def runs(on: device_arrays.Arrays, case: Case, data: Arrays, ways: Ways, *, cold
         except (PortmmError, RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
             refused.append(f"{name}: {str(error).partition(chr(10))[0][:200]}")
             continue
-        found[name] = _in_turns(on, data, sets, calls)
+        methods[name] = _rotated(on, data, sets, calls)
         if case.m <= GRAPHED_ROWS or case.flops <= GRAPHED_FLOPS:
-            # A library that cannot be captured, which each says in its own way, is timed without.
+            # A library that cannot be captured raises an error of its own, and is timed without a graph.
             with suppress(Exception):
-                found[f"{name}, graph"] = _graphed(on, data, sets, calls)
-    if not found:
+                methods[f"{name}, graph"] = _graphed(on, data, sets, calls)
+    if not methods:
         raise UnsupportedError("; ".join(refused) or "no way of computing it")
-    return found
+    return methods
 
 
-def _there(on: device_arrays.Arrays, data: Arrays) -> Operands:
-    """Copies of a case's arrays."""
-    a, b = (_seen(on, x, on.put(_by_rows(x))) for x in (data.a, data.b))
+def _operands(on: device_arrays.Arrays, data: Arrays) -> Operands:
+    """Copies of a case's arrays on the device."""
+    a, b = (_view(on, x, on.put(_by_rows(x))) for x in (data.a, data.b))
     memory = on.put(_by_rows(data.c))
-    return Operands(a, b, _seen(on, data.c, memory), memory)
+    return Operands(a, b, _view(on, data.c, memory), memory)
 
 
 def _by_rows(x: Any) -> Any:
     return x if x.flags.c_contiguous else x.swapaxes(-1, -2)
 
 
-def _seen(on: device_arrays.Arrays, x: Any, made: Any) -> Any:
-    return made if x.flags.c_contiguous else on.turned(made)
+def _view(on: device_arrays.Arrays, x: Any, copy: Any) -> Any:
+    return copy if x.flags.c_contiguous else on.transposed(copy)
 
 
 def _turns(bytes_: int, cold: int) -> int:
@@ -115,7 +114,7 @@ def _turns(bytes_: int, cold: int) -> int:
 
 
 def _judged(on: device_arrays.Arrays, data: Arrays, sets: list[Operands], run: Callable[[int], Any]) -> Fetched:
-    """A run, of which each gives its last result."""
+    """A run whose last result is copied back when it is fetched."""
     last: list[Any] = []
 
     def timed(count: int) -> None:
@@ -131,8 +130,8 @@ def _judged(on: device_arrays.Arrays, data: Arrays, sets: list[Operands], run: C
     return Fetched(timed, lambda: np.copyto(data.c, on.host(last[0])), spoil)
 
 
-def _in_turns(on: device_arrays.Arrays, data: Arrays, sets: list[Operands], calls: list[Callable[[], Any]]) -> Fetched:
-    """Call by call, of operands that go on from run to run."""
+def _rotated(on: device_arrays.Arrays, data: Arrays, sets: list[Operands], calls: list[Callable[[], Any]]) -> Fetched:
+    """A run call by call, which rotates through the operands from run to run."""
     at = 0
 
     def run(count: int) -> Any:
@@ -147,7 +146,7 @@ def _in_turns(on: device_arrays.Arrays, data: Arrays, sets: list[Operands], call
 
 
 def _graphed(on: device_arrays.Arrays, data: Arrays, sets: list[Operands], calls: list[Callable[[], Any]]) -> Fetched:
-    """Graphs of many calls, and of one each for what is left of a count."""
+    """A run by a graph of many calls, and by graphs of one call for the rest of a count."""
     size = len(calls) * math.ceil(IN_A_GRAPH / len(calls))
     single = [on.graph([call]) for call in calls]
     many, _ = on.graph(calls * (size // len(calls)))
@@ -156,7 +155,7 @@ def _graphed(on: device_arrays.Arrays, data: Arrays, sets: list[Operands], calls
     def run(count: int) -> Any:
         nonlocal at
         whole, rest = divmod(count, size)
-        # The last is a graph of one: its result is the one that is looked at.
+        # The last is a graph of one call, whose result is checked.
         if not rest:
             whole, rest = whole - 1, size
         for _ in range(whole):
@@ -171,15 +170,15 @@ def _graphed(on: device_arrays.Arrays, data: Arrays, sets: list[Operands], calls
 
 
 def refuse(case: Case, *, batches: bool = True, whole_layouts: bool = True) -> None:
-    """Say of cases that nobody computes on a device here why.
+    """Refuse cases that are not compared on devices.
 
     Args:
-        case: what is asked for.
-        batches: several products in one call are computed.
-        whole_layouts: A and C may lie by columns.
+        case: the case.
+        batches: the contender computes several products in one call.
+        whole_layouts: A and C may be column-major.
 
     Raises:
-        UnsupportedError: it is one of them.
+        UnsupportedError: the case is one of them; the message says why.
     """
     reasons = {
         "weights of four bits are not compared on devices": case.block,
@@ -222,13 +221,13 @@ def open_portmm(setup: Setup) -> Library:
 
 
 def _plan(pm: Any, x: Operands) -> Callable[[], Any]:
-    """A plan that is made when it is first called."""
-    made: list[Any] = []
+    """Function that creates a plan on its first call, and runs it."""
+    plans: list[Any] = []
 
     def call() -> Any:
-        if not made:
-            made.append(pm.plan(x.a, x.b, x.c))
-        return made[0](x.a, x.b, x.c)
+        if not plans:
+            plans.append(pm.plan(x.a, x.b, x.c))
+        return plans[0](x.a, x.b, x.c)
 
     return call
 
@@ -266,10 +265,10 @@ def torch_library(on: TorchArrays, *, cold: int = 0) -> Library:
 
 
 def _torch_ways(torch: Any, case: Case, on: TorchArrays) -> Ways:
-    """What PyTorch has for a case.
+    """PyTorch's methods for a case.
 
     Raises:
-        UnsupportedError: nothing.
+        UnsupportedError: there is none.
     """
     if case.types[0] in FP8 and case.types[2] == "bf16" and case.batch == 1:
         one = on.put(np.ones((), np.float32))
@@ -283,10 +282,10 @@ def _torch_ways(torch: Any, case: Case, on: TorchArrays) -> Ways:
         raise UnsupportedError(f"no product of {case.dtype} on this device")
 
     def ways(x: Operands) -> Calls:
-        found: dict[str, Callable[[], Any]] = {"matmul": lambda: torch.matmul(x.a, x.b, out=x.c)}
+        calls: dict[str, Callable[[], Any]] = {"matmul": lambda: torch.matmul(x.a, x.b, out=x.c)}
         if case.b == "col" and case.batch == 1:
-            found["linear"] = lambda: torch.nn.functional.linear(x.a, x.b.t())
-        return found
+            calls["linear"] = lambda: torch.nn.functional.linear(x.a, x.b.t())
+        return calls
 
     return ways
 
@@ -298,17 +297,17 @@ def open_cublaslt(setup: Setup) -> Library:
 
 
 def lt_library(on: device_arrays.Arrays, library: Any = None, *, cold: int = 0) -> Library:
-    """The library that is found, or one that a test gives, on arrays of this kind.
+    """Library cublasLt on arrays of this kind; tests pass their own `library`.
 
     Raises:
-        MissingError: there is none.
+        MissingError: it is not installed.
     """
     try:
         lt = cublaslt.open_library(library)
     except (cublaslt.LtError, AttributeError) as error:
         raise MissingError(str(error)) from error
     scratch = on.put(np.empty((cublaslt.WORKSPACE,), np.uint8))
-    place = on.address(scratch), cublaslt.WORKSPACE
+    workspace = on.address(scratch), cublaslt.WORKSPACE
 
     def prepare(case: Case, data: Arrays) -> dict[str, Fetched]:
         refuse(case, batches=False, whole_layouts=False)
@@ -325,13 +324,13 @@ def lt_library(on: device_arrays.Arrays, library: Any = None, *, cold: int = 0) 
             if not best:
                 try:
                     with on.working():
-                        found = product.search([at], partial(_seconds, on), place, on.stream())
+                        timed = product.search([at], partial(_seconds, on), workspace, on.stream())
                 except cublaslt.LtError as error:
                     raise UnsupportedError(str(error)) from error
-                best.append(found[0].algorithm)
+                best.append(timed[0].algorithm)
 
             def call() -> Any:
-                product.run(best[0], *at, place, on.stream())
+                product.run(best[0], *at, workspace, on.stream())
                 return x.c
 
             return {"search": call}
@@ -342,7 +341,7 @@ def lt_library(on: device_arrays.Arrays, library: Any = None, *, cold: int = 0) 
 
 
 def _seconds(on: device_arrays.Arrays, calls: list[Callable[[], object]]) -> float:
-    """Of each of some calls, one behind another."""
+    """Mean seconds of calls that run one after another."""
     on.wait()
     start = time.perf_counter()
     for call in calls:

@@ -1,8 +1,8 @@
-"""Where contenders of a device keep their arrays: CuPy's, PyTorch's or PyOpenCL's.
+"""Device arrays of contenders: CuPy's, PyTorch's or PyOpenCL's.
 
-Owns `parsed`, and one kind of arrays for each library, which take a case's arrays there, as they
-lie, and bring results back; which wait for the device; and which record calls as a graph. Imports
-`arrays.numpy_arrays`, `comparison.peers`, `spec.dtype`, `errors`, `run`. A library is imported when its arrays are opened.
+Owns `parsed`, and one class for the arrays of each library, which copies a case's arrays to the
+device, without a change of layout, and results back; synchronizes; and captures calls as a graph. A
+library is imported when its arrays are opened.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ LANGUAGES = ("cuda", "opencl")
 
 
 def parsed(device: str) -> tuple[str, int | None]:
-    """The language of a device's kernels, and its number if one is given.
+    """Language of a device's kernels, and the device's number or None.
 
     Raises:
-        ValueError: nothing is called that.
+        ValueError: the device is unknown.
     """
     language, colon, number = device.partition(":")
     if language not in LANGUAGES or (colon and not (language == "cuda" and number.isdecimal())):
@@ -50,31 +50,31 @@ class Arrays(Protocol):
         """Whether it has elements of all these types."""
 
     def put(self, x: Any) -> Any:
-        """A copy on the device of an array whose elements lie without gaps, by rows."""
+        """A copy on the device of a contiguous row-major array."""
 
     def store(self, to: Any, x: Any) -> None:
-        """Copy an array over one that `put` gave."""
+        """Copy an array into one that `put` returned."""
 
-    def turned(self, x: Any) -> Any:
-        """The same elements with the last two axes in turn."""
+    def transposed(self, x: Any) -> Any:
+        """A view with the last two axes swapped."""
 
     def host(self, x: Any) -> Any:
-        """A copy in the host's memory, as NumPy's."""
+        """A copy in the host's memory, as a NumPy array."""
 
     def wait(self) -> None:
-        """Until all that was asked of the device is done."""
+        """Wait until the device has finished all calls."""
 
     def address(self, x: Any) -> int:
-        """Where element zero is."""
+        """Address of element zero."""
 
     def stream(self) -> int:
-        """What calls go to now, as drivers know it."""
+        """Handle of the current stream or queue, as drivers know it."""
 
     def working(self) -> AbstractContextManager[Any]:
-        """In which calls go to this device."""
+        """Context in which calls go to this device."""
 
     def graph(self, calls: Sequence[Callable[[], Any]]) -> tuple[Callable[[], object], Any]:
-        """A callable that launches calls as one graph, and the result of the last.
+        """Function that launches calls as one graph, and the result of the last.
 
         Raises:
             UnsupportedError: there are no graphs.
@@ -120,16 +120,16 @@ class CupyArrays:
     def put(self, x: Any) -> Any:
         """A copy on the device of an array by rows."""
         with self.working():
-            made = self._cupy.empty(x.shape, x.dtype)
-            made.set(x)
-        return made
+            copy = self._cupy.empty(x.shape, x.dtype)
+            copy.set(x)
+        return copy
 
     def store(self, to: Any, x: Any) -> None:
         """Copy an array over one that `put` gave."""
         with self.working():
             to.set(x)
 
-    def turned(self, x: Any) -> Any:
+    def transposed(self, x: Any) -> Any:
         """The same elements with the last two axes in turn."""
         return x.transpose((*range(len(x.shape) - 2), len(x.shape) - 1, len(x.shape) - 2))
 
@@ -138,7 +138,7 @@ class CupyArrays:
         return x.get()
 
     def wait(self) -> None:
-        """Until the device is idle."""
+        """Wait until the device is idle."""
         with self.working():
             self._cupy.cuda.runtime.deviceSynchronize()
 
@@ -152,15 +152,15 @@ class CupyArrays:
 
     def working(self) -> AbstractContextManager[Any]:
         """In which calls go to this device."""
-        found: AbstractContextManager[Any] = self._cupy.cuda.Device(self._number)
-        return found
+        context: AbstractContextManager[Any] = self._cupy.cuda.Device(self._number)
+        return context
 
     def graph(self, calls: Sequence[Callable[[], Any]]) -> tuple[Callable[[], object], Any]:
         """Calls as one graph."""
         with self.working():
             stream = self._cupy.cuda.Stream(non_blocking=True)
             with stream:
-                # What a call takes from the memory pool of this stream must be there before.
+                # A first call allocates its buffers in the memory pool of this stream before the capture.
                 calls[0]()
                 stream.synchronize()
                 stream.begin_capture()
@@ -201,8 +201,8 @@ class TorchArrays:
         """Whether it has elements of all these types."""
         return all(hasattr(self.torch, BY_NAME[name].numpy) for name in names)
 
-    def _seen(self, x: Any) -> Any:
-        """NumPy's array as a tensor: PyTorch knows no types of ml_dtypes."""
+    def _tensor(self, x: Any) -> Any:
+        """A NumPy array as a tensor: PyTorch knows no types of ml_dtypes."""
         name = x.dtype.name
         if not any(BY_NAME[y].numpy == name for y in FOREIGN):
             return self.torch.from_numpy(x)
@@ -211,13 +211,13 @@ class TorchArrays:
 
     def put(self, x: Any) -> Any:
         """A copy on the device of an array by rows."""
-        return self._seen(x).to(self._where, copy=True)
+        return self._tensor(x).to(self._where, copy=True)
 
     def store(self, to: Any, x: Any) -> None:
         """Copy an array over one that `put` gave."""
-        to.copy_(self._seen(x))
+        to.copy_(self._tensor(x))
 
-    def turned(self, x: Any) -> Any:
+    def transposed(self, x: Any) -> Any:
         """The same elements with the last two axes in turn."""
         return x.transpose(-1, -2)
 
@@ -231,7 +231,7 @@ class TorchArrays:
         return x.contiguous().view(bits).cpu().numpy().view(numpy_of(own))
 
     def wait(self) -> None:
-        """Until the device is idle."""
+        """Wait until the device is idle."""
         self.torch.cuda.synchronize()
 
     def address(self, x: Any) -> int:
@@ -244,8 +244,8 @@ class TorchArrays:
 
     def working(self) -> AbstractContextManager[Any]:
         """In which calls go to this device."""
-        found: AbstractContextManager[Any] = nullcontext()
-        return found if self._where == "cpu" else self.torch.cuda.device(self._number)
+        context: AbstractContextManager[Any] = nullcontext()
+        return context if self._where == "cpu" else self.torch.cuda.device(self._number)
 
     def graph(self, calls: Sequence[Callable[[], Any]]) -> tuple[Callable[[], object], Any]:
         """Calls as one graph."""
@@ -272,12 +272,12 @@ class OpenClArrays:
         module: Any = import_module("pyopencl")
         self._array: Any = import_module("pyopencl.array")
         self.version = f"pyopencl {module.VERSION_TEXT}"
-        # Intel's queues do not keep their context.
+        # Intel's queues hold no reference to their context.
         self._context: Any = module.Context([device])
         self.queue: Any = module.CommandQueue(self._context)
 
     def holds(self, names: Collection[str]) -> bool:
-        """All types: to PyOpenCL elements are bytes."""
+        """Whether it has elements of all these types: it has all, since elements are bytes to PyOpenCL."""
         return bool(names)
 
     def put(self, x: Any) -> Any:
@@ -288,32 +288,32 @@ class OpenClArrays:
         """Copy an array over one that `put` gave."""
         to.set(x, self.queue)
 
-    def turned(self, x: Any) -> Any:
+    def transposed(self, x: Any) -> Any:
         """The same elements with the last two axes in turn."""
         return x.transpose((*range(len(x.shape) - 2), len(x.shape) - 1, len(x.shape) - 2))
 
     def host(self, x: Any) -> Any:
         """A copy in the host's memory."""
-        return x.get(self.queue) if x.flags.c_contiguous else self.turned(x).get(self.queue).swapaxes(-1, -2)
+        return x.get(self.queue) if x.flags.c_contiguous else self.transposed(x).get(self.queue).swapaxes(-1, -2)
 
     def wait(self) -> None:
-        """Until the queue is empty."""
+        """Wait until the queue is empty."""
         self.queue.finish()
 
     def address(self, x: Any) -> int:
-        """The handle of the buffer, in which every array begins at its beginning."""
+        """Handle of the buffer, at whose beginning every array starts."""
         return int(x.data.int_ptr)
 
     def stream(self) -> int:
-        """The handle of the queue."""
+        """Handle of the queue."""
         return int(self.queue.int_ptr)
 
     def working(self) -> AbstractContextManager[Any]:
-        """Arrays know their queue."""
+        """A context without effect: arrays have a queue of their own."""
         return nullcontext()
 
     def graph(self, calls: Sequence[Callable[[], Any]]) -> tuple[Callable[[], object], Any]:
-        """Nothing.
+        """Refuse a graph.
 
         Raises:
             UnsupportedError: always.

@@ -1,10 +1,9 @@
-"""What a device is, for a report: its name by the driver, its clocks, and what it could reach.
+"""Description of a device in a report: the driver's name for it, its clocks and its limits.
 
-Owns `Facts`, and the process of its own in which a driver is asked, `python -m
-portmm.comparison.device_facts cuda:1`: the coordinator opens no device. Imports
-`comparison.cold`, `comparison.device_arrays`, `errors`, `dispatch.gpu`, `run`, `target.target`.
+Owns `Facts`, and the separate process that queries a driver, `python -m
+portmm.comparison.device_facts cuda:1`: the coordinator opens no device.
 
-The limit is the roofline of the chip's description, of which nothing is measured: the rate
+The limit is the roofline of the chip's description, without a measurement: the rate
 of its fastest instruction for the types, or the bandwidth of its memory over the compulsory traffic.
 """
 
@@ -32,15 +31,15 @@ if TYPE_CHECKING:
     from portmm.target.target import Target
 
 OPENING = 120.0
-"""Seconds for drivers to wake up."""
+"""Seconds for drivers to initialise."""
 ROTATED = 2.5
-"""Times the last cache that operands fill together, so that none is found there when its turn comes again."""
+"""Bytes of all copies of operands as a multiple of the last cache, so that none is cached when its turn comes again."""
 QUERY = "clocks.max.sm,power.limit"
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """A device, as reports need it.
+    """Facts of a device that reports show.
 
     Attributes:
         name: of the target that describes it.
@@ -60,16 +59,16 @@ class Facts:
 
     @property
     def cold(self) -> int:
-        """Bytes after which its caches hold nothing that was used before."""
+        """Bytes whose use evicts all earlier data from its caches."""
         return int(ROTATED * self.cache) or UNKNOWN
 
     @property
     def rates(self) -> dict[str, float]:
-        """What the limits rest on."""
+        """Rates that set the limits, by name."""
         return self.peaks | ({"memory": self.memory_gbs} if self.memory_gbs else {})
 
     def of(self, case: Case, _threads: int = 1, *, cold: bool = False) -> float | None:
-        """GFLOP/s that could be reached on a case, None if that is not known: what caches give is not."""
+        """Limit of a case in GFLOP/s, None if it is unknown: the bandwidth of caches is."""
         peak = self.peaks.get("-".join(case.types[:2]))
         if peak is None or not self.memory_gbs:
             return peak
@@ -80,11 +79,11 @@ class Facts:
 
 
 def facts(device: str, environ: Mapping[str, str] = os.environ) -> Facts:
-    """Ask the driver, in another process.
+    """Facts of a device, queried in another process.
 
     Raises:
-        ValueError: no device is called that.
-        NoDeviceError: it is not there, or its driver does not answer.
+        ValueError: the device is unknown.
+        NoDeviceError: it is not there, or its driver does not reply.
     """
     parsed(device)
     env = {**environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -95,16 +94,16 @@ def facts(device: str, environ: Mapping[str, str] = os.environ) -> Facts:
         raise NoDeviceError(f"the driver of device {device} did not answer in {OPENING:.0f} s") from error
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
-        said = (done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"])[-1]
-        raise NoDeviceError(f"device {device}: {said}")
-    found = json.loads(lines[-1])
-    if "missing" in found:
-        raise NoDeviceError(found["missing"])
-    return Facts(**found)
+        message = (done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"])[-1]
+        raise NoDeviceError(f"device {device}: {message}")
+    values = json.loads(lines[-1])
+    if "missing" in values:
+        raise NoDeviceError(values["missing"])
+    return Facts(**values)
 
 
-def asked(device: str) -> Facts:
-    """Ask the driver here.
+def queried(device: str) -> Facts:
+    """Facts of a device, queried in this process.
 
     Raises:
         NoDeviceError: it is not there.
@@ -112,35 +111,38 @@ def asked(device: str) -> Facts:
     language, number = parsed(device)
     if language == "cuda":
         at = cuda.current(number)
-        said = cuda.facts(at)
+        driver_facts = cuda.facts(at)
     else:
-        said = opencl.facts()
-    target = gpu_dispatch.described(said)
-    extra = [f"{said.processors} processors"]
-    extra += [f"up to {said.clock_ghz:.2f} GHz"] if said.clock_ghz else []
-    extra += [f"driver for CUDA {said.driver}" if language == "cuda" else f"OpenCL, driver {said.driver}"]
+        driver_facts = opencl.facts()
+    target = gpu_dispatch.described(driver_facts)
+    extra = [f"{driver_facts.processors} processors"]
+    extra += [f"up to {driver_facts.clock_ghz:.2f} GHz"] if driver_facts.clock_ghz else []
+    driver = driver_facts.driver
+    extra += [f"driver for CUDA {driver}" if language == "cuda" else f"OpenCL, driver {driver}"]
     extra += _limits_of_power(number) if language == "cuda" else []
-    title = f"{' '.join(said.name.split())}, {', '.join(extra)}"
-    return Facts(target.name, title, said.kind, said.l2_bytes, peaks(target, said), memory(target))
+    title = f"{' '.join(driver_facts.name.split())}, {', '.join(extra)}"
+    return Facts(
+        target.name, title, driver_facts.kind, driver_facts.l2_bytes, peaks(target, driver_facts), memory(target)
+    )
 
 
-def peaks(target: Target, said: device_facts.Facts) -> dict[str, float]:
-    """Rates of whole devices that a document describes, of the best instruction of each pair of types.
+def peaks(target: Target, driver_facts: device_facts.Facts) -> dict[str, float]:
+    """Peak rates of a described device, of the fastest instruction for each pair of types; empty for others.
 
-    tf32 is left out: it rounds what is asked for in float32.
+    tf32 is left out: it rounds operands of float32.
     """
     if target.name in GENERIC_DEVICES or target.device is None:
         return {}
-    hertz = 1e9 * (target.frequency_ghz or said.clock_ghz)
-    found: dict[str, float] = {}
+    hertz = 1e9 * (target.frequency_ghz or driver_facts.clock_ghz)
+    by_types: dict[str, float] = {}
     for isa in target.isas:
         for atom in isa.atoms:
             if "tf32" in atom.name or atom.name not in target.rates:
                 continue
             word = f"{_element(atom.a)}-{_element(atom.b)}"
             rate = 2e-9 * target.rates[atom.name] * target.device.processors * hertz
-            found[word] = max(found.get(word, 0.0), rate)
-    return found
+            by_types[word] = max(by_types.get(word, 0.0), rate)
+    return by_types
 
 
 def _element(name: str) -> str:
@@ -155,16 +157,16 @@ def memory(target: Target) -> float:
 
 
 def _limits_of_power(number: int | None) -> list[str]:
-    """What NVIDIA's tool says of the device's highest clock and power."""
-    # With these, CUDA counts otherwise than the tool.
+    """Power limit of a device by nvidia-smi, as words of the device's title."""
+    # With this variable CUDA numbers devices otherwise than nvidia-smi.
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return []
-    found = told(QUERY, str(number or 0))
-    return [f"{found['power.limit']} at most"] if found.get("power.limit", "").endswith("W") else []
+    values = nvidia_smi(QUERY, str(number or 0))
+    return [f"{values['power.limit']} at most"] if values.get("power.limit", "").endswith("W") else []
 
 
-def told(query: str, which: str = "0") -> dict[str, str]:
-    """What NVIDIA's tool says of a device now, by the names of what is asked for."""
+def nvidia_smi(query: str, which: str = "0") -> dict[str, str]:
+    """Current values of a device by nvidia-smi, by the fields of a comma-separated query."""
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "-i", which]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
@@ -175,12 +177,12 @@ def told(query: str, which: str = "0") -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Print what is known of a device, or why it is missing, as one line of JSON."""
+    """Print the facts of a device, or the reason why it is missing, as one line of JSON."""
     try:
-        found: dict[str, Any] = asdict(asked(arguments[0]))
+        values: dict[str, Any] = asdict(queried(arguments[0]))
     except PortmmError as error:
-        found = {"missing": str(error)}
-    sys.stdout.write(json.dumps(found) + "\n")
+        values = {"missing": str(error)}
+    sys.stdout.write(json.dumps(values) + "\n")
     return 0
 
 

@@ -1,8 +1,8 @@
-"""The shapes that are compared on devices.
+"""Suites of shapes for devices.
 
-Owns them. Imports `comparison.suite`. On GPUs half of the types is for tensor cores, and a product is large enough
-at a thousand or more; layers are those of Llama-3-8B (hidden 4096, feed-forward 14336), whose
-weights lie by columns, as in x @ w.T.
+Owns their cases. On GPUs half of the types use tensor cores, and a product fills the device
+at sizes of a thousand or more; layers are those of Llama-3-8B (hidden 4096, feed-forward 14336), whose
+weights are column-major, as in x @ w.T.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from portmm.comparison.case import Case
 
 LAYERS = (("qkv", 6144, 4096), ("up", 14336, 4096), ("down", 4096, 14336))
 BYTES = {"s8": "s8-s8-s32", "e4m3": "e4m3-e4m3-bf16"}
-"""Types of eight bits with what their products become."""
+"""Types of eight bits -> types of A, B and C of their products."""
 
-QUICK, SMOKE = "device-quick", "device-smoke"
-INSTEAD = {"quick": QUICK, "smoke": SMOKE}
-"""On a device, what these names mean; "quick" on one that is no processor."""
+DEFAULT, SMOKE = "device-quick", "device-smoke"
+INSTEAD = {"quick": DEFAULT, "smoke": SMOKE}
+"""Suites that replace those of the processor on a device; "quick" only on one that is no processor."""
 
 
-def meant(suite: str, kind: str) -> str:
-    """The suite of a name on a device of a kind, "gpu", "cpu" or "accelerator"."""
+def suite_of(suite: str, kind: str) -> str:
+    """Name of the suite for a device of a kind, "gpu", "cpu" or "accelerator"."""
     return suite if suite == "quick" and kind == "cpu" else INSTEAD.get(suite, suite)
 
 
@@ -36,7 +36,7 @@ def _layers(group: str, name: str, rows: tuple[int, ...]) -> list[Case]:
     ]
 
 
-def _quick() -> list[Case]:
+def _default() -> list[Case]:
     sizes = {
         "f32": (1024, 2048, 4096), "bf16": (1024, 2048, 4096, 8192), "f16": (1024, 4096), "s8": (1024, 4096, 8192),
         "e4m3": (4096,),
@@ -62,5 +62,5 @@ def _smoke() -> list[Case]:
 
 
 def named() -> dict[str, list[Case]]:
-    """Suite -> its cases."""
-    return {QUICK: _quick(), SMOKE: _smoke()}
+    """Cases by suite."""
+    return {DEFAULT: _default(), SMOKE: _smoke()}

@@ -1,10 +1,10 @@
-"""The environment that a contender's process starts with.
+"""Environment variables of a contender's process.
 
-Owns which variables are taken away and which are set. Imports nothing of
-portmm. Every BLAS reads variables that pick a kernel, a block size or a number
-of threads; one left over from a build system or a container image can halve a
-library's speed and make any comparison with it worthless. So all of them go,
-and the ones that this comparison needs are set, alike for all.
+Owns the lists of variables that are removed and set. Every BLAS reads variables that
+select a kernel, a block size or a number of threads; one that a build system or a
+container image left behind can halve a library's speed and invalidate any comparison with
+it. So all of them are removed, and those that the comparison needs are set, the same for
+all contenders.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ PREFIXES = (
     "NVPL_", "ATEN_", "TORCH_", "TORCHINDUCTOR_", "ORT_", "OPENVINO_", "OV_", "PORTMM_",
     "CUBLAS", "NVIDIA_TF32_", "CUPY_TF32", "CUPY_ACCELERATORS",
 )  # fmt: skip
-# Kernels stay cached where the user put them, and portmm computes with the tuned schedules that the user's calls find.
+# Kernels stay in the user's cache, and portmm uses the tuned schedules of the user's calls.
 KEPT = ("PORTMM_CACHE", "PORTMM_TUNED", "TORCHINDUCTOR_CACHE_DIR")
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "PORTMM_NUM_THREADS")
 
-# What makes each library act as on a machine whose best ISA is this one. OpenVINO's own oneDNN obeys what oneDNN does.
+# Variables that restrict each library to an ISA. OpenVINO's own oneDNN reads those of oneDNN.
 FORCED: Mapping[str, Mapping[str, str]] = {
     "avx512bf16": {
         "OPENBLAS_CORETYPE": "SkylakeX",
@@ -85,14 +85,14 @@ FORCED: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How every contender runs.
+    """Settings of all contenders.
 
     Attributes:
         threads: threads of each contender.
-        isa: the instruction set that all are held to, empty for none.
+        isa: the instruction set that all are restricted to, empty for none.
         target: value of PORTMM_TARGET for portmm's own process, empty for none.
-        cold: bytes after which no cache holds what was used before, 0 if caches may be warm.
-        device: where the arrays are, "cuda", "cuda:1" or "opencl"; empty for the processor.
+        cold: bytes whose use evicts all earlier data from the caches, 0 if caches may be warm.
+        device: device of the arrays, "cuda", "cuda:1" or "opencl"; empty for the processor.
     """
 
     threads: int = 1
@@ -103,21 +103,21 @@ class Setup:
 
 
 def removed(base: Mapping[str, str]) -> tuple[str, ...]:
-    """Names in `base` that a contender will not see."""
+    """Names in `base` that are not passed to contenders."""
     return tuple(sorted(name for name in base if name.startswith(PREFIXES) and name not in KEPT))
 
 
 def environment(base: Mapping[str, str], setup: Setup, *, uses_openblas: bool) -> dict[str, str]:
-    """`base` without what bends a library, plus threads and the forced ISA.
+    """`base` without variables that change a library, plus threads and the forced ISA.
 
     Args:
         base: the parent's environment.
         setup: threads and ISA.
-        uses_openblas: the contender computes with NumPy's OpenBLAS; all others
-            keep that pool at one thread, since it would only stand in the way.
+        uses_openblas: the contender computes with NumPy's OpenBLAS; for all others
+            its pool has one thread, since it would only compete with theirs.
     """
-    gone = set(removed(base))
-    env = {name: value for name, value in base.items() if name not in gone}
+    dropped = set(removed(base))
+    env = {name: value for name, value in base.items() if name not in dropped}
     env |= dict.fromkeys(THREADS, str(setup.threads))
     env["OPENBLAS_NUM_THREADS"] = str(setup.threads if uses_openblas else 1)
     env |= FORCED.get(setup.isa, {})

@@ -1,7 +1,7 @@
-"""Figures made of several measurements.
+"""Statistics of several measurements.
 
-Owns how far samples spread, the time of all products of a model, and the conditions that a
-reader must know. Imports nothing of portmm.
+Owns the spread of samples, the time of all products of a model, and the sentences about
+unusual conditions of a measurement.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """The range of the middle half, over the median; None of fewer than two values."""
+    """Interquartile range over the median; None for fewer than two values."""
     if len(values) < 2:
         return None
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -23,7 +23,7 @@ def spread(values: Sequence[float]) -> float | None:
 
 
 def decided(ratio: float, spread: float | None) -> bool:
-    """Whether a ratio differs from one by more than its spread, the faster over the slower; so if that is unknown."""
+    """Whether a ratio, the faster over the slower, differs from one by more than its spread; true without a spread."""
     return spread is None or ratio <= 0 or max(ratio, 1 / ratio) - 1 > spread
 
 
@@ -32,8 +32,8 @@ class Counted:
     """A product of a model.
 
     Attributes:
-        count: how often a run computes it.
-        seconds: contender -> seconds of one.
+        count: number of times that a run computes it.
+        seconds: contender -> seconds of one product.
         best: the fastest peer, empty if none.
     """
 
@@ -46,7 +46,7 @@ def totals(products: Sequence[Counted], ours: str) -> tuple[dict[str, float], fl
     """Seconds of all products of a run, for each contender that computes all of them.
 
     Args:
-        products: what a run computes.
+        products: the products of a run.
         ours: portmm's name.
 
     Returns:
@@ -54,24 +54,24 @@ def totals(products: Sequence[Counted], ours: str) -> tuple[dict[str, float], fl
         peer of each product, None if one has none.
     """
     names = dict.fromkeys(name for x in products for name in x.seconds)
-    whole = {name: sum(x.count * x.seconds[name] for x in products) for name in names if _all_have(products, name)}
+    sums = {name: sum(x.count * x.seconds[name] for x in products) for name in names if _all_have(products, name)}
     best = sum(x.count * x.seconds[x.best] for x in products) if all(x.best for x in products) else None
-    order = sorted(whole, key=lambda name: (name != ours, whole[name]))
-    return {name: whole[name] for name in order}, best
+    order = sorted(sums, key=lambda name: (name != ours, sums[name]))
+    return {name: sums[name] for name in order}, best
 
 
 def conditions(report: Any) -> list[str]:
-    """Sentences about how a `Report` was measured, where that is not as usual."""
-    said = []
+    """Sentences about unusual conditions of the measurement of a `Report`."""
+    sentences = []
     if report.cold:
-        said.append(f"cold caches: at least {report.cold >> 20} MiB pass between two uses of an operand")
+        sentences.append(f"cold caches: at least {report.cold >> 20} MiB pass between two uses of an operand")
     if report.alone:
-        said.append(f"portmm alone is held to {report.alone}: no other library can be, and ratios say little")
-    return said
+        sentences.append(f"portmm alone is held to {report.alone}: no other library can be, and ratios say little")
+    return sentences
 
 
 def total_lines(report: Any) -> list[str]:
-    """The totals of a report in a sentence, if its products are a user's own; none otherwise.
+    """Sentence with the totals of a report, if its products are a user's own; none otherwise.
 
     Args:
         report: a `Report`, whose module imports this one.
@@ -85,13 +85,13 @@ def total_lines(report: Any) -> list[str]:
 
 
 def _total_line(products: Sequence[Counted], ours: str) -> str:
-    whole, best = totals(products, ours)
-    said = [f"{name} {duration(seconds)}" for name, seconds in whole.items()]
+    sums, best = totals(products, ours)
+    times = [f"{name} {duration(seconds)}" for name, seconds in sums.items()]
     if best is not None:
-        ratio = f" ({best / whole[ours]:.2f})" if ours in whole else ""
-        said.insert(int(ours in whole), f"best peer of each {duration(best)}{ratio}")
+        ratio = f" ({best / sums[ours]:.2f})" if ours in sums else ""
+        times.insert(int(ours in sums), f"best peer of each {duration(best)}{ratio}")
     calls = sum(x.count for x in products)
-    return f"time in the {calls} products of one run: {', '.join(said) or 'nobody computed all of them'}"
+    return f"time in the {calls} products of one run: {', '.join(times) or 'no contender computed all of them'}"
 
 
 def _all_have(products: Sequence[Counted], name: str) -> bool:
@@ -99,7 +99,7 @@ def _all_have(products: Sequence[Counted], name: str) -> bool:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: three digits and a unit."""
+    """A time with three digits and a unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

@@ -1,7 +1,6 @@
-"""What a report is written as, besides its JSON.
+"""File formats of a report.
 
-Owns flat records, CSV, and the choice of a format by a file's name. Imports
-`comparison.report` and `comparison.figures`; the HTML page when it is wanted.
+Owns flat records, CSV, and the selection of a format by a file's suffix.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ COLUMNS = (
     "ratio_spread", "verdict", "limit", "load", "error", "bound", "reason",
     "chip", "machine", "threads", "isa", "device", "cold", "date",
 )  # fmt: skip
-"""Columns of the records, all of them in each."""
+"""Columns of the records; each record has all of them."""
 _OF_CASE = COLUMNS[1 : COLUMNS.index("contender")]
 
 
 def records(report: Report) -> list[dict[str, Any]]:
-    """One flat record for each case and contender; what is not known is None.
+    """Flat records, one for each case and contender; unknown values are None.
 
     Seconds are per call, the median over rounds; `fastest` and `slowest` are those of a round;
     `spread` is the range of the middle half over the median. `gflops` and `limit` are in GFLOP/s, `best` is
@@ -90,7 +89,7 @@ def _of_entry(result: Result, name: str) -> dict[str, Any]:
 
 
 def csv_text(report: Report) -> str:
-    """The records as CSV, one line each below their names."""
+    """The records as CSV: a line of column names, then a line for each."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -99,10 +98,10 @@ def csv_text(report: Report) -> str:
 
 
 def check(path: Path) -> None:
-    """Look whether a report can be written to a file of that name.
+    """Check that a report can be written to a file of that name.
 
     Raises:
-        ValueError: its suffix is none of `SUFFIXES`, or there is no such folder.
+        ValueError: its suffix is none of `SUFFIXES`, or its folder does not exist.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"{path} says no format; reports are written as {', '.join(SUFFIXES)}")
@@ -111,21 +110,21 @@ def check(path: Path) -> None:
 
 
 def write(report: Report, path: str | Path) -> None:
-    """Write a report to a file, in the format that its suffix says.
+    """Write a report to a file, in the format of its suffix.
 
     Raises:
-        ValueError: as `check` says.
+        ValueError: as `check`.
         OSError: it cannot be written.
     """
-    place = Path(path)
-    check(place)
+    path = Path(path)
+    check(path)
     makers: dict[str, Callable[[], str]] = {
         ".json": report.to_json,
         ".csv": lambda: csv_text(report),
         ".md": lambda: markdown(report),
         ".html": lambda: _html(report),
     }
-    place.write_text(makers[place.suffix.lower()](), encoding="utf-8")
+    path.write_text(makers[path.suffix.lower()](), encoding="utf-8")
 
 
 def _html(report: Report) -> str:

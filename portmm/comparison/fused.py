@@ -1,12 +1,12 @@
-"""What may follow a product: its words, its meaning and how far a result may be from it.
+"""Epilogues of fused cases: their words, their values and the bounds of their errors.
 
 Owns the words of `Case.fused`, their values in a wide type, the bound of their errors,
-and the same done by NumPy in place for libraries that only multiply. Imports nothing of portmm.
+and their computation by NumPy in place for libraries that only multiply.
 
-A word is a step, and steps are joined by "+" in the order in which they happen:
-"bias" adds a vector to each row, "residual" adds a matrix of C's shape, and what comes
-last may be a function of one number. An error of e before a function is at most its steepest
-slope times e after it; each step may itself err by some roundings of its operands
+A word is a step, and steps are joined by "+" in the order in which they are applied:
+"bias" adds a vector to each row, "residual" adds a matrix of C's shape, and the
+last may be an activation function. An error of e before a function is at most its steepest
+slope times e after it; each step may add an error of some roundings of its operands
 in the type of the sums, since functions are approximated.
 """
 
@@ -26,35 +26,35 @@ ADDED = ("bias", "residual")
 """Steps that add an array of the case."""
 
 STEEPEST = {"relu": 1.0, "gelu": 1.13, "gelu_tanh": 1.13, "silu": 1.1}
-"""Functions, and no less than the absolute value of their slope anywhere."""
+"""Functions -> upper bound of the absolute value of their slope."""
 
 ROUNDINGS = 16
-"""Roundings of its argument, in the type of the sums, that a function may be off by."""
+"""Error allowed in a function, in roundings of its argument in the type of the sums."""
 
 CUBIC, ROOT = 0.044715, math.sqrt(2 / math.pi)
-"""Of gelu_tanh."""
+"""Coefficients of gelu_tanh."""
 
-# Elements that are finished together: two slabs fit a private cache.
+# Elements of a slab: two slabs fit a private cache.
 SLAB = 1 << 15
 
 _erf = np.frompyfunc(math.erf, 1, 1)
 
 
 def steps(words: str) -> tuple[str, ...]:
-    """The steps of `Case.fused`.
+    """Steps of `Case.fused`.
 
     Raises:
         ValueError: a word is unknown, or they are not a bias, a residual and a function
             in this order, of which some may be missing.
     """
-    found = tuple(words.split("+")) if words else ()
-    for word in found:
+    names = tuple(words.split("+")) if words else ()
+    for word in names:
         if word not in ADDED and word not in STEEPEST:
-            raise ValueError(f"nothing fused is called {word!r}; known are {', '.join((*ADDED, *STEEPEST))}")
-    ranks = [ADDED.index(word) if word in ADDED else len(ADDED) for word in found]
+            raise ValueError(f"unknown step {word!r} of an epilogue; known are {', '.join((*ADDED, *STEEPEST))}")
+    ranks = [ADDED.index(word) if word in ADDED else len(ADDED) for word in names]
     if any(a >= b for a, b in pairwise(ranks)):
         raise ValueError(f"{words!r} is not a bias, a residual and one function in this order")
-    return found
+    return names
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Rounding:
     Attributes:
         inner: of the type of the sums.
         outer: of the result, 0.0 if that is no narrower.
-        between: of what each step may be rounded to before the next, 0.0 for nothing narrower.
+        between: of the type to which each step may round before the next, 0.0 if that is no narrower.
     """
 
     inner: float
@@ -73,17 +73,17 @@ class Rounding:
 
 
 def finished(words: str, sums: Any, added: Mapping[str, Any], error: Any, rounding: Rounding) -> tuple[Any, Any]:
-    """What the steps make of sums, and of the errors that these may have.
+    """Epilogue of sums, with bounds of the errors.
 
     Args:
         words: `Case.fused`.
         sums: the product in a wide type.
         added: "bias" and "residual", as far as they are among the words, to be broadcast.
-        error: how far each sum may be off before it is rounded to the result's type.
-        rounding: how results are rounded.
+        error: error allowed in each sum before it is rounded to the result's type.
+        rounding: unit round-offs.
 
     Returns:
-        The values, and how far each may be off.
+        The values, and the error allowed in each.
     """
     values, bound = sums, error + np.zeros_like(sums)
     if words:
@@ -100,7 +100,7 @@ def finished(words: str, sums: Any, added: Mapping[str, Any], error: Any, roundi
 
 
 def value(word: str, x: Any) -> Any:
-    """A function of numbers in a wide type."""
+    """Values of a function in a wide type."""
     if word == "relu":
         return np.maximum(x, 0)
     if word == "gelu":
@@ -111,7 +111,7 @@ def value(word: str, x: Any) -> Any:
 
 
 def in_place(words: str, c: Any, added: Mapping[str, Any], normal: Callable[..., Any] | None) -> Callable[[], None]:
-    """The steps after a product, by ufuncs that overwrite `c` a slab of rows at a time.
+    """Function that applies the epilogue to `c` in place, by ufuncs on a slab of rows at a time.
 
     Args:
         words: `Case.fused`.
@@ -120,45 +120,45 @@ def in_place(words: str, c: Any, added: Mapping[str, Any], normal: Callable[...,
         normal: the cumulative normal distribution, normal(x, out=...), which gelu needs.
 
     Returns:
-        What does it, each time it is called.
+        A function without arguments.
     """
-    height = max(SLAB // max(c.shape[-1], 1), 1)
+    count = max(SLAB // max(c.shape[-1], 1), 1)
     slabs = []
-    for start in range(0, c.shape[-2], height):
-        rows = slice(start, start + height)
-        held = {word: x if x.ndim == 1 else x[rows] for word, x in added.items()}
-        slabs.append((c[rows], held, np.empty_like(c[rows])))
+    for start in range(0, c.shape[-2], count):
+        rows = slice(start, start + count)
+        operands = {word: x if x.ndim == 1 else x[rows] for word, x in added.items()}
+        slabs.append((c[rows], operands, np.empty_like(c[rows])))
     names = steps(words)
 
     def call() -> None:
-        for some, held, room in slabs:
+        for slab, operands, scratch in slabs:
             for word in names:
                 if word in ADDED:
-                    np.add(some, held[word], out=some)
+                    np.add(slab, operands[word], out=slab)
                 else:
-                    _function(word, some, room, normal)
+                    _function(word, slab, scratch, normal)
 
     return call
 
 
-def _function(word: str, x: Any, room: Any, normal: Callable[..., Any] | None) -> None:
-    """Overwrite `x` with a function of it; `room` is of its shape."""
+def _function(word: str, x: Any, scratch: Any, normal: Callable[..., Any] | None) -> None:
+    """Overwrite `x` with a function of it; `scratch` is a buffer of its shape."""
     if word == "relu":
         np.maximum(x, 0, out=x)
     elif word == "gelu" and normal is not None:
-        normal(x, out=room)
-        np.multiply(x, room, out=x)
+        normal(x, out=scratch)
+        np.multiply(x, scratch, out=x)
     elif word == "gelu_tanh":
-        np.multiply(x, x, out=room)
-        room *= CUBIC * ROOT
-        room += ROOT
-        room *= x
-        np.tanh(room, out=room)
-        room += 1
-        room *= 0.5
-        np.multiply(x, room, out=x)
+        np.multiply(x, x, out=scratch)
+        scratch *= CUBIC * ROOT
+        scratch += ROOT
+        scratch *= x
+        np.tanh(scratch, out=scratch)
+        scratch += 1
+        scratch *= 0.5
+        np.multiply(x, scratch, out=x)
     else:
-        np.negative(x, out=room)
-        np.exp(room, out=room)
-        room += 1
-        np.divide(x, room, out=x)
+        np.negative(x, out=scratch)
+        np.exp(scratch, out=scratch)
+        scratch += 1
+        np.divide(x, scratch, out=x)

@@ -1,10 +1,10 @@
-"""Layers with what follows them.
+"""Layers with epilogues.
 
-Owns the cases of the suite "fused" and those of "fused-quick". Imports `comparison.case`.
+Owns the cases of the suite "fused" and those of "fused-quick".
 The layers are those of `comparison.suite`: BERT-base, ViT-B/16, Llama-3-8B, DLRM.
-Weights are packed, as those of a model that is served are.
+Weights are packed, as in a model that is served.
 
-A group "fused" is of float32, "fused-bf16" of bfloat16, "fused-int8" of codes with scales.
+The group "fused" is of float32, "fused-bf16" of bfloat16, "fused-int8" of quantised values.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from __future__ import annotations
 from portmm.comparison.case import BLOCK, Case
 
 BERT = (("q", 768, 768, "bias"), ("up", 3072, 768, "bias+gelu"), ("down", 768, 3072, "bias+residual"))
-"""Name, columns, rows of a weight, and what follows the product; ViT's are the same."""
+"""Name, columns and rows of a weight, and the epilogue; ViT's are the same."""
 LLAMA = (("gate", 14336, 4096, "silu"), ("o", 4096, 4096, "residual"), ("down", 4096, 14336, "residual"))
 DLRM = ((1024, 479), (512, 1024), (256, 512))
 
-QUICK = (
+SHORT = (
     "fused-bert-q-m128",
     "fused-bert-up-m128",
     "fused-bert-down-m128",
@@ -29,11 +29,11 @@ QUICK = (
     "fused-int8-bert-up-m128",
     "fused-int8-bert-down-m128",
 )
-"""A case of each kind, for the few minutes that somebody has."""
+"""Cases of the suite "fused-quick": one of each kind, for a run of a few minutes."""
 
 
-def made() -> list[Case]:
-    """All cases."""
+def fused_cases() -> list[Case]:
+    """All cases of the suite."""
     return [*_f32(), *_bf16(), *_int8()]
 
 
@@ -67,11 +67,11 @@ def _bf16() -> list[Case]:
 
 def _int8() -> list[Case]:
     layers = (*BERT, ("relu", 3072, 768, "bias+relu"))
-    codes = [_layer("fused-int8-bert", "fused-int8", m, layer, "u8-s8-f32") for m in (128, 384) for layer in layers]
+    int8 = [_layer("fused-int8-bert", "fused-int8", m, layer, "u8-s8-f32") for m in (128, 384) for layer in layers]
     weights = [_layer("fused-w8-llama", "fused-int8", m, layer, "f32-s8-f32") for m in (1, 16) for layer in LLAMA]
     four = [
         Case(f"fused-u4-llama-gate-m{m}", "fused-int8", m, 14336, 4096, packed=True, dtype="f32-u4-f32", block=BLOCK,
              fused="silu")
         for m in (1, 16)
     ]  # fmt: skip
-    return [*codes, *weights, *four]
+    return [*int8, *weights, *four]

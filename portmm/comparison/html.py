@@ -1,12 +1,10 @@
-"""A comparison as one HTML page that needs nothing else.
+"""A comparison as one self-contained HTML page.
 
-Owns the page, the fragment that notebooks show, and their style and script, which lie
-beside this file. Imports `host.machine_load`, `comparison.report`, `comparison.text`, and its parts from `comparison.markup`,
-`comparison.roofline` and `comparison.bars`.
+Owns the page, the fragment that notebooks show, and their style and script, which are
+files of this folder.
 
-The page fetches nothing. It carries the report as JSON, so that it is its own data:
-the text of `<script id="report">` is what `comparison.report.from_json` reads.
-Whatever a library said of itself is escaped.
+The page fetches nothing. It contains the report as JSON: `comparison.report.from_json`
+reads the text of `<script id="report">`. All output of libraries is escaped.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from portmm.comparison.bars import FARTHEST, MARKS, badge, bars, reach, role, state, strip
-from portmm.comparison.markup import NONE, Markup, counted, fault, joined, outcome, percent, tag, tidy, unit
+from portmm.comparison.markup import NONE, Markup, concatenated, counted, fault, outcome, percent, tag, tidy, unit
 from portmm.comparison.report import Report, Result, Summary, summaries
 from portmm.comparison.roofline import legend, roofline
 from portmm.comparison.text import EXCEEDED, MORE_TIME, explained, heading
@@ -27,24 +25,24 @@ from portmm.host import machine_load
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-# Nothing may be fetched, whatever the page says.
+# The browser must fetch nothing, whatever the content of the page.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 FACTS = {"isa": "all held to", "machine": "taken for", "chip": "", "threads": "", "load": "", "cores": "cores to use"}
-"""Fields of a report -> what the page calls them, empty for those of the heading; others go by their name."""
+"""Fields of a report -> their names on the page, empty for those of the heading; others keep their name."""
 
 METHOD = (
     "A ratio is formed within a round and its median shown: it may differ a little from the quotient of two medians.",
     "A ratio that differs from 1 by no more than its spread, the middle half of the rounds' ratios, is a draw.",
-    "Each contender has a process of its own, and only one works at a time; variables that bend a library are removed.",
-    "All take turns within each round: a clock that drifts, drifts for all.",
-    "Every contender does a case in each way that its library offers, and the fastest counts.",
-    "Results are checked against a wider type before and after they are timed; what is wrong is named, never counted.",
+    "Each contender has a process of its own, and only one runs at a time; variables that tune libraries are removed.",
+    "Contenders alternate within each round, so that a drift of the clock affects all of them.",
+    "Every contender computes a case by each method of its library, and the fastest method counts.",
+    "Results are checked against a wider type before and after the timing; wrong ones are listed, never counted.",
     "The limit is measured in the same rounds: multiply-adds from registers, or the bandwidth of the operands' level.",
 )
 
 
 def page(report: Report) -> str:
-    """The report as a page: UTF-8 text of an HTML file.
+    """Page of a report: UTF-8 text of an HTML file.
 
     Args:
         report: of any suite; it may lack portmm, peers, limits, or all results.
@@ -80,7 +78,7 @@ def page(report: Report) -> str:
 
 
 def fragment(report: Report) -> str:
-    """The summary, the table and what went wrong, for a notebook: no script, and no style but its own."""
+    """Summary, table and failures of a report for a notebook, without a script and with a style of its own only."""
     known = tidy(report)
     parts = [tag("style", _resource("fragment.css")), tag("p", tag("b", heading(known))), summary(known)]
     if known.results:
@@ -101,13 +99,13 @@ def _section(title: str, *content: Markup | str) -> Markup:
 def _header(report: Report) -> Markup:
     return tag(
         "header",
-        tag("h1", "portmm beside ", "its peers" if any(e.peer for e in report.entrants) else "nobody"),
+        tag("h1", "portmm and its peers" if any(e.peer for e in report.entrants) else "portmm without peers"),
         tag("p", heading(report), class_="lead"),
     )
 
 
 def _contenders(report: Report) -> list[Markup | str]:
-    """Who took part, and on what."""
+    """Facts of the report and the table of contenders."""
     rows = [tag("div", tag("dt", name), tag("dd", text)) for name, text in _facts(report)]
     contenders = [
         (e.name, e.version if e.state == "ok" else f"{e.state}: {e.reason}", "rounds to 8 bits (~)" * e.approximate)
@@ -118,7 +116,7 @@ def _contenders(report: Report) -> list[Markup | str]:
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:
-    """Every field of the report that is a word or a number, in words."""
+    """Names and values of the report's fields that are words or numbers."""
     rows = []
     for field in fields(report):
         value = getattr(report, field.name)
@@ -131,7 +129,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
 
 
 def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> Markup:
-    """A table whose first `left` columns are words; the first one names its row."""
+    """A table whose first `left` columns are text; the first one is the row's header."""
     heads = (tag("th", name, scope="col", class_=None if i < left else "n") for i, name in enumerate(head))
     lines = (
         tag(
@@ -148,13 +146,13 @@ def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], lef
 
 
 def summary(report: Report) -> Markup:
-    """The geometric means, with wins, draws, losses and the lowest ratio, and how busy the machine was."""
+    """Geometric means with wins, draws, losses and the lowest ratio, and the load of the machine."""
     rows = summaries(report)
     if not rows:
         why = "no case has both portmm and a peer" if report.results else "nothing was measured"
         return tag("p", f"There is no ratio to show: {why}.")
     last = rows[-1]
-    said = tag(
+    lead = tag(
         "p",
         "Over ",
         counted(last.count, "case"),
@@ -176,9 +174,9 @@ def summary(report: Report) -> Markup:
     bounds = tag("span", f"{beyond[0]}{1 / edge:.2g}"), tag("span", "1"), tag("span", f"{beyond[1]}{edge:.2g}")
     heads = [tag("th", x, scope="col", class_="n" if 0 < i < 7 else None) for i, x in enumerate(head)]
     heads.append(tag("th", tag("span", *bounds, class_="bounds"), scope="col", class_="ratios"))
-    return joined(
+    return concatenated(
         [
-            said,
+            lead,
             tag("p", f"{loaded[0].upper()}{loaded[1:]}.") if loaded else None,
             tag("p", f"{explained(report)}."),
             tag(
@@ -216,10 +214,10 @@ def _roofline(report: Report) -> list[Markup | str]:
     drawn = roofline(report)
     if not drawn:
         return [tag("p", "No case has a rate that could be drawn.")]
-    said = "Each case is a line between portmm and the best peer of that case; point at one to read its figures."
+    text = "Each case is a line between portmm and the best peer of that case; point at one to read its figures."
     if report.threads > 1:
-        said += f" Roofs are of one core times {report.threads}; caches that cores share give less."
-    return [tag("p", said), tag("figure", legend(report), tag("div", drawn, class_="scroll", tabindex=0))]
+        text += f" Roofs are of one core times {report.threads}; caches that cores share give less."
+    return [tag("p", text), tag("figure", legend(report), tag("div", drawn, class_="scroll", tabindex=0))]
 
 
 def _tools() -> Markup:
@@ -238,22 +236,22 @@ def _tools() -> Markup:
 def _cases(report: Report) -> list[Markup | str]:
     if not report.results:
         return [tag("p", "No case was measured.")]
-    said = f"{unit(report)} of each contender, fastest first. The thin bar spans the rounds, slowest to fastest; the "
-    said += "dashed line is the limit that this machine's own rates set, where it is near. * a method was wrong."
-    return [tag("p", said), bars(report)]
+    text = f"{unit(report)} of each contender, fastest first. The thin bar spans the rounds, slowest to fastest; the "
+    text += "dashed line is the limit that this machine's own rates set, where it is near. * a method was wrong."
+    return [tag("p", text), bars(report)]
 
 
 def _figures(report: Report) -> list[Markup | str]:
     if not report.results:
         return [tag("p", "No case was measured.")]
-    said = f"{unit(report)}; the best peer is underlined; {NONE} a contender that does not offer the case."
+    text = f"{unit(report)}; the best peer is underlined; {NONE} a contender that does not offer the case."
     if _loads(report):
-        said += " Load is how many cores other processes kept busy meanwhile."
-    return [tag("p", said), tag("div", table(report), class_="scroll", tabindex=0)]
+        text += " Load is the number of cores that other processes kept busy."
+    return [tag("p", text), tag("div", table(report), class_="scroll", tabindex=0)]
 
 
 def table(report: Report) -> Markup:
-    """All cases and contenders."""
+    """Table of all cases and contenders."""
     names = report.shown
     ours = ["ratio", "spread"] if report.ours else []
     share = ["% of limit"] if report.ours and any(r.limit for r in report.results) else []
@@ -291,7 +289,7 @@ def _row(report: Report, result: Result, names: Sequence[str], *, share: bool) -
 
 
 def wrong(report: Report) -> Markup:
-    """Whoever was missing, whatever failed, and what was left out."""
+    """Missing contenders, failed results and skipped cases."""
     parts: list[Markup] = []
     away = [(e.name, e.state, e.reason, e.hint) for e in report.entrants if e.state != "ok"]
     if away:
@@ -299,37 +297,37 @@ def wrong(report: Report) -> Markup:
             _table("Contenders that did not take part", ("contender", "state", "reason", "what to do"), away, 4)
         )
     failed = [
-        (r.case.name, name, said, e.reason)
+        (r.case.name, name, failure, e.reason)
         for r in report.results
         for name, e in r.entries.items()
-        if (said := fault(e))
+        if (failure := fault(e))
     ]
     if failed:
         parts.append(_table("Results that do not count", ("case", "contender", "state", "reason"), failed, 4))
     if report.skipped:
-        said = f"No time was left for {counted(len(report.skipped), 'case')}: "
-        parts.append(tag("p", said, ", ".join(report.skipped), f"; {MORE_TIME}."))
-    return joined(parts) or tag(
+        text = f"No time was left for {counted(len(report.skipped), 'case')}: "
+        parts.append(tag("p", text, ", ".join(report.skipped), f"; {MORE_TIME}."))
+    return concatenated(parts) or tag(
         "p", "Nothing: every contender was found, every result was right, no case was left out."
     )
 
 
 def _method(report: Report) -> list[Markup | str]:
     rounds = max((len(e.samples) for r in report.results for e in r.entries.values()), default=0)
-    said = [f"Times are medians over {counted(rounds, 'round')}.", *METHOD]
+    items = [f"Times are medians over {counted(rounds, 'round')}.", *METHOD]
     if report.approximate:
-        said.append(
+        items.append(
             "A contender marked ~ rounds activations to 8 bits; it enters ratios only where a case allows that."
         )
     if report.exceeded:
-        said.append(f"{EXCEEDED[0].upper()}{EXCEEDED[1:]}: {', '.join(report.exceeded)}.")
+        items.append(f"{EXCEEDED[0].upper()}{EXCEEDED[1:]}: {', '.join(report.exceeded)}.")
     if report.removed:
-        said.append(f"Not passed on to any contender: {', '.join(report.removed)}.")
-    return [tag("ul", *(tag("li", text) for text in said), class_="said")]
+        items.append(f"Not passed on to any contender: {', '.join(report.removed)}.")
+    return [tag("ul", *(tag("li", text) for text in items), class_="said")]
 
 
 def _data(report: Report) -> Markup:
-    """The report as it is; only `<` is spelt otherwise, which would end the element."""
+    """The report as JSON in a script element, with `<` escaped, since it could end the element."""
     text = json.dumps(json.loads(report.to_json()), separators=(",", ":")).replace("<", "\\u003c")
     return tag(
         "footer",

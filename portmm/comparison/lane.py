@@ -1,9 +1,8 @@
-"""Contenders' workers during a comparison, asked within the time that is left.
+"""Workers of contenders during a comparison, with a deadline for each request.
 
-Owns `Lane`: starting, asking and ending one contender's worker, and the details of failures.
-Imports `build.cache`, `comparison.environment`, `comparison.peers`, `comparison.process` and `comparison.report`.
+Owns `Lane`: starting, requests and ending of one contender's worker, and the details of failures.
 
-Nothing outlasts the deadline: whoever works when it comes is ended, and its answer is "late".
+A worker that is busy at the deadline is ended, and the state of its reply is "late".
 """
 
 from __future__ import annotations
@@ -24,33 +23,33 @@ if TYPE_CHECKING:
     from portmm.comparison.environment import Setup
 
 OPENING = 120.0
-# The slowest contender that is still waited for, in flop/s, with some calls to make.
+# Rate in flop/s of the slowest contender that may finish a request, which has several calls.
 SLOWEST = 1e8
 LONGEST = 3600.0
 LIVES = 3
 LATE = "late"
-"""State of an answer for which no time was left."""
+"""State of a reply for which no time was left."""
 LIMIT = Contender("limit", "", "a C compiler; see `portmm doctor`")
-"""Takes turns with the contenders to measure what the machine could reach."""
+"""Measures the machine's limits, alternating with the contenders."""
 LIMIT_WORKER = "portmm.comparison.limit_worker"
 LOG = "compare-log"
-"""Name of the cache note with the details of what failed in the last comparison."""
+"""Name of the cache note with the details of failures of the last comparison."""
 SEE = f"; the rest is in {LOG}.note, in the folder that `portmm cache --where` names"
 UNOPENED = "no time was left to open it; give more with --budget SECONDS, in Python budget_s"
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The rules of a whole comparison.
+    """Rules of a comparison.
 
     Attributes:
-        setup: how workers run.
+        setup: settings of workers.
         rounds: turns of each contender on each case, at most.
-        turn: seconds of one.
-        patience: seconds before one that does not answer is ended.
+        turn: seconds of one turn.
+        patience: seconds after which a contender that does not reply is ended.
         seed: of the inputs.
-        deadline: when the comparison ends, by `time.monotonic`.
-        log: contender, case, and all that was said of a failure.
+        deadline: end of the comparison, by `time.monotonic`.
+        log: contender, case, and the whole output of each failure.
     """
 
     setup: Setup
@@ -63,21 +62,21 @@ class Rules:
 
     @property
     def left(self) -> float:
-        """Seconds that are left, none if it is below zero."""
+        """Seconds until the deadline; not positive after it."""
         return self.deadline - time.monotonic()
 
 
 @dataclass(slots=True)
 class Lane:
-    """A contender during a comparison.
+    """State of a contender during a comparison.
 
     Attributes:
-        contender: who it is.
+        contender: the contender.
         worker: its process, None while it has none.
-        entrant: how it turned up, None before it was opened.
-        lives: times that its worker may still end.
-        samples: seconds per call of the case in hand, round by round.
-        module: what its worker runs.
+        entrant: its entry in the report, None before it was opened.
+        lives: number of times that its worker may still crash.
+        samples: seconds per call of the current case, round by round.
+        module: module that its worker runs.
     """
 
     contender: Contender
@@ -94,18 +93,18 @@ class Lane:
 
     @property
     def opened(self) -> bool:
-        """It could be opened."""
+        """Whether its library was opened."""
         return self.entrant is not None and self.entrant.state == "ok"
 
 
 def launch(lane: Lane, rules: Rules) -> None:
-    """Start a lane's worker, which opens its library; nothing is timed meanwhile, so that several may do so at once."""
+    """Start a lane's worker, which opens its library; several do so in parallel, since nothing is timed meanwhile."""
     if rules.left > 0:
         lane.worker = Worker(lane.contender, rules.setup, lane.module)
 
 
 def greet(lane: Lane, rules: Rules) -> None:
-    """Hear of a lane's worker how its library turned up; one that is not there is an answer, not an error."""
+    """Receive the first message of a lane's worker and set its entrant; a missing library is a state, not an error."""
     contender = lane.contender
     hello: dict[str, Any] = {"state": "timeout", "reason": UNOPENED}
     if lane.worker is not None:
@@ -125,7 +124,7 @@ def greet(lane: Lane, rules: Rules) -> None:
 
 
 def ask(lane: Lane, request: dict[str, Any], case: Case, rules: Rules) -> dict[str, Any]:
-    """Ask a lane's worker; the end of the worker comes back as an answer too, and so does that of the time."""
+    """Reply of a lane's worker to a request; a crash and the deadline are states of the reply too."""
     left = rules.left
     if left <= 0:
         return {"state": LATE, "reason": "no time was left"}
@@ -143,7 +142,7 @@ def ask(lane: Lane, request: dict[str, Any], case: Case, rules: Rules) -> dict[s
 
 
 def close(lanes: Iterable[Lane], patience: float = PATIENCE) -> None:
-    """End the workers of lanes: those that linger for longer than `patience` seconds in all are killed."""
+    """End the workers of lanes; those that are left after `patience` seconds in all are killed."""
     workers = [lane.worker for lane in lanes if lane.worker]
     for lane in lanes:
         lane.worker = None
@@ -155,9 +154,9 @@ def close(lanes: Iterable[Lane], patience: float = PATIENCE) -> None:
 
 
 def _brief(answer: dict[str, str], name: str, where: str, rules: Rules) -> str:
-    """The reason of an answer, and where its details are, which go into the log."""
+    """Reason of a reply, with a hint at its details, which go into the log."""
     reason, details = answer.get("reason", ""), answer.get("details", "").strip()
-    # A traceback, or what a compiler said, tells more; that a library printed a line and hung does not.
+    # A traceback or the output of a compiler has details; a single line of a library that hung has none.
     if "\n" not in details:
         return reason
     rules.log.append((name, where, details))
@@ -165,6 +164,6 @@ def _brief(answer: dict[str, str], name: str, where: str, rules: Rules) -> str:
 
 
 def keep_log(log: Sequence[tuple[str, str, str]]) -> None:
-    """Write the details of what failed into the cache."""
+    """Write the details of failures into the cache."""
     if log:
         write_note(LOG, "\n".join(f"{name}, {where}:\n{text.strip()}\n" for name, where, text in log))

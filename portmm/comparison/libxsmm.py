@@ -1,7 +1,7 @@
 """libxsmm, just-in-time kernels for small products.
 
-Owns one contender. Imports `comparison.peers` and `comparison.native`. Debian ships
-libxsmm as an archive only, so it is linked into a driver of its own.
+Owns one contender. Debian ships libxsmm as an archive only, so it is linked into a driver
+of its own.
 """
 
 from __future__ import annotations

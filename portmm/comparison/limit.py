@@ -1,9 +1,8 @@
-"""Limits that this machine sets to rates.
+"""Limits of the rates on this machine.
 
-Owns the limit that rates are held against, and which ISA a target allows.
-Imports `host.detect`. The limit is the roofline: the measured multiply-add rate, or, where the operands
-outgrow the caches, the measured bandwidth of the memory they live in, over the
-compulsory traffic. `comparison.limit_worker` measures both.
+Owns the limit of a case, and the ISA that a target restricts contenders to. The limit is the
+roofline: the measured multiply-add rate, or the rate at which the nearest level of memory that
+holds all operands delivers the compulsory traffic. `comparison.limit_worker` measures both.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from portmm.target.target import MemoryLevel
 
 MEMORY = "memory"
-"""Name of the level that every case fits in."""
+"""Name of the last level of memory, which holds every case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class Limits:
     Attributes:
         rates: "<atom>" in GFLOP/s, "<level>" and "memory" in GB/s, of one core.
         levels: the caches, nearest first.
-        atoms: types that are multiplied -> name of the atom that computes them.
+        atoms: word of types -> name of the atom that multiplies them.
     """
 
     rates: dict[str, float] = field(default_factory=dict)
@@ -40,10 +39,10 @@ class Limits:
     atoms: dict[str, str] = field(default_factory=dict)
 
     def of(self, case: Case, threads: int, *, cold: bool = False) -> float | None:
-        """GFLOP/s that could be reached on `case`, None if that is not known.
+        """Limit of `case` in GFLOP/s, None if it is unknown.
 
-        Bandwidth is known for one core only, and what several cores share of it
-        is not: there is no limit for cases that memory holds back on many threads. With cold
+        Bandwidth is known for one core only, and the share of each of several cores
+        is not: there is no limit for memory-bound cases on many threads. With cold
         caches all operands come from memory.
         """
         peak = self.rates.get(self.atoms.get(case.problem.dtype, ""))
@@ -61,7 +60,7 @@ class Limits:
         return level_of(case, self.levels, cold=cold) if self._bound(case, cold=cold) < peak else atom
 
     def _bound(self, case: Case, *, cold: bool) -> float:
-        """GFLOP/s of one core that bandwidth allows, infinite if that is not known."""
+        """GFLOP/s of one core that bandwidth allows, infinite if the bandwidth is unknown."""
         bandwidth = self.rates.get(level_of(case, self.levels, cold=cold), inf)
         return bandwidth * case.flops / case.bytes
 
@@ -72,17 +71,17 @@ def level_of(case: Case, levels: Sequence[MemoryLevel], *, cold: bool = False) -
 
 
 def forced_isa(target: str) -> str:
-    """The ISA that `target` holds this machine to, empty if it holds it to none.
+    """ISA that `target` restricts this machine to, empty if it is the machine's best one.
 
     Raises:
-        TargetError: there is no such target, or this machine cannot run it.
+        TargetError: the target is unknown, or this machine cannot run it.
     """
     best = resolve(target).isas[0].name
     return "" if best == host().isas[0].name else best
 
 
 def chip() -> str:
-    """The processor: what portmm takes it for, and its own name for itself."""
+    """Name of the processor: portmm's title of its target, and its model name in /proc/cpuinfo."""
     own = next((line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")), "")
     return f"{host().title}, {own}" if own else host().title
 

@@ -1,13 +1,13 @@
-"""The process that measures what the machine could reach.
+"""Process that measures the machine's limits.
 
 Owns the child's side of that protocol. Started by `comparison.lane` as `python -m
-portmm.comparison.limit_worker ADAPTER READ WRITE SETUP`, as the workers of contenders are, and asked in turn with
-them, so that a limit is of the same moment as the rates that are held against it.
-Imports `host.calibrate`, `schedule.cpu_candidates`, `host.gauge` and the rest of `comparison`.
+portmm.comparison.limit_worker ADAPTER READ WRITE SETUP`, as the workers of contenders are, and
+alternating with them, so that a limit and the rates that are compared with it are measured at
+the same time.
 
-Requests are those of `comparison.worker`. "prepare" picks what bounds a case: the fastest atom for
-its types, and the level of memory that its operands lie in; its reply has them as "peak" and "level".
-"time" measures both for half of the seconds each, by the statistic that contenders are timed by; its reply has
+Requests are those of `comparison.worker`. "prepare" selects the rates that bound a case: the fastest atom for
+its types, and the level of memory that holds its operands; its reply has them as "peak" and "level".
+"time" measures both for half of the seconds each, by the statistic of the contenders' times; its reply has
 "rates" by these names, in GFLOP/s and GB/s of one core.
 """
 
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.comparison.case import Case
 from portmm.comparison.environment import Setup
 from portmm.comparison.limit import level_of
-from portmm.comparison.worker import TRIAL, seconds_per_call, told
+from portmm.comparison.worker import TRIAL, error_of, seconds_per_call
 from portmm.errors import PortmmError, ScheduleError
 from portmm.host import calibrate, gauge
 from portmm.host.detect import host, resolve
@@ -38,43 +38,42 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Machine:
-    """The gauges that were made so far.
+    """Gauges of the machine.
 
     Attributes:
-        target: what is measured.
+        target: the machine's target.
         cold: operands of every case come from memory.
-        made: name -> gauge; None where there is none, for want of memory.
+        gauges: name -> gauge; None where memory is too small for one.
         peaks: word of types -> name of the fastest atom for them, empty if there is none.
-        loop: what bandwidths are measured with, once it is built.
+        loop: kernel that measures bandwidths, once it is built.
     """
 
     target: Target
     cold: bool
-    made: dict[str, Gauge | None] = field(default_factory=dict)
+    gauges: dict[str, Gauge | None] = field(default_factory=dict)
     peaks: dict[str, str] = field(default_factory=dict)
     loop: Any = None
 
     def gauge(self, name: str, make: Callable[[], Gauge | None]) -> Gauge | None:
-        """The gauge of a rate, made when it is first asked for."""
-        if name not in self.made:
-            self.made[name] = make()
-        return self.made[name]
+        """Gauge of a rate, created on first use."""
+        if name not in self.gauges:
+            self.gauges[name] = make()
+        return self.gauges[name]
 
 
-def _rate(found: Gauge, seconds: float) -> float:
-    return found.work / seconds_per_call(found.run, seconds)
+def _rate(meter: Gauge, seconds: float) -> float:
+    return meter.work / seconds_per_call(meter.run, seconds)
 
 
 def _peak(machine: Machine, word: str) -> str:
-    """The atom that multiplies these types fastest, which only a measurement tells: not all widths run at one rate."""
+    """Name of the atom that multiplies these types fastest, by a measurement: rates differ with the vector width."""
     if word not in machine.peaks:
         try:
             able = units(word, machine.target)
         except ScheduleError:
             able = []
-        made = [machine.gauge(atom.name, partial(gauge.peak, isa, atom)) for isa, atom in able]
-        found = [x for x in made if x]
-        machine.peaks[word] = max(found, key=lambda x: _rate(x, TRIAL)).name if found else ""
+        gauges = [x for isa, atom in able if (x := machine.gauge(atom.name, partial(gauge.peak, isa, atom)))]
+        machine.peaks[word] = max(gauges, key=lambda x: _rate(x, TRIAL)).name if gauges else ""
     return machine.peaks[word]
 
 
@@ -90,23 +89,23 @@ def _bandwidth(machine: Machine, name: str) -> Gauge | None:
 
 
 def prepare(machine: Machine, case: Case) -> dict[str, Any]:
-    """Pick what bounds a case, and make its gauges."""
+    """Select the rates that bound a case, and create their gauges."""
     peak = _peak(machine, case.problem.dtype)
     if not peak:
         return {"state": "unsupported", "reason": f"no unit multiplies {case.problem.dtype}"}
     level = level_of(case, host().levels, cold=machine.cold)
-    there = machine.gauge(level, partial(_bandwidth, machine, level))
-    return {"state": "ok", "peak": peak, "level": level if there else ""}
+    bandwidth = machine.gauge(level, partial(_bandwidth, machine, level))
+    return {"state": "ok", "peak": peak, "level": level if bandwidth else ""}
 
 
 def rates(machine: Machine, names: tuple[str, ...], seconds: float) -> dict[str, Any]:
-    """Measure for about some seconds in all."""
-    found = [x for name in names if (x := machine.made.get(name))]
-    return {"state": "ok", "rates": {x.name: _rate(x, seconds / max(1, len(found))) for x in found}}
+    """Rates by name, measured for about `seconds` in all."""
+    gauges = [x for name in names if (x := machine.gauges.get(name))]
+    return {"state": "ok", "rates": {x.name: _rate(x, seconds / max(1, len(gauges))) for x in gauges}}
 
 
 def main(arguments: list[str]) -> int:
-    """Serve until the pipe closes."""
+    """Serve requests until the pipe closes."""
     _, read, write, setup_text = arguments
     setup = Setup(**json.loads(setup_text))
     machine = Machine(resolve(setup.target), bool(setup.cold))
@@ -127,7 +126,7 @@ def main(arguments: list[str]) -> int:
                 else:
                     reply = rates(machine, names, request["seconds"])
             except PortmmError as error:
-                reply = {"state": "unsupported", **told(error)}
+                reply = {"state": "unsupported", **error_of(error)}
             send(reply)
     return 0
 

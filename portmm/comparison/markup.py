@@ -1,8 +1,7 @@
-"""Elements of a page, and the figures that stand in them.
+"""HTML elements and the formats of their figures.
 
-Owns `Markup` and `tag`, which escape whatever is not markup, and what the parts of a
-page ask of a report: rates with their spread, numbers as text. Imports
-`comparison.report`.
+Owns `Markup` and `tag`, which escape all text that is not markup, and the values of a
+report that several parts of a page show: rates with their spread, numbers as text.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ if TYPE_CHECKING:
     from portmm.comparison.report import Entry, Report, Result
 
 NONE = "\N{EN DASH}"
-"""What stands where there is no figure."""
-# Closed in place, which both XML and HTML understand.
+"""Text in place of a missing figure."""
+# Self-closing elements, in a form that both XML and HTML accept.
 LEAVES = frozenset(("circle", "line", "path", "rect", "meta", "link", "input"))
 
 
 class Markup(str):
-    """Text that is markup already; any other text is escaped before it is put beside it."""
+    """Text that is markup already; any other text is escaped before it is concatenated with markup."""
 
     __slots__ = ()
 
@@ -36,21 +35,21 @@ def tag(name: str, /, *content: Content, **attributes: Content) -> Markup:
     """An element with its content and attributes, both escaped.
 
     Args:
-        name: of the element.
+        name: name of the element.
         content: its parts; None is left out.
         attributes: by name, underscores for hyphens, with one at the end for names that are
             words of Python; those that are None are left out.
     """
-    said = "".join(
+    head = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(_text(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
-    return Markup(f"<{name}{said}/>" if name in LEAVES else f"<{name}{said}>{joined(content)}</{name}>")
+    return Markup(f"<{name}{head}/>" if name in LEAVES else f"<{name}{head}>{concatenated(content)}</{name}>")
 
 
-def joined(parts: Iterable[Content]) -> Markup:
-    """Parts one after another, escaped unless they are markup."""
+def concatenated(parts: Iterable[Content]) -> Markup:
+    """Concatenation of parts, escaped unless they are markup."""
     return Markup("".join(x if isinstance(x, Markup) else escape(_text(x), quote=False) for x in parts))
 
 
@@ -61,7 +60,7 @@ def _text(value: Content) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share of one, in whole percents; `NONE` for None."""
+    """A fraction in whole percents; `NONE` for None."""
     return NONE if share is None else f"{100 * share:.0f}%"
 
 
@@ -71,18 +70,18 @@ def figure(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time with three digits and a unit that suits it."""
+    """A time with three digits and a suitable unit."""
     scale, unit = next((x for x in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")) if seconds >= x[0]), (1e-9, "ns"))
     return f"{seconds / scale:.3g} {unit}"
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 case`, `2 cases`."""
+    """A number with its noun: `1 case`, `2 cases`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def unit(report: Report) -> str:
-    """What rates are in: integers have no flops."""
+    """Unit of a report's rates: GOP/s with narrow types, since integers have no flops."""
     return "GOP/s" if any(r.case.narrow for r in report.results) else "GFLOP/s"
 
 
@@ -104,13 +103,13 @@ class Rate:
 
     @property
     def words(self) -> str:
-        """The rate and, if there is one, the range over rounds."""
+        """The rate and, if it has one, the range over rounds."""
         low, middle, high = (figure(x) for x in (self.low, self.middle, self.high))
         return middle if low == high else f"{middle} ({low} to {high})"
 
 
 def rate(result: Result, name: str) -> Rate | None:
-    """The rate of a contender, None where it has none."""
+    """Rate of a contender, None where it has none."""
     entry = result.entries.get(name)
     if entry is None or entry.state != "ok" or not _real(entry.seconds) or not result.case.flops:
         return None
@@ -120,7 +119,7 @@ def rate(result: Result, name: str) -> Rate | None:
 
 
 def fault(entry: Entry) -> str:
-    """What went wrong with a result, in words; empty if nothing did, or if none was promised."""
+    """Failure of a result, in words; empty if it is right or unsupported."""
     if entry.state == "unsupported":
         return ""
     if entry.state != "ok":
@@ -129,18 +128,18 @@ def fault(entry: Entry) -> str:
 
 
 def outcome(report: Report, result: Result, name: str) -> str:
-    """What a contender came to on a case: a rate, or the word for what became of it."""
+    """Cell of a contender on a case: its rate, or its state."""
     entry = result.entries.get(name)
     if entry is None or entry.state == "unsupported":
         return NONE
     if entry.state != "ok":
         return entry.state
-    found = rate(result, name)
-    return ("~" if name in report.approximate else "") + figure(found.middle) if found else "not timed"
+    speed = rate(result, name)
+    return ("~" if name in report.approximate else "") + figure(speed.middle) if speed else "not timed"
 
 
 def tidy(report: Report) -> Report:
-    """The report without ratios and limits that are no positive numbers, which nothing can be drawn from."""
+    """The report without ratios and limits that are not positive finite numbers, which cannot be drawn."""
     results = tuple(replace(r, ratio=_kept(r.ratio), limit=_kept(r.limit)) for r in report.results)
     return replace(report, results=results, rates={k: v for k, v in report.rates.items() if _real(v)})
 

@@ -1,14 +1,14 @@
 """Intel MKL, through its C interface.
 
 Owns two contenders: MKL's calls, and its just-in-time small kernels, which
-run in a process of their own. Imports `comparison.peers` and `comparison.native`.
+run in a process of their own.
 
-MKL fuses nothing: what follows a product are NumPy's ufuncs, and its own vector
+MKL has no fused epilogues: NumPy's ufuncs compute them, and MKL's own vector
 function where NumPy has none.
 
-`libmkl_rt` picks its other libraries when it is first called, and they find
+`libmkl_rt` selects its other libraries on the first call, and they find
 each other only if it was loaded with global symbols. On processors that are
-not Intel's, MKL chooses an AVX2 path by itself and no variable changes that.
+not Intel's, MKL selects an AVX2 path, which no variable changes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NO_JIT = 1
 # Above this size MKL's just-in-time call falls back to its ordinary one.
 JIT_LARGEST = 128
 # Types of A and B -> MKL's name of the call, the driver's loop, and the type of its results.
-# By rows u8 is on the left, whatever the name of the call says; s8 becomes that by an offset.
+# In row-major products A is u8, although the call's name begins with s8; an offset turns s8 into u8.
 SIGNED, UNSIGNED = ("s8", "s8"), ("u8", "s8")
 FLIPPED = 128
 NARROW = {
@@ -101,7 +101,7 @@ def open_mkl(setup: Setup) -> Library:
 
 
 def _normal(library: Any, case: Case) -> Callable[..., None]:
-    """The cumulative normal distribution, which gelu is its argument times."""
+    """Cumulative normal distribution, of which gelu is a multiple: x times it."""
     function = getattr(library, f"v{native.LETTER[case.dtype]}CdfNorm")
 
     def normal(x: Any, out: Any) -> None:
@@ -111,12 +111,12 @@ def _normal(library: Any, case: Case) -> Callable[..., None]:
 
 
 def _narrow(library: Any, case: Case, data: Arrays) -> dict[str, Run]:
-    found = NARROW.get(case.types[:2])
-    native.only(found is not None and not case.scaled and case.batch == 1, f"MKL does not multiply {case.dtype}")
-    name, loop, result = found or ("", "", "")
+    known = NARROW.get(case.types[:2])
+    native.only(known is not None and not case.scaled and case.batch == 1, f"MKL does not multiply {case.dtype}")
+    name, loop, result = known or ("", "", "")
     native.only(case.c == "row", "u8 only by rows")
     order, ta, tb, lda, ldb, ldc = native.flags(case)
-    # MKL writes no narrow floats: what it writes is converted when it is judged, which is not timed.
+    # MKL writes no narrow floats: its results are converted for the check, which is not timed.
     c = data.c if case.types[2] == result else np.empty(data.c.shape, np.float32)
     sizes = [*map(c_int, (case.m, case.n, case.k))]
     flip = case.types[:2] == SIGNED
@@ -127,10 +127,10 @@ def _narrow(library: Any, case: Case, data: Arrays) -> dict[str, Run]:
         after = [*map(c_int, (order, *marks)), *sizes, native.pointer(a), c_int(lda), b, c_int(ldb)]
         call = native.address(getattr(library, function))
         after += [native.pointer(c), c_int(ldc), *zero]
-        made = native.counted(getattr(native.driver(), loop), [call], after, (a, c, keep))
+        product = native.counted(getattr(native.driver(), loop), [call], after, (a, c, keep))
         if flip:
-            return repeat(lambda: (np.bitwise_xor(data.a.view(np.uint8), FLIPPED, out=a), made(1)))
-        return made if c is data.c else Fetched(made, lambda: np.copyto(data.c, c, casting="unsafe"))
+            return repeat(lambda: (np.bitwise_xor(data.a.view(np.uint8), FLIPPED, out=a), product(1)))
+        return product if c is data.c else Fetched(product, lambda: np.copyto(data.c, c, casting="unsafe"))
 
     note = "" if c is data.c else ", f32 result"
     methods = {f"gemm{note}": run(f"cblas_gemm_{name}", (ta, tb), native.pointer(data.b), data)}
@@ -143,7 +143,7 @@ def _narrow(library: Any, case: Case, data: Arrays) -> dict[str, Run]:
 
 
 def _packed_store(library: Any, name: str, sizes: list[c_int]) -> tuple[c_void_p, Any]:
-    """Aligned room for a packed B, and what keeps it alive."""
+    """Aligned buffer for a packed B, and the object that owns its memory."""
     size = getattr(library, f"{name}_pack_get_size")
     size.restype = ctypes.c_size_t
     store = (ctypes.c_char * (size(c_int(IDENTIFIER_B), *sizes) + 64))()

@@ -1,9 +1,9 @@
-"""Calling C libraries without paying for Python.
+"""Calls of C libraries without the overhead of Python.
 
 Owns the search for shared libraries and the small C driver that repeats a
-call. Imports `comparison.peers`. A foreign call from Python costs about a
-microsecond, a tenth of a 64 x 64 product, which a user who calls the library
-from C would not pay; so the loop over repetitions and over a batch is in C.
+call. A call from Python by ctypes costs about a microsecond, a tenth of a 64 x 64
+product, which a user who calls the library from C does not pay; so the loop
+over repetitions and over a batch is in C.
 """
 
 from __future__ import annotations
@@ -126,19 +126,19 @@ def shared_library(patterns: Sequence[str], *, packages: Sequence[str] = (), sys
     Args:
         patterns: globs of file names.
         packages: installed distributions whose files are searched first.
-        system: names as the dynamic linker knows them, without "lib" and ".so".
+        system: names for the dynamic linker, without "lib" and ".so".
 
     Raises:
-        MissingError: it is nowhere.
+        MissingError: it is not installed.
     """
     for package in packages:
         for path in _files(package):
             if any(path.match(pattern) for pattern in patterns) and path.exists():
                 return path.resolve()
     for pattern in patterns:
-        found = sorted((Path(sys.prefix) / "lib").glob(pattern))
-        if found:
-            return found[0]
+        paths = sorted((Path(sys.prefix) / "lib").glob(pattern))
+        if paths:
+            return paths[0]
     for name in system:
         library = find_library(name)
         if library:
@@ -158,7 +158,7 @@ def compile_driver(extra: Sequence[str] = ()) -> ctypes.CDLL:
     """Compile and load the C driver, with `extra` linker arguments.
 
     Raises:
-        MissingError: there is no C compiler, or it failed; its words follow the message's first line.
+        MissingError: there is no C compiler, or it failed; its output follows the message's first line.
     """
     from portmm.build.compiler import find_compiler
     from portmm.errors import NoCompilerError
@@ -183,19 +183,19 @@ def compile_driver(extra: Sequence[str] = ()) -> ctypes.CDLL:
 def driver(threads: int = 1) -> ctypes.CDLL:
     """The C driver without further libraries.
 
-    With more than one thread, its loops over kernels that know of no threads
-    share a batch out, as a user of such kernels would.
+    With more than one thread, its loops over single-threaded kernels divide a batch
+    among threads, as a user of such kernels does.
     """
     return compile_driver(["-fopenmp"] if threads > 1 else [])
 
 
 def pointer(array: Any) -> c_void_p:
-    """The address of an array's first element."""
+    """Address of an array's first element."""
     return c_void_p(array.ctypes.data)
 
 
 def address(function: Any) -> c_void_p:
-    """The address of a function of a loaded library."""
+    """Address of a function of a loaded library."""
     return ctypes.cast(function, c_void_p)
 
 
@@ -212,7 +212,7 @@ def flags(case: Case) -> tuple[int, ...]:
 
 
 def counted(function: Any, before: Sequence[Any], after: Sequence[Any], keep: object = None) -> Run:
-    """A `Run` that passes the count between two lists of C arguments; `keep` stays alive with it."""
+    """A `Run` that passes the count between two lists of C arguments and holds a reference to `keep`."""
 
     def run(count: int, _keep: object = keep) -> None:
         function(*before, c_long(count), *after)

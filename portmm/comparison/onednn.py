@@ -1,8 +1,8 @@
 """oneDNN, through its C interface.
 
 Owns one contender: the sgemm call, and the matmul primitive with plain and
-with self-chosen ("any") weight formats, and with post-ops for what follows a product. Imports `comparison.peers`,
-`comparison.native` and `comparison.fused`. The numbers are those of oneDNN's C headers, version 3.
+with opaque ("any") weight formats, and with post-ops for epilogues. The numbers are those
+of oneDNN's C headers, version 3.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ def open_onednn(setup: Setup) -> Library:
     version = library.dnnl_version().contents
     if version.major != 3:
         raise MissingError(f"oneDNN {version.major}.{version.minor} has another C interface than 3")
-    engine = _made(library.dnnl_engine_create, c_int(CPU), ctypes.c_size_t(0))
-    opened = _Opened(library, engine, _made(library.dnnl_stream_create, engine, c_int(IN_ORDER)), setup.threads)
+    engine = _created(library.dnnl_engine_create, c_int(CPU), ctypes.c_size_t(0))
+    opened = _Opened(library, engine, _created(library.dnnl_stream_create, engine, c_int(IN_ORDER)), setup.threads)
 
     def prepare(case: Case, data: Arrays) -> dict[str, Run]:
-        native.only(not case.block and (case.whole or not case.scaled), "no floats by codes in this version")
+        native.only(not case.block and (case.whole or not case.scaled), "no float-by-integer products in this version")
         methods = {}
         if case.dtype == "f32" and case.batch == 1 and not case.fused:
             methods["sgemm"] = _sgemm(library, case, data)
@@ -88,13 +88,13 @@ def open_onednn(setup: Setup) -> Library:
     return Library(name, prepare, dtypes=None, precision=INPUTS, fused=True)
 
 
-def _made(function: Any, *arguments: Any) -> c_void_p:
+def _created(function: Any, *arguments: Any) -> c_void_p:
     """Call one of oneDNN's constructors, whose first argument receives the object."""
-    made = c_void_p()
-    status = function(byref(made), *arguments)
+    handle = c_void_p()
+    status = function(byref(handle), *arguments)
     if status:
         raise UnsupportedError(f"{function.__name__} returned {status}")
-    return made
+    return handle
 
 
 def _sgemm(library: Any, case: Case, data: Arrays) -> Run:
@@ -114,9 +114,9 @@ def _sgemm(library: Any, case: Case, data: Arrays) -> Run:
 def _described(library: Any, array: Any, dtype: int, any_format: bool = False) -> c_void_p:
     dims = (c_int64 * array.ndim)(*array.shape)
     if any_format:
-        return _made(library.dnnl_memory_desc_create_with_tag, c_int(array.ndim), dims, c_int(dtype), c_int(TAG_ANY))
+        return _created(library.dnnl_memory_desc_create_with_tag, c_int(array.ndim), dims, c_int(dtype), c_int(TAG_ANY))
     strides = (c_int64 * array.ndim)(*(s // array.itemsize for s in array.strides))
-    return _made(library.dnnl_memory_desc_create_with_strides, c_int(array.ndim), dims, c_int(dtype), strides)
+    return _created(library.dnnl_memory_desc_create_with_strides, c_int(array.ndim), dims, c_int(dtype), strides)
 
 
 def _matmul(opened: _Opened, case: Case, data: Arrays, any_weights: bool) -> Run:
@@ -125,16 +125,18 @@ def _matmul(opened: _Opened, case: Case, data: Arrays, any_weights: bool) -> Run
     a, b, c = (_described(library, x, t) for x, t in zip((data.a, data.b, data.c), types, strict=True))
     wanted = _described(library, data.b, types[1], any_format=True) if any_weights else b
     attributes, more = _attributes(opened, case, data)
-    # Beside scales by row, a bias is added after them.
+    # With scales by row the bias is a post-op, since it is added after them.
     first = case.fused.startswith("bias") and not case.scaled
     bias = _described(library, data.bias.reshape(1, -1), types[2]) if first else None
-    chosen = _made(library.dnnl_matmul_primitive_desc_create, engine, a, wanted, bias, c, attributes)
-    primitive = _made(library.dnnl_primitive_create, chosen)
-    memories = [_made(library.dnnl_memory_create, d, engine, native.pointer(x)) for d, x in ((a, data.a), (c, data.c))]
-    plain = _made(library.dnnl_memory_create, b, engine, native.pointer(data.b))
-    weights = _reordered(opened, chosen, plain, b) if any_weights else plain
+    description = _created(library.dnnl_matmul_primitive_desc_create, engine, a, wanted, bias, c, attributes)
+    primitive = _created(library.dnnl_primitive_create, description)
+    memories = [
+        _created(library.dnnl_memory_create, d, engine, native.pointer(x)) for d, x in ((a, data.a), (c, data.c))
+    ]
+    plain = _created(library.dnnl_memory_create, b, engine, native.pointer(data.b))
+    weights = _reordered(opened, description, plain, b) if any_weights else plain
     if bias is not None:
-        more.append((BIAS, _made(library.dnnl_memory_create, bias, engine, native.pointer(data.bias))))
+        more.append((BIAS, _created(library.dnnl_memory_create, bias, engine, native.pointer(data.bias))))
     arguments = _arguments([(SOURCE, memories[0]), (WEIGHTS, weights), (DESTINATION, memories[1]), *more])
     before = [native.address(library.dnnl_primitive_execute), native.address(library.dnnl_stream_wait)]
     after = [primitive, opened.stream, c_int(len(arguments)), byref(arguments)]
@@ -147,26 +149,26 @@ def _matmul(opened: _Opened, case: Case, data: Arrays, any_weights: bool) -> Run
 
 
 def _attributes(opened: _Opened, case: Case, data: Arrays) -> tuple[c_void_p, list[tuple[int, c_void_p]]]:
-    """Attributes that scale the weights by column and do what follows the product, and their arguments."""
+    """Attributes for scales of the weights by column and for the epilogue, and their arguments."""
     library = opened.library
     arguments: list[tuple[int, c_void_p]] = []
-    attributes = _made(library.dnnl_primitive_attr_create)
+    attributes = _created(library.dnnl_primitive_attr_create)
     if case.scaled:
         described = _described(library, data.columns, TYPES["f32"])
-        memory = _made(library.dnnl_memory_create, described, opened.engine, native.pointer(data.columns))
+        memory = _created(library.dnnl_memory_create, described, opened.engine, native.pointer(data.columns))
         status = library.dnnl_primitive_attr_set_scales_mask(attributes, c_int(WEIGHTS), c_int(BY_COLUMN))
         native.only(status == 0, f"scales by column returned {status}")
         arguments.append((SCALES | WEIGHTS, memory))
-    chain = _made(library.dnnl_post_ops_create)
+    chain = _created(library.dnnl_post_ops_create)
     for i, (kind, array, dtype) in enumerate(_post_ops(case, data)):
         if array is None:
-            # Of relu alpha is what negative numbers are multiplied by, of silu what is before its exponent.
+            # Alpha is the factor of negative numbers of relu, and that of the exponent of silu.
             alpha = c_float(kind != ELTWISE["relu"])
             status = library.dnnl_post_ops_append_eltwise(chain, c_int(kind), alpha, c_float(0))
         else:
             described = _described(library, array, TYPES[dtype])
             status = library.dnnl_post_ops_append_binary(chain, c_int(kind), described)
-            memory = _made(library.dnnl_memory_create, described, opened.engine, native.pointer(array))
+            memory = _created(library.dnnl_memory_create, described, opened.engine, native.pointer(array))
             arguments.append((POST_OP * (i + 1) | OPERAND, memory))
         native.only(status == 0, f"a post-op returned {status}")
     status = library.dnnl_primitive_attr_set_post_ops(attributes, chain)
@@ -175,30 +177,30 @@ def _attributes(opened: _Opened, case: Case, data: Arrays) -> tuple[c_void_p, li
 
 
 def _post_ops(case: Case, data: Arrays) -> list[tuple[int, Any, str]]:
-    """What follows the sums of a fused case: kinds, with an array and its type where they have one."""
+    """Post-ops of a fused case: kinds, with an array and its type where they have one."""
     words = fused.steps(case.fused)
-    found: list[tuple[int, Any, str]] = []
+    operations: list[tuple[int, Any, str]] = []
     if words and case.scaled:
-        found.append((MULTIPLY, data.rows.reshape(-1, 1), "f32"))
+        operations.append((MULTIPLY, data.rows.reshape(-1, 1), "f32"))
     elif words and words[0] == "bias":
         words = words[1:]
     for word in words:
         if word in fused.ADDED:
             array = data.added[word]
-            found.append((ADD, array.reshape(-1, case.n), case.types[2]))
+            operations.append((ADD, array.reshape(-1, case.n), case.types[2]))
         else:
-            found.append((ELTWISE[word], None, ""))
-    return found
+            operations.append((ELTWISE[word], None, ""))
+    return operations
 
 
-def _reordered(opened: _Opened, chosen: c_void_p, plain: c_void_p, described: c_void_p) -> c_void_p:
+def _reordered(opened: _Opened, description: c_void_p, plain: c_void_p, described: c_void_p) -> c_void_p:
     library, engine, stream = opened.library, opened.engine, opened.stream
     query = library.dnnl_primitive_desc_query_md
     query.restype = c_void_p
-    wanted = c_void_p(query(chosen, c_int(QUERY_WEIGHTS), c_int(0)))
-    weights = _made(library.dnnl_memory_create, wanted, engine, c_void_p(-1))
-    reorder = _made(library.dnnl_reorder_primitive_desc_create, described, engine, wanted, engine, None)
-    primitive = _made(library.dnnl_primitive_create, reorder)
+    wanted = c_void_p(query(description, c_int(QUERY_WEIGHTS), c_int(0)))
+    weights = _created(library.dnnl_memory_create, wanted, engine, c_void_p(-1))
+    reorder = _created(library.dnnl_reorder_primitive_desc_create, described, engine, wanted, engine, None)
+    primitive = _created(library.dnnl_primitive_create, reorder)
     arguments = _arguments(((SOURCE, plain), (DESTINATION, weights)))
     library.dnnl_primitive_execute(primitive, stream, c_int(2), byref(arguments))
     library.dnnl_stream_wait(stream)

@@ -1,13 +1,12 @@
 """ONNX Runtime, as a graph of one layer.
 
-Owns two contenders: the operators that compute as they are told (MatMul, Gemm, MatMulInteger,
-MatMulNBits at its own accuracy) with what follows them, and those that round activations to 8 bits
-first. Imports `comparison.peers`, `comparison.native`, `comparison.data`, `comparison.case` and `comparison.fused`.
+Owns two contenders: the operators without further rounding (MatMul, Gemm, MatMulInteger,
+MatMulNBits at its own accuracy) with epilogues, and those that round activations to 8 bits.
 
-A weight that the case packs is a constant of the graph, which ONNX Runtime lays out
+A weight that the case packs is a constant of the graph, which ONNX Runtime prepacks
 when it loads it. Inputs and outputs are bound to the case's arrays, so that nothing
-is copied. Its kernels choose their instructions by themselves and no variable
-changes that: it takes no part where all are held to less than the machine has.
+is copied. Its kernels select their instructions themselves and no variable
+changes that: it takes no part where contenders are restricted to less than the machine has.
 """
 
 from __future__ import annotations
@@ -88,8 +87,8 @@ def open_8bit(setup: Setup) -> Library:
     opened = _open(setup)
 
     def prepare(case: Case, data: Arrays) -> dict[str, Run]:
-        codes = not case.whole and (case.block or case.scaled)
-        native.only(bool(codes), f"activations of {case.dtype} are not rounded to 8 bits")
+        quantised = not case.whole and (case.block or case.scaled)
+        native.only(bool(quantised), f"activations of {case.dtype} are not rounded to 8 bits")
         methods = {f"MatMulNBits, accuracy level {EIGHT_BITS}": _codes(opened, case, data, EIGHT_BITS)}
         if case.scaled:
             methods["DynamicQuantizeMatMul"] = _dynamic(opened, case, data)
@@ -111,7 +110,7 @@ def _floats(opened: _Opened, case: Case, data: Arrays) -> dict[str, Run]:
 
 
 def _layer(opened: _Opened, case: Case, data: Arrays, graph: _Graph) -> Run:
-    """A session over a graph whose last result, "sums" or "biased", is followed by what the case says."""
+    """Session over a graph whose last result, "sums" or "biased", goes through the case's epilogue."""
     make, nodes, last = opened.onnx.helper.make_node, list(graph.nodes), graph.nodes[-1].output[0]
     inputs, constants = dict(graph.inputs), dict(graph.constants)
     for word in fused.steps(case.fused)[last == "biased" :]:
@@ -149,8 +148,8 @@ def _integers(opened: _Opened, case: Case, data: Arrays) -> Run:
 
 
 def _codes(opened: _Opened, case: Case, data: Arrays, accuracy: int) -> Run:
-    """Floats by codes of four bits, or of eight, which are then signed and in blocks too."""
-    native.only(case.types[0] in ("f32", "f16"), f"no codes beside {case.types[0]}")
+    """Product of floats by an int4 weight, or by an int8 one, which is then signed and in blocks too."""
+    native.only(case.types[0] in ("f32", "f16"), f"no quantised weights with activations of {case.types[0]}")
     block = case.block or BLOCK
     native.only(case.k % block == 0, "only whole blocks")
     codes = np.ascontiguousarray(data.b.T).reshape(case.n, -1, block)
@@ -171,7 +170,7 @@ def _dynamic(opened: _Opened, case: Case, data: Arrays) -> Run:
 
 
 def _bound(opened: _Opened, graph: _Graph, data: Arrays) -> Run:
-    """A session over a graph, with its inputs and output bound to the arrays."""
+    """Session over a graph, with its inputs and output bound to the arrays."""
     helper, arrays = opened.onnx.helper, opened.onnx.numpy_helper
     bound = graph.inputs | {"c": data.c}
     native.only(all(x.flags.c_contiguous for x in bound.values()), "only operands by rows")
@@ -181,9 +180,10 @@ def _bound(opened: _Opened, graph: _Graph, data: Arrays) -> Run:
         return helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(x.dtype), x.shape)
 
     constants = [arrays.from_array(np.ascontiguousarray(x), name) for name, x in graph.constants.items()]
-    made = helper.make_graph(graph.nodes, "product", [described(x) for x in graph.inputs], [described("c")], constants)
+    inputs = [described(x) for x in graph.inputs]
+    proto = helper.make_graph(graph.nodes, "product", inputs, [described("c")], constants)
     sets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
-    text = helper.make_model(made, opset_imports=sets, ir_version=IR).SerializeToString()
+    text = helper.make_model(proto, opset_imports=sets, ir_version=IR).SerializeToString()
     try:
         session = opened.runtime.InferenceSession(text, opened.options, providers=[CPU])
     except Exception as error:  # its own classes, which have no base of their own

@@ -1,11 +1,11 @@
-"""The products of an ONNX model.
+"""Matrix products of an ONNX model.
 
-Owns `from_onnx`. Imports `comparison.seen`; onnx and onnxruntime when it is called. Shapes are
-inferred; what inference leaves open (operators that only a runtime knows, shapes that
-depend on values) is looked at in one run of the model.
+Owns `from_onnx`; onnx and onnxruntime are imported when it is called. Shapes are
+inferred; those that inference leaves unknown (operators that only a runtime knows, shapes that
+depend on values) are read from one run of the model.
 
-Only the model's main graph is read: how often the body of a loop runs, or which branch, nobody
-knows before. Convolutions are no products here.
+Only the model's main graph is read: the number of runs of a loop's body, or the branch that is taken,
+is unknown before the model runs. Convolutions do not count as products.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Model:
         proto: the model.
         path: where it came from.
         known: name -> the tensors whose shapes are known.
-        constants: names of the initialisers, and of all that is made of nothing else.
+        constants: names of the initialisers, and of tensors that depend on nothing else.
     """
 
     onnx: Any
@@ -79,9 +79,9 @@ class _Model:
 
 
 def from_onnx(path: str | Path, inputs: Mapping[str, int] | None = None) -> tuple[Case, ...]:
-    """The products that a model computes in one run, each with its count.
+    """Products that a model computes in one run, each with its count.
 
-    Initialisers, and what is computed of nothing else, are weights that may be packed.
+    Initialisers, and tensors that depend on nothing else, are weights that may be packed.
 
     Args:
         path: the model.
@@ -89,24 +89,24 @@ def from_onnx(path: str | Path, inputs: Mapping[str, int] | None = None) -> tupl
             INPUT.AXIS for one without a name.
 
     Raises:
-        ImportError: there is no onnx, or it takes onnxruntime, which is not there.
+        ImportError: onnx is not installed, or onnxruntime, which the model needs.
         ValueError: dimensions are open, or unknown; or the model has no products.
     """
     onnx = _package("onnx", "reads models")
-    place = Path(path)
-    proto = onnx.load(str(place), load_external_data=False)
+    path = Path(path)
+    proto = onnx.load(str(path), load_external_data=False)
     if proto.functions:
         proto = import_module("onnx.inliner").inline_local_functions(proto)
-    _set_dimensions(proto, dict(inputs or {}), place)
-    model = _Model(onnx, import_module("onnx.shape_inference").infer_shapes(proto, data_prop=True), place)
+    _set_dimensions(proto, dict(inputs or {}), path)
+    model = _Model(onnx, import_module("onnx.shape_inference").infer_shapes(proto, data_prop=True), path)
     _note_shapes(model)
     _note_constants(model)
     if _unknown(model):
         _run(model)
-    found = [made for node in model.products if (made := _case(model, node))]
-    if not found:
-        raise ValueError(f"{place} has no products of matrices that portmm has types for")
-    return merged(found)
+    products = [x for node in model.products if (x := _case(model, node))]
+    if not products:
+        raise ValueError(f"{path} has no products of matrices that portmm has types for")
+    return merged(products)
 
 
 def _package(name: str, does: str) -> Any:
@@ -116,21 +116,21 @@ def _package(name: str, does: str) -> Any:
         raise ImportError(f"{name}, which {does}, is not installed: pip install {name}") from error
 
 
-def _fed(graph: Any) -> list[Any]:
-    """Inputs that whoever runs the model gives."""
+def _graph_inputs(graph: Any) -> list[Any]:
+    """Inputs of the graph without its initialisers."""
     initial = {x.name for x in graph.initializer}
     return [x for x in graph.input if x.name not in initial]
 
 
-def _set_dimensions(proto: Any, sizes: dict[str, int], place: Path) -> None:
+def _set_dimensions(proto: Any, sizes: dict[str, int], path: Path) -> None:
     """Write sizes into the inputs.
 
     Raises:
-        ValueError: some are not given, or none is called so.
+        ValueError: a dimension has no size, or a size names no open dimension.
     """
     open_: dict[str, None] = {}
     graph = proto.graph
-    for value in _fed(graph):
+    for value in _graph_inputs(graph):
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
             if dim.dim_value > 0:
                 continue
@@ -145,11 +145,11 @@ def _set_dimensions(proto: Any, sizes: dict[str, int], place: Path) -> None:
     strange = sorted(sizes.keys() - open_.keys())
     if strange:
         known = f"open are {', '.join(open_)}" if open_ else "all are fixed"
-        raise ValueError(f"{place} has no open dimension {strange[0]!r}; {known}")
+        raise ValueError(f"{path} has no open dimension {strange[0]!r}; {known}")
     left = [name for name in open_ if name not in sizes]
     if left:
-        given = " ".join(f"--dim {name}=SIZE" for name in left)
-        raise ValueError(f"{place} leaves {', '.join(left)} open; say {given}")
+        options = " ".join(f"--dim {name}=SIZE" for name in left)
+        raise ValueError(f"{path} leaves {', '.join(left)} open; say {options}")
 
 
 def _note_shapes(model: _Model) -> None:
@@ -165,7 +165,7 @@ def _note_shapes(model: _Model) -> None:
 
 
 def _note_constants(model: _Model) -> None:
-    """Nodes come after those that they need."""
+    """Collect constants in one pass: nodes are in topological order."""
     model.constants |= {x.name for x in model.proto.graph.initializer}
     for node in model.proto.graph.node:
         needed = [name for name in node.input if name]
@@ -173,22 +173,22 @@ def _note_constants(model: _Model) -> None:
             model.constants.update(node.output)
 
 
-def _asked(node: Any) -> tuple[str, ...]:
-    """Names of the tensors whose shapes say what a product is."""
+def _operands(node: Any) -> tuple[str, ...]:
+    """Names of the tensors whose shapes determine a product."""
     a, b = (node.input[i] for i in OPERANDS[node.op_type])
     return (a,) if node.op_type == "MatMulNBits" else (a, b)
 
 
 def _unknown(model: _Model) -> list[str]:
-    names = dict.fromkeys(name for node in model.products for name in _asked(node))
+    names = dict.fromkeys(name for node in model.products for name in _operands(node))
     return [name for name in names if name not in model.known]
 
 
 def _run(model: _Model) -> None:
-    """Look at the tensors of unknown shape in one run.
+    """Read the shapes of tensors that inference left unknown from one run.
 
     Raises:
-        ImportError: there is no onnxruntime.
+        ImportError: onnxruntime is not installed.
         ValueError: the model does not run.
     """
     runtime = _package("onnxruntime", "finds the shapes that a model does not tell")
@@ -198,14 +198,14 @@ def _run(model: _Model) -> None:
     full.CopyFrom(model.proto)
     del full.graph.initializer[:]
     full.graph.initializer.extend(proto.graph.initializer)
-    there = {x.name for x in full.graph.output}
-    full.graph.output.extend(model.onnx.ValueInfoProto(name=name) for name in wanted if name not in there)
+    outputs = {x.name for x in full.graph.output}
+    full.graph.output.extend(model.onnx.ValueInfoProto(name=name) for name in wanted if name not in outputs)
     options = runtime.SessionOptions()
     options.log_severity_level = 3
     options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
         session = runtime.InferenceSession(full.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        values = session.run(wanted, {x.name: _input(model, x) for x in _fed(full.graph)})
+        values = session.run(wanted, {x.name: _input(model, x) for x in _graph_inputs(full.graph)})
     except Exception as error:  # the runtime has a class of its own for each kind of failure
         raise ValueError(
             f"the shapes of {wanted[0]!r} in {model.path} are unknown, and it does not run: {error}"
@@ -217,7 +217,7 @@ def _run(model: _Model) -> None:
 
 
 def _input(model: _Model, value: Any) -> Any:
-    """Something to run with: random floats, and ones, which are valid indices nearly everywhere."""
+    """Values of an input: random floats, or ones, which are valid indices nearly everywhere."""
     tensor = value.type.tensor_type
     shape = tuple(dim.dim_value for dim in tensor.shape.dim)
     dtype = model.onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
@@ -231,21 +231,22 @@ def _attributes(model: _Model, node: Any) -> dict[str, Any]:
 
 
 def _case(model: _Model, node: Any) -> Case | None:
-    """The product of a node, None if it is empty or of other types."""
-    said = _attributes(model, node)
-    names = _asked(node)
+    """Product of a node, None if it is empty or of other types."""
+    attributes = _attributes(model, node)
+    names = _operands(node)
     a = model.known[names[0]]
-    b = _weights(said) if node.op_type == "MatMulNBits" else model.known[names[1]]
-    dtype = _types(node.op_type, a.type, b.type, said)
-    shape = _shape(a.shape, b.shape, bool(said.get("transA")), bool(said.get("transB")))
+    b = _weights(attributes) if node.op_type == "MatMulNBits" else model.known[names[1]]
+    dtype = _types(node.op_type, a.type, b.type, attributes)
+    transposed_a, transposed_b = bool(attributes.get("transA")), bool(attributes.get("transB"))
+    shape = _shape(a.shape, b.shape, transposed_a, transposed_b)
     if not dtype or 0 in shape:
         return None
     packed = node.op_type == "MatMulNBits" or names[1] in model.constants
     m, n, k, batch = shape
     more: dict[str, Any] = {}
-    if node.op_type == "MatMulNBits" and said["bits"] == CODES:
-        more["block"] = said["block_size"]
-    if node.op_type == "DynamicQuantizeMatMul" or said.get("accuracy_level") == ROUNDED:
+    if node.op_type == "MatMulNBits" and attributes["bits"] == CODES:
+        more["block"] = attributes["block_size"]
+    if node.op_type == "DynamicQuantizeMatMul" or attributes.get("accuracy_level") == ROUNDED:
         more["dynamic"] = True
     after = "" if "fused" not in FIELDS or batch > 1 or dtype.endswith("s32") else _after(model, node, n)
     return case(
@@ -255,43 +256,43 @@ def _case(model: _Model, node: Any) -> Case | None:
         k=k,
         batch=batch,
         dtype=dtype,
-        a="col" if said.get("transA") else "row",
-        b="col" if said.get("transB") else "row",
+        a="col" if transposed_a else "row",
+        b="col" if transposed_b else "row",
         packed=packed and batch == 1,
         **more,
         **({"fused": after} if after else {}),
     )
 
 
-def _weights(said: dict[str, Any]) -> _Tensor:
-    return _Tensor((said["K"], said["N"]), "u4" if said["bits"] == CODES else "s8")
+def _weights(attributes: dict[str, Any]) -> _Tensor:
+    return _Tensor((attributes["K"], attributes["N"]), "u4" if attributes["bits"] == CODES else "s8")
 
 
-def _types(operator: str, a: str, b: str, said: dict[str, Any]) -> str:
-    """The word for the types of a product, empty if there is none."""
+def _types(operator: str, a: str, b: str, attributes: dict[str, Any]) -> str:
+    """Word for the types of a product, empty if there is none."""
     if operator in ("MatMulInteger", "QLinearMatMul"):
-        # Unsigned weights are signed ones with another zero point; results in 8 bits are sums that are rounded.
+        # Unsigned weights are signed ones with another zero point; results of 8 bits are rounded int32 sums.
         return word(a, "s8", "s32")
     if operator == "MatMulIntegerToFloat":
         return word(a, "s8", "f32")
     if operator == "DynamicQuantizeMatMul":
         return word(a, "s8", a)
-    return word(a, b, a) if a == b or "bits" in said else ""
+    return word(a, b, a) if a == b or "bits" in attributes else ""
 
 
-def _shape(a: Sequence[int], b: Sequence[int], turned_a: bool, turned_b: bool) -> tuple[int, int, int, int]:
-    """M, N, K and batch of a product as NumPy's matmul has it: rows of a batch that share one B are one product."""
+def _shape(a: Sequence[int], b: Sequence[int], transposed_a: bool, transposed_b: bool) -> tuple[int, int, int, int]:
+    """M, N, K and batch of a product by NumPy's rules for matmul: a batch with one common B is one product."""
     left, right = (1, *a) if len(a) == 1 else tuple(a), (*b, 1) if len(b) == 1 else tuple(b)
-    k, m = left[-2:] if turned_a else left[:-3:-1]
-    n = right[-2] if turned_b else right[-1]
+    k, m = left[-2:] if transposed_a else left[:-3:-1]
+    n = right[-2] if transposed_b else right[-1]
     batch = prod(np.broadcast_shapes(left[:-2], right[:-2]))
-    if prod(right[:-2]) == 1 and not turned_a:
+    if prod(right[:-2]) == 1 and not transposed_a:
         return m * batch, n, k, 1
     return m, n, k, batch
 
 
 def _after(model: _Model, node: Any, n: int) -> str:
-    """What follows a product at once, and is done in one pass over its result: "bias+relu"."""
+    """Epilogue of a product: nodes that follow it directly and work element by element, as "bias+relu"."""
     words = ["bias"] if node.op_type == "Gemm" and len(node.input) > 2 and _is_bias(model, node.input[2], n) else []
     name = node.output[0]
     for follower in _followers(model, name):
@@ -308,7 +309,7 @@ def _after(model: _Model, node: Any, n: int) -> str:
 
 
 def _followers(model: _Model, name: str) -> Iterator[Any]:
-    """The only user of a tensor, then the only one of its result, and so on."""
+    """Chain of nodes from the only user of a tensor to the only user of its result, and so on."""
     results = {x.name for x in model.proto.graph.output}
     while name not in results:
         users = [node for node in model.proto.graph.node if name in node.input]

@@ -1,12 +1,11 @@
 """OpenVINO, as a model of one layer.
 
-Owns one contender. Imports `comparison.peers`, `comparison.native`, `comparison.data` and
-`comparison.fused`.
+Owns one contender.
 
-A weight that the case packs is a constant of the model, which OpenVINO lays out when it
+A weight that the case packs is a constant of the model, which OpenVINO prepacks when it
 compiles it. Inputs and outputs are the case's arrays, so that nothing is copied. Its
-kernels for products, and what is fused into them, are those of a oneDNN of its own, which
-obeys ONEDNN_MAX_CPU_ISA. A case of float32 is computed in float32, one of bfloat16 in that.
+kernels for products with epilogues are those of a oneDNN of its own, which reads
+ONEDNN_MAX_CPU_ISA. A case of float32 is computed in float32, one of bfloat16 in bfloat16.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from portmm.comparison.environment import Setup
 
 OFFERED = {"f32": "FP32", "bf16": "BF16", "f16": "FP16"}
-"""Types of activations -> the plugin's word for processors that multiply them."""
+"""Types of activations -> the plugin's word for a processor's support of them."""
 
 
 def open_openvino(setup: Setup) -> Library:
@@ -47,7 +46,7 @@ def open_openvino(setup: Setup) -> Library:
         activations, _, results = case.types
         native.only(activations == results and not case.whole, f"no layer of {case.dtype}")
         native.only(OFFERED.get(activations) in offered, f"no {activations} on this processor")
-        native.only(case.packed or case.types[1] == activations, "codes only as constants")
+        native.only(case.packed or case.types[1] == activations, "quantised weights only as constants")
         operands = (data.a, data.b, data.c)
         native.only(all(x.flags.c_contiguous for x in operands), "only operands by rows")
         model, inputs, kept = _model(ov, opset, case, data)
@@ -79,7 +78,7 @@ def _shared(ov: Any, array: Any, dtype: str) -> Any:
 
 
 def _model(ov: Any, opset: Any, case: Case, data: Arrays) -> tuple[Any, list[Any], list[Any]]:
-    """The layer, the arrays that it is called with, in their order, and those that its constants lie in."""
+    """Model of the layer, the arrays of its inputs in their order, and those of its constants."""
     dtype = getattr(ov.Type, case.types[0])
     inputs: list[Any] = []
     parameters: list[Any] = []
@@ -118,16 +117,16 @@ def _model(ov: Any, opset: Any, case: Case, data: Arrays) -> tuple[Any, list[Any
 
 
 def _weight(opset: Any, case: Case, data: Arrays, constant: Callable[..., Any], dtype: Any) -> Any:
-    """A constant (n, k), of codes with what makes weights of them where the case has such."""
-    turned = np.ascontiguousarray(data.b.T)
+    """Weight (n, k): a constant, or the dequantization of one."""
+    transposed = np.ascontiguousarray(data.b.T)
     if not (case.block or case.scaled):
-        return constant(turned)
+        return constant(transposed)
     real = numpy_of(case.types[0])
     if case.scaled:
-        return opset.multiply(opset.convert(constant(turned), dtype), constant(data.columns[:, None].astype(real)))
+        return opset.multiply(opset.convert(constant(transposed), dtype), constant(data.columns[:, None].astype(real)))
     native.only(case.k % case.block == 0, "only whole blocks")
     shape = (case.n, case.k // case.block, case.block)
-    pairs = turned[:, 0::2] | turned[:, 1::2] << 4
+    pairs = transposed[:, 0::2] | transposed[:, 1::2] << 4
     codes = constant(np.ascontiguousarray(pairs.reshape(-1)), shape)
     zero = opset.convert(constant(np.full((1, 1, 1), ZERO, np.uint8)), dtype)
     scales = constant(np.ascontiguousarray(data.columns.T)[..., None].astype(real))

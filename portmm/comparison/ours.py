@@ -1,7 +1,7 @@
-"""portmm itself, as a user calls it.
+"""Adapter of portmm, which calls its public functions.
 
-Owns its adapter. Imports `comparison.peers`, `comparison.data` and `comparison.fused`, and
-portmm by its name as a user's program would, since the package offers this comparison too.
+Owns that adapter. It imports portmm by its name, as a user's program does, since the package
+itself offers this comparison.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def open_portmm(setup: Setup) -> Library:
 
 
 def _weight(pm: Any, case: Case, data: Arrays) -> Any:
-    """B as it is multiplied."""
+    """B as the operand of the call: packed, quantised or plain."""
     if case.block:
         return pm.pack(pm.Quantized(data.b, data.columns, -ZERO * data.columns, 4, case.block))
     if case.packed:
@@ -57,14 +57,14 @@ def _weight(pm: Any, case: Case, data: Arrays) -> Any:
 
 
 def _scales(case: Case, data: Arrays) -> dict[str, Any]:
-    """What `linear` is told beside its operands."""
+    """Options of `linear` for the scales of a case."""
     if case.dynamic:
         return {"dynamic": True} | ({} if case.block else {"w_scale": data.columns})
     return {"w_scale": data.columns} | ({"x_scale": data.rows} if case.whole else {})
 
 
 def _fused(pm: Any, case: Case, data: Arrays, b: Any) -> dict[str, Run]:
-    """One call, with an epilogue."""
+    """Method of a fused case: one call with an epilogue."""
     a, c = data.a, data.c
     if case.dtype == "f64":
         raise UnsupportedError("epilogues are in float32")
@@ -80,7 +80,7 @@ def _fused(pm: Any, case: Case, data: Arrays, b: Any) -> dict[str, Run]:
 
 
 def _epilogue(pm: Any, words: tuple[str, ...], data: Arrays) -> Callable[[Any, Any], Any]:
-    """The steps as a function of a sum and its place, as a user writes it: each call looks at all that it captures."""
+    """Epilogue as a function of a sum and its index, as a user writes it: each call reads the captured variables."""
     bias, residual = data.bias, data.residual
     *added, last = words
     f: Any = getattr(pm, last, None)

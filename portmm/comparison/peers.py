@@ -1,13 +1,12 @@
-"""The contenders, and what an adapter is.
+"""Registry of contenders, and the interface of their adapters.
 
-Owns the registry, the records that adapters speak in, and the adapter of NumPy.
-Imports `comparison.case`, `comparison.data` and `comparison.fused`; a library is
+Owns the registry, the records that adapters return, and the adapter of NumPy. A library is
 imported only when its adapter is opened, which happens in its own process.
 
 An adapter is one function: it takes a `Setup`, opens its library, and returns
-a `Library`; it raises `MissingError` when there is none. `Library.prepare`
-takes a case and its arrays and returns every sensible way in which a
-knowledgeable user would compute it; the worker keeps the fastest.
+a `Library`; it raises `MissingError` if the library is not installed. `Library.prepare`
+takes a case and its arrays and returns every method by which an expert user may compute it;
+the worker keeps the fastest.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ if TYPE_CHECKING:
     from portmm.comparison.environment import Setup
 
 Run: TypeAlias = Callable[[int], object]
-"""Computes C = A . B into the arrays it was prepared with, so many times."""
+"""Function that computes C = A . B into the arrays it was prepared with, a number of times."""
 
 
 class MissingError(Exception):
-    """The library is not on this machine; the message's first line says so, further ones are details."""
+    """The library is not installed; the message's first line says so, further ones are details."""
 
 
 class UnsupportedError(Exception):
@@ -40,12 +39,12 @@ class UnsupportedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A `Run` that leaves its result elsewhere; fetching it to the case's arrays is not timed.
+    """A `Run` whose result is in an array of its own; copying it to the case's arrays is not timed.
 
     Attributes:
-        run: what is timed.
-        fetch: puts the last result into the case's arrays.
-        spoil: makes what the next run leaves unwritten there noticeable.
+        run: the timed part.
+        fetch: copies the last result into the case's arrays.
+        spoil: fills the result of the next run with a value that marks elements as unwritten.
     """
 
     run: Run
@@ -62,12 +61,12 @@ class Library:
     """An opened library.
 
     Attributes:
-        version: its name and version, with the kernels that it chose if it tells.
-        prepare: name of a method -> how to run it, for one case; may raise
+        version: its name and version, with the kernels that it selected if it reports them.
+        prepare: returns the runs of one case by method; may raise
             `UnsupportedError`.
         dtypes: words of types that it multiplies; None where `prepare` decides.
-        precision: how it may round, one of `data.PRECISIONS`.
-        fused: `prepare` knows what follows a product; else such cases are not asked for.
+        precision: its rounding, one of `data.PRECISIONS`.
+        fused: `prepare` supports epilogues; otherwise fused cases are refused without it.
     """
 
     version: str
@@ -79,7 +78,7 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """Somebody who takes part.
+    """A library that takes part in a comparison.
 
     Attributes:
         name: short name, a column of the table.
@@ -87,9 +86,9 @@ class Contender:
         hint: what to do when it is not found.
         peer: False for portmm itself.
         uses_openblas: it computes with NumPy's OpenBLAS.
-        device: language of the devices that it plays on, "cuda" or "opencl"; empty for the processor.
-        only: kinds of cases to which it adds something, of `Case.kinds`, because it
-            opens or compiles slowly; empty for all. Who asks for it by name gets it in all.
+        device: language of its devices, "cuda" or "opencl"; empty for the processor.
+        only: kinds of cases, of `Case.kinds`, to which it is restricted because it
+            opens or compiles slowly; empty for all. Selected by name it computes all cases.
     """
 
     name: str
@@ -101,17 +100,17 @@ class Contender:
     only: frozenset[str] = frozenset()
 
     def adds_to(self, case: Case) -> bool:
-        """Whether it takes part in a case unasked."""
+        """Whether it takes part in a case without being selected by name."""
         return not self.only or not self.only.isdisjoint(case.kinds)
 
 
 ALL = "all"
-"""In place of names: everyone."""
-ASKED = frozenset({"asked"})
-"""The kind of no case: who compiles for many seconds takes part only if asked for by name."""
+"""Name that stands for all contenders."""
+ONLY_BY_NAME = frozenset({"by name"})
+"""A kind that no case has: a contender that compiles for many seconds takes part only if selected by name."""
 NARROW = frozenset({"narrow"})
 MODELS = frozenset({"narrow", "fused"})
-"""Kinds of cases that runtimes of models are made for."""
+"""Kinds of cases of contenders that are runtimes of models."""
 
 _CUDA = "pip install cupy-cuda13x nvidia-cuda-nvrtc"
 CONTENDERS: tuple[Contender, ...] = (
@@ -127,7 +126,7 @@ CONTENDERS: tuple[Contender, ...] = (
         "torch.compile",
         "portmm.comparison.compiled:open_compiled",
         "pip install torch, and a C++ compiler",
-        only=ASKED,
+        only=ONLY_BY_NAME,
     ),
     Contender("onnxruntime", "portmm.comparison.onnx:open_onnxruntime", "pip install onnxruntime onnx", only=MODELS),
     Contender("onnxruntime-8bit", "portmm.comparison.onnx:open_8bit", "pip install onnxruntime onnx", only=NARROW),
@@ -148,13 +147,13 @@ def find(names: Iterable[str | Contender] | None, language: str = "") -> tuple[C
     """Contenders by name, on devices of a language or the processor; all of them for None, or where "all" is a name.
 
     Raises:
-        ValueError: nobody there is called that.
+        ValueError: a name is unknown there.
     """
-    there = tuple(c for c in (*CONTENDERS, *ON_DEVICES) if c.device == language)
-    known = {c.name: c for c in there}
+    available = tuple(c for c in (*CONTENDERS, *ON_DEVICES) if c.device == language)
+    known = {c.name: c for c in available}
     names = [ALL] if names is None else list(names)
     if ALL in names:
-        return there
+        return available
     picked = []
     for name in names:
         if isinstance(name, str) and name not in known:
@@ -174,7 +173,7 @@ def open_adapter(adapter: str, setup: Setup) -> Library:
 
 
 def repeat(call: Callable[[], object]) -> Run:
-    """Turn one call into a `Run`."""
+    """A `Run` that repeats a call."""
 
     def run(count: int) -> None:
         for _ in range(count):
@@ -184,7 +183,7 @@ def repeat(call: Callable[[], object]) -> Run:
 
 
 def returning(call: Callable[[], object], take: Callable[[Any], object]) -> Fetched:
-    """A `Run` of a call that returns its result; `take` puts the last one where it is judged."""
+    """A `Run` of a call that returns its result; `take` copies the last one for the check."""
     last: list[object] = []
 
     def run(count: int) -> None:
@@ -197,7 +196,7 @@ def returning(call: Callable[[], object], take: Callable[[Any], object]) -> Fetc
 
 
 def finishing(run: Run, case: Case, data: Arrays, normal: Callable[..., Any] | None) -> Run:
-    """A `Run` of a bare product, with what follows it by ufuncs after each; see `fused.in_place`."""
+    """A `Run` of a bare product, each followed by an epilogue of ufuncs; see `fused.in_place`."""
     finish = fused.in_place(case.fused, data.c, data.added, normal)
 
     def call() -> None:
@@ -208,7 +207,7 @@ def finishing(run: Run, case: Case, data: Arrays, normal: Callable[..., Any] | N
 
 
 def open_numpy(_setup: Setup) -> Library:
-    """Open NumPy, with whatever BLAS it was built on, and SciPy for its error function."""
+    """Open NumPy, with the BLAS it was built on, and SciPy for its error function."""
     try:
         normal: Any = import_module("scipy.special").ndtr
     except ImportError:

@@ -1,7 +1,6 @@
-"""A picture of a comparison.
+"""Plot of a comparison as PNG.
 
-Owns the PNG. Imports `comparison.report`; matplotlib, from the extra `plot`, only
-when a picture is asked for.
+Owns the plot. matplotlib, from the extra `plot`, is imported only when a plot is drawn.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from portmm.comparison.report import Report, Result
 
 OURS, LOSS = "#c1272d", "#4d4d4d"
-# Dark enough on white, and told apart without colour by their markers.
+# Dark enough on white; markers distinguish contenders without colour.
 PEERS = ("#4477aa", "#228833", "#aa7700", "#66ccee", "#aa3377", "#777777", "#332288")
 MARKERS = "osD^v<>P"
 INCHES_PER_CASE, INCHES_LEAST = 0.24, 3.0

@@ -1,9 +1,8 @@
-"""The coordinator's end of a worker process.
+"""Coordinator's side of a worker process.
 
-Owns starting, asking with a time limit, and ending a worker. Imports
-`comparison.environment` and `comparison.peers`. A worker that ends, hangs or raises
-is a fact about its library, reported with its reason; it never stops the
-others.
+Owns the start of a worker, requests with a time limit, and its end. A worker that ends,
+hangs or raises is reported as its library's failure, with the reason; it never stops the
+other workers.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ if TYPE_CHECKING:
 
 PATIENCE = 2.0
 RAISED = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Missing)\b.*")
-"""The line of a traceback that names the exception; further lines of its message, a compiler's often, follow."""
+"""Line of a traceback that names the exception; further lines of its message, often a compiler's, follow."""
 
 
 class WorkerError(Exception):
-    """A worker is gone: `state` is "crashed" or "timeout", the message is one line on how.
+    """A worker ended or hung; the message is the reason in one line.
 
     Attributes:
-        state: what became of it.
-        details: all that it had printed.
+        state: "crashed" or "timeout".
+        details: its whole output.
     """
 
     def __init__(self, state: str, reason: str, details: str = "") -> None:
@@ -44,7 +43,7 @@ class WorkerError(Exception):
 
 
 def last_words(text: str) -> str:
-    """The line that says most about the end of a process: its exception, else the last line that it printed."""
+    """Last exception in the output of a process, or its last line."""
     lines = text.strip().splitlines()
     raised = [
         line for line in lines[text.count("\n", 0, max(text.rfind("Traceback (most"), 0)) :] if RAISED.match(line)
@@ -53,12 +52,12 @@ def last_words(text: str) -> str:
 
 
 class Worker:
-    """A running worker process; whoever starts one calls `close`.
+    """A running worker process; its owner calls `close`.
 
     Args:
-        contender: whom it is for.
-        setup: how it runs.
-        module: what is run, by its name.
+        contender: its contender.
+        setup: threads, ISA and target.
+        module: name of the module that it runs.
     """
 
     def __init__(self, contender: Contender, setup: Setup, module: str = "portmm.comparison.worker") -> None:
@@ -67,7 +66,7 @@ class Worker:
         self._read, child_write = os.pipe()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed by close()
         env = environment(os.environ, setup, uses_openblas=contender.uses_openblas)
-        # The worker must find the same modules as its parent, an adapter of the caller's among them.
+        # The worker must find the same modules as its parent, for example an adapter of the caller's.
         env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         fds = (child_read, child_write)
         command = [sys.executable, "-P", "-m", module, contender.adapter, *map(str, fds)]
@@ -127,9 +126,9 @@ class Worker:
             self._kill()
             return WorkerError("crashed", "closed its pipe")
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        said = self._log_text()
-        last = last_words(said)
-        return WorkerError("crashed", f"{how}: {last}" if last else how, said)
+        output = self._log_text()
+        last = last_words(output)
+        return WorkerError("crashed", f"{how}: {last}" if last else how, output)
 
     def _log_text(self) -> str:
         self._log.seek(0)
@@ -137,18 +136,18 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """The id of the process."""
+        """Id of the process."""
         return self._process.pid
 
     def hang_up(self) -> None:
-        """Close the pipe, whereupon the worker ends by itself."""
+        """Close the pipe, at whose end the worker exits."""
         if self._open:
             self._open = False
             for fd in (self._write, self._read):
                 os.close(fd)
 
     def close(self, patience: float = PATIENCE) -> None:
-        """End the worker: close its pipe, and kill it if it lingers for longer than `patience` seconds."""
+        """End the worker: close its pipe, and kill it if it has not exited after `patience` seconds."""
         self.hang_up()
         if self._log.closed:
             return

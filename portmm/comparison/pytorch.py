@@ -1,11 +1,10 @@
-"""PyTorch, as its users call it.
+"""PyTorch, through its public operators.
 
 Owns one contender: its BLAS and oneDNN for plain products, its prepacked weights,
-its operators for quantised ones, and its functions or oneDNN's fused ones after them. Imports
-`comparison.peers`, `comparison.native`, `comparison.data` and `comparison.fused`.
+its operators for quantised ones, and epilogues by its functions or oneDNN's fused ones.
 
-Operators that have no out= return a result that is copied when it is judged. The
-weights of its quantised operators are laid out beforehand, like every packed weight.
+Operators without out= return a result that is copied for the check. The
+weights of its quantised operators are prepacked, like every packed weight.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ if TYPE_CHECKING:
     Maker: TypeAlias = Callable[[Any, Case, Arrays], Run]
 
 ONEDNN_LINEAR = ("f32", "bf16", "f16")
-# Products for which PyTorch has plain loops only, at a hundredth of its other rates,
-# are waited for up to this many operations.
+# Most operations of products for which PyTorch has plain loops only, at a hundredth of its
+# other rates.
 PATIENCE = 1 << 28
 POINTWISE = {"relu": ("relu", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "silu": ("swish", "")}
-"""What its operator of oneDNN calls the functions of fused cases."""
-# Any number does: PyTorch keeps the argument for symmetry with its GPU operator.
+"""Functions of fused cases -> their names and algorithms in the operator of oneDNN."""
+# Any number works: PyTorch keeps the argument for symmetry with its GPU operator.
 INNER_TILES = 2
 
 
 def imported(setup: Setup) -> Any:
-    """The module, for inference with so many threads.
+    """The torch module, set up for inference with the threads of `setup`.
 
     Raises:
-        MissingError: it is not there.
+        MissingError: it is not installed.
     """
     try:
         torch: Any = import_module("torch")
@@ -92,7 +91,7 @@ def _slow(torch: Any, case: Case) -> bool:
 
 
 def _those_that_work(makers: dict[str, Maker], torch: Any, case: Case, data: Arrays) -> dict[str, Run]:
-    """Those methods that this build, processor and shape allow."""
+    """Methods that work in this build, on this processor and for this shape."""
     methods: dict[str, Run] = {}
     refused = []
     for name, make in makers.items():
@@ -136,7 +135,7 @@ def _linear(torch: Any, _case: Case, data: Arrays) -> Run:
 
 
 def functions(torch: Any) -> dict[str, Callable[[Any], Any]]:
-    """Functions that overwrite their argument, by the words of fused cases."""
+    """In-place functions by the words of fused cases."""
     gelu = torch.ops.aten.gelu_
     return {
         "relu": torch.relu_,
@@ -147,7 +146,7 @@ def functions(torch: Any) -> dict[str, Callable[[Any], Any]]:
 
 
 def _after(torch: Any, words: Sequence[str], data: Arrays) -> Callable[[Any], Any]:
-    """What overwrites a product by what follows it, and returns it."""
+    """Function that applies epilogue steps to a product in place and returns it."""
     added = {name: tensor(torch, x) for name, x in data.added.items()}
     known = functions(torch)
     steps = [partial(torch.Tensor.add_, other=added[word]) if word in added else known[word] for word in words]
@@ -179,7 +178,7 @@ def _overwriting(torch: Any, case: Case, data: Arrays) -> Run:
 
 
 def _pointwise(torch: Any, case: Case, data: Arrays) -> Run:
-    """The linear operator of oneDNN with a bias and one step more, and what is left after it."""
+    """Run of oneDNN's linear operator with a bias and one more step, and of the other steps after it."""
     a, b, c = (tensor(torch, x) for x in (data.a, data.b, data.c))
     weight = torch.ops.mkldnn._reorder_linear_weight(b.t().contiguous(), a.shape[0])  # noqa: SLF001
     linear = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
@@ -219,8 +218,8 @@ def _qlinear(torch: Any, case: Case, data: Arrays) -> Run:
     linear, after = torch.ops.onednn.qlinear_pointwise, _after(torch, fused.steps(case.fused), data)
 
     def call() -> Any:
-        made = linear(a, 1.0, 0, weight, columns, zeros, None, 1.0, 0, torch.float32, "none", [], "")
-        return after(made.mul_(rows))
+        sums = linear(a, 1.0, 0, weight, columns, zeros, None, 1.0, 0, torch.float32, "none", [], "")
+        return after(sums.mul_(rows))
 
     return returning(call, c.copy_)
 

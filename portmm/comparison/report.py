@@ -1,7 +1,7 @@
 """Records of a comparison, and their JSON form.
 
-Owns both, and what follows from them: verdicts, shares of the limit, means over
-groups. Imports `comparison.case` and `comparison.figures`.
+Owns both, and values derived from them: verdicts, shares of the limit, means over
+groups.
 
 The JSON form is the records below, field by field, plus "schema": `SCHEMA`, and for each result
 that has a ratio its "spread" and "verdict", which follow from the samples and are not read back.
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 DERIVED = ("spread", "verdict")
-"""Keys of the JSON form of a result besides its fields."""
+"""Derived keys of the JSON form of a result, in addition to its fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """A contender as it turned up.
+    """A contender's state and version in a comparison.
 
     Attributes:
         name: column of the table.
         peer: False for portmm.
         state: "ok", "missing", or "crashed" and "timeout" if it could not be opened.
-        version: library, version, kernels it chose.
-        reason: why it is not there.
-        hint: what to do about it.
+        version: library, version, kernels it selected.
+        reason: why it is missing.
+        hint: how to install it.
         approximate: it rounds activations to 8 bits; its times are shown, and part of a ratio
             only where the case allows that.
     """
@@ -55,14 +55,14 @@ class Entrant:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One contender on one case.
+    """Result of one contender on one case.
 
     Attributes:
         state: "ok", "unsupported", "wrong", "crashed" or "timeout".
         seconds: median over rounds of the seconds per call; 0 unless ok.
         samples: seconds per call, round by round.
-        method: the way that was fastest for this library.
-        reason: why it is not ok, or which of its methods were wrong.
+        method: the fastest method of this library.
+        reason: why it is not ok, or the methods that were wrong.
         error: largest absolute error found.
         bound: the error that was allowed.
     """
@@ -78,15 +78,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """All contenders on one case.
+    """Results of all contenders on one case.
 
     Attributes:
-        case: what was computed.
-        entries: contender -> how it did.
+        case: the case.
+        entries: contender -> its result.
         best: the fastest peer, empty if none.
         ratio: portmm's rate over the best peer's: the median over rounds of the
             ratio within a round; None without either.
-        limit: GFLOP/s that this machine could reach on this case, as it was measured in turn with the
+        limit: limit of this machine on this case in GFLOP/s, measured in alternation with the
             contenders, None if unknown; see `Report.ceiling`.
         roof: name of the rate that sets the limit, as in `Report.rates`; empty if unknown.
         load: cores that other processes kept busy meanwhile, None if unknown.
@@ -118,21 +118,21 @@ class Report:
     """A comparison.
 
     Attributes:
-        chip: the processor, for people.
+        chip: name of the processor, for display.
         machine: portmm's name for it.
         threads: threads of each contender.
-        isa: the instruction set that all were held to, empty for none.
+        isa: the instruction set that all were restricted to, empty for none.
         suite: name of the suite.
-        entrants: who took part.
-        results: what was measured.
+        entrants: the contenders.
+        results: the measured cases.
         date: ISO date, may be empty.
         skipped: cases for which no time was left.
-        removed: environment variables that contenders did not get to see.
-        rates: the rates behind the limits: GFLOP/s and GB/s of one core, the best that were measured, or those of a
-            described device.
-        cold: bytes after which no cache holds what was used before, 0 if caches were warm.
-        device: where the arrays were, as `compare` was told; empty for the processor.
-        alone: the instruction set that portmm was held to and the others could not be, empty for none.
+        removed: environment variables that were not passed to contenders.
+        rates: the rates that set the limits: GFLOP/s and GB/s of one core, the highest that were measured, or those
+            of a described device.
+        cold: bytes whose use evicts all earlier data from the caches, 0 if caches were warm.
+        device: device of the arrays, as `compare` takes it; empty for the processor.
+        alone: the instruction set that portmm alone could be restricted to, empty for none.
         load: cores that other processes kept busy on average, None if unknown.
         cores: cores that a process could use, 0 if unknown.
     """
@@ -166,7 +166,7 @@ class Report:
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """Names of the contenders that could be opened and do any of these cases."""
+        """Names of the contenders that could be opened and support any of these cases."""
         entries = [r.entries for r in self.results]
         return tuple(n for n in self.ran if any(n in e and e[n].state != "unsupported" for e in entries))
 
@@ -176,7 +176,7 @@ class Report:
         return frozenset(e.name for e in self.entrants if e.approximate)
 
     def spread(self, result: Result) -> float | None:
-        """The spread of a case's ratio over rounds, None of fewer than two."""
+        """The spread of a case's ratio over rounds, None for fewer than two."""
         return spread(result.ratios(self.ours))
 
     def verdict(self, result: Result) -> str:
@@ -188,9 +188,9 @@ class Report:
         return "win" if result.ratio >= 1 else "loss"
 
     def ceiling(self, result: Result) -> float | None:
-        """GFLOP/s that this machine could reach on a case: the limit, or the fastest contender's rate if that is more.
+        """Upper bound of rates on a case in GFLOP/s: the limit, or the fastest contender's rate if that is higher.
 
-        One that rounds activations to 8 bits computes something else, and counts only where the case allows that.
+        A contender that rounds activations to 8 bits counts only where the case allows that.
         """
         if result.limit is None:
             return None
@@ -199,7 +199,7 @@ class Report:
         return max([result.limit, *rates])
 
     def share(self, result: Result) -> float | None:
-        """The rate of portmm over what this machine could reach on a case, at most 1; None if unknown."""
+        """The rate of portmm over the ceiling of a case, at most 1; None if unknown."""
         rate, ceiling = result.gflops(self.ours), self.ceiling(result)
         return rate / ceiling if rate and ceiling else None
 
@@ -214,31 +214,31 @@ class Report:
         for row, result in zip(table["results"], self.results, strict=True):
             if result.ratio is not None:
                 row |= {"spread": self.spread(result), "verdict": self.verdict(result)}
-        # What few reports have is written where it says something.
-        unsaid: tuple[tuple[Any, dict[str, Any]], ...] = (
+        # Fields that few reports use are omitted at their default value.
+        omitted: tuple[tuple[Any, dict[str, Any]], ...] = (
             (table["entrants"], {"approximate": False}),
             ([r["case"] for r in table["results"]], {"block": 0, "dynamic": False, "fused": "", "count": 1}),
             (table["results"], {"roof": "", "load": None}),
             ([table], {"cold": 0, "device": "", "alone": "", "load": None, "cores": 0}),
         )
-        for row, name, value in ((row, *item) for rows, usual in unsaid for row in rows for item in usual.items()):
+        for row, name, value in ((row, *item) for rows, usual in omitted for row in rows for item in usual.items()):
             if row[name] == value:
                 del row[name]
         return json.dumps(table, indent=1) + "\n"
 
     def records(self) -> list[dict[str, Any]]:
-        """A flat record for each case and contender, as `pandas.DataFrame` takes them."""
+        """Flat records, one for each case and contender, as `pandas.DataFrame` takes them."""
         # By name: the module imports this one.
         return import_module("portmm.comparison.formats").records(self)  # type: ignore[no-any-return]
 
     def _repr_html_(self) -> str:
         """The summary and the table, for notebooks."""
-        shown: str = import_module("portmm.comparison.html").fragment(self)
-        return shown
+        html: str = import_module("portmm.comparison.html").fragment(self)
+        return html
 
 
 def from_json(text: str) -> Report:
-    """Read what `Report.to_json` wrote.
+    """Report of the text that `Report.to_json` returned.
 
     Raises:
         ValueError: it is of another schema.
@@ -261,7 +261,7 @@ def _result(row: dict[str, Any]) -> Result:
 
 
 def geomean(values: Iterable[float]) -> float | None:
-    """The geometric mean, None of nothing."""
+    """Geometric mean, None for no values."""
     logs = [math.log(v) for v in values]
     return math.exp(statistics.fmean(logs)) if logs else None
 
@@ -275,7 +275,7 @@ class Summary:
         count: cases with a ratio.
         mean: geometric mean of the ratios.
         lowest: the worst ratio.
-        lowest_case: the shape it belongs to.
+        lowest_case: the shape of the case with that ratio.
         wins: cases with a ratio above one by more than its spread.
         draws: cases with a ratio within its spread.
     """
@@ -295,15 +295,15 @@ class Summary:
 
 
 def summaries(report: Report) -> list[Summary]:
-    """One summary per group, then one of all if there are several."""
+    """Summaries of the groups, then one of all cases if there are several groups."""
     groups: dict[str, list[Result]] = {}
     for result in report.results:
         if result.ratio is not None:
             groups.setdefault(result.case.group, []).append(result)
-    made = [_summary(report, name, rows) for name, rows in groups.items()]
-    if len(made) > 1:
-        made.append(_summary(report, "all", [row for rows in groups.values() for row in rows]))
-    return made
+    rows_ = [_summary(report, name, rows) for name, rows in groups.items()]
+    if len(rows_) > 1:
+        rows_.append(_summary(report, "all", [row for rows in groups.values() for row in rows]))
+    return rows_
 
 
 def _summary(report: Report, group: str, rows: Sequence[Result]) -> Summary:

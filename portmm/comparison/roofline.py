@@ -1,10 +1,10 @@
-"""The roofline of a comparison as SVG.
+"""Roofline plot of a comparison as SVG.
 
-Owns the plot of rates against arithmetic intensity under the roofs that the machine's
-own rates set. Imports `comparison.report` and `comparison.markup`.
+Owns the plot of rates against arithmetic intensity under the roofs of the machine's
+measured rates.
 
 The roofs are those of `comparison.limit`: a horizontal one for each multiply-add that bounds
-a case here, a slanted one for each level of memory. A case may lie above the roof of a level
+a case of the report, a slanted one for each level of memory. A case may be above the roof of a level
 if its operands stay in a nearer one.
 """
 
@@ -46,7 +46,7 @@ class Axis:
         return (self.end - self.start) / math.log10(self.high / self.low)
 
     def at(self, value: float) -> float:
-        """Where a value is drawn."""
+        """Coordinate of a value."""
         return self.start + self.decade * math.log10(value / self.low)
 
     def ticks(self) -> list[float]:
@@ -67,42 +67,42 @@ class Point:
 
 
 def points(report: Report) -> list[Point]:
-    """The cases that can be drawn."""
-    made = []
+    """Cases that can be drawn."""
+    drawn = []
     for r in report.results:
         ours, best = rate(r, report.ours), rate(r, r.best)
         if r.case.bytes and (ours or best):
-            made.append(Point(r, r.case.flops / r.case.bytes, ours, best))
-    return made
+            drawn.append(Point(r, r.case.flops / r.case.bytes, ours, best))
+    return drawn
 
 
 def peaks(report: Report) -> dict[str, float]:
     """Multiply-add -> GFLOP/s of all threads, for those that bound a case of the report.
 
-    Which one bounds a type the cases tell, in older reports their limits; where memory bounds them
-    all, it is the fastest one of a float's own name.
+    The multiply-add that bounds a type is the roof of one of its cases, in older reports one whose rate is
+    the limit of a case; where memory bounds all cases, it is the fastest one of a float's own name.
     """
     atoms = {name: x * report.threads for name, x in report.rates.items() if "_" in name}
     roofs = {r.case.problem.dtype: r.roof for r in report.results if r.roof in atoms}
     limits: dict[str, list[float]] = {}
     for r in report.results:
         limits.setdefault(r.case.problem.dtype, []).extend([r.limit] if r.limit else [])
-    found: dict[str, float] = {}
+    highest: dict[str, float] = {}
     for word, known in limits.items():
         hit = {name: x for name, x in atoms.items() if any(math.isclose(x, y, rel_tol=1e-9) for y in known)}
         hit = {roofs[word]: atoms[roofs[word]]} if word in roofs else hit
         own = {name: x for name, x in atoms.items() if name.rpartition("_")[2] == word}
-        found |= hit or dict(sorted(own.items(), key=lambda row: row[1])[-1:])
-    return found
+        highest |= hit or dict(sorted(own.items(), key=lambda row: row[1])[-1:])
+    return highest
 
 
 def levels(report: Report) -> dict[str, float]:
-    """Level of memory -> GB/s of all threads: that of one core times the threads, and no more than all cores get."""
-    found = {name: x * report.threads for name, x in report.rates.items() if "_" not in name and "@" not in name}
+    """Level of memory -> GB/s of all threads: that of one core times the threads, at most that of all cores."""
+    gbs = {name: x * report.threads for name, x in report.rates.items() if "_" not in name and "@" not in name}
     shared = report.rates.get("memory@all")
-    if shared and "memory" in found and report.threads > 1:
-        found["memory"] = min(found["memory"], shared)
-    return found
+    if shared and "memory" in gbs and report.threads > 1:
+        gbs["memory"] = min(gbs["memory"], shared)
+    return gbs
 
 
 def roofline(report: Report) -> Markup:
@@ -117,7 +117,7 @@ def roofline(report: Report) -> Markup:
     top = max(tops.values(), default=high)
     # The slanted roofs are labelled left of all points.
     x, y = _axes((min(xs) / 5, max(xs) * 2), (min(rates) / 2, high), slopes, top)
-    what = f"Rate against arithmetic intensity of {len(drawn)} cases, on logarithmic axes"
+    title = f"Rate against arithmetic intensity of {len(drawn)} cases, on logarithmic axes"
     return tag(
         "svg",
         _frame(report, x, y),
@@ -127,7 +127,7 @@ def roofline(report: Report) -> Markup:
         class_="roofline",
         viewBox=f"0 0 {WIDTH:.0f} {HEIGHT:.0f}",
         role="img",
-        aria_label=what,
+        aria_label=title,
         xmlns="http://www.w3.org/2000/svg",
     )
 
@@ -175,8 +175,8 @@ def _line(kind: str, x1: float, y1: float, x2: float, y2: float) -> Markup:
 
 
 def _words(kind: str, at: tuple[float, float], text: str, anchor: str, turn: float = 0.0) -> Markup:
-    turned = f"rotate({turn:.2f} {at[0]:.1f} {at[1]:.1f})" if turn else None
-    return tag("text", text, class_=kind, x=at[0], y=at[1], text_anchor=anchor, transform=turned)
+    transform = f"rotate({turn:.2f} {at[0]:.1f} {at[1]:.1f})" if turn else None
+    return tag("text", text, class_=kind, x=at[0], y=at[1], text_anchor=anchor, transform=transform)
 
 
 def _shared(roofs: dict[str, float], decade: float) -> list[tuple[str, float]]:
@@ -277,7 +277,7 @@ def _case(report: Report, p: Point, x: Axis, y: Axis) -> Markup:
 
 
 def diamond(x: float, y: float, size: float = 5.0) -> str:
-    """The path of a diamond around a point."""
+    """Path of a diamond around a point."""
     return f"M{x:.1f} {y - size:.1f}l{size:g} {size:g}-{size:g} {size:g}-{size:g}-{size:g}z"
 
 
@@ -285,7 +285,7 @@ def _title(report: Report, p: Point) -> str:
     r = p.result
     lines = [f"{r.case.name}: {r.case.shape}", f"{figure(p.intensity)} operations per byte"]
     named: Sequence[tuple[str, Rate | None]] = ((report.ours, p.ours), (r.best, p.best))
-    lines += [f"{name}: {found.words} {unit(report)}" for name, found in named if found]
+    lines += [f"{name}: {speed.words} {unit(report)}" for name, speed in named if speed]
     if r.ratio is not None:
         lines.append(f"{report.verdict(r)}: ratio {r.ratio:.2f}")
     if limit := report.ceiling(r):
@@ -294,7 +294,7 @@ def _title(report: Report, p: Point) -> str:
 
 
 def legend(report: Report) -> Markup:
-    """What the marks of the plot mean."""
+    """Legend of the plot's marks."""
     keys = (
         (tag("circle", class_="us", cx=12, cy=7, r=4), report.ours or "portmm (did not run)"),
         (tag("path", class_="best", d=diamond(12, 7)), "best peer of the case"),

@@ -1,7 +1,7 @@
-"""Cases from shapes that were seen somewhere.
+"""Cases for the shapes of a file or a model.
 
-Owns how shapes of a file or a model become cases: their names, and each once with
-its count. Imports `comparison.suite` and `spec.dtype`.
+Owns the conversion of shapes to cases: checks, names, and the merge of equal ones into
+one with a count.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 FIELDS = {field.name: field for field in fields(Case)}
-"""What may be said of a case, by name."""
+"""Fields of a case by name."""
 NUMBERS = ("m", "n", "k", "batch", "count")
-"""Those that are at least one."""
+"""Fields that are at least one."""
 
 
 def case(**values: Any) -> Case:
@@ -28,7 +28,7 @@ def case(**values: Any) -> Case:
         values: fields of `Case`.
 
     Raises:
-        ValueError: a value is none that its field can have.
+        ValueError: a value is not allowed for its field.
     """
     for name in NUMBERS:
         value = values.get(name, 1)
@@ -37,56 +37,56 @@ def case(**values: Any) -> Case:
     for name in ("a", "b", "c"):
         if values.get(name, "row") not in LAYOUTS:
             raise ValueError(f"layout of {name} is {values[name]!r}; use {' or '.join(LAYOUTS)}")
-    made = Case(**{"name": "", "group": "own", **values})
-    _check_codes(made)
-    return made if made.name else replace(made, name=made.shape.replace(" x ", "x").replace(" ", "-").replace(",", ""))
+    own = Case(**{"name": "", "group": "own", **values})
+    _check_types(own)
+    return own if own.name else replace(own, name=own.shape.replace(" x ", "x").replace(" ", "-").replace(",", ""))
 
 
-def _check_codes(made: Case) -> None:
-    """Types that are multiplied, with what weights of four bits need.
+def _check_types(own: Case) -> None:
+    """Check that the types are multiplied, and the fields that weights of four bits need.
 
     Raises:
-        ValueError: they are not.
+        ValueError: they are not, or a field is missing.
     """
-    codes = made.types[1] == "u4"
-    if codes and not (made.packed and made.block):
-        raise ValueError(f"{made.dtype} needs weights that are packed, and block, the rows of k that share a scale")
-    if made.block and not codes:
-        raise ValueError(f"block is {made.block}, and only weights of four bits (u4) have blocks")
-    if made.dynamic and (made.types[1] not in ("s8", "u4") or made.whole):
-        raise ValueError(f"dynamic is for activations of floats beside weights of 8 or 4 bits, not {made.dtype}")
-    _ = made.problem
+    int4 = own.types[1] == "u4"
+    if int4 and not (own.packed and own.block):
+        raise ValueError(f"{own.dtype} needs weights that are packed, and block, the rows of k that share a scale")
+    if own.block and not int4:
+        raise ValueError(f"block is {own.block}, and only weights of four bits (u4) have blocks")
+    if own.dynamic and (own.types[1] not in ("s8", "u4") or own.whole):
+        raise ValueError(f"dynamic is for activations of floats with weights of 8 or 4 bits, not {own.dtype}")
+    _ = own.problem
 
 
 def word(a: str, b: str, c: str) -> str:
-    """The word for three types, empty if they are not multiplied."""
-    found = spell(a, b, c)
+    """Word for three types, empty if they are not multiplied."""
+    spelled = spell(a, b, c)
     try:
-        types(found)
+        types(spelled)
     except ValueError:
         return ""
-    return found
+    return spelled
 
 
 def merged(cases: Iterable[Case]) -> tuple[Case, ...]:
-    """Each product once, with the sum of its counts, and each name once."""
+    """Cases without duplicates: each product once, with the sum of its counts, and each name once."""
     same: dict[Case, Case] = {}
-    for found in cases:
-        key = replace(found, name="", group="", count=1)
+    for x in cases:
+        key = replace(x, name="", group="", count=1)
         first = same.get(key)
-        same[key] = replace(first, count=first.count + found.count) if first else found
+        same[key] = replace(first, count=first.count + x.count) if first else x
     named: dict[str, Case] = {}
-    for found in same.values():
-        name, number = found.name, 1
+    for x in same.values():
+        name, number = x.name, 1
         while name in named:
             number += 1
-            name = f"{found.name}-{number}"
-        named[name] = replace(found, name=name)
+            name = f"{x.name}-{number}"
+        named[name] = replace(x, name=name)
     return tuple(named.values())
 
 
 def shaped(x: Case | Sequence[int]) -> Case:
-    """A case, or one for a shape: (m, n, k) or (batch, m, n, k).
+    """Case of a shape, (m, n, k) or (batch, m, n, k); a case is returned as it is.
 
     Raises:
         ValueError: it is neither.

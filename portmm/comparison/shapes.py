@@ -1,7 +1,6 @@
-"""The user's own shapes.
+"""Shapes of the user's files, models and programs.
 
-Owns the reading of files of shapes, and is where `from_onnx` and `from_torch` are
-found too. Imports `comparison.seen`, `comparison.onnx_shapes` and `comparison.torch_shapes`.
+Owns the reading of files of shapes, and re-exports `from_onnx` and `from_torch`.
 """
 
 from __future__ import annotations
@@ -24,58 +23,58 @@ __all__ = ["from_csv", "from_onnx", "from_torch", "merged"]
 
 REQUIRED = ("m", "n", "k")
 PLAIN_ORDER = (*REQUIRED, "batch")
-"""What the numbers of a line without names are."""
+"""Columns of a line in a file without column names."""
 SHAPE = re.compile(r"(?:(\d+)[x\u00d7])?(\d+)[x\u00d7](\d+)[x\u00d7](\d+)", re.IGNORECASE)
 SEPARATORS = ";\t,"
 WORDS = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
 
 
 def from_csv(path: str | Path) -> tuple[Case, ...]:
-    """The shapes of a file.
+    """Cases of a file of shapes.
 
-    Its first line names the columns, in any order and in letters of either case: those of
-    `Case`, of which m, n and k are needed. Without such a line each one is m,n,k or
-    m,n,k,batch; or MxNxK, or BATCHxMxNxK, which may stand alone in a line of any file. Columns are
-    separated by commas, semicolons or tabs. What follows a # is a comment. Lines that
-    say the same are one case with a count.
+    Its first line names the columns, in any order and in upper or lower case: those of
+    `Case`, of which m, n and k are required. Without such a line each one is m,n,k or
+    m,n,k,batch; or MxNxK, or BATCHxMxNxK, which may be the only cell of a line of any file. Columns are
+    separated by commas, semicolons or tabs. A # begins a comment. Equal lines are one
+    case with a count.
 
     Raises:
-        ValueError: a line says nothing sensible; the message has its number.
+        ValueError: a line is invalid; the message has its number.
         OSError: the file cannot be read.
     """
-    place = Path(path)
+    path = Path(path)
     try:
-        text = place.read_bytes().decode("utf-8-sig")
+        text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{place} is not text in UTF-8: {error.reason} at byte {error.start}") from error
-    found = []
+        raise ValueError(f"{path} is not text in UTF-8: {error.reason} at byte {error.start}") from error
+    own = []
     columns: Sequence[str] = ()
     for number, cells in _lines(text):
         try:
             shape = SHAPE.fullmatch(cells[0]) if len(cells) == 1 else None
             if shape:
-                found.append(_shape(shape, place.stem))
+                own.append(_shape(shape, path.stem))
             elif columns:
-                found.append(_row(columns, cells, place.stem))
+                own.append(_row(columns, cells, path.stem))
             elif any(cell[:1].isalpha() for cell in cells):
                 columns = _header(cells)
             else:
                 columns = PLAIN_ORDER
-                found.append(_row(columns, cells, place.stem))
+                own.append(_row(columns, cells, path.stem))
         except ValueError as error:
-            raise ValueError(f"{place}, line {number}: {error}") from error
-    if not found:
-        raise ValueError(f"{place} has no shapes; a line is m,n,k or MxNxK")
-    return merged(found)
+            raise ValueError(f"{path}, line {number}: {error}") from error
+    if not own:
+        raise ValueError(f"{path} has no shapes; a line is m,n,k or MxNxK")
+    return merged(own)
 
 
 def _lines(text: str) -> Iterator[tuple[int, list[str]]]:
-    """The cells of each line that says something, with its number."""
+    """Number and cells of each line that is not empty."""
     bare = [line.partition("#")[0] for line in text.splitlines()]
     first = next((line for line in bare if any(x in line for x in SEPARATORS)), ",")
     separator = next(x for x in SEPARATORS if x in first)
     for number, line in enumerate(bare, 1):
-        # One line at a time: a quote that is not closed must not swallow the rest of the file.
+        # One line at a time, so that a quote that is not closed does not extend over the rest of the file.
         cells = [cell.strip() for row in csv.reader([line], delimiter=separator, skipinitialspace=True) for cell in row]
         while cells and not cells[-1]:
             cells.pop()
@@ -83,8 +82,8 @@ def _lines(text: str) -> Iterator[tuple[int, list[str]]]:
             yield number, cells
 
 
-def _shape(found: re.Match[str], group: str) -> Case:
-    batch, m, n, k = (int(x or 1) for x in found.groups())
+def _shape(match: re.Match[str], group: str) -> Case:
+    batch, m, n, k = (int(x or 1) for x in match.groups())
     return case(group=group, m=m, n=n, k=k, batch=batch)
 
 
@@ -104,15 +103,15 @@ def _header(cells: Sequence[str]) -> tuple[str, ...]:
 def _row(columns: Sequence[str], cells: Sequence[str], group: str) -> Case:
     if len(cells) > len(columns):
         raise ValueError(f"{len(cells)} values for {len(columns)} columns ({', '.join(columns)})")
-    said = {name: _value(name, cell) for name, cell in zip(columns, cells, strict=False) if cell}
-    absent = [name for name in REQUIRED if name not in said]
+    values = {name: _value(name, cell) for name, cell in zip(columns, cells, strict=False) if cell}
+    absent = [name for name in REQUIRED if name not in values]
     if absent:
         raise ValueError(f"{absent[0]} is missing")
-    return case(**{"group": group, **said})
+    return case(**{"group": group, **values})
 
 
 def _value(name: str, cell: str) -> Any:
-    """A cell as its column's type."""
+    """Value of a cell in its column's type."""
     kind: Any = type(FIELDS[name].default)
     if kind is bool:
         if cell.lower() not in WORDS:

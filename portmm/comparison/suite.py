@@ -1,8 +1,7 @@
-"""The shapes that are compared.
+"""Suites of shapes.
 
-Owns the suites. Imports `comparison.case` and `comparison.fused_cases`. A shape is
-here because somebody runs it: layers of published networks, sizes at which
-libraries change strategy, and sizes that divide by nothing.
+Owns the suites. Their shapes are those of real programs: layers of published networks, sizes at which
+libraries change strategy, and sizes without small divisors.
 
 Sources of the layers: BERT-base (hidden 768, feed-forward 3072), ViT-B/16 at
 224 pixels (197 tokens), ResNet-50 (each convolution as the product of its
@@ -12,7 +11,7 @@ feed-forward 14336), DLRM (the MLPs of its MLPerf configuration).
 Products of narrow types are suites of their own: "bf16", "f16", "int8", "int4",
 and "narrow" for all of them. They are cubes, and the layers of BERT and Llama
 for one row, the few rows of a batch of decoding, and the rows of a prompt.
-Layers with what follows them are suites of their own, too: "fused".
+Layers with epilogues are suites of their own, too: "fused".
 """
 
 from __future__ import annotations
@@ -199,9 +198,9 @@ NARROW_GROUPS = {
     "int8": ("int8", "int8-packed", "int8-linear", "int8-weight", "int8-dynamic"),
     "int4": ("int4", "int4-bf16", "int4-dynamic"),
 }
-"""Suite -> its groups: whoever asks for int8 wants products of packed weights too, with a mean of their own."""
+"""Suite -> its groups: "int8" includes products of packed weights, with a mean of their own."""
 
-QUICK = (
+SHORT = (
     "cube-64",
     "cube-128",
     "cube-256",
@@ -245,7 +244,7 @@ SMOKE = (
 )
 
 
-NARROW_QUICK = (
+NARROW_SHORT = (
     "bf16-cube-1024",
     "bf16-bert-up-m128",
     "bf16-llama-kv-m1-packed",
@@ -275,37 +274,37 @@ def _narrow() -> list[Case]:
 
 
 def cases(suite: str = "quick") -> tuple[Case, ...]:
-    """The cases of a suite, one of `SUITES`, or of a group, or the case of that name.
+    """Cases of a suite, one of `SUITES`, or of a group, or the case of that name.
 
     "device-quick" and "device-smoke" are for devices.
     "full" has one type, float32; "narrow" has all the others. "bf16", "int8" and
-    "int4" are all groups of that type. "fused" has layers with what follows them.
+    "int4" are all groups of that type. "fused" has layers with epilogues.
     Several names may be joined with commas.
 
     Raises:
-        ValueError: nothing is called that.
+        ValueError: a name is unknown.
     """
-    full, narrow, fused, there = _full(), _narrow(), fused_cases.made(), device_suite.named()
-    known = [*full, *narrow, *fused, *(case for some in there.values() for case in some)]
+    full, narrow, fused, devices = _full(), _narrow(), fused_cases.fused_cases(), device_suite.named()
+    known = [*full, *narrow, *fused, *(case for some in devices.values() for case in some)]
     named = {case.name: case for case in known}
     suites = {
         "full": tuple(case.name for case in full),
-        "quick": QUICK,
+        "quick": SHORT,
         "smoke": SMOKE,
         "narrow": tuple(case.name for case in narrow),
-        "narrow-quick": NARROW_QUICK,
-        **{name: tuple(case.name for case in some) for name, some in there.items()},
+        "narrow-quick": NARROW_SHORT,
+        **{name: tuple(case.name for case in some) for name, some in devices.items()},
         "fused": tuple(case.name for case in fused),
-        "fused-quick": fused_cases.QUICK,
+        "fused-quick": fused_cases.SHORT,
     }
     picked: dict[str, Case] = {}
     for word in suite.split(","):
         groups = NARROW_GROUPS.get(word, (word,))
-        found = suites.get(word) or tuple(x.name for x in known if x.group in groups or x.name == word)
-        if not found:
+        names = suites.get(word) or tuple(x.name for x in known if x.group in groups or x.name == word)
+        if not names:
             all_groups = ", ".join(dict.fromkeys(case.group for case in known))
             raise ValueError(
                 f"no suite, group or case called {word!r}; suites are {', '.join(suites)}; groups: {all_groups}"
             )
-        picked.update((name, named[name]) for name in found)
+        picked.update((name, named[name]) for name in names)
     return tuple(picked.values())

@@ -1,13 +1,12 @@
-"""The tables of the README and of docs/performance.md, made of stored results.
+"""Tables of the README and of docs/performance.md, generated from stored results.
 
-Owns which kinds of result files there are, and which table stands where.
-Imports `comparison.report` and the modules of tables beside this one.
+Owns the kinds of result files, and the tables of each page.
 
 A folder of results has JSON files of these kinds: reports of `portmm compare`
 and of `portmm tune`, searches of `bench/exhaustive.py --json`, surveys of
 `bench/cliff.py --json`, rates of `bench/packing.py --json`, fused products of
-`bench/fusion.py --save`, devices of `bench/gpu.py --save`, and what
-`keep_overhead` keeps of `pytest bench/test_overhead.py --benchmark-json`.
+`bench/fusion.py --save`, devices of `bench/gpu.py --save`, and the figures that
+`keep_overhead` stores of `pytest bench/test_overhead.py --benchmark-json`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 BEGIN, END = "<!-- results: made by portmm report -->", "<!-- end of results -->"
-"""What the README has before and after its tables."""
+"""Lines of the README before and after its tables."""
 NOTHING = "Nothing has been measured for this version yet; `python bench/run_suite.py` measures."
 HEAD = "# Performance\n\nMade by `portmm report` from `bench/results/`; how is told in [measuring](measuring.md).\n"
 KINDS = {
@@ -39,23 +38,23 @@ KINDS = {
     "fusion": "fusions",
     "device": "devices",
 }
-"""What only files of one kind have at their top -> the field of `Found` for them; reports may have any of them."""
+"""Top-level key of the files of one kind -> their field of `Results`; reports may have any of these keys."""
 
 Kept = list[tuple[str, Any]]
-"""File's stem, and its contents."""
+"""Stems of files with their contents."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Results:
     """Stored results by kind.
 
     Attributes:
         reports: of `portmm compare`, as `Report`.
-        searches: every candidate of every case, timed.
+        searches: times of every candidate of every case.
         tunings: of `portmm tune`.
-        overheads: what calls, imports and first calls cost.
-        cliffs: narrow types beside float32.
-        packings: rates of `pack` beside a copy.
+        overheads: times of calls, imports and first calls.
+        cliffs: rates of narrow types over those of float32.
+        packings: rates of `pack` over those of a copy.
         fusions: fused products.
         devices: runs on devices.
     """
@@ -70,129 +69,129 @@ class Found:
     devices: Kept = field(default_factory=list)
 
 
-def load(path: Path) -> Found:
-    """The results in a folder, or in one file.
+def load(path: Path) -> Results:
+    """Results in a folder, or in one file.
 
     Raises:
         ValueError: a file is no result, or of another schema.
-        OSError: it is not there.
+        OSError: the file cannot be read.
     """
-    found = Found()
+    results = Results()
     for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
         try:
-            _sort(file.stem, file.read_text(), found)
+            _sort(file.stem, file.read_text(), results)
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
         except (KeyError, TypeError) as error:
             raise ValueError(f"{file}: its fields are not those of a result: {error}") from error
-    return found
+    return results
 
 
-def _sort(stem: str, text: str, found: Found) -> None:
+def _sort(stem: str, text: str, results: Results) -> None:
     data = json.loads(text)
     if isinstance(data, list):
-        found.searches.append((stem, data))
+        results.searches.append((stem, data))
     elif "entrants" in data:
-        found.reports.append((stem, from_json(text)))
+        results.reports.append((stem, from_json(text)))
     elif is_tuning(data):
-        found.tunings.append((stem, data))
+        results.tunings.append((stem, data))
     else:
         kind = next((x for x in KINDS if x in data), None)
         if kind is None:
             raise ValueError(f"no result has {', '.join(data) or 'nothing'} at its top; see docs/measuring.md")
-        getattr(found, KINDS[kind]).append((stem, data))
+        getattr(results, KINDS[kind]).append((stem, data))
 
 
 def _second(kept: Kept) -> list[Any]:
     return [data for _, data in kept]
 
 
-def _measured(found: Found) -> dict[tuple[str, str], Ratios]:
-    reports: list[Report] = _second(found.reports)
-    return ratios_by_setting(reports, _second(found.fusions), found.devices)
+def _measured(results: Results) -> dict[tuple[str, str], Ratios]:
+    reports: list[Report] = _second(results.reports)
+    return ratios_by_setting(reports, _second(results.fusions), results.devices)
 
 
-def overview(found: Found) -> str:
+def overview(results: Results) -> str:
     """All results in one table, by chip and type."""
-    return chips(_measured(found))
+    return chips(_measured(results))
 
 
-def speed(found: Found) -> str:
+def speed(results: Results) -> str:
     """The README's tables: one for each chip."""
-    return by_chip(_measured(found)) or NOTHING
+    return by_chip(_measured(results)) or NOTHING
 
 
-def picture(found: Found) -> str:
+def picture(results: Results) -> str:
     """The README's picture as SVG.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    return svg(_measured(found))
+    return svg(_measured(results))
 
 
-def picture_is_current(path: Path, found: Found) -> bool:
+def picture_is_current(path: Path, results: Results) -> bool:
     """Whether a file is the picture of these results."""
-    return path.exists() and shows(path.read_text(), _measured(found))
+    return path.exists() and shows(path.read_text(), _measured(results))
 
 
-def summary(found: Found) -> str:
+def summary(results: Results) -> str:
     """Every kind of result, with a row for each group of cases."""
-    parts = [*ratios(_second(found.reports)), *(f"{stem}: {search(rows)}" for stem, rows in found.searches)]
-    parts += tuning(_second(found.tunings))
-    parts += map(overhead, _second(found.overheads))
-    parts += map(cliff, _second(found.cliffs))
-    parts += map(packing, _second(found.packings))
-    parts += fusion(_second(found.fusions))
-    parts += [device(stem, data) for stem, data in found.devices]
+    parts = [*ratios(_second(results.reports)), *(f"{stem}: {search(rows)}" for stem, rows in results.searches)]
+    parts += tuning(_second(results.tunings))
+    parts += map(overhead, _second(results.overheads))
+    parts += map(cliff, _second(results.cliffs))
+    parts += map(packing, _second(results.packings))
+    parts += fusion(_second(results.fusions))
+    parts += [device(stem, data) for stem, data in results.devices]
     return "\n\n".join(filter(None, parts)) or NOTHING
 
 
-def details(found: Found) -> str:
-    """Every case."""
-    parts = [markdown(report).rstrip() for report in _second(found.reports)]
-    parts += [f"**{stem}**: {search(rows)}" for stem, rows in found.searches]
-    parts += [tuning_cases(data) for data in _second(found.tunings)]
-    parts += [fusion_cases(data) for data in _second(found.fusions)]
+def details(results: Results) -> str:
+    """Tables of every case."""
+    parts = [markdown(report).rstrip() for report in _second(results.reports)]
+    parts += [f"**{stem}**: {search(rows)}" for stem, rows in results.searches]
+    parts += [tuning_cases(data) for data in _second(results.tunings)]
+    parts += [fusion_cases(data) for data in _second(results.fusions)]
     return "\n\n".join(filter(None, parts)) or NOTHING
 
 
-def readme(text: str, found: Found) -> str:
-    """The README's text with the tables that are due.
+def readme(text: str, results: Results) -> str:
+    """The README's text with its tables updated.
 
     Raises:
-        ValueError: the text has no place for them.
+        ValueError: the text lacks the lines around them.
     """
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"tables have no place in it: it needs a line {BEGIN} and, after it, a line {END}")
-    return f"{before}{BEGIN}\n{speed(found)}\n{END}{after}"
+    return f"{before}{BEGIN}\n{speed(results)}\n{END}{after}"
 
 
-def page(found: Found) -> str:
+def page(results: Results) -> str:
     """The text of docs/performance.md: all chips in one table, groups of cases, every case."""
-    chips_part = overview(found)
+    chips_part = overview(results)
     top = f"## portmm beside the best peer, by chip and type\n\n{chips_part}\n\n" if chips_part else ""
-    return f"{HEAD}\n{top}## Groups of cases\n\n{summary(found)}\n\n## Every case\n\n{details(found)}\n"
+    return f"{HEAD}\n{top}## Groups of cases\n\n{summary(results)}\n\n## Every case\n\n{details(results)}\n"
 
 
-def pages(found: Found, readme_path: Path, page_path: Path) -> dict[Path, str]:
-    """Path and due contents of the files that have tables.
+def pages(results: Results, readme_path: Path, page_path: Path) -> dict[Path, str]:
+    """Updated contents of the files with tables, by path.
 
     Raises:
-        ValueError: the README has no place for its tables.
-        OSError: the README is not there.
+        ValueError: the README lacks the lines around its tables.
+        OSError: the README cannot be read.
     """
     try:
-        due = readme(readme_path.read_text(), found)
+        text = readme(readme_path.read_text(), results)
     except ValueError as error:
         raise ValueError(f"{readme_path}: {error}") from error
-    return {readme_path: due, page_path: page(found)}
+    return {readme_path: text, page_path: page(results)}
 
 
 def keep_overhead(raw: Path, folder: Path) -> Path:
-    """Store the figures of a file of pytest-benchmark, and nothing of the machine but its chip.
+    """Store the figures of a file of pytest-benchmark, and of the machine only its chip.
 
     Returns:
         The file that was written, `overhead-CHIP.json` in the folder.
@@ -209,7 +208,7 @@ def keep_overhead(raw: Path, folder: Path) -> Path:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{raw} is not what `pytest --benchmark-json` writes") from error
     figures = {
-        name: {what: value for what, value in info.items() if isinstance(value, int | float)}
+        name: {figure: value for figure, value in info.items() if isinstance(value, int | float)}
         for name, info in infos.items()
     }
     path = folder / f"overhead-{host().name}.json"

@@ -1,7 +1,7 @@
-"""What tables are made of.
+"""Cells and Markdown of tables.
 
-Owns the Markdown table and the words that cells and heads of several tables
-share. Imports `comparison.report`.
+Owns the Markdown table and the texts that cells and headers of several tables
+share.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table, its first column to the left."""
+    """A Markdown table whose first column is aligned left."""
     rule = ["---", *["--:"] * (len(head) - 1)]
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in (head, rule, *rows))
 
 
 def mean(values: Collection[float], *, count: bool = True) -> str:
-    """The geometric mean, the lowest in brackets, and of how many; empty of nothing."""
+    """Cell with the geometric mean, the lowest value in brackets, and their number; empty for no values."""
     of = f" of {len(values)}" if count else ""
     return f"{geomean(values):.2f} ({min(values):.2f}){of}" if values else ""
 
 
 def threads(number: int) -> str:
-    """`1 thread`, `2 threads`."""
+    """A number of threads in words: `1 thread`, `2 threads`."""
     return f"{number} thread{'s' if number > 1 else ''}"

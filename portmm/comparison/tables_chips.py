@@ -1,7 +1,6 @@
-"""portmm beside the best peer, by chip and type: the one table over all that was measured.
+"""Table of portmm's rate over the best peer's, by chip and type, over all results.
 
-Owns that table. Imports `comparison.tables_cells` and the tables of products,
-fused products and devices for what distinguishes their rows.
+Owns that table.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.comparison.tables_cells import mean, table, threads
 from portmm.comparison.tables_device import device_ratio
 from portmm.comparison.tables_fusion import rows_of
-from portmm.comparison.tables_products import held
+from portmm.comparison.tables_products import setting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -27,7 +26,7 @@ MEANING = "Rate of portmm over that of the best peer of each case: geometric mea
 
 
 def kind(case: Case) -> str:
-    """The type of a product as a column's name: its weight's, where activations are floats or become so."""
+    """Type of a product as a row's name: that of its weight, where activations are floats or are rounded."""
     a, b, _ = case.types
     weight = INTEGERS.get(b, b)
     if weight != b and a not in INTEGERS:
@@ -48,7 +47,7 @@ def ratios_by_setting(
     measured: dict[tuple[str, str], Ratios] = {}
     # Of a case that was measured again, the latest ratio counts.
     for report in sorted(reports, key=lambda x: x.date):
-        mine = measured.setdefault((report.machine, held(report)), {})
+        mine = measured.setdefault((report.machine, setting(report)), {})
         for result in report.results:
             if result.ratio is not None:
                 mine.setdefault(kind(result.case), {})[result.case.name] = result.ratio
@@ -56,14 +55,14 @@ def ratios_by_setting(
         mine = measured.setdefault((data["machine"], threads(data["threads"])), {})
         for row in rows_of([data]):
             if row["ratio"] is not None:
-                what = "attention" if row["case"]["group"] == "attention" else "fused"
-                mine.setdefault(f"{row['case']['dtype']}, {what}", {})[row["case"]["name"]] = row["ratio"]
+                group = "attention" if row["case"]["group"] == "attention" else "fused"
+                mine.setdefault(f"{row['case']['dtype']}, {group}", {})[row["case"]["name"]] = row["ratio"]
     for stem, data in devices:
         for x in data["rows"]:
             ratio = device_ratio(x) if x["state"] == "ok" and x["seconds"] else None
             if ratio is not None:
                 measured.setdefault((stem, ""), {}).setdefault(x["dtype"], {})[x["name"]] = ratio
-    return {setting: mine for setting, mine in measured.items() if mine}
+    return {key: mine for key, mine in measured.items() if mine}
 
 
 def chips(measured: dict[tuple[str, str], Ratios]) -> str:
@@ -71,9 +70,9 @@ def chips(measured: dict[tuple[str, str], Ratios]) -> str:
     kinds = dict.fromkeys(name for mine in measured.values() for name in mine)
     if not kinds:
         return ""
-    # Types stand below one another: there are more of them than of chips.
+    # Types are rows: there are more of them than of chips.
     rows = [[name, *(mean(mine.get(name, {}).values()) for mine in measured.values())] for name in kinds]
-    columns = [", ".join(filter(None, setting)) for setting in measured]
+    columns = [", ".join(filter(None, key)) for key in measured]
     return f"{MEANING}\n\n{table(['type', *columns], rows)}"
 
 
@@ -81,8 +80,8 @@ def by_chip(measured: dict[tuple[str, str], Ratios]) -> str:
     """A small table for each machine: a row for each type, a column for each setting."""
     parts = []
     for machine in dict.fromkeys(machine for machine, _ in measured):
-        settings = {setting: mine for (name, setting), mine in measured.items() if name == machine}
+        settings = {name: mine for (of, name), mine in measured.items() if of == machine}
         kinds = dict.fromkeys(name for mine in settings.values() for name in mine)
         rows = [[name, *(mean(mine.get(name, {}).values()) for mine in settings.values())] for name in kinds]
-        parts.append(table([machine, *(setting or "ratio" for setting in settings)], rows))
+        parts.append(table([machine, *(name or "ratio" for name in settings)], rows))
     return "\n\n".join([MEANING, *parts]) if parts else ""

@@ -1,7 +1,6 @@
-"""Tables of what ran on a device.
+"""Tables of runs on a device.
 
-Owns the tables made of what `bench/gpu.py --save` stores. Imports
-`comparison.tables_cells`.
+Owns the tables of the results of `bench/gpu.py --save`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from portmm.comparison.tables_cells import table
 
 
 def device(stem: str, data: dict[str, Any]) -> str:
-    """Tables of what ran on a device: the bars, each case beside the best of its peers, candidates of products."""
+    """Tables of a run on a device: the bars, each case with the best of its peers, candidates of products."""
     rows = [x for x in data["rows"] if x["state"] == "ok"]
     judged = [x for x in rows if "right" in x]
     parts = [f"**{stem}**: {sum(x['right'] for x in judged)} of {len(judged)} products checked are right."]
@@ -34,7 +33,7 @@ def device(stem: str, data: dict[str, Any]) -> str:
 
 
 def device_ratio(x: dict[str, Any]) -> float | None:
-    """How a case did beside the best of its peers; of decode layers as graphs, where there are."""
+    """Rate of a case over that of its best peer; of decode layers as graphs, where they have graphs."""
     times, suffix = _times(x)
     ratio: float | None = x[f"ratio{suffix}"] if len(times) > 1 else None
     return ratio
@@ -50,6 +49,6 @@ def _timed(x: dict[str, Any]) -> list[str]:
     peers = {name: seconds for name, seconds in times.items() if name != "portmm"}
     best = min(peers, key=lambda name: peers[name], default="")
     rate = f"{x[f'tflops{suffix}']:.3g}"
-    what = ", ".join(filter(None, (x["section"], x["more"])))
+    label = ", ".join(filter(None, (x["section"], x["more"])))
     size, us = f"{x['m']} x {x['n']} x {x['k']}", f"{1e6 * times['portmm']:.1f}"
-    return [size, x["dtype"], x["b"], what, us, rate, best, f"{x[f'ratio{suffix}']:.2f}" if peers else ""]
+    return [size, x["dtype"], x["b"], label, us, rate, best, f"{x[f'ratio{suffix}']:.2f}" if peers else ""]

@@ -1,7 +1,6 @@
 """Tables of fused products.
 
-Owns the tables made of what `bench/fusion.py --save` stores. Imports
-`comparison.tables_cells`.
+Owns the tables of the results of `bench/fusion.py --save`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 COLUMNS = {"ratio": "best peer", "gain": "not fused"}
-"""What portmm is held against."""
+"""Ratios of a case -> the rate in the denominator."""
 
 
 def _settings(runs: Iterable[dict[str, Any]]) -> dict[str, dict[int, list[dict[str, Any]]]]:
@@ -27,17 +26,17 @@ def _settings(runs: Iterable[dict[str, Any]]) -> dict[str, dict[int, list[dict[s
 
 
 def rows_of(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The cases of runs that add to one another; of the same cases the last counts."""
+    """Cases of several runs; the last result of a case counts."""
     return list({row["case"]["name"]: row for data in runs for row in data["fusion"]}.values())
 
 
 def fusion(runs: Iterable[dict[str, Any]]) -> list[str]:
-    """Two tables for each chip: fused products by group and type, and what epilogues cost."""
+    """Two tables for each chip: fused products by group and type, and the cost of epilogues."""
     return [_fusion(chip, dict(sorted(mine.items()))) for chip, mine in _settings(runs).items()]
 
 
 def _fusion(chip: str, mine: dict[int, list[dict[str, Any]]]) -> str:
-    """Those of one chip: threads -> runs."""
+    """Tables of one chip, whose runs are given by threads."""
     groups: dict[str, dict[tuple[int, str], list[float]]] = {}
     costs: dict[str, dict[int, list[float]]] = {}
     for count, runs in mine.items():
@@ -65,12 +64,12 @@ def _fusion(chip: str, mine: dict[int, list[dict[str, Any]]]) -> str:
 
 
 def _cost(values: Iterable[float]) -> str:
-    shares = [100 * x for x in values]
-    return f"{median(shares):+.1f} % ({max(shares):+.1f} %)" if shares else ""
+    percents = [100 * x for x in values]
+    return f"{median(percents):+.1f} % ({max(percents):+.1f} %)" if percents else ""
 
 
 def _origin(runs: Iterable[dict[str, Any]]) -> str:
-    """Who took part, and when."""
+    """Versions of the contenders, and dates of the runs."""
     versions: dict[str, str] = {}
     dates: dict[str, None] = {}
     for data in runs:
@@ -80,7 +79,7 @@ def _origin(runs: Iterable[dict[str, Any]]) -> str:
 
 
 def fusion_cases(data: dict[str, Any]) -> str:
-    """Every case of fused products: microseconds per call, and ratios."""
+    """Table of every case of fused products: microseconds per call, and ratios."""
     names = list(dict.fromkeys(name for row in data["fusion"] for name in row["entries"]))
     rows = []
     for row in data["fusion"]:

@@ -1,9 +1,8 @@
-"""Tables of plain products, of the search over schedules, and of what surrounds a product.
+"""Tables of plain products, of the search over schedules, of packing and of overheads.
 
-Owns the words and tables made of the reports of `portmm compare`, and of what
+Owns the sentences and tables of the reports of `portmm compare`, and of the results of
 `bench/exhaustive.py`, `bench/cliff.py`, `bench/packing.py` and
-`bench/test_overhead.py` store. Imports `comparison.report` and
-`comparison.tables_cells`.
+`bench/test_overhead.py`.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ if TYPE_CHECKING:
     from portmm.comparison.report import Report
 
 USUAL = ("full", "quick", "narrow")
-"""Suites that need not be named."""
+"""Suites that a table does not name."""
 
 
-def held(report: Report) -> str:
-    """Threads and what everyone was held to, or the device, and whether caches were cold."""
+def setting(report: Report) -> str:
+    """Setting of a report: threads and forced ISA, or the device, and whether caches were cold."""
     where = report.device or threads(report.threads) + (f", {report.isa} for all" if report.isa else "")
     return where + (", cold caches" if report.cold else "")
 
 
 def _setting(report: Report) -> str:
-    """What distinguishes reports of one chip."""
-    return held(report) + (f", {report.suite}" if report.suite not in USUAL else "")
+    """Setting of a report with its suite, which distinguishes reports of one chip."""
+    return setting(report) + (f", {report.suite}" if report.suite not in USUAL else "")
 
 
 def _is_narrow(report: Report) -> bool:
@@ -38,7 +37,7 @@ def _is_narrow(report: Report) -> bool:
 
 
 def ratios(reports: Iterable[Report]) -> Iterator[str]:
-    """One table per chip, and one more for narrow types: a row per group, a column per setting."""
+    """Tables of the chips, for float32 and for narrow types: a row per group, a column per setting."""
     chips: dict[tuple[str, bool], list[Report]] = {}
     for report in reports:
         chips.setdefault((report.chip, _is_narrow(report)), []).append(report)
@@ -55,7 +54,7 @@ def ratios(reports: Iterable[Report]) -> Iterator[str]:
 
 
 def _groups(reports: Sequence[Report]) -> list[list[str]]:
-    """A row per group of cases, that of all of them last."""
+    """Rows of the groups of cases, that of all cases last."""
     groups: dict[str, list[str]] = {}
     for i, report in enumerate(reports):
         for s in summaries(report):
@@ -67,30 +66,30 @@ def _groups(reports: Sequence[Report]) -> list[list[str]]:
 
 
 def search(rows: Iterable[dict[str, Any]]) -> str:
-    """How near the analytical choice comes to the best candidate, in words."""
+    """Sentence about the rate of the analytical choice over that of the best candidate."""
     cases: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         cases.setdefault(row["case"], []).append(row)
-    shares: list[float] = []
+    rates: list[float] = []
     for tried in cases.values():
-        chosen = [row["seconds"] for row in tried if row["chosen"]]
-        shares += [min(row["seconds"] for row in tried) / chosen[0]] if chosen else []
-    if not shares:
+        selected = [row["seconds"] for row in tried if row["chosen"]]
+        rates += [min(row["seconds"] for row in tried) / selected[0]] if selected else []
+    if not rates:
         return ""
     return (
-        f"The analytical choice runs at {geomean(shares):.2f} of the rate of the best of an exhaustive search "
-        f"({sum(map(len, cases.values()))} kernels over {len(shares)} cases, geometric mean; lowest {min(shares):.2f})."
+        f"The analytical choice runs at {geomean(rates):.2f} of the rate of the best of an exhaustive search "
+        f"({sum(map(len, cases.values()))} kernels over {len(rates)} cases, geometric mean; lowest {min(rates):.2f})."
     )
 
 
 def overhead(data: dict[str, Any]) -> str:
-    """A table of what calls, imports and first calls cost."""
-    rows = [[name, what, f"{value:.3g}"] for name, kept in data["overhead"].items() for what, value in kept.items()]
+    """Table of the times of calls, imports and first calls."""
+    rows = [[name, unit, f"{value:.3g}"] for name, kept in data["overhead"].items() for unit, value in kept.items()]
     return f"**{data['chip']}**\n\n{table(['overhead', 'measured', 'value'], rows)}"
 
 
 def cliff(data: dict[str, Any]) -> str:
-    """How narrow types do beside float32 on every instruction set, in words."""
+    """Sentence about the rates of narrow types over that of float32, on every instruction set."""
     rows = data["cliff"]
     short = [row for row in rows if row["share"] < 1]
     worst = min(rows, key=lambda row: float(row["share"]))
@@ -103,7 +102,7 @@ def cliff(data: dict[str, Any]) -> str:
 
 
 def packing(data: dict[str, Any]) -> str:
-    """A table of how fast weights are packed, beside a copy of as many bytes: one row for each kind of weight."""
+    """Table of the rates of packing over those of a copy of as many bytes, with a row for each kind of weight."""
     kinds: dict[str, dict[int, list[float]]] = {}
     counts = sorted({row["threads"] for row in data["packing"]})
     for row in data["packing"]:

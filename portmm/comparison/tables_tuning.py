@@ -1,6 +1,6 @@
-"""Tables of tuning: the analytical choice beside the tuned one, and predicted beside measured time.
+"""Tables of tuning: analytical and tuned schedules, predicted and measured times.
 
-Owns the tables made of the JSON of `portmm tune`. Imports `comparison.tables_cells`.
+Owns the tables of the JSON of `portmm tune`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ HEAD = (
 
 
 def is_tuning(data: dict[str, Any]) -> bool:
-    """Whether this is what `portmm tune` writes."""
+    """Whether this is a result of `portmm tune`."""
     return {"choices_correlation", "cases"} <= data.keys()
 
 
 def tuning(runs: Iterable[dict[str, Any]]) -> list[str]:
-    """A table for each chip: a row for each run, threads and caches apart."""
+    """Tables of the chips, with a row for each run."""
     chips: dict[str, list[dict[str, Any]]] = {}
     for data in runs:
         chips.setdefault(data["chip"], []).append(data)
@@ -53,13 +53,13 @@ def _row(data: dict[str, Any]) -> list[str]:
     done = [x for x in data["cases"] if x["seconds"]]
     tried = [y for x in data["cases"] for y in x["trials"]]
     failed = sum(y["state"] != "ok" for y in tried)
-    orders = [_number(data[x]) for x in ("rank_correlation", "choices_correlation")]
+    correlations = [_number(data[x]) for x in ("rank_correlation", "choices_correlation")]
     if not done:
-        return [_setting(data), "0", "", "", "", str(len(tried)), str(failed), *orders]
-    shares = [x["seconds"] / x["analytical_seconds"] for x in done]
-    worst = done[shares.index(min(shares))]["case"]["name"]
-    means = [_number(geomean(shares)), _number(min(shares)), worst]
-    return [_setting(data), str(len(done)), *means, str(len(tried)), str(failed), *orders]
+        return [_setting(data), "0", "", "", "", str(len(tried)), str(failed), *correlations]
+    ratios = [x["seconds"] / x["analytical_seconds"] for x in done]
+    worst = done[ratios.index(min(ratios))]["case"]["name"]
+    means = [_number(geomean(ratios)), _number(min(ratios)), worst]
+    return [_setting(data), str(len(done)), *means, str(len(tried)), str(failed), *correlations]
 
 
 def _number(value: float | None) -> str:
@@ -67,7 +67,7 @@ def _number(value: float | None) -> str:
 
 
 def tuning_cases(data: dict[str, Any]) -> str:
-    """Every case of a run: microseconds of a call, by the model's choice as predicted and as measured, and tuned."""
+    """Table of every case of a run: microseconds of a call, analytical as predicted and measured, and tuned."""
     rows = [
         [
             x["case"]["name"],

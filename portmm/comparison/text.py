@@ -1,7 +1,6 @@
 """A comparison as text: for a terminal, and as Markdown.
 
-Owns both, and the sentences that a reader must know besides the tables. Imports `host.machine_load`,
-`comparison.figures` and `comparison.report`.
+Owns both, and the notes of the tables.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 WIDE = 140
-"""Columns of a page that no terminal shows."""
+"""Default width of the output in columns."""
 GAP = 2
 """Columns of a terminal between two cells, and at the table's edges in all."""
 SUMMARY = ("group", "cases", "geometric mean", "wins", "draws", "losses", "lowest", "where")
@@ -33,28 +32,28 @@ LIMIT = "% limit: portmm's rate over what this machine reached in the same round
 
 
 def failures(report: Report) -> list[str]:
-    """A sentence for each contender and case that went wrong."""
-    said = []
+    """Sentences about contenders that failed on a case."""
+    sentences = []
     for result in report.results:
         for name, entry in result.entries.items():
             if entry.state in ("wrong", "crashed", "timeout"):
-                said.append(f"{name} on {result.case.name}: {entry.state}: {entry.reason}")
+                sentences.append(f"{name} on {result.case.name}: {entry.state}: {entry.reason}")
             elif entry.state == "unsupported" and name == report.ours:
-                said.append(f"{name} on {result.case.name}: not done: {entry.reason}")
+                sentences.append(f"{name} on {result.case.name}: not done: {entry.reason}")
             elif entry.reason and entry.state == "ok":
-                said.append(f"{name} on {result.case.name}: a method was wrong: {entry.reason}")
-    return said
+                sentences.append(f"{name} on {result.case.name}: a method was wrong: {entry.reason}")
+    return sentences
 
 
 def absences(report: Report) -> list[str]:
-    """A sentence for each contender that could not be opened."""
-    said = []
+    """Sentences about contenders that could not be opened."""
+    sentences = []
     for e in report.entrants:
         if e.state == "missing":
-            said.append(f"{e.name}: not found ({e.reason})" + (f": {e.hint}" if e.hint else ""))
+            sentences.append(f"{e.name}: not found ({e.reason})" + (f": {e.hint}" if e.hint else ""))
         elif e.state != "ok":
-            said.append(f"{e.name}: {e.state} when opened: {e.reason}")
-    return said
+            sentences.append(f"{e.name}: {e.state} when opened: {e.reason}")
+    return sentences
 
 
 def _rate(value: float | None) -> str:
@@ -70,7 +69,7 @@ def _cell(report: Report, result: Result, name: str) -> str:
 
 
 def heading(report: Report) -> str:
-    """One line: processor, threads, what was forced, unit."""
+    """Heading of a report in one line: processor, threads, forced ISA, unit."""
     threads = "1 thread" if report.threads == 1 else f"{report.threads} threads"
     forced = f", all held to {report.isa}" if report.isa else ""
     forced += f", portmm alone held to {report.alone}" if report.alone else ""
@@ -96,14 +95,14 @@ def _row(report: Report, result: Result) -> list[str]:
     if not report.ours:
         return row
     row += ["" if result.ratio is None else f"{result.ratio:.2f}", report.verdict(result)]
-    row.append("" if (wide := report.spread(result)) is None else f"{100 * wide:.0f}%")
+    row.append("" if (spread := report.spread(result)) is None else f"{100 * spread:.0f}%")
     if any(r.limit for r in report.results):
         row.append("" if (share := report.share(result)) is None else f"{100 * share:.0f}")
     return row
 
 
 def explained(report: Report) -> str:
-    """One line about the columns that are no rates; empty where there are none."""
+    """Explanation of the columns that are not rates, in one line; empty where there are none."""
     if not any(r.ratio is not None for r in report.results):
         return ""
     limit = "% limit" in _columns(report)
@@ -114,11 +113,11 @@ STYLES = {"win": "green", "loss": "red"}
 
 
 def terminal(report: Report, width: int = WIDE) -> RenderableType:
-    """The report for a terminal: the table, the means, and all that went wrong.
+    """The report for a terminal: the table, the means, and the notes.
 
     Args:
-        report: what to show.
-        width: columns of the terminal; shapes, which names mostly tell, are left out where they do not fit.
+        report: the report.
+        width: columns of the terminal; shapes, which follow from most names, are left out where they do not fit.
     """
     from rich.box import SIMPLE_HEAD
     from rich.console import Group
@@ -127,7 +126,7 @@ def terminal(report: Report, width: int = WIDE) -> RenderableType:
 
     table = Table(title=escape(heading(report)), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     rows = [dict(zip(_columns(report), _row(report, result), strict=True)) for result in report.results]
-    # Bold says who is the best peer, a mark and colours say the verdict.
+    # Bold marks the best peer, a sign and colours mark the verdict.
     columns = [name for name in _columns(report) if name not in ("best peer", "verdict")]
     for row in rows:
         if row.get("verdict") == "draw":
@@ -154,8 +153,8 @@ def terminal(report: Report, width: int = WIDE) -> RenderableType:
         means.add_column(name, justify="left" if name in ("group", "where") else "right")
     for cells_ in _summary_rows(report):
         means.add_row(*map(escape, cells_))
-    said = explained(report)
-    parts: list[RenderableType] = [table, *([escape(said)] if said else []), *([means] if means.row_count else [])]
+    legend = explained(report)
+    parts: list[RenderableType] = [table, *([escape(legend)] if legend else []), *([means] if means.row_count else [])]
     return Group(*parts, *(f"[dim]{escape(line)}[/dim]" for line in notes(report)))
 
 
@@ -167,7 +166,7 @@ def _summary_rows(report: Report) -> list[list[str]]:
 
 
 def notes(report: Report) -> list[str]:
-    """Notes beside the tables: versions, absences, failures, cases left out."""
+    """Notes of the tables: versions, absences, failures, skipped cases."""
     lines = [f"{e.name}: {e.version}" for e in report.entrants if e.state == "ok"]
     lines += [
         f"{name}: rounds activations to 8 bits: its rates (~) enter ratios only where a case allows that"
@@ -193,7 +192,7 @@ def _markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], left: in
 
 
 def markdown(report: Report, *, per_case: bool = True) -> str:
-    """The report as Markdown tables, losses as plainly as wins."""
+    """The report as Markdown tables."""
     parts = [f"**{heading(report)}**"]
     rows = _summary_rows(report)
     if rows:

@@ -1,10 +1,10 @@
-"""The products of a PyTorch program.
+"""Matrix products of a PyTorch program.
 
-Owns `from_torch`. Imports `comparison.seen`; torch when it is called. Every operator that
-PyTorch dispatches is looked at while the program runs; products are written down.
+Owns `from_torch`; torch is imported when it is called. While the program runs, the products among
+the operators that PyTorch dispatches are recorded.
 
-Attention that PyTorch computes in one operator has no product to see, and convolutions are
-no products here.
+Attention that PyTorch computes in one operator has no visible product, and convolutions do not
+count as products.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ ACTIVATIONS = {"relu": "relu", "relu_": "relu", "gelu": "gelu", "gelu_": "gelu"}
 
 
 @dataclass(slots=True)
-class _Seen:
-    """A product as it was called.
+class _Product:
+    """A recorded product.
 
     Attributes:
         shape: M, N, K and batch.
         layouts: of A and B.
         dtype: the word for its types, empty if there is none.
-        b: B itself, kept so that no other tensor takes its memory, and its place.
-        after: what follows it: "bias+relu".
+        b: B itself, kept so that no other tensor takes its memory, and so its address.
+        after: its epilogue: "bias+relu".
     """
 
     shape: tuple[int, int, int, int]
@@ -61,18 +61,18 @@ class _Seen:
 
 
 def from_torch(spec: str) -> tuple[Case, ...]:
-    """The products of a run of a PyTorch program, each with its count.
+    """Products of a run of a PyTorch program, each with its count.
 
-    A B that is a parameter, that was there before, or that several products share, is a weight that
+    A B that is a parameter, that existed before the run, or that several products share, is a weight that
     may be packed.
 
     Args:
-        spec: "module:function"; the module is looked for in the working directory too. The
-            function runs the program, or returns what does: a callable, or a pair of a model and its
+        spec: "module:function"; the working directory is searched for the module too. The
+            function runs the program, or returns a program: a callable, or a pair of a model and its
             arguments (a tuple, a dict of names, or a single one).
 
     Raises:
-        ImportError: there is no torch, or no such module.
+        ImportError: torch is not installed, or the module does not exist.
         ValueError: the module has no such function, or it computes no product.
     """
     module, _, name = spec.partition(":")
@@ -83,15 +83,15 @@ def from_torch(spec: str) -> tuple[Case, ...]:
     except ImportError as error:
         raise ImportError("torch, which runs the program, is not installed: pip install torch") from error
     with _working_directory():
-        found_in = import_module(module)
-        if not hasattr(found_in, name):
+        user_module = import_module(module)
+        if not hasattr(user_module, name):
             raise ValueError(f"module {module} has no function {name!r}")
         recorder = _Recorder(torch)
         with torch.no_grad(), recorder.mode():
-            found = getattr(found_in, name)()
-        call, given = _call(found)
+            program = getattr(user_module, name)()
+        call, arguments = _call(program)
         if call:
-            recorder = _Recorder(torch, given)
+            recorder = _Recorder(torch, arguments)
             with torch.no_grad(), recorder.mode():
                 call()
     cases = recorder.cases(name)
@@ -110,38 +110,38 @@ def _working_directory() -> Iterator[None]:
         sys.path.remove(here)
 
 
-def _call(found: Any) -> tuple[Callable[[], object] | None, list[Any] | None]:
-    """How to run what a function returned, and the arguments; (None, None) if it ran by itself."""
-    if callable(found):
-        return found, []
-    if not (isinstance(found, tuple) and len(found) == 2 and callable(found[0])):
+def _call(program: Any) -> tuple[Callable[[], object] | None, list[Any] | None]:
+    """Call of a program that a function returned, and its arguments; (None, None) if the function was the program."""
+    if callable(program):
+        return program, []
+    if not (isinstance(program, tuple) and len(program) == 2 and callable(program[0])):
         return None, None
-    model, given = found
-    if isinstance(given, dict):
-        return lambda: model(**given), list(given.values())
-    values = list(given) if isinstance(given, (tuple, list)) else [given]
+    model, arguments = program
+    if isinstance(arguments, dict):
+        return lambda: model(**arguments), list(arguments.values())
+    values = list(arguments) if isinstance(arguments, (tuple, list)) else [arguments]
     return lambda: model(*values), values
 
 
 class _Recorder:
-    """Writes down the products of a run.
+    """Recorder of the products of a run.
 
     Args:
         torch: the package.
-        given: the arguments of what runs, all else that was there before being weights; None if the
-            run makes its weights itself.
+        arguments: the arguments of the program, all other tensors from before the run being weights; None if the
+            run creates its weights itself.
     """
 
-    def __init__(self, torch: Any, given: Sequence[Any] | None = None) -> None:
+    def __init__(self, torch: Any, arguments: Sequence[Any] | None = None) -> None:
         self.torch = torch
-        self.seen: list[_Seen] = []
+        self.products: list[_Product] = []
         self._last: Any = None
         self._parameters: dict[int, Any] = {}
-        self._inputs = None if given is None else {_place(x) for x in given if isinstance(x, torch.Tensor)}
-        self._made: set[int] = set()
+        self._inputs = None if arguments is None else {_address(x) for x in arguments if isinstance(x, torch.Tensor)}
+        self._results: set[int] = set()
 
     def mode(self) -> Any:
-        """A context in which all that PyTorch dispatches passes by."""
+        """A context in which every operator that PyTorch dispatches is recorded."""
         recorder = self
         base: Any = import_module("torch.utils._python_dispatch").TorchDispatchMode
 
@@ -153,60 +153,60 @@ class _Recorder:
 
         return Mode()
 
-    def note(self, function: Any, args: Sequence[Any], said: dict[str, Any], result: Any) -> None:
-        """An operator was called."""
+    def note(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """Record a call of an operator."""
         tensors = [x for x in args if isinstance(x, self.torch.Tensor)]
-        self._parameters.update((_place(x), x) for x in tensors if isinstance(x, self.torch.nn.Parameter))
+        self._parameters.update((_address(x), x) for x in tensors if isinstance(x, self.torch.nn.Parameter))
         name = function.name().removeprefix("aten::").partition(".")[0]
-        if name in ACTIVATIONS and self._last is not None and _place(args[0]) == _place(self._last):
-            kind = ACTIVATIONS[name] + ("_tanh" if said.get("approximate") == "tanh" else "")
-            self.seen[-1].after = "+".join(filter(None, (self.seen[-1].after, kind)))
+        if name in ACTIVATIONS and self._last is not None and _address(args[0]) == _address(self._last):
+            kind = ACTIVATIONS[name] + ("_tanh" if kwargs.get("approximate") == "tanh" else "")
+            self.products[-1].after = "+".join(filter(None, (self.products[-1].after, kind)))
             self._last = None
         if name in OPERANDS:
             a, b = (args[i] for i in OPERANDS[name])
             bias = name == "addmm" and args[0].dim() == 1
-            self.seen.append(_seen(a, b, result, "bias" if bias else ""))
+            self.products.append(_product(a, b, result, "bias" if bias else ""))
             self._last = result
-        if isinstance(result, self.torch.Tensor) and _place(result) not in map(_place, tensors):
-            self._made.add(_place(result))
+        if isinstance(result, self.torch.Tensor) and _address(result) not in map(_address, tensors):
+            self._results.add(_address(result))
 
     def cases(self, group: str) -> tuple[Case, ...]:
-        """What was seen, but products that are empty or of types without a word."""
-        uses = Counter(_place(seen.b) for seen in self.seen)
-        weights = {place for place, count in uses.items() if count > 1} | self._parameters.keys()
+        """Cases of the recorded products, without those that are empty or of types without a word."""
+        uses = Counter(_address(x.b) for x in self.products)
+        weights = {address for address, count in uses.items() if count > 1} | self._parameters.keys()
         if self._inputs is not None:
-            weights |= uses.keys() - self._made - self._inputs
-        kept = [seen for seen in self.seen if seen.dtype and 0 not in seen.shape]
-        return merged(_case(seen, group, packed=_place(seen.b) in weights) for seen in kept)
+            weights |= uses.keys() - self._results - self._inputs
+        kept = [x for x in self.products if x.dtype and 0 not in x.shape]
+        return merged(_case(x, group, packed=_address(x.b) in weights) for x in kept)
 
 
-def _place(tensor: Any) -> int:
-    """Where a tensor's memory begins: that of its views too."""
+def _address(tensor: Any) -> int:
+    """Address of a tensor's storage, which its views share."""
     return int(tensor.untyped_storage().data_ptr())
 
 
-def _seen(a: Any, b: Any, result: Any, after: str) -> _Seen:
+def _product(a: Any, b: Any, result: Any, after: str) -> _Product:
     dtype = word(*(NAMES.get(str(x.dtype).removeprefix("torch."), "") for x in (a, b, result)))
     left, right = a, b
     if b.dim() == 1:
-        # A matrix by a vector is the same product as that vector by the matrix, turned.
+        # A matrix by a vector is the same product as that vector by the transposed matrix.
         left, right, b = b[None], a.t(), a
     (m, k), n = left.shape[-2:], right.shape[-1]
     batch = left.shape[0] if left.dim() == 3 else 1
-    return _Seen((m, n, k, batch), (_layout(left), _layout(right)), dtype, b, after)
+    return _Product((m, n, k, batch), (_layout(left), _layout(right)), dtype, b, after)
 
 
-def _case(seen: _Seen, group: str, *, packed: bool) -> Case:
-    m, n, k, batch = seen.shape
-    a, b = seen.layouts
-    can = batch == 1 and "fused" in FIELDS and not seen.dtype.endswith("s32")
-    more = {"fused": seen.after} if seen.after and can else {}
+def _case(product: _Product, group: str, *, packed: bool) -> Case:
+    m, n, k, batch = product.shape
+    a, b = product.layouts
+    can = batch == 1 and "fused" in FIELDS and not product.dtype.endswith("s32")
+    more = {"fused": product.after} if product.after and can else {}
     sizes = {"m": m, "n": n, "k": k, "batch": batch}
-    return case(group=group, **sizes, dtype=seen.dtype, a=a, b=b, packed=packed and batch == 1, **more)
+    return case(group=group, **sizes, dtype=product.dtype, a=a, b=b, packed=packed and batch == 1, **more)
 
 
 def _layout(tensor: Any) -> str:
-    """How a matrix lies; one that lies in neither way would be copied to rows."""
+    """Layout of a matrix, "col" or "row"; one that is neither counts as "row", since it is copied by rows."""
     rows, columns = tensor.shape[-2:]
     steps = tensor.stride()[-2:]
     return "col" if steps[1] != 1 and steps[0] == 1 and columns > 1 and rows > 1 else "row"

@@ -1,15 +1,15 @@
-"""The process that one contender runs in.
+"""Process that one contender runs in.
 
 Owns the child's side of the protocol and the clock. Started by
 `comparison.contest` as `python -m portmm.comparison.worker ADAPTER READ WRITE SETUP`
-with two inherited pipe descriptors; one JSON object per line each way, so that
-whatever a library prints on its standard output harms nobody.
+with two inherited pipe descriptors; one JSON object per line each way, so that the
+output of a library on its standard output does not disturb the protocol.
 
 Requests: {"do": "prepare", "case": {...}, "seed": int}, {"do": "time",
 "seconds": float}, {"do": "drop"}. Replies carry "state": "ok", "unsupported",
-"wrong" or "crashed" and, when not ok, "reason", one line, with "details" if there is more
-to say. The first message is sent unasked: the library's version and whether it only
-approximates, or "state": "missing".
+"wrong" or "crashed" and, when not ok, "reason", one line, with "details" if the message has
+more lines. The first message is sent without a request: the library's version and whether
+it only approximates, or "state": "missing".
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 SAMPLES = 3
-# Seconds for each method when the fastest is picked.
+# Seconds for each method when the fastest is selected.
 TRIAL = 0.01
-# A call this long needs no second one to warm up.
+# Seconds of a call that needs no second one to warm up.
 LONG = 0.25
 # Libraries' threads spin after a call, OpenBLAS's for tens of milliseconds and
 # Intel's OpenMP for 200; the next contender must not start before they sleep.
@@ -49,10 +49,10 @@ class Prepared:
     """A case that is ready to be timed.
 
     Attributes:
-        case: what is computed.
+        case: the case.
         data: its operands; with cold caches, each copy of them.
         run: computes it.
-        precision: how the library rounds.
+        precision: rounding of the library, one of `data.PRECISIONS`.
     """
 
     case: Case
@@ -62,17 +62,17 @@ class Prepared:
 
 
 def seconds_per_call(run: Run, seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:
-    """The median of a few samples that together take about `seconds`.
+    """Median of a few samples that together take about `seconds`.
 
     The first calls, which find cold caches and sleeping threads, are not counted.
     """
-    piece = seconds / SAMPLES
+    share = seconds / SAMPLES
     count, taken = 1, _clocked(run, 1, clock)
     if taken >= LONG:
         return taken
     taken = _clocked(run, 1, clock)
-    while taken < piece / 2 and count < 1 << 30:
-        wanted = count * piece / max(taken, 1e-9)
+    while taken < share / 2 and count < 1 << 30:
+        wanted = count * share / max(taken, 1e-9)
         count = int(min(max(wanted, 2 * count), 16 * count))
         taken = _clocked(run, count, clock)
     samples = SAMPLES if taken < seconds else 1
@@ -85,7 +85,7 @@ def _clocked(run: Run, count: int, clock: Callable[[], float]) -> float:
     return clock() - start
 
 
-def settle() -> None:
+def wait_until_idle() -> None:
     """Wait until this process's threads have stopped spinning."""
     deadline = time.monotonic() + QUIET_LIMIT
     while time.monotonic() < deadline:
@@ -98,16 +98,16 @@ def settle() -> None:
 def prepare(
     library: Library, case: Case, seed: int, setup: Setup | None = None
 ) -> tuple[Prepared | None, dict[str, Any]]:
-    """Make the arrays, check every method once, and keep the fastest right one.
+    """Allocate the arrays, check every method once, and select the fastest right one.
 
     Args:
-        library: whose methods.
-        case: what they compute.
+        library: the library.
+        case: the case.
         seed: of the inputs.
-        setup: whether caches are cold, and for how many threads.
+        setup: threads, and whether caches are cold.
 
     Returns:
-        What to time, None if no method is right, and the reply.
+        The case to time, None if no method is right, and the reply.
     """
     if reason := _refusal(library, case):
         return None, {"state": "unsupported", "reason": reason}
@@ -118,14 +118,14 @@ def prepare(
     methods: Mapping[str, Run]
     copies: tuple[Arrays, ...] = (data,)
     try:
-        # On a device, libraries take turns with operands by themselves.
+        # On a device, adapters rotate through copies of the operands themselves.
         if setup and setup.cold and not setup.device:
             methods, copies = cold.rounds(library, case, data, setup.cold, setup.threads)
         else:
             methods = library.prepare(case, data)
     except (UnsupportedError, BuildError) as refused:
         state = "unsupported" if isinstance(refused, UnsupportedError) else "crashed"
-        return None, {"state": state, **told(refused)}
+        return None, {"state": state, **error_of(refused)}
     right: dict[str, float] = {}
     wrong: list[str] = []
     worst = allowed = 0.0
@@ -143,26 +143,26 @@ def prepare(
     return Prepared(case, copies, methods[best], library.precision), reply
 
 
-def told(error: Exception) -> dict[str, str]:
-    """The first line of an error's message as the reason, and all of it as details if there is more."""
+def error_of(error: Exception) -> dict[str, str]:
+    """Fields of a reply for an error: the message's first line as reason, and all of it as details if it has more."""
     reason, _, more = str(error).strip().partition("\n")
     return {"reason": reason.rstrip(":; ")} | ({"details": str(error)} if more else {})
 
 
 def _refusal(library: Library, case: Case) -> str:
-    """Why a case is not even tried, empty if it is."""
+    """Reason to refuse a case without a run, empty if there is none."""
     if library.dtypes is not None and case.dtype not in library.dtypes:
         return f"does not multiply {case.dtype}"
     if case.fused and not library.fused:
         return "fuses nothing"
-    # The kernel of the system would hand out more, and end some process when it is written to.
+    # The operating system grants more memory than is free, and ends some process when it is written to.
     if 0 < (free := free_memory()) < case.bytes:
         return f"operands take {case.bytes / GIB:.3g} GiB, and {free / GIB:.3g} GiB of memory are free"
     return ""
 
 
 def _checked(prepared: Prepared) -> tuple[float, float]:
-    """Run once; the error and its bound."""
+    """Run once; return the error and its bound."""
     run, case = prepared.run, prepared.case
     if isinstance(run, cold.Round):
         return cold.checked(case, run, prepared.data, prepared.precision)
@@ -185,7 +185,7 @@ def _time(prepared: Prepared, seconds: float) -> dict[str, Any]:
 
 
 def _drop(prepared: Prepared) -> dict[str, Any]:
-    """Check once more: a race may show only after many calls."""
+    """Reply to the last check of a case: a race may show only after many calls."""
     error, bound = _checked(prepared)
     if error > bound:
         return {"state": "wrong", "reason": f"after timing, error {error:.3g} exceeds {bound:.3g}"}
@@ -193,7 +193,7 @@ def _drop(prepared: Prepared) -> dict[str, Any]:
 
 
 def replies(library: Library, requests: Iterator[dict[str, Any]], setup: Setup) -> Iterator[dict[str, Any]]:
-    """Answer each request in turn."""
+    """Replies to requests, in their order."""
     prepared: Prepared | None = None
     for request in requests:
         if request["do"] == "prepare":
@@ -207,12 +207,12 @@ def replies(library: Library, requests: Iterator[dict[str, Any]], setup: Setup) 
             reply = _drop(prepared)
             prepared = None
         if setup.threads > 1:
-            settle()
+            wait_until_idle()
         yield reply
 
 
 def main(arguments: list[str]) -> int:
-    """Serve one contender until the pipe closes."""
+    """Serve requests for one contender until the pipe closes."""
     adapter, read, write, setup_text = arguments
     setup = Setup(**json.loads(setup_text))
     with os.fdopen(int(read)) as source, os.fdopen(int(write), "w") as sink:
@@ -224,7 +224,7 @@ def main(arguments: list[str]) -> int:
         try:
             library = open_adapter(adapter, setup)
         except MissingError as error:
-            send({"state": "missing", **told(error)})
+            send({"state": "missing", **error_of(error)})
             return 0
         send({"state": "ok", "version": library.version, "approximate": library.precision == APPROXIMATE})
         requests = (json.loads(line) for line in source)

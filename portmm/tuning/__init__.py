@@ -1,13 +1,11 @@
-"""The fastest schedules of this machine, measured.
+"""Autotuner: measures schedules and stores the fastest of this machine.
 
 Owns everything of `portmm tune`: the search over schedules, the child process that
-candidates run in, the journal that lets a search go on, and what is reported. On the top
-floor, F8: it may import anything of portmm, and nothing of portmm imports it but the
-command line.
+candidates run in, the journal that lets an interrupted search continue, and the report.
 
-The cost model's choice is measured first, and is what everything else has to beat: in
-turns, twice, and with the right result. So a search can end at any time, and what
-it leaves is never slower than what there was.
+The cost model's selection is measured first, and every other candidate has to beat it:
+alternating with it, twice, and with the right result. So a search can end at any time, and
+the schedules that it stores are never slower than those of the cost model.
 
 Importing this package imports no optimiser and starts no process.
 """

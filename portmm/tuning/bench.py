@@ -1,8 +1,7 @@
-"""What a worker does with one case: pose, build, check, time.
+"""Measurement of one case in a worker: prepare, build, check, time.
 
-Owns `Bench`. Imports `ops.matmul`, `comparison`, `dispatch.cpu`, `dispatch.overrides`, `dispatch.config`. Everything
-goes through the functions that a user calls, so whatever they can compute can be
-tuned: weights packed or quantised, sums with an epilogue, any types.
+Owns `Bench`. Everything goes through the functions that a user calls, so whatever they
+compute can be tuned: weights packed or quantised, products with an epilogue, any types.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Bench:
-    """A case laid out, and one schedule at a time to compute it by.
+    """A case with its operands in memory, computed by one schedule at a time.
 
     Attributes:
         library: portmm as `compare` calls it.
         setup: threads, and whether caches are cold.
-        case: what is laid out.
+        case: the case that is prepared.
         data: its operands and its result; with cold caches, each copy of them.
         run: computes it.
-        problem: what `dispatch` is asked for when it runs.
-        ordered: the schedule and the threads that compute it now.
+        problem: the problem that its call passes to `dispatch`.
+        override: the schedule and the threads that compute it now.
     """
 
     library: Library
@@ -48,16 +47,16 @@ class Bench:
     data: tuple[Arrays, ...] = ()
     run: Run | None = None
     problem: Problem | None = None
-    ordered: tuple[Schedule, int] | None = None
+    override: tuple[Schedule, int] | None = None
 
-    def pose(self, case: Case, seed: int) -> Problem:
-        """Lay a case out; the problem that its call asks to have solved. Nothing is computed.
+    def prepare(self, case: Case, seed: int) -> Problem:
+        """Allocate the operands of a case and return the problem of its call. Nothing is computed.
 
         Raises:
             ScheduleError: it is computed without a kernel of its own.
             UnsupportedError: it cannot be called.
         """
-        self.case, self.ordered = case, None
+        self.case, self.override = case, None
         data = arrays(case, seed)
         overrides.clear_overrides()
         if self.setup.cold:
@@ -73,7 +72,7 @@ class Bench:
         raise ScheduleError(f"{case.name} is computed without a kernel of its own: there is nothing to tune")
 
     def build(self, schedule: Schedule) -> None:
-        """Compile a schedule's kernel into the cache; nothing of it is loaded.
+        """Compile a schedule's kernel into the cache, without loading it.
 
         Raises:
             BuildError: the compiler failed.
@@ -82,13 +81,13 @@ class Bench:
         cpu_dispatch.build_kernel(cpu_dispatch.kernel_of(schedule, cpu_dispatch.isa_of(schedule, config.target())))
 
     def check(self, schedule: Schedule, workers: int) -> tuple[float, float]:
-        """Compute once by a schedule into a poisoned result; the error and what is allowed.
+        """Compute once by a schedule into a poisoned result; return the error and its bound.
 
         Raises:
             BuildError: the kernel cannot be loaded.
         """
-        self._order(schedule, workers)
-        assert self.case is not None  # noqa: S101 - it is posed
+        self._override(schedule, workers)
+        assert self.case is not None  # noqa: S101 - it is prepared
         if isinstance(self.run, cold.Round):
             return cold.checked(self.case, self.run, self.data, EXACT)
         (data,) = self.data
@@ -99,23 +98,23 @@ class Bench:
         return judge(self.case, data)
 
     def _call(self, count: int) -> None:
-        assert self.run is not None  # noqa: S101 - it is posed
+        assert self.run is not None  # noqa: S101 - it is prepared
         self.run(count)
 
     def seconds(self, schedule: Schedule, workers: int, seconds: float) -> float:
-        """Seconds of a call by a schedule, measured in about so many."""
-        self._order(schedule, workers)
+        """Seconds of a call by a schedule, measured for about `seconds`."""
+        self._override(schedule, workers)
         if isinstance(self.run, cold.Round):
             return cold.seconds_per_call(self.run, seconds)
         return seconds_per_call(self._call, seconds)
 
-    def _order(self, schedule: Schedule, workers: int) -> None:
-        if self.ordered != (schedule, workers):
-            assert self.problem  # noqa: S101 - it is posed
-            # First without the call around it, which would make do with NumPy if it cannot be loaded.
+    def _override(self, schedule: Schedule, workers: int) -> None:
+        if self.override != (schedule, workers):
+            assert self.problem  # noqa: S101 - it is prepared
+            # First outside the user's call, which would fall back to NumPy if the kernel cannot be loaded.
             cpu_dispatch.route_by(schedule, self.problem, config.target(), workers)
             overrides.override(self.problem, schedule, workers)
-            self.ordered = schedule, workers
+            self.override = schedule, workers
 
 
 def open_bench(setup: Setup) -> Any:

@@ -1,9 +1,8 @@
-"""What is remembered of tuning that was cut short.
+"""Journal of a search, from which an interrupted one continues.
 
 Owns `Journal`: each trial is written as it ends, each case as it ends, to two tables of
-the file that holds the tuned schedules. Imports `dispatch.tuning_database`, `tuning.records`. Nothing is
-measured twice for the same problem, threads, caches, target and generator; several
-processes may write at once.
+the file that holds the tuned schedules. Nothing is measured twice for the same problem,
+threads, caches, target and generator; several processes may write at once.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ _TABLES = (
 _SAME = "what = ? AND threads = ? AND cold = ? AND machine = ? AND generator = ?"
 _FIELDS = "schedule, workers, state, predicted, seconds, reason"
 _TRIALS = f"SELECT {_FIELDS} FROM trials WHERE {_SAME} ORDER BY rowid"  # noqa: S608 - of constants
-_FOUND = f"SELECT share, found FROM tuned_cases WHERE {_SAME}"  # noqa: S608 - of constants
+_OUTCOME = f"SELECT share, found FROM tuned_cases WHERE {_SAME}"  # noqa: S608 - of constants
 
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """The tables, as one run of `tune` sees them.
+    """The tables, restricted to the rows of one run of `tune`.
 
     Attributes:
-        path: the file; None to remember nothing.
+        path: the file; None to store nothing.
         threads: the most threads of a call.
         cold: caches are emptied before each call.
-        machine: the target, and what the processor calls itself.
-        generator: which version of portmm's files generates kernels.
-        effort: what kind of search this is: a smaller one does not finish a case for a larger one.
+        machine: the target, and the model name of the processor.
+        generator: version of portmm's files that generate kernels.
+        effort: kind and size of the search: a smaller one does not finish a case for a larger one.
     """
 
     path: Path | None
@@ -58,7 +57,7 @@ class Journal:
     effort: str = ""
 
     def trials(self, problem: str) -> list[Trial]:
-        """What was tried for a problem, in that order."""
+        """Trials of a problem, in the order in which they were measured."""
         if self.path is None:
             return []
         with self._open() as base:
@@ -66,7 +65,7 @@ class Journal:
             return [Trial(*row) for row in rows]
 
     def keep(self, problem: str, trial: Trial) -> None:
-        """Write a trial down."""
+        """Store a trial."""
         if self.path is None:
             return
         values = (trial.schedule, trial.workers, trial.state, trial.predicted, trial.seconds, trial.reason)
@@ -77,29 +76,29 @@ class Journal:
             )
 
     def finished(self, case: Case, share: float) -> dict[str, Any] | None:
-        """What was found for a case that had all the time it could use, or at least `share` seconds of it."""
+        """Stored outcome of a case whose search was complete, or had at least `share` seconds; None without one."""
         if self.path is None:
             return None
         with self._open() as base:
-            row = base.execute(_FOUND, self._key(self._told(case))).fetchone()
-        found: dict[str, Any] | None = json.loads(row[1]) if row else None
-        return found if found and (found["finished"] or row[0] >= share) else None
+            row = base.execute(_OUTCOME, self._key(self._text(case))).fetchone()
+        outcome: dict[str, Any] | None = json.loads(row[1]) if row else None
+        return outcome if outcome and (outcome["finished"] or row[0] >= share) else None
 
-    def finish(self, case: Case, share: float, found: dict[str, Any]) -> None:
-        """Write down what was found for a case in its share of seconds."""
+    def finish(self, case: Case, share: float, outcome: dict[str, Any]) -> None:
+        """Store the outcome of a case that was searched for `share` seconds."""
         if self.path is None:
             return
         with self._open() as base:
             base.execute(
                 "INSERT OR REPLACE INTO tuned_cases VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (*self._key(self._told(case)), share, json.dumps(found)),
+                (*self._key(self._text(case)), share, json.dumps(outcome)),
             )
 
-    def _told(self, case: Case) -> str:
+    def _text(self, case: Case) -> str:
         return json.dumps([asdict(case), self.effort], sort_keys=True)
 
-    def _key(self, what: str) -> tuple[str, int, int, str, str]:
-        return what, self.threads, int(self.cold), self.machine, self.generator
+    def _key(self, problem: str) -> tuple[str, int, int, str, str]:
+        return problem, self.threads, int(self.cold), self.machine, self.generator
 
     @contextmanager
     def _open(self) -> Iterator[Connection]:
@@ -108,7 +107,7 @@ class Journal:
         Raises:
             DatabaseError: it is no such database, or cannot be written.
         """
-        assert self.path is not None  # noqa: S101 - asked before
+        assert self.path is not None  # noqa: S101 - callers test it first
         with opened(self.path, write=True) as base:
             for table in _TABLES:
                 base.execute(table)

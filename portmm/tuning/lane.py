@@ -1,7 +1,7 @@
-"""The parent's end of the process that candidates run in.
+"""Parent's side of the process that candidates run in.
 
-Owns `Lane`: it asks with a limit of time, starts the worker anew when a candidate
-took it down, and turns whatever happens into an answer. Imports `comparison.process`.
+Owns `Lane`: it sends requests with a time limit, restarts the worker after a candidate
+crashed it, and turns every outcome into a result.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 OPENER = "portmm.tuning.bench:open_bench"
 OPENING = 120.0
 COMPILING = 60.0
-"""Seconds for all of some kernels to be compiled."""
+"""Seconds to compile one batch of kernels."""
 TIMES = 50
-"""Of the usual schedule's seconds that a candidate is waited for: it computes several times, and some are far worse."""
+"""Multiple of the base schedule's time that a candidate may take: it computes several times, and some are far worse."""
 
 
 class LostError(Exception):
-    """A candidate took the worker down: `state` is "crashed" or "timeout", the message says how."""
+    """A candidate crashed the worker or hung: `state` is "crashed" or "timeout", the message says how."""
 
     def __init__(self, state: str, reason: str) -> None:
         super().__init__(reason)
@@ -38,14 +38,14 @@ class LostError(Exception):
 
 @dataclass(slots=True)
 class Lane:
-    """A worker, there again whenever it is needed; whoever makes one calls `close`.
+    """A worker process that is restarted when it is needed; its owner calls `close`.
 
     Attributes:
         setup: threads and target.
         seed: of the operands.
-        patience: seconds for a candidate to compute what takes the usual schedule no time.
+        patience: seconds that a candidate may take in addition to `TIMES` the base schedule's time.
         opener: "module:function" that opens its bench.
-        case: what is laid out.
+        case: the case that is prepared.
     """
 
     setup: Setup
@@ -54,22 +54,22 @@ class Lane:
     opener: str = OPENER
     case: Case | None = None
     _worker: Worker | None = None
-    _posed: bool = False
+    _prepared: bool = False
 
-    def pose(self, case: Case) -> Problem | str:
-        """Lay out a case; the problem that is posed, or why there is none."""
-        self.case, self._posed = case, False
+    def prepare(self, case: Case) -> Problem | str:
+        """Prepare a case; return the problem of its call, or the reason why there is none."""
+        self.case, self._prepared = case, False
         try:
-            answer = self._pose()
+            answer = self._prepare()
         except LostError as lost:
             return str(lost)
         if answer["state"] != "ok":
             return str(answer["reason"])
-        self._posed = True
+        self._prepared = True
         return Problem(**answer["problem"])
 
     def build(self, schedules: Sequence[str]) -> list[str]:
-        """Compile some schedules at once; for each "" or why it cannot be."""
+        """Compile schedules in parallel; return for each "" or the reason of its failure."""
         if not schedules:
             return []
         try:
@@ -80,7 +80,7 @@ class Lane:
         return [reason for one in schedules for reason in self.build([one])]
 
     def check(self, schedule: str, workers: int, usual: float) -> tuple[str, str]:
-        """Compute once: "ok", or what happened and why; `usual` is about how long it takes, in seconds."""
+        """Compute once; return the state, "ok" or another, and its reason. `usual` is the expected time in seconds."""
         try:
             answer = self._ask({"do": "check", "schedule": schedule, "workers": workers}, self._limit(usual))
         except LostError as lost:
@@ -88,7 +88,7 @@ class Lane:
         return answer["state"], answer.get("reason", "")
 
     def time(self, schedule: str, workers: int, seconds: float, usual: float) -> float:
-        """Seconds of a call, measured in about `seconds`.
+        """Seconds of a call, measured for about `seconds`.
 
         Raises:
             LostError: the worker is gone.
@@ -100,14 +100,14 @@ class Lane:
         return self.patience + TIMES * usual
 
     def _ask(self, request: dict[str, Any], limit: float) -> dict[str, Any]:
-        if self._worker is None or not self._posed:
-            self._posed = self._pose()["state"] == "ok"
+        if self._worker is None or not self._prepared:
+            self._prepared = self._prepare()["state"] == "ok"
         return self._send(request, limit)
 
-    def _pose(self) -> dict[str, Any]:
-        assert self.case  # noqa: S101 - whoever asks has posed one
+    def _prepare(self) -> dict[str, Any]:
+        assert self.case  # noqa: S101 - callers prepare one first
         self._start()
-        return self._send({"do": "pose", "case": asdict(self.case), "seed": self.seed}, OPENING)
+        return self._send({"do": "prepare", "case": asdict(self.case), "seed": self.seed}, OPENING)
 
     def _send(self, request: dict[str, Any], limit: float) -> dict[str, Any]:
         assert self._worker  # noqa: S101 - it is started
@@ -131,6 +131,6 @@ class Lane:
 
     def close(self) -> None:
         """End the worker."""
-        worker, self._worker, self._posed = self._worker, None, False
+        worker, self._worker, self._prepared = self._worker, None, False
         if worker:
             worker.close()

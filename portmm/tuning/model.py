@@ -1,6 +1,6 @@
-"""What the cost model says of the schedules of a problem.
+"""Candidate schedules of a problem, ranked by the cost model.
 
-Owns `Candidate` and their order. Imports `schedule.cpu_candidates`, `dispatch.cpu`, `schedule.schedule`.
+Owns `Candidate` and `ranked`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule, and threads to share it.
+    """A schedule and the number of threads that run it.
 
     Attributes:
         schedule: the schedule.
@@ -36,26 +36,26 @@ class Candidate:
     @property
     def text(self) -> str:
         """The schedule in one word."""
-        known = self.__dict__  # functools.cached_property has a lock, which a forked child may find held
-        if "text" not in known:
-            known["text"] = spell(self.schedule)
-        found: str = known["text"]
-        return found
+        cache = self.__dict__  # functools.cached_property has a lock, which a forked child may find held
+        if "text" not in cache:
+            cache["text"] = spell(self.schedule)
+        text: str = cache["text"]
+        return text
 
     @property
     def key(self) -> tuple[str, int]:
-        """What tells it from others."""
+        """Identity of the candidate: schedule and threads."""
         return self.text, self.workers
 
 
 def ranked(p: Problem, target: Target, threads: int) -> list[Candidate]:
-    """All candidates for as many threads, and for one, by predicted time, but the analytical choice first.
+    """All candidates for `threads` threads and for one, by predicted time, but the cost model's selection first.
 
     Raises:
-        ScheduleError: nothing is legal.
+        ScheduleError: no schedule is legal.
     """
     counts = dict.fromkeys((1, max(1, threads)))
-    found = [Candidate(s, w, predicted(p, s, target, w).seconds) for s in candidates(p, target) for w in counts]
-    found.sort(key=lambda x: x.predicted)
-    first = preferred([(x.predicted, x.schedule) for x in found], p, target)
-    return [found[first], *found[:first], *found[first + 1 :]]
+    order = [Candidate(s, w, predicted(p, s, target, w).seconds) for s in candidates(p, target) for w in counts]
+    order.sort(key=lambda x: x.predicted)
+    first = preferred([(x.predicted, x.schedule) for x in order], p, target)
+    return [order[first], *order[:first], *order[first + 1 :]]

@@ -1,7 +1,7 @@
-"""What to try beyond the candidates of the cost model.
+"""Schedules proposed beyond the candidates of the cost model.
 
-Owns `Proposals`, which walks the space of legal schedules by Optuna's estimator of
-densities (TPE), seeded. Imports `dispatch.cpu`, `schedule.neighbourhood`, `tuning.model`; Optuna when there is one.
+Owns `Proposals`, which searches the space of legal schedules by Optuna's tree-structured
+Parzen estimator (TPE), seeded, where Optuna is installed.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
     from portmm.tuning.records import Trial
 
 MOST = 64
-"""Schedules proposed for one case: the estimator has seen what it can by then."""
+"""Most schedules proposed for one case: more do not improve the estimator."""
 VAIN = 200
-"""Proposals in a row that are illegal, known or hopeless, after which the space counts as searched."""
+"""Consecutive proposals that are illegal, known or hopeless, after which the space counts as searched."""
 HOPELESS = 1.5
-"""Times of the least predicted time past which a proposal is not measured."""
+"""Multiple of the least predicted time above which a proposal is not measured."""
 FIRST = 10
-"""Random proposals before the estimator sets in."""
+"""Random proposals before those of the estimator."""
 MISSING = "Optuna is not installed: only the cost model's candidates were measured; pip install 'portmm[tune]'"
 
 
 @dataclass(slots=True)
 class Proposals:
-    """One case's search.
+    """Search of one case beyond its candidates.
 
     Attributes:
-        space: what may be tried.
+        space: the search neighbourhood of the candidates.
         counts: numbers of threads that may share the work.
         least: the least predicted time among the candidates.
-        study: Optuna's.
-        left: proposals to go.
+        study: Optuna's study.
+        left: number of proposals that are left.
     """
 
     space: Space
@@ -51,28 +51,28 @@ class Proposals:
     least: float
     study: Any
     left: int = MOST
-    _asked: dict[tuple[str, int], Any] = field(default_factory=dict)
+    _pending: dict[tuple[str, int], Any] = field(default_factory=dict)
 
     def ask(self, count: int, known: Mapping[tuple[str, int], Trial]) -> list[Candidate]:
-        """Some candidates that are not known yet; none when the search has come to its end."""
-        found: list[Candidate] = []
+        """At most `count` candidates that are not known yet; none at the end of the search."""
+        proposed: list[Candidate] = []
         vain = 0
-        while len(found) < min(count, self.left) and vain < VAIN:
+        while len(proposed) < min(count, self.left) and vain < VAIN:
             trial = self.study.ask()
-            one = self._made(trial)
-            if one is None or one.key in self._asked or one.predicted > HOPELESS * self.least:
+            one = self._candidate(trial)
+            if one is None or one.key in self._pending or one.predicted > HOPELESS * self.least:
                 self.study.tell(trial, state=_state("FAIL"))
             elif one.key in known:
-                self._told(trial, known[one.key])
+                self._tell(trial, known[one.key])
             else:
-                self._asked[one.key] = trial
-                found.append(one)
+                self._pending[one.key] = trial
+                proposed.append(one)
                 continue
             vain += 1
-        self.left -= len(found)
-        return found
+        self.left -= len(proposed)
+        return proposed
 
-    def _made(self, trial: Any) -> Candidate | None:
+    def _candidate(self, trial: Any) -> Candidate | None:
         values = {name: trial.suggest_categorical(name, list(of)) for name, of in self.space.knobs.items()}
         workers = trial.suggest_categorical("workers", list(self.counts))
         schedule = self.space.schedule(values)
@@ -81,17 +81,17 @@ class Proposals:
         cost = predicted(self.space.problem, schedule, self.space.target, workers)
         return Candidate(schedule, workers, cost.seconds)
 
-    def told(self, trial: Trial) -> None:
-        """Learn what became of a candidate."""
-        asked = self._asked.get((trial.schedule, trial.workers))
-        if asked is not None:
-            self._told(asked, trial)
+    def tell(self, trial: Trial) -> None:
+        """Pass the measurement of a proposed candidate to the estimator."""
+        pending = self._pending.get((trial.schedule, trial.workers))
+        if pending is not None:
+            self._tell(pending, trial)
 
-    def _told(self, asked: Any, trial: Trial) -> None:
+    def _tell(self, pending: Any, trial: Trial) -> None:
         if trial.state == OK and trial.seconds > 0:
-            self.study.tell(asked, math.log(trial.seconds))
+            self.study.tell(pending, math.log(trial.seconds))
         else:
-            self.study.tell(asked, state=_state("FAIL"))
+            self.study.tell(pending, state=_state("FAIL"))
 
 
 def _state(name: str) -> Any:
@@ -101,7 +101,7 @@ def _state(name: str) -> Any:
 
 
 def installed() -> bool:
-    """Optuna is there."""
+    """Whether Optuna is installed."""
     try:
         import optuna  # noqa: F401
     except ImportError:
@@ -110,14 +110,14 @@ def installed() -> bool:
 
 
 def proposals(p: Problem, target: Target, order: Sequence[Candidate], seed: int) -> Proposals:
-    """A search over the schedules that are legal for a problem, of which `order` are the candidates."""
+    """Search over the legal schedules of a problem in the neighbourhood of `order`, its candidates."""
     import optuna
 
     listed = list(dict.fromkeys(x.schedule for x in order))
     counts = tuple(sorted({x.workers for x in order}))
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     with warnings.catch_warnings():
-        # That several parameters are estimated together is experimental to Optuna.
+        # Optuna marks the joint estimation of several parameters as experimental.
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=FIRST, constant_liar=True)
     study = optuna.create_study(sampler=sampler, direction="minimize")

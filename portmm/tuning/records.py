@@ -1,7 +1,7 @@
-"""What tuning found.
+"""Records of tuning.
 
 Owns `Trial`, `TunedCase` and `Tuning`, their JSON, their rows for data frames and their table
-for notebooks. Imports nothing of portmm but `comparison.suite`'s record.
+for notebooks.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ if TYPE_CHECKING:
     from portmm.comparison.case import Case
 
 OK, WRONG, CRASHED, TIMEOUT, UNBUILDABLE = STATES = ("ok", "wrong", "crashed", "timeout", "unbuildable")
-"""What became of a candidate."""
+"""States of a measured candidate."""
 SCHEMA = 1
 FEWEST = 3
-"""Trials from which an order says something."""
+"""Fewest trials whose rank correlation is meaningful."""
 MOST_FAILED = 10
-"""Candidates whose failure the summary tells."""
+"""Most failed candidates that the summary lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One candidate and what became of it.
+    """Measurement of one candidate.
 
     Attributes:
         schedule: as `schedule.spell` writes it.
         workers: threads that share the work.
         state: one of `STATES`.
         predicted: seconds of a call, by the cost model.
-        seconds: of a call: those of the analytical choice, times the ratio measured in turns with it; 0 if it failed.
+        seconds: of a call: those of the analytical choice, times the ratio measured in alternation with it; 0 if it
+            failed.
         reason: why it failed.
     """
 
@@ -51,20 +52,20 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class TunedCase:
-    """What was found for one case.
+    """Result of tuning one case.
 
     Attributes:
-        case: what was called.
-        problem: what that call computes, as text; empty if nothing can be tuned.
-        analytical: the cost model's choice.
+        case: the case that was called.
+        problem: the problem of that call, as text; empty if nothing can be tuned.
+        analytical: the cost model's selection.
         analytical_workers: threads that share it.
         tuned: the fastest schedule; the analytical one unless another is surely faster.
         tuned_workers: threads that share it.
         analytical_seconds: of a call by the first, measured.
-        seconds: of a call by the second, measured in turns with the first.
+        seconds: of a call by the second, measured in alternation with the first.
         predicted: of a call by the first, in seconds.
-        trials: what was tried, in that order; the first is the analytical choice.
-        finished: no time was lacking, and nobody interrupted it.
+        trials: trials in the order in which they were measured; the first is the analytical choice.
+        finished: the search was complete: neither out of time nor interrupted.
         reason: why nothing was tuned.
     """
 
@@ -93,30 +94,30 @@ class TunedCase:
 
     @property
     def failed(self) -> tuple[Trial, ...]:
-        """The trials that did not."""
+        """The trials that failed."""
         return tuple(x for x in self.trials if x.state != OK)
 
     @property
     def rank_correlation(self) -> float | None:
-        """Spearman's, of predicted and measured seconds over the trials; None where they are too few."""
+        """Spearman's coefficient of predicted and measured seconds over the trials; None for too few trials."""
         return spearman([x.predicted for x in self.measured], [x.seconds for x in self.measured])
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What was found for some cases.
+    """Result of one call of `tune`.
 
     Attributes:
         machine: name of the target.
-        chip: what the processor calls itself.
+        chip: model name of the processor.
         threads: the most threads of a call.
         cold: caches were emptied before each call.
-        cases: what was found, by case.
-        spent: seconds that it took.
-        date: of the day, ISO.
-        database: the file that it was written to; empty if to none.
+        cases: results by case.
+        spent: seconds that the call took.
+        date: date of the call, ISO.
+        database: the file that schedules were written to; empty if to none.
         interrupted: Ctrl-C ended it; cases that were not reached are left out.
-        notes: what a reader should know.
+        notes: remarks for the reader.
     """
 
     machine: str
@@ -137,15 +138,14 @@ class Tuning:
 
     @property
     def geomean(self) -> float | None:
-        """Geometric mean of the rate of the analytical choice over that of the tuned schedule: 1 if none is faster."""
+        """Geometric mean of the rates of the analytical choices over those of the tuned schedules, at most 1."""
         logs = [math.log(x.ratio) for x in self.tuned]
         return math.exp(-sum(logs) / len(logs)) if logs else None
 
     @property
     def rank_correlation(self) -> float | None:
         """Mean over the cases of the rank correlation of predicted and measured seconds."""
-        found = [x.rank_correlation for x in self.tuned]
-        known = [x for x in found if x is not None]
+        known = [y for x in self.tuned if (y := x.rank_correlation) is not None]
         return sum(known) / len(known) if known else None
 
     @property
@@ -170,13 +170,13 @@ class Tuning:
         ]
 
     def to_json(self) -> str:
-        """All of it."""
+        """The whole record as JSON text."""
         data = {"schema": SCHEMA, **asdict(self)}
-        del data["database"]  # a place on one machine, and results are shared
+        del data["database"]  # a path on one machine, and results are shared
         data |= {"geomean": self.geomean, "rank_correlation": self.rank_correlation}
         data["choices_correlation"] = self.choices_correlation
-        for row, found in zip(data["cases"], self.cases, strict=True):
-            row |= {"ratio": found.ratio, "rank_correlation": found.rank_correlation}
+        for row, case in zip(data["cases"], self.cases, strict=True):
+            row |= {"ratio": case.ratio, "rank_correlation": case.rank_correlation}
         return json.dumps(data, indent=1) + "\n"
 
     def _repr_html_(self) -> str:
@@ -191,36 +191,36 @@ COLUMNS = ("case", "shape", "analytical us", "tuned us", "times", "trials", "fai
 
 
 def cells(x: TunedCase) -> tuple[str, ...]:
-    """A case as a row of the table."""
+    """Cells of a case's row of the table."""
     if not x.seconds:
         return (x.case.name, x.case.shape, *[""] * 6, x.reason)
     order = x.rank_correlation
-    found = "analytical" if (x.tuned, x.tuned_workers) == (x.analytical, x.analytical_workers) else x.tuned
+    name = "analytical" if (x.tuned, x.tuned_workers) == (x.analytical, x.analytical_workers) else x.tuned
     return (
         *(x.case.name, x.case.shape, f"{x.analytical_seconds * 1e6:.1f}", f"{x.seconds * 1e6:.1f}", f"{x.ratio:.2f}"),
         *(str(len(x.trials)), str(len(x.failed)), "" if order is None else f"{order:.2f}"),
-        found if found == "analytical" or x.tuned_workers == 1 else f"{found} [{x.tuned_workers}]",
+        name if name == "analytical" or x.tuned_workers == 1 else f"{name} [{x.tuned_workers}]",
     )
 
 
-def summary(found: Tuning) -> list[str]:
-    """What a table of cases adds up to, a line each."""
+def summary(tuning: Tuning) -> list[str]:
+    """Summary lines of a table of cases: mean rate, rank correlation, failures and notes."""
     lines = []
-    if found.geomean is not None:
-        lowest = max(found.tuned, key=lambda x: x.ratio)
+    if tuning.geomean is not None:
+        lowest = max(tuning.tuned, key=lambda x: x.ratio)
         lines.append(
-            f"The analytical choice reaches {found.geomean:.1%} of the tuned schedules' rate (geometric mean of "
-            f"{len(found.tuned)}; lowest {1 / lowest.ratio:.1%}, {lowest.case.name})."
+            f"The analytical choice reaches {tuning.geomean:.1%} of the tuned schedules' rate (geometric mean of "
+            f"{len(tuning.tuned)}; lowest {1 / lowest.ratio:.1%}, {lowest.case.name})."
         )
-    inside, across = found.rank_correlation, found.choices_correlation
+    inside, across = tuning.rank_correlation, tuning.choices_correlation
     if inside is not None:
         over = "" if across is None else f", over the cases' analytical choices {across:.2f}"
         lines.append(f"Rank correlation of predicted and measured time: {inside:.2f} within cases{over}.")
-    failed = [(x.case.name, y) for x in found.cases for y in x.failed]
+    failed = [(x.case.name, y) for x in tuning.cases for y in x.failed]
     lines += [f"{name}: {y.state}: {y.schedule}: {y.reason}" for name, y in failed[:MOST_FAILED]]
     if len(failed) > MOST_FAILED:
         lines.append(f"{len(failed) - MOST_FAILED} more candidates failed; the JSON names them.")
-    return [*lines, *found.notes]
+    return [*lines, *tuning.notes]
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float | None:
@@ -234,6 +234,6 @@ def spearman(one: Sequence[float], other: Sequence[float]) -> float | None:
 
 
 def _ranks(values: Any) -> Any:
-    """Places in order, equals sharing the mean of theirs."""
+    """Ranks of values; ties share their mean rank."""
     _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[which]

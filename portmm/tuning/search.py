@@ -1,14 +1,14 @@
-"""The search for one case.
+"""Search for the fastest schedule of one case.
 
-Owns `Race`, which measures candidates beside the analytical choice, and `search`,
-which decides who is next. Imports `dispatch.tuning_database`, and `tuning`'s lane, model, journal and records.
+Owns `Race`, which measures candidates against the analytical choice, and `search`,
+which sets the order of measurements.
 
-No time is compared with one taken earlier: a candidate and the analytical choice are
-timed in turns, and the median of the ratios counts. A candidate that is plainly slower
-than the best one is given up after a few turns. The best meet the analytical choice
-once more at the end, since the least of many noisy ratios is too good, and in other
-processes, since where its pages lie may favour one kernel for as long as a process lives;
-a schedule that does not win in each of them is not chosen.
+No time is compared with one taken earlier: runs of a candidate and of the analytical
+choice alternate, and the median of the ratios counts. A candidate that is clearly slower
+than the best one is dropped after a few turns. The best are compared with the analytical
+choice once more at the end, since the least of many noisy ratios is too optimistic, and in
+new processes, since the physical pages of a process may favour one kernel for as long as
+it lives; a schedule that does not win in each of them is not selected.
 """
 
 from __future__ import annotations
@@ -33,44 +33,44 @@ if TYPE_CHECKING:
     from portmm.tuning.lane import Lane
 
 NEAR = 2.0
-"""Times of the least predicted time up to which a candidate is measured before the search goes beyond candidates."""
+"""Multiple of the least predicted time up to which a candidate is measured before further schedules are proposed."""
 SHORT = 8
-"""Candidates that are measured, whatever is predicted."""
+"""Candidates that are measured whatever their predicted time."""
 FASTER = 0.99
 """Ratio of times below which a schedule counts as faster."""
 SLOWER = 1.05
-"""Ratio of times after `FEW` turns above which a candidate is given up."""
+"""Ratio of times after `FEW` turns above which a candidate is dropped."""
 FIRST, FEW, PAIRS, LAST = 3, 2, 6, 10
-"""Turns to find out how long the first takes, who is plainly slower, who is faster, and who is chosen."""
+"""Turns that time the base, detect a clearly slower candidate, time a candidate, and time a finalist."""
 FINALISTS, PROCESSES = 3, 2
-"""Candidates that meet the analytical choice once more, and in how many processes each."""
+"""Number of finalists, which are compared with the analytical choice once more, and of processes for each."""
 RESERVE = 0.2
-"""Share of the time that is kept for that."""
+"""Share of the time that is reserved for the finalists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How candidates are measured.
+    """Limits of the measurement of candidates.
 
     Attributes:
         turn: seconds of one turn.
-        abreast: kernels that are compiled at once.
-        deadline: when to end, by `time.monotonic`.
+        parallel: kernels that are compiled in parallel.
+        deadline: end of the search, by `time.monotonic`.
     """
 
     turn: float = 0.01
-    abreast: int = 2
+    parallel: int = 2
     deadline: float = float("inf")
 
     @property
     def over(self) -> bool:
-        """There is no time left."""
+        """Whether the deadline has passed."""
         return time.monotonic() >= self.deadline
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Somebody who computes the right result, and in how many seconds."""
+    """A candidate that computes the right result, and its seconds for a call."""
 
     candidate: Candidate
     seconds: float
@@ -78,16 +78,16 @@ class Standing:
 
 @dataclass(slots=True)
 class Race:
-    """One case while it is searched.
+    """State of the search of one case.
 
     Attributes:
-        lane: where candidates run.
-        problem: what is computed.
-        rules: how.
-        journal: where trials are written down.
-        trials: what was tried, by schedule and workers, in that order.
-        base: the first that was right: the analytical choice, unless that fails.
-        chosen: `base`, or who was faster once more at the end.
+        lane: runs candidates.
+        problem: the problem that is computed.
+        rules: limits of the measurement.
+        journal: stores trials.
+        trials: trials by schedule and workers, in the order in which they were measured.
+        base: the first candidate with a right result: the analytical choice, unless that fails.
+        winner: `base`, or a finalist that was faster once more at the end.
     """
 
     lane: Lane
@@ -96,22 +96,22 @@ class Race:
     journal: Journal
     trials: dict[tuple[str, int], Trial] = field(default_factory=dict)
     base: Standing | None = None
-    chosen: Standing | None = None
+    winner: Standing | None = None
 
     @property
     def best(self) -> float:
-        """The least seconds until now."""
+        """The least seconds of a call so far."""
         return min((x.seconds for x in self.trials.values() if x.state == OK), default=0.0)
 
     def begin(self, order: Sequence[Candidate]) -> None:
-        """Find the first candidate that is right; what earlier runs know is known."""
+        """Find the first candidate with a right result; trials of earlier runs are read from the journal."""
         self.trials = {(x.schedule, x.workers): x for x in self.journal.trials(problem_text(self.problem))}
         for one in order:
             before = self.trials.get(one.key)
             if before and before.state == WRONG:
                 continue
-            before = before if before and before.state == OK else None  # what else failed may have been bad luck
-            state, reason = self._tried(one, *self.lane.build([one.text]))
+            before = before if before and before.state == OK else None  # any other failure may not recur
+            state, reason = self._checked(one, *self.lane.build([one.text]))
             seconds = before.seconds if before else 0.0
             if state == OK and not before:
                 try:
@@ -121,12 +121,12 @@ class Race:
             if state != OK or not before:
                 self._keep(one, state, reason, seconds)
             if state == OK:
-                self.base = self.chosen = Standing(one, seconds)
+                self.base = self.winner = Standing(one, seconds)
                 return
 
     def run(self, candidates: Iterable[Candidate]) -> Iterator[Trial]:
-        """Measure candidates that were not yet, as long as there is time; what became of each."""
-        for some in _chunks((x for x in candidates if x.key not in self.trials), self.rules.abreast):
+        """Measure candidates without a trial until the deadline, and yield their trials."""
+        for some in _chunks((x for x in candidates if x.key not in self.trials), self.rules.parallel):
             if self.rules.over:
                 return
             reasons = self.lane.build([x.text for x in some])
@@ -136,9 +136,9 @@ class Race:
                 yield self.measure(one, reason)
 
     def measure(self, one: Candidate, refused: str = "") -> Trial:
-        """Check a candidate whose kernel is built, unless it was refused, and time it in turns with the base."""
-        assert self.base  # noqa: S101 - it was found first
-        state, reason = self._tried(one, refused)
+        """Time a candidate against the base, after a check; `refused` says why its kernel is not built."""
+        assert self.base  # noqa: S101 - `begin` sets it
+        state, reason = self._checked(one, refused)
         if state != OK:
             return self._keep(one, state, reason)
         enough = SLOWER * self.best / self.base.seconds
@@ -153,19 +153,19 @@ class Race:
         return self._keep(one, OK, "", self.base.seconds * statistics.median(ratios))
 
     def confirm(self) -> None:
-        """Whether the best are faster than the analytical choice, measured afresh, and right after many calls."""
+        """Compare the finalists with the base in new processes, check them after many calls, and set the winner."""
         if not self.base:
             return
         faster = (x for x in self.trials.values() if x.state == OK and x.seconds < FASTER * self.base.seconds)
         for trial in sorted(faster, key=lambda x: x.seconds)[:FINALISTS]:
-            if self.chosen is not self.base and self.rules.over:
+            if self.winner is not self.base and self.rules.over:
                 return
             one = _candidate(trial)
             ratio = self._final(one)
             if ratio < math.inf:
                 self._keep(one, OK, "", self.base.seconds * ratio)
-            if ratio < FASTER and self.base.seconds * ratio < self.chosen.seconds:  # type: ignore[union-attr]
-                self.chosen = Standing(one, self.base.seconds * ratio)
+            if ratio < FASTER and self.base.seconds * ratio < self.winner.seconds:  # type: ignore[union-attr]
+                self.winner = Standing(one, self.base.seconds * ratio)
 
     def _final(self, one: Candidate) -> float:
         """The larger ratio of the times of a candidate and the base in two new processes; infinite if it fails."""
@@ -178,7 +178,7 @@ class Race:
         return worst
 
     def _again(self, one: Candidate) -> float:
-        """Ratio of the times of a candidate and the base; infinite if it fails."""
+        """Ratio of the times of a candidate and the base in this process; infinite if it fails."""
         ratios: list[float] = []
         if self.lane.build([one.text])[0]:
             return math.inf
@@ -191,28 +191,28 @@ class Race:
             self._keep(one, lost.state, str(lost))
             return math.inf
         # A race between threads may show only after many calls.
-        state, reason = self._tried(one, "")
+        state, reason = self._checked(one, "")
         if state != OK:
             self._keep(one, state, f"after timing, {reason}" if state == WRONG else reason)
             return math.inf
         return statistics.median(ratios)
 
     def _pair(self, one: Candidate, turn: int) -> float:
-        """Seconds of a candidate over those of the base, one after the other, now this one first, now that one."""
-        assert self.base  # noqa: S101 - it was found first
+        """Seconds of a candidate over those of the base, timed one after the other; the first alternates by turn."""
+        assert self.base  # noqa: S101 - `begin` sets it
         usual = self.base.seconds
         mine = 0.0 if turn % 2 else self._seconds(one, usual)
         try:
             other = self._seconds(self.base.candidate, usual)
         except LostError as lost:
-            raise LostError(CRASHED, f"the analytical choice, right before, failed beside this one: {lost}") from None
+            raise LostError(CRASHED, f"the analytical choice, right before, failed next to this one: {lost}") from None
         return (mine or self._seconds(one, usual)) / other
 
     def _seconds(self, one: Candidate, usual: float) -> float:
         return self.lane.time(one.text, one.workers, self.rules.turn, usual)
 
-    def _tried(self, one: Candidate, refused: str) -> tuple[str, str]:
-        """Whether a candidate computes the right result."""
+    def _checked(self, one: Candidate, refused: str) -> tuple[str, str]:
+        """State and reason of a check of a candidate's result."""
         if refused:
             return UNBUILDABLE, refused
         return self.lane.check(one.text, one.workers, self.base.seconds if self.base else one.predicted)
@@ -225,12 +225,12 @@ class Race:
 
 
 def _candidate(trial: Trial) -> Candidate:
-    """What a trial was of."""
+    """The candidate of a trial."""
     return Candidate(parse(trial.schedule), trial.workers, trial.predicted)
 
 
 def _chunks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """Some at a time, each asked for only when it is needed."""
+    """Lists of at most `size` items, drawn lazily from an iterable."""
     some: list[Any] = []
     for x in items:
         some.append(x)
@@ -242,7 +242,7 @@ def _chunks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
 
 
 def short_list(order: Sequence[Candidate], *, everything: bool) -> Sequence[Candidate]:
-    """The candidates that are worth measuring, best first."""
+    """The candidates that are measured, best predicted first."""
     if everything:
         return order
     least = min(x.predicted for x in order)
@@ -252,32 +252,32 @@ def short_list(order: Sequence[Candidate], *, everything: bool) -> Sequence[Cand
 def search(
     race: Race, order: Sequence[Candidate], listed: Sequence[Candidate], tell: Callable[[Trial], None], proposals: Any
 ) -> bool:
-    """Measure the short list, then what is proposed; whether there was time for all of it.
+    """Measure the short list, then proposed schedules; return whether the time sufficed for all of them.
 
     Args:
         race: the case.
         order: its candidates, by predicted time, of which the first is the analytical choice.
-        listed: those that are measured before anything is proposed.
+        listed: candidates that are measured before any schedule is proposed.
         tell: called with each trial.
-        proposals: what else to try: `ask`ed for some candidates at a time, none at the end, and `told` each trial;
-            None for nothing.
+        proposals: source of further candidates: `ask` returns some, none at the end, and `tell` takes each trial;
+            None for no further candidates.
     """
     race.begin(order)
     if not race.base:
         return False
-    whole = race.rules
-    left = whole.deadline - time.monotonic()
-    race.rules = replace(whole, deadline=whole.deadline - RESERVE * max(left, 0.0))
+    rules = race.rules
+    left = rules.deadline - time.monotonic()
+    race.rules = replace(rules, deadline=rules.deadline - RESERVE * max(left, 0.0))
     for trial in race.run(listed):
         tell(trial)
     while proposals is not None and not race.rules.over:
-        some = proposals.ask(race.rules.abreast, race.trials)
+        some = proposals.ask(race.rules.parallel, race.trials)
         if not some:
             break
         for trial in race.run(some):
-            proposals.told(trial)
+            proposals.tell(trial)
             tell(trial)
     over = race.rules.over
-    race.rules = whole
+    race.rules = rules
     race.confirm()
     return not over

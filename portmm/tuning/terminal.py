@@ -1,6 +1,6 @@
-"""What tuning shows on a terminal.
+"""Terminal output of tuning.
 
-Owns the bar and the table. Imports `build.cache`, `tuning.records`; rich.
+Owns the progress bar and the tables.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from portmm.tuning.records import Trial, Tuning
 
 LEFT = 2
-"""Columns whose text begins at the left: names and shapes; so does the last."""
+"""Number of leading columns that are aligned left: names and shapes; so is the last column."""
 
 
 @contextmanager
 def bar(console: Console, budget: float) -> Iterator[Callable[[float, str], None]]:
-    """A bar of the budget, fed with the seconds that are left and what happens now."""
+    """Progress bar of the budget; yields a function of the seconds that are left and a text."""
     from rich.progress import BarColumn, Progress, TextColumn
 
     columns = (
@@ -43,33 +43,35 @@ def _clock(seconds: float) -> str:
     return f"{minutes}:{rest:02}"
 
 
-def view(found: Tuning) -> RenderableType:
-    """The table of a tuning and what it adds up to."""
+def view(tuning: Tuning) -> RenderableType:
+    """Table of a tuning with its summary."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    caches = ", cold caches" if found.cold else ""
-    title = f"{found.chip}, {found.threads} thread{'s' * (found.threads != 1)}{caches}"
+    caches = ", cold caches" if tuning.cold else ""
+    title = f"{tuning.chip}, {tuning.threads} thread{'s' * (tuning.threads != 1)}{caches}"
     table = Table(title=Text(title), title_justify="left")
     for i, name in enumerate(COLUMNS):
         table.add_column(name, justify="left" if i < LEFT or i == len(COLUMNS) - 1 else "right", overflow="fold")
-    for x in found.cases:
+    for x in tuning.cases:
         table.add_row(*map(Text, cells(x)))
-    ended = [f"Interrupted after {found.spent:.0f} s; the same command goes on from here."] if found.interrupted else []
-    return Group(table, *map(Text, [*summary(found), *ended, *_kept(found)]))
+    ended = (
+        [f"Interrupted after {tuning.spent:.0f} s; the same command goes on from here."] if tuning.interrupted else []
+    )
+    return Group(table, *map(Text, [*summary(tuning), *ended, *_kept(tuning)]))
 
 
-def _kept(found: Tuning) -> list[str]:
-    """Where the schedules are, and who uses them."""
-    if not found.database or not found.tuned:
+def _kept(tuning: Tuning) -> list[str]:
+    """Line that names the database of the schedules, and the setting with which calls use it."""
+    if not tuning.database or not tuning.tuned:
         return []
-    usual = str(tuned_database() or "") == found.database
-    return [f"Kept in {found.database}; calls use it{'' if usual else ' with PORTMM_TUNED set to that'}."]
+    usual = str(tuned_database() or "") == tuning.database
+    return [f"Kept in {tuning.database}; calls use it{'' if usual else ' with PORTMM_TUNED set to that'}."]
 
 
-def predictions(found: Tuning) -> RenderableType:
-    """Predicted beside measured time of each trial, the fastest of a case first."""
+def predictions(tuning: Tuning) -> RenderableType:
+    """Table of the predicted and the measured time of each trial, the fastest of a case first."""
     from rich.table import Table
     from rich.text import Text
 
@@ -78,15 +80,15 @@ def predictions(found: Tuning) -> RenderableType:
     for name in ("predicted us", "measured us", "share"):
         table.add_column(name, justify="right")
     table.add_column("schedule", overflow="fold")
-    for case in found.tuned:
+    for case in tuning.tuned:
         trials = sorted(case.measured, key=lambda x: x.seconds)
         for i, x in enumerate(trials):
             first = Text(case.case.name if i == 0 else "")
             share = f"{trials[0].seconds / x.seconds:.2f}"
-            table.add_row(first, f"{x.predicted * 1e6:.1f}", f"{x.seconds * 1e6:.1f}", share, Text(_told(x)))
+            table.add_row(first, f"{x.predicted * 1e6:.1f}", f"{x.seconds * 1e6:.1f}", share, Text(_schedule(x)))
         table.add_section()
     return table
 
 
-def _told(x: Trial) -> str:
+def _schedule(x: Trial) -> str:
     return x.schedule if x.workers == 1 else f"{x.schedule} [{x.workers}]"

@@ -1,6 +1,6 @@
-"""Sharing time among cases.
+"""Tuning of a suite within a time budget.
 
-Owns `tune`. Imports the rest of `tuning`, `comparison`'s cases, `dispatch.config` and `dispatch.tuning_database`.
+Owns `tune`, which divides the budget among cases.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ if TYPE_CHECKING:
     from portmm.tuning.records import Trial
 
 Progress = Callable[[float, str], None]
-"""Called with the seconds that are left and what happens now."""
+"""Function that is called with the seconds that are left and a text about the current step."""
 
 SEARCHES = ("auto", "candidates")
 PASSES = 3
-"""Times that what is left of the budget goes round the cases that could use it."""
+"""Most passes over the unfinished cases, each of which divides the rest of the budget among them."""
 WORTHWHILE = 1.0
-"""Seconds for each case without which no further pass is made."""
+"""Least seconds for each case in a further pass."""
 TURN, COLD_TURN = 0.01, 0.1
 
 
 @dataclass(slots=True)
 class _Run:
-    """One call of `tune`."""
+    """State of one call of `tune`."""
 
     lane: Lane
     journal: Journal
@@ -65,7 +65,7 @@ class _Run:
     most: int
     tell: Callable[[str], None]
     path: Path | None
-    found: dict[str, TunedCase] = field(default_factory=dict)
+    results: dict[str, TunedCase] = field(default_factory=dict)
 
 
 def tune(
@@ -84,30 +84,30 @@ def tune(
     opener: str = OPENER,
     progress: Progress | None = None,
 ) -> Tuning:
-    """Measure which schedules are fastest, each in a child process, and remember them for later calls.
+    """Measure which schedules are fastest, each in a child process, and store them for later calls.
 
-    Ctrl-C ends it, and what was found until then is returned; the same call goes on from there.
+    Ctrl-C ends it, and the results so far are returned; the same call continues from there.
 
     Args:
         suite: name of a suite, group or case as `compare` has them, several joined with commas; or cases; or shapes:
             (m, n, k) or (batch, m, n, k) of float32.
-        threads: the most threads of a call; None for what calls use now.
-        budget_s: seconds for the whole.
+        threads: the most threads of a call; None for the number that calls use now.
+        budget_s: seconds for the whole search.
         cold: each call finds its operands in memory, and nothing in the caches.
-        database: the file that schedules are remembered in; None for the usual one, which
+        database: the file that stores schedules; None for the usual one, which
             PORTMM_TUNED names.
         search: "auto": the model's short list, then a search beyond it by Optuna; or "candidates": every candidate
-            of the model and nothing else.
+            of the model and no other schedule.
         most: candidates of each case, at most.
         seed: of the inputs and of the search.
         device: only None: devices are not tuned yet.
         turn_s: seconds of one measurement; None for 0.01, or 0.1 with cold caches.
-        patience_s: seconds before a candidate that hangs is ended, beside 50 times what is usual.
-        opener: "module:function" that opens what computes, in the child process.
-        progress: called with the seconds that are left and what happens now.
+        patience_s: seconds after which a candidate that hangs is ended, in addition to 50 times the base's time.
+        opener: "module:function" that opens the bench in the child process.
+        progress: called with the seconds that are left and a text about the current step.
 
     Returns:
-        What was found, with every trial.
+        The result of each case, with every trial.
 
     Raises:
         ValueError: a suite is unknown, or an argument makes no sense.
@@ -122,7 +122,7 @@ def tune(
         raise ValueError(f"most is {most}; give at least 1")
     if not budget_s > 0:
         raise ValueError(f"budget_s is {budget_s}; give seconds above 0")
-    chosen = merged(cases(suite) if isinstance(suite, str) else map(shaped, suite))
+    selected = merged(cases(suite) if isinstance(suite, str) else map(shaped, suite))
     start = time.monotonic()
     target = config.target()
     threads = config.get_num_threads() if threads is None else threads or max(1, target.cores)
@@ -144,30 +144,30 @@ def tune(
     )
     interrupted = False
     try:
-        _passes(run, chosen, budget_s)
+        _passes(run, selected, budget_s)
     except KeyboardInterrupt:
         interrupted = True
     finally:
         run.lane.close()
     if path is not None and path == tuned_database():
         renew()
-    found = tuple(run.found[x.name] for x in chosen if x.name in run.found)
+    results = tuple(run.results[x.name] for x in selected if x.name in run.results)
     return Tuning(
         machine=target.name,
         chip=chip(),
         threads=threads,
         cold=cold,
-        cases=found,
+        cases=results,
         spent=time.monotonic() - start,
         date=datetime.now(UTC).date().isoformat(),
         database=str(path or ""),
         interrupted=interrupted,
-        notes=(*_notes(run, chosen), *_load(before)),
+        notes=(*_notes(run, selected), *_load(before)),
     )
 
 
 def _load(before: machine_load.Snapshot) -> tuple[str, ...]:
-    """A warning, if others computed on this machine too."""
+    """Warning about the load of other processes on this machine; empty without such a load."""
     load = machine_load.others(before, machine_load.snapshot())
     return (
         (machine_load.sentence(load, machine_load.cores()),) if machine_load.is_busy(load, machine_load.cores()) else ()
@@ -179,20 +179,20 @@ def _silent(_left: float, _text: str) -> None:
 
 
 def generator() -> str:
-    """A word that changes with whatever decides which code a schedule becomes."""
+    """Digest of everything that determines the code of a schedule."""
     return hashlib.sha256("\n".join((VERSION, *route_cache.generator())).encode()).hexdigest()[:16]
 
 
-def _passes(run: _Run, chosen: Sequence[Case], budget: float) -> None:
-    """Give every case its share, then what is left to those that could use more."""
-    usual = budget / max(1, len(chosen))
-    for x in chosen:
+def _passes(run: _Run, selected: Sequence[Case], budget: float) -> None:
+    """Search every case for its share of the budget, then the unfinished ones for the rest of it."""
+    usual = budget / max(1, len(selected))
+    for x in selected:
         stored = run.journal.finished(x, usual)
         if stored is not None:
-            run.found[x.name] = TunedCase(case=x, trials=tuple(run.journal.trials(stored["problem"])), **stored)
-    fresh = [x for x in chosen if x.name not in run.found]
+            run.results[x.name] = TunedCase(case=x, trials=tuple(run.journal.trials(stored["problem"])), **stored)
+    fresh = [x for x in selected if x.name not in run.results]
     for i in range(PASSES):
-        open_ = [x for x in fresh if x.name not in run.found or not run.found[x.name].finished]
+        open_ = [x for x in fresh if x.name not in run.results or not run.results[x.name].finished]
         left = run.rules.deadline - time.monotonic()
         if not open_ or (i and left < WORTHWHILE * len(open_)):
             return
@@ -204,16 +204,16 @@ def _passes(run: _Run, chosen: Sequence[Case], budget: float) -> None:
 
 
 def _tune(run: _Run, case: Case, share: float, usual: float) -> None:
-    """Search one case in about `share` seconds."""
+    """Search one case for about `share` seconds."""
     run.tell(case.name)
     deadline = min(run.rules.deadline, time.monotonic() + share)
-    p = run.lane.pose(case)
+    p = run.lane.prepare(case)
     try:
         order = ranked(p, run.target, run.journal.threads) if isinstance(p, Problem) else []
     except ScheduleError as error:
         p = str(error)
     if not isinstance(p, Problem):
-        run.found[case.name] = TunedCase(case, finished=True, reason=p)
+        run.results[case.name] = TunedCase(case, finished=True, reason=p)
         return
     beyond = run.search == "auto" and installed()
     race = Race(run.lane, p, replace(run.rules, deadline=deadline), run.journal)
@@ -227,18 +227,18 @@ def _tune(run: _Run, case: Case, share: float, usual: float) -> None:
     try:
         finished = search(race, order, listed, tell, more)
     except KeyboardInterrupt:
-        run.found.setdefault(case.name, _found(case, race, finished=False))
+        run.results.setdefault(case.name, _result(case, race, finished=False))
         raise
-    found = run.found[case.name] = _found(case, race, finished=finished)
-    run.journal.finish(case, usual, _row(found))
-    _record(run, p, found)
+    result = run.results[case.name] = _result(case, race, finished=finished)
+    run.journal.finish(case, usual, _row(result))
+    _record(run, p, result)
 
 
-def _found(case: Case, race: Race, *, finished: bool) -> TunedCase:
-    """What a race has come to."""
+def _result(case: Case, race: Race, *, finished: bool) -> TunedCase:
+    """Result of a race."""
     trials = tuple(race.trials.values())
-    base, chosen = race.base, race.chosen
-    if base is None or chosen is None:
+    base, winner = race.base, race.winner
+    if base is None or winner is None:
         why = trials[-1].reason if trials else "interrupted"
         return TunedCase(
             case, problem_text(race.problem), trials=trials, finished=finished, reason=f"nothing worked: {why}"
@@ -247,31 +247,31 @@ def _found(case: Case, race: Race, *, finished: bool) -> TunedCase:
         case,
         problem_text(race.problem),
         *base.candidate.key,
-        *chosen.candidate.key,
+        *winner.candidate.key,
         base.seconds,
-        chosen.seconds,
+        winner.seconds,
         base.candidate.predicted,
         trials,
         finished,
     )
 
 
-def _row(found: TunedCase) -> dict[str, Any]:
-    """What the journal keeps of a case beside its trials."""
-    return {name: value for name, value in asdict(found).items() if name not in ("case", "trials")}
+def _row(result: TunedCase) -> dict[str, Any]:
+    """Fields of a case that the journal stores in addition to its trials."""
+    return {name: value for name, value in asdict(result).items() if name not in ("case", "trials")}
 
 
-def _record(run: _Run, p: Problem, found: TunedCase) -> None:
-    """Have later calls use what was found: the analytical choice, too, in place of what an older search found."""
-    if run.path is None or not found.seconds:
+def _record(run: _Run, p: Problem, result: TunedCase) -> None:
+    """Store a schedule for later calls: the analytical choice, too, in place of the result of an older search."""
+    if run.path is None or not result.seconds:
         return
     one = Tuned(
         p,
         run.journal.threads,
-        parse(found.tuned),
-        found.tuned_workers,
-        found.seconds,
-        found.analytical_seconds,
+        parse(result.tuned),
+        result.tuned_workers,
+        result.seconds,
+        result.analytical_seconds,
         run.target.name,
         architecture(run.target),
         run.target.vendor,
@@ -283,12 +283,12 @@ def _record(run: _Run, p: Problem, found: TunedCase) -> None:
     record(run.path, [one])
 
 
-def _notes(run: _Run, chosen: Sequence[Case]) -> tuple[str, ...]:
-    """What a reader should know."""
+def _notes(run: _Run, selected: Sequence[Case]) -> tuple[str, ...]:
+    """Remarks for the reader: a missing optimiser, cases without time, results that are not stored."""
     notes = []
     if run.search == "auto" and not installed():
         notes.append(MISSING)
-    late = [x.name for x in chosen if x.name not in run.found]
+    late = [x.name for x in selected if x.name not in run.results]
     if late:
         notes.append(f"no time was left for: {', '.join(late)}; the same command goes on with them")
     if run.path is None:

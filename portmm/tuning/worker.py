@@ -1,16 +1,16 @@
-"""The process that candidates run in.
+"""Process that candidates run in.
 
 Owns the child's side of the protocol. Started by `tuning.lane` as `python -m
 portmm.tuning.worker OPENER READ WRITE SETUP`, as the workers of `comparison` are;
 one JSON object per line each way. A candidate that crashes or hangs takes this
 process with it, and nothing else.
 
-Requests: {"do": "pose", "case": {...}, "seed": int}, {"do": "build", "schedules":
+Requests: {"do": "prepare", "case": {...}, "seed": int}, {"do": "build", "schedules":
 [...]}, {"do": "check", "schedule": str, "workers": int}, {"do": "time", "schedule",
-"workers", "seconds": float}. All but the first message, which is sent
-unasked, have a "limit": seconds after which the kernel of the system ends this
-process, should nobody be left to do so. Replies carry "state": "ok", "unsupported",
-"unbuildable" or "wrong" and, when not ok, "reason".
+"workers", "seconds": float}. Each has a "limit": seconds after which the operating
+system ends this process, in case the parent is gone. Replies carry "state": "ok",
+"unsupported", "unbuildable" or "wrong" and, when not ok, "reason"; the first is sent
+without a request, once the bench is open.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ if TYPE_CHECKING:
     from portmm.tuning.bench import Bench
 
 GRACE = 5
-"""Seconds beyond its limit that a request's sender has to end this process itself."""
+"""Seconds after a request's limit in which its sender may end this process itself."""
 REASON = 300
 """Characters of a compiler's message that are kept."""
 
 _parsed = lru_cache(4096)(parse)
 
 
-def _pose(bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
+def _prepare(bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
     try:
-        problem = bench.pose(Case(**request["case"]), request["seed"])
+        problem = bench.prepare(Case(**request["case"]), request["seed"])
     except (ScheduleError, UnsupportedError, TypeError) as error:
         return {"state": "unsupported", "reason": str(error)}
     return {"state": "ok", "problem": asdict(problem)}
 
 
 def _build(bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
-    """Compile several at once: compilers are processes of their own."""
+    """Compile several schedules in parallel: compilers are processes of their own."""
 
     def one(schedule: Schedule) -> str:
         try:
             bench.build(schedule)
-        except Exception as error:  # noqa: BLE001 - whatever a candidate runs into costs only itself
+        except Exception as error:  # noqa: BLE001 - a candidate's failure must not end the others
             return f"{type(error).__name__}: {error}".strip()[:REASON]
         return ""
 
@@ -80,11 +80,11 @@ def _time(bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
     return {"state": "ok", "seconds": bench.seconds(s, workers, request["seconds"])}
 
 
-_ACTIONS = {"pose": _pose, "build": _build, "check": _check, "time": _time}
+_ACTIONS = {"prepare": _prepare, "build": _build, "check": _check, "time": _time}
 
 
 def reply(bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
-    """Answer a request, for which SIGALRM ends the process if it takes too long."""
+    """Reply to a request; SIGALRM ends the process if it takes too long."""
     signal.alarm(math.ceil(request["limit"]) + GRACE)
     try:
         return _ACTIONS[request["do"]](bench, request)
@@ -93,9 +93,9 @@ def reply(bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> int:
-    """Serve until the pipe closes."""
+    """Serve requests until the pipe closes."""
     opener, read, write, setup_text = arguments
-    # Ctrl-C is for the parent, which tells what was found and then closes the pipe.
+    # Ctrl-C is for the parent, which reports its results and then closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     module, _, function = opener.partition(":")
     with os.fdopen(int(read)) as source, os.fdopen(int(write), "w") as sink:
