@@ -149,17 +149,17 @@ def lower_pack(isa: Isa, dtype: str, nr: int, layout: str) -> Kernel:
     return replace(kernel, header=_header(kernel.name, isa, how, f"portmm.pack on {isa.title}"))
 
 
-def lower_fold(isa: Isa, kept: Family) -> Kernel:
+def lower_int4_repack(isa: Isa, packed: Family) -> Kernel:
     """The kernel that repacks an int4 weight to a packed layout.
 
     Raises:
         ScheduleError: the ISA has no verb for it.
     """
-    atom = isa.vector("s32", kept.nr // PACKED_VECTORS)
+    atom = isa.vector("s32", packed.nr // PACKED_VECTORS)
     if atom is None or not isa.spelling(atom, "load_rows", "u4", "s32"):
         raise ScheduleError(f"{isa.name} does not repack int4 values to words")
-    what = f"folds codes of four bits into panels of {kept.nr} columns, groups of {kept.group or 'all'} rows"
-    kernel = int4_repack.build(isa, atom, kept)
+    what = f"folds codes of four bits into panels of {packed.nr} columns, groups of {packed.group or 'all'} rows"
+    kernel = int4_repack.build(isa, atom, packed)
     return replace(kernel, header=_header(kernel.name, isa, what, f"portmm.pack on {isa.title}"))
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from portmm.codegen.lower import atom_of, lower, lower_attention, lower_fold, lower_pack, lower_rows
+from portmm.codegen.lower import atom_of, lower, lower_attention, lower_int4_repack, lower_pack, lower_rows
 from portmm.dispatch.cost_selection import predict, select
 from portmm.dispatch.overrides import active, given
 from portmm.dispatch.selection import Choice, overlaid
@@ -390,7 +390,7 @@ def pack_route(isa: Isa, dtype: str, nr: int, layout: str, threads: int) -> Any:
 
 @lru_cache(maxsize=256)
 def _folder(isa: Isa, kept: Family) -> Any:
-    return loaded(lower_fold(isa, kept))
+    return loaded(lower_int4_repack(isa, kept))
 
 
 def fold_route(kept: Family, target: Target, threads: int) -> Any:
