@@ -24,7 +24,7 @@ from portmm.ops.fused_matmul_gpu import Weight
 from portmm.spec.dtype import CODE_BITS, CODES_AT, CODES_KR
 from portmm.spec.problem import Family
 from portmm.util.memo import Memory
-from portmm.weights.quantized import CodedMatrix
+from portmm.weights.quantized import QuantizedMatrix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +39,7 @@ FLOATS = ("f32", "f16", "bf16")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeviceCoded(CodedMatrix):
+class DeviceCoded(QuantizedMatrix):
     """A weight of four bits on a device: w[k, n] ~= scale * code + offset. Made by `to_device`.
 
     Attributes:

@@ -20,7 +20,7 @@ from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import CODE_BITS, CODES_AT, CODES_KR
 from portmm.spec.problem import Family, Problem, family
 from portmm.util.memo import Memory
-from portmm.weights.quantized import CodedMatrix, Quantized, dequantize
+from portmm.weights.quantized import Quantized, QuantizedMatrix, dequantize
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +32,7 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Folded(CodedMatrix):
+class Folded(QuantizedMatrix):
     """A weight of four bits in panels, usable wherever `b` is, beside float activations.
 
     Attributes:
