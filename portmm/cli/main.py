@@ -89,7 +89,7 @@ def target(
         print_json(target_data(found) | chips)
         return
     if family and name:
-        console().print(family.said(name), soft_wrap=True, highlight=False)
+        console().print(family.sentence(name), soft_wrap=True, highlight=False)
     console().print(target_view(found))
     if name is None and not found.measured:
         console(stderr=True).print("[dim]Nothing is measured yet: run `portmm probe`.[/dim]")

@@ -297,7 +297,7 @@ def explain(
         threads = config.get_num_threads() if target is None else machine.cores
     threads = threads or max(1, machine.cores)
     found = _found(a, b, out, (dtype, deterministic, static), machine, threads, epilogue, grouped=grouped)
-    return replace(found, notes=(family.said(str(target)), *found.notes)) if family else found
+    return replace(found, notes=(family.sentence(str(target)), *found.notes)) if family else found
 
 
 def _found(  # noqa: PLR0917 - what `explain` is asked
