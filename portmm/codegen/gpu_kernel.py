@@ -38,10 +38,10 @@ if TYPE_CHECKING:
         Do,
         Exchange,
         Get,
+        Interleave,
         Leave,
         Mac,
         Vector,
-        Weave,
     )
     from portmm.target.isa import Primitive
 
@@ -298,7 +298,7 @@ class _Printer(Printer):
         d, a, b = (self.element(p) for p in (s.d, s.a, s.b))
         self.put(depth, self.own.mac.format(d=d, a=a, b=b))
 
-    def do_weave(self, s: Weave, depth: int) -> None:
+    def do_interleave(self, s: Interleave, depth: int) -> None:
         rows = [f"(unsigned){self.element(s.src + j)}" for j in range(4)]
         for i in range(4):
             parts = (f"({x} >> {8 * i} & 255) << {8 * j}" for j, x in enumerate(rows))

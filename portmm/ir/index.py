@@ -57,7 +57,7 @@ class Index:
         return _binary("==", self, other)
 
 
-FOLD: dict[str, Callable[[int, int], int]] = {
+OPERATORS: dict[str, Callable[[int, int], int]] = {
     "+": operator.add,
     "-": operator.sub,
     "*": operator.mul,
@@ -80,7 +80,7 @@ def meaning(x: Index) -> Callable[[Mapping[str, int]], int]:
     if x.op == "var":
         name: Any = x.args[0]
         return operator.itemgetter(name)
-    op, (left, right) = FOLD[x.op], (meaning(y) for y in x.args)  # type: ignore[arg-type]
+    op, (left, right) = OPERATORS[x.op], (meaning(y) for y in x.args)  # type: ignore[arg-type]
     y: Any = x.args[1]
     if y.op == "const":  # the most frequent case, with one call less
         return lambda ints: op(left(ints), y.args[0])
@@ -111,7 +111,7 @@ def _parsed(words: list[str]) -> Index:
     if not words:
         raise ValueError("an expression ends too early")
     word = words.pop(0)
-    if word in FOLD:
+    if word in OPERATORS:
         return Index(word, (_parsed(words), _parsed(words)))
     return const(int(word)) if word.lstrip("-").isdigit() else var(word)
 
@@ -136,7 +136,7 @@ def _lift(x: Index | int) -> Index:
 def _binary(op: str, x: Index | int, y: Index | int) -> Index:
     x, y = _lift(x), _lift(y)
     if x.op == y.op == "const":
-        return const(FOLD[op](int(x.args[0]), int(y.args[0])))  # type: ignore[arg-type]
+        return const(OPERATORS[op](int(x.args[0]), int(y.args[0])))  # type: ignore[arg-type]
     if y.op == "const" and (op, y.args[0]) in _NEUTRAL:
         return x
     if x.op == "const" and (op, x.args[0]) in {("+", 0), ("*", 1)}:

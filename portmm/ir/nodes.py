@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.ir.index import FOLD as FOLD
+from portmm.ir.index import OPERATORS as OPERATORS
 from portmm.ir.index import Index as Index  # noqa: TC001 - passed on
 from portmm.ir.index import Ptr as Ptr  # noqa: TC001
 from portmm.ir.index import ceil_div as ceil_div
@@ -33,11 +33,11 @@ from portmm.ir.thread_nodes import (
     Do,
     Exchange,
     Get,
+    Interleave,
     Leave,
     Mac,
     Shared,
     Vector,
-    Weave,
 )
 
 if TYPE_CHECKING:
@@ -318,7 +318,7 @@ Stmt = (
     | Vector
     | Clear
     | Mac
-    | Weave
+    | Interleave
     | Codes
     | CopyAsync
     | CopyCommit

@@ -84,7 +84,7 @@ class Mac:
 
 
 @dataclass(frozen=True, slots=True)
-class Weave:
+class Interleave:
     """Transpose of four bytes of four words: byte j of word `to` + i is byte i of word `src` + j."""
 
     to: Ptr
