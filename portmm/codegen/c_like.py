@@ -242,10 +242,10 @@ class Printer:
 
     def do_map(self, s: Map, depth: int) -> None:
         isa, real = self.isa, self.isa.word(s.of)
-        text = lanes_of.text(isa, real, s.op, s.given)
+        text = lanes_of.text(isa, real, s.op, s.operand)
         if not text:
-            raise ScheduleError(f"{isa.name} has no {s.op} of {real.n} lanes of {s.given}")
-        operands = [x if isinstance(x, str) else lanes_of.literal(isa, real, x, s.given) for x in s.args]
+            raise ScheduleError(f"{isa.name} has no {s.op} of {real.n} lanes of {s.operand}")
+        operands = [x if isinstance(x, str) else lanes_of.literal(isa, real, x, s.operand) for x in s.args]
         if s.op == "literal":
             self.put(depth, f"{s.d} = {operands[0]};")
             return

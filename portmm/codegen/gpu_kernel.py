@@ -332,16 +332,16 @@ class _Printer(Printer):
         return f"&{x.name}" if self.spaces.get(x.name) == "map" else self.address(x)
 
     def do_do(self, s: Do, depth: int) -> None:
-        self.put(depth, f"{s.name}({', '.join(map(self.argument, s.given))});")
+        self.put(depth, f"{s.name}({', '.join(map(self.argument, s.args))});")
 
     def do_get(self, s: Get, depth: int) -> None:
         kind = "unsigned long" if s.kind == "long" else s.kind
         if s.kind == "long":
             self.longs.add(s.name)
-        self.put(depth, f"const {kind} {s.name} = {s.primitive}({', '.join(map(self.argument, s.given))});")
+        self.put(depth, f"const {kind} {s.name} = {s.primitive}({', '.join(map(self.argument, s.args))});")
 
     def do_apply(self, s: Apply, depth: int) -> None:
-        self.put(depth, f"{self.element(s.to)} = {s.primitive}({', '.join(map(self.element, s.given))});")
+        self.put(depth, f"{self.element(s.to)} = {s.primitive}({', '.join(map(self.element, s.args))});")
 
     def do_exchange(self, s: Exchange, depth: int) -> None:
         self.put(depth, f"{s.d} = {self.dialect.exchange.format(x=s.x, mask=s.mask)};")

@@ -320,7 +320,7 @@ class _Machine:
             assert s.count is not None  # noqa: S101 - as above
             f.regs[s.d] = np.int32(self.value(s.count, f)) + np.arange(lanes, dtype=np.int32) * (s.op == "lanes")
             return
-        args = [f.regs[x] if isinstance(x, str) else kind[s.given](x) for x in s.args]
+        args = [f.regs[x] if isinstance(x, str) else kind[s.operand](x) for x in s.args]
         if s.op == "literal":
             f.regs[s.d] = np.full(lanes, args[0], kind[s.dtype])
             return

@@ -177,7 +177,7 @@ class Map:
         d: register written.
         args: registers, and literals.
         dtype: "f32", "s32" or "mask", the type of the result.
-        given: the type of the last operand.
+        operand: the type of the last operand.
         count: an integer.
         of: name of the atom of f32 with the same lanes.
     """
@@ -186,7 +186,7 @@ class Map:
     d: str
     args: tuple[str | int | float, ...]
     dtype: str
-    given: str
+    operand: str
     of: str
     count: Index | None = None
 

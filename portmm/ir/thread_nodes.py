@@ -32,7 +32,7 @@ class Do:
     """Call of a primitive of the instruction set, or of the language, with addresses and integers in order."""
 
     name: str
-    given: tuple[Ptr | Index, ...] = ()
+    args: tuple[Ptr | Index, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Get:
 
     name: str
     primitive: str
-    given: tuple[Ptr | Index, ...] = ()
+    args: tuple[Ptr | Index, ...] = ()
     kind: str = "int"
 
 
@@ -132,8 +132,8 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Call of a primitive with elements: *to = primitive(*given...), with its own types."""
+    """Call of a primitive with elements: *to = primitive(*args...), with its own types."""
 
     to: Ptr
     primitive: str
-    given: tuple[Ptr, ...]
+    args: tuple[Ptr, ...]
