@@ -382,5 +382,5 @@ def test_nothing_is_spilled(held, d, architecture):
             for kernel in lower_grid_attention(ISA, ISA.atom("f32"), Form(SCALED, held, held, bounds, lse=True), t):
                 made = nvrtc.compile_cuda(cuda.source(kernel), kernel.name, architecture)
                 assert made.spills == 0, (t, made.registers)
-                assert made.registers * kernel.threads * max(1, kernel.resident) <= target.device.registers
+                assert made.registers * kernel.threads * max(1, kernel.occupancy) <= target.device.registers
                 assert made.shared == (t.shared_bytes if "runs" not in kernel.name else 0)

@@ -53,7 +53,7 @@ def build(form: Form, t: MatrixTiling, isa: Isa, atom: Atom) -> GridKernel:
     body: list[Stmt] = [*work.memory(), *work.places(), *work.reach(), *work.begin()]
     body += [For("key", var("first"), var("end"), const(t.keys), work.step()), *work.finish()]
     name = f"portmm_mma_attention_{form.held}_{t.d}_{t.dv}_{t.queries}x{t.keys}"
-    return GridKernel(name, isa, atom, work.arguments(), t.threads, work.grid, tuple(body), resident=1)
+    return GridKernel(name, isa, atom, work.arguments(), t.threads, work.grid, tuple(body), occupancy=1)
 
 
 @dataclass(frozen=True, slots=True)

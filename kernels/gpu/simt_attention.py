@@ -53,8 +53,8 @@ def build(form: Form, t: Tiling, isa: Isa, atom: Atom) -> GridKernel:
     body: list[Stmt] = [*work.memory(), *work.places(), *work.reach(), *work.begin()]
     body += [For("key", var("first"), var("end"), const(t.keys), work.step()), *work.finish()]
     name = f"portmm_attention_{form.held}_{t.d}_{t.dv}_{t.queries}x{t.keys}"
-    resident = 2 if t.threads >= LARGE else 1
-    return GridKernel(name, isa, atom, work.arguments(), t.threads, work.grid, tuple(body), resident=resident)
+    occupancy = 2 if t.threads >= LARGE else 1
+    return GridKernel(name, isa, atom, work.arguments(), t.threads, work.grid, tuple(body), occupancy=occupancy)
 
 
 def join(form: Form, t: Tiles, isa: Isa, atom: Atom) -> GridKernel:

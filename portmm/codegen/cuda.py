@@ -61,7 +61,7 @@ def _signature(kernel: GridKernel) -> str:
         declared(DIALECT, a, f"__restrict__ {a.name}" if a.alone and a.kind == "pointer" else "")
         for a in kernel.arguments
     ]
-    bounds = f"{kernel.threads}, {kernel.resident}" if kernel.resident else str(kernel.threads)
+    bounds = f"{kernel.threads}, {kernel.occupancy}" if kernel.occupancy else str(kernel.threads)
     cluster = f"__cluster_dims__({kernel.cluster}, 1, 1) " if kernel.cluster > 1 else ""
     head = f'extern "C" __global__ void {cluster}__launch_bounds__({bounds}) {kernel.name}(\n    '
     return head + ",\n    ".join(parameters) + ")"

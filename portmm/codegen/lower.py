@@ -114,7 +114,7 @@ def lower_grid(s: Schedule, isa: Isa) -> tuple[GridKernel, ...]:
     if s.program not in GRID_PROGRAMS:
         raise ScheduleError(f"no block program called {s.program!r}; devices have {', '.join(GRID_PROGRAMS)}")
     atom = grid_atom(isa, s)
-    kernels = [replace(GRID_PROGRAMS[s.program](s, isa, atom), resident=s.resident)]
+    kernels = [replace(GRID_PROGRAMS[s.program](s, isa, atom), occupancy=s.resident)]
     kernels += [split_k_reduction.build(s, isa, atom)] if s.slices else []
     again = f"portmm emit --schedule {quote(spell(s))}"
     return tuple(replace(_specialised(x, s), header=_header(x.name, isa, str(s), again)) for x in kernels)

@@ -81,7 +81,7 @@ class GridKernel:
         grid: blocks along both axes, as expressions of arguments.
         body: statements of each thread.
         header: lines for the top of the source.
-        resident: occupancy that a compiler must leave registers for, in blocks per processor; 0 for no bound.
+        occupancy: blocks per processor that a compiler must leave registers for; 0 for no bound.
         cluster: blocks that read each other's shared memory.
     """
 
@@ -93,7 +93,7 @@ class GridKernel:
     grid: tuple[Index, Index]
     body: tuple[Stmt, ...]
     header: tuple[str, ...] = ()
-    resident: int = 0
+    occupancy: int = 0
     cluster: int = 1
 
     @property
