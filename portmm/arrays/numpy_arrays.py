@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from portmm.ir.abi import HUGE_PAGE
-from portmm.spec.dtype import BY_NAME, FOREIGN, FP8, accumulator, natural, spell
+from portmm.spec.dtype import BY_NAME, EXTENSION_TYPES, FP8, accumulator, natural, spell
 from portmm.util.array_subclasses import refuse_class
 
 _FACTORS = ("f32", "f64", "bf16", "f16", "s8", "u8")
@@ -44,7 +44,7 @@ def numpy_of(name: str) -> np.dtype[Any]:
         TypeError: NumPy lacks it, and there is no ml_dtypes.
     """
     wanted = BY_NAME[name].numpy
-    if name not in FOREIGN:
+    if name not in EXTENSION_TYPES:
         return np.dtype(wanted)
     try:
         import ml_dtypes

@@ -166,7 +166,7 @@ def lower_int4_repack(isa: Isa, packed: Family) -> Kernel:
 def lower_rows(isa: Isa, real: Atom, text: str) -> Kernel:
     """The kernel that computes epilogue expressions over rows, or reduces columns, in lanes of `real`."""
     fused = parse_fused(text)
-    kernel = column_reductions.build(isa, real, fused) if fused.folds else rowwise.build(isa, real, fused)
+    kernel = column_reductions.build(isa, real, fused) if fused.column_reductions else rowwise.build(isa, real, fused)
     return replace(kernel, header=_header(kernel.name, isa, text, f"portmm.fuse on {isa.title}"))
 
 

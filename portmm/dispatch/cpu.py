@@ -274,7 +274,7 @@ def _route(found: _Code, p: Problem, workers: int, rows: int | None = None) -> A
     from portmm.runtime.cpu import runtime
 
     work = found.scratch(p, p.m if rows is None else rows, workers)
-    return runtime().make_route(found.code, work, workers, p.held, p.unit)
+    return runtime().make_route(found.code, work, workers, p.storage, p.unit)
 
 
 def route_by(s: Schedule, p: Problem, target: Target, workers: int) -> Any:

@@ -49,7 +49,7 @@ from portmm.ir.nodes import (
     Verb,
     meaning,
 )
-from portmm.spec.dtype import BY_NAME, CODES_AT, CODES_KR, FOREIGN, ZERO_CODE, base
+from portmm.spec.dtype import BY_NAME, CODES_AT, CODES_KR, EXTENSION_TYPES, ZERO_CODE, base
 from portmm.spec.expr import OPS
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def run(kernel: Kernel, ints: Mapping[str, int], arrays: Mapping[str, Address], 
 def numpy_type(name: str) -> np.dtype:
     """The NumPy type of a type's elements, or of those of a unit."""
     wanted = BY_NAME[name].numpy
-    if base(name) in FOREIGN:
+    if base(name) in EXTENSION_TYPES:
         import ml_dtypes
 
         extension: np.dtype = np.dtype(getattr(ml_dtypes, wanted))

@@ -292,7 +292,7 @@ def settled(a: Foreign, b: Foreign, out: Foreign | None, wanted: str, traced: Tr
     step = settle(typed(traced, first), (), numpy_arrays.numpy_of(usual), ends=True)
     if not step.wide:
         raise ScheduleError("its first result is the same along a row")
-    if step.fused.reductions or step.fused.folds:
+    if step.fused.reductions or step.fused.column_reductions:
         raise ScheduleError("a reduction needs whole rows, or columns, of sums")
     if held == "s32" and step.types[0] == np.int32:
         raise ScheduleError("scaled sums of integers are not written as s32")

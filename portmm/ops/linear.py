@@ -188,7 +188,7 @@ def _fused(left: Array, weight: Any, asked: _Asked, traced: Any) -> _Call | None
         return None
     types, _ = _types(left.dtype, asked.dtype, again=False, dynamic=asked.dynamic)
     step = settle(traced, (), types[2], ends=True)
-    if step.fused.reductions or step.fused.folds or not step.wide or step.types[0] == np.int32:
+    if step.fused.reductions or step.fused.column_reductions or not step.wide or step.types[0] == np.int32:
         return None
     try:
         call = _prepared(left, weight, asked, step)

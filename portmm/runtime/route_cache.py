@@ -234,7 +234,7 @@ def route(kept: Book, question: str, runtime: Any, p: Problem) -> Any:
     if found is None:
         return None
     kernel, work, workers = found
-    return runtime.make_route(kernel, int(work), int(workers), p.held, p.unit)
+    return runtime.make_route(kernel, int(work), int(workers), p.storage, p.unit)
 
 
 def code(kept: Book, schedule: str, runtime: Any) -> tuple[Any, str] | None:

@@ -79,7 +79,7 @@ BY_NUMPY: dict[str, DType] = {t.numpy: t for t in (*_PLAIN, *_FP8)}
 
 _INTEGERS = frozenset(t.name for t in (*_PLAIN, U4) if not t.eps)
 FP8 = frozenset(t.name for t in _FP8)
-FOREIGN = frozenset(("bf16", *FP8))
+EXTENSION_TYPES = frozenset(("bf16", *FP8))
 """Types of ml_dtypes, which NumPy does not have."""
 _SIDES = frozenset(("f32", "bf16", "f16", *FP8))
 

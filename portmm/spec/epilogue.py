@@ -80,7 +80,7 @@ class Fused:
         return [x for x in self.steps if x.op == "reduce"]
 
     @property
-    def folds(self) -> list[Expr]:
+    def column_reductions(self) -> list[Expr]:
         """Sums and maxima down columns."""
         return [x for x in self.steps if x.op == "fold"]
 
