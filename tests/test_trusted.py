@@ -32,7 +32,7 @@ def _looked_at_nothing(monkeypatch):
 # -- the swap ------------------------------------------------------------------------------
 
 ROUNDS = 1000
-EXTENSION_TYPES = SOURCE.replace("42", "13")
+FOREIGN = SOURCE.replace("42", "13")
 
 SWAPPER = """
 import ctypes, os, sys
@@ -81,7 +81,7 @@ def swapping(folder, uid, rounds=ROUNDS):
     ours, theirs = folder / "cache", folder / "theirs"
     artifact = build(SOURCE, flags=())
     theirs.mkdir(mode=0o700)
-    foreign = build(EXTENSION_TYPES, flags=())
+    foreign = build(FOREIGN, flags=())
     for path in (artifact.path, artifact.path.with_suffix(".txt")):
         shutil.copy2(foreign.path.with_suffix(path.suffix), theirs / path.name)
     manifest = theirs / f"{artifact.key}.txt"
