@@ -8,7 +8,7 @@ import pytest
 from grid_cases import MACHINE, OLDER, compiled, kernels_of, run
 
 from portmm.schedule.gpu_candidates import candidates, sums_in_shared
-from portmm.schedule.gpu_gemv import shares
+from portmm.schedule.gpu_gemv import k_threads
 from portmm.spec.problem import Problem
 
 LEAST = 0.5

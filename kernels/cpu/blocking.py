@@ -143,7 +143,7 @@ class Blocks:
     @property
     def given(self) -> tuple[str, str]:
         """What micro-kernels read of A and of B."""
-        return self.s.given(self.atom)
+        return self.s.element_types(self.atom)
 
     @property
     def finishes(self) -> bool:

@@ -66,7 +66,7 @@ class Work:
     @property
     def shares(self) -> int:
         """Threads of a block with the same columns."""
-        return gpu_gemv.shares(self.s)
+        return gpu_gemv.k_threads(self.s)
 
     @property
     def across(self) -> int:

@@ -117,7 +117,7 @@ def columns(q: Problem, schedules: Sequence[Schedule], atoms: Sequence[Atom], ta
 
 def _facts(s: Schedule, atom: Atom, target: Target, sizes: tuple[float, float]) -> dict[str, float]:
     isa = target.isa(s.isa)
-    left, right = s.given(atom)
+    left, right = s.element_types(atom)
     decodes = s.b == "codes" and not s.pack_b
     dots = s.program == "dot"
     return {

@@ -135,7 +135,7 @@ def width(s: Schedule) -> int:
     return s.vectors[1] // s.kr if along_k(s) else 1
 
 
-def shares(s: Schedule) -> int:
+def k_threads(s: Schedule) -> int:
     """Threads of a block that split k: those with the same columns."""
     return s.block.k // s.tiles[0].k
 
@@ -166,14 +166,14 @@ def apart(s: Schedule) -> tuple[int, int]:
     across = s.block.n // s.nr
     outputs = s.mr * s.block.n
     if along_k(s):
-        return shares(s) + 1, 1
+        return k_threads(s) + 1, 1
     return 1, outputs if across >= BANKS else -(-outputs // BANKS) * BANKS + across
 
 
 def shared_words(s: Schedule) -> int:
     """Words of shared memory of a block for partial sums."""
     outputs, (far, near) = s.mr * s.block.n, apart(s)
-    return (outputs - 1) * far + (shares(s) - 1) * near + 1
+    return (outputs - 1) * far + (k_threads(s) - 1) * near + 1
 
 
 def shared_bytes(s: Schedule) -> int:
