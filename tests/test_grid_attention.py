@@ -23,7 +23,7 @@ from portmm.kernels.cpu.attention_geometry import Form
 from portmm.kernels.cpu.online_softmax import Bounds
 from portmm.ops import attention_gpu
 from portmm.schedule import gpu_attention
-from portmm.schedule.gpu_attention import Asked, Tiling, runs_of, tilings
+from portmm.schedule.gpu_attention import AttentionSizes, Tiling, runs_of, tilings
 from portmm.spec.epilogue import C, Fused, acc, number
 from portmm.target.target import load_isa, load_target
 from portmm.util import memo
@@ -326,7 +326,7 @@ def test_small_tiles_in_every_order_of_threads(case):
 def asked(held="f32", d=64, **more):
     size = 4 if held == "f32" else 8
     usual = {"dv": d, "queries": 512, "heads": 64, "group": 1, "keys": 512, "vectors": (size,) * 4, "loose": ""}
-    return Asked(held, d, **(usual | more))
+    return AttentionSizes(held, d, **(usual | more))
 
 
 CHIPS = ("t4", "a100", "h100", "rtx_pro_6000", "mi300x", "mali_g710", "opencl_cpu", "opencl_gpu")

@@ -82,7 +82,7 @@ class Work(Walk):
         return (
             Shared("q_tile", t.queries * t.deep, "f32"),
             Shared("chunk", t.buffer, "f32"),
-            Shared("weights", t.queries * t.beside, "f32"),
+            Shared("weights", t.queries * t.p_pitch, "f32"),
             Shared("part", t.queries * t.across, "f32"),
             Scratch("next", max(t.waiting, t.vectors[0]), held),
             Scratch("words", LANES, "f32"),
@@ -230,7 +230,7 @@ class Work(Walk):
         """O += P V of a chunk of keys."""
         t, u, i, e, g = self.t, var("u"), var("i"), var("e"), var("g")
         row = var("down") + i * t.down
-        p = Ptr("weights", row * t.beside + chunk * t.values + u * LANES)
+        p = Ptr("weights", row * t.p_pitch + chunk * t.values + u * LANES)
         v = Ptr("chunk", (u * LANES + e) * t.wide + (var("across") + g * t.across) * t.cell)
         mac = Mac(Ptr("o_sums", i * t.sums + var("c")), Ptr("left", i * LANES + e), Ptr("right", var("c")))
         return For(

@@ -303,7 +303,7 @@ def _prepare(call: _Call, flags: tuple[bool, bool, bool], traced: Traced) -> _Re
     laid["o"] = _laid(call.out or interop.empty_like(call.q, call.shape, to)[1], "out")
     q, k, v, o = (x.vector for x in laid.values())
     loose = "".join(name for name, x in laid.items() if x.loose)
-    wanted = gpu_attention.Asked(call.q.dtype, d, dv, m, items * heads, group, n, (q, k, v, o), loose)
+    wanted = gpu_attention.AttentionSizes(call.q.dtype, d, dv, m, items * heads, group, n, (q, k, v, o), loose)
     tiling, runs, run = _tiled(wanted, on.target)
     rows = items * heads * m
     values = {"m": m, "heads": heads, "group": group, "few": heads // group, "items": items, "runs": runs, "run": run}
@@ -318,7 +318,7 @@ def _prepare(call: _Call, flags: tuple[bool, bool, bool], traced: Traced) -> _Re
     return _Ready(on, launches, *found, scratch, tuple((x, steps[0]) for x, steps in sources), traced.numbers)
 
 
-def _tiled(wanted: gpu_attention.Asked, target: Target) -> tuple[Tiling | MatrixTiling, int, int]:
+def _tiled(wanted: gpu_attention.AttentionSizes, target: Target) -> tuple[Tiling | MatrixTiling, int, int]:
     """The tiles to use, how many runs the keys are cut in, and the keys of each: by matrix units where these can."""
     matrix = gpu_mma_attention.choose(wanted, target)
     if matrix is not None:
