@@ -44,7 +44,7 @@ from portmm.schedule.cpu_candidates import PACKED_VECTORS
 from portmm.schedule.gpu_mma_attention import MatrixTiling
 from portmm.schedule.gpu_w4a16 import PROGRAMS as MATRIX_PROGRAMS
 from portmm.schedule.schedule import inconsistent, spell
-from portmm.spec.dtype import types, unfolded
+from portmm.spec.dtype import dequantized_types, types
 from portmm.spec.epilogue import parse as parse_fused
 from portmm.version import VERSION
 
@@ -139,7 +139,7 @@ def grid_atom(isa: Isa, s: Schedule) -> Atom:
     if s.b == "codes" and s.program in MATRIX_PROGRAMS:
         return next(t for t in isa.atoms if t.unit == "warp" and t.a == t.b == s.types[0])
     alike = (t for t in isa.atoms if (s.kr > 1 or t.unit) and (t.k_pack, t.a, t.b) == (s.kr, *s.types[:2]))
-    return next(alike, None) or atom_of(isa, unfolded(s.dtype))
+    return next(alike, None) or atom_of(isa, dequantized_types(s.dtype))
 
 
 def lower_pack(isa: Isa, dtype: str, nr: int, layout: str) -> Kernel:

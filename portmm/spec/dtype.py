@@ -144,7 +144,7 @@ def accumulator(a: str, b: str) -> str:
     raise ValueError(f"{a} times {b} is not supported; integers are s8 or u8 on the left and s8 on the right")
 
 
-def unfolded(word: str) -> str:
+def dequantized_types(word: str) -> str:
     """The types of a product after int4 values are dequantized."""
     a, b, c = types(word)
     return spell(a, "f32", c) if b == "u4" and a in _SIDES else word
