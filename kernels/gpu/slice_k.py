@@ -95,7 +95,7 @@ class Work:
 
     def spot(self, output: Index, share: Index) -> Ptr:
         """Where the sum of an output, as one thread has it, lies."""
-        far, near = gpu_gemv.apart(self.s)
+        far, near = gpu_gemv.partial_sum_strides(self.s)
         return Ptr("sums", output * far + share * near)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from portmm.schedule.cpu_cost import Cost
 from portmm.schedule.gpu_candidates import PARTS, at_once, occupancy, on_gpu
-from portmm.schedule.gpu_gemv import along_k, flying, k_threads, width
+from portmm.schedule.gpu_gemv import along_k, bytes_in_flight, k_threads, width
 from portmm.schedule.gpu_w4a16 import PROGRAMS, instructions
 from portmm.schedule.gpu_wgmma import STRIP, columns, promoted, staged, sums
 from portmm.spec.dtype import BY_NAME, size
@@ -282,7 +282,7 @@ def _gemv(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     words = [n * s.kr * max(4, v * x) / (4 * v) for n, v, x in ((of_a, s.vectors[0], a), (of_b, s.vectors[1], b))]
     loads = ceil(units / (k_threads(s) * width(s)))
     latencies = ceil(loads * width(s) / s.tiles[0].k)
-    run = flying(s) * k_threads(s) * width(s) / s.tiles[0].k / s.nr if along_k(s) else s.block.n * b
+    run = bytes_in_flight(s) * k_threads(s) * width(s) / s.tiles[0].k / s.nr if along_k(s) else s.block.n * b
     once = p.batch * (p.m * p.k * a + p.k * p.n * b + p.m * p.n * c)
     overlapped = {
         "multiply-adds": rounds * ops / rate * (1 + ISSUE) / hertz,
