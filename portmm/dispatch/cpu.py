@@ -460,7 +460,7 @@ def attention_unit(held: str, fused: Fused, target: Target, rows: int) -> tuple[
     found = []
     for isa, atom in units(f"{held}-{held}-f32" if held != "f32" else held, target):
         real = isa.vector("f32", atom.n)
-        lines = isa.by_lines(atom) or atom
+        lines = isa.row_atom(atom) or atom
         weaves = atom.k_pack == 1 or isa.spelling(lines, "load_rows", "f32", atom.right)
         if (
             (rows >= atom.m if atom.tiled else atom.m == 1)

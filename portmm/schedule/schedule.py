@@ -260,7 +260,7 @@ def registers(s: Schedule, atom: Atom) -> int:
     if s.b == "codes" and not s.pack_b:
         # Sums over a group and over all of k; words, int4 values, a broadcast, a table. Where a group
         # takes few steps, sums over all of k may stay in memory.
-        sums = 1 if atom.takes_codes else 2
+        sums = 1 if atom.takes_int4 else 2
         return (max(s.heights) * sums + 2) * columns + 2
     return atom.strips(max(s.heights)) * columns + columns + 1
 
