@@ -343,10 +343,10 @@ def test_tiles_are_legal(chip):
                 for t in found:
                     assert t.threads <= target.device.block_threads
                     assert t.shared_bytes <= min(target.device.shared_bytes, gpu_attention.STATIC)
-                    assert t.wide >= d
+                    assert t.v_pitch >= d
                     assert t.depth * t.chunks >= d
                     assert not t.keys % t.values
-                    assert not t.wide % t.vectors[2]
+                    assert not t.v_pitch % t.vectors[2]
                     assert not t.depth % t.vectors[1]
                     assert t.runs == (more.get("keys") == 5000)
                 runs, run = runs_of(found[0], wanted, target)

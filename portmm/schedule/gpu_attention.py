@@ -113,12 +113,12 @@ class Tiling:
         return _whole(-(-self.d // self.chunks))
 
     @property
-    def deep(self) -> int:
+    def q_pitch(self) -> int:
         """Pitch of Q in shared memory, in words."""
         return _odd(self.depth * self.chunks)
 
     @property
-    def step(self) -> int:
+    def k_pitch(self) -> int:
         """Pitch of a chunk of K, in words."""
         return _odd(self.depth)
 
@@ -136,37 +136,37 @@ class Tiling:
         return -(-self.dv // (cell * self.across)) * cell * self.across
 
     @property
-    def wide(self) -> int:
+    def v_pitch(self) -> int:
         """Pitch of a chunk of V, in words: columns of all threads."""
         return self._padded(self.cell)
 
     @property
     def sums(self) -> int:
         """Columns of O that a thread sums."""
-        return self.wide // self.across
+        return self.v_pitch // self.across
 
     @property
     def values(self) -> int:
         """Keys of a chunk of V: as many as fit the buffer of K, or four."""
         most = self.keys
-        while most > LANES and most * self.wide > max(self.keys * self.step, LANES * self.wide):
+        while most > LANES and most * self.v_pitch > max(self.keys * self.k_pitch, LANES * self.v_pitch):
             most //= 2
         return most
 
     @property
     def buffer(self) -> int:
         """Words for chunks of K and of V."""
-        return max(self.keys * self.step, self.values * self.wide)
+        return max(self.keys * self.k_pitch, self.values * self.v_pitch)
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block."""
-        return 4 * (self.queries * (self.deep + self.p_pitch + self.across) + self.buffer)
+        return 4 * (self.queries * (self.q_pitch + self.p_pitch + self.across) + self.buffer)
 
     @property
     def waiting(self) -> int:
         """Maximum number of elements of a thread in flight to shared memory."""
-        parts = ((self.keys * self.depth, self.vectors[1]), (self.values * self.wide, self.vectors[2]))
+        parts = ((self.keys * self.depth, self.vectors[1]), (self.values * self.v_pitch, self.vectors[2]))
         return max(-(-size // (vector * self.threads)) * vector for size, vector in parts)
 
     def registers(self, element: str) -> int:
@@ -227,7 +227,7 @@ def tilings(shape: AttentionSizes, target: Target) -> list[Tiling]:
         most = WIDEST // BY_NAME[shape.dtype].bytes
         q, k, v, o = (min(x, most) for x in shape.vectors)
         stored = t.cell if runs else min(o, t.cell)
-        t = replace(t, vectors=(math.gcd(q, t.depth), math.gcd(k, t.depth), math.gcd(v, t.wide), stored))
+        t = replace(t, vectors=(math.gcd(q, t.depth), math.gcd(k, t.depth), math.gcd(v, t.v_pitch), stored))
         if t.threads <= device.block_threads and t.shared_bytes <= min(STATIC, device.shared_bytes):
             legal.append(t)
     if not legal:
