@@ -116,8 +116,8 @@ def lower_grid(s: Schedule, isa: Isa) -> tuple[GridKernel, ...]:
     atom = grid_atom(isa, s)
     kernels = [replace(GRID_PROGRAMS[s.program](s, isa, atom), occupancy=s.resident)]
     kernels += [split_k_reduction.build(s, isa, atom)] if s.slices else []
-    again = f"portmm emit --schedule {quote(spell(s))}"
-    return tuple(replace(_specialised(x, s), header=_header(x.name, isa, str(s), again)) for x in kernels)
+    command = f"portmm emit --schedule {quote(spell(s))}"
+    return tuple(replace(_specialised(x, s), header=_header(x.name, isa, str(s), command)) for x in kernels)
 
 
 def _specialised(kernel: GridKernel, s: Schedule) -> GridKernel:
@@ -145,8 +145,8 @@ def grid_atom(isa: Isa, s: Schedule) -> Atom:
 def lower_pack(isa: Isa, dtype: str, nr: int, layout: str) -> Kernel:
     """The kernel that packs all of B into panels of width `nr`, for products of the types `dtype`."""
     kernel = prepack.build(isa, atom_of(isa, dtype), nr, layout, types(dtype)[1])
-    how = f"packs a {layout}-major B into panels of {nr} columns"
-    return replace(kernel, header=_header(kernel.name, isa, how, f"portmm.pack on {isa.title}"))
+    description = f"packs a {layout}-major B into panels of {nr} columns"
+    return replace(kernel, header=_header(kernel.name, isa, description, f"portmm.pack on {isa.title}"))
 
 
 def lower_int4_repack(isa: Isa, packed: Family) -> Kernel:
@@ -158,9 +158,9 @@ def lower_int4_repack(isa: Isa, packed: Family) -> Kernel:
     atom = isa.vector("s32", packed.nr // PACKED_VECTORS)
     if atom is None or not isa.spelling(atom, "load_rows", "u4", "s32"):
         raise ScheduleError(f"{isa.name} does not repack int4 values to words")
-    what = f"folds codes of four bits into panels of {packed.nr} columns, groups of {packed.group or 'all'} rows"
+    description = f"folds codes of four bits into panels of {packed.nr} columns, groups of {packed.group or 'all'} rows"
     kernel = int4_repack.build(isa, atom, packed)
-    return replace(kernel, header=_header(kernel.name, isa, what, f"portmm.pack on {isa.title}"))
+    return replace(kernel, header=_header(kernel.name, isa, description, f"portmm.pack on {isa.title}"))
 
 
 def lower_rows(isa: Isa, real: Atom, text: str) -> Kernel:
@@ -185,8 +185,8 @@ def lower_grid_columns(isa: Isa, text: str, threads: int, *, sliced: bool) -> tu
 def lower_lines(isa: Isa, dtype: str, along: str) -> GridKernel:
     """The kernel of a device that copies an operand to a layout with contiguous k: see `kernels.gpu.transpose`."""
     kernel = transpose.build(isa, _one(isa), dtype, along)
-    what = f"copies matrices of {dtype} that lie along {along}, k side by side, in aligned lines"
-    return replace(kernel, header=_header(kernel.name, isa, what, f"portmm.matmul on {isa.title}"))
+    description = f"copies matrices of {dtype} that lie along {along}, k side by side, in aligned lines"
+    return replace(kernel, header=_header(kernel.name, isa, description, f"portmm.matmul on {isa.title}"))
 
 
 def _one(isa: Isa) -> Atom:
@@ -217,9 +217,9 @@ def lower_grid_attention(isa: Isa, atom: Atom, form: Form, tiling: Tiling | Matr
     else:
         kernels = [simt_attention.build(form, tiling, isa, atom)]
     kernels += [simt_attention.join(form, tiling, isa, atom)] if tiling.runs else []
-    again = f"portmm.attention on {isa.title}"
-    return tuple(replace(x, header=_header(x.name, isa, form.score, again)) for x in kernels)
+    command = f"portmm.attention on {isa.title}"
+    return tuple(replace(x, header=_header(x.name, isa, form.score, command)) for x in kernels)
 
 
-def _header(name: str, isa: Isa, what: str, again: str) -> tuple[str, ...]:
-    return (f"{name}, made by portmm {VERSION} for {isa.title}", what, f"made again by: {again}")
+def _header(name: str, isa: Isa, description: str, command: str) -> tuple[str, ...]:
+    return (f"{name}, made by portmm {VERSION} for {isa.title}", description, f"made again by: {command}")

@@ -110,8 +110,8 @@ def _by_threads(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
         warp = s.tiles[1]
         words = (warp.m + warp.n) / (warp.m * warp.n) * macs
         overlapped["shared memory"] = rounds * words / SHARED_WORDS / hertz
-        pieces = depth * (s.block.m / max(1, s.vectors[0] // s.kr) + s.block.n / max(1, s.vectors[1] // s.kr))
-        overlapped["moves"] = rounds * pieces / MOVES / hertz
+        vectors = depth * (s.block.m / max(1, s.vectors[0] // s.kr) + s.block.n / max(1, s.vectors[1] // s.kr))
+        overlapped["moves"] = rounds * vectors / MOVES / hertz
     a, b, c = (BY_NAME[x].bytes for x in p.types)
     traffic = blocks * depth * atom.k_pack * (s.block.m * a + s.block.n * b)
     overlapped["L2"] = traffic / (min(device.processors, blocks) * L2_BYTES_PER_CYCLE) / hertz

@@ -160,7 +160,7 @@ def _check_finite(scales: Array, offsets: Array, bits: int) -> None:
         g, j = (int(i) for i in np.argwhere(bad)[0])
         raise ValueError(
             f"group {g} of column {j} has scale {scales[g, j]} and offset {offsets[g, j]}, "
-            f"which give no finite float32 weights for codes up to {2**bits - 1}"
+            f"which yield no finite float32 weights for codes up to {2**bits - 1}"
         )
 
 
