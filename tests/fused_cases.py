@@ -434,7 +434,7 @@ def executed(kernel, f, workers=1, *, end=True):
 
     k = f.case
     work = cpu_dispatch.workspace_bytes(kernel, k.problem, workers)
-    route = runtime().make_route(support.load(kernel), work, workers, k.problem.held, k.problem.unit)
+    route = runtime().make_route(support.load(kernel), work, workers, k.problem.storage, k.problem.unit)
     a, b, c, numbers, *flats = (
         guarded(x, end=end) for x in (k.a, k.b, k.fresh(), k.numbers, *(x.flat for x in k.operands))
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from portmm.ir.index import FOLD
+from portmm.ir.index import OPERATORS
 from portmm.ir.nodes import For, If, Let, LetPtr, Move, children
 from portmm.ir.thread_nodes import Vector
 
@@ -21,7 +21,7 @@ def value(x, env):
     a, b = (value(y, env) for y in x.args)
     if x.op in ("min", "max"):
         return (np.minimum if x.op == "min" else np.maximum)(a, b)
-    return {"<": np.less, "==": np.equal}.get(x.op, FOLD.get(x.op))(a, b)
+    return {"<": np.less, "==": np.equal}.get(x.op, OPERATORS.get(x.op))(a, b)
 
 
 def stores(body, env, ends, size, there):  # noqa: C901 - a node each

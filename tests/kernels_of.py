@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from support import Case, Laid, lay, load_isa, numpy_type, packed_families, panels_of, small, valid_of
 
-from portmm.codegen.lower import lower_fold, lower_pack
+from portmm.codegen.lower import lower_int4_repack, lower_pack
 from portmm.kernels.cpu.packing import transpose
 from portmm.schedule.cpu_candidates import PACKED_VECTORS
 from portmm.spec.dtype import CODES_AT, CODES_KR
@@ -44,7 +44,7 @@ def folding(name, k, n, group):
     c = Laid(np.full(want.size, -1, np.int32), 0, 0, 0, 0, (1, 1, 1))
     vectors = {"b_scale": a, "bias": a}
     case = Case(Problem(1, n, k), fields, a, 0, codes.ravel(), 0, c, want, np.zeros(1), vectors)
-    return lower_fold(isa, kept), case, want
+    return lower_int4_repack(isa, kept), case, want
 
 
 def packing_of_all_bits(name, word, layout):

@@ -199,7 +199,7 @@ def _attention(target: Target, language: str) -> Iterator[Case]:
         for (d, dv), how, loose, (name, form) in product(HEADS, ATTENDING, ("", "o", "v"), forms(held).items()):
             queries, group = ATTENDING[how]
             vector = 1 if d % 4 else 16 // BY_NAME[held].bytes
-            asked = gpu_attention.Asked(held, d, dv, queries, 64, group, 2048, (vector,) * 4, loose)
+            asked = gpu_attention.AttentionSizes(held, d, dv, queries, 64, group, 2048, (vector,) * 4, loose)
             named = f"{name} heads of {d} and {dv}, {how} queries{f', {loose} loose' if loose else ''}"
             about = (d, how, loose, form.bounds, form.lse, form.starts, form.score, (held, form.to), (d, how))
             pool[named] = (about, (form, asked))

@@ -13,7 +13,7 @@ from fused_cases import by_rows, columns, epilogues, every_operation, every_type
 from manifest_case import Case, all_words, covering, few, on_host, smallest
 from support import LAYOUTS, coded, pose, small
 
-from portmm.codegen.lower import lower, lower_attention, lower_fold, lower_pack, lower_rows
+from portmm.codegen.lower import lower, lower_attention, lower_int4_repack, lower_pack, lower_rows
 from portmm.dispatch.cpu import attention_unit
 from portmm.errors import ScheduleError
 from portmm.host import microbenchmarks
@@ -229,7 +229,7 @@ def _packers(isa: Isa) -> Iterator[Case]:
     real = isa.atom("f32")
     for group in GROUPS if real else ():
         kept = Family("u4", real.n * PACKED_VECTORS, CODES_KR, group=group)
-        yield from on_host(f"fold groups of {group}", lower_fold, isa, kept)
+        yield from on_host(f"fold groups of {group}", lower_int4_repack, isa, kept)
 
 
 # -- expressions and attention --------------------------------------------------------------

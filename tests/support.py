@@ -461,7 +461,7 @@ def execute(kernel: Any, k: Case, workers: int = 1, *, code: Any = None, end: bo
         code or load(kernel),
         cpu_dispatch.workspace_bytes(kernel, k.problem, workers),
         workers,
-        k.problem.held,
+        k.problem.storage,
         k.problem.unit,
     )
     a, b, c = (guarded(x, end=end) for x in (k.a, k.b, k.fresh()))

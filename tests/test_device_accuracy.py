@@ -8,7 +8,7 @@ import pytest
 from grid_cases import MACHINE, OLDER, kernels_of, run
 
 from portmm.schedule.gpu_candidates import candidates, sums_in_shared
-from portmm.schedule.gpu_gemv import shares
+from portmm.schedule.gpu_gemv import k_threads
 from portmm.spec.problem import Problem
 
 LEAST = 0.5
@@ -79,7 +79,7 @@ def test_products(program, language, k, kind, b):
     want, scale = x.astype(np.float64) @ y, np.abs(x).astype(np.float64) @ np.abs(y)
     p = Problem(m, n, k, b=b)
     found = schedules(p, program)
-    s = min(found, key=shares) if program == "stream" else found[0]
+    s = min(found, key=k_threads) if program == "stream" else found[0]
     got, bar = multiplied(s, language, p, x, y), errors(x @ y, want, scale)
     found = errors(got, want, scale)
     assert np.all(found <= 2 * np.maximum(bar, [LEAST, LEAST / 4])), f"{s}: {found} beside NumPy's {bar}"

@@ -13,7 +13,7 @@ from places import GOLDEN
 from support import ISAS
 
 from portmm.codegen.c_kernel import source
-from portmm.codegen.lower import lower, lower_fold, lower_grid, lower_pack, lower_rows
+from portmm.codegen.lower import lower, lower_grid, lower_int4_repack, lower_pack, lower_rows
 from portmm.dispatch.gpu import source as device_source
 from portmm.schedule.schedule import ALL, Schedule, Tile
 from portmm.spec import elementwise
@@ -99,7 +99,7 @@ KERNELS = {
     "once_avx2": once,
     "dot_avx2": dot,
     "pack_sse2": lambda: lower_pack(load_isa("sse2"), "f32", 8, "col"),
-    "fold_avx2": lambda: lower_fold(load_isa("avx2"), Family("u4", 16, 8, group=32)),
+    "fold_avx2": lambda: lower_int4_repack(load_isa("avx2"), Family("u4", 16, 8, group=32)),
     "static_avx512": static,
     "tiles_amx_int8": on_tiles,
     "two_rows_neon_smmla": two_rows,

@@ -23,7 +23,7 @@ from portmm.kernels.cpu.attention_geometry import Form
 from portmm.kernels.cpu.online_softmax import Bounds
 from portmm.ops import attention_gpu
 from portmm.schedule import gpu_attention
-from portmm.schedule.gpu_attention import Asked, Tiling, runs_of, tilings
+from portmm.schedule.gpu_attention import AttentionSizes, Tiling, runs_of, tilings
 from portmm.spec.epilogue import C, Fused, acc, number
 from portmm.target.target import load_isa, load_target
 from portmm.util import memo
@@ -331,7 +331,7 @@ def test_small_tiles_in_every_order_of_threads(case):
 def asked(held="f32", d=64, **more):
     size = 4 if held == "f32" else 8
     usual = {"dv": d, "queries": 512, "heads": 64, "group": 1, "keys": 512, "vectors": (size,) * 4, "loose": ""}
-    return Asked(held, d, **(usual | more))
+    return AttentionSizes(held, d, **(usual | more))
 
 
 CHIPS = ("t4", "a100", "h100", "rtx_pro_6000", "mi300x", "mali_g710", "opencl_cpu", "opencl_gpu")
@@ -348,10 +348,10 @@ def test_tiles_are_legal(chip):
                 for t in found:
                     assert t.threads <= target.device.block_threads
                     assert t.shared_bytes <= min(target.device.shared_bytes, gpu_attention.STATIC)
-                    assert t.wide >= d
+                    assert t.v_pitch >= d
                     assert t.depth * t.chunks >= d
                     assert not t.keys % t.values
-                    assert not t.wide % t.vectors[2]
+                    assert not t.v_pitch % t.vectors[2]
                     assert not t.depth % t.vectors[1]
                     assert t.runs == (more.get("keys") == 5000)
                 runs, run = runs_of(found[0], wanted, target)
@@ -388,5 +388,5 @@ def test_nothing_is_spilled(held, d, architecture):
             for kernel in lower_grid_attention(ISA, ISA.atom("f32"), Form(SCALED, held, held, bounds, lse=True), t):
                 made = nvrtc.compile_cuda(cuda.source(kernel), kernel.name, architecture)
                 assert made.spills == 0, (t, made.registers)
-                assert made.registers * kernel.threads * max(1, kernel.resident) <= target.device.registers
+                assert made.registers * kernel.threads * max(1, kernel.occupancy) <= target.device.registers
                 assert made.shared == (t.shared_bytes if "runs" not in kernel.name else 0)

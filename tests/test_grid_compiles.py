@@ -69,7 +69,7 @@ def test_what_is_chosen_compiles(chip, at):
         print(f"{chip} {p}: {said}; {s}")
         assert made.spills == 0, (said, s)
         assert made.seconds < COLD, (said, s)
-        if kernel.resident:
+        if kernel.occupancy:
             assert made.registers <= most_registers(s, target), (said, registers(s), s)
             assert kernel.shared_bytes == shared_bytes(s), (said, s)
             assert made.shared <= (0 if kernel.dynamic else shared_bytes(s)), (said, s)

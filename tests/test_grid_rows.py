@@ -161,7 +161,7 @@ def test_columns(by, slices, monkeypatch):
     monkeypatch.setattr(fused_cases, "meaning", lambda *_: (np.float64(0), np.float64(np.inf)))
     for i, (size, batch) in enumerate([((5, 37), 2), ((1, 3), 1), ((65, 16), 1), ((2, 1), 3)]):
         f = rows_case(fused, size, batch, i)
-        work = max(1, slices * batch * len(fused.folds) * size[1])
+        work = max(1, slices * batch * len(fused.column_reductions) * size[1])
         found = by(kernels, f, {"slices": slices}, work)
         f.check(found, (size, batch))  # nothing beside the results was written
         for (to, dtype, *_), want in zip(f.results, down(fused, f), strict=True):

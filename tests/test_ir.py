@@ -58,7 +58,7 @@ def test_printed_expressions_mean_what_they_are(x, values):
 def test_folding_keeps_the_value(x, y, values):
     ints = dict(zip(NAMES, values, strict=True))
     for op, folded in [("+", x + y), ("-", x - y), ("*", x * y), ("<", x.lt(y)), ("min", nodes.minimum(x, y))]:
-        assert evaluate(folded, ints) == nodes.FOLD[op](evaluate(x, ints), evaluate(y, ints))
+        assert evaluate(folded, ints) == nodes.OPERATORS[op](evaluate(x, ints), evaluate(y, ints))
 
 
 def test_neutral_elements_fold_away():

@@ -168,10 +168,10 @@ AMPERE, TURING = "a100", "t4"
 SMALL = [
     (MatrixTiling(32, 16, 32, 1, 32, 2), F16, Bounds(causal=True), (1, 2, 1, 45, 61)),
     (MatrixTiling(64, 64, 32, 2, 16, 4), BF16, Bounds(), (1, 1, 1, 33, 90)),
-    (MatrixTiling(80, 48, 64, 2, 32, 4, held=False), F16, Bounds(window=True), (1, 1, 1, 50, 70)),
+    (MatrixTiling(80, 48, 64, 2, 32, 4, q_in_registers=False), F16, Bounds(window=True), (1, 1, 1, 50, 70)),
     (MatrixTiling(16, 32, 16, 1, 16, 4, runs=True), F16, Bounds(causal=True, window=True), (2, 4, 2, 3, 67)),
     (MatrixTiling(64, 32, 32, 2, 32, copies=False), F16, Bounds(causal=True), (1, 2, 1, 45, 81)),
-    (MatrixTiling(48, 80, 32, 1, 16, copies=False, held=False), F16, Bounds(window=True), (1, 1, 1, 33, 50)),
+    (MatrixTiling(48, 80, 32, 1, 16, copies=False, q_in_registers=False), F16, Bounds(window=True), (1, 1, 1, 33, 50)),
 ]
 
 

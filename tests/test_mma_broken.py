@@ -28,8 +28,8 @@ def loads(change):
 
 def straight(x):
     """Without the exchange of pieces."""
-    to, src = x.given
-    return replace(x, given=(to, replace(src, offset=_plain(src.offset))))
+    to, src = x.args
+    return replace(x, args=(to, replace(src, offset=_plain(src.offset))))
 
 
 def transposed(x):

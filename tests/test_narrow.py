@@ -124,7 +124,7 @@ def test_codes_are_multiplied(name, word, group):
         k = case(p, seed=i, floats=True)
         found = candidates(p, target)
         atom = target.isas[0].atom(word)
-        ways = {True} if atom.tiled else {False} if atom.takes_codes else {True, False}
+        ways = {True} if atom.tiled else {False} if atom.takes_int4 else {True, False}
         assert {s.pack_b for s in found} == ways or p.m > 16
         for s in found[i % 2 :: 2]:
             kernel = lower(s, target.isa(s.isa))

@@ -112,7 +112,7 @@ def test_a_row_is_bound_by_memory(dtype, vectors, b):
     # What is on its way hides 700 ns, Little's law; and all processors work.
     blocks = 4096 // s.block.n
     together = min(occupancy(s, H200), -(-blocks // device.processors))
-    assert together * s.threads * gpu_gemv.flying(s) >= device.memory_gbs * 700 / device.processors
+    assert together * s.threads * gpu_gemv.bytes_in_flight(s) >= device.memory_gbs * 700 / device.processors
     assert blocks >= 0.9 * device.processors
 
 

@@ -19,7 +19,7 @@ from portmm.dispatch import selection, tuning_database
 from portmm.dispatch.tuning_database import Tuned
 from portmm.errors import DatabaseError
 from portmm.schedule.cpu_candidates import candidates
-from portmm.schedule.neighbourhood import KNOBS, skeleton, space, unsound
+from portmm.schedule.neighbourhood import KNOBS, neighbourhood_of, skeleton, unsound
 from portmm.schedule.schedule import Tile
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
@@ -208,7 +208,7 @@ SAMPLES = [
 def test_spaces_hold_what_is_sound(p, chip):
     target = load_target(chip)
     listed = candidates(p, target)
-    found = space(p, target, listed)
+    found = neighbourhood_of(p, target, listed)
     rng = np.random.default_rng(0)
     assert all(not unsound(s, p, target, listed) for s in listed)
     made = {found.schedule({k: rng.choice(v) for k, v in found.knobs.items()}) for _ in range(200)} - {None}
@@ -250,7 +250,7 @@ def test_what_is_sound_is_right(base, dtype):
     rng = np.random.default_rng(3)
     size = (61, 133, 517)
     p = Problem(*size, dtype)
-    found = space(p, target, candidates(p, target))
+    found = neighbourhood_of(p, target, candidates(p, target))
     a, b = (rng.integers(-8, 8, shape) for shape in ((size[0], size[2]), (size[2], size[1])))
     exact = a @ b
     word = {"f32": np.float32, "s8-s8-s32": np.int8}.get(dtype)
@@ -281,7 +281,7 @@ def test_what_is_sound_is_right(base, dtype):
 def test_knobs_are_usual_first():
     """A search that turns nothing finds what a candidate is like."""
     p = LARGE
-    found = space(p, HERE, candidates(p, HERE))
+    found = neighbourhood_of(p, HERE, candidates(p, HERE))
     assert found.schedule({"base": 0}) is not None
     assert set(found.knobs) == {"base", *KNOBS}
 

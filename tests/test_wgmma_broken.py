@@ -48,9 +48,9 @@ def other(name, at, value, which=0):
         seen.append(x)
         if len(seen) - 1 != which:
             return (x,)
-        given = list(x.given)
-        given[at] = value(given[at])
-        return (replace(x, given=tuple(given)),)
+        args = list(x.args)
+        args[at] = value(args[at])
+        return (replace(x, args=tuple(args)),)
 
     return change
 

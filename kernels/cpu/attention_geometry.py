@@ -118,7 +118,7 @@ class Heads:
         first = len(self.fused.operands)
         self.at = {x: f"x{first + i}" for i, x in enumerate(names)}
         self.kr = atom.k_pack
-        self.lines = isa.by_lines(atom) or atom
+        self.lines = isa.row_atom(atom) or atom
         """The vocabulary of what moves operands, a line at a time."""
 
     def operands(self) -> tuple[tuple[str, bool], ...]:

@@ -51,12 +51,12 @@ class Blocks:
     @property
     def lines(self) -> Atom:
         """The vocabulary of what moves operands, a line at a time."""
-        return self.isa.by_lines(self.atom) or self.atom
+        return self.isa.row_atom(self.atom) or self.atom
 
     @property
     def sum_lines(self) -> Atom:
         """The vocabulary of what moves sums, a line at a time."""
-        return self.isa.sums_by_lines(self.atom) or self.atom
+        return self.isa.sum_row_atom(self.atom) or self.atom
 
     @property
     def k(self) -> Index:
@@ -143,7 +143,7 @@ class Blocks:
     @property
     def given(self) -> tuple[str, str]:
         """What micro-kernels read of A and of B."""
-        return self.s.given(self.atom)
+        return self.s.element_types(self.atom)
 
     @property
     def finishes(self) -> bool:

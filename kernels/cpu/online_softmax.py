@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from portmm.ir.nodes import For, Function, If, Let, Map, Param, Ptr, Scratch, Verb, const, round_up, var
 from portmm.kernels.cpu.elementwise import Elements, parameters
 from portmm.spec import vector_math
-from portmm.spec.epilogue import C, Fused, acc, given, index, parse
+from portmm.spec.epilogue import C, Fused, acc, argument, index, parse
 from portmm.spec.expr import OPS, Expr, bits, fma, from_bits, ordered, select
 from portmm.spec.expr import const as literal
 
@@ -33,7 +33,7 @@ LOWEST = -3.0e38
 """The largest of no scores: less than any, and a number, as -inf less itself is none."""
 WORTH_KEEPING = 3
 """Operations from which a score is kept between the passes over a block: a load and a store take as long."""
-MOST, BEFORE, KEPT = (given(i, "f32") for i in range(3))
+MOST, BEFORE, KEPT = (argument(i, "f32") for i in range(3))
 """The largest score of a query, the largest before this block, a score that was kept."""
 
 
@@ -233,7 +233,7 @@ class _Walk:
 
 def last(isa: Isa, real: Atom, *, lse: bool) -> Function:
     """`sums` become what a row of results is multiplied by: 0 for a query that saw nothing."""
-    total, most = given(0, "f32"), given(1, "f32")
+    total, most = argument(0, "f32"), argument(1, "f32")
     inverse = select(total > 0.0, 1.0 / total, total * 0.0)
     said = most + vector_math.log(total)
     fused = Fused((), ((C, inverse), (C, said)))
@@ -291,8 +291,8 @@ def rescale_strips(real: Atom) -> Function:
 
 def divided(isa: Isa, real: Atom, to: str) -> Function:
     """Rows of sums over the sums of weights, in the type of the result."""
-    at = Elements(isa, real, Fused((), ((C, given(0, "f32")),)))
-    value = given(0, "f32")
+    at = Elements(isa, real, Fused((), ((C, argument(0, "f32")),)))
+    value = argument(0, "f32")
     at.names = {value: "x"}
     i, j, whole = var("i"), var("j"), var("dv") - var("dv") % real.n
 

@@ -32,7 +32,7 @@ PREFETCH = 4
 
 def build(isa: Isa, atom: Atom, nr: int, layout: str, held: str) -> Kernel:
     """The kernel that packs each item of a batch of B: C[panel][k][NR] = B[k][n], in units of what B holds."""
-    atom = isa.by_lines(atom) or atom
+    atom = isa.row_atom(atom) or atom
     k, task, kr = var("k"), var("task"), atom.k_pack
     to, sums = unit(held, kr), atom.acc == "s32"
     name = KernelName("pack", atom.acc, atom.a, held, 1, nr, kr, isa.name)

@@ -16,7 +16,7 @@ from portmm.ir.thread_nodes import WHOLE
 from portmm.kernels.cpu.elementwise import Elements
 from portmm.kernels.cpu.online_softmax import BEFORE, KEPT, LOWEST, MOST, weight
 from portmm.spec import vector_math
-from portmm.spec.epilogue import C, Fused, given, index, parse
+from portmm.spec.epilogue import C, Fused, argument, index, parse
 from portmm.spec.expr import select
 from portmm.util.locks import once
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from portmm.spec.expr import Expr
     from portmm.target.isa import Atom, Isa
 
-TOTAL = given(3, "f32")
+TOTAL = argument(3, "f32")
 """The sum of a row's weights."""
 
 

@@ -38,7 +38,7 @@ def build(isa: Isa, real: Atom, fused: Fused, threads: int, *, sliced: bool) -> 
         Let("first", minimum(var("m"), var("slice") * each)),
         Let("last", minimum(var("m"), var("first") + each)),
     )
-    folds = at.fused.folds
+    folds = at.fused.column_reductions
     leave = (Verb("store", f"all{i}", p=_spot(i, len(folds), var("slice")), of=real.name) for i in range(len(folds)))
     parts = (*share, *_down(at, var("first"), var("last")), *leave)
     whole: list[Stmt] = [_start(at, i, x) for i, x in enumerate(folds)]
@@ -84,7 +84,7 @@ def _taken(at: Elements, i: int, x: Expr, register: str) -> Stmt:
 
 def _down(at: Elements, begin: Index, end: Index) -> tuple[Stmt, ...]:
     """Rows of a column: what they come to is in registers."""
-    folds, column = at.fused.folds, var("column")
+    folds, column = at.fused.column_reductions, var("column")
     values = [x.args[1] for x in folds]
     at.names = {}
     found = [*at.once(values, "bn", column), *(_start(at, i, x) for i, x in enumerate(folds))]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, const, minimum, var
 from portmm.ir.nodes import For, If, Let, LetPtr, Move, Scratch
-from portmm.ir.thread_nodes import WHOLE, CopyAsync, Shared, Vector, Weave
+from portmm.ir.thread_nodes import WHOLE, CopyAsync, Interleave, Shared, Vector
 from portmm.kernels.gpu import w4a16_transfer
 from portmm.spec.dtype import BY_NAME
 
@@ -202,7 +202,7 @@ class Feed:
         body: list[Stmt] = []
         if self.kr > 1:
             wide = Ptr(f"{n}_wide")
-            body.append(Weave(wide, src))
+            body.append(Interleave(wide, src))
             src = wide
         elif self.memory != self.held:
             wide, e = Ptr(f"{n}_wide"), var("e")

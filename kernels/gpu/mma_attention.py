@@ -53,7 +53,7 @@ def build(form: Form, t: MatrixTiling, isa: Isa, atom: Atom) -> GridKernel:
     body: list[Stmt] = [*work.memory(), *work.places(), *work.reach(), *work.begin()]
     body += [For("key", var("first"), var("end"), const(t.keys), work.step()), *work.finish()]
     name = f"portmm_mma_attention_{form.held}_{t.d}_{t.dv}_{t.queries}x{t.keys}"
-    return GridKernel(name, isa, atom, work.arguments(), t.threads, work.grid, tuple(body), resident=1)
+    return GridKernel(name, isa, atom, work.arguments(), t.threads, work.grid, tuple(body), occupancy=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Work(Walk):
         return (
             shared("q_tile", self.tile("q").size, held),
             shared("slots", t.slots * self.slot, held),
-            Scratch("q_part", t.high * WORDS * (t.d // UNIT if t.held else 1), "b32"),
+            Scratch("q_part", t.high * WORDS * (t.d // UNIT if t.q_in_registers else 1), "b32"),
             Scratch("part", WORDS, "b32"),
             Scratch("p_part", t.high * WORDS, "b32"),
             Scratch("s", t.high * t.strips * WORDS, "f32"),
@@ -152,7 +152,7 @@ class Work(Walk):
         for half in range(t.slots - 1):
             found += self.fill(how, "kv"[half % 2], var("first") + half // 2 * t.keys, const(half))
         found += [Clear("o_sums", t.high * t.columns * WORDS), *self.softmax.begin()]
-        if t.held:
+        if t.q_in_registers:
             loads = each("step", t.d // UNIT, self.fragments_of_q(var("step") * t.high, var("step")))
             found += [*self.met(), If(var("first").lt(var("end")), (loads,))]
         return tuple(found)
@@ -181,11 +181,11 @@ class Work(Walk):
         t, step, j = self.t, var("step"), var("j")
         tile = self.tile("k")
         load = tile.matrices(Ptr("part"), Ptr("slots", self.slot_of(0) * self.slot), j * UNIT, step * 2)
-        left = step * (t.high * WORDS) if t.held else const(0)
+        left = step * (t.high * WORDS) if t.q_in_registers else const(0)
         product = self.product("s", t.strips, j, Ptr("q_part", left))
-        before = () if t.held else (self.fragments_of_q(const(0), step),)
+        before = () if t.q_in_registers else (self.fragments_of_q(const(0), step),)
         body = (*before, each("j", t.keys // UNIT, load, product))
-        unroll = WHOLE if t.held else 4
+        unroll = WHOLE if t.q_in_registers else 4
         return For("step", const(0), const(t.d // UNIT), const(1), body, unroll)
 
     def product(self, sums: str, strips: int, j: Index, left: Ptr) -> Stmt:

@@ -90,7 +90,7 @@ class Softmax(Scores):
         by = at.names[change]
         at.names = {MOST: "largest", KEPT: at.name(KEPT)}
         one = [self.get(at.names[KEPT], Ptr("s", i * t.columns + j)), *at.compute([weighed], const(0), "")]
-        to = Ptr("weights", (var("down") + i * t.down) * t.beside + var("across") + j * t.across)
+        to = Ptr("weights", (var("down") + i * t.down) * t.p_pitch + var("across") + j * t.across)
         one += [self.keep(at.names[weighed], to), self.map("add", "sum", "sum", at.names[weighed])]
         here = Ptr("o_sums", i * t.sums + var("c"))
         return each(

@@ -53,8 +53,8 @@ def build(form: Form, t: Tiling, isa: Isa, atom: Atom) -> GridKernel:
     body: list[Stmt] = [*work.memory(), *work.places(), *work.reach(), *work.begin()]
     body += [For("key", var("first"), var("end"), const(t.keys), work.step()), *work.finish()]
     name = f"portmm_attention_{form.held}_{t.d}_{t.dv}_{t.queries}x{t.keys}"
-    resident = 2 if t.threads >= LARGE else 1
-    return GridKernel(name, isa, atom, work.arguments(), t.threads, work.grid, tuple(body), resident=resident)
+    occupancy = 2 if t.threads >= LARGE else 1
+    return GridKernel(name, isa, atom, work.arguments(), t.threads, work.grid, tuple(body), occupancy=occupancy)
 
 
 def join(form: Form, t: Tiles, isa: Isa, atom: Atom) -> GridKernel:
@@ -80,9 +80,9 @@ class Work(Walk):
         """Shared memory, and registers."""
         t, held = self.t, self.form.held
         return (
-            Shared("q_tile", t.queries * t.deep, "f32"),
+            Shared("q_tile", t.queries * t.q_pitch, "f32"),
             Shared("chunk", t.buffer, "f32"),
-            Shared("weights", t.queries * t.beside, "f32"),
+            Shared("weights", t.queries * t.p_pitch, "f32"),
             Shared("part", t.queries * t.across, "f32"),
             Scratch("next", max(t.waiting, t.vectors[0]), held),
             Scratch("words", LANES, "f32"),
@@ -147,7 +147,7 @@ class Work(Walk):
         source = Ptr("q_item", self.query(row) + column * self.along("q"))
         moved = (
             *self.load(Ptr("next"), vector, source, there),
-            *self.store(Ptr("q_tile", line * t.deep + column), vector, Ptr("next")),
+            *self.store(Ptr("q_tile", line * t.q_pitch + column), vector, Ptr("next")),
         )
         return (
             self.pieces(t.queries, width, vector, *moved, unroll=1),
@@ -169,9 +169,9 @@ class Work(Walk):
         t, vector = self.t, self.t.vectors[2]
         row = var("key") + chunk * t.values + var("line")
         there = row.lt(var("end"))
-        there = there if t.wide == t.dv else there * var("column").lt(t.dv)
+        there = there if t.v_pitch == t.dv else there * var("column").lt(t.dv)
         source = Ptr("v_item", row * var("v_n") + var("column") * self.along("v"))
-        return self.pieces(t.values, t.wide, vector, *self.load(self.waits(vector), vector, source, there))
+        return self.pieces(t.values, t.v_pitch, vector, *self.load(self.waits(vector), vector, source, there))
 
     @staticmethod
     def waits(vector: int) -> Ptr:
@@ -186,7 +186,7 @@ class Work(Walk):
         more = If((chunk + 1).lt(t.chunks), (self.keys(var("key"), chunk + 1),), (self.values(const(0)),))
         scores = (
             Barrier(),
-            self.put(t.keys, t.depth, t.vectors[1], t.step),
+            self.put(t.keys, t.depth, t.vectors[1], t.k_pitch),
             Barrier(),
             more if t.chunks > 1 else self.values(const(0)),
             self.scores(chunk),
@@ -196,7 +196,7 @@ class Work(Walk):
         rest = If((chunk + 1).lt(parts), (self.values(chunk + 1),), (further,)) if parts > 1 else further
         sums = (
             Barrier(),
-            self.put(t.values, t.wide, t.vectors[2], t.wide),
+            self.put(t.values, t.v_pitch, t.vectors[2], t.v_pitch),
             Barrier(),
             rest,
             self.weighed(chunk),
@@ -213,14 +213,14 @@ class Work(Walk):
         t, u, i, j = self.t, var("u"), var("i"), var("j")
         row, key = var("down") + i * t.down, var("across") + j * t.across
         mac = Mac(Ptr("s", i * t.columns + j), Ptr("left", i * LANES + var("e")), Ptr("right", var("e")))
-        q = Ptr("q_tile", row * t.deep + chunk * t.depth + u * LANES)
+        q = Ptr("q_tile", row * t.q_pitch + chunk * t.depth + u * LANES)
         return For(
             "u", const(0), const(t.depth // LANES), const(1),
             (
                 each("i", t.rows, Vector(Ptr("left", i * LANES), q, LANES * WORD)),
                 each(
                     "j", t.columns,
-                    Vector(Ptr("right"), Ptr("chunk", key * t.step + u * LANES), LANES * WORD),
+                    Vector(Ptr("right"), Ptr("chunk", key * t.k_pitch + u * LANES), LANES * WORD),
                     each("e", LANES, each("i", t.rows, mac)),
                 ),
             ),
@@ -230,8 +230,8 @@ class Work(Walk):
         """O += P V of a chunk of keys."""
         t, u, i, e, g = self.t, var("u"), var("i"), var("e"), var("g")
         row = var("down") + i * t.down
-        p = Ptr("weights", row * t.beside + chunk * t.values + u * LANES)
-        v = Ptr("chunk", (u * LANES + e) * t.wide + (var("across") + g * t.across) * t.cell)
+        p = Ptr("weights", row * t.p_pitch + chunk * t.values + u * LANES)
+        v = Ptr("chunk", (u * LANES + e) * t.v_pitch + (var("across") + g * t.across) * t.cell)
         mac = Mac(Ptr("o_sums", i * t.sums + var("c")), Ptr("left", i * LANES + e), Ptr("right", var("c")))
         return For(
             "u", const(0), const(t.values // LANES), const(1),
@@ -265,5 +265,5 @@ class Work(Walk):
         size = BY_NAME["f32" if t.runs else self.form.to].bytes
         store = Move(to, Ptr("o_out")) if vector == 1 else Vector(to, Ptr("o_out"), vector * size)
         body = (each("e", vector, *self.softmax.divided(Ptr("o_sums", place), Ptr("o_out", e))), store)
-        inside = body if t.wide == t.dv else (If(var("column").lt(t.dv), body),)
+        inside = body if t.v_pitch == t.dv else (If(var("column").lt(t.dv), body),)
         return each("g", t.sums // t.cell, each("h", t.cell // vector, Let("column", column), *inside))

@@ -66,7 +66,7 @@ class Work:
     @property
     def shares(self) -> int:
         """Threads of a block with the same columns."""
-        return gpu_gemv.shares(self.s)
+        return gpu_gemv.k_threads(self.s)
 
     @property
     def across(self) -> int:
@@ -95,7 +95,7 @@ class Work:
 
     def spot(self, output: Index, share: Index) -> Ptr:
         """Where the sum of an output, as one thread has it, lies."""
-        far, near = gpu_gemv.apart(self.s)
+        far, near = gpu_gemv.partial_sum_strides(self.s)
         return Ptr("sums", output * far + share * near)
 
 

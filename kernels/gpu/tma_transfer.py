@@ -15,7 +15,7 @@ from portmm.ir.grid_kernel import Argument, MapOf
 from portmm.ir.index import Ptr, const, maximum, var
 from portmm.ir.nodes import For, Let
 from portmm.ir.thread_nodes import WHOLE, Do, Get, Shared
-from portmm.schedule.gpu_wgmma import LINE, SWIZZLED, WIDE_ROWS, held_rows
+from portmm.schedule.gpu_wgmma import LINE, SWIZZLED, WIDE_ROWS, padded_rows
 from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Operand:
     @property
     def held(self) -> int:
         """Rows of a tile in shared memory."""
-        return held_rows(self.rows, along_k=self.along == "k")
+        return padded_rows(self.rows, along_k=self.along == "k")
 
     @property
     def size(self) -> int:

@@ -22,7 +22,7 @@ import numpy as np
 
 from portmm.arrays.numpy_arrays import numpy_of
 from portmm.errors import NoDeviceError
-from portmm.spec.dtype import BY_NAME, BY_NUMPY, FOREIGN
+from portmm.spec.dtype import BY_NAME, BY_NUMPY, EXTENSION_TYPES
 from portmm.weights.kinds import WeightKind
 
 if TYPE_CHECKING:
@@ -376,7 +376,7 @@ def _cupy_empty(x: DeviceArray, shape: tuple[int, ...], dtype: str) -> Any:
         try:
             return cupy.empty(shape, dtype=numpy_of(dtype))
         except (TypeError, ValueError) as error:
-            if dtype not in FOREIGN:
+            if dtype not in EXTENSION_TYPES:
                 raise
             name = BY_NAME[dtype].numpy
             raise TypeError(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from portmm.ir.abi import HUGE_PAGE
-from portmm.spec.dtype import BY_NAME, FOREIGN, FP8, accumulator, natural, spell
+from portmm.spec.dtype import BY_NAME, EXTENSION_TYPES, FP8, accumulator, natural, spell
 from portmm.util.array_subclasses import refuse_class
 
 _FACTORS = ("f32", "f64", "bf16", "f16", "s8", "u8")
@@ -43,7 +43,7 @@ def numpy_of(name: str) -> np.dtype[Any]:
         TypeError: NumPy lacks it, and there is no ml_dtypes.
     """
     numpy_name = BY_NAME[name].numpy
-    if name not in FOREIGN:
+    if name not in EXTENSION_TYPES:
         return np.dtype(numpy_name)
     try:
         import ml_dtypes

@@ -91,7 +91,7 @@ def target(
         print_json(target_data(machine) | chips)
         return
     if family and name:
-        console().print(family.said(name), soft_wrap=True, highlight=False)
+        console().print(family.sentence(name), soft_wrap=True, highlight=False)
     console().print(target_view(machine))
     if name is None and not machine.measured:
         console(stderr=True).print("[dim]No rate is measured yet: run `portmm probe`.[/dim]")

@@ -1,1 +1,1 @@
-"""From loops to C, CUDA and OpenCL."""
+"""Code generation from loops: C, CUDA and OpenCL."""

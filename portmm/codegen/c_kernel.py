@@ -1,9 +1,9 @@
-"""C from the loop language.
+"""C source of kernels in the loop language.
 
 Owns functions, arguments and threads in header-free GNU C: vector types come from the
 ISA's preamble, so no <immintrin.h> is parsed (a seventh of the compile time).
-Imports `ir.nodes`, `ir.abi`, `spec.dtype`, `printer`. One pass over an immutable tree; the text of an
-atom's verbs is the only part that depends on an ISA.
+One pass over an immutable tree; the text of an atom's verbs is the only part that
+depends on an ISA.
 """
 
 from __future__ import annotations
@@ -93,20 +93,20 @@ def _print(kernel: Kernel, f: Function) -> str:
 
 
 def _types(kernel: Kernel, f: Function) -> dict[str, str]:
-    """Pointer -> type of what it points at."""
+    """Pointer -> its element type."""
     extra = (f"x{i}" for i in range(len(kernel.operands)))
-    found = {} if f.kind == "inner" else {name: kernel.type_of(name) for name in (*OPERANDS, *extra)}
-    found |= {p.name: p.dtype for p in f.params if p.dtype}
-    return found | {s.name: s.dtype for s in walk(f.body) if isinstance(s, LetPtr | Scratch)}
+    pointers = {} if f.kind == "inner" else {name: kernel.type_of(name) for name in (*OPERANDS, *extra)}
+    pointers |= {p.name: p.dtype for p in f.params if p.dtype}
+    return pointers | {s.name: s.dtype for s in walk(f.body) if isinstance(s, LetPtr | Scratch)}
 
 
 @dataclass(slots=True)
 class _Printer(Printer):
-    """A function of a kernel.
+    """Printer of a function of a kernel.
 
     Attributes:
-        kernel: what it belongs to.
-        function: what is printed.
+        kernel: the kernel.
+        function: the function that is printed.
         used: names that its body reads.
     """
 
@@ -140,7 +140,7 @@ class _Printer(Printer):
         return f"static {how} void {f.name}({params})"
 
     def prologue(self) -> None:
-        """Bind the fields of the argument block that the body mentions."""
+        """Bind the fields of the argument block that the body uses."""
         f, used = self.function, self.used
         if f.kind == "inner":
             return
@@ -164,7 +164,7 @@ class _Printer(Printer):
         self.operands()
 
     def operands(self) -> None:
-        """Bind the operands of fused expressions, and their strides, that the body mentions."""
+        """Bind the operands of epilogue expressions, and their strides, that the body uses."""
         for i, (dtype, written) in enumerate(self.kernel.operands):
             ctype = f"{'' if written else 'const '}{BY_NAME[dtype].c} *"
             if f"x{i}" in self.used:
@@ -191,7 +191,7 @@ class _Printer(Printer):
         self.put(depth, "}")
 
     def halves(self, s: Total, depth: int) -> None:
-        """The sum of a power of two of numbers, the upper half added to the lower until one is left."""
+        """Print the sum of a power of two of numbers: the upper half is added to the lower until one remains."""
         self.put(depth, "{")
         self.put(depth + 1, f"float x[{s.count}];")
         self.put(depth + 1, f"for (int i = 0; i < {s.count}; ++i) x[i] = ({address(s.src)})[i];")
@@ -238,7 +238,7 @@ class _Printer(Printer):
         self.put(depth, f"{s.function.name}({args});")
 
     def argument(self, p: Param, x: Index | Ptr) -> str:
-        """An argument; a pointer to another type is cast."""
+        """The spelling of an argument; a pointer to another type is cast."""
         if isinstance(x, Index):
             return index(x)
         if self.points[x.name] == p.dtype:
@@ -254,7 +254,7 @@ class _Printer(Printer):
 
 
 def _reduction(atom: Atom, d: str) -> list[str]:
-    """Lines that leave the sum of the lanes in `sum`: fold the upper half onto the lower until one is left."""
+    """Lines that compute the sum of the lanes in `sum`: the upper half is added to the lower until one remains."""
     if atom.reduce:
         return [atom.reduce.format(s="sum", d=d)]
     if atom.n == 1:

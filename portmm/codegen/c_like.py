@@ -1,9 +1,9 @@
-"""Statements that every language of the C family spells alike.
+"""Statements that all languages of the C family share.
 
-Owns the spelling of integers, addresses and common statements, and what leaves names out
-that nothing reads. Imports `ir.nodes`, `spec.dtype`. The languages, `c`, `cuda` and `opencl`, differ in
-what surrounds a function, in how a pointer is declared, and in statements of their own. Which
-text of a load or a store is meant follows from the type of the pointer.
+Owns the spelling of integers, addresses and common statements, and the elimination of unused
+names. The languages, of `c_kernel`, `cuda` and `opencl`, differ in the declarations of functions
+and pointers, and in statements of their own. The type of the pointer selects the
+text of a load or a store.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def index(x: Index, outer: int = -1) -> str:
     if x.op in ("min", "max"):
         left, right = (index(y) for y in x.args)  # type: ignore[arg-type]
         return f"{x.op}_({left}, {right})"
-    if x.op in _BITS:  # which bind less than a comparison, or a sum: compilers ask for brackets
+    if x.op in _BITS:  # which bind less than a comparison, or a sum: compilers warn without brackets
         left, right = (index(y, _ALWAYS) for y in x.args)  # type: ignore[arg-type]
         return f"({left} {x.op} {right})" if outer >= 0 else f"{left} {x.op} {right}"
     level = _PRECEDENCE[x.op]
-    # Only + may drop the brackets of a right operand: integer division does not associate.
+    # Only + needs no brackets around a right operand: integer division does not associate.
     text = f"{index(x.args[0], level)} {x.op} {index(x.args[1], level + (x.op != '+'))}"  # type: ignore[arg-type]
     return f"({text})" if level < outer else text
 
@@ -81,23 +81,23 @@ def _names(x: Index) -> set[str]:
     return set() if x.op == "const" else set().union(*[_names(y) for y in x.args])  # type: ignore[arg-type]
 
 
-def _mentions(s: Stmt) -> set[str]:
-    """Every variable and pointer that a statement itself reads."""
-    found: set[str] = set()
+def _names_read(s: Stmt) -> set[str]:
+    """All variables and pointers that a statement itself reads."""
+    names: set[str] = set()
     for slot in s.__slots__:
         values = getattr(s, slot)
         for value in values if type(values) is tuple else (values,):
             kind = type(value)
             if kind is Ptr:
-                found.add(value.name)
-                found |= _names(value.offset)
+                names.add(value.name)
+                names |= _names(value.offset)
             elif kind is Index:
-                found |= _names(value)
-    return found | {"workers"} if isinstance(s, Parallel) else found
+                names |= _names(value)
+    return names | {"workers"} if isinstance(s, Parallel) else names
 
 
 def pruned(body: tuple[Stmt, ...]) -> tuple[tuple[Stmt, ...], set[str]]:
-    """A block without the names that nothing after them reads, and all names that the rest of it reads."""
+    """A block without unused declarations, and all names that it reads."""
     kept: list[Stmt] = []
     used: set[str] = set()
     for s in reversed(body):
@@ -105,7 +105,7 @@ def pruned(body: tuple[Stmt, ...]) -> tuple[tuple[Stmt, ...], set[str]]:
             continue
         now, inside = _pruned_inside(s)
         kept.append(now)
-        used |= inside | _mentions(s)
+        used |= inside | _names_read(s)
     return tuple(reversed(kept)), used
 
 
@@ -124,13 +124,13 @@ def _pruned_inside(s: Stmt) -> tuple[Stmt, set[str]]:
 
 @dataclass(slots=True)
 class Printer:
-    """Lines of one function.
+    """Printer of the lines of one function.
 
     Attributes:
-        isa: whose words its statements are.
-        own: the atom whose words they are unless they say otherwise.
-        points: pointer -> type of what it points at.
-        lines: what is printed so far.
+        isa: the instruction set of its statements.
+        own: the atom of its verbs, unless they name another.
+        points: pointer -> its element type.
+        lines: lines printed so far.
     """
 
     isa: Isa
@@ -139,7 +139,7 @@ class Printer:
     lines: list[str]
 
     def at(self, p: Ptr, to: str) -> str:
-        """The element at an address, as one of type `to`."""
+        """The spelling of the element at an address, converted to type `to`."""
         return converted(f"*({self.address(p)})", self.points[p.name], to)
 
     def index(self, x: Index, outer: int = -1) -> str:
@@ -155,20 +155,20 @@ class Printer:
 
     def registers(self, body: tuple[Stmt, ...]) -> dict[str, list[str]]:
         """C type -> names of the registers that verbs write."""
-        found: dict[str, str] = {}
+        ctypes: dict[str, str] = {}
         for s in walk(body):
             if isinstance(s, Verb) and s.name in _WRITES:
                 written = "acc_type" if s.to == self.atom(s).acc else _WRITES[s.name]
-                found.setdefault(s.d, getattr(self.atom(s), written))
+                ctypes.setdefault(s.d, getattr(self.atom(s), written))
             elif isinstance(s, Shuffle):
-                found.setdefault(s.d, self.own.b_type)
+                ctypes.setdefault(s.d, self.own.b_type)
             elif isinstance(s, Exchange):
-                found.setdefault(s.d, "float")
+                ctypes.setdefault(s.d, "float")
             elif isinstance(s, Map):
-                found.setdefault(s.d, self.lanes(s)[("f32", "s32", "mask").index(s.dtype)])
+                ctypes.setdefault(s.d, self.lanes(s)[("f32", "s32", "mask").index(s.dtype)])
         types: dict[str, list[str]] = {}
-        for name, ctype in found.items():
-            if ctype:  # a tile is no variable
+        for name, ctype in ctypes.items():
+            if ctype:  # a tile is not a variable
                 types.setdefault(ctype, []).append(name)
         return types
 
@@ -240,27 +240,27 @@ class Printer:
         )
 
     def lanes(self, s: Map) -> tuple[str, str, str]:
-        """The C types of lanes beside an operation's."""
+        """The C types of vectors of f32, of s32 and of masks in an operation."""
         return lanes_of.types(self.isa, self.isa.word(s.of))
 
     def do_map(self, s: Map, depth: int) -> None:
         isa, real = self.isa, self.isa.word(s.of)
-        text = lanes_of.text(isa, real, s.op, s.given)
+        text = lanes_of.text(isa, real, s.op, s.operand)
         if not text:
-            raise ScheduleError(f"{isa.name} has no {s.op} of {real.n} lanes of {s.given}")
-        said = [x if isinstance(x, str) else lanes_of.literal(isa, real, x, s.given) for x in s.args]
+            raise ScheduleError(f"{isa.name} has no {s.op} of {real.n} lanes of {s.operand}")
+        operands = [x if isinstance(x, str) else lanes_of.literal(isa, real, x, s.operand) for x in s.args]
         if s.op == "literal":
-            self.put(depth, f"{s.d} = {said[0]};")
+            self.put(depth, f"{s.d} = {operands[0]};")
             return
         if s.op in ("shl", "shr"):
-            said[1] = str(s.args[1])
+            operands[1] = str(s.args[1])
         first, second, third = self.lanes(s)
-        made = {"f32": first, "s32": second, "mask": third}[s.dtype]
-        names = dict(zip("abc", said, strict=False))
+        result = {"f32": first, "s32": second, "mask": third}[s.dtype]
+        names = dict(zip("abc", operands, strict=False))
         count = self.index(s.count) if s.count else ""
         lanes = ", ".join(map(str, range(real.n)))
         line = text.format(
-            d=s.d, **names, R=first, W=second, U=lanes_of.unsigned(isa, real), T=made, count=count, lanes=lanes
+            d=s.d, **names, R=first, W=second, U=lanes_of.unsigned(isa, real), T=result, count=count, lanes=lanes
         )
         self.put(depth, line)
 
@@ -272,5 +272,5 @@ class Printer:
         self.put(depth, f"*({self.address(s.to)}) += *({self.address(s.src)});")
 
     def atom(self, s: Verb) -> Atom:
-        """The atom whose word a statement is."""
+        """The atom of a verb."""
         return self.isa.word(s.of) if s.of else self.own

@@ -1,9 +1,9 @@
-"""Single elements of one type as another, in C.
+"""Conversions of single elements, in C.
 
-Owns the conversions that C does not know: the narrow floats, which are integers
-of their size there, saturation, and the shift between s8 and u8. Imports
-`spec.dtype`. What is not in the table C converts by itself. Rounding is to nearest
-even, as in the vector conversions of the target files.
+Owns the conversions that C does not have: the narrow floats, which are integers
+of their size there, saturation, and the shift between s8 and u8. C itself converts
+pairs that are not in the table. Rounding is to nearest even, as in the vector
+conversions of the target files.
 """
 
 from __future__ import annotations
@@ -73,5 +73,5 @@ _CONVERSIONS = {
 
 
 def converted(x: str, memory: str, to: str) -> str:
-    """The expression `x` of one type as an expression of another."""
+    """The expression `x` of one type, converted to another."""
     return _CONVERSIONS.get((base(memory), base(to)), "{x}").replace("{x}", x)

@@ -1,7 +1,7 @@
-"""CUDA C++ of kernels, without headers, for NVRTC.
+"""CUDA C++ source of kernels, without headers, for NVRTC.
 
-Owns what CUDA spells in its own way. Imports `device`. Instructions that C++ lacks are small
-functions of inline PTX, in between `#ifdef __CUDACC__`: an emulator brings its own.
+Owns the dialect of CUDA. Instructions that C++ does not have are small functions of
+inline PTX, in between `#ifdef __CUDACC__`: an emulator defines its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def _copy(size: int) -> Primitive:
-    """PTX ISA, cp.async: what is not read is filled with zeros. 16 bytes go past L1."""
+    """The asynchronous copy cp.async (PTX ISA): bytes that are not read are zeros. 16 bytes bypass L1."""
     how = "cg" if size == 16 else "ca"
     return Primitive(
         f"copy_async_{size}",
@@ -57,17 +57,17 @@ _FUNCTIONS = (
 
 
 def _signature(kernel: GridKernel) -> str:
-    given = [
+    parameters = [
         declared(DIALECT, a, f"__restrict__ {a.name}" if a.alone and a.kind == "pointer" else "")
         for a in kernel.arguments
     ]
-    bounds = f"{kernel.threads}, {kernel.resident}" if kernel.resident else str(kernel.threads)
+    bounds = f"{kernel.threads}, {kernel.occupancy}" if kernel.occupancy else str(kernel.threads)
     cluster = f"__cluster_dims__({kernel.cluster}, 1, 1) " if kernel.cluster > 1 else ""
     head = f'extern "C" __global__ void {cluster}__launch_bounds__({bounds}) {kernel.name}(\n    '
-    return head + ",\n    ".join(given) + ")"
+    return head + ",\n    ".join(parameters) + ")"
 
 
-# An emulator has memory, and maps, of its own.
+# An emulator defines shared memory and tensor maps itself.
 _DYNAMIC = """\
 #ifdef __CUDACC__
 #define SHARED_BYTES(name) extern __shared__ __align__(1024) unsigned char name[]

@@ -1,9 +1,9 @@
-"""Kernels of devices, as text.
+"""Source of device kernels.
 
-Owns the spelling of what only threads of a device have, once for all languages; a
-`Dialect` holds what they spell in different ways: see `cuda` and `opencl`. Imports `ir.grid_kernel`,
-`printer`. Integers are `int`, but what is made of strides is `long`: subscripts of shared
-memory and registers must be cheap, and an array may have more than 2**31 elements.
+Owns the spelling of the statements for threads of a device, once for all languages; a
+`Dialect` has the differences between them: see `cuda` and `opencl`. Integers are `int`, but
+expressions of strides are `long`: subscripts of shared memory and registers must be cheap,
+and an array may have more than 2**31 elements.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
         Do,
         Exchange,
         Get,
+        Interleave,
         Leave,
         Mac,
         Vector,
-        Weave,
     )
     from portmm.target.isa import Primitive
 
 TOP_CODE = 16
-"""The highest bit of a code, of those in `CODES_AT`, that is whole in the 23 bits of a mantissa."""
+"""The highest offset of an int4 value, of those in `CODES_AT`, that fits the 23 bits of a mantissa."""
 _BY_BITS = {"/": ">>", "%": "&"}
 _SMALL = {
     "min_": "int min_(int x, int y) { return x < y ? x : y; }",
@@ -56,29 +56,29 @@ _SMALL = {
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What a language of devices spells in its own way.
+    """The spellings of a device language.
 
     Attributes:
         name: of the language.
-        prelude: text above everything.
-        inline: what stands before a function that kernels call.
-        spaces: memory -> what stands before the type that a pointer points at.
-        shared: what declares a shared array of {type} called {name} with {elements}.
-        private: likewise an array of a thread.
-        moved: bytes -> the type of so many that are copied at once.
+        prelude: text at the top of the source.
+        inline: qualifiers of a function that kernels call.
+        spaces: memory -> address-space qualifier of a pointer's element type.
+        shared: declaration of a shared array of {type} called {name} with {elements}.
+        private: likewise of an array of a thread.
+        moved: bytes -> type of a vector of that size.
         barrier: the statement.
-        unroll: the line before a loop that is unrolled whole.
-        places: name of `grid.PLACES` -> its expression.
+        unroll: the line before a loop that is fully unrolled.
+        places: name of `grid_kernel.PLACES` -> its expression.
         signature: the head of a kernel.
         opening: the first lines of its body.
-        copy: {to}, {src}, {bytes}, their {type}, {there}: begins an asynchronous copy, or copies at once.
-        commit: closes a group of copies; empty if they are done at once.
+        copy: {to}, {src}, {bytes}, their {type}, {there}: starts an asynchronous copy, or copies synchronously.
+        commit: ends a group of copies; empty if they are synchronous.
         wait: {pending}: waits; likewise.
-        exchange: {x}, {mask}: the value of another thread of the warp; empty if that cannot be had.
+        exchange: {x}, {mask}: the value of another lane of the warp; empty if not supported.
         primitive: the definition of a function.
         guard: lines around definitions that are instructions.
-        functions: what the language's own statements call.
-        dynamic: definition of SHARED_BYTES, which declares the shared memory that is asked for at launch; empty
+        functions: functions that the language's own statements call.
+        dynamic: definition of SHARED_BYTES, which declares the shared memory that is allocated at launch; empty
             if there is none.
         map: definition of a tensor map; likewise.
     """
@@ -113,8 +113,8 @@ def source(kernel: GridKernel, dialect: Dialect) -> str:
     points |= {s.name: s.dtype for s in walk(kernel.body) if isinstance(s, LetPtr | Scratch | Shared)}
     spaces = {a.name: "map" if a.kind == "map" else "global" for a in kernel.arguments}
     spaces |= {s.name: "shared" if isinstance(s, Shared) else "private" for s in arrays}
-    wide = {a.name for a in kernel.arguments if a.kind == "long"}
-    printer = _Printer(kernel.isa, kernel.atom, points, [], kernel, dialect, spaces, wide)
+    longs = {a.name for a in kernel.arguments if a.kind == "long"}
+    printer = _Printer(kernel.isa, kernel.atom, points, [], kernel, dialect, spaces, longs)
     body = printer.text()
     head = "\n".join(f"/* {line} */" for line in kernel.header)
     maps = dialect.map if any(a.kind == "map" for a in kernel.arguments) else ""
@@ -124,19 +124,19 @@ def source(kernel: GridKernel, dialect: Dialect) -> str:
 
 
 def _functions(kernel: GridKernel, dialect: Dialect, body: str) -> list[str]:
-    """What the body calls, callees first."""
+    """Definitions of the functions that the body calls, callees first."""
     own = (*dialect.functions, *kernel.isa.functions)
     known = {x.name for x in own}
     plain: list[str] = []
     hardware: list[str] = []
-    said = body
+    code = body
     for family in reversed(own):
-        for x in called(family, said):
+        for x in called(family, code):
             text = dialect.primitive(x)
-            said += text
+            code += text
             (hardware if x.hardware else plain).insert(0, f"{dialect.inline} {text.strip()}")
     helpers = _SMALL | {n: t.replace("static inline ", "") for n, t in HELPERS.items() if n not in known}
-    plain += [f"{dialect.inline} {text}" for name, text in helpers.items() if re.search(rf"\b{name}\(", said)]
+    plain += [f"{dialect.inline} {text}" for name, text in helpers.items() if re.search(rf"\b{name}\(", code)]
     first, last = dialect.guard
     return [*([x for x in (first, *hardware, last) if x] if hardware else []), *plain]
 
@@ -148,7 +148,7 @@ def qualified(dialect: Dialect, space: str, dtype: str, *, readonly: bool) -> st
 
 
 def declared(dialect: Dialect, a: Argument, name: str = "") -> str:
-    """A parameter."""
+    """The declaration of a parameter."""
     if a.kind == "map":
         return f"const __grid_constant__ TensorMap {a.name}"
     if a.kind != "pointer":
@@ -158,31 +158,31 @@ def declared(dialect: Dialect, a: Argument, name: str = "") -> str:
 
 def _shifted(x: Index) -> Index:
     """An expression whose divisions by powers of two are shifts and masks."""
-    given = tuple(_shifted(y) if isinstance(y, Index) else y for y in x.args)
-    by = given[1] if x.op in _BY_BITS else None
+    args = tuple(_shifted(y) if isinstance(y, Index) else y for y in x.args)
+    by = args[1] if x.op in _BY_BITS else None
     n = by.args[0] if isinstance(by, Index) and by.op == "const" else 0
     if not isinstance(n, int) or n < 1 or n & (n - 1):
-        return Index(x.op, given)
+        return Index(x.op, args)
     op, bits = _BY_BITS[x.op], n.bit_length() - 1 if x.op == "/" else n - 1
-    return Index(op, (given[0], const(bits)))
+    return Index(op, (args[0], const(bits)))
 
 
 @dataclass(slots=True)
 class _Printer(Printer):
-    """The body of a kernel.
+    """Printer of the body of a kernel.
 
     Attributes:
         kernel: the kernel.
         dialect: the language.
         spaces: pointer -> "global", "shared" or "private".
-        wide: names of integers of 64 bits.
+        longs: names of integers of 64 bits.
         constant: pointers whose memory is read only.
     """
 
     kernel: GridKernel
     dialect: Dialect
     spaces: dict[str, str]
-    wide: set[str]
+    longs: set[str]
     constant: set[str] = field(default_factory=set)
 
     def text(self) -> str:
@@ -197,41 +197,41 @@ class _Printer(Printer):
         for ctype, names in self.registers(kernel.body).items():
             self.put(1, f"{ctype} {', '.join(names)};")
         self.body(kernel.body, 1)
-        said = "\n".join(self.lines)
-        named = [name for name in PLACES if re.search(rf"\b{name}\b", said)]
+        text = "\n".join(self.lines)
+        named = [name for name in PLACES if re.search(rf"\b{name}\b", text)]
         self.lines[at:at] = [f"  const int {name} = {dialect.places[name]};" for name in named]
         self.lines.append("}")
         return "\n".join(self.lines)
 
-    def is_wide(self, x: Index) -> bool:
-        """An integer is made of one of 64 bits."""
+    def is_long(self, x: Index) -> bool:
+        """Whether an integer depends on one of 64 bits."""
         if x.op == "var":
-            return x.args[0] in self.wide
-        return any(self.is_wide(y) for y in x.args if isinstance(y, Index))
+            return x.args[0] in self.longs
+        return any(self.is_long(y) for y in x.args if isinstance(y, Index))
 
     def index(self, x: Index, outer: int = -1) -> str:
-        """Divisions by powers of two as shifts: what is divided is never negative, which compilers cannot know."""
+        """The spelling of an integer, with shifts for divisions by powers of two: dividends are never negative."""
         return index(_shifted(x), outer)
 
     def address(self, p: Ptr) -> str:
-        """Integers are added first: in 32 bits, and so that compilers for lanes of vectors see neighbours."""
+        """The spelling of an address: integers are added first, in 32 bits, so that vectorizers see adjacent lanes."""
         if p.offset.op in "+-":
             return f"{p.name} + ({self.index(p.offset)})"
         return f"{p.name} + {self.index(p.offset, SUM)}" if p.offset != const(0) else p.name
 
-    def spot(self, p: Ptr) -> str:
-        """The element at an address, by subscript where that reads better."""
+    def element(self, p: Ptr) -> str:
+        """The spelling of the element at an address, by subscript where that is more readable."""
         if self.spaces[p.name] == "global":
             return f"*({self.address(p)})"
         return f"{p.name}[{self.index(p.offset)}]"
 
     def at(self, p: Ptr, to: str) -> str:
-        return converted(self.spot(p), self.points[p.name], to)
+        return converted(self.element(p), self.points[p.name], to)
 
     def do_let(self, s: Let, depth: int) -> None:
         kind = "int"
-        if self.is_wide(s.value):
-            self.wide.add(s.name)
+        if self.is_long(s.value):
+            self.longs.add(s.name)
             kind = "long"
         self.put(depth, f"const {kind} {s.name} = {self.index(s.value)};")
 
@@ -267,13 +267,13 @@ class _Printer(Printer):
 
     def do_move(self, s: Move, depth: int) -> None:
         value = self.at(s.src, base(self.points[s.to.name])) if s.src else "0"
-        self.put(depth, f"{self.spot(s.to)} = {value};")
+        self.put(depth, f"{self.element(s.to)} = {value};")
 
     def do_add(self, s: Add, depth: int) -> None:
-        self.put(depth, f"{self.spot(s.to)} += {self.spot(s.src)};")
+        self.put(depth, f"{self.element(s.to)} += {self.element(s.src)};")
 
     def do_read(self, s: Read, depth: int) -> None:
-        self.put(depth, f"const int {s.name} = {self.spot(s.p)};")
+        self.put(depth, f"const int {s.name} = {self.element(s.p)};")
 
     def do_leave(self, s: Leave, depth: int) -> None:
         self.put(depth, f"if ({self.index(s.when)}) return;")
@@ -283,7 +283,7 @@ class _Printer(Printer):
 
     def do_vector(self, s: Vector, depth: int) -> None:
         if s.bytes == BY_NAME[self.points[s.to.name]].bytes:
-            self.put(depth, f"{self.spot(s.to)} = {self.spot(s.src)};")
+            self.put(depth, f"{self.element(s.to)} = {self.element(s.src)};")
             return
         kind = self.dialect.moved[s.bytes]
         to, src = (f"{self.dialect.spaces[self.spaces[p.name]]} ".lstrip() for p in (s.to, s.src))
@@ -295,22 +295,22 @@ class _Printer(Printer):
         self.put(depth, f"for (int i = 0; i < {s.count}; ++i) {s.name}[i] = 0;")
 
     def do_mac(self, s: Mac, depth: int) -> None:
-        d, a, b = (self.spot(p) for p in (s.d, s.a, s.b))
+        d, a, b = (self.element(p) for p in (s.d, s.a, s.b))
         self.put(depth, self.own.mac.format(d=d, a=a, b=b))
 
-    def do_weave(self, s: Weave, depth: int) -> None:
-        rows = [f"(unsigned){self.spot(s.src + j)}" for j in range(4)]
+    def do_interleave(self, s: Interleave, depth: int) -> None:
+        rows = [f"(unsigned){self.element(s.src + j)}" for j in range(4)]
         for i in range(4):
             parts = (f"({x} >> {8 * i} & 255) << {8 * j}" for j, x in enumerate(rows))
-            self.put(depth, f"{self.spot(s.to + i)} = (int)({' | '.join(parts)});")
+            self.put(depth, f"{self.element(s.to + i)} = (int)({' | '.join(parts)});")
 
     def do_codes(self, s: Codes, depth: int) -> None:
-        # Four bits of a mantissa whose last weighs 1: 2**23 + code * 2**bit, exactly; a mask instead of a conversion.
+        # As bits of a mantissa with a unit of 1: 2**23 + value * 2**bit, exactly; a mask instead of a conversion.
         for i, bit in enumerate(CODES_AT):
-            at, word = (bit, self.spot(s.src)) if bit <= TOP_CODE else (bit - 12, f"({self.spot(s.src)} >> 12)")
-            made = f"f32_of_bits({word} & {15 << at:#x} | 0x4b000000)"
-            value = f"fma_f32({made}, {2.0**-at!r}f, {-(2.0 ** (23 - at))!r}f)" if at else f"{made} - 8388608.0f"
-            self.put(depth, f"{self.spot(s.to + i)} = {value};")
+            at, word = (bit, self.element(s.src)) if bit <= TOP_CODE else (bit - 12, f"({self.element(s.src)} >> 12)")
+            shifted = f"f32_of_bits({word} & {15 << at:#x} | 0x4b000000)"
+            value = f"fma_f32({shifted}, {2.0**-at!r}f, {-(2.0 ** (23 - at))!r}f)" if at else f"{shifted} - 8388608.0f"
+            self.put(depth, f"{self.element(s.to + i)} = {value};")
 
     def do_copyasync(self, s: CopyAsync, depth: int) -> None:
         kind, there = self.dialect.moved[s.bytes], self.index(s.there)
@@ -325,23 +325,23 @@ class _Printer(Printer):
         if self.dialect.wait:
             self.put(depth, self.dialect.wait.format(pending=s.pending))
 
-    def given(self, x: Ptr | Index) -> str:
-        """What a primitive is called with."""
+    def argument(self, x: Ptr | Index) -> str:
+        """The spelling of an argument of a primitive."""
         if isinstance(x, Index):
             return self.index(x)
         return f"&{x.name}" if self.spaces.get(x.name) == "map" else self.address(x)
 
     def do_do(self, s: Do, depth: int) -> None:
-        self.put(depth, f"{s.name}({', '.join(map(self.given, s.given))});")
+        self.put(depth, f"{s.name}({', '.join(map(self.argument, s.args))});")
 
     def do_get(self, s: Get, depth: int) -> None:
         kind = "unsigned long" if s.kind == "long" else s.kind
         if s.kind == "long":
-            self.wide.add(s.name)
-        self.put(depth, f"const {kind} {s.name} = {s.primitive}({', '.join(map(self.given, s.given))});")
+            self.longs.add(s.name)
+        self.put(depth, f"const {kind} {s.name} = {s.primitive}({', '.join(map(self.argument, s.args))});")
 
     def do_apply(self, s: Apply, depth: int) -> None:
-        self.put(depth, f"{self.spot(s.to)} = {s.primitive}({', '.join(map(self.spot, s.given))});")
+        self.put(depth, f"{self.element(s.to)} = {s.primitive}({', '.join(map(self.element, s.args))});")
 
     def do_exchange(self, s: Exchange, depth: int) -> None:
         self.put(depth, f"{s.d} = {self.dialect.exchange.format(x=s.x, mask=s.mask)};")

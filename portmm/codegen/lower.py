@@ -1,7 +1,7 @@
-"""A schedule becomes loops.
+"""Lowering of schedules to loops.
 
-Owns the step from `Schedule` to `Kernel`: it finds the block program and puts
-the header on. Imports `ir.nodes`, `schedule.schedule`, `target.target` and the block programs.
+Owns the step from `Schedule` to `Kernel`: it selects the block program and adds
+the header.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from portmm.schedule.cpu_candidates import PACKED_VECTORS
 from portmm.schedule.gpu_mma_attention import MatrixTiling
 from portmm.schedule.gpu_w4a16 import PROGRAMS as MATRIX_PROGRAMS
 from portmm.schedule.schedule import inconsistent, spell
-from portmm.spec.dtype import types, unfolded
+from portmm.spec.dtype import dequantized_types, types
 from portmm.spec.epilogue import parse as parse_fused
 from portmm.version import VERSION
 
@@ -76,11 +76,11 @@ GRID_PROGRAMS: dict[str, Callable[[Schedule, Isa, Atom], GridKernel]] = {
     "coded": w4a16.build,
     "dequant": w4a16_dequantize.build,
 }
-"""The same for devices."""
+"""Block programs of devices by name, likewise."""
 
 
 def atom_of(isa: Isa, dtype: str, lanes: int = 0) -> Atom:
-    """The atom of an ISA for an element type, the widest unless `lanes` says which.
+    """The atom of an ISA for an element type, with `lanes` lanes or else the widest.
 
     Raises:
         ScheduleError: there is none.
@@ -92,7 +92,7 @@ def atom_of(isa: Isa, dtype: str, lanes: int = 0) -> Atom:
 
 
 def lower(s: Schedule, isa: Isa) -> Kernel:
-    """The loops of a schedule.
+    """The kernel of a schedule.
 
     Raises:
         ScheduleError: the program is unknown or the ISA lacks the type.
@@ -106,7 +106,7 @@ def lower(s: Schedule, isa: Isa) -> Kernel:
 
 
 def lower_grid(s: Schedule, isa: Isa) -> tuple[GridKernel, ...]:
-    """The kernels of a schedule of a device, in the order in which they run.
+    """The kernels of a schedule of a device, in order of execution.
 
     Raises:
         ScheduleError: the program is unknown or the ISA lacks the type.
@@ -114,14 +114,14 @@ def lower_grid(s: Schedule, isa: Isa) -> tuple[GridKernel, ...]:
     if s.program not in GRID_PROGRAMS:
         raise ScheduleError(f"no block program called {s.program!r}; devices have {', '.join(GRID_PROGRAMS)}")
     atom = grid_atom(isa, s)
-    kernels = [replace(GRID_PROGRAMS[s.program](s, isa, atom), resident=s.resident)]
+    kernels = [replace(GRID_PROGRAMS[s.program](s, isa, atom), occupancy=s.resident)]
     kernels += [split_k_reduction.build(s, isa, atom)] if s.slices else []
-    again = f"portmm emit --schedule {quote(spell(s))}"
-    return tuple(replace(_specialised(x, s), header=_header(x.name, isa, str(s), again)) for x in kernels)
+    command = f"portmm emit --schedule {quote(spell(s))}"
+    return tuple(replace(_specialised(x, s), header=_header(x.name, isa, str(s), command)) for x in kernels)
 
 
 def _specialised(kernel: GridKernel, s: Schedule) -> GridKernel:
-    """A kernel for the columns and the depth of one problem alone, if its schedule says so."""
+    """A kernel with the n and k of one problem as constants, if its schedule is static."""
     if s.static is None:
         return kernel
     known = dict(zip("nk", s.static[1:], strict=True))
@@ -131,7 +131,7 @@ def _specialised(kernel: GridKernel, s: Schedule) -> GridKernel:
 
 
 def grid_atom(isa: Isa, s: Schedule) -> Atom:
-    """The atom that a schedule of a device multiplies with.
+    """The atom of a schedule of a device.
 
     Raises:
         ScheduleError: the ISA lacks it.
@@ -139,39 +139,39 @@ def grid_atom(isa: Isa, s: Schedule) -> Atom:
     if s.b == "codes" and s.program in MATRIX_PROGRAMS:
         return next(t for t in isa.atoms if t.unit == "warp" and t.a == t.b == s.types[0])
     alike = (t for t in isa.atoms if (s.kr > 1 or t.unit) and (t.k_pack, t.a, t.b) == (s.kr, *s.types[:2]))
-    return next(alike, None) or atom_of(isa, unfolded(s.dtype))
+    return next(alike, None) or atom_of(isa, dequantized_types(s.dtype))
 
 
 def lower_pack(isa: Isa, dtype: str, nr: int, layout: str) -> Kernel:
-    """The kernel that packs a whole B into panels of width `nr`, for products of the types `dtype`."""
+    """The kernel that packs all of B into panels of width `nr`, for products of the types `dtype`."""
     kernel = prepack.build(isa, atom_of(isa, dtype), nr, layout, types(dtype)[1])
-    how = f"packs a {layout}-major B into panels of {nr} columns"
-    return replace(kernel, header=_header(kernel.name, isa, how, f"portmm.pack on {isa.title}"))
+    description = f"packs a {layout}-major B into panels of {nr} columns"
+    return replace(kernel, header=_header(kernel.name, isa, description, f"portmm.pack on {isa.title}"))
 
 
-def lower_fold(isa: Isa, kept: Family) -> Kernel:
-    """The kernel that lays a weight of four bits out as a family of panels.
+def lower_int4_repack(isa: Isa, packed: Family) -> Kernel:
+    """The kernel that repacks an int4 weight to a packed layout.
 
     Raises:
-        ScheduleError: the ISA has no word for it.
+        ScheduleError: the ISA has no verb for it.
     """
-    atom = isa.vector("s32", kept.nr // PACKED_VECTORS)
+    atom = isa.vector("s32", packed.nr // PACKED_VECTORS)
     if atom is None or not isa.spelling(atom, "load_rows", "u4", "s32"):
-        raise ScheduleError(f"{isa.name} does not fold codes into words")
-    what = f"folds codes of four bits into panels of {kept.nr} columns, groups of {kept.group or 'all'} rows"
-    kernel = int4_repack.build(isa, atom, kept)
-    return replace(kernel, header=_header(kernel.name, isa, what, f"portmm.pack on {isa.title}"))
+        raise ScheduleError(f"{isa.name} does not repack int4 values to words")
+    description = f"folds codes of four bits into panels of {packed.nr} columns, groups of {packed.group or 'all'} rows"
+    kernel = int4_repack.build(isa, atom, packed)
+    return replace(kernel, header=_header(kernel.name, isa, description, f"portmm.pack on {isa.title}"))
 
 
 def lower_rows(isa: Isa, real: Atom, text: str) -> Kernel:
-    """The kernel that computes fused expressions over rows, or reduces columns, in lanes of `real`."""
+    """The kernel that computes epilogue expressions over rows, or reduces columns, in lanes of `real`."""
     fused = parse_fused(text)
-    kernel = column_reductions.build(isa, real, fused) if fused.folds else rowwise.build(isa, real, fused)
+    kernel = column_reductions.build(isa, real, fused) if fused.column_reductions else rowwise.build(isa, real, fused)
     return replace(kernel, header=_header(kernel.name, isa, text, f"portmm.fuse on {isa.title}"))
 
 
 def lower_grid_rows(isa: Isa, text: str, form: RowForm) -> GridKernel:
-    """The kernel of a device that computes fused expressions over rows."""
+    """The kernel of a device that computes epilogue expressions over rows."""
     kernel = gpu_rowwise.build(isa, _one(isa), parse_fused(text), form)
     return replace(kernel, header=_header(kernel.name, isa, text, f"portmm.fuse on {isa.title}"))
 
@@ -183,14 +183,14 @@ def lower_grid_columns(isa: Isa, text: str, threads: int, *, sliced: bool) -> tu
 
 
 def lower_lines(isa: Isa, dtype: str, along: str) -> GridKernel:
-    """The kernel of a device that copies an operand, k side by side: see `kernels.transposing`."""
+    """The kernel of a device that copies an operand to a layout with contiguous k: see `kernels.gpu.transpose`."""
     kernel = transpose.build(isa, _one(isa), dtype, along)
-    what = f"copies matrices of {dtype} that lie along {along}, k side by side, in aligned lines"
-    return replace(kernel, header=_header(kernel.name, isa, what, f"portmm.matmul on {isa.title}"))
+    description = f"copies matrices of {dtype} that lie along {along}, k side by side, in aligned lines"
+    return replace(kernel, header=_header(kernel.name, isa, description, f"portmm.matmul on {isa.title}"))
 
 
 def _one(isa: Isa) -> Atom:
-    """The f32 of one thread.
+    """The atom of f32 of one thread.
 
     Raises:
         ScheduleError: there is none.
@@ -211,15 +211,15 @@ def lower_attention(isa: Isa, atom: Atom, real: Atom, form: Form) -> Kernel:
 
 
 def lower_grid_attention(isa: Isa, atom: Atom, form: Form, tiling: Tiling | MatrixTiling) -> tuple[GridKernel, ...]:
-    """The kernels of a device for a kind of attention, in the order in which they run."""
+    """The kernels of a device for a kind of attention, in order of execution."""
     if isinstance(tiling, MatrixTiling):
         kernels = [mma_attention.build(form, tiling, isa, atom)]
     else:
         kernels = [simt_attention.build(form, tiling, isa, atom)]
     kernels += [simt_attention.join(form, tiling, isa, atom)] if tiling.runs else []
-    again = f"portmm.attention on {isa.title}"
-    return tuple(replace(x, header=_header(x.name, isa, form.score, again)) for x in kernels)
+    command = f"portmm.attention on {isa.title}"
+    return tuple(replace(x, header=_header(x.name, isa, form.score, command)) for x in kernels)
 
 
-def _header(name: str, isa: Isa, what: str, again: str) -> tuple[str, ...]:
-    return (f"{name}, made by portmm {VERSION} for {isa.title}", what, f"made again by: {again}")
+def _header(name: str, isa: Isa, description: str, command: str) -> tuple[str, ...]:
+    return (f"{name}, made by portmm {VERSION} for {isa.title}", description, f"made again by: {command}")

@@ -1,7 +1,7 @@
-"""OpenCL C of kernels, version 1.2.
+"""OpenCL C source of kernels, version 1.2.
 
-Owns what OpenCL spells in its own way. Imports `device`. A buffer cannot be passed from its
-middle on: each pointer is two parameters, the buffer and a number of elements.
+Owns the dialect of OpenCL. A buffer cannot be passed with an offset: each pointer is two
+parameters, the buffer and a number of elements.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def _parameter(a: Argument) -> str:
 
 
 def _signature(kernel: GridKernel) -> str:
-    given = ",\n    ".join(_parameter(a) for a in kernel.arguments)
+    parameters = ",\n    ".join(_parameter(a) for a in kernel.arguments)
     head = f"__kernel __attribute__((reqd_work_group_size({kernel.threads}, 1, 1)))\nvoid {kernel.name}(\n    "
-    return f"{head}{given})"
+    return f"{head}{parameters})"
 
 
 def _opening(kernel: GridKernel) -> list[str]:
@@ -43,7 +43,7 @@ DIALECT = Dialect(
     spaces={"global": "__global", "shared": "__local", "private": ""},
     shared="__local {type} {name}[{elements}] __attribute__((aligned(16)));",
     private="{type} {name}[{elements}] __attribute__((aligned(16)));",
-    # Vectors, because a compiler may assume that a uint is no two ushorts.
+    # Vectors, because a compiler may assume that a uint does not alias two ushorts.
     moved={1: "uchar", 2: "uchar2", 4: "ushort2", 8: "uint2", 16: "uint4"},
     barrier="barrier(CLK_LOCAL_MEM_FENCE);",
     unroll="#pragma unroll",

@@ -1,8 +1,8 @@
-"""Members of families of primitives, made from one text.
+"""Templates of primitives: families of functions with one text.
 
-Owns what stands in angle brackets in the names and texts of primitives: see `targets/isa/wgmma.toml`, the file that
-has most of them. Imports `target.isa`. A warpgroup's multiply takes from 8 to 256 columns, and its text names each
-register of the sums: hundreds of functions that differ in nothing but numbers.
+Owns the parameters in angle brackets in the names and texts of primitives: see `targets/isa/wgmma.toml`, the file that
+has most of them. A warpgroup's multiply takes from 8 to 256 columns, and its text names each
+register of the sums: hundreds of functions that differ in numbers only.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
     from portmm.target.isa import Primitive
 
 _NAMES = {"<n>": r"(?P<n>\d+)", "<majors>": r"(?P<majors>[km][kn])"}
-"""What may stand in a name -> what a member has in its place: columns, and how A and B lie."""
+"""Parameter of a name -> pattern of its values: columns, and the layouts of A and B."""
 ROWS, LANES = 64, 128
-"""Rows of sums, and the lanes that hold them."""
-_SIDE_BY_SIDE = 8
+"""Rows of sums, and the lanes that have them in registers."""
+_PER_LINE = 8
 """Registers in a line of a text."""
 
 
-def called(x: Primitive, said: str) -> Iterator[Primitive]:
+def called(x: Primitive, code: str) -> Iterator[Primitive]:
     """The primitive if a text calls it; of a family, the members that it calls."""
     pattern = re.escape(x.name)
-    for word, what in _NAMES.items():
-        pattern = pattern.replace(re.escape(word), what)
-    found = {m[0]: m.groupdict() for m in re.finditer(rf"\b{pattern}(?=\()", said)}
-    for name, words in sorted(found.items()):
+    for word, values in _NAMES.items():
+        pattern = pattern.replace(re.escape(word), values)
+    calls = {m[0]: m.groupdict() for m in re.finditer(rf"\b{pattern}(?=\()", code)}
+    for name, words in sorted(calls.items()):
         yield replace(x, name=name, cuda=_text(x.cuda, words)) if words else x
 
 
 def _text(text: str, words: dict[str, str]) -> str:
-    """A family's text with the words of a member."""
+    """A family's text with the parameters of a member."""
     n, majors = int(words["n"]), words.get("majors", "kk")
     sums = ROWS * n // LANES
     text = text.replace("<n>", str(n)).replace("<majors>", majors)
@@ -58,4 +58,4 @@ def _constraints(indent: str, letter: str, sums: int) -> str:
 
 
 def _lines(sums: int) -> list[range]:
-    return [range(i, min(i + _SIDE_BY_SIDE, sums)) for i in range(0, sums, _SIDE_BY_SIDE)]
+    return [range(i, min(i + _PER_LINE, sums)) for i in range(0, sums, _PER_LINE)]

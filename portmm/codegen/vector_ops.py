@@ -1,10 +1,10 @@
-"""Operations on lanes, in C.
+"""Vector operations, in C.
 
-Owns how each operation of `expr.OPS` is spelled for GNU vectors and for single
-numbers; an instruction set whose vectors are neither, or that has a better word,
-says so in its file (`isa.Lanes`). Imports `spec.epilogue`, `target.isa`. In the texts {d} is written, {a}, {b}, {c}
-are read, {R}, {W} and {U} are the types of lanes of f32, of s32 and of that without a sign, {T} that of
-what is written.
+Owns the spelling of each operation of `expr.OPS` for GNU vectors and for single
+numbers; an instruction set whose vectors are neither, or that has a faster spelling,
+has it in its file (`target.vector_ops.Lanes`). In the texts {d} is written, {a}, {b}, {c}
+are read, {R}, {W} and {U} are the types of vectors of f32, of s32 and of u32, {T} that of
+the result.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _SCALAR = _VECTOR | {
 
 
 def types(isa: Isa, real: Atom) -> tuple[str, str, str]:
-    """The C types of lanes of f32, of s32, and of masks."""
+    """The C types of vectors of f32, of s32, and of masks."""
     own = isa.lanes(real.n)
     if own and own.whole_type:
         return real.acc_type, own.whole_type, own.mask_type
@@ -90,46 +90,46 @@ def types(isa: Isa, real: Atom) -> tuple[str, str, str]:
 
 
 def declaration(isa: Isa, real: Atom) -> str:
-    """What C needs to know before lanes of s32 beside `real` are named; empty if it does."""
+    """The C declaration of vectors of s32 as wide as those of `real`; empty if none is needed."""
     first, second, _ = types(isa, real)
     if second != f"{first}_w":
         return ""
-    held = f"__attribute__((vector_size(sizeof({first}))))"
-    return f"typedef int {second} {held};\ntypedef unsigned {unsigned(isa, real)} {held};"
+    attribute = f"__attribute__((vector_size(sizeof({first}))))"
+    return f"typedef int {second} {attribute};\ntypedef unsigned {unsigned(isa, real)} {attribute};"
 
 
 def unsigned(isa: Isa, real: Atom) -> str:
-    """The C type of lanes of s32 without their sign."""
+    """The C type of vectors of u32."""
     return "unsigned" if real.n == 1 else f"{types(isa, real)[0]}_n"
 
 
-def text(isa: Isa, real: Atom, op: str, given: str) -> str:
-    """The statement for an operation on operands of type `given`; empty if there is none."""
+def text(isa: Isa, real: Atom, op: str, operand: str) -> str:
+    """The statement for an operation on operands of type `operand`; empty if there is none."""
     own = isa.lanes(real.n)
     table = _SCALAR if real.n == 1 else _VECTOR
-    for name in (f"{op} {given}", op):
-        found = (own.words.get(name, "") if own else "") or ("" if own and own.whole_type else table.get(name, ""))
-        if found:
-            return found
+    for name in (f"{op} {operand}", op):
+        spelling = (own.words.get(name, "") if own else "") or ("" if own and own.whole_type else table.get(name, ""))
+        if spelling:
+            return spelling
     return ""
 
 
 def literal(isa: Isa, real: Atom, value: float, dtype: str) -> str:
-    """A literal in every lane."""
+    """The spelling of a literal in every lane."""
     if dtype == "f32":
         value = float(value)
         own = isa.lanes(real.n)
         words = own.words if own else {}
         if math.isnan(value):
-            said = words.get("nan", '__builtin_nanf("")')
+            number = words.get("nan", '__builtin_nanf("")')
         elif math.isinf(value):
-            said = f"{'-' if value < 0 else ''}{words.get('infinity', '__builtin_inff()')}"
+            number = f"{'-' if value < 0 else ''}{words.get('infinity', '__builtin_inff()')}"
         else:
-            said = f"{shortest(value)}f"
+            number = f"{shortest(value)}f"
         minus_zero = value == 0 and math.copysign(1, value) < 0
         if minus_zero and real.n > 1 and text(isa, real, "literal", dtype) == _VECTOR["literal f32"]:
             return f"(-({real.acc_type}){{0}})"
     else:
-        said = str(int(value)) if value > -(2**31) else "(-0x7fffffff - 1)"
+        number = str(int(value)) if value > -(2**31) else "(-0x7fffffff - 1)"
     first, second, _ = types(isa, real)
-    return text(isa, real, "literal", dtype).format(a=f"({said})" if said[0] == "-" else said, R=first, W=second)
+    return text(isa, real, "literal", dtype).format(a=f"({number})" if number[0] == "-" else number, R=first, W=second)

@@ -17,7 +17,7 @@ from portmm.arrays.numpy_arrays import numpy_of
 from portmm.comparison.peers import MissingError, UnsupportedError
 from portmm.errors import PortmmError
 from portmm.runtime import cuda, opencl
-from portmm.spec.dtype import BY_NAME, FOREIGN
+from portmm.spec.dtype import BY_NAME, EXTENSION_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -204,7 +204,7 @@ class TorchArrays:
     def _tensor(self, x: Any) -> Any:
         """A NumPy array as a tensor: PyTorch knows no types of ml_dtypes."""
         name = x.dtype.name
-        if not any(BY_NAME[y].numpy == name for y in FOREIGN):
+        if not any(BY_NAME[y].numpy == name for y in EXTENSION_TYPES):
             return self.torch.from_numpy(x)
         bits = np.int16 if x.dtype.itemsize == 2 else np.int8
         return self.torch.from_numpy(x.view(bits)).view(getattr(self.torch, name))
@@ -224,7 +224,7 @@ class TorchArrays:
     def host(self, x: Any) -> Any:
         """A copy in the host's memory."""
         name = str(x.dtype).removeprefix("torch.")
-        own = next((y for y in FOREIGN if BY_NAME[y].numpy == name), "")
+        own = next((y for y in EXTENSION_TYPES if BY_NAME[y].numpy == name), "")
         if not own:
             return x.cpu().numpy()
         bits = self.torch.int16 if x.element_size() == 2 else self.torch.int8

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from portmm.codegen.lower import atom_of, lower, lower_attention, lower_fold, lower_pack, lower_rows
+from portmm.codegen.lower import atom_of, lower, lower_attention, lower_int4_repack, lower_pack, lower_rows
 from portmm.dispatch.cost_selection import predict, select
 from portmm.dispatch.overrides import active, schedule_for
 from portmm.dispatch.selection import Choice, overlaid
@@ -273,7 +273,7 @@ def _route(code: _Code, p: Problem, workers: int, rows: int | None = None) -> An
     from portmm.runtime.cpu import runtime
 
     work = code.scratch(p, p.m if rows is None else rows, workers)
-    return runtime().make_route(code.code, work, workers, p.held, p.unit)
+    return runtime().make_route(code.code, work, workers, p.storage, p.unit)
 
 
 def route_by(s: Schedule, p: Problem, target: Target, workers: int) -> Any:
@@ -389,7 +389,7 @@ def pack_route(isa: Isa, dtype: str, nr: int, layout: str, threads: int) -> Any:
 
 @lru_cache(maxsize=256)
 def _repacker(isa: Isa, kept: Family) -> Any:
-    return loaded(lower_fold(isa, kept))
+    return loaded(lower_int4_repack(isa, kept))
 
 
 def int4_repack_route(kept: Family, target: Target, threads: int) -> Any:

@@ -62,7 +62,7 @@ def launches(
         BuildError: the compiler failed.
     """
     fused = parse(text)
-    if not fused.folds:
+    if not fused.column_reductions:
         size, strides = merged(fused, size, strides)
     m, n, batch = size
     if m * batch > MOST or n > MOST:
@@ -70,7 +70,7 @@ def launches(
     values: dict[str, Any] = {"m": m, "n": n, "batch": batch}
     for i, steps in enumerate(strides):
         values |= {f"x{i}_{axis}": s for axis, s in zip("bmn", steps, strict=False)}
-    if fused.folds:
+    if fused.column_reductions:
         return _columns(text, fused, size, values, on)
     if 0 in (m, batch):
         return (), 0
@@ -164,7 +164,7 @@ def _columns(
     sliced = slices > 1
     kernels = _code((text, threads, sliced), on)
     launches_ = tuple(bind(k, f, values | ({"slices": slices} if sliced else {})) for k, f in kernels)
-    return launches_, slices * batch * len(fused.folds) * n if sliced else 0
+    return launches_, slices * batch * len(fused.column_reductions) * n if sliced else 0
 
 
 def _code(key: tuple[Any, ...], on: Machine) -> tuple[tuple[Any, Any], ...]:

@@ -296,7 +296,7 @@ def explain(
         threads = config.get_num_threads() if target is None else machine.cores
     threads = threads or max(1, machine.cores)
     explanation = _explanation(a, b, out, (dtype, deterministic, static), machine, threads, epilogue, grouped=grouped)
-    return replace(explanation, notes=(family.said(str(target)), *explanation.notes)) if family else explanation
+    return replace(explanation, notes=(family.sentence(str(target)), *explanation.notes)) if family else explanation
 
 
 def _explanation(  # noqa: PLR0917 - the arguments of `explain`

@@ -19,7 +19,7 @@ from portmm.errors import TraceError
 from portmm.ops import matmul as matmul_op
 from portmm.spec.dtype import accumulator
 from portmm.spec.elementwise import Typed
-from portmm.spec.epilogue import given, reduction
+from portmm.spec.epilogue import argument, reduction
 from portmm.spec.expr import OPS, Expr, apply, node, ordered, real
 from portmm.util.memo import Memory
 from portmm.util.user_warnings import caller
@@ -259,7 +259,7 @@ class Graph:
         """Record a sum ("add") or maximum ("max") along the last axis, which stays."""
         if x.dtype.name not in FLOATS:
             return self.call(name, plain, (x,), f"NumPy reduces {x.dtype}")  # type: ignore[no-any-return]
-        template = reduction(kind, given(0, "f32"))
+        template = reduction(kind, argument(0, "f32"))
         return self.add("reduce", (*x.shape[:-1], 1), x.dtype, (x,), plain, name, template=template)
 
     def matmul(self, name: str, a: Node, b: Node, dtype: Any = None, shapes: Any = None) -> Node:

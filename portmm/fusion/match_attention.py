@@ -16,7 +16,7 @@ import numpy as np
 
 from portmm.fusion.graph import FLOATS, Node
 from portmm.ops.attention import attention
-from portmm.spec.epilogue import given, reduction
+from portmm.spec.epilogue import argument, reduction
 from portmm.spec.expr import apply
 from portmm.trace.bind import filled
 from portmm.trace.closures import traced_through
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 LEAST_SCORES = 1 << 18
 """Scores from which one kernel is faster than three that run in one call of C."""
 MOST_AXES = 4
-_FIRST, _SECOND = given(0, "f32"), given(1, "f32")
+_FIRST, _SECOND = argument(0, "f32"), argument(1, "f32")
 _OVER, _LESS = apply("div", _FIRST, _SECOND), apply("sub", _FIRST, _SECOND)
 _INVERSE, _TIMES = apply("div", 1.0, _FIRST), apply("mul", _FIRST, _SECOND)
 _SUM, _MOST = reduction("add", _FIRST), reduction("max", _FIRST)

@@ -1,1 +1,1 @@
-"""The loop IR: index expressions, nodes, kernels, their meaning in NumPy, and the calling convention."""
+"""Loop IR: index expressions, nodes, kernels, an interpreter in NumPy, and the calling convention."""

@@ -1,8 +1,8 @@
-"""The C interface between an emitted kernel and the run time.
+"""C interface between an emitted kernel and the runtime.
 
-Owns the one struct that both sides see, and what both know of memory. Imports nothing of portmm. The text is
-pasted into every emitted kernel and into the run time's own source, so that
-neither needs a header file and both always agree; `VERSION` enters the cache
+Owns the one struct of both sides, and their common facts about memory. The text is
+included in every emitted kernel and in the runtime's own source, so that
+neither needs a header file and both always agree; `VERSION` is part of the cache
 key of every artifact.
 """
 
@@ -30,10 +30,10 @@ typedef struct portmm_args {
   const float *numbers;                  /* their constants, by call */
 } portmm_args;
 """
-"""The argument block. `parallel` runs body(ctx, t, w) for every t in [0, tasks),
+"""Argument block of a kernel. `parallel` runs body(ctx, t, w) for every t in [0, tasks),
 each exactly once, with 0 <= w < workers and no two tasks at a time on the same
 w; it returns when all are done. With workers == 1 it is a plain loop."""
 
 HUGE_PAGE = 1 << 21
-"""Bytes. Linux clears such a page towards the byte that is touched first, upwards at 34 GB/s and
-downwards at 13 (Zen 4, Linux 6.18): what fills new memory touches the ends of its pages first."""
+"""Bytes of a huge page. Linux clears such a page towards the byte that is touched first, upwards at 34 GB/s and
+downwards at 13 (Zen 4, Linux 6.18): code that fills new memory touches the ends of its pages first."""

@@ -1,9 +1,8 @@
 """Kernels over a grid of blocks of threads.
 
-Owns `GridKernel`, and what it is called with. Imports `ir.nodes`, `ir.thread_nodes`. Threads of a block share
-memory and meet at barriers; those of different blocks know nothing of each other. A
-kernel reads where it is from the names in `PLACES`. CUDA calls these grid, block, thread and
-shared memory; OpenCL global range, work-group, work-item and local memory.
+Owns `GridKernel`, and its arguments. Threads of a block share memory and synchronise at barriers; those of
+different blocks are independent. A kernel reads its indices from the names in `PLACES`. CUDA calls these
+grid, block, thread and shared memory; OpenCL global range, work-group, work-item and local memory.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ if TYPE_CHECKING:
     from portmm.target.isa import Atom, Isa
 
 WORDS = 16
-"""Bytes that shared arrays are aligned to by all languages."""
+"""Alignment of shared arrays in all languages, in bytes."""
 PLACES = ("thread", "block", "slice")
-"""Where a thread is: in its block, its block along the grid's first axis, and along the second."""
+"""Indices of a thread: in its block, of its block along the grid's first axis, and along the second."""
 
 
 @dataclass(frozen=True, slots=True)
 class MapOf:
-    """A tensor in global memory as copies of boxes see it: PTX ISA, "Tensors".
+    """Tensor map of a matrix in global memory, for copies of boxes: PTX ISA, "Tensors".
 
     Attributes:
-        pointer: the name of the address that each call gives.
+        pointer: the name of the address argument.
         dtype: of its elements.
         sizes: elements along three axes, the dense one first.
-        strides: elements from one line to the next, and from one item to the next.
+        strides: elements from one row to the next, and from one item to the next.
         box: elements along each axis that one copy moves.
-        swizzle: bytes of a line of a box in shared memory whose 16-byte pieces are exchanged: 0, 32, 64 or 128.
+        swizzle: bytes of a row of a box in shared memory whose 16-byte vectors are swizzled: 0, 32, 64 or 128.
     """
 
     pointer: str
@@ -53,12 +52,12 @@ class Argument:
     """A parameter of a kernel.
 
     Attributes:
-        name: as the body calls it.
+        name: its name in the body.
         kind: "int" (32 bits), "long" (64), "float", "pointer" to global memory, or "map", a tensor map.
-        dtype: what a pointer points at.
+        dtype: element type of a pointer.
         readonly: a pointer's memory is not written by this kernel.
-        alone: nothing else that the kernel reads or writes overlaps it.
-        map: of a "map", what it describes.
+        alone: no other memory that the kernel reads or writes overlaps it.
+        map: the tensor of a "map".
     """
 
     name: str
@@ -75,14 +74,14 @@ class GridKernel:
 
     Attributes:
         name: its name in the source.
-        isa: what the words of its atom need around them.
-        atom: the vocabulary.
+        isa: the instruction set, with the declarations that the atom's verbs use.
+        atom: the atom, whose verbs the statements use.
         arguments: its parameters, in order.
         threads: of a block.
-        grid: blocks along both axes, over arguments.
-        body: what each thread does.
+        grid: blocks along both axes, as expressions of arguments.
+        body: statements of each thread.
         header: lines for the top of the source.
-        resident: blocks that a processor is to hold at once, 0 if that does not matter.
+        occupancy: blocks per processor that a compiler must leave registers for; 0 for no bound.
         cluster: blocks that read each other's shared memory.
     """
 
@@ -94,7 +93,7 @@ class GridKernel:
     grid: tuple[Index, Index]
     body: tuple[Stmt, ...]
     header: tuple[str, ...] = ()
-    resident: int = 0
+    occupancy: int = 0
     cluster: int = 1
 
     @property
@@ -104,18 +103,18 @@ class GridKernel:
 
     @property
     def layout(self) -> dict[Shared, int]:
-        """Shared arrays, and where they begin."""
-        found: dict[Shared, int] = {}
+        """Shared arrays, and their offsets in bytes."""
+        offsets: dict[Shared, int] = {}
         end = 0
         for s in walk(self.body):
             if isinstance(s, Shared):
-                found[s] = -(-end // s.align) * s.align
-                end = found[s] + _bytes(s)
-        return found
+                offsets[s] = -(-end // s.align) * s.align
+                end = offsets[s] + _bytes(s)
+        return offsets
 
     @property
     def dynamic(self) -> bool:
-        """Shared memory is asked for at launch: more than a kernel may have unasked, or aligned to more than words."""
+        """Whether shared memory is allocated at launch: it exceeds the static limit, or the alignment of words."""
         return self.shared_bytes > STATIC_SHARED or any(s.align > WORDS for s in self.layout)
 
 

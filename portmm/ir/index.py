@@ -1,7 +1,7 @@
-"""Integer expressions: what loops count, and where things lie.
+"""Integer expressions: loop counters, extents and addresses.
 
-Owns `Index`, what makes one, and `Ptr`. Imports nothing of portmm. Python's operators
-build them, and fold what is known.
+Owns `Index`, its constructors, and `Ptr`. Python's operators build expressions, and
+fold constants.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Index:
         return _binary("==", self, other)
 
 
-FOLD: dict[str, Callable[[int, int], int]] = {
+OPERATORS: dict[str, Callable[[int, int], int]] = {
     "+": operator.add,
     "-": operator.sub,
     "*": operator.mul,
@@ -69,49 +69,49 @@ FOLD: dict[str, Callable[[int, int], int]] = {
     "min": min,
     "max": max,
 }
-"""Operator -> meaning. Operands of / and % are never negative, so C agrees."""
+"""Operator -> function. Operands of / and % are never negative, so C agrees."""
 
 
 def meaning(x: Index) -> Callable[[Mapping[str, int]], int]:
-    """What computes an expression from its variables: for one that is wanted many times."""
+    """A function that evaluates an expression from its variables, for repeated evaluation."""
     if x.op == "const":
         value = int(x.args[0])  # type: ignore[arg-type]
         return lambda _: value
     if x.op == "var":
         name: Any = x.args[0]
         return operator.itemgetter(name)
-    op, (left, right) = FOLD[x.op], (meaning(y) for y in x.args)  # type: ignore[arg-type]
+    op, (left, right) = OPERATORS[x.op], (meaning(y) for y in x.args)  # type: ignore[arg-type]
     y: Any = x.args[1]
-    if y.op == "const":  # most of them, and a call less
+    if y.op == "const":  # the most frequent case, with one call less
         return lambda ints: op(left(ints), y.args[0])
     return lambda ints: op(left(ints), right(ints))
 
 
 def spelled(x: Index) -> str:
-    """An expression as words, operators before what they take: what `parsed` reads."""
+    """An expression as words in prefix notation, the input of `parsed`."""
     if x.op in ("const", "var"):
         return str(x.args[0])
     return " ".join((x.op, *[spelled(y) for y in x.args]))  # type: ignore[arg-type]
 
 
 def parsed(text: str) -> Index:
-    """The expression that words spell.
+    """The expression of words in prefix notation.
 
     Raises:
-        ValueError: they spell none.
+        ValueError: they are no expression.
     """
     words = text.split()
-    found = _parsed(words)
+    expression = _parsed(words)
     if words:
-        raise ValueError(f"{text!r} is no expression: it goes on after its end")
-    return found
+        raise ValueError(f"{text!r} is no expression: words follow its end")
+    return expression
 
 
 def _parsed(words: list[str]) -> Index:
     if not words:
         raise ValueError("an expression ends too early")
     word = words.pop(0)
-    if word in FOLD:
+    if word in OPERATORS:
         return Index(word, (_parsed(words), _parsed(words)))
     return const(int(word)) if word.lstrip("-").isdigit() else var(word)
 
@@ -136,7 +136,7 @@ def _lift(x: Index | int) -> Index:
 def _binary(op: str, x: Index | int, y: Index | int) -> Index:
     x, y = _lift(x), _lift(y)
     if x.op == y.op == "const":
-        return const(FOLD[op](int(x.args[0]), int(y.args[0])))  # type: ignore[arg-type]
+        return const(OPERATORS[op](int(x.args[0]), int(y.args[0])))  # type: ignore[arg-type]
     if y.op == "const" and (op, y.args[0]) in _NEUTRAL:
         return x
     if x.op == "const" and (op, x.args[0]) in {("+", 0), ("*", 1)}:
@@ -168,7 +168,7 @@ def round_up(x: Index | int, y: int) -> Index:
     return ceil_div(x, y) * y
 
 
-_NOWHERE = const(0)
+_ZERO = const(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class Ptr:
     """An address: `offset` elements past the pointer called `name`."""
 
     name: str
-    offset: Index = _NOWHERE
+    offset: Index = _ZERO
 
     def __add__(self, other: Index | int) -> Ptr:
         return Ptr(self.name, self.offset + other)

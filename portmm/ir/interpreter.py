@@ -1,11 +1,10 @@
-"""The meaning of the loop language, in NumPy.
+"""Interpreter of the loop language, in NumPy.
 
-Owns the interpreter that tests hold every emitted kernel against. Imports `ir.nodes`.
-It is slow and strict: every access is checked against the bounds of the array
-it was derived from, reading scratch that was never written yields NaN or a
-telling number, and a register must be written before it is read. Pointers have
-types, as in C: memory is looked at as what the pointer says, and converted to
-what a register holds.
+Owns the interpreter that tests compare every emitted kernel with. It is slow and
+strict: every access is checked against the bounds of the array of its pointer,
+reading scratch that was never written yields NaN or a recognisable number, and a
+register must be written before it is read. Pointers have types, as in C: memory is
+read as the pointer's type, and converted to the register's.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from portmm.ir.nodes import (
     Verb,
     meaning,
 )
-from portmm.spec.dtype import BY_NAME, CODES_AT, CODES_KR, FOREIGN, ZERO_CODE, base
+from portmm.spec.dtype import BY_NAME, CODES_AT, CODES_KR, EXTENSION_TYPES, ZERO_CODE, base
 from portmm.spec.expr import OPS
 
 if TYPE_CHECKING:
@@ -60,11 +59,11 @@ if TYPE_CHECKING:
 
 Address = tuple[np.ndarray, int]
 Typed = tuple[np.ndarray, int, str]
-"""A flat array of the type's elements (those of a unit count singly), where the pointer is, and the type."""
+"""A flat array of the type's elements (for units, of their elements), the offset of the pointer, and the type."""
 LESS = {"code": 0, "centred": ZERO_CODE, "below": 2 * ZERO_CODE}
-"""Verb -> what it takes from a code."""
+"""Verb -> the number that it subtracts from an int4 value."""
 UNWRITTEN = 0xFF
-"""A byte of scratch that was never written: NaN as a float, -1 as an integer."""
+"""Value of bytes of scratch that were never written: NaN as a float, -1 as an integer."""
 
 
 @dataclass(slots=True)
@@ -89,9 +88,9 @@ def run(kernel: Kernel, ints: Mapping[str, int], arrays: Mapping[str, Address], 
     """Execute `kernel` as if its entry were called.
 
     Args:
-        kernel: what to run.
+        kernel: the kernel.
         ints: the caller's integer fields, in elements.
-        arrays: "a", "b", "c", what a quantised product needs, and operands of fused expressions
+        arrays: "a", "b", "c", the vectors of a quantised product, and operands of epilogue expressions
             -> (1-D array, offset of element zero).
         shuffle: seed for the order of tasks; 0 keeps it.
 
@@ -100,30 +99,30 @@ def run(kernel: Kernel, ints: Mapping[str, int], arrays: Mapping[str, Address], 
         KeyError: a register or name is read before it is written.
     """
     source = SWAPPED if kernel.swap else {name: name for name in SWAPPED}
-    mine = {f: ints[source[f]] for f in FIELDS} | dict(kernel.constants)
+    fields = {f: ints[source[f]] for f in FIELDS} | dict(kernel.constants)
     extra = [f"x{i}" for i in range(len(kernel.operands))]
-    mine |= {f"{x}_{axis}": ints.get(f"{x}_{axis}", 0) for x in extra for axis in STRIDES}
-    work = np.full(evaluate(kernel.workspace, mine) * BY_NAME[kernel.atom.acc].bytes, UNWRITTEN, np.uint8)
-    given: dict[str, Address] = {**arrays, "work": (work, 0)}
-    ptrs = {name: given[source[name]] for name in OPERANDS if source[name] in given} | {x: given[x] for x in extra}
+    fields |= {f"{x}_{axis}": ints.get(f"{x}_{axis}", 0) for x in extra for axis in STRIDES}
+    work = np.full(evaluate(kernel.workspace, fields) * BY_NAME[kernel.atom.acc].bytes, UNWRITTEN, np.uint8)
+    memory: dict[str, Address] = {**arrays, "work": (work, 0)}
+    ptrs = {name: memory[source[name]] for name in OPERANDS if source[name] in memory} | {x: memory[x] for x in extra}
     typed = {name: _view(x, at, kernel.type_of(name)) for name, (x, at) in ptrs.items()}
-    _Machine(kernel, mine, typed, np.random.default_rng(shuffle) if shuffle else None).call(kernel.entry, {}, {})
+    _Machine(kernel, fields, typed, np.random.default_rng(shuffle) if shuffle else None).call(kernel.entry, {}, {})
 
 
 @cache
 def numpy_type(name: str) -> np.dtype:
     """The NumPy type of a type's elements, or of those of a unit."""
     wanted = BY_NAME[name].numpy
-    if base(name) in FOREIGN:
+    if base(name) in EXTENSION_TYPES:
         import ml_dtypes
 
-        found: np.dtype = np.dtype(getattr(ml_dtypes, wanted))
-        return found
+        extension: np.dtype = np.dtype(getattr(ml_dtypes, wanted))
+        return extension
     return np.dtype(wanted)
 
 
 def _view(array: np.ndarray, at: int, name: str) -> Typed:
-    """The same address, seen as another type."""
+    """The same address, as a pointer to another type."""
     dtype = numpy_type(name)
     if array.dtype == dtype:
         return array, at, name
@@ -131,12 +130,12 @@ def _view(array: np.ndarray, at: int, name: str) -> Typed:
     if bytes_ % dtype.itemsize:
         raise IndexError(f"byte {bytes_} of an array is not aligned to {name}")
     whole = array.nbytes // dtype.itemsize * dtype.itemsize
-    # What is left of a line of units is read element by element.
+    # The remainder of a row of units is read element by element.
     return array.view(np.uint8)[:whole].view(dtype), bytes_ // dtype.itemsize, name
 
 
 def converted(x: np.ndarray, memory: str, register: str) -> np.ndarray:
-    """Elements of one type as those of another: see `isa.Transfer`."""
+    """Elements of one type converted to another: see `isa.Transfer`."""
     m, r = BY_NAME[memory].base or memory, BY_NAME[register].base or register
     if m == r:
         return x
@@ -158,14 +157,14 @@ class _Machine:
     pointers: dict[str, Typed]
     order: np.random.Generator | None
     tiles: dict[str, int] = field(default_factory=dict)
-    """Tile -> its rows, as the task that is running has configured them."""
+    """Tile -> its rows, as configured by the current task."""
     meanings: dict[int, tuple[Callable[[Mapping[str, int]], int], Index]] = field(default_factory=dict)
-    """Identity of an expression -> what computes it, and the expression, which keeps its identity while it lives."""
+    """Identity of an expression -> its function, and the expression, which keeps the identity unique."""
 
     def call(self, f: Function, ints: dict[str, int], ptrs: dict[str, Typed]) -> None:
-        seen = f.kind != "inner"
+        has_block = f.kind != "inner"
         atom = self.kernel.isa.word(f.of) if f.of else self.kernel.atom
-        frame = _Frame(atom, (self.block if seen else {}) | ints, (self.pointers if seen else {}) | ptrs)
+        frame = _Frame(atom, (self.block if has_block else {}) | ints, (self.pointers if has_block else {}) | ptrs)
         self.body(f.body, frame)
 
     def body(self, body: tuple[Stmt, ...], f: _Frame) -> None:
@@ -174,13 +173,13 @@ class _Machine:
 
     def value(self, x: Index, f: _Frame) -> int:
         """The value of an integer expression of the kernel."""
-        found = self.meanings.get(id(x))
-        if found is None:
-            found = self.meanings[id(x)] = (meaning(x), x)
-        return found[0](f.ints)
+        entry = self.meanings.get(id(x))
+        if entry is None:
+            entry = self.meanings[id(x)] = (meaning(x), x)
+        return entry[0](f.ints)
 
     def at(self, p: Ptr, f: _Frame, count: int, further: int = 0) -> Typed:
-        """Where `further` than an address lies, after a look at whether `count` elements or units may be touched."""
+        """The pointer `further` elements or units past an address, after a check that `count` are in bounds."""
         array, base, name = f.ptrs[p.name]
         pack = BY_NAME[name].pack
         start = base + (self.value(p.offset, f) + further) * pack
@@ -215,7 +214,7 @@ class _Machine:
         self.block_of(dict(s.cases)[self.value(s.value, f)], f, {})
 
     def block_of(self, body: tuple[Stmt, ...], f: _Frame, ints: dict[str, int]) -> None:
-        """Run a body with names of its own, as in C; registers belong to the function."""
+        """Run a body with a scope of its own, as in C; registers belong to the function."""
         self.body(body, _Frame(f.atom, f.ints | ints, dict(f.ptrs), f.regs))
 
     def do_verb(self, s: Verb, f: _Frame) -> None:
@@ -278,13 +277,13 @@ class _Machine:
 
     def do_configure(self, s: Configure, f: _Frame) -> None:
         if bool(s.rows) == bool(self.tiles):
-            raise ValueError(f"{self.kernel.name} {'configures' if s.rows else 'gives up'} its tiles twice")
+            raise ValueError(f"{self.kernel.name} {'configures' if s.rows else 'releases'} its tiles twice")
         self.tiles = {str(i): self.value(x, f) for i, x in enumerate(s.rows)}
         if len(s.rows) > TILES or not set(self.tiles.values()) <= set(range(1, f.atom.m + 1)):
             raise ValueError(f"{self.kernel.name} configures tiles of {self.tiles} rows")
 
     def _block(self, s: Verb, f: _Frame, atom: Atom) -> None:
-        """A register of several rows; a tile has those configured, and one that is not configured is a KeyError."""
+        """Execute a verb on a register of several rows; a tile has those configured, or a KeyError is raised."""
         rows = self.tiles[s.d] if atom.tiled else atom.deep if s.name == "load_b" else atom.m
         if s.name == "zero":
             f.regs[s.d] = np.zeros((rows, atom.n), numpy_type(atom.acc))
@@ -296,23 +295,23 @@ class _Machine:
             d, a, b = (f.regs[x] for x in (s.d, s.a, s.b))
             if (len(a), len(b)) != (len(d), a.shape[1]):
                 raise ValueError(f"{self.kernel.name} multiplies tiles of {a.shape} and {b.shape} into {d.shape}")
-            wide = np.dtype(np.int64) if d.dtype.kind == "i" else d.dtype
-            f.regs[s.d] = (d + np.einsum("mue,une->mn", a.astype(wide), b.astype(wide))).astype(d.dtype)
+            exact = np.dtype(np.int64) if d.dtype.kind == "i" else d.dtype
+            f.regs[s.d] = (d + np.einsum("mue,une->mn", a.astype(exact), b.astype(exact))).astype(d.dtype)
             return
         assert s.p is not None  # noqa: S101 - as above
         assert s.step is not None or rows == 1  # noqa: S101 - as above
         step, columns = self.value(s.step, f) if s.step else 0, atom.deep if s.name == "load_a" else atom.n
-        held = {"load_a": atom.left, "load_b": atom.right}.get(s.name, atom.acc)
-        lines = [self.at(s.p, f, columns, step * r) for r in range(rows)]
-        if {memory for _, _, memory in lines} != {held}:
-            raise ValueError(f"{self.kernel.name} takes rows of {held} from elements of {lines[0][2]}")
-        pack = BY_NAME[held].pack
+        register = {"load_a": atom.left, "load_b": atom.right}.get(s.name, atom.acc)
+        pointers = [self.at(s.p, f, columns, step * r) for r in range(rows)]
+        if {memory for _, _, memory in pointers} != {register}:
+            raise ValueError(f"{self.kernel.name} takes rows of {register} from elements of {pointers[0][2]}")
+        pack = BY_NAME[register].pack
         if s.name == "store":
-            for (array, at, _), row in zip(lines, f.regs[s.d], strict=True):
+            for (array, at, _), row in zip(pointers, f.regs[s.d], strict=True):
                 array[at : at + columns] = row
             return
-        found = np.stack([array[at : at + columns * pack] for array, at, _ in lines])
-        f.regs[s.d] = found.reshape(rows, columns, pack) if pack > 1 else found
+        block = np.stack([array[at : at + columns * pack] for array, at, _ in pointers])
+        f.regs[s.d] = block.reshape(rows, columns, pack) if pack > 1 else block
 
     def do_map(self, s: Map, f: _Frame) -> None:
         lanes = self.kernel.isa.word(s.of).n
@@ -321,7 +320,7 @@ class _Machine:
             assert s.count is not None  # noqa: S101 - as above
             f.regs[s.d] = np.int32(self.value(s.count, f)) + np.arange(lanes, dtype=np.int32) * (s.op == "lanes")
             return
-        args = [f.regs[x] if isinstance(x, str) else kind[s.given](x) for x in s.args]
+        args = [f.regs[x] if isinstance(x, str) else kind[s.operand](x) for x in s.args]
         if s.op == "literal":
             f.regs[s.d] = np.full(lanes, args[0], kind[s.dtype])
             return
@@ -329,10 +328,10 @@ class _Machine:
             f.regs[s.d] = np.full(lanes, args[0], np.float32)
             return
         with np.errstate(all="ignore"):
-            found = np.broadcast_to(OPS[s.op][1](*args), lanes)
-        if found.dtype != kind[s.dtype]:
-            raise ValueError(f"{self.kernel.name}: {s.op} gives {found.dtype}, not {s.dtype}")
-        f.regs[s.d] = found
+            result = np.broadcast_to(OPS[s.op][1](*args), lanes)
+        if result.dtype != kind[s.dtype]:
+            raise ValueError(f"{self.kernel.name}: {s.op} gives {result.dtype}, not {s.dtype}")
+        f.regs[s.d] = result
 
     def do_total(self, s: Total, f: _Frame) -> None:
         (to, i, _), (src, j, _) = self.at(s.to, f, 1), self.at(s.src, f, s.count)
@@ -397,18 +396,18 @@ class _Machine:
         for i, task in enumerate(tasks):
             self.call(s.function, args | {"task": int(task), "worker": i % workers}, {})
             if self.tiles:
-                raise ValueError(f"{s.function.name} of {self.kernel.name} ends with tiles that it has not given up")
+                raise ValueError(f"{s.function.name} of {self.kernel.name} ends with tiles that it has not released")
 
 
 def _multiplied(d: np.ndarray, a: np.ndarray, b: np.ndarray, pack: int) -> np.ndarray:
     """D + a . b on each lane; integers wrap around at the accumulator's width."""
-    wide = np.dtype(np.int64) if d.dtype.kind == "i" else d.dtype
-    product = a.astype(wide, copy=False) * b.astype(wide, copy=False)
+    exact = np.dtype(np.int64) if d.dtype.kind == "i" else d.dtype
+    product = a.astype(exact, copy=False) * b.astype(exact, copy=False)
     total: np.ndarray = d + (product.sum(-1) if pack > 1 else product)
     return total.astype(d.dtype, copy=False)
 
 
 @cache
 def _of(dtype: np.dtype) -> str:
-    """Portmm's name of what a register holds."""
+    """Portmm's name of the type of a register's elements."""
     return next(name for name, t in BY_NAME.items() if t.numpy == dtype.name)

@@ -1,10 +1,10 @@
-"""The loop language that every kernel is written in.
+"""Loop language of all kernels.
 
 Owns the nodes: pointers, statements, functions, and `Kernel`, a set of functions
-with one entry. Imports `ir.index` for the integers in them, which it passes on, `ir.thread_nodes` for nodes that
-only kernels of devices have, and `target.target` for the atom whose verbs the statements name. Nodes are
-immutable; `interp` gives them their meaning on NumPy arrays, `emit` spells them in C. Vector registers
-are named and typed by the verb that writes them, so a printer can declare them.
+with one entry. Re-exports the integers of `ir.index`. Nodes are immutable;
+`ir.interpreter` executes them on NumPy arrays, `codegen` spells them in C. Vector
+registers are named and typed by the verb that writes them, so a printer can declare
+them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.ir.index import FOLD as FOLD
+from portmm.ir.index import OPERATORS as OPERATORS
 from portmm.ir.index import Index as Index  # noqa: TC001 - passed on
 from portmm.ir.index import Ptr as Ptr  # noqa: TC001
 from portmm.ir.index import ceil_div as ceil_div
@@ -33,11 +33,11 @@ from portmm.ir.thread_nodes import (
     Do,
     Exchange,
     Get,
+    Interleave,
     Leave,
     Mac,
     Shared,
     Vector,
-    Weave,
 )
 
 if TYPE_CHECKING:
@@ -48,24 +48,24 @@ if TYPE_CHECKING:
 FIELDS = (
     "m n k batch a_m a_k a_batch b_k b_n b_batch c_m c_n c_batch workers".split()  # noqa: SIM905 - reads as the struct
 )
-"""Integer fields of the argument block that an entry or task function may name."""
+"""Integer fields of the argument block that an entry or task function may use."""
 
 VECTORS = {"a_scale": "f32", "b_scale": "f32", "bias": "f32", "a_zero": "s32", "a_sum": "s32", "b_zero": "s32"}
-"""Pointer fields of the argument block that hold a value for each row or column -> its type."""
+"""Pointer fields of the argument block with a value for each row or column -> its type."""
 
 OPERANDS = {"a": True, "b": True, "c": False, "work": False, "numbers": True} | dict.fromkeys(VECTORS, True)
 """Pointer fields of the argument block -> whether they are read-only."""
 
 STRIDES = "bmnh"
-"""Fields of an operand of a fused expression, beside its address."""
+"""Fields of an operand of an epilogue expression, besides its address."""
 
 TILES = 8
-"""Tiles that a unit of more than one row has: so it is with the one that is described, Intel's AMX."""
+"""Number of tiles of a unit of more than one row: that of Intel's AMX, the only one described."""
 
 
 @dataclass(frozen=True, slots=True)
 class Let:
-    """Name the value of an integer expression."""
+    """Declaration of an integer with the value of an expression."""
 
     name: str
     value: Index
@@ -73,7 +73,7 @@ class Let:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Name an integer that lies in memory."""
+    """Declaration of an integer that is loaded from memory."""
 
     name: str
     p: Ptr
@@ -81,7 +81,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class LetPtr:
-    """Name an address of elements of type `dtype`, whatever the pointer it is derived from points at."""
+    """Declaration of a pointer to elements of type `dtype`, derived from a pointer to any type."""
 
     name: str
     value: Ptr
@@ -100,7 +100,7 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class For:
-    """Run `body` for var = begin, begin + step, ... < end; `unroll` is a hint: 0 is not to, 1 says nothing."""
+    """Loop over `body` for var = begin, begin + step, ... < end; `unroll` is a hint: 0 is not to, 1 is no hint."""
 
     var: str
     begin: Index
@@ -112,7 +112,7 @@ class For:
 
 @dataclass(frozen=True, slots=True)
 class If:
-    """Run `then` if `cond` is not 0, else `orelse`."""
+    """Branch: `then` if `cond` is not 0, else `orelse`."""
 
     cond: Index
     then: tuple[Stmt, ...]
@@ -121,7 +121,7 @@ class If:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """Run the body whose number equals `value`; there always is one."""
+    """Switch to the body whose number equals `value`; there always is one."""
 
     value: Index
     cases: tuple[tuple[int, tuple[Stmt, ...]], ...]
@@ -129,23 +129,23 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """One word of an atom's vocabulary.
+    """One verb of an atom: an instruction on vector registers.
 
-    A load or store converts between the type that its address points at and the
+    A load or store converts between the type of its pointer and the
     register's; both are known where it is spelled.
 
     Attributes:
-        name: a word of `isa.PLACEHOLDERS`, or "load_rows", which puts rows side by
-            side in units, those of codes in words.
+        name: a verb of `isa.PLACEHOLDERS`, or "load_rows", which interleaves rows
+            in units, and int4 values in words.
         d: register written (or stored from).
         a: left operand of a mac, or the only one of another verb.
         b: right operand of a mac.
         p: address of a load or store.
         mask: mask register of a masked load or store.
-        count: lanes kept by "mask"; the bit where the codes of "code", "centred" and "below" begin.
-        step: elements, or units, from one row to the next for "load_rows", and for atoms of several rows.
-        to: type of the register, where it is not what the verb is usually for.
-        of: name of the atom whose word it is, where it is not the kernel's.
+        count: lanes kept by "mask"; the bit offset of the int4 values of "code", "centred" and "below".
+        step: stride of rows in elements, or units, for "load_rows", and for atoms of several rows.
+        to: type of the register, where it is not the verb's default.
+        of: name of the atom of this verb, where it is not the kernel's.
     """
 
     name: str
@@ -162,38 +162,38 @@ class Verb:
 
 @dataclass(frozen=True, slots=True)
 class Configure:
-    """Give the kernel's tiles, which are called "0", "1" and so on, that many rows each; none: give them up."""
+    """Configuration of the rows of the kernel's tiles, which are called "0", "1" and so on; none: release of all."""
 
     rows: tuple[Index, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Map:
-    """An operation of `expr.OPS` on every lane, or what makes lanes.
+    """An operation of `expr.OPS` on every lane, or an operation that creates a vector.
 
     Attributes:
         op: the operation; "literal" and "splat", a literal, or a left
             fragment, in every lane; "lanes", `count` + 0, 1, 2 and so on; "whole", `count` in every lane.
         d: register written.
         args: registers, and literals.
-        dtype: "f32", "s32" or "mask", the type of what is written.
-        given: the type of the last operand.
+        dtype: "f32", "s32" or "mask", the type of the result.
+        operand: the type of the last operand.
         count: an integer.
-        of: name of the atom whose lanes these are, of f32.
+        of: name of the atom of f32 with the same lanes.
     """
 
     op: str
     d: str
     args: tuple[str | int | float, ...]
     dtype: str
-    given: str
+    operand: str
     of: str
     count: Index | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """*to = the sum ("add") or the largest ("max") of `count` f32, a power of two, at `src`; of a NaN, NaN."""
+    """*to = the sum ("add") or the maximum ("max") of `count` f32, a power of two, at `src`; NaN if any is NaN."""
 
     kind: str
     to: Ptr
@@ -203,7 +203,7 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class Shuffle:
-    """D[i] = concat(a, b)[pick[i]] on vectors of type b_type."""
+    """Shuffle of vectors of type b_type: d[i] = concat(a, b)[pick[i]]."""
 
     d: str
     a: str
@@ -213,7 +213,7 @@ class Shuffle:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Store the sum of the lanes of `d`, added to *p if `accumulate`, at p."""
+    """Store of the sum of the lanes of `d`, added to *p if `accumulate`, at p."""
 
     d: str
     p: Ptr
@@ -222,7 +222,7 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class MacScalar:
-    """*p += *a * *b, one element: the tail of a sum along vector lanes."""
+    """*p += *a * *b, one element: the remainder of a sum along vector lanes."""
 
     p: Ptr
     a: Ptr
@@ -231,7 +231,7 @@ class MacScalar:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Copy one element, converted if the types differ; from None: store zero."""
+    """Copy of one element, converted if the types differ; from None: store of zero."""
 
     to: Ptr
     src: Ptr | None
@@ -246,12 +246,12 @@ class Add:
 
 
 LEAST_PEAK = 1.5e-36
-"""Rows whose largest magnitude is less become zeros: TOP over it would overflow."""
+"""Magnitude below which rows are quantised to zeros: TOP divided by a smaller one would overflow."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowScale:
-    """*scale = m / top and *inverse = top / m, m the largest of `count` f32 at `peaks`; both 0 if m is 0."""
+    """*scale = m / top and *inverse = top / m, m the maximum of `count` f32 at `peaks`; both 0 if m is 0."""
 
     scale: Ptr
     inverse: Ptr
@@ -262,12 +262,12 @@ class RowScale:
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """Ask for the line at an address, which need not be valid.
+    """Prefetch of the cache line at an address, which need not be valid.
 
     Attributes:
         p: the address.
-        write: to write it, not only to read it.
-        near: into L1; else into L2, where it does not displace what L1 works on.
+        write: for writing, not only for reading.
+        near: into L1; else into L2, which evicts nothing from L1.
     """
 
     p: Ptr
@@ -277,7 +277,7 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call an inner function; arguments match its parameters in order."""
+    """Call of an inner function; arguments match its parameters in order."""
 
     function: Function
     args: tuple[Index | Ptr, ...]
@@ -285,7 +285,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Run `function` for task = 0 ... tasks-1 in any order, on at most `workers` threads."""
+    """Parallel loop: `function` for task = 0 ... tasks-1 in any order, on at most `workers` threads."""
 
     function: Function
     tasks: Index
@@ -318,7 +318,7 @@ Stmt = (
     | Vector
     | Clear
     | Mac
-    | Weave
+    | Interleave
     | Codes
     | CopyAsync
     | CopyCommit
@@ -333,7 +333,7 @@ Stmt = (
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter: an integer, or a pointer to `dtype` if that is given."""
+    """A parameter: an integer, or a pointer to `dtype` if that is set."""
 
     name: str
     dtype: str = ""
@@ -346,13 +346,13 @@ class Function:
 
     Attributes:
         name: unique in its kernel.
-        kind: "inner" sees only its parameters; "task" sees the argument block,
-            its integer parameters, `task` and `worker`; "entry" sees the block.
+        kind: "inner" has only its parameters; "task" has the argument block,
+            its integer parameters, `task` and `worker`; "entry" has the block.
         params: parameters of an inner or task function.
         body: statements.
-        comment: what it computes, printed above it.
-        inline: merge it into its caller, so that constants reach it.
-        of: name of the atom whose words its verbs are, where it is not the kernel's.
+        comment: description of its computation, printed above it.
+        inline: inlined into its caller, so that constants are propagated.
+        of: name of the atom of its verbs, where it is not the kernel's.
     """
 
     name: str
@@ -370,15 +370,15 @@ class Kernel:
 
     Attributes:
         name: C name of the entry.
-        isa: what the atom's text needs around it.
-        atom: the vocabulary.
-        entry: where it starts.
-        workspace: elements of scratch it needs, over the integer fields.
-        header: lines for the top of the source: target, schedule, how to regenerate.
+        isa: the instruction set, with the declarations that the atom's verbs use.
+        atom: the atom, whose verbs the statements use.
+        entry: the entry function.
+        workspace: elements of scratch, as an expression of the integer fields.
+        header: lines for the top of the source: target, schedule, command that emits it again.
         swap: the entry reads the block as C^T = B^T . A^T.
-        types: what "a", "b" and "c" point at, where it is not what the atom multiplies.
-        constants: fields fixed when the kernel was made.
-        operands: types of the operands of fused expressions, "x0" and so on, and whether they are written;
+        types: element types of "a", "b" and "c", where they are not those of the atom.
+        constants: fields with constant values.
+        operands: types of the operands of epilogue expressions, "x0" and so on, and whether they are written;
             their strides are "x0_b", "x0_m", "x0_n" and "x0_h".
     """
 
@@ -394,10 +394,10 @@ class Kernel:
     operands: tuple[tuple[str, bool], ...] = ()
 
     def type_of(self, operand: str) -> str:
-        """What "a", "b", "c" or "work" points at."""
+        """Element type of the pointer "a", "b", "c" or "work"."""
         extra = {f"x{i}": dtype for i, (dtype, _) in enumerate(self.operands)}
-        usual = {"a": self.atom.left, "b": self.atom.right, "numbers": "f32", **VECTORS, **extra}
-        return dict(self.types).get(operand, usual.get(operand, self.atom.acc))
+        defaults = {"a": self.atom.left, "b": self.atom.right, "numbers": "f32", **VECTORS, **extra}
+        return dict(self.types).get(operand, defaults.get(operand, self.atom.acc))
 
 
 SWAPPED = {
@@ -436,7 +436,7 @@ def walk(body: tuple[Stmt, ...]) -> Iterator[Stmt]:
 
 
 def functions(kernel: Kernel) -> list[Function]:
-    """Every function reachable from the entry, callees first."""
+    """All functions reachable from the entry, callees first."""
     seen: dict[str, Function] = {}
 
     def visit(f: Function) -> None:

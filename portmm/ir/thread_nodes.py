@@ -1,8 +1,8 @@
-"""Statements that only the threads of a device have.
+"""Statements for threads of a device.
 
-Owns the nodes of the loop language for blocks of threads that share memory and meet at
-barriers. Imports `ir.index`. Registers of a thread are small arrays (`ir.Scratch`) whose
-subscripts are known once loops are unrolled.
+Owns the nodes of the loop language for blocks of threads that share memory and
+synchronise at barriers. Registers of a thread are small arrays (`nodes.Scratch`) whose
+subscripts are constants after loops are unrolled.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from portmm.ir.index import Index, Ptr
 
 WHOLE = 1 << 16
-"""As the `unroll` of a loop: all of it."""
+"""The `unroll` of a loop that is fully unrolled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """An array that the threads of a block share, aligned to so many bytes, not initialised."""
+    """An array in shared memory, aligned to `align` bytes, not initialised."""
 
     name: str
     elements: int
@@ -29,37 +29,37 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Do:
-    """Call a primitive of the instruction set, or of the language, with addresses and integers in order."""
+    """Call of a primitive of the instruction set, or of the language, with addresses and integers in order."""
 
     name: str
-    given: tuple[Ptr | Index, ...] = ()
+    args: tuple[Ptr | Index, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Get:
-    """Make `name` the integer that a primitive returns: an "int", or a "long", of 64 bits without a sign."""
+    """Declaration of `name` as the integer that a primitive returns: an "int", or a "long", 64 bits unsigned."""
 
     name: str
     primitive: str
-    given: tuple[Ptr | Index, ...] = ()
+    args: tuple[Ptr | Index, ...] = ()
     kind: str = "int"
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The kernel ends here if a condition that is the same for all threads of the block is not 0."""
+    """Return from the kernel if a condition that is uniform in the block is not 0."""
 
     when: Index
 
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """All threads of a block meet: what they wrote to shared memory before is seen by all after."""
+    """Barrier of a block: writes of its threads to shared memory before it are visible to all after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """Copy `bytes` bytes, 4, 8 or 16, at once; both addresses are aligned to as many."""
+    """Copy of a vector of `bytes` bytes, 4, 8 or 16; both addresses are aligned to `bytes`."""
 
     to: Ptr
     src: Ptr
@@ -68,7 +68,7 @@ class Vector:
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """Make the `count` registers of an array zeros."""
+    """Set the `count` registers of an array to zero."""
 
     name: str
     count: int
@@ -76,7 +76,7 @@ class Clear:
 
 @dataclass(frozen=True, slots=True)
 class Mac:
-    """The register at `d` += those at `a` times `b`, by the kernel's atom."""
+    """Multiply-add of registers by the kernel's atom: d += a * b."""
 
     d: Ptr
     a: Ptr
@@ -84,8 +84,8 @@ class Mac:
 
 
 @dataclass(frozen=True, slots=True)
-class Weave:
-    """Transpose four bytes of four words: byte j of word `to` + i is byte i of word `src` + j."""
+class Interleave:
+    """Transpose of four bytes of four words: byte j of word `to` + i is byte i of word `src` + j."""
 
     to: Ptr
     src: Ptr
@@ -93,7 +93,7 @@ class Weave:
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Eight f32 from `to` on = the codes of four bits in the word at `src`, as `dtype.CODES_AT` has them."""
+    """Dequantization of the word of eight int4 values at `src`, in the order of `dtype.CODES_AT`, to f32 at `to`."""
 
     to: Ptr
     src: Ptr
@@ -101,7 +101,7 @@ class Codes:
 
 @dataclass(frozen=True, slots=True)
 class CopyAsync:
-    """Begin to copy `bytes` bytes to shared memory, past the registers; zeros where `there` is 0."""
+    """Start of an asynchronous copy of `bytes` bytes to shared memory; zeros where `there` is 0."""
 
     to: Ptr
     src: Ptr
@@ -111,19 +111,19 @@ class CopyAsync:
 
 @dataclass(frozen=True, slots=True)
 class CopyCommit:
-    """Close a group of copies."""
+    """End of a group of asynchronous copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyWait:
-    """Wait until all groups of copies of this thread but the last `pending` have landed."""
+    """Wait until all groups of copies of this thread but the last `pending` have completed."""
 
     pending: int
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """The register `d` = that called `x` of the thread whose number in the warp differs by the bit `mask`."""
+    """Warp shuffle: register `d` = register `x` of the lane whose index differs by the bit `mask`."""
 
     d: str
     x: str
@@ -132,8 +132,8 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """The element at `to` = what a primitive makes of the elements at `given`, as it takes and returns them."""
+    """Call of a primitive with elements: *to = primitive(*args...), with its own types."""
 
     to: Ptr
     primitive: str
-    given: tuple[Ptr, ...]
+    args: tuple[Ptr, ...]

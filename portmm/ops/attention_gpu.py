@@ -305,7 +305,7 @@ def _prepare(call: _Call, flags: tuple[bool, bool, bool], traced: Traced) -> _Re
     layouts["o"] = _layout(call.out or interop.empty_like(call.q, call.shape, to)[1], "out")
     q, k, v, o = (x.vector for x in layouts.values())
     loose = "".join(name for name, x in layouts.items() if x.loose)
-    request = gpu_attention.Asked(call.q.dtype, d, dv, m, items * heads, group, n, (q, k, v, o), loose)
+    request = gpu_attention.AttentionSizes(call.q.dtype, d, dv, m, items * heads, group, n, (q, k, v, o), loose)
     tiling, runs, run = _tiled(request, on.target)
     rows = items * heads * m
     values = {"m": m, "heads": heads, "group": group, "few": heads // group, "items": items, "runs": runs, "run": run}
@@ -320,7 +320,7 @@ def _prepare(call: _Call, flags: tuple[bool, bool, bool], traced: Traced) -> _Re
     return _Ready(on, launches, *common, scratch, tuple((x, steps[0]) for x, steps in sources), traced.numbers)
 
 
-def _tiled(request: gpu_attention.Asked, target: Target) -> tuple[Tiling | MatrixTiling, int, int]:
+def _tiled(request: gpu_attention.AttentionSizes, target: Target) -> tuple[Tiling | MatrixTiling, int, int]:
     """The tiles, the number of KV splits, and the keys of each: by matrix units where they can."""
     matrix = gpu_mma_attention.choose(request, target)
     if matrix is not None:

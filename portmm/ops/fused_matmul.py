@@ -246,7 +246,7 @@ class Call:
         step = bind_operands(traced, (), self.types()[2], ends=True)
         if not step.wide:
             raise ScheduleError("its first result is constant along a row")
-        if step.fused.reductions or step.fused.folds:
+        if step.fused.reductions or step.fused.column_reductions:
             raise ScheduleError("a reduction needs whole rows, or columns, of sums")
         if sums == "s32" and step.types[0] == np.int32:
             raise ScheduleError("scaled sums of integers are not written as s32")

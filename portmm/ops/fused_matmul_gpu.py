@@ -298,7 +298,7 @@ def fusible_step(a: DeviceArray, b: DeviceArray, out: DeviceArray | None, reques
     step = bind_operands(typed(traced, first), (), numpy_arrays.numpy_of(usual), ends=True)
     if not step.wide:
         raise ScheduleError("its first result is constant along a row")
-    if step.fused.reductions or step.fused.folds:
+    if step.fused.reductions or step.fused.column_reductions:
         raise ScheduleError("a reduction needs whole rows, or columns, of sums")
     if acc_type == "s32" and step.types[0] == np.int32:
         raise ScheduleError("scaled sums of integers are not written as s32")

@@ -25,7 +25,7 @@ from portmm.spec.dtype import CODE_BITS, CODES_AT, CODES_KR
 from portmm.spec.problem import Family
 from portmm.util.memo import Memory
 from portmm.weights.kinds import WeightKind
-from portmm.weights.quantized import CodedMatrix
+from portmm.weights.quantized import QuantizedMatrix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +40,7 @@ FLOATS = ("f32", "f16", "bf16")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeviceInt4(CodedMatrix):
+class DeviceInt4(QuantizedMatrix):
     """An int4 weight on a device: w[k, n] ~= scale * code + offset. Built by `to_device`.
 
     Attributes:

@@ -20,7 +20,7 @@ from portmm.spec.dtype import CODE_BITS, CODES_AT, CODES_KR
 from portmm.spec.problem import Family, Problem, family
 from portmm.util.memo import Memory
 from portmm.weights.kinds import WeightKind
-from portmm.weights.quantized import CodedMatrix, Quantized, dequantize
+from portmm.weights.quantized import QuantizedMatrix, Quantized, dequantize
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +32,7 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedInt4(CodedMatrix):
+class PackedInt4(QuantizedMatrix):
     """An int4 weight in panels, usable as any `b` with float activations.
 
     Attributes:

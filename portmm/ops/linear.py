@@ -190,7 +190,7 @@ def _fused(left: Array, weight: Any, options: _Options, traced: Any) -> _Call | 
         return None
     types, _ = _types(left.dtype, options.dtype, requantize=False, dynamic=options.dynamic)
     step = bind_operands(traced, (), types[2], ends=True)
-    if step.fused.reductions or step.fused.folds or not step.wide or step.types[0] == np.int32:
+    if step.fused.reductions or step.fused.column_reductions or not step.wide or step.types[0] == np.int32:
         return None
     try:
         call = _prepared(left, weight, options, step)

@@ -19,8 +19,7 @@ from portmm.errors import BuildError, ScheduleError, TraceError
 from portmm.ops import matmul as matmul_op
 from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import BY_NAME
-from portmm.spec.epilogue import Operand
-from portmm.spec.epilogue import given as of_given
+from portmm.spec.epilogue import Operand, argument
 from portmm.spec.expr import ordered
 from portmm.trace.bind import Bound, UserFunction, bind_operands, dense, native, typed
 from portmm.trace.column_reductions import split_column_reductions
@@ -38,7 +37,7 @@ FORK = 20e-6
 @lru_cache(maxsize=64)
 def _leaves(types: tuple[str, ...], names: tuple[tuple[str, str], ...]) -> tuple[Any, ...]:
     """The placeholder arguments of a function of arrays of these types, and the indices."""
-    return (*(of_given(i, x) for i, x in enumerate(types)), Indices(dict(names)))
+    return (*(argument(i, x) for i, x in enumerate(types)), Indices(dict(names)))
 
 
 class _Numbers:

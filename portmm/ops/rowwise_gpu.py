@@ -15,8 +15,7 @@ from portmm.arrays import device_arrays, interop, numpy_arrays
 from portmm.dispatch.gpu_rows import launches
 from portmm.errors import ScheduleError, TraceError
 from portmm.spec.dtype import BY_NAME
-from portmm.spec.epilogue import Fused, Operand, load
-from portmm.spec.epilogue import given as of_given
+from portmm.spec.epilogue import Fused, Operand, argument, load
 from portmm.spec.expr import ordered, real, rounded
 from portmm.trace.bind import WRITTEN, UserFunction, bind_operands, dense, located, typed
 from portmm.trace.buffers import walk
@@ -154,7 +153,7 @@ def over_rows(
         return _prepare(traced, user_function.closure, values, usual, lead)
 
     types = [element(numpy_arrays.numpy_of(x.dtype))[0] for x in values]
-    leaves = (*(of_given(i, x) for i, x in enumerate(types)), Indices(names))
+    leaves = (*(argument(i, x) for i, x in enumerate(types)), Indices(names))
     ready: tuple[_Rows, ...] = user_function.ready(key, make, leaves, 3 if lead else 2)
     head = ready[0]
     direct = None

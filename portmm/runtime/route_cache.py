@@ -233,7 +233,7 @@ def route(kept: RouteCache, question: str, runtime: Any, p: Problem) -> Any:
     if fields is None:
         return None
     kernel, work, workers = fields
-    return runtime.make_route(kernel, int(work), int(workers), p.held, p.unit)
+    return runtime.make_route(kernel, int(work), int(workers), p.storage, p.unit)
 
 
 def code(kept: RouteCache, schedule: str, runtime: Any) -> tuple[Any, str] | None:

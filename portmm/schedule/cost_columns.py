@@ -117,7 +117,7 @@ def columns(q: Problem, schedules: Sequence[Schedule], atoms: Sequence[Atom], ta
 
 def _facts(s: Schedule, atom: Atom, target: Target, sizes: tuple[float, float]) -> dict[str, float]:
     isa = target.isa(s.isa)
-    left, right = s.given(atom)
+    left, right = s.element_types(atom)
     decodes = s.b == "codes" and not s.pack_b
     dots = s.program == "dot"
     return {
@@ -154,7 +154,7 @@ def _facts(s: Schedule, atom: Atom, target: Target, sizes: tuple[float, float]) 
         "left": left != atom.left,
         "right": right != atom.right and not decodes,
         "decodes": decodes,
-        "spans": decodes and atom.takes_codes and s.group > 0,
+        "spans": decodes and atom.takes_int4 and s.group > 0,
         "prefetches": s.ahead or s.prefetch > 0,
         "strided": s.b == "row" and not s.pack_b,
         "rows_in_place": s.a == "row" and not s.pack_a,

@@ -192,7 +192,7 @@ def _programs(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sche
     if atom.tiled:
         yield from _tiled(p, isa, atom, target)
         return
-    if p.b == "codes" and atom.takes_codes:
+    if p.b == "codes" and atom.takes_int4:
         yield from _int4_interleaved(p, isa, atom)
         return
     if p.static or (p.batch > 1 and _small(p, target)):

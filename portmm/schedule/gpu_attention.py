@@ -113,17 +113,17 @@ class Tiling:
         return _whole(-(-self.d // self.chunks))
 
     @property
-    def deep(self) -> int:
+    def q_pitch(self) -> int:
         """Pitch of Q in shared memory, in words."""
         return _odd(self.depth * self.chunks)
 
     @property
-    def step(self) -> int:
+    def k_pitch(self) -> int:
         """Pitch of a chunk of K, in words."""
         return _odd(self.depth)
 
     @property
-    def beside(self) -> int:
+    def p_pitch(self) -> int:
         """Pitch of P, in words."""
         return _odd(self.keys)
 
@@ -136,37 +136,37 @@ class Tiling:
         return -(-self.dv // (cell * self.across)) * cell * self.across
 
     @property
-    def wide(self) -> int:
+    def v_pitch(self) -> int:
         """Pitch of a chunk of V, in words: columns of all threads."""
         return self._padded(self.cell)
 
     @property
     def sums(self) -> int:
         """Columns of O that a thread sums."""
-        return self.wide // self.across
+        return self.v_pitch // self.across
 
     @property
     def values(self) -> int:
         """Keys of a chunk of V: as many as fit the buffer of K, or four."""
         most = self.keys
-        while most > LANES and most * self.wide > max(self.keys * self.step, LANES * self.wide):
+        while most > LANES and most * self.v_pitch > max(self.keys * self.k_pitch, LANES * self.v_pitch):
             most //= 2
         return most
 
     @property
     def buffer(self) -> int:
         """Words for chunks of K and of V."""
-        return max(self.keys * self.step, self.values * self.wide)
+        return max(self.keys * self.k_pitch, self.values * self.v_pitch)
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block."""
-        return 4 * (self.queries * (self.deep + self.beside + self.across) + self.buffer)
+        return 4 * (self.queries * (self.q_pitch + self.p_pitch + self.across) + self.buffer)
 
     @property
     def waiting(self) -> int:
         """Maximum number of elements of a thread in flight to shared memory."""
-        parts = ((self.keys * self.depth, self.vectors[1]), (self.values * self.wide, self.vectors[2]))
+        parts = ((self.keys * self.depth, self.vectors[1]), (self.values * self.v_pitch, self.vectors[2]))
         return max(-(-size // (vector * self.threads)) * vector for size, vector in parts)
 
     def registers(self, element: str) -> int:
@@ -186,11 +186,11 @@ def _odd(x: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AttentionSizes:
     """Sizes, types and layouts of one attention, which tiles are selected for.
 
     Attributes:
-        held: type of Q, K and V.
+        dtype: type of Q, K and V.
         d: elements of a head of Q and K.
         dv: of V.
         queries: of a head.
@@ -201,7 +201,7 @@ class Asked:
         loose: names of those whose rows are not dense in memory.
     """
 
-    held: str
+    dtype: str
     d: int
     dv: int
     queries: int
@@ -212,7 +212,7 @@ class Asked:
     loose: str
 
 
-def tilings(shape: Asked, target: Target) -> list[Tiling]:
+def tilings(shape: AttentionSizes, target: Target) -> list[Tiling]:
     """Legal tiles, best first, in the order that the module's docstring describes."""
     device = target.device
     assert device is not None  # noqa: S101 - callers have a device
@@ -224,10 +224,10 @@ def tilings(shape: Asked, target: Target) -> list[Tiling]:
         if queries >= 2 * rows and queries > FEW[0][0]:
             continue  # half of it would be empty
         t = Tiling(shape.d, shape.dv, queries, keys, down, across, loose=shape.loose, runs=runs)
-        most = WIDEST // BY_NAME[shape.held].bytes
+        most = WIDEST // BY_NAME[shape.dtype].bytes
         q, k, v, o = (min(x, most) for x in shape.vectors)
         stored = t.cell if runs else min(o, t.cell)
-        t = replace(t, vectors=(math.gcd(q, t.depth), math.gcd(k, t.depth), math.gcd(v, t.wide), stored))
+        t = replace(t, vectors=(math.gcd(q, t.depth), math.gcd(k, t.depth), math.gcd(v, t.v_pitch), stored))
         if t.threads <= device.block_threads and t.shared_bytes <= min(STATIC, device.shared_bytes):
             legal.append(t)
     if not legal:
@@ -238,17 +238,17 @@ def tilings(shape: Asked, target: Target) -> list[Tiling]:
     return sorted(legal, key=lambda t: _lacks(t, shape, target))
 
 
-def _lacks(t: Tiling, shape: Asked, target: Target) -> tuple[int, int, bool]:
+def _lacks(t: Tiling, shape: AttentionSizes, target: Target) -> tuple[int, int, bool]:
     """Missing registers, the negated number of busy processors, and whether there is no room for a second block."""
     device = target.device
     assert device is not None  # noqa: S101 - callers have a device
     most = device.thread_registers if on_gpu(target) else 0
-    short = max(0, t.registers(shape.held) - most) if most else 0
+    short = max(0, t.registers(shape.dtype) - most) if most else 0
     blocks = min(device.processors, shape.heads * -(-shape.queries // t.queries))
     return short, 0 if t.runs else -blocks, 2 * t.shared_bytes > device.processor_shared_bytes > 0
 
 
-def choose(shape: Asked, target: Target) -> Tiling:
+def choose(shape: AttentionSizes, target: Target) -> Tiling:
     """The tiles to use.
 
     Raises:
@@ -257,7 +257,7 @@ def choose(shape: Asked, target: Target) -> Tiling:
     return tilings(shape, target)[0]
 
 
-def runs_of(t: Tiling, shape: Asked, target: Target) -> tuple[int, int]:
+def runs_of(t: Tiling, shape: AttentionSizes, target: Target) -> tuple[int, int]:
     """Number of KV splits, and the keys of each: a function of the sizes and the device alone."""
     device = target.device
     assert device is not None  # noqa: S101 - callers have a device

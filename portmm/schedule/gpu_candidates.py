@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from portmm.errors import ScheduleError
 from portmm.schedule import gpu_gemv, gpu_mma, gpu_w4a16, gpu_wgmma
 from portmm.schedule.schedule import ALL, Schedule, Tile
-from portmm.spec.dtype import BY_NAME, CODES_KR, types, unfolded
+from portmm.spec.dtype import BY_NAME, CODES_KR, dequantized_types, types
 from portmm.target.device import STATIC_SHARED
 from portmm.target.summation import sets
 
@@ -147,7 +147,7 @@ def units(dtype: str, target: Target, *, tf32: bool = False) -> list[tuple[Isa, 
     for isa in target.isas:
         a, b, _ = types(dtype)
         exact = (t for t in isa.atoms if (t.k_pack > 1 or t.unit) and [a, b] == [t.a, t.b] and (tf32 or a != "f32"))
-        atom = next(exact, None) or isa.atom(unfolded(dtype))
+        atom = next(exact, None) or isa.atom(dequantized_types(dtype))
         if atom is not None:
             pairs.append((isa, atom))
         if b == "u4":

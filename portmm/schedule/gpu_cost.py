@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from portmm.schedule.cpu_cost import Cost
 from portmm.schedule.gpu_candidates import PARTS, at_once, occupancy, on_gpu
-from portmm.schedule.gpu_gemv import along_k, flying, shares, width
+from portmm.schedule.gpu_gemv import along_k, bytes_in_flight, k_threads, width
 from portmm.schedule.gpu_w4a16 import PROGRAMS, instructions
 from portmm.schedule.gpu_wgmma import STRIP, columns, promoted, staged, sums
 from portmm.spec.dtype import BY_NAME, size
@@ -110,8 +110,8 @@ def _by_threads(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
         warp = s.tiles[1]
         words = (warp.m + warp.n) / (warp.m * warp.n) * macs
         overlapped["shared memory"] = rounds * words / SHARED_WORDS / hertz
-        pieces = depth * (s.block.m / max(1, s.vectors[0] // s.kr) + s.block.n / max(1, s.vectors[1] // s.kr))
-        overlapped["moves"] = rounds * pieces / MOVES / hertz
+        vectors = depth * (s.block.m / max(1, s.vectors[0] // s.kr) + s.block.n / max(1, s.vectors[1] // s.kr))
+        overlapped["moves"] = rounds * vectors / MOVES / hertz
     a, b, c = (BY_NAME[x].bytes for x in p.types)
     traffic = blocks * depth * atom.k_pack * (s.block.m * a + s.block.n * b)
     overlapped["L2"] = traffic / (min(device.processors, blocks) * L2_BYTES_PER_CYCLE) / hertz
@@ -280,9 +280,9 @@ def _gemv(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     narrow = (a < 4) * of_a + (3 if b < 1 else b < 4) * of_b if s.kr == 1 else 0
     ops = (s.mr * s.block.n + narrow) * units
     words = [n * s.kr * max(4, v * x) / (4 * v) for n, v, x in ((of_a, s.vectors[0], a), (of_b, s.vectors[1], b))]
-    loads = ceil(units / (shares(s) * width(s)))
+    loads = ceil(units / (k_threads(s) * width(s)))
     latencies = ceil(loads * width(s) / s.tiles[0].k)
-    run = flying(s) * shares(s) * width(s) / s.tiles[0].k / s.nr if along_k(s) else s.block.n * b
+    run = bytes_in_flight(s) * k_threads(s) * width(s) / s.tiles[0].k / s.nr if along_k(s) else s.block.n * b
     once = p.batch * (p.m * p.k * a + p.k * p.n * b + p.m * p.n * c)
     overlapped = {
         "multiply-adds": rounds * ops / rate * (1 + ISSUE) / hertz,
@@ -291,7 +291,7 @@ def _gemv(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
         "memory": once * (1 + SHORT * (max(LINE / run, 1) - 1)) / (1e9 * _bandwidth(target)),
         "latency": ceil(rounds / together) * latencies * FAR / hertz,
     }
-    ends = WAIT + ADD * (shares(s) ** 0.5 * 2 + ceil(s.mr * s.block.n / s.threads))
+    ends = WAIT + ADD * (k_threads(s) ** 0.5 * 2 + ceil(s.mr * s.block.n / s.threads))
     return _in_all(p, s, target, overlapped, ends / hertz)
 
 

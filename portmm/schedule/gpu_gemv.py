@@ -135,12 +135,12 @@ def width(s: Schedule) -> int:
     return s.vectors[1] // s.kr if along_k(s) else 1
 
 
-def shares(s: Schedule) -> int:
+def k_threads(s: Schedule) -> int:
     """Threads of a block that split k: those with the same columns."""
     return s.block.k // s.tiles[0].k
 
 
-def flying(s: Schedule) -> int:
+def bytes_in_flight(s: Schedule) -> int:
     """Bytes of B that a thread has in flight."""
     return int(s.nr * s.tiles[0].k * s.kr * size(s.types[1]))
 
@@ -155,10 +155,10 @@ def registers(s: Schedule) -> int:
     if s.b == "codes":
         parts, addresses = CODES_KR * (s.nr + 1) + s.mr * (s.nr + 1), addresses + 4 * s.nr
     words = 2 if a == b == "f64" else 1
-    return words * (s.mr * s.nr + parts) + -(-flying(s) // 4) + addresses + ADDRESSES
+    return words * (s.mr * s.nr + parts) + -(-bytes_in_flight(s) // 4) + addresses + ADDRESSES
 
 
-def apart(s: Schedule) -> tuple[int, int]:
+def partial_sum_strides(s: Schedule) -> tuple[int, int]:
     """Strides of partial sums in shared memory, in words: of outputs, and of the threads that share one.
 
     Threads of a warp write one output each at a time, and add one each: all of them use different banks.
@@ -166,14 +166,14 @@ def apart(s: Schedule) -> tuple[int, int]:
     across = s.block.n // s.nr
     outputs = s.mr * s.block.n
     if along_k(s):
-        return shares(s) + 1, 1
+        return k_threads(s) + 1, 1
     return 1, outputs if across >= BANKS else -(-outputs // BANKS) * BANKS + across
 
 
 def shared_words(s: Schedule) -> int:
     """Words of shared memory of a block for partial sums."""
-    outputs, (far, near) = s.mr * s.block.n, apart(s)
-    return (outputs - 1) * far + (shares(s) - 1) * near + 1
+    outputs, (far, near) = s.mr * s.block.n, partial_sum_strides(s)
+    return (outputs - 1) * far + (k_threads(s) - 1) * near + 1
 
 
 def shared_bytes(s: Schedule) -> int:

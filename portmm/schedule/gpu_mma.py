@@ -108,7 +108,7 @@ def fragments(s: Schedule) -> int:
     return (warp.m * a + warp.n * b) * warp.k // (4 * WARP)
 
 
-def turns(s: Schedule) -> int:
+def transfers(s: Schedule) -> int:
     """Vectors that a thread moves for one tile of both operands."""
     sizes = ((s.block.m, s.vectors[0]), (s.block.n, s.vectors[1]))
     return sum(-(-x * s.block.k // v // s.threads) for x, v in sizes)
@@ -120,7 +120,7 @@ def registers(s: Schedule) -> int:
     waiting = 0 if s.copies else (s.block.m * a + s.block.n * b) * s.block.k // (4 * s.threads)
     # Floats of eight bits are converted to f16 where there is no unit for them; words are rounded to tf32.
     operands = fragments(s) * (3 if s.types[0] in FP8 else 2 if s.types[0] == "f32" else 1)
-    return s.mr * s.nr + operands + waiting + ADDRESSES + PER_COPY * turns(s) + SWAPPED * s.swap
+    return s.mr * s.nr + operands + waiting + ADDRESSES + PER_COPY * transfers(s) + SWAPPED * s.swap
 
 
 def shared_bytes(s: Schedule) -> int:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from portmm.schedule.gpu_candidates import PARTS, asynchronous
 
 if TYPE_CHECKING:
-    from portmm.schedule.gpu_attention import Asked
+    from portmm.schedule.gpu_attention import AttentionSizes
     from portmm.target.target import Atom, Device, Isa, Target
 
 TYPES = ("f16", "bf16")
@@ -71,7 +71,7 @@ class MatrixTiling:
         warps: of a block.
         keys: of a step.
         slots: tiles of K and V in shared memory.
-        held: fragments of Q stay in registers.
+        q_in_registers: fragments of Q stay in registers.
         vectors: elements of Q, K, V and of the result that are moved at once.
         loose: "o" where rows of the result are not dense in memory.
         runs: keys are partitioned into KV splits, which another kernel combines.
@@ -84,7 +84,7 @@ class MatrixTiling:
     warps: int
     keys: int
     slots: int = 2
-    held: bool = True
+    q_in_registers: bool = True
     vectors: tuple[int, int, int, int] = (8, 8, 8, 8)
     loose: str = ""
     runs: bool = False
@@ -124,7 +124,7 @@ class MatrixTiling:
     @property
     def registers(self) -> int:
         """Approximate number of registers of a thread."""
-        queries = self.d // UNIT * 4 if self.held else 4
+        queries = self.d // UNIT * 4 if self.q_in_registers else 4
         moved = 0
         if not self.copies:
             words = -(-self.keys * max(self.d, self.dv) * SIZE // (WORD * self.threads))
@@ -148,10 +148,10 @@ def unit(element: str, target: Target) -> tuple[Isa, Atom] | None:
     return next(pairs, None) if element in TYPES else None
 
 
-def lacks(shape: Asked, target: Target) -> str:
+def lacks(shape: AttentionSizes, target: Target) -> str:
     """The reason why matrix units cannot be used, or an empty string."""
-    if unit(shape.held, target) is None:
-        return f"{target.name} multiplies no fragments of {shape.held}"
+    if unit(shape.dtype, target) is None:
+        return f"{target.name} multiplies no fragments of {shape.dtype}"
     if shape.d % UNIT or shape.dv % UNIT or max(shape.d, shape.dv) > WIDEST_HEAD or 0 in (shape.d, shape.dv):
         return f"heads have {shape.d} and {shape.dv} elements: no multiples of {UNIT} up to {WIDEST_HEAD}"
     if set(shape.loose) & set("qkv") or min(shape.vectors[:3]) * SIZE < LEAST_COPY:
@@ -159,7 +159,7 @@ def lacks(shape: Asked, target: Target) -> str:
     return "" if tilings(shape, target) else "no tiles fit its registers and shared memory"
 
 
-def tilings(shape: Asked, target: Target) -> list[MatrixTiling]:
+def tilings(shape: AttentionSizes, target: Target) -> list[MatrixTiling]:
     """Legal tiles, fastest first by `time`."""
     device = target.device
     assert device is not None  # noqa: S101 - callers have a device
@@ -179,7 +179,7 @@ def tilings(shape: Asked, target: Target) -> list[MatrixTiling]:
                 shape.d, shape.dv, queries, warps, keys, slots, True, (q, k, v, o), shape.loose, runs, copies
             )
             for q_in_registers in (True, False):
-                one = replace(t, held=q_in_registers)
+                one = replace(t, q_in_registers=q_in_registers)
                 if not _illegal(one, device):
                     legal.append(one)
                     break
@@ -199,15 +199,15 @@ def occupancy(t: MatrixTiling, device: Device) -> int:
     return max(1, min(warps // t.warps, device.processor_shared_bytes // t.shared_bytes, device.threads // t.threads))
 
 
-def time(t: MatrixTiling, shape: Asked, target: Target) -> float:
+def time(t: MatrixTiling, shape: AttentionSizes, target: Target) -> float:
     """Estimated time of attention, in cycles of a processor."""
     device = target.device
-    pair = unit(shape.held, target)
+    pair = unit(shape.dtype, target)
     assert device is not None and pair is not None  # noqa: S101, PT018 - checked by `lacks`
     rate, plain = target.rates[pair[1].name], target.rates["simt_f32"]
     elements = t.keys * (t.d + t.dv)
     products = t.queries * elements / rate
-    again = 0 if t.held else t.queries * t.d
+    again = 0 if t.q_in_registers else t.queries * t.d
     shared = SIZE * (elements * (t.warps + 1) + again) / SHARED_RATE
     cached = SIZE * elements / CACHE_RATE
     scores = t.queries * t.keys
@@ -224,12 +224,12 @@ def time(t: MatrixTiling, shape: Asked, target: Target) -> float:
     return steps * (max(products, shared, cached) + softmax) * waits
 
 
-def choose(shape: Asked, target: Target) -> MatrixTiling | None:
+def choose(shape: AttentionSizes, target: Target) -> MatrixTiling | None:
     """The tiles to use, None where plain threads multiply."""
     return None if lacks(shape, target) else tilings(shape, target)[0]
 
 
-def runs_of(t: MatrixTiling, shape: Asked, target: Target) -> tuple[int, int]:
+def runs_of(t: MatrixTiling, shape: AttentionSizes, target: Target) -> tuple[int, int]:
     """Number of KV splits, and the keys of each: a function of the sizes and the device alone."""
     device = target.device
     assert device is not None  # noqa: S101 - callers have a device

@@ -62,7 +62,7 @@ def strips(s: Schedule) -> int:
     return (s.tiles[1].n if s.swap else s.tiles[1].m) // STRIP
 
 
-def held_rows(rows: int, *, along_k: bool) -> int:
+def padded_rows(rows: int, *, along_k: bool) -> int:
     """Rows of a tile in shared memory, padded to whole swizzled rows."""
     return rows if along_k else -(-rows // WIDE_ROWS) * WIDE_ROWS
 
@@ -113,7 +113,7 @@ def registers(s: Schedule) -> int:
 def stage_bytes(s: Schedule) -> int:
     """Shared memory of one stage."""
     a, b, _ = (BY_NAME[x].bytes for x in s.types)
-    rows = held_rows(s.block.m, along_k=s.a == "row") * a + held_rows(s.block.n, along_k=s.b == "col") * b
+    rows = padded_rows(s.block.m, along_k=s.a == "row") * a + padded_rows(s.block.n, along_k=s.b == "col") * b
     return rows * s.block.k
 
 

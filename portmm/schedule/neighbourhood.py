@@ -1,6 +1,6 @@
 """Search neighbourhood of candidates: the schedules that tuning may try.
 
-Owns the parameters of a candidate that may vary, and their ranges: `Space` makes
+Owns the parameters of a candidate that may vary, and their ranges: `Neighbourhood` makes
 schedules for a search, `unsound` checks those from other sources, such as a
 database. A candidate without its block sizes, MR variants and prefetch distance is
 its *skeleton*; a schedule is sound if it has the skeleton of a candidate and its
@@ -122,7 +122,7 @@ def _tallest(s: Schedule, isa: Isa, atom: Atom) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class Neighbourhood:
     """Search neighbourhood of one problem.
 
     Attributes:
@@ -182,9 +182,9 @@ def _deepened(s: Schedule, atom: Atom, factor: float) -> Schedule:
     return replace(s, tiles=(s.tiles[0], *(replace(t, k=kc) for t in s.tiles[1:])))
 
 
-def space(p: Problem, target: Target, listed: Sequence[Schedule]) -> Space:
+def neighbourhood_of(p: Problem, target: Target, listed: Sequence[Schedule]) -> Neighbourhood:
     """The search neighbourhood of a problem on a target, of which `listed` are the candidates."""
     bases: dict[Schedule, Schedule] = {}
     for s in listed:
         bases.setdefault(skeleton(s), s)
-    return Space(p, target, tuple(listed), tuple(bases.values()))
+    return Neighbourhood(p, target, tuple(listed), tuple(bases.values()))

@@ -168,7 +168,7 @@ class Schedule:
         """Names of the element types of A, B and C."""
         return types(self.dtype)
 
-    def given(self, atom: Atom) -> tuple[str, str]:
+    def element_types(self, atom: Atom) -> tuple[str, str]:
         """Element types that micro-kernels read of A and B: fragments of a packed operand, else the operand's own."""
         a, b, _ = self.types
         in_b = unit(b, self.kr) if self.b == "packed" else "s32" if self.b == "codes" else b
@@ -260,7 +260,7 @@ def registers(s: Schedule, atom: Atom) -> int:
     if s.b == "codes" and not s.pack_b:
         # Sums over a group and over all of k; words, int4 values, a broadcast, a table. Where a group
         # takes few steps, sums over all of k may stay in memory.
-        sums = 1 if atom.takes_codes else 2
+        sums = 1 if atom.takes_int4 else 2
         return (max(s.heights) * sums + 2) * columns + 2
     return atom.strips(max(s.heights)) * columns + columns + 1
 
@@ -277,7 +277,7 @@ def footprint(tile: Tile, s: Schedule, p: Problem, atom: Atom) -> int:
     m, n = (p.n, p.m) if s.swap else (p.m, p.n)
     depth = -(-p.k // s.kr)
     tm, tn, tk = min(tile.m or m, m), min(tile.n or n, n), min(tile.k or depth, depth)
-    a, b = (BY_NAME[x].bytes for x in s.given(atom))
+    a, b = (BY_NAME[x].bytes for x in s.element_types(atom))
     if tile.level == "L1":
         return (s.mr * a + s.nr * s.panels * b) * tk
     if tile.level == "L2":

@@ -79,7 +79,7 @@ BY_NUMPY: dict[str, DType] = {t.numpy: t for t in (*_PLAIN, *_FP8)}
 
 _INTEGERS = frozenset(t.name for t in (*_PLAIN, U4) if not t.eps)
 FP8 = frozenset(t.name for t in _FP8)
-FOREIGN = frozenset(("bf16", *FP8))
+EXTENSION_TYPES = frozenset(("bf16", *FP8))
 """Types of ml_dtypes, which NumPy does not have."""
 _SIDES = frozenset(("f32", "bf16", "f16", *FP8))
 
@@ -144,7 +144,7 @@ def accumulator(a: str, b: str) -> str:
     raise ValueError(f"{a} times {b} is not supported; integers are s8 or u8 on the left and s8 on the right")
 
 
-def unfolded(word: str) -> str:
+def dequantized_types(word: str) -> str:
     """The types of a product after int4 values are dequantized."""
     a, b, c = types(word)
     return spell(a, "f32", c) if b == "u4" and a in _SIDES else word

@@ -80,7 +80,7 @@ class Fused:
         return [x for x in self.steps if x.op == "reduce"]
 
     @property
-    def folds(self) -> list[Expr]:
+    def column_reductions(self) -> list[Expr]:
         """Sums and maxima down columns."""
         return [x for x in self.steps if x.op == "fold"]
 
@@ -169,7 +169,7 @@ def load(operand: int, dtype: str) -> Expr:
     return node("load", (operand,), SEEN.get(dtype, "f32"))
 
 
-def given(i: int, dtype: str) -> Expr:
+def argument(i: int, dtype: str) -> Expr:
     """The i-th argument of a function, before its operand is known."""
     return node("given", (i,), SEEN.get(dtype, "f32"))
 

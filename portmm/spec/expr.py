@@ -179,18 +179,18 @@ class Expr:
         known = UFUNCS.get(ufunc.__name__)
         if method != "__call__" or options or known is None:
             name = f"np.{ufunc.__name__}" if method == "__call__" else f"np.{ufunc.__name__}.{method}"
-            raise TraceError(f"{name} cannot be traced{' with options' if options else ''}; pm has what can")
+            raise TraceError(f"{name} cannot be traced{' with options' if options else ''}; use the functions of pm")
         return known(*inputs)
 
     def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
         known = FUNCTIONS.get(function.__name__)
         if known is None:
-            raise TraceError(f"np.{function.__name__} cannot be traced; pm has what can")
+            raise TraceError(f"np.{function.__name__} cannot be traced; use the functions of pm")
         return known(*args, **options)
 
     def __bool__(self) -> bool:
         raise TraceError(
-            "an if, while, and, or, not, min or max looks at values that are known in the kernel only; "
+            "an if, while, and, or, not, min or max depends on values that are known in the kernel only; "
             "use pm.where, & and |, pm.minimum or pm.maximum"
         )
 
@@ -198,14 +198,14 @@ class Expr:
         raise TraceError("a value in a tile cannot be iterated over; write the computation of one element")
 
     def __float__(self) -> float:
-        raise TraceError("a value in a tile is no number yet; use portmm's functions in place of math's")
+        raise TraceError("a value in a tile is not known while tracing; use portmm's functions in place of math's")
 
     __int__ = __index__ = __complex__ = __float__
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Array:
         raise TraceError(
-            "a value in a tile has no number yet, so that no array is made of it, nor one indexed by it that is made "
-            "while the function is traced; make the array before, and let the function capture it: table[i.n]"
+            "a value in a tile is not known while tracing, so it cannot be converted to an array, or index an array "
+            "that the function creates; create the array before, and let the function capture it: table[i.n]"
         )
 
 
@@ -336,10 +336,12 @@ def _literal(x: Any) -> Literal:
         return _literal(x[()])
     if isinstance(x, np.ndarray):
         raise TraceError(
-            f"an array of shape {x.shape}, made while the function is traced, cannot meet a value in a tile; "
-            "make it before, and let the function capture it"
+            f"an array of shape {x.shape}, made while the function is traced, cannot be combined with a value in a "
+            "tile; make it before, and let the function capture it"
         )
-    raise TraceError(f"a {type(x).__name__} cannot meet a value in a tile; give values, arrays, numbers, or a tuple")
+    raise TraceError(
+        f"a {type(x).__name__} cannot be combined with a value in a tile; use values, arrays, numbers, or a tuple"
+    )
 
 
 def _alike(values: tuple[Any, ...]) -> tuple[Expr, ...]:

@@ -156,7 +156,7 @@ class Problem:
         return types(self.dtype)
 
     @property
-    def held(self) -> str:
+    def storage(self) -> str:
         """The storage types of the operands' arrays, as one string: int4 values are in words of 32 bits."""
         a, b, c = self.types
         return spell(self.source or a, "s32" if self.b == "codes" else b, c)

@@ -45,7 +45,7 @@ class CloudFamily:
         """The chip that is assumed for an instance: the newest, as clouds replace their machines."""
         return self.chips[-1]
 
-    def said(self, instance: str) -> str:
+    def sentence(self, instance: str) -> str:
         """A sentence with the chips of an instance, and the one that is assumed."""
         if len(self.chips) == 1:
             return f"{instance} ({self.cloud}) is {self.likeliest}; {self.source}"

@@ -155,7 +155,7 @@ class Atom:
         return -(-rows // self.m)
 
     @property
-    def takes_codes(self) -> bool:
+    def takes_int4(self) -> bool:
         """Whether int4 values are multiplied without repacking for any number of rows: a group takes few steps."""
         return self.acc == "s32" or self.k_pack > 1
 
@@ -323,7 +323,7 @@ class Isa:
         if a == b == c == atom.a == atom.b and atom.m == 1:
             return True
         if atom.m > 1:
-            by_rows = self.sums_by_lines(atom)
+            by_rows = self.sum_row_atom(atom)
             fits = (a, b) == (atom.a, atom.b) or (b == "u4" and atom.tiled and self._repacks(atom, a))
             return fits and by_rows is not None and self._stores(by_rows, c)
         kr = atom.k_pack
@@ -339,7 +339,7 @@ class Isa:
 
     def _repacks(self, atom: Atom, a: str) -> bool:
         """Whether int4 values can be repacked to panels of floats, which tiles multiply by elements of `a`."""
-        by_rows, real = self.by_lines(atom), self.vector("f32", atom.n)
+        by_rows, real = self.row_atom(atom), self.vector("f32", atom.n)
         if a != atom.a or atom.acc != "f32" or by_rows is None or real is None or not real.code:
             return False
         return bool(self.spelling(real, "store", atom.b) and self.spelling(by_rows, "load_rows", atom.b, atom.right))
@@ -356,23 +356,23 @@ class Isa:
         """Whether sums of this atom can be stored as `c`."""
         return self._scales(atom.n, c) if atom.acc == "s32" != c else bool(self.spelling(atom, "store", c))
 
-    def by_lines(self, atom: Atom) -> Atom | None:
+    def row_atom(self, atom: Atom) -> Atom | None:
         """The atom of one row whose registers are a row of this one's right operand, of this ISA or a base."""
         if atom.m == 1:
             return atom
         kind = (1, atom.b, atom.acc, atom.n, atom.k_pack)
         alike = (t for t in self.atoms if (t.m, t.b, t.acc, t.n, t.k_pack) == kind)
-        return next(alike, None) or (self.base.by_lines(atom) if self.base else None)
+        return next(alike, None) or (self.base.row_atom(atom) if self.base else None)
 
-    def sums_by_lines(self, atom: Atom) -> Atom | None:
+    def sum_row_atom(self, atom: Atom) -> Atom | None:
         """The atom of one row whose registers are a row of this one's sums."""
-        by_rows = self.by_lines(atom)
+        by_rows = self.row_atom(atom)
         whole = self.vector_bytes // BY_NAME[atom.acc].bytes
         return by_rows if by_rows is None or atom.m == 1 or by_rows.n == whole else self.vector(atom.acc, whole)
 
     def columns(self, atom: Atom) -> int:
         """Columns of a vector of sums, which the widths of panels are multiples of."""
-        by_rows = self.sums_by_lines(atom)
+        by_rows = self.sum_row_atom(atom)
         return by_rows.n if by_rows else atom.n
 
     def vector(self, dtype: str, n: int) -> Atom | None:

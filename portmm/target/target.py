@@ -283,7 +283,7 @@ def load_target(name: str) -> Target:
     try:
         text = Path(name).read_text()
     except OSError as error:
-        raise TargetError(f"cannot read {name}: {error}; give a chip's name or a .toml file") from error
+        raise TargetError(f"cannot read {name}: {error}; use a chip's name or a .toml file") from error
     return parse_target(*parse(text, name))
 
 

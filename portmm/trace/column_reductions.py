@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.errors import TraceError
-from portmm.spec.epilogue import given as of_given
-from portmm.spec.epilogue import varies
+from portmm.spec.epilogue import argument, varies
 from portmm.spec.expr import Expr, ordered
 from portmm.trace.bind import substituted
 
@@ -43,7 +42,7 @@ def split_column_reductions(
     def change(x: Expr) -> Expr | None:
         if x.dtype != "f32" or "m" in along[x] or not any(y.op == "fold" for y in ordered((x,))):
             return None
-        return whole.setdefault(x, of_given(first + len(whole), "f32"))
+        return whole.setdefault(x, argument(first + len(whole), "f32"))
 
     done: dict[Expr, Expr] = {}
     results = [(substituted(x, change, done), dtype) for x, dtype in traced.results]

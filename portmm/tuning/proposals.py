@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from portmm.dispatch.cpu import predicted
-from portmm.schedule.neighbourhood import Space, space
+from portmm.schedule.neighbourhood import Neighbourhood, neighbourhood_of
 from portmm.tuning.model import Candidate
 from portmm.tuning.records import OK
 
@@ -46,7 +46,7 @@ class Proposals:
         left: number of proposals that are left.
     """
 
-    space: Space
+    space: Neighbourhood
     counts: tuple[int, ...]
     least: float
     study: Any
@@ -121,4 +121,4 @@ def proposals(p: Problem, target: Target, order: Sequence[Candidate], seed: int)
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=FIRST, constant_liar=True)
     study = optuna.create_study(sampler=sampler, direction="minimize")
-    return Proposals(space(p, target, listed), counts, order[0].predicted, study)
+    return Proposals(neighbourhood_of(p, target, listed), counts, order[0].predicted, study)

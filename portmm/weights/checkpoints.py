@@ -200,7 +200,7 @@ def _affine(codes: Array, scales: Array, zeros: Array, bits: int, group: int | N
         )
     if group is None:
         if k % max(len(scales), 1):
-            raise ValueError(f"{k} rows do not divide into {len(scales)} groups; say how many rows with group=")
+            raise ValueError(f"{k} rows do not divide into {len(scales)} groups; set the rows of a group with group=")
         group = max(k // max(len(scales), 1), 1)
     with np.errstate(over="ignore", invalid="ignore"):
         offsets = ((0.0 - zeros.astype(np.float64)) * scales).astype(np.float32)

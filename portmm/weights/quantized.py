@@ -1,6 +1,6 @@
 """Weights of 4 and 8 bits, as data.
 
-Owns `CodedMatrix`, the record `Quantized`, its quantization and dequantization, and its
+Owns `QuantizedMatrix`, the record `Quantized`, its quantization and dequantization, and its
 files. Has no kernels; formats of other libraries are read by `weights.checkpoints`.
 
 A weight w[k, n] is stored as codes q[k, n] (int4 or int8 values), with a scale and an
@@ -38,7 +38,7 @@ class _Shaped(Protocol):
     def shape(self) -> tuple[int, int]: ...
 
 
-class CodedMatrix:
+class QuantizedMatrix:
     """Attributes that a quantized weight shares with the matrix of floats that it represents."""
 
     __slots__ = ()
@@ -61,7 +61,7 @@ class CodedMatrix:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Quantized(CodedMatrix):
+class Quantized(QuantizedMatrix):
     """A weight w[k, n] ~= scales[g, n] * codes[k, n] + offsets[g, n], g = k // group.
 
     Signed codes are stored biased, q + 2**(bits - 1), and the offset removes the bias, so
@@ -162,7 +162,7 @@ def _check_finite(scales: Array, offsets: Array, bits: int) -> None:
         g, j = (int(i) for i in np.argwhere(bad)[0])
         raise ValueError(
             f"group {g} of column {j} has scale {scales[g, j]} and offset {offsets[g, j]}, "
-            f"which give no finite float32 weights for codes up to {2**bits - 1}"
+            f"which yield no finite float32 weights for codes up to {2**bits - 1}"
         )
 
 
