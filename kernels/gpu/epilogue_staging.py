@@ -1,8 +1,8 @@
-"""Results of fragments on their way to memory, through shared memory.
+"""Epilogue through shared memory, for results of fragments.
 
-Owns `Staging`. A lane has two neighbouring results of a row, so that what four of them store would fill half
-of what memory moves at once where elements have 16 bits or fewer. So a block puts its results where its tiles were,
-in rows of C, and threads move `wide` neighbours each. Rows are a piece longer than C's, which
+Owns `Staging`. A lane has two neighbouring results of a row, so that the stores of four lanes would fill half
+of a memory transaction where elements have 16 bits or fewer. So a block stores its results in the shared memory of its
+tiles, in rows of C, and threads move `wide` neighbours each. Rows are a vector longer than C's, which
 puts the eight rows that a warp writes at once into different banks.
 """
 
@@ -26,34 +26,34 @@ PIECE = 16
 
 @dataclass(frozen=True, slots=True)
 class Staging(Storing):
-    """How sums are stored by way of the shared array `tile`."""
+    """Epilogue that stores sums through the shared array `tile`."""
 
     tile: str = "a_tile"
 
     @property
     def wide(self) -> int:
-        """Elements that a thread moves at once."""
+        """Number of elements that a thread moves at once."""
         return min(self.s.vectors[2], PIECE // BY_NAME[self.type].bytes)
 
     @property
     def step(self) -> int:
-        """Elements from one row to the next."""
+        """Stride in elements between rows."""
         return self.s.block.n + PIECE // BY_NAME[self.type].bytes
 
     def before(self) -> tuple[Stmt, ...]:
-        """Addresses, and what elements pass through."""
+        """Addresses, and registers for elements."""
         return (*Storing.before(self), LetPtr("c_tile", Ptr(self.tile), self.type))
 
     def piece(self, at: Index) -> tuple[Stmt, ...]:
-        """Put a few neighbouring columns of one row to shared memory."""
+        """Store of a few neighbouring columns of one row to shared memory."""
         to = Ptr("c_tile", (var("row") - var("row_0")) * self.step + (var("column") - var("column_0")))
         if self.vector == 1:
-            made = (*self.value(at, var("column"), const(0)), Move(to, Ptr("c_out")))
-            return (If(var("column").lt(var("n")), made),)
+            element = (*self.value(at, var("column"), const(0)), Move(to, Ptr("c_out")))
+            return (If(var("column").lt(var("n")), element),)
         return (*self.values(at), Vector(to, Ptr("c_out"), self.vector * BY_NAME[self.type].bytes))
 
     def after(self) -> tuple[Stmt, ...]:
-        """Move the block's results to memory."""
+        """Transfer of the block's results to global memory."""
         s, turn, e = self.s, var("turn"), var("piece")
         across = s.block.n // self.wide
         pieces = s.block.m * across
