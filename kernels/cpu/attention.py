@@ -43,7 +43,7 @@ from portmm.ir.nodes import (
     var,
 )
 from portmm.kernels.cpu import packing
-from portmm.kernels.cpu.attention_geometry import FIELDS, D, Form, Heads, M, N
+from portmm.kernels.cpu.attention_geometry import FIELDS, AttentionMemory, D, Form, M, N
 from portmm.kernels.cpu.elementwise import arguments
 from portmm.kernels.cpu.microkernel import Shape, micro_kernel
 from portmm.kernels.cpu.online_softmax import LOWEST, Bounds, divided, last, rescale, tile
@@ -63,8 +63,8 @@ def build(form: Form, isa: Isa, atom: Atom, real: Atom, loops: type[Attention] |
     return Kernel(name, isa, atom, entry, a.workspace(), operands=a.operands())
 
 
-class Attention(Heads):
-    """The loops of one kernel."""
+class Attention(AttentionMemory):
+    """Loops of one kernel, as statements."""
 
     __slots__ = ()
 

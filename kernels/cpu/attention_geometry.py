@@ -37,7 +37,7 @@ M, N, D = var("m"), var("n"), var("k")
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A kind of attention.
+    """Kind of attention that a kernel computes.
 
     Attributes:
         score: expression of a score in terms of its product: see `spec.epilogue`.
@@ -92,9 +92,9 @@ class Geometry:
 
         first = min((v for v in (1, 2, 3, 4) if rows(v) > 0), key=lambda v: (v + rows(v)) / (v * rows(v)))
         first = first if isa.registers >= 32 else min(first, 2)
-        nr, high = first * atom.n, rows(2)
-        step = next(x for x in range(nr, nr * high + 1, nr) if x % high == 0)
-        return cls(nr, rows(first), 2 * atom.n, high, max(1, QUERIES // step) * step)
+        nr, pv_m = first * atom.n, rows(2)
+        step = next(x for x in range(nr, nr * pv_m + 1, nr) if x % pv_m == 0)
+        return cls(nr, rows(first), 2 * atom.n, pv_m, max(1, QUERIES // step) * step)
 
 
 def keys_of(bytes_: int, geometry: Geometry, head: int) -> int:
@@ -107,7 +107,7 @@ def keys_of(bytes_: int, geometry: Geometry, head: int) -> int:
     return max(1, min(512, bytes_ // 2 // per_key) // step) * step
 
 
-class Heads:
+class AttentionMemory:
     """Addresses and sizes of the operands and scratch of one kernel; no loops."""
 
     def __init__(self, form: Form, isa: Isa, atom: Atom, real: Atom) -> None:

@@ -141,7 +141,7 @@ class Blocks:
         return minimum(var("k") - start * self.s.kr, units * self.s.kr)
 
     @property
-    def given(self) -> tuple[str, str]:
+    def read_types(self) -> tuple[str, str]:
         """Types of the elements of A and of B that micro-kernels read."""
         return self.s.given(self.atom)
 
@@ -158,7 +158,7 @@ class Blocks:
     @property
     def tail(self) -> int:
         """Number of units behind each panel of B, for the sums of its columns."""
-        storage = self.given[1]
+        storage = self.read_types[1]
         kept = self.unshifts if self.s.pack_b else self.s.b == "packed" and self.atom.acc == "s32"
         return sum_units(self.atom, self.s.nr, storage) if kept else 0
 
@@ -239,7 +239,7 @@ class Blocks:
         if not self.s.kc:
             return const(-(-tile // 64) * 64)
         rows = minimum(M, self.s.mc) if self.s.mc else M
-        return round_up(maximum(tile, self.kb.lt(self.k) * (rows * self.share_width)), 64)
+        return round_up(maximum(tile, self.kb.lt(self.k) * (rows * self.chunk_width)), 64)
 
     @property
     def own_size(self) -> Index:
@@ -247,7 +247,7 @@ class Blocks:
         return self.b_size + self.a_size + self.c_size + self.t_size + self.kept_size
 
     @property
-    def share_width(self) -> Index:
+    def chunk_width(self) -> Index:
         """Number of columns of the widest chunk of a block, in whole panels."""
         return ceil_div(self.groups, self.column_chunks) * (self.s.nr * self.s.panels)
 
@@ -257,7 +257,7 @@ class Blocks:
         if not self.parts:
             return const(0)
         rows = minimum(M, self.s.mc) if self.s.mc else M
-        return round_up(self.run.lt(self.k) * (rows * self.share_width), 64)
+        return round_up(self.run.lt(self.k) * (rows * self.chunk_width), 64)
 
     @property
     def int4_in_place(self) -> bool:

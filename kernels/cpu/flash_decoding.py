@@ -45,7 +45,7 @@ from portmm.ir.nodes import (
     var,
 )
 from portmm.kernels.cpu import dot
-from portmm.kernels.cpu.attention_geometry import FIELDS, D, Heads, M, N
+from portmm.kernels.cpu.attention_geometry import FIELDS, AttentionMemory, D, M, N
 from portmm.kernels.cpu.elementwise import Elements, arguments, parameters
 from portmm.kernels.cpu.microkernel import Shape, micro_kernel
 from portmm.kernels.cpu.online_softmax import BEFORE, KEPT, LOWEST, MOST, Bounds, divided, last, rescale, weight
@@ -70,7 +70,7 @@ ROWS = M * var(FIELDS["group"])
 
 def build(form: Form, isa: Isa, real: Atom) -> Kernel:
     """Kernel for few queries of a kind of attention, in lanes of `real`."""
-    a = Decode(form, isa, real, real)
+    a = FlashDecoding(form, isa, real, real)
     items = var("batch") // var(FIELDS["group"])
     body = (Parallel(a.run(), items * a.runs), Parallel(a.join(), items))
     entry = Function("entry", "entry", (), body, "All items and heads of keys")
@@ -78,7 +78,7 @@ def build(form: Form, isa: Isa, real: Atom) -> Kernel:
     return Kernel(name, isa, real, entry, a.workspace(), operands=a.operands())
 
 
-class Decode(Heads):
+class FlashDecoding(AttentionMemory):
     """Loops of one kernel."""
 
     @property
@@ -206,28 +206,28 @@ class Decode(Heads):
     def values(self) -> tuple[Stmt, ...]:
         """Second product, o[query][column] += weights . V."""
         lanes, dv = self.real.n, var("dv")
-        wide = lanes * (4 if self.isa.registers >= 32 else 2)
-        most, whole = dv // wide * wide, dv // lanes * lanes
+        n = lanes * (4 if self.isa.registers >= 32 else 2)
+        most, whole = dv // n * n, dv // lanes * lanes
         loops = (
-            For("c", const(0), most, const(wide), self.columns(wide)),
+            For("c", const(0), most, const(n), self.columns(n)),
             For("c", most, whole, const(lanes), self.columns(lanes)),
         )
         if lanes == 1:
             return loops
         return (*loops, If(whole.lt(dv), (Let("c", whole), *self.last_columns())))
 
-    def columns(self, wide: int, *, ragged: bool = False) -> tuple[Stmt, ...]:
+    def columns(self, n: int, *, ragged: bool = False) -> tuple[Stmt, ...]:
         """Second product for some columns of V, all queries."""
         i, c = var("i"), var("c")
         near = self.place("v", ("b", var("item")), ("h", var("other")), ("m", var("key"))) + c
 
         def call(rows: int) -> Stmt:
-            shape = Shape(rows, wide, a_packed=False, b_packed=False, b=self.form.held, ragged=ragged, unroll=2)
+            shape = Shape(rows, n, a_packed=False, b_packed=False, b=self.form.held, ragged=ragged, unroll=2)
             f = micro_kernel(self.real, shape)
-            f = replace(f, name=f"values_{rows}x{wide}{'_last' if ragged else ''}")
+            f = replace(f, name=f"values_{rows}x{n}{'_last' if ragged else ''}")
             args = (var("keys"), Ptr("s", i * var("wide")), var("wide"), const(1), near, var(f"{self.at['v']}_m"))
             to = (Ptr("o", i * var("across") + c), var("across"))
-            return Call(f, (*args, *to, minimum(var("dv") - c, wide), var("first").lt(var("key"))))
+            return Call(f, (*args, *to, minimum(var("dv") - c, n), var("first").lt(var("key"))))
 
         return (
             For("i", const(0), var("tall"), const(QUERIES), (call(QUERIES),)),

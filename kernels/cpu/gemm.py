@@ -90,14 +90,14 @@ def build(s: Schedule, isa: Isa, atom: Atom, loops: type[Gemm] | None = None) ->
         constants += (("a_m", k), ("a_k", 1)) if s.a == "row" else (("a_m", 1), ("a_k", m))
         constants += (("b_k", n), ("b_n", 1)) if s.b == "row" else (("b_k", 1), ("b_n", k))
     a, b, c = s.types
-    types = (("a", s.source or a), ("b", {"packed": g.given[1], "codes": "s32"}.get(s.b, b)), ("c", c))
+    types = (("a", s.source or a), ("b", {"packed": g.read_types[1], "codes": "s32"}.get(s.b, b)), ("c", c))
     name, operands = str(s.name(atom)), operand_types(s.fused)
     work = g.workspace()
     return Kernel(name, isa, atom, entry, work, swap=s.swap, types=types, constants=constants, operands=operands)
 
 
 class Gemm(Blocks):
-    """The loops of one kernel, as statements."""
+    """Loops of one kernel, as statements."""
 
     __slots__ = ()
 
@@ -135,7 +135,7 @@ class Gemm(Blocks):
     def summed(self) -> tuple[Stmt, ...]:
         """Split-K for one item: a C per run of k, then their sum, in the order of k."""
         j, run, item = var("j"), var("run"), var("item")
-        steps, runs, pieces = var("steps"), var("runs"), ceil_div(N, SUM_COLUMNS)
+        steps, runs, segments = var("steps"), var("runs"), ceil_div(N, SUM_COLUMNS)
         counts = (
             Let("kb", self.kb),
             Let("steps", ceil_div(self.k, var("kb"))),
@@ -155,8 +155,8 @@ class Gemm(Blocks):
         first, last = var("j_first"), var("j_last")
         # Run by run, because the runs of one element are a whole C apart: often in one set of L1.
         total = (
-            Let("i", var("task") // pieces),
-            Let("j_first", var("task") % pieces * SUM_COLUMNS),
+            Let("i", var("task") // segments),
+            Let("j_first", var("task") % segments * SUM_COLUMNS),
             Let("j_last", minimum(N, first + SUM_COLUMNS)),
             *counts,
             For("j", first, last, const(1), (Move(c, row),)),
@@ -164,7 +164,7 @@ class Gemm(Blocks):
         )
         one = Function("run_of_k", "task", (Param("item"),), part, "All of C over a run of k")
         sums = Function("sum_runs", "task", (Param("item"),), total, "A piece of a row of C: the sum over runs")
-        return (Parallel(one, self.runs, (item,)), Parallel(sums, M * pieces, (item,)))
+        return (Parallel(one, self.runs, (item,)), Parallel(sums, M * segments, (item,)))
 
     @property
     def chunks(self) -> Index:
@@ -178,7 +178,7 @@ class Gemm(Blocks):
         return (For("item", first, last, const(1), self.product()),)
 
     def product(self) -> tuple[Stmt, ...]:
-        """One item: every block of C, as parallel tasks, or in order when the batch is parallel."""
+        """Loop over the blocks of C of one item: parallel tasks, or in order when the batch is parallel."""
         if self.s.over == "batch":
             return (For("block", const(0), self.blocks * self.column_chunks, const(1), self.block(var("block"))),)
         pack: tuple[Stmt, ...] = ()
@@ -200,7 +200,7 @@ class Gemm(Blocks):
     # -- one block of C ------------------------------------------------------
 
     def block(self, number: Index) -> tuple[Stmt, ...]:
-        """One block of C; `number` counts chunks of columns within blocks of rows."""
+        """Statements for one block of C; `number` counts chunks of columns within blocks of rows."""
         s = self.s
         single = self.column_chunks == const(1)
         index, chunk = (number, const(0)) if single else (number // var("shares"), number % var("shares"))
@@ -255,7 +255,7 @@ class Gemm(Blocks):
         )
 
     def pack_a(self) -> tuple[Stmt, ...]:
-        """Pack the block of A, slice by slice."""
+        """Packing of the block of A, slice by slice."""
         s = self.s
         if not s.pack_a:
             return ()
@@ -294,7 +294,7 @@ class Gemm(Blocks):
         body = (
             Let("column", var("j") * s.nr),
             Let("columns", minimum(N - var("column"), panels * s.nr)),
-            LetPtr("bp", self.panel(), self.given[1], readonly=True),
+            LetPtr("bp", self.panel(), self.read_types[1], readonly=True),
             *self.across(panels),
             For("i", const(0), var("slices"), const(1), (*self.slice_(), *self.visit(panels), *self.finish())),
         )
@@ -381,8 +381,8 @@ class Gemm(Blocks):
             unroll=_unroll(self.atom.strips(height) * (panels * s.nr // self.atom.n), s.static[2] if s.static else 0),
             inline=s.static is not None,
             ragged=s.static is None or s.static[1] % s.nr != 0,
-            a=self.given[0],
-            b=self.given[1],
+            a=self.read_types[0],
+            b=self.read_types[1],
             final=s.types[2] if self.finishes else "",
             unshift=("" if not self.unshifts else "block" if s.pack_b and not s.once else "whole"),
             chained=self.chained or self.parts,
@@ -399,7 +399,7 @@ class Gemm(Blocks):
         if panels > 1:
             args.append(self.panel_step or const(0))
         if shape.unshift:
-            args.append(packing.sums_at(var("kd") if shape.unshift == "block" else self.k, s.nr, self.given[1]))
+            args.append(packing.sums_at(var("kd") if shape.unshift == "block" else self.k, s.nr, self.read_types[1]))
         before = (var("run_start") if self.parts else self.start).lt(self.pc + self.before)
         args += [self.result(row, var("column")), self.c_step, var("columns"), before]
         args += kept(self, row, var("column")) if self.parts else ()
@@ -428,7 +428,7 @@ class Gemm(Blocks):
         place = self.private() + (self.b_size + self.a_size + self.c_size)
 
         def call(height: int) -> Stmt:
-            shape = Shape(rows=height, nr=s.nr, a_packed=s.pack_a, a=self.given[0])
+            shape = Shape(rows=height, nr=s.nr, a_packed=s.pack_a, a=self.read_types[0])
             to = [Ptr(x, var("r") * count) for x, (_, count) in self.group_sum_buffers.items()]
             real = self.isa.vector("f32", self.atom.n)
             assert real is not None  # noqa: S101 - else the atom would not support int4 values
@@ -453,7 +453,7 @@ class Gemm(Blocks):
         vectors = []
         for name in needed(self.s.post):
             if name == "b_sum":  # behind the panel, of which this is the last block of k
-                vectors.append(Ptr("bp", packing.sums_at(self.k, self.s.nr, self.given[1]) - self.pc * self.s.nr))
+                vectors.append(Ptr("bp", packing.sums_at(self.k, self.s.nr, self.read_types[1]) - self.pc * self.s.nr))
             elif name == "a_scale" and self.s.source:
                 vectors.append(Ptr("scales", row))
             else:

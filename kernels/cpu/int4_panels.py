@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 WORDS = STEP // CODES_KR
-"""Words after which sums of floats by alternating values (see above) are corrected to those of q - 8."""
+"""Words after which sums of floats by alternating q (see above) are corrected to those of q - 8."""
 
 
 def dequantize(isa: Isa, atom: Atom, kept: Family) -> Function:

@@ -35,7 +35,7 @@ class Shape:
     Attributes:
         rows: register rows.
         nr: columns of one panel, a multiple of the atom's n.
-        panels: panels side by side, `b_panel` elements apart.
+        panels: panels along n, `b_panel` elements apart.
         a_packed: A is a panel a[k][rows]; else a[row * a_m + k * a_k].
         b_packed: B is a panel b[k][nr]; else b[k * b_k + column].
         prefetch: prefetch distance in rows of a B in place, 0 for none.

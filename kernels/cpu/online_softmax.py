@@ -60,12 +60,12 @@ def weight(x: Expr, most: Expr) -> Expr:
     """
     # A product that is recomputed must be rounded as for the maximum, and not be fused with the difference.
     less = (fma(x.args[0], x.args[1], 0.0) if x.op == "mul" else x) - most
-    turns = fma(less, LOG2E, _WHOLE)
-    rest = fma(less, LOG2E, -(turns - _WHOLE))
+    shifted = fma(less, LOG2E, _WHOLE)
+    rest = fma(less, LOG2E, -(shifted - _WHOLE))
     power: Expr = literal(_EXP2[-1])
     for c in reversed(_EXP2[:-1]):
         power = fma(power, rest, c)
-    return select(less < LEAST, 0.0, power * from_bits(bits(turns) << 23))
+    return select(less < LEAST, 0.0, power * from_bits(bits(shifted) << 23))
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,10 +45,10 @@ GRID = Grid(2, 2)
 
 def build(form: Form, isa: Isa, atom: Atom, real: Atom) -> Kernel:
     """Kernel for a kind of attention, with products by `atom` and sums in lanes of `real`."""
-    return build_loops(form, isa, atom, real, Tiled)
+    return build_loops(form, isa, atom, real, TiledAttention)
 
 
-class Tiled(Attention):
+class TiledAttention(Attention):
     """Loops of one kernel, where they differ from those around vectors."""
 
     __slots__ = ()

@@ -1,6 +1,6 @@
 """Thread blocks of attention on a GPU: parameters, and tile coordinates.
 
-Owns `Walk`, the base of the kernels of all units: parameters, the queries of a block, and the keys
+Owns `AttentionBlocks`, the base of the kernels of all units: parameters, the queries of a block, and the keys
 that some of these see. Where there are few queries, those of all heads that share keys form one tile, and blocks
 are distributed over runs of keys along the grid's second axis.
 """
@@ -64,7 +64,7 @@ def rows_of(name: str, dtype: str, loose: str, *, readonly: bool = True) -> list
 
 
 @dataclass(frozen=True, slots=True)
-class Walk:
+class AttentionBlocks:
     """Parameters and tile coordinates of a kernel.
 
     Attributes:
@@ -114,7 +114,7 @@ class Walk:
 
     # -- tile coordinates ----------------------------------------------------
 
-    def places(self) -> tuple[Stmt, ...]:
+    def coordinates(self) -> tuple[Stmt, ...]:
         """Head and queries of a block, and rows of a thread."""
         t, block, blocks = self.t, var("block"), var("blocks")
         heads = var("few") if t.runs else var("heads")
@@ -151,7 +151,7 @@ class Walk:
         )
 
     def lanes(self) -> tuple[Stmt, ...]:
-        """Rows and columns of a thread in its block."""
+        """Coordinates of a thread in its block."""
         return ()
 
     def reach(self) -> tuple[Stmt, ...]:

@@ -1,8 +1,8 @@
 """Epilogue through shared memory, for results of fragments.
 
-Owns `Staging`. A lane has two neighbouring results of a row, so that the stores of four lanes would fill half
+Owns `StagedStore`. A lane has two neighbouring results of a row, so that the stores of four lanes would fill half
 of a memory transaction where elements have 16 bits or fewer. So a block stores its results in the shared memory of its
-tiles, in rows of C, and threads move `wide` neighbours each. Rows are a vector longer than C's, which
+tiles, in rows of C, and threads move `move` neighbours each. Rows are a vector longer than C's, which
 puts the eight rows that a warp writes at once into different banks.
 """
 
@@ -14,37 +14,37 @@ from typing import TYPE_CHECKING
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import For, If, Let, LetPtr, Move
 from portmm.ir.thread_nodes import WHOLE, Barrier, Vector
-from portmm.kernels.gpu.epilogue_store import Storing, bottom
+from portmm.kernels.gpu.epilogue_store import EpilogueStore, bottom
 from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
 
-PIECE = 16
+VECTOR = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Staging(Storing):
+class StagedStore(EpilogueStore):
     """Epilogue that stores sums through the shared array `tile`."""
 
     tile: str = "a_tile"
 
     @property
-    def wide(self) -> int:
+    def move(self) -> int:
         """Number of elements that a thread moves at once."""
-        return min(self.s.vectors[2], PIECE // BY_NAME[self.type].bytes)
+        return min(self.s.vectors[2], VECTOR // BY_NAME[self.type].bytes)
 
     @property
     def step(self) -> int:
         """Stride in elements between rows."""
-        return self.s.block.n + PIECE // BY_NAME[self.type].bytes
+        return self.s.block.n + VECTOR // BY_NAME[self.type].bytes
 
     def before(self) -> tuple[Stmt, ...]:
         """Addresses, and registers for elements."""
-        return (*Storing.before(self), LetPtr("c_tile", Ptr(self.tile), self.type))
+        return (*EpilogueStore.before(self), LetPtr("c_tile", Ptr(self.tile), self.type))
 
-    def piece(self, at: Index) -> tuple[Stmt, ...]:
+    def store_vector(self, at: Index) -> tuple[Stmt, ...]:
         """Store of a few neighbouring columns of one row to shared memory."""
         to = Ptr("c_tile", (var("row") - var("row_0")) * self.step + (var("column") - var("column_0")))
         if self.vector == 1:
@@ -55,24 +55,24 @@ class Staging(Storing):
     def after(self) -> tuple[Stmt, ...]:
         """Transfer of the block's results to global memory."""
         s, turn, e = self.s, var("turn"), var("piece")
-        across = s.block.n // self.wide
-        pieces = s.block.m * across
+        across = s.block.n // self.move
+        vectors = s.block.m * across
         src = Ptr("c_tile", (var("row") - var("row_0")) * self.step + (var("column") - var("column_0")))
         to = Ptr("c_item", var("row") * var("c_m") + var("column"))
         j = var("j")
         one = If((var("column") + j).lt(var("n")), (Move(to + j, src + j),))
-        inside = (var("column") + (self.wide - 1)).lt(var("n"))
+        inside = (var("column") + (self.move - 1)).lt(var("n"))
         moved = If(
             inside,
-            (Vector(to, src, self.wide * BY_NAME[self.type].bytes),),
-            (For("j", const(0), const(self.wide), const(1), (one,), WHOLE),),
+            (Vector(to, src, self.move * BY_NAME[self.type].bytes),),
+            (For("j", const(0), const(self.move), const(1), (one,), WHOLE),),
         )
         body: tuple[Stmt, ...] = (
             Let("row", var("row_0") + e // across),
-            Let("column", var("column_0") + e % across * self.wide),
+            Let("column", var("column_0") + e % across * self.move),
             If(var("row").lt(bottom(s)), (moved,)),
         )
-        if pieces % s.threads:
-            body = (If(e.lt(pieces), body),)
+        if vectors % s.threads:
+            body = (If(e.lt(vectors), body),)
         inner = (Let("piece", var("thread") + turn * s.threads), *body)
-        return (Barrier(), For("turn", const(0), const(-(-pieces // s.threads)), const(1), inner))
+        return (Barrier(), For("turn", const(0), const(-(-vectors // s.threads)), const(1), inner))

@@ -1,6 +1,6 @@
 """Epilogue of a GPU kernel: stores of the threads' sums.
 
-Owns `Storing`: a thread stores its tiles of C, `vectors[2]` columns at once where
+Owns `EpilogueStore`: a thread stores its tiles of C, `vectors[2]` columns at once where
 all of them are in bounds; fused expressions are computed for one element after the other. Where k is
 split, sums go to scratch unchanged.
 """
@@ -32,7 +32,7 @@ def bottom(s: Schedule) -> Index:
 
 
 @dataclass(frozen=True, slots=True)
-class Storing:
+class EpilogueStore:
     """Epilogue that stores sums from registers.
 
     Attributes:
@@ -67,7 +67,7 @@ class Storing:
         # A thread tile may be wider than one store.
         vectors = tile_n // self.vector
         h = var("h")
-        store = self.piece(i * s.nr + g * tile_n + h * self.vector)
+        store = self.store_vector(i * s.nr + g * tile_n + h * self.vector)
         columns = For("h", const(0), const(vectors), const(1), (Let("column", column + h * self.vector), *store), WHOLE)
         tiles = For("g", const(0), const(s.nr // tile_n), const(1), (columns,), WHOLE)
         rows = (Let("row", row), If(var("row").lt(bottom(s)), (tiles,)))
@@ -94,7 +94,7 @@ class Storing:
             stmts += operands(self.isa, self.fused)
         return tuple(stmts)
 
-    def piece(self, at: Index) -> tuple[Stmt, ...]:
+    def store_vector(self, at: Index) -> tuple[Stmt, ...]:
         """Store of a few neighbouring columns of one row, whose sums are from index `at` on."""
         n, column = var("n"), var("column")
         dense = self.split or self.s.c == "row"
