@@ -59,7 +59,7 @@ def build(form: Form, isa: Isa, atom: Atom, real: Atom, loops: type[Attention] |
     a = (loops or Attention)(form, isa, atom, real)
     tasks = (Parallel(a.task(), var("batch") * ceil_div(M, a.g.queries)),)
     entry = Function("entry", "entry", (), (*a.packs(), *tasks), "All items, heads and queries")
-    name = f"portmm_attention_{form.held}_{atom.name}"
+    name = f"portmm_attention_{form.dtype}_{atom.name}"
     return Kernel(name, isa, atom, entry, a.workspace(), operands=a.operands())
 
 
@@ -74,7 +74,7 @@ class Attention(AttentionMemory):
         """Packing of all of V, as parallel tasks."""
         if not self.form.packs:
             return ()
-        g, panels = self.g, ceil_div(var(FIELDS["dv"]), self.g.wide)
+        g, panels = self.g, ceil_div(var(FIELDS["dv"]), self.g.pv_n)
         task, few = var("task"), var("heads") // var("group")
         # Keys that an item does not have are not read, and their unit is padded with zeros.
         seen = N
@@ -89,8 +89,8 @@ class Attention(AttentionMemory):
             Let("head", task // panels % few),
             *many,
             Let("seen", seen),
-            Let("column", task % panels * g.wide),
-            Let("columns", minimum(var(FIELDS["dv"]) - var("column"), g.wide)),
+            Let("column", task % panels * g.pv_n),
+            Let("columns", minimum(var(FIELDS["dv"]) - var("column"), g.pv_n)),
             LetPtr("to", Ptr("work", task * self.panel), self.atom.right),
             self.pack_values(self.place("v", ("b", var("item")), ("h", var("head")), ("n", var("column")))),
         )
@@ -99,7 +99,7 @@ class Attention(AttentionMemory):
 
     def pack_values(self, source: Ptr) -> Stmt:
         """Packing of one panel of V."""
-        pack = packing.pack_b(self.isa, self.atom, self.g.wide, "row", self.form.held, self.atom.right)
+        pack = packing.pack_b(self.isa, self.atom, self.g.pv_n, "row", self.form.dtype, self.atom.right)
         units = (var("seen"), const(0)) if self.kr > 1 else ()
         strides = tuple(var(f"{self.at['v']}_{x}") for x in "mn")
         args = (ceil_div(var("seen"), self.kr), *units, var("columns"), source, *strides, Ptr("to"))
@@ -160,7 +160,7 @@ class Attention(AttentionMemory):
     def queries(self) -> tuple[Stmt, ...]:
         """Packing of the block of queries."""
         g, c = self.g, var("c")
-        pack = packing.pack_b(self.isa, self.lines, g.nr, "col", self.form.held, self.lines.right)
+        pack = packing.pack_b(self.isa, self.lines, g.nr, "col", self.form.dtype, self.lines.right)
         pack = replace(pack, name="pack_queries")
         units = (D, const(0)) if self.kr > 1 else ()
         here = self.place("q", ("b", var("item")), ("h", var("head")), ("m", var("query") + c * g.nr))
@@ -263,7 +263,7 @@ class Attention(AttentionMemory):
     @property
     def k_dtype(self) -> str:
         """Type of the elements of K that the micro-kernel of scores reads."""
-        return unit(self.form.held, self.kr)
+        return unit(self.form.dtype, self.kr)
 
     def softmax(self, bounds: Bounds) -> Stmt:
         """Call that turns scores into weights."""
@@ -298,33 +298,33 @@ class Attention(AttentionMemory):
         """Second product: o[query][column] += weights^T . V."""
         g, i, c = self.g, var("i"), var("c")
         packed = self.form.packs
-        shape = Shape(g.high, g.wide, a_packed=False, b_packed=packed, a=self.atom.left, b=self.v_dtype, unroll=2)
+        shape = Shape(g.pv_m, g.pv_n, a_packed=False, b_packed=packed, a=self.atom.left, b=self.v_dtype, unroll=2)
         shape = replace(shape, ragged=not packed)
         f = replace(micro_kernel(self.atom, shape), name="values")
         left = Ptr("units" if self.kr > 1 else "s", i)
         if packed:
             few = var("heads") // var("group")
-            panels = ceil_div(var("dv"), g.wide)
+            panels = ceil_div(var("dv"), g.pv_n)
             item = (var("item") * few + var("other")) * panels
-            at = (item + c) * self.panel + var("key") // self.kr * g.wide
+            at = (item + c) * self.panel + var("key") // self.kr * g.pv_n
             right: tuple[Index | Ptr, ...] = (Ptr("near"),)
             near: Stmt = LetPtr("near", Ptr("work", at), self.atom.right, readonly=True)
-            columns: Index = const(g.wide)
+            columns: Index = const(g.pv_n)
         else:
             here = self.place("v", ("b", var("item")), ("h", var("other")), ("m", var("key")))
-            near = LetPtr("near", here + c * g.wide, self.v_dtype, readonly=True)
+            near = LetPtr("near", here + c * g.pv_n, self.v_dtype, readonly=True)
             right = (Ptr("near"), var(f"{self.at['v']}_m"))
-            columns = minimum(var("dv") - c * g.wide, g.wide)
+            columns = minimum(var("dv") - c * g.pv_n, g.pv_n)
         args = (ceil_div(var("keys"), self.kr), left, const(1), const(g.queries), *right)
-        out = (Ptr("o", i * self.across + c * g.wide), self.across, columns, var("first").lt(var("key")))
+        out = (Ptr("o", i * self.across + c * g.pv_n), self.across, columns, var("first").lt(var("key")))
         call = Call(f, (*args, *out))
-        inner = For("i", const(0), var("rows"), const(g.high), (call,))
-        return (For("c", const(0), ceil_div(var("dv"), g.wide), const(1), (near, inner)),)
+        inner = For("i", const(0), var("rows"), const(g.pv_m), (call,))
+        return (For("c", const(0), ceil_div(var("dv"), g.pv_n), const(1), (near, inner)),)
 
     @property
     def v_dtype(self) -> str:
         """Type of the elements of V that the micro-kernel of values reads."""
-        return self.atom.right if self.form.packs else self.form.held
+        return self.atom.right if self.form.packs else self.form.dtype
 
     def finish(self) -> tuple[Stmt, ...]:
         """Statements that store results, and the logarithms of sums."""

@@ -41,7 +41,7 @@ class Form:
 
     Attributes:
         score: expression of a score in terms of its product: see `spec.epilogue`.
-        held: type of Q, K and V.
+        dtype: type of Q, K and V.
         to: type of the result.
         bounds: the mask of keys.
         lengths: each item has a number of keys of its own.
@@ -52,7 +52,7 @@ class Form:
     """
 
     score: str
-    held: str
+    dtype: str
     to: str
     bounds: Bounds
     lengths: bool = False
@@ -69,15 +69,15 @@ class Geometry:
     Attributes:
         nr: n of the first product's register tile: queries.
         mr: m of it: keys.
-        wide: n of the second product's register tile: columns of V.
-        high: m of it: queries.
+        pv_n: n of the second product's register tile: columns of V.
+        pv_m: m of it: queries.
         queries: queries of a block.
     """
 
     nr: int
     mr: int
-    wide: int
-    high: int
+    pv_n: int
+    pv_m: int
     queries: int
 
     @classmethod
@@ -124,7 +124,7 @@ class AttentionMemory:
     def operands(self) -> tuple[tuple[str, bool], ...]:
         """Types of the operands, each with whether it is written."""
         form, mine = self.form, [(x.dtype, False) for x in self.fused.operands]
-        mine += [(form.held, False)] * 3 + [(form.to, True)]
+        mine += [(form.dtype, False)] * 3 + [(form.to, True)]
         return (*mine, *((("f32", True),) if form.lse else ()), *((("s32", False),) * (form.lengths + form.starts)))
 
     def lets(self) -> tuple[Stmt, ...]:
@@ -152,12 +152,12 @@ class AttentionMemory:
     @property
     def across(self) -> Index:
         """Number of columns of a row of sums: whole panels."""
-        return round_up(var(FIELDS["dv"]), self.g.wide)
+        return round_up(var(FIELDS["dv"]), self.g.pv_n)
 
     @property
     def panel(self) -> Index:
         """Number of units of a panel of V: whole steps."""
-        return round_up(ceil_div(N, self.kr), self.atom.deep) * self.g.wide
+        return round_up(ceil_div(N, self.kr), self.atom.deep) * self.g.pv_n
 
     @property
     def shared(self) -> Index:
@@ -165,7 +165,7 @@ class AttentionMemory:
         if not self.form.packs:
             return const(0)
         items = var("batch") // var(FIELDS["group"])
-        return items * (ceil_div(var(FIELDS["dv"]), self.g.wide) * self.panel)
+        return items * (ceil_div(var(FIELDS["dv"]), self.g.pv_n) * self.panel)
 
     def sizes(self) -> dict[str, Index]:
         """Number of elements of each buffer of a worker's scratch, by name."""

@@ -74,7 +74,7 @@ def build(form: Form, isa: Isa, real: Atom) -> Kernel:
     items = var("batch") // var(FIELDS["group"])
     body = (Parallel(a.run(), items * a.runs), Parallel(a.join(), items))
     entry = Function("entry", "entry", (), body, "All items and heads of keys")
-    name = f"portmm_decode_{form.held}_{real.name}"
+    name = f"portmm_decode_{form.dtype}_{real.name}"
     return Kernel(name, isa, real, entry, a.workspace(), operands=a.operands())
 
 
@@ -185,7 +185,7 @@ class FlashDecoding(AttentionMemory):
 
     def scores(self, rows: int, begin: Index, end: Index, columns: int) -> tuple[Stmt, ...]:
         """First product, s[query][key] = Q . K^T, in register tiles of `rows` queries by `columns` keys."""
-        r, c, storage = var("r"), var("c"), self.form.held
+        r, c, storage = var("r"), var("c"), self.form.dtype
         whole = var("keys") - var("keys") % columns
         q = self.place("q", ("b", var("item")), ("h", var("other") * var("group"))) + r * D
         k = self.place("k", ("b", var("item")), ("h", var("other")), ("m", var("key") + c))
@@ -222,7 +222,7 @@ class FlashDecoding(AttentionMemory):
         near = self.place("v", ("b", var("item")), ("h", var("other")), ("m", var("key"))) + c
 
         def call(rows: int) -> Stmt:
-            shape = Shape(rows, n, a_packed=False, b_packed=False, b=self.form.held, ragged=ragged, unroll=2)
+            shape = Shape(rows, n, a_packed=False, b_packed=False, b=self.form.dtype, ragged=ragged, unroll=2)
             f = micro_kernel(self.real, shape)
             f = replace(f, name=f"values_{rows}x{n}{'_last' if ragged else ''}")
             args = (var("keys"), Ptr("s", i * var("wide")), var("wide"), const(1), near, var(f"{self.at['v']}_m"))
@@ -236,7 +236,7 @@ class FlashDecoding(AttentionMemory):
 
     def last_columns(self) -> tuple[Stmt, ...]:
         """Second product for the columns of V that do not fill a vector: masked, or one by one."""
-        if self.real.mask and self.isa.spelling(self.real, "load_mask", self.form.held):
+        if self.real.mask and self.isa.spelling(self.real, "load_mask", self.form.dtype):
             return self.columns(self.real.n, ragged=True)
         i, j, p = var("i"), var("j"), var("p")
         v = self.place("v", ("b", var("item")), ("h", var("other")), ("m", var("key") + p)) + j

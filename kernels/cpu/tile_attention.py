@@ -83,9 +83,9 @@ class TiledAttention(Attention):
 
     def pack_values(self, source: Ptr) -> Stmt:
         """Packing of some columns of V, transposed: to[step][column][units of a step]."""
-        pack = replace(pack_lines(self.isa, self.atom, self.lines, "col", self.form.held), name="pack_values")
+        pack = replace(pack_lines(self.isa, self.atom, self.lines, "col", self.form.dtype), name="pack_values")
         strides = (var(f"{self.at['v']}_n"), var(f"{self.at['v']}_m"))
-        return Call(pack, (var("seen"), var("columns"), const(self.g.wide), source, *strides, Ptr("to")))
+        return Call(pack, (var("seen"), var("columns"), const(self.g.pv_n), source, *strides, Ptr("to")))
 
     @property
     def rows_of_s(self) -> tuple[Index, Index]:
@@ -106,7 +106,7 @@ class TiledAttention(Attention):
             return For("c", const(0), var("count"), const(GRID.columns), (Call(f, args),))
 
         full = For("r", const(0), whole, const(g.mr), (panels(here, key_m // self.kr, const(k)),))
-        copy = replace(pack_lines(self.isa, self.atom, self.lines, "row", self.form.held), name="copy_keys")
+        copy = replace(pack_lines(self.isa, self.atom, self.lines, "row", self.form.dtype), name="copy_keys")
         copied = Call(copy, (D, left, const(g.mr), here, key_m, const(1), Ptr("rest")))
         some = For("r", whole, var("keys"), const(g.mr), (copied, panels(Ptr("rest"), const(k), const(k * g.mr))))
         return (full, some)
@@ -129,12 +129,12 @@ class TiledAttention(Attention):
         """Second product: o[column][query] += V^T . weights."""
         g, i, c, k, n = self.g, var("i"), var("c"), self.atom.deep, self.atom.n
         f, strip = strip_kernel("values", self.atom, GRID), var("step") // self.kr * n
-        few, panels = var("heads") // var("group"), ceil_div(var("dv"), g.wide)
+        few, panels = var("heads") // var("group"), ceil_div(var("dv"), g.pv_n)
         item = (var("item") * few + var("other")) * panels
-        left = Ptr("work", (item + i) * self.panel + var("key") // self.kr * g.wide)
+        left = Ptr("work", (item + i) * self.panel + var("key") // self.kr * g.pv_n)
         units = round_up(var("keys"), self.atom.k) // self.kr
-        to = Ptr("o", i * (g.wide * n) + c * (self.across * n))
-        args = (units, left, const(k), const(k * g.wide), Ptr("units", c * strip), strip, to, self.across * n)
+        to = Ptr("o", i * (g.pv_n * n) + c * (self.across * n))
+        args = (units, left, const(k), const(k * g.pv_n), Ptr("units", c * strip), strip, to, self.across * n)
         call = Call(f, (*args, var("first").lt(var("key"))))
         inner = For("c", const(0), var("count"), const(GRID.columns), (call,))
         return (For("i", const(0), panels, const(1), (inner,)),)

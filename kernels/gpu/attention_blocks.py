@@ -89,7 +89,7 @@ class AttentionBlocks:
         form, t = self.form, self.t
         params = [Argument(x, "int") for x in ("m", "n", "heads", "group", "window", "offset")]
         for name in "qkv":
-            params += rows_of(name, form.held, t.loose)
+            params += rows_of(name, form.dtype, t.loose)
         if t.runs:
             params += [Argument(x, "int") for x in ("few", "run")] + [Argument("work", "pointer", "f32")]
             params += [Argument(x, "long") for x in ("all_rows", "mosts_at", "sums_at")]
@@ -143,9 +143,9 @@ class AttentionBlocks:
             *first,
             Let("last", self.height - 1),
             *self.lanes(),
-            LetPtr("q_item", Ptr("q", var("item") * var("q_b") + head * var("q_h")), self.form.held, readonly=True),
+            LetPtr("q_item", Ptr("q", var("item") * var("q_b") + head * var("q_h")), self.form.dtype, readonly=True),
             *(
-                LetPtr(f"{x}_item", Ptr(x, var("item") * var(f"{x}_b") + var("other") * var(f"{x}_h")), self.form.held)
+                LetPtr(f"{x}_item", Ptr(x, var("item") * var(f"{x}_b") + var("other") * var(f"{x}_h")), self.form.dtype)
                 for x in "kv"
             ),
         )

@@ -52,7 +52,7 @@ def build(form: Form, t: MatrixTiling, isa: Isa, atom: Atom) -> GridKernel:
     work = Work(form, t, isa, atom, FragmentSoftmax(form, t, isa, atom))
     body: list[Stmt] = [*work.memory(), *work.coordinates(), *work.reach(), *work.begin()]
     body += [For("key", var("first"), var("end"), const(t.keys), work.step()), *work.finish()]
-    name = f"portmm_mma_attention_{form.held}_{t.d}_{t.dv}_{t.queries}x{t.keys}"
+    name = f"portmm_mma_attention_{form.dtype}_{t.d}_{t.dv}_{t.queries}x{t.keys}"
     return GridKernel(name, isa, atom, work.arguments(), t.threads, work.grid, tuple(body), resident=1)
 
 
@@ -71,7 +71,7 @@ class Work(AttentionBlocks):
         """Tile of an operand."""
         t, i = self.t, "qkvo".index(name)
         rows, width = t.queries if name in "qo" else t.keys, t.dv if name in "vo" else t.d
-        return HeadTile(name, self.form.held, rows, width, t.vectors[i], t.threads)
+        return HeadTile(name, self.form.dtype, rows, width, t.vectors[i], t.threads)
 
     @property
     def slot(self) -> int:
@@ -80,7 +80,7 @@ class Work(AttentionBlocks):
 
     def memory(self) -> tuple[Stmt, ...]:
         """Shared memory, and registers."""
-        t, storage = self.t, self.form.held
+        t, storage = self.t, self.form.dtype
         return (
             shared("q_tile", self.tile("q").size, storage),
             shared("slots", t.slots * self.slot, storage),
@@ -214,7 +214,7 @@ class Work(AttentionBlocks):
         """Conversion of the weights of sixteen keys to a fragment of the left operand."""
         r, u, h = var("r"), var("u"), var("h")
         src = Ptr("s", (((r * self.t.strips) + step * 2 + u) * 2 + h) * PAIR)
-        word = Apply(Ptr("p_part", r * WORDS + u * 2 + h), PACKED[self.form.held], (src, src + 1))
+        word = Apply(Ptr("p_part", r * WORDS + u * 2 + h), PACKED[self.form.dtype], (src, src + 1))
         return each("r", self.t.high, each("u", 2, each("h", 2, word)))
 
     # -- results -------------------------------------------------------------

@@ -49,14 +49,14 @@ class Form:
 
     Attributes:
         threads: threads of a block.
-        team: threads of one row, a power of two that divides `threads`.
+        subgroup: threads of one row, a power of two that divides `threads`.
         cells: maximum number of columns of a thread; 0 for any number, in a loop.
         vector: neighbouring columns that are moved at once.
         exchange: threads of a warp exchange registers (shuffles).
     """
 
     threads: int
-    team: int
+    subgroup: int
     cells: int = 0
     vector: int = 1
     exchange: bool = False
@@ -64,7 +64,7 @@ class Form:
     @property
     def width(self) -> int:
         """Number of columns of a subgroup in registers."""
-        return self.team * self.cells
+        return self.subgroup * self.cells
 
 
 def build(isa: Isa, real: Atom, fused: Fused, form: Form) -> GridKernel:
@@ -116,7 +116,7 @@ class _Row:
     @property
     def side(self) -> int:
         """Number of rows of a block."""
-        return self.form.threads // self.form.team
+        return self.form.threads // self.form.subgroup
 
     @property
     def slices(self) -> Index:
@@ -130,7 +130,7 @@ class _Row:
 
     def place(self) -> tuple[Stmt, ...]:
         """Coordinates of a thread: its row, and its first column."""
-        line, subgroup, total = var("block") // self.slices, self.form.team, var("m") * var("batch")
+        line, subgroup, total = var("block") // self.slices, self.form.subgroup, var("m") * var("batch")
         line = line if self.alone else line * self.side + var("thread") // subgroup
         here = var("line") if self.alone else minimum(var("line"), total - 1)
         return (
@@ -162,7 +162,7 @@ class _Row:
     def shared(self, names: Iterable[str]) -> list[Stmt]:
         """Shared memory for reductions over a subgroup."""
         form = self.form
-        if form.team <= (WARP if form.exchange else 1):
+        if form.subgroup <= (WARP if form.exchange else 1):
             return []
         return [Shared(f"of_{x}", form.threads // (WARP if form.exchange else 1), "f32") for x in names]
 
@@ -234,7 +234,7 @@ class _Row:
             stores = [Vector(self.spot(i, start), Ptr(f"part_x{i}"), self.bytes(i)) for i in written if i in moved]
             every = For("e", const(0), const(form.vector), const(1), (Let("column", start + e), *one), WHOLE)
             group = (*loads, every, *stores)
-        step = form.team * form.vector
+        step = form.subgroup * form.vector
         begin = var("lane") * form.vector
         if not form.cells:
             return [For("at", begin, n, const(step), group, AHEAD)]
@@ -261,7 +261,7 @@ class _Row:
 
     def by_warps(self, kinds: dict[str, str]) -> list[Stmt]:
         """Reductions through registers of a warp, then through shared memory."""
-        subgroup = self.form.team
+        subgroup = self.form.subgroup
         stmts: list[Stmt] = []
         mask = min(subgroup, WARP) // 2
         while mask:
@@ -283,7 +283,7 @@ class _Row:
 
     def by_memory(self, kinds: dict[str, str]) -> list[Stmt]:
         """Reductions through shared memory: a tree of radix four, or two."""
-        width = self.form.team
+        width = self.form.subgroup
         if width == 1:
             return []
         real, thread = self.real.name, var("thread")

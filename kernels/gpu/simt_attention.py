@@ -52,7 +52,7 @@ def build(form: Form, t: Tiling, isa: Isa, atom: Atom) -> GridKernel:
     work = Work(form, t, isa, atom, Softmax(form, t, isa, atom))
     body: list[Stmt] = [*work.memory(), *work.coordinates(), *work.reach(), *work.begin()]
     body += [For("key", var("first"), var("end"), const(t.keys), work.step()), *work.finish()]
-    name = f"portmm_attention_{form.held}_{t.d}_{t.dv}_{t.queries}x{t.keys}"
+    name = f"portmm_attention_{form.dtype}_{t.d}_{t.dv}_{t.queries}x{t.keys}"
     occupancy = 2 if t.threads >= LARGE else 1
     return GridKernel(name, isa, atom, work.arguments(), t.threads, work.grid, tuple(body), resident=occupancy)
 
@@ -78,7 +78,7 @@ class Work(AttentionBlocks):
 
     def memory(self) -> tuple[Stmt, ...]:
         """Shared memory, and registers."""
-        t, storage = self.t, self.form.held
+        t, storage = self.t, self.form.dtype
         return (
             Shared("q_tile", t.queries * t.deep, "f32"),
             Shared("chunk", t.buffer, "f32"),
@@ -115,7 +115,7 @@ class Work(AttentionBlocks):
 
     def load(self, to: Ptr, vector: int, source: Ptr, there: Index) -> tuple[Stmt, ...]:
         """Load of a vector to registers, zeros if it is out of bounds."""
-        storage = self.form.held
+        storage = self.form.dtype
         size, here = BY_NAME[storage].bytes, LetPtr("from", source, storage, readonly=True)
         if there != const(1):
             return (here, or_zeros(there, to, Ptr("from"), vector, size))
@@ -127,7 +127,7 @@ class Work(AttentionBlocks):
         body: list[Stmt] = []
         for i in range(0, vector, words):
             here = src + i
-            if self.form.held != "f32" and words > 1:
+            if self.form.dtype != "f32" and words > 1:
                 body.append(each("e", words, Move(Ptr("words", var("e")), here + var("e"))))
                 here = Ptr("words")
             body.append(Move(to + i, here) if words == 1 else Vector(to + i, here, words * WORD))

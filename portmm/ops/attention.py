@@ -345,7 +345,7 @@ def _make(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: Array) 
     fused = Fused(made.operands, ((C, made.results[0][0]),))
     geometry = Geometry.of(isa, atom)
     masks = bool(isa.spelling(atom, "load_mask", held))
-    reads = atom.k_pack == 1 and not atom.tiled and (masks or not shape.dv % geometry.wide)
+    reads = atom.k_pack == 1 and not atom.tiled and (masks or not shape.dv % geometry.pv_n)
     bounds = Bounds(causal, not endless)
     form = Form(
         str(fused),
