@@ -160,7 +160,7 @@ class Attention(AttentionMemory):
     def queries(self) -> tuple[Stmt, ...]:
         """Packing of the block of queries."""
         g, c = self.g, var("c")
-        pack = packing.pack_b(self.isa, self.lines, g.nr, "col", self.form.dtype, self.lines.right)
+        pack = packing.pack_b(self.isa, self.move_atom, g.nr, "col", self.form.dtype, self.move_atom.right)
         pack = replace(pack, name="pack_queries")
         units = (D, const(0)) if self.kr > 1 else ()
         here = self.place("q", ("b", var("item")), ("h", var("head")), ("m", var("query") + c * g.nr))
@@ -277,7 +277,7 @@ class Attention(AttentionMemory):
         """Weights interleaved in units of two keys (VNNI), the last padded with zeros."""
         if self.kr == 1:
             return ()
-        g, p, j, e, lines = self.g, var("p"), var("j"), var("e"), self.lines
+        g, p, j, e, lines = self.g, var("p"), var("j"), var("e"), self.move_atom
         interleave = self.interleave(p * (g.queries * self.kr) + j, g.queries, p * g.queries + j)
         fill = For("e", const(0), const(g.queries), const(1), (Move(Ptr("s", var("keys") * g.queries + e), None),))
         every = For("j", const(0), round_up(var("rows"), lines.n), const(lines.n), interleave)
@@ -288,7 +288,7 @@ class Attention(AttentionMemory):
 
     def interleave(self, at: Index, row: int, to: Index) -> tuple[Stmt, ...]:
         """Interleaved vector of the weights at index `at` of s, whose rows are `row` apart."""
-        right, of = self.lines.right, self.lines.name
+        right, of = self.move_atom.right, self.move_atom.name
         return (
             Verb("load_rows", "v", p=Ptr("s", at), step=const(row), to=right, of=of),
             Verb("store", "v", p=Ptr("units", to), to=right, of=of),

@@ -118,7 +118,7 @@ class AttentionMemory:
         first = len(self.fused.operands)
         self.at = {x: f"x{first + i}" for i, x in enumerate(names)}
         self.kr = atom.k_pack
-        self.lines = isa.by_lines(atom) or atom
+        self.move_atom = isa.by_lines(atom) or atom
         """The atom whose vectors move operands, a cache line at a time."""
 
     def operands(self) -> tuple[tuple[str, bool], ...]:

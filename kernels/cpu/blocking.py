@@ -49,12 +49,12 @@ class Blocks:
     atom: Atom
 
     @property
-    def lines(self) -> Atom:
+    def move_atom(self) -> Atom:
         """Atom whose vectors move operands, a cache line at a time."""
         return self.isa.by_lines(self.atom) or self.atom
 
     @property
-    def sum_lines(self) -> Atom:
+    def sum_atom(self) -> Atom:
         """Atom whose vectors move sums, a cache line at a time."""
         return self.isa.sums_by_lines(self.atom) or self.atom
 

@@ -259,7 +259,7 @@ class Gemm(Blocks):
         s = self.s
         if not s.pack_a:
             return ()
-        pack = packing.pack_a(self.isa, self.lines, s.mr, s.a, s.types[0], self.atom.left)
+        pack = packing.pack_a(self.isa, self.move_atom, s.mr, s.a, s.types[0], self.atom.left)
         elements = (self.filled(self.pc, var("kd")),) if s.kr > 1 else ()
         args = (var("kd"), *elements, var("h"), *self.unpacked_a(), Ptr("ap", var("r") * var("kd")))
         loop = For("i", const(0), var("slices"), const(1), (*self.slice_(), Call(pack, args)))
@@ -327,7 +327,7 @@ class Gemm(Blocks):
 
     def pack_b(self, end: Index) -> tuple[Stmt, ...]:
         """Packing of a few panels from `jg` on: all together, or one by one where the last is partial."""
-        s, near, atom = self.s, self.near, self.lines
+        s, near, atom = self.s, self.near, self.move_atom
         q, jg, storage, to = var("q"), var("jg"), s.types[1], atom.right
         if s.once:  # at its position among all panels
             row, step = var("p_first"), self.b_step
@@ -464,7 +464,7 @@ class Gemm(Blocks):
             place = (var("item"), row, var("column"))
             more = (*place, *arguments(parse(self.s.fused), *place))
         call = Call(
-            finish(self.isa, self.sum_lines, self.acc, self.s.types[2], self.s.post, self.s.fused),
+            finish(self.isa, self.sum_atom, self.acc, self.s.types[2], self.s.post, self.s.fused),
             (*tile, *vectors, into, var("c_m"), *more),
         )
         return (If((var("pc") + var("kd")).eq(self.k), (call,)),) if self.s.kc else (call,)

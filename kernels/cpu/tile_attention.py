@@ -83,7 +83,7 @@ class TiledAttention(Attention):
 
     def pack_values(self, source: Ptr) -> Stmt:
         """Packing of some columns of V, transposed: to[step][column][units of a step]."""
-        pack = replace(pack_lines(self.isa, self.atom, self.lines, "col", self.form.dtype), name="pack_values")
+        pack = replace(pack_lines(self.isa, self.atom, self.move_atom, "col", self.form.dtype), name="pack_values")
         strides = (var(f"{self.at['v']}_n"), var(f"{self.at['v']}_m"))
         return Call(pack, (var("seen"), var("columns"), const(self.g.pv_n), source, *strides, Ptr("to")))
 
@@ -106,7 +106,7 @@ class TiledAttention(Attention):
             return For("c", const(0), var("count"), const(GRID.columns), (Call(f, args),))
 
         full = For("r", const(0), whole, const(g.mr), (panels(here, key_m // self.kr, const(k)),))
-        copy = replace(pack_lines(self.isa, self.atom, self.lines, "row", self.form.dtype), name="copy_keys")
+        copy = replace(pack_lines(self.isa, self.atom, self.move_atom, "row", self.form.dtype), name="copy_keys")
         copied = Call(copy, (D, left, const(g.mr), here, key_m, const(1), Ptr("rest")))
         some = For("r", whole, var("keys"), const(g.mr), (copied, panels(Ptr("rest"), const(k), const(k * g.mr))))
         return (full, some)

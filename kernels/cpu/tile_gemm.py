@@ -168,7 +168,7 @@ class _Tiles(Gemm):
     def pack_a(self) -> tuple[Stmt, ...]:
         """Packing of the block of A, slice by slice."""
         s = self.s
-        pack = pack_lines(self.isa, self.atom, self.lines, s.a, s.types[0])
+        pack = pack_lines(self.isa, self.atom, self.move_atom, s.a, s.types[0])
         args = (self.filled(self.pc, var("kd")), var("h"), TALL, *self.unpacked_a(), self.slice_of_a())
         loop = For("i", const(0), var("slices"), const(1), (*self.slice_(), Call(pack, args)))
         return (LetPtr("ap", self.private() + self.b_size, self.atom.left), loop)
@@ -183,7 +183,7 @@ class _Tiles(Gemm):
         rest = var("kd") % atom.deep
         args: tuple[Index | Ptr, ...] = (rest, Ptr("bp", (var("kd") - rest) * self.s.nr))
         args += (self.panel_step or const(0),) if panels > 1 else ()
-        fill = Call(rest_of_b(atom, self.lines, self.s.nr, panels), (*args, Ptr("rest")))
+        fill = Call(rest_of_b(atom, self.move_atom, self.s.nr, panels), (*args, Ptr("rest")))
         return (
             Let("c_wide", const(n)),
             Scratch("rest", atom.deep * n, atom.right),
