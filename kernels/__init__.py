@@ -1,1 +1,1 @@
-"""Block programs: what is written once for all targets, in portmm's loop language."""
+"""Kernels: programs in portmm's loop IR, written once for all targets."""

@@ -183,7 +183,7 @@ def _rows(isa: Any, language: str) -> Iterator[Case]:
     """Expressions over rows and down columns, and copies of operands."""
     for make, form in product((every_operation, every_type, bytes_of_all_kinds, by_rows), ROW_FORMS):
         if form.exchange <= (language == "cuda"):
-            name = f"rows {make.__name__} {form.threads}-{form.team}-{form.cells}-{form.vector}"
+            name = f"rows {make.__name__} {form.threads}-{form.subgroup}-{form.cells}-{form.vector}"
             yield from on_device(name, language, lower_grid_rows, isa, str(make()), form)
     for sliced in (False, True):
         name = f"columns{' in slices' if sliced else ''}"
@@ -204,7 +204,7 @@ def _attention(target: Target, language: str) -> Iterator[Case]:
             about = (d, how, loose, form.bounds, form.lse, form.starts, form.score, (held, form.to), (d, how))
             pool[named] = (about, (form, asked))
     for name, (form, asked) in covering(pool).items():
-        unit = gpu_mma_attention.unit(form.held, target)
+        unit = gpu_mma_attention.unit(form.dtype, target)
         tiling = gpu_mma_attention.choose(asked, target)
         if tiling is None or unit is None:
             unit, tiling = (target.isa("simt"), target.isa("simt").atom("f32")), gpu_attention.choose(asked, target)

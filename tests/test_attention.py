@@ -463,7 +463,7 @@ def interpreted(target, dtype, shape, how, step, *, few=False):
     text = str(Fused((), ((C, scored),)))
     held = {"float32": "f32", "bfloat16": "bf16"}[np.dtype(dtype).name]
     isa, atom, real = unit = cpu_dispatch.attention_unit(held, parse(text), target, m)
-    wide = Geometry.of(isa, atom).wide
+    wide = Geometry.of(isa, atom).pv_n
     bounds = Bounds(how.get("causal", False), "window" in how)
     packs = not few and (atom.k_pack > 1 or atom.m > 1 or not (isa.spelling(atom, "load_mask", held) or dv % wide == 0))
     kernel = lower_attention(*unit, Form(text, held, held, bounds, lse=True, packs=packs, few=few))

@@ -105,7 +105,7 @@ def wide_enough(form, fused, n):
 
 
 @pytest.mark.thin(3)
-@pytest.mark.parametrize("form", FORMS, ids=lambda x: f"{x.threads}-{x.team}-{x.cells}")
+@pytest.mark.parametrize("form", FORMS, ids=lambda x: f"{x.threads}-{x.subgroup}-{x.cells}")
 @pytest.mark.parametrize("make", ROWS)
 def test_rows_by_opencl(make, form):
     fused = ROWS[make]()

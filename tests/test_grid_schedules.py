@@ -100,8 +100,8 @@ def test_each_word_of_a_tile_is_filled_once():
             continue
         done.add(key)
         for name in "ab":
-            feed = Work(s, isa, grid_atom(isa, s)).feed(name)
-            times = counted(feed.put(const(0)), {}, (1, 1, s.threads), f"{name}_tile", feed.size, 4)
+            transfer = Work(s, isa, grid_atom(isa, s)).transfer(name)
+            times = counted(transfer.put(const(0)), {}, (1, 1, s.threads), f"{name}_tile", transfer.size, 4)
             assert (times == 1).all(), (name, s)
     assert len(done) > 30
 

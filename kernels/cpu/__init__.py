@@ -1,1 +1,1 @@
-"""Block programs for processors."""
+"""Kernels for CPUs, as block programs."""

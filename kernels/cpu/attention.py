@@ -1,17 +1,17 @@
-"""Attention: two products with a softmax in between, block by block.
+"""Flash attention: two products with a softmax in between, block by block.
 
     for each item of the batch, each head, each block of queries   <- threads
       for each block of keys                                       (L2)
         s[key][query] = K . Q^T                                    micro-kernel
-        s becomes weights; what was summed before is changed       kernels/cpu/online_softmax.py
+        s becomes weights; earlier sums are rescaled               kernels/cpu/online_softmax.py
         o[query][column] += weights^T . V                          micro-kernel
 
-Scores never leave L2. They are computed the other way round, K on the left, which is read in
-place as rows of what is broadcast, and a block of Q as panels on the right; so they are the
-left operand of the second product as they lie, with V, by rows, on the right. Nothing is packed but
+Scores never leave L2. They are computed transposed: K is the left operand, read in place as the
+rows that are broadcast, and a block of Q, in panels, is the right one. The scores in this layout are
+the left operand of the second product, with V, by rows, on the right. Nothing is packed but
 each block of queries, once, and V where it cannot be read in place: first, by all threads.
 
-The keys that bounds exclude are left out by whole blocks; only blocks on an edge look at each key.
+Keys that bounds exclude are skipped by whole blocks; only blocks on an edge are masked per key.
 Tasks are blocks of queries, each summed in the order of keys: results do not depend on threads.
 """
 
@@ -43,7 +43,7 @@ from portmm.ir.nodes import (
     var,
 )
 from portmm.kernels.cpu import packing
-from portmm.kernels.cpu.attention_geometry import FIELDS, D, Form, Heads, M, N
+from portmm.kernels.cpu.attention_geometry import FIELDS, AttentionMemory, D, Form, M, N
 from portmm.kernels.cpu.elementwise import arguments
 from portmm.kernels.cpu.microkernel import Shape, micro_kernel
 from portmm.kernels.cpu.online_softmax import LOWEST, Bounds, divided, last, rescale, tile
@@ -55,28 +55,28 @@ if TYPE_CHECKING:
 
 
 def build(form: Form, isa: Isa, atom: Atom, real: Atom, loops: type[Attention] | None = None) -> Kernel:
-    """The kernel for a kind of attention, whose products are those of `atom`, sums in lanes of `real`."""
+    """Kernel for a kind of attention, with products by `atom` and sums in lanes of `real`."""
     a = (loops or Attention)(form, isa, atom, real)
     tasks = (Parallel(a.task(), var("batch") * ceil_div(M, a.g.queries)),)
     entry = Function("entry", "entry", (), (*a.packs(), *tasks), "All items, heads and queries")
-    name = f"portmm_attention_{form.held}_{atom.name}"
+    name = f"portmm_attention_{form.dtype}_{atom.name}"
     return Kernel(name, isa, atom, entry, a.workspace(), operands=a.operands())
 
 
-class Attention(Heads):
-    """The loops of one kernel."""
+class Attention(AttentionMemory):
+    """Loops of one kernel, as statements."""
 
     __slots__ = ()
 
     # -- V in panels ---------------------------------------------------------
 
     def packs(self) -> tuple[Stmt, ...]:
-        """Pack all of V."""
+        """Packing of all of V, as parallel tasks."""
         if not self.form.packs:
             return ()
-        g, panels = self.g, ceil_div(var(FIELDS["dv"]), self.g.wide)
+        g, panels = self.g, ceil_div(var(FIELDS["dv"]), self.g.pv_n)
         task, few = var("task"), var("heads") // var("group")
-        # Keys that an item does not have are not read, and what fills their unit up is zero.
+        # Keys that an item does not have are not read, and their unit is padded with zeros.
         seen = N
         many: tuple[Stmt, ...] = ()
         if self.form.lengths:
@@ -89,8 +89,8 @@ class Attention(Heads):
             Let("head", task // panels % few),
             *many,
             Let("seen", seen),
-            Let("column", task % panels * g.wide),
-            Let("columns", minimum(var(FIELDS["dv"]) - var("column"), g.wide)),
+            Let("column", task % panels * g.pv_n),
+            Let("columns", minimum(var(FIELDS["dv"]) - var("column"), g.pv_n)),
             LetPtr("to", Ptr("work", task * self.panel), self.atom.right),
             self.pack_values(self.place("v", ("b", var("item")), ("h", var("head")), ("n", var("column")))),
         )
@@ -98,8 +98,8 @@ class Attention(Heads):
         return (Parallel(share, var("batch") // var(FIELDS["group"]) * panels),)
 
     def pack_values(self, source: Ptr) -> Stmt:
-        """Pack a panel of V."""
-        pack = packing.pack_b(self.isa, self.atom, self.g.wide, "row", self.form.held, self.atom.right)
+        """Packing of one panel of V."""
+        pack = packing.pack_b(self.isa, self.atom, self.g.pv_n, "row", self.form.dtype, self.atom.right)
         units = (var("seen"), const(0)) if self.kr > 1 else ()
         strides = tuple(var(f"{self.at['v']}_{x}") for x in "mn")
         args = (ceil_div(var("seen"), self.kr), *units, var("columns"), source, *strides, Ptr("to"))
@@ -108,7 +108,7 @@ class Attention(Heads):
     # -- a block of queries --------------------------------------------------
 
     def task(self) -> Function:
-        """One block of queries of a head."""
+        """Task for one block of queries of a head."""
         g, task, blocks = self.g, var("task"), var("blocks")
         lets: list[Stmt] = [
             *self.lets(),
@@ -117,7 +117,7 @@ class Attention(Heads):
             Let("head", task // blocks % var("heads")),
             self.offset(),
             Let("other", var("head") // var("group")),
-            # Under causal bounds the last queries see most: first come those that take longest.
+            # Under causal bounds the last queries see most keys: the longest tasks are first.
             Let("query", (blocks - 1 - task % blocks) * g.queries),
             Let("rows", minimum(M - var("query"), g.queries)),
             *self.reach(),
@@ -135,32 +135,32 @@ class Attention(Heads):
         return Function("block", "task", (), body, "A block of queries of a head, all keys")
 
     def ready(self) -> tuple[Stmt, ...]:
-        """What comes before the first product."""
+        """Statements before the first product."""
         return ()
 
     def done(self) -> tuple[Stmt, ...]:
-        """What comes after the last product."""
+        """Statements after the last product."""
         return ()
 
     def reach(self) -> tuple[Stmt, ...]:
-        """The keys that some query of the block sees: from `first` to `end`."""
+        """Range of keys that some query of the block sees: from `first` to `end`."""
         bounds, at = self.form.bounds, var("query") + var("offset")
-        found: list[Stmt] = []
+        reads: list[Stmt] = []
         end: Index = N
         if self.form.lengths:
-            found.append(Read("length", self.place("lengths", ("b", var("item")))))
+            reads.append(Read("length", self.place("lengths", ("b", var("item")))))
             end = maximum(0, minimum(end, var("length")))
         if bounds.causal:
             end = minimum(end, at + var("rows"))
         elif bounds.window:
             end = minimum(end, at + var("rows") - 1 + var("window"))
         first = maximum(0, at + 1 - var("window")) // self.atom.k * self.atom.k if bounds.window else const(0)
-        return (*found, Let("first", first), Let("end", maximum(var("first"), end)))
+        return (*reads, Let("first", first), Let("end", maximum(var("first"), end)))
 
     def queries(self) -> tuple[Stmt, ...]:
-        """Pack the block of queries."""
+        """Packing of the block of queries."""
         g, c = self.g, var("c")
-        pack = packing.pack_b(self.isa, self.lines, g.nr, "col", self.form.held, self.lines.right)
+        pack = packing.pack_b(self.isa, self.move_atom, g.nr, "col", self.form.dtype, self.move_atom.right)
         pack = replace(pack, name="pack_queries")
         units = (D, const(0)) if self.kr > 1 else ()
         here = self.place("q", ("b", var("item")), ("h", var("head")), ("m", var("query") + c * g.nr))
@@ -170,7 +170,7 @@ class Attention(Heads):
         return (Let("count", ceil_div(var("rows"), g.nr)), For("c", const(0), var("count"), const(1), (call,)))
 
     def begin(self) -> tuple[Stmt, ...]:
-        """Nothing has been summed; where there are no keys, that is the result."""
+        """Initial sums and maxima; where there are no keys, zeros are the result."""
         g, real, j = self.g, self.real, var("j")
         clear = (
             Map("literal", "lowest", (LOWEST,), "f32", "f32", real.name),
@@ -189,7 +189,7 @@ class Attention(Heads):
         zero = For(
             "j",
             const(0),
-            self.held_sums,
+            self.o_size,
             const(real.n),
             (Verb("store", "none", p=Ptr("o", j), of=real.name),),
         )
@@ -197,16 +197,16 @@ class Attention(Heads):
 
     @property
     def summed(self) -> str:
-        """Where sums lie by rows of queries."""
+        """Name of the buffer of sums, by rows of queries."""
         return "o"
 
     @property
-    def held_sums(self) -> Index:
-        """Elements of `o`."""
+    def o_size(self) -> Index:
+        """Number of elements of `o`."""
         return var("rows") * self.across
 
     def block(self) -> tuple[Stmt, ...]:
-        """One block of keys."""
+        """Statements for one block of keys."""
         bounds, plain = self.form.bounds, self.softmax(Bounds())
         soft: tuple[Stmt, ...] = (plain,)
         if bounds:
@@ -231,17 +231,17 @@ class Attention(Heads):
         )
 
     def rescaled(self) -> Stmt:
-        """What was summed before, beside another largest score."""
+        """Rescaling of earlier sums to a new maximum."""
         return Call(rescale(self.real), (var("rows"), self.across, Ptr("o"), Ptr("change")))
 
     def scores(self) -> tuple[Stmt, ...]:
-        """s[key][query] = K . Q^T."""
+        """First product: s[key][query] = K . Q^T."""
         g, c, r, left = self.g, var("c"), var("r"), var("keys") % self.g.mr
         whole = var("keys") - left
         here = self.place("k", ("b", var("item")), ("h", var("other")), ("m", var("key") + r))
 
         def call(height: int) -> tuple[Stmt, ...]:
-            shape = Shape(height, g.nr, a_packed=False, ragged=False, a=self.given, b=self.atom.right)
+            shape = Shape(height, g.nr, a_packed=False, ragged=False, a=self.k_dtype, b=self.atom.right)
             shape = replace(shape, unroll=4 if height == g.mr else 1)
             f = replace(micro_kernel(self.atom, shape), name=f"scores_{height}")
             a_m = var(f"{self.at['k']}_m") // self.kr
@@ -257,16 +257,16 @@ class Attention(Heads):
 
     @property
     def rows_of_s(self) -> tuple[Index, Index]:
-        """Elements of s from one key to the next, and from one query to the next."""
+        """Strides of s: from one key to the next, and from one query to the next."""
         return const(self.g.queries), const(1)
 
     @property
-    def given(self) -> str:
-        """What the micro-kernel of scores reads of K."""
-        return unit(self.form.held, self.kr)
+    def k_dtype(self) -> str:
+        """Type of the elements of K that the micro-kernel of scores reads."""
+        return unit(self.form.dtype, self.kr)
 
     def softmax(self, bounds: Bounds) -> Stmt:
-        """Scores become weights."""
+        """Call that turns scores into weights."""
         f = tile(self.isa, self.real, self.form.score, bounds)
         place = (var("keys"), var("rows"), var("item"), var("head"), var("key"), var("query"))
         rest = (Ptr("s"), *self.rows_of_s, Ptr("most"), Ptr("sums"), Ptr("change"))
@@ -274,67 +274,67 @@ class Attention(Heads):
         return Call(f, (*place, var("offset"), var("window"), *rest, *more))
 
     def units(self) -> tuple[Stmt, ...]:
-        """Weights in units of two keys, the last filled up with zeros."""
+        """Weights interleaved in units of two keys (VNNI), the last padded with zeros."""
         if self.kr == 1:
             return ()
-        g, p, j, e, lines = self.g, var("p"), var("j"), var("e"), self.lines
-        weave = self.weave(p * (g.queries * self.kr) + j, g.queries, p * g.queries + j)
+        g, p, j, e, lines = self.g, var("p"), var("j"), var("e"), self.move_atom
+        interleave = self.interleave(p * (g.queries * self.kr) + j, g.queries, p * g.queries + j)
         fill = For("e", const(0), const(g.queries), const(1), (Move(Ptr("s", var("keys") * g.queries + e), None),))
-        every = For("j", const(0), round_up(var("rows"), lines.n), const(lines.n), weave)
+        every = For("j", const(0), round_up(var("rows"), lines.n), const(lines.n), interleave)
         return (
             If(var("keys") % self.kr, (fill,)),
             For("p", const(0), ceil_div(var("keys"), self.kr), const(1), (every,)),
         )
 
-    def weave(self, at: Index, row: int, to: Index) -> tuple[Stmt, ...]:
-        """A vector of units of the weights at a place of s, whose rows lie `row` apart."""
-        right, of = self.lines.right, self.lines.name
+    def interleave(self, at: Index, row: int, to: Index) -> tuple[Stmt, ...]:
+        """Interleaved vector of the weights at index `at` of s, whose rows are `row` apart."""
+        right, of = self.move_atom.right, self.move_atom.name
         return (
             Verb("load_rows", "v", p=Ptr("s", at), step=const(row), to=right, of=of),
             Verb("store", "v", p=Ptr("units", to), to=right, of=of),
         )
 
     def values(self) -> tuple[Stmt, ...]:
-        """o[query][column] += weights^T . V."""
+        """Second product: o[query][column] += weights^T . V."""
         g, i, c = self.g, var("i"), var("c")
         packed = self.form.packs
-        shape = Shape(g.high, g.wide, a_packed=False, b_packed=packed, a=self.atom.left, b=self.held_v, unroll=2)
+        shape = Shape(g.pv_m, g.pv_n, a_packed=False, b_packed=packed, a=self.atom.left, b=self.v_dtype, unroll=2)
         shape = replace(shape, ragged=not packed)
         f = replace(micro_kernel(self.atom, shape), name="values")
         left = Ptr("units" if self.kr > 1 else "s", i)
         if packed:
             few = var("heads") // var("group")
-            panels = ceil_div(var("dv"), g.wide)
+            panels = ceil_div(var("dv"), g.pv_n)
             item = (var("item") * few + var("other")) * panels
-            at = (item + c) * self.panel + var("key") // self.kr * g.wide
+            at = (item + c) * self.panel + var("key") // self.kr * g.pv_n
             right: tuple[Index | Ptr, ...] = (Ptr("near"),)
             near: Stmt = LetPtr("near", Ptr("work", at), self.atom.right, readonly=True)
-            columns: Index = const(g.wide)
+            columns: Index = const(g.pv_n)
         else:
             here = self.place("v", ("b", var("item")), ("h", var("other")), ("m", var("key")))
-            near = LetPtr("near", here + c * g.wide, self.held_v, readonly=True)
+            near = LetPtr("near", here + c * g.pv_n, self.v_dtype, readonly=True)
             right = (Ptr("near"), var(f"{self.at['v']}_m"))
-            columns = minimum(var("dv") - c * g.wide, g.wide)
+            columns = minimum(var("dv") - c * g.pv_n, g.pv_n)
         args = (ceil_div(var("keys"), self.kr), left, const(1), const(g.queries), *right)
-        out = (Ptr("o", i * self.across + c * g.wide), self.across, columns, var("first").lt(var("key")))
+        out = (Ptr("o", i * self.across + c * g.pv_n), self.across, columns, var("first").lt(var("key")))
         call = Call(f, (*args, *out))
-        inner = For("i", const(0), var("rows"), const(g.high), (call,))
-        return (For("c", const(0), ceil_div(var("dv"), g.wide), const(1), (near, inner)),)
+        inner = For("i", const(0), var("rows"), const(g.pv_m), (call,))
+        return (For("c", const(0), ceil_div(var("dv"), g.pv_n), const(1), (near, inner)),)
 
     @property
-    def held_v(self) -> str:
-        """What the micro-kernel of values reads of V."""
-        return self.atom.right if self.form.packs else self.form.held
+    def v_dtype(self) -> str:
+        """Type of the elements of V that the micro-kernel of values reads."""
+        return self.atom.right if self.form.packs else self.form.dtype
 
     def finish(self) -> tuple[Stmt, ...]:
-        """Results, and the logarithms of sums."""
+        """Statements that store results, and the logarithms of sums."""
         lse = self.form.lse
-        found: list[Stmt] = [Call(last(self.isa, self.real, lse=lse), (var("rows"), Ptr("sums"), Ptr("most")))]
+        stmts: list[Stmt] = [Call(last(self.isa, self.real, lse=lse), (var("rows"), Ptr("sums"), Ptr("most")))]
         to = self.place("o", ("b", var("item")), ("h", var("head")), ("m", var("query")))
         args = (var("rows"), var("dv"), Ptr(self.summed), self.across, Ptr("sums"), to, var(f"{self.at['o']}_m"))
-        found.append(Call(divided(self.isa, self.real, self.form.to), args))
+        stmts.append(Call(divided(self.isa, self.real, self.form.to), args))
         if lse:
             i = var("i")
             here = self.place("lse", ("b", var("item")), ("h", var("head")), ("m", var("query") + i))
-            found.append(For("i", const(0), var("rows"), const(1), (Move(here, Ptr("most", i)),)))
-        return tuple(found)
+            stmts.append(For("i", const(0), var("rows"), const(1), (Move(here, Ptr("most", i)),)))
+        return tuple(stmts)

@@ -1,13 +1,13 @@
-"""Columns of numbers: sums and maxima down the rows of element-wise expressions.
+"""Column reductions: sums and maxima over the rows of element-wise expressions.
 
     for each group of columns           <- threads
       for each vector of them
         for each row
           a value, added to one register
 
-A group is a few lines wide, so that lines of a row lie in L2 when the next
-vector walks down. What comes of the sums is one row for each item of a batch; what is
-made of that and of elements again is a second kernel, over rows.
+A group is a few cache lines wide, so that lines of a row are in L2 when the next
+vector of columns is reduced. Results are one row for each item of a batch; expressions
+of that row and of elements are a second kernel, over rows.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from portmm.target.target import Atom, Isa
 
 GROUP = 128
-"""Columns of a group: eight lines of f32, a run that prefetchers follow."""
+"""Columns of a group: eight cache lines of f32, a run that prefetchers follow."""
 
 
 def build(isa: Isa, real: Atom, fused: Fused) -> Kernel:
-    """The kernel that reduces all columns."""
+    """Kernel that reduces all columns."""
     n, groups, task = var("n"), ceil_div(var("n"), GROUP), var("task")
     start = var("column")
     here = arguments(fused, var("item"), const(0), start)
@@ -44,7 +44,7 @@ def build(isa: Isa, real: Atom, fused: Fused) -> Kernel:
 
 
 def group_function(isa: Isa, real: Atom, fused: Fused) -> Function:
-    """All rows of a few columns."""
+    """Function that reduces all rows of a few columns."""
     at = Elements(isa, real, fused, inner=var("i"), row=var("i"), column=var("column"))
     count = var("columns")
     whole = count - count % real.n
@@ -57,21 +57,21 @@ def group_function(isa: Isa, real: Atom, fused: Fused) -> Function:
 
 
 def _down(at: Elements, j: Index, few: str) -> tuple[Stmt, ...]:
-    """One vector of columns: every row, then the results."""
-    folds = [x for x in at.fused.steps if x.op == "fold"]
-    values = [x.args[1] for x in folds]
+    """Statements for one vector of columns: a loop over rows, then the results."""
+    reductions = [x for x in at.fused.steps if x.op == "fold"]
+    values = [x.args[1] for x in reductions]
     at.names = {}
-    found = list(at.once(values, "bn", j, few))
+    stmts = list(at.once(values, "bn", j, few))
     fixed = dict(at.names)
-    for i, x in enumerate(folds):
-        found.append(Map("literal", f"all{i}", (REDUCTIONS[x.args[0]],), "f32", "f32", at.real.name))
+    for i, x in enumerate(reductions):
+        stmts.append(Map("literal", f"all{i}", (REDUCTIONS[x.args[0]],), "f32", "f32", at.real.name))
     rows = list(at.compute(values, j, few))
-    for i, x in enumerate(folds):
+    for i, x in enumerate(reductions):
         register, before = at.value(x.args[1])
         rows += [*before, Map(x.args[0], f"all{i}", (f"all{i}", register), "f32", "f32", at.real.name)]
-    found.append(For("i", const(0), var("m"), const(1), tuple(rows)))
-    at.names = fixed | {x: f"all{i}" for i, x in enumerate(folds)}
-    found += at.compute([x for _, x in at.fused.results], j, few)
+    stmts.append(For("i", const(0), var("m"), const(1), tuple(rows)))
+    at.names = fixed | {x: f"all{i}" for i, x in enumerate(reductions)}
+    stmts += at.compute([x for _, x in at.fused.results], j, few)
     for i, x in at.fused.results:
-        found += at.store(x, i, j, few)
-    return tuple(found)
+        stmts += at.store(x, i, j, few)
+    return tuple(stmts)

@@ -1,11 +1,11 @@
-"""The product as dot products: A by rows and B by columns, both running along k.
+"""GEMM as dot products: A by rows and B by columns, both contiguous along k.
 
     for each share of the columns   <- threads
       for each MR rows
         for each NR columns
           MR x NR accumulators, vectors along k
 
-Nothing is packed or turned: x . W^T with W as it lies in memory. Each element of
+Nothing is packed or transposed: x . W^T with W in place. Each element of
 C is a sum over lanes, so its order of additions differs from the other programs'
 and `deterministic` excludes this one. Runs (`summation`) are counted in steps of all
 lanes. A register tile of MR x NR loads (MR + NR) / (MR * NR) vectors per multiply-add;
@@ -48,7 +48,7 @@ M, N, K = var("m"), var("n"), var("k")
 
 
 def build(s: Schedule, isa: Isa, atom: Atom) -> Kernel:
-    """The kernel that computes C = A . B by schedule `s`."""
+    """Kernel that computes C = A . B by schedule `s`."""
     groups = ceil_div(N, s.nr)
     chunks = maximum(1, minimum(groups, (var("workers") - 1) * TASKS_PER_WORKER))
     task = var("task")
@@ -67,7 +67,7 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> Kernel:
 
 
 def _tiles(s: Schedule, atom: Atom) -> tuple[Stmt, ...]:
-    """Columns outermost: their lines stay near while all rows of A pass."""
+    """Loops over register tiles, columns outermost: their lines stay in cache while all rows of A are read."""
     last = var("last")
     whole = var("first") + (last - var("first")) // s.nr * s.nr
     return (
@@ -97,8 +97,8 @@ def _call(s: Schedule, atom: Atom, rows: int, columns: int) -> Stmt:
 
 
 def micro_kernel(atom: Atom, rows: int, columns: int, types: tuple[str, str, str], *, short: bool = False) -> Function:
-    """C[rows][columns] = A[rows][k] . B[columns][k], lanes along k, of which there is one run if it is `short`."""
-    cells = [(i, j) for i in range(rows) for j in range(columns)]
+    """Micro-kernel C[rows][columns] = A[rows][k] . B[columns][k], lanes along k; `short` says that k is one run."""
+    accumulators = [(i, j) for i in range(rows) for j in range(columns)]
     lanes, p = atom.n, var("p")
 
     def step(load: str, mask: str) -> tuple[Stmt, ...]:
@@ -110,23 +110,23 @@ def micro_kernel(atom: Atom, rows: int, columns: int, types: tuple[str, str, str
         return tuple(out)
 
     end = K - K % lanes
-    zero = tuple(Verb("zero", f"c{i}_{j}") for i, j in cells)
-    unroll = 2 if len(cells) < 8 else 1
+    zero = tuple(Verb("zero", f"c{i}_{j}") for i, j in accumulators)
+    unroll = 2 if len(accumulators) < 8 else 1
     loop: list[Stmt] = [*zero]
     added: tuple[Stmt, ...] = ()
     if short or chained(atom):
         loop.append(For("p", const(0), end, const(lanes), step("load_b", ""), unroll))
     else:
         run, p_run = RUN * lanes, var("p_run")
-        kept = {x: Ptr("kept", const(number * lanes)) for number, x in enumerate(cells)}
-        add = {x: (Verb("load_c", "t", p=kept[x]), Verb("add", f"c{x[0]}_{x[1]}", "t")) for x in cells}
-        store = (Verb("store", f"c{i}_{j}", p=kept[i, j]) for i, j in cells)
-        keep: tuple[Stmt, ...] = (If(const(0).lt(p_run), tuple(s for x in cells for s in add[x])), *store, *zero)
+        kept = {x: Ptr("kept", const(number * lanes)) for number, x in enumerate(accumulators)}
+        add = {x: (Verb("load_c", "t", p=kept[x]), Verb("add", f"c{x[0]}_{x[1]}", "t")) for x in accumulators}
+        store = (Verb("store", f"c{i}_{j}", p=kept[i, j]) for i, j in accumulators)
+        keep: tuple[Stmt, ...] = (If(const(0).lt(p_run), tuple(s for x in accumulators for s in add[x])), *store, *zero)
         once = For("p", p_run, minimum(end, p_run + run), const(lanes), step("load_b", ""), unroll)
         runs = For("p_run", const(0), end, const(run), (once, If((p_run + run).lt(end), keep)))
-        loop += [Scratch("kept", len(cells) * lanes, atom.acc), runs]
-        added = (If(const(run).lt(end), tuple(s for x in cells for s in add[x])),)
-    at = {(i, j): Ptr("c", const(i) * var("c_m") + j) for i, j in cells}
+        loop += [Scratch("kept", len(accumulators) * lanes, atom.acc), runs]
+        added = (If(const(run).lt(end), tuple(s for x in accumulators for s in add[x])),)
+    at = {(i, j): Ptr("c", const(i) * var("c_m") + j) for i, j in accumulators}
     tail: tuple[Stmt, ...] = ()
     if atom.mask:
         masked = (Verb("mask", "m0", count=K - end), *step("load_mask", "m0"))
@@ -134,10 +134,10 @@ def micro_kernel(atom: Atom, rows: int, columns: int, types: tuple[str, str, str
     elif lanes > 1:
         scalar = tuple(
             MacScalar(at[i, j], Ptr("a", const(i) * var("a_m") + p), Ptr("b", const(j) * var("b_n") + p))
-            for i, j in cells
+            for i, j in accumulators
         )
         tail = (For("p", end, K, const(1), scalar),)
-    sums = tuple(Reduce(f"c{i}_{j}", at[i, j], const(0)) for i, j in cells)
+    sums = tuple(Reduce(f"c{i}_{j}", at[i, j], const(0)) for i, j in accumulators)
     params = (
         Param("k"),
         Param("a", types[0], readonly=True),

@@ -1,9 +1,9 @@
-"""Activations quantised row by row, just before they are multiplied.
+"""Dynamic quantization of activations, row by row, before the product.
 
-A row of floats becomes codes of s8 and a scale: the largest magnitude is 127
+A row of floats becomes int8 values and a scale: the largest magnitude is 127
 (symmetric, no zero point). All rows are quantised first, by all threads, into
-scratch that the blocks of A are then packed from; the scales are those of the
-product's last step. A row of zeros has scale 0. A row with an infinity or a NaN
+scratch that the blocks of A are then packed from; the scales are applied by the
+epilogue. A row of zeros has scale 0. A row with an infinity or a NaN
 has a scale that is not finite, and so are its results.
 """
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from portmm.target.target import Atom
 
 TOP = 127
-"""The code of the largest magnitude."""
+"""int8 value of the largest magnitude."""
 
 
 def quantise(real: Atom, source: str) -> Function:
-    """codes[k] = round(x[k] * TOP / max |x|), *scale = max |x| / TOP."""
+    """Function that computes codes[k] = round(x[k] * TOP / max |x|), *scale = max |x| / TOP."""
     lanes, k, p = real.n, var("k"), var("p")
     whole = k - k % lanes
     rest = const(0).lt(k % lanes)
@@ -32,18 +32,18 @@ def quantise(real: Atom, source: str) -> Function:
     )
     look: tuple[Stmt, ...] = (
         Verb("zero", "most", of=real.name),
-        For("p", const(0), whole, const(lanes), _seen(real, Ptr("x", p)), 4 if lanes > 1 else 1),
-        *((If(rest, (*fill, *_seen(real, Ptr("tail")))),) if lanes > 1 else ()),
+        For("p", const(0), whole, const(lanes), _magnitudes(real, Ptr("x", p)), 4 if lanes > 1 else 1),
+        *((If(rest, (*fill, *_magnitudes(real, Ptr("tail")))),) if lanes > 1 else ()),
         Verb("store", "most", p=Ptr("peaks"), of=real.name),
         RowScale(Ptr("scale"), Ptr("inverse"), Ptr("peaks"), lanes, TOP),
     )
     write: tuple[Stmt, ...] = (
         Verb("load_a", "by", p=Ptr("inverse"), of=real.name),
-        For("p", const(0), whole, const(lanes), _coded(real, Ptr("x", p), Ptr("codes", p)), 2 if lanes > 1 else 1),
+        For("p", const(0), whole, const(lanes), _quantised(real, Ptr("x", p), Ptr("codes", p)), 2 if lanes > 1 else 1),
     )
     if lanes > 1:
         spread = For("e", const(0), k % lanes, const(1), (Move(Ptr("codes", whole + var("e")), Ptr("last", var("e"))),))
-        write += (If(rest, (*_coded(real, Ptr("tail"), Ptr("last")), spread)),)
+        write += (If(rest, (*_quantised(real, Ptr("tail"), Ptr("last")), spread)),)
     scratch: tuple[Stmt, ...] = (Scratch("peaks", lanes, "f32"), Scratch("inverse", 1, "f32"))
     if lanes > 1:
         scratch += (Scratch("tail", lanes, "f32"), Scratch("last", lanes, "s8"))
@@ -51,11 +51,11 @@ def quantise(real: Atom, source: str) -> Function:
     return Function("quantise_row", "inner", params, (*scratch, *look, *write), "codes[k], *scale = x[k], quantised")
 
 
-def _seen(real: Atom, at: Ptr) -> tuple[Stmt, ...]:
+def _magnitudes(real: Atom, at: Ptr) -> tuple[Stmt, ...]:
     return (Verb("load_b", "x0", p=at, of=real.name), Verb("amax", "most", a="x0", of=real.name))
 
 
-def _coded(real: Atom, at: Ptr, to: Ptr) -> tuple[Stmt, ...]:
+def _quantised(real: Atom, at: Ptr, to: Ptr) -> tuple[Stmt, ...]:
     return (
         Verb("load_b", "x0", p=at, of=real.name),
         Verb("zero", "y0", of=real.name),

@@ -1,10 +1,10 @@
-"""Fused expressions, as statements on vectors of a row.
+"""Element-wise expressions as statements on vectors of a row.
 
-Owns `Elements`: what computes expressions for a vector of neighbours along n, loads
-what they read, and stores what they give. What does not vary along n is computed once
-for a row. Operands are loaded whole where neighbours in memory are neighbours
-along n; others, and the last few of a row on machines without masks, pass
-through a few elements of scratch, one by one.
+Owns `Elements`, which computes expressions for a vector of neighbours along n, loads
+their operands, and stores their results. Values that do not vary along n are computed once
+for a row. Operands that are contiguous along n are loaded as vectors; others, and the
+last few elements of a row on machines without masks, are copied through a vector of
+scratch, one by one.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Elements:
         isa: the instruction set.
         real: its atom for f32, whose lanes are computed.
         fused: the expressions.
-        inner: the current row, of those that the function was given.
-        row: where that is, among all of them.
-        column: where the first column of the function is, among all of them.
-        names: expression -> the register that holds it.
-        stored: expression -> scratch that holds it for a whole row, or the one value of a reduction.
-        cell: where in such scratch the current column is, if not at its own number.
-        parts: operand -> where its current element is, if it was loaded, or will be stored, with others.
+        inner: the current row, counted in the function's rows.
+        row: the current row, counted in all rows.
+        column: the first column of the function, counted in all columns.
+        names: expression -> its register.
+        stored: expression -> its scratch, for a whole row, or the one value of a reduction.
+        cell: index of the current column in such scratch, if not its own number.
+        parts: operand -> address of its current element, where vectors of it are loaded or stored by the caller.
     """
 
     isa: Isa
@@ -59,23 +59,23 @@ class Elements:
         self.axes = varies(self.fused.steps, self.fused.operands)
 
     def scratch(self) -> tuple[Stmt, ...]:
-        """What operands that are not loaded whole pass through."""
+        """Scratch for operands that are not loaded or stored as vectors."""
         kinds = dict.fromkeys(x.dtype for x in self.fused.operands)
         return tuple(Scratch(f"few_{x}", self.real.n, x) for x in kinds)
 
     def name(self, x: Expr) -> str:
-        """The register of an expression: the same wherever it is computed."""
+        """Register of an expression: the same wherever it is computed."""
         return self.numbered.setdefault(x, f"{x.op[0] if x.op in ('acc', 'load') else 't'}{len(self.numbered)}")
 
     def once(self, wanted: list[Expr], axes: str, j: Index | None = None, few: str = "") -> tuple[Stmt, ...]:
-        """What varies along no axis but those given, of all that is wanted; at column j, where n is one of them."""
+        """Statements for the parts of the `wanted` expressions that vary along `axes` at most, at column j."""
         fixed = [x for x in self.under(wanted) if x.op != "const" and self.axes[x] <= set(axes)]
         used = {id(y) for x in self.under(wanted) if not self.axes[x] <= set(axes) for y in x.args}
         ends = [x for x in fixed if id(x) in used or any(x is y for y in wanted)]
         return self.compute(ends, j or const(0), few)
 
     def under(self, wanted: list[Expr]) -> list[Expr]:
-        """What must be computed for some expressions: what they are made of, down to what is there already."""
+        """Subexpressions that some expressions need, down to those in registers or scratch."""
         needed: dict[int, Expr] = {}
         stack = list(wanted)
         while stack:
@@ -88,26 +88,26 @@ class Elements:
         return [x for x in self.fused.steps if id(x) in needed]
 
     def compute(self, wanted: list[Expr], j: Index, few: str) -> tuple[Stmt, ...]:
-        """Leave expressions in registers, for the vector at column j of the function.
+        """Statements that compute expressions in registers, for the vector at column j of the function.
 
         Args:
             wanted: expressions.
             j: a column.
-            few: the name of how many columns are left, where they are fewer than a vector; else empty.
+            few: the name of the number of remaining columns, where they are fewer than a vector; else empty.
         """
-        found: list[Stmt] = []
+        stmts: list[Stmt] = []
         for x in self.under(wanted):
             if x.op == "const":
                 continue
             if x in self.stored:
-                found += self.kept(x, j)
+                stmts += self.kept(x, j)
             else:
-                found += self.leaf(x, j, few) if x.op not in OPS else [self.operation(x)]
+                stmts += self.leaf(x, j, few) if x.op not in OPS else [self.operation(x)]
             self.names[x] = self.name(x)
-        return tuple(found)
+        return tuple(stmts)
 
     def kept(self, x: Expr, j: Index) -> tuple[Stmt, ...]:
-        """What an earlier pass over the row has found."""
+        """Load of a value that an earlier pass over the row has stored."""
         here = Ptr(self.stored[x])
         return (
             self.broadcast(x, here)
@@ -116,12 +116,12 @@ class Elements:
         )
 
     def operation(self, x: Expr) -> Stmt:
-        """One operation on registers and literals."""
-        given = [y.args[0] if y.op == "const" else self.names[y] for y in x.args]
-        return Map(x.op, self.name(x), tuple(given), x.dtype, x.args[-1].dtype, self.real.name)
+        """Statement for one operation on registers and literals."""
+        operands = [y.args[0] if y.op == "const" else self.names[y] for y in x.args]
+        return Map(x.op, self.name(x), tuple(operands), x.dtype, x.args[-1].dtype, self.real.name)
 
     def leaf(self, x: Expr, j: Index, few: str) -> tuple[Stmt, ...]:
-        """What an expression is made of in the end."""
+        """Statements for a leaf of an expression: a number, an index, an extent or an element."""
         d = self.name(x)
         if x.op == "number":
             one = Verb("load_a", f"{d}_one", p=Ptr("numbers", const(x.args[0])), of=self.real.name)
@@ -138,7 +138,7 @@ class Elements:
         return self.load(x, j, few)
 
     def load(self, x: Expr, j: Index, few: str) -> tuple[Stmt, ...]:
-        """The elements of an operand."""
+        """Load of a vector of an operand."""
         number, d = x.args[0], self.name(x)
         operand = self.fused.operands[number]
         here = Ptr(f"x{number}")
@@ -148,7 +148,7 @@ class Elements:
             return self.broadcast(x, here)
         whole = x.dtype == "s32"
         of = self.isa.vector("s32", self.real.n) if whole else self.real
-        assert of is not None  # noqa: S101 - `lacks` said so
+        assert of is not None  # noqa: S101 - `lacks` has checked it
         if operand.dense and not few:
             return (Verb("load_c", d, p=self.parts.get(number, here + j), of=of.name),)
         if operand.dense and self.isa.spelling(of, "load_mask", operand.dtype):
@@ -160,32 +160,32 @@ class Elements:
         return (gather, Verb("load_c", d, p=Ptr(scratch), of=of.name))
 
     def broadcast(self, x: Expr, here: Ptr) -> tuple[Stmt, ...]:
-        """An element that is the same for all columns."""
+        """Load of an element that is the same for all columns, into every lane."""
         d, real = self.name(x), self.real.name
         if x.dtype == "s32":
             lanes = self.isa.vector("s32", self.real.n)
-            assert lanes is not None  # noqa: S101 - `lacks` said so
+            assert lanes is not None  # noqa: S101 - `lacks` has checked it
             return (Verb("load_a", d, p=here, of=lanes.name, to="s32"),)
         return (Verb("load_a", f"{d}_one", p=here, of=real), Map("splat", d, (f"{d}_one",), "f32", "f32", real))
 
     def few(self, count: Index) -> tuple[Stmt, ...]:
-        """A mask of the first `count` lanes, where the machine has them."""
+        """Mask of the first `count` lanes, where the machine has masks."""
         return (keep(self.real, "few", count, self.real.name),) if self.real.mask else ()
 
     def store(self, x: Expr, operand: int, j: Index, few: str) -> tuple[Stmt, ...]:
-        """Write a vector of results to an operand."""
+        """Store of a vector of results to an operand."""
         to = self.fused.operands[operand]
         if operand in self.parts:
             return self.write(x, to.dtype, self.parts[operand], const(0), few, const(1))
         here = Ptr(f"x{operand}", self.inner * var(f"x{operand}_m")) if "m" in to.axes else Ptr(f"x{operand}")
         return self.write(x, to.dtype, here, j, few, const(1) if to.dense else var(f"x{operand}_n"))
 
-    def write(  # noqa: PLR0917 - an address is three of them
+    def write(  # noqa: PLR0917 - an address takes three
         self, x: Expr, dtype: str, here: Ptr, j: Index, few: str, step: Index
     ) -> tuple[Stmt, ...]:
-        """Write a vector of results of a type to an address."""
+        """Store of a vector of results of a type at an address."""
         lanes = self.isa.vector("s32", self.real.n) if dtype == "s32" else self.real
-        assert lanes is not None  # noqa: S101 - `lacks` said so
+        assert lanes is not None  # noqa: S101 - `lacks` has checked it
         (value, before) = self.value(x)
         dense = step == const(1)
         if dense and not few:
@@ -202,17 +202,17 @@ class Elements:
         )
 
     def single(self, x: Expr, operand: int) -> tuple[Stmt, ...]:
-        """Write the one result of a row, which is in every lane."""
+        """Store of the one result of a row, which is in every lane."""
         to = self.fused.operands[operand]
         lanes = self.isa.vector("s32", self.real.n) if to.dtype == "s32" else self.real
-        assert lanes is not None  # noqa: S101 - `lacks` said so
+        assert lanes is not None  # noqa: S101 - `lacks` has checked it
         value, before = self.value(x)
         scratch = f"few_{to.dtype}"
         here = Ptr(f"x{operand}", self.inner * var(f"x{operand}_m")) if "m" in to.axes else Ptr(f"x{operand}")
         return (*before, Verb("store", value, p=Ptr(scratch), of=lanes.name), Move(here, Ptr(scratch)))
 
     def value(self, x: Expr) -> tuple[str, tuple[Stmt, ...]]:
-        """The register of a result; a literal is put in one first."""
+        """Register of a result, with the statement that loads it where it is a literal."""
         if x.op != "const":
             return self.names[x], ()
         d = self.name(x)
@@ -220,19 +220,19 @@ class Elements:
 
 
 def parameters(fused: Fused) -> list[Param]:
-    """What a function takes for its operands: where they are, their strides."""
+    """Parameters of a function for its operands: pointers and strides."""
     written = dict(fused.results)
-    found = [Param("numbers", "f32", readonly=True)] if fused.numbers else []
+    params = [Param("numbers", "f32", readonly=True)] if fused.numbers else []
     for i, x in enumerate(fused.operands):
-        found.append(Param(f"x{i}", x.dtype, readonly=i not in written))
-        found += [Param(f"x{i}_m")] if "m" in x.axes else []
-        found += [] if x.dense else [Param(f"x{i}_n")]
-    return found
+        params.append(Param(f"x{i}", x.dtype, readonly=i not in written))
+        params += [Param(f"x{i}_m")] if "m" in x.axes else []
+        params += [] if x.dense else [Param(f"x{i}_n")]
+    return params
 
 
 def arguments(fused: Fused, item: Index, row: Index, column: Index) -> list[Index | Ptr]:
-    """The arguments for `parameters`, at an element of the result."""
-    found: list[Index | Ptr] = [Ptr("numbers")] if fused.numbers else []
+    """Arguments for `parameters`, at an element of the result."""
+    args: list[Index | Ptr] = [Ptr("numbers")] if fused.numbers else []
     for i, x in enumerate(fused.operands):
         at = const(0)
         if "b" in x.axes:
@@ -243,7 +243,7 @@ def arguments(fused: Fused, item: Index, row: Index, column: Index) -> list[Inde
             at += row * var(f"x{i}_m")
         if "n" in x.axes:
             at += column if x.dense else column * var(f"x{i}_n")
-        found.append(Ptr(f"x{i}", at))
-        found += [var(f"x{i}_m")] if "m" in x.axes else []
-        found += [] if x.dense else [var(f"x{i}_n")]
-    return found
+        args.append(Ptr(f"x{i}", at))
+        args += [var(f"x{i}_m")] if "m" in x.axes else []
+        args += [] if x.dense else [var(f"x{i}_n")]
+    return args

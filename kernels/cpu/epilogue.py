@@ -1,22 +1,22 @@
-"""Sums become elements of C: the last step of a tile, while it is near.
+"""Epilogue: sums of a tile become elements of C, while the tile is in cache.
 
-A product whose C is not of the type that sums are kept in computes them in
-scratch, in the accumulator's type, over all of k; what is here then makes
-elements of C of them, one tile after the other, each just computed.
+A product whose C is not of the accumulator's type computes sums in scratch, over
+all of k; the epilogue then converts them to elements of C, tile by tile, right
+after each was computed.
 
-Integer sums are those of a quantised product. With codes a, b of values
+Integer sums are those of a quantised product. With quantized values a, b of
 a_scale[i] (a - za[i]) and b_scale[j] (b - zb[j]), and sums A[i] = sum_k a and
 B[j] = sum_k b, the exact integer is (Jacob et al., CVPR 2018, section 2.3)
 
     t = sum_k a b  -  za[i] B[j]  -  zb[j] (A[i] - k za[i])
 
 and C = a_scale[i] (b_scale[j] t) + bias[j], in f32, rounded to C's type. The
-caller gives a_zero = -za, a_sum = -(A - k za) and b_zero = zb; B follows each
-packed panel. An output that is quantised again has its scale and zero point
+caller passes a_zero = -za, a_sum = -(A - k za) and b_zero = zb; B follows each
+packed panel. The scale and zero point of a quantised output are
 folded into a_scale, b_scale and bias.
 
-Where expressions are fused in, they take these values on, still in registers, and
-write C and whatever else they give.
+Fused expressions take these values from registers, and write C and their other
+results.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from portmm.target.target import Atom, Isa
 
 ROWS = ("a_scale", "a_zero", "a_sum")
-"""What a tile needs of its rows, in the order of the parameters."""
+"""Vectors by rows of a tile, in the order of the parameters."""
 COLUMNS = ("b_scale", "bias", "b_zero", "b_sum")
-"""What it needs of its columns; the sums lie behind the panel of B."""
+"""Vectors by columns of a tile; the sums follow the panel of B."""
 _NEEDED = {
     "scale": ("a_scale", "b_scale"),
     "azero": ("a_zero", "b_sum"),
@@ -46,15 +46,15 @@ _NEEDED = {
 
 
 def needed(post: str) -> tuple[str, ...]:
-    """The vectors that a way of finishing reads."""
+    """Names of the vectors that the epilogue `post` reads."""
     wanted = {x for word in post.split("+") if word for x in _NEEDED[word]}
     return tuple(x for x in (*ROWS, *COLUMNS) if x in wanted)
 
 
-def finish(  # noqa: PLR0917 - what sums are, and what they become
+def finish(  # noqa: PLR0917 - types of the sums and of the results
     isa: Isa, atom: Atom, acc: str, to: str, post: str, text: str = ""
 ) -> Function:
-    """C[rows][columns] = the sums, of type `acc`, scaled by `post`, in the expressions of `text`, as `to`."""
+    """Function that writes C[rows][columns]: sums of type `acc`, scaled by `post`, in expressions `text`, as `to`."""
     i, j, columns = var("i"), var("j"), var("columns")
     real = isa.vector("f32", atom.n) if post or text else None
     at = (_Fused if text else _Tile)(isa, atom, real or atom, to, post, text)
@@ -72,7 +72,7 @@ def finish(  # noqa: PLR0917 - what sums are, and what they become
     whole = columns - columns % atom.n
     body: tuple[Stmt, ...] = (*at.row(i), For("j", const(0), whole, const(atom.n), at.vector(i, j)))
     if atom.n > 1:
-        # The scratch and the vectors by columns have whole vectors.
+        # The scratch and the operands by columns have whole vectors.
         body += (If(whole.lt(columns), (Let("j", whole), *at.short(i, j, columns - j))),)
     rows = For("i", const(0), var("rows"), const(1), body)
     comment = f"C[rows][columns] = {'expressions of ' if text else ''}sums, {post.replace('+', ', ')} as {to}"
@@ -80,7 +80,7 @@ def finish(  # noqa: PLR0917 - what sums are, and what they become
 
 
 class _Tile:
-    """The statements for a vector of sums, which go to C as they are or scaled."""
+    """Statements for a vector of sums, which are stored to C unchanged or scaled."""
 
     def __init__(self, isa: Isa, atom: Atom, out: Atom, to: str, post: str, text: str) -> None:  # noqa: ARG002, PLR0917
         self.isa, self.atom, self.out, self.to = isa, atom, out, to
@@ -96,21 +96,21 @@ class _Tile:
         return ()
 
     def row(self, i: Index) -> tuple[Stmt, ...]:
-        """What a row needs once."""
-        found: list[Stmt] = []
+        """Loads that a row needs once."""
+        loads: list[Stmt] = []
         for word, name in (("azero", "a_zero"), ("bzero", "a_sum")):
             if word in self.words:
-                found.append(Verb("load_a", name.replace("_", ""), p=Ptr(name, i), of=self.integers))
+                loads.append(Verb("load_a", name.replace("_", ""), p=Ptr(name, i), of=self.integers))
         if "scale" in self.words:
-            found.append(Verb("load_a", "row_scale", p=Ptr("a_scale", i), of=self.of))
-        return tuple(found)
+            loads.append(Verb("load_a", "row_scale", p=Ptr("a_scale", i), of=self.of))
+        return tuple(loads)
 
     def vector(self, i: Index, j: Index) -> tuple[Stmt, ...]:
-        """A whole vector of C."""
+        """Statements for a whole vector of C."""
         return (*self.value(i, j), Verb("store", "x", p=self.there + j, of=self.of))
 
     def short(self, i: Index, j: Index, count: Index) -> tuple[Stmt, ...]:
-        """The last `count` columns."""
+        """Statements for the last `count` columns."""
         if self.out.mask and self.isa.spelling(self.out, "store_mask", self.to):
             store = Verb("store_mask", "x", p=self.there + j, mask="m", of=self.of)
             return (keep(self.atom, "m", count, self.of), *self.value(i, j), store)
@@ -124,19 +124,19 @@ class _Tile:
         )
 
     def value(self, i: Index, j: Index) -> tuple[Stmt, ...]:
-        """Leave the elements of C in register x."""
+        """Statements that compute elements of C in register x."""
         here = Ptr("sums", i * var("wide") + j)
         if not self.words:
             return (Verb("load_c", "x", p=here, of=self.of),)
-        found: list[Stmt] = []
+        stmts: list[Stmt] = []
         if {"azero", "bzero"} & self.words:
-            found.append(Verb("load_c", "t", p=here, of=self.integers))
+            stmts.append(Verb("load_c", "t", p=here, of=self.integers))
             for word, row, column in (("azero", "azero", "b_sum"), ("bzero", "asum", "b_zero")):
                 if word in self.words:
-                    found.append(Verb("load_b", "u", p=Ptr(column, j), of=self.integers))
-                    found.append(Verb("mac", "t", row, "u", of=self.integers))
-            found.append(Verb("store", "t", p=here, of=self.integers))
-        found += [
+                    stmts.append(Verb("load_b", "u", p=Ptr(column, j), of=self.integers))
+                    stmts.append(Verb("mac", "t", row, "u", of=self.integers))
+            stmts.append(Verb("store", "t", p=here, of=self.integers))
+        stmts += [
             Verb("load_c", "y", p=here, of=self.of),
             Verb("load_b", "column_scale", p=Ptr("b_scale", j), of=self.of),
             Verb("zero", "z", of=self.of),
@@ -146,11 +146,11 @@ class _Tile:
             else Verb("zero", "x", of=self.of),
             Verb("mac", "x", "row_scale", "z", of=self.of),
         ]
-        return tuple(found)
+        return tuple(stmts)
 
 
 class _Fused(_Tile):
-    """The statements for a vector of sums that fused expressions take."""
+    """Statements for a vector of sums with fused expressions."""
 
     def __init__(self, isa: Isa, atom: Atom, out: Atom, to: str, post: str, text: str) -> None:  # noqa: PLR0917
         super().__init__(isa, atom, out, to, post, text)
@@ -169,14 +169,14 @@ class _Fused(_Tile):
 
     def row(self, i: Index) -> tuple[Stmt, ...]:
         self.at.names = {}
-        found = (*super().row(i), *self.at.once(self.wanted, "bm"))
+        stmts = (*super().row(i), *self.at.once(self.wanted, "bm"))
         self.fixed = dict(self.at.names)
-        # What is one value for a row is written with its first columns.
+        # A result of one value for a row is written with the row's first columns.
         single = [s for to, x in self.at.fused.results if self.one(to) for s in self.at.single(x, to)]
-        return (*found, If(var("column").eq(const(0)), tuple(single))) if single else found
+        return (*stmts, If(var("column").eq(const(0)), tuple(single))) if single else stmts
 
     def one(self, to: int) -> bool:
-        """A result of one value for a row."""
+        """Whether a result is one value for a row."""
         return to != C and "n" not in self.at.fused.operands[to].axes
 
     def vector(self, i: Index, j: Index) -> tuple[Stmt, ...]:
@@ -186,12 +186,12 @@ class _Fused(_Tile):
         return (Let("left", count), *self.at.few(count), *self.results(i, j, "left"))
 
     def results(self, i: Index, j: Index, few: str) -> tuple[Stmt, ...]:
-        """Compute and write every result of a vector of sums."""
+        """Statements that compute and write every result of a vector of sums."""
         self.at.names = self.fixed | {acc(): "x"}
-        found = [*self.value(i, j), *self.at.compute(self.wanted, j, few)]
+        stmts = [*self.value(i, j), *self.at.compute(self.wanted, j, few)]
         for to, x in self.at.fused.results:
             if to == C:
-                found += self.at.write(x, self.to, self.there, j, few, const(1))
+                stmts += self.at.write(x, self.to, self.there, j, few, const(1))
             elif not self.one(to):
-                found += self.at.store(x, to, j, few)
-        return tuple(found)
+                stmts += self.at.store(x, to, j, few)
+        return tuple(stmts)

@@ -1,16 +1,16 @@
-"""Attention of a few queries: their keys in runs, and the runs put together.
+"""Flash decoding: attention of a few queries, with keys split into runs that are then combined.
 
     for each item of the batch, each head of keys, each run of keys   <- threads
       for each block of keys
         s[query][key] = Q . K^T                                       dot products
-        s becomes weights, a query at a time; what was summed before is changed
+        s becomes weights, a query at a time; earlier sums are rescaled
         o[query][column] += weights . V                               micro-kernel
     for each item, each head of keys                                  <- threads
       the runs' sums become one
 
 K and V are read once, for all heads of Q that share them. Vectors hold keys, as there are too few
-queries to fill one. Runs of keys are joined by the rule that joins blocks (`online`): both sides are
-multiplied by the weight of their own largest beside the largest of both. How many runs there are
+queries to fill one. Runs of keys are combined by the rule for blocks (`online_softmax`): both sides are
+multiplied by the weight of their own maximum relative to the maximum of both. The number of runs
 follows from the sizes, so that results do not depend on threads.
 """
 
@@ -45,7 +45,7 @@ from portmm.ir.nodes import (
     var,
 )
 from portmm.kernels.cpu import dot
-from portmm.kernels.cpu.attention_geometry import FIELDS, D, Heads, M, N
+from portmm.kernels.cpu.attention_geometry import FIELDS, AttentionMemory, D, M, N
 from portmm.kernels.cpu.elementwise import Elements, arguments, parameters
 from portmm.kernels.cpu.microkernel import Shape, micro_kernel
 from portmm.kernels.cpu.online_softmax import BEFORE, KEPT, LOWEST, MOST, Bounds, divided, last, rescale, weight
@@ -60,58 +60,58 @@ if TYPE_CHECKING:
     from portmm.spec.expr import Expr
     from portmm.target.target import Atom, Isa
 
-TALL = 4
-"""Queries beside which a row of K or V is read at once."""
+QUERIES = 4
+"""Queries of a register tile, which share each load of K or V."""
 PAD = 64
-"""Scores that a row has room for past its keys: a vector."""
+"""Padding of a row of scores past its keys: a vector."""
 ROWS = M * var(FIELDS["group"])
-"""Queries that share keys."""
+"""Number of queries that share keys."""
 
 
 def build(form: Form, isa: Isa, real: Atom) -> Kernel:
-    """The kernel for few queries of a kind of attention, in lanes of `real`."""
-    a = Decode(form, isa, real, real)
+    """Kernel for few queries of a kind of attention, in lanes of `real`."""
+    a = FlashDecoding(form, isa, real, real)
     items = var("batch") // var(FIELDS["group"])
     body = (Parallel(a.run(), items * a.runs), Parallel(a.join(), items))
     entry = Function("entry", "entry", (), body, "All items and heads of keys")
-    name = f"portmm_decode_{form.held}_{real.name}"
+    name = f"portmm_decode_{form.dtype}_{real.name}"
     return Kernel(name, isa, real, entry, a.workspace(), operands=a.operands())
 
 
-class Decode(Heads):
-    """The loops of one kernel."""
+class FlashDecoding(AttentionMemory):
+    """Loops of one kernel."""
 
     @property
     def runs(self) -> Index:
-        """Runs of keys."""
+        """Number of runs of keys."""
         return ceil_div(N, var(FIELDS["run"]))
 
     @property
     def across(self) -> Index:
-        """Columns of a row of sums."""
+        """Number of columns of a row of sums."""
         return round_up(var(FIELDS["dv"]), self.real.n)
 
     @property
     def line(self) -> Index:
-        """Elements for a number of each query."""
+        """Number of elements of a vector by queries."""
         return round_up(ROWS, 64)
 
     @property
     def part(self) -> Index:
-        """Elements for what a run comes to."""
+        """Number of elements of a run's results."""
         return self.line * 3 + round_up(ROWS * self.across, 64)
 
     @property
     def shared(self) -> Index:
-        """Elements for all runs."""
+        """Number of elements for all runs."""
         return var("batch") // var(FIELDS["group"]) * self.runs * self.part
 
     def sizes(self) -> dict[str, Index]:
-        """Elements of each piece of a worker's scratch."""
+        """Number of elements of each buffer of a worker's scratch, by name."""
         return {"s": round_up(ROWS * (var(FIELDS["step"]) + PAD), 64)}
 
     def lets(self) -> tuple[Stmt, ...]:
-        """Names for the sizes."""
+        """Local names of the sizes."""
         return (
             *super().lets(),
             Let("few", var("heads") // var("group")),
@@ -119,8 +119,8 @@ class Decode(Heads):
             Let("across", self.across),
         )
 
-    def pieces(self, number: Index, more: str = "") -> tuple[Stmt, ...]:
-        """Names for what a run comes to."""
+    def buffers(self, number: Index, more: str = "") -> tuple[Stmt, ...]:
+        """Local names of the buffers of a run's results."""
         start = [Let(f"part{more}", number * self.part)]
         at: Index = var(f"part{more}")
         names = ("mosts", "sums", "changes", "o")
@@ -129,11 +129,11 @@ class Decode(Heads):
     # -- a run of keys -------------------------------------------------------
 
     def run(self) -> Function:
-        """A run of keys, all queries that share them."""
+        """Task for a run of keys and all queries that share them."""
         task, bounds = var("task"), self.form.bounds
         number, key = task % self.runs, var("run")
         end: Index = minimum(N, (number + 1) * key)
-        body: list[Stmt] = [*self.lets(), *self.scratch(), *self.pieces(task)]
+        body: list[Stmt] = [*self.lets(), *self.scratch(), *self.buffers(task)]
         body += [Let("item", task // self.runs // var("few")), Let("other", task // self.runs % var("few"))]
         body.append(self.offset())
         if self.form.lengths:
@@ -147,7 +147,7 @@ class Decode(Heads):
         return Function("run_of_keys", "task", (), tuple(body), "A run of keys, all queries that share them")
 
     def begin(self) -> tuple[Stmt, ...]:
-        """Nothing has been summed."""
+        """Initial sums and maxima."""
         real, j = self.real, var("j")
         clear = (
             Verb("store", "lowest", p=Ptr("mosts", j), of=real.name),
@@ -162,7 +162,7 @@ class Decode(Heads):
         )
 
     def block(self) -> tuple[Stmt, ...]:
-        """One block of keys."""
+        """Statements for one block of keys."""
         r, wide = var("r"), var("wide")
         head, query = var("other") * var("group") + r // M, r % M
         place = (var("item"), var("head"), var("key"), query, var("offset"), var("window"))
@@ -175,8 +175,8 @@ class Decode(Heads):
         return (
             Let("keys", minimum(var("end") - var("key"), var("step"))),
             Let("wide", var("step") + PAD),
-            Let("tall", var("rows") // TALL * TALL),
-            *self.scores(TALL, const(0), var("tall"), 4),
+            Let("tall", var("rows") // QUERIES * QUERIES),
+            *self.scores(QUERIES, const(0), var("tall"), 4),
             *self.scores(1, var("tall"), var("rows"), 8),
             For("r", const(0), var("rows"), const(1), (Let("head", head), soft)),
             If(var("first").lt(var("key")), (change,)),
@@ -184,16 +184,16 @@ class Decode(Heads):
         )
 
     def scores(self, rows: int, begin: Index, end: Index, columns: int) -> tuple[Stmt, ...]:
-        """s[query][key] = Q . K^T for some queries, as many at once as are told."""
-        r, c, held = var("r"), var("c"), self.form.held
+        """First product, s[query][key] = Q . K^T, in register tiles of `rows` queries by `columns` keys."""
+        r, c, storage = var("r"), var("c"), self.form.dtype
         whole = var("keys") - var("keys") % columns
         q = self.place("q", ("b", var("item")), ("h", var("other") * var("group"))) + r * D
         k = self.place("k", ("b", var("item")), ("h", var("other")), ("m", var("key") + c))
-        masks = self.real.mask and self.isa.spelling(self.real, "load_mask", held)
+        masks = self.real.mask and self.isa.spelling(self.real, "load_mask", storage)
         atom = self.real if masks else replace(self.real, mask="")
 
         def call(many: int) -> tuple[Stmt, ...]:
-            f = dot.micro_kernel(atom, rows, many, (held, held, "f32"), short=True)
+            f = dot.micro_kernel(atom, rows, many, (storage, storage, "f32"), short=True)
             to = Ptr("s", r * var("wide") + c)
             return (Call(f, (D, q, D, k, var(f"{self.at['k']}_m"), to, var("wide"))),)
 
@@ -204,39 +204,39 @@ class Decode(Heads):
         return (For("r", begin, end, const(rows), inner),)
 
     def values(self) -> tuple[Stmt, ...]:
-        """o[query][column] += weights . V."""
+        """Second product, o[query][column] += weights . V."""
         lanes, dv = self.real.n, var("dv")
-        wide = lanes * (4 if self.isa.registers >= 32 else 2)
-        most, whole = dv // wide * wide, dv // lanes * lanes
-        found = (
-            For("c", const(0), most, const(wide), self.columns(wide)),
+        n = lanes * (4 if self.isa.registers >= 32 else 2)
+        most, whole = dv // n * n, dv // lanes * lanes
+        loops = (
+            For("c", const(0), most, const(n), self.columns(n)),
             For("c", most, whole, const(lanes), self.columns(lanes)),
         )
         if lanes == 1:
-            return found
-        return (*found, If(whole.lt(dv), (Let("c", whole), *self.last_columns())))
+            return loops
+        return (*loops, If(whole.lt(dv), (Let("c", whole), *self.last_columns())))
 
-    def columns(self, wide: int, *, ragged: bool = False) -> tuple[Stmt, ...]:
-        """Some columns of V, for all queries."""
+    def columns(self, n: int, *, ragged: bool = False) -> tuple[Stmt, ...]:
+        """Second product for some columns of V, all queries."""
         i, c = var("i"), var("c")
         near = self.place("v", ("b", var("item")), ("h", var("other")), ("m", var("key"))) + c
 
         def call(rows: int) -> Stmt:
-            shape = Shape(rows, wide, a_packed=False, b_packed=False, b=self.form.held, ragged=ragged, unroll=2)
+            shape = Shape(rows, n, a_packed=False, b_packed=False, b=self.form.dtype, ragged=ragged, unroll=2)
             f = micro_kernel(self.real, shape)
-            f = replace(f, name=f"values_{rows}x{wide}{'_last' if ragged else ''}")
+            f = replace(f, name=f"values_{rows}x{n}{'_last' if ragged else ''}")
             args = (var("keys"), Ptr("s", i * var("wide")), var("wide"), const(1), near, var(f"{self.at['v']}_m"))
             to = (Ptr("o", i * var("across") + c), var("across"))
-            return Call(f, (*args, *to, minimum(var("dv") - c, wide), var("first").lt(var("key"))))
+            return Call(f, (*args, *to, minimum(var("dv") - c, n), var("first").lt(var("key"))))
 
         return (
-            For("i", const(0), var("tall"), const(TALL), (call(TALL),)),
+            For("i", const(0), var("tall"), const(QUERIES), (call(QUERIES),)),
             For("i", var("tall"), var("rows"), const(1), (call(1),)),
         )
 
     def last_columns(self) -> tuple[Stmt, ...]:
-        """Columns of V that do not fill a vector: masked, or one by one."""
-        if self.real.mask and self.isa.spelling(self.real, "load_mask", self.form.held):
+        """Second product for the columns of V that do not fill a vector: masked, or one by one."""
+        if self.real.mask and self.isa.spelling(self.real, "load_mask", self.form.dtype):
             return self.columns(self.real.n, ragged=True)
         i, j, p = var("i"), var("j"), var("p")
         v = self.place("v", ("b", var("item")), ("h", var("other")), ("m", var("key") + p)) + j
@@ -251,7 +251,7 @@ class Decode(Heads):
     # -- all runs ------------------------------------------------------------
 
     def join(self) -> Function:
-        """The runs of an item and a head of keys become results."""
+        """Task that combines the runs of an item and a head of keys into results."""
         task, i, head = var("task"), var("i"), var("other") * var("group")
         names = ("mosts", "sums", "changes", "o")
         args: tuple[Index | Ptr, ...] = (var("rows"), var("across"), *map(Ptr, names))
@@ -261,12 +261,12 @@ class Decode(Heads):
             const(1),
             self.runs,
             const(1),
-            (*self.pieces(task * self.runs + var("r"), "_next"), Call(joined(self.isa, self.real), args)),
+            (*self.buffers(task * self.runs + var("r"), "_next"), Call(joined(self.isa, self.real), args)),
         )
         to = self.place("o", ("b", var("item")), ("h", head))
         ends = (var("rows"), var("dv"), Ptr("o"), var("across"), Ptr("sums"), to, var(f"{self.at['o']}_m"))
         body: list[Stmt] = [*self.lets(), Let("item", task // var("few")), Let("other", task % var("few"))]
-        body += [*self.pieces(task * self.runs), runs]
+        body += [*self.buffers(task * self.runs), runs]
         body.append(Call(last(self.isa, self.real, lse=self.form.lse), (var("rows"), Ptr("sums"), Ptr("mosts"))))
         body.append(Call(divided(self.isa, self.real, self.form.to), ends))
         if self.form.lse:
@@ -276,7 +276,7 @@ class Decode(Heads):
 
 
 class _Keys(Elements):
-    """Elements of one query that know its position and the window."""
+    """Expressions on the scores of one query, with its position and the window."""
 
     __slots__ = ()
 
@@ -288,7 +288,7 @@ class _Keys(Elements):
 
 
 def weights(isa: Isa, real: Atom, text: str, bounds: Bounds) -> Function:
-    """s[keys], the scores of one query, become weights; its largest, its sum and its change follow."""
+    """Function that turns s[keys], the scores of one query, into weights, and updates its maximum, sum and change."""
     scores = parse(text)
     ((_, score),) = scores.results
     score = select(bounds.seen("p", "n"), score, float("-inf")) if bounds else score
@@ -299,7 +299,7 @@ def weights(isa: Isa, real: Atom, text: str, bounds: Bounds) -> Function:
     name, n, lanes = real.name, var("keys"), real.n
     whole, j = n - n % lanes, var("j")
     fixed: tuple[Stmt, ...] = at.once([score], "bhmpw")
-    held = dict(at.names)
+    row_names = dict(at.names)
 
     def every(step: Callable[[Index, str], tuple[Stmt, ...]]) -> tuple[Stmt, ...]:
         loop = For("j", const(0), whole, const(lanes), step(j, ""))
@@ -309,12 +309,12 @@ def weights(isa: Isa, real: Atom, text: str, bounds: Bounds) -> Function:
         return (loop, If(whole.lt(n), rest))
 
     def largest(j: Index, few: str) -> tuple[Stmt, ...]:
-        at.names = held | {acc(): at.name(acc())}
-        found = [Verb("load_c", at.names[acc()], p=Ptr("s", j), of=name), *at.compute([score], j, few)]
+        at.names = row_names | {acc(): at.name(acc())}
+        stmts = [Verb("load_c", at.names[acc()], p=Ptr("s", j), of=name), *at.compute([score], j, few)]
         value, before = at.value(score)
-        found += before
+        stmts += before
         if few:
-            found += [
+            stmts += [
                 Map("lanes", "place", (), "s32", "s32", name, const(0)),
                 Map("whole", "count", (), "s32", "s32", name, var(few)),
                 Map("lt", "there", ("place", "count"), "mask", "s32", name),
@@ -322,14 +322,14 @@ def weights(isa: Isa, real: Atom, text: str, bounds: Bounds) -> Function:
             ]
             value = "kept"
         store = Verb("store", value, p=Ptr("s", j), of=name)
-        return (*found, store, Map("greater", "most", (value, "most"), "f32", "f32", name))
+        return (*stmts, store, Map("greater", "most", (value, "most"), "f32", "f32", name))
 
     def weigh(j: Index, few: str) -> tuple[Stmt, ...]:  # noqa: ARG001 - past the last key are scores of -inf
         at.names = {MOST: "largest", KEPT: at.name(KEPT)}
-        found = [Verb("load_c", at.names[KEPT], p=Ptr("s", j), of=name), *at.compute([weighed], j, "")]
+        stmts = [Verb("load_c", at.names[KEPT], p=Ptr("s", j), of=name), *at.compute([weighed], j, "")]
         value = at.names[weighed]
         store = Verb("store", value, p=Ptr("s", j), of=name)
-        return (*found, store, Map("add", "sum", ("sum", value), "f32", "f32", name))
+        return (*stmts, store, Map("add", "sum", ("sum", value), "f32", "f32", name))
 
     def spread(into: str, p: Ptr) -> tuple[Stmt, ...]:
         one = Verb("load_a", f"{into}_one", p=p, of=name)
@@ -352,7 +352,7 @@ def weights(isa: Isa, real: Atom, text: str, bounds: Bounds) -> Function:
 
 
 def joined(isa: Isa, real: Atom) -> Function:
-    """What two runs come to together, in the place of the first."""
+    """Function that combines two runs of keys, in place of the first."""
     mine, other = weight(BEFORE, MOST), weight(KEPT, MOST)
     at = Elements(isa, real, Fused((), ((C, mine), (C, other))))
     name, j, i = real.name, var("j"), var("i")

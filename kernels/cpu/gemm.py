@@ -1,4 +1,4 @@
-"""The blocked product: loops around a micro-kernel.
+"""Blocked GEMM: loops around a micro-kernel.
 
     for each MC rows by NC columns   (C block, L3)   <- threads
       for each KC of k               (A block, L2; packed or in place)
@@ -12,17 +12,17 @@ packed by the thread that uses it, right before it does, a few panels at a time:
 it is read from memory once per MC rows, in long runs, and no packed copy of it
 goes out to L3 and back. Where many blocks of rows would pack it again, all of it
 is packed once instead; full panels then stream well at any depth. A thread keeps
-a block of C until it is done, so that the passes over C stay in L3 and threads
-never wait for each other. While one tile is worked on, the next is asked for.
+a block of C until it is complete, so that the passes over C stay in L3 and threads
+never wait for each other. While one tile is computed, the next is prefetched.
 
-A tile extent of ALL leaves its loop out, and either operand may be read in
+A tile extent of ALL omits its loop, and either operand may be read in
 place, so that small, thin and tall products are the same program with fewer
 loops. Slices of A within a block have nearly equal heights: no sliver of one
-row is left over. Threads share out blocks of C, or whole items of a batch; no
-two of them write the same element and none splits a chain along k, so that the
-result does not depend on how many there are. Only `over="k"`, for a C too small
-to share or a B whose rows are better not cut, gives each thread a run of k and a
-C of its own, summed in the end.
+row is left over. Blocks of C, or whole items of a batch, are distributed over threads;
+no two of them write the same element and none splits a chain along k, so that the
+result does not depend on the number of threads. Only `over="k"` (split-K), for a C too
+small to distribute or a B whose rows are better not cut, gives each thread a run of k
+and a C of its own, summed at the end.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from portmm.kernels.cpu.blocking import TASKS_PER_WORKER, WORKERS, Blocks, M, N
 from portmm.kernels.cpu.dynamic_quantization import quantise
 from portmm.kernels.cpu.elementwise import arguments
 from portmm.kernels.cpu.epilogue import ROWS, finish, needed
-from portmm.kernels.cpu.int4_panels import decoding, totalling, unfolding
+from portmm.kernels.cpu.int4_panels import dequantize, group_sums, int4_micro_kernel
 from portmm.kernels.cpu.microkernel import Shape, micro_kernel
 from portmm.kernels.cpu.prefetch import next_item, next_panel
 from portmm.kernels.cpu.summation_runs import kept, over_k
@@ -76,11 +76,11 @@ MOST_UNROLLED = 128
 """Multiply-adds of a fully unrolled micro-kernel: past that, compiling costs more than the loop."""
 
 PACK_PREFETCH = 8
-"""Rows of B that packing asks for ahead: a miss takes as long as copying some rows."""
+"""Prefetch distance of packing, in rows of B: a miss takes as long as copying some rows."""
 
 
 def build(s: Schedule, isa: Isa, atom: Atom, loops: type[Gemm] | None = None) -> Kernel:
-    """The kernel that computes C = A . B by schedule `s`, in these loops or those of vectors."""
+    """Kernel that computes C = A . B by schedule `s`, in the loops of `Gemm` or of a subclass."""
     g = (loops or Gemm)(s, isa, atom)
     entry = Function("entry", "entry", (), g.entry(), "All products of the batch")
     constants: tuple[tuple[str, int], ...] = ()
@@ -90,21 +90,21 @@ def build(s: Schedule, isa: Isa, atom: Atom, loops: type[Gemm] | None = None) ->
         constants += (("a_m", k), ("a_k", 1)) if s.a == "row" else (("a_m", 1), ("a_k", m))
         constants += (("b_k", n), ("b_n", 1)) if s.b == "row" else (("b_k", 1), ("b_n", k))
     a, b, c = s.types
-    types = (("a", s.source or a), ("b", {"packed": g.given[1], "codes": "s32"}.get(s.b, b)), ("c", c))
+    types = (("a", s.source or a), ("b", {"packed": g.read_types[1], "codes": "s32"}.get(s.b, b)), ("c", c))
     name, operands = str(s.name(atom)), operand_types(s.fused)
     work = g.workspace()
     return Kernel(name, isa, atom, entry, work, swap=s.swap, types=types, constants=constants, operands=operands)
 
 
 class Gemm(Blocks):
-    """The loops of one kernel, as statements."""
+    """Loops of one kernel, as statements."""
 
     __slots__ = ()
 
     # -- loops over blocks ---------------------------------------------------
 
     def entry(self) -> tuple[Stmt, ...]:
-        """Every item of the batch."""
+        """Loop over the items of the batch."""
         if self.s.over == "batch":
             items = Function("items", "task", (), self.items(), "A share of the batch, one item after the other")
             return (Parallel(items, self.chunks),)
@@ -114,9 +114,9 @@ class Gemm(Blocks):
         return (For("item", const(0), var("batch"), const(1), body),)
 
     def quantised(self) -> tuple[Stmt, ...]:
-        """The rows of A as codes, a few for each task."""
+        """Quantization of the rows of A to int8, a few rows for each task."""
         real = self.isa.quantises(self.atom, self.s.source)
-        assert real is not None  # noqa: S101 - or the ISA would not have been chosen
+        assert real is not None  # noqa: S101 - else the ISA would not have been selected
         i, tasks = var("i"), minimum(M, WORKERS * TASKS_PER_WORKER)
         row = self.operand("a", i * var("a_m"))
         args = (var("k"), row, Ptr("codes", i * self.quantised_step), Ptr("scales", i))
@@ -133,16 +133,16 @@ class Gemm(Blocks):
         return (Parallel(share, tasks, (var("item"),)),)
 
     def summed(self) -> tuple[Stmt, ...]:
-        """One item: a C per run of k, then their sum, in the order of k."""
+        """Split-K for one item: a C per run of k, then their sum, in the order of k."""
         j, run, item = var("j"), var("run"), var("item")
-        steps, runs, pieces = var("steps"), var("runs"), ceil_div(N, SUM_COLUMNS)
+        steps, runs, segments = var("steps"), var("runs"), ceil_div(N, SUM_COLUMNS)
         counts = (
             Let("kb", self.kb),
             Let("steps", ceil_div(self.k, var("kb"))),
             Let("runs", minimum(WORKERS, steps)),
         )
         partial = Ptr("work", self.own_size * WORKERS)
-        blocks = For("block", const(0), self.blocks * self.shares, const(1), self.block(var("block")))
+        blocks = For("block", const(0), self.blocks * self.column_chunks, const(1), self.block(var("block")))
         part = (
             *counts,
             Let("k_first", steps * var("task") // runs * var("kb")),
@@ -153,10 +153,10 @@ class Gemm(Blocks):
         c = self.operand("c", var("i") * var("c_m") + j)
         row = partial + var("i") * N + j
         first, last = var("j_first"), var("j_last")
-        # Run by run, because the runs of one element lie a whole C apart: often in one set of L1.
+        # Run by run, because the runs of one element are a whole C apart: often in one set of L1.
         total = (
-            Let("i", var("task") // pieces),
-            Let("j_first", var("task") % pieces * SUM_COLUMNS),
+            Let("i", var("task") // segments),
+            Let("j_first", var("task") % segments * SUM_COLUMNS),
             Let("j_last", minimum(N, first + SUM_COLUMNS)),
             *counts,
             For("j", first, last, const(1), (Move(c, row),)),
@@ -164,23 +164,23 @@ class Gemm(Blocks):
         )
         one = Function("run_of_k", "task", (Param("item"),), part, "All of C over a run of k")
         sums = Function("sum_runs", "task", (Param("item"),), total, "A piece of a row of C: the sum over runs")
-        return (Parallel(one, self.runs, (item,)), Parallel(sums, M * pieces, (item,)))
+        return (Parallel(one, self.runs, (item,)), Parallel(sums, M * segments, (item,)))
 
     @property
     def chunks(self) -> Index:
-        """Shares of the batch."""
+        """Number of tasks that the batch is divided into."""
         return minimum(var("batch"), WORKERS * TASKS_PER_WORKER)
 
     def items(self) -> tuple[Stmt, ...]:
-        """A share of the batch."""
+        """Loop over one task's items of the batch."""
         task, batch = var("task"), var("batch")
         first, last = batch * task // self.chunks, batch * (task + 1) // self.chunks
         return (For("item", first, last, const(1), self.product()),)
 
     def product(self) -> tuple[Stmt, ...]:
-        """One item: every block of C, shared out, or in order when threads share the batch."""
+        """Loop over the blocks of C of one item: parallel tasks, or in order when the batch is parallel."""
         if self.s.over == "batch":
-            return (For("block", const(0), self.blocks * self.shares, const(1), self.block(var("block"))),)
+            return (For("block", const(0), self.blocks * self.column_chunks, const(1), self.block(var("block"))),)
         pack: tuple[Stmt, ...] = ()
         if self.s.once:
             groups, cuts = ceil_div(ceil_div(N, self.s.nr), self.near), self.cuts
@@ -190,21 +190,21 @@ class Gemm(Blocks):
                 *self.pack_b(ceil_div(N, self.s.nr)),
             )
             packer = Function("pack_share", "task", (Param("item"),), body, "Some rows of a few panels of B")
-            # Items that share one B share its panels.
-            anew = const(0).lt(var("item").eq(0) + (1 - var("b_batch").eq(0)))
-            pack = (If(anew, (Parallel(packer, groups * cuts, (var("item"),)),)),)
+            # Items with the same B use the same panels.
+            fresh_b = const(0).lt(var("item").eq(0) + (1 - var("b_batch").eq(0)))
+            pack = (If(fresh_b, (Parallel(packer, groups * cuts, (var("item"),)),)),)
         comment = "A block of rows by a share of the columns of C"
         task = Function("block", "task", (Param("item"),), self.block(var("task")), comment)
-        return (*pack, Parallel(task, self.blocks * self.shares, (var("item"),)))
+        return (*pack, Parallel(task, self.blocks * self.column_chunks, (var("item"),)))
 
     # -- one block of C ------------------------------------------------------
 
     def block(self, number: Index) -> tuple[Stmt, ...]:
-        """Rows by columns of C; `number` counts shares of columns within blocks of rows."""
+        """Statements for one block of C; `number` counts chunks of columns within blocks of rows."""
         s = self.s
-        single = self.shares == const(1)
-        index, share = (number, const(0)) if single else (number // var("shares"), number % var("shares"))
-        blocks, shares = self.blocks, var("shares")
+        single = self.column_chunks == const(1)
+        index, chunk = (number, const(0)) if single else (number // var("shares"), number % var("shares"))
+        blocks, chunks = self.blocks, var("shares")
         panels = ceil_div(N, s.nr)
         rows = M * (index + 1) // blocks - var("row") if s.mc else M
         inside: tuple[Stmt, ...] = (Let("kd", self.depth), *self.pack_a(), *self.totals(), *self.macro())
@@ -213,11 +213,11 @@ class Gemm(Blocks):
             inside = (*((Let("kb", self.kb),) if s.kc else ()), *self.scratch(), *inside)
         return (
             *self.quantised_rows(),
-            *(() if single else (Let("shares", self.shares),)),
+            *(() if single else (Let("shares", self.column_chunks),)),
             Let("row", M * index // blocks if s.mc else const(0)),
             Let("rows", rows),
-            Let("first", const(0) if single else self.share_start(share, shares) * s.panels),
-            Let("last", panels if single else minimum(panels, self.share_start(share + 1, shares) * s.panels)),
+            Let("first", const(0) if single else self.chunk_start(chunk, chunks) * s.panels),
+            Let("last", panels if single else minimum(panels, self.chunk_start(chunk + 1, chunks) * s.panels)),
             Let("slices", ceil_div(var("rows"), s.mr)),
             Let("height", var("rows") // var("slices")),
             Let("taller", var("rows") % var("slices")),
@@ -227,27 +227,27 @@ class Gemm(Blocks):
         )
 
     def ready(self) -> tuple[Stmt, ...]:
-        """What comes before the first tile of a block."""
+        """Statements before the first tile of a block."""
         return ()
 
     def done(self) -> tuple[Stmt, ...]:
-        """What comes after the last tile of a block."""
+        """Statements after the last tile of a block."""
         return ()
 
     def scratch(self) -> tuple[Stmt, ...]:
-        """Where sums are kept until they are finished: in place of C."""
+        """Scratch for sums until the epilogue, in place of C."""
         s = self.s
         if not self.finishes:
             return ()
         place = LetPtr("cp", self.private() + (self.b_size + self.a_size), self.acc)
         if not s.kc:
             return (place, Let("c_wide", const(s.nr * s.panels)))
-        share = (var("last") - var("first")) * s.nr
-        deep = Let("deep", var("kb").lt(self.k))
-        return (place, deep, Let("c_wide", var("deep") * share + (1 - var("deep")) * (s.nr * s.panels)))
+        width = (var("last") - var("first")) * s.nr
+        several = Let("deep", var("kb").lt(self.k))
+        return (place, several, Let("c_wide", var("deep") * width + (1 - var("deep")) * (s.nr * s.panels)))
 
     def slice_(self) -> tuple[Stmt, ...]:
-        """The i-th of nearly equal slices of the block's rows."""
+        """Bounds of the i-th of nearly equal slices of the block's rows."""
         i, taller = var("i"), var("taller")
         return (
             Let("h", var("height") + i.lt(taller)),
@@ -255,22 +255,22 @@ class Gemm(Blocks):
         )
 
     def pack_a(self) -> tuple[Stmt, ...]:
-        """Pack the block of A, slice by slice."""
+        """Packing of the block of A, slice by slice."""
         s = self.s
         if not s.pack_a:
             return ()
-        pack = packing.pack_a(self.isa, self.lines, s.mr, s.a, s.types[0], self.atom.left)
+        pack = packing.pack_a(self.isa, self.move_atom, s.mr, s.a, s.types[0], self.atom.left)
         elements = (self.filled(self.pc, var("kd")),) if s.kr > 1 else ()
         args = (var("kd"), *elements, var("h"), *self.unpacked_a(), Ptr("ap", var("r") * var("kd")))
         loop = For("i", const(0), var("slices"), const(1), (*self.slice_(), Call(pack, args)))
         return (LetPtr("ap", self.private() + self.b_size, self.atom.left), loop)
 
     def macro(self) -> tuple[Stmt, ...]:
-        """Every register tile of the block; a panel of B stays in L1 meanwhile."""
+        """Macro-kernel: every register tile of the block, while a panel of B stays in L1."""
         s = self.s
         if s.panels == 1:
             return (self.visits(1, var("first"), var("last")),)
-        # The last panel may be ragged, which only single visits handle.
+        # The last panel may be partial, which only visits of one panel handle.
         whole = (N // s.nr - var("first")) // s.panels * s.panels
         safe = maximum(0, minimum((var("last") - var("first")) // s.panels * s.panels, whole))
         return (
@@ -280,7 +280,7 @@ class Gemm(Blocks):
         )
 
     def visits(self, panels: int, begin: Index, end: Index) -> Stmt:
-        """A loop over panels, or groups of them; within it one over slices of A."""
+        """Loop over panels, or groups of them, around one over slices of A."""
         s = self.s
         if s.pack_b and not s.once:
             near = self.near
@@ -289,33 +289,33 @@ class Gemm(Blocks):
         return self.tiles(panels, begin, end)
 
     def tiles(self, panels: int, begin: Index, end: Index) -> Stmt:
-        """Register tiles of a run of panels."""
+        """Loop over the register tiles of a run of panels."""
         s = self.s
         body = (
             Let("column", var("j") * s.nr),
             Let("columns", minimum(N - var("column"), panels * s.nr)),
-            LetPtr("bp", self.panel(), self.given[1], readonly=True),
+            LetPtr("bp", self.panel(), self.read_types[1], readonly=True),
             *self.across(panels),
             For("i", const(0), var("slices"), const(1), (*self.slice_(), *self.visit(panels), *self.finish())),
         )
         return For("j", begin, end, const(panels), body)
 
     def across(self, panels: int) -> tuple[Stmt, ...]:  # noqa: ARG002 - for vectors, nothing
-        """What comes before the first slice of A that a run of panels meets."""
+        """Statements before the first slice of A of a run of panels."""
         return ()
 
     def visit(self, panels: int) -> tuple[Stmt, ...]:
-        """The micro-kernel of the slice's height, for each run of a block of k that has many."""
+        """Micro-kernel call for the slice's number of rows, for each run of a block of k that has several."""
         visit = self.by_height(lambda height: self.call(height, panels))
         return (For("p_run", const(0), var("kd"), var("run"), visit),) if self.many else visit
 
     def by_height(self, call: Callable[[int], Stmt]) -> tuple[Stmt, ...]:
-        """What `call` gives for the slice's height."""
+        """Dispatch of `call` on the slice's number of rows (MR variants)."""
         cases = tuple((h, (call(h),)) for h in self.s.heights)
         return cases[0][1] if len(cases) == 1 else (Switch(var("h"), cases),)
 
     def panel(self) -> Ptr:
-        """The current panel of B."""
+        """Address of the current panel of B."""
         s = self.s
         if s.once:
             return Ptr("work", (var("j") * self.b_step + self.pc * s.nr) * self.scaled("b"))
@@ -326,10 +326,10 @@ class Gemm(Blocks):
         return self.source(var("column"), self.pc)
 
     def pack_b(self, end: Index) -> tuple[Stmt, ...]:
-        """Pack a few panels from `jg` on: all at once, or one by one where the last is short."""
-        s, near, atom = self.s, self.near, self.lines
-        q, jg, held, to = var("q"), var("jg"), s.types[1], atom.right
-        if s.once:  # at its place among all panels
+        """Packing of a few panels from `jg` on: all together, or one by one where the last is partial."""
+        s, near, atom = self.s, self.near, self.move_atom
+        q, jg, storage, to = var("q"), var("jg"), s.types[1], atom.right
+        if s.once:  # at its position among all panels
             row, step = var("p_first"), self.b_step
             depth, base = minimum(self.k - row, self.k if self.unshifts else PACK_ROWS), Ptr("work")
             first, place = row * s.nr, q * step
@@ -341,9 +341,9 @@ class Gemm(Blocks):
         if s.b == "codes":
             words = (row * s.kr // CODES_KR, ceil_div((row + depth) * s.kr, CODES_KR))
             args = (*words, self.operand("b", q * var("b_n")), Ptr("panels", first + place))
-            unfold = Call(unfolding(self.isa, atom, family(s.family)), args)
-            return (LetPtr("panels", base, to), For("q", jg, minimum(end, jg + near), const(1), (unfold,)))
-        one = packing.pack_b(self.isa, atom, s.nr, s.b, held, to)
+            repack = Call(dequantize(self.isa, atom, family(s.family)), args)
+            return (LetPtr("panels", base, to), For("q", jg, minimum(end, jg + near), const(1), (repack,)))
+        one = packing.pack_b(self.isa, atom, s.nr, s.b, storage, to)
         column = q * s.nr
         panels = LetPtr("panels", base, to)
         elements = self.filled(row, depth)
@@ -357,10 +357,10 @@ class Gemm(Blocks):
         singly = (For("q", jg, minimum(end, jg + near), const(1), single),)
         if near == 1 or s.b != "row":
             return (panels, *singly)
-        rows = packing.pack_b_rows(atom, s.nr, near, PACK_PREFETCH, held, to)
+        rows = packing.pack_b_rows(atom, s.nr, near, PACK_PREFETCH, storage, to)
         full = elements // s.kr if s.kr > 1 else depth
         together: tuple[Stmt, ...] = (Call(rows, (full, self.source(jg * s.nr, row), var("b_k"), group, step)),)
-        if s.kr > 1:  # what is left of k after whole units
+        if s.kr > 1:  # the remainder of k after whole units
             rest = For("q", jg, jg + near, const(1), (Call(one, (depth, elements, full, *source, here)),))
             together += (If(full.lt(depth), (rest,)),)
         together += (For("q", jg, jg + near, const(1), sums),) if sums else ()
@@ -368,7 +368,7 @@ class Gemm(Blocks):
         return (panels, If(whole.lt((jg + near) * s.nr), singly, together))
 
     def call(self, height: int, panels: int) -> Stmt:
-        """One visit of the micro-kernel of that height."""
+        """Call of the micro-kernel of so many rows on one register tile."""
         s = self.s
         shape = Shape(
             rows=height,
@@ -381,15 +381,15 @@ class Gemm(Blocks):
             unroll=_unroll(self.atom.strips(height) * (panels * s.nr // self.atom.n), s.static[2] if s.static else 0),
             inline=s.static is not None,
             ragged=s.static is None or s.static[1] % s.nr != 0,
-            a=self.given[0],
-            b=self.given[1],
+            a=self.read_types[0],
+            b=self.read_types[1],
             final=s.types[2] if self.finishes else "",
             unshift=("" if not self.unshifts else "block" if s.pack_b and not s.once else "whole"),
             chained=self.chained or self.parts,
             parts=self.parts,
         )
-        if self.decodes:
-            return Call(decoding(self.isa, self.atom, family(s.family), shape), self.decoded())
+        if self.int4_in_place:
+            return Call(int4_micro_kernel(self.isa, self.atom, family(s.family), shape), self.decoded())
         row = var("row") + var("r")
         args: list[Index | Ptr] = [minimum(var("run"), var("kd") - var("p_run")) if self.many else var("kd")]
         args += self.rows_of_a(self.before)
@@ -399,7 +399,7 @@ class Gemm(Blocks):
         if panels > 1:
             args.append(self.panel_step or const(0))
         if shape.unshift:
-            args.append(packing.sums_at(var("kd") if shape.unshift == "block" else self.k, s.nr, self.given[1]))
+            args.append(packing.sums_at(var("kd") if shape.unshift == "block" else self.k, s.nr, self.read_types[1]))
         before = (var("run_start") if self.parts else self.start).lt(self.pc + self.before)
         args += [self.result(row, var("column")), self.c_step, var("columns"), before]
         args += kept(self, row, var("column")) if self.parts else ()
@@ -408,44 +408,44 @@ class Gemm(Blocks):
         return Call(micro_kernel(self.atom, shape), tuple(args))
 
     def decoded(self) -> tuple[Index | Ptr, ...]:
-        """The arguments of a visit of the micro-kernel that reads codes."""
+        """Arguments of the micro-kernel that reads int4 values."""
         row, groups = var("row") + var("r"), self.groups_of_k
-        sums = [Ptr(x, var("r") * count) for x, (_, count) in self.totalled.items()]
+        sums = [Ptr(x, var("r") * count) for x, (_, count) in self.group_sum_buffers.items()]
         rest = (groups, self.result(row, var("column")), self.c_step, var("columns"))
         return (var("k"), *self.rows_of_a(const(0)), Ptr("bp"), *sums, *rest)
 
     def rows_of_a(self, before: Index) -> tuple[Index | Ptr, ...]:
-        """The slice of A, from so many units on: where it is packed, or where it lies."""
+        """Address and strides of the slice of A, from so many units on: packed, or in place."""
         if self.s.pack_a:
             return (Ptr("ap", var("r") * var("kd") + before * var("h")),)
         return self.left(var("row") + var("r"), self.pc + before)
 
     def totals(self) -> tuple[Stmt, ...]:
-        """Sums of A over groups of codes, once for all panels."""
+        """Sums of A over quantization groups, computed once for all panels."""
         s = self.s
-        if not self.decodes:
+        if not self.int4_in_place:
             return ()
         place = self.private() + (self.b_size + self.a_size + self.c_size)
 
         def call(height: int) -> Stmt:
-            shape = Shape(rows=height, nr=s.nr, a_packed=s.pack_a, a=self.given[0])
-            to = [Ptr(x, var("r") * count) for x, (_, count) in self.totalled.items()]
+            shape = Shape(rows=height, nr=s.nr, a_packed=s.pack_a, a=self.read_types[0])
+            to = [Ptr(x, var("r") * count) for x, (_, count) in self.group_sum_buffers.items()]
             real = self.isa.vector("f32", self.atom.n)
-            assert real is not None  # noqa: S101 - or the atom would not serve codes
+            assert real is not None  # noqa: S101 - else the atom would not support int4 values
             return Call(
-                totalling(self.atom, real, family(s.family), shape),
+                group_sums(self.atom, real, family(s.family), shape),
                 (var("k"), *self.rows_of_a(const(0)), *to, self.groups_of_k),
             )
 
         loop = For("i", const(0), var("slices"), const(1), (*self.slice_(), *self.by_height(call)))
         names = []
-        for name, (dtype, count) in self.totalled.items():
+        for name, (dtype, count) in self.group_sum_buffers.items():
             names.append(LetPtr(name, place, dtype))
-            place += self.kept_of_rows(count)
+            place += self.row_buffer_size(count)
         return (*names, loop)
 
     def finish(self) -> tuple[Stmt, ...]:
-        """Turn the sums of the tile into C after the last block of k."""
+        """Epilogue of the tile, after the last block of k."""
         if not self.finishes:
             return ()
         row = var("row") + var("r")
@@ -453,7 +453,7 @@ class Gemm(Blocks):
         vectors = []
         for name in needed(self.s.post):
             if name == "b_sum":  # behind the panel, of which this is the last block of k
-                vectors.append(Ptr("bp", packing.sums_at(self.k, self.s.nr, self.given[1]) - self.pc * self.s.nr))
+                vectors.append(Ptr("bp", packing.sums_at(self.k, self.s.nr, self.read_types[1]) - self.pc * self.s.nr))
             elif name == "a_scale" and self.s.source:
                 vectors.append(Ptr("scales", row))
             else:
@@ -464,14 +464,14 @@ class Gemm(Blocks):
             place = (var("item"), row, var("column"))
             more = (*place, *arguments(parse(self.s.fused), *place))
         call = Call(
-            finish(self.isa, self.sum_lines, self.acc, self.s.types[2], self.s.post, self.s.fused),
+            finish(self.isa, self.sum_atom, self.acc, self.s.types[2], self.s.post, self.s.fused),
             (*tile, *vectors, into, var("c_m"), *more),
         )
         return (If((var("pc") + var("kd")).eq(self.k), (call,)),) if self.s.kc else (call,)
 
 
 def _unroll(macs: int, depth: int) -> int:
-    """Steps of k to write out: all of a short one, else until loop control is a tenth of the work."""
+    """Unroll factor along k: all steps of a short k, else until loop control is a tenth of the work."""
     if 1 < depth <= MOST_UNROLLED // macs:
         return depth
     return 4 if macs < 8 else 2 if macs < 16 else 1

@@ -1,21 +1,20 @@
-"""Weights of four bits: panels of codes, unfolded into panels of numbers.
+"""int4 weights in panels: dequantized into panels of floats, or within the micro-kernel.
 
-A panel of codes is, for each group of rows, a row of NR scales and one of NR
-offsets, both f32, then the group's words [word][NR]: eight codes of one column,
-at the bits that `dtype.CODES_AT` says. A weight is scale * code + offset, one
-multiply-add in f32, rounded once more where the panel that it goes to holds a
-narrower type. In a last word that k does not fill the codes are zero.
+An int4 panel is, for each quantization group, a row of NR scales and one of NR
+offsets, both f32, then the group's words [word][NR]: eight int4 values of one column,
+at the bits of `dtype.CODES_AT`. A weight is scale * q + offset, one
+multiply-add in f32, rounded once more where the target panel holds a
+narrower type. A last word that k does not fill is padded with zeros.
 
-Few rows of floats, and any number of quantised ones, are multiplied by codes as
-they lie: the sum over a group is scale * sum_k a (code - 8) + (offset + 8 scale) * sum_k a,
-so that only the codes become numbers for each element, and scales are applied once
-a group. Codes of weights around 0 are around 8: of codes themselves both sums would
-be large, and cancel. Where that would take more instructions, codes of even k are 16
-less, and others as they are: sums grow as slowly, and start at 8 times the difference
-of sums of A that makes good for it. With an A of s8, sums of codes start at
--8 * sum_k a; they are exact, in s32: 1920 a step at most, which
-reaches 2**31 at a group of a million rows. Sums over groups, and those of floats within a group that is longer,
-are added up in runs (`summation`).
+Few rows of floats, and any number of quantised ones, are multiplied by int4 panels in
+place: the sum over a group is scale * sum_k a (q - 8) + (offset + 8 scale) * sum_k a,
+so that only q is converted for each element, and scales are applied once a group.
+For weights around 0, q is around 8: of q itself both sums would be large, and cancel.
+Where q - 8 would take more instructions, q of even k are 16 less, and others unchanged:
+sums grow as slowly, and start at 8 times the difference of sums of A that compensates
+for it. With an A of int8, sums of q start at -8 * sum_k a; they are exact, in s32: 1920
+a step at most, which reaches 2**31 at a group of a million rows. Sums over groups, and
+those of floats within a group that is longer than a run, are added up in runs (`summation`).
 """
 
 from __future__ import annotations
@@ -53,16 +52,16 @@ if TYPE_CHECKING:
 
 
 WORDS = STEP // CODES_KR
-"""Words after which sums of floats whose codes alternate are made those of codes less 8."""
+"""Words after which sums of floats by alternating q (see above) are corrected to those of q - 8."""
 
 
-def unfolding(isa: Isa, atom: Atom, kept: Family) -> Function:
-    """to[p][j] = the weights of words `first` <= u < `last` of a panel of codes, eight rows each.
+def dequantize(isa: Isa, atom: Atom, kept: Family) -> Function:
+    """Function that dequantizes words `first` <= u < `last` of an int4 panel, eight rows each, to to[p][j].
 
-    Where the panel holds units, rows are rounded to its elements in scratch, and woven.
+    Where the panel holds units, rows are rounded to its elements in scratch, and interleaved.
     """
     words, real = isa.vector("s32", atom.n), isa.vector("f32", atom.n)
-    assert words is not None  # noqa: S101 - or the atom would not serve codes
+    assert words is not None  # noqa: S101 - else the atom would not support int4
     assert real is not None  # noqa: S101 - the same
     nr, kr, u = kept.nr, atom.k_pack, var("u")
     vectors = [(v, v * atom.n) for v in range(nr // atom.n)]
@@ -100,12 +99,12 @@ def unfolding(isa: Isa, atom: Atom, kept: Family) -> Function:
 
 
 def _many(atom: Atom, kept: Family) -> bool:
-    """Whether a group has many runs."""
+    """Whether a group has several runs."""
     return not chained(atom) and not 0 < kept.group <= RUN
 
 
 def starts_of_group(atom: Atom, group: int) -> Index:
-    """Numbers that make sums over a group those of codes less 8: one for each `STEP` codes of floats."""
+    """Number of corrections that turn sums over a group into those of q - 8: one for each `STEP` floats."""
     if atom.centred:
         return const(0)
     if atom.acc == "s32":
@@ -113,8 +112,8 @@ def starts_of_group(atom: Atom, group: int) -> Index:
     return const(-(-group // STEP)) if group else ceil_div(var("k"), STEP)
 
 
-def totalling(atom: Atom, real: Atom, kept: Family, s: Shape) -> Function:
-    """totals[row][g] = the sum of A over group g, starts[row][g][...] = what makes codes of its parts codes less 8."""
+def group_sums(atom: Atom, real: Atom, kept: Family, s: Shape) -> Function:
+    """Function that sums A: totals[row][g] over group g, starts[row][g][...] = corrections to q - 8 of its parts."""
     k, g, first = ceil_div(var("k"), atom.k_pack), var("g"), var("p_run")
     long = const(kept.group // atom.k_pack) if kept.group else k
     run = long if atom.acc == "s32" else const(STEP // atom.k_pack)
@@ -123,18 +122,18 @@ def totalling(atom: Atom, real: Atom, kept: Family, s: Shape) -> Function:
     limit = minimum(end, first + run)
 
     def step(p: Index, sign: str) -> list[Stmt]:
-        found: list[Stmt] = []
+        stmts: list[Stmt] = []
         for i in rows:
             a = f"a{i % 2}"
-            found += [Verb("load_a", a, p=element_of_a(s, i, p)), Verb("mac", f"t{i}", a, "one")]
-            found += [Verb("mac", f"d{i}", a, sign)] if ways > 1 else []
-        return found
+            stmts += [Verb("load_a", a, p=element_of_a(s, i, p)), Verb("mac", f"t{i}", a, "one")]
+            stmts += [Verb("mac", f"d{i}", a, sign)] if ways > 1 else []
+        return stmts
 
     each = [*step(var("p"), "eight"), *(step(var("p") + 1, "minus_eight") if ways > 1 else ())]
     runs: list[Stmt] = [Verb("zero", f"{x}{i}") for i in rows for x in "td"[:ways]]
     runs.append(For("p", first, limit - (ways - 1), const(ways), tuple(each)))
     runs += [If((limit % 2).eq(1), tuple(step(limit - 1, "eight")))] if ways > 1 else []
-    # An error of a total is one of every column, and weighs as much as its zero point is off 8.
+    # An error of a total affects every column, by as much as its zero point differs from 8.
     place, lanes = [const(i) * var("groups") + g for i in rows], Ptr("lanes")
     whole = [Ptr("whole", const(i)) for i in rows]
     for i in rows:
@@ -156,19 +155,19 @@ def totalling(atom: Atom, real: Atom, kept: Family, s: Shape) -> Function:
 
 
 def _alternates(atom: Atom) -> bool:
-    """Whether codes of even k are 16 less, so that sums of floats do not grow."""
+    """Whether int4 values of even k are 16 less, so that sums of floats do not grow."""
     return bool(atom.below)
 
 
 def _starts(atom: Atom) -> tuple[Param, ...]:
-    """The parameter that makes sums of codes those of codes less 8."""
+    """Parameter of the corrections to q - 8, if there are any."""
     return () if atom.centred else (Param("starts", atom.acc),)
 
 
-def decoding(isa: Isa, atom: Atom, kept: Family, s: Shape) -> Function:
-    """C[rows][columns] = A[rows][k] . B, B a panel of codes."""
+def int4_micro_kernel(isa: Isa, atom: Atom, kept: Family, s: Shape) -> Function:
+    """Micro-kernel C[rows][columns] = A[rows][k] . B, B an int4 panel."""
     real = isa.vector("f32", atom.n)
-    assert real is not None  # noqa: S101 - or the atom would not serve codes
+    assert real is not None  # noqa: S101 - else the atom would not support int4
     nr, k, g, here = kept.nr, var("k"), var("g"), var("here")
     tile = _Tile(isa, atom, real, kept, s)
     words = ceil_div(k, CODES_KR)
@@ -208,31 +207,31 @@ def decoding(isa: Isa, atom: Atom, kept: Family, s: Shape) -> Function:
 
 
 class _Tile:
-    """The statements of a register tile that reads codes: sums over a group, and over all of k in f32."""
+    """Statements of a register tile that reads int4 values: sums over a group, and over all of k in f32."""
 
     def __init__(self, isa: Isa, atom: Atom, real: Atom, kept: Family, s: Shape) -> None:
         words = isa.vector("s32", atom.n)
-        assert words is not None  # noqa: S101 - or the atom would not serve codes
+        assert words is not None  # noqa: S101 - else the atom would not support int4
         self.atom, self.real, self.words, self.nr, self.s = atom, real, words, kept.nr, s
         self.vectors, self.rows = range(self.nr // atom.n), range(s.rows)
         self.cells = [(i, v) for i in self.rows for v in self.vectors]
         self.exact = atom.acc == "s32"
         self.starts = starts_of_group(atom, kept.group)
-        self.anew = _alternates(atom) and not 0 < kept.group <= STEP
+        self.corrects = _alternates(atom) and not 0 < kept.group <= STEP
         self.verbs = ("below" if _alternates(atom) else "code", "code")
 
     def zero(self) -> tuple[Stmt, ...]:
-        """Nothing has been summed."""
+        """Zeroed sums of a group."""
         return tuple(Verb("zero", f"part{i}_{v}", of=self.atom.name) for i, v in self.cells)
 
     def begun(self) -> tuple[Stmt, ...]:
-        """Registers of the first values of sums over a group."""
-        if self.atom.centred or self.anew:
+        """Initial values of sums over a group."""
+        if self.atom.centred or self.corrects:
             return self.zero()
         return tuple(x for i in self.rows for x in self.start(i, const(0), [f"part{i}_{v}" for v in self.vectors]))
 
     def start(self, i: int, part: Index, to: list[str]) -> tuple[Stmt, ...]:
-        """Registers of what makes sums of row i, of a part of the group, those of codes less 8."""
+        """Loads of the corrections to q - 8 of row i, for a part of the group."""
         at = Ptr("starts", (const(i) * var("groups") + var("g")) * self.starts + part)
         if self.exact:
             return tuple(Verb("load_a", x, p=at, of=self.words.name) for x in to)
@@ -240,9 +239,9 @@ class _Tile:
         return (Verb("load_a", f"start{i}", p=at), *splat)
 
     def summed(self, first: Index, full: Index, last: Index) -> tuple[Stmt, ...]:
-        """Whole words from `first` to `full`, and what makes good for parts that begin before `last`."""
+        """Sums over whole words from `first` to `full`, and corrections for parts that begin before `last`."""
         u, at = var("u"), var("u_part")
-        if not self.anew:
+        if not self.corrects:
             return (For("u", first, full, const(1), self.word(u)),)
         body: list[Stmt] = []
         for i in self.rows:
@@ -253,12 +252,12 @@ class _Tile:
         return (For("u_part", first, last, const(WORDS), tuple(body)),)
 
     def load(self, u: Index) -> list[Stmt]:
-        """Word u of the group, of every column."""
+        """Loads of word u of the group, for every column."""
         at = [Ptr("words", u * self.nr + v * self.atom.n) for v in self.vectors]
         return [Verb("load_b", f"w{v}", p=p, of=self.words.name, to="s32") for v, p in enumerate(at)]
 
     def step(self, p: Index, bit: Index, verb: str = "code") -> list[Stmt]:
-        """The codes that begin at `bit`, by the unit of A at p."""
+        """Multiply-adds of the int4 values that begin at `bit` by the unit of A at p."""
         of, verb = self.atom.name, "centred" if self.atom.centred else verb
         out: list[Stmt] = [Verb(verb, f"q{v}", f"w{v}", count=bit, of=of) for v in self.vectors]
         for i in self.rows:
@@ -267,7 +266,7 @@ class _Tile:
         return out
 
     def word(self, u: Index) -> tuple[Stmt, ...]:
-        """A whole word."""
+        """Multiply-adds of a whole word."""
         kr = self.atom.k_pack
         first = (var("start") + u) * (CODES_KR // kr)
         units = range(0, CODES_KR, kr)
@@ -275,7 +274,7 @@ class _Tile:
         return (*self.load(u), *(x for step in steps for x in step))
 
     def last(self, u: Index, count: Index) -> tuple[Stmt, ...]:
-        """The first units of word u."""
+        """Multiply-adds of the first units of word u."""
         e, kr = var("e"), self.atom.k_pack
         first, at = (var("start") + u) * (CODES_KR // kr), e * kr
         bit = at % 4 * CODES_AT[1] + at // 4 * CODES_AT[4]
@@ -285,7 +284,7 @@ class _Tile:
         return (*self.load(u), For("e", const(0), count, const(1), each))
 
     def scaled(self, g: Index | None = None) -> tuple[Stmt, ...]:
-        """Add sums over a group to those of all groups, scaled: of its last run, with the offset of group `g`."""
+        """Scaled addition of a group's sums to those over k; after its last run, with the offset of group `g`."""
         out: list[Stmt] = []
         if g is not None:
             out.append(Map("literal", "zero_code", (float(ZERO_CODE),), "f32", "f32", self.real.name))

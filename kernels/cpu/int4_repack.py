@@ -1,10 +1,10 @@
-"""Codes of four bits, folded into words ahead of all products: `codes` has the panels.
+"""Repacking of int4 weights into words, before all products: see `int4_panels` for the panels.
 
-B holds codes[k][n], a byte each, by rows. Words of eight codes of one column are made
-from eight rows at once, by the atom's own vocabulary; strips of rows and groups of
-panels are shared out as `prepack` does. A unit that rows or columns do not fill is
+B holds int4 values [k][n], a byte each, by rows. Words of eight values of one column are packed
+from eight rows at once, by the atom's own loads; strips of rows and groups of
+panels are distributed over threads as by `prepack`. A unit that rows or columns do not fill is
 padded with zeros in scratch first. Scales and offsets, which are in the fields
-`b_scale` and `bias`, are copied as they are, as words.
+`b_scale` and `bias`, are copied unchanged, as words.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from portmm.ir.nodes import (
     minimum,
     var,
 )
-from portmm.kernels.cpu.prepack import entered
+from portmm.kernels.cpu.prepack import entry_of
 from portmm.schedule.cpu_candidates import PACK_ROWS, RUN_BYTES
 from portmm.spec.dtype import CODES_KR
 from portmm.spec.kernel_name import KernelName
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def build(isa: Isa, atom: Atom, kept: Family) -> Kernel:
-    """The kernel that lays a weight of four bits out: C[panel] = scales, offsets and words of a family."""
+    """Kernel that repacks an int4 weight: C[panel] = scales, offsets and words of a packed layout."""
     n, task, nr = var("n"), var("task"), kept.nr
     near, strip = max(1, RUN_BYTES // nr), PACK_ROWS // CODES_KR
     units, groups = ceil_div(var("k"), CODES_KR), ceil_div(ceil_div(n, nr), near)
@@ -56,18 +56,18 @@ def build(isa: Isa, atom: Atom, kept: Family) -> Kernel:
     one = Function("share_of_codes", "task", (), body, "Some units of a few panels")
     name = KernelName("fold", "s32", "u4", "u4", 1, nr, CODES_KR, isa.name)
     types = (("b", "u4"), ("c", "s32"), ("b_scale", "s32"), ("bias", "s32"))
-    entry = entered(one, ceil_div(units, strip) * groups, "s32")
+    entry = entry_of(one, ceil_div(units, strip) * groups, "s32")
     return Kernel(str(name), isa, atom, entry, const(64), types=types)
 
 
 def _panel(kept: Family) -> Index:
-    """Words of a panel: see `Family.panel`."""
+    """Number of words of a panel: see `Family.panel`."""
     groups = ceil_div(var("k"), kept.group) if kept.group else const(1)
     return (groups * 2 + ceil_div(var("k"), CODES_KR)) * kept.nr
 
 
 def _unit(atom: Atom, kept: Family) -> tuple[Stmt, ...]:
-    """Unit u of some panels, after the scales and offsets of the group that it begins, if it does."""
+    """Statements for unit u of some panels, and for the scales and offsets of the group that it begins, if any."""
     n, u, q, nr, columns, step = var("n"), var("u"), var("q"), kept.nr, var("columns"), var("step")
     long = kept.group // CODES_KR
     group, within = (u // long, u % long) if long else (const(0), u)
@@ -89,7 +89,7 @@ def _unit(atom: Atom, kept: Family) -> tuple[Stmt, ...]:
 
 
 def _words(atom: Atom, nr: int) -> Function:
-    """A unit of eight whole rows in each of some whole panels."""
+    """Function that packs a unit of eight whole rows in each of some whole panels."""
     q = var("q")
     body: list[Stmt] = []
     for v in range(0, nr, atom.n):
@@ -101,7 +101,7 @@ def _words(atom: Atom, nr: int) -> Function:
 
 
 def _edge(atom: Atom, nr: int) -> Function:
-    """A unit of one panel that rows or columns do not fill: the rest is zero."""
+    """Function that packs a unit of one panel that rows or columns do not fill, padded with zeros."""
     e, i, j = var("e"), var("i"), var("j")
     clear = For("i", const(0), const(CODES_KR * nr), const(1), (Move(Ptr("tile", i), None),))
     move = Move(Ptr("tile", e * nr + j), Ptr("b", e * var("b_k") + j))
@@ -118,7 +118,7 @@ def _edge(atom: Atom, nr: int) -> Function:
 
 
 def _heads(atom: Atom, nr: int) -> Function:
-    """A row of scales, or of offsets, in each of some panels; zeros past the last column."""
+    """Function that copies a row of scales or offsets to some panels, padded with zeros past the last column."""
     q, j, whole = var("q"), var("j"), var("columns") // nr
     copy: list[Stmt] = []
     for v in range(0, nr, atom.n):

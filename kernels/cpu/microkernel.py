@@ -1,11 +1,11 @@
-"""The micro-kernel: a register tile of C, updated over a run of k.
+"""Micro-kernel: a register tile of C, updated over a run of k.
 
 MR rows by NV vectors by P panels of accumulators stay in named registers. Per
 step of k it loads one row of each B panel and, row by row, broadcasts one
 element of A and multiplies: outer products, so that each element is a chain of
-multiply-adds in the order of k. An atom of two rows takes rows by two: a
-last one without a neighbour is there twice, in the fragment of A and in the sums,
-which are the same and are stored in the same place. Floats are added to C after the
+multiply-adds in the order of k. An atom of two rows takes rows in pairs: an unpaired
+last one is duplicated, in the fragment of A and in the sums,
+which are equal and are stored to the same address. Floats are added to C after the
 loop, which is one run of k (`summation`): runs do not depend on any blocking, so
 neither does the result. Where chains are longer than the loop, those of integers
 too, C is loaded before it instead. (Goto & van de Geijn, ACM TOMS 34(3), 2008.)
@@ -35,24 +35,24 @@ class Shape:
     Attributes:
         rows: register rows.
         nr: columns of one panel, a multiple of the atom's n.
-        panels: panels side by side, `b_panel` elements apart.
+        panels: panels along n, `b_panel` elements apart.
         a_packed: A is a panel a[k][rows]; else a[row * a_m + k * a_k].
         b_packed: B is a panel b[k][nr]; else b[k * b_k + column].
-        prefetch: rows of a B in place to ask for ahead, 0 for none.
-        ahead: ask for the next tile of C, and for these streams: at step p, stream s
-            asks for s_next + (p % line) * s_step + (p / line) * s_hop.
+        prefetch: prefetch distance in rows of a B in place, 0 for none.
+        ahead: prefetch the next tile of C, and these operands: at step p, operand s
+            at s_next + (p % line) * s_step + (p / line) * s_hop.
         unroll: steps of k written out.
         inline: merge into the caller.
-        ragged: the last panel may be short.
-        a: what A holds: left fragments' elements or units, or what converts to them.
-        b: what B holds.
-        unshift: A was shifted, and sums of B's columns lie `sums_at` units past b: "whole",
+        ragged: the last panel may be partial.
+        a: storage type of A: elements or units of left fragments, or a type that converts to them.
+        b: storage type of B.
+        unshift: A was shifted, and sums of B's columns are `sums_at` units past b: "whole",
             over all of k, or "block", over the k of this visit; "" for neither.
-        final: the type of the C that is asked for ahead, where sums are elsewhere until they are
-            finished; "" where they are C.
+        final: the type of the C that is prefetched, where sums are in scratch until the epilogue;
+            "" where they are C.
         chained: C is loaded before the loop, whose chains continue those of C; else added to after it.
-        parts: chains go on from visit to visit; at the end of one, `add` what is `kept` of those before, and `keep`
-            the sum there unless it is that of the last.
+        parts: chains go on from visit to visit; at the end of a run, `add` the sums `kept` of earlier runs, and `keep`
+            the sum there unless the run is the last.
     """
 
     rows: int
@@ -74,13 +74,13 @@ class Shape:
 
 
 def micro_kernel(atom: Atom, s: Shape) -> Function:
-    """C[rows][columns] (+)= A . B over k steps; `columns` may stop short of a panel."""
-    wide = s.panels * s.nr
+    """Function C[rows][columns] (+)= A . B over k steps; `columns` may be fewer than a panel."""
+    n = s.panels * s.nr
     body: tuple[Stmt, ...]
-    if s.panels > 1 or wide == 1 or not s.ragged:
+    if s.panels > 1 or n == 1 or not s.ragged:
         body = (*_begin(atom, s, edge=False), *_loop(atom, s, masked=False), *write_back(atom, s, edge=False))
     else:
-        short = var("columns").lt(wide)
+        short = var("columns").lt(n)
         loop = _loop(atom, s, masked=False)
         if not s.b_packed and atom.mask:
             # An unpacked B must not be read past its last column.
@@ -100,47 +100,47 @@ def micro_kernel(atom: Atom, s: Shape) -> Function:
         params.append(Param("c_next", s.final or atom.acc))
         params += [Param("next_m")] if s.final else []
         for x in s.ahead:
-            given = s.a if x == "a" else s.b
-            params += [Param(f"{x}_next", given, readonly=True), Param(f"{x}_step"), Param(f"{x}_hop")]
-        cells = [(i, j) for i in range(s.rows) for j in range(0, s.nr, line_of(atom, s.final))]
+            storage = s.a if x == "a" else s.b
+            params += [Param(f"{x}_next", storage, readonly=True), Param(f"{x}_step"), Param(f"{x}_hop")]
+        lines = [(i, j) for i in range(s.rows) for j in range(0, s.nr, line_of(atom, s.final))]
         step = var("next_m" if s.final else "c_m")
-        asks = (Prefetch(Ptr("c_next", const(i) * step + j), write=True) for i, j in cells)
-        body = (*asks, *body)
-    name = f"ukr_{s.rows}x{wide}"
-    comment = f"C[{s.rows}][columns] (+)= A[{s.rows}][k] . B[k][{wide}]"
+        prefetches = (Prefetch(Ptr("c_next", const(i) * step + j), write=True) for i, j in lines)
+        body = (*prefetches, *body)
+    name = f"ukr_{s.rows}x{n}"
+    comment = f"C[{s.rows}][columns] (+)= A[{s.rows}][k] . B[k][{n}]"
     return Function(name, "inner", tuple(params), body, comment, s.inline)
 
 
 def vectors_of(atom: Atom, s: Shape) -> range:
-    """Numbers of the vectors across a register tile."""
+    """Indices of the vectors across a register tile."""
     return range(s.panels * s.nr // atom.n)
 
 
 def acc_of(i: int, v: int) -> str:
-    """The register that sums row i, and what rows the atom has beside it, of vector v."""
+    """Register of the sums of vector v for row i, and for the atom's further rows."""
     return f"c{i}_{v}"
 
 
-def _cells(atom: Atom, s: Shape) -> list[tuple[int, int]]:
-    """Row and vector of each accumulator."""
+def _accumulators(atom: Atom, s: Shape) -> list[tuple[int, int]]:
+    """Row and vector indices of each accumulator."""
     return [(i, v) for i in range(0, s.rows, atom.m) for v in vectors_of(atom, s)]
 
 
-def _apart(atom: Atom, s: Shape, i: int, step: Index) -> Index | None:
-    """How far apart the rows of a register lie that begins with row i: a last one is there twice."""
+def _row_stride(atom: Atom, s: Shape, i: int, step: Index) -> Index | None:
+    """Stride between the rows of a register whose first is row i; 0 for an unpaired last one, which is duplicated."""
     if atom.m == 1:
         return None
     return step if i + 1 < s.rows else const(0)
 
 
 def params_of_a(s: Shape) -> tuple[Param, ...]:
-    """The run of k, and the slice of A with its strides if it is not packed."""
+    """Parameters for the run of k, and the slice of A with its strides if it is not packed."""
     strides = () if s.a_packed else (Param("a_m"), Param("a_k"))
     return (Param("k"), Param("a", s.a, readonly=True), *strides)
 
 
 def element_of_a(s: Shape, i: int, p: Index) -> Ptr:
-    """Row i of the slice of A at step p."""
+    """Address of row i of the slice of A at step p."""
     return Ptr("a", p * s.rows + i) if s.a_packed else Ptr("a", const(i) * var("a_m") + p * var("a_k"))
 
 
@@ -149,16 +149,16 @@ def _at(atom: Atom, c: str, i: int, v: int) -> Ptr:
 
 
 def spare(atom: Atom, s: Shape) -> tuple[Stmt, ...]:
-    """What a short panel needs: masks of the valid columns, or a spare tile."""
+    """Masks of the valid columns of a partial panel, or a spare tile."""
     if not atom.mask:
         return (Scratch("tile", s.rows * s.nr, atom.acc),)
     return tuple(keep(atom, f"m{v}", var("columns") - v * atom.n) for v in vectors_of(atom, s))
 
 
 def _begin(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
-    """Set the accumulators to zero, or from C where chains go on."""
-    cells = _cells(atom, s)
-    zero: tuple[Stmt, ...] = tuple(Verb("zero", acc_of(i, v)) for i, v in cells)
+    """Initial values of the accumulators: zero, or those of C where chains go on."""
+    tiles = _accumulators(atom, s)
+    zero: tuple[Stmt, ...] = tuple(Verb("zero", acc_of(i, v)) for i, v in tiles)
     if not s.chained:
         return zero
     less = _unshift(atom, s)
@@ -166,22 +166,22 @@ def _begin(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
         zero, less = (*zero, *less), ()
     load: tuple[Stmt, ...]
     if not edge:
-        load = tuple(_sums("load_c", atom, s, i, v, "c") for i, v in cells)
+        load = tuple(_sums("load_c", atom, s, i, v, "c") for i, v in tiles)
         return (If(var("accumulate"), load, zero), *less)
     if atom.mask:
         load = tuple(
-            Verb("load_mask", acc_of(i, v), p=_at(atom, "c", i, v), mask=f"m{v}", to=atom.acc) for i, v in cells
+            Verb("load_mask", acc_of(i, v), p=_at(atom, "c", i, v), mask=f"m{v}", to=atom.acc) for i, v in tiles
         )
         return (If(var("accumulate"), load, zero), *less)
     load = (
         *_copy(s, Ptr("tile"), Ptr("c"), const(s.nr), var("c_m")),
-        *(_sums("load_c", atom, s, i, v, "tile") for i, v in cells),
+        *(_sums("load_c", atom, s, i, v, "tile") for i, v in tiles),
     )
     return (If(var("accumulate"), load, zero), *less)
 
 
 def _unshift(atom: Atom, s: Shape) -> tuple[Stmt, ...]:
-    """Take what a shifted A adds off the accumulators: sums over columns, which lie after each panel."""
+    """Subtraction of a shifted A's contribution from the accumulators: sums over columns, which follow each panel."""
     if not s.unshift:
         return ()
     per_panel = s.nr // atom.n
@@ -197,13 +197,13 @@ def _unshift(atom: Atom, s: Shape) -> tuple[Stmt, ...]:
 
 
 def _add(atom: Atom, s: Shape, c: str, *, edge: bool) -> tuple[Stmt, ...]:
-    """Add what is at `c` to the accumulators."""
+    """Addition of the tile at `c` to the accumulators."""
     before: tuple[Stmt, ...] = ()
     spare_tile = edge and not atom.mask
     if spare_tile:
         before = _copy(s, Ptr("tile"), Ptr(c), const(s.nr), var(f"{c}_m"))
     adds: list[Stmt] = []
-    for number, (i, v) in enumerate(_cells(atom, s)):
+    for number, (i, v) in enumerate(_accumulators(atom, s)):
         d = f"before{number % AT_ONCE}"
         if edge and atom.mask:
             adds.append(Verb("load_mask", d, p=_at(atom, c, i, v), mask=f"m{v}", to=atom.acc))
@@ -214,18 +214,18 @@ def _add(atom: Atom, s: Shape, c: str, *, edge: bool) -> tuple[Stmt, ...]:
 
 
 def _store(atom: Atom, s: Shape, c: str, *, edge: bool) -> tuple[Stmt, ...]:
-    """Write the accumulators to `c`."""
-    cells = _cells(atom, s)
+    """Stores of the accumulators to `c`."""
+    tiles = _accumulators(atom, s)
     if not edge:
-        return tuple(_sums("store", atom, s, i, v, c) for i, v in cells)
+        return tuple(_sums("store", atom, s, i, v, c) for i, v in tiles)
     if atom.mask:
-        return tuple(Verb("store_mask", acc_of(i, v), p=_at(atom, c, i, v), mask=f"m{v}") for i, v in cells)
-    stores = (_sums("store", atom, s, i, v, "tile") for i, v in cells)
+        return tuple(Verb("store_mask", acc_of(i, v), p=_at(atom, c, i, v), mask=f"m{v}") for i, v in tiles)
+    stores = (_sums("store", atom, s, i, v, "tile") for i, v in tiles)
     return (*stores, *_copy(s, Ptr(c), Ptr("tile"), var(f"{c}_m"), const(s.nr)))
 
 
 def write_back(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
-    """Write the accumulators to C, or add them to it."""
+    """Stores of the accumulators to C, or their addition to it."""
     store = _store(atom, s, "c", edge=edge)
     if s.parts:
         add, keep_ = _add(atom, s, "kept", edge=edge), _store(atom, s, "kept", edge=edge)
@@ -236,13 +236,15 @@ def write_back(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
 
 
 def _sums(verb: str, atom: Atom, s: Shape, i: int, v: int, c: str, *, d: str = "") -> Verb:  # noqa: PLR0917
-    """Load or store an accumulator, or register `d`: in memory named `c`, or in the spare "tile"."""
+    """Load or store of an accumulator, or of register `d`: in memory named `c`, or in the spare "tile"."""
     p = Ptr("tile") + (i * s.nr + v * atom.n) if c == "tile" else _at(atom, c, i, v)
-    return Verb(verb, d or acc_of(i, v), p=p, step=_apart(atom, s, i, const(s.nr) if c == "tile" else var(f"{c}_m")))
+    return Verb(
+        verb, d or acc_of(i, v), p=p, step=_row_stride(atom, s, i, const(s.nr) if c == "tile" else var(f"{c}_m"))
+    )
 
 
 def _copy(s: Shape, to: Ptr, src: Ptr, to_m: Index, src_m: Index) -> tuple[Stmt, ...]:
-    """Copy the valid columns, one element at a time, for ISAs without masks."""
+    """Copy of the valid columns, one element at a time, for ISAs without masks."""
     row, col = var("row"), var("col")
     move = Move(to + (row * to_m + col), src + (row * src_m + col))
     inner = For("col", const(0), var("columns"), const(1), (move,))
@@ -250,7 +252,7 @@ def _copy(s: Shape, to: Ptr, src: Ptr, to_m: Index, src_m: Index) -> tuple[Stmt,
 
 
 def _loop(atom: Atom, s: Shape, *, masked: bool) -> tuple[Stmt, ...]:
-    """The loop over k: one outer product per step."""
+    """Loop over k: one outer product per step."""
     p = var("p")
     row = p * s.nr if s.b_packed else p * var("b_k")
     per_panel = s.nr // atom.n
@@ -262,10 +264,10 @@ def _loop(atom: Atom, s: Shape, *, masked: bool) -> tuple[Stmt, ...]:
             body.append(Prefetch(at + var("b_k") * s.prefetch))
         body.append(Verb("load_mask", f"b{v}", p=at, mask=f"m{v}") if masked else Verb("load_b", f"b{v}", p=at))
     line = line_of(atom)
-    asks = [(f"{x}_next", p % line * var(f"{x}_step") + p // line * var(f"{x}_hop")) for x in s.ahead or ()]
-    body += [Prefetch(Ptr(name, offset), near=False) for name, offset in asks]
+    targets = [(f"{x}_next", p % line * var(f"{x}_step") + p // line * var(f"{x}_hop")) for x in s.ahead or ()]
+    body += [Prefetch(Ptr(name, offset), near=False) for name, offset in targets]
     for i in range(0, s.rows, atom.m):
         a = f"a{i // atom.m % 2}"
-        body.append(Verb("load_a", a, p=element_of_a(s, i, p), step=_apart(atom, s, i, const(1))))
+        body.append(Verb("load_a", a, p=element_of_a(s, i, p), step=_row_stride(atom, s, i, const(1))))
         body += [Verb("mac", acc_of(i, v), a, f"b{v}") for v in vectors_of(atom, s)]
     return (For("p", const(0), var("k"), const(1), tuple(body), s.unroll),)

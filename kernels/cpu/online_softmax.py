@@ -1,14 +1,14 @@
-"""A softmax that is found block by block, in lanes of queries.
+"""Online softmax: block by block, in lanes of queries.
 
 A sum of weights w(x, r) = exp(x - r), r being the largest x so far, must change when r does.
-Weights that satisfy w(x, r') = w(x, r) w(r, r') make that a product: whatever has been summed
-with them, the weights alone or rows of V, is multiplied by w(r, r'), which is the same
-expression as a weight, of another argument. So all here follows from `weight`, and from what
-the scores are (Milakov & Gimelshein 2018; Dao et al. 2022).
+Weights that satisfy w(x, r') = w(x, r) w(r, r') make that a product: sums of
+them, of the weights alone or of rows of V, are multiplied by w(r, r'), which is the same
+expression as a weight, of another argument. So everything here follows from `weight` and the
+expression of the scores (Milakov & Gimelshein 2018; Dao et al. 2022).
 
 A block of scores is s[key][query]: vectors hold queries, so that the largest and the sum of
-each query's keys are found without looking across lanes, and what comes out is
-the left operand of the product with V as that reads it.
+each query's keys need no reduction across lanes, and the weights are
+the left operand of the product with V in its layout.
 """
 
 from __future__ import annotations
@@ -30,43 +30,51 @@ if TYPE_CHECKING:
     from portmm.target.target import Atom, Isa
 
 LOWEST = -3.0e38
-"""The largest of no scores: less than any, and a number, as -inf less itself is none."""
+"""Maximum of no scores: less than any, and finite, as -inf - -inf is NaN."""
 WORTH_KEEPING = 3
-"""Operations from which a score is kept between the passes over a block: a load and a store take as long."""
+"""Operations from which a score is stored between the passes over a block: a load and a store take as long."""
 MOST, BEFORE, KEPT = (argument(i, "f32") for i in range(3))
-"""The largest score of a query, the largest before this block, a score that was kept."""
+"""Largest score of a query, largest before this block, and a score stored by the first pass."""
 
 
 LEAST = -87.0
-"""What a score may be less than the largest: the weight would be no normal number, and is 0."""
+"""Least difference of a score from the largest: below, the weight would be subnormal, and is 0."""
 LOG2E = 1.4426950408889634
-_WHOLE = 1.5 * 2**23 + 127  # added to a small number, it leaves a whole one in the last bits: an exponent
-_EXP2 = (1.0, 0.6931472, 0.24022648, 0.0555036, 0.009618506, 0.0013390807, 0.00015326461)  # 2**x up to 1/2, see vecmath
+_WHOLE = 1.5 * 2**23 + 127  # added to a small number, it leaves its integer part in the last bits: an exponent
+_EXP2 = (
+    1.0,
+    0.6931472,
+    0.24022648,
+    0.0555036,
+    0.009618506,
+    0.0013390807,
+    0.00015326461,
+)  # 2**x up to 1/2
 
 
 def weight(x: Expr, most: Expr) -> Expr:
-    """The weight of a score beside the largest one, exp(x - most).
+    """Weight of a score relative to the largest one, exp(x - most).
 
-    The difference is not positive, so that half of what `vecmath.exp` guards against cannot be. The error relative
-    to the weight is that of f32 times the difference; relative to the weight of the largest it is nothing.
+    The difference is not positive, so that half of the guards of `vector_math.exp` are not needed. The error relative
+    to the weight is that of f32 times the difference; relative to the weight of the largest it is negligible.
     """
-    # A product that is made anew must be rounded as when the largest was found, and not be one with the difference.
+    # A product that is recomputed must be rounded as for the maximum, and not be fused with the difference.
     less = (fma(x.args[0], x.args[1], 0.0) if x.op == "mul" else x) - most
-    turns = fma(less, LOG2E, _WHOLE)
-    rest = fma(less, LOG2E, -(turns - _WHOLE))
+    shifted = fma(less, LOG2E, _WHOLE)
+    rest = fma(less, LOG2E, -(shifted - _WHOLE))
     power: Expr = literal(_EXP2[-1])
     for c in reversed(_EXP2[:-1]):
         power = fma(power, rest, c)
-    return select(less < LEAST, 0.0, power * from_bits(bits(turns) << 23))
+    return select(less < LEAST, 0.0, power * from_bits(bits(shifted) << 23))
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Which keys a query sees beside those that a function says.
+    """Mask of the keys that a query sees, in addition to the score's own.
 
     Attributes:
-        causal: none after its own position.
-        window: none as far away as the window is wide.
+        causal: no keys after its own position.
+        window: no keys as far away as the width of the window.
     """
 
     causal: bool = False
@@ -76,19 +84,19 @@ class Bounds:
         return self.causal or self.window
 
     def seen(self, query: str, key: str) -> Expr:
-        """Whether the key on an axis is seen from the position on another."""
+        """Expression for whether the key on one axis is seen from the position on another."""
         at, to = index(query), index(key)
-        found = to <= at if self.causal else None
+        seen = to <= at if self.causal else None
         if self.window:
             near = at - index("w") < to
-            found = near if found is None else found & near
-            found = found if self.causal else found & (to < at + index("w"))
-        assert found is not None  # noqa: S101 - there are bounds
-        return found
+            seen = near if seen is None else seen & near
+            seen = seen if self.causal else seen & (to < at + index("w"))
+        assert seen is not None  # noqa: S101 - there are bounds
+        return seen
 
 
 class _Scores(Elements):
-    """Elements that know positions and the window; registers of one of several rows have its number."""
+    """Expressions on scores, with positions and the window; registers carry the number of their row."""
 
     def __init__(self, isa: Isa, real: Atom, fused: Fused, number: int) -> None:
         row = var("r") + number
@@ -107,22 +115,22 @@ class _Scores(Elements):
         return super().leaf(x, j, few)
 
     def load(self, x: Expr, j: Index, few: str) -> tuple[Stmt, ...]:
-        found = super().load(x, j, few)
-        # What is gathered passes through scratch that all rows share.
+        stmts = super().load(x, j, few)
+        # Gathered elements are copied through scratch that all rows share.
         return (
-            found if len(found) == 1 or "n" not in self.axes[x] else (For("once", const(0), const(1), const(1), found),)
+            stmts if len(stmts) == 1 or "n" not in self.axes[x] else (For("once", const(0), const(1), const(1), stmts),)
         )
 
 
 def operations(x: Expr) -> int:
-    """How many operations an expression takes."""
+    """Number of operations of an expression."""
     return sum(y.op in OPS for y in ordered((x,)))
 
 
 def tile(isa: Isa, real: Atom, text: str, bounds: Bounds) -> Function:
-    """s[keys][queries] become weights; `most`, `sums` and `change` follow.
+    """Function that turns s[keys][queries] into weights, and updates `most`, `sums` and `change`.
 
-    `text` is the score. The weights that were summed before are to be multiplied by `change`.
+    `text` is the expression of the score. Earlier sums of weights are to be multiplied by `change`.
     """
     scores = parse(text)
     ((_, score),) = scores.results
@@ -131,8 +139,8 @@ def tile(isa: Isa, real: Atom, text: str, bounds: Bounds) -> Function:
     weighed = weight(KEPT if keeps else score, MOST)
     wanted = [score, weighed, weight(BEFORE, MOST)]
     fused = Fused(scores.operands, tuple((C, x) for x in wanted))
-    wide = any(x.registers >= 32 for x in (isa, *isa.below))  # of vectors: tiles are counted elsewhere
-    each = [_Scores(isa, real, fused, e) for e in range(4 if wide else 2)]
+    many = any(x.registers >= 32 for x in (isa, *isa.below))  # vector registers; tiles are counted apart
+    each = [_Scores(isa, real, fused, e) for e in range(4 if many else 2)]
     at = each[0]
     walk = _Walk(each, score, weighed, wanted[2], keeps)
     lanes, columns = real.n, var("columns")
@@ -156,7 +164,7 @@ def tile(isa: Isa, real: Atom, text: str, bounds: Bounds) -> Function:
 
 @dataclass(slots=True)
 class _Walk:
-    """The two passes over a vector of queries, some rows at a time: what one waits for, others fill."""
+    """Two passes over a vector of queries, some rows interleaved to hide the latency of each."""
 
     each: list[_Scores]
     score: Expr
@@ -170,29 +178,29 @@ class _Walk:
         return self.each[0].real.name
 
     def step(self, j: Index, few: str) -> tuple[Stmt, ...]:
-        """All rows of one vector of queries."""
+        """Statements for all rows of one vector of queries."""
         at, real, count = self.each[0], self.real, len(self.each)
         at.names = dict(self.fixed)
         most = [f"most{e}" for e in range(count)]
-        found: list[Stmt] = [Verb("load_c", x, p=Ptr("mosts", j), of=real) for x in ("before", *most)]
-        found += at.once([self.score, self.weighed], "bhnpw", j, few)
-        held = at.names | {MOST: most[0], BEFORE: "before"}
-        found += self.rows(lambda x: self.largest(x, held, j, few))
-        found += [y for x in most[1:] for y in self.larger(most[0], x)]
-        at.names = dict(held)
-        found += at.compute([self.change], j, "")
+        stmts: list[Stmt] = [Verb("load_c", x, p=Ptr("mosts", j), of=real) for x in ("before", *most)]
+        stmts += at.once([self.score, self.weighed], "bhnpw", j, few)
+        registers = at.names | {MOST: most[0], BEFORE: "before"}
+        stmts += self.rows(lambda x: self.largest(x, registers, j, few))
+        stmts += [y for x in most[1:] for y in self.larger(most[0], x)]
+        at.names = dict(registers)
+        stmts += at.compute([self.change], j, "")
         change = at.names[self.change]
-        found.append(Verb("store", change, p=Ptr("changes", j), of=real))
-        found += [Map("literal", f"sum{e}", (0.0,), "f32", "f32", real) for e in range(count)]
-        found += self.rows(lambda x: self.weights(x, held, j, few))
-        found += [Map("add", "sum0", ("sum0", f"sum{e}"), "f32", "f32", real) for e in range(1, count)]
-        found += [Verb("load_c", "total", p=Ptr("sums", j), of=real)]
-        found += [Map("fma", "total", ("total", change, "sum0"), "f32", "f32", real)]
-        found += [Verb("store", "total", p=Ptr("sums", j), of=real), Verb("store", most[0], p=Ptr("mosts", j), of=real)]
-        return tuple(found)
+        stmts.append(Verb("store", change, p=Ptr("changes", j), of=real))
+        stmts += [Map("literal", f"sum{e}", (0.0,), "f32", "f32", real) for e in range(count)]
+        stmts += self.rows(lambda x: self.weights(x, registers, j, few))
+        stmts += [Map("add", "sum0", ("sum0", f"sum{e}"), "f32", "f32", real) for e in range(1, count)]
+        stmts += [Verb("load_c", "total", p=Ptr("sums", j), of=real)]
+        stmts += [Map("fma", "total", ("total", change, "sum0"), "f32", "f32", real)]
+        stmts += [Verb("store", "total", p=Ptr("sums", j), of=real), Verb("store", most[0], p=Ptr("mosts", j), of=real)]
+        return tuple(stmts)
 
     def rows(self, one: Callable[[_Scores], tuple[Stmt, ...]]) -> tuple[Stmt, ...]:
-        """Rows side by side, statement by statement; then what rows are left."""
+        """Loop over groups of rows, interleaved statement by statement, then one over the remaining rows."""
         count, rows = len(self.each), var("rows")
         whole = rows - rows % count
         several = [one(x) for x in self.each]
@@ -201,7 +209,7 @@ class _Walk:
         return (loop, For("r", whole, rows, const(1), several[0]))
 
     def load(self, at: _Scores, x: Expr, j: Index) -> Stmt:
-        """A score, as it is or kept."""
+        """Load of a score, from its product or stored."""
         at.names[x] = at.name(x)
         return Verb("load_c", at.names[x], p=self.place(at, j), of=self.real)
 
@@ -210,50 +218,50 @@ class _Walk:
         return Ptr("s", at.inner * var("wide") + j * var("beside"))
 
     def larger(self, most: str, x: str) -> tuple[Stmt, ...]:
-        """A NaN is not the largest; it becomes a weight of NaN."""
+        """Update of the maximum; a NaN is not the largest, but becomes a weight of NaN."""
         return (Map("greater", most, (x, most), "f32", "f32", self.real),)
 
-    def largest(self, at: _Scores, held: dict[Expr, str], j: Index, few: str) -> tuple[Stmt, ...]:
-        """A score, and the largest."""
-        at.names = dict(held)
-        found = [self.load(at, acc(), j), *at.compute([self.score], j, few)]
+    def largest(self, at: _Scores, registers: dict[Expr, str], j: Index, few: str) -> tuple[Stmt, ...]:
+        """First pass: a score, and the maximum."""
+        at.names = dict(registers)
+        stmts = [self.load(at, acc(), j), *at.compute([self.score], j, few)]
         value, before = at.value(self.score)
-        found += before
-        found += [Verb("store", value, p=self.place(at, j), of=self.real)] if self.keeps else []
-        return (*found, *self.larger(f"most{at.number}", value))
+        stmts += before
+        stmts += [Verb("store", value, p=self.place(at, j), of=self.real)] if self.keeps else []
+        return (*stmts, *self.larger(f"most{at.number}", value))
 
-    def weights(self, at: _Scores, held: dict[Expr, str], j: Index, few: str) -> tuple[Stmt, ...]:
-        """A weight, and their sum."""
-        at.names = dict(held)
-        found = [self.load(at, KEPT if self.keeps else acc(), j), *at.compute([self.weighed], j, few)]
+    def weights(self, at: _Scores, registers: dict[Expr, str], j: Index, few: str) -> tuple[Stmt, ...]:
+        """Second pass: a weight, and the sum of weights."""
+        at.names = dict(registers)
+        stmts = [self.load(at, KEPT if self.keeps else acc(), j), *at.compute([self.weighed], j, few)]
         value, into = at.names[self.weighed], f"sum{at.number}"
         store = Verb("store", value, p=self.place(at, j), of=self.real)
-        return (*found, Map("add", into, (into, value), "f32", "f32", self.real), store)
+        return (*stmts, Map("add", into, (into, value), "f32", "f32", self.real), store)
 
 
 def last(isa: Isa, real: Atom, *, lse: bool) -> Function:
-    """`sums` become what a row of results is multiplied by: 0 for a query that saw nothing."""
+    """Function that turns `sums` into factors of rows of results: 0 for a query that saw no key."""
     total, most = argument(0, "f32"), argument(1, "f32")
     inverse = select(total > 0.0, 1.0 / total, total * 0.0)
-    said = most + vector_math.log(total)
-    fused = Fused((), ((C, inverse), (C, said)))
+    lse_value = most + vector_math.log(total)
+    fused = Fused((), ((C, inverse), (C, lse_value)))
     at = Elements(isa, real, fused)
     at.names = {total: "total", most: "largest"}
     here, columns = var("j"), var("columns")
-    found: list[Stmt] = [Verb("load_c", "total", p=Ptr("sums", here), of=real.name)]
-    found += at.compute([inverse], here, "")
-    found.append(Verb("store", at.names[inverse], p=Ptr("sums", here), of=real.name))
+    stmts: list[Stmt] = [Verb("load_c", "total", p=Ptr("sums", here), of=real.name)]
+    stmts += at.compute([inverse], here, "")
+    stmts.append(Verb("store", at.names[inverse], p=Ptr("sums", here), of=real.name))
     if lse:
-        found.append(Verb("load_c", "largest", p=Ptr("mosts", here), of=real.name))
-        found += at.compute([said], here, "")
-        found.append(Verb("store", at.names[said], p=Ptr("mosts", here), of=real.name))
-    loop = For("j", const(0), round_up(columns, real.n), const(real.n), tuple(found))
+        stmts.append(Verb("load_c", "largest", p=Ptr("mosts", here), of=real.name))
+        stmts += at.compute([lse_value], here, "")
+        stmts.append(Verb("store", at.names[lse_value], p=Ptr("mosts", here), of=real.name))
+    loop = For("j", const(0), round_up(columns, real.n), const(real.n), tuple(stmts))
     params = (Param("columns"), Param("sums", "f32"), Param("mosts", "f32"))
     return Function("last", "inner", params, (loop,), "The inverse of each sum; most = the logarithm of the whole sum")
 
 
 def _scaled(here: Ptr, real: Atom) -> tuple[Stmt, ...]:
-    """A vector of sums is multiplied by `by`."""
+    """Statements that multiply a vector of sums by `by`."""
     return (
         Verb("load_c", "x", p=here, of=real.name),
         Map("mul", "x", ("x", "by"), "f32", "f32", real.name),
@@ -262,7 +270,7 @@ def _scaled(here: Ptr, real: Atom) -> tuple[Stmt, ...]:
 
 
 def rescale(real: Atom) -> Function:
-    """o[row] *= change[row]."""
+    """Function that rescales rows: o[row] *= change[row]."""
     i, j = var("i"), var("j")
     step = _scaled(Ptr("o", i * var("across") + j), real)
     row = (
@@ -277,7 +285,7 @@ def rescale(real: Atom) -> Function:
 
 
 def rescale_strips(real: Atom) -> Function:
-    """o[j / lanes][row][j % lanes] *= change[j]."""
+    """Function that rescales columns in strips: o[j / lanes][row][j % lanes] *= change[j]."""
     i, j = var("i"), var("j")
     step = _scaled(Ptr("o", j * var("rows") + i * real.n), real)
     column = (
@@ -290,7 +298,7 @@ def rescale_strips(real: Atom) -> Function:
 
 
 def divided(isa: Isa, real: Atom, to: str) -> Function:
-    """Rows of sums over the sums of weights, in the type of the result."""
+    """Function that divides rows of sums by the sums of weights, in the type of the result."""
     at = Elements(isa, real, Fused((), ((C, argument(0, "f32")),)))
     value = argument(0, "f32")
     at.names = {value: "x"}

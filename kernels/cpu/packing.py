@@ -1,19 +1,19 @@
-"""Panels: the layouts that micro-kernels read, and how operands get into them.
+"""Packing: the panel layouts that micro-kernels read, and the functions that pack operands into them.
 
-A panel of B is to[k][NR]: NR columns side by side for each k, padded at the
+A panel of B is to[k][NR]: NR contiguous columns for each k, padded at the
 right edge (padding is computed with and never stored). A panel of A is
-to[k][rows] with the true number of rows. Both depend on the micro-kernel's width
+to[k][rows] with the true number of rows. Both depend on the micro-kernel's NR and MR
 only, never on a blocking, so a packed B serves every M, and a block of k is a
 contiguous part of each panel. Where an atom multiplies units of KR elements of
-k, "k" counts units; a last unit that k does not fill is filled with zeros. What
-is copied is converted to what the panel holds.
+k, "k" counts units; a last unit that k does not fill is padded with zeros.
+Elements are converted to the panel's type.
 
-Operands that run along k are turned in registers: log2(L) rounds of perfect
+Operands that are contiguous along k are transposed in registers: log2(L) rounds of perfect
 shuffles transpose an L x L block, of elements or of units. Units of an operand
-that runs across k are woven from KR rows by the atom's own vocabulary.
+that is contiguous across k are interleaved from KR rows by the atom's own loads (VNNI).
 
 A panel of integers may be followed by the sum of each of its columns, which
-makes good for an A that was shifted from signed to unsigned, or has a zero point.
+corrects for an A that was shifted from signed to unsigned, or has a zero point.
 """
 
 from __future__ import annotations
@@ -46,43 +46,43 @@ if TYPE_CHECKING:
     from portmm.target.target import Atom, Isa
 
 
-def line_of(atom: Atom, held: str = "") -> int:
-    """Elements of a cache line, of sums or of type `held`, at least one vector."""
-    return max(atom.n, 64 // BY_NAME[held or atom.acc].bytes)
+def line_of(atom: Atom, storage: str = "") -> int:
+    """Number of elements of a cache line, of sums or of type `storage`, at least one vector."""
+    return max(atom.n, 64 // BY_NAME[storage or atom.acc].bytes)
 
 
 def keep(atom: Atom, register: str, count: Index, of: str = "") -> Verb:
-    """A mask of the first `count` lanes; `count` may be out of range on either side."""
+    """Mask of the first `count` lanes; `count` may be out of range on either side."""
     return Verb("mask", register, count=maximum(0, minimum(count, atom.n)), of=of)
 
 
-def sum_units(atom: Atom, nr: int, held: str) -> int:
-    """Units of a panel of `held` that the sums of its columns take."""
-    return nr * BY_NAME[atom.acc].bytes // BY_NAME[held].bytes
+def sum_units(atom: Atom, nr: int, storage: str) -> int:
+    """Number of units of a panel of type `storage` that the sums of its columns take."""
+    return nr * BY_NAME[atom.acc].bytes // BY_NAME[storage].bytes
 
 
-def sums_at(units: Index, nr: int, held: str) -> Index:
-    """Where the sums of a panel of `held` begin, in units: behind it, aligned to themselves."""
-    return round_up(units * nr, max(1, BY_NAME["s32"].bytes // BY_NAME[held].bytes))
+def sums_at(units: Index, nr: int, storage: str) -> Index:
+    """Offset of the column sums of a panel of type `storage`, in units: behind it, aligned to themselves."""
+    return round_up(units * nr, max(1, BY_NAME["s32"].bytes // BY_NAME[storage].bytes))
 
 
 @dataclass(frozen=True, slots=True)
 class _Lines:
-    """An operand as lines to be laid side by side.
+    """Operand as lines along k, which a panel interleaves.
 
     Attributes:
         name: pointer to the operand.
-        held: the type that the operand holds.
+        storage: the type of the operand in memory.
         to: the type of the panel: elements or units.
-        register: the type in between.
+        register: the type in registers.
         along: stride within a line, the stride of k.
-        across: stride from one line to the next.
-        valid: how many lines there are; past that, the last one is repeated.
+        across: stride between lines.
+        valid: number of lines; past that, the last one is repeated.
         width: lines in a panel.
     """
 
     name: str
-    held: str
+    storage: str
     to: str
     register: str
     along: str
@@ -92,74 +92,74 @@ class _Lines:
 
     @property
     def kr(self) -> int:
-        """Elements of k in a unit of the panel."""
+        """Number of elements of k in a unit of the panel."""
         return BY_NAME[self.to].pack
 
     @property
     def whole(self) -> Index:
-        """Units that the operand fills."""
+        """Number of units that the operand fills."""
         return var("elements") // self.kr if self.kr > 1 else var("k")
 
     def line(self, j: Index | int) -> Ptr:
-        """Start of line j, or of the last one."""
+        """Address of line j, or of the last one."""
         return Ptr(self.name, minimum(j, var(self.valid) - 1) * var(self.across))
 
 
-def pack_b_rows(  # noqa: PLR0917 - as a packer's geometry is told everywhere
-    atom: Atom, nr: int, panels: int, prefetch: int, held: str, to: str
+def pack_b_rows(  # noqa: PLR0917 - the order of a packer's geometry is the same everywhere
+    atom: Atom, nr: int, panels: int, prefetch: int, storage: str, to: str
 ) -> Function:
-    """to[q][p][j] = B[p][q * NR + j]: whole panels at once, from long runs of each row.
+    """Function to[q][p][j] = B[p][q * NR + j]: whole panels together, from long runs of each row.
 
     A row at a stride of pages is a miss in cache and address translation each
-    time; the longer the run that is read there, the less that shows, and rows
-    further down are asked for meanwhile. Units that k does not fill are left out.
+    time; the longer the run that is read there, the smaller the cost, and rows
+    further down are prefetched meanwhile. Units that k does not fill are omitted.
     """
     p, kr = var("p"), BY_NAME[to].pack
-    lanes, line = atom.n, max(atom.n, 64 // BY_NAME[held].bytes)
+    lanes, line = atom.n, max(atom.n, 64 // BY_NAME[storage].bytes)
     row = Ptr("b", p * (var("b_k") * kr))
     down = [var("b_k") * (kr * prefetch + e) for e in range(kr)]
-    asks = tuple(Prefetch(row + (d + j)) for d in down for j in range(0, panels * nr, line))
+    prefetches = tuple(Prefetch(row + (d + j)) for d in down for j in range(0, panels * nr, line))
     copy: list[Stmt] = []
     for v in range(0, panels * nr, lanes):
         register, at = f"v{v // lanes % 4}", Ptr("to", var("panel_step") * (v // nr) + p * nr + v % nr)
         step = var("b_k") if kr > 1 else None
         copy.append(Verb("load_rows" if kr > 1 else "load_b", register, p=row + v, step=step))
         copy.append(Verb("store", register, p=at, to=atom.right))
-    params = (Param("k"), Param("b", held, readonly=True), Param("b_k"), Param("to", to), Param("panel_step"))
-    loop = For("p", const(0), var("k"), const(1), (*asks, *copy))
+    params = (Param("k"), Param("b", storage, readonly=True), Param("b_k"), Param("to", to), Param("panel_step"))
+    loop = For("p", const(0), var("k"), const(1), (*prefetches, *copy))
     comment = f"to[{panels}][k][{nr}] = B[k][{panels * nr}], row layout"
     return Function("pack_b_rows", "inner", params, (loop,), comment, of=atom.name)
 
 
 def pack_b(  # noqa: PLR0917 - as above
-    isa: Isa, atom: Atom, nr: int, layout: str, held: str, to: str
+    isa: Isa, atom: Atom, nr: int, layout: str, storage: str, to: str
 ) -> Function:
-    """to[p][j] = B[p][j] for `first` <= p < k, j < NR; columns past `columns` hold something or other."""
+    """Function to[p][j] = B[p][j] for `first` <= p < k, j < NR; columns past `columns` are undefined."""
     units = BY_NAME[to].pack > 1
     params = (
         Param("k"),
         *((Param("elements"), Param("first")) if units else ()),
         Param("columns"),
-        Param("b", held, readonly=True),
+        Param("b", storage, readonly=True),
         Param("b_k"),
         Param("b_n"),
         Param("to", to),
     )
-    lines = _Lines("b", held, to, atom.right, "b_k", "b_n", "columns", const(nr))
-    turns = layout == "col" and isa.shuffles and atom.n > 1
+    lines = _Lines("b", storage, to, atom.right, "b_k", "b_n", "columns", const(nr))
+    transposes = layout == "col" and isa.shuffles and atom.n > 1
     body: tuple[Stmt, ...]
-    if units and turns:
+    if units and transposes:
         start = var("first") + (lines.whole - var("first")) // atom.n * atom.n
-        body = tuple(x for g in range(0, nr, atom.n) for x in _turn(atom, lines, g, var("first")))
+        body = tuple(x for g in range(0, nr, atom.n) for x in _transpose_blocks(atom, lines, g, var("first")))
         body += _gather(lines, maximum(var("first"), start))
     elif units and layout == "row":
-        body = _weave(atom, lines, var("first"))
+        body = _interleave(atom, lines, var("first"))
     elif units:
         body = _gather(lines, var("first"))
     elif layout == "row":
         body = _rows(atom, nr, lines)
-    elif turns:
-        body = tuple(x for g in range(0, nr, atom.n) for x in _turn(atom, lines, g))
+    elif transposes:
+        body = tuple(x for g in range(0, nr, atom.n) for x in _transpose_blocks(atom, lines, g))
         body += _gather(lines, var("k") - var("k") % atom.n)
     else:
         body = _gather(lines)
@@ -167,8 +167,8 @@ def pack_b(  # noqa: PLR0917 - as above
     return Function("pack_b", "inner", params, body, comment, of=atom.name)
 
 
-def sum_columns(atom: Atom, nr: int, held: str) -> Function:
-    """The sums of the columns of a panel, behind it: products with ones."""
+def sum_columns(atom: Atom, nr: int, storage: str) -> Function:
+    """Function that stores the column sums of a panel behind it: products with ones."""
     p, vectors = var("p"), range(nr // atom.n)
     zero = tuple(Verb("zero", f"s{v}") for v in vectors)
     step = tuple(
@@ -179,42 +179,42 @@ def sum_columns(atom: Atom, nr: int, held: str) -> Function:
     store = tuple(Verb("store", f"s{v}", p=Ptr("sums", const(v * atom.n))) for v in vectors)
     loop = For("p", const(0), var("k"), const(1), step)
     body: tuple[Stmt, ...] = (
-        LetPtr("sums", Ptr("panel", sums_at(var("k"), nr, held)), atom.acc),
+        LetPtr("sums", Ptr("panel", sums_at(var("k"), nr, storage)), atom.acc),
         Verb("ones", "one"),
         *zero,
         loop,
         *store,
     )
-    params = (Param("k"), Param("panel", held))
+    params = (Param("k"), Param("panel", storage))
     comment = f"panel[k][j] = the sum of panel[0..k-1][j], j < {nr}"
     return Function("sum_columns", "inner", params, body, comment, of=atom.name)
 
 
 def pack_a(  # noqa: PLR0917 - as above
-    isa: Isa, atom: Atom, mr: int, layout: str, held: str, to: str
+    isa: Isa, atom: Atom, mr: int, layout: str, storage: str, to: str
 ) -> Function:
-    """to[p][i] = A[i][p] for p < k, i < rows; up to a vector past the end is overwritten."""
+    """Function to[p][i] = A[i][p] for p < k, i < rows; up to a vector past the end is overwritten."""
     units = atom.k_pack > 1
     params = (
         Param("k"),
         *((Param("elements"),) if units else ()),
         Param("rows"),
-        Param("a", held, readonly=True),
+        Param("a", storage, readonly=True),
         Param("a_m"),
         Param("a_k"),
         Param("to", to),
     )
     rows = var("rows")
-    lines = _Lines("a", held, to, to, "a_k", "a_m", "rows", rows)
+    lines = _Lines("a", storage, to, to, "a_k", "a_m", "rows", rows)
     body: tuple[Stmt, ...] = ()
     if layout == "row" and isa.shuffles and atom.n > 1:
-        # Stores are whole vectors, so each spills over onto what follows: later
+        # Stores are whole vectors, so each overwrites elements that follow: later
         # groups of rows go first, and a smaller k goes before a larger one.
         for g in reversed(range(0, mr, atom.n)):
-            body += (If(const(g).lt(rows), _turn(atom, lines, g)),)
+            body += (If(const(g).lt(rows), _transpose_blocks(atom, lines, g)),)
         body += _gather(lines, lines.whole - lines.whole % atom.n)
     elif layout == "col" and units:
-        body = _weave(atom, lines, const(0), range(0, mr, atom.n))
+        body = _interleave(atom, lines, const(0), range(0, mr, atom.n))
     elif layout == "col" and atom.mask:
         body = _columns(atom, mr)
     else:
@@ -222,12 +222,12 @@ def pack_a(  # noqa: PLR0917 - as above
     return Function("pack_a", "inner", params, body, f"to[k][rows] = A[rows][k], {layout} layout", of=atom.name)
 
 
-def _weave(atom: Atom, lines: _Lines, first: Index, groups: range | None = None) -> tuple[Stmt, ...]:
-    """Units from rows of the operand, as many lines at once as a vector has lanes.
+def _interleave(atom: Atom, lines: _Lines, first: Index, groups: range | None = None) -> tuple[Stmt, ...]:
+    """Loops that interleave rows of the operand into units, as many lines at once as a vector has lanes.
 
     Whole vectors are read, past the last valid line into the row that follows;
-    the last rows, which nothing may follow, are gathered. Whole vectors are
-    written as well, spilling onto what comes next: see `pack_a`.
+    the last rows, behind which nothing may be read, are gathered. Whole vectors are
+    written as well, overwriting elements that follow: see `pack_a`.
     """
     p, along, kr = var("p"), var(lines.along), lines.kr
     if groups is None:  # the panel has whole vectors: one loop
@@ -257,7 +257,7 @@ def _weave(atom: Atom, lines: _Lines, first: Index, groups: range | None = None)
 
 
 def _gather(lines: _Lines, begin: Index | None = None) -> tuple[Stmt, ...]:
-    """Element by element, from a k on."""
+    """Loop that copies element by element, from `begin` on."""
     p, j, e, kr = var("p"), var("j"), var("e"), lines.kr
     place = p * lines.width + j
     if kr == 1:
@@ -277,7 +277,7 @@ def _gather(lines: _Lines, begin: Index | None = None) -> tuple[Stmt, ...]:
 
 
 def _rows(atom: Atom, nr: int, lines: _Lines) -> tuple[Stmt, ...]:
-    """B already runs along n: copy rows."""
+    """Loop that copies rows of a B that is contiguous along n."""
     p, vectors = var("p"), range(nr // atom.n)
     copy = tuple(
         x
@@ -308,7 +308,7 @@ def _rows(atom: Atom, nr: int, lines: _Lines) -> tuple[Stmt, ...]:
 
 
 def _columns(atom: Atom, mr: int) -> tuple[Stmt, ...]:
-    """A already runs along m: copy columns, each store spilling onto the next."""
+    """Loop that copies columns of an A that is contiguous along m, each store overwriting elements of the next."""
     p, rows = var("p"), var("rows")
     groups = range(0, mr, atom.n)
     masks = tuple(keep(atom, f"m{g}", rows - g) for g in groups)
@@ -323,18 +323,18 @@ def _columns(atom: Atom, mr: int) -> tuple[Stmt, ...]:
     return (*masks, For("p", const(0), var("k"), const(1), copy, 2))
 
 
-def _turn(atom: Atom, lines: _Lines, group: int, first: Index | None = None) -> tuple[Stmt, ...]:
-    """Transpose whole L x L blocks of the L lines from `group` on, which run along k."""
+def _transpose_blocks(atom: Atom, lines: _Lines, group: int, first: Index | None = None) -> tuple[Stmt, ...]:
+    """Loop that transposes whole L x L blocks of the L lines from `group` on, which are contiguous along k."""
     lanes, p = atom.n, var("p")
     names = [f"{lines.name}{group + j}" for j in range(lanes)]
-    held = unit(lines.held, lines.kr)
-    starts = tuple(LetPtr(x, lines.line(group + j), held, readonly=True) for j, x in enumerate(names))
+    storage = unit(lines.storage, lines.kr)
+    starts = tuple(LetPtr(x, lines.line(group + j), storage, readonly=True) for j, x in enumerate(names))
     load = tuple(Verb("load_b", f"t0_{j}", p=Ptr(x, p), to=lines.register) for j, x in enumerate(names))
-    turn, last = transpose(lanes)
+    shuffles, last = transpose(lanes)
     place = [Ptr("to", (p + i) * lines.width + group) for i in range(lanes)]
     store = tuple(Verb("store", r, p=to, to=lines.register) for r, to in zip(last, place, strict=True))
     end = lines.whole - (lanes - 1)
-    return (*starts, For("p", first or const(0), end, const(lanes), (*load, *turn, *store)))
+    return (*starts, For("p", first or const(0), end, const(lanes), (*load, *shuffles, *store)))
 
 
 def transpose(lanes: int) -> tuple[tuple[Stmt, ...], list[str]]:

@@ -1,12 +1,12 @@
-"""What the blocked program asks for while it computes.
+"""Prefetch operands of the blocked GEMM's micro-kernel.
 
 A tile's accumulators are in registers for the whole of its loop over k, and the
-load and store ports have room to spare: each step asks for a line or two of what
-comes next. Step p asks for x_next + (p % LINE) * x_step + (p / LINE) * x_hop, so
-that a slice covers LINE lines of an operand that runs along k, or one line of
-each row of an operand that runs across. C is asked for into L1, to be written;
-A and B into L2, where they do not displace the panel that L1 works on. Where sums are
-finished apart, it is the C of the same tile.
+load and store ports have slack: each step prefetches a cache line or two of the
+next operands. Step p prefetches x_next + (p % LINE) * x_step + (p / LINE) * x_hop, so
+that a slice covers LINE lines of an operand that is contiguous along k, or one line of
+each row of an operand that is contiguous across. C is prefetched into L1, for writing;
+A and B into L2, where they do not evict the panel in L1. Where an epilogue
+writes C, it is the C of the same tile.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def next_item(g: Blocks, row: Index) -> list[Index | Ptr]:
-    """The same tile of C in the next item, and the next line of its A and B at each step."""
+    """Prefetch operands of the same tile of C in the next item, and of the next line of its A and B at each step."""
     line, done = g.line, (var("i") + (var("j") * var("slices"))) * var("kd")
     if g.finishes:
         out: list[Index | Ptr] = [g.operand("c", row * var("c_m") + var("column")), var("c_m")]
@@ -32,11 +32,11 @@ def next_item(g: Blocks, row: Index) -> list[Index | Ptr]:
 
 
 def next_panel(g: Blocks, height: int) -> list[Index | Ptr]:
-    """The next tile of C, the next slice of A, a share of the next panel of B."""
+    """Prefetch operands of the next tile of C, the next slice of A, and a part of the next panel of B."""
     more = (var("i") + 1).lt(var("slices"))
     next_row = var("row") + more * (var("r") + height)
     next_column = var("column") + (1 - more) * g.s.nr
-    if g.finishes:  # of this tile: its sums are finished next
+    if g.finishes:  # of this tile: its epilogue is next
         out: list[Index | Ptr] = [g.operand("c", (var("row") + var("r")) * var("c_m") + var("column")), var("c_m")]
     else:
         out = [g.result(next_row, next_column)]
@@ -45,12 +45,12 @@ def next_panel(g: Blocks, height: int) -> list[Index | Ptr]:
 
 
 def _deeper(g: Blocks) -> Index:
-    """1 if another block of k follows this one."""
+    """Expression that is 1 if another block of k follows this one."""
     return (g.pc + var("kd")).lt(g.end) if g.s.kc else const(0)
 
 
 def _next_a(g: Blocks, height: int) -> list[Index | Ptr]:
-    """The same slice in the next block of k, or after the last block the next slice."""
+    """Prefetch operands of A: the same slice in the next block of k, or after the last block the next slice."""
     s, deeper = g.s, _deeper(g)
     a_m = const(1) if s.a == "col" else var("a_m")
     a_k = const(1) if s.a == "row" else var("a_k")
@@ -61,7 +61,7 @@ def _next_a(g: Blocks, height: int) -> list[Index | Ptr]:
 
 
 def _next_b(g: Blocks) -> list[Index | Ptr]:
-    """The next panel, or after the last panel the first of the next block of k."""
+    """Prefetch operands of B: the next panel, or after the last panel the first of the next block of k."""
     s, line = g.s, g.line
     part = var("i") % max(1, s.nr // line) * line
     more = (var("j") + 1).lt(var("last"))

@@ -1,14 +1,14 @@
-"""Weights laid out ahead of all products: whole kernels around the packers of `packing`.
+"""Prepacking of weights, before all products: kernels around the packers of `packing`.
 
-A weight that runs along n is cut into strips of rows, and tasks take a few panels of
-a strip, so that they read long runs of rows that lie on few pages, and there are
-enough of them. Where columns are summed, which takes all of k, and where a weight
-runs along k, a task takes all rows of its panels. What is not converted is moved as
-integers of its size, where an instruction set can.
+A weight that is contiguous along n is cut into strips of rows, and tasks take a few panels of
+a strip, so that they read long runs of rows on few pages, and there are
+enough tasks. Where columns are summed, which takes all of k, and where a weight
+is contiguous along k, a task takes all rows of its panels. Elements that are not converted
+are moved as integers of their size, where an instruction set supports it.
 
 Panels go to new memory. Before they are written, one element at the end of each
-huge page of C is, which has the system clear that page from its start: the fields
-`c_m` and `c_n` say where the first of them is, and how many there are.
+huge page of C is, so that the system clears that page from its start: the fields
+`c_m` and `c_n` are the offset of the first of them and their number.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from portmm.target.target import Atom, Isa
 
 PREFETCH = 4
-"""Rows of units that are asked for ahead: a miss takes as long as copying some rows."""
+"""Prefetch distance in rows of units: a miss takes as long as copying some rows."""
 
 
-def build(isa: Isa, atom: Atom, nr: int, layout: str, held: str) -> Kernel:
-    """The kernel that packs each item of a batch of B: C[panel][k][NR] = B[k][n], in units of what B holds."""
+def build(isa: Isa, atom: Atom, nr: int, layout: str, storage: str) -> Kernel:
+    """Kernel that packs each item of a batch of B: C[panel][k][NR] = B[k][n], in units of B's elements."""
     atom = isa.row_atom(atom) or atom
     k, task, kr = var("k"), var("task"), atom.k_pack
-    to, sums = unit(held, kr), atom.acc == "s32"
-    name = KernelName("pack", atom.acc, atom.a, held, 1, nr, kr, isa.name)
+    to, sums = unit(storage, kr), atom.acc == "s32"
+    name = KernelName("pack", atom.acc, atom.a, storage, 1, nr, kr, isa.name)
     if kr == 1:
-        atom, held = _mover(isa, atom, held)
-        to = held
+        atom, storage = _mover(isa, atom, storage)
+        to = storage
     near = max(1, RUN_BYTES // (nr * BY_NAME[to].bytes)) if layout == "row" else 1
     cut = layout == "row" and not sums
     groups, cuts = ceil_div(ceil_div(var("n"), nr), near), ceil_div(k, PACK_ROWS) if cut else const(1)
@@ -47,32 +47,32 @@ def build(isa: Isa, atom: Atom, nr: int, layout: str, held: str) -> Kernel:
         Let("row", task // groups % cuts * PACK_ROWS if cut else const(0)),
         Let("rows", minimum(k - var("row"), PACK_ROWS) if cut else k),
         Let("panel", task % groups * near),
-        *_share(isa, atom, nr, near, layout, held, to, sums),
+        *_panels(isa, atom, nr, near, layout, storage, to, sums),
     )
     one = Function("share_of_b", "task", (), body, "Some rows of a few panels of one item")
-    entry = entered(one, groups * cuts * var("batch"), to)
-    return Kernel(str(name), isa, atom, entry, const(64), types=(("b", held), ("c", to)))
+    entry = entry_of(one, groups * cuts * var("batch"), to)
+    return Kernel(str(name), isa, atom, entry, const(64), types=(("b", storage), ("c", to)))
 
 
-def _mover(isa: Isa, atom: Atom, held: str) -> tuple[Atom, str]:
-    """What moves elements that are not converted, and the type that it takes them for: integers, if it can."""
+def _mover(isa: Isa, atom: Atom, storage: str) -> tuple[Atom, str]:
+    """Atom that moves elements without conversion, and the type it moves them as: integers, if supported."""
     words = isa.vector("s32", atom.n)
-    taken = {1: "s8", 2: "s16"}.get(BY_NAME[held].bytes, "")
+    taken = {1: "s8", 2: "s16"}.get(BY_NAME[storage].bytes, "")
     moves = words and taken and all(isa.spelling(words, x, taken, "s32") for x in ("load_b", "store"))
-    return (words, taken) if words and moves else (atom, held)
+    return (words, taken) if words and moves else (atom, storage)
 
 
-def entered(one: Function, tasks: Index, to: str) -> Function:
-    """Every panel, after a touch of every page."""
+def entry_of(one: Function, tasks: Index, to: str) -> Function:
+    """Entry function: every panel, after one store to every page."""
     touch = Move(Ptr("c", var("c_m") + var("task") * (HUGE_PAGE // BY_NAME[to].bytes)), None)
     page = Function("touch_page", "task", (), (touch,), "The end of a page of C")
     return Function("entry", "entry", (), (Parallel(page, var("c_n")), Parallel(one, tasks)), "Every panel")
 
 
-def _share(  # noqa: PLR0917 - as a packer's geometry is told everywhere
-    isa: Isa, atom: Atom, nr: int, near: int, layout: str, held: str, to: str, sums: bool
+def _panels(  # noqa: PLR0917 - the order of a packer's geometry is the same everywhere
+    isa: Isa, atom: Atom, nr: int, near: int, layout: str, storage: str, to: str, sums: bool
 ) -> tuple[Stmt, ...]:
-    """Panels from `panel` on, `near` of them or what there is, in `rows` rows from `row` on."""
+    """Statements that pack up to `near` panels from `panel` on, in `rows` rows from `row` on."""
     n, row, panel, q, kr = var("n"), var("row"), var("panel"), var("q"), atom.k_pack
     depth = ceil_div(var("k"), kr)
     step = sums_at(depth, nr, to) + sum_units(atom, nr, to) if sums else depth * nr
@@ -88,16 +88,16 @@ def _share(  # noqa: PLR0917 - as a packer's geometry is told everywhere
     def single(first: Index) -> Call:
         bounds = (var("rows"), first) if kr > 1 else ()
         columns = minimum(n - q * nr, nr)
-        packer = pack_b(isa, atom, nr, layout, held, to)
+        packer = pack_b(isa, atom, nr, layout, storage, to)
         return Call(packer, (units, *bounds, columns, source(q), var("b_k"), var("b_n"), place(q)))
 
     last = minimum(panel + near, ceil_div(n, nr))
     alone: tuple[Stmt, ...] = (For("q", panel, last, const(1), (single(const(0)),)),)
     packed = alone
     if near > 1:
-        rows = pack_b_rows(atom, nr, near, PREFETCH, held, to)
+        rows = pack_b_rows(atom, nr, near, PREFETCH, storage, to)
         together: tuple[Stmt, ...] = (Call(rows, (full, source(panel), var("b_k"), place(panel), step)),)
-        if kr > 1:  # what is left of k after whole units
+        if kr > 1:  # the remainder of k after whole units
             together += (If(full.lt(units), (For("q", panel, last, const(1), (single(full),)),)),)
         packed = (If(n.lt((panel + near) * nr), alone, together),)
     if sums:

@@ -1,12 +1,12 @@
-"""Rows of numbers: element-wise expressions and reductions, without a product.
+"""Row-wise kernels: element-wise expressions and reductions over rows, without a product.
 
     for each share of the rows          <- threads
       for each pass over the row        (the row stays in L1 or L2)
         for each vector of it
 
-A pass finds the sums and maxima that need no others than those of earlier passes; the
-last one writes. A softmax takes three: its largest, the sum of exponentials, their
-quotients. What takes many operations and is needed by a later pass again is kept in
+A pass computes the sums and maxima that depend only on those of earlier passes; the
+last one writes. A softmax takes three: the maximum, the sum of exponentials, their
+quotients. Values that take many operations and are needed again by a later pass are kept in
 scratch, so that an exponential is computed once.
 """
 
@@ -47,16 +47,16 @@ if TYPE_CHECKING:
 
 TASKS_PER_WORKER = 4
 CHAINS = 4
-"""Vectors that are summed side by side: an addition takes four cycles."""
+"""Independent accumulators of a sum: an addition takes four cycles."""
 RUN = 64
-"""Vectors of a chain after which sums start afresh (`summation`), and sums of runs after which theirs do: a row of a
+"""Vectors of a chain after which sums restart (`summation`), and sums of runs after which theirs do: a row of a
 million elements has 16 thousand runs of one lane. Errors are NumPy's, whose sums are pairwise."""
 WORTH_KEEPING = 6
 """Operations from which a value is kept for a later pass: a store and a load take as long as some of them."""
 
 
 def build(isa: Isa, real: Atom, fused: Fused) -> Kernel:
-    """The kernel that computes expressions over all rows."""
+    """Kernel that computes expressions over all rows."""
     passes = Passes(fused)
     m, n, task = var("m"), var("n"), var("task")
     total = m * var("batch")
@@ -77,11 +77,11 @@ def build(isa: Isa, real: Atom, fused: Fused) -> Kernel:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Passes:
-    """What is found in which pass over a row.
+    """Reductions and stored values of each pass over a row.
 
     Attributes:
         reductions: those of each pass but the last.
-        kept: what is kept from a pass for later ones -> the pass.
+        kept: value stored by a pass for later ones -> the pass.
     """
 
     reductions: tuple[tuple[Expr, ...], ...]
@@ -99,36 +99,36 @@ class Passes:
 
 
 def _kept(fused: Fused, passes: tuple[tuple[Expr, ...], ...], depth: dict[Expr, int]) -> dict[Expr, int]:
-    """The largest values that a pass computes and a later one needs again, where they are worth it."""
+    """Largest subexpressions that a pass computes and a later one needs again, if worth storing."""
     wanted = [[x.args[1] for x in one] for one in passes] + [[x for _, x in fused.results]]
-    found: dict[Expr, int] = {}
+    stored: dict[Expr, int] = {}
     for i, roots in enumerate(wanted[:-1]):
-        computed = inside(roots, found)
+        computed = inside(roots, stored)
         later = [x for one in wanted[i + 1 :] for x in one]
         stack = list(later)
         while stack:
             x = stack.pop()
-            if x.op == "reduce" or x in found:
+            if x.op == "reduce" or x in stored:
                 continue
             kept = x.op in OPS and x.dtype == "f32" and x in computed and depth[x] <= i
             if kept and _operations(x) >= WORTH_KEEPING:
-                found[x] = i
+                stored[x] = i
                 continue
             stack += x.inner
-    return found
+    return stored
 
 
 def inside(roots: list[Expr], known: dict[Expr, int]) -> set[Expr]:
-    """What is computed for some values, reductions and what is known left out."""
-    found: set[Expr] = set()
+    """Subexpressions of some values, without reductions and `known` ones."""
+    needed: set[Expr] = set()
     stack = list(roots)
     while stack:
         x = stack.pop()
-        if x in found or x.op == "reduce" or x in known:
+        if x in needed or x.op == "reduce" or x in known:
             continue
-        found.add(x)
+        needed.add(x)
         stack += x.inner
-    return found
+    return needed
 
 
 def _operations(x: Expr) -> int:
@@ -136,7 +136,7 @@ def _operations(x: Expr) -> int:
 
 
 def row_function(isa: Isa, real: Atom, fused: Fused) -> Function:
-    """All passes over one row."""
+    """Function for all passes over one row."""
     passes = Passes(fused)
     at = Elements(isa, real, fused, row=var("row"))
     names = {x: f"kept{i}" for i, x in enumerate(passes.kept)}
@@ -159,7 +159,7 @@ def _pass(
     keeps: list[tuple[Expr, str]],
     results: tuple[tuple[int, Expr], ...],
 ) -> tuple[Stmt, ...]:
-    """One walk along a row: reductions, values kept, and results."""
+    """Statements of one pass over a row: reductions, stored values, and results."""
     at.names.clear()
     n, lanes, whole = var("n"), at.real.n, var("n") - var("n") % at.real.n
     along = [(i, x) for i, x in results if "n" in at.fused.operands[i].axes]
@@ -177,14 +177,14 @@ def _pass(
 
     def step(j: Index, few: str, chain: int = 0) -> tuple[Stmt, ...]:
         at.names = dict(fixed)
-        found = list(at.compute(wanted, j, few))
+        stmts = list(at.compute(wanted, j, few))
         for x, to in keeps:
-            found.append(Verb("store", at.names[x], p=Ptr(to, j), of=at.real.name))
+            stmts.append(Verb("store", at.names[x], p=Ptr(to, j), of=at.real.name))
         for x, to in reductions:
-            found += _reduced(at, x, f"all_{to}_{chain}", few)
+            stmts += _reduced(at, x, f"all_{to}_{chain}", few)
         for i, x in along:
-            found += at.store(x, i, j, few)
-        return tuple(found)
+            stmts += at.store(x, i, j, few)
+        return tuple(stmts)
 
     several = n - n % (chains * lanes) if chains > 1 else const(0)
     if chains > 1:
@@ -208,11 +208,11 @@ def _pass(
 
 
 def _runs(at: Elements, sums: list[str], end: Index, side: tuple[Stmt, ...]) -> list[Stmt]:
-    """Walk along a row; the registers all_* of `sums` start afresh with each run, those of runs with each block."""
-    real, wide = at.real.name, CHAINS * at.real.n
+    """Loop over a row; the registers all_* of `sums` restart with each run, those of runs with each block."""
+    real, step = at.real.name, CHAINS * at.real.n
     if not sums:
-        return [For("j", const(0), end, const(wide), side)]
-    run, block = RUN * wide, RUN * RUN * wide
+        return [For("j", const(0), end, const(step), side)]
+    run, block = RUN * step, RUN * RUN * step
     j_run, j_block = var("j_run"), var("j_block")
 
     def none(level: str) -> list[Stmt]:
@@ -221,7 +221,7 @@ def _runs(at: Elements, sums: list[str], end: Index, side: tuple[Stmt, ...]) -> 
     def added(to: str, level: str, more: str) -> list[Stmt]:
         return [Map("add", f"{to}_{x}", (f"{level}_{x}", f"{more}_{x}"), "f32", "f32", real) for x in sums]
 
-    once = For("j", j_run, minimum(end, j_run + run), const(wide), side)
+    once = For("j", j_run, minimum(end, j_run + run), const(step), side)
     after_run = If((j_run + run).lt(end), (*added("runs", "runs", "all"), *none("all")))
     runs = For("j_run", j_block, minimum(end, j_block + block), const(run), (once, after_run))
     after_block = If((j_block + block).lt(end), (*added("blocks", "blocks", "runs"), *none("runs")))
@@ -235,18 +235,18 @@ def _runs(at: Elements, sums: list[str], end: Index, side: tuple[Stmt, ...]) -> 
 
 
 def _reduced(at: Elements, x: Expr, into: str, few: str) -> tuple[Stmt, ...]:
-    """Take a vector of values into account; of a last one only the lanes that are there."""
+    """Reduction of a vector of values into a register; of a last one only the valid lanes."""
     kind, value = x.args
     register, before = at.value(value)
-    found = list(before)
+    stmts = list(before)
     if few:
         lanes, count, there, kept = (f"{into}_{y}" for y in ("at", "count", "there", "kept"))
         real = at.real.name
-        found += [
+        stmts += [
             Map("lanes", lanes, (), "s32", "s32", real, const(0)),
             Map("whole", count, (), "s32", "s32", real, var(few)),
             Map("lt", there, (lanes, count), "mask", "s32", real),
             Map("select", kept, (there, register, REDUCTIONS[kind]), "f32", "f32", real),
         ]
         register = kept
-    return (*found, Map(kind, into, (into, register), "f32", "f32", at.real.name))
+    return (*stmts, Map(kind, into, (into, register), "f32", "f32", at.real.name))

@@ -1,6 +1,6 @@
-"""Runs of k, each with accumulators of its own: see `portmm.target.summation`.
+"""Summation runs: runs of k, each with accumulators of its own (see `portmm.target.summation`).
 
-Owns the loop over k of a block of C, and where the sums of runs are kept while parts of the next are added.
+Owns the loop over k of a block of C, and the buffer of the sums of runs while parts of the next are added.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def over_k(g: Blocks, inside: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
-    """The loop over blocks of k, each of some runs, or over runs and their parts; where KC is ALL, there is none."""
+    """Loop over blocks of k, each of some runs, or over runs and their parts; no loop where KC is ALL."""
     if g.parts:
         each = For("pc", var("run_start"), g.last_of_run, var("kb"), inside)
         place = LetPtr("kept", g.private() + (g.own_size - g.kept_size), g.atom.acc)
@@ -28,11 +28,11 @@ def over_k(g: Blocks, inside: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
 
 
 def kept(g: Blocks, row: Index, column: Index) -> tuple[Index | Ptr, ...]:
-    """The sums of the runs before the current one, from a row to the next, whether to add them, and to keep the sum.
+    """Arguments for the sums of earlier runs: address, row stride, whether to add them, and to keep the sum.
 
     The chains of a run are in C, part by part; in the last part of a run they are added up.
     """
-    wide = (var("last") - var("first")) * g.s.nr
-    place = Ptr("kept", (row - var("row")) * wide + (column - g.first_column))
+    row_stride = (var("last") - var("first")) * g.s.nr
+    place = Ptr("kept", (row - var("row")) * row_stride + (column - g.first_column))
     ends = (var("pc") + var("kd")).eq(g.last_of_run)
-    return place, wide, ends * g.start.lt(var("run_start")), ends * g.last_of_run.lt(g.end)
+    return place, row_stride, ends * g.start.lt(var("run_start")), ends * g.last_of_run.lt(g.end)

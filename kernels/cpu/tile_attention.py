@@ -1,11 +1,11 @@
-"""Attention on units that multiply tiles: the loops of `attention` around other products.
+"""Flash attention on tile units (AMX): the loops of `attention` around other products.
 
     s[key][query] = K . Q^T            K is the left operand, in place: a row of a tile is a key
-    o[column][query] += V^T . weights  V, turned once, is the left operand; weights, in units of two keys, the right one
+    o[column][query] += V^T . weights  V, transposed once, is the left operand; weights, in units of two keys, the right
 
-So weights become an operand by the same weaving of rows as for vectors, and nothing is turned in a block but,
-when all keys are done, the result. Tiles have all their rows always: keys that fill no tile are copied to where
-rows behind them may be read, whose scores nobody looks at, and weights behind them are zeros.
+So weights become an operand by the same interleaving of rows as for vectors, and nothing in a block is transposed
+but the result, after all keys. Tiles always have all their rows: keys that do not fill a tile are copied to a buffer
+where rows behind them may be read, whose scores are unused, and weights behind them are zeros.
 """
 
 from __future__ import annotations
@@ -44,57 +44,57 @@ GRID = Grid(2, 2)
 
 
 def build(form: Form, isa: Isa, atom: Atom, real: Atom) -> Kernel:
-    """The kernel for a kind of attention, whose products are those of `atom`, sums in lanes of `real`."""
-    return build_loops(form, isa, atom, real, Tiled)
+    """Kernel for a kind of attention, with products by `atom` and sums in lanes of `real`."""
+    return build_loops(form, isa, atom, real, TiledAttention)
 
 
-class Tiled(Attention):
-    """The loops of one kernel, where they differ from those around vectors."""
+class TiledAttention(Attention):
+    """Loops of one kernel, where they differ from those around vectors."""
 
     __slots__ = ()
 
     @property
     def types(self) -> dict[str, str]:
-        """Types of the pieces that do not hold sums."""
+        """Types of the buffers that do not hold sums."""
         return super().types | {"units": self.atom.right, "rest": self.atom.left}
 
     def sizes(self) -> dict[str, Index]:
-        """Elements of each piece of a worker's scratch."""
+        """Number of elements of each buffer of a worker's scratch, by name."""
         sums = self.across * self.g.queries
         return super().sizes() | {"turned": round_up(sums, 64), "rest": round_up(self.depth * self.g.mr, 64)}
 
     @property
-    def held_sums(self) -> Index:
-        """Elements of `o`."""
+    def o_size(self) -> Index:
+        """Number of elements of `o`."""
         return self.across * self.g.queries
 
     @property
     def summed(self) -> str:
-        """Where sums lie by rows of queries."""
+        """Name of the buffer of sums, by rows of queries."""
         return "turned"
 
     def ready(self) -> tuple[Stmt, ...]:
-        """Every thread has tiles of its own."""
+        """Configuration of this thread's tiles."""
         return (Configure((const(self.atom.m),) * TILES),)
 
     def done(self) -> tuple[Stmt, ...]:
-        """Tiles that nobody uses need not be saved when threads change."""
+        """Release of the tiles: unused ones need not be saved at a context switch."""
         return (Configure(()),)
 
     def pack_values(self, source: Ptr) -> Stmt:
-        """Some columns of V, turned: to[step][column][units of a step]."""
-        pack = replace(pack_lines(self.isa, self.atom, self.lines, "col", self.form.held), name="pack_values")
+        """Packing of some columns of V, transposed: to[step][column][units of a step]."""
+        pack = replace(pack_lines(self.isa, self.atom, self.move_atom, "col", self.form.dtype), name="pack_values")
         strides = (var(f"{self.at['v']}_n"), var(f"{self.at['v']}_m"))
-        return Call(pack, (var("seen"), var("columns"), const(self.g.wide), source, *strides, Ptr("to")))
+        return Call(pack, (var("seen"), var("columns"), const(self.g.pv_n), source, *strides, Ptr("to")))
 
     @property
     def rows_of_s(self) -> tuple[Index, Index]:
-        """Elements of s from one key to the next, and from one query to the next: s[strip][key][query]."""
+        """Strides of s, from one key to the next, and from one query to the next: s[strip][key][query]."""
         return const(self.atom.n), var("step")
 
     def scores(self) -> tuple[Stmt, ...]:
-        """s[key][query] = K . Q^T."""
-        g, c, r, deep, n = self.g, var("c"), var("r"), self.atom.deep, self.atom.n
+        """First product: s[key][query] = K . Q^T."""
+        g, c, r, k, n = self.g, var("c"), var("r"), self.atom.deep, self.atom.n
         f, strip = strip_kernel("scores", self.atom, GRID), self.depth * n
         key_m, left = var(f"{self.at['k']}_m"), var("keys") % g.mr
         whole = var("keys") - left
@@ -105,51 +105,54 @@ class Tiled(Attention):
             args = (self.depth, keys, row, step, Ptr("panels", c * strip), strip, to, var("step") * n, const(0))
             return For("c", const(0), var("count"), const(GRID.columns), (Call(f, args),))
 
-        full = For("r", const(0), whole, const(g.mr), (panels(here, key_m // self.kr, const(deep)),))
-        copy = replace(pack_lines(self.isa, self.atom, self.lines, "row", self.form.held), name="copy_keys")
+        full = For("r", const(0), whole, const(g.mr), (panels(here, key_m // self.kr, const(k)),))
+        copy = replace(pack_lines(self.isa, self.atom, self.move_atom, "row", self.form.dtype), name="copy_keys")
         copied = Call(copy, (D, left, const(g.mr), here, key_m, const(1), Ptr("rest")))
-        some = For("r", whole, var("keys"), const(g.mr), (copied, panels(Ptr("rest"), const(deep), const(deep * g.mr))))
+        some = For("r", whole, var("keys"), const(g.mr), (copied, panels(Ptr("rest"), const(k), const(k * g.mr))))
         return (full, some)
 
     def rescaled(self) -> Stmt:
-        """What was summed before, beside another largest score."""
+        """Rescaling of earlier sums to a new maximum."""
         columns = round_up(var("rows"), self.real.n)
         return Call(rescale_strips(self.real), (self.across, columns, Ptr("o"), Ptr("change")))
 
     def units(self) -> tuple[Stmt, ...]:
-        """Weights in units of two keys, what a step of k is short of filled up with zeros."""
+        """Weights interleaved in units of two keys, padded with zeros to a step of k."""
         n, p, j, e = self.atom.n, var("p"), var("j"), var("e")
         strip, whole = j * var("step"), round_up(var("keys"), self.atom.k)
-        weave = self.weave(strip + p * (n * self.kr), n, strip // self.kr + p * n)
+        interleave = self.interleave(strip + p * (n * self.kr), n, strip // self.kr + p * n)
         fill = For("e", var("keys") * n, whole * n, const(1), (Move(Ptr("s", strip + e), None),))
-        every = For("p", const(0), whole // self.kr, const(1), weave, 4)
+        every = For("p", const(0), whole // self.kr, const(1), interleave, 4)
         return (For("j", const(0), var("rows"), const(n), (fill, every)),)
 
     def values(self) -> tuple[Stmt, ...]:
-        """o[column][query] += V^T . weights."""
-        g, i, c, deep, n = self.g, var("i"), var("c"), self.atom.deep, self.atom.n
+        """Second product: o[column][query] += V^T . weights."""
+        g, i, c, k, n = self.g, var("i"), var("c"), self.atom.deep, self.atom.n
         f, strip = strip_kernel("values", self.atom, GRID), var("step") // self.kr * n
-        few, panels = var("heads") // var("group"), ceil_div(var("dv"), g.wide)
+        few, panels = var("heads") // var("group"), ceil_div(var("dv"), g.pv_n)
         item = (var("item") * few + var("other")) * panels
-        left = Ptr("work", (item + i) * self.panel + var("key") // self.kr * g.wide)
+        left = Ptr("work", (item + i) * self.panel + var("key") // self.kr * g.pv_n)
         units = round_up(var("keys"), self.atom.k) // self.kr
-        to = Ptr("o", i * (g.wide * n) + c * (self.across * n))
-        args = (units, left, const(deep), const(deep * g.wide), Ptr("units", c * strip), strip, to, self.across * n)
+        to = Ptr("o", i * (g.pv_n * n) + c * (self.across * n))
+        args = (units, left, const(k), const(k * g.pv_n), Ptr("units", c * strip), strip, to, self.across * n)
         call = Call(f, (*args, var("first").lt(var("key"))))
         inner = For("c", const(0), var("count"), const(GRID.columns), (call,))
         return (For("i", const(0), panels, const(1), (inner,)),)
 
     def finish(self) -> tuple[Stmt, ...]:
-        """Sums are turned first."""
-        return (Call(turn(self.real), (self.across, var("rows"), Ptr("o"), Ptr("turned"))), *super().finish())
+        """Transposition of the sums, then the results."""
+        return (
+            Call(transpose_strips(self.real), (self.across, var("rows"), Ptr("o"), Ptr("turned"))),
+            *super().finish(),
+        )
 
 
-def turn(real: Atom) -> Function:
-    """to[j][i] = from[j / lanes][i][j % lanes], for all i and, at least, all j."""
+def transpose_strips(real: Atom) -> Function:
+    """Function to[j][i] = from[j / lanes][i][j % lanes], for all i and, at least, all j."""
     i, j, n, rows = var("i"), var("j"), real.n, var("rows")
-    shuffles, turned = transpose(n)
+    shuffles, rows_out = transpose(n)
     load = tuple(Verb("load_c", f"t0_{e}", p=Ptr("from", j * rows + (i + e) * n), of=real.name) for e in range(n))
-    store = tuple(Verb("store", x, p=Ptr("to", (j + e) * rows + i), of=real.name) for e, x in enumerate(turned))
+    store = tuple(Verb("store", x, p=Ptr("to", (j + e) * rows + i), of=real.name) for e, x in enumerate(rows_out))
     inner = For("i", const(0), rows, const(n), (*load, *shuffles, *store))
     params = (Param("rows"), Param("columns"), Param("from", "f32", readonly=True), Param("to", "f32"))
     loop = For("j", const(0), var("columns"), const(n), (inner,))

@@ -1,21 +1,21 @@
-"""The blocked product on units that multiply tiles: the loops of `gemm` around another micro-kernel.
+"""Blocked GEMM on tile units (AMX): the loops of `gemm` around another micro-kernel.
 
 One instruction multiplies 16 rows of A, of 64 bytes each, by as many rows of B,
 which are units of k, into 16 x 16 sums. A register tile is R by V of these, R of A
 and V of B loaded in each step; its sums stay in tiles over a block of k, and in
-scratch between blocks, each register tile's by themselves: rows of C may lie a
+scratch between blocks, contiguous for each register tile: rows of C may be a
 multiple of 4096 bytes apart, all in one set of L1, and are written once, when
-`finish` makes elements of C of the sums.
+the epilogue converts sums to elements of C.
 
-B lies in the panels of the vector units, [k][NR] units, so that one packed weight
+B is in the panels of the vector units, [k][NR] units, so that one packed weight
 serves both: rows of a tile are NR units apart. A is packed here, slice by slice,
-[step][row][16] units, a tile's rows side by side. Where k fills no whole step, A has
-zeros, and the last units of a panel of B are copied to scratch and zeros put after
-them: what lies behind a panel is not for us to read, and need not be a number.
+[step][row][16] units, a tile's rows contiguous. Where k is not whole steps, A has
+zeros, and the last units of a panel of B are copied to scratch and padded with zeros:
+memory behind a panel must not be read, and need not be finite.
 
-An instruction takes as long as A's tile has rows. So tiles have just the rows of the
-tallest slice of a block, halved for R = 2; a slice that is one lower has a row of
-something or other, whose sums nobody looks at.
+The time of an instruction is proportional to the rows of A's tile. So tiles have just the rows
+of the tallest slice of a block, halved for R = 2; a slice that is one row shorter has an
+undefined row, whose sums are unused.
 """
 
 from __future__ import annotations
@@ -58,58 +58,58 @@ if TYPE_CHECKING:
     from portmm.target.target import Atom, Isa
 
 TALL = var("tall")
-"""Rows of a slice in scratch, and of the R tiles of A together."""
+"""Number of rows of a slice in scratch, and of the R tiles of A together."""
 
 
 def build(s: Schedule, isa: Isa, atom: Atom) -> Kernel:
-    """The kernel that computes C = A . B by schedule `s`."""
+    """Kernel that computes C = A . B by schedule `s`."""
     return build_loops(s, isa, atom, _Tiles)
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Which tile is which.
+    """Assignment of tile registers to tiles of A, B and C.
 
     Attributes:
-        rows: tiles of C one below the other: 1 or 2.
-        columns: tiles of C side by side, of the widest micro-kernel.
+        rows: tiles of C along m: 1 or 2.
+        columns: tiles of C along n, of the widest micro-kernel.
     """
 
     rows: int
     columns: int
 
     def c(self, r: int, v: int) -> int:
-        """A tile of C."""
+        """Number of a tile of C."""
         return r * self.columns + v
 
     def a(self, r: int) -> int:
-        """A tile of A."""
+        """Number of a tile of A."""
         return self.rows * self.columns + r
 
     @property
-    def turns(self) -> int:
-        """Tiles that are left for B."""
+    def free(self) -> int:
+        """Number of tile registers that remain for B."""
         return TILES - self.a(self.rows)
 
     def b(self, v: int) -> int:
-        """A tile of B: those that are left take turns."""
-        return self.a(self.rows) + v % self.turns
+        """Number of a tile of B: the remaining registers in rotation."""
+        return self.a(self.rows) + v % self.free
 
     def cut(self, tall: Index) -> tuple[Index, ...]:
-        """Rows of the tiles of A that make up `tall`."""
+        """Numbers of rows of the tiles of A for `tall` rows."""
         return (tall,) if self.rows == 1 else ((tall + 1) // 2, tall // 2)
 
-    def heights(self, atom: Atom) -> tuple[Index, ...]:
-        """Rows of each tile, in the order of their numbers."""
+    def tile_rows(self, atom: Atom) -> tuple[Index, ...]:
+        """Number of rows of each tile, in the order of tile numbers."""
         cut = self.cut(TALL)
-        found = {self.c(r, v): cut[r] for r in range(self.rows) for v in range(self.columns)}
-        found |= {self.a(r): cut[r] for r in range(self.rows)}
-        found |= {self.b(v): const(atom.deep) for v in range(self.columns)}
-        return tuple(found[i] for i in sorted(found))
+        rows = {self.c(r, v): cut[r] for r in range(self.rows) for v in range(self.columns)}
+        rows |= {self.a(r): cut[r] for r in range(self.rows)}
+        rows |= {self.b(v): const(atom.deep) for v in range(self.columns)}
+        return tuple(rows[i] for i in sorted(rows))
 
 
 class _Tiles(Gemm):
-    """The loops of one kernel, where they differ from those around vectors."""
+    """Loops of one kernel, where they differ from those around vectors."""
 
     __slots__ = ()
 
@@ -119,79 +119,79 @@ class _Tiles(Gemm):
 
     @property
     def kb(self) -> Index:
-        """Depth of a block of k: equal blocks of whole steps, none longer than KC."""
+        """Extent of a block of k: equal blocks of whole steps, none longer than KC."""
         if not self.s.kc:
             return self.whole(self.k)
         return round_up(ceil_div(self.k, maximum(1, ceil_div(self.k, self.s.kc))), self.atom.deep)
 
     @property
     def scratch_rows(self) -> Index:
-        """Rows of all slices of a block, at most: each may be one lower than it is in scratch."""
+        """Maximum number of rows of all slices of a block in scratch, where each may have one more."""
         rows = minimum(M, self.s.mc) if self.s.mc else M
         return rows + ceil_div(rows, self.s.mr) + self.grid.rows
 
     @property
     def a_size(self) -> Index:
-        """Elements of one worker's packed block of A."""
+        """Number of elements of one worker's packed block of A."""
         return round_up(self.scratch_rows * round_up(self.kb, self.atom.deep) * self.scaled("a"), 64)
 
     @property
     def c_size(self) -> Index:
-        """Elements of one worker's sums: a register tile, or where k is cut a block by a share of the columns."""
+        """Number of elements of one worker's sums: a register tile, or where k is cut a block by a chunk of columns."""
         tile = const(self.grid.rows * self.atom.m * self.s.nr * self.s.panels)
         if not self.s.kc:
             return tile
-        width = ceil_div(self.groups, self.shares) * (self.s.nr * self.s.panels)
+        width = ceil_div(self.groups, self.column_chunks) * (self.s.nr * self.s.panels)
         return round_up(maximum(tile, self.kb.lt(self.k) * (self.scratch_rows * width)), 64)
 
-    def sums(self, row: Index, column: Index) -> Ptr:  # noqa: ARG002 - known by their numbers
-        """The sums of the current register tile, a line of `c_wide` for each of its rows."""
+    def sums(self, row: Index, column: Index) -> Ptr:  # noqa: ARG002 - addressed by tile
+        """Address of the sums of the current register tile, `c_wide` of each row."""
         if not self.s.kc:
             return Ptr("cp")
         place = var("i") * (var("last") - var("first")) + (var("j") - var("first"))
         return Ptr("cp", var("deep") * (place * (TALL * self.s.nr)))
 
     def scratch(self) -> tuple[Stmt, ...]:
-        """Where sums are kept until they are finished."""
+        """Scratch for sums until the epilogue."""
         place = LetPtr("cp", self.private() + (self.b_size + self.a_size), self.atom.acc)
         return (place, Let("deep", var("kb").lt(self.k))) if self.s.kc else (place,)
 
     def ready(self) -> tuple[Stmt, ...]:
-        """Every thread has tiles of its own."""
+        """Configuration of this thread's tiles."""
         tall = maximum(self.grid.rows, var("height") + const(0).lt(var("taller")))
-        return (Let("tall", tall), Configure(self.grid.heights(self.atom)))
+        return (Let("tall", tall), Configure(self.grid.tile_rows(self.atom)))
 
     def done(self) -> tuple[Stmt, ...]:
-        """Tiles that nobody uses need not be saved when threads change."""
+        """Release of the tiles: unused ones need not be saved at a context switch."""
         return (Configure(()),)
 
     def pack_a(self) -> tuple[Stmt, ...]:
-        """Pack the block of A, slice by slice."""
+        """Packing of the block of A, slice by slice."""
         s = self.s
-        pack = pack_lines(self.isa, self.atom, self.lines, s.a, s.types[0])
+        pack = pack_lines(self.isa, self.atom, self.move_atom, s.a, s.types[0])
         args = (self.filled(self.pc, var("kd")), var("h"), TALL, *self.unpacked_a(), self.slice_of_a())
         loop = For("i", const(0), var("slices"), const(1), (*self.slice_(), Call(pack, args)))
         return (LetPtr("ap", self.private() + self.b_size, self.atom.left), loop)
 
     def slice_of_a(self) -> Ptr:
-        """The current slice, packed."""
+        """Address of the current packed slice."""
         return Ptr("ap", var("i") * (TALL * round_up(var("kd"), self.atom.deep)))
 
     def across(self, panels: int) -> tuple[Stmt, ...]:
-        """The last units of the panels, if k leaves some."""
-        atom, wide = self.atom, self.s.nr * panels
+        """Copy of the panels' last units, where k is not whole steps."""
+        atom, n = self.atom, self.s.nr * panels
         rest = var("kd") % atom.deep
         args: tuple[Index | Ptr, ...] = (rest, Ptr("bp", (var("kd") - rest) * self.s.nr))
         args += (self.panel_step or const(0),) if panels > 1 else ()
-        fill = Call(rest_of_b(atom, self.lines, self.s.nr, panels), (*args, Ptr("rest")))
+        fill = Call(rest_of_b(atom, self.move_atom, self.s.nr, panels), (*args, Ptr("rest")))
         return (
-            Let("c_wide", const(wide)),
-            Scratch("rest", atom.deep * wide, atom.right),
+            Let("c_wide", const(n)),
+            Scratch("rest", atom.deep * n, atom.right),
             If(const(0).lt(rest), (fill,)),
         )
 
     def visit(self, panels: int) -> tuple[Stmt, ...]:
-        """One visit of the micro-kernel, for slices of any height."""
+        """Micro-kernel call, for slices of any number of rows."""
         args: list[Index | Ptr] = [var("kd"), self.slice_of_a(), TALL, Ptr("bp")]
         args += [self.panel_step or const(0)] if panels > 1 else []
         args += [Ptr("rest"), self.sums(const(0), const(0)), const(0).lt(self.pc) if self.s.kc else const(0)]
@@ -200,15 +200,15 @@ class _Tiles(Gemm):
 
 @dataclass(frozen=True, slots=True)
 class Strides:
-    """How operands of a micro-kernel lie.
+    """Strides of the operands of a micro-kernel.
 
     Attributes:
-        row: units from one row of A to the next.
-        step: units from one step of A to the next.
-        b: units from one row of B to the next.
-        c: sums from one row of C to the next.
-        b_next: units from one tile of B to the one beside it, if they are not neighbours in rows.
-        c_next: sums from one tile of C to the one beside it, likewise.
+        row: units between rows of A.
+        step: units between steps of A.
+        b: units between rows of B.
+        c: sums between rows of C.
+        b_next: units between tiles of B along n, if they are not contiguous in rows.
+        c_next: sums between tiles of C along n, likewise.
     """
 
     row: Index
@@ -221,14 +221,14 @@ class Strides:
 
 @dataclass(frozen=True, slots=True)
 class Outer:
-    """Outer products of tiles.
+    """Statements for outer products of tiles.
 
     Attributes:
         atom: the unit.
         grid: its tiles.
         cut: first row of each tile of A.
-        columns: tiles of C side by side.
-        by: how operands lie.
+        columns: tiles of C along n.
+        by: the operands' strides.
     """
 
     atom: Atom
@@ -238,19 +238,19 @@ class Outer:
     by: Strides
 
     def sums(self, verb: str) -> tuple[Stmt, ...]:
-        """Load or store all tiles of C."""
+        """Loads or stores of all tiles of C."""
         at = [(r, v) for r in range(self.grid.rows) for v in range(self.columns)]
-        beside = self.by.c_next or const(self.atom.n)
-        where = {(r, v): Ptr("c", self.cut[r] * self.by.c + beside * v) for r, v in at}
+        n_stride = self.by.c_next or const(self.atom.n)
+        where = {(r, v): Ptr("c", self.cut[r] * self.by.c + n_stride * v) for r, v in at}
         return tuple(Verb(verb, str(self.grid.c(*x)), p=p, step=const(self.by.c)) for x, p in where.items())
 
     def begin(self) -> Stmt:
-        """C is continued, or zero."""
+        """Initial values of the sums: those of C, or zero."""
         zero = tuple(Verb("zero", str(self.grid.c(r, v))) for r in range(self.grid.rows) for v in range(self.columns))
         return If(var("accumulate"), self.sums("load_c"), zero)
 
     def step(self, row: Index, panel: int, b: Ptr) -> tuple[Stmt, ...]:
-        """One step of k; `panel` is the width of a panel of B."""
+        """Statements for one step of k; `panel` is the width of a panel of B."""
         loads: list[Stmt] = []
         macs: list[Stmt] = []
         for r in range(self.grid.rows):
@@ -260,8 +260,8 @@ class Outer:
             q, column = divmod(v * self.atom.n, panel)
             at = b + (self.by.b_next * v if self.by.b_next else (var("b_panel") * q if q else 0) + column)
             load = Verb("load_b", str(self.grid.b(v)), p=at, step=const(self.by.b))
-            # Loads that come before all products are faster by a tenth or more; tiles that take turns must wait.
-            (loads if self.columns <= self.grid.turns else macs).append(load)
+            # Loads before all products are faster by a tenth or more; registers in rotation must wait.
+            (loads if self.columns <= self.grid.free else macs).append(load)
             macs += [
                 Verb("mac", str(self.grid.c(r, v)), str(self.grid.a(r)), str(self.grid.b(v)))
                 for r in range(self.grid.rows)
@@ -270,15 +270,15 @@ class Outer:
 
 
 def micro_kernel(atom: Atom, grid: Grid, nr: int, panels: int, ahead: int = 0) -> Function:
-    """C[tall][wide] (+)= A . B over k units, of which those that fill no step are in `rest`.
+    """Micro-kernel C[tall][n] (+)= A . B over k units, of which those of a partial step are in `rest`.
 
-    Lines of B are asked for some steps `ahead`: a tile's loads are too few to keep a memory busy.
+    Lines of B are prefetched some steps `ahead`: a tile's loads alone do not saturate memory.
     """
-    wide, deep = nr * panels, atom.deep
-    t, whole = var("t"), var("k") // deep
+    n, step = nr * panels, atom.deep
+    t, whole = var("t"), var("k") // step
     cut = (const(0), *grid.cut(TALL)[:-1])
-    outer = Outer(atom, grid, cut, wide // atom.n, Strides(const(deep), TALL * deep, nr, wide))
-    last = replace(outer, by=replace(outer.by, b=wide))
+    outer = Outer(atom, grid, cut, n // atom.n, Strides(const(step), TALL * step, nr, n))
+    last = replace(outer, by=replace(outer.by, b=n))
     body = (
         outer.begin(),
         For(
@@ -286,20 +286,20 @@ def micro_kernel(atom: Atom, grid: Grid, nr: int, panels: int, ahead: int = 0) -
             const(0),
             whole,
             const(1),
-            (*_asked(atom, nr, panels, ahead), *outer.step(t, nr, Ptr("b", t * (deep * nr)))),
+            (*_prefetch(atom, nr, panels, ahead), *outer.step(t, nr, Ptr("b", t * (step * nr)))),
         ),
-        If((whole * deep).lt(var("k")), last.step(whole, wide, Ptr("rest"))),
+        If((whole * step).lt(var("k")), last.step(whole, n, Ptr("rest"))),
         *outer.sums("store"),
     )
     params = [Param("k"), Param("a", atom.left, readonly=True), Param("tall"), Param("b", atom.right, readonly=True)]
     params += [Param("b_panel")] if panels > 1 else []
     params += [Param("rest", atom.right, readonly=True), Param("c", atom.acc), Param("accumulate")]
     name = f"ukr_{grid.rows}x{outer.columns}"
-    return Function(name, "inner", tuple(params), body, f"C[tall][{wide}] (+)= A[tall][k] . B[k][{wide}], in tiles")
+    return Function(name, "inner", tuple(params), body, f"C[tall][{n}] (+)= A[tall][k] . B[k][{n}], in tiles")
 
 
-def _asked(atom: Atom, nr: int, panels: int, ahead: int) -> tuple[Stmt, ...]:
-    """Ask for the lines of B that a later step multiplies."""
+def _prefetch(atom: Atom, nr: int, panels: int, ahead: int) -> tuple[Stmt, ...]:
+    """Prefetches of the lines of B of a later step."""
     if not ahead:
         return ()
     t, i, line = var("t"), var("i"), 64 // BY_NAME[atom.right].bytes
@@ -311,7 +311,7 @@ def _asked(atom: Atom, nr: int, panels: int, ahead: int) -> tuple[Stmt, ...]:
 
 
 def strip_kernel(name: str, atom: Atom, grid: Grid) -> Function:
-    """C (+)= A . B over whole steps of k and whole tiles: A lies anyhow, B and C in strips as wide as a tile."""
+    """Micro-kernel C (+)= A . B over whole steps of k and whole tiles: A with any strides, B and C in strips."""
     t, cut = var("t"), tuple(const(r * atom.m) for r in range(grid.rows))
     by = Strides(var("a_row"), var("a_step"), atom.n, atom.n, var("b_next"), var("c_next"))
     outer = Outer(atom, grid, cut, grid.columns, by)
@@ -328,15 +328,15 @@ def strip_kernel(name: str, atom: Atom, grid: Grid) -> Function:
 
 
 def rest_of_b(atom: Atom, lines: Atom, nr: int, panels: int) -> Function:
-    """to[u][j] = B[u][j] for u < count, and zero up to a whole step."""
-    u, wide = var("u"), nr * panels
+    """Function to[u][j] = B[u][j] for u < count, and zero up to a whole step."""
+    u, n = var("u"), nr * panels
     copy: list[Stmt] = []
     clear: list[Stmt] = []
-    for j in range(0, wide, atom.n):
+    for j in range(0, n, atom.n):
         q, column = divmod(j, nr)
         at = Ptr("b", (var("b_panel") * q if q else const(0)) + u * nr + column)
-        copy += [Verb("load_b", "x", p=at), Verb("store", "x", p=Ptr("to", u * wide + j), to=atom.right)]
-        clear.append(Verb("store", "z", p=Ptr("zeros", u * wide + j)))
+        copy += [Verb("load_b", "x", p=at), Verb("store", "x", p=Ptr("to", u * n + j), to=atom.right)]
+        clear.append(Verb("store", "z", p=Ptr("zeros", u * n + j)))
     body = (
         For("u", const(0), var("count"), const(1), tuple(copy)),
         LetPtr("zeros", Ptr("to"), atom.acc),
@@ -344,12 +344,12 @@ def rest_of_b(atom: Atom, lines: Atom, nr: int, panels: int) -> Function:
         For("u", var("count"), const(atom.deep), const(1), tuple(clear)),
     )
     params = (Param("count"), Param("b", atom.right, readonly=True), *((Param("b_panel"),) if panels > 1 else ()))
-    comment = f"to[u][{wide}] = B[u][{wide}] for u < count, then zeros"
+    comment = f"to[u][{n}] = B[u][{n}] for u < count, then zeros"
     return Function(f"rest_{panels}", "inner", (*params, Param("to", atom.right)), body, comment, of=lines.name)
 
 
-def pack_lines(isa: Isa, atom: Atom, lines: Atom, layout: str, held: str) -> Function:
-    """to[step][row] = the units of A[row] for a step, zeros where k ends; rows past `rows` are left alone."""
+def pack_lines(isa: Isa, atom: Atom, lines: Atom, layout: str, storage: str) -> Function:
+    """Function to[step][row] = units of A[row] for a step, zeros past the end of k; rows past `rows` are kept."""
     i, t, e, elements, rows = (var(x) for x in ("i", "t", "e", "elements", "rows"))
     step = atom.k
     whole = elements // step
@@ -390,12 +390,12 @@ def pack_lines(isa: Isa, atom: Atom, lines: Atom, layout: str, held: str) -> Fun
         )
         body = (parts, LetPtr("zeros", Ptr("to"), atom.acc), For("i", const(0), rows, const(1), each))
     elif layout == "col" and isa.shuffles:
-        turn, turned = transpose(atom.deep)
+        shuffles, columns = transpose(atom.deep)
         g = var("g")
         rows_of_k = [Ptr("a", g + (t * step + j * atom.k_pack) * var("a_k")) for j in range(atom.deep)]
         load = tuple(Verb("load_rows", f"t0_{j}", p=p, step=var("a_k"), to=atom.left) for j, p in enumerate(rows_of_k))
-        store = tuple(Verb("store", x, p=Ptr("to", place(g + j)), to=atom.left) for j, x in enumerate(turned))
-        block = For("g", const(0), rows - (atom.deep - 1), const(atom.deep), (*load, *turn, *store))
+        store = tuple(Verb("store", x, p=Ptr("to", place(g + j)), to=atom.left) for j, x in enumerate(columns))
+        block = For("g", const(0), rows - (atom.deep - 1), const(atom.deep), (*load, *shuffles, *store))
         body = (parts, For("t", const(0), whole, const(1), (block,)))
         body += (*one_by_one(const(0), rows - rows % atom.deep), *one_by_one(whole, const(0)))
     else:
@@ -404,7 +404,7 @@ def pack_lines(isa: Isa, atom: Atom, lines: Atom, layout: str, held: str) -> Fun
         Param("elements"),
         Param("rows"),
         Param("tall"),
-        Param("a", held, readonly=True),
+        Param("a", storage, readonly=True),
         Param("a_m"),
         Param("a_k"),
         Param("to", atom.left),

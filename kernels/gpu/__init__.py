@@ -1,1 +1,1 @@
-"""Block programs for devices."""
+"""Kernels for GPUs, as programs of thread blocks."""

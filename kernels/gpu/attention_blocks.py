@@ -1,8 +1,8 @@
-"""The blocks of attention on a device: what they are called with, and where they are.
+"""Thread blocks of attention on a GPU: parameters, and tile coordinates.
 
-Owns `Walk`, which kernels of all units share: parameters, the queries of a block, and the keys
-that some of these see. Where there are few queries, those of all heads that share keys make one tile, and blocks
-walk over runs of keys along the grid's second axis.
+Owns `AttentionBlocks`, the base of the kernels of all units: parameters, the queries of a block, and the keys
+that some of these see. Where there are few queries, those of all heads that share keys form one tile, and blocks
+are distributed over runs of keys along the grid's second axis.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ _AXES = {"q": "bhm", "k": "bhn", "v": "bhn", "o": "bhm"}
 
 
 class Tiles(Protocol):
-    """What all tiles of attention have: see `attention_tiling`."""
+    """Protocol of the tilings of attention: see `schedule.gpu_attention`."""
 
     @property
     def d(self) -> int:
-        """Elements of a head of Q and K."""
+        """Number of elements of a head of Q and K."""
 
     @property
     def dv(self) -> int:
-        """Elements of a head of V."""
+        """Number of elements of a head of V."""
 
     @property
     def queries(self) -> int:
-        """Queries of a block."""
+        """Number of queries of a block."""
 
     @property
     def rows(self) -> int:
-        """Rows of scores of a thread."""
+        """Number of rows of scores of a thread."""
 
     @property
     def keys(self) -> int:
-        """Keys of a step."""
+        """Number of keys of a step."""
 
     @property
     def loose(self) -> str:
@@ -53,25 +53,25 @@ class Tiles(Protocol):
 
     @property
     def runs(self) -> bool:
-        """Keys are handed out in runs."""
+        """Whether keys are split into runs."""
 
 
 def rows_of(name: str, dtype: str, loose: str, *, readonly: bool = True) -> list[Argument]:
-    """The parameters of an operand."""
-    found = [Argument(name, "pointer", dtype, readonly=readonly, alone=readonly)]
-    found += [Argument(f"{name}_{x}", "long") for x in _AXES[name]]
-    return found + ([Argument(f"{name}_d", "long")] if name in loose else [])
+    """Parameters of an operand."""
+    params = [Argument(name, "pointer", dtype, readonly=readonly, alone=readonly)]
+    params += [Argument(f"{name}_{x}", "long") for x in _AXES[name]]
+    return params + ([Argument(f"{name}_d", "long")] if name in loose else [])
 
 
 @dataclass(frozen=True, slots=True)
-class Walk:
-    """Where the blocks of a kernel are.
+class AttentionBlocks:
+    """Parameters and tile coordinates of a kernel.
 
     Attributes:
         form: the kind of attention.
         t: the tiles.
         isa: the instruction set.
-        atom: multiplies.
+        atom: the multiply-add.
     """
 
     form: Form
@@ -81,59 +81,59 @@ class Walk:
 
     @property
     def height(self) -> Index:
-        """Rows of queries that share keys in a block's eyes."""
+        """Number of rows of queries that share keys: of a group of heads, or of one."""
         return var("group") * var("m") if self.t.runs else var("m")
 
     def arguments(self) -> tuple[Argument, ...]:
-        """What the kernel is called with."""
+        """Parameters of the kernel."""
         form, t = self.form, self.t
-        found = [Argument(x, "int") for x in ("m", "n", "heads", "group", "window", "offset")]
+        params = [Argument(x, "int") for x in ("m", "n", "heads", "group", "window", "offset")]
         for name in "qkv":
-            found += rows_of(name, form.held, t.loose)
+            params += rows_of(name, form.dtype, t.loose)
         if t.runs:
-            found += [Argument(x, "int") for x in ("few", "run")] + [Argument("work", "pointer", "f32")]
-            found += [Argument(x, "long") for x in ("all_rows", "mosts_at", "sums_at")]
+            params += [Argument(x, "int") for x in ("few", "run")] + [Argument("work", "pointer", "f32")]
+            params += [Argument(x, "long") for x in ("all_rows", "mosts_at", "sums_at")]
         else:
-            found += rows_of("o", form.to, t.loose, readonly=False)
-            found += [Argument("lse", "pointer", "f32")] if form.lse else []
-        given = (("lengths", form.lengths), ("starts", form.starts))
-        found += [Argument(name, "pointer", "s32", readonly=True) for name, there in given if there]
+            params += rows_of("o", form.to, t.loose, readonly=False)
+            params += [Argument("lse", "pointer", "f32")] if form.lse else []
+        optional = (("lengths", form.lengths), ("starts", form.starts))
+        params += [Argument(name, "pointer", "s32", readonly=True) for name, there in optional if there]
         fused = parse(form.score)
         for i, x in enumerate(fused.operands):
-            found.append(Argument(f"x{i}_all", "pointer", x.dtype, readonly=True))
-            found += [Argument(f"x{i}_{axis}", "long") for axis in x.axes if axis != "n"]
-            found += [] if x.dense else [Argument(f"x{i}_n", "long")]
-        return (*found, *(Argument(f"number_{i}", "float") for i in range(fused.numbers)))
+            params.append(Argument(f"x{i}_all", "pointer", x.dtype, readonly=True))
+            params += [Argument(f"x{i}_{axis}", "long") for axis in x.axes if axis != "n"]
+            params += [] if x.dense else [Argument(f"x{i}_n", "long")]
+        return (*params, *(Argument(f"number_{i}", "float") for i in range(fused.numbers)))
 
     @property
     def grid(self) -> tuple[Index, Index]:
-        """Blocks along both axes."""
-        held = var("few") if self.t.runs else var("heads")
-        blocks = var("items") * held * ceil_div(self.height, self.t.queries)
+        """Number of blocks along both axes."""
+        heads = var("few") if self.t.runs else var("heads")
+        blocks = var("items") * heads * ceil_div(self.height, self.t.queries)
         return blocks, var("runs") if self.t.runs else const(1)
 
-    # -- where ---------------------------------------------------------------
+    # -- tile coordinates ----------------------------------------------------
 
-    def places(self) -> tuple[Stmt, ...]:
-        """Which queries of which head a block has, and which of them a thread."""
+    def coordinates(self) -> tuple[Stmt, ...]:
+        """Head and queries of a block, and rows of a thread."""
         t, block, blocks = self.t, var("block"), var("blocks")
-        held = var("few") if t.runs else var("heads")
+        heads = var("few") if t.runs else var("heads")
         first: tuple[Stmt, ...] = (
             Let("blocks", ceil_div(self.height, t.queries)),
-            Let("item", block // blocks // held),
+            Let("item", block // blocks // heads),
         )
         if t.runs:
             first += (
-                Let("other", block // blocks % held),
+                Let("other", block // blocks % heads),
                 Let("row_0", block % blocks * t.queries),
                 Let("low", const(0)),
                 Let("high", var("m") - 1),
             )
         else:
             first += (
-                Let("head", block // blocks % held),
+                Let("head", block // blocks % heads),
                 Let("other", var("head") // var("group")),
-                # Under causal bounds the last queries see most: first come those that take longest.
+                # Under causal bounds the last queries see most keys: the longest blocks are first.
                 Let("row_0", (blocks - 1 - block % blocks) * t.queries),
                 Let("low", var("row_0")),
                 Let("high", minimum(var("m"), var("row_0") + t.queries) - 1),
@@ -143,29 +143,29 @@ class Walk:
             *first,
             Let("last", self.height - 1),
             *self.lanes(),
-            LetPtr("q_item", Ptr("q", var("item") * var("q_b") + head * var("q_h")), self.form.held, readonly=True),
+            LetPtr("q_item", Ptr("q", var("item") * var("q_b") + head * var("q_h")), self.form.dtype, readonly=True),
             *(
-                LetPtr(f"{x}_item", Ptr(x, var("item") * var(f"{x}_b") + var("other") * var(f"{x}_h")), self.form.held)
+                LetPtr(f"{x}_item", Ptr(x, var("item") * var(f"{x}_b") + var("other") * var(f"{x}_h")), self.form.dtype)
                 for x in "kv"
             ),
         )
 
     def lanes(self) -> tuple[Stmt, ...]:
-        """Where a thread is in its block."""
+        """Coordinates of a thread in its block."""
         return ()
 
     def reach(self) -> tuple[Stmt, ...]:
-        """The keys that some query of the block sees: from `first` to `end`."""
+        """Range of keys that some query of the block sees: from `first` to `end`."""
         bounds, form = self.form.bounds, self.form
-        found: list[Stmt] = []
+        stmts: list[Stmt] = []
         start: Index = var("offset")
         if form.starts:
-            found.append(Read("start", Ptr("starts", var("item"))))
+            stmts.append(Read("start", Ptr("starts", var("item"))))
             start = var("start")
-        found.append(Let("at", start))
+        stmts.append(Let("at", start))
         end: Index = var("n")
         if form.lengths:
-            found.append(Read("length", Ptr("lengths", var("item"))))
+            stmts.append(Read("length", Ptr("lengths", var("item"))))
             end = maximum(0, minimum(end, var("length")))
         if bounds.causal:
             end = minimum(end, var("at") + var("high") + 1)
@@ -175,16 +175,16 @@ class Walk:
         if self.t.runs:
             first = maximum(first, var("slice") * var("run"))
             end = minimum(end, (var("slice") + 1) * var("run"))
-        return (*found, Let("first", first), Let("end", end))
+        return (*stmts, Let("first", first), Let("end", end))
 
     def query(self, row: Index) -> Index:
-        """Where a row of the tile begins, in elements past `q_item`."""
+        """Offset of a row of the tile, in elements past `q_item`."""
         if self.t.runs:
             return row // var("m") * var("q_h") + row % var("m") * var("q_m")
         return row * var("q_m")
 
     def result(self) -> tuple[Stmt, ...]:
-        """Where `row` goes: `to`."""
+        """Address `to` of the result of `row`."""
         if self.t.runs:
             return (
                 Let("head", var("other") * var("group") + var("row") // var("m")),
@@ -196,5 +196,5 @@ class Walk:
         return (LetPtr("to", Ptr("o", at), self.form.to),)
 
     def along(self, name: str) -> Index:
-        """Elements from one column of an operand to the next."""
+        """Stride in elements between columns of an operand."""
         return var(f"{name}_d") if name in self.t.loose else const(1)

@@ -1,7 +1,7 @@
-"""Scores of attention on a device, and what follows from them.
+"""Scores of attention on a GPU, and the expressions of their softmax.
 
-Owns `Scores`, which the softmax of kernels of all units begins with: expressions of a score, of a weight and of
-what ends a row, what computes them an element at a time, and where a tile has keys that some of its queries do not
+Owns `Scores`, the base of the softmax of kernels of all units: expressions of a score, of a weight and of
+a row's end, their statements for one element, and the test whether a tile has keys that some of its queries do not
 see.
 """
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from portmm.target.isa import Atom, Isa
 
 TOTAL = argument(3, "f32")
-"""The sum of a row's weights."""
+"""Sum of a row's weights."""
 
 
 class _Scores(Elements):
-    """Elements that know positions, the window, and the end of what is read."""
+    """Expressions on scores, with positions, the window, and the end of the keys."""
 
     __slots__ = ()
 
@@ -44,23 +44,23 @@ class _Scores(Elements):
 
 
 _LEAVES = {"p": var("query") + var("at"), "w": var("window"), "k": var("at_key"), "e": var("end")}
-"""Axes of scores beside those of functions: a query's position, the window, a key that may be past the end, the end."""
+"""Further axes of scores: a query's position, the window, a key that may be past the end, and the end."""
 
 
 def each(name: str, count: int, *body: Stmt) -> Stmt:
-    """A loop that is unrolled."""
+    """Unrolled loop."""
     return For(name, const(0), const(count), const(1), body, WHOLE)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What becomes of the scores of a tile.
+    """Expressions and statements for the scores of a tile.
 
     Attributes:
         form: the kind of attention.
         t: the tiles.
         isa: the instruction set.
-        atom: multiplies.
+        atom: the multiply-add.
     """
 
     form: Form
@@ -70,79 +70,79 @@ class Scores:
 
     @once
     def real(self) -> Atom:
-        """One lane of f32."""
-        found = self.isa.vector("f32", 1)
-        assert found is not None  # noqa: S101 - every device has it
-        return found
+        """Atom of one lane of f32."""
+        atom = self.isa.vector("f32", 1)
+        assert atom is not None  # noqa: S101 - every device has it
+        return atom
 
     @once
     def score(self) -> Expr:
-        """A score."""
+        """Expression of a score."""
         return parse(self.form.score).results[0][1]
 
     @once
     def bounded(self) -> Expr:
-        """The same of a key that a query may not see."""
+        """Expression of a masked score."""
         seen = index("k") < index("e")
         seen = seen & self.form.bounds.seen("p", "k") if self.form.bounds else seen
         return select(seen, self.score, float("-inf"))
 
     @once
     def weighed(self) -> tuple[Expr, Expr]:
-        """A weight, and what a new largest score makes of what was summed."""
+        """Expressions of a weight, and of the factor of earlier sums after a new maximum."""
         return weight(KEPT, MOST), weight(BEFORE, MOST)
 
     @once
     def ended(self) -> tuple[Expr, Expr]:
-        """What a row of O is multiplied by, and the logarithm of its sum: 0 for a query that saw nothing."""
+        """Expressions of a row's factor, 0 for a query that saw no key, and of the logarithm of its sum."""
         return select(TOTAL > 0.0, 1.0 / TOTAL, TOTAL * 0.0), MOST + vector_math.log(TOTAL)
 
     @once
     def at(self) -> Elements:
-        """What computes all of them."""
+        """Statements for all these expressions."""
         wanted = (self.score, self.bounded, *self.weighed, *self.ended)
         fused = Fused(parse(self.form.score).operands, tuple((C, x) for x in wanted))
         return _Scores(self.isa, self.real, fused, inner=var("query"), row=var("query"))
 
-    # -- words ---------------------------------------------------------------
+    # -- statements ----------------------------------------------------------
 
     def get(self, name: str, p: Ptr) -> Stmt:
-        """Load a register."""
+        """Load of a register."""
         return Verb("load_c", name, p=p, of=self.real.name)
 
     def keep(self, name: str, p: Ptr) -> Stmt:
-        """Store a register."""
+        """Store of a register."""
         return Verb("store", name, p=p, of=self.real.name)
 
     def map(self, op: str, d: str, *args: str | float) -> Stmt:
-        """An operation on registers and literals."""
+        """Operation on registers and literals."""
         return Map(op, d, args, "f32", "f32", self.real.name)
 
     # -- parts of the kernel -------------------------------------------------
 
     def fixed(self) -> tuple[Stmt, ...]:
-        """What is the same for all scores."""
+        """Statements that are the same for all scores."""
         fused = parse(self.form.score)
         self.at.names.clear()
-        found: list[Stmt] = [*self.at.scratch()]
-        found += [Scratch("numbers", fused.numbers, "f32")] if fused.numbers else []
-        found += [self.keep(f"number_{i}", Ptr("numbers", const(i))) for i in range(fused.numbers)]
+        stmts: list[Stmt] = [*self.at.scratch()]
+        stmts += [Scratch("numbers", fused.numbers, "f32")] if fused.numbers else []
+        stmts += [self.keep(f"number_{i}", Ptr("numbers", const(i))) for i in range(fused.numbers)]
         if self.t.runs:
-            return tuple(found)
-        return (*found, *self.operands(), *self.at.once([self.score, self.bounded], "bh"))
+            return tuple(stmts)
+        return (*stmts, *self.operands(), *self.at.once([self.score, self.bounded], "bh"))
 
     def operands(self) -> tuple[Stmt, ...]:
-        """Where this head of this item has its operands."""
-        found = []
+        """Addresses of the operands for this head of this item."""
+        stmts = []
         for i, x in enumerate(parse(self.form.score).operands):
             at = var("item") * var(f"x{i}_b") if "b" in x.axes else const(0)
             at += var("head") * var(f"x{i}_h") if "h" in x.axes else const(0)
-            found.append(LetPtr(f"x{i}", Ptr(f"x{i}_all", at), x.dtype, readonly=True))
-        return tuple(found)
+            stmts.append(LetPtr(f"x{i}", Ptr(f"x{i}_all", at), x.dtype, readonly=True))
+        return tuple(stmts)
 
     @property
     def edge(self) -> Index:
-        """Some query of the block does not see some key of the tile."""
+        """Condition that some query of the block does not see some key of the tile."""
         bounds = self.form.bounds
         key, far, low, high = var("key"), var("key") + self.t.keys, var("at") + var("low"), var("at") + var("high")
         edge = var("end").lt(far)
@@ -153,8 +153,8 @@ class Scores:
             edge += const(0) if bounds.causal else (low + var("window")).lt(far)
         return edge
 
-    def said(self, first: tuple[Stmt, ...], leads: Index) -> tuple[Stmt, ...]:
-        """What follows from the sum of row i and its largest score, `first` found; who leads stores them."""
+    def row_results(self, first: tuple[Stmt, ...], leads: Index) -> tuple[Stmt, ...]:
+        """Results of row i after `first`, which computes its sum and maximum; the lane that `leads` stores them."""
         at = self.at
         inverse, logarithm = self.ended
         at.names = {TOTAL: "sum", MOST: "largest"}
@@ -164,22 +164,22 @@ class Scores:
                 for x, to in (("largest", "mosts"), ("sum", "sums"))
             )
             return (*first, If(leads, kept))
-        found = (*first, *at.compute([inverse], const(0), ""))
+        stmts = (*first, *at.compute([inverse], const(0), ""))
         if not self.form.lse:
-            return found
-        held = dict(at.names)
+            return stmts
+        registers = dict(at.names)
         here = Ptr("lse", (var("item") * var("heads") + var("head")) * var("m") + var("row"))
         kept = (*at.compute([logarithm], const(0), ""), self.keep(at.names[logarithm], here))
-        at.names = held
-        return (*found, If(leads, kept))
+        at.names = registers
+        return (*stmts, If(leads, kept))
 
     def divided(self, src: Ptr, to: Ptr) -> tuple[Stmt, ...]:
-        """A sum over the sum of its weights; of runs, as it is."""
+        """Statements that divide a sum by the sum of its weights; for runs, they copy it."""
         by = () if self.t.runs else (self.map("mul", "x", "x", self.at.names[self.ended[0]]),)
         return (self.get("x", src), *by, self.keep("x", to))
 
     def begin(self) -> tuple[Stmt, ...]:
-        """No scores have been seen."""
+        """Initial maxima and sums."""
         each_row = (self.keep("largest", Ptr("most", var("i"))), self.keep("sum", Ptr("sums", var("i"))))
         return (
             self.map("literal", "largest", LOWEST),

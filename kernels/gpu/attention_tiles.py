@@ -1,9 +1,9 @@
-"""Tiles of Q, K and V in shared memory, for units that multiply fragments.
+"""Tiles of Q, K and V in shared memory, for matrix units (mma).
 
-Owns `HeadTile`: rows of a head as they lie in memory, in pieces of 16 bytes, that fragments are loaded from. A
-matrix of eight rows of one piece is loaded at once if these are in different banks, which repeat after eight
-pieces: of rows of whole eights, piece p of row r is put at p xor r % 8; of shorter powers of two, at p xor as many
-as are needed; other rows are padded to an odd number of pieces.
+Owns `HeadTile`: rows of a head in their order in memory, in vectors of 16 bytes, that fragments are loaded from. A
+matrix of eight rows of one vector is loaded at once if these are in different banks, which repeat after eight
+vectors: in rows of a multiple of eight, vector p of row r is stored at p xor r % 8; in shorter powers of two, at p
+xor as many bits as are needed; other rows are padded to an odd number of vectors.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
 
-PIECE, SIZE = 16, 2
-PER_PIECE = PIECE // SIZE
+VECTOR, SIZE = 16, 2
+PER_VECTOR = VECTOR // SIZE
 EIGHT = 8
-"""Pieces after which banks repeat, and rows of a matrix."""
+"""Vectors after which banks repeat, and rows of a matrix."""
 MOST_TURNS, SOME_TURNS = 8, 4
-"""Copies of a thread that are all written out, and that are in loops of more: each has an address."""
+"""Unroll factors of a thread's copies: at most so many are unrolled fully, or in longer loops; each has an address."""
 
 
 def pitch(width: int) -> int:
-    """Elements from one row to the next, of rows of so many."""
-    pieces = width // PER_PIECE
-    return width if pieces % EIGHT == 0 or pieces in (2, 4) else width + PER_PIECE
+    """Stride in elements between rows of `width` elements."""
+    vectors = width // PER_VECTOR
+    return width if vectors % EIGHT == 0 or vectors in (2, 4) else width + PER_VECTOR
 
 
 @dataclass(frozen=True, slots=True)
 class HeadTile:
-    """Rows of an operand in shared memory.
+    """Tile of rows of an operand in shared memory.
 
     Attributes:
         name: "q", "k" or "v".
-        dtype: of its elements.
-        rows: of a tile.
+        dtype: type of its elements.
+        rows: rows of a tile.
         width: elements of a row.
         vector: elements that a thread moves at once.
-        threads: that move it.
+        threads: threads that move it.
     """
 
     name: str
@@ -56,32 +56,32 @@ class HeadTile:
 
     @property
     def pitch(self) -> int:
-        """Elements from one row to the next."""
+        """Stride in elements between rows."""
         return pitch(self.width)
 
     @property
     def size(self) -> int:
-        """Elements of a tile."""
+        """Number of elements of a tile."""
         return self.rows * self.pitch
 
-    def turned(self, line: Index) -> Index:
-        """What the pieces of a row are exchanged by."""
-        pieces = self.width // PER_PIECE
+    def swizzle(self, line: Index) -> Index:
+        """Number that the indices of a row's vectors are xored with."""
+        vectors = self.width // PER_VECTOR
         if self.pitch != self.width:
             return const(0)
-        return line // max(1, EIGHT // pieces) % min(pieces, EIGHT)
+        return line // max(1, EIGHT // vectors) % min(vectors, EIGHT)
 
     # -- from global memory ----------------------------------------------------
 
     def moved(self, how: str, to: Ptr, src: Ptr, there: Index) -> tuple[Stmt, ...]:
-        """Move a vector on one leg of its way.
+        """Statements for one stage of the transfer of a vector.
 
         Args:
-            how: "copy", begin to copy it past the registers; "fetch", load it to registers; "put", store it from
-                there; "move", both.
-            to: where it goes in shared memory.
-            src: where it lies in memory.
-            there: 1 if it is there, else zeros are put.
+            how: "copy", start an asynchronous copy; "fetch", load it to registers; "put", store it from
+                registers; "move", both.
+            to: its address in shared memory.
+            src: its address in global memory.
+            there: 1 if it is in bounds, else zeros are stored.
         """
         size = self.vector * SIZE
         if how == "copy":
@@ -92,23 +92,23 @@ class HeadTile:
         return (load, store) if how == "move" else (load,) if how == "fetch" else (store,)
 
     def registers(self) -> Scratch:
-        """What is on its way, of copies that pass through registers."""
+        """Registers for vectors in flight, of copies through registers."""
         turns = -(-self.rows * self.width // (self.vector * self.threads))
         return Scratch(f"{self.name}_next", turns * self.vector, self.dtype)
 
     @staticmethod
     def turns(how: str, count: int, most: int, body: tuple[Stmt, ...]) -> For:
-        """A thread's vectors: written out if that needs few addresses, or if they stay in registers."""
+        """Loop over a thread's vectors: unrolled if that needs few addresses, or if they stay in registers."""
         whole = count <= most or how in ("fetch", "put")
         return For("turn", const(0), const(count), const(1), body, WHOLE if whole else SOME_TURNS)
 
     def tile(self, how: str, to: Ptr, source: Index, there: Index) -> tuple[Stmt, ...]:
-        """Move a tile to `to`, see `moved`, whose row `line` begins at `source` and is `there`."""
+        """Transfer of a tile to `to` (see `moved`) whose row `line` begins at `source` and is in bounds if `there`."""
         across = self.width // self.vector
         count = self.rows * across
         piece, line, column = var("piece"), var("line"), var("column")
-        at = line * self.pitch + (column // PER_PIECE ^ self.turned(line)) * PER_PIECE
-        at += column % PER_PIECE if self.vector < PER_PIECE else const(0)
+        at = line * self.pitch + (column // PER_VECTOR ^ self.swizzle(line)) * PER_VECTOR
+        at += column % PER_VECTOR if self.vector < PER_VECTOR else const(0)
         body: tuple[Stmt, ...] = (
             Let("line", piece // across),
             Let("column", piece % across * self.vector),
@@ -123,62 +123,62 @@ class HeadTile:
 
     @property
     def down(self) -> int:
-        """Rows that the threads move at once, if all of them move whole rows; else 0."""
+        """Number of rows that the threads move at once, if all of them move whole rows; else 0."""
         across = self.width // self.vector
         fits = self.threads % across == 0 and self.rows * across % self.threads == 0
-        return self.threads // across if fits and self.vector == PER_PIECE else 0
+        return self.threads // across if fits and self.vector == PER_VECTOR else 0
 
     def mover(self) -> tuple[Stmt, ...]:
-        """Where a thread's part of the first rows comes from, and goes to."""
+        """Source and target addresses of a thread's part of the first rows."""
         if not self.down:
             return ()
         n, across = self.name, self.width // self.vector
         line, piece = var("thread") // across, var("thread") % across
         return (
             Let(f"{n}_row", line),
-            LetPtr(f"{n}_from", Ptr(f"{n}_item", line * var(f"{n}_n") + piece * PER_PIECE), self.dtype, readonly=True),
-            Let(f"{n}_to", line * self.pitch + (piece ^ self.turned(line)) * PER_PIECE),
+            LetPtr(f"{n}_from", Ptr(f"{n}_item", line * var(f"{n}_n") + piece * PER_VECTOR), self.dtype, readonly=True),
+            Let(f"{n}_to", line * self.pitch + (piece ^ self.swizzle(line)) * PER_VECTOR),
         )
 
     def lines(self, how: str, to: Ptr, first: Index, end: Index) -> tuple[Stmt, ...]:
-        """Move the rows of memory from `first` on, zeros from `end` on: see `moved`."""
+        """Transfer of the rows of memory from `first` on, zeros from `end` on: see `moved`."""
         n, step, turn = self.name, var(f"{self.name}_n"), var("turn")
         if not self.down:
             row = first + var("line")
             return self.tile(how, to, row * step, row.lt(end))
-        # What rows further down are exchanged by differs in bits that the first rows' numbers do not have.
+        # The swizzles of rows further down differ in bits that the first rows' numbers do not have.
         at = var(f"{n}_to") + turn * (self.down * self.pitch)
         if self.down < EIGHT and self.pitch == self.width:
-            at = (var(f"{n}_to") ^ turn * self.down % EIGHT * PER_PIECE) + turn * (self.down * self.pitch)
+            at = (var(f"{n}_to") ^ turn * self.down % EIGHT * PER_VECTOR) + turn * (self.down * self.pitch)
         row = first + turn * self.down
         one = self.moved(how, to + at, Ptr(f"{n}_from", row * step), (row + var(f"{n}_row")).lt(end))
         return (self.turns(how, self.rows // self.down, MOST_TURNS, one),)
 
     # -- to fragments ------------------------------------------------------------
 
-    def lane(self, *, below: bool) -> tuple[Stmt, ...]:
-        """Where a lane finds its row of four matrices: of sixteen rows, whose eights follow before pieces if `below`.
+    def lane(self, *, rows_first: bool) -> tuple[Stmt, ...]:
+        """Offsets of a lane's row of four matrices: two of eight rows by two vectors, `rows_first` or vectors first.
 
-        Of an operand on the left, and of one that is transposed on its way, matrices lie below each other first;
-        of one on the right beside each other.
+        The matrices of a left operand, and of one that is transposed by its load, are ordered along rows first;
+        those of a right operand along k first.
         """
         n, lane = self.name, var("lane")
-        row = lane % 16 if below else lane // 16 * EIGHT + lane % EIGHT
-        beside = lane // 16 if below else lane // EIGHT % 2
+        row = lane % 16 if rows_first else lane // 16 * EIGHT + lane % EIGHT
+        vector = lane // 16 if rows_first else lane // EIGHT % 2
         return (
             Let(f"{n}_line", row * self.pitch),
-            Let(f"{n}_turn", self.turned(row) ^ beside if self.pitch == self.width else beside),
+            Let(f"{n}_turn", self.swizzle(row) ^ vector if self.pitch == self.width else vector),
         )
 
     def matrices(self, to: Ptr, tile: Ptr, row: Index, piece: Index, *, trans: bool = False) -> Stmt:
-        """Load four matrices: sixteen rows from `row` on of two pieces from `piece` on, which is even."""
+        """Load of four matrices: sixteen rows from `row` on of two vectors from `piece` on, which is even."""
         turn = var(f"{self.name}_turn")
-        # Only eight pieces change places: what is beyond is added, so that addresses differ in constants.
-        beside = (turn ^ piece % EIGHT) + piece // EIGHT * EIGHT if self.pitch == self.width else turn + piece
-        at = tile + (row * self.pitch + var(f"{self.name}_line") + beside * PER_PIECE)
+        # Only eight vectors are swizzled: the rest is added, so that addresses differ in constants.
+        vector = (turn ^ piece % EIGHT) + piece // EIGHT * EIGHT if self.pitch == self.width else turn + piece
+        at = tile + (row * self.pitch + var(f"{self.name}_line") + vector * PER_VECTOR)
         return Do("ldmatrix_trans_x4" if trans else "ldmatrix_x4", (to, at))
 
 
 def shared(name: str, elements: int, dtype: str) -> Shared:
-    """Shared memory for tiles."""
+    """Shared memory array for tiles."""
     return Shared(name, elements, dtype, 128)

@@ -1,11 +1,11 @@
-"""Columns of numbers on a device: sums and maxima down the rows of element-wise expressions.
+"""Column reductions on a GPU: sums and maxima over the rows of element-wise expressions.
 
     for each few columns, and each slice of the rows   <- blocks of threads
-      each thread walks down a column
+      each thread reduces a column
 
-Neighbouring threads have neighbouring columns. Where a column is cut in slices, each leaves what it has found
-in scratch, and a second kernel takes them together, always in the same order. What comes of
-the sums is one row for each item of a batch.
+Neighbouring threads have neighbouring columns. Where a column is cut in slices, each stores its partial results
+in scratch, and a second kernel combines them, always in the same order. Results are
+one row for each item of a batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def build(isa: Isa, real: Atom, fused: Fused, threads: int, *, sliced: bool) -> tuple[GridKernel, ...]:
-    """The kernel that reduces all columns, or the two that do where columns are `sliced`."""
+    """Kernel that reduces all columns, or the two that do where columns are `sliced`."""
     at = Elements(isa, real, fused, inner=var("i"), row=var("i"))
     down = _down(at, const(0), var("m"))
     if not sliced:
@@ -38,14 +38,17 @@ def build(isa: Isa, real: Atom, fused: Fused, threads: int, *, sliced: bool) -> 
         Let("first", minimum(var("m"), var("slice") * each)),
         Let("last", minimum(var("m"), var("first") + each)),
     )
-    folds = at.fused.column_reductions
-    leave = (Verb("store", f"all{i}", p=_spot(i, len(folds), var("slice")), of=real.name) for i in range(len(folds)))
+    reductions = at.fused.column_reductions
+    leave = (
+        Verb("store", f"all{i}", p=_partial(i, len(reductions), var("slice")), of=real.name)
+        for i in range(len(reductions))
+    )
     parts = (*share, *_down(at, var("first"), var("last")), *leave)
-    whole: list[Stmt] = [_start(at, i, x) for i, x in enumerate(folds)]
-    for i, x in enumerate(folds):
-        other = Verb("load_c", "other", p=_spot(i, len(folds), var("s")), of=real.name)
+    whole: list[Stmt] = [_start(at, i, x) for i, x in enumerate(reductions)]
+    for i, x in enumerate(reductions):
+        other = Verb("load_c", "other", p=_partial(i, len(reductions), var("s")), of=real.name)
         whole.append(For("s", const(0), var("slices"), const(1), (other, _taken(at, i, x, "other"))))
-    at.names = {x: f"all{i}" for i, x in enumerate(folds)}
+    at.names = {x: f"all{i}" for i, x in enumerate(reductions)}
     return (
         _kernel("portmm_columns", at, threads, parts, var("slices"), sliced=True),
         _kernel("portmm_columns_whole", at, threads, (*whole, *_results(at)), const(1), sliced=True),
@@ -56,8 +59,8 @@ def _kernel(
     name: str, at: Elements, threads: int, body: tuple[Stmt, ...], slices: Index, *, sliced: bool = False
 ) -> GridKernel:
     across = ceil_div(var("n"), threads)
-    given = [Argument(x, "int") for x in ("m", "n", "batch")]
-    given += [Argument("slices", "int"), Argument("work", "pointer", "f32")] if sliced else []
+    params = [Argument(x, "int") for x in ("m", "n", "batch")]
+    params += [Argument("slices", "int"), Argument("work", "pointer", "f32")] if sliced else []
     place = (
         Let("across", across),
         Let("item", var("block") // var("across")),
@@ -66,12 +69,12 @@ def _kernel(
         If(var("column").lt(var("n")), body),
     )
     grid = (across * var("batch"), slices)
-    return GridKernel(name, at.isa, at.real, (*given, *fused_arguments(str(at.fused))), threads, grid, place)
+    return GridKernel(name, at.isa, at.real, (*params, *fused_arguments(str(at.fused))), threads, grid, place)
 
 
-def _spot(fold: int, folds: int, part: Index) -> Ptr:
-    """Where a slice of a column leaves what it has found."""
-    return Ptr("work", ((part * var("batch") + var("item")) * folds + fold) * var("n") + var("column"))
+def _partial(number: int, count: int, part: Index) -> Ptr:
+    """Address of the partial result of a slice of a column."""
+    return Ptr("work", ((part * var("batch") + var("item")) * count + number) * var("n") + var("column"))
 
 
 def _start(at: Elements, i: int, x: Expr) -> Stmt:
@@ -83,22 +86,22 @@ def _taken(at: Elements, i: int, x: Expr, register: str) -> Stmt:
 
 
 def _down(at: Elements, begin: Index, end: Index) -> tuple[Stmt, ...]:
-    """Rows of a column: what they come to is in registers."""
-    folds, column = at.fused.column_reductions, var("column")
-    values = [x.args[1] for x in folds]
+    """Statements that reduce the rows of a column into registers."""
+    reductions, column = at.fused.column_reductions, var("column")
+    values = [x.args[1] for x in reductions]
     at.names = {}
-    found = [*at.once(values, "bn", column), *(_start(at, i, x) for i, x in enumerate(folds))]
+    stmts = [*at.once(values, "bn", column), *(_start(at, i, x) for i, x in enumerate(reductions))]
     fixed = dict(at.names)
     rows = list(at.compute(values, column, ""))
-    for i, x in enumerate(folds):
+    for i, x in enumerate(reductions):
         register, before = at.value(x.args[1])
         rows += [*before, _taken(at, i, x, register)]
-    at.names = fixed | {x: f"all{i}" for i, x in enumerate(folds)}
-    return (*found, For("i", begin, end, const(1), tuple(rows)))
+    at.names = fixed | {x: f"all{i}" for i, x in enumerate(reductions)}
+    return (*stmts, For("i", begin, end, const(1), tuple(rows)))
 
 
 def _results(at: Elements) -> tuple[Stmt, ...]:
-    """What becomes of whole columns."""
+    """Statements that compute and store the results of columns."""
     column = var("column")
-    found = list(at.compute([x for _, x in at.fused.results], column, ""))
-    return (*found, *(s for i, x in at.fused.results for s in at.store(x, i, column, "")))
+    stmts = list(at.compute([x for _, x in at.fused.results], column, ""))
+    return (*stmts, *(s for i, x in at.fused.results for s in at.store(x, i, column, "")))

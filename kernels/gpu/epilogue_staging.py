@@ -1,8 +1,8 @@
-"""Results of fragments on their way to memory, through shared memory.
+"""Epilogue through shared memory, for results of fragments.
 
-Owns `Staging`. A lane has two neighbouring results of a row, so that what four of them store would fill half
-of what memory moves at once where elements have 16 bits or fewer. So a block puts its results where its tiles were,
-in rows of C, and threads move `wide` neighbours each. Rows are a piece longer than C's, which
+Owns `StagedStore`. A lane has two neighbouring results of a row, so that the stores of four lanes would fill half
+of a memory transaction where elements have 16 bits or fewer. So a block stores its results in the shared memory of its
+tiles, in rows of C, and threads move `move` neighbours each. Rows are a vector longer than C's, which
 puts the eight rows that a warp writes at once into different banks.
 """
 
@@ -14,65 +14,65 @@ from typing import TYPE_CHECKING
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import For, If, Let, LetPtr, Move
 from portmm.ir.thread_nodes import WHOLE, Barrier, Vector
-from portmm.kernels.gpu.epilogue_store import Storing, bottom
+from portmm.kernels.gpu.epilogue_store import EpilogueStore, bottom
 from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
 
-PIECE = 16
+VECTOR = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Staging(Storing):
-    """How sums are stored by way of the shared array `tile`."""
+class StagedStore(EpilogueStore):
+    """Epilogue that stores sums through the shared array `tile`."""
 
     tile: str = "a_tile"
 
     @property
-    def wide(self) -> int:
-        """Elements that a thread moves at once."""
-        return min(self.s.vectors[2], PIECE // BY_NAME[self.type].bytes)
+    def move(self) -> int:
+        """Number of elements that a thread moves at once."""
+        return min(self.s.vectors[2], VECTOR // BY_NAME[self.type].bytes)
 
     @property
     def step(self) -> int:
-        """Elements from one row to the next."""
-        return self.s.block.n + PIECE // BY_NAME[self.type].bytes
+        """Stride in elements between rows."""
+        return self.s.block.n + VECTOR // BY_NAME[self.type].bytes
 
     def before(self) -> tuple[Stmt, ...]:
-        """Addresses, and what elements pass through."""
-        return (*Storing.before(self), LetPtr("c_tile", Ptr(self.tile), self.type))
+        """Addresses, and registers for elements."""
+        return (*EpilogueStore.before(self), LetPtr("c_tile", Ptr(self.tile), self.type))
 
-    def piece(self, at: Index) -> tuple[Stmt, ...]:
-        """Put a few neighbouring columns of one row to shared memory."""
+    def store_vector(self, at: Index) -> tuple[Stmt, ...]:
+        """Store of a few neighbouring columns of one row to shared memory."""
         to = Ptr("c_tile", (var("row") - var("row_0")) * self.step + (var("column") - var("column_0")))
         if self.vector == 1:
-            made = (*self.value(at, var("column"), const(0)), Move(to, Ptr("c_out")))
-            return (If(var("column").lt(var("n")), made),)
+            element = (*self.value(at, var("column"), const(0)), Move(to, Ptr("c_out")))
+            return (If(var("column").lt(var("n")), element),)
         return (*self.values(at), Vector(to, Ptr("c_out"), self.vector * BY_NAME[self.type].bytes))
 
     def after(self) -> tuple[Stmt, ...]:
-        """Move the block's results to memory."""
+        """Transfer of the block's results to global memory."""
         s, turn, e = self.s, var("turn"), var("piece")
-        across = s.block.n // self.wide
-        pieces = s.block.m * across
+        across = s.block.n // self.move
+        vectors = s.block.m * across
         src = Ptr("c_tile", (var("row") - var("row_0")) * self.step + (var("column") - var("column_0")))
         to = Ptr("c_item", var("row") * var("c_m") + var("column"))
         j = var("j")
         one = If((var("column") + j).lt(var("n")), (Move(to + j, src + j),))
-        inside = (var("column") + (self.wide - 1)).lt(var("n"))
+        inside = (var("column") + (self.move - 1)).lt(var("n"))
         moved = If(
             inside,
-            (Vector(to, src, self.wide * BY_NAME[self.type].bytes),),
-            (For("j", const(0), const(self.wide), const(1), (one,), WHOLE),),
+            (Vector(to, src, self.move * BY_NAME[self.type].bytes),),
+            (For("j", const(0), const(self.move), const(1), (one,), WHOLE),),
         )
         body: tuple[Stmt, ...] = (
             Let("row", var("row_0") + e // across),
-            Let("column", var("column_0") + e % across * self.wide),
+            Let("column", var("column_0") + e % across * self.move),
             If(var("row").lt(bottom(s)), (moved,)),
         )
-        if pieces % s.threads:
-            body = (If(e.lt(pieces), body),)
+        if vectors % s.threads:
+            body = (If(e.lt(vectors), body),)
         inner = (Let("piece", var("thread") + turn * s.threads), *body)
-        return (Barrier(), For("turn", const(0), const(-(-pieces // s.threads)), const(1), inner))
+        return (Barrier(), For("turn", const(0), const(-(-vectors // s.threads)), const(1), inner))

@@ -1,9 +1,9 @@
-"""Fragments of tiles in shared memory, in the registers of a warp.
+"""Fragments of tiles in shared memory, loaded to the registers of a warp (ldmatrix).
 
-Owns `Part`: how a warp loads the fragments of its rows of an operand. A fragment is made of matrices of eight
-rows of 16 bytes along k: of an operand on the left as many below each other as the atom has rows, then along k; on
-the right along k. Up to four are loaded at once, of which lane l gives the address of row l % 8 of matrix l / 8.
-Elements of f32 are rounded to tf32 then; those that lie along rows are loaded one by one.
+Owns `WarpFragments`: loads of the fragments of a warp's rows of an operand. A fragment consists of matrices of eight
+rows of 16 bytes along k: of a left operand first along m, as many as the atom has rows, then along k; of
+a right operand along k. Up to four are loaded at once; lane l holds the address of row l % 8 of matrix l / 8.
+Elements of f32 are then rounded to tf32; those that are contiguous along rows are loaded one by one.
 """
 
 from __future__ import annotations
@@ -14,101 +14,102 @@ from typing import TYPE_CHECKING
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import For, Let
 from portmm.ir.thread_nodes import WHOLE, Do
-from portmm.kernels.gpu.mma_transfer import PIECE, WORD
+from portmm.kernels.gpu.mma_transfer import VECTOR, WORD
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
-    from portmm.kernels.gpu.mma_transfer import Side
+    from portmm.kernels.gpu.mma_transfer import OperandTile
 
-HIGH = 8
-"""Rows of a matrix."""
+MATRIX_ROWS = 8
+"""Number of rows of a matrix."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A warp's rows of an operand.
+class WarpFragments:
+    """Fragments of a warp's rows of an operand.
 
     Attributes:
         side: the operand.
-        rows: of the warp.
-        high: rows of an atom's fragment.
+        rows: rows of the warp.
+        height: rows of an atom's fragment.
         k: elements of k of an atom.
         first: the warp's first row in the tile.
     """
 
-    side: Side
+    side: OperandTile
     rows: int
-    high: int
+    height: int
     k: int
     first: Index
 
     @property
-    def deep(self) -> int:
-        """Matrices of a fragment along k."""
-        return self.k * self.side.bytes // PIECE
+    def matrices_k(self) -> int:
+        """Number of matrices of a fragment along k."""
+        return self.k * self.side.bytes // VECTOR
 
     @property
     def words(self) -> int:
-        """Registers of a lane for a fragment."""
-        return self.high // HIGH * self.deep
+        """Number of registers of a lane for a fragment."""
+        return self.height // MATRIX_ROWS * self.matrices_k
 
     @property
     def fragments(self) -> int:
-        """Of one step of k."""
-        return self.rows // self.high
+        """Number of fragments of one step of k."""
+        return self.rows // self.height
 
     @property
     def count(self) -> int:
-        """Registers of a lane for one step of k."""
+        """Number of registers of a lane for one step of k."""
         return self.fragments * self.words
 
     @property
     def at_once(self) -> int:
-        """Matrices of one load."""
+        """Number of matrices of one load."""
         return next(x for x in (4, 2, 1) if self.count % x == 0)
 
     @property
-    def below(self) -> int:
-        """Matrices of a fragment below each other."""
-        return self.high // HIGH
+    def matrices_m(self) -> int:
+        """Number of matrices of a fragment along rows."""
+        return self.height // MATRIX_ROWS
 
-    def places(self) -> tuple[Stmt, ...]:
-        """What this lane's addresses have in common: line, piece, and what pieces of its lines are exchanged by.
+    def lane_offsets(self) -> tuple[Stmt, ...]:
+        """Base coordinates of this lane's addresses: row of the tile, vector, and swizzle.
 
-        Fragments are whole turns of the exchange apart, so that one number serves all.
+        Fragments are whole periods of the swizzle apart, so that one number is valid for all.
         """
         if self.side.by_words:
-            return self._places_of_words()
+            return self._word_offsets()
         n, side, words = self.side.name, self.side, min(self.words, self.at_once)
-        own = var("lane") // HIGH % self.at_once if self.at_once > 1 else const(0)
+        own = var("lane") // MATRIX_ROWS % self.at_once if self.at_once > 1 else const(0)
         matrix = own % words if words < self.at_once else own
         fragment = own // words if words < self.at_once else const(0)
-        row = (fragment * self.below + (matrix % self.below if self.below > 1 else const(0))) * HIGH
-        deep = matrix // self.below
-        inside = var("lane") % HIGH
+        within = matrix % self.matrices_m if self.matrices_m > 1 else const(0)
+        row = (fragment * self.matrices_m + within) * MATRIX_ROWS
+        along_k = matrix // self.matrices_m
+        inside = var("lane") % MATRIX_ROWS
         if side.along == "k":
-            line, piece = self.first + row + inside, deep
+            line, vector = self.first + row + inside, along_k
         else:
-            line, piece = deep * HIGH + inside, (self.first + row) // side.per_piece
-        turn = side.turned(line if side.along == "k" else inside)
-        return (Let(f"{n}_top", line), Let(f"{n}_left", piece), Let(f"{n}_turn", turn))
+            line, vector = along_k * MATRIX_ROWS + inside, (self.first + row) // side.per_vector
+        swizzle = side.swizzle(line if side.along == "k" else inside)
+        return (Let(f"{n}_top", line), Let(f"{n}_left", vector), Let(f"{n}_turn", swizzle))
 
     def load(self, to: Ptr, tile: Index, step: Index) -> tuple[Stmt, ...]:
-        """Load all fragments of a step of k of the tile that begins at some element."""
+        """Loads of all fragments of a step of k of the tile that begins at element `tile`."""
         if self.side.by_words:
             return self._load_words(to, tile, step)
         n, side, group = self.side.name, self.side, var("group")
         # A group of matrices is whole fragments, or a part of one.
         parts = max(1, self.words // self.at_once)
-        rows = group // parts * max(1, self.at_once // self.words) * self.high
-        deep = step * self.deep + group % parts * (self.at_once // self.below)
-        line, piece = var(f"{n}_top"), var(f"{n}_left")
+        rows = group // parts * max(1, self.at_once // self.words) * self.height
+        along_k = step * self.matrices_k + group % parts * (self.at_once // self.matrices_m)
+        line, vector = var(f"{n}_top"), var(f"{n}_left")
         if side.along == "k":
-            line, piece = line + rows, piece + deep
+            line, vector = line + rows, vector + along_k
         else:
-            line, piece = line + deep * HIGH, piece + rows // side.per_piece
-        at = line * side.width + (piece ^ var(f"{n}_turn")) * side.per_piece
+            line, vector = line + along_k * MATRIX_ROWS, vector + rows // side.per_vector
+        at = line * side.width + (vector ^ var(f"{n}_turn")) * side.per_vector
         trans = "" if side.along == "k" else "trans_"
         name = f"ldmatrix_{trans}x{self.at_once}"
         call = Do(name, (to + group * self.at_once, Ptr(f"{n}_tile", tile + at)))
@@ -116,21 +117,22 @@ class Part:
         return (loads, *self._rounded(to)) if side.bytes == WORD else (loads,)
 
     def _rounded(self, to: Ptr) -> tuple[Stmt, ...]:
-        """Make tf32 of what was loaded."""
+        """Rounding of loaded words to tf32."""
         return (For("word", const(0), const(self.count), const(1), (Do("tf32_round", (to + var("word"),)),), WHOLE),)
 
-    def _places_of_words(self) -> tuple[Stmt, ...]:
+    def _word_offsets(self) -> tuple[Stmt, ...]:
         n, side, lane = self.side.name, self.side, var("lane")
         row = self.first + lane // WORD
-        turn = side.turned(lane % WORD)
-        return (Let(f"{n}_top", lane % WORD), Let(f"{n}_left", row // side.per_piece), Let(f"{n}_turn", turn))
+        swizzle = side.swizzle(lane % WORD)
+        return (Let(f"{n}_top", lane % WORD), Let(f"{n}_left", row // side.per_vector), Let(f"{n}_turn", swizzle))
 
     def _load_words(self, to: Ptr, tile: Index, step: Index) -> tuple[Stmt, ...]:
-        """Load fragments word by word, from lines along rows."""
+        """Loads of fragments word by word, where rows are contiguous."""
         n, side, q = self.side.name, self.side, var("matrix")
-        rows = (q // self.words * self.below + (q % self.below if self.below > 1 else const(0))) * HIGH
-        line = var(f"{n}_top") + (step * self.deep + q % self.words // self.below) * WORD
-        piece = (var(f"{n}_left") + rows // side.per_piece) ^ var(f"{n}_turn")
-        at = line * side.width + piece * side.per_piece + var("lane") // WORD % side.per_piece
+        within = q % self.matrices_m if self.matrices_m > 1 else const(0)
+        rows = (q // self.words * self.matrices_m + within) * MATRIX_ROWS
+        line = var(f"{n}_top") + (step * self.matrices_k + q % self.words // self.matrices_m) * WORD
+        vector = (var(f"{n}_left") + rows // side.per_vector) ^ var(f"{n}_turn")
+        at = line * side.width + vector * side.per_vector + var("lane") // WORD % side.per_vector
         call = Do("tf32_load", (to + q, Ptr(f"{n}_tile", tile + at)))
         return (For("matrix", const(0), const(self.count), const(1), (call,), WHOLE),)

@@ -1,25 +1,25 @@
-"""Products with few rows, at the speed at which memory gives B.
+"""GEMV and skinny GEMM, bound by the bandwidth of reading B.
 
     for each BN columns of C              <- blocks of threads (times slices of k)
-      for each step of k                  <- shared out among the threads of a block, too
+      for each step of k                  <- slice-K: distributed over the threads of a block, too
         registers[MR, NR] += A[MR, k] B[k, NR]
-      shared <- registers; C <- what threads with the same columns have, added in their order
+      shared <- registers; C <- sums of threads with the same columns, added in their order
 
-B passes once, 16 bytes a thread at a time, several of them asked for before the first is needed:
-what is on its way must be bandwidth times latency, for 4.8 TB/s and 700 ns over 132
-processors 25 KB each. A is read through caches. Two ways, as B lies:
+B is read once, 16 bytes a thread at a time, with several loads in flight before the first is used:
+bytes in flight must be bandwidth times latency, for 4.8 TB/s and 700 ns over 132
+processors 25 KB each. A is read through caches. Two variants, by the layout of B:
 
-- rows of n side by side: a thread has the NR columns of one vector; neighbours in a warp have the next
+- contiguous along n: a thread has the NR columns of one vector; neighbours in a warp have the next
   ones, and other rows of k.
-- columns of k side by side: neighbours have the next piece of the same NR columns, so that a
+- contiguous along k: neighbours have the next piece of the same NR columns, so that a
   warp reads long runs of each.
 
-A *unit* is an element, or four bytes that one instruction multiplies; a *piece* is what a thread takes of k
-at once: the units of a vector along k, or one. Threads are dealt pieces in turn.
+A *unit* is an element, or four bytes that one instruction multiplies; a *piece* is the part of k that a thread
+takes at once: the units of a vector along k, or one. Pieces are assigned to threads cyclically.
 
-Shared memory holds a word for each sum of each thread, also between runs of k, so laid that neither threads that
-write nor those that add meet in a bank. Where many threads have the same columns, their
-sums are added in two rounds, square roots of their number long. All of it is in a fixed order.
+Shared memory holds a word for each sum of each thread, also between runs of k, in a layout where neither threads
+that write nor those that add have bank conflicts. Where many threads have the same columns, their
+sums are added in two rounds, each of about the square root of their number. The order is fixed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.index import Ptr, ceil_div, const, minimum, var
 from portmm.ir.nodes import Add, For, If, Let, LetPtr, Move, Scratch
 from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, Mac, Shared, Vector
-from portmm.kernels.gpu import w4a16_gemv as coded
-from portmm.kernels.gpu.epilogue_store import Storing
-from portmm.kernels.gpu.simt import arguments, place
+from portmm.kernels.gpu import w4a16_gemv
+from portmm.kernels.gpu.epilogue_store import EpilogueStore
+from portmm.kernels.gpu.simt import arguments, block_tile
 from portmm.kernels.gpu.slice_k import Work, a_step, each, of
-from portmm.kernels.gpu.summation_runs import in_runs_beside
+from portmm.kernels.gpu.summation_runs import in_runs_shared
 from portmm.schedule import gpu_gemv
 from portmm.spec.dtype import BY_NAME
 from portmm.target.summation import RUN
@@ -47,116 +47,116 @@ if TYPE_CHECKING:
 
 
 TOGETHER = 16
-"""Sums that are asked for together."""
+"""Number of sums that are loaded together."""
 
 
 def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
-    """The kernel of a schedule."""
+    """Kernel of a schedule."""
     work = Work(s, isa, atom)
     body: list[Stmt] = [Shared("sums", gpu_gemv.shared_words(s), atom.acc), Scratch("acc", s.mr * s.nr, atom.acc)]
-    body += [*_registers(work), *place(s), *_threads(work), *_slice(work), *_addresses(work)]
-    body += [Clear("acc", s.mr * s.nr), *_streamed(work), *_added(work)]
+    body += [*_registers(work), *block_tile(s), *_threads(work), *_slice(work), *_addresses(work)]
+    body += [Clear("acc", s.mr * s.nr), *_main_loop(work), *_reduced(work)]
     grid = (ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch"), const(s.split))
     return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=s.split > 1), s.threads, grid, tuple(body))
 
 
 def _registers(work: Work) -> list[Stmt]:
-    """What pieces pass through."""
+    """Registers for pieces."""
     a, b = work.units
     if work.codes:
-        return coded.registers(work)
-    held, chunk = work.atom.acc, work.chunk
-    found = [Scratch("b_next", work.deep * work.s.nr * work.width, b), Scratch("a_next", chunk, a)]
-    return [*found, Scratch("b_part", work.s.nr * chunk, held), Scratch("a_part", chunk, held)]
+        return w4a16_gemv.registers(work)
+    acc, chunk = work.atom.acc, work.chunk
+    registers = [Scratch("b_next", work.depth * work.s.nr * work.width, b), Scratch("a_next", chunk, a)]
+    return [*registers, Scratch("b_part", work.s.nr * chunk, acc), Scratch("a_part", chunk, acc)]
 
 
 def _threads(work: Work) -> list[Stmt]:
-    """Which columns a thread has, and which share of k."""
+    """Columns of a thread, and its index along k."""
     near, far = ("share", "cell_n") if work.along_k else ("cell_n", "share")
-    wide = work.shares if work.along_k else work.across
-    return [Let(near, var("thread") % wide), Let(far, var("thread") // wide)]
+    count = work.slice_threads if work.along_k else work.across
+    return [Let(near, var("thread") % count), Let(far, var("thread") // count)]
 
 
 def _slice(work: Work) -> list[Stmt]:
-    """The units that a block sums, from `k_0` to `k_end`, and how many pieces of them a thread has."""
+    """Range of units that a block sums, from `k_0` to `k_end`, and the number of a thread's pieces."""
     s, hop = work.s, work.hop
-    found: list[Stmt] = [Let("units", var("k") // s.kr)]
+    stmts: list[Stmt] = [Let("units", var("k") // s.kr)]
     if s.split == 1:
-        found += [Let("k_0", const(0)), Let("k_end", var("units"))]
+        stmts += [Let("k_0", const(0)), Let("k_end", var("units"))]
     else:
-        found += [
+        stmts += [
             Let("each", ceil_div(ceil_div(var("units"), hop), s.split) * hop),
             Let("k_0", minimum(var("units"), var("slice") * var("each"))),
             Let("k_end", minimum(var("units"), var("k_0") + var("each"))),
         ]
-    left = var("k_end") - var("k_0") + (work.shares - var("share")) * work.width - 1
-    return [*found, Let("mine", var("k_0") + var("share") * work.width), Let("turns", left // hop)]
+    left = var("k_end") - var("k_0") + (work.slice_threads - var("share")) * work.width - 1
+    return [*stmts, Let("mine", var("k_0") + var("share") * work.width), Let("turns", left // hop)]
 
 
 def _addresses(work: Work) -> list[Stmt]:
-    """Where a thread's first piece of each row of A and of its columns of B lies; past the edge, of the last one."""
+    """Addresses of a thread's first piece of each row of A and of its columns of B; past the edge, of the last one."""
     s = work.s
     a, b = work.units
-    found: list[Stmt] = [Let("own", var("column_0") + var("cell_n") * s.nr)]
+    stmts: list[Stmt] = [Let("own", var("column_0") + var("cell_n") * s.nr)]
     mine = var("mine") * s.kr
     for i in range(s.mr):
         row = minimum(var("row_0") + i, var("m") - 1) * (const(1) if s.a == "col" else var("a_m"))
-        found.append(LetPtr(f"a_{i}", Ptr("a_item", row + mine * a_step(s)), a, readonly=True))
+        stmts.append(LetPtr(f"a_{i}", Ptr("a_item", row + mine * a_step(s)), a, readonly=True))
     if work.codes:
-        return [*found, *coded.addresses(work)]
+        return [*stmts, *w4a16_gemv.addresses(work)]
     if not work.along_k:
         column = minimum(var("own"), var("n") - s.nr) * (var("b_n") if s.b == "any" else const(1))
-        return [*found, LetPtr("b_0", Ptr("b_item", column + mine * var("b_k")), b, readonly=True)]
+        return [*stmts, LetPtr("b_0", Ptr("b_item", column + mine * var("b_k")), b, readonly=True)]
     for j in range(s.nr):
         column = minimum(var("own") + j, var("n") - 1) * var("b_n")
-        found.append(LetPtr(f"b_{j}", Ptr("b_item", column + mine), b, readonly=True))
-    return found
+        stmts.append(LetPtr(f"b_{j}", Ptr("b_item", column + mine), b, readonly=True))
+    return stmts
 
 
-def _streamed(work: Work) -> list[Stmt]:
-    """All pieces of a thread, several at a time: those that there are are asked for, then multiplied."""
-    turn, turns, deep = var("turn"), var("turns"), work.deep
-    u = of("u", deep)
-    asked, multiplied = _pieces(work, u)
-    if deep > 1:
+def _main_loop(work: Work) -> list[Stmt]:
+    """Loop over all pieces of a thread, several at a time: those in bounds are loaded, then multiplied."""
+    turn, turns, depth = var("turn"), var("turns"), work.depth
+    u = of("u", depth)
+    loads, macs = _pieces(work, u)
+    if depth > 1:
         there = (turn + u).lt(turns)
-        asked, multiplied = (If(there, asked),), (If(there, multiplied),)
-    steps = (*each("u", deep, *asked), *each("u", deep, *multiplied))
-    loop = For("turn", const(0), turns, const(deep), steps)
-    pieces = max(1, RUN // (deep * work.width * work.s.kr)) * deep
+        loads, macs = (If(there, loads),), (If(there, macs),)
+    steps = (*each("u", depth, *loads), *each("u", depth, *macs))
+    loop = For("turn", const(0), turns, const(depth), steps)
+    pieces = max(1, RUN // (depth * work.width * work.s.kr)) * depth
     count = work.s.mr * work.s.nr
-    return list(in_runs_beside(work.atom, count, loop, const(pieces), lambda i: _own(work, i)))
+    return list(in_runs_shared(work.atom, count, loop, const(pieces), lambda i: _own(work, i)))
 
 
 def _pieces(work: Work, u: Index) -> tuple[tuple[Stmt, ...], tuple[Stmt, ...]]:
-    """What asks for piece `turn` + u of B, and what multiplies it."""
+    """Statements that load piece `turn` + u of B, and those that multiply it."""
     if work.codes:
-        return coded.pieces(work, u)
+        return w4a16_gemv.pieces(work, u)
     s, at = work.s, (var("turn") + u) * work.hop
     size = BY_NAME[work.units[1]].bytes
     if work.along_k:
-        wide = work.width
-        loads = [Vector(Ptr("b_next", (u * s.nr + j) * wide), Ptr(f"b_{j}", at), wide * size) for j in range(s.nr)]
+        n = work.width
+        loads = [Vector(Ptr("b_next", (u * s.nr + j) * n), Ptr(f"b_{j}", at), n * size) for j in range(s.nr)]
     else:
         loads = [Vector(Ptr("b_next", u * s.nr), Ptr("b_0", at * var("b_k")), s.nr * size)]
     return tuple(loads), _multiplied(work, u, at)
 
 
 def _multiplied(work: Work, u: Index, at: Index) -> tuple[Stmt, ...]:
-    """Add the products of one piece."""
-    s, chunk, held = work.s, work.chunk, work.atom.acc
+    """Multiply-adds of one piece."""
+    s, chunk, acc = work.s, work.chunk, work.atom.acc
     j, f = of("j", s.nr), of("f", chunk)
     e = var("e") if work.width > chunk else const(0)
     b_part = Ptr("b_next", (u * s.nr + j) * work.width + e + f)
     a_part = Ptr("a_next", f)
     size = BY_NAME[work.units[0]].bytes
     body: list[Stmt] = []
-    if work.units[1] != held:
+    if work.units[1] != acc:
         src, b_part = b_part, Ptr("b_part", j * chunk + f)
         body += each("j", s.nr, *each("f", chunk, Move(b_part, src)))
     for i in range(s.mr):
         body.append(Vector(Ptr("a_next"), Ptr(f"a_{i}", (at + e) * a_step(s)), chunk * size))
-        if work.units[0] != held:
+        if work.units[0] != acc:
             src, a_part = Ptr("a_next", f), Ptr("a_part", f)
             body += each("f", chunk, Move(a_part, src))
         mac = Mac(Ptr("acc", const(i * s.nr) + j), a_part, b_part)
@@ -166,12 +166,12 @@ def _multiplied(work: Work, u: Index, at: Index) -> tuple[Stmt, ...]:
     return (For("e", const(0), const(work.width), const(chunk), tuple(body), WHOLE),)
 
 
-def _added(work: Work) -> list[Stmt]:
-    """What all threads have of each output, added and stored."""
+def _reduced(work: Work) -> list[Stmt]:
+    """Slice-K reduction: the sums of all threads of each output, added and stored."""
     s, x, i = work.s, var("x"), of("i", work.s.mr * work.s.nr)
-    put = Move(_own(work, i), Ptr("acc", i))
-    found: list[Stmt] = [*each("i", s.mr * s.nr, put), Barrier()]
-    run = work.shares // work.parts
+    store = Move(_own(work, i), Ptr("acc", i))
+    stmts: list[Stmt] = [*each("i", s.mr * s.nr, store), Barrier()]
+    run = work.slice_threads // work.parts
     if work.parts > 1:
         x_0 = var("part") * run
         first = (
@@ -180,25 +180,25 @@ def _added(work: Work) -> list[Stmt]:
             *_total(work, var("output"), x_0, run, 1),
             Move(work.spot(var("output"), x_0), Ptr("acc")),
         )
-        found += [For("x", var("thread"), const(work.outputs * work.parts), const(s.threads), first), Barrier()]
-    storing = Storing(s, work.isa, work.atom, (1, 1))
-    count, step = (work.parts, run) if work.parts > 1 else (work.shares, 1)
+        stmts += [For("x", var("thread"), const(work.outputs * work.parts), const(s.threads), first), Barrier()]
+    epilogue = EpilogueStore(s, work.isa, work.atom, (1, 1))
+    count, step = (work.parts, run) if work.parts > 1 else (work.slice_threads, 1)
     last = (
         *_total(work, x, const(0), count, step),
         Let("row", var("row_0") + x // (work.across * s.nr)),
         Let("column", var("column_0") + x % work.across * s.nr + x // work.across % s.nr),
-        If(var("row").lt(var("m")), storing.piece(const(0))),
+        If(var("row").lt(var("m")), epilogue.store_vector(const(0))),
     )
-    return [*found, *storing.before(), For("x", var("thread"), const(work.outputs), const(s.threads), last)]
+    return [*stmts, *epilogue.before(), For("x", var("thread"), const(work.outputs), const(s.threads), last)]
 
 
 def _own(work: Work, i: Index) -> Ptr:
-    """Where a sum of this thread waits."""
+    """Address in shared memory of a sum of this thread."""
     return work.spot(i * work.across + var("cell_n"), var("share"))
 
 
 def _total(work: Work, output: Index, first: Index, count: int, step: int) -> tuple[Stmt, ...]:
-    """The first register = the sum of what some threads have of an output."""
+    """Statements that add the sums of some threads of an output into the first register."""
     other = work.spot(output, first + var("y") * step)
     add = For("y", const(1), const(count), const(1), (Add(Ptr("acc"), other),), WHOLE if count <= TOGETHER else 8)
     return (Move(Ptr("acc"), work.spot(output, first)), add)

@@ -1,17 +1,17 @@
-"""Tiles of A and B, from global to shared memory.
+"""Global-to-shared transfer of tiles of A and B.
 
-Owns `Feed`: how the threads of a block fetch a slice of an operand, R rows (of A, or
-columns of B) by BK units of k, and put it to shared memory as [k][R], so that a step of k reads
+Owns `Transfer`: the threads of a block load a slice of an operand, R rows (of A, or
+columns of B) by BK units of k, and store it to shared memory as [k][R], so that a step of k reads
 neighbours. A thread moves a *piece* at once: `vector` neighbours along k or along
-rows, whichever lie side by side in memory; else one unit.
+rows, whichever are contiguous in memory; else one unit.
 
-Past the last row, rows are read again: what they give is not stored. Past the last k, zeros
-are put: both operands have them, so a NaN in memory does not spread.
+Past the last row, rows are read again: their results are not stored. Past the last k, zeros
+are stored, for both operands, so a NaN in memory does not spread.
 
-Bank conflicts. Where memory runs along k, the threads of a warp that put one piece's u-th
+Bank conflicts. Where memory is contiguous along k, the threads of a warp that store one piece's u-th
 unit differ in row and in k; all banks repeat after 32 words, so row r of unit u
-is put at r xor s(u), where s takes as many rows as there are in a warp per k to the next
-free banks (`Feed.swizzle`). A bijection of each 32 rows, and of whole vectors of four.
+is stored at r xor s(u), where s moves as many rows as there are in a warp per k to the next
+free banks (`Transfer.swizzle`). This is a bijection of each 32 rows, and of whole vectors of four.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ if TYPE_CHECKING:
 BANKS = 32
 WORD = 4
 LANES = 4
-"""Words that a thread reads from shared memory at once, at most."""
+"""Maximum number of words that a thread reads from shared memory at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
-    """How an operand is fed.
+class Transfer:
+    """Global-to-shared transfer of one operand.
 
     Attributes:
         name: "a" or "b".
         memory: type of its elements in memory.
-        held: type in shared memory: "f32", or "s32" for units of four bytes.
-        along: "k" or "row", what is side by side in memory; "any" if nothing is.
-        vector: elements moved at once; beside units of four bytes, along rows, four or one.
-        rows: of the tile.
+        storage: type in shared memory: "f32", or "s32" for units of four bytes.
+        along: "k" or "row", the contiguous axis in memory; "any" if there is none.
+        vector: elements moved at once; for units of four bytes, along rows, four or one.
+        rows: rows of the tile.
         depth: units of k of the tile.
         kr: elements of a unit.
-        threads: of the block.
-        row_step: elements from one row to the next.
-        k_step: elements from one k to the next.
+        threads: threads of the block.
+        row_step: stride in elements between rows.
+        k_step: stride in elements along k.
         first: the block's first row.
-        end: rows that there are.
+        end: number of rows of the operand.
         stages: tiles in shared memory.
-        group: of codes, rows of k that share a scale, 0 for all; -1 where there are no codes.
+        group: quantization group of int4 weights, in rows of k, 0 for all; -1 for other types.
     """
 
     name: str
     memory: str
-    held: str
+    storage: str
     along: str
     vector: int
     rows: int
@@ -75,49 +75,49 @@ class Feed:
 
     @property
     def units(self) -> int:
-        """Units of k in a piece."""
+        """Number of units of k in a piece."""
         return max(1, self.vector // self.kr) if self.along == "k" else 1
 
     @property
     def lines(self) -> int:
-        """Rows in a piece."""
+        """Number of rows in a piece."""
         return self.vector if self.along == "row" else 1
 
     @property
     def pieces(self) -> int:
-        """Of a tile."""
+        """Number of pieces of a tile."""
         return self.rows // self.lines * (self.depth // self.units)
 
     @property
     def turns(self) -> int:
-        """Pieces of each thread."""
+        """Number of pieces of each thread."""
         return -(-self.pieces // self.threads)
 
     @property
     def elements(self) -> int:
-        """Elements of a piece, filled up to whole units."""
+        """Number of elements of a piece, rounded up to whole units."""
         return self.lines * self.units * self.kr
 
     @property
     def size(self) -> int:
-        """Words of one tile in shared memory."""
+        """Number of words of one tile in shared memory."""
         return self.rows * self.depth
 
     def shared(self) -> Shared:
-        """The tiles."""
-        return Shared(f"{self.name}_tile", self.size * self.stages, self.held)
+        """Shared memory array of the tiles."""
+        return Shared(f"{self.name}_tile", self.size * self.stages, self.storage)
 
     def registers(self) -> tuple[Stmt, ...]:
-        """What is on its way."""
+        """Registers for pieces in flight."""
         if self.group >= 0:
             return w4a16_transfer.registers(self.turns)
-        found: list[Stmt] = [Scratch(f"{self.name}_next", self.turns * self.elements, self.memory)]
-        if self.lines > 1 and self.memory != self.held:
-            found.append(Scratch(f"{self.name}_wide", self.lines, self.held))
-        return tuple(found)
+        registers: list[Stmt] = [Scratch(f"{self.name}_next", self.turns * self.elements, self.memory)]
+        if self.lines > 1 and self.memory != self.storage:
+            registers.append(Scratch(f"{self.name}_wide", self.lines, self.storage))
+        return tuple(registers)
 
     def swizzle(self, unit: Index) -> Index:
-        """What the row of a unit of k is put at the xor with: see above."""
+        """Number that the rows of a unit of k are xored with: see above."""
         if self.along != "k" or self.rows % BANKS:
             return const(0)
         across = min(self.depth // self.units, BANKS)
@@ -128,7 +128,7 @@ class Feed:
         return unit // self.units % turns * apart
 
     def _piece(self, turn: Index) -> tuple[Stmt, ...]:
-        """Where a piece of this thread is: its first row and unit."""
+        """Coordinates of a piece of this thread: its first row and unit."""
         n = self.name
         e = var(f"{n}_piece")
         if self.along == "row":
@@ -140,14 +140,14 @@ class Feed:
         return (Let(f"{n}_piece", var("thread") + turn * self.threads), Let(f"{n}_row", row), Let(f"{n}_unit", unit))
 
     def _each(self, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
-        """Run for each piece of this thread."""
+        """Loop over the pieces of this thread."""
         turn = var("turn")
         if self.pieces % self.threads:
             body = (If(var(f"{self.name}_piece").lt(self.pieces), body),)
         return (For("turn", const(0), const(self.turns), const(1), (*self._piece(turn), *body), WHOLE),)
 
     def _source(self, k: Index) -> tuple[Stmt, ...]:
-        """The address of a piece, of a tile that begins at some k."""
+        """Address of a piece, of a tile that begins at k."""
         n = self.name
         last = self.end - self.lines
         row = minimum(self.first + var(f"{n}_row"), last)
@@ -158,7 +158,7 @@ class Feed:
         )
 
     def fetch(self, k: Index, end: Index) -> tuple[Stmt, ...]:
-        """Load this thread's pieces of the tile at k to registers, zeros from `end` on."""
+        """Loads of this thread's pieces of the tile at k to registers, zeros from `end` on."""
         if self.group >= 0:
             return self._each(
                 w4a16_transfer.fetch(minimum(self.first + var("b_row"), self.end - 1), self.group, k, end)
@@ -176,7 +176,7 @@ class Feed:
         return self._each(tuple(body))
 
     def put(self, stage: Index) -> tuple[Stmt, ...]:
-        """Store the pieces in registers to a tile in shared memory, as it holds them."""
+        """Stores of the pieces in registers to a tile in shared memory, in its type and layout."""
         n = self.name
         row, unit = var(f"{n}_row"), var(f"{n}_unit")
         tile = Ptr(f"{n}_tile", stage * self.size)
@@ -185,7 +185,7 @@ class Feed:
         next_ = Ptr(f"{n}_next", var("turn") * self.elements)
         body: list[Stmt] = []
         if self.kr > 1:
-            body.append(LetPtr(f"{n}_words", next_, self.held))
+            body.append(LetPtr(f"{n}_words", next_, self.storage))
             next_ = Ptr(f"{n}_words")
         if self.lines > 1:
             to = tile + (unit * self.rows + row)
@@ -197,30 +197,30 @@ class Feed:
         return self._each(tuple(body))
 
     def _put_lines(self, to: Ptr, src: Ptr) -> list[Stmt]:
-        """Neighbouring rows of one unit, four words at once."""
+        """Stores of neighbouring rows of one unit, four words at once."""
         n = self.name
         body: list[Stmt] = []
         if self.kr > 1:
-            wide = Ptr(f"{n}_wide")
-            body.append(Interleave(wide, src))
-            src = wide
-        elif self.memory != self.held:
-            wide, e = Ptr(f"{n}_wide"), var("e")
-            body.append(For("e", const(0), const(self.lines), const(1), (Move(wide + e, src + e),), WHOLE))
-            src = wide
+            words = Ptr(f"{n}_wide")
+            body.append(Interleave(words, src))
+            src = words
+        elif self.memory != self.storage:
+            words, e = Ptr(f"{n}_wide"), var("e")
+            body.append(For("e", const(0), const(self.lines), const(1), (Move(words + e, src + e),), WHOLE))
+            src = words
         at_once = min(self.lines, LANES)
         body += [Vector(to + i, src + i, at_once * WORD) for i in range(0, self.lines, at_once)]
         return body
 
     @property
     def copies(self) -> int:
-        """Bytes of an asynchronous copy, 0 where there can be none: nothing can be converted on the way."""
-        if self.memory != self.held or self.kr > 1:
+        """Number of bytes of an asynchronous copy, 0 where it is impossible: it cannot convert types."""
+        if self.memory != self.storage or self.kr > 1:
             return 0
         return WORD * (self.vector if self.along == "row" else 1)
 
     def copy(self, k: Index, end: Index, stage: Index) -> tuple[Stmt, ...]:
-        """Begin to copy this thread's pieces of the tile at k."""
+        """Asynchronous copies of this thread's pieces of the tile at k."""
         n = self.name
         row, unit, at = var(f"{n}_row"), var(f"{n}_unit"), var(f"{n}_at")
         tile, src = Ptr(f"{n}_tile", stage * self.size), Ptr(f"{n}_from")
@@ -232,7 +232,7 @@ class Feed:
 
 
 def or_zeros(there: Index, to: Ptr, src: Ptr, count: int, size: int) -> If:
-    """Load `count` elements of `size` bytes, or zeros."""
+    """Load of `count` elements of `size` bytes if `there`, else of zeros."""
     e = var("e")
     if count == 1:
         return If(there, (Move(to, src),), (Move(to, None),))

@@ -1,20 +1,20 @@
-"""Attention by units that multiply fragments which the lanes of a warp hold: tensor cores from Turing on.
+"""Flash attention on tensor cores by mma, whose fragments are in the registers of a warp: from Turing on.
 
     for each item, each head, each tile of queries       <- blocks of warps
       for each tile of keys
         S = Q K^T                  fragments of Q from registers, of K from shared memory
-        S becomes weights P        in registers; the sums so far are changed: kernels.mma_softmax
-        O += P V                   P is a fragment as it lies, of 16 bits; of V from shared memory, transposed
+        S becomes weights P        in registers; earlier sums are rescaled: mma_softmax
+        O += P V                   P is a fragment already, of 16 bits; of V from shared memory, transposed
       O over the sums of weights
 
-A warp has 16 or 32 queries, and all keys. A lane's sums of rows l / 4 and eight further down, of two columns, are what
-it holds of a fragment on the left: so P passes through nothing but a conversion (Dao 2023). Tiles of K and V take
-slots of shared memory in turn, and are copied there while those before are multiplied; all warps meet before a
-slot is filled again. Sizes: `portmm.schedule.gpu_mma_attention`; shared memory: `kernels.head_tiles`.
+A warp has 16 or 32 queries, and all keys. A lane's sums of rows l / 4 and eight further down, of two columns, have the
+layout of a left operand's fragment: so P needs nothing but a conversion (Dao 2023). Tiles of K and V use
+slots of shared memory cyclically, and are copied there while earlier ones are multiplied; all warps synchronize before
+a slot is filled again. Sizes: `portmm.schedule.gpu_mma_attention`; shared memory: `attention_tiles`.
 
-Past the last query, rows of Q are read again: nobody looks at their scores. Past the last key that is seen, rows of
+Past the last query, rows of Q are read again: their scores are unused. Past the last key that is seen, rows of
 K and V are zeros: so a NaN in memory does not spread. Blocks of keys that no query of a block sees
-are left out, and only those that some query does not see all of ask which.
+are skipped, and only blocks that some query does not see entirely are masked.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from portmm.ir.index import Ptr, const, minimum, var
 from portmm.ir.nodes import For, If, Let, Move, Scratch
 from portmm.ir.thread_nodes import WHOLE, Apply, Barrier, Clear, CopyCommit, CopyWait, Mac, Vector
 from portmm.kernels.gpu import attention_tiles
-from portmm.kernels.gpu.attention_blocks import Walk
+from portmm.kernels.gpu.attention_blocks import AttentionBlocks
 from portmm.kernels.gpu.attention_scores import each
-from portmm.kernels.gpu.attention_tiles import PER_PIECE, SIZE, HeadTile, shared
+from portmm.kernels.gpu.attention_tiles import PER_VECTOR, SIZE, HeadTile, shared
 from portmm.kernels.gpu.mma_softmax import PAIR, FragmentSoftmax
 from portmm.spec.dtype import BY_NAME
 
@@ -41,49 +41,49 @@ if TYPE_CHECKING:
     from portmm.target.isa import Atom, Isa
 
 UNIT = 16
-"""Elements of a head, or keys, that are multiplied together: one atom, or two of half of it."""
+"""Elements of a head, or keys, of one product: one atom, or two of half the size."""
 WORDS = 4
-"""Registers of a lane for 16 x 16 elements of 16 bits, and for 16 x 8 sums."""
+"""Number of registers of a lane for 16 x 16 elements of 16 bits, and for 16 x 8 sums."""
 PACKED = {"f16": "pack_f16", "bf16": "pack_bf16"}
 
 
 def build(form: Form, t: MatrixTiling, isa: Isa, atom: Atom) -> GridKernel:
-    """The kernel for a kind of attention, with some tiles."""
+    """Kernel for a kind of attention, with a tiling."""
     work = Work(form, t, isa, atom, FragmentSoftmax(form, t, isa, atom))
-    body: list[Stmt] = [*work.memory(), *work.places(), *work.reach(), *work.begin()]
+    body: list[Stmt] = [*work.memory(), *work.coordinates(), *work.reach(), *work.begin()]
     body += [For("key", var("first"), var("end"), const(t.keys), work.step()), *work.finish()]
-    name = f"portmm_mma_attention_{form.held}_{t.d}_{t.dv}_{t.queries}x{t.keys}"
+    name = f"portmm_mma_attention_{form.dtype}_{t.d}_{t.dv}_{t.queries}x{t.keys}"
     return GridKernel(name, isa, atom, work.arguments(), t.threads, work.grid, tuple(body), occupancy=1)
 
 
 @dataclass(frozen=True, slots=True)
-class Work(Walk):
-    """A kernel in the making.
+class Work(AttentionBlocks):
+    """Statements of one kernel.
 
     Attributes:
-        softmax: what becomes of scores.
+        softmax: the statements for scores.
     """
 
     t: MatrixTiling
     softmax: FragmentSoftmax
 
     def tile(self, name: str) -> HeadTile:
-        """The tile of an operand."""
+        """Tile of an operand."""
         t, i = self.t, "qkvo".index(name)
         rows, width = t.queries if name in "qo" else t.keys, t.dv if name in "vo" else t.d
-        return HeadTile(name, self.form.held, rows, width, t.vectors[i], t.threads)
+        return HeadTile(name, self.form.dtype, rows, width, t.vectors[i], t.threads)
 
     @property
     def slot(self) -> int:
-        """Elements of a slot."""
+        """Number of elements of a slot."""
         return max(self.tile("k").size, self.tile("v").size)
 
     def memory(self) -> tuple[Stmt, ...]:
         """Shared memory, and registers."""
-        t, held = self.t, self.form.held
+        t, storage = self.t, self.form.dtype
         return (
-            shared("q_tile", self.tile("q").size, held),
-            shared("slots", t.slots * self.slot, held),
+            shared("q_tile", self.tile("q").size, storage),
+            shared("slots", t.slots * self.slot, storage),
             Scratch("q_part", t.high * WORDS * (t.d // UNIT if t.q_in_registers else 1), "b32"),
             Scratch("part", WORDS, "b32"),
             Scratch("p_part", t.high * WORDS, "b32"),
@@ -97,76 +97,76 @@ class Work(Walk):
         )
 
     def lanes(self) -> tuple[Stmt, ...]:
-        """Which rows of the tile a lane has, and where it finds its part of fragments."""
+        """Rows of a lane in the tile, and offsets of its part of fragments."""
         warp = var("warp") * (self.t.high * UNIT)
         return (
             Let("warp", var("thread") // 32),
             Let("lane", var("thread") % 32),
             Let("warp_row", warp),
             Let("first_row", var("warp_row") + var("lane") // 4),
-            *self.tile("q").lane(below=True),
-            *self.tile("k").lane(below=False),
-            *self.tile("v").lane(below=True),
+            *self.tile("q").lane(rows_first=True),
+            *self.tile("k").lane(rows_first=False),
+            *self.tile("v").lane(rows_first=True),
         )
 
     # -- copies --------------------------------------------------------------
 
     def queries(self) -> tuple[Stmt, ...]:
-        """Begin to copy Q."""
+        """Copies of Q, started."""
         row = minimum(var("row_0") + var("line"), var("last"))
         return self.tile("q").tile("copy" if self.t.copies else "move", Ptr("q_tile"), self.query(row), const(1))
 
     def fill(self, how: str, name: str, key: Index, slot: Index) -> tuple[Stmt, ...]:
-        """Move the tile of K or V at a key, if it is there, to a slot."""
+        """Transfer of the tile of K or V at a key, if it is in bounds, to a slot."""
         moved = self.tile(name).lines(how, Ptr("slots", slot * self.slot), key, var("end"))
-        found = If(key.lt(var("end")), moved)
-        return (found, CopyCommit()) if how == "copy" else (found,)
+        transfer = If(key.lt(var("end")), moved)
+        return (transfer, CopyCommit()) if how == "copy" else (transfer,)
 
     def slot_of(self, half: int) -> Index:
-        """Where the tile so many half steps after K's of this step is: tiles of K and V take slots in turn."""
+        """Slot of the tile `half` half steps after K's of this step: tiles of K and V use slots cyclically."""
         slots = self.t.slots
         if slots == 2:
             return const(half % 2)
         return (var("turn_0") + half // 2) % (slots // 2) * 2 + half % 2
 
     def ahead(self, half: int, *work: Stmt) -> tuple[Stmt, ...]:
-        """Do some work while the tile so many half steps after K's of this step is on its way.
+        """Prefetch of the tile `half` half steps after K's of this step, overlapped with some work.
 
-        What was there landed before, and all warps are done with the one before.
+        The slot's last tile has landed before, and all warps are done with it.
         """
-        given = ("kv"[half % 2], var("key") + half // 2 * self.t.keys, self.slot_of(half))
+        tile = ("kv"[half % 2], var("key") + half // 2 * self.t.keys, self.slot_of(half))
         if self.t.copies:
-            return (*self.met(), *self.fill("copy", *given), *work)
-        return (*self.met(), *self.fill("fetch", *given), *work, *self.fill("put", *given))
+            return (*self.met(), *self.fill("copy", *tile), *work)
+        return (*self.met(), *self.fill("fetch", *tile), *work, *self.fill("put", *tile))
 
     def met(self) -> tuple[Stmt, ...]:
-        """The tile that is next has landed, and all warps are done with the one before."""
+        """Synchronization: the next tile has landed, and all warps are done with the one before."""
         return (CopyWait(self.t.slots - 2), Barrier()) if self.t.copies else (Barrier(),)
 
     def begin(self) -> tuple[Stmt, ...]:
-        """Q and the first tiles are on their way; nothing has been summed."""
+        """Transfers of Q and the first tiles, started, and zeroed sums."""
         t = self.t
-        found: list[Stmt] = [*self.tile("k").mover(), *self.tile("v").mover()]
-        found += [If(var("first").lt(var("end")), self.queries())]
+        stmts: list[Stmt] = [*self.tile("k").mover(), *self.tile("v").mover()]
+        stmts += [If(var("first").lt(var("end")), self.queries())]
         how = "copy" if t.copies else "move"
         for half in range(t.slots - 1):
-            found += self.fill(how, "kv"[half % 2], var("first") + half // 2 * t.keys, const(half))
-        found += [Clear("o_sums", t.high * t.columns * WORDS), *self.softmax.begin()]
+            stmts += self.fill(how, "kv"[half % 2], var("first") + half // 2 * t.keys, const(half))
+        stmts += [Clear("o_sums", t.high * t.columns * WORDS), *self.softmax.begin()]
         if t.q_in_registers:
             loads = each("step", t.d // UNIT, self.fragments_of_q(var("step") * t.high, var("step")))
-            found += [*self.met(), If(var("first").lt(var("end")), (loads,))]
-        return tuple(found)
+            stmts += [*self.met(), If(var("first").lt(var("end")), (loads,))]
+        return tuple(stmts)
 
     # -- a tile of keys ------------------------------------------------------
 
     def fragments_of_q(self, at: Index, step: Index) -> Stmt:
-        """Load what a warp has of sixteen elements of its rows of Q."""
+        """Loads of a warp's fragments of sixteen elements of its rows of Q."""
         r, tile = var("r"), self.tile("q")
         to = Ptr("q_part", (at + r) * WORDS)
         return each("r", self.t.high, tile.matrices(to, Ptr("q_tile"), var("warp_row") + r * UNIT, step * 2))
 
     def step(self) -> tuple[Stmt, ...]:
-        """One tile of keys."""
+        """Statements for one tile of keys."""
         t, slots = self.t, self.t.slots
         turn = (Let("turn_0", (var("key") - var("first")) // t.keys),) if slots > 2 else ()
         return (
@@ -177,7 +177,7 @@ class Work(Walk):
         )
 
     def scores(self) -> Stmt:
-        """S += Q K^T."""
+        """First product: S += Q K^T."""
         t, step, j = self.t, var("step"), var("j")
         tile = self.tile("k")
         load = tile.matrices(Ptr("part"), Ptr("slots", self.slot_of(0) * self.slot), j * UNIT, step * 2)
@@ -189,7 +189,7 @@ class Work(Walk):
         return For("step", const(0), const(t.d // UNIT), const(1), body, unroll)
 
     def product(self, sums: str, strips: int, j: Index, left: Ptr) -> Stmt:
-        """Multiply 16 x 16 elements of all rows of a warp with 16 x 16 of the right operand, in `part`."""
+        """Multiply-adds of 16 x 16 elements of all rows of a warp and 16 x 16 of the right operand, in `part`."""
         u, w, r = var("u"), var("w"), var("r")
         atoms = UNIT // self.atom.k
         at = ((r * strips + j * 2 + u) * WORDS,)
@@ -201,7 +201,7 @@ class Work(Walk):
         return each("u", 2, each("w", atoms, each("r", self.t.high, mac)))
 
     def weighed(self) -> Stmt:
-        """O += P V."""
+        """Second product: O += P V."""
         t, step, j = self.t, var("step"), var("j")
         tile = self.tile("v")
         load = tile.matrices(Ptr("part"), Ptr("slots", self.slot_of(1) * self.slot), step * UNIT, j * 2, trans=True)
@@ -211,43 +211,43 @@ class Work(Walk):
         )  # fmt: skip
 
     def packed(self, step: Index) -> Stmt:
-        """Weights of sixteen keys as a fragment on the left."""
+        """Conversion of the weights of sixteen keys to a fragment of the left operand."""
         r, u, h = var("r"), var("u"), var("h")
         src = Ptr("s", (((r * self.t.strips) + step * 2 + u) * 2 + h) * PAIR)
-        word = Apply(Ptr("p_part", r * WORDS + u * 2 + h), PACKED[self.form.held], (src, src + 1))
+        word = Apply(Ptr("p_part", r * WORDS + u * 2 + h), PACKED[self.form.dtype], (src, src + 1))
         return each("r", self.t.high, each("u", 2, each("h", 2, word)))
 
     # -- results -------------------------------------------------------------
 
     @property
     def staged(self) -> bool:
-        """Rows of the result pass through Q's place in shared memory, to be stored 16 bytes at once."""
+        """Whether rows of the result are staged in Q's shared memory, to be stored 16 bytes at once."""
         t = self.t
         fits = attention_tiles.pitch(t.dv) <= attention_tiles.pitch(t.d) and self.form.to in PACKED
-        return fits and t.vectors[3] == PER_PIECE and not t.runs
+        return fits and t.vectors[3] == PER_VECTOR and not t.runs
 
     def finish(self) -> tuple[Stmt, ...]:
-        """What the sums come to, stored."""
+        """Epilogue: results of the sums, stored."""
         rows, there = self.softmax.row(), var("row").lt(self.height)
-        found: list[Stmt] = [Scratch("values", PAIR, "f32"), Scratch("words", 1, "b32"), self.softmax.totals()]
+        stmts: list[Stmt] = [Scratch("values", PAIR, "f32"), Scratch("words", 1, "b32"), self.softmax.totals()]
         if self.staged:
             one: tuple[Stmt, ...] = (*self.softmax.ends(there), self.put(rows))
             after: tuple[Stmt, ...] = (Barrier(), self.whole())
         else:
             one = (If(there, (*self.result(), *self.softmax.ends(const(1)), self.stored())),)
             after = ()
-        return (*found, each("i", self.t.rows, Let("row", var("row_0") + rows), *one), *after)
+        return (*stmts, each("i", self.t.rows, Let("row", var("row_0") + rows), *one), *after)
 
     def pair(self, *, packed: bool) -> tuple[Stmt, ...]:
-        """A row's two columns of strip c, as they are stored."""
+        """Results of a row's two columns of strip c, in their stored type."""
         e = var("e")
-        found = each("e", PAIR, *self.softmax.divided(self.softmax.sum(var("c"), e), Ptr("values", e)))
+        values = each("e", PAIR, *self.softmax.divided(self.softmax.sum(var("c"), e), Ptr("values", e)))
         if not packed:
-            return (found,)
-        return (found, Apply(Ptr("words"), PACKED[self.form.to], (Ptr("values"), Ptr("values", const(1)))))
+            return (values,)
+        return (values, Apply(Ptr("words"), PACKED[self.form.to], (Ptr("values"), Ptr("values", const(1)))))
 
     def stored(self) -> Stmt:
-        """Store a row's columns of O that a lane has: two of every eight."""
+        """Stores of a lane's columns of a row of O: two of every eight."""
         t, e = self.t, var("e")
         kind = "f32" if t.runs else self.form.to
         step = const(1) if t.runs else self.along("o")
@@ -262,25 +262,25 @@ class Work(Walk):
         return each("c", t.columns, column, *self.pair(packed=packed), store)
 
     def put(self, row: Index) -> Stmt:
-        """The same, to shared memory."""
+        """Stores of a lane's columns of a row of O to shared memory."""
         t, tile = self.t, self.tile("o")
-        at = row * tile.pitch + (var("c") ^ tile.turned(row)) * PER_PIECE + var("lane") % 4 * PAIR
+        at = row * tile.pitch + (var("c") ^ tile.swizzle(row)) * PER_VECTOR + var("lane") % 4 * PAIR
         store = Vector(Ptr("q_tile", at), Ptr("words"), PAIR * SIZE)
         return each("c", t.columns, *self.pair(packed=True), store)
 
     def whole(self) -> Stmt:
-        """Store the rows of a warp from shared memory."""
-        t, tile, piece, line = self.t, self.tile("o"), var("piece"), var("line")
-        column = piece % t.columns
-        src = Ptr("q_tile", line * tile.pitch + (column ^ tile.turned(line)) * PER_PIECE)
+        """Transfer of the rows of a warp from shared to global memory."""
+        t, tile, vector, line = self.t, self.tile("o"), var("piece"), var("line")
+        column = vector % t.columns
+        src = Ptr("q_tile", line * tile.pitch + (column ^ tile.swizzle(line)) * PER_VECTOR)
         store = If(
             var("row").lt(self.height),
-            (*self.result(), Vector(Ptr("to", column * PER_PIECE), src, PER_PIECE * SIZE)),
+            (*self.result(), Vector(Ptr("to", column * PER_VECTOR), src, PER_VECTOR * SIZE)),
         )
         return each(
             "turn", t.high * t.columns * UNIT // 32,
             Let("piece", var("lane") + var("turn") * 32),
-            Let("line", var("warp_row") + piece // t.columns),
+            Let("line", var("warp_row") + vector // t.columns),
             Let("row", var("row_0") + line),
             store,
         )  # fmt: skip

@@ -1,9 +1,9 @@
-"""A softmax on fragments: the scores of a row lie in the registers of four lanes.
+"""Online softmax on fragments: the scores of a row are in the registers of four lanes.
 
 Of every eight keys a lane has two of row l / 4, for each eight rows of a warp. So the largest score of a row, and the
-sum of its weights, are found within a lane and by two exchanges; nothing passes through shared memory. Scores are
+sum of its weights, are computed within a lane and by two shuffles, without shared memory. Scores are
 multiplied by log2(e) with the number that scales them, and weights are powers of two, for which devices have
-an instruction. What the largest score changes in what was summed: `kernels.online`.
+an instruction. Rescaling of earlier sums: `kernels.cpu.online_softmax`.
 """
 
 from __future__ import annotations
@@ -28,67 +28,67 @@ if TYPE_CHECKING:
     from portmm.spec.expr import Expr
 
 FOUR = (1, 2)
-"""Bits of a lane's number that differ among the lanes of a row."""
+"""Bits of a lane's index that differ among the lanes of a row."""
 PAIR = 2
 
 
 @dataclass(frozen=True)
 class FragmentSoftmax(Scores):
-    """What becomes of the scores of a tile, in registers."""
+    """Statements for the scores of a tile, in registers."""
 
     t: MatrixTiling
 
     @once
     def score(self) -> Expr:
-        """A score times log2(e)."""
+        """Expression of a score times log2(e)."""
         score = parse(self.form.score).results[0][1]
-        # Rounded here: were it one with a difference later, that of the largest from itself would not be 0.
+        # Rounded here: fused with a later difference, that of the maximum from itself would not be 0.
         if score.op == "mul" and score.args[1].op in ("number", "const"):
             return fma(score.args[0], score.args[1] * LOG2E, 0.0)
         return fma(score, LOG2E, 0.0)
 
     def spot(self, key: Index, e: Index) -> Ptr:
-        """The score of row i and the e-th of a lane's two of every eight keys."""
+        """Address of the score of row i and the e-th of a lane's two of every eight keys."""
         i = var("i")
         return Ptr("s", ((i // 2 * self.t.strips + key) * 2 + i % 2) * PAIR + e)
 
     def statements(self) -> tuple[Stmt, ...]:
-        """The scores of a tile become weights; sums so far are changed."""
-        held = dict(self.at.names)
-        plain, bounded = self.scored(self.score, held, edge=False), self.scored(self.bounded, held, edge=True)
+        """Statements that turn the scores of a tile into weights, and rescale earlier sums."""
+        registers = dict(self.at.names)
+        plain, bounded = self.scored(self.score, registers, edge=False), self.scored(self.bounded, registers, edge=True)
         return (If(self.edge, (bounded,), (plain,)), self.weights())
 
     def row(self) -> Index:
-        """Row i of a lane, in the block's tile."""
+        """Index of row i of a lane in the block's tile."""
         i = var("i")
         return var("first_row") + (i // 2 * 16 + i % 2 * 8)
 
-    def scored(self, value: Expr, held: dict[Expr, str], *, edge: bool) -> Stmt:
-        """Scores, and the largest of each row that this lane has."""
+    def scored(self, value: Expr, registers: dict[Expr, str], *, edge: bool) -> Stmt:
+        """Loop over this lane's rows: scores, and the maximum of each row."""
         t, at, j, e = self.t, self.at, var("j"), var("e")
         row = minimum(var("row_0") + self.row(), var("last"))
         lets: tuple[Stmt, ...] = (Let("query", row),)
         if t.runs:
             head = var("other") * var("group") + var("row") // var("m")
             lets = (Let("row", row), Let("query", var("row") % var("m")), Let("head", head), *self.operands())
-        at.names = dict(held)
+        at.names = dict(registers)
         fixed = at.once([value], "bhmpwe")
         key, here = var("first_key") + j * 8 + e, self.spot(j, e)
         column = minimum(var("at_key"), var("end") - 1) if edge else var("at_key")
         at.names[acc()] = at.name(acc())
-        found = [self.get(at.names[acc()], here), *at.compute([value], var("column"), "")]
-        said, before = at.value(value)
-        found += [*before, self.keep(said, here), self.map("greater", "big", said, "big")]
-        columns = each("j", t.strips, each("e", PAIR, Let("at_key", key), Let("column", column), *found))
+        score = [self.get(at.names[acc()], here), *at.compute([value], var("column"), "")]
+        register, before = at.value(value)
+        score += [*before, self.keep(register, here), self.map("greater", "big", register, "big")]
+        columns = each("j", t.strips, each("e", PAIR, Let("at_key", key), Let("column", column), *score))
         literal = self.map("literal", "big", LOWEST)
         return each("i", t.rows, *lets, *fixed, literal, columns, self.keep("big", Ptr("bigs", var("i"))))
 
     def together(self, op: str, name: str) -> tuple[Stmt, ...]:
-        """What the four lanes of a row have, put together in each of them."""
+        """Reduction over the four lanes of a row, with the result in each of them."""
         return tuple(x for bit in FOUR for x in (Exchange("theirs", name, bit), self.map(op, name, name, "theirs")))
 
     def weights(self) -> Stmt:
-        """Scores become weights; what was summed is multiplied by what the new largest makes of it."""
+        """Loop over rows that turns scores into weights, and rescales earlier sums to the new maximum."""
         t, i, j, e, c = self.t, var("i"), var("j"), var("e"), var("c")
         power = "exp2_f32"
         change = (
@@ -122,20 +122,20 @@ class FragmentSoftmax(Scores):
         )  # fmt: skip
 
     def sum(self, strip: Index, e: Index) -> Ptr:
-        """The sum of row i and the e-th of a lane's two of every eight columns."""
+        """Address of the sum of row i and the e-th of a lane's two of every eight columns."""
         i = var("i")
         return Ptr("o_sums", ((i // 2 * self.t.columns + strip) * 2 + i % 2) * PAIR + e)
 
     def totals(self) -> Stmt:
-        """The sums of weights of whole rows."""
+        """Reduction of the sums of weights over the lanes of each row."""
         here = Ptr("sums", var("i"))
         return each("i", self.t.rows, self.get("sum", here), *self.together("add", "sum"), self.keep("sum", here))
 
     def ends(self, there: Index) -> tuple[Stmt, ...]:
-        """What follows from the sum of row i; one lane stores what it has of its numbers, if the row is there."""
+        """Results of row i from its sum; one lane stores the row's numbers, if the row is in bounds."""
         first = (
             self.get("sum", Ptr("sums", var("i"))),
             self.get("largest", Ptr("most", var("i"))),
             self.map("mul", "largest", "largest", math.log(2)),
         )
-        return self.said(first, (var("lane") % 4).eq(0) * there)
+        return self.row_results(first, (var("lane") % 4).eq(0) * there)

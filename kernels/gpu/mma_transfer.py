@@ -1,14 +1,14 @@
-"""Tiles of A and B for units that multiply fragments, from global to shared memory.
+"""Global-to-shared transfer of tiles of A and B for mma.
 
-Owns `Tile`, one operand's side of a block tile, as it lies in shared memory: in *lines*, each of pieces of 16
-bytes. Where memory runs along k, a line is a row (of A, or a column of B) and runs along k; where it runs
-along rows, a line is one k and runs along rows, and is transposed as fragments are loaded. Nothing is converted.
+Owns `OperandTile`, one operand of a block tile in shared memory: in *lines*, each of vectors of 16
+bytes. Where memory is contiguous along k, a line is a row (of A, or a column of B); where it is contiguous
+along rows, a line is one k, and is transposed as fragments are loaded. Nothing is converted.
 
-Bank conflicts. Fragments are loaded as matrices of eight lines of one piece (PTX ISA, ldmatrix), each at once if
-their pieces are in different banks, which repeat after `SPAN` bytes. So piece p of line r is put at p xor
+Bank conflicts. Fragments are loaded as matrices of eight lines of one vector (PTX ISA, ldmatrix), each at once if
+their vectors are in different banks, which repeat after `SPAN` bytes. So vector p of line r is stored at p xor
 s(r), where s counts the spans that lines fill: r itself where a line has `SPAN` bytes or more, one for each two
-lines of half of that. Of lines of words along rows, lanes load words: of four lines, each of two neighbouring pieces,
-so that s counts in pairs. The first is the swizzle of 128, 64 and 32 bytes that the copy engine of Hopper makes, too.
+lines of half of that. For lines of words along rows, lanes load words of four lines, each of two neighbouring vectors,
+so that s counts in pairs. The first is also the swizzle of 128, 64 and 32 bytes of TMA.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
 
-PIECE = 16
+VECTOR = 16
 SPAN = 128
 WORD = 4
 PAIR = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
-    """One operand of a block tile.
+class OperandTile:
+    """Tile of one operand of a block, in shared memory.
 
     Attributes:
         name: "a" or "b".
-        dtype: of its elements, in memory and in fragments.
-        along: "k" or "row", what is side by side in memory.
+        dtype: type of its elements, in memory and in fragments.
+        along: "k" or "row", the contiguous axis in memory.
         vector: elements that a thread moves at once.
-        rows: of the tile.
+        rows: rows of the tile.
         depth: elements of k of the tile.
-        threads: that move it.
-        row_step: elements from one row to the next.
-        k_step: elements from one k to the next.
+        threads: threads that move it.
+        row_step: stride in elements between rows.
+        k_step: stride in elements along k.
         first: the block's first row.
-        end: rows that there are.
+        end: number of rows of the operand.
         stages: tiles in shared memory.
     """
 
@@ -66,73 +66,73 @@ class Side:
 
     @property
     def bytes(self) -> int:
-        """Of an element."""
+        """Number of bytes of an element."""
         return BY_NAME[self.dtype].bytes
 
     @property
     def lines(self) -> int:
-        """Of a tile."""
+        """Number of lines of a tile."""
         return self.rows if self.along == "k" else self.depth
 
     @property
     def width(self) -> int:
-        """Elements of a line."""
+        """Number of elements of a line."""
         return self.depth if self.along == "k" else self.rows
 
     @property
-    def per_piece(self) -> int:
-        """Elements of a piece."""
-        return PIECE // self.bytes
+    def per_vector(self) -> int:
+        """Number of elements of a vector of 16 bytes."""
+        return VECTOR // self.bytes
 
     @property
-    def pieces(self) -> int:
-        """Of a line."""
-        return self.width // self.per_piece
+    def line_vectors(self) -> int:
+        """Number of vectors of a line."""
+        return self.width // self.per_vector
 
     @property
     def size(self) -> int:
-        """Elements of one tile in shared memory."""
+        """Number of elements of one tile in shared memory."""
         return self.lines * self.width
 
     def shared(self) -> Shared:
-        """The tiles."""
+        """Shared memory array of the tiles."""
         return Shared(f"{self.name}_tile", self.size * self.stages, self.dtype, SPAN)
 
-    def turned(self, line: Index) -> Index:
-        """What the pieces of a line are exchanged by: s(r) above."""
+    def swizzle(self, line: Index) -> Index:
+        """Number that the indices of a line's vectors are xored with: s(r) above."""
         each = max(1, SPAN // (self.width * self.bytes))
-        most = min(self.pieces, SPAN // PIECE)
+        most = min(self.line_vectors, SPAN // VECTOR)
         return line // each % (most // PAIR) * PAIR if self.by_words else line // each % most
 
     @property
     def by_words(self) -> bool:
-        """Fragments are loaded word by word: their elements are words, and side by side along rows."""
+        """Whether fragments are loaded word by word: their elements are words, contiguous along rows."""
         return self.bytes == WORD and self.along == "row"
 
-    def at(self, line: Index, piece: Index) -> Index:
-        """The first element of a piece of a line, in a tile."""
-        return line * self.width + (piece ^ self.turned(line)) * self.per_piece
+    def at(self, line: Index, vector: Index) -> Index:
+        """Offset of a vector of a line, in a tile."""
+        return line * self.width + (vector ^ self.swizzle(line)) * self.per_vector
 
     # -- to shared memory ------------------------------------------------------
 
     @property
     def turns(self) -> int:
-        """Vectors that each thread moves."""
+        """Number of vectors that each thread moves."""
         return -(-self.size // self.vector // self.threads)
 
     def registers(self) -> Scratch:
-        """What is on its way."""
+        """Registers for vectors in flight."""
         return Scratch(f"{self.name}_next", self.turns * self.vector, self.dtype)
 
     def _each(self, k: Index, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
-        """Run for each vector of this thread: its line, its place there, its first k, and where it comes from."""
+        """Loop over the vectors of this thread: line and column of each, its first k, and its source address."""
         n, across = self.name, self.width // self.vector
         e, line, column = var(f"{n}_piece"), var(f"{n}_line"), var(f"{n}_column")
-        row, deep = (line, column) if self.along == "k" else (column, line)
+        row, k_index = (line, column) if self.along == "k" else (column, line)
         here = (
             Let(f"{n}_line", e // across),
             Let(f"{n}_column", e % across * self.vector),
-            Let(f"{n}_deep", k + deep),
+            Let(f"{n}_deep", k + k_index),
             Let(f"{n}_row", self.first + row),
             LetPtr(
                 f"{n}_from",
@@ -149,27 +149,27 @@ class Side:
 
     def _to(self, stage: Index) -> Ptr:
         line, column = var(f"{self.name}_line"), var(f"{self.name}_column")
-        at = self.at(line, column // self.per_piece)
-        within = column % self.per_piece if self.vector < self.per_piece else const(0)
+        at = self.at(line, column // self.per_vector)
+        within = column % self.per_vector if self.vector < self.per_vector else const(0)
         return Ptr(f"{self.name}_tile", stage * self.size + at + within)
 
     def _there(self, end: Index) -> Index:
-        """Whether a vector is inside: of addresses that are not clamped, compilers keep one and a step."""
+        """Condition that a vector is in bounds: of addresses that are not clamped, compilers keep one and a step."""
         n = self.name
         return var(f"{n}_row").lt(self.end) * var(f"{n}_deep").lt(end)
 
     def copy(self, k: Index, end: Index, stage: Index) -> tuple[Stmt, ...]:
-        """Begin to copy this thread's vectors of the tile at k, zeros from `end` on and past the last row."""
+        """Asynchronous copies of this thread's vectors of the tile at k, zeros from `end` on and past the last row."""
         copy = CopyAsync(self._to(stage), Ptr(f"{self.name}_from"), self.vector * self.bytes, self._there(end))
         return self._each(k, (copy,))
 
     def fetch(self, k: Index, end: Index) -> tuple[Stmt, ...]:
-        """Load this thread's vectors of the tile at k to registers, zeros from `end` on."""
+        """Loads of this thread's vectors of the tile at k to registers, zeros from `end` on."""
         n = self.name
         to = Ptr(f"{n}_next", var("turn") * self.vector)
         return self._each(k, (or_zeros(self._there(end), to, Ptr(f"{n}_from"), self.vector, self.bytes),))
 
     def put(self, stage: Index) -> tuple[Stmt, ...]:
-        """Store the vectors in registers to a tile in shared memory."""
+        """Stores of the vectors in registers to a tile in shared memory."""
         src = Ptr(f"{self.name}_next", var("turn") * self.vector)
         return self._each(const(0), (Vector(self._to(stage), src, self.vector * self.bytes),))

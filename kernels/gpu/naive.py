@@ -1,11 +1,11 @@
-"""Products by threads that read A and B where they lie, each for itself.
+"""Naive GEMM: threads read A and B from global memory, without shared memory.
 
     for each tile BM x BN of C            <- blocks of threads
       for each k
         registers[MR, NR] += A[MR, k] B[k, NR]
       C <- registers
 
-Nothing is shared but what caches hold, and threads do not wait for each other: the program
+Threads share only caches, and do not synchronize: the program
 for small products, where a few steps of k are over before shared memory is filled; and for
 CPUs under OpenCL, where neighbouring threads are lanes of a vector, a barrier cuts the loop over
 them in two, and registers that live across it go through memory. A thread's columns are
@@ -22,8 +22,8 @@ from portmm.ir.index import Ptr, const, minimum, var
 from portmm.ir.nodes import For, If, LetPtr, Move, Scratch
 from portmm.ir.thread_nodes import WHOLE, Clear, Mac
 from portmm.kernels.cpu.blocking import run_of
-from portmm.kernels.gpu.epilogue_store import Storing, bottom
-from portmm.kernels.gpu.simt import arguments, blocks, depth, place, threads
+from portmm.kernels.gpu.epilogue_store import EpilogueStore, bottom
+from portmm.kernels.gpu.simt import arguments, block_tile, blocks, depth, threads
 from portmm.kernels.gpu.summation_runs import accumulators, current, in_runs
 
 if TYPE_CHECKING:
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
 
 
 def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
-    """The kernel of a schedule."""
+    """Kernel of a schedule."""
     body = accumulators(atom, s.mr * s.nr)
     body += [Scratch("a_part", s.mr, atom.acc), Scratch("b_part", s.nr, atom.acc)]
-    body += [*place(s), *threads(s), Clear("acc", s.mr * s.nr)]
-    # Inside, addresses are as regular as lanes of vectors need them.
+    body += [*block_tile(s), *threads(s), Clear("acc", s.mr * s.nr)]
+    # In full tiles, addresses are contiguous over lanes.
     inside = (var("row_0") + (s.block.m - 1)).lt(bottom(s)) * (var("column_0") + (s.block.n - 1)).lt(var("n"))
     body.append(If(inside, _summed(s, atom, edge=False), _summed(s, atom, edge=True)))
-    body += Storing(s, isa, atom, s.cell).statements()
+    body += EpilogueStore(s, isa, atom, s.cell).statements()
     grid = (blocks(s), const(1))
     return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=False), s.threads, grid, tuple(body))
 
 
 def _summed(s: Schedule, atom: Atom, *, edge: bool) -> tuple[Stmt, ...]:
-    """All of k; past the `edge` the last row and the last column are read again."""
+    """Loop over k; past the `edge` the last row and the last column are read again."""
     i, j = var("i"), var("j")
     mac = Mac(Ptr(current(atom), i * s.nr + j), Ptr("a_part", i), Ptr("b_part", j))
     a_step = const(1) if s.a == "row" else var("a_k")
@@ -66,20 +66,20 @@ def _each(name: str, count: int, body: tuple[Stmt, ...]) -> Stmt:
 
 
 def _addresses(s: Schedule, *, edge: bool) -> list[Stmt]:
-    """Where a thread's rows of A and columns of B begin."""
+    """Addresses of a thread's rows of A and columns of B."""
     a_step = const(1) if s.a == "col" else var("a_m")
     b_step = const(1) if s.b == "row" else var("b_n")
-    found: list[Stmt] = []
+    addresses: list[Stmt] = []
     for x in range(s.mr):
         at = _at(s.cell[0], s.block.m // s.mr, x, "row_0", "cell_m")
         at = minimum(at, bottom(s) - 1) if edge else at
-        found.append(LetPtr(f"a_{x}", Ptr("a_item", at * a_step), s.types[0], readonly=True))
+        addresses.append(LetPtr(f"a_{x}", Ptr("a_item", at * a_step), s.types[0], readonly=True))
     for x in range(s.nr):
         at = _at(s.cell[1], s.block.n // s.nr, x, "column_0", "cell_n")
         at = minimum(at, var("n") - 1) if edge else at
-        found.append(LetPtr(f"b_{x}", Ptr("b_item", at * b_step), s.types[1], readonly=True))
-    return found
+        addresses.append(LetPtr(f"b_{x}", Ptr("b_item", at * b_step), s.types[1], readonly=True))
+    return addresses
 
 
-def _at(cell: int, across: int, x: int, first: str, cells: str) -> Index:
-    return var(first) + (x // cell * (across * cell) + x % cell) + var(cells) * cell
+def _at(tile: int, across: int, x: int, first: str, tiles: str) -> Index:
+    return var(first) + (x // tile * (across * tile) + x % tile) + var(tiles) * tile

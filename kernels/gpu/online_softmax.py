@@ -1,8 +1,8 @@
-"""A softmax that is found tile by tile, by the threads of a device.
+"""Online softmax on a GPU: tile by tile, with scores in the registers of threads.
 
-What a tile of keys changes in what was summed with weights follows from the expression of a weight, as on
-CPUs: `kernels.online`. A thread has the scores of some rows and columns; the largest score of a row is found
-from those that its threads leave in shared memory, by each of them in the same order. Sums of weights stay
+The rescaling of earlier sums after a tile of keys follows from the expression of a weight, as on
+CPUs: `kernels.cpu.online_softmax`. A thread has the scores of some rows and columns; the maximum of a row is computed
+from those that its threads store in shared memory, by each of them in the same order. Sums of weights stay
 apart, one for each thread of a row, until the last tile.
 """
 
@@ -33,54 +33,54 @@ LANES, WORD = 4, 4
 
 @dataclass(frozen=True)
 class Softmax(Scores):
-    """What becomes of the scores of a tile, in shared memory."""
+    """Statements for the scores of a tile, in shared memory."""
 
     t: Tiling
 
     # -- parts of the kernel -------------------------------------------------
 
     def statements(self) -> tuple[Stmt, ...]:
-        """The scores of a tile become weights; sums so far are changed."""
-        held = dict(self.at.names)
-        plain, bounded = self.scored(self.score, held, edge=False), self.scored(self.bounded, held, edge=True)
+        """Statements that turn the scores of a tile into weights, and rescale earlier sums."""
+        names = dict(self.at.names)
+        plain, bounded = self.scored(self.score, names, edge=False), self.scored(self.bounded, names, edge=True)
         return (If(self.edge, (bounded,), (plain,)), Barrier(), self.weights())
 
-    def scored(self, value: Expr, held: dict[Expr, str], *, edge: bool) -> Stmt:
-        """Scores, and the largest of each row that this thread has."""
+    def scored(self, value: Expr, names: dict[Expr, str], *, edge: bool) -> Stmt:
+        """Loop over this thread's rows: scores, and the maximum of each row."""
         t, at, i, j = self.t, self.at, var("i"), var("j")
         row = minimum(var("row_0") + var("down") + i * t.down, var("last"))
         lets: tuple[Stmt, ...] = (Let("query", row),)
         if t.runs:
             head = var("other") * var("group") + var("row") // var("m")
             lets = (Let("row", row), Let("query", var("row") % var("m")), Let("head", head), *self.operands())
-        at.names = dict(held)
+        at.names = dict(names)
         fixed = at.once([value], "bhmpwe")
         key, here = var("key") + var("across") + j * t.across, Ptr("s", i * t.columns + j)
         column = minimum(var("at_key"), var("end") - 1) if edge else var("at_key")
         at.names[acc()] = at.name(acc())
-        found = [self.get(at.names[acc()], here), *at.compute([value], var("column"), "")]
-        said, before = at.value(value)
-        found += [*before, self.keep(said, here), self.map("greater", "big", said, "big")]
+        score = [self.get(at.names[acc()], here), *at.compute([value], var("column"), "")]
+        register, before = at.value(value)
+        score += [*before, self.keep(register, here), self.map("greater", "big", register, "big")]
         return each(
             "i", t.rows, *lets, *fixed,
             self.map("literal", "big", LOWEST),
-            each("j", t.columns, Let("at_key", key), Let("column", column), *found),
+            each("j", t.columns, Let("at_key", key), Let("column", column), *score),
             self.keep("big", self.part(var("across"))),
         )  # fmt: skip
 
     def part(self, which: Index) -> Ptr:
-        """What one of the threads of row i has found."""
+        """Address of the partial result of one of the threads of row i."""
         return Ptr("part", (var("down") + var("i") * self.t.down) * self.t.across + which)
 
     def over(self, op: str, into: str) -> Stmt:
-        """What all threads of row i have found, put together in order."""
+        """Reduction of the partial results of all threads of row i, in order."""
         c, e = var("c"), var("e")
         one = (self.get("one", Ptr("words", e)), self.map(op, into, "one", into))
         load = Vector(Ptr("words"), self.part(c * LANES), LANES * WORD)
         return each("c", self.t.across // LANES, load, each("e", LANES, *one))
 
     def weights(self) -> Stmt:
-        """Weights, to shared memory; what was summed is multiplied by what the new largest makes of it."""
+        """Loop over rows that stores weights to shared memory, and rescales earlier sums to the new maximum."""
         t, at, i, j = self.t, self.at, var("i"), var("j")
         weighed, change = self.weighed
         at.names = {MOST: "largest", BEFORE: "before"}
@@ -100,25 +100,25 @@ class Softmax(Scores):
         )  # fmt: skip
 
     def ends(self) -> tuple[Stmt, ...]:
-        """The sum of row i, and what follows from it; one thread stores what it has of a row's numbers."""
+        """Sum of row i, and its results; one thread stores the row's numbers."""
         first = (self.map("literal", "sum", 0.0), self.over("add", "sum"), self.get("largest", Ptr("most", var("i"))))
-        return self.said(first, var("across").eq(0))
+        return self.row_results(first, var("across").eq(0))
 
     def totals(self) -> tuple[Stmt, ...]:
-        """Sums of weights to shared memory."""
+        """Stores of the sums of weights to shared memory."""
         own = (self.get("sum", Ptr("sums", var("i"))), self.keep("sum", self.part(var("across"))))
         return (each("i", self.t.rows, *own), Barrier())
 
 
 def joined(form: Form, t: Tiles, isa: Isa, atom: Atom) -> tuple[tuple[Argument, ...], tuple[Stmt, ...]]:
-    """The parameters and the body of what puts runs together: a block of threads for each query of each head.
+    """Parameters and body of the kernel that combines runs: a block of threads for each query of each head.
 
-    Each thread finds the largest score of all runs, and of its columns the sum of what they have, by the rule
-    that joins tiles: the runs in order, however many blocks there were.
+    Each thread computes the maximum of all runs, and for its columns the sum over runs, by the rule
+    for tiles: the runs in order, whatever the number of blocks.
     """
     s = Scores(form, t, isa, atom)
     at, r = s.at, var("r")
-    inverse, said = s.ended
+    inverse, logarithm = s.ended
     weighed, _ = s.weighed
     row, to_row = var("block"), var("item") * var("o_b") + var("head") * var("o_h") + var("query") * var("o_m")
     place = r * var("all_rows") + row
@@ -133,7 +133,7 @@ def joined(form: Form, t: Tiles, isa: Isa, atom: Atom) -> tuple[tuple[Argument, 
     more = s.get("one", Ptr("work", var("sums_at") + place))
     at.names = {MOST: "largest", TOTAL: "sum"}
     ends = at.compute([inverse], const(0), "")
-    scale, held = at.names[inverse], dict(at.names)
+    scale, names = at.names[inverse], dict(at.names)
     column = var("column")
     value = s.get("one", Ptr("work", place * t.dv + column))
     to = Ptr("to", column * (var("o_d") if "o" in t.loose else const(1)))
@@ -151,15 +151,15 @@ def joined(form: Form, t: Tiles, isa: Isa, atom: Atom) -> tuple[tuple[Argument, 
             ),
         ),
     ]  # fmt: skip
-    given = [Argument(x, "int") for x in ("m", "heads", "runs")]
-    given += [Argument("work", "pointer", "f32", readonly=True, alone=True)]
-    given += [Argument(x, "long") for x in ("all_rows", "mosts_at", "sums_at")]
+    params = [Argument(x, "int") for x in ("m", "heads", "runs")]
+    params += [Argument("work", "pointer", "f32", readonly=True, alone=True)]
+    params += [Argument(x, "long") for x in ("all_rows", "mosts_at", "sums_at")]
     if form.lse:
-        at.names = held
-        kept = (*at.compute([said], const(0), ""), s.keep(at.names[said], Ptr("lse", row)))
+        at.names = names
+        kept = (*at.compute([logarithm], const(0), ""), s.keep(at.names[logarithm], Ptr("lse", row)))
         body.append(If(var("thread").eq(0), kept))
-    return tuple(given), tuple(body)
+    return tuple(params), tuple(body)
 
 
 THREADS = 64
-"""Of a block that puts runs together."""
+"""Number of threads of a block that combines runs."""

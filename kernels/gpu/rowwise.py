@@ -1,15 +1,15 @@
-"""Rows of numbers on a device: element-wise expressions and reductions, without a product.
+"""Row-wise kernels on a GPU: element-wise expressions and reductions over rows, without a product.
 
     for each few rows                    <- blocks of threads
-      for each pass over a row           <- a team of threads, side by side along it
+      for each pass over a row           <- a subgroup of threads, contiguous along it
         for each few neighbours
-        what all of the team have found  (a tree, always the same)
+        reduction over the subgroup      (a tree, always the same)
 
-The passes are those of `kernels.rows`: each but the last finds sums and maxima that need no others than
-those of earlier ones. Of a row that is short enough a thread holds what later passes read again in
-registers; of a longer one it is read, and computed, again. Without reductions, several blocks may share a row.
+The passes are those of `kernels.cpu.rowwise`: each but the last computes sums and maxima that depend only on
+those of earlier ones. For a row that is short enough a thread keeps values that later passes read again in
+registers; for a longer one they are read, and computed, again. Without reductions, several blocks may share a row.
 
-All threads of a block meet whenever a team adds up, so teams past the last row go over that once more, and
+All threads of a block synchronize for each reduction, so subgroups past the last row compute that row again, and
 store nothing.
 """
 
@@ -38,72 +38,72 @@ if TYPE_CHECKING:
     from portmm.target.isa import Atom, Isa
 
 WARP = 32
-"""Threads that exchange registers: CUDA's warp."""
+"""Number of threads that exchange registers: CUDA's warp."""
 AHEAD = 4
-"""Turns of a loop along a long row that are unrolled, so that loads overlap."""
+"""Unroll factor of a loop along a long row, so that loads overlap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How threads share rows.
+    """Distribution of rows over threads.
 
     Attributes:
-        threads: of a block.
-        team: those of one row, a power of two that divides `threads`.
-        cells: columns of a thread, at most; 0 for any number, in turns.
+        threads: threads of a block.
+        subgroup: threads of one row, a power of two that divides `threads`.
+        cells: maximum number of columns of a thread; 0 for any number, in a loop.
         vector: neighbouring columns that are moved at once.
-        exchange: threads of a warp read one another's registers.
+        exchange: threads of a warp exchange registers (shuffles).
     """
 
     threads: int
-    team: int
+    subgroup: int
     cells: int = 0
     vector: int = 1
     exchange: bool = False
 
     @property
     def width(self) -> int:
-        """Columns that a team goes over in registers."""
-        return self.team * self.cells
+        """Number of columns of a subgroup in registers."""
+        return self.subgroup * self.cells
 
 
 def build(isa: Isa, real: Atom, fused: Fused, form: Form) -> GridKernel:
-    """The kernel that computes expressions over all rows; of `form.cells`, over those that are no wider."""
+    """Kernel that computes expressions over all rows; with `form.cells`, over rows of at most so many columns."""
     row = _Row(isa, real, fused, form, spread=not fused.reductions and form.cells > 0)
-    given = (*(Argument(x, "int") for x in ("m", "n", "batch")), *fused_arguments(str(fused)))
+    params = (*(Argument(x, "int") for x in ("m", "n", "batch")), *fused_arguments(str(fused)))
     blocks = ceil_div(var("m") * var("batch"), row.side) * row.slices
     body = (*row.place(), *row.statements())
-    return GridKernel("portmm_rows", isa, real, given, form.threads, (blocks, const(1)), body)
+    return GridKernel("portmm_rows", isa, real, params, form.threads, (blocks, const(1)), body)
 
 
 def kept(fused: Fused) -> dict[Expr, int]:
-    """What a thread holds of its columns for later passes -> the pass that finds it."""
+    """Values that a thread keeps of its columns for later passes -> the pass that computes each."""
     passes = Passes(fused)
     along = varies(fused.steps, fused.operands)
-    found = {x: i for x, i in passes.kept.items() if "n" in along[x]}
+    values = {x: i for x, i in passes.kept.items() if "n" in along[x]}
     wanted = [[x.args[1] for x in one] for one in passes.reductions] + [[x for _, x in fused.results]]
 
     def reads(i: int) -> set[Expr]:
-        roots = [*wanted[i], *(x for x, when in found.items() if when == i)]
-        return inside(roots, {x: when for x, when in found.items() if when < i})
+        roots = [*wanted[i], *(x for x, when in values.items() if when == i)]
+        return inside(roots, {x: when for x, when in values.items() if when < i})
 
     every = [reads(i) for i in range(len(wanted))]
     for i, now in enumerate(every):
         later = set().union(*every[i + 1 :])
         loads = [x for x in fused.steps if x.op == "load" and x.dtype == "f32" and "n" in along[x]]
-        found |= {x: i for x in loads if x in now & later and x not in found}
-    return found
+        values |= {x: i for x in loads if x in now & later and x not in values}
+    return values
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A kernel in the making.
+    """Statements of one kernel.
 
     Attributes:
         isa: the instruction set.
         real: its atom for f32.
         fused: the expressions.
-        form: how threads share rows.
+        form: the distribution of rows over threads.
         spread: several blocks share a row.
     """
 
@@ -115,41 +115,41 @@ class _Row:
 
     @property
     def side(self) -> int:
-        """Rows of a block."""
-        return self.form.threads // self.form.team
+        """Number of rows of a block."""
+        return self.form.threads // self.form.subgroup
 
     @property
     def slices(self) -> Index:
-        """Blocks that share a row."""
+        """Number of blocks that share a row."""
         return ceil_div(maximum(var("n"), 1), self.form.width) if self.spread else const(1)
 
     @property
     def alone(self) -> bool:
-        """No team is past the last row."""
+        """Whether no subgroup is past the last row."""
         return self.side == 1
 
     def place(self) -> tuple[Stmt, ...]:
-        """Which row, and which of its columns."""
-        line, team, total = var("block") // self.slices, self.form.team, var("m") * var("batch")
-        line = line if self.alone else line * self.side + var("thread") // team
+        """Coordinates of a thread: its row, and its first column."""
+        line, subgroup, total = var("block") // self.slices, self.form.subgroup, var("m") * var("batch")
+        line = line if self.alone else line * self.side + var("thread") // subgroup
         here = var("line") if self.alone else minimum(var("line"), total - 1)
         return (
             Let("line", line),
-            Let("lane", var("thread") if self.alone else var("thread") % team),
+            Let("lane", var("thread") if self.alone else var("thread") % subgroup),
             Let("item", here // var("m")),
             Let("row", here % var("m")),
             *((Let("first", var("block") % self.slices * self.form.width),) if self.spread else ()),
         )
 
     def statements(self) -> tuple[Stmt, ...]:
-        """All passes."""
-        fused, held = self.fused, self.form.cells
+        """Statements of all passes."""
+        fused, cells = self.fused, self.form.cells
         at = Elements(self.isa, self.real, fused, inner=var("row"), row=var("row"))
         passes = Passes(fused)
-        names = {x: f"kept{i}" for i, x in enumerate(kept(fused))} if held and passes.reductions else {}
+        names = {x: f"kept{i}" for i, x in enumerate(kept(fused))} if cells and passes.reductions else {}
         sums = {x: f"r{i}" for i, x in enumerate(fused.reductions)}
         body: list[Stmt] = [*self.shared(sums.values()), *operands(self.isa, fused)]
-        body += [Scratch(x, 1, "f32") for x in sums.values()] + [Scratch(x, held, "f32") for x in names.values()]
+        body += [Scratch(x, 1, "f32") for x in sums.values()] + [Scratch(x, cells, "f32") for x in names.values()]
         body += [Scratch(f"part_x{i}", self.form.vector, x.dtype) for i, x in self.moved()]
         for i, reductions in enumerate(passes.reductions):
             keeps = {x: names[x] for x, when in kept(fused).items() if when == i and x in names}
@@ -160,14 +160,14 @@ class _Row:
         return (*body, *(last if self.alone else (If(var("line").lt(var("m") * var("batch")), last),)))
 
     def shared(self, names: Iterable[str]) -> list[Stmt]:
-        """Where threads of a team tell each other."""
+        """Shared memory for reductions over a subgroup."""
         form = self.form
-        if form.team <= (WARP if form.exchange else 1):
+        if form.subgroup <= (WARP if form.exchange else 1):
             return []
         return [Shared(f"of_{x}", form.threads // (WARP if form.exchange else 1), "f32") for x in names]
 
     def reduced(self, at: Elements, into: dict[Expr, str], keeps: dict[Expr, str]) -> list[Stmt]:
-        """A pass for sums and maxima."""
+        """Statements of a pass for sums and maxima."""
         at.names.clear()
         wanted = [*(x.args[1] for x in into), *keeps]
         body: list[Stmt] = list(at.once(wanted, "bm"))
@@ -176,24 +176,24 @@ class _Row:
             body.append(Map("literal", f"all_{to}", (REDUCTIONS[x.args[0]],), "f32", "f32", real))
 
         def after() -> list[Stmt]:
-            found: list[Stmt] = []
+            stmts: list[Stmt] = []
             assert at.cell is not None or not keeps  # noqa: S101 - `kept` is for cells
             for x, to in keeps.items():
-                found.append(Verb("store", at.names[x], p=Ptr(to, at.cell or const(0)), of=real))
+                stmts.append(Verb("store", at.names[x], p=Ptr(to, at.cell or const(0)), of=real))
             for x, to in into.items():
                 register, before = at.value(x.args[1])
-                found += [*before, Map(x.args[0], f"all_{to}", (f"all_{to}", register), "f32", "f32", real)]
-            return found
+                stmts += [*before, Map(x.args[0], f"all_{to}", (f"all_{to}", register), "f32", "f32", real)]
+            return stmts
 
         body += self.along(at, wanted, after, ())
         body += self.together({to: x.args[0] for x, to in into.items()})
         return [*body, *(Verb("store", f"all_{to}", p=Ptr(to), of=real) for to in into.values())]
 
     def written(self, at: Elements) -> tuple[Stmt, ...]:
-        """The pass for results."""
+        """Statements of the pass for results."""
         at.names.clear()
         results = self.fused.results
-        wide = [(i, x) for i, x in results if "n" in self.fused.operands[i].axes]
+        along = [(i, x) for i, x in results if "n" in self.fused.operands[i].axes]
         single = [(i, x) for i, x in results if "n" not in self.fused.operands[i].axes]
         body: list[Stmt] = list(at.once([x for _, x in results], "bm"))
         if single:
@@ -201,15 +201,15 @@ class _Row:
             body.append(If(first, tuple(s for i, x in single for s in at.single(x, i))))
 
         def after() -> list[Stmt]:
-            return [s for i, x in wide for s in at.store(x, i, var("column"), "")]
+            return [s for i, x in along for s in at.store(x, i, var("column"), "")]
 
-        if wide:
-            body += self.along(at, [x for _, x in wide], after, tuple(i for i, _ in wide))
+        if along:
+            body += self.along(at, [x for _, x in along], after, tuple(i for i, _ in along))
         at.names.clear()
         return tuple(body)
 
     def moved(self) -> list[tuple[int, Operand]]:
-        """Operands whose neighbours are moved at once."""
+        """Operands that are moved as vectors."""
         if self.form.vector == 1:
             return []
         return [(i, x) for i, x in enumerate(self.fused.operands) if x.dense and "n" in x.axes]
@@ -217,7 +217,7 @@ class _Row:
     def along(
         self, at: Elements, wanted: list[Expr], after: Callable[[], list[Stmt]], written: tuple[int, ...]
     ) -> list[Stmt]:
-        """The columns of a thread: values, and what comes after each."""
+        """Loop over the columns of a thread: values, and the statements `after` each."""
         form, n, fixed = self.form, var("n"), dict(at.names)
         moved = dict(self.moved())
         read = [x.args[0] for x in at.under(wanted) if x.op == "load" and x not in at.stored and x.args[0] in moved]
@@ -234,7 +234,7 @@ class _Row:
             stores = [Vector(self.spot(i, start), Ptr(f"part_x{i}"), self.bytes(i)) for i in written if i in moved]
             every = For("e", const(0), const(form.vector), const(1), (Let("column", start + e), *one), WHOLE)
             group = (*loads, every, *stores)
-        step = form.team * form.vector
+        step = form.subgroup * form.vector
         begin = var("lane") * form.vector
         if not form.cells:
             return [For("at", begin, n, const(step), group, AHEAD)]
@@ -243,52 +243,52 @@ class _Row:
         return [For("c", const(0), const(form.cells // form.vector), const(1), turn, WHOLE)]
 
     def spot(self, i: int, column: Index) -> Ptr:
-        """Where an element of this row is, of a dense operand."""
+        """Address of an element of this row, of a dense operand."""
         rows = var("row") * var(f"x{i}_m") if "m" in self.fused.operands[i].axes else const(0)
         return Ptr(f"x{i}", rows + column)
 
     def bytes(self, i: int) -> int:
-        """How much is moved at once."""
+        """Number of bytes of a vector of operand i."""
         return self.form.vector * BY_NAME[self.fused.operands[i].dtype].bytes
 
     def together(self, kinds: dict[str, str]) -> list[Stmt]:
-        """What all threads of a team have found, in each of them: sums and maxima by their names."""
+        """Reductions over a subgroup, by name, with the results in each thread."""
         return self.by_warps(kinds) if self.form.exchange else self.by_memory(kinds)
 
-    def joined(self, to: str, kind: str) -> Stmt:
-        """Take what another thread has found into account."""
+    def combined(self, to: str, kind: str) -> Stmt:
+        """Reduction of another thread's value into this thread's."""
         return Map(kind, f"all_{to}", (f"all_{to}", "other"), "f32", "f32", self.real.name)
 
     def by_warps(self, kinds: dict[str, str]) -> list[Stmt]:
-        """Through registers of a warp, then through memory."""
-        team = self.form.team
-        found: list[Stmt] = []
-        mask = min(team, WARP) // 2
+        """Reductions through registers of a warp, then through shared memory."""
+        subgroup = self.form.subgroup
+        stmts: list[Stmt] = []
+        mask = min(subgroup, WARP) // 2
         while mask:
-            found += [
-                s for to, kind in kinds.items() for s in (Exchange("other", f"all_{to}", mask), self.joined(to, kind))
+            stmts += [
+                s for to, kind in kinds.items() for s in (Exchange("other", f"all_{to}", mask), self.combined(to, kind))
             ]
             mask //= 2
-        if team <= WARP:
-            return found
-        real, warp, warps = self.real.name, var("thread") // WARP, team // WARP
+        if subgroup <= WARP:
+            return stmts
+        real, warp, warps = self.real.name, var("thread") // WARP, subgroup // WARP
         put = tuple(Verb("store", f"all_{to}", p=Ptr(f"of_{to}", warp), of=real) for to in kinds)
-        found += [If((var("lane") % WARP).eq(0), put), Barrier()]
-        first = var("thread") // team * warps
+        stmts += [If((var("lane") % WARP).eq(0), put), Barrier()]
+        first = var("thread") // subgroup * warps
         for to, kind in kinds.items():
-            found.append(Verb("load_c", f"all_{to}", p=Ptr(f"of_{to}", first), of=real))
+            stmts.append(Verb("load_c", f"all_{to}", p=Ptr(f"of_{to}", first), of=real))
             other = Verb("load_c", "other", p=Ptr(f"of_{to}", first + var("w")), of=real)
-            found.append(For("w", const(1), const(warps), const(1), (other, self.joined(to, kind)), WHOLE))
-        return found
+            stmts.append(For("w", const(1), const(warps), const(1), (other, self.combined(to, kind)), WHOLE))
+        return stmts
 
     def by_memory(self, kinds: dict[str, str]) -> list[Stmt]:
-        """Through shared memory: four, or two, become one until one is left."""
-        width = self.form.team
+        """Reductions through shared memory: a tree of radix four, or two."""
+        width = self.form.subgroup
         if width == 1:
             return []
         real, thread = self.real.name, var("thread")
-        found: list[Stmt] = [Verb("store", f"all_{to}", p=Ptr(f"of_{to}", thread), of=real) for to in kinds]
-        found.append(Barrier())
+        stmts: list[Stmt] = [Verb("store", f"all_{to}", p=Ptr(f"of_{to}", thread), of=real) for to in kinds]
+        stmts.append(Barrier())
         while width > 1:
             radix = 2 if width == 2 else 4
             width //= radix
@@ -296,8 +296,8 @@ class _Row:
             for to, kind in kinds.items():
                 for i in range(1, radix):
                     few.append(Verb("load_c", "other", p=Ptr(f"of_{to}", thread + i * width), of=real))
-                    few.append(self.joined(to, kind))
+                    few.append(self.combined(to, kind))
                 few.append(Verb("store", f"all_{to}", p=Ptr(f"of_{to}", thread), of=real))
-            found += [If(var("lane").lt(width), tuple(few)), Barrier()]
+            stmts += [If(var("lane").lt(width), tuple(few)), Barrier()]
         first = thread - var("lane")
-        return [*found, *(Verb("load_c", f"all_{to}", p=Ptr(f"of_{to}", first), of=real) for to in kinds)]
+        return [*stmts, *(Verb("load_c", f"all_{to}", p=Ptr(f"of_{to}", first), of=real) for to in kinds)]

@@ -1,22 +1,22 @@
-"""Attention by the threads of a device: no matrix of scores leaves a block.
+"""Flash attention by SIMT threads: the matrix of scores stays within a block.
 
     for each item, each head, each tile of queries       <- blocks of threads
       for each tile of keys
         S = Q K^T                  registers, chunks of the head's elements through shared memory
-        S becomes weights, in shared memory; the sums so far are changed        kernels/gpu/online_softmax.py
+        S becomes weights, in shared memory; earlier sums are rescaled          kernels/gpu/online_softmax.py
         O += P V                   registers, chunks of the keys through shared memory
       O over the sums of weights
 
-A chunk waits in registers while the one before is multiplied. Threads of a row of blocks read one row of
-Q, or of P, at the same time, and neighbouring rows of K and columns of V; what they read at once is four words along
+A chunk is in registers while the one before is multiplied. Threads of a row of a block read one row of
+Q, or of P, at the same time, and neighbouring rows of K and columns of V; each load is four words along
 a head, or along keys, so that nothing is transposed. Sizes: `portmm.schedule.gpu_attention`.
 
-Past the last query and the last key that are seen, rows of Q and K are read again: nobody looks at
-their scores. Rows of V there, and elements past the end of a head, are zeros: so a NaN
-in memory does not spread. Blocks of keys that no query of a block sees are left out.
+Past the last query and the last key that are seen, rows of Q and K are read again: their scores
+are unused. Rows of V there, and elements past the end of a head, are zeros: so a NaN
+in memory does not spread. Blocks of keys that no query of a block sees are skipped.
 
-Where there are few queries, those of all heads that share keys make one tile, blocks walk over runs of keys
-along the grid's second axis, and `joined` puts together what they come to.
+Where there are few queries, those of all heads that share keys form one tile, blocks are distributed over runs of
+keys along the grid's second axis, and `joined` combines their results.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from portmm.ir.grid_kernel import Argument, GridKernel
 from portmm.ir.index import Ptr, const, minimum, var
 from portmm.ir.nodes import For, If, Let, LetPtr, Move, Scratch
 from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, Mac, Shared, Vector
-from portmm.kernels.gpu.attention_blocks import Walk, rows_of
+from portmm.kernels.gpu.attention_blocks import AttentionBlocks, rows_of
 from portmm.kernels.gpu.attention_scores import each
 from portmm.kernels.gpu.global_to_shared import or_zeros
 from portmm.kernels.gpu.online_softmax import THREADS, Softmax, joined
@@ -48,29 +48,29 @@ LARGE = 256
 
 
 def build(form: Form, t: Tiling, isa: Isa, atom: Atom) -> GridKernel:
-    """The kernel for a kind of attention, with some tiles."""
+    """Kernel for a kind of attention, with a tiling."""
     work = Work(form, t, isa, atom, Softmax(form, t, isa, atom))
-    body: list[Stmt] = [*work.memory(), *work.places(), *work.reach(), *work.begin()]
+    body: list[Stmt] = [*work.memory(), *work.coordinates(), *work.reach(), *work.begin()]
     body += [For("key", var("first"), var("end"), const(t.keys), work.step()), *work.finish()]
-    name = f"portmm_attention_{form.held}_{t.d}_{t.dv}_{t.queries}x{t.keys}"
+    name = f"portmm_attention_{form.dtype}_{t.d}_{t.dv}_{t.queries}x{t.keys}"
     occupancy = 2 if t.threads >= LARGE else 1
     return GridKernel(name, isa, atom, work.arguments(), t.threads, work.grid, tuple(body), occupancy=occupancy)
 
 
 def join(form: Form, t: Tiles, isa: Isa, atom: Atom) -> GridKernel:
-    """The kernel that puts runs of keys together."""
-    given, body = joined(form, t, isa, atom)
+    """Kernel that combines runs of keys."""
+    params, body = joined(form, t, isa, atom)
     to = (*rows_of("o", form.to, t.loose, readonly=False), *((Argument("lse", "pointer", "f32"),) if form.lse else ()))
     grid = (var("items") * var("heads") * var("m"), const(1))
-    return GridKernel(f"portmm_attention_runs_{form.to}_{t.dv}", isa, atom, (*given, *to), THREADS, grid, body)
+    return GridKernel(f"portmm_attention_runs_{form.to}_{t.dv}", isa, atom, (*params, *to), THREADS, grid, body)
 
 
 @dataclass(frozen=True, slots=True)
-class Work(Walk):
-    """A kernel in the making.
+class Work(AttentionBlocks):
+    """Statements of one kernel.
 
     Attributes:
-        softmax: what becomes of scores.
+        softmax: the statements for scores.
     """
 
     t: Tiling
@@ -78,13 +78,13 @@ class Work(Walk):
 
     def memory(self) -> tuple[Stmt, ...]:
         """Shared memory, and registers."""
-        t, held = self.t, self.form.held
+        t, storage = self.t, self.form.dtype
         return (
             Shared("q_tile", t.queries * t.q_pitch, "f32"),
             Shared("chunk", t.buffer, "f32"),
             Shared("weights", t.queries * t.p_pitch, "f32"),
             Shared("part", t.queries * t.across, "f32"),
-            Scratch("next", max(t.waiting, t.vectors[0]), held),
+            Scratch("next", max(t.waiting, t.vectors[0]), storage),
             Scratch("words", LANES, "f32"),
             Scratch("s", t.rows * t.columns, "f32"),
             Scratch("o_sums", t.rows * t.sums, "f32"),
@@ -95,7 +95,7 @@ class Work(Walk):
         )
 
     def lanes(self) -> tuple[Stmt, ...]:
-        """Which queries and keys of a tile a thread has."""
+        """Coordinates of a thread: its queries and keys of a tile."""
         return (
             Let("down", var("thread") // self.t.across),
             Let("across", var("thread") % self.t.across),
@@ -103,43 +103,43 @@ class Work(Walk):
 
     # -- chunks, from global to shared memory --------------------------------
 
-    def pieces(self, rows: int, width: int, vector: int, *body: Stmt, unroll: int = WHOLE) -> Stmt:
-        """Have the threads do something to each `vector` neighbours of a chunk."""
+    def vectors_of(self, rows: int, width: int, vector: int, *body: Stmt, unroll: int = WHOLE) -> Stmt:
+        """Loop over a thread's vectors of a chunk."""
         across, threads = width // vector, self.t.threads
-        piece = var("piece")
-        inner: tuple[Stmt, ...] = (Let("line", piece // across), Let("column", piece % across * vector), *body)
+        number = var("piece")
+        inner: tuple[Stmt, ...] = (Let("line", number // across), Let("column", number % across * vector), *body)
         if rows * across % threads:
-            inner = (If(piece.lt(rows * across), inner),)
+            inner = (If(number.lt(rows * across), inner),)
         inner = (Let("piece", var("thread") + var("turn") * threads), *inner)
         return For("turn", const(0), const(-(-rows * across // threads)), const(1), inner, unroll)
 
     def load(self, to: Ptr, vector: int, source: Ptr, there: Index) -> tuple[Stmt, ...]:
-        """Load a piece to registers, zeros if it is not there."""
-        held = self.form.held
-        size, here = BY_NAME[held].bytes, LetPtr("from", source, held, readonly=True)
+        """Load of a vector to registers, zeros if it is out of bounds."""
+        storage = self.form.dtype
+        size, here = BY_NAME[storage].bytes, LetPtr("from", source, storage, readonly=True)
         if there != const(1):
             return (here, or_zeros(there, to, Ptr("from"), vector, size))
         return (here, Move(to, Ptr("from")) if vector == 1 else Vector(to, Ptr("from"), vector * size))
 
     def store(self, to: Ptr, vector: int, src: Ptr) -> tuple[Stmt, ...]:
-        """Store a piece to shared memory."""
-        wide = min(vector, LANES)
+        """Store of a vector to shared memory."""
+        words = min(vector, LANES)
         body: list[Stmt] = []
-        for i in range(0, vector, wide):
-            given = src + i
-            if self.form.held != "f32" and wide > 1:
-                body.append(each("e", wide, Move(Ptr("words", var("e")), given + var("e"))))
-                given = Ptr("words")
-            body.append(Move(to + i, given) if wide == 1 else Vector(to + i, given, wide * WORD))
+        for i in range(0, vector, words):
+            here = src + i
+            if self.form.dtype != "f32" and words > 1:
+                body.append(each("e", words, Move(Ptr("words", var("e")), here + var("e"))))
+                here = Ptr("words")
+            body.append(Move(to + i, here) if words == 1 else Vector(to + i, here, words * WORD))
         return tuple(body)
 
     def put(self, rows: int, width: int, vector: int, step: int) -> Stmt:
-        """Store the pieces in registers to shared memory, rows so many words apart."""
+        """Stores of the vectors in registers to shared memory, with rows `step` words apart."""
         to, src = Ptr("chunk", var("line") * step + var("column")), self.waits(vector)
-        return self.pieces(rows, width, vector, *self.store(to, vector, src))
+        return self.vectors_of(rows, width, vector, *self.store(to, vector, src))
 
     def begin(self) -> tuple[Stmt, ...]:
-        """Q to shared memory, the first chunk of K to registers; nothing has been summed."""
+        """Transfer of Q to shared memory and of the first chunk of K to registers, and zeroed sums."""
         t, line, column = self.t, var("line"), var("column")
         vector, width = t.vectors[0], t.depth * t.chunks
         row = minimum(var("row_0") + line, var("last"))
@@ -150,38 +150,38 @@ class Work(Walk):
             *self.store(Ptr("q_tile", line * t.q_pitch + column), vector, Ptr("next")),
         )
         return (
-            self.pieces(t.queries, width, vector, *moved, unroll=1),
+            self.vectors_of(t.queries, width, vector, *moved, unroll=1),
             Clear("o_sums", t.rows * t.sums),
             *self.softmax.begin(),
             If(var("first").lt(var("end")), (self.keys(var("first"), const(0)),)),
         )
 
     def keys(self, key: Index, chunk: Index) -> Stmt:
-        """Fetch a chunk of K to registers."""
+        """Loads of a chunk of K to registers."""
         t, vector = self.t, self.t.vectors[1]
         row, at = minimum(key + var("line"), var("end") - 1), chunk * t.depth + var("column")
         there = const(1) if t.depth * t.chunks == t.d else at.lt(t.d)
         source = Ptr("k_item", row * var("k_n") + at * self.along("k"))
-        return self.pieces(t.keys, t.depth, vector, *self.load(self.waits(vector), vector, source, there))
+        return self.vectors_of(t.keys, t.depth, vector, *self.load(self.waits(vector), vector, source, there))
 
     def values(self, chunk: Index) -> Stmt:
-        """Fetch a chunk of V to registers."""
+        """Loads of a chunk of V to registers."""
         t, vector = self.t, self.t.vectors[2]
         row = var("key") + chunk * t.values + var("line")
         there = row.lt(var("end"))
         there = there if t.v_pitch == t.dv else there * var("column").lt(t.dv)
         source = Ptr("v_item", row * var("v_n") + var("column") * self.along("v"))
-        return self.pieces(t.values, t.v_pitch, vector, *self.load(self.waits(vector), vector, source, there))
+        return self.vectors_of(t.values, t.v_pitch, vector, *self.load(self.waits(vector), vector, source, there))
 
     @staticmethod
     def waits(vector: int) -> Ptr:
-        """Where a thread's pieces wait."""
+        """Registers of a thread's vectors in flight."""
         return Ptr("next", var("turn") * vector)
 
     # -- a tile of keys ------------------------------------------------------
 
     def step(self) -> tuple[Stmt, ...]:
-        """One tile of keys."""
+        """Statements for one tile of keys."""
         t, chunk, after = self.t, var("chunk_of"), var("key") + self.t.keys
         more = If((chunk + 1).lt(t.chunks), (self.keys(var("key"), chunk + 1),), (self.values(const(0)),))
         scores = (
@@ -209,7 +209,7 @@ class Work(Walk):
         )
 
     def scores(self, chunk: Index) -> Stmt:
-        """S += Q K^T of a chunk of elements."""
+        """First product, S += Q K^T, of a chunk of elements."""
         t, u, i, j = self.t, var("u"), var("i"), var("j")
         row, key = var("down") + i * t.down, var("across") + j * t.across
         mac = Mac(Ptr("s", i * t.columns + j), Ptr("left", i * LANES + var("e")), Ptr("right", var("e")))
@@ -227,7 +227,7 @@ class Work(Walk):
         )  # fmt: skip
 
     def weighed(self, chunk: Index) -> Stmt:
-        """O += P V of a chunk of keys."""
+        """Second product, O += P V, of a chunk of keys."""
         t, u, i, e, g = self.t, var("u"), var("i"), var("e"), var("g")
         row = var("down") + i * t.down
         p = Ptr("weights", row * t.p_pitch + chunk * t.values + u * LANES)
@@ -248,7 +248,7 @@ class Work(Walk):
     # -- results -------------------------------------------------------------
 
     def finish(self) -> tuple[Stmt, ...]:
-        """What the sums come to, stored."""
+        """Epilogue: results of the sums, stored."""
         t, i = self.t, var("i")
         row = var("row_0") + var("down") + i * t.down
         inside = If(var("row").lt(self.height), (*self.result(), *self.softmax.ends(), self.stored()))
@@ -256,7 +256,7 @@ class Work(Walk):
         return (out, *self.softmax.totals(), each("i", t.rows, Let("row", row), inside))
 
     def stored(self) -> Stmt:
-        """A row's columns of O."""
+        """Stores of a thread's columns of a row of O."""
         t, g, h, e = self.t, var("g"), var("h"), var("e")
         vector = t.vectors[3]
         place = var("i") * t.sums + g * t.cell + h * vector + e

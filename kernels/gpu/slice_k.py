@@ -1,6 +1,6 @@
-"""How the threads of a block share out k and columns: see `kernels.stream`.
+"""Slice-K: distribution of k and columns over the threads of a block (see `gemv`).
 
-Owns `Work`, a kernel that streams in the making, and loops that vanish where they have one round.
+Owns `Work`, the sizes of one gemv kernel, and loops that are omitted where they have one iteration.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from portmm.target.isa import Atom, Isa
 
 ONE_ROUND = 8
-"""Threads with the same columns whose sums are added in one round."""
+"""Maximum number of threads with the same columns whose sums are added in one round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A kernel in the making.
+    """Sizes and addresses of one kernel.
 
     Attributes:
         s: its schedule.
         isa: the instruction set.
-        atom: multiplies.
+        atom: the multiply-add.
     """
 
     s: Schedule
@@ -39,76 +39,76 @@ class Work:
 
     @property
     def along_k(self) -> bool:
-        """B's columns are side by side in memory."""
+        """Whether B is contiguous along k."""
         return gpu_gemv.along_k(self.s)
 
     @property
     def codes(self) -> bool:
-        """B is a weight of codes."""
+        """Whether B is a weight of int4 values."""
         return self.s.b == "codes"
 
     @property
     def units(self) -> tuple[str, str]:
-        """What is read of A and of B."""
+        """Types that are read of A and of B."""
         a, b, _ = self.s.types
         return (self.atom.acc, self.atom.acc) if self.s.kr > 1 else (a, "s32" if self.codes else b)
 
     @property
     def width(self) -> int:
-        """Units of a piece."""
+        """Number of units of a piece."""
         return gpu_gemv.width(self.s)
 
     @property
-    def deep(self) -> int:
-        """Pieces that a thread asks for before it needs the first."""
+    def depth(self) -> int:
+        """Number of pieces that a thread loads before it uses the first."""
         return self.s.tiles[0].k // self.width
 
     @property
-    def shares(self) -> int:
-        """Threads of a block with the same columns."""
+    def slice_threads(self) -> int:
+        """Number of threads of a block with the same columns."""
         return gpu_gemv.k_threads(self.s)
 
     @property
     def across(self) -> int:
-        """Threads of a block with different columns."""
+        """Number of threads of a block with different columns."""
         return self.s.block.n // self.s.nr
 
     @property
     def hop(self) -> int:
-        """Units from one piece of a thread to its next."""
-        return self.shares * self.width
+        """Stride in units between pieces of a thread."""
+        return self.slice_threads * self.width
 
     @property
     def chunk(self) -> int:
-        """Units of A that a thread loads at once."""
+        """Number of units of A that a thread loads at once."""
         return min(self.s.vectors[0] // self.s.kr, self.width) if self.s.a == "row" else 1
 
     @property
     def outputs(self) -> int:
-        """Elements of C of a block."""
+        """Number of elements of C of a block."""
         return self.s.mr * self.s.block.n
 
     @property
     def parts(self) -> int:
-        """Sums that a first round leaves of each output."""
-        return 1 if self.shares <= ONE_ROUND else 1 << (self.shares.bit_length() // 2)
+        """Number of sums of each output after the first round."""
+        return 1 if self.slice_threads <= ONE_ROUND else 1 << (self.slice_threads.bit_length() // 2)
 
     def spot(self, output: Index, share: Index) -> Ptr:
-        """Where the sum of an output, as one thread has it, lies."""
+        """Address of one thread's sum of an output."""
         far, near = gpu_gemv.partial_sum_strides(self.s)
         return Ptr("sums", output * far + share * near)
 
 
 def each(name: str, count: int, *body: Stmt) -> tuple[Stmt, ...]:
-    """All rounds of a loop; one round is no loop: see `of`."""
+    """Unrolled loop; with one iteration, its body: see `of`."""
     return body if count == 1 else (For(name, const(0), const(count), const(1), body, WHOLE),)
 
 
 def of(name: str, count: int) -> Index:
-    """What such a loop counts."""
+    """Index of a loop by `each`."""
     return const(0) if count == 1 else var(name)
 
 
 def a_step(s: Schedule) -> Index:
-    """From one k of A to the next."""
+    """Stride of A along k."""
     return const(1) if s.a == "row" else var("a_k")

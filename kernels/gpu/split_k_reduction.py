@@ -1,7 +1,7 @@
-"""Sums of slices of k, added.
+"""Split-K reduction: a second kernel that adds the sums of slices of k.
 
-Each slice of a product has left its sums in scratch, row after row of n; a thread adds those
-of one element in the order of k and stores what becomes of it: `kernels.storing.element`.
+Each slice of a product has stored its sums in scratch, row after row of n; a thread adds those
+of one element in the order of k and stores the epilogue's result: `epilogue_store.element`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ THREADS = 128
 
 
 def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
-    """The kernel that adds the slices of a schedule."""
+    """Kernel that adds the slices of a schedule."""
     c = s.types[2]
     each = ceil_div(var("n"), THREADS)
     column, row = var("column"), var("row")
@@ -49,10 +49,10 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
         Let("column", var("block") % each * THREADS + var("thread")),
         If(column.lt(var("n")), tuple(total)),
     )
-    given = (
+    params = (
         *(Argument(x, "int") for x in ("m", "n", "batch")), Argument("work_batch", "long"),
         Argument("work", "pointer", atom.acc, readonly=True, alone=True), *results(s, c),
     )  # fmt: skip
     grid = (var("batch") * var("m") * each, const(1))
     name = str(replace(s.name(atom), op="slices"))
-    return GridKernel(name, isa, atom, given, THREADS, grid, body)
+    return GridKernel(name, isa, atom, params, THREADS, grid, body)

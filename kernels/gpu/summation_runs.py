@@ -1,7 +1,7 @@
-"""Sums of floats over k by the threads of a device, in runs: see `portmm.target.summation`.
+"""Summation runs on a GPU: sums of floats over k in runs (see `portmm.target.summation`).
 
-Owns the loop over runs, and where a thread keeps the sums of those before, its totals: in a second set of registers,
-or in words of shared memory that are its own, where registers are scarce and sums few. A run ends with one addition
+Owns the loop over runs, and the storage of a thread's totals of earlier runs: a second set of registers,
+or private words of shared memory, where registers are scarce and sums few. A run ends with one addition
 for each sum, less than 1 % of the multiply-adds of its 320 elements; the loop inside is the one without runs.
 """
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 
 def accumulators(atom: Atom, count: int) -> list[Stmt]:
-    """Registers for so many sums whose totals are registers, too."""
+    """Registers for `count` sums whose totals are in registers, too."""
     names = ("acc",) if chained(atom) else ("acc", "run_acc")
     return [Scratch(name, count, atom.acc) for name in names]
 
 
 def current(atom: Atom) -> str:
-    """The name of the registers that products are added to where totals are registers."""
+    """Name of the registers that products are added to where totals are in registers."""
     return "acc" if chained(atom) else "run_acc"
 
 
 def in_runs(atom: Atom, count: int, loop: For, run: Index) -> tuple[Stmt, ...]:
-    """A loop over k that adds products to so many registers, nested in one over runs of so many of its values."""
+    """Loop over k that adds products to `count` registers, nested in one over runs of `run` of its values."""
     if chained(atom):
         return (loop,)
     i = var("i")
@@ -43,8 +43,8 @@ def in_runs(atom: Atom, count: int, loop: For, run: Index) -> tuple[Stmt, ...]:
     return _over(loop, run, (Clear("run_acc", count),), (add,))
 
 
-def in_runs_beside(atom: Atom, count: int, loop: For, run: Index, total: Callable[[Index], Ptr]) -> tuple[Stmt, ...]:
-    """The same where totals lie in memory of the thread's own; the registers `acc` hold them in the end."""
+def in_runs_shared(atom: Atom, count: int, loop: For, run: Index, total: Callable[[Index], Ptr]) -> tuple[Stmt, ...]:
+    """Loop as by `in_runs`, with totals in the thread's private memory, and in the registers `acc` at the end."""
     if chained(atom):
         return (loop,)
     i = var("i")
@@ -60,7 +60,7 @@ def _each(count: int, *body: Stmt) -> Stmt:
 
 
 def _over(loop: For, run: Index, before: tuple[Stmt, ...], after: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
-    """The loop over runs, with what comes before and after each."""
+    """Loop over runs, with statements before and after each."""
     begin = var("run_begin")
     one = replace(loop, begin=begin, end=var("run_end"))
     body = (Let("run_end", minimum(begin + var("run"), loop.end)), *before, one, *after)

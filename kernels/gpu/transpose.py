@@ -1,9 +1,9 @@
-"""A copy of an operand with k side by side, in lines that are filled up with zeros.
+"""Relayout of an operand: a copy that is contiguous along k, in lines padded with zeros.
 
-Fragments of bytes cannot be loaded transposed, and pieces are copied to shared memory only from where they are aligned.
-A block moves 32 rows of 32 words along k through shared memory: its warps read along what is side by side in
+Fragments of bytes cannot be loaded transposed, and asynchronous copies to shared memory need aligned vectors.
+A block moves 32 rows of 32 words along k through shared memory: its warps read along the contiguous axis of
 memory, and write words along k. A row of the array in shared memory has one element more than there are rows, so that
-both ways go through different banks.
+both directions have no bank conflicts.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ LANES = 32
 WARPS = 8
 WORD = 4
 ALIGNED = 16
-"""Bytes that lines are multiples of."""
+"""Alignment of lines in bytes."""
 
 
 def lines(k: int, size: int) -> int:
-    """Elements of a line of the copy, for k elements of so many bytes."""
+    """Number of elements of a line of the copy, for k elements of `size` bytes."""
     each = ALIGNED // size
     return -(-k // each) * each
 
 
 def build(isa: Isa, atom: Atom, dtype: str, along: str) -> GridKernel:
-    """The kernel for elements of a type; `along` is "row" where rows are side by side in memory, else "k"."""
+    """Kernel for elements of a type; `along` is "row" where memory is contiguous along rows, else "k"."""
     each = WORD // BY_NAME[dtype].bytes
-    deep, across = LANES * each, LANES + 1
+    tile_k, across = LANES * each, LANES + 1
     row, k, lane, warp, turn, e = (var(x) for x in ("row", "at", "lane", "warp", "turn", "e"))
-    inside, beside = var("inside"), var("beside")
+    inside, line = var("inside"), var("beside")
     here = Ptr("x_item", row * var("x_m") + k * var("x_k"))
-    cell = Ptr("tile", inside * across + beside)
-    read = (If(row.lt(var("m")) * k.lt(var("k")), (Move(cell, here),), (Move(cell, None),)),)
+    element = Ptr("tile", inside * across + line)
+    read = (If(row.lt(var("m")) * k.lt(var("k")), (Move(element, here),), (Move(element, None),)),)
     if along == "row":
         place = (Let("inside", warp + turn * WARPS), Let("beside", lane))
-        turns = deep // WARPS
+        turns = tile_k // WARPS
     else:
         place = (
             Let("inside", lane + turn % each * LANES),
             Let("beside", warp + turn // each * WARPS),
         )
         turns = LANES // WARPS * each
-    fetch = (*place, Let("row", var("row_0") + beside), Let("at", var("k_0") + inside), *read)
+    fetch = (*place, Let("row", var("row_0") + line), Let("at", var("k_0") + inside), *read)
     gather = For(
         "e", const(0), const(each), const(1),
-        (Move(Ptr("word", e), Ptr("tile", (lane * each + e) * across + beside)),), WHOLE,
+        (Move(Ptr("word", e), Ptr("tile", (lane * each + e) * across + line)),), WHOLE,
     )  # fmt: skip
     put = (
         Let("beside", warp + turn * WARPS),
-        Let("row", var("row_0") + beside),
+        Let("row", var("row_0") + line),
         Let("at", var("k_0") + lane * each),
         If(
             row.lt(var("m")) * k.lt(var("line")),
@@ -66,22 +66,22 @@ def build(isa: Isa, atom: Atom, dtype: str, along: str) -> GridKernel:
         ),
     )
     down = ceil_div(var("m"), LANES)
-    right = ceil_div(var("line"), deep)
+    right = ceil_div(var("line"), tile_k)
     body: tuple[Stmt, ...] = (
-        Shared("tile", deep * across, dtype),
+        Shared("tile", tile_k * across, dtype),
         Scratch("word", each, dtype),
         Let("lane", var("thread") % LANES),
         Let("warp", var("thread") // LANES),
         Let("item", var("block") // (down * right)),
         Let("row_0", var("block") % (down * right) // right * LANES),
-        Let("k_0", var("block") % right * deep),
+        Let("k_0", var("block") % right * tile_k),
         LetPtr("x_item", Ptr("x", var("item") * var("x_batch")), dtype, readonly=True),
         LetPtr("to_item", Ptr("to", var("item") * var("to_batch")), dtype),
         For("turn", const(0), const(turns), const(1), fetch, WHOLE),
         Barrier(),
         For("turn", const(0), const(LANES // WARPS), const(1), put, WHOLE),
     )
-    given = (
+    params = (
         *(Argument(x, "int") for x in ("m", "k", "line", "batch")),
         Argument("x", "pointer", dtype, readonly=True, alone=True),
         *(Argument(x, "long") for x in ("x_m", "x_k", "x_batch")),
@@ -89,4 +89,4 @@ def build(isa: Isa, atom: Atom, dtype: str, along: str) -> GridKernel:
         *(Argument(x, "long") for x in ("to_m", "to_batch")),
     )
     grid = (down * right * var("batch"), const(1))
-    return GridKernel(f"portmm_lines_{dtype}_{along}", isa, atom, given, LANES * WARPS, grid, body)
+    return GridKernel(f"portmm_lines_{dtype}_{along}", isa, atom, params, LANES * WARPS, grid, body)

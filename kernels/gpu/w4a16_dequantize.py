@@ -1,17 +1,17 @@
-"""Weights of four bits beside floats of 16 bits, of many rows: a block makes floats of them once, for all its warps.
+"""w4a16 GEMM of many rows: a block dequantizes int4 weights to shared memory once, for all its warps.
 
     for each tile BM x BN of C            <- blocks of threads (times slices of k)
       for each BK of k
         shared <- A[BM, BK], words B[BN, BK / 8]                  (asynchronously, two stages ahead)
-        shared <- scale * codes + offset, of the step after this  (while this one's fragments are multiplied)
+        shared <- scale * q + offset, of the next step            (while this one's fragments are multiplied)
         sums of a warp += fragments of A x fragments of B
       C <- sums
 
-Products are those of `kernels.mma`, of a B whose tile has the same lines. A weight is rounded once, to A's type, as
-tiles of AMX have it, too; of few rows `kernels.coded` rounds none. A thread makes floats of the words that it copied
-itself, 16 bytes of one column at once, so that nobody meets for them; it stores pieces of 16 bytes, which
-eight neighbours put into banks of their own, as `kernels.matrix_feed` turns lines. The scales that it needs next
-are on their way for a whole step.
+Products are those of `mma`, with a tile of B of the same layout. A weight is rounded once, to A's type, as
+for tiles of AMX; `w4a16`, for few rows, does not round weights. A thread dequantizes the words that it copied
+itself, 16 bytes of one column at once, so that no barrier is needed for them; it stores vectors of 16 bytes, which
+eight neighbours write to different banks, by the swizzle of `mma_transfer`. The next scales
+are loaded a whole step before their use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from portmm.ir.index import Ptr, ceil_div, const, minimum, var
 from portmm.ir.nodes import For, If, Let, Move, Scratch
 from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, CopyAsync, CopyCommit, CopyWait, Do, Shared, Vector
 from portmm.kernels.gpu.mma import Work, multiply, stored, warps
-from portmm.kernels.gpu.simt import arguments, place, slice_of_k
+from portmm.kernels.gpu.simt import arguments, block_tile, slice_of_k
 from portmm.schedule.gpu_w4a16 import plain
 from portmm.spec.dtype import CODES_KR
 
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from portmm.schedule.schedule import Schedule
     from portmm.target.isa import Atom, Isa
 
-TOGETHER = 4
-"""Words that a thread takes at once."""
-CODES = TOGETHER * CODES_KR
+WORDS = 4
+"""Number of words that a thread copies at once."""
+CODES = WORDS * CODES_KR
 TILES = 2
-"""Of floats: one is multiplied, the next one made."""
+"""Number of tiles of floats: one is multiplied while the next one is dequantized."""
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """The words of a block's tile.
+    """Words of a block's tile of int4 weights.
 
     Attributes:
         s: the schedule.
@@ -53,20 +53,20 @@ class Words:
 
     @property
     def count(self) -> int:
-        """Vectors of a tile."""
+        """Number of vectors of a tile."""
         return self.s.block.n * self.s.block.k // CODES
 
     @property
     def turns(self) -> int:
-        """Vectors of a thread."""
+        """Number of vectors of a thread."""
         return -(-self.count // self.s.threads)
 
     def each(self, *body: Stmt) -> tuple[Stmt, ...]:
-        """Run for each vector of this thread."""
+        """Loop over the vectors of this thread."""
         return self.some(0, self.turns, *body)
 
     def some(self, begin: int, end: int, *body: Stmt) -> tuple[Stmt, ...]:
-        """Run for some of them: its column in the tile, and its first k there."""
+        """Loop over vectors `begin` to `end` of this thread, with each one's column and first k in the tile."""
         e, across = var("vector"), self.s.block.k // CODES
         inside: tuple[Stmt, ...] = (Let("line", e // across), Let("deep", e % across * CODES), *body)
         inside = (If(e.lt(self.count), inside),) if self.count % self.s.threads else inside
@@ -74,28 +74,28 @@ class Words:
         return (For("part", const(begin), const(end), const(1), own, WHOLE),)
 
     def copy(self, k: Index, stage: Index) -> tuple[Stmt, ...]:
-        """Begin to copy this thread's words of the tile at k, zeros from the last k on."""
-        to = Ptr("words_tile", (stage * self.count + var("vector")) * TOGETHER)
+        """Asynchronous copies of this thread's words of the tile at k, zeros from the last k on."""
+        to = Ptr("words_tile", (stage * self.count + var("vector")) * WORDS)
         at = (k + var("deep")) // CODES_KR
         src = Ptr("b_item", _column() * var("words") + at)
         return self.each(CopyAsync(to, src, 16, (k + var("deep")).lt(var("k_end"))))
 
     def scales(self, k: Index) -> tuple[Stmt, ...]:
-        """What loads the scale and the offset of a vector of the tile at k."""
+        """Loads of the scale and the offset of a vector of the tile at k."""
         s, part = self.s, var("part")
         number = minimum((k + var("deep")) // s.group, var("groups") - 1) if s.group else const(0)
         at = _column() * var("groups") + number
         return (Move(Ptr("scale", part), Ptr("scales", at)), Move(Ptr("offset", part), Ptr("offsets", at)))
 
-    def unfold(self, work: Work, at: Index, number: int) -> tuple[Stmt, ...]:
-        """Make floats of one of this thread's words of a step; with a vector's last come the next step's scales."""
-        side, part, q = work.side("b"), number // TOGETHER, number % TOGETHER
-        src = Ptr("words_tile", (at % self.s.stages * self.count + var("vector")) * TOGETHER)
-        given = (Ptr("made"), Ptr("word", const(q)), Ptr("scale", const(part)), Ptr("offset", const(part)))
+    def dequantize(self, work: Work, at: Index, number: int) -> tuple[Stmt, ...]:
+        """Dequantization of one of this thread's words of a step; a vector's last also loads the next step's scales."""
+        side, part, q = work.side("b"), number // WORDS, number % WORDS
+        src = Ptr("words_tile", (at % self.s.stages * self.count + var("vector")) * WORDS)
+        operands = (Ptr("made"), Ptr("word", const(q)), Ptr("scale", const(part)), Ptr("offset", const(part)))
         to = Ptr("b_tile", at % TILES * side.size + side.at(var("line"), var("deep") // CODES_KR + q))
         body: list[Stmt] = [Vector(Ptr("word", const(q)), src + q, 8)] if q % 2 == 0 else []
-        body += [Do(f"unfold_codes_{work.atom.a}", given), Vector(to, Ptr("made"), 16)]
-        body += self.scales(var("k_0") + (at + 1) * self.s.block.k) if q + 1 == TOGETHER else ()
+        body += [Do(f"unfold_codes_{work.atom.a}", operands), Vector(to, Ptr("made"), 16)]
+        body += self.scales(var("k_0") + (at + 1) * self.s.block.k) if q + 1 == WORDS else ()
         return self.some(part, part + 1, *body)
 
 
@@ -104,16 +104,23 @@ def _column() -> Index:
 
 
 def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
-    """The kernel of a schedule."""
+    """Kernel of a schedule."""
     work, words = Work(plain(s), isa, atom), Words(s)
     a, b = work.part("a"), work.part("b")
     sums = s.mr * s.nr
     body: list[Stmt] = [a.side.shared(), replace(b.side, stages=TILES).shared()]
-    body += [Shared("words_tile", words.count * TOGETHER * s.stages, "s32"), Scratch("acc", sums, atom.acc)]
+    body += [Shared("words_tile", words.count * WORDS * s.stages, "s32"), Scratch("acc", sums, atom.acc)]
     body += [Scratch("a_part", a.count * 2, "b32"), Scratch("b_part", b.count * 2, "b32")]
     body += [Scratch("scale", words.turns, "f32"), Scratch("offset", words.turns, "f32")]
-    body += [Scratch("word", TOGETHER, "s32"), Scratch("made", TOGETHER, "b32")]
-    body += [*place(s), *warps(s), *a.places(), *b.places(), *slice_of_k(s, s.block.k), Clear("acc", sums)]
+    body += [Scratch("word", WORDS, "s32"), Scratch("made", WORDS, "b32")]
+    body += [
+        *block_tile(s),
+        *warps(s),
+        *a.lane_offsets(),
+        *b.lane_offsets(),
+        *slice_of_k(s, s.block.k),
+        Clear("acc", sums),
+    ]
     body += _loop(work, words)
     body += stored(work)
     grid = (ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch"), const(s.split))
@@ -121,7 +128,7 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
 
 
 def _loop(work: Work, words: Words) -> list[Stmt]:
-    """The loop over k; of a step's fragments the next ones are loaded while some are multiplied."""
+    """Main loop; a step's next fragments are loaded while some are multiplied."""
     s, step, a, b = work.s, var("step"), work.part("a"), work.part("b")
     steps, stages = s.block.k // work.atom.k, s.stages
 
@@ -129,15 +136,15 @@ def _loop(work: Work, words: Words) -> list[Stmt]:
         k, stage = var("k_0") + at * s.block.k, at % stages
         return (If(at.lt(var("steps")), (*a.side.copy(k, var("k_end"), stage), *words.copy(k, stage))), CopyCommit())
 
-    many = words.turns * TOGETHER
+    many = words.turns * WORDS
 
-    def made(at: Index, part: int) -> tuple[Stmt, ...]:
-        """A part of the floats of a step, whose words have landed; past the last, of what is there: nobody reads it."""
+    def dequantized(at: Index, part: int) -> tuple[Stmt, ...]:
+        """Dequantization of a part of a step, whose words have landed; past the last step, of unused values."""
         numbers = range(part * many // (steps - 1), (part + 1) * many // (steps - 1))
-        return tuple(x for number in numbers for x in words.unfold(work, at, number))
+        return tuple(x for number in numbers for x in words.dequantize(work, at, number))
 
     def fragments(to: int, at: Index, part: int) -> tuple[Stmt, ...]:
-        """Load those of a part of a step."""
+        """Loads of the fragments of a part of a step."""
         loads = ((a, at % stages), (b, at % TILES))
         return tuple(
             x
@@ -154,8 +161,8 @@ def _loop(work: Work, words: Words) -> list[Stmt]:
             inner.append(If((step + 1).lt(var("steps")), fragments((i + 1) % 2, step + 1, 0)))
         inner += begin(step + (stages - 1)) if i == 0 else ()
         inner += multiply(work, const(i % 2))
-        inner += made(step + 1, i) if i + 1 < steps else ()
-    first = (*words.each(*words.scales(var("k_0"))), *(x for i in range(steps - 1) for x in made(const(0), i)))
+        inner += dequantized(step + 1, i) if i + 1 < steps else ()
+    first = (*words.each(*words.scales(var("k_0"))), *(x for i in range(steps - 1) for x in dequantized(const(0), i)))
     return [
         *(x for i in range(stages - 1) for x in begin(const(i))),
         CopyWait(stages - 3),

@@ -1,9 +1,9 @@
-"""Weights of four bits, as they stream past: see `kernels.stream`.
+"""w4a16 GEMV: int4 weights in the loops of `gemv`.
 
-A thread takes the codes of 16 bytes of one column at once, 32 neighbours along k, all in one group. Of a group
-sum scale * code + offset times A is scale * sum of code times A, + offset * sum of A: codes become
-floats in registers, and are multiplied as they are; the scales of a piece are asked for together with its
-words. Past the last k codes are zeros in memory, and A is taken for zeros.
+A thread takes the int4 values q of 16 bytes of one column at once, 32 neighbours along k, all in one group. Over a
+group the sum of (scale * q + offset) * A is scale * sum of q * A + offset * sum of A: q is converted to
+floats in registers, and multiplied without its scale; the scales of a piece are loaded together with its
+words. Past the last k, q is zero in memory, and A is replaced by zeros.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def registers(work: Work) -> list[Stmt]:
-    """What pieces pass through."""
-    s, many = work.s, work.deep * work.s.nr
+    """Registers for pieces."""
+    s, many = work.s, work.depth * work.s.nr
     floats = {"scale": many, "offset": many, "b_part": s.nr * CODES_KR, "a_part": CODES_KR}
     floats |= {"inner": s.mr * s.nr, "total": s.mr}
     words = Scratch("b_next", many * (work.width // CODES_KR), "s32")
@@ -33,41 +33,41 @@ def registers(work: Work) -> list[Stmt]:
 
 
 def addresses(work: Work) -> list[Stmt]:
-    """Where a thread's first piece of each of its columns lies, and the columns' scales and offsets."""
-    found: list[Stmt] = []
+    """Addresses of a thread's first piece of each of its columns, and of the columns' scales and offsets."""
+    stmts: list[Stmt] = []
     for j in range(work.s.nr):
         column = minimum(var("own") + j, var("n") - 1)
         words = Ptr("b_item", column * var("words") + var("mine") // CODES_KR)
-        found.append(LetPtr(f"b_{j}", words, "s32", readonly=True))
-        found += [
+        stmts.append(LetPtr(f"b_{j}", words, "s32", readonly=True))
+        stmts += [
             LetPtr(f"{x}_{j}", Ptr(x, column * var("groups")), "f32", readonly=True) for x in ("scales", "offsets")
         ]
-    return found
+    return stmts
 
 
 def pieces(work: Work, u: Index) -> tuple[tuple[Stmt, ...], tuple[Stmt, ...]]:
-    """What asks for piece `turn` + u of B, and what multiplies it."""
+    """Statements that load piece `turn` + u of B, and those that multiply it."""
     s, words = work.s, work.width // CODES_KR
     at = (var("turn") + u) * work.hop
     group = (var("mine") + at) // s.group if s.group else const(0)
-    asked: list[Stmt] = []
+    loads: list[Stmt] = []
     for j in range(s.nr):
-        asked.append(
+        loads.append(
             Vector(
                 Ptr("b_next", (u * s.nr + j) * words),
                 Ptr(f"b_{j}", (var("turn") + u) * (work.hop // CODES_KR)),
                 words * 4,
             )
         )
-        asked.append(Move(Ptr("scale", u * s.nr + j), Ptr(f"scales_{j}", group)))
-        asked.append(Move(Ptr("offset", u * s.nr + j), Ptr(f"offsets_{j}", group)))
+        loads.append(Move(Ptr("scale", u * s.nr + j), Ptr(f"scales_{j}", group)))
+        loads.append(Move(Ptr("offset", u * s.nr + j), Ptr(f"offsets_{j}", group)))
     q = of("q", words)
     summed = each("q", words, *_word(work, (u * s.nr) * words + q, at + q * CODES_KR))
-    return tuple(asked), (Clear("inner", s.mr * s.nr), Clear("total", s.mr), *summed, *_scaled(work, u))
+    return tuple(loads), (Clear("inner", s.mr * s.nr), Clear("total", s.mr), *summed, *_scaled(work, u))
 
 
 def _word(work: Work, first: Index, at: Index) -> tuple[Stmt, ...]:
-    """Add the products of one word of each column."""
+    """Multiply-adds of one word of each column."""
     s, f, j = work.s, var("f"), of("j", work.s.nr)
     body: list[Stmt] = list(
         each("j", s.nr, Codes(Ptr("b_part", j * CODES_KR), Ptr("b_next", first + j * (work.width // CODES_KR))))
@@ -87,7 +87,7 @@ def _word(work: Work, first: Index, at: Index) -> tuple[Stmt, ...]:
 
 
 def _scaled(work: Work, u: Index) -> tuple[Stmt, ...]:
-    """Add what a piece came to, scaled."""
+    """Scaled addition of a piece's sums."""
     s, i, j = work.s, of("i", work.s.mr), of("j", work.s.nr)
     to = Ptr("acc", i * s.nr + j)
     macs = (

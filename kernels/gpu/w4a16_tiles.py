@@ -1,16 +1,15 @@
-"""Tiles of A, and of weights of four bits, in shared memory, for `kernels.coded`.
+"""w4a16 tiles: A and int4 weights in shared memory, for `w4a16`.
 
-Owns `Tile`: how threads copy lines of pieces of 16 bytes, asynchronously, and where pieces lie; and `Scales`. Imports
-`ir.index`, `ir.nodes`, `ir.thread_nodes`.
+Owns `Tile`: asynchronous copies of lines of vectors of 16 bytes, and the layout of these vectors; and `Scales`.
 
-The lanes of a warp read columns, or rows, g = lane / 4, and of each what belongs to t = lane % 4: words, of 8 codes, in
-turn 4 * `wide` words at once, t having `wide` neighbours, and of A the pieces of the same k. Reads of 16 bytes take
-turns of 8 lanes, of 4 bytes all lanes at once; they meet no bank twice because
+The lanes of a warp read columns, or rows, g = lane / 4, and of each the part of t = lane % 4: words of 8 int4 values,
+4 * w words at once, w neighbours for each t, and of A the vectors of the same k. Reads of 16 bytes are done
+by 8 lanes at a time, of 4 bytes by all lanes at once; they have no bank conflicts because
 
-- pieces of A that the four t read at once, for the c-th word of each, are side by side: piece t * wide + c lies
-  at c * 4 + t;
-- the place of a piece is put at the xor with the bits of g in reverse order: two g, four or all eight of them are in
-  different banks whether they read four pieces each, two or one.
+- vectors of A that the four t read at once, for the c-th word of each, are contiguous: vector t * w + c is
+  stored at c * 4 + t;
+- the position of a vector is xored with the bits of g in reverse order: two g, four or all eight of them are in
+  different banks whether they read four vectors each, two or one.
 """
 
 from __future__ import annotations
@@ -27,35 +26,35 @@ if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
 
-PIECE = 16
+VECTOR = 16
 LINE = 128
 """Bytes after which banks repeat."""
 LANES = 4
-"""Lanes that share a row, or a column."""
+"""Number of lanes that share a row, or a column."""
 
 
 def reversed_bits(x: Index) -> Index:
-    """The three bits of 0 to 7 in reverse order."""
+    """Three bits of 0 to 7 in reverse order."""
     return x % 2 * 4 + x // 2 % 2 * 2 + x // 4
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One operand's part of a block's step.
+    """Tile of one operand of a block's step.
 
     Attributes:
         name: "a" or "b".
-        dtype: of its elements: of codes, words.
+        dtype: type of its elements; words for int4 values.
         lines: rows of A, or columns of B.
         width: elements of a line.
         vector: elements that a thread copies at once.
-        threads: that copy.
-        step: elements from one line to the next in memory.
+        threads: threads that copy it.
+        step: stride in elements between lines in memory.
         first: the block's first line.
-        end: lines that there are.
-        together: lines that lie in the banks one after the other, for one g.
-        wide: pieces of a lane that are neighbours in memory, 0 where they stay so.
-        stages: tiles.
+        end: number of lines of the operand.
+        together: lines that are in consecutive banks, for one g.
+        lane_vectors: vectors of a lane that are neighbours in memory; 0 where they stay neighbours in shared memory.
+        stages: number of tiles.
     """
 
     name: str
@@ -68,47 +67,47 @@ class Tile:
     first: Index
     end: Index
     together: int
-    wide: int
+    lane_vectors: int
     stages: int
 
     @property
-    def per_piece(self) -> int:
-        """Elements of a piece."""
-        return PIECE // BY_NAME[self.dtype].bytes
+    def per_vector(self) -> int:
+        """Number of elements of a vector of 16 bytes."""
+        return VECTOR // BY_NAME[self.dtype].bytes
 
     @property
-    def pieces(self) -> int:
-        """Of a line."""
-        return self.width // self.per_piece
+    def line_vectors(self) -> int:
+        """Number of vectors of a line."""
+        return self.width // self.per_vector
 
     @property
     def size(self) -> int:
-        """Elements of one tile."""
+        """Number of elements of one tile."""
         return self.lines * self.width
 
     def shared(self) -> Shared:
-        """The tiles."""
+        """Shared memory array of the tiles."""
         return Shared(f"{self.name}_tile", self.size * self.stages, self.dtype, LINE)
 
-    def at(self, line: Index, place: Index, turned: Index) -> Index:
-        """The first element of the piece at a place in a line, `turned` being the bits of its g."""
-        return ((line * self.pieces + place) ^ turned) * self.per_piece
+    def at(self, line: Index, place: Index, swizzle: Index) -> Index:
+        """Offset of the vector at a position in a line; `swizzle` is the reversed bits of its g."""
+        return ((line * self.line_vectors + place) ^ swizzle) * self.per_vector
 
-    def place(self, piece: Index) -> Index:
-        """Where a piece of a line lies: see above."""
-        if not self.wide:
-            return piece
-        unit, inside = piece // (LANES * self.wide), piece % (LANES * self.wide)
-        return unit * (LANES * self.wide) + inside % self.wide * LANES + inside // self.wide
+    def place(self, vector: Index) -> Index:
+        """Position of a vector of a line: see above."""
+        if not self.lane_vectors:
+            return vector
+        unit, inside = vector // (LANES * self.lane_vectors), vector % (LANES * self.lane_vectors)
+        return unit * (LANES * self.lane_vectors) + inside % self.lane_vectors * LANES + inside // self.lane_vectors
 
     def copy(self, k: Index, end: Index, stage: Index) -> tuple[Stmt, ...]:
-        """Begin to copy this thread's vectors of the tile at element k of lines, zeros from `end` on."""
+        """Asynchronous copies of this thread's vectors of the tile at element k of lines, zeros from `end` on."""
         n, across = self.name, self.width // self.vector
         count = self.size // self.vector
         e, line, column = var(f"{n}_vector"), var(f"{n}_line"), var(f"{n}_column")
-        turned = reversed_bits(line // self.together % 8)
-        within = column % self.per_piece if self.vector < self.per_piece else const(0)
-        at = self.at(line, self.place(column // self.per_piece), turned) + within
+        swizzle = reversed_bits(line // self.together % 8)
+        within = column % self.per_vector if self.vector < self.per_vector else const(0)
+        at = self.at(line, self.place(column // self.per_vector), swizzle) + within
         src = Ptr(f"{n}_item", minimum(self.first + line, self.end - 1) * self.step + (k + column))
         copied: tuple[Stmt, ...] = (
             Let(f"{n}_line", e // across),
@@ -123,7 +122,7 @@ class Tile:
 
 
 def _each(name: str, count: int, threads: int, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
-    """Run for each of so many vectors that this thread has."""
+    """Loop over this thread's vectors, of `count`."""
     turn, e = var("turn"), var(f"{name}_vector")
     inside = (If(e.lt(count), body),) if count % threads else body
     turns = -(-count // threads)
@@ -133,16 +132,16 @@ def _each(name: str, count: int, threads: int, body: tuple[Stmt, ...]) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """Scales, or offsets, of a block's step: for each span of k those of all columns.
+    """Tile of the scales, or offsets, of a block's step: for each span of k those of all columns.
 
     Attributes:
         name: "scales" or "offsets".
-        columns: of a block.
-        spans: of a step.
+        columns: columns of a block.
+        spans: spans of a step.
         span: rows of k of a span, all of one group.
-        group: rows of a group, 0 for all.
-        threads: that copy.
-        stages: tiles.
+        group: rows of a quantization group, 0 for all.
+        threads: threads that copy it.
+        stages: number of tiles.
     """
 
     name: str
@@ -155,15 +154,15 @@ class Scales:
 
     @property
     def size(self) -> int:
-        """Of a step."""
+        """Number of elements of a step."""
         return self.columns * self.spans
 
     def shared(self) -> Shared:
-        """Those of all stages."""
+        """Shared memory array of all stages."""
         return Shared(f"{self.name}_tile", self.size * self.stages, "f32")
 
     def copy(self, k: Index, stage: Index) -> tuple[Stmt, ...]:
-        """Begin to copy those of the step at k."""
+        """Asynchronous copies of the scales of the step at k."""
         n = self.name
         e, column = var(f"{n}_vector"), var(f"{n}_column")
         span = e % self.spans

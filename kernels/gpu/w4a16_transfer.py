@@ -1,6 +1,6 @@
-"""Weights of four bits, from words in global memory to numbers in shared memory: see `kernels.feeding`.
+"""w4a16 transfer: int4 words in global memory to floats in shared memory (see `global_to_shared`).
 
-A thread moves a word at once, eight codes of one column, with the scale and the offset of their group.
+A thread moves a word at once, eight int4 values of one column, with the scale and the offset of their group.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _SCALES = {"scale": "scales", "offset": "offsets"}
 
 
 def registers(turns: int) -> tuple[Stmt, ...]:
-    """What is on its way."""
-    waiting = (Scratch(name, turns, "f32") for name in _SCALES)
-    return (Scratch("b_next", turns, "s32"), *waiting, Scratch("code", CODES_KR, "f32"), Scratch("number", 1, "f32"))
+    """Registers for words and scales in flight."""
+    scales = (Scratch(name, turns, "f32") for name in _SCALES)
+    return (Scratch("b_next", turns, "s32"), *scales, Scratch("code", CODES_KR, "f32"), Scratch("number", 1, "f32"))
 
 
 def fetch(column: Index, group: int, k: Index, end: Index) -> tuple[Stmt, ...]:
-    """Load the word of a piece of the tile at k, zeros from `end` on; so many rows share a scale, or, if 0, all."""
+    """Load of a word of the tile at k, zeros from `end` on; `group` rows share a scale, or all if it is 0."""
     turn, at = var("turn"), var("b_at")
     number = at // group if group else const(0)
     word = Move(Ptr("b_next", turn), Ptr("b_item", var("b_column") * var("words") + at // CODES_KR))
@@ -36,8 +36,8 @@ def fetch(column: Index, group: int, k: Index, end: Index) -> tuple[Stmt, ...]:
 
 
 def put(to: Ptr, rows: int) -> tuple[Stmt, ...]:
-    """Store the weights of a piece, so many words apart."""
+    """Stores of the eight weights of a word, `rows` words apart."""
     turn, e, number = var("turn"), var("e"), Ptr("number")
-    made = (Move(number, Ptr("offset", turn)), Mac(number, Ptr("scale", turn), Ptr("code", e)))
-    each = (*made, Move(to + e * rows, number))
+    weight = (Move(number, Ptr("offset", turn)), Mac(number, Ptr("scale", turn), Ptr("code", e)))
+    each = (*weight, Move(to + e * rows, number))
     return (Codes(Ptr("code"), Ptr("b_next", turn)), For("e", const(0), const(CODES_KR), const(1), each, WHOLE))

@@ -1,6 +1,6 @@
-"""Products by the tensor cores of Hopper: warpgroups multiply what the copy engine brings.
+"""GEMM on Hopper's tensor cores: TMA copies, wgmma, and warp specialization.
 
-    blocks stay and take one tile of C after the other                  <- processors
+    persistent blocks compute one tile of C after the other             <- processors
       producer warpgroup, one thread:                      consumer warpgroups, one or two:
         for each tile, for each BK of k                      for each tile
           wait until a stage is empty                          for each BK of k
@@ -8,18 +8,18 @@
           start both copies (TMA)                                sums[64, BN] += A B, asynchronously
                                                                  wait for the multiplication before it
                                                                  its stage is empty
-                                                               C <- sums (kernels.wgmma_store)
+                                                               C <- sums (wgmma_store)
 
-Stages are a ring in shared memory (`kernels.wgmma_feed`), each with two barriers: `full` counts the bytes that
-land, `empty` the warps that have multiplied. A turn, a step of k of any tile, has a number: which stage, and which
-phase of its barriers, follow from it, so the ring goes on from tile to tile.
+Stages are a ring in shared memory (`tma_transfer`), each with two barriers: `full` counts the bytes that
+land, `empty` the warps that have multiplied. A turn, a step of k of any tile, has a number, from which the stage and
+the phase of its barriers follow, so the ring goes on from tile to tile.
 
-Two warpgroups either share a block's tile, each with half of its rows, or take turns ("ping-pong"): each has tiles
+Two warpgroups either share a block's tile, each with half of its rows, or alternate ("ping-pong"): each has tiles
 of its own, and stores one while the other multiplies; barriers `order` keep their loops over k apart. Two blocks
-of a cluster, one below the other, read the same columns of B: each brings half of them to both (multicast), so a
-stage is empty when both have multiplied it. With `swap` the columns of B take the place of the atom's 64 rows, and
-rows of A, down to 8, that of its columns. Where k is split, the last block of a
-tile adds what all slices left in scratch (`kernels.joining`), or another kernel does (`kernels.slices`).
+of a cluster, neighbours along m, read the same columns of B: each loads half of them for both (multicast), so a
+stage is empty when both have multiplied it. With `swap` the columns of B are the atom's 64 rows, and
+rows of A, down to 8, its columns. Where k is split, the last block of a
+tile adds the sums of all slices (`split_k_fixup`), or another kernel does (`split_k_reduction`).
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ from portmm.ir.index import Ptr, ceil_div, const, minimum, var
 from portmm.ir.nodes import Add, For, If, Let, Scratch
 from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, Do, Get, Shared
 from portmm.kernels.gpu.simt import blocks, depth, of_groups, raster, results
-from portmm.kernels.gpu.split_k_fixup import given as joining
-from portmm.kernels.gpu.split_k_fixup import join_groups, ticket
+from portmm.kernels.gpu.split_k_fixup import fixup_params, join_groups, ticket
 from portmm.kernels.gpu.tma_transfer import Operand
-from portmm.kernels.gpu.wgmma_store import Ending
+from portmm.kernels.gpu.wgmma_store import WgmmaEpilogue
 from portmm.schedule.gpu_wgmma import STRIP, budgets, columns, promoted, strips
 from portmm.schedule.schedule import WARPGROUP
 from portmm.spec.dtype import accumulator
@@ -47,19 +46,19 @@ if TYPE_CHECKING:
     from portmm.target.isa import Atom, Isa
 
 WARPS, LANES = 4, 32
-"""Warps of a warpgroup, and their threads."""
+"""Number of warps of a warpgroup, and of threads of a warp."""
 ALL_GROUPS = 4
-"""The barrier of all warpgroups that multiply."""
+"""Barrier of all consumer warpgroups."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A kernel in the making.
+    """Operands and epilogue of one kernel.
 
     Attributes:
         s: its schedule.
         isa: the instruction set.
-        atom: multiplies.
+        atom: the multiply-add.
     """
 
     s: Schedule
@@ -67,7 +66,7 @@ class Work:
     atom: Atom
 
     def operand(self, name: str) -> Operand:
-        """An operand of a block's tile."""
+        """Tile of an operand of a block."""
         s, of_a = self.s, name == "a"
         along = "k" if s.along_k(0 if of_a else 1) else "row"
         return Operand(
@@ -77,23 +76,23 @@ class Work:
 
     @property
     def operands(self) -> tuple[Operand, Operand]:
-        """A and B."""
+        """Tiles of A and B."""
         return self.operand("a"), self.operand("b")
 
     @property
     def sides(self) -> tuple[Operand, Operand]:
-        """The operands on the left and on the right of the atom."""
+        """Left and right operand of the atom."""
         a, b = self.operands
         return (b, a) if self.s.swap else (a, b)
 
     @property
-    def ending(self) -> Ending:
-        """What becomes of sums."""
-        return Ending(self.s, self.isa, self.atom)
+    def epilogue(self) -> WgmmaEpilogue:
+        """Epilogue of the sums."""
+        return WgmmaEpilogue(self.s, self.isa, self.atom)
 
     @property
     def multiply(self) -> str:
-        """The primitive that multiplies."""
+        """Name of the primitive that multiplies."""
         left, right = self.sides
         majors = ("k" if left.along == "k" else "m") + ("k" if right.along == "k" else "n")
         name = self.atom.mac.partition("(")[0]
@@ -101,10 +100,10 @@ class Work:
 
 
 def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
-    """The kernel of a schedule."""
+    """Kernel of a schedule."""
     work = Work(s, isa, atom)
     a, b = work.operands
-    body: list[Stmt] = [a.shared(), b.shared(), *work.ending.shared(), *ticket(s)]
+    body: list[Stmt] = [a.shared(), b.shared(), *work.epilogue.shared(), *ticket(s)]
     body += [Shared("full", s.stages, "b64", 8), Shared("empty", s.stages, "b64", 8)]
     body += [Shared("order", 2, "b64", 8)] if s.pingpong else []
     body += [*(of_groups(s) if s.grouped else ()), *_begin(work), *_slice(s), *_tiles(s)]
@@ -112,7 +111,7 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     producer = (*_adjusted("down", down), If(var("thread").eq(s.groups * WARPGROUP), _producer(work)))
     consumer = (*_adjusted("up", up), *_consumer(work))
     body.append(If(var("group").eq(s.groups), producer, consumer))
-    # What a block of a cluster has sent must land before the other ends.
+    # The copies from a block of a cluster must land before the other ends.
     body += [Do("cluster_sync")] if s.cluster > 1 else []
     return GridKernel(
         str(s.name(atom)), isa, atom, _arguments(work), s.threads, _grid(s), tuple(body), cluster=s.cluster
@@ -121,32 +120,32 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
 
 def _arguments(work: Work) -> tuple[Argument, ...]:
     s = work.s
-    found = [Argument(x, "int") for x in ("m", "n", "k", "batch")]
-    found += [Argument("ends", "pointer", "s32", readonly=True, alone=True)] if s.grouped else []
+    params = [Argument(x, "int") for x in ("m", "n", "k", "batch")]
+    params += [Argument("ends", "pointer", "s32", readonly=True, alone=True)] if s.grouped else []
     for x in work.operands:
-        found += x.arguments()
-    found += joining(s)
+        params += x.arguments()
+    params += fixup_params(s)
     if s.slices:
         sums = Argument("work", "pointer", accumulator(*s.types[:2]))
-        return (*found, sums, Argument("c_m", "long"), Argument("c_batch", "long"))
-    given = results(s, s.types[2])
-    if work.ending.staged:
-        given = (work.ending.argument(), *(x for x in given if x.name not in ("c", "c_m", "c_batch")))
-    return (*found, *given)
+        return (*params, sums, Argument("c_m", "long"), Argument("c_batch", "long"))
+    outputs = results(s, s.types[2])
+    if work.epilogue.staged:
+        outputs = (work.epilogue.argument(), *(x for x in outputs if x.name not in ("c", "c_m", "c_batch")))
+    return (*params, *outputs)
 
 
 def _grid(s: Schedule) -> tuple[Index, Index]:
     if s.grouped:
         return blocks(s), const(1)
     tiles = ceil_div(var("m"), s.block.m * s.cluster) * ceil_div(var("n"), s.block.n) * var("batch")
-    places = minimum(tiles, s.persistent // s.cluster) if s.persistent else tiles
-    return places * s.cluster, const(s.split)
+    clusters = minimum(tiles, s.persistent // s.cluster) if s.persistent else tiles
+    return clusters * s.cluster, const(s.split)
 
 
 def _begin(work: Work) -> list[Stmt]:
-    """Set barriers up, and say which part of the work is this thread's."""
+    """Initialization of barriers, and the coordinates of a thread: warpgroup, warp and lane."""
     s, stage = work.s, var("stage")
-    # All warps that multiply a stage say so, to all blocks that brought it.
+    # All warps that multiply a stage arrive, at all blocks that loaded it.
     warps = WARPS * (1 if s.pingpong else s.groups) * s.cluster
     each = (
         Do("mbarrier_init", (Ptr("full", stage), const(1))),
@@ -157,11 +156,11 @@ def _begin(work: Work) -> list[Stmt]:
     if s.pingpong:
         first += [Do("mbarrier_init", (Ptr("order", const(i)), const(WARPS))) for i in range(2)]
     first.append(Do("mbarrier_init_fence"))
-    meet: list[Stmt] = [Get("rank", "cluster_rank"), Do("cluster_sync")] if s.cluster > 1 else [Barrier()]
+    sync: list[Stmt] = [Get("rank", "cluster_rank"), Do("cluster_sync")] if s.cluster > 1 else [Barrier()]
     return [
         If(var("thread").eq(0), tuple(first)),
-        *meet,
-        # The same in all lanes of a warp, as a shuffle tells the compiler.
+        *sync,
+        # A shuffle tells the compiler that it is the same in all lanes of a warp.
         Get("group", "shuffle_idx_s32", (var("thread") // WARPGROUP, const(0))),
         Let("warp", var("thread") % WARPGROUP // LANES),
         Let("lane", var("thread") % LANES),
@@ -169,7 +168,7 @@ def _begin(work: Work) -> list[Stmt]:
 
 
 def _slice(s: Schedule) -> list[Stmt]:
-    """The steps of k of this slice: none is without."""
+    """Range of steps of k of this slice, which is never empty."""
     all_steps = ceil_div(depth(s), s.block.k)
     if s.split == 1:
         return [Let("step_0", const(0)), Let("steps", all_steps)]
@@ -185,39 +184,39 @@ def _adjusted(way: str, registers: int) -> tuple[Stmt, ...]:
 
 
 def _tiles(s: Schedule) -> list[Stmt]:
-    """How many tiles this block has."""
+    """Number of tiles of this block."""
     if s.grouped:
         return []
     rows = s.block.m * s.cluster
-    found: list[Stmt] = [Let("down", ceil_div(var("m"), rows)), Let("across", ceil_div(var("n"), s.block.n))]
-    found.append(Let("place", var("block") // s.cluster))
+    stmts: list[Stmt] = [Let("down", ceil_div(var("m"), rows)), Let("across", ceil_div(var("n"), s.block.n))]
+    stmts.append(Let("place", var("block") // s.cluster))
     if s.persistent:
-        tiles, places = var("down") * var("across") * var("batch"), s.persistent // s.cluster
-        found.append(Let("tiles", ceil_div(tiles - var("place"), places)))
-    return found
+        tiles, clusters = var("down") * var("across") * var("batch"), s.persistent // s.cluster
+        stmts.append(Let("tiles", ceil_div(tiles - var("place"), clusters)))
+    return stmts
 
 
 def _each_tile(s: Schedule, body: tuple[Stmt, ...], *, mine: bool) -> tuple[Stmt, ...]:
-    """Run for each tile of this block, or of this warpgroup: `number` counts the block's."""
+    """Loop over the tiles of this block, or of this warpgroup: `number` counts the block's."""
     rows = s.block.m * s.cluster
-    below = var("rank") * s.block.m if s.cluster > 1 else const(0)
+    row_offset = var("rank") * s.block.m if s.cluster > 1 else const(0)
     if s.grouped:
         return (Let("number", const(0)), *body)
     if not s.persistent:
-        return (Let("number", const(0)), *raster(s, var("place"), rows, below), *body)
-    found = (*raster(s, var("place") + var("number") * (s.persistent // s.cluster), rows, below), *body)
+        return (Let("number", const(0)), *raster(s, var("place"), rows, row_offset), *body)
+    tile = (*raster(s, var("place") + var("number") * (s.persistent // s.cluster), rows, row_offset), *body)
     apart = mine and s.pingpong
     begin, step = (var("group"), const(2)) if apart else (const(0), const(1))
-    return (For("number", begin, var("tiles"), step, found),)
+    return (For("number", begin, var("tiles"), step, tile),)
 
 
 def _turn(s: Schedule) -> tuple[Stmt, ...]:
-    """The number of a step of k, of all that the block has, and its stage."""
+    """Number of a step of k, of all steps of the block, and its stage."""
     return (Let("turn", var("number") * var("steps") + var("step")), Let("stage", var("turn") % s.stages))
 
 
 def _producer(work: Work) -> tuple[Stmt, ...]:
-    """What the one thread that asks for copies does."""
+    """Statements of the producer thread, which starts TMA copies."""
     s, (a, b) = work.s, work.operands
     step, stage = var("step"), var("stage")
     k = (var("step_0") + step) * s.block.k
@@ -235,8 +234,8 @@ def _producer(work: Work) -> tuple[Stmt, ...]:
 
 
 def _consumer(work: Work) -> tuple[Stmt, ...]:
-    """What warpgroups that multiply do."""
-    s, ending = work.s, work.ending
+    """Statements of consumer warpgroups, which multiply."""
+    s, epilogue = work.s, work.epilogue
     left, right = work.sides
     first = const(0) if s.pingpong else var("group") * (strips(s) * STRIP)
     sums = strips(s) * columns(s) * STRIP // WARPGROUP
@@ -250,40 +249,40 @@ def _consumer(work: Work) -> tuple[Stmt, ...]:
     begun = (*full, Do("wgmma_fence"), *_multiply(work), Do("wgmma_commit"))
     last: tuple[Stmt, ...] = ()
     if promoted(s):
-        # What a stage comes to is added here, where nothing is lost; another warpgroup multiplies meanwhile.
+        # A stage's sums are added here, in full precision; another warpgroup multiplies meanwhile.
         add = For("i", const(0), const(sums), const(1), (Add(Ptr("acc", var("i")), Ptr("part", var("i"))),), WHOLE)
         before.append(Clear("acc", sums))
         one = (*begun, *_waited(work, "part"), *_released(s, var("stage")), add)
     else:
         one = (*begun, Do("wgmma_wait_1"), If(const(0).lt(step), _released(s, (var("turn") - 1) % s.stages)))
-        given = _released(s, ((var("number") + 1) * var("steps") - 1) % s.stages)
+        release = _released(s, ((var("number") + 1) * var("steps") - 1) % s.stages)
         if s.grouped:
-            # Rows past the last group are sums of nothing.
+            # Rows past the last group are zero.
             before.append(Clear("acc", sums))
-            given = (If(const(0).lt(var("steps")), given),)
-        last = (*_waited(work, "acc"), *given)
+            release = (If(const(0).lt(var("steps")), release),)
+        last = (*_waited(work, "acc"), *release)
     loop = For("step", const(0), var("steps"), const(1), one)
     after: list[Stmt] = []
     if s.pingpong:
         after.append(If(var("lane").eq(0), (Do("mbarrier_arrive", (Ptr("order", 1 - var("group")),)),)))
     after += last
     tiles = ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch")
-    stored = join_groups(s, tiles, s.groups * WARPGROUP, ALL_GROUPS, ending.statements(first))
+    stored = join_groups(s, tiles, s.groups * WARPGROUP, ALL_GROUPS, epilogue.statements(first))
     tile = _each_tile(s, (*before, loop, *after, *stored), mine=True)
     acc = [Scratch(name, sums, work.atom.acc) for name in ("acc", "part")[: 1 + promoted(s)]]
-    made = (*acc, left.describe(first), right.describe(const(0)))
-    return (*made, *ending.before(), *tile, *ending.after())
+    setup = (*acc, left.describe(first), right.describe(const(0)))
+    return (*setup, *epilogue.before(), *tile, *epilogue.after())
 
 
 def _multiply(work: Work) -> tuple[Stmt, ...]:
-    """Start the multiplication of a stage."""
+    """Multiply-adds of a stage, started."""
     s, (left, right) = work.s, work.sides
     strip, unit = var("strip") if strips(s) > 1 else const(0), var("unit")
-    held = columns(s) * STRIP // WARPGROUP
-    # The first product ignores what sums hold.
+    count = columns(s) * STRIP // WARPGROUP
+    # The first product overwrites sums.
     keep = const(1) if s.grouped and not promoted(s) else const(0).lt(unit if promoted(s) else var("step") + unit)
     x, y = left.matrix(var("stage"), strip, unit), right.matrix(var("stage"), const(0), unit)
-    call: Stmt = Do(work.multiply, (Ptr("part" if promoted(s) else "acc", strip * held), x, y, keep))
+    call: Stmt = Do(work.multiply, (Ptr("part" if promoted(s) else "acc", strip * count), x, y, keep))
     if strips(s) > 1:
         call = For("strip", const(0), const(strips(s)), const(1), (call,), WHOLE)
     return (For("unit", const(0), const(s.block.k // work.atom.k), const(1), (call,), WHOLE),)
@@ -291,13 +290,13 @@ def _multiply(work: Work) -> tuple[Stmt, ...]:
 
 def _waited(work: Work, sums: str) -> tuple[Stmt, ...]:
     """Wait for all multiplications: their sums may be read from here on."""
-    held = columns(work.s) * STRIP // WARPGROUP
+    count = columns(work.s) * STRIP // WARPGROUP
     name = f"wgmma_sums_{columns(work.s)}_{work.atom.acc}"
-    return (Do("wgmma_wait_0"), *(Do(name, (Ptr(sums, const(i * held)),)) for i in range(strips(work.s))))
+    return (Do("wgmma_wait_0"), *(Do(name, (Ptr(sums, const(i * count)),)) for i in range(strips(work.s))))
 
 
 def _released(s: Schedule, stage: Index) -> tuple[Stmt, ...]:
-    """This warp no longer needs a stage."""
+    """Arrival of this warp at the `empty` barrier of a stage."""
     if s.cluster > 1:
         return (If(var("lane").lt(s.cluster), (Do("mbarrier_arrive_at", (Ptr("empty", stage), var("lane"))),)),)
     return (If(var("lane").eq(0), (Do("mbarrier_arrive", (Ptr("empty", stage),)),)),)

@@ -395,7 +395,7 @@ def _make(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: Array) 
     fused = Fused(function.operands, ((C, function.results[0][0]),))
     geometry = Geometry.of(isa, atom)
     masks = bool(isa.spelling(atom, "load_mask", dtype))
-    reads = atom.k_pack == 1 and not atom.tiled and (masks or not shape.dv % geometry.wide)
+    reads = atom.k_pack == 1 and not atom.tiled and (masks or not shape.dv % geometry.pv_n)
     bounds = Bounds(causal, not no_window)
     form = Form(
         str(fused),

@@ -350,7 +350,7 @@ def _code(form: Form, tiling: Tiling | MatrixTiling, on: Machine) -> tuple[tuple
     key = (form, tiling, on.key)
     loaded: tuple[tuple[Any, Any], ...] | None = _loaded.get(key)
     if loaded is None:
-        matrix = gpu_mma_attention.unit(form.held, on.target) if isinstance(tiling, MatrixTiling) else None
+        matrix = gpu_mma_attention.unit(form.dtype, on.target) if isinstance(tiling, MatrixTiling) else None
         isa, atom = matrix or units("f32", on.target)[0]
         kernels = lower_grid_attention(isa, atom, form, tiling)
         loaded = _loaded.keep(key, tuple((x, on.load(x)) for x in kernels))

@@ -20,7 +20,7 @@ from portmm.spec.dtype import CODE_BITS, CODES_AT, CODES_KR
 from portmm.spec.problem import Family, Problem, family
 from portmm.util.memo import Memory
 from portmm.weights.kinds import WeightKind
-from portmm.weights.quantized import QuantizedMatrix, Quantized, dequantize
+from portmm.weights.quantized import Quantized, QuantizedMatrix, dequantize
 
 if TYPE_CHECKING:
     from collections.abc import Callable
