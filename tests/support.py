@@ -492,7 +492,7 @@ def called_as_before(kernel: Any, k: Case, workers: int, *more: object) -> bool:
 
     p = k.problem
     work = cpu_dispatch.workspace_bytes(kernel, p, workers)
-    return same_as_before(kernel, "here", work, workers, p.held, p.unit, *more, *k.parts())
+    return same_as_before(kernel, "here", work, workers, p.storage, p.unit, *more, *k.parts())
 
 
 def check_built(

@@ -459,7 +459,7 @@ def attention_unit(dtype: str, fused: Fused, target: Target, rows: int) -> tuple
     fits = []
     for isa, atom in units(f"{dtype}-{dtype}-f32" if dtype != "f32" else dtype, target):
         real = isa.vector("f32", atom.n)
-        lines = isa.by_lines(atom) or atom
+        lines = isa.row_atom(atom) or atom
         interleaves = atom.k_pack == 1 or isa.spelling(lines, "load_rows", "f32", atom.right)
         if (
             (rows >= atom.m if atom.tiled else atom.m == 1)
