@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 # The driver of kernels without Python belongs to the tests.
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
 
 def pytest_addoption(parser):

@@ -14,7 +14,7 @@ import numpy as np
 
 from portmm.arrays.numpy_arrays import numpy_of
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 AHEAD = 2e-3
 """Seconds that a device waits before what is timed, so that the calls are in its queue when it begins."""

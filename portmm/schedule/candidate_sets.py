@@ -2,7 +2,7 @@
 
 Owns the cache of candidate lists and of their cost tables. Enumeration compares sizes with a few thresholds only
 (see `_Kind.features`): problems on the same sides of all of them have the same candidates.
-tests/test_candidate_sets.py compares this with fresh enumerations.
+tests/schedule/test_candidate_sets.py compares this with fresh enumerations.
 """
 
 from __future__ import annotations

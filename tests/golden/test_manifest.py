@@ -61,7 +61,7 @@ def test_a_comparison_names_what_differs():
     assert "1 changed: 1 rows" in text
     assert "1 appeared: 1 dot" in text
     assert "1 vanished: 1 avx2" in text
-    assert "python tests/manifest.py --write" in text
+    assert "python tests/support/manifest.py --write" in text
 
 
 def test_a_comparison_names_no_more_than_can_be_read():

@@ -1,7 +1,7 @@
 """A digest of every text that a compiler is given: of kernels of all kinds, and of the run time.
 
-`python tests/manifest.py` says which cases differ from `manifest.txt`, `--write` rewrites it. A line is a family, a
-case and a digest of what is emitted for it. A change that only moves code changes no line. Comments at the head of a
+`python tests/support/manifest.py` says which cases differ from `manifest.txt`, `--write` rewrites it. A line is a family,
+a case and a digest of what is emitted for it. A change that only moves code changes no line. Comments at the head of a
 kernel, which name its schedule, have one line for each family, so that another spelling of schedules is told from
 other code; the number of a version is left out. Nothing depends on the machine that this runs on.
 
@@ -41,7 +41,7 @@ DIGITS = 16
 """Hexadecimal, of a digest."""
 SHOWN = 20
 """Cases that a comparison names."""
-AGAIN = "if that is as it should be, `python tests/manifest.py --write`"
+AGAIN = "if that is as it should be, `python tests/support/manifest.py --write`"
 KINDS = (*PROGRAMS, *GRID_PROGRAMS, "attention", "rows", "columns", "lines", "pack", "fold", "peak")
 
 

@@ -2,7 +2,7 @@
 
 Python imports this module at its start where this folder is on PYTHONPATH, in every process that tests start as well:
 
-    PYTHONPATH=tests/lesser TESTS_HOST=x86-64-v3 pytest
+    PYTHONPATH=tests/support/lesser TESTS_HOST=x86-64-v3 pytest
 
 runs the tests as a machine with AVX2 and nothing beyond it would; `x86-64-v2` as one with SSE only, and
 TESTS_PROCESSORS=1 as one with a single core. Kernels run natively: no emulator is needed.

@@ -1,6 +1,6 @@
 /* Runs built kernels without Python: jobs come on standard input, C goes out, and
  * the operands of fused expressions. Arguments are pairs of a shared object and its
- * symbol. A job is 33 longs (see tests/driver.py), then the bytes of A, B, C, six
+ * symbol. A job is 33 longs (see tests/support/driver.py), then the bytes of A, B, C, six
  * vectors and the numbers, and for each operand six longs and its bytes. Every
  * operand and the scratch end where an inaccessible page starts, or lie in the
  * sanitizer's heap. Tasks run on one thread, last first, spread over the workers. */
