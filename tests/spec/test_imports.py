@@ -6,9 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from places import ROOT
+
 import portmm
 
-ROOT = Path(__file__).resolve().parent.parent
 TOP = {"__init__", "__main__", "errors", "version"}
 SLOW_PACKAGES = (
     "torch cupy pyopencl cffi rich typer cpuinfo platformdirs matplotlib subprocess tempfile multiprocessing"

@@ -17,6 +17,8 @@ _RETIRED = (
 )
 RETIRED = frozenset(_RETIRED.split())
 """Private words that names had; each has a term of the field in its place."""
+STORED = frozenset(("heights", "resident"))
+"""Fields of `Schedule` with the words of its spelling, which stored schedules have."""
 OPENINGS = ("What ", "Which ", "Whose ", "Who", "Somebody ", "How far ", "How much ", "How many ", "How ", "That ")
 """Of first sentences that do not name their object."""
 PHRASES = ("comes to", "is had", "anew", "in turns", "leave to", "nobody", "somebody")
@@ -64,7 +66,7 @@ def test_names_hold_no_retired_word(package):
         f"{path}:{line} {name}"
         for path, tree in trees(package)
         for name, line in [(path.stem, 1), *names(tree)]
-        if RETIRED & set(words_of(name))
+        if RETIRED & set(words_of(name)) and name not in STORED
     }
     assert not faults, "\n".join(sorted(faults))
 

@@ -1,12 +1,9 @@
 """A digest of every text that a compiler is given: of kernels of all kinds, and of the run time.
 
-`python tests/support/manifest.py` says which cases differ from `manifest.txt`, `--write` rewrites it. A line is a family,
-a case and a digest of what is emitted for it. A change that only moves code changes no line. Comments at the head of a
-kernel, which name its schedule, have one line for each family, so that another spelling of schedules is told from
-other code; the number of a version is left out. Nothing depends on the machine that this runs on.
-
-Families are instruction sets, with problems whose kernels are small; chips, with what the cost model chooses of larger
-ones; and the run time.
+`python tests/support/manifest.py` says which cases differ from `manifest.txt`, `--write` rewrites it. A line is a
+family, a case and a digest of what is emitted for it. A change that only moves code changes no line. Comments at the
+head of a kernel, which name its schedule, have one line for each family, so that another spelling of schedules is told
+from other code; the number of a version is left out. Nothing depends on the machine that this runs on.
 """
 
 from __future__ import annotations
