@@ -130,10 +130,10 @@ def proposals(p: Problem, target: Target) -> Iterator[tuple[Schedule, Isa, Atom]
     q = p.transposed() if swap else p
     group = family(p.family).group if p.b == "codes" else 0
     # What schedules have by default is not set again: copies take most of the time.
-    said = {"swap": swap, "post": p.post, "group": group, "source": p.source, "fused": p.fused}
-    about: dict[str, Any] = {name: x for name, x in said.items() if x}
+    fields = {"swap": swap, "post": p.post, "group": group, "source": p.source, "fused": p.fused}
+    changed: dict[str, Any] = {name: x for name, x in fields.items() if x}
     if p.static:
-        about["static"] = (q.m, q.n, q.k)
+        changed["static"] = (q.m, q.n, q.k)
     legal = False
     for isa, atom in units(q.dtype, target):
         if legal and p.deterministic and p.acc != "s32":
@@ -146,7 +146,7 @@ def proposals(p: Problem, target: Target) -> Iterator[tuple[Schedule, Isa, Atom]
         narrow = None if narrow and p.fused and not _fuses(isa, narrow.n, p.fused) else narrow
         few = (replace(s, lanes=narrow.n) for s in _programs(q, isa, narrow, target)) if narrow else ()
         for s in (*few, *_programs(q, isa, atom, target)):
-            one = replace(s, **about, kr=atom.k_pack) if about or atom.k_pack > 1 else s
+            one = replace(s, **changed, kr=atom.k_pack) if changed or atom.k_pack > 1 else s
             own = isa.atom(q.dtype, s.lanes) or atom
             legal = legal or not illegal(one, p, isa, own, target)
             yield one, isa, own
@@ -301,7 +301,7 @@ def _thin_tiles(base: Schedule, p: Problem, isa: Isa, atom: Atom) -> Iterator[Sc
 
 
 def mr_variants_of(mr: int) -> tuple[int, ...]:
-    """MR variants for more than MR rows: an even partition has slices of about MR/2 to MR rows."""
+    """MR variants for more than MR rows: an even partition has slices of changed MR/2 to MR rows."""
     return tuple(range((mr + 1) // 2, mr + 1))
 
 
