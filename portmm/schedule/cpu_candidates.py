@@ -301,7 +301,7 @@ def _thin_tiles(base: Schedule, p: Problem, isa: Isa, atom: Atom) -> Iterator[Sc
 
 
 def mr_variants_of(mr: int) -> tuple[int, ...]:
-    """MR variants for more than MR rows: an even partition has slices of changed MR/2 to MR rows."""
+    """MR variants for more than MR rows: an even partition has slices of about MR/2 to MR rows."""
     return tuple(range((mr + 1) // 2, mr + 1))
 
 
