@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 import portmm as pm
-from portmm.ops import matmul as matmul_op
+from portmm.ops import host_matmul, routes
 from portmm.runtime import route_cache
 from portmm.spec.row_classes import row_class
 
@@ -97,17 +97,17 @@ def new_shapes():
 
     def resolve(*about):
         start = time.perf_counter()
-        found = matmul_op._resolve(*about)  # noqa: SLF001 - what the run time calls
+        found = host_matmul._resolve(*about)  # noqa: SLF001 - what the run time calls
         took.append(time.perf_counter() - start)
         return found
 
     draw = np.random.default_rng(0)
     shapes = [(int(draw.integers(33, 128)), *map(int, draw.integers(1, 16, 2) * 16)) for _ in range(SHAPES)]
     pm.matmul(matrix(2, 2), matrix(2, 2))
-    runtime = matmul_op._state["runtime"]  # noqa: SLF001 - the resolver's place
+    runtime = host_matmul._state["runtime"]  # noqa: SLF001 - the resolver's place
     for more in (0, 1, 2):
         took.clear()
-        book = route_cache.of_target(matmul_op._target_name())  # noqa: SLF001 - the book in use
+        book = route_cache.of_target(routes.target_name())
         if book is not None:
             book.lines.clear()  # of earlier runs
         runtime.set_resolver(resolve, True)
@@ -115,7 +115,7 @@ def new_shapes():
             for m, n, k in shapes:
                 pm.matmul(matrix(m, k + more), matrix(k + more, n), matrix(m, n, result))
         finally:
-            runtime.set_resolver(matmul_op._resolve, True)  # noqa: SLF001 - as it was
+            runtime.set_resolver(host_matmul._resolve, True)  # noqa: SLF001 - as it was
     return statistics.median(took) * 1e6
 
 

@@ -16,7 +16,7 @@ from portmm.errors import (
     TargetError,
     TraceError,
 )
-from portmm.ops.matmul import matmul, plan, register_fused
+from portmm.ops.matmul import matmul, plan
 from portmm.ops.prepack import pack
 from portmm.version import VERSION
 
@@ -201,16 +201,6 @@ _LAZY = {
     ),
 }
 """Modules of the names that are imported at their first use, since a matmul from the cache does not need them."""
-
-
-def _fused_matmul(*operands: object) -> object:
-    """The product with prologues and an epilogue, imported on its first use."""
-    from portmm.ops.fused_matmul import matmul as fused_matmul
-
-    return fused_matmul(*operands)  # type: ignore[arg-type]
-
-
-register_fused(_fused_matmul)
 
 
 def __getattr__(name: str) -> object:

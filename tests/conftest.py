@@ -19,7 +19,7 @@ from portmm.build import cache, compiler, failed_builds
 from portmm.build.shared_object import find_compiler
 from portmm.dispatch import config as settings
 from portmm.dispatch import cpu as cpu_dispatch
-from portmm.ops import matmul as matmul_op
+from portmm.ops import host_matmul
 from portmm.runtime import cpu as cpu_runtime
 
 
@@ -85,8 +85,8 @@ def _quickly(request):
 @pytest.fixture(scope="module", autouse=True)
 def _anew():
     """The run time is one per process, and the tests of it register resolvers of their own."""
-    matmul_op._fast = matmul_op._start
-    matmul_op._state.clear()
+    host_matmul.fast = host_matmul._start
+    host_matmul._state.clear()
     numpy_fallback.forget()
     cpu_runtime.forget_refusal()
     settings._listeners.clear()

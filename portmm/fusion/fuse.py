@@ -28,7 +28,7 @@ from portmm.fusion.partition import Splitter
 from portmm.fusion.plan_cpu import Builder
 from portmm.fusion.program_cpu import ChangedError, Kernel
 from portmm.fusion.traced_array import HOOKS, Value
-from portmm.ops import matmul as matmul_op
+from portmm.ops import host_matmul
 from portmm.runtime import cpu as cpu_runtime
 from portmm.trace.numpy_names import rebuilt
 from portmm.util import locks
@@ -124,7 +124,7 @@ class FusedFunction:
         """Load the run time, which describes arrays from then on; arrays on a device need no run time."""
         if any(on_device(x) for x in args):
             return None
-        matmul_op.begin()
+        host_matmul.begin()
         cpu_types = cpu_runtime.types()
         if cpu_runtime.has_kernels(cpu_types):  # without kernels there are no fast paths to look up yet
             self.describe = cpu_types.describe
@@ -287,7 +287,7 @@ def _program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[
         from portmm.fusion import plan_gpu
 
         return plan_gpu.program(graph, outputs, result)
-    matmul_op.begin()
+    host_matmul.begin()
     if any(0 in x.shape or (x.kind == "matmul" and 0 in x.inputs[0].shape) for x in graph.nodes):
         return _evaluated(graph, result, "an array is empty: NumPy computes the function")
     plain: dict[Node, str] = {}

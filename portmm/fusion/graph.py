@@ -16,7 +16,7 @@ import numpy as np
 
 from portmm.arrays import interop, numpy_arrays
 from portmm.errors import TraceError
-from portmm.ops import matmul as matmul_op
+from portmm.ops.matmul import matmul
 from portmm.spec.dtype import accumulator
 from portmm.spec.elementwise import Typed
 from portmm.spec.epilogue import argument, reduction
@@ -275,10 +275,10 @@ class Graph:
         shape = (*batch, m, n)
         result, why = self._product(a, b, dtype, by_numpy=name == "@")
         if why:
-            plain = np.matmul if result is None else lambda x, y: matmul_op.matmul(x, y, dtype=result)
+            plain = np.matmul if result is None else lambda x, y: matmul(x, y, dtype=result)
             apart: Node = self.call(name, plain, (a, b), why, shape=shape, dtype=result, own=result is not None)
             return apart
-        return self.add("matmul", shape, result, (a, b), lambda x, y: matmul_op.matmul(x, y, dtype=result), name)
+        return self.add("matmul", shape, result, (a, b), lambda x, y: matmul(x, y, dtype=result), name)
 
     def _vectors(self, name: str, a: Node, b: Node, dtype: Any) -> Node:
         """Record a product with vectors, as one of matrices."""

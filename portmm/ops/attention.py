@@ -16,7 +16,7 @@ from portmm.arrays import interop, numpy_arrays
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.dispatch import config
 from portmm.errors import BuildError, TraceError
-from portmm.ops import matmul as matmul_op
+from portmm.ops import host_matmul
 from portmm.ops.attention_shapes import (
     NAMES,
     Shape,
@@ -386,7 +386,7 @@ def _make(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: Array) 
         raise TraceError("a score is one value, not a tuple")
     function, target = _real(traced), config.target()
     dtype = numpy_arrays.name_of(shape.dtype)
-    matmul_op.begin()
+    host_matmul.begin()
     runtime()  # raises before a kernel is lowered in vain
     fused = Fused(function.operands, ((C, function.results[0][0]),))
     isa, atom, _ = unit = cpu_dispatch.attention_unit(dtype, fused, target, last_of_class(shape.m))

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from portmm.dispatch import config
-from portmm.ops import matmul as matmul_op
+from portmm.ops import routes
 from portmm.runtime import route_cache
 from portmm.runtime.cpu import runtime
 from portmm.util.memo import Memory
@@ -36,7 +36,7 @@ def route(p: Problem) -> Any:
         BuildError: it cannot be compiled.
     """
     if p.static:
-        return matmul_op.route(p)
+        return routes.route(p)
     but_rows = (replace(p, m=0), config.current(), config.limit())
     kernel = _routes.get((p.m, but_rows))
     if kernel is None:
@@ -54,7 +54,7 @@ def _find(p: Problem, but_rows: Any) -> Any:
     kernel = None if cache is None else route_cache.route(cache, question, runtime(), p)
     first = _first.setdefault(but_rows, p)
     if first is p:
-        return kernel or matmul_op.route(p)
+        return kernel or routes.route(p)
     if kernel is not None:
         return kernel
     from portmm.dispatch import cpu as cpu_dispatch
@@ -68,5 +68,5 @@ def _find(p: Problem, but_rows: Any) -> Any:
     known = [s for s in schedules if costs.get(s, float("inf")) <= NEARLY * choice.cost.seconds]
     if not known:
         schedules.append(choice.schedule)
-        return matmul_op.route(p)
+        return routes.route(p)
     return cpu_dispatch.route_by(min(known, key=costs.__getitem__), p, target, choice.workers)

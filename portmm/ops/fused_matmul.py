@@ -16,8 +16,7 @@ from portmm.arrays import interop, numpy_arrays
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.dispatch import config
 from portmm.errors import BuildError, ScheduleError, TraceError
-from portmm.ops import call_fastpath
-from portmm.ops import matmul as matmul_op
+from portmm.ops import call_fastpath, host_matmul, routes
 from portmm.ops.prepack import current, is_int4_on_device, is_packed
 from portmm.ops.rowwise import BYTES_PER_SECOND, over_rows
 from portmm.runtime.cpu import runtime
@@ -67,7 +66,7 @@ def matmul(  # noqa: PLR0917 - the operands, then the functions
             raise TypeError("b is packed; apply prologue_b to the original weight, or pack its result")
         right = _before(prologue_b, _rows(right, "b"), {"k": "m", "n": "n", "b": "b"})
     if epilogue is None:
-        result = matmul_op.matmul(left, right, out, dtype=dtype)
+        result = host_matmul.product(left, right, out, dtype=dtype)
         return in_class_of(result, a, b) if out is None else result
     if left.ndim < 2 or len(right.shape) < 2:
         raise ValueError(f"an epilogue takes matrices; got {left.shape} by {right.shape}: add a dimension of 1")
@@ -206,8 +205,8 @@ class Call:
         p = self.problem(step, rows.layout, right.layout if right else "")
         if (rows.layout, p.b) == ("row", "col") and _better_unfused(p, step):
             raise ScheduleError("the product, and a separate kernel over its rows, are predicted to be faster")
-        matmul_op.begin()
-        route, shared = matmul_op.routed(p)
+        host_matmul.begin()
+        route, shared = routes.routed(p)
         strides = (right.row, right.col, _item_stride(right, size)) if right else (other.b_k, other.b_n, 0)
         numbers = (rows.row, rows.col, _item_stride(rows, size), *strides)
         seen = (self.m, self.n, self.items)
@@ -303,7 +302,7 @@ class Call:
         sums = self.sums()
         if sums == "f64":
             raise TypeError("expressions are in float32; convert float64 operands, or multiply without an epilogue")
-        product = matmul_op.matmul(self.left, self.right, dtype=np.int32 if sums == "s32" else np.float32)
+        product = host_matmul.product(self.left, self.right, dtype=np.int32 if sums == "s32" else np.float32)
         product = product.astype(np.float32, copy=False)  # as in one kernel
         results, several = over_rows(epilogue, (product,), NAMES, dtype=self.types()[2], first=self.first)
         return fit(list(results), out, several=several)

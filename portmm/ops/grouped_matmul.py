@@ -15,7 +15,7 @@ import numpy as np
 from portmm.arrays import interop, numpy_arrays
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.errors import BuildError
-from portmm.ops import matmul as matmul_op
+from portmm.ops import host_matmul, routes
 from portmm.ops.prepack import current, is_packed, items
 from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import BY_NAME
@@ -186,7 +186,7 @@ def _plain(x: _Groups, out: Any, dtype: np.dtype[Any] | None) -> Any:
     direct = out is not None and not any(np.may_share_memory(out, y) for y in x.memory)
     result = numpy_arrays.check_out(out, (m, n), usual) if direct else np.empty((m, n), dtype or usual)
     for begin, end, i in x.runs():
-        matmul_op.matmul(x.a[begin:end], x.b[i], result[begin:end], dtype=dtype)
+        host_matmul.product(x.a[begin:end], x.b[i], result[begin:end], dtype=dtype)
     result[x.ends[-1] :] = 0
     if out is None or direct:
         return result
@@ -344,6 +344,6 @@ def _route(p: Problem) -> Any:
     """The kernel of a group, from the memo by its size."""
     route = _routes.get(p)
     if route is None:
-        matmul_op.begin()
-        route = _routes.keep(p, matmul_op.route(p))
+        host_matmul.begin()
+        route = _routes.keep(p, routes.route(p))
     return route

@@ -16,7 +16,7 @@ from portmm.dispatch import config
 from portmm.errors import TargetError
 from portmm.host.detect import missing
 from portmm.ir.grid_kernel import GridKernel
-from portmm.ops import matmul as matmul_op
+from portmm.ops import host_matmul
 from portmm.spec.dtype import BY_NAME, base
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def launch(kernel: Kernel | GridKernel, a: Any, b: Any, c: Any) -> Any:
         raise ValueError(f"a {a.shape}, b {b.shape} and c {c.shape} do not fit: pass (m, k), (k, n) and (m, n)")
     if not c.flags.writeable:
         raise ValueError("c is read-only; pass a writeable array")
-    matmul_op.begin()
+    host_matmul.begin()
     fields = {"m": m, "n": n, "k": k, "batch": lead[0] if lead else 1, "workers": config.get_num_threads()}
     numbers: list[Any] = [fields[x] for x in ("m", "n", "k", "batch")]
     for names, x in (("a_m a_k a_batch", a), ("b_k b_n b_batch", b), ("c_m c_n c_batch", c)):

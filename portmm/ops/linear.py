@@ -16,7 +16,7 @@ import numpy as np
 from portmm.arrays import interop, numpy_arrays, numpy_fallback
 from portmm.dispatch import config
 from portmm.errors import BuildError, ScheduleError
-from portmm.ops import matmul as matmul_op
+from portmm.ops import host_matmul, routes
 from portmm.ops.int4_panels import PackedInt4, pack_int4, unpack_int4
 from portmm.ops.linear_vectors import is_default, last_step, vectors_of
 from portmm.ops.prepack import current, is_packed, pack, unpack
@@ -317,14 +317,14 @@ def _prepared(left: Array, weight: Any, options: _Options, step: Any = None) -> 
     )  # fmt: skip
     if p.acc == "s32" and p.b == "packed" and not family(weight.family).sums:
         raise ScheduleError(f"w is packed as {weight.family}, for activations of another type: pack it for {types[0]}")
-    matmul_op.begin()
+    host_matmul.begin()
     repacked = None
     try:
         try:
-            route, shared = matmul_op.routed(p)
+            route, shared = routes.routed(p)
         except ScheduleError:  # packed on another machine
             repacked = pack_int4(unpack_int4(weight)) if p.b == "codes" else pack(unpack(weight), activations=types[0])
-            route, shared = matmul_op.routed(replace(p, family=repacked.family))
+            route, shared = routes.routed(replace(p, family=repacked.family))
     except BuildError as error:
         numpy_fallback.fall_back(error)
         return _Call((m, m), types[2], source, None, None, None, plain=True)

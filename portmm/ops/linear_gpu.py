@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.arrays import interop
-from portmm.ops import matmul as matmul_op
 from portmm.ops import rowwise_gpu
+from portmm.ops.matmul import matmul
 from portmm.spec.elementwise import cast, quantize_rows
 from portmm.trace.closures import traced_through
 
@@ -73,7 +73,7 @@ def linear(  # noqa: PLR0917 - operands, then the options of `linear.linear`
     if options["out_scale"] is not None and dtype is None:
         result_type = np.int8 if left.dtype == "s8" else np.uint8
     usual = None if options["out_scale"] is not None else result_type
-    return matmul_op.matmul(x, w, out, dtype=usual, epilogue=_epilogue(bias, options, result_type, epilogue))
+    return matmul(x, w, out, dtype=usual, epilogue=_epilogue(bias, options, result_type, epilogue))
 
 
 def _epilogue(

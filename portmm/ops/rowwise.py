@@ -16,7 +16,7 @@ import numpy as np
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.dispatch import config
 from portmm.errors import BuildError, ScheduleError, TraceError
-from portmm.ops import matmul as matmul_op
+from portmm.ops import host_matmul
 from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import Operand, argument
@@ -147,7 +147,7 @@ def over_rows(
     strides = [tuple([s // x.itemsize for s in x.strides]) for x in values]
 
     def make(traced: Traced) -> tuple[_Rows, ...]:
-        matmul_op.begin()
+        host_matmul.begin()
         runtime()  # raises before a kernel is lowered in vain
         traced = typed(traced, first)
         return _checked(traced, build)

@@ -131,9 +131,9 @@ def _on_host(shapes: list[tuple[int, int, int, int]], word: str, b: str) -> dict
     from portmm.arrays import numpy_arrays
     from portmm.arrays.problem_of import problem_of_call
     from portmm.dispatch import cpu as cpu_dispatch
-    from portmm.ops import matmul as matmul_op
+    from portmm.ops import host_matmul, routes
 
-    matmul_op.begin()
+    host_matmul.begin()
     names = {}
     kinds = [numpy_arrays.numpy_of(x) for x in types(word)]
     for batch, m, n, k in shapes:
@@ -143,7 +143,7 @@ def _on_host(shapes: list[tuple[int, int, int, int]], word: str, b: str) -> dict
             np.empty((*lead, *((k, n) if b == "row" else (n, k))), kinds[1]),
         )
         p = problem_of_call(left, right if b == "row" else right.swapaxes(-1, -2), dtype=word)
-        matmul_op.route(p)
+        routes.route(p)
         choice = cpu_dispatch.choose(p, config.target(), config.get_num_threads())
         names[choice.schedule] = cpu_dispatch.kernel_of(
             choice.schedule, cpu_dispatch.isa_of(choice.schedule, choice.target)

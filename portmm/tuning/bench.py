@@ -17,7 +17,7 @@ from portmm.comparison.worker import seconds_per_call
 from portmm.dispatch import config, overrides
 from portmm.dispatch import cpu as cpu_dispatch
 from portmm.errors import ScheduleError
-from portmm.ops import matmul as matmul_op
+from portmm.ops import host_matmul
 
 if TYPE_CHECKING:
     from portmm.comparison.case import Case
@@ -120,5 +120,5 @@ class Bench:
 def open_bench(setup: Setup) -> Any:
     """The bench of this process."""
     library = open_portmm(setup)
-    matmul_op.begin()
+    host_matmul.begin()
     return Bench(library, setup)

@@ -13,7 +13,7 @@ import pytest
 import portmm as pm
 from portmm.dispatch import config
 from portmm.dispatch import cpu as cpu_dispatch
-from portmm.ops import matmul as matmul_op
+from portmm.ops import host_matmul, routes
 from portmm.spec.problem import Problem
 from portmm.spec.row_classes import row_class
 from portmm.trace import bind
@@ -39,7 +39,7 @@ def one_class():
     assert {row_class(m) for m in ROWS} == {(193, 200)}
     pm.matmul(X[:2], W)
     memo.forget_all()
-    matmul_op._state["runtime"].clear_memo()
+    host_matmul._state["runtime"].clear_memo()
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def work(monkeypatch):
 
         monkeypatch.setattr(module, name, call)
 
-    counted(matmul_op, "routed")
+    counted(routes, "routed")
     counted(bind, "trace")
     return done
 
@@ -202,7 +202,7 @@ def test_a_new_class_with_a_known_kernel_takes_few_calls():
     counts = []
     for k in range(64, 64 + 12):
         about = ("f32", 200, 96, k, "row", "row", "row", "", True)
-        counts.append(calls(matmul_op._resolve, *about))
+        counts.append(calls(host_matmul._resolve, *about))
     candidates = len(cpu_dispatch.choose(Problem(200, 96, 70), config.target()).runners_up)
     assert candidates > 20
     assert min(counts) <= LIMIT
@@ -212,13 +212,13 @@ def test_a_new_class_with_a_known_kernel_takes_few_calls():
 def test_a_repeated_shape_runs_no_python(m):
     a, out = X[:m], np.empty((m, N), np.float32)
     pm.matmul(a, W, out)
-    assert calls(matmul_op._fast, a, W, out) <= 2  # the call itself, and the end of the count
+    assert calls(host_matmul.fast, a, W, out) <= 2  # the call itself, and the end of the count
 
 
 def test_another_row_count_of_a_class_runs_no_python():
     for m in ROWS:
         a, out = X[:m], np.empty((m, N), np.float32)
-        counted = calls(matmul_op._fast, a, W, out)
+        counted = calls(host_matmul.fast, a, W, out)
         assert m == ROWS[0] or counted <= 2
 
 
@@ -226,12 +226,12 @@ def test_another_row_count_of_a_class_runs_no_python():
 def test_a_stack_of_a_class_runs_no_python(packed):
     """A stack by one matrix is a taller matrix: of the class of all its rows, and of the route of that matrix."""
     w = pm.pack(W) if packed else W
-    near(matmul_op._fast(X[:200], w), X[:200] @ W)
+    near(host_matmul.fast(X[:200], w), X[:200] @ W)
     for items in (2, 4, 5, 8):
         a, out = X[:200].reshape(items, 200 // items, K), np.empty((items, 200 // items, N), np.float32)
-        assert calls(matmul_op._fast, a, w, out) <= 2
+        assert calls(host_matmul.fast, a, w, out) <= 2
         near(out, a @ W)
-        near(matmul_op._fast(a, w), a @ W)
+        near(host_matmul.fast(a, w), a @ W)
     a = X[:198].reshape(2, 99, K)
-    assert calls(matmul_op._fast, a, w, None) <= 2
-    near(matmul_op._fast(a, w), a @ W)
+    assert calls(host_matmul.fast, a, w, None) <= 2
+    near(host_matmul.fast(a, w), a @ W)

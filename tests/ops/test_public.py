@@ -15,7 +15,7 @@ from portmm.arrays import numpy_fallback
 from portmm.build import cache
 from portmm.dispatch import config, selection
 from portmm.errors import NoCompilerError
-from portmm.ops import matmul as matmul_op
+from portmm.ops import host_matmul
 from portmm.util import user_warnings
 
 QUICKLY = True
@@ -117,14 +117,14 @@ def test_without_a_compiler_the_warning_points_at_the_call(monkeypatch):
     def failing(_):
         raise NoCompilerError("none")
 
-    monkeypatch.setattr(matmul_op.route_cache, "runtime", failing)
+    monkeypatch.setattr(host_matmul.route_cache, "runtime", failing)
     for way in (
         lambda: pm.matmul(ONES, ONES),
         lambda: pm.matmul(ONES, ONES, dtype=np.float64),
         lambda: pm.fuse(lambda x: x @ x)(ONES),
     ):
-        monkeypatch.setattr(matmul_op, "_state", {})
-        monkeypatch.setattr(matmul_op, "_fast", matmul_op._start)
+        monkeypatch.setattr(host_matmul, "_state", {})
+        monkeypatch.setattr(host_matmul, "fast", host_matmul._start)
         monkeypatch.setattr(numpy_fallback, "_warned", [])
         assert line_of(way) == way.__code__.co_firstlineno
 

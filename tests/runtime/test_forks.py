@@ -103,7 +103,7 @@ print("done")
 )
 
 LOCKS = [
-    ("portmm.ops.matmul", "_lock"),
+    ("portmm.ops.host_matmul", "_lock"),
     ("portmm.dispatch.cpu", "_lock"),
     ("portmm.spec.expr", "_making"),
     ("portmm.dispatch.gpu", "_lock"),

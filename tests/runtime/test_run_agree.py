@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import portmm as pm
-from portmm.ops import matmul as matmul_op
+from portmm.ops import host_matmul
 
 EXTENTS = st.integers(1, 6)
 
@@ -50,7 +50,7 @@ def operands(draw):
 def started():
     pm.set_num_threads(1)
     pm.matmul(np.ones((2, 2)), np.ones((2, 2)))
-    if "runtime" not in matmul_op._state:
+    if "runtime" not in host_matmul._state:
         pytest.skip("no compiler")
 
 
@@ -63,7 +63,7 @@ EXAMPLES = 300 if os.environ.get("PORTMM_TEST_CACHE") else 60
 def test_fast_and_general_agree(case):
     a, b, out = case
     want = np.matmul(a.astype(np.float64), b.astype(np.float64))
-    slow = matmul_op._general(a, b, None)
+    slow = host_matmul._general(a, b, None)
     for _ in range(2):
         if out is not None:
             out[...] = np.nan
@@ -82,8 +82,8 @@ def without_general(monkeypatch):
     def refuse(*_):
         raise AssertionError("took the general way")
 
-    monkeypatch.setattr(matmul_op, "_general", refuse)
-    matmul_op._state["runtime"].set_slow(refuse)
+    monkeypatch.setattr(host_matmul, "_general", refuse)
+    host_matmul._state["runtime"].set_slow(refuse)
 
 
 def random(*shape):
@@ -92,7 +92,7 @@ def random(*shape):
 
 @pytest.mark.parametrize("into", [False, True])
 def test_what_is_planned(monkeypatch, into):
-    general = matmul_op._general
+    general = host_matmul._general
     without_general(monkeypatch)
     w, ws = random(5, 6), random(3, 5, 6)
     try:
@@ -118,7 +118,7 @@ def test_what_is_planned(monkeypatch, into):
                 out = np.empty(want.shape, np.float32) if into else None
                 np.testing.assert_allclose(pm.matmul(a, b, out), want, rtol=1e-4, atol=1e-4)
     finally:
-        matmul_op._state["runtime"].set_slow(general)
+        host_matmul._state["runtime"].set_slow(general)
 
 
 def test_what_is_not_planned_is_still_right():

@@ -15,7 +15,7 @@ from portmm.build import cache
 from portmm.dispatch import config
 from portmm.errors import NoCompilerError
 from portmm.host import calibrate
-from portmm.ops import matmul as matmul_op
+from portmm.ops import host_matmul
 from portmm.runtime import cpu as cpu_runtime
 from portmm.runtime import route_cache
 from portmm.spec.problem import Problem
@@ -83,7 +83,7 @@ def kept(tmp_path, monkeypatch):
 
     cpu_dispatch.forget()
     pm.matmul(np.ones((7, 9), np.float32), np.ones((9, 5), np.float32))
-    matmul_op._state["runtime"].clear_memo()
+    host_matmul._state["runtime"].clear_memo()
     pm.matmul(np.ones((7, 9), np.float32), np.ones((9, 5), np.float32))
 
     def again(target=""):
@@ -242,8 +242,8 @@ def test_a_failure_ahead_is_told_where_it_matters(monkeypatch):
     monkeypatch.setattr(cpu_runtime, "load_extension", fails)
     monkeypatch.setattr(cpu_runtime, "load_cffi_runtime", fails)
     monkeypatch.setattr(route_cache, "of_target", lambda _: None)
-    monkeypatch.setattr(matmul_op, "_fast", matmul_op._start)
-    monkeypatch.setattr(matmul_op, "_state", {})
+    monkeypatch.setattr(host_matmul, "fast", host_matmul._start)
+    monkeypatch.setattr(host_matmul, "_state", {})
     a = np.ones((3, 3), np.float32)
     with pytest.warns(RuntimeWarning, match="no compiler here"):
         assert (pm.matmul(a, a) == 3).all()
@@ -263,7 +263,7 @@ def test_code_that_another_process_built_needs_no_source(kept, monkeypatch):
         """The same schedule as the answer in the book has, for another K."""
         cpu_dispatch.forget()
         route_cache._kernels.clear()
-        matmul_op._state["runtime"].clear_memo()
+        host_matmul._state["runtime"].clear_memo()
         return pm.matmul(np.ones((7, 8), np.float32), np.ones((8, 5), np.float32))
 
     (schedule, line) = next(iter(kept().codes.items()))

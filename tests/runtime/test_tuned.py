@@ -315,13 +315,13 @@ def test_explain_says_tuned(base):
 
 def test_calls_choose_again_after_tuning(base):
     from portmm.dispatch import overrides
-    from portmm.ops import matmul as matmul_op
+    from portmm.ops import routes
 
     a, b = np.ones((333, 222), np.float32), np.ones((222, 444), np.float32)
     p = Problem(333, 444, 222)
     pm.set_num_threads(1)
     pm.matmul(a, b)
-    before = matmul_op.route(p).kernel.symbol
+    before = routes.route(p).kernel.symbol
     target = pm.explain(a, b).target
     choice = cpu_dispatch.choose(p, target, 1)
     other = next(
@@ -331,7 +331,7 @@ def test_calls_choose_again_after_tuning(base):
     tuning_database.record(base, [Tuned(p, 1, other, 1, 1.0, 1.0, **facts)])
     overrides.renew()
     assert (pm.matmul(a, b) == 222).all()
-    assert matmul_op.route(p).kernel.symbol != before
+    assert routes.route(p).kernel.symbol != before
 
 
 LATER = """

@@ -12,7 +12,7 @@ import portmm as pm
 from portmm.dispatch import config, tuning_database
 from portmm.dispatch import cpu as cpu_dispatch
 from portmm.dispatch.cost_selection import MOST_LOSS, predict, select
-from portmm.ops import matmul as matmul_op
+from portmm.ops import host_matmul, routes
 from portmm.schedule.candidate_sets import candidate_set
 from portmm.schedule.cpu_candidates import candidates
 from portmm.schedule.textbook import WITHIN
@@ -89,7 +89,7 @@ def runtime():
     """The run time, with nothing remembered and one thread."""
     a = np.ones((2, 2), np.float32)
     pm.matmul(a, a)
-    rt = matmul_op._state["runtime"]
+    rt = host_matmul._state["runtime"]
 
     def forget():
         memo.forget_all()
@@ -117,7 +117,7 @@ def test_the_run_time_asks_once_for_a_class(runtime, types, packed):
 
     def resolve(*about):
         asked.append(about)
-        return matmul_op._resolve(*about)
+        return host_matmul._resolve(*about)
 
     if packed and left is np.float32 and right is np.float16:
         pytest.skip("a weight is packed for activations of its own type")
@@ -132,7 +132,7 @@ def test_the_run_time_asks_once_for_a_class(runtime, types, packed):
             assert made.dtype == result
             np.testing.assert_array_equal(made, a.astype(np.float64) @ b.astype(np.float64))
     finally:
-        runtime.set_resolver(matmul_op._resolve, True)
+        runtime.set_resolver(host_matmul._resolve, True)
     expected = {row_class(m) for m in (65, 67, 66, 68, 80)}
     assert len(asked) == len(expected)
 
@@ -143,7 +143,7 @@ def test_classes_of_the_run_time_are_those_of_python(runtime):
 
     def resolve(*about):
         asked.append(about[1])
-        return matmul_op._resolve(*about)
+        return host_matmul._resolve(*about)
 
     b = np.ones((3, 2), np.float32)
     runtime.set_resolver(resolve, True)
@@ -151,11 +151,11 @@ def test_classes_of_the_run_time_are_those_of_python(runtime):
         for m in range(1, 600):
             pm.matmul(np.ones((m, 3), np.float32), b)
     finally:
-        runtime.set_resolver(matmul_op._resolve, True)
+        runtime.set_resolver(host_matmul._resolve, True)
     shared = {m for m in range(1, 600) if row_class(m)[0] == m}
     alone = {m for m in asked if m not in shared}
     for m in alone:  # of classes whose problems have different schedules
-        assert not matmul_op.routed(Problem(m, 2, 3))[1]
+        assert not routes.routed(Problem(m, 2, 3))[1]
     assert shared <= set(asked)
     assert len(alone) < 300
 
@@ -168,7 +168,7 @@ def test_the_first_row_count_of_a_class_decides_nothing():
         kernels = set()
         for m in (least, most, (least + most) // 2):
             memo.forget_all()
-            kernels.add(matmul_op.route(replace(p, m=m)).kernel.symbol)
+            kernels.add(routes.route(replace(p, m=m)).kernel.symbol)
         assert len(kernels) == 1
 
 

@@ -15,7 +15,7 @@ from portmm.dispatch import config
 from portmm.dispatch.cost_selection import MOST_LOSS
 from portmm.explanation.cpu import SHOWN, target_called
 from portmm.host import calibrate, detect
-from portmm.ops import matmul as matmul_op
+from portmm.ops import routes
 from portmm.runtime.cpu import runtime
 from portmm.schedule.schedule import parse, spell
 from portmm.schedule.textbook import WITHIN, follows
@@ -151,13 +151,13 @@ CASES = {
 def posed(monkeypatch):
     """The problems that matmul asks routes for."""
     asked = []
-    real = matmul_op.routed
+    real = routes.routed
 
     def watch(p):
         asked.append(p)
         return real(p)
 
-    monkeypatch.setattr(matmul_op, "routed", watch)
+    monkeypatch.setattr(routes, "routed", watch)
     return asked
 
 

@@ -1,0 +1,301 @@
+"""Products of arrays in the host's memory.
+
+Owns the path from arrays to a problem and a kernel. Ordinary 2-D arrays never reach this module: the runtime's C
+goes from arrays to the kernel by itself and calls `_resolve` once per shape. Batches, vectors and other
+strides reach `_planner` once for each set of shapes and strides; operands that no
+kernel can read in place go to `_general` every time.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm.arrays import interop, numpy_arrays, scratch_arena
+from portmm.arrays.call import problem, reduce_call
+from portmm.arrays.numpy_fallback import fall_back
+from portmm.arrays.numpy_fallback import product as product_by_numpy
+from portmm.dispatch import config
+from portmm.errors import BuildError, PortmmError, ScheduleError
+from portmm.ops import routes
+from portmm.ops.host_plan import make_plan, matrices, reduced, register_types
+from portmm.ops.prepack import current, is_int4_on_device, is_packed, is_quantized, unpack
+from portmm.runtime import route_cache
+from portmm.runtime.cpu import runtime
+from portmm.spec.row_classes import row_class, rows
+from portmm.util import locks
+from portmm.util.array_subclasses import in_class_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+HEAD_START = 0.015
+"""Seconds in which the runtime's compiler starts, undisturbed by the imports and the selection of this thread."""
+
+_lock = locks.lock()
+_state: dict[str, Any] = {}
+
+
+def device_operands(a: Any, b: Any, out: Any = None) -> Any:
+    """The operands as arrays of a device; None if they are in the host's memory."""
+    if is_int4_on_device(b):
+        return a, b, out
+    if not (interop.on_device(a) or interop.on_device(b)):
+        return None
+    from portmm.ops import matmul_gpu
+
+    return matmul_gpu.adopted(a, b, out)
+
+
+def device_product(operands: Any, dtype: Any = None) -> Any:
+    """The product of operands of `device_operands`."""
+    if is_int4_on_device(operands[1]):
+        from portmm.ops import int4_gpu
+
+        a, b, out = operands
+        return int4_gpu.product(a, b, out, dtype)
+    from portmm.ops import matmul_gpu
+
+    return matmul_gpu.matmul(operands, dtype)
+
+
+def product(a: Any, b: Any, out: Any = None, *, dtype: Any = None) -> Any:
+    """A product without prologues and epilogue: see `matmul.matmul`."""
+    return fast(a, b, out) if dtype is None else typed(a, b, out, dtype)
+
+
+def typed(a: Any, b: Any, out: Any, dtype: Any) -> Any:
+    """A product with a requested result type."""
+    out = numpy_arrays.single(out)
+    if (there := device_operands(a, b, out)) is not None:
+        return device_product(there, dtype)
+    if (tracer := numpy_arrays.tracing_operand(a, b)) is not None:
+        return tracer.matmul_(a, b, out, np.dtype(dtype), {})
+    from portmm.ops import result_dtype
+
+    return result_dtype.product(a, b, out, np.dtype(dtype), fast)
+
+
+def _start(a: Any, b: Any, out: Any) -> Any:
+    """The first call of a process: build the runtime, then multiply. A device needs no runtime."""
+    out = numpy_arrays.single(out)
+    if (there := device_operands(a, b, out)) is not None:
+        return device_product(there)
+    begin(a, b, out)
+    return fast(a, b, out)
+
+
+fast: Callable[[Any, Any, Any], Any] = _start
+
+
+def begin(a: Any = None, b: Any = None, out: Any = None) -> None:
+    """Load the runtime under the current settings: built now if need be, in parallel with this product's kernel."""
+    global fast  # noqa: PLW0603 - replaced once, so that later calls cost nothing
+    if fast is _start or _is_due():
+        with _lock:
+            if fast is _start or _is_due():
+                fast = _begin(a, b, out)
+
+
+def _is_due() -> bool:
+    """Whether to look for a compiler again: the reason why there was none may have passed."""
+    return fast is _without_compiler and time.monotonic() >= _state.get("retry_at", math.inf)
+
+
+def _begin(a: Any, b: Any, out: Any) -> Callable[[Any, Any, Any], Any]:
+    kept = route_cache.of_target(routes.target_name())
+    try:
+        if kept is None or not kept.lines:
+            _build_ahead(a, b, out)
+        rt = route_cache.runtime(kept)
+    except BuildError as error:
+        fall_back(error)
+        _state["retry_at"] = error.retry_at
+        return _without_compiler
+    rt.set_slow(_general)
+    rt.set_resolver(_resolve, True)
+    rt.set_planner(_planner)
+    config.on_change(_settings)
+    _state["runtime"] = rt
+    _settings()
+    scratch_arena.bound(rt)
+    return rt.matmul
+
+
+def _build_ahead(a: Any, b: Any, out: Any) -> None:
+    """Build the runtime and the first product's kernel in parallel; each waits for a compiler.
+
+    Errors are suppressed here: they are raised again where the result is needed.
+    """
+
+    def start() -> None:
+        with suppress(Exception):
+            runtime()
+
+    builder = threading.Thread(target=start, name="portmm-build")
+    builder.start()
+    builder.join(HEAD_START)
+    if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
+        return
+    with suppress(PortmmError, TypeError, ValueError):
+        from portmm.dispatch import cpu as cpu_dispatch
+
+        call = reduced(a, b, out)[0]
+        if call is not None:
+            choice = cpu_dispatch.choose(call.problem, config.target(), config.get_num_threads())
+            isa = cpu_dispatch.isa_of(choice.schedule, choice.target)
+            cpu_dispatch.build_kernel(cpu_dispatch.kernel_of(choice.schedule, isa))
+
+
+def _settings() -> None:
+    rt = _state.get("runtime")
+    if rt is not None:
+        rt.set_override(config.overridden())
+        if not config.overridden():
+            kept = None if config.limit() else route_cache.of_target(routes.target_name())
+            rt.set_num_threads(kept.cores if kept and kept.cores else config.get_num_threads())
+
+
+def _without_compiler(a: Any, b: Any, out: Any) -> Any:
+    if _is_due():
+        begin(a, b, out)
+        if fast is not _without_compiler:
+            return fast(a, b, out)
+    out = numpy_arrays.single(out)
+    if (tracer := numpy_arrays.tracing_operand(a, b)) is not None:
+        return tracer.matmul_(a, b, out, None, {})
+    if (there := device_operands(a, b, out)) is not None:
+        return device_product(there)
+    from portmm.ops.result_dtype import numbers
+
+    left = numpy_arrays.as_operand(a, "a")
+    right = numbers(b, left.dtype.newbyteorder("="))
+    result = product_by_numpy(left, right)
+    if out is None:
+        return in_class_of(result, a, b)
+    core = (left.ndim > 1) + (right.ndim > 1)
+    numpy_arrays.put(out, np.asarray(result).reshape(numpy_arrays.spread(out, np.shape(result), core, result.dtype)))
+    return out
+
+
+def _resolve(  # noqa: PLR0917 - the runtime passes positions only
+    dtype: str, m: int, n: int, k: int, a: str, b: str, c: str, family: str, dense: bool
+) -> Any:
+    """Callback of the runtime for a new shape: a route and whether it serves a class of rows, or None."""
+    p = problem(dtype, (m, n, k), (a, b, c), family, dense=dense)
+    try:
+        kernel, shared = routes.routed(p)
+        return kernel, shared and rows(p) == row_class(m)
+    except ScheduleError:
+        return None  # a packed weight for another machine, or with C by columns
+    except BuildError as error:
+        fall_back(error)
+        return None
+
+
+def _planner(a: Any, b: Any, out: Any) -> Any:
+    """Callback of the runtime for new operands: a plan, or None for the general path."""
+    right = b.owner.dtype if is_packed(b) else b.dtype
+    types = numpy_arrays.types_of(a.dtype, right, None if out is None else out.dtype)
+    if (a.dtype, right) != types[:2] or (out is not None and out.dtype != types[2]):
+        return None  # something must be converted first
+    if out is not None and out.shape != numpy_arrays.shape_of(a, b.shape):
+        return None  # the product broadcasts to it
+    try:
+        plan_ = make_plan(a, b, out, bind=False)
+    except ScheduleError:
+        return None  # a packed weight for another machine
+    except BuildError as error:
+        fall_back(error)
+        return None
+    return plan_
+
+
+def _general(a: Any, b: Any, out: Any) -> Any:
+    """The general path: any product that NumPy accepts."""
+    out = numpy_arrays.single(out)
+    if (tracer := numpy_arrays.tracing_operand(a, b)) is not None:
+        return tracer.matmul_(a, b, out, None, {})
+    if (there := device_operands(a, b, out)) is not None:
+        return device_product(there)
+    result = _by_quantized(a, b, out) if is_quantized(b) else _product(a, b, out)
+    return in_class_of(result, a, b) if out is None else result
+
+
+def _product(a: Any, b: Any, out: Any) -> Any:
+    """A product of arrays, or of an array and a packed weight."""
+    left, b = numpy_arrays.as_operand(a, "a"), current(b)
+    panels = is_packed(b)
+    right: Any = b if panels else numpy_arrays.as_operand(b, "b")
+    b_type = right.owner.dtype if panels else right.dtype
+    types = numpy_arrays.types_of(left.dtype, b_type, getattr(out, "dtype", None))
+    register_types(types)
+    if panels and types[1] != b_type:
+        right, panels = unpack(b), False
+    dtype, shape = types[2], numpy_arrays.shape_of(left, right.shape)
+    vector_a, vector_b = left.ndim == 1, not panels and right.ndim == 1
+    left = left[np.newaxis, :] if vector_a else left
+    right = right[:, np.newaxis] if vector_b else right
+    out_shape = shape if out is None else numpy_arrays.spread(out, shape, 2 - vector_a - vector_b, dtype)
+    vectors = {"vector_a": vector_a, "vector_b": vector_b}
+    target = None if out is None or out.shape != shape else np.asarray(out)
+    direct = target is not None and _usable(matrices(target, **vectors), types, left, right)
+    result = target if target is not None and direct else np.empty(shape, dtype)
+    _compute(left, right, matrices(result, **vectors), types)
+    if out is None:
+        return result[()] if result.ndim == 0 else result
+    if not direct:
+        numpy_arrays.put(out, result.reshape(out_shape))
+    return out
+
+
+def _by_quantized(a: Any, b: Any, out: Any) -> Any:
+    """A product with a quantized weight, prepacked now if it is not yet."""
+    from portmm.ops import int4_panels
+
+    packed = b if isinstance(b, int4_panels.PackedInt4) else int4_panels.pack_int4(b)
+    return int4_panels.product(a, packed, out, routes.route, product)
+
+
+def _usable(out: np.ndarray[Any, Any], types: numpy_arrays.DTypes, left: Any, right: Any) -> bool:
+    """Whether kernels may write straight to `out`."""
+    if not numpy_arrays.addressable(out, types[2]):
+        return False
+    if any(n > 1 and s == 0 for n, s in zip(out.shape, out.strides, strict=True)):
+        return False
+    sources = [left, right if isinstance(right, np.ndarray) else right.owner]
+    if any(np.may_share_memory(out, x) for x in sources):
+        return False
+    return numpy_arrays.canonical(out, types[2]).layout in _layouts(types, is_packed=not isinstance(right, np.ndarray))
+
+
+def _layouts(types: numpy_arrays.DTypes, *, is_packed: bool) -> tuple[str, ...]:
+    """The layouts of C that kernels write: columns if A and B can be exchanged, which panels and some types forbid."""
+    return ("row",) if is_packed or numpy_arrays.name_of(types[0]) == "u8" else ("row", "col")
+
+
+def _compute(left: Any, right: Any, view: np.ndarray[Any, Any], types: numpy_arrays.DTypes) -> None:
+    if view.size == 0:
+        return
+    if left.shape[-1] == 0:
+        view[...] = 0
+        return
+    try:
+        call = reduce_call(left, right, view, types)
+        kernel = routes.route(call.problem)
+    except ScheduleError:
+        if isinstance(right, np.ndarray):
+            raise
+        _compute(left, unpack(right), view, types)
+        return
+    except BuildError as error:
+        fall_back(error)
+        view[...] = product_by_numpy(left, right if isinstance(right, np.ndarray) else unpack(right))
+        return
+    _state["runtime"].execute(kernel, *call.numbers(), call.walk.outer)

@@ -1,0 +1,74 @@
+"""Routes of products on the host: a launchable kernel for a problem.
+
+Owns the memo of routes by row class. A route comes from the memo, from the route cache of earlier processes, or is
+selected and built now.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from portmm.dispatch import config
+from portmm.runtime import route_cache
+from portmm.runtime.cpu import runtime
+from portmm.spec.row_classes import rows
+from portmm.util.memo import Memory
+
+if TYPE_CHECKING:
+    from portmm.spec.problem import Problem
+
+MOST_CLASSES = 4096
+"""Routes of row classes remembered for calls through Python."""
+
+_classes = Memory(MOST_CLASSES)
+
+
+def target_name() -> str:
+    """Name of the target that is configured; empty for this machine."""
+    return config.current().target or os.environ.get("PORTMM_TARGET", "")
+
+
+def route(p: Problem) -> Any:
+    """A launchable kernel for a problem: from the memo or the route cache, or selected and built now.
+
+    Raises:
+        ScheduleError: no schedule is legal.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    return routed(p)[0]
+
+
+def routed(p: Problem) -> tuple[Any, bool]:
+    """A launchable kernel, and whether it serves all problems of the class of `p` (see `row_classes`).
+
+    Raises:
+        ScheduleError: no schedule is legal.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    name, limit = target_name(), config.limit()
+    least, most = rows(p)
+    but_rows = p.but_rows
+    key = (most, but_rows, name, limit)
+    kernel = _classes.get(key)
+    if kernel is not None:
+        return kernel, True
+    kept = route_cache.of_target(name)
+    if kept is not None:
+        of_class = route_cache.question(p, (least, most), limit)
+        of_m = route_cache.question(p, (p.m, p.m), limit) if least < most else of_class
+        kernel = route_cache.route(kept, of_class, runtime(), p)
+        if kernel is not None:
+            return _classes.keep(key, kernel), True
+        if least < most and (kernel := route_cache.route(kept, of_m, runtime(), p)) is not None:
+            return kernel, False
+    from portmm.dispatch import cpu as cpu_dispatch
+
+    target = config.target()
+    kernel, served = cpu_dispatch.routed(p, target, limit or config.get_num_threads(), kept)
+    shared = served == (least, most)
+    if kept is not None:
+        route_cache.keep(kept, of_class if shared else of_m, kernel, target)
+    return (_classes.keep(key, kernel), True) if shared else (kernel, False)
