@@ -87,12 +87,12 @@ def test_powers_of_values_in_a_tile(power):
 
 
 REFUSED = {
-    "arange": (lambda acc, i: acc + np.arange(8)[i.n], "make the array before"),
-    "eye": (lambda acc, i: acc + np.eye(8)[i.m, i.n], "make the array before"),
-    "take": (lambda acc, i: acc + np.take(np.arange(8), i.n), "make the array before"),
-    "captured, take": (lambda acc, i: acc + np.take(BIAS, i.n), r"make the array before"),
-    "array of values": (lambda acc: np.array([acc, acc]), "no array is made of it"),
-    "float32 of a value": (lambda acc: np.float32(acc) * 2, "no array is made of it"),
+    "arange": (lambda acc, i: acc + np.arange(8)[i.n], "create the array before"),
+    "eye": (lambda acc, i: acc + np.eye(8)[i.m, i.n], "create the array before"),
+    "take": (lambda acc, i: acc + np.take(np.arange(8), i.n), "create the array before"),
+    "captured, take": (lambda acc, i: acc + np.take(BIAS, i.n), r"create the array before"),
+    "array of values": (lambda acc: np.array([acc, acc]), "cannot be converted to an array"),
+    "float32 of a value": (lambda acc: np.float32(acc) * 2, "cannot be converted to an array"),
     "zeros": (lambda acc: acc + np.zeros(8, np.float32), "make it before"),
     "where": (lambda acc: np.where(np.arange(8) > 3, acc, 0), "make it before"),
     "pm.where": (lambda acc: pm.where(np.arange(8) > 3, acc, 0), "make it before"),
@@ -100,7 +100,7 @@ REFUSED = {
     "if": (lambda acc: acc * 2 if acc > 0 else acc, r"pm\.where"),
     "len": (lambda acc: acc * len(acc), "one element"),
     "float": (lambda acc: float(acc) * acc, "portmm's functions"),
-    "iteration": (lambda acc: [x for x in acc], "each element"),  # noqa: C416 - as users write it
+    "iteration": (lambda acc: [x for x in acc], "one element"),  # noqa: C416 - as users write it
     "list": (lambda acc, i: [1, 2, 3][i.n] * acc, "portmm's functions"),
     "power": (lambda acc: 2**acc, r"pm\.exp\(x \* math\.log\(2\)\)"),
     "np.power": (lambda acc: np.power(np.float32(2), acc), r"pm\.exp"),
@@ -130,7 +130,7 @@ def test_arrays_that_scores_and_prologues_make():
         lambda: pm.attention(q, q, q, mask=lambda _: np.ones((8, 8), bool)),
         lambda: pm.matmul(X, W, prologue_a=lambda a, i: a + np.arange(16)[i.k]),
     ):
-        with pytest.raises(pm.TraceError, match=r"make (it|the array) before") as caught:
+        with pytest.raises(pm.TraceError, match=r"create (it|the array) before") as caught:
             call()
         assert str(caught.value).startswith(f"{__file__}, line ")
 

@@ -336,7 +336,7 @@ def test_calls_choose_again_after_tuning(base):
 
 LATER = """
 import numpy as np, portmm as pm
-from portmm.ops import matmul as api
+from portmm.ops import routes as api
 from portmm.spec.problem import Problem
 pm.set_num_threads(1)
 pm.matmul(np.ones((333, 222), np.float32), np.ones((222, 444), np.float32))
