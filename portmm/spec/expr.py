@@ -337,7 +337,7 @@ def _literal(x: Any) -> Literal:
     if isinstance(x, np.ndarray):
         raise TraceError(
             f"an array of shape {x.shape}, made while the function is traced, cannot be combined with a value in a "
-            "tile; make it before, and let the function capture it"
+            "tile; create it before, and let the function capture it"
         )
     raise TraceError(
         f"a {type(x).__name__} cannot be combined with a value in a tile; use values, arrays, numbers, or a tuple"
