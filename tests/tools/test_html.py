@@ -140,8 +140,8 @@ def test_the_table_has_spread_and_load_and_no_share_above_the_whole():
         assert cells[at["spread"]] == f"{100 * low.spread(r):.0f}%"
         assert cells[at["load"]] == f"{r.load:.2f}"
         assert 0 < float(cells[at["% of limit"]]) <= 100
-    assert "Load is how many cores" in text
-    assert "Load is how many cores" not in page(sample(4))
+    assert "Load is the number of cores" in text
+    assert "Load is the number of cores" not in page(sample(4))
     assert f"{low.results[0].case.name}, " in text[text.index("The limit is the fastest contender") :]
 
 

@@ -197,7 +197,7 @@ def test_the_command_prints_writes_and_checks(stored):
     assert "tiny: bf16, attention" in shown
     assert " 3.00 " in shown
     picture.write_text(shown.replace("data:", "data:0"))
-    assert "speed.svg is not what" in run(stored, "--check", *places, status=1).stderr
+    assert "speed.svg differs from" in run(stored, "--check", *places, status=1).stderr
     picture.write_text(shown)
     assert run(stored, "--check", *places).output == ""
     (stored / "a.json").unlink()
