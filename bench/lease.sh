@@ -44,6 +44,7 @@ work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 mkdir -p "$work/site" "$out"
 cp -R "$root/portmm" "$work/site/portmm"
+rm -f "$work/site/portmm/kernels" "$work/site/portmm/targets" # links, where there are such
 cp -R "$root/kernels" "$root/targets" "$work/site/portmm/"
 
 # What is compiled outlives a command, so that the next one finds it while the machine is warm.

@@ -61,7 +61,7 @@ def test_the_wheel_carries_all_of_the_source_and_nothing_else(wheel):
     }
     carried = {name for name in wheel if not name.partition("/")[0].endswith(".dist-info")}
     assert carried == expected
-    assert {"portmm/py.typed", "portmm/targets/isa/avx512.toml", "portmm/kernels/gemm.py"} <= carried
+    assert {"portmm/py.typed", "portmm/targets/isa/avx512.toml", "portmm/kernels/cpu/gemm.py"} <= carried
     assert any(name.endswith("LICENSE") for name in wheel)
 
 
