@@ -86,6 +86,8 @@ class Tiers:
             passed.LEDGER.passed.update(keys)
 
     def pytest_terminal_summary(self, terminalreporter: Any, exitstatus: int) -> None:
+        if hasattr(self.config, "workerinput"):
+            return  # a worker has its own share only; the session that started it has all
         counts = passed.LEDGER.counts
         if counts != passed.Counts():
             terminalreporter.write_line(counts.said())

@@ -180,9 +180,8 @@ def test_only_what_has_passed_is_recorded(session, tmp_path, workers):
     assert "PORTMM_TESTS=full repeats all" in said
     # A part of the tests adds to what is known; all of them replace it.
     passed.write({*kept, "0" * passed.DIGITS}, tmp_path / "passed.txt")
-    before = (tmp_path / "passed.txt").read_text()
     said = session("full", "--record", "-k", "right", *workers)
-    assert "7 runs of kernels are recorded" in said, before + said
+    assert "7 runs of kernels are recorded" in said
     assert len(passed.read(tmp_path / "passed.txt")) == 7
     session("full", "--record", *workers)
     assert passed.read(tmp_path / "passed.txt") == kept
