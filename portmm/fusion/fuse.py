@@ -216,7 +216,9 @@ class FusedFunction:
                 self.memo.keep(key, BY_VALUE)
                 key = _with_numbers(key, leaves)
             _make_room(len(program.explained.kernels) + KIND)
-            self.memo.keep(key, [program, *self.memo.get(key, ())[: MOST_WAYS - 1]])
+            known = self.memo.get(key, ())
+            others = () if known is BY_VALUE else known[: MOST_WAYS - 1]
+            self.memo.keep(key, [program, *others])
         leaves, graph.leaves, graph.values = graph.leaves, [], {}  # a cached program must not keep arrays alive
         return program, leaves
 

@@ -351,7 +351,7 @@ def _whole_steps(q: Array, k: Array, kr: int, k_step: int) -> tuple[Array, Array
     size, remainder = k.itemsize, q.shape[-1] % k_step
     if remainder:
         padding = [(0, 0)] * (q.ndim - 1) + [(0, k_step - remainder)]
-        q, k = np.pad(q, padding), np.pad(k, padding)
+        q, k = (np.ascontiguousarray(np.pad(x, padding)) for x in (q, k))  # `np.pad` keeps the order of Fortran
     elif k.__array_interface__["data"][0] % (kr * size) or any([s % (kr * size) for s in k.strides[:-1]]):  # noqa: C419
         k = np.ascontiguousarray(k).copy()
     return q, k, q.shape[-1]

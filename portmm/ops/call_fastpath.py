@@ -183,7 +183,7 @@ def keep(seen: Seen, bound: Bound, build: Callable[..., FastPath], skip: int, *,
     if seen.numbers and not numbers:
         return  # the function's control flow depends on them
     places = tuple(arrays_at[x] for x in sources), tuple(numbers_at[x] for x in numbers)
-    by_class = shared and _by_class(seen, traced.sources, arrays_at, skip)
+    by_class = shared and not traced.by_extents and _by_class(seen, traced.sources, arrays_at, skip)
     _known.keep(seen.key if by_class else (seen.key, seen.rows), build(bound.template, *places, by_class=by_class))
 
 

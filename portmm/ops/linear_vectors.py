@@ -93,7 +93,14 @@ def vectors_of(
         if not step:
             raise ValueError("out_scale is 0; it must be positive")
         # Dynamic rows have scales from the quantization.
-        a_scale, b_scale = (a_scale, b_scale / step) if source else (a_scale / step, b_scale)
+        with np.errstate(over="ignore"):
+            a_scale, b_scale = (a_scale, b_scale / step) if source else (a_scale / step, b_scale)
+        divided = b_scale if source else a_scale
+        if not runtime_types().are_scales(divided):
+            raise ValueError(
+                f"{'w_scale' if source else 'x_scale'} / out_scale overflows float32 (out_scale is {step}); "
+                "scale both by a common factor"
+            )
         shift = (shift.astype(np.float64) / step + _out_zero(out_zero)).astype(np.float32)  # type: ignore[union-attr]
     elif not is_default(out_zero, 0):
         raise ValueError(f"out_zero is {out_zero!r}, but there is no out_scale: the result has no zero point")

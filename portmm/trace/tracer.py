@@ -96,6 +96,7 @@ class Tracer:
         self.there: dict[int, tuple[Array, Any, tuple[Any, ...]]] = {}  # by the identity of the stand-in
         self.kept: list[Any] = []  # objects that keys name by identity
         self.lasting = True
+        self.by_extents = False
 
     def operand(self, key: tuple[Any, ...], array: Array, view: tuple[str | int, ...], *, exact: bool = False) -> Expr:
         """The element of an array."""
@@ -138,7 +139,7 @@ class Tracer:
             self.numbers.append(key)
         return number(self.numbers.index(key))
 
-    def wrapped(  # noqa: C901, PLR0911 - one branch for each kind
+    def wrapped(  # noqa: PLR0911 - one branch for each kind
         self, value: Any, key: tuple[Any, ...], seen: dict[int, Any]
     ) -> Any:
         """The value that replaces a captured one in a traced function."""
@@ -147,8 +148,7 @@ class Tracer:
             self.lasting &= value.ndim > 0
             return Tensor(self, value, key) if value.ndim else value
         if isinstance(value, (float, np.floating)) and not self.by_value:
-            if key[0] == "object":
-                self.values[key] = float(value)
+            self.values[key] = float(value)
             return self.number(key)
         if isinstance(value, types.FunctionType) and not ours(value):
             if id(value) not in seen:
@@ -209,6 +209,8 @@ class Tracer:
 
 _LAID = frozenset(("shape", "ndim", "dtype", "size", "strides", "itemsize", "nbytes"))
 """Attributes that do not depend on values."""
+_EXTENTS = frozenset(("shape", "size", "strides", "nbytes"))
+"""Attributes that depend on extents."""
 _VIEWS = frozenset(("T", "mT", "transpose", "swapaxes", "squeeze"))
 """Attributes and methods that return views."""
 _SOUGHT = frozenset(("record_", "call_", "along_"))
@@ -227,6 +229,7 @@ class Tensor:
         if name in _SOUGHT:
             raise AttributeError(name)
         self._seen(name, name in (*_LAID, *_VIEWS))
+        self._tracer.by_extents |= name in _EXTENTS
         attribute = getattr(self._array, name)
         if isinstance(attribute, np.ndarray):
             attribute = self._tracer.look(self._array, attribute, lambda x: getattr(x, name))
@@ -256,6 +259,7 @@ class Tensor:
         return np.asarray(self._array, dtype)
 
     def __len__(self) -> int:
+        self._tracer.by_extents = True
         return len(self._array)
 
     def __getitem__(self, key: Any) -> Any:
@@ -395,6 +399,7 @@ class Traced:
         sources: the views of captured arrays that these are.
         numbers: keys of the numbers of a call.
         values: of numbers that objects hold, as they were when the function was traced.
+        by_extents: the function asked for extents of arrays that it captures: they may be constants in the results.
     """
 
     results: tuple[tuple[Expr, Any], ...]
@@ -403,6 +408,7 @@ class Traced:
     sources: tuple[Source, ...]
     numbers: tuple[tuple[Any, ...], ...]
     values: tuple[tuple[tuple[Any, ...], float], ...] = ()
+    by_extents: bool = False
 
 
 def trace(
@@ -422,11 +428,13 @@ def trace(
     except TraceError as error:
         raise _located(error, function) from error.__cause__
     lasting = tracer.lasting and isinstance(function, types.FunctionType)
-    several, values_ = isinstance(result, tuple), tuple(tracer.values.items())
+    # A later call looks numbers up by their keys, but for those of objects.
+    several = isinstance(result, tuple)
+    values_ = tuple((key, x) for key, x in tracer.values.items() if not lasting or key[0] == "object")
     # The memo must not keep arrays alive; calls look them up by their keys.
     sources = tuple(replace(x, there=None) if lasting else x for x in tracer.sources)
     reads = (tuple(tracer.operands), sources, tuple(tracer.numbers), values_)
-    return Traced(results, several, *reads), lasting
+    return Traced(results, several, *reads, tracer.by_extents), lasting
 
 
 def _values_of(result: Any) -> tuple[Any, ...]:

@@ -145,3 +145,15 @@ def test_the_seed_of_dropout_may_be_an_array():
         seed[0] = value
         got = pm.matmul(x, w, epilogue=lambda acc: pm.dropout(acc, 0.3, seed))
         np.testing.assert_allclose(got, pm.dropout(pm.matmul(x, w), 0.3, value), rtol=1e-5)
+
+
+def test_a_number_that_decides_may_become_an_integer_and_back():
+    limit = 1.0
+
+    @pm.fuse
+    def stepped(x, w):
+        return (x @ w) * (2.0 if limit > 3 else 1.0)
+
+    x, w = np.ones((4, 16), np.float32), np.ones((16, 8), np.float32)
+    for limit in (1.0, 3, 4.0, 3, 5, 1.0):
+        assert (stepped(x, w) == (32 if limit > 3 else 16)).all()

@@ -527,3 +527,14 @@ def test_tiles_that_are_arrays(how, monkeypatch):
             x[1][item, :, most:] = x[2][item, :, most:] = np.nan
         check(*x, want, **how)
     cpu_dispatch.forget()
+
+
+@pytest.mark.parametrize("d", [1, 2, 3])
+def test_operands_by_columns_with_short_heads(d):
+    rng = np.random.default_rng(0)
+    shapes = (2, 3, 20, d), (2, 3, 5, d), (2, 3, 5, 4)
+    q, k, v = (rng.standard_normal(s).astype(BF16) for s in shapes)
+    want = pm.attention(q, k, v).astype(np.float32)
+    for x in (q, np.asfortranarray(q)):
+        for y in (k, np.asfortranarray(k)):
+            np.testing.assert_allclose(pm.attention(x, y, v).astype(np.float32), want, rtol=0.02, atol=0.02)

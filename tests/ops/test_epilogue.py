@@ -546,3 +546,32 @@ def test_a_function_of_the_vocabulary_is_an_epilogue():
         close(pm.matmul(A, B, epilogue=lambda acc: function(acc) * 1.0), function(PRODUCT), 30)  # noqa: B023 - used at once
         close(pm.matmul(A, B, epilogue=function), function(PRODUCT), 30)
     close(pm.matmul(A, B, epilogue=lambda acc, bias=BIAS: acc + bias), PRODUCT + BIAS)
+
+
+EXTENTS = {
+    "shape": lambda r: lambda s, i: (s + r[i.m, i.n]) / r.shape[0],
+    "len": lambda r: lambda s, i: (s + r[i.m, i.n]) / len(r),
+    "size": lambda r: lambda s, i: (s + r[i.m, i.n]) / r.size * 8,
+    "np.shape": lambda r: lambda s: (s + r) / np.shape(r)[0],
+}
+
+
+@pytest.mark.parametrize("name", EXTENTS)
+def test_extents_of_captured_arrays_are_those_of_the_call(name):
+    """Also within a class of M, whose calls share a kernel."""
+    w = np.ones((16, 8), np.float32)
+    for m in (100, 100, 98, 100, 102, 104):
+        epilogue = EXTENTS[name](np.ones((m, 8), np.float32))
+        for weight in (w, pm.pack(w)):
+            found = pm.matmul(np.ones((m, 16), np.float32), weight, epilogue=epilogue)
+            np.testing.assert_allclose(found, 17 / m, rtol=1e-6)
+
+
+def test_numbers_that_a_partial_binds():
+    a, b = np.ones((4, 16), np.float32), np.ones((16, 8), np.float32)
+    for factor in (0.5, 0.25):
+        bound = functools.partial(lambda s, acc, i: acc * s, factor)  # noqa: ARG005 - as epilogues are called
+        named = functools.partial(lambda acc, i, s=1.0: acc * s, s=factor)  # noqa: ARG005
+        for epilogue in (bound, named):
+            assert (pm.matmul(a, b, epilogue=epilogue) == 16 * factor).all()
+        assert (pm.matmul(a, b, prologue_a=bound) == 16 * factor).all()
