@@ -47,6 +47,8 @@ _KEPT = {
 
 def lesser_cpuinfo(text: str, kept: dict) -> str:
     """The first block of /proc/cpuinfo without the flags and the model of a better host."""
+    if not text:
+        return ""  # there is no such file
     words = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
     _, family, model = kept["models"].get(words.get("vendor_id", ""), (0, 0, 0))
     flags = [x for x in words.get("flags", "").split() if not x.startswith(kept["hidden"])]
