@@ -116,7 +116,10 @@ def test_a_sweep(benchmark, smoke):
 
 def test_wheel(benchmark, tmp_path):
     # A copy, because a build leaves its own directory in the source tree.
-    tree = shutil.copytree(ROOT, tmp_path / "tree", ignore=shutil.ignore_patterns(".*", "build", "*.egg-info"))
+    built = shutil.ignore_patterns(".*", "build", "*.egg-info")
+    tree = shutil.copytree(
+        ROOT, tmp_path / "tree", symlinks=True, ignore=lambda at, names: built(at, names) if Path(at) == ROOT else ()
+    )
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
     benchmark.pedantic(lambda: subprocess.run([*pip, str(tree)], check=True), rounds=1)
     (wheel,) = tmp_path.glob("*.whl")
