@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import math
 from typing import TYPE_CHECKING, Any
+
+from portmm.comparison.report import geomean
 
 if TYPE_CHECKING:
     from portmm.comparison.tables_chips import Ratios
@@ -24,10 +25,11 @@ LEAST, MOST = 0.25, 4.0
 def bars(measured: dict[tuple[str, str], Ratios]) -> list[tuple[str, float, float]]:
     """Label, geometric mean of ratios, and lowest ratio of each bar: a type on a machine by one thread."""
     return [
-        (f"{machine}: {kind}", math.exp(math.fsum(map(math.log, ratios.values())) / len(ratios)), min(ratios.values()))
+        (f"{machine}: {kind}", mean, min(ratios.values()))
         for (machine, setting), kinds in measured.items()
         if setting == "1 thread"
         for kind, ratios in kinds.items()
+        if (mean := geomean(ratios.values())) is not None
     ]
 
 

@@ -67,13 +67,10 @@ def ratios_by_setting(
 
 def chips(measured: dict[tuple[str, str], Ratios]) -> str:
     """One table with a row for each type and a column for each machine and setting; empty if nothing was measured."""
-    kinds = dict.fromkeys(name for mine in measured.values() for name in mine)
-    if not kinds:
+    if not measured:
         return ""
-    # Types are rows: there are more of them than of chips.
-    rows = [[name, *(mean(mine.get(name, {}).values()) for mine in measured.values())] for name in kinds]
     columns = [", ".join(filter(None, key)) for key in measured]
-    return f"{MEANING}\n\n{table(['type', *columns], rows)}"
+    return f"{MEANING}\n\n{_by_type('type', columns, list(measured.values()))}"
 
 
 def by_chip(measured: dict[tuple[str, str], Ratios]) -> str:
@@ -81,7 +78,11 @@ def by_chip(measured: dict[tuple[str, str], Ratios]) -> str:
     parts = []
     for machine in dict.fromkeys(machine for machine, _ in measured):
         settings = {name: mine for (of, name), mine in measured.items() if of == machine}
-        kinds = dict.fromkeys(name for mine in settings.values() for name in mine)
-        rows = [[name, *(mean(mine.get(name, {}).values()) for mine in settings.values())] for name in kinds]
-        parts.append(table([machine, *(name or "ratio" for name in settings)], rows))
+        parts.append(_by_type(machine, [name or "ratio" for name in settings], list(settings.values())))
     return "\n\n".join([MEANING, *parts]) if parts else ""
+
+
+def _by_type(head: str, columns: list[str], ratios: list[Ratios]) -> str:
+    """A table with a row for each type: there are more of them than of chips."""
+    kinds = dict.fromkeys(name for mine in ratios for name in mine)
+    return table([head, *columns], ([name, *(mean(mine.get(name, {}).values()) for mine in ratios)] for name in kinds))

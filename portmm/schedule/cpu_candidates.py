@@ -129,7 +129,7 @@ def proposals(p: Problem, target: Target) -> Iterator[tuple[Schedule, Isa, Atom]
     swap = p.c == "col"
     q = p.transposed() if swap else p
     group = family(p.family).group if p.b == "codes" else 0
-    # What schedules have by default is not set again: copies take most of the time.
+    # Defaults of schedules are not set again: copies take most of the time.
     fields = {"swap": swap, "post": p.post, "group": group, "source": p.source, "fused": p.fused}
     changed: dict[str, Any] = {name: x for name, x in fields.items() if x}
     if p.static:

@@ -1,4 +1,4 @@
-"""How much the tests run: which tier, and how much of a product of configurations.
+"""The tier of a test session, and the share of a product of configurations that it runs.
 
 Faults come from one value, or from two that meet; seldom from three. So by default a product of axes is thinned to
 combinations in which every two values of different axes meet, and PORTMM_TESTS=all runs the whole of it.

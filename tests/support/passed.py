@@ -44,7 +44,7 @@ HEADER = "# Runs of kernels that have passed; `PORTMM_TESTS=full pytest --record
 
 @dataclass
 class Counts:
-    """What became of the runs that tests asked about."""
+    """Numbers of runs that were repeated, known, and left out."""
 
     repeated: int = 0
     unchanged: int = 0
@@ -199,7 +199,7 @@ def processor() -> str:
 
 @functools.cache
 def version(program: str) -> str:
-    """What a program says of itself."""
+    """First line of a program's `--version`."""
     path = shutil.which(program)
     if path is None:
         return f"no {program}"
