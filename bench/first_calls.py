@@ -68,6 +68,7 @@ def kinds():
         "linear with an epilogue": lambda m: pm.linear(matrix(m, K, codes), weight, x_scale=0.5, epilogue=relu),
         "epilogue": lambda m: pm.matmul(matrix(m, K), matrix(K, N), matrix(m, N, result), epilogue=relu),
         "batch": lambda m: pm.matmul(matrix(2 * m, K).reshape(2, m, K), matrix(K, N)),
+        "stacks": lambda m: pm.matmul(matrix(2 * m, K).reshape(2, m, K), matrix(2 * K, N).reshape(2, K, N)),
         "attention": lambda m: pm.attention(*[matrix(m, K).reshape(1, 1, m, K)] * 3),
     }
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.arrays import interop, numpy_arrays, scratch_arena
-from portmm.arrays.call import problem, reduce_call
+from portmm.arrays.call import STATIC_BATCH, problem, reduce_call
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.arrays.numpy_fallback import product as product_by_numpy
 from portmm.dispatch import config
@@ -185,10 +185,10 @@ def _without_compiler(a: Any, b: Any, out: Any) -> Any:
 
 
 def _resolve(  # noqa: PLR0917 - the runtime passes positions only
-    dtype: str, m: int, n: int, k: int, a: str, b: str, c: str, family: str, dense: bool
+    dtype: str, m: int, n: int, k: int, a: str, b: str, c: str, family: str, dense: bool, batch: int = 1
 ) -> Any:
     """Callback of the runtime for a new shape: a route and whether it serves a class of rows, or None."""
-    p = problem(dtype, (m, n, k), (a, b, c), family, dense=dense)
+    p = problem(dtype, (m, n, k), (a, b, c), family, batch, dense=dense, static=batch >= STATIC_BATCH)
     try:
         kernel, shared = routes.routed(p)
         return kernel, shared and rows(p) == row_class(m)

@@ -154,7 +154,8 @@ class Runtime(Protocol):
         if it serves every M of a class (see `row_classes`), for which it is
         cached then. `dtype` names all types where they differ, "u8-s8-s32". With `density`
         it also gets a boolean: every operand is dense (leading stride equal to
-        the extent), and dense and other operands are cached separately.
+        the extent), and dense and other operands are cached separately; and the extension asks it
+        for stacks of matrices by as many matrices, with their count as a last argument.
         """
 
     def set_planner(self, function: Callable[[Any, Any, Any], Any]) -> None:

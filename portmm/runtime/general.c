@@ -1,7 +1,8 @@
 /* Products of more than two ordinary matrices: batches, vectors, any strides.
  * Follows plan.c in one translation unit.
  *
- * The planner, a Python function, is asked once for each signature: element
+ * Stacks of as many matrices each, at even steps, have routes as two matrices do. For the rest
+ * the planner, a Python function, is asked once for each signature: element
  * type, shapes and strides of all operands. What it made is run for every later
  * call of that signature without running any Python. */
 
@@ -76,6 +77,69 @@ static PyObject *ask_planner(const signature *s, PyObject *a, PyObject *b, PyObj
   if (plan && plan != Py_None && !plan_fits((plan_object *)plan, a, b_data, out)) Py_CLEAR(plan);
   if (plan && memo_epoch == epoch) memo_insert(&plans, s->words, s->count, plan, s->family);
   return plan;
+}
+
+/* A stack of `count` > 1 matrices, `step` elements from one to the next; 0 if it is none, or they overlap. */
+static int get_stack(PyObject *object, matrix *v, long *count, long *step) {
+  if (Py_TYPE(object) != array_type) return 0;
+  const array_object *a = (const array_object *)object;
+  long bytes;
+  if (!is_readable(a, &v->element) || !join_rows(a, a->nd - 3, count, &bytes) || *count < 2) return 0;
+  if (!as_matrix(a, a->shape[a->nd - 2], a->strides[a->nd - 2], 1, v)) return 0;
+  if (bytes % elements[v->element].bytes || bytes < v->end - v->data) return 0;
+  *step = bytes / elements[v->element].bytes;
+  v->end += (*count - 1) * bytes;
+  return 1;
+}
+
+/* Whether all extents but the last two are equal. */
+static inline int same_batch(const array_object *x, const array_object *y) {
+  int same = x->nd == y->nd;
+  for (int i = 0; same && i < x->nd - 2; i++) same = x->shape[i] == y->shape[i];
+  return same;
+}
+
+/* Two stacks of as many matrices: as `multiply`. */
+static PyObject *multiply_stacks(PyObject *a_object, PyObject *b_object, PyObject *out) {
+  const array_object *const a_array = (array_object *)a_object, *const b_array = (array_object *)b_object;
+  matrix a, b, c;
+  long a_step, b_step, c_step;
+  route_key key;
+  if (override || !resolver_wants_density || Py_TYPE(b_object) != array_type || b_array->nd < 3 ||
+      !get_stack(a_object, &a, &key.batch, &a_step) || !same_batch(a_array, b_array) ||
+      !get_stack(b_object, &b, &key.batch, &b_step) || (c.element = product_of(a.element, b.element)) < 0 ||
+      a.cols != b.rows)
+    return Py_NotImplemented;
+  if (out == Py_None) {
+    c.s_row = b.cols;
+    c.s_col = 1;
+    c.col = 0;
+    c.dense = 1;
+    c_step = a.rows * b.cols;
+  } else if (!get_stack(out, &c, &key.batch, &c_step) || c.element != product_of(a.element, b.element) ||
+             c.rows != a.rows || c.cols != b.cols || !same_batch(a_array, (array_object *)out) ||
+             !(((array_object *)out)->flags & NUMPY_WRITEABLE) || overlap(c.data, c.end, a.data, a.end) ||
+             overlap(c.data, c.end, b.data, b.end)) {
+    return Py_NotImplemented;
+  }
+  key.n = b.cols;
+  key.k = a.cols;
+  key.family = (long)no_family;
+  PyObject *route = route_for(&key, STACK_WORDS, &a, &b, &c);
+  if (!route) return NULL;
+  PyObject *result = Py_NotImplemented;
+  if (route != Py_None) {
+    result = out == Py_None ? result_of(a_array, b.cols, c.element) : Py_NewRef(out);
+    if (result) {
+      const portmm_args p = {.m = a.rows, .n = b.cols, .k = a.cols, .batch = key.batch, .a = a.data, .a_m = a.s_row,
+                             .a_k = a.s_col, .a_batch = a_step, .b = b.data, .b_k = b.s_row, .b_n = b.s_col,
+                             .b_batch = b_step, .c = ((array_object *)result)->data, .c_m = c.s_row, .c_n = c.s_col,
+                             .c_batch = c_step};
+      if (run_route((const route_object *)route, &p, origin, 1)) Py_CLEAR(result);
+    }
+  }
+  Py_DECREF(route);
+  return result;
 }
 
 /* As `multiply`. */

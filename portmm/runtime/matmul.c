@@ -102,8 +102,9 @@ static PyTypeObject packed_type = {
 typedef struct {
   long m, n, k, form; /* m: of a class of several, its last M, negated; form: element types, layouts, density */
   long family;        /* address of the packed family's name, "" when B is not packed */
+  long batch;         /* of stacks by stacks: a word that keys of two matrices lack */
 } route_key;
-enum { ROUTE_WORDS = sizeof(route_key) / sizeof(long) };
+enum { STACK_WORDS = sizeof(route_key) / sizeof(long), ROUTE_WORDS = STACK_WORDS - 1 };
 enum { CLASSES = 16 }; /* of M, from a power of two to the next: `row_classes.PER_OCTAVE` */
 
 static PyObject *slow_path, *resolver, *planner, *no_family;
@@ -117,10 +118,10 @@ typedef struct {
   unsigned col, dense;
 } matrix;
 
-/* All dimensions but the last as one, where its steps are even; 0 if they are not. */
-static int join_rows(const array_object *a, long *rows, long *step) {
+/* The dimensions up to `last` as one, where its steps are even; 0 if they are not. */
+static int join_rows(const array_object *a, int last, long *rows, long *step) {
   *rows = 1;
-  for (int i = a->nd - 2; i >= 0; i--) {
+  for (int i = last; i >= 0; i--) {
     if (a->shape[i] == 1) continue; /* whose stride means nothing */
     if (*rows == 1) *step = a->strides[i];
     else if (a->strides[i] % *rows || a->strides[i] / *rows != *step) return 0;
@@ -130,16 +131,11 @@ static int join_rows(const array_object *a, long *rows, long *step) {
   return 1;
 }
 
-/* A matrix; or of more dimensions a stack of matrices by rows that follow each other, which is a taller one. */
-
-static inline int get_matrix(PyObject *object, matrix *v) {
-  if (Py_TYPE(object) != array_type) return 0;
-  const array_object *a = (const array_object *)object;
+/* A matrix whose last dimension is the array's: `rows` at steps of `s0` bytes, or columns where `cols_too`. */
+static inline int as_matrix(const array_object *a, long rows, long s0, int cols_too, matrix *v) {
   const int nd = a->nd;
-  if (nd < 2 || nd > MAX_ND || !(a->flags & NUMPY_ALIGNED) || (v->element = element_of(a)) < 0) return 0;
   const long bytes = elements[v->element].bytes, cols = a->shape[nd - 1], s1 = a->strides[nd - 1];
-  long rows = a->shape[nd - 2], s0 = a->strides[nd - 2];
-  if (rows <= 0 || cols <= 0 || (nd > 2 && !join_rows(a, &rows, &s0))) return 0;
+  if (rows <= 0 || cols <= 0) return 0;
   v->rows = rows;
   v->cols = cols;
   v->data = a->data;
@@ -149,7 +145,7 @@ static inline int get_matrix(PyObject *object, matrix *v) {
     v->s_col = 1;
     v->col = 0;
     v->dense = v->s_row == cols;
-  } else if (nd == 2 && (s0 == bytes || rows == 1) && (cols == 1 || (s1 >= rows * bytes && s1 % bytes == 0))) {
+  } else if (cols_too && (s0 == bytes || rows == 1) && (cols == 1 || (s1 >= rows * bytes && s1 % bytes == 0))) {
     v->s_row = 1;
     v->s_col = cols == 1 ? rows : s1 / bytes;
     v->col = 1;
@@ -159,6 +155,21 @@ static inline int get_matrix(PyObject *object, matrix *v) {
   }
   v->end = v->data + ((rows - 1) * v->s_row + (cols - 1) * v->s_col + 1) * bytes;
   return 1;
+}
+
+/* Whether kernels can read an array of at least two dimensions. */
+static inline int is_readable(const array_object *a, int *element) {
+  return a->nd >= 2 && a->nd <= MAX_ND && (a->flags & NUMPY_ALIGNED) && (*element = element_of(a)) >= 0;
+}
+
+/* A matrix; or of more dimensions a stack of matrices by rows that follow each other, which is a taller one. */
+static inline int get_matrix(PyObject *object, matrix *v) {
+  if (Py_TYPE(object) != array_type) return 0;
+  const array_object *a = (const array_object *)object;
+  if (!is_readable(a, &v->element)) return 0;
+  long rows = a->shape[a->nd - 2], s0 = a->strides[a->nd - 2];
+  if (a->nd > 2 && !join_rows(a, a->nd - 2, &rows, &s0)) return 0;
+  return as_matrix(a, rows, s0, a->nd == 2, v);
 }
 
 /* Whether all extents but the last are equal. */
@@ -203,16 +214,16 @@ static PyObject *layout_name(unsigned col) {
 
 /* A new reference to the route for `key`; Py_None sends the call the slow way;
  * NULL with an exception. */
-static PyObject *resolve(route_key *key, const matrix *a, const matrix *b, const matrix *c, int dense) {
+static PyObject *resolve(route_key *key, size_t words, const matrix *a, const matrix *b, const matrix *c, int dense) {
   if (!resolver) return Py_NewRef(Py_None);
   unsigned long epoch = memo_epoch;
   PyObject *family = (PyObject *)key->family, *types = types_word(a->element, b->element);
   if (!types) return NULL;
   PyObject *packed = family == no_family ? NULL : PyUnicode_InternFromString("packed");
   PyObject *route = PyObject_CallFunction(
-      resolver, resolver_wants_density ? "OlllOOOOO" : "OlllOOOO", types, key->m, key->n, key->k,
-      layout_name(a->col), packed ? packed : layout_name(b->col), layout_name(c->col), family,
-      dense ? Py_True : Py_False);
+      resolver, words > ROUTE_WORDS ? "OlllOOOOOl" : resolver_wants_density ? "OlllOOOOO" : "OlllOOOO", types, key->m,
+      key->n, key->k, layout_name(a->col), packed ? packed : layout_name(b->col), layout_name(c->col), family,
+      dense ? Py_True : Py_False, key->batch);
   Py_XDECREF(packed);
   if (!route || route == Py_None) return route;
   if (PyTuple_CheckExact(route) && PyTuple_GET_SIZE(route) == 2) {
@@ -225,8 +236,21 @@ static PyObject *resolve(route_key *key, const matrix *a, const matrix *b, const
     Py_DECREF(route);
     return NULL;
   }
-  if (memo_epoch == epoch) memo_insert(&routes, (const long *)key, ROUTE_WORDS, route, family);
+  if (memo_epoch == epoch) memo_insert(&routes, (const long *)key, words, route, family);
   return route;
+}
+
+/* A new reference to the route of a key without `m` and `form`; as `resolve`. */
+static inline PyObject *route_for(route_key *key, size_t words, const matrix *a, const matrix *b, const matrix *c) {
+  const unsigned dense = a->dense & b->dense & c->dense & (unsigned)resolver_wants_density;
+  key->m = a->rows > 2 * CLASSES ? -last_of_class(a->rows) : a->rows;
+  key->form = (long)((unsigned)a->element << 8 | (unsigned)b->element << 4 | dense << 3 | a->col << 2 | b->col << 1 | c->col);
+  PyObject *route = memo_get(&routes, (const long *)key, words);
+  if (!route && a->rows > 2 * CLASSES) {
+    key->m = a->rows;
+    route = memo_get(&routes, (const long *)key, words);
+  }
+  return route ? Py_NewRef(route) : resolve(key, words, a, b, c, (int)dense);
 }
 
 /* A new array with the rows of `a`, or NULL with an exception. */
@@ -275,17 +299,10 @@ static PyObject *multiply(PyObject *a_object, PyObject *b_object, PyObject *out)
              overlap(c.data, c.end, b_data, b_end)) {
     return Py_NotImplemented;
   }
-  key.m = a.rows > 2 * CLASSES ? -last_of_class(a.rows) : a.rows;
   key.n = b.cols;
   key.k = a.cols;
-  const unsigned dense = a.dense & b.dense & c.dense & (unsigned)resolver_wants_density;
-  key.form = (long)((unsigned)a.element << 8 | (unsigned)b.element << 4 | dense << 3 | a.col << 2 | b.col << 1 | c.col);
-  PyObject *route = memo_get(&routes, (const long *)&key, ROUTE_WORDS);
-  if (!route && a.rows > 2 * CLASSES) {
-    key.m = a.rows;
-    route = memo_get(&routes, (const long *)&key, ROUTE_WORDS);
-  }
-  route = route ? Py_NewRef(route) : resolve(&key, &a, &b, &c, (int)dense);
+  key.batch = 1;
+  PyObject *route = route_for(&key, ROUTE_WORDS, &a, &b, &c);
   if (!route) return NULL;
   if (route == Py_None) {
     Py_DECREF(route);

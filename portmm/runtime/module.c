@@ -8,6 +8,7 @@ static PyObject *py_matmul(PyObject *module, PyObject *const *args, Py_ssize_t n
   if (!bind_arguments("matmul", names, 3, 2, args, n, kwnames, v)) return NULL;
   if (!v[2]) v[2] = Py_None;
   PyObject *result = multiply(v[0], v[1], v[2]);
+  if (result == Py_NotImplemented) result = multiply_stacks(v[0], v[1], v[2]);
   if (result == Py_NotImplemented) result = multiply_as_planned(v[0], v[1], v[2]);
   if (result != Py_NotImplemented) return result;
   if (!slow_path) return PyErr_Format(PyExc_RuntimeError, "no slow path is registered; call set_slow first");

@@ -235,3 +235,58 @@ def test_a_stack_of_a_class_runs_no_python(packed):
     a = X[:198].reshape(2, 99, K)
     assert calls(host_matmul.fast, a, w, None) <= 2
     near(host_matmul.fast(a, w), a @ W)
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_stacks_of_a_class_run_no_python(by_columns):
+    """Stacks of as many matrices each have the route of their class of rows, as two matrices do."""
+    w = np.stack([W, -W, 2 * W])
+    w = np.ascontiguousarray(w.swapaxes(1, 2)).swapaxes(1, 2) if by_columns else w
+    stacks = np.stack([X[:200], X[1:201], X[2:202]])
+    host_matmul.fast(stacks, w)
+    for m in ROWS:
+        a, wide = stacks[:, :m].copy(), np.full((3, m, N), np.nan, np.float32)
+        assert calls(host_matmul.fast, a, w) <= 2
+        near(host_matmul.fast(a, w), a @ w)
+        assert calls(host_matmul.fast, a, w, wide) <= 2
+        near(wide, a @ w)
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    {
+        "steps back": (lambda a, w: (a[::-1], w), True),
+        "one matrix repeated": (lambda a, w: (a, np.broadcast_to(w[:1], w.shape)), True),
+        "matrices that overlap": (
+            lambda a, w: (np.lib.stride_tricks.as_strided(a, (4, 20, K), (K * 4, K * 4, 4)), w),
+            True,
+        ),
+        "one against many": (lambda a, w: (a[:1], w), True),
+        "more dimensions": (lambda a, w: (a.reshape(2, 2, 20, K), w.reshape(2, 2, K, N)), True),
+        "dimensions exchanged": (lambda a, w: (a.reshape(2, 2, 20, K).swapaxes(0, 1), w.reshape(2, 2, K, N)), True),
+        "more dimensions of one": (lambda a, w: (a[None], w), True),
+        "gaps": (lambda a, w: (np.repeat(a, 2, 0)[::2], np.repeat(w, 3, 0)[::3]), True),
+        "counts that differ": (lambda a, w: (a, w[:3]), False),
+    }.values(),
+)
+def test_stacks_at_all_steps_are_multiplied(change, same):
+    a, w = change(np.stack([X[20 * i : 20 * i + 20] for i in range(4)]), np.stack([W, -W, 2 * W, 3 * W]))
+    if not same:
+        with pytest.raises(ValueError, match="broadcast"):
+            host_matmul.fast(a, w)
+        return
+    for _ in range(2):
+        near(host_matmul.fast(a, w), a @ w)
+    out = np.full((*(a @ w).shape[:-1], N + 3), 7, np.float32)
+    host_matmul.fast(a, w, out[..., :N])
+    near(out[..., :N], a @ w)
+    assert (out[..., N:] == 7).all()
+
+
+def test_an_out_of_stacks_keeps_off_what_they_read():
+    buffer = np.concatenate([X[:40].ravel(), np.zeros(4 * 20 * N, np.float32)])
+    a = buffer[: 2 * 20 * K].reshape(2, 20, K)
+    w, expected = np.stack([W, -W]), X[:40].reshape(2, 20, K) @ np.stack([W, -W])
+    out = buffer[20 * K : 20 * K + 2 * 20 * N].reshape(2, 20, N)
+    host_matmul.fast(a, w, out)
+    near(out, expected)
