@@ -33,7 +33,8 @@ from portmm.kernels.cpu.attention import build as build_loops
 from portmm.kernels.cpu.attention_geometry import D
 from portmm.kernels.cpu.online_softmax import rescale_strips
 from portmm.kernels.cpu.packing import transpose
-from portmm.kernels.cpu.tile_gemm import Grid, pack_lines, strip_kernel
+from portmm.kernels.cpu.tile_microkernel import Grid, strip_kernel
+from portmm.kernels.cpu.tile_packing import pack_lines
 
 if TYPE_CHECKING:
     from portmm.ir.nodes import Index, Kernel, Stmt
