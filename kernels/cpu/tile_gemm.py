@@ -22,9 +22,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, round_up, var
-from portmm.ir.nodes import Call, Configure, For, If, Let, LetPtr, Scratch
-from portmm.kernels.cpu.blocking import M
+from portmm.ir.index import Ptr, ceil_div, const, maximum, round_up, var
+from portmm.ir.nodes import Call, Configure, If, Let, LetPtr, Scratch
 from portmm.kernels.cpu.gemm import Gemm
 from portmm.kernels.cpu.gemm import build as build_loops
 from portmm.kernels.cpu.tile_microkernel import TALL, Grid, micro_kernel
@@ -61,8 +60,7 @@ class _Tiles(Gemm):
     @property
     def scratch_rows(self) -> Index:
         """Maximum number of rows of all slices of a block in scratch, where each may have one more."""
-        rows = minimum(M, self.s.mc) if self.s.mc else M
-        return rows + ceil_div(rows, self.s.mr) + self.grid.rows
+        return self.block_rows + ceil_div(self.block_rows, self.s.mr) + self.grid.rows
 
     @property
     def a_size(self) -> Index:
@@ -75,8 +73,7 @@ class _Tiles(Gemm):
         tile = const(self.grid.rows * self.atom.m * self.s.nr * self.s.panels)
         if not self.s.kc:
             return tile
-        width = ceil_div(self.groups, self.column_chunks) * (self.s.nr * self.s.panels)
-        return round_up(maximum(tile, self.kb.lt(self.k) * (self.scratch_rows * width)), 64)
+        return round_up(maximum(tile, self.kb.lt(self.k) * (self.scratch_rows * self.chunk_width)), 64)
 
     def sums(self, row: Index, column: Index) -> Ptr:  # noqa: ARG002 - addressed by tile
         """Address of the sums of the current register tile, `c_wide` of each row."""
@@ -104,8 +101,7 @@ class _Tiles(Gemm):
         s = self.s
         pack = pack_lines(self.isa, self.atom, self.move_atom, s.a, s.types[0])
         args = (self.filled(self.pc, var("kd")), var("h"), TALL, *self.unpacked_a(), self.slice_of_a())
-        loop = For("i", const(0), var("slices"), const(1), (*self.slice_(), Call(pack, args)))
-        return (LetPtr("ap", self.private() + self.b_size, self.atom.left), loop)
+        return (LetPtr("ap", self.private() + self.b_size, self.atom.left), self.slices(Call(pack, args)))
 
     def slice_of_a(self) -> Ptr:
         """Address of the current packed slice."""
