@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.index import ceil_div, const, maximum, minimum, round_up, var
 from portmm.kernels.cpu.packing import line_of
-from portmm.schedule.cpu_candidates import PACK_ROWS, RUN_BYTES
+from portmm.schedule.cpu_blocking import PACK_ROWS, RUN_BYTES
 from portmm.schedule.schedule import finishes, shifts
 from portmm.spec.dtype import BY_NAME, CODES_KR
 from portmm.target.summation import RUN, STEP, BlockOfK, block_of_k, chained, runs_in

@@ -30,7 +30,7 @@ from portmm.ir.nodes import (
     var,
 )
 from portmm.kernels.cpu.prepack import entry_of
-from portmm.schedule.cpu_candidates import PACK_ROWS, RUN_BYTES
+from portmm.schedule.cpu_blocking import PACK_ROWS, RUN_BYTES
 from portmm.spec.dtype import CODES_KR
 from portmm.spec.kernel_name import KernelName
 

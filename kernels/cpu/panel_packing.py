@@ -10,7 +10,7 @@ from portmm.ir.nodes import Call, For, Function, If, Let, LetPtr, Parallel, Para
 from portmm.kernels.cpu import packing
 from portmm.kernels.cpu.blocking import N
 from portmm.kernels.cpu.int4_panels import dequantize
-from portmm.schedule.cpu_candidates import PACK_ROWS
+from portmm.schedule.cpu_blocking import PACK_ROWS
 from portmm.spec.dtype import CODES_KR
 from portmm.spec.problem import family
 

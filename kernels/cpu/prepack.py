@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from portmm.ir.abi import HUGE_PAGE
 from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, Move, Parallel, Ptr, ceil_div, const, minimum, var
 from portmm.kernels.cpu.packing import pack_b, pack_b_rows, sum_columns, sum_units, sums_at
-from portmm.schedule.cpu_candidates import PACK_ROWS, RUN_BYTES
+from portmm.schedule.cpu_blocking import PACK_ROWS, RUN_BYTES
 from portmm.spec.dtype import BY_NAME, unit
 from portmm.spec.kernel_name import KernelName
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from portmm.ir.index import Ptr, ceil_div, const, minimum, var
 from portmm.ir.nodes import Add, For, Function, Let, LetPtr, Move, Parallel, Param
 from portmm.kernels.cpu.blocking import WORKERS, M, N
-from portmm.schedule.cpu_candidates import SUM_COLUMNS
+from portmm.schedule.cpu_blocking import SUM_COLUMNS
 
 if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt

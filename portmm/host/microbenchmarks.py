@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.nodes import Configure, For, Function, Index, Kernel, Ptr, Verb, const, var
 from portmm.kernels.cpu.tile_microkernel import Grid
-from portmm.schedule.cpu_candidates import tallest
+from portmm.schedule.cpu_blocking import tallest
 from portmm.spec.kernel_name import KernelName
 
 if TYPE_CHECKING:

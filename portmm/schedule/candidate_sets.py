@@ -17,16 +17,15 @@ import numpy as np
 
 from portmm.schedule.cost_table import Table, table
 from portmm.schedule.cost_tape import Tape
+from portmm.schedule.cpu_blocking import MOST_PACKED, TALLEST
 from portmm.schedule.cpu_candidates import (
     DOT_TILES,
     FEW_BYTES,
     FEW_ROWS,
     INT4_BLOCK,
-    MOST_PACKED,
     SPLIT_DEPTH,
     SPLIT_STEPS,
     STREAM_DEPTHS,
-    TALLEST,
     THIN_ROWS,
     legal_of,
     proposals,

@@ -20,7 +20,7 @@ import numpy as np
 
 from portmm.schedule.cost_table import hertz, table
 from portmm.schedule.cost_terms import Extents, Sizes, compute, packing_b, shared, tile_setup, traffic
-from portmm.schedule.cpu_candidates import PACK_ROWS, RUN_BYTES, SUM_COLUMNS
+from portmm.schedule.cpu_blocking import PACK_ROWS, RUN_BYTES, SUM_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

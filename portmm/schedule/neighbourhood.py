@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from portmm.schedule.cpu_candidates import IN_PLACE_ROWS, blocking, mr_variants_of, tallest
+from portmm.schedule.cpu_blocking import IN_PLACE_ROWS, blocking, mr_variants_of, tallest
 from portmm.schedule.schedule import ALL, Tile, illegal
 
 if TYPE_CHECKING:
