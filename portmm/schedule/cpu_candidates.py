@@ -26,9 +26,9 @@ from portmm.schedule.cpu_blocking import (
     whole_depth,
     widths,
 )
+from portmm.schedule.cpu_textbook import blockings, fits
 from portmm.schedule.cpu_tile_candidates import tile_schedules
 from portmm.schedule.schedule import ALL, Schedule, Tile, finishes, illegal, shifts
-from portmm.schedule.textbook import blockings, fits
 from portmm.spec.dtype import BY_NAME, unit
 from portmm.spec.epilogue import parse
 from portmm.spec.problem import family

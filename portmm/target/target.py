@@ -103,7 +103,7 @@ class Target:
         measured: measured rates that replace derived ones: "<atom>" in GFLOP/s
             and "<level>" or "memory" in GB/s, one core each.
         searches: exhaustive searches of this chip that are stored in `bench/results`, which selections of
-            the model are compared with; without any, see `textbook` and `counted`.
+            the model are compared with; without any, see `schedule.cpu_textbook` and `counted`.
         match: identifications, any of which suffices.
         device: the limits of a device, None for a CPU.
     """

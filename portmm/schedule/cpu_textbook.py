@@ -1,4 +1,4 @@
-"""Block sizes of the literature, which are within a few per cent of the best on any chip.
+"""Block sizes of the literature, which are within a few per cent of the best on any CPU.
 
 Owns these block sizes, and the rule that selects them on a chip without stored searches. A is packed by blocks, B
 just before use; block sizes follow from capacities alone (Goto & van de Geijn, ACM TOMS 34(3), 2008; Low et al.,

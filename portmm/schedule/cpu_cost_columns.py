@@ -1,4 +1,4 @@
-"""Columns of numbers that describe candidates.
+"""Columns of numbers that describe candidates on CPUs.
 
 Owns `Columns`: the facts about each of several schedules that the cost model reads, as arrays with one element per
 schedule, so that it prices all candidates for a problem at once. Nothing here depends on the sizes of a problem.

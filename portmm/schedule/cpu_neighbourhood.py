@@ -1,4 +1,4 @@
-"""Search neighbourhood of candidates: the schedules that tuning may try.
+"""Search neighbourhood of candidates on CPUs: the schedules that tuning may try.
 
 Owns the parameters of a candidate that may vary, and their ranges: `Neighbourhood` makes
 schedules for a search, `unsound` checks those from other sources, such as a

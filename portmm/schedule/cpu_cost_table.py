@@ -1,4 +1,4 @@
-"""Table of candidates: the parts of their costs that do not depend on sizes.
+"""Table of candidates on CPUs: the parts of their costs that do not depend on sizes.
 
 Owns `Table`, and the rates of a machine: measured ones where the target has them, described ones otherwise. Most of
 the constants were fitted, as `schedule.cpu_cost` says.
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from portmm.schedule.cost_columns import FLAGS, WHOLE, Column, Columns, Flags, columns
+from portmm.schedule.cpu_cost_columns import FLAGS, WHOLE, Column, Columns, Flags, columns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
