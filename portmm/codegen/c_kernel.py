@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from portmm.codegen import vector_ops as lanes_of
+from portmm.codegen import vector_spelling
 from portmm.codegen.c_like import Printer, address, index, pruned
 from portmm.codegen.conversions import HELPERS, converted
 from portmm.ir import abi
@@ -76,7 +76,7 @@ def source(kernel: Kernel) -> str:
     if kernel.isa.shuffles and kernel.atom.n > 1:
         parts.append(f"typedef {lanes} lanes_t __attribute__((vector_size({kernel.atom.n * lane})));")
     used = {s.of: None for f in every for s in walk(f.body) if isinstance(s, Map)}
-    parts += [lanes_of.declaration(kernel.isa, kernel.isa.word(name)) for name in used]
+    parts += [vector_spelling.declaration(kernel.isa, kernel.isa.word(name)) for name in used]
     return "\n\n".join(p for p in (*parts, *code) if p) + "\n"
 
 

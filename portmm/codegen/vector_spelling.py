@@ -1,4 +1,4 @@
-"""Vector operations, in C.
+"""Spelling of vector operations in C.
 
 Owns the spelling of each operation of `expr.OPS` for GNU vectors and for single
 numbers; an instruction set whose vectors are neither, or that has a faster spelling,
