@@ -51,7 +51,8 @@ from portmm.spec.dtype import unit
 
 if TYPE_CHECKING:
     from portmm.ir.nodes import Index, Stmt
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 
 def build(form: Form, isa: Isa, atom: Atom, real: Atom, loops: type[Attention] | None = None) -> Kernel:

@@ -15,7 +15,8 @@ from portmm.spec.epilogue import parse
 if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
     from portmm.kernels.cpu.online_softmax import Bounds
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 FIELDS = {
     "dv": "c_n",

@@ -15,7 +15,8 @@ from portmm.target.summation import RUN, STEP, BlockOfK, block_of_k, chained, ru
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.schedule.schedule import Schedule
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 TASKS_PER_WORKER = 4
 """Tasks per thread beyond the first: a late thread then costs at most a quarter of its work."""

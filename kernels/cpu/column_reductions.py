@@ -21,7 +21,8 @@ from portmm.spec.epilogue import REDUCTIONS, operand_types
 if TYPE_CHECKING:
     from portmm.ir.nodes import Index, Stmt
     from portmm.spec.epilogue import Fused
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 GROUP = 128
 """Columns of a group: eight cache lines of f32, a run that prefetchers follow."""

@@ -41,7 +41,8 @@ from portmm.target.summation import RUN, chained
 if TYPE_CHECKING:
     from portmm.ir.nodes import Index, Stmt
     from portmm.schedule.schedule import Schedule
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 TASKS_PER_WORKER = 4
 M, N, K = var("m"), var("n"), var("k")

@@ -18,7 +18,7 @@ from portmm.kernels.cpu.blocking import TASKS_PER_WORKER, WORKERS, M
 if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
     from portmm.kernels.cpu.operands import Operands
-    from portmm.target.isa import Atom
+    from portmm.target.atom import Atom
 
 TOP = 127
 """int8 value of the largest magnitude."""

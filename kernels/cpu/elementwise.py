@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
     from portmm.spec.epilogue import Fused
     from portmm.spec.expr import Expr
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 
 @dataclass(slots=True)

@@ -31,7 +31,8 @@ from portmm.spec.epilogue import C, acc, parse
 if TYPE_CHECKING:
     from portmm.ir.nodes import Index, Stmt
     from portmm.spec.expr import Expr
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 ROWS = ("a_scale", "a_zero", "a_sum")
 """Vectors by rows of a tile, in the order of the parameters."""

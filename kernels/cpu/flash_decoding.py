@@ -58,7 +58,8 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Index, Stmt
     from portmm.kernels.cpu.attention_geometry import Form
     from portmm.spec.expr import Expr
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 QUERIES = 4
 """Queries of a register tile, which share each load of K or V."""

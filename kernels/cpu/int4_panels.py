@@ -48,7 +48,8 @@ from portmm.target.summation import RUN, STEP, BlockOfK, chained
 if TYPE_CHECKING:
     from portmm.ir.nodes import Index, Stmt
     from portmm.spec.problem import Family
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 
 WORDS = STEP // CODES_KR

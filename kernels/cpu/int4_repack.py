@@ -37,7 +37,8 @@ from portmm.spec.kernel_name import KernelName
 if TYPE_CHECKING:
     from portmm.ir.nodes import Index, Stmt
     from portmm.spec.problem import Family
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 
 def build(isa: Isa, atom: Atom, kept: Family) -> Kernel:

@@ -22,7 +22,7 @@ from portmm.target.summation import BlockOfK
 
 if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
-    from portmm.target.target import Atom
+    from portmm.target.atom import Atom
 
 
 AT_ONCE = 4

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from portmm.ir.nodes import Index, Stmt
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 LOWEST = -3.0e38
 """Maximum of no scores: less than any, and finite, as -inf - -inf is NaN."""

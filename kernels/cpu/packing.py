@@ -43,7 +43,8 @@ from portmm.spec.dtype import BY_NAME, base, unit
 
 if TYPE_CHECKING:
     from portmm.ir.nodes import Index, Stmt
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 
 def line_of(atom: Atom, storage: str = "") -> int:

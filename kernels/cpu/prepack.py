@@ -24,7 +24,8 @@ from portmm.spec.kernel_name import KernelName
 
 if TYPE_CHECKING:
     from portmm.ir.nodes import Index, Stmt
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 PREFETCH = 4
 """Prefetch distance in rows of units: a miss takes as long as copying some rows."""

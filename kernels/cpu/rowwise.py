@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Index, Stmt
     from portmm.spec.epilogue import Fused
     from portmm.spec.expr import Expr
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 TASKS_PER_WORKER = 4
 CHAINS = 4

@@ -39,7 +39,8 @@ from portmm.kernels.cpu.tile_packing import pack_lines
 if TYPE_CHECKING:
     from portmm.ir.nodes import Index, Kernel, Stmt
     from portmm.kernels.cpu.attention_geometry import Form
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 GRID = Grid(2, 2)
 

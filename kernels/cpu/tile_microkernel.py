@@ -15,7 +15,7 @@ from portmm.spec.dtype import BY_NAME
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
-    from portmm.target.isa import Atom
+    from portmm.target.atom import Atom
 
 TALL = var("tall")
 """Number of rows of a slice in scratch, and of the R tiles of A together."""

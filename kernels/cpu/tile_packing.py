@@ -16,7 +16,8 @@ from portmm.spec.dtype import BY_NAME, base
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 ROW, STEP, ELEMENT = var("i"), var("t"), var("e")
 """Row of A, step of k, and element of the step."""

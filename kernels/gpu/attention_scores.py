@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from portmm.kernels.cpu.attention_geometry import Form
     from portmm.kernels.gpu.attention_blocks import Tiles
     from portmm.spec.expr import Expr
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 TOTAL = argument(3, "f32")
 """Sum of a row's weights."""

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
     from portmm.spec.epilogue import Fused
     from portmm.spec.expr import Expr
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 
 def build(isa: Isa, real: Atom, fused: Fused, threads: int, *, sliced: bool) -> tuple[GridKernel, ...]:

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
     from portmm.kernels.cpu.attention_geometry import Form
     from portmm.schedule.gpu_mma_attention import MatrixTiling
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 UNIT = 16
 """Elements of a head, or keys, of one product: one atom, or two of half the size."""

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
     from portmm.spec.epilogue import Fused, Operand
     from portmm.spec.expr import Expr
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 WARP = 32
 """Number of threads that exchange registers: CUDA's warp."""

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 _ALONG = {"a": {"row": "k", "col": "row", "any": "any"}, "b": {"row": "row", "col": "k", "any": "any", "codes": "k"}}
 _ONE = (Ptr("b"), "s32")

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from portmm.kernels.cpu.attention_geometry import Form
     from portmm.kernels.gpu.attention_blocks import Tiles
     from portmm.schedule.gpu_attention import Tiling
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 LANES, WORD = 4, 4
 LARGE = 256

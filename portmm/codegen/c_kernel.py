@@ -45,7 +45,7 @@ from portmm.ir.nodes import (
 from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:
-    from portmm.target.target import Atom
+    from portmm.target.atom import Atom
 
 _PRELUDE = """\
 #if defined(__clang__)

@@ -38,7 +38,8 @@ from portmm.ir.thread_nodes import Exchange
 from portmm.spec.dtype import BY_NAME, base
 
 if TYPE_CHECKING:
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 _WRITES = {
     "zero": "acc_type", "load_c": "acc_type", "load_a": "a_type", "load_b": "b_type",

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from portmm.spec.epilogue import shortest
 
 if TYPE_CHECKING:
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 _VECTOR = {
     "add": "{d} = {a} + {b};",

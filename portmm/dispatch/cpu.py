@@ -42,7 +42,9 @@ if TYPE_CHECKING:
     from portmm.schedule.schedule import Schedule
     from portmm.spec.epilogue import Fused
     from portmm.spec.problem import Problem
-    from portmm.target.target import Atom, Isa, Target
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+    from portmm.target.target import Target
 
 USUAL_GROUP = 128
 """Rows of an int4 weight that share a scale, by default."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from portmm.build.shared_object import Artifact
     from portmm.explanation.gpu import GridExplanation
     from portmm.ir.nodes import Kernel
-    from portmm.target.isa import Atom
+    from portmm.target.atom import Atom
 
 SHOWN = 5
 """Runners-up in the printed form; all are in the record."""

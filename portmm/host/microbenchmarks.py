@@ -21,7 +21,8 @@ from portmm.spec.kernel_name import KernelName
 
 if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 STREAM_LOADS = 12
 """Loads of one step of a stream, each with its own accumulator: two multiply-adds a

@@ -55,7 +55,7 @@ from portmm.spec.expr import OPS
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from portmm.target.target import Atom
+    from portmm.target.atom import Atom
 
 Address = tuple[np.ndarray, int]
 Typed = tuple[np.ndarray, int, str]

@@ -43,7 +43,8 @@ from portmm.ir.thread_nodes import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 FIELDS = (
     "m n k batch a_m a_k a_batch b_k b_n b_batch c_m c_n c_batch workers".split()  # noqa: SIM905 - reads as the struct
@@ -135,7 +136,7 @@ class Verb:
     register's; both are known where it is spelled.
 
     Attributes:
-        name: a verb of `isa.PLACEHOLDERS`, or "load_rows", which interleaves rows
+        name: a verb of `atom.PLACEHOLDERS`, or "load_rows", which interleaves rows
             in units, and int4 values in words.
         d: register written (or stored from).
         a: left operand of a mac, or the only one of another verb.

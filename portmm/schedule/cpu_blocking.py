@@ -17,7 +17,8 @@ from portmm.target.summation import depth as whole_run
 
 if TYPE_CHECKING:
     from portmm.spec.problem import Problem
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
     from portmm.target.target import Target
 
 SHALLOW, DEEP = 1.5, 3.0

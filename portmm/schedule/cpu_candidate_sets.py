@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from portmm.schedule.cpu_cost_columns import Flags
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
-    from portmm.target.target import Atom, Isa, Target
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+    from portmm.target.target import Target
 
 MOST_SETS = 256
 """Sets cached before the cache is cleared: about 50 KB each."""

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from portmm.spec.problem import Problem
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
     from portmm.target.target import Target
 
 STREAM_DEPTHS = (8, 32)

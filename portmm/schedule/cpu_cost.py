@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from portmm.schedule.cpu_cost_terms import Array
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
-    from portmm.target.target import Atom, Target
+    from portmm.target.atom import Atom
+    from portmm.target.target import Target
 
 EXPOSED = 0.05
 """Share of a shorter overlapped term that adds to the time."""

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
-    from portmm.target.target import Atom, Target
+    from portmm.target.atom import Atom
+    from portmm.target.target import Target
 
 Column = np.ndarray[Any, np.dtype[np.float64]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]

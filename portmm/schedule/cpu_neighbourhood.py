@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
-    from portmm.target.target import Atom, Isa, Target
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+    from portmm.target.target import Target
 
 KNOBS: dict[str, tuple[float, ...]] = {
     "lower": (0, 1, 2, 3, 4, 6),

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from portmm.spec.problem import Problem
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
     from portmm.target.target import Target
 
 TILE_DEPTHS = (0.8, 6.0)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from portmm.spec.dtype import accumulator
 
 if TYPE_CHECKING:
-    from portmm.target.isa import Atom
+    from portmm.target.atom import Atom
 
 RUN = 320
 """Longest run, in elements of k. OpenBLAS adds to C once per block of k, of 320 to 448 elements on x86-64, and its
