@@ -14,12 +14,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, Map, Parallel, Param, ceil_div, const, minimum, var
+from portmm.ir.index import ceil_div, const, minimum, var
+from portmm.ir.lane_nodes import Map
+from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, Parallel, Param
 from portmm.kernels.cpu.elementwise import Elements, arguments, parameters
 from portmm.spec.epilogue import REDUCTIONS, operand_types
 
 if TYPE_CHECKING:
-    from portmm.ir.nodes import Index, Stmt
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
     from portmm.spec.epilogue import Fused
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa

@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, const, minimum, var
-from portmm.ir.nodes import Call, For, Function, If, Move, Parallel, Param, RowScale, Scratch, Verb
+from portmm.ir.lane_nodes import RowScale
+from portmm.ir.nodes import Call, For, Function, If, Move, Parallel, Param, Scratch, Verb
 from portmm.kernels.cpu.blocking import TASKS_PER_WORKER, WORKERS, M
 
 if TYPE_CHECKING:

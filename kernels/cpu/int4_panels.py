@@ -23,30 +23,16 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
-from portmm.ir.nodes import (
-    Add,
-    For,
-    Function,
-    If,
-    Let,
-    LetPtr,
-    Map,
-    Move,
-    Param,
-    Ptr,
-    Scratch,
-    Verb,
-    ceil_div,
-    const,
-    minimum,
-    var,
-)
+from portmm.ir.index import Ptr, ceil_div, const, minimum, var
+from portmm.ir.lane_nodes import Map
+from portmm.ir.nodes import Add, For, Function, If, Let, LetPtr, Move, Param, Scratch, Verb
 from portmm.kernels.cpu.microkernel import Shape, acc_of, element_of_a, params_of_a, spare, write_back
 from portmm.spec.dtype import CODES_AT, CODES_KR, ZERO_CODE, base
 from portmm.target.summation import RUN, STEP, BlockOfK, chained
 
 if TYPE_CHECKING:
-    from portmm.ir.nodes import Index, Stmt
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
     from portmm.spec.problem import Family
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa

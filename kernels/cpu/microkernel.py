@@ -16,7 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.ir.nodes import For, Function, If, Index, LetPtr, Move, Param, Prefetch, Ptr, Scratch, Verb, const, var
+from portmm.ir.index import Index, Ptr, const, var
+from portmm.ir.nodes import For, Function, If, LetPtr, Move, Param, Prefetch, Scratch, Verb
 from portmm.kernels.cpu.packing import keep, line_of
 from portmm.target.summation import BlockOfK
 

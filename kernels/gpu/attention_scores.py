@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, const, var
-from portmm.ir.nodes import For, If, LetPtr, Map, Scratch, Verb
+from portmm.ir.lane_nodes import Map
+from portmm.ir.nodes import For, If, LetPtr, Scratch, Verb
 from portmm.ir.thread_nodes import WHOLE
 from portmm.kernels.cpu.elementwise import Elements
 from portmm.kernels.cpu.online_softmax import BEFORE, KEPT, LOWEST, MOST, weight

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.grid_kernel import Argument, GridKernel
 from portmm.ir.index import Ptr, ceil_div, const, minimum, var
-from portmm.ir.nodes import For, If, Let, Map, Verb
+from portmm.ir.lane_nodes import Map
+from portmm.ir.nodes import For, If, Let, Verb
 from portmm.kernels.cpu.elementwise import Elements
 from portmm.kernels.gpu.epilogue_store import fused_arguments, operands
 from portmm.spec.epilogue import REDUCTIONS

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.index import Ptr, const, var
-from portmm.ir.nodes import For, If, Let, Scratch
-from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, CopyCommit, CopyWait, Mac
+from portmm.ir.nodes import For, If, Let, Mac, Scratch
+from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, CopyCommit, CopyWait
 from portmm.kernels.gpu.epilogue_staging import StagedStore
 from portmm.kernels.gpu.epilogue_store import EpilogueStore, bottom
 from portmm.kernels.gpu.fragments import MATRIX_ROWS, WarpFragments

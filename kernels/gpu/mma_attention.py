@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.index import Ptr, const, minimum, var
-from portmm.ir.nodes import For, If, Let, Move, Scratch
-from portmm.ir.thread_nodes import WHOLE, Apply, Barrier, Clear, CopyCommit, CopyWait, Mac, Vector
+from portmm.ir.nodes import For, If, Let, Mac, Move, Scratch
+from portmm.ir.thread_nodes import WHOLE, Apply, Barrier, Clear, CopyCommit, CopyWait, Vector
 from portmm.kernels.gpu import attention_tiles
 from portmm.kernels.gpu.attention_blocks import AttentionBlocks
 from portmm.kernels.gpu.attention_scores import each

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.grid_kernel import Argument, GridKernel
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, var
-from portmm.ir.nodes import For, If, Let, LetPtr, Read, Scratch
-from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, CopyCommit, CopyWait, Do, Leave, Mac, Shared, Vector
+from portmm.ir.nodes import For, If, Let, LetPtr, Mac, Read, Scratch
+from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, CopyCommit, CopyWait, Do, Leave, Shared, Vector
 from portmm.kernels.cpu.blocking import run_of
 from portmm.kernels.gpu.epilogue_store import EpilogueStore, bottom, fused_arguments
 from portmm.kernels.gpu.global_to_shared import Transfer

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.grid_kernel import Argument, GridKernel
 from portmm.ir.index import Ptr, const, minimum, var
-from portmm.ir.nodes import For, If, Let, LetPtr, Move, Scratch
-from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, Mac, Shared, Vector
+from portmm.ir.nodes import For, If, Let, LetPtr, Mac, Move, Scratch
+from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, Shared, Vector
 from portmm.kernels.gpu.attention_blocks import AttentionBlocks, rows_of
 from portmm.kernels.gpu.attention_scores import each
 from portmm.kernels.gpu.global_to_shared import or_zeros

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.index import Ptr, ceil_div, const, var
-from portmm.ir.nodes import Add, For, If, Let, Move, Scratch
-from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, CopyCommit, CopyWait, Do, Mac, Shared, Vector
+from portmm.ir.nodes import Add, For, If, Let, Mac, Move, Scratch
+from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, CopyCommit, CopyWait, Do, Shared, Vector
 from portmm.kernels.gpu.epilogue_store import EpilogueStore
 from portmm.kernels.gpu.simt import arguments, block_tile, slice_of_k
 from portmm.kernels.gpu.w4a16_tiles import LANES, Scales, Tile, reversed_bits

@@ -16,29 +16,23 @@ from portmm.codegen import vector_spelling
 from portmm.codegen.c_like import Printer, address, index, pruned
 from portmm.codegen.conversions import HELPERS, converted
 from portmm.ir import abi
+from portmm.ir.index import Index, Ptr
+from portmm.ir.lane_nodes import LEAST_PEAK, Map, Reduce, RowScale, Shuffle, Total
 from portmm.ir.nodes import (
     FIELDS,
-    LEAST_PEAK,
     OPERANDS,
     STRIDES,
     SWAPPED,
     Call,
     Configure,
     Function,
-    Index,
     Kernel,
     LetPtr,
-    MacScalar,
-    Map,
+    Mac,
     Parallel,
     Param,
     Prefetch,
-    Ptr,
-    Reduce,
-    RowScale,
     Scratch,
-    Shuffle,
-    Total,
     functions,
     walk,
 )
@@ -214,9 +208,9 @@ class _Printer(Printer):
         self.put(depth + 1, f"*({address(s.p)}) = {converted(f'{old} + sum', acc, self.points[s.p.name])};")
         self.put(depth, "}")
 
-    def do_macscalar(self, s: MacScalar, depth: int) -> None:
+    def do_mac(self, s: Mac, depth: int) -> None:
         acc = self.kernel.atom.acc
-        self.put(depth, f"*({address(s.p)}) += {self.at(s.a, acc)} * {self.at(s.b, acc)};")
+        self.put(depth, f"*({address(s.d)}) += {self.at(s.a, acc)} * {self.at(s.b, acc)};")
 
     def do_rowscale(self, s: RowScale, depth: int) -> None:
         self.put(depth, "{")

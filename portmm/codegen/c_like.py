@@ -14,26 +14,9 @@ from typing import TYPE_CHECKING
 from portmm.codegen import vector_spelling
 from portmm.codegen.conversions import converted
 from portmm.errors import ScheduleError
-from portmm.ir.nodes import (
-    BLOCKS,
-    Add,
-    For,
-    If,
-    Index,
-    Let,
-    LetPtr,
-    Map,
-    Move,
-    Parallel,
-    Ptr,
-    Read,
-    Scratch,
-    Shuffle,
-    Stmt,
-    Switch,
-    Verb,
-    walk,
-)
+from portmm.ir.index import Index, Ptr
+from portmm.ir.lane_nodes import Map, Shuffle
+from portmm.ir.nodes import BLOCKS, Add, For, If, Let, LetPtr, Move, Parallel, Read, Scratch, Stmt, Switch, Verb, walk
 from portmm.ir.thread_nodes import Exchange
 from portmm.spec.dtype import BY_NAME, base
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.ir.nodes import Configure, For, Function, Index, Kernel, Ptr, Verb, const, var
+from portmm.ir.index import Index, Ptr, const, var
+from portmm.ir.nodes import Configure, For, Function, Kernel, Verb
 from portmm.kernels.cpu.tile_microkernel import Grid
 from portmm.schedule.cpu_blocking import tallest
 from portmm.spec.kernel_name import KernelName

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from portmm.ir.index import Index, Ptr, meaning
+from portmm.ir.lane_nodes import LEAST_PEAK, Map, Reduce, RowScale, Shuffle, Total
 from portmm.ir.nodes import (
     FIELDS,
-    LEAST_PEAK,
     OPERANDS,
     STRIDES,
     SWAPPED,
@@ -28,26 +29,18 @@ from portmm.ir.nodes import (
     For,
     Function,
     If,
-    Index,
     Kernel,
     Let,
     LetPtr,
-    MacScalar,
-    Map,
+    Mac,
     Move,
     Parallel,
     Prefetch,
-    Ptr,
     Read,
-    Reduce,
-    RowScale,
     Scratch,
-    Shuffle,
     Stmt,
     Switch,
-    Total,
     Verb,
-    meaning,
 )
 from portmm.spec.dtype import BY_NAME, CODES_AT, CODES_KR, EXTENSION_TYPES, ZERO_CODE, base
 from portmm.spec.expr import OPS
@@ -349,8 +342,8 @@ class _Machine:
         total = f.regs[s.d].sum() + (array[at] if self.value(s.accumulate, f) else 0)
         array[at] = converted(np.asarray(total), self.kernel.atom.acc, memory)
 
-    def do_macscalar(self, s: MacScalar, f: _Frame) -> None:
-        (to, i, _), (x, j, _), (y, k, _) = (self.at(p, f, 1) for p in (s.p, s.a, s.b))
+    def do_mac(self, s: Mac, f: _Frame) -> None:
+        (to, i, _), (x, j, _), (y, k, _) = (self.at(p, f, 1) for p in (s.d, s.a, s.b))
         acc = numpy_type(self.kernel.atom.acc)
         to[i] = to[i].astype(acc) + x[j].astype(acc) * y[k].astype(acc)
 
