@@ -84,7 +84,7 @@ static int start_numpy(void) {
 
 /* Position in `elements` of a native array's type, or -1. A descriptor that
  * came out of a pickle is another object of the same class. */
-static inline int element_of(const array_object *a) {
+INLINE int element_of(const array_object *a) {
   for (int i = 0; i < ELEMENTS; i++) {
     if (a->descr == elements[i].descr) return i;
     if (elements[i].descr && Py_TYPE(a->descr) == Py_TYPE(elements[i].descr) && a->descr->byteorder == elements[i].descr->byteorder) return i;

@@ -132,7 +132,7 @@ static int join_rows(const array_object *a, int last, long *rows, long *step) {
 }
 
 /* A matrix whose last dimension is the array's: `rows` at steps of `s0` bytes, or columns where `cols_too`. */
-static inline int as_matrix(const array_object *a, long rows, long s0, int cols_too, matrix *v) {
+INLINE int as_matrix(const array_object *a, long rows, long s0, int cols_too, matrix *v) {
   const int nd = a->nd;
   const long bytes = elements[v->element].bytes, cols = a->shape[nd - 1], s1 = a->strides[nd - 1];
   if (rows <= 0 || cols <= 0) return 0;
@@ -158,12 +158,12 @@ static inline int as_matrix(const array_object *a, long rows, long s0, int cols_
 }
 
 /* Whether kernels can read an array of at least two dimensions. */
-static inline int is_readable(const array_object *a, int *element) {
+INLINE int is_readable(const array_object *a, int *element) {
   return a->nd >= 2 && a->nd <= MAX_ND && (a->flags & NUMPY_ALIGNED) && (*element = element_of(a)) >= 0;
 }
 
 /* A matrix; or of more dimensions a stack of matrices by rows that follow each other, which is a taller one. */
-static inline int get_matrix(PyObject *object, matrix *v) {
+INLINE int get_matrix(PyObject *object, matrix *v) {
   if (Py_TYPE(object) != array_type) return 0;
   const array_object *a = (const array_object *)object;
   if (!is_readable(a, &v->element)) return 0;
@@ -173,28 +173,28 @@ static inline int get_matrix(PyObject *object, matrix *v) {
 }
 
 /* Whether all extents but the last are equal. */
-static inline int same_rows(const array_object *x, const array_object *y) {
+INLINE int same_rows(const array_object *x, const array_object *y) {
   int same = x->nd == y->nd;
   for (int i = 0; same && i < x->nd - 1; i++) same = x->shape[i] == y->shape[i];
   return same;
 }
 
-static int overlap(const char *a, const char *a_end, const char *b, const char *b_end) {
+INLINE int overlap(const char *a, const char *a_end, const char *b, const char *b_end) {
   return a < a_end && b < b_end && a < b_end && b < a_end;
 }
 
 /* The type of a product of two types that needs no conversion first, or -1: `dtype.natural`. */
-static inline int product_of(int a, int b) {
+INLINE int product_of(int a, int b) {
   if (a == b && a < CLOSED) return a;
   if ((a == S8 || a == U8) && b == S8) return S32;
   return a < CLOSED && b < CLOSED && a != F64 && b != F64 ? F32 : -1;
 }
 
 /* The largest M of the class of m: `row_classes.row_class`. */
-static inline long last_of_class(long m) {
+INLINE long last_of_class(long m) {
   if (m <= 2 * CLASSES) return m;
   const long step = 1L << (__builtin_clzl(CLASSES) - __builtin_clzl((unsigned long)(m - 1)));
-  return (m + step - 1) / step * step;
+  return (m + step - 1) & -step;
 }
 
 /* The types of a product as the resolver takes them: "f32", "u8-s8-s32". A borrowed reference. */
@@ -241,7 +241,7 @@ static PyObject *resolve(route_key *key, size_t words, const matrix *a, const ma
 }
 
 /* A new reference to the route of a key without `m` and `form`; as `resolve`. */
-static inline PyObject *route_for(route_key *key, size_t words, const matrix *a, const matrix *b, const matrix *c) {
+INLINE PyObject *route_for(route_key *key, size_t words, const matrix *a, const matrix *b, const matrix *c) {
   const unsigned dense = a->dense & b->dense & c->dense & (unsigned)resolver_wants_density;
   key->m = a->rows > 2 * CLASSES ? -last_of_class(a->rows) : a->rows;
   key->form = (long)((unsigned)a->element << 8 | (unsigned)b->element << 4 | dense << 3 | a->col << 2 | b->col << 1 | c->col);
@@ -254,7 +254,7 @@ static inline PyObject *route_for(route_key *key, size_t words, const matrix *a,
 }
 
 /* A new array with the rows of `a`, or NULL with an exception. */
-static inline PyObject *result_of(const array_object *a, long columns, int element) {
+INLINE PyObject *result_of(const array_object *a, long columns, int element) {
   Py_ssize_t shape[MAX_ND];
   for (int i = 0; i < a->nd - 1; i++) shape[i] = a->shape[i];
   shape[a->nd - 1] = columns;

@@ -22,7 +22,7 @@ enum { MEMO_MIN = 64 };
 static memo_table routes = {.most = 1 << 16}, plans = {.most = 1 << 12};
 static unsigned long memo_epoch; /* counts clearings */
 
-static inline uint64_t memo_hash(const long *words, size_t count) {
+INLINE uint64_t memo_hash(const long *words, size_t count) {
   uint64_t h = count;
   for (size_t i = 0; i < count; i++) {
     h = (h ^ (uint64_t)words[i]) * 0x9e3779b97f4a7c15u;
@@ -32,7 +32,7 @@ static inline uint64_t memo_hash(const long *words, size_t count) {
 }
 
 /* The slot of a key, or the free one where it belongs. */
-static inline memo_slot *memo_find(const memo_table *t, uint64_t hash, const long *words, size_t count) {
+INLINE memo_slot *memo_find(const memo_table *t, uint64_t hash, const long *words, size_t count) {
   for (size_t i = (hash >> 32) & (t->size - 1);; i = (i + 1) & (t->size - 1)) {
     memo_slot *s = t->slots + i;
     if (!s->value || (s->hash == hash && s->count == count && !memcmp(s->words, words, count * sizeof *words))) return s;
@@ -40,7 +40,7 @@ static inline memo_slot *memo_find(const memo_table *t, uint64_t hash, const lon
 }
 
 /* A borrowed reference to what is remembered, or NULL. */
-static inline PyObject *memo_get(const memo_table *t, const long *words, size_t count) {
+INLINE PyObject *memo_get(const memo_table *t, const long *words, size_t count) {
   return t->size ? memo_find(t, memo_hash(words, count), words, count)->value : NULL;
 }
 
