@@ -25,9 +25,14 @@ M, N = var("m"), var("n")
 WORKERS = var("workers")
 
 
-def run_of(k: Index, kr: int) -> Index:
-    """Number of units of k in a run: as few runs as possible, all but the last equal."""
-    return round_up(ceil_div(k, maximum(1, ceil_div(k, RUN // kr))), STEP // kr)
+def run_count(k: Index, kr: int) -> Index:
+    """Number of runs of `k` units: as few as possible."""
+    return maximum(1, ceil_div(k, RUN // kr))
+
+
+def run_of(k: Index, kr: int, count: Index | None = None) -> Index:
+    """Number of units of k in a run, of `count` runs: all but the last equal."""
+    return round_up(ceil_div(k, run_count(k, kr) if count is None else count), STEP // kr)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +79,7 @@ class Blocks:
             case BlockOfK.RUN:
                 return self.run
             case BlockOfK.RUNS:
-                runs = ceil_div(k, maximum(1, self.run))
-                return self.run * ceil_div(runs, maximum(1, ceil_div(runs, runs_in(kc, self.s.kr))))
+                return self.run * self.runs_of_block(self.run_count)
 
     @property
     def block_of_k(self) -> BlockOfK:
@@ -85,9 +89,18 @@ class Blocks:
         return block_of_k(self.s.kc, self.s.kr, self.s.static[2] if self.s.static else None)
 
     @property
+    def run_count(self) -> Index:
+        """Number of runs of k: as few as possible."""
+        return run_count(self.k, self.s.kr)
+
+    @property
     def run(self) -> Index:
         """Number of units of k in a run."""
         return run_of(self.k, self.s.kr)
+
+    def runs_of_block(self, count: Index) -> Index:
+        """Number of runs in a block of k, of `count` in all: about as many in each."""
+        return ceil_div(count, ceil_div(count, runs_in(self.s.kc, self.s.kr)))
 
     def whole(self, depth: Index) -> Index:
         """Extent along k of buffers: rounded up to whole words where B has int4 values."""

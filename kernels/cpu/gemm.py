@@ -43,7 +43,7 @@ from portmm.kernels.cpu.packing import pack_a
 from portmm.kernels.cpu.panel_packing import pack_once, pack_panels
 from portmm.kernels.cpu.register_tile import finish, multiply
 from portmm.kernels.cpu.split_k import split_k
-from portmm.kernels.cpu.summation_runs import over_k
+from portmm.kernels.cpu.summation_runs import extents_of_k, over_k
 from portmm.spec.epilogue import operand_types
 from portmm.target.summation import BlockOfK
 
@@ -128,7 +128,7 @@ class Gemm(Operands):
         inside: tuple[Stmt, ...] = (Let("kd", self.depth), *self.pack_a(), *self.totals(), *self.macro())
         inside = over_k(self, inside)
         if s.over != "k":
-            inside = (*((Let("kb", self.kb),) if s.kc else ()), *self.scratch(), *inside)
+            inside = (*extents_of_k(self), *self.scratch(), *inside)
         return (
             *self.quantised_rows(),
             *(() if single else (Let("shares", self.column_chunks),)),

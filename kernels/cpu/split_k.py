@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from portmm.ir.index import Ptr, ceil_div, const, minimum, var
 from portmm.ir.nodes import Add, For, Function, Let, LetPtr, Move, Parallel, Param
 from portmm.kernels.cpu.blocking import WORKERS, M, N
+from portmm.kernels.cpu.summation_runs import extents_of_k
 from portmm.schedule.cpu_blocking import SUM_COLUMNS
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ def split_k(g: Operands, blocks: Stmt) -> tuple[Stmt, ...]:
     """Products of one item: `blocks` over each thread's run of k, then the sum of the results."""
     task, steps, runs, item = var("task"), var("steps"), var("runs"), var("item")
     counts = (
-        Let("kb", g.kb),
+        *extents_of_k(g),
         Let("steps", ceil_div(g.k, var("kb"))),
         Let("runs", minimum(WORKERS, steps)),
     )

@@ -1,6 +1,6 @@
 """Summation runs: runs of k, each with accumulators of its own (see `portmm.target.summation`).
 
-Owns the loop over k of a block of C, and the buffer of the sums of runs while parts of the next are added.
+Owns the extents of runs, the loop over k of a block of C, and the buffer of the sums of runs while parts of the next are added.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, var
 from portmm.ir.nodes import For, Let, LetPtr
+from portmm.kernels.cpu.blocking import run_of
 from portmm.target.summation import BlockOfK
 
 if TYPE_CHECKING:
@@ -17,15 +18,24 @@ if TYPE_CHECKING:
     from portmm.kernels.cpu.operands import Operands
 
 
+def extents_of_k(g: Operands) -> tuple[Stmt, ...]:
+    """Local names of the extents of runs and of blocks of k, each division made once."""
+    runs: tuple[Stmt, ...] = ()
+    kb = g.kb
+    if g.block_of_k is BlockOfK.RUNS:
+        count, run = var("run_count"), var("run")
+        runs = (Let("run_count", g.run_count), Let("run", run_of(g.k, g.s.kr, count)))
+        kb = run * g.runs_of_block(count) if g.s.kc else kb
+    return (*runs, Let("kb", kb)) if g.s.kc or g.s.over == "k" else runs
+
+
 def over_k(g: Operands, inside: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
     """Loop over blocks of k, each of some runs, or over runs and their parts; no loop where KC is ALL."""
     if g.block_of_k is BlockOfK.PART:
         each = For("pc", var("run_start"), g.last_of_run, var("kb"), inside)
         place = LetPtr("kept", g.private() + (g.own_size - g.kept_size), g.atom.acc)
         return (place, Let("run", g.run), For("run_start", g.start, g.end, var("run"), (each,)))
-    if g.s.kc:
-        inside = (For("pc", g.start, g.end, var("kb"), inside),)
-    return (Let("run", g.run), *inside) if g.block_of_k is BlockOfK.RUNS else inside
+    return (For("pc", g.start, g.end, var("kb"), inside),) if g.s.kc else inside
 
 
 def kept(g: Operands, row: Index, column: Index) -> tuple[Index | Ptr, ...]:
