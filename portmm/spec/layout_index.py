@@ -74,16 +74,26 @@ class Sum:
         return hash((frozenset(self.terms), self.constant)) if self.terms else hash(self.constant)
 
     def __add__(self, other: Size) -> Sum:
-        terms, right = dict(self.terms), as_sum(other)
+        right = as_sum(other)
+        if not right.terms or not self.terms:
+            return Sum(self.terms or right.terms, self.constant + right.constant)
+        terms = dict(self.terms)
         for product, times in right.terms:
             terms[product] = terms.get(product, 0) + times
         return _joined({x: c for x, c in terms.items() if c}, self.constant + right.constant)
 
     def __mul__(self, other: Size) -> Sum:
-        right, total = as_sum(other), Sum()
-        for x, c in (*self.terms, *_constant(self.constant)):
-            for y, d in (*right.terms, *_constant(right.constant)):
-                total += Sum((_term(x + y, c * d),)) if x or y else c * d
+        left, right = self, as_sum(other)
+        if not left.terms:
+            left, right = right, left
+        if not right.terms:
+            times = right.constant
+            return Sum(tuple((x, c * times) for x, c in left.terms), left.constant * times) if times else ZERO
+        total = left * right.constant
+        for x, c in right.terms:
+            for y, d in left.terms:
+                total += Sum((_term(y + x, c * d),))
+            total += Sum(((x, c * left.constant),)) if left.constant else 0
         return total
 
     __radd__, __rmul__ = __add__, __mul__
@@ -223,10 +233,6 @@ def divisor(x: Sum) -> int:
 def _term(product: Product, times: int) -> tuple[Product, int]:
     """Coordinates first, sizes last; the coefficient follows."""
     return tuple(sorted(product, key=lambda x: (isinstance(x, Leaf) and x.extent is None, str(x)))), times
-
-
-def _constant(x: int) -> tuple[tuple[Product, int], ...]:
-    return (((), x),) if x else ()
 
 
 def _joined(terms: dict[Product, int], constant: int) -> Sum:
