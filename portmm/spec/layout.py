@@ -1,6 +1,6 @@
 """Layout of an array: from a coordinate to the offset of an element.
 
-Owns `Layout`, and constructors of the usual ones. An array in memory has a shape and strides; transforms are views on
+Owns `Layout`; `layouts` has the usual ones. An array in memory has a shape and strides; transforms are views on
 top of it (`layout_transforms`), so that transposes, panels, gaps, ragged edges and the windows of a convolution are
 coordinates of one array. The composition is one sum of the coordinate, simplified (`layout_index`), which kernels
 compute with index expressions and NumPy with arrays. Sizes and strides are integers, names, or sums of these.
@@ -329,44 +329,3 @@ def _bound(x: Any, sizes: Mapping[str, Sum]) -> Any:
     if not is_dataclass(x):
         return x
     return replace(x, **{y.name: _bound(getattr(x, y.name), sizes) for y in fields(x)})  # type: ignore[type-var]
-
-
-# -- usual layouts ---------------------------------------------------------------
-
-
-def row_major(*shape: Size) -> Layout:
-    """Rows without gaps, the last axis fastest."""
-    return Layout(shape)
-
-
-def column_major(*shape: Size) -> Layout:
-    """Columns without gaps, the first axis fastest."""
-    return Layout(shape, tuple(reversed(_dense(_sums(reversed(shape))))))
-
-
-def panels(k: Size, n: Size, nr: int, kr: int = 1, step: Size | None = None) -> Layout:
-    """Operand (k, n) in panels [k / KR][NR][KR], `step` elements apart: NR columns, of which KR neighbours along k are
-    a unit (VNNI, tiles of AMX, two-row units of Arm). An A has rows in the place of columns.
-    """  # noqa: D205
-    units, count = (as_sum(k) + kr - 1) // kr, (as_sum(n) + nr - 1) // nr
-    of_panel = units * (nr * kr) if step is None else step
-    memory = Layout((count, units, nr, kr), (of_panel, nr * kr, kr, 1))
-    return memory.permute(1, 3, 0, 2).merge(0, 2).merge(1, 2).slice(0, 0, k).slice(1, 0, n)
-
-
-def in_panels(matrix: Layout, nr: int, kr: int = 1) -> Layout:
-    """View (panel, unit, column, element) of a matrix (k, n): the source of each element of its padded panels."""
-    padded = matrix.pad_to(0, kr).pad_to(1, nr)
-    return padded.unmerge(1, None, nr).unmerge(0, None, kr).permute(2, 0, 3, 1)
-
-
-def windows(
-    image: Layout, kernel: tuple[Size, Size], stride: tuple[Size, Size] = (1, 1), dilation: tuple[Size, Size] = (1, 1)
-) -> Layout:
-    """Matrix (n y x, c r s) of the windows of a padded image (n, c, h, w), one in each row (im2col)."""
-    view = image
-    for axis in (3, 2):
-        reach = (as_sum(kernel[axis - 2]) - 1) * dilation[axis - 2] + 1
-        count = (image.extents[axis] - reach) // stride[axis - 2] + 1
-        view = view.embed(axis, (count, kernel[axis - 2]), (stride[axis - 2], dilation[axis - 2]))
-    return view.permute(0, 2, 4, 1, 3, 5).merge(0, 3).merge(1, 3)

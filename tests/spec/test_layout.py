@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from portmm.ir.index import const, var
 from portmm.ir.interpreter import evaluate
-from portmm.spec.layout import Layout, column_major, in_panels, panels, row_major, windows
+from portmm.spec.layout import Layout
 from portmm.spec.layout_index import as_sum
 from portmm.spec.layout_transforms import Pad
+from portmm.spec.layouts import column_major, in_panels, panels, row_major, windows
 
 EXAMPLES = settings(derandomize=True, deadline=None, max_examples=150, database=None)
 MOST = 3000

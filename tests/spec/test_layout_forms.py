@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from portmm.spec.layout import Layout, column_major, in_panels, panels, row_major, windows
+from portmm.spec.layout import Layout
 from portmm.spec.layout_index import as_sum, coordinate, evaluate
+from portmm.spec.layouts import column_major, in_panels, panels, row_major, swizzled, windows
 
 
 def index_of(layout, names):
@@ -30,7 +31,6 @@ def conditions(layout, names):
 
 MATRIX = Layout(("k", "n"), ("b_k", 1))
 LINES = row_major(128, 64).unmerge(1, None, 8)
-SHORT = row_major(128, 32).unmerge(1, None, 8)
 INT4 = Layout((4, 2, 18, 32, 2, 4), (36 * 32 * 8, 18 * 32 * 8, 32 * 8, 8, 1, 2))
 
 FORMS = [
@@ -61,9 +61,10 @@ FORMS = [
         "j / 32 * 9216 + p / 128 * 4608 + p / 8 % 16 * 256 + j % 32 * 8 + p / 4 % 2 + p % 4 * 2 + 512",
     ),
     # Shared memory, with vectors of lines of 128 and of 64 bytes in other banks.
-    (LINES.xor(1, 0), "line vector e", "line * 64 + (vector ^ line % 8) * 8 + e"),
+    (swizzled(64, 2), "line vector e", "line * 64 + (vector ^ line % 8) * 8 + e"),
     (Layout((128, 64), swizzle=(3, 3, 3)).unmerge(1, 8, 8), "line vector e", "line * 64 + (vector ^ line % 8) * 8 + e"),
-    (SHORT.xor(1, 0, 2, 4), "line vector e", "line * 32 + (vector ^ line / 2 % 4) * 8 + e"),
+    (swizzled(32, 2), "line vector e", "line * 32 + (vector ^ line / 2 % 4) * 8 + e"),
+    (swizzled(64, 4, 2), "line vector e", "line * 64 + (vector ^ line % 4 * 2) * 4 + e"),
     (
         Layout((128, 32), swizzle=(2, 3, 3)).unmerge(1, 4, 8),
         "line vector e",
