@@ -251,6 +251,11 @@ class Layout:
 
     # -- meaning -----------------------------------------------------------------
 
+    def offsets(self) -> Array:
+        """Offsets of all elements, in an array of the extents."""
+        extents = tuple(int(x) for x in self.extents)
+        return np.broadcast_to(self.offset(np.indices(extents, sparse=True)), extents)
+
     def gather(self, array: Array) -> Array:
         """The elements of an array at all coordinates, zeros in padding; it may share the array's memory.
 

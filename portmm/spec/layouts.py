@@ -34,16 +34,18 @@ def column_major(*shape: Size) -> Layout:
     return Layout(shape, tuple(reversed(row_major(*reversed(shape)).stride)))
 
 
-def panels(k: Size, n: Size, nr: int, kr: int = 1, step: Size | None = None) -> Layout:
+def panels(k: Size, n: Size, nr: int, kr: int = 1, step: Size | None = None, *, items: Size = 0) -> Layout:
     """Operand (k, n) in panels [k / KR][NR][KR] of NR columns; KR neighbours along k are a unit.
 
     These are panels of B; of A, with rows in the place of columns; units of VNNI, tiles of AMX, and two-row units of
-    Arm. Panels are `step` elements apart, by default without gaps.
+    Arm. Panels are `step` elements apart, by default without gaps. A batch has `items`, one after the other; else the
+    coordinate has no item.
     """
     units, count = _ceil(k, kr), _ceil(n, nr)
     of_panel = units * (nr * kr) if step is None else step
-    memory = Layout((count, units, nr, kr), (of_panel, nr * kr, kr, 1))
-    return memory.permute(1, 3, 0, 2).merge(0, 2).merge(1, 2).slice(0, 0, k).slice(1, 0, n)
+    memory = Layout((items or 1, count, units, nr, kr), (count * of_panel, of_panel, nr * kr, kr, 1))
+    batch = memory.permute(0, 2, 4, 1, 3).merge(1, 2).merge(2, 2).slice(1, 0, k).slice(2, 0, n)
+    return batch if items else batch.freeze(0, 0)
 
 
 def in_panels(matrix: Layout, nr: int, kr: int = 1) -> Layout:
