@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import For, Let
 from portmm.ir.thread_nodes import WHOLE, Do
-from portmm.kernels.gpu.mma_transfer import VECTOR, WORD
+from portmm.kernels.gpu.mma_transfer import WORD
+from portmm.spec.layouts import VECTOR
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index

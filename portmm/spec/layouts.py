@@ -5,10 +5,12 @@ Owns constructors of `Layout`.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 from portmm.spec.layout import Layout
 from portmm.spec.layout_index import Sum, as_sum
+from portmm.spec.layout_transforms import Xor
 
 if TYPE_CHECKING:
     from portmm.spec.layout_index import Size
@@ -54,17 +56,22 @@ def in_panels(matrix: Layout, nr: int, kr: int = 1) -> Layout:
     return padded.unmerge(1, None, nr).unmerge(0, None, kr).permute(2, 0, 3, 1)
 
 
-def swizzled(width: int, size: int, together: int = 1) -> Layout:
-    """Lines of vectors of 16 bytes in shared memory, as (line, vector, element) of `size` bytes.
+def swizzle(width: int, size: int, together: int = 1) -> Xor:
+    """Swizzle of lines of vectors of 16 bytes in shared memory: of the vector by the line, of elements of `size` bytes.
 
     Eight lines of one vector lie in different banks, which repeat after 128 bytes: vectors are xored with the number
     of 128 bytes that lines fill, in pairs if two neighbours are read `together`. One at a time is the swizzle of 128,
     64 and 32 bytes of TMA.
     """
-    vectors = width * size // VECTOR
-    each, most = max(1, BANKS // (width * size)), min(vectors, BANKS // VECTOR)
-    lines = row_major("lines", width).unmerge(1, vectors, VECTOR // size)
-    return lines.xor(1, 0, each, most // together, together)
+    each, most = max(1, BANKS // (width * size)), min(width * size, BANKS) // VECTOR
+    return Xor(1, 0, each, most // together, together)
+
+
+@cache
+def swizzled(width: int, size: int, together: int = 1) -> Layout:
+    """Layout (line, vector, element) of such lines."""
+    shape, stride = ("lines", "vectors", VECTOR // size), (width, VECTOR // size, 1)
+    return Layout(shape, stride, transforms=(swizzle(width, size, together),))
 
 
 def windows(
