@@ -264,7 +264,7 @@ class Work(AttentionBlocks):
     def put(self, row: Index) -> Stmt:
         """Stores of a lane's columns of a row of O to shared memory."""
         t, tile = self.t, self.tile("o")
-        at = row * tile.pitch + (var("c") ^ tile.swizzle(row)) * PER_VECTOR + var("lane") % 4 * PAIR
+        at = tile.at(row, var("c"), var("lane") % 4 * PAIR)
         store = Vector(Ptr("q_tile", at), Ptr("words"), PAIR * SIZE)
         return each("c", t.columns, *self.pair(packed=True), store)
 
@@ -272,7 +272,7 @@ class Work(AttentionBlocks):
         """Transfer of the rows of a warp from shared to global memory."""
         t, tile, vector, line = self.t, self.tile("o"), var("piece"), var("line")
         column = vector % t.columns
-        src = Ptr("q_tile", line * tile.pitch + (column ^ tile.swizzle(line)) * PER_VECTOR)
+        src = Ptr("q_tile", tile.at(line, column))
         store = If(
             var("row").lt(self.height),
             (*self.result(), Vector(Ptr("to", column * PER_VECTOR), src, PER_VECTOR * SIZE)),

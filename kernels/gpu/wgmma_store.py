@@ -16,9 +16,11 @@ from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import For, If, Let, Scratch
 from portmm.ir.thread_nodes import WHOLE, Do, Shared
 from portmm.kernels.gpu.epilogue_store import EpilogueStore, bottom, element, operands
-from portmm.schedule.gpu_wgmma import BUFFERS, LINE, STRIP, SWIZZLED, columns, panel, staged, strips
+from portmm.schedule.gpu_wgmma import BUFFERS, STRIP, SWIZZLED, columns, panel, staged, strips
 from portmm.schedule.schedule import WARPGROUP
+from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import parse
+from portmm.spec.layouts import swizzled
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
@@ -211,8 +213,7 @@ class WgmmaEpilogue:
 
     def _put(self) -> Stmt:
         """Store of matrices to shared memory (stmatrix): neighbours along n, two along m."""
-        s, n, put = self.s, panel(self.s), var("put")
-        near = self.words // HALVES
+        s, put, near = self.s, var("put"), self.words // HALVES
         lane, warp = var("lane"), var("warp")
         if s.swap:
             line, vector = (
@@ -224,8 +225,7 @@ class WgmmaEpilogue:
                 warp * (HALVES * SIDE) + lane % (HALVES * SIDE),
                 put * near + lane // (HALVES * SIDE),
             )
-        swizzle = line // (LINE // (n * 2)) % (n // SIDE)
-        to = Ptr("c_tile", var("buffer") + line * n + (vector ^ swizzle) * SIDE)
+        to = Ptr("c_tile", var("buffer") + swizzled(panel(s), BY_NAME[s.types[2]].bytes).offset((line, vector, 0)))
         name = f"stmatrix_{'trans_' if s.swap else ''}x{self.words}"
         return Do(name, (to, Ptr("c_words", put * self.words)))
 
