@@ -17,11 +17,10 @@ from portmm.dispatch import config
 from portmm.errors import BuildError, PackError, ScheduleError
 from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import CODE_BITS, CODES_AT, CODES_KR
-from portmm.spec.layouts import row_major
 from portmm.spec.problem import Family, Problem, family
 from portmm.util.memo import Memory
 from portmm.weights.kinds import WeightKind
-from portmm.weights.quantized import Quantized, QuantizedMatrix, dequantize
+from portmm.weights.quantized import Quantized, QuantizedMatrix, dequantize, int4_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,13 +146,8 @@ def _pack_by_kernel(q: Quantized, layout: Family, owner: Array) -> None:
 def _pack_by_numpy(q: Quantized, layout: Family, owner: Array) -> None:
     """The same without a compiler, ten times slower."""
     k, n = q.shape
-    units = -(-k // CODES_KR)
-    codes = row_major(k, n).pad_to(0, CODES_KR).gather(q.codes)
-    words = np.zeros((units, n), np.uint32)
-    for e in range(CODES_KR):
-        words |= codes[e::CODES_KR].astype(np.uint32) << np.uint32(CODES_AT[e])
     owner[...] = 0
-    for part, values in zip(layout.parts(k, n), (q.scales, q.offsets, words), strict=True):
+    for part, values in zip(layout.parts(k, n), (q.scales, q.offsets, int4_words(q.codes)), strict=True):
         owner[part.offsets()] = values.view(np.int32)
 
 

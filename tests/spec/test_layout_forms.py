@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from portmm.spec.layout import Layout
+from portmm.ir.index import spelled, var
+from portmm.ir.interpreter import evaluate as evaluated
+from portmm.spec.layout import Layout, Position
 from portmm.spec.layout_index import as_sum, coordinate, evaluate
 from portmm.spec.layouts import column_major, in_panels, panels, row_major, swizzled, windows
 
@@ -156,3 +158,17 @@ def test_a_carry_replaces_divisions():
         seen.append(position.offset)
         position = conv.move(position, 1, 8)
     np.testing.assert_array_equal(seen, [conv.offset((5, k)) for k in range(0, 72, 8)])
+
+
+@pytest.mark.parametrize("delta", [1, 8, 13])
+def test_kernels_carry_without_a_division(delta):
+    conv = windows(row_major(2, 8, 9, 9), (3, 3))
+    moved = conv.move(conv.start((5, var("k")), var), 1, delta, var).offset
+    # The digits of the old position are variables of a kernel, which it updates.
+    levels = conv.start((5, 40)).levels
+    digits = tuple(tuple(var(f"x{i}_{j}") for j in range(len(level))) for i, level in enumerate(levels))
+    values = {f"x{i}_{j}": int(x) for i, level in enumerate(levels) for j, x in enumerate(level)}
+    values["linear"] = int(conv.offset((5, 40)))
+    cheap = conv.move(Position(digits, var("linear"), None), 1, delta, var).offset
+    assert not {"/", "%"} & set(spelled(cheap).split())
+    assert evaluated(cheap, values) == evaluated(moved, {"k": 40}) == conv.offset((5, 40 + delta))
