@@ -14,6 +14,7 @@ from portmm.spec.dtype import BY_NAME, accumulator, types, unit
 from portmm.target.toml_schema import placeholders, require
 
 if TYPE_CHECKING:
+    from portmm.target.fragment import Fragment
     from portmm.target.vector_ops import Lanes
 
 # Placeholders that each field of an atom may have.
@@ -107,6 +108,9 @@ class Atom:
         release: release all tiles.
         unit: of a device, the scope of the instruction: "warp" or "warpgroup", whose lanes have the fragments;
             empty: each thread alone.
+        a_fragment: of a unit of lanes, the elements of the left operand that each lane holds.
+        b_fragment: likewise of the right operand.
+        acc_fragment: likewise of the sums.
     """
 
     name: str
@@ -144,6 +148,9 @@ class Atom:
     configure: str = ""
     release: str = ""
     unit: str = ""
+    a_fragment: Fragment | None = None
+    b_fragment: Fragment | None = None
+    acc_fragment: Fragment | None = None
 
     @property
     def tiled(self) -> bool:
@@ -244,6 +251,8 @@ class Isa:
         base: the ISA that it extends: flags, features and preamble include those of the base.
         words: vector operations that are not spelled as on any GNU vector.
         primitives: functions that the verbs of a device call.
+        warp: lanes of a warp that its atoms are for; 0 for any number.
+        fragments: layouts of operands and sums in the registers of a warp, by name, those of its base too.
     """
 
     name: str
@@ -261,6 +270,8 @@ class Isa:
     base: Isa | None = None
     words: tuple[Lanes, ...] = field(default=(), hash=False)
     primitives: tuple[Primitive, ...] = ()
+    warp: int = 0
+    fragments: dict[str, Fragment] = field(default_factory=dict)
 
     def __hash__(self) -> int:
         return hash(self.name)  # used in every first call; two ISAs of one name are rare
