@@ -108,6 +108,7 @@ class Atom:
         release: release all tiles.
         unit: of a device, the scope of the instruction: "warp" or "warpgroup", whose lanes have the fragments;
             empty: each thread alone.
+        rounds: of a unit of lanes, operands are rounded to fewer bits than their type has.
         a_fragment: of a unit of lanes, the elements of the left operand that each lane holds.
         b_fragment: likewise of the right operand.
         acc_fragment: likewise of the sums.
@@ -148,6 +149,7 @@ class Atom:
     configure: str = ""
     release: str = ""
     unit: str = ""
+    rounds: bool = False
     a_fragment: Fragment | None = None
     b_fragment: Fragment | None = None
     acc_fragment: Fragment | None = None
