@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.ir.fragment_index import lane_column, lane_row
+from portmm.ir.fragment_index import coordinate, lane_column, lane_row
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import For, Let
 from portmm.ir.thread_nodes import WHOLE, Do
@@ -106,9 +106,9 @@ class WarpFragments:
         own = var("lane") // MATRIX_ROWS % self.at_once if self.at_once > 1 else const(0)
         matrix = own % words if words < self.at_once else own
         fragment = own // words if words < self.at_once else const(0)
-        within = matrix % self.matrices_m if self.matrices_m > 1 else const(0)
-        row = (fragment * self.matrices_m + within) * MATRIX_ROWS
-        along_k = matrix // self.matrices_m
+        steps = matrices(self.fragment, side.bytes)
+        row = (fragment * self.matrices_m + coordinate(matrix, [m for m, _ in steps])) * MATRIX_ROWS
+        along_k = coordinate(matrix, [k for _, k in steps])
         inside = var("lane") % MATRIX_ROWS
         if side.along == "k":
             line, vector = self.first + row + inside, along_k

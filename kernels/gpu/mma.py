@@ -204,8 +204,7 @@ def stored(work: Work) -> list[Stmt]:
     if whole:
         of_m, of_n = (const(0), of_n) if s.swap else (of_m, const(0))
     at = own.number(var("below") * right.fragments + var("beside"), of_m, of_n)
-    down = left.first + var("below") * sums.rows + coordinate(of_m, own.row_weights or [sums.rows])
-    down += lane_row(sums, lane)
+    down = left.first + var("below") * sums.rows + coordinate(of_m, own.row_weights) + lane_row(sums, lane)
     across = right.first + var("beside") * sums.columns + lane_column(sums, lane)
     further = coordinate(of_n, own.column_weights)
     m_loops, n_loops = (
