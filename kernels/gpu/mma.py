@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 from portmm.ir.fragment_index import Registers, coordinate, lane_column, lane_row
 from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.index import Ptr, const, var
-from portmm.ir.nodes import For, If, Let, Scratch
-from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, CopyCommit, CopyWait, Mac
+from portmm.ir.nodes import For, If, Let, Mac, Scratch
+from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, CopyCommit, CopyWait
 from portmm.kernels.gpu.epilogue_staging import StagedStore
 from portmm.kernels.gpu.epilogue_store import EpilogueStore, bottom
 from portmm.kernels.gpu.fragments import WarpFragments, of
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
     Part = WarpFragments | LaneFragments
 

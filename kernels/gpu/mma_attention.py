@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 from portmm.ir.fragment_index import lane_column, lane_row
 from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.index import Ptr, const, minimum, var
-from portmm.ir.nodes import For, If, Let, Move, Scratch
-from portmm.ir.thread_nodes import WHOLE, Apply, Barrier, Clear, CopyCommit, CopyWait, Mac, Vector
+from portmm.ir.nodes import For, If, Let, Mac, Move, Scratch
+from portmm.ir.thread_nodes import WHOLE, Apply, Barrier, Clear, CopyCommit, CopyWait, Vector
 from portmm.kernels.gpu import attention_tiles
 from portmm.kernels.gpu.attention_blocks import AttentionBlocks
 from portmm.kernels.gpu.attention_scores import each
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
     from portmm.kernels.cpu.attention_geometry import Form
     from portmm.schedule.gpu_mma_attention import MatrixTiling
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 UNIT = 16
 """Elements of a head, or keys, of one product: one atom, or two of half the size."""

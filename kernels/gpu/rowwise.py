@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.grid_kernel import Argument, GridKernel
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, var
-from portmm.ir.nodes import For, If, Let, Map, Scratch, Verb
+from portmm.ir.lane_nodes import Map
+from portmm.ir.nodes import For, If, Let, Scratch, Verb
 from portmm.ir.thread_nodes import WHOLE, Barrier, Exchange, Shared, Vector
 from portmm.kernels.cpu.elementwise import Elements
 from portmm.kernels.cpu.rowwise import Passes, inside
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
     from portmm.spec.epilogue import Fused, Operand
     from portmm.spec.expr import Expr
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 AHEAD = 4
 """Unroll factor of a loop along a long row, so that loads overlap."""

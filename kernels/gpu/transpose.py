@@ -18,7 +18,8 @@ from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 TILE = 32
 """Rows of a tile, and words along k: as many as there are banks."""

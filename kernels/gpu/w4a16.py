@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING
 from portmm.ir.fragment_index import in_column, in_row
 from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.index import Ptr, ceil_div, const, var
-from portmm.ir.nodes import Add, For, If, Let, Move, Scratch
-from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, CopyCommit, CopyWait, Do, Mac, Shared, Vector
+from portmm.ir.nodes import Add, For, If, Let, Mac, Move, Scratch
+from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, CopyCommit, CopyWait, Do, Shared, Vector
 from portmm.kernels.gpu.epilogue_store import EpilogueStore
 from portmm.kernels.gpu.fragments import of
 from portmm.kernels.gpu.simt import arguments, block_tile, slice_of_k
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 PAIR = 2
 SUMS = 4

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
     from portmm.spec.epilogue import Fused
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 PAIR, SIDE = 2, 8
 """Neighbouring columns of a lane, and rows and columns of an 8 x 8 matrix."""

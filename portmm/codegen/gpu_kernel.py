@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from portmm.ir.grid_kernel import Argument, GridKernel
     from portmm.ir.index import Ptr
-    from portmm.ir.nodes import Add, For, Let, Move, Read
+    from portmm.ir.nodes import Add, For, Let, Mac, Move, Read
     from portmm.ir.thread_nodes import (
         Apply,
         Barrier,
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
         Get,
         Interleave,
         Leave,
-        Mac,
         Vector,
     )
     from portmm.target.isa import Primitive

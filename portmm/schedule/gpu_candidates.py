@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from portmm.spec.problem import Problem
-    from portmm.target.target import Atom, Isa, Target
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+    from portmm.target.target import Target
 
 ADDRESSES, PER_VECTOR, PER_SCATTERED_VECTOR, NAIVE_ADDRESSES = 30, 4, 5, 36
 """Registers of a thread for counters and the compiler's temporaries, for the addresses of a vector that it moves, of

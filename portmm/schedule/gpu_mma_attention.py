@@ -26,7 +26,10 @@ from portmm.target.primitives import multiplies
 
 if TYPE_CHECKING:
     from portmm.schedule.gpu_attention import AttentionSizes
-    from portmm.target.target import Atom, Device, Isa, Target
+    from portmm.target.atom import Atom
+    from portmm.target.device import Device
+    from portmm.target.isa import Isa
+    from portmm.target.target import Target
 
 TYPES = ("f16", "bf16")
 WIDEST_HEAD = 256

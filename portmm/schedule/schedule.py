@@ -16,7 +16,9 @@ from portmm.spec.problem import Family
 
 if TYPE_CHECKING:
     from portmm.spec.problem import Problem
-    from portmm.target.target import Atom, Isa, Target
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+    from portmm.target.target import Target
 
 
 ALL = 0

@@ -9,8 +9,9 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from portmm.target.atom import Atom
     from portmm.target.device import Device
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.isa import Isa
 
 
 @cache
