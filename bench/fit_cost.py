@@ -24,7 +24,7 @@ from portmm.codegen.lower import atom_of
 from portmm.comparison.suite import cases
 from portmm.dispatch import config
 from portmm.dispatch import cpu as cpu_dispatch
-from portmm.schedule import cost_table, cost_terms, cpu_cost
+from portmm.schedule import cpu_cost, cpu_cost_table, cpu_cost_terms
 from portmm.schedule.schedule import parse
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ FREE = (
     *("CONFLICTS", "APART", "TILE_CYCLES", "LOOP_CYCLES", *FACTORS),
 )
 """Constants that one thread determines; CUT_RUNS and the cost of threads are not among them."""
-MODULES = (cpu_cost, cost_table, cost_terms)
+MODULES = (cpu_cost, cpu_cost_table, cpu_cost_terms)
 """Where the constants are."""
 NEAR = 1.6
 """Times of the best up to which the shape of the prediction counts: what is slower need not be ranked."""
@@ -65,7 +65,7 @@ class Search:
         q = p.transposed() if p.c == "col" else p
         rows, schedules, atoms = zip(*self.tried, strict=True)
         counts = sorted({row["workers"] for row in rows})
-        every = cpu_cost.costs(cost_table.table(q, schedules, atoms, self.target), q, (q.m,), counts)
+        every = cpu_cost.costs(cpu_cost_table.table(q, schedules, atoms, self.target), q, (q.m,), counts)
         seconds = {count: x.seconds[0].tolist() for count, x in zip(counts, every, strict=True)}
         return [seconds[row["workers"]][i] for i, row in enumerate(rows)]
 

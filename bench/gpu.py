@@ -33,7 +33,7 @@ import gpu_tools
 import numpy as np
 
 from portmm.arrays import device_arrays
-from portmm.build import cache
+from portmm.build import cache_contents
 from portmm.build.nvrtc import find_nvrtc
 from portmm.comparison.cublaslt import LIMIT
 from portmm.comparison.device_facts import nvidia_smi
@@ -156,7 +156,7 @@ def _survey(on, case, l2, turns, given, skip):  # noqa: PLR0917 - all that a sur
 def _notes(on, given):
     """Facts of the device and the run that are measured once."""
     asked = {
-        "cache": lambda: {"cache": cache.cache_size()},
+        "cache": lambda: {"cache": cache_contents.cache_size()},
         "call_seconds": lambda: {"call_seconds": gpu_measure.overhead(on, 5 if given.smoke else 50)},
     }
     if on.name == "cuda":

@@ -16,7 +16,7 @@ from build_compilers import fake_compiler
 
 from portmm.arrays import numpy_fallback
 from portmm.build import cache, compiler, failed_builds
-from portmm.build.shared_object import find_compiler
+from portmm.build.compiler import find_compiler
 from portmm.dispatch import config as settings
 from portmm.dispatch import cpu as cpu_dispatch
 from portmm.ops import host_matmul

@@ -20,28 +20,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from portmm.ir.nodes import (
-    Call,
-    For,
-    Function,
-    If,
-    Kernel,
-    Let,
-    LetPtr,
-    Map,
-    Move,
-    Parallel,
-    Ptr,
-    Read,
-    Switch,
-    Verb,
-    ceil_div,
-    const,
-    maximum,
-    minimum,
-    round_up,
-    var,
-)
+from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, round_up, var
+from portmm.ir.lane_nodes import Map
+from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, LetPtr, Move, Parallel, Read, Switch, Verb
 from portmm.kernels.cpu import packing
 from portmm.kernels.cpu.attention_geometry import FIELDS, AttentionMemory, D, Form, M, N
 from portmm.kernels.cpu.elementwise import arguments
@@ -50,8 +31,10 @@ from portmm.kernels.cpu.online_softmax import LOWEST, Bounds, divided, last, res
 from portmm.spec.dtype import unit
 
 if TYPE_CHECKING:
-    from portmm.ir.nodes import Index, Stmt
-    from portmm.target.target import Atom, Isa
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 
 def build(form: Form, isa: Isa, atom: Atom, real: Atom, loops: type[Attention] | None = None) -> Kernel:

@@ -9,13 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.ir.nodes import Index, Let, LetPtr, Ptr, Read, ceil_div, const, round_up, var
+from portmm.ir.index import Index, Ptr, ceil_div, const, round_up, var
+from portmm.ir.nodes import Let, LetPtr, Read
 from portmm.spec.epilogue import parse
 
 if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
     from portmm.kernels.cpu.online_softmax import Bounds
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 FIELDS = {
     "dv": "c_n",

@@ -14,14 +14,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, Map, Parallel, Param, ceil_div, const, minimum, var
+from portmm.ir.index import ceil_div, const, minimum, var
+from portmm.ir.lane_nodes import Map
+from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, Parallel, Param
 from portmm.kernels.cpu.elementwise import Elements, arguments, parameters
 from portmm.spec.epilogue import REDUCTIONS, operand_types
 
 if TYPE_CHECKING:
-    from portmm.ir.nodes import Index, Stmt
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
     from portmm.spec.epilogue import Fused
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 GROUP = 128
 """Columns of a group: eight cache lines of f32, a run that prefetchers follow."""

@@ -16,32 +16,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.ir.nodes import (
-    Call,
-    For,
-    Function,
-    If,
-    Kernel,
-    Let,
-    MacScalar,
-    Parallel,
-    Param,
-    Ptr,
-    Reduce,
-    Scratch,
-    Verb,
-    ceil_div,
-    const,
-    maximum,
-    minimum,
-    var,
-)
+from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, var
+from portmm.ir.lane_nodes import Reduce
+from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, Mac, Parallel, Param, Scratch, Verb
 from portmm.target.summation import RUN, chained
 
 if TYPE_CHECKING:
-    from portmm.ir.nodes import Index, Stmt
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 TASKS_PER_WORKER = 4
 M, N, K = var("m"), var("n"), var("k")
@@ -133,7 +118,7 @@ def micro_kernel(atom: Atom, rows: int, columns: int, types: tuple[str, str, str
         loop.append(If(const(0).lt(K % lanes), (Let("p", end), *masked)))
     elif lanes > 1:
         scalar = tuple(
-            MacScalar(at[i, j], Ptr("a", const(i) * var("a_m") + p), Ptr("b", const(j) * var("b_n") + p))
+            Mac(at[i, j], Ptr("a", const(i) * var("a_m") + p), Ptr("b", const(j) * var("b_n") + p))
             for i, j in accumulators
         )
         tail = (For("p", end, K, const(1), scalar),)

@@ -11,14 +11,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.ir.nodes import For, Function, If, Move, Param, Ptr, RowScale, Scratch, Verb, const, var
+from portmm.ir.index import Ptr, const, minimum, var
+from portmm.ir.lane_nodes import RowScale
+from portmm.ir.nodes import Call, For, Function, If, Move, Parallel, Param, Scratch, Verb
+from portmm.kernels.cpu.blocking import TASKS_PER_WORKER, WORKERS, M
 
 if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
-    from portmm.target.target import Atom
+    from portmm.kernels.cpu.operands import Operands
+    from portmm.target.atom import Atom
 
 TOP = 127
 """int8 value of the largest magnitude."""
+
+
+def quantise_rows(g: Operands) -> Stmt:
+    """Quantization of all rows of A by parallel tasks, a few rows each."""
+    real = g.isa.quantises(g.atom, g.s.source)
+    assert real is not None  # noqa: S101 - else the ISA would not have been selected
+    i, task, tasks = var("i"), var("task"), minimum(M, WORKERS * TASKS_PER_WORKER)
+    args = (var("k"), g.operand("a", i * var("a_m")), Ptr("codes", i * g.quantised_step), Ptr("scales", i))
+    row = Call(quantise(real, g.s.source), args)
+    rows = For("i", M * task // tasks, M * (task + 1) // tasks, const(1), (row,))
+    body = (*g.quantised_rows(), rows)
+    share = Function("quantise_rows", "task", (Param("item"),), body, "Some rows of A as codes")
+    return Parallel(share, tasks, (var("item"),))
 
 
 def quantise(real: Atom, source: str) -> Function:

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from portmm.errors import ScheduleError
-from portmm.ir.nodes import For, Index, Map, Move, Param, Ptr, Scratch, Verb, const, var
+from portmm.ir.index import Index, Ptr, const, var
+from portmm.ir.lane_nodes import Map
+from portmm.ir.nodes import For, Move, Param, Scratch, Verb
 from portmm.kernels.cpu.packing import keep
 from portmm.spec.epilogue import varies
 from portmm.spec.expr import OPS
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
     from portmm.spec.epilogue import Fused
     from portmm.spec.expr import Expr
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 
 @dataclass(slots=True)

@@ -23,15 +23,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.ir.nodes import VECTORS, For, Function, If, Let, Move, Param, Ptr, Scratch, Verb, const, var
+from portmm.ir.index import Ptr, const, var
+from portmm.ir.nodes import VECTORS, For, Function, If, Let, Move, Param, Scratch, Verb
 from portmm.kernels.cpu.elementwise import Elements, parameters
 from portmm.kernels.cpu.packing import keep
 from portmm.spec.epilogue import C, acc, parse
 
 if TYPE_CHECKING:
-    from portmm.ir.nodes import Index, Stmt
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
     from portmm.spec.expr import Expr
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 ROWS = ("a_scale", "a_zero", "a_sum")
 """Vectors by rows of a tile, in the order of the parameters."""

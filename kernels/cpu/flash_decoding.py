@@ -19,6 +19,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, round_up, var
+from portmm.ir.lane_nodes import Map, Total
 from portmm.ir.nodes import (
     Call,
     For,
@@ -27,22 +29,13 @@ from portmm.ir.nodes import (
     Kernel,
     Let,
     LetPtr,
-    MacScalar,
-    Map,
+    Mac,
     Move,
     Parallel,
     Param,
-    Ptr,
     Read,
     Scratch,
-    Total,
     Verb,
-    ceil_div,
-    const,
-    maximum,
-    minimum,
-    round_up,
-    var,
 )
 from portmm.kernels.cpu import dot
 from portmm.kernels.cpu.attention_geometry import FIELDS, AttentionMemory, D, M, N
@@ -55,10 +48,12 @@ from portmm.spec.expr import select
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.ir.nodes import Index, Stmt
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
     from portmm.kernels.cpu.attention_geometry import Form
     from portmm.spec.expr import Expr
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 QUERIES = 4
 """Queries of a register tile, which share each load of K or V."""
@@ -243,7 +238,7 @@ class FlashDecoding(AttentionMemory):
         to = Ptr("o", i * var("across") + j)
         one = (
             If(var("first").eq(var("key")), (Move(to, None),)),
-            For("p", const(0), var("keys"), const(1), (MacScalar(to, Ptr("s", i * var("wide") + p), v),)),
+            For("p", const(0), var("keys"), const(1), (Mac(to, Ptr("s", i * var("wide") + p), v),)),
         )
         across = For("j", var("c"), var("dv"), const(1), one)
         return (For("i", const(0), var("rows"), const(1), (across,)),)

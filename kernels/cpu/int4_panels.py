@@ -23,32 +23,19 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
-from portmm.ir.nodes import (
-    Add,
-    For,
-    Function,
-    If,
-    Let,
-    LetPtr,
-    Map,
-    Move,
-    Param,
-    Ptr,
-    Scratch,
-    Verb,
-    ceil_div,
-    const,
-    minimum,
-    var,
-)
+from portmm.ir.index import Ptr, ceil_div, const, minimum, var
+from portmm.ir.lane_nodes import Map
+from portmm.ir.nodes import Add, For, Function, If, Let, LetPtr, Move, Param, Scratch, Verb
 from portmm.kernels.cpu.microkernel import Shape, acc_of, element_of_a, params_of_a, spare, write_back
 from portmm.spec.dtype import CODES_AT, CODES_KR, ZERO_CODE, base
-from portmm.target.summation import RUN, STEP, chained
+from portmm.target.summation import RUN, STEP, BlockOfK, chained
 
 if TYPE_CHECKING:
-    from portmm.ir.nodes import Index, Stmt
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
     from portmm.spec.problem import Family
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 
 WORDS = STEP // CODES_KR
@@ -192,7 +179,7 @@ def int4_micro_kernel(isa: Isa, atom: Atom, kept: Family, s: Shape) -> Function:
         *sums,
     )
     zero = tuple(Verb("zero", acc_of(i, v)) for i, v in tile.cells)
-    s = replace(s, chained=False)
+    s = replace(s, block_of_k=BlockOfK.RUN)
     end: tuple[Stmt, ...] = write_back(real, s, edge=True)
     if not real.mask_free:
         end = (If(var("columns").lt(nr), end, write_back(real, s, edge=False)),)

@@ -11,33 +11,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.ir.nodes import (
-    Call,
-    For,
-    Function,
-    If,
-    Kernel,
-    Let,
-    LetPtr,
-    Move,
-    Param,
-    Ptr,
-    Scratch,
-    Verb,
-    ceil_div,
-    const,
-    minimum,
-    var,
-)
+from portmm.ir.index import Ptr, ceil_div, const, minimum, var
+from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, LetPtr, Move, Param, Scratch, Verb
 from portmm.kernels.cpu.prepack import entry_of
-from portmm.schedule.cpu_candidates import PACK_ROWS, RUN_BYTES
+from portmm.schedule.cpu_blocking import PACK_ROWS, RUN_BYTES
 from portmm.spec.dtype import CODES_KR
 from portmm.spec.kernel_name import KernelName
 
 if TYPE_CHECKING:
-    from portmm.ir.nodes import Index, Stmt
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
     from portmm.spec.problem import Family
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 
 def build(isa: Isa, atom: Atom, kept: Family) -> Kernel:

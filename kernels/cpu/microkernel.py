@@ -16,12 +16,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.ir.nodes import For, Function, If, Index, LetPtr, Move, Param, Prefetch, Ptr, Scratch, Verb, const, var
+from portmm.ir.index import Index, Ptr, const, var
+from portmm.ir.nodes import For, Function, If, LetPtr, Move, Param, Prefetch, Scratch, Verb
 from portmm.kernels.cpu.packing import keep, line_of
+from portmm.target.summation import BlockOfK
 
 if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
-    from portmm.target.target import Atom
+    from portmm.target.atom import Atom
 
 
 AT_ONCE = 4
@@ -50,9 +52,9 @@ class Shape:
             over all of k, or "block", over the k of this visit; "" for neither.
         final: the type of the C that is prefetched, where sums are in scratch until the epilogue;
             "" where they are C.
-        chained: C is loaded before the loop, whose chains continue those of C; else added to after it.
-        parts: chains go on from visit to visit; at the end of a run, `add` the sums `kept` of earlier runs, and `keep`
-            the sum there unless the run is the last.
+        block_of_k: where it continues the block before, C is loaded before the loop, whose chains continue those
+            of C; else C is added to after it. Of a part of a run, at the end of the run, `add` the sums `kept`
+            of earlier runs, and `keep` the sum there unless the run is the last.
     """
 
     rows: int
@@ -69,8 +71,7 @@ class Shape:
     b: str = "f32"
     unshift: str = ""
     final: str = ""
-    chained: bool = False
-    parts: bool = False
+    block_of_k: BlockOfK = BlockOfK.RUN
 
 
 def micro_kernel(atom: Atom, s: Shape) -> Function:
@@ -87,7 +88,7 @@ def micro_kernel(atom: Atom, s: Shape) -> Function:
             loop = (If(short, _loop(atom, s, masked=True), loop),)
         begin, end = _begin(atom, s, edge=True), write_back(atom, s, edge=True)
         if not atom.mask_free:
-            begin = (If(short, begin, _begin(atom, s, edge=False)),) if s.chained else begin
+            begin = (If(short, begin, _begin(atom, s, edge=False)),) if s.block_of_k.continues else begin
             end = (If(short, end, write_back(atom, s, edge=False)),)
         body = (*spare(atom, s), *begin, *loop, *end)
     params = [*params_of_a(s), Param("b", s.b, readonly=True)]
@@ -95,7 +96,8 @@ def micro_kernel(atom: Atom, s: Shape) -> Function:
     params += [Param("b_panel")] if s.panels > 1 else []
     params += [Param("sums_at")] if s.unshift else []
     params += [Param("c", atom.acc), Param("c_m"), Param("columns"), Param("accumulate")]
-    params += [Param("kept", atom.acc), Param("kept_m"), Param("add"), Param("keep")] if s.parts else []
+    if s.block_of_k is BlockOfK.PART:
+        params += [Param("kept", atom.acc), Param("kept_m"), Param("add"), Param("keep")]
     if s.ahead is not None:
         params.append(Param("c_next", s.final or atom.acc))
         params += [Param("next_m")] if s.final else []
@@ -159,7 +161,7 @@ def _begin(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
     """Initial values of the accumulators: zero, or those of C where chains go on."""
     tiles = _accumulators(atom, s)
     zero: tuple[Stmt, ...] = tuple(Verb("zero", acc_of(i, v)) for i, v in tiles)
-    if not s.chained:
+    if not s.block_of_k.continues:
         return zero
     less = _unshift(atom, s)
     if s.unshift == "whole":
@@ -227,10 +229,10 @@ def _store(atom: Atom, s: Shape, c: str, *, edge: bool) -> tuple[Stmt, ...]:
 def write_back(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
     """Stores of the accumulators to C, or their addition to it."""
     store = _store(atom, s, "c", edge=edge)
-    if s.parts:
+    if s.block_of_k is BlockOfK.PART:
         add, keep_ = _add(atom, s, "kept", edge=edge), _store(atom, s, "kept", edge=edge)
         return (If(var("add"), add), If(var("keep"), keep_, store))
-    if s.chained:
+    if s.block_of_k.continues:
         return store
     return (If(var("accumulate"), _add(atom, s, "c", edge=edge)), *store)
 

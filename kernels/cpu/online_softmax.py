@@ -16,7 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from portmm.ir.nodes import For, Function, If, Let, Map, Param, Ptr, Scratch, Verb, const, round_up, var
+from portmm.ir.index import Ptr, const, round_up, var
+from portmm.ir.lane_nodes import Map
+from portmm.ir.nodes import For, Function, If, Let, Param, Scratch, Verb
 from portmm.kernels.cpu.elementwise import Elements, parameters
 from portmm.spec import vector_math
 from portmm.spec.epilogue import C, Fused, acc, argument, index, parse
@@ -26,8 +28,10 @@ from portmm.spec.expr import const as literal
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.ir.nodes import Index, Stmt
-    from portmm.target.target import Atom, Isa
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 LOWEST = -3.0e38
 """Maximum of no scores: less than any, and finite, as -inf - -inf is NaN."""

@@ -21,29 +21,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.ir.nodes import (
-    For,
-    Function,
-    If,
-    LetPtr,
-    Move,
-    Param,
-    Prefetch,
-    Ptr,
-    Shuffle,
-    Verb,
-    ceil_div,
-    const,
-    maximum,
-    minimum,
-    round_up,
-    var,
-)
+from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, round_up, var
+from portmm.ir.lane_nodes import Shuffle
+from portmm.ir.nodes import For, Function, If, LetPtr, Move, Param, Prefetch, Verb
 from portmm.spec.dtype import BY_NAME, base, unit
 
 if TYPE_CHECKING:
-    from portmm.ir.nodes import Index, Stmt
-    from portmm.target.target import Atom, Isa
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 
 def line_of(atom: Atom, storage: str = "") -> int:

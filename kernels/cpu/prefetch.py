@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.ir.nodes import Index, Ptr, const, var
+from portmm.ir.index import Ptr, const, var
 
 if TYPE_CHECKING:
-    from portmm.kernels.cpu.blocking import Blocks
+    from portmm.ir.index import Index
+    from portmm.kernels.cpu.operands import Operands
 
 
-def next_item(g: Blocks, row: Index) -> list[Index | Ptr]:
+def next_item(g: Operands, row: Index) -> list[Index | Ptr]:
     """Prefetch operands of the same tile of C in the next item, and of the next line of its A and B at each step."""
     line, done = g.line, (var("i") + (var("j") * var("slices"))) * var("kd")
     if g.finishes:
@@ -31,7 +32,7 @@ def next_item(g: Blocks, row: Index) -> list[Index | Ptr]:
     return out
 
 
-def next_panel(g: Blocks, height: int) -> list[Index | Ptr]:
+def next_panel(g: Operands, height: int) -> list[Index | Ptr]:
     """Prefetch operands of the next tile of C, the next slice of A, and a part of the next panel of B."""
     more = (var("i") + 1).lt(var("slices"))
     next_row = var("row") + more * (var("r") + height)
@@ -44,12 +45,12 @@ def next_panel(g: Blocks, height: int) -> list[Index | Ptr]:
     return out + (_next_b(g) if "b" in g.streams else [])
 
 
-def _deeper(g: Blocks) -> Index:
+def _deeper(g: Operands) -> Index:
     """Expression that is 1 if another block of k follows this one."""
     return (g.pc + var("kd")).lt(g.end) if g.s.kc else const(0)
 
 
-def _next_a(g: Blocks, height: int) -> list[Index | Ptr]:
+def _next_a(g: Operands, height: int) -> list[Index | Ptr]:
     """Prefetch operands of A: the same slice in the next block of k, or after the last block the next slice."""
     s, deeper = g.s, _deeper(g)
     a_m = const(1) if s.a == "col" else var("a_m")
@@ -60,7 +61,7 @@ def _next_a(g: Blocks, height: int) -> list[Index | Ptr]:
     return [g.operand("a", here + there + g.before // g.line * hop), step, hop]
 
 
-def _next_b(g: Blocks) -> list[Index | Ptr]:
+def _next_b(g: Operands) -> list[Index | Ptr]:
     """Prefetch operands of B: the next panel, or after the last panel the first of the next block of k."""
     s, line = g.s, g.line
     part = var("i") % max(1, s.nr // line) * line

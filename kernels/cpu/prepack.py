@@ -16,15 +16,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portmm.ir.abi import HUGE_PAGE
-from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, Move, Parallel, Ptr, ceil_div, const, minimum, var
+from portmm.ir.index import Ptr, ceil_div, const, minimum, var
+from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, Move, Parallel
 from portmm.kernels.cpu.packing import pack_b, pack_b_rows, sum_columns, sum_units, sums_at
-from portmm.schedule.cpu_candidates import PACK_ROWS, RUN_BYTES
+from portmm.schedule.cpu_blocking import PACK_ROWS, RUN_BYTES
 from portmm.spec.dtype import BY_NAME, unit
 from portmm.spec.kernel_name import KernelName
 
 if TYPE_CHECKING:
-    from portmm.ir.nodes import Index, Stmt
-    from portmm.target.target import Atom, Isa
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 PREFETCH = 4
 """Prefetch distance in rows of units: a miss takes as long as copying some rows."""

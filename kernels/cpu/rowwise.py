@@ -15,35 +15,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.ir.nodes import (
-    Call,
-    For,
-    Function,
-    If,
-    Kernel,
-    Let,
-    LetPtr,
-    Map,
-    Parallel,
-    Param,
-    Ptr,
-    Scratch,
-    Total,
-    Verb,
-    const,
-    minimum,
-    round_up,
-    var,
-)
+from portmm.ir.index import Ptr, const, minimum, round_up, var
+from portmm.ir.lane_nodes import Map, Total
+from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, LetPtr, Parallel, Param, Scratch, Verb
 from portmm.kernels.cpu.elementwise import Elements, arguments, parameters
 from portmm.spec.epilogue import REDUCTIONS, operand_types
 from portmm.spec.expr import OPS
 
 if TYPE_CHECKING:
-    from portmm.ir.nodes import Index, Stmt
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
     from portmm.spec.epilogue import Fused
     from portmm.spec.expr import Expr
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 TASKS_PER_WORKER = 4
 CHAINS = 4

@@ -7,27 +7,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.ir.index import Ptr
-from portmm.ir.nodes import For, Let, LetPtr, var
+from portmm.ir.index import Ptr, var
+from portmm.ir.nodes import For, Let, LetPtr
+from portmm.target.summation import BlockOfK
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
-    from portmm.kernels.cpu.blocking import Blocks
+    from portmm.kernels.cpu.operands import Operands
 
 
-def over_k(g: Blocks, inside: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+def over_k(g: Operands, inside: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
     """Loop over blocks of k, each of some runs, or over runs and their parts; no loop where KC is ALL."""
-    if g.parts:
+    if g.block_of_k is BlockOfK.PART:
         each = For("pc", var("run_start"), g.last_of_run, var("kb"), inside)
         place = LetPtr("kept", g.private() + (g.own_size - g.kept_size), g.atom.acc)
         return (place, Let("run", g.run), For("run_start", g.start, g.end, var("run"), (each,)))
     if g.s.kc:
         inside = (For("pc", g.start, g.end, var("kb"), inside),)
-    return (Let("run", g.run), *inside) if g.many else inside
+    return (Let("run", g.run), *inside) if g.block_of_k is BlockOfK.RUNS else inside
 
 
-def kept(g: Blocks, row: Index, column: Index) -> tuple[Index | Ptr, ...]:
+def kept(g: Operands, row: Index, column: Index) -> tuple[Index | Ptr, ...]:
     """Arguments for the sums of earlier runs: address, row stride, whether to add them, and to keep the sum.
 
     The chains of a run are in C, part by part; in the last part of a run they are added up.

@@ -13,32 +13,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from portmm.ir.nodes import (
-    TILES,
-    Call,
-    Configure,
-    For,
-    Function,
-    Move,
-    Param,
-    Ptr,
-    Verb,
-    ceil_div,
-    const,
-    round_up,
-    var,
-)
+from portmm.ir.index import Ptr, ceil_div, const, round_up, var
+from portmm.ir.nodes import TILES, Call, Configure, For, Function, Move, Param, Verb
 from portmm.kernels.cpu.attention import Attention
 from portmm.kernels.cpu.attention import build as build_loops
 from portmm.kernels.cpu.attention_geometry import D
 from portmm.kernels.cpu.online_softmax import rescale_strips
 from portmm.kernels.cpu.packing import transpose
-from portmm.kernels.cpu.tile_gemm import Grid, pack_lines, strip_kernel
+from portmm.kernels.cpu.tile_microkernel import Grid, strip_kernel
+from portmm.kernels.cpu.tile_packing import pack_lines
 
 if TYPE_CHECKING:
-    from portmm.ir.nodes import Index, Kernel, Stmt
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Kernel, Stmt
     from portmm.kernels.cpu.attention_geometry import Form
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 GRID = Grid(2, 2)
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.kernels.cpu.attention_geometry import Form
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 _AXES = {"q": "bhm", "k": "bhn", "v": "bhn", "o": "bhm"}
 

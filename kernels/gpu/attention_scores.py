@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, const, var
-from portmm.ir.nodes import For, If, LetPtr, Map, Scratch, Verb
+from portmm.ir.lane_nodes import Map
+from portmm.ir.nodes import For, If, LetPtr, Scratch, Verb
 from portmm.ir.thread_nodes import WHOLE
 from portmm.kernels.cpu.elementwise import Elements
 from portmm.kernels.cpu.online_softmax import BEFORE, KEPT, LOWEST, MOST, weight
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from portmm.kernels.cpu.attention_geometry import Form
     from portmm.kernels.gpu.attention_blocks import Tiles
     from portmm.spec.expr import Expr
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 TOTAL = argument(3, "f32")
 """Sum of a row's weights."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portmm.ir.fragment_index import coordinate
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import For, If, Let, LetPtr, Scratch
 from portmm.ir.thread_nodes import WHOLE, CopyAsync, Do, Shared, Vector
+from portmm.kernels.gpu.fragments import matrices
 from portmm.kernels.gpu.global_to_shared import or_zeros
 from portmm.spec.layout import Layout
 from portmm.spec.layouts import VECTOR, swizzle, swizzled
@@ -20,6 +22,7 @@ from portmm.spec.layouts import VECTOR, swizzle, swizzled
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
+    from portmm.target.fragment import Fragment
 
 SIZE = 2
 PER_VECTOR = VECTOR // SIZE
@@ -161,15 +164,18 @@ class HeadTile:
 
     # -- to fragments ------------------------------------------------------------
 
-    def lane(self, *, rows_first: bool) -> tuple[Stmt, ...]:
-        """Offsets of a lane's row of four matrices: two of eight rows by two vectors, `rows_first` or vectors first.
+    def lane(self, fragment: Fragment, *, rows_first: bool) -> tuple[Stmt, ...]:
+        """Offsets of a lane's row of four matrices: two of eight rows by two vectors, in the order of registers.
 
-        The matrices of a left operand, and of one that is transposed by its load, are ordered along rows first;
-        those of a right operand along k first.
+        Args:
+            fragment: an atom's, of rows and columns of this tile.
+            rows_first: fragments of fewer matrices are repeated along rows first.
         """
         n, lane = self.name, var("lane")
-        row = lane % 16 if rows_first else lane // 16 * EIGHT + lane % EIGHT
-        vector = lane // 16 if rows_first else lane // EIGHT % 2
+        bits = [(1, 0), (2, 0), (4, 0), *((m * EIGHT, k) for m, k in matrices(fragment, SIZE))]
+        further = ((EIGHT, 0), (0, 1)) if rows_first else ((0, 1), (EIGHT, 0))
+        bits += [bit for bit in further if bit not in bits]
+        row, vector = coordinate(lane, [m for m, _ in bits]), coordinate(lane, [k for _, k in bits])
         return (
             Let(f"{n}_line", row * self.pitch),
             Let(f"{n}_turn", self.swizzle(row) ^ vector if self.pitch == self.width else vector),

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.grid_kernel import Argument, GridKernel
 from portmm.ir.index import Ptr, ceil_div, const, minimum, var
-from portmm.ir.nodes import For, If, Let, Map, Verb
+from portmm.ir.lane_nodes import Map
+from portmm.ir.nodes import For, If, Let, Verb
 from portmm.kernels.cpu.elementwise import Elements
 from portmm.kernels.gpu.epilogue_store import fused_arguments, operands
 from portmm.spec.epilogue import REDUCTIONS
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
     from portmm.spec.epilogue import Fused
     from portmm.spec.expr import Expr
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 
 def build(isa: Isa, real: Atom, fused: Fused, threads: int, *, sliced: bool) -> tuple[GridKernel, ...]:

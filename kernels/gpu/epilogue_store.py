@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
     from portmm.spec.epilogue import Fused
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 
 def bottom(s: Schedule) -> Index:

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.index import Ptr, ceil_div, const, minimum, var
-from portmm.ir.nodes import Add, For, If, Let, LetPtr, Move, Scratch
-from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, Mac, Shared, Vector
+from portmm.ir.nodes import Add, For, If, Let, LetPtr, Mac, Move, Scratch
+from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, Shared, Vector
 from portmm.kernels.gpu import w4a16_gemv
 from portmm.kernels.gpu.epilogue_store import EpilogueStore
 from portmm.kernels.gpu.simt import arguments, block_tile
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 
 TOGETHER = 16

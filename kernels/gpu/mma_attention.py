@@ -22,14 +22,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portmm.ir.fragment_index import lane_column, lane_row
 from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.index import Ptr, const, minimum, var
-from portmm.ir.nodes import For, If, Let, Move, Scratch
-from portmm.ir.thread_nodes import WHOLE, Apply, Barrier, Clear, CopyCommit, CopyWait, Mac, Vector
+from portmm.ir.nodes import For, If, Let, Mac, Move, Scratch
+from portmm.ir.thread_nodes import WHOLE, Apply, Barrier, Clear, CopyCommit, CopyWait, Vector
 from portmm.kernels.gpu import attention_tiles
 from portmm.kernels.gpu.attention_blocks import AttentionBlocks
 from portmm.kernels.gpu.attention_scores import each
 from portmm.kernels.gpu.attention_tiles import PER_VECTOR, SIZE, HeadTile, shared
+from portmm.kernels.gpu.fragments import of
 from portmm.kernels.gpu.mma_softmax import PAIR, FragmentSoftmax
 from portmm.spec.dtype import BY_NAME
 
@@ -38,12 +40,15 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
     from portmm.kernels.cpu.attention_geometry import Form
     from portmm.schedule.gpu_mma_attention import MatrixTiling
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 UNIT = 16
 """Elements of a head, or keys, of one product: one atom, or two of half the size."""
 WORDS = 4
 """Number of registers of a lane for 16 x 16 elements of 16 bits, and for 16 x 8 sums."""
+STRIP = 8
+"""Columns of one atom's sums."""
 PACKED = {"f16": "pack_f16", "bf16": "pack_bf16"}
 
 
@@ -66,6 +71,11 @@ class Work(AttentionBlocks):
 
     t: MatrixTiling
     softmax: FragmentSoftmax
+
+    @property
+    def own_column(self) -> Index:
+        """First column of a lane, of every strip of keys or of V."""
+        return lane_column(self.softmax.sums, var("lane"))
 
     def tile(self, name: str) -> HeadTile:
         """Tile of an operand."""
@@ -98,15 +108,16 @@ class Work(AttentionBlocks):
 
     def lanes(self) -> tuple[Stmt, ...]:
         """Rows of a lane in the tile, and offsets of its part of fragments."""
-        warp = var("warp") * (self.t.high * UNIT)
+        warp, left, right = var("warp") * (self.t.high * UNIT), of(self.atom.a_fragment), of(self.atom.b_fragment)
         return (
-            Let("warp", var("thread") // 32),
-            Let("lane", var("thread") % 32),
+            Let("warp", var("thread") // self.t.warp),
+            Let("lane", var("thread") % self.t.warp),
             Let("warp_row", warp),
-            Let("first_row", var("warp_row") + var("lane") // 4),
-            *self.tile("q").lane(rows_first=True),
-            *self.tile("k").lane(rows_first=False),
-            *self.tile("v").lane(rows_first=True),
+            Let("first_row", var("warp_row") + lane_row(self.softmax.sums, var("lane"))),
+            # Two fragments of a right operand, or of one of half the depth, are repeated along k first.
+            *self.tile("q").lane(left, rows_first=False),
+            *self.tile("k").lane(right.transposed, rows_first=False),
+            *self.tile("v").lane(right, rows_first=True),
         )
 
     # -- copies --------------------------------------------------------------
@@ -172,7 +183,7 @@ class Work(AttentionBlocks):
         return (
             *turn,
             *self.ahead(slots - 1, Clear("s", t.high * t.strips * WORDS), self.scores()),
-            Let("first_key", var("key") + var("lane") % 4 * PAIR),
+            Let("first_key", var("key") + self.own_column),
             *self.ahead(slots, *self.softmax.statements(), self.weighed()),
         )
 
@@ -258,13 +269,13 @@ class Work(AttentionBlocks):
             store: Stmt = each("e", PAIR, Move(to + e * step, Ptr("values", e)))
         else:
             store = Vector(to, Ptr("words" if packed else "values"), PAIR * BY_NAME[kind].bytes)
-        column = Let("column", var("c") * 8 + var("lane") % 4 * PAIR)
+        column = Let("column", var("c") * STRIP + self.own_column)
         return each("c", t.columns, column, *self.pair(packed=packed), store)
 
     def put(self, row: Index) -> Stmt:
         """Stores of a lane's columns of a row of O to shared memory."""
         t, tile = self.t, self.tile("o")
-        at = tile.at(row, var("c"), var("lane") % 4 * PAIR)
+        at = tile.at(row, var("c"), self.own_column)
         store = Vector(Ptr("q_tile", at), Ptr("words"), PAIR * SIZE)
         return each("c", t.columns, *self.pair(packed=True), store)
 
@@ -278,8 +289,8 @@ class Work(AttentionBlocks):
             (*self.result(), Vector(Ptr("to", column * PER_VECTOR), src, PER_VECTOR * SIZE)),
         )
         return each(
-            "turn", t.high * t.columns * UNIT // 32,
-            Let("piece", var("lane") + var("turn") * 32),
+            "turn", t.high * t.columns * UNIT // t.warp,
+            Let("piece", var("lane") + var("turn") * t.warp),
             Let("line", var("warp_row") + vector // t.columns),
             Let("row", var("row_0") + line),
             store,

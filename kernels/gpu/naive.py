@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.index import Ptr, const, minimum, var
-from portmm.ir.nodes import For, If, LetPtr, Move, Scratch
-from portmm.ir.thread_nodes import WHOLE, Clear, Mac
+from portmm.ir.nodes import For, If, LetPtr, Mac, Move, Scratch
+from portmm.ir.thread_nodes import WHOLE, Clear
 from portmm.kernels.cpu.blocking import run_of
 from portmm.kernels.gpu.epilogue_store import EpilogueStore, bottom
 from portmm.kernels.gpu.simt import arguments, block_tile, blocks, depth, threads
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 
 def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:

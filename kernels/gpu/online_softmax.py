@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from portmm.kernels.gpu.attention_blocks import Tiles
     from portmm.schedule.gpu_attention import Tiling
     from portmm.spec.expr import Expr
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 LANES, WORD = 4, 4
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.grid_kernel import Argument, GridKernel
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, var
-from portmm.ir.nodes import For, If, Let, LetPtr, Read, Scratch
-from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, CopyCommit, CopyWait, Do, Leave, Mac, Shared, Vector
+from portmm.ir.nodes import For, If, Let, LetPtr, Mac, Read, Scratch
+from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, CopyCommit, CopyWait, Do, Leave, Shared, Vector
 from portmm.kernels.cpu.blocking import run_of
 from portmm.kernels.gpu.epilogue_store import EpilogueStore, bottom, fused_arguments
 from portmm.kernels.gpu.global_to_shared import Transfer
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 _ALONG = {"a": {"row": "k", "col": "row", "any": "any"}, "b": {"row": "row", "col": "k", "any": "any", "codes": "k"}}
 _ONE = (Ptr("b"), "s32")

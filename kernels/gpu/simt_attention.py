@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.grid_kernel import Argument, GridKernel
 from portmm.ir.index import Ptr, const, minimum, var
-from portmm.ir.nodes import For, If, Let, LetPtr, Move, Scratch
-from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, Mac, Shared, Vector
+from portmm.ir.nodes import For, If, Let, LetPtr, Mac, Move, Scratch
+from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, Shared, Vector
 from portmm.kernels.gpu.attention_blocks import AttentionBlocks, rows_of
 from portmm.kernels.gpu.attention_scores import each
 from portmm.kernels.gpu.global_to_shared import or_zeros
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from portmm.kernels.cpu.attention_geometry import Form
     from portmm.kernels.gpu.attention_blocks import Tiles
     from portmm.schedule.gpu_attention import Tiling
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 LANES, WORD = 4, 4
 LARGE = 256

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 ONE_ROUND = 8
 """Maximum number of threads with the same columns whose sums are added in one round."""

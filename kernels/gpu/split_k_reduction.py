@@ -19,7 +19,8 @@ from portmm.spec.epilogue import parse
 if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 THREADS = 128
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
-    from portmm.target.isa import Atom
+    from portmm.target.atom import Atom
 
 
 def accumulators(atom: Atom, count: int) -> list[Stmt]:

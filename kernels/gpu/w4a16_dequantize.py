@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 WORDS = 4
 """Number of words that a thread copies at once."""
@@ -115,7 +116,7 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     body += [Scratch("word", WORDS, "s32"), Scratch("made", WORDS, "b32")]
     body += [
         *block_tile(s),
-        *warps(s),
+        *warps(s, isa.warp),
         *a.lane_offsets(),
         *b.lane_offsets(),
         *slice_of_k(s, s.block.k),

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, const, var
-from portmm.ir.nodes import For, If, Let, Move, Scratch
-from portmm.ir.thread_nodes import WHOLE, Codes, Mac
+from portmm.ir.nodes import For, If, Let, Mac, Move, Scratch
+from portmm.ir.thread_nodes import WHOLE, Codes
 from portmm.spec.dtype import CODES_KR
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
 """Persistent cache of compiled kernels and notes.
 
-Owns the cache directory, and the reading and writing of its entries.
+Owns the cache directory, and the reading and writing of single entries; `build.cache_contents` has the directory as a
+whole.
 
 An entry is `<key>.so`, `<key>.cubin` or `<key>.clbin`, for the host, CUDA or
 OpenCL, with a manifest `<key>.txt`, which holds the SHA-256 of
@@ -20,15 +21,14 @@ from __future__ import annotations
 
 import importlib
 import os
-import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, cast
 
-from portmm.build.cache_eviction import EVERY, limit, tidy, used
+from portmm.build.cache_eviction import EVERY, tidy, used
 from portmm.build.elf import fault
 from portmm.build.trusted_files import directory_fault, private, read, read_with
 from portmm.build.trusted_files import write as _write
@@ -36,17 +36,10 @@ from portmm.util.user_warnings import warn
 from portmm.version import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
-LOCK_SECONDS = 60.0
-"""Seconds to wait for another process that builds the same entry. Above any
-compilation of one kernel; a stopped process then costs time, not the result."""
-
-_CODE = (".so", ".cubin", ".clbin")
-_SUFFIXES = (*_CODE, ".txt", ".note", ".lock", ".tmp", ".failed.c", ".failed.cu", ".failed.cl")
-
-# Fields of a manifest that identify the file it belongs to.
 _ABOUT = ("sha256", "key", "version")
+"""Fields of a manifest that identify the file it belongs to."""
 
 _warned: set[str] = set()
 _private: dict[int, Path] = {}
@@ -224,6 +217,15 @@ def _fields(path: Path) -> dict[str, str]:
     return dict(line.split(" ", 1) for line in lines if " " in line)
 
 
+def entry_of(path: Path) -> Entry | None:
+    """The entry of a file with code, whose bytes are not checked; None if its manifest is missing or malformed.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    return _entry(path, path.stat().st_size, _fields(path.with_suffix(".txt")))
+
+
 def _entry(path: Path, size: int, fields: dict[str, str]) -> Entry | None:
     try:
         own = {name: fields.pop(name) for name in ("name", "compiler", "command")}
@@ -358,101 +360,3 @@ def append_note(name: str, lines: str) -> None:
                 os.write(fd, f"\n{lines}".encode("utf-8", "replace"))
         finally:
             os.close(fd)
-
-
-def _try_lock(path: Path) -> int | None:
-    """Descriptor that holds the lock, or None while another process holds it.
-
-    Raises:
-        OSError: this directory does not support locks.
-    """
-    import fcntl
-
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The last holder removes the file; only its current inode counts.
-        if os.path.samestat(os.fstat(fd), path.stat()):
-            return fd
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    except BaseException:
-        os.close(fd)
-        raise
-    os.close(fd)
-    return None
-
-
-def _acquire(path: Path) -> int | None:
-    deadline = time.monotonic() + LOCK_SECONDS
-    try:
-        while (fd := _try_lock(path)) is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-    except OSError:
-        return None
-    return fd
-
-
-@contextmanager
-def lock(key: str) -> Iterator[None]:
-    """Lock on the build of `key`, shared by all processes.
-
-    It only saves work: where it cannot be acquired (a read-only or network
-    directory, a holder that is stopped) the body runs without it, and
-    renaming keeps the files consistent. The kernel frees the lock of a killed process.
-    """
-    shared = usable_dir()
-    path = None if shared is None else shared / f"{key}.lock"
-    fd = None if path is None else _acquire(path)
-    try:
-        yield
-    finally:
-        if fd is not None and path is not None:
-            with suppress(OSError):
-                path.unlink()
-            os.close(fd)
-
-
-def cache_entries() -> list[Entry]:
-    """The kernels in the cache directory, by name; their bytes are not checked."""
-    entries = []
-    for path in (p for p in _own_files() if p.suffix in _CODE):
-        with suppress(OSError):
-            entries.append(_entry(path, path.stat().st_size, _fields(path.with_suffix(".txt"))))
-    return sorted((e for e in entries if e is not None), key=lambda e: (e.name, e.key))
-
-
-def _own_files() -> list[Path]:
-    # PORTMM_CACHE may name a directory that contains other files as well.
-    try:
-        return [p for p in cache_dir().iterdir() if p.name.endswith(_SUFFIXES)]
-    except OSError:
-        return []
-
-
-def cache_size() -> int:
-    """Total size in bytes of portmm's files in the cache directory."""
-    total = 0
-    for path in _own_files():
-        with suppress(OSError):
-            total += path.lstat().st_size
-    return total
-
-
-def cache_limit() -> int | None:
-    """Limit in bytes of the cache's size, None for no limit: see `$PORTMM_CACHE_LIMIT`."""
-    return limit()
-
-
-def cache_clear() -> int:
-    """Remove portmm's files from the cache directory; running processes keep the code they loaded.
-
-    Returns:
-        The number of files removed.
-    """
-    removed = 0
-    for path in _own_files():
-        with suppress(OSError):
-            path.unlink()
-            removed += 1
-    return removed

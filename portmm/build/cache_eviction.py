@@ -39,8 +39,10 @@ USED_SECONDS = 86400.0
 EVERY = 32
 """New entries between two scans of the whole directory."""
 
-_CODE = (".so", ".cubin", ".clbin")
-_FAILED = (".failed.c", ".failed.cu", ".failed.cl")
+CODE = (".so", ".cubin", ".clbin")
+"""Suffixes of files with code."""
+FAILED = (".failed.c", ".failed.cu", ".failed.cl")
+"""Suffixes of sources that did not compile."""
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -87,9 +89,9 @@ def used(path: Path, info: os.stat_result) -> None:
 
 def _stem(name: str) -> str:
     """Part of a name that files of one entry share; empty for files that are never evicted."""
-    for suffix in (*_CODE, ".txt", *_FAILED):
+    for suffix in (*CODE, ".txt", *FAILED):
         if name.endswith(suffix):
-            return name.removesuffix(suffix) + (".failed" if suffix in _FAILED else "")
+            return name.removesuffix(suffix) + (".failed" if suffix in FAILED else "")
     return name if name.startswith(("book-", "hung-")) and name.endswith(".note") else ""
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portmm.build import cache, failed_builds
+from portmm.build.build_lock import build_lock
 from portmm.build.shared_object import failure
 from portmm.errors import BuildError, NoCompilerError, TargetError
 from portmm.version import VERSION
@@ -284,7 +285,7 @@ def compile_cuda(source: str, name: str, architecture: str) -> Cubin:
         entry = cache.load(key, _SUFFIX)
         cached = entry is not None
         if entry is None:
-            with cache.lock(key):
+            with build_lock(key):
                 entry = cache.load(key, _SUFFIX)
                 cached = entry is not None
                 entry = entry or _make(library, source, stem, options, key)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from portmm.build import cache, child_process, failed_builds
-from portmm.build.cache import cache_clear, cache_dir, cache_entries, cache_size
+from portmm.build.build_lock import build_lock
 from portmm.build.compiler import Compiler, command, find_compiler, limit_seconds
 from portmm.build.elf import fault
 from portmm.errors import BuildError
@@ -20,17 +20,6 @@ from portmm.version import VERSION
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-__all__ = [
-    "Artifact",
-    "Compiler",
-    "build",
-    "cache_clear",
-    "cache_dir",
-    "cache_entries",
-    "cache_size",
-    "find_compiler",
-]
 
 _SHOWN_LINES = 12
 
@@ -209,7 +198,7 @@ def build(
     cached = loaded is not None
     if loaded is None:
         _check_known(compiler, key)
-        with cache.lock(key):
+        with build_lock(key):
             loaded = cache.load(key)
             cached = loaded is not None
             try:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from portmm.build import cache
+from portmm.build import cache, cache_contents
 from portmm.dispatch import config
 from portmm.errors import PortmmError
 from portmm.host import detect
@@ -215,7 +215,7 @@ def _cache() -> list[Check]:
     if not works:
         reason = "; ".join(str(w.message) for w in caught) or f"{directory} cannot be written to"
         return [Check("cache", "warn", reason, "set PORTMM_CACHE to a directory that only you can write to")]
-    count, size = len(cache.cache_entries()), cache.cache_size()
+    count, size = len(cache_contents.cache_entries()), cache_contents.cache_size()
     return [Check("cache", "ok", f"{directory}: {count} kernels, {size / 1e6:.1f} MB")]
 
 

@@ -312,7 +312,7 @@ def cache_command(
 ) -> None:
     """List the compiled kernels in the cache, and the scratch memory that a process keeps."""
     from portmm.arrays import scratch_arena
-    from portmm.build import cache
+    from portmm.build import cache, cache_contents
     from portmm.cli.views import cache_view, entry_data
     from portmm.util.text import size
 
@@ -321,9 +321,9 @@ def cache_command(
         typer.echo(str(directory))
         return
     if clear:
-        typer.echo(f"{cache.cache_clear()} files removed from {directory}")
+        typer.echo(f"{cache_contents.cache_clear()} files removed from {directory}")
         return
-    entries, total, limit = cache.cache_entries(), cache.cache_size(), cache.cache_limit()
+    entries, total, limit = cache_contents.cache_entries(), cache_contents.cache_size(), cache_contents.cache_limit()
     if as_json:
         data = {"path": str(directory), "bytes": total, "limit": limit, "scratch_bytes": scratch_arena.budget()}
         print_json({**data, "kernels": [entry_data(e) for e in entries]})

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
     from portmm.build.cache import Entry
     from portmm.cli.doctor import Check
-    from portmm.target.target import CloudFamily, Device, Target
+    from portmm.target.clouds import CloudFamily
+    from portmm.target.device import Device
+    from portmm.target.target import Target
 
 STYLES = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "bold red"}
 

@@ -12,40 +12,34 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from portmm.codegen import vector_ops as lanes_of
+from portmm.codegen import vector_spelling
 from portmm.codegen.c_like import Printer, address, index, pruned
 from portmm.codegen.conversions import HELPERS, converted
 from portmm.ir import abi
+from portmm.ir.index import Index, Ptr
+from portmm.ir.lane_nodes import LEAST_PEAK, Map, Reduce, RowScale, Shuffle, Total
 from portmm.ir.nodes import (
     FIELDS,
-    LEAST_PEAK,
     OPERANDS,
     STRIDES,
     SWAPPED,
     Call,
     Configure,
     Function,
-    Index,
     Kernel,
     LetPtr,
-    MacScalar,
-    Map,
+    Mac,
     Parallel,
     Param,
     Prefetch,
-    Ptr,
-    Reduce,
-    RowScale,
     Scratch,
-    Shuffle,
-    Total,
     functions,
     walk,
 )
 from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:
-    from portmm.target.target import Atom
+    from portmm.target.atom import Atom
 
 _PRELUDE = """\
 #if defined(__clang__)
@@ -76,7 +70,7 @@ def source(kernel: Kernel) -> str:
     if kernel.isa.shuffles and kernel.atom.n > 1:
         parts.append(f"typedef {lanes} lanes_t __attribute__((vector_size({kernel.atom.n * lane})));")
     used = {s.of: None for f in every for s in walk(f.body) if isinstance(s, Map)}
-    parts += [lanes_of.declaration(kernel.isa, kernel.isa.word(name)) for name in used]
+    parts += [vector_spelling.declaration(kernel.isa, kernel.isa.word(name)) for name in used]
     return "\n\n".join(p for p in (*parts, *code) if p) + "\n"
 
 
@@ -214,9 +208,9 @@ class _Printer(Printer):
         self.put(depth + 1, f"*({address(s.p)}) = {converted(f'{old} + sum', acc, self.points[s.p.name])};")
         self.put(depth, "}")
 
-    def do_macscalar(self, s: MacScalar, depth: int) -> None:
+    def do_mac(self, s: Mac, depth: int) -> None:
         acc = self.kernel.atom.acc
-        self.put(depth, f"*({address(s.p)}) += {self.at(s.a, acc)} * {self.at(s.b, acc)};")
+        self.put(depth, f"*({address(s.d)}) += {self.at(s.a, acc)} * {self.at(s.b, acc)};")
 
     def do_rowscale(self, s: RowScale, depth: int) -> None:
         self.put(depth, "{")

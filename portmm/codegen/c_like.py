@@ -11,34 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from portmm.codegen import vector_ops as lanes_of
+from portmm.codegen import vector_spelling
 from portmm.codegen.conversions import converted
 from portmm.errors import ScheduleError
-from portmm.ir.nodes import (
-    BLOCKS,
-    Add,
-    For,
-    If,
-    Index,
-    Let,
-    LetPtr,
-    Map,
-    Move,
-    Parallel,
-    Ptr,
-    Read,
-    Scratch,
-    Shuffle,
-    Stmt,
-    Switch,
-    Verb,
-    walk,
-)
+from portmm.ir.index import Index, Ptr
+from portmm.ir.lane_nodes import Map, Shuffle
+from portmm.ir.nodes import BLOCKS, Add, For, If, Let, LetPtr, Move, Parallel, Read, Scratch, Stmt, Switch, Verb, walk
 from portmm.ir.thread_nodes import Exchange
 from portmm.spec.dtype import BY_NAME, base
 
 if TYPE_CHECKING:
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 _WRITES = {
     "zero": "acc_type", "load_c": "acc_type", "load_a": "a_type", "load_b": "b_type",
@@ -241,14 +225,14 @@ class Printer:
 
     def lanes(self, s: Map) -> tuple[str, str, str]:
         """The C types of vectors of f32, of s32 and of masks in an operation."""
-        return lanes_of.types(self.isa, self.isa.word(s.of))
+        return vector_spelling.types(self.isa, self.isa.word(s.of))
 
     def do_map(self, s: Map, depth: int) -> None:
         isa, real = self.isa, self.isa.word(s.of)
-        text = lanes_of.text(isa, real, s.op, s.operand)
+        text = vector_spelling.text(isa, real, s.op, s.operand)
         if not text:
             raise ScheduleError(f"{isa.name} has no {s.op} of {real.n} lanes of {s.operand}")
-        operands = [x if isinstance(x, str) else lanes_of.literal(isa, real, x, s.operand) for x in s.args]
+        operands = [x if isinstance(x, str) else vector_spelling.literal(isa, real, x, s.operand) for x in s.args]
         if s.op == "literal":
             self.put(depth, f"{s.d} = {operands[0]};")
             return
@@ -260,7 +244,7 @@ class Printer:
         count = self.index(s.count) if s.count else ""
         lanes = ", ".join(map(str, range(real.n)))
         line = text.format(
-            d=s.d, **names, R=first, W=second, U=lanes_of.unsigned(isa, real), T=result, count=count, lanes=lanes
+            d=s.d, **names, R=first, W=second, U=vector_spelling.unsigned(isa, real), T=result, count=count, lanes=lanes
         )
         self.put(depth, line)
 

@@ -58,7 +58,8 @@ if TYPE_CHECKING:
     from portmm.schedule.gpu_attention import Tiling
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Family
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 PROGRAMS: dict[str, Callable[[Schedule, Isa, Atom], Kernel]] = {
     "gemm": gemm.build,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from portmm.comparison.case import Case
-    from portmm.target.target import MemoryLevel
+    from portmm.target.cache_levels import MemoryLevel
 
 COPIES = 8
 """Most copies: libraries that compile for each of them must not take minutes."""

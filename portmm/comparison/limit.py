@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portmm.comparison.case import Case
-    from portmm.target.target import MemoryLevel
+    from portmm.target.cache_levels import MemoryLevel
 
 MEMORY = "memory"
 """Name of the last level of memory, which holds every case."""

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from portmm.runtime.cpu import replayer
-from portmm.schedule.candidate_sets import CandidateSet, candidate_set
+from portmm.schedule.cpu_candidate_sets import CandidateSet, candidate_set
 from portmm.schedule.cpu_cost import costs
-from portmm.schedule.textbook import ORIGIN, WITHIN, preferred
+from portmm.schedule.cpu_textbook import ORIGIN, WITHIN, preferred
 from portmm.spec.row_classes import rows
 
 if TYPE_CHECKING:
-    from portmm.schedule.cost_terms import Array
     from portmm.schedule.cpu_cost import Costs
+    from portmm.schedule.cpu_cost_terms import Array
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.target import Target
@@ -87,7 +87,7 @@ def _fastest(
     """Index, threads and origin of the candidate that is fastest at the last M and loses little at the others.
 
     Round numbers, which are the most frequent, are the last of their classes. On chips with stored searches, to which
-    the model was fitted, textbook blockings are excluded; on others `textbook.preferred` decides.
+    the model was fitted, textbook blockings are excluded; on others `cpu_textbook.preferred` decides.
     """
     seconds = _seconds(p, listed, ms, counts)
     textbook = listed.textbook if len(counts) == 1 else np.repeat(listed.textbook, len(counts))

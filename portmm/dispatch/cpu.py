@@ -19,9 +19,9 @@ from portmm.dispatch.selection import Choice, overlaid
 from portmm.errors import BuildError, DatabaseError, ScheduleError, TargetError
 from portmm.ir.index import meaning, parsed, spelled
 from portmm.runtime import route_cache
-from portmm.schedule.cost_table import macs_per_cycle
 from portmm.schedule.cpu_candidates import PACKED_VECTORS, units
 from portmm.schedule.cpu_cost import Cost, cost
+from portmm.schedule.cpu_cost_table import macs_per_cycle
 from portmm.schedule.schedule import spell
 from portmm.spec.dtype import BY_NAME, CODES_KR, types
 from portmm.spec.epilogue import parse as parse_fused
@@ -42,7 +42,9 @@ if TYPE_CHECKING:
     from portmm.schedule.schedule import Schedule
     from portmm.spec.epilogue import Fused
     from portmm.spec.problem import Problem
-    from portmm.target.target import Atom, Isa, Target
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+    from portmm.target.target import Target
 
 USUAL_GROUP = 128
 """Rows of an int4 weight that share a scale, by default."""
@@ -56,7 +58,7 @@ lets a process have."""
 def choose(p: Problem, target: Target, threads: int = 1, *, tuned: bool = True) -> Choice:
     """The schedule measured to be fastest, or the model's selection.
 
-    The model selects the least predicted time, the first of equals, unless `textbook.preferred` selects another.
+    The model selects the least predicted time, the first of equals, unless `cpu_textbook.preferred` selects another.
 
     Args:
         p: the problem.

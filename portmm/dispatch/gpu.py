@@ -18,7 +18,8 @@ from portmm.ir.interpreter import evaluate
 from portmm.schedule.gpu_candidates import candidates
 from portmm.schedule.gpu_cost import cost
 from portmm.spec.dtype import BY_NAME
-from portmm.target.target import GENERIC_DEVICES, device_target
+from portmm.target.reported_device import device_target
+from portmm.target.target import GENERIC_DEVICES
 from portmm.util import locks
 from portmm.util.memo import Memory
 
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from portmm.schedule.cpu_cost import Cost
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
-    from portmm.target.target import Isa, Target
+    from portmm.target.isa import Isa
+    from portmm.target.target import Target
 
 MOST_ROUTES = 4096
 """Routes kept before all are dropped: an endless series of new shapes must not fill memory."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.errors import DatabaseError
-from portmm.schedule.neighbourhood import unsound
+from portmm.schedule.cpu_neighbourhood import unsound
 from portmm.util.user_warnings import warn
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Choice:
         schedule: the selected one.
         cost: its predicted time, with terms.
         runners_up: the other candidates, best first.
-        origin: "analytical", "textbook" (see `textbook.preferred`), or "tuned on" which chip.
+        origin: "analytical", "textbook" (see `cpu_textbook.preferred`), or "tuned on" which chip.
     """
 
     problem: Problem

@@ -5,7 +5,7 @@ the tables that the package ships. `tuning` measures.
 
 A tuned schedule is looked up by chip, then by architecture (its best
 instruction set), then by vendor; each in the user's database before the shipped
-one. Callers must check that it is legal (`neighbourhood.unsound`): a database
+one. Callers must check that it is legal (`cpu_neighbourhood.unsound`): a database
 is data, perhaps of another version or from another person.
 """
 

@@ -20,8 +20,8 @@ from portmm.errors import ScheduleError, TargetError
 from portmm.explanation.summary import Selected
 from portmm.host import detect
 from portmm.host.calibrate import measured
-from portmm.schedule import textbook
-from portmm.schedule.cost_table import DEFAULT_BYTES_PER_CYCLE
+from portmm.schedule import cpu_textbook
+from portmm.schedule.cpu_cost_table import DEFAULT_BYTES_PER_CYCLE
 from portmm.schedule.schedule import ALL, footprint, registers, spell
 from portmm.spec.problem import Problem
 from portmm.target.target import Target, instance
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from portmm.build.shared_object import Artifact
     from portmm.explanation.gpu import GridExplanation
     from portmm.ir.nodes import Kernel
-    from portmm.target.isa import Atom
+    from portmm.target.atom import Atom
 
 SHOWN = 5
 """Runners-up in the printed form; all are in the record."""
@@ -148,8 +148,8 @@ def _lines(x: Explanation) -> Iterator[str]:
     yield field("", ", ".join(isa.name for isa in target.isas))
     yield from _rates(x)
     yield field("chosen", f"{x.origin}, from {len(x.runners_up) + 1} candidates, for {_threads(x.workers)}")
-    if x.origin == textbook.ORIGIN:
-        rule = f"a textbook blocking within {1 - textbook.WITHIN:.0%} of the least predicted time"
+    if x.origin == cpu_textbook.ORIGIN:
+        rule = f"a textbook blocking within {1 - cpu_textbook.WITHIN:.0%} of the least predicted time"
         yield field("", f"no search stored for this chip: {rule}")
     yield field("schedule", str(s))
     yield from _tiles(x)

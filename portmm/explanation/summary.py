@@ -63,5 +63,5 @@ class Selected:
 
     @property
     def origin(self) -> str:
-        """The origin: "analytical" (the cost model), "textbook" (`textbook.preferred`), or "tuned on" a chip."""
+        """The origin: "analytical" (the cost model), "textbook" (`cpu_textbook.preferred`), or "tuned on" a chip."""
         return self.choice.origin

@@ -31,7 +31,9 @@ from portmm.version import VERSION
 
 if TYPE_CHECKING:
     from portmm.host.gauge import Gauge
-    from portmm.target.target import Atom, Isa, Target
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+    from portmm.target.target import Target
 
 Progress = Callable[[int, int, str], None]
 """Callback with (measurements done, measurements in all, name of the current one)."""

@@ -39,11 +39,13 @@ from portmm.host.host_probe import (
     processors,
     snapshot,
 )
-from portmm.target.target import Isa, MemoryLevel, Target, chips_mentioning, described, load_isa, names
+from portmm.target.cache_levels import MemoryLevel
+from portmm.target.target import Target, chips_mentioning, described, load_isa, names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from portmm.target.isa import Isa
     from portmm.target.target import Match
 
 __all__ = [

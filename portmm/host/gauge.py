@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from portmm.host.microbenchmarks import Probe
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 SHORTEST = 1e-3
 """Least seconds of one timed run: a thousand times the cost of a call and of the clock."""

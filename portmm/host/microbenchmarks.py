@@ -14,14 +14,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.ir.nodes import Configure, For, Function, Index, Kernel, Ptr, Verb, const, var
-from portmm.kernels.cpu.tile_gemm import Grid
-from portmm.schedule.cpu_candidates import tallest
+from portmm.ir.index import Index, Ptr, const, var
+from portmm.ir.nodes import Configure, For, Function, Kernel, Verb
+from portmm.kernels.cpu.tile_microkernel import Grid
+from portmm.schedule.cpu_blocking import tallest
 from portmm.spec.kernel_name import KernelName
 
 if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
-    from portmm.target.target import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 STREAM_LOADS = 12
 """Loads of one step of a stream, each with its own accumulator: two multiply-adds a

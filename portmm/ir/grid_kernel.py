@@ -18,7 +18,8 @@ from portmm.target.device import STATIC_SHARED
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 WORDS = 16
 """Alignment of shared arrays in all languages, in bytes."""

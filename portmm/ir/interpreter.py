@@ -4,7 +4,8 @@ Owns the interpreter that tests compare every emitted kernel with. It is slow an
 strict: every access is checked against the bounds of the array of its pointer,
 reading scratch that was never written yields NaN or a recognisable number, and a
 register must be written before it is read. Pointers have types, as in C: memory is
-read as the pointer's type, and converted to the register's.
+read as the pointer's type, and converted to the register's. `ir.register_values` has
+what is computed in registers.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from portmm.ir import register_values
+from portmm.ir.index import Index, Ptr, meaning
+from portmm.ir.lane_nodes import LEAST_PEAK, Map, Reduce, RowScale, Shuffle, Total
 from portmm.ir.nodes import (
     FIELDS,
-    LEAST_PEAK,
     OPERANDS,
     STRIDES,
     SWAPPED,
@@ -28,38 +31,30 @@ from portmm.ir.nodes import (
     For,
     Function,
     If,
-    Index,
     Kernel,
     Let,
     LetPtr,
-    MacScalar,
-    Map,
+    Mac,
     Move,
     Parallel,
     Prefetch,
-    Ptr,
     Read,
-    Reduce,
-    RowScale,
     Scratch,
-    Shuffle,
     Stmt,
     Switch,
-    Total,
     Verb,
-    meaning,
 )
-from portmm.spec.dtype import BY_NAME, CODES_AT, CODES_KR, EXTENSION_TYPES, ZERO_CODE, base
-from portmm.spec.expr import OPS
+from portmm.spec.dtype import BY_NAME, CODES_KR, EXTENSION_TYPES, ZERO_CODE, base
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from portmm.target.target import Atom
+    from portmm.target.atom import Atom
 
 Address = tuple[np.ndarray, int]
 Typed = tuple[np.ndarray, int, str]
 """A flat array of the type's elements (for units, of their elements), the offset of the pointer, and the type."""
+Registers = dict[str, np.ndarray]
 LESS = {"code": 0, "centred": ZERO_CODE, "below": 2 * ZERO_CODE}
 """Verb -> the number that it subtracts from an int4 value."""
 UNWRITTEN = 0xFF
@@ -71,7 +66,7 @@ class _Frame:
     atom: Atom
     ints: dict[str, int]
     ptrs: dict[str, Typed]
-    regs: dict[str, np.ndarray] = field(default_factory=dict)
+    regs: Registers = field(default_factory=dict)
 
 
 @cache
@@ -150,6 +145,29 @@ def converted(x: np.ndarray, memory: str, register: str) -> np.ndarray:
         return x.astype(numpy_type(r))
 
 
+def _int4_values(s: Verb, regs: Registers, atom: Atom, bit: int) -> np.ndarray:
+    numbers = register_values.int4_values(regs[s.a], bit, atom.k_pack) - LESS[s.name]
+    return numbers.astype(numpy_type(atom.b))
+
+
+def _ones(_: Verb, __: Registers, atom: Atom, ___: int) -> np.ndarray:
+    return np.ones(atom.k_pack, numpy_type(base(atom.a))) if atom.k_pack > 1 else np.asarray(1, np.int32)
+
+
+_WRITTEN: dict[str, Callable[[Verb, Registers, Atom, int], np.ndarray]] = {
+    "mac": lambda s, regs, atom, _: register_values.multiplied(regs[s.d], regs[s.a], regs[s.b], atom.k_pack),
+    "unshift": lambda s, regs, atom, _: register_values.unshifted(regs[s.d], regs[s.b], unsigned=atom.a == "u8"),
+    "add": lambda s, regs, *_: regs[s.d] + regs[s.a],
+    "amax": lambda s, regs, *_: np.maximum(regs[s.d], np.abs(regs[s.a])),
+    **dict.fromkeys(LESS, _int4_values),
+    "ones": _ones,
+    "zero": lambda _, __, atom, ___: np.zeros(atom.n, numpy_type(atom.acc)),
+    "real": lambda s, regs, atom, _: regs[s.a].astype(numpy_type(atom.acc)),
+    "mask": lambda _, __, atom, count: np.arange(atom.n) < count,
+}
+"""Verb without an address -> the value that it writes to a register, from its `count`."""
+
+
 @dataclass(slots=True)
 class _Machine:
     kernel: Kernel
@@ -221,32 +239,15 @@ class _Machine:
         atom = self.kernel.isa.word(s.of) if s.of else f.atom
         if atom.m > 1:
             self._block(s, f, atom)
-        elif s.name == "mac":
-            f.regs[s.d] = _multiplied(f.regs[s.d], f.regs[s.a], f.regs[s.b], atom.k_pack)
-        elif s.name == "unshift":
-            f.regs[s.d] = f.regs[s.d] - f.regs[s.b] * f.regs[s.d].dtype.type(128 if atom.a == "u8" else -128)
-        elif s.name in ("add", "amax"):
-            d, a = f.regs[s.d], f.regs[s.a]
-            f.regs[s.d] = d + a if s.name == "add" else np.maximum(d, np.abs(a))
-        elif s.name in LESS:
-            bits = self.value(s.count, f) if s.count else 0
-            codes = np.stack([f.regs[s.a].view(np.uint32) >> (bits + 8 * e) & 15 for e in range(atom.k_pack)], -1)
-            numbers = codes.astype(np.int32) - LESS[s.name]
-            f.regs[s.d] = numbers.astype(numpy_type(atom.b)).reshape((-1, atom.k_pack) if atom.k_pack > 1 else -1)
-        elif s.name == "ones":
-            f.regs[s.d] = np.ones(atom.k_pack, numpy_type(base(atom.a))) if atom.k_pack > 1 else np.asarray(1, np.int32)
-        elif s.name in ("zero", "real"):
-            f.regs[s.d] = (np.zeros(atom.n) if s.name == "zero" else f.regs[s.a]).astype(numpy_type(atom.acc))
-        elif s.name == "mask":
-            assert s.count is not None  # noqa: S101 - a malformed node is a bug of the lowering
-            f.regs[s.d] = np.arange(atom.n) < self.value(s.count, f)
         elif s.name == "load_rows":
             self._rows(s, f, atom)
-        else:
+        elif s.p is not None:
             self._memory(s, f, atom)
+        else:
+            f.regs[s.d] = _WRITTEN[s.name](s, f.regs, atom, self.value(s.count, f) if s.count else 0)
 
     def _memory(self, s: Verb, f: _Frame, atom: Atom) -> None:
-        assert s.p is not None  # noqa: S101 - as above
+        assert s.p is not None  # noqa: S101 - a malformed node is a bug of the lowering
         keep = int(np.count_nonzero(f.regs[s.mask])) if s.mask else (1 if s.name == "load_a" else atom.n)
         array, at, memory = self.at(s.p, f, keep)
         pack = BY_NAME[memory].pack
@@ -270,8 +271,7 @@ class _Machine:
         codes = f.ptrs[s.p.name][2] == "u4"
         rows = [self.at(s.p, f, atom.n, step * e) for e in range(CODES_KR if codes else atom.k_pack)]
         if codes:
-            parts = [x[i : i + atom.n].astype(np.uint32) << CODES_AT[e] for e, (x, i, _) in enumerate(rows)]
-            f.regs[s.d] = np.bitwise_or.reduce(parts).view(np.int32)
+            f.regs[s.d] = register_values.int4_words([x[i : i + atom.n] for x, i, _ in rows])
             return
         f.regs[s.d] = np.stack([converted(x[i : i + atom.n], m, register) for x, i, m in rows], axis=1)
 
@@ -295,8 +295,7 @@ class _Machine:
             d, a, b = (f.regs[x] for x in (s.d, s.a, s.b))
             if (len(a), len(b)) != (len(d), a.shape[1]):
                 raise ValueError(f"{self.kernel.name} multiplies tiles of {a.shape} and {b.shape} into {d.shape}")
-            exact = np.dtype(np.int64) if d.dtype.kind == "i" else d.dtype
-            f.regs[s.d] = (d + np.einsum("mue,une->mn", a.astype(exact), b.astype(exact))).astype(d.dtype)
+            f.regs[s.d] = register_values.multiplied_tiles(d, a, b)
             return
         assert s.p is not None  # noqa: S101 - as above
         assert s.step is not None or rows == 1  # noqa: S101 - as above
@@ -314,32 +313,15 @@ class _Machine:
         f.regs[s.d] = block.reshape(rows, columns, pack) if pack > 1 else block
 
     def do_map(self, s: Map, f: _Frame) -> None:
-        lanes = self.kernel.isa.word(s.of).n
-        kind = {"f32": np.float32, "s32": np.int32, "mask": np.bool_}
-        if s.op in ("lanes", "whole"):
-            assert s.count is not None  # noqa: S101 - as above
-            f.regs[s.d] = np.int32(self.value(s.count, f)) + np.arange(lanes, dtype=np.int32) * (s.op == "lanes")
-            return
-        args = [f.regs[x] if isinstance(x, str) else kind[s.operand](x) for x in s.args]
-        if s.op == "literal":
-            f.regs[s.d] = np.full(lanes, args[0], kind[s.dtype])
-            return
-        if s.op == "splat":
-            f.regs[s.d] = np.full(lanes, args[0], np.float32)
-            return
-        with np.errstate(all="ignore"):
-            result = np.broadcast_to(OPS[s.op][1](*args), lanes)
-        if result.dtype != kind[s.dtype]:
+        lanes, count = self.kernel.isa.word(s.of).n, self.value(s.count, f) if s.count else 0
+        result = register_values.mapped(s, f.regs, lanes, count)
+        if result.dtype != register_values.KINDS[s.dtype]:
             raise ValueError(f"{self.kernel.name}: {s.op} gives {result.dtype}, not {s.dtype}")
         f.regs[s.d] = result
 
     def do_total(self, s: Total, f: _Frame) -> None:
         (to, i, _), (src, j, _) = self.at(s.to, f, 1), self.at(s.src, f, s.count)
-        x = src[j : j + s.count]
-        with np.errstate(all="ignore"):
-            while s.kind == "add" and len(x) > 1:
-                x = x[: len(x) // 2] + x[len(x) // 2 :]
-            to[i] = np.maximum.reduce(x)
+        to[i] = register_values.total(src[j : j + s.count], s.kind)
 
     def do_shuffle(self, s: Shuffle, f: _Frame) -> None:
         f.regs[s.d] = np.concatenate([f.regs[s.a], f.regs[s.b]])[list(s.pick)]
@@ -349,8 +331,8 @@ class _Machine:
         total = f.regs[s.d].sum() + (array[at] if self.value(s.accumulate, f) else 0)
         array[at] = converted(np.asarray(total), self.kernel.atom.acc, memory)
 
-    def do_macscalar(self, s: MacScalar, f: _Frame) -> None:
-        (to, i, _), (x, j, _), (y, k, _) = (self.at(p, f, 1) for p in (s.p, s.a, s.b))
+    def do_mac(self, s: Mac, f: _Frame) -> None:
+        (to, i, _), (x, j, _), (y, k, _) = (self.at(p, f, 1) for p in (s.d, s.a, s.b))
         acc = numpy_type(self.kernel.atom.acc)
         to[i] = to[i].astype(acc) + x[j].astype(acc) * y[k].astype(acc)
 
@@ -397,14 +379,6 @@ class _Machine:
             self.call(s.function, args | {"task": int(task), "worker": i % workers}, {})
             if self.tiles:
                 raise ValueError(f"{s.function.name} of {self.kernel.name} ends with tiles that it has not released")
-
-
-def _multiplied(d: np.ndarray, a: np.ndarray, b: np.ndarray, pack: int) -> np.ndarray:
-    """D + a . b on each lane; integers wrap around at the accumulator's width."""
-    exact = np.dtype(np.int64) if d.dtype.kind == "i" else d.dtype
-    product = a.astype(exact, copy=False) * b.astype(exact, copy=False)
-    total: np.ndarray = d + (product.sum(-1) if pack > 1 else product)
-    return total.astype(d.dtype, copy=False)
 
 
 @cache

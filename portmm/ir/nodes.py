@@ -1,10 +1,9 @@
 """Loop language of all kernels.
 
-Owns the nodes: pointers, statements, functions, and `Kernel`, a set of functions
-with one entry. Re-exports the integers of `ir.index`. Nodes are immutable;
-`ir.interpreter` executes them on NumPy arrays, `codegen` spells them in C. Vector
-registers are named and typed by the verb that writes them, so a printer can declare
-them.
+Owns the nodes: statements, functions, and `Kernel`, a set of functions with one entry. Integers and pointers are in
+`ir.index`, statements on the lanes of vectors in `ir.lane_nodes`, those for threads of a device in `ir.thread_nodes`.
+Nodes are immutable; `ir.interpreter` executes them on NumPy arrays, `codegen` spells them in C. Vector registers are
+named and typed by the verb that writes them, so a printer can declare them.
 """
 
 from __future__ import annotations
@@ -12,16 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.ir.index import OPERATORS as OPERATORS
-from portmm.ir.index import Index as Index  # noqa: TC001 - passed on
-from portmm.ir.index import Ptr as Ptr  # noqa: TC001
-from portmm.ir.index import ceil_div as ceil_div
-from portmm.ir.index import const as const
-from portmm.ir.index import maximum as maximum
-from portmm.ir.index import meaning as meaning
-from portmm.ir.index import minimum as minimum
-from portmm.ir.index import round_up as round_up
-from portmm.ir.index import var as var
+from portmm.ir.lane_nodes import Map, Reduce, RowScale, Shuffle, Total
 from portmm.ir.thread_nodes import (
     Apply,
     Barrier,
@@ -35,7 +25,6 @@ from portmm.ir.thread_nodes import (
     Get,
     Interleave,
     Leave,
-    Mac,
     Shared,
     Vector,
 )
@@ -43,7 +32,9 @@ from portmm.ir.thread_nodes import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from portmm.target.target import Atom, Isa
+    from portmm.ir.index import Index, Ptr
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 FIELDS = (
     "m n k batch a_m a_k a_batch b_k b_n b_batch c_m c_n c_batch workers".split()  # noqa: SIM905 - reads as the struct
@@ -135,7 +126,7 @@ class Verb:
     register's; both are known where it is spelled.
 
     Attributes:
-        name: a verb of `isa.PLACEHOLDERS`, or "load_rows", which interleaves rows
+        name: a verb of `atom.PLACEHOLDERS`, or "load_rows", which interleaves rows
             in units, and int4 values in words.
         d: register written (or stored from).
         a: left operand of a mac, or the only one of another verb.
@@ -168,63 +159,10 @@ class Configure:
 
 
 @dataclass(frozen=True, slots=True)
-class Map:
-    """An operation of `expr.OPS` on every lane, or an operation that creates a vector.
+class Mac:
+    """Multiply-add of one element, *d += *a * *b, in the accumulator's type; on a device, of registers by the atom."""
 
-    Attributes:
-        op: the operation; "literal" and "splat", a literal, or a left
-            fragment, in every lane; "lanes", `count` + 0, 1, 2 and so on; "whole", `count` in every lane.
-        d: register written.
-        args: registers, and literals.
-        dtype: "f32", "s32" or "mask", the type of the result.
-        operand: the type of the last operand.
-        count: an integer.
-        of: name of the atom of f32 with the same lanes.
-    """
-
-    op: str
-    d: str
-    args: tuple[str | int | float, ...]
-    dtype: str
-    operand: str
-    of: str
-    count: Index | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Total:
-    """*to = the sum ("add") or the maximum ("max") of `count` f32, a power of two, at `src`; NaN if any is NaN."""
-
-    kind: str
-    to: Ptr
-    src: Ptr
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Shuffle:
-    """Shuffle of vectors of type b_type: d[i] = concat(a, b)[pick[i]]."""
-
-    d: str
-    a: str
-    b: str
-    pick: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Reduce:
-    """Store of the sum of the lanes of `d`, added to *p if `accumulate`, at p."""
-
-    d: str
-    p: Ptr
-    accumulate: Index
-
-
-@dataclass(frozen=True, slots=True)
-class MacScalar:
-    """*p += *a * *b, one element: the remainder of a sum along vector lanes."""
-
-    p: Ptr
+    d: Ptr
     a: Ptr
     b: Ptr
 
@@ -243,21 +181,6 @@ class Add:
 
     to: Ptr
     src: Ptr
-
-
-LEAST_PEAK = 1.5e-36
-"""Magnitude below which rows are quantised to zeros: TOP divided by a smaller one would overflow."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowScale:
-    """*scale = m / top and *inverse = top / m, m the maximum of `count` f32 at `peaks`; both 0 if m is 0."""
-
-    scale: Ptr
-    inverse: Ptr
-    peaks: Ptr
-    count: int
-    top: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +229,7 @@ Stmt = (
     | Total
     | Shuffle
     | Reduce
-    | MacScalar
+    | Mac
     | Move
     | Add
     | RowScale
@@ -317,7 +240,6 @@ Stmt = (
     | Barrier
     | Vector
     | Clear
-    | Mac
     | Interleave
     | Codes
     | CopyAsync

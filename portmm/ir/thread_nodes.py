@@ -75,15 +75,6 @@ class Clear:
 
 
 @dataclass(frozen=True, slots=True)
-class Mac:
-    """Multiply-add of registers by the kernel's atom: d += a * b."""
-
-    d: Ptr
-    a: Ptr
-    b: Ptr
-
-
-@dataclass(frozen=True, slots=True)
 class Interleave:
     """Transpose of four bytes of four words: byte j of word `to` + i is byte i of word `src` + j."""
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.build import cache, failed_builds
+from portmm.build.build_lock import build_lock
 from portmm.build.shared_object import failure
 from portmm.errors import BuildError, DeviceError, NoDeviceError
 from portmm.runtime.device_facts import Facts
@@ -271,7 +272,7 @@ def compile_opencl(source: str, name: str, context: Any, device: Any = None, opt
     program = _warm(cl, context, device, options, key)
     if program is not None:
         return program
-    with cache.lock(key):
+    with build_lock(key):
         program = _warm(cl, context, device, options, key)
         if program is None:
             refused = failed_builds.known(key)

@@ -1,29 +1,23 @@
-"""The cost model as a list of operations on columns.
+"""Functions of columns of numbers as a list of operations.
 
-Owns `Tape`: what the model's functions do to the columns of one table, recorded by running them once on `Recorded`
-in place of arrays, so that the C of the runtime can repeat it without a call of NumPy for each step. Both do the same
-operations on float64 in the same order: predictions are the same to the bit. Columns that depend on the table alone
-are computed when the tape is recorded.
+Owns `Recorder` and `Recorded`: what a cost model's functions do to columns, recorded by running them once on
+`Recorded` in place of arrays, so that the C of the runtime can repeat it without a call of NumPy for each step. Both
+do the same operations on float64 in the same order, so that results are the same to the bit.
 
-A column of a tape has an element for each value of M and candidate. An operation is five integers: its number in
+A column has an element for each value of M and candidate. An operation is five integers: its number in
 `OPERATIONS`, the column that it writes, and up to three columns that it reads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.schedule.cost_terms import Array, Extents, Sizes, reached, shared
-from portmm.schedule.cpu_cost import Work, timed
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from portmm.schedule.cost_table import Table
-    from portmm.spec.problem import Problem
+Array = np.ndarray[Any, np.dtype[np.float64]]
 
 OPERATIONS = (
     *("add", "subtract", "multiply", "divide", "minimum", "maximum", "ceil", "floor", "remainder"),
@@ -33,8 +27,6 @@ OPERATIONS = (
 _SWAPPED = {"greater": "less", "greater_equal": "less_equal"}
 # Flags are 0 and 1.
 _FLAGS = {"bitwise_and": "multiply", "bitwise_or": "maximum"}
-SHARED = 4
-"""Number of columns about several threads, as `cost_terms.shared` returns them."""
 
 
 class Recorded(np.lib.mixins.NDArrayOperatorsMixin):
@@ -42,7 +34,7 @@ class Recorded(np.lib.mixins.NDArrayOperatorsMixin):
 
     __slots__ = ("recorder", "slots")
 
-    def __init__(self, recorder: _Recorder, slots: tuple[int, ...]) -> None:
+    def __init__(self, recorder: Recorder, slots: tuple[int, ...]) -> None:
         self.recorder, self.slots = recorder, slots
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
@@ -71,11 +63,11 @@ class Recorded(np.lib.mixins.NDArrayOperatorsMixin):
         return first
 
 
-def _stacked(recorder: _Recorder, columns: Sequence[Any]) -> Recorded:
+def _stacked(recorder: Recorder, columns: Sequence[Any]) -> Recorded:
     return Recorded(recorder, tuple([slot for x in columns for slot in recorder.slots(x)]))
 
 
-def _searchsorted(recorder: _Recorder, bounds: Array, x: Recorded) -> Recorded:
+def _searchsorted(recorder: Recorder, bounds: Array, x: Recorded) -> Recorded:
     """`np.searchsorted`: the number of bounds that are less."""
     total = recorder.record("add", 0.0, 0.0)
     for bound in bounds.tolist():
@@ -83,7 +75,7 @@ def _searchsorted(recorder: _Recorder, bounds: Array, x: Recorded) -> Recorded:
     return total
 
 
-def _choose(recorder: _Recorder, at: Recorded, values: Array) -> Recorded:
+def _choose(recorder: Recorder, at: Recorded, values: Array) -> Recorded:
     """`np.choose`: the value at each index."""
     *first, last = values.tolist()
     result: Any = last
@@ -100,7 +92,7 @@ _FUNCTIONS: dict[Any, Callable[..., Recorded]] = {
 }
 
 
-class _Recorder:
+class Recorder:
     """Operations and constants recorded so far: columns are numbered in order, constants separately, below zero."""
 
     def __init__(self, shape: tuple[int, int], inputs: int) -> None:
@@ -132,57 +124,7 @@ class _Recorder:
         return Recorded(self, tuple(results))
 
 
-@dataclass(frozen=True, slots=True)
-class Tape:
-    """Operations that predict the seconds of all candidates of a table.
-
-    Attributes:
-        code: the operations, five integers each; the last computes the predictions.
-        constants: the first columns.
-        shape: number of values of M, and of candidates.
-        several: threads share the work; the columns of `shared` follow the constants.
-    """
-
-    code: np.ndarray[Any, np.dtype[np.int32]]
-    constants: Array
-    shape: tuple[int, int]
-    several: bool
-
-    @classmethod
-    def of(cls, t: Table, rows: int, *, several: bool) -> Tape:
-        """The tape of a table, for a number of values of M, and one thread or several."""
-        names = tuple([level.name for level in t.target.levels]) if "strided" in t.some else ()
-        among = SHARED if several else 0
-        shape = (rows, t.x.mr.size)
-        recorder = _Recorder(shape, among + 4 + len(names))
-        m, n, k, batch, *sets = [recorder.input(among + i) for i in range(4 + len(names))]
-        sizes = Sizes(m, n, k, batch, dict(zip(names, sets, strict=True)))  # type: ignore[arg-type]
-        v = Extents.of(t, sizes)
-        parts: Any = [recorder.input(i) for i in range(among)] if several else shared(v, 1)
-        seconds: Any = timed(v, Work.of(v), 2 if several else 1, tuple(parts)).seconds
-        constants = np.array([np.frombuffer(x, np.float64) for x in recorder.constants])
-        return cls(_placed(recorder, seconds.slots[0], among + 4 + len(names)), constants, shape, several)
-
-    def replayed(self, run: Callable[..., Array], t: Table, q: Problem, rows: Sequence[int], workers: int) -> Array:
-        """Predicted seconds, by value of M, then by candidate.
-
-        Args:
-            run: interpreter of the operations.
-            t: the table that the tape was recorded from.
-            q: a problem of the kind that the table is for, with C by rows, at any M.
-            rows: values of M, as many as the tape is for.
-            workers: threads that share the work.
-        """
-        alike = (q.n, q.k, q.batch, *reached(t, q.n).values())
-        sizes = np.array([rows, *[(x,) * len(rows) for x in alike]], np.float64)
-        among = None
-        if self.several:
-            parts = shared(Extents.of(t, Sizes.of(t, q, rows)), workers)
-            among = np.array([np.broadcast_to(x, self.shape).ravel() for x in parts])
-        return run(self.code, self.constants, sizes, among).reshape(self.shape)
-
-
-def _placed(recorder: _Recorder, result: int, inputs: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+def placed(recorder: Recorder, result: int, inputs: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     """The operations that the result needs; the buffer of a column is reused after its last use."""
     by_place = {slot: key for key, slot in recorder.operations.items()}
     last, needed = {result: result}, {result}

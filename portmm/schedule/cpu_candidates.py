@@ -1,12 +1,8 @@
 """Candidate schedules for a problem on a CPU.
 
 Owns the enumeration: which block programs, register tiles, blockings and
-packings are tried. All candidates are legal. Block sizes depend on the target
-only, never on the problem, so that a handful of kernels serves every shape.
-
-Register tiles: with V vectors of B per row, MR = (registers - V - 1) / V rows of
-accumulators leave room for V of B and one broadcast. KC, MC and NC follow from the
-capacities of L1, L2 and L3 (Low et al. 2016).
+packings are tried. All candidates are legal. Block sizes are those of `cpu_blocking`;
+candidates of tile units are in `cpu_tile_candidates`.
 """
 
 from __future__ import annotations
@@ -15,50 +11,38 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from portmm.errors import ScheduleError
+from portmm.schedule.cpu_blocking import (
+    DEEP,
+    IN_PLACE_ROWS,
+    RUN_BYTES,
+    SHALLOW,
+    blocking,
+    capacity,
+    fits_l2,
+    may_pack_once,
+    mr_variants_of,
+    tallest,
+    uniform_tiles,
+    whole_depth,
+    widths,
+)
+from portmm.schedule.cpu_textbook import blockings, fits
+from portmm.schedule.cpu_tile_candidates import tile_schedules
 from portmm.schedule.schedule import ALL, Schedule, Tile, finishes, illegal, shifts
-from portmm.schedule.textbook import blockings, fits
 from portmm.spec.dtype import BY_NAME, unit
 from portmm.spec.epilogue import parse
 from portmm.spec.problem import family
 from portmm.target.summation import RUN
-from portmm.target.summation import depth as whole_run
 from portmm.target.supports import lacks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from portmm.spec.problem import Problem
-    from portmm.target.target import Atom, Isa, Target
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+    from portmm.target.target import Target
 
-SHALLOW, DEEP = 1.5, 3.0
-"""KC as a multiple of the depth that fits L1. A panel of B somewhat larger than L1 streams well from L2
-and saves passes over C; panels of full depth, contiguous in memory,
-stream well at any KC. Measured on Zen 5: 0.91, 0.96 and 0.98 of the peak for
-prepacked panels at 1, 1.5 and 4.5."""
-TILE_DEPTHS = (0.8, 6.0)
-"""The same for tiles: a panel of B and a slice of A in L1, or sums that
-stay in tiles over a long k. Measured on Sapphire Rapids with a block of k of 256 bf16: 0.70 of
-the rate of a long k with B in L1; with both operands from L2, but a long k, 0.76."""
-TILES_AHEAD = 8
-"""Prefetch distance, in steps of k, of a B larger than L2: 10 to 30 % faster out of L3 on Sapphire Rapids,
-and as much slower out of L2."""
-MOST_PACKED = 1 << 29
-"""Bytes of B up to which a packed copy of all of it is affordable."""
-WHOLE_DEPTH = 2.0
-"""Multiple of KC up to which sums with an epilogue stay in one block of k."""
-A_SHARE = 0.4
-"""Part of L2 for the block of A."""
-B_SHARE = 0.25
-"""Part of L2 for the panels of B that are packed together; the rest passes through."""
-C_SHARE = 0.25
-"""Part of L3 for the block of C: other threads need theirs."""
-RUN_BYTES = 1024
-"""Bytes of a row of B that are packed at once: long enough for a hardware prefetcher."""
-PACK_ROWS = 256
-"""Rows of k that one task packs where all of B is packed at once: enough tasks for
-every thread of a large machine, each long enough to be worth its overhead."""
-SUM_COLUMNS = 1024
-"""Columns of C that one task sums where threads share k: these stay in L1."""
 STREAM_DEPTHS = (8, 32)
 """KC when B is streamed in place: few rows, so that each is read along its length."""
 ROWS_AHEAD_FROM = 3
@@ -66,8 +50,6 @@ ROWS_AHEAD_FROM = 3
 M = 1 and 2, where loads alone keep up with memory, and 0.95 to 0.78 at M = 3 to 8 (N = K = 4096)."""
 REPACK_DEPTHS = (64, RUN)
 """KC when int4 or int8 values of B are repacked for a few rows: repacked rows stay in L1, or are a run."""
-REPACK_STEPS = 16
-"""The same in steps of tiles: 32 KiB."""
 INTERLEAVED_DEPTHS = (8, 32)
 """KC, in units, when B is interleaved for a few rows: long runs of a few rows at a time."""
 DEINT4_ROWS = 4
@@ -76,15 +58,11 @@ INT4_ROWS = (1, 2, 4, 6, 8, 10, 12, 14)
 """Values of MR for units that are multiplied by a word of quantized values at once."""
 INT4_BLOCK = 256
 """MC that keeps units of A in L2 while panels of quantized values are streamed."""
-IN_PLACE_ROWS = 8
-"""Rows of A that can be addressed without running out of integer registers."""
 THIN_ROWS = 16
 """M up to which all of A stays in registers or L1 and B is streamed once."""
 PACKED_VECTORS = 2
 """Width of a prepacked panel: with two vectors, 14 rows fit 32 registers, so that
 a weight is streamed once for M up to 14, and a large M still runs at full rate."""
-TALLEST = 14
-"""Largest useful MR: B is then loaded once per 14 uses."""
 DOT_TILES = ((4, 4), (2, 4), (1, 4), (1, 8), (4, 1), (1, 1))
 """MR x NR of the dot program."""
 FEW_ROWS = 64
@@ -190,119 +168,17 @@ def _reads(isa: Isa, atom: Atom, p: Problem) -> bool:
 
 def _programs(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
     if atom.tiled:
-        yield from _tiled(p, isa, atom, target)
+        yield from tile_schedules(p, isa, atom, target)
         return
     if p.b == "codes" and atom.takes_int4:
         yield from _int4_interleaved(p, isa, atom)
         return
-    if p.static or (p.batch > 1 and _small(p, target)):
+    if p.static or (p.batch > 1 and fits_l2(p, target)):
         yield from _whole(p, isa, atom, target)
     if not p.static:
         yield from _thin(p, isa, atom, target.rows_ahead)
         yield from _dots(p, isa, atom)
         yield from _blocked(p, isa, atom, target)
-
-
-def _small(p: Problem, target: Target) -> bool:
-    """Whether one item of a batch fits L2, the private cache of a thread."""
-    level = target.level("L2") or target.level("L1")
-    return level is None or p.bytes // max(1, p.batch) <= level.bytes
-
-
-def widths(isa: Isa, atom: Atom, p: Problem) -> list[int]:
-    """Values of NR that suit the problem."""
-    vector = isa.columns(atom)
-    if p.b in ("packed", "codes"):
-        nr = family(p.family).nr
-        return [nr] if nr % vector == 0 and tallest(isa, atom, nr) else []
-    needed = -(-p.n // vector)
-    most = 4 if isa.registers >= 32 else 3
-    return [v * vector for v in range(1, most + 1) if v <= max(1, needed) and tallest(isa, atom, v * vector)]
-
-
-def tallest(isa: Isa, atom: Atom, nr: int) -> int:
-    """Largest MR: rows of accumulators that fit the registers with NR columns of B and a left fragment."""
-    v = nr // atom.n
-    return min(TALLEST, (isa.registers - v - 1) // v) * atom.m
-
-
-def _tiles(mr: int, nr: int, kc: int, mc: int, nc: int) -> tuple[Tile, ...]:
-    return (Tile("registers", mr, nr, 1), Tile("L1", mr, nr, kc), Tile("L2", mc, nr, kc), Tile("L3", mc, nc, kc))
-
-
-def _capacity(target: Target, name: str) -> int:
-    level = target.level(name)
-    return level.bytes if level else 0
-
-
-def blocking(  # noqa: PLR0917 - a tile is two numbers
-    p: Problem, target: Target, atom: Atom, mr: int, nr: int, depth: float
-) -> tuple[Tile, ...]:
-    """Tiles that fill the caches, KC being `depth` times the depth that fits L1 with a slice of A.
-
-    KC counts fragments' units of k, and all sizes are those of fragments.
-    """
-    in_b = unit(p.types[1], atom.k_pack) if p.b == "packed" else atom.right
-    a, b, c = (BY_NAME[x].bytes for x in (atom.left, in_b, atom.acc))
-    l1, l2, l3 = (_capacity(target, x) for x in ("L1", "L2", "L3"))
-    fits = max(1, l1 // (mr * a + nr * b))
-    room = l2 or 8 * l1
-    most = room // (mr * a + nr * b)
-    kc = whole_run(max(atom.deep, (int(fits * depth) if l2 else fits) // atom.deep * atom.deep), atom, most)
-    mc = max(mr, int(room // (kc * a) * A_SHARE) // mr * mr)
-    near = max(1, min(RUN_BYTES // (nr * b), int(room // (kc * b) * B_SHARE) // nr)) * nr
-    nc = max(near, int((l3 or 8 * l2) * C_SHARE) // c // mc // near * near)
-    return (
-        Tile("registers", mr, nr, 1),
-        Tile("L1", mr, nr, min(fits, kc)),
-        Tile("L2", mc, near, kc),
-        Tile("L3", mc, nc, kc),
-    )
-
-
-def _tiled(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
-    """Schedules of units that multiply tiles: R by V of sums, R of A and at least one of B."""
-    ready = p.b in ("packed", "codes")
-    for nr in [family(p.family).nr] if ready else [atom.n, 2 * atom.n][: -(-p.n // atom.n)]:
-        v, odd = divmod(nr, atom.n)
-        if odd:
-            continue
-        rows = min(-(-p.m // atom.m), 2, (isa.registers - 1) // (v + 1))
-        if rows < 1:
-            continue
-        mr = rows * atom.m
-        whole, mr_variants = _tiles(mr, nr, ALL, ALL, ALL), tuple(range(1, mr + 1))
-        base = Schedule("tiles", isa.name, p.dtype, whole, mr_variants, a=p.a, b=p.b, pack_b=p.b != "packed")
-        if p.static or (p.batch > 1 and _small(p, target)):
-            yield replace(base, over="batch")
-        if p.static:
-            continue
-        if p.m <= mr:
-            if p.b == "packed" and p.k * p.n * BY_NAME[p.types[1]].bytes > _capacity(target, "L2"):
-                base = replace(base, prefetch=TILES_AHEAD)
-            yield from _thin_tiles(base, p, isa, atom)
-            continue
-        for depth in TILE_DEPTHS:
-            s = replace(base, tiles=blocking(p, target, atom, mr, nr, depth))
-            yield s
-            if s.pack_b and -(-p.k // atom.k_pack) * p.n * BY_NAME[atom.right].bytes <= MOST_PACKED:
-                yield replace(s, once=True)
-
-
-def _thin_tiles(base: Schedule, p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
-    """Schedules for an M of one register tile."""
-    yield base
-    rows, v = base.mr // atom.m, base.nr // atom.n
-    if p.b == "codes":
-        yield replace(base, tiles=_tiles(base.mr, base.nr, REPACK_STEPS * atom.deep, ALL, ALL))
-    # The sums of two panels' columns are not adjacent.
-    if p.b == "packed" and (2 * v + 1) * rows < isa.registers and "azero" not in p.post:
-        yield replace(base, panels=2)
-
-
-def mr_variants_of(mr: int) -> tuple[int, ...]:
-    """MR variants for more than MR rows: an even partition has slices of about MR/2 to MR rows."""
-    return tuple(range((mr + 1) // 2, mr + 1))
 
 
 def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
@@ -314,10 +190,10 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
         for mr in dict.fromkeys((top, top - 2, min(top, IN_PLACE_ROWS))):
             if mr < 1 or p.m <= mr:
                 continue
-            tiles = _whole_depth(p, depth, blocking(p, target, atom, mr, nr, DEEP if p.b == "packed" else SHALLOW))
+            tiles = whole_depth(p, depth, blocking(p, target, atom, mr, nr, DEEP if p.b == "packed" else SHALLOW))
             base = Schedule("gemm", isa.name, p.dtype, tiles, mr_variants_of(mr), a=p.a, b=p.b, ahead=True)
-            if p.b != "packed" and depth * p.n * BY_NAME[atom.right].bytes <= MOST_PACKED:
-                deep = replace(base, tiles=_whole_depth(p, depth, blocking(p, target, atom, mr, nr, DEEP)), once=True)
+            if may_pack_once(p, atom):
+                deep = replace(base, tiles=whole_depth(p, depth, blocking(p, target, atom, mr, nr, DEEP)), once=True)
                 yield from (s for s in _packings(deep, p, isa, atom) if s.once)
             for s in _packings(base, p, isa, atom):
                 yield s
@@ -336,18 +212,6 @@ def _textbook(base: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) 
         for s in _packings(replace(base, tiles=tiles), p, isa, atom):
             if s.mr == (top if s.pack_a else min(top, IN_PLACE_ROWS)) and fits(s, p, atom):
                 yield s
-
-
-def _whole_depth(p: Problem, depth: int, tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
-    """Tiles with all of k in one block and fewer rows, where an epilogue follows and k is not much deeper.
-
-    Sums of several blocks would be stored in scratch of the size of C, and read once more.
-    """
-    kc, mr = tiles[2].k, tiles[0].m
-    if not p.fused or not kc < depth <= WHOLE_DEPTH * kc:
-        return tiles
-    mc = max(mr, tiles[2].m * kc // depth // mr * mr)
-    return (tiles[0], replace(tiles[1], k=ALL), replace(tiles[2], m=mc, k=ALL), replace(tiles[3], m=mc, k=ALL))
 
 
 def _packings(s: Schedule, p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
@@ -396,9 +260,9 @@ def _thin(p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedul
         if "azero" in p.post:
             most = 1  # the sums of two panels' columns are not adjacent
         for panels in dict.fromkeys((1, min(2, most), min(4, most), min(8, most))):
-            base = Schedule("gemm", isa.name, p.dtype, _tiles(p.m, nr, ALL, ALL, ALL), (p.m,), panels, p.a, p.b)
+            base = Schedule("gemm", isa.name, p.dtype, uniform_tiles(p.m, nr, ALL, ALL, ALL), (p.m,), panels, p.a, p.b)
             if p.b == "codes":
-                depths = (replace(base, tiles=_tiles(p.m, nr, kc, ALL, ALL)) for kc in REPACK_DEPTHS)
+                depths = (replace(base, tiles=uniform_tiles(p.m, nr, kc, ALL, ALL)) for kc in REPACK_DEPTHS)
                 yield from (s for one in depths for s in _packings(one, p, isa, atom))
             else:
                 if atom.k_pack == 1 or p.b != "row":
@@ -415,7 +279,7 @@ def _streamed(base: Schedule, p: Problem, isa: Isa, atom: Atom, rows_ahead: int)
     if atom.k_pack > 1 and p.b == "row":
         near = max(1, RUN_BYTES // (nr * BY_NAME[p.types[1]].bytes)) * nr
         for kc in INTERLEAVED_DEPTHS:
-            tiles = _tiles(p.m, nr, kc, ALL, ALL)
+            tiles = uniform_tiles(p.m, nr, kc, ALL, ALL)
             yield replace(base, tiles=(*tiles[:2], replace(tiles[2], n=near), tiles[3]))
     if not _in_place(p, isa, atom, nr):
         return
@@ -423,7 +287,7 @@ def _streamed(base: Schedule, p: Problem, isa: Isa, atom: Atom, rows_ahead: int)
     if not _a_in_place(p, isa, atom):
         return
     for kc in STREAM_DEPTHS:
-        tiles = _tiles(p.m, nr, kc, ALL, ALL)
+        tiles = uniform_tiles(p.m, nr, kc, ALL, ALL)
         prefetch = rows_ahead if p.m >= ROWS_AHEAD_FROM else 0
         s = replace(base, tiles=tiles, pack_a=False, pack_b=False, prefetch=prefetch)
         yield s
@@ -435,7 +299,7 @@ def _decoded(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
     """Schedules for an M of a few rows, times quantized values without repacking, a few rows at a time."""
     for nr in widths(isa, atom, p):
         for mr in range(min(p.m, DEINT4_ROWS), 0, -1):  # illegal ones, of too many registers, are dropped later
-            base = _int4_schedule(p, isa, _tiles(mr, nr, ALL, ALL, ALL))
+            base = _int4_schedule(p, isa, uniform_tiles(mr, nr, ALL, ALL, ALL))
             yield base
             if p.a == "row" and _a_in_place(p, isa, atom):
                 yield replace(base, pack_a=False)
@@ -449,9 +313,9 @@ def _int4_interleaved(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
     """
     for nr in widths(isa, atom, p):
         for mr in dict.fromkeys(min(p.m, x) for x in INT4_ROWS):
-            yield _int4_schedule(p, isa, _tiles(mr, nr, ALL, ALL, ALL))
+            yield _int4_schedule(p, isa, uniform_tiles(mr, nr, ALL, ALL, ALL))
             if p.m > INT4_BLOCK:
-                yield _int4_schedule(p, isa, _tiles(mr, nr, ALL, INT4_BLOCK // mr * mr, ALL))
+                yield _int4_schedule(p, isa, uniform_tiles(mr, nr, ALL, INT4_BLOCK // mr * mr, ALL))
 
 
 def _int4_schedule(p: Problem, isa: Isa, tiles: tuple[Tile, ...]) -> Schedule:
@@ -477,7 +341,7 @@ def _dots(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
 def _whole(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
     """Schedules for products that fit a private cache: no loop over blocks, one item after the other."""
     # A batch that does not stay in L2 is prefetched an item ahead.
-    ahead = p.bytes > _capacity(target, "L2") and p.bytes > FEW_BYTES * p.batch
+    ahead = p.bytes > capacity(target, "L2") and p.bytes > FEW_BYTES * p.batch
     for nr in widths(isa, atom, p):
         top = tallest(isa, atom, nr)
         for limit in dict.fromkeys((top, min(top, IN_PLACE_ROWS))):
@@ -485,6 +349,6 @@ def _whole(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedul
             # The tallest of equal slices; a kernel for any M keeps the limit itself.
             mr = -(-p.m // slices) if p.static or slices == 1 else limit
             mr_variants = tuple(sorted({p.m // slices, mr})) if p.static or slices == 1 else mr_variants_of(mr)
-            tiles = _tiles(mr, nr, ALL, ALL, ALL)
+            tiles = uniform_tiles(mr, nr, ALL, ALL, ALL)
             base = Schedule("gemm", isa.name, p.dtype, tiles, mr_variants, a=p.a, b=p.b, over="batch", ahead=ahead)
             yield from _packings(base, p, isa, atom)

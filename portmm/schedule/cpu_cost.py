@@ -1,6 +1,6 @@
 """Cost model of CPU schedules: predicted time, by term.
 
-Owns the cost model; its terms are in `cost_terms`. Predicted time is the largest
+Owns the cost model; its terms are in `cpu_cost_terms`. Predicted time is the largest
 of the terms that overlap (multiply-adds, loads, traffic of each level), a share
 of the others, since overlap is never perfect, and those that do not overlap
 (packing, tile set-up, forking). All terms are kept, so that `explain` can show
@@ -18,18 +18,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from portmm.schedule.cost_table import hertz, table
-from portmm.schedule.cost_terms import Extents, Sizes, compute, packing_b, shared, tile_setup, traffic
-from portmm.schedule.cpu_candidates import PACK_ROWS, RUN_BYTES, SUM_COLUMNS
+from portmm.schedule.cpu_blocking import PACK_ROWS, RUN_BYTES, SUM_COLUMNS
+from portmm.schedule.cpu_cost_table import hertz, table
+from portmm.schedule.cpu_cost_terms import Extents, Sizes, compute, packing_b, shared, tile_setup, traffic
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portmm.schedule.cost_table import Table
-    from portmm.schedule.cost_terms import Array
+    from portmm.schedule.cpu_cost_table import Table
+    from portmm.schedule.cpu_cost_terms import Array
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
-    from portmm.target.target import Atom, Target
+    from portmm.target.atom import Atom
+    from portmm.target.target import Target
 
 EXPOSED = 0.05
 """Share of a shorter overlapped term that adds to the time."""

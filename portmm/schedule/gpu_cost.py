@@ -21,7 +21,8 @@ from portmm.spec.dtype import BY_NAME, size
 if TYPE_CHECKING:
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
-    from portmm.target.target import Atom, Target
+    from portmm.target.atom import Atom
+    from portmm.target.target import Target
 
 DEFAULT_GHZ = 1.5
 DEFAULT_GBS = 100.0

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from portmm.spec.problem import Problem
-    from portmm.target.target import Atom, Isa, Target
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+    from portmm.target.target import Target
 
 ROWS = 8
 """Maximum M: with more rows, multiply-adds take longer than B."""

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from portmm.spec.problem import Problem
-    from portmm.target.target import Atom, Isa, Target
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+    from portmm.target.target import Target
 
 STRIP = 64
 """Rows that one instruction multiplies."""
@@ -149,7 +151,7 @@ def candidates(
     """
     device = target.device
     sizes = [BY_NAME[x].bytes for x in p.types]
-    if device is None or device.language != "cuda" or not asynchronous or p.k < atom.k or p.deterministic:
+    if device is None or not asynchronous or p.k < atom.k or p.deterministic:
         return
     if p.a not in ("row", "col") or p.b not in ("row", "col"):
         return

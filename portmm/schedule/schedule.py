@@ -16,7 +16,9 @@ from portmm.spec.problem import Family
 
 if TYPE_CHECKING:
     from portmm.spec.problem import Problem
-    from portmm.target.target import Atom, Isa, Target
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+    from portmm.target.target import Target
 
 
 ALL = 0
@@ -195,6 +197,11 @@ class Schedule:
             return WARPGROUP * (self.groups + 1)
         along_k = self.block.k // self.tiles[0].k if self.program in ("stream", "coded") else 1  # threads split k, too
         return (self.block.m // self.mr) * (self.block.n // self.nr) * along_k
+
+    @property
+    def warp_lanes(self) -> int:
+        """Lanes of a warp of a device that share the warp's tile."""
+        return (self.tiles[1].m // self.mr) * (self.tiles[1].n // self.nr)
 
     def _b(self) -> str:
         if self.pack_b:

@@ -1,7 +1,6 @@
-"""Instruction sets: atoms, transfers, primitives.
+"""Instruction sets: their transfers and primitives, and the text that spells a verb.
 
-Owns the records, their checks, and the selection of the text that spells a verb.
-Pure.
+Owns `Isa`, `Transfer`, `Primitive`, and the checks of transfers; atoms are in `atom`.
 """
 
 from __future__ import annotations
@@ -14,31 +13,10 @@ from portmm.spec.dtype import BY_NAME, accumulator, types, unit
 from portmm.target.toml_schema import placeholders, require
 
 if TYPE_CHECKING:
+    from portmm.target.atom import Atom
+    from portmm.target.fragment import Fragment
     from portmm.target.vector_ops import Lanes
 
-# Placeholders that each field of an atom may have.
-PLACEHOLDERS = {
-    "zero": {"d"},
-    "load_a": {"d", "p", "step"},
-    "load_b": {"d", "p", "step"},
-    "mac": {"d", "a", "b"},
-    "load_c": {"d", "p", "step"},
-    "store": {"d", "p", "step"},
-    "mask": {"d", "count"},
-    "load_mask": {"d", "p", "mask"},
-    "store_mask": {"d", "p", "mask"},
-    "reduce": {"d", "s"},
-    "ones": {"d"},
-    "unshift": {"d", "b"},
-    "code": {"d", "a", "count"},
-    "centred": {"d", "a", "count"},
-    "below": {"d", "a", "count"},
-    "amax": {"d", "a"},
-    "real": {"d", "a"},
-    "add": {"d", "a"},
-    "configure": {"rows"},
-    "release": set(),
-}
 TRANSFERS = {
     "load": {"d", "p"},
     "broadcast": {"d", "p"},
@@ -47,132 +25,12 @@ TRANSFERS = {
     "store_mask": {"d", "p", "mask"},
     "rows": {"d", "p", "step"},
 }
-# Verb -> the row of a transfer that spells it.
+"""Field of a transfer -> placeholders that its text may have."""
 _BY_TRANSFER = {
     "load_a": "broadcast", "load_b": "load", "load_c": "load", "load_mask": "load_mask",
     "store": "store", "store_mask": "store_mask", "load_rows": "rows",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Atom:
-    """One multiply-accumulate instruction: its shape and its spelling.
-
-    The *verbs* are C statements with placeholders: {d} the
-    destination, {a} {b} operands, {p} an element pointer, {mask} a mask
-    register, {count} a number of lanes. An empty string means that the ISA has
-    no such instruction and the generator uses none.
-
-    For an atom of more than one row, a left fragment has a unit of each row, and
-    an accumulator its columns of each; {step} is the stride of rows in memory, in
-    elements or units. With `configure`, it multiplies *tiles*, whose registers are
-    not C variables: their types are empty, and {d}, {a} and {b} are numbers.
-
-    Attributes:
-        name: unique name, ISA then types.
-        a: element type of the left operand.
-        b: element type of the right operand.
-        acc: element type of the accumulator.
-        m: rows of the accumulator tile.
-        n: columns of the accumulator tile.
-        k: depth of one step.
-        k_pack: adjacent elements of k in a fragment (KR).
-        latency: cycles from one mac to the next dependent one.
-        a_type: C type of a left fragment.
-        b_type: C type of a right fragment.
-        acc_type: C type of an accumulator.
-        mask_type: C type of a lane mask, empty without masks.
-        zero: clear an accumulator.
-        load_a: load a left fragment (a broadcast for vector units).
-        load_b: load a right fragment.
-        mac: {d} += {a} . {b}.
-        load_c: load an accumulator.
-        store: store an accumulator.
-        mask: make a mask that keeps the first {count} lanes.
-        load_mask: load the kept lanes, zero the others, touch no other byte.
-        store_mask: store the kept lanes, touch no other byte.
-        mask_free: a masked access takes no longer than an unmasked one.
-        reduce: {s} = sum of the lanes of {d}; empty: through memory.
-        ones: {d} = a fragment of ones, left or right, which sums the other operand.
-        unshift: subtract 128 times the sums {b} of the columns of B from {d}: the
-            contribution of the shift of an A of the other signedness to this atom's.
-        amax: {d} = the larger of {d} and the magnitude of {a}, lane by lane; a NaN stays.
-        code: {d} = the int4 value that begins at bit {count} of each 32-bit lane of {a}, as a
-            number; in units, with those that begin 8 bits further each.
-        centred: {d} = the same minus 8, of floats, where that takes no more instructions.
-        below: {d} = the same minus 16, of other floats.
-        real: {d} = the s32 lanes of {a} as numbers of f32.
-        add: {d} += {a}, both accumulators; as it is spelled for numbers and GNU vectors.
-        configure: set the rows of the tiles to {rows}, a number for each of them, and clear them.
-        release: release all tiles.
-        unit: of a device, the scope of the instruction: "warp" or "warpgroup", whose lanes have the fragments;
-            empty: each thread alone.
-    """
-
-    name: str
-    a: str
-    b: str
-    acc: str
-    m: int
-    n: int
-    k: int
-    a_type: str
-    b_type: str
-    acc_type: str
-    zero: str
-    load_a: str
-    load_b: str
-    mac: str
-    load_c: str
-    store: str
-    k_pack: int = 1
-    latency: int = 4
-    mask_type: str = ""
-    mask: str = ""
-    load_mask: str = ""
-    store_mask: str = ""
-    mask_free: bool = False
-    reduce: str = ""
-    ones: str = ""
-    unshift: str = ""
-    code: str = ""
-    centred: str = ""
-    below: str = ""
-    amax: str = ""
-    real: str = ""
-    add: str = "{d} += {a};"
-    configure: str = ""
-    release: str = ""
-    unit: str = ""
-
-    @property
-    def tiled(self) -> bool:
-        """Whether it multiplies tiles."""
-        return bool(self.configure)
-
-    def strips(self, rows: int) -> int:
-        """Number of left fragments, or of accumulators along m, for a number of rows."""
-        return -(-rows // self.m)
-
-    @property
-    def takes_int4(self) -> bool:
-        """Whether int4 values are multiplied without repacking for any number of rows: a group takes few steps."""
-        return self.acc == "s32" or self.k_pack > 1
-
-    @property
-    def deep(self) -> int:
-        """Units of k in one step."""
-        return self.k // self.k_pack
-
-    @property
-    def left(self) -> str:
-        """Type of a left fragment: an element, or a unit of `k_pack` of them."""
-        return unit(self.a, self.k_pack)
-
-    @property
-    def right(self) -> str:
-        """Type of a right fragment, likewise."""
-        return unit(self.b, self.k_pack)
+"""Verb -> the field of a transfer that spells it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +63,22 @@ class Transfer:
     store: str = ""
     store_mask: str = ""
     rows: str = ""
+
+
+def check_transfer(transfer: Transfer, where: str) -> Transfer:
+    """The transfer itself, after its checks.
+
+    Raises:
+        TargetError: it is malformed; `where` names the file.
+    """
+    where = f"{where} {transfer.memory} to {transfer.register}"
+    for name in (transfer.memory, transfer.register):
+        require(name in BY_NAME, where, f"element type {name!r} is unknown")
+    require(transfer.n > 0, where, f"n must be positive, got {transfer.n}")
+    for row, allowed in TRANSFERS.items():
+        unknown = sorted(placeholders(getattr(transfer, row), f"{where}: {row}") - allowed)
+        require(not unknown, where, f"row {row!r} mentions {unknown}; it may mention {sorted(allowed)}")
+    return transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +118,8 @@ class Isa:
         base: the ISA that it extends: flags, features and preamble include those of the base.
         words: vector operations that are not spelled as on any GNU vector.
         primitives: functions that the verbs of a device call.
+        warp: lanes of a warp that its atoms are for; 0 for any number.
+        fragments: layouts of operands and sums in the registers of a warp, by name, those of its base too.
     """
 
     name: str
@@ -261,6 +137,8 @@ class Isa:
     base: Isa | None = None
     words: tuple[Lanes, ...] = field(default=(), hash=False)
     primitives: tuple[Primitive, ...] = ()
+    warp: int = 0
+    fragments: dict[str, Fragment] = field(default_factory=dict)
 
     def __hash__(self) -> int:
         return hash(self.name)  # used in every first call; two ISAs of one name are rare
@@ -408,44 +286,3 @@ def _raw(memory: str, register: str) -> bool:
     """Whether bits are loaded and stored without conversion: one type, or a unit in a lane of the accumulator's."""
     m, r = BY_NAME[memory], BY_NAME[register]
     return memory == register or (m.bytes == r.bytes and (m.pack > 1) != (r.pack > 1))
-
-
-def check_atom(atom: Atom, where: str) -> Atom:
-    """The atom itself, after its checks.
-
-    Raises:
-        TargetError: it is malformed; `where` names the file.
-    """
-    where = f"{where} {atom.name}"
-    for name in (atom.a, atom.b, atom.acc):
-        require(name in BY_NAME, where, f"element type {name!r} is unknown; use one of {', '.join(BY_NAME)}")
-    for name in ("m", "n", "k", "k_pack", "latency"):
-        require(getattr(atom, name) > 0, where, f"{name} must be positive, got {getattr(atom, name)}")
-    for row, allowed in PLACEHOLDERS.items():
-        unknown = sorted(placeholders(getattr(atom, row), f"{where}: {row}") - allowed)
-        require(not unknown, where, f"row {row!r} mentions {unknown}; it may mention {sorted(allowed)}")
-    masks = {bool(x) for x in (atom.mask_type, atom.mask, atom.load_mask, atom.store_mask)}
-    require(len(masks) == 1, where, "mask_type, mask, load_mask and store_mask come together or not at all")
-    require(atom.tiled == bool(atom.release), where, "configure and release come together or not at all")
-    require(atom.m > 1 or not atom.tiled, where, "tiles have an m above 1")
-    if atom.m > 1 and not atom.tiled and not atom.unit:
-        # A remaining row takes both rows of a fragment.
-        require(atom.m == 2, where, f"without configure, m is 1 or 2, got {atom.m}")
-        require(atom.deep == 1 and not atom.mask, where, "two rows have a k of k_pack, and no masks")
-    return atom
-
-
-def check_transfer(transfer: Transfer, where: str) -> Transfer:
-    """The transfer itself, after its checks.
-
-    Raises:
-        TargetError: it is malformed; `where` names the file.
-    """
-    where = f"{where} {transfer.memory} to {transfer.register}"
-    for name in (transfer.memory, transfer.register):
-        require(name in BY_NAME, where, f"element type {name!r} is unknown")
-    require(transfer.n > 0, where, f"n must be positive, got {transfer.n}")
-    for row, allowed in TRANSFERS.items():
-        unknown = sorted(placeholders(getattr(transfer, row), f"{where}: {row}") - allowed)
-        require(not unknown, where, f"row {row!r} mentions {unknown}; it may mention {sorted(allowed)}")
-    return transfer

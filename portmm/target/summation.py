@@ -11,12 +11,13 @@ vectors and groups. `deterministic` excludes all three. Integer sums are exact a
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from portmm.spec.dtype import accumulator
 
 if TYPE_CHECKING:
-    from portmm.target.isa import Atom
+    from portmm.target.atom import Atom
 
 RUN = 320
 """Longest run, in elements of k. OpenBLAS adds to C once per block of k, of 320 to 448 elements on x86-64, and its
@@ -41,23 +42,46 @@ def sets(a: str, b: str) -> int:
     return 1 if accumulator(a, b) == "s32" else 2
 
 
+class BlockOfK(Enum):
+    """Relation of a block of k to runs."""
+
+    CHAIN = "sums are one chain over all of k, without runs"
+    PART = "part of a run"
+    RUN = "one run"
+    RUNS = "several runs"
+
+    @property
+    def continues(self) -> bool:
+        """Whether accumulators start with the sums of the block before; else at zero."""
+        return self in (BlockOfK.CHAIN, BlockOfK.PART)
+
+
+def block_of_k(kc: int, kr: int, k: int | None = None) -> BlockOfK:
+    """Relation of blocks of KC units to runs, of sums that have runs.
+
+    Sums of a run that has parts are stored and loaded once more in each of them, so only streams, of few rows, have
+    them; KC from the size of L1 is 100 to 600, and panels of B of a whole run stream well from L2.
+
+    Args:
+        kc: KC in units, 0 for all of k in one block.
+        kr: elements of k in a unit.
+        k: elements of k where their number is compiled in.
+    """
+    if not kc:
+        return BlockOfK.RUNS if k is None or k > RUN else BlockOfK.RUN
+    if kc < _shortest(kr):
+        return BlockOfK.PART
+    return BlockOfK.RUNS if runs_in(kc, kr) > 1 else BlockOfK.RUN
+
+
 def runs_in(kc: int, kr: int) -> int:
-    """Number of runs in a block of KC units of k."""
+    """Number of runs in a block of KC units of k that has no part of one."""
     return max(1, kc * kr // RUN)
 
 
 def _shortest(kr: int) -> int:
     """KC in units from which a block of k consists of whole runs."""
     return RUN // kr // 4
-
-
-def parts(kc: int, kr: int) -> bool:
-    """Whether blocks of KC units are parts of a run; larger ones consist of whole runs.
-
-    Sums of a run that has parts are stored and loaded once more in each of them, so only streams, of few rows, have
-    them; KC from the size of L1 is 100 to 600, and panels of B of a whole run stream well from L2.
-    """
-    return 0 < kc < _shortest(kr)
 
 
 def depth(kc: int, atom: Atom, most: int) -> int:
@@ -68,7 +92,7 @@ def depth(kc: int, atom: Atom, most: int) -> int:
         atom: the multiply-add.
         most: the depth that fits L2; a longer run is split into parts.
     """
-    if chained(atom) or parts(kc, atom.k_pack):
+    if chained(atom) or block_of_k(kc, atom.k_pack) is BlockOfK.PART:
         return kc
     run = RUN // atom.k_pack
     if run > most:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from portmm.spec.epilogue import Fused
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 
 def lacks(isa: Isa, real: Atom, fused: Fused) -> str:

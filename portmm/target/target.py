@@ -6,7 +6,6 @@ them from TOML. Pure: it never queries the host; `host.detect` does.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
@@ -14,43 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from portmm.errors import TargetError
+from portmm.target.atom import Atom, check_atom
 from portmm.target.cache_levels import MemoryLevel, check_level
 from portmm.target.clouds import CloudFamily, family_of
 from portmm.target.clouds import read as read_clouds
 from portmm.target.device import Device, check_device
-from portmm.target.isa import Atom, Isa, Primitive, Transfer, check_atom, check_transfer
+from portmm.target.fragment import Fragment, check_shapes, fragments_of, resolved
+from portmm.target.isa import Isa, Primitive, Transfer, check_transfer
 from portmm.target.toml_schema import nearest, parse, record, require
 from portmm.target.vector_ops import lanes_of
-
-__all__ = [
-    "Atom",
-    "CloudFamily",
-    "Device",
-    "Isa",
-    "Match",
-    "MemoryLevel",
-    "Target",
-    "Transfer",
-    "chips_mentioning",
-    "clouds",
-    "described",
-    "device_target",
-    "families_of",
-    "instance",
-    "load_isa",
-    "load_target",
-    "names",
-    "names_of",
-    "parse_isa",
-    "parse_target",
-]
 
 ARCHS = ("x86_64", "aarch64", "device", "any")
 
 GENERIC_DEVICES = ("opencl_gpu", "cuda_gpu", "opencl_cpu")
 """Targets for devices that have no description of their own."""
-DOT4_SINCE = (6, 1)
-"""PTX ISA, dp4a: the first capability with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +79,7 @@ class Target:
         measured: measured rates that replace derived ones: "<atom>" in GFLOP/s
             and "<level>" or "memory" in GB/s, one core each.
         searches: exhaustive searches of this chip that are stored in `bench/results`, which selections of
-            the model are compared with; without any, see `textbook` and `counted`.
+            the model are compared with; without any, see `schedule.cpu_textbook` and `counted`.
         match: identifications, any of which suffices.
         device: the limits of a device, None for a CPU.
     """
@@ -203,25 +179,35 @@ def parse_isa(table: dict[str, Any], where: str) -> Isa:
     """The `Isa` of a parsed TOML file; `where` names the file in errors."""
     if "isa" not in table or "atom" not in table:
         raise TargetError(f"{where}: needs an [isa] table and at least one [[atom]]")
-    atoms = tuple(check_atom(record(Atom, row, f"{where}: atom"), f"{where}: atom") for row in table["atom"])
+    base = load_isa(table["isa"]["base"]) if "base" in table["isa"] else None
+    fragments = {**(base.fragments if base else {}), **fragments_of(table.get("fragment", {}), where)}
+    atoms = tuple(_atom(row, fragments, f"{where}: atom") for row in table["atom"])
     moves = tuple(
         check_transfer(record(Transfer, row, f"{where}: transfer"), f"{where}: transfer")
         for row in table.get("transfer", [])
     )
     words = tuple(lanes_of(row, f"{where}: lanes") for row in table.get("lanes", []))
     calls = tuple(record(Primitive, row, f"{where}: primitive") for row in table.get("primitive", []))
-    isa = replace(_on_base(dict(table["isa"]), atoms, moves, where), words=words, primitives=calls)
+    isa = replace(_on_base(table["isa"], base, atoms, moves, where), words=words, primitives=calls, fragments=fragments)
     require(isa.arch in ARCHS, where, f"arch {isa.arch!r} is unknown; use one of {', '.join(ARCHS)}")
     require(isa.registers > 0 and isa.vector_bytes > 0, where, "registers and vector_bytes must be positive")
+    for atom in atoms:
+        operands, shape = (atom.a_fragment, atom.b_fragment, atom.acc_fragment), (atom.m, atom.n, atom.k)
+        check_shapes(operands, shape, isa.warp, f"{where}: atom {atom.name}", alone=atom.unit == "warp")
     return isa
 
 
-def _on_base(fields: dict[str, Any], atoms: tuple[Atom, ...], transfers: tuple[Transfer, ...], where: str) -> Isa:
+def _atom(row: dict[str, Any], fragments: dict[str, Fragment], where: str) -> Atom:
+    return check_atom(record(Atom, resolved(row, fragments, where), where), where)
+
+
+def _on_base(
+    row: dict[str, Any], base: Isa | None, atoms: tuple[Atom, ...], transfers: tuple[Transfer, ...], where: str
+) -> Isa:
     """The ISA with the fields that it inherits from its base."""
-    name = fields.pop("base", None)
-    base = load_isa(name) if name else None
+    fields = {name: value for name, value in row.items() if name != "base"}
     if base is not None:
-        inherited = {x: getattr(base, x) for x in ("arch", "registers", "vector_bytes", "shuffles")}
+        inherited = {x: getattr(base, x) for x in ("arch", "registers", "vector_bytes", "shuffles", "warp")}
         fields = {"preamble": "", **inherited, **fields}
         fields["flags"] = [*base.flags, *fields.get("flags", [])]
         fields["features"] = [*base.features, *fields.get("features", [])]
@@ -320,56 +306,17 @@ def _device_size(chip: Target) -> tuple[int, float]:
     return (chip.device.processors, chip.device.memory_gbs) if chip.device else (0, 0)
 
 
-def _devices() -> list[Target]:
+def devices() -> list[Target]:
+    """The described devices, the smallest first."""
     return sorted((_shipped(name) for name in names_of("device")), key=_device_size)
-
-
-def _mentions(text: str, name: str) -> bool:
-    """Whether the name of a device contains a word of a `Match`."""
-    end = r"(?![0-9a-z])" if name[-1:].isdigit() else ""
-    return re.search(rf"(?<![0-9a-z]){re.escape(name.lower())}{end}", text.lower()) is not None
-
-
-def device_target(name: str, capability: str = "", kind: str = "gpu") -> Target:
-    """The description of a device that a driver reports.
-
-    By its name; else the smallest of those with its capability; else a generic
-    one. The caller replaces its counts with those that the driver reports for the
-    device itself.
-
-    Args:
-        name: as the driver spells it.
-        capability: of a device for CUDA, as in "9.0"; empty for OpenCL.
-        kind: type that OpenCL reports: "gpu", "cpu" or "accelerator".
-    """
-    if kind == "cpu":
-        return _shipped("opencl_cpu")
-    chips = _devices()
-    named = [
-        (len(word), chip) for chip in chips for m in chip.match for word in m.names if word and _mentions(name, word)
-    ]
-    if named:
-        return max(named, key=lambda x: x[0])[1]
-    if not capability:
-        return _shipped("opencl_gpu")
-    alike = next((chip for chip in chips if any(m.capability == capability for m in chip.match)), None)
-    return alike or _generic_cuda(capability)
-
-
-def _generic_cuda(capability: str) -> Target:
-    chip = _shipped("cuda_gpu")
-    version = re.fullmatch(r"(\d+)\.(\d+)", capability)
-    if version is None or chip.device is None:
-        return chip
-    target = replace(chip, device=replace(chip.device, architecture="".join(version.groups())))
-    return target if (int(version[1]), int(version[2])) >= DOT4_SINCE else target.limited_to("simt")
 
 
 def _smallest(isa: Isa) -> Target:
     """The smallest shipped machine that has an ISA, limited to it."""
     if isa.arch == "device":
         generic = [_shipped(name) for name in GENERIC_DEVICES]
-        return next(chip for chip in (*generic, *_devices()) if chip.isa(isa.name)).limited_to(isa.name)
+        having = next((chip for chip in (*generic, *devices()) if chip.isa(isa.name)), None)
+        return having.limited_to(isa.name) if having else _generic_device(isa)
     chips = [_shipped(name) for name in names("chip")]
     generic = [chip for chip in chips if any(m.features for m in chip.match) and isa.arch in ("any", chip.arch)]
     generic.sort(key=lambda chip: (chip.arch == "aarch64", sum(len(m.features) for m in chip.match)))
@@ -378,6 +325,13 @@ def _smallest(isa: Isa) -> Target:
         return having.limited_to(isa.name)
     # No generic level has it (SVE has none): the highest level, with this ISA added.
     return replace(generic[-1], isas=(isa, *generic[-1].isas))
+
+
+def _generic_device(isa: Isa) -> Target:
+    """The generic device of OpenCL with an ISA that no shipped chip lists, and the warps that this needs."""
+    chip = _shipped("opencl_gpu")
+    device = replace(chip.device, warp=isa.warp) if chip.device and isa.warp else chip.device
+    return replace(chip, isas=(isa, *chip.isas), device=device)
 
 
 @cache

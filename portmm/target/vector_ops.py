@@ -1,7 +1,7 @@
 """Vector operations of an instruction set.
 
 Owns `Lanes`. Most instruction sets define few of them: C spells operations on GNU vectors
-(`codegen.vector_ops`).
+(`codegen.vector_spelling`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _IN_LANES = {"d", "a", "b", "c", "R", "W", "U", "T", "count", "lanes"}
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Spellings of vector operations that GNU vectors do not have, or have as slower code: see `codegen.vector_ops`.
+    """Spellings of vector operations that GNU vectors do not have, or have as slower code.
 
     Attributes:
         n: lanes of f32 of a register.

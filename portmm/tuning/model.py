@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from portmm.dispatch.cpu import predicted
 from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.cpu_textbook import preferred
 from portmm.schedule.schedule import spell
-from portmm.schedule.textbook import preferred
 
 if TYPE_CHECKING:
     from portmm.schedule.schedule import Schedule

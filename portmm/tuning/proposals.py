@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from portmm.dispatch.cpu import predicted
-from portmm.schedule.neighbourhood import Neighbourhood, neighbourhood_of
+from portmm.schedule.cpu_neighbourhood import Neighbourhood, neighbourhood_of
 from portmm.tuning.model import Candidate
 from portmm.tuning.records import OK
 

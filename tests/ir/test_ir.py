@@ -16,9 +16,22 @@ from portmm.codegen.c_kernel import source
 from portmm.codegen.c_like import address, index
 from portmm.codegen.lower import lower
 from portmm.ir import nodes
-from portmm.ir.index import ceil_div, maximum, meaning, minimum, parsed, round_up, spelled
+from portmm.ir.index import (
+    OPERATORS,
+    Index,
+    Ptr,
+    ceil_div,
+    const,
+    maximum,
+    meaning,
+    minimum,
+    parsed,
+    round_up,
+    spelled,
+    var,
+)
 from portmm.ir.interpreter import evaluate
-from portmm.ir.nodes import Call, For, Function, If, Index, Kernel, Let, Move, Param, Ptr, Switch, Verb, const, var
+from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, Move, Param, Switch, Verb
 from portmm.schedule.cpu_candidates import candidates
 from portmm.spec.dtype import F32
 from portmm.spec.problem import Problem
@@ -34,12 +47,12 @@ def expressions(draw, depth=4):
     op = draw(st.sampled_from(["+", "-", "*", "/", "%", "<", "==", "min", "max"]))
     left, right = draw(expressions(depth=depth - 1)), draw(expressions(depth=depth - 1))
     if op in ("<", "=="):  # Python would chain comparisons
-        left, right = (nodes.maximum(x, 0) if x.op in ("<", "==") else x for x in (left, right))
+        left, right = (maximum(x, 0) if x.op in ("<", "==") else x for x in (left, right))
     if op in ("/", "%"):
-        left, right = nodes.maximum(left, 0), nodes.maximum(right, 1)
+        left, right = maximum(left, 0), maximum(right, 1)
         return left // right if op == "/" else left % right
     if op in ("min", "max"):
-        return nodes.minimum(left, right) if op == "min" else nodes.maximum(left, right)
+        return minimum(left, right) if op == "min" else maximum(left, right)
     return {"+": left + right, "-": left - right, "*": left * right, "<": left.lt(right), "==": left.eq(right)}[op]
 
 
@@ -57,17 +70,17 @@ def test_printed_expressions_mean_what_they_are(x, values):
 @given(expressions(), expressions(), st.tuples(*[st.integers(0, 20)] * 3))
 def test_folding_keeps_the_value(x, y, values):
     ints = dict(zip(NAMES, values, strict=True))
-    for op, folded in [("+", x + y), ("-", x - y), ("*", x * y), ("<", x.lt(y)), ("min", nodes.minimum(x, y))]:
-        assert evaluate(folded, ints) == nodes.OPERATORS[op](evaluate(x, ints), evaluate(y, ints))
+    for op, folded in [("+", x + y), ("-", x - y), ("*", x * y), ("<", x.lt(y)), ("min", minimum(x, y))]:
+        assert evaluate(folded, ints) == OPERATORS[op](evaluate(x, ints), evaluate(y, ints))
 
 
 def test_neutral_elements_fold_away():
     x = var("x")
-    for same in (x + 0, 0 + x, x - 0, x * 1, 1 * x, x // 1, nodes.minimum(x, x), nodes.maximum(x, x)):
+    for same in (x + 0, 0 + x, x - 0, x * 1, 1 * x, x // 1, minimum(x, x), maximum(x, x)):
         assert same == x
     assert x * 0 == 0 * x == const(0)
-    assert nodes.ceil_div(7, 2) == const(4)
-    assert nodes.round_up(const(7), 4) == const(8)
+    assert ceil_div(7, 2) == const(4)
+    assert round_up(const(7), 4) == const(8)
 
 
 def test_addresses():

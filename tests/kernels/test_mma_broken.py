@@ -14,7 +14,8 @@ from test_grid_broken import _plain, changed, impatient, without
 from test_mma import BY_K, MATRIX, ROWS, TURING, posed, schedules
 
 from portmm.dispatch.gpu import source
-from portmm.ir.thread_nodes import Barrier, CopyCommit, CopyWait, Do, Mac
+from portmm.ir.nodes import Mac
+from portmm.ir.thread_nodes import Barrier, CopyCommit, CopyWait, Do
 
 pytestmark = pytest.mark.rest("of the shim itself")
 

@@ -12,7 +12,7 @@ import time
 import pytest
 from opencl_cpu import missing
 
-from portmm.build import cache, nvrtc
+from portmm.build import cache, cache_contents, nvrtc
 from portmm.build.nvrtc import compile_cuda
 from portmm.errors import BuildError, NoCompilerError, TargetError
 
@@ -99,10 +99,10 @@ def test_cold_then_warm():
     assert (cold.code, cold.log, cold.key, cold.version) == (warm.code, warm.log, warm.key, warm.version)
     assert (cold.registers, cold.spills, cold.shared) == (warm.registers, warm.spills, warm.shared)
     assert warm.seconds == pytest.approx(cold.seconds, abs=1e-3)
-    (entry,) = cache.cache_entries()
+    (entry,) = cache_contents.cache_entries()
     assert (entry.key, entry.path.suffix, entry.name) == (cold.key, ".cubin", "scale")
-    assert cache.cache_size() > len(cold.code)
-    assert cache.cache_clear() == 2
+    assert cache_contents.cache_size() > len(cold.code)
+    assert cache_contents.cache_clear() == 2
     assert not compile_cuda(SOURCE, "scale", "80").cached
 
 
@@ -124,7 +124,7 @@ def test_what_the_key_depends_on(monkeypatch, tmp_path):
 @pytest.mark.usefixtures("empty_cache")
 def test_what_was_tampered_with_is_compiled_again():
     cold = compile_cuda(SOURCE, "scale", "80")
-    path = cache.cache_entries()[0].path
+    path = cache_contents.cache_entries()[0].path
     path.write_bytes(cold.code[:-1])
     again = compile_cuda(SOURCE, "scale", "80")
     assert not again.cached
@@ -189,7 +189,7 @@ def test_a_source_that_does_not_compile():
     (kept,) = cache.cache_dir().glob("*.failed.cu")
     assert kept.read_text() == source
     assert str(kept) in str(e.value)
-    assert cache.cache_clear() == 1
+    assert cache_contents.cache_clear() == 1
 
 
 def test_an_architecture_that_nvrtc_does_not_know():

@@ -12,8 +12,8 @@ import portmm as pm
 from portmm.codegen.lower import lower
 from portmm.ir.grid_kernel import Argument, GridKernel
 from portmm.ir.index import Ptr, ceil_div, const, var
-from portmm.ir.nodes import For, If, Let, Move, Scratch
-from portmm.ir.thread_nodes import Clear, Mac
+from portmm.ir.nodes import For, If, Let, Mac, Move, Scratch
+from portmm.ir.thread_nodes import Clear
 from portmm.schedule.cpu_candidates import candidates
 from portmm.spec.problem import Problem
 from portmm.target.target import load_isa

@@ -14,9 +14,12 @@ import platformdirs
 import pytest
 from build_compilers import SOURCE, answer, fake_compiler, start_worker, wait_until
 
-from portmm.build import cache, compiler
+from portmm.build import build_lock, cache, compiler
 from portmm.build import shared_object as build_module
-from portmm.build.shared_object import build, cache_clear, cache_dir, cache_entries, cache_size, find_compiler
+from portmm.build.cache import cache_dir
+from portmm.build.cache_contents import cache_clear, cache_entries, cache_size
+from portmm.build.compiler import find_compiler
+from portmm.build.shared_object import build
 from portmm.errors import BuildError
 
 NOBODY = 65534
@@ -361,14 +364,14 @@ def test_without_locks_the_build_goes_on(fake, monkeypatch, error):
     def refuse(_):
         raise error
 
-    monkeypatch.setattr(cache, "_try_lock", refuse)
+    monkeypatch.setattr(build_lock, "_try_lock", refuse)
     assert answer(build(SOURCE, flags=())) == 42
     assert len(fake.runs()) == 1
 
 
 def test_a_lock_that_is_never_released(fake, monkeypatch):
-    monkeypatch.setattr(cache, "LOCK_SECONDS", 0.05)
-    monkeypatch.setattr(cache, "_try_lock", lambda _: None)
+    monkeypatch.setattr(build_lock, "LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(build_lock, "_try_lock", lambda _: None)
     assert answer(build(SOURCE, flags=())) == 42
     assert len(fake.runs()) == 1
 

@@ -13,8 +13,10 @@ import pytest
 from build_compilers import SOURCE, answer, wait_until
 
 from portmm.build import child_process, compiler, failed_builds
-from portmm.build import shared_object as build_module
-from portmm.build.shared_object import build, cache_dir, find_compiler
+from portmm.build.cache import cache_dir
+from portmm.build.cache_contents import cache_entries
+from portmm.build.compiler import find_compiler
+from portmm.build.shared_object import build
 from portmm.dispatch import config
 from portmm.dispatch import cpu as cpu_dispatch
 from portmm.errors import BuildError, NoCompilerError, ScheduleError
@@ -256,7 +258,7 @@ def test_temporary_files_of_the_compiler_go_with_its_directory(program, tmp_path
     program('echo part > "$TMPDIR/cc1.s"; sleep 600')
     refused()
     assert list((tmp_path / "t").iterdir()) == []
-    assert build_module.cache_entries() == []
+    assert cache_entries() == []
     assert cache_dir().is_dir()
 
 

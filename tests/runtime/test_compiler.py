@@ -12,7 +12,9 @@ from build_compilers import SOURCE, answer, fake_compiler
 
 from portmm.build import compiler
 from portmm.build import shared_object as build_module
-from portmm.build.shared_object import build, cache_entries, find_compiler
+from portmm.build.cache_contents import cache_entries
+from portmm.build.compiler import find_compiler
+from portmm.build.shared_object import build
 from portmm.errors import BuildError, NoCompilerError
 
 pytestmark = pytest.mark.usefixtures("empty_cache")

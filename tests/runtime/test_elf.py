@@ -8,7 +8,7 @@ import sys
 import pytest
 from build_compilers import SOURCE
 
-from portmm.build import cache, elf
+from portmm.build import cache, cache_contents, elf
 from portmm.build.shared_object import build
 from portmm.errors import BuildError
 from portmm.runtime import cpu as cpu_runtime
@@ -64,7 +64,7 @@ def test_a_compiler_that_leaves_half_an_object(tmp_path, monkeypatch, real, less
     monkeypatch.setenv("CC", str(program))
     with pytest.raises(BuildError, match="cut short"):
         build(SOURCE, flags=())
-    assert cache.cache_entries() == []
+    assert cache_contents.cache_entries() == []
 
 
 @pytest.mark.parametrize("less", ["- 8", "/ 2"])
@@ -91,7 +91,7 @@ def test_a_product_with_such_a_compiler(tmp_path, monkeypatch, real, less):
 def test_an_object_without_the_wanted_function(fake):
     with pytest.raises(BuildError, match="does not define question"):
         build(SOURCE, flags=(), symbols=("question",))
-    assert cache.cache_entries() == []
+    assert cache_contents.cache_entries() == []
     assert len(fake.runs()) == 1
 
 

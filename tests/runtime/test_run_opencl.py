@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from opencl_cpu import opencl_device
 
-from portmm.build import cache
+from portmm.build import cache, cache_contents
 from portmm.errors import BuildError, DeviceError, NoDeviceError
 from portmm.runtime import opencl
 
@@ -179,7 +179,7 @@ def test_cold_then_warm(device):
     assert (cold.cached, warm.cached) == (False, True)
     assert (cold.key, cold.log, cold.name) == (warm.key, warm.log, warm.name)
     assert warm.seconds == pytest.approx(cold.seconds, abs=1e-3)
-    (entry,) = cache.cache_entries()
+    (entry,) = cache_contents.cache_entries()
     assert (entry.key, entry.path.suffix, entry.name) == (cold.key, ".clbin", "scale")
     assert opencl.load(warm, "scale").name == "scale"
     others = [

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from build_compilers import SOURCE, answer
 
-from portmm.build import cache, child_process, sealed_library, trusted_files
-from portmm.build.shared_object import build, cache_dir
+from portmm.build import cache, cache_contents, child_process, sealed_library, trusted_files
+from portmm.build.cache import cache_dir
+from portmm.build.shared_object import build
 from portmm.errors import BuildError
 from portmm.runtime import cpu as cpu_runtime
 
@@ -50,7 +51,7 @@ while os.getppid() != 1:  # RENAME_EXCHANGE: there is always a directory of that
 VICTIM = """
 import ctypes, os, sys, warnings
 from pathlib import Path
-from portmm.build import cache, sealed_library as sealed, trusted_files as trusted
+from portmm.build import cache, cache_contents, sealed_library as sealed, trusted_files as trusted
 warnings.simplefilter("ignore")
 key, rounds = sys.argv[1], int(sys.argv[2])
 cache.digest(b"")
@@ -409,8 +410,8 @@ def test_what_is_no_file_is_no_entry(tmp_path, fake, kind, suffix):
     script = f"import sys\nfrom portmm.build.shared_object import build\nprint(build({SOURCE!r}, flags=()).cached)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert cache.cache_size() > 0
-    assert len(cache.cache_entries()) <= 1
+    assert cache_contents.cache_size() > 0
+    assert len(cache_contents.cache_entries()) <= 1
     assert not any(x.name.startswith("portmm-") for x in tmp_path.iterdir())
     assert fake.runs()
 

@@ -19,7 +19,7 @@ from portmm.dispatch import selection, tuning_database
 from portmm.dispatch.tuning_database import Tuned
 from portmm.errors import DatabaseError
 from portmm.schedule.cpu_candidates import candidates
-from portmm.schedule.neighbourhood import KNOBS, neighbourhood_of, skeleton, unsound
+from portmm.schedule.cpu_neighbourhood import KNOBS, neighbourhood_of, skeleton, unsound
 from portmm.schedule.schedule import Tile
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target

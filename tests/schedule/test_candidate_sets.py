@@ -13,7 +13,7 @@ from portmm.dispatch import cpu as cpu_dispatch
 from portmm.dispatch.cost_selection import predict
 from portmm.errors import ScheduleError
 from portmm.schedule import cpu_candidates as enumeration
-from portmm.schedule.candidate_sets import candidate_set
+from portmm.schedule.cpu_candidate_sets import candidate_set
 from portmm.schedule.cpu_candidates import candidates
 from portmm.schedule.cpu_cost import cost
 from portmm.spec.problem import Problem

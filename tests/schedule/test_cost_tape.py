@@ -14,8 +14,9 @@ from portmm.dispatch import cpu as cpu_dispatch
 from portmm.dispatch.cost_selection import predict, select
 from portmm.errors import ScheduleError
 from portmm.runtime import cpu as cpu_runtime
-from portmm.schedule.candidate_sets import CandidateSet, candidate_set
-from portmm.schedule.cost_tape import OPERATIONS, Tape
+from portmm.schedule.cost_tape import OPERATIONS
+from portmm.schedule.cpu_candidate_sets import CandidateSet, candidate_set
+from portmm.schedule.cpu_cost_tape import Tape
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
 

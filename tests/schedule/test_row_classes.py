@@ -13,9 +13,9 @@ from portmm.dispatch import config, tuning_database
 from portmm.dispatch import cpu as cpu_dispatch
 from portmm.dispatch.cost_selection import MOST_LOSS, predict, select
 from portmm.ops import host_matmul, routes
-from portmm.schedule.candidate_sets import candidate_set
+from portmm.schedule.cpu_candidate_sets import candidate_set
 from portmm.schedule.cpu_candidates import candidates
-from portmm.schedule.textbook import WITHIN
+from portmm.schedule.cpu_textbook import WITHIN
 from portmm.spec.problem import Problem
 from portmm.spec.row_classes import PER_OCTAVE, SINGLE, row_class, rows
 from portmm.target.target import load_target

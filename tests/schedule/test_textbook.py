@@ -15,7 +15,7 @@ from portmm.dispatch.cpu import choose
 from portmm.host import detect
 from portmm.host.host_probe import CPU
 from portmm.schedule.cpu_candidates import candidates
-from portmm.schedule.textbook import DEPTH, WITHIN, follows, preferred
+from portmm.schedule.cpu_textbook import DEPTH, WITHIN, follows, preferred
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target, names_of
 from portmm.tuning.model import ranked

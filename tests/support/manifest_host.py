@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Kernel
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
     from portmm.target.target import Target
 
 MAIN = ("f32", "f64", "bf16", "s8-s8-s32", "u8-s8-s32")

@@ -13,6 +13,7 @@ import portmm as pm
 from portmm.cli import main
 from portmm.dispatch import config
 from portmm.target import target
+from portmm.target.clouds import CloudFamily
 from portmm.target.target import clouds, described, instance, names
 
 INSTANCES = {
@@ -84,7 +85,7 @@ def test_the_command_line_takes_instances():
 
 def test_config_takes_instances(monkeypatch):
     own = target.load_target("x86_64_v1" if config.target().arch == "x86_64" else "armv8a")
-    family = target.CloudFamily("AWS", "own1", (own.name,), "a test")
+    family = CloudFamily("AWS", "own1", (own.name,), "a test")
     monkeypatch.setattr(target, "clouds", lambda: (family,))
     monkeypatch.setattr(config, "_targets", {})
     with pm.config(target="own1.large"):

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tomllib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from places import MACHINES
@@ -17,6 +18,11 @@ from portmm.errors import TargetError
 from portmm.host import detect
 from portmm.spec.dtype import BY_NAME
 from portmm.target import target
+from portmm.target.reported_device import device_target
+
+if TYPE_CHECKING:
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 ATOMS = [(isa, x.name) for isa in target.names_of("cpu", "isa") for x in target.load_isa(isa).atoms if x.m == 1]
 """Those of one row; for tiles see test_amx.py, for two rows test_two_rows.py."""
@@ -84,7 +90,7 @@ REDUCED = "APART T test_reduce(const T *c) {{ {acc} d; T s; {load_c} {reduce} re
 REDUCED_MAIN = "if (test_reduce(b) != n * (n + 1) / 2) return 6;"
 
 
-def driver(isa: target.Isa, atom: target.Atom) -> str:
+def driver(isa: Isa, atom: Atom) -> str:
     """A C program made of the atom's rows only; exits with 0 if all of them are right."""
     rows = {
         "acc": atom.acc_type,
@@ -234,15 +240,15 @@ REPORTED = [
 
 @pytest.mark.parametrize(("name", "capability", "kind", "chip"), REPORTED)
 def test_a_device_is_recognised_as_its_driver_spells_it(name: str, capability: str, kind: str, chip: str) -> None:
-    assert target.device_target(name, capability, kind).name == chip
+    assert device_target(name, capability, kind).name == chip
 
 
 def test_an_unknown_capability_is_what_is_compiled_for() -> None:
-    found = target.device_target("NVIDIA of tomorrow", "13.3")
+    found = device_target("NVIDIA of tomorrow", "13.3")
     assert found.device is not None
     assert found.device.architecture == "133"
     assert found.isas[0].name == "simt_dot4"
-    old = target.device_target("Tesla P100-PCIE-16GB", "6.0")
+    old = device_target("Tesla P100-PCIE-16GB", "6.0")
     assert [isa.name for isa in old.isas] == ["simt"]
 
 

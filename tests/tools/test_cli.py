@@ -16,7 +16,7 @@ from places import HOSTS, MACHINES
 from support import TINY, require
 from typer.testing import CliRunner
 
-from portmm.build import cache, compiler
+from portmm.build import cache, cache_contents, compiler
 from portmm.cli import doctor, main
 from portmm.comparison import Entrant, Report
 from portmm.comparison.report import from_json
@@ -307,7 +307,7 @@ def test_the_cache_is_listed_and_cleared():
     artifact = explain((9, 9), (9, 9)).artifact
     found = data("cache")
     assert [entry["key"] for entry in found["kernels"]] == [artifact.key]
-    assert found["bytes"] == cache.cache_size()
+    assert found["bytes"] == cache_contents.cache_size()
     text = run("cache").stdout
     assert artifact.key[:12] in text
     assert run("cache", "--where").stdout == f"{cache.cache_dir()}\n"

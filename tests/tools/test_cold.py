@@ -15,7 +15,7 @@ from portmm.comparison.limit import Limits
 from portmm.comparison.peers import Fetched, Library, UnsupportedError, repeat, returning
 from portmm.comparison.report import from_json
 from portmm.comparison.text import heading, notes
-from portmm.target.target import MemoryLevel
+from portmm.target.cache_levels import MemoryLevel
 
 SMALL = Case("small", "cube", 8, 12, 16)
 LARGE = Case("large", "cube", 64, 64, 64)

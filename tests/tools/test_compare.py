@@ -25,7 +25,7 @@ from portmm.comparison.text import heading, markdown, notes, terminal
 from portmm.comparison.worker import seconds_per_call
 from portmm.errors import TargetError
 from portmm.host.detect import host
-from portmm.target.target import MemoryLevel
+from portmm.target.cache_levels import MemoryLevel
 
 SMALL = Case("small", "cube", 8, 12, 16)
 OTHER = Case("other", "cube", 9, 12, 16)

@@ -18,7 +18,7 @@ from portmm.comparison.report import from_json
 from portmm.comparison.text import markdown, notes
 from portmm.comparison.worker import prepare
 from portmm.host.detect import host
-from portmm.target.target import MemoryLevel
+from portmm.target.cache_levels import MemoryLevel
 
 pytest.importorskip("ml_dtypes")
 

@@ -22,7 +22,7 @@ from portmm.dispatch import cpu as cpu_dispatch
 from portmm.dispatch.tuning_database import Tuned
 from portmm.host import machine_load
 from portmm.host.detect import host
-from portmm.target.target import MemoryLevel
+from portmm.target.cache_levels import MemoryLevel
 
 SMALL = Case("small", "cube", 8, 12, 16)
 

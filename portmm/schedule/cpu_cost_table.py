@@ -1,4 +1,4 @@
-"""Table of candidates: the parts of their costs that do not depend on sizes.
+"""Table of candidates on CPUs: the parts of their costs that do not depend on sizes.
 
 Owns `Table`, and the rates of a machine: measured ones where the target has them, described ones otherwise. Most of
 the constants were fitted, as `schedule.cpu_cost` says.
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from portmm.schedule.cost_columns import FLAGS, WHOLE, Column, Columns, Flags, columns
+from portmm.schedule.cpu_cost_columns import FLAGS, WHOLE, Column, Columns, Flags, columns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
-    from portmm.target.target import Atom, Isa, Target
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+    from portmm.target.target import Target
 
 DEFAULT_GHZ = 3.0
 DEFAULT_BYTES_PER_CYCLE = {"L1": 64.0, "L2": 32.0, "L3": 10.0, "memory": 5.0}

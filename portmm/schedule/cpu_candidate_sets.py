@@ -1,4 +1,4 @@
-"""Sets of candidates, enumerated once for all problems that share them.
+"""Sets of candidates on CPUs, enumerated once for all problems that share them.
 
 Owns the cache of candidate lists and of their cost tables. Enumeration compares sizes with a few thresholds only
 (see `_Kind.features`): problems on the same sides of all of them have the same candidates.
@@ -15,33 +15,34 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.schedule.cost_table import Table, table
-from portmm.schedule.cost_tape import Tape
+from portmm.schedule.cpu_blocking import MOST_PACKED, TALLEST
 from portmm.schedule.cpu_candidates import (
     DOT_TILES,
     FEW_BYTES,
     FEW_ROWS,
     INT4_BLOCK,
-    MOST_PACKED,
     SPLIT_DEPTH,
     SPLIT_STEPS,
     STREAM_DEPTHS,
-    TALLEST,
     THIN_ROWS,
     legal_of,
     proposals,
     units,
 )
+from portmm.schedule.cpu_cost_table import Table, table
+from portmm.schedule.cpu_cost_tape import Tape
+from portmm.schedule.cpu_textbook import FEW_VECTORS, follows
 from portmm.schedule.schedule import illegal
-from portmm.schedule.textbook import FEW_VECTORS, follows
 from portmm.spec.dtype import BY_NAME
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
-    from portmm.schedule.cost_columns import Flags
+    from portmm.schedule.cpu_cost_columns import Flags
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
-    from portmm.target.target import Atom, Isa, Target
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+    from portmm.target.target import Target
 
 MOST_SETS = 256
 """Sets cached before the cache is cleared: about 50 KB each."""

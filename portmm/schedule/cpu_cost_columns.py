@@ -1,4 +1,4 @@
-"""Columns of numbers that describe candidates.
+"""Columns of numbers that describe candidates on CPUs.
 
 Owns `Columns`: the facts about each of several schedules that the cost model reads, as arrays with one element per
 schedule, so that it prices all candidates for a problem at once. Nothing here depends on the sizes of a problem.
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
-    from portmm.target.target import Atom, Target
+    from portmm.target.atom import Atom
+    from portmm.target.target import Target
 
 Column = np.ndarray[Any, np.dtype[np.float64]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]

@@ -1,4 +1,4 @@
-"""Vector operations, in C.
+"""Spelling of vector operations in C.
 
 Owns the spelling of each operation of `expr.OPS` for GNU vectors and for single
 numbers; an instruction set whose vectors are neither, or that has a faster spelling,
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from portmm.spec.epilogue import shortest
 
 if TYPE_CHECKING:
-    from portmm.target.isa import Atom, Isa
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 _VECTOR = {
     "add": "{d} = {a} + {b};",

@@ -1,4 +1,4 @@
-"""Block sizes of the literature, which are within a few per cent of the best on any chip.
+"""Block sizes of the literature, which are within a few per cent of the best on any CPU.
 
 Owns these block sizes, and the rule that selects them on a chip without stored searches. A is packed by blocks, B
 just before use; block sizes follow from capacities alone (Goto & van de Geijn, ACM TOMS 34(3), 2008; Low et al.,
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
-    from portmm.target.target import Atom, Target
+    from portmm.target.atom import Atom
+    from portmm.target.target import Target
 
 DEPTH = RUN
 """KC, in elements: one run. The panels of 6x16 and 4x24 floats take 27 and 35 KiB, for an L1 of 32 KiB. On Zen 4

@@ -1,4 +1,4 @@
-"""Search neighbourhood of candidates: the schedules that tuning may try.
+"""Search neighbourhood of candidates on CPUs: the schedules that tuning may try.
 
 Owns the parameters of a candidate that may vary, and their ranges: `Neighbourhood` makes
 schedules for a search, `unsound` checks those from other sources, such as a
@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from portmm.schedule.cpu_candidates import IN_PLACE_ROWS, blocking, mr_variants_of, tallest
+from portmm.schedule.cpu_blocking import IN_PLACE_ROWS, blocking, mr_variants_of, tallest
 from portmm.schedule.schedule import ALL, Tile, illegal
 
 if TYPE_CHECKING:
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
-    from portmm.target.target import Atom, Isa, Target
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+    from portmm.target.target import Target
 
 KNOBS: dict[str, tuple[float, ...]] = {
     "lower": (0, 1, 2, 3, 4, 6),

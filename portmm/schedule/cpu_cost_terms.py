@@ -1,4 +1,4 @@
-"""Terms of the cost model: multiply-adds, tiles, packing, traffic of cache levels, and load balance of threads.
+"""Terms of the cost model of CPUs: multiply-adds, tiles, packing, traffic of cache levels, and load balance of threads.
 
 Owns the terms, each by value of M, then by candidate. Most of the constants were fitted, as `schedule.cpu_cost` says.
 """
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.schedule.cost_columns import WHOLE, Flags
-from portmm.schedule.cost_table import DEFAULT_BYTES_PER_CYCLE, LINE
+from portmm.schedule.cpu_cost_columns import WHOLE, Flags
+from portmm.schedule.cpu_cost_table import DEFAULT_BYTES_PER_CYCLE, LINE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portmm.schedule.cost_table import Table
+    from portmm.schedule.cpu_cost_table import Table
     from portmm.spec.problem import Problem
 
 LOADS_PER_CYCLE = 2.0

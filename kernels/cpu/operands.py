@@ -1,0 +1,94 @@
+"""Addresses of the operands of a blocked GEMM: in place, packed, or in scratch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portmm.ir.index import Ptr, const, var
+from portmm.kernels.cpu.blocking import N
+from portmm.kernels.cpu.workspace import Workspace
+
+if TYPE_CHECKING:
+    from portmm.ir.index import Index
+
+
+class Operands(Workspace):
+    """Operands of one kernel."""
+
+    __slots__ = ()
+
+    def operand(self, name: str, offset: Index) -> Ptr:
+        """Address of an element of A, B or C of the current item."""
+        return Ptr(name, var("item") * var(f"{name}_batch") + offset)
+
+    def left(self, row: Index, unit: Index) -> tuple[Ptr, Index, Index]:
+        """Address of an element of A in place, and its strides: of the operand, or of its quantised rows."""
+        s = self.s
+        if s.source:
+            return Ptr("codes", row * self.quantised_step + unit * s.kr), self.quantised_step, const(1)
+        # One stride is 1 by layout: as a constant it becomes part of an address.
+        a_m = const(1) if s.a == "col" else var("a_m")
+        a_k = const(1) if s.a == "row" else var("a_k")
+        return self.operand("a", row * a_m + unit * (a_k * s.kr)), a_m, a_k
+
+    def unpacked_a(self) -> tuple[Ptr, Index, Index]:
+        """Address and strides of the slice of A that is to be packed."""
+        row = var("row") + var("r")
+        if self.s.source:
+            return self.left(row, self.pc)
+        a_m, a_k = var("a_m"), var("a_k")
+        return self.operand("a", row * a_m + self.pc * (a_k * self.s.kr)), a_m, a_k
+
+    def source(self, column: Index, row: Index) -> Ptr:
+        """Address of an element of B in place."""
+        b_n = const(1) if self.s.b == "row" else var("b_n")
+        return self.operand("b", row * (var("b_k") * self.s.kr) + column * b_n)
+
+    def result(self, row: Index, column: Index) -> Ptr:
+        """Address of an element of C, or of this run's own C, or of the sum that will become it."""
+        if self.s.over == "k":
+            return Ptr("cp", row * N + column)
+        if self.finishes:
+            return self.sums(row, column)
+        return self.operand("c", row * var("c_m") + column)
+
+    def sums(self, row: Index, column: Index) -> Ptr:
+        """Address of a sum that is not yet an element of C: in one tile, or at its position in the block."""
+        if not self.s.kc:
+            return Ptr("cp")
+        place = (row - var("row")) * var("c_wide") + (column - self.first_column)
+        return Ptr("cp", var("deep") * place)
+
+    @property
+    def c_step(self) -> Index:
+        """Stride in elements between rows of results."""
+        if self.finishes:
+            return var("c_wide")
+        return N if self.s.over == "k" else var("c_m")
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Operands to prefetch: those not packed here, or all of the next item."""
+        s = self.s
+        if not s.ahead:
+            return ()
+        if s.over == "batch":
+            return ("a", "b")
+        return (() if s.pack_a else ("a",)) + (("b",) if self.panel_step is not None or not s.pack_b else ())
+
+    def rows_of_a(self, before: Index) -> tuple[Index | Ptr, ...]:
+        """Address and strides of the slice of A, from so many units on: packed, or in place."""
+        if self.s.pack_a:
+            return (Ptr("ap", var("r") * var("kd") + before * var("h")),)
+        return self.left(var("row") + var("r"), self.pc + before)
+
+    def panel(self) -> Ptr:
+        """Address of the current panel of B."""
+        s = self.s
+        if s.once:
+            return Ptr("work", (var("j") * self.b_step + self.pc * s.nr) * self.scaled("b"))
+        if s.pack_b:
+            return self.private() + (var("j") - var("jg")) * (self.b_near * self.scaled("b"))
+        if s.b in ("packed", "codes"):
+            return self.operand("b", var("j") * var("b_n") + self.pc * s.nr)
+        return self.source(var("column"), self.pc)

@@ -1,0 +1,107 @@
+"""Register tile of a blocked GEMM: calls of its micro-kernel and of its epilogue.
+
+A tile is `h` rows from `r` on of a block that begins at `row`, by `columns` from `column` on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portmm.ir.index import Ptr, const, minimum, var
+from portmm.ir.nodes import Call, If
+from portmm.kernels.cpu import int4_in_place
+from portmm.kernels.cpu.elementwise import arguments
+from portmm.kernels.cpu.epilogue import ROWS, needed
+from portmm.kernels.cpu.epilogue import finish as finish_tile
+from portmm.kernels.cpu.microkernel import Shape, micro_kernel
+from portmm.kernels.cpu.packing import sums_at
+from portmm.kernels.cpu.prefetch import next_item, next_panel
+from portmm.kernels.cpu.summation_runs import kept
+from portmm.spec.epilogue import parse
+from portmm.target.summation import BlockOfK
+
+if TYPE_CHECKING:
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
+    from portmm.kernels.cpu.operands import Operands
+
+MOST_UNROLLED = 128
+"""Multiply-adds of a fully unrolled micro-kernel: past that, compiling costs more than the loop."""
+ROW, COLUMN = var("row") + var("r"), var("column")
+"""First row and column of C."""
+
+
+def multiply(g: Operands, height: int, panels: int) -> Stmt:
+    """Call of the micro-kernel of so many rows, by a number of panels."""
+    s, shape = g.s, _shape(g, height, panels)
+    if g.int4_in_place:
+        return int4_in_place.multiply(g, shape, ROW, COLUMN)
+    runs, part = g.block_of_k is BlockOfK.RUNS, g.block_of_k is BlockOfK.PART
+    args: list[Index | Ptr] = [minimum(var("run"), var("kd") - var("p_run")) if runs else var("kd")]
+    args += g.rows_of_a(g.before)
+    args.append(Ptr("bp", g.before * (s.nr if shape.b_packed else var("b_k"))))
+    if not shape.b_packed:
+        args.append(var("b_k"))
+    if panels > 1:
+        args.append(g.panel_step or const(0))
+    if shape.unshift:
+        args.append(sums_at(var("kd") if shape.unshift == "block" else g.k, s.nr, g.read_types[1]))
+    before = (var("run_start") if part else g.start).lt(g.pc + g.before)
+    args += [g.result(ROW, COLUMN), g.c_step, var("columns"), before]
+    args += kept(g, ROW, COLUMN) if part else ()
+    if shape.ahead is not None:
+        args += next_item(g, ROW) if s.over == "batch" else next_panel(g, height)
+    return Call(micro_kernel(g.atom, shape), tuple(args))
+
+
+def _shape(g: Operands, height: int, panels: int) -> Shape:
+    s = g.s
+    return Shape(
+        rows=height,
+        nr=s.nr,
+        panels=panels,
+        a_packed=s.pack_a,
+        b_packed=s.pack_b or s.b == "packed",
+        prefetch=s.prefetch,
+        ahead=g.streams if s.ahead and panels == 1 else None,
+        unroll=_unroll(g.atom.strips(height) * (panels * s.nr // g.atom.n), s.static[2] if s.static else 0),
+        inline=s.static is not None,
+        ragged=s.static is None or s.static[1] % s.nr != 0,
+        a=g.read_types[0],
+        b=g.read_types[1],
+        final=s.types[2] if g.finishes else "",
+        unshift=("" if not g.unshifts else "block" if s.pack_b and not s.once else "whole"),
+        block_of_k=g.block_of_k,
+    )
+
+
+def _unroll(macs: int, depth: int) -> int:
+    """Unroll factor along k: all steps of a short k, else until loop control is a tenth of the work."""
+    if 1 < depth <= MOST_UNROLLED // macs:
+        return depth
+    return 4 if macs < 8 else 2 if macs < 16 else 1
+
+
+def finish(g: Operands) -> tuple[Stmt, ...]:
+    """Epilogue of the tile, after the last block of k."""
+    s = g.s
+    if not g.finishes:
+        return ()
+    tile = (var("h"), var("columns"), g.sums(ROW, COLUMN), var("c_wide"))
+    into = (g.operand("c", ROW * var("c_m") + COLUMN), var("c_m"))
+    more: tuple[Index | Ptr, ...] = ()
+    if s.fused:
+        place = (var("item"), ROW, COLUMN)
+        more = (*place, *arguments(parse(s.fused), *place))
+    vectors = (_vector(g, name) for name in needed(s.post))
+    call = Call(finish_tile(g.isa, g.sum_atom, g.acc, s.types[2], s.post, s.fused), (*tile, *vectors, *into, *more))
+    return (If((var("pc") + var("kd")).eq(g.k), (call,)),) if s.kc else (call,)
+
+
+def _vector(g: Operands, name: str) -> Ptr:
+    """Address of a vector of scales, zero points or the like, at the tile's first row or column."""
+    if name == "b_sum":  # behind the panel, of which this is the last block of k
+        return Ptr("bp", sums_at(g.k, g.s.nr, g.read_types[1]) - g.pc * g.s.nr)
+    if name == "a_scale" and g.s.source:
+        return Ptr("scales", ROW)
+    return Ptr(name, ROW if name in ROWS else COLUMN)

@@ -1,0 +1,192 @@
+"""Micro-kernels of tile units (AMX), and the assignment of their tile registers.
+
+A register tile is R by V tiles of C, R of A and V of B loaded in each step; its sums stay in tiles over a block of k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from portmm.ir.index import Ptr, const, var
+from portmm.ir.nodes import TILES, For, Function, If, Param, Prefetch, Verb
+from portmm.spec.dtype import BY_NAME
+
+if TYPE_CHECKING:
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
+    from portmm.target.atom import Atom
+
+TALL = var("tall")
+"""Number of rows of a slice in scratch, and of the R tiles of A together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Assignment of tile registers to tiles of A, B and C.
+
+    Attributes:
+        rows: tiles of C along m: 1 or 2.
+        columns: tiles of C along n, of the widest micro-kernel.
+    """
+
+    rows: int
+    columns: int
+
+    def c(self, r: int, v: int) -> int:
+        """Number of a tile of C."""
+        return r * self.columns + v
+
+    def a(self, r: int) -> int:
+        """Number of a tile of A."""
+        return self.rows * self.columns + r
+
+    @property
+    def free(self) -> int:
+        """Number of tile registers that remain for B."""
+        return TILES - self.a(self.rows)
+
+    def b(self, v: int) -> int:
+        """Number of a tile of B: the remaining registers in rotation."""
+        return self.a(self.rows) + v % self.free
+
+    def cut(self, tall: Index) -> tuple[Index, ...]:
+        """Numbers of rows of the tiles of A for `tall` rows."""
+        return (tall,) if self.rows == 1 else ((tall + 1) // 2, tall // 2)
+
+    def tile_rows(self, atom: Atom) -> tuple[Index, ...]:
+        """Number of rows of each tile, in the order of tile numbers."""
+        cut = self.cut(TALL)
+        rows = {self.c(r, v): cut[r] for r in range(self.rows) for v in range(self.columns)}
+        rows |= {self.a(r): cut[r] for r in range(self.rows)}
+        rows |= {self.b(v): const(atom.deep) for v in range(self.columns)}
+        return tuple(rows[i] for i in sorted(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Strides:
+    """Strides of the operands of a micro-kernel.
+
+    Attributes:
+        row: units between rows of A.
+        step: units between steps of A.
+        b: units between rows of B.
+        c: sums between rows of C.
+        b_next: units between tiles of B along n, if they are not contiguous in rows.
+        c_next: sums between tiles of C along n, likewise.
+    """
+
+    row: Index
+    step: Index
+    b: int
+    c: int
+    b_next: Index | None = None
+    c_next: Index | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outer:
+    """Statements for outer products of tiles.
+
+    Attributes:
+        atom: the unit.
+        grid: its tiles.
+        cut: first row of each tile of A.
+        columns: tiles of C along n.
+        by: the operands' strides.
+    """
+
+    atom: Atom
+    grid: Grid
+    cut: tuple[Index, ...]
+    columns: int
+    by: Strides
+
+    def sums(self, verb: str) -> tuple[Stmt, ...]:
+        """Loads or stores of all tiles of C."""
+        at = [(r, v) for r in range(self.grid.rows) for v in range(self.columns)]
+        n_stride = self.by.c_next or const(self.atom.n)
+        where = {(r, v): Ptr("c", self.cut[r] * self.by.c + n_stride * v) for r, v in at}
+        return tuple(Verb(verb, str(self.grid.c(*x)), p=p, step=const(self.by.c)) for x, p in where.items())
+
+    def begin(self) -> Stmt:
+        """Initial values of the sums: those of C, or zero."""
+        zero = tuple(Verb("zero", str(self.grid.c(r, v))) for r in range(self.grid.rows) for v in range(self.columns))
+        return If(var("accumulate"), self.sums("load_c"), zero)
+
+    def step(self, row: Index, panel: int, b: Ptr) -> tuple[Stmt, ...]:
+        """Statements for one step of k; `panel` is the width of a panel of B."""
+        loads: list[Stmt] = []
+        macs: list[Stmt] = []
+        for r in range(self.grid.rows):
+            at = Ptr("a", row * self.by.step + self.cut[r] * self.by.row)
+            loads.append(Verb("load_a", str(self.grid.a(r)), p=at, step=self.by.row))
+        for v in range(self.columns):
+            q, column = divmod(v * self.atom.n, panel)
+            at = b + (self.by.b_next * v if self.by.b_next else (var("b_panel") * q if q else 0) + column)
+            load = Verb("load_b", str(self.grid.b(v)), p=at, step=const(self.by.b))
+            # Loads before all products are faster by a tenth or more; registers in rotation must wait.
+            (loads if self.columns <= self.grid.free else macs).append(load)
+            macs += [
+                Verb("mac", str(self.grid.c(r, v)), str(self.grid.a(r)), str(self.grid.b(v)))
+                for r in range(self.grid.rows)
+            ]
+        return (*loads, *macs)
+
+
+def micro_kernel(atom: Atom, grid: Grid, nr: int, panels: int, ahead: int = 0) -> Function:
+    """Micro-kernel C[tall][n] (+)= A . B over k units, of which those of a partial step are in `rest`.
+
+    Lines of B are prefetched some steps `ahead`: a tile's loads alone do not saturate memory.
+    """
+    n, step = nr * panels, atom.deep
+    t, whole = var("t"), var("k") // step
+    cut = (const(0), *grid.cut(TALL)[:-1])
+    outer = Outer(atom, grid, cut, n // atom.n, Strides(const(step), TALL * step, nr, n))
+    last = replace(outer, by=replace(outer.by, b=n))
+    body = (
+        outer.begin(),
+        For(
+            "t",
+            const(0),
+            whole,
+            const(1),
+            (*_prefetch(atom, nr, panels, ahead), *outer.step(t, nr, Ptr("b", t * (step * nr)))),
+        ),
+        If((whole * step).lt(var("k")), last.step(whole, n, Ptr("rest"))),
+        *outer.sums("store"),
+    )
+    params = [Param("k"), Param("a", atom.left, readonly=True), Param("tall"), Param("b", atom.right, readonly=True)]
+    params += [Param("b_panel")] if panels > 1 else []
+    params += [Param("rest", atom.right, readonly=True), Param("c", atom.acc), Param("accumulate")]
+    name = f"ukr_{grid.rows}x{outer.columns}"
+    return Function(name, "inner", tuple(params), body, f"C[tall][{n}] (+)= A[tall][k] . B[k][{n}], in tiles")
+
+
+def _prefetch(atom: Atom, nr: int, panels: int, ahead: int) -> tuple[Stmt, ...]:
+    """Prefetches of the lines of B of a later step."""
+    if not ahead:
+        return ()
+    t, i, line = var("t"), var("i"), 64 // BY_NAME[atom.right].bytes
+    first = (t + ahead) * (atom.deep * nr) + i * line
+    lines = tuple(
+        Prefetch(Ptr("b", first + (var("b_panel") * q if q else const(0))), near=False) for q in range(panels)
+    )
+    return (For("i", const(0), const(atom.deep * nr // line), const(1), lines, 16),)
+
+
+def strip_kernel(name: str, atom: Atom, grid: Grid) -> Function:
+    """Micro-kernel C (+)= A . B over whole steps of k and whole tiles: A with any strides, B and C in strips."""
+    t, cut = var("t"), tuple(const(r * atom.m) for r in range(grid.rows))
+    by = Strides(var("a_row"), var("a_step"), atom.n, atom.n, var("b_next"), var("c_next"))
+    outer = Outer(atom, grid, cut, grid.columns, by)
+    step = outer.step(t, atom.n, Ptr("b", t * (atom.deep * atom.n)))
+    body = (outer.begin(), For("t", const(0), var("k") // atom.deep, const(1), step), *outer.sums("store"))
+    params = (
+        Param("k"), Param("a", atom.left, readonly=True), Param("a_row"), Param("a_step"),
+        Param("b", atom.right, readonly=True), Param("b_next"), Param("c", atom.acc), Param("c_next"),
+        Param("accumulate"),
+    )  # fmt: skip
+    tall = grid.rows * atom.m
+    comment = f"C[{grid.columns}][{tall}][{atom.n}] (+)= A[{tall}][k] . B[{grid.columns}][k][{atom.n}], in tiles"
+    return Function(name, "inner", params, body, comment)

@@ -1,0 +1,123 @@
+"""Packing of the operands of tile units (AMX): whole steps of k, padded with zeros.
+
+Memory behind an operand must not be read, and need not be finite.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portmm.ir.index import Ptr, ceil_div, const, var
+from portmm.ir.nodes import For, Function, If, Let, LetPtr, Move, Param, Verb
+from portmm.kernels.cpu.packing import transpose
+from portmm.kernels.cpu.tile_microkernel import TALL
+from portmm.spec.dtype import BY_NAME, base
+
+if TYPE_CHECKING:
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+
+ROW, STEP, ELEMENT = var("i"), var("t"), var("e")
+"""Row of A, step of k, and element of the step."""
+ELEMENTS, ROWS = var("elements"), var("rows")
+
+
+def rest_of_b(atom: Atom, lines: Atom, nr: int, panels: int) -> Function:
+    """Function to[u][j] = B[u][j] for u < count, and zero up to a whole step."""
+    u, n = var("u"), nr * panels
+    copy: list[Stmt] = []
+    clear: list[Stmt] = []
+    for j in range(0, n, atom.n):
+        q, column = divmod(j, nr)
+        at = Ptr("b", (var("b_panel") * q if q else const(0)) + u * nr + column)
+        copy += [Verb("load_b", "x", p=at), Verb("store", "x", p=Ptr("to", u * n + j), to=atom.right)]
+        clear.append(Verb("store", "z", p=Ptr("zeros", u * n + j)))
+    body = (
+        For("u", const(0), var("count"), const(1), tuple(copy)),
+        LetPtr("zeros", Ptr("to"), atom.acc),
+        Verb("zero", "z"),
+        For("u", var("count"), const(atom.deep), const(1), tuple(clear)),
+    )
+    params = (Param("count"), Param("b", atom.right, readonly=True), *((Param("b_panel"),) if panels > 1 else ()))
+    comment = f"to[u][{n}] = B[u][{n}] for u < count, then zeros"
+    return Function(f"rest_{panels}", "inner", (*params, Param("to", atom.right)), body, comment, of=lines.name)
+
+
+def pack_lines(isa: Isa, atom: Atom, lines: Atom, layout: str, storage: str) -> Function:
+    """Function to[step][row] = units of A[row] for a step, zeros past the end of k; rows past `rows` are kept."""
+    body: tuple[Stmt, ...] = (LetPtr("parts", Ptr("to"), base(atom.left)),)
+    if layout == "row":
+        body += _copied(atom)
+    elif layout == "col" and isa.shuffles:
+        body += _transposed(atom)
+    else:
+        body += _one_by_one(atom, const(0), const(0))
+    params = (
+        Param("elements"),
+        Param("rows"),
+        Param("tall"),
+        Param("a", storage, readonly=True),
+        Param("a_m"),
+        Param("a_k"),
+        Param("to", atom.left),
+    )
+    comment = f"to[step][tall][{BY_NAME[atom.left].bytes * atom.deep} bytes] = A[rows][elements], {layout} layout"
+    return Function("pack_lines", "inner", params, body, comment, of=lines.name)
+
+
+def _unit(atom: Atom, row: Index) -> Index:
+    """Position, in units, of the current step of a row."""
+    return (STEP * TALL + row) * atom.deep
+
+
+def _element(atom: Atom) -> Ptr:
+    """Address of the current packed element."""
+    return Ptr("parts", _unit(atom, ROW) * atom.k_pack + ELEMENT)
+
+
+def _copied(atom: Atom) -> tuple[Stmt, ...]:
+    """Statements that copy rows of A that are contiguous along k, a step at a time."""
+    whole = ELEMENTS // atom.k
+    copy = (
+        Verb("load_b", "x", p=Ptr("line", STEP * atom.deep), to=atom.left),
+        Verb("store", "x", p=Ptr("to", _unit(atom, ROW)), to=atom.left),
+    )
+    from_ = Ptr("a", ROW * var("a_m") + whole * atom.k + ELEMENT)
+    last = (
+        Let("t", whole),
+        Verb("zero", "z"),
+        Verb("store", "z", p=Ptr("zeros", _unit(atom, ROW))),
+        For("e", const(0), ELEMENTS - whole * atom.k, const(1), (Move(_element(atom), from_),)),
+    )
+    each = (
+        LetPtr("line", Ptr("a", ROW * var("a_m")), atom.left, readonly=True),
+        For("t", const(0), whole, const(1), copy, 4),
+        If((whole * atom.k).lt(ELEMENTS), last),
+    )
+    return (LetPtr("zeros", Ptr("to"), atom.acc), For("i", const(0), ROWS, const(1), each))
+
+
+def _transposed(atom: Atom) -> tuple[Stmt, ...]:
+    """Statements that transpose columns of A in registers; what is not a whole block is moved one by one."""
+    shuffles, columns = transpose(atom.deep)
+    g, whole = var("g"), ELEMENTS // atom.k
+    rows_of_k = [Ptr("a", g + (STEP * atom.k + j * atom.k_pack) * var("a_k")) for j in range(atom.deep)]
+    load = tuple(Verb("load_rows", f"t0_{j}", p=p, step=var("a_k"), to=atom.left) for j, p in enumerate(rows_of_k))
+    store = tuple(Verb("store", x, p=Ptr("to", _unit(atom, g + j)), to=atom.left) for j, x in enumerate(columns))
+    block = For("g", const(0), ROWS - (atom.deep - 1), const(atom.deep), (*load, *shuffles, *store))
+    return (
+        For("t", const(0), whole, const(1), (block,)),
+        *_one_by_one(atom, const(0), ROWS - ROWS % atom.deep),
+        *_one_by_one(atom, whole, const(0)),
+    )
+
+
+def _one_by_one(atom: Atom, first: Index, row: Index) -> tuple[Stmt, ...]:
+    """Statements that move elements from a step and a row on, and zeros past the end of k."""
+    at = STEP * atom.k + ELEMENT
+    to = _element(atom)
+    fill = If(at.lt(ELEMENTS), (Move(to, Ptr("a", ROW * var("a_m") + at * var("a_k"))),), (Move(to, None),))
+    each = For("i", row, ROWS, const(1), (For("e", const(0), const(atom.k), const(1), (fill,)),))
+    return (For("t", first, ceil_div(ELEMENTS, atom.k), const(1), (each,)),)

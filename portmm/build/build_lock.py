@@ -1,0 +1,71 @@
+"""Lock on the build of one kernel, shared by all processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from portmm.build.cache import usable_dir
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+LOCK_SECONDS = 60.0
+"""Seconds to wait for another process that builds the same entry. Above any
+compilation of one kernel; a stopped process then costs time, not the result."""
+
+
+@contextmanager
+def build_lock(key: str) -> Iterator[None]:
+    """Lock on the build of `key`, shared by all processes.
+
+    It only saves work: where it cannot be acquired (a read-only or network
+    directory, a holder that is stopped) the body runs without it, and
+    renaming keeps the files consistent. The kernel frees the lock of a killed process.
+    """
+    shared = usable_dir()
+    path = None if shared is None else shared / f"{key}.lock"
+    fd = None if path is None else _acquire(path)
+    try:
+        yield
+    finally:
+        if fd is not None and path is not None:
+            with suppress(OSError):
+                path.unlink()
+            os.close(fd)
+
+
+def _acquire(path: Path) -> int | None:
+    deadline = time.monotonic() + LOCK_SECONDS
+    try:
+        while (fd := _try_lock(path)) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+    except OSError:
+        return None
+    return fd
+
+
+def _try_lock(path: Path) -> int | None:
+    """Descriptor that holds the lock, or None while another process holds it.
+
+    Raises:
+        OSError: this directory does not support locks.
+    """
+    import fcntl
+
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The last holder removes the file; only its current inode counts.
+        if os.path.samestat(os.fstat(fd), path.stat()):
+            return fd
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)
+    return None

@@ -1,0 +1,59 @@
+"""Contents of the cache directory as a whole: its entries, their size, and their removal."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from portmm.build.cache import Entry, cache_dir, entry_of
+from portmm.build.cache_eviction import CODE, FAILED, limit
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_SUFFIXES = (*CODE, *FAILED, ".txt", ".note", ".lock", ".tmp")
+
+
+def cache_entries() -> list[Entry]:
+    """The kernels in the cache directory, by name; their bytes are not checked."""
+    entries = []
+    for path in (p for p in _own_files() if p.suffix in CODE):
+        with suppress(OSError):
+            entries.append(entry_of(path))
+    return sorted((e for e in entries if e is not None), key=lambda e: (e.name, e.key))
+
+
+def cache_size() -> int:
+    """Total size in bytes of portmm's files in the cache directory."""
+    total = 0
+    for path in _own_files():
+        with suppress(OSError):
+            total += path.lstat().st_size
+    return total
+
+
+def cache_limit() -> int | None:
+    """Limit in bytes of the cache's size, None for no limit: see `$PORTMM_CACHE_LIMIT`."""
+    return limit()
+
+
+def cache_clear() -> int:
+    """Remove portmm's files from the cache directory; running processes keep the code they loaded.
+
+    Returns:
+        The number of files removed.
+    """
+    removed = 0
+    for path in _own_files():
+        with suppress(OSError):
+            path.unlink()
+            removed += 1
+    return removed
+
+
+def _own_files() -> list[Path]:
+    # PORTMM_CACHE may name a directory that contains other files as well.
+    try:
+        return [p for p in cache_dir().iterdir() if p.name.endswith(_SUFFIXES)]
+    except OSError:
+        return []

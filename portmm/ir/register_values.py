@@ -1,0 +1,77 @@
+"""Values of vector registers, in NumPy: products, int4 values, element-wise operations and sums of lanes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from portmm.spec.dtype import CODES_AT
+from portmm.spec.expr import OPS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from portmm.ir.lane_nodes import Map
+
+KINDS = {"f32": np.float32, "s32": np.int32, "mask": np.bool_}
+"""Type of an element-wise operation's result -> that of its lanes."""
+
+
+def multiplied(d: np.ndarray, a: np.ndarray, b: np.ndarray, pack: int) -> np.ndarray:
+    """D + a . b on each lane, of units of `pack` elements; integers wrap around at the accumulator's width."""
+    exact = _exact(d)
+    product = a.astype(exact, copy=False) * b.astype(exact, copy=False)
+    total: np.ndarray = d + (product.sum(-1) if pack > 1 else product)
+    return total.astype(d.dtype, copy=False)
+
+
+def multiplied_tiles(d: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """D[m][n] + a[m][u][e] . b[u][n][e], likewise."""
+    exact = _exact(d)
+    total: np.ndarray = d + np.einsum("mue,une->mn", a.astype(exact), b.astype(exact))
+    return total.astype(d.dtype)
+
+
+def _exact(d: np.ndarray) -> np.dtype:
+    """Type in which integer sums do not overflow, and that of float sums."""
+    return np.dtype(np.int64) if d.dtype.kind == "i" else d.dtype
+
+
+def unshifted(d: np.ndarray, sums: np.ndarray, *, unsigned: bool) -> np.ndarray:
+    """D without the contribution of the shift of an A to unsigned or signed bytes, by the sums of the columns of B."""
+    less: np.ndarray = d - sums * d.dtype.type(128 if unsigned else -128)
+    return less
+
+
+def int4_values(words: np.ndarray, bit: int, pack: int) -> np.ndarray:
+    """The int4 value at a bit of each word, or the unit of those that begin 8 bits further each."""
+    values = np.stack([words.view(np.uint32) >> (bit + 8 * e) & 15 for e in range(pack)], -1).astype(np.int32)
+    return values if pack > 1 else values.reshape(-1)
+
+
+def int4_words(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Words of the int4 values of each column, at the bits of `dtype.CODES_AT`."""
+    parts = [row.astype(np.uint32) << CODES_AT[e] for e, row in enumerate(rows)]
+    words: np.ndarray = np.bitwise_or.reduce(parts)
+    return words.view(np.int32)
+
+
+def mapped(s: Map, registers: Mapping[str, np.ndarray], lanes: int, count: int) -> np.ndarray:
+    """The result of an element-wise operation."""
+    if s.op in ("lanes", "whole"):
+        return np.int32(count) + np.arange(lanes, dtype=np.int32) * (s.op == "lanes")
+    args = [registers[x] if isinstance(x, str) else KINDS[s.operand](x) for x in s.args]
+    if s.op in ("literal", "splat"):
+        return np.full(lanes, args[0], KINDS[s.dtype] if s.op == "literal" else np.float32)
+    with np.errstate(all="ignore"):
+        return np.broadcast_to(OPS[s.op][1](*args), lanes)
+
+
+def total(x: np.ndarray, kind: str) -> np.float32:
+    """The maximum of numbers, or their sum: the upper half is added to the lower until one remains."""
+    with np.errstate(all="ignore"):
+        while kind == "add" and len(x) > 1:
+            x = x[: len(x) // 2] + x[len(x) // 2 :]
+        most: np.float32 = np.maximum.reduce(x)
+    return most

@@ -1,0 +1,130 @@
+"""Block sizes of CPU schedules: register tiles from the number of registers, blocks from the capacities of caches.
+
+They depend on the target only, never on the problem, so that a handful of kernels serves every shape. With V vectors of
+B per row, MR = (registers - V - 1) / V rows of accumulators leave room for V of B and one broadcast. KC, MC and NC
+follow from the capacities of L1, L2 and L3 (Low et al. 2016).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from portmm.schedule.schedule import ALL, Tile
+from portmm.spec.dtype import BY_NAME, unit
+from portmm.spec.problem import family
+from portmm.target.summation import depth as whole_run
+
+if TYPE_CHECKING:
+    from portmm.spec.problem import Problem
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+    from portmm.target.target import Target
+
+SHALLOW, DEEP = 1.5, 3.0
+"""KC as a multiple of the depth that fits L1. A panel of B somewhat larger than L1 streams well from L2
+and saves passes over C; panels of full depth, contiguous in memory,
+stream well at any KC. Measured on Zen 5: 0.91, 0.96 and 0.98 of the peak for
+prepacked panels at 1, 1.5 and 4.5."""
+WHOLE_DEPTH = 2.0
+"""Multiple of KC up to which sums with an epilogue stay in one block of k."""
+A_SHARE = 0.4
+"""Part of L2 for the block of A."""
+B_SHARE = 0.25
+"""Part of L2 for the panels of B that are packed together; the rest passes through."""
+C_SHARE = 0.25
+"""Part of L3 for the block of C: other threads need theirs."""
+RUN_BYTES = 1024
+"""Bytes of a row of B that are packed at once: long enough for a hardware prefetcher."""
+PACK_ROWS = 256
+"""Rows of k that one task packs where all of B is packed at once: enough tasks for
+every thread of a large machine, each long enough to be worth its overhead."""
+SUM_COLUMNS = 1024
+"""Columns of C that one task sums where threads share k: these stay in L1."""
+MOST_PACKED = 1 << 29
+"""Bytes of B up to which a packed copy of all of it is affordable."""
+IN_PLACE_ROWS = 8
+"""Rows of A that can be addressed without running out of integer registers."""
+TALLEST = 14
+"""Largest useful MR: B is then loaded once per 14 uses."""
+
+
+def widths(isa: Isa, atom: Atom, p: Problem) -> list[int]:
+    """Values of NR that suit the problem."""
+    vector = isa.columns(atom)
+    if p.b in ("packed", "codes"):
+        nr = family(p.family).nr
+        return [nr] if nr % vector == 0 and tallest(isa, atom, nr) else []
+    needed = -(-p.n // vector)
+    most = 4 if isa.registers >= 32 else 3
+    return [v * vector for v in range(1, most + 1) if v <= max(1, needed) and tallest(isa, atom, v * vector)]
+
+
+def tallest(isa: Isa, atom: Atom, nr: int) -> int:
+    """Largest MR: rows of accumulators that fit the registers with NR columns of B and a left fragment."""
+    v = nr // atom.n
+    return min(TALLEST, (isa.registers - v - 1) // v) * atom.m
+
+
+def mr_variants_of(mr: int) -> tuple[int, ...]:
+    """MR variants for more than MR rows: an even partition has slices of about MR/2 to MR rows."""
+    return tuple(range((mr + 1) // 2, mr + 1))
+
+
+def uniform_tiles(mr: int, nr: int, kc: int, mc: int, nc: int) -> tuple[Tile, ...]:
+    """Tiles with the same KC for every cache and one panel at a time in L2."""
+    return (Tile("registers", mr, nr, 1), Tile("L1", mr, nr, kc), Tile("L2", mc, nr, kc), Tile("L3", mc, nc, kc))
+
+
+def blocking(  # noqa: PLR0917 - a tile is two numbers
+    p: Problem, target: Target, atom: Atom, mr: int, nr: int, depth: float
+) -> tuple[Tile, ...]:
+    """Tiles that fill the caches, KC being `depth` times the depth that fits L1 with a slice of A.
+
+    KC counts fragments' units of k, and all sizes are those of fragments.
+    """
+    in_b = unit(p.types[1], atom.k_pack) if p.b == "packed" else atom.right
+    a, b, c = (BY_NAME[x].bytes for x in (atom.left, in_b, atom.acc))
+    l1, l2, l3 = (capacity(target, x) for x in ("L1", "L2", "L3"))
+    fits = max(1, l1 // (mr * a + nr * b))
+    room = l2 or 8 * l1
+    most = room // (mr * a + nr * b)
+    kc = whole_run(max(atom.deep, (int(fits * depth) if l2 else fits) // atom.deep * atom.deep), atom, most)
+    mc = max(mr, int(room // (kc * a) * A_SHARE) // mr * mr)
+    near = max(1, min(RUN_BYTES // (nr * b), int(room // (kc * b) * B_SHARE) // nr)) * nr
+    nc = max(near, int((l3 or 8 * l2) * C_SHARE) // c // mc // near * near)
+    return (
+        Tile("registers", mr, nr, 1),
+        Tile("L1", mr, nr, min(fits, kc)),
+        Tile("L2", mc, near, kc),
+        Tile("L3", mc, nc, kc),
+    )
+
+
+def whole_depth(p: Problem, depth: int, tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
+    """Tiles with all of k in one block and fewer rows, where an epilogue follows and k is not much deeper.
+
+    Sums of several blocks would be stored in scratch of the size of C, and read once more.
+    """
+    kc, mr = tiles[2].k, tiles[0].m
+    if not p.fused or not kc < depth <= WHOLE_DEPTH * kc:
+        return tiles
+    mc = max(mr, tiles[2].m * kc // depth // mr * mr)
+    return (tiles[0], replace(tiles[1], k=ALL), replace(tiles[2], m=mc, k=ALL), replace(tiles[3], m=mc, k=ALL))
+
+
+def capacity(target: Target, name: str) -> int:
+    """Bytes of a memory level, 0 if there is none of this name."""
+    level = target.level(name)
+    return level.bytes if level else 0
+
+
+def fits_l2(p: Problem, target: Target) -> bool:
+    """Whether one item of a batch fits L2, the private cache of a thread."""
+    level = target.level("L2") or target.level("L1")
+    return level is None or p.bytes // max(1, p.batch) <= level.bytes
+
+
+def may_pack_once(p: Problem, atom: Atom) -> bool:
+    """Whether B may be packed as a whole, before it is used."""
+    return p.b != "packed" and -(-p.k // atom.k_pack) * p.n * BY_NAME[atom.right].bytes <= MOST_PACKED

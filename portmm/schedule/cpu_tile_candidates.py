@@ -1,0 +1,69 @@
+"""Candidate schedules of CPUs' tile units (AMX)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from portmm.schedule.cpu_blocking import blocking, capacity, fits_l2, may_pack_once, uniform_tiles
+from portmm.schedule.schedule import ALL, Schedule
+from portmm.spec.dtype import BY_NAME
+from portmm.spec.problem import family
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from portmm.spec.problem import Problem
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+    from portmm.target.target import Target
+
+TILE_DEPTHS = (0.8, 6.0)
+"""KC as a multiple of the depth that fits L1: a panel of B and a slice of A in L1, or sums that
+stay in tiles over a long k. Measured on Sapphire Rapids with a block of k of 256 bf16: 0.70 of
+the rate of a long k with B in L1; with both operands from L2, but a long k, 0.76."""
+TILES_AHEAD = 8
+"""Prefetch distance, in steps of k, of a B larger than L2: 10 to 30 % faster out of L3 on Sapphire Rapids,
+and as much slower out of L2."""
+REPACK_STEPS = 16
+"""KC, in steps, when int4 values of B are repacked for a few rows: 32 KiB."""
+
+
+def tile_schedules(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
+    """Schedules of units that multiply tiles: R by V of sums, R of A and at least one of B."""
+    ready = p.b in ("packed", "codes")
+    for nr in [family(p.family).nr] if ready else [atom.n, 2 * atom.n][: -(-p.n // atom.n)]:
+        v, odd = divmod(nr, atom.n)
+        if odd:
+            continue
+        rows = min(-(-p.m // atom.m), 2, (isa.registers - 1) // (v + 1))
+        if rows < 1:
+            continue
+        mr = rows * atom.m
+        whole, mr_variants = uniform_tiles(mr, nr, ALL, ALL, ALL), tuple(range(1, mr + 1))
+        base = Schedule("tiles", isa.name, p.dtype, whole, mr_variants, a=p.a, b=p.b, pack_b=p.b != "packed")
+        if p.static or (p.batch > 1 and fits_l2(p, target)):
+            yield replace(base, over="batch")
+        if p.static:
+            continue
+        if p.m <= mr:
+            if p.b == "packed" and p.k * p.n * BY_NAME[p.types[1]].bytes > capacity(target, "L2"):
+                base = replace(base, prefetch=TILES_AHEAD)
+            yield from _thin_tiles(base, p, isa, atom)
+            continue
+        for depth in TILE_DEPTHS:
+            s = replace(base, tiles=blocking(p, target, atom, mr, nr, depth))
+            yield s
+            if may_pack_once(p, atom):
+                yield replace(s, once=True)
+
+
+def _thin_tiles(base: Schedule, p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
+    """Schedules for an M of one register tile."""
+    yield base
+    rows, v = base.mr // atom.m, base.nr // atom.n
+    if p.b == "codes":
+        yield replace(base, tiles=uniform_tiles(base.mr, base.nr, REPACK_STEPS * atom.deep, ALL, ALL))
+    # The sums of two panels' columns are not adjacent.
+    if p.b == "packed" and (2 * v + 1) * rows < isa.registers and "azero" not in p.post:
+        yield replace(base, panels=2)
