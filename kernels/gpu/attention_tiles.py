@@ -1,9 +1,8 @@
 """Tiles of Q, K and V in shared memory, for matrix units (mma).
 
 Owns `HeadTile`: rows of a head in their order in memory, in vectors of 16 bytes, that fragments are loaded from. A
-matrix of eight rows of one vector is loaded at once if these are in different banks, which repeat after eight
-vectors: in rows of a multiple of eight, vector p of row r is stored at p xor r % 8; in shorter powers of two, at p
-xor as many bits as are needed; other rows are padded to an odd number of vectors.
+matrix of eight rows of one vector is loaded at once if these are in different banks: rows of a multiple of eight
+vectors, and shorter powers of two, are swizzled (`layouts.swizzled`); others are padded to an odd number of vectors.
 """
 
 from __future__ import annotations
@@ -11,16 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portmm.ir.fragment_index import coordinate
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import For, If, Let, LetPtr, Scratch
 from portmm.ir.thread_nodes import WHOLE, CopyAsync, Do, Shared, Vector
+from portmm.kernels.gpu.fragments import matrices
 from portmm.kernels.gpu.global_to_shared import or_zeros
+from portmm.spec.layout import Layout
+from portmm.spec.layouts import VECTOR, swizzle, swizzled
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
+    from portmm.target.fragment import Fragment
 
-VECTOR, SIZE = 16, 2
+SIZE = 2
 PER_VECTOR = VECTOR // SIZE
 EIGHT = 8
 """Vectors after which banks repeat, and rows of a matrix."""
@@ -65,11 +69,16 @@ class HeadTile:
         return self.rows * self.pitch
 
     def swizzle(self, line: Index) -> Index:
-        """Number that the indices of a row's vectors are xored with."""
-        vectors = self.width // PER_VECTOR
-        if self.pitch != self.width:
-            return const(0)
-        return line // max(1, EIGHT // vectors) % min(vectors, EIGHT)
+        """Number that the indices of a row's vectors are xored with, if rows are not padded."""
+        number: Index = swizzle(self.width, SIZE).number(line)
+        return number
+
+    def at(self, line: Index, vector: Index, element: Index | int = 0) -> Index:
+        """Offset of an element of a vector of a row, in a tile."""
+        padded = Layout(("lines", "vectors", PER_VECTOR), (self.pitch, PER_VECTOR, 1))
+        layout = padded if self.pitch != self.width else swizzled(self.width, SIZE)
+        offset: Index = layout.offset((line, vector, element))
+        return offset
 
     # -- from global memory ----------------------------------------------------
 
@@ -107,8 +116,7 @@ class HeadTile:
         across = self.width // self.vector
         count = self.rows * across
         piece, line, column = var("piece"), var("line"), var("column")
-        at = line * self.pitch + (column // PER_VECTOR ^ self.swizzle(line)) * PER_VECTOR
-        at += column % PER_VECTOR if self.vector < PER_VECTOR else const(0)
+        at = self.at(line, column // PER_VECTOR, column % PER_VECTOR if self.vector < PER_VECTOR else 0)
         body: tuple[Stmt, ...] = (
             Let("line", piece // across),
             Let("column", piece % across * self.vector),
@@ -137,7 +145,7 @@ class HeadTile:
         return (
             Let(f"{n}_row", line),
             LetPtr(f"{n}_from", Ptr(f"{n}_item", line * var(f"{n}_n") + piece * PER_VECTOR), self.dtype, readonly=True),
-            Let(f"{n}_to", line * self.pitch + (piece ^ self.swizzle(line)) * PER_VECTOR),
+            Let(f"{n}_to", self.at(line, piece)),
         )
 
     def lines(self, how: str, to: Ptr, first: Index, end: Index) -> tuple[Stmt, ...]:
@@ -156,15 +164,18 @@ class HeadTile:
 
     # -- to fragments ------------------------------------------------------------
 
-    def lane(self, *, rows_first: bool) -> tuple[Stmt, ...]:
-        """Offsets of a lane's row of four matrices: two of eight rows by two vectors, `rows_first` or vectors first.
+    def lane(self, fragment: Fragment, *, rows_first: bool) -> tuple[Stmt, ...]:
+        """Offsets of a lane's row of four matrices: two of eight rows by two vectors, in the order of registers.
 
-        The matrices of a left operand, and of one that is transposed by its load, are ordered along rows first;
-        those of a right operand along k first.
+        Args:
+            fragment: an atom's, of rows and columns of this tile.
+            rows_first: fragments of fewer matrices are repeated along rows first.
         """
         n, lane = self.name, var("lane")
-        row = lane % 16 if rows_first else lane // 16 * EIGHT + lane % EIGHT
-        vector = lane // 16 if rows_first else lane // EIGHT % 2
+        bits = [(1, 0), (2, 0), (4, 0), *((m * EIGHT, k) for m, k in matrices(fragment, SIZE))]
+        further = ((EIGHT, 0), (0, 1)) if rows_first else ((0, 1), (EIGHT, 0))
+        bits += [bit for bit in further if bit not in bits]
+        row, vector = coordinate(lane, [m for m, _ in bits]), coordinate(lane, [k for _, k in bits])
         return (
             Let(f"{n}_line", row * self.pitch),
             Let(f"{n}_turn", self.swizzle(row) ^ vector if self.pitch == self.width else vector),

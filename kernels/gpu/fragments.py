@@ -1,8 +1,8 @@
 """Fragments of tiles in shared memory, loaded to the registers of a warp (ldmatrix).
 
 Owns `WarpFragments`: loads of the fragments of a warp's rows of an operand. A fragment consists of matrices of eight
-rows of 16 bytes along k: of a left operand first along m, as many as the atom has rows, then along k; of
-a right operand along k. Up to four are loaded at once; lane l holds the address of row l % 8 of matrix l / 8.
+rows of 16 bytes along k, in the order of its registers. Up to four are loaded at once; lane l holds the address of
+row l % 8 of matrix l / 8.
 Elements of f32 are then rounded to tf32; those that are contiguous along rows are loaded one by one.
 """
 
@@ -11,18 +11,38 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portmm.ir.fragment_index import coordinate, lane_column, lane_row
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import For, Let
 from portmm.ir.thread_nodes import WHOLE, Do
-from portmm.kernels.gpu.mma_transfer import VECTOR, WORD
+from portmm.kernels.gpu.mma_transfer import WORD
+from portmm.spec.layouts import VECTOR
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.kernels.gpu.mma_transfer import OperandTile
+    from portmm.target.fragment import Fragment
 
 MATRIX_ROWS = 8
 """Number of rows of a matrix."""
+
+
+def of(fragment: Fragment | None) -> Fragment:
+    """A fragment of a unit of a warp, which has one for each operand."""
+    assert fragment is not None  # noqa: S101 - checked when the instruction set is read
+    return fragment
+
+
+def matrices(fragment: Fragment, size: int) -> list[tuple[int, int]]:
+    """Steps of a fragment's matrices: (matrices along rows, along k) of each bit of a matrix's number.
+
+    Args:
+        fragment: rows by k.
+        size: bytes of an element.
+    """
+    within = (WORD // size).bit_length() - 1
+    return [(row // MATRIX_ROWS, k * size // VECTOR) for row, k in fragment.register[within:]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,31 +52,34 @@ class WarpFragments:
     Attributes:
         side: the operand.
         rows: rows of the warp.
-        height: rows of an atom's fragment.
-        k: elements of k of an atom.
+        fragment: the elements of a lane, rows by k.
         first: the warp's first row in the tile.
     """
 
     side: OperandTile
     rows: int
-    height: int
-    k: int
+    fragment: Fragment
     first: Index
 
     @property
     def matrices_k(self) -> int:
         """Number of matrices of a fragment along k."""
-        return self.k * self.side.bytes // VECTOR
+        return self.fragment.columns * self.side.bytes // VECTOR
 
     @property
     def words(self) -> int:
         """Number of registers of a lane for a fragment."""
-        return self.height // MATRIX_ROWS * self.matrices_k
+        return 1 << len(matrices(self.fragment, self.side.bytes))
+
+    @property
+    def dtype(self) -> str:
+        """Type of a register."""
+        return "b32"
 
     @property
     def fragments(self) -> int:
         """Number of fragments of one step of k."""
-        return self.rows // self.height
+        return self.rows // self.fragment.rows
 
     @property
     def count(self) -> int:
@@ -71,7 +94,7 @@ class WarpFragments:
     @property
     def matrices_m(self) -> int:
         """Number of matrices of a fragment along rows."""
-        return self.height // MATRIX_ROWS
+        return self.fragment.rows // MATRIX_ROWS
 
     def lane_offsets(self) -> tuple[Stmt, ...]:
         """Base coordinates of this lane's addresses: row of the tile, vector, and swizzle.
@@ -84,9 +107,9 @@ class WarpFragments:
         own = var("lane") // MATRIX_ROWS % self.at_once if self.at_once > 1 else const(0)
         matrix = own % words if words < self.at_once else own
         fragment = own // words if words < self.at_once else const(0)
-        within = matrix % self.matrices_m if self.matrices_m > 1 else const(0)
-        row = (fragment * self.matrices_m + within) * MATRIX_ROWS
-        along_k = matrix // self.matrices_m
+        steps = matrices(self.fragment, side.bytes)
+        row = (fragment * self.matrices_m + coordinate(matrix, [m for m, _ in steps])) * MATRIX_ROWS
+        along_k = coordinate(matrix, [k for _, k in steps])
         inside = var("lane") % MATRIX_ROWS
         if side.along == "k":
             line, vector = self.first + row + inside, along_k
@@ -100,10 +123,9 @@ class WarpFragments:
         if self.side.by_words:
             return self._load_words(to, tile, step)
         n, side, group = self.side.name, self.side, var("group")
-        # A group of matrices is whole fragments, or a part of one.
-        parts = max(1, self.words // self.at_once)
-        rows = group // parts * max(1, self.at_once // self.words) * self.height
-        along_k = step * self.matrices_k + group % parts * (self.at_once // self.matrices_m)
+        # A group of matrices is whole fragments: none has more than four.
+        rows = group * (self.at_once // self.words) * self.fragment.rows
+        along_k = step * self.matrices_k
         line, vector = var(f"{n}_top"), var(f"{n}_left")
         if side.along == "k":
             line, vector = line + rows, vector + along_k
@@ -122,9 +144,8 @@ class WarpFragments:
 
     def _word_offsets(self) -> tuple[Stmt, ...]:
         n, side, lane = self.side.name, self.side, var("lane")
-        row = self.first + lane // WORD
-        swizzle = side.swizzle(lane % WORD)
-        return (Let(f"{n}_top", lane % WORD), Let(f"{n}_left", row // side.per_vector), Let(f"{n}_turn", swizzle))
+        row, k = self.first + lane_row(self.fragment, lane), lane_column(self.fragment, lane)
+        return (Let(f"{n}_top", k), Let(f"{n}_left", row // side.per_vector), Let(f"{n}_turn", side.swizzle(k)))
 
     def _load_words(self, to: Ptr, tile: Index, step: Index) -> tuple[Stmt, ...]:
         """Loads of fragments word by word, where rows are contiguous."""
@@ -133,6 +154,6 @@ class WarpFragments:
         rows = (q // self.words * self.matrices_m + within) * MATRIX_ROWS
         line = var(f"{n}_top") + (step * self.matrices_k + q % self.words // self.matrices_m) * WORD
         vector = (var(f"{n}_left") + rows // side.per_vector) ^ var(f"{n}_turn")
-        at = line * side.width + vector * side.per_vector + var("lane") // WORD % side.per_vector
+        at = line * side.width + vector * side.per_vector + lane_row(self.fragment, var("lane")) % side.per_vector
         call = Do("tf32_load", (to + q, Ptr(f"{n}_tile", tile + at)))
         return (For("matrix", const(0), const(self.count), const(1), (call,), WHOLE),)

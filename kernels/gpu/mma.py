@@ -8,9 +8,9 @@
           sums of a warp += fragments of A x fragments of B
       C <- sums
 
-Of a block's tile each warp has a part; of a warp's sums, lane l has those of rows l / 4 and columns l % 4 * 2 and the
-next, of every eight rows and columns. With `swap` the columns of B are the atom's rows: of few rows of
-A, fewer are wasted, as atoms have sixteen rows but eight columns. Tiles in shared memory: `mma_transfer`.
+Of a block's tile each warp has a part. Which elements of fragments and of sums a lane has, the atom says
+(`target.fragment`). With `swap` the columns of B are the atom's rows: of few rows of A, fewer are wasted where atoms
+have more rows than columns. Tiles in shared memory: `mma_transfer`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from portmm.ir.fragment_index import Registers, coordinate, lane_column, lane_row
 from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import For, If, Let, Mac, Scratch
 from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, CopyCommit, CopyWait
 from portmm.kernels.gpu.epilogue_staging import StagedStore
 from portmm.kernels.gpu.epilogue_store import EpilogueStore, bottom
-from portmm.kernels.gpu.fragments import MATRIX_ROWS, WarpFragments
+from portmm.kernels.gpu.fragments import WarpFragments, of
+from portmm.kernels.gpu.lane_fragments import LaneFragments
 from portmm.kernels.gpu.mma_transfer import OperandTile
 from portmm.kernels.gpu.simt import arguments, block_tile, blocks, slice_of_k
 from portmm.kernels.gpu.split_k_fixup import join
@@ -37,9 +39,7 @@ if TYPE_CHECKING:
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
-LANES = 32
-PAIR = 2
-"""Number of neighbouring columns of a lane."""
+    Part = WarpFragments | LaneFragments
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +67,13 @@ class Work:
             var("row_0" if of_a else "column_0"), bottom(s) if of_a else var("n"), s.stages,
         )  # fmt: skip
 
-    def part(self, name: str) -> WarpFragments:
+    def part(self, name: str) -> WarpFragments | LaneFragments:
         """Fragments of a warp's rows of an operand."""
         warp, of_a = self.s.tiles[1], name == "a"
-        height = self.atom.m if of_a != self.s.swap else self.atom.n
-        rows = warp.m if of_a else warp.n
-        return WarpFragments(self.side(name), rows, height, self.atom.k, var(f"{name}_first"))
+        left, right = of(self.atom.a_fragment), of(self.atom.b_fragment)
+        fragment = left if of_a != self.s.swap else right.transposed
+        kind = WarpFragments if fragment.load else LaneFragments
+        return kind(self.side(name), warp.m if of_a else warp.n, fragment, var(f"{name}_first"))
 
     @property
     def names(self) -> tuple[str, str]:
@@ -82,7 +83,7 @@ class Work:
     @property
     def words(self) -> int:
         """Number of sums of a lane in one atom."""
-        return self.atom.m * self.atom.n // LANES
+        return of(self.atom.acc_fragment).elements
 
 
 def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
@@ -96,11 +97,11 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     more = shared_bytes(s) - a.side.bytes * tiles[0].elements
     tiles[1] = replace(tiles[1], elements=more // b.side.bytes)
     body: list[Stmt] = [*tiles, Scratch("acc", sums, atom.acc)]
-    body += [Scratch("a_part", a.count * ahead, "b32"), Scratch("b_part", b.count * ahead, "b32")]
+    body += [Scratch("a_part", a.count * ahead, a.dtype), Scratch("b_part", b.count * ahead, b.dtype)]
     body += [] if s.copies else [a.side.registers(), b.side.registers()]
     body += [
         *block_tile(s),
-        *warps(s),
+        *warps(s, isa.warp),
         *a.lane_offsets(),
         *b.lane_offsets(),
         *slice_of_k(s, s.block.k),
@@ -112,13 +113,13 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=s.slices), s.threads, grid, tuple(body))
 
 
-def warps(s: Schedule) -> list[Stmt]:
+def warps(s: Schedule, lanes: int) -> list[Stmt]:
     """Coordinates of this warp's part of its block's tile."""
     warp, across = s.tiles[1], s.block.n // s.tiles[1].n
     number = var("warp")
     return [
-        Let("warp", var("thread") // LANES),
-        Let("lane", var("thread") % LANES),
+        Let("warp", var("thread") // lanes),
+        Let("lane", var("thread") % lanes),
         Let("a_first", number // across * warp.m),
         Let("b_first", number % across * warp.n),
     ]
@@ -133,12 +134,12 @@ def multiply(work: Work, at: Index) -> tuple[Stmt, ...]:
     return _each("i", left.fragments, _each("j", right.fragments, (mac,)))
 
 
-def load(a: WarpFragments, b: WarpFragments, at: Index, stage: Index, step: Index) -> tuple[Stmt, ...]:
+def load(a: Part, b: Part, at: Index, stage: Index, step: Index) -> tuple[Stmt, ...]:
     """Loads of the fragments of a step of k of a stage."""
     return tuple(s for p in (a, b) for s in p.load(Ptr(f"{p.side.name}_part", at * p.count), stage * p.side.size, step))
 
 
-def _copied(work: Work, a: WarpFragments, b: WarpFragments) -> list[Stmt]:
+def _copied(work: Work, a: Part, b: Part) -> list[Stmt]:
     """Main loop with asynchronous copies, and fragments that are loaded one step ahead."""
     s, step = work.s, var("step")
     steps, stages = s.block.k // work.atom.k, s.stages
@@ -165,7 +166,7 @@ def _copied(work: Work, a: WarpFragments, b: WarpFragments) -> list[Stmt]:
     return [*ahead, CopyWait(stages - 2), Barrier(), If(const(0).lt(var("steps")), first), loop]
 
 
-def _fetched(work: Work, a: WarpFragments, b: WarpFragments) -> list[Stmt]:
+def _fetched(work: Work, a: Part, b: Part) -> list[Stmt]:
     """Main loop with copies through registers: one tile is multiplied while the next is loaded."""
     s, step, end = work.s, var("step"), var("k_end")
     steps = s.block.k // work.atom.k
@@ -192,26 +193,35 @@ def stored(work: Work) -> list[Stmt]:
     """Epilogue: stores of the sums of this lane."""
     s, atom = work.s, work.atom
     left, right = (work.part(x) for x in work.names)
-    cell = (1, 1 if s.swap else PAIR)
+    sums, lane = of(atom.acc_fragment), var("lane")
+    own, in_c = Registers(sums), Registers(sums.transposed if s.swap else sums)
+    cell = (1, in_c.neighbours)
     epilogue = StagedStore(s, work.isa, atom, cell) if staging(s) else EpilogueStore(s, work.isa, atom, cell)
     after = epilogue.after() if isinstance(epilogue, StagedStore) else ()
-    i, j, half, e = var("below"), var("beside"), var("half"), var("pair")
-    halves = atom.m // MATRIX_ROWS
-    down = left.first + i * atom.m + half * MATRIX_ROWS + var("lane") // 4
-    across = right.first + j * MATRIX_ROWS + var("lane") % 4 * PAIR
-    at = ((i * right.fragments + j) * halves + half) * PAIR
-    if s.swap:
-        # A lane's two sums are of neighbouring rows of C.
-        column = (Let("column", var("column_0") + down), *epilogue.store_vector(at + e))
-        columns = _each("below", left.fragments, _each("half", halves, column))
-        row = (Let("row", var("row_0") + across + e), If(var("row").lt(bottom(s)), columns))
-        return [*epilogue.before(), *_each("beside", right.fragments, _each("pair", PAIR, row)), *after]
     n = epilogue.vector
-    here = e * n if n < PAIR else const(0)
-    store: tuple[Stmt, ...] = (Let("column", var("column_0") + across + here), *epilogue.store_vector(at + here))
-    store = _each("pair", PAIR // n, store) if n < PAIR else store
-    row = (Let("row", var("row_0") + down), If(var("row").lt(bottom(s)), _each("beside", right.fragments, store)))
-    return [*epilogue.before(), *_each("below", left.fragments, _each("half", halves, row)), *after]
+    whole = n == in_c.columns > 1
+    # Fragments and registers along the rows and the columns of the atom, which `swap` makes columns and rows of C.
+    of_m, of_n = var("half") * (n if s.swap else 1), var("pair") * (1 if s.swap else n)
+    if whole:
+        of_m, of_n = (const(0), of_n) if s.swap else (of_m, const(0))
+    at = own.number(var("below") * right.fragments + var("beside"), of_m, of_n)
+    down = left.first + var("below") * sums.rows + coordinate(of_m, own.row_weights) + lane_row(sums, lane)
+    across = right.first + var("beside") * sums.columns + lane_column(sums, lane)
+    further = coordinate(of_n, own.column_weights)
+    m_loops, n_loops = (
+        (("below", left.fragments), ("half", own.rows)),
+        (("beside", right.fragments), ("pair", own.columns)),
+    )
+    if s.swap:
+        row, column = var("row_0") + across + further, var("column_0") + down
+        outer, (inner, (name, count)) = n_loops, m_loops
+    else:
+        row, column = var("row_0") + down, var("column_0") + across + further
+        outer, (inner, (name, count)) = m_loops, n_loops
+    store: tuple[Stmt, ...] = (Let("column", column), *epilogue.store_vector(at))
+    store = store if whole else _each(name, count // n, store)
+    rows = (Let("row", row), If(var("row").lt(bottom(s)), _each(*inner, store)))
+    return [*epilogue.before(), *_each(*outer[0], _each(*outer[1], rows)), *after]
 
 
 def _each(name: str, count: int, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portmm.ir.fragment_index import lane_column, lane_row
 from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.index import Ptr, const, minimum, var
 from portmm.ir.nodes import For, If, Let, Mac, Move, Scratch
@@ -30,6 +31,7 @@ from portmm.kernels.gpu import attention_tiles
 from portmm.kernels.gpu.attention_blocks import AttentionBlocks
 from portmm.kernels.gpu.attention_scores import each
 from portmm.kernels.gpu.attention_tiles import PER_VECTOR, SIZE, HeadTile, shared
+from portmm.kernels.gpu.fragments import of
 from portmm.kernels.gpu.mma_softmax import PAIR, FragmentSoftmax
 from portmm.spec.dtype import BY_NAME
 
@@ -45,6 +47,8 @@ UNIT = 16
 """Elements of a head, or keys, of one product: one atom, or two of half the size."""
 WORDS = 4
 """Number of registers of a lane for 16 x 16 elements of 16 bits, and for 16 x 8 sums."""
+STRIP = 8
+"""Columns of one atom's sums."""
 PACKED = {"f16": "pack_f16", "bf16": "pack_bf16"}
 
 
@@ -67,6 +71,11 @@ class Work(AttentionBlocks):
 
     t: MatrixTiling
     softmax: FragmentSoftmax
+
+    @property
+    def own_column(self) -> Index:
+        """First column of a lane, of every strip of keys or of V."""
+        return lane_column(self.softmax.sums, var("lane"))
 
     def tile(self, name: str) -> HeadTile:
         """Tile of an operand."""
@@ -99,15 +108,16 @@ class Work(AttentionBlocks):
 
     def lanes(self) -> tuple[Stmt, ...]:
         """Rows of a lane in the tile, and offsets of its part of fragments."""
-        warp = var("warp") * (self.t.high * UNIT)
+        warp, left, right = var("warp") * (self.t.high * UNIT), of(self.atom.a_fragment), of(self.atom.b_fragment)
         return (
-            Let("warp", var("thread") // 32),
-            Let("lane", var("thread") % 32),
+            Let("warp", var("thread") // self.t.warp),
+            Let("lane", var("thread") % self.t.warp),
             Let("warp_row", warp),
-            Let("first_row", var("warp_row") + var("lane") // 4),
-            *self.tile("q").lane(rows_first=True),
-            *self.tile("k").lane(rows_first=False),
-            *self.tile("v").lane(rows_first=True),
+            Let("first_row", var("warp_row") + lane_row(self.softmax.sums, var("lane"))),
+            # Two fragments of a right operand, or of one of half the depth, are repeated along k first.
+            *self.tile("q").lane(left, rows_first=False),
+            *self.tile("k").lane(right.transposed, rows_first=False),
+            *self.tile("v").lane(right, rows_first=True),
         )
 
     # -- copies --------------------------------------------------------------
@@ -173,7 +183,7 @@ class Work(AttentionBlocks):
         return (
             *turn,
             *self.ahead(slots - 1, Clear("s", t.high * t.strips * WORDS), self.scores()),
-            Let("first_key", var("key") + var("lane") % 4 * PAIR),
+            Let("first_key", var("key") + self.own_column),
             *self.ahead(slots, *self.softmax.statements(), self.weighed()),
         )
 
@@ -259,13 +269,13 @@ class Work(AttentionBlocks):
             store: Stmt = each("e", PAIR, Move(to + e * step, Ptr("values", e)))
         else:
             store = Vector(to, Ptr("words" if packed else "values"), PAIR * BY_NAME[kind].bytes)
-        column = Let("column", var("c") * 8 + var("lane") % 4 * PAIR)
+        column = Let("column", var("c") * STRIP + self.own_column)
         return each("c", t.columns, column, *self.pair(packed=packed), store)
 
     def put(self, row: Index) -> Stmt:
         """Stores of a lane's columns of a row of O to shared memory."""
         t, tile = self.t, self.tile("o")
-        at = row * tile.pitch + (var("c") ^ tile.swizzle(row)) * PER_VECTOR + var("lane") % 4 * PAIR
+        at = tile.at(row, var("c"), self.own_column)
         store = Vector(Ptr("q_tile", at), Ptr("words"), PAIR * SIZE)
         return each("c", t.columns, *self.pair(packed=True), store)
 
@@ -273,14 +283,14 @@ class Work(AttentionBlocks):
         """Transfer of the rows of a warp from shared to global memory."""
         t, tile, vector, line = self.t, self.tile("o"), var("piece"), var("line")
         column = vector % t.columns
-        src = Ptr("q_tile", line * tile.pitch + (column ^ tile.swizzle(line)) * PER_VECTOR)
+        src = Ptr("q_tile", tile.at(line, column))
         store = If(
             var("row").lt(self.height),
             (*self.result(), Vector(Ptr("to", column * PER_VECTOR), src, PER_VECTOR * SIZE)),
         )
         return each(
-            "turn", t.high * t.columns * UNIT // 32,
-            Let("piece", var("lane") + var("turn") * 32),
+            "turn", t.high * t.columns * UNIT // t.warp,
+            Let("piece", var("lane") + var("turn") * t.warp),
             Let("line", var("warp_row") + vector // t.columns),
             Let("row", var("row_0") + line),
             store,

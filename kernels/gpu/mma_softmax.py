@@ -12,11 +12,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portmm.ir.fragment_index import Registers, coordinate, in_row, row_masks
 from portmm.ir.index import Ptr, minimum, var
 from portmm.ir.nodes import If, Let
 from portmm.ir.thread_nodes import Apply, Exchange
 from portmm.kernels.cpu.online_softmax import LOG2E, LOWEST
 from portmm.kernels.gpu.attention_scores import Scores, each
+from portmm.kernels.gpu.fragments import of
 from portmm.spec.epilogue import acc, parse
 from portmm.spec.expr import fma
 from portmm.util.locks import once
@@ -26,9 +28,8 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
     from portmm.schedule.gpu_mma_attention import MatrixTiling
     from portmm.spec.expr import Expr
+    from portmm.target.fragment import Fragment
 
-FOUR = (1, 2)
-"""Bits of a lane's index that differ among the lanes of a row."""
 PAIR = 2
 
 
@@ -37,6 +38,11 @@ class FragmentSoftmax(Scores):
     """Statements for the scores of a tile, in registers."""
 
     t: MatrixTiling
+
+    @property
+    def sums(self) -> Fragment:
+        """Scores, or sums, of an atom in the registers of lanes."""
+        return of(self.atom.acc_fragment)
 
     @once
     def score(self) -> Expr:
@@ -61,7 +67,8 @@ class FragmentSoftmax(Scores):
     def row(self) -> Index:
         """Index of row i of a lane in the block's tile."""
         i = var("i")
-        return var("first_row") + (i // 2 * 16 + i % 2 * 8)
+        own = Registers(self.sums)
+        return var("first_row") + (i // own.rows * self.sums.rows + coordinate(i % own.rows, own.row_weights))
 
     def scored(self, value: Expr, registers: dict[Expr, str], *, edge: bool) -> Stmt:
         """Loop over this lane's rows: scores, and the maximum of each row."""
@@ -84,8 +91,9 @@ class FragmentSoftmax(Scores):
         return each("i", t.rows, *lets, *fixed, literal, columns, self.keep("big", Ptr("bigs", var("i"))))
 
     def together(self, op: str, name: str) -> tuple[Stmt, ...]:
-        """Reduction over the four lanes of a row, with the result in each of them."""
-        return tuple(x for bit in FOUR for x in (Exchange("theirs", name, bit), self.map(op, name, name, "theirs")))
+        """Reduction over the lanes of a row, with the result in each of them."""
+        masks = row_masks(self.sums)
+        return tuple(x for bit in masks for x in (Exchange("theirs", name, bit), self.map(op, name, name, "theirs")))
 
     def weights(self) -> Stmt:
         """Loop over rows that turns scores into weights, and rescales earlier sums to the new maximum."""
@@ -138,4 +146,4 @@ class FragmentSoftmax(Scores):
             self.get("largest", Ptr("most", var("i"))),
             self.map("mul", "largest", "largest", math.log(2)),
         )
-        return self.row_results(first, (var("lane") % 4).eq(0) * there)
+        return self.row_results(first, in_row(self.sums, var("lane")).eq(0) * there)

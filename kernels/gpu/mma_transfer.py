@@ -5,10 +5,8 @@ bytes. Where memory is contiguous along k, a line is a row (of A, or a column of
 along rows, a line is one k, and is transposed as fragments are loaded. Nothing is converted.
 
 Bank conflicts. Fragments are loaded as matrices of eight lines of one vector (PTX ISA, ldmatrix), each at once if
-their vectors are in different banks, which repeat after `SPAN` bytes. So vector p of line r is stored at p xor
-s(r), where s counts the spans that lines fill: r itself where a line has `SPAN` bytes or more, one for each two
-lines of half of that. For lines of words along rows, lanes load words of four lines, each of two neighbouring vectors,
-so that s counts in pairs. The first is also the swizzle of 128, 64 and 32 bytes of TMA.
+their vectors are in different banks: `layouts.swizzled`. For lines of words along rows, lanes load words of four
+lines, each of two neighbouring vectors, so that these are swizzled in pairs.
 """
 
 from __future__ import annotations
@@ -21,13 +19,12 @@ from portmm.ir.nodes import For, If, Let, LetPtr, Scratch
 from portmm.ir.thread_nodes import WHOLE, CopyAsync, Shared, Vector
 from portmm.kernels.gpu.global_to_shared import or_zeros
 from portmm.spec.dtype import BY_NAME
+from portmm.spec.layouts import BANKS, VECTOR, swizzle, swizzled
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
 
-VECTOR = 16
-SPAN = 128
 WORD = 4
 PAIR = 2
 
@@ -85,33 +82,29 @@ class OperandTile:
         return VECTOR // self.bytes
 
     @property
-    def line_vectors(self) -> int:
-        """Number of vectors of a line."""
-        return self.width // self.per_vector
-
-    @property
     def size(self) -> int:
         """Number of elements of one tile in shared memory."""
         return self.lines * self.width
 
     def shared(self) -> Shared:
         """Shared memory array of the tiles."""
-        return Shared(f"{self.name}_tile", self.size * self.stages, self.dtype, SPAN)
+        return Shared(f"{self.name}_tile", self.size * self.stages, self.dtype, BANKS)
 
     def swizzle(self, line: Index) -> Index:
-        """Number that the indices of a line's vectors are xored with: s(r) above."""
-        each = max(1, SPAN // (self.width * self.bytes))
-        most = min(self.line_vectors, SPAN // VECTOR)
-        return line // each % (most // PAIR) * PAIR if self.by_words else line // each % most
+        """Number that the indices of a line's vectors are xored with."""
+        number: Index = swizzle(self.width, self.bytes, PAIR if self.by_words else 1).number(line)
+        return number
+
+    def at(self, line: Index, vector: Index, element: Index | int = 0) -> Index:
+        """Offset of an element of a vector of a line, in a tile."""
+        layout = swizzled(self.width, self.bytes, PAIR if self.by_words else 1)
+        offset: Index = layout.offset((line, vector, element))
+        return offset
 
     @property
     def by_words(self) -> bool:
         """Whether fragments are loaded word by word: their elements are words, contiguous along rows."""
         return self.bytes == WORD and self.along == "row"
-
-    def at(self, line: Index, vector: Index) -> Index:
-        """Offset of a vector of a line, in a tile."""
-        return line * self.width + (vector ^ self.swizzle(line)) * self.per_vector
 
     # -- to shared memory ------------------------------------------------------
 
@@ -149,9 +142,8 @@ class OperandTile:
 
     def _to(self, stage: Index) -> Ptr:
         line, column = var(f"{self.name}_line"), var(f"{self.name}_column")
-        at = self.at(line, column // self.per_vector)
         within = column % self.per_vector if self.vector < self.per_vector else const(0)
-        return Ptr(f"{self.name}_tile", stage * self.size + at + within)
+        return Ptr(f"{self.name}_tile", stage * self.size + self.at(line, column // self.per_vector, within))
 
     def _there(self, end: Index) -> Index:
         """Condition that a vector is in bounds: of addresses that are not clamped, compilers keep one and a step."""

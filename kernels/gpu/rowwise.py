@@ -28,6 +28,7 @@ from portmm.kernels.cpu.rowwise import Passes, inside
 from portmm.kernels.gpu.epilogue_store import fused_arguments, operands
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import REDUCTIONS, varies
+from portmm.target.device import CUDA_WARP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
-WARP = 32
-"""Number of threads that exchange registers: CUDA's warp."""
 AHEAD = 4
 """Unroll factor of a loop along a long row, so that loads overlap."""
 
@@ -55,6 +54,7 @@ class Form:
         cells: maximum number of columns of a thread; 0 for any number, in a loop.
         vector: neighbouring columns that are moved at once.
         exchange: threads of a warp exchange registers (shuffles).
+        warp: number of these.
     """
 
     threads: int
@@ -62,6 +62,7 @@ class Form:
     cells: int = 0
     vector: int = 1
     exchange: bool = False
+    warp: int = CUDA_WARP
 
     @property
     def width(self) -> int:
@@ -164,9 +165,8 @@ class _Row:
     def shared(self, names: Iterable[str]) -> list[Stmt]:
         """Shared memory for reductions over a subgroup."""
         form = self.form
-        if form.subgroup <= (WARP if form.exchange else 1):
-            return []
-        return [Shared(f"of_{x}", form.threads // (WARP if form.exchange else 1), "f32") for x in names]
+        each = form.warp if form.exchange else 1
+        return [Shared(f"of_{x}", form.threads // each, "f32") for x in names] if form.subgroup > each else []
 
     def reduced(self, at: Elements, into: dict[Expr, str], keeps: dict[Expr, str]) -> list[Stmt]:
         """Statements of a pass for sums and maxima."""
@@ -263,19 +263,19 @@ class _Row:
 
     def by_warps(self, kinds: dict[str, str]) -> list[Stmt]:
         """Reductions through registers of a warp, then through shared memory."""
-        subgroup = self.form.subgroup
+        subgroup, lanes = self.form.subgroup, self.form.warp
         stmts: list[Stmt] = []
-        mask = min(subgroup, WARP) // 2
+        mask = min(subgroup, lanes) // 2
         while mask:
             stmts += [
                 s for to, kind in kinds.items() for s in (Exchange("other", f"all_{to}", mask), self.combined(to, kind))
             ]
             mask //= 2
-        if subgroup <= WARP:
+        if subgroup <= lanes:
             return stmts
-        real, warp, warps = self.real.name, var("thread") // WARP, subgroup // WARP
+        real, warp, warps = self.real.name, var("thread") // lanes, subgroup // lanes
         put = tuple(Verb("store", f"all_{to}", p=Ptr(f"of_{to}", warp), of=real) for to in kinds)
-        stmts += [If((var("lane") % WARP).eq(0), put), Barrier()]
+        stmts += [If((var("lane") % lanes).eq(0), put), Barrier()]
         first = var("thread") // subgroup * warps
         for to, kind in kinds.items():
             stmts.append(Verb("load_c", f"all_{to}", p=Ptr(f"of_{to}", first), of=real))

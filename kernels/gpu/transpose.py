@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
-LANES = 32
+TILE = 32
+"""Rows of a tile, and words along k: as many as there are banks."""
 WARPS = 8
+"""Groups of as many threads, each with a row or a column at a time."""
 WORD = 4
 ALIGNED = 16
 """Alignment of lines in bytes."""
@@ -37,7 +39,7 @@ def lines(k: int, size: int) -> int:
 def build(isa: Isa, atom: Atom, dtype: str, along: str) -> GridKernel:
     """Kernel for elements of a type; `along` is "row" where memory is contiguous along rows, else "k"."""
     each = WORD // BY_NAME[dtype].bytes
-    tile_k, across = LANES * each, LANES + 1
+    tile_k, across = TILE * each, TILE + 1
     row, k, lane, warp, turn, e = (var(x) for x in ("row", "at", "lane", "warp", "turn", "e"))
     inside, line = var("inside"), var("beside")
     here = Ptr("x_item", row * var("x_m") + k * var("x_k"))
@@ -48,10 +50,10 @@ def build(isa: Isa, atom: Atom, dtype: str, along: str) -> GridKernel:
         turns = tile_k // WARPS
     else:
         place = (
-            Let("inside", lane + turn % each * LANES),
+            Let("inside", lane + turn % each * TILE),
             Let("beside", warp + turn // each * WARPS),
         )
-        turns = LANES // WARPS * each
+        turns = TILE // WARPS * each
     fetch = (*place, Let("row", var("row_0") + line), Let("at", var("k_0") + inside), *read)
     gather = For(
         "e", const(0), const(each), const(1),
@@ -66,21 +68,21 @@ def build(isa: Isa, atom: Atom, dtype: str, along: str) -> GridKernel:
             (gather, Vector(Ptr("to_item", row * var("to_m") + k), Ptr("word"), WORD)),
         ),
     )
-    down = ceil_div(var("m"), LANES)
+    down = ceil_div(var("m"), TILE)
     right = ceil_div(var("line"), tile_k)
     body: tuple[Stmt, ...] = (
         Shared("tile", tile_k * across, dtype),
         Scratch("word", each, dtype),
-        Let("lane", var("thread") % LANES),
-        Let("warp", var("thread") // LANES),
+        Let("lane", var("thread") % TILE),
+        Let("warp", var("thread") // TILE),
         Let("item", var("block") // (down * right)),
-        Let("row_0", var("block") % (down * right) // right * LANES),
+        Let("row_0", var("block") % (down * right) // right * TILE),
         Let("k_0", var("block") % right * tile_k),
         LetPtr("x_item", Ptr("x", var("item") * var("x_batch")), dtype, readonly=True),
         LetPtr("to_item", Ptr("to", var("item") * var("to_batch")), dtype),
         For("turn", const(0), const(turns), const(1), fetch, WHOLE),
         Barrier(),
-        For("turn", const(0), const(LANES // WARPS), const(1), put, WHOLE),
+        For("turn", const(0), const(TILE // WARPS), const(1), put, WHOLE),
     )
     params = (
         *(Argument(x, "int") for x in ("m", "k", "line", "batch")),
@@ -90,4 +92,4 @@ def build(isa: Isa, atom: Atom, dtype: str, along: str) -> GridKernel:
         *(Argument(x, "long") for x in ("to_m", "to_batch")),
     )
     grid = (down * right * var("batch"), const(1))
-    return GridKernel(f"portmm_lines_{dtype}_{along}", isa, atom, params, LANES * WARPS, grid, body)
+    return GridKernel(f"portmm_lines_{dtype}_{along}", isa, atom, params, TILE * WARPS, grid, body)

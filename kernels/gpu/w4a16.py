@@ -27,11 +27,13 @@ from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING
 
+from portmm.ir.fragment_index import in_column, in_row
 from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.index import Ptr, ceil_div, const, var
 from portmm.ir.nodes import Add, For, If, Let, Mac, Move, Scratch
 from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, CopyCommit, CopyWait, Do, Shared, Vector
 from portmm.kernels.gpu.epilogue_store import EpilogueStore
+from portmm.kernels.gpu.fragments import of
 from portmm.kernels.gpu.simt import arguments, block_tile, slice_of_k
 from portmm.kernels.gpu.w4a16_tiles import LANES, Scales, Tile, reversed_bits
 from portmm.spec.dtype import CODES_KR
@@ -43,7 +45,6 @@ if TYPE_CHECKING:
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
-WARP = 32
 PAIR = 2
 SUMS = 4
 """Number of sums of a lane in one atom: two columns of B by two rows of A."""
@@ -152,14 +153,15 @@ def _warps(work: Work) -> list[Stmt]:
     """Coordinates of this warp's part of its block's tile, and of its lanes."""
     s = work.s
     warp, across, number = s.tiles[1], s.block.n // s.tiles[1].n, var("warp") // slice_warps(s)
+    sums = of(work.atom.acc_fragment)
     return [
-        Let("warp", var("thread") // WARP),
-        Let("lane", var("thread") % WARP),
+        Let("warp", var("thread") // work.isa.warp),
+        Let("lane", var("thread") % work.isa.warp),
         Let("share", var("warp") % slice_warps(s)),
         Let("a_first", number // across * warp.m),
         Let("b_first", number % across * warp.n),
-        Let("g", var("lane") // LANES),
-        Let("t", var("lane") % LANES),
+        Let("g", in_column(sums, var("lane"))),
+        Let("t", in_row(sums, var("lane"))),
         Let("turned", reversed_bits(var("g"))),
     ]
 
@@ -250,7 +252,7 @@ def _slice_reduction(work: Work, sums: int) -> list[Stmt]:
     """Slice-K reduction: the sums of warps with other parts of k are added, and stored by the first."""
     s, q, other = work.s, var("q"), var("other")
     alone = s.threads // slice_warps(s)
-    own = var("warp") // slice_warps(s) * WARP + var("lane")
+    own = var("warp") // slice_warps(s) * work.isa.warp + var("lane")
     to = Ptr("left", ((var("share") - 1) * sums + q) * alone + own)
     src = Ptr("left", (other * sums + q) * alone + own)
     leave = If(const(0).lt(var("share")), _for("q", sums, Move(to, Ptr("acc", q))))

@@ -116,7 +116,7 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     body += [Scratch("word", WORDS, "s32"), Scratch("made", WORDS, "b32")]
     body += [
         *block_tile(s),
-        *warps(s),
+        *warps(s, isa.warp),
         *a.lane_offsets(),
         *b.lane_offsets(),
         *slice_of_k(s, s.block.k),

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
-WARPS, LANES = 4, 32
-"""Number of warps of a warpgroup, and of threads of a warp."""
 ALL_GROUPS = 4
 """Barrier of all consumer warpgroups."""
 
@@ -147,7 +145,8 @@ def _begin(work: Work) -> list[Stmt]:
     """Initialization of barriers, and the coordinates of a thread: warpgroup, warp and lane."""
     s, stage = work.s, var("stage")
     # All warps that multiply a stage arrive, at all blocks that loaded it.
-    warps = WARPS * (1 if s.pingpong else s.groups) * s.cluster
+    own = WARPGROUP // work.isa.warp
+    warps = own * (1 if s.pingpong else s.groups) * s.cluster
     each = (
         Do("mbarrier_init", (Ptr("full", stage), const(1))),
         Do("mbarrier_init", (Ptr("empty", stage), const(warps))),
@@ -155,7 +154,7 @@ def _begin(work: Work) -> list[Stmt]:
     first: list[Stmt] = [Do("tma_prefetch", (Ptr(f"{x.name}_map"),)) for x in work.operands]
     first.append(For("stage", const(0), const(s.stages), const(1), each))
     if s.pingpong:
-        first += [Do("mbarrier_init", (Ptr("order", const(i)), const(WARPS))) for i in range(2)]
+        first += [Do("mbarrier_init", (Ptr("order", const(i)), const(own))) for i in range(2)]
     first.append(Do("mbarrier_init_fence"))
     sync: list[Stmt] = [Get("rank", "cluster_rank"), Do("cluster_sync")] if s.cluster > 1 else [Barrier()]
     return [
@@ -163,8 +162,8 @@ def _begin(work: Work) -> list[Stmt]:
         *sync,
         # A shuffle tells the compiler that it is the same in all lanes of a warp.
         Get("group", "shuffle_idx_s32", (var("thread") // WARPGROUP, const(0))),
-        Let("warp", var("thread") % WARPGROUP // LANES),
-        Let("lane", var("thread") % LANES),
+        Let("warp", var("thread") % WARPGROUP // work.isa.warp),
+        Let("lane", var("thread") % work.isa.warp),
     ]
 
 

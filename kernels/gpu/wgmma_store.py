@@ -11,14 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portmm.ir.fragment_index import lane_column, lane_row
 from portmm.ir.grid_kernel import Argument, MapOf
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import For, If, Let, Scratch
 from portmm.ir.thread_nodes import WHOLE, Do, Shared
 from portmm.kernels.gpu.epilogue_store import EpilogueStore, bottom, element, operands
-from portmm.schedule.gpu_wgmma import BUFFERS, LINE, STRIP, SWIZZLED, columns, panel, staged, strips
+from portmm.kernels.gpu.fragments import of
+from portmm.schedule.gpu_wgmma import BUFFERS, STRIP, SWIZZLED, columns, panel, staged, strips
 from portmm.schedule.schedule import WARPGROUP
+from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import parse
+from portmm.spec.layouts import swizzled
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
@@ -116,13 +120,23 @@ class WgmmaEpilogue:
             return self._sent(first)
         return self._swapped(first) if self.s.swap else self._plain(first)
 
+    @property
+    def own_row(self) -> Index:
+        """Row of a lane's first sum, of those of its warp."""
+        return lane_row(of(self.atom.acc_fragment), var("lane"), self.isa.warp)
+
+    @property
+    def own_column(self) -> Index:
+        """Column of a lane's first sum."""
+        return lane_column(of(self.atom.acc_fragment), var("lane"), self.isa.warp)
+
     # -- from registers ----------------------------------------------------------
 
     def _plain(self, first: Index) -> tuple[Stmt, ...]:
         i, cell, half = var("i"), var("cell"), var("half")
         at = (i * (columns(self.s) // SIDE) + cell) * (HALVES * PAIR) + half * PAIR
-        row = var("row_0") + (first + i * STRIP) + var("warp") * (HALVES * SIDE) + half * SIDE + var("lane") // 4
-        column = var("column_0") + cell * SIDE + var("lane") % 4 * PAIR
+        row = var("row_0") + (first + i * STRIP) + var("warp") * (HALVES * SIDE) + half * SIDE + self.own_row
+        column = var("column_0") + cell * SIDE + self.own_column
         store, e = self.store, var("e")
         if store.vector == PAIR:
             piece: tuple[Stmt, ...] = (Let("column", column), *store.store_vector(at))
@@ -137,8 +151,8 @@ class WgmmaEpilogue:
     def _swapped(self, first: Index) -> tuple[Stmt, ...]:
         i, cell, half, e = var("i"), var("cell"), var("half"), var("e")
         at = (i * (columns(self.s) // SIDE) + cell) * (HALVES * PAIR) + half * PAIR + e
-        column = var("column_0") + (first + i * STRIP) + var("warp") * (HALVES * SIDE) + half * SIDE + var("lane") // 4
-        row = var("row_0") + cell * SIDE + var("lane") % 4 * PAIR + e
+        column = var("column_0") + (first + i * STRIP) + var("warp") * (HALVES * SIDE) + half * SIDE + self.own_row
+        row = var("row_0") + cell * SIDE + self.own_column + e
         # A lane's two sums are of neighbouring rows of C.
         inner = (Let("row", row), If(var("row").lt(bottom(self.s)), self.store.store_vector(at)))
         each = For("e", const(0), const(PAIR), const(1), inner, WHOLE)
@@ -212,8 +226,7 @@ class WgmmaEpilogue:
 
     def _put(self) -> Stmt:
         """Store of matrices to shared memory (stmatrix): neighbours along n, two along m."""
-        s, n, put = self.s, panel(self.s), var("put")
-        near = self.words // HALVES
+        s, put, near = self.s, var("put"), self.words // HALVES
         lane, warp = var("lane"), var("warp")
         if s.swap:
             line, vector = (
@@ -225,19 +238,18 @@ class WgmmaEpilogue:
                 warp * (HALVES * SIDE) + lane % (HALVES * SIDE),
                 put * near + lane // (HALVES * SIDE),
             )
-        swizzle = line // (LINE // (n * 2)) % (n // SIDE)
-        to = Ptr("c_tile", var("buffer") + line * n + (vector ^ swizzle) * SIDE)
+        to = Ptr("c_tile", var("buffer") + swizzled(panel(s), BY_NAME[s.types[2]].bytes).offset((line, vector, 0)))
         name = f"stmatrix_{'trans_' if s.swap else ''}x{self.words}"
         return Do(name, (to, Ptr("c_words", put * self.words)))
 
     def _values(self, fused: Fused, at: Index) -> tuple[Stmt, ...]:
         """Fused expressions of the sums of one stmatrix, where they are in bounds."""
-        s, put, lane = self.s, var("put"), var("lane")
+        s, put = self.s, var("put")
         near, half, e = var("near"), var("half"), var("e")
         count = self.words // HALVES
         which = (near * HALVES + half) * PAIR + e
-        down = var("warp") * (HALVES * SIDE) + half * SIDE + lane // 4
-        along = (put * count + near) * SIDE + lane % 4 * PAIR + e
+        down = var("warp") * (HALVES * SIDE) + half * SIDE + self.own_row
+        along = (put * count + near) * SIDE + self.own_column + e
         row, column = (along, down) if s.swap else (down, along)
         results = element(self.isa, fused, Ptr("acc", at + which), Ptr("c_out", which), var("column"))
         inside = var("row").lt(var("m")) * var("column").lt(var("n"))

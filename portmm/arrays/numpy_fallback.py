@@ -12,6 +12,7 @@ import numpy as np
 
 from portmm.arrays import numpy_arrays
 from portmm.spec.dtype import accumulator
+from portmm.spec.layouts import in_panels, row_major
 from portmm.util.user_warnings import warn
 
 if TYPE_CHECKING:
@@ -50,18 +51,15 @@ def pack(array: Array, owner: Array, layout: Family) -> None:
         layout: of the panels.
     """
     *batch, k, n = array.shape
-    nr, kr, count = layout.nr, layout.kr, math.prod(batch)
-    panels, k_groups = -(-n // nr), -(-k // kr)
-    padded = np.zeros((count, k_groups * kr, panels * nr), owner.dtype)
-    padded[:, :k, :n] = array.reshape(count, k, n)
-    units = padded.reshape(count, k_groups, kr, panels, nr).transpose(0, 3, 1, 4, 2)
+    view = in_panels(row_major(k, n), layout.nr, layout.kr)
     owner[...] = 0
-    rows = owner.reshape(count, panels, layout.panel(k) * kr)
-    rows[:, :, : k_groups * nr * kr] = units.reshape(count, panels, k_groups * nr * kr)
-    if layout.sums:
-        sums = padded.sum(axis=1, dtype=np.int32).reshape(count, panels, nr)
-        ends = rows[:, :, -nr * sums.itemsize // owner.itemsize :]
-        ends[...] = sums.view(owner.dtype).reshape(ends.shape)
+    items = owner.reshape(math.prod(batch), -1, layout.panel(k) * layout.kr)
+    for matrix, panels in zip(array.reshape(-1, k, n), items, strict=True):
+        units = view.gather(matrix)
+        panels[:, : units[0].size] = units.reshape(len(units), -1)
+        if layout.sums:
+            sums = units.sum(axis=(1, 3), dtype=np.int32).view(owner.dtype)
+            panels[:, -sums.shape[1] :] = sums
 
 
 def quantized_rows(left: Array) -> tuple[Array, Array]:

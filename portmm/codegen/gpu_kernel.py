@@ -22,7 +22,7 @@ from portmm.ir.thread_nodes import WHOLE, Shared
 from portmm.spec.dtype import BY_NAME, CODES_AT, base
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from portmm.ir.grid_kernel import Argument, GridKernel
     from portmm.ir.index import Ptr
@@ -79,6 +79,8 @@ class Dialect:
         functions: functions that the language's own statements call.
         dynamic: definition of SHARED_BYTES, which declares the shared memory that is allocated at launch; empty
             if there is none.
+        reserved: words of the language that kernels have as names of integers -> names in their place.
+        memory: {bytes}, {align}: declaration of all shared memory of a kernel whose arrays are parts of it.
         map: definition of a tensor map; likewise.
     """
 
@@ -98,6 +100,8 @@ class Dialect:
     guard: tuple[str, str] = ("", "")
     functions: tuple[Primitive, ...] = ()
     dynamic: str = ""
+    reserved: Mapping[str, str] = field(default_factory=dict)
+    memory: str = "SHARED_BYTES(shared_bytes);"
     map: str = ""
     copy: str = ""
     commit: str = ""
@@ -191,7 +195,8 @@ class _Printer(Printer):
         for line in dialect.opening(kernel):
             self.put(1, line)
         if kernel.dynamic:
-            self.put(1, "SHARED_BYTES(shared_bytes);")
+            align = max(s.align for s in kernel.layout)
+            self.put(1, dialect.memory.format(bytes=kernel.shared_bytes, align=align))
         at = len(self.lines)
         for ctype, names in self.registers(kernel.body).items():
             self.put(1, f"{ctype} {', '.join(names)};")
@@ -210,7 +215,19 @@ class _Printer(Printer):
 
     def index(self, x: Index, outer: int = -1) -> str:
         """The spelling of an integer, with shifts for divisions by powers of two: dividends are never negative."""
-        return index(_shifted(x), outer)
+        return index(self.renamed(_shifted(x)), outer)
+
+    def renamed(self, x: Index) -> Index:
+        """An expression without reserved words of the language."""
+        if not self.dialect.reserved:
+            return x
+        if x.op == "var":
+            return Index("var", (self.named(str(x.args[0])),))
+        return Index(x.op, tuple(self.renamed(y) if isinstance(y, Index) else y for y in x.args))
+
+    def named(self, name: str) -> str:
+        """The name of an integer in the language."""
+        return self.dialect.reserved.get(name, name)
 
     def address(self, p: Ptr) -> str:
         """The spelling of an address: integers are added first, in 32 bits, so that vectorizers see adjacent lanes."""
@@ -232,7 +249,7 @@ class _Printer(Printer):
         if self.is_long(s.value):
             self.longs.add(s.name)
             kind = "long"
-        self.put(depth, f"const {kind} {s.name} = {self.index(s.value)};")
+        self.put(depth, f"const {kind} {self.named(s.name)} = {self.index(s.value)};")
 
     def do_letptr(self, s: LetPtr, depth: int) -> None:
         space, name = self.spaces[s.value.name], s.value.name
@@ -248,8 +265,8 @@ class _Printer(Printer):
 
     def do_shared(self, s: Shared, depth: int) -> None:
         if self.kernel.dynamic:
-            kind, at = BY_NAME[s.dtype].c, self.kernel.layout[s]
-            self.put(depth, f"{kind} *const {s.name} = ({kind} *)(shared_bytes + {at});")
+            kind, at = qualified(self.dialect, "shared", s.dtype, readonly=False), self.kernel.layout[s]
+            self.put(depth, f"{kind}const {s.name} = ({kind})(shared_bytes + {at});")
             return
         self.put(depth, self.dialect.shared.format(type=BY_NAME[s.dtype].c, name=s.name, elements=s.elements))
 
@@ -259,8 +276,9 @@ class _Printer(Printer):
     def do_for(self, s: For, depth: int) -> None:
         if s.unroll != 1:
             self.put(depth, self.dialect.unroll + (f" {s.unroll or 1}" if s.unroll < WHOLE else ""))
-        step = f"++{s.var}" if s.step == Index("const", (1,)) else f"{s.var} += {self.index(s.step)}"
-        self.put(depth, f"for (int {s.var} = {self.index(s.begin)}; {s.var} < {self.index(s.end, SUM)}; {step}) {{")
+        name = self.named(s.var)
+        step = f"++{name}" if s.step == Index("const", (1,)) else f"{name} += {self.index(s.step)}"
+        self.put(depth, f"for (int {name} = {self.index(s.begin)}; {name} < {self.index(s.end, SUM)}; {step}) {{")
         self.body(s.body, depth + 1)
         self.put(depth, "}")
 

@@ -42,6 +42,8 @@ DIALECT = Dialect(
     inline="static inline",
     spaces={"global": "__global", "shared": "__local", "private": ""},
     shared="__local {type} {name}[{elements}] __attribute__((aligned(16)));",
+    reserved={"half": "half_"},
+    memory="__local uchar shared_bytes[{bytes}] __attribute__((aligned({align})));",
     private="{type} {name}[{elements}] __attribute__((aligned(16)));",
     # Vectors, because a compiler may assume that a uint does not alias two ushorts.
     moved={1: "uchar", 2: "uchar2", 4: "ushort2", 8: "uint2", 16: "uint4"},

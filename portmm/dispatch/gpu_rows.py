@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.codegen.lower import lower_grid_columns, lower_grid_rows
 from portmm.dispatch.gpu import MOST, MOST_ROUTES, bind
 from portmm.errors import ScheduleError
-from portmm.kernels.gpu.rowwise import WARP, Form, kept
+from portmm.kernels.gpu.rowwise import Form, kept
 from portmm.schedule.gpu_candidates import on_gpu
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import parse
@@ -130,13 +130,14 @@ def _reducing(fused: Fused, n: int, neighbours: int, device: Device, *, exchange
         subgroup *= 2
     columns = _power(-(-vectors // subgroup))
     threads = max(subgroup, min(LEAST, most))
-    words = len(fused.reductions) * (4 if not exchange else 4 // WARP or 1)
+    words = len(fused.reductions) * (4 if not exchange else 4 // device.warp or 1)
     while not exchange and threads > 1 and threads * words > device.shared_bytes:
         threads, subgroup = threads // 2, min(subgroup, threads // 2)
         columns = _power(-(-vectors // subgroup))
     return Form(
-        threads, subgroup, columns * neighbours if columns <= room else 0, neighbours, exchange and threads >= WARP
-    )
+        threads, subgroup, columns * neighbours if columns <= room else 0, neighbours,
+        exchange and threads >= device.warp, device.warp,
+    )  # fmt: skip
 
 
 def _power(x: int) -> int:

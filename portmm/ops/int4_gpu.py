@@ -21,11 +21,11 @@ from portmm.dispatch import gpu as gpu_dispatch
 from portmm.errors import PackError
 from portmm.ops import fused_matmul_gpu, matmul_gpu
 from portmm.ops.fused_matmul_gpu import Weight
-from portmm.spec.dtype import CODE_BITS, CODES_AT, CODES_KR
+from portmm.spec.dtype import CODE_BITS, CODES_KR
 from portmm.spec.problem import Family
 from portmm.util.memo import Memory
 from portmm.weights.kinds import WeightKind
-from portmm.weights.quantized import QuantizedMatrix
+from portmm.weights.quantized import QuantizedMatrix, int4_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,14 +117,8 @@ def _columns(x: Any) -> Any:
 
 def _words(codes: Any) -> Any:
     """The packed words of all columns."""
-    k, n = codes.shape
-    count = max(1, -(-k // (CODES_KR * TOGETHER))) * TOGETHER
-    padded = np.zeros((count * CODES_KR, n), np.uint8)
-    padded[:k] = codes
-    words = np.zeros((count, n), np.uint32)
-    for e, bit in enumerate(CODES_AT):
-        words |= padded[e::CODES_KR].astype(np.uint32) << np.uint32(bit)
-    return np.ascontiguousarray(words.T).view(np.int32)
+    some = codes if len(codes) else np.zeros((1, codes.shape[1]), np.uint8)
+    return np.ascontiguousarray(int4_words(some, CODES_KR * TOGETHER).T).view(np.int32)
 
 
 def _uploaded(like: DeviceArray, x: Any) -> DeviceArray:

@@ -20,7 +20,7 @@ from portmm.spec.dtype import CODE_BITS, CODES_AT, CODES_KR
 from portmm.spec.problem import Family, Problem, family
 from portmm.util.memo import Memory
 from portmm.weights.kinds import WeightKind
-from portmm.weights.quantized import Quantized, QuantizedMatrix, dequantize
+from portmm.weights.quantized import Quantized, QuantizedMatrix, dequantize, int4_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -145,22 +145,10 @@ def _pack_by_kernel(q: Quantized, layout: Family, owner: Array) -> None:
 
 def _pack_by_numpy(q: Quantized, layout: Family, owner: Array) -> None:
     """The same without a compiler, ten times slower."""
-    (k, n), nr, groups = q.shape, layout.nr, layout.groups(q.shape[0])
-    units, panels = -(-k // CODES_KR), -(-n // nr)
-    codes = np.zeros((units * CODES_KR, panels * nr), np.uint8)
-    codes[:k, :n] = q.codes
-    words = np.zeros((units, panels * nr), np.uint32)
-    for e in range(CODES_KR):
-        words |= codes[e::CODES_KR].astype(np.uint32) << np.uint32(CODES_AT[e])
-    rows = owner.reshape(panels, -1, nr)
-    words_per_group = layout.group // CODES_KR or units
-    scales_at = np.arange(groups) * (2 + words_per_group)
-    for rows_at, values in ((scales_at, q.scales), (scales_at + 1, q.offsets)):
-        padded = np.zeros((groups, panels * nr), np.float32)
-        padded[:, :n] = values
-        rows[:, rows_at] = padded.view(np.int32).reshape(groups, panels, nr).transpose(1, 0, 2)
-    rows_at = np.arange(units) + 2 * (np.arange(units) // max(words_per_group, 1) + 1)
-    rows[:, rows_at] = words.view(np.int32).reshape(units, panels, nr).transpose(1, 0, 2)
+    k, n = q.shape
+    owner[...] = 0
+    for part, values in zip(layout.parts(k, n), (q.scales, q.offsets, int4_words(q.codes)), strict=True):
+        owner[part.offsets()] = values.view(np.int32)
 
 
 def unpack_int4(w: PackedInt4) -> Quantized:
@@ -169,21 +157,12 @@ def unpack_int4(w: PackedInt4) -> Quantized:
     if not k or not n:
         codes, empty = np.empty((k, n), np.uint8), np.empty((-(-k // (layout.group or max(k, 1))), n), np.float32)
         return Quantized(codes, empty, empty, CODE_BITS, layout.group or max(k, 1))
-    nr, units, groups = layout.nr, -(-k // CODES_KR), layout.groups(k)
-    panels = -(-n // nr)
-    rows = w.owner[: panels * layout.panel(k)].reshape(panels, -1, nr)
-    words_per_group = layout.group // CODES_KR or units
-    scales_at = np.arange(groups) * (2 + words_per_group)
-
-    def flat(rows_at: Array) -> Array:
-        return np.ascontiguousarray(rows[:, rows_at].transpose(1, 0, 2)).reshape(len(rows_at), panels * nr)[:, :n]
-
-    scales, offsets = (np.ascontiguousarray(flat(x)).view(np.float32) for x in (scales_at, scales_at + 1))
-    words = flat(np.arange(units) + 2 * (np.arange(units) // max(words_per_group, 1) + 1)).view(np.uint32)
-    codes = np.empty((units * CODES_KR, n), np.uint8)
+    scales, offsets, words = (np.ascontiguousarray(x.gather(w.owner)) for x in layout.parts(k, n))
+    words = words.view(np.uint32)
+    codes = np.empty((len(words) * CODES_KR, n), np.uint8)
     for e in range(CODES_KR):
         codes[e::CODES_KR] = words >> np.uint32(CODES_AT[e]) & np.uint32(15)
-    return Quantized(codes[:k], scales, offsets, CODE_BITS, layout.group or max(k, 1))
+    return Quantized(codes[:k], scales.view(np.float32), offsets.view(np.float32), CODE_BITS, layout.group or max(k, 1))
 
 
 def product(a: Any, w: PackedInt4, out: Any, routed: Callable[[Problem], Any], dense: Callable[[Any, Any], Any]) -> Any:

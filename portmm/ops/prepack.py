@@ -270,12 +270,8 @@ def is_quantized(b: Any) -> bool:
 
 def unpack(p: Any) -> np.ndarray[Any, Any]:
     """The original weight of a packed one, as an ordinary array."""
-    layout = family_of(p.family)
     *batch, k, n = p.shape
     if 0 in p.shape:
         return np.empty(p.shape, p.owner.dtype)
-    nr, kr = layout.nr, layout.kr
-    panels, k_groups, count = -(-n // nr), -(-k // kr), math.prod(batch)
-    flat = p.owner[: count * _item(layout, k, n) * kr].reshape(count, panels, layout.panel(k) * kr)
-    units = flat[:, :, : k_groups * nr * kr].reshape(count, panels, k_groups, nr, kr).transpose(0, 2, 4, 1, 3)
-    return np.ascontiguousarray(units.reshape(count, k_groups * kr, panels * nr)[:, :k, :n]).reshape(p.shape)
+    layout = family_of(p.family).layout(k, n, math.prod(batch))
+    return np.ascontiguousarray(layout.gather(p.owner)).reshape(p.shape)

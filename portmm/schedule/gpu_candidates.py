@@ -19,6 +19,7 @@ from portmm.schedule import gpu_gemv, gpu_mma, gpu_w4a16, gpu_wgmma
 from portmm.schedule.schedule import ALL, Schedule, Tile
 from portmm.spec.dtype import BY_NAME, CODES_KR, dequantized_types, types
 from portmm.target.device import STATIC_SHARED
+from portmm.target.primitives import has_primitive, multiplies
 from portmm.target.summation import sets
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ devices with 64 registers for a thread, which has no registers for a second set;
 shared memory."""
 TICKET = 16
 """Bytes of shared memory that tell the threads of a block whether it is the last of its tile."""
+FIXUP = "last_to_come"
+"""Primitive that a split-K fixup needs: which block of a tile is the last, with the others' sums visible to it."""
 BUSY = 2
 """Blocks per processor from which k need not be split."""
 
@@ -118,7 +121,8 @@ def _with_fixup(schedules: Iterable[Schedule], target: Target) -> Iterator[Sched
     assert device is not None  # noqa: S101 - checked by `candidates`
     for s in schedules:
         yield s
-        if s.split > 1 and PROGRAMS[s.program].fixup and device.language == "cuda":
+        isa = target.isa(s.isa)
+        if s.split > 1 and PROGRAMS[s.program].fixup and isa and has_primitive(isa, FIXUP, device.language):
             yield replace(s, joined=True)
 
 
@@ -126,7 +130,7 @@ def _bounded(s: Schedule, target: Target) -> Schedule:
     """A schedule with its resident, where the device's compiler takes that as a bound."""
     device = target.device
     assert device is not None  # noqa: S101 - checked by `candidates`
-    limited = device.language == "cuda" and device.registers and s.program != "stream"
+    limited = device.bounded and device.registers and s.program != "stream"
     bounded = replace(s, resident=occupancy(s, target)) if limited else s
     if not s.persistent:
         return bounded
@@ -148,15 +152,14 @@ def units(dtype: str, target: Target, *, tf32: bool = False) -> list[tuple[Isa, 
     pairs = []
     for isa in target.isas:
         a, b, _ = types(dtype)
-        exact = (t for t in isa.atoms if (t.k_pack > 1 or t.unit) and [a, b] == [t.a, t.b] and (tf32 or a != "f32"))
+        exact = (t for t in isa.atoms if (t.k_pack > 1 or t.unit) and [a, b] == [t.a, t.b] and (tf32 or not t.rounds))
         atom = next(exact, None) or isa.atom(dequantized_types(dtype))
         if atom is not None:
             pairs.append((isa, atom))
         if b == "u4":
             pairs += [(isa, t) for t in isa.atoms if t.unit == "warp" and t.a == t.b == a]
-    if target.device is not None and target.device.language != "cuda":
-        # OpenCL has no matrix instructions that a warp executes together.
-        pairs = [(isa, atom) for isa, atom in pairs if not atom.unit]
+    if target.device is not None:
+        pairs = [(isa, atom) for isa, atom in pairs if multiplies(isa, atom, target.device)]
     if not pairs:
         raise ScheduleError(f"{target.name} does not multiply {dtype}")
     return pairs

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from portmm.target.isa import Isa
     from portmm.target.target import Target
 
-WARP = 32
 BLOCKS = (
     (128, 256, 64, 64), (256, 128, 64, 64), (128, 128, 64, 64), (128, 128, 64, 32), (128, 64, 64, 32),
     (64, 128, 32, 64), (64, 64, 32, 32), (32, 128, 32, 32), (128, 32, 32, 32), (32, 64, 16, 32), (64, 32, 32, 16),
@@ -69,6 +68,7 @@ def candidates(
     for layout, along_k, size in ((p.a, "row", sizes[0]), (p.b, "col", sizes[1])):
         if layout != along_k and size not in WIDE:
             return
+    lanes = lanes_of(atom)
     stored = min(vectors[2], VECTOR_BYTES // BY_NAME[p.types[2]].bytes)
     moved = [min(v, VECTOR_BYTES // x) for v, x in zip(vectors, sizes, strict=False)]
     copies = asynchronous and min(v * x for v, x in zip(moved, sizes, strict=True)) >= LEAST_COPY
@@ -77,8 +77,7 @@ def candidates(
             m, n = (atom.n, atom.m) if swap else (atom.m, atom.n)
             if wm % m or wn % n or (swap and (bm > FEW or p.types[0] != p.types[1])):
                 continue
-            # Lanes of a warp are 8 x 4 along m and n, or 4 x 8 of exchanged operands.
-            down, across = (4, 8) if swap else (8, 4)
+            down, across = lanes[::-1] if swap else lanes
             # Hopper multiplies floats of eight bits as f16: of deeper tiles, compilers keep too many of both types.
             for depth in DEPTHS[:1] if p.types[0] in FP8 else DEPTHS:
                 tiles = (
@@ -103,11 +102,18 @@ def _staged(s: Schedule, p: Problem, target: Target, *, copies: bool) -> Iterato
                 yield replace(s, stages=stages, copies=copies, split=split)
 
 
+def lanes_of(atom: Atom) -> tuple[int, int]:
+    """Lanes of a warp along the rows and along the columns of an atom's sums."""
+    sums = atom.acc_fragment
+    assert sums is not None  # noqa: S101 - units of a warp have one
+    return sums.lane_rows, sums.lane_columns
+
+
 def fragments(s: Schedule) -> int:
     """Registers of a lane for the fragments of one step of k."""
     warp = s.tiles[1]
     a, b, _ = (BY_NAME[x].bytes for x in s.types)
-    return (warp.m * a + warp.n * b) * warp.k // (4 * WARP)
+    return (warp.m * a + warp.n * b) * warp.k // (4 * s.warp_lanes)
 
 
 def transfers(s: Schedule) -> int:

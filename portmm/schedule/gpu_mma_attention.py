@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from portmm.schedule.gpu_candidates import PARTS, asynchronous
+from portmm.target.device import CUDA_WARP
+from portmm.target.primitives import multiplies
 
 if TYPE_CHECKING:
     from portmm.schedule.gpu_attention import AttentionSizes
@@ -33,7 +35,6 @@ TYPES = ("f16", "bf16")
 WIDEST_HEAD = 256
 UNIT = 16
 """Elements of heads, rows of fragments and keys that are multiplied together."""
-WARP = 32
 SIZE, WORD, VECTOR_BYTES = 2, 4, 16
 LEAST_COPY = 4
 """Minimum size of an asynchronous copy, in bytes: PTX ISA, cp.async. Smaller transfers keep no unit busy."""
@@ -79,6 +80,7 @@ class MatrixTiling:
         loose: "o" where rows of the result are not dense in memory.
         runs: keys are partitioned into KV splits, which another kernel combines.
         copies: tiles are copied asynchronously, without registers; else through them, to two slots.
+        warp: lanes of a warp.
     """
 
     d: int
@@ -92,11 +94,12 @@ class MatrixTiling:
     loose: str = ""
     runs: bool = False
     copies: bool = True
+    warp: int = CUDA_WARP
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return self.warps * WARP
+        return self.warps * self.warp
 
     @property
     def high(self) -> int:
@@ -144,11 +147,20 @@ def pitch(width: int) -> int:
 
 
 def unit(element: str, target: Target) -> tuple[Isa, Atom] | None:
-    """The matrix instruction of a warp for a type, or None; OpenCL has none."""
-    if target.device is None or target.device.language != "cuda":
+    """The matrix instruction of a warp for a type, or None.
+
+    Weights are a left operand as they lie in registers, and fragments are loaded as matrices: both are so where an
+    atom's operands have a `load`.
+    """
+    device = target.device
+    if device is None or element not in TYPES:
         return None
-    pairs = ((isa, x) for isa in target.isas for x in isa.atoms if x.unit == "warp" and x.a == x.b == element)
-    return next(pairs, None) if element in TYPES else None
+    units = ((isa, x) for isa in target.isas for x in isa.atoms if x.unit == "warp" and x.a == x.b == element)
+    return next(((isa, x) for isa, x in units if _loads(x) and multiplies(isa, x, device)), None)
+
+
+def _loads(atom: Atom) -> bool:
+    return atom.a_fragment is not None and bool(atom.a_fragment.load)
 
 
 def lacks(shape: AttentionSizes, target: Target) -> str:
@@ -179,7 +191,18 @@ def tilings(shape: AttentionSizes, target: Target) -> list[MatrixTiling]:
             continue
         for slots in SLOTS if copies else SLOTS[:1]:
             t = MatrixTiling(
-                shape.d, shape.dv, queries, warps, keys, slots, True, (q, k, v, o), shape.loose, runs, copies
+                shape.d,
+                shape.dv,
+                queries,
+                warps,
+                keys,
+                slots,
+                True,
+                (q, k, v, o),
+                shape.loose,
+                runs,
+                copies,
+                device.warp,
             )
             for q_in_registers in (True, False):
                 one = replace(t, q_in_registers=q_in_registers)
@@ -198,7 +221,7 @@ def _illegal(t: MatrixTiling, device: Device) -> bool:
 def occupancy(t: MatrixTiling, device: Device) -> int:
     """Number of blocks that run on a processor at once."""
     each = -(-t.registers // 8) * 8
-    warps = PARTS * (device.registers // (PARTS * each * WARP))
+    warps = PARTS * (device.registers // (PARTS * each * t.warp))
     return max(1, min(warps // t.warps, device.processor_shared_bytes // t.shared_bytes, device.threads // t.threads))
 
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from portmm.target.target import Target
 
 PROGRAMS = ("coded", "dequant")
-WARP = 32
 BLOCKS = (
     (128, 128, 32, 64, 128, 1), (128, 256, 64, 32, 128, 1), (64, 256, 32, 64, 128, 1), (128, 128, 64, 32, 128, 1),
     (64, 128, 32, 32, 128, 1), (64, 64, 32, 16, 128, 1),
@@ -68,7 +67,7 @@ PER_ATOM = 8
 def serves(p: Problem, atom: Atom) -> bool:
     """Whether an atom multiplies these int4 values: by A of its own type, with all words of four lanes in one group."""
     fits = p.b == "codes" and p.types[1] == "u4" and atom.unit == "warp" and atom.a == atom.b == p.types[0]
-    return fits and (atom.m, atom.k) == (16, 16) and atom.acc == "f32" and group_of(p) % ROUND == 0
+    return fits and (atom.m, atom.n, atom.k) == (16, 8, 16) and atom.acc == "f32" and group_of(p) % ROUND == 0
 
 
 def candidates(
@@ -88,13 +87,13 @@ def candidates(
     moved = min(vectors[0], VECTOR_BYTES // size)
     if not (serves(p, atom) and asynchronous and p.a == "row" and moved * size >= LEAST_COPY) or p.deterministic:
         return
-    group = group_of(p)
+    group, (down, across) = group_of(p), gpu_mma.lanes_of(atom)
     for bm, bn, wm, wn, bk, shared in BLOCKS:
         part = bk // shared
         most = TOGETHER if wm * wn < LARGE else 1
         words = next(x for x in (4, 2, 1) if x <= most and gcd(group, part) % (ROUND * x) == 0)
         tiles = (
-            Tile("registers", wm // 4, wn // 8, part), Tile("warp", wm, wn, part), Tile("shared", bm, bn, bk),
+            Tile("registers", wm // across, wn // down, part), Tile("warp", wm, wn, part), Tile("shared", bm, bn, bk),
             Tile("L2", GROUP * bm, ALL, ALL),
         )  # fmt: skip
         one = Schedule(
@@ -107,8 +106,8 @@ def candidates(
     rounded = BY_NAME[p.types[2]].bytes == size
     for bm, bn, wm, wn, bk in LARGE_BLOCKS if rounded else ():
         tiles = (
-            Tile("registers", wm // 8, wn // 4, atom.k), Tile("warp", wm, wn, atom.k), Tile("shared", bm, bn, bk),
-            Tile("L2", GROUP * bm, ALL, ALL),
+            Tile("registers", wm // down, wn // across, atom.k), Tile("warp", wm, wn, atom.k),
+            Tile("shared", bm, bn, bk), Tile("L2", GROUP * bm, ALL, ALL),
         )  # fmt: skip
         one = Schedule(
             "dequant", isa.name, p.dtype, tiles, (tiles[0].m,), a=p.a, b=p.b, pack_a=False, pack_b=False,
@@ -169,7 +168,7 @@ def instructions(s: Schedule) -> tuple[float, float]:
     """Instructions of all lanes of a block, for each element of k: those that dequantize, and all others."""
     warp = s.tiles[1]
     if s.program == "dequant":
-        words, warps = s.block.n / CODES_KR / WARP, s.threads // WARP
+        words, warps = s.block.n / CODES_KR / s.warp_lanes, s.threads // s.warp_lanes
         multiplied = warps * ((warp.m // 16) * (warp.n // 8) + (warp.m + warp.n) / 32) / 16
         return BIT_OPERATIONS * words, (FLOAT_OPERATIONS + 1.5) * words + multiplied
     rows, columns = warp.m // 8, warp.n // 16
@@ -177,5 +176,5 @@ def instructions(s: Schedule) -> tuple[float, float]:
     scaled = (PER_ATOM * rows * columns + 4 * rows + 4 * columns) / span(s)
     loads = (rows + 2 * columns) / ROUND
     multiplied = rows * (2 * columns + 1) / ROUND
-    warps = s.threads // WARP // warps_along_k(s)
+    warps = s.threads // s.warp_lanes // warps_along_k(s)
     return warps * words, warps * (scaled + loads + multiplied)

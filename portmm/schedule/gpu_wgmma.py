@@ -151,7 +151,7 @@ def candidates(
     """
     device = target.device
     sizes = [BY_NAME[x].bytes for x in p.types]
-    if device is None or device.language != "cuda" or not asynchronous or p.k < atom.k or p.deterministic:
+    if device is None or not asynchronous or p.k < atom.k or p.deterministic:
         return
     if p.a not in ("row", "col") or p.b not in ("row", "col"):
         return

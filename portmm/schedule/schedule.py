@@ -198,6 +198,11 @@ class Schedule:
         along_k = self.block.k // self.tiles[0].k if self.program in ("stream", "coded") else 1  # threads split k, too
         return (self.block.m // self.mr) * (self.block.n // self.nr) * along_k
 
+    @property
+    def warp_lanes(self) -> int:
+        """Lanes of a warp of a device that share the warp's tile."""
+        return (self.tiles[1].m // self.mr) * (self.tiles[1].n // self.nr)
+
     def _b(self) -> str:
         if self.pack_b:
             return "B packed once" if self.once else "B packed"

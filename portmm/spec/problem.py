@@ -12,6 +12,8 @@ from operator import attrgetter
 
 from portmm.errors import ScheduleError
 from portmm.spec.dtype import BY_NAME, DType, accumulator, spell, types
+from portmm.spec.layout import Layout
+from portmm.spec.layouts import panels
 
 LAYOUTS_A = ("row", "col", "any")
 LAYOUTS_B = ("row", "col", "any", "packed", "codes")
@@ -41,6 +43,19 @@ class Family:
     def __str__(self) -> str:
         kr, group = f"k{self.kr}" if self.kr > 1 else "", f"g{self.group}" if self.dtype == "u4" else ""
         return f"{self.dtype}x{self.nr}{kr}{group}{'s' if self.sums else ''}"
+
+    def layout(self, k: int, n: int, items: int = 0) -> Layout:
+        """Layout of a packed weight, of no int4 values."""
+        return panels(k, n, self.nr, self.kr, self.panel(k) * self.kr, items=items)
+
+    def parts(self, k: int, n: int) -> tuple[Layout, Layout, Layout]:
+        """Layouts of the scales (group, n), the offsets, and the words (k / 8, n), of int4 values, in words."""
+        groups, words = self.groups(k), -(-k // self.kr)
+        of_group = self.group // self.kr or words
+        shape = (-(-n // self.nr), groups, of_group + 2, self.nr)
+        rows = Layout(shape, (self.panel(k), (of_group + 2) * self.nr, self.nr, 1)).permute(1, 2, 0, 3)
+        rows = rows.merge(2, 2).slice(2, 0, n)
+        return rows.freeze(1, 0), rows.freeze(1, 1), rows.slice(1, 2, of_group).merge(0, 2).slice(0, 0, words)
 
     def groups(self, k: int) -> int:
         """Number of groups in k rows of int4 values."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from portmm.spec.dtype import BY_NAME, unit
 from portmm.target.toml_schema import placeholders, require
+
+if TYPE_CHECKING:
+    from portmm.target.fragment import Fragment
 
 PLACEHOLDERS = {
     "zero": {"d"},
@@ -85,6 +89,10 @@ class Atom:
         release: release all tiles.
         unit: of a device, the scope of the instruction: "warp" or "warpgroup", whose lanes have the fragments;
             empty: each thread alone.
+        rounds: of a unit of lanes, operands are rounded to fewer bits than their type has.
+        a_fragment: of a unit of lanes, the elements of the left operand that each lane holds.
+        b_fragment: likewise of the right operand.
+        acc_fragment: likewise of the sums.
     """
 
     name: str
@@ -122,6 +130,10 @@ class Atom:
     configure: str = ""
     release: str = ""
     unit: str = ""
+    rounds: bool = False
+    a_fragment: Fragment | None = None
+    b_fragment: Fragment | None = None
+    acc_fragment: Fragment | None = None
 
     @property
     def tiled(self) -> bool:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from portmm.target.toml_schema import require
 
 LANGUAGES = ("cuda", "opencl")
+CUDA_WARP = 32
+"""CUDA C++ Programming Guide: threads of a warp, on every device."""
 STATIC_SHARED = 48 << 10
 """CUDA C++ Programming Guide: shared memory of a kernel that does not request more."""
 
@@ -49,6 +51,11 @@ class Device:
     memory_gbs: float = 0.0
     memory_bytes: int = 0
     lanes: bool = False
+
+    @property
+    def bounded(self) -> bool:
+        """Whether compilers are told how many blocks of a kernel must fit a processor: `__launch_bounds__`."""
+        return self.language == "cuda"
 
 
 # Limits that schedules need.

@@ -14,6 +14,7 @@ from portmm.target.toml_schema import placeholders, require
 
 if TYPE_CHECKING:
     from portmm.target.atom import Atom
+    from portmm.target.fragment import Fragment
     from portmm.target.vector_ops import Lanes
 
 TRANSFERS = {
@@ -117,6 +118,8 @@ class Isa:
         base: the ISA that it extends: flags, features and preamble include those of the base.
         words: vector operations that are not spelled as on any GNU vector.
         primitives: functions that the verbs of a device call.
+        warp: lanes of a warp that its atoms are for; 0 for any number.
+        fragments: layouts of operands and sums in the registers of a warp, by name, those of its base too.
     """
 
     name: str
@@ -134,6 +137,8 @@ class Isa:
     base: Isa | None = None
     words: tuple[Lanes, ...] = field(default=(), hash=False)
     primitives: tuple[Primitive, ...] = ()
+    warp: int = 0
+    fragments: dict[str, Fragment] = field(default_factory=dict)
 
     def __hash__(self) -> int:
         return hash(self.name)  # used in every first call; two ISAs of one name are rare

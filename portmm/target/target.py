@@ -18,6 +18,7 @@ from portmm.target.cache_levels import MemoryLevel, check_level
 from portmm.target.clouds import CloudFamily, family_of
 from portmm.target.clouds import read as read_clouds
 from portmm.target.device import Device, check_device
+from portmm.target.fragment import Fragment, check_shapes, fragments_of, resolved
 from portmm.target.isa import Isa, Primitive, Transfer, check_transfer
 from portmm.target.toml_schema import nearest, parse, record, require
 from portmm.target.vector_ops import lanes_of
@@ -178,25 +179,35 @@ def parse_isa(table: dict[str, Any], where: str) -> Isa:
     """The `Isa` of a parsed TOML file; `where` names the file in errors."""
     if "isa" not in table or "atom" not in table:
         raise TargetError(f"{where}: needs an [isa] table and at least one [[atom]]")
-    atoms = tuple(check_atom(record(Atom, row, f"{where}: atom"), f"{where}: atom") for row in table["atom"])
+    base = load_isa(table["isa"]["base"]) if "base" in table["isa"] else None
+    fragments = {**(base.fragments if base else {}), **fragments_of(table.get("fragment", {}), where)}
+    atoms = tuple(_atom(row, fragments, f"{where}: atom") for row in table["atom"])
     moves = tuple(
         check_transfer(record(Transfer, row, f"{where}: transfer"), f"{where}: transfer")
         for row in table.get("transfer", [])
     )
     words = tuple(lanes_of(row, f"{where}: lanes") for row in table.get("lanes", []))
     calls = tuple(record(Primitive, row, f"{where}: primitive") for row in table.get("primitive", []))
-    isa = replace(_on_base(dict(table["isa"]), atoms, moves, where), words=words, primitives=calls)
+    isa = replace(_on_base(table["isa"], base, atoms, moves, where), words=words, primitives=calls, fragments=fragments)
     require(isa.arch in ARCHS, where, f"arch {isa.arch!r} is unknown; use one of {', '.join(ARCHS)}")
     require(isa.registers > 0 and isa.vector_bytes > 0, where, "registers and vector_bytes must be positive")
+    for atom in atoms:
+        operands, shape = (atom.a_fragment, atom.b_fragment, atom.acc_fragment), (atom.m, atom.n, atom.k)
+        check_shapes(operands, shape, isa.warp, f"{where}: atom {atom.name}", alone=atom.unit == "warp")
     return isa
 
 
-def _on_base(fields: dict[str, Any], atoms: tuple[Atom, ...], transfers: tuple[Transfer, ...], where: str) -> Isa:
+def _atom(row: dict[str, Any], fragments: dict[str, Fragment], where: str) -> Atom:
+    return check_atom(record(Atom, resolved(row, fragments, where), where), where)
+
+
+def _on_base(
+    row: dict[str, Any], base: Isa | None, atoms: tuple[Atom, ...], transfers: tuple[Transfer, ...], where: str
+) -> Isa:
     """The ISA with the fields that it inherits from its base."""
-    name = fields.pop("base", None)
-    base = load_isa(name) if name else None
+    fields = {name: value for name, value in row.items() if name != "base"}
     if base is not None:
-        inherited = {x: getattr(base, x) for x in ("arch", "registers", "vector_bytes", "shuffles")}
+        inherited = {x: getattr(base, x) for x in ("arch", "registers", "vector_bytes", "shuffles", "warp")}
         fields = {"preamble": "", **inherited, **fields}
         fields["flags"] = [*base.flags, *fields.get("flags", [])]
         fields["features"] = [*base.features, *fields.get("features", [])]
@@ -304,7 +315,8 @@ def _smallest(isa: Isa) -> Target:
     """The smallest shipped machine that has an ISA, limited to it."""
     if isa.arch == "device":
         generic = [_shipped(name) for name in GENERIC_DEVICES]
-        return next(chip for chip in (*generic, *devices()) if chip.isa(isa.name)).limited_to(isa.name)
+        having = next((chip for chip in (*generic, *devices()) if chip.isa(isa.name)), None)
+        return having.limited_to(isa.name) if having else _generic_device(isa)
     chips = [_shipped(name) for name in names("chip")]
     generic = [chip for chip in chips if any(m.features for m in chip.match) and isa.arch in ("any", chip.arch)]
     generic.sort(key=lambda chip: (chip.arch == "aarch64", sum(len(m.features) for m in chip.match)))
@@ -313,6 +325,13 @@ def _smallest(isa: Isa) -> Target:
         return having.limited_to(isa.name)
     # No generic level has it (SVE has none): the highest level, with this ISA added.
     return replace(generic[-1], isas=(isa, *generic[-1].isas))
+
+
+def _generic_device(isa: Isa) -> Target:
+    """The generic device of OpenCL with an ISA that no shipped chip lists, and the warps that this needs."""
+    chip = _shipped("opencl_gpu")
+    device = replace(chip.device, warp=isa.warp) if chip.device and isa.warp else chip.device
+    return replace(chip, isas=(isa, *chip.isas), device=device)
 
 
 @cache

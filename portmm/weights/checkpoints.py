@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.spec.layouts import row_major
 from portmm.weights.quantized import FLOATS, Quantized, checked_bits
 
 if TYPE_CHECKING:
     from portmm.weights.safetensors import Array
 
-# Index of the nibble of column i of eight in a word of AWQ: the inverse of 0 2 4 6 1 3 5 7.
-AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 # QK4_0 and QK4_1 of llama.cpp: rows per block.
 GGUF_BLOCK = 32
 
@@ -54,14 +53,14 @@ def from_gptq(
     """
     bits = checked_bits(bits)
     codes = _fields("qweight", qweight, bits)
-    k, n = codes.shape[0] * codes.shape[2], codes.shape[1]
+    k = codes.shape[0] * codes.shape[2]
     zeros = _fields("qzeros", qzeros, bits)
     steps, zeros = _floats("scales", scales), zeros.reshape(zeros.shape[0], zeros.shape[1] * zeros.shape[2])
     if g_idx is not None:
         group = _plain_order(np.asarray(g_idx), k, group)
     # AutoGPTQ masks after it adds (a zero point of 0 is stored as -1), as uint8 does for 8 bits.
     plain = (zeros + np.uint8(v1)) & np.uint8(2**bits - 1)
-    return _affine(codes.transpose(0, 2, 1).reshape(k, n), steps, plain, bits, group)
+    return _affine(row_major(*codes.shape).permute(0, 2, 1).merge(0, 2).gather(codes), steps, plain, bits, group)
 
 
 def _plain_order(g_idx: Array, k: int, group: int | None) -> int:
@@ -99,7 +98,7 @@ def from_awq(qweight: Any, qzeros: Any, scales: Any, *, bits: int = 4, group: in
     if bits != 4:
         raise ValueError(f"bits is {bits}; AWQ's layout is defined for 4")
     codes, zeros = (
-        x[:, :, AWQ_NIBBLES].reshape(x.shape[0], x.shape[1] * 8)
+        row_major(*x.shape[:2], 2, 4).permute(0, 1, 3, 2).merge(1, 3).gather(x.reshape(*x.shape[:2], 2, 4))
         for x in (_fields("qweight", qweight, 4), _fields("qzeros", qzeros, 4))
     )
     return _affine(codes, _floats("scales", scales), zeros, 4, group)

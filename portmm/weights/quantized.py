@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
 from portmm.errors import PackError
+from portmm.spec.dtype import CODES_AT, CODES_KR
+from portmm.spec.layouts import row_major
 from portmm.util.array_subclasses import refuse_class
 from portmm.weights import safetensors
 from portmm.weights.kinds import WeightKind
@@ -255,6 +258,14 @@ def dequantize(q: Quantized, dtype: Any = np.float32) -> Array:
         rows = slice(g * q.group, (g + 1) * q.group)
         out[rows] = q.codes[rows].astype(computed) * q.scales[g].astype(computed) + q.offsets[g]
     return out
+
+
+def int4_words(codes: Array, multiple: int = CODES_KR) -> Array:
+    """Words (k / 8, n) of eight int4 values along k, at the bits of `CODES_AT`; a padded k is a multiple of this."""
+    rows = row_major(*codes.shape).pad_to(0, multiple).gather(codes)
+    fields = (rows[e::CODES_KR].astype(np.uint32) << np.uint32(bit) for e, bit in enumerate(CODES_AT))
+    words: Array = reduce(operator.or_, fields)
+    return words
 
 
 def save_quantized(q: Quantized, path: Location) -> None:
