@@ -1,6 +1,7 @@
 """Summation runs: runs of k, each with accumulators of its own (see `portmm.target.summation`).
 
-Owns the extents of runs, the loop over k of a block of C, and the buffer of the sums of runs while parts of the next are added.
+Owns the extents of runs, the loop over k of a block of C, and the buffer of the sums of runs while parts of the
+next are added.
 """
 
 from __future__ import annotations
