@@ -154,7 +154,8 @@ static void block(const long *ctx, long task, long worker) {
   const long slices = rows;
   const long height = rows / slices;
   const long taller = rows % slices;
-  const long run = ((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32;
+  const long run_count = max_(1, (k + 319) / 320);
+  const long run = ((k + run_count - 1) / run_count + 31) / 32 * 32;
   const long kd = k;
   const long wide = first + max_(0, min_((last - first) / 2 * 2, (n / 16 - first) / 2 * 2));
   for (long j = first; j < wide; j += 2) {
