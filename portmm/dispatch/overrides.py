@@ -38,18 +38,19 @@ class Interception:
 
 def override(p: Problem, schedule: Schedule, workers: int) -> None:
     """Compute a problem by a schedule and a number of threads from now on, legal or not."""
+    route_cache.close()
     _overrides[p] = schedule, workers
-    _forget()
+    renew()
 
 
 def clear_overrides() -> None:
     """Drop all overrides: `dispatch` selects again."""
     _overrides.clear()
-    _forget()
+    renew()
 
 
 def renew() -> None:
-    """Select again for all calls of this process, after a change of what selections depend on."""
+    """Select again for all calls of this process, after a change of what selections depend on; loaded code stays."""
     route_cache.forget()
     forget_all()
     runtime().clear_memo()
@@ -72,18 +73,12 @@ def schedule_for(p: Problem) -> tuple[Schedule, int] | None:
 def intercept() -> Iterator[Interception]:
     """Record the problem of the next product in place of computing it: nothing is built, and the block ends there."""
     interception = Interception()
+    route_cache.close()
     _interceptions.append(interception)
-    _forget()
+    renew()
     try:
         with suppress(_StopCall):
             yield interception
     finally:
         _interceptions.remove(interception)
-        _forget()
-
-
-def _forget() -> None:
-    """Forget all routes; code that is loaded stays."""
-    route_cache.close()
-    forget_all()
-    runtime().clear_memo()
+        renew()
