@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from portmm.dispatch.tuning_database import Tuned, architecture, to_toml
+from portmm.dispatch.tuned_schedule import Tuned, architecture, to_toml
 from portmm.schedule.gpu_cost import EXPOSED
 from portmm.schedule.schedule import parse
 from portmm.spec.problem import Problem

@@ -19,8 +19,8 @@ from gpu_run import say
 
 from portmm.codegen.lower import grid_atom
 from portmm.dispatch import gpu as gpu_dispatch
-from portmm.dispatch.selection import Choice
-from portmm.dispatch.tuning_database import problem_text
+from portmm.dispatch.schedule_choice import Choice
+from portmm.dispatch.tuned_schedule import problem_text
 from portmm.errors import PortmmError
 from portmm.ops import attention_gpu
 from portmm.schedule import gpu_attention, gpu_mma_attention

@@ -18,7 +18,7 @@ from portmm.arrays import numpy_fallback
 from portmm.build import cache, compiler, failed_builds
 from portmm.build.compiler import find_compiler
 from portmm.dispatch import config as settings
-from portmm.dispatch import cpu as cpu_dispatch
+from portmm.dispatch import cpu_kernels
 from portmm.ops import host_matmul
 from portmm.runtime import cpu as cpu_runtime
 
@@ -75,11 +75,11 @@ def _quickly(request):
     quick.mkdir(mode=0o700, exist_ok=True)
     compiler._BASE = tuple("-O0" if x == "-O2" else x for x in words)
     os.environ["PORTMM_CACHE"] = str(quick)
-    cpu_dispatch.forget()
+    cpu_kernels.forget()
     yield
     compiler._BASE = words
     os.environ["PORTMM_CACHE"] = str(place)
-    cpu_dispatch.forget()
+    cpu_kernels.forget()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -125,7 +125,7 @@ def _explained(
     static: bool,
 ) -> Any:
     from portmm.arrays import call
-    from portmm.dispatch import cpu as cpu_dispatch
+    from portmm.dispatch import cpu_units
     from portmm.explanation.cpu import explain, target_called
     from portmm.spec.dtype import accumulator, types
 
@@ -137,7 +137,7 @@ def _explained(
         if of_b == "u4":
             layouts = (layouts[0], "codes", layouts[2])
         post = "scale" if accumulator(of_a, of_b) == "s32" != of_c else ""
-        family = cpu_dispatch.family(dtype, machine) if layouts[1] in ("packed", "codes") else ""
+        family = cpu_units.family(dtype, machine) if layouts[1] in ("packed", "codes") else ""
         dense = "any" not in layouts
         problem = call.problem(dtype, size, layouts, family, batch, dense=dense, static=static, post=post)
     except ValueError as error:
@@ -283,7 +283,7 @@ def _scheduled(text: str, language: str) -> str:
     from portmm.codegen.c_kernel import source
     from portmm.codegen.lower import lower_grid
     from portmm.dispatch import gpu as gpu_dispatch
-    from portmm.dispatch.cpu import kernel_of
+    from portmm.dispatch.cpu_kernels import kernel_of
     from portmm.schedule.schedule import parse
     from portmm.target.target import load_isa
 

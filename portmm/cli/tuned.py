@@ -16,7 +16,7 @@ from portmm.util.console import console, print_json
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from portmm.dispatch.tuning_database import Tuned
+    from portmm.dispatch.tuned_schedule import Tuned
 
 Paths = Annotated[list[Path] | None, typer.Option(help="Merge the findings of this database or TOML file.")]
 
@@ -32,7 +32,7 @@ def tuned(
 ) -> None:
     """List the schedules that `portmm tune` found; merge, export or remove them."""
     from portmm.build.cache import tuned_database
-    from portmm.dispatch import tuning_database as base
+    from portmm.dispatch import tuned_schedule, tuning_database
 
     path = database or tuned_database()
     if path is None:
@@ -41,13 +41,13 @@ def tuned(
         typer.echo(str(path))
         return
     if clear:
-        typer.echo(f"{base.clear(path) if path.exists() else 0} findings removed from {path}")
+        typer.echo(f"{tuning_database.clear(path) if path.exists() else 0} findings removed from {path}")
         return
     if merge:
-        typer.echo(f"{base.merge(path, merge)} findings merged into {path}")
-    findings = base.rows(path) if path.exists() else []
+        typer.echo(f"{tuning_database.merge(path, merge)} findings merged into {path}")
+    findings = tuning_database.rows(path) if path.exists() else []
     if export:
-        export.write_text(base.to_toml(findings))
+        export.write_text(tuned_schedule.to_toml(findings))
         typer.echo(f"{len(findings)} findings written to {export}")
     elif as_json:
         print_json([x.row() for x in findings])

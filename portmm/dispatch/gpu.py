@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from portmm.codegen.lower import grid_atom, lower_grid
-from portmm.dispatch.selection import Choice, overlaid
+from portmm.dispatch.schedule_choice import Choice, overlaid
 from portmm.errors import ScheduleError
 from portmm.ir.interpreter import evaluate
 from portmm.schedule.gpu_candidates import candidates

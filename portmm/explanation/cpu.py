@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.arrays import interop
 from portmm.arrays.problem_of import problem_of_call
 from portmm.codegen.c_kernel import source
-from portmm.dispatch import config
-from portmm.dispatch import cpu as cpu_dispatch
+from portmm.dispatch import config, cpu_kernels, cpu_selection, cpu_units
 from portmm.errors import ScheduleError, TargetError
 from portmm.explanation.summary import Selected
 from portmm.host import detect
@@ -157,7 +156,7 @@ def _lines(x: Explanation) -> Iterator[str]:
     yield field("", f"the largest of {terms(x.cost.overlapped)}")
     yield field("", f"plus {terms(x.cost.added)}")
     yield from _others(x)
-    yield field("kernel", f"{x.kernel.name}, workspace {size(cpu_dispatch.workspace_bytes(x.kernel, p, x.workers))}")
+    yield field("kernel", f"{x.kernel.name}, workspace {size(cpu_kernels.workspace_bytes(x.kernel, p, x.workers))}")
     yield field("", f"portmm emit --schedule {quote(spell(s))}")
     yield field("flags", " ".join(x.flags) or "none beyond those of every kernel")
     yield field("artifact", "built on first access, unless the cache has it")
@@ -356,6 +355,6 @@ def _explained(p: Problem, target: Target, threads: int, notes: tuple[str, ...] 
         from portmm.explanation import gpu as gpu_explanation
 
         return gpu_explanation.explained(replace(p, tf32=p.tf32 or config.rounds(p.dtype)), target, notes=notes)
-    choice = cpu_dispatch.choose(p, target, threads)
-    kernel = cpu_dispatch.kernel_of(choice.schedule, cpu_dispatch.isa_of(choice.schedule, target))
+    choice = cpu_selection.choose(p, target, threads)
+    kernel = cpu_kernels.kernel_of(choice.schedule, cpu_units.isa_of(choice.schedule, target))
     return Explanation(choice, kernel, source(kernel), notes)

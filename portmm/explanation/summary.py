@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from portmm.dispatch.selection import Choice
+    from portmm.dispatch.schedule_choice import Choice
     from portmm.schedule.cpu_cost import Cost
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem

@@ -244,7 +244,7 @@ class Builder:
 
     def run_rows(self, fusing: Expressions, *, whole: bool) -> None:
         """Add runs of a kernel over rows for the expressions."""
-        from portmm.dispatch import cpu as cpu_dispatch
+        from portmm.dispatch import cpu_routes
 
         shape, buffers = fusing.shape, fusing.buffers
         steps = [p.strides(shape) for p in buffers]
@@ -253,7 +253,7 @@ class Builder:
         size = (w.rows[0], shape[-1], w.batch[0])
         bytes_ = size[0] * size[1] * size[2] * 4 * len(buffers)
         workers = config.get_num_threads() if bytes_ > FORK * BYTES_PER_SECOND else 1
-        route = cpu_dispatch.rows_route(fusing.text(), size, config.target(), workers)
+        route = cpu_routes.rows_route(fusing.text(), size, config.target(), workers)
         strides = list(zip(w.batch[1], w.rows[1], columns, strict=True))
         for moved in w.repeats:
             table, numbers = self.writer.operands(buffers, strides, moved), self.writer.pass_numbers(fusing.numbers)

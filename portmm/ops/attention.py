@@ -377,7 +377,7 @@ def transposed(traced: Traced) -> Traced:
 
 
 def _make(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: Array) -> _Ready:
-    from portmm.dispatch import cpu as cpu_dispatch
+    from portmm.dispatch import cpu_routes, cpu_units
     from portmm.kernels.cpu.attention_geometry import Form, Geometry, keys_of
     from portmm.kernels.cpu.online_softmax import Bounds
 
@@ -389,7 +389,7 @@ def _make(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: Array) 
     host_matmul.begin()
     runtime()  # raises before a kernel is lowered in vain
     fused = Fused(function.operands, ((C, function.results[0][0]),))
-    isa, atom, _ = unit = cpu_dispatch.attention_unit(dtype, fused, target, last_of_class(shape.m))
+    isa, atom, _ = unit = cpu_units.attention_unit(dtype, fused, target, last_of_class(shape.m))
     few = shape.m <= FEW // atom.k_pack
     function = function if few else transposed(traced)
     fused = Fused(function.operands, ((C, function.results[0][0]),))
@@ -430,7 +430,7 @@ def _make(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: Array) 
         "workers": workers,
     }
     fields |= {"a_m": shape.heads, "a_k": shape.group, "b_n": step, "c_n": shape.dv, "c_batch": run}
-    route = cpu_dispatch.attention_route(form, unit, fields)
+    route = cpu_routes.attention_route(form, unit, fields)
     rows = [_strides(x) for x in (q, k, v, result)]
     rows += [(shape.heads * shape.m, 1, 0, shape.m)] if with_lse else []
     rows += [(1,)] * ((not all_keys) + (not no_starts))

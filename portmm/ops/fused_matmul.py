@@ -310,12 +310,12 @@ class Call:
 
 def _better_unfused(p: Problem, step: Step) -> bool:
     """Whether kernels that cannot fuse, dot products with a column-major B, gain more than another pass costs."""
-    from portmm.dispatch import cpu as cpu_dispatch
+    from portmm.dispatch import cpu_selection
 
     target, threads = config.target(), config.get_num_threads()
     alone = replace(p, fused="", post="", dtype=spell(*p.types[:2], p.acc))
     passes = p.batch * p.m * p.n * BY_NAME["f32"].bytes * (2 + len(step.fused.operands)) / BYTES_PER_SECOND
-    seconds = [cpu_dispatch.choose(x, target, threads).cost.seconds for x in (p, alone)]
+    seconds = [cpu_selection.choose(x, target, threads).cost.seconds for x in (p, alone)]
     return seconds[1] + passes + CALL < seconds[0]
 
 

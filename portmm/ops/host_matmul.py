@@ -144,13 +144,13 @@ def _build_ahead(a: Any, b: Any, out: Any) -> None:
     if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
         return
     with suppress(PortmmError, TypeError, ValueError):
-        from portmm.dispatch import cpu as cpu_dispatch
+        from portmm.dispatch import cpu_kernels, cpu_selection, cpu_units
 
         call = reduced(a, b, out)[0]
         if call is not None:
-            choice = cpu_dispatch.choose(call.problem, config.target(), config.get_num_threads())
-            isa = cpu_dispatch.isa_of(choice.schedule, choice.target)
-            cpu_dispatch.build_kernel(cpu_dispatch.kernel_of(choice.schedule, isa))
+            choice = cpu_selection.choose(call.problem, config.target(), config.get_num_threads())
+            isa = cpu_units.isa_of(choice.schedule, choice.target)
+            cpu_kernels.build_kernel(cpu_kernels.kernel_of(choice.schedule, isa))
 
 
 def _settings() -> None:

@@ -108,7 +108,7 @@ def pack_int4(q: Quantized) -> PackedInt4:
     Raises:
         PackError: it has another number of bits, or its groups are not multiples of 8 rows.
     """
-    from portmm.dispatch.cpu import family_of_codes
+    from portmm.dispatch.cpu_units import family_of_codes
 
     k, n = q.shape
     if q.bits != CODE_BITS:
@@ -135,7 +135,7 @@ def pack_int4(q: Quantized) -> PackedInt4:
 
 
 def _pack_by_kernel(q: Quantized, layout: Family, owner: Array) -> None:
-    from portmm.dispatch.cpu import int4_repack_route
+    from portmm.dispatch.cpu_routes import int4_repack_route
 
     route = int4_repack_route(layout, config.target(), config.get_num_threads())
     (k, n), (codes, c, scales, offsets) = q.shape, (x.ctypes.data for x in (q.codes, owner, q.scales, q.offsets))

@@ -50,7 +50,7 @@ def launch(kernel: Kernel | GridKernel, a: Any, b: Any, c: Any) -> Any:
         from portmm.ops import launch_gpu
 
         return launch_gpu.launch(kernel, a, b, c)
-    from portmm.dispatch import cpu as cpu_dispatch
+    from portmm.dispatch import cpu_kernels, cpu_routes
     from portmm.runtime.cpu import runtime
 
     if lacking := missing(kernel.isa):
@@ -71,7 +71,7 @@ def launch(kernel: Kernel | GridKernel, a: Any, b: Any, c: Any) -> Any:
         fields |= dict(zip(names.split(), strides, strict=True))
         numbers += [x, *strides]
     word = "-".join(base(kernel.type_of(x)) for x in "abc")
-    runtime().execute(cpu_dispatch.route_of(kernel, cpu_dispatch.loaded(kernel), fields, word), *numbers)
+    runtime().execute(cpu_routes.route_of(kernel, cpu_kernels.loaded(kernel), fields, word), *numbers)
     return c
 
 

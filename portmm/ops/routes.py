@@ -64,10 +64,10 @@ def routed(p: Problem) -> tuple[Any, bool]:
             return _classes.keep(key, kernel), True
         if least < most and (kernel := route_cache.route(kept, of_m, runtime(), p)) is not None:
             return kernel, False
-    from portmm.dispatch import cpu as cpu_dispatch
+    from portmm.dispatch import cpu_routes
 
     target = config.target()
-    kernel, served = cpu_dispatch.routed(p, target, limit or config.get_num_threads(), kept)
+    kernel, served = cpu_routes.routed(p, target, limit or config.get_num_threads(), kept)
     shared = served == (least, most)
     if kept is not None:
         route_cache.keep(kept, of_class if shared else of_m, kernel, target)

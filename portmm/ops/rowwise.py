@@ -202,13 +202,13 @@ def _rows(  # noqa: PLR0917 - three describe operands
     lead: list[int],
 ) -> _Rows:
     """The kernel of a function over rows, or of sums down columns."""
-    from portmm.dispatch import cpu as cpu_dispatch
+    from portmm.dispatch import cpu_routes
 
     m, n, _ = size
     step = bind_operands(traced, views, usual, ends=False)
     bytes_ = math.prod(size) * 4 * len(step.fused.operands)
     workers = config.get_num_threads() if bytes_ > FORK * BYTES_PER_SECOND else 1
-    route = cpu_dispatch.rows_route(step.text, size, config.target(), workers)
+    route = cpu_routes.rows_route(step.text, size, config.target(), workers)
     bound = Bound(traced, size, strides, [dense(x, size) for x in step.axes])
     shapes = [(*lead, m if "m" in x else 1, n if "n" in x else 1) for x in step.axes]
     return _Rows(route, bound, size, tuple(zip(shapes, step.types, strict=True)), traced.several)

@@ -14,8 +14,7 @@ from portmm.comparison.data import EXACT, Arrays, arrays, judge
 from portmm.comparison.ours import open_portmm
 from portmm.comparison.peers import Fetched, Run
 from portmm.comparison.worker import seconds_per_call
-from portmm.dispatch import config, overrides
-from portmm.dispatch import cpu as cpu_dispatch
+from portmm.dispatch import config, cpu_kernels, cpu_routes, cpu_units, overrides
 from portmm.errors import ScheduleError
 from portmm.ops import host_matmul
 
@@ -78,7 +77,7 @@ class Bench:
             BuildError: the compiler failed.
             TargetError: this machine lacks its instruction set.
         """
-        cpu_dispatch.build_kernel(cpu_dispatch.kernel_of(schedule, cpu_dispatch.isa_of(schedule, config.target())))
+        cpu_kernels.build_kernel(cpu_kernels.kernel_of(schedule, cpu_units.isa_of(schedule, config.target())))
 
     def check(self, schedule: Schedule, workers: int) -> tuple[float, float]:
         """Compute once by a schedule into a poisoned result; return the error and its bound.
@@ -112,7 +111,7 @@ class Bench:
         if self.override != (schedule, workers):
             assert self.problem  # noqa: S101 - it is prepared
             # First outside the user's call, which would fall back to NumPy if the kernel cannot be loaded.
-            cpu_dispatch.route_by(schedule, self.problem, config.target(), workers)
+            cpu_routes.route_by(schedule, self.problem, config.target(), workers)
             overrides.override(self.problem, schedule, workers)
             self.override = schedule, workers
 

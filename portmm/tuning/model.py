@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.dispatch.cpu import predicted
+from portmm.dispatch.cpu_selection import schedule_cost
 from portmm.schedule.cpu_candidates import candidates
 from portmm.schedule.cpu_textbook import preferred
 from portmm.schedule.schedule import spell
@@ -55,7 +55,7 @@ def ranked(p: Problem, target: Target, threads: int) -> list[Candidate]:
         ScheduleError: no schedule is legal.
     """
     counts = dict.fromkeys((1, max(1, threads)))
-    order = [Candidate(s, w, predicted(p, s, target, w).seconds) for s in candidates(p, target) for w in counts]
+    order = [Candidate(s, w, schedule_cost(p, s, target, w).seconds) for s in candidates(p, target) for w in counts]
     order.sort(key=lambda x: x.predicted)
     first = preferred([(x.predicted, x.schedule) for x in order], p, target)
     return [order[first], *order[:first], *order[first + 1 :]]

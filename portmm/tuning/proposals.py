@@ -11,7 +11,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from portmm.dispatch.cpu import predicted
+from portmm.dispatch.cpu_selection import schedule_cost
 from portmm.schedule.cpu_neighbourhood import Neighbourhood, neighbourhood_of
 from portmm.tuning.model import Candidate
 from portmm.tuning.records import OK
@@ -78,7 +78,7 @@ class Proposals:
         schedule = self.space.schedule(values)
         if schedule is None:
             return None
-        cost = predicted(self.space.problem, schedule, self.space.target, workers)
+        cost = schedule_cost(self.space.problem, schedule, self.space.target, workers)
         return Candidate(schedule, workers, cost.seconds)
 
     def tell(self, trial: Trial) -> None:

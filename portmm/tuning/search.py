@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from portmm.dispatch.tuning_database import problem_text
+from portmm.dispatch.tuned_schedule import problem_text
 from portmm.schedule.schedule import parse
 from portmm.tuning.lane import LostError
 from portmm.tuning.model import Candidate

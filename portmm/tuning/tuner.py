@@ -23,7 +23,8 @@ from portmm.comparison.seen import merged, shaped
 from portmm.comparison.suite import cases
 from portmm.dispatch import config
 from portmm.dispatch.overrides import renew
-from portmm.dispatch.tuning_database import Tuned, architecture, problem_text, record
+from portmm.dispatch.tuned_schedule import Tuned, architecture, problem_text
+from portmm.dispatch.tuning_database import record
 from portmm.errors import ScheduleError
 from portmm.host import machine_load
 from portmm.runtime import route_cache

@@ -23,7 +23,7 @@ from portmm.build import shared_object as building
 from portmm.build.shared_object import build
 from portmm.codegen.c_kernel import source
 from portmm.codegen.lower import lower, lower_pack
-from portmm.dispatch import cpu as cpu_dispatch
+from portmm.dispatch import cpu_selection, cpu_units
 from portmm.errors import ScheduleError
 from portmm.host import gauge, microbenchmarks
 from portmm.ir.nodes import Configure, Function, If, walk
@@ -173,7 +173,7 @@ def test_extremes_are_exact(word):
 def test_a_weight_is_packed_as_for_vectors(name, word, layout):
     isa, k, n = load_isa(name), 71, 45
     atom = isa.atom(word)
-    kept = family(cpu_dispatch.family(word, small(name)))
+    kept = family(cpu_units.family(word, small(name)))
     assert str(kept) == {"bf16": "bf16x32k2", "s8": "s8x32k4s"}[word]
     b = np.random.default_rng(0).integers(-128, 128, (1, k, n)).astype(support.numpy_type(atom.b))
     want = support.panels_of(b, kept).ravel()
@@ -191,21 +191,21 @@ def test_a_weight_is_packed_as_for_vectors(name, word, layout):
 @pytest.mark.parametrize(("name", "word"), WORDS)
 def test_tiles_are_chosen_where_they_pay(chip, name, word):
     target = load_target(chip)
-    kept = cpu_dispatch.family(word, target)
+    kept = cpu_units.family(word, target)
     for b in ("row", "packed"):
         many = Problem(1024, 1024, 1024, word, b=b, family=kept if b == "packed" else "")
-        assert cpu_dispatch.choose(many, target).schedule.isa == name
+        assert cpu_selection.choose(many, target).schedule.isa == name
     programs = {s.program for s in candidates(many, target)}
     assert programs == {"tiles", "gemm"}, "one packed weight serves both"
     one = Problem(1, 4096, 4096, word, b="packed", family=kept)
     assert {s.program for s in candidates(one, target)} == {"tiles", "gemm"}
-    assert cpu_dispatch.choose(replace(one, m=16), target).schedule.isa == name
+    assert cpu_selection.choose(replace(one, m=16), target).schedule.isa == name
 
 
 @pytest.mark.parametrize("b", ["row", "packed"])
 def test_one_unit_serves_all_shapes_where_results_must_not_depend_on_them(b):
     target = load_target("sapphire_rapids")
-    kept = cpu_dispatch.family("bf16", target) if b == "packed" else ""
+    kept = cpu_units.family("bf16", target) if b == "packed" else ""
     shapes = [(1, 64, 64), (3, 1, 4096), (16, 5000, 64), (100, 33, 7), (1024, 1024, 1024)]
     posed = [Problem(*x, "bf16", b=b, family=kept, deterministic=True) for x in shapes]
     assert {s.isa for p in posed for s in candidates(p, target)} == {"amx_bf16"}

@@ -15,7 +15,7 @@ from support import EVERY_ISA, HERE, ISAS, require, runs_here, small
 
 from portmm.codegen.lower import lower, lower_rows
 from portmm.dispatch import config as of_portmm
-from portmm.dispatch.cpu import build_kernel
+from portmm.dispatch.cpu_kernels import build_kernel
 from portmm.errors import ScheduleError
 from portmm.runtime.cpu import runtime
 from portmm.schedule.cpu_candidates import candidates
@@ -227,7 +227,7 @@ def test_passes_keep_numbers_only():
 
 def test_lanes_that_are_lacking_are_told():
     """A type that a machine cannot store is no crash of the compiler."""
-    from portmm.dispatch.cpu import unit_for
+    from portmm.dispatch.cpu_units import unit_for
 
     fused = Fused((Operand("f64", "mn"), Operand("f32", "mn")), ((1, real(load(0, "f32"))),))
     with pytest.raises(ScheduleError, match="f64"):

@@ -13,7 +13,7 @@ from support import HERE, TINY, guarded, small
 import portmm as pm
 from portmm.arrays import numpy_fallback
 from portmm.codegen.lower import lower_attention
-from portmm.dispatch import cpu as cpu_dispatch
+from portmm.dispatch import cpu_kernels, cpu_routes, cpu_units
 from portmm.errors import NoCompilerError, TraceError
 from portmm.ir.interpreter import run
 from portmm.kernels.cpu.attention_geometry import Form, Geometry
@@ -255,7 +255,7 @@ def test_without_a_compiler(monkeypatch):
     calls = [{}, {"causal": True}, {"window": 7}, {"lengths": [5, 0]}, {"mask": lambda i: i.q != i.kv}]
     calls += [{"score": lambda s, i: s * 0.1 - slopes[i.h] * abs(i.q - i.kv), "causal": True, "window": 9}]
     want = [pm.attention(q, k, v, return_lse=True, **how) for how in calls]
-    monkeypatch.setattr(cpu_dispatch, "attention_route", none)
+    monkeypatch.setattr(cpu_routes, "attention_route", none)
     monkeypatch.setattr(bind, "_ready", {})
     monkeypatch.setattr(attention, "_plain", {})
     monkeypatch.setattr(numpy_fallback, "_warned", ["once"])
@@ -462,7 +462,7 @@ def interpreted(target, dtype, shape, how, step, *, few=False):
     scored = acc() * number(0)
     text = str(Fused((), ((C, scored),)))
     held = {"float32": "f32", "bfloat16": "bf16"}[np.dtype(dtype).name]
-    isa, atom, real = unit = cpu_dispatch.attention_unit(held, parse(text), target, m)
+    isa, atom, real = unit = cpu_units.attention_unit(held, parse(text), target, m)
     wide = Geometry.of(isa, atom).pv_n
     bounds = Bounds(how.get("causal", False), "window" in how)
     packs = not few and (atom.k_pack > 1 or atom.m > 1 or not (isa.spelling(atom, "load_mask", held) or dv % wide == 0))
@@ -517,16 +517,16 @@ def test_tiles_that_are_arrays(how, monkeypatch):
     if not test_amx.LINES_RUN:
         pytest.skip("lines are moved by AVX-512")
     machine = replace(load_target("sapphire_rapids"), isas=(amx[0], *(x for x in amx[0].below)))
-    monkeypatch.setattr(cpu_dispatch, "loaded", test_amx.shimmed)
+    monkeypatch.setattr(cpu_kernels, "loaded", test_amx.shimmed)
     monkeypatch.setattr(attention.config, "target", lambda: machine)
-    cpu_dispatch.forget()
+    cpu_kernels.forget()
     for shape in [(2, 4, 2, 33, 70, 64, 64), (2, 2, 1, 70, 130, 40, 72), (2, 1, 1, 17, 37, 7, 5)]:
         x = [guarded(y.reshape(-1)).reshape(y.shape) for y in operands(shape, BF16)]
         want = exact(*x, **how)
         for item, most in enumerate(how.get("lengths", ())):
             x[1][item, :, most:] = x[2][item, :, most:] = np.nan
         check(*x, want, **how)
-    cpu_dispatch.forget()
+    cpu_kernels.forget()
 
 
 @pytest.mark.parametrize("d", [1, 2, 3])

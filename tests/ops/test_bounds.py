@@ -8,8 +8,7 @@ import pytest
 
 import portmm as pm
 from portmm.arrays import numpy_arrays
-from portmm.dispatch import config
-from portmm.dispatch import cpu as cpu_dispatch
+from portmm.dispatch import config, cpu_kernels, cpu_selection, cpu_units
 from portmm.fusion import fuse, horizontal_fusion
 from portmm.ir.nodes import Kernel
 from portmm.ops import linear_vectors
@@ -86,13 +85,13 @@ def test_programs_are_bounded_by_their_kernels(monkeypatch):
 @pytest.fixture
 def few_kernels(monkeypatch):
     """Only three kernels are loaded at once, as far as anything remembers them."""
-    cpu_dispatch.forget()
+    cpu_kernels.forget()
     runtime().clear_memo()
-    monkeypatch.setattr(cpu_dispatch, "MOST_LOADED", 3)
+    monkeypatch.setattr(cpu_kernels, "MOST_LOADED", 3)
     monkeypatch.setattr(route_cache, "MOST_KERNELS", 3)
     monkeypatch.setattr(route_cache, "_kernels", {})
     yield
-    cpu_dispatch.forget()
+    cpu_kernels.forget()
     runtime().clear_memo()
 
 
@@ -103,18 +102,18 @@ def test_kernels_that_are_loaded_are_bounded():
         a, b = ones(20, 4, 6), ones(20, 6, n)
         assert (pm.matmul(a, b) == 6).all()
         assert (f(ones(n, 6), ones(6, 4)) == 6).all()
-        assert len(cpu_dispatch._loaded) <= 3
+        assert len(cpu_kernels._loaded) <= 3
         assert len(route_cache._kernels) <= 3
 
 
 def test_what_is_loaded_keeps_no_loops():
     assert (pm.matmul(ones(33, 6), ones(6, 4)) == 6).all()
-    assert cpu_dispatch.kernel_of.cache_info().maxsize <= 64
+    assert cpu_kernels.kernel_of.cache_info().maxsize <= 64
     target = config.target()
-    schedule = cpu_dispatch.choose(pm.explain(ones(33, 6), ones(6, 4)).problem, target).schedule
+    schedule = cpu_selection.choose(pm.explain(ones(33, 6), ones(6, 4)).problem, target).schedule
     found, kernel = (
-        cpu_dispatch._code(schedule, target),
-        cpu_dispatch.kernel_of(schedule, cpu_dispatch.isa_of(schedule, target)),
+        cpu_kernels.code_of(schedule, target),
+        cpu_kernels.kernel_of(schedule, cpu_units.isa_of(schedule, target)),
     )
     assert found.code.symbol == kernel.name
     assert kernel.entry.body

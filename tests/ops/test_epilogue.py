@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support import HERE
 
 import portmm as pm
-from portmm.dispatch import cpu as cpu_dispatch
+from portmm.dispatch import cpu_kernels
 from portmm.errors import TraceError
 from portmm.ops.rowwise import over_rows
 from portmm.spec import elementwise
@@ -47,8 +47,8 @@ def close(got, want, size=1.0):
 def compiled(monkeypatch):
     """How many kernels were asked for."""
     names = []
-    build = cpu_dispatch.build_kernel
-    monkeypatch.setattr(cpu_dispatch, "build_kernel", lambda kernel: (names.append(kernel.name), build(kernel))[1])
+    build = cpu_kernels.build_kernel
+    monkeypatch.setattr(cpu_kernels, "build_kernel", lambda kernel: (names.append(kernel.name), build(kernel))[1])
     return names
 
 

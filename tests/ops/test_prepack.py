@@ -17,7 +17,7 @@ from support import HERE, interpret, panels_of, valid_of
 import portmm as pm
 from portmm.arrays import numpy_arrays, numpy_fallback
 from portmm.comparison import tables
-from portmm.dispatch import cpu as cpu_dispatch
+from portmm.dispatch import cpu_routes
 from portmm.errors import NoCompilerError
 from portmm.ir.abi import HUGE_PAGE
 from portmm.ops import int4_panels
@@ -128,7 +128,7 @@ def test_codes_are_folded_without_a_compiler(monkeypatch):
     def none(*_):
         raise NoCompilerError("none here")
 
-    monkeypatch.setattr(cpu_dispatch, "int4_repack_route", none)
+    monkeypatch.setattr(cpu_routes, "int4_repack_route", none)
     monkeypatch.setattr(numpy_fallback, "_warned", [])
     with pytest.warns(RuntimeWarning, match="computes with NumPy, which is slower: none here"):
         np.testing.assert_array_equal(pm.pack(q).owner, want)

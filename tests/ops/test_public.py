@@ -13,7 +13,7 @@ import pytest
 import portmm as pm
 from portmm.arrays import numpy_fallback
 from portmm.build import cache
-from portmm.dispatch import config, selection
+from portmm.dispatch import config, schedule_choice
 from portmm.errors import NoCompilerError
 from portmm.ops import host_matmul
 from portmm.util import user_warnings
@@ -137,9 +137,9 @@ def test_warnings_of_settings_and_schedules_and_the_cache_point_at_the_call(monk
     config._environment_threads.cache_clear()
     here = inspect.currentframe().f_lineno
     assert line_of(lambda: pm.config(deterministic=True).__enter__() and pm.get_num_threads()) == here + 1
-    monkeypatch.setattr(selection, "_warned", set())
+    monkeypatch.setattr(schedule_choice, "_warned", set())
     here = inspect.currentframe().f_lineno
-    assert line_of(lambda: selection._warn_once("a schedule")) == here + 1
+    assert line_of(lambda: schedule_choice._warn_once("a schedule")) == here + 1
     monkeypatch.setattr(cache, "_warned", set())
     here = inspect.currentframe().f_lineno
     assert line_of(lambda: cache._warn(tmp_path, "a reason")) == here + 1

@@ -106,7 +106,7 @@ from portmm.ops.prepack import packed_class
 now = [time.monotonic()]
 real = time.monotonic
 failures.time = api.time = type("clock", (), {"monotonic": staticmethod(lambda: now[0]), "time": time.time})
-from portmm.dispatch import cpu as dispatch
+from portmm.dispatch import cpu_routes as dispatch
 from portmm.runtime import cpu as host
 dispatch.time = failures.time
 time.monotonic = lambda: now[0]

@@ -17,8 +17,7 @@ from portmm.build.cache import cache_dir
 from portmm.build.cache_contents import cache_entries
 from portmm.build.compiler import find_compiler
 from portmm.build.shared_object import build
-from portmm.dispatch import config
-from portmm.dispatch import cpu as cpu_dispatch
+from portmm.dispatch import config, cpu_routes
 from portmm.errors import BuildError, NoCompilerError, ScheduleError
 from portmm.ops import fused_matmul
 from portmm.runtime import cpu as cpu_runtime
@@ -293,12 +292,12 @@ def test_a_route_that_is_not_built_keeps_no_operands(monkeypatch):
         operand = np.zeros(8)
         p = problem.Problem(61, 67, 71, "f32")
         with pytest.raises(BuildError, match="no"):
-            cpu_dispatch.route_for(p, target, 1)
+            cpu_routes.route_for(p, target, 1)
         return weakref.ref(operand)
 
     target = config.target()
-    monkeypatch.setattr(cpu_dispatch, "_route", refuse)
-    monkeypatch.setattr(cpu_dispatch, "_routes", type(cpu_dispatch._routes)(8))
+    monkeypatch.setattr(cpu_routes, "_route", refuse)
+    monkeypatch.setattr(cpu_routes, "_routes", type(cpu_routes._routes)(8))
     gone = first_call()
     assert gone() is None
 

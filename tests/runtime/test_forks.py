@@ -104,7 +104,7 @@ print("done")
 
 LOCKS = [
     ("portmm.ops.host_matmul", "_lock"),
-    ("portmm.dispatch.cpu", "_lock"),
+    ("portmm.dispatch.cpu_kernels", "_lock"),
     ("portmm.spec.expr", "_making"),
     ("portmm.dispatch.gpu", "_lock"),
     ("portmm.runtime.cuda", "_lock"),

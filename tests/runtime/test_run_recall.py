@@ -28,7 +28,7 @@ a = np.arange(12.0).reshape(3, 4)
 assert (pm.matmul(a, a.T) == a @ a.T).all()
 v = np.ones((2, 3, 4), np.float32)
 assert (pm.matmul(v, v.swapaxes(1, 2)) == 4).all()
-late = ("portmm.host.detect", "portmm.codegen.c_kernel", "portmm.dispatch.cpu", "subprocess")
+late = ("portmm.host.detect", "portmm.codegen.c_kernel", "portmm.dispatch.cpu_routes", "subprocess")
 print(*sorted(m for m in sys.modules if m in late))
 """
 
@@ -50,26 +50,26 @@ def needs_a_compiler():
 
 @pytest.mark.rest("takes long for what it finds")
 def test_a_second_process_neither_detects_nor_generates(tmp_path):
-    assert "portmm.dispatch.cpu" in child(tmp_path)
+    assert "portmm.dispatch.cpu_routes" in child(tmp_path)
     (book,) = tmp_path.glob("book-*.note")
     if cpu_runtime.python_headers():
         assert child(tmp_path) == []
     else:
-        assert "portmm.dispatch.cpu" not in child(tmp_path)
+        assert "portmm.dispatch.cpu_routes" not in child(tmp_path)
     whole = book.read_text()
     renamed = whole.replace("\tportmm_", "\tportmn_")
     for damaged in (whole[:-9], "", whole.replace("\tbook\t", "\tbool\t"), renamed, whole.replace("\n", "\nx")):
         assert damaged != whole
         book.write_text(damaged)
-        assert "portmm.dispatch.cpu" in child(tmp_path)
-        assert "portmm.dispatch.cpu" not in child(tmp_path)
+        assert "portmm.dispatch.cpu_routes" in child(tmp_path)
+        assert "portmm.dispatch.cpu_routes" not in child(tmp_path)
     for lost in list(tmp_path.glob("*.so")):
         lost.write_bytes(lost.read_bytes()[:100])
     child(tmp_path)
-    assert "portmm.dispatch.cpu" not in child(tmp_path)
-    assert "portmm.dispatch.cpu" in child(tmp_path, PORTMM_TARGET="scalar")
-    assert "portmm.dispatch.cpu" in child(tmp_path, PORTMM_NUM_THREADS="1")
-    assert "portmm.dispatch.cpu" not in child(tmp_path, PORTMM_NUM_THREADS="1")
+    assert "portmm.dispatch.cpu_routes" not in child(tmp_path)
+    assert "portmm.dispatch.cpu_routes" in child(tmp_path, PORTMM_TARGET="scalar")
+    assert "portmm.dispatch.cpu_routes" in child(tmp_path, PORTMM_NUM_THREADS="1")
+    assert "portmm.dispatch.cpu_routes" not in child(tmp_path, PORTMM_NUM_THREADS="1")
 
 
 @pytest.fixture
@@ -79,9 +79,9 @@ def kept(tmp_path, monkeypatch):
     monkeypatch.setattr(config, "_targets", {})
     monkeypatch.setattr(route_cache, "_caches", {})
     monkeypatch.setattr(route_cache, "_kernels", {})
-    from portmm.dispatch import cpu as cpu_dispatch
+    from portmm.dispatch import cpu_kernels
 
-    cpu_dispatch.forget()
+    cpu_kernels.forget()
     pm.matmul(np.ones((7, 9), np.float32), np.ones((9, 5), np.float32))
     host_matmul._state["runtime"].clear_memo()
     pm.matmul(np.ones((7, 9), np.float32), np.ones((9, 5), np.float32))
@@ -92,7 +92,7 @@ def kept(tmp_path, monkeypatch):
 
     assert len(again().lines) == 1
     yield again
-    cpu_dispatch.forget()
+    cpu_kernels.forget()
 
 
 def test_what_a_book_depends_on(kept, monkeypatch):
@@ -255,13 +255,13 @@ def test_a_failure_ahead_is_told_where_it_matters(monkeypatch):
 
 def test_code_that_another_process_built_needs_no_source(kept, monkeypatch):
     """Another size with a schedule that is known is neither lowered nor emitted; damaged code is made again."""
-    from portmm.dispatch import cpu as cpu_dispatch
+    from portmm.dispatch import cpu_kernels
 
     expected = np.full((7, 5), 8.0, np.float32)
 
     def product():
         """The same schedule as the answer in the book has, for another K."""
-        cpu_dispatch.forget()
+        cpu_kernels.forget()
         route_cache._kernels.clear()
         host_matmul._state["runtime"].clear_memo()
         return pm.matmul(np.ones((7, 8), np.float32), np.ones((8, 5), np.float32))
@@ -269,7 +269,7 @@ def test_code_that_another_process_built_needs_no_source(kept, monkeypatch):
     (schedule, line) = next(iter(kept().codes.items()))
     assert schedule.startswith(("gemm:", "dot:", "tiles:"))
     with monkeypatch.context() as m:
-        m.setattr(cpu_dispatch, "lower", None)
+        m.setattr(cpu_kernels, "lower", None)
         np.testing.assert_array_equal(product(), expected)
     assert len(kept().lines) == 2
     (cache.cache_dir() / f"{line.split()[0]}.so").write_bytes(b"damaged")

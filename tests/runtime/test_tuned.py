@@ -14,9 +14,17 @@ from typer.testing import CliRunner
 
 import portmm as pm
 from portmm.cli.main import app
-from portmm.dispatch import cpu as cpu_dispatch
-from portmm.dispatch import selection, tuning_database
-from portmm.dispatch.tuning_database import Tuned
+from portmm.dispatch import (
+    cpu_kernels,
+    cpu_routes,
+    cpu_selection,
+    cpu_units,
+    schedule_choice,
+    tuned_lookup,
+    tuned_schedule,
+    tuning_database,
+)
+from portmm.dispatch.tuned_schedule import Tuned
 from portmm.errors import DatabaseError
 from portmm.schedule.cpu_candidates import candidates
 from portmm.schedule.cpu_neighbourhood import KNOBS, neighbourhood_of, skeleton, unsound
@@ -32,14 +40,14 @@ LARGE = Problem(1000, 1000, 1000)
 def base(tmp_path, monkeypatch):
     path = tmp_path / "tuned.sqlite"
     monkeypatch.setenv("PORTMM_TUNED", str(path))
-    selection._warned.clear()
+    schedule_choice._warned.clear()
     return path
 
 
 def finding(p=LARGE, target=HERE, threads=1, which=3, **more):
     """A finding whose schedule is not the model's choice."""
-    choice = cpu_dispatch.choose(p, target, threads, tuned=False)
-    facts = {"chip": target.name, "architecture": tuning_database.architecture(target), "vendor": target.vendor}
+    choice = cpu_selection.choose(p, target, threads, tuned=False)
+    facts = {"chip": target.name, "architecture": tuned_schedule.architecture(target), "vendor": target.vendor}
     s = choice.runners_up[which][0]
     return Tuned(**({"problem": p, "threads": threads, "schedule": s, "workers": 1, "seconds": 1.0} | facts
                     | {"analytical": 1.5, "date": "2026-01-01"} | more))  # fmt: skip
@@ -52,9 +60,9 @@ def test_kept_and_found(base):
     x = finding()
     assert tuning_database.record(base, [x]) == 1
     assert tuning_database.rows(base) == [x]
-    assert x in tuning_database.find(LARGE, HERE, 1)
-    assert not tuning_database.find(replace(LARGE, m=999), HERE, 1)
-    assert not tuning_database.find(LARGE, HERE, 2)
+    assert x in tuned_lookup.find(LARGE, HERE, 1)
+    assert not tuned_lookup.find(replace(LARGE, m=999), HERE, 1)
+    assert not tuned_lookup.find(LARGE, HERE, 2)
 
 
 def test_later_findings_replace_earlier_ones(base):
@@ -71,7 +79,7 @@ def test_later_findings_replace_earlier_ones(base):
 ])  # fmt: skip
 def test_toml_says_everything(p):
     x = replace(finding(), problem=p, seconds=1.25e-3, analytical=2.5e-3, cold=True, title='a "chip"', version="1")
-    assert tuning_database.from_toml(tuning_database.to_toml([x, finding()])) == [x, finding()]
+    assert tuned_schedule.from_toml(tuned_schedule.to_toml([x, finding()])) == [x, finding()]
 
 
 def test_merge_takes_what_is_better(base, tmp_path):
@@ -80,7 +88,7 @@ def test_merge_takes_what_is_better(base, tmp_path):
     new = finding(replace(LARGE, m=77))
     tuning_database.record(base, [mine])
     tuning_database.record(other, [better])
-    third.write_text(tuning_database.to_toml([new, finding(which=6, seconds=1.4)]))
+    third.write_text(tuned_schedule.to_toml([new, finding(which=6, seconds=1.4)]))
     assert tuning_database.merge(base, [other, third]) == 2
     assert {x.problem.m: x.schedule for x in tuning_database.rows(base)} == {1000: better.schedule, 77: new.schedule}
     assert tuning_database.merge(base, [other, third]) == 0
@@ -130,9 +138,9 @@ def test_damage_is_told_once_and_harms_nothing(base, damage):
             raw.execute(ROWS[damage])
         raw.close()
     with pytest.warns(RuntimeWarning):
-        choice = cpu_dispatch.choose(LARGE, HERE, 1)
+        choice = cpu_selection.choose(LARGE, HERE, 1)
     assert choice.origin == "analytical"
-    assert cpu_dispatch.choose(LARGE, HERE, 1).origin == "analytical"
+    assert cpu_selection.choose(LARGE, HERE, 1).origin == "analytical"
     if damage in ("text", "cut", "version", "folder"):
         with pytest.raises(DatabaseError, match="PORTMM_TUNED"):
             tuning_database.record(base, [finding()])
@@ -146,15 +154,15 @@ def test_chip_before_architecture_before_vendor(base):
     vendors = {"chip": "skylake_sp", "architecture": "x86_64/avx512"}
     rows = [finding(which=i, **x) for i, x in enumerate((vendors, other, {}), 1)]
     tuning_database.record(base, rows)
-    assert [x for x in tuning_database.find(LARGE, HERE, 1) if x in rows] == rows[::-1]
-    assert not {x.chip for x in tuning_database.find(LARGE, load_target("zen4"), 1)} & {x.chip for x in rows}
+    assert [x for x in tuned_lookup.find(LARGE, HERE, 1) if x in rows] == rows[::-1]
+    assert not {x.chip for x in tuned_lookup.find(LARGE, load_target("zen4"), 1)} & {x.chip for x in rows}
 
 
 def test_choice_says_where_it_comes_from(base):
     x = finding(title="Xeon of tests")
     tuning_database.record(base, [x])
-    choice = cpu_dispatch.choose(LARGE, HERE, 1)
-    analytical = cpu_dispatch.choose(LARGE, HERE, 1, tuned=False)
+    choice = cpu_selection.choose(LARGE, HERE, 1)
+    analytical = cpu_selection.choose(LARGE, HERE, 1, tuned=False)
     assert (choice.schedule, choice.workers, choice.origin) == (x.schedule, 1, "tuned on Xeon of tests")
     assert choice.runners_up[0] == (analytical.schedule, analytical.cost)
     assert x.schedule not in [s for s, _ in choice.runners_up]
@@ -162,22 +170,22 @@ def test_choice_says_where_it_comes_from(base):
 
 
 def test_neighbours_are_believed_only_where_the_model_agrees(base):
-    slow = max(range(len(cpu_dispatch.choose(LARGE, HERE).runners_up)), key=int)
+    slow = max(range(len(cpu_selection.choose(LARGE, HERE).runners_up)), key=int)
     tuning_database.record(base, [finding(chip="granite_rapids", which=slow)])
-    assert cpu_dispatch.choose(LARGE, HERE, 1).origin == "analytical"
+    assert cpu_selection.choose(LARGE, HERE, 1).origin == "analytical"
     tuning_database.record(base, [finding(which=slow)])
-    assert cpu_dispatch.choose(LARGE, HERE, 1).origin.startswith("tuned")
+    assert cpu_selection.choose(LARGE, HERE, 1).origin.startswith("tuned")
 
 
 def test_off(base, monkeypatch):
     tuning_database.record(base, [finding()])
     monkeypatch.setenv("PORTMM_TUNED", "off")
-    assert cpu_dispatch.choose(LARGE, HERE, 1).origin == "analytical"
+    assert cpu_selection.choose(LARGE, HERE, 1).origin == "analytical"
 
 
 def test_a_limited_chip_is_another(base):
     tuning_database.record(base, [finding()])
-    assert cpu_dispatch.choose(LARGE, HERE.limited_to("avx2"), 1).origin == "analytical"
+    assert cpu_selection.choose(LARGE, HERE.limited_to("avx2"), 1).origin == "analytical"
 
 
 def test_unsound_findings_are_told_and_not_used(base):
@@ -185,7 +193,7 @@ def test_unsound_findings_are_told_and_not_used(base):
     tiles = (*s.tiles[:2], replace(s.tiles[2], m=s.mc + 1), replace(s.tiles[3], m=s.mc + 1))
     tuning_database.record(base, [replace(finding(), schedule=replace(s, tiles=tiles))])
     with pytest.warns(RuntimeWarning, match="whole tiles"):
-        assert cpu_dispatch.choose(LARGE, HERE, 1).origin == "analytical"
+        assert cpu_selection.choose(LARGE, HERE, 1).origin == "analytical"
 
 
 # -- what is sound
@@ -256,7 +264,7 @@ def test_what_is_sound_is_right(base, dtype):
     word = {"f32": np.float32, "s8-s8-s32": np.int8}.get(dtype)
     if word is None:
         word = pytest.importorskip("ml_dtypes").bfloat16
-    facts = {"chip": target.name, "architecture": tuning_database.architecture(target), "vendor": target.vendor}
+    facts = {"chip": target.name, "architecture": tuned_schedule.architecture(target), "vendor": target.vendor}
     tried = 0
     while tried < 6:
         s = found.schedule({k: rng.choice(v) for k, v in found.knobs.items()})
@@ -264,8 +272,8 @@ def test_what_is_sound_is_right(base, dtype):
             continue
         tried += 1
         tuning_database.record(base, [Tuned(p, 1, s, 1, 1.0, 1.0, **facts)])
-        cpu_dispatch.forget()
-        choice = cpu_dispatch.choose(p, target, 1)
+        cpu_kernels.forget()
+        choice = cpu_selection.choose(p, target, 1)
         assert choice.schedule == s
         from portmm.runtime.cpu import runtime
 
@@ -274,7 +282,7 @@ def test_what_is_sound_is_right(base, dtype):
         numbers = [*size[:2], size[2], 1]
         for x in (left, right, out):
             numbers += [x.ctypes.data, *(n // x.itemsize for n in x.strides), 0]
-        runtime().execute(cpu_dispatch.route_for(p, target, 1), *numbers)
+        runtime().execute(cpu_routes.route_for(p, target, 1), *numbers)
         assert (out == exact).all(), s
 
 
@@ -299,7 +307,7 @@ def test_command(base, tmp_path):
     assert json.loads(run("--json").output)[0]["chip"] == "sapphire_rapids"
     assert "1.50" in run().output
     assert run("--export", text).exit_code == 0
-    assert tuning_database.from_toml(text.read_text()) == [finding()]
+    assert tuned_schedule.from_toml(text.read_text()) == [finding()]
     assert "1 findings removed" in run("--clear").output
     assert tuning_database.rows(base) == []
 
@@ -323,11 +331,11 @@ def test_calls_choose_again_after_tuning(base):
     pm.matmul(a, b)
     before = routes.route(p).kernel.symbol
     target = pm.explain(a, b).target
-    choice = cpu_dispatch.choose(p, target, 1)
+    choice = cpu_selection.choose(p, target, 1)
     other = next(
-        s for s, _ in choice.runners_up if cpu_dispatch.kernel_of(s, cpu_dispatch.isa_of(s, target)).name != before
+        s for s, _ in choice.runners_up if cpu_kernels.kernel_of(s, cpu_units.isa_of(s, target)).name != before
     )
-    facts = {"chip": target.name, "architecture": tuning_database.architecture(target), "vendor": target.vendor}
+    facts = {"chip": target.name, "architecture": tuned_schedule.architecture(target), "vendor": target.vendor}
     tuning_database.record(base, [Tuned(p, 1, other, 1, 1.0, 1.0, **facts)])
     overrides.renew()
     assert (pm.matmul(a, b) == 222).all()
@@ -355,11 +363,11 @@ def test_processes_that_come_later_use_it(base, tmp_path):
     before = symbol("off")
     p = Problem(333, 444, 222)
     target = pm.explain((333, 222), (222, 444)).target
-    choice = cpu_dispatch.choose(p, target, 1)
+    choice = cpu_selection.choose(p, target, 1)
     other = next(
-        s for s, _ in choice.runners_up if cpu_dispatch.kernel_of(s, cpu_dispatch.isa_of(s, target)).name not in before
+        s for s, _ in choice.runners_up if cpu_kernels.kernel_of(s, cpu_units.isa_of(s, target)).name not in before
     )
-    facts = {"chip": target.name, "architecture": tuning_database.architecture(target), "vendor": target.vendor}
+    facts = {"chip": target.name, "architecture": tuned_schedule.architecture(target), "vendor": target.vendor}
     assert symbol(base) == before
     tuning_database.record(base, [Tuned(p, 1, other, 1, 1.0, 1.0, **facts)])
     assert symbol(base) == symbol(base) != before
@@ -371,9 +379,9 @@ def test_other_toml(tmp_path, text):
     path = tmp_path / "other.toml"
     path.write_text(text)
     with pytest.raises(DatabaseError, match="has no tuned schedules"):
-        tuning_database.read_toml(path)
+        tuned_schedule.read_toml(path)
 
 
 def test_what_loses_is_not_used(base):
     tuning_database.record(base, [finding(seconds=2.0)])
-    assert cpu_dispatch.choose(LARGE, HERE, 1).origin == "analytical"
+    assert cpu_selection.choose(LARGE, HERE, 1).origin == "analytical"

@@ -9,8 +9,8 @@ import pytest
 from support import SEVEN, TINY
 
 from portmm.codegen.lower import atom_of
-from portmm.dispatch import cpu as cpu_dispatch
-from portmm.dispatch.cost_selection import predict
+from portmm.dispatch import cpu_units
+from portmm.dispatch.cpu_selection import candidate_costs
 from portmm.errors import ScheduleError
 from portmm.schedule import cpu_candidates as enumeration
 from portmm.schedule.cpu_candidate_sets import candidate_set
@@ -58,7 +58,7 @@ def drawn(target, kind, rng):
     sizes = [rng.choice(SIZES) if rng.random() < 0.7 else int(2 ** rng.uniform(0, 13)) for _ in range(3)]
     m, n, k = (min(x, 64) for x in sizes) if kind.static else sizes
     try:
-        family = cpu_dispatch.family(kind.dtype, target) if kind.b in ("packed", "codes") else ""
+        family = cpu_units.family(kind.dtype, target) if kind.b in ("packed", "codes") else ""
         p = replace(kind, m=m, n=n, k=k, family=family)
         candidates(p, target)
     except ScheduleError:
@@ -108,9 +108,9 @@ def test_candidates_cost_together_what_they_cost_alone(name):
             continue
         found, threads = candidate_set(p, target), rng.choice(THREADS)
         q = p.transposed() if p.c == "col" else p
-        (many,) = predict(p, found, (q.m, 3 * q.m + 1), (threads,))
+        (many,) = candidate_costs(p, found, (q.m, 3 * q.m + 1), (threads,))
         for i, s in rng.sample(list(enumerate(found.schedules)), min(6, len(found.schedules))):
-            atom = atom_of(cpu_dispatch.isa_of(s, target), s.dtype, s.lanes)
+            atom = atom_of(cpu_units.isa_of(s, target), s.dtype, s.lanes)
             assert near(many.at(0)[i], cost(p, s, atom, target, threads)), s
             larger = replace(p, n=3 * p.n + 1) if p.c == "col" else replace(p, m=3 * p.m + 1)
             assert near(many.at(1)[i], cost(larger, s, atom, target, threads)), s

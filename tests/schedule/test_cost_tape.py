@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from test_candidate_sets import MACHINES as SEARCHED
 
-from portmm.dispatch import cost_selection
-from portmm.dispatch import cpu as cpu_dispatch
-from portmm.dispatch.cost_selection import predict, select
+from portmm.dispatch import cpu_selection, cpu_units
+from portmm.dispatch.cpu_selection import candidate_costs, select_for_class
 from portmm.errors import ScheduleError
 from portmm.runtime import cpu as cpu_runtime
 from portmm.schedule.cost_tape import OPERATIONS
@@ -55,7 +54,7 @@ def drawn(target, rng):
     """A problem of any kind that the target multiplies."""
     kind = rng.choice(KINDS)
     m, n, k = (rng.choice(ROUND) if rng.random() < 0.4 else int(2 ** rng.uniform(0, 13)) for _ in range(3))
-    family = cpu_dispatch.family(kind.dtype, target) if kind.b in ("packed", "codes") else ""
+    family = cpu_units.family(kind.dtype, target) if kind.b in ("packed", "codes") else ""
     return replace(kind, m=m, n=n, k=k, family=family)
 
 
@@ -81,7 +80,7 @@ def test_tapes_predict_to_the_bit(name, run):
         listed, threads = candidate_set(p, target), rng.choice((1, 1, 2, 7, 64))
         rows = (q.m, 2 * q.m, 3 * q.m + 1)[: rng.choice((1, 2, 3))]
         tape = Tape.of(listed.table, len(rows), several=threads > 1)
-        (by_numpy,) = predict(p, listed, rows, (threads,))
+        (by_numpy,) = candidate_costs(p, listed, rows, (threads,))
         np.testing.assert_array_equal(tape.replayed(run, listed.table, q, rows, threads), by_numpy.seconds)
 
 
@@ -91,18 +90,18 @@ def test_both_evaluators_select_the_same(name, run, monkeypatch):
     target, rng = MACHINES[name], random.Random(name)  # noqa: S311 - no secret
     asked = [(p, rng.choice((1, 1, 2, 8))) for p in some(target, rng, PROBLEMS)]
     with monkeypatch.context() as m:
-        m.setattr(cost_selection, "replayer", lambda: None)
-        by_numpy = [select(p, target, threads) for p, threads in asked]
+        m.setattr(cpu_selection, "replayer", lambda: None)
+        by_numpy = [select_for_class(p, target, threads) for p, threads in asked]
     replays = []
 
     def counted(*args):
         replays.append(args)
         return run(*args)
 
-    monkeypatch.setattr(cost_selection, "replayer", lambda: counted)
+    monkeypatch.setattr(cpu_selection, "replayer", lambda: counted)
     monkeypatch.setattr(CandidateSet, "tape", lambda x, rows, *, several: Tape.of(x.table, rows, several=several))
     for (p, threads), one in zip(asked, by_numpy, strict=True):
-        other = select(p, target, threads)
+        other = select_for_class(p, target, threads)
         assert (other.schedule, other.rows, other.workers, other.origin) == (
             (one.schedule, one.rows, one.workers, one.origin)
         ), p

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 import portmm as pm
-from portmm.dispatch import config, tuning_database
-from portmm.dispatch import cpu as cpu_dispatch
-from portmm.dispatch.cost_selection import MOST_LOSS, predict, select
+from portmm.dispatch import config, cpu_kernels, cpu_routes, cpu_selection, cpu_units, tuned_lookup
+from portmm.dispatch.cpu_selection import MOST_LOSS, candidate_costs, select_for_class
 from portmm.ops import host_matmul, routes
 from portmm.schedule.cpu_candidate_sets import candidate_set
 from portmm.schedule.cpu_candidates import candidates
@@ -51,22 +50,22 @@ def test_a_class_has_one_choice_that_is_legal_and_near_the_best_throughout(name)
     target, rng = TARGETS[name], random.Random(name)  # noqa: S311 - no secret
     for _ in range(40):
         m, n, k = (int(2 ** rng.uniform(5, 12)) for _ in range(3))
-        family = cpu_dispatch.family("f32", target)
+        family = cpu_units.family("f32", target)
         p = rng.choice((Problem(m, n, k), Problem(m, n, k, batch=9), Problem(m, n, k, b="packed", family=family)))
         threads = rng.choice((1, 2, 8))
-        found = select(p, target, threads)
+        found = select_for_class(p, target, threads)
         if found.rows == (p.m, p.m):
             continue
         least, most = found.rows
         for m in {least, (least + most) // 2, most}:
             one = replace(p, m=m)
-            again = select(one, target, threads)
+            again = select_for_class(one, target, threads)
             assert (again.schedule, again.workers) == (found.schedule, found.workers)
-            assert cpu_dispatch.choose(one, target, threads, tuned=False).schedule == found.schedule
+            assert cpu_selection.choose(one, target, threads, tuned=False).schedule == found.schedule
             assert found.schedule in candidates(one, target)
             listed = candidate_set(one, target)
-            seconds = [predict(one, listed, (m,), (w,))[0].seconds[0] for w in {1, threads}]
-            mine = predict(one, listed, (m,), (found.workers,))[0].seconds[0][found.index]
+            seconds = [candidate_costs(one, listed, (m,), (w,))[0].seconds[0] for w in {1, threads}]
+            mine = candidate_costs(one, listed, (m,), (found.workers,))[0].seconds[0][found.index]
             fair = ~listed.textbook if target.searches else np.ones(len(listed.schedules), bool)
             loss = MOST_LOSS / (1.0 if target.searches else WITHIN)
             assert mine <= loss * min(x[fair].min() for x in seconds)
@@ -79,8 +78,8 @@ def test_the_workspace_of_a_class_is_that_of_its_largest_problem(name):
         p = Problem(rng.randrange(33, 3000), rng.randrange(1, 900), rng.randrange(1, 3000))
         least, most = rows(p)
         for s in rng.sample(candidates(replace(p, m=most), target), 3):
-            kernel = cpu_dispatch.kernel_of(s, cpu_dispatch.isa_of(s, target))
-            sizes = [cpu_dispatch.workspace_bytes(kernel, replace(p, m=m), 3) for m in range(least, most + 1)]
+            kernel = cpu_kernels.kernel_of(s, cpu_units.isa_of(s, target))
+            sizes = [cpu_kernels.workspace_bytes(kernel, replace(p, m=m), 3) for m in range(least, most + 1)]
             assert sizes == sorted(sizes)
 
 
@@ -178,12 +177,12 @@ def test_a_finding_is_for_its_own_rows_only(monkeypatch):
     target, threads = config.target(), config.get_num_threads()
     p = Problem(100, 64, 64)
     monkeypatch.setattr(
-        tuning_database, "tuned_rows", lambda q, *_: frozenset({100}) if (q.n, q.k) == (64, 64) else frozenset()
+        tuned_lookup, "tuned_rows", lambda q, *_: frozenset({100}) if (q.n, q.k) == (64, 64) else frozenset()
     )
     assert rows(p)[0] < 100
-    assert cpu_dispatch.routed(p, target, threads)[1] == (100, 100)
-    assert cpu_dispatch.routed(replace(p, m=98), target, threads)[1] == (98, 98)
-    assert cpu_dispatch.routed(replace(p, n=65), target, threads)[1] == row_class(100)
+    assert cpu_routes.routed(p, target, threads)[1] == (100, 100)
+    assert cpu_routes.routed(replace(p, m=98), target, threads)[1] == (98, 98)
+    assert cpu_routes.routed(replace(p, n=65), target, threads)[1] == row_class(100)
 
 
 def test_ten_thousand_row_counts_are_a_few_classes(runtime):

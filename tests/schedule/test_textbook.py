@@ -11,7 +11,7 @@ from support import HERE, TINY
 
 import portmm as pm
 from portmm.dispatch import overrides
-from portmm.dispatch.cpu import choose
+from portmm.dispatch.cpu_selection import choose
 from portmm.host import detect
 from portmm.host.host_probe import CPU
 from portmm.schedule.cpu_candidates import candidates

@@ -13,7 +13,7 @@ from passed import compiled_by, folder_text, processor, unchanged, version
 
 from portmm.build.shared_object import build
 from portmm.codegen.c_kernel import source
-from portmm.dispatch.cpu import workspace_bytes
+from portmm.dispatch.cpu_kernels import workspace_bytes
 from portmm.ir.abi import ARGS
 from portmm.ir.nodes import VECTORS
 

@@ -429,11 +429,11 @@ def check_built(kernel, f, workers=1, what="", *, end=True):
 
 def executed(kernel, f, workers=1, *, end=True):
     """C and the operands as the built kernel leaves them, each beside a guard page."""
-    from portmm.dispatch import cpu as cpu_dispatch
+    from portmm.dispatch import cpu_kernels
     from portmm.runtime.cpu import runtime
 
     k = f.case
-    work = cpu_dispatch.workspace_bytes(kernel, k.problem, workers)
+    work = cpu_kernels.workspace_bytes(kernel, k.problem, workers)
     route = runtime().make_route(support.load(kernel), work, workers, k.problem.storage, k.problem.unit)
     a, b, c, numbers, *flats = (
         guarded(x, end=end) for x in (k.a, k.b, k.fresh(), k.numbers, *(x.flat for x in k.operands))

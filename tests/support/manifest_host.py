@@ -14,7 +14,7 @@ from manifest_case import Case, all_words, covering, few, on_host, smallest
 from support import LAYOUTS, coded, pose, small
 
 from portmm.codegen.lower import lower, lower_attention, lower_int4_repack, lower_pack, lower_rows
-from portmm.dispatch.cpu import attention_unit
+from portmm.dispatch.cpu_units import attention_unit
 from portmm.errors import ScheduleError
 from portmm.host import microbenchmarks
 from portmm.kernels.cpu.attention_geometry import Form

@@ -447,19 +447,19 @@ def guarded(x: np.ndarray, *, end: bool = True) -> np.ndarray:
 
 def load(kernel: Any) -> Any:
     """A kernel built and loaded through the real pipeline."""
-    from portmm.dispatch import cpu as cpu_dispatch
+    from portmm.dispatch import cpu_kernels
 
-    return cpu_dispatch.loaded(kernel)
+    return cpu_kernels.loaded(kernel)
 
 
 def execute(kernel: Any, k: Case, workers: int = 1, *, code: Any = None, end: bool = True) -> np.ndarray:
     """C as the built kernel computes it, every operand beside a guard page."""
-    from portmm.dispatch import cpu as cpu_dispatch
+    from portmm.dispatch import cpu_kernels
     from portmm.runtime.cpu import runtime
 
     route = runtime().make_route(
         code or load(kernel),
-        cpu_dispatch.workspace_bytes(kernel, k.problem, workers),
+        cpu_kernels.workspace_bytes(kernel, k.problem, workers),
         workers,
         k.problem.storage,
         k.problem.unit,
@@ -488,10 +488,10 @@ def same_as_before(kernel: Any, *parts: object) -> bool:
 
 def called_as_before(kernel: Any, k: Case, workers: int, *more: object) -> bool:
     """A kernel is called in this process as it was when it passed, with a scratch of the same size."""
-    from portmm.dispatch import cpu as cpu_dispatch
+    from portmm.dispatch import cpu_kernels
 
     p = k.problem
-    work = cpu_dispatch.workspace_bytes(kernel, p, workers)
+    work = cpu_kernels.workspace_bytes(kernel, p, workers)
     return same_as_before(kernel, "here", work, workers, p.storage, p.unit, *more, *k.parts())
 
 

@@ -12,7 +12,7 @@ from support import require
 
 import portmm as pm
 from portmm.dispatch import config
-from portmm.dispatch.cost_selection import MOST_LOSS
+from portmm.dispatch.cpu_selection import MOST_LOSS
 from portmm.explanation.cpu import SHOWN, target_called
 from portmm.host import calibrate, detect
 from portmm.ops import routes

@@ -15,7 +15,7 @@ from bench_scripts import BENCH, jobs
 
 from portmm.build import nvrtc
 from portmm.dispatch import gpu as gpu_dispatch
-from portmm.dispatch import tuning_database
+from portmm.dispatch import tuned_schedule, tuning_database
 from portmm.schedule.schedule import spell
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
@@ -257,7 +257,7 @@ def surveyed(bench, device="h100"):
          "terms": {"overlapped": c.overlapped, "added": c.added}, "seconds": c.seconds * (0.5 if i == 1 else 1.0)}
         for i, (c, s) in enumerate(ranked[:12])
     ]  # fmt: skip
-    survey = {"name": "s", "problem": tuning_database.problem_text(problem), "rows": rows}
+    survey = {"name": "s", "problem": tuned_schedule.problem_text(problem), "rows": rows}
     return {"device": {"target": device}, "surveys": [survey]}, problem, ranked
 
 
@@ -267,7 +267,7 @@ def test_the_fastest_schedules_can_be_read_as_tuned_ones(bench, tmp_path, monkey
     file.write_text(json.dumps(data))
     assert bench.gpu_fit.main([str(file), "--toml", str(toml)]) == 0
     assert "rank correlation" in capsys.readouterr().out
-    (found,) = tuning_database.from_toml(toml.read_text())
+    (found,) = tuned_schedule.from_toml(toml.read_text())
     assert (found.schedule, found.problem, found.chip) == (ranked[1][1], problem, "h100")
     assert found.gain == pytest.approx(ranked[0][0].seconds / ranked[1][0].seconds / 0.5, rel=1e-3)
     database = tmp_path / "tuned.sqlite"

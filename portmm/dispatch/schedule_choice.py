@@ -1,6 +1,6 @@
-"""Selection of a schedule for a problem, by the cost model or by measurement.
+"""Choice of a schedule for a problem: that of the cost model, or one that was measured to be faster.
 
-Owns `Choice`, and the decision whether a tuned schedule replaces the model's.
+Owns `Choice`, and the decision whether a tuned schedule replaces the model's, on CPUs and on devices.
 """
 
 from __future__ import annotations
@@ -61,17 +61,18 @@ def overlaid(
         threads: the most that may be used.
         predict: the cost model.
     """
-    from portmm.dispatch import tuning_database
+    from portmm.dispatch import tuned_lookup
+    from portmm.dispatch.tuned_schedule import architecture
 
     p, target = choice.problem, choice.target
     least = min(c.seconds for c in (choice.cost, *(c for _, c in choice.runners_up[:1])))
     try:
-        tuned = tuning_database.find(p, target, threads)
+        tuned = tuned_lookup.find(p, target, threads)
     except DatabaseError as error:
         _warn_once(str(error))
         return choice
     for x in tuned:
-        own = (x.chip, x.architecture) == (target.name, tuning_database.architecture(target))
+        own = (x.chip, x.architecture) == (target.name, architecture(target))
         if x.gain < 1 and x.schedule != choice.schedule:
             continue
         try:

@@ -1,8 +1,9 @@
-"""Selection of the schedule with the least predicted time, for a class of row counts.
+"""Selection of a schedule for a problem on a CPU, by the cost model.
 
-Owns the comparison of all candidates for a problem at once. The selected candidate is the one whose
-predicted time is nearest to the best at every sampled M: a class has one schedule, and no M of it
-should lose much by that.
+Owns the comparison of all candidates at once. `choose` ranks them for one problem, and takes a tuned schedule where
+there is one; `select_for_class` selects for a class of row counts, on the way to a kernel: the candidate whose
+predicted time is nearest to the best at every sampled M, since a class has one schedule, and no M of it should lose
+much by that.
 """
 
 from __future__ import annotations
@@ -12,27 +13,79 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from portmm.codegen.lower import atom_of
+from portmm.dispatch.cpu_units import isa_of
+from portmm.dispatch.schedule_choice import Choice, overlaid
+from portmm.errors import ScheduleError
 from portmm.runtime.cpu import replayer
 from portmm.schedule.cpu_candidate_sets import CandidateSet, candidate_set
-from portmm.schedule.cpu_cost import costs
+from portmm.schedule.cpu_candidates import units
+from portmm.schedule.cpu_cost import cost, costs
 from portmm.schedule.cpu_textbook import ORIGIN, WITHIN, preferred
+from portmm.spec.problem import family
 from portmm.spec.row_classes import rows
 
 if TYPE_CHECKING:
-    from portmm.schedule.cpu_cost import Costs
+    from portmm.schedule.cpu_cost import Cost, Costs
     from portmm.schedule.cpu_cost_terms import Array
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.target import Target
-
 
 ANALYTICAL = "analytical"
 MOST_LOSS = 1.02
 """Predicted time over the best up to which all M of a class share one schedule: the model is less exact than that."""
 
 
+def choose(p: Problem, target: Target, threads: int = 1, *, tuned: bool = True) -> Choice:
+    """The schedule measured to be fastest, or the model's selection.
+
+    The model selects the least predicted time, the first of equals, unless `cpu_textbook.preferred` selects another.
+
+    Args:
+        p: the problem.
+        target: the machine.
+        threads: the most threads to use; one is used if that is predicted faster.
+        tuned: look in the database of tuned schedules.
+
+    Raises:
+        ScheduleError: no schedule is legal, or the product is empty.
+    """
+    check(p, target)
+    best = select_for_class(p, target, threads)
+    schedules = best.listed.schedules
+    (costs,) = candidate_costs(p, best.listed, (p.n if p.c == "col" else p.m,), (best.workers,))
+    terms = costs.at(0)
+    order = sorted(range(len(schedules)), key=lambda i: terms[i].seconds)
+    rest = tuple((schedules[i], terms[i]) for i in order if i != best.index)
+    choice = Choice(p, target, best.workers, best.schedule, terms[best.index], rest, best.origin)
+    return overlaid(choice, schedules, threads, schedule_cost) if tuned else choice
+
+
+def check(p: Problem, target: Target) -> None:
+    """Check that a product is not empty, and that panels of a packed B are multiples of this target's vectors.
+
+    Raises:
+        ScheduleError: it is empty, or B is packed for another target.
+    """
+    if 0 in (p.m, p.n, p.k, p.batch):
+        raise ScheduleError(f"{p} has no products: there is nothing to choose")
+    if p.b != "packed":
+        return
+    takes = [(isa.columns(atom), atom.k_pack) for isa, atom in units(p.dtype, target)]
+    layout = family(p.family)
+    if not any(layout.nr % n == 0 and layout.kr == kr for n, kr in takes):
+        multiples = " or ".join(f"multiples of {n}{f' by {kr}' if kr > 1 else ''}" for n, kr in takes)
+        raise ScheduleError(f"B is packed as {p.family}; {target.name} takes {multiples}: pack it again here")
+
+
+def schedule_cost(p: Problem, s: Schedule, target: Target, workers: int) -> Cost:
+    """The predicted time of a schedule, with its terms."""
+    return cost(p, s, atom_of(isa_of(s, target), s.dtype, s.lanes), target, workers)
+
+
 @dataclass(frozen=True, slots=True)
-class Selection:
+class ClassSelection:
     """The candidates for a class of problems, and the selected one.
 
     Attributes:
@@ -55,7 +108,7 @@ class Selection:
         return self.listed.schedules[self.index]
 
 
-def select(p: Problem, target: Target, threads: int) -> Selection:
+def select_for_class(p: Problem, target: Target, threads: int) -> ClassSelection:
     """The selection for the class of a problem.
 
     Args:
@@ -74,11 +127,11 @@ def select(p: Problem, target: Target, threads: int) -> Selection:
         if listed.schedules == candidate_set(p, target, most).schedules:
             best = _fastest(p, listed, tuple(dict.fromkeys((least, (least + most) // 2, most))), counts, target)
             if best is not None:
-                return Selection(listed, (least, most), *best)
+                return ClassSelection(listed, (least, most), *best)
     listed = candidate_set(p, target)
     best = _fastest(p, listed, (p.n if p.c == "col" else p.m,), counts, target)
     assert best is not None  # noqa: S101 - with one M, the best has no loss
-    return Selection(listed, (p.m, p.m), *best)
+    return ClassSelection(listed, (p.m, p.m), *best)
 
 
 def _fastest(
@@ -121,14 +174,14 @@ def _seconds(p: Problem, listed: CandidateSet, ms: tuple[int, ...], counts: tupl
     run = replayer()
     tapes = [listed.tape(len(ms), several=x > 1) for x in counts] if run is not None else []
     if run is None or None in tapes:
-        every = [x.seconds for x in predict(p, listed, ms, counts)]
+        every = [x.seconds for x in candidate_costs(p, listed, ms, counts)]
     else:
         q = p.transposed() if p.c == "col" else p
         every = [x.replayed(run, listed.table, q, ms, n) for x, n in zip(tapes, counts, strict=True) if x is not None]
     return every[0] if len(every) == 1 else np.stack(every, axis=2).reshape(len(ms), -1)
 
 
-def predict(p: Problem, listed: CandidateSet, ms: tuple[int, ...], counts: tuple[int, ...]) -> list[Costs]:
+def candidate_costs(p: Problem, listed: CandidateSet, ms: tuple[int, ...], counts: tuple[int, ...]) -> list[Costs]:
     """Costs of candidates for problems that differ in M from `p`, for each number of threads."""
     q = p.transposed() if p.c == "col" else p
     return costs(listed.table, q, ms, counts)

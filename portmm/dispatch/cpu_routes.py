@@ -1,0 +1,201 @@
+"""Routes on a CPU: loaded kernels with the workspace and the threads of a call.
+
+Owns the route of a problem, which is selected, built and loaded once per class of problems, and routes of kernels
+around products: packing, expressions over rows, attention. `ops.routes` comes here with problems that neither its memo
+nor the route cache knows.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from portmm.codegen.lower import lower_attention, lower_int4_repack, lower_pack, lower_rows
+from portmm.dispatch.cpu_kernels import Code, code_of, loaded_program
+from portmm.dispatch.cpu_selection import check, choose, select_for_class
+from portmm.dispatch.cpu_units import int4_unit, unit_for
+from portmm.dispatch.overrides import active, schedule_for
+from portmm.errors import BuildError, DatabaseError
+from portmm.ir.index import meaning
+from portmm.spec.dtype import BY_NAME, types
+from portmm.spec.epilogue import parse as parse_fused
+from portmm.spec.row_classes import rows
+from portmm.util.memo import Memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.ir.nodes import Kernel
+    from portmm.kernels.cpu.attention_geometry import Form
+    from portmm.runtime.route_cache import RouteCache
+    from portmm.schedule.schedule import Schedule
+    from portmm.spec.problem import Family, Problem
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+    from portmm.target.target import Target
+
+MOST_ROUTES = 4096
+"""Routes kept before all are dropped: an endless series of new shapes must not fill memory."""
+
+_routes = Memory(MOST_ROUTES)
+
+
+def route_for(p: Problem, target: Target, threads: int) -> Any:
+    """A route for a problem, selected or overridden once per class of problems, target and limit of threads.
+
+    Raises:
+        ScheduleError: no schedule is legal.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    return routed(p, target, threads)[0]
+
+
+def routed(p: Problem, target: Target, threads: int, kept: RouteCache | None = None) -> tuple[Any, tuple[int, int]]:
+    """A route for a problem, and the least and the largest M that it serves.
+
+    Args:
+        p: the problem.
+        target: the machine.
+        threads: the most threads to use.
+        kept: the route cache of this target, which finds code built for it.
+
+    Raises:
+        ScheduleError: no schedule is legal.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    own, served = (p.m, p.m), rows(p)
+    if served != own and not active():
+        route = _kept(p, target, (threads, served), lambda: _shared(p, served, target, threads, kept))
+        if route is not None:
+            return route, served
+    return _kept(p, target, (threads, own), lambda: _alone(p, target, threads, kept)), own
+
+
+def _kept(p: Problem, target: Target, about: Any, make: Callable[[], Any]) -> Any:
+    """A value computed once for problems like `p` on a target; `about` holds the range of rows."""
+    # A target holds dicts, so its identity stands for it; the entry keeps it alive.
+    key = (p.but_rows, id(target), about)
+    entry = _routes.get(key)
+    if entry is None or (isinstance(entry[1], BuildError) and time.monotonic() >= entry[1].retry_at):
+        try:
+            value = make()
+        except BuildError as error:
+            _routes.keep(key, (target, error.again()))
+            raise
+        entry = _routes.keep(key, (target, value))
+    if isinstance(entry[1], BuildError):
+        raise entry[1].again()
+    return entry[1]
+
+
+def _shared(p: Problem, served: tuple[int, int], target: Target, threads: int, kept: RouteCache | None) -> Any:
+    """The route of the class of a problem; None if its problems need different ones."""
+    check(p, target)
+    if _tuned_within(p, served, target, threads):
+        return None
+    best = select_for_class(p, target, threads)
+    if best.rows != served:
+        return None
+    return _route(code_of(best.schedule, target, kept), p, best.workers, served[1])
+
+
+def _alone(p: Problem, target: Target, threads: int, kept: RouteCache | None) -> Any:
+    """The route of a single problem."""
+    selected = schedule_for(p)
+    if selected is None and not _tuned_within(p, (p.m, p.m), target, threads):
+        check(p, target)
+        best = select_for_class(p, target, threads)
+        selected = best.schedule, best.workers
+    if selected is None:
+        choice = choose(p, target, threads)
+        selected = choice.schedule, choice.workers
+    schedule, workers = selected
+    return _route(code_of(schedule, target, kept), p, workers)
+
+
+def _tuned_within(p: Problem, served: tuple[int, int], target: Target, threads: int) -> bool:
+    """Test for tuned schedules of problems in a range of rows; True if the database is unreadable: `choose` retries."""
+    from portmm.dispatch.tuned_lookup import tuned_rows
+
+    try:
+        return any(served[0] <= m <= served[1] for m in tuned_rows(p, target, threads))
+    except DatabaseError:
+        return True
+
+
+def route_by(s: Schedule, p: Problem, target: Target, workers: int) -> Any:
+    """A route for a problem by a schedule that is legal for it."""
+    return _route(code_of(s, target), p, workers)
+
+
+def _route(code: Code, p: Problem, workers: int, rows: int | None = None) -> Any:
+    """A route for problems like `p`, of at most `rows` rows."""
+    from portmm.runtime.cpu import runtime
+
+    work = code.scratch(p, p.m if rows is None else rows, workers)
+    return runtime().make_route(code.code, work, workers, p.storage, p.unit)
+
+
+def route_of(kernel: Kernel, code: Any, fields: dict[str, int], dtype: str) -> Any:
+    """A route for loaded code, with scratch for these fields of the argument block."""
+    from portmm.runtime.cpu import runtime
+
+    work = meaning(kernel.workspace)(fields) * BY_NAME[kernel.atom.acc].bytes
+    return runtime().make_route(code, work, fields["workers"], dtype)
+
+
+def pack_route(isa: Isa, dtype: str, nr: int, layout: str, threads: int) -> Any:
+    """A route of the kernel that packs a B.
+
+    Raises:
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    from portmm.runtime.cpu import runtime
+
+    _, code = loaded_program(lower_pack, isa, dtype, nr, layout)
+    storage = types(dtype)[1]
+    return runtime().make_route(code, 1024, threads, storage)
+
+
+def int4_repack_route(kept: Family, target: Target, threads: int) -> Any:
+    """A route of the kernel that repacks an int4 weight.
+
+    Raises:
+        ScheduleError: the ISA lacks an instruction for it.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    from portmm.runtime.cpu import runtime
+
+    _, code = loaded_program(lower_int4_repack, int4_unit(target)[0], kept)
+    return runtime().make_route(code, 1024, threads, "s32")
+
+
+def rows_route(text: str, size: tuple[int, int, int], target: Target, workers: int) -> Any:
+    """A route for fused expressions over m rows of n columns, and a batch.
+
+    Raises:
+        ScheduleError: no unit of the target computes them.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    isa, atom = unit_for(parse_fused(text), target)
+    real = isa.vector("f32", atom.n)
+    assert real is not None  # noqa: S101 - `unit_for` finds it
+    m, n, batch = size
+    return route_of(
+        *loaded_program(lower_rows, isa, real, text), {"m": m, "n": n, "batch": batch, "workers": workers}, "f32"
+    )
+
+
+def attention_route(form: Form, unit: tuple[Isa, Atom, Atom], fields: dict[str, int]) -> Any:
+    """A route for a form of attention; `fields` are those of the argument block.
+
+    Raises:
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    return route_of(*loaded_program(lower_attention, *unit, form), fields, "f32")
