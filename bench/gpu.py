@@ -32,7 +32,7 @@ import gpu_schedules
 import gpu_tools
 import numpy as np
 
-from portmm.arrays import device_arrays
+from portmm.arrays import device_operands
 from portmm.build import cache_contents
 from portmm.build.nvrtc import find_nvrtc
 from portmm.comparison.cublaslt import LIMIT
@@ -67,7 +67,7 @@ def clocks():
 def machine_of(on):
     """The device of arrays, as portmm sees it."""
     probe = on.random((8, 8), "f32", 0)
-    return device_arrays.machine_of(matmul_gpu.adopted(probe, probe)[0])
+    return device_operands.machine_of(matmul_gpu.adopted(probe, probe)[0])
 
 
 def facts(on, peers, machine):

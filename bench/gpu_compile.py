@@ -26,7 +26,7 @@ import numpy as np
 from gpu_peers import NoPeers
 from gpu_run import END, closed, ended, say, started
 
-from portmm.arrays import interop
+from portmm.arrays import device_array
 from portmm.arrays.numpy_arrays import numpy_of
 from portmm.build import nvrtc
 from portmm.build.nvrtc import Cubin
@@ -49,7 +49,7 @@ class ndarray:  # noqa: N801 - CuPy's name
 
     def __init__(self, shape, dtype, at, strides=None):
         self.dtype, self.shape = np.dtype(dtype), tuple(shape)
-        self.strides = strides or interop.contiguous(self.shape, self.dtype.itemsize)
+        self.strides = strides or device_array.contiguous(self.shape, self.dtype.itemsize)
         self.data, self.device = SimpleNamespace(ptr=at), SimpleNamespace(id=0)
 
     @property

@@ -15,7 +15,7 @@ import numpy as np
 from gpu_arrays import drawn
 
 import portmm as pm
-from portmm.arrays import device_arrays, interop
+from portmm.arrays import device_operands, interop, numpy_arrays
 from portmm.dispatch import gpu as gpu_dispatch
 from portmm.ops import matmul_gpu
 from portmm.spec.dtype import BY_NAME
@@ -132,7 +132,7 @@ def chosen(a, b):
     """The function that multiplies two arrays, and its predicted seconds."""
     left, right, _ = matmul_gpu.adopted(a, b)
     call = matmul_gpu.question((left, right, None))
-    choice = gpu_dispatch.route(call.problem, device_arrays.machine_of(left), call.vectors).choice
+    choice = gpu_dispatch.route(call.problem, device_operands.machine_of(left), call.vectors).choice
     return {"schedule": str(choice.schedule), "predicted": choice.cost.seconds}
 
 
@@ -193,7 +193,7 @@ def int8(on, peers, case, l2):
         return [on.array(rng.uniform(0.5, 1.5, n).astype(np.float32) * 1e-3, "f32") for n in (case.m, case.n)]
 
     sets, bytes_ = _pairs(on, case, l2, scales)
-    kind = np.dtype(device_arrays.numpy_arrays.numpy_of("bf16"))
+    kind = np.dtype(numpy_arrays.numpy_of("bf16"))
 
     def ours(x):
         a, b, rows, columns = x

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from portmm.arrays import interop
+from portmm.arrays import device_array, interop
 from portmm.codegen.lower import lower_lines
 from portmm.dispatch import gpu as gpu_dispatch
 from portmm.errors import ScheduleError
@@ -22,7 +22,7 @@ from portmm.spec.dtype import BY_NAME
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
-    from portmm.arrays.interop import DeviceArray
+    from portmm.arrays.device_array import DeviceArray
     from portmm.dispatch.gpu import Launch, Machine, Vectors
     from portmm.spec.problem import Problem
     from portmm.target.target import Target
@@ -163,7 +163,7 @@ def run(copies: tuple[Copy, ...], on: Machine, pointers: dict[str, Any], like: D
     arrays = []
     for x in copies:
         array, described = interop.empty_like(like, (x.elements,), x.dtype)
-        address = interop.argument(described)[1]
+        address = device_array.argument(described)[1]
         x.launch.run(on, {"x": pointers[x.side], "to": address}, like.queue)
         pointers[x.side] = address
         arrays.append(array)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from portmm.arrays import interop
+from portmm.arrays import libraries
 from portmm.arrays.problem_of import problem_of_call
 from portmm.codegen.c_kernel import source
 from portmm.dispatch import config, cpu_kernels, cpu_selection, cpu_units
@@ -285,7 +285,7 @@ def explain(
         TargetError: there is no target of that name.
         ScheduleError: the target has no schedule for the problem.
     """
-    if interop.on_device(a) or interop.on_device(b):
+    if libraries.on_device(a) or libraries.on_device(b):
         from portmm.explanation import gpu as gpu_explanation
 
         return gpu_explanation.of_arrays(a, b, out, epilogue, grouped=grouped)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from portmm.arrays import device_arrays, relayout
+from portmm.arrays import device_operands, relayout
 from portmm.codegen.lower import lower_grid
 from portmm.dispatch import gpu as gpu_dispatch
 from portmm.explanation.summary import Selected
@@ -24,7 +24,7 @@ from portmm.util.text import field, flop, size, terms, time
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from portmm.arrays.interop import DeviceArray
+    from portmm.arrays.device_array import DeviceArray
     from portmm.ir.grid_kernel import GridKernel
     from portmm.spec.problem import Problem
     from portmm.target.target import Target
@@ -126,7 +126,7 @@ def _answered(
 ) -> GridExplanation:
     if not call.problem.flops:
         raise ValueError(f"{call.problem} has nothing to multiply, so no kernel is needed")
-    on = device_arrays.machine_of(a)
+    on = device_operands.machine_of(a)
     p, vectors = call.problem, call.vectors
     if isinstance(call, matmul_gpu.DeviceProblem) and p.b != "codes" and call.walk.outer is None:
         once = "".join(x for x, step in zip("ab", call.walk.strides, strict=False) if not step)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays.interop import lay, on_device
+from portmm.arrays.interop import lay
+from portmm.arrays.libraries import on_device
 from portmm.fusion.graph import refuse
 from portmm.fusion.traced_array import Value
 from portmm.trace.closures import PLAIN, filled, fixed, global_names, ours

@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from portmm.arrays.interop import on_device
+from portmm.arrays.libraries import on_device
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.dispatch import config as settings
 from portmm.errors import BuildError, ScheduleError, TraceError

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import interop, numpy_arrays
+from portmm.arrays import device_array, interop, libraries, numpy_arrays
 from portmm.errors import TraceError
 from portmm.ops.matmul import matmul
 from portmm.spec.dtype import accumulator
@@ -154,7 +154,7 @@ class Graph:
     cacheable: bool = True
     values: dict[Node, Any] = field(default_factory=dict)
     fixed: dict[Node, Any] = field(default_factory=dict)
-    device_arrays: dict[int, interop.DeviceArray] = field(default_factory=dict)
+    device_arrays: dict[int, device_array.DeviceArray] = field(default_factory=dict)
 
     def add(  # noqa: PLR0917 - the fields of a node
         self, kind: str, shape: Shape, dtype: Any, inputs: tuple[Node, ...], plain: Any, name: str, **more: Any
@@ -172,7 +172,7 @@ class Graph:
             kind, shape, dtype = "array", value.shape, value.dtype.newbyteorder("=")
         elif isinstance(value, float):
             kind, shape, dtype = "number", (), None
-        elif (layout := interop.adopt(value) if interop.on_device(value) else None) is not None:
+        elif (layout := interop.adopt(value) if libraries.on_device(value) else None) is not None:
             self.device_arrays[index] = layout
             kind, shape, dtype = "array", layout.shape, numpy_arrays.numpy_of(layout.dtype)
         else:

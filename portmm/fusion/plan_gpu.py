@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import device_arrays, interop
-from portmm.arrays.interop import WIDEST, DeviceArray
+from portmm.arrays import device_array, device_operands
+from portmm.arrays.device_array import WIDEST, DeviceArray
 from portmm.dispatch import config
 from portmm.dispatch import gpu as gpu_dispatch
 from portmm.dispatch.gpu_rows import launches
@@ -48,7 +48,7 @@ def program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[K
         ValueError: its arrays are on several devices.
         ScheduleError: something has no kernel.
     """
-    interop.same_device(list(graph.device_arrays.values()))
+    device_array.same_device(list(graph.device_arrays.values()))
     for x in graph.nodes:
         if x.leaf >= 0 and x.leaf not in graph.device_arrays and x.kind in ("array", "weight"):
             what = "a packed weight" if x.kind == "weight" else "an array in the host's memory"
@@ -76,7 +76,7 @@ class _Builder:
     def __init__(self, graph: Graph, outputs: list[Node], split: Split) -> None:
         self.graph, self.outputs, self.split = graph, outputs, split
         self.like = next(iter(graph.device_arrays.values()))
-        self.on = device_arrays.machine_of(self.like)
+        self.on = device_operands.machine_of(self.like)
         self.buffers: dict[Node, Place] = {}
         self.steps: list[Make | Run | Own] = []
         self.kernels: list[Kernel] = []
@@ -123,7 +123,7 @@ class _Builder:
         """The buffer of an argument."""
         if x.leaf not in self.graph.device_arrays:
             raise ScheduleError(f"{x.name} ({x.where}) cannot be read on a device")
-        return Place(f"L{x.leaf}", 0, interop.standin(self.graph.device_arrays[x.leaf]), "")
+        return Place(f"L{x.leaf}", 0, device_array.standin(self.graph.device_arrays[x.leaf]), "")
 
     def view(self, x: Node) -> Place:
         """A view of a buffer, or a copy where strides cannot express the view."""
@@ -246,7 +246,7 @@ class _Builder:
             others = (apart[i], *(moved[i] for moved in w.repeats))
             at = self.gcd(x, [])
             stand_in = DeviceArray(None, "cuda", (), at, (), (), kernel_type(x.like.dtype), None, readonly=False)
-            parts.append(device_arrays.matrix(stand_in, rows_, columns_, (row, col), others))
+            parts.append(device_operands.matrix(stand_in, rows_, columns_, (row, col), others))
         word = spell(*(kernel_type(x.like.dtype) for x in operands))
         p = Problem(
             m, n, k, word, items, parts[0].layout, parts[1].layout, "row",
@@ -314,7 +314,7 @@ def _step(x: Place, axis: int) -> int:
 
 def _placeholder(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """A placeholder of a new array: strides over one element of memory, which must not be read."""
-    strides = interop.contiguous(shape, dtype.itemsize)
+    strides = device_array.contiguous(shape, dtype.itemsize)
     return np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, strides, writeable=False)
 
 

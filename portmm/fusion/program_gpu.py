@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import device_arrays, interop
-from portmm.arrays.interop import DeviceArray
+from portmm.arrays import device_array, device_operands, interop
+from portmm.arrays.device_array import DeviceArray
 from portmm.ops.rowwise_gpu import start
 from portmm.spec.dtype import BY_NAME
 from portmm.trace.numpy_names import rebuilt
@@ -70,8 +70,8 @@ class Run:
         values: dict[str, Any] = {}
         for name, root, at in self.buffers:
             x = state[root]
-            argument = interop.argument(x)[1]
-            values[name] = device_arrays.shifted(argument, at // BY_NAME[x.dtype].bytes, x) if at else argument
+            argument = device_array.argument(x)[1]
+            values[name] = device_operands.shifted(argument, at // BY_NAME[x.dtype].bytes, x) if at else argument
         values |= {name: float(leaves[i]) for name, i in self.numbers}
         start(self.every, self.on, values, self.workspace, like)
 

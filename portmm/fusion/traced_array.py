@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays.interop import on_device
+from portmm.arrays.libraries import on_device
 from portmm.errors import TraceError
 from portmm.fusion.graph import ByValueError, Node, refuse
 from portmm.spec import elementwise

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import interop, numpy_arrays
+from portmm.arrays import libraries, numpy_arrays
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.dispatch import config
 from portmm.errors import BuildError, TraceError
@@ -118,7 +118,7 @@ def attention(
         more = {"score": score, "mask": mask, "scale": scale, "causal": causal, "window": window, "out": out}
         more |= {"lengths": lengths, "offset": offset, "return_lse": return_lse}
         return tracer.call_(attention, (q, k, v), more)
-    if interop.on_device(q) or interop.on_device(k) or interop.on_device(v):
+    if libraries.on_device(q) or libraries.on_device(k) or libraries.on_device(v):
         from portmm.ops import attention_gpu
 
         device_options = attention_gpu.Options(score, mask, scale, causal, window, lengths, offset, return_lse)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import device_arrays, interop
+from portmm.arrays import device_array, device_operands, interop
 from portmm.codegen.lower import lower_grid_attention
 from portmm.dispatch import gpu as gpu_dispatch
 from portmm.errors import TraceError
@@ -33,7 +33,7 @@ from portmm.util.memo import Memory
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.arrays.interop import DeviceArray
+    from portmm.arrays.device_array import DeviceArray
     from portmm.dispatch.gpu import Launch, Machine
     from portmm.kernels.cpu.attention_geometry import Form
     from portmm.schedule.gpu_attention import Tiling
@@ -111,7 +111,7 @@ def attention(operands: tuple[Any, Any, Any, Any], options: Options) -> Any:
     ready: _Ready = user_function.ready(key, lambda traced: _prepare(call, flags, traced), _VALUES, 4)
     read = ready.captured(user_function.closure, call.q)
     others = (*(x for x in arrays if x is not None and x is not call.out), *read)
-    if call.out is not None and device_arrays.overlap(call.out, others):
+    if call.out is not None and device_operands.overlap(call.out, others):
         result_array, described = interop.empty_like(replace(call.out, queue=call.q.queue), call.shape, call.out.dtype)
         result = attention((*operands[:3], result_array), options)
         copied = rowwise_gpu.copied(call.out, described)
@@ -141,9 +141,9 @@ def _adopted(operands: tuple[Any, Any, Any, Any], options: Options) -> tuple[_Ca
     seen, lengths = _by_item(options.lengths, "lengths", lead, (0, n), n)
     offset, starts = _by_item(options.offset, "offset", lead, (-m, n), n - m)
     call = _Call(q, k, v, out, lengths, starts, sizes)
-    interop.same_device([x for x in (q, k, v, out, lengths, starts) if x is not None])
+    device_array.same_device([x for x in (q, k, v, out, lengths, starts) if x is not None])
     if out is not None:
-        device_arrays.check_out(out, call.shape)
+        device_operands.check_out(out, call.shape)
         if out.dtype not in STORAGE_TYPES:
             raise TypeError(
                 f"out has elements of {_long_type(out)}; attention writes {', '.join(map(_long, STORAGE_TYPES))}"
@@ -192,7 +192,7 @@ def _by_item(
     if array.dtype != "s32":
         raise TypeError(f"{name} has elements of {_long_type(array)}; pass int32, or one integer")
     size = BY_NAME[array.dtype].bytes
-    if array.shape != lead or (array.size > 1 and array.strides != interop.contiguous(lead, size)):
+    if array.shape != lead or (array.size > 1 and array.strides != device_array.contiguous(lead, size)):
         raise ValueError(f"{name} has shape {array.shape} and strides {array.strides}; pass {lead}, C-contiguous")
     return usual, array
 
@@ -221,14 +221,14 @@ def _layout(x: DeviceArray, name: str) -> _Layout:
     Raises:
         ValueError: its items are not evenly strided.
     """
-    own = device_arrays.elements(x)
+    own = device_operands.elements(x)
     dims = [(count, step) for count, step in zip(x.shape[:-3], own[:-3], strict=True) if count != 1]
     if any(step != count * inner for (_, step), (count, inner) in pairwise(dims)):
         raise ValueError(f"the items of {name} are not evenly strided: shape {x.shape}, strides {x.strides}; copy it")
     item = dims[-1][1] if dims else 0
     head, row, column = own[-3:]
     column = column if x.shape[-1] > 1 else 1
-    vector = math.gcd(item, head, row, x.shape[-1], x.at // BY_NAME[x.dtype].bytes, interop.WIDEST)
+    vector = math.gcd(item, head, row, x.shape[-1], x.at // BY_NAME[x.dtype].bytes, device_array.WIDEST)
     return _Layout((item, head, row, column), vector if column == 1 else 1)
 
 
@@ -265,17 +265,17 @@ class _Ready:
         """Launch the kernels and return the results."""
         q, out = call.q, call.out
         result, described = (out.source, out) if out is not None else interop.empty_like(q, call.shape, self.to)
-        values: dict[str, Any] = {**numbers, "o": interop.argument(described)[1]}
-        values |= {x: interop.argument(y)[1] for x, y in zip("qkv", (q, call.k, call.v), strict=True)}
+        values: dict[str, Any] = {**numbers, "o": device_array.argument(described)[1]}
+        values |= {x: device_array.argument(y)[1] for x, y in zip("qkv", (q, call.k, call.v), strict=True)}
         for name, x in (("lengths", call.lengths), ("starts", call.starts)):
             if x is not None:
-                values[name] = interop.argument(x)[1]
+                values[name] = device_array.argument(x)[1]
         values |= rowwise_gpu.addresses(read, [at for _, at in self.sources])
         values |= {f"number_{i}": float(resolve(key, closure)) for i, key in enumerate(self.numbers)}
         lse = None
         if self.lse:
             lse, there = interop.empty_like(q, call.shape[:-1], "f32")
-            values["lse"] = interop.argument(there)[1]
+            values["lse"] = device_array.argument(there)[1]
         rowwise_gpu.start(self.launches, self.on, values, self.scratch, q)
         return (result, lse) if self.lse else result
 
@@ -295,7 +295,7 @@ def _prepare(call: _Call, flags: tuple[bool, bool, bool], traced: Traced) -> _Re
             raise TypeError(f"a function captures an array of {x.array.dtype}, which kernels cannot read; convert it")
     to = call.q.dtype if call.out is None else call.out.dtype
     items, heads, group, m, n, d, dv = call.sizes
-    on = device_arrays.machine_of(call.q)
+    on = device_operands.machine_of(call.q)
     form = _form(call, flags, traced, to)
     sources = [(x, located(x.array, x, (m, n, items, heads))) for x in traced.sources]
     common = (to, flags[2])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import interop, numpy_arrays
+from portmm.arrays import libraries, numpy_arrays
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.dispatch import config
 from portmm.errors import BuildError, ScheduleError, TraceError
@@ -55,7 +55,7 @@ def matmul(  # noqa: PLR0917 - the operands, then the functions
     prologue_b: Callable[..., Any] | None,
 ) -> Any:
     """The product with prologues and an epilogue: see `matmul.matmul`."""
-    if interop.on_device(a) or interop.on_device(b):
+    if libraries.on_device(a) or libraries.on_device(b):
         return _on_device((a, b, out), dtype, epilogue, prologue_a, prologue_b)
     left = numpy_arrays.as_operand(a, "a")
     right = current(b) if hasattr(b, "family") else _plain(b)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import device_arrays, interop, numpy_arrays, relayout
+from portmm.arrays import device_array, device_operands, interop, numpy_arrays, relayout
 from portmm.dispatch import gpu as gpu_dispatch
 from portmm.errors import ScheduleError, TraceError
 from portmm.ops import matmul_gpu, rowwise_gpu
@@ -27,7 +27,7 @@ from portmm.trace.tracer import Indices, trace
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.arrays.interop import DeviceArray
+    from portmm.arrays.device_array import DeviceArray
     from portmm.dispatch.gpu import Launch, Machine
     from portmm.trace.bind import Step
     from portmm.trace.tracer import Source, Traced
@@ -84,7 +84,7 @@ def matmul(
     if isinstance(ready, ScheduleError):
         return _split(operands, requested, epilogue, weight)
     read, parts = ready.captured(user_function.closure, a), {"b": b} if weight is None else weight.parts
-    if out is None or ready.apart or not device_arrays.overlap(out, (a, *parts.values(), *read)):
+    if out is None or ready.apart or not device_operands.overlap(out, (a, *parts.values(), *read)):
         return ready.run(operands, parts, read, user_function.closure)
     _, to = interop.empty_like(replace(out, queue=a.queue), out.shape, out.dtype)
     results = matmul((a, b, to), dtype, epilogue, weight)
@@ -180,7 +180,7 @@ class _Ready:
 
     def launch(self, product: dict[str, DeviceArray], others: list[DeviceArray], closure: dict[Any, Any]) -> None:
         """Launch the kernels with their addresses and numbers."""
-        values = {name: interop.argument(x)[1] for name, x in product.items()}
+        values = {name: device_array.argument(x)[1] for name, x in product.items()}
         values |= addresses(others, [at for _, at in self.sources] + [0] * (len(others) - len(self.sources)))
         values |= {f"number_{i}": float(resolve(key, closure)) for i, key in enumerate(self.numbers)}
         copies = relayout.run(self.copies, self.on, values, product["a"])
@@ -201,9 +201,9 @@ def _prepare(
     a, b, out = operands
     step, kinds, call = _fused_problem(operands, requested, traced, weight)
     apart = out is not None and out.dtype != kinds[0][1]
-    shape, batch, size = device_arrays.shapes(a, b)
+    shape, batch, size = device_operands.shapes(a, b)
     m, n, items = size[0], size[1], math.prod(batch)
-    on = device_arrays.machine_of(a)
+    on = device_operands.machine_of(a)
     p = replace(call.problem, k=max(size[2], 1))
     sources = [(x, located(x.array, x, (m, n, items))) for x in traced.sources]
     strides = [steps[1:] for _, steps in sources] + [dense(x, (m, n, items)) for x in step.axes[1:]]
@@ -237,15 +237,15 @@ def _fused_problem(
     if not all(x.device for x in traced.sources):
         raise TypeError("the epilogue captures an array in the host's memory; copy it to the device of the operands")
     a, b, out = operands
-    shape, batch, size = device_arrays.shapes(a, b)
+    shape, batch, size = device_operands.shapes(a, b)
     step = fusible_step(a, b, out, requested, traced)
     types = [numpy_arrays.name_of(x) for x in step.types]
     if out is not None:
-        device_arrays.check_out(out, shape)
+        device_operands.check_out(out, shape)
     kinds = [((*batch, size[0], size[1] if "n" in axes else 1), t) for axes, t in zip(step.axes, types, strict=True)]
     kinds[0] = (shape, types[0])
     if out is not None:
-        device_arrays.check_type(out, types[0])
+        device_operands.check_type(out, types[0])
     direct = out is not None and out.dtype == types[0]
     to = out if out is not None and direct else interop.empty_like(a, *kinds[0])[1]
     call = matmul_gpu.device_problem((a, b, to), batch, size, step.text)
@@ -281,7 +281,7 @@ def _usual(a: DeviceArray, b: DeviceArray) -> str:
     """The default type of a result: that of A for an int4 B."""
     if accumulator(a.dtype, b.dtype) == "s32":
         return "f32"
-    return a.dtype if b.dtype == "u4" else device_arrays.result_type(a.dtype, b.dtype, "")
+    return a.dtype if b.dtype == "u4" else device_operands.result_type(a.dtype, b.dtype, "")
 
 
 def fusible_step(a: DeviceArray, b: DeviceArray, out: DeviceArray | None, requested: str, traced: Traced) -> Step:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import interop, numpy_arrays
+from portmm.arrays import libraries, numpy_arrays
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.errors import BuildError
 from portmm.ops import host_matmul, routes
@@ -72,7 +72,7 @@ def grouped_matmul(
         ScheduleError: the epilogue reduces.
         TraceError: the epilogue cannot be traced.
     """
-    if any(map(interop.on_device, (a, b, ends))):
+    if any(map(libraries.on_device, (a, b, ends))):
         from portmm.ops import grouped_matmul_gpu
 
         return grouped_matmul_gpu.matmul(grouped_matmul_gpu.adopted(a, b, ends, out), dtype, epilogue)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from portmm.arrays import device_arrays, interop
+from portmm.arrays import device_array, device_operands, interop
 from portmm.dispatch import config
 from portmm.dispatch import gpu as gpu_dispatch
 from portmm.errors import ScheduleError
@@ -25,7 +25,7 @@ from portmm.util.memo import Memory
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.arrays.interop import DeviceArray
+    from portmm.arrays.device_array import DeviceArray
     from portmm.dispatch.gpu import Launch, Machine
     from portmm.trace.tracer import Source, Traced
 
@@ -72,11 +72,11 @@ def adopted(a: Any, b: Any, ends: Any, out: Any) -> Groups:
             kind = type(x).__name__
             raise TypeError(f"{name} is a {kind} in the host's memory, others are on a device: copy it there first")
         arrays.append(array)
-    interop.same_device(arrays)
+    device_array.same_device(arrays)
     left, right, last, *to = arrays
     if last.dtype != "s32":
         raise TypeError(f"ends has elements of {last.dtype}; they are int32: convert them")
-    if len(last.shape) != 1 or (last.shape[0] > 1 and device_arrays.elements(last)[0] != 1):
+    if len(last.shape) != 1 or (last.shape[0] > 1 and device_operands.elements(last)[0] != 1):
         raise ValueError(f"ends has shape {last.shape}, strides {last.strides}; pass one dense row of integers")
     check_shapes(left.shape, right.shape, last.shape[0])
     if left.shape[0] + right.shape[0] * TALLEST > gpu_dispatch.MOST:
@@ -117,7 +117,7 @@ def matmul(x: Groups, dtype: Any, epilogue: Callable[..., Any] | None) -> Any:
         ready = user_function.ready(key, lambda traced: _fused(x, requested, traced), _VALUES, 3)
         closure = user_function.closure
     read = [rowwise_gpu.captured(s, closure, x.a) for s, _ in ready.sources]
-    if x.out is None or ready.apart or not device_arrays.overlap(x.out, (x.a, x.b, x.ends, *read)):
+    if x.out is None or ready.apart or not device_operands.overlap(x.out, (x.a, x.b, x.ends, *read)):
         return ready.call(x, read, closure)
     # Kernels are specialised for the layout of a result: a temporary has another.
     _, to = interop.empty_like(replace(x.out, queue=x.a.queue), x.out.shape, x.out.dtype)
@@ -164,7 +164,7 @@ class _Ready:
         """Launch the kernels with their addresses and numbers."""
         first, *others = results
         pointers = {"a": x.a, "b": x.b, "ends": x.ends, "c": first}
-        values = {name: interop.argument(y)[1] for name, y in pointers.items()}
+        values = {name: device_array.argument(y)[1] for name, y in pointers.items()}
         starts = [at for _, at in self.sources] + [0] * len(others)
         values |= rowwise_gpu.addresses([*read, *others], starts)
         values |= {f"number_{i}": float(resolve(key, closure)) for i, key in enumerate(self.numbers)}
@@ -189,10 +189,10 @@ class GroupedProblem:
 def grouped_problem(x: Groups, to: DeviceArray, fused: str = "") -> GroupedProblem:
     """The problem of a call whose result is laid out like an array."""
     (m, n, k), groups = x.size, x.b.shape[0]
-    (a_m, a_k), (b_batch, b_k, b_n), (c_m, c_n) = map(device_arrays.elements, (x.a, x.b, to))
-    a = device_arrays.matrix(x.a, m, k, (a_m, a_k))
-    b = device_arrays.matrix(x.b, k, n, (b_k, b_n), (b_batch,))
-    c = device_arrays.matrix(to, m, n, (c_m, c_n))
+    (a_m, a_k), (b_batch, b_k, b_n), (c_m, c_n) = map(device_operands.elements, (x.a, x.b, to))
+    a = device_operands.matrix(x.a, m, k, (a_m, a_k))
+    b = device_operands.matrix(x.b, k, n, (b_k, b_n), (b_batch,))
+    c = device_operands.matrix(to, m, n, (c_m, c_n))
     by_rows = c.layout == "row"
     # A group may begin at any row.
     vectors = (1 if a.layout == "col" else a.vector, b.vector, c.vector if by_rows else 1)
@@ -227,15 +227,15 @@ def question(
 def _result(x: Groups, requested: str) -> tuple[str, DeviceArray]:
     """The type of the result, and an array like it."""
     shape = (x.size[0], x.size[1])
-    c = device_arrays.result_type(x.a.dtype, x.b.dtype, requested if x.out is None else x.out.dtype)
+    c = device_operands.result_type(x.a.dtype, x.b.dtype, requested if x.out is None else x.out.dtype)
     if x.out is not None:
-        device_arrays.check_out(x.out, shape)
+        device_operands.check_out(x.out, shape)
     return c, x.out or interop.empty_like(x.a, shape, c)[1]
 
 
 def _launches(x: Groups, call: GroupedProblem, values: dict[str, Any]) -> tuple[Launch, ...]:
     """The kernels of a call with their numbers."""
-    route = gpu_dispatch.route(call.problem, device_arrays.machine_of(x.a), call.vectors)
+    route = gpu_dispatch.route(call.problem, device_operands.machine_of(x.a), call.vectors)
     return tuple(
         gpu_dispatch.bind(kernel, function, values)
         for kernel, function in zip(route.kernels, route.functions, strict=True)
@@ -248,7 +248,7 @@ def _plain(x: Groups, requested: str) -> _Ready:
     shape = (x.size[0], x.size[1])
     call = grouped_problem(x, to)
     launches = _launches(x, call, call.values) if 0 not in shape else ()
-    return _Ready(device_arrays.machine_of(x.a), ((shape, c),), launches)
+    return _Ready(device_operands.machine_of(x.a), ((shape, c),), launches)
 
 
 def _fused(x: Groups, requested: str, traced: Traced) -> _Ready:
@@ -264,8 +264,8 @@ def _fused(x: Groups, requested: str, traced: Traced) -> _Ready:
     step = fused_matmul_gpu.fusible_step(x.a, x.b, x.out, requested, traced)
     types = [matmul_gpu.named(y) for y in step.types]
     if x.out is not None:
-        device_arrays.check_out(x.out, (m, n))
-        device_arrays.check_type(x.out, types[0])
+        device_operands.check_out(x.out, (m, n))
+        device_operands.check_type(x.out, types[0])
     results = [((m, n if "n" in axes else 1), y) for axes, y in zip(step.axes, types, strict=True)]
     results[0] = ((m, n), types[0])
     direct = x.out is not None and x.out.dtype == types[0]
@@ -279,6 +279,6 @@ def _fused(x: Groups, requested: str, traced: Traced) -> _Ready:
         values |= {f"x{i}_b": b_step, f"x{i}_m": m_step, f"x{i}_n": n_step}
     launches = _launches(x, call, values) if 0 not in (m, n) else ()
     return _Ready(
-        device_arrays.machine_of(x.a), tuple(results), launches, traced.several,
+        device_operands.machine_of(x.a), tuple(results), launches, traced.several,
         tuple((y, steps[0]) for y, steps in sources), traced.numbers, x.out is not None and not direct,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import interop, numpy_arrays, scratch_arena
+from portmm.arrays import libraries, numpy_arrays, scratch_arena
 from portmm.arrays.call import STATIC_BATCH, problem, reduce_call
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.arrays.numpy_fallback import product as product_by_numpy
@@ -46,7 +46,7 @@ def device_operands(a: Any, b: Any, out: Any = None) -> Any:
     """The operands as arrays of a device; None if they are in the host's memory."""
     if is_int4_on_device(b):
         return a, b, out
-    if not (interop.on_device(a) or interop.on_device(b)):
+    if not (libraries.on_device(a) or libraries.on_device(b)):
         return None
     from portmm.ops import matmul_gpu
 

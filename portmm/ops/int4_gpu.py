@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from portmm.arrays import device_arrays, interop
+from portmm.arrays import device_array, device_operands, interop
 from portmm.dispatch import config
 from portmm.dispatch import gpu as gpu_dispatch
 from portmm.errors import PackError
@@ -30,7 +30,7 @@ from portmm.weights.quantized import QuantizedMatrix, int4_words
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.arrays.interop import DeviceArray
+    from portmm.arrays.device_array import DeviceArray
     from portmm.dispatch.gpu import Launch
     from portmm.weights.quantized import Quantized
 
@@ -96,7 +96,7 @@ def to_device(w: Quantized, like: Any) -> DeviceInt4:
         TypeError: `like` is in the host's memory.
         PackError: the weight has another number of bits, or its groups are not multiples of 8 rows.
     """
-    where = like if isinstance(like, interop.DeviceArray) else interop.adopt(like)
+    where = like if isinstance(like, device_array.DeviceArray) else interop.adopt(like)
     if where is None:
         raise TypeError(f"like is a {type(like).__name__} in the host's memory; pass an array on a device")
     if w.bits != CODE_BITS:
@@ -150,15 +150,15 @@ class _Ready:
     def run(self, a: DeviceArray, w: DeviceInt4, out: DeviceArray | None) -> Any:
         """Launch the kernels and return the result."""
         result, described = (out.source, out) if out is not None else interop.empty_like(a, self.shape, self.dtype)
-        pointers = {name: interop.argument(x)[1] for name, x in w.parts.items()} if self.launches else {}
+        pointers = {name: device_array.argument(x)[1] for name, x in w.parts.items()} if self.launches else {}
         scratch: Any = None
         if self.workspace[0]:
             scratch, work = interop.empty_like(a, (self.workspace[0],), self.workspace[1])
-            pointers["work"] = interop.argument(work)[1]
-        on = device_arrays.machine_of(a)
+            pointers["work"] = device_array.argument(work)[1]
+        on = device_operands.machine_of(a)
         for launch, moved in self.launches:
             for name, x, offset in zip("ac", (a, described), moved, strict=True):
-                pointers[name] = device_arrays.shifted(interop.argument(x)[1], offset, x)
+                pointers[name] = device_operands.shifted(device_array.argument(x)[1], offset, x)
             launch.run(on, pointers, a.queue)
         del scratch  # its library frees it when the queue is done with it
         return result
@@ -185,8 +185,8 @@ def product(a: Any, w: DeviceInt4, out: Any = None, dtype: Any = None) -> Any:
     if requested not in FLOATS:
         raise TypeError(f"products with an int4 weight are of {', '.join(FLOATS)}, not {requested}")
     parts = (left, w.words, w.scales, w.offsets)
-    if to is not None and (requested != to.dtype or device_arrays.overlap(to, parts)):
-        shape = device_arrays.shapes(left, w.codes)[0]
+    if to is not None and (requested != to.dtype or device_operands.overlap(to, parts)):
+        shape = device_operands.shapes(left, w.codes)[0]
         return matmul_gpu.via_temporary(to, requested, shape, left, lambda temporary: product(a, w, temporary))
     where = requested if to is None else to.kind
     key = (left.kind, w.words.kind, w.shape, w.group, where, config.current().deterministic)
@@ -203,7 +203,7 @@ def _adopted(a: Any, w: DeviceInt4, out: Any) -> tuple[DeviceArray, DeviceArray 
         TypeError: one of them is in the host's memory or of another type.
         ValueError: they are on several devices.
     """
-    left, to = (x if x is None or isinstance(x, interop.DeviceArray) else interop.adopt(x) for x in (a, out))
+    left, to = (x if x is None or isinstance(x, device_array.DeviceArray) else interop.adopt(x) for x in (a, out))
     for name, x, original in (("a", left, a), ("out", to, out)):
         if x is None and original is not None:
             raise TypeError(
@@ -213,7 +213,7 @@ def _adopted(a: Any, w: DeviceInt4, out: Any) -> tuple[DeviceArray, DeviceArray 
             raise TypeError(f"{name} has elements of {x.dtype}; with an int4 weight they are of {FLOATS}")
     if left is None:
         raise TypeError("a is None; pass an array on the weight's device")
-    interop.same_device([x for x in (left, w.words, to) if x is not None])
+    device_array.same_device([x for x in (left, w.words, to) if x is not None])
     return left, to
 
 
@@ -238,7 +238,7 @@ def fused_matmul(
     to = None if out is None else interop.adopt(out)
     if to is None and out is not None:
         raise TypeError(f"out is a {type(out).__name__} in the host's memory; copy it to the weight's device")
-    interop.same_device([x for x in (left, to) if x is not None])
+    device_array.same_device([x for x in (left, to) if x is not None])
     return fused_matmul_gpu.matmul((left, w.codes, to), dtype, epilogue, w.weight)
 
 
@@ -271,8 +271,8 @@ class Plan:
         if (to is None) != (self.kinds[1] is None) or (to is not None and to.kind != self.kinds[1]):
             raise ValueError("the plan was made for another out, or for none; pass one of the same layout")
         if to is not None:
-            device_arrays.check_out(to, self.ready.shape)
-            device_arrays.check_apart(to, {"a": (left,), "the weight": tuple(self.weight.parts.values())})
+            device_operands.check_out(to, self.ready.shape)
+            device_operands.check_apart(to, {"a": (left,), "the weight": tuple(self.weight.parts.values())})
         return self.ready.run(left, self.weight, to)
 
 
@@ -297,22 +297,22 @@ def question(a: Any, w: DeviceInt4, out: Any, epilogue: Any) -> tuple[matmul_gpu
 
 def _problem(a: DeviceArray, w: DeviceInt4, out: DeviceArray | None, c: str) -> matmul_gpu.DeviceProblem:
     """The problem of a product whose result is of type `c`."""
-    shape, batch, size = device_arrays.shapes(a, w.codes)
+    shape, batch, size = device_operands.shapes(a, w.codes)
     call = matmul_gpu.device_problem((a, w.codes, out or interop.empty_like(a, shape, c)[1]), batch, size)
     return fused_matmul_gpu.weighed(call, w.weight)
 
 
 def _prepare(a: DeviceArray, w: DeviceInt4, out: DeviceArray | None, requested: str) -> _Ready:
     """The launches of a kind of call."""
-    shape, _, size = device_arrays.shapes(a, w.codes)
+    shape, _, size = device_operands.shapes(a, w.codes)
     if out is not None:
-        device_arrays.check_out(out, shape)
+        device_operands.check_out(out, shape)
     c = requested if out is None else out.dtype
     if 0 in shape:
         return _Ready(shape, c, (), (0, "f32"))
     call = _problem(a, w, out, c)
     p = replace(call.problem, k=max(size[2], 1))
-    route = gpu_dispatch.route(p, device_arrays.machine_of(a), call.vectors)
+    route = gpu_dispatch.route(p, device_operands.machine_of(a), call.vectors)
     values = call.values() | w.weight.numbers
     launches, workspace = matmul_gpu.bound(route, values, p)
     repeats = [(0, 0)] if call.walk.outer is None else [(int(x[0]), int(x[2])) for x in call.walk.outer]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.arrays import numpy_arrays
-from portmm.arrays.interop import on_device
+from portmm.arrays.libraries import on_device
 from portmm.dispatch import config
 from portmm.errors import TargetError
 from portmm.host.detect import missing

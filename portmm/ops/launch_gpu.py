@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from portmm.arrays import device_arrays, interop
+from portmm.arrays import device_array, device_operands, interop
 from portmm.dispatch import gpu as gpu_dispatch
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
-    from portmm.arrays.interop import DeviceArray
+    from portmm.arrays.device_array import DeviceArray
     from portmm.ir.grid_kernel import GridKernel
 
 MOST_KERNELS = 256
@@ -34,7 +34,7 @@ def launch(kernel: GridKernel, a: Any, b: Any, c: Any) -> Any:
         BuildError: the compiler failed.
     """
     pointers = {name: _adopted(name, x, kernel) for name, x in (("a", a), ("b", b), ("c", c))}
-    interop.same_device(list(pointers.values()))
+    device_array.same_device(list(pointers.values()))
     left = pointers["a"]
     values = _values(*pointers.values())
     for x in kernel.arguments:
@@ -42,9 +42,9 @@ def launch(kernel: GridKernel, a: Any, b: Any, c: Any) -> Any:
             raise TypeError(f"{kernel.name} has a parameter {x.name!r}; there are a, b, c, {', '.join(values)}")
         if x.kind == "pointer" and pointers[x.name].dtype != x.dtype:
             raise TypeError(f"{x.name} is of {pointers[x.name].dtype}; this kernel takes {x.dtype}")
-    on = device_arrays.machine_of(left)
+    on = device_operands.machine_of(left)
     function = _loaded.get((kernel, on.key)) or _loaded.keep((kernel, on.key), on.load(kernel))
-    addresses = {name: interop.argument(x)[1] for name, x in pointers.items()}
+    addresses = {name: device_array.argument(x)[1] for name, x in pointers.items()}
     gpu_dispatch.bind(kernel, function, values).run(on, addresses, left.queue)
     return c
 
@@ -72,8 +72,8 @@ def _values(a: DeviceArray, b: DeviceArray, c: DeviceArray) -> dict[str, int]:
     (*lead, m, k), n = a.shape, b.shape[-1]
     if b.shape != (*lead, k, n) or c.shape != (*lead, m, n) or len(lead) > 1:
         raise ValueError(f"a {a.shape}, b {b.shape} and c {c.shape} do not fit: pass (m, k), (k, n) and (m, n)")
-    device_arrays.check_out(c, c.shape)
+    device_operands.check_out(c, c.shape)
     values = {"m": m, "n": n, "k": k, "batch": lead[0] if lead else 1}
     for names, x in (("a_batch a_m a_k", a), ("b_batch b_k b_n", b), ("c_batch c_m c_n", c)):
-        values |= dict(zip(names.split(), (0, *device_arrays.elements(x))[-3:], strict=True))
+        values |= dict(zip(names.split(), (0, *device_operands.elements(x))[-3:], strict=True))
     return values

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from portmm.arrays import interop, numpy_arrays, numpy_fallback
+from portmm.arrays import libraries, numpy_arrays, numpy_fallback
 from portmm.dispatch import config
 from portmm.errors import BuildError, ScheduleError
 from portmm.ops import host_matmul, routes
@@ -99,7 +99,7 @@ def linear(
         more = {"x_scale": x_scale, "x_zero": x_zero, "w_scale": w_scale, "w_zero": w_zero, "out_scale": out_scale}
         more |= {"out_zero": out_zero, "dynamic": dynamic, "dtype": dtype, "out": out, "epilogue": epilogue}
         return tracer.call_(linear, (x, w, bias), more)
-    if interop.on_device(x) or interop.on_device(w):
+    if libraries.on_device(x) or libraries.on_device(w):
         from portmm.ops.linear_gpu import linear as linear_on_device
 
         scaling_options = {"x_scale": x_scale, "x_zero": x_zero, "w_scale": w_scale, "w_zero": w_zero}

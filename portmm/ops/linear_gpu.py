@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import interop
+from portmm.arrays import interop, libraries
 from portmm.ops import rowwise_gpu
 from portmm.ops.matmul import matmul
 from portmm.spec.elementwise import cast, quantize_rows
@@ -82,10 +82,10 @@ def _epilogue(
     """The function of a sum and its indices: scales, bias, zero point and the user's epilogue."""
     rows: Any
     columns: Any
-    rows, columns = (x if interop.on_device(x) else float(x) for x in (options["x_scale"], options["w_scale"]))
+    rows, columns = (x if libraries.on_device(x) else float(x) for x in (options["x_scale"], options["w_scale"]))
     by_row, by_column, requantize = (
-        interop.on_device(rows),
-        interop.on_device(columns),
+        libraries.on_device(rows),
+        libraries.on_device(columns),
         options["out_scale"] is not None,
     )
     last, zero = float(options["out_scale"] or 1.0), float(options["out_zero"])

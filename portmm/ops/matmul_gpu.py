@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import device_arrays, interop, numpy_arrays, relayout
+from portmm.arrays import device_array, device_operands, interop, numpy_arrays, relayout
 from portmm.dispatch import config
 from portmm.dispatch import gpu as gpu_dispatch
 from portmm.ops import rowwise_gpu
@@ -26,7 +26,7 @@ from portmm.util.memo import Memory
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.arrays.interop import DeviceArray
+    from portmm.arrays.device_array import DeviceArray
     from portmm.dispatch.gpu import Launch, Machine
 
 MOST_KINDS = 1024
@@ -50,7 +50,7 @@ def adopted(a: Any, b: Any, out: Any = None) -> tuple[DeviceArray, DeviceArray, 
             raise TypeError(f"{name} is a {kind} in the host's memory, others are on a device: copy it there first")
     assert left is not None  # noqa: S101 - shown above
     assert right is not None  # noqa: S101
-    interop.same_device([x for x in (left, right, to) if x is not None])
+    device_array.same_device([x for x in (left, right, to) if x is not None])
     return left, right, to
 
 
@@ -58,8 +58,8 @@ def matmul(operands: tuple[DeviceArray, DeviceArray, DeviceArray | None], dtype:
     """The product of arrays on a device: see `matmul.matmul`."""
     a, b, out = operands
     requested = named(dtype) if dtype is not None else ""
-    if out is not None and (requested not in ("", out.dtype) or device_arrays.overlap(out, (a, b))):
-        return via_temporary(out, requested, device_arrays.shapes(a, b)[0], a, lambda to: matmul((a, b, to)))
+    if out is not None and (requested not in ("", out.dtype) or device_operands.overlap(out, (a, b))):
+        return via_temporary(out, requested, device_operands.shapes(a, b)[0], a, lambda to: matmul((a, b, to)))
     requested = requested if out is None else ""
     key = (a.kind, b.kind, None if out is None else out.kind, requested, config.current())
     ready: _Ready | None = _ready.get(key)
@@ -77,8 +77,8 @@ def via_temporary(
         TypeError: it cannot take results of the type.
         ValueError: it cannot take the result at all.
     """
-    device_arrays.check_out(out, shape)
-    device_arrays.check_type(out, dtype or out.dtype)
+    device_operands.check_out(out, shape)
+    device_operands.check_type(out, dtype or out.dtype)
     _, to = interop.empty_like(replace(out, queue=a.queue), shape, dtype or out.dtype)
     run(to)
     return rowwise_gpu.copied(out, to)
@@ -100,7 +100,7 @@ class Plan:
     def dense(self) -> bool:
         """Whether results are laid out as new arrays."""
         shape, strides, dtype, *_ = self.ready.like
-        contiguous = interop.contiguous(shape, BY_NAME[dtype].bytes)
+        contiguous = device_array.contiguous(shape, BY_NAME[dtype].bytes)
         return all(n == 1 or s == t for n, s, t in zip(shape, strides, contiguous, strict=True))
 
     def __call__(self, a: Any, b: Any, out: Any = None) -> Any:
@@ -117,8 +117,8 @@ class Plan:
             if x is not None and kind is not None and x.kind != kind:
                 raise ValueError(f"{name} is {described(x.kind)}, the plan takes {described(kind)}")
         if arrays[2] is not None:
-            device_arrays.check_out(arrays[2], self.ready.shape)
-            device_arrays.check_apart(arrays[2], {"a": (arrays[0],), "b": (arrays[1],)})
+            device_operands.check_out(arrays[2], self.ready.shape)
+            device_operands.check_apart(arrays[2], {"a": (arrays[0],), "b": (arrays[1],)})
             if self.kinds[2] is None and arrays[2].kind != self.ready.like:
                 raise ValueError("the plan was made for an out that is C-contiguous; pass an out when making the plan")
         elif self.kinds[2] is not None and not self.dense:
@@ -191,8 +191,8 @@ class _Ready:
         copies: list[Any] = []
         if self.workspace[0]:
             scratch, work = interop.empty_like(a, (self.workspace[0],), self.workspace[1])
-            pointers["work"] = interop.argument(work)[1]
-        addresses = [interop.argument(x)[1] for x in (a, b, out)]
+            pointers["work"] = device_array.argument(work)[1]
+        addresses = [device_array.argument(x)[1] for x in (a, b, out)]
         names = "bac" if self.transposed else "abc"
         if self.copies:
             pointers |= dict(zip(names, addresses, strict=True))
@@ -200,7 +200,7 @@ class _Ready:
             addresses = [pointers[x] for x in names]
         for launch, moved in self.launches:
             for name, address, x, offset in zip(names, addresses, (a, b, out), moved, strict=True):
-                pointers[name] = device_arrays.shifted(address, offset, x) if offset else address
+                pointers[name] = device_operands.shifted(address, offset, x) if offset else address
             launch.run(self.on, pointers, a.queue)
         del scratch, copies  # their library frees them when the queue is done with them
         return result
@@ -219,7 +219,7 @@ class DeviceProblem:
     """
 
     problem: Problem
-    parts: tuple[device_arrays.Matrix, device_arrays.Matrix, device_arrays.Matrix]
+    parts: tuple[device_operands.Matrix, device_operands.Matrix, device_operands.Matrix]
     walk: numpy_arrays.Batch
     vectors: tuple[int, int, int]
     transposed: bool = False
@@ -243,10 +243,10 @@ def device_problem(
     a, b, to = operands
     m, n, k = size
     used = (min(2, len(a.shape)), min(2, len(b.shape)), (len(a.shape) > 1) + (len(b.shape) > 1))
-    steps = [device_arrays.over(x, batch, count) for x, count in zip((a, b, to), used, strict=True)]
-    a_m, a_k = (0, *device_arrays.elements(a))[-2:] if used[0] == 1 else device_arrays.elements(a)[-2:]
-    b_k, b_n = (*device_arrays.elements(b)[-1:], 0) if used[1] == 1 else device_arrays.elements(b)[-2:]
-    ends = list(device_arrays.elements(to)[len(batch) :])
+    steps = [device_operands.over(x, batch, count) for x, count in zip((a, b, to), used, strict=True)]
+    a_m, a_k = (0, *device_operands.elements(a))[-2:] if used[0] == 1 else device_operands.elements(a)[-2:]
+    b_k, b_n = (*device_operands.elements(b)[-1:], 0) if used[1] == 1 else device_operands.elements(b)[-2:]
+    ends = list(device_operands.elements(to)[len(batch) :])
     c_m = ends.pop(0) if used[0] == 2 else 0
     c_n = ends.pop(0) if used[1] == 2 else 0
     if not fused and not any(steps[1]):
@@ -263,9 +263,10 @@ def device_problem(
     inner = [*zip(*steps, strict=True)]
     strides = [tuple(x[i] for x in inner) for i in range(3)]
     parts = (
-        device_arrays.matrix(a, m, k, (a_m, a_k), strides[0]), device_arrays.matrix(b, k, n, (b_k, b_n), strides[1]),
-        device_arrays.matrix(to, m, n, (c_m, c_n), strides[2]),
-    )  # fmt: skip
+        device_operands.matrix(a, m, k, (a_m, a_k), strides[0]),
+        device_operands.matrix(b, k, n, (b_k, b_n), strides[1]),
+        device_operands.matrix(to, m, n, (c_m, c_n), strides[2]),
+    )
     # Column-major or any strides: kernels support both.
     c = "row" if parts[2].layout == "row" else "col"
     vector = parts[2].vector if c == "row" else 1
@@ -297,17 +298,17 @@ def result(
         TypeError: the types have no product.
         ValueError: shapes do not match.
     """
-    shape = device_arrays.shapes(a, b)[0]
-    c = device_arrays.result_type(a.dtype, b.dtype, requested if out is None else out.dtype)
+    shape = device_operands.shapes(a, b)[0]
+    c = device_operands.result_type(a.dtype, b.dtype, requested if out is None else out.dtype)
     if out is not None:
-        device_arrays.check_out(out, shape)
+        device_operands.check_out(out, shape)
     return shape, c, out or interop.empty_like(a, shape, c)[1]
 
 
 def question(operands: tuple[DeviceArray, DeviceArray, DeviceArray | None]) -> DeviceProblem:
     """The problem of a call."""
     a, b, out = operands
-    _, batch, size = device_arrays.shapes(a, b)
+    _, batch, size = device_operands.shapes(a, b)
     return device_problem((a, b, result(a, b, out, "")[2]), batch, size)
 
 
@@ -321,10 +322,10 @@ def _prepare(
         ValueError: shapes do not match.
     """
     shape, c, to = result(a, b, out, requested)
-    on = device_arrays.machine_of(a)
+    on = device_operands.machine_of(a)
     if 0 in shape:
         return _Ready(on, shape, c, to.kind, ())
-    _, batch, size = device_arrays.shapes(a, b)
+    _, batch, size = device_operands.shapes(a, b)
     call = device_problem((a, b, to), batch, size)
     p, values, vectors = call.problem, call.values(), call.vectors
     copies: tuple[relayout.Copy, ...] = ()

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from portmm.arrays import interop, numpy_arrays, numpy_fallback
+from portmm.arrays import numpy_arrays, numpy_fallback
+from portmm.arrays.libraries import on_device
 from portmm.dispatch import config
 from portmm.errors import BuildError, PackError
 from portmm.runtime.cpu import runtime, types
@@ -179,10 +180,10 @@ def pack(b: Any, *, activations: Any = None, like: Any = None) -> Any:
         return _packed_int4(b, like)
     if like is not None:
         raise TypeError("pack copies only a Quantized weight to a device; copy an array there, and pack that")
-    if (there := interop.adopt(b)) is not None:
+    if on_device(b):
         from portmm.ops import prepack_gpu
 
-        return prepack_gpu.pack(there)
+        return prepack_gpu.pack(b)
     array = numpy_arrays.as_operand(b, "b")
     if array.ndim < 2:
         raise ValueError(f"b has shape {array.shape}; a weight has at least two dimensions")

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from portmm.arrays import interop
+from portmm.arrays import device_array, interop
 from portmm.arrays.numpy_arrays import numpy_of
 from portmm.ops import rowwise_gpu
 from portmm.spec.dtype import BY_NAME
@@ -20,7 +20,7 @@ from portmm.weights.kinds import WeightKind
 if TYPE_CHECKING:
     import numpy as np
 
-    from portmm.arrays.interop import DeviceArray
+    from portmm.arrays.device_array import DeviceArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,19 +66,21 @@ class PackedThere:
         return f"<portmm.PackedThere {self.shape} {self.element}>"
 
 
-def pack(b: DeviceArray) -> PackedThere:
+def pack(weight: Any) -> PackedThere:
     """A weight on a device, for products on it: see `prepack.pack`.
 
     Raises:
         ValueError: it has fewer than two dimensions.
     """
+    b = interop.adopt(weight)
+    assert b is not None  # noqa: S101 - `libraries.on_device` is true
     if len(b.shape) < 2:
         raise ValueError(f"b has shape {b.shape}; a weight has at least two dimensions")
     if 0 in b.shape:
         return PackedThere(interop.empty_like(b, b.shape, b.dtype)[0], b.shape, b.dtype)
     transposed = _by_columns(b)
     # A weight that is contiguous along k stays so: kernels support that.
-    source = interop.transposed(b) if transposed else b
+    source = device_array.transposed(b) if transposed else b
     dense, _ = rowwise_gpu.contiguous(source)
     return PackedThere(_swapped(dense) if transposed else dense, b.shape, b.dtype)
 

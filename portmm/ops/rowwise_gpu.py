@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from portmm.arrays import device_arrays, interop, numpy_arrays
+from portmm.arrays import device_array, device_operands, interop, numpy_arrays
 from portmm.dispatch.gpu_rows import launches
 from portmm.errors import ScheduleError, TraceError
 from portmm.spec.dtype import BY_NAME
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from portmm.arrays.interop import DeviceArray
+    from portmm.arrays.device_array import DeviceArray
     from portmm.dispatch.gpu import Launch, Machine
     from portmm.trace.tracer import Source, Traced
 
@@ -79,9 +79,9 @@ class _Rows:
 
 def addresses(operands: list[DeviceArray], starts: list[int]) -> dict[str, Any]:
     """The addresses of operands, at offsets into their arrays, in bytes, by the names of kernel parameters."""
-    pointers = [interop.argument(x)[1] for x in operands]
+    pointers = [device_array.argument(x)[1] for x in operands]
     return {
-        f"x{i}_all": device_arrays.shifted(pointer, at // BY_NAME[x.dtype].bytes, x) if at else pointer
+        f"x{i}_all": device_operands.shifted(pointer, at // BY_NAME[x.dtype].bytes, x) if at else pointer
         for i, (x, pointer, at) in enumerate(zip(operands, pointers, starts, strict=True))
     }
 
@@ -98,7 +98,7 @@ def start(  # noqa: PLR0917 - arguments of a launch
     scratch: Any = None
     if workspace:
         scratch, work = interop.empty_like(like, (workspace,), dtype)
-        values["work"] = interop.argument(work)[1]
+        values["work"] = device_array.argument(work)[1]
     for launch in every:
         launch.run(on, values, like.queue)
     del scratch  # its library frees it when the queue is done with it
@@ -108,7 +108,7 @@ def captured(source: Source, closure: dict[Any, Any], like: DeviceArray) -> Devi
     """An array that a function captures, on the device of the others."""
     x = interop.adopt(closure[source.key] if source.key in closure else resolve(source.key, closure))
     assert x is not None  # noqa: S101 - it was adopted when the function was traced
-    interop.same_device([like, x])
+    device_array.same_device([like, x])
     return x
 
 
@@ -139,7 +139,7 @@ def over_rows(
         TraceError: the function cannot be traced.
         ScheduleError: no kernel computes it.
     """
-    interop.same_device(arrays)
+    device_array.same_device(arrays)
     like = arrays[0]
     *lead, m, n = like.shape
     size = (m, n, math.prod(lead))
@@ -166,8 +166,8 @@ def over_rows(
         rest = ready[1].run(user_function.closure, [*values, *passed], like, None) if len(ready) > 1 else []
         results = [results[i] if i >= 0 else rest[-1 - i] for i in head.order]
     if out is not None and direct is None:
-        device_arrays.check_out(out, results[0][1].shape)
-        device_arrays.check_type(out, results[0][1].dtype)
+        device_operands.check_out(out, results[0][1].shape)
+        device_operands.check_type(out, results[0][1].dtype)
         results[0] = (copied(out, results[0][1]), out)
     return tuple(results), head.several
 
@@ -186,7 +186,7 @@ def readable(x: DeviceArray) -> DeviceArray:
 def flat(x: DeviceArray, size: tuple[int, int, int]) -> DeviceArray:
     """The array as (batch, m, n), copied where its batch is not evenly strided."""
     m, n, batch = size
-    *lead, row, column = device_arrays.elements(x)
+    *lead, row, column = device_operands.elements(x)
     dims = [(count, s) for count, s in zip(x.shape[:-2], lead, strict=True) if count > 1]
     if any(s != count * t for (_, s), (count, t) in pairwise(dims)):
         return flat(contiguous(x)[1], size)
@@ -208,13 +208,13 @@ def copy(x: DeviceArray, to: DeviceArray) -> None:
         return
     if x.dtype == to.dtype == "f64":
         x, to = _words(x), _words(to)
-    steps = [(0, 0, *device_arrays.elements(x)), (0, 0, *device_arrays.elements(to))]
+    steps = [(0, 0, *device_operands.elements(x)), (0, 0, *device_operands.elements(to))]
     operands = Operand(x.dtype, "bmn", dense=False), Operand(to.dtype, "bmn", dense=steps[1][-1] == 1)
     text = str(Fused(operands, ((1, _as(x, to)),)))
     w = walk((1, 1, *x.shape)[:-1], [s[:-1] for s in steps])
     n = x.shape[-1] if x.shape else 1
     strides = [(w.batch[1][i], w.rows[1][i], steps[i][-1]) for i in range(2)]
-    on = device_arrays.machine_of(x)
+    on = device_operands.machine_of(x)
     every, workspace = launches(text, (w.rows[0], n, w.batch[0]), strides, [1, 1], on)
     for moved in w.repeats:
         starts = [i * BY_NAME[y.dtype].bytes for i, y in zip(moved, (x, to), strict=True)]
@@ -244,12 +244,12 @@ def _takes(out: DeviceArray, result: tuple[tuple[int, ...], str], operands: list
         TypeError: it cannot take the type of the result.
         ValueError: it cannot take the result at all.
     """
-    device_arrays.check_out(out, result[0])
-    device_arrays.check_type(out, result[1])
-    contiguous_strides = interop.contiguous(out.shape, BY_NAME[out.dtype].bytes)
+    device_operands.check_out(out, result[0])
+    device_operands.check_type(out, result[1])
+    contiguous_strides = device_array.contiguous(out.shape, BY_NAME[out.dtype].bytes)
     same = all(n == 1 or s == t for n, s, t in zip(out.shape, out.strides, contiguous_strides, strict=True))
-    aligned = math.gcd(out.at, interop.WIDEST) == interop.WIDEST
-    return same and aligned and out.dtype == result[1] and not device_arrays.overlap(out, tuple(operands))
+    aligned = math.gcd(out.at, device_array.WIDEST) == device_array.WIDEST
+    return same and aligned and out.dtype == result[1] and not device_operands.overlap(out, tuple(operands))
 
 
 def _prepare(
@@ -262,10 +262,10 @@ def _prepare(
         TraceError: columns would have to be reduced twice.
     """
     batch, m, n = arrays[0].shape
-    aligned = [math.gcd(x.at, interop.WIDEST) for x in arrays]
+    aligned = [math.gcd(x.at, device_array.WIDEST) for x in arrays]
     call = _Call((m, n, batch), lead, usual, arrays[0], _sources(traced, closure, arrays[0]))
-    views = tuple([described(interop.standin(x), ("b", "m", "n")) for x in arrays])
-    layouts = list(zip(map(device_arrays.elements, arrays), aligned, strict=True))
+    views = tuple([described(device_array.standin(x), ("b", "m", "n")) for x in arrays])
+    layouts = list(zip(map(device_operands.elements, arrays), aligned, strict=True))
     split = split_column_reductions(traced, len(arrays), usual)
     if split is None:
         return (call.rows(traced, views, layouts),)
@@ -274,7 +274,7 @@ def _prepare(
         kernel = replace(call.rows(sums, views, layouts), order=order, passed=passed)
         if not rest.results:
             return (kernel,)
-        column_layouts = [(dense("bn", call.size), interop.WIDEST)] * passed
+        column_layouts = [(dense("bn", call.size), device_array.WIDEST)] * passed
         operands = (*views, *(Operand("f32", "bn"),) * passed)
         return kernel, call.rows(rest, operands, [*layouts, *column_layouts])
     except ScheduleError as error:
@@ -322,10 +322,10 @@ class _Call:
         at = [located(x.array, x, self.size) for x in traced.sources]
         layouts = [
             *layouts,
-            *((s[1:4], math.gcd(x.at + s[0], interop.WIDEST)) for x, s in zip(self.sources, at, strict=True)),
+            *((s[1:4], math.gcd(x.at + s[0], device_array.WIDEST)) for x, s in zip(self.sources, at, strict=True)),
         ]
-        layouts += [(dense(x, self.size), interop.WIDEST) for x in step.axes]
-        on = device_arrays.machine_of(self.like)
+        layouts += [(dense(x, self.size), device_array.WIDEST) for x in step.axes]
+        on = device_operands.machine_of(self.like)
         every, workspace = launches(step.text, self.size, [s for s, _ in layouts], [a for _, a in layouts], on)
         shapes = [(*self.lead, m if "m" in x else 1, n if "n" in x else 1) for x in step.axes]
         results = tuple((s, numpy_arrays.name_of(t)) for s, t in zip(shapes, step.types, strict=True))

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from operator import index
 from typing import TYPE_CHECKING, Any
 
-from portmm.arrays import interop
-from portmm.arrays.interop import DeviceArray
+from portmm.arrays import device_array, interop
+from portmm.arrays.device_array import DeviceArray
 from portmm.dispatch import config
 from portmm.spec.dtype import BY_NAME, BY_NUMPY, natural, spell, types
 
@@ -180,14 +180,14 @@ def _machine(device: Any) -> tuple[DeviceArray, Machine]:
         ValueError: the name is unknown.
         NoDeviceError: it is not there.
     """
-    from portmm.arrays import device_arrays
+    from portmm.arrays import device_operands
     from portmm.dispatch import gpu as gpu_dispatch
 
     if not isinstance(device, str):
         array = interop.adopt(device)
         if array is None:
             raise ValueError(f"device is a {type(device).__name__}; pass cuda, cuda:1, or an array on a device")
-        return array, device_arrays.machine_of(array)
+        return array, device_operands.machine_of(array)
     kind, _, number = device.partition(":")
     if kind != "cuda" or not (number.isdigit() or device == "cuda"):
         raise ValueError(f"device {device!r} is unknown; pass cuda, cuda:1, or an array on the device")
@@ -209,13 +209,13 @@ def _dense_problem(
     a, right, c = types(word)
     operands = [_dense(like, (*lead, m, k), a), _dense(like, (*lead, k, n), right), _dense(like, (*lead, m, n), c)]
     if b == "col":
-        operands[1] = interop.transposed(_dense(like, (*lead, n, k), right))
+        operands[1] = device_array.transposed(_dense(like, (*lead, n, k), right))
     call = matmul_gpu.device_problem((operands[0], operands[1], operands[2]), lead, (m, n, k))
     return call.problem, call.vectors, call.values()
 
 
 def _dense(like: DeviceArray, shape: tuple[int, ...], dtype: str) -> DeviceArray:
     """A C-contiguous array, aligned like a new one."""
-    strides = interop.contiguous(shape, BY_NAME[dtype].bytes)
+    strides = device_array.contiguous(shape, BY_NAME[dtype].bytes)
     pointer = 0 if like.language == "cuda" else (None, 0)
     return replace(like, source=None, pointer=pointer, shape=shape, strides=strides, dtype=dtype, readonly=False)

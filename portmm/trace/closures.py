@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from portmm.arrays.interop import lay, on_device
+from portmm.arrays.interop import lay
+from portmm.arrays.libraries import on_device
 from portmm.util.array_subclasses import refuse_class
 
 F = TypeVar("F", bound=Callable[..., Any])

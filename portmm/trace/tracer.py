@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays.interop import adopt, on_device, standin
+from portmm.arrays.device_array import standin
+from portmm.arrays.interop import adopt
+from portmm.arrays.libraries import on_device
 from portmm.errors import TraceError
 from portmm.spec.elementwise import Typed
 from portmm.spec.epilogue import AXES, PRODUCT, Operand, index, load, number

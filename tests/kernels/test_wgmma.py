@@ -20,7 +20,7 @@ from grid_cases import check_run, fused_case, kernels_of
 from places import MACHINES
 
 import portmm as pm
-from portmm.arrays import device_arrays
+from portmm.arrays import device_operands
 from portmm.build.nvrtc import compile_cuda, find_nvrtc
 from portmm.codegen.lower import lower_grid
 from portmm.dispatch import gpu as gpu_dispatch
@@ -202,8 +202,8 @@ def test_lines_that_overlap_are_not_whole_vectors():
     for y in (np.broadcast_to(x[:1], (64, 64)), x[::-1]):
         given = SimpleNamespace(dtype="bf16", at=0)
         steps = tuple(s // 2 for s in y.strides)
-        assert device_arrays.matrix(given, 64, 64, steps).vector < 8
-    assert device_arrays.matrix(SimpleNamespace(dtype="bf16", at=0), 64, 64, (64, 1)).vector == 8
+        assert device_operands.matrix(given, 64, 64, steps).vector < 8
+    assert device_operands.matrix(SimpleNamespace(dtype="bf16", at=0), 64, 64, (64, 1)).vector == 8
 
 
 class FakeDriver:

@@ -12,8 +12,9 @@ import pytest
 from cuda_fakes import FakeCupy, FakeTorch, Tensor, install, ndarray
 from opencl_cpu import opencl_device
 
-from portmm.arrays import interop
-from portmm.arrays.interop import adopt, argument, empty_like, same_device
+from portmm.arrays import device_array
+from portmm.arrays.device_array import argument, same_device
+from portmm.arrays.interop import adopt, empty_like
 from portmm.errors import NoDeviceError
 from portmm.runtime import opencl
 
@@ -372,9 +373,9 @@ def test_elements_that_are_not_aligned(cl, queue, cupy):
 @pytest.mark.parametrize(("shape", "size"), [((3, 4, 5), 4), ((0, 4), 2), ((), 8), ((7,), 1)])
 def test_strides_in_order(shape, size):
     if 0 in shape:
-        assert interop.contiguous(shape, size) == (8, 2)
+        assert device_array.contiguous(shape, size) == (8, 2)
     else:
-        assert interop.contiguous(shape, size) == np.empty(shape, f"V{size}").strides
+        assert device_array.contiguous(shape, size) == np.empty(shape, f"V{size}").strides
 
 
 @pytest.mark.device

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from portmm.arrays import interop
+from portmm.arrays import device_array, interop
 from portmm.arrays.numpy_arrays import numpy_of
 
 
@@ -109,14 +109,14 @@ def tensors_there(monkeypatch):
 
     def adopted(x):
         size = x.element_size()
-        name = interop._named(str(x.dtype).removeprefix("torch."), native=True, what="a tensor")
+        name = device_array.type_name(str(x.dtype).removeprefix("torch."), "a tensor")
         strides = tuple(s * size for s in x.stride())
-        return interop.DeviceArray(
+        return device_array.DeviceArray(
             x, "cuda", ("cuda", 0), x.data_ptr(), tuple(x.shape), strides, name, 100, readonly=False
         )
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _x: True), raising=False)
-    monkeypatch.setitem(interop._LIBRARIES, "torch", adopted)
+    monkeypatch.setitem(interop._READERS, "torch", adopted)
     for name, value in {
         "Event": _Event, "_sleep": lambda _cycles: None, "synchronize": lambda: None, "CUDAGraph": _Graph,
         "graph": lambda _graph: contextlib.nullcontext(), "empty_cache": lambda: None,

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import interop, numpy_arrays
+from portmm.arrays import device_array, numpy_arrays, opencl_arrays
 from portmm.dispatch import gpu as gpu_dispatch
 from portmm.spec.dtype import BY_NAME, accumulator, natural
 
 if TYPE_CHECKING:
-    from portmm.arrays.interop import DeviceArray
+    from portmm.arrays.device_array import DeviceArray
     from portmm.dispatch.gpu import Machine
 
 _RESULTS = {"f32": ("f32", "f16", "bf16", "e4m3", "e5m2"), "s32": ("s32",), "f64": ("f64",)}
@@ -56,7 +56,7 @@ def matrix(x: DeviceArray, rows: int, cols: int, steps: tuple[int, int], others:
     major, minor = (row, cols) if layout == "row" else (col, rows)
     size = BY_NAME[x.dtype].bytes
     # Where rows overlap or have negative strides, the TMA of a GPU cannot address them: it needs whole vectors.
-    most = interop.WIDEST // (2 * size if major < minor or min(others, default=0) < 0 else size)
+    most = device_array.WIDEST // (2 * size if major < minor or min(others, default=0) < 0 else size)
     vector = math.gcd(major, minor, x.at // size, *others, most)
     return Matrix(layout, row, col, vector & -vector)
 
@@ -172,5 +172,5 @@ def _span(x: DeviceArray) -> tuple[Any, int, int]:
     """The memory of an array and the range of its bytes there."""
     low = sum(min(0, (n - 1) * s) for n, s in zip(x.shape, x.strides, strict=True))
     high = sum(max(0, (n - 1) * s) for n, s in zip(x.shape, x.strides, strict=True))
-    base, at = (0, 0) if x.language == "cuda" else interop.memory(x.pointer[0])
+    base, at = (0, 0) if x.language == "cuda" else opencl_arrays.memory(x.pointer[0])
     return base, at + x.at + low, at + x.at + high + BY_NAME[x.dtype].bytes

@@ -1,0 +1,58 @@
+"""Libraries of arrays, recognised by the class of an object.
+
+Owns `library_of`, and `on_device`, which calls of products in the host's memory ask about each operand: nothing of
+what reads arrays on devices is imported for the answer. Nor is a library: an array of it can only come from where it
+is loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from portmm.weights.kinds import WeightKind
+
+_LIBRARY_TYPES = {"cupy": ("cupy", "ndarray"), "torch": ("torch", "Tensor"), "pyopencl": ("pyopencl.array", "Array")}
+# DLPack's device types: CUDA, and CUDA's managed memory.
+_DLPACK_CUDA = frozenset((2, 13))
+
+
+def library_of(x: object) -> str:
+    """The library of an object: its name, "packed" for weights on a device, "host" for what never is, "" if unknown."""
+    cls: Any = type(x)  # mypy does not know it as hashable
+    return _library_of(cls)
+
+
+@lru_cache(maxsize=256)
+def _library_of(cls: type) -> str:
+    if issubclass(cls, (np.ndarray, np.generic, int, float, complex, str, bytes, list, tuple, dict)):
+        return "host"
+    if getattr(cls, "weight_kind", None) is WeightKind.DEVICE_PANELS:
+        return "packed"
+    for library, (module, name) in _LIBRARY_TYPES.items():
+        array = getattr(sys.modules.get(module), name, None)  # an array of a library that is not loaded cannot be here
+        if isinstance(array, type) and issubclass(cls, array):
+            return library
+    return ""
+
+
+def on_device(x: Any) -> bool:
+    """Whether an object is an array on a device; examines no more than the class, where that suffices."""
+    if type(x) is np.ndarray:
+        return False
+    library = library_of(x)
+    if library == "host":
+        return False
+    if library:
+        return bool(x.is_cuda) if library == "torch" else True
+    cls: Any = type(x)
+    return hasattr(cls, "__cuda_array_interface__") or (hasattr(cls, "__dlpack_device__") and exports_cuda(x))
+
+
+def exports_cuda(x: Any) -> bool:
+    """Whether an object exports memory of a CUDA device by DLPack."""
+    where = getattr(x, "__dlpack_device__", None)
+    return where is not None and hasattr(x, "__dlpack__") and int(where()[0]) in _DLPACK_CUDA
