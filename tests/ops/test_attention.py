@@ -18,7 +18,7 @@ from portmm.errors import NoCompilerError, TraceError
 from portmm.ir.interpreter import run
 from portmm.kernels.cpu.attention_geometry import Form, Geometry
 from portmm.kernels.cpu.online_softmax import Bounds
-from portmm.ops import attention
+from portmm.ops import attention, attention_kernel
 from portmm.spec.epilogue import C, Fused, acc, number, parse
 from portmm.target.target import load_isa, load_target
 from portmm.trace import bind
@@ -257,7 +257,7 @@ def test_without_a_compiler(monkeypatch):
     want = [pm.attention(q, k, v, return_lse=True, **how) for how in calls]
     monkeypatch.setattr(cpu_routes, "attention_route", none)
     monkeypatch.setattr(bind, "_ready", {})
-    monkeypatch.setattr(attention, "_plain", {})
+    monkeypatch.setattr(attention, "kinds", {})
     monkeypatch.setattr(numpy_fallback, "_warned", ["once"])
     for how, (result, lse) in zip(calls, want, strict=True):
         got = pm.attention(q, k, v, return_lse=True, **how)
@@ -272,13 +272,13 @@ def test_without_a_compiler(monkeypatch):
 def made(monkeypatch):
     """The sizes of calls that a kernel is sought for; nothing is remembered before."""
     memo.forget_all()
-    found, make = [], attention._make
+    found, make = [], attention_kernel.make_kernel
 
     def counted(traced, shape, flags, result):
         found.append((shape.m, shape.n))
         return make(traced, shape, flags, result)
 
-    monkeypatch.setattr(attention, "_make", counted)
+    monkeypatch.setattr(attention, "make_kernel", counted)
     return found
 
 
@@ -346,7 +346,7 @@ def test_threads_of_small_and_of_large_calls_of_a_class(made):
         for n in (1056, 1025, 1040):
             x = operands((1, 1, 1, 60, n, 8, 8))
             check(*x, exact(*x))
-        assert len({60 * n * 16 > attention.FORK for n in (1056, 1025)}) == 2
+        assert len({60 * n * 16 > attention_kernel.FORK for n in (1056, 1025)}) == 2
         assert len(made) == 4
     finally:
         pm.set_num_threads(0)
@@ -518,7 +518,7 @@ def test_tiles_that_are_arrays(how, monkeypatch):
         pytest.skip("lines are moved by AVX-512")
     machine = replace(load_target("sapphire_rapids"), isas=(amx[0], *(x for x in amx[0].below)))
     monkeypatch.setattr(cpu_kernels, "loaded", test_amx.shimmed)
-    monkeypatch.setattr(attention.config, "target", lambda: machine)
+    monkeypatch.setattr(attention_kernel.config, "target", lambda: machine)
     cpu_kernels.forget()
     for shape in [(2, 4, 2, 33, 70, 64, 64), (2, 2, 1, 70, 130, 40, 72), (2, 1, 1, 17, 37, 7, 5)]:
         x = [guarded(y.reshape(-1)).reshape(y.shape) for y in operands(shape, BF16)]

@@ -1,0 +1,225 @@
+"""Kernel of attention on the host: its form, its operands and its launch, for calls of one kind.
+
+Owns the selection of the form: vectors along queries or along keys, KV splits, blocks of keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm.arrays import numpy_arrays
+from portmm.dispatch import config
+from portmm.errors import TraceError
+from portmm.ops import host_matmul
+from portmm.runtime.cpu import runtime
+from portmm.spec.epilogue import C, Fused, index
+from portmm.spec.expr import Expr, real
+from portmm.spec.row_classes import last_of_class
+from portmm.trace.bind import Bound, substituted
+from portmm.trace.tracer import Traced, described
+
+if TYPE_CHECKING:
+    from portmm.kernels.cpu.attention_geometry import Form, Geometry
+    from portmm.ops.attention_shapes import Shape
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+    from portmm.target.target import Target
+
+Array = np.ndarray[Any, Any]
+_TRANSPOSED = {"m": "n", "n": "m"}
+FEW = 16
+"""Queries of a head up to which vectors along queries are slower (kernels/cpu/flash_decoding.py): measured on Zen 4,
+with 2048 keys; half as many for atoms that multiply units of two, which that program does not use."""
+TASKS = 64
+"""KV splits of few queries, all heads together: for that many threads."""
+SHORTEST = 512
+"""Least keys of a KV split: enough to be worth a task."""
+KEYS_OF_FEW = 256
+"""Keys of a block of few queries."""
+FORK = 1e6
+"""Multiply-adds from which threads pay: some 30 us."""
+_NOTHING = (None,) * 7
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKernel:
+    """The kernel for one kind of call.
+
+    Attributes:
+        route: the kernel.
+        bound: its operands.
+        step: keys of a block.
+        run: keys of a KV split, 0 without splits.
+        kr: consecutive elements of a head in a unit of the atom.
+        k_step: elements of a head that one step multiplies.
+    """
+
+    route: Any
+    bound: Bound
+    step: int
+    run: int
+    kr: int
+    k_step: int
+
+    def execute(
+        self, shape: Shape, operands: tuple[Array, ...], captured: dict[Any, Any], results: list[Array], far: int
+    ) -> None:
+        """Run the kernel; operands differ from those it was made for only in addresses."""
+        q, k, v = operands
+        q, k, d = self.readable(q, k)
+        table, numbers, alive = self.bound.fill(captured, [], [q, k, v, *results])
+        sizes = shape.m, shape.n, d, shape.items * shape.heads, shape.heads, shape.group, shape.dv
+        self.launch(sizes, far, table, numbers)
+        del alive
+
+    def readable(self, q: Array, k: Array) -> tuple[Array, Array, int]:
+        """Queries and keys as the kernel reads them, and the elements of a head."""
+        if self.run:
+            return np.ascontiguousarray(q), k, q.shape[-1]
+        return _whole_steps(q, k, self.kr, self.k_step) if self.kr > 1 else (q, k, q.shape[-1])
+
+    def launch(self, sizes: tuple[int, ...], far: int, table: Array, numbers: Array) -> None:
+        """Run the kernel.
+
+        Args:
+            sizes: queries, keys, elements of a head of Q, heads of all items, of one item, heads that share keys, and
+                elements of a head of V.
+            far: how near a key must be.
+            table: the operands.
+            numbers: those of the score.
+        """
+        m, n, d, batch, heads, group, dv = sizes
+        runtime().execute(
+            self.route, m, n, d, batch, 0, heads, group, 0,
+            0, far, self.step, 0, 0, n - m, dv, self.run, *_NOTHING, table, numbers,
+        )  # fmt: skip
+
+
+def _whole_steps(q: Array, k: Array, kr: int, k_step: int) -> tuple[Array, Array, int]:
+    """Queries and keys padded with zeros to whole steps, and keys copied where they are misaligned."""
+    size, remainder = k.itemsize, q.shape[-1] % k_step
+    if remainder:
+        padding = [(0, 0)] * (q.ndim - 1) + [(0, k_step - remainder)]
+        q, k = (np.ascontiguousarray(np.pad(x, padding)) for x in (q, k))  # `np.pad` keeps the order of Fortran
+    elif k.__array_interface__["data"][0] % (kr * size) or any([s % (kr * size) for s in k.strides[:-1]]):  # noqa: C419
+        k = np.ascontiguousarray(k).copy()
+    return q, k, q.shape[-1]
+
+
+def make_kernel(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: Array) -> AttentionKernel:
+    """The kernel for calls of a kind.
+
+    Args:
+        traced: the score.
+        shape: of the operands.
+        flags: causal; no window; logarithms are returned; all keys are read; positions are the default.
+        result: an array like the result.
+
+    Raises:
+        TraceError: the score is several values.
+        ScheduleError: no unit of the target computes it.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    from portmm.dispatch import cpu_routes, cpu_units
+    from portmm.kernels.cpu.attention_geometry import Geometry
+
+    _, _, with_lse, all_keys, no_starts = flags
+    if len(traced.results) > 1:
+        raise TraceError("a score is one value, not a tuple")
+    function, target = _real(traced), config.target()
+    host_matmul.begin()
+    runtime()  # raises before a kernel is lowered in vain
+    fused, dtype = _fused(function), numpy_arrays.name_of(shape.dtype)
+    isa, atom, _ = unit = cpu_units.attention_unit(dtype, fused, target, last_of_class(shape.m))
+    few = shape.m <= FEW // atom.k_pack
+    function = function if few else _transposed(traced)
+    geometry = Geometry.of(isa, atom)
+    form = _form(_fused(function), shape, flags, isa, atom, geometry, few=few)
+    step, run = _blocks(shape, geometry, target, few=few)
+    macs = shape.items * shape.heads * shape.m * shape.n * (shape.d + shape.dv)
+    workers = config.get_num_threads() if macs > FORK else 1
+    q, k, v = shape.operands
+    if few:
+        q = np.ascontiguousarray(q)
+    elif atom.k_pack > 1:
+        q, k, _ = _whole_steps(q, k, atom.k_pack, atom.k)
+    # Scratch is that of the largest of the classes of both, for which the route may be kept.
+    fields = {
+        "m": last_of_class(shape.m), "n": last_of_class(shape.n), "k": q.shape[-1],
+        "batch": shape.items * shape.heads, "workers": workers,
+        "a_m": shape.heads, "a_k": shape.group, "b_n": step, "c_n": shape.dv, "c_batch": run,
+    }  # fmt: skip
+    route = cpu_routes.attention_route(form, unit, fields)
+    rows = [_strides(x) for x in (q, k, v, result)]
+    rows += [(shape.heads * shape.m, 1, 0, shape.m)] if with_lse else []
+    rows += [(1,)] * ((not all_keys) + (not no_starts))
+    size = (shape.m, shape.n) if few else (shape.n, shape.m)
+    bound = Bound(function, (*size, shape.items, shape.heads), [], rows)
+    return AttentionKernel(route, bound, step, run, atom.k_pack, atom.k)
+
+
+def _form(  # noqa: PLR0917 - one caller
+    fused: Fused, shape: Shape, flags: tuple[bool, ...], isa: Isa, atom: Atom, geometry: Geometry, *, few: bool
+) -> Form:
+    """The form of the kernel: `flags` as for `make_kernel`."""
+    from portmm.kernels.cpu.attention_geometry import Form
+    from portmm.kernels.cpu.online_softmax import Bounds
+
+    causal, no_window, with_lse, all_keys, no_starts = flags
+    dtype = numpy_arrays.name_of(shape.dtype)
+    masks = bool(isa.spelling(atom, "load_mask", dtype))
+    reads = atom.k_pack == 1 and not atom.tiled and (masks or not shape.dv % geometry.pv_n)
+    return Form(
+        str(fused), dtype, dtype, Bounds(causal, not no_window), lengths=not all_keys, starts=not no_starts,
+        lse=with_lse, packs=not few and not reads, few=few,
+    )  # fmt: skip
+
+
+def _fused(score: Traced) -> Fused:
+    """The score as an epilogue expression."""
+    return Fused(score.operands, ((C, score.results[0][0]),))
+
+
+def _blocks(shape: Shape, geometry: Geometry, target: Target, *, few: bool) -> tuple[int, int]:
+    """Keys of a block, and of a KV split, 0 without splits."""
+    from portmm.kernels.cpu.attention_geometry import keys_of
+
+    if not few:
+        return keys_of(_near(target), geometry, max(shape.d, shape.dv)), 0
+    items = shape.items * shape.heads // shape.group
+    return KEYS_OF_FEW, max(SHORTEST, -(-last_of_class(shape.n) // max(1, TASKS // items)))
+
+
+def _near(target: Target) -> int:
+    """Bytes of the cache in which a block should fit."""
+    level = target.level("L2") or target.level("L1")
+    return level.bytes if level else 1 << 18
+
+
+def _strides(x: Array) -> tuple[int, ...]:
+    """Strides along items, rows, columns and heads, in elements."""
+    b, h, m, n = (s // x.itemsize for s in x.strides)
+    return b, m, n, h
+
+
+def _real(traced: Traced) -> Traced:
+    """The traced function with a result of f32."""
+    return replace(traced, results=tuple((real(x), None) for x, _ in traced.results))
+
+
+def _transposed(traced: Traced) -> Traced:
+    """The traced function with rows and columns exchanged."""
+
+    def change(x: Expr) -> Expr | None:
+        return index(_TRANSPOSED.get(x.args[0], x.args[0])) if x.op == "index" else None
+
+    done: dict[Expr, Expr] = {}
+    results = tuple((real(substituted(x, change, done)), None) for x, _ in traced.results)
+    views = [tuple(_TRANSPOSED.get(x, x) if isinstance(x, str) else x for x in s.view) for s in traced.sources]
+    sources = tuple(replace(s, view=view) for s, view in zip(traced.sources, views, strict=True))
+    operands = tuple(described(s.array, s.view) for s in sources)
+    return replace(traced, results=results, sources=sources, operands=operands)
