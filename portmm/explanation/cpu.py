@@ -318,7 +318,7 @@ def _explanation(  # noqa: PLR0917 - the arguments of `explain`
     if grouped:
         return _explained(_with(_group(a, b, dtype, machine), deterministic), machine, threads)
     if epilogue is not None:
-        from portmm.ops.fused_matmul import fused_problem
+        from portmm.ops.fused_matmul_kernel import fused_problem
 
         problem, notes = fused_problem(
             a, b, dtype if out is None else out.dtype, epilogue, typed_result=out is not None

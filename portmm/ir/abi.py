@@ -34,6 +34,9 @@ typedef struct portmm_args {
 each exactly once, with 0 <= w < workers and no two tasks at a time on the same
 w; it returns when all are done. With workers == 1 it is a plain loop."""
 
+COLUMN_PAD = 64
+"""Vectors along columns are padded to a multiple of this: kernels read whole vectors of them."""
+
 HUGE_PAGE = 1 << 21
 """Bytes of a huge page. Linux clears such a page towards the byte that is touched first, upwards at 34 GB/s and
 downwards at 13 (Zen 4, Linux 6.18): code that fills new memory touches the ends of its pages first."""

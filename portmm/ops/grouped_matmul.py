@@ -214,12 +214,13 @@ class _Ready:
 
 def _with_epilogue(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: Callable[..., Any]) -> Any:
     """The products with an epilogue."""
-    from portmm.ops import fused_matmul
+    from portmm.ops.fused_matmul import fit
+    from portmm.ops.fused_matmul_kernel import FusedProduct
 
     m, n, _ = x.size
     first = out.dtype.newbyteorder("=") if dtype is None and isinstance(out, np.ndarray) else None
     first = None if first == np.float64 else first  # results in float32 are converted
-    call = fused_matmul.Call(x.a, x.b[0], dtype, first)
+    call = FusedProduct(x.a, x.b[0], dtype, first)
     user_function = UserFunction.of(epilogue)
     b_kind = x.b[0].dtype if call.array else x.b[0].family
     key = ("groups", x.a.shape, x.a.dtype, len(x.b), n, b_kind, dtype, first)
@@ -239,25 +240,27 @@ def _with_epilogue(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: 
         if end > begin and n:
             _run(x, (begin, end, i), call, ready, (results[0], table, numbers))
     del alive
-    return fused_matmul.fit(results, out, several=ready.step.traced.several)
+    return fit(results, out, several=ready.step.traced.several)
 
 
 def _by_numpy(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: Callable[..., Any]) -> Any:
     """The products with an epilogue, computed by NumPy."""
     from types import SimpleNamespace
 
-    from portmm.ops import fused_matmul, rowwise
+    from portmm.ops import rowwise
+    from portmm.ops.fused_matmul import fit
+    from portmm.ops.fused_matmul_kernel import FusedProduct
 
     m, n, _ = x.size
     first = out.dtype.newbyteorder("=") if dtype is None and isinstance(out, np.ndarray) else None
-    call = fused_matmul.Call(x.a, x.b[0], dtype, None)
+    call = FusedProduct(x.a, x.b[0], dtype, None)
     sums = np.dtype(np.int32 if call.sums() == "s32" else np.float32)
     group = np.minimum(np.searchsorted(x.ends, np.arange(m), "right"), len(x.b) - 1)
     indices = SimpleNamespace(m=np.arange(m)[:, None], n=np.arange(n)[None, :], b=group[:, None])
     products = _plain(x, None, sums).astype(np.float32, copy=False)
     usual = first if first is not None and first != np.float64 else call.types()[2]
     results, several = rowwise.by_numpy(epilogue, (products,), {}, usual, indices)
-    return fused_matmul.fit(list(results), out, several=several)
+    return fit(list(results), out, several=several)
 
 
 def _free(out: Array, dtype: np.dtype[Any], others: list[Any]) -> bool:
@@ -295,7 +298,7 @@ def _ready(traced: Traced, call: Any, groups: int, first: np.dtype[Any] | None) 
 
 def _run(x: _Groups, at: tuple[int, int, int], call: Any, ready: _Ready, arrays: tuple[Array, Array, Array]) -> None:
     """Run the product of a group: its first row, its end, and its index, which past the last is that of no group."""
-    from portmm.ops import fused_matmul
+    from portmm.ops.fused_matmul_kernel import FusedProduct
 
     (begin, end, group), (c, table, numbers) = at, arrays
     n, k, rows = c.shape[1], x.size[2], end - begin
@@ -306,7 +309,7 @@ def _run(x: _Groups, at: tuple[int, int, int], call: Any, ready: _Ready, arrays:
     else:
         zeros = np.zeros(max(rows, n), np.float32)
         types = (zeros.dtype, zeros.dtype, types[2])
-        empty = fused_matmul.Call(zeros[:rows, np.newaxis], zeros[np.newaxis, :n], call.wanted, call.first)
+        empty = FusedProduct(zeros[:rows, np.newaxis], zeros[np.newaxis, :n], call.wanted, call.first)
         p, a, b = _operands(empty, ready.step, empty.left, empty.right)
         k = 1
     table = table.copy()
@@ -317,11 +320,7 @@ def _run(x: _Groups, at: tuple[int, int, int], call: Any, ready: _Ready, arrays:
         numbers = np.concatenate([numbers[: ready.places], indices])
     vectors: tuple[Any, ...] = (None,) * 6
     if p.post:
-        vectors = (
-            numpy_arrays.ones(rows),
-            numpy_arrays.ones(-(-n // fused_matmul.PAD) * fused_matmul.PAD),
-            *vectors[2:],
-        )
+        vectors = (*numpy_arrays.unit_scales(rows, n), *vectors[2:])
     array, *steps = b
     runtime().execute(
         _route(p), rows, n, k, 1, a.array, a.row, a.col, 0, array, *steps, 0, c[begin:end], n, 1, rows * n, None,
@@ -331,9 +330,9 @@ def _run(x: _Groups, at: tuple[int, int, int], call: Any, ready: _Ready, arrays:
 
 def _operands(call: Any, step: Step, left: Array, right: Any) -> tuple[Problem, numpy_arrays.Operand, tuple[Any, ...]]:
     """The problem of one group, and its operands as kernels take them."""
-    from portmm.ops import fused_matmul
+    from portmm.ops.fused_matmul_kernel import FusedProduct
 
-    one = fused_matmul.Call(left, right, call.wanted, call.first)
+    one = FusedProduct(left, right, call.wanted, call.first)
     rows, other = one.operands((one.m, one.n, 1), one.types())
     if isinstance(other, numpy_arrays.Operand):
         return one.problem(step, rows.layout, other.layout), rows, (other.array, other.row, other.col)

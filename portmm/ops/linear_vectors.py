@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 
 from portmm.arrays import numpy_arrays
+from portmm.ir.abi import COLUMN_PAD
 from portmm.runtime.cpu import types as runtime_types
 from portmm.util.array_subclasses import refuse_class
 
-PAD = 64
-"""Vectors along columns are padded to a multiple of this: kernels read whole vectors of them."""
 LARGEST = float(np.finfo(np.float32).max)
 """The largest scale that is a number."""
 
@@ -82,12 +81,12 @@ def vectors_of(
     """The six vectors of a kernel's epilogue."""
     x_scale, x_zero, w_scale, w_zero, out_scale, out_zero = scaling
     m, n = size
-    a_scale, b_scale = _scales("x_scale", x_scale, m), _scales("w_scale", w_scale, n, PAD)
+    a_scale, b_scale = _scales("x_scale", x_scale, m), _scales("w_scale", w_scale, n, COLUMN_PAD)
     a_zero = None if is_default(x_zero, 0) else _zeros("x_zero", x_zero, m)
-    b_zero = None if is_default(w_zero, 0) else _zeros("w_zero", w_zero, n, PAD)
-    shift = (
-        None if bias is None and out_scale is None else _spread("bias", 0 if bias is None else bias, n, np.float32, PAD)
-    )
+    b_zero = None if is_default(w_zero, 0) else _zeros("w_zero", w_zero, n, COLUMN_PAD)
+    shift = None
+    if bias is not None or out_scale is not None:
+        shift = _spread("bias", 0 if bias is None else bias, n, np.float32, COLUMN_PAD)
     if out_scale is not None:
         step = _scales("out_scale", out_scale, 1)[0]
         if not step:
