@@ -7,8 +7,7 @@ into the rows of one product, and compilation for one size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,8 +47,7 @@ def problem(
     return Problem(m, n, k, dtype, batch, a, b, c, family, config.current().deterministic, static, post)
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A product reduced to the arguments of a kernel."""
 
     problem: Problem
@@ -89,7 +87,7 @@ def reduce_call(a: Any, b: Any, c: Any, dtypes: numpy_arrays.DTypes, *, static: 
         # One B for the whole batch: its items are more rows of one product.
         rows = numpy_arrays.collapse((*batch, m), ((*a_strides, left.row), (*b_strides, 0), (*c_strides, result.row)))
         if rows.outer is None and (m > 1 or rows.strides[0] >= k) and rows.count > m:
-            left, result = replace(left, row=rows.strides[0]), replace(result, row=rows.strides[2])
+            left, result = left._replace(row=rows.strides[0]), result._replace(row=rows.strides[2])
             m, walk = rows.count, numpy_arrays.Batch(1, (0, 0, 0), None)
         else:
             walk = numpy_arrays.collapse(batch, (a_strides, b_strides, c_strides))

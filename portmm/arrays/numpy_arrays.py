@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -80,8 +80,7 @@ def types_of(a: np.dtype[Any], b: np.dtype[Any], out: np.dtype[Any] | None = Non
     return left, right, left if name_of(left) == result else numpy_of(result)
 
 
-@dataclass(frozen=True, slots=True)
-class Operand:
+class Operand(NamedTuple):
     """A canonical operand: native, aligned, strides in whole elements.
 
     Attributes:
@@ -198,7 +197,7 @@ def shape_of(left: Array, right: tuple[int, ...]) -> tuple[int, ...]:
     return (*batch, *(() if left.ndim == 1 else (m,)), *(() if len(right) == 1 else (n,)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """The strides of a batch.
 

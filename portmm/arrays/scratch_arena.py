@@ -1,6 +1,6 @@
 """Scratch memory between the kernels of fused programs: an arena for each thread that runs one, within one budget.
 
-Owns `Arena`, the statements by which a program acquires one, and the budget.
+Owns `Arena`, and the statements by which a program acquires one.
 
 A program takes an arena off a list that all programs and threads share, and puts it back at the end, so that a program
 that runs inside it, or in another thread meanwhile, gets another arena: there are as many as programs run at once, and
@@ -21,22 +21,14 @@ import mmap
 import os
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import count
 from typing import Any, Protocol
-from weakref import WeakSet
 
 import numpy as np
 
-from portmm.arrays import numpy_arrays
+from portmm.arrays import numpy_arrays, scratch_budget
 from portmm.runtime.cpu import runtime
-from portmm.util import locks
-from portmm.util.user_warnings import warn
 
-DEFAULT_MIB = 160
-"""Scratch memory of a process: with the interpreter, NumPy and all memos of many thousand
-shapes it stays under 256 MiB, operands not counted (bench/many_shapes.py)."""
-VARIABLE = "PORTMM_SCRATCH_MIB"
 SHARE = 0.4
 """Fraction of the budget for arenas: 64 MiB of the default."""
 LEAST = 1 << 16
@@ -50,26 +42,6 @@ OBJECTS = 512
 """Bytes of the objects that hold the tables of one program."""
 
 _numbers = count()
-_lock = locks.reentrant_lock()
-
-
-@lru_cache(maxsize=4)
-def _bytes(text: str) -> int:
-    if text:
-        try:
-            mebibytes = int(text)
-            if mebibytes >= 0:
-                return mebibytes << 20
-        except ValueError:
-            pass
-        message = f"{VARIABLE} is {text!r}, not a number of MiB: the default of {DEFAULT_MIB} is used"
-        warn(message)
-    return DEFAULT_MIB << 20
-
-
-def budget() -> int:
-    """Bytes of scratch memory that this process keeps between calls, all threads together."""
-    return _bytes(os.environ.get(VARIABLE, ""))
 
 
 class Memory:
@@ -92,7 +64,6 @@ Arena = dict[int, Any]
 OWN = -1
 
 _waiting: list[Arena] = []
-_lasting: WeakSet[Memory] = WeakSet()
 _NOTHING: Arena = {}
 """Stands for an arena where none is free."""
 
@@ -147,9 +118,9 @@ def fitted(arena: Arena, wanted: Layout) -> tuple[list[Arena], Arena, Any]:
 
 def _larger(old: Arena, size: int) -> tuple[list[Arena], Arena]:
     """A larger arena, and the list that it returns to after the call: none if it is beyond the budget."""
-    most = int(budget() * SHARE)
-    with _lock:
-        others = kept() - (old[OWN].bytes.size if old else 0)
+    most = int(scratch_budget.budget() * SHARE)
+    with scratch_budget.lock:
+        others = scratch_budget.kept() - (old[OWN].bytes.size if old else 0)
         with suppress(IndexError):  # no free one is left
             while most - others < size <= most:
                 dropped = _waiting.pop(0)
@@ -164,8 +135,8 @@ def _larger(old: Arena, size: int) -> tuple[list[Arena], Arena]:
         # Doubled, so that slowly growing shapes do not replace it each time.
         doubled = max(LEAST, 1 << (size - 1).bit_length())
         memory = Memory(max(size, min(doubled, room)), lasts=True)
-        _lasting.add(memory)
-        bound(runtime())
+        scratch_budget.arenas.add(memory)
+        scratch_budget.bound(runtime())
     return _waiting, {OWN: memory}
 
 
@@ -178,17 +149,6 @@ def _pages(size: int) -> np.ndarray[Any, Any]:
     if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, np.uint8)
-
-
-def kept() -> int:
-    """Bytes of all arenas of this process."""
-    with _lock:
-        return sum(x.bytes.size for x in _lasting)
-
-
-def bound(rt: Any) -> None:
-    """Limit the workspaces of kernels to the rest of the budget."""
-    rt.set_scratch(max(0, budget() - kept()))
 
 
 def text(body: list[str], need: Layout) -> tuple[list[str], dict[str, Any]]:
@@ -204,8 +164,8 @@ def text(body: list[str], need: Layout) -> tuple[list[str], dict[str, Any]]:
 
 def _in_child() -> None:
     """Forget the arenas of programs that ran in other threads when this process was forked."""
-    _lasting.clear()
-    _lasting.update(x[OWN] for x in _waiting)
+    scratch_budget.arenas.clear()
+    scratch_budget.arenas.update(x[OWN] for x in _waiting)
 
 
 if hasattr(os, "register_at_fork"):

@@ -311,7 +311,7 @@ def cache_command(
     as_json: Json = False,
 ) -> None:
     """List the compiled kernels in the cache, and the scratch memory that a process keeps."""
-    from portmm.arrays import scratch_arena
+    from portmm.arrays import scratch_budget
     from portmm.build import cache, cache_contents
     from portmm.cli.views import cache_view, entry_data
     from portmm.util.text import size
@@ -325,12 +325,12 @@ def cache_command(
         return
     entries, total, limit = cache_contents.cache_entries(), cache_contents.cache_size(), cache_contents.cache_limit()
     if as_json:
-        data = {"path": str(directory), "bytes": total, "limit": limit, "scratch_bytes": scratch_arena.budget()}
+        data = {"path": str(directory), "bytes": total, "limit": limit, "scratch_bytes": scratch_budget.budget()}
         print_json({**data, "kernels": [entry_data(e) for e in entries]})
     else:
         console().print(cache_view(entries, str(directory), total, limit))
-        budget = size(scratch_arena.budget())
-        typer.echo(f"Scratch memory that a process keeps between calls: at most {budget} ({scratch_arena.VARIABLE})")
+        budget = size(scratch_budget.budget())
+        typer.echo(f"Scratch memory that a process keeps between calls: at most {budget} ({scratch_budget.VARIABLE})")
 
 
 @app.command()

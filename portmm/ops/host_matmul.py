@@ -9,14 +9,13 @@ kernel can read in place go to `_general` every time.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import libraries, numpy_arrays, scratch_arena
+from portmm.arrays import libraries, numpy_arrays, scratch_budget
 from portmm.arrays.call import STATIC_BATCH, problem, reduce_call
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.arrays.numpy_fallback import product as product_by_numpy
@@ -124,7 +123,7 @@ def _begin(a: Any, b: Any, out: Any) -> Callable[[Any, Any, Any], Any]:
     config.on_change(_settings)
     _state["runtime"] = rt
     _settings()
-    scratch_arena.bound(rt)
+    scratch_budget.bound(rt)
     return rt.matmul
 
 
@@ -133,6 +132,7 @@ def _build_ahead(a: Any, b: Any, out: Any) -> None:
 
     Errors are suppressed here: they are raised again where the result is needed.
     """
+    import threading
 
     def start() -> None:
         with suppress(Exception):

@@ -13,7 +13,7 @@ import run_kernels as rk
 from typer.testing import CliRunner
 
 import portmm as pm
-from portmm.arrays import scratch_arena
+from portmm.arrays import scratch_arena, scratch_budget
 from portmm.cli.main import app
 from portmm.runtime.cpu import runtime
 
@@ -47,7 +47,7 @@ def right(function, *args):
 def no_arenas():
     """As in a new process."""
     scratch_arena._waiting.clear()
-    assert scratch_arena.kept() == 0
+    assert scratch_budget.kept() == 0
     yield
     scratch_arena._waiting.clear()
 
@@ -83,7 +83,7 @@ def test_programs_of_one_thread_share_an_arena_that_grows():
             right(f, *operands(rows))
             right(f, *operands(rows))
     assert len(scratch_arena._waiting) == 1
-    assert scratch_arena.kept() == 1 << 17  # 700 rows of 40 numbers, doubled up to a power of two
+    assert scratch_budget.kept() == 1 << 17  # 700 rows of 40 numbers, doubled up to a power of two
 
 
 @pytest.mark.usefixtures("no_arenas")
@@ -185,32 +185,32 @@ def test_threads_have_arenas_of_their_own_that_others_take_over():
     assert not wrong
     assert 1 <= len(scratch_arena._waiting) <= len(threads)
     right(functions[0], *operands())
-    assert scratch_arena.kept() == sum(x[scratch_arena.OWN].bytes.size for x in scratch_arena._waiting)
+    assert scratch_budget.kept() == sum(x[scratch_arena.OWN].bytes.size for x in scratch_arena._waiting)
 
 
 @pytest.mark.usefixtures("no_arenas")
 def test_arenas_stay_within_their_share(monkeypatch):
-    monkeypatch.setenv(scratch_arena.VARIABLE, "5")  # 2 MiB for arenas
+    monkeypatch.setenv(scratch_budget.VARIABLE, "5")  # 2 MiB for arenas
     f, args = two_products(), operands(1000)
     inner, outer = two_products(), with_numpy_between()
     right(f, *args)
-    assert scratch_arena.kept() == 256 << 10
+    assert scratch_budget.kept() == 256 << 10
     right(f, *operands(12_000))  # 1.9 MB: there is room when the other is dropped
-    assert scratch_arena.kept() == 2 * MIB
+    assert scratch_budget.kept() == 2 * MIB
     before = dict(scratch_arena._waiting[0])
     right(f, *operands(20_000))  # 3.2 MB: for this call
-    assert scratch_arena.kept() == 2 * MIB
+    assert scratch_budget.kept() == 2 * MIB
     assert scratch_arena._waiting == [before]  # and what others have is left alone
     del before
     right(outer, *operands(9000))
     between(outer, lambda: right(inner, *operands(9000)), *operands(9000))
     for _ in range(2):
         right(outer, *operands(9000))  # two arenas of 1.4 MB do not fit
-        assert scratch_arena.kept() <= 2 * MIB
-    monkeypatch.setenv(scratch_arena.VARIABLE, "0")
+        assert scratch_budget.kept() <= 2 * MIB
+    monkeypatch.setenv(scratch_budget.VARIABLE, "0")
     scratch_arena._waiting.clear()
     right(f, *args)
-    assert scratch_arena.kept() == 0
+    assert scratch_budget.kept() == 0
 
 
 @pytest.mark.usefixtures("no_arenas")
@@ -225,14 +225,14 @@ def test_tables_in_an_arena_are_bounded(monkeypatch):
 
 @pytest.mark.parametrize("text", ["-1", "many", "1.5"])
 def test_a_wrong_budget_is_not_taken(monkeypatch, text):
-    monkeypatch.setenv(scratch_arena.VARIABLE, text)
-    scratch_arena._bytes.cache_clear()
-    with pytest.warns(RuntimeWarning, match=scratch_arena.VARIABLE):
-        assert scratch_arena.budget() == scratch_arena.DEFAULT_MIB * MIB
+    monkeypatch.setenv(scratch_budget.VARIABLE, text)
+    scratch_budget._bytes.cache_clear()
+    with pytest.warns(RuntimeWarning, match=scratch_budget.VARIABLE):
+        assert scratch_budget.budget() == scratch_budget.DEFAULT_MIB * MIB
 
 
 def test_the_command_shows_the_budget(monkeypatch):
-    monkeypatch.setenv(scratch_arena.VARIABLE, "48")
+    monkeypatch.setenv(scratch_budget.VARIABLE, "48")
     assert "at most 48 MiB" in CliRunner().invoke(app, ["cache"]).stdout
     assert json.loads(CliRunner().invoke(app, ["cache", "--json"]).stdout)["scratch_bytes"] == 48 * MIB
 
@@ -241,18 +241,18 @@ FORK = """
 import os, threading
 import numpy as np
 import portmm as pm
-from portmm.arrays import scratch_arena as scratch
+from portmm.arrays import scratch_arena, scratch_budget
 f = pm.fuse(lambda x, w, v: np.maximum(x @ w, 0) @ v)
 x, w, v = np.ones((99, 20), np.float32), np.ones((20, 40), np.float32), np.ones((40, 8), np.float32)
 f(x, w, v)
-taken = scratch._waiting.pop()  # as by a thread in the middle of a program
+taken = scratch_arena._waiting.pop()  # as by a thread in the middle of a program
 child = os.fork()
 if not child:
-    alone = scratch.kept()
+    alone = scratch_budget.kept()
     good = (f(x, w, v) == 800).all()
-    os._exit(0 if alone == 0 and good and scratch.kept() == 1 << 16 else 1)
+    os._exit(0 if alone == 0 and good and scratch_budget.kept() == 1 << 16 else 1)
 assert os.waitpid(child, 0)[1] == 0
-assert scratch.kept() == 1 << 16
+assert scratch_budget.kept() == 1 << 16
 print("done")
 """
 
@@ -299,7 +299,7 @@ def test_workspaces_stay_within_their_limit(rt):
             rt.set_scratch(-1)
     finally:
         leave.set()
-        rt.set_scratch(scratch_arena.budget())
+        rt.set_scratch(scratch_budget.budget())
 
 
 def test_a_thread_that_ends_leaves_no_workspace(rt):
@@ -329,7 +329,7 @@ def test_arenas_leave_the_rest_to_workspaces(monkeypatch):
 
     monkeypatch.setattr(scratch_arena, "runtime", Noting)
     right(two_products(), *operands(700))
-    assert asked == [scratch_arena.budget() - (1 << 17)]
+    assert asked == [scratch_budget.budget() - (1 << 17)]
     monkeypatch.undo()
-    scratch_arena.bound(runtime())
-    assert os.environ.get(scratch_arena.VARIABLE) is None
+    scratch_budget.bound(runtime())
+    assert os.environ.get(scratch_budget.VARIABLE) is None
