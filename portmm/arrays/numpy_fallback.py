@@ -12,7 +12,6 @@ import numpy as np
 
 from portmm.arrays import numpy_arrays
 from portmm.spec.dtype import accumulator
-from portmm.spec.layouts import in_panels, row_major
 from portmm.util.user_warnings import warn
 
 if TYPE_CHECKING:
@@ -50,6 +49,8 @@ def pack(array: Array, owner: Array, layout: Family) -> None:
         owner: the panels' memory.
         layout: of the panels.
     """
+    from portmm.spec.layouts import in_panels, row_major
+
     *batch, k, n = array.shape
     view = in_panels(row_major(k, n), layout.nr, layout.kr)
     owner[...] = 0

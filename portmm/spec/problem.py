@@ -9,11 +9,13 @@ import re
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from portmm.errors import ScheduleError
 from portmm.spec.dtype import BY_NAME, DType, accumulator, spell, types
-from portmm.spec.layout import Layout
-from portmm.spec.layouts import panels
+
+if TYPE_CHECKING:
+    from portmm.spec.layout import Layout
 
 LAYOUTS_A = ("row", "col", "any")
 LAYOUTS_B = ("row", "col", "any", "packed", "codes")
@@ -46,10 +48,14 @@ class Family:
 
     def layout(self, k: int, n: int, items: int = 0) -> Layout:
         """Layout of a packed weight, of no int4 values."""
+        from portmm.spec.layouts import panels
+
         return panels(k, n, self.nr, self.kr, self.panel(k) * self.kr, items=items)
 
     def parts(self, k: int, n: int) -> tuple[Layout, Layout, Layout]:
         """Layouts of the scales (group, n), the offsets, and the words (k / 8, n), of int4 values, in words."""
+        from portmm.spec.layout import Layout
+
         groups, words = self.groups(k), -(-k // self.kr)
         of_group = self.group // self.kr or words
         shape = (-(-n // self.nr), groups, of_group + 2, self.nr)

@@ -14,6 +14,8 @@ TOP = {"__init__", "__main__", "errors", "version"}
 SLOW_PACKAGES = (
     "torch cupy pyopencl cffi rich typer cpuinfo platformdirs matplotlib subprocess tempfile multiprocessing"
 )
+MOST_MODULES = 42
+"""Modules that `import portmm` loads, of 0.1 to 1 ms each; what a product from the cache does not need comes later."""
 
 
 def test_imports_keep_the_contracts():
@@ -61,6 +63,8 @@ assert threading.active_count() == 1
 assert len(os.listdir("/proc/self/task")) == tasks
 slow = sorted(set({SLOW_PACKAGES!r}.split()) & (set(sys.modules) - before))
 assert not slow, slow
+loaded = sorted(x for x in sys.modules if x.partition(".")[0] == "portmm")
+assert len(loaded) <= {MOST_MODULES}, loaded
 """
 
 
