@@ -9,7 +9,6 @@ compute with index expressions and NumPy with arrays. Sizes and strides are inte
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cached_property
 from operator import mul
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ import numpy as np
 from portmm.spec import layout_transforms as views
 from portmm.spec.layout_index import ZERO, Leaf, Sum, as_sum, bounds, coordinate, divisor, evaluate, is_positive, leaves
 from portmm.spec.layout_transforms import is_less, moves, total
+from portmm.util import locks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -70,7 +70,7 @@ class Layout:
 
     # -- views -------------------------------------------------------------------
 
-    @cached_property
+    @locks.once
     def extents(self) -> tuple[Sum, ...]:
         """Extents of the coordinate."""
         extents = self.shape
@@ -144,7 +144,7 @@ class Layout:
 
     # -- offsets -----------------------------------------------------------------
 
-    @cached_property
+    @locks.once
     def _levels(self) -> tuple[tuple[Sum, ...], ...]:
         """The coordinate and the index below each transform, as sums of the coordinate."""
         levels = [tuple(coordinate(f"i{i}", x) for i, x in enumerate(self.extents))]
@@ -152,12 +152,12 @@ class Layout:
             levels.append(x.down(levels[-1]))
         return tuple(levels)
 
-    @cached_property
+    @locks.once
     def form(self) -> Sum:
         """The offset as a sum of the coordinate, simplified."""
         return as_sum(self._swizzled(sum(map(mul, self._levels[-1], self.stride), ZERO)))
 
-    @cached_property
+    @locks.once
     def conditions(self) -> tuple[Condition, ...]:
         """Conditions under which an element is in no padding, those that always hold omitted."""
         extents, needed = self.shape, []

@@ -136,7 +136,9 @@ def test_a_fork_waits_for_another_threads_import(tmp_path):
 
 
 def test_every_lock_is_of_the_kind_that_children_find_free():
-    pattern = re.compile(r"\b(?:Lock|RLock|Condition|Semaphore|allocate_lock)\(|\bcached_property\b\s*\n")
+    pattern = re.compile(
+        r"\b(?:Lock|RLock|threading\.Condition|threading\.Semaphore|allocate_lock)\(|\bcached_property\b\s*\n"
+    )
     found = {
         f"{path.relative_to(SOURCES)}:{text[: hit.start()].count(chr(10)) + 1}"
         for path in SOURCES.rglob("*.py")
