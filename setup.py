@@ -1,0 +1,66 @@
+"""Build of the wheel: sources and tables without lines that are only comments, which are a thirtieth of its size."""
+
+import ast
+import io
+import tokenize
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+OPENINGS = ('"""', "'''")
+
+
+def bare_python(text: str) -> str:
+    """Python with an empty line for each line that is only a comment, so that lines keep their numbers."""
+    lines = text.splitlines(keepends=True)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and not token.line[: token.start[1]].strip():
+            lines[token.start[0] - 1] = "\n"
+    bare = "".join(lines)
+    return bare if ast.dump(ast.parse(bare)) == ast.dump(ast.parse(text)) else text
+
+
+def bare_toml(text: str) -> str:
+    """A table without comments on lines of their own; a # in a string of several lines is none."""
+    kept: list[str] = []
+    inside = ""
+    for line in text.splitlines(keepends=True):
+        if not inside and line.lstrip()[:1] in ("", "#"):
+            continue
+        for quotes in OPENINGS:
+            if inside in ("", quotes) and line.count(quotes) % 2:
+                inside = "" if inside else quotes
+        kept.append(line)
+    bare = "".join(kept)
+    return bare if tomllib.loads(bare) == tomllib.loads(text) else text
+
+
+BARE = {".py": bare_python, ".toml": bare_toml}
+
+
+class Build(build_py):
+    """`build_py` that copies sources and tables without comments."""
+
+    def build_module(self, module: Any, module_file: Any, package: Any) -> Any:
+        """Copy a module."""
+        return self._bared(super().build_module(module, module_file, package))
+
+    def build_package_data(self) -> None:
+        """Copy the files of packages that are no modules."""
+        super().build_package_data()
+        for _, _, folder, names in self.data_files:
+            for name in names:
+                self._bared((str(Path(folder, name)), True))
+
+    def _bared(self, copied: Any) -> Any:
+        path = Path(copied[0])
+        if path.suffix in BARE and not self.editable_mode:
+            text = path.read_text(encoding="utf-8")
+            path.write_text(BARE[path.suffix](text), encoding="utf-8")
+        return copied
+
+
+setup(cmdclass={"build_py": Build})
