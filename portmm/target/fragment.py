@@ -133,11 +133,12 @@ def resolved(row: dict[str, Any], fragments: Mapping[str, Fragment], where: str)
     """
     if not isinstance(row, dict):
         return row
-    for role in ROLES:
-        name = row.get(role)
-        known = ", ".join(sorted(fragments)) or "none"
-        require(name is None or name in fragments, where, f"{role} {name!r} is no fragment; there are {known}")
-    return {**row, **{role: fragments[row[role]] for role in ROLES if role in row}}
+    named = {role: row[role] for role in ROLES if row.get(role) is not None}
+    known = ", ".join(sorted(fragments)) or "none"
+    for role, name in named.items():
+        require(name in fragments, where, f"{role} {name!r} is no fragment; there are {known}")
+    others = {key: value for key, value in row.items() if key not in ROLES}
+    return {**others, **{role: fragments[name] for role, name in named.items()}}
 
 
 def check_shapes(
