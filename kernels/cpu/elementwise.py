@@ -18,7 +18,7 @@ from portmm.ir.lane_nodes import Map
 from portmm.ir.nodes import For, Move, Param, Scratch, Verb
 from portmm.kernels.cpu.packing import keep
 from portmm.spec.epilogue import varies
-from portmm.spec.expr import OPS
+from portmm.spec.expr_ops import OPS
 
 if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt

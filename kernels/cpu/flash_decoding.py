@@ -43,7 +43,7 @@ from portmm.kernels.cpu.elementwise import Elements, arguments, parameters
 from portmm.kernels.cpu.microkernel import Shape, micro_kernel
 from portmm.kernels.cpu.online_softmax import BEFORE, KEPT, LOWEST, MOST, Bounds, divided, last, rescale, weight
 from portmm.spec.epilogue import C, Fused, acc, parse
-from portmm.spec.expr import select
+from portmm.spec.expr_functions import select
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,8 +22,10 @@ from portmm.ir.nodes import For, Function, If, Let, Param, Scratch, Verb
 from portmm.kernels.cpu.elementwise import Elements, parameters
 from portmm.spec import vector_math
 from portmm.spec.epilogue import C, Fused, acc, argument, index, parse
-from portmm.spec.expr import OPS, Expr, bits, fma, from_bits, ordered, select
+from portmm.spec.expr import Expr, ordered
 from portmm.spec.expr import const as literal
+from portmm.spec.expr_functions import bits, fma, from_bits, select
+from portmm.spec.expr_ops import OPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,7 +20,7 @@ from portmm.ir.lane_nodes import Map, Total
 from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, LetPtr, Parallel, Param, Scratch, Verb
 from portmm.kernels.cpu.elementwise import Elements, arguments, parameters
 from portmm.spec.epilogue import REDUCTIONS, operand_types
-from portmm.spec.expr import OPS
+from portmm.spec.expr_ops import OPS
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index

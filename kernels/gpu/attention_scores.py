@@ -18,7 +18,7 @@ from portmm.kernels.cpu.elementwise import Elements
 from portmm.kernels.cpu.online_softmax import BEFORE, KEPT, LOWEST, MOST, weight
 from portmm.spec import vector_math
 from portmm.spec.epilogue import C, Fused, argument, index, parse
-from portmm.spec.expr import select
+from portmm.spec.expr_functions import select
 from portmm.util.locks import once
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from portmm.kernels.cpu.online_softmax import LOG2E, LOWEST
 from portmm.kernels.gpu.attention_scores import Scores, each
 from portmm.kernels.gpu.fragments import of
 from portmm.spec.epilogue import acc, parse
-from portmm.spec.expr import fma
+from portmm.spec.expr_functions import fma
 from portmm.util.locks import once
 
 if TYPE_CHECKING:

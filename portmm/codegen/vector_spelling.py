@@ -1,6 +1,6 @@
 """Spelling of vector operations in C.
 
-Owns the spelling of each operation of `expr.OPS` for GNU vectors and for single
+Owns the spelling of each operation of `expr_ops.OPS` for GNU vectors and for single
 numbers; an instruction set whose vectors are neither, or that has a faster spelling,
 has it in its file (`target.vector_ops.Lanes`). In the texts {d} is written, {a}, {b}, {c}
 are read, {R}, {W} and {U} are the types of vectors of f32, of s32 and of u32, {T} that of

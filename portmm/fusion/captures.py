@@ -15,9 +15,23 @@ import numpy as np
 
 from portmm.arrays.interop import lay
 from portmm.arrays.libraries import on_device
-from portmm.fusion.graph import refuse
 from portmm.fusion.traced_array import Value
-from portmm.trace.closures import PLAIN, filled, fixed, global_names, ours
+from portmm.fusion.traced_number import traced_number
+from portmm.trace.builtin_queries import replaced_builtins
+from portmm.trace.closures import (
+    PLAIN,
+    attribute_names,
+    captures_nothing,
+    constant_key,
+    filled,
+    fixed,
+    global_names,
+    holds_only_items,
+    is_constant,
+    ours,
+    same_container,
+)
+from portmm.trace.proxies import Namespace, proxy, refuse_class_attribute
 from portmm.util.array_subclasses import refuse_class
 from portmm.weights.kinds import ON_HOST, weight_kind
 
@@ -28,7 +42,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 ITEM, CELL, ATTRIBUTE = range(3)
-SAME, EQUAL, ARRAY, NUMBER, LENGTH, DEVICE = range(6)
+SAME, EQUAL, ARRAY, NUMBER, LENGTH, DEVICE, CONSTANT = range(7)
 Check = tuple[int, Any, Any, int, Any]
 """A guard: the access (ITEM, CELL, ATTRIBUTE), its container and key; the kind of comparison, the expected value."""
 
@@ -56,7 +70,7 @@ def arguments(values: Any, key: list[Any], leaves: list[Any], kept: list[Any]) -
             key.append(tuple(x))
             arguments(x.values(), key, leaves, kept)
         elif isinstance(x, float):
-            key.append(float)
+            key.append(type(x))
             leaves.append(float(x))
         elif isinstance(x, np.ndarray):
             refuse_class(x, "an argument", matrix=False)
@@ -102,30 +116,33 @@ class Scope:
         if isinstance(x, dict):
             return {k: self.argument(y, f"{name}[{k!r}]") for k, y in x.items()}
         if isinstance(x, float):
-            leaf = self.graph.leaf(float(x), name)
-            return float(x) if self.by_value else Value(self.graph, leaf)
+            number = traced_number(self.graph, x, name)
+            return x if self.by_value else number
         return x if isinstance(x, (*PLAIN, type)) else self.wrapped(x, ITEM, {0: x}, 0, name)
 
     def check(self, access: int, container: Any, key: Any, kind: int, expected: Any) -> None:
         """Add a guard: the object is still the expected one."""
         self.checks.append((access, container, key, kind, expected))
 
-    def wrapped(self, x: Any, access: int, container: Any, key: Any, name: str) -> Any:  # noqa: C901, PLR0911, PLR0912
+    def wrapped(self, x: Any, access: int, container: Any, key: Any, name: str) -> Any:  # noqa: C901, PLR0911
         """The traced replacement of a captured object."""
         if isinstance(x, np.ndarray):
             refuse_class(x, name, matrix=False)
             self.check(access, container, key, ARRAY, array_key(x))
             return Value(self.graph, self.graph.leaf(np.asarray(x), name))
         if isinstance(x, float) and not self.by_value:
-            self.check(access, container, key, NUMBER, float)
-            return Value(self.graph, self.graph.leaf(float(x), name))
+            self.check(access, container, key, NUMBER, type(x))
+            return traced_number(self.graph, x, name)
         if isinstance(x, (*PLAIN, float)):
             self.check(access, container, key, EQUAL, x)
+            return x
+        if is_constant(x):
+            self.check(access, container, key, CONSTANT, constant_key(x))
             return x
         if on_device(x):
             self.check(access, container, key, DEVICE, lay(x))
             return Value(self.graph, self.graph.leaf(x, name))
-        if type(x) is list or isinstance(x, dict):
+        if isinstance(x, (list, dict)):
             self.check(access, container, key, LENGTH, (x, len(x)))
         elif not isinstance(x, types.MethodType):
             self.check(access, container, key, SAME, x)
@@ -137,15 +154,12 @@ class Scope:
             return self.rebound(function)
         if isinstance(x, types.MethodType):
             return self.method(x)
-        if type(x) in (tuple, list):
-            return type(x)([self.wrapped(y, ITEM, x, i, f"{name}[{i}]") for i, y in enumerate(x)])
-        if isinstance(x, dict):
-            return {k: self.wrapped(y, ITEM, x, k, f"{name}[{k!r}]") for k, y in x.items()}
-        if fixed(x) and not isinstance(x, types.FunctionType):
-            return x
-        if isinstance(x, (types.ModuleType, type)):
-            return self.of_object(x, name)
-        return x if _of_library(type(x)) else _Object(self, x, name)
+        if isinstance(x, (tuple, list, dict)):
+            items = x.items() if isinstance(x, dict) else enumerate(x)
+            if not holds_only_items(x):
+                self.unseen()
+            return same_container(x, [self.wrapped(y, ITEM, x, i, f"{name}[{i!r}]") for i, y in items])
+        return self.of_object(x, name)
 
     def rebound(self, function: types.FunctionType) -> Any:
         """The function, with traced arrays in place of what it captures."""
@@ -160,6 +174,10 @@ class Scope:
         for name in global_names(function.__code__):
             if name in namespace:
                 namespace[name] = self.wrapped(namespace[name], ITEM, function.__globals__, name, name)
+        namespace.update(replaced_builtins(self, global_names(function.__code__), function.__globals__))
+        refuse_class_attribute(
+            attribute_names(function.__code__), [namespace.get(n) for n in global_names(function.__code__)]
+        )
         names = function.__code__.co_freevars
         for name, old, new in zip(names, function.__closure__ or (), cells, strict=True):
             if filled(old):
@@ -177,15 +195,53 @@ class Scope:
 
     def method(self, x: types.MethodType) -> Any:
         """A method bound to the traced replacement of its object."""
-        if not isinstance(x.__func__, types.FunctionType) or _of_library(type(x.__self__)):
+        owner = x.__self__ if isinstance(x.__self__, type) else type(x.__self__)
+        if not isinstance(x.__func__, types.FunctionType) or _of_library(owner):
             return x
-        return types.MethodType(self.rebound(x.__func__), self.of_object(x.__self__, "self"))
+        return self.bound(x.__func__, self.of_object(x.__self__, "self"))
 
-    def of_object(self, x: Any, name: str) -> Any:
-        """The traced replacement of an object."""
+    # The protocol of proxies.
+
+    def attribute(self, owner: Any, key: str, name: str) -> Any:
+        """The traced replacement of an attribute."""
+        value = getattr(owner, key)
+        if isinstance(value, types.MethodType) and value.__self__ is owner:
+            return self.method(value)
+        return self.wrapped(value, ATTRIBUTE, owner, key, f"{name}.{key}")
+
+    def item(self, owner: Any, key: Any, name: str) -> Any:
+        """The traced replacement of an item."""
+        return self.wrapped(owner[key], ITEM, owner, key, f"{name}[{key!r}]")
+
+    def bound(self, function: types.FunctionType, owner: Any) -> Any:
+        """The traced replacement of a method, bound to a proxy."""
+        return types.MethodType(self.rebound(function), owner)
+
+    def called(self, x: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """The result of a captured object that is called."""
+        if isinstance(x, type):
+            if not captures_nothing(x):
+                self.unseen()
+            return x(*args, **options)
+        function = x.__call__
+        if isinstance(function, types.MethodType):
+            return self.method(function)(*args, **options)
+        self.unseen()
+        return x(*args, **options)
+
+    def of_object(self, x: Any, name: str = "") -> Any:
+        """The placeholder of an object, a class or a module: the same each time."""
+        is_namespace = isinstance(x, (types.ModuleType, type))
+        if fixed(x) or is_constant(x) or (not is_namespace and _of_library(type(x))):
+            return x
         if id(x) not in self.seen:
-            self.seen[id(x)] = _Object(self, x, name)
+            self.kept.append(x)
+            self.seen[id(x)] = Namespace(self, x, name) if is_namespace else proxy(self, x, name)
         return self.seen[id(x)]
+
+    def unseen(self) -> None:
+        """Note that the trace depends on values that no later call compares."""
+        self.graph.cacheable = False
 
 
 def _of_library(kind: type) -> bool:
@@ -224,41 +280,9 @@ _IS: tuple[Callable[[Any, Any], bool], ...] = (
     lambda x, expected: x is expected,
     lambda x, expected: type(x) is type(expected) and x == expected,
     _is_array,
-    lambda x, _: isinstance(x, float),
+    lambda x, expected: type(x) is expected,
     lambda x, expected: x is expected[0] and len(x) == expected[1],
     lambda x, expected: on_device(x) and lay(x) == expected,
+    lambda x, expected: is_constant(x) and constant_key(x) == expected,
 )
-"""The comparison of each kind of check with the expected value: SAME, EQUAL, ARRAY, NUMBER, LENGTH, DEVICE."""
-
-
-class _Object:
-    """A captured object, whose arrays are traced."""
-
-    def __init__(self, scope: Scope, x: Any, name: str) -> None:
-        object.__setattr__(self, "_captured", (scope, x, name, {}))
-
-    def __getattr__(self, key: str) -> Any:
-        scope, x, name, known = object.__getattribute__(self, "_captured")
-        if key not in known:
-            value = getattr(x, key)
-            if isinstance(value, types.MethodType) and value.__self__ is x:
-                return scope.method(value)
-            known[key] = scope.wrapped(value, ATTRIBUTE, x, key, f"{name}.{key}")
-        return known[key]
-
-    def __getitem__(self, key: Any) -> Any:
-        scope, x, name, _ = object.__getattribute__(self, "_captured")
-        return scope.wrapped(x[key], ITEM, x, key, f"{name}[{key!r}]")
-
-    def __setattr__(self, key: str, value: Any) -> None:
-        raise refuse(f"setting .{key} of a captured object cannot be traced; return what it should hold")
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        scope, x, _, _ = object.__getattribute__(self, "_captured")
-        if isinstance(x, type):
-            return x(*args, **options)
-        function: Callable[..., Any] = scope.method(x.__call__)
-        return function(*args, **options)
-
-    def __instancecheck__(self, other: Any) -> bool:
-        return isinstance(other, object.__getattribute__(self, "_captured")[1])
+"""The comparison of each kind of check with the expected value, in the order of their numbers."""

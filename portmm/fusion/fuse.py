@@ -27,7 +27,7 @@ from portmm.fusion.match_attention import match_attention
 from portmm.fusion.partition import Splitter
 from portmm.fusion.plan_cpu import Builder
 from portmm.fusion.program_cpu import ChangedError, Kernel
-from portmm.fusion.traced_array import HOOKS, Value
+from portmm.fusion.traced_array import Recorded, Value
 from portmm.ops import host_matmul
 from portmm.runtime import cpu as cpu_runtime
 from portmm.trace.numpy_names import rebuilt
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from portmm.fusion.captures import Check
     from portmm.fusion.partition import Split
 
-HOOKS["applied"] = applied
 MOST_KINDS = 256
 """Kinds of arguments whose programs a function caches before it drops them all."""
 MOST_WAYS = 4
@@ -224,7 +223,7 @@ class FusedFunction:
 
     def trace(self, args: Any, options: Any, *, by_value: bool) -> tuple[Graph, Any, Scope]:
         """Run the function on traced values, which record its operations."""
-        graph = Graph(strict=self.strict)
+        graph = Graph(applied, strict=self.strict)
         scope = Scope(graph, by_value=by_value)
         function = self.__wrapped__
         names = getattr(getattr(function, "__code__", None), "co_varnames", ())
@@ -238,7 +237,7 @@ class FusedFunction:
         outputs: list[Node] = []
 
         def seen(x: Any) -> Any:
-            if isinstance(x, Value):
+            if isinstance(x, Recorded):
                 outputs.append(x.node)
             elif isinstance(x, np.ndarray):
                 graph.cacheable = False

@@ -20,7 +20,8 @@ from portmm.ops.matmul import matmul
 from portmm.spec.dtype import accumulator
 from portmm.spec.elementwise import Typed
 from portmm.spec.epilogue import argument, reduction
-from portmm.spec.expr import OPS, Expr, apply, node, ordered, real
+from portmm.spec.expr import Expr, apply, node, ordered, real
+from portmm.spec.expr_ops import OPS
 from portmm.util.memo import Memory
 from portmm.util.user_warnings import caller
 
@@ -137,6 +138,7 @@ class Graph:
     """The operations recorded while a function is traced.
 
     Attributes:
+        applied: the function that applies an epilogue or a prologue, with the axes that it indexes, to an array.
         strict: an operation without a kernel is an error.
         nodes: in the order in which they were recorded.
         leaves: the arrays, weights and numbers of this call.
@@ -147,6 +149,7 @@ class Graph:
         device_arrays: leaves on a device, with their layouts.
     """
 
+    applied: Callable[..., Any]
     strict: bool = False
     nodes: list[Node] = field(default_factory=list)
     leaves: list[Any] = field(default_factory=list)

@@ -12,12 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from portmm.fusion.graph import FLOATS, Node
 from portmm.ops.attention import attention
 from portmm.spec.epilogue import argument, reduction
-from portmm.spec.expr import apply
+from portmm.spec.expr import Expr, apply
 from portmm.trace.bind import filled
 from portmm.trace.closures import traced_through
 
@@ -173,7 +171,7 @@ def _score(product: Node, steps: list[Node], extras: list[Node]) -> Callable[...
         known[product] = s
         for x in steps:
             values = [known[y] for y in x.inputs]
-            if isinstance(s, np.ndarray):
+            if not isinstance(s, Expr):
                 known[x] = x.plain(*values)
             else:
                 assert x.template is not None  # noqa: S101 - `_chain` takes no others

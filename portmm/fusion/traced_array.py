@@ -15,7 +15,8 @@ import numpy as np
 
 from portmm.arrays.libraries import on_device
 from portmm.errors import TraceError
-from portmm.fusion.graph import ByValueError, Node, refuse
+from portmm.fusion.array_methods import ArrayMethods, is_last, squeezed
+from portmm.fusion.graph import Node, refuse
 from portmm.spec import elementwise
 from portmm.spec.expr import FUNCTIONS, UFUNCS
 from portmm.trace.numpy_names import CHANGES, COPIES, LOOKS, METHODS, SIGNS, STATIC, STATIC_METHODS, VIEWS, rebuilt
@@ -27,19 +28,117 @@ if TYPE_CHECKING:
 
 # ruff: noqa: D102 - most methods here are those of ndarray
 
-HOOKS: dict[str, Callable[..., Any]] = {}
-"""The function "applied", which applies an epilogue or a prologue to an array: set by `fusion.fuse`."""
 
-
-class Value:
-    """A traced array, or a number that varies per call."""
+class Recorded:
+    """A value that records the operations on it in a graph: a traced array, or a number that varies per call."""
 
     __slots__ = ("graph", "node")
     __hash__ = object.__hash__
     __array_priority__ = 1000
+    placeholder_ = True
 
     def __init__(self, graph: Graph, node: Node) -> None:
         self.graph, self.node = graph, node
+
+    # The protocol by which portmm's functions record themselves.
+
+    def record_(self, function: Callable[..., Any], values: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Record a function of `elementwise`, called with this among its operands."""
+        name = function.__name__
+        if name in ("sum", "max", "mean"):
+            x, axis = values[0], options.get("axis", values[1] if len(values) > 1 else -1)
+            return _value(self.graph, x).reduced_(name, axis, keepdims=True, plain=function)
+        if name == "cast":
+            x, dtype = values[0], np.dtype(options.get("dtype", values[1] if len(values) > 1 else None))
+            traced = self.graph.map(
+                name, lambda y: function(y, dtype), lambda y: function(y, dtype), (_node(self.graph, x),), dtype
+            )
+            return Value(self.graph, traced)
+        if name == "dropout":
+            x, rate, seed = _named(values, options)
+            if isinstance(seed, Recorded):
+                raise refuse("the seed of dropout is an array; give an integer")
+
+            def dropped(y: Any, r: Any) -> Any:
+                return function(y, r, seed)
+
+            return _mapped(self.graph, name, dropped, dropped, (x, rate))
+        return _mapped(self.graph, name, function, function, values)
+
+    def matmul_(self, a: Any, b: Any, out: Any, dtype: Any, options: dict[str, Any]) -> Any:
+        """Record `portmm.matmul`, called with this as an operand."""
+        if out is not None:
+            raise refuse("out= changes an array in place; use what matmul returns")
+        left, right = _value(self.graph, a), _value(self.graph, b)
+        if options.get("prologue_a") is not None:
+            left = self.graph.applied(options["prologue_a"], left, "mk")
+        if options.get("prologue_b") is not None:
+            right = self.graph.applied(options["prologue_b"], right, "kn")
+        product = _wrap(self.graph, self.graph.matmul("matmul", left.node, right.node, dtype))
+        epilogue = options.get("epilogue")
+        return product if epilogue is None else self.graph.applied(epilogue, product, "mn")
+
+    def call_(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Record a function of portmm with a kernel of its own, called with this among its arguments."""
+        if options.get("out") is not None:
+            raise refuse("out= changes an array in place; use what is returned")
+        return called(self.graph, function.__name__, function, args, options, own=True)
+
+    # NumPy's protocols.
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        if options.get("out") is not None:
+            raise refuse(f"out= of np.{ufunc.__name__} changes an array in place; use what it returns")
+        if ufunc is np.matmul and method == "__call__" and not options:
+            return _product(self.graph, *inputs)
+        known = UFUNCS.get(ufunc.__name__)
+        if method == "__call__" and known is not None and not options:
+            return _mapped(self.graph, ufunc.__name__, known, ufunc, inputs)
+        reduces = method == "reduce" and isinstance(self, Value)
+        if reduces and ufunc in (np.add, np.maximum) and not options.keys() - {"axis", "keepdims"}:
+            axis = options.get("axis", 0)
+            name = "sum" if ufunc is np.add else "max"
+            return _value(self.graph, self).reduced_(
+                name, axis, keepdims=options.get("keepdims", False), plain=ufunc.reduce
+            )
+        name_of_call = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
+        return called(self.graph, f"np.{name_of_call}", getattr(ufunc, method), inputs, options)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
+        del types
+        name = function.__name__
+        if options.get("out") is not None:
+            raise refuse(f"out= of np.{name} changes an array in place; use what it returns")
+        if function in STATIC:
+            return STATIC[function](*args)
+        if name in METHODS and isinstance(args[0], Value) and not options.keys() - METHODS[name]:
+            return getattr(args[0], {"amax": "max", "amin": "min"}.get(name, name))(*args[1:], **options)
+        if name in ("dot", "matmul") and len(args) == 2 and not options and all(len(np.shape(x)) <= 2 for x in args):
+            return _product(self.graph, *args)
+        if name in VIEWS and isinstance(args[0], Value) and not _any_inside((args[1:], options)):
+            return args[0].view_(name, lambda x: function(x, *args[1:], **options))
+        known = FUNCTIONS.get(name)
+        if known is not None and not options:
+            return _mapped(self.graph, name, known, function, args) if name == "where" else known(*args)
+        return called(self.graph, f"np.{name}", function, args, options, own=name in COPIES)
+
+    def __neg__(self) -> Any:
+        return _mapped(self.graph, "neg", operator.neg, operator.neg, (self,))
+
+
+class Value(Recorded, ArrayMethods):
+    """A traced array."""
+
+    __slots__ = ()
+
+    @property
+    def __class__(self) -> Any:
+        value = self.graph.leaves[self.node.leaf] if self.node.leaf >= 0 else None
+        return np.ndarray if value is None or isinstance(value, np.ndarray) else type(value)
+
+    @__class__.setter
+    def __class__(self, _: Any) -> None:
+        raise refuse("the class of a traced array cannot be set")
 
     def __repr__(self) -> str:
         return f"<traced {self.node.dtype} {self.node.shape}>"
@@ -60,96 +159,7 @@ class Value:
     def size(self) -> int:
         return self.node.size
 
-    @property
-    def T(self) -> Any:  # noqa: N802 - as NumPy calls it
-        return self.transpose()
-
-    @property
-    def mT(self) -> Any:  # noqa: N802 - as NumPy calls it
-        return self.swapaxes(-1, -2)
-
-    # The protocol by which portmm's functions record themselves.
-
-    def record_(self, function: Callable[..., Any], values: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Record a function of `elementwise`, called with this among its operands."""
-        name = function.__name__
-        if name in ("sum", "max", "mean"):
-            x, axis = values[0], options.get("axis", values[1] if len(values) > 1 else -1)
-            return _reduced(_value(self.graph, x), name, axis, keepdims=True, plain=function)
-        if name == "cast":
-            x, dtype = values[0], np.dtype(options.get("dtype", values[1] if len(values) > 1 else None))
-            traced = self.graph.map(
-                name, lambda y: function(y, dtype), lambda y: function(y, dtype), (_node(self.graph, x),), dtype
-            )
-            return Value(self.graph, traced)
-        if name == "dropout":
-            x, rate, seed = _named(values, options)
-            if isinstance(seed, Value):
-                raise refuse("the seed of dropout is an array; give an integer")
-
-            def dropped(y: Any, r: Any) -> Any:
-                return function(y, r, seed)
-
-            return _mapped(self.graph, name, dropped, dropped, (x, rate))
-        return _mapped(self.graph, name, function, function, values)
-
-    def matmul_(self, a: Any, b: Any, out: Any, dtype: Any, options: dict[str, Any]) -> Any:
-        """Record `portmm.matmul`, called with this as an operand."""
-        if out is not None:
-            raise refuse("out= changes an array in place; use what matmul returns")
-        left, right = _value(self.graph, a), _value(self.graph, b)
-        if options.get("prologue_a") is not None:
-            left = HOOKS["applied"](options["prologue_a"], left, "mk")
-        if options.get("prologue_b") is not None:
-            right = HOOKS["applied"](options["prologue_b"], right, "kn")
-        product = _wrap(self.graph, self.graph.matmul("matmul", left.node, right.node, dtype))
-        epilogue = options.get("epilogue")
-        return product if epilogue is None else HOOKS["applied"](epilogue, product, "mn")
-
-    def call_(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Record a function of portmm with a kernel of its own, called with this among its arguments."""
-        if options.get("out") is not None:
-            raise refuse("out= changes an array in place; use what is returned")
-        return called(self.graph, function.__name__, function, args, options, own=True)
-
-    # NumPy's protocols.
-
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        if options.get("out") is not None:
-            raise refuse(f"out= of np.{ufunc.__name__} changes an array in place; use what it returns")
-        if ufunc is np.matmul and method == "__call__" and not options:
-            return self.matmul(*inputs)
-        known = UFUNCS.get(ufunc.__name__)
-        if method == "__call__" and known is not None and not options:
-            return _mapped(self.graph, ufunc.__name__, known, ufunc, inputs)
-        if method == "reduce" and ufunc in (np.add, np.maximum) and not options.keys() - {"axis", "keepdims"}:
-            axis = options.get("axis", 0)
-            name = "sum" if ufunc is np.add else "max"
-            return _reduced(self, name, axis, keepdims=options.get("keepdims", False), plain=ufunc.reduce)
-        name_of_call = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
-        return called(self.graph, f"np.{name_of_call}", getattr(ufunc, method), inputs, options)
-
-    def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
-        del types
-        name = function.__name__
-        if options.get("out") is not None:
-            raise refuse(f"out= of np.{name} changes an array in place; use what it returns")
-        if function in STATIC:
-            return STATIC[function](*args)
-        if name in METHODS and isinstance(args[0], Value) and not options.keys() - METHODS[name]:
-            return getattr(args[0], {"amax": "max", "amin": "min"}.get(name, name))(*args[1:], **options)
-        if name in ("dot", "matmul") and len(args) == 2 and not options and all(len(np.shape(x)) <= 2 for x in args):
-            return self.matmul(*args)
-        if name in VIEWS and isinstance(args[0], Value) and not _any_inside((args[1:], options)):
-            return args[0].view_(name, lambda x: function(x, *args[1:], **options))
-        known = FUNCTIONS.get(name)
-        if known is not None and not options:
-            return _mapped(self.graph, name, known, function, args) if name == "where" else known(*args)
-        return called(self.graph, f"np.{name}", function, args, options, own=name in COPIES)
-
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        if self.node.kind == "number":
-            raise ByValueError("NumPy makes an array of a number")
         value = self.graph.leaves[self.node.leaf] if self.node.leaf >= 0 else None
         if not self.shape and isinstance(value, np.ndarray):
             self.graph.cacheable = False  # the next call may have another number
@@ -160,16 +170,12 @@ class Value:
         )
 
     def __bool__(self) -> bool:
-        if self.node.kind == "number":
-            raise ByValueError("an if looks at a number")
         raise refuse(
             "an if, while, and, or, not, min or max looks at values, which differ from call to call; "
             "use pm.where, & and |, pm.minimum or pm.maximum"
         )
 
     def __float__(self) -> float:
-        if self.node.kind == "number":
-            raise ByValueError("a function looks at a number")
         raise refuse("a traced array is not a number; use portmm's or NumPy's functions in place of math's")
 
     __int__ = __index__ = __complex__ = __float__
@@ -191,9 +197,6 @@ class Value:
     def __delitem__(self, key: Any) -> None:
         self.__setitem__(key, None)
 
-    def __neg__(self) -> Any:
-        return _mapped(self.graph, "neg", operator.neg, operator.neg, (self,))
-
     # Views.
 
     def view_(self, name: str, function: Callable[[Any], Any]) -> Any:
@@ -213,84 +216,32 @@ class Value:
         same = all(x is None or x is Ellipsis or x == slice(None) for x in indices)
         return self.view_("reshape" if same else "[]", lambda x: x[key])
 
-    def reshape(self, *shape: Any, order: str = "C") -> Any:
-        wanted = shape[0] if len(shape) == 1 else shape
-        if order == "C":
-            return self.view_("reshape", lambda x: x.reshape(wanted))
-        return self.view_("[]", lambda x: x.reshape(wanted, order=order))
+    # What the methods of arrays are made of.
 
-    def transpose(self, *axes: Any) -> Any:
-        return self.view_("transpose", lambda x: x.transpose(*axes))
+    def product_(self, a: Any, b: Any) -> Any:
+        """The product of two arrays, as `@`."""
+        return _product(self.graph, a, b)
 
-    def swapaxes(self, a: int, b: int) -> Any:
-        return self.view_("swapaxes", lambda x: x.swapaxes(a, b))
-
-    def squeeze(self, axis: Any = None) -> Any:
-        return self.view_("reshape", lambda x: x.squeeze(axis))
-
-    def ravel(self, order: str = "C") -> Any:
-        return self.reshape(-1, order=order)
-
-    def flatten(self, order: str = "C") -> Any:
-        return self.reshape(-1, order=order)
-
-    def copy(self, order: str = "C") -> Any:
-        del order
-        return self
-
-    def astype(self, dtype: Any, **options: Any) -> Any:
-        del options
+    def converted_(self, dtype: Any) -> Any:
+        """The elements in another type."""
         return _wrap(self.graph, self.graph.convert(self.node, dtype))
 
-    def view(self, *_: Any, **__: Any) -> Any:
-        raise refuse("view() looks at an array's memory; use astype")
+    def called_(self, name: str, function: Callable[..., Any], args: Any, options: dict[str, Any]) -> Any:
+        """The result of a function that NumPy runs between kernels."""
+        return called(self.graph, name, function, args, options)
 
-    # Reductions.
-
-    def sum(self, axis: Any = None, *, keepdims: bool = False, **options: Any) -> Any:
-        return _reduced(self, "sum", axis, keepdims=keepdims, plain=np.sum, options=options)
-
-    def max(self, axis: Any = None, *, keepdims: bool = False, **options: Any) -> Any:
-        return _reduced(self, "max", axis, keepdims=keepdims, plain=np.max, options=options)
-
-    def mean(self, axis: Any = None, *, keepdims: bool = False, **options: Any) -> Any:
-        return _reduced(self, "mean", axis, keepdims=keepdims, plain=np.mean, options=options)
-
-    def min(self, axis: Any = None, *, keepdims: bool = False, **options: Any) -> Any:
-        if not _last(self, axis) or options or self.dtype.kind != "f":
-            return called(self.graph, "np.min", np.min, (self,), {"axis": axis, "keepdims": keepdims, **options})
-        return _squeezed(-(-self).max(-1, keepdims=True), keepdims)
-
-    def var(self, axis: Any = None, *, keepdims: bool = False, **options: Any) -> Any:
-        if not _last(self, axis) or options:
-            return called(self.graph, "np.var", np.var, (self,), {"axis": axis, "keepdims": keepdims, **options})
-        centred = self - self.mean(-1, keepdims=True)
-        return _squeezed((centred * centred).mean(-1, keepdims=True), keepdims)
-
-    def std(self, axis: Any = None, *, keepdims: bool = False, **options: Any) -> Any:
-        if not _last(self, axis) or options:
-            return called(self.graph, "np.std", np.std, (self,), {"axis": axis, "keepdims": keepdims, **options})
-        return _squeezed(np.sqrt(self.var(-1, keepdims=True)), keepdims)
-
-    # Products, and other methods.
-
-    def matmul(self, a: Any, b: Any) -> Any:
-        return _wrap(self.graph, self.graph.matmul("@", _node(self.graph, a), _node(self.graph, b)))
-
-    def __matmul__(self, other: Any) -> Any:
-        return self.matmul(self, other)
-
-    def __rmatmul__(self, other: Any) -> Any:
-        return self.matmul(other, self)
-
-    def __imatmul__(self, other: Any) -> Any:
-        raise refuse("@= changes an array in place; write x = x @ ...")
-
-    def dot(self, other: Any) -> Any:
-        return np.dot(self, other)
-
-    def clip(self, low: Any = None, high: Any = None) -> Any:
-        return elementwise.clip(self, low, high)
+    def reduced_(
+        self, name: str, axis: Any, *, keepdims: bool, plain: Any, options: dict[str, Any] | None = None
+    ) -> Any:
+        """The result of a reduction, in a kernel if it is along the last axis."""
+        if not is_last(self, axis) or options or self.node.dtype is None:
+            keeps = {} if plain is getattr(elementwise, plain.__name__, None) else {"keepdims": keepdims}
+            return self.called_(name, plain, (self,), {"axis": axis, **(options or {}), **keeps})
+        kind = {"sum": elementwise.sum, "mean": elementwise.sum, "max": elementwise.max}[name]
+        value = _wrap(self.graph, self.graph.reduce(name, "max" if name == "max" else "add", self.node, kind))
+        if name == "mean":
+            value = value / float(self.shape[-1])
+        return squeezed(value, keepdims)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(np.ndarray, name):
@@ -307,29 +258,29 @@ class Value:
 
 
 def _operators() -> None:
-    """Define Python's operators on `Value`."""
+    """Define Python's operators on what is recorded."""
 
     def binary(name: str, function: Any) -> None:
-        def method(self: Value, other: Any) -> Any:
+        def method(self: Recorded, other: Any) -> Any:
             return _mapped(self.graph, name, function, function, (self, other))
 
-        def reflected(self: Value, other: Any) -> Any:
+        def reflected(self: Recorded, other: Any) -> Any:
             return _mapped(self.graph, name, function, function, (other, self))
 
         def changed(*_: Any) -> Any:
             raise refuse(f"an operator with = changes an array in place; write x = x {SIGNS[name]} ...")
 
-        setattr(Value, f"__{name}__", method)
+        setattr(Recorded, f"__{name}__", method)
         if name in SIGNS:
-            setattr(Value, f"__r{name}__", reflected)
-            setattr(Value, f"__i{name}__", changed)
+            setattr(Recorded, f"__r{name}__", reflected)
+            setattr(Recorded, f"__i{name}__", changed)
 
     for name in (*SIGNS, "lt", "le", "gt", "ge", "eq", "ne"):
         binary(name, getattr(operator, f"{name}_" if name in ("and", "or") else name))
     for name in ("pos", "abs", "invert"):
         function = getattr(operator, name)
         setattr(
-            Value, f"__{name}__",
+            Recorded, f"__{name}__",
             lambda self, name=name, function=function: _mapped(self.graph, name, function, function, (self,)),
         )  # fmt: skip
 
@@ -341,6 +292,14 @@ class Index(Value):
     """Traced integers computed from element indices."""
 
     __slots__ = ()
+
+    @property
+    def __class__(self) -> Any:
+        return int
+
+    @__class__.setter
+    def __class__(self, _: Any) -> None:
+        raise refuse("the class of an index cannot be set")
 
 
 def _wrap(graph: Graph, nodes: Any) -> Any:
@@ -354,7 +313,7 @@ def _value(graph: Graph, x: Any) -> Value:
 
 def _node(graph: Graph, x: Any) -> Node:
     """The node of an array-like operand."""
-    if isinstance(x, Value):
+    if isinstance(x, Recorded):
         return x.node
     if hasattr(x, "family") or type(x).__name__ == "Quantized":
         graph.cacheable = False
@@ -372,7 +331,7 @@ def _mapped(graph: Graph, name: str, traced: Any, plain: Any, values: tuple[Any,
     """Record an element-wise function; NumPy scalars of float64 or integer type become Python literals."""
     operands: list[Any] = []
     for x in values:
-        if isinstance(x, Value):
+        if isinstance(x, Recorded):
             operands.append(x.node)
         elif isinstance(x, (np.ndarray, list, tuple)) and np.ndim(x):
             operands.append(_node(graph, x))
@@ -393,33 +352,8 @@ def _mapped(graph: Graph, name: str, traced: Any, plain: Any, values: tuple[Any,
     return _wrap(graph, node)
 
 
-def _last(x: Value, axis: Any) -> bool:
-    """Test whether an axis, possibly None, is the last and only one to reduce."""
-    if isinstance(axis, tuple) and len(axis) == 1:
-        axis = axis[0]
-    if x.ndim == 0:
-        return False
-    return (axis is None and x.ndim == 1) or (isinstance(axis, (int, np.integer)) and axis in (-1, x.ndim - 1))
-
-
-def _reduced(
-    x: Value, name: str, axis: Any, *, keepdims: bool, plain: Any, options: dict[str, Any] | None = None
-) -> Any:
-    """Record a reduction, in a kernel if it is along the last axis."""
-    if not _last(x, axis) or options or x.node.dtype is None:
-        keeps = {} if plain is getattr(elementwise, plain.__name__, None) else {"keepdims": keepdims}
-        arguments = {"axis": axis, **(options or {}), **keeps}
-        return called(x.graph, name, plain, (x,), arguments)
-    kind = {"sum": elementwise.sum, "mean": elementwise.sum, "max": elementwise.max}[name]
-    value = _wrap(x.graph, x.graph.reduce(name, "max" if name == "max" else "add", x.node, kind))
-    if name == "mean":
-        value = value / float(x.shape[-1])
-    return _squeezed(value, keepdims)
-
-
-def _squeezed(x: Value, keepdims: bool) -> Any:
-    """The result of a reduction, with or without its last axis."""
-    return x if keepdims else x.view_("reshape", lambda y: y[..., 0])
+def _product(graph: Graph, a: Any, b: Any) -> Any:
+    return _wrap(graph, graph.matmul("@", _node(graph, a), _node(graph, b)))
 
 
 def _named(values: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
@@ -429,7 +363,7 @@ def _named(values: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
 def _any_inside(x: Any) -> bool:
     if isinstance(x, (list, tuple)):
         return any(_any_inside(y) for y in x)
-    return any(_any_inside(y) for y in x.values()) if isinstance(x, dict) else isinstance(x, Value)
+    return any(_any_inside(y) for y in x.values()) if isinstance(x, dict) else isinstance(x, Recorded)
 
 
 def called(graph: Graph, name: str, function: Any, args: Any, options: dict[str, Any], *, own: bool = False) -> Any:
@@ -437,7 +371,7 @@ def called(graph: Graph, name: str, function: Any, args: Any, options: dict[str,
     inputs: list[Node] = []
 
     def replaced(x: Any) -> Any:
-        if not isinstance(x, Value):
+        if not isinstance(x, Recorded):
             return x
         inputs.append(x.node)
         return _Slot(len(inputs) - 1)

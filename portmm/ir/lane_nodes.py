@@ -14,7 +14,7 @@ LEAST_PEAK = 1.5e-36
 
 @dataclass(frozen=True, slots=True)
 class Map:
-    """An operation of `expr.OPS` on every lane, or an operation that creates a vector.
+    """An operation of `expr_ops.OPS` on every lane, or an operation that creates a vector.
 
     Attributes:
         op: the operation; "literal" and "splat", a literal, or a left

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from portmm.spec.dtype import CODES_AT
-from portmm.spec.expr import OPS
+from portmm.spec.expr_ops import OPS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

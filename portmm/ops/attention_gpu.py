@@ -27,7 +27,8 @@ from portmm.spec.epilogue import C, Fused, acc
 from portmm.spec.expr import real
 from portmm.trace.bind import UserFunction, located
 from portmm.trace.closures import resolve
-from portmm.trace.tracer import Indices, readable_in_place
+from portmm.trace.recorder import readable_in_place
+from portmm.trace.tracer import Indices
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
     from portmm.kernels.cpu.attention_geometry import Form
     from portmm.schedule.gpu_attention import Tiling
     from portmm.target.target import Target
-    from portmm.trace.tracer import Source, Traced
+    from portmm.trace.recorder import Source
+    from portmm.trace.tracer import Traced
 
 MOST_KINDS = 1024
 """Kinds of kernels remembered before the memo is emptied."""

@@ -19,7 +19,7 @@ from portmm.spec.epilogue import C, Fused, index
 from portmm.spec.expr import Expr, real
 from portmm.spec.row_classes import last_of_class
 from portmm.trace.bind import Bound, substituted
-from portmm.trace.tracer import Traced, described
+from portmm.trace.recorder import described
 
 if TYPE_CHECKING:
     from portmm.kernels.cpu.attention_geometry import Form, Geometry
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
     from portmm.target.target import Target
+    from portmm.trace.tracer import Traced
 
 Array = np.ndarray[Any, Any]
 _TRANSPOSED = {"m": "n", "n": "m"}

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from portmm.trace.bind import Bound
-    from portmm.trace.tracer import Source
+    from portmm.trace.recorder import Source
 
 Array = np.ndarray[Any, Any]
 MOST = 1024

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from portmm.arrays.device_array import DeviceArray
     from portmm.dispatch.gpu import Launch, Machine
     from portmm.trace.bind import Step
-    from portmm.trace.tracer import Source, Traced
+    from portmm.trace.recorder import Source
+    from portmm.trace.tracer import Traced
 
 NAMES = {"m": "m", "n": "n", "b": "b"}
 _VALUES = (acc(), Indices(NAMES))

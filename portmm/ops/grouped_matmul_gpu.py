@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     from portmm.arrays.device_array import DeviceArray
     from portmm.dispatch.gpu import Launch, Machine
-    from portmm.trace.tracer import Source, Traced
+    from portmm.trace.recorder import Source
+    from portmm.trace.tracer import Traced
 
 MOST_KINDS = 1024
 """Kinds of calls remembered before the memo is emptied."""

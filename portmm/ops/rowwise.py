@@ -23,7 +23,8 @@ from portmm.spec.epilogue import Operand, argument
 from portmm.spec.expr import ordered
 from portmm.trace.bind import Bound, UserFunction, bind_operands, dense, native, typed
 from portmm.trace.column_reductions import split_column_reductions
-from portmm.trace.tracer import Indices, Traced, arity, described, element
+from portmm.trace.recorder import described, element
+from portmm.trace.tracer import Indices, Traced, arity
 
 if TYPE_CHECKING:
     from collections.abc import Callable

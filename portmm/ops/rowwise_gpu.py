@@ -16,12 +16,14 @@ from portmm.dispatch.gpu_rows import launches
 from portmm.errors import ScheduleError, TraceError
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import Fused, Operand, argument, load
-from portmm.spec.expr import ordered, real, rounded
+from portmm.spec.expr import ordered, real
+from portmm.spec.expr_functions import rounded
 from portmm.trace.bind import WRITTEN, UserFunction, bind_operands, dense, located, typed
 from portmm.trace.buffers import walk
 from portmm.trace.closures import resolve
 from portmm.trace.column_reductions import split_column_reductions
-from portmm.trace.tracer import Indices, described, element, readable_in_place
+from portmm.trace.recorder import described, element, readable_in_place
+from portmm.trace.tracer import Indices
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
 
     from portmm.arrays.device_array import DeviceArray
     from portmm.dispatch.gpu import Launch, Machine
-    from portmm.trace.tracer import Source, Traced
+    from portmm.trace.recorder import Source
+    from portmm.trace.tracer import Traced
 
 NewArray = tuple[Any, "DeviceArray"]
 """An array of its library, and its description for kernels."""

@@ -238,7 +238,7 @@ def dropout(x: Any, rate: Any, seed: int) -> Any:
     Raises:
         ValueError: a rate that is a number is not from 0 to 1.
     """
-    if isinstance(rate, (int, float)) and not 0 <= rate <= 1:
+    if not _traced(rate) and isinstance(rate, (int, float)) and not 0 <= rate <= 1:
         raise ValueError(f"the rate is {rate}; use one from 0 to 1")
     if _traced(x) or _traced(seed):
         rows, columns = index("m"), index("n")
@@ -265,7 +265,7 @@ def _wrapped(x: int) -> int:
 
 def _hash(rows: Any, columns: Any, seed: Any) -> Any:
     """Hash of a row, a column and a seed."""
-    if isinstance(seed, (int, np.integer)):
+    if not _traced(seed) and isinstance(seed, (int, np.integer)):
         start: Any = _wrapped(int(seed) * 0x85EBCA6B + 0x7F4A7C15)
     else:
         seed = np.asarray(seed, np.int32) if not _traced(seed) else _value(seed)
@@ -318,7 +318,7 @@ def softmax(x: Any) -> Any:
     """exp(x) divided by its sum along the last axis; NaN for a row of -inf."""
     e = exp(x - max(x))
     total = sum(e)
-    return e / total if isinstance(total, np.ndarray) else e * (1.0 / total)  # in kernels, one division a row
+    return e * (1.0 / total) if _traced(total) else e / total  # in kernels, one division a row
 
 
 def logsumexp(x: Any) -> Any:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from portmm.spec.dtype import BY_NAME
-from portmm.spec.expr import OPS, Expr, const, node, ordered
+from portmm.spec.expr import Expr, const, node, ordered
+from portmm.spec.expr_ops import OPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Element-wise expressions of prologues and epilogues.
 
 Owns `Expr`, a graph of typed operations on values that are lanes of vectors in
-a kernel, and their meaning in NumPy. Python's operators build expressions, so
+a kernel. Python's operators build expressions, so
 that an ordinary function of arrays, called with expressions, is traced. Equal
 expressions are one object, so that common subexpressions are computed once.
 
@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from portmm.errors import TraceError
+from portmm.spec.expr_ops import NUMPY, OPS
 from portmm.util import locks
 
 if TYPE_CHECKING:
@@ -43,10 +44,20 @@ class Expr:
     """
 
     __slots__ = ("__weakref__", "args", "dtype", "op")
+    placeholder_ = True
     __hash__ = object.__hash__
     op: str
     args: tuple[Any, ...]
     dtype: str
+
+    @property
+    def __class__(self) -> Any:
+        """The class of the value where a function is not traced: an array's, or an index's."""
+        return int if self.op == "index" else np.ndarray
+
+    @__class__.setter
+    def __class__(self, _: Any) -> None:
+        raise TraceError("the class of a value in a tile cannot be set")
 
     @property
     def inner(self) -> tuple[Expr, ...]:
@@ -233,57 +244,9 @@ for _name in "rmod rfloordiv divmod rdivmod matmul rmatmul round trunc floor cei
     )
 
 
-def _f32(x: Any) -> Any:
-    return np.asarray(x, np.float32)
-
-
-def _fused(a: Array, b: Array, c: Array) -> Any:
-    return _f32(a.astype(np.float64) * b + c)
-
-
-def _whole(x: Array) -> Array:
-    """Conversion to s32 towards zero; the least integer where a value does not fit, as on x86."""
-    fits = (x >= -(2.0**31)) & (x < 2.0**31)
-    return np.where(fits, np.trunc(np.where(fits, x, 0)), -(2.0**31)).astype(np.int32)
-
-
-OPS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "add": ("same", np.add),
-    "sub": ("same", np.subtract),
-    "mul": ("same", np.multiply),
-    "div": ("f32", np.divide),
-    "neg": ("same", np.negative),
-    "abs": ("same", np.abs),
-    "min": ("same", np.minimum),
-    "max": ("same", np.maximum),
-    "greater": ("f32", lambda x, y: np.where(x > y, x, y)),
-    "fma": ("f32", _fused),
-    "sqrt": ("f32", np.sqrt),
-    "lt": ("mask", np.less),
-    "le": ("mask", np.less_equal),
-    "eq": ("mask", np.equal),
-    "ne": ("mask", np.not_equal),
-    "and": ("same", np.bitwise_and),
-    "or": ("same", np.bitwise_or),
-    "xor": ("same", np.bitwise_xor),
-    "not": ("same", np.invert),
-    "shl": ("s32", np.left_shift),
-    "shr": ("s32", np.right_shift),
-    "select": ("second", np.where),
-    "bits": ("s32", lambda x: _f32(x).view(np.int32)),
-    "from_bits": ("f32", lambda x: np.asarray(x, np.int32).view(np.float32)),
-    "float": ("f32", _f32),
-    "int": ("s32", _whole),
-}
-"""Operation -> the type of its result ("same": of its operands; "second": of its second), and its meaning.
-
-min and max of a NaN are NaN. Shifts are by a literal, to the right with the sign. "bits" and "from_bits" reinterpret
-the same 32 bits as the other type; "float" and "int" convert, "int" towards zero.
-"""
 _REAL_ONLY = frozenset(("greater", "div", "fma", "sqrt", "bits", "int"))
 _WHOLE_ONLY = frozenset(("shl", "shr", "from_bits", "float"))
 _BITS = frozenset(("and", "or", "xor", "not"))
-_NUMPY = {"f32": np.float32, "s32": np.int32, "mask": np.bool_}
 
 UFUNCS: dict[str, Callable[..., Any]] = {}
 """NumPy's name of an element-wise function -> the function of expressions: filled by `elementwise`."""
@@ -311,7 +274,7 @@ def node(op: str, args: tuple[Any, ...], dtype: str) -> Expr:
 def const(value: Literal, dtype: str = "f32") -> Expr:
     """A literal of a type."""
     try:
-        return node("const", (_NUMPY[dtype](value).item(),), dtype)
+        return node("const", (NUMPY[dtype](value).item(),), dtype)
     except OverflowError:
         raise TraceError(f"{value} does not fit {dtype}, the type of integers in expressions") from None
 
@@ -319,7 +282,7 @@ def const(value: Literal, dtype: str = "f32") -> Expr:
 def real(x: Any) -> Expr:
     """A value as f32: an s32 is converted, a mask is 1 where it holds."""
     if not isinstance(x, Expr):
-        return const(_literal(x))
+        return real(x.broadcast_()) if hasattr(x, "broadcast_") else const(_literal(x))
     if x.dtype == "mask":
         return apply("select", x, const(1.0), const(0.0))
     return apply("float", x) if x.dtype == "s32" else x
@@ -393,7 +356,7 @@ def _simplified(op: str, args: tuple[Expr, ...], dtype: str) -> Expr:
     """The operation, simplified: constants are folded, and operations without effect are removed."""
     if all(x.op == "const" for x in args):
         with np.errstate(all="ignore"):
-            return const(OPS[op][1](*(_NUMPY[x.dtype](x.args[0]) for x in args)).item(), dtype)
+            return const(OPS[op][1](*(NUMPY[x.dtype](x.args[0]) for x in args)).item(), dtype)
     first, last = args[0], args[-1]
     if op in ("mul", "div") and last.op == "const" and last.args[0] == 1:
         return first
@@ -417,41 +380,6 @@ def _power(x: Expr, power: int) -> Expr:
     return x if square is None else square * x if power % 2 else square
 
 
-def fma(a: Any, b: Any, c: Any) -> Expr:
-    """A * b + c, rounded once where the machine can."""
-    return apply("fma", a, b, c)
-
-
-def select(mask: Any, a: Any, b: Any) -> Expr:
-    """A where the mask holds, else b."""
-    return apply("select", mask, a, b)
-
-
-def bits(x: Any) -> Expr:
-    """The 32 bits of an f32 as an s32."""
-    return apply("bits", x)
-
-
-def from_bits(x: Any) -> Expr:
-    """The 32 bits of an s32 as an f32."""
-    return apply("from_bits", x)
-
-
-def rounded(x: Any) -> Expr:
-    """An f32 rounded to the nearest s32, halves to even; saturated, a NaN to the least."""
-    whole = 1.5 * 2**23  # added to a number with a fraction it leaves the nearest integer in the last bits
-    less = abs(x)
-    most = select(less < 2.0**22, whole, select(x < 0.0, -(2.0**23), 2.0**23))  # up to 2**23 half an integer is an f32
-    near = select(less < 2.0**23, (x + most) - most, x)
-    beyond = select(near == near, const(2**31 - 1, "s32"), const(-(2**31), "s32"))  # noqa: PLR0124 - or a NaN
-    return select(near < 2.0**31, apply("int", near), beyond)
-
-
-def sqrt(x: Any) -> Expr:
-    """The square root, correctly rounded."""
-    return apply("sqrt", x)
-
-
 def ordered(roots: tuple[Expr, ...]) -> list[Expr]:
     """All expressions under `roots` in topological order, operands first."""
     visited: dict[int, Expr] = {}
@@ -466,17 +394,3 @@ def ordered(roots: tuple[Expr, ...]) -> list[Expr]:
             stack.append((x, True))
             stack += [(y, False) for y in reversed(x.inner)]
     return list(visited.values())
-
-
-def evaluate(root: Expr, leaves: Callable[[Expr], Any]) -> Any:
-    """The value of an expression in NumPy, `leaves` being the values of leaves that are no literals."""
-    values: dict[int, Any] = {}
-    with np.errstate(all="ignore"):
-        for x in ordered((root,)):
-            if x.op == "const":
-                values[id(x)] = _NUMPY[x.dtype](x.args[0])
-            elif x.op in OPS:
-                values[id(x)] = OPS[x.op][1](*(values[id(y)] for y in x.args))
-            else:
-                values[id(x)] = leaves(x)
-    return values[id(root)]

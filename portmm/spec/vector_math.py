@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.spec.expr import apply, bits, const, fma, from_bits, select
+from portmm.spec.expr import apply, const
+from portmm.spec.expr_functions import bits, fma, from_bits, select
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

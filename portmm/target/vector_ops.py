@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from portmm.spec.expr import OPS
+from portmm.spec.expr_ops import OPS
 from portmm.target.toml_schema import placeholders, record, require
 
 MAKES_LANES = {"splat", "lanes", "whole", "literal", "infinity", "nan"}
@@ -44,7 +44,7 @@ def lanes_of(row: dict[str, Any], where: str) -> Lanes:
     words = {name: text for name, text in row.items() if name not in known}
     for name, text in words.items():
         op, _, operand = name.partition(" ")
-        require(op in OPS or op in MAKES_LANES, where, f"operation {op!r} is unknown; expr.OPS has them all")
+        require(op in OPS or op in MAKES_LANES, where, f"operation {op!r} is unknown; expr_ops.OPS has them all")
         require(operand in {"", "f32", "s32", "mask"}, where, f"{name!r} is for operands of {operand!r}")
         unknown = sorted(placeholders(str(text), f"{where}: {name}") - _IN_LANES)
         require(not unknown, where, f"row {name!r} mentions {unknown}; it may mention {sorted(_IN_LANES)}")

@@ -16,15 +16,17 @@ from portmm.dispatch import config
 from portmm.errors import TraceError
 from portmm.runtime.cpu import runtime
 from portmm.spec.epilogue import AXES, PRODUCT, C, Fused, Operand, load, parse, varies
-from portmm.spec.expr import Expr, const, node, ordered, real, rounded
+from portmm.spec.expr import Expr, const, node, ordered, real
+from portmm.spec.expr_functions import rounded
 from portmm.trace.closures import closure_of, resolve
-from portmm.trace.tracer import Traced, element, readable_in_place, trace
+from portmm.trace.recorder import element, readable_in_place
+from portmm.trace.tracer import Traced, trace
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.trace.tracer import Source
+    from portmm.trace.recorder import Source
 
 Array = np.ndarray[Any, Any]
 MOST_KINDS = 1024

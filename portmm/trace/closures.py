@@ -6,10 +6,12 @@ and numbers in it.
 
 from __future__ import annotations
 
+import copy
 import dis
 import sys
 import types
 from collections.abc import Callable
+from enum import Enum
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -56,6 +58,73 @@ def fixed(value: Any) -> bool:
     return isinstance(value, (np.ufunc, types.BuiltinFunctionType))
 
 
+def is_constant(value: Any) -> bool:
+    """Whether a value is compared as a whole from call to call: members of enumerations, and sets of plain values."""
+    if isinstance(value, Enum):
+        return _is_plain_enumeration(type(value))
+    if type(value) in (set, frozenset):
+        return all([isinstance(x, (*PLAIN, float, Enum)) for x in value])  # noqa: C419 - faster
+    return type(value) in (complex, range, slice, type(...), type(NotImplemented))
+
+
+def constant_key(value: Any) -> tuple[Any, ...]:
+    """The key that tells a constant from others of its type."""
+    if isinstance(value, (set, frozenset)):
+        return (type(value), frozenset([(type(x), x) for x in value]))
+    return (type(value), value if isinstance(value, Enum) else repr(value))
+
+
+_OF_ENUM = frozenset(("__new__", "_generate_next_value_", "_new_member_"))
+"""Functions that each enumeration has."""
+
+
+@lru_cache(maxsize=256)
+def _is_plain_enumeration(kind: type) -> bool:
+    """Whether members of an enumeration have plain values, and no methods, which may capture something."""
+    owners = [vars(t) for t in kind.__mro__ if not _lasts(t.__module__)]
+    members = {**getattr(kind, "__members__", {})}
+    functions = (types.FunctionType, property, classmethod, staticmethod)
+    methods = [x for names in owners for n, x in names.items() if isinstance(x, functions) and n not in _OF_ENUM]
+    return not methods and all(isinstance(x.value, (*PLAIN, float, tuple)) for x in members.values())
+
+
+def captures_nothing(kind: type) -> bool:
+    """Whether the methods of a class capture no arrays and numbers: its instances are alike in each call."""
+    for owner in kind.__mro__:
+        if not _lasts(owner.__module__):
+            for x in vars(owner).values():
+                function = getattr(x, "__func__", getattr(x, "fget", x))
+                if isinstance(function, types.FunctionType):
+                    _, captured, known = closure_of(function)
+                    if captured or not known:
+                        return False
+    return True
+
+
+def holds_only_items(container: Any) -> bool:
+    """Whether a tuple, list or dict depends on nothing but its items: it has no default, and methods as usual."""
+    kind = type(container)
+    if kind in (tuple, list, dict):
+        return True
+    return getattr(container, "default_factory", None) is None and captures_nothing(kind)
+
+
+def same_container(like: Any, items: list[Any]) -> Any:
+    """A tuple, list or dict of the class of `like`, with other items."""
+    if isinstance(like, dict):
+        changed = like.copy() if type(like) is dict else copy.copy(like)
+        for key, x in zip(like, items, strict=True):
+            dict.__setitem__(changed, key, x)
+        return changed
+    if type(like) in (tuple, list):
+        return type(like)(items)
+    if isinstance(like, tuple):
+        return tuple.__new__(type(like), items)
+    changed_list: list[Any] = copy.copy(like)
+    list.__setitem__(changed_list, slice(None), items)
+    return changed_list
+
+
 @lru_cache(maxsize=1024)
 def _lasts(module: str) -> bool:
     """Whether the attributes of a module are constant: it is portmm's, NumPy's or Python's."""
@@ -81,7 +150,7 @@ def closure_of(function: Any) -> tuple[tuple[Any, ...], dict[tuple[Any, ...], An
     return tuple(kind), captured, known
 
 
-def _collect(  # noqa: C901, PLR0911, PLR0917 - one branch for each kind
+def _collect(  # noqa: C901, PLR0911, PLR0912, PLR0917 - one branch for each kind
     value: Any,
     key: tuple[Any, ...],
     kind: list[Any],
@@ -97,7 +166,7 @@ def _collect(  # noqa: C901, PLR0911, PLR0917 - one branch for each kind
         captured[key] = value
         return True
     if isinstance(value, (float, np.floating)):
-        kind.append(float)
+        kind.append(type(value))
         captured[key] = value
         return True
     if isinstance(value, types.FunctionType):
@@ -112,14 +181,19 @@ def _collect(  # noqa: C901, PLR0911, PLR0917 - one branch for each kind
         return min(
             [_collect(x, (*key, step), kind, captured, seen, names) for step, x in _captured(value)], default=True
         )
+    if isinstance(value, (tuple, list, dict)) and not holds_only_items(value):
+        return False
     if isinstance(value, (tuple, list)):
         kind.append((type(value), len(value)))
         return min([_collect(x, (*key, i), kind, captured, seen, names) for i, x in enumerate(value)], default=True)
     if isinstance(value, dict):
-        kind.append(tuple(map(repr, value)))
+        kind.append((type(value), *map(repr, value)))
         return min([_collect(x, (*key, k), kind, captured, seen, names) for k, x in value.items()], default=True)
     if isinstance(value, PLAIN):
         kind.append((type(value), value))
+        return True
+    if is_constant(value):
+        kind.append(constant_key(value))
         return True
     if fixed(value):
         kind.append(value)

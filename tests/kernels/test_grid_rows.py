@@ -21,7 +21,8 @@ from portmm.errors import NoCompilerError
 from portmm.ir.interpreter import evaluate
 from portmm.kernels.gpu.rowwise import Form
 from portmm.spec.epilogue import PRODUCT, Fused, Operand, extent, load, reduction
-from portmm.spec.expr import real, sqrt
+from portmm.spec.expr import real
+from portmm.spec.expr_functions import sqrt
 from portmm.target.target import load_isa, load_target
 
 ROWS = {"every operation": every_operation, "every type": every_type, "by rows": by_rows}

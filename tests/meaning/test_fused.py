@@ -20,7 +20,8 @@ from portmm.errors import ScheduleError
 from portmm.runtime.cpu import runtime
 from portmm.schedule.cpu_candidates import candidates
 from portmm.spec.epilogue import Fused, Operand, extent, index, load, number, parse, reduction
-from portmm.spec.expr import apply, bits, fma, from_bits, real, select, sqrt
+from portmm.spec.expr import apply, real
+from portmm.spec.expr_functions import bits, fma, from_bits, select, sqrt
 from portmm.target.target import load_isa
 
 pytestmark = pytest.mark.calls

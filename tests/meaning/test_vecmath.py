@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from portmm.spec import expr, vector_math
+from portmm.spec.expr_ops import OPS
 
 INF = math.inf
 TINY = 2.0**-149
@@ -69,7 +70,7 @@ def unfused(a, b, c):
 
 
 def fused(a, b, c):
-    return expr.OPS["fma"][1](a, b, c)
+    return OPS["fma"][1](a, b, c)
 
 
 def value(root, x, world):
@@ -96,7 +97,7 @@ def value(root, x, world):
                 less = e.op == "sub"
                 values[id(e)] = fused(-a if less and product == 1 else a, b, -other if less and product == 0 else other)
             else:
-                values[id(e)] = expr.OPS[e.op][1](*args)
+                values[id(e)] = OPS[e.op][1](*args)
     return values[id(root)]
 
 

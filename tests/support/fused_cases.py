@@ -31,7 +31,9 @@ from portmm.spec.epilogue import (
     reduction,
     varies,
 )
-from portmm.spec.expr import OPS, apply, bits, const, fma, from_bits, ordered, real, select, sqrt
+from portmm.spec.expr import apply, const, ordered, real
+from portmm.spec.expr_functions import bits, fma, from_bits, select, sqrt
+from portmm.spec.expr_ops import OPS
 from portmm.spec.problem import Problem
 
 U = 2.0**-24
@@ -157,7 +159,7 @@ def check(got, want, bound, dtype, what=""):
 
 
 def every_operation():
-    """Each operation of `expr.OPS` on operands of each type that it takes, with literals on either side."""
+    """Each operation of `expr_ops.OPS` on operands of each type that it takes, with literals on either side."""
     operands = (Operand("f32", "bmn"), Operand("f32", "n"), Operand("s32", "mn"), Operand("s32", "bm"))
     x, y, i, j = (load(at, o.dtype) for at, o in enumerate(operands))
     p, q = x < y, i < j

@@ -22,7 +22,8 @@ from portmm.kernels.cpu.online_softmax import Bounds
 from portmm.schedule.cpu_candidates import PACKED_VECTORS, candidates
 from portmm.spec.dtype import CODES_KR, types
 from portmm.spec.epilogue import C, Fused, Operand, acc, load, number, parse
-from portmm.spec.expr import apply, sqrt
+from portmm.spec.expr import apply
+from portmm.spec.expr_functions import sqrt
 from portmm.spec.problem import LAYOUTS_B, Family
 from portmm.target.supports import lacks
 

@@ -1,0 +1,111 @@
+"""Captured numbers in a traced function.
+
+Owns `Number`, which stands for a number that each call passes. It has the class of the number, and arithmetic with it
+builds expressions; where Python must know its value (an if, a format, a key of a dict), it raises TraceError, and the
+function is traced again with the value as a constant.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm.errors import TraceError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.spec.expr import Expr
+
+
+class Number:
+    """A captured number.
+
+    Attributes:
+        expr: its value in expressions.
+        kind: its class.
+    """
+
+    __slots__ = ("expr", "kind")
+    placeholder_ = True
+
+    def __init__(self, expr: Expr, kind: type) -> None:
+        self.expr, self.kind = expr, kind
+
+    @property
+    def __class__(self) -> Any:
+        """The class of the number."""
+        return self.kind
+
+    @__class__.setter
+    def __class__(self, _: Any) -> None:
+        raise TypeError("the class of a number cannot be set")
+
+    def broadcast_(self) -> Expr:
+        """The value as an operand."""
+        return self.expr
+
+    def __getattr__(self, name: str) -> Any:
+        if name in {"record_", "call_", "along_"}:  # of other traced values
+            raise AttributeError(name)
+        raise TraceError(f".{name} of a captured number depends on its value")
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        args = tuple(x.expr if type(x) is Number else x for x in inputs)
+        return self.expr.__array_ufunc__(ufunc, method, *args, **options)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
+        return self.expr.__array_function__(function, types, args, options)
+
+
+def _arithmetic(function: Callable[..., Any]) -> tuple[Any, Any]:
+    """The methods of an operator, and of the operator with its operands reversed."""
+
+    def method(self: Number, *others: Any) -> Any:
+        return _result(function, (self, *others))
+
+    def reflected(self: Number, other: Any) -> Any:
+        return _result(function, (other, self))
+
+    return method, reflected
+
+
+def _result(function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+    """A number again if all operands are, with the class that Python gives it; else an expression."""
+    result = function(*(x.expr if type(x) is Number else x for x in operands))
+    kinds = [x.kind if type(x) is Number else type(x) for x in operands]
+    if not all(issubclass(kind, (int, float, np.number)) for kind in kinds):
+        return result
+    return Number(result, type(function(*(kind(1) for kind in kinds))))
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow"):
+    _method, _reflected = _arithmetic(getattr(operator, _name))
+    setattr(Number, f"__{_name}__", _method)
+    setattr(Number, f"__r{_name}__", _reflected)
+for _name in ("neg", "pos", "abs"):
+    setattr(Number, f"__{_name}__", _arithmetic(getattr(operator, _name))[0])
+
+
+def _comparison(function: Callable[[Any, Any], Any]) -> Any:
+    return lambda self, other: function(self.expr, other.expr if type(other) is Number else other)
+
+
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Number, f"__{_name}__", _comparison(getattr(operator, _name)))
+
+
+def _needing(name: str) -> Any:
+    def method(*_: Any, **__: Any) -> Any:
+        raise TraceError(f"{name} of a captured number depends on its value")
+
+    return method
+
+
+for _name in (
+    "bool", "float", "int", "index", "complex", "hash", "repr", "str", "format", "round", "trunc", "floor", "ceil",
+    "len", "iter", "contains", "getitem", "array", "mod", "rmod", "floordiv", "rfloordiv", "divmod", "rdivmod",
+):  # fmt: skip
+    setattr(Number, f"__{_name}__", _needing(_name))
