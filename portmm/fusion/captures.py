@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 ITEM, CELL, ATTRIBUTE = range(3)
-SAME, EQUAL, ARRAY, NUMBER, LENGTH, DEVICE, CONSTANT = range(7)
+SAME, EQUAL, ARRAY, NUMBER, LENGTH, DEVICE, CONSTANT, WEIGHT = range(8)
 Check = tuple[int, Any, Any, int, Any]
 """A guard: the access (ITEM, CELL, ATTRIBUTE), its container and key; the kind of comparison, the expected value."""
 
@@ -145,7 +145,7 @@ class Scope:
         if isinstance(x, (list, dict)):
             self.check(access, container, key, LENGTH, (x, len(x)))
         elif not isinstance(x, types.MethodType):
-            self.check(access, container, key, SAME, x)
+            self.check(access, container, key, WEIGHT if is_weight(x) else SAME, x)
         self.kept.append(x)
         if is_weight(x):
             return Value(self.graph, self.graph.leaf(x, name))
@@ -261,10 +261,19 @@ def captured_values(checks: list[Check]) -> list[Any] | None:
                 if access == CELL
                 else getattr(container, key)
             )
-            if not _IS[kind](x, expected):
-                return None
-            if kind in (ARRAY, NUMBER, DEVICE) or (kind == SAME and is_weight(x)):
-                leaves.append(float(x) if kind == NUMBER else x)
+            # The most frequent kinds without a call, as every call of the function comes here.
+            if kind == SAME:
+                if x is not expected:
+                    return None
+            elif kind == NUMBER:
+                if type(x) is not expected:
+                    return None
+                leaves.append(float(x))
+            else:
+                if not _IS[kind](x, expected):
+                    return None
+                if kind in _READ:
+                    leaves.append(x)
     except (KeyError, IndexError, AttributeError, ValueError):
         return None
     return leaves
@@ -276,13 +285,14 @@ def _is_array(x: Any, expected: tuple[Any, ...]) -> bool:
     return isinstance(x, np.ndarray) and array_key(x) == expected
 
 
-_IS: tuple[Callable[[Any, Any], bool], ...] = (
-    lambda x, expected: x is expected,
-    lambda x, expected: type(x) is type(expected) and x == expected,
-    _is_array,
-    lambda x, expected: type(x) is expected,
-    lambda x, expected: x is expected[0] and len(x) == expected[1],
-    lambda x, expected: on_device(x) and lay(x) == expected,
-    lambda x, expected: is_constant(x) and constant_key(x) == expected,
-)
-"""The comparison of each kind of check with the expected value, in the order of their numbers."""
+_READ = (ARRAY, WEIGHT, DEVICE)
+"""Kinds of objects that kernels read."""
+_IS: dict[int, Callable[[Any, Any], bool]] = {
+    EQUAL: lambda x, expected: type(x) is type(expected) and x == expected,
+    ARRAY: _is_array,
+    WEIGHT: lambda x, expected: x is expected,
+    LENGTH: lambda x, expected: x is expected[0] and len(x) == expected[1],
+    DEVICE: lambda x, expected: on_device(x) and lay(x) == expected,
+    CONSTANT: lambda x, expected: is_constant(x) and constant_key(x) == expected,
+}
+"""The comparison of each other kind of check with the expected value."""

@@ -38,17 +38,18 @@ typedef struct {
   const char *name, *numpy;
   int number;
   long bytes;
+  int shift; /* log2 of bytes */
   descr_object *descr;
   PyObject *text;
 } element_type;
 static element_type elements[] = {
-    {"f32", "float32", NUMPY_FLOAT, 4, NULL, NULL},
-    {"f64", "float64", NUMPY_DOUBLE, 8, NULL, NULL},
-    {"f16", "float16", NUMPY_HALF, 2, NULL, NULL},
-    {"bf16", "bfloat16", -1, 2, NULL, NULL}, /* another package's: see `register_dtype` */
-    {"s8", "int8", NUMPY_BYTE, 1, NULL, NULL},
-    {"u8", "uint8", NUMPY_UBYTE, 1, NULL, NULL},
-    {"s32", "int32", NUMPY_INT, 4, NULL, NULL},
+    {"f32", "float32", NUMPY_FLOAT, 4, 2, NULL, NULL},
+    {"f64", "float64", NUMPY_DOUBLE, 8, 3, NULL, NULL},
+    {"f16", "float16", NUMPY_HALF, 2, 1, NULL, NULL},
+    {"bf16", "bfloat16", -1, 2, 1, NULL, NULL}, /* another package's: see `register_dtype` */
+    {"s8", "int8", NUMPY_BYTE, 1, 0, NULL, NULL},
+    {"u8", "uint8", NUMPY_UBYTE, 1, 0, NULL, NULL},
+    {"s32", "int32", NUMPY_INT, 4, 2, NULL, NULL},
 };
 /* Products of one of the first few with itself are of that type as well. */
 enum { ELEMENTS = sizeof elements / sizeof *elements, CLOSED = 4 };
@@ -249,9 +250,9 @@ static PyObject *py_make_route(PyObject *module, PyObject *args) {
 
 #pragma GCC pop_options
 
-/* Launch with the GIL released when the work is worth it. The caller holds a
+/* Launch in the caller's argument block, with the GIL released when the work is worth it. The caller holds a
  * reference to the route: another thread may drop it from the memo meanwhile. */
-static int run_route(const route_object *r, const portmm_args *p, const long *offsets, long count) {
+static int run_route(const route_object *r, portmm_args *p, const long *offsets, long count) {
   int failed;
   if (2.0 * (double)p->m * (double)p->n * (double)p->k * (double)p->batch * (double)count > RELEASE_GIL_FLOPS) {
     Py_BEGIN_ALLOW_THREADS
@@ -351,7 +352,7 @@ static PyObject *py_execute_all(PyObject *module, PyObject *const *args, Py_ssiz
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[0]); i++, w += 18 + VECTORS) {
     const route_object *route = (const route_object *)PyTuple_GET_ITEM(args[0], i);
     if (Py_TYPE((PyObject *)route) != &route_type) return PyErr_Format(PyExc_TypeError, "execute_all takes routes");
-    const portmm_args p = {.m = w[0], .n = w[1], .k = w[2], .batch = w[3],
+    portmm_args p = {.m = w[0], .n = w[1], .k = w[2], .batch = w[3],
                            .a = (void *)w[4], .a_m = w[5], .a_k = w[6], .a_batch = w[7],
                            .b = (void *)w[8], .b_k = w[9], .b_n = w[10], .b_batch = w[11],
                            .c = (void *)w[12], .c_m = w[13], .c_n = w[14], .c_batch = w[15],

@@ -131,10 +131,12 @@ static PyObject *multiply_stacks(PyObject *a_object, PyObject *b_object, PyObjec
   if (route != Py_None) {
     result = out == Py_None ? result_of(a_array, b.cols, c.element) : Py_NewRef(out);
     if (result) {
-      const portmm_args p = {.m = a.rows, .n = b.cols, .k = a.cols, .batch = key.batch, .a = a.data, .a_m = a.s_row,
-                             .a_k = a.s_col, .a_batch = a_step, .b = b.data, .b_k = b.s_row, .b_n = b.s_col,
-                             .b_batch = b_step, .c = ((array_object *)result)->data, .c_m = c.s_row, .c_n = c.s_col,
-                             .c_batch = c_step};
+      portmm_args p;
+      c.data = ((array_object *)result)->data;
+      set_product(&p, &a, &b, &c, key.batch);
+      p.a_batch = a_step;
+      p.b_batch = b_step;
+      p.c_batch = c_step;
       if (run_route((const route_object *)route, &p, origin, 1)) Py_CLEAR(result);
     }
   }

@@ -78,30 +78,31 @@ static void clear_result(const portmm_args *p, long element) {
         memset((char *)p->c + (b * p->c_batch + i * p->c_m + j * p->c_n) * element, 0, (size_t)element);
 }
 
-/* Run the kernel once for each of `count` triples of element offsets (a, b, c);
+/* Run the kernel once for each of `count` triples of element offsets (a, b, c), in the caller's argument block;
  * -1 when there is no memory for the workspace. A sum over nothing is zero. */
-static int run_launch(const launch *r, const portmm_args *given, const long *offsets, long count) {
-  portmm_args p = *given;
+static int run_launch(const launch *r, portmm_args *p, const long *offsets, long count) {
+  const char *const a = p->a, *const b = p->b;
+  char *const c = p->c;
   space *large = NULL;
   thread_state *s = NULL;
   long limit = atomic_load_explicit(&pool.limit, memory_order_relaxed);
   /* A sum over no columns is still one for each row. */
-  if (p.m <= 0 || (p.n <= 0 && !p.operands) || p.batch <= 0) return 0;
-  p.workers = r->workers < limit ? r->workers : limit;
-  p.pool = NULL;
-  p.parallel = pool_parallel;
-  if (r->work && p.k > 0) {
+  if (p->m <= 0 || (p->n <= 0 && !p->operands) || p->batch <= 0) return 0;
+  p->workers = r->workers < limit ? r->workers : limit;
+  p->pool = NULL;
+  p->parallel = pool_parallel;
+  if (r->work && p->k > 0) {
     if (!(s = own_state())) return -1;
-    if (r->work <= WORK_OWN) p.work = own_work(s, r->work);
-    else p.work = (large = take_space(s, r->work)) ? large->data : NULL;
-    if (!p.work) return -1;
+    if (r->work <= WORK_OWN) p->work = own_work(s, r->work);
+    else p->work = (large = take_space(s, r->work)) ? large->data : NULL;
+    if (!p->work) return -1;
   }
   for (long i = 0; i < count; i++, offsets += 3) {
-    p.a = (const char *)given->a + offsets[0] * r->bytes[0];
-    p.b = (const char *)given->b + offsets[1] * r->bytes[1];
-    p.c = (char *)given->c + offsets[2] * r->bytes[2];
-    if (p.k > 0) r->function(&p);
-    else clear_result(&p, r->bytes[2]);
+    p->a = a + offsets[0] * r->bytes[0];
+    p->b = b + offsets[1] * r->bytes[1];
+    p->c = c + offsets[2] * r->bytes[2];
+    if (p->k > 0) r->function(p);
+    else clear_result(p, r->bytes[2]);
   }
   leave_space(s, large);
   return 0;
@@ -128,6 +129,7 @@ EXPORT void *portmm_open(const char *path, const char *symbol, char *error, long
 EXPORT int portmm_run(void *function, long work, long workers, const long *bytes, const portmm_args *args,
                       const long *offsets, long count) {
   launch r = {(kernel_function)function, (size_t)work, workers, {bytes[0], bytes[1], bytes[2]}};
-  return run_launch(&r, args, offsets, count);
+  portmm_args own = *args;
+  return run_launch(&r, &own, offsets, count);
 }
 #endif
