@@ -78,7 +78,7 @@ static void clear_result(const portmm_args *p, long element) {
         memset((char *)p->c + (b * p->c_batch + i * p->c_m + j * p->c_n) * element, 0, (size_t)element);
 }
 
-/* Run the kernel once for each of `count` triples of element offsets (a, b, c), in the caller's argument block;
+/* Run the kernel once for each of `count` triples of element offsets (a, b, c), in the caller's argument block, which keeps its addresses;
  * -1 when there is no memory for the workspace. A sum over nothing is zero. */
 static int run_launch(const launch *r, portmm_args *p, const long *offsets, long count) {
   const char *const a = p->a, *const b = p->b;
@@ -104,6 +104,9 @@ static int run_launch(const launch *r, portmm_args *p, const long *offsets, long
     if (p->k > 0) r->function(p);
     else clear_result(p, r->bytes[2]);
   }
+  p->a = a;
+  p->b = b;
+  p->c = c;
   leave_space(s, large);
   return 0;
 }
