@@ -152,8 +152,8 @@ def test_weights_whose_panels_are_of_one_size_are_told_apart():
     """The last panel of a weight may be partial."""
     for n in (N, N - 1, N - 2):
         for _ in range(2):
-            got = pm.matmul(X[:9], pm.pack(W[:, :n]), epilogue=lambda acc, i: acc + 1.0)
-            np.testing.assert_allclose(got, X[:9] @ W[:, :n] + 1, rtol=1e-4, atol=1e-4)
+            got = pm.matmul(X[:9], pm.pack(W[:, :n]), epilogue=lambda acc, i: acc + BIAS[i.n])
+            np.testing.assert_allclose(got, X[:9] @ W[:, :n] + BIAS[:n], rtol=1e-4, atol=1e-4)
 
 
 def test_an_extent_that_is_as_many_as_the_rows_is_not_taken_for_them():
