@@ -349,6 +349,21 @@ def test_views():
     assert kinds(told).count("numpy") == 1
 
 
+@pytest.mark.parametrize(("m", "n"), [(33, 72), (300, 200)])
+def test_what_a_product_reads_is_not_written_over_by_its_result(m, n):
+    """The sum has the shape and the type of the residual that it reads last, which is the left operand, too."""
+    w, v, u = some(40, n), some(n, n), some(n, 24)
+
+    @pm.fuse
+    def residual(a):
+        x = np.maximum(a @ w, 0)
+        y = x @ v + x
+        return y @ u
+
+    found = agrees(residual, some(m, 40))
+    assert [x.kind for x in found.kernels] == ["product"] * 3
+
+
 def test_reductions_of_every_kind():
     @pm.fuse
     def f(x):

@@ -91,6 +91,19 @@ def test_threads_of_their_own_use_no_fragments(chip):
     assert bool(code.count("LDGSTS")) == s.copies
 
 
+@pytest.mark.parametrize("unit", ["warp", "warpgroup", ""])
+def test_sums_are_seen_by_the_block_that_adds_them(unit):
+    """Fences of the whole GPU stand before a block takes its number, and before the last one reads."""
+    target, p = load_target("h200"), Problem(64, 64, 8192, "bf16" if unit else "f32", b="col")
+    s = next(s for s in candidates(p, target, (8, 8, 2)) if s.joined and grid_atom(target.isa(s.isa), s).unit == unit)
+    names = disassembled(s, target).names
+    print([x for x in names if x.partition(".")[0] in ("MEMBAR", "BAR", "ATOMG", "ATOM")], s)
+    (ticket,) = [i for i, x in enumerate(names) if x.startswith("ATOM")]
+    fences = [i for i, x in enumerate(names) if x.startswith("MEMBAR") and x.endswith(".GPU")]
+    assert any(i < ticket for i in fences), s
+    assert any(i > ticket for i in fences), s
+
+
 @pytest.mark.parametrize("chip", [x for x in CHIPS if load_target(x).device.architecture == "90a"])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_warpgroups_multiply_from_shared_memory(chip, name):

@@ -13,6 +13,7 @@ from support import HERE, LAYOUTS, SEVEN, TINY, case, check_built, execute, inte
 from portmm.codegen.lower import lower
 from portmm.dispatch import config
 from portmm.runtime.cpu import runtime
+from portmm.schedule.cpu_blocking import RUN_BYTES
 from portmm.schedule.cpu_candidates import ROWS_AHEAD_FROM, candidates
 from portmm.spec.problem import Problem
 
@@ -86,6 +87,16 @@ def test_deep_products(size, workers):
         assert {(False, "k", True), (False, "tiles", True)} <= kinds
     else:
         assert kinds == {(False, "k", False)}
+
+
+def test_wide_products():
+    """B is packed first, in more runs of columns than one."""
+    p = Problem(9, 2 * RUN_BYTES // 4 + 5, 3)
+    k = case(p)
+    found = {s.nr: (s, kernel) for s, kernel in kernels(p, SEVEN) if s.once}
+    assert found
+    for s, kernel in found.values():
+        k.check(interpret(kernel, k, 2, shuffle=1), s)
 
 
 class Counted(np.ndarray):

@@ -148,6 +148,14 @@ def test_an_operand_that_is_long_enough_for_some_rows_only():
                 pm.matmul(X[:m], W, epilogue=function)
 
 
+def test_weights_whose_panels_are_of_one_size_are_told_apart():
+    """The last panel of a weight may be partial."""
+    for n in (N, N - 1, N - 2):
+        for _ in range(2):
+            got = pm.matmul(X[:9], pm.pack(W[:, :n]), epilogue=lambda acc, i: acc + BIAS[i.n])
+            np.testing.assert_allclose(got, X[:9] @ W[:, :n] + BIAS[:n], rtol=1e-4, atol=1e-4)
+
+
 def test_an_extent_that_is_as_many_as_the_rows_is_not_taken_for_them():
     """N = M at first: what lies along the columns must not follow the rows."""
     for n in ROWS:

@@ -118,6 +118,14 @@ def test_batches_of_weights():
     close(pm.matmul(a, one), a, b[0])
 
 
+@pytest.mark.parametrize("batch", [(1,), (1, 3), (2, 1), (1, 1)])
+def test_a_batch_of_one_weight_is_of_all_items(batch):
+    rng = np.random.default_rng(3)
+    b = rng.standard_normal((*batch, 8, 20)).astype(np.float32)
+    a = rng.standard_normal((2, 3, 5, 8)).astype(np.float32)
+    close(pm.matmul(a, pm.pack(b)), a, b, batch)
+
+
 def test_a_weight_survives_pickling():
     b = numbers((9, 40)) / 100
     packed = pickle.loads(pickle.dumps(pm.pack(b)))  # noqa: S301 - our own

@@ -15,7 +15,9 @@ from arrays_of import close
 
 import portmm as pm
 from portmm.dispatch import config
+from portmm.ops import host_matmul, routes
 from portmm.runtime import cpu as cpu_runtime
+from portmm.spec.problem import Problem
 
 
 def operands(seed):
@@ -97,6 +99,15 @@ def test_the_number_of_threads_can_be_set():
     finally:
         pm.set_num_threads(0)
     assert pm.get_num_threads() == before
+
+
+def test_routes_of_one_number_of_threads_are_not_those_of_another():
+    host_matmul.begin()
+    p, workers = Problem(1030, 1030, 1030), {}
+    for threads in (3, 2, 1):
+        with pm.config(threads=threads):
+            workers[threads] = routes.route(p).workers
+    assert workers == {1: 1, 2: 2, 3: 3}
 
 
 # In a process of its own: the run of the tests has threads that a fork would lose.

@@ -140,6 +140,15 @@ def test_more_shared_memory_is_asked_for_once(cupy):
     assert cupy.log[1] == ("grant", 77, 100 << 10)
 
 
+def test_shared_memory_that_a_kernel_declares_counts_too(cupy):
+    kernel = cuda.load(replace(CUBIN, shared=16 << 10), "f")
+    cupy.cuda.driver.funcGetAttribute = lambda _attribute, _function: 32 << 10
+    cupy.log.clear()
+    for shared in (32 << 10, 33 << 10):
+        cuda.launch(kernel, (1,), (1,), [], 0, shared=shared)
+    assert [x[0] for x in cupy.log] == ["launch", "grant", "launch"]
+
+
 def test_more_shared_memory_is_asked_for_on_the_kernels_device(cupy):
     """By a thread that has no context yet, too."""
     kernel, asked = cuda.load(CUBIN, "f", 1), []

@@ -108,6 +108,11 @@ def test_what_a_book_depends_on(kept, monkeypatch):
     assert kept().lines
 
 
+def test_a_book_depends_on_programs_on_facts_and_on_the_run_time():
+    names = {line.split()[0] for line in route_cache.generator()}
+    assert names >= {"cpu_cost.py", "gemm.py", "avx512.toml", "zen4.toml", "matmul.c"}
+
+
 def test_another_host_has_another_book(kept, monkeypatch):
     shot = route_cache.snapshot()
     changes = {

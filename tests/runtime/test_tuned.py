@@ -63,6 +63,9 @@ def test_kept_and_found(base):
     assert x in tuned_lookup.find(LARGE, HERE, 1)
     assert not tuned_lookup.find(replace(LARGE, m=999), HERE, 1)
     assert not tuned_lookup.find(LARGE, HERE, 2)
+    tuning_database.record(base, [two := finding(threads=2)])
+    assert [x in tuned_lookup.find(LARGE, HERE, threads) for threads in (1, 2, 3)] == [True, False, False]
+    assert [two in tuned_lookup.find(LARGE, HERE, threads) for threads in (1, 2, 3)] == [False, True, False]
 
 
 def test_later_findings_replace_earlier_ones(base):
