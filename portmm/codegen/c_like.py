@@ -188,7 +188,8 @@ class Printer:
         self.put(depth, "}")
 
     def do_if(self, s: If, depth: int) -> None:
-        self.put(depth, f"if ({self.index(s.cond)}) {{")
+        cond = self.index(s.cond)
+        self.put(depth, f"if ({f'__builtin_expect({cond}, 0)' if s.rare else cond}) {{")
         self.body(s.then, depth + 1)
         if s.orelse:
             self.put(depth, "} else {")
