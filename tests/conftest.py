@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -44,6 +45,12 @@ def pytest_configure(config: pytest.Config) -> None:
     icd = opencl_cpu.announce()
     for made in filter(None, (icd, "" if kept else folder)):
         config.add_cleanup(partial(shutil.rmtree, made, ignore_errors=True))
+
+
+def pytest_collection_finish() -> None:
+    """Tests make many short-lived nodes beside all modules and tests, which no collection needs to look at again."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 class Reports:

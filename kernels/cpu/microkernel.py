@@ -41,8 +41,8 @@ class Shape:
         a_packed: A is a panel a[k][rows]; else a[row * a_m + k * a_k].
         b_packed: B is a panel b[k][nr]; else b[k * b_k + column].
         prefetch: prefetch distance in rows of a B in place, 0 for none.
-        ahead: prefetch the next tile of C, and these operands: at step p, operand s
-            at s_next + (p % line) * s_step + (p / line) * s_hop.
+        ahead: prefetch the next tile of C, and these operands: at step p, operand s at s_next + p * s_step.
+        slice_ahead: of A, prefetch instead a line of each row of a slice at a_next, every `line` steps.
         unroll: steps of k written out.
         inline: merge into the caller.
         ragged: the last panel may be partial.
@@ -64,6 +64,7 @@ class Shape:
     b_packed: bool = True
     prefetch: int = 0
     ahead: tuple[str, ...] | None = None
+    slice_ahead: bool = False
     unroll: int = 1
     inline: bool = False
     ragged: bool = True
@@ -103,7 +104,8 @@ def micro_kernel(atom: Atom, s: Shape) -> Function:
         params += [Param("next_m")] if s.final else []
         for x in s.ahead:
             storage = s.a if x == "a" else s.b
-            params += [Param(f"{x}_next", storage, readonly=True), Param(f"{x}_step"), Param(f"{x}_hop")]
+            params.append(Param(f"{x}_next", storage, readonly=True))
+            params += [] if x == "a" and s.slice_ahead else [Param(f"{x}_step")]
         lines = [(i, j) for i in range(s.rows) for j in range(0, s.nr, line_of(atom, s.final))]
         step = var("next_m" if s.final else "c_m")
         prefetches = (Prefetch(Ptr("c_next", const(i) * step + j), write=True) for i, j in lines)
@@ -141,9 +143,9 @@ def params_of_a(s: Shape) -> tuple[Param, ...]:
     return (Param("k"), Param("a", s.a, readonly=True), *strides)
 
 
-def element_of_a(s: Shape, i: int, p: Index) -> Ptr:
-    """Address of row i of the slice of A at step p."""
-    return Ptr("a", p * s.rows + i) if s.a_packed else Ptr("a", const(i) * var("a_m") + p * var("a_k"))
+def element_of_a(s: Shape, i: int, p: Index, a: str = "a") -> Ptr:
+    """Address of row i of the slice at `a` at step p."""
+    return Ptr(a, p * s.rows + i) if s.a_packed else Ptr(a, const(i) * var("a_m") + p * var("a_k"))
 
 
 def _at(atom: Atom, c: str, i: int, v: int) -> Ptr:
@@ -265,9 +267,12 @@ def _loop(atom: Atom, s: Shape, *, masked: bool) -> tuple[Stmt, ...]:
         if s.prefetch and not s.b_packed:
             body.append(Prefetch(at + var("b_k") * s.prefetch))
         body.append(Verb("load_mask", f"b{v}", p=at, mask=f"m{v}") if masked else Verb("load_b", f"b{v}", p=at))
-    line = line_of(atom)
-    targets = [(f"{x}_next", p % line * var(f"{x}_step") + p // line * var(f"{x}_hop")) for x in s.ahead or ()]
-    body += [Prefetch(Ptr(name, offset), near=False) for name, offset in targets]
+    for x in s.ahead or ():
+        if x == "a" and s.slice_ahead:
+            lines = (Prefetch(element_of_a(s, i, p, "a_next"), near=False) for i in range(s.rows))
+            body.append(If((p % line_of(atom)).eq(0), tuple(lines), rare=True))
+        else:
+            body.append(Prefetch(Ptr(f"{x}_next", p * var(f"{x}_step")), near=False))
     for i in range(0, s.rows, atom.m):
         a = f"a{i // atom.m % 2}"
         body.append(Verb("load_a", a, p=element_of_a(s, i, p), step=_row_stride(atom, s, i, const(1))))

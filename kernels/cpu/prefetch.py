@@ -1,10 +1,10 @@
 """Prefetch operands of the blocked GEMM's micro-kernel.
 
 A tile's accumulators are in registers for the whole of its loop over k, and the
-load and store ports have slack: each step prefetches a cache line or two of the
-next operands. Step p prefetches x_next + (p % LINE) * x_step + (p / LINE) * x_hop, so
-that a slice covers LINE lines of an operand that is contiguous along k, or one line of
-each row of an operand that is contiguous across. C is prefetched into L1, for writing;
+load and store ports have slack: step p prefetches the line at x_next + p * x_step of
+the next operands. Of a slice of A in place whose rows lie along k, every LINE steps
+prefetch a line of each row: an address for each step would take a multiplication, and
+registers of the rows' addresses. C is prefetched into L1, for writing;
 A and B into L2, where they do not evict the panel in L1. Where an epilogue
 writes C, it is the C of the same tile.
 """
@@ -28,7 +28,7 @@ def next_item(g: Operands, row: Index) -> list[Index | Ptr]:
     else:
         out = [g.result(row, var("column")) + var("c_batch")]
     for x in g.streams:
-        out += [g.operand(x, var(f"{x}_batch") + (done + g.before) * line), const(line), const(line * line)]
+        out += [g.operand(x, var(f"{x}_batch") + (done + g.before) * line), const(line)]
     return out
 
 
@@ -57,8 +57,9 @@ def _next_a(g: Operands, height: int) -> list[Index | Ptr]:
     a_k = const(1) if s.a == "row" else var("a_k")
     here = (var("row") + var("r")) * a_m + g.pc * a_k
     there = deeper * (var("kd") * a_k) + (1 - deeper) * (a_m * height)
-    step, hop = (a_k, a_k * g.line) if s.a == "col" else (a_m, const(g.line))
-    return [g.operand("a", here + there + g.before // g.line * hop), step, hop]
+    if s.a == "col":
+        return [g.operand("a", here + there + g.before * a_k), a_k]
+    return [g.operand("a", here + there + g.before)]
 
 
 def _next_b(g: Operands) -> list[Index | Ptr]:
@@ -70,6 +71,6 @@ def _next_b(g: Operands) -> list[Index | Ptr]:
     if g.panel_step is not None:
         back = back // s.nr * g.panel_step
         there = more * g.panel_step + (1 - more) * (var("kd") * s.nr - back)
-        return [Ptr("bp", there + part * var("kd") + g.before * line), const(line), const(line * line)]
+        return [Ptr("bp", there + part * var("kd") + g.before * line), const(line)]
     there = more * s.nr + (1 - more) * (var("kd") * var("b_k") - back)
-    return [Ptr("bp", there + part + g.before * var("b_k")), var("b_k"), var("b_k") * line]
+    return [Ptr("bp", there + part + g.before * var("b_k")), var("b_k")]

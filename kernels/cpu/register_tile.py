@@ -64,6 +64,7 @@ def _shape(g: Operands, height: int, panels: int) -> Shape:
         b_packed=s.pack_b or s.b == "packed",
         prefetch=s.prefetch,
         ahead=g.streams if s.ahead and panels == 1 else None,
+        slice_ahead=s.over != "batch" and s.a != "col",
         unroll=_unroll(g.atom.strips(height) * (panels * s.nr // g.atom.n), s.static[2] if s.static else 0),
         inline=s.static is not None,
         ragged=s.static is None or s.static[1] % s.nr != 0,

@@ -9,7 +9,7 @@ text of a load or a store.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from portmm.codegen import vector_spelling
 from portmm.codegen.conversions import converted
@@ -59,25 +59,28 @@ def address(p: Ptr) -> str:
     return f"{p.name} + {index(p.offset, _PRECEDENCE['+'])}"
 
 
-def _names(x: Index) -> set[str]:
+def _add_names(x: Any, names: set[str]) -> None:
+    """Add the names of the variables of an expression to a set."""
     if x.op == "var":
-        return {str(x.args[0])}
-    return set() if x.op == "const" else set().union(*[_names(y) for y in x.args])  # type: ignore[arg-type]
+        names.add(x.args[0])
+    elif x.op != "const":
+        for y in x.args:
+            _add_names(y, names)
 
 
-def _names_read(s: Stmt) -> set[str]:
-    """All variables and pointers that a statement itself reads."""
-    names: set[str] = set()
+def _add_names_read(s: Stmt, names: set[str]) -> None:
+    """Add the names of all variables and pointers that a statement itself reads to a set."""
     for slot in s.__slots__:
         values = getattr(s, slot)
         for value in values if type(values) is tuple else (values,):
             kind = type(value)
             if kind is Ptr:
                 names.add(value.name)
-                names |= _names(value.offset)
+                _add_names(value.offset, names)
             elif kind is Index:
-                names |= _names(value)
-    return names | {"workers"} if isinstance(s, Parallel) else names
+                _add_names(value, names)
+    if isinstance(s, Parallel):
+        names.add("workers")
 
 
 def pruned(body: tuple[Stmt, ...]) -> tuple[tuple[Stmt, ...], set[str]]:
@@ -89,7 +92,8 @@ def pruned(body: tuple[Stmt, ...]) -> tuple[tuple[Stmt, ...], set[str]]:
             continue
         now, inside = _pruned_inside(s)
         kept.append(now)
-        used |= inside | _names_read(s)
+        used |= inside
+        _add_names_read(s, used)
     return tuple(reversed(kept)), used
 
 
@@ -188,7 +192,8 @@ class Printer:
         self.put(depth, "}")
 
     def do_if(self, s: If, depth: int) -> None:
-        self.put(depth, f"if ({self.index(s.cond)}) {{")
+        cond = self.index(s.cond)
+        self.put(depth, f"if ({f'__builtin_expect({cond}, 0)' if s.rare else cond}) {{")
         self.body(s.then, depth + 1)
         if s.orelse:
             self.put(depth, "} else {")

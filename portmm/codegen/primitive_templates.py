@@ -26,6 +26,8 @@ _PER_LINE = 8
 
 def called(x: Primitive, code: str) -> Iterator[Primitive]:
     """The primitive if a text calls it; of a family, the members that it calls."""
+    if x.name.partition("<")[0] not in code:
+        return
     pattern = re.escape(x.name)
     for word, values in _NAMES.items():
         pattern = pattern.replace(re.escape(word), values)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -117,13 +118,19 @@ def _parsed(words: list[str]) -> Index:
 
 
 _NEUTRAL = {("+", 0), ("-", 0), ("*", 1), ("/", 1), ("^", 0)}
+_NEUTRAL_ON_THE_LEFT = {("+", 0), ("*", 1)}
+_ZERO_ON_THE_RIGHT = {("*", 0), ("%", 1)}
+_LEAVES = 4096
+"""Constants, and variables, that are kept: the same few make up all expressions."""
 
 
+@lru_cache(_LEAVES, typed=True)
 def const(value: int) -> Index:
     """The constant `value`."""
     return Index("const", (value,))
 
 
+@lru_cache(_LEAVES)
 def var(name: str) -> Index:
     """The variable, parameter or argument field called `name`."""
     return Index("var", (name,))
@@ -135,17 +142,18 @@ def _lift(x: Index | int) -> Index:
 
 def _binary(op: str, x: Index | int, y: Index | int) -> Index:
     x, y = _lift(x), _lift(y)
-    if x.op == y.op == "const":
-        return const(OPERATORS[op](int(x.args[0]), int(y.args[0])))  # type: ignore[arg-type]
-    if y.op == "const" and (op, y.args[0]) in _NEUTRAL:
-        return x
-    if x.op == "const" and (op, x.args[0]) in {("+", 0), ("*", 1)}:
-        return y
-    if (op == "*" and const(0) in (x, y)) or (op == "%" and y == const(1)):
-        return const(0)
-    if x == y and op in ("min", "max"):
-        return x
-    return Index(op, (x, y))
+    if y.op == "const":
+        value: Any = y.args[0]
+        if x.op == "const":
+            return const(OPERATORS[op](int(x.args[0]), int(value)))  # type: ignore[arg-type]
+        if (op, value) in _NEUTRAL:
+            return x
+        return const(0) if (op, value) in _ZERO_ON_THE_RIGHT else Index(op, (x, y))
+    if x.op == "const":
+        if (op, x.args[0]) in _NEUTRAL_ON_THE_LEFT:
+            return y
+        return x if op == "*" and x.args[0] == 0 else Index(op, (x, y))
+    return x if op in ("min", "max") and x == y else Index(op, (x, y))
 
 
 def minimum(x: Index | int, y: Index | int) -> Index:

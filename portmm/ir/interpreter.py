@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -68,10 +68,19 @@ class _Frame:
     ptrs: dict[str, Typed]
     regs: Registers = field(default_factory=dict)
 
+    def scope(self) -> _Frame:
+        """A frame for a block with names of its own; registers belong to the function."""
+        return _Frame(self.atom, dict(self.ints), dict(self.ptrs), self.regs)
+
 
 @cache
-def _method(node: str) -> str:
-    return f"do_{node.lower()}"
+def _method(node: str) -> Any:
+    return getattr(_Machine, f"do_{node.lower()}")
+
+
+def _declares(body: tuple[Stmt, ...]) -> bool:
+    """Whether a block has names of its own."""
+    return any(isinstance(s, Let | LetPtr | Read | Scratch) for s in body)
 
 
 def evaluate(x: Index, ints: Mapping[str, int]) -> int:
@@ -101,7 +110,8 @@ def run(kernel: Kernel, ints: Mapping[str, int], arrays: Mapping[str, Address], 
     memory: dict[str, Address] = {**arrays, "work": (work, 0)}
     ptrs = {name: memory[source[name]] for name in OPERANDS if source[name] in memory} | {x: memory[x] for x in extra}
     typed = {name: _view(x, at, kernel.type_of(name)) for name, (x, at) in ptrs.items()}
-    _Machine(kernel, fields, typed, np.random.default_rng(shuffle) if shuffle else None).call(kernel.entry, {}, {})
+    order = np.random.default_rng(shuffle) if shuffle else None
+    _Machine(kernel, cache(kernel.isa.word), fields, typed, order).call(kernel.entry, {}, {})
 
 
 @cache
@@ -171,6 +181,7 @@ _WRITTEN: dict[str, Callable[[Verb, Registers, Atom, int], np.ndarray]] = {
 @dataclass(slots=True)
 class _Machine:
     kernel: Kernel
+    word: Callable[[str], Atom]
     block: dict[str, int]
     pointers: dict[str, Typed]
     order: np.random.Generator | None
@@ -181,13 +192,13 @@ class _Machine:
 
     def call(self, f: Function, ints: dict[str, int], ptrs: dict[str, Typed]) -> None:
         has_block = f.kind != "inner"
-        atom = self.kernel.isa.word(f.of) if f.of else self.kernel.atom
+        atom = self.word(f.of) if f.of else self.kernel.atom
         frame = _Frame(atom, (self.block if has_block else {}) | ints, (self.pointers if has_block else {}) | ptrs)
         self.body(f.body, frame)
 
     def body(self, body: tuple[Stmt, ...], f: _Frame) -> None:
         for s in body:
-            getattr(self, _method(type(s).__name__))(s, f)
+            _method(type(s).__name__)(self, s, f)
 
     def value(self, x: Index, f: _Frame) -> int:
         """The value of an integer expression of the kernel."""
@@ -222,21 +233,23 @@ class _Machine:
 
     def do_for(self, s: For, f: _Frame) -> None:
         begin, end, step = (self.value(x, f) for x in (s.begin, s.end, s.step))
+        inside, declares = f.scope(), _declares(s.body)
         for i in range(begin, end, step):
-            self.block_of(s.body, f, {s.var: i})
+            inside.ints[s.var] = i
+            self.body(s.body, inside.scope() if declares else inside)
 
     def do_if(self, s: If, f: _Frame) -> None:
-        self.block_of(s.then if self.value(s.cond, f) else s.orelse, f, {})
+        self.block_of(s.then if self.value(s.cond, f) else s.orelse, f)
 
     def do_switch(self, s: Switch, f: _Frame) -> None:
-        self.block_of(dict(s.cases)[self.value(s.value, f)], f, {})
+        self.block_of(dict(s.cases)[self.value(s.value, f)], f)
 
-    def block_of(self, body: tuple[Stmt, ...], f: _Frame, ints: dict[str, int]) -> None:
-        """Run a body with a scope of its own, as in C; registers belong to the function."""
-        self.body(body, _Frame(f.atom, f.ints | ints, dict(f.ptrs), f.regs))
+    def block_of(self, body: tuple[Stmt, ...], f: _Frame) -> None:
+        """Run a body with a scope of its own, as in C."""
+        self.body(body, f.scope() if _declares(body) else f)
 
     def do_verb(self, s: Verb, f: _Frame) -> None:
-        atom = self.kernel.isa.word(s.of) if s.of else f.atom
+        atom = self.word(s.of) if s.of else f.atom
         if atom.m > 1:
             self._block(s, f, atom)
         elif s.name == "load_rows":
@@ -313,7 +326,7 @@ class _Machine:
         f.regs[s.d] = block.reshape(rows, columns, pack) if pack > 1 else block
 
     def do_map(self, s: Map, f: _Frame) -> None:
-        lanes, count = self.kernel.isa.word(s.of).n, self.value(s.count, f) if s.count else 0
+        lanes, count = self.word(s.of).n, self.value(s.count, f) if s.count else 0
         result = register_values.mapped(s, f.regs, lanes, count)
         if result.dtype != register_values.KINDS[s.dtype]:
             raise ValueError(f"{self.kernel.name}: {s.op} gives {result.dtype}, not {s.dtype}")

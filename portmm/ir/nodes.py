@@ -103,11 +103,12 @@ class For:
 
 @dataclass(frozen=True, slots=True)
 class If:
-    """Branch: `then` if `cond` is not 0, else `orelse`."""
+    """Branch: `then` if `cond` is not 0, else `orelse`; where that is `rare`, compilers put `then` out of the way."""
 
     cond: Index
     then: tuple[Stmt, ...]
     orelse: tuple[Stmt, ...] = ()
+    rare: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,23 @@ class PackedInt4(QuantizedMatrix):
         return f"<portmm.PackedInt4 {self.shape} u4, family {self.family}>"
 
 
+def largest_weight(w: PackedInt4) -> float:
+    """A bound on the magnitude of a weight's values, and of the terms that kernels make of them."""
+    most: float | None = w._calls.get("largest")  # noqa: SLF001 - its own
+    if most is None:
+        layout, (k, n) = family(w.family), w.shape
+        group = layout.group or max(k, 1)
+        first = np.arange(-(-k // group)) * ((-(-group // CODES_KR) + 2) * layout.nr)
+        panels = w.owner.reshape(-(-n // layout.nr), -1)
+        scales, offsets = (
+            np.abs(panels[:, first[:, None] + at + np.arange(layout.nr)].view(np.float32)).max(initial=0)
+            for at in (0, layout.nr)
+        )
+        most = 2.0**CODE_BITS * float(scales) + float(offsets)
+        w._calls.keep("largest", most)  # noqa: SLF001 - its own
+    return most
+
+
 def restore(owner: Array, shape: tuple[int, ...], family_name: str) -> PackedInt4:
     """A prepacked weight from its panels.
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.arrays import libraries, numpy_arrays, numpy_fallback
-from portmm.ops.int4_panels import PackedInt4, pack_int4, unpack_int4
+from portmm.ops.int4_panels import PackedInt4, largest_weight, pack_int4, unpack_int4
 from portmm.ops.linear_kernel import LinearKernel, LinearOptions, fused_kernel, kernel_of, layout_of
-from portmm.ops.linear_vectors import is_default, last_step, vectors_of
+from portmm.ops.linear_vectors import SAFE, is_default, last_step, scaled_in_float64, vectors_of
 from portmm.ops.prepack import current, is_packed, pack, unpack
 from portmm.runtime.cpu import runtime
 from portmm.spec.row_classes import last_of_class
@@ -47,7 +47,9 @@ def linear(
 
     The sum over k is exact in integers, zero points included, modulo 2**32; then follow
     three roundings in float32 and one to the result. With an int4 weight
-    sums are exact within a group, and the groups are summed in float32.
+    sums are exact within a group, and the groups are summed in float32. Results that float32 can hold are
+    finite, however large or small the scales are: with scales of w above 2**96 sums are scaled in float64, which takes
+    longer.
 
     Args:
         x: int8 or uint8 values (..., k), or float32, float16 or bfloat16 values,
@@ -110,7 +112,12 @@ def linear(
     if epilogue is not None:
         return _with_epilogue(key, left, weight, options, out, epilogue, bias, scaling)
     kernel, shape = kernel_of(key, m, left, weight, options), (*left.shape[:-1], weight.shape[1])
-    vectors = vectors_of(left, (m, shape[-1]), kernel.source, bias, scaling)
+    vectors = vectors_of(left, (m, shape[-1]), kernel.source, bias, scaling, _unit(left, weight, options))
+    if vectors is None:
+        into = np.empty(shape, kernel.dtype if dtype is None else dtype) if out is None else out
+        result = _checked_out(into, shape, kernel.dtype)
+        result[...] = _scaled_apart(left.reshape(m, left.shape[-1]), weight, kernel, bias, scaling).reshape(shape)
+        return result
     if out is None:
         result = np.empty(shape, kernel.dtype)
         to = result
@@ -154,7 +161,11 @@ def _with_epilogue(  # noqa: PLR0917 - one caller
     kernel: LinearKernel | None = user_function.ready(("linear", rank, key), build, VALUES, rank)
     if kernel is not None and not kernel.rows[0] <= m <= kernel.rows[1]:
         kernel = user_function.ready(("linear", rank, m, key), build, VALUES, rank)
-    if kernel is None or kernel.bound is None:
+    vectors = None
+    if kernel is not None and kernel.bound is not None:
+        unit = _unit(left, weight, options)
+        vectors = vectors_of(left, (m, weight.shape[1]), kernel.source, bias, scaling, unit)
+    if kernel is None or kernel.bound is None or vectors is None:
         f32 = np.dtype(np.float32)
         usual = f32 if options.dtype is None else options.dtype
         names = ("x_scale", "x_zero", "w_scale", "w_zero", "out_scale", "out_zero")
@@ -162,11 +173,30 @@ def _with_epilogue(  # noqa: PLR0917 - one caller
         product = linear(left, weight, bias, **scaling_by_name, dynamic=options.dynamic, dtype=f32)
         row_results, several = over_rows(epilogue, (product,), NAMES, dtype=usual)
         return fit(list(row_results), out, several=several)
-    vectors = vectors_of(left, (m, weight.shape[1]), kernel.source, bias, scaling)
     results = [np.empty((m, width), t) for width, t in kernel.results]
     table = kernel.bound.fill(user_function.closure, [], results[1:])
     _run(kernel, m, left, weight, results[0], vectors, table[:2])
     return fit(results, out, several=kernel.several)
+
+
+def _unit(left: Array, weight: Any, options: LinearOptions) -> float:
+    """A bound on what a unit of an integer sum is multiplied by before the vectors of the epilogue."""
+    integers = options.dynamic or left.dtype.kind in "iu"
+    rescaled = options.dynamic or options.x_scale or options.requantize
+    return largest_weight(weight) if integers and rescaled and isinstance(weight, PackedInt4) else 1.0
+
+
+def _scaled_apart(left: Array, weight: Any, kernel: LinearKernel, bias: Any, scaling: tuple[Any, ...]) -> Array:
+    """The product with scales whose product with a sum may leave float32: that of 1, scaled in float64."""
+    _, x_zero, _, w_zero, *_ = scaling
+    rows = None
+    if kernel.source:
+        left, rows = numpy_fallback.quantized_rows(left)
+    if isinstance(weight, PackedInt4) and largest_weight(weight) > SAFE:
+        sums = left.astype(np.float64) @ dequantize(unpack_int4(weight), np.float64)
+    else:
+        sums = linear(left, weight, x_zero=x_zero, w_zero=w_zero, dtype=np.float32)
+    return scaled_in_float64(sums, rows, bias, scaling, kernel.dtype)
 
 
 def _checked_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

@@ -13,7 +13,7 @@ import numpy as np
 from portmm.arrays import interop, libraries
 from portmm.ops import rowwise_gpu
 from portmm.ops.matmul import matmul
-from portmm.spec.elementwise import cast, quantize_rows
+from portmm.spec.elementwise import cast, maximum, minimum, quantize_rows
 from portmm.trace.closures import traced_through
 
 if TYPE_CHECKING:
@@ -89,23 +89,26 @@ def _epilogue(
         options["out_scale"] is not None,
     )
     last, zero = float(options["out_scale"] or 1.0), float(options["out_zero"])
+    early = requantize and last >= 1
     kept_axis = bool(options["dynamic"])  # scales of dynamic rows keep their axis
     several = by_row and len(rows.shape) - kept_axis > 1
 
     @traced_through
     def apply(acc: Any, i: Any) -> Any:
-        value = acc
-        if by_row and kept_axis:
-            value = value * (rows[i.b, i.m, 0] if several else rows[i.m, 0])
-        elif by_row:
-            value = value * (rows[i.b, i.m] if several else rows[i.m])
-        else:
-            value = value * rows
-        value = value * (columns[i.n] if by_column else columns)
+        row, column = rows, columns[i.n] if by_column else columns
+        if by_row:
+            at = (i.b, i.m) if several else (i.m,)
+            row = rows[*at, 0] if kept_axis else rows[at]
+        # What makes an integer smaller comes first, so that no step leaves float32 unless the result does.
+        value = acc * minimum(row, 1.0)
+        value = value / last if early else value
+        value = value * column * maximum(row, 1.0)
         if bias is not None:
-            value = value + bias[i.n]
+            value = value + (bias[i.n] / last if early else bias[i.n])
         if epilogue is not None:
             return epilogue(value, i)
-        return cast(value / last + zero, dtype) if requantize else value
+        if not requantize:
+            return value
+        return cast((value if early else value / last) + zero, dtype)
 
     return apply

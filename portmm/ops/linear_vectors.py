@@ -1,7 +1,7 @@
 """The vectors that the epilogue of a quantized product reads.
 
 Owns the conversion of scales, zero points and a bias to vectors along rows and columns (kernels/cpu/epilogue.py), and
-the epilogue by NumPy for empty sums.
+the epilogue by NumPy for empty sums, and for scales that are too large for a kernel.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from portmm.util.array_subclasses import refuse_class
 
 LARGEST = float(np.finfo(np.float32).max)
 """The largest scale that is a number."""
+SAFE = 2.0**96
+"""Kernels multiply a sum by the column's scale first: below this one no product with an integer of 32 bits overflows
+float32. None underflows, either: it is a multiple of the scale. The row's scale then decides whether a result does."""
 
 Array = np.ndarray[Any, Any]
 
@@ -45,18 +48,20 @@ def _spread(name: str, value: Any, count: int, dtype: Any, pad: int = 1) -> Arra
     return padded
 
 
-def _scales(name: str, value: Any, count: int, pad: int = 1) -> Array:
+def _scales(name: str, value: Any, count: int, pad: int = 1) -> tuple[Array, float]:
+    """A vector of scales, and the largest."""
     if is_default(value, 1):
-        return numpy_arrays.ones(-(-count // pad) * pad)
+        return numpy_arrays.ones(-(-count // pad) * pad), 1.0
     if type(value) is float and 0 <= value <= LARGEST:
         equal = np.empty(-(-count // pad) * pad, np.float32)
         equal.fill(value)
-        return equal
+        return equal, value
     scales = _spread(name, value, count, np.float32, pad)
-    if not runtime_types().are_scales(scales):
+    most = runtime_types().largest_scale(scales)
+    if most < 0:
         known = scales[:count]
         raise ValueError(f"{name} must be finite and not negative; it ranges from {known.min()} to {known.max()}")
-    return scales
+    return scales, most
 
 
 def _zeros(name: str, value: Any, count: int, pad: int = 1) -> Array:
@@ -75,34 +80,48 @@ def _out_zero(value: Any) -> int:
     return zero
 
 
-def vectors_of(
-    left: Array, size: tuple[int, int], source: str, bias: Any, scaling: tuple[Any, ...]
-) -> tuple[Array | None, ...]:
-    """The six vectors of a kernel's epilogue."""
+def _step(out_scale: Any) -> np.float32:
+    """The scale of an integer result."""
+    step: np.float32 = _scales("out_scale", out_scale, 1)[0][0]
+    if not step:
+        raise ValueError("out_scale is 0; it must be positive")
+    return step
+
+
+def vectors_of(  # noqa: PLR0917 - operands, then options
+    left: Array, size: tuple[int, int], source: str, bias: Any, scaling: tuple[Any, ...], unit: float
+) -> tuple[Array | None, ...] | None:
+    """The six vectors of a kernel's epilogue; None if float32 may not hold what it computes with them.
+
+    Args:
+        left: x.
+        size: (m, n).
+        source: the type that rows are quantized from, or "".
+        bias: as for `linear`.
+        scaling: x_scale, x_zero, w_scale, w_zero, out_scale and out_zero.
+        unit: the most that an integer adds to sums: 1, except for weights with scales of their own.
+    """
     x_scale, x_zero, w_scale, w_zero, out_scale, out_zero = scaling
     m, n = size
-    a_scale, b_scale = _scales("x_scale", x_scale, m), _scales("w_scale", w_scale, n, COLUMN_PAD)
+    (a_scale, _), (b_scale, most) = _scales("x_scale", x_scale, m), _scales("w_scale", w_scale, n, COLUMN_PAD)
     a_zero = None if is_default(x_zero, 0) else _zeros("x_zero", x_zero, m)
     b_zero = None if is_default(w_zero, 0) else _zeros("w_zero", w_zero, n, COLUMN_PAD)
-    shift = None
+    shift, fits = None, True
     if bias is not None or out_scale is not None:
         shift = _spread("bias", 0 if bias is None else bias, n, np.float32, COLUMN_PAD)
     if out_scale is not None:
-        step = _scales("out_scale", out_scale, 1)[0]
-        if not step:
-            raise ValueError("out_scale is 0; it must be positive")
+        step = _step(out_scale)
         # Dynamic rows have scales from the quantization.
         with np.errstate(over="ignore"):
             a_scale, b_scale = (a_scale, b_scale / step) if source else (a_scale / step, b_scale)
-        divided = b_scale if source else a_scale
-        if not runtime_types().are_scales(divided):
-            raise ValueError(
-                f"{'w_scale' if source else 'x_scale'} / out_scale overflows float32 (out_scale is {step}); "
-                "scale both by a common factor"
-            )
-        shift = (shift.astype(np.float64) / step + _out_zero(out_zero)).astype(np.float32)  # type: ignore[union-attr]
+            shift = (shift.astype(np.float64) / step + _out_zero(out_zero)).astype(np.float32)  # type: ignore[union-attr]
+        divided = runtime_types().largest_scale(b_scale if source else a_scale)
+        most = divided if source else most
+        fits = divided >= 0 and bool(np.isfinite(shift).all())
     elif not is_default(out_zero, 0):
         raise ValueError(f"out_zero is {out_zero!r}, but there is no out_scale: the result has no zero point")
+    if most * unit > SAFE or not fits:
+        return None
     a_sum = None
     if b_zero is not None:
         zeros = 0 if a_zero is None else a_zero.astype(np.int64)
@@ -114,7 +133,34 @@ def vectors_of(
 def last_step(sums: Array, vectors: tuple[Array | None, ...], dtype: np.dtype[Any]) -> Array:
     """The epilogue of empty sums."""
     shift = vectors[2]
-    values = sums if shift is None else sums + shift[: sums.shape[-1]]
+    return _rounded(sums if shift is None else sums + shift[: sums.shape[-1]], dtype)
+
+
+def scaled_in_float64(
+    sums: Array, rows: Array | None, bias: Any, scaling: tuple[Any, ...], dtype: np.dtype[Any]
+) -> Array:
+    """The epilogue of sums that are free of zero points, where `vectors_of` returns None.
+
+    Args:
+        sums: (m, n).
+        rows: scales of rows, in the place of x_scale, or None.
+        bias: as for `linear`.
+        scaling: as for `vectors_of`.
+        dtype: of the result.
+    """
+    x_scale, _, w_scale, _, out_scale, out_zero = scaling
+    m, n = sums.shape
+    by_row = _scales("x_scale", x_scale, m)[0] if rows is None else rows
+    with np.errstate(all="ignore"):
+        values = sums.astype(np.float64) * by_row[:, None] * _scales("w_scale", w_scale, n)[0].astype(np.float64)
+        if bias is not None:
+            values += _spread("bias", bias, n, np.float32)
+        if out_scale is not None:
+            values = values / np.float64(_step(out_scale)) + _out_zero(out_zero)
+        return _rounded(values, dtype)
+
+
+def _rounded(values: Array, dtype: np.dtype[Any]) -> Array:
     if dtype.kind in "iu":
         info = np.iinfo(dtype)
         values = np.clip(np.rint(values), info.min, info.max)

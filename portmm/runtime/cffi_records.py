@@ -128,6 +128,11 @@ def address(x: np.ndarray[Any, Any]) -> int:
     return int(x.__array_interface__["data"][0])
 
 
+def largest_scale(vector: np.ndarray[Any, Any]) -> float:
+    """See `Runtime`."""
+    return float(vector.max(initial=0)) if bool(((vector >= 0) & (vector < np.inf)).all()) else -1.0
+
+
 def _span(x: np.ndarray[Any, Any]) -> tuple[int, int]:
     low = high = address(x)
     if x.size == 0:

@@ -24,6 +24,7 @@ from portmm.runtime.cffi_records import (
     Plan,
     Route,
     address,
+    largest_scale,
     layout_of,
     offsets_of,
     overlap,
@@ -155,7 +156,7 @@ class CffiRuntime:
         return int(array.__array_interface__["data"][0])
 
     @staticmethod
-    def are_scales(vector: np.ndarray[Any, Any]) -> bool:
+    def largest_scale(vector: np.ndarray[Any, Any]) -> float:
         """See `Runtime`."""
         if (
             not isinstance(vector, np.ndarray)
@@ -163,7 +164,7 @@ class CffiRuntime:
             or not vector.flags.c_contiguous
         ):
             raise TypeError("scales must be a contiguous 1-D float32 array")
-        return bool(((vector >= 0) & (vector < np.inf)).all())
+        return largest_scale(vector)
 
     def _resolve(self, key: tuple[Any, ...], dtype: str) -> Route | None:
         if self._resolver is None:

@@ -105,8 +105,8 @@ class Runtime(Protocol):
     def address(self, array: Any) -> int:
         """The address of the first element of an array."""
 
-    def are_scales(self, vector: Any) -> bool:
-        """Test whether all numbers of a contiguous vector of float32 are finite and not negative."""
+    def largest_scale(self, vector: Any) -> float:
+        """The largest number of a contiguous vector of float32, at least 0; -1 if any is negative or not finite."""
 
     def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
         """The product of two arrays, or of an array and a `Packed`.

@@ -364,8 +364,8 @@ static PyObject *py_execute_all(PyObject *module, PyObject *const *args, Py_ssiz
   return Py_NewRef(Py_None);
 }
 
-/* Whether all numbers of a vector of f32 are finite and not negative. */
-static PyObject *py_are_scales(PyObject *module, PyObject *x) {
+/* The largest number of a vector of f32, at least 0; -1 if any is negative or not finite. */
+static PyObject *py_largest_scale(PyObject *module, PyObject *x) {
   const array_object *a = (array_object *)x;
   (void)module;
   if (Py_TYPE(x) != array_type || a->nd != 1 || element_of(a) < 0 || strcmp(elements[element_of(a)].name, "f32") ||
@@ -373,6 +373,10 @@ static PyObject *py_are_scales(PyObject *module, PyObject *x) {
     return PyErr_Format(PyExc_TypeError, "scales must be a contiguous 1-D float32 array");
   const float *v = (const float *)a->data;
   int good = 1;
-  for (Py_ssize_t i = 0; i < a->shape[0]; i++) good &= v[i] >= 0 && v[i] <= FLT_MAX; /* a NaN is neither */
-  return PyBool_FromLong(good);
+  float most = 0;
+  for (Py_ssize_t i = 0; i < a->shape[0]; i++) {
+    good &= v[i] >= 0 && v[i] <= FLT_MAX; /* a NaN is neither */
+    most = v[i] > most ? v[i] : most;
+  }
+  return PyFloat_FromDouble(good ? most : -1);
 }

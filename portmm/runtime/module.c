@@ -150,7 +150,7 @@ static PyMethodDef functions[] = {
     {"execute_all", FUNCTION(py_execute_all), METH_FASTCALL, "execute_all(routes, words): kernels in a row"},
     {"describe", FUNCTION(py_describe), METH_FASTCALL, "describe(arrays, rows=0) -> bytes, or None"},
     {"address", py_address, METH_O, "address(array) -> where its first element lies"},
-    {"are_scales", py_are_scales, METH_O, "are_scales(vector) -> whether all are finite and not negative"},
+    {"largest_scale", py_largest_scale, METH_O, "largest_scale(vector) -> the largest; -1 if any is negative or not finite"},
     {"tape", FUNCTION(py_tape), METH_FASTCALL, "tape(code, constants, sizes, shared) -> what the cost model predicts"},
     {"matmul", FUNCTION(py_matmul), METH_FASTCALL | METH_KEYWORDS,
      "matmul($module, /, a, b, out=None)\n--\n\nMatrix product of two arrays."},

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.errors import BuildError
-from portmm.runtime.cffi_records import Kernel, Packed, Plan, Route, address, register_dtype
+from portmm.runtime.cffi_records import Kernel, Packed, Plan, Route, address, largest_scale, register_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,10 +35,7 @@ class Plain:
     def describe(*_: Any) -> None:
         """See `Runtime`: there is no fast path here."""
 
-    @staticmethod
-    def are_scales(vector: np.ndarray[Any, Any]) -> bool:
-        """See `Runtime`."""
-        return bool(((vector >= 0) & (vector < np.inf)).all())
+    largest_scale = staticmethod(largest_scale)
 
 
 class PlainPlan(Plan):

@@ -42,7 +42,7 @@ def test_vectors_of_ones_share_memory():
     assert numpy_arrays.ones(0).size == 0
     a, b = ones(50, 32, dtype=np.int8), ones(32, 40, dtype=np.int8)
     np.testing.assert_array_equal(pm.matmul(a, b, epilogue=lambda x, _: x * 2.0), np.full((50, 40), 64))
-    assert linear_vectors._scales("x_scale", 1.0, 70).base is numpy_arrays.ones(7).base
+    assert linear_vectors._scales("x_scale", 1.0, 70)[0].base is numpy_arrays.ones(7).base
 
 
 def test_joined_weights_are_one_copy_for_all_shapes(monkeypatch):

@@ -321,9 +321,3 @@ def test_a_scale_is_a_number_or_as_many_as_it_serves():
         for name in ("x_scale", "w_scale"):
             with pytest.raises(ValueError, match=f"{name} must be finite and not negative"):
                 pm.linear(x, w, **{name: scale})
-
-
-def test_scales_whose_quotient_overflows_are_refused():
-    x, w = np.zeros((1, 8), np.int8), np.full((8, 2), 10, np.int8)
-    with pytest.raises(ValueError, match="x_scale / out_scale overflows float32"):
-        pm.linear(x, w, x_scale=1e30, w_scale=1e-38, out_scale=1e-10, out_zero=5)

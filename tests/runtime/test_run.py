@@ -75,15 +75,15 @@ def test_pointers_are_arrays_or_addresses(rt):
 
 def test_scales_are_finite_and_not_negative(rt):
     good = np.array([0.0, 1e-45, 3.4e38, 1.0] * 5, np.float32)
-    assert rt.are_scales(good)
-    assert rt.are_scales(good[:0])
+    assert rt.largest_scale(good) == np.float32(3.4e38)
+    assert rt.largest_scale(good[:0]) == 0
     for i, wrong in ((0, -1e-45), (7, np.nan), (19, np.inf), (3, -np.inf)):
         bad = good.copy()
         bad[i] = wrong
-        assert not rt.are_scales(bad)
+        assert rt.largest_scale(bad) == -1
     for strange in (good.astype(float), good[::2], good.reshape(4, 5), [1.0]):
         with pytest.raises(TypeError, match="float32"):
-            rt.are_scales(strange)
+            rt.largest_scale(strange)
 
 
 def test_execute_batch_and_outer_offsets(rt):

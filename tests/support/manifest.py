@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,6 +77,7 @@ def _digest(text: str) -> str:
 # -- the file -------------------------------------------------------------------------------
 
 
+@cache
 def read(path: Path = FILE) -> dict[str, dict[str, str]]:
     """Family -> case -> digest, as last written."""
     found: dict[str, dict[str, str]] = {}
