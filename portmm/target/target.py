@@ -20,7 +20,7 @@ from portmm.target.clouds import read as read_clouds
 from portmm.target.device import Device, check_device
 from portmm.target.fragment import Fragment, check_shapes, fragments_of, resolved
 from portmm.target.isa import Isa, Primitive, Transfer, check_transfer
-from portmm.target.toml_schema import nearest, parse, record, require
+from portmm.target.toml_schema import nearest, of_length, parse, record, require
 from portmm.target.vector_ops import lanes_of
 
 ARCHS = ("x86_64", "aarch64", "device", "any")
@@ -154,13 +154,26 @@ def _root() -> Path:
 def _read(folder: str, name: str) -> tuple[dict[str, Any], str]:
     if name not in names(folder):
         raise TargetError(f"no {folder} called {name!r}{nearest(name, names(folder))}")
-    return parse((_root() / folder / f"{name}.toml").read_text(), f"{folder}/{name}.toml")
+    path, bits = _files(folder)[name]
+    table, where = parse(path.read_text(), f"{folder}/{path.name}")
+    return of_length(table, bits) if bits else table, where
+
+
+@cache
+def _files(folder: str) -> dict[str, tuple[Path, int]]:
+    """Name of each shipped description -> its file, and its vector length in bits if the file is for several."""
+    found = {}
+    for path in (_root() / folder).glob("*.toml"):
+        text = path.read_bytes() if folder == "isa" else b""  # parsing them all would take milliseconds
+        lengths = [int(bits) for bits in text.partition(b"\nvl = [")[2].partition(b"]")[0].split(b",") if bits]
+        found.update({f"{path.stem}{bits or ''}": (path, bits) for bits in lengths or [0]})
+    return found
 
 
 @cache
 def names(folder: str) -> tuple[str, ...]:
     """Names of all shipped descriptions in `folder`, "isa" or "chip"."""
-    return tuple(sorted(path.stem for path in (_root() / folder).glob("*.toml")))
+    return tuple(sorted(_files(folder)))
 
 
 @cache

@@ -19,6 +19,7 @@ from portmm.host import detect
 from portmm.spec.dtype import BY_NAME
 from portmm.target import target
 from portmm.target.reported_device import device_target
+from portmm.target.toml_schema import of_length
 
 if TYPE_CHECKING:
     from portmm.target.atom import Atom
@@ -298,6 +299,25 @@ def test_no_two_chips_claim_one_host() -> None:
 
 def test_a_dash_reads_as_an_underscore() -> None:
     assert target.load_target("Neoverse-N1") is target.load_target("neoverse_n1")
+
+
+def test_a_file_of_several_lengths_is_an_isa_for_each() -> None:
+    assert {"sve128", "sve256", "sve512"} <= set(target.names_of("cpu", "isa"))
+    assert "sve" not in target.names("isa")
+    for bits in (128, 256, 512):
+        isa = target.load_isa(f"sve{bits}")
+        assert (isa.title, isa.vector_bytes) == (f"SVE, {bits}-bit vectors", bits // 8)
+        lanes = {f"sve{bits}_f32": bits // 32, f"sve{bits}_f64": bits // 64, f"sve{bits}_s32": bits // 32}
+        assert {x.name: x.n for x in isa.atoms} == lanes
+        assert {x.n for x in (*isa.transfers, *isa.words)} == {bits // 32}
+    with pytest.raises(TargetError, match=r"no isa called 'sve1024'; did you mean sve"):
+        target.load_isa("sve1024")
+
+
+@pytest.mark.parametrize(("value", "found"), [("{VL}/32", 8), ("x{VL}", "x256"), ("0x{VL}/32", "0x256/32"), (7, 7)])
+def test_what_depends_on_the_length(value: object, found: object) -> None:
+    table = {"isa": {"vl": [256]}, "atom": [{"n": value}]}
+    assert of_length(table, 256) == {"isa": {}, "atom": [{"n": found}]}
 
 
 @pytest.mark.parametrize("name", target.names("isa"))
