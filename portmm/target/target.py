@@ -23,7 +23,7 @@ from portmm.target.isa import Isa, Primitive, Transfer, check_transfer
 from portmm.target.toml_schema import nearest, of_length, parse, record, require
 from portmm.target.vector_ops import lanes_of
 
-ARCHS = ("x86_64", "aarch64", "device", "any")
+ARCHS = ("x86_64", "aarch64", "riscv64", "device", "any")
 
 GENERIC_DEVICES = ("opencl_gpu", "cuda_gpu", "opencl_cpu")
 """Targets for devices that have no description of their own."""
@@ -162,12 +162,12 @@ def _read(folder: str, name: str) -> tuple[dict[str, Any], str]:
 @cache
 def _files(folder: str) -> dict[str, tuple[Path, int]]:
     """Name of each shipped description -> its file, and its vector length in bits if the file is for several."""
-    found = {}
+    files: dict[str, tuple[Path, int]] = {}
     for path in (_root() / folder).glob("*.toml"):
         text = path.read_bytes() if folder == "isa" else b""  # parsing them all would take milliseconds
         lengths = [int(bits) for bits in text.partition(b"\nvl = [")[2].partition(b"]")[0].split(b",") if bits]
-        found.update({f"{path.stem}{bits or ''}": (path, bits) for bits in lengths or [0]})
-    return found
+        files.update({f"{path.stem}{bits or ''}": (path, bits) for bits in lengths or [0]})
+    return files
 
 
 @cache
@@ -332,7 +332,7 @@ def _smallest(isa: Isa) -> Target:
         return having.limited_to(isa.name) if having else _generic_device(isa)
     chips = [_shipped(name) for name in names("chip")]
     generic = [chip for chip in chips if any(m.features for m in chip.match) and isa.arch in ("any", chip.arch)]
-    generic.sort(key=lambda chip: (chip.arch == "aarch64", sum(len(m.features) for m in chip.match)))
+    generic.sort(key=lambda chip: (chip.arch != "x86_64", sum(len(m.features) for m in chip.match)))
     having = next((chip for chip in generic if chip.isa(isa.name)), None)
     if having:
         return having.limited_to(isa.name)
