@@ -68,6 +68,27 @@ def test_kernels_agree_with_the_interpreter(name, dtype, foreign_driver):
     driver.check(foreign_driver(name), jobs)
 
 
+@pytest.mark.skipif("riscv64" not in crossing.EMULATED, reason="this machine's vectors have the length that they have")
+def test_kernels_for_short_vectors_run_on_longer_ones(foreign_driver):
+    """Of RISC-V, whose instructions say how many lanes they are for: masks, sums over lanes and conversions, too."""
+    target = small("rvv128")
+    jobs = []
+    for turn, word in enumerate(("f32", "f64", "bf16", "f16", "s8-s8-s32", "f32-u4-f32")):
+        n = target.isas[0].atom(word).n
+        posed = (
+            [(p, s) for p, found in selection(target, word, n) for s in found]
+            if "u4" not in word
+            else [(p, s) for p in [support.coded((5, 21, 45), word, 2 * n, 8)] for s in candidates(p, target)]
+        )
+        for i, (p, s) in enumerate(cover.some(posed, turn, max(1, len(posed) // 8))[:8]):
+            jobs.append((lower(s, target.isas[0]), case(p, seed=i, floats=True), 1 + i % 2, s))
+    assert {s.program for *_, s in jobs} == {"gemm", "dot"}
+    words = foreign_driver("rvv128")
+    longer = [word.replace("vlen=128", "vlen=512") for word in words]
+    assert longer != words
+    driver.check(longer, jobs)
+
+
 @pytest.mark.parametrize(("name", "word"), NARROW)
 def test_narrow_types(name, word, foreign_driver):
     """Integers exactly, floats within the bound of the types that round."""
