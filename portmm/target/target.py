@@ -194,7 +194,7 @@ def parse_isa(table: dict[str, Any], where: str) -> Isa:
         raise TargetError(f"{where}: needs an [isa] table and at least one [[atom]]")
     base = load_isa(table["isa"]["base"]) if "base" in table["isa"] else None
     fragments = {**(base.fragments if base else {}), **fragments_of(table.get("fragment", {}), where)}
-    atoms = tuple(_atom(row, fragments, f"{where}: atom") for row in table["atom"])
+    atoms = tuple(_atom(row, fragments, f"{where}: atom") for row in _completed(table["atom"], f"{where}: atom"))
     moves = tuple(
         check_transfer(record(Transfer, row, f"{where}: transfer"), f"{where}: transfer")
         for row in table.get("transfer", [])
@@ -208,6 +208,19 @@ def parse_isa(table: dict[str, Any], where: str) -> Isa:
         operands, shape = (atom.a_fragment, atom.b_fragment, atom.acc_fragment), (atom.m, atom.n, atom.k)
         check_shapes(operands, shape, isa.warp, f"{where}: atom {atom.name}", alone=atom.unit == "warp")
     return isa
+
+
+def _completed(rows: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    """Rows of atoms; one that is `like` an atom before it has that atom's fields where it has none of its own."""
+    completed: list[dict[str, Any]] = []
+    for row in rows:
+        if isinstance(row, dict) and "like" in row:
+            like = next((x for x in completed if x.get("name") == row["like"]), None)
+            require(like is not None, where, f"no atom before {row.get('name')} is called {row['like']!r}")
+            completed.append({name: value for name, value in {**(like or {}), **row}.items() if name != "like"})
+        else:
+            completed.append(row)
+    return completed
 
 
 def _atom(row: dict[str, Any], fragments: dict[str, Fragment], where: str) -> Atom:

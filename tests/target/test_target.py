@@ -6,6 +6,7 @@ import copy
 import shutil
 import subprocess
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -306,6 +307,17 @@ def test_a_file_of_several_lengths_is_an_isa_for_each() -> None:
         assert {x.n for x in (*isa.transfers, *isa.words)} == {bits // 32}
     with pytest.raises(TargetError, match=r"no isa called 'sve1024'; did you mean sve"):
         target.load_isa("sve1024")
+
+
+def test_an_atom_like_another_has_its_fields() -> None:
+    table = tiny()
+    rows = table["define"][0]["atom"]
+    rows.append({"name": "twin", "like": rows[0]["name"], "latency": 9})
+    first, *_, twin = target.parse_target(table, "alike.toml").isas[0].atoms
+    assert twin == replace(first, name="twin", latency=9)
+    rows[-1]["like"] = "nobody"
+    with pytest.raises(TargetError, match=r"alike\.toml.*no atom before twin is called 'nobody'"):
+        target.parse_target(table, "alike.toml")
 
 
 @pytest.mark.parametrize(("value", "found"), [("{VL}/32", 8), ("x{VL}", "x256"), ("0x{VL}/32", "0x256/32"), (7, 7)])
