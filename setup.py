@@ -1,4 +1,4 @@
-"""Build of the wheel: sources and tables without lines that are only comments, which are a thirtieth of its size."""
+"""Build of the wheel: sources and tables without comments, which are a thirtieth of its size."""
 
 import ast
 import io
@@ -14,11 +14,12 @@ OPENINGS = ('"""', "'''")
 
 
 def bare_python(text: str) -> str:
-    """Python with an empty line for each line that is only a comment, so that lines keep their numbers."""
+    """Python without comments but those for type checkers; lines keep their numbers."""
     lines = text.splitlines(keepends=True)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT and not token.line[: token.start[1]].strip():
-            lines[token.start[0] - 1] = "\n"
+        if token.type == tokenize.COMMENT and not token.string.startswith("# type:"):
+            line, column = token.start
+            lines[line - 1] = lines[line - 1][:column].rstrip() + "\n"
     bare = "".join(lines)
     return bare if ast.dump(ast.parse(bare)) == ast.dump(ast.parse(text)) else text
 

@@ -86,9 +86,9 @@ class Operands(Workspace):
         """Address of the current panel of B."""
         s = self.s
         if s.once:
-            return Ptr("work", (var("j") * self.b_step + self.pc * s.nr) * self.scaled("b"))
+            return Ptr("work", self.of_panels(var("j") * self.b_step + self.pc * s.nr))
         if s.pack_b:
-            return self.private() + (var("j") - var("jg")) * (self.b_near * self.scaled("b"))
+            return self.private() + (var("j") - var("jg")) * self.of_panels(self.b_near)
         if s.b in ("packed", "codes"):
             return self.operand("b", var("j") * var("b_n") + self.pc * s.nr)
         return self.source(var("column"), self.pc)

@@ -304,7 +304,7 @@ def _columns(atom: Atom, mr: int) -> tuple[Stmt, ...]:
         for g in groups
         for x in (
             Verb("load_mask", f"v{g}", p=Ptr("a", p * var("a_k") + g), mask=f"m{g}"),
-            Verb("store_mask", f"v{g}", p=Ptr("to", p * rows + g), mask=f"m{g}"),
+            Verb("store_mask", f"v{g}", p=Ptr("to", p * rows + g), mask=f"m{g}", to=atom.right),
         )
     )
     return (*masks, For("p", const(0), var("k"), const(1), copy, 2))

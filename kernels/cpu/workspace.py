@@ -133,6 +133,10 @@ class Workspace(Blocks):
         packed = self.atom.left if name == "a" else self.atom.right
         return max(1, BY_NAME[packed].bytes // self.atom_bytes)
 
+    def of_panels(self, units: Index) -> Index:
+        """Number of elements of scratch that packed units of B take, of which two may share one."""
+        return units * self.scaled("b") // max(1, self.atom_bytes // BY_NAME[self.atom.right].bytes)
+
     def private(self) -> Ptr:
         """Address of this worker's scratch: a panel of B, then a block of A, then sums."""
         return Ptr("work", self.shared_size + var("worker") * self.own_size)

@@ -212,20 +212,21 @@ def _describe(argv: tuple[str, ...], arch: str, path: str) -> Compiler:
     return Compiler(argv, _kind(argv, text), text.splitlines()[0], arch)
 
 
-def _from_cc(cc: str, arch: str, path: str) -> Compiler:
+def _from_cc(name: str, cc: str, arch: str, path: str) -> Compiler:
     import shlex
 
     try:
         argv = shlex.split(cc)
     except ValueError as error:
-        raise NoCompilerError(f"CC={cc!r} cannot be split into words: {error}; quote it as for a shell") from error
+        raise NoCompilerError(f"{name}={cc!r} cannot be split into words: {error}; quote it as for a shell") from error
     program = _which(argv[0], path) if argv else None
     if program is None:
-        raise NoCompilerError(f"CC={cc!r} names no executable program; correct it or unset it")
+        raise NoCompilerError(f"{name}={cc!r} names no executable program; correct it or unset it")
     try:
         return _describe((program, *argv[1:]), arch, path)
     except BuildError as error:
-        raise _no_compiler(f"CC={cc!r} is not a usable compiler: {error}; correct it or unset it", [error]) from error
+        text = f"{name}={cc!r} is not a usable compiler: {error}; correct it or unset it"
+        raise _no_compiler(text, [error]) from error
 
 
 def _no_compiler(text: str, failures: list[BuildError]) -> NoCompilerError:
@@ -237,15 +238,16 @@ def _no_compiler(text: str, failures: list[BuildError]) -> NoCompilerError:
 
 @cache
 def _find(arch: str, cc: str, path: str, *, native: bool) -> Compiler:
-    if native and cc:
-        return _from_cc(cc, arch, path)
+    variable = "CC" if native else f"CC_{arch}"
+    if cc:
+        return _from_cc(variable, cc, arch, path)
     failures = []
     for argv in _candidates(arch, path, native=native):
         try:
             return _describe(argv, arch, path)
         except BuildError as error:
             failures.append(error)
-    wanted = "$CC, gcc, cc and clang" if native else f"{arch}-linux-gnu-gcc and clang with a linker for {arch}"
+    wanted = f"${variable}, " + ("gcc, cc and clang" if native else f"{arch}-linux-gnu-gcc, clang with its linker")
     package = "gcc" if native else f"gcc-{arch.replace('_', '-')}-linux-gnu"
     reasons = "".join(f"; {error}" for error in failures)
     text = (
@@ -259,15 +261,15 @@ def find_compiler(arch: str | None = None) -> Compiler:
     """The C compiler for `arch`, by default this machine's.
 
     For this machine: `$CC`, which may contain options and has no fallback;
-    then gcc, cc, clang on PATH; then the ziglang package. For another: its
-    cross gcc, clang where a linker for it exists, then ziglang.
+    then gcc, cc, clang on PATH; then the ziglang package. For another: `$CC_riscv64` and
+    the like, its cross gcc, clang where a linker for it exists, then ziglang.
 
     Raises:
         NoCompilerError: there is none; the message says what to install.
     """
     machine = os.uname().machine
     wanted = arch or machine
-    cc = os.environ.get("CC", "").strip()
+    cc = os.environ.get("CC" if wanted == machine else f"CC_{wanted}", "").strip()
     return _find(wanted, cc, os.environ.get("PATH", os.defpath), native=wanted == machine)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _SHOWN_LINES = 12
 
 # e_machine of an ELF header: System V ABI, "Machine Information".
-_ELF_MACHINE = {"x86_64": 62, "aarch64": 183}
+_ELF_MACHINE = {"x86_64": 62, "aarch64": 183, "riscv64": 243}
 
 
 @dataclass(frozen=True, slots=True)

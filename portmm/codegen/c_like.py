@@ -147,7 +147,7 @@ class Printer:
         for s in walk(body):
             if isinstance(s, Verb) and s.name in _WRITES:
                 written = "acc_type" if s.to == self.atom(s).acc else _WRITES[s.name]
-                ctypes.setdefault(s.d, getattr(self.atom(s), written))
+                ctypes.setdefault(s.d, (s.name == "ones" and self.atom(s).ones_type) or getattr(self.atom(s), written))
             elif isinstance(s, Shuffle):
                 ctypes.setdefault(s.d, self.own.b_type)
             elif isinstance(s, Exchange):

@@ -129,6 +129,8 @@ def features(shot: Snapshot) -> frozenset[str]:
         return frozenset(flags or BASELINE["aarch64"])
     for first in processors(shot.cpuinfo)[:1]:
         flags |= set(first.get("flags", "").split())
+        letters, *words = first.get("isa", "").removeprefix("rv64").split("_")  # as in rv64imafdcv_zicsr_zvfh
+        flags |= {*letters, *words, *(["zvl128b"] if "v" in letters else [])}
     if shot.cpuid:
         enabled = _decoded(shot)
         flags = flags - (CPUID.keys() - enabled) if flags else enabled
@@ -163,7 +165,8 @@ def _cores_by_part(shot: Snapshot) -> dict[tuple[int, int], list[int]]:
     """Processors in the affinity by Arm (implementer, part), in the order of /proc/cpuinfo."""
     cores: dict[tuple[int, int], list[int]] = {}
     for block in processors(shot.cpuinfo):
-        part = (_number(block.get("CPU implementer", "")), _number(block.get("CPU part", "")))
+        names = ("CPU implementer", "CPU part") if "CPU part" in block else ("mvendorid", "marchid")
+        part = (_number(block.get(names[0], "")), _number(block.get(names[1], "")))
         if part[0] and _number(block.get("processor", "")) in shot.affinity:
             cores.setdefault(part, []).append(_number(block["processor"]))
     return cores

@@ -76,6 +76,7 @@ class Atom:
         mask_free: a masked access takes no longer than an unmasked one.
         reduce: {s} = sum of the lanes of {d}; empty: through memory.
         ones: {d} = a fragment of ones, left or right, which sums the other operand.
+        ones_type: its C type; empty for that of a left fragment.
         unshift: subtract 128 times the sums {b} of the columns of B from {d}: the
             contribution of the shift of an A of the other signedness to this atom's.
         amax: {d} = the larger of {d} and the magnitude of {a}, lane by lane; a NaN stays.
@@ -120,6 +121,7 @@ class Atom:
     mask_free: bool = False
     reduce: str = ""
     ones: str = ""
+    ones_type: str = ""
     unshift: str = ""
     code: str = ""
     centred: str = ""

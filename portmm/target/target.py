@@ -20,10 +20,10 @@ from portmm.target.clouds import read as read_clouds
 from portmm.target.device import Device, check_device
 from portmm.target.fragment import Fragment, check_shapes, fragments_of, resolved
 from portmm.target.isa import Isa, Primitive, Transfer, check_transfer
-from portmm.target.toml_schema import nearest, parse, record, require
+from portmm.target.toml_schema import nearest, of_length, parse, record, require
 from portmm.target.vector_ops import lanes_of
 
-ARCHS = ("x86_64", "aarch64", "device", "any")
+ARCHS = ("x86_64", "aarch64", "riscv64", "device", "any")
 
 GENERIC_DEVICES = ("opencl_gpu", "cuda_gpu", "opencl_cpu")
 """Targets for devices that have no description of their own."""
@@ -154,13 +154,26 @@ def _root() -> Path:
 def _read(folder: str, name: str) -> tuple[dict[str, Any], str]:
     if name not in names(folder):
         raise TargetError(f"no {folder} called {name!r}{nearest(name, names(folder))}")
-    return parse((_root() / folder / f"{name}.toml").read_text(), f"{folder}/{name}.toml")
+    path, bits = _files(folder)[name]
+    table, where = parse(path.read_text(), f"{folder}/{path.name}")
+    return of_length(table, bits) if bits else table, where
+
+
+@cache
+def _files(folder: str) -> dict[str, tuple[Path, int]]:
+    """Name of each shipped description -> its file, and its vector length in bits if the file is for several."""
+    files: dict[str, tuple[Path, int]] = {}
+    for path in (_root() / folder).glob("*.toml"):
+        text = path.read_bytes() if folder == "isa" else b""  # parsing them all would take milliseconds
+        lengths = [int(bits) for bits in text.partition(b"\nvl = [")[2].partition(b"]")[0].split(b",") if bits]
+        files.update({f"{path.stem}{bits or ''}": (path, bits) for bits in lengths or [0]})
+    return files
 
 
 @cache
 def names(folder: str) -> tuple[str, ...]:
     """Names of all shipped descriptions in `folder`, "isa" or "chip"."""
-    return tuple(sorted(path.stem for path in (_root() / folder).glob("*.toml")))
+    return tuple(sorted(_files(folder)))
 
 
 @cache
@@ -181,7 +194,7 @@ def parse_isa(table: dict[str, Any], where: str) -> Isa:
         raise TargetError(f"{where}: needs an [isa] table and at least one [[atom]]")
     base = load_isa(table["isa"]["base"]) if "base" in table["isa"] else None
     fragments = {**(base.fragments if base else {}), **fragments_of(table.get("fragment", {}), where)}
-    atoms = tuple(_atom(row, fragments, f"{where}: atom") for row in table["atom"])
+    atoms = tuple(_atom(row, fragments, f"{where}: atom") for row in _completed(table["atom"], f"{where}: atom"))
     moves = tuple(
         check_transfer(record(Transfer, row, f"{where}: transfer"), f"{where}: transfer")
         for row in table.get("transfer", [])
@@ -195,6 +208,19 @@ def parse_isa(table: dict[str, Any], where: str) -> Isa:
         operands, shape = (atom.a_fragment, atom.b_fragment, atom.acc_fragment), (atom.m, atom.n, atom.k)
         check_shapes(operands, shape, isa.warp, f"{where}: atom {atom.name}", alone=atom.unit == "warp")
     return isa
+
+
+def _completed(rows: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    """Rows of atoms; one that is `like` an atom before it has that atom's fields where it has none of its own."""
+    completed: list[dict[str, Any]] = []
+    for row in rows:
+        if isinstance(row, dict) and "like" in row:
+            like = next((x for x in completed if x.get("name") == row["like"]), None)
+            require(like is not None, where, f"no atom before {row.get('name')} is called {row['like']!r}")
+            completed.append({name: value for name, value in {**(like or {}), **row}.items() if name != "like"})
+        else:
+            completed.append(row)
+    return completed
 
 
 def _atom(row: dict[str, Any], fragments: dict[str, Fragment], where: str) -> Atom:
@@ -319,7 +345,7 @@ def _smallest(isa: Isa) -> Target:
         return having.limited_to(isa.name) if having else _generic_device(isa)
     chips = [_shipped(name) for name in names("chip")]
     generic = [chip for chip in chips if any(m.features for m in chip.match) and isa.arch in ("any", chip.arch)]
-    generic.sort(key=lambda chip: (chip.arch == "aarch64", sum(len(m.features) for m in chip.match)))
+    generic.sort(key=lambda chip: (chip.arch != "x86_64", sum(len(m.features) for m in chip.match)))
     having = next((chip for chip in generic if chip.isa(isa.name)), None)
     if having:
         return having.limited_to(isa.name)

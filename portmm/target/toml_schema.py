@@ -6,6 +6,7 @@ fields, and the placeholders of a row of text.
 
 from __future__ import annotations
 
+import re
 import string
 import tomllib
 from dataclasses import fields
@@ -27,6 +28,21 @@ def parse(text: str, where: str) -> tuple[dict[str, Any], str]:
         return tomllib.loads(text), where
     except tomllib.TOMLDecodeError as error:
         raise TargetError(f"{where}: {error}") from error
+
+
+def of_length(value: Any, bits: int) -> Any:
+    """A value of a table for several vector lengths, for one of them.
+
+    {VL} in a text is the number of bits; a text like "{VL}/32" is a number.
+    """
+    if isinstance(value, dict):
+        return {name: of_length(x, bits) for name, x in value.items() if name != "vl"}
+    if isinstance(value, list):
+        return [of_length(x, bits) for x in value]
+    if not isinstance(value, str):
+        return value
+    fraction = re.fullmatch(r"\{VL\}/(\d+)", value)
+    return bits // int(fraction[1]) if fraction else value.replace("{VL}", str(bits))
 
 
 def _fits(value: Any, annotation: str) -> bool:

@@ -13,6 +13,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import cover
+import crossing
 import passed
 import pytest
 import support
@@ -36,25 +37,13 @@ WARNINGS = (
 )
 
 
-def command(arch, family):
-    """The compiler of a family for an architecture."""
-    if arch in ("any", platform.machine()):
-        return [require(family)]
-    if arch != "aarch64":
-        pytest.skip(f"no cross compiler for {arch}")
-    if family == "gcc":
-        return [require("aarch64-linux-gnu-gcc")]
-    require("aarch64-linux-gnu-gcc")  # its headers
-    return [require("clang"), "--target=aarch64-linux-gnu"]
-
-
 @pytest.mark.rest("all compilers")
 @pytest.mark.parametrize("family", ["gcc", "clang"])
 @pytest.mark.parametrize("name", support.ISAS)
 def test_compilers_have_no_complaint(name, family, tmp_path):
     target = small(name)
     isa = target.isas[0]
-    words = command(isa.arch, family)
+    words = crossing.kernel_compiler(isa, family)
     chosen = [s for _, found in selection(target, "f32", isa.atom("f32").n) for s in found][::9]
     chosen += [s for _, found in selection(target, "f64", isa.atom("f64").n) for s in found][::40]
     kernels = [lower(s, isa) for s in chosen]
@@ -94,18 +83,21 @@ MACS = {
     "scalar": {"x86_64": r"mulss .*%xmm", "aarch64": r"fmadd\s+s\d"},
     "neon": r"fmla\s+v\d+\.4s",
     "sve": r"fm(la|ad)\s+z\d+\.s",
+    "rvv": r"vfma(cc|dd)\.vf",
 }
 """Patterns of a multiply-add in the output of objdump. An ISA that is not here fails the gate."""
 
 # A loop's bound may be compared where it lies.
-STACK = re.compile(r"^(?!cmp).*\(%[re][sb]p|\[(sp|x29)\b")
-SPILL = re.compile(r"%[xyz]mm.*\(%[re][sb]p|^(ldr|str|ldp|stp|ldur|stur)\s+[qdsvz]\d.*\[(sp|x29)\b")
-"""The stack in a vector instruction: a register that was spilled."""
+STACK = re.compile(r"^(?!cmp).*\(%[re][sb]p|\[(sp|x29)\b|\(sp\)|^v[ls]\d+r")
+SPILL = re.compile(
+    r"%[xyz]mm.*\(%[re][sb]p|^(ldr|str|ldp|stp|ldur|stur)\s+[qdsvz]\d.*\[(sp|x29)\b|^f[ls][wd]\s.*\(sp\)|^v[ls]\d+r"
+)
+"""The stack in a vector instruction: a register that was spilled. RISC-V moves whole registers for nothing else."""
 FRAME = re.compile(r"^mov\s+%rsp,%rbp")
 """%rbp becomes the frame pointer."""
-JUMP = re.compile(r"\b(j\w+|b(\.\w+)?|cbn?z|tbn?z)\s+(?:\S+,\s*)*([0-9a-f]+) <")
+JUMP = re.compile(r"\b(j\w*|b(\.\w+|(eq|ne|lt|le|gt|ge)[zu]?)?|cbn?z|tbn?z)\s+(?:\S+,\s*)*([0-9a-f]+) <")
 
-ENDS = re.compile(r"(jmp|ret|retq|b)(\s|$)")
+ENDS = re.compile(r"(jmp|ret|retq|b|j)(\s|$)")
 
 
 def mac_of(name, arch):
@@ -147,7 +139,7 @@ def loops_of(instructions, pattern):
     after, before = [set() for _ in instructions], [set() for _ in instructions]
     for i, (_, text) in enumerate(instructions):
         jump = JUMP.search(text)
-        steps = {at.get(int(jump[3], 16))} if jump else set()
+        steps = {at.get(int(jump[4], 16))} if jump else set()
         steps |= set() if ENDS.match(text) else {i + 1}
         for to in steps & set(range(len(instructions))):
             after[i].add(to)
@@ -189,9 +181,7 @@ def test_loops_over_k_multiply_and_never_spill(name, monkeypatch):
     """All register tiles that are offered for large products, packed and not; by gcc, whose code is shipped."""
     target = described(name)
     isa = load_isa(name)
-    words = command(isa.arch, "gcc")
-    if isa.arch in ("any", platform.machine()):
-        monkeypatch.setenv("CC", words[0])
+    monkeypatch.setenv(*crossing.build_with(isa))
     posed = [Problem(1024, 1024, 1024), *pose((1024, 1024, 1024), ("row", "packed", "row"), target)]
     seen = {}
     for p in posed:
@@ -213,12 +203,7 @@ def test_kernels_call_nothing(name, family, monkeypatch):
     """No memcpy of the compiler's making, no helper of libgcc: a kernel is all there is."""
     target = small(name)
     isa = target.isas[0]
-    if isa.arch in ("any", platform.machine()):
-        monkeypatch.setenv("CC", command(isa.arch, family)[0])
-    elif family == "clang":
-        pytest.skip("the cross compiler of a user is gcc where there is one")
-    else:
-        command(isa.arch, family)
+    monkeypatch.setenv(*crossing.build_with(isa, family))
     arch = None if isa.arch == "any" else isa.arch
     turn = 2 * support.ISAS.index(name) + (family == "clang")
     chosen = cover.some([s for _, found in selection(target, "f32", isa.atom("f32").n) for s in found], turn, 20)

@@ -11,13 +11,14 @@ import platform
 import re
 import subprocess
 
+import crossing
 import driver
 import numpy as np
 import pytest
 import support
 import test_compiles
 from support import Case, Laid, case, interpret, pose, small
-from test_emulated import arm_driver  # noqa: F401 - a fixture
+from test_emulated import foreign_driver  # noqa: F401 - a fixture
 
 from portmm.codegen.c_kernel import source
 from portmm.codegen.lower import lower, lower_pack
@@ -85,14 +86,14 @@ def test_every_height(name, word):
 
 @pytest.mark.emulated
 @pytest.mark.parametrize(("name", "word"), WORDS)
-def test_the_instructions_are_executed(name, word, arm_driver):  # noqa: F811
+def test_the_instructions_are_executed(name, word, foreign_driver):  # noqa: F811
     """Every size in the emulator; on a CPU that lacks the feature, the same kernels are illegal."""
     chosen = [(i, p, s) for i, p, found in posed(name, word) for s in found[i % 13 :: 13]]
     kernels = [lower(s, load_isa(name)) for *_, s in chosen]
     jobs = []
     for j, ((i, p, _), kernel) in enumerate(zip(chosen, kernels, strict=True)):
         jobs += [(j, kernel, case(p, seed=i), 1 + i % 3), (j, kernel, case(p, seed=i, floats=True), 1)]
-    command = [*arm_driver(name), *driver.objects(kernels)]
+    command = [*foreign_driver(name), *driver.objects(kernels)]
     for (j, _, k, _), got in zip(jobs, driver.run(command, jobs), strict=True):
         k.check(got, chosen[j][2])
     lesser = ["neoverse-n1" if word == "max" else word for word in command]
@@ -102,7 +103,7 @@ def test_the_instructions_are_executed(name, word, arm_driver):  # noqa: F811
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("word", ["s8-s8-s32", "u8-s8-s32"])
-def test_sums_wrap(word, arm_driver):  # noqa: F811
+def test_sums_wrap(word, foreign_driver):  # noqa: F811
     """255 by -128 and their like, over a k whose sum passes 2**31: modulo 2**32, as documented."""
     target, isa = small("neon_smmla"), load_isa("neon_smmla")
     p = pose((3, 5, 70_000), ("row", "row", "row"), target, dtype=word)[0]
@@ -110,7 +111,7 @@ def test_sums_wrap(word, arm_driver):  # noqa: F811
     kernel, jobs = lower(candidates(p, target)[0], isa), [case(p), case(p)]
     for k, value in zip(jobs, (info.max, info.min), strict=True):
         k.a[:], k.b[:] = value, -128
-    command = [*arm_driver("neon_smmla"), *driver.objects([kernel])]
+    command = [*foreign_driver("neon_smmla"), *driver.objects([kernel])]
     found = driver.run(command, [(0, kernel, k, 1) for k in jobs])
     for k, value, got in zip(jobs, (info.max, info.min), found, strict=True):
         want = np.int64(int(value) * -128 * p.k).astype(np.int32)
@@ -120,7 +121,7 @@ def test_sums_wrap(word, arm_driver):  # noqa: F811
 @pytest.mark.emulated
 @pytest.mark.parametrize("layout", ["row", "col", "any"])
 @pytest.mark.parametrize(("name", "word"), [("neon_bfmmla", "bf16"), ("neon_smmla", "s8-s8-s32")])
-def test_packing_is_the_layout_that_is_written_down(name, word, layout, arm_driver):  # noqa: F811
+def test_packing_is_the_layout_that_is_written_down(name, word, layout, foreign_driver):  # noqa: F811
     """Units of eight bytes, and the sums of columns behind them."""
     kernel, jobs, wanted = None, [], []
     kept = family(cpu_units.family(word, load_target("neoverse_v1")))
@@ -136,7 +137,7 @@ def test_packing_is_the_layout_that_is_written_down(name, word, layout, arm_driv
         jobs.append((0, kernel, like, 1))
         wanted.append((want, support.valid_of(kept, k, n)))
     for got, (want, valid) in zip(
-        driver.run([*arm_driver(name), *driver.objects([kernel])], jobs), wanted, strict=True
+        driver.run([*foreign_driver(name), *driver.objects([kernel])], jobs), wanted, strict=True
     ):
         np.testing.assert_array_equal(got[valid], want[valid])
 
@@ -232,7 +233,7 @@ def test_the_measured_loops_multiply_every_step(name, row, loop):
 def test_compilers_have_no_complaint_and_multiply_in_the_loop(name, word, compiler, tmp_path):
     """All of a tile's products in the loop, and, by gcc, whose code is shipped, nothing is spilled."""
     isa, target = load_isa(name), small(name)
-    words = test_compiles.command("aarch64", compiler)
+    words = crossing.kernel_compiler(isa, compiler)
     for p in pose((64, 64, 64), ("row", "packed", "row"), target, dtype=word):
         s = next(s for s in candidates(p, target) if s.program == "gemm" and s.panels == 1)
         path = tmp_path / f"{s.nr}.o"

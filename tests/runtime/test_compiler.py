@@ -207,7 +207,7 @@ def test_every_compiler_builds(monkeypatch, kind):
     assert answer(artifact) == 42
 
 
-@pytest.mark.parametrize("arch", ["aarch64", "x86_64"])
+@pytest.mark.parametrize("arch", ["aarch64", "riscv64", "x86_64"])
 def test_cross_compilation(arch):
     try:
         artifact = build(SOURCE, flags=(), arch=arch)
@@ -227,3 +227,17 @@ def test_foreign_compilers(bare):
     compiler._find.cache_clear()
     cross = stub(bare, f"{other}-linux-gnu-gcc", "gcc 1")
     assert find_compiler(other).argv == (cross,)
+
+
+def test_a_variable_names_the_compiler_of_another_machine(bare, monkeypatch):
+    other = "aarch64" if os.uname().machine == "x86_64" else "x86_64"
+    stub(bare, f"{other}-linux-gnu-gcc", "gcc 1")
+    mine = stub(bare, "mine", "clang version 1")
+    monkeypatch.setenv(f"CC_{other}", "mine --target=there")
+    assert find_compiler(other).argv == (mine, "--target=there")
+    assert find_compiler(other).kind == "clang"
+    with pytest.raises(NoCompilerError, match="searched for \\$CC, "):
+        find_compiler()
+    monkeypatch.setenv(f"CC_{other}", "missing")
+    with pytest.raises(NoCompilerError, match=f"^CC_{other}='missing' names no executable program"):
+        find_compiler(other)

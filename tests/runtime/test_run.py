@@ -319,12 +319,13 @@ def test_the_pool_under_a_sanitizer(tmp_path, sanitizer):
 
 
 @pytest.mark.emulated
-def test_the_pool_on_aarch64(tmp_path):
-    emulator = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+@pytest.mark.parametrize("arch", ["aarch64", "riscv64"])
+def test_the_pool_of_another_machine(tmp_path, arch):
+    emulator = shutil.which(f"qemu-{arch}") or shutil.which(f"qemu-{arch}-static")
     if emulator is None:
         pytest.skip("needs qemu-user")
     try:
-        compiler = find_compiler("aarch64")
+        compiler = find_compiler(arch)
     except NoCompilerError as error:
         pytest.skip(str(error))
     program = pool_program(tmp_path, *compiler.argv, "-static", "-O2")

@@ -58,17 +58,28 @@ static inline float tile_bf16(const unsigned char *p) {
   return x.f;
 }
 
-static inline void tile_tdpbf16ps(int d, int a, int b) {
-  tile_shapes_agree(d, a, b);
-  for (int r = 0; r < tiles.rows[d]; ++r)
-    for (int n = 0; n < 16; ++n) {
-      float sum;
-      __builtin_memcpy(&sum, &tiles.bytes[d][r][4 * n], 4);
-      for (int k = 0; k < 32; ++k)
-        sum += tile_bf16(&tiles.bytes[a][r][2 * k]) * tile_bf16(&tiles.bytes[b][k / 2][4 * n + k % 2 * 2]);
-      __builtin_memcpy(&tiles.bytes[d][r][4 * n], &sum, 4);
-    }
+static inline float tile_f16(const unsigned char *p) {
+  const unsigned half = p[0] | (unsigned)p[1] << 8, rest = (half & 0x7fff) << 13;
+  union { unsigned u; float f; } x = {.f = (float)(half & 0x3ff) * 0x1p-24f};
+  if (half & 0x7c00) x.u = rest + (rest < 0x0f800000 ? 0x38000000 : 0x70000000);
+  x.u |= (half & 0x8000) << 16;
+  return x.f;
 }
+
+#define FLOATS(name, number) \
+  static inline void name(int d, int a, int b) { \
+    tile_shapes_agree(d, a, b); \
+    for (int r = 0; r < tiles.rows[d]; ++r) \
+      for (int n = 0; n < 16; ++n) { \
+        float sum; \
+        __builtin_memcpy(&sum, &tiles.bytes[d][r][4 * n], 4); \
+        for (int k = 0; k < 32; ++k) \
+          sum += number(&tiles.bytes[a][r][2 * k]) * number(&tiles.bytes[b][k / 2][4 * n + k % 2 * 2]); \
+        __builtin_memcpy(&tiles.bytes[d][r][4 * n], &sum, 4); \
+      } \
+  }
+FLOATS(tile_tdpbf16ps, tile_bf16)
+FLOATS(tile_tdpfp16ps, tile_f16)
 
 #define TILE_CONFIGURE(...) \
   do { \

@@ -6,9 +6,9 @@ import math
 import platform
 from dataclasses import replace
 
+import crossing
 import numpy as np
 import pytest
-from support import require
 
 from portmm.build import shared_object
 from portmm.codegen.c_kernel import source
@@ -79,9 +79,8 @@ def test_the_stream_loop_reads_every_element(isa, atom):
 
 
 @pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
-def test_the_loops_of_every_isa_fit_its_registers_and_compile(isa):
-    if isa.arch not in ("any", platform.machine()):
-        require(f"{isa.arch}-linux-gnu-gcc")
+def test_the_loops_of_every_isa_fit_its_registers_and_compile(isa, monkeypatch):
+    monkeypatch.setenv(*crossing.build_with(isa))
     for atom in isa.atoms if isa.atoms[0].m == 1 else ():
         found = microbenchmarks.peak(isa, atom)
         sums, cols = found.c // (atom.m * atom.n), found.b // atom.n

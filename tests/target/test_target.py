@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-import os
-import platform
 import shutil
 import subprocess
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import crossing
 import pytest
 from places import MACHINES
 
@@ -19,6 +19,7 @@ from portmm.host import detect
 from portmm.spec.dtype import BY_NAME
 from portmm.target import target
 from portmm.target.reported_device import device_target
+from portmm.target.toml_schema import of_length
 
 if TYPE_CHECKING:
     from portmm.target.atom import Atom
@@ -37,9 +38,16 @@ DRIVER = """
 #include <unistd.h>
 {preamble}
 typedef {t} T;
+typedef {u} U;
 #define APART __attribute__((noinline)) static
+/* The upper half of a unit of two f16. */
+static inline __attribute__((unused)) float f16(float x) {{
+  union {{ float f; unsigned u; }} v = {{x}};
+  v.u = (v.u - 0x38000000) << 3 & 0xffff0000;
+  return v.f;
+}}
 APART void test_zero(T *c) {{ {acc} d; {zero} {store_d} }}
-APART void test_mac(const T *pa, const T *pb, T *c) {{
+APART void test_mac(const T *pa, const U *pb, T *c) {{
   {a} a; {b} b; {acc} d;
   {load_c} {load_a} {load_b} {mac} {store_d}
 }}
@@ -53,8 +61,9 @@ static char *page(void) {{
 }}
 int main(void) {{
   const int n = {n};
-  T *b = (T *)page() - n * {wide}, *c = (T *)page() - n, a[{wide}] = {{3}}; /* a unit may be wider than a sum */
-  for (int i = 0; i < n; i++) {{ b[i * {wide}] = i + 1; c[i] = 100 * i; }}
+  U *b = (U *)page() - n * {wide}; /* a unit may be wider than a sum */
+  T *c = (T *)page() - n, a[{wide}] = {{{a3}}};
+  for (int i = 0; i < n; i++) {{ b[i * {wide}] = {bi}; c[i] = 100 * i; }}
   test_mac(a, b, c);
   for (int i = 0; i < n; i++) if (c[i] != 100 * i + 3 * (i + 1)) return 1;
   test_zero(c);
@@ -106,37 +115,23 @@ def driver(isa: Isa, atom: Atom) -> str:
         "store_mask": atom.store_mask.format(d="d", p="pc", mask="m"),
         "reduce": atom.reduce.format(s="s", d="d"),
     }
+    narrow = BY_NAME[atom.right].bytes < BY_NAME[atom.acc].bytes
+    masks = atom.mask and not narrow  # else what is loaded is no sum
     return DRIVER.format(
         **rows,
         preamble=isa.preamble,
         t=BY_NAME[atom.acc].c,
+        u=BY_NAME[atom.right if narrow else atom.acc].c,
         a=atom.a_type,
         b=atom.b_type,
         n=atom.n,
-        wide=BY_NAME[atom.right].bytes // BY_NAME[atom.acc].bytes,
-        masked=MASKED.format(**rows) if atom.mask else "",
+        wide=max(1, BY_NAME[atom.right].bytes // BY_NAME[atom.acc].bytes),
+        masked=MASKED.format(**rows) if masks else "",
         reduced=REDUCED.format(**rows) if atom.reduce else "",
-        main=(MASKED_MAIN if atom.mask else "") + (REDUCED_MAIN if atom.reduce else ""),
+        a3="f16(3)" if atom.a == "f16" else "3",
+        bi="f16(i + 1)" if atom.b == "f16" else "i + 1",
+        main=(MASKED_MAIN if masks else "") + (REDUCED_MAIN if atom.reduce else ""),
     )
-
-
-def need(tool: str) -> str:
-    """The path of `tool`; without it the test is skipped, or failed where CI promises it."""
-    found = shutil.which(tool)
-    if not found:
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"{tool} is not installed")
-    return found
-
-
-def compilers(arch: str, family: str) -> tuple[list[str], list[str]]:
-    """The command of the gcc or clang that makes programs for `arch`, and what runs them."""
-    if arch in ("any", platform.machine()):
-        return [need(family)], []
-    if arch != "aarch64":
-        pytest.skip(f"no cross compiler for {arch} on this machine")
-    cross, emulator = need("aarch64-linux-gnu-gcc"), need("qemu-aarch64")
-    command = [cross] if family == "gcc" else [need("clang"), "--target=aarch64-linux-gnu"]
-    return [*command, "-static"], [emulator, "-cpu", "max"]
 
 
 @pytest.mark.thin(2)
@@ -147,13 +142,14 @@ def test_rows_do_what_they_say(name: str, row: str, family: str, tmp_path: Path)
     atom = next(x for x in isa.atoms if x.name == row)
     if family == "clang" and not shutil.which("clang"):
         pytest.skip("clang is not installed")
-    command, emulator = compilers(isa.arch, family)
+    command = crossing.kernel_compiler(isa, family)
+    elsewhere = isa.arch in crossing.EMULATED
     source, program = tmp_path / "atom.c", tmp_path / "atom"
     source.write_text(driver(isa, atom))
-    subprocess.run([*command, *FLAGS, *isa.flags, str(source), "-o", str(program)], check=True)
-    if emulator and name.startswith("sve"):
-        emulator = [*emulator[:-1], f"max,sve-default-vector-length={isa.vector_bytes}"]
-    if emulator or set(isa.features) <= detect.host_features():
+    flags = [*FLAGS, *isa.flags, *(["-static"] if elsewhere else [])]
+    subprocess.run([*command, *flags, str(source), "-o", str(program)], check=True)
+    if elsewhere or set(isa.features) <= detect.host_features():
+        emulator = crossing.emulator(isa, libraries=False) if elsewhere else []
         assert subprocess.run([*emulator, str(program)], check=False).returncode == 0
 
 
@@ -298,6 +294,36 @@ def test_no_two_chips_claim_one_host() -> None:
 
 def test_a_dash_reads_as_an_underscore() -> None:
     assert target.load_target("Neoverse-N1") is target.load_target("neoverse_n1")
+
+
+def test_a_file_of_several_lengths_is_an_isa_for_each() -> None:
+    assert {"sve128", "sve256", "sve512"} <= set(target.names_of("cpu", "isa"))
+    assert "sve" not in target.names("isa")
+    for bits in (128, 256, 512):
+        isa = target.load_isa(f"sve{bits}")
+        assert (isa.title, isa.vector_bytes) == (f"SVE, {bits}-bit vectors", bits // 8)
+        lanes = {f"sve{bits}_f32": bits // 32, f"sve{bits}_f64": bits // 64, f"sve{bits}_s32": bits // 32}
+        assert {x.name: x.n for x in isa.atoms} == lanes
+        assert {x.n for x in (*isa.transfers, *isa.words)} == {bits // 32}
+    with pytest.raises(TargetError, match=r"no isa called 'sve1024'; did you mean sve"):
+        target.load_isa("sve1024")
+
+
+def test_an_atom_like_another_has_its_fields() -> None:
+    table = tiny()
+    rows = table["define"][0]["atom"]
+    rows.append({"name": "twin", "like": rows[0]["name"], "latency": 9})
+    first, *_, twin = target.parse_target(table, "alike.toml").isas[0].atoms
+    assert twin == replace(first, name="twin", latency=9)
+    rows[-1]["like"] = "nobody"
+    with pytest.raises(TargetError, match=r"alike\.toml.*no atom before twin is called 'nobody'"):
+        target.parse_target(table, "alike.toml")
+
+
+@pytest.mark.parametrize(("value", "found"), [("{VL}/32", 8), ("x{VL}", "x256"), ("0x{VL}/32", "0x256/32"), (7, 7)])
+def test_what_depends_on_the_length(value: object, found: object) -> None:
+    table = {"isa": {"vl": [256]}, "atom": [{"n": value}]}
+    assert of_length(table, 256) == {"isa": {}, "atom": [{"n": found}]}
 
 
 @pytest.mark.parametrize("name", target.names("isa"))
