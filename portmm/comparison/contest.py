@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from portmm.comparison.cold import enough
 from portmm.comparison.device_arrays import parsed
 from portmm.comparison.device_facts import facts
-from portmm.comparison.device_suite import suite_of
 from portmm.comparison.environment import FORCED, Setup, removed
 from portmm.comparison.lane import LATE, LIMIT, LIMIT_WORKER, Lane, Rules, ask, close, greet, keep_log, launch
 from portmm.comparison.limit import Limits, chip, forced_isa
@@ -29,7 +28,7 @@ from portmm.comparison.peers import Contender, find
 from portmm.comparison.process import PATIENCE
 from portmm.comparison.report import Entry, Report, Result
 from portmm.comparison.seen import shaped
-from portmm.comparison.suite import cases
+from portmm.comparison.suite import cases, suite_of
 from portmm.host import machine_load
 from portmm.host.detect import host
 

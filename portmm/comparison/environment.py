@@ -24,63 +24,22 @@ PREFIXES = (
 KEPT = ("PORTMM_CACHE", "PORTMM_TUNED", "TORCHINDUCTOR_CACHE_DIR")
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "PORTMM_NUM_THREADS")
 
-# Variables that restrict each library to an ISA. OpenVINO's own oneDNN reads those of oneDNN.
+_RESTRICTING = (
+    "OPENBLAS_CORETYPE", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY",
+    "TORCHINDUCTOR_CPP_MARCH", "LIBXSMM_TARGET",
+)  # fmt: skip
+_VALUES = """
+avx512bf16  SkylakeX  AVX512_E3  AVX512_CORE_BF16  AVX512_CORE_BF16  avx512   cooperlake      cpx
+avx512vnni  SkylakeX  AVX512_E1  AVX512_CORE_VNNI  AVX512_CORE_VNNI  avx512   cascadelake     clx
+avx512      SkylakeX  AVX512     AVX512_CORE       AVX512_CORE       avx512   skylake-avx512  skx
+avxvnni     Haswell   AVX2_E1    AVX2_VNNI         AVX2_VNNI         avx2     alderlake       hsw
+avx2        Haswell   AVX2       AVX2              AVX2              avx2     haswell         hsw
+sse2        Nehalem   SSE4_2     SSE41             SSE41             default  nehalem         wsm
+"""
 FORCED: Mapping[str, Mapping[str, str]] = {
-    "avx512bf16": {
-        "OPENBLAS_CORETYPE": "SkylakeX",
-        "MKL_ENABLE_INSTRUCTIONS": "AVX512_E3",
-        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
-        "DNNL_MAX_CPU_ISA": "AVX512_CORE_BF16",
-        "ATEN_CPU_CAPABILITY": "avx512",
-        "TORCHINDUCTOR_CPP_MARCH": "cooperlake",
-        "LIBXSMM_TARGET": "cpx",
-    },
-    "avx512vnni": {
-        "OPENBLAS_CORETYPE": "SkylakeX",
-        "MKL_ENABLE_INSTRUCTIONS": "AVX512_E1",
-        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI",
-        "DNNL_MAX_CPU_ISA": "AVX512_CORE_VNNI",
-        "ATEN_CPU_CAPABILITY": "avx512",
-        "TORCHINDUCTOR_CPP_MARCH": "cascadelake",
-        "LIBXSMM_TARGET": "clx",
-    },
-    "avx512": {
-        "OPENBLAS_CORETYPE": "SkylakeX",
-        "MKL_ENABLE_INSTRUCTIONS": "AVX512",
-        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
-        "DNNL_MAX_CPU_ISA": "AVX512_CORE",
-        "ATEN_CPU_CAPABILITY": "avx512",
-        "TORCHINDUCTOR_CPP_MARCH": "skylake-avx512",
-        "LIBXSMM_TARGET": "skx",
-    },
-    "avxvnni": {
-        "OPENBLAS_CORETYPE": "Haswell",
-        "MKL_ENABLE_INSTRUCTIONS": "AVX2_E1",
-        "ONEDNN_MAX_CPU_ISA": "AVX2_VNNI",
-        "DNNL_MAX_CPU_ISA": "AVX2_VNNI",
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "TORCHINDUCTOR_CPP_MARCH": "alderlake",
-        "LIBXSMM_TARGET": "hsw",
-    },
-    "avx2": {
-        "OPENBLAS_CORETYPE": "Haswell",
-        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
-        "DNNL_MAX_CPU_ISA": "AVX2",
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "TORCHINDUCTOR_CPP_MARCH": "haswell",
-        "LIBXSMM_TARGET": "hsw",
-    },
-    "sse2": {
-        "OPENBLAS_CORETYPE": "Nehalem",
-        "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
-        "ONEDNN_MAX_CPU_ISA": "SSE41",
-        "DNNL_MAX_CPU_ISA": "SSE41",
-        "ATEN_CPU_CAPABILITY": "default",
-        "TORCHINDUCTOR_CPP_MARCH": "nehalem",
-        "LIBXSMM_TARGET": "wsm",
-    },
+    isa: dict(zip(_RESTRICTING, values, strict=True)) for isa, *values in map(str.split, _VALUES.strip().splitlines())
 }
+"""ISA -> the variables that restrict each library to it. OpenVINO's own oneDNN reads those of oneDNN."""
 
 
 @dataclass(frozen=True, slots=True)

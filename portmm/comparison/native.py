@@ -32,92 +32,7 @@ NORMAL, TRANSPOSED = 111, 112
 LETTER = {"f32": "s", "f64": "d"}
 SCALAR: dict[str, Any] = {"f32": ctypes.c_float, "f64": ctypes.c_double}
 
-_TEMPLATE = """\
-void loop_gemm_@X(void (*f)(int, int, int, int, int, int, @T, const @T *, int, const @T *, int, @T, @T *, int),
-    long count, long batch, int order, int ta, int tb, int m, int n, int k,
-    const @T *a, int lda, long sa, const @T *b, int ldb, long sb, @T *c, int ldc, long sc) {
-  while (count-- > 0)
-    for (long i = 0; i < batch; i++)
-      f(order, ta, tb, m, n, k, 1, a + i * sa, lda, b + i * sb, ldb, 0, c + i * sc, ldc);
-}
-void loop_gemv_@X(void (*f)(int, int, int, int, @T, const @T *, int, const @T *, int, @T, @T *, int),
-    long count, int order, int trans, int m, int n, const @T *a, int lda, const @T *x, @T *y) {
-  while (count-- > 0) f(order, trans, m, n, 1, a, lda, x, 1, 0, y, 1);
-}
-void loop_batch_@X(void (*f)(int, int, int, int, int, int, @T, const @T *, int, int, const @T *, int, int, @T, @T *, int, int, int),
-    long count, int order, int ta, int tb, int m, int n, int k,
-    const @T *a, int lda, int sa, const @T *b, int ldb, int sb, @T *c, int ldc, int sc, int batch) {
-  while (count-- > 0) f(order, ta, tb, m, n, k, 1, a, lda, sa, b, ldb, sb, 0, c, ldc, sc, batch);
-}
-void loop_compute_@X(void (*f)(int, int, int, int, int, int, const @T *, int, const @T *, int, @T, @T *, int),
-    long count, int order, int ta, int tb, int m, int n, int k, const @T *a, int lda, const @T *b, int ldb, @T *c, int ldc) {
-  while (count-- > 0) f(order, ta, tb, m, n, k, a, lda, b, ldb, 0, c, ldc);
-}
-void loop_kernel_@X(void (*f)(const @T *, const @T *, @T *), long count, long batch,
-    const @T *a, long sa, const @T *b, long sb, @T *c, long sc) {
-  while (count-- > 0) {
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static)
-#endif
-    for (long i = 0; i < batch; i++) f(a + i * sa, b + i * sb, c + i * sc);
-  }
-}
-void loop_jit_@X(void (*f)(void *, const @T *, const @T *, @T *), void *jit, long count, long batch,
-    const @T *a, long sa, const @T *b, long sb, @T *c, long sc) {
-  while (count-- > 0) {
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static)
-#endif
-    for (long i = 0; i < batch; i++) f(jit, a + i * sa, b + i * sb, c + i * sc);
-  }
-}
-"""  # noqa: E501
-
-_ONEDNN = """\
-void loop_dnnl_sgemm(int (*f)(char, char, long, long, long, float, const float *, long, const float *, long, float, float *, long),
-    long count, char ta, char tb, long m, long n, long k, const float *a, long lda, const float *b, long ldb, float *c, long ldc) {
-  while (count-- > 0) f(ta, tb, m, n, k, 1, a, lda, b, ldb, 0, c, ldc);
-}
-void loop_dnnl_execute(int (*f)(void *, void *, int, const void *), int (*wait)(void *),
-    long count, void *primitive, void *stream, int args, const void *arg) {
-  while (count-- > 0) { f(primitive, stream, args, arg); wait(stream); }
-}
-"""  # noqa: E501
-
-_ONEDNN_SCALED = """\
-void loop_dnnl_scaled(int (*f)(void *, void *, int, const void *), int (*wait)(void *),
-    long count, void *primitive, void *stream, int args, const void *arg, long m, long n, const float *rows, float *c) {
-  while (count-- > 0) {
-    f(primitive, stream, args, arg);
-    wait(stream);
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static)
-#endif
-    for (long i = 0; i < m; i++)
-      for (long j = 0; j < n; j++) c[i * n + j] *= rows[i];
-  }
-}
-"""
-
-_NARROW = """\
-void loop_gemm_16(void (*f)(int, int, int, int, int, int, float, const void *, int, const void *, int, float, float *, int),
-    long count, int order, int ta, int tb, int m, int n, int k, const void *a, int lda, const void *b, int ldb, float *c, int ldc) {
-  while (count-- > 0) f(order, ta, tb, m, n, k, 1, a, lda, b, ldb, 0, c, ldc);
-}
-void loop_gemm_8(void (*f)(int, int, int, int, int, int, int, float, const void *, int, signed char, const void *, int,
-    signed char, float, int *, int, const int *),
-    long count, int order, int ta, int tb, int m, int n, int k, const void *a, int lda, const void *b, int ldb, int *c, int ldc, int zero) {
-  int fixed = 173, offset = 0;
-  while (count-- > 0) f(order, ta, tb, fixed, m, n, k, 1, a, lda, (signed char)zero, b, ldb, 0, 0, c, ldc, &offset);
-}
-"""  # noqa: E501
-
-SOURCE = (
-    _ONEDNN
-    + _ONEDNN_SCALED
-    + _NARROW
-    + "".join(_TEMPLATE.replace("@T", t).replace("@X", x) for t, x in (("float", "s"), ("double", "d")))
-)
+SOURCE = Path(__file__).with_name("native.c")
 
 
 def shared_library(patterns: Sequence[str], *, packages: Sequence[str] = (), system: Sequence[str] = ()) -> Path | str:
@@ -168,9 +83,8 @@ def compile_driver(extra: Sequence[str] = ()) -> ctypes.CDLL:
     except NoCompilerError as error:
         raise MissingError(f"no C compiler for the driver that repeats calls: {error}") from error
     with tempfile.TemporaryDirectory(prefix="portmm-compare-") as folder:
-        source, library = Path(folder) / "driver.c", Path(folder) / "driver.so"
-        source.write_text(SOURCE)
-        command = [*compiler.argv, "-O3", "-shared", "-fPIC", str(source), "-o", str(library), *extra]
+        library = Path(folder) / "driver.so"
+        command = [*compiler.argv, "-O3", "-shared", "-fPIC", str(SOURCE), "-o", str(library), *extra]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         if done.returncode:
             linked = next((f" with {x}" for x in extra if x.startswith("-l")), "")

@@ -18,7 +18,7 @@ from places import HELPERS
 from typer.testing import CliRunner
 
 from portmm.cli import main
-from portmm.comparison import Case, Contender, cases, compare, device, device_facts, device_suite
+from portmm.comparison import Case, Contender, cases, compare, device, device_facts, suite
 from portmm.comparison import data as inputs
 from portmm.comparison.clblast import Blast, BlastError
 from portmm.comparison.device_arrays import TorchArrays, parsed
@@ -339,6 +339,6 @@ def test_suites_of_devices():
     assert cases("gpu-smoke") == cases("device-smoke")
     assert not {case.name for case in quick} & {case.name for case in cases("full,narrow")}
     asked = ("quick", "gpu"), ("quick", "cpu"), ("smoke", "cpu"), ("f16", "gpu")
-    assert [device_suite.suite_of(*x) for x in asked] == [
+    assert [suite.suite_of(*x) for x in asked] == [
         "device-quick", "quick", "device-smoke", "f16",
     ]  # fmt: skip

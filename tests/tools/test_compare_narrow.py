@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from places import BENCH, HELPERS
 
-from portmm.comparison import Case, Contender, cases, compare, peers, suite
+from portmm.comparison import Case, Contender, cases, compare, peers
+from portmm.comparison import case as compared
 from portmm.comparison import data as inputs
 from portmm.comparison.data import APPROXIMATE, EXACT, INPUTS, judge
 from portmm.comparison.environment import FORCED, Setup
@@ -329,7 +330,7 @@ def test_what_is_due_is_the_lower_of_half_of_f32_and_of_memory(cliff):
     thin, fat = (cliff.case_of("u8-s8-s32", "row", m) for m in (1, 512))
     assert cliff.due(fat, 100.0, 1000.0) == 50.0
     assert cliff.due(thin, 1e6, 2.0) == pytest.approx(0.8 * 2.0 * thin.flops / thin.bytes)
-    assert cliff.case_of("f32-u4-f32", "packed", 8).block == suite.BLOCK
+    assert cliff.case_of("f32-u4-f32", "packed", 8).block == compared.BLOCK
 
 
 def test_a_cliff_is_measured_again_and_comes_first(cliff):
