@@ -173,7 +173,7 @@ class Lane:
         """Start the process if there is none."""
         if self.worker is not None or self.state == "missing" or not self.lives:
             return
-        self.worker = Worker(self.contender, self.setup, "fusion_worker")
+        self.worker = Worker(self.contender, self.setup, "fusion_worker:Bench")
         try:
             hello = self.worker.hear(OPENING)
         except WorkerError as error:

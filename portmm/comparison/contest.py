@@ -18,12 +18,12 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from portmm.comparison.cold import enough
 from portmm.comparison.device_arrays import parsed
 from portmm.comparison.device_facts import facts
 from portmm.comparison.environment import FORCED, Setup, removed
-from portmm.comparison.lane import LATE, LIMIT, LIMIT_WORKER, Lane, Rules, ask, close, greet, keep_log, launch
+from portmm.comparison.lane import LATE, LIMIT, LIMIT_BENCH, Lane, Rules, ask, close, greet, keep_log, launch
 from portmm.comparison.limit import Limits, chip, forced_isa
+from portmm.comparison.measure import enough
 from portmm.comparison.peers import Contender, find
 from portmm.comparison.process import PATIENCE
 from portmm.comparison.report import Entry, Report, Result
@@ -135,7 +135,7 @@ def compare(
         setup = _host_setup(target, threads, cold=cold)
     tell = progress or (lambda _done, _all, _text: None)
     rules = Rules(setup, max(rounds, 1), turn_s, patience_s, seed, began + budget_s)
-    limit_lane = Lane(LIMIT, module=LIMIT_WORKER) if limits and not chip_facts else None
+    limit_lane = Lane(LIMIT, bench=LIMIT_BENCH) if limits and not chip_facts else None
     gauge = _Gauge(limit_lane, chip_facts if limits else None)
     lanes = [Lane(contender) for contender in field_]
     everyone = [*lanes, *([gauge.lane] if gauge.lane else [])]
@@ -281,7 +281,7 @@ def _prepare(gauge: _Gauge, case: Case, rules: Rules) -> None:
         if gauge.lane.worker is None and gauge.lane.lives > 0:
             launch(gauge.lane, rules)
             greet(gauge.lane, rules)
-        answer = ask(gauge.lane, {"do": "prepare", "case": asdict(case)}, case, rules)
+        answer = ask(gauge.lane, {"do": "prepare", "case": asdict(case), "seed": rules.seed}, case, rules)
         gauge.peak = answer["peak"] if answer["state"] == "ok" else ""
 
 

@@ -16,8 +16,8 @@ import sys
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from portmm.comparison.cold import UNKNOWN
 from portmm.comparison.device_arrays import parsed
+from portmm.comparison.measure import UNKNOWN
 from portmm.dispatch import gpu as gpu_dispatch
 from portmm.errors import NoDeviceError, PortmmError
 from portmm.runtime import cuda, opencl

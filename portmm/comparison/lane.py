@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from portmm.build.cache import write_note
 from portmm.comparison.peers import Contender
-from portmm.comparison.process import PATIENCE, Worker, WorkerError
+from portmm.comparison.process import BENCH, PATIENCE, Worker, WorkerError
 from portmm.comparison.report import Entrant
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ LATE = "late"
 """State of a reply for which no time was left."""
 LIMIT = Contender("limit", "", "a C compiler; see `portmm doctor`")
 """Measures the machine's limits, alternating with the contenders."""
-LIMIT_WORKER = "portmm.comparison.limit_worker"
+LIMIT_BENCH = "portmm.comparison.limit_worker:Machine"
 LOG = "compare-log"
 """Name of the cache note with the details of failures of the last comparison."""
 SEE = f"; the rest is in {LOG}.note, in the folder that `portmm cache --where` names"
@@ -76,7 +76,7 @@ class Lane:
         entrant: its entry in the report, None before it was opened.
         lives: number of times that its worker may still crash.
         samples: seconds per call of the current case, round by round.
-        module: module that its worker runs.
+        bench: what replies to its requests.
     """
 
     contender: Contender
@@ -84,7 +84,7 @@ class Lane:
     entrant: Entrant | None = None
     lives: int = LIVES
     samples: list[float] = field(default_factory=list)
-    module: str = "portmm.comparison.worker"
+    bench: str = BENCH
 
     @property
     def name(self) -> str:
@@ -100,7 +100,7 @@ class Lane:
 def launch(lane: Lane, rules: Rules) -> None:
     """Start a lane's worker, which opens its library; several do so in parallel, since nothing is timed meanwhile."""
     if rules.left > 0:
-        lane.worker = Worker(lane.contender, rules.setup, lane.module)
+        lane.worker = Worker(lane.contender, rules.setup, lane.bench)
 
 
 def greet(lane: Lane, rules: Rules) -> None:

@@ -24,6 +24,9 @@ from portmm.comparison.environment import Setup, environment
 if TYPE_CHECKING:
     from portmm.comparison.peers import Contender
 
+WORKER = "portmm.comparison.worker"
+BENCH = f"{WORKER}:Bench"
+"""Bench of a contender."""
 PATIENCE = 2.0
 RAISED = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Missing)\b.*")
 """Line of a traceback that names the exception; further lines of its message, often a compiler's, follow."""
@@ -57,10 +60,10 @@ class Worker:
     Args:
         contender: its contender.
         setup: threads, ISA and target.
-        module: name of the module that it runs.
+        bench: "module:name" of what replies to its requests: see `comparison.worker`.
     """
 
-    def __init__(self, contender: Contender, setup: Setup, module: str = "portmm.comparison.worker") -> None:
+    def __init__(self, contender: Contender, setup: Setup, bench: str = BENCH) -> None:
         self.contender = contender
         child_read, self._write = os.pipe()
         self._read, child_write = os.pipe()
@@ -69,7 +72,7 @@ class Worker:
         # The worker must find the same modules as its parent, for example an adapter of the caller's.
         env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         fds = (child_read, child_write)
-        command = [sys.executable, "-P", "-m", module, contender.adapter, *map(str, fds)]
+        command = [sys.executable, "-P", "-m", WORKER, bench, contender.adapter, *map(str, fds)]
         self._process = subprocess.Popen(
             [*command, json.dumps(asdict(setup))],
             env=env,

@@ -1,29 +1,40 @@
-"""Measurement of one case in a worker: prepare, build, check, time.
+"""Measurement of schedules in a worker process: prepare, build, check, time.
 
-Owns `Bench`. Everything goes through the functions that a user calls, so whatever they
-compute can be tuned: weights packed or quantised, products with an epilogue, any types.
+Owns `Bench`, which measures one case through the functions that a user calls, so that whatever they compute can be
+tuned: weights packed or quantised, products with an epilogue, any types; and `Candidates`, which replies to requests
+with it, as a bench of `comparison.worker`. A candidate that crashes or hangs takes only its process with it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from portmm.comparison import cold
-from portmm.comparison.data import EXACT, Arrays, arrays, judge
+from portmm.comparison import measure
+from portmm.comparison.case import Case
+from portmm.comparison.data import Arrays, arrays
 from portmm.comparison.ours import open_portmm
-from portmm.comparison.peers import Fetched, Run
-from portmm.comparison.worker import seconds_per_call
+from portmm.comparison.peers import UnsupportedError
 from portmm.dispatch import config, cpu_kernels, cpu_routes, cpu_units, overrides
-from portmm.errors import ScheduleError
+from portmm.errors import BuildError, ScheduleError, TargetError
 from portmm.ops import host_matmul
+from portmm.schedule.schedule import Schedule, parse
 
 if TYPE_CHECKING:
-    from portmm.comparison.case import Case
+    from collections.abc import Sequence
+
     from portmm.comparison.environment import Setup
-    from portmm.comparison.peers import Library
-    from portmm.schedule.schedule import Schedule
+    from portmm.comparison.peers import Library, Run
     from portmm.spec.problem import Problem
+
+REASON = 300
+"""Characters of a compiler's message that are kept."""
+
+_parsed = lru_cache(4096)(parse)
 
 
 @dataclass(slots=True)
@@ -58,13 +69,10 @@ class Bench:
         self.case, self.override = case, None
         data = arrays(case, seed)
         overrides.clear_overrides()
-        if self.setup.cold:
-            ways, self.data = cold.rounds(self.library, case, data, self.setup.cold, self.setup.threads)
-            self.run = next(iter(ways.values()))
-        else:
-            self.run, self.data = next(iter(self.library.prepare(case, data).values())), (data,)
+        methods, self.data = measure.prepared(self.library, case, data, self.setup)
+        self.run = next(iter(methods.values()))
         with overrides.intercept() as interception:
-            self._call(1)
+            self.run(1)
         if interception.problem is not None:
             self.problem = interception.problem
             return interception.problem
@@ -85,35 +93,24 @@ class Bench:
         Raises:
             BuildError: the kernel cannot be loaded.
         """
-        self._override(schedule, workers)
+        run = self._overridden(schedule, workers)
         assert self.case is not None  # noqa: S101 - it is prepared
-        if isinstance(self.run, cold.Round):
-            return cold.checked(self.case, self.run, self.data, EXACT)
-        (data,) = self.data
-        data.spoil()
-        self._call(1)
-        if isinstance(self.run, Fetched):
-            self.run.fetch()
-        return judge(self.case, data)
-
-    def _call(self, count: int) -> None:
-        assert self.run is not None  # noqa: S101 - it is prepared
-        self.run(count)
+        return measure.checked(self.case, run, self.data)
 
     def seconds(self, schedule: Schedule, workers: int, seconds: float) -> float:
         """Seconds of a call by a schedule, measured for about `seconds`."""
-        self._override(schedule, workers)
-        if isinstance(self.run, cold.Round):
-            return cold.seconds_per_call(self.run, seconds)
-        return seconds_per_call(self._call, seconds)
+        return measure.seconds_per_call(self._overridden(schedule, workers), seconds)
 
-    def _override(self, schedule: Schedule, workers: int) -> None:
+    def _overridden(self, schedule: Schedule, workers: int) -> Run:
+        """The run of the case, by a schedule from now on."""
+        assert self.problem is not None  # noqa: S101 - it is prepared
+        assert self.run is not None  # noqa: S101 - it is prepared
         if self.override != (schedule, workers):
-            assert self.problem  # noqa: S101 - it is prepared
             # First outside the user's call, which would fall back to NumPy if the kernel cannot be loaded.
             cpu_routes.route_by(schedule, self.problem, config.target(), workers)
             overrides.override(self.problem, schedule, workers)
             self.override = schedule, workers
+        return self.run
 
 
 def open_bench(setup: Setup) -> Any:
@@ -121,3 +118,47 @@ def open_bench(setup: Setup) -> Any:
     library = open_portmm(setup)
     host_matmul.begin()
     return Bench(library, setup)
+
+
+class Candidates:
+    """Replies of a bench to a tuner's requests."""
+
+    def __init__(self, setup: Setup, opener: str) -> None:
+        self.hello: dict[str, Any] = {}
+        module, _, function = opener.partition(":")
+        self.bench: Bench = getattr(import_module(module), function)(setup)
+
+    def prepare(self, case: dict[str, Any], seed: int) -> dict[str, Any]:
+        """Prepare a case; the reply has the problem of its call."""
+        try:
+            problem = self.bench.prepare(Case(**case), seed)
+        except (ScheduleError, UnsupportedError, TypeError) as error:
+            return {"state": "unsupported", "reason": str(error)}
+        return {"state": "ok", "problem": asdict(problem)}
+
+    def build(self, schedules: Sequence[str]) -> dict[str, Any]:
+        """Compile several schedules in parallel, since compilers are processes of their own."""
+
+        def one(schedule: Schedule) -> str:
+            try:
+                self.bench.build(schedule)
+            except Exception as error:  # noqa: BLE001 - a candidate's failure must not end the others
+                return f"{type(error).__name__}: {error}".strip()[:REASON]
+            return ""
+
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2) as pool:
+            return {"state": "ok", "reasons": list(pool.map(one, map(_parsed, schedules)))}
+
+    def check(self, schedule: str, workers: int) -> dict[str, Any]:
+        """Compute once and compare."""
+        try:
+            error, bound = self.bench.check(_parsed(schedule), workers)
+        except (BuildError, ScheduleError, TargetError, ValueError, MemoryError) as refused:
+            return {"state": "unbuildable", "reason": str(refused)[:REASON]}
+        if not error <= bound:
+            return {"state": "wrong", "reason": f"error {error:.3g} exceeds {bound:.3g}"}
+        return {"state": "ok"}
+
+    def time(self, schedule: str, workers: int, seconds: float) -> dict[str, Any]:
+        """Seconds of a call by a schedule."""
+        return {"state": "ok", "seconds": self.bench.seconds(_parsed(schedule), workers, seconds)}

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from portmm.comparison.environment import Setup
 
 OPENER = "portmm.tuning.bench:open_bench"
+BENCH = "portmm.tuning.bench:Candidates"
 OPENING = 120.0
 COMPILING = 60.0
 """Seconds to compile one batch of kernels."""
@@ -112,7 +113,7 @@ class Lane:
     def _send(self, request: dict[str, Any], limit: float) -> dict[str, Any]:
         assert self._worker  # noqa: S101 - it is started
         try:
-            return self._worker.ask(request | {"limit": limit}, limit)
+            return self._worker.ask(request | {"within": limit}, limit)
         except WorkerError as error:
             self.close()
             raise LostError(error.state, str(error)) from None
@@ -120,7 +121,7 @@ class Lane:
     def _start(self) -> None:
         if self._worker is not None:
             return
-        self._worker = Worker(Contender("portmm", self.opener), self.setup, "portmm.tuning.worker")
+        self._worker = Worker(Contender("portmm", self.opener), self.setup, BENCH)
         try:
             hello = self._worker.hear(OPENING)
         except WorkerError as error:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portmm.build.cache import tuned_database
-from portmm.comparison.cold import enough
 from portmm.comparison.environment import Setup
 from portmm.comparison.limit import chip
+from portmm.comparison.measure import enough
 from portmm.comparison.seen import merged, shaped
 from portmm.comparison.suite import cases
 from portmm.dispatch import config

@@ -14,6 +14,7 @@ import emulated_cuda
 import numpy as np
 import opencl_cpu
 import pytest
+from comparisons import prepare
 from places import HELPERS
 from typer.testing import CliRunner
 
@@ -26,7 +27,6 @@ from portmm.comparison.environment import Setup
 from portmm.comparison.peers import CONTENDERS, MissingError, UnsupportedError, find, open_adapter
 from portmm.comparison.report import from_json
 from portmm.comparison.text import heading, notes
-from portmm.comparison.worker import prepare
 from portmm.errors import NoDeviceError
 from portmm.runtime import cuda
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import compare_fakes
 import numpy as np
 import pytest
+from comparisons import prepare
 from places import BENCH, HELPERS
 
 from portmm.comparison import Case, Contender, cases, compare, peers
@@ -17,7 +18,6 @@ from portmm.comparison.environment import FORCED, Setup
 from portmm.comparison.limit import Limits
 from portmm.comparison.report import from_json
 from portmm.comparison.text import markdown, notes
-from portmm.comparison.worker import prepare
 from portmm.host.detect import host
 from portmm.target.cache_levels import MemoryLevel
 
@@ -247,10 +247,10 @@ def test_a_result_elsewhere_is_fetched_to_be_judged_and_not_to_be_timed():
         whole = compare_fakes._exact(which, made)
         return {"late": peers.returning(lambda: whole, lambda result: fetched.append(np.copyto(made.c, result)))}
 
-    prepared, reply = prepare(replace(library, prepare=late), which, 0)
+    bench, reply = prepare(replace(library, prepare=late), which, 0)
     assert reply["state"] == "ok"
     assert len(fetched) == 1
-    prepared.run(5)
+    bench.time(0.001)
     assert len(fetched) == 1
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from places import HELPERS
@@ -14,7 +14,7 @@ from portmm.comparison import Case, Contender, compare, contest, lane
 from portmm.comparison.environment import Setup, environment, removed
 from portmm.comparison.lane import LOG, SEE
 from portmm.comparison.limit import MEMORY, Limits, level_of
-from portmm.comparison.limit_worker import Machine, prepare, rates
+from portmm.comparison.limit_worker import Machine
 from portmm.comparison.process import WorkerError, last_words
 from portmm.comparison.text import notes
 from portmm.dispatch import config, cpu_selection, tuned_schedule, tuning_database
@@ -174,13 +174,15 @@ def test_the_level_is_the_nearest_that_holds_all_operands():
 
 
 def test_the_gauge_of_this_machine_measures_what_bounds_a_case():
-    machine = Machine(host(), cold=False)
-    reply = prepare(machine, SMALL)
+    machine = Machine(Setup())
+    reply = machine.prepare(asdict(SMALL))
     assert (reply["state"], reply["level"]) == ("ok", host().levels[0].name)
-    found = rates(machine, (reply["peak"], reply["level"]), 0.004)["rates"]
+    found = machine.time(0.004)["rates"]
     assert set(found) == {reply["peak"], reply["level"]}
     assert all(0.01 < x < 1e5 for x in found.values())
-    nothing = prepare(Machine(replace(host(), isas=()), cold=False), SMALL)
+    bare = Machine(Setup())
+    bare.target = replace(host(), isas=())
+    nothing = bare.prepare(asdict(SMALL))
     assert (nothing["state"], nothing["reason"]) == ("unsupported", "no unit multiplies f32")
 
 
