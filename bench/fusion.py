@@ -36,10 +36,9 @@ from fusion_cases import GROUPS, VARIANTS, Case, case_of, cases, operands, right
 
 from portmm.comparison.contest import FEWEST_ROUNDS, ROUNDS, TURN
 from portmm.comparison.environment import Setup, removed
-from portmm.comparison.lane import OPENING
 from portmm.comparison.limit import chip
 from portmm.comparison.peers import Contender
-from portmm.comparison.process import Worker, WorkerError
+from portmm.comparison.process import OPENING, Worker, WorkerError
 from portmm.comparison.report import geomean
 from portmm.comparison.worker import TRIAL
 from portmm.host.detect import host

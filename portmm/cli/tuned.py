@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from portmm.errors import DatabaseError
-from portmm.util.console import console, print_json
+from portmm.util.console import console, print_json, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -56,18 +56,16 @@ def tuned(
 
 
 def _view(findings: list[Tuned], path: Path) -> RenderableType:
-    from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.markup import escape
-    from rich.table import Table
 
     from portmm.util.text import time
 
-    table = Table(box=SIMPLE_HEAD)
-    for name in ("chip", "problem", "threads", "time", "gain", "schedule"):
-        table.add_column(name, justify="right" if name in ("threads", "time", "gain") else "left")
-    for x in findings:
-        cold = " (cold)" if x.cold else ""
-        row = (x.chip, str(x.problem) + cold, str(x.threads), time(x.seconds), f"{x.gain:.2f}", str(x.schedule))
-        table.add_row(*map(escape, row))
-    return Group(*([table] if findings else []), f"{escape(str(path))}: {len(findings)} findings")
+    rows = [
+        (x.chip, f"{x.problem}{' (cold)' if x.cold else ''}", str(x.threads), time(x.seconds), f"{x.gain:.2f}",
+         str(x.schedule))
+        for x in findings
+    ]  # fmt: skip
+    head = ("chip", "problem", "threads", "time", "gain", "schedule")
+    listed = [table("", head, rows, words=("chip", "problem", "schedule"))] if findings else []
+    return Group(*listed, f"{escape(str(path))}: {len(findings)} findings")

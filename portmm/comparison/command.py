@@ -87,7 +87,7 @@ def compare(
         shown = console()
         shown.print(terminal(report, shown.width))
     if plot:
-        from portmm.comparison.plot import plot as draw
+        from portmm.comparison.pictures import plot as draw
 
         draw(report, plot)
 

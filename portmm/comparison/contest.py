@@ -21,11 +21,22 @@ from typing import TYPE_CHECKING, Any
 from portmm.comparison.device_arrays import parsed
 from portmm.comparison.device_facts import facts
 from portmm.comparison.environment import FORCED, Setup, removed
-from portmm.comparison.lane import LATE, LIMIT, LIMIT_BENCH, Lane, Rules, ask, close, greet, keep_log, launch
 from portmm.comparison.limit import Limits, chip, forced_isa
 from portmm.comparison.measure import enough
 from portmm.comparison.peers import Contender, find
-from portmm.comparison.process import PATIENCE
+from portmm.comparison.process import (
+    LATE,
+    LIMIT,
+    LIMIT_BENCH,
+    PATIENCE,
+    Lane,
+    Rules,
+    ask,
+    close,
+    greet,
+    keep_log,
+    launch,
+)
 from portmm.comparison.report import Entry, Report, Result
 from portmm.comparison.seen import shaped
 from portmm.comparison.suite import cases, suite_of

@@ -15,8 +15,26 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portmm.comparison.bars import FARTHEST, MARKS, badge, bars, reach, role, state, strip
-from portmm.comparison.markup import NONE, Markup, concatenated, counted, fault, outcome, percent, tag, tidy, unit
+from portmm.comparison.bars import (
+    FARTHEST,
+    MARKS,
+    NONE,
+    Markup,
+    badge,
+    bars,
+    concatenated,
+    counted,
+    fault,
+    outcome,
+    percent,
+    reach,
+    role,
+    state,
+    strip,
+    tag,
+    tidy,
+    unit,
+)
 from portmm.comparison.report import Report, Result, Summary, summaries
 from portmm.comparison.roofline import legend, roofline
 from portmm.comparison.text import EXCEEDED, MORE_TIME, explained, heading

@@ -120,17 +120,21 @@ CONTENDERS: tuple[Contender, ...] = (
     Contender("mkl-jit", "portmm.comparison.mkl:open_jit", "pip install mkl, and a C compiler"),
     Contender("onednn", "portmm.comparison.onednn:open_onednn", "pip install onednn-cpu-gomp"),
     Contender("torch", "portmm.comparison.pytorch:open_torch", "pip install torch"),
-    Contender("blis", "portmm.comparison.blis:open_blis", "apt install libblis4-openmp"),
-    Contender("libxsmm", "portmm.comparison.libxsmm:open_libxsmm", "apt install libxsmm-dev, and a C compiler"),
+    Contender("blis", "portmm.comparison.small_kernels:open_blis", "apt install libblis4-openmp"),
+    Contender("libxsmm", "portmm.comparison.small_kernels:open_libxsmm", "apt install libxsmm-dev, and a C compiler"),
     Contender(
         "torch.compile",
-        "portmm.comparison.compiled:open_compiled",
+        "portmm.comparison.pytorch:open_compiled",
         "pip install torch, and a C++ compiler",
         only=ONLY_BY_NAME,
     ),
-    Contender("onnxruntime", "portmm.comparison.onnx:open_onnxruntime", "pip install onnxruntime onnx", only=MODELS),
-    Contender("onnxruntime-8bit", "portmm.comparison.onnx:open_8bit", "pip install onnxruntime onnx", only=NARROW),
-    Contender("openvino", "portmm.comparison.openvino:open_openvino", "pip install openvino", only=MODELS),
+    Contender(
+        "onnxruntime", "portmm.comparison.model_runtimes:open_onnxruntime", "pip install onnxruntime onnx", only=MODELS
+    ),
+    Contender(
+        "onnxruntime-8bit", "portmm.comparison.model_runtimes:open_8bit", "pip install onnxruntime onnx", only=NARROW
+    ),
+    Contender("openvino", "portmm.comparison.model_runtimes:open_openvino", "pip install openvino", only=MODELS),
 )
 
 ON_DEVICES: tuple[Contender, ...] = (

@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.comparison.markup import Markup, Rate, figure, rate, tag, unit
+from portmm.comparison.bars import Markup, Rate, figure, rate, tag, unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

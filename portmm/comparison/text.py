@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 from portmm.comparison.figures import conditions, total_lines
 from portmm.comparison.report import Report, Result, summaries
+from portmm.comparison.table import Table
 from portmm.host import machine_load
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from rich.console import RenderableType
 
 WIDE = 140
@@ -122,9 +121,9 @@ def terminal(report: Report, width: int = WIDE) -> RenderableType:
     from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Table as RichTable
 
-    table = Table(title=escape(heading(report)), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = RichTable(title=escape(heading(report)), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     rows = [dict(zip(_columns(report), _row(report, result), strict=True)) for result in report.results]
     # Bold marks the best peer, a sign and colours mark the verdict.
     columns = [name for name in _columns(report) if name not in ("best peer", "verdict")]
@@ -148,13 +147,13 @@ def terminal(report: Report, width: int = WIDE) -> RenderableType:
         if row["best peer"] in cells:
             cells[row["best peer"]] = f"[bold]{cells[row['best peer']]}[/bold]"
         table.add_row(*cells.values(), style=STYLES.get(row.get("verdict", ""), ""))
-    means = Table(title="ratio to the best peer (bold) of each case", title_justify="left", box=SIMPLE_HEAD)
-    for name in SUMMARY:
-        means.add_column(name, justify="left" if name in ("group", "where") else "right")
-    for cells_ in _summary_rows(report):
-        means.add_row(*map(escape, cells_))
+    means = Table(SUMMARY, _summary_rows(report), words=("where",), title="ratio to the best peer (bold) of each case")
     legend = explained(report)
-    parts: list[RenderableType] = [table, *([escape(legend)] if legend else []), *([means] if means.row_count else [])]
+    parts: list[RenderableType] = [
+        table,
+        *([escape(legend)] if legend else []),
+        *([means.terminal()] if means.rows else []),
+    ]
     return Group(*parts, *(f"[dim]{escape(line)}[/dim]" for line in notes(report)))
 
 
@@ -184,21 +183,14 @@ def notes(report: Report) -> list[str]:
     return [*lines, load] if load else lines
 
 
-def _markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> str:
-    rule = ["---" if i < left else "--:" for i in range(len(head))]
-    # Names come from users' files.
-    lines = ([" ".join(x.replace("|", "\\|").split()) for x in row] for row in (head, rule, *rows))
-    return "\n".join("| " + " | ".join(row) + " |" for row in lines)
-
-
 def markdown(report: Report, *, per_case: bool = True) -> str:
     """The report as Markdown tables."""
     parts = [f"**{heading(report)}**"]
     rows = _summary_rows(report)
     if rows:
-        parts.append("Ratio to the best peer of each case:\n\n" + _markdown_table(SUMMARY, rows, 1))
+        parts.append("Ratio to the best peer of each case:\n\n" + Table(SUMMARY, rows).markdown())
         parts.append(f"{explained(report)}.")
     if per_case:
-        parts.append(_markdown_table(_columns(report), (_row(report, r) for r in report.results), 2))
+        parts.append(Table(_columns(report), [_row(report, r) for r in report.results], 2).markdown())
     parts.append("\n".join(f"- {line}" for line in notes(report)))
     return "\n\n".join(parts) + "\n"

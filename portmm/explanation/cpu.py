@@ -117,9 +117,9 @@ class Explanation(Selected):
             extent = f"{name}, {size(level.bytes)}{part}" if level else name
             yield field("", f"{extent}: {value:.4g} {'GB/s' if origin == 'measured' else 'bytes a cycle'}, {origin}")
 
-    def _choice_lines(self, chosen: str) -> Iterator[str]:
+    def _choice_lines(self, selection: str) -> Iterator[str]:
         s, atom = self.schedule, self.kernel.atom
-        yield field("chosen", f"{chosen}, for {'1 thread' if self.workers == 1 else f'{self.workers} threads'}")
+        yield field("chosen", f"{selection}, for {'1 thread' if self.workers == 1 else f'{self.workers} threads'}")
         if self.origin == cpu_textbook.ORIGIN:
             rule = f"a textbook blocking within {1 - cpu_textbook.WITHIN:.0%} of the least predicted time"
             yield field("", f"no search stored for this chip: {rule}")
@@ -242,8 +242,8 @@ def explain(
     about = (family.sentence(str(target)),) if family else ()
 
     def answer(p: Problem, notes: tuple[str, ...] = ()) -> Explanation | GridExplanation:
-        asked = p if deterministic is None else replace(p, deterministic=deterministic)
-        return _explained(asked, machine, threads, (*about, *notes))
+        problem = p if deterministic is None else replace(p, deterministic=deterministic)
+        return _explained(problem, machine, threads, (*about, *notes))
 
     if isinstance(a, Problem):
         if b is not None or out is not None:

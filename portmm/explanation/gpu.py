@@ -76,10 +76,10 @@ class GridExplanation(Selected):
         isas = ", ".join(y.name for y in target.isas)
         yield field("", f"{device.processors} processors, {device.memory_gbs:.4g} GB/s, {isas}")
 
-    def _choice_lines(self, chosen: str) -> Iterator[str]:
+    def _choice_lines(self, selection: str) -> Iterator[str]:
         s, device = self.schedule, self.target.device
         assert device is not None  # noqa: S101 - checked by `explain`
-        yield field("chosen", chosen)
+        yield field("chosen", selection)
         yield field("schedule", str(s))
         most = f" of {device.thread_registers}" if device.thread_registers else ""
         blocks = occupancy(s, self.target)

@@ -130,7 +130,7 @@ class Selected:
     def _target_lines(self) -> Iterator[str]:
         raise NotImplementedError
 
-    def _choice_lines(self, chosen: str) -> Iterator[str]:
+    def _choice_lines(self, selection: str) -> Iterator[str]:
         raise NotImplementedError
 
     def _runner_up_lines(self, _cost: Cost) -> Iterator[str]:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.comparison.table import Table
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -181,17 +183,20 @@ class Tuning:
 
     def _repr_html_(self) -> str:
         """A table for notebooks."""
-        head = "".join(f"<th>{x}</th>" for x in COLUMNS)
-        rows = "".join(f"<tr>{''.join(f'<td>{html.escape(y)}</td>' for y in cells(x))}</tr>" for x in self.cases)
-        lines = "".join(f"<p>{html.escape(x)}</p>" for x in summary(self))
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{lines}"
+        return table(self).html() + "".join(f"<p>{html.escape(x)}</p>" for x in summary(self))
 
 
 COLUMNS = ("case", "shape", "analytical us", "tuned us", "times", "trials", "failed", "rank corr.", "tuned schedule")
 
 
-def cells(x: TunedCase) -> tuple[str, ...]:
-    """Cells of a case's row of the table."""
+def table(tuning: Tuning) -> Table:
+    """The table of cases."""
+    caches = ", cold caches" if tuning.cold else ""
+    title = f"{tuning.chip}, {tuning.threads} thread{'s' * (tuning.threads != 1)}{caches}"
+    return Table(COLUMNS, [_cells(x) for x in tuning.cases], 2, COLUMNS[-1:], title)
+
+
+def _cells(x: TunedCase) -> tuple[str, ...]:
     if not x.seconds:
         return (x.case.name, x.case.shape, *[""] * 6, x.reason)
     order = x.rank_correlation

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from portmm.build.cache import tuned_database
-from portmm.tuning.records import COLUMNS, cells, summary
+from portmm.comparison.table import Table
+from portmm.tuning.records import summary, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from portmm.tuning.records import Trial, Tuning
-
-LEFT = 2
-"""Number of leading columns that are aligned left: names and shapes; so is the last column."""
 
 
 @contextmanager
@@ -46,20 +44,12 @@ def _clock(seconds: float) -> str:
 def view(tuning: Tuning) -> RenderableType:
     """Table of a tuning with its summary."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    caches = ", cold caches" if tuning.cold else ""
-    title = f"{tuning.chip}, {tuning.threads} thread{'s' * (tuning.threads != 1)}{caches}"
-    table = Table(title=Text(title), title_justify="left")
-    for i, name in enumerate(COLUMNS):
-        table.add_column(name, justify="left" if i < LEFT or i == len(COLUMNS) - 1 else "right", overflow="fold")
-    for x in tuning.cases:
-        table.add_row(*map(Text, cells(x)))
     ended = (
         [f"Interrupted after {tuning.spent:.0f} s; the same command goes on from here."] if tuning.interrupted else []
     )
-    return Group(table, *map(Text, [*summary(tuning), *ended, *_kept(tuning)]))
+    return Group(table(tuning).terminal(), *map(Text, [*summary(tuning), *ended, *_kept(tuning)]))
 
 
 def _kept(tuning: Tuning) -> list[str]:
@@ -72,22 +62,13 @@ def _kept(tuning: Tuning) -> list[str]:
 
 def predictions(tuning: Tuning) -> RenderableType:
     """Table of the predicted and the measured time of each trial, the fastest of a case first."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title="Predicted and measured time", title_justify="left")
-    table.add_column("case")
-    for name in ("predicted us", "measured us", "share"):
-        table.add_column(name, justify="right")
-    table.add_column("schedule", overflow="fold")
+    head, rows = ("case", "predicted us", "measured us", "share", "schedule"), []
     for case in tuning.tuned:
         trials = sorted(case.measured, key=lambda x: x.seconds)
         for i, x in enumerate(trials):
-            first = Text(case.case.name if i == 0 else "")
-            share = f"{trials[0].seconds / x.seconds:.2f}"
-            table.add_row(first, f"{x.predicted * 1e6:.1f}", f"{x.seconds * 1e6:.1f}", share, Text(_schedule(x)))
-        table.add_section()
-    return table
+            times = (f"{x.predicted * 1e6:.1f}", f"{x.seconds * 1e6:.1f}", f"{trials[0].seconds / x.seconds:.2f}")
+            rows.append(("" if i else case.case.name, *times, _schedule(x)))
+    return Table(head, rows, words=("schedule",), title="Predicted and measured time").terminal()
 
 
 def _schedule(x: Trial) -> str:

@@ -312,7 +312,7 @@ def test_portmm_does_everything():
 
 def test_onnxruntime_cannot_be_held_to_less():
     with pytest.raises(peers.MissingError, match="held to avx2"):
-        peers.open_adapter("portmm.comparison.onnx:open_onnxruntime", Setup(isa="avx2"))
+        peers.open_adapter("portmm.comparison.model_runtimes:open_onnxruntime", Setup(isa="avx2"))
 
 
 # --- bench/cliff.py -----------------------------------------------------------

@@ -10,12 +10,11 @@ from typer.testing import CliRunner
 
 from portmm.build import cache as kept
 from portmm.cli import main
-from portmm.comparison import Case, Contender, compare, contest, lane
+from portmm.comparison import Case, Contender, compare, contest, process
 from portmm.comparison.environment import Setup, environment, removed
-from portmm.comparison.lane import LOG, SEE
 from portmm.comparison.limit import MEMORY, Limits, level_of
 from portmm.comparison.limit_worker import Machine
-from portmm.comparison.process import WorkerError, last_words
+from portmm.comparison.process import LOG, SEE, WorkerError, last_words
 from portmm.comparison.text import notes
 from portmm.dispatch import config, cpu_selection, tuned_schedule, tuning_database
 from portmm.dispatch.tuned_schedule import Tuned
@@ -46,8 +45,8 @@ class Clock:
     def __init__(self, monkeypatch, **slow):
         self.now, self.slow, self.asked = 1000.0, slow, []
         monkeypatch.setattr(contest, "time", self)
-        monkeypatch.setattr(lane, "time", self)
-        monkeypatch.setattr(lane, "Worker", lambda contender, _setup, _module: FakeWorker(self, contender.name))
+        monkeypatch.setattr(process, "time", self)
+        monkeypatch.setattr(process, "Worker", lambda contender, _setup, _module: FakeWorker(self, contender.name))
         monkeypatch.setattr(
             machine_load, "snapshot", lambda _workers=(): machine_load.Snapshot(self.now, None, 0.0, None)
         )
