@@ -35,9 +35,8 @@ import numpy as np
 from fusion_cases import GROUPS, VARIANTS, Case, case_of, cases, operands, right, smoke_cases
 
 from portmm.comparison.contest import FEWEST_ROUNDS, ROUNDS, TURN
-from portmm.comparison.environment import Setup, removed
 from portmm.comparison.limit import chip
-from portmm.comparison.peers import Contender
+from portmm.comparison.peers import Contender, Setup, removed
 from portmm.comparison.process import OPENING, Worker, WorkerError
 from portmm.comparison.report import geomean
 from portmm.comparison.worker import TRIAL

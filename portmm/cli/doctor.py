@@ -249,8 +249,7 @@ def _emulators() -> Iterator[Check]:
 
 def _library(name: str) -> Iterator[Check]:
     """Finding on a library of `compare`: opened as there, in a process of its own."""
-    from portmm.comparison.environment import Setup
-    from portmm.comparison.peers import find
+    from portmm.comparison.peers import Setup, find
     from portmm.comparison.process import Worker, WorkerError
 
     contender = find([name])[0]

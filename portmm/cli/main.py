@@ -12,11 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from portmm.cli import report
-from portmm.cli.probe import probe
-from portmm.cli.tune import tune
-from portmm.cli.tuned import tuned
-from portmm.comparison.command import compare
+from portmm.cli.measuring import compare, probe, report, tune, tuned
 from portmm.errors import PortmmError
 from portmm.util.console import Json, console, print_json, progress
 
@@ -361,7 +357,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-app.command(name="report")(report.report)
+app.command()(report)
 
 
 def main() -> None:

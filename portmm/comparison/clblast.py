@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from portmm.comparison.case import Case
     from portmm.comparison.data import Arrays
-    from portmm.comparison.environment import Setup
-    from portmm.comparison.peers import Fetched
+    from portmm.comparison.peers import Fetched, Setup
 
 FILE = "libclblast.so.1"
 BY_ROWS, PLAIN, TRANSPOSED = 101, 111, 112

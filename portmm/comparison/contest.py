@@ -19,11 +19,9 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from portmm.comparison.device_arrays import parsed
-from portmm.comparison.device_facts import facts
-from portmm.comparison.environment import FORCED, Setup, removed
-from portmm.comparison.limit import Limits, chip, forced_isa
+from portmm.comparison.limit import Limits, chip, facts, forced_isa
 from portmm.comparison.measure import enough
-from portmm.comparison.peers import Contender, find
+from portmm.comparison.peers import FORCED, Contender, Setup, find, removed
 from portmm.comparison.process import (
     LATE,
     LIMIT,
@@ -38,14 +36,13 @@ from portmm.comparison.process import (
     launch,
 )
 from portmm.comparison.report import Entry, Report, Result
-from portmm.comparison.seen import shaped
-from portmm.comparison.suite import cases, suite_of
+from portmm.comparison.shapes import cases, shaped, suite_of
 from portmm.host import machine_load
 from portmm.host.detect import host
 
 if TYPE_CHECKING:
     from portmm.comparison.case import Case
-    from portmm.comparison.device_facts import Facts
+    from portmm.comparison.limit import Facts
 
 Progress = Callable[[int, int, str], None]
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from portmm.comparison import device_arrays
     from portmm.comparison.case import Case
-    from portmm.comparison.environment import Setup
+    from portmm.comparison.peers import Setup
 
     Calls: TypeAlias = Mapping[str, Callable[[], Any]]
     Ways: TypeAlias = Callable[["Operands"], Calls]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from portmm.comparison.case import Case
-    from portmm.comparison.environment import Setup
+    from portmm.comparison.peers import Setup
     from portmm.target.cache_levels import MemoryLevel
 
 COPIES = 8

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.comparison.seen import FIELDS, case, merged, word
+from portmm.comparison.shapes import FIELDS, case, merged, word
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -21,15 +21,14 @@ from dataclasses import asdict, dataclass, field
 from typing import IO, TYPE_CHECKING, Any
 
 from portmm.build.cache import write_note
-from portmm.comparison.environment import Setup, environment
-from portmm.comparison.peers import Contender
+from portmm.comparison.peers import Contender, Setup, environment
 from portmm.comparison.report import Entrant
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from portmm.comparison.case import Case
-    from portmm.comparison.environment import Setup
+    from portmm.comparison.peers import Setup
 
 
 WORKER = "portmm.comparison.worker"
@@ -178,7 +177,7 @@ LATE = "late"
 """State of a reply for which no time was left."""
 LIMIT = Contender("limit", "", "a C compiler; see `portmm doctor`")
 """Measures the machine's limits, alternating with the contenders."""
-LIMIT_BENCH = "portmm.comparison.limit_worker:Machine"
+LIMIT_BENCH = "portmm.comparison.limit:Machine"
 LOG = "compare-log"
 """Name of the cache note with the details of failures of the last comparison."""
 SEE = f"; the rest is in {LOG}.note, in the folder that `portmm cache --where` names"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from portmm.comparison.case import Case
     from portmm.comparison.data import Arrays
-    from portmm.comparison.environment import Setup
+    from portmm.comparison.peers import Setup
 
     Maker: TypeAlias = Callable[[Any, Case, Arrays], Run]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from portmm.comparison.figures import Table
 from portmm.comparison.report import geomean, summaries
-from portmm.comparison.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence

@@ -19,7 +19,7 @@ from portmm.comparison.peers import Library, MissingError, Run
 if TYPE_CHECKING:
     from portmm.comparison.case import Case
     from portmm.comparison.data import Arrays
-    from portmm.comparison.environment import Setup
+    from portmm.comparison.peers import Setup
 
 
 # More than the some thirty configurations of a BLIS; numbers beyond the last have no name.

@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portmm.comparison.seen import FIELDS, case, merged, word
+from portmm.comparison.shapes import FIELDS, case, merged, word
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

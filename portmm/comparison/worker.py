@@ -25,8 +25,7 @@ from typing import Any
 from portmm.comparison import measure
 from portmm.comparison.case import Case
 from portmm.comparison.data import APPROXIMATE, Arrays, arrays
-from portmm.comparison.environment import Setup
-from portmm.comparison.peers import Library, MissingError, Run, UnsupportedError, open_adapter
+from portmm.comparison.peers import Library, MissingError, Run, Setup, UnsupportedError, open_adapter
 from portmm.errors import BuildError, TargetError
 from portmm.host.calibrate import free_memory
 

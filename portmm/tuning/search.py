@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.dispatch.tuned_schedule import problem_text
 from portmm.schedule.schedule import parse
 from portmm.tuning.lane import LostError
-from portmm.tuning.model import Candidate
+from portmm.tuning.proposals import Candidate
 from portmm.tuning.records import CRASHED, OK, UNBUILDABLE, WRONG, Trial
 
 if TYPE_CHECKING:

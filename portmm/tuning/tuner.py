@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portmm.build.cache import tuned_database
-from portmm.comparison.environment import Setup
 from portmm.comparison.limit import chip
 from portmm.comparison.measure import enough
-from portmm.comparison.seen import merged, shaped
-from portmm.comparison.suite import cases
+from portmm.comparison.peers import Setup
+from portmm.comparison.shapes import cases, merged, shaped
 from portmm.dispatch import config
 from portmm.dispatch.overrides import renew
 from portmm.dispatch.tuned_schedule import Tuned, architecture, problem_text
@@ -32,8 +31,7 @@ from portmm.schedule.schedule import parse
 from portmm.spec.problem import Problem
 from portmm.tuning.journal import Journal
 from portmm.tuning.lane import OPENER, Lane
-from portmm.tuning.model import ranked
-from portmm.tuning.proposals import MISSING, installed, proposals
+from portmm.tuning.proposals import MISSING, installed, proposals, ranked
 from portmm.tuning.records import OK, TunedCase, Tuning
 from portmm.tuning.search import Race, Rules, search, short_list
 from portmm.version import VERSION

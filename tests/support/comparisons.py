@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 from portmm.comparison import Case, Entrant, Entry, Report, Result
-from portmm.comparison.environment import Setup
+from portmm.comparison.peers import Setup
 from portmm.comparison.worker import Bench
 
 PEERS = ("numpy", "mkl", "mkl-jit", "onednn", "torch", "blis", "onnxruntime-8bit")

@@ -12,7 +12,7 @@ from places import BENCH
 
 import portmm as pm
 from portmm.comparison import tables
-from portmm.comparison.environment import Setup
+from portmm.comparison.peers import Setup
 
 pytestmark = pytest.mark.rest("scripts of bench/")
 

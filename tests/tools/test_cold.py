@@ -11,9 +11,8 @@ from places import HELPERS
 
 from portmm.comparison import Case, Contender, compare, measure
 from portmm.comparison.data import EXACT, arrays, judge
-from portmm.comparison.environment import Setup
 from portmm.comparison.limit import Limits
-from portmm.comparison.peers import Fetched, Library, UnsupportedError, repeat, returning
+from portmm.comparison.peers import Fetched, Library, Setup, UnsupportedError, repeat, returning
 from portmm.comparison.report import from_json
 from portmm.comparison.text import heading, notes
 from portmm.target.cache_levels import MemoryLevel

@@ -13,11 +13,10 @@ from portmm.build.cache import read_note
 from portmm.comparison import CONTENDERS, Case, Contender, Entrant, Entry, Report, Result, cases, compare
 from portmm.comparison import data as inputs
 from portmm.comparison.contest import _result
-from portmm.comparison.environment import Setup, environment, removed
 from portmm.comparison.limit import Limits, forced_isa
 from portmm.comparison.measure import seconds_per_call
 from portmm.comparison.native import flags
-from portmm.comparison.peers import find, open_adapter
+from portmm.comparison.peers import Setup, environment, find, open_adapter, removed
 from portmm.comparison.pictures import plot
 from portmm.comparison.process import LOG, SEE, Lane
 from portmm.comparison.report import from_json, geomean, summaries

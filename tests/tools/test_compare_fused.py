@@ -12,8 +12,7 @@ from places import HELPERS
 from portmm.comparison import CONTENDERS, Case, Contender, cases, compare, fused
 from portmm.comparison import data as inputs
 from portmm.comparison.data import EXACT, INPUTS, judge
-from portmm.comparison.environment import FORCED, Setup, environment, removed
-from portmm.comparison.peers import find, open_adapter
+from portmm.comparison.peers import FORCED, Setup, environment, find, open_adapter, removed
 from portmm.comparison.report import from_json
 
 WORDS = ("bias", "bias+gelu", "bias+gelu_tanh", "bias+relu", "silu", "residual", "bias+residual", "bias+residual+relu")

@@ -14,8 +14,8 @@ from portmm.comparison import Case, Contender, cases, compare, peers
 from portmm.comparison import case as compared
 from portmm.comparison import data as inputs
 from portmm.comparison.data import APPROXIMATE, EXACT, INPUTS, judge
-from portmm.comparison.environment import FORCED, Setup
 from portmm.comparison.limit import Limits
+from portmm.comparison.peers import FORCED, Setup
 from portmm.comparison.report import from_json
 from portmm.comparison.text import markdown, notes
 from portmm.host.detect import host

@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 from portmm.build import cache as kept
 from portmm.cli import main
 from portmm.comparison import Case, Contender, compare, contest, process
-from portmm.comparison.environment import Setup, environment, removed
-from portmm.comparison.limit import MEMORY, Limits, level_of
-from portmm.comparison.limit_worker import Machine
+from portmm.comparison.limit import MEMORY, Limits, Machine, level_of
+from portmm.comparison.peers import Setup, environment, removed
 from portmm.comparison.process import LOG, SEE, WorkerError, last_words
 from portmm.comparison.text import notes
 from portmm.dispatch import config, cpu_selection, tuned_schedule, tuning_database
