@@ -7,17 +7,11 @@ show: rates with their spread, numbers as text; and both kinds of charts, drawn 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from typing import TYPE_CHECKING
 
-from portmm.comparison.report import geomean
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from portmm.comparison.report import Entry, Report, Result
-
+from portmm.comparison.report import Entry, Report, Result, geomean
 
 NONE = "\N{EN DASH}"
 """Text in place of a missing figure."""

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from portmm.comparison.case import Case
 from portmm.comparison.device_arrays import parsed
-from portmm.comparison.limit import Limits, chip, facts, forced_isa
+from portmm.comparison.limit import Facts, Limits, chip, facts, forced_isa
 from portmm.comparison.measure import enough
 from portmm.comparison.peers import FORCED, Contender, Setup, find, removed
 from portmm.comparison.process import (
@@ -39,10 +40,6 @@ from portmm.comparison.report import Entry, Report, Result
 from portmm.comparison.shapes import cases, shaped, suite_of
 from portmm.host import machine_load
 from portmm.host.detect import host
-
-if TYPE_CHECKING:
-    from portmm.comparison.case import Case
-    from portmm.comparison.limit import Facts
 
 Progress = Callable[[int, int, str], None]
 

@@ -25,16 +25,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from portmm.arrays.numpy_arrays import numpy_of
 from portmm.comparison import fused
+from portmm.comparison.case import Case
 from portmm.spec.dtype import BY_NAME, FP8
-
-if TYPE_CHECKING:
-    from portmm.comparison.case import Case
 
 TOLERANCE = 4.0
 # A prime, so that rows of any length start at different offsets in the pool.

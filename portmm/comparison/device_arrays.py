@@ -7,9 +7,10 @@ library is imported when its arrays are opened.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +19,6 @@ from portmm.comparison.peers import MissingError, UnsupportedError
 from portmm.errors import PortmmError
 from portmm.runtime import cuda, opencl
 from portmm.spec.dtype import BY_NAME, EXTENSION_TYPES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
 
 LANGUAGES = ("cuda", "opencl")
 

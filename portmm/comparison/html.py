@@ -10,11 +10,11 @@ reads the text of `<script id="report">`. All output of libraries is escaped.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING
 
 from portmm.comparison.bars import (
     FARTHEST,
@@ -41,9 +41,6 @@ from portmm.comparison.report import Report, Result, Summary, summaries
 from portmm.comparison.roofline import legend, roofline
 from portmm.comparison.text import EXCEEDED, MORE_TIME, SUMMARY, explained, heading
 from portmm.host import machine_load
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 FACTS = {"isa": "all held to", "machine": "taken for", "chip": "", "threads": "", "load": "", "cores": "cores to use"}
 """Fields of a report -> their names on the page, empty for those of the heading; others keep their name."""

@@ -15,33 +15,27 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from portmm.comparison.case import Case
 from portmm.comparison.device_arrays import parsed
 from portmm.comparison.measure import UNKNOWN, seconds_per_call
+from portmm.comparison.peers import Setup
 from portmm.comparison.worker import TRIAL, error_of
 from portmm.dispatch import gpu as gpu_dispatch
 from portmm.errors import NoDeviceError, PortmmError, ScheduleError
 from portmm.host import calibrate, gauge
 from portmm.host.detect import host, resolve
-from portmm.runtime import cuda, opencl
+from portmm.host.gauge import Gauge
+from portmm.runtime import cuda, device_facts, opencl
 from portmm.schedule.cpu_candidates import units
-from portmm.target.target import GENERIC_DEVICES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from portmm.comparison.peers import Setup
-    from portmm.host.gauge import Gauge
-    from portmm.runtime import device_facts
-    from portmm.target.cache_levels import MemoryLevel
-    from portmm.target.target import Target
-
+from portmm.target.cache_levels import MemoryLevel
+from portmm.target.target import GENERIC_DEVICES, Target
 
 MEMORY = "memory"
 """Name of the last level of memory, which holds every case."""

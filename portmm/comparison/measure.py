@@ -15,23 +15,19 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from portmm.comparison.case import Case
 from portmm.comparison.data import EXACT, Arrays, judge
-from portmm.comparison.peers import Fetched, Library, Run
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from portmm.comparison.case import Case
-    from portmm.comparison.peers import Setup
-    from portmm.target.cache_levels import MemoryLevel
+from portmm.comparison.peers import Fetched, Library, Run, Setup
+from portmm.target.cache_levels import MemoryLevel
 
 COPIES = 8
 """Most copies: libraries that compile for each of them must not take minutes."""

@@ -12,25 +12,18 @@ computed in float32, one of bfloat16 in bfloat16.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from portmm.arrays.numpy_arrays import numpy_of
 from portmm.comparison import fused, native
-from portmm.comparison.case import BLOCK, PLAIN
-from portmm.comparison.data import APPROXIMATE, INPUTS, ZERO
-from portmm.comparison.peers import Library, MissingError, Run, UnsupportedError, repeat
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from portmm.comparison.case import Case
-    from portmm.comparison.data import Arrays
-    from portmm.comparison.peers import Setup
-
+from portmm.comparison.case import BLOCK, PLAIN, Case
+from portmm.comparison.data import APPROXIMATE, INPUTS, ZERO, Arrays
+from portmm.comparison.peers import Library, MissingError, Run, Setup, UnsupportedError, repeat
 
 OPSET, IR = 21, 10
 CPU = "CPUExecutionProvider"

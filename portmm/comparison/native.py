@@ -12,20 +12,17 @@ import ctypes
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from ctypes import c_int, c_long, c_void_p
 from ctypes.util import find_library
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from portmm.comparison.case import Case
+from portmm.comparison.data import Arrays
 from portmm.comparison.peers import MissingError, Run, UnsupportedError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from portmm.comparison.case import Case
-    from portmm.comparison.data import Arrays
 
 ROW, COLUMN = 101, 102
 NORMAL, TRANSPOSED = 111, 112

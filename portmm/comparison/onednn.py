@@ -8,20 +8,15 @@ of oneDNN's C headers, version 3.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import byref, c_char, c_float, c_int, c_int64, c_long, c_void_p
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from portmm.comparison import fused, native
-from portmm.comparison.data import INPUTS
-from portmm.comparison.peers import Library, MissingError, Run, UnsupportedError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from portmm.comparison.case import Case
-    from portmm.comparison.data import Arrays
-    from portmm.comparison.peers import Setup
+from portmm.comparison.case import Case
+from portmm.comparison.data import INPUTS, Arrays
+from portmm.comparison.peers import Library, MissingError, Run, Setup, UnsupportedError
 
 CPU = 1
 IN_ORDER = 1

@@ -17,17 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from portmm.comparison import fused
 from portmm.comparison.case import PLAIN, Case
 from portmm.comparison.data import EXACT, Arrays
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 PREFIXES = (
     "OPENBLAS_", "GOTO_", "MKL_", "ONEDNN_", "DNNL_", "BLIS_", "BLI_", "LIBXSMM_", "OMP_", "KMP_", "GOMP_",

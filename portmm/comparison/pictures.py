@@ -9,17 +9,12 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from portmm.comparison.report import geomean
+from portmm.comparison.report import Report, Result, geomean
+from portmm.comparison.result_tables import Ratios
 from portmm.comparison.text import heading
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from portmm.comparison.report import Report, Result
-    from portmm.comparison.result_tables import Ratios
-
 
 OURS, LOSS = "#c1272d", "#4d4d4d"
 # Dark enough on white; markers distinguish contenders without colour.

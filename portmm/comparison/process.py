@@ -17,19 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from portmm.build.cache import write_note
+from portmm.comparison.case import Case
 from portmm.comparison.peers import Contender, Setup, environment
 from portmm.comparison.report import Entrant
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from portmm.comparison.case import Case
-    from portmm.comparison.peers import Setup
-
 
 WORKER = "portmm.comparison.worker"
 BENCH = f"{WORKER}:Bench"

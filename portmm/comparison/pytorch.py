@@ -13,6 +13,7 @@ narrow types where contenders are restricted to less.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -21,16 +22,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from portmm.comparison import fused, native
-from portmm.comparison.data import INPUTS
-from portmm.comparison.peers import Library, MissingError, Run, UnsupportedError, repeat, returning
+from portmm.comparison.case import Case
+from portmm.comparison.data import INPUTS, Arrays
+from portmm.comparison.peers import Library, MissingError, Run, Setup, UnsupportedError, repeat, returning
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from portmm.comparison.case import Case
-    from portmm.comparison.data import Arrays
-    from portmm.comparison.peers import Setup
-
     Maker: TypeAlias = Callable[[Any, Case, Arrays], Run]
 
 

@@ -14,15 +14,13 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from portmm.comparison.case import Case
 from portmm.comparison.figures import decided, spread
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 SCHEMA = 1
 DERIVED = ("spread", "verdict")

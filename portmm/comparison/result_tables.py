@@ -7,17 +7,13 @@ Owns the sentences and Markdown tables of reports of `portmm compare` and `portm
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from portmm.comparison.case import Case
 from portmm.comparison.figures import Table
-from portmm.comparison.report import geomean, summaries
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
-
-    from portmm.comparison.case import Case
-    from portmm.comparison.report import Report
+from portmm.comparison.report import Report, geomean, summaries
 
 
 def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:

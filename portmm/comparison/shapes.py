@@ -9,18 +9,15 @@ from __future__ import annotations
 import csv
 import re
 import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from portmm.comparison.case import LAYOUTS, Case
 from portmm.spec.dtype import spell, types
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
 
 FIELDS = {field.name: field for field in fields(Case)}
 """Fields of a case by name."""

@@ -11,16 +11,12 @@ import ctypes
 import os
 from ctypes import c_int, c_long, c_void_p
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from portmm.comparison import native
-from portmm.comparison.peers import Library, MissingError, Run
-
-if TYPE_CHECKING:
-    from portmm.comparison.case import Case
-    from portmm.comparison.data import Arrays
-    from portmm.comparison.peers import Setup
-
+from portmm.comparison.case import Case
+from portmm.comparison.data import Arrays
+from portmm.comparison.peers import Library, MissingError, Run, Setup
 
 # More than the some thirty configurations of a BLIS; numbers beyond the last have no name.
 ARCHITECTURES = 64

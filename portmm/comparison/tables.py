@@ -12,7 +12,8 @@ and of `portmm tune`, searches of `bench/exhaustive.py --json`, surveys of
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from portmm.comparison.pictures import shows, svg
 from portmm.comparison.report import from_json
@@ -34,9 +35,6 @@ from portmm.comparison.result_tables import (
     tuning_cases,
 )
 from portmm.comparison.text import markdown
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BEGIN, END = "<!-- results: made by portmm report -->", "<!-- end of results -->"
 """Lines of the README before and after its tables."""

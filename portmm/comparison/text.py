@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,7 @@ from portmm.comparison.report import Report, Result, summaries
 from portmm.host import machine_load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rich.console import RenderableType
-
-    from portmm.comparison.report import Report, Result
 
 
 WIDE = 140

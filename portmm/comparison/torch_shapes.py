@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from portmm.comparison.case import Case
 from portmm.comparison.shapes import FIELDS, case, merged, word
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from portmm.comparison.case import Case
 
 NAMES = {
     "float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16",

@@ -9,29 +9,24 @@ that whatever they compute can be tuned: weights packed or quantised, products w
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from portmm.comparison import measure
 from portmm.comparison.case import Case
 from portmm.comparison.data import Arrays, arrays
 from portmm.comparison.ours import open_portmm
-from portmm.comparison.peers import Contender, UnsupportedError
+from portmm.comparison.peers import Contender, Library, Run, Setup, UnsupportedError
 from portmm.comparison.process import Worker, WorkerError
 from portmm.dispatch import config, cpu_kernels, cpu_routes, cpu_units, overrides
 from portmm.errors import BuildError, PortmmError, ScheduleError, TargetError
 from portmm.ops import host_matmul
 from portmm.schedule.schedule import Schedule, parse
 from portmm.spec.problem import Problem
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from portmm.comparison.peers import Library, Run, Setup
-
 
 REASON = 300
 """Characters of a compiler's message that are kept."""

@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from portmm.dispatch.cpu_selection import schedule_cost
 from portmm.schedule.cpu_candidates import candidates
 from portmm.schedule.cpu_neighbourhood import Neighbourhood, neighbourhood_of
 from portmm.schedule.cpu_textbook import preferred
-from portmm.schedule.schedule import spell
-from portmm.tuning.records import OK
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from portmm.schedule.schedule import Schedule
-    from portmm.spec.problem import Problem
-    from portmm.target.target import Target
-    from portmm.tuning.records import Trial
+from portmm.schedule.schedule import Schedule, spell
+from portmm.spec.problem import Problem
+from portmm.target.target import Target
+from portmm.tuning.records import OK, Trial
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import json
 import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,14 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.build.cache import tuned_database
+from portmm.comparison.case import Case
 from portmm.comparison.figures import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from rich.console import Console, RenderableType
-
-    from portmm.comparison.case import Case
 
 
 OK, WRONG, CRASHED, TIMEOUT, UNBUILDABLE = STATES = ("ok", "wrong", "crashed", "timeout", "unbuildable")

@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from portmm.build.cache import tuned_database
+from portmm.comparison.case import Case
 from portmm.comparison.limit import chip
 from portmm.comparison.measure import enough
 from portmm.comparison.peers import Setup
@@ -29,17 +30,13 @@ from portmm.host import machine_load
 from portmm.runtime import route_cache
 from portmm.schedule.schedule import parse
 from portmm.spec.problem import Problem
+from portmm.target.target import Target
 from portmm.tuning.journal import Journal
 from portmm.tuning.lane import OPENER, Lane
 from portmm.tuning.proposals import MISSING, installed, proposals, ranked
-from portmm.tuning.records import OK, TunedCase, Tuning
+from portmm.tuning.records import OK, Trial, TunedCase, Tuning
 from portmm.tuning.search import Race, Rules, search, short_list
 from portmm.version import VERSION
-
-if TYPE_CHECKING:
-    from portmm.comparison.case import Case
-    from portmm.target.target import Target
-    from portmm.tuning.records import Trial
 
 Progress = Callable[[float, str], None]
 """Function that is called with the seconds that are left and a text about the current step."""
