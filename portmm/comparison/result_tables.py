@@ -7,7 +7,8 @@ Owns the sentences and Markdown tables of reports of `portmm compare` and `portm
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -19,6 +20,21 @@ from portmm.comparison.report import Report, geomean, summaries
 def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table whose first column is aligned left."""
     return Table([*map(str, head)], [[*map(str, row)] for row in rows]).markdown()
+
+
+class _Cells:
+    """Values by row and column."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[Any, list[float]]] = {}
+
+    def add(self, row: str, column: Any, value: float) -> None:
+        self.rows.setdefault(row, {}).setdefault(column, []).append(value)
+
+    def shown(self, columns: Iterable[Any], cell: Callable[[list[float]], str]) -> list[list[str]]:
+        """Rows of a table, with a cell for each column."""
+        order = [*columns]
+        return [[name, *(cell(values.get(x, [])) for x in order)] for name, values in self.rows.items()]
 
 
 def mean(values: Collection[float], *, count: bool = True) -> str:
@@ -80,14 +96,6 @@ COLUMNS = {"ratio": "best peer", "gain": "not fused"}
 """Ratios of a case -> the rate in the denominator."""
 
 
-def _settings(runs: Iterable[dict[str, Any]]) -> dict[str, dict[int, list[dict[str, Any]]]]:
-    """Runs by chip and threads."""
-    chips: dict[str, dict[int, list[dict[str, Any]]]] = {}
-    for data in runs:
-        chips.setdefault(data["chip"], {}).setdefault(data["threads"], []).append(data)
-    return chips
-
-
 def rows_of(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Cases of several runs; the last result of a case counts."""
     return list({row["case"]["name"]: row for data in runs for row in data["fusion"]}.values())
@@ -95,50 +103,45 @@ def rows_of(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def fusion(runs: Iterable[dict[str, Any]]) -> list[str]:
     """Two tables for each chip: fused products by group and type, and the cost of epilogues."""
-    return [_fusion(chip, dict(sorted(mine.items()))) for chip, mine in _settings(runs).items()]
+    chips: dict[str, dict[int, list[dict[str, Any]]]] = {}
+    for data in runs:
+        chips.setdefault(data["chip"], {}).setdefault(data["threads"], []).append(data)
+    return [_fusion(chip, dict(sorted(mine.items()))) for chip, mine in chips.items()]
 
 
 def _fusion(chip: str, mine: dict[int, list[dict[str, Any]]]) -> str:
     """Tables of one chip, whose runs are given by threads."""
-    groups: dict[str, dict[tuple[int, str], list[float]]] = {}
-    costs: dict[str, dict[int, list[float]]] = {}
+    groups, costs = _Cells(), _Cells()
     for count, runs in mine.items():
         for row in rows_of(runs):
-            kind = f"{row['case']['group']}, {row['case']['dtype']}"
             for name in COLUMNS:
                 if row[name] is not None:
-                    groups.setdefault(kind, {}).setdefault((count, name), []).append(row[name])
+                    groups.add(f"{row['case']['group']}, {row['case']['dtype']}", (count, name), row[name])
             for name, cost in row["overheads"].items():
-                costs.setdefault(f"{name}, {row['case']['dtype']}", {}).setdefault(count, []).append(cost)
+                costs.add(f"{name}, {row['case']['dtype']}", count, cost)
     parts: list[str] = []
-    if groups:
+    if groups.rows:
         head = ["group", *(f"{threads(t)}, {word}" for t in mine for word in COLUMNS.values())]
-        cells = [(t, name) for t in mine for name in COLUMNS]
         parts.append(
             f"**{chip}**, fused: rate of portmm over that of the best peer of each case, and over its own where "
             f"nothing is fused, geometric mean of each group, and in brackets its lowest."
         )
-        parts.append(table(head, [[kind, *(mean(x.get(c, ())) for c in cells)] for kind, x in groups.items()]))
-    if costs:
-        rows = [[kind, *(_cost(x.get(t, ())) for t in mine)] for kind, x in costs.items()]
+        parts.append(table(head, groups.shown([(t, name) for t in mine for name in COLUMNS], mean)))
+    if costs.rows:
         parts.append(f"**{chip}**: what an epilogue costs, of the bare product's time, median and in brackets most.")
-        parts.append(table(["epilogue", *map(threads, mine)], rows))
-    return "\n\n".join([*parts, _origin([run for runs in mine.values() for run in runs])])
+        parts.append(table(["epilogue", *map(threads, mine)], costs.shown(mine, _cost)))
+    every = [run for runs in mine.values() for run in runs]
+    versions: dict[str, str] = {}
+    for data in every:
+        versions |= {name: text for name, text in data["versions"].items() if not text.startswith("missing")}
+    dates = dict.fromkeys(data["date"] for data in every)
+    took_part = "; ".join(dict.fromkeys(versions.values()))
+    return "\n\n".join([*parts, f"Took part: {took_part}. Measured on {', '.join(dates)}."])
 
 
 def _cost(values: Iterable[float]) -> str:
     percents = [100 * x for x in values]
     return f"{median(percents):+.1f} % ({max(percents):+.1f} %)" if percents else ""
-
-
-def _origin(runs: Iterable[dict[str, Any]]) -> str:
-    """Versions of the contenders, and dates of the runs."""
-    versions: dict[str, str] = {}
-    dates: dict[str, None] = {}
-    for data in runs:
-        versions |= {name: text for name, text in data["versions"].items() if not text.startswith("missing")}
-        dates[data["date"]] = None
-    return f"Took part: {'; '.join(dict.fromkeys(versions.values()))}. Measured on {', '.join(dates)}."
 
 
 def fusion_cases(data: dict[str, Any]) -> str:
@@ -158,16 +161,9 @@ def fusion_cases(data: dict[str, Any]) -> str:
 
 
 HEAD = (
-    "setting",
-    "cases",
-    "analytical, of the tuned rate",
-    "lowest",
-    "where",
-    "trials",
-    "failed",
-    "rank correlation",
+    "setting", "cases", "analytical, of the tuned rate", "lowest", "where", "trials", "failed", "rank correlation",
     "of the choices",
-)
+)  # fmt: skip
 
 
 def is_tuning(data: dict[str, Any]) -> bool:
@@ -268,14 +264,12 @@ def ratios(reports: Iterable[Report]) -> Iterator[str]:
 
 def _groups(reports: Sequence[Report]) -> list[list[str]]:
     """Rows of the groups of cases, that of all cases last."""
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, dict[int, str]] = {}
     for i, report in enumerate(reports):
         for s in summaries(report):
-            row = groups.setdefault(s.group, [""] * len(reports))
-            row[i] = f"{s.mean:.2f} ({s.lowest:.2f}) of {s.count}"
-    every = groups.pop("all", None)
-    rows = [[name, *cells] for name, cells in groups.items()]
-    return [*rows, ["**all**", *every]] if every else rows
+            groups.setdefault(s.group, {})[i] = f"{s.mean:.2f} ({s.lowest:.2f}) of {s.count}"
+    every = {"**all**": groups.pop("all")} if "all" in groups else {}
+    return [[name, *(cells.get(i, "") for i in range(len(reports)))] for name, cells in (groups | every).items()]
 
 
 def search(rows: Iterable[dict[str, Any]]) -> str:
@@ -316,14 +310,14 @@ def cliff(data: dict[str, Any]) -> str:
 
 def packing(data: dict[str, Any]) -> str:
     """Table of the rates of packing over those of a copy of as many bytes, with a row for each kind of weight."""
-    kinds: dict[str, dict[int, list[float]]] = {}
+    kinds = _Cells()
     counts = sorted({row["threads"] for row in data["packing"]})
     for row in data["packing"]:
         group = f", groups of {row['group'] or 'all'} rows" if row["dtype"] == "u4" else ""
         mixed = f" for {row['activations']}" if row["activations"] != row["dtype"] and not group else ""
         kind = f"{row['dtype']}{mixed}{group}, by {'rows' if row['layout'] == 'row' else 'columns'}"
-        kinds.setdefault(kind, {}).setdefault(row["threads"], []).append(row["share"])
-    rows = [[kind, *(mean(x.get(t, ()), count=False) for t in counts)] for kind, x in kinds.items()]
+        kinds.add(kind, row["threads"], row["share"])
+    rows = kinds.shown(counts, partial(mean, count=False))
     return (
         f"**{data['chip']}**: bytes read and written per second by `pack`, over those of a copy into a new array, "
         f"geometric mean over sizes, and in brackets the lowest.\n\n"
@@ -380,19 +374,17 @@ def ratios_by_setting(
 
 def chips(measured: dict[tuple[str, str], Ratios]) -> str:
     """One table with a row for each type and a column for each machine and setting; empty if nothing was measured."""
-    if not measured:
-        return ""
     columns = [", ".join(filter(None, key)) for key in measured]
-    return f"{MEANING}\n\n{_by_type('type', columns, list(measured.values()))}"
+    return f"{MEANING}\n\n{_by_type('type', columns, list(measured.values()))}" if measured else ""
 
 
 def by_chip(measured: dict[tuple[str, str], Ratios]) -> str:
     """A small table for each machine: a row for each type, a column for each setting."""
-    parts = []
+    parts = [MEANING] if measured else []
     for machine in dict.fromkeys(machine for machine, _ in measured):
         settings = {name: mine for (of, name), mine in measured.items() if of == machine}
         parts.append(_by_type(machine, [name or "ratio" for name in settings], list(settings.values())))
-    return "\n\n".join([MEANING, *parts]) if parts else ""
+    return "\n\n".join(parts)
 
 
 def _by_type(head: str, columns: list[str], ratios: list[Ratios]) -> str:
