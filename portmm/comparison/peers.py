@@ -1,7 +1,8 @@
 """Registry of contenders, the interface of their adapters, and the settings of their processes.
 
-Owns the registry, the records that adapters return, the adapter of NumPy, and the lists of environment variables that
-are removed and set. A library is imported only when its adapter is opened, which happens in its own process.
+Owns the registry, which `contenders.toml` describes, with the environment variables that are removed and set; the
+records that adapters return; and the adapter of NumPy. A library is imported only when its adapter is opened, which
+happens in its own process.
 
 An adapter is one function: it takes a `Setup`, opens its library, and returns a `Library`; it raises `MissingError` if
 the library is not installed. `Library.prepare` takes a case and its arrays and returns every method by which an expert
@@ -14,9 +15,11 @@ removed, and those that the comparison needs are set, the same for all contender
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,31 +28,13 @@ from portmm.comparison import fused
 from portmm.comparison.case import PLAIN, Case
 from portmm.comparison.data import EXACT, Arrays
 
-PREFIXES = (
-    "OPENBLAS_", "GOTO_", "MKL_", "ONEDNN_", "DNNL_", "BLIS_", "BLI_", "LIBXSMM_", "OMP_", "KMP_", "GOMP_",
-    "NVPL_", "ATEN_", "TORCH_", "TORCHINDUCTOR_", "ORT_", "OPENVINO_", "OV_", "PORTMM_",
-    "CUBLAS", "NVIDIA_TF32_", "CUPY_TF32", "CUPY_ACCELERATORS",
-)  # fmt: skip
-# Kernels stay in the user's cache, and portmm uses the tuned schedules of the user's calls.
-KEPT = ("PORTMM_CACHE", "PORTMM_TUNED", "TORCHINDUCTOR_CACHE_DIR")
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "PORTMM_NUM_THREADS")
-
-_RESTRICTING = (
-    "OPENBLAS_CORETYPE", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY",
-    "TORCHINDUCTOR_CPP_MARCH", "LIBXSMM_TARGET",
-)  # fmt: skip
-_VALUES = """
-avx512bf16  SkylakeX  AVX512_E3  AVX512_CORE_BF16  AVX512_CORE_BF16  avx512   cooperlake      cpx
-avx512vnni  SkylakeX  AVX512_E1  AVX512_CORE_VNNI  AVX512_CORE_VNNI  avx512   cascadelake     clx
-avx512      SkylakeX  AVX512     AVX512_CORE       AVX512_CORE       avx512   skylake-avx512  skx
-avxvnni     Haswell   AVX2_E1    AVX2_VNNI         AVX2_VNNI         avx2     alderlake       hsw
-avx2        Haswell   AVX2       AVX2              AVX2              avx2     haswell         hsw
-sse2        Nehalem   SSE4_2     SSE41             SSE41             default  nehalem         wsm
-"""
+_TABLE = tomllib.loads(Path(__file__).with_name("contenders.toml").read_text(encoding="utf-8"))
+_PREFIXES, _KEPT, _THREADS = (tuple(_TABLE["environment"][x]) for x in ("removed", "kept", "threads"))
 FORCED: Mapping[str, Mapping[str, str]] = {
-    isa: dict(zip(_RESTRICTING, values, strict=True)) for isa, *values in map(str.split, _VALUES.strip().splitlines())
+    isa: dict(zip(_TABLE["forced"]["variables"], values, strict=True))
+    for isa, values in _TABLE["forced"]["isas"].items()
 }
-"""ISA -> the variables that restrict each library to it. OpenVINO's own oneDNN reads those of oneDNN."""
+"""ISA -> the variables that restrict each library to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +58,7 @@ class Setup:
 
 def removed(base: Mapping[str, str]) -> tuple[str, ...]:
     """Names in `base` that are not passed to contenders."""
-    return tuple(sorted(name for name in base if name.startswith(PREFIXES) and name not in KEPT))
+    return tuple(sorted(name for name in base if name.startswith(_PREFIXES) and name not in _KEPT))
 
 
 def environment(base: Mapping[str, str], setup: Setup, *, uses_openblas: bool) -> dict[str, str]:
@@ -87,7 +72,7 @@ def environment(base: Mapping[str, str], setup: Setup, *, uses_openblas: bool) -
     """
     dropped = set(removed(base))
     env = {name: value for name, value in base.items() if name not in dropped}
-    env |= dict.fromkeys(THREADS, str(setup.threads))
+    env |= dict.fromkeys(_THREADS, str(setup.threads))
     env["OPENBLAS_NUM_THREADS"] = str(setup.threads if uses_openblas else 1)
     env |= FORCED.get(setup.isa, {})
     if setup.target:
@@ -176,45 +161,16 @@ class Contender:
 
 ALL = "all"
 """Name that stands for all contenders."""
-ONLY_BY_NAME = frozenset({"by name"})
-"""A kind that no case has: a contender that compiles for many seconds takes part only if selected by name."""
-NARROW = frozenset({"narrow"})
-MODELS = frozenset({"narrow", "fused"})
-"""Kinds of cases of contenders that are runtimes of models."""
 
-_CUDA = "pip install cupy-cuda13x nvidia-cuda-nvrtc"
-CONTENDERS: tuple[Contender, ...] = (
-    Contender("portmm", "portmm.comparison.ours:open_portmm", peer=False),
-    Contender("numpy", "portmm.comparison.peers:open_numpy", "pip install numpy", uses_openblas=True),
-    Contender("mkl", "portmm.comparison.mkl:open_mkl", "pip install mkl"),
-    Contender("mkl-jit", "portmm.comparison.mkl:open_jit", "pip install mkl, and a C compiler"),
-    Contender("onednn", "portmm.comparison.onednn:open_onednn", "pip install onednn-cpu-gomp"),
-    Contender("torch", "portmm.comparison.pytorch:open_torch", "pip install torch"),
-    Contender("blis", "portmm.comparison.small_kernels:open_blis", "apt install libblis4-openmp"),
-    Contender("libxsmm", "portmm.comparison.small_kernels:open_libxsmm", "apt install libxsmm-dev, and a C compiler"),
-    Contender(
-        "torch.compile",
-        "portmm.comparison.pytorch:open_compiled",
-        "pip install torch, and a C++ compiler",
-        only=ONLY_BY_NAME,
-    ),
-    Contender(
-        "onnxruntime", "portmm.comparison.model_runtimes:open_onnxruntime", "pip install onnxruntime onnx", only=MODELS
-    ),
-    Contender(
-        "onnxruntime-8bit", "portmm.comparison.model_runtimes:open_8bit", "pip install onnxruntime onnx", only=NARROW
-    ),
-    Contender("openvino", "portmm.comparison.model_runtimes:open_openvino", "pip install openvino", only=MODELS),
-)
 
-ON_DEVICES: tuple[Contender, ...] = (
-    Contender("portmm", "portmm.comparison.device:open_portmm", _CUDA, peer=False, device="cuda"),
-    Contender("torch-cuda", "portmm.comparison.device:open_torch", "pip install torch", device="cuda"),
-    Contender("cupy", "portmm.comparison.device:open_cupy", _CUDA, device="cuda"),
-    Contender("cublaslt", "portmm.comparison.device:open_cublaslt", "pip install torch", device="cuda"),
-    Contender("portmm", "portmm.comparison.device:open_portmm", "pip install pyopencl", peer=False, device="opencl"),
-    Contender("clblast", "portmm.comparison.clblast:open_clblast", "apt install libclblast1", device="opencl"),
-)
+def _described(row: Mapping[str, Any]) -> Contender:
+    adapter, only = f"portmm.comparison.{row['adapter']}", frozenset(row.get("only", ()))
+    return Contender(**{**row, "adapter": adapter, "only": only})
+
+
+_EVERYONE = tuple(map(_described, _TABLE["contenders"]))
+CONTENDERS = tuple(x for x in _EVERYONE if not x.device)
+ON_DEVICES = tuple(x for x in _EVERYONE if x.device)
 
 
 def find(names: Iterable[str | Contender] | None, language: str = "") -> tuple[Contender, ...]:

@@ -237,49 +237,52 @@ class Lane:
         """Whether its library was opened."""
         return self.entrant is not None and self.entrant.state == "ok"
 
+    def launch(self, rules: Rules) -> None:
+        """Start the worker, which opens its library; several do so in parallel, since nothing is timed meanwhile."""
+        if rules.left > 0:
+            self.worker = Worker(self.contender, rules.setup, self.bench)
 
-def launch(lane: Lane, rules: Rules) -> None:
-    """Start a lane's worker, which opens its library; several do so in parallel, since nothing is timed meanwhile."""
-    if rules.left > 0:
-        lane.worker = Worker(lane.contender, rules.setup, lane.bench)
+    def relaunch(self, rules: Rules) -> None:
+        """Start the worker again if it is gone, as long as it may still crash."""
+        if self.worker is None and self.lives > 0:
+            self.launch(rules)
+            self.greet(rules)
 
+    def greet(self, rules: Rules) -> None:
+        """Receive the worker's first message and set the entrant; a missing library is a state, not an error."""
+        contender = self.contender
+        hello: dict[str, Any] = {"state": "timeout", "reason": UNOPENED}
+        if self.worker is not None:
+            try:
+                hello = self.worker.hear(max(0.0, min(OPENING, rules.left)))
+            except WorkerError as error:
+                late = rules.left <= 0
+                hello = {"state": error.state, "reason": UNOPENED if late else str(error), "details": error.details}
+        hello |= {"reason": _brief(hello, contender.name, "opening", rules)}
+        if hello["state"] != "ok":
+            close([self], 0.0)
+        if self.entrant is None:
+            version, rough = hello.get("version", ""), hello.get("approximate", False)
+            self.entrant = Entrant(
+                contender.name, contender.peer, hello["state"], version, hello["reason"], contender.hint, rough
+            )
 
-def greet(lane: Lane, rules: Rules) -> None:
-    """Receive the first message of a lane's worker and set its entrant; a missing library is a state, not an error."""
-    contender = lane.contender
-    hello: dict[str, Any] = {"state": "timeout", "reason": UNOPENED}
-    if lane.worker is not None:
-        try:
-            hello = lane.worker.hear(max(0.0, min(OPENING, rules.left)))
-        except WorkerError as error:
-            late = rules.left <= 0
-            hello = {"state": error.state, "reason": UNOPENED if late else str(error), "details": error.details}
-    hello |= {"reason": _brief(hello, contender.name, "opening", rules)}
-    if hello["state"] != "ok":
-        close([lane], 0.0)
-    if lane.entrant is None:
-        version, rough = hello.get("version", ""), hello.get("approximate", False)
-        lane.entrant = Entrant(
-            contender.name, contender.peer, hello["state"], version, hello["reason"], contender.hint, rough
-        )
-
-
-def ask(lane: Lane, request: dict[str, Any], case: Case, rules: Rules) -> dict[str, Any]:
-    """Reply of a lane's worker to a request; a crash and the deadline are states of the reply too."""
-    left = rules.left
-    if left <= 0:
-        return {"state": LATE, "reason": "no time was left"}
-    if lane.worker is None:
-        return {"state": "crashed", "reason": "crashed before, given up"}
-    try:
-        answer = lane.worker.ask(request, min(rules.patience + case.flops / SLOWEST, LONGEST, left))
-    except WorkerError as error:
-        close([lane], 0.0)
-        if rules.left <= 0:
+    def ask(self, request: dict[str, Any], case: Case, rules: Rules) -> dict[str, Any]:
+        """Reply of the worker to a request; a crash and the deadline are states of the reply too."""
+        left = rules.left
+        if left <= 0:
             return {"state": LATE, "reason": "no time was left"}
-        lane.lives -= 1
-        answer = {"state": error.state, "reason": str(error), "details": error.details}
-    return answer if answer["state"] == "ok" else answer | {"reason": _brief(answer, lane.name, case.name, rules)}
+        if self.worker is None:
+            return {"state": "crashed", "reason": "crashed before, given up"}
+        try:
+            answer = self.worker.ask(request, min(rules.patience + case.flops / SLOWEST, LONGEST, left))
+        except WorkerError as error:
+            close([self], 0.0)
+            if rules.left <= 0:
+                return {"state": LATE, "reason": "no time was left"}
+            self.lives -= 1
+            answer = {"state": error.state, "reason": str(error), "details": error.details}
+        return answer if answer["state"] == "ok" else answer | {"reason": _brief(answer, self.name, case.name, rules)}
 
 
 def close(lanes: Iterable[Lane], patience: float = PATIENCE) -> None:

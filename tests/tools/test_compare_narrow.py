@@ -229,7 +229,7 @@ def test_reports_of_f32_are_as_they_were():
 
 
 def test_some_take_part_only_where_there_are_narrow_types(monkeypatch):
-    field = (fake("right"), replace(fake("narrow"), only=peers.NARROW))
+    field = (fake("right"), replace(fake("narrow"), only=frozenset({"narrow"})))
     monkeypatch.setattr(peers, "CONTENDERS", field)
     plain, small = Case("small", "cube", 8, 12, 16), case("s8-s8-s32")
     assert [e.name for e in compare([plain], **QUICK).entrants] == ["right"]
