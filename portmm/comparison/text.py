@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.comparison.figures import Table, conditions, spread, total_lines
 from portmm.comparison.report import Report, Result, summaries
 from portmm.host import machine_load
+from portmm.util.console import table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -123,12 +124,9 @@ def terminal(report: Report, width: int = WIDE) -> RenderableType:
         report: the report.
         width: columns of the terminal; shapes, which follow from most names, are left out where they do not fit.
     """
-    from rich.box import SIMPLE_HEAD
     from rich.console import Group
-    from rich.markup import escape
-    from rich.table import Table as RichTable
+    from rich.text import Text
 
-    table = RichTable(title=escape(heading(report)), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     rows = [dict(zip(_columns(report), _row(report, result), strict=True)) for result in report.results]
     # Bold marks the best peer, a sign and colours mark the verdict.
     columns = [name for name in _columns(report) if name not in ("best peer", "verdict")]
@@ -138,28 +136,15 @@ def terminal(report: Report, width: int = WIDE) -> RenderableType:
     taken = sum(GAP + max(map(len, (name, *(row[name] for row in rows)))) for name in columns)
     if taken + GAP > width:
         columns.remove("MxNxK")
-    for name in columns:
-        words = name in ("case", "MxNxK")
-        table.add_column(
-            name,
-            justify="left" if words else "right",
-            no_wrap=not words,
-            overflow="fold" if words else "ellipsis",
-            min_width=None if words else len(name),
-        )
-    for row in rows:
-        cells = {name: escape(row[name]) for name in columns}
-        if row["best peer"] in cells:
-            cells[row["best peer"]] = f"[bold]{cells[row['best peer']]}[/bold]"
-        table.add_row(*cells.values(), style=STYLES.get(row.get("verdict", ""), ""))
+    cells = [[Text(row[name], "bold" if name == row["best peer"] else "") for name in columns] for row in rows]
+    styles = [STYLES.get(row.get("verdict", ""), "") for row in rows]
+    listed = table(heading(report), columns, cells, words=("case", "MxNxK"), styles=styles)
+    for column in listed.columns[columns.index("MxNxK") + 1 if "MxNxK" in columns else 1 :]:
+        column.no_wrap, column.overflow, column.min_width = True, "ellipsis", len(str(column.header))
     means = Table(SUMMARY, _summary_rows(report), words=("where",), title="ratio to the best peer (bold) of each case")
-    legend = explained(report)
-    parts: list[RenderableType] = [
-        table,
-        *([escape(legend)] if legend else []),
-        *([means.terminal()] if means.rows else []),
-    ]
-    return Group(*parts, *(f"[dim]{escape(line)}[/dim]" for line in notes(report)))
+    parts: list[RenderableType] = [listed, *map(Text, filter(None, [explained(report)]))]
+    parts += [means.terminal()] if means.rows else []
+    return Group(*parts, *(Text(line, "dim") for line in notes(report)))
 
 
 def _summary_rows(report: Report) -> list[list[str]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from rich.console import Console
     from rich.table import Table
@@ -40,7 +40,12 @@ def print_json(data: Any) -> None:
 
 
 def table(
-    title: str, head: Sequence[str], rows: Iterable[Sequence[str | Text]], *, words: Collection[str] = ()
+    title: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[str | Text]],
+    *,
+    words: Collection[str] = (),
+    styles: Sequence[str] = (),
 ) -> Table:
     """A table for a terminal.
 
@@ -49,6 +54,7 @@ def table(
         head: names of the columns.
         rows: cells, whose marks are escaped unless they are rich's texts.
         words: names of the columns that are aligned left; all others are numbers.
+        styles: of each row.
     """
     from rich.box import SIMPLE_HEAD
     from rich.markup import escape
@@ -57,8 +63,8 @@ def table(
     result = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in head:
         result.add_column(name, justify="left" if name in words else "right", overflow="fold")
-    for row in rows:
-        result.add_row(*(escape(x) if isinstance(x, str) else x for x in row))
+    for row, style in zip(rows, styles or [""] * len(rows), strict=True):
+        result.add_row(*(escape(x) if isinstance(x, str) else x for x in row), style=style)
     return result
 
 
