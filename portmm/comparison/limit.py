@@ -5,17 +5,15 @@ Owns the limit of a case, the gauges of the machine, and the facts of a device t
 The limit is the roofline: the multiply-add rate, or the rate at which the nearest level of memory that holds all
 operands delivers the compulsory traffic. On the processor `Machine`, a bench of `comparison.worker`, measures both in
 alternation with the contenders, so that a limit and the rates that are compared with it are measured at the same time.
-A device's driver is queried by a process of its own, `python -m portmm.comparison.limit cuda:1`, since the coordinator
-opens no device; its limit is that of the chip's description, without a measurement.
+A device's driver is queried by `Device` in a process of its own, since the coordinator opens no device; its limit is
+that of the chip's description, without a measurement.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from math import inf
@@ -25,7 +23,8 @@ from typing import Any
 from portmm.comparison.case import Case
 from portmm.comparison.device_arrays import parsed
 from portmm.comparison.measure import UNKNOWN, seconds_per_call
-from portmm.comparison.peers import Setup
+from portmm.comparison.peers import Contender, MissingError, Setup
+from portmm.comparison.process import Worker, WorkerError
 from portmm.comparison.worker import TRIAL, error_of
 from portmm.dispatch import gpu as gpu_dispatch
 from portmm.errors import NoDeviceError, PortmmError, ScheduleError
@@ -226,7 +225,7 @@ class Facts:
         return min(peak, bound)
 
 
-def facts(device: str, environ: Mapping[str, str] = os.environ) -> Facts:
+def facts(device: str) -> Facts:
     """Facts of a device, queried in another process.
 
     Raises:
@@ -234,20 +233,30 @@ def facts(device: str, environ: Mapping[str, str] = os.environ) -> Facts:
         NoDeviceError: it is not there, or its driver does not reply.
     """
     parsed(device)
-    env = {**environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-P", "-m", "portmm.comparison.limit", device]
+    worker = Worker(Contender("device", ""), Setup(device=device), "portmm.comparison.limit:Device")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=OPENING)
-    except subprocess.TimeoutExpired as error:
-        raise NoDeviceError(f"the driver of device {device} did not answer in {OPENING:.0f} s") from error
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        message = (done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"])[-1]
-        raise NoDeviceError(f"device {device}: {message}")
-    values = json.loads(lines[-1])
-    if "missing" in values:
-        raise NoDeviceError(values["missing"])
-    return Facts(**values)
+        hello = worker.hear(OPENING)
+    except WorkerError as error:
+        raise NoDeviceError(f"device {device}: {error}") from error
+    finally:
+        worker.close()
+    if hello["state"] != "ok":
+        raise NoDeviceError(hello["reason"])
+    return Facts(**hello["facts"])
+
+
+class Device:
+    """Facts of a device as the first message of a bench of `comparison.worker`.
+
+    Raises:
+        MissingError: it is not there.
+    """
+
+    def __init__(self, setup: Setup, _adapter: str) -> None:
+        try:
+            self.hello = {"facts": asdict(queried(setup.device))}
+        except PortmmError as error:
+            raise MissingError(str(error)) from error
 
 
 def queried(device: str) -> Facts:
@@ -322,17 +331,3 @@ def nvidia_smi(query: str, which: str = "0") -> dict[str, str]:
         return {"nvidia-smi": str(error)}
     values = [x.strip() for x in done.stdout.splitlines()[0].split(",")] if done.stdout.strip() else []
     return dict(zip(query.split(","), values, strict=False))
-
-
-def main(arguments: list[str]) -> int:
-    """Print the facts of a device, or the reason why it is missing, as one line of JSON."""
-    try:
-        values: dict[str, Any] = asdict(queried(arguments[0]))
-    except PortmmError as error:
-        values = {"missing": str(error)}
-    sys.stdout.write(json.dumps(values) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

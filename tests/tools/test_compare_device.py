@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
@@ -306,7 +307,7 @@ def test_a_device_that_is_not_described_has_none(monkeypatch):
 
 
 def test_a_missing_device_is_said(monkeypatch):
-    monkeypatch.setattr(limit.sys, "executable", "/bin/false")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(NoDeviceError, match="device cuda: ended with status 1"):
         compare([SMALL], device="cuda")
     monkeypatch.undo()
